@@ -1,0 +1,55 @@
+# make demo    sets up everything, then trains the bundled model
+# make test    sets up everything, then runs linters and all tests
+# Both make their own environment in .venv; PYTHON picks the interpreter (3.10 or newer).
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# A machine with an NVIDIA driver gets torch's CUDA build, any other the CPU build.
+PIN := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test test-fast lint bench setup clean help
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -3
+
+demo: $(VENV)/.run
+	@echo "==> Training the bundled model to write words that can be read"
+	@$(BIN)/gesso train demo
+
+test: lint
+	@echo "==> Running all tests"
+	@$(BIN)/python -m pytest
+
+test-fast: $(VENV)/.dev
+	@$(BIN)/python -m pytest -m "not slow"
+
+lint: $(VENV)/.dev
+	@echo "==> Checking style and types"
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: $(VENV)/.dev
+	@$(BIN)/python benchmarks/demo_iteration.py
+
+setup: $(VENV)/.dev
+
+$(VENV)/.run: pyproject.toml constraints-cpu.txt | $(BIN)/python
+	@echo "==> Installing gesso and what it needs into $(VENV) (a minute or two, about 1.2 GB)"
+	@$(PIP) $(PIN) -e ".[ocr]"
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints-cpu.txt | $(BIN)/python
+	@echo "==> Installing gesso with its test tools into $(VENV) (a minute or two, about 1.3 GB)"
+	@$(PIP) $(PIN) -e ".[dev]"
+	@touch $@ $(VENV)/.run
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "gesso needs Python 3.10 or newer; run make PYTHON=python3.11")'
+	@echo "==> Making an environment in $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+clean:
+	rm -rf $(VENV)

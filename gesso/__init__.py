@@ -1,0 +1,56 @@
+"""Gesso: RL post-training for models that draw and models that see.
+
+    run = gesso.train("demo")
+    gesso.load(run.path).sample('a red sign that says "KITE"')[0].save("kite.png")
+
+`import gesso` is instant: the heavy imports happen in the calls.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from gesso.run import Trained
+    from gesso.track.run_folder import RunFolder
+
+__version__ = "0.1.0"
+
+# OpenMP reads this once, when torch is first imported: threads that wait must not spin, or reward
+# workers beside them on the same cores slow both down many times over.
+if "torch" not in sys.modules:
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def train(
+    recipe: str, *overrides: str, folder: str | Path | None = None, quiet: bool = False
+) -> RunFolder:
+    """Train a bundled recipe or a TOML file: `gesso.train("demo", "steps=5", folder="my-run")`."""
+    from gesso import run
+
+    return run.train(recipe, overrides, folder, quiet)
+
+
+def resume(folder: str | Path, quiet: bool = False) -> RunFolder:
+    """Go on with a run that was stopped or killed."""
+    from gesso import run
+
+    return run.resume(folder, quiet)
+
+
+def load(source: str | Path) -> Trained:
+    """The model of a run folder, or the untrained model of a recipe: `gesso.load("demo")`."""
+    from gesso import run
+
+    return run.load(source)
+
+
+def recipes() -> Sequence[str]:
+    """Names of the bundled recipes."""
+    from gesso import build
+
+    return build.bundled_recipes()

@@ -1,0 +1,101 @@
+"""DiffusionNFT (arXiv 2509.16117): learns on the forward process from clean samples and rewards.
+
+No trajectory, no log-prob, no guidance: samples come from an ODE under a slow *old* policy, and
+the loss pulls the velocity towards good samples and away from bad ones. Defaults are the authors'
+for SD3.5-M with the OCR reward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from gesso.algorithms.base import TermLosses, Terms
+from gesso.config import Strict
+from gesso.formulas import advantages as adv
+from gesso.formulas import averages, nft
+from gesso.models.flow.base import FlowModel
+from gesso.models.policy import Policy
+from gesso.types import Rollout, SampleSpec, Which
+
+
+@dataclass(frozen=True)
+class NoisedTerms(Terms):
+    """One clean sample noised to one time each."""
+
+    clean: Tensor  # (T, C, H, W)
+    noise: Tensor  # (T, C, H, W)
+    t: Tensor  # (T,)
+    optimal: Tensor  # (T,): probability of being a good sample
+
+
+class DiffusionNFT(Strict):
+    name: Literal["diffusion-nft"] = "diffusion-nft"
+    group: int = Field(24, ge=1)
+    updates: int = Field(2, ge=1)
+    steps: int = Field(10, ge=1)
+    times: int = Field(9, ge=1)  # trained times a sample, out of the sampler's
+    beta: float = Field(0.1, gt=0)
+    kl: float = Field(1e-4, ge=0)  # weight of mean (v − v_ref)²
+    decay: Literal[1, 2] = 1  # schedule of the old policy
+    std: Literal["global", "group"] = "global"
+
+    @model_validator(mode="after")
+    def _possible(self) -> DiffusionNFT:
+        if self.times > self.steps:
+            raise ValueError(
+                f"times = {self.times} is more than the {self.steps} steps they are taken from"
+            )
+        return self
+
+    @property
+    def needs(self) -> frozenset[Which]:
+        return frozenset({"old", "reference"} if self.kl > 0 else {"old"})
+
+    def spec(self, seed: int, height: int, width: int) -> SampleSpec:
+        return SampleSpec(steps=self.steps, height=height, width=width, weights="old")
+
+    def advantages(self, rewards: Tensor, group: Tensor) -> Tensor:
+        return adv.group_relative(rewards, group, self.std)
+
+    def terms(
+        self, rollout: Rollout, advantages: Tensor, generator: torch.Generator
+    ) -> NoisedTerms:
+        trace = rollout.trace
+        n, times, device = len(trace.row), self.times, trace.row.device
+        order = torch.rand(n, self.steps, generator=generator).argsort(1)[:, :times]
+        shape = (n * times, *trace.clean.shape[1:])
+        optimal = nft.optimality(advantages).float().to(device)
+        return NoisedTerms(
+            context=trace.context,
+            row=trace.row.repeat_interleave(times),
+            clean=trace.clean.repeat_interleave(times, 0),
+            noise=torch.randn(shape, generator=generator).to(device),
+            t=trace.context.sigmas[order.flatten().to(device)],
+            optimal=optimal.repeat_interleave(times),
+        )
+
+    def loss(self, model: FlowModel, terms: NoisedTerms) -> TermLosses:
+        cond = terms.context.cond.rows(terms.row)
+        x_t = nft.noised(terms.clean, terms.noise, terms.t)
+        v = model.velocity(x_t, terms.t, cond)
+        with torch.no_grad():
+            v_old = model.velocity(x_t, terms.t, cond, "old")
+        loss = nft.contrast(v, v_old, terms.clean, x_t, terms.t, terms.optimal, self.beta)
+        stats = {"drift": (v - v_old).detach().square().flatten(1).mean(1)}
+        if self.kl > 0:
+            with torch.no_grad():
+                v_ref = model.velocity(x_t, terms.t, cond, "reference")
+            distance = (v - v_ref).square().flatten(1).mean(1)
+            loss = loss + self.kl * distance
+            stats["kl"] = distance.detach()
+        return TermLosses(loss, stats)
+
+    def finish(self, policy: Policy, step: int) -> None:
+        averages.blend_(
+            policy.copies["old"], policy.weights("current"), nft.old_decay(step, self.decay)
+        )

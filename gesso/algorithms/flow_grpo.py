@@ -1,0 +1,164 @@
+"""Flow-GRPO (arXiv 2505.05470): GRPO over the stochastic denoising steps of a flow model.
+
+Defaults are the authors' for SD3.5-M with the OCR reward. Flow-GRPO-Fast is the same with a
+`window`: only those steps are stochastic, stored and trained.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from gesso.algorithms.base import TermLosses, Terms
+from gesso.config import Strict
+from gesso.formulas import advantages as adv
+from gesso.formulas import flow_steps, kl, objectives
+from gesso.models.flow.base import FlowModel, Gradient, guided
+from gesso.models.policy import Policy
+from gesso.types import Rollout, SampleSpec, Which
+
+
+class Window(Strict):
+    """`size` consecutive steps out of [low, high), drawn once per batch: drawing it per sample
+    collapsed a run of a peer."""
+
+    size: int = Field(3, ge=1)
+    low: int = Field(0, ge=0)
+    high: int = Field(5, ge=1)
+
+    def draw(self, seed: int) -> range:
+        start = random.Random(seed).randint(self.low, self.high - self.size)
+        return range(start, start + self.size)
+
+
+@dataclass(frozen=True)
+class StepTerms(Terms):
+    """One stochastic step of one sample each: from (x, σ) to (x_next, σ_next)."""
+
+    x: Tensor  # (T, C, H, W)
+    x_next: Tensor  # (T, C, H, W)
+    sigma: Tensor  # (T,)
+    sigma_next: Tensor  # (T,)
+    old_logp: Tensor  # (T,)
+    advantage: Tensor  # (T,)
+
+
+class FlowGRPO(Strict):
+    name: Literal["flow-grpo"] = "flow-grpo"
+    group: int = Field(24, ge=1)
+    updates: int = Field(2, ge=1)
+    steps: int = Field(10, ge=1)
+    rule: Literal["flow-sde", "cps"] = "flow-sde"
+    noise: float = Field(0.7, gt=0, le=1)
+    guidance: float = Field(4.5, ge=0)  # 1: off
+    guidance_gradient: Gradient = "both"
+    timestep_fraction: float = Field(0.99, gt=0, le=1)  # the first so many steps are trained
+    window: Window | None = None
+    clip: float = Field(1e-4, gt=0)
+    advantage_clip: float = Field(5.0, gt=0)
+    std: Literal["global", "group"] = "global"
+    beta: float = Field(0.04, ge=0)  # weight of the KL to the reference
+
+    @model_validator(mode="after")
+    def _possible(self) -> FlowGRPO:
+        w = self.window
+        if w and not w.low + w.size <= w.high <= self.steps:
+            raise ValueError(
+                f"a window of {w.size} steps in [{w.low}, {w.high}) does not fit into "
+                f"{self.steps} steps; low + size <= high <= steps must hold"
+            )
+        last_trained = w.high if w else int(self.steps * self.timestep_fraction)
+        if last_trained < 1:
+            raise ValueError(
+                f"timestep_fraction = {self.timestep_fraction} of {self.steps} steps trains none; "
+                f"use at least {1 / self.steps:g}"
+            )
+        if self.rule == "cps" and last_trained == self.steps:
+            raise ValueError(
+                "the last CPS step has no noise and cannot be trained; "
+                "use window.high < steps or timestep_fraction < 1"
+            )
+        return self
+
+    @property
+    def needs(self) -> frozenset[Which]:
+        return frozenset({"reference"} if self.beta > 0 else ())
+
+    def spec(self, seed: int, height: int, width: int) -> SampleSpec:
+        window = self.window.draw(seed) if self.window else None
+        return SampleSpec(
+            steps=self.steps,
+            height=height,
+            width=width,
+            rule=self.rule,
+            noise=self.noise,
+            stochastic=window or range(self.steps),
+            trained=window or range(int(self.steps * self.timestep_fraction)),
+            guidance=self.guidance,
+        )
+
+    def advantages(self, rewards: Tensor, group: Tensor) -> Tensor:
+        return adv.group_relative(rewards, group, self.std)
+
+    def terms(
+        self, rollout: Rollout, advantages: Tensor, generator: torch.Generator
+    ) -> StepTerms:
+        trace = rollout.trace
+        n, s = rollout.logp.shape
+        trained = torch.tensor(trace.context.trained, device=trace.row.device)
+        sigmas = trace.context.sigmas
+        weight = advantages.clamp(-self.advantage_clip, self.advantage_clip).float()
+        return StepTerms(
+            context=trace.context,
+            row=trace.row.repeat_interleave(s),
+            x=trace.latents[:, :-1].flatten(0, 1),
+            x_next=trace.latents[:, 1:].flatten(0, 1),
+            sigma=sigmas[trained].repeat(n),
+            sigma_next=sigmas[trained + 1].repeat(n),
+            old_logp=rollout.logp.flatten(),
+            advantage=weight.to(trace.row.device).repeat_interleave(s),
+        )
+
+    def loss(self, model: FlowModel, terms: StepTerms) -> TermLosses:
+        step = self._transition(model, terms, "current")
+        logp = step.logp(terms.x_next)
+        surrogate = objectives.clipped(logp, terms.old_logp, terms.advantage, self.clip, self.clip)
+        loss = surrogate.loss
+        stats = {
+            "ratio": surrogate.ratio,
+            "clipped": surrogate.clipped.float(),
+            "abs_dlogp": (logp - terms.old_logp).abs().detach(),
+        }
+        if self.beta > 0:
+            with torch.no_grad():
+                reference = self._transition(model, terms, "reference")
+            distance = kl.gaussian_step(step.mean, reference.mean, step.s)
+            loss = loss + self.beta * distance
+            stats["kl"] = distance.detach()
+        return TermLosses(loss, stats)
+
+    def _transition(
+        self, model: FlowModel, terms: StepTerms, weights: Which
+    ) -> flow_steps.Transition:
+        context = terms.context
+        v = guided(
+            model,
+            terms.x,
+            terms.sigma,
+            context.cond.rows(terms.row),
+            context.negative.rows(terms.row) if context.negative else None,
+            self.guidance,
+            weights,
+            self.guidance_gradient,
+        )
+        return flow_steps.transition(
+            self.rule, terms.x, v, terms.sigma, terms.sigma_next, context.sigmas[1], self.noise
+        )
+
+    def finish(self, policy: Policy, step: int) -> None:
+        """Nothing to do: the next batch is drawn with the weights just trained."""

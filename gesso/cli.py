@@ -1,0 +1,136 @@
+"""The command line: train · check · recipes · sample · export."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from gesso.types import StopRun, UserError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = _parser().parse_args(arguments)
+    try:
+        options.action(options)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except StopRun as error:
+        print(f"stopped: {error}", file=sys.stderr)
+        return 3
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gesso", description="RL post-training for models that draw and models that see."
+    )
+    actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
+
+    train = actions.add_parser("train", help="train a recipe, or resume a run")
+    train.add_argument("recipe", nargs="?", help="a bundled recipe's name or a TOML file")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help="as optimizer.lr=1e-4")
+    train.add_argument("--run", type=Path, help="run folder (default: runs/RECIPE-001 and so on)")
+    train.add_argument("--resume", type=Path, metavar="RUN", help="go on with this run")
+    train.add_argument("--quiet", action="store_true", help="no progress display")
+    train.set_defaults(action=_train)
+
+    check = actions.add_parser("check", help="try everything a recipe needs, without training")
+    check.add_argument("recipe")
+    check.add_argument("overrides", nargs="*", metavar="key=value")
+    check.set_defaults(action=_check)
+
+    recipes = actions.add_parser("recipes", help="list the bundled recipes")
+    recipes.set_defaults(action=_recipes)
+
+    sample = actions.add_parser("sample", help="draw pictures from a run or a recipe's base model")
+    sample.add_argument("source", metavar="RUN_OR_RECIPE")
+    sample.add_argument("prompt")
+    sample.add_argument("--n", type=int, default=1)
+    sample.add_argument("--seed", type=int, default=0)
+    sample.add_argument("--out", type=Path, default=Path("."), help="folder for the pictures")
+    sample.set_defaults(action=_sample)
+
+    export = actions.add_parser("export", help="write a run's weights for plain diffusers")
+    export.add_argument("source", type=Path, metavar="RUN")
+    export.add_argument("--to", type=Path, required=True, metavar="DIR")
+    export.set_defaults(action=_export)
+    return parser
+
+
+def _train(options: argparse.Namespace) -> None:
+    from gesso import run
+
+    if options.resume:
+        if options.recipe or options.run:
+            raise UserError("--resume takes its recipe and folder from the run; give nothing else")
+        finished = run.resume(options.resume, options.quiet)
+    elif options.recipe:
+        finished = run.train(options.recipe, options.overrides, options.run, options.quiet)
+    else:
+        raise UserError("train what? give a recipe (see `gesso recipes`) or --resume RUN")
+    _summary(finished.path, finished.rows(), run.recipe_of(finished).steps)
+
+
+def _summary(path: Path, rows: Sequence[dict], steps: int) -> None:
+    evals = [row for row in rows if "eval/reward" in row]
+    done = rows[-1]["step"] if rows else 0
+    if len(evals) > 1:
+        first, last = evals[0], evals[-1]
+        print("\nheld-out".ljust(26) + f"step {first['step']}".rjust(9) + f"step {last['step']}".rjust(12))
+        for key in (k for k in last if k.startswith("eval/") and k != "eval/failed"):
+            name = key.removeprefix("eval/")
+            print(f"  {name:<22} {_figure(first.get(key)):>9} {_figure(last[key]):>11}")
+    if done < steps:
+        print(f"\nstopped after step {done} of {steps}; go on: gesso train --resume {path}")
+    print(f"\nrun     {path}\nreport  {path / 'report.html'}")
+
+
+def _figure(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def _check(options: argparse.Namespace) -> None:
+    from gesso import build
+    from gesso.check import check
+
+    recipe = build.recipe(options.recipe, options.overrides)
+    print(f"{'recipe':<8} {options.recipe}: every key is known, every value fits")
+    found = check(recipe)
+    for name, fact in found.facts:
+        print(f"{name:<8} {fact}")
+    for warning in found.warnings:
+        print(f"warning  {warning}")
+
+
+def _recipes(options: argparse.Namespace) -> None:
+    from gesso import build
+
+    for name in build.bundled_recipes():
+        print(f"{name:<16} {build.recipe(name).about}")
+
+
+def _sample(options: argparse.Namespace) -> None:
+    from gesso import run
+
+    pictures = run.load(options.source).sample(options.prompt, options.n, options.seed)
+    options.out.mkdir(parents=True, exist_ok=True)
+    for i, picture in enumerate(pictures):
+        path = options.out / f"sample-{options.seed}-{i}.png"
+        picture.save(path)
+        print(path)
+
+
+def _export(options: argparse.Namespace) -> None:
+    from gesso import run
+
+    print(run.load(options.source).export(options.to))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""What a recipe may say. Typed, frozen and strict; every mistake is answered in one sentence.
+
+A recipe is TOML. The sections below are fixed; `algorithm` and each `reward` carry a `name` and
+the options of the class behind it, which `build.py` looks up and checks with the same `parse`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from gesso.types import UserError
+
+PACKAGE = Path(__file__).parent
+ZOO = "zoo:"
+"""Paths that start so lie in the package: "zoo:signs" is the bundled model."""
+
+
+class Strict(BaseModel):
+    """Frozen, no unknown keys, no silent conversion from text to number."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+
+
+class Lora(Strict):
+    rank: int = Field(32, ge=1)
+    alpha: int = Field(64, ge=1)
+    targets: list[str] | None = None  # None: the model's own list
+
+
+class Model(Strict):
+    name: str = "sd3"
+    path: str
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: str = "auto"
+    height: int = Field(512, ge=8)
+    width: int = Field(512, ge=8)
+    text_length: int = Field(128, ge=0)  # tokens of the long text encoder (T5), zeros without one
+    lora: Lora | None = None  # None: full fine-tuning
+
+
+class Data(Strict):
+    train: str
+    eval: str
+    groups: int = Field(48, ge=1)  # prompts a step, each sampled algorithm.group times
+
+
+class Optimizer(Strict):
+    lr: float = Field(3e-4, ge=0)
+    betas: tuple[float, float] = Field((0.9, 0.999), strict=False)  # TOML has lists only
+    weight_decay: float = Field(1e-4, ge=0)
+    eps: float = Field(1e-8, gt=0)
+    max_norm: float = Field(1.0, gt=0)  # of the gradient
+    warmup: int = Field(0, ge=0)  # optimizer steps of linear warm-up
+
+
+class Ema(Strict):
+    decay: float = Field(0.9, ge=0, lt=1)
+    every: int = Field(8, ge=1)  # optimizer steps
+
+
+class Learner(Strict):
+    micro_batch: int = Field(8, ge=1)  # terms (sample × step) a forward-backward pass
+    ema: Ema | None = None  # evaluation and export use the averaged weights when there are any
+
+
+class Sampler(Strict):
+    batch: int = Field(16, ge=1)  # pictures drawn at a time
+
+
+class Eval(Strict):
+    every: int = Field(10, ge=0)  # steps; 0: only before and after
+    prompts: int = Field(64, ge=1)
+    shown: int = Field(24, ge=0)  # pictures kept of each evaluation
+    steps: int = Field(40, ge=1)
+    guidance: float = Field(1.0, ge=0)
+
+
+class Save(Strict):
+    every: int = Field(10, ge=1)
+    keep: int = Field(2, ge=1)
+
+
+class Named(BaseModel):
+    """A name and the options that belong to it; what the options may be, `build.py` knows."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True)
+    name: str
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.__pydantic_extra__ or {})
+
+
+class RewardEntry(Named):
+    weight: float = 1.0
+    workers: int = Field(1, ge=1)  # processes
+
+
+class Recipe(Strict):
+    about: str = ""
+    seed: int = Field(0, ge=0)
+    steps: int = Field(100, ge=0)
+    lag: Literal[0, 1] = 0  # 0: on-policy; 1: samples may be one update old
+    max_failed: float = Field(0.2, ge=0, le=1)  # share of a batch's scores that may fail
+    track: list[Literal["console"]] = ["console"]
+    model: Model
+    data: Data
+    algorithm: Named
+    reward: list[RewardEntry] = Field(min_length=1)
+    optimizer: Optimizer = Optimizer()
+    learner: Learner = Learner()
+    sampler: Sampler = Sampler()
+    eval: Eval = Eval()
+    save: Save = Save()
+
+    @model_validator(mode="after")
+    def _possible(self) -> Recipe:
+        names = [entry.name for entry in self.reward]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f'reward "{name}" is listed twice; give it one entry and weight')
+        return self
+
+
+S = TypeVar("S", bound=BaseModel)
+
+
+def parse(kind: type[S], data: Mapping[str, Any], where: str) -> S:
+    """`data` as `kind`, or a UserError of one sentence that names the key, what is allowed and
+    the nearest match."""
+    try:
+        return kind.model_validate(dict(data))
+    except ValidationError as error:
+        raise UserError(_sentence(kind, error, where)) from None
+
+
+def _sentence(kind: type[BaseModel], error: ValidationError, where: str) -> str:
+    first = error.errors(include_url=False)[0]
+    path = [str(part) for part in first["loc"]]
+    key = ".".join(path)
+    got = first.get("input")
+    if first["type"] == "extra_forbidden":
+        known = _fields(kind, path[:-1])
+        return f'{where}: unknown key "{key}"{nearest(path[-1], known)}'
+    if first["type"] == "missing":
+        return f'{where}: "{key}" is missing; {_expected(kind, path)}'
+    if first["type"] == "value_error":
+        reason = str(first["ctx"]["error"])
+        return f"{where}: {key + ': ' if key else ''}{reason}"
+    return f'{where}: "{key}" = {got!r} does not fit; {_expected(kind, path, first["msg"])}'
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`; did you mean "x"? allowed: …`"""
+    known = list(known)
+    match = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    hint = f'; did you mean "{match[0]}"?' if match else ";"
+    return f"{hint} allowed: {', '.join(known) or 'nothing'}"
+
+
+def _expected(kind: type[BaseModel], path: list[str], message: str = "") -> str:
+    fields = _fields_of(_descend(kind, path[:-1]))
+    if path and path[-1] in fields:
+        annotation = fields[path[-1]].annotation
+        expected = f"expected {_describe(annotation)}"
+    else:
+        expected = "expected something else"
+    return f"{expected} ({message[0].lower() + message[1:]})" if message else expected
+
+
+def _describe(annotation: Any) -> str:
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return "one of " + ", ".join(repr(a) for a in args)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join("nothing" if a is type(None) else _describe(a) for a in args)
+    if origin is not None:
+        inner = ", ".join(_describe(a) for a in args)
+        return f"a {origin.__name__} of {inner}"
+    names = {int: "a whole number", float: "a number", str: "text in quotes", bool: "true or false"}
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return f"a table with {', '.join(annotation.model_fields)}"
+    return names.get(annotation, str(annotation))
+
+
+def _descend(kind: type[BaseModel], path: list[str]) -> type[BaseModel] | None:
+    for part in path:
+        if part.isdigit():
+            continue
+        fields = _fields_of(kind)
+        if part not in fields:
+            return None
+        candidates = [fields[part].annotation, *typing.get_args(fields[part].annotation)]
+        models = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        if not models:
+            return None
+        kind = models[0]
+    return kind
+
+
+def _fields_of(kind: type[BaseModel] | None) -> dict[str, Any]:
+    return dict(kind.model_fields) if kind is not None else {}
+
+
+def _fields(kind: type[BaseModel], path: list[str]) -> list[str]:
+    return list(_fields_of(_descend(kind, path)))
+
+
+def resolve_path(path: str) -> Path:
+    """`zoo:…` → inside the package; anything else as the user wrote it."""
+    if path.startswith(ZOO):
+        return PACKAGE / "zoo" / path.removeprefix(ZOO)
+    return Path(path).expanduser()

@@ -1,0 +1,21 @@
+"""Moving averages of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+
+def ema_decay(n: int, limit: float) -> float:
+    """min((1+n)/(10+n), limit): short memory at first. n counts *optimizer steps*: counting
+    micro-batches, as the reference does, ties its strength to gradient accumulation."""
+    return min((1 + n) / (10 + n), limit)
+
+
+@torch.no_grad()
+def blend_(average: Mapping[str, Tensor], new: Mapping[str, Tensor], decay: float) -> None:
+    """average ← decay·average + (1−decay)·new, in place, name by name."""
+    for name, tensor in average.items():
+        tensor.lerp_(new[name].detach().to(tensor.dtype), 1 - decay)

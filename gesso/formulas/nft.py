@@ -1,0 +1,57 @@
+"""DiffusionNFT (arXiv 2509.16117): contrast two mixtures of the current and the old velocity.
+
+x_t = (1−t)·x0 + t·ε. v, v_old, x0, x_t: (N, C, H, W); t, reward: (N,).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ADVANTAGE_CLIP = 5.0
+MIN_WEIGHT = 1e-5
+
+
+def optimality(advantage: Tensor, clip: float = ADVANTAGE_CLIP) -> Tensor:
+    """Advantage → probability of being a good sample: clip(A/clip/2 + ½, 0, 1)."""
+    return (advantage / clip / 2 + 0.5).clamp(0, 1)
+
+
+def contrast(
+    v: Tensor, v_old: Tensor, x0: Tensor, x_t: Tensor, t: Tensor, optimal: Tensor, beta: float
+) -> Tensor:
+    """(N,): r·L⁺ + (1−r)·L⁻, times 5/β as in the authors' code, where
+
+    v⁺ = βv + (1−β)v_old, v⁻ = (1+β)v_old − βv, x̂± = x_t − t·v±,
+    L± = mean((x̂± − x0)² / w±), w± = max(mean|x̂± − x0|, 1e-5) in float64 without gradient.
+    """
+    column = t.view(-1, 1, 1, 1)
+    v_old = v_old.detach()
+    good = x_t - column * (beta * v + (1 - beta) * v_old)
+    bad = x_t - column * ((1 + beta) * v_old - beta * v)
+    loss = optimal * _weighted(good, x0) + (1 - optimal) * _weighted(bad, x0)
+    return loss * (ADVANTAGE_CLIP / beta)
+
+
+def _weighted(guess: Tensor, x0: Tensor) -> Tensor:
+    error = guess - x0
+    weight = error.detach().double().abs().flatten(1).mean(1).clamp(min=MIN_WEIGHT)
+    return (error.square().flatten(1).mean(1) / weight).to(guess.dtype)
+
+
+def old_decay(step: int, schedule: int) -> float:
+    """d of old ← d·old + (1−d)·θ after iteration `step` (0 at first: old becomes θ).
+
+    Schedule 1: min(.001·step, .5). Schedule 2: 0 until 75, then min(.0075(step−75), .999).
+    """
+    if schedule == 1:
+        return min(0.001 * step, 0.5)
+    if schedule == 2:
+        return min(0.0075 * max(step - 75, 0), 0.999)
+    raise ValueError(f"DiffusionNFT has decay schedules 1 and 2, got {schedule}")
+
+
+def noised(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
+    """x_t = (1−t)·x0 + t·ε."""
+    column = t.view(-1, 1, 1, 1)
+    return torch.lerp(x0, noise, column)

@@ -1,0 +1,33 @@
+"""Scores of text against a target."""
+
+from __future__ import annotations
+
+
+def levenshtein(a: str, b: str) -> int:
+    """Insertions, deletions and substitutions that turn a into b."""
+    previous = list(range(len(b) + 1))
+    for i, x in enumerate(a, 1):
+        current = [i]
+        for j, y in enumerate(b, 1):
+            current.append(min(previous[j] + 1, current[-1] + 1, previous[j - 1] + (x != y)))
+        previous = current
+    return previous[-1]
+
+
+def normalised(text: str) -> str:
+    """As Flow-GRPO compares text: without spaces, lower case."""
+    return text.replace(" ", "").lower()
+
+
+def spelling(text: str, target: str) -> float:
+    """Flow-GRPO's OCR reward: 1 when the target is contained in the text, else
+    1 − min(lev, len)/len. Repeating text can game the substring rule; `exact` cannot be gamed so.
+    """
+    text, target = normalised(text), normalised(target)
+    if target in text:
+        return 1.0
+    return 1 - min(levenshtein(text, target), len(target)) / len(target)
+
+
+def exact(text: str, target: str) -> bool:
+    return normalised(text) == normalised(target)

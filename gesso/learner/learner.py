@@ -1,0 +1,141 @@
+"""One update of the policy from one rollout, for any algorithm.
+
+A mini-batch is a set of samples and gives one optimizer step; it is worked through in micro-batches
+of terms. Losses are summed and divided by the number of terms of the whole mini-batch, so that 1, 2
+or 8 micro-batches give the same gradient.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from gesso import config
+from gesso.algorithms.base import Algorithm
+from gesso.formulas import advantages as adv
+from gesso.formulas import averages
+from gesso.models.flow.base import FlowModel
+from gesso.types import Rollout, Weights, seed_of
+
+
+class Learner:
+    def __init__(
+        self,
+        model: FlowModel,
+        algorithm: Algorithm,
+        optimizer: config.Optimizer,
+        settings: config.Learner,
+        seed: int,
+    ) -> None:
+        self.model = model
+        self.policy = model.policy
+        self.algorithm = algorithm
+        self.settings = settings
+        self.schedule = optimizer
+        self.seed = seed
+        self.optimizer = torch.optim.AdamW(
+            list(self.policy.trained.values()),
+            lr=optimizer.lr,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+        )
+        self.optimizer_steps = 0
+        for copy in sorted(algorithm.needs):
+            self.policy.keep(copy)
+        if settings.ema:
+            self.policy.keep("ema")
+
+    def weights(self) -> Weights:
+        return self.policy.weights("current")
+
+    def update(self, rollout: Rollout, step: int) -> dict[str, float]:
+        """All optimizer steps of iteration `step` (from 0). Every sample must have a score."""
+        started = time.perf_counter()
+        generator = torch.Generator().manual_seed(seed_of(self.seed, "update", step))
+        rewards = rollout.rewards
+        group = rollout.group
+        advantages = self.algorithm.advantages(rewards, group)
+        order = torch.randperm(len(rewards), generator=generator)
+        stats: dict[str, list[Tensor]] = defaultdict(list)
+        norms: list[float] = []
+        skipped = 0
+        for rows in order.tensor_split(min(self.algorithm.updates, len(order))):
+            terms = self.algorithm.terms(rollout.rows(rows), advantages[rows], generator)
+            norm = self._accumulate(terms, stats)
+            if norm is None:
+                skipped += 1
+            else:
+                norms.append(norm)
+                self._step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.algorithm.finish(self.policy, step)
+        metrics = {f"update/{name}": float(torch.cat(v).mean()) for name, v in stats.items()}
+        if "abs_dlogp" in stats:
+            metrics["update/abs_dlogp_max"] = float(torch.cat(stats["abs_dlogp"]).max())
+        return metrics | {
+            "update/grad_norm": sum(norms) / len(norms) if norms else float("nan"),
+            "update/skipped": float(skipped),
+            "update/lr": self.optimizer.param_groups[0]["lr"],
+            "advantage/abs_mean": float(advantages.abs().mean()),
+            "advantage/flat_groups": adv.flat_groups(rewards, group),
+            "time/update": time.perf_counter() - started,
+        }
+
+    def _accumulate(self, terms, stats: dict[str, list[Tensor]]) -> float | None:
+        """Gradient of the mini-batch's mean loss into .grad; its norm, or None when the loss or
+        the gradient is not finite: such a step is not taken."""
+        self.optimizer.zero_grad(set_to_none=True)
+        size = self.settings.micro_batch
+        finite = True
+        for start in range(0, len(terms), size):
+            result = self.algorithm.loss(self.model, terms.rows(slice(start, start + size)))
+            total = result.loss.sum() / len(terms)
+            finite = finite and bool(torch.isfinite(total))
+            total.backward()
+            for name, value in result.stats.items():
+                stats[name].append(value)
+        norm = float(
+            torch.nn.utils.clip_grad_norm_(self.policy.trained.values(), self.schedule.max_norm)
+        )
+        return norm if finite and norm < float("inf") else None
+
+    def _step(self) -> None:
+        warmup = self.schedule.warmup
+        rise = min(1.0, (self.optimizer_steps + 1) / warmup) if warmup else 1.0
+        self.optimizer.param_groups[0]["lr"] = self.schedule.lr * rise
+        self.optimizer.step()
+        self.optimizer_steps += 1
+        ema = self.settings.ema
+        if ema and self.optimizer_steps % ema.every == 0:
+            decay = averages.ema_decay(self.optimizer_steps, ema.decay)
+            averages.blend_(self.policy.copies["ema"], self.weights(), decay)
+
+    def state(self) -> dict[str, Tensor]:
+        """Everything that an exact resume needs, as flat names → tensors."""
+        state = {f"current/{name}": p.data for name, p in self.policy.trained.items()}
+        for copy, tensors in self.policy.copies.items():
+            state |= {f"{copy}/{name}": tensor for name, tensor in tensors.items()}
+        for name, p in self.policy.trained.items():
+            for key, value in self.optimizer.state[p].items():
+                state[f"adam.{key}/{name}"] = torch.as_tensor(value)
+        return state | {"optimizer_steps": torch.tensor(self.optimizer_steps)}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        tables: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        for key, tensor in state.items():
+            table, _, name = key.partition("/")
+            tables[table][name] = tensor
+        self.policy.load(tables["current"])
+        for copy in self.policy.copies:
+            self.policy.load(tables[copy], copy)
+        for name, p in self.policy.trained.items():
+            self.optimizer.state[p] = {
+                key: tensors[name].clone().to("cpu" if key == "step" else p.device)
+                for table, tensors in tables.items()
+                if (key := table.removeprefix("adam.")) != table
+            }
+        self.optimizer_steps = int(state["optimizer_steps"])

@@ -1,0 +1,175 @@
+"""The only training loop.
+
+Batch i is a pure function of (seed, i), sampling is first in first out, and everything that is
+random takes its seed from the step: a run that is killed and resumed repeats the lost steps to the
+bit. lag = 0 is on-policy; lag = 1 keeps a second batch in flight, scored while the learner works.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from gesso.cluster.local import Local, Pending
+from gesso.config import Recipe
+from gesso.learner.learner import Learner
+from gesso.track.run_folder import RunFolder
+from gesso.types import Prompt, Rollout, Score, StopRun, Which
+
+MAX_SKIPPED = 3  # iterations in a row whose every update was not finite
+
+
+class Watcher(Protocol):
+    """Somebody who looks on: the console, later the trackers."""
+
+    def phase(self, text: str) -> None: ...
+    def row(self, row: Mapping[str, Any]) -> None: ...
+    def note(self, text: str) -> None: ...
+
+
+@dataclass
+class Loop:
+    recipe: Recipe
+    learner: Learner
+    cluster: Local
+    eval_prompts: Sequence[Prompt]
+    run: RunFolder
+    watcher: Watcher
+    should_stop: Callable[[], bool]
+    after_eval: Callable[[], None] = lambda: None
+    _spent: float = 0.0  # seconds, over all sittings of the run
+
+    def train(self) -> None:
+        """From the newest checkpoint (0 when fresh) to the last step, or to the first stop."""
+        step = self._restore()
+        self._spent = sum(row["time/step"] for row in self.run.rows())
+        if step == 0:
+            self._record({"step": 0}, time.perf_counter(), evaluate=True)
+        pending: deque[Pending] = deque()
+        ahead = step
+        skipped = 0
+        while step < self.recipe.steps and not self.should_stop():
+            started = time.perf_counter()
+            while len(pending) <= self.recipe.lag and ahead < self.recipe.steps:
+                self.watcher.phase(f"sampling batch {ahead + 1}")
+                pending.append(self.cluster.collect(ahead))
+                ahead += 1
+            self.watcher.phase("scoring")
+            rollout, timing = pending.popleft().result()
+            age = step - rollout.version
+            assert 0 <= age <= self.recipe.lag, f"samples are {age} updates old"
+            metrics = self._describe(rollout)
+            rollout = self._drop_failed(rollout, step)
+            self.watcher.phase("updating")
+            update = self.learner.update(rollout, step)
+            step += 1
+            self.cluster.sampler.load(self.learner.weights(), step)
+            row = {"step": step, **metrics, **update, "age": age}
+            row |= {f"time/{name}": value for name, value in asdict(timing).items()}
+            row["images_per_s"] = len(rollout.samples) / (time.perf_counter() - started)
+            skipped = skipped + 1 if math.isnan(update["update/grad_norm"]) else 0
+            last = step == self.recipe.steps
+            due = self.recipe.eval.every and step % self.recipe.eval.every == 0
+            self._record(row, started, evaluate=bool(last or due))
+            if skipped:
+                self._tell(f"step {step}: loss or gradient not finite; the update was not taken")
+            if last or step % self.recipe.save.every == 0 or self.should_stop():
+                self._save(step)
+            if skipped == MAX_SKIPPED:
+                raise StopRun(
+                    f"the loss or its gradient was not finite in {skipped} iterations in a row; "
+                    f"no such update was taken; try a lower optimizer.lr than "
+                    f"{self.recipe.optimizer.lr:g} or another dtype than {self.recipe.model.dtype}"
+                )
+
+    def _restore(self) -> int:
+        latest = self.run.latest()
+        self.run.rewind(latest)
+        if latest is None:
+            return 0
+        state, meta = self.run.load(latest)
+        self.learner.restore(state)
+        self.cluster.sampler.load(self.learner.weights(), meta["step"])
+        self._tell(f"resumed after step {latest}")
+        return meta["step"]
+
+    def _save(self, step: int) -> None:
+        self.watcher.phase("saving")
+        self.run.save(step, self.learner.state(), {"seed": self.recipe.seed}, self.recipe.save.keep)
+
+    def _record(self, row: dict[str, Any], started: float, evaluate: bool) -> None:
+        if evaluate:
+            row |= self._evaluate(row["step"])
+        row["time/step"] = time.perf_counter() - started
+        self._spent += row["time/step"]
+        row["time/total"] = self._spent
+        self.run.append({key: _plain(value) for key, value in row.items()})
+        self.watcher.row(row)
+        if evaluate:
+            self.after_eval()
+
+    def _evaluate(self, step: int) -> dict[str, float]:
+        self.watcher.phase("evaluating")
+        started = time.perf_counter()
+        weights: Which = "ema" if self.learner.settings.ema else "current"
+        samples, scores = self.cluster.evaluate(self.eval_prompts, weights)
+        shown = self.recipe.eval.shown
+        self.run.save_samples(step, samples[:shown], scores[:shown])
+        means = {f"eval/{name}": value for name, value in _means(scores).items()}
+        return means | {"time/eval": time.perf_counter() - started}
+
+    def _describe(self, rollout: Rollout) -> dict[str, float]:
+        means = {
+            name if name == "reward" else f"reward/{name}": value
+            for name, value in _means(rollout.scores).items()
+            if name != "failed"
+        }
+        values = [s.value for s in rollout.scores if s.ok and s.value is not None]
+        spread = statistics.pstdev(values) if values else float("nan")
+        return means | {
+            "reward/std": spread,
+            "failed": float(len(rollout.scores) - len(values)),
+        }
+
+    def _drop_failed(self, rollout: Rollout, step: int) -> Rollout:
+        """Samples without a score leave the batch; too many of them stop the run."""
+        good = rollout.scored
+        total = len(rollout.scores)
+        failed = total - len(good)
+        if not failed:
+            return rollout
+        errors = [s.error for s in rollout.scores if s.error is not None]
+        share = failed / total
+        self._tell(f"step {step + 1}: {failed} of {total} scores failed, last: {errors[-1]}")
+        if share > self.recipe.max_failed or len(good) < 2:
+            self._save(step)
+            raise StopRun(
+                f"{failed} of {total} scores failed ({share:.0%}; max_failed = "
+                f"{self.recipe.max_failed:.0%} are allowed); the last error: {errors[-1]}; mend "
+                f"the reward and run `gesso train --resume {self.run.path}`"
+            )
+        return rollout.rows(good)
+
+    def _tell(self, text: str) -> None:
+        self.run.note(text)
+        self.watcher.note(text)
+
+
+def _means(scores: Sequence[Score]) -> dict[str, float]:
+    """Mean reward and mean of each part, over the samples that have a score."""
+    good = [s for s in scores if s.ok]
+    if not good:
+        return {"reward": float("nan"), "failed": float(len(scores))}
+    parts = {name: statistics.fmean(s.parts[name] for s in good) for name in good[0].parts}
+    value = statistics.fmean(s.value for s in good if s.value is not None)
+    return {"reward": value, **parts, "failed": float(len(scores) - len(good))}
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN: a figure that does not exist is null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

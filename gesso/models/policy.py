@@ -1,0 +1,111 @@
+"""The trained weights of a module, and the other weights it can run with.
+
+A policy trains either all of a module's parameters or LoRA adapters in it. Copies of the trained
+tensors ("old", "ema", a full fine-tune's "reference") take the place of the current ones for the
+length of a `with` block: pointers are exchanged, nothing is copied, and the module, compiled or
+not, never knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from gesso.config import Lora
+from gesso.types import Weights, Which
+
+
+class Policy:
+    def __init__(
+        self, module: nn.Module, lora: Lora | None, targets: Sequence[str], seed: int
+    ) -> None:
+        self.module = module
+        self.lora = lora
+        module.requires_grad_(False)
+        if lora is None:
+            module.requires_grad_(True)
+        else:
+            _add_lora(module, lora, lora.targets or list(targets), seed)
+        self.trained: dict[str, nn.Parameter] = {
+            name: p for name, p in module.named_parameters() if p.requires_grad
+        }
+        for parameter in self.trained.values():
+            parameter.data = parameter.data.float()  # master weights stay float32
+        self.copies: dict[str, dict[str, Tensor]] = {}
+
+    def weights(self, which: Which = "current") -> Weights:
+        """The live tensors, not a copy of them."""
+        if which == "current":
+            return {name: p.data for name, p in self.trained.items()}
+        return self.copies[which]
+
+    def load(self, weights: Weights, which: Which = "current") -> None:
+        """Copy values in. Strict: a missing or an extra name, or another shape, raises."""
+        own = self.weights(which)
+        if own.keys() != weights.keys():
+            odd = sorted(own.keys() ^ weights.keys())
+            raise ValueError(
+                f"weights do not fit: {len(odd)} names are on one side only, first {odd[0]!r}"
+            )
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                if own[name].shape != tensor.shape:
+                    raise ValueError(
+                        f"{name}: expected shape {tuple(own[name].shape)}, "
+                        f"got {tuple(tensor.shape)}"
+                    )
+                if own[name].data_ptr() != tensor.data_ptr():
+                    own[name].copy_(tensor)
+
+    def keep(self, which: Which) -> None:
+        """Start a copy of that name from the current weights. The reference of a LoRA policy
+        needs none: it is the module with its adapters off."""
+        if which == "reference" and self.lora is not None:
+            return
+        self.copies[which] = {name: p.detach().clone() for name, p in self.trained.items()}
+
+    @contextmanager
+    def using(self, which: Which) -> Iterator[None]:
+        """Run the module with those weights. Only "current" may be differentiated."""
+        if which == "current":
+            yield
+        elif which == "reference" and self.lora is not None:
+            self.module.disable_adapters()
+            try:
+                yield
+            finally:
+                self.module.enable_adapters()
+        else:
+            current = {name: p.data for name, p in self.trained.items()}
+            try:
+                for name, tensor in self.copies[which].items():
+                    self.trained[name].data = tensor
+                yield
+            finally:
+                for name, tensor in current.items():
+                    self.trained[name].data = tensor
+
+    def lora_state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
+        """The adapter as PEFT writes it: tensors, and the config that gives them meaning."""
+        from peft import get_peft_model_state_dict
+
+        return get_peft_model_state_dict(self.module), self.module.peft_config["default"].to_dict()
+
+    @property
+    def size(self) -> int:
+        return sum(p.numel() for p in self.trained.values())
+
+
+def _add_lora(module: nn.Module, lora: Lora, targets: list[str], seed: int) -> None:
+    """PEFT adapters, gaussian A and zero B, drawn from `seed` and not from global state."""
+    from peft import LoraConfig
+
+    config = LoraConfig(
+        r=lora.rank, lora_alpha=lora.alpha, init_lora_weights="gaussian", target_modules=targets
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module.add_adapter(config)

@@ -1,0 +1,79 @@
+"""OCR: does the picture say what the prompt quotes? RapidOCR with the PP-OCR weights in its wheel.
+
+value = Flow-GRPO's spelling score in [0, 1]; details: "exact" (the text read is the target) and
+"longer" (more text than asked for: the substring rule can be gamed by repeating). Needs the extra
+`ocr`.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from gesso.config import Strict
+from gesso.formulas import text as formulas
+from gesso.types import Prompt, Sample, Score, UserError
+
+_QUOTED = re.compile(r'"([^"]+)"')
+
+
+class Ocr(Strict):
+    detect: bool = True  # False: the picture is one line of text, nothing has to be found first
+
+    def unfit(self, prompt: Prompt) -> str | None:
+        return None if target_of(prompt) else "no double-quoted word to read"
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        return [self._score(sample) for sample in samples]
+
+    def _score(self, sample: Sample) -> Score:
+        target = target_of(sample.prompt)
+        if target is None:
+            return Score.failed("no double-quoted word to read")
+        text = self.read(sample.image)
+        details = {
+            "exact": float(formulas.exact(text, target)),
+            "longer": float(len(formulas.normalised(text)) > len(formulas.normalised(target))),
+        }
+        return Score(formulas.spelling(text, target), details, text)
+
+    def read(self, image: np.ndarray) -> str:
+        """All text in an RGB picture, in reading order, lines joined by spaces."""
+        height, width = image.shape[:2]
+        strip = min(320, -(-48 * width // height)) if not self.detect else 320
+        result = _engine(self.detect, strip)(np.ascontiguousarray(image[:, :, ::-1]))
+        return " ".join(result.txts or ())
+
+
+def target_of(prompt: Prompt) -> str | None:
+    """The column `target` where the row has one, else the first double-quoted span."""
+    if "target" in prompt.columns:
+        return str(prompt.columns["target"]) or None
+    found = _QUOTED.search(prompt.text)
+    return found.group(1) if found and found.group(1).strip() else None
+
+
+@functools.lru_cache(maxsize=4)
+def _engine(detect: bool, strip: int) -> Any:
+    """One thread: workers run side by side. `strip` is the recogniser's width; its default of 320
+    costs twice as much as a narrow sign needs."""
+    try:
+        from rapidocr import RapidOCR
+    except ImportError as error:
+        raise UserError('the reward "ocr" needs RapidOCR: pip install "gesso[ocr]"') from error
+    return RapidOCR(
+        params={
+            "Global.use_cls": False,
+            "Global.use_det": detect,
+            "Global.log_level": "error",
+            "Det.limit_side_len": 64,
+            "Det.limit_type": "min",
+            "Rec.rec_img_shape": [3, 48, strip],
+            "EngineConfig.onnxruntime.intra_op_num_threads": 1,
+            "EngineConfig.onnxruntime.inter_op_num_threads": 1,
+        }
+    )

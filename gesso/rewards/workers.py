@@ -1,0 +1,107 @@
+"""A pool of reward processes, driven from an event loop.
+
+A worker that dies is replaced and its samples are tried once more; if that fails too they come
+back as `Score.error`. A crash of a reward never takes the run down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gesso.rewards import wire
+from gesso.types import Sample, Score
+
+_ONE_THREAD = {
+    name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+}
+_LINE_LIMIT = 2**24
+
+
+class Workers:
+    def __init__(
+        self,
+        reference: str,
+        options: Mapping[str, Any],
+        count: int,
+        batch: int = 4,
+        timeout: float = 300.0,
+    ) -> None:
+        self.reference = reference
+        self.options = dict(options)
+        self.batch = batch
+        self.timeout = timeout
+        self.restarts = 0
+        self._count = count
+        self._idle: asyncio.Queue[asyncio.subprocess.Process | None] | None = None
+        self._all: set[asyncio.subprocess.Process] = set()
+
+    async def score(self, samples: Sequence[Sample]) -> list[Score]:
+        parts = [samples[i : i + self.batch] for i in range(0, len(samples), self.batch)]
+        scored = await asyncio.gather(*(self._score(part) for part in parts))
+        return [score for part in scored for score in part]
+
+    async def _score(self, samples: Sequence[Sample]) -> list[Score]:
+        if self._idle is None:
+            self._idle = asyncio.Queue()
+            for _ in range(self._count):
+                self._idle.put_nowait(None)  # started when first needed
+        frame = wire.pack_samples(samples)
+        process = await self._idle.get()
+        try:
+            reason = ""
+            for _attempt in range(2):
+                if process is None or process.returncode is not None:
+                    process = await self._start()
+                try:
+                    scores = await asyncio.wait_for(self._ask(process, frame), self.timeout)
+                    return scores
+                except asyncio.TimeoutError:
+                    reason = f"gave no answer in {self.timeout:g} s"
+                except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+                    reason = f"its worker died ({type(error).__name__}: {error})"
+                await self._end(process)
+                self.restarts += 1
+            return [Score.failed(f"{reason}, twice")] * len(samples)
+        finally:
+            self._idle.put_nowait(process)
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "gesso.rewards.worker",
+            self.reference,
+            json.dumps(self.options),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=os.environ | _ONE_THREAD,
+            limit=_LINE_LIMIT,
+            start_new_session=True,  # Ctrl-C is for the loop, which ends the workers in order
+        )
+        self._all.add(process)
+        return process
+
+    async def _ask(self, process: asyncio.subprocess.Process, frame: bytes) -> list[Score]:
+        assert process.stdin and process.stdout
+        process.stdin.write(frame)
+        await process.stdin.drain()
+        line = await process.stdout.readline()
+        if not line.endswith(b"\n"):
+            raise asyncio.IncompleteReadError(line, None)
+        return wire.read_scores(line)
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        self._all.discard(process)
+
+    async def close(self) -> None:
+        for process in list(self._all):
+            await self._end(process)

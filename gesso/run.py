@@ -1,0 +1,226 @@
+"""A run from the outside: start it, resume it, draw from it, export it. The CLI and Python users
+call the same functions."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gesso import build
+from gesso.config import Recipe, parse
+from gesso.data import prompts
+from gesso.track.console import Console
+from gesso.track.run_folder import RunFolder
+from gesso.types import Prompt, UserError, seed_of
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from gesso.algorithms.base import Algorithm
+    from gesso.cluster.local import Local
+    from gesso.learner.learner import Learner
+    from gesso.models.flow.base import FlowModel
+
+
+@dataclass(frozen=True)
+class Job:
+    """A recipe's objects, ready to work together."""
+
+    recipe: Recipe
+    algorithm: Algorithm
+    model: FlowModel
+    learner: Learner
+    cluster: Local
+    rewards: build.Rewards
+    eval_prompts: Sequence[Prompt]
+    notes: Sequence[str]  # about the data, to be told before the run
+
+    def close(self) -> None:
+        self.rewards.service.close()
+
+
+def assemble(recipe: Recipe) -> Job:
+    """Read the data, load the model, connect the rewards; cheap things first, so that a mistake
+    shows before the weights are loaded."""
+    algorithm = build.algorithm(recipe)
+    rewards = build.rewards(recipe)
+    try:
+        train, note_train = prompts.fit(
+            prompts.read(recipe.data.train), rewards.unfit, recipe.data.train
+        )
+        held_out, note_eval = prompts.fit(
+            prompts.read(recipe.data.eval), rewards.unfit, recipe.data.eval
+        )
+        from gesso.cluster.local import Local
+        from gesso.learner.learner import Learner
+        from gesso.samplers.denoise import DenoisingSampler
+
+        model = build.model(recipe)
+        model.latent_shape(recipe.model.height, recipe.model.width)
+        learner = Learner(model, algorithm, recipe.optimizer, recipe.learner, recipe.seed)
+        sampler = DenoisingSampler(model, recipe.sampler.batch)
+        stream = prompts.Stream(train, recipe.seed)
+        cluster = Local(recipe, algorithm, sampler, rewards.service, stream)
+    except BaseException:
+        rewards.service.close()
+        raise
+    notes = [note for note in (note_train, note_eval) if note]
+    if len(held_out) < recipe.eval.prompts:
+        notes.append(
+            f"eval.prompts = {recipe.eval.prompts}, but {recipe.data.eval} has {len(held_out)}: "
+            "all of them are used"
+        )
+    held_out = held_out[: recipe.eval.prompts]
+    return Job(recipe, algorithm, model, learner, cluster, rewards, held_out, notes)
+
+
+def train(
+    recipe: str | Recipe,
+    overrides: Sequence[str] = (),
+    folder: str | Path | None = None,
+    quiet: bool = False,
+) -> RunFolder:
+    """Train a recipe (bundled name, TOML file or Recipe) into a new run folder."""
+    name = "run"
+    if isinstance(recipe, str):
+        name = Path(recipe).stem
+        recipe = build.recipe(recipe, overrides)
+    elif overrides:
+        raise UserError("overrides go with a recipe's name; change a Recipe by model_copy(update=…)")
+    path = Path(folder) if folder is not None else _next_folder(name)
+    run = RunFolder.create(path, recipe.model_dump())
+    return _run(recipe, run, quiet)
+
+
+def resume(folder: str | Path, quiet: bool = False) -> RunFolder:
+    """Go on from the newest complete checkpoint of a run."""
+    run = RunFolder.open(Path(folder))
+    return _run(recipe_of(run), run, quiet)
+
+
+def recipe_of(run: RunFolder) -> Recipe:
+    path = run.path / "config.toml"
+    return parse(Recipe, build.read_toml(path), str(path))
+
+
+def _run(recipe: Recipe, run: RunFolder, quiet: bool) -> RunFolder:
+    from gesso.loop import Loop
+    from gesso.track import report
+
+    console = Console(recipe.steps) if not quiet else _Silent()
+    job = assemble(recipe)
+    try:
+        for note in job.notes:
+            run.note(note)
+            console.note(note)
+        with _interruptible(console) as should_stop, console:
+            loop = Loop(
+                recipe=recipe,
+                learner=job.learner,
+                cluster=job.cluster,
+                eval_prompts=job.eval_prompts,
+                run=run,
+                watcher=console,
+                should_stop=should_stop,
+                after_eval=lambda: report.write(run.path) and None,
+            )
+            loop.train()
+    finally:
+        job.close()
+        report.write(run.path)
+    return run
+
+
+def _next_folder(name: str) -> Path:
+    n = 1
+    while (path := Path("runs") / f"{name}-{n:03d}").exists():
+        n += 1
+    return path
+
+
+@contextmanager
+def _interruptible(console: Any) -> Iterator[Any]:
+    """The first Ctrl-C ends the run after the current step, the second at once."""
+    stop = threading.Event()
+
+    def handle(number: int, frame: Any) -> None:
+        if stop.is_set():
+            raise KeyboardInterrupt
+        stop.set()
+        console.note("stopping after this step; Ctrl-C again stops at once")
+
+    if threading.current_thread() is not threading.main_thread():
+        yield stop.is_set
+        return
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield stop.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class _Silent:
+    """Nobody looks on."""
+
+    def phase(self, text: str) -> None: ...
+    def row(self, row: Any) -> None: ...
+    def note(self, text: str) -> None: ...
+    def __enter__(self) -> _Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model with the newest weights of a run (its EMA where it has one)."""
+
+    recipe: Recipe
+    model: FlowModel
+
+    def sample(self, prompt: str, n: int = 1, seed: int = 0) -> list[Image]:
+        """n pictures of one prompt, by the recipe's evaluation settings."""
+        from PIL import Image
+
+        from gesso.cluster.local import eval_spec
+        from gesso.samplers.denoise import DenoisingSampler
+
+        spec = eval_spec(self.recipe, "current")
+        sampler = DenoisingSampler(self.model, self.recipe.sampler.batch)
+        seeds = [seed_of(seed, "picture", i) for i in range(n)]
+        pieces = sampler.sample([Prompt(prompt)], [0] * n, seeds, spec)
+        return [Image.fromarray(s.image) for piece in pieces for s in piece.samples]
+
+    def export(self, folder: str | Path) -> Path:
+        """LoRA in diffusers' format, or the whole pipeline of a full fine-tune."""
+        target = Path(folder)
+        if target.exists() and any(target.iterdir()):
+            raise UserError(f"export folder {target} exists already; choose an empty one")
+        self.model.save(target)
+        return target
+
+
+def load(source: str | Path) -> Trained:
+    """A run folder, at its newest checkpoint, or the untrained model of a bundled recipe."""
+    path = Path(source)
+    if not path.is_dir():
+        recipe = build.recipe(str(source))
+        return Trained(recipe, build.model(recipe))
+    run = RunFolder.open(path)
+    recipe = recipe_of(run)
+    step = run.latest()
+    if step is None:
+        raise UserError(f"{path} has no checkpoint yet")
+    model = build.model(recipe)
+    state, _ = run.load(step)
+    table = "ema/" if recipe.learner.ema else "current/"
+    model.policy.load(
+        {key.removeprefix(table): t for key, t in state.items() if key.startswith(table)}
+    )
+    return Trained(recipe, model)
+

@@ -1,0 +1,169 @@
+"""A run's folder: the one place that resume, the report and every later tool read.
+
+    config.toml              the recipe, resolved: every value that was in force
+    metrics.jsonl            one row a step; row 0 is the evaluation before training
+    samples/000010.jsonl     one row a picture of the evaluation after step 10, same prompts and
+    samples/000010/007.png   seeds every time
+    checkpoints/000010/      learner.safetensors and state.json; written aside, then renamed
+    log.txt                  warnings and notes, with the step
+    report.html
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gesso.types import Sample, Score, StopRun, UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class RunFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metrics_file = path / "metrics.jsonl"
+        self.checkpoints = path / "checkpoints"
+
+    @staticmethod
+    def create(path: Path, config: Mapping[str, Any]) -> RunFolder:
+        import tomli_w
+
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise UserError(
+                f"run folder {path} exists already; go on with it by "
+                f"`gesso train --resume {path}`, or choose another with --run"
+            )
+        path.mkdir(parents=True, exist_ok=True)
+        _write(path / "config.toml", tomli_w.dumps(_without_none(config)).encode())
+        return RunFolder(path)
+
+    @staticmethod
+    def open(path: Path) -> RunFolder:
+        if not (path / "config.toml").is_file():
+            raise UserError(f"{path} is not a run folder: it has no config.toml")
+        return RunFolder(path)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All complete rows; a half-written last line (a killed run) is left out."""
+        if not self.metrics_file.exists():
+            return []
+        rows = []
+        for line in self.metrics_file.read_bytes().splitlines(keepends=True):
+            if line.endswith(b"\n"):
+                rows.append(json.loads(line))
+        return rows
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        with self.metrics_file.open("ab") as file:
+            file.write(json.dumps(row).encode() + b"\n")
+
+    def rewind(self, step: int | None) -> None:
+        """Drop the rows after `step` (None: all): a resumed run writes them again."""
+        kept = [row for row in self.rows() if step is not None and row["step"] <= step]
+        _write(self.metrics_file, b"".join(json.dumps(row).encode() + b"\n" for row in kept))
+
+    def note(self, text: str) -> None:
+        with (self.path / "log.txt").open("a", encoding="utf-8") as file:
+            file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
+
+    def save_samples(self, step: int, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
+        from PIL import Image
+
+        folder = self.path / "samples" / f"{step:06d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        lines = []
+        for i, (sample, score) in enumerate(zip(samples, scores, strict=True)):
+            name = f"{i:03d}.png"
+            Image.fromarray(sample.image).save(folder / name)
+            lines.append(
+                {
+                    "index": i,
+                    "prompt": sample.prompt.text,
+                    "seed": sample.seed,
+                    "image": f"{folder.name}/{name}",
+                    "reward": score.value,
+                    "parts": dict(score.parts),
+                    "text": score.text,
+                    "error": score.error,
+                }
+            )
+        body = "".join(json.dumps(line) + "\n" for line in lines)
+        _write(folder.with_suffix(".jsonl"), body.encode())
+
+    def save(self, step: int, state: Mapping[str, Tensor], meta: Mapping[str, Any], keep: int) -> None:
+        """A checkpoint, whole or not at all: written aside, flushed to disk, renamed. The oldest
+        beyond `keep` go only after the new one is there."""
+        from safetensors.torch import save_file
+
+        aside = self.checkpoints / f".saving-{step:06d}"
+        final = self.checkpoints / f"{step:06d}"
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+            save_file({k: v.detach().cpu().contiguous() for k, v in state.items()},
+                      aside / "learner.safetensors")
+            _write(aside / "state.json", json.dumps({"step": step, **meta}).encode())
+            _flush(aside / "learner.safetensors")
+            shutil.rmtree(final, ignore_errors=True)
+            os.replace(aside, final)
+            _flush(self.checkpoints)
+        except Exception as error:  # safetensors wraps a full disk in its own error type
+            shutil.rmtree(aside, ignore_errors=True)
+            last = self.latest()
+            raise StopRun(
+                f"could not save the checkpoint of step {step} in {self.checkpoints}: {error}; "
+                f"the last complete one is {f'step {last}' if last is not None else 'none'}; "
+                f"make room and run `gesso train --resume {self.path}`"
+            ) from error
+        for old in self._complete()[:-keep]:
+            shutil.rmtree(self.checkpoints / f"{old:06d}")
+
+    def latest(self) -> int | None:
+        """Step of the newest complete checkpoint."""
+        complete = self._complete()
+        return complete[-1] if complete else None
+
+    def load(self, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        from safetensors.torch import load_file
+
+        folder = self.checkpoints / f"{step:06d}"
+        meta = json.loads((folder / "state.json").read_text())
+        return load_file(folder / "learner.safetensors"), meta
+
+    def _complete(self) -> list[int]:
+        if not self.checkpoints.is_dir():
+            return []
+        return sorted(int(p.name) for p in self.checkpoints.iterdir() if p.name.isdigit())
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Whole or not at all."""
+    aside = path.with_name(f".{path.name}.new")
+    with aside.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _without_none(v) for k, v in value.items() if v is not None}
+    if isinstance(value, (list, tuple)):
+        return [_without_none(v) for v in value]
+    return value

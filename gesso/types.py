@@ -1,0 +1,199 @@
+"""The records that pass between the rooms: Prompt, Sample, Score, Conditioning, Trace, Rollout.
+
+Shape legend, used all over the project:
+    N samples · P prompts · S trained steps · C,H,W latent channels, height, width · L,D text
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from torch import Tensor
+
+Which = Literal["current", "old", "reference", "ema"]
+"""Which weights of the policy a forward pass uses."""
+
+Weights = Mapping[str, "Tensor"]
+"""The trained tensors by name; a transfer with a missing or an extra name raises."""
+
+
+class UserError(ValueError):
+    """Something the user can mend. The message is one sentence: expected, got, where, what to do."""
+
+
+class StopRun(RuntimeError):
+    """The run cannot go on in a useful way; what was saved stays and `--resume` takes it up."""
+
+
+def seed_of(*parts: int | str) -> int:
+    """A 63-bit seed that depends on every part and on nothing else: (run seed, step, sample…)."""
+    text = "\x1f".join(str(part) for part in parts)
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of the user's data; `columns` holds everything the row said beyond its text."""
+
+    text: str
+    negative: str = ""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    where: str = ""  # "train.txt:17", for messages
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One finished artifact, as a reward sees it."""
+
+    prompt: Prompt
+    image: np.ndarray  # (height, width, 3) uint8, RGB
+    seed: int
+
+
+@dataclass(frozen=True)
+class Score:
+    """A reward's answer. A failure is `error`, never a number.
+
+    `parts` names every contribution ("ocr", "jpeg") and detail ("ocr/exact"); `text` is what a
+    reward read or said, for people to look at.
+    """
+
+    value: float | None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    text: str = ""
+    error: str | None = None
+
+    @staticmethod
+    def failed(error: str) -> Score:
+        return Score(value=None, error=error)
+
+    @property
+    def ok(self) -> bool:
+        return self.error is None and self.value is not None and math.isfinite(self.value)
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """Encoded prompts, one row each: token embeddings, and what else the model conditions on."""
+
+    embeds: Tensor  # (P, L, D)
+    pooled: Tensor  # (P, D')
+
+    def rows(self, index: Tensor) -> Conditioning:
+        return Conditioning(self.embeds[index], self.pooled[index])
+
+    def to(self, device: torch.device) -> Conditioning:
+        return Conditioning(self.embeds.to(device), self.pooled.to(device))
+
+    @property
+    def nbytes(self) -> int:
+        return self.embeds.nbytes + self.pooled.nbytes
+
+    @staticmethod
+    def stack(rows: Sequence[Conditioning]) -> Conditioning:
+        import torch
+
+        return Conditioning(
+            torch.cat([r.embeds for r in rows]), torch.cat([r.pooled for r in rows])
+        )
+
+
+@dataclass(frozen=True)
+class FlowContext:
+    """What all samples of one sampling call share."""
+
+    sigmas: Tensor  # (n+1,): the whole schedule, from 1 down to 0
+    trained: range  # the S schedule indices that are trained
+    cond: Conditioning  # (P, …)
+    negative: Conditioning | None  # (P, …) when guided
+
+
+@dataclass(frozen=True)
+class FlowTrace:
+    """What a flow model's training needs to see of how N samples came about.
+
+    `latents[:, i]` and `latents[:, i + 1]` are the two ends of trained step i; an algorithm that
+    needs no trajectory has S = 0. `clean` is the end of the whole path.
+    """
+
+    context: FlowContext
+    row: Tensor  # (N,): sample → row of the context's conditioning
+    latents: Tensor  # (N, S+1, C, H, W), or (N, 0, C, H, W) when no step is trained
+    clean: Tensor  # (N, C, H, W)
+
+    def rows(self, index: Tensor) -> FlowTrace:
+        return FlowTrace(
+            self.context, self.row[index], self.latents[index], self.clean[index]
+        )
+
+    @staticmethod
+    def concat(pieces: Sequence[FlowTrace]) -> FlowTrace:
+        """Pieces of one sampling call, in order."""
+        import torch
+
+        return FlowTrace(
+            pieces[0].context,
+            torch.cat([p.row for p in pieces]),
+            torch.cat([p.latents for p in pieces]),
+            torch.cat([p.clean for p in pieces]),
+        )
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """N samples with all that happened to them. Downstream of the sampler nobody asks which kind
+    of model made it: S is denoising steps for a flow model and tokens for a language model."""
+
+    samples: Sequence[Sample]  # N
+    group: Tensor  # (N,): id of the prompt's group, given at sampling
+    trace: FlowTrace
+    logp: Tensor  # (N, S)
+    version: int  # of the weights that made it
+    scores: Sequence[Score]  # N
+
+    def rows(self, index: Tensor) -> Rollout:
+        picked = index.tolist()
+        return Rollout(
+            [self.samples[i] for i in picked],
+            self.group[index],
+            self.trace.rows(index),
+            self.logp[index],
+            self.version,
+            [self.scores[i] for i in picked],
+        )
+
+    @property
+    def scored(self) -> Tensor:
+        """Indices of the samples that have a score."""
+        import torch
+
+        return torch.tensor([i for i, score in enumerate(self.scores) if score.ok])
+
+    @property
+    def rewards(self) -> Tensor:
+        """(N,) float64. Only for rollouts whose every sample is scored."""
+        import torch
+
+        return torch.tensor([score.value for score in self.scores], dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class SampleSpec:
+    """How a batch is drawn. Steps in `stochastic` follow `rule`, the others are Euler steps."""
+
+    steps: int
+    height: int
+    width: int
+    rule: str = "flow-sde"
+    noise: float = 0.0
+    stochastic: range = range(0)
+    trained: range = range(0)
+    guidance: float = 1.0
+    weights: Which = "current"

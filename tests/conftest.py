@@ -1,0 +1,65 @@
+"""Shared parts: a real StableDiffusion3Pipeline folder with random weights, and small recipes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gesso.config import Recipe, parse
+
+PROMPTS = ['a red sign that says "KITE"', 'a blue sign that says "WIND"', 'a red sign that says "OAK"']
+
+
+@pytest.fixture(scope="session")
+def pipeline_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled architecture with fresh weights whose velocity is not trivially small."""
+    import torch
+
+    from gesso.zoo.build import build_pipeline, save_pipeline
+
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        pipe = build_pipeline()
+    pipe.vae.register_to_config(shift_factor=0.1, scaling_factor=1.3)
+    folder = tmp_path_factory.mktemp("pipeline")
+    save_pipeline(pipe, folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    file.write_text("\n".join(PROMPTS) + "\n")
+    return file
+
+
+@pytest.fixture
+def recipe_data(pipeline_folder: Path, prompt_file: Path) -> dict:
+    """A recipe of seconds: 2 prompts × 3 samples, 4 sampling steps, the JPEG reward."""
+    return {
+        "steps": 3,
+        "model": {"path": str(pipeline_folder), "height": 32, "width": 96, "text_length": 0},
+        "data": {"train": str(prompt_file), "eval": str(prompt_file), "groups": 2},
+        "algorithm": {
+            "name": "flow-grpo",
+            "group": 3,
+            "steps": 4,
+            "guidance": 1.0,
+            "updates": 1,
+            "beta": 0.0,
+            "clip": 0.2,
+        },
+        "reward": [{"name": "jpeg-compressibility"}],
+        "learner": {"micro_batch": 6},
+        "sampler": {"batch": 4},
+        "eval": {"every": 2, "prompts": 3, "steps": 4},
+        "save": {"every": 1, "keep": 2},
+    }
+
+
+@pytest.fixture
+def recipe(recipe_data: dict) -> Recipe:
+    from gesso import build
+
+    return build.check(parse(Recipe, recipe_data, "test"))
