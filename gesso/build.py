@@ -47,11 +47,12 @@ def recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
     data = read_toml(path)
     for override in overrides:
         _override(data, override)
-    return check(parse(Recipe, data, f"recipe {path.stem}"))
+    return recipe_from(data, f"recipe {path.stem}")
 
 
-def check(found: Recipe) -> Recipe:
+def recipe_from(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
     """The recipe with every option of its algorithm and rewards filled in and checked."""
+    found = parse(Recipe, data, where)
     chosen = algorithm(found)
     options = [
         reward.model_dump() if isinstance(reward := _reward(e), base.Strict) else e.options
@@ -64,7 +65,7 @@ def check(found: Recipe) -> Recipe:
             for e, o in zip(found.reward, options, strict=True)
         ],
     }
-    return parse(Recipe, filled, "recipe")
+    return parse(Recipe, filled, where)
 
 
 def bundled_recipes() -> list[str]:

@@ -27,6 +27,7 @@ MAX_SKIPPED = 3  # iterations in a row whose every update was not finite
 class Watcher(Protocol):
     """Somebody who looks on: the console, later the trackers."""
 
+    def start(self, step: int) -> None: ...
     def phase(self, text: str) -> None: ...
     def row(self, row: Mapping[str, Any]) -> None: ...
     def note(self, text: str) -> None: ...
@@ -46,7 +47,9 @@ class Loop:
 
     def train(self) -> None:
         """From the newest checkpoint (0 when fresh) to the last step, or to the first stop."""
+        self.watcher.phase("starting")
         step = self._restore()
+        self.watcher.start(step)
         self._spent = sum(row["time/step"] for row in self.run.rows())
         if step == 0:
             self._record({"step": 0}, time.perf_counter(), evaluate=True)

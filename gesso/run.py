@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gesso import build
-from gesso.config import Recipe, parse
+from gesso.config import Recipe
 from gesso.data import prompts
 from gesso.track.console import Console
 from gesso.track.run_folder import RunFolder
@@ -105,7 +105,7 @@ def resume(folder: str | Path, quiet: bool = False) -> RunFolder:
 
 def recipe_of(run: RunFolder) -> Recipe:
     path = run.path / "config.toml"
-    return parse(Recipe, build.read_toml(path), str(path))
+    return build.recipe_from(build.read_toml(path), str(path))
 
 
 def _run(recipe: Recipe, run: RunFolder, quiet: bool) -> RunFolder:
@@ -167,6 +167,7 @@ def _interruptible(console: Any) -> Iterator[Any]:
 class _Silent:
     """Nobody looks on."""
 
+    def start(self, step: int) -> None: ...
     def phase(self, text: str) -> None: ...
     def row(self, row: Any) -> None: ...
     def note(self, text: str) -> None: ...

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from gesso.config import Recipe, parse
+from gesso.config import Recipe
 
 PROMPTS = ['a red sign that says "KITE"', 'a blue sign that says "WIND"', 'a red sign that says "OAK"']
 
@@ -62,4 +62,4 @@ def recipe_data(pipeline_folder: Path, prompt_file: Path) -> dict:
 def recipe(recipe_data: dict) -> Recipe:
     from gesso import build
 
-    return build.check(parse(Recipe, recipe_data, "test"))
+    return build.recipe_from(recipe_data)

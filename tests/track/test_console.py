@@ -125,7 +125,7 @@ def test_terminal_resumed_and_narrow() -> None:
         console.start(4)
         console.row({"step": 5, "eval/reward": 0.5})
     last = console.out.export_text()
-    assert "step 5/5" in last and "done" in last and "held-out  .50 " in last
+    assert "step 5/5" in last and "done" in last and "held-out  .50\n" in last
     assert "ratio" not in last and "left" not in last and "→" not in last
     assert max(len(line) for line in last.splitlines()) <= 44
 

@@ -77,12 +77,12 @@ def built(run: RunFolder) -> str:
 def test_all_figures_steps_and_pictures(run: RunFolder) -> None:
     page = built(run)
     assert "0.000 <i>→</i> 0.500" in page and "held-out eval/ocr/exact, step 0 → step 4" in page
-    for fact in ("flow-grpo", "zoo:signs", "4 of 6", ">7<", "4:04", "9.5"):
-        assert f"{fact}" in page
+    for fact in ("flow-grpo", "zoo:signs", "4 of 6", "7", "4:04", "9.5"):
+        assert f"<dd>{fact}</dd>" in page
     for name in ("eval/ocr/exact", "eval/reward", "update/ratio", "time/step", "images_per_s"):
         assert f"<figcaption>{name} " in page
     assert "<figcaption>update/kl" not in page  # NFT and others: what is absent is left out
-    assert "<title>step 2: held-out 0.3000</title>" in page
+    assert "<title>step 2: held-out 0.300</title>" in page
     for step in STEPS:
         assert f">step {step} <small>{0.125 * step:.3f}</small></th>" in page
     pictures = Tags(page).all("img")
@@ -102,7 +102,7 @@ def test_exact_answers_are_marked(run: RunFolder) -> None:
 def test_text_from_outside_is_escaped(run: RunFolder) -> None:
     page = built(run)
     tags = Tags(page)
-    assert not tags.all("script") and not tags.all("x") and not tags.all("b")[10:]
+    assert not tags.all("script") and not tags.all("x")
     assert not [attrs for _, attrs in tags.found if any(key.startswith("on") for key in attrs)]
     for text in ("&lt;script&gt;alert(1)", "worker died: &lt;x&gt;", "&lt;i&gt;slow", "&lt;40&gt;"):
         assert text in page
@@ -153,7 +153,7 @@ def test_resumed_run(run: RunFolder) -> None:
     run.rewind(3)
     assert ">step 4 <small>not in metrics.jsonl</small>" in built(run)
     run.append({"step": 4, "reward": 0.9, "time/total": 10.0})
-    assert f"<dd>{'3:13'}</dd>" in built(run)  # 3 × 61 s, then 10 s
+    assert "<dd>3:13</dd>" in built(run)  # 3 × 61 s, then 10 s
 
 
 def test_not_a_number_is_named(run: RunFolder) -> None:

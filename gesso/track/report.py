@@ -1,0 +1,296 @@
+"""A run folder as one page, `report.html`: figures, curves, and above all the same prompts and
+seeds at every evaluation side by side. One file with everything inside; nothing is fetched.
+
+The folder may be that of an unfinished, killed or resumed run. What is damaged is left out and
+named on the page. Every text from outside goes through `esc`.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from html import escape as esc
+from pathlib import Path
+from typing import Any
+
+from gesso.track.console import clock, held_out_key
+from gesso.types import UserError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+CELL = 240  # px: small pictures are magnified by a whole factor (at most 3) to fit
+LARGEST = 320  # px: larger pictures are embedded at this size, as JPEG
+NOTES = 300  # lines of log.txt shown, the newest
+DOTS = 16  # a line with more points has no visible dots
+BIG, SMALL = (470, 230), (190, 104)  # width and height of a chart
+DETAILS = "ratio clipped drift kl abs_dlogp grad_norm"  # small charts of update/…
+PICTURE = {"index": int, "prompt": str, "seed": int, "image": str, "parts": dict, "text": str}
+CSS = """
+:root{color-scheme:light dark;--bg:#fbfaf8;--card:#fff;--ink:#1d1b19;--dim:#6d6862;--line:#e3dfd9;
+--a:#1f5fbf;--b:#c9771a;--ok:#1a7f37;--okbg:#e4f5e8;--bad:#a8321f;--badbg:#fbeae6}
+@media(prefers-color-scheme:dark){:root{--bg:#161514;--card:#1f1e1c;--ink:#eceae6;--dim:#a09a92;
+--line:#383531;--a:#7db0ff;--b:#f0a850;--ok:#6fd68a;--okbg:#17301e;--bad:#ff9c88;--badbg:#3a1f1a}}
+*{box-sizing:border-box}body{margin:0 auto;max-width:1480px;padding:28px clamp(14px,3vw,44px) 60px;
+background:var(--bg);color:var(--ink);font:15px/1.5 system-ui,sans-serif;overflow-wrap:anywhere}
+h1{font-size:24px;line-height:1.25;margin:0 0 2px}h2,summary{font-size:17px;margin:36px 0 10px}
+small,dt,i{color:var(--dim)}code,pre{font:13px/1.5 ui-monospace,monospace}.err{color:var(--bad)}
+.head{font-size:clamp(34px,6vw,54px);font-weight:650;line-height:1.1;margin:18px 0 2px}
+i{font-style:normal;font-weight:400}dt{font-size:12px}dd{margin:0}summary{cursor:pointer}
+dl{display:flex;flex-wrap:wrap;gap:10px 30px;margin:18px 0 0}.scroll,pre{overflow:auto}
+ul{margin:18px 0;padding:8px 30px;background:var(--badbg);border-radius:6px;color:var(--bad)}
+.big,.small{display:grid;gap:12px;grid-template-columns:repeat(auto-fit,minmax(min(100%,350px),1fr))}
+.small{grid-template-columns:repeat(auto-fill,minmax(158px,1fr));margin-top:12px}
+figure,.scroll,pre{background:var(--card);border:1px solid var(--line);border-radius:8px}
+figure{margin:0;padding:10px 12px 6px}figcaption{display:flex;flex-wrap:wrap;gap:0 12px;
+font-weight:600}.small figcaption{font-size:12px}figcaption b{margin-left:auto}.small b{width:100%}
+.k0,.k1{font-size:12px;font-weight:400;color:var(--a)}.k1,.l1{color:var(--b)}.l0{color:var(--a)}
+svg{display:block;width:100%;height:auto;font:11px system-ui,sans-serif;fill:var(--dim)}
+.small svg{font-size:10px}line{stroke:var(--line)}circle{fill:currentColor;stroke:transparent;
+stroke-width:12px}.dense :not(:hover){fill:transparent}.l1{opacity:.85}
+g polyline{fill:none!important;stroke:currentColor;stroke-width:2;stroke-linejoin:round}
+@media(min-width:700px){.scroll{max-height:92vh}}table{border-collapse:separate;border-spacing:0}
+td,th{padding:8px;vertical-align:top;text-align:left;font-weight:400;background:var(--card);
+border-bottom:1px solid var(--line)}thead th{position:sticky;top:0;z-index:1;white-space:nowrap;
+font-weight:600}
+th:first-child{position:sticky;left:0;z-index:2;min-width:clamp(104px,18vw,230px);font-size:13px;
+border-right:1px solid var(--line)}thead th:first-child{z-index:3}td img{display:block}
+.near{image-rendering:pixelated}.gone{width:192px;padding:20px 8px;border:1px dashed;font-size:12px}
+td p{margin:4px 0 0;font-size:13px}td.ok{background:var(--okbg)}td.ok p{color:var(--ok)}
+body:has(#ends:checked) .mid{display:none}pre{padding:10px;max-height:420px;white-space:pre-wrap}
+"""
+PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width,initial-scale=1">
+<meta http-equiv="Content-Security-Policy"
+content="default-src 'none';img-src data:;style-src 'unsafe-inline'">
+<title>{title}</title><style>{css}</style></head><body>\n{body}\n</body></html>\n"""
+
+Row = Mapping[str, Any]
+Points = list[tuple[int, float]]  # (step, value)
+
+
+def write(run: Path) -> Path:
+    """Build `run/report.html` anew, whole or not at all."""
+    if not run.is_dir():
+        raise UserError(f"no run folder at {run}; expected the folder that `gesso train` made")
+    aside = run / ".report.html.new"
+    aside.write_bytes(page(run).encode("utf-8", "replace"))
+    return aside.replace(run / "report.html")
+
+
+def page(run: Path) -> str:
+    damaged: list[str] = []  # sentences about what could not be read
+    config, log = _text(run / "config.toml"), _text(run / "log.txt").splitlines()[-NOTES:]
+    settings = _settings(config, damaged)
+    by_step = {row["step"]: row for row in _lines(run / "metrics.jsonl", {"step": int}, damaged)}
+    rows = [by_step[step] for step in sorted(by_step)]  # of a step written twice, the later
+    for key, value, step in ((*item, row["step"]) for row in rows for item in row.items()):
+        if isinstance(value, float) and not math.isfinite(value):
+            damaged.append(f"{key} is {value} at step {step}")
+    files = sorted(f for f in (run / "samples").glob("*.jsonl") if f.stem.isdigit())
+    shown = {int(file.stem): _lines(file, PICTURE, damaged) for file in files}
+    title = esc(settings.get("about") or run.resolve().name)
+    warning = "".join(f"<li>{esc(text)}</li>" for text in damaged)
+    body = [
+        f"<h1>{title}</h1><small>{esc(run.resolve().name)}</small>",
+        headline(rows) + facts(settings, rows) + (f"<ul>{warning}</ul>" if warning else ""),
+        curves(rows) + pictures(run / "samples", shown, rows),
+        f"<h2>Notes</h2><pre>{esc(chr(10).join(log)) or 'none'}</pre>",
+        f"<details><summary>config.toml</summary><pre>{esc(config)}</pre></details>",
+    ]
+    return PAGE.format(title=title, css=CSS, body="\n".join(body))
+
+
+def headline(rows: Sequence[Row]) -> str:
+    key = held_out_key(key for row in rows for key in row)
+    points = series(rows, key)
+    if not points:
+        return '<p class="head"><i>no evaluation yet</i></p>'
+    ends = points[:1] + points[1:][-1:]
+    figures = " <i>→</i> ".join(f"{value:.3f}" for _, value in ends)
+    steps = " → ".join(f"step {step}" for step, _ in ends)
+    return f'<p class="head">{figures}</p><i>held-out {esc(key)}, {steps}</i>'
+
+
+def facts(settings: Mapping[str, str], rows: Sequence[Row]) -> str:
+    done = rows[-1]["step"] if rows else 0
+    totals = [value for _, value in series(rows, "time/total")]  # over all sittings of the run
+    speed = sorted(value for _, value in series(rows, "images_per_s"))
+    table = {
+        "algorithm": settings.get("algorithm.name"),
+        "model": settings.get("model.path"),
+        "steps": f"{done} of {settings.get('steps', '?')}",
+        "seed": settings.get("seed"),
+        "duration": clock(totals[-1]) if totals else None,
+        "images/s (median)": f"{speed[len(speed) // 2]:.3g}" if speed else None,
+    }
+    cells = (f"<div><dt>{k}</dt><dd>{esc(v)}</dd></div>" for k, v in table.items() if v)
+    return f"<dl>{''.join(cells)}</dl>"
+
+
+def curves(rows: Sequence[Row]) -> str:
+    keys = {"eval/reward"}.union(*rows)
+    span = (rows[0]["step"], rows[-1]["step"]) if rows else (0, 0)
+    head, big = held_out_key(keys), ""
+    for key in sorted((k for k in keys if k.startswith("eval/")), key=lambda k: (k != head, k)):
+        twin = "reward" if key == "eval/reward" else key.replace("eval", "reward", 1)
+        lines = {"held-out": series(rows, key), "training": series(rows, twin)}
+        big += chart(key, lines, span, BIG)
+    small = [*(f"update/{k}" for k in DETAILS.split()), "advantage/flat_groups", "images_per_s"]
+    small += sorted(key for key in keys if key.startswith("time/") and key != "time/total")
+    rest = "".join(chart(key, {"": series(rows, key)}, span, SMALL) for key in small)
+    return f'<h2>Curves</h2><div class="big">{big}</div><div class="small">{rest}</div>'
+
+
+def chart(name: str, lines: Mapping[str, Points], span: Sequence[int], size: Sequence[int]) -> str:
+    """Lines over the steps of `span`, the values as hover titles; "" when there is no point."""
+    lines = {label: points for label, points in lines.items() if points}
+    values = [value for points in lines.values() for _, value in points]
+    if not values:
+        return ""
+    (width, height), left, reach = size, 46, max(span[1] - span[0], 1)
+    marks = ticks(min(values), max(values), 4 if size == BIG else 2)
+    gap, room = marks[1] - marks[0], height - 28
+
+    def at(step: int, value: float) -> tuple[str, str]:
+        x = left + 4 + (step - span[0]) / reach * (width - left - 10)
+        return f"{x:.1f}", f"{10 + room * (marks[-1] - value) / (marks[-1] - marks[0]):.1f}"
+
+    drawn = f'<text x="{left}" y="{height - 4}">step {span[0]}</text>'
+    drawn += f'<text x="{width - 4}" y="{height - 4}" text-anchor="end">{span[1]}</text>'
+    for mark in marks:
+        y, text = at(0, mark)[1], _figure(mark, gap)
+        drawn += f'<line x1="{left}" x2="{width}" y1="{y}" y2="{y}"/>'
+        drawn += f'<text x="{left - 5}" y="{y}" dy="3.5" text-anchor="end">{text}</text>'
+    for label, points in reversed(lines.items()):  # held-out on top
+        path, dots = " ".join(",".join(at(*point)) for point in points), ""
+        for step, value in points:
+            x, y = at(step, value)
+            title = f"<title>step {step}: {label} {_figure(value, gap / 100)}</title>"
+            dots += f'<circle cx="{x}" cy="{y}" r="3">{title}</circle>'
+        kind = f"l{int(label == 'training')}{' dense' if len(points) > DOTS else ''}"
+        drawn += f'<g class="{kind}"><polyline points="{path}"/>{dots}</g>'
+    legend = "".join(f'<span class="k{int(n == "training")}">● {n}</span>' for n in lines if n)
+    latest = _figure(next(iter(lines.values()))[-1][1], gap / 10)
+    svg = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{esc(name)}">{drawn}</svg>'
+    return f"<figure><figcaption>{esc(name)} {legend}<b>{latest}</b></figcaption>{svg}</figure>"
+
+
+def pictures(folder: Path, shown: Mapping[int, Sequence[Row]], rows: Sequence[Row]) -> str:
+    """The table: a row per prompt and seed, a column per evaluation."""
+    steps = sorted(shown)
+    cells = {((r["index"], r["prompt"], r["seed"]), s): r for s in steps for r in shown[s]}
+    if not cells:
+        return "<h2>Pictures</h2><i>No evaluation has saved pictures yet.</i>"
+    figures = dict(series(rows, held_out_key(key for row in rows for key in row)))
+    reads = any(row["text"] for row in cells.values())
+    kinds = {step: "mid" if step not in (steps[0], steps[-1]) else "" for step in steps}
+    head, body = "<th>prompt</th>", ""
+    for step in steps:
+        # Of a run that was killed and resumed, pictures may lie beyond the rows that count.
+        figure = f"{figures[step]:.3f}" if step in figures else "not in metrics.jsonl"
+        head += f'<th class="{kinds[step]}">step {step} <small>{figure}</small></th>'
+    for who in sorted({who for who, _ in cells}):
+        body += f"\n<tr><th>{esc(who[1])}<br><small>seed {who[2]}</small></th>"
+        for step in steps:
+            row = cells.get((who, step))
+            inside = cell(folder, step, row, reads) if row else "<i>not drawn</i>"
+            exact = row and any(k.endswith("/exact") and v == 1 for k, v in row["parts"].items())
+            body += f'<td class="{kinds[step]}{" ok" if exact else ""}">{inside}</td>'
+    ends = '<p><label><input type="checkbox" id="ends"> first and last only</label></p>'
+    return (
+        "<h2>The same prompts and seeds at every evaluation</h2>"
+        f"{ends if len(steps) > 2 else ''}<div class='scroll' tabindex='0'>"
+        f"<table><thead><tr>{head}</thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def cell(folder: Path, step: int, row: Row, reads: bool) -> str:
+    scored = isinstance(row.get("reward"), (int, float))
+    says = f"{row['reward']:.3f}" if scored else '<span class="err">no score</span>'
+    if row.get("error"):
+        says += f' <span class="err">{esc(str(row["error"]))}</span>'
+    elif reads:
+        says += f" <code>{esc(row['text'])}</code>" if row["text"] else " <small>no text</small>"
+    alt = f"step {step}: {row['prompt']}" + (f" (read: {row['text']})" if row["text"] else "")
+    return f"{picture(folder / f'{step:06d}', row['image'], alt)}<p>{says}</p>"
+
+
+def picture(folder: Path, name: str, alt: str) -> str:
+    """The picture as a data URI, decoded and encoded anew so that nothing else can come along."""
+    from PIL import Image
+
+    try:
+        with Image.open(folder / Path(name).name) as opened:
+            image = opened.convert("RGB")
+    except FileNotFoundError:
+        return f'<div class="gone err">{esc(name)} is missing</div>'
+    except Exception:  # Pillow answers a damaged file with a dozen types, SyntaxError among them
+        return f'<div class="gone err">{esc(name)} cannot be read</div>'
+    kind, data = "jpeg" if max(image.size) > LARGEST else "png", io.BytesIO()
+    image.thumbnail((LARGEST, LARGEST))
+    image.save(data, kind, quality=88)
+    zoom = max(1, min(3, CELL // max(image.size)))
+    size = f'width="{image.width * zoom}" height="{image.height * zoom}"'
+    uri = f"data:image/{kind};base64,{base64.b64encode(data.getvalue()).decode()}"
+    return f'<img class="{"near" if zoom > 1 else ""}" {size} alt="{esc(alt)}" src="{uri}">'
+
+
+def series(rows: Sequence[Row], key: str) -> Points:
+    """(step, value) of every row that has a finite `key`."""
+    points = [(row["step"], row[key]) for row in rows if key in row]
+    return [(s, v) for s, v in points if isinstance(v, (int, float)) and math.isfinite(v)]
+
+
+def ticks(low: float, high: float, parts: int) -> list[float]:
+    """Round values around low … high, at least two; from 0 where that costs little room."""
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
+        low, high = (low - abs(low) * 0.1, high + abs(high) * 0.1) if low else (0.0, 1.0)
+    elif 0 < low < high / 2:
+        low = 0.0
+    base = 10.0 ** math.floor(math.log10((high - low) / parts))
+    step = next(m * base for m in (1, 2, 5, 10, 20) if m * base * parts >= (high - low) * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [i * step for i in range(first, max(last, first + 1) + 1)]
+
+
+def _figure(value: float, gap: float) -> str:
+    """With as many digits as tell apart values that lie `gap` from each other."""
+    digits = max(0, -math.floor(math.log10(gap) + 1e-9))
+    return f"{value:.2g}" if digits > 6 or abs(value) >= 1e5 else f"{value:.{digits}f}"
+
+
+def _settings(text: str, damaged: list[str]) -> dict[str, str]:
+    """A recipe's values by dotted name: "steps", "model.path"."""
+    try:
+        config = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        damaged.append(f"config.toml cannot be read: {error}")
+        return {}
+    inner = {f"{a}.{b}": v for a, t in config.items() if isinstance(t, dict) for b, v in t.items()}
+    return {key: str(value) for key, value in (config | inner).items()}
+
+
+def _text(file: Path) -> str:
+    return file.read_text("utf-8", "replace") if file.is_file() else ""
+
+
+def _lines(file: Path, fields: Mapping[str, type], damaged: list[str]) -> list[dict[str, Any]]:
+    """The whole rows of a .jsonl; the others are named in `damaged`."""
+    rows = []
+    for number, line in enumerate(file.read_bytes().splitlines(True) if file.is_file() else [], 1):
+        try:
+            row = json.loads(line) if line.endswith(b"\n") else None
+        except ValueError:
+            row = None
+        if isinstance(row, dict) and all(isinstance(row.get(k), t) for k, t in fields.items()):
+            rows.append(row)
+        else:
+            damaged.append(f"{file.name}, line {number}: half-written or damaged, left out")
+    return rows

@@ -1,0 +1,231 @@
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+import pytest
+import torch
+
+from gesso import build
+from gesso.algorithms.base import TermLosses
+from gesso.learner.learner import Learner
+from tests.rollouts import parts_of, rollout_of
+
+NFT = {"name": "diffusion-nft", "group": 3, "steps": 4, "times": 3, "updates": 1}
+LORA = {"rank": 4, "alpha": 8}
+
+
+def gradient(learner: Learner, rollout: object) -> dict[str, torch.Tensor]:
+    """The gradient of the first update, before any optimizer step."""
+    advantages = learner.algorithm.advantages(rollout.rewards, rollout.group)  # type: ignore[attr-defined]
+    terms = learner.algorithm.terms(rollout, advantages, torch.Generator().manual_seed(3))  # type: ignore[arg-type]
+    learner.schedule = learner.schedule.model_copy(update={"max_norm": 1e9})
+    learner._accumulate(terms, defaultdict(list))
+    return {name: p.grad.clone() for name, p in learner.policy.trained.items()}
+
+
+@pytest.mark.parametrize("algorithm", ["flow-grpo", "diffusion-nft"])
+def test_any_number_of_micro_batches_gives_the_same_gradient(
+    recipe_data: dict, algorithm: str
+) -> None:
+    if algorithm == "diffusion-nft":
+        recipe_data["algorithm"] = NFT
+    gradients = []
+    for size in (18, 9, 3, 7):  # 1, 2 and 6 micro-batches, and ragged ones, of 18 terms
+        recipe_data["learner"] = {"micro_batch": size}
+        model, chosen, learner = parts_of(build.recipe_from(recipe_data))
+        gradients.append(gradient(learner, rollout_of(model, chosen)))
+    scale = max(g.abs().max() for g in gradients[0].values())
+    assert scale > 0
+    for other in gradients[1:]:
+        for name, value in gradients[0].items():
+            assert (value - other[name]).abs().max() <= 1e-5 * scale, name
+
+
+def test_the_gradient_equals_a_plain_computation(recipe_data: dict) -> None:
+    """Flow-GRPO's loss written down once more, sample by sample and step by step."""
+    recipe_data["algorithm"] |= {"guidance": 2.0, "beta": 0.5}
+    recipe = build.recipe_from(recipe_data)
+    model, algorithm, learner = parts_of(recipe)
+    with torch.no_grad():  # move away from the reference, so that the KL term has a gradient
+        for p in learner.policy.trained.values():
+            p.add_(0.01 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
+    rollout = rollout_of(model, algorithm)
+    got = gradient(learner, rollout)
+
+    rewards = rollout.rewards
+    mean = torch.stack([rewards[:3].mean()] * 3 + [rewards[3:].mean()] * 3)
+    advantages = (rewards - mean) / (rewards.std(correction=0) + 1e-4)
+    pipe, trace = model.pipe, rollout.trace
+    sigmas = trace.context.sigmas
+    total = 0.0
+    for n in range(6):
+        cond = trace.context.cond.rows(trace.row[n : n + 1])
+        empty = trace.context.negative.rows(trace.row[n : n + 1])
+        for j in range(3):
+            x, x_next = trace.latents[n : n + 1, j], trace.latents[n : n + 1, j + 1]
+            sigma, dt = sigmas[j], sigmas[j + 1] - sigmas[j]
+
+            def mean_of(x: torch.Tensor, sigma: torch.Tensor, dt: torch.Tensor) -> torch.Tensor:
+                t = (sigma * 1000).expand(1)
+                c = pipe.transformer(x, cond.embeds, cond.pooled, t).sample  # noqa: B023
+                u = pipe.transformer(x, empty.embeds, empty.pooled, t).sample  # noqa: B023
+                v = u + 2.0 * (c - u)
+                s2 = 0.49 * sigma / (1 - (sigmas[1] if sigma == 1 else sigma))
+                return x * (1 + s2 / (2 * sigma) * dt) + v * (
+                    1 + s2 * (1 - sigma) / (2 * sigma)
+                ) * dt
+
+            mu = mean_of(x, sigma, dt)
+            with torch.no_grad(), learner.policy.using("reference"):
+                mu_ref = mean_of(x, sigma, dt)
+            s = 0.7 * torch.sqrt(sigma / (1 - (sigmas[1] if sigma == 1 else sigma)))
+            logp = torch.distributions.Normal(mu, s * torch.sqrt(-dt)).log_prob(x_next).mean()
+            ratio = torch.exp(logp - rollout.logp[n, j])
+            a = advantages[n].float()
+            surrogate = torch.max(-a * ratio, -a * ratio.clamp(0.8, 1.2))
+            total = total + surrogate + 0.5 * ((mu - mu_ref) ** 2).mean() / (2 * s**2)
+    learner.optimizer.zero_grad()
+    (total / 18).backward()
+    scale = max(p.grad.abs().max() for p in learner.policy.trained.values())
+    for name, p in learner.policy.trained.items():
+        assert (p.grad - got[name]).abs().max() <= 1e-4 * scale, name
+
+
+def test_guidance_gradient_through_one_branch_or_both(recipe_data: dict) -> None:
+    norms = {}
+    for which in ("both", "conditional"):
+        recipe_data["algorithm"] |= {"guidance": 3.0, "guidance_gradient": which}
+        model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
+        grads = gradient(learner, rollout_of(model, algorithm))
+        norms[which] = torch.cat([g.flatten() for g in grads.values()])
+    assert not torch.allclose(norms["both"], norms["conditional"], rtol=1e-2)
+    assert norms["conditional"].norm() > 0
+
+
+@pytest.mark.parametrize("lora", [None, LORA])
+@pytest.mark.parametrize("algorithm", [None, NFT])
+def test_an_update_moves_towards_the_better_samples(
+    recipe_data: dict, lora: dict | None, algorithm: dict | None
+) -> None:
+    """After some updates on one rollout, good samples are likelier than bad ones: log-probs of
+    Flow-GRPO rise with the advantage, NFT's velocity error falls for good samples."""
+    recipe_data["model"]["lora"] = lora
+    recipe_data["optimizer"] = {"lr": 3e-3 if lora else 3e-4}
+    if algorithm:
+        recipe_data["algorithm"] = algorithm | {"beta": 1.0}
+    model, chosen, learner = parts_of(build.recipe_from(recipe_data))
+    rollout = rollout_of(model, chosen)
+    advantages = chosen.advantages(rollout.rewards, rollout.group).float()
+
+    def preference() -> float:
+        with torch.no_grad():
+            terms = chosen.terms(rollout, advantages.double(), torch.Generator().manual_seed(1))
+            if algorithm:
+                x_t = torch.lerp(terms.clean, terms.noise, terms.t.view(-1, 1, 1, 1))
+                v = model.velocity(x_t, terms.t, terms.context.cond.rows(terms.row))
+                fit = -(v - (terms.noise - terms.clean)).square().flatten(1).mean(1)
+                return float((fit.view(6, -1).mean(1) * advantages).sum())
+            step = chosen._transition(model, terms, "current")
+            return float((step.logp(terms.x_next).view(6, -1).mean(1) * advantages).sum())
+
+    before = preference()
+    for _ in range(4):
+        learner.update(rollout, 0)
+    assert preference() > before + 1e-4
+
+
+def test_the_reference_never_moves_and_costs_nothing_with_lora(recipe_data: dict) -> None:
+    recipe_data["algorithm"] |= {"beta": 0.1}
+    for lora in (None, LORA):
+        recipe_data["model"]["lora"] = lora
+        model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
+        rollout = rollout_of(model, algorithm)
+        x, cond = rollout.trace.clean, rollout.trace.context.cond.rows(rollout.trace.row)
+        sigma = torch.full((6,), 0.5)
+        with torch.no_grad():
+            base = model.velocity(x, sigma, cond)
+        learner.update(rollout, 0)
+        learner.update(rollout, 1)
+        with torch.no_grad():
+            assert (model.velocity(x, sigma, cond) - base).abs().max() > 1e-5
+            assert torch.equal(model.velocity(x, sigma, cond, "reference"), base)
+        assert ("reference" in learner.policy.copies) is (lora is None)
+
+
+def test_nft_old_policy_follows_its_schedule(recipe_data: dict) -> None:
+    recipe_data["algorithm"] = NFT
+    model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
+    name = next(iter(learner.policy.trained))
+    learner.update(rollout_of(model, algorithm), 0)  # decay 0: old becomes the new weights
+    first = learner.weights()[name].clone()
+    assert torch.equal(learner.policy.copies["old"][name], first)
+    learner.update(rollout_of(model, algorithm, 1), 400)  # decay .4
+    expected = 0.4 * first + 0.6 * learner.weights()[name]
+    torch.testing.assert_close(learner.policy.copies["old"][name], expected)
+
+
+def test_ema_counts_optimizer_steps_not_micro_batches(recipe_data: dict) -> None:
+    averages = []
+    for size in (18, 3):
+        recipe_data["learner"] = {"micro_batch": size, "ema": {"decay": 0.9, "every": 2}}
+        recipe_data["algorithm"] |= {"updates": 2}
+        model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
+        start = {n: w.clone() for n, w in learner.weights().items()}
+        learner.update(rollout_of(model, algorithm), 0)
+        assert learner.optimizer_steps == 2
+        averages.append(learner.policy.copies["ema"])
+        decay = 3 / 12  # (1 + 2) / (10 + 2)
+        for name, value in learner.policy.copies["ema"].items():
+            expected = decay * start[name] + (1 - decay) * learner.weights()[name]
+            torch.testing.assert_close(value, expected)
+
+
+def test_warmup_and_learning_rate_zero(recipe_data: dict) -> None:
+    recipe_data["optimizer"] = {"lr": 1e-3, "warmup": 4}
+    model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
+    rollout = rollout_of(model, algorithm)
+    rates = [learner.update(rollout, i)["update/lr"] for i in range(5)]
+    assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3])
+    recipe_data["optimizer"] = {"lr": 0.0}
+    model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
+    start = {n: w.clone() for n, w in learner.weights().items()}
+    learner.update(rollout_of(model, algorithm), 0)
+    assert all(torch.equal(w, start[n]) for n, w in learner.weights().items())
+
+
+def test_a_step_that_is_not_finite_is_not_taken(
+    recipe_data: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
+    rollout = rollout_of(model, algorithm)
+    start = {n: w.clone() for n, w in learner.weights().items()}
+    honest = type(algorithm).loss
+
+    def broken(self: object, model: object, terms: object) -> TermLosses:
+        losses = honest(self, model, terms)
+        return TermLosses(losses.loss * float("nan"), losses.stats)
+
+    monkeypatch.setattr(type(algorithm), "loss", broken)
+    metrics = learner.update(rollout, 0)
+    assert metrics["update/skipped"] == 1 and math.isnan(metrics["update/grad_norm"])
+    assert all(torch.equal(w, start[n]) for n, w in learner.weights().items())
+    assert learner.optimizer_steps == 0
+
+
+@pytest.mark.parametrize("algorithm", [None, NFT])
+def test_state_restores_to_the_bit(recipe_data: dict, algorithm: dict | None) -> None:
+    recipe_data["learner"] |= {"ema": {"every": 1}}
+    recipe_data["algorithm"] = algorithm or recipe_data["algorithm"] | {"beta": 0.1}
+    recipe = build.recipe_from(recipe_data)
+    model, chosen, learner = parts_of(recipe)
+    learner.update(rollout_of(model, chosen), 0)
+    state = {name: t.clone() for name, t in learner.state().items()}
+    rollout = rollout_of(model, chosen, 1)
+    learner.update(rollout, 1)
+    _, _, fresh = parts_of(recipe)
+    fresh.restore(state)
+    fresh.update(rollout, 1)
+    after, again = learner.state(), fresh.state()
+    assert after.keys() == again.keys()
+    assert all(torch.equal(after[name], again[name]) for name in after)

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gesso import build
+from gesso.config import Lora, Model
+from gesso.models.flow.sd3 import LORA_TARGETS, SD3
+from gesso.models.policy import Policy
+from gesso.run import Trained
+from gesso.types import UserError
+from tests.conftest import PROMPTS
+from tests.rollouts import parts_of, rollout_of
+
+
+def picture(pipe: object, folder: Path) -> torch.Tensor:
+    pipe.set_progress_bar_config(disable=True)  # type: ignore[attr-defined]
+    noise = torch.randn(1, 8, 8, 24, generator=torch.Generator().manual_seed(0))
+    return pipe(  # type: ignore[operator]
+        PROMPTS[0], height=32, width=96, num_inference_steps=3, guidance_scale=1.0,
+        max_sequence_length=0, latents=noise, output_type="latent",
+    ).images  # fmt: skip
+
+
+def test_weight_transfer_is_strict(recipe_data: dict) -> None:
+    policy = build.model(build.recipe_from(recipe_data)).policy
+    weights = dict(policy.weights())
+    name, tensor = weights.popitem()
+    with pytest.raises(ValueError, match="1 names are on one side only"):
+        policy.load(weights)
+    with pytest.raises(ValueError, match="expected shape"):
+        policy.load(weights | {name: tensor[:1]})
+
+
+def test_lora_init_comes_from_the_seed_alone(pipeline_folder: Path) -> None:
+    settings = Model(path=str(pipeline_folder), lora=Lora(rank=4, alpha=8))
+    torch.manual_seed(1)
+    first = SD3(settings, seed=5).policy.weights()
+    state = torch.random.get_rng_state()
+    second, other = SD3(settings, seed=5).policy.weights(), SD3(settings, seed=6).policy.weights()
+    assert all(torch.equal(first[n], second[n]) for n in first)
+    assert any(not torch.equal(first[n], other[n]) for n in first)
+    assert torch.equal(state, torch.random.get_rng_state())
+
+
+def test_lora_hits_the_modules_of_the_reference() -> None:
+    """SD3.5-M's real shape, on the meta device: 18,776,064 parameters in 191 modules."""
+    from diffusers import SD3Transformer2DModel
+
+    with torch.device("meta"):
+        transformer = SD3Transformer2DModel(
+            sample_size=128, patch_size=2, in_channels=16, num_layers=24, attention_head_dim=64,
+            num_attention_heads=24, joint_attention_dim=4096, caption_projection_dim=1536,
+            pooled_projection_dim=2048, out_channels=16, pos_embed_max_size=384,
+            dual_attention_layers=tuple(range(13)), qk_norm="rms_norm",
+        )  # fmt: skip
+        policy = Policy(transformer, Lora(rank=32, alpha=64), LORA_TARGETS, seed=0)
+    assert policy.size == 18_776_064
+    assert len(policy.trained) == 2 * 191
+
+
+def test_other_weights_take_their_place_and_leave_it(recipe_data: dict) -> None:
+    recipe_data["learner"] |= {"ema": {"every": 1, "decay": 0.5}}
+    model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
+    rollout = rollout_of(model, algorithm)
+    x, cond = rollout.trace.clean, rollout.trace.context.cond.rows(rollout.trace.row)
+    sigma = torch.full((6,), 0.5)
+    for step in range(3):
+        learner.update(rollout, step)
+    with torch.no_grad():
+        current = model.velocity(x, sigma, cond)
+        averaged = model.velocity(x, sigma, cond, "ema")
+        assert (current - averaged).abs().max() > 1e-6
+        assert torch.equal(model.velocity(x, sigma, cond), current)
+        with pytest.raises(RuntimeError, match="midway"), model.policy.using("ema"):
+            raise RuntimeError("midway")
+        assert torch.equal(model.velocity(x, sigma, cond), current)
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 16}])
+def test_an_export_gives_the_same_picture_in_plain_diffusers(
+    recipe_data: dict, pipeline_folder: Path, tmp_path: Path, lora: dict | None
+) -> None:
+    from diffusers import StableDiffusion3Pipeline
+
+    recipe_data["model"]["lora"] = lora
+    recipe_data["optimizer"] = {"lr": 1e-2}
+    recipe = build.recipe_from(recipe_data)
+    model, algorithm, learner = parts_of(recipe)
+    learner.update(rollout_of(model, algorithm), 0)
+    expected = picture(model.pipe, tmp_path)
+    folder = Trained(recipe, model).export(tmp_path / "out")
+    absent = {"text_encoder_3": None, "tokenizer_3": None}
+    if lora is None:
+        plain = StableDiffusion3Pipeline.from_pretrained(folder, **absent)
+    else:
+        plain = StableDiffusion3Pipeline.from_pretrained(pipeline_folder, **absent)
+        assert (picture(plain, tmp_path) - expected).abs().max() > 1e-3
+        plain.load_lora_weights(folder)
+    assert (picture(plain, tmp_path) - expected).abs().max() < 1e-4
+    with pytest.raises(UserError, match="exists already"):
+        Trained(recipe, model).export(folder)
+
+
+@pytest.mark.parametrize("path, found", [("/no/such", "no such folder"), (".", "without one")])
+def test_a_folder_that_is_no_pipeline(path: str, found: str) -> None:
+    with pytest.raises(UserError, match=found):
+        SD3(Model(path=path))
+
+
+def test_a_broken_pipeline_folder(tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text('{"_class_name": "StableDiffusion3Pipeline"}')
+    with pytest.raises(UserError, match="cannot load it as a StableDiffusion3Pipeline"):
+        SD3(Model(path=str(tmp_path)))
+
+
+def test_a_size_that_does_not_fit(pipeline_folder: Path) -> None:
+    model = SD3(Model(path=str(pipeline_folder)))
+    with pytest.raises(UserError, match="multiples of 8; use 32×96"):
+        model.latent_shape(33, 97)

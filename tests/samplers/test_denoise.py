@@ -1,0 +1,119 @@
+"""The sampler against diffusers' own pipeline, and replay against sampling."""
+
+from __future__ import annotations
+
+import torch
+
+from gesso import build
+from gesso.config import Recipe
+from gesso.samplers.denoise import DenoisingSampler, Piece
+from gesso.types import FlowTrace, Prompt, SampleSpec
+from tests.conftest import PROMPTS
+
+ROWS, SEEDS = [0, 0, 1, 1, 2], [11, 12, 13, 14, 15]
+
+
+def draw(sampler: DenoisingSampler, spec: SampleSpec, **changes: object) -> Piece:
+    prompts = [Prompt(text) for text in PROMPTS]
+    pieces = list(sampler.sample(prompts, ROWS, SEEDS, spec))
+    return Piece(
+        [s for p in pieces for s in p.samples],
+        FlowTrace.concat([p.trace for p in pieces]),
+        torch.cat([p.logp for p in pieces]),
+    )
+
+
+def start_noise(model: object, seeds: list[int]) -> torch.Tensor:
+    shape = model.latent_shape(32, 96)  # type: ignore[attr-defined]
+    return torch.stack(
+        [torch.randn(shape, generator=torch.Generator().manual_seed(s)) for s in seeds]
+    )
+
+
+def test_without_noise_it_is_diffusers_own_pipeline(recipe: Recipe) -> None:
+    model = build.model(recipe)
+    for guidance in (1.0, 3.0):
+        spec = SampleSpec(steps=4, height=32, width=96, guidance=guidance)
+        ours = draw(DenoisingSampler(model, 2), spec)
+        model.pipe.set_progress_bar_config(disable=True)
+        theirs = model.pipe(
+            prompt=[PROMPTS[r] for r in ROWS],
+            negative_prompt=[""] * len(ROWS),
+            height=32,
+            width=96,
+            num_inference_steps=4,
+            guidance_scale=guidance,
+            max_sequence_length=0,
+            latents=start_noise(model, SEEDS),
+            output_type="latent",
+        ).images
+        assert (ours.trace.clean - theirs).abs().max() <= 1e-4
+        pictures = model.pipe.vae.decode(
+            theirs / model.pipe.vae.config.scaling_factor + model.pipe.vae.config.shift_factor
+        ).sample
+        pictures = model.pipe.image_processor.postprocess(pictures.detach(), output_type="np")
+        for sample, picture in zip(ours.samples, pictures, strict=True):
+            assert abs(sample.image / 255.0 - picture).max() <= 1 / 255 + 1e-6
+
+
+def test_replay_gives_the_log_probs_of_sampling(recipe_data: dict) -> None:
+    for rule, guidance in [("flow-sde", 1.0), ("flow-sde", 3.0), ("cps", 1.0)]:
+        recipe_data["algorithm"] |= {"rule": rule, "guidance": guidance}
+        recipe = build.recipe_from(recipe_data)
+        model, algorithm = build.model(recipe), build.algorithm(recipe)
+        piece = draw(DenoisingSampler(model, 2), algorithm.spec(7, 32, 96))
+        assert piece.logp.shape == (5, 3) and piece.trace.latents.shape[1] == 4
+        rollout = as_rollout(piece)
+        with torch.no_grad():
+            terms = algorithm.terms(rollout, torch.ones(5), torch.Generator())
+            stats = algorithm.loss(model, terms).stats
+        assert stats["abs_dlogp"].max() < 1e-5
+        assert piece.logp.std() > 1e-4  # not trivially equal
+
+
+def test_a_window_is_stochastic_and_the_rest_is_not(recipe: Recipe) -> None:
+    """Two runs that differ in the noise of the window only share every latent before it."""
+    model = build.model(recipe)
+    sampler = DenoisingSampler(model, 8)
+    window = SampleSpec(
+        steps=4, height=32, width=96, noise=0.7, stochastic=range(1, 3), trained=range(1, 3)
+    )
+    ode = SampleSpec(steps=4, height=32, width=96)
+    noisy, plain = draw(sampler, window), draw(sampler, ode)
+    one_step = SampleSpec(
+        steps=4, height=32, width=96, noise=0.7, stochastic=range(3, 4), trained=range(3, 4)
+    )
+    late = draw(sampler, one_step)
+    assert noisy.trace.latents.shape[1] == 3 and late.trace.latents.shape[1] == 2
+    assert (noisy.trace.clean - plain.trace.clean).abs().max() > 1e-2
+    # up to the window nothing is random: the ODE's latent at the same step is met exactly
+    x = start_noise(model, SEEDS)
+    sigmas = model.sigmas(4)
+    cond = sampler.embeddings([PROMPTS[r] for r in ROWS])
+    with torch.no_grad():
+        v = model.velocity(x, sigmas[0].expand(5), cond)
+    first = x + (sigmas[1] - sigmas[0]) * v
+    assert (noisy.trace.latents[:, 0] - first).abs().max() < 1e-5
+
+
+def test_a_picture_does_not_depend_on_how_the_batch_is_cut(recipe: Recipe) -> None:
+    model, algorithm = build.model(recipe), build.algorithm(recipe)
+    spec = algorithm.spec(1, 32, 96)
+    whole, cut = draw(DenoisingSampler(model, 5), spec), draw(DenoisingSampler(model, 2), spec)
+    assert (whole.trace.clean - cut.trace.clean).abs().max() < 1e-4
+    assert (whole.logp - cut.logp).abs().max() < 1e-4
+
+
+def test_every_prompt_is_encoded_once(recipe: Recipe) -> None:
+    sampler = DenoisingSampler(build.model(recipe), 2)
+    spec = SampleSpec(steps=2, height=32, width=96, guidance=2.0)
+    draw(sampler, spec)
+    draw(sampler, spec)
+    assert sampler.embeddings.encoded == len(PROMPTS) + 1  # and the empty negative prompt
+
+
+def as_rollout(piece: Piece):  # type: ignore[no-untyped-def]
+    from gesso.types import Rollout, Score
+
+    scores = [Score(float(i)) for i in range(len(piece.samples))]
+    return Rollout(piece.samples, torch.tensor(ROWS), piece.trace, piece.logp, 0, scores)
