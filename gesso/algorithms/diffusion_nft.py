@@ -34,7 +34,7 @@ class NoisedTerms(Terms):
 
 
 class DiffusionNFT(Strict):
-    name: Literal["diffusion-nft"] = "diffusion-nft"
+    name: str = "diffusion-nft"
     group: int = Field(24, ge=1)
     updates: int = Field(2, ge=1)
     steps: int = Field(10, ge=1)

@@ -49,7 +49,7 @@ class StepTerms(Terms):
 
 
 class FlowGRPO(Strict):
-    name: Literal["flow-grpo"] = "flow-grpo"
+    name: str = "flow-grpo"
     group: int = Field(24, ge=1)
     updates: int = Field(2, ge=1)
     steps: int = Field(10, ge=1)

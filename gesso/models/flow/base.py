@@ -73,7 +73,11 @@ def guided(
 
 
 class PromptCache:
-    """Text embeddings, computed once per prompt and kept on the CPU up to `limit` bytes."""
+    """Text embeddings, computed once per prompt and kept on the CPU up to `limit` bytes.
+
+    Each prompt is encoded alone: in a batch its last bits would depend on its neighbours, and a
+    resumed run, which meets the prompts in another order, would drift from an undisturbed one.
+    """
 
     def __init__(self, model: FlowModel, limit: int = 2**30) -> None:
         self.model = model
@@ -84,13 +88,10 @@ class PromptCache:
 
     def __call__(self, texts: Sequence[str]) -> Conditioning:
         """(P, …) on the model's device."""
-        missing = [t for t in dict.fromkeys(texts) if t not in self._rows]
-        for start in range(0, len(missing), 32):
-            part = missing[start : start + 32]
-            batch = self.model.encode(part)
-            self.encoded += len(part)
-            for i, text in enumerate(part):
-                row = batch.rows(torch.tensor([i])).to(torch.device("cpu"))
+        for text in dict.fromkeys(texts):
+            if text not in self._rows:
+                row = self.model.encode([text]).to(torch.device("cpu"))
+                self.encoded += 1
                 self._rows[text] = row
                 self._bytes += row.nbytes
         for text in texts:

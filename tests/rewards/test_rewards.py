@@ -1,0 +1,188 @@
+"""Rewards in real worker processes; bad ones too."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw, ImageFont
+
+from gesso import build
+from gesso.rewards import base, wire
+from gesso.rewards.compose import Weighted, combine
+from gesso.rewards.service import RewardService
+from gesso.rewards.workers import Workers
+from gesso.types import Prompt, Sample, Score, UserError
+
+USER = "tests.rewards.user_rewards"
+
+
+def sample(text: str = 'a sign that says "KITE"', value: int = 100, seed: int = 1) -> Sample:
+    image = np.full((8, 12, 3), value, dtype=np.uint8)
+    return Sample(Prompt(text, "blurry", {"bonus": 2.5}, "file:3"), image, seed)
+
+
+def word_picture(word: str) -> np.ndarray:
+    import matplotlib
+
+    font = ImageFont.truetype(f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans-Bold.ttf", 20)
+    image = Image.new("RGB", (96, 32), (180, 30, 30))
+    ImageDraw.Draw(image).text((48, 16), word, font=font, anchor="mm", fill="white")
+    return np.asarray(image)
+
+
+@pytest.fixture
+def service() -> Iterator:
+    services = []
+
+    def start(reference: str, weight: float = 1.0, timeout: float = 60.0, count: int = 1, **options):
+        reward = Weighted("mine", weight, Workers(reference, options, count, timeout=timeout))
+        services.append(RewardService([reward]))
+        return services[-1]
+
+    yield start
+    for one in services:
+        one.close()
+
+
+def test_wire_round_trip() -> None:
+    samples = [sample(value=3), sample('"ÅÖ" 雪', value=250, seed=2**62)]
+    frame = io.BytesIO(wire.pack_samples(samples))
+    got = wire.read_samples(frame.readline(), frame.read)
+    assert [s.prompt for s in got] == [s.prompt for s in samples]
+    assert all((a.image == b.image).all() for a, b in zip(got, samples, strict=True))
+    assert got[1].seed == 2**62
+    scores = [Score(0.5, {"exact": 1.0}, "KITE"), Score.failed("no")]
+    assert wire.read_scores(wire.pack_scores(scores)) == scores
+
+
+def test_a_function_of_the_users_with_options(service) -> None:
+    got = service(f"{USER}:brightness", scale=2.0).submit([sample(value=51), sample(value=255)])
+    assert [s.value for s in got.result().scores] == pytest.approx([0.4, 2.0])
+
+
+def test_a_reward_sees_everything_and_may_print(service) -> None:
+    (score,) = service(f"{USER}:sees_everything").submit([sample(seed=9)]).result().scores
+    assert score.value == 2.5 and score.parts["mine/seed"] == 9 and score.text == "blurry"
+
+
+@pytest.mark.parametrize(
+    "name, error",
+    [
+        ("raises", "RuntimeError: no such model"),
+        ("wrong_count", "returned 3 scores for 2 samples"),
+        ("dies", "worker died .* twice"),
+    ],
+)
+def test_a_bad_reward_is_an_error_never_a_number(service, name: str, error: str) -> None:
+    scores = service(f"{USER}:{name}").submit([sample(), sample()]).result().scores
+    assert all(s.value is None and not s.ok for s in scores)
+    for s in scores:
+        with pytest.raises(AssertionError, match=error):
+            raise AssertionError(s.error)
+
+
+def test_nan_fails_its_sample_only(service) -> None:
+    scores = service(f"{USER}:not_finite").submit([sample(), sample()]).result().scores
+    assert scores[0].error == "mine: returned nan" and scores[1].value == 1.0
+
+
+def test_a_worker_that_dies_is_replaced_and_its_work_done_again(service, tmp_path: Path) -> None:
+    one = service(f"{USER}:dies_once", flag=str(tmp_path / "died"))
+    scores = one.submit([sample()] * 6).result().scores
+    assert [s.value for s in scores] == [1.0] * 6
+    assert one.rewards[0].workers.restarts == 1
+
+
+def test_a_worker_killed_from_outside(service) -> None:
+    one = service(f"{USER}:brightness")
+    assert one.submit([sample()]).result().scores[0].ok
+    (process,) = one.rewards[0].workers._all
+    os.kill(process.pid, signal.SIGKILL)
+    assert one.submit([sample()]).result().scores[0].ok
+
+
+def test_a_reward_that_hangs_times_out(service) -> None:
+    started = time.monotonic()
+    scores = service(f"{USER}:hangs", timeout=1.5).submit([sample()]).result().scores
+    assert scores[0].error == "mine: gave no answer in 1.5 s, twice"
+    assert time.monotonic() - started < 30
+
+
+def test_closing_ends_the_worker_processes(service) -> None:
+    one = service(f"{USER}:brightness", count=2)
+    one.submit([sample()] * 16).result()
+    processes = list(one.rewards[0].workers._all)
+    assert processes
+    one.close()
+    for process in processes:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process.pid, 0)
+    one.close()
+
+
+def test_a_class_with_state() -> None:
+    reward = base.load(f"{USER}:Stateful", {"word": "sign"})
+    assert reward.unfit(Prompt("a cat")) == "does not mention sign"
+    assert base.checked(reward, [sample()])[0].value == 1.0
+
+
+@pytest.mark.parametrize(
+    "name, sentence",
+    [
+        ("nope", 'no reward "nope"'),
+        ("ocrr", 'did you mean "ocr"'),
+        ("no_such_module:f", "cannot be imported"),
+        (f"{USER}:nothing", "cannot be imported"),
+    ],
+)
+def test_a_reward_that_does_not_exist(recipe_data: dict, name: str, sentence: str) -> None:
+    recipe_data["reward"] = [{"name": name}]
+    with pytest.raises(UserError, match=sentence):
+        build.recipe_from(recipe_data)
+
+
+def test_weighted_sum_and_its_parts() -> None:
+    got = combine([("ocr", 0.7, Score(0.5, {"exact": 0.0}, "KIT")), ("jpeg", 2.0, Score(-0.1))])
+    assert got.value == pytest.approx(0.7 * 0.5 - 0.2)
+    assert got.parts == {"ocr": 0.5, "ocr/exact": 0.0, "jpeg": -0.1} and got.text == "KIT"
+    failed = combine([("ocr", 1.0, Score(0.5)), ("jpeg", 1.0, Score.failed("broke"))])
+    assert failed.value is None and failed.error == "jpeg: broke"
+
+
+def test_jpeg_compressibility_is_minus_kilobytes_over_500() -> None:
+    noisy = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    buffer = io.BytesIO()
+    Image.fromarray(noisy).save(buffer, "JPEG", quality=95)
+    reward = base.load(build.REWARDS["jpeg-compressibility"], {})
+    flat, loud = reward.score([sample(), Sample(Prompt(""), noisy, 0)])
+    assert loud.value == pytest.approx(-len(buffer.getvalue()) / 1000 / 500)
+    assert flat.value > loud.value
+
+
+@pytest.mark.parametrize("detect", [True, False])
+def test_ocr_reads_real_words(detect: bool) -> None:
+    reward = base.load(build.REWARDS["ocr"], {"detect": detect})
+    words = ["KITE", "BRIDGE", "GARDEN", "SILVER"]
+    samples = [Sample(Prompt(f'says "{w}"'), word_picture(w), 0) for w in words]
+    scores = base.checked(reward, samples)
+    assert [s.value for s in scores] == [1.0] * 4
+    assert all(s.parts["exact"] == 1.0 and s.parts["longer"] == 0.0 for s in scores)
+    wrong = base.checked(reward, [Sample(Prompt('says "KITES"'), word_picture("KITE"), 0)])[0]
+    assert wrong.value == pytest.approx(0.8) and wrong.parts["exact"] == 0
+    blank = base.checked(reward, [sample()])[0]
+    assert blank.value == 0.0
+
+
+def test_ocr_target_is_the_quoted_span_or_the_column() -> None:
+    reward = base.load(build.REWARDS["ocr"], {})
+    assert reward.unfit(Prompt("a sign")) == "no double-quoted word to read"
+    assert reward.unfit(Prompt('a "sign" that says "KITE"')) is None
+    assert reward.unfit(Prompt("a sign", columns={"target": "KITE"})) is None
+    assert reward.unfit(Prompt('says ""')) is not None

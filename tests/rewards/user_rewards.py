@@ -1,0 +1,67 @@
+"""Rewards as users write them, some of them badly. Imported by worker processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from gesso.types import Prompt, Sample, Score
+
+
+def brightness(samples: Sequence[Sample], scale: float = 1.0) -> list[float]:
+    return [scale * float(s.image.mean()) / 255 for s in samples]
+
+
+def sees_everything(samples: Sequence[Sample]) -> list[Score]:
+    print("a reward may print")
+    return [
+        Score(float(s.prompt.columns["bonus"]), {"seed": float(s.seed)}, s.prompt.negative)
+        for s in samples
+    ]
+
+
+def raises(samples: Sequence[Sample]) -> list[float]:
+    raise RuntimeError("no such model")
+
+
+def not_finite(samples: Sequence[Sample]) -> list[float]:
+    return [float("nan") if i == 0 else 1.0 for i in range(len(samples))]
+
+
+def wrong_count(samples: Sequence[Sample]) -> list[float]:
+    return [1.0] * (len(samples) + 1)
+
+
+def dies(samples: Sequence[Sample]) -> list[float]:
+    os._exit(1)
+
+
+def dies_once(samples: Sequence[Sample], flag: str) -> list[float]:
+    if not Path(flag).exists():
+        Path(flag).touch()
+        os._exit(1)
+    return [1.0] * len(samples)
+
+
+def hangs(samples: Sequence[Sample]) -> list[float]:
+    time.sleep(600)
+    return []
+
+
+def some_fail(samples: Sequence[Sample]) -> list[Score]:
+    return [Score.failed("too dark") if s.seed % 4 == 0 else Score(s.seed % 7 / 7) for s in samples]
+
+
+class Stateful:
+    """A class with options; asked for its own opinion of prompts."""
+
+    def __init__(self, word: str) -> None:
+        self.word = word
+
+    def unfit(self, prompt: Prompt) -> str | None:
+        return None if self.word in prompt.text else f"does not mention {self.word}"
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        return [Score(float(s.prompt.text.count(self.word))) for s in samples]

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import pydantic
+import pytest
+
+from gesso import build
+from gesso.types import UserError
+
+BAD = [
+    ("optimizer.lrr=1", 'unknown key "optimizer.lrr"; did you mean "lr"? allowed: lr, betas'),
+    ("stepz=1", 'unknown key "stepz"; did you mean "steps"?'),
+    ("steps=many", '"steps" = \'many\' does not fit; expected a whole number'),
+    ("steps=1.5", '"steps" = 1.5 does not fit'),
+    ("steps=-1", "greater than or equal to 0"),
+    ("model.dtype=int8", "expected one of 'float32', 'bfloat16', 'float16'"),
+    ("algorithm.name=flow-grop", 'no algorithm "flow-grop"; did you mean "flow-grpo"?'),
+    ("algorithm.grop=3", 'algorithm flow-grpo: unknown key "grop"; did you mean "group"?'),
+    ("algorithm.rule=ddim", "expected one of 'flow-sde', 'cps'"),
+    ("algorithm.window.size=9", "does not fit into 6 steps; low + size <= high <= steps"),
+    ("algorithm.noise=0", "greater than 0"),
+    ("model.name=sd9", 'no model "sd9"; did you mean "sd3"?'),
+    ("reward.0.detekt=true", 'unknown key "detekt"; did you mean "detect"?'),
+    ("reward.0.name=5", '"reward.0.name" = 5 does not fit'),
+    ("reward=[]", "at least 1 item"),
+    ("model.lora.rank=x", '"model.lora.rank"'),
+    ("nokey", "expected key=value"),
+    ("steps.deep=3", "is a value, not a table"),
+    ("reward.7.weight=1", 'there is no "7"'),
+]
+
+
+@pytest.mark.parametrize("override, sentence", BAD)
+def test_every_mistake_is_one_sentence(override: str, sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        build.model(build.recipe("demo", [override]))
+    message = str(caught.value)
+    assert sentence in message
+    assert "\n" not in message and len(message) < 400
+
+
+def test_impossible_combinations() -> None:
+    cps = ["algorithm.window=none", "algorithm.rule=cps", "algorithm.timestep_fraction=1.0"]
+    with pytest.raises(UserError, match="last CPS step has no noise"):
+        build.recipe("demo", cps)
+    with pytest.raises(UserError, match="trains none"):
+        build.recipe("demo", ["algorithm.window=none", "algorithm.timestep_fraction=0.1"])
+    with pytest.raises(UserError, match="more than the 3 steps"):
+        build.recipe("demo", ['algorithm={name="diffusion-nft", steps=3, times=4}'])
+    with pytest.raises(UserError, match="listed twice"):
+        build.recipe("demo", ['reward=[{name="ocr"}, {name="ocr"}]'])
+
+
+def test_overrides_reach_their_place() -> None:
+    recipe = build.recipe(
+        "demo",
+        ["optimizer.betas=[0.8, 0.9]", "reward.0.weight=2.5", "model.lora.rank=4", "about=x y"],
+    )
+    assert recipe.optimizer.betas == (0.8, 0.9)
+    assert recipe.reward[0].weight == 2.5
+    assert recipe.model.lora is not None and recipe.model.lora.rank == 4
+    assert recipe.about == "x y"
+
+
+def test_frozen() -> None:
+    recipe = build.recipe("demo")
+    with pytest.raises(pydantic.ValidationError):
+        recipe.seed = 3  # type: ignore[misc]
+    with pytest.raises(pydantic.ValidationError):
+        build.algorithm(recipe).group = 3  # type: ignore[misc]
+
+
+def test_no_such_recipe() -> None:
+    with pytest.raises(UserError, match='no recipe "demoo"; did you mean "demo'):
+        build.recipe("demoo")
+
+
+@pytest.mark.parametrize("name", build.bundled_recipes())
+def test_every_bundled_recipe_loads_and_is_short(name: str) -> None:
+    recipe = build.recipe(name)
+    assert recipe.about
+    lines = (build.RECIPES / f"{name}.toml").read_text().splitlines()
+    assert len([line for line in lines if line.strip()]) < 50
+
+
+def test_a_resolved_recipe_says_everything_and_reads_back(tmp_path) -> None:
+    from gesso.run import recipe_of
+    from gesso.track.run_folder import RunFolder
+
+    for name in build.bundled_recipes():
+        recipe = build.recipe(name, ["learner.ema.every=2"])
+        run = RunFolder.create(tmp_path / name, recipe.model_dump())
+        assert recipe_of(run) == recipe
+        assert "clip" in recipe.algorithm.options or recipe.algorithm.name != "flow-grpo"
+
+
+def test_user_algorithm_by_module_name() -> None:
+    recipe = build.recipe("demo", ["algorithm.name=gesso.algorithms.flow_grpo:FlowGRPO"])
+    assert type(build.algorithm(recipe)).__name__ == "FlowGRPO"
+    with pytest.raises(UserError, match="cannot be imported"):
+        build.recipe("demo", ["algorithm.name=gesso.algorithms.flow_grpo:Nothing"])

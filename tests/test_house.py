@@ -1,0 +1,63 @@
+"""The plan of the house: imports point downward only, and light things stay light."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "gesso"
+# From the roof to the cellar; a room may import the rooms after it and its own files.
+ROOMS = [
+    "cli", "check", "run", "loop", "build", "cluster", "learner", "samplers", "algorithms",
+    "models", "rewards", "data", "track", "zoo", "formulas", "config", "types",
+]  # fmt: skip
+
+
+def imports_of(file: Path) -> set[str]:
+    """Rooms a file imports, wherever in the file; imports for type checkers count too."""
+    rooms = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            rooms |= {a.name.split(".")[1] for a in node.names if a.name.startswith("gesso.")}
+        elif isinstance(node, ast.ImportFrom) and node.module == "gesso":
+            rooms |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("gesso."):
+            rooms.add(node.module.split(".")[1])
+    return rooms
+
+
+def test_imports_point_downward() -> None:
+    for file in sorted(PACKAGE.rglob("*.py")):
+        room = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if room == "__init__":
+            continue
+        assert room in ROOMS, f"{file} lies in no room; name it in ROOMS"
+        for other in imports_of(file) - {room}:
+            assert ROOMS.index(other) > ROOMS.index(room), f"{file} imports gesso.{other}"
+
+
+def test_the_import_test_can_see() -> None:
+    assert imports_of(PACKAGE / "loop.py") >= {"cluster", "learner", "track", "types"}
+
+
+def test_importing_gesso_and_asking_for_help_load_nothing_heavy() -> None:
+    code = (
+        "import sys, gesso, gesso.cli, gesso.rewards.worker, gesso.build\n"
+        "heavy = {'torch', 'diffusers', 'transformers', 'peft', 'PIL'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_torchvision_stays_out() -> None:
+    """The package index's build breaks transformers and diffusers on CPU installs."""
+    import torch
+
+    if torch.version.cuda is not None:
+        pytest.skip("a CUDA build of torch: torchvision is harmless there")
+    assert importlib.util.find_spec("torchvision") is None

@@ -1,0 +1,270 @@
+"""The loop with real parts: runs, kills, resumes and the ways a run can go wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tomli_w
+import torch
+
+from gesso import build, run
+from gesso.track.run_folder import RunFolder
+from gesso.types import StopRun, UserError
+
+USER = "tests.rewards.user_rewards"
+NOT_TIMED = ("time/", "images_per_s")
+
+
+def comparable(rows: list[dict]) -> list[dict]:
+    return [{k: v for k, v in row.items() if not k.startswith(NOT_TIMED)} for row in rows]
+
+
+def go(data: dict, folder: Path) -> RunFolder:
+    return run.train(build.recipe_from(data), folder=folder, quiet=True)
+
+
+def final_state(folder: Path) -> dict[str, torch.Tensor]:
+    found = RunFolder.open(folder)
+    state, _ = found.load(found.latest())  # type: ignore[arg-type]
+    return state
+
+
+def test_a_run_and_its_folder(recipe_data: dict, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    finished = go(recipe_data, folder)
+    rows = finished.rows()
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert [("eval/reward" in row) for row in rows] == [True, False, True, True]
+    assert all(row["update/abs_dlogp_max"] < 1e-5 for row in rows[1:])  # ratio 1 on-policy
+    assert all(row["age"] == 0 for row in rows[1:])
+    assert sorted(p.name for p in (folder / "samples").glob("*.jsonl")) == [
+        "000000.jsonl", "000002.jsonl", "000003.jsonl",
+    ]  # fmt: skip
+    assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["000002", "000003"]
+    assert "<html" in (folder / "report.html").read_text()
+    assert run.recipe_of(finished).algorithm.options["clip"] == 0.2
+    first, last = ((folder / f"samples/{s:06d}.jsonl").read_text() for s in (0, 3))
+    seeds = [[json.loads(line)["seed"] for line in text.splitlines()] for text in (first, last)]
+    assert seeds[0] == seeds[1]
+
+
+def test_scoring_overlaps_with_sampling(recipe_data: dict, tmp_path: Path) -> None:
+    recipe_data["sampler"] = {"batch": 2}
+    for row in go(recipe_data, tmp_path / "run").rows()[1:]:
+        assert 0 < row["time/overlap"] <= min(row["time/sample"], row["time/score"]) + 1e-6
+
+
+@pytest.mark.parametrize("algorithm", ["flow-grpo", "diffusion-nft"])
+def test_lag_one_trains_on_samples_one_update_old(
+    recipe_data: dict, tmp_path: Path, algorithm: str
+) -> None:
+    if algorithm == "diffusion-nft":
+        recipe_data["algorithm"] = {
+            "name": algorithm, "group": 3, "steps": 4, "times": 2, "updates": 1,
+        }  # fmt: skip
+    rows = go(recipe_data | {"lag": 1}, tmp_path / "run").rows()
+    assert [row["age"] for row in rows[1:]] == [0, 1, 1]
+    if algorithm == "flow-grpo":
+        assert rows[1]["update/abs_dlogp_max"] < 1e-5
+        assert rows[2]["update/abs_dlogp_max"] > 1e-5  # the policy moved on: the ratio is not 1
+
+
+def test_the_same_seed_gives_the_same_run(recipe_data: dict, tmp_path: Path) -> None:
+    one, two = go(recipe_data, tmp_path / "1"), go(recipe_data, tmp_path / "2")
+    other = go(recipe_data | {"seed": 1}, tmp_path / "3")
+    assert comparable(one.rows()) == comparable(two.rows())
+    a, b, c = (final_state(tmp_path / n) for n in "123")
+    assert all(torch.equal(a[k], b[k]) for k in a)
+    assert any(not torch.equal(a[k], c[k]) for k in a)
+
+
+def start(recipe: Path, folder: Path, *, resume: bool) -> subprocess.Popen:
+    what = ["--resume", str(folder)] if resume else [str(recipe), "--run", str(folder)]
+    command = [sys.executable, "-m", "gesso.cli", "train", *what, "--quiet"]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 90
+    while not condition():
+        assert process.poll() is None, process.stderr.read().decode()  # type: ignore[union-attr]
+        assert time.monotonic() < deadline, "the run did not come so far"
+        time.sleep(0.002)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["flow-grpo", "diffusion-nft"])
+def test_killed_anywhere_and_resumed_it_ends_the_same(
+    recipe_data: dict, tmp_path: Path, algorithm: str
+) -> None:
+    """SIGKILL before the first row, between rows, while a checkpoint is being written and just
+    after one; the end is the same to the bit."""
+    if algorithm == "diffusion-nft":
+        recipe_data["algorithm"] = {
+            "name": algorithm, "group": 3, "steps": 4, "times": 2, "updates": 2,
+        }  # fmt: skip
+    recipe_data |= {"steps": 6, "learner": {"micro_batch": 6, "ema": {"every": 2}}}
+    recipe_data["save"] = {"every": 2, "keep": 2}
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(tomli_w.dumps(recipe_data))
+    calm, folder = tmp_path / "calm", tmp_path / "killed"
+    process = start(recipe, calm, resume=False)
+    assert process.wait(120) == 0, process.stderr.read().decode()  # type: ignore[union-attr]
+
+    metrics, checkpoints = folder / "metrics.jsonl", folder / "checkpoints"
+    moments: list[Callable[[], bool]] = [
+        lambda: (folder / "config.toml").exists(),
+        lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 2,
+        lambda: any(checkpoints.glob(".saving-*")),
+        lambda: (checkpoints / "000004").exists(),
+        lambda: metrics.read_bytes().count(b"\n") >= 6,
+    ]
+    for i, moment in enumerate(moments):
+        process = start(recipe, folder, resume=i > 0)
+        wait_for(moment, process)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    process = start(recipe, folder, resume=True)
+    assert process.wait(120) == 0, process.stderr.read().decode()  # type: ignore[union-attr]
+
+    rows, expected_rows = (comparable(RunFolder.open(f).rows()) for f in (folder, calm))
+    assert len(rows) == len(expected_rows)
+    for row, expected_row in zip(rows, expected_rows, strict=True):
+        assert row == expected_row
+    expected, got = final_state(calm), final_state(folder)
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(expected[k], got[k]) for k in expected)
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_cleanly_and_resume_goes_on(recipe_data: dict, tmp_path: Path) -> None:
+    recipe_data |= {"steps": 200, "save": {"every": 100, "keep": 1}}
+    recipe_data["eval"]["every"] = 0
+    recipe, folder = tmp_path / "recipe.toml", tmp_path / "run"
+    recipe.write_text(tomli_w.dumps(recipe_data))
+    command = [sys.executable, "-m", "gesso.cli", "train", str(recipe), "--run", str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    metrics = folder / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= 3):
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    text = output.decode()
+    assert process.returncode == 0, text
+    assert "stopping after this step" in text and f"gesso train --resume {folder}" in text
+    stopped = RunFolder.open(folder).latest()
+    assert stopped is not None and stopped == RunFolder.open(folder).rows()[-1]["step"] < 200
+
+
+def test_a_run_folder_that_exists_is_left_alone(recipe_data: dict, tmp_path: Path) -> None:
+    (tmp_path / "precious.txt").write_text("x")
+    with pytest.raises(UserError, match="exists already; go on with it by"):
+        go(recipe_data, tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["precious.txt"]
+
+
+def test_resume_of_something_else(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not a run folder"):
+        run.resume(tmp_path)
+
+
+def test_a_reward_that_always_fails_stops_the_run_and_keeps_what_was_saved(
+    recipe_data: dict, tmp_path: Path
+) -> None:
+    recipe_data["reward"] = [{"name": f"{USER}:raises"}]
+    with pytest.raises(StopRun, match="6 of 6 scores failed .* no such model") as caught:
+        go(recipe_data, tmp_path / "run")
+    assert f"gesso train --resume {tmp_path / 'run'}" in str(caught.value)
+    assert RunFolder.open(tmp_path / "run").latest() == 0
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_some_failed_scores_leave_the_batch_and_are_counted(
+    recipe_data: dict, tmp_path: Path
+) -> None:
+    recipe_data |= {"reward": [{"name": f"{USER}:some_fail"}], "max_failed": 0.9}
+    finished = go(recipe_data, tmp_path / "run")
+    rows = finished.rows()[1:]
+    assert sum(row["failed"] for row in rows) > 0
+    assert all(row["update/grad_norm"] is not None for row in rows)
+    assert "too dark" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_losses_that_are_not_finite_stop_the_run_after_three(
+    recipe_data: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gesso.algorithms.base import TermLosses
+    from gesso.algorithms.flow_grpo import FlowGRPO
+
+    honest = FlowGRPO.loss
+    monkeypatch.setattr(
+        FlowGRPO,
+        "loss",
+        lambda self, model, terms: TermLosses(
+            (r := honest(self, model, terms)).loss * float("inf"), r.stats
+        ),
+    )
+    with pytest.raises(StopRun, match="not finite in 3 iterations in a row"):
+        go(recipe_data | {"steps": 9}, tmp_path / "run")
+    found = RunFolder.open(tmp_path / "run")
+    assert len(found.rows()) == 4 and found.rows()[-1]["update/skipped"] == 1
+    assert "not finite" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_a_full_disk_while_saving_loses_nothing(
+    recipe_data: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import safetensors.torch
+
+    real, calls = safetensors.torch.save_file, []
+
+    def full(tensors: dict, path: Path) -> None:
+        calls.append(path)
+        if len(calls) == 3:
+            Path(path).write_bytes(b"half a checkpoint")
+            raise OSError(28, "No space left on device")
+        real(tensors, path)
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(StopRun, match=r"No space left .* last complete one is step 2; make room"):
+        go(recipe_data | {"steps": 4}, tmp_path / "run")
+    found = RunFolder.open(tmp_path / "run")
+    assert found.latest() == 2
+    assert not list(found.checkpoints.glob(".*"))
+    monkeypatch.setattr(safetensors.torch, "save_file", real)
+    run.resume(tmp_path / "run", quiet=True)
+    assert [row["step"] for row in found.rows()] == [0, 1, 2, 3, 4]
+
+
+def test_unquoted_prompts_are_skipped_and_reported(
+    recipe_data: dict, tmp_path: Path
+) -> None:
+    prompts = tmp_path / "p.txt"
+    prompts.write_text('a red sign that says "KITE"\na red sign\na blue sign that says "WIND"\n')
+    recipe_data["data"] |= {"train": str(prompts), "eval": str(prompts)}
+    recipe_data |= {"steps": 1, "reward": [{"name": "ocr", "detect": False}]}
+    go(recipe_data, tmp_path / "run")
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert "1 of 3 prompts" in log and "p.txt:2: ocr: no double-quoted word" in log
+
+
+def test_load_and_sample_take_the_trained_weights(recipe_data: dict, tmp_path: Path) -> None:
+    recipe_data["optimizer"] = {"lr": 1e-2}
+    go(recipe_data, tmp_path / "run")
+    trained = run.load(tmp_path / "run")
+    first, again = (trained.sample('a red sign that says "KITE"', n=2, seed=3) for _ in range(2))
+    assert first[0].size == (96, 32)
+    assert first[0].tobytes() == again[0].tobytes() != first[1].tobytes()
+    state = final_state(tmp_path / "run")
+    for name, weight in trained.model.policy.weights().items():
+        assert torch.equal(weight, state[f"current/{name}"])
