@@ -76,7 +76,7 @@ def algorithm(found: Recipe) -> Algorithm:
     entry = found.algorithm
     kind = _import(_reference(ALGORITHMS, entry.name, "algorithm"))
     options = {"name": entry.name, **entry.options}
-    return parse(kind, options, f"algorithm {entry.name}")  # type: ignore[return-value,type-var]
+    return parse(kind, options, f"algorithm {entry.name}")
 
 
 def model(found: Recipe) -> FlowModel:

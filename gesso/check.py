@@ -30,13 +30,19 @@ def check(recipe: Recipe) -> Findings:
     try:
         found.warnings += job.notes
         found.facts.append(
-            ("data", f"{len(job.cluster.stream.prompts)} training prompts, "
-                     f"{len(job.eval_prompts)} held-out")
+            (
+                "data",
+                f"{len(job.cluster.stream.prompts)} training prompts, "
+                f"{len(job.eval_prompts)} held-out",
+            )
         )
         size = sum(p.numel() for p in job.learner.policy.module.parameters())
         found.facts.append(
-            ("model", f"{recipe.model.path}: {size:,} parameters in the transformer, "
-                      f"{job.learner.policy.size:,} trained, on {job.model.device}")
+            (
+                "model",
+                f"{recipe.model.path}: {size:,} parameters in the transformer, "
+                f"{job.learner.policy.size:,} trained, on {job.model.device}",
+            )
         )
         rollout, sampling = _small_batch(job)
         _rewards(job, rollout, found)
@@ -82,7 +88,7 @@ def replay_gap(job: Job, rollout: Rollout) -> float | None:
     if rollout.logp.shape[1] == 0:
         return None
     with torch.no_grad():
-        terms = job.algorithm.terms(rollout, torch.zeros(len(rollout.samples)), torch.Generator())
+        terms = job.algorithm.terms(rollout, torch.ones(len(rollout.samples)), torch.Generator())
         losses = job.algorithm.loss(job.model, terms)
     return float(losses.stats["abs_dlogp"].max())
 
@@ -117,7 +123,7 @@ def _saved_for_backward() -> Iterator[dict[int, int]]:
 def _trial_update(job: Job, rollout: Rollout) -> tuple[int, float]:
     """Bytes of activations per term and seconds per term of one forward and backward pass."""
     generator = torch.Generator().manual_seed(0)
-    terms = job.algorithm.terms(rollout, torch.zeros(len(rollout.samples)), generator)
+    terms = job.algorithm.terms(rollout, torch.ones(len(rollout.samples)), generator)
     terms = terms.rows(slice(0, job.recipe.learner.micro_batch))
     own = {p.data_ptr() for p in job.learner.policy.module.parameters()}
     with _saved_for_backward() as kept:
@@ -156,8 +162,11 @@ def _estimates(
     evals = 2 + (recipe.steps - 1) // recipe.eval.every if recipe.eval.every else 2
     total = recipe.steps * step + evals * share
     found.facts.append(
-        ("time", f"about {_duration(step)} a step, {_duration(total)} in all on this machine, "
-                 "with scoring hidden behind sampling")
+        (
+            "time",
+            f"about {_duration(step)} a step, {_duration(total)} in all on this machine, "
+            "with scoring hidden behind sampling",
+        )
     )
 
 

@@ -82,7 +82,11 @@ def _summary(path: Path, rows: Sequence[dict], steps: int) -> None:
     done = rows[-1]["step"] if rows else 0
     if len(evals) > 1:
         first, last = evals[0], evals[-1]
-        print("\nheld-out".ljust(26) + f"step {first['step']}".rjust(9) + f"step {last['step']}".rjust(12))
+        print(
+            "\nheld-out".ljust(26)
+            + f"step {first['step']}".rjust(9)
+            + f"step {last['step']}".rjust(12)
+        )
         for key in (k for k in last if k.startswith("eval/") and k != "eval/failed"):
             name = key.removeprefix("eval/")
             print(f"  {name:<22} {_figure(first.get(key)):>9} {_figure(last[key]):>11}")

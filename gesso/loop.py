@@ -42,7 +42,7 @@ class Loop:
     run: RunFolder
     watcher: Watcher
     should_stop: Callable[[], bool]
-    after_eval: Callable[[], None] = lambda: None
+    after_eval: Callable[[], object] = lambda: None
     _spent: float = 0.0  # seconds, over all sittings of the run
 
     def train(self) -> None:

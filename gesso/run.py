@@ -91,7 +91,9 @@ def train(
         name = Path(recipe).stem
         recipe = build.recipe(recipe, overrides)
     elif overrides:
-        raise UserError("overrides go with a recipe's name; change a Recipe by model_copy(update=…)")
+        raise UserError(
+            "overrides go with a recipe's name; change a Recipe by model_copy(update=…)"
+        )
     path = Path(folder) if folder is not None else _next_folder(name)
     run = RunFolder.create(path, recipe.model_dump())
     return _run(recipe, run, quiet)
@@ -127,7 +129,7 @@ def _run(recipe: Recipe, run: RunFolder, quiet: bool) -> RunFolder:
                 run=run,
                 watcher=console,
                 should_stop=should_stop,
-                after_eval=lambda: report.write(run.path) and None,
+                after_eval=lambda: report.write(run.path),
             )
             loop.train()
     finally:
@@ -224,4 +226,3 @@ def load(source: str | Path) -> Trained:
         {key.removeprefix(table): t for key, t in state.items() if key.startswith(table)}
     )
     return Trained(recipe, model)
-

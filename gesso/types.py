@@ -25,7 +25,7 @@ Weights = Mapping[str, "Tensor"]
 
 
 class UserError(ValueError):
-    """Something the user can mend. The message is one sentence: expected, got, where, what to do."""
+    """Something the user can mend; one sentence: expected, got, where, what to do."""
 
 
 class StopRun(RuntimeError):
@@ -129,9 +129,7 @@ class FlowTrace:
     clean: Tensor  # (N, C, H, W)
 
     def rows(self, index: Tensor) -> FlowTrace:
-        return FlowTrace(
-            self.context, self.row[index], self.latents[index], self.clean[index]
-        )
+        return FlowTrace(self.context, self.row[index], self.latents[index], self.clean[index])
 
     @staticmethod
     def concat(pieces: Sequence[FlowTrace]) -> FlowTrace:

@@ -8,7 +8,11 @@ import pytest
 
 from gesso.config import Recipe
 
-PROMPTS = ['a red sign that says "KITE"', 'a blue sign that says "WIND"', 'a red sign that says "OAK"']
+PROMPTS = [
+    'a red sign that says "KITE"',
+    'a blue sign that says "WIND"',
+    'a red sign that says "OAK"',
+]
 
 
 @pytest.fixture(scope="session")

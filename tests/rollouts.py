@@ -40,4 +40,8 @@ def rollout_of(model: FlowModel, algorithm: Algorithm, seed: int = 0) -> Rollout
 
 def parts_of(recipe: Recipe) -> tuple[FlowModel, Algorithm, Learner]:
     model, algorithm = build.model(recipe), build.algorithm(recipe)
-    return model, algorithm, Learner(model, algorithm, recipe.optimizer, recipe.learner, recipe.seed)
+    return (
+        model,
+        algorithm,
+        Learner(model, algorithm, recipe.optimizer, recipe.learner, recipe.seed),
+    )

@@ -9,7 +9,7 @@ from gesso.types import UserError
 BAD = [
     ("optimizer.lrr=1", 'unknown key "optimizer.lrr"; did you mean "lr"? allowed: lr, betas'),
     ("stepz=1", 'unknown key "stepz"; did you mean "steps"?'),
-    ("steps=many", '"steps" = \'many\' does not fit; expected a whole number'),
+    ("steps=many", "\"steps\" = 'many' does not fit; expected a whole number"),
     ("steps=1.5", '"steps" = 1.5 does not fit'),
     ("steps=-1", "greater than or equal to 0"),
     ("model.dtype=int8", "expected one of 'float32', 'bfloat16', 'float16'"),

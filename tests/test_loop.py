@@ -79,7 +79,7 @@ def test_lag_one_trains_on_samples_one_update_old(
 
 def test_the_same_seed_gives_the_same_run(recipe_data: dict, tmp_path: Path) -> None:
     one, two = go(recipe_data, tmp_path / "1"), go(recipe_data, tmp_path / "2")
-    other = go(recipe_data | {"seed": 1}, tmp_path / "3")
+    go(recipe_data | {"seed": 1}, tmp_path / "3")
     assert comparable(one.rows()) == comparable(two.rows())
     a, b, c = (final_state(tmp_path / n) for n in "123")
     assert all(torch.equal(a[k], b[k]) for k in a)
@@ -182,7 +182,7 @@ def test_a_reward_that_always_fails_stops_the_run_and_keeps_what_was_saved(
     recipe_data: dict, tmp_path: Path
 ) -> None:
     recipe_data["reward"] = [{"name": f"{USER}:raises"}]
-    with pytest.raises(StopRun, match="6 of 6 scores failed .* no such model") as caught:
+    with pytest.raises(StopRun, match=r"6 of 6 scores failed .* no such model") as caught:
         go(recipe_data, tmp_path / "run")
     assert f"gesso train --resume {tmp_path / 'run'}" in str(caught.value)
     assert RunFolder.open(tmp_path / "run").latest() == 0
@@ -246,9 +246,7 @@ def test_a_full_disk_while_saving_loses_nothing(
     assert [row["step"] for row in found.rows()] == [0, 1, 2, 3, 4]
 
 
-def test_unquoted_prompts_are_skipped_and_reported(
-    recipe_data: dict, tmp_path: Path
-) -> None:
+def test_unquoted_prompts_are_skipped_and_reported(recipe_data: dict, tmp_path: Path) -> None:
     prompts = tmp_path / "p.txt"
     prompts.write_text('a red sign that says "KITE"\na red sign\na blue sign that says "WIND"\n')
     recipe_data["data"] |= {"train": str(prompts), "eval": str(prompts)}

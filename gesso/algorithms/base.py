@@ -27,12 +27,15 @@ class Terms:
     """T terms. Every tensor field of a subclass has leading dimension T."""
 
     context: FlowContext
+    total: (
+        int  # what the summed loss is divided by; above T where terms without gradient are left out
+    )
     row: Tensor  # (T,): term → row of the context's conditioning
 
     def __len__(self) -> int:
         return len(self.row)
 
-    def rows(self: T, index: slice) -> T:
+    def rows(self: T, index: slice | Tensor) -> T:
         cut = {
             field.name: value[index]
             for field in dataclasses.fields(self)

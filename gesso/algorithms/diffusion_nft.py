@@ -72,6 +72,7 @@ class DiffusionNFT(Strict):
         optimal = nft.optimality(advantages).float().to(device)
         return NoisedTerms(
             context=trace.context,
+            total=n * times,
             row=trace.row.repeat_interleave(times),
             clean=trace.clean.repeat_interleave(times, 0),
             noise=torch.randn(shape, generator=generator).to(device),

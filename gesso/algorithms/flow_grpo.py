@@ -105,16 +105,15 @@ class FlowGRPO(Strict):
     def advantages(self, rewards: Tensor, group: Tensor) -> Tensor:
         return adv.group_relative(rewards, group, self.std)
 
-    def terms(
-        self, rollout: Rollout, advantages: Tensor, generator: torch.Generator
-    ) -> StepTerms:
+    def terms(self, rollout: Rollout, advantages: Tensor, generator: torch.Generator) -> StepTerms:
         trace = rollout.trace
         n, s = rollout.logp.shape
         trained = torch.tensor(trace.context.trained, device=trace.row.device)
         sigmas = trace.context.sigmas
         weight = advantages.clamp(-self.advantage_clip, self.advantage_clip).float()
-        return StepTerms(
+        terms = StepTerms(
             context=trace.context,
+            total=n * s,
             row=trace.row.repeat_interleave(s),
             x=trace.latents[:, :-1].flatten(0, 1),
             x_next=trace.latents[:, 1:].flatten(0, 1),
@@ -123,6 +122,8 @@ class FlowGRPO(Strict):
             old_logp=rollout.logp.flatten(),
             advantage=weight.to(trace.row.device).repeat_interleave(s),
         )
+        # Without a KL term a sample whose advantage is 0 has no gradient: no need to run it.
+        return terms if self.beta > 0 else terms.rows(terms.advantage != 0)
 
     def loss(self, model: FlowModel, terms: StepTerms) -> TermLosses:
         step = self._transition(model, terms, "current")

@@ -19,13 +19,17 @@ def read(path: str) -> list[Prompt]:
     if not file.is_file():
         raise UserError(f"prompt file {path}: no such file")
     if file.suffix not in (".txt", ".jsonl"):
-        raise UserError(f"prompt file {path}: expected .txt or .jsonl, found {file.suffix or 'none'}")
+        raise UserError(
+            f"prompt file {path}: expected .txt or .jsonl, found {file.suffix or 'none'}"
+        )
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise UserError(f"prompt file {path} is not UTF-8 text: {error}") from error
     row = _text_row if file.suffix == ".txt" else _json_row
-    prompts = [row(line, f"{Path(path).name}:{i}") for i, line in enumerate(lines, 1) if line.strip()]
+    prompts = [
+        row(line, f"{Path(path).name}:{i}") for i, line in enumerate(lines, 1) if line.strip()
+    ]
     if not prompts:
         raise UserError(f"prompt file {path} is empty; write one prompt a line")
     return prompts

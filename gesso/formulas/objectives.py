@@ -15,7 +15,9 @@ class Surrogate:
     clipped: Tensor  # bool: the clip decided the term, so it gives no gradient
 
 
-def clipped(logp: Tensor, old_logp: Tensor, advantage: Tensor, low: float, high: float) -> Surrogate:
+def clipped(
+    logp: Tensor, old_logp: Tensor, advantage: Tensor, low: float, high: float
+) -> Surrogate:
     """PPO's clip: max(−A·r, −A·clip(r, 1−low, 1+high)), r = exp(logp − old_logp)."""
     ratio = torch.exp(logp - old_logp)
     free = -advantage * ratio

@@ -1,8 +1,8 @@
 """One update of the policy from one rollout, for any algorithm.
 
 A mini-batch is a set of samples and gives one optimizer step; it is worked through in micro-batches
-of terms. Losses are summed and divided by the number of terms of the whole mini-batch, so that 1, 2
-or 8 micro-batches give the same gradient.
+of terms. Losses are summed and divided by the terms of the whole mini-batch, so that 1, 2 or 8
+micro-batches give the same gradient.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gesso import config
-from gesso.algorithms.base import Algorithm
+from gesso.algorithms.base import Algorithm, Terms
 from gesso.formulas import advantages as adv
 from gesso.formulas import averages
 from gesso.models.flow.base import FlowModel
@@ -85,7 +85,7 @@ class Learner:
             "time/update": time.perf_counter() - started,
         }
 
-    def _accumulate(self, terms, stats: dict[str, list[Tensor]]) -> float | None:
+    def _accumulate(self, terms: Terms, stats: dict[str, list[Tensor]]) -> float | None:
         """Gradient of the mini-batch's mean loss into .grad; its norm, or None when the loss or
         the gradient is not finite: such a step is not taken."""
         self.optimizer.zero_grad(set_to_none=True)
@@ -93,7 +93,7 @@ class Learner:
         finite = True
         for start in range(0, len(terms), size):
             result = self.algorithm.loss(self.model, terms.rows(slice(start, start + size)))
-            total = result.loss.sum() / len(terms)
+            total = result.loss.sum() / terms.total
             finite = finite and bool(torch.isfinite(total))
             total.backward()
             for name, value in result.stats.items():

@@ -34,7 +34,7 @@ class Policy:
         }
         for parameter in self.trained.values():
             parameter.data = parameter.data.float()  # master weights stay float32
-        self.copies: dict[str, dict[str, Tensor]] = {}
+        self.copies: dict[Which, dict[str, Tensor]] = {}
 
     def weights(self, which: Which = "current") -> Weights:
         """The live tensors, not a copy of them."""

@@ -39,7 +39,7 @@ class FunctionReward:
 
 
 def load(reference: str, options: Mapping[str, Any]) -> Reward:
-    """"module:Name" → a ready reward. A Strict class checks its options, a function takes them
+    """ "module:Name" → a ready reward. A Strict class checks its options, a function takes them
     as keyword arguments."""
     module, _, name = reference.partition(":")
     if not name:

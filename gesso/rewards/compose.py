@@ -18,7 +18,7 @@ class Weighted:
 
 
 def combine(weighted: Sequence[tuple[str, float, Score]]) -> Score:
-    """Σ weight·value. One failed part fails the sample: a sum without it would be another reward."""
+    """Σ weight·value. One failed part fails the sample: without it the sum is another reward."""
     parts: dict[str, float] = {}
     for name, _, score in weighted:
         if score.error is not None or score.value is None:

@@ -1,6 +1,7 @@
 """Samples and scores as bytes: one JSON line, then the pictures raw. No pickle.
 
-`samples` frame:  {"samples": [{"text", "negative", "columns", "where", "seed", "shape"}, …]}\\n pixels…
+`samples` frame:  {"samples": [{"text", "negative", "columns", "where", "seed", "shape"}, …]}
+                  and a line break, then the pixels
 `scores` frame:   {"scores": [{"value", "parts", "text", "error"}, …]}\\n
 """
 

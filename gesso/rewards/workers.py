@@ -17,9 +17,7 @@ from typing import Any
 from gesso.rewards import wire
 from gesso.types import Sample, Score
 
-_ONE_THREAD = {
-    name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-}
+_ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
 _LINE_LIMIT = 2**24
 
 

@@ -1,12 +1,12 @@
 """A run's folder: the one place that resume, the report and every later tool read.
 
-    config.toml              the recipe, resolved: every value that was in force
-    metrics.jsonl            one row a step; row 0 is the evaluation before training
-    samples/000010.jsonl     one row a picture of the evaluation after step 10, same prompts and
-    samples/000010/007.png   seeds every time
-    checkpoints/000010/      learner.safetensors and state.json; written aside, then renamed
-    log.txt                  warnings and notes, with the step
-    report.html
+config.toml              the recipe, resolved: every value that was in force
+metrics.jsonl            one row a step; row 0 is the evaluation before training
+samples/000010.jsonl     one row a picture of the evaluation after step 10, same prompts and
+samples/000010/007.png   seeds every time
+checkpoints/000010/      learner.safetensors and state.json; written aside, then renamed
+log.txt                  warnings and notes, with the step
+report.html
 """
 
 from __future__ import annotations
@@ -97,7 +97,9 @@ class RunFolder:
         body = "".join(json.dumps(line) + "\n" for line in lines)
         _write(folder.with_suffix(".jsonl"), body.encode())
 
-    def save(self, step: int, state: Mapping[str, Tensor], meta: Mapping[str, Any], keep: int) -> None:
+    def save(
+        self, step: int, state: Mapping[str, Tensor], meta: Mapping[str, Any], keep: int
+    ) -> None:
         """A checkpoint, whole or not at all: written aside, flushed to disk, renamed. The oldest
         beyond `keep` go only after the new one is there."""
         from safetensors.torch import save_file
@@ -107,8 +109,10 @@ class RunFolder:
         try:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
-            save_file({k: v.detach().cpu().contiguous() for k, v in state.items()},
-                      aside / "learner.safetensors")
+            save_file(
+                {k: v.detach().cpu().contiguous() for k, v in state.items()},
+                aside / "learner.safetensors",
+            )
             _write(aside / "state.json", json.dumps({"step": step, **meta}).encode())
             _flush(aside / "learner.safetensors")
             shutil.rmtree(final, ignore_errors=True)

@@ -11,7 +11,10 @@ from gesso.types import Prompt, UserError
 def test_text_and_jsonl(tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_text('a "B"\n\n  two \n', encoding="utf-8")
-    assert [(p.text, p.where) for p in read(str(text))] == [('a "B"', "a.txt:1"), ("two", "a.txt:3")]
+    assert [(p.text, p.where) for p in read(str(text))] == [
+        ('a "B"', "a.txt:1"),
+        ("two", "a.txt:3"),
+    ]
     rows = tmp_path / "b.jsonl"
     rows.write_text('{"prompt": "x", "negative_prompt": "y", "tag": [1, 2]}\n')
     (prompt,) = read(str(rows))

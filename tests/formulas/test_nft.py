@@ -16,12 +16,17 @@ def test_contrast_equals_a_plain_computation() -> None:
     x_t = nft.noised(d["x0"], d["noise"], t)
     got = nft.contrast(d["v"], d["v_old"], d["x0"], x_t, t, r, beta)
     for i in range(3):
-        v, old, x0, noise, ti, ri = (*(d[k][i].double() for k in ("v", "v_old", "x0", "noise")),
-                                     t[i].double(), r[i].double())
+        v, old, x0, noise, ti, ri = (
+            *(d[k][i].double() for k in ("v", "v_old", "x0", "noise")),
+            t[i].double(),
+            r[i].double(),
+        )
         xt = (1 - ti) * x0 + ti * noise
         total = 0.0
-        for weight, velocity in ((ri, beta * v + (1 - beta) * old),
-                                 (1 - ri, (1 + beta) * old - beta * v)):
+        for weight, velocity in (
+            (ri, beta * v + (1 - beta) * old),
+            (1 - ri, (1 + beta) * old - beta * v),
+        ):
             error = xt - ti * velocity - x0
             total += weight * (error**2).mean() / error.abs().mean().clamp(min=1e-5)
         assert got[i].item() == pytest.approx((5 * total / beta).item(), rel=1e-4)

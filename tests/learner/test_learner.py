@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
 
@@ -72,9 +73,9 @@ def test_the_gradient_equals_a_plain_computation(recipe_data: dict) -> None:
                 u = pipe.transformer(x, empty.embeds, empty.pooled, t).sample  # noqa: B023
                 v = u + 2.0 * (c - u)
                 s2 = 0.49 * sigma / (1 - (sigmas[1] if sigma == 1 else sigma))
-                return x * (1 + s2 / (2 * sigma) * dt) + v * (
-                    1 + s2 * (1 - sigma) / (2 * sigma)
-                ) * dt
+                return (
+                    x * (1 + s2 / (2 * sigma) * dt) + v * (1 + s2 * (1 - sigma) / (2 * sigma)) * dt
+                )
 
             mu = mean_of(x, sigma, dt)
             with torch.no_grad(), learner.policy.using("reference"):
@@ -229,3 +230,33 @@ def test_state_restores_to_the_bit(recipe_data: dict, algorithm: dict | None) ->
     after, again = learner.state(), fresh.state()
     assert after.keys() == again.keys()
     assert all(torch.equal(after[name], again[name]) for name in after)
+
+
+def test_samples_without_advantage_are_left_out_and_change_nothing(recipe_data: dict) -> None:
+    """A flat group has no gradient; leaving its terms out must not change the divisor."""
+    from gesso.types import Score
+
+    flat = [Score(v) for v in (0.1, 0.9, 0.4, 0.3, 0.3, 0.3)]
+    gradients = []
+    for beta in (0.0, 1e-30):  # with a KL term every term is run
+        recipe_data["algorithm"] |= {"beta": beta}
+        model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
+        rollout = dataclasses.replace(rollout_of(model, algorithm), scores=flat)
+        advantages = algorithm.advantages(rollout.rewards, rollout.group)
+        terms = algorithm.terms(rollout, advantages, torch.Generator())
+        assert (len(terms), terms.total) == ((9, 18) if beta == 0 else (18, 18))
+        gradients.append(gradient(learner, rollout))
+    for name, value in gradients[0].items():
+        torch.testing.assert_close(value, gradients[1][name], rtol=1e-4, atol=1e-7)
+
+
+def test_a_batch_without_any_spread_moves_nothing_and_does_not_crash(recipe_data: dict) -> None:
+    from gesso.types import Score
+
+    recipe_data["optimizer"] = {"weight_decay": 0.0}
+    model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
+    rollout = dataclasses.replace(rollout_of(model, algorithm), scores=[Score(0.5)] * 6)
+    start = {n: w.clone() for n, w in learner.weights().items()}
+    metrics = learner.update(rollout, 0)
+    assert metrics["advantage/flat_groups"] == 1 and metrics["update/grad_norm"] == 0
+    assert all(torch.equal(w, start[n]) for n, w in learner.weights().items())

@@ -41,7 +41,9 @@ def word_picture(word: str) -> np.ndarray:
 def service() -> Iterator:
     services = []
 
-    def start(reference: str, weight: float = 1.0, timeout: float = 60.0, count: int = 1, **options):
+    def start(
+        reference: str, weight: float = 1.0, timeout: float = 60.0, count: int = 1, **options
+    ):
         reward = Weighted("mine", weight, Workers(reference, options, count, timeout=timeout))
         services.append(RewardService([reward]))
         return services[-1]

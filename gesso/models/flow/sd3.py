@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,7 +114,7 @@ def _round(size: int, factor: int) -> int:
     return max(factor, round(size / factor) * factor)
 
 
-def _load_pipeline(path: str, dtype: torch.dtype):  # type: ignore[no-untyped-def]
+def _load_pipeline(path: str, dtype: torch.dtype) -> Any:
     folder = config.resolve_path(path)
     looks_local = path.startswith((config.ZOO, ".", "/", "~")) or folder.exists()
     if looks_local and not (Path(folder) / "model_index.json").is_file():
