@@ -14,8 +14,6 @@ from gesso.config import Recipe
 from gesso.run import Job, assemble
 from gesso.types import Rollout, UserError
 
-SELF_TEST_SAMPLES = 4
-
 
 @dataclass
 class Findings:
@@ -56,9 +54,11 @@ def check(recipe: Recipe) -> Findings:
 
 
 def _small_batch(job: Job) -> tuple[Rollout, float]:
-    """A few samples drawn as training would, and seconds per sample."""
+    """One batch of the sampler drawn as training would, one sample a prompt, and seconds per
+    sample."""
+    groups = job.recipe.sampler.batch
     small = job.recipe.model_copy(
-        update={"data": job.recipe.data.model_copy(update={"groups": SELF_TEST_SAMPLES})}
+        update={"data": job.recipe.data.model_copy(update={"groups": groups})}
     )
     cluster = job.cluster
     one_each = type(cluster)(

@@ -32,39 +32,7 @@ DOTS = 16  # a line with more points has no visible dots
 BIG, SMALL = (470, 230), (190, 104)  # width and height of a chart
 DETAILS = "ratio clipped drift kl abs_dlogp grad_norm"  # small charts of update/…
 PICTURE = {"index": int, "prompt": str, "seed": int, "image": str, "parts": dict, "text": str}
-CSS = """
-:root{color-scheme:light dark;--bg:#fbfaf8;--card:#fff;--ink:#1d1b19;--dim:#6d6862;--line:#e3dfd9;
---a:#1f5fbf;--b:#c9771a;--ok:#1a7f37;--okbg:#e4f5e8;--bad:#a8321f;--badbg:#fbeae6}
-@media(prefers-color-scheme:dark){:root{--bg:#161514;--card:#1f1e1c;--ink:#eceae6;--dim:#a09a92;
---line:#383531;--a:#7db0ff;--b:#f0a850;--ok:#6fd68a;--okbg:#17301e;--bad:#ff9c88;--badbg:#3a1f1a}}
-*{box-sizing:border-box}body{margin:0 auto;max-width:1480px;padding:28px clamp(14px,3vw,44px) 60px;
-background:var(--bg);color:var(--ink);font:15px/1.5 system-ui,sans-serif;overflow-wrap:anywhere}
-h1{font-size:24px;line-height:1.25;margin:0 0 2px}h2,summary{font-size:17px;margin:36px 0 10px}
-small,dt,i{color:var(--dim)}code,pre{font:13px/1.5 ui-monospace,monospace}.err{color:var(--bad)}
-.head{font-size:clamp(34px,6vw,54px);font-weight:650;line-height:1.1;margin:18px 0 2px}
-i{font-style:normal;font-weight:400}dt{font-size:12px}dd{margin:0}summary{cursor:pointer}
-dl{display:flex;flex-wrap:wrap;gap:10px 30px;margin:18px 0 0}.scroll,pre{overflow:auto}
-ul{margin:18px 0;padding:8px 30px;background:var(--badbg);border-radius:6px;color:var(--bad)}
-.big,.small{display:grid;gap:12px;grid-template-columns:repeat(auto-fit,minmax(min(100%,350px),1fr))}
-.small{grid-template-columns:repeat(auto-fill,minmax(158px,1fr));margin-top:12px}
-figure,.scroll,pre{background:var(--card);border:1px solid var(--line);border-radius:8px}
-figure{margin:0;padding:10px 12px 6px}figcaption{display:flex;flex-wrap:wrap;gap:0 12px;
-font-weight:600}.small figcaption{font-size:12px}figcaption b{margin-left:auto}.small b{width:100%}
-.k0,.k1{font-size:12px;font-weight:400;color:var(--a)}.k1,.l1{color:var(--b)}.l0{color:var(--a)}
-svg{display:block;width:100%;height:auto;font:11px system-ui,sans-serif;fill:var(--dim)}
-.small svg{font-size:10px}line{stroke:var(--line)}circle{fill:currentColor;stroke:transparent;
-stroke-width:12px}.dense :not(:hover){fill:transparent}.l1{opacity:.85}
-g polyline{fill:none!important;stroke:currentColor;stroke-width:2;stroke-linejoin:round}
-@media(min-width:700px){.scroll{max-height:92vh}}table{border-collapse:separate;border-spacing:0}
-td,th{padding:8px;vertical-align:top;text-align:left;font-weight:400;background:var(--card);
-border-bottom:1px solid var(--line)}thead th{position:sticky;top:0;z-index:1;white-space:nowrap;
-font-weight:600}
-th:first-child{position:sticky;left:0;z-index:2;min-width:clamp(104px,18vw,230px);font-size:13px;
-border-right:1px solid var(--line)}thead th:first-child{z-index:3}td img{display:block}
-.near{image-rendering:pixelated}.gone{width:192px;padding:20px 8px;border:1px dashed;font-size:12px}
-td p{margin:4px 0 0;font-size:13px}td.ok{background:var(--okbg)}td.ok p{color:var(--ok)}
-body:has(#ends:checked) .mid{display:none}pre{padding:10px;max-height:420px;white-space:pre-wrap}
-"""
+STYLE = Path(__file__).with_suffix(".css")
 PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width,initial-scale=1">
 <meta http-equiv="Content-Security-Policy"
@@ -100,11 +68,11 @@ def page(run: Path) -> str:
     body = [
         f"<h1>{title}</h1><small>{esc(run.resolve().name)}</small>",
         headline(rows) + facts(settings, rows) + (f"<ul>{warning}</ul>" if warning else ""),
-        curves(rows) + pictures(run / "samples", shown, rows),
+        curves(rows) + pictures(run / "samples", shown, rows) + details(rows),
         f"<h2>Notes</h2><pre>{esc(chr(10).join(log)) or 'none'}</pre>",
         f"<details><summary>config.toml</summary><pre>{esc(config)}</pre></details>",
     ]
-    return PAGE.format(title=title, css=CSS, body="\n".join(body))
+    return PAGE.format(title=title, css=STYLE.read_text(encoding="utf-8"), body="\n".join(body))
 
 
 def headline(rows: Sequence[Row]) -> str:
@@ -138,14 +106,25 @@ def curves(rows: Sequence[Row]) -> str:
     keys = {"eval/reward"}.union(*rows)
     span = (rows[0]["step"], rows[-1]["step"]) if rows else (0, 0)
     head, big = held_out_key(keys), ""
-    for key in sorted((k for k in keys if k.startswith("eval/")), key=lambda k: (k != head, k)):
+    total = series(rows, "eval/reward")
+    said = {k for k in keys if k.startswith("eval/") and k != "eval/reward"}
+    said -= {k for k in said if series(rows, k) == total}  # the only reward is the total
+    if not any(value for _, value in series(rows, "eval/failed")):
+        said -= {"eval/failed"}
+    for key in sorted({"eval/reward", *said}, key=lambda k: (k != head, k)):
         twin = "reward" if key == "eval/reward" else key.replace("eval", "reward", 1)
         lines = {"held-out": series(rows, key), "training": series(rows, twin)}
         big += chart(key, lines, span, BIG)
+    return f'<h2>Curves</h2><div class="big">{big}</div>'
+
+
+def details(rows: Sequence[Row]) -> str:
+    keys = set[str]().union(*rows)
+    span = (rows[0]["step"], rows[-1]["step"]) if rows else (0, 0)
     small = [*(f"update/{k}" for k in DETAILS.split()), "advantage/flat_groups", "images_per_s"]
     small += sorted(key for key in keys if key.startswith("time/") and key != "time/total")
     rest = "".join(chart(key, {"": series(rows, key)}, span, SMALL) for key in small)
-    return f'<h2>Curves</h2><div class="big">{big}</div><div class="small">{rest}</div>'
+    return f'<h2>Details</h2><div class="small">{rest}</div>'
 
 
 def chart(name: str, lines: Mapping[str, Points], span: Sequence[int], size: Sequence[int]) -> str:
