@@ -102,7 +102,7 @@ def _ratio(recipe: Recipe, job: Job, gap: float | None, found: Findings) -> None
     if isinstance(clip, float) and clip < gap:
         found.warnings.append(
             f"algorithm.clip = {clip:g} lies under the noise floor of the ratio, {gap:.1e}: "
-            f"steps will be clipped by rounding alone; raise clip or use float32"
+            "rounding alone clips; raise clip or use float32"
         )
 
 

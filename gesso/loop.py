@@ -44,6 +44,7 @@ class Loop:
     should_stop: Callable[[], bool]
     after_eval: Callable[[], object] = lambda: None
     _spent: float = 0.0  # seconds, over all sittings of the run
+    _warned_of_floor: bool = False
 
     def train(self) -> None:
         """From the newest checkpoint (0 when fresh) to the last step, or to the first stop."""
@@ -72,6 +73,8 @@ class Loop:
             update = self.learner.update(rollout, step)
             step += 1
             self.cluster.sampler.load(self.learner.weights(), step)
+            if age == 0:
+                self._watch_noise_floor(update)
             row = {"step": step, **metrics, **update, "age": age}
             row |= {f"time/{name}": value for name, value in asdict(timing).items()}
             row["images_per_s"] = len(rollout.samples) / (time.perf_counter() - started)
@@ -157,6 +160,18 @@ class Loop:
                 f"the reward and run `gesso train --resume {self.run.path}`"
             )
         return rollout.rows(good)
+
+    def _watch_noise_floor(self, update: Mapping[str, float]) -> None:
+        """On-policy, before the first optimizer step, the ratio is 1 but for rounding. A clip range
+        under that floor clips noise; told once."""
+        gap = update.get("update/first_abs_dlogp_max", 0.0)
+        clip = self.recipe.algorithm.options.get("clip")
+        if clip is not None and clip < gap and not self._warned_of_floor:
+            self._warned_of_floor = True
+            self._tell(
+                f"algorithm.clip = {clip:g} lies under the noise floor of the ratio, {gap:.1e}: "
+                "rounding alone clips; raise clip or use float32"
+            )
 
     def _tell(self, text: str) -> None:
         self.run.note(text)

@@ -56,6 +56,21 @@ def test_a_run_and_its_folder(recipe_data: dict, tmp_path: Path) -> None:
     assert seeds[0] == seeds[1]
 
 
+def test_a_clip_range_under_the_noise_floor_is_told_once(
+    recipe_data: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gesso.formulas.flow_steps import Transition
+
+    recipe_data["algorithm"]["clip"] = 1e-5
+    honest = Transition.logp  # as a model in low precision would: replay is off by 1e-3
+    monkeypatch.setattr(
+        Transition, "logp", lambda self, x: honest(self, x) + 1e-3 * torch.is_grad_enabled()
+    )
+    go(recipe_data, tmp_path / "run")
+    log = (tmp_path / "run" / "log.txt").read_text()
+    assert log.count("clip = 1e-05 lies under the noise floor of the ratio, 1.0e-03") == 1
+
+
 def test_scoring_overlaps_with_sampling(recipe_data: dict, tmp_path: Path) -> None:
     recipe_data["sampler"] = {"batch": 2}
     for row in go(recipe_data, tmp_path / "run").rows()[1:]:

@@ -63,9 +63,12 @@ class Learner:
         stats: dict[str, list[Tensor]] = defaultdict(list)
         norms: list[float] = []
         skipped = 0
+        first_gap: float | None = None
         for rows in order.tensor_split(min(self.algorithm.updates, len(order))):
             terms = self.algorithm.terms(rollout.rows(rows), advantages[rows], generator)
             norm = self._accumulate(terms, stats)
+            if "abs_dlogp" in stats and first_gap is None:
+                first_gap = float(torch.cat(stats["abs_dlogp"]).max())
             if norm is None:
                 skipped += 1
             else:
@@ -74,8 +77,9 @@ class Learner:
         self.optimizer.zero_grad(set_to_none=True)
         self.algorithm.finish(self.policy, step)
         metrics = {f"update/{name}": float(torch.cat(v).mean()) for name, v in stats.items()}
-        if "abs_dlogp" in stats:
+        if first_gap is not None:
             metrics["update/abs_dlogp_max"] = float(torch.cat(stats["abs_dlogp"]).max())
+            metrics["update/first_abs_dlogp_max"] = first_gap  # before the first optimizer step
         return metrics | {
             "update/grad_norm": sum(norms) / len(norms) if norms else float("nan"),
             "update/skipped": float(skipped),
