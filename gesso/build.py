@@ -58,7 +58,10 @@ def recipe_from(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
         reward.model_dump() if isinstance(reward := _reward(e), base.Strict) else e.options
         for e in found.reward
     ]
+    guidance = chosen.spec(0, found.model.height, found.model.width).guidance
+    watched = found.eval.model_dump()
     filled = found.model_dump() | {
+        "eval": watched | ({"guidance": guidance} if watched["guidance"] is None else {}),
         "algorithm": chosen.model_dump(),  # type: ignore[attr-defined]
         "reward": [
             {"name": e.name, "weight": e.weight, "workers": e.workers, **o}

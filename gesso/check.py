@@ -87,10 +87,14 @@ def replay_gap(job: Job, rollout: Rollout) -> float | None:
     noise floor of the ratio. None for an algorithm without log-probs."""
     if rollout.logp.shape[1] == 0:
         return None
+    size = job.recipe.learner.micro_batch
     with torch.no_grad():
         terms = job.algorithm.terms(rollout, torch.ones(len(rollout.samples)), torch.Generator())
-        losses = job.algorithm.loss(job.model, terms)
-    return float(losses.stats["abs_dlogp"].max())
+        gaps = [
+            job.algorithm.loss(job.model, terms.rows(slice(at, at + size))).stats["abs_dlogp"]
+            for at in range(0, len(terms), size)
+        ]
+    return float(torch.cat(gaps).max())
 
 
 def _ratio(recipe: Recipe, job: Job, gap: float | None, found: Findings) -> None:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from gesso.track.run_folder import RunFolder
 from gesso.types import StopRun, UserError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if rest:  # argparse takes key=value only right behind the recipe; we take it anywhere
+        if "overrides" not in options or any("=" not in r or r.startswith("-") for r in rest):
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        options.overrides += rest
+    sys.path.insert(0, os.getcwd())  # rewards and algorithms of the user's lie here
     try:
         options.action(options)
     except UserError as error:
@@ -67,14 +75,25 @@ def _train(options: argparse.Namespace) -> None:
     from gesso import run
 
     if options.resume:
-        if options.recipe or options.run:
-            raise UserError("--resume takes its recipe and folder from the run; give nothing else")
-        finished = run.resume(options.resume, options.quiet)
+        finished = run.resume(options.resume, options.quiet, _new_steps(options))
     elif options.recipe:
         finished = run.train(options.recipe, options.overrides, options.run, options.quiet)
     else:
         raise UserError("train what? give a recipe (see `gesso recipes`) or --resume RUN")
     _summary(finished.path, finished.rows(), run.recipe_of(finished).steps)
+
+
+def _new_steps(options: argparse.Namespace) -> int | None:
+    """What `--resume RUN steps=60` may change of a run: how far it goes."""
+    given = [o for o in (options.recipe, *options.overrides) if o]
+    if not given and not options.run:
+        return None
+    key, _, value = given[0].partition("=") if given else ("", "", "")
+    if len(given) > 1 or options.run or key != "steps" or not value.isdigit():
+        raise UserError(
+            "--resume takes recipe and folder from the run; only steps=N may be given with it"
+        )
+    return int(value)
 
 
 def _summary(path: Path, rows: Sequence[dict], steps: int) -> None:
@@ -133,7 +152,7 @@ def _sample(options: argparse.Namespace) -> None:
 def _export(options: argparse.Namespace) -> None:
     from gesso import run
 
-    print(run.load(options.source).export(options.to))
+    print(run.load(RunFolder.open(options.source).path).export(options.to))
 
 
 if __name__ == "__main__":

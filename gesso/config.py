@@ -44,6 +44,15 @@ class Model(Strict):
     text_length: int = Field(128, ge=0)  # tokens of the long text encoder (T5), zeros without one
     lora: Lora | None = None  # None: full fine-tuning
 
+    @model_validator(mode="after")
+    def _possible(self) -> Model:
+        if self.dtype != "float32" and self.lora is None:
+            raise ValueError(
+                f'dtype = "{self.dtype}" trains LoRA only, since trained weights are kept in '
+                'float32; set model.lora.rank, or dtype = "float32"'
+            )
+        return self
+
 
 class Data(Strict):
     train: str
@@ -79,7 +88,7 @@ class Eval(Strict):
     prompts: int = Field(64, ge=1)
     shown: int = Field(24, ge=0)  # pictures kept of each evaluation
     steps: int = Field(40, ge=1)
-    guidance: float = Field(1.0, ge=0)
+    guidance: float | None = Field(None, ge=0)  # None: as in training
 
 
 class Save(Strict):
@@ -109,7 +118,6 @@ class Recipe(Strict):
     steps: int = Field(100, ge=0)
     lag: Literal[0, 1] = 0  # 0: on-policy; 1: samples may be one update old
     max_failed: float = Field(0.2, ge=0, le=1)  # share of a batch's scores that may fail
-    track: list[Literal["console"]] = ["console"]
     model: Model
     data: Data
     algorithm: Named

@@ -84,7 +84,7 @@ class Loop:
             self._record(row, started, evaluate=bool(last or due))
             if skipped:
                 self._tell(f"step {step}: loss or gradient not finite; the update was not taken")
-            if last or step % self.recipe.save.every == 0 or self.should_stop():
+            if step % self.recipe.save.every == 0:
                 self._save(step)
             if skipped == MAX_SKIPPED:
                 raise StopRun(
@@ -92,6 +92,9 @@ class Loop:
                     f"no such update was taken; try a lower optimizer.lr than "
                     f"{self.recipe.optimizer.lr:g} or another dtype than {self.recipe.model.dtype}"
                 )
+
+        if step > (self.run.latest() or 0):  # stopped between two checkpoints
+            self._save(step)
 
     def _restore(self) -> int:
         latest = self.run.latest()
@@ -124,6 +127,8 @@ class Loop:
         started = time.perf_counter()
         weights: Which = "ema" if self.learner.settings.ema else "current"
         samples, scores = self.cluster.evaluate(self.eval_prompts, weights)
+        if not any(score.ok for score in scores):
+            raise StopRun(f"every score of the evaluation failed; the last: {scores[-1].error}")
         shown = self.recipe.eval.shown
         self.run.save_samples(step, samples[:shown], scores[:shown])
         means = {f"eval/{name}": value for name, value in _means(scores).items()}
@@ -183,7 +188,8 @@ def _means(scores: Sequence[Score]) -> dict[str, float]:
     good = [s for s in scores if s.ok]
     if not good:
         return {"reward": float("nan"), "failed": float(len(scores))}
-    parts = {name: statistics.fmean(s.parts[name] for s in good) for name in good[0].parts}
+    names = dict.fromkeys(name for s in good for name in s.parts)
+    parts = {n: statistics.fmean(s.parts[n] for s in good if n in s.parts) for n in names}
     value = statistics.fmean(s.value for s in good if s.value is not None)
     return {"reward": value, **parts, "failed": float(len(scores) - len(good))}
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gesso import build
-from gesso.config import Recipe
+from gesso.config import Recipe, parse
 from gesso.data import prompts
 from gesso.track.console import Console
 from gesso.track.run_folder import RunFolder
@@ -69,7 +69,7 @@ def assemble(recipe: Recipe) -> Job:
     except BaseException:
         rewards.service.close()
         raise
-    notes = [note for note in (note_train, note_eval) if note]
+    notes = [note for note in dict.fromkeys((note_train, note_eval)) if note]
     if len(held_out) < recipe.eval.prompts:
         notes.append(
             f"eval.prompts = {recipe.eval.prompts}, but {recipe.data.eval} has {len(held_out)}: "
@@ -99,15 +99,20 @@ def train(
     return _run(recipe, run, quiet)
 
 
-def resume(folder: str | Path, quiet: bool = False) -> RunFolder:
-    """Go on from the newest complete checkpoint of a run."""
+def resume(folder: str | Path, quiet: bool = False, steps: int | None = None) -> RunFolder:
+    """Go on from the newest complete checkpoint of a run, to its last step or to `steps`."""
     run = RunFolder.open(Path(folder))
-    return _run(recipe_of(run), run, quiet)
+    recipe = recipe_of(run)
+    if steps is not None:
+        recipe = recipe.model_copy(update={"steps": steps})
+        run.write_config(recipe.model_dump())
+    return _run(recipe, run, quiet)
 
 
 def recipe_of(run: RunFolder) -> Recipe:
+    """The resolved recipe of a run; its rewards need not be installed to read it."""
     path = run.path / "config.toml"
-    return build.recipe_from(build.read_toml(path), str(path))
+    return parse(Recipe, build.read_toml(path), str(path))
 
 
 def _run(recipe: Recipe, run: RunFolder, quiet: bool) -> RunFolder:

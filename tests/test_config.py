@@ -50,6 +50,18 @@ def test_impossible_combinations() -> None:
         build.recipe("demo", ['reward=[{name="ocr"}, {name="ocr"}]'])
 
 
+def test_half_precision_needs_lora() -> None:
+    with pytest.raises(UserError, match=r"trains LoRA only.*set model\.lora\.rank"):
+        build.recipe("demo", ["model.dtype=bfloat16"])
+    build.recipe("demo", ["model.dtype=bfloat16", "model.lora.rank=4"])
+
+
+def test_evaluation_is_guided_as_training_unless_told_otherwise() -> None:
+    assert build.recipe("demo", ["algorithm.guidance=3.0"]).eval.guidance == 3.0
+    assert build.recipe("demo", ["eval.guidance=2.0"]).eval.guidance == 2.0
+    assert build.recipe("demo-nft").eval.guidance == 1.0
+
+
 def test_overrides_reach_their_place() -> None:
     recipe = build.recipe(
         "demo",

@@ -193,15 +193,20 @@ def test_resume_of_something_else(tmp_path: Path) -> None:
         run.resume(tmp_path)
 
 
-def test_a_reward_that_always_fails_stops_the_run_and_keeps_what_was_saved(
-    recipe_data: dict, tmp_path: Path
-) -> None:
+def test_a_reward_that_always_fails_stops_the_run(recipe_data: dict, tmp_path: Path) -> None:
     recipe_data["reward"] = [{"name": f"{USER}:raises"}]
-    with pytest.raises(StopRun, match=r"6 of 6 scores failed .* no such model") as caught:
+    with pytest.raises(StopRun, match=r"every score of the evaluation failed.*no such model"):
         go(recipe_data, tmp_path / "run")
-    assert f"gesso train --resume {tmp_path / 'run'}" in str(caught.value)
-    assert RunFolder.open(tmp_path / "run").latest() == 0
     assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_too_many_failed_scores_stop_the_run_and_save_it(recipe_data: dict, tmp_path: Path) -> None:
+    recipe_data |= {"reward": [{"name": f"{USER}:some_fail"}], "max_failed": 0.0}
+    with pytest.raises(StopRun, match=r"of 6 scores failed .* too dark") as caught:
+        go(recipe_data | {"steps": 20}, tmp_path / "run")
+    found = RunFolder.open(tmp_path / "run")
+    assert f"gesso train --resume {found.path}" in str(caught.value)
+    assert found.latest() == found.rows()[-1]["step"]
 
 
 def test_some_failed_scores_leave_the_batch_and_are_counted(
@@ -213,6 +218,23 @@ def test_some_failed_scores_leave_the_batch_and_are_counted(
     assert sum(row["failed"] for row in rows) > 0
     assert all(row["update/grad_norm"] is not None for row in rows)
     assert "too dark" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_details_that_differ_between_samples(recipe_data: dict, tmp_path: Path) -> None:
+    recipe_data |= {"steps": 1, "reward": [{"name": f"{USER}:details_differ"}]}
+    row = go(recipe_data, tmp_path / "run").rows()[1]
+    assert row[f"reward/{USER}:details_differ/odd"] == 1.0
+    assert row[f"reward/{USER}:details_differ/even"] == 2.0
+
+
+def test_a_finished_run_can_go_further(recipe_data: dict, tmp_path: Path) -> None:
+    whole = go(recipe_data | {"steps": 4}, tmp_path / "whole")
+    go(recipe_data | {"steps": 2}, tmp_path / "run")
+    further = run.resume(tmp_path / "run", quiet=True, steps=4)
+    assert run.recipe_of(further).steps == 4
+    assert comparable(further.rows()) == comparable(whole.rows())
+    a, b = final_state(tmp_path / "whole"), final_state(tmp_path / "run")
+    assert all(torch.equal(a[k], b[k]) for k in a)
 
 
 def test_losses_that_are_not_finite_stop_the_run_after_three(

@@ -21,6 +21,7 @@ from gesso.types import FlowTrace, Prompt, Rollout, Sample, SampleSpec, Score, W
 
 def eval_spec(recipe: Recipe, weights: Which) -> SampleSpec:
     """How pictures are drawn to be looked at: no noise, the evaluation's steps and guidance."""
+    assert recipe.eval.guidance is not None, "build.recipe_from fills it in"
     return SampleSpec(
         steps=recipe.eval.steps,
         height=recipe.model.height,

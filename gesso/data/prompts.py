@@ -59,13 +59,11 @@ def fit(
     if not reasons:
         return kept, None
     first, reason = reasons[0]
-    note = (
-        f"{len(reasons)} of {len(prompts)} prompts of {path} cannot be scored and are skipped; "
-        f"the first is {first.where}: {reason}: {first.text[:60]}"
-    )
+    example = f"the first is {first.where}: {reason}: {first.text[:60]}"
     if not kept:
-        raise UserError(note.replace("and are skipped", "so nothing is left"))
-    return kept, note
+        raise UserError(f"no prompt of {path} can be scored, so nothing is left; {example}")
+    note = f"{len(reasons)} of {len(prompts)} prompts of {path} cannot be scored and are skipped; "
+    return kept, note + example
 
 
 class Stream:

@@ -7,6 +7,7 @@ business. It sees everything: the prompt, all columns of its row and the picture
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ class Reward(Protocol):
 
 
 class FunctionReward:
-    """`f(samples, **options)` → a list of numbers or of Scores."""
+    """`f(samples, **options)` → a list of numbers or of Scores; it takes every prompt."""
 
     def __init__(self, function: Callable[..., Sequence[Any]], options: Mapping[str, Any]) -> None:
         self.function = function
@@ -34,8 +35,7 @@ class FunctionReward:
         return None
 
     def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
-        answers = self.function(samples, **self.options)
-        return [a if isinstance(a, Score) else Score(float(a)) for a in answers]
+        return self.function(samples, **self.options)
 
 
 def load(reference: str, options: Mapping[str, Any]) -> Reward:
@@ -51,10 +51,24 @@ def load(reference: str, options: Mapping[str, Any]) -> Reward:
     if isinstance(found, type) and issubclass(found, Strict):
         return parse(found, options, f"reward {reference}")  # type: ignore[return-value]
     if isinstance(found, type):
-        return found(**options)
+        _fits(found, reference, options)
+        made = found(**options)
+        if not callable(getattr(made, "score", None)):
+            raise UserError(f'reward "{reference}" has no method score(samples)')
+        return made if callable(getattr(made, "unfit", None)) else FunctionReward(made.score, {})
     if callable(found):
+        _fits(found, reference, options, None)
         return FunctionReward(found, options)
     raise UserError(f'reward "{reference}" is {type(found).__name__}; expected a function or class')
+
+
+def _fits(
+    call: Callable[..., Any], reference: str, options: Mapping[str, Any], *first: Any
+) -> None:
+    try:
+        inspect.signature(call).bind(*first, **options)
+    except TypeError as error:
+        raise UserError(f'reward "{reference}" does not take these options: {error}') from error
 
 
 def checked(reward: Reward, samples: Sequence[Sample]) -> list[Score]:
@@ -68,10 +82,19 @@ def checked(reward: Reward, samples: Sequence[Sample]) -> list[Score]:
         return [Score.failed(f"returned {len(scores)} scores for {len(samples)} samples")] * len(
             samples
         )
-    return [_finite(score) for score in scores]
+    return [_plain(score) for score in scores]
 
 
-def _finite(score: Score) -> Score:
-    if score.error is None and (score.value is None or not math.isfinite(score.value)):
-        return Score.failed(f"returned {score.value}")
-    return score
+def _plain(answer: Any) -> Score:
+    """A user's answer, a number or a Score, as a Score of plain finite floats."""
+    score = answer if isinstance(answer, Score) else Score(answer)
+    if score.error is not None:
+        return Score.failed(str(score.error))
+    try:
+        value = float(score.value)  # type: ignore[arg-type]
+        parts = {str(name): float(part) for name, part in score.parts.items()}
+    except (TypeError, ValueError):
+        return Score.failed(f"returned {score.value!r}, not a number")
+    if not math.isfinite(value):
+        return Score.failed(f"returned {value}")
+    return Score(value, parts, str(score.text))

@@ -33,22 +33,26 @@ class RunFolder:
 
     @staticmethod
     def create(path: Path, config: Mapping[str, Any]) -> RunFolder:
-        import tomli_w
-
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise UserError(
                 f"run folder {path} exists already; go on with it by "
                 f"`gesso train --resume {path}`, or choose another with --run"
             )
         path.mkdir(parents=True, exist_ok=True)
-        _write(path / "config.toml", tomli_w.dumps(_without_none(config)).encode())
-        return RunFolder(path)
+        run = RunFolder(path)
+        run.write_config(config)
+        return run
 
     @staticmethod
     def open(path: Path) -> RunFolder:
         if not (path / "config.toml").is_file():
             raise UserError(f"{path} is not a run folder: it has no config.toml")
         return RunFolder(path)
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        import tomli_w
+
+        _write(self.path / "config.toml", tomli_w.dumps(_without_none(config)).encode())
 
     def rows(self) -> list[dict[str, Any]]:
         """All complete rows; a half-written last line (a killed run) is left out."""

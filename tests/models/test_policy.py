@@ -116,6 +116,12 @@ def test_a_broken_pipeline_folder(tmp_path: Path) -> None:
         SD3(Model(path=str(tmp_path)))
 
 
+@pytest.mark.parametrize("device", ["nonsense", "cuda:77"])
+def test_a_device_that_is_not_there(device: str) -> None:
+    with pytest.raises(UserError, match=f'model.device = "{device}" cannot be used here'):
+        SD3(Model(path="zoo:signs", device=device))
+
+
 def test_a_size_that_does_not_fit(pipeline_folder: Path) -> None:
     model = SD3(Model(path=str(pipeline_folder)))
     with pytest.raises(UserError, match="multiples of 8; use 32×96"):

@@ -129,6 +129,21 @@ def test_closing_ends_the_worker_processes(service) -> None:
     one.close()
 
 
+def test_numbers_of_numpy_and_plain_classes_are_fine(service) -> None:
+    (score,) = service(f"{USER}:numpy_scores").submit([sample(value=7)]).result().scores
+    assert score.value == 7.0 and score.parts["mine/max"] == 7.0
+    (score,) = service(f"{USER}:OnlyScores").submit([sample()]).result().scores
+    assert score.value == 0.5
+    (score,) = service(f"{USER}:not_a_number").submit([sample()]).result().scores
+    assert score.error == "mine: returned 'good', not a number"
+
+
+@pytest.mark.parametrize("name, options", [("brightness", {"scael": 2}), ("Stateful", {})])
+def test_options_that_do_not_fit_are_told_at_once(name: str, options: dict) -> None:
+    with pytest.raises(UserError, match="does not take these options"):
+        base.load(f"{USER}:{name}", options)
+
+
 def test_a_class_with_state() -> None:
     reward = base.load(f"{USER}:Stateful", {"word": "sign"})
     assert reward.unfit(Prompt("a cat")) == "does not mention sign"

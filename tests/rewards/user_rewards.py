@@ -54,6 +54,25 @@ def some_fail(samples: Sequence[Sample]) -> list[Score]:
     return [Score.failed("too dark") if s.seed % 4 == 0 else Score(s.seed % 7 / 7) for s in samples]
 
 
+def numpy_scores(samples: Sequence[Sample]) -> list[Score]:
+    return [Score(s.image.mean(dtype="float32"), {"max": s.image.max()}) for s in samples]
+
+
+def not_a_number(samples: Sequence[Sample]) -> list[str]:
+    return ["good"] * len(samples)
+
+
+def details_differ(samples: Sequence[Sample]) -> list[Score]:
+    return [Score(1.0 * i, {"odd": 1.0} if i % 2 else {"even": 2.0}) for i in range(len(samples))]
+
+
+class OnlyScores:
+    """No `unfit`, no options, plain numbers: enough."""
+
+    def score(self, samples: Sequence[Sample]) -> list[float]:
+        return [0.5] * len(samples)
+
+
 class Stateful:
     """A class with options; asked for its own opinion of prompts."""
 

@@ -93,21 +93,28 @@ class SD3:
         return (unit * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu()
 
     def save(self, folder: Path) -> None:
-        if self.policy.lora is None:
-            self.pipe.save_pretrained(folder)
-            return
-        layers, metadata = self.policy.lora_state()
-        self.pipe.save_lora_weights(
-            folder,
-            transformer_lora_layers=layers,
-            transformer_lora_adapter_metadata=metadata,  # without it diffusers forgets alpha
-        )
+        with _quiet():
+            if self.policy.lora is None:
+                self.pipe.save_pretrained(folder)
+                return
+            layers, metadata = self.policy.lora_state()
+            self.pipe.save_lora_weights(
+                folder,
+                transformer_lora_layers=layers,
+                transformer_lora_adapter_metadata=metadata,  # without it diffusers forgets alpha
+            )
 
 
 def pick_device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name)
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f'model.device = "{name}" cannot be used here: {reason}') from error
+    return device
 
 
 def _round(size: int, factor: int) -> int:

@@ -1,0 +1,110 @@
+"""Does it learn? Recipes over seeds against an untrained control, as a table and a picture.
+
+    python benchmarks/learning.py --out runs/learning            # runs what is not there yet
+    python benchmarks/learning.py --out runs/learning --plot docs/images/learning.png
+
+Every arm is `gesso train RECIPE seed=S …` in a process of its own, one after another; a run that
+was cut off is resumed. The control has learning rate 0 and fewer steps: its weights cannot change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+KEY = "eval/ocr/exact"
+ARMS = {
+    "control": ["demo", "optimizer.lr=0.0", "steps=10"],
+    "demo": ["demo"],
+    "demo-nft": ["demo-nft"],
+}
+
+
+def run_arm(arm: str, seed: int, out: Path) -> list[dict]:
+    """The metrics of one run; trained here unless it is complete already."""
+    folder = out / f"{arm}-seed{seed}"
+    if (folder / "config.toml").exists():
+        what = ["--resume", str(folder)]
+    else:
+        what = [*ARMS[arm], f"seed={seed}", "--run", str(folder)]
+    print(f"==> gesso train {' '.join(what)}", flush=True)
+    subprocess.run([sys.executable, "-m", "gesso.cli", "train", *what, "--quiet"], check=True)
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def table(results: dict[str, dict[int, list[dict]]]) -> str:
+    lines = [
+        "| arm | seed | before | after | change | steps | seconds |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for arm, by_seed in results.items():
+        changes = []
+        for seed, rows in by_seed.items():
+            evals = [row for row in rows if KEY in row]
+            before, after = evals[0][KEY], evals[-1][KEY]
+            changes.append(after - before)
+            lines.append(
+                f"| {arm} | {seed} | {before:.3f} | {after:.3f} | {after - before:+.3f} "
+                f"| {rows[-1]['step']} | {rows[-1]['time/total']:.0f} |"
+            )
+        lines.append(
+            f"| **{arm}** | mean | | | **{statistics.fmean(changes):+.3f}** (least {min(changes):+.3f}) | | |"
+        )
+    befores = [rows[0][KEY] for rows in results["control"].values()]
+    spread = max(befores) - min(befores)
+    return "\n".join(lines) + f"\n\nSpread of the control over its seeds: {spread:.3f}"
+
+
+def plot(results: dict[str, dict[int, list[dict]]], file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    colours = {"control": "#888888", "demo": "#1f5fbf", "demo-nft": "#c9771a"}
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.6), sharey=True)
+    for arm, by_seed in results.items():
+        for i, rows in enumerate(by_seed.values()):
+            evals = [row for row in rows if KEY in row]
+            for axis, x in zip(axes, ("step", "time/total"), strict=True):
+                start = evals[0]["time/total"] if x == "time/total" else 0
+                axis.plot(
+                    [row[x] - start for row in evals],
+                    [row[KEY] for row in evals],
+                    color=colours[arm],
+                    marker=".",
+                    label=arm if i == 0 else None,
+                )
+    axes[0].set(xlabel="steps", ylabel="held-out exact match", ylim=(0, 1))
+    axes[1].set(xlabel="seconds, on the machine named in docs/learning.md")
+    axes[0].legend(frameon=False)
+    for axis in axes:
+        axis.grid(alpha=0.3)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("runs/learning"))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    results: dict[str, dict[int, list[dict]]] = {arm: {} for arm in options.arms}
+    for seed in options.seeds:
+        for arm in options.arms:
+            results[arm][seed] = run_arm(arm, seed, options.out)
+    if "control" in results:
+        print(table(results))
+    if options.plot:
+        plot(results, options.plot)
+
+
+if __name__ == "__main__":
+    main()

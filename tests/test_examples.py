@@ -1,0 +1,249 @@
+"""The examples run as they are, and the documents say what the code says."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from gesso import build, cli, config
+from tests.test_house import ROOMS
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+GUIDE = ROOT / "docs" / "guide.md"
+TINY = ["steps=1", "data.groups=2", "algorithm.group=2", "eval.prompts=2"]
+
+
+def call(*command: str | Path, cwd: Path, **environment: str) -> str:
+    done = subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def gesso(*arguments: str | Path, cwd: Path, **environment: str) -> str:
+    """The installed command, as users type it."""
+    return call(Path(sys.executable).parent / "gesso", *arguments, cwd=cwd, **environment)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where from_python.py has been run."""
+    folder = tmp_path_factory.mktemp("examples")
+    call(sys.executable, EXAMPLES / "from_python.py", *TINY, cwd=folder)
+    return folder
+
+
+def test_from_python(workplace: Path) -> None:
+    from PIL import Image
+
+    assert Image.open(workplace / "kite.png").size == (96, 32)
+    assert (workplace / "runs" / "demo-001" / "report.html").is_file()
+
+
+def test_a_full_fine_tune_in_plain_diffusers(workplace: Path) -> None:
+    run, folder = workplace / "runs" / "demo-001", workplace / "signs-rl"
+    assert cli.main(["export", str(run), "--to", str(folder)]) == 0
+    call(sys.executable, EXAMPLES / "plain_diffusers.py", "signs-rl", cwd=workplace)
+    assert (workplace / "plain.png").is_file()
+
+
+@pytest.fixture(scope="module")
+def my_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of my_reward.toml."""
+    run = tmp_path_factory.mktemp("my_reward") / "run"
+    gesso("train", "my_reward.toml", *TINY, "--run", run, cwd=EXAMPLES, PYTHONPATH=".")
+    return run
+
+
+def test_my_reward(my_run: Path) -> None:
+    last = json.loads((my_run / "metrics.jsonl").read_text().splitlines()[-1])
+    mine, read = last["reward/my_reward:redness"], last["reward/ocr"]
+    assert 0 <= mine <= 1 and last["reward"] == pytest.approx(0.5 * mine + read)
+
+
+def test_a_lora_in_plain_diffusers(
+    my_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    assert cli.main(["export", str(my_run), "--to", str(tmp_path / "lora")]) == 0
+    base, script = ROOT / "gesso" / "zoo" / "signs", EXAMPLES / "plain_diffusers.py"
+    call(sys.executable, script, "lora", base, cwd=tmp_path)
+    assert (tmp_path / "plain.png").is_file()
+
+
+def test_the_example_reward_knows_red(monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy as np
+
+    from gesso.rewards import base
+    from gesso.types import Prompt, Sample
+
+    monkeypatch.syspath_prepend(EXAMPLES)
+    reward = base.load("my_reward:redness", {"margin": 100})
+    red = np.zeros((4, 6, 3), dtype=np.uint8)
+    red[:, :3, 0] = 200  # the left half
+    prompts = [Prompt("a red sign"), Prompt("a blue sign"), Prompt("a redwood")]
+    scores = base.checked(reward, [Sample(p, red, 0) for p in prompts])
+    assert [s.value for s in scores] == [0.5, 0.5, 0.5]
+    red[..., 0] = 200
+    assert [s.value for s in base.checked(reward, [Sample(p, red, 0) for p in prompts])] == [
+        1,
+        0,
+        0,
+    ]
+
+
+def sections() -> dict[str, type[BaseModel]]:
+    """Heading in the guide → the class whose fields its table lists."""
+    from gesso.algorithms.diffusion_nft import DiffusionNFT
+    from gesso.algorithms.flow_grpo import FlowGRPO, Window
+
+    return {
+        "Top level": config.Recipe,
+        "`model`": config.Model,
+        "`model.lora`": config.Lora,
+        "`data`": config.Data,
+        "`reward`": config.RewardEntry,
+        '`algorithm`, `name = "flow-grpo"`': FlowGRPO,
+        "`algorithm.window`": Window,
+        '`algorithm`, `name = "diffusion-nft"`': DiffusionNFT,
+        "`optimizer`": config.Optimizer,
+        "`learner`": config.Learner,
+        "`learner.ema`": config.Ema,
+        "`sampler`": config.Sampler,
+        "`eval`": config.Eval,
+        "`save`": config.Save,
+    }
+
+
+def default_of(kind: type[BaseModel], key: str) -> object:
+    """What the guide's second column must say."""
+    field = kind.model_fields[key]
+    if field.default is PydanticUndefined:
+        return "required"
+    if isinstance(field.default, BaseModel):
+        return "section"
+    if field.default is None:
+        return "none"
+    return list(field.default) if isinstance(field.default, tuple) else field.default
+
+
+@pytest.mark.parametrize("heading", sections())
+def test_the_guide_lists_every_key_with_its_default(heading: str) -> None:
+    kind = sections()[heading]
+    _, _, rest = GUIDE.read_text(encoding="utf-8").partition(f"\n### {heading}\n")
+    assert rest, f"docs/guide.md has no heading ### {heading}"
+    table = rest.split("\n#")[0].split("| key | default | meaning |")[1].split("\n\n")[0]
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", table, re.MULTILINE)
+    told = {
+        key: tomllib.loads(f"x = {cell.strip('`')}")["x"] if cell.startswith("`") else cell
+        for key, cell in rows
+    }
+    assert told == {key: default_of(kind, key) for key in kind.model_fields}
+
+
+def test_no_section_of_a_recipe_is_forgotten() -> None:
+    bases = {config.Strict, config.Named}
+    declared = {
+        kind
+        for _, kind in inspect.getmembers(config, inspect.isclass)
+        if issubclass(kind, BaseModel) and kind.__module__ == config.__name__
+    }
+    assert declared - bases <= set(sections().values())
+
+
+def test_the_guide_explains_every_metric(workplace: Path) -> None:
+    text = GUIDE.read_text(encoding="utf-8").partition("\n## Metrics\n")[2]
+    rows = (workplace / "runs" / "demo-001" / "metrics.jsonl").read_text().splitlines()
+    keys = {key for row in rows for key in json.loads(row)}
+    assert "update/ratio" in keys and "eval/ocr/exact" in keys
+    for key in keys:
+        name = re.sub(r"/ocr/\w+$", "/NAME/DETAIL", key)
+        assert f"`{re.sub('/ocr$', '/NAME', name)}`" in text, key
+
+
+def documents() -> list[Path]:
+    found = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    return [path for path in found if path.is_file()]
+
+
+@pytest.mark.parametrize("document", documents(), ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    text = re.sub(r"```.*?```", "", document.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        file = target.partition("#")[0]
+        if file and "://" not in target and not target.startswith("mailto:"):
+            assert (document.parent / file).exists(), f"{document.name} links to {target}"
+
+
+def blocks(kind: str) -> list[str]:
+    """Code blocks of the guide, by the language written behind their fence."""
+    text = GUIDE.read_text(encoding="utf-8")
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return [block for language, block in found if language == kind]
+
+
+def test_rewards_of_the_guide_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy as np
+
+    from gesso.rewards import base
+    from gesso.types import Prompt, Sample
+
+    function, kind = blocks("python")[:2]
+    (tmp_path / "guide_rewards.py").write_text(f"{function}\n{kind}", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    white = Sample(Prompt("a white sign"), np.full((2, 2, 3), 255, dtype=np.uint8), 0)
+    brightness = base.load("guide_rewards:brightness", {"scale": 2.0})
+    mentions = base.load("guide_rewards:Mentions", {"word": "white"})
+    assert [s.value for s in base.checked(brightness, [white])] == [2.0]
+    assert [s.value for s in base.checked(mentions, [white])] == [1.0]
+    assert mentions.unfit(Prompt("a cat")) == "does not mention white"
+
+
+def test_the_shortest_recipe_of_the_guide_loads() -> None:
+    recipe = build.recipe_from(tomllib.loads(blocks("toml")[0]))
+    assert recipe.model.path == "zoo:signs" and recipe.algorithm.options["group"] == 24
+
+
+def commands() -> list[str]:
+    lines = [line for block in blocks("") for line in block.splitlines()]
+    shown = [re.sub(r"^(\$ )?(PYTHONPATH=\S+ )?", "", line) for line in lines]
+    return [line for line in shown if line.startswith("gesso ")]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_of_the_guide_parse(command: str) -> None:
+    cli._parser().parse_args(shlex.split(command, comments=True)[1:])
+
+
+def test_the_guide_shows_every_action() -> None:
+    assert {command.split()[1] for command in commands()} == {
+        "train", "check", "recipes", "sample", "export",
+    }  # fmt: skip
+
+
+def test_the_plan_names_every_room_in_order() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = text.partition("| room | what |")[2].split("\n\n")[0]
+    assert re.findall(r"^\| `(\w+)", table, re.MULTILINE) == ROOMS
