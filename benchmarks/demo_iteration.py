@@ -260,6 +260,8 @@ class Plain:
         rows = bounded.view(-1, self.batch).to(self.device)
         accumulation = len(batches) * len(spec.trained)
         for b, advantage in zip(batches, rows, strict=True):
+            if not advantage.any():  # a flat group: Flow-GRPO's script leaves it out, too
+                continue
             for i in spec.trained:
                 x, x_next = b.latents[i], b.latents[i + 1]
                 v = self.velocity(x, i, b.embeds, b.pooled)

@@ -1,7 +1,7 @@
 """Does it learn? Recipes over seeds against an untrained control, as a table and a picture.
 
     python benchmarks/learning.py --out runs/learning            # runs what is not there yet
-    python benchmarks/learning.py --out runs/learning --plot docs/images/learning.png
+    python benchmarks/learning.py --out runs/learning --pictures docs/images
 
 Every arm is `gesso train RECIPE seed=S …` in a process of its own, one after another; a run that
 was cut off is resumed. The control has learning rate 0 and fewer steps: its weights cannot change.
@@ -37,10 +37,7 @@ def run_arm(arm: str, seed: int, out: Path) -> list[dict]:
 
 
 def table(results: dict[str, dict[int, list[dict]]]) -> str:
-    lines = [
-        "| arm | seed | before | after | change | steps | seconds |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    lines = ["| arm | seed | before | after | change | steps | seconds |", "|---|" + 6 * "---|"]
     for arm, by_seed in results.items():
         changes = []
         for seed, rows in by_seed.items():
@@ -51,9 +48,8 @@ def table(results: dict[str, dict[int, list[dict]]]) -> str:
                 f"| {arm} | {seed} | {before:.3f} | {after:.3f} | {after - before:+.3f} "
                 f"| {rows[-1]['step']} | {rows[-1]['time/total']:.0f} |"
             )
-        lines.append(
-            f"| **{arm}** | mean | | | **{statistics.fmean(changes):+.3f}** (least {min(changes):+.3f}) | | |"
-        )
+        mean = f"**{statistics.fmean(changes):+.3f}** (least {min(changes):+.3f})"
+        lines.append(f"| **{arm}** | mean | | | {mean} | | |")
     befores = [rows[0][KEY] for rows in results["control"].values()]
     spread = max(befores) - min(befores)
     return "\n".join(lines) + f"\n\nSpread of the control over its seeds: {spread:.3f}"
@@ -89,12 +85,33 @@ def plot(results: dict[str, dict[int, list[dict]]], file: Path) -> None:
     figure.savefig(file, dpi=110)
 
 
+def sheet(run: Path, file: Path, count: int = 16) -> None:
+    """The same prompts and seeds before and after, two columns of pairs."""
+    from PIL import Image, ImageDraw, ImageFont
+
+    steps = sorted(path for path in (run / "samples").iterdir() if path.is_dir())
+    width, height, gap, head = 96 * 2, 32 * 2, 6, 22
+    half = 2 * width + gap
+    size = (2 * half + 5 * gap, head + (count // 2) * (height + gap) + gap)
+    page = Image.new("RGB", size, "white")
+    draw, font = ImageDraw.Draw(page), ImageFont.load_default(14)
+    for column in range(2):
+        for side, step in enumerate((steps[0], steps[-1])):
+            x = gap + column * (half + 3 * gap) + side * (width + gap)
+            draw.text((x, 3), f"step {int(step.name)}", fill="black", font=font)
+            for row in range(count // 2):
+                picture = Image.open(step / f"{row * 2 + column:03d}.png")
+                y = head + row * (height + gap)
+                page.paste(picture.resize((width, height), Image.Resampling.BICUBIC), (x, y))
+    page.save(file)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/learning"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--pictures", type=Path, help="folder for the curves and a sample sheet")
     options = parser.parse_args()
     results: dict[str, dict[int, list[dict]]] = {arm: {} for arm in options.arms}
     for seed in options.seeds:
@@ -102,8 +119,9 @@ def main() -> None:
             results[arm][seed] = run_arm(arm, seed, options.out)
     if "control" in results:
         print(table(results))
-    if options.plot:
-        plot(results, options.plot)
+    if options.pictures:
+        plot(results, options.pictures / "learning.png")
+        sheet(options.out / f"demo-seed{options.seeds[0]}", options.pictures / "demo.png")
 
 
 if __name__ == "__main__":

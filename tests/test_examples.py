@@ -73,7 +73,7 @@ def test_a_full_fine_tune_in_plain_diffusers(workplace: Path) -> None:
 def my_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of my_reward.toml."""
     run = tmp_path_factory.mktemp("my_reward") / "run"
-    gesso("train", "my_reward.toml", *TINY, "--run", run, cwd=EXAMPLES, PYTHONPATH=".")
+    gesso("train", "my_reward.toml", *TINY, "--run", run, cwd=EXAMPLES)
     return run
 
 

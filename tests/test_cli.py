@@ -1,0 +1,94 @@
+"""The command line as a user meets it: in a process of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+
+def gesso(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "gesso.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=120)
+
+
+@pytest.fixture
+def recipe_file(recipe_data: dict, tmp_path: Path) -> str:
+    file = tmp_path / "recipe.toml"
+    file.write_text(tomli_w.dumps(recipe_data | {"about": "small"}))
+    return str(file)
+
+
+def test_recipes_are_listed() -> None:
+    lines = gesso("recipes").stdout.splitlines()
+    assert lines[0].startswith("demo ") and lines[1].startswith("demo-nft ")
+
+
+def test_check_tries_everything(recipe_file: str) -> None:
+    done = gesso("check", recipe_file)
+    assert done.returncode == 0, done.stderr
+    for word in ("recipe", "data", "model", "rewards", "ratio", "memory", "time"):
+        assert any(line.startswith(word) for line in done.stdout.splitlines()), word
+    assert "3 training prompts, 3 held-out" in done.stdout
+    assert "warning" not in done.stdout
+
+
+def test_check_warns_of_a_clip_under_the_noise_floor(recipe_file: str) -> None:
+    done = gesso("check", recipe_file, "algorithm.clip=1e-12", "sampler.batch=3")
+    assert "warning  algorithm.clip = 1e-12 lies under the noise floor" in done.stdout
+
+
+def test_check_finds_a_reward_that_fails(recipe_file: str) -> None:
+    done = gesso("check", recipe_file, 'reward=[{name="tests.rewards.user_rewards:raises"}]')
+    assert done.returncode == 2
+    assert "a reward failed on" in done.stderr and "no such model" in done.stderr
+
+
+def test_train_sample_export_and_resume(recipe_file: str, tmp_path: Path) -> None:
+    run = str(tmp_path / "run")
+    done = gesso("train", recipe_file, "--run", run, "steps=2")  # overrides may come last
+    assert done.returncode == 0, done.stderr
+    assert "step 2/2" in done.stdout and f"report  {run}/report.html" in done.stdout
+    assert "held-out" in done.stdout
+    further = gesso("train", "--resume", run, "steps=3", "--quiet")
+    assert further.returncode == 0 and "step 3" in further.stdout, further.stderr
+    sampled = gesso("sample", run, "a sign", "--n", "2", "--out", str(tmp_path / "pictures"))
+    assert [Path(line).exists() for line in sampled.stdout.split()] == [True, True]
+    exported = gesso("export", run, "--to", str(tmp_path / "out"))
+    assert exported.returncode == 0 and (tmp_path / "out" / "model_index.json").exists()
+    assert exported.stderr == ""
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["train"], "error: train what?"),
+        (["train", "nope"], 'error: no recipe "nope"'),
+        (["train", "demo", "optimizer.lrr=1"], 'error: recipe demo: unknown key "optimizer.lrr"'),
+        (["train", "--resume", "/nowhere"], "error: /nowhere is not a run folder"),
+        (["train", "--resume", "/nowhere", "optimizer.lr=1"], "only steps=N may be given"),
+        (["export", "demo", "--to", "x"], "error: demo is not a run folder"),
+        (["sample", "nope", "a sign"], 'error: no recipe "nope"'),
+        (["train", "demo", "--runn", "x"], "unrecognized arguments: --runn"),
+        (["train", "demo", "data.train=missing.txt", "--run", "RUN"], "missing.txt: no such file"),
+    ],
+)
+def test_mistakes_are_one_sentence(arguments: list[str], sentence: str, tmp_path: Path) -> None:
+    done = gesso(*[str(tmp_path / "run") if a == "RUN" else a for a in arguments])
+    assert done.returncode == 2
+    assert sentence in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_reward_beside_the_recipe_is_found(recipe_data: dict, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def one(samples):\n    return [1.0] * len(samples)\n")
+    recipe_data["reward"] = [{"name": "mine:one"}]
+    (tmp_path / "recipe.toml").write_text(tomli_w.dumps(recipe_data))
+    script = Path(sys.executable).with_name("gesso")  # unlike `python -m`, knows no current folder
+    done = subprocess.run(
+        [str(script), "train", "recipe.toml", "steps=1", "--run", "run"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr

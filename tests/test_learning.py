@@ -1,0 +1,42 @@
+"""Learning, shown and not assumed: short runs of the bundled recipes against untrained controls."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gesso import run
+
+SHORT = ["eval.prompts=96", "eval.every=0", "eval.shown=0"]
+
+
+@pytest.fixture(scope="module")
+def control(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Held-out reward of the untrained model under three seeds."""
+    folder = tmp_path_factory.mktemp("control")
+    runs = [
+        run.train("demo", [*SHORT, "steps=0", f"seed={s}"], folder / str(s), quiet=True)
+        for s in range(3)
+    ]
+    return [found.rows()[0]["eval/reward"] for found in runs]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["demo", "demo-nft"])
+def test_the_held_out_reward_rises_beyond_the_controls_spread(
+    recipe: str, control: list[float], tmp_path: Path
+) -> None:
+    rows = run.train(recipe, [*SHORT, "steps=12"], tmp_path / "run", quiet=True).rows()
+    rise = rows[-1]["eval/reward"] - rows[0]["eval/reward"]
+    spread = max(control) - min(control)
+    assert rows[0]["eval/reward"] == pytest.approx(control[0])  # it starts from the same model
+    assert rise > spread, f"rose by {rise:.3f}, the control's seeds differ by {spread:.3f}"
+    assert rows[-1]["eval/ocr/exact"] > rows[0]["eval/ocr/exact"]
+
+
+@pytest.mark.slow
+def test_learning_rate_zero_learns_nothing(tmp_path: Path) -> None:
+    rows = run.train("demo", [*SHORT, "steps=2", "optimizer.lr=0.0"], tmp_path / "run", quiet=True)
+    first, *_, last = rows.rows()
+    assert first["eval/reward"] == last["eval/reward"]
