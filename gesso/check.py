@@ -20,6 +20,18 @@ class Findings:
     facts: list[tuple[str, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
+    def fact(self, name: str, text: str) -> None:
+        self.facts.append((name, text))
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What one forward and backward pass of a micro-batch told."""
+
+    terms_a_sample: float
+    activations: int  # bytes a term, kept for the backward pass
+    seconds: float  # a term
+
 
 def check(recipe: Recipe) -> Findings:
     """Raises a UserError at the first thing that would stop the run."""
@@ -27,27 +39,21 @@ def check(recipe: Recipe) -> Findings:
     job = assemble(recipe)
     try:
         found.warnings += job.notes
-        found.facts.append(
-            (
-                "data",
-                f"{len(job.cluster.stream.prompts)} training prompts, "
-                f"{len(job.eval_prompts)} held-out",
-            )
+        prompts = len(job.cluster.stream.prompts)
+        found.fact("data", f"{prompts} training prompts, {len(job.eval_prompts)} held-out")
+        policy = job.learner.policy
+        size = sum(p.numel() for p in policy.module.parameters())
+        found.fact(
+            "model",
+            f"{recipe.model.path}: {size:,} parameters in the transformer, "
+            f"{policy.size:,} trained, on {job.model.device}",
         )
-        size = sum(p.numel() for p in job.learner.policy.module.parameters())
-        found.facts.append(
-            (
-                "model",
-                f"{recipe.model.path}: {size:,} parameters in the transformer, "
-                f"{job.learner.policy.size:,} trained, on {job.model.device}",
-            )
-        )
-        rollout, sampling = _small_batch(job)
-        _rewards(job, rollout, found)
-        gap = replay_gap(job, rollout)
-        _ratio(recipe, job, gap, found)
-        activations, updating = _trial_update(job, rollout)
-        _estimates(recipe, job, activations, sampling, updating, found)
+        rollout, seconds = _small_batch(job)
+        _rewards(rollout, found)
+        _ratio(job, replay_gap(job, rollout), found)
+        trial = _trial_update(job, rollout)
+        _memory(job, trial, found)
+        _time(job, trial, seconds, found)
     finally:
         job.close()
     return found
@@ -55,31 +61,19 @@ def check(recipe: Recipe) -> Findings:
 
 def _small_batch(job: Job) -> tuple[Rollout, float]:
     """One batch of the sampler drawn as training would, one sample a prompt, and seconds per
-    sample."""
-    groups = job.recipe.sampler.batch
-    small = job.recipe.model_copy(
-        update={"data": job.recipe.data.model_copy(update={"groups": groups})}
-    )
-    cluster = job.cluster
-    one_each = type(cluster)(
-        small,
-        job.algorithm.model_copy(update={"group": 1}),  # type: ignore[attr-defined]
-        cluster.sampler,
-        cluster.rewards,
-        cluster.stream,
-    )
-    one_each.collect(0).result()  # the first batch also pays for loading and encoding
-    rollout, timing = one_each.collect(0).result()
+    sample. Drawn twice: the first also pays for loading and encoding."""
+    job.cluster.draw(0, groups=job.recipe.sampler.batch, group=1).result()
+    rollout, timing = job.cluster.draw(0, groups=job.recipe.sampler.batch, group=1).result()
     return rollout, timing.sample / len(rollout.samples)
 
 
-def _rewards(job: Job, rollout: Rollout, found: Findings) -> None:
+def _rewards(rollout: Rollout, found: Findings) -> None:
     for score, sample in zip(rollout.scores, rollout.samples, strict=True):
         if score.error is not None:
             raise UserError(f"a reward failed on {sample.prompt.text!r}: {score.error}")
     example, prompt = rollout.scores[0], rollout.samples[0].prompt.text
     parts = ", ".join(f"{name} {value:.3g}" for name, value in example.parts.items())
-    found.facts.append(("rewards", f"all answered; {prompt!r} scored {parts}"))
+    found.fact("rewards", f"all answered; {prompt!r} scored {parts}")
 
 
 def replay_gap(job: Job, rollout: Rollout) -> float | None:
@@ -97,13 +91,13 @@ def replay_gap(job: Job, rollout: Rollout) -> float | None:
     return float(torch.cat(gaps).max())
 
 
-def _ratio(recipe: Recipe, job: Job, gap: float | None, found: Findings) -> None:
+def _ratio(job: Job, gap: float | None, found: Findings) -> None:
     if gap is None:
-        found.facts.append(("ratio", "not used by this algorithm"))
+        found.fact("ratio", "not used by this algorithm")
         return
-    found.facts.append(("ratio", f"replay differs from sampling by at most {gap:.1e}"))
-    clip = recipe.algorithm.options.get("clip")
-    if isinstance(clip, float) and clip < gap:
+    found.fact("ratio", f"replay differs from sampling by at most {gap:.1e}")
+    clip = job.algorithm.clip_range
+    if clip is not None and clip < gap:
         found.warnings.append(
             f"algorithm.clip = {clip:g} lies under the noise floor of the ratio, {gap:.1e}: "
             "rounding alone clips; raise clip or use float32"
@@ -124,53 +118,48 @@ def _saved_for_backward() -> Iterator[dict[int, int]]:
         yield kept
 
 
-def _trial_update(job: Job, rollout: Rollout) -> tuple[int, float]:
-    """Bytes of activations per term and seconds per term of one forward and backward pass."""
+def _trial_update(job: Job, rollout: Rollout) -> Trial:
     generator = torch.Generator().manual_seed(0)
     terms = job.algorithm.terms(rollout, torch.ones(len(rollout.samples)), generator)
+    terms_a_sample = terms.total / len(rollout.samples)
     terms = terms.rows(slice(0, job.recipe.learner.micro_batch))
     own = {p.data_ptr() for p in job.learner.policy.module.parameters()}
     with _saved_for_backward() as kept:
-        loss = job.algorithm.loss(job.model, terms).loss.sum()
+        job.algorithm.loss(job.model, terms).loss.sum().backward()
+    activations = sum(size for pointer, size in kept.items() if pointer not in own)
     started = time.perf_counter()
     job.algorithm.loss(job.model, terms).loss.sum().backward()
     seconds = time.perf_counter() - started
-    loss.backward()
     job.learner.optimizer.zero_grad(set_to_none=True)
-    activations = sum(size for pointer, size in kept.items() if pointer not in own)
-    return activations // len(terms), seconds / len(terms)
+    return Trial(terms_a_sample, activations // len(terms), seconds / len(terms))
 
 
-def _estimates(
-    recipe: Recipe, job: Job, activations: int, sampling: float, updating: float, found: Findings
-) -> None:
+def _memory(job: Job, trial: Trial, found: Findings) -> None:
     policy = job.learner.policy
-    weights = sum(p.numel() * p.element_size() for p in policy.module.parameters())
-    trained = sum(p.numel() * 4 for p in policy.trained.values())
-    copies = len(policy.copies) * trained
-    held = activations * recipe.learner.micro_batch
+    trained = sum(p.nbytes for p in policy.trained.values())
     parts = {
-        "weights": weights,
+        "weights": sum(p.nbytes for p in policy.module.parameters()),
         "gradients": trained,
         "optimizer": 2 * trained,
-        "copies": copies,
-        "activations": held,
+        "copies": len(policy.copies) * trained,
+        "activations": trial.activations * job.recipe.learner.micro_batch,
     }
     listed = ", ".join(f"{name} {_mb(size)}" for name, size in parts.items() if size)
-    found.facts.append(("memory", f"about {_mb(sum(parts.values()))} for training: {listed}"))
+    found.fact("memory", f"about {_mb(sum(parts.values()))} for training: {listed}")
+
+
+def _time(job: Job, trial: Trial, sampling: float, found: Findings) -> None:
+    recipe = job.recipe
     samples = recipe.data.groups * job.algorithm.group
+    step = samples * (sampling + trial.terms_a_sample * trial.seconds)
     spec = job.algorithm.spec(0, recipe.model.height, recipe.model.width)
-    per_sample = len(spec.trained) or recipe.algorithm.options["times"]
-    step = samples * (sampling + per_sample * updating)
-    share = recipe.eval.steps / spec.steps * sampling * len(job.eval_prompts)
-    evals = 2 + (recipe.steps - 1) // recipe.eval.every if recipe.eval.every else 2
-    total = recipe.steps * step + evals * share
-    found.facts.append(
-        (
-            "time",
-            f"about {_duration(step)} a step, {_duration(total)} in all on this machine, "
-            "with scoring hidden behind sampling",
-        )
+    evaluation = len(job.eval_prompts) * sampling * recipe.eval.steps / spec.steps
+    evaluations = 2 + (recipe.steps - 1) // recipe.eval.every if recipe.eval.every else 2
+    total = recipe.steps * step + evaluations * evaluation
+    found.fact(
+        "time",
+        f"about {_duration(step)} a step, {_duration(total)} in all on this machine, "
+        "if scoring keeps up with sampling",
     )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from gesso.cluster.local import Local, Pending
+from gesso.cluster.local import Local, Pending, Timing
 from gesso.config import Recipe
 from gesso.learner.learner import Learner
 from gesso.track.run_folder import RunFolder
@@ -44,6 +44,7 @@ class Loop:
     should_stop: Callable[[], bool]
     after_eval: Callable[[], object] = lambda: None
     _spent: float = 0.0  # seconds, over all sittings of the run
+    _skipped: int = 0  # iterations in a row without any update
     _warned_of_floor: bool = False
 
     def train(self) -> None:
@@ -56,7 +57,6 @@ class Loop:
             self._record({"step": 0}, time.perf_counter(), evaluate=True)
         pending: deque[Pending] = deque()
         ahead = step
-        skipped = 0
         while step < self.recipe.steps and not self.should_stop():
             started = time.perf_counter()
             while len(pending) <= self.recipe.lag and ahead < self.recipe.steps:
@@ -64,37 +64,32 @@ class Loop:
                 pending.append(self.cluster.collect(ahead))
                 ahead += 1
             self.watcher.phase("scoring")
-            rollout, timing = pending.popleft().result()
-            age = step - rollout.version
-            assert 0 <= age <= self.recipe.lag, f"samples are {age} updates old"
-            metrics = self._describe(rollout)
-            rollout = self._drop_failed(rollout, step)
-            self.watcher.phase("updating")
-            update = self.learner.update(rollout, step)
+            row = self._update(*pending.popleft().result(), step, started)
             step += 1
-            self.cluster.sampler.load(self.learner.weights(), step)
-            if age == 0:
-                self._watch_noise_floor(update)
-            row = {"step": step, **metrics, **update, "age": age}
-            row |= {f"time/{name}": value for name, value in asdict(timing).items()}
-            row["images_per_s"] = len(rollout.samples) / (time.perf_counter() - started)
-            skipped = skipped + 1 if math.isnan(update["update/grad_norm"]) else 0
-            last = step == self.recipe.steps
             due = self.recipe.eval.every and step % self.recipe.eval.every == 0
-            self._record(row, started, evaluate=bool(last or due))
-            if skipped:
-                self._tell(f"step {step}: loss or gradient not finite; the update was not taken")
+            self._record(row, started, evaluate=bool(due or step == self.recipe.steps))
             if step % self.recipe.save.every == 0:
                 self._save(step)
-            if skipped == MAX_SKIPPED:
-                raise StopRun(
-                    f"the loss or its gradient was not finite in {skipped} iterations in a row; "
-                    f"no such update was taken; try a lower optimizer.lr than "
-                    f"{self.recipe.optimizer.lr:g} or another dtype than {self.recipe.model.dtype}"
-                )
-
+            self._watch_for_nan(row)
         if step > (self.run.latest() or 0):  # stopped between two checkpoints
             self._save(step)
+
+    def _update(
+        self, rollout: Rollout, timing: Timing, step: int, started: float
+    ) -> dict[str, Any]:
+        """One batch into the weights and on to the sampler; the row that tells of it."""
+        age = step - rollout.version
+        assert 0 <= age <= self.recipe.lag, f"samples are {age} updates old"
+        metrics = self._describe(rollout)
+        rollout = self._drop_failed(rollout, step)
+        self.watcher.phase("updating")
+        metrics |= self.learner.update(rollout, step)
+        self.cluster.sampler.load(self.learner.weights(), step + 1)
+        if age == 0:
+            self._watch_noise_floor(metrics)
+        metrics |= {f"time/{name}": value for name, value in asdict(timing).items()}
+        speed = len(rollout.samples) / (time.perf_counter() - started)
+        return {"step": step + 1, **metrics, "age": age, "images_per_s": speed}
 
     def _restore(self) -> int:
         latest = self.run.latest()
@@ -166,11 +161,24 @@ class Loop:
             )
         return rollout.rows(good)
 
+    def _watch_for_nan(self, row: Mapping[str, float]) -> None:
+        if not math.isnan(row["update/grad_norm"]):
+            self._skipped = 0
+            return
+        self._skipped += 1
+        self._tell(f"step {row['step']}: loss or gradient not finite; the update was not taken")
+        if self._skipped == MAX_SKIPPED:
+            raise StopRun(
+                f"the loss or its gradient was not finite in {MAX_SKIPPED} iterations in a row; "
+                f"no such update was taken; try a lower optimizer.lr than "
+                f"{self.recipe.optimizer.lr:g} or another dtype than {self.recipe.model.dtype}"
+            )
+
     def _watch_noise_floor(self, update: Mapping[str, float]) -> None:
         """On-policy, before the first optimizer step, the ratio is 1 but for rounding. A clip range
         under that floor clips noise; told once."""
         gap = update.get("update/first_abs_dlogp_max", 0.0)
-        clip = self.recipe.algorithm.options.get("clip")
+        clip = self.learner.algorithm.clip_range
         if clip is not None and clip < gap and not self._warned_of_floor:
             self._warned_of_floor = True
             self._tell(

@@ -95,8 +95,9 @@ def train(
             "overrides go with a recipe's name; change a Recipe by model_copy(update=…)"
         )
     path = Path(folder) if folder is not None else _next_folder(name)
-    run = RunFolder.create(path, recipe.model_dump())
-    return _run(recipe, run, quiet)
+    RunFolder.must_be_new(path)
+    job = assemble(recipe)  # before the folder is made: a mistake leaves nothing behind
+    return _run(job, RunFolder.create(path, recipe.model_dump()), quiet)
 
 
 def resume(folder: str | Path, quiet: bool = False, steps: int | None = None) -> RunFolder:
@@ -104,9 +105,11 @@ def resume(folder: str | Path, quiet: bool = False, steps: int | None = None) ->
     run = RunFolder.open(Path(folder))
     recipe = recipe_of(run)
     if steps is not None:
+        if steps < (run.latest() or 0):
+            raise UserError(f"{run.path} is at step {run.latest()} already; steps={steps} is less")
         recipe = recipe.model_copy(update={"steps": steps})
         run.write_config(recipe.model_dump())
-    return _run(recipe, run, quiet)
+    return _run(assemble(recipe), run, quiet)
 
 
 def recipe_of(run: RunFolder) -> Recipe:
@@ -115,19 +118,18 @@ def recipe_of(run: RunFolder) -> Recipe:
     return parse(Recipe, build.read_toml(path), str(path))
 
 
-def _run(recipe: Recipe, run: RunFolder, quiet: bool) -> RunFolder:
+def _run(job: Job, run: RunFolder, quiet: bool) -> RunFolder:
     from gesso.loop import Loop
     from gesso.track import report
 
-    console = Console(recipe.steps) if not quiet else _Silent()
-    job = assemble(recipe)
+    console = Console(job.recipe.steps) if not quiet else _Silent()
     try:
         for note in job.notes:
             run.note(note)
             console.note(note)
         with _interruptible(console) as should_stop, console:
             loop = Loop(
-                recipe=recipe,
+                recipe=job.recipe,
                 learner=job.learner,
                 cluster=job.cluster,
                 eval_prompts=job.eval_prompts,

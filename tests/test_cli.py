@@ -80,6 +80,7 @@ def test_mistakes_are_one_sentence(arguments: list[str], sentence: str, tmp_path
     done = gesso(*[str(tmp_path / "run") if a == "RUN" else a for a in arguments])
     assert done.returncode == 2
     assert sentence in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "run").exists()  # nothing is left behind
 
 
 def test_a_reward_beside_the_recipe_is_found(recipe_data: dict, tmp_path: Path) -> None:

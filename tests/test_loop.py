@@ -232,6 +232,8 @@ def test_a_finished_run_can_go_further(recipe_data: dict, tmp_path: Path) -> Non
     go(recipe_data | {"steps": 2}, tmp_path / "run")
     further = run.resume(tmp_path / "run", quiet=True, steps=4)
     assert run.recipe_of(further).steps == 4
+    with pytest.raises(UserError, match="is at step 4 already; steps=3 is less"):
+        run.resume(tmp_path / "run", steps=3)
     assert comparable(further.rows()) == comparable(whole.rows())
     a, b = final_state(tmp_path / "whole"), final_state(tmp_path / "run")
     assert all(torch.equal(a[k], b[k]) for k in a)

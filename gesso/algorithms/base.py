@@ -58,6 +58,10 @@ class Algorithm(Protocol):
     def needs(self) -> frozenset[Which]:
         """Copies of the weights it asks for beside the current ones."""
 
+    @property
+    def clip_range(self) -> float | None:
+        """Width of the ratio's clip: rounding must stay under it. None without a ratio."""
+
     def spec(self, seed: int, height: int, width: int) -> SampleSpec:
         """How to draw the batch that has this seed."""
 

@@ -56,6 +56,10 @@ class DiffusionNFT(Strict):
     def needs(self) -> frozenset[Which]:
         return frozenset({"old", "reference"} if self.kl > 0 else {"old"})
 
+    @property
+    def clip_range(self) -> float | None:
+        return None
+
     def spec(self, seed: int, height: int, width: int) -> SampleSpec:
         return SampleSpec(steps=self.steps, height=height, width=width, weights="old")
 

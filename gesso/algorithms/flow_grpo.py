@@ -89,6 +89,10 @@ class FlowGRPO(Strict):
     def needs(self) -> frozenset[Which]:
         return frozenset({"reference"} if self.beta > 0 else ())
 
+    @property
+    def clip_range(self) -> float | None:
+        return self.clip
+
     def spec(self, seed: int, height: int, width: int) -> SampleSpec:
         window = self.window.draw(seed) if self.window else None
         return SampleSpec(

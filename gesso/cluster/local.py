@@ -90,16 +90,20 @@ class Local:
         self.stream = stream
 
     def collect(self, step: int) -> Pending:
-        """Draw batch `step` with the sampler's weights; every finished piece goes to the rewards
-        at once, so that scoring overlaps with drawing."""
-        seed, group = self.recipe.seed, self.algorithm.group
-        prompts = self.stream.batch(step, self.recipe.data.groups)
+        """Batch `step` as the recipe sizes it."""
+        return self.draw(step, self.recipe.data.groups, self.algorithm.group)
+
+    def draw(self, step: int, groups: int, group: int) -> Pending:
+        """Draw `groups` prompts of batch `step`, `group` samples each, with the sampler's weights.
+        Every finished piece goes to the rewards at once: scoring overlaps with drawing."""
+        seed = self.recipe.seed
+        prompts = self.stream.batch(step, groups)
         row = [i for i in range(len(prompts)) for _ in range(group)]
         seeds = [seed_of(seed, "sample", step, i) for i in range(len(row))]
         spec = self.algorithm.spec(
             seed_of(seed, "spec", step), self.recipe.model.height, self.recipe.model.width
         )
-        return self._draw(prompts, row, seeds, spec)
+        return self._stream(prompts, row, seeds, spec)
 
     def evaluate(
         self, prompts: Sequence[Prompt], weights: Which
@@ -108,10 +112,10 @@ class Local:
         spec = eval_spec(self.recipe, weights)
         row = list(range(len(prompts)))
         seeds = [seed_of(self.recipe.seed, "eval", i) for i in row]
-        rollout, _ = self._draw(prompts, row, seeds, spec).result()
+        rollout, _ = self._stream(prompts, row, seeds, spec).result()
         return list(rollout.samples), list(rollout.scores)
 
-    def _draw(
+    def _stream(
         self, prompts: Sequence[Prompt], row: Sequence[int], seeds: Sequence[int], spec: SampleSpec
     ) -> Pending:
         started = time.perf_counter()

@@ -32,12 +32,16 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
 
     @staticmethod
-    def create(path: Path, config: Mapping[str, Any]) -> RunFolder:
+    def must_be_new(path: Path) -> None:
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise UserError(
                 f"run folder {path} exists already; go on with it by "
                 f"`gesso train --resume {path}`, or choose another with --run"
             )
+
+    @staticmethod
+    def create(path: Path, config: Mapping[str, Any]) -> RunFolder:
+        RunFolder.must_be_new(path)
         path.mkdir(parents=True, exist_ok=True)
         run = RunFolder(path)
         run.write_config(config)
