@@ -343,14 +343,41 @@ def iteration(side: Gesso | Plain, step: int, scored: bool) -> Times:
     return seconds | dict(zip(PHASES[3:], ends, strict=True))
 
 
-def measure(sides: dict[str, Gesso | Plain], rounds: int) -> dict[str, list[Times]]:
+class Side:
+    """One side in a process of its own, with the settings it would have alone: Gesso's are made at
+    `import gesso`, a plain script has torch's defaults. It works only when asked."""
+
+    def __init__(self, name: str, arguments: Sequence[str]) -> None:
+        first = "gesso" if name == "gesso" else "torch"
+        code = f"import {first}, runpy; runpy.run_path({__file__!r}, run_name='__main__')"
+        command = [sys.executable, "-c", code, f"--side={name}", *arguments]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+
+    def iteration(self, step: int, scored: bool) -> Times:
+        assert self.process.stdin and self.process.stdout
+        print(json.dumps([step, scored]), file=self.process.stdin, flush=True)
+        return json.loads(self.process.stdout.readline())
+
+    def close(self) -> None:
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def serve(side: Gesso | Plain) -> None:
+    for line in sys.stdin:
+        print(json.dumps(iteration(side, *json.loads(line))), flush=True)
+
+
+def measure(sides: dict[str, Side], rounds: int) -> dict[str, list[Times]]:
     """Both sides in turns, scored and unscored; the order is swapped every round."""
     times: dict[str, list[Times]] = defaultdict(list)
     for i in range(rounds + 1):  # round 0 warms up
         for scored in (True, False):
             for name in sorted(sides, reverse=i % 2 == 1):
                 step = 1 + 2 * i + scored  # never seen before: no prompt is in a cache
-                taken = iteration(sides[name], step, scored)
+                taken = sides[name].iteration(step, scored)
                 if i:
                     times[name + " unscored" * (not scored)].append(taken)
     return times
@@ -395,12 +422,16 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write every round's figures to this file")
     parser.add_argument("--plain-batch", type=int, help="pictures a batch (default: a group)")
     parser.add_argument("--plain-reward", choices=("threads", "serial"), default="threads")
+    parser.add_argument("--side", choices=("gesso", "plain"), help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args()
     job = assemble(build.recipe(options.recipe, options.overrides))
     try:
         ours = Gesso(job)
         plain = Plain(job, ours.start, options.plain_batch, options.plain_reward)
+        if options.side:
+            serve(ours if options.side == "gesso" else plain)
+            return 0
         facts = circumstances(torch.get_num_threads())
         print("\n".join(f"{name:<9} {fact}" for name, fact in facts.items()))
         proof = prove(ours, plain)
@@ -408,9 +439,14 @@ def main() -> int:
         print(f"\nboth sides compute {'the same' if agree else 'DIFFERENT THINGS'}; differences:")
         for name, (difference, limit) in proof.items():
             print(f"  {name:<32} {difference:.1e}, at most {limit:.0e}")
-        times = measure({"gesso": ours, "plain": plain}, options.rounds) if agree else {}
     finally:
         job.close()
+    sides = {name: Side(name, sys.argv[1:]) for name in ("gesso", "plain")} if agree else {}
+    try:
+        times = measure(sides, options.rounds) if agree else {}
+    finally:
+        for side in sides.values():
+            side.close()
     if times:
         report(times, job.recipe.data.groups * plain.algorithm.group)
     if options.json:

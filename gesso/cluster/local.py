@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -134,7 +137,10 @@ class Local:
         they do (torch was imported before gesso), leave every worker a core of its own: spinning
         threads that outnumber the cores run many times slower."""
         passive = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
-        if passive or self.sampler.model.device.type != "cpu":
+        on_cpu = self.sampler.model.device.type == "cpu"
+        if on_cpu:
+            _keep_freed_memory()
+        if passive or not on_cpu:
             yield
             return
         threads = torch.get_num_threads()
@@ -144,3 +150,19 @@ class Local:
             yield
         finally:
             torch.set_num_threads(threads)
+
+
+@functools.cache
+def _keep_freed_memory() -> None:
+    """On a CPU every pass frees and takes again the same hundred megabytes. glibc hands them back
+    to the system in between and pays page faults for it, a tenth of an iteration; told to keep
+    them, it does not. Other C libraries have no such setting and need none."""
+    if sys.platform != "linux":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
+    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # malloc.h
+    mallopt(mmap_threshold, 32 * 2**20)
+    mallopt(trim_threshold, 2**31 - 1)
+    mallopt(top_pad, 64 * 2**20)

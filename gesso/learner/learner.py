@@ -42,6 +42,7 @@ class Learner:
             betas=optimizer.betas,
             eps=optimizer.eps,
             weight_decay=optimizer.weight_decay,
+            fused=True,
         )
         self.optimizer_steps = 0
         for copy in sorted(algorithm.needs):
@@ -138,7 +139,7 @@ class Learner:
             self.policy.load(tables[copy], copy)
         for name, p in self.policy.trained.items():
             self.optimizer.state[p] = {
-                key: tensors[name].clone().to("cpu" if key == "step" else p.device)
+                key: tensors[name].clone().to(p.device)
                 for table, tensors in tables.items()
                 if (key := table.removeprefix("adam.")) != table
             }
