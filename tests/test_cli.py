@@ -5,9 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tomli_w
+
+from gesso.config import Recipe
 
 
 def gesso(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -36,9 +39,16 @@ def test_check_tries_everything(recipe_file: str) -> None:
     assert "warning" not in done.stdout
 
 
-def test_check_warns_of_a_clip_under_the_noise_floor(recipe_file: str) -> None:
-    done = gesso("check", recipe_file, "algorithm.clip=1e-12", "sampler.batch=3")
-    assert "warning  algorithm.clip = 1e-12 lies under the noise floor" in done.stdout
+def test_check_warns_of_a_clip_under_the_noise_floor(recipe: Recipe) -> None:
+    from gesso import build
+    from gesso.check import Findings, _ratio
+
+    job = SimpleNamespace(algorithm=build.algorithm(recipe))  # clip .2
+    for gap, warnings in ((1e-3, 0), (0.5, 1)):
+        found = Findings()
+        _ratio(job, gap, found)  # type: ignore[arg-type]
+        assert len(found.warnings) == warnings
+    assert "clip = 0.2 lies under the noise floor of the ratio, 5.0e-01" in found.warnings[0]
 
 
 def test_check_finds_a_reward_that_fails(recipe_file: str) -> None:
