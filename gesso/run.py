@@ -96,7 +96,7 @@ def train(
         )
     path = Path(folder) if folder is not None else _next_folder(name)
     RunFolder.must_be_new(path)
-    job = assemble(recipe)  # before the folder is made: a mistake leaves nothing behind
+    job = _load(recipe, quiet)  # before the folder is made: a mistake leaves nothing behind
     return _run(job, RunFolder.create(path, recipe.model_dump()), quiet)
 
 
@@ -109,13 +109,19 @@ def resume(folder: str | Path, quiet: bool = False, steps: int | None = None) ->
             raise UserError(f"{run.path} is at step {run.latest()} already; steps={steps} is less")
         recipe = recipe.model_copy(update={"steps": steps})
         run.write_config(recipe.model_dump())
-    return _run(assemble(recipe), run, quiet)
+    return _run(_load(recipe, quiet), run, quiet)
 
 
 def recipe_of(run: RunFolder) -> Recipe:
     """The resolved recipe of a run; its rewards need not be installed to read it."""
     path = run.path / "config.toml"
     return parse(Recipe, build.read_toml(path), str(path))
+
+
+def _load(recipe: Recipe, quiet: bool) -> Job:
+    if not quiet:
+        print(f"loading data, rewards and {recipe.model.path}", flush=True)
+    return assemble(recipe)
 
 
 def _run(job: Job, run: RunFolder, quiet: bool) -> RunFolder:
