@@ -17,6 +17,8 @@ help:
 demo: $(VENV)/.run
 	@echo "==> Training the bundled model to write words that can be read"
 	@$(BIN)/gesso train demo
+	@echo
+	@echo "The command is $(BIN)/gesso; \`source $(BIN)/activate\` lets you call it gesso."
 
 test: lint
 	@echo "==> Running all tests"

@@ -106,7 +106,9 @@ def _summary(path: Path, rows: Sequence[dict], steps: int) -> None:
             + f"step {first['step']}".rjust(9)
             + f"step {last['step']}".rjust(12)
         )
-        for key in (k for k in last if k.startswith("eval/") and k != "eval/failed"):
+        for key in (k for k in last if k.startswith("eval/")):
+            if key == "eval/failed" and not last[key]:
+                continue
             name = key.removeprefix("eval/")
             print(f"  {name:<22} {_figure(first.get(key)):>9} {_figure(last[key]):>11}")
     if done < steps:
@@ -141,6 +143,8 @@ def _recipes(options: argparse.Namespace) -> None:
 def _sample(options: argparse.Namespace) -> None:
     from gesso import run
 
+    if options.n < 1 or (options.out.exists() and not options.out.is_dir()):
+        raise UserError("sample wants --n of at least 1, and a folder for --out")
     pictures = run.load(options.source).sample(options.prompt, options.n, options.seed)
     options.out.mkdir(parents=True, exist_ok=True)
     for i, picture in enumerate(pictures):

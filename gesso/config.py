@@ -11,7 +11,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -25,7 +25,9 @@ ZOO = "zoo:"
 class Strict(BaseModel):
     """Frozen, no unknown keys, no silent conversion from text to number."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
+    )
 
 
 class Lora(Strict):
@@ -60,9 +62,12 @@ class Data(Strict):
     groups: int = Field(48, ge=1)  # prompts a step, each sampled algorithm.group times
 
 
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class Optimizer(Strict):
     lr: float = Field(3e-4, ge=0)
-    betas: tuple[float, float] = Field((0.9, 0.999), strict=False)  # TOML has lists only
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), strict=False)  # TOML has lists only
     weight_decay: float = Field(1e-4, ge=0)
     eps: float = Field(1e-8, gt=0)
     max_norm: float = Field(1.0, gt=0)  # of the gradient
@@ -99,7 +104,7 @@ class Save(Strict):
 class Named(BaseModel):
     """A name and the options that belong to it; what the options may be, `build.py` knows."""
 
-    model_config = ConfigDict(frozen=True, extra="allow", strict=True)
+    model_config = ConfigDict(frozen=True, extra="allow", strict=True, allow_inf_nan=False)
     name: str
 
     @property

@@ -122,8 +122,15 @@ class Loop:
         started = time.perf_counter()
         weights: Which = "ema" if self.learner.settings.ema else "current"
         samples, scores = self.cluster.evaluate(self.eval_prompts, weights)
-        if not any(score.ok for score in scores):
-            raise StopRun(f"every score of the evaluation failed; the last: {scores[-1].error}")
+        errors = [score.error for score in scores if not score.ok]
+        if errors:
+            told = f"{len(errors)} of {len(scores)} scores of the evaluation failed"
+            self._tell(f"step {step}: {told}, last: {errors[-1]}")
+            if len(errors) > self.recipe.max_failed * len(scores):
+                raise StopRun(
+                    f"{told} (max_failed = {self.recipe.max_failed:.0%} are allowed); "
+                    f"the last error: {errors[-1]}"
+                )
         shown = self.recipe.eval.shown
         self.run.save_samples(step, samples[:shown], scores[:shown])
         means = {f"eval/{name}": value for name, value in _means(scores).items()}

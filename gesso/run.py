@@ -16,7 +16,7 @@ from gesso.config import Recipe, parse
 from gesso.data import prompts
 from gesso.track.console import Console
 from gesso.track.run_folder import RunFolder
-from gesso.types import Prompt, UserError, seed_of
+from gesso.types import Prompt, StopRun, UserError, seed_of
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -145,9 +145,19 @@ def _run(job: Job, run: RunFolder, quiet: bool) -> RunFolder:
                 after_eval=lambda: report.write(run.path),
             )
             loop.train()
+    except OSError as error:
+        last = run.latest()
+        raise StopRun(
+            f"could not write to {run.path}: {error}; the last complete checkpoint is "
+            f"{f'step {last}' if last is not None else 'none'}; make room and run "
+            f"`gesso train --resume {run.path}`"
+        ) from error
     finally:
         job.close()
-        report.write(run.path)
+        try:
+            report.write(run.path)
+        except OSError as error:  # must not hide why the run stopped
+            console.note(f"no report.html: {error}")
     return run
 
 
@@ -215,7 +225,7 @@ class Trained:
     def export(self, folder: str | Path) -> Path:
         """LoRA in diffusers' format, or the whole pipeline of a full fine-tune."""
         target = Path(folder)
-        if target.exists() and any(target.iterdir()):
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise UserError(f"export folder {target} exists already; choose an empty one")
         self.model.save(target)
         return target

@@ -195,18 +195,21 @@ def test_resume_of_something_else(tmp_path: Path) -> None:
 
 def test_a_reward_that_always_fails_stops_the_run(recipe_data: dict, tmp_path: Path) -> None:
     recipe_data["reward"] = [{"name": f"{USER}:raises"}]
-    with pytest.raises(StopRun, match=r"every score of the evaluation failed.*no such model"):
+    with pytest.raises(StopRun, match=r"3 of 3 scores of the evaluation failed.*no such model"):
         go(recipe_data, tmp_path / "run")
     assert (tmp_path / "run" / "report.html").exists()
 
 
 def test_too_many_failed_scores_stop_the_run_and_save_it(recipe_data: dict, tmp_path: Path) -> None:
-    recipe_data |= {"reward": [{"name": f"{USER}:some_fail"}], "max_failed": 0.0}
+    train = tmp_path / "train.txt"
+    train.write_text("a red sign\na blue sign\n")
+    recipe_data["data"] |= {"train": str(train)}
+    recipe_data |= {"reward": [{"name": f"{USER}:fails_on_training"}]}
     with pytest.raises(StopRun, match=r"of 6 scores failed .* too dark") as caught:
         go(recipe_data | {"steps": 20}, tmp_path / "run")
     found = RunFolder.open(tmp_path / "run")
     assert f"gesso train --resume {found.path}" in str(caught.value)
-    assert found.latest() == found.rows()[-1]["step"]
+    assert found.latest() == 0 and len(found.rows()) == 1
 
 
 def test_some_failed_scores_leave_the_batch_and_are_counted(
@@ -283,6 +286,36 @@ def test_a_full_disk_while_saving_loses_nothing(
     monkeypatch.setattr(safetensors.torch, "save_file", real)
     run.resume(tmp_path / "run", quiet=True)
     assert [row["step"] for row in found.rows()] == [0, 1, 2, 3, 4]
+
+
+def test_a_full_disk_anywhere_else_is_one_sentence_too(
+    recipe_data: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gesso.track import report
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    honest = RunFolder.append
+    monkeypatch.setattr(
+        RunFolder, "append", lambda self, row: full() if row["step"] == 2 else honest(self, row)
+    )
+    monkeypatch.setattr(report, "write", lambda path: full() if (path / "x").exists() else path)
+    with pytest.raises(StopRun, match=r"could not write to .* No space left .* is step 1; make"):
+        go(recipe_data, tmp_path / "run")
+    (tmp_path / "run" / "x").touch()  # now the report cannot be written either: same sentence
+    with pytest.raises(StopRun, match="could not write to"):
+        run.resume(tmp_path / "run", quiet=True)
+    monkeypatch.undo()
+    assert len(run.resume(tmp_path / "run", quiet=True).rows()) == 4
+
+
+def test_a_damaged_checkpoint_is_named(recipe_data: dict, tmp_path: Path) -> None:
+    finished = go(recipe_data, tmp_path / "run")
+    file = finished.checkpoints / "000003" / "learner.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(UserError, match=r"000003 cannot be read: .* remove that folder"):
+        run.resume(tmp_path / "run", quiet=True)
 
 
 def test_unquoted_prompts_are_skipped_and_reported(recipe_data: dict, tmp_path: Path) -> None:

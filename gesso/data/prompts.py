@@ -17,7 +17,7 @@ def read(path: str) -> list[Prompt]:
     "negative_prompt"; every other column goes along to the rewards."""
     file = resolve_path(path)
     if not file.is_file():
-        raise UserError(f"prompt file {path}: no such file")
+        raise UserError(f"prompt file {path}: {'a folder' if file.is_dir() else 'no such file'}")
     if file.suffix not in (".txt", ".jsonl"):
         raise UserError(
             f"prompt file {path}: expected .txt or .jsonl, found {file.suffix or 'none'}"
@@ -46,7 +46,9 @@ def _json_row(line: str, where: str) -> Prompt:
         raise UserError(f"{where}: not JSON: {error}") from error
     if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
         raise UserError(f'{where}: expected an object with a text "prompt", got {line[:60]}')
-    negative = row.pop("negative_prompt", "")
+    negative = row.pop("negative_prompt", None) or ""
+    if not isinstance(negative, str):
+        raise UserError(f'{where}: expected text as "negative_prompt", got {negative!r}')
     return Prompt(row.pop("prompt"), negative, row, where)
 
 

@@ -46,13 +46,18 @@ def load(reference: str, options: Mapping[str, Any]) -> Reward:
         raise UserError(f'reward "{reference}": expected "module:function", found no colon')
     try:
         found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f'reward "{reference}" cannot be imported: {error}') from error
+    except Exception as error:  # a module of the user's may fail in any way
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f'reward "{reference}" cannot be imported: {reason}') from error
     if isinstance(found, type) and issubclass(found, Strict):
         return parse(found, options, f"reward {reference}")  # type: ignore[return-value]
     if isinstance(found, type):
         _fits(found, reference, options)
-        made = found(**options)
+        try:
+            made = found(**options)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(f'reward "{reference}" cannot be made: {reason}') from error
         if not callable(getattr(made, "score", None)):
             raise UserError(f'reward "{reference}" has no method score(samples)')
         return made if callable(getattr(made, "unfit", None)) else FunctionReward(made.score, {})

@@ -51,8 +51,8 @@ class Ocr(Strict):
 
 def target_of(prompt: Prompt) -> str | None:
     """The column `target` where the row has one, else the first double-quoted span."""
-    if "target" in prompt.columns:
-        return str(prompt.columns["target"]) or None
+    if prompt.columns.get("target") is not None:
+        return str(prompt.columns["target"]).strip() or None
     found = _QUOTED.search(prompt.text)
     return found.group(1) if found and found.group(1).strip() else None
 

@@ -42,7 +42,10 @@ class RunFolder:
     @staticmethod
     def create(path: Path, config: Mapping[str, Any]) -> RunFolder:
         RunFolder.must_be_new(path)
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"run folder {path} cannot be made: {error}") from error
         run = RunFolder(path)
         run.write_config(config)
         return run
@@ -123,8 +126,10 @@ class RunFolder:
             )
             _write(aside / "state.json", json.dumps({"step": step, **meta}).encode())
             _flush(aside / "learner.safetensors")
-            shutil.rmtree(final, ignore_errors=True)
+            if final.exists():  # saved again: a name is never a half-deleted folder
+                os.replace(final, self.checkpoints / f".old-{step:06d}")
             os.replace(aside, final)
+            shutil.rmtree(self.checkpoints / f".old-{step:06d}", ignore_errors=True)
             _flush(self.checkpoints)
         except Exception as error:  # safetensors wraps a full disk in its own error type
             shutil.rmtree(aside, ignore_errors=True)
@@ -146,8 +151,14 @@ class RunFolder:
         from safetensors.torch import load_file
 
         folder = self.checkpoints / f"{step:06d}"
-        meta = json.loads((folder / "state.json").read_text())
-        return load_file(folder / "learner.safetensors"), meta
+        try:
+            meta = json.loads((folder / "state.json").read_text())
+            return load_file(folder / "learner.safetensors"), meta
+        except Exception as error:  # safetensors has an error type of its own
+            raise UserError(
+                f"checkpoint {folder} cannot be read: {error}; remove that folder to go on from "
+                "the one before it"
+            ) from error
 
     def _complete(self) -> list[int]:
         if not self.checkpoints.is_dir():

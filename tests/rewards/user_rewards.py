@@ -66,6 +66,13 @@ def details_differ(samples: Sequence[Sample]) -> list[Score]:
     return [Score(1.0 * i, {"odd": 1.0} if i % 2 else {"even": 2.0}) for i in range(len(samples))]
 
 
+def fails_on_training(samples: Sequence[Sample]) -> list[Score]:
+    return [
+        Score.failed("too dark") if s.prompt.where.startswith("train.txt") else Score(1.0)
+        for s in samples
+    ]
+
+
 class OnlyScores:
     """No `unfit`, no options, plain numbers: enough."""
 

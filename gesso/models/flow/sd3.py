@@ -123,7 +123,8 @@ def _round(size: int, factor: int) -> int:
 
 def _load_pipeline(path: str, dtype: torch.dtype) -> Any:
     folder = config.resolve_path(path)
-    looks_local = path.startswith((config.ZOO, ".", "/", "~")) or folder.exists()
+    is_hub_name = path.count("/") == 1 and not folder.parent.is_dir()
+    looks_local = path.startswith((config.ZOO, ".", "/", "~")) or not is_hub_name
     if looks_local and not (Path(folder) / "model_index.json").is_file():
         raise UserError(
             f'model.path = "{path}": expected a diffusers pipeline folder with model_index.json, '
