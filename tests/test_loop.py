@@ -17,7 +17,7 @@ import torch
 
 from gesso import build, run
 from gesso.track.run_folder import RunFolder
-from gesso.types import StopRun, UserError
+from gesso.types import Rollout, StopRun, UserError
 
 USER = "tests.rewards.user_rewards"
 NOT_TIMED = ("time/", "images_per_s")
@@ -213,12 +213,23 @@ def test_too_many_failed_scores_stop_the_run_and_save_it(recipe_data: dict, tmp_
 
 
 def test_some_failed_scores_leave_the_batch_and_are_counted(
-    recipe_data: dict, tmp_path: Path
+    recipe_data: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from gesso.learner.learner import Learner
+
+    trained_on: list[int] = []
+    honest = Learner.update
+
+    def update(self: Learner, rollout: Rollout, step: int) -> dict[str, float]:
+        trained_on.append(len(rollout.samples))
+        return honest(self, rollout, step)
+
+    monkeypatch.setattr(Learner, "update", update)
     recipe_data |= {"reward": [{"name": f"{USER}:some_fail"}], "max_failed": 0.9}
     finished = go(recipe_data, tmp_path / "run")
     rows = finished.rows()[1:]
     assert sum(row["failed"] for row in rows) > 0
+    assert trained_on == [6 - row["failed"] for row in rows]  # never as a number
     assert all(row["update/grad_norm"] is not None for row in rows)
     assert "too dark" in (tmp_path / "run" / "log.txt").read_text()
 
