@@ -1,89 +1,148 @@
-"""Readers for the prompt files users already have → Prompt, and which prompts a step uses."""
+"""Which prompts there are and which of them a step uses."""
 
 from __future__ import annotations
 
+import bisect
 import functools
-import json
+import itertools
+import math
 import random
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from fractions import Fraction
 
-from gesso.config import resolve_path
+from gesso.config import Data, Source
+from gesso.data.readers import read, weight_of
 from gesso.types import Prompt, UserError, seed_of
 
 
-def read(path: str) -> list[Prompt]:
-    """`.txt`: a prompt a line. `.jsonl`: an object a line with "prompt", optionally
-    "negative_prompt"; every other column goes along to the rewards."""
-    file = resolve_path(path)
-    if not file.is_file():
-        raise UserError(f"prompt file {path}: {'a folder' if file.is_dir() else 'no such file'}")
-    if file.suffix not in (".txt", ".jsonl"):
-        raise UserError(
-            f"prompt file {path}: expected .txt or .jsonl, found {file.suffix or 'none'}"
-        )
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise UserError(f"prompt file {path} is not UTF-8 text: {error}") from error
-    row = _text_row if file.suffix == ".txt" else _json_row
-    prompts = [
-        row(line, f"{Path(path).name}:{i}") for i, line in enumerate(lines, 1) if line.strip()
-    ]
-    if not prompts:
-        raise UserError(f"prompt file {path} is empty; write one prompt a line")
-    return prompts
+@dataclass(frozen=True)
+class Part:
+    """The prompts of one source, and how often they are drawn relative to the other sources."""
+
+    prompts: Sequence[Prompt]
+    weight: float = 1.0
 
 
-def _text_row(line: str, where: str) -> Prompt:
-    return Prompt(line.strip(), where=where)
+@dataclass(frozen=True)
+class Loaded:
+    """What a recipe's `data` names, without the prompts that cannot be scored."""
+
+    train: Sequence[Part]
+    held_out: Sequence[Prompt]  # the sets in turn, so that the first few hold some of each
+    notes: Sequence[str]  # to be told before the run
 
 
-def _json_row(line: str, where: str) -> Prompt:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not JSON: {error}") from error
-    if not isinstance(row, dict) or not isinstance(row.get("prompt"), str):
-        raise UserError(f'{where}: expected an object with a text "prompt", got {line[:60]}')
-    negative = row.pop("negative_prompt", None) or ""
-    if not isinstance(negative, str):
-        raise UserError(f'{where}: expected text as "negative_prompt", got {negative!r}')
-    return Prompt(row.pop("prompt"), negative, row, where)
+def load(data: Data, unfit: Callable[[Prompt], str | None]) -> Loaded:
+    notes: list[str | None] = []
+
+    def prompts_of(source: Source) -> list[Prompt]:
+        kept, note = fit(read(source), unfit, source.path)
+        notes.append(note)
+        return kept
+
+    train = [Part(prompts_of(source), source.weight) for source in data.train]
+    held_out = in_turn([prompts_of(source) for source in data.eval])
+    notes.append(overlap([p for part in train for p in part.prompts], held_out))
+    return Loaded(train, held_out, [note for note in dict.fromkeys(notes) if note])
 
 
 def fit(
     prompts: Sequence[Prompt], unfit: Callable[[Prompt], str | None], path: str
 ) -> tuple[list[Prompt], str | None]:
     """The prompts the rewards can score, and a sentence about those they cannot."""
-    reasons = [(p, reason) for p in prompts if (reason := unfit(p))]
-    kept = [p for p in prompts if not unfit(p)]
-    if not reasons:
+    asked = [(p, unfit(p)) for p in prompts]
+    kept = [p for p, reason in asked if not reason]
+    if len(kept) == len(prompts):
         return kept, None
-    first, reason = reasons[0]
+    first, reason = next((p, reason) for p, reason in asked if reason)
     example = f"the first is {first.where}: {reason}: {first.text[:60]}"
     if not kept:
         raise UserError(f"no prompt of {path} can be scored, so nothing is left; {example}")
-    note = f"{len(reasons)} of {len(prompts)} prompts of {path} cannot be scored and are skipped; "
+    unscored = len(prompts) - len(kept)
+    note = f"{unscored} of {len(prompts)} prompts of {path} cannot be scored and are skipped; "
     return kept, note + example
 
 
-class Stream:
-    """Batch i is a pure function of (seed, i): an endless row of shuffled passes over the data."""
+def in_turn(sets: Sequence[Sequence[Prompt]]) -> list[Prompt]:
+    """One prompt of each set, then the next of each; a set that has ended is passed over."""
+    rounds = itertools.zip_longest(*sets)
+    return [prompt for turn in rounds for prompt in turn if prompt is not None]
 
-    def __init__(self, prompts: Sequence[Prompt], seed: int) -> None:
-        self.prompts = prompts
+
+def overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> str | None:
+    """A sentence about held-out prompts that are trained on as well."""
+    trained = {p.text for p in train}
+    both = [p for p in held_out if p.text in trained]
+    if not both:
+        return None
+    return (
+        f"{len(both)} of {len(held_out)} held-out prompts are also trained on, so the held-out "
+        f"reward says less about new ones; the first is {both[0].where}: {both[0].text[:60]}"
+    )
+
+
+class Stream:
+    """Batch i is a pure function of (seed, i), at the same cost for every i.
+
+    Sources take turns by weight, without chance: the k-th prompt (k = 0, 1, …) of a source whose
+    share of the weights is p is due at (k + ½)/p, and what is due first comes first (Webster's
+    method; stride scheduling). So each source's count is at every moment its share, to within a
+    prompt or so. Each source is an endless row of shuffled passes over its prompts.
+    """
+
+    def __init__(self, parts: Sequence[Part], seed: int) -> None:
+        self.parts = parts
         self.seed = seed
-        self._order = functools.lru_cache(maxsize=2)(self._shuffled)
+        total = sum(Fraction(part.weight) for part in parts)
+        self._strides = [total / Fraction(part.weight) for part in parts]  # 1/p
+        self._weights = [[weight_of(p) for p in part.prompts] for part in parts]
+        self._order = functools.lru_cache(maxsize=2 * len(parts))(self._pass)
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        return [prompt for part in self.parts for prompt in part.prompts]
 
     def batch(self, i: int, size: int) -> list[Prompt]:
-        return [self._at(position) for position in range(i * size, (i + 1) * size)]
+        return [self._at(source, k) for source, k in self._turns(i * size, size)]
 
-    def _at(self, position: int) -> Prompt:
-        turn, place = divmod(position, len(self.prompts))
-        return self.prompts[self._order(turn)[place]]
+    def _turns(self, first: int, size: int) -> list[tuple[int, int]]:
+        """(source, its k) at the positions first … first + size − 1."""
+        half = Fraction(1, 2)
+        # Fewer than moment + sources/2 prompts are due before a moment: this one is early enough.
+        moment = max(0, first - len(self.parts))
+        given = [max(0, math.ceil(moment / stride - half)) for stride in self._strides]
+        turns = []
+        for position in range(sum(given), first + size):
+            due = [(k + half) * stride for k, stride in zip(given, self._strides, strict=True)]
+            source = due.index(min(due))
+            if position >= first:
+                turns.append((source, given[source]))
+            given[source] += 1
+        return turns
 
-    def _shuffled(self, turn: int) -> list[int]:
-        order = list(range(len(self.prompts)))
-        random.Random(seed_of(self.seed, "data", turn)).shuffle(order)
+    def _at(self, source: int, k: int) -> Prompt:
+        prompts = self.parts[source].prompts
+        turn, place = divmod(k, len(prompts))
+        return prompts[self._order(source, turn)[place]]
+
+    def _pass(self, source: int, turn: int) -> list[int]:
+        """Rows of one pass over a source: each once, or by weight where rows have weights."""
+        # The first source is seeded as when there was but one: old runs resume to the bit.
+        parts = (self.seed, "data", turn, source) if source else (self.seed, "data", turn)
+        start = random.Random(seed_of(*parts, "rows")).random()
+        order = pass_by_weight(self._weights[source], start)
+        random.Random(seed_of(*parts)).shuffle(order)
         return order
+
+
+def pass_by_weight(weights: Sequence[float], start: float) -> list[int]:
+    """n draws out of n rows, in row order: row i comes ⌊n·pᵢ⌋ or ⌈n·pᵢ⌉ times, pᵢ its share of the
+    weights, and n·pᵢ times on average over `start` in [0, 1) (systematic sampling, Madow 1949).
+    Equal weights: every row once."""
+    n = len(weights)
+    if min(weights) == max(weights):
+        return list(range(n))
+    scale = n / math.fsum(weights)
+    ends = [end * scale for end in itertools.accumulate(weights)]
+    return [min(bisect.bisect_right(ends, start + k), n - 1) for k in range(n)]
