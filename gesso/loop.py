@@ -12,11 +12,13 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from gesso.cluster.local import Local, Pending, Timing
 from gesso.config import Recipe
+from gesso.formulas.diversity import within_groups
+from gesso.health import Facts, Health, self_test
 from gesso.learner.learner import Learner
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Rollout, Score, StopRun, Which
@@ -45,14 +47,24 @@ class Loop:
     after_eval: Callable[[], object] = lambda: None
     _spent: float = 0.0  # seconds, over all sittings of the run
     _skipped: int = 0  # iterations in a row without any update
-    _warned_of_floor: bool = False
+    _tested: bool = False  # whether this sitting has compared sampling with replay
+    _health: Health = field(init=False)
+
+    def __post_init__(self) -> None:
+        algorithm = self.learner.algorithm
+        held_out = len(self.eval_prompts)
+        self._health = Health(
+            Facts.of(self.recipe, algorithm.clip_range, algorithm.updates, held_out)
+        )
 
     def train(self) -> None:
         """From the newest checkpoint (0 when fresh) to the last step, or to the first stop."""
         self.watcher.phase("starting")
         step = self._restore()
         self.watcher.start(step)
-        self._spent = sum(row["time/step"] for row in self.run.rows())
+        for row in self.run.rows():
+            self._spent += row["time/step"]
+            self._health.feed(row)
         if step == 0:
             self._record({"step": 0}, time.perf_counter(), evaluate=True)
         pending: deque[Pending] = deque()
@@ -85,8 +97,8 @@ class Loop:
         self.watcher.phase("updating")
         metrics |= self.learner.update(rollout, step)
         self.cluster.sampler.load(self.learner.weights(), step + 1)
-        if age == 0:
-            self._watch_noise_floor(metrics)
+        if age == 0 and not self._tested:
+            self._self_test(metrics)
         metrics |= {f"time/{name}": value for name, value in asdict(timing).items()}
         speed = len(rollout.samples) / (time.perf_counter() - started)
         return {"step": step + 1, **metrics, "age": age, "images_per_s": speed}
@@ -112,8 +124,14 @@ class Loop:
         row["time/step"] = time.perf_counter() - started
         self._spent += row["time/step"]
         row["time/total"] = self._spent
-        self.run.append({key: _plain(value) for key, value in row.items()})
+        written = {key: _plain(value) for key, value in row.items()}
+        news = self._health.feed(written)
+        row["health"] = self._health.active
+        self.run.append(written | {"health": row["health"]})
         self.watcher.row(row)
+        for symptom in news:
+            text = f"step {row['step']}: warning ({symptom.kind}): {symptom.text}"
+            self._tell(text, again=False)
         if evaluate:
             self.after_eval()
 
@@ -144,9 +162,13 @@ class Loop:
         }
         values = [s.value for s in rollout.scores if s.ok and s.value is not None]
         spread = statistics.pstdev(values) if values else float("nan")
+        best = max(values, default=float("nan"))
         return means | {
             "reward/std": spread,
+            "reward/max": best,
+            "reward/at_max": values.count(best) / len(values) if values else float("nan"),
             "failed": float(len(rollout.scores) - len(values)),
+            "diversity": within_groups(rollout.trace.clean, rollout.group),
         }
 
     def _drop_failed(self, rollout: Rollout, step: int) -> Rollout:
@@ -181,20 +203,23 @@ class Loop:
                 f"{self.recipe.optimizer.lr:g} or another dtype than {self.recipe.model.dtype}"
             )
 
-    def _watch_noise_floor(self, update: Mapping[str, float]) -> None:
-        """On-policy, before the first optimizer step, the ratio is 1 but for rounding. A clip range
-        under that floor clips noise; told once."""
-        gap = update.get("update/first_abs_dlogp_max", 0.0)
-        clip = self.learner.algorithm.clip_range
-        if clip is not None and clip < gap and not self._warned_of_floor:
-            self._warned_of_floor = True
-            self._tell(
-                f"algorithm.clip = {clip:g} lies under the noise floor of the ratio, {gap:.1e}: "
-                "rounding alone clips; raise clip or use float32"
-            )
+    def _self_test(self, update: Mapping[str, float]) -> None:
+        """On-policy, before the first optimizer step, replay must give what sampling gave. Told
+        once a sitting; where it plainly does not, the run ends before anything is saved."""
+        verdict = self_test(update, self._health.facts)
+        if verdict is None:
+            return
+        self._tested = True
+        if verdict.broken:
+            self.run.note(verdict.text)
+            raise StopRun(verdict.text)
+        self._tell(verdict.text)
 
-    def _tell(self, text: str) -> None:
-        self.run.note(text)
+    def _tell(self, text: str, again: bool = True) -> None:
+        """`again`: also into a log that has this note already, since a resumed run repeats the
+        steps after its checkpoint."""
+        if again or not self.run.noted(text):
+            self.run.note(text)
         self.watcher.note(text)
 
 

@@ -95,7 +95,7 @@ class Console:
         key = held_out_key(row)
         named = [("reward", "reward"), (key, "held-out")]
         figures = [f"{name} {short(row[key])}" for key, name in named if key in row]
-        figures += [*_update(row), *_speed(row)]
+        figures += [*_update(row), *_speed(row), *_health(row)]
         return figures + ([f"{clock(self.left)} left"] if self.left is not None else [])
 
     def _print(self, text: str) -> None:
@@ -124,6 +124,8 @@ class Console:
             table.add_row("update", "  ".join(_update(self.last)))
         if _speed(self.last):
             table.add_row("speed", "  ".join(_speed(self.last)))
+        if _health(self.last):
+            table.add_row("health", *_health(self.last))
         return Group(bar, table, Text(end) if end else Spinner("dots", self.doing))
 
 
@@ -175,3 +177,8 @@ def _update(row: Mapping[str, Any]) -> list[str]:
 def _speed(row: Mapping[str, Any]) -> list[str]:
     figures = [f"{row['images_per_s']:.1f} img/s"] if "images_per_s" in row else []
     return figures + ([f"{row['failed']:g} failed"] if row.get("failed") else [])
+
+
+def _health(row: Mapping[str, Any]) -> list[str]:
+    """Warnings that hold; what they mean was told in a note, and docs/health.md has it."""
+    return [f"! {', '.join(row['health'])}"] if row.get("health") else []

@@ -121,7 +121,13 @@ def curves(rows: Sequence[Row]) -> str:
 def details(rows: Sequence[Row]) -> str:
     keys = set[str]().union(*rows)
     span = (rows[0]["step"], rows[-1]["step"]) if rows else (0, 0)
-    small = [*(f"update/{k}" for k in DETAILS.split()), "advantage/flat_groups", "images_per_s"]
+    small = [
+        *(f"update/{k}" for k in DETAILS.split()),
+        "advantage/flat_groups",
+        "reward/at_max",
+        "diversity",
+        "images_per_s",
+    ]
     small += sorted(key for key in keys if key.startswith("time/") and key != "time/total")
     rest = "".join(chart(key, {"": series(rows, key)}, span, SMALL) for key in small)
     return f'<h2>Details</h2><div class="small">{rest}</div>'

@@ -84,6 +84,12 @@ class RunFolder:
         with (self.path / "log.txt").open("a", encoding="utf-8") as file:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
+    def noted(self, text: str) -> bool:
+        """Whether log.txt has exactly this note, of any time."""
+        file = self.path / "log.txt"
+        lines = file.read_text("utf-8").splitlines() if file.exists() else []
+        return any(line.split(" ", 2)[2:] == [text] for line in lines)
+
     def save_samples(self, step: int, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
         from PIL import Image
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 
 import pytest
 import rich.console
@@ -57,6 +58,23 @@ def test_plain_leaves_absent_and_empty_values_out() -> None:
     console, file = plain()
     console.row({"step": 1, "reward": None, "update/drift": 0.00123})
     assert file.getvalue() == "step 1/20  drift 0.00123\n"
+
+
+def test_warnings_that_hold_are_named() -> None:
+    console, file = plain()
+    console.row({"step": 1, "reward": 0.5, "health": []})
+    console.row({"step": 2, "reward": 0.5, "health": ["flat-groups", "diversity"]})
+    assert file.getvalue().splitlines() == [
+        "step 1/20  reward .50",
+        "step 2/20  reward .50  ! flat-groups, diversity",
+    ]
+    live, _ = terminal(width=50)
+    with live:
+        live.start(0)
+        live.row({"step": 1, "reward": 0.5, "health": []})
+        assert "health" not in live.out.export_text()
+        live.row({"step": 2, "reward": 0.5, "health": ["flat-groups", "diversity"]})
+    assert re.search(r"health +! flat-groups, diversity\n", live.out.export_text())
 
 
 def test_a_row_that_is_not_a_number_is_shown_as_such() -> None:

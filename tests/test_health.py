@@ -1,0 +1,405 @@
+"""Warnings: each kind with rows that must raise it and rows that only nearly do; told once; the
+same after a resume; and all of it through the real loop."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gesso import build, run
+from gesso.health import AWAY, CHECKS, Facts, Health, Symptom, self_test
+from gesso.track.run_folder import RunFolder
+from gesso.types import StopRun
+
+ROOT = Path(__file__).parent.parent
+USER = "tests.rewards.user_rewards"
+FACTS = Facts(
+    clip=1e-4,
+    updates=1,
+    dtype="float32",
+    held_out=100,
+    watched=("eval/reward", "eval/ocr", "eval/ocr/exact"),
+)
+Row = dict[str, Any]
+
+
+def healthy(step: int) -> Row:
+    """A row as a good on-policy run writes it; it learns, and evaluates every 5 steps."""
+    row: Row = {"step": step}
+    if step % 5 == 0:
+        row |= {"eval/reward": 0.5 + 0.005 * step, "eval/ocr/exact": 0.3 + 0.005 * step}
+    if step == 0:
+        return row
+    return row | {
+        "reward": 0.5 + 0.005 * step,
+        "reward/std": 0.3,
+        "reward/max": 1.0,
+        "reward/at_max": 0.4,
+        "advantage/flat_groups": 0.1,
+        "diversity": 0.8,
+        "update/ratio": 1.0,
+        "update/clipped": 0.0,
+        "update/abs_dlogp": 2e-8,
+        "update/first_abs_dlogp_max": 1e-7,
+        "age": 0,
+    }
+
+
+def history(steps: int, **changes: Callable[[int], Any]) -> list[Row]:
+    """Healthy rows 0 … steps, some figures of the training rows changed: `reward__std` is
+    `reward/std`. Changes of eval figures go to the rows that have one."""
+    rows = [healthy(step) for step in range(steps + 1)]
+    for row in rows:
+        for name, change in changes.items():
+            key = name.replace("__", "/")
+            if (row["step"] % 5 == 0) if key.startswith("eval/") else row["step"] > 0:
+                row[key] = change(row["step"])
+    return rows
+
+
+def always(value: Any) -> Callable[[int], Any]:
+    return lambda step: value
+
+
+def told(rows: list[Row], facts: Facts = FACTS) -> list[tuple[int, Symptom]]:
+    health = Health(facts)
+    return [(row["step"], symptom) for row in rows for symptom in health.feed(row)]
+
+
+def kinds(rows: list[Row], facts: Facts = FACTS) -> list[str]:
+    return [symptom.kind for _, symptom in told(rows, facts)]
+
+
+def only(rows: list[Row], facts: Facts = FACTS) -> tuple[int, str, str]:
+    """Step, kind and text of the one warning."""
+    ((step, symptom),) = told(rows, facts)
+    return step, symptom.kind, symptom.text
+
+
+def with_facts(**changes: Any) -> Facts:
+    return Facts(**({name: getattr(FACTS, name) for name in FACTS.__annotations__} | changes))
+
+
+def test_a_healthy_run_is_silent() -> None:
+    assert told(history(60)) == []
+
+
+def test_clip_under_floor() -> None:
+    step, kind, text = only(history(40, update__first_abs_dlogp_max=always(2e-4)))
+    assert (step, kind) == (1, "clip-under-floor")
+    assert "algorithm.clip = 0.0001 lies under the noise floor of the ratio, 2.0e-04" in text
+    assert kinds(history(40, update__first_abs_dlogp_max=always(1e-4))) == []
+    old = history(40, update__first_abs_dlogp_max=always(2e-4), age=always(1))
+    assert kinds(old) == []  # the policy has moved: that is no floor
+    assert kinds(history(9, update__first_abs_dlogp_max=always(1.0)), with_facts(clip=None)) == [
+        "ratio-not-one"
+    ]
+
+
+def test_ratio_not_one() -> None:
+    step, kind, text = only(history(40, update__first_abs_dlogp_max=lambda s: 0.02 * (s == 7)))
+    assert (step, kind) == (7, "ratio-not-one") and "differ by up to 0.02" in text
+    rows = history(40, update__first_abs_dlogp_max=always(0.02))
+    assert kinds(rows, with_facts(clip=0.2, dtype="bfloat16")) == []
+    assert kinds(history(40, update__first_abs_dlogp_max=always(0.5), age=always(1))) == []
+
+
+def test_flat_groups() -> None:
+    step, kind, text = only(history(40, advantage__flat_groups=always(0.75)))
+    assert (step, kind) == (5, "flat-groups") and "in 75% of the groups" in text
+    assert kinds(history(40, advantage__flat_groups=always(0.5))) == []
+    noisy = history(40, advantage__flat_groups=lambda s: 1.0 if s % 5 in (1, 3) else 0.2)
+    assert kinds(noisy) == []  # two bad steps of five
+
+
+def test_a_constant_reward_is_flat_and_not_saturated() -> None:
+    rows = history(
+        20,
+        reward=always(0.5),
+        reward__std=always(0.0),
+        reward__max=always(0.5),
+        reward__at_max=always(1.0),
+        advantage__flat_groups=always(1.0),
+    )
+    assert only(rows)[:2] == (5, "flat-groups")
+
+
+def test_saturated() -> None:
+    flat = {"advantage__flat_groups": lambda s: 0.6 if s > 10 else 0.0}
+    top = {"reward__at_max": lambda s: 0.95 if s > 10 else 0.4}
+    step, kind, text = only(history(40, **flat, **top))
+    assert (step, kind) == (13, "saturated")
+    assert "95% of the samples have the largest reward of the run, 1, and in 60% of" in text
+    assert kinds(history(40, **top)) == []  # the groups still differ: it goes on learning
+    assert kinds(history(40, **flat, reward__at_max=always(0.7))) == ["flat-groups"]
+    below = history(40, **flat, **top, reward__max=lambda s: 1.0 if s < 5 else 0.8)
+    assert kinds(below) == ["flat-groups"]  # equal rewards, but better ones have been seen
+
+
+def test_old_samples() -> None:
+    late = {"age": always(1), "update__abs_dlogp": always(6e-4)}
+    step, kind, text = only(history(40, **late, update__clipped=always(0.38)))
+    assert (step, kind) == (5, "old-samples")
+    assert "1 update old and 38% of their terms" in text and "moved by 6.0e-04" in text
+    assert kinds(history(40, **late, update__clipped=always(0.2))) == []
+    assert kinds(history(40, update__clipped=always(0.38))) == []  # on-policy, updates = 1
+
+
+def test_clipping_most() -> None:
+    """Of two optimizer steps the first cannot clip: a share of .3 is 60% of the second."""
+    rows = history(40, update__clipped=always(0.3), update__abs_dlogp=always(1e-3))
+    step, kind, text = only(rows, with_facts(updates=2))
+    assert (step, kind) == (5, "clipping-most")
+    assert "after the first of 2 optimizer steps 60% of the terms" in text
+    assert kinds(rows, with_facts(updates=8)) == []
+    assert kinds(history(40, update__clipped=always(0.17)), with_facts(updates=2)) == []
+    assert kinds(history(40, age=always(1), update__clipped=always(0.24)), FACTS) == []
+
+
+def test_diversity() -> None:
+    step, kind, text = only(history(40, diversity=lambda s: 0.8 * 0.9**s))
+    assert kind == "diversity" and 13 <= step <= 18
+    assert re.search(r"lie 0\.\d+ apart, 2\d% of the 0\.\d+ at the start", text)
+    assert kinds(history(40, diversity=lambda s: max(0.8 * 0.9**s, 0.25))) == []
+    assert kinds(history(40, diversity=lambda s: 0.8 if s % 7 else 0.01)) == []
+    assert kinds(history(40, diversity=always(None))) == []  # groups of one
+    assert kinds(history(40, diversity=always(0.01))) == []  # so from the start
+
+
+def falling(step: int) -> float:
+    return 0.6 if step <= 10 else 0.6 - 0.012 * (step - 10)
+
+
+def test_reward_hacking() -> None:
+    step, kind, text = only(history(40, eval__reward=falling, eval__ocr__exact=always(0.5)))
+    assert (step, kind) == (20, "reward-hacking")
+    assert "since step 5 the training reward rose from 0.54 to 0.59" in text
+    assert "held-out eval/reward fell from 0.6 to 0.51" in text
+    _, kind, text = only(history(40, eval__ocr__exact=falling))
+    assert kind == "reward-hacking" and "eval/ocr/exact fell from 0.57 to 0.45" in text
+
+
+def test_what_is_no_reward_hacking() -> None:
+    both = history(40, eval__reward=falling, reward=falling)
+    assert kinds(both) == []  # a collapse, but no hacking
+    small = history(40, eval__reward=lambda s: 0.6 - 0.003 * max(0, s - 10))
+    assert kinds(small) == []  # .045 over 15 steps: within two standard errors, .06
+    wobble = history(40, eval__reward=lambda s: 0.6 - 0.1 * (s % 10 == 5))
+    assert kinds(wobble) == []
+    assert kinds(history(40, eval__failed=falling, eval__ocr__longer=falling)) == []
+    three = history(15, eval__reward=lambda s: 0.9 - 0.05 * s, eval__ocr__exact=always(0.5))
+    assert kinds(three[:-1]) == [] and kinds(three) == ["reward-hacking"]  # the fourth evaluation
+
+
+def test_a_figure_without_known_spread_must_give_back_a_quarter_of_its_range() -> None:
+    def kilobytes(step: int) -> float:
+        return -4.0 + 0.2 * min(step, 20) - 0.02 * max(0, step - 20)
+
+    facts = with_facts(watched=("eval/reward", "eval/jpeg"))
+    assert kinds(history(60, eval__jpeg=kilobytes), facts) == []
+    steeper = history(60, eval__jpeg=lambda s: kilobytes(s) - 0.1 * max(0, s - 20))
+    assert kinds(steeper, facts) == ["reward-hacking"]
+
+
+def test_told_once_until_it_has_been_away() -> None:
+    def flat(step: int) -> float:
+        return 0.9 if step < 30 or 35 <= step < 50 or step >= 80 else 0.0
+
+    steps = [step for step, _ in told(history(100, advantage__flat_groups=flat))]
+    assert steps == [5, 82]  # gone for a few rows is not gone
+    assert AWAY < 82 - 52
+    health = Health(FACTS)
+    active = []
+    for row in history(100, advantage__flat_groups=flat):
+        health.feed(row)
+        active.append(health.active)
+    assert active[4] == [] and active[5] == active[29] == ["flat-groups"]
+    assert active[60] == [] and active[90] == ["flat-groups"]
+
+
+def test_rebuilt_from_its_rows_it_is_where_it_was() -> None:
+    rows = history(
+        60,
+        advantage__flat_groups=lambda s: 0.9 * (s % 40 < 12),
+        diversity=lambda s: 0.8 * 0.93**s,
+        eval__reward=falling,
+        update__first_abs_dlogp_max=lambda s: 1e-3 if s % 30 == 2 else None,
+    )
+    whole = told(rows)
+    assert {s.kind for _, s in whole} >= {"flat-groups", "diversity", "reward-hacking"}
+    for cut in range(len(rows)):
+        health = Health(FACTS)
+        for row in json.loads(json.dumps(rows[:cut])):  # as metrics.jsonl has them
+            health.feed(row)
+        rest = [(row["step"], symptom) for row in rows[cut:] for symptom in health.feed(row)]
+        assert rest == [pair for pair in whole if pair[0] >= cut]
+
+
+def test_what_is_watched(recipe_data: dict) -> None:
+    recipe_data["reward"] = [
+        {"name": "ocr"},
+        {"name": f"{USER}:brightness", "weight": 0.0},
+        {"name": "jpeg-compressibility", "weight": -1.0},
+    ]
+    facts = Facts.of(build.recipe_from(recipe_data), 0.2, 1, 3)
+    assert "jpeg" not in " ".join(facts.watched)
+    assert {"eval/reward", "eval/ocr", "eval/ocr/exact", f"eval/{USER}:brightness"} <= set(
+        facts.watched
+    )
+
+
+@pytest.mark.parametrize(
+    ("gap", "mean", "dtype", "verdict"),
+    [
+        (1.2e-7, 1e-8, "float32", "at most 1.2e-07, clip 0.0001: fine"),
+        (1e-3, 1e-4, "float32", "at most 1.0e-03, clip 0.0001: that is too much"),
+        (0.5, 1e-4, "float32", "that is too much"),  # one term: a warning, no reason to stop
+        (1e-7, 0.5, "float32", "fine"),  # a later optimizer step moved far: not the replay's fault
+        (0.05, 0.02, "bfloat16", "that is too much"),
+        (0.05, 0.02, "float32", None),
+        (0.5, 0.2, "bfloat16", None),
+    ],
+)
+def test_self_test(gap: float, mean: float, dtype: str, verdict: str | None) -> None:
+    row = {"update/first_abs_dlogp_max": gap, "update/abs_dlogp": mean}
+    result = self_test(row, with_facts(dtype=dtype))
+    assert result is not None and result.broken == (verdict is None)
+    assert (verdict or f"differ by {mean:g} on average and up to {gap:g}") in result.text
+
+
+def test_self_test_waits_for_log_probs() -> None:
+    assert self_test({"update/drift": 0.1}, FACTS) is None
+    nothing = {"update/first_abs_dlogp_max": float("nan"), "update/abs_dlogp": float("nan")}
+    assert self_test(nothing, FACTS) is None
+
+
+def rows_of(name: str) -> list[Row]:
+    text = (Path(__file__).parent / "rows" / name).read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_real_demo_run_is_silent() -> None:
+    """`gesso train demo steps=40 eval.prompts=64 eval.every=5` on a CPU."""
+    assert kinds(rows_of("demo.jsonl"), with_facts(held_out=64)) == []
+
+
+def test_a_real_demo_run_at_lag_one_is_warned_of() -> None:
+    """The same with `lag=1 steps=20`: held-out reward .646 → .671, where lag 0 gives .933."""
+    step, kind, _ = only(rows_of("demo_lag1.jsonl"), with_facts(held_out=64))
+    assert (step, kind) == (6, "old-samples")
+
+
+def go(data: dict, folder: Path) -> RunFolder:
+    return run.train(build.recipe_from(data), folder=folder, quiet=True)
+
+
+def notes(folder: Path, word: str = "") -> list[str]:
+    """Notes with `word`, without date and time."""
+    lines = (folder / "log.txt").read_text().splitlines()
+    return [line.split(" ", 2)[2] for line in lines if word in line]
+
+
+def test_every_sitting_tests_itself(recipe_data: dict, tmp_path: Path) -> None:
+    go(recipe_data | {"steps": 2}, tmp_path / "run")
+    run.resume(tmp_path / "run", quiet=True, steps=3)
+    first, second = notes(tmp_path / "run", "self-test")
+    pattern = r"self-test: replay differs from sampling by at most \d\.\de[-+]\d+, clip 0.2: fine"
+    assert re.fullmatch(pattern, first) and re.fullmatch(pattern, second)
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "self-test: replay differs" in page and "<figcaption>diversity " in page
+
+
+def test_an_algorithm_without_log_probs_has_nothing_to_test(
+    recipe_data: dict, tmp_path: Path
+) -> None:
+    recipe_data["algorithm"] = {
+        "name": "diffusion-nft", "group": 3, "steps": 4, "times": 2, "updates": 1,
+    }  # fmt: skip
+    rows = go(recipe_data, tmp_path / "run").rows()
+    assert not notes(tmp_path / "run", "self-test")
+    assert all(row["health"] == [] for row in rows) and all(r["diversity"] > 0 for r in rows[1:])
+
+
+def test_rows_have_what_proves_a_run(recipe_data: dict, tmp_path: Path) -> None:
+    row = go(recipe_data | {"steps": 1}, tmp_path / "run").rows()[1]
+    for name in ("ratio", "clipped", "abs_dlogp", "abs_dlogp_max", "first_abs_dlogp_max"):
+        assert isinstance(row[f"update/{name}"], float)
+    for key in ("update/grad_norm", "advantage/flat_groups", "age", "diversity", "reward/at_max"):
+        assert isinstance(row[key], (int, float))
+    assert row["reward/at_max"] == pytest.approx(1 / 6) and row["reward/max"] >= row["reward"]
+
+
+def test_replay_that_disagrees_stops_the_run(
+    recipe_data: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gesso.formulas.flow_steps import Transition
+
+    honest = Transition.logp
+    go(recipe_data | {"steps": 1}, tmp_path / "run")
+    monkeypatch.setattr(
+        Transition, "logp", lambda self, x: honest(self, x) + 0.5 * torch.is_grad_enabled()
+    )
+    with pytest.raises(StopRun, match=r"replay disagree: .* differ by 0\.5 on average") as told:
+        run.resume(tmp_path / "run", quiet=True, steps=3)
+    found = RunFolder.open(tmp_path / "run")
+    assert found.latest() == 1 and len(found.rows()) == 2  # as it was before
+    assert notes(found.path)[-1] == str(told.value)
+
+
+def test_a_clip_far_under_the_floor_is_a_warning(
+    recipe_data: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gesso.formulas.flow_steps import Transition
+
+    honest = Transition.logp
+    monkeypatch.setattr(
+        Transition, "logp", lambda self, x: honest(self, x) + 2e-3 * torch.is_grad_enabled()
+    )
+    recipe_data["algorithm"]["clip"] = 1e-5
+    rows = go(recipe_data, tmp_path / "run").rows()
+    assert [row["health"] for row in rows] == [[], *[["clip-under-floor"]] * 3]
+    test, warning = notes(tmp_path / "run")[-2:]
+    assert "at most 2.0e-03, clip 1e-05: that is too much" in test
+    assert warning.startswith("step 1: warning (clip-under-floor): algorithm.clip = 1e-05 lies")
+
+
+def test_a_constant_reward_through_kill_and_resume(recipe_data: dict, tmp_path: Path) -> None:
+    recipe_data |= {"steps": 7, "reward": [{"name": f"{USER}:OnlyScores"}]}
+    recipe_data |= {"save": {"every": 4, "keep": 9}}
+    recipe_data["eval"] |= {"every": 0}
+    whole = go(recipe_data, tmp_path / "whole")
+    expected = [[]] * 5 + [["flat-groups"]] * 3
+    assert [row["health"] for row in whole.rows()] == expected
+    (warning,) = notes(whole.path, "warning")
+    assert warning.startswith("step 5: warning (flat-groups): in 100% of the groups")
+
+    shutil.copytree(whole.path, tmp_path / "killed")
+    shutil.rmtree(tmp_path / "killed" / "checkpoints" / "000007")  # as if killed in step 7
+    again = run.resume(tmp_path / "killed", quiet=True)
+    assert [row["health"] for row in again.rows()] == expected
+    assert notes(again.path, "warning") == [warning]  # repeated steps are not told twice
+
+    go(recipe_data | {"steps": 6}, tmp_path / "further")
+    further = run.resume(tmp_path / "further", quiet=True, steps=7)
+    assert [row["health"] for row in further.rows()] == expected
+    assert notes(further.path, "warning") == [warning]
+
+
+def test_the_page_explains_every_kind_in_three_lines() -> None:
+    text = (ROOT / "docs" / "health.md").read_text(encoding="utf-8")
+    sections = re.findall(r"^### `([a-z-]+)`\n\n(.*?)(?=\n#|\Z)", text, re.DOTALL | re.MULTILINE)
+    assert [kind for kind, _ in sections] == list(CHECKS)
+    for kind, body in sections:
+        lines = body.strip().splitlines()
+        assert [line.split(":")[0] for line in lines] == [
+            "- **Seen**",
+            "- **Means**",
+            "- **Do**",
+        ], kind
