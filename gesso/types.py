@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -81,27 +81,51 @@ class Score:
 
 @dataclass(frozen=True)
 class Conditioning:
-    """Encoded prompts, one row each: token embeddings, and what else the model conditions on."""
+    """Encoded prompts, one row each, and what else the model conditions on. A model leaves out
+    what it does not use; prompts of different lengths need a mask."""
 
     embeds: Tensor  # (P, L, D)
-    pooled: Tensor  # (P, D')
+    pooled: Tensor | None = None  # (P, D')
+    mask: Tensor | None = None  # (P, L) bool: False is padding
+    guidance: Tensor | None = None  # (P,): the scale, where the network itself takes it
 
     def rows(self, index: Tensor) -> Conditioning:
-        return Conditioning(self.embeds[index], self.pooled[index])
+        return self._map(lambda tensor: tensor[index])
 
     def to(self, device: torch.device) -> Conditioning:
-        return Conditioning(self.embeds.to(device), self.pooled.to(device))
+        return self._map(lambda tensor: tensor.to(device))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Conditioning:
+        return Conditioning(*(None if t is None else change(t) for t in self._tensors))
+
+    @property
+    def _tensors(self) -> tuple[Tensor | None, ...]:
+        return self.embeds, self.pooled, self.mask, self.guidance
 
     @property
     def nbytes(self) -> int:
-        return self.embeds.nbytes + self.pooled.nbytes
+        return sum(tensor.nbytes for tensor in self._tensors if tensor is not None)
 
     @staticmethod
     def stack(rows: Sequence[Conditioning]) -> Conditioning:
+        """One after another, padded to the longest prompt among them."""
         import torch
 
-        return Conditioning(
-            torch.cat([r.embeds for r in rows]), torch.cat([r.pooled for r in rows])
+        length = max(row.embeds.shape[1] for row in rows)
+        columns = zip(*(row._padded(length)._tensors for row in rows), strict=True)
+        return Conditioning(*(None if c[0] is None else torch.cat(c) for c in columns))
+
+    def _padded(self, length: int) -> Conditioning:
+        from torch.nn.functional import pad
+
+        missing = length - self.embeds.shape[1]
+        if missing == 0:
+            return self
+        assert self.mask is not None, "prompts of different lengths need a mask"
+        return replace(
+            self,
+            embeds=pad(self.embeds, (0, 0, 0, missing)),
+            mask=pad(self.mask, (0, missing), value=False),
         )
 
 
@@ -126,10 +150,17 @@ class FlowTrace:
     context: FlowContext
     row: Tensor  # (N,): sample → row of the context's conditioning
     latents: Tensor  # (N, S+1, C, H, W), or (N, 0, C, H, W) when no step is trained
+    means: Tensor  # (N, S, C, H, W): of the trained steps; (N, 0, C, H, W) when nobody asked
     clean: Tensor  # (N, C, H, W)
 
     def rows(self, index: Tensor) -> FlowTrace:
-        return FlowTrace(self.context, self.row[index], self.latents[index], self.clean[index])
+        return FlowTrace(
+            self.context,
+            self.row[index],
+            self.latents[index],
+            self.means[index],
+            self.clean[index],
+        )
 
     @staticmethod
     def concat(pieces: Sequence[FlowTrace]) -> FlowTrace:
@@ -140,6 +171,7 @@ class FlowTrace:
             pieces[0].context,
             torch.cat([p.row for p in pieces]),
             torch.cat([p.latents for p in pieces]),
+            torch.cat([p.means for p in pieces]),
             torch.cat([p.clean for p in pieces]),
         )
 
@@ -155,6 +187,7 @@ class Rollout:
     logp: Tensor  # (N, S)
     version: int  # of the weights that made it
     scores: Sequence[Score]  # N
+    weights: Mapping[str, float]  # of the rewards, by name
 
     def rows(self, index: Tensor) -> Rollout:
         picked = index.tolist()
@@ -165,6 +198,7 @@ class Rollout:
             self.logp[index],
             self.version,
             [self.scores[i] for i in picked],
+            self.weights,
         )
 
     @property
@@ -181,10 +215,21 @@ class Rollout:
 
         return torch.tensor([score.value for score in self.scores], dtype=torch.float64)
 
+    @property
+    def components(self) -> Tensor:
+        """(N, R) float64: every reward by itself, unweighted, in the order of `weights`."""
+        import torch
+
+        rows = [[score.parts[name] for name in self.weights] for score in self.scores]
+        return torch.tensor(rows, dtype=torch.float64)
+
+
+Solver = Literal["euler", "dpm2"]
+
 
 @dataclass(frozen=True)
 class SampleSpec:
-    """How a batch is drawn. Steps in `stochastic` follow `rule`, the others are Euler steps."""
+    """How a batch is drawn. Steps in `stochastic` follow `rule`, the others the ODE `solver`."""
 
     steps: int
     height: int
@@ -193,5 +238,8 @@ class SampleSpec:
     noise: float = 0.0
     stochastic: range = range(0)
     trained: range = range(0)
+    solver: Solver = "euler"
     guidance: float = 1.0
     weights: Which = "current"
+    same_noise: bool = False  # a group starts from one noise; its first ODE steps are run once
+    means: bool = False  # the trace keeps the means of the trained steps

@@ -94,6 +94,31 @@ class Policy:
 
         return get_peft_model_state_dict(self.module), self.module.peft_config["default"].to_dict()
 
+    @contextmanager
+    def merged(self) -> Iterator[None]:
+        """The module without PEFT's layers, adapters folded into its weights, for the length of a
+        `with` block: what plain diffusers can save and load. The frozen weights come back as they
+        were, to the bit."""
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        layers = {
+            name: layer
+            for name, layer in self.module.named_modules()
+            if isinstance(layer, BaseTunerLayer)
+        }
+        kept = {name: layer.get_base_layer().weight.data for name, layer in layers.items()}
+        try:
+            for name, layer in layers.items():
+                base = layer.get_base_layer()
+                whole = base.weight.data.float() + layer.get_delta_weight("default").float()
+                base.weight.data = whole.to(base.weight.dtype)  # rounded once
+                self.module.set_submodule(name, base)
+            yield
+        finally:
+            for name, layer in layers.items():
+                layer.get_base_layer().weight.data = kept[name]
+                self.module.set_submodule(name, layer)
+
     @property
     def size(self) -> int:
         return sum(p.numel() for p in self.trained.values())

@@ -1,13 +1,14 @@
-"""What a flow model is to the rest of Gesso, and the two things all of them share.
+"""What a flow model is to the rest of Gesso, and what all of them share.
 
 A new pipeline of diffusers is one class that answers this protocol; it holds no loop and no
-log-prob.
+log-prob. `pipeline.py` answers most of it for any diffusers pipeline.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -15,19 +16,32 @@ import torch
 from torch import Tensor
 
 from gesso.models.policy import Policy
-from gesso.types import Conditioning, Which
+from gesso.types import Conditioning, Prompt, UserError, Which
 
 Gradient = Literal["both", "conditional"]
+Guidance = Literal["negative", "embedded", "none"]
+"""How a model takes guidance: by a second pass over the negative prompt, as a number its network
+was trained with (distilled models), or not at all."""
 
 
 class FlowModel(Protocol):
     policy: Policy
     device: torch.device
 
+    @property
+    def guidance(self) -> Guidance: ...
+
+    @property
+    def limit(self) -> int:
+        """Tokens of a prompt that the model sees."""
+
     def encode(self, texts: Sequence[str]) -> Conditioning:
         """Prompts → (P, …) conditioning, as the pipeline itself would encode them."""
 
-    def sigmas(self, steps: int) -> Tensor:
+    def tokens(self, text: str) -> int:
+        """Length of a prompt, to be held against `limit`."""
+
+    def sigmas(self, steps: int, height: int, width: int) -> Tensor:
         """(steps+1,) float32, from 1 down to 0."""
 
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
@@ -38,10 +52,13 @@ class FlowModel(Protocol):
     ) -> Tensor:
         """x: (N, C, H, W), sigma: (N,), cond: N rows → v: (N, C, H, W) float32."""
 
+    def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
+        """The two branches' velocities → the guided one."""
+
     def decode(self, latents: Tensor) -> Tensor:
         """(N, C, H, W) → (N, height, width, 3) uint8 on the CPU."""
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, merged: bool = False) -> None:
         """The current weights for plain diffusers: LoRA weights, or the whole pipeline."""
 
 
@@ -55,10 +72,10 @@ def guided(
     weights: Which = "current",
     gradient: Gradient = "both",
 ) -> Tensor:
-    """Classifier-free guidance, v = u + scale·(c − u), in sampling and in training alike.
+    """Classifier-free guidance, in sampling and in training alike.
 
-    No `negative`: the conditional branch alone. gradient="both" differentiates both branches (the
-    newest reference); "conditional" takes u without gradient (the older one; half the memory).
+    No `negative`: one pass. gradient="both" differentiates both branches (the newest reference);
+    "conditional" takes the negative one without gradient (the older one; half the memory).
     """
     if negative is None:
         return model.velocity(x, sigma, cond, weights)
@@ -69,7 +86,7 @@ def guided(
     else:
         both = Conditioning.stack([negative, cond])
         u, c = model.velocity(x.repeat(2, 1, 1, 1), sigma.repeat(2), both, weights).chunk(2)
-    return u + scale * (c - u)
+    return model.guide(u, c, scale)
 
 
 class PromptCache:
@@ -86,6 +103,19 @@ class PromptCache:
         self._bytes = 0
         self._rows: OrderedDict[str, Conditioning] = OrderedDict()
 
+    def conditions(
+        self, prompts: Sequence[Prompt], guidance: float
+    ) -> tuple[Conditioning, Conditioning | None]:
+        """(P, …) on the model's device: the prompts, and their negatives where they are needed.
+        As in diffusers, guidance of 1 or less is none."""
+        cond = self([p.text for p in prompts])
+        if self.model.guidance == "embedded":
+            scale = torch.full((len(prompts),), guidance, device=self.model.device)
+            return replace(cond, guidance=scale), None
+        if guidance <= 1:
+            return cond, None
+        return cond, self([p.negative for p in prompts])
+
     def __call__(self, texts: Sequence[str]) -> Conditioning:
         """(P, …) on the model's device."""
         for text in dict.fromkeys(texts):
@@ -100,3 +130,31 @@ class PromptCache:
         while self._bytes > self.limit and len(self._rows) > 1:
             self._bytes -= self._rows.popitem(last=False)[1].nbytes
         return result
+
+
+def check_guidance(model: FlowModel, guidance: float, prompts: Sequence[Prompt]) -> None:
+    """Raises a UserError for guidance or negative prompts that this model would ignore."""
+    if model.guidance == "none" and guidance != 1:
+        raise UserError(
+            f"this model takes no guidance (it was distilled without), got guidance = {guidance:g};"
+            " set algorithm.guidance and eval.guidance to 1.0"
+        )
+    negative = next((p for p in prompts if p.negative), None)
+    if negative is not None and model.guidance != "negative":
+        raise UserError(
+            f"{negative.where}: a negative prompt, but this model has no branch for one; "
+            "leave negative_prompt out of the data"
+        )
+
+
+def over_long(model: FlowModel, prompts: Sequence[Prompt], path: str) -> str | None:
+    """A sentence about prompts whose end the model does not see, or None."""
+    long = [p for p in prompts if model.tokens(p.text) > model.limit]
+    if not long:
+        return None
+    first = long[0]
+    return (
+        f"{len(long)} of {len(prompts)} prompts of {path} are longer than the {model.limit} "
+        f"tokens the text encoder takes: their ends are cut; the first is {first.where} with "
+        f"{model.tokens(first.text)}: {first.text[:60]}"
+    )

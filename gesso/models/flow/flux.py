@@ -1,0 +1,78 @@
+"""FLUX.1 dev and schnell."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gesso.models.flow.base import Guidance
+from gesso.models.flow.packing import pack, unpack
+from gesso.models.flow.pipeline import (
+    JOINT_ATTENTION,
+    PipelineModel,
+    TextLength,
+    count_tokens,
+    quiet,
+)
+from gesso.types import Conditioning, Which
+
+
+class Flux(PipelineModel):
+    """T5 for the text, CLIP for its summary. Both are distilled: dev takes the guidance scale as
+    an input of its network, schnell takes none."""
+
+    pipeline = "FluxPipeline"
+    packed = True
+    even_sigmas = True
+    # Flow-GRPO's list for FLUX.1 dev (there with rank 64, alpha 128); `attn.to_q`, `to_k` and
+    # `to_v` also lie in the single-stream blocks.
+    lora_targets = (
+        *JOINT_ATTENTION,
+        "ff.net.0.proj",
+        "ff.net.2",
+        "ff_context.net.0.proj",
+        "ff_context.net.2",
+    )
+
+    @property
+    def guidance(self) -> Guidance:
+        return "embedded" if self.transformer.config.guidance_embeds else "none"
+
+    @property
+    def text_lengths(self) -> TextLength:
+        """Of T5, by the two models' cards; CLIP's summary sees the first 77 tokens."""
+        most = 512 if self.guidance == "embedded" else 256
+        return TextLength(default=most, least=1, most=most)
+
+    def tokens(self, text: str) -> int:
+        return count_tokens(self.pipe.tokenizer_2, text)
+
+    @quiet()  # about prompts that are cut off the run tells once, in `over_long`
+    @torch.no_grad()
+    def encode(self, texts: Sequence[str]) -> Conditioning:
+        embeds, pooled, _ = self.pipe.encode_prompt(
+            prompt=list(texts), device=self.device, max_sequence_length=self.text_length
+        )
+        return Conditioning(embeds, pooled)
+
+    def velocity(
+        self, x: Tensor, sigma: Tensor, cond: Conditioning, weights: Which = "current"
+    ) -> Tensor:
+        n, _, h, w = x.shape
+        text_ids = torch.zeros(cond.embeds.shape[1], 3, device=x.device, dtype=cond.embeds.dtype)
+        with self.policy.using(weights), self.precision():
+            v = self.transformer(
+                hidden_states=pack(x).to(self.dtype),
+                timestep=self.timestep(sigma) / 1000,
+                guidance=cond.guidance,
+                pooled_projections=cond.pooled,
+                encoder_hidden_states=cond.embeds,
+                txt_ids=text_ids,
+                img_ids=self.pipe._prepare_latent_image_ids(
+                    n, h // 2, w // 2, x.device, cond.embeds.dtype
+                ),
+                return_dict=False,
+            )[0]  # (N, HW/4, 4C)
+        return unpack(v, h, w).float()

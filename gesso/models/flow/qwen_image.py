@@ -1,0 +1,88 @@
+"""Qwen-Image."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gesso.models.flow.packing import pack, unpack
+from gesso.models.flow.pipeline import (
+    JOINT_ATTENTION,
+    PipelineModel,
+    TextLength,
+    count_tokens,
+    quiet,
+)
+from gesso.types import Conditioning, Which
+
+
+class QwenImage(PipelineModel):
+    """Qwen2.5-VL reads the prompt inside a template; prompts keep their own lengths, so batches
+    carry a mask. Guidance by a negative prompt, with the length of each token's velocity kept."""
+
+    pipeline = "QwenImagePipeline"
+    packed = True
+    even_sigmas = True
+    # Flow-GRPO's list for Qwen-Image-Edit, the same network (there with rank 64, alpha 128).
+    lora_targets = (
+        *JOINT_ATTENTION,
+        "img_mlp.net.0.proj",
+        "img_mlp.net.2",
+        "txt_mlp.net.0.proj",
+        "txt_mlp.net.2",
+    )
+
+    @property
+    def text_lengths(self) -> TextLength:
+        return TextLength(default=512, least=1, most=self.pipe.tokenizer_max_length)
+
+    def tokens(self, text: str) -> int:
+        """With the end of the template, which the network sees, without its head, which is cut."""
+        whole = self.pipe.prompt_template_encode.format(text)
+        return count_tokens(self.pipe.tokenizer, whole) - self.pipe.prompt_template_encode_start_idx
+
+    @quiet()  # about prompts that are cut off the run tells once, in `over_long`
+    @torch.no_grad()
+    def encode(self, texts: Sequence[str]) -> Conditioning:
+        embeds, mask = self.pipe.encode_prompt(
+            prompt=list(texts), device=self.device, max_sequence_length=self.text_length
+        )
+        if mask is None:  # the pipeline's way to say that nothing is padded
+            mask = embeds.new_ones(embeds.shape[:2])
+        return Conditioning(embeds, mask=mask.bool())
+
+    def velocity(
+        self, x: Tensor, sigma: Tensor, cond: Conditioning, weights: Which = "current"
+    ) -> Tensor:
+        n, _, h, w = x.shape
+        assert cond.mask is not None
+        with self.policy.using(weights), self.precision():
+            v = self.transformer(
+                hidden_states=pack(x).to(self.dtype),
+                timestep=self.timestep(sigma) / 1000,
+                encoder_hidden_states=cond.embeds,
+                # no mask where none is needed: faster attention, and what the pipeline does
+                encoder_hidden_states_mask=None if bool(cond.mask.all()) else cond.mask,
+                img_shapes=[[(1, h // 2, w // 2)]] * n,
+                return_dict=False,
+            )[0]  # (N, HW/4, 4C)
+        return unpack(v, h, w).float()
+
+    def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
+        """v = u + scale·(c − u), then every token of v gets the length that c has there."""
+        v = pack(super().guide(negative, positive, scale))
+        length = pack(positive).norm(dim=-1, keepdim=True)
+        return unpack(v * (length / v.norm(dim=-1, keepdim=True)), *positive.shape[-2:])
+
+    def pixels(self, latents: Tensor) -> Tensor:
+        """The decoder is one for videos: a picture is one frame, and every channel has its own
+        mean and spread."""
+        vae = self.pipe.vae
+        mean, std = (
+            latents.new_tensor(values).view(-1, 1, 1)
+            for values in (vae.config.latents_mean, vae.config.latents_std)
+        )
+        frames = (latents * std + mean).unsqueeze(2).to(vae.dtype)  # (N, C, 1, H, W)
+        return vae.decode(frames, return_dict=False)[0][:, :, 0]

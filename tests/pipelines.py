@@ -1,0 +1,227 @@
+"""Tiny pipelines of the real classes with random weights, saved to disk: every model that Gesso
+knows, small enough for two CPU cores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+LETTERS = 'abcdefghijklmnopqrstuvwxyz "'
+VAE_SCALE = 2  # pixels a latent cell: pictures are multiples of 4
+CHANNELS = 4  # of the latents
+
+
+def build(name: str, folder: Path) -> Path:
+    """Save the pipeline of that name to a folder."""
+    import torch
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        pipe = BUILDERS[name]()
+        _liven(pipe.transformer)
+    pipe.save_pretrained(folder)
+    return folder
+
+
+def _liven(transformer: Any) -> None:
+    """Weights with which picture, text, time and guidance all matter to the velocity, as they do
+    in a trained network; fresh ones leave the gates nearly shut."""
+    import torch
+
+    for name, parameter in transformer.named_parameters():
+        if parameter.ndim == 2:
+            gain = 0.5 if name.startswith("proj_out") else 1.0
+            torch.nn.init.normal_(parameter, std=gain / math.sqrt(parameter.shape[1]))
+        elif "norm" not in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+
+
+def _scheduler(**settings: Any) -> Any:
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return FlowMatchEulerDiscreteScheduler(**settings)
+
+
+# Real values, but for the numbers of tokens, which are scaled down so that the shift differs
+# between pictures of this size as much as it does between 512² and 1024².
+DYNAMIC = {"use_dynamic_shifting": True, "base_image_seq_len": 4, "max_image_seq_len": 64}
+
+
+def _sd3() -> Any:
+    return _stable_diffusion(with_t5=False)
+
+
+def _sd35() -> Any:
+    """As SD3.5 medium: a second attention in the first layer, normed queries, T5."""
+    return _stable_diffusion(with_t5=True, dual_attention_layers=(0,), qk_norm="rms_norm")
+
+
+def _stable_diffusion(with_t5: bool, **variant: Any) -> Any:
+    from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
+
+    return StableDiffusion3Pipeline(
+        transformer=SD3Transformer2DModel(
+            sample_size=16, patch_size=2, in_channels=CHANNELS, out_channels=CHANNELS,
+            num_layers=3, attention_head_dim=8, num_attention_heads=2, joint_attention_dim=24,
+            caption_projection_dim=16, pooled_projection_dim=16, pos_embed_max_size=24, **variant,
+        ),
+        scheduler=_scheduler(shift=3.0),
+        vae=_vae(),
+        text_encoder=_clip(projected=True),
+        tokenizer=_clip_tokenizer(),
+        text_encoder_2=_clip(projected=True),
+        tokenizer_2=_clip_tokenizer(),
+        text_encoder_3=_t5() if with_t5 else None,
+        tokenizer_3=_t5_tokenizer() if with_t5 else None,
+    )  # fmt: skip
+
+
+def _flux_dev() -> Any:
+    dynamic = DYNAMIC | {"base_shift": 0.5, "max_shift": 1.15, "shift": 3.0}
+    return _flux(guidance_embeds=True, scheduler=_scheduler(**dynamic))
+
+
+def _flux_schnell() -> Any:
+    return _flux(guidance_embeds=False, scheduler=_scheduler(shift=1.0))
+
+
+def _flux(guidance_embeds: bool, scheduler: Any) -> Any:
+    from diffusers import FluxPipeline, FluxTransformer2DModel
+
+    return FluxPipeline(
+        transformer=FluxTransformer2DModel(
+            in_channels=4 * CHANNELS, num_layers=2, num_single_layers=2, attention_head_dim=16,
+            num_attention_heads=2, joint_attention_dim=24, pooled_projection_dim=8,
+            guidance_embeds=guidance_embeds, axes_dims_rope=(4, 6, 6),
+        ),
+        scheduler=scheduler,
+        vae=_vae(),
+        text_encoder=_clip(projected=False),
+        tokenizer=_clip_tokenizer(),
+        text_encoder_2=_t5(),
+        tokenizer_2=_t5_tokenizer(),
+    )  # fmt: skip
+
+
+def _qwen_image() -> Any:
+    from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransformer2DModel
+
+    dynamic = DYNAMIC | {"base_shift": 0.5, "max_shift": 0.9, "shift_terminal": 0.02}
+    tokenizer = _qwen_tokenizer()
+    return QwenImagePipeline(
+        transformer=QwenImageTransformer2DModel(
+            in_channels=4 * CHANNELS, out_channels=CHANNELS, num_layers=2, attention_head_dim=16,
+            num_attention_heads=2, joint_attention_dim=24, axes_dims_rope=(4, 6, 6),
+        ),
+        scheduler=_scheduler(**dynamic),
+        vae=AutoencoderKLQwenImage(
+            base_dim=8, z_dim=CHANNELS, dim_mult=[1, 2], num_res_blocks=1,
+            temperal_downsample=[False], latents_mean=[-0.7, 0.1, 0.9, 1.5],
+            latents_std=[2.8, 1.4, 2.3, 1.1],
+        ),
+        text_encoder=_qwen_vl(len(tokenizer)),
+        tokenizer=tokenizer,
+    )  # fmt: skip
+
+
+BUILDERS: dict[str, Callable[[], Any]] = {
+    "sd3": _sd3,
+    "sd35": _sd35,
+    "flux-dev": _flux_dev,
+    "flux-schnell": _flux_schnell,
+    "qwen-image": _qwen_image,
+}
+
+
+def _vae() -> Any:
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL(
+        latent_channels=CHANNELS, block_out_channels=(8, 8), layers_per_block=1,
+        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
+        norm_num_groups=4, mid_block_add_attention=False, use_quant_conv=False,
+        use_post_quant_conv=False, scaling_factor=1.3, shift_factor=0.1,
+    )  # fmt: skip
+
+
+def _clip_tokenizer() -> Any:
+    """A token a letter."""
+    from transformers import CLIPTokenizer
+
+    start, end = "<|startoftext|>", "<|endoftext|>"
+    tokens = [*LETTERS, *(f"{letter}</w>" for letter in LETTERS), start, end]
+    return CLIPTokenizer(
+        vocab={token: i for i, token in enumerate(tokens)}, merges=[], bos_token=start,
+        eos_token=end, pad_token=end, unk_token=end, model_max_length=16,
+    )  # fmt: skip
+
+
+def _clip(projected: bool) -> Any:
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    tokenizer = _clip_tokenizer()
+    kind = CLIPTextModelWithProjection if projected else CLIPTextModel
+    return kind(
+        CLIPTextConfig(
+            vocab_size=len(tokenizer), hidden_size=8, intermediate_size=16, projection_dim=8,
+            num_hidden_layers=2, num_attention_heads=2, initializer_range=0.5,
+            max_position_embeddings=tokenizer.model_max_length,
+            bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )  # fmt: skip
+
+
+def _t5_tokenizer() -> Any:
+    """A token a letter, and the end."""
+    from transformers import T5TokenizerFast
+
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -1.0)]
+    return T5TokenizerFast(vocab=pieces + [(letter, -2.0) for letter in LETTERS], extra_ids=0)
+
+
+def _t5() -> Any:
+    from transformers import T5Config, T5EncoderModel
+
+    return T5EncoderModel(
+        T5Config(
+            vocab_size=4 + len(LETTERS), d_model=24, d_kv=8, d_ff=32, num_layers=2, num_heads=2,
+            feed_forward_proj="gated-gelu", pad_token_id=0, eos_token_id=1,
+        )
+    )  # fmt: skip
+
+
+def _qwen_tokenizer() -> Any:
+    """A token a letter, but the words of the pipeline's template as in the real one, whose head
+    of 34 tokens is cut off behind the encoder."""
+    from transformers import AddedToken, Qwen2Tokenizer
+
+    words = "the image by detailing color shape size texture quantity text spatial relationships"
+    words += " of objects and background"
+    whole = ["system", "Describe", "user", "assistant", *(f" {word}" for word in words.split())]
+    letters = [*LETTERS.replace(" ", "Ġ"), "Ċ", ",", ":"]
+    tokenizer = Qwen2Tokenizer(vocab={token: i for i, token in enumerate(letters)}, merges=[])
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in whole])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    return tokenizer
+
+
+def _qwen_vl(vocabulary: int) -> Any:
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    return Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(
+            text_config={
+                "vocab_size": vocabulary, "hidden_size": 24, "intermediate_size": 32,
+                "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+                "max_position_embeddings": 2048, "initializer_range": 0.5,
+                "rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 2]},
+            },
+            vision_config={
+                "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
+                "out_hidden_size": 24, "fullatt_block_indexes": [0],
+            },
+        )
+    )  # fmt: skip
