@@ -34,16 +34,18 @@ import torch
 from torch import Tensor
 
 from gesso import build
+from gesso.algorithms.advantage import Advantage
 from gesso.cluster.local import Local, Pending
 from gesso.config import Recipe, resolve_path
 from gesso.formulas.text import spelling
-from gesso.models.flow.sd3 import LORA_TARGETS
+from gesso.models.flow.sd3 import SD3
 from gesso.rewards.ocr import target_of
 from gesso.rewards.service import Scored
 from gesso.run import Job, assemble
 from gesso.types import Prompt, Rollout, Sample, SampleSpec, Score, UserError, Weights, seed_of
 
-PLAIN_DOES = {"rule": "flow-sde", "guidance": 1.0, "updates": 1, "beta": 0.0, "std": "global"}
+PLAIN_DOES = {"rule": "flow-sde", "guidance": 1.0, "updates": 1, "beta": 0.0, "same_noise": False}
+PLAIN_DOES["advantage"] = Advantage().model_dump()
 LIBRARIES = ("torch", "diffusers", "transformers", "peft", "numpy", "onnxruntime", "rapidocr")
 PHASES = ("text encoders", "transformer", "decoder", "rest of sampling")
 PHASES += ("waiting for scores", "update", "total")
@@ -171,7 +173,7 @@ class Plain:
         self.pipe = StableDiffusion3Pipeline.from_pretrained(path, **absent).to(self.device)
         if lora := self.recipe.model.lora:
             self.pipe.transformer.requires_grad_(False)
-            targets = lora.targets or LORA_TARGETS
+            targets = lora.targets or list(SD3.lora_targets)
             adapter = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=targets)
             self.pipe.transformer.add_adapter(adapter)
         named = self.pipe.transformer.named_parameters()
@@ -193,7 +195,7 @@ class Plain:
         prompts = self.stream.batch(step, self.recipe.data.groups)
         repeated = [p for p in prompts for _ in range(self.algorithm.group)]
         seeds = [seed_of(seed, "sample", step, i) for i in range(len(repeated))]
-        spec = self.algorithm.spec(seed_of(seed, "spec", step), model.height, model.width)
+        spec = self.algorithm.spec(step, seed_of(seed, "spec", step), model.height, model.width)
         return repeated, seeds, spec
 
     def sample(self, step: int, scored: bool) -> list[Batch]:
@@ -256,7 +258,7 @@ class Plain:
         a, spec = self.algorithm, self.plan(step)[2]
         groups = rewards.reshape(-1, a.group)
         advantages = (groups - groups.mean(axis=1, keepdims=True)) / (rewards.std() + 1e-4)
-        bounded = torch.tensor(advantages).clamp(-a.advantage_clip, a.advantage_clip).float()
+        bounded = torch.tensor(advantages).clamp(-a.advantage.clip, a.advantage.clip).float()
         rows = bounded.view(-1, self.batch).to(self.device)
         accumulation = len(batches) * len(spec.trained)
         for b, advantage in zip(batches, rows, strict=True):

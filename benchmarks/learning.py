@@ -2,6 +2,7 @@
 
     python benchmarks/learning.py --out runs/learning            # runs what is not there yet
     python benchmarks/learning.py --out runs/learning --pictures docs/images
+    python benchmarks/learning.py --out runs/algorithms --arms control demo-grpo … --seeds 0 1
 
 Every arm is `gesso train RECIPE seed=S …` in a process of its own, one after another; a run that
 was cut off is resumed. The control has learning rate 0 and fewer steps: its weights cannot change.
@@ -16,23 +17,45 @@ import subprocess
 import sys
 from pathlib import Path
 
+from gesso import build
+
 KEY = "eval/ocr/exact"
-ARMS = {
-    "control": ["demo", "optimizer.lr=0.0", "steps=10"],
-    "demo": ["demo"],
-    "demo-nft": ["demo-nft"],
+ARMS = {"control": ["demo", "optimizer.lr=0.0", "steps=10"]} | {
+    name: [name] for name in build.bundled_recipes() if name.startswith("demo")
+}
+COLOURS = dict.fromkeys(ARMS, "#888888") | {
+    "demo": "#1f5fbf",
+    "demo-grpo": "#1f5fbf",
+    "demo-nft": "#c9771a",
+    "demo-fast": "#2a8f5d",
+    "demo-dance": "#b0368f",
+    "demo-guard": "#7a52c7",
+    "demo-mix": "#4fa3c7",
+    "demo-dppo": "#b33a3a",
+    "demo-gdpo": "#8a7a1f",
 }
 
 
 def run_arm(arm: str, seed: int, out: Path) -> list[dict]:
     """The metrics of one run; trained here unless it is complete already."""
     folder = out / f"{arm}-seed{seed}"
+    if complete(folder):
+        return rows_of(folder)
     if (folder / "config.toml").exists():
         what = ["--resume", str(folder)]
     else:
         what = [*ARMS[arm], f"seed={seed}", "--run", str(folder)]
     print(f"==> gesso train {' '.join(what)}", flush=True)
     subprocess.run([sys.executable, "-m", "gesso.cli", "train", *what, "--quiet"], check=True)
+    return rows_of(folder)
+
+
+def complete(folder: Path) -> bool:
+    config = folder / "config.toml"
+    return config.exists() and rows_of(folder)[-1]["step"] == build.read_toml(config)["steps"]
+
+
+def rows_of(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -55,29 +78,33 @@ def table(results: dict[str, dict[int, list[dict]]]) -> str:
     return "\n".join(lines) + f"\n\nSpread of the control over its seeds: {spread:.3f}"
 
 
+def spent(rows: list[dict], step: int) -> float:
+    """Seconds of sampling, scoring and updating up to that step."""
+    return sum(r["time/step"] - r.get("time/eval", 0.0) for r in rows if 0 < r["step"] <= step)
+
+
 def plot(results: dict[str, dict[int, list[dict]]], file: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    colours = {"control": "#888888", "demo": "#1f5fbf", "demo-nft": "#c9771a"}
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.6), sharey=True)
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.9), sharey=True)
     for arm, by_seed in results.items():
         for i, rows in enumerate(by_seed.values()):
             evals = [row for row in rows if KEY in row]
             for axis, x in zip(axes, ("step", "time/total"), strict=True):
-                start = evals[0]["time/total"] if x == "time/total" else 0
                 axis.plot(
-                    [row[x] - start for row in evals],
+                    [spent(rows, row["step"]) if x == "time/total" else row[x] for row in evals],
                     [row[KEY] for row in evals],
-                    color=colours[arm],
+                    color=COLOURS[arm],
+                    linewidth=1.3,
                     marker=".",
                     label=arm if i == 0 else None,
                 )
     axes[0].set(xlabel="steps", ylabel="held-out exact match", ylim=(0, 1))
-    axes[1].set(xlabel="seconds, on the machine named in docs/learning.md")
-    axes[0].legend(frameon=False)
+    axes[1].set(xlabel="seconds of training, evaluation left out")
+    axes[1].legend(frameon=False, fontsize=8, ncol=2, loc="lower right")
     for axis in axes:
         axis.grid(alpha=0.3)
         axis.spines[["top", "right"]].set_visible(False)
@@ -110,8 +137,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/learning"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
+    parser.add_argument(
+        "--arms", nargs="+", choices=list(ARMS), default=["control", "demo", "demo-nft"]
+    )
     parser.add_argument("--pictures", type=Path, help="folder for the curves and a sample sheet")
+    parser.add_argument("--name", default="learning", help="of the curves' picture")
     options = parser.parse_args()
     results: dict[str, dict[int, list[dict]]] = {arm: {} for arm in options.arms}
     for seed in options.seeds:
@@ -120,8 +150,9 @@ def main() -> None:
     if "control" in results:
         print(table(results))
     if options.pictures:
-        plot(results, options.pictures / "learning.png")
-        sheet(options.out / f"demo-seed{options.seeds[0]}", options.pictures / "demo.png")
+        plot(results, options.pictures / f"{options.name}.png")
+        if "demo" in results:
+            sheet(options.out / f"demo-seed{options.seeds[0]}", options.pictures / "demo.png")
 
 
 if __name__ == "__main__":

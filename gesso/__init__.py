@@ -53,4 +53,4 @@ def recipes() -> Sequence[str]:
     """Names of the bundled recipes."""
     from gesso import build
 
-    return build.bundled_recipes()
+    return list(build.bundled_recipes())

@@ -27,27 +27,65 @@ if TYPE_CHECKING:
 
 ALGORITHMS = {
     "flow-grpo": "gesso.algorithms.flow_grpo:FlowGRPO",
+    "flow-grpo-fast": "gesso.algorithms.flow_grpo_fast:FlowGRPOFast",
+    "mix-grpo": "gesso.algorithms.mix_grpo:MixGRPO",
+    "dance-grpo": "gesso.algorithms.dance_grpo:DanceGRPO",
+    "grpo-guard": "gesso.algorithms.grpo_guard:GRPOGuard",
+    "flow-dppo": "gesso.algorithms.flow_dppo:FlowDPPO",
     "diffusion-nft": "gesso.algorithms.diffusion_nft:DiffusionNFT",
 }
-MODELS = {"sd3": "gesso.models.flow.sd3:SD3"}
+MODELS = {
+    "sd3": "gesso.models.flow.sd3:SD3",
+    "flux": "gesso.models.flow.flux:Flux",
+    "qwen-image": "gesso.models.flow.qwen_image:QwenImage",
+}
 REWARDS = {
     "ocr": "gesso.rewards.ocr:Ocr",
     "jpeg-compressibility": "gesso.rewards.jpeg:JpegCompressibility",
+    "pickscore": "gesso.rewards.pickscore:PickScore",
+    "geneval": "gesso.rewards.geneval:Geneval",
 }
 RECIPES = PACKAGE / "recipes"
+NOTHING = "none"  # as a value in a recipe over a base, or in an override: the key goes
 
 
 def recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
     """A bundled recipe's name or a TOML file, with `key=value` overrides by dotted keys."""
-    path = RECIPES / f"{source}.toml"
-    if not path.is_file():
-        path = Path(source)
-    if not path.is_file():
-        raise UserError(f'no recipe "{source}"{nearest(source, bundled_recipes())}, or a TOML file')
-    data = read_toml(path)
+    data = _read_recipe(source, ())
     for override in overrides:
         _override(data, override)
-    return recipe_from(data, f"recipe {path.stem}")
+    return recipe_from(data, f"recipe {Path(source).stem}")
+
+
+def _read_recipe(source: str, above: tuple[Path, ...]) -> dict[str, Any]:
+    """A recipe's own tables over those of its `base`, a bundled name or a file beside it."""
+    path = RECIPES / f"{source}.toml"
+    if not path.is_file():
+        path = above[-1].parent / source if above else Path(source)
+    if not path.is_file():
+        raise UserError(f'no recipe "{source}"{nearest(source, bundled_recipes())}, or a TOML file')
+    if path in above:
+        raise UserError(f"recipe {path.stem} has itself as its base")
+    data = read_toml(path)
+    base = data.pop("base", None)
+    if base is None:
+        return data
+    if not isinstance(base, str):
+        raise UserError(f'recipe {path.stem}: "base" = {base!r} does not fit; expected a name')
+    return _over(_read_recipe(base, (*above, path)), data)
+
+
+def _over(base: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """`own` on top of `base`, table by table; "none" removes a key, as it does in an override.
+    Another name means another thing: its table takes no options from the base's."""
+    if own.get("name", base.get("name")) != base.get("name"):
+        return dict(own)
+    merged = dict(base)
+    for key, value in own.items():
+        below = base.get(key)
+        both_tables = isinstance(value, dict) and isinstance(below, dict)
+        merged[key] = _over(below, value) if both_tables else value  # type: ignore[arg-type]
+    return {key: value for key, value in merged.items() if value != NOTHING}
 
 
 def recipe_from(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
@@ -58,11 +96,11 @@ def recipe_from(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
         reward.model_dump() if isinstance(reward := _reward(e), base.Strict) else e.options
         for e in found.reward
     ]
-    guidance = chosen.spec(0, found.model.height, found.model.width).guidance
+    guidance = chosen.spec(0, 0, found.model.height, found.model.width).guidance
     watched = found.eval.model_dump()
     filled = found.model_dump() | {
         "eval": watched | ({"guidance": guidance} if watched["guidance"] is None else {}),
-        "algorithm": chosen.model_dump(),  # type: ignore[attr-defined]
+        "algorithm": chosen.model_dump(exclude_none=True),  # type: ignore[attr-defined]
         "reward": [
             {"name": e.name, "weight": e.weight, "workers": e.workers, **o}
             for e, o in zip(found.reward, options, strict=True)
@@ -71,15 +109,20 @@ def recipe_from(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
     return parse(Recipe, filled, where)
 
 
-def bundled_recipes() -> list[str]:
-    return sorted(path.stem for path in RECIPES.glob("*.toml"))
+def bundled_recipes() -> dict[str, str]:
+    """Name → what it is about."""
+    paths = sorted(RECIPES.glob("*.toml"), key=lambda path: path.stem)
+    return {path.stem: read_toml(path)["about"] for path in paths}
 
 
 def algorithm(found: Recipe) -> Algorithm:
     entry = found.algorithm
-    kind = _import(_reference(ALGORITHMS, entry.name, "algorithm"))
     options = {"name": entry.name, **entry.options}
-    return parse(kind, options, f"algorithm {entry.name}")
+    return parse(algorithm_class(entry.name), options, f"algorithm {entry.name}")
+
+
+def algorithm_class(name: str) -> type:
+    return _import(_reference(ALGORITHMS, name, "algorithm"))
 
 
 def model(found: Recipe) -> FlowModel:
@@ -155,7 +198,7 @@ def _override(data: dict[str, Any], override: str) -> None:
         node[int(last)] = _value(text)
     elif not isinstance(node, dict):
         raise UserError(f'override "{override}": {".".join(path)} is a value, not a table')
-    elif text.strip() == "none":
+    elif text.strip() == NOTHING:
         node.pop(last, None)
     else:
         node[last] = _value(text)

@@ -152,7 +152,7 @@ def _time(job: Job, trial: Trial, sampling: float, found: Findings) -> None:
     recipe = job.recipe
     samples = recipe.data.groups * job.algorithm.group
     step = samples * (sampling + trial.terms_a_sample * trial.seconds)
-    spec = job.algorithm.spec(0, recipe.model.height, recipe.model.width)
+    spec = job.algorithm.spec(0, 0, recipe.model.height, recipe.model.width)
     evaluation = len(job.eval_prompts) * sampling * recipe.eval.steps / spec.steps
     evaluations = 2 + (recipe.steps - 1) // recipe.eval.every if recipe.eval.every else 2
     total = recipe.steps * step + evaluations * evaluation

@@ -1,4 +1,4 @@
-"""The command line: train · check · recipes · sample · export."""
+"""The command line: train · check · recipes · sample · export · data."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     sys.path.insert(0, os.getcwd())  # rewards and algorithms of the user's lie here
     try:
         options.action(options)
+        sys.stdout.flush()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except StopRun as error:
         print(f"stopped: {error}", file=sys.stderr)
         return 3
+    except BrokenPipeError:  # `gesso recipes | head`: the reader has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -67,7 +71,17 @@ def _parser() -> argparse.ArgumentParser:
     export = actions.add_parser("export", help="write a run's weights for plain diffusers")
     export.add_argument("source", type=Path, metavar="RUN")
     export.add_argument("--to", type=Path, required=True, metavar="DIR")
+    export.add_argument("--merged", action="store_true", help="fold a LoRA in: a whole pipeline")
     export.set_defaults(action=_export)
+
+    data = actions.add_parser("data", help="make a prompt set")
+    kinds = data.add_subparsers(title="kinds", required=True, metavar="KIND")
+    ocr = kinds.add_parser("ocr", help="scenes with a text to write, for the reward ocr")
+    ocr.add_argument("--out", type=Path, required=True, metavar="DIR")
+    ocr.add_argument("--train", type=int, default=20_000, help="prompts in DIR/train.txt")
+    ocr.add_argument("--test", type=int, default=1_000, help="prompts in DIR/test.txt")
+    ocr.add_argument("--seed", type=int, default=0)
+    ocr.set_defaults(action=_data_ocr)
     return parser
 
 
@@ -136,8 +150,8 @@ def _check(options: argparse.Namespace) -> None:
 def _recipes(options: argparse.Namespace) -> None:
     from gesso import build
 
-    for name in build.bundled_recipes():
-        print(f"{name:<16} {build.recipe(name).about}")
+    for name, about in build.bundled_recipes().items():
+        print(f"{name:<22} {about}")
 
 
 def _sample(options: argparse.Namespace) -> None:
@@ -156,7 +170,15 @@ def _sample(options: argparse.Namespace) -> None:
 def _export(options: argparse.Namespace) -> None:
     from gesso import run
 
-    print(run.load(RunFolder.open(options.source).path).export(options.to))
+    print(run.load(RunFolder.open(options.source).path).export(options.to, options.merged))
+
+
+def _data_ocr(options: argparse.Namespace) -> None:
+    from gesso.data import ocr
+
+    for file in ocr.write(options.out, options.train, options.test, options.seed):
+        print(file)
+    print(f'in a recipe: data.train = "{options.out}@train", data.eval = "{options.out}@test"')
 
 
 if __name__ == "__main__":

@@ -13,7 +13,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 
 from gesso.types import UserError
 
@@ -34,6 +41,7 @@ class Lora(Strict):
     rank: int = Field(32, ge=1)
     alpha: int = Field(64, ge=1)
     targets: list[str] | None = None  # None: the model's own list
+    path: str | None = None  # start from this adapter, in diffusers' format
 
 
 class Model(Strict):
@@ -43,22 +51,37 @@ class Model(Strict):
     device: str = "auto"
     height: int = Field(512, ge=8)
     width: int = Field(512, ge=8)
-    text_length: int = Field(128, ge=0)  # tokens of the long text encoder (T5), zeros without one
+    text_length: int | None = Field(None, ge=0)  # tokens of a prompt; None: the model's own
+    gradient_checkpointing: bool = False  # activations are computed again instead of kept
     lora: Lora | None = None  # None: full fine-tuning
 
-    @model_validator(mode="after")
-    def _possible(self) -> Model:
-        if self.dtype != "float32" and self.lora is None:
-            raise ValueError(
-                f'dtype = "{self.dtype}" trains LoRA only, since trained weights are kept in '
-                'float32; set model.lora.rank, or dtype = "float32"'
-            )
-        return self
+
+class Source(Strict):
+    """Where prompts come from; `data/readers.py` knows the formats."""
+
+    path: str = Field(min_length=1)
+    column: str = "prompt"  # that holds the prompt
+    drop: list[str] = []  # columns that are not read
+
+
+class TrainSource(Source):
+    weight: float = Field(1.0, gt=0)  # how often it is drawn, relative to the other sources
+
+
+def _sources(value: Any) -> Any:
+    """A path alone is a list of one source."""
+    if isinstance(value, list):
+        return value
+    if isinstance(value, str):
+        return [{"path": value}]
+    raise ValueError(
+        f"expected a path in quotes, or a list of tables as [[data.train]] makes, got {value!r}"
+    )
 
 
 class Data(Strict):
-    train: str
-    eval: str
+    train: Annotated[list[TrainSource], BeforeValidator(_sources)] = Field(min_length=1)
+    eval: Annotated[list[Source], BeforeValidator(_sources)] = Field(min_length=1)
     groups: int = Field(48, ge=1)  # prompts a step, each sampled algorithm.group times
 
 
@@ -119,6 +142,7 @@ class RewardEntry(Named):
 
 class Recipe(Strict):
     about: str = ""
+    source: str = ""  # where the settings come from
     seed: int = Field(0, ge=0)
     steps: int = Field(100, ge=0)
     lag: Literal[0, 1] = 0  # 0: on-policy; 1: samples may be one update old

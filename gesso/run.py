@@ -50,33 +50,45 @@ def assemble(recipe: Recipe) -> Job:
     algorithm = build.algorithm(recipe)
     rewards = build.rewards(recipe)
     try:
-        train, note_train = prompts.fit(
-            prompts.read(recipe.data.train), rewards.unfit, recipe.data.train
-        )
-        held_out, note_eval = prompts.fit(
-            prompts.read(recipe.data.eval), rewards.unfit, recipe.data.eval
-        )
+        data = prompts.load(recipe.data, rewards.unfit)
         from gesso.cluster.local import Local
         from gesso.learner.learner import Learner
         from gesso.samplers.denoise import DenoisingSampler
 
         model = build.model(recipe)
         model.latent_shape(recipe.model.height, recipe.model.width)
+        told_by_model = _fits_model(recipe, algorithm, model, data)
         learner = Learner(model, algorithm, recipe.optimizer, recipe.learner, recipe.seed)
         sampler = DenoisingSampler(model, recipe.sampler.batch)
-        stream = prompts.Stream(train, recipe.seed)
+        stream = prompts.Stream(data.train, recipe.seed)
         cluster = Local(recipe, algorithm, sampler, rewards.service, stream)
     except BaseException:
         rewards.service.close()
         raise
-    notes = [note for note in dict.fromkeys((note_train, note_eval)) if note]
+    notes, held_out = [*data.notes, *told_by_model], data.held_out[: recipe.eval.prompts]
     if len(held_out) < recipe.eval.prompts:
+        sources = " and ".join(source.path for source in recipe.data.eval)
         notes.append(
-            f"eval.prompts = {recipe.eval.prompts}, but {recipe.data.eval} has {len(held_out)}: "
+            f"eval.prompts = {recipe.eval.prompts}, but {sources} has {len(held_out)}: "
             "all of them are used"
         )
-    held_out = held_out[: recipe.eval.prompts]
     return Job(recipe, algorithm, model, learner, cluster, rewards, held_out, notes)
+
+
+def _fits_model(
+    recipe: Recipe, algorithm: Algorithm, model: FlowModel, data: prompts.Loaded
+) -> list[str]:
+    """Raises for guidance and negative prompts that the model would ignore; tells of long ones."""
+    from gesso.models.flow.base import check_guidance, over_long
+
+    train = [prompt for part in data.train for prompt in part.prompts]
+    spec = algorithm.spec(0, 0, recipe.model.height, recipe.model.width)
+    check_guidance(model, spec.guidance, train)
+    drawn = spec.guidance if recipe.eval.guidance is None else recipe.eval.guidance
+    check_guidance(model, drawn, data.held_out)
+    paths = [" and ".join(s.path for s in part) for part in (recipe.data.train, recipe.data.eval)]
+    notes = [over_long(model, train, paths[0]), over_long(model, data.held_out, paths[1])]
+    return [note for note in dict.fromkeys(notes) if note]
 
 
 def train(
@@ -222,12 +234,13 @@ class Trained:
         pieces = sampler.sample([Prompt(prompt)], [0] * n, seeds, spec)
         return [Image.fromarray(s.image) for piece in pieces for s in piece.samples]
 
-    def export(self, folder: str | Path) -> Path:
-        """LoRA in diffusers' format, or the whole pipeline of a full fine-tune."""
+    def export(self, folder: str | Path, merged: bool = False) -> Path:
+        """LoRA in diffusers' format; or the whole pipeline, of a full fine-tune or with `merged`,
+        the LoRA folded into its weights."""
         target = Path(folder)
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
             raise UserError(f"export folder {target} exists already; choose an empty one")
-        self.model.save(target)
+        self.model.save(target, merged)
         return target
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from gesso import build
@@ -10,7 +11,7 @@ from gesso.config import Recipe
 from gesso.learner.learner import Learner
 from gesso.models.flow.base import FlowModel
 from gesso.samplers.denoise import DenoisingSampler
-from gesso.types import FlowTrace, Prompt, Rollout, Score
+from gesso.types import Conditioning, FlowContext, FlowTrace, Prompt, Rollout, Sample, Score
 from tests.conftest import PROMPTS
 
 REWARDS = [0.1, 0.9, 0.4, 0.3, 0.3, 0.8]
@@ -25,7 +26,7 @@ def rollout_of(model: FlowModel, algorithm: Algorithm, seed: int = 0) -> Rollout
             [Prompt(t) for t in PROMPTS[:2]],
             row,
             [seed * 100 + i for i in range(6)],
-            algorithm.spec(seed, 32, 96),
+            algorithm.spec(0, seed, 32, 96),
         )
     )
     return Rollout(
@@ -34,7 +35,28 @@ def rollout_of(model: FlowModel, algorithm: Algorithm, seed: int = 0) -> Rollout
         trace=FlowTrace.concat([p.trace for p in pieces]),
         logp=torch.cat([p.logp for p in pieces]),
         version=0,
-        scores=[Score(r) for r in REWARDS],
+        scores=[Score(r, {"made-up": r}) for r in REWARDS],
+        weights={"made-up": 1.0},
+    )
+
+
+def scored_rollout(rewards: list[list[float]], group: list[int]) -> Rollout:
+    """Scores only: N samples with R rewards "0", "1", … each of weight 1, and an empty trace."""
+    names = [str(i) for i in range(len(rewards[0]))]
+    n = len(group)
+    empty = torch.empty(n, 0, 1, 1, 1)
+    sample = Sample(Prompt(PROMPTS[0]), np.zeros((1, 1, 3), np.uint8), 0)
+    context = FlowContext(
+        torch.tensor([1.0, 0.0]), range(0), Conditioning(torch.zeros(1, 1, 1)), None
+    )
+    return Rollout(
+        samples=[sample] * n,
+        group=torch.tensor(group),
+        trace=FlowTrace(context, torch.zeros(n, dtype=torch.long), empty, empty, empty),
+        logp=torch.empty(n, 0),
+        version=0,
+        scores=[Score(sum(r), dict(zip(names, r, strict=True))) for r in rewards],
+        weights=dict.fromkeys(names, 1.0),
     )
 
 

@@ -116,6 +116,7 @@ def test_the_example_reward_knows_red(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sections() -> dict[str, type[BaseModel]]:
     """Heading in the guide → the class whose fields its table lists."""
+    from gesso.algorithms.advantage import Advantage
     from gesso.algorithms.diffusion_nft import DiffusionNFT
     from gesso.algorithms.flow_grpo import FlowGRPO, Window
 
@@ -124,9 +125,12 @@ def sections() -> dict[str, type[BaseModel]]:
         "`model`": config.Model,
         "`model.lora`": config.Lora,
         "`data`": config.Data,
+        "`data.train`": config.TrainSource,
+        "`data.eval`": config.Source,
         "`reward`": config.RewardEntry,
         '`algorithm`, `name = "flow-grpo"`': FlowGRPO,
         "`algorithm.window`": Window,
+        "`algorithm.advantage`": Advantage,
         '`algorithm`, `name = "diffusion-nft"`': DiffusionNFT,
         "`optimizer`": config.Optimizer,
         "`learner`": config.Learner,
@@ -161,6 +165,28 @@ def test_the_guide_lists_every_key_with_its_default(heading: str) -> None:
         for key, cell in rows
     }
     assert told == {key: default_of(kind, key) for key in kind.model_fields}
+
+
+def test_the_guide_lists_the_defaults_of_the_presets() -> None:
+    _, _, rest = GUIDE.read_text(encoding="utf-8").partition("and other defaults, those of their")
+    head, _, *rows = rest.strip().split("\n\n")[1].splitlines()
+    keys = [cell.strip(" `") for cell in head.strip("|").split("|")]
+    for row in rows:
+        told = dict(
+            zip(keys, (cell.strip(" `") for cell in row.strip("|").split("|")), strict=True)
+        )
+        kind = build.algorithm_class(told["name"])()
+        window = kind.window
+        place = f"{window.size} in [{window.low}, {window.high})" if window else "none"
+        assert told["window"] == place + (
+            f", every {window.every}" if window and window.every else ""
+        )
+        assert told["same_noise"] == ("yes" if kind.same_noise else "no")
+        assert told["rule"] == kind.rule and told["advantage.std"] == kind.advantage.std
+        for key in ("group", "steps", "noise", "guidance", "timestep_fraction", "clip", "beta"):
+            assert float(told[key]) == getattr(kind, key), (told["name"], key)
+    named = {row.split("`")[1] for row in rows}
+    assert named == build.ALGORITHMS.keys() - {"flow-grpo", "diffusion-nft"}
 
 
 def test_no_section_of_a_recipe_is_forgotten() -> None:
@@ -226,6 +252,37 @@ def test_the_shortest_recipe_of_the_guide_loads() -> None:
     assert recipe.model.path == "zoo:signs" and recipe.algorithm.options["group"] == 24
 
 
+def test_the_mix_of_prompts_of_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    from gesso.data import prompts
+
+    monkeypatch.chdir(tmp_path)
+    (made,) = (command for command in commands() if command.startswith("gesso data ocr"))
+    assert cli.main([*shlex.split(made)[1:], "--train", "30", "--test", "8"]) == 0
+    rows = [{"caption": f"cat {i}", "image": b"\x89PNG", "id": i} for i in range(5)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), "captions.parquet")
+    (mix,) = (block for block in blocks("toml") if "[[data.train]]" in block)
+    data = config.parse(config.Data, tomllib.loads(mix)["data"], "guide")
+    loaded = prompts.load(data, lambda prompt: None)
+    assert len(loaded.held_out) == 8 and loaded.notes == []
+    batch = prompts.Stream(loaded.train, 0).batch(0, 8)
+    kinds = ["c" if prompt.text.startswith("cat") else "o" for prompt in batch]
+    assert f"here {' '.join(kinds)} …" in GUIDE.read_text(encoding="utf-8")
+    assert {tuple(p.columns) for p in batch} == {(), ("id",)}
+
+
+def test_the_example_row_of_the_guide_is_read(tmp_path: Path) -> None:
+    from gesso.data.readers import read
+
+    (row,) = (line for block in blocks("") for line in block.splitlines() if line.startswith("{"))
+    (tmp_path / "row.jsonl").write_text(row, encoding="utf-8")
+    (prompt,) = read(config.Source(path=str(tmp_path / "row.jsonl")))
+    assert prompt.negative == "blurry"
+    assert prompt.columns == {"target": "KITE", "weight": 2, "difficulty": 3}
+
+
 def commands() -> list[str]:
     lines = [line for block in blocks("") for line in block.splitlines()]
     shown = [re.sub(r"^(\$ )?(PYTHONPATH=\S+ )?", "", line) for line in lines]
@@ -239,7 +296,7 @@ def test_commands_of_the_guide_parse(command: str) -> None:
 
 def test_the_guide_shows_every_action() -> None:
     assert {command.split()[1] for command in commands()} == {
-        "train", "check", "recipes", "sample", "export",
+        "train", "check", "recipes", "sample", "export", "data",
     }  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from gesso.samplers.denoise import DenoisingSampler
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Rollout, SampleSpec, Score
 from tests.conftest import PROMPTS
-from tests.rollouts import parts_of, rollout_of
+from tests.rollouts import parts_of, rollout_of, scored_rollout
 
 NFT = {"name": "diffusion-nft", "group": 3, "steps": 4, "times": 2, "updates": 1}
 
@@ -93,28 +93,25 @@ def test_nft_loss_has_its_kl_and_its_times(recipe_data: dict) -> None:
 
 @pytest.mark.parametrize("name", ["flow-grpo", "diffusion-nft"])
 def test_std_of_the_group_or_of_the_batch(name: str) -> None:
-    rewards, group = torch.tensor([0.0, 1.0, 0.0, 0.1]), torch.tensor([0, 0, 1, 1])
-    options = f'algorithm={{name="{name}", group=4, std="STD"}}'
+    rollout = scored_rollout([[0.0], [1.0], [0.0], [0.1]], group=[0, 0, 1, 1])
+    options = f'algorithm={{name="{name}", group=4, advantage.std="STD"}}'
     by_group, by_batch = (
-        build.algorithm(build.recipe("demo", [options.replace("STD", std)])).advantages(
-            rewards, group
-        )
+        build.algorithm(build.recipe("demo", [options.replace("STD", std)])).advantage(rollout)
         for std in ("group", "global")
     )
     assert by_group[3] == pytest.approx(0.05 / 0.0501) and by_batch[3] < 0.2
 
 
 def test_advantages_are_bounded(recipe_data: dict) -> None:
-    recipe_data["algorithm"] |= {"advantage_clip": 0.25}
-    model, algorithm, _ = parts_of(build.recipe_from(recipe_data))
-    rollout = rollout_of(model, algorithm)
-    terms = algorithm.terms(rollout, torch.linspace(-2, 2, 6), torch.Generator())
-    assert terms.advantage.abs().max() == 0.25
+    recipe_data["algorithm"] |= {"advantage": {"clip": 0.25}}
+    algorithm = build.algorithm(build.recipe_from(recipe_data))
+    rollout = scored_rollout([[0.0], [1.0], [0.0], [0.1]], group=[0, 0, 1, 1])
+    assert algorithm.advantage(rollout).abs().max() == 0.25
 
 
 def test_windows_are_drawn_from_their_range() -> None:
     algorithm = build.algorithm(build.recipe("demo"))
-    windows = {algorithm.spec(seed, 32, 96).trained for seed in range(60)}
+    windows = {algorithm.spec(0, seed, 32, 96).trained for seed in range(60)}
     assert windows == {range(0, 3), range(1, 4), range(2, 5)}
 
 

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from gesso.algorithms.advantage import Advantage
 from gesso.models.flow.base import FlowModel
 from gesso.models.policy import Policy
 from gesso.types import FlowContext, Rollout, SampleSpec, Which
@@ -53,6 +54,7 @@ class TermLosses:
 class Algorithm(Protocol):
     group: int  # samples a prompt
     updates: int  # optimizer steps a rollout
+    advantage: Advantage
 
     @property
     def needs(self) -> frozenset[Which]:
@@ -62,11 +64,8 @@ class Algorithm(Protocol):
     def clip_range(self) -> float | None:
         """Width of the ratio's clip: rounding must stay under it. None without a ratio."""
 
-    def spec(self, seed: int, height: int, width: int) -> SampleSpec:
-        """How to draw the batch that has this seed."""
-
-    def advantages(self, rewards: Tensor, group: Tensor) -> Tensor:
-        """(N,), (N,) → (N,) float64."""
+    def spec(self, step: int, seed: int, height: int, width: int) -> SampleSpec:
+        """How to draw batch `step`, which has this seed."""
 
     def terms(self, rollout: Rollout, advantages: Tensor, generator: torch.Generator) -> Terms:
         """All terms of these samples."""

@@ -14,13 +14,13 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from gesso.algorithms.advantage import Advantage
 from gesso.algorithms.base import TermLosses, Terms
 from gesso.config import Strict
-from gesso.formulas import advantages as adv
 from gesso.formulas import averages, nft
 from gesso.models.flow.base import FlowModel
 from gesso.models.policy import Policy
-from gesso.types import Rollout, SampleSpec, Which
+from gesso.types import Rollout, SampleSpec, Solver, Which
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,8 @@ class DiffusionNFT(Strict):
     beta: float = Field(0.1, gt=0)
     kl: float = Field(1e-4, ge=0)  # weight of mean (v − v_ref)²
     decay: Literal[1, 2] = 1  # schedule of the old policy
-    std: Literal["global", "group"] = "global"
+    solver: Solver = "dpm2"
+    advantage: Advantage = Advantage()
 
     @model_validator(mode="after")
     def _possible(self) -> DiffusionNFT:
@@ -60,11 +61,10 @@ class DiffusionNFT(Strict):
     def clip_range(self) -> float | None:
         return None
 
-    def spec(self, seed: int, height: int, width: int) -> SampleSpec:
-        return SampleSpec(steps=self.steps, height=height, width=width, weights="old")
-
-    def advantages(self, rewards: Tensor, group: Tensor) -> Tensor:
-        return adv.group_relative(rewards, group, self.std)
+    def spec(self, step: int, seed: int, height: int, width: int) -> SampleSpec:
+        return SampleSpec(
+            steps=self.steps, height=height, width=width, solver=self.solver, weights="old"
+        )
 
     def terms(
         self, rollout: Rollout, advantages: Tensor, generator: torch.Generator
@@ -73,7 +73,7 @@ class DiffusionNFT(Strict):
         n, times, device = len(trace.row), self.times, trace.row.device
         order = torch.rand(n, self.steps, generator=generator).argsort(1)[:, :times]
         shape = (n * times, *trace.clean.shape[1:])
-        optimal = nft.optimality(advantages).float().to(device)
+        optimal = nft.optimality(advantages, self.advantage.clip).float().to(device)
         return NoisedTerms(
             context=trace.context,
             total=n * times,
@@ -90,7 +90,9 @@ class DiffusionNFT(Strict):
         v = model.velocity(x_t, terms.t, cond)
         with torch.no_grad():
             v_old = model.velocity(x_t, terms.t, cond, "old")
-        loss = nft.contrast(v, v_old, terms.clean, x_t, terms.t, terms.optimal, self.beta)
+        loss = nft.contrast(
+            v, v_old, terms.clean, x_t, terms.t, terms.optimal, self.beta, self.advantage.clip
+        )
         stats = {"drift": (v - v_old).detach().square().flatten(1).mean(1)}
         if self.kl > 0:
             with torch.no_grad():

@@ -1,22 +1,22 @@
 """Flow-GRPO (arXiv 2505.05470): GRPO over the stochastic denoising steps of a flow model.
 
-Defaults are the authors' for SD3.5-M with the OCR reward. Flow-GRPO-Fast is the same with a
-`window`: only those steps are stochastic, stored and trained.
+Defaults are the authors' for SD3.5-M with the OCR reward. The algorithms beside this file are
+presets over it: another window, another step rule, another surrogate.
 """
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from gesso.algorithms.advantage import Advantage
 from gesso.algorithms.base import TermLosses, Terms
 from gesso.config import Strict
-from gesso.formulas import advantages as adv
 from gesso.formulas import flow_steps, kl, objectives
 from gesso.models.flow.base import FlowModel, Gradient, guided
 from gesso.models.policy import Policy
@@ -24,16 +24,19 @@ from gesso.types import Rollout, SampleSpec, Which
 
 
 class Window(Strict):
-    """`size` consecutive steps out of [low, high), drawn once per batch: drawing it per sample
-    collapsed a run of a peer."""
+    """`size` consecutive steps out of [low, high), the same for a whole batch: drawing them per
+    sample collapsed a run of a peer. With `every` the window is not drawn but moves on by one step
+    after so many iterations, and wraps (MixGRPO)."""
 
     size: int = Field(3, ge=1)
     low: int = Field(0, ge=0)
     high: int = Field(5, ge=1)
+    every: int | None = Field(None, ge=1)
 
-    def draw(self, seed: int) -> range:
-        start = random.Random(seed).randint(self.low, self.high - self.size)
-        return range(start, start + self.size)
+    def place(self, step: int, seed: int) -> range:
+        places = self.high - self.size - self.low + 1
+        moved = step // self.every % places if self.every else random.Random(seed).randrange(places)
+        return range(self.low + moved, self.low + moved + self.size)
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,7 @@ class StepTerms(Terms):
 
     x: Tensor  # (T, C, H, W)
     x_next: Tensor  # (T, C, H, W)
+    old_mean: Tensor  # (T, C, H, W) where the surrogate asks for it, else empty
     sigma: Tensor  # (T,)
     sigma_next: Tensor  # (T,)
     old_logp: Tensor  # (T,)
@@ -53,20 +57,27 @@ class FlowGRPO(Strict):
     group: int = Field(24, ge=1)
     updates: int = Field(2, ge=1)
     steps: int = Field(10, ge=1)
-    rule: Literal["flow-sde", "cps"] = "flow-sde"
-    noise: float = Field(0.7, gt=0, le=1)
+    rule: Literal["flow-sde", "cps", "dance"] = "flow-sde"
+    noise: float = Field(0.7, ge=0)
     guidance: float = Field(4.5, ge=0)  # 1: off
     guidance_gradient: Gradient = "both"
     timestep_fraction: float = Field(0.99, gt=0, le=1)  # the first so many steps are trained
     window: Window | None = None
+    same_noise: bool = False  # a group starts from one noise
     clip: float = Field(1e-4, gt=0)
-    advantage_clip: float = Field(5.0, gt=0)
-    std: Literal["global", "group"] = "global"
     beta: float = Field(0.04, ge=0)  # weight of the KL to the reference
+    advantage: Advantage = Advantage()
+
+    keeps_means: ClassVar[bool] = False  # the surrogate needs the means of the sampled steps
 
     @model_validator(mode="after")
     def _possible(self) -> FlowGRPO:
         w = self.window
+        if self.noise == 0:
+            raise ValueError(
+                f"noise = 0 leaves no stochastic step, and {self.name} learns from log-probs; "
+                "use noise > 0, or an algorithm without log-probs such as diffusion-nft"
+            )
         if w and not w.low + w.size <= w.high <= self.steps:
             raise ValueError(
                 f"a window of {w.size} steps in [{w.low}, {w.high}) does not fit into "
@@ -78,6 +89,8 @@ class FlowGRPO(Strict):
                 f"timestep_fraction = {self.timestep_fraction} of {self.steps} steps trains none; "
                 f"use at least {1 / self.steps:g}"
             )
+        if self.rule == "cps" and self.noise > 1:
+            raise ValueError(f"CPS takes a noise of at most 1, got {self.noise:g}")
         if self.rule == "cps" and last_trained == self.steps:
             raise ValueError(
                 "the last CPS step has no noise and cannot be trained; "
@@ -93,8 +106,8 @@ class FlowGRPO(Strict):
     def clip_range(self) -> float | None:
         return self.clip
 
-    def spec(self, seed: int, height: int, width: int) -> SampleSpec:
-        window = self.window.draw(seed) if self.window else None
+    def spec(self, step: int, seed: int, height: int, width: int) -> SampleSpec:
+        window = self.window.place(step, seed) if self.window else None
         return SampleSpec(
             steps=self.steps,
             height=height,
@@ -104,27 +117,27 @@ class FlowGRPO(Strict):
             stochastic=window or range(self.steps),
             trained=window or range(int(self.steps * self.timestep_fraction)),
             guidance=self.guidance,
+            same_noise=self.same_noise,
+            means=self.keeps_means,
         )
-
-    def advantages(self, rewards: Tensor, group: Tensor) -> Tensor:
-        return adv.group_relative(rewards, group, self.std)
 
     def terms(self, rollout: Rollout, advantages: Tensor, generator: torch.Generator) -> StepTerms:
         trace = rollout.trace
         n, s = rollout.logp.shape
         trained = torch.tensor(trace.context.trained, device=trace.row.device)
         sigmas = trace.context.sigmas
-        weight = advantages.clamp(-self.advantage_clip, self.advantage_clip).float()
+        x = trace.latents[:, :-1].flatten(0, 1)
         terms = StepTerms(
             context=trace.context,
             total=n * s,
             row=trace.row.repeat_interleave(s),
-            x=trace.latents[:, :-1].flatten(0, 1),
+            x=x,
             x_next=trace.latents[:, 1:].flatten(0, 1),
+            old_mean=trace.means.flatten(0, 1) if self.keeps_means else x.new_empty(len(x), 0),
             sigma=sigmas[trained].repeat(n),
             sigma_next=sigmas[trained + 1].repeat(n),
             old_logp=rollout.logp.flatten(),
-            advantage=weight.to(trace.row.device).repeat_interleave(s),
+            advantage=advantages.float().to(trace.row.device).repeat_interleave(s),
         )
         # Without a KL term a sample whose advantage is 0 has no gradient: no need to run it.
         return terms if self.beta > 0 else terms.rows(terms.advantage != 0)
@@ -132,7 +145,7 @@ class FlowGRPO(Strict):
     def loss(self, model: FlowModel, terms: StepTerms) -> TermLosses:
         step = self._transition(model, terms, "current")
         logp = step.logp(terms.x_next)
-        surrogate = objectives.clipped(logp, terms.old_logp, terms.advantage, self.clip, self.clip)
+        surrogate = self.surrogate(step, logp, terms)
         loss = surrogate.loss
         stats = {
             "ratio": surrogate.ratio,
@@ -146,6 +159,12 @@ class FlowGRPO(Strict):
             loss = loss + self.beta * distance
             stats["kl"] = distance.detach()
         return TermLosses(loss, stats)
+
+    def surrogate(
+        self, step: flow_steps.Transition, logp: Tensor, terms: StepTerms
+    ) -> objectives.Surrogate:
+        """What a term's policy gradient is made of; the one place where presets differ."""
+        return objectives.clipped(logp, terms.old_logp, terms.advantage, self.clip, self.clip)
 
     def _transition(
         self, model: FlowModel, terms: StepTerms, weights: Which

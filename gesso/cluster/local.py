@@ -7,7 +7,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,6 +52,7 @@ class Pending:
     futures: Sequence[Future[Scored]]
     group: torch.Tensor
     version: int
+    weights: Mapping[str, float]
     started: float
     drawn: float
 
@@ -73,6 +74,7 @@ class Pending:
             logp=torch.cat([piece.logp for piece in self.pieces]),
             version=self.version,
             scores=[score for s in scored for score in s.scores],
+            weights=self.weights,
         )
         return rollout, timing
 
@@ -104,7 +106,7 @@ class Local:
         row = [i for i in range(len(prompts)) for _ in range(group)]
         seeds = [seed_of(seed, "sample", step, i) for i in range(len(row))]
         spec = self.algorithm.spec(
-            seed_of(seed, "spec", step), self.recipe.model.height, self.recipe.model.width
+            step, seed_of(seed, "spec", step), self.recipe.model.height, self.recipe.model.width
         )
         return self._stream(prompts, row, seeds, spec)
 
@@ -129,7 +131,8 @@ class Local:
                 futures.append(self.rewards.submit(piece.samples))
         drawn = time.perf_counter()
         group = torch.tensor(row)
-        return Pending(pieces, futures, group, self.sampler.version, started, drawn)
+        weights = {entry.name: entry.weight for entry in self.recipe.reward}
+        return Pending(pieces, futures, group, self.sampler.version, weights, started, drawn)
 
     @contextmanager
     def _cores_shared(self) -> Iterator[None]:

@@ -73,12 +73,57 @@ def cps(
     return Transition(mean, std, std, full_density=False)
 
 
+def dance(
+    x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_1: Tensor, noise: float
+) -> Transition:
+    """DanceGRPO (arXiv 2505.07818): the same noise η at every σ, std = η√−dt,
+    μ = x + v·dt + ½η²·(x − (1−σ)x̂0)/σ²·dt, where x̂0 = x − σv. η = 0 is the Euler step.
+    """
+    dt = sigma_next - sigma
+    clean = x - sigma * v
+    drift = (x - (1 - sigma) * clean) / sigma.square()  # minus the score
+    mean = x + v * dt + 0.5 * noise**2 * drift * dt
+    scale = torch.full_like(dt, noise)
+    return Transition(mean, scale * (-dt).sqrt(), scale, full_density=True)
+
+
 def euler(x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
     """x' = x + v·dt, the deterministic step; shapes as above."""
     return x + v * _column(sigma_next - sigma)
 
 
-RULES: dict[str, Rule] = {"flow-sde": flow_sde, "cps": cps}
+@dataclass(frozen=True)
+class Clean:
+    """A guess of the picture, and the noise level it was made at."""
+
+    x: Tensor  # (N, C, H, W)
+    sigma: Tensor  # (N,)
+
+
+def dpm2(
+    x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, before: Clean | None
+) -> tuple[Tensor, Clean]:
+    """DPM-Solver++(2M) (arXiv 2211.01095) for a flow: second order with one velocity a step, from
+    the guess of the picture now and the one `before`. With λ = log((1−σ)/σ), h = λ' − λ and
+    r = (λ − λ_before)/h:  x' = (σ'/σ)·x + ((1−σ') − (σ'/σ)(1−σ))·D,  D = x̂0 + (x̂0 − x̂0_before)/2r.
+
+    The first step, and steps next to σ = 1 or σ' = 0 where λ is infinite, have D = x̂0: the Euler
+    step exactly.
+    """
+    now, end = _column(sigma.float()), _column(sigma_next.float())
+    clean = x - now * v
+    guess = clean
+    if before is not None:
+        last = _column(before.sigma.float())
+        finite = (last < 1) & (end > 0)
+        log_snr = [torch.log((1 - s) / s) for s in (last, now, torch.where(finite, end, now / 2))]
+        r = (log_snr[1] - log_snr[0]) / (log_snr[2] - log_snr[1])
+        guess = torch.where(finite, clean + (clean - before.x) / (2 * r), clean)
+    x_next = end / now * x + ((1 - end) - end / now * (1 - now)) * guess
+    return x_next, Clean(clean, sigma)
+
+
+RULES: dict[str, Rule] = {"flow-sde": flow_sde, "cps": cps, "dance": dance}
 
 
 def transition(

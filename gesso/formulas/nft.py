@@ -18,9 +18,16 @@ def optimality(advantage: Tensor, clip: float = ADVANTAGE_CLIP) -> Tensor:
 
 
 def contrast(
-    v: Tensor, v_old: Tensor, x0: Tensor, x_t: Tensor, t: Tensor, optimal: Tensor, beta: float
+    v: Tensor,
+    v_old: Tensor,
+    x0: Tensor,
+    x_t: Tensor,
+    t: Tensor,
+    optimal: Tensor,
+    beta: float,
+    clip: float = ADVANTAGE_CLIP,
 ) -> Tensor:
-    """(N,): r·L⁺ + (1−r)·L⁻, times 5/β as in the authors' code, where
+    """(N,): r·L⁺ + (1−r)·L⁻, times clip/β as in the authors' code, where
 
     v⁺ = βv + (1−β)v_old, v⁻ = (1+β)v_old − βv, x̂± = x_t − t·v±,
     L± = mean((x̂± − x0)² / w±), w± = max(mean|x̂± − x0|, 1e-5) in float64 without gradient.
@@ -30,7 +37,7 @@ def contrast(
     good = x_t - column * (beta * v + (1 - beta) * v_old)
     bad = x_t - column * ((1 + beta) * v_old - beta * v)
     loss = optimal * _weighted(good, x0) + (1 - optimal) * _weighted(bad, x0)
-    return loss * (ADVANTAGE_CLIP / beta)
+    return loss * (clip / beta)
 
 
 def _weighted(guess: Tensor, x0: Tensor) -> Tensor:

@@ -57,15 +57,17 @@ class Learner:
         """All optimizer steps of iteration `step` (from 0). Every sample must have a score."""
         started = time.perf_counter()
         generator = torch.Generator().manual_seed(seed_of(self.seed, "update", step))
-        rewards = rollout.rewards
-        group = rollout.group
-        advantages = self.algorithm.advantages(rewards, group)
-        order = torch.randperm(len(rewards), generator=generator)
+        advantages = self.algorithm.advantage(rollout)
+        kept = self.algorithm.advantage.kept(rollout, self.algorithm.updates)
+        order = kept[torch.randperm(len(kept), generator=generator)]
         stats: dict[str, list[Tensor]] = defaultdict(list)
         norms: list[float] = []
         skipped = 0
         first_gap: float | None = None
-        for rows in order.tensor_split(min(self.algorithm.updates, len(order))):
+        for rows in order.tensor_split(min(self.algorithm.updates, len(order)) or 1):
+            if len(rows) == 0:  # no group has any spread: nothing to learn from
+                norms.append(0.0)
+                break
             terms = self.algorithm.terms(rollout.rows(rows), advantages[rows], generator)
             norm = self._accumulate(terms, stats)
             if "abs_dlogp" in stats and first_gap is None:
@@ -86,7 +88,8 @@ class Learner:
             "update/skipped": float(skipped),
             "update/lr": self.optimizer.param_groups[0]["lr"],
             "advantage/abs_mean": float(advantages.abs().mean()),
-            "advantage/flat_groups": adv.flat_groups(rewards, group),
+            "advantage/flat_groups": adv.flat_groups(rollout.rewards, rollout.group),
+            "advantage/used": len(kept) / len(advantages),
             "time/update": time.perf_counter() - started,
         }
 

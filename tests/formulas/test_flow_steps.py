@@ -103,7 +103,7 @@ def test_last_cps_step_is_deterministic_and_never_nan() -> None:
     assert torch.isfinite(v.grad).all() and not v.grad.any()
 
 
-@pytest.mark.parametrize("rule", ["flow-sde", "cps"])
+@pytest.mark.parametrize("rule", ["flow-sde", "cps", "dance"])
 def test_gradient_of_logp_equals_finite_differences(rule: str) -> None:
     x, v, noise = batch(1)
     sigma, after = torch.tensor([0.7]), torch.tensor([0.5])
@@ -129,3 +129,95 @@ def test_one_batch_may_hold_different_steps() -> None:
         )
         torch.testing.assert_close(both.mean[i : i + 1], one.mean)
         torch.testing.assert_close(both.logp(noise)[i : i + 1], one.logp(noise[i : i + 1]))
+
+
+def test_dance_equals_a_plain_computation() -> None:
+    x, v, noise = batch()
+    sigma, after, eta = 0.7, 0.5, 0.3
+    clean = x - sigma * v
+    score = -(x - (1 - sigma) * clean) / sigma**2
+    mean = x + (v - 0.5 * eta**2 * score) * (after - sigma)  # the reverse SDE in its textbook form
+    step = flow_steps.transition(
+        "dance", x, v, torch.full((3,), sigma), torch.full((3,), after), 0.9, eta
+    )
+    torch.testing.assert_close(step.mean, mean)
+    std = eta * math.sqrt(sigma - after)
+    x_next = step.draw(noise)
+    torch.testing.assert_close(x_next, mean + std * noise)
+    expected = Normal(mean, std).log_prob(x_next).mean(dim=(1, 2, 3))
+    torch.testing.assert_close(step.logp(x_next), expected)
+    assert step.s.flatten().tolist() == pytest.approx([eta] * 3)
+
+
+def test_dance_hand_computed_at_both_ends() -> None:
+    """One number: x = 2, v = 1, η = .5. From σ = 1: x̂0 = 1, drift = 2 ⇒ μ = 2 − .2 − .05 = 1.75.
+    From σ = .2 to 0: x̂0 = 1.8, drift = (2 − 1.44)/.04 = 14 ⇒ μ = 2 − .2 − .35 = 1.45."""
+    x, v = torch.full((2, 1, 1, 1), 2.0), torch.ones(2, 1, 1, 1)
+    sigma, after = torch.tensor([1.0, 0.2]), torch.tensor([0.8, 0.0])
+    step = flow_steps.transition("dance", x, v, sigma, after, 0.8, 0.5)
+    assert step.mean.flatten().tolist() == pytest.approx([1.75, 1.45])
+    assert step.std.flatten().tolist() == pytest.approx([0.5 * math.sqrt(0.2)] * 2)
+
+
+def test_dance_without_noise_is_euler() -> None:
+    x, v, noise = batch()
+    sigma, after = torch.full((3,), 0.6), torch.full((3,), 0.4)
+    step = flow_steps.transition("dance", x, v, sigma, after, 0.9, 0.0)
+    torch.testing.assert_close(step.draw(noise), flow_steps.euler(x, v, sigma, after))
+    assert step.logp(x).tolist() == [0, 0, 0]
+
+
+def solve(solver: str, steps: int) -> torch.Tensor:
+    """From σ = .95 to .05 along the exact velocity of data N(1, .25): x = (1−σ)x0 + σε has
+    variance (1−σ)²/4 + σ², and every path keeps its quantile."""
+    x = torch.full((1, 1, 1, 1), 1.7, dtype=torch.float64)
+    sigmas = torch.linspace(0.95, 0.05, steps + 1, dtype=torch.float64)
+    before = None
+    for sigma, after in zip(sigmas[:-1, None], sigmas[1:, None], strict=True):
+        variance = (1 - sigma) ** 2 / 4 + sigma**2
+        z = (x - (1 - sigma)) / variance.sqrt()
+        v = -1 + z * (sigma - (1 - sigma) / 4) / variance.sqrt()  # dx/dσ at a fixed quantile
+        if solver == "dpm2":
+            x, before = flow_steps.dpm2(x, v, sigma, after, before)
+        else:
+            x = flow_steps.euler(x, v, sigma, after)
+    return x.squeeze()
+
+
+def test_dpm2_is_of_second_order_and_euler_of_first() -> None:
+    def spread(sigma: float) -> float:
+        return math.sqrt((1 - sigma) ** 2 / 4 + sigma**2)
+
+    exact = 0.95 + (1.7 - 0.05) / spread(0.95) * spread(0.05)
+    for solver, order in (("euler", 1), ("dpm2", 2)):
+        errors = [abs(float(solve(solver, n)) - exact) for n in (40, 80)]
+        assert math.log2(errors[0] / errors[1]) == pytest.approx(order, abs=0.25), solver
+    assert abs(float(solve("dpm2", 20)) - exact) < abs(float(solve("euler", 20)) - exact) / 3
+
+
+def test_dpm2_step_is_that_of_diffusers() -> None:
+    from diffusers import DPMSolverMultistepScheduler
+
+    scheduler = DPMSolverMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True)
+    scheduler.set_timesteps(3)
+    scheduler.sigmas = torch.tensor([0.9, 0.7, 0.4, 0.1])
+    x, v, v_before = batch()
+    clean_before = x - 0.9 * v_before  # any guess will do: the step is a formula in two guesses
+    clean = x - 0.7 * v
+    scheduler._step_index = 1
+    expected = scheduler.multistep_dpm_solver_second_order_update([clean_before, clean], sample=x)
+    before = flow_steps.Clean(clean_before, torch.full((3,), 0.9))
+    got, kept = flow_steps.dpm2(x, v, torch.full((3,), 0.7), torch.full((3,), 0.4), before)
+    torch.testing.assert_close(got, expected)
+    torch.testing.assert_close(kept.x, clean)
+
+
+@pytest.mark.parametrize("last, now, end", [(None, 0.8, 0.5), (1.0, 0.8, 0.5), (0.5, 0.2, 0.0)])
+def test_dpm2_is_euler_where_it_has_no_second_order(
+    last: float | None, now: float, end: float
+) -> None:
+    x, v, guess = batch()
+    before = None if last is None else flow_steps.Clean(guess, torch.full((3,), last))
+    sigma, after = torch.full((3,), now), torch.full((3,), end)
+    got, _ = flow_steps.dpm2(x, v, sigma, after, before)
+    torch.testing.assert_close(got, flow_steps.euler(x, v, sigma, after))

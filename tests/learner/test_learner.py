@@ -18,7 +18,7 @@ LORA = {"rank": 4, "alpha": 8}
 
 def gradient(learner: Learner, rollout: object) -> dict[str, torch.Tensor]:
     """The gradient of the first update, before any optimizer step."""
-    advantages = learner.algorithm.advantages(rollout.rewards, rollout.group)  # type: ignore[attr-defined]
+    advantages = learner.algorithm.advantage(rollout)  # type: ignore[arg-type]
     terms = learner.algorithm.terms(rollout, advantages, torch.Generator().manual_seed(3))  # type: ignore[arg-type]
     learner.schedule = learner.schedule.model_copy(update={"max_norm": 1e9})
     learner._accumulate(terms, defaultdict(list))
@@ -117,7 +117,7 @@ def test_an_update_moves_towards_the_better_samples(
         recipe_data["algorithm"] = algorithm | {"beta": 1.0}
     model, chosen, learner = parts_of(build.recipe_from(recipe_data))
     rollout = rollout_of(model, chosen)
-    advantages = chosen.advantages(rollout.rewards, rollout.group).float()
+    advantages = chosen.advantage(rollout).float()
 
     def preference() -> float:
         with torch.no_grad():
@@ -242,7 +242,7 @@ def test_samples_without_advantage_are_left_out_and_change_nothing(recipe_data: 
         recipe_data["algorithm"] |= {"beta": beta}
         model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
         rollout = dataclasses.replace(rollout_of(model, algorithm), scores=flat)
-        advantages = algorithm.advantages(rollout.rewards, rollout.group)
+        advantages = algorithm.advantage(rollout)
         terms = algorithm.terms(rollout, advantages, torch.Generator())
         assert (len(terms), terms.total) == ((9, 18) if beta == 0 else (18, 18))
         gradients.append(gradient(learner, rollout))

@@ -57,11 +57,11 @@ def test_without_noise_it_is_diffusers_own_pipeline(recipe: Recipe) -> None:
 
 
 def test_replay_gives_the_log_probs_of_sampling(recipe_data: dict) -> None:
-    for rule, guidance in [("flow-sde", 1.0), ("flow-sde", 3.0), ("cps", 1.0)]:
+    for rule, guidance in [("flow-sde", 1.0), ("flow-sde", 3.0), ("cps", 1.0), ("dance", 1.0)]:
         recipe_data["algorithm"] |= {"rule": rule, "guidance": guidance}
         recipe = build.recipe_from(recipe_data)
         model, algorithm = build.model(recipe), build.algorithm(recipe)
-        piece = draw(DenoisingSampler(model, 2), algorithm.spec(7, 32, 96))
+        piece = draw(DenoisingSampler(model, 2), algorithm.spec(0, 7, 32, 96))
         assert piece.logp.shape == (5, 3) and piece.trace.latents.shape[1] == 4
         rollout = as_rollout(piece)
         with torch.no_grad():
@@ -88,7 +88,7 @@ def test_a_window_is_stochastic_and_the_rest_is_not(recipe: Recipe) -> None:
     assert (noisy.trace.clean - plain.trace.clean).abs().max() > 1e-2
     # up to the window nothing is random: the ODE's latent at the same step is met exactly
     x = start_noise(model, SEEDS)
-    sigmas = model.sigmas(4)
+    sigmas = model.sigmas(4, 32, 96)
     cond = sampler.embeddings([PROMPTS[r] for r in ROWS])
     with torch.no_grad():
         v = model.velocity(x, sigmas[0].expand(5), cond)
@@ -98,7 +98,7 @@ def test_a_window_is_stochastic_and_the_rest_is_not(recipe: Recipe) -> None:
 
 def test_a_picture_does_not_depend_on_how_the_batch_is_cut(recipe: Recipe) -> None:
     model, algorithm = build.model(recipe), build.algorithm(recipe)
-    spec = algorithm.spec(1, 32, 96)
+    spec = algorithm.spec(0, 1, 32, 96)
     whole, cut = draw(DenoisingSampler(model, 5), spec), draw(DenoisingSampler(model, 2), spec)
     assert (whole.trace.clean - cut.trace.clean).abs().max() < 1e-4
     assert (whole.logp - cut.logp).abs().max() < 1e-4
@@ -116,4 +116,4 @@ def as_rollout(piece: Piece):  # type: ignore[no-untyped-def]
     from gesso.types import Rollout, Score
 
     scores = [Score(float(i)) for i in range(len(piece.samples))]
-    return Rollout(piece.samples, torch.tensor(ROWS), piece.trace, piece.logp, 0, scores)
+    return Rollout(piece.samples, torch.tensor(ROWS), piece.trace, piece.logp, 0, scores, {})

@@ -1,0 +1,23 @@
+"""DanceGRPO (arXiv 2505.07818): noise of one strength at every step, a group that starts from the
+same noise, no KL. Defaults are the authors' for FLUX.1-dev."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from gesso.algorithms.advantage import Advantage
+from gesso.algorithms.flow_grpo import FlowGRPO
+
+
+class DanceGRPO(FlowGRPO):
+    name: str = "dance-grpo"
+    group: int = Field(12, ge=1)
+    steps: int = Field(16, ge=1)
+    rule: Literal["flow-sde", "cps", "dance"] = "dance"
+    noise: float = Field(0.3, ge=0)
+    timestep_fraction: float = Field(0.6, gt=0, le=1)
+    same_noise: bool = True
+    beta: float = Field(0.0, ge=0)
+    advantage: Advantage = Advantage(std="group")

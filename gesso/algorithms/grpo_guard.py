@@ -1,0 +1,33 @@
+"""GRPO-Guard (arXiv 2510.22319): a ratio that is centred at 1 at every noise level, and steps that
+count alike. Defaults are the authors' for SD3.5-M with the OCR reward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar, Literal
+
+from pydantic import Field
+from torch import Tensor
+
+from gesso.algorithms.flow_grpo import FlowGRPO, StepTerms
+from gesso.formulas import flow_steps, kl, objectives
+
+
+class GRPOGuard(FlowGRPO):
+    name: str = "grpo-guard"
+    rule: Literal["flow-sde", "dance"] = "flow-sde"  # CPS counts no density
+    clip: float = Field(2e-6, gt=0)
+    beta: float = Field(0.0, ge=0)
+
+    keeps_means: ClassVar[bool] = True
+
+    def surrogate(
+        self, step: flow_steps.Transition, logp: Tensor, terms: StepTerms
+    ) -> objectives.Surrogate:
+        """Each step's loss is divided by −dt, which a peer forgets: without it the short first
+        steps hardly count."""
+        divergence = kl.gaussian_divergence(step.mean, terms.old_mean, step.std)
+        found = objectives.guarded(
+            logp, terms.old_logp, terms.advantage, divergence, step.std.flatten(), self.clip
+        )
+        return replace(found, loss=found.loss / (terms.sigma - terms.sigma_next))

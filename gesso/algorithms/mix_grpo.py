@@ -1,0 +1,18 @@
+"""MixGRPO (arXiv 2507.21802): a window of SDE steps that moves through the schedule as training
+goes on, from the noisy end to the clean one, and wraps. Defaults are the authors' (FLUX.1-dev)."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from gesso.algorithms.advantage import Advantage
+from gesso.algorithms.flow_grpo import FlowGRPO, Window
+
+
+class MixGRPO(FlowGRPO):
+    name: str = "mix-grpo"
+    group: int = Field(12, ge=1)
+    steps: int = Field(25, ge=1)
+    window: Window | None = Window(size=4, low=0, high=25, every=25)
+    beta: float = Field(0.0, ge=0)
+    advantage: Advantage = Advantage(std="group")

@@ -1,0 +1,324 @@
+"""The flow family through the real sampler and learner: windows, shared starts, surrogates."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+
+from gesso import build
+from gesso.algorithms.flow_grpo import FlowGRPO, Window
+from gesso.samplers.denoise import DenoisingSampler
+from gesso.types import Prompt, Rollout, Score, UserError
+from tests.conftest import PROMPTS
+from tests.rollouts import parts_of, rollout_of, scored_rollout
+
+SMALL: dict[str, Any] = {"group": 3, "steps": 4, "updates": 1}
+FAMILY: dict[str, dict[str, Any]] = {
+    "flow-grpo": {"guidance": 2.0, "clip": 0.2},
+    "flow-grpo-fast": {"window": {"size": 2, "low": 0, "high": 3}, "same_noise": True},
+    "mix-grpo": {"guidance": 1.0, "window": {"size": 2, "low": 0, "high": 4, "every": 3}},
+    "dance-grpo": {"guidance": 1.0},
+    "grpo-guard": {"guidance": 1.0, "clip": 0.2},
+    "flow-dppo": {"guidance": 1.0, "clip": 0.2},
+    "diffusion-nft": {"times": 3},
+}
+RATIO = [name for name in FAMILY if name != "diffusion-nft"]
+
+
+@pytest.fixture(params=FAMILY)
+def any_data(request: pytest.FixtureRequest, recipe_data: dict) -> dict:
+    return with_algorithm(recipe_data, request.param)
+
+
+def with_algorithm(recipe_data: dict, name: str, **more: Any) -> dict:
+    return recipe_data | {"algorithm": {"name": name, **SMALL, **FAMILY[name], **more}}
+
+
+def test_every_algorithm_of_the_table_is_tried_here() -> None:
+    assert FAMILY.keys() == build.ALGORITHMS.keys()
+
+
+@pytest.mark.parametrize("name", RATIO)
+def test_replay_equals_sampling(recipe_data: dict, name: str) -> None:
+    model, algorithm, _ = parts_of(build.recipe_from(with_algorithm(recipe_data, name)))
+    rollout = rollout_of(model, algorithm, seed=3)
+    terms = algorithm.terms(rollout, torch.ones(6), torch.Generator())
+    with torch.no_grad():
+        stats = algorithm.loss(model, terms).stats
+    assert len(terms) == rollout.logp.numel() > 0
+    assert stats["abs_dlogp"].max() < 1e-5
+    assert (stats["ratio"] - 1).abs().max() < 1e-5
+    assert rollout.logp.std() > 1e-4  # not trivially equal
+
+
+@pytest.mark.parametrize("name", RATIO)
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8}], ids=["full", "lora"])
+def test_an_update_prefers_the_better_samples(
+    recipe_data: dict, name: str, lora: dict | None
+) -> None:
+    """One update lowers the loss that its rollout asks for. (NFT's moves its old policy with it;
+    tests/learner has its own.)"""
+    data = with_algorithm(recipe_data, name)
+    data["model"]["lora"] = lora
+    data["optimizer"] = {"lr": 1e-4 if lora else 1e-5}
+    model, algorithm, learner = parts_of(build.recipe_from(data))
+    rollout = rollout_of(model, algorithm, seed=3)
+    terms = algorithm.terms(rollout, algorithm.advantage(rollout), torch.Generator())
+
+    def loss() -> float:
+        with torch.no_grad():
+            return float(algorithm.loss(model, terms).loss.sum())
+
+    before = loss()
+    metrics = learner.update(rollout, 0)
+    assert metrics["update/grad_norm"] > 0 and metrics["update/skipped"] == 0
+    assert loss() < before - 1e-6
+
+
+def test_micro_batches_give_the_same_gradient(any_data: dict) -> None:
+    found = []
+    for size in (1, 5, 64):
+        any_data["learner"] = {"micro_batch": size}
+        model, algorithm, learner = parts_of(build.recipe_from(any_data))
+        rollout = rollout_of(model, algorithm, seed=3)
+        generator = torch.Generator().manual_seed(1)
+        terms = algorithm.terms(rollout, algorithm.advantage(rollout), generator)
+        learner._accumulate(terms, defaultdict(list))
+        found.append(torch.cat([p.grad.flatten() for p in learner.policy.trained.values()]))
+    assert found[0].norm() > 0
+    for other in found[1:]:
+        assert (other - found[0]).norm() <= 1e-4 * found[0].norm()
+
+
+def moved_rollout(recipe_data: dict, name: str) -> tuple[Any, Any, Any, Rollout]:
+    """A rollout, and weights that have moved since: ratios are no longer 1."""
+    recipe_data = with_algorithm(recipe_data, name, clip=1e9)
+    model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
+    rollout = rollout_of(model, algorithm, seed=3)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for p in learner.policy.trained.values():
+            p.add_(3e-3 * torch.randn(p.shape, generator=generator))
+    return model, algorithm, learner, rollout
+
+
+def plain_transitions(model: Any, rollout: Rollout, n: int, j: int) -> tuple[Any, ...]:
+    """μ now, the sampled x', σ and dt of trained step j of sample n, through plain diffusers."""
+    trace = rollout.trace
+    cond = trace.context.cond.rows(trace.row[n : n + 1])
+    i = trace.context.trained[j]
+    sigmas = trace.context.sigmas
+    sigma, dt = sigmas[i], sigmas[i + 1] - sigmas[i]
+    x, x_next = trace.latents[n : n + 1, j], trace.latents[n : n + 1, j + 1]
+    v = model.pipe.transformer(x, cond.embeds, cond.pooled, (sigma * 1000).expand(1)).sample
+    s2 = 0.49 * sigma / (1 - (sigmas[1] if sigma == 1 else sigma))
+    mean = x * (1 + s2 / (2 * sigma) * dt) + v * (1 + s2 * (1 - sigma) / (2 * sigma)) * dt
+    return mean, x_next, torch.sqrt(s2 * -dt), dt
+
+
+@pytest.mark.parametrize("name", ["grpo-guard", "flow-dppo"])
+def test_the_gradient_equals_a_plain_computation(recipe_data: dict, name: str) -> None:
+    model, algorithm, learner, rollout = moved_rollout(recipe_data, name)
+    advantages = algorithm.advantage(rollout)
+    terms = algorithm.terms(rollout, advantages, torch.Generator())
+    learner.schedule = learner.schedule.model_copy(update={"max_norm": 1e9})
+    learner._accumulate(terms, defaultdict(list))
+    got = torch.cat([p.grad.flatten() for p in learner.policy.trained.values()])
+
+    total = torch.zeros(())
+    for n in range(6):
+        for j in range(3):
+            mean, x_next, c, dt = plain_transitions(model, rollout, n, j)
+            old = rollout.trace.means[n : n + 1, j]
+            normal = torch.distributions.Normal
+            change = (normal(mean, c).log_prob(x_next) - normal(old, c).log_prob(x_next)).mean()
+            if name == "grpo-guard":
+                b = ((mean - old) ** 2).mean() / (2 * c**2)
+                total = total - advantages[n].float() * torch.exp((change + b) * c) / -dt
+            else:
+                total = total - advantages[n].float() * torch.exp(change)
+    learner.optimizer.zero_grad()
+    (total / 18).backward()
+    plain = torch.cat([p.grad.flatten() for p in learner.policy.trained.values()])
+    assert (got - plain).norm() <= 1e-3 * plain.norm()
+
+
+def test_stored_means_are_those_of_the_sampled_steps(recipe_data: dict) -> None:
+    model, algorithm, _ = parts_of(build.recipe_from(with_algorithm(recipe_data, "grpo-guard")))
+    rollout = rollout_of(model, algorithm, seed=3)
+    for n, j in ((0, 0), (4, 2)):
+        with torch.no_grad():
+            mean, x_next, c, _ = plain_transitions(model, rollout, n, j)
+        torch.testing.assert_close(rollout.trace.means[n : n + 1, j], mean, rtol=1e-4, atol=1e-4)
+        assert 0.5 < ((x_next - mean) / c).std() < 1.5  # what is left is the drawn noise
+    plain = rollout_of(model, build.algorithm(build.recipe_from(recipe_data)))
+    assert plain.trace.means.shape[1] == 0  # nobody asked
+
+
+def test_the_mask_of_dppo_acts_and_its_limit_counts(recipe_data: dict) -> None:
+    model, algorithm, _, rollout = moved_rollout(recipe_data, "flow-dppo")
+    terms = algorithm.terms(rollout, algorithm.advantage(rollout), torch.Generator())
+    strict = algorithm.model_copy(update={"clip": 1e-12})
+    with torch.no_grad():
+        free, masked = (a.loss(model, terms).stats for a in (algorithm, strict))
+    pushed = ((free["ratio"] > 1) & (terms.advantage > 0)) | (
+        (free["ratio"] < 1) & (terms.advantage < 0)
+    )
+    assert not free["clipped"].any()
+    assert masked["clipped"].bool().equal(pushed) and 0 < pushed.sum() < len(pushed)
+
+
+def test_a_window_drawn_for_a_batch() -> None:
+    window = Window(size=2, low=1, high=5)
+    places = {window.place(step, seed).start for step in range(3) for seed in range(50)}
+    assert places == {1, 2, 3}
+    assert all(window.place(step, 9) == window.place(0, 9) for step in range(20))
+
+
+def test_a_moving_window_moves_by_one_and_wraps() -> None:
+    window = Window(size=4, low=0, high=25, every=25)
+    assert [window.place(step, 7).start for step in (0, 24, 25, 49, 50)] == [0, 0, 1, 1, 2]
+    last = 25 * 21  # the 22nd place is the last
+    assert window.place(last, 7) == range(21, 25)
+    assert window.place(last + 25, 7) == range(0, 4)
+
+
+def test_the_step_of_the_run_moves_the_window(recipe_data: dict) -> None:
+    algorithm = build.algorithm(build.recipe_from(with_algorithm(recipe_data, "mix-grpo")))
+    assert [algorithm.spec(step, 5, 32, 96).trained.start for step in range(0, 10, 3)] == [
+        0,
+        1,
+        2,
+        0,
+    ]
+
+
+def start_of(model: Any, algorithm: FlowGRPO, batch: int) -> tuple[Rollout, list[int]]:
+    """2 prompts × 3 samples, and how many latents each call of the transformer got."""
+    calls: list[int] = []
+    velocity = model.velocity
+    model.velocity = lambda x, *rest: (calls.append(len(x)), velocity(x, *rest))[1]
+    sampler = DenoisingSampler(model, batch)
+    row = [0, 0, 0, 1, 1, 1]
+    spec = algorithm.spec(0, 0, 32, 96)
+    pieces = list(sampler.sample([Prompt(t) for t in PROMPTS[:2]], row, list(range(6)), spec))
+    del model.velocity
+    latents = torch.cat([p.trace.latents for p in pieces])
+    clean = torch.cat([p.trace.clean for p in pieces])
+    trace = dataclasses.replace(pieces[0].trace, latents=latents, clean=clean)
+    return trace, calls  # type: ignore[return-value]
+
+
+def test_a_group_shares_its_start_and_the_ode_steps_before_the_window(recipe_data: dict) -> None:
+    window = {"size": 1, "low": 2, "high": 3}
+    data = with_algorithm(recipe_data, "flow-grpo-fast", window=window)
+    model, algorithm, _ = parts_of(build.recipe_from(data))
+    trace, calls = start_of(model, algorithm, 6)
+    assert calls == [2, 2, 6, 6]  # steps 0 and 1 once a group
+    before, after = trace.latents[:, 0], trace.latents[:, 1]
+    for group in (slice(0, 3), slice(3, 6)):
+        assert before[group].std(0).max() == 0  # one path up to the window
+        assert after[group].std(0).min() > 0  # and three after it
+    assert (before[0] - before[3]).abs().max() > 0.1
+    cut, calls = start_of(model, algorithm, 4)  # the second group lies in both pieces
+    assert calls == [2, 2, 4, 4, 1, 1, 2, 2]
+    assert (cut.clean - trace.clean).abs().max() < 1e-4
+    own = algorithm.model_copy(update={"same_noise": False})
+    apart, calls = start_of(model, own, 6)
+    assert calls == [6, 6, 6, 6] and apart.latents[:3, 0].std(0).min() > 0
+
+
+def test_nft_samples_with_the_second_order_solver(recipe_data: dict) -> None:
+    """Against DPM-Solver++(2M) as its paper writes it, in exponentials of the log-SNR."""
+    data = with_algorithm(recipe_data, "diffusion-nft", steps=5)
+    model, algorithm, _ = parts_of(build.recipe_from(data))
+    sampler = DenoisingSampler(model, 2)
+    spec = algorithm.spec(0, 0, 32, 96)
+    (piece,) = sampler.sample([Prompt(PROMPTS[0])], [0], [5], spec)
+    sigmas = piece.trace.context.sigmas.double()
+    x = torch.randn((1, *piece.trace.clean.shape[1:]), generator=torch.Generator().manual_seed(5))
+    snr = torch.log((1 - sigmas) / sigmas)
+    guesses: list[torch.Tensor] = []
+    for i in range(5):
+        with torch.no_grad():
+            v = model.velocity(x, sigmas[i].float()[None], piece.trace.context.cond)
+        guesses.append(x - sigmas[i] * v)
+        guess = guesses[-1]
+        if 2 <= i < 4:  # log-SNR is infinite at σ = 1 and at σ = 0
+            r = (snr[i] - snr[i - 1]) / (snr[i + 1] - snr[i])
+            guess = (1 + 1 / (2 * r)) * guesses[-1] - guesses[-2] / (2 * r)
+        grown = torch.expm1(-(snr[i + 1] - snr[i]))
+        x = (sigmas[i + 1] / sigmas[i] * x - (1 - sigmas[i + 1]) * grown * guess).float()
+    torch.testing.assert_close(piece.trace.clean, x, rtol=1e-4, atol=1e-4)
+    euler = dataclasses.replace(spec, solver="euler")
+    (other,) = sampler.sample([Prompt(PROMPTS[0])], [0], [5], euler)
+    assert (other.trace.clean - x).abs().max() > 1e-2
+
+
+def flat(rollout: Rollout, values: list[float]) -> Rollout:
+    return dataclasses.replace(rollout, scores=[Score(v, {"made-up": v}) for v in values])
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_flat_groups_leave_batch_and_denominator(recipe_data: dict, name: str) -> None:
+    gradients = []
+    for drop in (False, True):
+        data = with_algorithm(recipe_data, name, advantage={"drop_flat": drop, "std": "group"})
+        data["learner"] = {"micro_batch": 64}
+        model, algorithm, learner = parts_of(build.recipe_from(data))
+        rollout = flat(rollout_of(model, algorithm, seed=3), [0.1, 0.9, 0.4, 0.5, 0.5, 0.5])
+        learner.schedule = learner.schedule.model_copy(update={"max_norm": 1e9, "lr": 0.0})
+        metrics = learner.update(rollout, 0)
+        assert metrics["advantage/used"] == (0.5 if drop else 1.0)
+        gradients.append(metrics["update/grad_norm"])
+    assert gradients[1] > 0
+    if name in RATIO and name != "flow-grpo":  # without a KL term the same sum over half as many
+        assert gradients[1] == pytest.approx(2 * gradients[0], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_a_batch_without_any_spread_teaches_nothing_and_breaks_nothing(
+    recipe_data: dict, name: str
+) -> None:
+    data = with_algorithm(recipe_data, name, advantage={"drop_flat": True})
+    model, algorithm, learner = parts_of(build.recipe_from(data))
+    before = {n: t.clone() for n, t in learner.weights().items()}
+    rollout = flat(rollout_of(model, algorithm), [0.5] * 6)
+    metrics = learner.update(rollout, 0)
+    assert metrics["advantage/used"] == 0 and metrics["update/grad_norm"] == 0
+    assert all(tensor.equal(before[n]) for n, tensor in learner.weights().items())
+    assert learner.optimizer_steps == 0
+
+
+def test_gdpo_reaches_the_advantages(recipe_data: dict) -> None:
+    rollout = scored_rollout([[0.0, 0.3], [1.0, 0.1], [0.2, 0.9], [0.2, 0.1]], group=[0, 0, 1, 1])
+    summed = build.algorithm(build.recipe_from(recipe_data)).advantage(rollout)
+    recipe_data["algorithm"]["advantage"] = {"combine": "gdpo"}
+    each = build.algorithm(build.recipe_from(recipe_data)).advantage(rollout)
+    assert summed[0] < -0.5 and abs(each[0]) < 1e-2  # one reward up, one down, of equal weight
+    doubled = dataclasses.replace(rollout, weights={"0": 2.0, "1": 1.0})
+    weighted = build.algorithm(build.recipe_from(recipe_data)).advantage(doubled)
+    assert weighted[0] < -0.3
+
+
+BAD = [
+    ({"name": "flow-grpo", "noise": 0.0}, "noise = 0 leaves no stochastic step"),
+    ({"name": "flow-grpo-fast", "steps": 3}, r"window of 3 steps in \[0, 5\) does not fit into 3"),
+    ({"name": "flow-grpo-fast", "noise": 1.2}, "CPS takes a noise of at most 1"),
+    ({"name": "mix-grpo", "window": {"every": 0}}, "greater than or equal to 1"),
+    ({"name": "grpo-guard", "rule": "cps"}, "expected one of 'flow-sde', 'dance'"),
+    ({"name": "flow-dppo", "window": {"size": 9, "high": 5}}, "window of 9 steps"),
+    ({"name": "diffusion-nft", "solver": "heun"}, "expected one of 'euler', 'dpm2'"),
+    ({"name": "flow-grpo", "advantage": {"combine": "max"}}, "expected one of 'sum', 'gdpo'"),
+]
+
+
+@pytest.mark.parametrize("algorithm, sentence", BAD)
+def test_mistakes_are_one_sentence(recipe_data: dict, algorithm: dict, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence) as caught:
+        build.recipe_from(recipe_data | {"algorithm": algorithm})
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,400 @@
+"""The settings of the large recipes, held against numbers copied from their sources by hand.
+
+Nothing here reads a default of Gesso: a default that changes must break this test or be written
+into the recipe. docs/settings.md says where each number comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from gesso import build
+from gesso.config import PACKAGE, Recipe
+
+Settings = dict[str, Any]
+
+# Flow-GRPO's for SD3.5-M as a model: weights, optimizer, pictures.
+SD35: Settings = {
+    "model.name": "sd3",
+    "model.path": "stabilityai/stable-diffusion-3.5-medium",
+    "model.dtype": "bfloat16",
+    "model.height": 512,
+    "model.width": 512,
+    "model.text_length": 128,
+    "model.gradient_checkpointing": False,
+    "model.lora.rank": 32,
+    "model.lora.alpha": 64,
+    "model.lora.targets": None,
+    "optimizer.lr": 3e-4,
+    "optimizer.betas": (0.9, 0.999),
+    "optimizer.weight_decay": 1e-4,
+    "optimizer.eps": 1e-8,
+    "optimizer.max_norm": 1.0,
+    "optimizer.warmup": 0,
+    "learner.ema.decay": 0.9,
+    "learner.ema.every": 8,
+    "eval.every": 60,
+    "eval.steps": 40,
+    "eval.guidance": 4.5,
+    "lag": 0,
+    "steps": 2500,
+}
+OCR: Settings = {
+    "data.train": "data/ocr/train.txt",
+    "data.eval": "data/ocr/test.txt",
+    "eval.prompts": 1018,
+    "reward": {"ocr": 1.0},
+}
+GENEVAL: Settings = {
+    "data.train": "dataset/geneval/train_metadata.jsonl",
+    "data.eval": "dataset/geneval/test_metadata.jsonl",
+    "eval.prompts": 2212,
+    "reward": {"geneval": 1.0},
+}
+PICKSCORE: Settings = {
+    "data.train": "dataset/pickscore/train.txt",
+    "data.eval": "dataset/pickscore/test.txt",
+    "eval.prompts": 2048,
+    "reward": {"pickscore": 1.0},
+}
+
+
+def algorithm(name: str, **options: Any) -> Settings:
+    """Options of an algorithm: nested ones as window__size."""
+    keys = {
+        "name": name,
+        "advantage__combine": "sum",
+        "advantage__clip": 5.0,
+        "advantage__drop_flat": False,
+        **options,
+    }
+    if "guidance" in options:
+        keys["guidance_gradient"] = "both"
+    return {f"algorithm.{key.replace('__', '.')}": value for key, value in keys.items()}
+
+
+def window(size: int, low: int, high: int, every: int | None = None) -> Settings:
+    return {
+        "window__size": size,
+        "window__low": low,
+        "window__high": high,
+        "window__every": every,
+    }
+
+
+FLOW_GRPO: Settings = {"data.groups": 48} | algorithm(
+    "flow-grpo",
+    group=24,
+    updates=2,
+    steps=10,
+    rule="flow-sde",
+    noise=0.7,
+    guidance=4.5,
+    timestep_fraction=0.99,
+    window=None,
+    same_noise=False,
+    clip=1e-4,
+    beta=0.04,
+    advantage__std="global",
+)
+FAST: Settings = {"eval.guidance": 1.0, "data.groups": 48} | algorithm(
+    "flow-grpo-fast",
+    group=24,
+    updates=2,
+    steps=10,
+    rule="cps",
+    noise=0.8,
+    guidance=1.0,
+    same_noise=False,
+    clip=1e-5,
+    beta=0.0,
+    advantage__std="global",
+    **window(3, 0, 5),
+)
+GUARD: Settings = {"optimizer.lr": 1e-4, "eval.every": 30, "data.groups": 48} | algorithm(
+    "grpo-guard",
+    group=24,
+    updates=2,
+    steps=10,
+    rule="flow-sde",
+    noise=0.7,
+    guidance=4.5,
+    timestep_fraction=0.99,
+    window=None,
+    same_noise=False,
+    clip=2e-6,
+    beta=0.0,
+    advantage__std="group",
+)
+MIX: Settings = {"steps": 300, "data.groups": 32} | algorithm(
+    "mix-grpo",
+    group=12,
+    updates=4,
+    steps=25,
+    rule="flow-sde",
+    noise=0.7,
+    guidance=4.5,
+    same_noise=True,
+    clip=1e-4,
+    beta=0.0,
+    advantage__std="group",
+    **window(4, 0, 23, every=25),
+)
+DANCE: Settings = {"steps": 300, "data.groups": 16} | algorithm(
+    "dance-grpo",
+    group=12,
+    updates=1,
+    steps=16,
+    rule="dance",
+    noise=0.3,
+    guidance=4.5,
+    timestep_fraction=0.6,
+    window=None,
+    same_noise=True,
+    clip=1e-4,
+    beta=0.0,
+    advantage__std="group",
+)
+DPPO: Settings = {
+    "data.groups": 48,
+    "eval.guidance": 1.0,
+    "optimizer.weight_decay": 0.0,
+} | algorithm(
+    "flow-dppo",
+    group=16,
+    updates=2,
+    steps=10,
+    rule="flow-sde",
+    noise=0.7,
+    guidance=1.0,
+    same_noise=False,
+    clip=1e-5,
+    beta=0.0,
+    advantage__std="global",
+    **window(3, 0, 5),
+)
+NFT: Settings = {
+    "steps": 1000,
+    "data.groups": 48,
+    "eval.every": 10,
+    "eval.guidance": 1.0,
+    "learner.ema.every": 1,
+} | algorithm(
+    "diffusion-nft",
+    group=24,
+    updates=1,
+    steps=10,
+    times=9,
+    beta=1.0,
+    kl=1e-4,
+    decay=1,
+    solver="dpm2",
+    advantage__std="global",
+)
+FLUX: Settings = {
+    "model.name": "flux",
+    "model.path": "black-forest-labs/FLUX.1-dev",
+    "model.text_length": 128,
+    "model.lora.rank": 64,
+    "model.lora.alpha": 128,
+    "eval.every": 30,
+    "eval.steps": 28,
+    "eval.guidance": 3.5,
+    "steps": 1000,
+    "algorithm.steps": 6,
+    "algorithm.noise": 0.9,
+    "algorithm.guidance": 3.5,
+    "algorithm.beta": 0.0,
+}
+FLUX_720: Settings = {
+    "model.height": 720,
+    "model.width": 720,
+    "model.text_length": 512,
+    "model.gradient_checkpointing": True,
+    "model.lora.rank": 128,
+    "model.lora.alpha": 256,
+    "model.lora.targets": ["to_q", "to_k", "to_v", "to_out.0"],
+    "eval.steps": 50,
+}
+QWEN: Settings = {
+    "model.name": "qwen-image",
+    "model.path": "Qwen/Qwen-Image",
+    "model.text_length": 256,
+    "model.gradient_checkpointing": True,
+    "model.lora.rank": 64,
+    "model.lora.alpha": 128,
+    "learner.ema": None,
+    "eval.every": 30,
+    "eval.steps": 50,
+    "eval.guidance": 4.0,
+    "steps": 300,
+    "data.groups": 32,
+}
+
+EXPECTED: Mapping[str, Settings] = {
+    "sd35-ocr": SD35 | OCR | FLOW_GRPO,
+    "sd35-geneval": SD35 | GENEVAL | FLOW_GRPO,
+    "sd35-pickscore": SD35 | PICKSCORE | FLOW_GRPO | {"algorithm.beta": 0.01},
+    "sd35-ocr-fast": SD35 | OCR | FAST,
+    "sd35-geneval-fast": SD35 | GENEVAL | FAST,
+    "sd35-pickscore-fast": SD35 | PICKSCORE | FAST | {"algorithm.group": 18, "data.groups": 64},
+    "sd35-ocr-guard": SD35 | OCR | GUARD,
+    "sd35-geneval-guard": SD35 | GENEVAL | GUARD,
+    "sd35-pickscore-guard": SD35 | PICKSCORE | GUARD | {"algorithm.clip": 4e-6},
+    "sd35-ocr-mix": SD35 | OCR | MIX,
+    "sd35-pickscore-mix": SD35 | PICKSCORE | MIX,
+    "sd35-ocr-dance": SD35 | OCR | DANCE,
+    "sd35-pickscore-dance": SD35 | PICKSCORE | DANCE,
+    "sd35-ocr-dppo": SD35 | OCR | DPPO,
+    "sd35-geneval-dppo": SD35 | GENEVAL | DPPO,
+    "sd35-pickscore-dppo": SD35 | PICKSCORE | DPPO,
+    "sd35-ocr-nft": SD35
+    | OCR
+    | NFT
+    | {"algorithm.beta": 0.1, "algorithm.decay": 2, "algorithm.updates": 2},
+    "sd35-geneval-nft": SD35 | GENEVAL | NFT,
+    "sd35-pickscore-nft": SD35 | PICKSCORE | NFT,
+    "flux-pickscore": SD35 | PICKSCORE | FLOW_GRPO | FLUX,
+    "flux-pickscore-fast": SD35
+    | PICKSCORE
+    | FAST
+    | FLUX
+    | {"algorithm.noise": 0.8, "algorithm.window.high": 3, "algorithm.advantage.std": "group"},
+    "flux-mix": SD35
+    | PICKSCORE
+    | FLUX
+    | FLUX_720
+    | MIX
+    | {"algorithm.guidance": 3.5, "eval.guidance": 3.5},
+    "flux-dance": SD35
+    | PICKSCORE
+    | FLUX
+    | FLUX_720
+    | DANCE
+    | {
+        "algorithm.guidance": 3.5,
+        "algorithm.steps": 12,
+        "algorithm.timestep_fraction": 0.5,
+        "algorithm.updates": 2,
+    },
+    "qwen-image-ocr": {k: v for k, v in SD35.items() if not k.startswith("learner.")}
+    | OCR
+    | FAST
+    | QWEN
+    | {
+        "algorithm.group": 16,
+        "algorithm.rule": "flow-sde",
+        "algorithm.noise": 1.2,
+        "algorithm.guidance": 4.0,
+        "algorithm.window.size": 2,
+    },
+}
+# Samples an optimizer step, steps trained of each: what the references call an effective batch.
+BATCHES = {
+    "sd35-ocr": (576, 9),
+    "sd35-geneval": (576, 9),
+    "sd35-pickscore": (576, 9),
+    "sd35-ocr-fast": (576, 3),
+    "sd35-geneval-fast": (576, 3),
+    "sd35-pickscore-fast": (576, 3),
+    "sd35-ocr-guard": (576, 9),
+    "sd35-geneval-guard": (576, 9),
+    "sd35-pickscore-guard": (576, 9),
+    "sd35-ocr-mix": (96, 4),
+    "sd35-pickscore-mix": (96, 4),
+    "sd35-ocr-dance": (192, 9),
+    "sd35-pickscore-dance": (192, 9),
+    "sd35-ocr-dppo": (384, 3),
+    "sd35-geneval-dppo": (384, 3),
+    "sd35-pickscore-dppo": (384, 3),
+    "sd35-ocr-nft": (576, 9),
+    "sd35-geneval-nft": (1152, 9),
+    "sd35-pickscore-nft": (1152, 9),
+    "flux-pickscore": (576, 5),
+    "flux-pickscore-fast": (576, 3),
+    "flux-mix": (96, 4),
+    "flux-dance": (96, 6),
+    "qwen-image-ocr": (256, 2),
+}
+LARGE = [n for n in build.bundled_recipes() if n.startswith(("sd35-", "flux-", "qwen-image-"))]
+
+
+def found(recipe: Recipe, key: str) -> Any:
+    """The value at a dotted key of a resolved recipe; None where it has none."""
+    if key == "reward":
+        return {entry.name: entry.weight for entry in recipe.reward}
+    if key in ("data.train", "data.eval"):
+        (source,) = recipe.data.train if key == "data.train" else recipe.data.eval
+        return source.path
+    node: Any = recipe.model_dump()
+    for part in key.split("."):
+        if node is None:
+            return None
+        if part not in node and part in ("window", "every", "targets"):  # a None is left out
+            return None
+        node = node[part]
+    return node
+
+
+def keys_of(table: Mapping[str, Any], above: str) -> set[str]:
+    """Dotted keys of every value in nested tables."""
+    keys = set()
+    for key, value in table.items():
+        path = f"{above}.{key}"
+        keys |= keys_of(value, path) if isinstance(value, dict) else {path}
+    return keys
+
+
+def test_the_tables_name_every_large_recipe() -> None:
+    assert set(EXPECTED) == set(LARGE) == set(BATCHES)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_the_tables_name_every_option(name: str) -> None:
+    """An option that is in no table could change its default unseen."""
+    recipe = build.recipe(name).model_dump()
+    keys = keys_of(recipe["algorithm"], "algorithm") | keys_of(recipe["optimizer"], "optimizer")
+    unused = {"algorithm.timestep_fraction"} if "window" in recipe["algorithm"] else set()
+    assert keys - unused <= set(EXPECTED[name])
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_settings_are_those_of_the_source(name: str) -> None:
+    recipe = build.recipe(name)
+    wrong = {
+        key: (value, expected)
+        for key, expected in EXPECTED[name].items()
+        if (value := found(recipe, key)) != expected
+    }
+    assert not wrong, f"{name}: got, expected: {wrong}"
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_batches_are_whole(name: str) -> None:
+    """The reference's effective batch, cut into updates and micro-batches without a rest."""
+    recipe = build.recipe(name)
+    chosen = build.algorithm(recipe)
+    samples, trained = BATCHES[name]
+    spec = chosen.spec(0, 0, recipe.model.height, recipe.model.width)
+    steps = recipe.algorithm.options.get("times") or len(spec.trained)
+    assert steps == trained
+    assert recipe.data.groups * chosen.group == samples * chosen.updates
+    assert samples * trained % recipe.learner.micro_batch == 0
+    assert samples * chosen.updates % recipe.sampler.batch == 0
+    # Rounding depends on the shape of a batch: with one shape the ratio starts nearest to 1.
+    assert recipe.sampler.batch == recipe.learner.micro_batch
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_large_recipes_are_short_and_name_their_source(name: str) -> None:
+    recipe = build.recipe(name)
+    assert recipe.about.endswith(".") and recipe.source.startswith("arXiv 2")
+    assert "github" in recipe.source
+    assert recipe.model.name in build.MODELS
+    text = (build.RECIPES / f"{name}.toml").read_text(encoding="utf-8")
+    assert len([line for line in text.splitlines() if line.strip()]) < 30
+    assert "\nsource = " in text, "a recipe says its own source, not that of its base"
+    assert f"`{name}`" in (PACKAGE.parent / "docs/settings.md").read_text(encoding="utf-8")
