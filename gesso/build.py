@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gesso.config import PACKAGE, Recipe, nearest, parse
-from gesso.rewards import base
+from gesso.config import PACKAGE, Recipe, RewardEntry, nearest, parse
+from gesso.rewards import base, judge, networks
+from gesso.rewards.cache import Cached
 from gesso.rewards.compose import Weighted
+from gesso.rewards.remote import Remote
 from gesso.rewards.service import RewardService
 from gesso.rewards.workers import Workers
 from gesso.types import Prompt, UserError
@@ -44,7 +47,26 @@ REWARDS = {
     "jpeg-compressibility": "gesso.rewards.jpeg:JpegCompressibility",
     "pickscore": "gesso.rewards.pickscore:PickScore",
     "geneval": "gesso.rewards.geneval:Geneval",
+    "judge": "gesso.rewards.judge:Judge",
+    "unified-reward": "gesso.rewards.judge:UnifiedReward",
+    "unified-reward-vllm": "gesso.rewards.judge:UnifiedReward",
+    "qwenvl-score": "gesso.rewards.judge:QwenVlScore",
+    "qwenvl-ocr": "gesso.rewards.judge:QwenVlOcr",
+    "qwenvl-ocr-vllm": "gesso.rewards.judge:QwenVlOcr",
+    "paddle-ocr": "gesso.rewards.ocr:Ocr",  # what Flow-GRPO calls it
+    "clip-score": "gesso.rewards.clip_score:ClipScore",
+    "aesthetic": "gesso.rewards.aesthetic:Aesthetic",
+    "image-reward": "gesso.rewards.image_reward:ImageReward",
+    "hps": "gesso.rewards.hps:Hps",
+    "jpeg-incompressibility": "gesso.rewards.jpeg:JpegIncompressibility",
+    "sign-colour": "gesso.rewards.sign_colour:SignColour",
+    "math": "gesso.rewards.maths:Math",
+    "format": "gesso.rewards.format:Format",
+    "count": "gesso.rewards.count:Count",
+    "choice": "gesso.rewards.choice:Choice",
+    "overlong": "gesso.rewards.overlong:Overlong",
 }
+SERVED = ("deqa",)  # rewards that run in an environment of their own, behind HTTP only
 RECIPES = PACKAGE / "recipes"
 NOTHING = "none"  # as a value in a recipe over a base, or in an override: the key goes
 
@@ -92,21 +114,46 @@ def recipe_from(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
     """The recipe with every option of its algorithm and rewards filled in and checked."""
     found = parse(Recipe, data, where)
     chosen = algorithm(found)
-    options = [
-        reward.model_dump() if isinstance(reward := _reward(e), base.Strict) else e.options
-        for e in found.reward
-    ]
+    _check_shape(found, chosen, where)
+    options = [_options(entry) for entry in found.reward]
     guidance = chosen.spec(0, 0, found.model.height, found.model.width).guidance
     watched = found.eval.model_dump()
     filled = found.model_dump() | {
         "eval": watched | ({"guidance": guidance} if watched["guidance"] is None else {}),
         "algorithm": chosen.model_dump(exclude_none=True),  # type: ignore[attr-defined]
         "reward": [
-            {"name": e.name, "weight": e.weight, "workers": e.workers, **o}
-            for e, o in zip(found.reward, options, strict=True)
+            entry.model_dump(exclude_none=True) | o
+            for entry, o in zip(found.reward, options, strict=True)
         ],
     }
     return parse(Recipe, filled, where)
+
+
+def _check_shape(found: Recipe, chosen: Algorithm, where: str) -> None:
+    """All updates of a rollout must be equally large."""
+    samples, updates = found.data.groups * chosen.group, chosen.updates
+    if samples % updates:
+        fit = [n for n in range(1, samples + 1) if samples % n == 0]
+        near = sorted(sorted(fit, key=lambda n: abs(n - updates))[:2])
+        raise UserError(
+            f"{where}: data.groups × algorithm.group = {found.data.groups} × {chosen.group} = "
+            f"{samples} samples cannot be split into {updates} updates; use algorithm.updates = "
+            f"{' or '.join(map(str, near))}"
+        )
+
+
+def ragged(found: Recipe, chosen: Algorithm) -> str | None:
+    """A sentence about micro-batches that do not come out even, or None."""
+    terms = found.data.groups * chosen.group // chosen.updates * chosen.terms_a_sample
+    size = found.learner.micro_batch
+    if terms <= size or terms % size == 0:
+        return None
+    fit = [n for n in range(1, terms + 1) if terms % n == 0]
+    below, above = max(n for n in fit if n < size), min(n for n in fit if n > size)
+    return (
+        f"an update has {terms} terms (samples × steps), which micro-batches of {size} do not "
+        f"divide: the last holds {terms % size}; learner.micro_batch = {below} or {above} would fit"
+    )
 
 
 def bundled_recipes() -> dict[str, str]:
@@ -145,19 +192,78 @@ class Rewards:
 
 def rewards(found: Recipe) -> Rewards:
     readers = {entry.name: _reward(entry) for entry in found.reward}
-    weighted = [
-        Weighted(
-            entry.name,
-            entry.weight,
-            Workers(_reference(REWARDS, entry.name, "reward"), entry.options, entry.workers),
-        )
-        for entry in found.reward
-    ]
+    weighted = [Weighted(entry.name, entry.weight, scorer(entry)) for entry in found.reward]
     return Rewards(RewardService(weighted), readers)
 
 
-def _reward(entry: Any) -> base.Reward:
+def reward_entry(name: str, overrides: Sequence[str], workers: int) -> RewardEntry:
+    """A reward by itself, as `gesso serve-reward` has it."""
+    data: dict[str, Any] = {"name": name, "workers": workers}
+    for override in overrides:
+        _override(data, override)
+    return parse(RewardEntry, data, f"reward {name}")
+
+
+def scorer(entry: RewardEntry) -> base.Scorer:
+    """A reward for one run."""
+    return _remembering(entry, _runner(entry))
+
+
+def served(entry: RewardEntry, batch: int) -> base.Scorer:
+    """A reward for many callers, whose samples are put together into batches."""
+    from gesso.rewards.serve import Batcher
+
+    place = _runner(entry, batch)
+    batched = Batcher(place, batch, entry.workers) if isinstance(place, Workers) else place
+    return _remembering(entry, batched)
+
+
+def _remembering(entry: RewardEntry, place: base.Scorer) -> base.Scorer:
+    if not entry.cache or base.is_random(_reward(entry)):
+        return place
+    return Cached(place, json.dumps([entry.name, entry.options], default=str))
+
+
+def _runner(entry: RewardEntry, batch: int = 4) -> base.Scorer:
+    """Where a reward runs: on servers, on the event loop, or in `workers` processes that take up to
+    `batch` samples at a time."""
+    reward = _reward(entry)
+    if entry.remote is not None:
+        return Remote(entry.remote)
+    if isinstance(reward, judge.Asks):
+        return judge.Bench(reward)
+    reference = _reference(REWARDS, entry.name, "reward")
+    at_once = max(batch, reward.batch) if isinstance(reward, networks.Network) else batch
+    return Workers(reference, entry.options, entry.workers, at_once)
+
+
+def _reward(entry: RewardEntry) -> base.Reward:
+    if entry.remote is not None:
+        return _elsewhere(entry)
+    if entry.name in SERVED:
+        raise UserError(f'the reward "{entry.name}" runs on a server: give reward.remote.urls')
     return base.load(_reference(REWARDS, entry.name, "reward"), entry.options)
+
+
+def _elsewhere(entry: RewardEntry) -> base.Reward:
+    """Who answers for a reward on a server: where we have it too, ours says which prompts fit."""
+    if entry.options:
+        raise UserError(
+            f'reward "{entry.name}" runs on a server, which has its own options: give '
+            f"{', '.join(entry.options)} to `gesso serve-reward`, not to the recipe"
+        )
+    if entry.name not in REWARDS:
+        return base.Elsewhere()
+    try:
+        return base.load(REWARDS[entry.name], {})
+    except UserError:  # it cannot be made without options, and only the server has them
+        return base.Elsewhere()
+
+
+def _options(entry: RewardEntry) -> dict[str, Any]:
+    reward = _reward(entry)
+    filled = entry.remote is None and isinstance(reward, base.Strict)
+    return reward.model_dump(exclude_none=True) if filled else entry.options  # type: ignore[attr-defined]
 
 
 def _reference(table: Mapping[str, str], name: str, what: str) -> str:

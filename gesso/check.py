@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
 from gesso.config import Recipe
+from gesso.memory import estimate
 from gesso.run import Job, assemble
 from gesso.types import Rollout, UserError
 
@@ -29,7 +27,6 @@ class Trial:
     """What one forward and backward pass of a micro-batch told."""
 
     terms_a_sample: float
-    activations: int  # bytes a term, kept for the backward pass
     seconds: float  # a term
 
 
@@ -52,7 +49,8 @@ def check(recipe: Recipe) -> Findings:
         _rewards(rollout, found)
         _ratio(job, replay_gap(job, rollout), found)
         trial = _trial_update(job, rollout)
-        _memory(job, trial, found)
+        found.facts += memory(recipe)
+        _measured(job, found)
         _time(job, trial, seconds, found)
     finally:
         job.close()
@@ -104,48 +102,49 @@ def _ratio(job: Job, gap: float | None, found: Findings) -> None:
         )
 
 
-@contextmanager
-def _saved_for_backward() -> Iterator[dict[int, int]]:
-    """Bytes of every distinct storage that autograd keeps for the backward pass."""
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield kept
-
-
 def _trial_update(job: Job, rollout: Rollout) -> Trial:
     generator = torch.Generator().manual_seed(0)
     terms = job.algorithm.terms(rollout, torch.ones(len(rollout.samples)), generator)
     terms_a_sample = terms.total / len(rollout.samples)
     terms = terms.rows(slice(0, job.recipe.learner.micro_batch))
-    own = {p.data_ptr() for p in job.learner.policy.module.parameters()}
-    with _saved_for_backward() as kept:
-        job.algorithm.loss(job.model, terms).loss.sum().backward()
-    activations = sum(size for pointer, size in kept.items() if pointer not in own)
+    job.algorithm.loss(job.model, terms).loss.sum().backward()  # the first pays for starting up
     started = time.perf_counter()
     job.algorithm.loss(job.model, terms).loss.sum().backward()
+    _wait(job)
     seconds = time.perf_counter() - started
     job.learner.optimizer.zero_grad(set_to_none=True)
-    return Trial(terms_a_sample, activations // len(terms), seconds / len(terms))
+    return Trial(terms_a_sample, seconds / len(terms))
 
 
-def _memory(job: Job, trial: Trial, found: Findings) -> None:
-    policy = job.learner.policy
-    trained = sum(p.nbytes for p in policy.trained.values())
-    parts = {
-        "weights": sum(p.nbytes for p in policy.module.parameters()),
-        "gradients": trained,
-        "optimizer": 2 * trained,
-        "copies": len(policy.copies) * trained,
-        "activations": trial.activations * job.recipe.learner.micro_batch,
-    }
-    listed = ", ".join(f"{name} {_mb(size)}" for name, size in parts.items() if size)
-    found.fact("memory", f"about {_mb(sum(parts.values()))} for training: {listed}")
+def _wait(job: Job) -> None:
+    if job.model.device.type == "cuda":
+        torch.cuda.synchronize(job.model.device)
+
+
+def _measured(job: Job, found: Findings) -> None:
+    """On CUDA the trial above has shown the peak of everything but the optimizer's state."""
+    if job.model.device.type == "cuda":
+        state = 2 * sum(p.nbytes for p in job.learner.policy.trained.values())
+        peak = torch.cuda.max_memory_allocated(job.model.device) + state
+        _, total = torch.cuda.mem_get_info(job.model.device)
+        found.fact("", f"measured: {size_of(peak)}, of {size_of(total)} on this device")
+
+
+def memory(recipe: Recipe) -> list[tuple[str, str]]:
+    """What `gesso check --memory` says: needs the model's configs, no weights, no device."""
+    found = estimate(recipe)
+    lasting = ", ".join(f"{name} {size_of(size)}" for name, size in found.lasting.items())
+    passing = ", ".join(f"{name} {size_of(size)}" for name, size in found.passing.items())
+    facts = [
+        ("memory", f"about {size_of(found.peak)} at the peak"),
+        ("", f"all the time: {lasting}"),
+        ("", f"one at a time: {passing}"),
+    ]
+    if recipe.model.lora is None:
+        copy = size_of(found.lasting["gradients"])
+        told = f"full fine-tuning: a reference, old or averaged policy is a copy of {copy} each"
+        facts.append(("", f"{told}; a LoRA needs none for its reference"))
+    return facts
 
 
 def _time(job: Job, trial: Trial, sampling: float, found: Findings) -> None:
@@ -163,7 +162,7 @@ def _time(job: Job, trial: Trial, sampling: float, found: Findings) -> None:
     )
 
 
-def _mb(size: float) -> str:
+def size_of(size: float) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 

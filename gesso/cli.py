@@ -1,4 +1,4 @@
-"""The command line: train · check · recipes · sample · export · data."""
+"""The command line: train · check · recipes · sample · export · serve-reward · data."""
 
 from __future__ import annotations
 
@@ -55,6 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     check = actions.add_parser("check", help="try everything a recipe needs, without training")
     check.add_argument("recipe")
     check.add_argument("overrides", nargs="*", metavar="key=value")
+    check.add_argument(
+        "--memory", action="store_true", help="only say how much memory it takes; loads no weights"
+    )
     check.set_defaults(action=_check)
 
     recipes = actions.add_parser("recipes", help="list the bundled recipes")
@@ -73,6 +76,17 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--to", type=Path, required=True, metavar="DIR")
     export.add_argument("--merged", action="store_true", help="fold a LoRA in: a whole pipeline")
     export.set_defaults(action=_export)
+
+    serve = actions.add_parser("serve-reward", help="serve a reward over HTTP")
+    serve.add_argument("name", metavar="NAME", help='a reward, or "module:name" of your own')
+    serve.add_argument("overrides", nargs="*", metavar="key=value", help="its options")
+    serve.add_argument("--port", type=int, required=True, help="0: any free one")
+    serve.add_argument("--host", default="127.0.0.1", help="another needs --token-env")
+    serve.add_argument("--token-env", metavar="NAME", help="environment variable with the token")
+    serve.add_argument("--workers", type=int, default=1, help="processes")
+    serve.add_argument("--batch", type=int, default=16, help="samples a process takes at a time")
+    serve.add_argument("--max-mb", type=int, default=64, help="of a request")
+    serve.set_defaults(action=_serve_reward)
 
     data = actions.add_parser("data", help="make a prompt set")
     kinds = data.add_subparsers(title="kinds", required=True, metavar="KIND")
@@ -136,11 +150,11 @@ def _figure(value: float | None) -> str:
 
 def _check(options: argparse.Namespace) -> None:
     from gesso import build
-    from gesso.check import check
+    from gesso.check import Findings, check, memory
 
     recipe = build.recipe(options.recipe, options.overrides)
     print(f"{'recipe':<8} {options.recipe}: every key is known, every value fits")
-    found = check(recipe)
+    found = Findings(memory(recipe)) if options.memory else check(recipe)
     for name, fact in found.facts:
         print(f"{name:<8} {fact}")
     for warning in found.warnings:
@@ -171,6 +185,19 @@ def _export(options: argparse.Namespace) -> None:
     from gesso import run
 
     print(run.load(RunFolder.open(options.source).path).export(options.to, options.merged))
+
+
+def _serve_reward(options: argparse.Namespace) -> None:
+    from gesso import build
+    from gesso.rewards.remote import token_from
+    from gesso.rewards.serve import serve
+
+    if min(options.workers, options.batch, options.max_mb) < 1:
+        raise UserError("serve-reward wants --workers, --batch and --max-mb of at least 1")
+    entry = build.reward_entry(options.name, options.overrides, options.workers)
+    scorer = build.served(entry, options.batch)
+    token, limit = token_from(options.token_env), options.max_mb * 2**20
+    serve(entry.name, scorer, options.host, options.port, token, limit)
 
 
 def _data_ocr(options: argparse.Namespace) -> None:

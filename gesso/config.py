@@ -7,6 +7,7 @@ the options of the class behind it, which `build.py` looks up and checks with th
 from __future__ import annotations
 
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -52,8 +54,18 @@ class Model(Strict):
     height: int = Field(512, ge=8)
     width: int = Field(512, ge=8)
     text_length: int | None = Field(None, ge=0)  # tokens of a prompt; None: the model's own
+    quantize: Literal["nf4"] | None = None  # the large frozen parts in 4 bits
     gradient_checkpointing: bool = False  # activations are computed again instead of kept
     lora: Lora | None = None  # None: full fine-tuning
+
+    @model_validator(mode="after")
+    def _possible(self) -> Model:
+        if self.quantize is not None and self.lora is None:
+            raise ValueError(
+                f'quantize = "{self.quantize}" freezes the weights, so it trains LoRA only; '
+                "set model.lora.rank"
+            )
+        return self
 
 
 class Source(Strict):
@@ -135,9 +147,33 @@ class Named(BaseModel):
         return dict(self.__pydantic_extra__ or {})
 
 
+def web_addresses(urls: list[str]) -> list[str]:
+    for url in urls:
+        if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", url):
+            raise ValueError(f'"{url}" is no address; expected one such as http://127.0.0.1:8000')
+    return urls
+
+
+Urls = Annotated[list[str], AfterValidator(web_addresses)]
+
+
+class RemoteEntry(Strict):
+    """Servers that score: `gesso serve-reward`, or others that speak one of the protocols."""
+
+    urls: Urls = Field(min_length=1)
+    protocol: Literal["gesso", "openrlhf"] = "gesso"
+    token_env: str | None = None  # the environment variable that holds the token
+    timeout: float = Field(60.0, gt=0)  # seconds of one attempt
+    retries: int = Field(6, ge=0)
+    in_flight: int = Field(16, ge=1)  # requests at a time, for each server
+    batch: int = Field(4, ge=1)  # samples a request
+
+
 class RewardEntry(Named):
     weight: float = 1.0
     workers: int = Field(1, ge=1)  # processes
+    cache: bool = True  # the same sample is scored once; off for rewards that are random
+    remote: RemoteEntry | None = None  # None: it runs here
 
 
 class Recipe(Strict):

@@ -66,6 +66,8 @@ def assemble(recipe: Recipe) -> Job:
         rewards.service.close()
         raise
     notes, held_out = [*data.notes, *told_by_model], data.held_out[: recipe.eval.prompts]
+    if uneven := build.ragged(recipe, algorithm):
+        notes.append(uneven)
     if len(held_out) < recipe.eval.prompts:
         sources = " and ".join(source.path for source in recipe.data.eval)
         notes.append(

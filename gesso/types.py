@@ -50,11 +50,27 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sample:
-    """One finished artifact, as a reward sees it."""
+    """One finished artifact, as a reward sees it: a picture of a model that draws, or the text of
+    one that writes."""
 
     prompt: Prompt
-    image: np.ndarray  # (height, width, 3) uint8, RGB
+    image: np.ndarray | None  # (height, width, 3) uint8, RGB
     seed: int
+    text: str | None = None
+
+    @property
+    def picture(self) -> np.ndarray:
+        """`image`, for whoever cannot do without."""
+        if self.image is None:
+            raise UserError("this sample is a text; expected a picture to look at")
+        return self.image
+
+    @property
+    def reply(self) -> str:
+        """`text`, for whoever cannot do without. An empty reply is a reply."""
+        if self.text is None:
+            raise UserError("this sample is a picture; expected a text to read")
+        return self.text
 
 
 @dataclass(frozen=True)

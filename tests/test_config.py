@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import pydantic
 import pytest
 
@@ -107,3 +109,42 @@ def test_user_algorithm_by_module_name() -> None:
     assert type(build.algorithm(recipe)).__name__ == "FlowGRPO"
     with pytest.raises(UserError, match="cannot be imported"):
         build.recipe("demo", ["algorithm.name=gesso.algorithms.flow_grpo:Nothing"])
+
+
+def test_a_batch_that_cannot_be_split_into_its_updates() -> None:
+    with pytest.raises(UserError, match=r"8 × 12 = 96 samples .* into 5 updates; .* 4 or 6"):
+        build.recipe("demo", ["algorithm.updates=5"])
+
+
+# micro_batch of the demo (288 terms an update) → the sentence
+MICRO = [(96, None), (288, None), (1000, None), (100, "the last holds 88; .* = 96 or 144")]
+
+
+@pytest.mark.parametrize("size, sentence", MICRO)
+def test_micro_batches_that_do_not_come_out_even(size: int, sentence: str | None) -> None:
+    recipe = build.recipe("demo", [f"learner.micro_batch={size}"])
+    told = build.ragged(recipe, build.algorithm(recipe))
+    assert told is None if sentence is None else re.search(sentence, told or "")
+
+
+def test_the_papers_shape_fits() -> None:
+    recipe = build.recipe("sd35-ocr")
+    assert recipe.data.groups * recipe.algorithm.options["group"] == 48 * 24
+    assert build.ragged(recipe, build.algorithm(recipe)) is None
+
+
+def test_a_recipe_over_a_base(tmp_path) -> None:
+    (tmp_path / "mine.toml").write_text(
+        'base = "demo"\nsteps = 7\nalgorithm.window = "none"\noptimizer.lr = 1e-5\n'
+    )
+    (tmp_path / "again.toml").write_text('base = "mine.toml"\nalgorithm.name = "mix-grpo"\n')
+    mine, again = (build.recipe(str(tmp_path / f"{n}.toml")) for n in ("mine", "again"))
+    assert (mine.steps, mine.optimizer.lr, mine.optimizer.weight_decay) == (7, 1e-5, 0.0)
+    assert "window" not in mine.algorithm.options and mine.algorithm.options["group"] == 12
+    assert again.steps == 7 and again.algorithm.options["steps"] == 25  # another name starts anew
+    (tmp_path / "loop.toml").write_text('base = "loop.toml"\n')
+    with pytest.raises(UserError, match="has itself as its base"):
+        build.recipe(str(tmp_path / "loop.toml"))
+    (tmp_path / "lost.toml").write_text('base = "nowhere"\n')
+    with pytest.raises(UserError, match='no recipe "nowhere"'):
+        build.recipe(str(tmp_path / "lost.toml"))

@@ -128,6 +128,7 @@ def sections() -> dict[str, type[BaseModel]]:
         "`data.train`": config.TrainSource,
         "`data.eval`": config.Source,
         "`reward`": config.RewardEntry,
+        "`reward.remote`": config.RemoteEntry,
         '`algorithm`, `name = "flow-grpo"`': FlowGRPO,
         "`algorithm.window`": Window,
         "`algorithm.advantage`": Advantage,
@@ -296,7 +297,7 @@ def test_commands_of_the_guide_parse(command: str) -> None:
 
 def test_the_guide_shows_every_action() -> None:
     assert {command.split()[1] for command in commands()} == {
-        "train", "check", "recipes", "sample", "export", "data",
+        "train", "check", "recipes", "sample", "export", "serve-reward", "data",
     }  # fmt: skip
 
 

@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "gesso"
 # From the roof to the cellar; a room may import the rooms after it and its own files.
 ROOMS = [
-    "cli", "check", "run", "loop", "health", "build", "cluster", "learner", "samplers",
+    "cli", "check", "memory", "run", "loop", "health", "build", "cluster", "learner", "samplers",
     "algorithms", "models", "rewards", "data", "track", "zoo", "formulas", "config", "types",
 ]  # fmt: skip
 

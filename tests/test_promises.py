@@ -186,7 +186,7 @@ def test_workers_and_evaluation_settings_reach_their_place(recipe_data: dict) ->
     assert eval_spec(recipe, "current").guidance == 2.5
     job = run.assemble(recipe)
     assert len(job.eval_prompts) == 2
-    assert job.rewards.service.rewards[0].workers._count == 3
+    assert job.rewards.service.rewards[0].scorer.inner._count == 3  # behind the cache
     job.close()
 
 

@@ -319,7 +319,12 @@ BATCHES = {
     "flux-dance": (96, 6),
     "qwen-image-ocr": (256, 2),
 }
-LARGE = [n for n in build.bundled_recipes() if n.startswith(("sd35-", "flux-", "qwen-image-"))]
+LARGE = [
+    name
+    for name in build.bundled_recipes()
+    if name.startswith(("sd35-", "flux-", "qwen-image-")) and not name.endswith("gb")
+]
+PRESETS = [name for name in build.bundled_recipes() if name.endswith("gb")]
 
 
 def found(recipe: Recipe, key: str) -> Any:
@@ -398,3 +403,23 @@ def test_large_recipes_are_short_and_name_their_source(name: str) -> None:
     assert len([line for line in text.splitlines() if line.strip()]) < 30
     assert "\nsource = " in text, "a recipe says its own source, not that of its base"
     assert f"`{name}`" in (PACKAGE.parent / "docs/settings.md").read_text(encoding="utf-8")
+
+
+SIZES = {
+    ("about",), ("source",), ("data", "groups"), ("learner", "micro_batch"), ("sampler", "batch"),
+    ("model", "gradient_checkpointing"), ("model", "quantize"), ("model", "lora"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_for_a_card_change_sizes_and_nothing_else(name: str) -> None:
+    own, base = (build.recipe(n).model_dump() for n in (name, name.rsplit("-", 1)[0]))
+    changed = set()
+    for section, values in own.items():
+        if not isinstance(values, dict):
+            changed |= {(section,)} if values != base[section] else set()
+            continue
+        changed |= {(section, key) for key in values if values[key] != base[section].get(key)}
+    assert changed <= SIZES and ("data", "groups") in changed
+    chosen = build.algorithm(build.recipe(name))
+    assert build.ragged(build.recipe(name), chosen) is None

@@ -61,6 +61,10 @@ class Algorithm(Protocol):
         """Copies of the weights it asks for beside the current ones."""
 
     @property
+    def terms_a_sample(self) -> int:
+        """How many terms each sample gives."""
+
+    @property
     def clip_range(self) -> float | None:
         """Width of the ratio's clip: rounding must stay under it. None without a ratio."""
 

@@ -58,6 +58,10 @@ class DiffusionNFT(Strict):
         return frozenset({"old", "reference"} if self.kl > 0 else {"old"})
 
     @property
+    def terms_a_sample(self) -> int:
+        return self.times
+
+    @property
     def clip_range(self) -> float | None:
         return None
 

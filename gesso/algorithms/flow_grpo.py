@@ -83,7 +83,7 @@ class FlowGRPO(Strict):
                 f"a window of {w.size} steps in [{w.low}, {w.high}) does not fit into "
                 f"{self.steps} steps; low + size <= high <= steps must hold"
             )
-        last_trained = w.high if w else int(self.steps * self.timestep_fraction)
+        last_trained = w.high if w else self.terms_a_sample
         if last_trained < 1:
             raise ValueError(
                 f"timestep_fraction = {self.timestep_fraction} of {self.steps} steps trains none; "
@@ -103,6 +103,10 @@ class FlowGRPO(Strict):
         return frozenset({"reference"} if self.beta > 0 else ())
 
     @property
+    def terms_a_sample(self) -> int:
+        return self.window.size if self.window else int(self.steps * self.timestep_fraction)
+
+    @property
     def clip_range(self) -> float | None:
         return self.clip
 
@@ -115,21 +119,25 @@ class FlowGRPO(Strict):
             rule=self.rule,
             noise=self.noise,
             stochastic=window or range(self.steps),
-            trained=window or range(int(self.steps * self.timestep_fraction)),
+            trained=window or range(self.terms_a_sample),
             guidance=self.guidance,
             same_noise=self.same_noise,
             means=self.keeps_means,
         )
 
     def terms(self, rollout: Rollout, advantages: Tensor, generator: torch.Generator) -> StepTerms:
+        total = rollout.logp.numel()
+        if self.beta == 0:  # without a KL term a sample whose advantage is 0 has no gradient
+            moved = advantages.nonzero()[:, 0]
+            rollout, advantages = rollout.rows(moved), advantages[moved]
         trace = rollout.trace
         n, s = rollout.logp.shape
         trained = torch.tensor(trace.context.trained, device=trace.row.device)
         sigmas = trace.context.sigmas
         x = trace.latents[:, :-1].flatten(0, 1)
-        terms = StepTerms(
+        return StepTerms(
             context=trace.context,
-            total=n * s,
+            total=total,
             row=trace.row.repeat_interleave(s),
             x=x,
             x_next=trace.latents[:, 1:].flatten(0, 1),
@@ -139,8 +147,6 @@ class FlowGRPO(Strict):
             old_logp=rollout.logp.flatten(),
             advantage=advantages.float().to(trace.row.device).repeat_interleave(s),
         )
-        # Without a KL term a sample whose advantage is 0 has no gradient: no need to run it.
-        return terms if self.beta > 0 else terms.rows(terms.advantage != 0)
 
     def loss(self, model: FlowModel, terms: StepTerms) -> TermLosses:
         step = self._transition(model, terms, "current")

@@ -31,3 +31,9 @@ def spelling(text: str, target: str) -> float:
 
 def exact(text: str, target: str) -> bool:
     return normalised(text) == normalised(target)
+
+
+def overlong(length: int, limit: int, buffer: int) -> float:
+    """DAPO's soft overlong punishment (Yu et al. 2025): 0 up to limit − buffer, falling linearly to
+    −1 at `limit`, −1 beyond: −min(max(length − (limit − buffer), 0), buffer)/buffer."""
+    return -min(max(length - (limit - buffer), 0), buffer) / buffer

@@ -1,7 +1,8 @@
 """What a reward is: an object with `unfit` and `score`, or just a function of the user's.
 
-A reward is plain synchronous code; where it runs (worker processes, later HTTP) is not its
-business. It sees everything: the prompt, all columns of its row and the picture.
+A reward is plain synchronous code; where it runs is a Scorer's business: worker processes, servers
+over HTTP, or requests on the event loop. It sees everything: the prompt, all columns of its row and
+the picture or text.
 """
 
 from __future__ import annotations
@@ -24,6 +25,14 @@ class Reward(Protocol):
         """One score a sample, in order."""
 
 
+class Scorer(Protocol):
+    """Where a reward runs. Every sample gets a score, in order, whatever goes wrong."""
+
+    async def score(self, samples: Sequence[Sample]) -> list[Score]: ...
+
+    async def close(self) -> None: ...
+
+
 class FunctionReward:
     """`f(samples, **options)` → a list of numbers or of Scores; it takes every prompt."""
 
@@ -36,6 +45,16 @@ class FunctionReward:
 
     def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
         return self.function(samples, **self.options)
+
+
+class Elsewhere:
+    """Stands for a reward that only its server knows; it takes every prompt."""
+
+    def unfit(self, prompt: Prompt) -> str | None:
+        return None
+
+    def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
+        raise AssertionError("it runs on a server")
 
 
 def load(reference: str, options: Mapping[str, Any]) -> Reward:
@@ -87,10 +106,10 @@ def checked(reward: Reward, samples: Sequence[Sample]) -> list[Score]:
         return [Score.failed(f"returned {len(scores)} scores for {len(samples)} samples")] * len(
             samples
         )
-    return [_plain(score) for score in scores]
+    return [plain(score) for score in scores]
 
 
-def _plain(answer: Any) -> Score:
+def plain(answer: Any) -> Score:
     """A user's answer, a number or a Score, as a Score of plain finite floats."""
     score = answer if isinstance(answer, Score) else Score(answer)
     if score.error is not None:
@@ -103,3 +122,10 @@ def _plain(answer: Any) -> Score:
     if not math.isfinite(value):
         return Score.failed(f"returned {value}")
     return Score(value, parts, str(score.text))
+
+
+def is_random(reward: Reward) -> bool:
+    """Whether the function or class says `random = True`: two looks at a sample may differ."""
+    source: Any = reward.function if isinstance(reward, FunctionReward) else reward
+    source = getattr(source, "__self__", source)  # a plain class's method: its object
+    return getattr(source, "random", False) is True

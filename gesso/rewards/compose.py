@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gesso.rewards.workers import Workers
+from gesso.rewards.base import Scorer
 from gesso.types import Sample, Score
 
 
@@ -14,7 +14,7 @@ from gesso.types import Sample, Score
 class Weighted:
     name: str
     weight: float
-    workers: Workers
+    scorer: Scorer  # where it runs
 
 
 def combine(weighted: Sequence[tuple[str, float, Score]]) -> Score:
@@ -30,7 +30,7 @@ def combine(weighted: Sequence[tuple[str, float, Score]]) -> Score:
 
 
 async def score(rewards: Sequence[Weighted], samples: Sequence[Sample]) -> list[Score]:
-    columns = await asyncio.gather(*(r.workers.score(samples) for r in rewards))
+    columns = await asyncio.gather(*(r.scorer.score(samples) for r in rewards))
     return [
         combine([(r.name, r.weight, s) for r, s in zip(rewards, row, strict=True)])
         for row in zip(*columns, strict=True)

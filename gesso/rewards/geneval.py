@@ -197,15 +197,13 @@ def overlap(a: Box, b: Box) -> float:
     return width * height / union if union > 0 else 0.0
 
 
-class Geneval(Strict):
+class Geneval(networks.Network):
     detector: str = "facebook/mask2former-swin-small-coco-instance"  # folder or name of the hub
     clip: str = "openai/clip-vit-large-patch14"  # for colours
     threshold: float = Field(0.3, ge=0, le=1)  # of the detector's confidence
     counting_threshold: float = Field(0.9, ge=0, le=1)  # the same where the tag is "counting"
     max_overlap: float = Field(1.0, gt=0, le=1)  # of two things of a kind; 1: any
     strict: bool = False  # the value is 0 or 1: everything right, or not
-    device: str = "auto"
-    batch: int = Field(16, ge=1)  # pictures at a time
 
     def unfit(self, prompt: Prompt) -> str | None:
         try:
@@ -232,7 +230,7 @@ class Geneval(Strict):
 
     def _scores(self, samples: Sequence[Sample], seeing: networks.Detector) -> list[Score]:
         wanted = [metadata_of(s.prompt) for s in samples]
-        pictures = [s.image for s in samples]
+        pictures = [s.picture for s in samples]
         least = min(self.threshold, self.counting_threshold)
         raw = seeing.detect(pictures, [w.names for w in wanted], least)
         found = [

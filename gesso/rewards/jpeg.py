@@ -1,4 +1,8 @@
-"""JPEG compressibility: −KB/500 of the picture at quality 95 (KB = 1,000 bytes). Range (−∞, 0)."""
+"""JPEG size at quality 95, in units of 500 KB (KB = 1,000 bytes). Needs nothing.
+
+Compressibility: −KB/500, range (−∞, 0), as Flow-GRPO has it. Incompressibility: its negative,
+KB/500, range (0, ∞); Flow-GRPO leaves that one undivided. (The idea is DDPO's, Black et al. 2023.)
+"""
 
 from __future__ import annotations
 
@@ -17,9 +21,17 @@ class JpegCompressibility(Strict):
         return [Score(-_kilobytes(sample) / 500) for sample in samples]
 
 
+class JpegIncompressibility(Strict):
+    def unfit(self, prompt: Prompt) -> str | None:
+        return None
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        return [Score(_kilobytes(sample) / 500) for sample in samples]
+
+
 def _kilobytes(sample: Sample) -> float:
     from PIL import Image
 
     buffer = io.BytesIO()
-    Image.fromarray(sample.image).save(buffer, format="JPEG", quality=95)
+    Image.fromarray(sample.picture).save(buffer, format="JPEG", quality=95)
     return buffer.tell() / 1000

@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
+from pydantic import Field
 
-from gesso.types import UserError
+from gesso.config import Strict
+from gesso.types import Prompt, Sample, Score, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -27,6 +29,16 @@ Box = tuple[float, float, float, float]
 """x of the left side, y of the top, x of the right, y of the bottom; pixels, y points down."""
 
 T = TypeVar("T")
+
+
+class Network(Strict):
+    """What rewards with a network of their own have in common."""
+
+    device: str = "auto"  # a GPU where there is one
+    batch: int = Field(16, ge=1)  # pictures at a time
+
+    def unfit(self, prompt: Prompt) -> str | None:
+        return None
 
 
 def once(load: Callable[..., T]) -> Callable[..., T]:
@@ -61,7 +73,7 @@ class Clip:
         """(N, D) of unit length; pictures are (height, width, 3) uint8."""
         import torch
 
-        pixels = self.processor(images=_pil(pictures), return_tensors="pt")["pixel_values"]
+        pixels = self.processor(images=pil(pictures), return_tensors="pt")["pixel_values"]
         with torch.inference_mode():
             features = self.model.get_image_features(pixel_values=pixels.to(self.device))
         return torch.nn.functional.normalize(features.pooler_output, dim=-1)
@@ -80,6 +92,20 @@ class Clip:
             )
         return torch.nn.functional.normalize(features.pooler_output, dim=-1)
 
+    def cosines(self, texts: Sequence[str], pictures: Sequence[np.ndarray]) -> Tensor:
+        """(N,): of each text with its picture."""
+        different = list(dict.fromkeys(texts))  # a group shares its prompt
+        row = [different.index(text) for text in texts]
+        return (self.texts(different)[row] * self.images(pictures)).sum(-1)
+
+
+def in_batches(
+    values: Callable[[Sequence[Sample]], Sequence[float]], samples: Sequence[Sample], batch: int
+) -> list[Score]:
+    """One score a sample, so many samples at a time."""
+    parts = [samples[i : i + batch] for i in range(0, len(samples), batch)]
+    return [Score(value) for part in parts for value in values(part)]
+
 
 @once
 def clip(path: str, processor: str, device: str) -> Clip:
@@ -88,8 +114,8 @@ def clip(path: str, processor: str, device: str) -> Clip:
 
     where = pick_device(device)
     model = _network(CLIPModel, path).to(where)
-    pictures = _loaded(CLIPImageProcessorPil, processor)
-    return Clip(model, _loaded(AutoTokenizer, processor), pictures, where)
+    pictures = loaded(CLIPImageProcessorPil, processor)
+    return Clip(model, loaded(AutoTokenizer, processor), pictures, where)
 
 
 @dataclass(frozen=True)
@@ -120,7 +146,7 @@ def detector(path: str, device: str) -> Detector:
     import transformers
     from transformers.models.auto import modeling_auto as known
 
-    config = _loaded(transformers.AutoConfig, path)
+    config = loaded(transformers.AutoConfig, path)
     where = pick_device(device)
     needs_scipy = config.model_type in ("mask2former", "owlv2")  # as transformers wrote them
     if needs_scipy and importlib.util.find_spec("scipy") is None:
@@ -133,7 +159,7 @@ def detector(path: str, device: str) -> Detector:
         return Masks(model, _image_processor(path), where, ids_of(config.id2label))
     if config.model_type in ("owlvit", "owlv2"):
         model = _network(transformers.AutoModelForZeroShotObjectDetection, path).to(where)
-        tokenizer = _loaded(transformers.AutoTokenizer, path)
+        tokenizer = loaded(transformers.AutoTokenizer, path)
         return Queries(model, _image_processor(path), where, tokenizer)
     raise UserError(
         f'"{path}" is a {config.model_type}, which is no detector known here; expected one of '
@@ -255,7 +281,7 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def _loaded(kind: Any, path: str, **options: Any) -> Any:
+def loaded(kind: Any, path: str, **options: Any) -> Any:
     folder = Path(path).expanduser()
     if path.startswith((".", "/", "~")) and not folder.is_dir():
         raise UserError(f'{kind.__name__} cannot be loaded from "{path}": no such folder')
@@ -289,7 +315,7 @@ def _network(kind: Any, path: str) -> Any:
     """In float32, ready to look. Weights that the files do not have would be random."""
     import torch
 
-    model, info = _loaded(kind, path, dtype=torch.float32, output_loading_info=True)
+    model, info = loaded(kind, path, dtype=torch.float32, output_loading_info=True)
     names = {name for name, _ in model.named_parameters()}
     missing = sorted(names & set(info["missing_keys"]))
     if missing:
@@ -303,18 +329,18 @@ def _network(kind: Any, path: str) -> Any:
 def _image_processor(path: str) -> Any:
     from transformers import AutoImageProcessor
 
-    return _loaded(AutoImageProcessor, path, backend="pil")
+    return loaded(AutoImageProcessor, path, backend="pil")
 
 
 def _forward(seeing: Boxes | Queries, pictures: Sequence[np.ndarray], **more: Any) -> Any:
     import torch
 
-    inputs = seeing.processor(images=_pil(pictures), return_tensors="pt").to(seeing.device)
+    inputs = seeing.processor(images=pil(pictures), return_tensors="pt").to(seeing.device)
     with torch.inference_mode():
         return seeing.model(**inputs, **more)
 
 
-def _pil(pictures: Sequence[np.ndarray]) -> list[Any]:
+def pil(pictures: Sequence[np.ndarray]) -> list[Any]:
     from PIL import Image
 
     return [Image.fromarray(picture) for picture in pictures]

@@ -1,8 +1,8 @@
 """OCR: does the picture say what the prompt quotes? RapidOCR with the PP-OCR weights in its wheel.
 
-value = Flow-GRPO's spelling score in [0, 1]; details: "exact" (the text read is the target) and
-"longer" (more text than asked for: the substring rule can be gamed by repeating). Needs the extra
-`ocr`.
+value = Flow-GRPO's spelling score in [0, 1]: 1 where the text read contains the target, else
+1 − min(edit distance, length)/length. Details: "exact" (the text read is the target) and "longer"
+(more text than asked for: the substring rule can be gamed by repeating). Needs the extra `ocr`.
 """
 
 from __future__ import annotations
@@ -28,18 +28,7 @@ class Ocr(Strict):
         return None if target_of(prompt) else "no double-quoted word to read"
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        return [self._score(sample) for sample in samples]
-
-    def _score(self, sample: Sample) -> Score:
-        target = target_of(sample.prompt)
-        if target is None:
-            return Score.failed("no double-quoted word to read")
-        text = self.read(sample.image)
-        details = {
-            "exact": float(formulas.exact(text, target)),
-            "longer": float(len(formulas.normalised(text)) > len(formulas.normalised(target))),
-        }
-        return Score(formulas.spelling(text, target), details, text)
+        return [spelled(self.read(sample.picture), sample.prompt) for sample in samples]
 
     def read(self, image: np.ndarray) -> str:
         """All text in an RGB picture, in reading order, lines joined by spaces."""
@@ -47,6 +36,18 @@ class Ocr(Strict):
         strip = min(320, -(-48 * width // height)) if not self.detect else 320
         result = _engine(self.detect, strip)(np.ascontiguousarray(image[:, :, ::-1]))
         return " ".join(result.txts or ())
+
+
+def spelled(text: str, prompt: Prompt) -> Score:
+    """How well the text read in a picture is what its prompt asks for."""
+    target = target_of(prompt)
+    if target is None:
+        return Score.failed("no double-quoted word to read")
+    details = {
+        "exact": float(formulas.exact(text, target)),
+        "longer": float(len(formulas.normalised(text)) > len(formulas.normalised(target))),
+    }
+    return Score(formulas.spelling(text, target), details, text)
 
 
 def target_of(prompt: Prompt) -> str | None:

@@ -37,7 +37,7 @@ class RewardService:
         return Scored(scores, started, time.perf_counter())
 
     def close(self) -> None:
-        """End every worker process; safe to call twice."""
+        """End every worker process and connection; safe to call twice."""
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
@@ -47,4 +47,4 @@ class RewardService:
 
     async def _close(self) -> None:
         for reward in self.rewards:
-            await reward.workers.close()
+            await reward.scorer.close()

@@ -98,7 +98,7 @@ class RunFolder:
         lines = []
         for i, (sample, score) in enumerate(zip(samples, scores, strict=True)):
             name = f"{i:03d}.png"
-            Image.fromarray(sample.image).save(folder / name)
+            Image.fromarray(sample.picture).save(folder / name)
             lines.append(
                 {
                     "index": i,

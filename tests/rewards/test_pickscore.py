@@ -164,7 +164,7 @@ def test_a_missing_model_is_one_sentence_and_looked_for_once(
     reward = base.load(build.REWARDS["pickscore"], {"path": "/no/such", "processor": str(folder)})
     first = base.checked(reward, samples())[0].error
     assert first == 'raised UserError: CLIPModel cannot be loaded from "/no/such": no such folder'
-    monkeypatch.setattr(networks, "_loaded", None)  # a second search would fail otherwise
+    monkeypatch.setattr(networks, "loaded", None)  # a second search would fail otherwise
     assert base.checked(reward, samples())[0].error == first
 
 

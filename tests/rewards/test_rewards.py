@@ -99,13 +99,13 @@ def test_a_worker_that_dies_is_replaced_and_its_work_done_again(service, tmp_pat
     one = service(f"{USER}:dies_once", flag=str(tmp_path / "died"))
     scores = one.submit([sample()] * 6).result().scores
     assert [s.value for s in scores] == [1.0] * 6
-    assert one.rewards[0].workers.restarts == 1
+    assert one.rewards[0].scorer.restarts == 1
 
 
 def test_a_worker_killed_from_outside(service) -> None:
     one = service(f"{USER}:brightness")
     assert one.submit([sample()]).result().scores[0].ok
-    (process,) = one.rewards[0].workers._all
+    (process,) = one.rewards[0].scorer._all
     os.kill(process.pid, signal.SIGKILL)
     assert one.submit([sample()]).result().scores[0].ok
 
@@ -120,7 +120,7 @@ def test_a_reward_that_hangs_times_out(service) -> None:
 def test_closing_ends_the_worker_processes(service) -> None:
     one = service(f"{USER}:brightness", count=2)
     one.submit([sample()] * 16).result()
-    processes = list(one.rewards[0].workers._all)
+    processes = list(one.rewards[0].scorer._all)
     assert processes
     one.close()
     for process in processes:
@@ -181,6 +181,11 @@ def test_jpeg_compressibility_is_minus_kilobytes_over_500() -> None:
     flat, loud = reward.score([sample(), Sample(Prompt(""), noisy, 0)])
     assert loud.value == pytest.approx(-len(buffer.getvalue()) / 1000 / 500)
     assert flat.value > loud.value
+    other = base.load(build.REWARDS["jpeg-incompressibility"], {})
+    assert [-s.value for s in other.score([sample(), Sample(Prompt(""), noisy, 0)])] == [
+        flat.value,
+        loud.value,
+    ]
 
 
 @pytest.mark.parametrize("detect", [True, False])

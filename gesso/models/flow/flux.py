@@ -24,6 +24,7 @@ class Flux(PipelineModel):
     an input of its network, schnell takes none."""
 
     pipeline = "FluxPipeline"
+    large = ("transformer", "text_encoder_2")
     packed = True
     even_sigmas = True
     # Flow-GRPO's list for FLUX.1 dev (there with rank 64, alpha 128); `attn.to_q`, `to_k` and

@@ -4,6 +4,7 @@ all of them. A model's own file says what differs: how it encodes text and calls
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,7 +20,7 @@ from gesso import config
 from gesso.models.flow.adapter import load_adapter
 from gesso.models.flow.base import Guidance
 from gesso.models.policy import Policy
-from gesso.types import UserError
+from gesso.types import Conditioning, UserError
 
 JOINT_ATTENTION = tuple(
     f"attn.{name}"  # bare names would also hit attn2 of SD3.5
@@ -51,6 +52,7 @@ class PipelineModel:
 
     pipeline: ClassVar[str]  # name of the class in diffusers
     lora_targets: ClassVar[Sequence[str]]
+    large: ClassVar[Sequence[str]]  # parts that are worth quantizing
     patch: ClassVar[int] = 2  # latent cells a token, in height and in width
     packed: ClassVar[bool] = False  # the transformer wants tokens, it does not make them itself
     even_sigmas: ClassVar[bool] = False  # the pipeline gives the scheduler 1, …, 1/steps
@@ -59,7 +61,8 @@ class PipelineModel:
         self.device = pick_device(settings.device)
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         whole = settings.lora is None
-        self.pipe = load_pipeline(self.pipeline, settings, self.dtype).to(self.device)
+        load = _empty_pipeline if self.device.type == "meta" else _load_pipeline
+        self.pipe = load(self, settings)
         for part in self.pipe.components.values():
             if isinstance(part, torch.nn.Module):
                 part.requires_grad_(False).eval()
@@ -72,6 +75,7 @@ class PipelineModel:
             with quiet():
                 load_adapter(self.pipe, self.policy, settings.lora.path)
         self._autocast = whole and self.dtype != torch.float32
+        self.quantized = settings.quantize is not None
 
     @property
     def text_lengths(self) -> TextLength:
@@ -88,6 +92,21 @@ class PipelineModel:
             )
         return asked
 
+    def blank(self, rows: int) -> Conditioning:
+        """Conditioning of that many prompts of full length, for its shapes."""
+        own, length = self.transformer.config, self.text_tokens
+        embeds = torch.empty(rows, length, own.joint_attention_dim, dtype=self.dtype)
+        pooled = None
+        if "pooled_projection_dim" in own:
+            pooled = torch.empty(rows, own.pooled_projection_dim, dtype=self.dtype)
+        scale = torch.empty(rows) if self.guidance == "embedded" else None
+        return Conditioning(embeds, pooled, guidance=scale).to(self.device)
+
+    @property
+    def text_tokens(self) -> int:
+        """Of a prompt, as the transformer gets them."""
+        return self.text_length
+
     @property
     def guidance(self) -> Guidance:
         return "negative"
@@ -103,10 +122,15 @@ class PipelineModel:
         """v = u + scale·(c − u)."""
         return negative + scale * (positive - negative)
 
+    @property
+    def runs_in_half(self) -> bool:
+        """Float32 weights under autocast: a full fine-tune in half precision."""
+        return self._autocast
+
     def precision(self) -> AbstractContextManager:
         """Float32 weights that are trained whole run in half precision by autocast; LoRA leaves
         the frozen weights in the half precision they were loaded in."""
-        if not self._autocast:
+        if not self._autocast or self.device.type == "meta":
             return nullcontext()
         return torch.autocast(self.device.type, self.dtype)
 
@@ -162,6 +186,13 @@ class PipelineModel:
         z = latents / vae.config.scaling_factor + vae.config.shift_factor
         return vae.decode(z.to(vae.dtype), return_dict=False)[0]
 
+    def _check_mergeable(self) -> None:
+        if self.quantized:
+            raise UserError(
+                "weights in 4 bits cannot take up an adapter without loss; export the LoRA itself, "
+                "and merge it into the full weights with diffusers' fuse_lora"
+            )
+
     def save(self, folder: Path, merged: bool = False) -> None:
         """LoRA weights as diffusers' `load_lora_weights` reads them; or, of a full fine-tune or
         with `merged`, the whole pipeline with the adapter folded into its weights."""
@@ -169,6 +200,7 @@ class PipelineModel:
             if self.policy.lora is None:
                 self.pipe.save_pretrained(folder)
             elif merged:
+                self._check_mergeable()
                 with self.policy.merged():
                     self.pipe.save_pretrained(folder)
             else:
@@ -202,24 +234,86 @@ def _round(size: int, factor: int) -> int:
     return max(factor, round(size / factor) * factor)
 
 
-def load_pipeline(kind: str, settings: config.Model, dtype: torch.dtype) -> Any:
-    """The pipeline with its networks in `dtype`; a transformer that is trained whole in float32."""
-    path = settings.path
-    source, absent = locate(path)
-    dtypes = {"transformer": torch.float32 if settings.lora is None else dtype, "default": dtype}
+def _load_pipeline(model: PipelineModel, settings: config.Model) -> Any:
+    """The pipeline with its networks in the model's dtype; a transformer that is trained whole in
+    float32, large parts in 4 bits if the recipe says so."""
+    source, options = _locate(settings.path)
+    whole = settings.lora is None
+    options["dtype"] = {
+        "transformer": torch.float32 if whole else model.dtype,
+        "default": model.dtype,
+    }
+    if settings.quantize is not None:
+        options["quantization_config"] = _four_bits(model)
     try:
         with quiet():
             import diffusers
 
-            return getattr(diffusers, kind).from_pretrained(source, dtype=dtypes, **absent)
+            kind = getattr(diffusers, model.pipeline)
+            return kind.from_pretrained(source, **options).to(model.device)
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise UserError(
-            f'model.path = "{path}": diffusers cannot load it as a {kind}: '
+            f'model.path = "{settings.path}": diffusers cannot load it as a {model.pipeline}: '
             f"{str(error).splitlines()[0]}"
         ) from error
 
 
-def locate(path: str) -> tuple[str, dict[str, None]]:
+def _four_bits(model: PipelineModel) -> Any:
+    """NF4 by bitsandbytes, as diffusers asks for it."""
+    if model.device.type != "cuda":
+        raise UserError(
+            f'model.quantize = "nf4" needs a CUDA device, found {model.device}; leave it out'
+        )
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError('model.quantize = "nf4" needs bitsandbytes: pip install "gesso[quantize]"')
+    from diffusers import PipelineQuantizationConfig
+
+    return PipelineQuantizationConfig(
+        quant_backend="bitsandbytes_4bit",
+        quant_kwargs={
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_compute_dtype": model.dtype,
+        },
+        components_to_quantize=list(model.large),
+    )
+
+
+def _empty_pipeline(model: PipelineModel, settings: config.Model) -> Any:
+    """The pipeline made from its configs alone: networks with shapes and no weights."""
+    import diffusers
+
+    source, parts = _locate(settings.path)
+    try:
+        with quiet():
+            index = diffusers.DiffusionPipeline.load_config(source)
+            for name, entry in index.items():
+                if isinstance(entry, list | tuple) and entry[0] is not None:
+                    parts[name] = _empty_part(entry[0], entry[1], source, name, model, settings)
+            return getattr(diffusers, model.pipeline)(**parts)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f'model.path = "{settings.path}": its configs cannot be read: '
+            f"{str(error).splitlines()[0]}"
+        ) from error
+
+
+def _empty_part(
+    library: str, name: str, source: str, folder: str, model: PipelineModel, settings: config.Model
+) -> Any:
+    kind = getattr(importlib.import_module(library), name)
+    if not issubclass(kind, torch.nn.Module):
+        return kind.from_pretrained(source, subfolder=folder)
+    with torch.device("meta"):
+        if library == "diffusers":
+            part = kind.from_config(kind.load_config(source, subfolder=folder))
+        else:
+            part = kind(kind.config_class.from_pretrained(source, subfolder=folder))
+    whole = settings.lora is None and folder == "transformer"
+    return part.to(torch.float32 if whole else model.dtype)
+
+
+def _locate(path: str) -> tuple[str, dict[str, Any]]:
     """What diffusers is to load: a checked folder or a hub name, and the parts it is to go
     without."""
     folder = config.resolve_path(path)
@@ -231,7 +325,7 @@ def locate(path: str) -> tuple[str, dict[str, None]]:
             f"found {'a folder without one' if folder.is_dir() else 'no such folder'}"
         )
     source = str(folder) if looks_local else path
-    absent = _absent_parts(folder) if looks_local else {}
+    absent: dict[str, Any] = _absent_parts(folder) if looks_local else {}
     return source, absent
 
 

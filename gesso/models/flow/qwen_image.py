@@ -23,6 +23,7 @@ class QwenImage(PipelineModel):
     carry a mask. Guidance by a negative prompt, with the length of each token's velocity kept."""
 
     pipeline = "QwenImagePipeline"
+    large = ("transformer", "text_encoder")
     packed = True
     even_sigmas = True
     # Flow-GRPO's list for Qwen-Image-Edit, the same network (there with rank 64, alpha 128).
@@ -57,14 +58,14 @@ class QwenImage(PipelineModel):
         self, x: Tensor, sigma: Tensor, cond: Conditioning, weights: Which = "current"
     ) -> Tensor:
         n, _, h, w = x.shape
-        assert cond.mask is not None
+        # no mask where none is needed: faster attention, and what the pipeline does
+        mask = None if cond.mask is None or bool(cond.mask.all()) else cond.mask
         with self.policy.using(weights), self.precision():
             v = self.transformer(
                 hidden_states=pack(x).to(self.dtype),
                 timestep=self.timestep(sigma) / 1000,
                 encoder_hidden_states=cond.embeds,
-                # no mask where none is needed: faster attention, and what the pipeline does
-                encoder_hidden_states_mask=None if bool(cond.mask.all()) else cond.mask,
+                encoder_hidden_states_mask=mask,
                 img_shapes=[[(1, h // 2, w // 2)]] * n,
                 return_dict=False,
             )[0]  # (N, HW/4, 4C)

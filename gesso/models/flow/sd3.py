@@ -21,6 +21,7 @@ class SD3(PipelineModel):
     """Two CLIP encoders and T5 side by side; guidance by a negative prompt."""
 
     pipeline = "StableDiffusion3Pipeline"
+    large = ("transformer", "text_encoder_3")
     lora_targets = JOINT_ATTENTION  # of Flow-GRPO: 18,776,064 parameters at rank 32 in SD3.5-M
 
     @property
@@ -31,6 +32,10 @@ class SD3(PipelineModel):
     @property
     def limit(self) -> int:
         return self.pipe.tokenizer_max_length if self.pipe.tokenizer_3 is None else self.text_length
+
+    @property
+    def text_tokens(self) -> int:
+        return self.pipe.tokenizer_max_length + self.text_length
 
     def tokens(self, text: str) -> int:
         return count_tokens(self.pipe.tokenizer_3 or self.pipe.tokenizer, text)

@@ -1,0 +1,109 @@
+"""Does scoring hide behind sampling? A reward that takes as long as sampling, streamed and serial.
+
+    python benchmarks/reward_overlap.py [--rounds 7] [--json FILE] [key=value ...]
+
+The bundled task. `slow` below waits as a distant server would, so many seconds a picture that all
+pictures of a batch take as long as drawing them. Streamed: the pieces go to the reward as they are
+drawn, as in training. Serial: all are drawn, then all are scored. The two take turns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+
+def slow(samples: Sequence[Any], seconds: float) -> list[float]:
+    time.sleep(seconds * len(samples))
+    return [float(sample.picture.mean()) / 255 for sample in samples]
+
+
+def main() -> None:
+    import gesso  # noqa: F401  before torch: it settles how OpenMP's threads wait
+
+    # isort: split
+    import argparse
+    import json
+    import os
+    import platform
+    from pathlib import Path
+    from statistics import median
+
+    import torch
+
+    from gesso import build
+    from gesso.run import Job, assemble
+
+    here = Path(__file__).resolve().parent
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(here), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )  # the worker imports this file
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--recipe", default="demo")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    options = parser.parse_args()
+
+    def job_with(seconds: float) -> Job:
+        entry = f'reward=[{{name = "reward_overlap:slow", seconds = {seconds}, cache = false}}]'
+        return assemble(build.recipe(options.recipe, [*options.overrides, entry]))
+
+    def streamed(job: Job, step: int) -> float:
+        started = time.perf_counter()
+        job.cluster.collect(step).result()
+        return time.perf_counter() - started
+
+    def serial(job: Job, step: int) -> tuple[float, float]:
+        """Seconds of drawing and of scoring, one after the other."""
+        service, held = job.cluster.rewards, []
+
+        class Later:
+            def submit(self, samples: Any) -> Any:
+                held.append(samples)
+
+        started = time.perf_counter()
+        job.cluster.rewards = Later()  # type: ignore[assignment]
+        job.cluster.collect(step)
+        job.cluster.rewards = service
+        drawn = time.perf_counter()
+        for future in [service.submit(samples) for samples in held]:
+            future.result()
+        return drawn - started, time.perf_counter() - drawn
+
+    job = job_with(0.0)
+    pictures = job.recipe.data.groups * job.algorithm.group
+    for step in range(2):
+        serial(job, step)
+    sampling = median(serial(job, step)[0] for step in range(2, 5))
+    job.close()
+    job = job_with(sampling / pictures)
+    try:
+        streamed(job, 0), serial(job, 0)  # the worker starts
+        rows = []
+        for step in range(1, options.rounds + 1):
+            sample, score = serial(job, 2 * step)
+            rows.append((sample, score, streamed(job, 2 * step + 1)))
+    finally:
+        job.close()
+    sample, score, stream = (median(column) for column in zip(*rows, strict=True))
+    longer = max(sample, score)
+    ratios = [t / max(a, b) for a, b, t in rows]
+    print(
+        f"{options.recipe}: {pictures} pictures a batch, {job.recipe.sampler.batch} a piece, "
+        f"{torch.get_num_threads()} torch threads, {platform.machine()}, torch {torch.__version__}"
+    )
+    print(f"sampling alone   {sample:6.2f} s\nscoring alone    {score:6.2f} s")
+    print(f"serial           {sample + score:6.2f} s   {(sample + score) / longer:.2f} of the longer")
+    print(
+        f"streamed         {stream:6.2f} s   {stream / longer:.2f} of the longer "
+        f"(rounds {min(ratios):.2f} to {max(ratios):.2f})"
+    )
+    if options.json:
+        options.json.write_text(json.dumps({"rows": rows, "ratio": stream / longer}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""Requests against a local reward service: throughput and latency.
+
+    python benchmarks/reward_service.py [--requests 1000] [--in-flight 16] [--size 512] [--json FILE]
+
+Starts `gesso serve-reward` on loopback and asks it as a run would, one picture a request: first
+all pictures new, then the same ones again (the cache answers), then through a connection for each
+caller. Latency is from the picture in memory to its score.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import quantiles
+
+import numpy as np
+
+from gesso.config import RemoteEntry
+from gesso.rewards.remote import Remote
+from gesso.types import Prompt, Sample
+
+
+def pictures(count: int, size: int) -> list[Sample]:
+    """Smooth, as drawn pictures are, and all different."""
+    y, x = np.mgrid[0:size, 0:size] / size
+    made = []
+    for i in range(count):
+        waves = [np.sin(6 * (x * (c + 1) + y * (3 - c)) + i * 0.37) for c in range(3)]
+        image = (127 + 120 * np.stack(waves, 2)).astype(np.uint8)
+        image[0, 0] = (i % 256, i // 256 % 256, 7)
+        made.append(Sample(Prompt(f"picture {i}"), image, i))
+    return made
+
+
+async def measure(url: str, samples: list[Sample], in_flight: int) -> dict[str, float]:
+    remote = Remote(RemoteEntry(urls=[url], in_flight=in_flight, batch=1))
+    seconds: list[float] = []
+    waiting = iter(samples)
+
+    async def caller() -> None:
+        for sample in waiting:
+            started = time.perf_counter()
+            (score,) = await remote.score([sample])
+            seconds.append(time.perf_counter() - started)
+            assert score.ok, score.error
+
+    started = time.perf_counter()
+    await asyncio.gather(*(caller() for _ in range(in_flight)))
+    total = time.perf_counter() - started
+    await remote.close()
+    assert len(seconds) == len(samples)
+    cuts = quantiles(seconds, n=100)
+    return {"per_s": len(samples) / total, "p50_ms": 1e3 * cuts[49], "p99_ms": 1e3 * cuts[98]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--reward", default="jpeg-compressibility")
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--in-flight", type=int, default=16)
+    parser.add_argument("--size", type=int, default=512, help="pixels a side")
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    command = [sys.executable, "-m", "gesso.cli", "serve-reward", options.reward, "--port", "0"]
+    server = subprocess.Popen(
+        [*command, "--workers", str(options.workers)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert server.stdout
+        url = server.stdout.readline().rsplit(" ", 1)[1].strip()
+        samples = pictures(options.requests, options.size)
+        asyncio.run(measure(url, pictures(8, 64), 4))  # starts the reward's process
+        rounds = [
+            ("new pictures", options.in_flight, samples),
+            ("the same again", options.in_flight, samples),
+            ("the same, one by one", 1, samples[: options.requests // 4]),
+        ]
+        print(
+            f"{options.requests} requests of one {options.size}×{options.size} picture, "
+            f"{options.in_flight} in flight, {options.reward}, {options.workers} worker(s), "
+            f"{platform.machine()}, Python {platform.python_version()}"
+        )
+        print(f"{'':<24}{'requests/s':>12}{'p50 ms':>10}{'p99 ms':>10}")
+        figures = {}
+        for name, in_flight, these in rounds:
+            got = figures[name] = asyncio.run(measure(url, these, in_flight))
+            print(f"{name:<24}{got['per_s']:>12.0f}{got['p50_ms']:>10.1f}{got['p99_ms']:>10.1f}")
+        if options.json:
+            options.json.write_text(json.dumps(vars(options) | figures, default=str, indent=1))
+    finally:
+        server.terminate()
+        server.wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Where an answer stands: in the reply between tags or in a box, in the data under `answer`."""
+
+from __future__ import annotations
+
+import re
+
+from gesso.types import Prompt
+
+TAG = r"^[A-Za-z][\w-]*$"
+
+
+def tagged(reply: str, tag: str) -> str | None:
+    """What the last <tag>…</tag> holds; None where there is none."""
+    found = re.findall(rf"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", reply, re.DOTALL)
+    return found[-1].strip() if found else None
+
+
+def boxed(text: str) -> str | None:
+    r"""What the last \boxed{…} holds, braces inside it counted; None where there is none."""
+    start = text.rfind(r"\boxed{")
+    if start < 0:
+        return None
+    start += len(r"\boxed{")
+    depth = 1
+    for end in range(start, len(text)):
+        escaped = text[end - 1] == "\\"
+        depth += (text[end] == "{" and not escaped) - (text[end] == "}" and not escaped)
+        if depth == 0:
+            return text[start:end].strip()
+    return None
+
+
+def wanted(prompt: Prompt) -> str | None:
+    """The column `answer` as text; None where it is absent or empty."""
+    given = prompt.columns.get("answer")
+    if given is None or isinstance(given, bool | list | dict):
+        return None
+    if isinstance(given, float) and given.is_integer():
+        given = int(given)  # a column of numbers with gaps comes as floats
+    return str(given).strip() or None
+
+
+def missing(prompt: Prompt, example: str) -> str:
+    """The sentence for a row whose answer does not do."""
+    given = prompt.columns.get("answer")
+    found = "no such column" if given is None else repr(given)
+    return f'expected a column "answer" such as {example}, found {found}'

@@ -1,0 +1,101 @@
+"""Weights as reward models are published: a file of tensors under names of its own.
+
+Nothing is unpickled beyond tensors, and filling a network is strict: a name too many or too few,
+or another shape, raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gesso.types import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+def read(path: str, name: str) -> dict[str, Tensor]:
+    """The tensors of a file: `path` itself, or `name` in the folder or hub repository `path`."""
+    file = _file(path, name)
+    try:
+        tensors = _tensors(file)
+    except Exception as error:  # damaged, a web page saved as weights, objects beside tensors
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f"{file} cannot be read: {reason} (expected tensors by name, in safetensors or as "
+            "torch saves a state dict)"
+        ) from error
+    return tensors
+
+
+def fill(network: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
+    own = network.state_dict()
+    wrong = [
+        f"{len(names)} {what}, {min(names)} first"
+        for what, names in (
+            ("missing", own.keys() - tensors.keys()),
+            ("too many", tensors.keys() - own.keys()),
+        )
+        if names
+    ]
+    wrong += [
+        f"{name} is {tuple(tensors[name].shape)} instead of {tuple(tensor.shape)}"
+        for name, tensor in own.items()
+        if name in tensors and tensors[name].shape != tensor.shape
+    ][:1]
+    if wrong:
+        raise UserError(f"the weights of {where} do not fit: {'; '.join(wrong)}")
+    network.load_state_dict(tensors)
+
+
+def preference_head(width: int) -> nn.Sequential:
+    """The head that LAION's aesthetic predictor and ImageReward share, linear from end to end;
+    the dropouts, idle here, keep the published numbering."""
+    from torch import nn
+
+    return nn.Sequential(
+        nn.Linear(width, 1024),
+        nn.Dropout(0.2),
+        nn.Linear(1024, 128),
+        nn.Dropout(0.2),
+        nn.Linear(128, 64),
+        nn.Dropout(0.1),
+        nn.Linear(64, 16),
+        nn.Linear(16, 1),
+    )
+
+
+def _tensors(file: Path) -> dict[str, Tensor]:
+    import torch
+
+    if file.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(file)
+    found = torch.load(file, map_location="cpu", weights_only=True)
+    found = found.get("state_dict", found) if isinstance(found, Mapping) else found
+    if not isinstance(found, Mapping) or not all(torch.is_tensor(t) for t in found.values()):
+        raise ValueError("it holds something other than tensors by name")
+    return dict(found)
+
+
+def _file(path: str, name: str) -> Path:
+    place = Path(path).expanduser()
+    if place.is_file():
+        return place
+    if place.is_dir() or path.startswith((".", "/", "~")):
+        if not (place / name).is_file():
+            raise UserError(f'no weights: expected a file "{path}", or {name} in that folder')
+        return place / name
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(path, name))
+    except Exception as error:  # no network, no such repository, no such file
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UserError(
+            f'no weights: {name} cannot be had from "{path}": {reason} (expected a file, a folder, '
+            "or a name of the hub that is cached or can be reached)"
+        ) from error

@@ -1,0 +1,41 @@
+"""Overlong: DAPO's penalty for replies that come near the limit.
+
+value = −min(max(n − (limit − buffer), 0), buffer)/buffer, n being the reply's length: 0 up to
+limit − buffer, −1 from the limit on (Yu et al. 2025); range [−1, 0]. DAPO counts tokens,
+20480 and 4096; a reward sees text, so here the unit is words (between white space) or characters.
+Detail: "length". Needs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from gesso.config import Strict
+from gesso.formulas import text as formulas
+from gesso.types import Prompt, Sample, Score
+
+
+class Overlong(Strict):
+    limit: int = Field(ge=1)
+    buffer: int = Field(ge=1)
+    unit: Literal["words", "characters"] = "words"
+
+    @model_validator(mode="after")
+    def _fits(self) -> Overlong:
+        if self.buffer > self.limit:
+            raise ValueError(f"buffer = {self.buffer} must not exceed limit = {self.limit}")
+        return self
+
+    def unfit(self, prompt: Prompt) -> str | None:
+        return None
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        return [self._score(sample.reply) for sample in samples]
+
+    def _score(self, reply: str) -> Score:
+        length = len(reply.split()) if self.unit == "words" else len(reply)
+        value = formulas.overlong(length, self.limit, self.buffer)
+        return Score(value, {"length": float(length)}, f"{length} {self.unit}")

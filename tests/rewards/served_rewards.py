@@ -1,0 +1,55 @@
+"""Rewards that tell how they were called, for the tests over HTTP and of the cache."""
+
+from __future__ import annotations
+
+import json
+import random as chance
+import time
+from collections.abc import Sequence
+
+from gesso.types import Sample, Score
+
+
+def batch_size(samples: Sequence[Sample]) -> list[float]:
+    time.sleep(0.1)
+    return [float(len(samples))] * len(samples)
+
+
+def echo(samples: Sequence[Sample]) -> list[Score]:
+    """Everything that arrived, as text."""
+    return [
+        Score(
+            1.0 if s.image is None else float(s.image.mean()),
+            {"seed": float(s.seed % 1000)},
+            json.dumps(
+                [s.prompt.text, s.prompt.negative, s.prompt.columns, s.prompt.where, s.text]
+            ),
+        )
+        for s in samples
+    ]
+
+
+def counted(samples: Sequence[Sample], log: str, seconds: float = 0.0) -> list[float]:
+    """One line in `log` for every sample it is asked for."""
+    with open(log, "a") as file:
+        file.writelines(f"{int(s.picture[0, 0, 0])}\n" for s in samples)
+    time.sleep(seconds)
+    return [float(s.picture.mean()) / 255 for s in samples]
+
+
+def fails_when_dark(samples: Sequence[Sample]) -> list[Score]:
+    return [Score(1.0) if s.picture.mean() > 9 else Score.failed("too dark") for s in samples]
+
+
+def noisy(samples: Sequence[Sample]) -> list[float]:
+    return [chance.random() for _ in samples]
+
+
+noisy.random = True  # type: ignore[attr-defined]
+
+
+class Noisy:
+    random = True
+
+    def score(self, samples: Sequence[Sample]) -> list[float]:
+        return [chance.random() for _ in samples]

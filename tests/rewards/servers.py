@@ -1,0 +1,205 @@
+"""Servers for the tests: `gesso serve-reward` as a process, and one that misbehaves on purpose."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from gesso.rewards import protocol
+from gesso.types import Prompt, Sample
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def grey(value: int, text: str = "a grey sign", size: tuple[int, int] = (8, 12)) -> Sample:
+    return Sample(Prompt(text), np.full((*size, 3), value, dtype=np.uint8), value)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return found.getsockname()[1]
+
+
+class Served:
+    """`gesso serve-reward …` until `end`."""
+
+    def __init__(self, *arguments: str, port: int = 0, **environment: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "gesso.cli", "serve-reward", *arguments, "--port", str(port)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        )
+        assert self.process.stdout and self.process.stderr
+        line = self.process.stdout.readline()
+        assert " at http" in line, line + self.process.stderr.read()
+        self.url = line.rsplit(" ", 1)[1].strip()
+        self.port = int(self.url.rpartition(":")[2])
+
+    def end(self) -> int:
+        if self.process.poll() is None:
+            self.process.terminate()
+        code = self.process.wait(20)
+        for pipe in (self.process.stdout, self.process.stderr):
+            assert pipe
+            pipe.close()
+        return code
+
+
+@contextmanager
+def served(*arguments: str, **more: Any) -> Iterator[Served]:
+    one = Served(*arguments, **more)
+    try:
+        yield one
+    finally:
+        one.end()
+
+
+class Misbehaving:
+    """HTTP by hand. Each request takes the next fault of `faults`; after the last, "ok".
+
+    A right answer is the pictures' brightness, or what a judge would say of it, so that no score
+    can be taken for another's."""
+
+    def __init__(self, faults: Sequence[str] = (), delay: float = 0.0, port: int = 0) -> None:
+        self.faults = list(faults)
+        self.delay = delay
+        self.requests: list[dict[str, Any]] = []  # bodies, in order of arrival
+        self.answered: list[float] = []  # brightness of every picture that was answered for
+        self.most = 0  # requests at once
+        self._now = 0
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        start = asyncio.start_server(self._serve, "127.0.0.1", port, limit=2**26)
+        self._server = asyncio.run_coroutine_threadsafe(start, self._loop).result()
+        self.port = self._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self) -> Misbehaving:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def end(self) -> None:
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _end(self) -> None:
+        self._server.close()
+        tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while head := await reader.readuntil(b"\r\n\r\n"):
+                lines = head.decode().split("\r\n")
+                size = [int(x.split(":")[1]) for x in lines if x.lower().startswith("content-len")]
+                body = await reader.readexactly(size[0] if size else 0)
+                await self._answer(lines[0].split(" ")[1], body, writer)
+        except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.close()
+
+    async def _answer(self, path: str, body: bytes, writer: asyncio.StreamWriter) -> None:
+        self.requests.append(json.loads(body) if body else {"path": path})
+        fault = self.faults.pop(0) if self.faults else "ok"
+        self._now += 1
+        self.most = max(self.most, self._now)
+        try:
+            await asyncio.sleep(self.delay)
+            await self._misbehave(fault, self._right(path, body), writer)
+        finally:
+            self._now -= 1
+
+    def _right(self, path: str, body: bytes) -> dict[str, Any]:
+        if path == "/v1/models":
+            return {"data": [{"id": "tiny"}]}
+        if path == "/get_reward":
+            values = [_brightness(s) for s in protocol.read_get_reward(body)]
+            answer: dict[str, Any] = {"rewards": values}
+        elif path == "/v1/chat/completions":
+            content = json.loads(body)["messages"][0]["content"]
+            image = protocol.picture(protocol.from_base64(content[0]["image_url"]["url"]))
+            values = [float(image.mean()) / 255]
+            message = {"role": "assistant", "content": f"Final Score: {1 + 4 * values[0]:.4f}"}
+            answer = {"choices": [{"message": message, "finish_reason": "stop"}]}
+        else:
+            values = [_brightness(s) for s in protocol.read_score_request(body)]
+            answer = {"scores": [{"value": value} for value in values]}
+        self.answered += values
+        return answer
+
+    async def _misbehave(
+        self, fault: str, right: dict[str, Any], writer: asyncio.StreamWriter
+    ) -> None:
+        status, length, body = "200 OK", None, json.dumps(right).encode()
+        if fault == "hang":
+            await asyncio.sleep(600)
+        elif fault == "close":
+            raise ConnectionError
+        elif fault == "half":
+            length, body = len(body), body[: len(body) // 2]
+        elif fault == "truncated":
+            body = body[: len(body) // 2]
+        elif fault == "garbage":
+            body = os.urandom(10_000_000)
+        elif fault == "count":
+            body = json.dumps({key: rows[:-1] for key, rows in right.items()}).encode()
+        elif fault in ("NaN", "Infinity", "1e999", "true", '"0.5"', "null"):
+            key = "rewards" if "rewards" in right else "scores"
+            first = fault if key == "rewards" else f'{{"value": {fault}}}'
+            rest = [first, *(json.dumps(row) for row in right[key][1:])]
+            body = f'{{"{key}": [{", ".join(rest)}]}}'.encode()
+        elif fault == "drip":
+            length = len(body)
+        elif fault.startswith("body:"):
+            body = fault.removeprefix("body:").encode()
+        elif fault[0].isdigit():
+            status, body = fault, b'{"detail": "not today"}'
+        elif fault != "ok":
+            raise AssertionError(fault)
+        size = len(body) if length is None else length
+        writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {size}\r\n\r\n".encode())
+        if fault == "drip":
+            for byte in body:
+                writer.write(bytes([byte]))
+                await writer.drain()
+                await asyncio.sleep(0.2)
+        writer.write(body)
+        await writer.drain()
+        if fault == "half":
+            raise ConnectionError
+
+
+def _brightness(sample: Sample) -> float:
+    return float(sample.picture.mean()) / 255
+
+
+def wait_until(condition: Any, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come so far"
+        time.sleep(0.01)

@@ -1,0 +1,196 @@
+"""The same sample is scored once; what differs in any way is not the same."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gesso import build, run
+from gesso.config import RewardEntry, parse
+from gesso.rewards import base
+from gesso.rewards.cache import Cached
+from gesso.rewards.workers import Workers
+from gesso.types import Prompt, Sample, Score
+from tests.rewards.servers import grey
+
+HERE = "tests.rewards.served_rewards"
+
+
+class Counting:
+    """Brightness, with a list of what it was asked for; dark ones fail."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self.asked: list[int] = []
+        self.seconds = seconds
+        self.broken = False
+
+    async def score(self, samples: Sequence[Sample]) -> list[Score]:
+        self.asked += [int(s.picture[0, 0, 0]) for s in samples]
+        await asyncio.sleep(self.seconds)
+        if self.broken:
+            raise RuntimeError("no")
+        return [
+            Score(float(s.picture.mean())) if s.picture.mean() > 9 else Score.failed("dark")
+            for s in samples
+        ]
+
+    async def close(self) -> None:
+        self.asked = []
+
+
+def values(scores: Sequence[Score]) -> list[float | None]:
+    return [score.value for score in scores]
+
+
+def test_each_is_scored_once_and_answers_keep_their_order() -> None:
+    async def go() -> None:
+        inner = Counting()
+        cached = Cached(inner, "x")
+        assert values(await cached.score([grey(v) for v in (20, 10, 20, 30, 10)])) == [
+            20, 10, 20, 30, 10,
+        ]  # fmt: skip
+        assert inner.asked == [20, 10, 30] and cached.hits == 2
+        assert values(await cached.score([grey(v) for v in (30, 40, 10)])) == [30, 40, 10]
+        assert inner.asked == [20, 10, 30, 40] and cached.hits == 4
+        await cached.close()
+        assert inner.asked == []
+
+    asyncio.run(go())
+
+
+def test_what_is_being_scored_is_waited_for() -> None:
+    async def go() -> None:
+        inner = Counting(0.1)
+        cached = Cached(inner, "x")
+        got = await asyncio.gather(*(cached.score([grey(50), grey(60 + i % 2)]) for i in range(6)))
+        assert [values(scores) for scores in got] == [[50, 60 + i % 2] for i in range(6)]
+        assert sorted(inner.asked) == [50, 60, 61]
+
+    asyncio.run(go())
+
+
+def test_whoever_gives_up_waiting_takes_nothing_from_the_others() -> None:
+    async def go() -> None:
+        inner = Counting(0.2)
+        cached = Cached(inner, "x")
+        first = asyncio.ensure_future(cached.score([grey(50)]))
+        await asyncio.sleep(0.05)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(cached.score([grey(50)]), 0.05)
+        assert values(await first) == [50] and inner.asked == [50]
+
+    asyncio.run(go())
+
+
+def test_failures_are_not_kept() -> None:
+    async def go() -> None:
+        inner = Counting()
+        cached = Cached(inner, "x")
+        for _ in range(2):
+            assert (await cached.score([grey(1)]))[0].error == "dark"
+        assert inner.asked == [1, 1]
+        inner.broken = True
+        results = await asyncio.gather(
+            cached.score([grey(70)]), cached.score([grey(70)]), return_exceptions=True
+        )
+        assert all(isinstance(r, RuntimeError) for r in results)
+        inner.broken = False
+        assert values(await cached.score([grey(70)])) == [70]
+
+    asyncio.run(go())
+
+
+def test_the_oldest_unused_go_first() -> None:
+    async def go() -> None:
+        inner = Counting()
+        cached = Cached(inner, "x", entries=3)
+        for v in (10, 20, 30, 10, 40):  # 20 is the one not used for longest
+            await cached.score([grey(v)])
+        inner.asked = []
+        for v in (10, 30, 40, 20):
+            await cached.score([grey(v)])
+        assert inner.asked == [20] and len(cached._known) == 3
+
+    asyncio.run(go())
+
+
+def picture(height: int, width: int) -> np.ndarray:
+    return np.zeros((height, width, 3), dtype=np.uint8)
+
+
+DIFFERENT: list[Sample] = [
+    Sample(Prompt("a", "n", {"c": 1}), picture(4, 6), 0),
+    Sample(Prompt("b", "n", {"c": 1}), picture(4, 6), 0),
+    Sample(Prompt("a", "m", {"c": 1}), picture(4, 6), 0),
+    Sample(Prompt("an", "", {"c": 1}), picture(4, 6), 0),
+    Sample(Prompt("a", "n", {"c": 2}), picture(4, 6), 0),
+    Sample(Prompt("a", "n", {"d": 1}), picture(4, 6), 0),
+    Sample(Prompt("a", "n", {"c": "1"}), picture(4, 6), 0),
+    Sample(Prompt("a", "n", {"c": 1}), picture(6, 4), 0),  # the same bytes
+    Sample(Prompt("a", "n", {"c": 1}), picture(4, 6) + np.uint8(1), 0),
+    Sample(Prompt("a", "n", {"c": 1}), picture(4, 6), 0, text=""),
+    Sample(Prompt("a", "n", {"c": 1}), None, 0, text=""),
+    Sample(Prompt("a", "n", {"c": 1}), None, 0, text="yes"),
+]
+
+
+def test_the_key_holds_all_that_a_score_may_depend_on() -> None:
+    cached = Cached(Counting(), "x")
+    assert len({cached.key(s) for s in DIFFERENT}) == len(DIFFERENT)
+    first = DIFFERENT[0]
+    elsewhere = replace(first, seed=5, prompt=replace(first.prompt, where="other.txt:3"))
+    assert cached.key(elsewhere) == cached.key(first)
+    assert Cached(Counting(), "y").key(first) != cached.key(first)
+    flipped = replace(first, image=np.arange(72, dtype=np.uint8).reshape(4, 6, 3)[:, ::-1])
+    whole = replace(first, image=np.ascontiguousarray(flipped.picture))
+    assert cached.key(flipped) == cached.key(whole)  # a view is what it shows
+
+
+@pytest.mark.parametrize(
+    "entry, kept",
+    [
+        ({"name": f"{HERE}:echo"}, True),
+        ({"name": f"{HERE}:echo", "cache": False}, False),
+        ({"name": f"{HERE}:noisy"}, False),
+        ({"name": f"{HERE}:Noisy"}, False),
+        ({"name": "jpeg-compressibility"}, True),
+    ],
+)
+def test_random_rewards_are_not_remembered(entry: dict[str, Any], kept: bool) -> None:
+    scorer = build.scorer(parse(RewardEntry, entry, "reward"))
+    assert isinstance(scorer, Cached) == kept
+    inner = scorer.inner if isinstance(scorer, Cached) else scorer
+    assert isinstance(inner, Workers)
+
+
+def test_options_are_part_of_the_key() -> None:
+    entries = [{"name": f"{HERE}:counted", "log": "x", "seconds": s} for s in (0.0, 1.0)]
+    one, two = (build.scorer(parse(RewardEntry, e, "reward")) for e in entries)
+    assert isinstance(one, Cached) and isinstance(two, Cached)
+    assert one.key(grey(1)) != two.key(grey(1))
+
+
+def test_a_reward_that_says_nothing_is_not_random() -> None:
+    assert not base.is_random(base.load(f"{HERE}:echo", {}))
+    assert base.is_random(base.load(f"{HERE}:noisy", {}))
+
+
+def test_a_run_scores_no_picture_twice(recipe_data: dict, tmp_path: Path) -> None:
+    """Weights that stand still draw the same held-out pictures at every evaluation."""
+    asked = {}
+    for cache in (True, False):
+        log = tmp_path / f"log-{cache}"
+        entry = {"name": f"{HERE}:counted", "log": str(log), "cache": cache}
+        data = recipe_data | {"reward": [entry], "optimizer": {"lr": 0.0, "weight_decay": 0.0}}
+        finished = run.train(build.recipe_from(data), folder=tmp_path / str(cache), quiet=True)
+        evaluations = [row for row in finished.rows() if "eval/reward" in row]
+        assert len(evaluations) == 3
+        assert len({row["eval/reward"] for row in evaluations}) == 1
+        asked[cache] = len(log.read_text().split())
+    assert asked == {True: 3 * 6 + 3, False: 3 * 6 + 3 * 3}

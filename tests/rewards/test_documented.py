@@ -1,0 +1,52 @@
+"""docs/rewards.md tells of every reward, with every option and its default."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from pydantic_core import PydanticUndefined
+
+from gesso import build
+from gesso.rewards.judge import Asks
+from gesso.rewards.networks import Network
+
+PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
+
+
+def rows() -> dict[str, list[str]]:
+    """Reward → the cells of its row; rows with a column of options only."""
+    found = {}
+    for table in PAGE.read_text(encoding="utf-8").split("\n\n"):
+        if table.startswith("| reward | value | range | needs | options | source |"):
+            for line in table.splitlines()[2:]:
+                cells = re.split(r"(?<!\\)\|", line.strip("|"))
+                for name in re.findall(r"`([\w-]+)`", cells[0]):
+                    found[name] = cells
+    return found
+
+
+def local() -> list[str]:
+    kinds = {name: build._import(reference) for name, reference in build.REWARDS.items()}
+    return [name for name, kind in kinds.items() if not issubclass(kind, Asks)]
+
+
+@pytest.mark.parametrize("name", local())
+def test_options_and_defaults(name: str) -> None:
+    kind = build._import(build.REWARDS[name])
+    cells = rows()[name]
+    assert ("◈" in cells[0]) == issubclass(kind, Network)
+    shared = Network.model_fields if issubclass(kind, Network) else {}
+    told: dict[str, object] = dict.fromkeys(re.findall(r"`(\w+)`, required", cells[4]))
+    for key, value in re.findall(r"`(\w+)` = `([^`]+)`", cells[4]):
+        told[key] = build.tomllib.loads(f"x = {value}")["x"]
+    assert told == {
+        key: None if field.default is PydanticUndefined else field.default
+        for key, field in kind.model_fields.items()
+        if key not in shared
+    }
+
+
+def test_no_row_is_left_over() -> None:
+    assert set(rows()) <= set(build.REWARDS)

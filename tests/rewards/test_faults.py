@@ -1,0 +1,349 @@
+"""What can go wrong between a run and its rewards, done to it on purpose. The misbehaving server is
+the only thing here that is not real."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+from gesso import build, run
+from gesso.config import RemoteEntry
+from gesso.rewards import pool
+from gesso.rewards.pool import Pool, Unanswered
+from gesso.rewards.remote import Remote
+from gesso.track.run_folder import RunFolder
+from gesso.types import Sample, Score
+from tests.rewards.servers import Misbehaving, Served, free_port, grey, wait_until
+from tests.test_loop import comparable, final_state
+
+GREYS = [grey(value) for value in (0, 51, 102, 153, 204, 255)]
+VALUES = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+
+
+@pytest.fixture(autouse=True)
+def short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "FIRST_REST", 0.05)
+
+
+def ask(
+    urls: Sequence[str], samples: Sequence[Sample] = GREYS, **settings: object
+) -> tuple[list[Score], Remote]:
+    settings = {"timeout": 1.0, "retries": 3, "batch": 6} | settings
+    remote = Remote(RemoteEntry(urls=list(urls), **settings))  # type: ignore[arg-type]
+
+    async def go() -> list[Score]:
+        try:
+            return await remote.score(samples)
+        finally:
+            await remote.close()
+
+    return asyncio.run(go()), remote
+
+
+@pytest.mark.parametrize("protocol", ["gesso", "openrlhf"])
+@pytest.mark.parametrize("fault", ["hang", "500 Oh", "502 Oh", "429 Slow", "close", "half", "drip"])
+def test_what_may_pass_is_tried_again(fault: str, protocol: str) -> None:
+    with Misbehaving([fault, fault]) as server:
+        scores, _ = ask([server.url], protocol=protocol)
+        assert [s.value for s in scores] == VALUES  # each its own, once, in order
+        assert len(server.requests) == 3
+
+
+FINAL = {
+    "count": "answered 5 (scores|rewards) for 6 samples",
+    "truncated": "answered with no JSON",
+    "garbage": "answered with more than 4,194,304 bytes",
+    "404 No": 'answered 404: {"detail": "not today"}',
+    "301 Moved": "answered 301",
+    "body:[]": r"answered '\[\]'; expected an object with a list",
+    "body:<html>": "answered with no JSON: '<html>'",
+    'body:{"scores": 3, "rewards": "x"}': "expected an object with a list",
+    "body:" + "[" * 100_000: "answered with no JSON",
+    "body:": "answered with no JSON: ''",
+}
+
+
+@pytest.mark.parametrize("protocol", ["gesso", "openrlhf"])
+@pytest.mark.parametrize("fault", FINAL, ids=lambda fault: fault[:24])
+def test_a_wrong_answer_is_an_error_never_a_number(fault: str, protocol: str) -> None:
+    with Misbehaving([fault]) as server:
+        scores, _ = ask([server.url], protocol=protocol)
+        assert len(server.requests) == 1  # asking again would not help
+    assert all(s.value is None and not s.ok for s in scores) and len(scores) == 6
+    with pytest.raises(AssertionError, match=FINAL[fault]):
+        raise AssertionError(scores[0].error)
+
+
+@pytest.mark.parametrize("protocol", ["gesso", "openrlhf"])
+@pytest.mark.parametrize("fault", ["NaN", "Infinity", "1e999", "null", "true", '"0.5"'])
+def test_a_value_that_is_no_number_fails_its_sample_alone(fault: str, protocol: str) -> None:
+    with Misbehaving([fault]) as server:
+        scores, _ = ask([server.url], protocol=protocol)
+    assert scores[0].value is None and scores[0].error
+    assert [s.value for s in scores[1:]] == VALUES[1:]
+
+
+@pytest.mark.parametrize("fault", ["hang", "drip", "500 Oh", "close"])
+def test_attempts_and_seconds_have_an_end(fault: str) -> None:
+    started = time.monotonic()
+    with Misbehaving([fault] * 99) as server:
+        scores, _ = ask([server.url], timeout=0.4, retries=2)
+        assert len(server.requests) == 3
+    assert all(s.error and s.error.endswith("; asked 3 times") for s in scores)
+    assert time.monotonic() - started < 5
+
+
+def test_nobody_is_there() -> None:
+    scores, _ = ask([f"http://127.0.0.1:{free_port()}"], retries=1)
+    assert all("ConnectError" in str(s.error) for s in scores)
+
+
+def test_load_is_spread_and_bounded() -> None:
+    with Misbehaving(delay=0.1) as one, Misbehaving(delay=0.1) as two:
+        scores, _ = ask([one.url, two.url], GREYS * 4, batch=1, in_flight=3)
+        assert [s.value for s in scores] == VALUES * 4
+        assert one.most == two.most == 3
+        assert len(one.requests) == len(two.requests) == 12
+
+
+def test_a_slow_server_gets_less() -> None:
+    with Misbehaving(delay=0.4) as slow, Misbehaving(delay=0.02) as fast:
+        scores, _ = ask([slow.url, fast.url], GREYS * 8, batch=1, in_flight=2)
+        assert [s.value for s in scores] == VALUES * 8
+        assert len(slow.requests) < len(fast.requests) / 3
+
+
+def test_a_dead_server_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "FIRST_REST", 5.0)
+    with Misbehaving(["500 Oh"] * 99) as dead, Misbehaving(delay=0.01) as alive:
+        started = time.monotonic()
+        scores, remote = ask([dead.url, alive.url], GREYS * 8, batch=1, in_flight=2)
+        assert time.monotonic() - started < 2.5  # nobody waited for the dead one
+        assert [s.value for s in scores] == VALUES * 8
+        assert len(dead.requests) == 2 and len(alive.requests) == 48
+    assert remote.pool.servers[0].failures == 1  # two that fell together are one failure
+
+
+def test_a_server_that_comes_back_is_used_again() -> None:
+    port = free_port()
+    remote = Remote(RemoteEntry(urls=[f"http://127.0.0.1:{port}"], retries=8, batch=1, timeout=2.0))
+
+    async def go() -> tuple[list[Score], list[Score]]:
+        with Misbehaving(port=port):
+            before = await remote.score(GREYS)
+        late = asyncio.get_running_loop().run_in_executor(None, later)
+        after = await remote.score(GREYS)  # sent while nobody is there
+        await remote.close()
+        (await late).end()
+        return before, after
+
+    def later() -> Misbehaving:
+        time.sleep(0.7)
+        return Misbehaving(port=port)
+
+    before, after = asyncio.run(go())
+    assert [s.value for s in before] == [s.value for s in after] == VALUES
+    assert remote.pool.servers[0].failures == 0
+
+
+def test_rests_grow_double_jitter_and_end() -> None:
+    async def go() -> list[float]:
+        one = Pool(["http://127.0.0.1:9"])
+        rests = []
+        for _ in range(14):
+            now = asyncio.get_running_loop().time()
+            one._rest(one.servers[0], now)
+            rests.append(one.servers[0].rests_until - one.servers[0].failed_at)
+        one._rest(one.servers[0], now - 1)  # began before the last failure: no news
+        assert one.servers[0].failures == 14
+        one._rest(one.servers[0], asyncio.get_running_loop().time(), asked=20.0)
+        rests.append(one.servers[0].rests_until - one.servers[0].failed_at)
+        return rests
+
+    *rests, asked = asyncio.run(go())
+    for i, rest in enumerate(rests):
+        middle = min(30.0, 0.05 * 2**i)
+        assert 0.5 * middle <= rest <= 1.5 * middle
+    assert len({round(r / min(30.0, 0.05 * 2**i), 6) for i, r in enumerate(rests)}) > 10
+    assert asked >= 20.0 - 1e-6
+
+
+def test_a_server_may_ask_for_patience() -> None:
+    with Misbehaving(["429 Slow\r\nRetry-After: 1"]) as server:
+        started = time.monotonic()
+        scores, _ = ask([server.url])
+        assert [s.value for s in scores] == VALUES
+        assert time.monotonic() - started >= 1.0
+
+
+def test_an_answer_that_got_lost_counts_once() -> None:
+    """The server did the work, the answer was cut: it does it again, and one answer counts."""
+    with Misbehaving(["half", "close"]) as server:
+        scores, _ = ask([server.url])
+        assert len(server.answered) == 18
+    assert [s.value for s in scores] == VALUES
+
+
+def test_compressed_answers_are_refused() -> None:
+    with Misbehaving(["200 OK\r\nContent-Encoding: gzip"]) as server:
+        scores, _ = ask([server.url])
+    assert "compressed" in str(scores[0].error)
+
+
+def test_giving_up_says_why() -> None:
+    async def go() -> None:
+        one = Pool(["http://127.0.0.1:9"], retries=0)
+        with pytest.raises(Unanswered, match=r"http://127.0.0.1:9 failed: ConnectError .*once"):
+            await one.get("/x")
+        await one.close()
+
+    asyncio.run(go())
+
+
+# Training through it: the real loop, real processes, real SIGKILL.
+
+STEPS = 5
+
+
+def trained(data: dict, folder: Path, beside: Callable[[RunFolder], None] | None = None) -> Path:
+    """A whole run, with something happening beside it."""
+    failures: list[BaseException] = []
+
+    def watch() -> None:
+        try:
+            assert beside
+            beside(RunFolder(folder))
+        except BaseException as error:
+            failures.append(error)
+
+    helper = threading.Thread(target=watch) if beside else None
+    if helper:
+        helper.start()
+    try:
+        run.train(build.recipe_from(data | {"steps": STEPS}), folder=folder, quiet=True)
+    finally:
+        if helper:
+            helper.join(60)
+    assert not failures, failures
+    return folder
+
+
+def rows_there(folder: RunFolder, count: int) -> Callable[[], bool]:
+    return lambda: folder.path.exists() and len(folder.rows()) >= count
+
+
+def same(one: Path, other: Path) -> None:
+    """The same rows and, to the bit, the same weights: nothing lost, nothing counted twice."""
+    rows, expected = (comparable(RunFolder.open(f).rows()) for f in (one, other))
+    assert rows == expected and len(rows) == STEPS + 1
+    a, b = final_state(one), final_state(other)
+    assert all(torch.equal(a[k], b[k]) for k in a)
+
+
+def remote_data(data: dict, *urls: str) -> dict:
+    remote = {"urls": list(urls), "timeout": 20.0, "retries": 12, "batch": 1}
+    return data | {"reward": [{"name": "jpeg-compressibility", "remote": remote}]}
+
+
+def test_a_server_that_dies_mid_run_and_comes_back(
+    recipe_data: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "FIRST_REST", 0.3)
+    calm = trained(recipe_data, tmp_path / "calm")  # scored here, in a worker process
+    servers = [Served("jpeg-compressibility")]
+
+    def kill_and_return(folder: RunFolder) -> None:
+        wait_until(rows_there(folder, 2))
+        os.kill(servers[0].process.pid, signal.SIGKILL)
+        servers[0].process.wait()
+        time.sleep(0.5)
+        servers.append(Served("jpeg-compressibility", port=servers[0].port))
+
+    try:
+        data = remote_data(recipe_data, servers[0].url)
+        same(trained(data, tmp_path / "killed", kill_and_return), calm)
+        assert httpx.get(f"{servers[1].url}/health").json()["scored"] > 0  # the second one worked
+    finally:
+        for server in servers:
+            server.end()
+
+
+def test_one_of_two_servers_dies_for_good(recipe_data: dict, tmp_path: Path) -> None:
+    calm = trained(recipe_data, tmp_path / "calm")
+    servers = [Served("jpeg-compressibility") for _ in range(2)]
+
+    def kill(folder: RunFolder) -> None:
+        wait_until(rows_there(folder, 2))
+        os.kill(servers[0].process.pid, signal.SIGKILL)
+
+    try:
+        data = remote_data(recipe_data, *(server.url for server in servers))
+        same(trained(data, tmp_path / "killed", kill), calm)
+    finally:
+        for server in servers:
+            server.end()
+
+
+def workers_of(parent: int) -> list[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            status = (folder / "status").read_text()
+            command = (folder / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if f"PPid:\t{parent}\n" in status and b"gesso.rewards.worker" in command:
+            found.append(int(folder.name))
+    return found
+
+
+def test_workers_killed_again_and_again(recipe_data: dict, tmp_path: Path) -> None:
+    recipe_data["reward"] = [{"name": "jpeg-compressibility", "workers": 2}]
+    calm = trained(recipe_data, tmp_path / "calm")
+    killed = []
+
+    def kill(folder: RunFolder) -> None:
+        for count in range(1, STEPS):
+            wait_until(rows_there(folder, count))
+            for process in workers_of(os.getpid()):
+                os.kill(process, signal.SIGKILL)
+                killed.append(process)
+
+    same(trained(recipe_data, tmp_path / "killed", kill), calm)
+    assert len(killed) >= 2
+
+
+def test_a_server_that_only_misbehaves_stops_the_run_and_says_why(
+    recipe_data: dict, tmp_path: Path
+) -> None:
+    from gesso.types import StopRun
+
+    with (
+        Misbehaving(["NaN"] * 999) as server,
+        pytest.raises(StopRun, match=r"3 of 3 scores of the evaluation failed .* returned nan"),
+    ):
+        trained(remote_data(recipe_data, server.url), tmp_path / "run")
+
+
+def test_a_run_through_every_fault_that_passes(recipe_data: dict, tmp_path: Path) -> None:
+    """Half of all requests go wrong in some way, and the run is the calm one to the bit."""
+    data = remote_data(recipe_data, "")
+    data["reward"][0]["remote"] |= {"timeout": 0.5, "retries": 12}
+    runs = []
+    faults = ["ok", "500 Oh", "close", "ok", "half", "429 Slow", "ok", "ok", "hang", "ok"]
+    for name, plan in (("calm", []), ("rough", faults * 30)):
+        with Misbehaving(plan) as server:
+            data["reward"][0]["remote"]["urls"] = [server.url]
+            runs.append(trained(data, tmp_path / name))
+            if plan:
+                assert len(faults * 30) - len(server.faults) > 40  # many were met
+    same(*runs)

@@ -1,0 +1,314 @@
+"""Judges over OpenAI's chat protocol: a server that misbehaves, and `transformers serve` with a real
+LLaVA, tiny, as a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gesso import build, run
+from gesso.config import RewardEntry, parse
+from gesso.rewards import base, judge, pool, protocol
+from gesso.rewards.judge import Judge, QwenVlOcr, QwenVlScore, UnifiedReward, rated
+from gesso.types import Prompt, Sample, UserError
+from tests.rewards import tiny_judge
+from tests.rewards.servers import Misbehaving, free_port, grey, served, wait_until
+
+
+@pytest.fixture(autouse=True)
+def short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "FIRST_REST", 0.05)
+    for kind in (UnifiedReward, QwenVlOcr, QwenVlScore):
+        monkeypatch.delenv(kind.URL_ENV, raising=False)
+        monkeypatch.delenv(kind.MODEL_ENV, raising=False)
+
+
+def said(content: Any, reason: str = "stop") -> str:
+    """A fault: this answer instead of the right one."""
+    message = {"role": "assistant", "content": content}
+    return "body:" + json.dumps({"choices": [{"message": message, "finish_reason": reason}]})
+
+
+@pytest.mark.parametrize(
+    "answer, value",
+    [
+        ("Final Score: 4", 0.8),
+        ("cat (object): 1\nFinal Score:3.5\n", 0.7),
+        ("Final Score: 5.", 1.0),
+        ("Final Score: 4/5", 0.8),
+        ("Final Score: 2. I say again: Final Score: 2", 0.4),
+        ("", None),
+        ("It is fine, 4 of 5.", None),
+        ("final score: 4", None),
+        ("Final Score: 45", None),
+        ("Final Score: 0.5", None),
+        ("Final Score: 5.5", None),
+        ("Final Score: 3.5.1", None),
+        ("Final Score: four", None),
+        ("Final Score: NaN", None),
+        ("Final Score: 2, no, Final Score: 3", None),
+    ],
+)
+def test_scores_are_read_strictly(answer: str, value: float | None) -> None:
+    got = UnifiedReward().read(answer, grey(1))
+    assert got.value == value and (got.error is None) == (value is not None)
+    if value is not None:
+        assert got.text == answer
+
+
+def test_the_score_tag() -> None:
+    read = QwenVlScore().read
+    assert read("<Thought>fine</Thought> <Score> 3 </Score>", grey(1)).value == 0.6
+    for wrong in ("<Score>6</Score>", "<Score>3", "3", "<Score>3/5</Score>", "<Score></Score>"):
+        assert not read(wrong, grey(1)).ok
+
+
+def test_a_pattern_that_finds_no_number_or_one_off_the_scale() -> None:
+    assert "is no number" in str(rated("grade: B", r"grade: (\w)", 0, 10).error)
+    assert rated("-3", r"(-?\d+)", 0, 10).error == "the answer's score -3 is not in [0, 10]"
+    assert rated("7", r"(-?\d+)", 0, 10).value == 0.7
+
+
+def test_ocr_by_a_judge_is_the_ocr_formula() -> None:
+    reward = QwenVlOcr()
+    kite = Sample(Prompt('a sign that says "KITE"'), grey(1).image, 0)
+    exact, near, more = (reward.read(text, kite) for text in ("Kite", "KIT", "KITE KITE"))
+    assert (exact.value, exact.parts) == (1.0, {"exact": 1.0, "longer": 0.0})
+    assert near.value == 0.75 and near.text == "KIT"
+    assert more.value == 1.0 and more.parts == {"exact": 0.0, "longer": 1.0}
+    assert reward.unfit(Prompt("a sign")) == "no double-quoted word to read"
+
+
+def test_what_is_sent() -> None:
+    with Misbehaving() as server:
+        sample = Sample(Prompt("a sign, {prompt} 100%"), grey(51).image, 0)
+        (score,) = UnifiedReward(urls=[f"{server.url}/v1/"]).score([sample])
+        assert (
+            score.value == pytest.approx((1 + 4 * 0.2) / 5) and score.text == "Final Score: 1.8000"
+        )
+        models, request = server.requests
+    assert models == {"path": "/v1/models"} and request["model"] == "tiny"  # the only one it has
+    assert request["temperature"] == 0 and request["stream"] is False
+    assert request["max_tokens"] == 512
+    image, text = request["messages"][0]["content"]
+    assert text["text"].endswith("Text Caption: [a sign, {prompt} 100%]")
+    assert image["image_url"]["url"].startswith("data:image/png;base64,")
+    sent = protocol.picture(protocol.from_base64(image["image_url"]["url"]))
+    assert (sent == sample.picture).all()
+
+
+def test_a_text_is_judged_without_a_picture(tmp_path: Path) -> None:
+    (tmp_path / "q.txt").write_text("Is {text} the answer to {prompt}, {answer}?")
+    asks = Judge(urls=["http://x"], prompt=str(tmp_path / "q.txt"))
+    sample = Sample(Prompt("2+2?", columns={"answer": 4}), None, 0, text="four")
+    request = json.loads(judge.Bench(asks)._request(sample, "m"))
+    (part,) = request["messages"][0]["content"]
+    assert part == {"type": "text", "text": "Is four the answer to 2+2?, 4?"}
+
+
+def test_many_in_flight_each_with_its_own_answer() -> None:
+    samples = [grey(v) for v in range(0, 256, 8)]
+    with Misbehaving(delay=0.1) as server:
+        scores = UnifiedReward(urls=[server.url], model="tiny", in_flight=8).score(samples)
+        assert server.most == 8 and len(server.requests) == len(samples)
+    expected = [(1 + 4 * s.seed / 255) / 5 for s in samples]
+    assert [s.value for s in scores] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize("fault", ["500 Oh", "429 Slow", "close", "half", "hang"])
+def test_what_may_pass_is_asked_again(fault: str) -> None:
+    with Misbehaving([fault, fault]) as server:
+        (score,) = UnifiedReward(urls=[server.url], model="m", timeout=0.5).score([grey(255)])
+        assert score.value == 1.0 and len(server.requests) == 3
+
+
+WRONG = {
+    "400 Bad": "answered 400",
+    "garbage": "more than 4,194,304 bytes",
+    "truncated": "no JSON",
+    "body:{}": "expected a chat completion",
+    "body:[1]": "expected a chat completion",
+    'body:{"choices": []}': "expected a chat completion",
+    'body:{"choices": [{"message": null}]}': "expected a chat completion",
+    said(None): "answered 'None'; expected text",
+    said(["Final Score: 4"]): "expected text",
+    said("I would rather not."): "says no score: …'I would rather not.'",
+    said("Final Score: 4", "length"): "cut at max_tokens",
+}
+
+
+@pytest.mark.parametrize("fault", WRONG, ids=lambda fault: fault[:40])
+def test_a_wrong_answer_is_an_error_never_a_number(fault: str) -> None:
+    with Misbehaving([fault]) as server:
+        (score,) = UnifiedReward(urls=[server.url], model="m").score([grey(255)])
+        assert len(server.requests) == 1
+    assert score.value is None and WRONG[fault] in str(score.error)
+
+
+def test_addresses_and_models_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {
+        "unified-reward": ("UNIFIED_REWARD_VLLM_URL", "UNIFIED_REWARD_PATH"),
+        "unified-reward-vllm": ("UNIFIED_REWARD_VLLM_URL", "UNIFIED_REWARD_PATH"),
+        "qwenvl-ocr": ("QWEN_VL_OCR_VLLM_URL", "QWEN_VL_OCR_PATH"),
+        "qwenvl-ocr-vllm": ("QWEN_VL_OCR_VLLM_URL", "QWEN_VL_OCR_PATH"),
+        "qwenvl-score": ("QWEN_VL_VLLM_URL", "QWEN_VL_PATH"),
+    }
+    for name, (url, model) in names.items():
+        entry = parse(RewardEntry, {"name": name, "cache": False}, "reward")
+        with pytest.raises(UserError, match=f"asks a served model: .* variable {url}"):
+            build.scorer(entry)
+        monkeypatch.setenv(url, "http://a:1/v1, http://b:2")
+        monkeypatch.setenv(model, "/models/x")
+        bench = build.scorer(entry)
+        assert isinstance(bench, judge.Bench)
+        assert [s.url for s in bench.pool.servers] == ["http://a:1", "http://b:2"]
+        assert bench._model == "/models/x"
+        monkeypatch.delenv(url)
+        monkeypatch.delenv(model)
+
+
+def test_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNIFIED_REWARD_VLLM_URL", "http://a:1/v1")
+    monkeypatch.setenv("UNIFIED_REWARD_PATH", "other")
+    bench = judge.Bench(UnifiedReward(urls=["http://b:2/v1"], model="mine"))
+    assert bench.pool.servers[0].url == "http://b:2" and bench._model == "mine"
+
+
+@pytest.mark.parametrize("models", [[], [{"id": "a"}, {"id": "b"}]])
+def test_a_server_with_no_or_several_models_must_be_told_which(models: list) -> None:
+    with Misbehaving(["body:" + json.dumps({"data": models})] * 2) as server:
+        (score,) = UnifiedReward(urls=[server.url]).score([grey(1)])
+    assert f"the server has {len(models)} models" in str(score.error)
+
+
+def test_the_model_is_asked_for_once() -> None:
+    with Misbehaving(["500 Oh"]) as server:
+        scores = UnifiedReward(urls=[server.url]).score([grey(v) for v in range(5)])
+        assert all(s.ok for s in scores)
+        assert sum(r == {"path": "/v1/models"} for r in server.requests) == 2  # one failed
+
+
+def test_a_token_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match='token_env = "JUDGE_KEY"'):
+        judge.Bench(UnifiedReward(urls=["http://x"], token_env="JUDGE_KEY"))
+    monkeypatch.setenv("JUDGE_KEY", "k")
+    bench = judge.Bench(UnifiedReward(urls=["http://x"], token_env="JUDGE_KEY"))
+    assert bench.pool._headers["Authorization"] == "Bearer k"
+
+
+def test_a_question_of_ones_own(tmp_path: Path) -> None:
+    (tmp_path / "q.txt").write_text('How {colour} is "{prompt}"? Reply {"score": n}')
+    options = {"prompt": str(tmp_path / "q.txt"), "pattern": r'"score": (\d+)', "highest": 10.0}
+    reward = base.load(build.REWARDS["judge"], options | {"urls": ["http://x"], "lowest": 0.0})
+    assert isinstance(reward, Judge)
+    assert reward.unfit(Prompt("a sign")) == 'its question needs a column "colour"'
+    prompt = Prompt("a sign", columns={"colour": "red"})
+    assert reward.unfit(prompt) is None
+    question = reward.question(Sample(prompt, grey(1).image, 0))
+    assert question == 'How red is "a sign"? Reply {"score": n}'
+    assert reward.read('{"score": 7}', grey(1)).value == 0.7
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        ({}, '"prompt" is missing'),
+        ({"prompt": "/no/such/file"}, "prompt = '/no/such/file' cannot be read"),
+        ({"prompt": "README.md", "pattern": "("}, "is no regular expression"),
+        ({"prompt": "README.md", "pattern": "score"}, "has 0 groups; expected 1"),
+        ({"prompt": "README.md", "lowest": 5.0}, "lowest must lie below highest"),
+        ({"prompt": "README.md", "urls": ["x"]}, '"x" is no address'),
+        ({"prompt": "README.md", "temperature": 1}, 'unknown key "temperature"'),
+    ],
+)
+def test_a_judge_that_does_not_fit(
+    options: dict, sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(Path(__file__).parent.parent.parent)
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        base.load(build.REWARDS["judge"], options)
+
+
+def test_training_by_a_judge(recipe_data: dict, tmp_path: Path) -> None:
+    with Misbehaving(["500 Oh", "ok", "close"]) as server:
+        entry = {"name": "unified-reward", "urls": [server.url], "model": "tiny"}
+        recipe = build.recipe_from(recipe_data | {"steps": 2, "reward": [entry]})
+        rows = run.train(recipe, folder=tmp_path / "run", quiet=True).rows()
+    assert all(0.2 < row["reward/unified-reward"] < 1 and row["failed"] == 0 for row in rows[1:])
+
+
+def test_a_judge_may_be_served(tmp_path: Path) -> None:
+    from tests.rewards.test_http import ask
+
+    with (
+        Misbehaving() as model,
+        served("unified-reward", f'urls=["{model.url}"]', "model=tiny") as one,
+    ):
+        scores = ask(one.url, [grey(0), grey(255)])
+    assert [s.value for s in scores] == [0.2, 1.0]
+
+
+@pytest.fixture(scope="module")
+def transformers_serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """Address and model of `transformers serve`."""
+    pytest.importorskip("openai", reason="transformers serve needs it")
+    folder = tiny_judge.save(tmp_path_factory.mktemp("judge"))
+    port = free_port()
+    command = [Path(sys.executable).parent / "transformers", "serve", folder, "--device", "cpu"]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [*map(str, command), "--host", "127.0.0.1", "--port", str(port)],
+            stdout=log,
+            stderr=log,
+            env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        )
+    url = f"http://127.0.0.1:{port}"
+
+    def ready() -> bool:
+        assert process.poll() is None, (folder / "log").read_text()
+        try:
+            return httpx.get(f"{url}/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    try:
+        wait_until(ready, 90)
+        yield f"{url}/v1", str(folder)
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+@pytest.mark.slow
+def test_a_real_server_answers(transformers_serve: tuple[str, str]) -> None:
+    url, model = transformers_serve
+    samples = [grey(v, size=(32, 96)) for v in range(0, 250, 50)]
+    scores = UnifiedReward(urls=[url], model=model).score(samples)
+    assert [(s.value, s.text) for s in scores] == [(0.8, "Final Score: 4")] * 5
+    (cut,) = UnifiedReward(urls=[url], model=model, max_tokens=2).score(samples[:1])
+    assert cut.value is None and "cut at max_tokens: …'Final Score:'" in str(cut.error)
+    (unread,) = QwenVlScore(urls=[url], model=model).score(samples[:1])
+    assert "says no score: …'Final Score: 4'" in str(unread.error)
+    four = Sample(Prompt('a sign that says "FinalScore:4"'), samples[0].image, 0)
+    (read,) = QwenVlOcr(urls=[url], model=model).score([four])
+    assert read.value == 1.0 and read.parts["exact"] == 1.0
+
+
+@pytest.mark.slow
+def test_training_by_a_real_server(
+    transformers_serve: tuple[str, str], recipe_data: dict, tmp_path: Path
+) -> None:
+    url, model = transformers_serve
+    entry = {"name": "unified-reward", "urls": [url], "model": model}
+    recipe = build.recipe_from(recipe_data | {"steps": 1, "reward": [entry]})
+    row = run.train(recipe, folder=tmp_path / "run", quiet=True).rows()[1]
+    assert row["reward"] == pytest.approx(0.8) and row["failed"] == 0

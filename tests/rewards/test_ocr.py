@@ -1,0 +1,136 @@
+"""OCR on pictures of known text: clean and degraded, one word, two, and more than was asked for."""
+
+from __future__ import annotations
+
+import functools
+import random
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw, ImageFilter, ImageFont
+
+from gesso import build
+from gesso.formulas.text import normalised, spelling
+from gesso.rewards import base
+from gesso.types import Prompt, Sample, Score
+from gesso.zoo.render import draw
+
+WORDS = ["KITE", "BRIDGE", "Garden", "SILVER", "Window", "MARBLE"]
+Painter = dict[str, object]
+
+
+def paint(
+    text: str,
+    ink: tuple[int, int, int] = (20, 20, 20),
+    paper: tuple[int, int, int] = (235, 235, 225),
+    noise: float = 0,
+    blur: float = 0,
+    angle: float = 0,
+) -> np.ndarray:
+    image = Image.new("RGB", (256, 128), paper)
+    font = ImageFont.load_default(size=36)
+    ImageDraw.Draw(image).multiline_text((128, 64), text, fill=ink, font=font, anchor="mm")
+    image = image.rotate(angle, Image.Resampling.BICUBIC, fillcolor=paper)
+    image = image.filter(ImageFilter.GaussianBlur(blur))
+    grain = np.random.default_rng(len(text)).normal(0, noise, (128, 256, 3))
+    return (np.asarray(image) + grain).clip(0, 255).astype(np.uint8)
+
+
+DEGRADED: dict[str, tuple[Painter, float]] = {  # and the share that must be read exactly
+    "clean": ({}, 1),
+    "low contrast": ({"ink": (225, 225, 215)}, 0.8),
+    "white on red": ({"ink": (255, 255, 255), "paper": (200, 30, 30)}, 0.8),
+    "noisy": ({"noise": 90.0}, 0.8),
+    "blurred": ({"blur": 3.0}, 0.8),
+    "turned": ({"angle": 20.0}, 0.8),
+    "badly blurred": ({"blur": 5.0}, 0),
+    "buried in noise": ({"noise": 180.0}, 0),
+}
+
+
+@functools.cache
+def reward(detect: bool = True) -> base.Reward:
+    return base.load(build.REWARDS["ocr"], {"detect": detect})
+
+
+def read(picture: np.ndarray, target: str, detect: bool = True) -> Score:
+    sample = Sample(Prompt(f'a sign that says "{target}"'), picture, 0)
+    (score,) = base.checked(reward(detect), [sample])
+    assert score.error is None
+    return score
+
+
+def agrees(score: Score, target: str) -> bool:
+    """Value and details are what the formula makes of the text that was read."""
+    longer = len(normalised(score.text)) > len(normalised(target))
+    exact = normalised(score.text) == normalised(target)
+    return score.value == spelling(score.text, target) and score.parts == {
+        "exact": float(exact),
+        "longer": float(longer),
+    }
+
+
+@pytest.mark.parametrize("how", DEGRADED)
+def test_words_are_read_however_they_look(how: str) -> None:
+    look, share = DEGRADED[how]
+    scores = {word: read(paint(word, **look), word) for word in WORDS}
+    assert all(agrees(score, word) for word, score in scores.items())
+    exact = np.mean([score.parts["exact"] for score in scores.values()])
+    assert exact >= share if share else exact < 0.6
+
+
+def test_nothing_can_be_read_where_nothing_is_left() -> None:
+    score = read(paint("KITE", blur=14), "KITE")
+    assert score.value == 0 and score.text == "" and agrees(score, "KITE")
+
+
+def test_half_readable_signs_score_in_between() -> None:
+    """Signs of the bundled task, spoiled: some read, some misread, all by the formula."""
+    words = ["KITE", "BRIDGE", "GARDEN", "SILVER", "WINDOW", "MARBLE"]
+    signs = [
+        (word, draw(word, "blue", random.Random(i), spoiling))
+        for i, word in enumerate(words)
+        for spoiling in ("struck", "crowded", "turned")
+    ]
+    scores = [read(picture, word, detect=False) for word, picture in signs]
+    assert all(agrees(score, word) for score, (word, _) in zip(scores, signs, strict=True))
+    assert sum(0 < score.value < 1 for score in scores) >= 5
+    assert all(0 <= score.value <= 1 for score in scores)
+
+
+def test_two_words_and_two_lines() -> None:
+    for text in ("RED KITE", "OPEN\nDAILY"):
+        target = text.replace("\n", " ")
+        score = read(paint(text), target)
+        assert score.value == 1 and score.parts["exact"] == 1 and agrees(score, target)
+
+
+@pytest.mark.parametrize(
+    "drawn, target, value",
+    [
+        ("KITES", "KITE", 1.0),  # contained: the rule that can be gamed
+        ("KITE\nKITE\nKITE", "KITE", 1.0),
+        ("KITE", "KITES", 0.8),
+        ("KIDS", "KITE", 0.5),
+        ("MARBLE", "KITE", 0.0),  # five edits for four letters: never below 0
+        ("", "KITE", 0.0),
+    ],
+)
+def test_other_text_than_asked_for(drawn: str, target: str, value: float) -> None:
+    score = read(paint(drawn), target)
+    assert agrees(score, target)
+    assert score.value == pytest.approx(value)
+    assert score.parts["exact"] == 0
+
+
+def test_the_share_of_answers_longer_than_the_target_is_reported() -> None:
+    """What `reward/ocr/longer` shows in a run: the mean over the batch."""
+    pictures = [paint("KITE"), paint("KITES"), paint("KITE KITE"), paint("KIT")]
+    longer = [read(picture, "KITE").parts["longer"] for picture in pictures]
+    assert longer == [0, 1, 1, 0] and np.mean(longer) == 0.5
+
+
+def test_what_flow_grpo_calls_it() -> None:
+    assert build.REWARDS["paddle-ocr"] == build.REWARDS["ocr"]
+    named = base.load(build.REWARDS["paddle-ocr"], {"detect": False})
+    assert named.unfit(Prompt('says "KITE"')) is None

@@ -1,0 +1,262 @@
+"""math, format, count, choice and overlong: replies by hand, gaming included."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import numpy as np
+import pytest
+
+from gesso import build
+from gesso.formulas.text import overlong
+from gesso.rewards import answers, base, wire
+from gesso.types import Prompt, Sample, Score, UserError
+from tests.rewards.test_pickscore import through_workers
+
+
+def scored(name: str, reply: str, answer: object = None, **options: object) -> Score:
+    columns = {} if answer is None else {"answer": answer}
+    reward = base.load(build.REWARDS[name], options)
+    return base.checked(reward, [Sample(Prompt("How many?", columns=columns), None, 0, reply)])[0]
+
+
+def unfit(name: str, **columns: object) -> str | None:
+    return base.load(build.REWARDS[name], {}).unfit(Prompt("How many?", columns=columns))
+
+
+@pytest.mark.parametrize(
+    "answer, reply, value",
+    [
+        ("42", r"So it is \boxed{42}.", 1),
+        ("42", r"\boxed{42.0}", 1),
+        ("42", r"\boxed{x = 42}", 1),
+        ("42", "<think>6·7</think><answer>42</answer>", 1),
+        ("42", r"<answer>It is \boxed{42}, surely.</answer>", 1),
+        (r"\frac{3}{4}", r"\boxed{0.75}", 1),
+        ("3/4", r"\boxed{\dfrac{6}{8}}", 1),
+        ("0.75", r"\boxed{75\%}", 1),
+        ("3,000", r"\boxed{3000}", 1),
+        ("12 cm", r"\boxed{12\text{ cm}}", 1),
+        (r"$\sqrt{8}$", r"\boxed{2\sqrt{2}}", 1),
+        (r"\boxed{5}", r"\boxed{5}", 1),
+        ("(x+1)^2", r"\boxed{x^2+2x+1}", 1),
+        (r"\frac{1}{\sqrt{2}}", r"\boxed{\frac{\sqrt{2}}{2}}", 1),
+        (7, r"\boxed{7}", 1),
+        (7.0, r"\boxed{7}", 1),
+        ("42", r"\boxed{41}", 0),
+        ("42", "42", 0),  # neither box nor tags
+        ("42", "", 0),
+        ("42", r"\boxed{}", 0),
+        ("42", r"\boxed{42", 0),
+        ("42", r"\boxed{42} or rather \boxed{41}", 0),  # the last one counts
+        ("42", r"\boxed{41, 42}", 0),
+        ("42", r"\boxed{41 \text{ or } 42}", 0),
+        ("42", r"\boxed{\{1, \dots, 100\}}", 0),
+        ("42", r"\boxed{[0, 100]}", 0),
+        ("42", r"\boxed{42.001}", 0),
+        ("42", r"<answer>41</answer> \boxed{42}", 0),  # beside the tags
+        ("42", r"\boxed{" + "1" * 600 + "}", 0),
+    ],
+)
+def test_math(answer: object, reply: str, value: float) -> None:
+    score = scored("math", reply, answer)
+    assert score.error is None and score.value == value
+
+
+def test_math_says_what_it_saw() -> None:
+    right, none, broken = (
+        scored("math", reply, "42") for reply in (r"\boxed{42}", "dunno", r"\boxed{\frac{}")
+    )
+    assert right.text == "42" and right.parts == {"answered": 1.0}
+    assert none.text == "no answer" and none.parts == {"answered": 0.0}
+    assert broken.value == 0 and broken.parts == {"answered": 0.0}
+
+
+@pytest.mark.parametrize("answer", ["", "???", r"\frac{", "blue", "no solution", "3 + ", None, [3]])
+def test_a_gold_answer_that_cannot_be_parsed_is_never_a_reward(answer: object) -> None:
+    reason = unfit("math", answer=answer)
+    assert reason is not None and "answer" in reason and "\n" not in reason
+    reply = rf"\boxed{{{answer}}}"  # the very same text
+    (score,) = base.checked(
+        base.load(build.REWARDS["math"], {}),
+        [Sample(Prompt("", columns={"answer": answer}), None, 0, reply)],
+    )
+    assert score.value is None and score.error == reason
+
+
+def test_sentences_for_gold_answers() -> None:
+    assert unfit("math") == (
+        r'expected a column "answer" such as "\frac{3}{4}", found no such column'
+    )
+    assert unfit("math", answer="blue") == (
+        "the column \"answer\" holds 'blue', which cannot be parsed; mend the row"
+    )
+    assert unfit("count", answer="four") == ("expected a column \"answer\" such as 4, found 'four'")
+    assert unfit("choice", answer="blue") == (
+        'expected a column "answer" such as "B", found \'blue\''
+    )
+    for name, answer in (("math", "-0.5"), ("count", "4"), ("count", 4.0), ("choice", "(B)")):
+        assert unfit(name, answer=answer) is None
+
+
+def test_an_answer_that_takes_forever_is_wrong_in_time() -> None:
+    score = scored("math", r"\boxed{9^{9^{9^{9}}}}", "42", timeout=1)
+    assert score.error is None and score.value == 0
+
+
+def test_without_math_verify_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(UserError, match=r'needs math-verify: pip install "gesso\[math\]"'):
+        unfit("math", answer=r"\frac{7}{9}")
+
+
+@pytest.mark.parametrize(
+    "reply, value",
+    [
+        ("<think>hm</think><answer>4</answer>", 1),
+        ("\n<think>a\nb</think>\n\n<answer>\n4 < 5\n</answer>\n", 1),
+        ("<think></think><answer>4</answer>", 1),
+        ("<think>a <b>bold</b> idea</think><answer><b>4</b></answer>", 1),
+        ("", 0),
+        ("4", 0),
+        ("<answer>4</answer>", 0),
+        ("<think>hm</think>", 0),
+        ("<answer>4</answer><think>hm</think>", 0),
+        ("<think>hm</think>4<answer>4</answer>", 0),
+        ("Sure: <think>hm</think><answer>4</answer>", 0),
+        ("<think>hm</think><answer>4</answer> Done.", 0),
+        ("<think>hm</think><think>hm</think><answer>4</answer>", 0),
+        ("<think>hm</think><answer>4</answer><answer>5</answer>", 0),
+        ("<think>a<think>b</think></think><answer>4</answer>", 0),
+        ("<think>hm<answer>4</answer></think><answer>4</answer>", 0),
+        ("<think>hm</think><answer>4<answer>5</answer></answer>", 0),
+        ("<think>hm</think><answer></answer>", 0),
+        ("<think>hm</think><answer> \n </answer>", 0),
+        ("<Think>hm</Think><answer>4</answer>", 0),
+    ],
+)
+def test_format(reply: str, value: float) -> None:
+    assert scored("format", reply).value == value
+
+
+def test_format_with_other_tags() -> None:
+    reward = base.load(build.REWARDS["format"], {"think": "reasoning", "answer": "final"})
+    replies = ["<reasoning>x</reasoning><final>4</final>", "<think>x</think><answer>4</answer>"]
+    scores = base.checked(reward, [Sample(Prompt(""), None, 0, reply) for reply in replies])
+    assert [score.value for score in scores] == [1, 0]
+    with pytest.raises(UserError, match="think"):
+        base.load(build.REWARDS["format"], {"think": "a|b"})
+
+
+@pytest.mark.parametrize(
+    "said, exact, graded",
+    [
+        ("4", 1, 1),
+        (" +4 ", 1, 1),
+        ("04", 1, 1),
+        ("3", 0, 0.75),
+        ("6", 0, 0.5),
+        ("9", 0, 0),
+        ("-4", 0, 0),
+        ("4.0", 0, 0),
+        ("four", 0, 0),
+        ("4 dogs", 0, 0),
+        ("3 4", 0, 0),
+        ("٤", 0, 0),  # a digit to Python's int
+        ("", 0, 0),
+        ("9" * 5000, 0, 0),
+    ],
+)
+def test_count(said: str, exact: float, graded: float) -> None:
+    reply = f"<think>3, no, 4</think><answer>{said}</answer>"
+    assert scored("count", reply, "4").value == exact
+    assert scored("count", reply, 4, graded=True).value == pytest.approx(graded)
+    assert scored("count", reply, 4).parts["exact"] == exact
+
+
+def test_count_needs_its_tags_and_takes_the_last() -> None:
+    assert scored("count", "4", 4).value == 0 and scored("count", "4", 4).text == "no answer"
+    assert scored("count", "<answer>4</answer><answer>5</answer>", 4).value == 0
+    assert scored("count", "<answer>5</answer><answer>4</answer>", 4).value == 1
+    assert scored("count", "<n>4</n>", 4, tag="n").value == 1
+    assert scored("count", "<answer>1</answer>", 0, graded=True).value == 0
+    assert scored("count", "<answer>1</answer>").error.startswith('expected a column "answer"')
+
+
+@pytest.mark.parametrize(
+    "said, value",
+    [
+        ("B", 1), ("(B)", 1), ("B.", 1), ("B)", 1), ("B:", 1), (" B\n", 1),
+        ("A", 0), ("b", 0), ("B or C", 0), ("AB", 0), ("B, C", 0), ("(B", 0), ("", 0),
+        ("The answer is B", 0), ("Б", 0),
+    ],
+)  # fmt: skip
+def test_choice(said: str, value: float) -> None:
+    reply = f"<think>A? No.</think><answer>{said}</answer>"
+    assert scored("choice", reply, "B").value == value
+    assert scored("choice", reply, "(B)").value == value
+    assert scored("choice", reply, "B").parts["answered"] == (said in ("A",) or value)
+
+
+def test_overlong_by_hand() -> None:
+    lengths = [0, 60, 61, 80, 99, 100, 101, 10_000]
+    assert [overlong(n, 100, 40) for n in lengths] == pytest.approx(
+        [0, 0, -1 / 40, -0.5, -39 / 40, -1, -1, -1]
+    )
+
+
+def test_overlong_counts_words_or_characters() -> None:
+    reply = "four words in all " * 4  # 16 words, 72 characters
+    words = scored("overlong", reply, limit=20, buffer=8)
+    assert words.value == pytest.approx(-0.5) and words.text == "16 words"
+    characters = scored("overlong", reply, limit=80, buffer=32, unit="characters")
+    assert characters.value == pytest.approx(-0.75) and characters.parts == {"length": 72.0}
+    assert scored("overlong", "", limit=20, buffer=8).value == 0
+    with pytest.raises(UserError, match="buffer = 30 must not exceed limit = 20"):
+        base.load(build.REWARDS["overlong"], {"limit": 20, "buffer": 30})
+    with pytest.raises(UserError, match="limit"):
+        base.load(build.REWARDS["overlong"], {"buffer": 30})
+
+
+def test_boxes_may_hold_braces() -> None:
+    assert answers.boxed(r"\boxed{\frac{1}{2}} and") == r"\frac{1}{2}"
+    assert answers.boxed(r"\boxed{\{1,2\}}") == r"\{1,2\}"
+    assert answers.boxed(r"\boxed{1} then \boxed{2}") == "2"
+    assert answers.boxed(r"\boxed{1") is None and answers.boxed("1") is None
+
+
+@pytest.mark.parametrize("name", ["math", "format", "count", "choice", "overlong"])
+def test_a_picture_is_no_text(name: str) -> None:
+    options = {"limit": 20, "buffer": 8} if name == "overlong" else {}
+    answer = {"choice": "B"}.get(name, "4")
+    sample = Sample(Prompt("", columns={"answer": answer}), np.zeros((2, 2, 3), np.uint8), 0)
+    (score,) = base.checked(base.load(build.REWARDS[name], options), [sample])
+    assert score.value is None
+    assert score.error == "raised UserError: this sample is a picture; expected a text to read"
+
+
+def test_texts_and_pictures_cross_the_wire() -> None:
+    image = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
+    some = [
+        Sample(Prompt("a", columns={"answer": 4}), None, 1, "<answer>4</answer>\n雪"),
+        Sample(Prompt("b"), image, 2),
+        Sample(Prompt("c"), image[:1], 3, ""),
+    ]
+    frame = io.BytesIO(wire.pack_samples(some))
+    got = wire.read_samples(frame.readline(), frame.read)
+    assert [s.text for s in got] == ["<answer>4</answer>\n雪", None, ""]
+    assert (
+        got[0].image is None and (got[1].image == image).all() and got[2].image.shape == (1, 4, 3)
+    )
+    assert [s.seed for s in got] == [1, 2, 3] and got[0].prompt == some[0].prompt
+
+
+def test_texts_in_a_worker_process() -> None:
+    some = [
+        Sample(Prompt("", columns={"answer": "1/2"}), None, i, reply)
+        for i, reply in enumerate([r"\boxed{0.5}", r"\boxed{0.4}", "no"])
+    ]
+    scores = through_workers(build.REWARDS["math"], {}, some)
+    assert [s.value for s in scores] == [1, 0, 0]
+    assert [s.text for s in scores] == ["0.5", "0.4", "no answer"]

@@ -1,0 +1,129 @@
+"""The published sizes of SD3.5-M, FLUX.1-dev and Qwen-Image as folders of configs, no weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests import pipelines
+
+
+def write_configs(name: str, folder: Path) -> Path:
+    """What `gesso check --memory` needs of a pipeline, with the tiny tokenizers of pipelines.py."""
+    with torch.device("meta"):
+        pipe = SIZES[name]()
+    pipe.save_config(folder)
+    for part_name, part in pipe.components.items():
+        if isinstance(part, torch.nn.Module) and hasattr(part, "save_config"):
+            part.save_config(folder / part_name)
+        elif isinstance(part, torch.nn.Module):
+            part.config.save_pretrained(folder / part_name)
+        elif part is not None:
+            part.save_pretrained(folder / part_name)
+    return folder
+
+
+def _sd35_medium() -> Any:
+    from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
+
+    return StableDiffusion3Pipeline(
+        transformer=SD3Transformer2DModel(
+            sample_size=128, patch_size=2, in_channels=16, num_layers=24, attention_head_dim=64,
+            num_attention_heads=24, joint_attention_dim=4096, caption_projection_dim=1536,
+            pooled_projection_dim=2048, out_channels=16, pos_embed_max_size=384,
+            dual_attention_layers=tuple(range(13)), qk_norm="rms_norm",
+        ),
+        scheduler=pipelines._scheduler(shift=3.0),
+        vae=_vae(),
+        text_encoder=_clip("L", projected=True),
+        tokenizer=pipelines._clip_tokenizer(),
+        text_encoder_2=_clip("G", projected=True),
+        tokenizer_2=pipelines._clip_tokenizer(),
+        text_encoder_3=_t5_xxl(),
+        tokenizer_3=pipelines._t5_tokenizer(),
+    )  # fmt: skip
+
+
+def _flux_dev() -> Any:
+    from diffusers import FluxPipeline, FluxTransformer2DModel
+
+    dynamic = pipelines.DYNAMIC | {"base_shift": 0.5, "max_shift": 1.15, "shift": 3.0}
+    return FluxPipeline(
+        transformer=FluxTransformer2DModel(guidance_embeds=True),
+        scheduler=pipelines._scheduler(**dynamic),
+        vae=_vae(),
+        text_encoder=_clip("L", projected=False),
+        tokenizer=pipelines._clip_tokenizer(),
+        text_encoder_2=_t5_xxl(),
+        tokenizer_2=pipelines._t5_tokenizer(),
+    )
+
+
+def _qwen_image() -> Any:
+    from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransformer2DModel
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    dynamic = pipelines.DYNAMIC | {"base_shift": 0.5, "max_shift": 0.9, "shift_terminal": 0.02}
+    return QwenImagePipeline(
+        transformer=QwenImageTransformer2DModel(),
+        scheduler=pipelines._scheduler(**dynamic),
+        vae=AutoencoderKLQwenImage(),
+        text_encoder=Qwen2_5_VLForConditionalGeneration(
+            Qwen2_5_VLConfig(
+                text_config={
+                    "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
+                    "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+                    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+                },
+                vision_config={
+                    "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
+                    "out_hidden_size": 3584,
+                },
+            )
+        ),
+        tokenizer=pipelines._qwen_tokenizer(),
+    )  # fmt: skip
+
+
+SIZES: dict[str, Callable[[], Any]] = {
+    "sd35": _sd35_medium,
+    "flux": _flux_dev,
+    "qwen-image": _qwen_image,
+}
+
+
+def _vae() -> Any:
+    from diffusers import AutoencoderKL
+
+    return AutoencoderKL(
+        latent_channels=16, block_out_channels=(128, 256, 512, 512), layers_per_block=2,
+        down_block_types=("DownEncoderBlock2D",) * 4, up_block_types=("UpDecoderBlock2D",) * 4,
+        sample_size=1024, use_quant_conv=False, use_post_quant_conv=False, shift_factor=0.06,
+    )  # fmt: skip
+
+
+def _clip(size: str, projected: bool) -> Any:
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
+
+    width, layers, heads = {"L": (768, 12, 12), "G": (1280, 32, 20)}[size]
+    kind = CLIPTextModelWithProjection if projected else CLIPTextModel
+    return kind(
+        CLIPTextConfig(
+            hidden_size=width, intermediate_size=4 * width, projection_dim=width,
+            num_hidden_layers=layers, num_attention_heads=heads,
+        )
+    )  # fmt: skip
+
+
+def _t5_xxl() -> Any:
+    from transformers import T5Config, T5EncoderModel
+
+    return T5EncoderModel(
+        T5Config(
+            vocab_size=32128, d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64,
+            feed_forward_proj="gated-gelu",
+        )
+    )  # fmt: skip
