@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 import torch
 
 from gesso.config import Recipe
+from gesso.health import under_floor
 from gesso.memory import estimate
+from gesso.models.flow.pipeline import PipelineModel
 from gesso.run import Job, assemble
 from gesso.types import Rollout, UserError
 
@@ -20,14 +22,6 @@ class Findings:
 
     def fact(self, name: str, text: str) -> None:
         self.facts.append((name, text))
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What one forward and backward pass of a micro-batch told."""
-
-    terms_a_sample: float
-    seconds: float  # a term
 
 
 def check(recipe: Recipe) -> Findings:
@@ -48,10 +42,13 @@ def check(recipe: Recipe) -> Findings:
         rollout, seconds = _small_batch(job)
         _rewards(rollout, found)
         _ratio(job, replay_gap(job, rollout), found)
-        trial = _trial_update(job, rollout)
-        found.facts += memory(recipe)
+        seconds_a_term = _trial_update(job, rollout)
+        if isinstance(job.model, PipelineModel):
+            found.facts += memory(recipe)
+        else:
+            found.fact("memory", "not worked out: the model is no PipelineModel")
         _measured(job, found)
-        _time(job, trial, seconds, found)
+        _time(job, seconds_a_term, seconds, found)
     finally:
         job.close()
     return found
@@ -96,16 +93,13 @@ def _ratio(job: Job, gap: float | None, found: Findings) -> None:
     found.fact("ratio", f"replay differs from sampling by at most {gap:.1e}")
     clip = job.algorithm.clip_range
     if clip is not None and clip < gap:
-        found.warnings.append(
-            f"algorithm.clip = {clip:g} lies under the noise floor of the ratio, {gap:.1e}: "
-            "rounding alone clips; raise clip or use float32"
-        )
+        found.warnings.append(under_floor(clip, gap))
 
 
-def _trial_update(job: Job, rollout: Rollout) -> Trial:
+def _trial_update(job: Job, rollout: Rollout) -> float:
+    """Seconds a term, of one forward and backward pass of a micro-batch."""
     generator = torch.Generator().manual_seed(0)
     terms = job.algorithm.terms(rollout, torch.ones(len(rollout.samples)), generator)
-    terms_a_sample = terms.total / len(rollout.samples)
     terms = terms.rows(slice(0, job.recipe.learner.micro_batch))
     job.algorithm.loss(job.model, terms).loss.sum().backward()  # the first pays for starting up
     started = time.perf_counter()
@@ -113,7 +107,7 @@ def _trial_update(job: Job, rollout: Rollout) -> Trial:
     _wait(job)
     seconds = time.perf_counter() - started
     job.learner.optimizer.zero_grad(set_to_none=True)
-    return Trial(terms_a_sample, seconds / len(terms))
+    return seconds / len(terms)
 
 
 def _wait(job: Job) -> None:
@@ -147,10 +141,10 @@ def memory(recipe: Recipe) -> list[tuple[str, str]]:
     return facts
 
 
-def _time(job: Job, trial: Trial, sampling: float, found: Findings) -> None:
+def _time(job: Job, seconds_a_term: float, sampling: float, found: Findings) -> None:
     recipe = job.recipe
     samples = recipe.data.groups * job.algorithm.group
-    step = samples * (sampling + trial.terms_a_sample * trial.seconds)
+    step = samples * (sampling + job.algorithm.terms_a_sample * seconds_a_term)
     spec = job.algorithm.spec(0, 0, recipe.model.height, recipe.model.width)
     evaluation = len(job.eval_prompts) * sampling * recipe.eval.steps / spec.steps
     evaluations = 2 + (recipe.steps - 1) // recipe.eval.every if recipe.eval.every else 2

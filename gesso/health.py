@@ -76,8 +76,12 @@ def clip_under_floor(rows: Sequence[Row], facts: Facts) -> str | None:
     gap = _floor(rows[-1])
     if facts.clip is None or gap is None or gap <= facts.clip or ratio_not_one(rows, facts):
         return None
+    return under_floor(facts.clip, gap)
+
+
+def under_floor(clip: float, gap: float) -> str:
     return (
-        f"algorithm.clip = {facts.clip:g} lies under the noise floor of the ratio, {gap:.1e}: "
+        f"algorithm.clip = {clip:g} lies under the noise floor of the ratio, {gap:.1e}: "
         "rounding alone clips; raise clip or use float32"
     )
 
