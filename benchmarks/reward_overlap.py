@@ -96,7 +96,9 @@ def main() -> None:
         f"{torch.get_num_threads()} torch threads, {platform.machine()}, torch {torch.__version__}"
     )
     print(f"sampling alone   {sample:6.2f} s\nscoring alone    {score:6.2f} s")
-    print(f"serial           {sample + score:6.2f} s   {(sample + score) / longer:.2f} of the longer")
+    print(
+        f"serial           {sample + score:6.2f} s   {(sample + score) / longer:.2f} of the longer"
+    )
     print(
         f"streamed         {stream:6.2f} s   {stream / longer:.2f} of the longer "
         f"(rounds {min(ratios):.2f} to {max(ratios):.2f})"

@@ -1,10 +1,10 @@
 """Requests against a local reward service: throughput and latency.
 
-    python benchmarks/reward_service.py [--requests 1000] [--in-flight 16] [--size 512] [--json FILE]
+    python benchmarks/reward_service.py [--requests 1000] [--in-flight 16] [--size 512]
 
 Starts `gesso serve-reward` on loopback and asks it as a run would, one picture a request: first
-all pictures new, then the same ones again (the cache answers), then through a connection for each
-caller. Latency is from the picture in memory to its score.
+all pictures new, then the same ones again (the cache answers), then those one by one. Latency is
+from the picture in memory to its score.
 """
 
 from __future__ import annotations

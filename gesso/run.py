@@ -4,6 +4,7 @@ call the same functions."""
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -89,8 +90,8 @@ def _fits_model(
     drawn = spec.guidance if recipe.eval.guidance is None else recipe.eval.guidance
     check_guidance(model, drawn, data.held_out)
     paths = [" and ".join(s.path for s in part) for part in (recipe.data.train, recipe.data.eval)]
-    notes = [over_long(model, train, paths[0]), over_long(model, data.held_out, paths[1])]
-    return [note for note in dict.fromkeys(notes) if note]
+    notes = over_long(model, train, paths[0]) + over_long(model, data.held_out, paths[1])
+    return list(dict.fromkeys(notes))
 
 
 def train(
@@ -228,8 +229,11 @@ class Trained:
         from PIL import Image
 
         from gesso.cluster.local import eval_spec
+        from gesso.models.flow.base import over_long
         from gesso.samplers.denoise import DenoisingSampler
 
+        for told in over_long(self.model, [Prompt(prompt, where="the prompt")], "one"):
+            print(told, file=sys.stderr)
         spec = eval_spec(self.recipe, "current")
         sampler = DenoisingSampler(self.model, self.recipe.sampler.batch)
         seeds = [seed_of(seed, "picture", i) for i in range(n)]

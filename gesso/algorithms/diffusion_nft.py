@@ -1,8 +1,8 @@
 """DiffusionNFT (arXiv 2509.16117): learns on the forward process from clean samples and rewards.
 
 No trajectory, no log-prob, no guidance: samples come from an ODE under a slow *old* policy, and
-the loss pulls the velocity towards good samples and away from bad ones. Defaults are the authors'
-for SD3.5-M with the OCR reward.
+the loss pulls the velocity towards good samples and away from bad ones. Defaults are mostly
+the authors' for SD3.5-M; the recipes have all of their settings.
 """
 
 from __future__ import annotations

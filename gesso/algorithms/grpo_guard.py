@@ -1,5 +1,6 @@
 """GRPO-Guard (arXiv 2510.22319): a ratio that is centred at 1 at every noise level, and steps that
-count alike. Defaults are the authors' for SD3.5-M with the OCR reward."""
+count alike. The clip is the authors' for SD3.5-M with the OCR reward; the recipes have
+all of their settings."""
 
 from __future__ import annotations
 

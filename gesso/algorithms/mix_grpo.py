@@ -1,5 +1,6 @@
 """MixGRPO (arXiv 2507.21802): a window of SDE steps that moves through the schedule as training
-goes on, from the noisy end to the clean one, and wraps. Defaults are the authors' (FLUX.1-dev)."""
+goes on, from the noisy end to the clean one, and wraps. Window and noise are the
+authors'; the recipes have all of their settings."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gesso.config import Lora
-from gesso.types import Weights, Which
+from gesso.types import UserError, Weights, Which
 
 
 class Policy:
@@ -133,4 +133,10 @@ def _add_lora(module: nn.Module, lora: Lora, targets: list[str], seed: int) -> N
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        module.add_adapter(config)
+        try:
+            module.add_adapter(config)
+        except ValueError as error:  # PEFT found no module of these names
+            raise UserError(
+                f"model.lora.targets = {targets} names no module of {type(module).__name__}; "
+                "leave it out for the model's own list"
+            ) from error

@@ -4,8 +4,8 @@
 pictures, and a part `image` for each, in order). /health says who it is and how much it did.
 
 Samples of all callers wait in one queue and are scored in batches. Limits: bytes of a request,
-seconds for it to arrive, samples in the queue. Whoever is asked for a token wants it from everybody; without one, only
-loopback is served.
+seconds for it to arrive, samples in the queue. With a token, everybody must send it; without one,
+only loopback is served.
 """
 
 from __future__ import annotations

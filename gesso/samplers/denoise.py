@@ -7,7 +7,7 @@ on the device that draws it or on what else is drawn.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from torch import Tensor
 from gesso.formulas import flow_steps
 from gesso.models.flow.base import FlowModel, PromptCache, guided
 from gesso.types import (
-    Conditioning,
     FlowContext,
     FlowTrace,
     Prompt,
@@ -55,10 +54,10 @@ class DenoisingSampler:
         cond, negative = self.embeddings.conditions(prompts, spec.guidance)
         sigmas = self.model.sigmas(spec.steps, spec.height, spec.width).to(self.model.device)
         context = FlowContext(sigmas, spec.trained, cond, negative)
-        first = {r: seed for r, seed in reversed(list(zip(row, seeds, strict=True)))}
+        starts = self._shared_starts(context, row, seeds, spec) if spec.same_noise else None
         for start in range(0, len(seeds), self.batch):
             part = slice(start, start + self.batch)
-            trace, logp = _denoise(self.model, context, row[part], seeds[part], first, spec)
+            trace, logp = self._draw(context, row[part], seeds[part], spec, starts)
             images = self.model.decode(trace.clean).numpy()
             samples = [
                 Sample(prompts[r], image, seed)
@@ -66,86 +65,99 @@ class DenoisingSampler:
             ]
             yield Piece(samples, trace, logp)
 
+    def _shared_starts(
+        self, context: FlowContext, row: Sequence[int], seeds: Sequence[int], spec: SampleSpec
+    ) -> dict[int, Tensor]:
+        """Group → where its paths part: its common noise after the ODE steps before the first
+        stochastic one, run once a group however the batch is cut later."""
+        first = {r: seed for r, seed in reversed(list(zip(row, seeds, strict=True)))}
+        groups = list(first)
+        starts: dict[int, Tensor] = {}
+        for at in range(0, len(groups), self.batch):
+            part = groups[at : at + self.batch]
+            noise = self._noise([seed_of(first[r], "group") for r in part], spec)
+            steps = range(spec.stochastic.start)
+            path = _walk(self.model, context, self._rows(part), noise.draw(), steps, spec, noise)
+            starts |= dict(zip(part, path.x, strict=True))
+        return starts
 
-@dataclass(frozen=True)
-class _State:
-    """Where the paths of some samples are: latents, what they are conditioned on, and the guess of
-    the picture that a multistep solver remembers."""
+    def _draw(
+        self,
+        context: FlowContext,
+        row: Sequence[int],
+        seeds: Sequence[int],
+        spec: SampleSpec,
+        starts: Mapping[int, Tensor] | None,
+    ) -> tuple[FlowTrace, Tensor]:
+        noise = self._noise(seeds, spec)
+        if starts is None:
+            x, steps = noise.draw(), range(spec.steps)
+        else:
+            x = torch.stack([starts[r] for r in row])
+            steps = range(spec.stochastic.start, spec.steps)
+        rows = self._rows(row)
+        path = _walk(self.model, context, rows, x, steps, spec, noise)
+        x = path.x
+        latents, means = _steps(path.latents, x), _steps(path.means, x)
+        trace = FlowTrace(context, rows, latents=latents, means=means, clean=x)
+        return trace, torch.stack(path.logps, 1) if path.logps else x.new_empty(len(x), 0)
+
+    def _noise(self, seeds: Sequence[int], spec: SampleSpec) -> _Noise:
+        shape = self.model.latent_shape(spec.height, spec.width)
+        return _Noise(seeds, shape, self.model.device)
+
+    def _rows(self, row: Sequence[int]) -> Tensor:
+        return torch.tensor(row, device=self.model.device)
+
+
+@dataclass
+class _Path:
+    """Where some samples are, and what is kept of the way: of the trained steps only."""
 
     x: Tensor  # (n, C, H, W)
-    cond: Conditioning
-    negative: Conditioning | None
-    before: flow_steps.Clean | None = None
-
-    def rows(self, index: Tensor) -> _State:
-        b = self.before
-        return _State(
-            self.x[index],
-            self.cond.rows(index),
-            self.negative.rows(index) if self.negative else None,
-            flow_steps.Clean(b.x[index], b.sigma[index]) if b else None,
-        )
+    latents: list[Tensor] = field(default_factory=list)
+    means: list[Tensor] = field(default_factory=list)
+    logps: list[Tensor] = field(default_factory=list)
 
 
-def _denoise(
+def _walk(
     model: FlowModel,
     context: FlowContext,
-    row: Sequence[int],
-    seeds: Sequence[int],
-    first: Mapping[int, int],
+    rows: Tensor,
+    x: Tensor,
+    steps: range,
     spec: SampleSpec,
-) -> tuple[FlowTrace, Tensor]:
-    """`first`: the seed of each group's first sample, from which the whole group's common noise is
-    drawn when the spec asks for it."""
-    noise = _Noise(seeds, model.latent_shape(spec.height, spec.width), model.device)
-    rows = torch.tensor(row, device=model.device)
-    if spec.same_noise:
-        leads, branch = rows.unique(return_inverse=True)
-        start = _Noise(
-            [seed_of(first[r], "group") for r in leads.tolist()], noise.shape, noise.device
-        )
-        state = _start(context, leads, start.draw())
-    else:
-        branch = None
-        state = _start(context, rows, noise.draw())
-    latents: list[Tensor] = []
-    means: list[Tensor] = []
-    logps: list[Tensor] = []
-    for i in range(spec.steps):
-        if branch is not None and i == spec.stochastic.start:
-            state = state.rows(branch)  # here the paths of a group part
-        if i in spec.trained and not latents:
-            latents.append(state.x)
-        sigma, sigma_next = context.sigmas[i : i + 2, None].expand(2, len(state.x))
-        v = guided(model, state.x, sigma, state.cond, state.negative, spec.guidance, spec.weights)
+    noise: _Noise,
+) -> _Path:
+    """Those steps of the schedule, from x on."""
+    cond = context.cond.rows(rows)
+    negative = context.negative.rows(rows) if context.negative else None
+    path = _Path(x)
+    before: flow_steps.Clean | None = None  # what a multistep solver remembers
+    for i in steps:
+        if i in spec.trained and not path.latents:
+            path.latents.append(path.x)
+        sigma, sigma_next = context.sigmas[i : i + 2, None].expand(2, len(x))
+        v = guided(model, path.x, sigma, cond, negative, spec.guidance, spec.weights)
         if i in spec.stochastic:
             step = flow_steps.transition(
-                spec.rule, state.x, v, sigma, sigma_next, context.sigmas[1], spec.noise
+                spec.rule, path.x, v, sigma, sigma_next, context.sigmas[1], spec.noise
             )
-            state = replace(state, x=step.draw(noise.draw()), before=None)
+            path.x, before = step.draw(noise.draw()), None
             if i in spec.trained:
-                logps.append(step.logp(state.x))
-                latents.append(state.x)
-                means += [step.mean] if spec.means else []
+                path.logps.append(step.logp(path.x))
+                path.latents.append(path.x)
+                path.means += [step.mean] if spec.means else []
         elif spec.solver == "dpm2":
-            x, clean = flow_steps.dpm2(state.x, v, sigma, sigma_next, state.before)
-            state = replace(state, x=x, before=clean)
+            path.x, before = flow_steps.dpm2(path.x, v, sigma, sigma_next, before)
         else:
-            state = replace(state, x=flow_steps.euler(state.x, v, sigma, sigma_next))
-    assert len(logps) == len(spec.trained), "only stochastic steps can be trained"
-    x = state.x
-    trace = FlowTrace(context, rows, latents=_steps(latents, x), means=_steps(means, x), clean=x)
-    return trace, torch.stack(logps, 1) if logps else x.new_empty(len(x), 0)
-
-
-def _start(context: FlowContext, rows: Tensor, x: Tensor) -> _State:
-    negative = context.negative.rows(rows) if context.negative else None
-    return _State(x, context.cond.rows(rows), negative)
+            path.x = flow_steps.euler(path.x, v, sigma, sigma_next)
+    return path
 
 
 def _steps(kept: Sequence[Tensor], like: Tensor) -> Tensor:
     """(N, S, C, H, W), where S may be 0."""
-    return torch.stack(kept, 1) if kept else like.new_empty(len(like), 0, *like.shape[1:])
+    return torch.stack(list(kept), 1) if kept else like.new_empty(len(like), 0, *like.shape[1:])
 
 
 class _Noise:

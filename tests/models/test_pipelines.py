@@ -24,6 +24,7 @@ PROMPTS = [Prompt("a red cat", "dull"), Prompt("a cat on a wall"), Prompt("oak",
 ROWS, SEEDS = [0, 1, 1, 2], [11, 12, 13, 14]
 SIZES = [(24, 16), (16, 40)]  # height, width: 24 and 40 tokens
 STEPS = 4
+BOTH = ("sd35", "flux-dev", "flux-schnell")  # have T5 and CLIP
 
 
 @dataclass(frozen=True)
@@ -408,13 +409,19 @@ LENGTHS = {  # own length, longest that may be asked for, tokens around "abc"
 def test_text_lengths(tiny: Tiny) -> None:
     own, most, around = LENGTHS[tiny.name]
     model = tiny.model(text_length=None)
-    assert model.limit == own
-    assert model.tokens("abc") == 3 + around
+    long_reader, *others = model.readers
+    assert long_reader.limit == own and long_reader.tokens("abc") == 3 + around
+    assert [r.name for r in others] == (["CLIP"] if tiny.name in BOTH else [])
     fits, long = Prompt("a" * (own - around)), Prompt("b" * (own - around + 1), where="p.txt:2")
-    assert over_long(model, [fits], "p.txt") is None
-    sentence = over_long(model, [fits, long, fits], "p.txt")
-    assert sentence is not None and f"1 of 3 prompts of p.txt are longer than the {own}" in sentence
-    assert f"p.txt:2 with {own + 1}: bbb" in sentence
+    assert over_long(model, [Prompt("ab", where="p.txt:1")], "p.txt") == []
+    assert not any(f"the {own} tokens" in told for told in over_long(model, [fits], "p.txt"))
+    told = over_long(model, [fits, long, fits], "p.txt")
+    assert f"1 of 3 prompts of p.txt are longer than the {own} tokens that " in told[0]
+    assert f"p.txt:2 with {own + 1}: bbb" in told[0]
+    negative = Prompt("ab", long.text, where="p.txt:4")
+    assert "p.txt:4 with" in over_long(model, [fits, negative], "p.txt")[0]
+    if tiny.name in BOTH:  # 16 tokens here, 77 in the real ones: cut long before T5 is
+        assert "3 of 3 prompts of p.txt are longer than the 16 tokens that CLIP takes" in told[1]
     with pytest.raises(UserError, match=f"text_length = {most + 1}, but .* to {most} tokens"):
         tiny.model(text_length=most + 1)
 

@@ -79,6 +79,7 @@ class Misbehaving:
         self.faults = list(faults)
         self.delay = delay
         self.requests: list[dict[str, Any]] = []  # bodies, in order of arrival
+        self.heads: list[str] = []
         self.answered: list[float] = []  # brightness of every picture that was answered for
         self.most = 0  # requests at once
         self._now = 0
@@ -114,6 +115,7 @@ class Misbehaving:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
+                self.heads.append(head.decode())
                 lines = head.decode().split("\r\n")
                 size = [int(x.split(":")[1]) for x in lines if x.lower().startswith("content-len")]
                 body = await reader.readexactly(size[0] if size else 0)

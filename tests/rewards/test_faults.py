@@ -115,6 +115,22 @@ def test_load_is_spread_and_bounded() -> None:
         assert len(one.requests) == len(two.requests) == 12
 
 
+def test_few_requests_are_spread_too() -> None:
+    with Misbehaving(delay=0.1) as one, Misbehaving(delay=0.1) as two:
+        ask([one.url, two.url], batch=1)  # 6 at once, where 32 could be in flight
+        assert len(one.requests) == len(two.requests) == 3
+    with Misbehaving() as one, Misbehaving() as two:
+
+        async def in_turns() -> None:
+            remote = Remote(RemoteEntry(urls=[one.url, two.url]))
+            for sample in GREYS:
+                await remote.score([sample])
+            await remote.close()
+
+        asyncio.run(in_turns())
+        assert len(one.requests) == len(two.requests) == 3
+
+
 def test_a_slow_server_gets_less() -> None:
     with Misbehaving(delay=0.4) as slow, Misbehaving(delay=0.02) as fast:
         scores, _ = ask([slow.url, fast.url], GREYS * 8, batch=1, in_flight=2)
@@ -122,11 +138,13 @@ def test_a_slow_server_gets_less() -> None:
         assert len(slow.requests) < len(fast.requests) / 3
 
 
-def test_a_dead_server_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fault", ["500 Oh", "close", "hang"])
+def test_a_dead_server_is_left_alone(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool, "FIRST_REST", 5.0)
-    with Misbehaving(["500 Oh"] * 99) as dead, Misbehaving(delay=0.01) as alive:
+    with Misbehaving([fault] * 99) as dead, Misbehaving(delay=0.01) as alive:
         started = time.monotonic()
-        scores, remote = ask([dead.url, alive.url], GREYS * 8, batch=1, in_flight=2)
+        settings = {"batch": 1, "in_flight": 2, "timeout": 0.5}
+        scores, remote = ask([dead.url, alive.url], GREYS * 8, **settings)
         assert time.monotonic() - started < 2.5  # nobody waited for the dead one
         assert [s.value for s in scores] == VALUES * 8
         assert len(dead.requests) == 2 and len(alive.requests) == 48
@@ -196,6 +214,7 @@ def test_an_answer_that_got_lost_counts_once() -> None:
 def test_compressed_answers_are_refused() -> None:
     with Misbehaving(["200 OK\r\nContent-Encoding: gzip"]) as server:
         scores, _ = ask([server.url])
+        assert "accept-encoding: identity" in server.heads[0].lower()
     assert "compressed" in str(scores[0].error)
 
 
@@ -306,20 +325,29 @@ def workers_of(parent: int) -> list[int]:
     return found
 
 
-def test_workers_killed_again_and_again(recipe_data: dict, tmp_path: Path) -> None:
-    recipe_data["reward"] = [{"name": "jpeg-compressibility", "workers": 2}]
-    calm = trained(recipe_data, tmp_path / "calm")
+def test_workers_killed_at_work_again_and_again(recipe_data: dict, tmp_path: Path) -> None:
+    def data(log: Path) -> dict:
+        name = "tests.rewards.served_rewards:counted"
+        entry = {"name": name, "log": str(log), "seconds": 0.3, "workers": 2}
+        return recipe_data | {"reward": [entry]}
+
+    calm = trained(data(tmp_path / "1"), tmp_path / "calm")
+    log = tmp_path / "2"
     killed = []
 
     def kill(folder: RunFolder) -> None:
-        for count in range(1, STEPS):
+        for count in range(STEPS - 1):
             wait_until(rows_there(folder, count))
-            for process in workers_of(os.getpid()):
+            begun = log.stat().st_size if log.exists() else 0
+            wait_until(lambda size=begun: log.exists() and log.stat().st_size > size)
+            for process in workers_of(os.getpid()):  # one has just begun
                 os.kill(process, signal.SIGKILL)
                 killed.append(process)
 
-    same(trained(recipe_data, tmp_path / "killed", kill), calm)
-    assert len(killed) >= 2
+    same(trained(data(log), tmp_path / "killed", kill), calm)
+    assert len(killed) >= STEPS - 1
+    asked = [len(file.read_text().split()) for file in (tmp_path / "1", log)]
+    assert asked[0] == 3 * 4 + 6 * STEPS < asked[1]  # some were asked for again, none counted again
 
 
 def test_a_server_that_only_misbehaves_stops_the_run_and_says_why(

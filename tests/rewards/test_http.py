@@ -327,6 +327,26 @@ def test_the_queue_fills_while_the_lanes_are_busy_and_has_an_end() -> None:
     asyncio.run(go())
 
 
+def test_a_batch_waits_a_little_for_company(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "GATHER", 0.3)
+
+    async def go() -> None:
+        slow = Slow()
+        slow.go.set()
+        batcher = serve.Batcher(slow, size=3, lanes=1)
+        first = asyncio.ensure_future(batcher.score([grey(1)]))
+        await asyncio.sleep(0.05)
+        await batcher.score([grey(2)])
+        await first
+        assert slow.sizes == [2]
+        started = time.monotonic()
+        await batcher.score([grey(i) for i in range(3)])
+        assert time.monotonic() - started < 0.2  # a full one does not
+        await batcher.close()
+
+    asyncio.run(go())
+
+
 def test_a_full_queue_is_answered_503() -> None:
     class Full:
         async def score(self, samples: Any) -> list[Score]:

@@ -1,5 +1,5 @@
-"""Judges over OpenAI's chat protocol: a server that misbehaves, and `transformers serve` with a real
-LLaVA, tiny, as a process of its own."""
+"""Judges over OpenAI's chat protocol: a server that misbehaves, and `transformers serve` and vLLM
+with real models, tiny, as processes of their own."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -257,19 +258,39 @@ def test_a_judge_may_be_served(tmp_path: Path) -> None:
     assert [s.value for s in scores] == [0.2, 1.0]
 
 
-@pytest.fixture(scope="module")
-def transformers_serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """Address and model of `transformers serve`."""
-    pytest.importorskip("openai", reason="transformers serve needs it")
-    folder = tiny_judge.save(tmp_path_factory.mktemp("judge"))
+def test_the_page_names_every_judge_and_option() -> None:
+    from gesso import cli
+
+    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
+    section = page.partition("### Judges")[2].partition("### The cache")[0]
+    kinds = {name: build._import(reference) for name, reference in build.REWARDS.items()}
+    asking = {name: kind for name, kind in kinds.items() if issubclass(kind, judge.Asks)}
+    assert len(asking) == 6
+    for word in {*asking, *Judge.model_fields}:
+        assert f"`{word}`" in section, word
+    for kind in asking.values():
+        assert kind.URL_ENV in section and kind.MODEL_ENV in section
+    told = re.findall(r"^\| `([\w`, ]+)` \| (?:`judge` only: )?(`.*?)(?:;.*)? \| ", section, re.M)
+    for keys, values in told:
+        for key, value in zip(keys.split("`, `"), re.findall(r"`([^`]+)`", values), strict=True):
+            default = Judge.model_fields[key].default
+            assert build.tomllib.loads(f"x = {value}")["x"] == default, key
+    assert len(told) == 3
+    for command in re.findall(r"^\$ (gesso .*)", page, re.M):
+        cli._parser().parse_args(command.split()[1:])
+
+
+@contextmanager
+def openai_server(folder: Path, *command: str | Path) -> Iterator[str]:
+    """A server process of somebody else's on loopback, from ready until the end of the test."""
     port = free_port()
-    command = [Path(sys.executable).parent / "transformers", "serve", folder, "--device", "cpu"]
+    offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             [*map(str, command), "--host", "127.0.0.1", "--port", str(port)],
             stdout=log,
             stderr=log,
-            env=os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+            env=os.environ | offline,
         )
     url = f"http://127.0.0.1:{port}"
 
@@ -281,11 +302,21 @@ def transformers_serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
             return False
 
     try:
-        wait_until(ready, 90)
-        yield f"{url}/v1", str(folder)
+        wait_until(ready, 110)
+        yield f"{url}/v1"
     finally:
         process.terminate()
         process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def transformers_serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """Address and model of `transformers serve`."""
+    pytest.importorskip("openai", reason="transformers serve needs it")
+    folder = tiny_judge.save(tmp_path_factory.mktemp("judge"))
+    program = Path(sys.executable).parent / "transformers"
+    with openai_server(folder, program, "serve", folder, "--device", "cpu") as url:
+        yield url, str(folder)
 
 
 @pytest.mark.slow
@@ -312,3 +343,22 @@ def test_training_by_a_real_server(
     recipe = build.recipe_from(recipe_data | {"steps": 1, "reward": [entry]})
     row = run.train(recipe, folder=tmp_path / "run", quiet=True).rows()[1]
     assert row["reward"] == pytest.approx(0.8) and row["failed"] == 0
+
+
+@pytest.mark.vllm
+def test_vllm_answers(tmp_path: Path) -> None:
+    """vLLM's own server, in its own environment: `make test-vllm`. It judges a text: here its
+    models that see would need torchvision."""
+    python = os.environ.get("GESSO_VLLM_PYTHON")
+    if not python:
+        pytest.skip("needs an environment with vLLM: make test-vllm")
+    folder = tiny_judge.save_blind(tmp_path)
+    (tmp_path / "q.txt").write_text("Is {text} the answer to {prompt}?")
+    module = ("-m", "vllm.entrypoints.openai.api_server", "--model", folder)
+    settings = ("--enforce-eager", "--max-model-len", "1024", "--dtype", "float32")
+    samples = [Sample(Prompt("2+2?"), None, i, text=str(i)) for i in range(24)]
+    with openai_server(folder, python, *module, *settings) as url:
+        scores = UnifiedReward(urls=[url], prompt=str(tmp_path / "q.txt")).score(samples)
+        assert [s.value for s in scores] == [0.8] * 24, scores[0]
+        (cut,) = UnifiedReward(urls=[url], max_tokens=2).score(samples[:1])
+        assert cut.value is None and "cut at max_tokens" in str(cut.error)

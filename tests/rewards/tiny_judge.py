@@ -1,4 +1,4 @@
-"""A real LLaVA, tiny, with weights by hand: whatever it is shown, it says `WORDS` and stops.
+"""A real LLaVA or Llama, tiny, with weights by hand: whatever it is asked, it says `WORDS`.
 
 Its attention and feed-forwards add nothing, so the next token hangs on the last one alone: the
 embedding is one-hot and the head maps every word to the one that follows it."""
@@ -10,7 +10,7 @@ from typing import Any
 
 WORDS = ["Final", "Score:", "4"]
 SPECIAL = ["<unk>", "<s>", "</s>", "<image>", "ASSISTANT:"]
-WIDTH = 16
+WIDTH = 64
 TEMPLATE = (
     "{% for message in messages %}USER: {% for part in message['content'] %}"
     "{% if part['type'] == 'text' %}{{ part['text'] }} {% else %}<image> {% endif %}"
@@ -19,13 +19,34 @@ TEMPLATE = (
 
 
 def save(folder: Path) -> Path:
-    """What `from_pretrained` of transformers takes."""
-    import torch
+    """One that sees."""
     from transformers import LlavaForConditionalGeneration
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = LlavaForConditionalGeneration(_config())
+    model = LlavaForConditionalGeneration(_config())
+    _teach(model)
+    model.save_pretrained(folder)
+    _processor().save_pretrained(folder)
+    return folder
+
+
+def save_blind(folder: Path) -> Path:
+    """One that reads only: vLLM's models that see need torchvision."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM(_text_config())
+    _teach(model)
+    model.save_pretrained(folder)
+    tokenizer = _processor().tokenizer
+    tokenizer.chat_template = (
+        "{% for message in messages %}USER: {{ message['content'] }} {% endfor %}ASSISTANT:"
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _teach(model: Any) -> None:
+    import torch
+
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -37,25 +58,27 @@ def save(folder: Path) -> Path:
         for word, following in zip(said, WORDS, strict=False):
             head[(SPECIAL + WORDS).index(following), (SPECIAL + WORDS).index(word)] = 9.0
         model.get_output_embeddings().weight.copy_(head)
-    model.save_pretrained(folder)
-    _processor().save_pretrained(folder)
-    return folder
 
 
 def _config() -> Any:
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
+    from transformers import CLIPVisionConfig, LlavaConfig
 
     vision = CLIPVisionConfig(
         hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
         image_size=28, patch_size=14, projection_dim=16,
     )  # fmt: skip
-    text = LlamaConfig(
+    image = SPECIAL.index("<image>")
+    return LlavaConfig(vision_config=vision, text_config=_text_config(), image_token_index=image)
+
+
+def _text_config() -> Any:
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
         vocab_size=len(SPECIAL + WORDS), hidden_size=WIDTH, intermediate_size=16,
         num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
         max_position_embeddings=2048, bos_token_id=1, eos_token_id=2, pad_token_id=2,
     )  # fmt: skip
-    image = SPECIAL.index("<image>")
-    return LlavaConfig(vision_config=vision, text_config=text, image_token_index=image)
 
 
 def _processor() -> Any:

@@ -7,8 +7,8 @@ log-prob. `pipeline.py` answers most of it for any diffusers pipeline.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -24,6 +24,15 @@ Guidance = Literal["negative", "embedded", "none"]
 was trained with (distilled models), or not at all."""
 
 
+@dataclass(frozen=True)
+class Reader:
+    """A text encoder, as far as the length of prompts goes."""
+
+    name: str
+    limit: int  # tokens of a prompt that it sees
+    tokens: Callable[[str], int]
+
+
 class FlowModel(Protocol):
     policy: Policy
     device: torch.device
@@ -32,14 +41,11 @@ class FlowModel(Protocol):
     def guidance(self) -> Guidance: ...
 
     @property
-    def limit(self) -> int:
-        """Tokens of a prompt that the model sees."""
+    def readers(self) -> Sequence[Reader]:
+        """Its text encoders, each with what it sees of a prompt."""
 
     def encode(self, texts: Sequence[str]) -> Conditioning:
         """Prompts → (P, …) conditioning, as the pipeline itself would encode them."""
-
-    def tokens(self, text: str) -> int:
-        """Length of a prompt, to be held against `limit`."""
 
     def sigmas(self, steps: int, height: int, width: int) -> Tensor:
         """(steps+1,) float32, from 1 down to 0."""
@@ -147,14 +153,17 @@ def check_guidance(model: FlowModel, guidance: float, prompts: Sequence[Prompt])
         )
 
 
-def over_long(model: FlowModel, prompts: Sequence[Prompt], path: str) -> str | None:
-    """A sentence about prompts whose end the model does not see, or None."""
-    long = [p for p in prompts if model.tokens(p.text) > model.limit]
-    if not long:
-        return None
-    first = long[0]
-    return (
-        f"{len(long)} of {len(prompts)} prompts of {path} are longer than the {model.limit} "
-        f"tokens the text encoder takes: their ends are cut; the first is {first.where} with "
-        f"{model.tokens(first.text)}: {first.text[:60]}"
-    )
+def over_long(model: FlowModel, prompts: Sequence[Prompt], path: str) -> list[str]:
+    """Sentences about prompts, negative ones too, whose end some text encoder does not see."""
+    told = []
+    for reader in model.readers:
+        counted = [(p, max(reader.tokens(p.text), reader.tokens(p.negative))) for p in prompts]
+        long = [(p, tokens) for p, tokens in counted if tokens > reader.limit]
+        if long:
+            first, tokens = long[0]
+            told.append(
+                f"{len(long)} of {len(prompts)} prompts of {path} are longer than the "
+                f"{reader.limit} tokens that {reader.name} takes: their ends are cut there; the "
+                f"first is {first.where} with {tokens}: {first.text[:60]}"
+            )
+    return told

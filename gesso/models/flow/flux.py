@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gesso.models.flow.base import Guidance
+from gesso.models.flow.base import Guidance, Reader
 from gesso.models.flow.packing import pack, unpack
 from gesso.models.flow.pipeline import (
     JOINT_ATTENTION,
     PipelineModel,
     TextLength,
-    count_tokens,
     quiet,
+    reader,
 )
 from gesso.types import Conditioning, Which
 
@@ -47,8 +47,12 @@ class Flux(PipelineModel):
         most = 512 if self.guidance == "embedded" else 256
         return TextLength(default=most, least=1, most=most)
 
-    def tokens(self, text: str) -> int:
-        return count_tokens(self.pipe.tokenizer_2, text)
+    @property
+    def readers(self) -> list[Reader]:
+        return [
+            reader("T5", self.text_length, self.pipe.tokenizer_2),
+            reader("CLIP", self.pipe.tokenizer_max_length, self.pipe.tokenizer),
+        ]
 
     @quiet()  # about prompts that are cut off the run tells once, in `over_long`
     @torch.no_grad()

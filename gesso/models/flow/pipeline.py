@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gesso import config
 from gesso.models.flow.adapter import load_adapter
-from gesso.models.flow.base import Guidance
+from gesso.models.flow.base import Guidance, Reader
 from gesso.models.policy import Policy
 from gesso.types import Conditioning, UserError
 
@@ -112,11 +112,8 @@ class PipelineModel:
         return "negative"
 
     @property
-    def limit(self) -> int:
-        return self.text_length
-
-    def tokens(self, text: str) -> int:
-        return count_tokens(self.pipe.tokenizer, text)
+    def readers(self) -> list[Reader]:
+        raise NotImplementedError
 
     def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
         """v = u + scale·(c − u)."""
@@ -212,10 +209,14 @@ class PipelineModel:
                 )
 
 
-def count_tokens(tokenizer: Any, text: str) -> int:
-    """With the special tokens, and without the tokenizer's own remark about long texts."""
-    with quiet():
-        return len(tokenizer(text, truncation=False).input_ids)
+def reader(name: str, limit: int, tokenizer: Any) -> Reader:
+    """Counts with the special tokens, and without the tokenizer's own remark about long texts."""
+
+    def tokens(text: str) -> int:
+        with quiet():
+            return len(tokenizer(text, truncation=False).input_ids)
+
+    return Reader(name, limit, tokens)
 
 
 def pick_device(name: str) -> torch.device:

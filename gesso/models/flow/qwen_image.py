@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from gesso.models.flow.base import Reader
 from gesso.models.flow.packing import pack, unpack
 from gesso.models.flow.pipeline import (
     JOINT_ATTENTION,
     PipelineModel,
     TextLength,
-    count_tokens,
     quiet,
+    reader,
 )
 from gesso.types import Conditioning, Which
 
@@ -39,10 +41,16 @@ class QwenImage(PipelineModel):
     def text_lengths(self) -> TextLength:
         return TextLength(default=512, least=1, most=self.pipe.tokenizer_max_length)
 
-    def tokens(self, text: str) -> int:
-        """With the end of the template, which the network sees, without its head, which is cut."""
-        whole = self.pipe.prompt_template_encode.format(text)
-        return count_tokens(self.pipe.tokenizer, whole) - self.pipe.prompt_template_encode_start_idx
+    @property
+    def readers(self) -> list[Reader]:
+        """Tokens with the end of the template, which the network sees, without its head, which is
+        cut."""
+        template, head = (
+            self.pipe.prompt_template_encode,
+            self.pipe.prompt_template_encode_start_idx,
+        )
+        whole = reader("Qwen2.5-VL", self.text_length, self.pipe.tokenizer)
+        return [replace(whole, tokens=lambda text: whole.tokens(template.format(text)) - head)]
 
     @quiet()  # about prompts that are cut off the run tells once, in `over_long`
     @torch.no_grad()

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gesso.models.flow.base import Reader
 from gesso.models.flow.pipeline import (
     JOINT_ATTENTION,
     PipelineModel,
     TextLength,
-    count_tokens,
     quiet,
+    reader,
 )
 from gesso.types import Conditioning, Which
 
@@ -30,15 +31,15 @@ class SD3(PipelineModel):
         return TextLength(default=128, least=0 if self.pipe.tokenizer_3 is None else 1, most=512)
 
     @property
-    def limit(self) -> int:
-        return self.pipe.tokenizer_max_length if self.pipe.tokenizer_3 is None else self.text_length
-
-    @property
     def text_tokens(self) -> int:
         return self.pipe.tokenizer_max_length + self.text_length
 
-    def tokens(self, text: str) -> int:
-        return count_tokens(self.pipe.tokenizer_3 or self.pipe.tokenizer, text)
+    @property
+    def readers(self) -> list[Reader]:
+        clip = reader("CLIP", self.pipe.tokenizer_max_length, self.pipe.tokenizer)
+        if self.pipe.tokenizer_3 is None:
+            return [clip]
+        return [reader("T5", self.text_length, self.pipe.tokenizer_3), clip]
 
     @quiet()  # about prompts that are cut off the run tells once, in `over_long`
     @torch.no_grad()
