@@ -169,7 +169,9 @@ def test_the_guide_lists_every_key_with_its_default(heading: str) -> None:
 
 
 def test_the_guide_lists_the_defaults_of_the_presets() -> None:
-    _, _, rest = GUIDE.read_text(encoding="utf-8").partition("and other defaults, those of their")
+    _, _, rest = GUIDE.read_text(encoding="utf-8").partition(
+        "and other defaults, after their papers"
+    )
     head, _, *rows = rest.strip().split("\n\n")[1].splitlines()
     keys = [cell.strip(" `") for cell in head.strip("|").split("|")]
     for row in rows:

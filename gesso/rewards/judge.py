@@ -120,25 +120,20 @@ class Judge(Asks):
 
 
 class UnifiedReward(Asks):
-    """UnifiedReward's pointwise score, 1 to 5 (Wang et al. 2025); the question is the one it was
-    trained on. value = score / 5."""
+    """UnifiedReward's pointwise score, 1 to 5 (Wang et al. 2025). value = score / 5. The question
+    is ours, in the form of the one it was trained on: put that into a file and name it as `prompt`
+    to ask word for word."""
 
     URL_ENV: ClassVar[str] = "UNIFIED_REWARD_VLLM_URL"
     MODEL_ENV: ClassVar[str] = "UNIFIED_REWARD_PATH"
     TEMPLATE: ClassVar[str] = (
-        "You are given a text caption and a generated image based on that caption. Your task is to "
-        "evaluate this image based on two key criteria:\n"
-        "1. Alignment with the Caption: Assess how well this image aligns with the provided "
-        "caption. Consider the accuracy of depicted objects, their relationships, and attributes "
-        "as described in the caption.\n"
-        "2. Overall Image Quality: Examine the visual quality of this image, including clarity, "
-        "detail preservation, color accuracy, and overall aesthetic appeal.\n"
-        "Extract key elements from the provided text caption, evaluate their presence in the "
-        "generated image using the format: 'element (type): value' (where value=0 means not "
-        "generated, and value=1 means generated), and assign a score from 1 to 5 after "
-        "'Final Score:'.\n"
-        "Your task is provided as follows:\n"
-        "Text Caption: [{prompt}]"
+        "Caption: [{prompt}]\n"
+        "The picture was generated from this caption. Rate it by two things: whether it shows what "
+        "the caption says (objects, their attributes and relations), and how good it looks (sharp, "
+        "detailed, right colours, pleasing).\n"
+        "List the elements of the caption, one a line, as 'element (type): value', where value is "
+        "1 if the picture has it and 0 if not. Then end with 'Final Score:' and a number from 1 to "
+        "5."
     )
 
     def read(self, answer: str, sample: Sample) -> Score:
