@@ -101,7 +101,7 @@ def test_what_is_sent() -> None:
     assert request["temperature"] == 0 and request["stream"] is False
     assert request["max_tokens"] == 512
     image, text = request["messages"][0]["content"]
-    assert text["text"].endswith("Text Caption: [a sign, {prompt} 100%]")
+    assert text["text"].startswith("Caption: [a sign, {prompt} 100%]")
     assert image["image_url"]["url"].startswith("data:image/png;base64,")
     sent = protocol.picture(protocol.from_base64(image["image_url"]["url"]))
     assert (sent == sample.picture).all()
