@@ -12,7 +12,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -25,6 +25,9 @@ from pydantic import (
 )
 
 from gesso.types import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 PACKAGE = Path(__file__).parent
 ZOO = "zoo:"
@@ -291,3 +294,18 @@ def resolve_path(path: str) -> Path:
     if path.startswith(ZOO):
         return PACKAGE / "zoo" / path.removeprefix(ZOO)
     return Path(path).expanduser()
+
+
+def pick_device(name: str, key: str = "device") -> torch.device:
+    """`auto` is CUDA where there is any; a device that cannot be used is told under its key."""
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(f'{key} = "{name}" cannot be used here: {reason}') from error
+    return device

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gesso.config import pick_device
 from gesso.rewards import checkpoints, networks
 from gesso.types import Sample, Score, UserError
 
@@ -59,7 +60,7 @@ def _published(path: str, file: str, processor: str, device: str) -> networks.Cl
 
     model = CLIPModel(networks.loaded(CLIPConfig, processor))
     checkpoints.fill(model, renamed(checkpoints.read(path, file)), f'"{path}" ({file})')
-    where = networks.pick_device(device)
+    where = pick_device(device)
     return networks.Clip(
         model.to(where).eval().requires_grad_(False),
         networks.loaded(AutoTokenizer, processor),

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gesso.config import pick_device
 from gesso.rewards import checkpoints, networks
 from gesso.types import Sample, Score, UserError
 
@@ -83,7 +84,7 @@ def _judge(path: str, tokenizer: str, device: str) -> Judge:
         }
     )
     checkpoints.fill(parts, tensors, f'"{path}"')
-    where = networks.pick_device(device)
+    where = pick_device(device)
     side = vision.image_size  # CLIP's way: bicubic, the middle, CLIP's mean and deviation
     pictures = CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size=side)
     words = networks.loaded(AutoTokenizer, tokenizer)

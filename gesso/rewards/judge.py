@@ -12,6 +12,7 @@ import functools
 import json
 import os
 import re
+from abc import abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -88,8 +89,8 @@ class Asks(Strict):
         places |= {"negative": sample.prompt.negative, "text": sample.text or ""}
         return _PLACE.sub(lambda m: str(places[m[1]]) if m[1] in places else m[0], self.template)
 
-    def read(self, answer: str, sample: Sample) -> Score:
-        raise NotImplementedError
+    @abstractmethod
+    def read(self, answer: str, sample: Sample) -> Score: ...
 
 
 class Judge(Asks):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 from pydantic import Field
 
-from gesso.config import Strict
+from gesso.config import Strict, pick_device
 from gesso.types import Prompt, Sample, Score, UserError
 
 if TYPE_CHECKING:
@@ -265,20 +265,6 @@ def plain(name: str) -> str:
 def ids_of(labels: Mapping[int, str]) -> dict[str, frozenset[int]]:
     names = {plain(label) for label in labels.values()}
     return {n: frozenset(i for i, label in labels.items() if plain(label) == n) for n in names}
-
-
-def pick_device(name: str) -> torch.device:
-    import torch
-
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f'device = "{name}" cannot be used here: {reason}') from error
-    return device
 
 
 def loaded(kind: Any, path: str, **options: Any) -> Any:

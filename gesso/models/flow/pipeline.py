@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ class TextLength:
     most: int
 
 
-class PipelineModel:
+class PipelineModel(ABC):
     """What the models of this folder have in common; everything is the pipeline's own."""
 
     pipeline: ClassVar[str]  # name of the class in diffusers
@@ -58,7 +59,7 @@ class PipelineModel:
     even_sigmas: ClassVar[bool] = False  # the pipeline gives the scheduler 1, …, 1/steps
 
     def __init__(self, settings: config.Model, seed: int = 0) -> None:
-        self.device = pick_device(settings.device)
+        self.device = config.pick_device(settings.device, "model.device")
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         whole = settings.lora is None
         load = _empty_pipeline if self.device.type == "meta" else _load_pipeline
@@ -78,8 +79,8 @@ class PipelineModel:
         self.quantized = settings.quantize is not None
 
     @property
-    def text_lengths(self) -> TextLength:
-        raise NotImplementedError
+    @abstractmethod
+    def text_lengths(self) -> TextLength: ...
 
     def _text_length(self, asked: int | None) -> int:
         own = self.text_lengths
@@ -112,8 +113,8 @@ class PipelineModel:
         return "negative"
 
     @property
-    def readers(self) -> list[Reader]:
-        raise NotImplementedError
+    @abstractmethod
+    def readers(self) -> list[Reader]: ...
 
     def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
         """v = u + scale·(c − u)."""
@@ -217,18 +218,6 @@ def reader(name: str, limit: int, tokenizer: Any) -> Reader:
             return len(tokenizer(text, truncation=False).input_ids)
 
     return Reader(name, limit, tokens)
-
-
-def pick_device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f'model.device = "{name}" cannot be used here: {reason}') from error
-    return device
 
 
 def _round(size: int, factor: int) -> int:
