@@ -403,3 +403,24 @@ def test_the_page_explains_every_kind_in_three_lines() -> None:
             "- **Means**",
             "- **Do**",
         ], kind
+
+
+def test_a_row_tells_the_distance_within_groups(recipe_data: dict, tmp_path: Path) -> None:
+    """Through the loop, against a plain double loop over the same batch drawn again."""
+    from gesso.run import assemble, train
+
+    recipe = build.recipe_from(recipe_data | {"steps": 1})
+    row = train(recipe, folder=tmp_path / "run", quiet=True).rows()[1]
+    job = assemble(recipe)
+    try:
+        rollout, _ = job.cluster.collect(0).result()
+    finally:
+        job.close()
+    clean, group = rollout.trace.clean, rollout.group.tolist()
+    apart = [
+        float((clean[i] - clean[j]).square().mean().sqrt())
+        for i in range(6)
+        for j in range(i)
+        if group[i] == group[j]
+    ]
+    assert len(apart) == 6 and row["diversity"] == pytest.approx(sum(apart) / 6, rel=1e-4)
