@@ -195,7 +195,7 @@ class Plain:
         prompts = self.stream.batch(step, self.recipe.data.groups)
         repeated = [p for p in prompts for _ in range(self.algorithm.group)]
         seeds = [seed_of(seed, "sample", step, i) for i in range(len(repeated))]
-        spec = self.algorithm.spec(step, seed_of(seed, "spec", step), model.height, model.width)
+        spec = self.algorithm.spec(step, seed_of(seed, "spec", step), model)
         return repeated, seeds, spec
 
     def sample(self, step: int, scored: bool) -> list[Batch]:

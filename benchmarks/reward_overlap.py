@@ -61,7 +61,7 @@ def main() -> None:
         service, held = job.cluster.rewards, []
 
         class Later:
-            def submit(self, samples: Any) -> Any:
+            def submit(self, samples: Any, held_out: bool = False) -> Any:
                 held.append(samples)
 
         started = time.perf_counter()

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gesso.config import PACKAGE, Recipe, RewardEntry, nearest, parse
+from gesso.config import PACKAGE, Model, Recipe, RewardEntry, family, nearest, parse
+from gesso.config import TokenModel as TokenModelSection
 from gesso.rewards import base, judge, networks
 from gesso.rewards.cache import Cached
 from gesso.rewards.compose import Weighted
@@ -27,6 +28,9 @@ else:
 if TYPE_CHECKING:
     from gesso.algorithms.base import Algorithm
     from gesso.models.flow.base import FlowModel
+    from gesso.models.tokens.base import TokenModel
+    from gesso.models.tokens.critic import Critic
+    from gesso.samplers.base import Sampler
 
 ALGORITHMS = {
     "flow-grpo": "gesso.algorithms.flow_grpo:FlowGRPO",
@@ -36,11 +40,24 @@ ALGORITHMS = {
     "grpo-guard": "gesso.algorithms.grpo_guard:GRPOGuard",
     "flow-dppo": "gesso.algorithms.flow_dppo:FlowDPPO",
     "diffusion-nft": "gesso.algorithms.diffusion_nft:DiffusionNFT",
+    "grpo": "gesso.algorithms.grpo:GRPO",
+    "dr-grpo": "gesso.algorithms.grpo:DrGRPO",
+    "dapo": "gesso.algorithms.grpo:DAPO",
+    "gspo": "gesso.algorithms.grpo:GSPO",
+    "cispo": "gesso.algorithms.grpo:CISPO",
+    "rloo": "gesso.algorithms.reinforce:RLOO",
+    "rloo-tokens": "gesso.algorithms.reinforce:RLOOTokens",
+    "reinforce++": "gesso.algorithms.reinforce:ReinforcePP",
+    "reinforce++-baseline": "gesso.algorithms.reinforce:ReinforcePPBaseline",
+    "remax": "gesso.algorithms.reinforce:ReMax",
+    "ppo": "gesso.algorithms.ppo:PPO",
 }
 MODELS = {
     "sd3": "gesso.models.flow.sd3:SD3",
     "flux": "gesso.models.flow.flux:Flux",
     "qwen-image": "gesso.models.flow.qwen_image:QwenImage",
+    "vision-language": "gesso.models.tokens.vision_language:VisionLanguage",
+    "causal": "gesso.models.tokens.causal:Causal",
 }
 REWARDS = {
     "ocr": "gesso.rewards.ocr:Ocr",
@@ -114,19 +131,37 @@ def recipe_from(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
     """The recipe with every option of its algorithm and rewards filled in and checked."""
     found = parse(Recipe, data, where)
     chosen = algorithm(found)
+    _check_family(found, chosen, where)
     _check_shape(found, chosen, where)
-    options = [_options(entry) for entry in found.reward]
-    guidance = chosen.spec(0, 0, found.model.height, found.model.width).guidance
-    watched = found.eval.model_dump()
+    watched = found.eval
+    if isinstance(found.model, Model) and watched.guidance is None:
+        spec = chosen.spec(0, 0, found.model)
+        watched = watched.model_copy(update={"guidance": spec.guidance})  # type: ignore[union-attr]
     filled = found.model_dump() | {
-        "eval": watched | ({"guidance": guidance} if watched["guidance"] is None else {}),
+        "eval": watched.model_dump(),
         "algorithm": chosen.model_dump(exclude_none=True),  # type: ignore[attr-defined]
-        "reward": [
-            entry.model_dump(exclude_none=True) | o
-            for entry, o in zip(found.reward, options, strict=True)
-        ],
+        "reward": [_filled(entry) for entry in found.reward],
+        "eval_reward": [_filled(entry) for entry in found.eval_reward],
     }
     return parse(Recipe, filled, where)
+
+
+def _check_family(found: Recipe, chosen: Algorithm, where: str) -> None:
+    own = family(found.model)
+    if chosen.family != own:
+        fit = [name for name in ALGORITHMS if algorithm_class(name).family == own]  # type: ignore[attr-defined]
+        raise UserError(
+            f'{where}: algorithm "{found.algorithm.name}" is for models that '
+            f"{'draw' if chosen.family == 'draws' else 'write'}, and model.name = "
+            f'"{found.model.name}" {own}; use one of {", ".join(fit)}'
+        )
+    if own == "draws" and (found.data.template or found.data.system):
+        raise UserError(
+            f"{where}: data.template and data.system are for models that write, and model.name = "
+            f'"{found.model.name}" draws; leave them out'
+        )
+    if chosen.refills and found.lag:
+        raise UserError(f"{where}: refills draw anew for this step's weights; use lag = 0")
 
 
 def _check_shape(found: Recipe, chosen: Algorithm, where: str) -> None:
@@ -143,7 +178,10 @@ def _check_shape(found: Recipe, chosen: Algorithm, where: str) -> None:
 
 
 def ragged(found: Recipe, chosen: Algorithm) -> str | None:
-    """A sentence about micro-batches that do not come out even, or None."""
+    """A sentence about micro-batches that do not come out even, or None. Replies are packed by
+    their tokens and need not."""
+    if chosen.family == "writes":
+        return None
     terms = found.data.groups * chosen.group // chosen.updates * chosen.terms_a_sample
     size = found.learner.micro_batch
     if terms <= size or terms % size == 0:
@@ -172,28 +210,73 @@ def algorithm_class(name: str) -> type:
     return _import(_reference(ALGORITHMS, name, "algorithm"))
 
 
-def model(found: Recipe) -> FlowModel:
+def model(found: Recipe) -> FlowModel | TokenModel:
     kind = _import(_reference(MODELS, found.model.name, "model"))
     return kind(found.model, found.seed)
 
 
+def critic(found: Recipe, chosen: Algorithm, made: Any) -> Critic | None:
+    """The critic that an algorithm asks for, known to the model from here on."""
+    from gesso.algorithms.ppo import PPO
+
+    if not isinstance(chosen, PPO):
+        return None
+    from gesso.models.tokens import critic
+
+    assert isinstance(found.model, TokenModelSection)
+    wanted = chosen.critic
+    made.critic = critic.make(made, found.model, wanted.trunk, wanted.lr, found.seed)
+    return made.critic
+
+
+def sampler(found: Recipe, made: FlowModel | TokenModel) -> Sampler:
+    """The loop that draws from it: denoising or decoding."""
+    if family(found.model) == "draws":
+        from gesso.samplers.denoise import DenoisingSampler
+
+        return DenoisingSampler(made, found.sampler.batch)  # type: ignore[arg-type]
+    from gesso.samplers.decode import DecodingSampler
+
+    return DecodingSampler(made, found.sampler.batch)  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True)
-class Rewards:
-    service: RewardService
-    readers: Mapping[str, base.Reward]
+class Readers:
+    """The rewards of one purpose, as far as reading prompts goes."""
+
+    rewards: Mapping[str, base.Reward]
 
     def unfit(self, prompt: Prompt) -> str | None:
         """Why some reward cannot score this prompt, or None."""
-        for name, reward in self.readers.items():
+        for name, reward in self.rewards.items():
             if reason := reward.unfit(prompt):
                 return f"{name}: {reason}"
         return None
 
 
+@dataclass(frozen=True)
+class Rewards:
+    service: RewardService
+    train: Readers
+    held_out: Readers
+
+
 def rewards(found: Recipe) -> Rewards:
-    readers = {entry.name: _reward(entry) for entry in found.reward}
-    weighted = [Weighted(entry.name, entry.weight, scorer(entry)) for entry in found.reward]
-    return Rewards(RewardService(weighted), readers)
+    scorers: list[tuple[RewardEntry, base.Scorer]] = []
+
+    def once(entry: RewardEntry) -> base.Scorer:
+        """A reward that training and evaluation set up alike runs in one place for both."""
+        bare = entry.model_copy(update={"weight": 1.0})
+        for known, place in scorers:
+            if known == bare:
+                return place
+        scorers.append((bare, scorer(entry)))
+        return scorers[-1][1]
+
+    purposes = found.reward, found.eval_reward or found.reward
+    train, held_out = (Readers({entry.name: _reward(entry) for entry in p}) for p in purposes)
+    weighted = [[Weighted(e.name, e.weight, once(e)) for e in p] for p in purposes]
+    return Rewards(RewardService(*weighted), train, held_out)
 
 
 def reward_entry(name: str, overrides: Sequence[str], workers: int) -> RewardEntry:
@@ -260,10 +343,12 @@ def _elsewhere(entry: RewardEntry) -> base.Reward:
         return base.Elsewhere()
 
 
-def _options(entry: RewardEntry) -> dict[str, Any]:
+def _filled(entry: RewardEntry) -> dict[str, Any]:
+    """The entry with every option of its reward said."""
     reward = _reward(entry)
-    filled = entry.remote is None and isinstance(reward, base.Strict)
-    return reward.model_dump(exclude_none=True) if filled else entry.options  # type: ignore[attr-defined]
+    ours = entry.remote is None and isinstance(reward, base.Strict)
+    options = reward.model_dump(exclude_none=True) if ours else entry.options  # type: ignore[attr-defined]
+    return entry.model_dump(exclude_none=True) | options
 
 
 def _reference(table: Mapping[str, str], name: str, what: str) -> str:

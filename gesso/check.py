@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from gesso.algorithms.base import Terms
 from gesso.config import Recipe
 from gesso.health import under_floor
 from gesso.memory import estimate
 from gesso.models.flow.pipeline import PipelineModel
 from gesso.run import Job, assemble
-from gesso.types import Rollout, UserError
+from gesso.types import Rollout, SampleSpec, UserError
 
 
 @dataclass
@@ -76,14 +77,19 @@ def replay_gap(job: Job, rollout: Rollout) -> float | None:
     noise floor of the ratio. None for an algorithm without log-probs."""
     if rollout.logp.shape[1] == 0:
         return None
-    size = job.recipe.learner.micro_batch
     with torch.no_grad():
-        terms = job.algorithm.terms(rollout, torch.ones(len(rollout.samples)), torch.Generator())
         gaps = [
-            job.algorithm.loss(job.model, terms.rows(slice(at, at + size))).stats["abs_dlogp"]
-            for at in range(0, len(terms), size)
+            job.algorithm.loss(job.model, part).stats["abs_dlogp"]
+            for part in _terms(job, rollout).micro(job.recipe.learner)
         ]
     return float(torch.cat(gaps).max())
+
+
+def _terms(job: Job, rollout: Rollout) -> Terms:
+    """As if every sample had an advantage of 1."""
+    prepared = job.algorithm.prepare(job.model, rollout, job.recipe.learner)
+    equal = replace(prepared, advantages=torch.ones_like(prepared.advantages))
+    return job.algorithm.terms(rollout, equal, torch.Generator().manual_seed(0))
 
 
 def _ratio(job: Job, gap: float | None, found: Findings) -> None:
@@ -98,9 +104,7 @@ def _ratio(job: Job, gap: float | None, found: Findings) -> None:
 
 def _trial_update(job: Job, rollout: Rollout) -> float:
     """Seconds a term, of one forward and backward pass of a micro-batch."""
-    generator = torch.Generator().manual_seed(0)
-    terms = job.algorithm.terms(rollout, torch.ones(len(rollout.samples)), generator)
-    terms = terms.rows(slice(0, job.recipe.learner.micro_batch))
+    terms = next(iter(_terms(job, rollout).micro(job.recipe.learner)))
     job.algorithm.loss(job.model, terms).loss.sum().backward()  # the first pays for starting up
     started = time.perf_counter()
     job.algorithm.loss(job.model, terms).loss.sum().backward()
@@ -145,8 +149,9 @@ def _time(job: Job, seconds_a_term: float, sampling: float, found: Findings) -> 
     recipe = job.recipe
     samples = recipe.data.groups * job.algorithm.group
     step = samples * (sampling + job.algorithm.terms_a_sample * seconds_a_term)
-    spec = job.algorithm.spec(0, 0, recipe.model.height, recipe.model.width)
-    evaluation = len(job.eval_prompts) * sampling * recipe.eval.steps / spec.steps
+    spec = job.algorithm.spec(0, 0, recipe.model)
+    longer = recipe.eval.steps / spec.steps if isinstance(spec, SampleSpec) else 1.0
+    evaluation = len(job.eval_prompts) * sampling * longer
     evaluations = 2 + (recipe.steps - 1) // recipe.eval.every if recipe.eval.every else 2
     total = recipe.steps * step + evaluations * evaluation
     found.fact(

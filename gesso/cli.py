@@ -68,6 +68,9 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("prompt")
     sample.add_argument("--n", type=int, default=1)
     sample.add_argument("--seed", type=int, default=0)
+    sample.add_argument(
+        "--image", type=Path, action="append", default=[], help="to look at; may be given again"
+    )
     sample.add_argument("--out", type=Path, default=Path("."), help="folder for the pictures")
     sample.set_defaults(action=_sample)
 
@@ -173,11 +176,15 @@ def _sample(options: argparse.Namespace) -> None:
 
     if options.n < 1 or (options.out.exists() and not options.out.is_dir()):
         raise UserError("sample wants --n of at least 1, and a folder for --out")
-    pictures = run.load(options.source).sample(options.prompt, options.n, options.seed)
-    options.out.mkdir(parents=True, exist_ok=True)
-    for i, picture in enumerate(pictures):
+    model = run.load(options.source)
+    made = model.sample(options.prompt, options.n, options.seed, options.image)
+    for i, sample in enumerate(made):
+        if isinstance(sample, str):
+            print(sample)
+            continue
+        options.out.mkdir(parents=True, exist_ok=True)
         path = options.out / f"sample-{options.seed}-{i}.png"
-        picture.save(path)
+        sample.save(path)
         print(path)
 
 

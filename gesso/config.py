@@ -19,7 +19,9 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     ValidationError,
     model_validator,
 )
@@ -49,20 +51,19 @@ class Lora(Strict):
     path: str | None = None  # start from this adapter, in diffusers' format
 
 
-class Model(Strict):
-    name: str = "sd3"
+class AnyModel(Strict):
+    """What every model's section may say."""
+
+    name: str
     path: str
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: str = "auto"
-    height: int = Field(512, ge=8)
-    width: int = Field(512, ge=8)
-    text_length: int | None = Field(None, ge=0)  # tokens of a prompt; None: the model's own
     quantize: Literal["nf4"] | None = None  # the large frozen parts in 4 bits
     gradient_checkpointing: bool = False  # activations are computed again instead of kept
     lora: Lora | None = None  # None: full fine-tuning
 
     @model_validator(mode="after")
-    def _possible(self) -> Model:
+    def _possible(self) -> AnyModel:
         if self.quantize is not None and self.lora is None:
             raise ValueError(
                 f'quantize = "{self.quantize}" freezes the weights, so it trains LoRA only; '
@@ -71,11 +72,31 @@ class Model(Strict):
         return self
 
 
+class Model(AnyModel):
+    """A model that draws."""
+
+    name: str = "sd3"
+    height: int = Field(512, ge=8)
+    width: int = Field(512, ge=8)
+    text_length: int | None = Field(None, ge=0)  # tokens of a prompt; None: the model's own
+
+
+class TokenModel(AnyModel):
+    """A model that writes, and may see."""
+
+    name: str = "vision-language"
+    max_prompt: int = Field(2048, ge=1)  # tokens; longer prompts are left out, and counted
+    min_pixels: int | None = Field(None, ge=1)  # of a picture; None: the image processor's own
+    max_pixels: int | None = Field(None, ge=1)
+    train_vision: bool = False  # the vision tower too; frozen, it sees each picture once
+
+
 class Source(Strict):
     """Where prompts come from; `data/readers.py` knows the formats."""
 
     path: str = Field(min_length=1)
-    column: str = "prompt"  # that holds the prompt
+    column: str | None = None  # that holds the prompt; None: the first that data/rows.py knows
+    images: str | None = None  # that holds the pictures; None: "images" or "image"
     drop: list[str] = []  # columns that are not read
 
 
@@ -98,6 +119,8 @@ class Data(Strict):
     train: Annotated[list[TrainSource], BeforeValidator(_sources)] = Field(min_length=1)
     eval: Annotated[list[Source], BeforeValidator(_sources)] = Field(min_length=1)
     groups: int = Field(48, ge=1)  # prompts a step, each sampled algorithm.group times
+    template: str | None = Field(None, min_length=1)  # jinja, or a file of it, around the question
+    system: str | None = Field(None, min_length=1)  # the message before it, where a row has none
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -119,19 +142,21 @@ class Ema(Strict):
 
 class Learner(Strict):
     micro_batch: int = Field(8, ge=1)  # terms (sample × step) a forward-backward pass
+    micro_tokens: int = Field(8192, ge=1)  # the same for models that write: tokens, prompts too
     ema: Ema | None = None  # evaluation and export use the averaged weights when there are any
 
 
 class Sampler(Strict):
-    batch: int = Field(16, ge=1)  # pictures drawn at a time
+    batch: int = Field(16, ge=1)  # pictures drawn, or replies written, at a time
 
 
 class Eval(Strict):
     every: int = Field(10, ge=0)  # steps; 0: only before and after
     prompts: int = Field(64, ge=1)
     shown: int = Field(24, ge=0)  # pictures kept of each evaluation
-    steps: int = Field(40, ge=1)
-    guidance: float | None = Field(None, ge=0)  # None: as in training
+    steps: int = Field(40, ge=1)  # of a model that draws
+    guidance: float | None = Field(None, ge=0)  # the same; None: as in training
+    temperature: float = Field(0.0, ge=0)  # of a model that writes; 0: greedy
 
 
 class Save(Strict):
@@ -179,6 +204,26 @@ class RewardEntry(Named):
     remote: RemoteEntry | None = None  # None: it runs here
 
 
+WRITERS = ("vision-language", "causal")
+"""Names of models that write; all others draw."""
+
+
+Family = Literal["draws", "writes"]
+
+
+def family(section: Any) -> Family:
+    """Of a model's section, parsed or not."""
+    if isinstance(section, AnyModel):
+        return "writes" if isinstance(section, TokenModel) else "draws"
+    name = section.get("name") if isinstance(section, Mapping) else None
+    return "writes" if name in WRITERS else "draws"
+
+
+Draws = Annotated[Model, Tag("draws")]
+Writes = Annotated[TokenModel, Tag("writes")]
+SECTIONS: dict[str, type[AnyModel]] = {"draws": Model, "writes": TokenModel}
+
+
 class Recipe(Strict):
     about: str = ""
     source: str = ""  # where the settings come from
@@ -186,10 +231,11 @@ class Recipe(Strict):
     steps: int = Field(100, ge=0)
     lag: Literal[0, 1] = 0  # 0: on-policy; 1: samples may be one update old
     max_failed: float = Field(0.2, ge=0, le=1)  # share of a batch's scores that may fail
-    model: Model
+    model: Annotated[Draws | Writes, Discriminator(family)]
     data: Data
     algorithm: Named
     reward: list[RewardEntry] = Field(min_length=1)
+    eval_reward: list[RewardEntry] = []  # what evaluations are scored by; none: `reward`
     optimizer: Optimizer = Optimizer()
     learner: Learner = Learner()
     sampler: Sampler = Sampler()
@@ -198,10 +244,13 @@ class Recipe(Strict):
 
     @model_validator(mode="after")
     def _possible(self) -> Recipe:
-        names = [entry.name for entry in self.reward]
-        for name in names:
-            if names.count(name) > 1:
-                raise ValueError(f'reward "{name}" is listed twice; give it one entry and weight')
+        for key, entries in (("reward", self.reward), ("eval_reward", self.eval_reward)):
+            names = [entry.name for entry in entries]
+            for name in names:
+                if names.count(name) > 1:
+                    raise ValueError(
+                        f'{key} "{name}" is listed twice; give it one entry and weight'
+                    )
         return self
 
 
@@ -220,7 +269,7 @@ def parse(kind: type[S], data: Mapping[str, Any], where: str) -> S:
 def _sentence(kind: type[BaseModel], error: ValidationError, where: str) -> str:
     first = error.errors(include_url=False)[0]
     path = [str(part) for part in first["loc"]]
-    key = ".".join(path)
+    key = ".".join(part for part in path if part not in SECTIONS)
     got = first.get("input")
     if first["type"] == "extra_forbidden":
         known = _fields(kind, path[:-1])
@@ -270,15 +319,25 @@ def _descend(kind: type[BaseModel], path: list[str]) -> type[BaseModel] | None:
     for part in path:
         if part.isdigit():
             continue
+        if part in SECTIONS:
+            kind = SECTIONS[part]
+            continue
         fields = _fields_of(kind)
         if part not in fields:
             return None
-        candidates = [fields[part].annotation, *typing.get_args(fields[part].annotation)]
+        found = fields[part].annotation
+        candidates = [found, *typing.get_args(found), *_tagged(found)]
         models = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
         if not models:
             return None
         kind = models[0]
     return kind
+
+
+def _tagged(annotation: Any) -> list[Any]:
+    """Of a union of Annotated[Kind, …], the kinds."""
+    parts = typing.get_args(annotation)
+    return [typing.get_args(part)[0] for part in parts if typing.get_origin(part) is Annotated]
 
 
 def _fields_of(kind: type[BaseModel] | None) -> dict[str, Any]:

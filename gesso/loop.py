@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 from gesso.cluster.local import Local, Pending, Timing
 from gesso.config import Recipe
-from gesso.formulas.diversity import within_groups
 from gesso.health import Facts, Health, self_test
 from gesso.learner.learner import Learner
 from gesso.track.run_folder import RunFolder
@@ -94,6 +93,8 @@ class Loop:
         assert 0 <= age <= self.recipe.lag, f"samples are {age} updates old"
         metrics = self._describe(rollout)
         rollout = self._drop_failed(rollout, step)
+        if self.learner.algorithm.refills:
+            rollout, metrics["refilled"] = self._refill(rollout, step)
         self.watcher.phase("updating")
         metrics |= self.learner.update(rollout, step)
         self.cluster.sampler.load(self.learner.weights(), step + 1)
@@ -101,7 +102,8 @@ class Loop:
             self._self_test(metrics)
         metrics |= {f"time/{name}": value for name, value in asdict(timing).items()}
         speed = len(rollout.samples) / (time.perf_counter() - started)
-        return {"step": step + 1, **metrics, "age": age, "images_per_s": speed}
+        metrics |= {"age": age, "cached": self.cluster.rewards.new_hits(), "samples_per_s": speed}
+        return {"step": step + 1, **metrics}
 
     def _restore(self) -> int:
         latest = self.run.latest()
@@ -168,8 +170,23 @@ class Loop:
             "reward/max": best,
             "reward/at_max": values.count(best) / len(values) if values else float("nan"),
             "failed": float(len(rollout.scores) - len(values)),
-            "diversity": within_groups(rollout.trace.clean, rollout.group),
+            **self.cluster.sampler.describe(rollout),
         }
+
+    def _refill(self, rollout: Rollout, step: int) -> tuple[Rollout, float]:
+        """Groups without spread give way to new ones, for so many attempts; and how many groups
+        were drawn for it."""
+        algorithm, drawn = self.learner.algorithm, 0
+        for attempt in range(1, algorithm.refills + 1):
+            kept = rollout.rows(algorithm.advantage.kept(rollout, 1))
+            missing = self.recipe.data.groups - len(kept.group.unique())
+            if missing == 0:
+                break
+            self.watcher.phase(f"drawing {missing} groups more")
+            more, _ = self.cluster.refill(step, attempt, missing).result()
+            rollout = Rollout.join(kept, self._drop_failed(more, step))
+            drawn += missing
+        return rollout, float(drawn)
 
     def _drop_failed(self, rollout: Rollout, step: int) -> Rollout:
         """Samples without a score leave the batch; too many of them stop the run."""

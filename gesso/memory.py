@@ -20,8 +20,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gesso import build
-from gesso.algorithms.base import Algorithm
-from gesso.config import Recipe
+from gesso.algorithms.base import Algorithm, Prepared
+from gesso.config import Model, Recipe
 from gesso.models.flow.base import guided
 from gesso.models.flow.pipeline import PipelineModel, quiet
 from gesso.types import FlowContext, FlowTrace, Rollout, SampleSpec, UserError
@@ -42,6 +42,8 @@ class Memory:
 
 
 def estimate(recipe: Recipe) -> Memory:
+    if not isinstance(recipe.model, Model):
+        raise UserError("memory of models that write cannot be worked out yet")
     empty = recipe.model.model_copy(update={"device": "meta", "quantize": None})
     model = build.model(recipe.model_copy(update={"model": empty}))
     if not isinstance(model, PipelineModel):
@@ -59,7 +61,7 @@ def estimate(recipe: Recipe) -> Memory:
             policy.module.to(model.dtype)
     for copy in (*algorithm.needs, *(("ema",) if recipe.learner.ema else ())):
         policy.keep(copy)
-    spec = algorithm.spec(0, 0, recipe.model.height, recipe.model.width)
+    spec = _spec(algorithm, recipe)
     samples = recipe.data.groups * algorithm.group
     lasting = {
         **networks,
@@ -73,6 +75,12 @@ def estimate(recipe: Recipe) -> Memory:
     works = _passes(model, algorithm, recipe)
     passing = {name: _peak(model, work) for name, work in works.items()}
     return Memory({name: size for name, size in lasting.items() if size}, passing)
+
+
+def _spec(algorithm: Algorithm, recipe: Recipe) -> SampleSpec:
+    spec = algorithm.spec(0, 0, recipe.model)
+    assert isinstance(spec, SampleSpec)
+    return spec
 
 
 def _networks(model: Any, recipe: Recipe) -> dict[str, int]:
@@ -109,11 +117,12 @@ def _stored(model: Any, spec: SampleSpec, samples: int) -> int:
 
 def _passes(model: Any, algorithm: Algorithm, recipe: Recipe) -> dict[str, Callable[[], object]]:
     """The three things a run does with its networks, each once, as large as in the run."""
-    spec = algorithm.spec(0, 0, recipe.model.height, recipe.model.width)
+    spec = _spec(algorithm, recipe)
     micro, batch = recipe.learner.micro_batch, recipe.sampler.batch
     rollout = _rollout(model, spec, micro)
-    terms = algorithm.terms(rollout, torch.ones(micro), torch.Generator()).rows(slice(0, micro))
-    trace = _rollout(model, spec, batch).trace
+    terms = algorithm.terms(rollout, Prepared(torch.ones(micro)), torch.Generator())
+    terms = terms.rows(slice(0, micro))
+    trace = _rollout(model, spec, batch).paths
     context, sigma = trace.context, torch.ones(batch, device=model.device)
 
     @torch.no_grad()

@@ -8,24 +8,24 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gesso import build
-from gesso.config import Recipe, parse
+from gesso.config import Model, Recipe, parse
+from gesso.config import TokenModel as TokenModelSection
 from gesso.data import prompts
 from gesso.track.console import Console
 from gesso.track.run_folder import RunFolder
-from gesso.types import Prompt, StopRun, UserError, seed_of
+from gesso.types import Prompt, SampleSpec, StopRun, UserError, seed_of
 
 if TYPE_CHECKING:
-    from PIL.Image import Image
-
     from gesso.algorithms.base import Algorithm
     from gesso.cluster.local import Local
     from gesso.learner.learner import Learner
     from gesso.models.flow.base import FlowModel
+    from gesso.models.tokens.base import TokenModel
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Job:
 
     recipe: Recipe
     algorithm: Algorithm
-    model: FlowModel
+    model: FlowModel | TokenModel
     learner: Learner
     cluster: Local
     rewards: build.Rewards
@@ -51,22 +51,21 @@ def assemble(recipe: Recipe) -> Job:
     algorithm = build.algorithm(recipe)
     rewards = build.rewards(recipe)
     try:
-        data = prompts.load(recipe.data, rewards.unfit)
+        data = prompts.load(recipe.data, rewards.train.unfit, rewards.held_out.unfit)
         from gesso.cluster.local import Local
         from gesso.learner.learner import Learner
-        from gesso.samplers.denoise import DenoisingSampler
 
         model = build.model(recipe)
-        model.latent_shape(recipe.model.height, recipe.model.width)
-        told_by_model = _fits_model(recipe, algorithm, model, data)
-        learner = Learner(model, algorithm, recipe.optimizer, recipe.learner, recipe.seed)
-        sampler = DenoisingSampler(model, recipe.sampler.batch)
+        data = _fitting(recipe, algorithm, model, data)
+        critic = build.critic(recipe, algorithm, model)
+        learner = Learner(model, algorithm, recipe.optimizer, recipe.learner, recipe.seed, critic)
+        sampler = build.sampler(recipe, model)
         stream = prompts.Stream(data.train, recipe.seed)
         cluster = Local(recipe, algorithm, sampler, rewards.service, stream)
     except BaseException:
         rewards.service.close()
         raise
-    notes, held_out = [*data.notes, *told_by_model], data.held_out[: recipe.eval.prompts]
+    notes, held_out = list(data.notes), data.held_out[: recipe.eval.prompts]
     if uneven := build.ragged(recipe, algorithm):
         notes.append(uneven)
     if len(held_out) < recipe.eval.prompts:
@@ -78,14 +77,34 @@ def assemble(recipe: Recipe) -> Job:
     return Job(recipe, algorithm, model, learner, cluster, rewards, held_out, notes)
 
 
-def _fits_model(
-    recipe: Recipe, algorithm: Algorithm, model: FlowModel, data: prompts.Loaded
+def _fitting(
+    recipe: Recipe, algorithm: Algorithm, model: Any, data: prompts.Loaded
+) -> prompts.Loaded:
+    """The data as far as the model takes it, with what there is to tell about the rest."""
+    if isinstance(recipe.model, Model):
+        told = _drawn_as_meant(recipe, recipe.model, algorithm, model, data)
+        return replace(data, notes=[*data.notes, *told])
+
+    def too_long(prompt: Prompt) -> str | None:
+        tokens = model.length(prompt)
+        if tokens <= model.max_prompt:
+            return None
+        return f"{tokens} tokens, more than model.max_prompt = {model.max_prompt}"
+
+    return prompts.without(data, too_long, recipe.data, "are too long")
+
+
+def _drawn_as_meant(
+    recipe: Recipe, size: Model, algorithm: Algorithm, model: FlowModel, data: prompts.Loaded
 ) -> list[str]:
-    """Raises for guidance and negative prompts that the model would ignore; tells of long ones."""
+    """Raises for sizes, guidance and negative prompts that the model does not take; tells of
+    prompts whose ends it does not see."""
     from gesso.models.flow.base import check_guidance, over_long
 
+    model.latent_shape(size.height, size.width)
     train = [prompt for part in data.train for prompt in part.prompts]
-    spec = algorithm.spec(0, 0, recipe.model.height, recipe.model.width)
+    spec = algorithm.spec(0, 0, size)
+    assert isinstance(spec, SampleSpec)
     check_guidance(model, spec.guidance, train)
     drawn = spec.guidance if recipe.eval.guidance is None else recipe.eval.guidance
     check_guidance(model, drawn, data.held_out)
@@ -222,23 +241,39 @@ class Trained:
     """A model with the newest weights of a run (its EMA where it has one)."""
 
     recipe: Recipe
-    model: FlowModel
+    model: FlowModel | TokenModel
 
-    def sample(self, prompt: str, n: int = 1, seed: int = 0) -> list[Image]:
-        """n pictures of one prompt, by the recipe's evaluation settings."""
+    def sample(
+        self, prompt: str, n: int = 1, seed: int = 0, images: Sequence[str | Path] = ()
+    ) -> list[Any]:
+        """n pictures (PIL) of one prompt; or of a model that writes n replies (str) to it and to
+        the pictures of those files. By the recipe's evaluation settings, but that several replies
+        are not greedy, which would all be the same."""
         from PIL import Image
 
-        from gesso.cluster.local import eval_spec
-        from gesso.models.flow.base import over_long
-        from gesso.samplers.denoise import DenoisingSampler
-
-        for told in over_long(self.model, [Prompt(prompt, where="the prompt")], "one"):
-            print(told, file=sys.stderr)
-        spec = eval_spec(self.recipe, "current")
-        sampler = DenoisingSampler(self.model, self.recipe.sampler.batch)
+        writes = isinstance(self.recipe.model, TokenModelSection)
+        if images and not writes:
+            raise UserError("this model draws; it takes no pictures to look at")
+        asked = prompts.ask(prompt, images, self.recipe.data)
+        self._tell_what_is_cut(asked)
+        algorithm = build.algorithm(self.recipe)
+        watched = self.recipe.eval
+        if writes and n > 1 and watched.temperature == 0:
+            watched = watched.model_copy(update={"temperature": 1.0})
+        spec = algorithm.eval_spec(watched, self.recipe.model, "current")
+        sampler = build.sampler(self.recipe, self.model)
         seeds = [seed_of(seed, "picture", i) for i in range(n)]
-        pieces = sampler.sample([Prompt(prompt)], [0] * n, seeds, spec)
-        return [Image.fromarray(s.image) for piece in pieces for s in piece.samples]
+        pieces = sampler.sample([asked], [0] * n, seeds, spec)
+        found = {i: s for piece in pieces for i, s in zip(piece.index, piece.samples, strict=True)}
+        made = [found[i] for i in range(n)]
+        return [s.reply for s in made] if writes else [Image.fromarray(s.picture) for s in made]
+
+    def _tell_what_is_cut(self, prompt: Prompt) -> None:
+        from gesso.models.flow.base import over_long
+
+        if isinstance(self.recipe.model, Model):
+            for told in over_long(self.model, [prompt], "one"):  # type: ignore[arg-type]
+                print(told, file=sys.stderr)
 
     def export(self, folder: str | Path, merged: bool = False) -> Path:
         """LoRA in diffusers' format; or the whole pipeline, of a full fine-tune or with `merged`,

@@ -7,14 +7,17 @@ Shape legend, used all over the project:
 from __future__ import annotations
 
 import hashlib
+import io
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import numpy as np
     import torch
+    from PIL.Image import Image
     from torch import Tensor
 
 Which = Literal["current", "old", "reference", "ema"]
@@ -22,6 +25,10 @@ Which = Literal["current", "old", "reference", "ema"]
 
 Weights = Mapping[str, "Tensor"]
 """The trained tensors by name; a transfer with a missing or an extra name raises."""
+
+
+PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+"""Those that only decode; Pillow knows others, some of which run programs."""
 
 
 class UserError(ValueError):
@@ -39,13 +46,46 @@ def seed_of(*parts: int | str) -> int:
 
 
 @dataclass(frozen=True)
+class Picture:
+    """A picture that belongs to a prompt, not yet decoded: a file's path, or what a file holds."""
+
+    path: str = ""
+    data: bytes = field(default=b"", repr=False)
+
+    def open(self) -> Image:
+        """Decoded, as RGB."""
+        from PIL import Image
+
+        source = io.BytesIO(self.data) if self.data else self.path
+        with Image.open(source, formats=PICTURE_FORMATS) as image:
+            return image.convert("RGB")
+
+    def read(self) -> bytes:
+        """As a file holds it, still encoded."""
+        if self.data:
+            return self.data
+        try:
+            return Path(self.path).read_bytes()
+        except OSError as error:
+            raise UserError(f"picture {self.path} cannot be read: {error.strerror}") from error
+
+
+@dataclass(frozen=True)
 class Prompt:
-    """One row of the user's data; `columns` holds everything the row said beyond its text."""
+    """One row of the user's data; `columns` holds everything the row said beyond its text.
+
+    `messages` is the conversation a model that writes is asked to go on with, as chat templates
+    take it: {"role", "content"}, the content a list of {"type": "text", "text"} and
+    {"type": "image"} parts, one such part for each of `images`, in order. Without messages the
+    conversation is one message of the user's: the pictures, then the text.
+    """
 
     text: str
     negative: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""  # "train.txt:17", for messages
+    images: tuple[Picture, ...] = ()
+    messages: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -75,7 +115,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Score:
-    """A reward's answer. A failure is `error`, never a number.
+    """A reward's answer. A failure is `error`, never a number; no value and no error means that
+    the reward does not apply to this sample.
 
     `parts` names every contribution ("ocr", "jpeg") and detail ("ocr/exact"); `text` is what a
     reward read or said, for people to look at.
@@ -193,17 +234,77 @@ class FlowTrace:
 
 
 @dataclass(frozen=True)
+class TokenPrompt:
+    """A prompt as a model that writes reads it, on the CPU."""
+
+    ids: Tensor  # (L,) long
+    kinds: Tensor  # (L,) long: 0 text, 1 a place of a picture's features (mm_token_type_ids)
+    pixels: Tensor | None = None  # (patches, …) as the image processor gives them, all pictures
+    grid: Tensor | None = None  # (pictures, 3) long: patches in time, height and width
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class TokenTrace:
+    """What training needs to see of how N replies came about. S is the longest reply; a reply is a
+    row of `tokens` as far as `mask` goes and ends with the model's end token, unless it was cut."""
+
+    prompts: Sequence[TokenPrompt]  # P
+    row: Tensor  # (N,): sample → prompt
+    tokens: Tensor  # (N, S) long
+    mask: Tensor  # (N, S) bool: True on the reply, from its first token without a gap
+    cut: Tensor  # (N,) bool: stopped by the limit of length
+
+    def rows(self, index: Tensor) -> TokenTrace:
+        return TokenTrace(
+            self.prompts, self.row[index], self.tokens[index], self.mask[index], self.cut[index]
+        )
+
+    @staticmethod
+    def concat(pieces: Sequence[TokenTrace]) -> TokenTrace:
+        """Pieces of one sampling call, in order, padded to the longest reply."""
+        import torch
+
+        return TokenTrace(
+            pieces[0].prompts,
+            torch.cat([p.row for p in pieces]),
+            widened([p.tokens for p in pieces]),
+            widened([p.mask for p in pieces]),
+            torch.cat([p.cut for p in pieces]),
+        )
+
+    @staticmethod
+    def join(one: TokenTrace, other: TokenTrace) -> TokenTrace:
+        """Traces of two sampling calls, each with its own prompts."""
+        prompts = [*one.prompts, *other.prompts]
+        moved = replace(other, prompts=prompts, row=other.row + len(one.prompts))
+        return TokenTrace.concat([replace(one, prompts=prompts), moved])
+
+
+def widened(pieces: Sequence[Tensor]) -> Tensor:
+    """(n, s) tensors of different s → (Σ n, max s), with zeros on the right."""
+    import torch
+    from torch.nn.functional import pad
+
+    width = max(piece.shape[1] for piece in pieces)
+    return torch.cat([pad(piece, (0, width - piece.shape[1])) for piece in pieces])
+
+
+@dataclass(frozen=True)
 class Rollout:
     """N samples with all that happened to them. Downstream of the sampler nobody asks which kind
     of model made it: S is denoising steps for a flow model and tokens for a language model."""
 
     samples: Sequence[Sample]  # N
     group: Tensor  # (N,): id of the prompt's group, given at sampling
-    trace: FlowTrace
+    trace: FlowTrace | TokenTrace
     logp: Tensor  # (N, S)
     version: int  # of the weights that made it
     scores: Sequence[Score]  # N
     weights: Mapping[str, float]  # of the rewards, by name
+    greedy: Tensor | None = None  # (N,) float64: reward of the greedy reply to the same prompt
 
     def rows(self, index: Tensor) -> Rollout:
         picked = index.tolist()
@@ -215,7 +316,41 @@ class Rollout:
             self.version,
             [self.scores[i] for i in picked],
             self.weights,
+            None if self.greedy is None else self.greedy[index],
         )
+
+    @staticmethod
+    def join(one: Rollout, other: Rollout) -> Rollout:
+        """Replies of two sampling calls; no group of one is a group of the other."""
+        import torch
+
+        first = int(one.group.max()) + 1 if len(one.group) else 0
+        return Rollout(
+            [*one.samples, *other.samples],
+            torch.cat([one.group, other.group + first]),
+            TokenTrace.join(one.replies, other.replies),
+            widened([one.logp, other.logp]),
+            min(one.version, other.version),
+            [*one.scores, *other.scores],
+            one.weights,
+        )
+
+    @property
+    def paths(self) -> FlowTrace:
+        """The trace of a model that draws."""
+        assert isinstance(self.trace, FlowTrace)
+        return self.trace
+
+    @property
+    def replies(self) -> TokenTrace:
+        """The trace of a model that writes."""
+        assert isinstance(self.trace, TokenTrace)
+        return self.trace
+
+    @property
+    def mask(self) -> Tensor:
+        """(N, S) bool: True on the tokens of the replies."""
+        return self.replies.mask
 
     @property
     def scored(self) -> Tensor:
@@ -233,10 +368,11 @@ class Rollout:
 
     @property
     def components(self) -> Tensor:
-        """(N, R) float64: every reward by itself, unweighted, in the order of `weights`."""
+        """(N, R) float64: every reward by itself, unweighted, in the order of `weights`. NaN where
+        it does not apply."""
         import torch
 
-        rows = [[score.parts[name] for name in self.weights] for score in self.scores]
+        rows = [[s.parts.get(name, math.nan) for name in self.weights] for s in self.scores]
         return torch.tensor(rows, dtype=torch.float64)
 
 
@@ -259,3 +395,12 @@ class SampleSpec:
     weights: Which = "current"
     same_noise: bool = False  # a group starts from one noise; its first ODE steps are run once
     means: bool = False  # the trace keeps the means of the trained steps
+
+
+@dataclass(frozen=True)
+class ReplySpec:
+    """How replies are written. Temperature 0 is greedy."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    weights: Which = "current"

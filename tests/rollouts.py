@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from gesso import build
+from gesso import build, config
 from gesso.algorithms.base import Algorithm
 from gesso.config import Recipe
 from gesso.learner.learner import Learner
@@ -14,6 +14,7 @@ from gesso.samplers.denoise import DenoisingSampler
 from gesso.types import Conditioning, FlowContext, FlowTrace, Prompt, Rollout, Sample, Score
 from tests.conftest import PROMPTS
 
+SIZE = config.Model(path="", height=32, width=96)
 REWARDS = [0.1, 0.9, 0.4, 0.3, 0.3, 0.8]
 
 
@@ -26,7 +27,7 @@ def rollout_of(model: FlowModel, algorithm: Algorithm, seed: int = 0) -> Rollout
             [Prompt(t) for t in PROMPTS[:2]],
             row,
             [seed * 100 + i for i in range(6)],
-            algorithm.spec(0, seed, 32, 96),
+            algorithm.spec(0, seed, SIZE),
         )
     )
     return Rollout(

@@ -117,12 +117,17 @@ def test_the_example_reward_knows_red(monkeypatch: pytest.MonkeyPatch) -> None:
 def sections() -> dict[str, type[BaseModel]]:
     """Heading in the guide → the class whose fields its table lists."""
     from gesso.algorithms.advantage import Advantage
+    from gesso.algorithms.credit import Credit
     from gesso.algorithms.diffusion_nft import DiffusionNFT
     from gesso.algorithms.flow_grpo import FlowGRPO, Window
+    from gesso.algorithms.grpo import GRPO
+    from gesso.algorithms.ppo import CriticSection
+    from gesso.algorithms.replies import KL, Clip, SequenceClip, Weight
 
     return {
         "Top level": config.Recipe,
         "`model`": config.Model,
+        "`model`, a model that writes": config.TokenModel,
         "`model.lora`": config.Lora,
         "`data`": config.Data,
         "`data.train`": config.TrainSource,
@@ -133,6 +138,13 @@ def sections() -> dict[str, type[BaseModel]]:
         "`algorithm.window`": Window,
         "`algorithm.advantage`": Advantage,
         '`algorithm`, `name = "diffusion-nft"`': DiffusionNFT,
+        "`algorithm`, a model that writes": GRPO,
+        '`algorithm.surrogate`, `kind = "clip"`': Clip,
+        '`algorithm.surrogate`, `kind = "sequence"`': SequenceClip,
+        '`algorithm.surrogate`, `kind = "weight"`': Weight,
+        "`algorithm.kl`": KL,
+        "`algorithm.advantage`, a model that writes": Credit,
+        "`algorithm.critic`": CriticSection,
         "`optimizer`": config.Optimizer,
         "`learner`": config.Learner,
         "`learner.ema`": config.Ema,
@@ -189,11 +201,41 @@ def test_the_guide_lists_the_defaults_of_the_presets() -> None:
         for key in ("group", "steps", "noise", "guidance", "timestep_fraction", "clip", "beta"):
             assert float(told[key]) == getattr(kind, key), (told["name"], key)
     named = {row.split("`")[1] for row in rows}
-    assert named == build.ALGORITHMS.keys() - {"flow-grpo", "diffusion-nft"}
+    assert named == of_family("draws") - {"flow-grpo", "diffusion-nft"}
+
+
+def of_family(family: str) -> set[str]:
+    return {name for name in build.ALGORITHMS if build.algorithm_class(name).family == family}
+
+
+def test_the_guide_lists_the_settings_of_the_algorithms_for_replies() -> None:
+    text = GUIDE.read_text(encoding="utf-8")
+    table = text.partition("| name | `group` | `surrogate` |")[2].split("\n\n")[0]
+    rows = [[cell.strip(" `") for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:]]
+    assert {row[0] for row in rows} == of_family("writes")
+    for name, group, surrogate, aggregation, kl, advantage in rows:
+        kind = build.algorithm_class(name)()
+        assert (int(group), aggregation) == (kind.group, kind.aggregation), name
+        s, a = kind.surrogate, kind.advantage
+        bounds = (s.lower, s.upper) if s.kind == "weight" else (s.low, s.high)
+        said = f"{s.kind} {short(bounds[0])}, {short(bounds[1])}"
+        assert surrogate == said + (f", dual {s.dual:g}" if s.kind == "clip" and s.dual else "")
+        k = kind.kl
+        assert kl == (f"{k.place} {k.estimator} {short(k.beta)}" if k else "none"), name
+        told = [f"{a.baseline} / {a.std}", a.per]
+        told += [f"clip {a.clip:g}"] if a.clip else []
+        told += ["whiten"] if a.whiten else []
+        told += ["drop_flat", f"refills {kind.refills}"] if a.drop_flat else []
+        told += [f"lam {short(kind.lam)}"] if name == "ppo" else []
+        assert advantage == ", ".join(told), name
+
+
+def short(value: float) -> str:
+    return f"{value:g}".replace("0.", ".", 1) if 0 < value < 1 else f"{value:g}"
 
 
 def test_no_section_of_a_recipe_is_forgotten() -> None:
-    bases = {config.Strict, config.Named}
+    bases = {config.Strict, config.Named, config.AnyModel}
     declared = {
         kind
         for _, kind in inspect.getmembers(config, inspect.isclass)
@@ -268,7 +310,7 @@ def test_the_mix_of_prompts_of_the_guide(tmp_path: Path, monkeypatch: pytest.Mon
     parquet.write_table(pyarrow.Table.from_pylist(rows), "captions.parquet")
     (mix,) = (block for block in blocks("toml") if "[[data.train]]" in block)
     data = config.parse(config.Data, tomllib.loads(mix)["data"], "guide")
-    loaded = prompts.load(data, lambda prompt: None)
+    loaded = prompts.load(data, lambda prompt: None, lambda prompt: None)
     assert len(loaded.held_out) == 8 and loaded.notes == []
     batch = prompts.Stream(loaded.train, 0).batch(0, 8)
     kinds = ["c" if prompt.text.startswith("cat") else "o" for prompt in batch]
@@ -281,7 +323,7 @@ def test_the_example_row_of_the_guide_is_read(tmp_path: Path) -> None:
 
     (row,) = (line for block in blocks("") for line in block.splitlines() if line.startswith("{"))
     (tmp_path / "row.jsonl").write_text(row, encoding="utf-8")
-    (prompt,) = read(config.Source(path=str(tmp_path / "row.jsonl")))
+    (prompt,) = read(config.Source(path=str(tmp_path / "row.jsonl"))).prompts
     assert prompt.negative == "blurry"
     assert prompt.columns == {"target": "KITE", "weight": 2, "difficulty": 3}
 

@@ -20,7 +20,7 @@ from gesso.track.run_folder import RunFolder
 from gesso.types import Rollout, StopRun, UserError
 
 USER = "tests.rewards.user_rewards"
-NOT_TIMED = ("time/", "images_per_s")
+NOT_TIMED = ("time/", "samples_per_s")
 
 
 def comparable(rows: list[dict]) -> list[dict]:

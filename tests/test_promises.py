@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from gesso import build, run
+from gesso.algorithms.base import Prepared
 from gesso.formulas import flow_steps
 from gesso.models.flow.base import guided
 from gesso.samplers.denoise import DenoisingSampler
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Rollout, SampleSpec, Score
 from tests.conftest import PROMPTS
-from tests.rollouts import parts_of, rollout_of, scored_rollout
+from tests.rollouts import SIZE, parts_of, rollout_of, scored_rollout
 
 NFT = {"name": "diffusion-nft", "group": 3, "steps": 4, "times": 2, "updates": 1}
 
@@ -81,7 +82,7 @@ def test_nft_loss_has_its_kl_and_its_times(recipe_data: dict) -> None:
         model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
         move(learner.policy, 1)
         rollout = rollout_of(model, algorithm)
-        terms = algorithm.terms(rollout, torch.ones(6), torch.Generator().manual_seed(0))
+        terms = algorithm.terms(rollout, Prepared(torch.ones(6)), torch.Generator().manual_seed(0))
         with torch.no_grad():
             result = algorithm.loss(model, terms)
         losses.append(result.loss)
@@ -111,7 +112,7 @@ def test_advantages_are_bounded(recipe_data: dict) -> None:
 
 def test_windows_are_drawn_from_their_range() -> None:
     algorithm = build.algorithm(build.recipe("demo"))
-    windows = {algorithm.spec(0, seed, 32, 96).trained for seed in range(60)}
+    windows = {algorithm.spec(0, seed, SIZE).trained for seed in range(60)}
     assert windows == {range(0, 3), range(1, 4), range(2, 5)}
 
 
@@ -178,15 +179,13 @@ def test_scoring_starts_with_the_first_piece(recipe_data: dict, tmp_path: Path) 
 
 
 def test_workers_and_evaluation_settings_reach_their_place(recipe_data: dict) -> None:
-    from gesso.cluster.local import eval_spec
-
     recipe_data["reward"] = [{"name": "jpeg-compressibility", "workers": 3}]
     recipe_data["eval"] |= {"guidance": 2.5, "prompts": 2}
     recipe = build.recipe_from(recipe_data)
-    assert eval_spec(recipe, "current").guidance == 2.5
     job = run.assemble(recipe)
+    assert job.algorithm.eval_spec(recipe.eval, recipe.model, "current").guidance == 2.5
     assert len(job.eval_prompts) == 2
-    assert job.rewards.service.rewards[0].scorer.inner._count == 3  # behind the cache
+    assert job.rewards.service.rewards[0].scorer.inner.processes == 3  # behind the cache
     job.close()
 
 

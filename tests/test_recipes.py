@@ -383,7 +383,7 @@ def test_batches_are_whole(name: str) -> None:
     recipe = build.recipe(name)
     chosen = build.algorithm(recipe)
     samples, trained = BATCHES[name]
-    spec = chosen.spec(0, 0, recipe.model.height, recipe.model.width)
+    spec = chosen.spec(0, 0, recipe.model)
     steps = recipe.algorithm.options.get("times") or len(spec.trained)
     assert steps == trained
     assert recipe.data.groups * chosen.group == samples * chosen.updates

@@ -1,64 +1,94 @@
 """What an algorithm is to the rest of Gesso: a frozen object built from pure formulas.
 
 The learner cuts a rollout into mini-batches (one optimizer step each) and those into micro-batches
-of *terms*: one (sample, step) pair of a flow model each. An algorithm says what the terms are and
-what each costs; it never sees an optimizer, and the learner never sees a formula.
+of *terms*: a (sample, step) pair of a flow model or a reply of a token model each. An algorithm
+says what the terms are and what each costs; it never sees an optimizer, and the learner never sees
+a formula.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from gesso.algorithms.advantage import Advantage
-from gesso.models.flow.base import FlowModel
+from gesso import config
 from gesso.models.policy import Policy
-from gesso.types import FlowContext, Rollout, SampleSpec, Which
+from gesso.types import ReplySpec, Rollout, SampleSpec, TokenTrace, Which
 
-T = TypeVar("T", bound="Terms")
+R = TypeVar("R", bound="Rows")
 
 
 @dataclass(frozen=True)
-class Terms:
-    """T terms. Every tensor field of a subclass has leading dimension T."""
+class Rows:
+    """Rows of something: tensors, and traces of tokens, of one leading dimension."""
 
-    context: FlowContext
-    total: (
-        int  # what the summed loss is divided by; above T where terms without gradient are left out
-    )
-    row: Tensor  # (T,): term → row of the context's conditioning
+    def rows(self: R, index: slice | Tensor) -> R:
+        cut: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                cut[field.name] = value[index]
+            elif isinstance(value, TokenTrace):
+                cut[field.name] = value.rows(index)
+        return dataclasses.replace(self, **cut)
+
+
+@dataclass(frozen=True)
+class Prepared(Rows):
+    """What is worked out of a whole rollout before its first update, one row a sample."""
+
+    advantages: Tensor  # (N,) of a sample, or (N, S) of each of its tokens
+
+
+@dataclass(frozen=True)
+class Terms(Rows):
+    """Terms of one mini-batch."""
+
+    total: int  # what the summed loss is divided by
 
     def __len__(self) -> int:
-        return len(self.row)
+        raise NotImplementedError
 
-    def rows(self: T, index: slice | Tensor) -> T:
-        cut = {
-            field.name: value[index]
-            for field in dataclasses.fields(self)
-            if isinstance(value := getattr(self, field.name), Tensor)
-        }
-        return dataclasses.replace(self, **cut)
+    def micro(self: R, settings: config.Learner) -> Iterator[R]:
+        """Cut into what fits into one forward and backward pass."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class TermLosses:
     loss: Tensor  # (T,), with gradient
-    stats: Mapping[str, Tensor]  # (T,) each, without
+    stats: Mapping[str, Tensor]  # flat, without: one value a term, or a token
+
+
+class Advantage(Protocol):
+    drop_flat: bool
+
+    def kept(self, rollout: Rollout, multiple: int) -> Tensor:
+        """Indices of the samples to train on, as many as can be split into `multiple` parts."""
 
 
 class Algorithm(Protocol):
+    family: config.Family  # of the models it trains
     group: int  # samples a prompt
-    updates: int  # optimizer steps a rollout
-    advantage: Advantage
+    updates: int  # optimizer steps a pass over a rollout
+    epochs: int  # passes over a rollout
+    refills: int  # further batches that may be drawn in place of groups without spread
+
+    @property
+    def advantage(self) -> Advantage: ...
 
     @property
     def needs(self) -> frozenset[Which]:
         """Copies of the weights it asks for beside the current ones."""
+
+    @property
+    def greedy(self) -> bool:
+        """Whether it compares a sample with the reward of its prompt's greedy reply."""
 
     @property
     def terms_a_sample(self) -> int:
@@ -68,13 +98,22 @@ class Algorithm(Protocol):
     def clip_range(self) -> float | None:
         """Width of the ratio's clip: rounding must stay under it. None without a ratio."""
 
-    def spec(self, step: int, seed: int, height: int, width: int) -> SampleSpec:
+    def spec(self, step: int, seed: int, model: Any) -> SampleSpec | ReplySpec:
         """How to draw batch `step`, which has this seed."""
 
-    def terms(self, rollout: Rollout, advantages: Tensor, generator: torch.Generator) -> Terms:
+    def eval_spec(self, watched: config.Eval, model: Any, weights: Which) -> SampleSpec | ReplySpec:
+        """How to draw what is looked at."""
+
+    def greedy_spec(self) -> SampleSpec | ReplySpec:
+        """How to draw what `greedy` compares with."""
+
+    def prepare(self, model: Any, rollout: Rollout, settings: config.Learner) -> Prepared:
+        """Advantages, and whatever else is the same for all updates of this rollout."""
+
+    def terms(self, rollout: Rollout, prepared: Any, generator: torch.Generator) -> Terms:
         """All terms of these samples."""
 
-    def loss(self, model: FlowModel, terms: Terms) -> TermLosses:
+    def loss(self, model: Any, terms: Any) -> TermLosses:
         """Cost of each term, independent of the other terms of its micro-batch."""
 
     def finish(self, policy: Policy, step: int) -> None:

@@ -14,9 +14,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from gesso.algorithms.advantage import Advantage
-from gesso.algorithms.base import TermLosses, Terms
-from gesso.config import Strict
+from gesso import config
+from gesso.algorithms.base import Prepared, TermLosses
+from gesso.algorithms.flow import FlowAlgorithm, FlowTerms
 from gesso.formulas import averages, nft
 from gesso.models.flow.base import FlowModel
 from gesso.models.policy import Policy
@@ -24,7 +24,7 @@ from gesso.types import Rollout, SampleSpec, Solver, Which
 
 
 @dataclass(frozen=True)
-class NoisedTerms(Terms):
+class NoisedTerms(FlowTerms):
     """One clean sample noised to one time each."""
 
     clean: Tensor  # (T, C, H, W)
@@ -33,17 +33,14 @@ class NoisedTerms(Terms):
     optimal: Tensor  # (T,): probability of being a good sample
 
 
-class DiffusionNFT(Strict):
+class DiffusionNFT(FlowAlgorithm):
     name: str = "diffusion-nft"
-    group: int = Field(24, ge=1)
-    updates: int = Field(2, ge=1)
     steps: int = Field(10, ge=1)
     times: int = Field(9, ge=1)  # trained times a sample, out of the sampler's
     beta: float = Field(0.1, gt=0)
     kl: float = Field(1e-4, ge=0)  # weight of mean (v − v_ref)²
     decay: Literal[1, 2] = 1  # schedule of the old policy
     solver: Solver = "dpm2"
-    advantage: Advantage = Advantage()
 
     @model_validator(mode="after")
     def _possible(self) -> DiffusionNFT:
@@ -65,19 +62,23 @@ class DiffusionNFT(Strict):
     def clip_range(self) -> float | None:
         return None
 
-    def spec(self, step: int, seed: int, height: int, width: int) -> SampleSpec:
+    def spec(self, step: int, seed: int, model: config.Model) -> SampleSpec:
         return SampleSpec(
-            steps=self.steps, height=height, width=width, solver=self.solver, weights="old"
+            steps=self.steps,
+            height=model.height,
+            width=model.width,
+            solver=self.solver,
+            weights="old",
         )
 
     def terms(
-        self, rollout: Rollout, advantages: Tensor, generator: torch.Generator
+        self, rollout: Rollout, prepared: Prepared, generator: torch.Generator
     ) -> NoisedTerms:
-        trace = rollout.trace
+        trace = rollout.paths
         n, times, device = len(trace.row), self.times, trace.row.device
         order = torch.rand(n, self.steps, generator=generator).argsort(1)[:, :times]
         shape = (n * times, *trace.clean.shape[1:])
-        optimal = nft.optimality(advantages, self.advantage.clip).float().to(device)
+        optimal = nft.optimality(prepared.advantages, self.advantage.clip).float().to(device)
         return NoisedTerms(
             context=trace.context,
             total=n * times,

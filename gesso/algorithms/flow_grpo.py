@@ -14,8 +14,9 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from gesso.algorithms.advantage import Advantage
-from gesso.algorithms.base import TermLosses, Terms
+from gesso import config
+from gesso.algorithms.base import Prepared, TermLosses
+from gesso.algorithms.flow import FlowAlgorithm, FlowTerms
 from gesso.config import Strict
 from gesso.formulas import flow_steps, kl, objectives
 from gesso.models.flow.base import FlowModel, Gradient, guided
@@ -40,7 +41,7 @@ class Window(Strict):
 
 
 @dataclass(frozen=True)
-class StepTerms(Terms):
+class StepTerms(FlowTerms):
     """One stochastic step of one sample each: from (x, σ) to (x_next, σ_next)."""
 
     x: Tensor  # (T, C, H, W)
@@ -52,10 +53,8 @@ class StepTerms(Terms):
     advantage: Tensor  # (T,)
 
 
-class FlowGRPO(Strict):
+class FlowGRPO(FlowAlgorithm):
     name: str = "flow-grpo"
-    group: int = Field(24, ge=1)
-    updates: int = Field(2, ge=1)
     steps: int = Field(10, ge=1)
     rule: Literal["flow-sde", "cps", "dance"] = "flow-sde"
     noise: float = Field(0.7, ge=0)
@@ -66,7 +65,6 @@ class FlowGRPO(Strict):
     same_noise: bool = False  # a group starts from one noise
     clip: float = Field(1e-4, gt=0)
     beta: float = Field(0.04, ge=0)  # weight of the KL to the reference
-    advantage: Advantage = Advantage()
 
     keeps_means: ClassVar[bool] = False  # the surrogate needs the means of the sampled steps
 
@@ -110,12 +108,12 @@ class FlowGRPO(Strict):
     def clip_range(self) -> float | None:
         return self.clip
 
-    def spec(self, step: int, seed: int, height: int, width: int) -> SampleSpec:
+    def spec(self, step: int, seed: int, model: config.Model) -> SampleSpec:
         window = self.window.place(step, seed) if self.window else None
         return SampleSpec(
             steps=self.steps,
-            height=height,
-            width=width,
+            height=model.height,
+            width=model.width,
             rule=self.rule,
             noise=self.noise,
             stochastic=window or range(self.steps),
@@ -125,12 +123,12 @@ class FlowGRPO(Strict):
             means=self.keeps_means,
         )
 
-    def terms(self, rollout: Rollout, advantages: Tensor, generator: torch.Generator) -> StepTerms:
-        total = rollout.logp.numel()
+    def terms(self, rollout: Rollout, prepared: Prepared, generator: torch.Generator) -> StepTerms:
+        total, advantages = rollout.logp.numel(), prepared.advantages
         if self.beta == 0:  # without a KL term a sample whose advantage is 0 has no gradient
             moved = advantages.nonzero()[:, 0]
             rollout, advantages = rollout.rows(moved), advantages[moved]
-        trace = rollout.trace
+        trace = rollout.paths
         n, s = rollout.logp.shape
         trained = torch.tensor(trace.context.trained, device=trace.row.device)
         sigmas = trace.context.sigmas

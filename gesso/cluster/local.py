@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,20 +19,18 @@ from gesso.algorithms.base import Algorithm
 from gesso.config import Recipe
 from gesso.data.prompts import Stream
 from gesso.rewards.service import RewardService, Scored
-from gesso.samplers.denoise import DenoisingSampler, Piece
-from gesso.types import FlowTrace, Prompt, Rollout, Sample, SampleSpec, Score, Which, seed_of
-
-
-def eval_spec(recipe: Recipe, weights: Which) -> SampleSpec:
-    """How pictures are drawn to be looked at: no noise, the evaluation's steps and guidance."""
-    assert recipe.eval.guidance is not None, "build.recipe_from fills it in"
-    return SampleSpec(
-        steps=recipe.eval.steps,
-        height=recipe.model.height,
-        width=recipe.model.width,
-        guidance=recipe.eval.guidance,
-        weights=weights,
-    )
+from gesso.samplers.base import Piece, Sampler
+from gesso.types import (
+    Prompt,
+    ReplySpec,
+    Rollout,
+    Sample,
+    SampleSpec,
+    Score,
+    Which,
+    seed_of,
+    widened,
+)
 
 
 @dataclass(frozen=True)
@@ -55,6 +54,7 @@ class Pending:
     weights: Mapping[str, float]
     started: float
     drawn: float
+    greedy: Pending | None = None  # one greedy sample of each group, to compare with
 
     def result(self) -> tuple[Rollout, Timing]:
         waiting = time.perf_counter()
@@ -67,16 +67,36 @@ class Pending:
             overlap=max(0.0, min(self.drawn, last) - first),
             wait=done - waiting,
         )
+        index = torch.tensor([i for piece in self.pieces for i in piece.index])
         rollout = Rollout(
             samples=[sample for piece in self.pieces for sample in piece.samples],
-            group=self.group,
-            trace=FlowTrace.concat([piece.trace for piece in self.pieces]),
-            logp=torch.cat([piece.logp for piece in self.pieces]),
+            group=self.group[index],
+            trace=type(self.pieces[0].trace).concat([piece.trace for piece in self.pieces]),
+            logp=widened([piece.logp for piece in self.pieces]),
             version=self.version,
             scores=[score for s in scored for score in s.scores],
             weights=self.weights,
         )
-        return rollout, timing
+        if index.diff().lt(0).any():  # finished in another order than asked for
+            rollout = rollout.rows(index.argsort())
+        return self._compared(rollout), timing
+
+    def _compared(self, rollout: Rollout) -> Rollout:
+        """Each sample beside the greedy one of its group. Where that has no score, it has none."""
+        if self.greedy is None:
+            return rollout
+        found, _ = self.greedy.result()
+        of_group = dict(zip(found.group.tolist(), found.scores, strict=True))
+        beside = [of_group[g] for g in rollout.group.tolist()]
+        scores = [
+            score
+            if other.ok
+            else Score.failed(f"the greedy reply it is compared with: {other.error}")
+            for score, other in zip(rollout.scores, beside, strict=True)
+        ]
+        values = [math.nan if other.value is None else other.value for other in beside]
+        greedy = torch.tensor(values, dtype=torch.float64)
+        return replace(rollout, scores=scores, greedy=greedy)
 
 
 class Local:
@@ -84,7 +104,7 @@ class Local:
         self,
         recipe: Recipe,
         algorithm: Algorithm,
-        sampler: DenoisingSampler,
+        sampler: Sampler,
         rewards: RewardService,
         stream: Stream,
     ) -> None:
@@ -98,37 +118,55 @@ class Local:
         """Batch `step` as the recipe sizes it."""
         return self.draw(step, self.recipe.data.groups, self.algorithm.group)
 
+    def refill(self, step: int, attempt: int, groups: int) -> Pending:
+        """So many groups more for batch `step`, of prompts from a stream of their own."""
+        stream = Stream(self.stream.parts, seed_of(self.recipe.seed, "refill", attempt))
+        prompts = stream.batch(step, self.recipe.data.groups)[:groups]
+        return self._batch(prompts, step, self.algorithm.group, ("refill", attempt))
+
     def draw(self, step: int, groups: int, group: int) -> Pending:
         """Draw `groups` prompts of batch `step`, `group` samples each, with the sampler's weights.
         Every finished piece goes to the rewards at once: scoring overlaps with drawing."""
+        return self._batch(self.stream.batch(step, groups), step, group, ("sample",))
+
+    def _batch(
+        self, prompts: Sequence[Prompt], step: int, group: int, use: tuple[str | int, ...]
+    ) -> Pending:
         seed = self.recipe.seed
-        prompts = self.stream.batch(step, groups)
         row = [i for i in range(len(prompts)) for _ in range(group)]
-        seeds = [seed_of(seed, "sample", step, i) for i in range(len(row))]
-        spec = self.algorithm.spec(
-            step, seed_of(seed, "spec", step), self.recipe.model.height, self.recipe.model.width
-        )
-        return self._stream(prompts, row, seeds, spec)
+        seeds = [seed_of(seed, *use, step, i) for i in range(len(row))]
+        spec = self.algorithm.spec(step, seed_of(seed, "spec", step), self.recipe.model)
+        batch = self._stream(prompts, row, seeds, spec)
+        if not self.algorithm.greedy:
+            return batch
+        each = list(range(len(prompts)))
+        greedy = self._stream(prompts, each, [0] * len(each), self.algorithm.greedy_spec())
+        return replace(batch, greedy=greedy)
 
     def evaluate(
         self, prompts: Sequence[Prompt], weights: Which
     ) -> tuple[list[Sample], list[Score]]:
-        """One picture a prompt, always from the same seeds, without noise."""
-        spec = eval_spec(self.recipe, weights)
+        """One sample a prompt, always from the same seeds."""
+        spec = self.algorithm.eval_spec(self.recipe.eval, self.recipe.model, weights)
         row = list(range(len(prompts)))
         seeds = [seed_of(self.recipe.seed, "eval", i) for i in row]
-        rollout, _ = self._stream(prompts, row, seeds, spec).result()
+        rollout, _ = self._stream(prompts, row, seeds, spec, held_out=True).result()
         return list(rollout.samples), list(rollout.scores)
 
     def _stream(
-        self, prompts: Sequence[Prompt], row: Sequence[int], seeds: Sequence[int], spec: SampleSpec
+        self,
+        prompts: Sequence[Prompt],
+        row: Sequence[int],
+        seeds: Sequence[int],
+        spec: SampleSpec | ReplySpec,
+        held_out: bool = False,
     ) -> Pending:
         started = time.perf_counter()
         pieces, futures = [], []
         with self._cores_shared():
             for piece in self.sampler.sample(prompts, row, seeds, spec):
                 pieces.append(piece)
-                futures.append(self.rewards.submit(piece.samples))
+                futures.append(self.rewards.submit(piece.samples, held_out))
         drawn = time.perf_counter()
         group = torch.tensor(row)
         weights = {entry.name: entry.weight for entry in self.recipe.reward}
@@ -147,8 +185,7 @@ class Local:
             yield
             return
         threads = torch.get_num_threads()
-        workers = sum(entry.workers for entry in self.recipe.reward)
-        torch.set_num_threads(max(1, threads - workers))
+        torch.set_num_threads(max(1, threads - self.rewards.processes))
         try:
             yield
         finally:

@@ -5,15 +5,20 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
+import json
 import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 
 from gesso.config import Data, Source
-from gesso.data.readers import read, weight_of
-from gesso.types import Prompt, UserError, seed_of
+from gesso.data.chat import Form
+from gesso.data.pictures import Unsound, faults
+from gesso.data.readers import Reading, read
+from gesso.data.rows import prompt_of, weight_of
+from gesso.types import Picture, Prompt, UserError, seed_of
 
 
 @dataclass(frozen=True)
@@ -33,22 +38,67 @@ class Loaded:
     notes: Sequence[str]  # to be told before the run
 
 
-def load(data: Data, unfit: Callable[[Prompt], str | None]) -> Loaded:
-    notes: list[str | None] = []
+Unfit = Callable[[Prompt], str | None]
+"""Why a prompt cannot be scored, or None."""
 
-    def prompts_of(source: Source) -> list[Prompt]:
-        kept, note = fit(read(source), unfit, source.path)
-        notes.append(note)
+
+def load(data: Data, unfit: Unfit, unfit_held_out: Unfit) -> Loaded:
+    notes: list[str | None] = []
+    form = Form.of(data)
+
+    def prompts_of(source: Source, unfit: Unfit) -> list[Prompt]:
+        read_ones, left_out = usable(read(source, form), source.path)
+        kept, unscored = fit(read_ones, unfit, source.path)
+        notes.extend([left_out, unscored])
         return kept
 
-    train = [Part(prompts_of(source), source.weight) for source in data.train]
-    held_out = in_turn([prompts_of(source) for source in data.eval])
+    train = [Part(prompts_of(source, unfit), source.weight) for source in data.train]
+    held_out = in_turn([prompts_of(source, unfit_held_out) for source in data.eval])
     notes.append(overlap([p for part in train for p in part.prompts], held_out))
     return Loaded(train, held_out, [note for note in dict.fromkeys(notes) if note])
 
 
+def usable(reading: Reading, path: str) -> tuple[list[Prompt], str | None]:
+    """The prompts of a source, and a sentence about the rows that are none."""
+    if not reading.left_out:
+        return reading.prompts, None
+    example = f"the first is {reading.left_out[0]}"
+    if not reading.prompts:
+        raise UserError(f"no prompt of {path} can be used, so nothing is left; {example}")
+    count, total = len(reading.left_out), len(reading.left_out) + len(reading.prompts)
+    return reading.prompts, f"{count} of {total} prompts of {path} are left out; {example}"
+
+
+def without(loaded: Loaded, unfit: Unfit, data: Data, why: str) -> Loaded:
+    """The data without the prompts for which there is a reason; and told."""
+    notes: list[str | None] = [*loaded.notes]
+    train = []
+    for part, source in zip(loaded.train, data.train, strict=True):
+        kept, note = fit(part.prompts, unfit, source.path, why)
+        train.append(Part(kept, part.weight))
+        notes.append(note)
+    path = " and ".join(source.path for source in data.eval)
+    held_out, note = fit(loaded.held_out, unfit, path, why)
+    notes.append(note)
+    return Loaded(train, held_out, [note for note in dict.fromkeys(notes) if note])
+
+
+def ask(text: str, images: Sequence[str | Path], data: Data) -> Prompt:
+    """A person's question, formed as the rows of the data are."""
+    row = {"prompt": text} | ({"images": [str(image) for image in images]} if images else {})
+    where = "the prompt"
+    try:
+        made = prompt_of(row, where, Source(path=where), None, Form.of(data))
+    except Unsound as error:
+        raise UserError(f"{where}: {error}") from error
+    (fault,) = faults([made])
+    if fault:
+        raise UserError(f"{where}: {fault}")
+    return made
+
+
 def fit(
-    prompts: Sequence[Prompt], unfit: Callable[[Prompt], str | None], path: str
+    prompts: Sequence[Prompt], unfit: Unfit, path: str, why: str = "cannot be scored"
 ) -> tuple[list[Prompt], str | None]:
     """The prompts the rewards can score, and a sentence about those they cannot."""
     asked = [(p, unfit(p)) for p in prompts]
@@ -58,10 +108,9 @@ def fit(
     first, reason = next((p, reason) for p, reason in asked if reason)
     example = f"the first is {first.where}: {reason}: {first.text[:60]}"
     if not kept:
-        raise UserError(f"no prompt of {path} can be scored, so nothing is left; {example}")
-    unscored = len(prompts) - len(kept)
-    note = f"{unscored} of {len(prompts)} prompts of {path} cannot be scored and are skipped; "
-    return kept, note + example
+        raise UserError(f"no prompt of {path} is left: all {why}; {example}")
+    left_out = len(prompts) - len(kept)
+    return kept, f"{left_out} of {len(prompts)} prompts of {path} {why} and are skipped; {example}"
 
 
 def in_turn(sets: Sequence[Sequence[Prompt]]) -> list[Prompt]:
@@ -72,14 +121,19 @@ def in_turn(sets: Sequence[Sequence[Prompt]]) -> list[Prompt]:
 
 def overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> str | None:
     """A sentence about held-out prompts that are trained on as well."""
-    trained = {p.text for p in train}
-    both = [p for p in held_out if p.text in trained]
+    trained = {_asks(p) for p in train}
+    both = [p for p in held_out if _asks(p) in trained]
     if not both:
         return None
     return (
         f"{len(both)} of {len(held_out)} held-out prompts are also trained on, so the held-out "
         f"reward says less about new ones; the first is {both[0].where}: {both[0].text[:60]}"
     )
+
+
+def _asks(prompt: Prompt) -> tuple[str, str, tuple[Picture, ...]]:
+    """What two rows that ask the same thing share: many pictures come with one question."""
+    return prompt.text, json.dumps(prompt.messages), prompt.images
 
 
 class Stream:

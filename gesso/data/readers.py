@@ -2,7 +2,9 @@
 
 prompts.txt              a prompt a line
 prompts.jsonl            an object a line; GenEval's metadata as it is
+prompts.json             a list of objects, or {"data": a list}
 prompts.parquet          extra `data`
+file@train               the file: `datasets` calls what it holds "train"
 folder@split             Flow-GRPO's layout, `split.txt` or `split_metadata.jsonl`; or what
                          `datasets` saved on disk, extra `data`
 hub:owner/name@split     a dataset of the Hugging Face hub, `hub:owner/name/subset@split` one of
@@ -11,71 +13,67 @@ hub:owner/name@split     a dataset of the Hugging Face hub, `hub:owner/name/subs
 
 from __future__ import annotations
 
-import datetime
-import decimal
 import importlib
 import json
-import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gesso.config import Source, resolve_path
+from gesso.data.chat import PLAIN, Form
+from gesso.data.pictures import Unsound, faults, first_line, short
+from gesso.data.rows import Row, prompt_of
 from gesso.types import Prompt, UserError
 
 HUB = "hub:"
-FILES = (".txt", ".jsonl", ".parquet")
+FILES = (".txt", ".jsonl", ".json", ".parquet")
+BATCH = 256  # rows of a table at a time
 
-Row = dict[str, Any]
 Rows = Iterable[tuple[int, Row]]  # numbered from 1, as editors do
 
 
-def read(source: Source) -> list[Prompt]:
-    """Every row of a source. `source.column` becomes the prompt's text and "negative_prompt" its
-    negative; all other columns go along to the rewards."""
+@dataclass(frozen=True)
+class Reading:
+    prompts: list[Prompt]
+    left_out: list[str]  # "geo3k.parquet:17: why", one for each row that cannot be used
+
+
+def read(source: Source, form: Form = PLAIN) -> Reading:
+    """Every row of a source, its pictures found and decoded once. `source.column` becomes the
+    prompt's text and "negative_prompt" its negative; all other columns go along to the rewards."""
+    rows, name, folder = _rows(source)
+    made: list[Prompt | str] = []
+    for i, row in rows:
+        where = f"{name}:{i}"
+        try:
+            made.append(prompt_of(row, where, source, folder, form))
+        except Unsound as error:
+            made.append(f"{where}: {error}")
+    if not made:
+        raise UserError(f"prompt file {source.path} is empty; it needs a row for each prompt")
+    found = [prompt for prompt in made if isinstance(prompt, Prompt)]
+    torn = {p.where: why for p, why in zip(found, faults(found), strict=True) if why}
+    left_out = [
+        row if isinstance(row, str) else f"{row.where}: {torn[row.where]}"
+        for row in made
+        if isinstance(row, str) or row.where in torn
+    ]
+    return Reading([prompt for prompt in found if prompt.where not in torn], left_out)
+
+
+def _rows(source: Source) -> tuple[Rows, str, Path | None]:
+    """The rows, their name in messages, and the folder that pictures are looked for in."""
     if source.path.startswith(HUB):
         name = source.path.removeprefix(HUB)
-        rows = _table_rows(_hub_table(name, source), name)
-    else:
-        place, name = _locate(source.path)
-        if place.suffix == ".txt":
-            rows = _text_rows(place, source)
-        elif place.suffix == ".jsonl":
-            rows = _json_rows(place, name, source)
-        else:
-            table = _parquet_table if place.suffix == ".parquet" else _saved_table
-            rows = _table_rows(table(place, source), name)
-    prompts = [_prompt(row, f"{name}:{i}", source.column) for i, row in rows]
-    if not prompts:
-        raise UserError(f"prompt file {source.path} is empty; it needs a row for each prompt")
-    return prompts
-
-
-def weight_of(prompt: Prompt) -> float:
-    """How often the row is drawn, relative to the others of its source: its column "weight"."""
-    weight = prompt.columns.get("weight")
-    return 1.0 if weight is None else float(weight)
-
-
-def _prompt(row: Row, where: str, column: str) -> Prompt:
-    if column not in row:
-        raise UserError(
-            f'{where}: expected a text "{column}", found only {", ".join(row) or "nothing"}; '
-            'name the column of the prompts with column = "…" in [[data.train]] or [[data.eval]]'
-        )
-    columns = dict(row)
-    text, negative = columns.pop(column), columns.pop("negative_prompt", None) or ""
-    for key, value in ((column, text), ("negative_prompt", negative)):
-        if not isinstance(value, str):
-            raise UserError(f'{where}: expected text as "{key}", got {_short(value)}')
-    weight = columns.get("weight")
-    number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    if weight is not None and not (number and 0 < weight < math.inf):
-        raise UserError(
-            f'{where}: expected a positive number as "weight", got {_short(weight)}; '
-            "it says how often the row is drawn relative to the others"
-        )
-    return Prompt(text, negative, columns, where)
+        return enumerate(_hub_rows(name, source), 1), name, None
+    place, name = _locate(source.path)
+    if place.is_dir():
+        return enumerate(_saved_rows(place, source), 1), name, place
+    readers = {".txt": _text_rows, ".jsonl": _line_rows, ".json": _json_rows}
+    if place.suffix in readers:
+        return readers[place.suffix](place, name, source), name, place.parent
+    return enumerate(_parquet_rows(place, source), 1), name, place.parent
 
 
 def _locate(path: str) -> tuple[Path, str]:
@@ -86,8 +84,11 @@ def _locate(path: str) -> tuple[Path, str]:
         place = resolve_path(folder)
     if not place.exists():
         raise UserError(f"prompt file {path}: no such file")
-    if place.is_file() and split:
-        raise UserError(f"prompt file {path}: {place.name} has no splits; leave out @{split}")
+    if place.is_file() and split not in ("", "train"):
+        raise UserError(
+            f"prompt file {path}: {place.name} is one file, which is @train or nothing; "
+            f"leave out @{split}"
+        )
     if _is_saved(place) and not split:
         return place, place.name
     name = place.name
@@ -96,7 +97,7 @@ def _locate(path: str) -> tuple[Path, str]:
         name = f"{name}/{place.name}"
     if place.is_file() and place.suffix not in FILES:
         raise UserError(
-            f"prompt file {path}: expected .txt, .jsonl or .parquet, "
+            f"prompt file {path}: expected .txt, .jsonl, .json or .parquet, "
             f"found {place.suffix or 'no ending'}"
         )
     return place, name
@@ -134,39 +135,70 @@ def _splits(folder: Path) -> dict[str, list[Path]]:
     return found
 
 
-def _lines(file: Path, path: str) -> list[tuple[int, str]]:
+def _text(file: Path, path: str) -> str:
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"prompt file {path} is not UTF-8 text: {error}") from error
-    return [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
 
 
-def _text_rows(file: Path, source: Source) -> Rows:
-    if source.column != "prompt" or source.drop:
-        raise UserError(f"prompt file {source.path} has no columns; leave out `column` and `drop`")
+def _lines(file: Path, path: str) -> list[tuple[int, str]]:
+    lines = _text(file, path).split("\n")
+    return [(i, line) for i, line in enumerate(lines, 1) if line.strip()]
+
+
+def _text_rows(file: Path, name: str, source: Source) -> Rows:
+    if source.column not in (None, "prompt") or source.images or source.drop:
+        raise UserError(
+            f"prompt file {source.path} has no columns; leave out `column`, `images` and `drop`"
+        )
     return [(i, {"prompt": line.strip()}) for i, line in _lines(file, source.path)]
 
 
-def _json_rows(file: Path, name: str, source: Source) -> Rows:
-    rows = []
+def _line_rows(file: Path, name: str, source: Source) -> Rows:
+    found = []
     for i, line in _lines(file, source.path):
         try:
-            row = json.loads(line)
+            found.append((i, json.loads(line)))
         except json.JSONDecodeError as error:
             raise UserError(f"{name}:{i}: not JSON: {error}") from error
+    return _objects(found, name, source)
+
+
+def _json_rows(file: Path, name: str, source: Source) -> Rows:
+    """A list, {"data": a list}, or, as `datasets` has it, an object a line."""
+    try:
+        found = json.loads(_text(file, source.path))
+    except json.JSONDecodeError as error:
+        if error.msg == "Extra data":
+            return _line_rows(file, name, source)
+        raise UserError(f"prompt file {source.path} is not JSON: {error}") from error
+    if isinstance(found, dict) and "data" in found:
+        found = found["data"]
+    if not isinstance(found, list):
+        raise UserError(
+            f'prompt file {source.path}: expected a list [{{…}}, …] or {{"data": [{{…}}, …]}}, '
+            f"got {short(found)}"
+        )
+    return _objects(list(enumerate(found, 1)), name, source)
+
+
+def _objects(found: Sequence[tuple[int, Any]], name: str, source: Source) -> Rows:
+    for i, row in found:
         if not isinstance(row, dict):
-            raise UserError(f"{name}:{i}: expected an object as {{…}}, got {line[:60]}")
-        rows.append((i, row))
-    _droppable(source, {key for _, row in rows for key in row})
-    return [(i, {k: v for k, v in row.items() if k not in source.drop}) for i, row in rows]
+            raise UserError(f"{name}:{i}: expected an object as {{…}}, got {json.dumps(row)[:60]}")
+    _check_columns(source, {key for _, row in found for key in row})
+    return [(i, {k: v for k, v in row.items() if k not in source.drop}) for i, row in found]
 
 
-def _droppable(source: Source, known: Collection[str]) -> None:
-    for name in source.drop:
+def _check_columns(source: Source, known: Collection[str]) -> None:
+    """What the recipe says of columns must be there to be said."""
+    wanted = [(name, "to drop") for name in source.drop]
+    wanted += [(source.images, "of pictures")] if source.images else []
+    for name, role in wanted:
         if name not in known:
             raise UserError(
-                f'{source.path} has no column "{name}" to drop; it has {", ".join(sorted(known))}'
+                f'{source.path} has no column "{name}" {role}; it has {", ".join(sorted(known))}'
             )
 
 
@@ -178,29 +210,32 @@ def _extra(module: str, path: str) -> Any:
         raise UserError(f'{path} needs {package}: pip install "gesso[data]"') from error
 
 
-def _parquet_table(file: Path, source: Source) -> Any:
-    """A pyarrow Table without the dropped columns, which are never read."""
+def _parquet_rows(file: Path, source: Source) -> Iterator[Row]:
+    """Batch by batch, so that pictures are not held twice; dropped columns are never read."""
     parquet = _extra("pyarrow.parquet", source.path)
     try:
-        known = parquet.read_schema(file).names
-        _droppable(source, known)
-        return parquet.ParquetFile(file).read([n for n in known if n not in source.drop])
+        with parquet.ParquetFile(file) as opened:
+            known = opened.schema_arrow.names
+            _check_columns(source, known)
+            kept = [name for name in known if name not in source.drop]
+            for batch in opened.iter_batches(BATCH, columns=kept):
+                yield from batch.to_pylist()
     except UserError:
         raise
     except (OSError, ValueError) as error:
-        raise UserError(f"prompt file {source.path} cannot be read: {_first(error)}") from error
+        raise UserError(f"prompt file {source.path} cannot be read: {first_line(error)}") from error
 
 
-def _saved_table(folder: Path, source: Source) -> Any:
+def _saved_rows(folder: Path, source: Source) -> Iterator[Row]:
     datasets = _extra("datasets", source.path)
     try:
         found = datasets.load_from_disk(str(folder))
     except (OSError, ValueError) as error:
-        raise UserError(f"dataset {source.path} cannot be read: {_first(error)}") from error
-    return _arrow(found, source)
+        raise UserError(f"dataset {source.path} cannot be read: {first_line(error)}") from error
+    return _dataset_rows(found, source)
 
 
-def _hub_table(name: str, source: Source) -> Any:
+def _hub_rows(name: str, source: Source) -> Iterator[Row]:
     repository, _, split = name.partition("@")
     owner, *rest = repository.split("/")
     if not split or not owner or not all(rest) or len(rest) > 2:
@@ -211,44 +246,14 @@ def _hub_table(name: str, source: Source) -> Any:
         found = datasets.load_dataset("/".join([owner, *rest[:1]]), subset, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
-            f"{source.path} cannot be loaded: {_first(error)}; check name, split and network"
+            f"{source.path} cannot be loaded: {first_line(error)}; check name, split and network"
         ) from error
-    return _arrow(found, source)
+    return _dataset_rows(found, source)
 
 
-def _arrow(dataset: Any, source: Source) -> Any:
-    """As a pyarrow Table: nothing is decoded into tensors or pictures on the way."""
-    _droppable(source, dataset.column_names)
-    return dataset.remove_columns(source.drop).with_format("arrow")[:]
-
-
-def _table_rows(table: Any, name: str) -> Rows:
-    for i, row in enumerate(table.to_pylist(), 1):
-        yield i, {key: _plain(value, key, f"{name}:{i}") for key, value in row.items()}
-
-
-def _plain(value: Any, column: str, where: str) -> Any:
-    """What JSON can say: rewards run in other processes, and no pickle goes there."""
-    if value is None or isinstance(value, str | int | float):
-        return value
-    if isinstance(value, list | tuple):
-        return [_plain(part, column, where) for part in value]
-    if isinstance(value, dict):
-        return {str(key): _plain(part, column, where) for key, part in value.items()}
-    if isinstance(value, datetime.date | datetime.time):
-        return value.isoformat()
-    if isinstance(value, decimal.Decimal):
-        return float(value)
-    raise UserError(
-        f'{where}: column "{column}" holds {type(value).__name__}, which cannot be handed to '
-        f'rewards; leave it out with drop = ["{column}"]'
-    )
-
-
-def _short(value: Any) -> str:
-    return repr(value)[:60]
-
-
-def _first(error: Exception) -> str:
-    """The first line of an error's text: one sentence, not a page."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+def _dataset_rows(dataset: Any, source: Source) -> Iterator[Row]:
+    """Through pyarrow: nothing is decoded into tensors or pictures on the way."""
+    _check_columns(source, dataset.column_names)
+    tables = dataset.remove_columns(source.drop).with_format("arrow")
+    for table in tables.iter(BATCH):
+        yield from table.to_pylist()

@@ -1,43 +1,149 @@
-"""Advantages from rewards and groups. rewards: (N,), group: (N,) integer ids."""
+"""Advantages from rewards. rewards: (N,), group: (N,) integer ids.
+
+For token models also per token, (N, S) padded on the right: mask is True on response tokens, which
+start at 0 and are at least one a row (a gap in them is stepped over). Everything is float64 without
+gradient, and 0 outside the mask. Statistics are over the whole batch: take them before it is cut
+into mini-batches or ranks.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 EPSILON = 1e-4
+MIN_VARIANCE = 1e-8
 
 
 def group_relative(
-    rewards: Tensor, group: Tensor, std: Literal["global", "group"] = "global"
+    rewards: Tensor,
+    group: Tensor,
+    std: Literal["global", "group", "none"] = "global",
+    correction: int = 0,
+    epsilon: float = EPSILON,
 ) -> Tensor:
-    """Flow-GRPO: (r − mean of its group) / (std + 1e-4), float64, population std (ddof 0).
+    """(r − mean of its group) / (std + epsilon), float64; `correction` is the std's ddof.
 
-    std="global" divides by the standard deviation of the whole batch (the default for SD3.5),
-    "group" by the group's own. A group of one, or of equal rewards, says nothing: its advantage
-    is 0, exactly.
+    std="global" divides by the standard deviation of the whole batch (Flow-GRPO's default for
+    SD3.5), "group" by the group's own, "none" by nothing (Dr.GRPO, arXiv 2503.20783: a std weighs
+    prompts by how hard they are). The defaults are Flow-GRPO's, population std and 1e-4; GRPO for
+    tokens (arXiv 2402.03300) has "group", correction 1 and 1e-6 in the reference codes.
+    A group of one, or of equal rewards, says nothing: its advantage is 0, exactly.
     """
     rewards = rewards.double()
     _, row = group.unique(return_inverse=True)
     count = torch.bincount(row).double()  # (G,)
     mean = torch.zeros_like(count).index_add_(0, row, rewards) / count
     centred = rewards - mean[row]
-    if std == "global":
-        scale = rewards.std(correction=0)
+    if std == "none":
+        found = centred
+    elif std == "global":
+        degrees = min(correction, len(rewards) - 1)  # a batch of one has no unbiased std
+        found = centred / (rewards.std(correction=degrees) + epsilon)
     else:
-        variance = torch.zeros_like(count).index_add_(0, row, centred.square()) / count
-        scale = variance.sqrt()[row]
-    return torch.where(_flat(rewards, row)[row], 0.0, centred / (scale + EPSILON))
+        squares = torch.zeros_like(count).index_add_(0, row, centred.square())
+        variance = squares / (count - correction)  # 0/0 in a group of one, left out below
+        found = centred / (variance.sqrt()[row] + epsilon)
+    return torch.where(_flat(rewards, row)[row], 0.0, found)
+
+
+def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
+    """RLOO (arXiv 2402.14740): r − (Σr − r)/(G − 1), the baseline being the mean of the others;
+    G/(G − 1) times r − mean. A group of one has no others, an advantage of 0 instead of a division
+    by 0; so has, exactly, a group of equal rewards.
+
+    OpenRLHF's and LMM-R1's RLOO goes on from here: clamped to ±10, `on_last`, −β·k1 at each token,
+    `to_go` with γ = 1, and in LMM-R1 `whiten`.
+    """
+    rewards = rewards.double()
+    _, row = group.unique(return_inverse=True)
+    count = torch.bincount(row).double()  # (G,)
+    total = torch.zeros_like(count).index_add_(0, row, rewards)
+    others = (total[row] - rewards) / (count[row] - 1)  # 0/0 in a group of one, left out below
+    return torch.where(_flat(rewards, row)[row], 0.0, rewards - others)
+
+
+def on_last(rewards: Tensor, mask: Tensor) -> Tensor:
+    """(N, S): each row's reward on its last response token, 0 elsewhere."""
+    place = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+    last = place.masked_fill(~mask, -1).amax(1, keepdim=True)  # (N, 1)
+    return torch.where(place == last, rewards.double()[:, None], 0.0)
+
+
+def to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """(N, S): R_t = r_t + γ·R_{t+1} over response tokens only, 0 after the last. rewards: (N, S).
+
+    REINFORCE++ (arXiv 2501.03262) is this over `on_last` minus β·KL at each token, then `whiten`;
+    its -baseline variant takes the group's mean off the rewards first ("none" of `group_relative`).
+    """
+    rewards = rewards.detach().double()
+    found = torch.zeros_like(rewards)
+    later = torch.zeros_like(rewards[:, 0])  # (N,)
+    for t in reversed(range(rewards.shape[1])):
+        later = torch.where(mask[:, t], rewards[:, t] + gamma * later, later)
+        found[:, t] = later
+    return torch.where(mask, found, 0.0)
+
+
+def whiten(values: Tensor, mask: Tensor) -> Tensor:
+    """(N, S): (x − mean) / √max(variance, 1e-8) over all response tokens of the batch together, so
+    a long response weighs more; 0 outside the mask.
+
+    The variance is the population's (divided by the number of tokens), as in OpenRLHF; verl takes
+    the unbiased one plus 1e-8 and refuses a single token. Equal values, and so a single token, give
+    0 exactly.
+    """
+    inside = values.detach().double()[mask]  # (tokens,)
+    centred = inside - inside.sum() / len(inside)
+    variance = centred.square().sum() / len(inside)
+    if inside.min() == inside.max():
+        centred = torch.zeros_like(centred)
+    found = torch.zeros_like(values, dtype=torch.float64)
+    found[mask] = centred / variance.clamp(min=MIN_VARIANCE).sqrt()
+    return found
+
+
+@dataclass(frozen=True)
+class Estimate:
+    advantages: Tensor  # (N, S)
+    returns: Tensor  # (N, S): what the critic should have said
+
+
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Estimate:
+    """Generalised advantage estimation (arXiv 1506.02438) over response tokens only:
+    δ_t = r_t + γ·V_{t+1} − V_t, A_t = δ_t + γλ·A_{t+1}, returns = A + V. rewards, values: (N, S).
+
+    The value after the last response token is 0: a response has ended, whatever the critic says of
+    the padding. The returns are taken here, before any `whiten`: whitened ones would teach the
+    critic another scale. The caller whitens the advantages alone.
+    """
+    rewards, values = rewards.detach().double(), values.detach().double()
+    advantages = torch.zeros_like(rewards)
+    next_value = next_advantage = torch.zeros_like(rewards[:, 0])  # (N,)
+    for t in reversed(range(rewards.shape[1])):
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        inside = mask[:, t]
+        next_advantage = torch.where(inside, delta + gamma * lam * next_advantage, next_advantage)
+        next_value = torch.where(inside, values[:, t], next_value)
+        advantages[:, t] = next_advantage
+    return Estimate(torch.where(mask, advantages, 0.0), torch.where(mask, advantages + values, 0.0))
 
 
 def gdpo(rewards: Tensor, weights: Tensor, group: Tensor) -> Tensor:
     """GDPO (arXiv 2601.05242) for several rewards, (N, R) with weights (R,): each is normalised
     within its group by the group's own std, then the weighted sum over the whole batch. A reward of
-    a large scale no longer drowns the others, as it does in a sum of raw rewards."""
-    each = [group_relative(column, group, "group") for column in rewards.double().unbind(1)]
-    total = torch.stack(each, 1) @ weights.double()
+    a large scale no longer drowns the others, as it does in a sum of raw rewards. NaN says that a
+    reward does not apply to the sample: it is not in that reward's statistics and gets 0 from it.
+    """
+    each = torch.zeros_like(rewards, dtype=torch.float64)
+    for i, column in enumerate(rewards.double().unbind(1)):
+        there = ~column.isnan()
+        if there.any():
+            each[there, i] = group_relative(column[there], group[there], "group")
+    total = each @ weights.double()
     return (total - total.mean()) / (total.std(correction=0) + EPSILON)
 
 
@@ -50,7 +156,7 @@ def flat_groups(rewards: Tensor, group: Tensor) -> float:
 def with_spread(rewards: Tensor, group: Tensor, multiple: int) -> Tensor:
     """Indices, in order, of the samples whose group has some spread in some reward (N, R), topped
     up with samples of flat groups to a multiple of `multiple` (mini-batches × ranks, so that all
-    get equally many). Empty when no group has any spread."""
+    get equally many). Empty when no group has any spread. NaN: the reward does not apply."""
     _, row = group.unique(return_inverse=True)
     flat = torch.stack([_flat(column.double(), row) for column in rewards.unbind(1)]).all(0)[row]
     kept = (~flat).nonzero()[:, 0]
@@ -61,9 +167,9 @@ def with_spread(rewards: Tensor, group: Tensor, multiple: int) -> Tensor:
 
 
 def _flat(rewards: Tensor, row: Tensor) -> Tensor:
-    """(G,) bool: all rewards of the group are equal."""
+    """(G,) bool: all rewards of the group are equal; NaN is no reward."""
     groups = int(row.max()) + 1
-    low = torch.full((groups,), float("inf"), dtype=torch.float64)
-    high = torch.full((groups,), float("-inf"), dtype=torch.float64)
-    low = low.scatter_reduce(0, row, rewards, "amin")
-    return low == high.scatter_reduce(0, row, rewards, "amax")
+    low = rewards.new_full((groups,), float("inf"))
+    high = rewards.new_full((groups,), float("-inf"))
+    low = low.scatter_reduce(0, row, rewards.nan_to_num(nan=float("inf")), "amin")
+    return low >= high.scatter_reduce(0, row, rewards.nan_to_num(nan=float("-inf")), "amax")

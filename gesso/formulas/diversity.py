@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -21,3 +23,14 @@ def within_groups(x: Tensor, group: Tensor) -> float:
             pairs = torch.pdist(members) / members.shape[1] ** 0.5  # (G·(G−1)/2,)
             distances.append(pairs.mean())
     return float(torch.stack(distances).mean()) if distances else float("nan")
+
+
+def distinct(texts: Sequence[str], group: Tensor) -> float:
+    """Mean over the groups of (different texts − 1) / (texts − 1): 0 where all are the same, 1
+    where no two are. A group of one is left out; NaN when all are."""
+    shares = []
+    for g in group.unique().tolist():
+        members = [text for text, its in zip(texts, group.tolist(), strict=True) if its == g]
+        if len(members) > 1:
+            shares.append((len(set(members)) - 1) / (len(members) - 1))
+    return sum(shares) / len(shares) if shares else float("nan")

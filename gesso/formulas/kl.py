@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+import torch
 from torch import Tensor
+
+from gesso.formulas.precision import wide
+
+Estimator = Literal["k1", "k2", "k3"]
+EXPONENT = 20.0
 
 
 def gaussian_step(mean: Tensor, mean_ref: Tensor, s: Tensor) -> Tensor:
@@ -17,6 +25,30 @@ def gaussian_divergence(mean: Tensor, mean_old: Tensor, std: Tensor) -> Tensor:
     """KL between two steps of one noise, per element: mean over C,H,W of (μ − μ_old)² / 2c²,
     c = std of the step *with* √−dt. One value a step (N,)."""
     return _distance(mean, mean_old, std)
+
+
+def estimate(logp: Tensor, ref_logp: Tensor, kind: Estimator) -> Tensor:
+    """Estimates of KL(π‖π_ref) from one drawn token each (Schulman, "Approximating KL divergence"):
+    k1 = ℓ − ℓ_ref, k2 = ½·k1², k3 = e^−k1 + k1 − 1. Any shape; no gradient to the reference.
+
+    As a *value*, in the reward or a metric: k1 and k3 have mean KL exactly, k2 does not; k3 is
+    never negative. As a *loss*, differentiated at fixed on-policy tokens: k2's gradient has the
+    mean ∇KL(π‖π_ref); k3's has ∇KL(π_ref‖π), another divergence with the same minimum; k1's has
+    mean 0 and does nothing but add noise.
+
+    The exponent is cut at 20, where k3 stands still without gradient. The references cut k1 at −20
+    *and* 20; the upper cut cannot overflow and would let go of a token just where it has drifted
+    furthest from the reference, so it is left out, as is verl's last cut of k3 at 10.
+    """
+    k1 = wide(logp) - wide(ref_logp).detach()
+    if kind == "k1":
+        return k1
+    if kind == "k2":
+        return 0.5 * k1.square()
+    if kind == "k3":
+        exponent = (-k1).clamp(max=EXPONENT)
+        return torch.expm1(exponent) - exponent  # exp(x) − 1 would round a small KL to 0
+    raise ValueError(f"no estimator {kind!r} of KL; there are k1, k2 and k3")
 
 
 def _distance(mean: Tensor, other: Tensor, scale: Tensor) -> Tensor:

@@ -1,4 +1,8 @@
-"""Policy-gradient objectives over log-probs. All tensors share one shape, one entry a term."""
+"""Policy-gradient objectives over log-probs. All tensors share one shape, one entry a term.
+
+For token models a term is a token, (N, S); an advantage may also be (N, 1). Log-probs must be
+finite outside the mask too (0, say): the weights of `aggregation` are 0 there, but 0·NaN is not.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from gesso.formulas.precision import wide
+
+LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True)
@@ -19,10 +27,83 @@ def clipped(
     logp: Tensor, old_logp: Tensor, advantage: Tensor, low: float, high: float
 ) -> Surrogate:
     """PPO's clip: max(−A·r, −A·clip(r, 1−low, 1+high)), r = exp(logp − old_logp)."""
-    ratio = torch.exp(logp - old_logp)
-    free = -advantage * ratio
-    bound = -advantage * ratio.clamp(1 - low, 1 + high)
-    return Surrogate(torch.maximum(free, bound), ratio.detach(), (bound > free).detach())
+    return _clip(logp - old_logp, advantage, low, high)
+
+
+def token_clipped(
+    logp: Tensor,
+    old_logp: Tensor,
+    advantage: Tensor,
+    low: float,
+    high: float,
+    dual: float | None = None,
+) -> Surrogate:
+    """PPO's clip (arXiv 1707.06347) for tokens: max(−A·ρ, −A·clip(ρ, 1−low, 1+high)),
+    ρ = exp(ℓ − ℓ_old); low ≠ high is DAPO's clip-higher (2503.14476). With `dual` = c > 1 a term of
+    A < 0 costs at most c·|A| (dual clip, 1912.09729): ρ has no other bound on that side.
+
+    Departure, as in verl: log ρ is cut at ±20, so that one token cannot be infinite; a token beyond
+    gives no gradient and counts as clipped.
+    """
+    return _token_clip(wide(logp) - wide(old_logp).detach(), advantage, low, high, dual)
+
+
+def sequence_clipped(
+    logp: Tensor, old_logp: Tensor, advantage: Tensor, mask: Tensor, low: float, high: float
+) -> Surrogate:
+    """GSPO (arXiv 2507.18071), in its token form, eq. 14: PPO's clip of one ratio a sequence,
+    s = exp(mean over the response of ℓ − ℓ_old), given to each token as sg[s]·exp(ℓ − sg[ℓ]).
+
+    Its value is s and its gradient s·∇ℓ, so tokens may have advantages of their own; with one
+    advantage a sequence and "seq-mean-token-mean" the gradient is that of clip(s)·A, GSPO's eq. 5.
+    A mean moves less than a token does: 3e-4 and 4e-4 are the authors' low and high.
+    Outside the mask the ratio is 1. log s is cut at ±20 (verl cuts it at 10, and each token too).
+    """
+    logp = wide(logp)
+    log_ratio = torch.where(mask, logp - wide(old_logp), 0.0).detach()
+    mean = log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)  # (N, 1)
+    each = torch.where(mask, mean + (logp - logp.detach()), 0.0)
+    return _token_clip(each, advantage, low, high, None)
+
+
+def cispo(
+    logp: Tensor, old_logp: Tensor, advantage: Tensor, lower: float, upper: float
+) -> Surrogate:
+    """CISPO (MiniMax-M1, arXiv 2506.13585), eq. 4: −sg[clip(ρ, lower, upper)]·A·ℓ. The weight is
+    bounded and every token keeps its gradient, −weight·A: none counts as clipped, and how many
+    weights are at a bound can be read off `ratio`. log ρ is cut at ±20.
+
+    The bounds are values of ρ itself. The paper writes 1 − ε and 1 + ε; some codes take ε and
+    others the bound, under one name. "No lower bound", as its authors ran it, is lower = 0.
+    """
+    logp = wide(logp)
+    log_ratio = (logp - wide(old_logp)).detach().clamp(-LOG_RATIO, LOG_RATIO)
+    ratio = log_ratio.exp()
+    loss = -ratio.clamp(lower, upper) * advantage * logp
+    return Surrogate(loss, ratio, torch.zeros_like(loss, dtype=torch.bool))
+
+
+def importance(learner_logp: Tensor, sampler_logp: Tensor, cap: float) -> Tensor:
+    """Truncated importance weights (Ionides 2008) min(exp(ℓ_learner − ℓ_sampler), cap), without
+    gradient: what a term's loss is multiplied by when the sampler (another engine, another
+    precision) drew from a policy that is not quite the learner's. Both log-probs are of the weights
+    before the update. The cap, usually 2, bounds the variance; the price is a bias against tokens
+    that the sampler draws too rarely.
+    """
+    return torch.exp(wide(learner_logp) - wide(sampler_logp)).clamp(max=cap).detach()
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
+    """PPO's value loss, one value a token: ½·max((v − R)², (clip(v, v_old − c, v_old + c) − R)²).
+    A value that has moved by more than c, and is now nearer to its return than the cut one, gets no
+    gradient; one that has moved away keeps it. clip None: ½(v − R)²."""
+    values, returns = wide(values), returns.detach()
+    error = (values - returns).square()
+    if clip is not None:
+        old = wide(old_values).detach()
+        near = old + (values - old).clamp(-clip, clip)
+        error = torch.maximum(error, (near - returns).square())
+    return 0.5 * error
 
 
 def guarded(
@@ -55,3 +136,22 @@ def masked(
     dropped = (further & (divergence >= limit)).detach()
     loss = torch.where(dropped, (-advantage * ratio).detach(), -advantage * ratio)
     return Surrogate(loss, ratio.detach(), dropped)
+
+
+def _token_clip(
+    log_ratio: Tensor, advantage: Tensor, low: float, high: float, dual: float | None
+) -> Surrogate:
+    found = _clip(log_ratio.clamp(-LOG_RATIO, LOG_RATIO), advantage, low, high)
+    beyond = (log_ratio.detach().abs() > LOG_RATIO) & (advantage != 0)
+    loss, lost = found.loss, found.clipped | beyond
+    if dual is not None:
+        dear = (advantage < 0) & (found.ratio > dual)
+        loss, lost = torch.where(dear, -advantage * dual, loss), lost | dear
+    return Surrogate(loss, found.ratio, lost)
+
+
+def _clip(log_ratio: Tensor, advantage: Tensor, low: float, high: float) -> Surrogate:
+    ratio = torch.exp(log_ratio)
+    free = -advantage * ratio
+    bound = -advantage * ratio.clamp(1 - low, 1 + high)
+    return Surrogate(torch.maximum(free, bound), ratio.detach(), (bound > free).detach())

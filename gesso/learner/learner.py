@@ -2,33 +2,49 @@
 
 A mini-batch is a set of samples and gives one optimizer step; it is worked through in micro-batches
 of terms. Losses are summed and divided by the terms of the whole mini-batch, so that 1, 2 or 8
-micro-batches give the same gradient.
+micro-batches give the same gradient. A critic is trained beside the policy, with a rate of its own.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gesso import config
 from gesso.algorithms.base import Algorithm, Terms
 from gesso.formulas import advantages as adv
 from gesso.formulas import averages
-from gesso.models.flow.base import FlowModel
+from gesso.models.policy import Policy
 from gesso.types import Rollout, Weights, seed_of
+
+
+class Trainable(Protocol):
+    """Of a model, what updating it takes."""
+
+    policy: Policy
+
+
+class Beside(Protocol):
+    """Parameters that are trained with the policy and are no part of it: a critic's."""
+
+    trained: dict[str, nn.Parameter]
+    lr: float
 
 
 class Learner:
     def __init__(
         self,
-        model: FlowModel,
+        model: Trainable,
         algorithm: Algorithm,
         optimizer: config.Optimizer,
         settings: config.Learner,
         seed: int,
+        beside: Beside | None = None,
     ) -> None:
         self.model = model
         self.policy = model.policy
@@ -36,8 +52,14 @@ class Learner:
         self.settings = settings
         self.schedule = optimizer
         self.seed = seed
+        self.beside = beside
+        groups: list[dict[str, Any]] = [{"params": list(self.policy.trained.values())}]
+        self._rates = [optimizer.lr]
+        if beside is not None:
+            groups.append({"params": list(beside.trained.values())})
+            self._rates.append(beside.lr)
         self.optimizer = torch.optim.AdamW(
-            list(self.policy.trained.values()),
+            groups,
             lr=optimizer.lr,
             betas=optimizer.betas,
             eps=optimizer.eps,
@@ -57,18 +79,15 @@ class Learner:
         """All optimizer steps of iteration `step` (from 0). Every sample must have a score."""
         started = time.perf_counter()
         generator = torch.Generator().manual_seed(seed_of(self.seed, "update", step))
-        advantages = self.algorithm.advantage(rollout)
+        prepared = self.algorithm.prepare(self.model, rollout, self.settings)
+        advantages = prepared.advantages
         kept = self.algorithm.advantage.kept(rollout, self.algorithm.updates)
-        order = kept[torch.randperm(len(kept), generator=generator)]
         stats: dict[str, list[Tensor]] = defaultdict(list)
         norms: list[float] = []
         skipped = 0
         first_gap: float | None = None
-        for rows in order.tensor_split(min(self.algorithm.updates, len(order)) or 1):
-            if len(rows) == 0:  # no group has any spread: nothing to learn from
-                norms.append(0.0)
-                break
-            terms = self.algorithm.terms(rollout.rows(rows), advantages[rows], generator)
+        for rows in self._mini_batches(kept, generator):
+            terms = self.algorithm.terms(rollout.rows(rows), prepared.rows(rows), generator)
             norm = self._accumulate(terms, stats)
             if "abs_dlogp" in stats and first_gap is None:
                 first_gap = float(torch.cat(stats["abs_dlogp"]).max())
@@ -79,6 +98,7 @@ class Learner:
                 self._step()
         self.optimizer.zero_grad(set_to_none=True)
         self.algorithm.finish(self.policy, step)
+        norms += [] if len(kept) else [0.0]  # no group has any spread: nothing to learn from
         metrics = {f"update/{name}": float(torch.cat(v).mean()) for name, v in stats.items()}
         if first_gap is not None:
             metrics["update/abs_dlogp_max"] = float(torch.cat(stats["abs_dlogp"]).max())
@@ -93,28 +113,36 @@ class Learner:
             "time/update": time.perf_counter() - started,
         }
 
+    def _mini_batches(self, kept: Tensor, generator: torch.Generator) -> Iterator[Tensor]:
+        """Rows of a rollout, shuffled anew for every pass over it."""
+        for _ in range(self.algorithm.epochs):
+            order = kept[torch.randperm(len(kept), generator=generator)]
+            if len(order):
+                yield from order.tensor_split(min(self.algorithm.updates, len(order)))
+
     def _accumulate(self, terms: Terms, stats: dict[str, list[Tensor]]) -> float | None:
         """Gradient of the mini-batch's mean loss into .grad; its norm, or None when the loss or
         the gradient is not finite: such a step is not taken."""
         self.optimizer.zero_grad(set_to_none=True)
-        size = self.settings.micro_batch
         finite = True
-        for start in range(0, len(terms), size):
-            result = self.algorithm.loss(self.model, terms.rows(slice(start, start + size)))
+        for part in terms.micro(self.settings):
+            result = self.algorithm.loss(self.model, part)
             total = result.loss.sum() / terms.total
             finite = finite and bool(torch.isfinite(total))
             total.backward()
             for name, value in result.stats.items():
                 stats[name].append(value)
-        norm = float(
-            torch.nn.utils.clip_grad_norm_(self.policy.trained.values(), self.schedule.max_norm)
-        )
-        return norm if finite and norm < float("inf") else None
+        norms = [
+            float(torch.nn.utils.clip_grad_norm_(group["params"], self.schedule.max_norm))
+            for group in self.optimizer.param_groups
+        ]
+        return norms[0] if finite and max(norms) < float("inf") else None
 
     def _step(self) -> None:
         warmup = self.schedule.warmup
         rise = min(1.0, (self.optimizer_steps + 1) / warmup) if warmup else 1.0
-        self.optimizer.param_groups[0]["lr"] = self.schedule.lr * rise
+        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
+            group["lr"] = rate * rise
         self.optimizer.step()
         self.optimizer_steps += 1
         ema = self.settings.ema
@@ -127,10 +155,18 @@ class Learner:
         state = {f"current/{name}": p.data for name, p in self.policy.trained.items()}
         for copy, tensors in self.policy.copies.items():
             state |= {f"{copy}/{name}": tensor for name, tensor in tensors.items()}
-        for name, p in self.policy.trained.items():
+        if self.beside is not None:
+            state |= {f"beside/{name}": p.data for name, p in self.beside.trained.items()}
+        for name, p in self._all.items():
             for key, value in self.optimizer.state[p].items():
                 state[f"adam.{key}/{name}"] = torch.as_tensor(value)
         return state | {"optimizer_steps": torch.tensor(self.optimizer_steps)}
+
+    @property
+    def _all(self) -> dict[str, nn.Parameter]:
+        """Every trained parameter by its name in a checkpoint."""
+        extra = self.beside.trained if self.beside is not None else {}
+        return self.policy.trained | {f"beside.{name}": p for name, p in extra.items()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         tables: dict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -140,7 +176,10 @@ class Learner:
         self.policy.load(tables["current"])
         for copy in self.policy.copies:
             self.policy.load(tables[copy], copy)
-        for name, p in self.policy.trained.items():
+        if self.beside is not None:
+            for name, p in self.beside.trained.items():
+                p.data.copy_(tables["beside"][name])
+        for name, p in self._all.items():
             self.optimizer.state[p] = {
                 key: tensors[name].clone().to(p.device)
                 for table, tensors in tables.items()

@@ -8,6 +8,7 @@ not, never knows.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -20,15 +21,23 @@ from gesso.types import UserError, Weights, Which
 
 class Policy:
     def __init__(
-        self, module: nn.Module, lora: Lora | None, targets: Sequence[str], seed: int
+        self,
+        module: nn.Module,
+        lora: Lora | None,
+        targets: Sequence[str],
+        seed: int,
+        frozen: str = "",
     ) -> None:
+        """`frozen` names a part of the module that is never trained."""
         self.module = module
         self.lora = lora
         module.requires_grad_(False)
         if lora is None:
             module.requires_grad_(True)
+            if frozen:
+                module.get_submodule(frozen).requires_grad_(False)
         else:
-            _add_lora(module, lora, lora.targets or list(targets), seed)
+            _add_lora(module, lora, lora.targets or list(targets), seed, frozen)
         self.trained: dict[str, nn.Parameter] = {
             name: p for name, p in module.named_parameters() if p.requires_grad
         }
@@ -88,6 +97,42 @@ class Policy:
                 for name, tensor in current.items():
                     self.trained[name].data = tensor
 
+    def second_adapter(self, name: str, seed: int) -> dict[str, nn.Parameter]:
+        """LoRA of the same shape beside the policy's, for something else to train: off, but within
+        `wearing`."""
+        from copy import deepcopy
+
+        before = {n for n, _ in self.module.named_parameters()}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.module.add_adapter(deepcopy(self.module.peft_config["default"]), name)
+        self._wear("default")
+        added = {n: p for n, p in self.module.named_parameters() if n not in before}
+        for parameter in added.values():
+            parameter.data = parameter.data.float()
+            parameter.requires_grad_(True)
+        return added
+
+    @contextmanager
+    def wearing(self, name: str) -> Iterator[None]:
+        """Run the module with that adapter in place of the policy's. What is differentiated must
+        not be computed again later, as gradient checkpointing does."""
+        try:
+            self._wear(name)
+            yield
+        finally:
+            self._wear("default")
+
+    def _wear(self, name: str) -> None:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        for layer in self.module.modules():
+            if isinstance(layer, BaseTunerLayer):
+                layer.set_adapter([name])
+        for parameter in trained:  # PEFT freezes what is not worn
+            parameter.requires_grad_(True)
+
     def lora_state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
         """The adapter as PEFT writes it: tensors, and the config that gives them meaning."""
         from peft import get_peft_model_state_dict
@@ -124,12 +169,18 @@ class Policy:
         return sum(p.numel() for p in self.trained.values())
 
 
-def _add_lora(module: nn.Module, lora: Lora, targets: list[str], seed: int) -> None:
+def _add_lora(
+    module: nn.Module, lora: Lora, targets: list[str], seed: int, frozen: str = ""
+) -> None:
     """PEFT adapters, gaussian A and zero B, drawn from `seed` and not from global state."""
     from peft import LoraConfig
 
     config = LoraConfig(
-        r=lora.rank, lora_alpha=lora.alpha, init_lora_weights="gaussian", target_modules=targets
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        init_lora_weights="gaussian",
+        target_modules=targets,
+        exclude_modules=rf"{re.escape(frozen)}\..*" if frozen else None,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -22,11 +22,19 @@ class Reward(Protocol):
         """Why this prompt cannot be scored, or None. Asked once, before the run."""
 
     def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
-        """One score a sample, in order."""
+        """One score a sample, in order; None for a value: it does not apply to this sample."""
 
 
 class Scorer(Protocol):
     """Where a reward runs. Every sample gets a score, in order, whatever goes wrong."""
+
+    @property
+    def processes(self) -> int:
+        """How many it keeps busy on this machine."""
+
+    @property
+    def hits(self) -> int:
+        """Scores it remembered, so far, and did not ask for again."""
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]: ...
 
@@ -34,7 +42,7 @@ class Scorer(Protocol):
 
 
 class FunctionReward:
-    """`f(samples, **options)` → a list of numbers or of Scores; it takes every prompt."""
+    """`f(samples, **options)` → a list of numbers, None or Scores; it takes every prompt."""
 
     def __init__(self, function: Callable[..., Sequence[Any]], options: Mapping[str, Any]) -> None:
         self.function = function
@@ -110,12 +118,14 @@ def checked(reward: Reward, samples: Sequence[Sample]) -> list[Score]:
 
 
 def plain(answer: Any) -> Score:
-    """A user's answer, a number or a Score, as a Score of plain finite floats."""
+    """A user's answer, a number, None or a Score, as a Score of plain finite floats."""
     score = answer if isinstance(answer, Score) else Score(answer)
     if score.error is not None:
         return Score.failed(str(score.error))
+    if score.value is None:
+        return Score(None, text=str(score.text))
     try:
-        value = float(score.value)  # type: ignore[arg-type]
+        value = float(score.value)
         parts = {str(name): float(part) for name, part in score.parts.items()}
     except (TypeError, ValueError):
         return Score.failed(f"returned {score.value!r}, not a number")

@@ -1,10 +1,11 @@
 """Scores by content: what was scored once is not scored again.
 
 The key is a hash of all that a score may depend on: the reward and its options, the prompt with
-all columns, the picture's pixels or the text. `seed` and `where` say how a sample came about, not
-what it is; a reward that looks at them is random in this sense and says `random = True`. Failures
-are not kept. A sample that is being scored already is waited for, so a request that is sent twice
-is worked on once.
+all columns, messages and pictures, the sample's pixels or text. A picture that lies in a file is
+known by its path: files do not change during a run. `seed` and `where` say how a sample came about,
+not what it is; a reward that looks at them is random in this sense and says `random = True`.
+Failures are not kept. A sample that is being scored already is waited for, so a request that is
+sent twice is worked on once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from gesso.rewards.base import Scorer
-from gesso.types import Sample, Score
+from gesso.types import Prompt, Sample, Score
 
 ENTRIES = 16_384
 
@@ -31,6 +32,10 @@ class Cached:
         self.hits = 0
         self._known: OrderedDict[bytes, Score] = OrderedDict()
         self._coming: dict[bytes, asyncio.Future[Score]] = {}
+
+    @property
+    def processes(self) -> int:
+        return self.inner.processes
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
         keys = [self.key(sample) for sample in samples]
@@ -63,7 +68,7 @@ class Cached:
             raise
         for key, score in zip(new, scores, strict=True):
             self._coming.pop(key).set_result(score)
-            if score.ok:
+            if score.error is None:
                 self._known[key] = score
         while len(self._known) > self.entries:
             self._known.popitem(last=False)
@@ -74,7 +79,7 @@ class Cached:
         shape = "" if image is None else str(image.shape)
         text = "" if sample.text is None else f"text:{sample.text}"
         digest = hashlib.blake2b(digest_size=20)
-        parts = [prompt.text, prompt.negative, columns, shape, text]
+        parts = [prompt.text, prompt.negative, columns, shape, text, _asked(prompt)]
         for part in (self.identity, *(p.encode(errors="surrogatepass") for p in parts)):
             digest.update(len(part).to_bytes(8, "big"))
             digest.update(part)
@@ -84,6 +89,13 @@ class Cached:
 
     async def close(self) -> None:
         await self.inner.close()
+
+
+def _asked(prompt: Prompt) -> str:
+    if not prompt.messages and not prompt.images:
+        return ""
+    pictures = [[p.path, hashlib.blake2b(p.data).hexdigest()] for p in prompt.images]
+    return json.dumps([prompt.messages, pictures], sort_keys=True, default=str)
 
 
 async def _result(coming: asyncio.Future[Score]) -> Score:

@@ -18,14 +18,20 @@ class Weighted:
 
 
 def combine(weighted: Sequence[tuple[str, float, Score]]) -> Score:
-    """Σ weight·value. One failed part fails the sample: without it the sum is another reward."""
+    """Σ weight·value over the rewards that apply to the sample; the others add nothing and have no
+    part. One failed part fails the sample: without it the sum is another reward."""
     parts: dict[str, float] = {}
-    for name, _, score in weighted:
-        if score.error is not None or score.value is None:
+    total = 0.0
+    for name, weight, score in weighted:
+        if score.error is not None:
             return Score.failed(f"{name}: {score.error}")
+        if score.value is None:
+            continue
+        total += weight * score.value
         parts[name] = score.value
         parts |= {f"{name}/{detail}": value for detail, value in score.parts.items()}
-    total = sum(weight * score.value for _, weight, score in weighted if score.value is not None)
+    if not parts:
+        return Score.failed(f"{', '.join(n for n, _, _ in weighted)}: none applies to this sample")
     return Score(total, parts, " | ".join(s.text for _, _, s in weighted if s.text))
 
 

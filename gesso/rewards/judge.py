@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from gesso.config import Strict, Urls
@@ -179,6 +180,9 @@ class QwenVlOcr(Asks):
 class Bench:
     """Where a judge sits: its requests go out from the event loop, so it needs no process."""
 
+    processes = 0
+    hits = 0
+
     def __init__(self, judge: Asks) -> None:
         self.judge = judge
         self.pool = Pool(
@@ -200,14 +204,16 @@ class Bench:
             body = await aside(weight_of([sample]), self._request, sample, model)
             answer = _content(await self.pool.post("/v1/chat/completions", body))
             return self.judge.read(answer, sample)
-        except (Unanswered, UserError) as error:
+        except (Unanswered, UserError, OSError) as error:  # OSError: a picture that is gone
             return Score.failed(str(error))
 
     def _request(self, sample: Sample, model: str) -> bytes:
         content: list[dict[str, Any]] = [{"type": "text", "text": self.judge.question(sample)}]
-        if sample.image is not None:
-            url = f"data:image/png;base64,{base64_png(sample.image)}"
-            content.insert(0, {"type": "image_url", "image_url": {"url": url}})
+        seen = [base64_png(np.asarray(picture.open())) for picture in sample.prompt.images]
+        seen += [] if sample.image is None else [base64_png(sample.image)]
+        for i, png in enumerate(seen):
+            url = f"data:image/png;base64,{png}"
+            content.insert(i, {"type": "image_url", "image_url": {"url": url}})
         request = {
             "model": model,
             "messages": [{"role": "user", "content": content}],

@@ -1,12 +1,13 @@
 """What goes over HTTP between a run and a reward's server: JSON, pictures as base64. No pickle.
 
 gesso:     POST /score       {"samples": [{"prompt", "negative", "columns", "where", "seed",
-                             "image", "text"}, …]} → {"scores": [{"value", "parts", "text",
-                             "error"}, …]}
+                             "image", "text", "images", "messages"}, …]} → {"scores": [{"value",
+                             "parts", "text", "error"}, …]}. "image" is the sample, "images" are
+                             the prompt's; what a prompt has not is not sent
 openrlhf:  POST /get_reward  {"query": […], "prompts": […], "labels": […]} → {"rewards": […]}, as
                              OpenRLHF and LMM-R1 have it. A query is prompt and reply in one text;
                              a label is the row's answer. "images" (base64) is our addition, for
-                             models that draw.
+                             models that draw; the prompt's pictures stay at home.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pydantic import Field
 
 from gesso.config import Strict, parse
 from gesso.rewards.base import plain
-from gesso.types import Prompt, Sample, Score, UserError
+from gesso.types import PICTURE_FORMATS, Picture, Prompt, Sample, Score, UserError
 
 ASIDE = 2**17  # bytes, about 2 ms of work
 MAX_PIXELS = 2**26  # of one picture, 8192 × 8192
@@ -44,6 +45,8 @@ class SampleForm(Strict):
     seed: int = 0
     image: str | None = None
     text: str | None = None
+    images: list[str] = Field([])
+    messages: list[dict[str, Any]] = Field([])
 
 
 class ScoreRequest(Strict):
@@ -60,7 +63,7 @@ class GetRewardRequest(Strict):
 
 
 class ScoreForm(Strict):
-    value: float | None = Field(None, allow_inf_nan=True)
+    value: float | None = Field(allow_inf_nan=True)  # None without an error: it does not apply
     parts: dict[str, float] = Field({})
     text: str = ""
     error: str | None = None
@@ -75,7 +78,9 @@ async def aside(size: int, call: Callable[..., T], *arguments: Any) -> T:
 
 
 def weight_of(samples: Sequence[Sample]) -> int:
-    return sum(0 if s.image is None else s.image.nbytes for s in samples)
+    made = sum(0 if s.image is None else s.image.nbytes for s in samples)
+    shown = sum(len(p.data) or ASIDE for s in samples for p in s.prompt.images)  # a file to be read
+    return made + shown
 
 
 def png(image: np.ndarray) -> bytes:
@@ -108,6 +113,22 @@ def picture(data: bytes) -> np.ndarray:
         raise UserError(f"a picture cannot be read ({reason}); expected one of {FORMATS}") from None
 
 
+def prompt_picture(data: bytes) -> Picture:
+    """Not decoded here, as few rewards look at it, but known to be one and not too large."""
+    from PIL import Image
+
+    try:
+        with Image.open(io.BytesIO(data), formats=PICTURE_FORMATS) as image:
+            width, height = image.size
+    except Exception as error:  # as above
+        reason = f"{type(error).__name__}: {error}"
+        told = f"expected one of {PICTURE_FORMATS}"
+        raise UserError(f"a prompt's picture cannot be read ({reason}); {told}") from None
+    if width * height > MAX_PIXELS:
+        raise UserError(f"a prompt's picture of {width}×{height} is above {MAX_PIXELS:,} pixels")
+    return Picture(data=data)
+
+
 def from_base64(text: str) -> bytes:
     """With or without the head of a data URL."""
     try:
@@ -125,6 +146,10 @@ def pack_score_request(samples: Sequence[Sample]) -> bytes:
         image = None if s.image is None else base64_png(s.image)
         prompt = {"prompt": s.prompt.text, "negative": s.prompt.negative, "where": s.prompt.where}
         rest = {"columns": dict(s.prompt.columns), "seed": s.seed, "image": image, "text": s.text}
+        if s.prompt.images:
+            rest["images"] = [base64.b64encode(p.read()).decode() for p in s.prompt.images]
+        if s.prompt.messages:
+            rest["messages"] = s.prompt.messages
         rows.append(prompt | rest)
     return json.dumps({"samples": rows}).encode()
 
@@ -136,7 +161,9 @@ def read_score_request(body: bytes) -> list[Sample]:
 
 
 def sample_of(form: SampleForm, image: bytes | None) -> Sample:
-    prompt = Prompt(form.prompt, form.negative, form.columns, form.where)
+    images = tuple(prompt_picture(from_base64(text)) for text in form.images)
+    messages = tuple(form.messages)
+    prompt = Prompt(form.prompt, form.negative, form.columns, form.where, images, messages)
     return Sample(prompt, None if image is None else picture(image), form.seed, form.text)
 
 

@@ -28,6 +28,9 @@ PROTOCOLS = {
 
 
 class Remote:
+    processes = 0
+    hits = 0
+
     def __init__(self, entry: RemoteEntry) -> None:
         self.speaks = PROTOCOLS[entry.protocol]
         self.batch = entry.batch
@@ -46,8 +49,8 @@ class Remote:
 
     async def _score(self, samples: Sequence[Sample]) -> list[Score]:
         """The scores of one request. However often it is sent, one answer counts, and whole."""
-        body = await protocol.aside(protocol.weight_of(samples), self.speaks.pack, samples)
         try:
+            body = await protocol.aside(protocol.weight_of(samples), self.speaks.pack, samples)
             answer = await self.pool.post(self.speaks.path, body)
             return self.speaks.read(answer, len(samples))
         except (Unanswered, UserError) as error:

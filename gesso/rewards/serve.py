@@ -55,6 +55,14 @@ class Batcher:
         self._running: set[asyncio.Task[None]] = set()
 
     @property
+    def processes(self) -> int:
+        return self.inner.processes
+
+    @property
+    def hits(self) -> int:
+        return self.inner.hits
+
+    @property
     def waiting(self) -> int:
         return len(self._waiting)
 
@@ -145,7 +153,7 @@ def app(name: str, scorer: Scorer, token: str | None, max_bytes: int) -> FastAPI
             scores = await scorer.score(samples)
         except Busy as error:
             raise HTTPException(503, str(error), {"Retry-After": "1"}) from None
-        good = sum(s.ok for s in scores)
+        good = sum(s.error is None for s in scores)
         counts.scored += good
         counts.failed += len(scores) - good
         return scores
@@ -160,8 +168,8 @@ def app(name: str, scorer: Scorer, token: str | None, max_bytes: int) -> FastAPI
 
     async def get_reward(request: Request) -> JSONResponse:
         scores = await score(await read(request, _openrlhf))
-        errors = [s.error for s in scores if not s.ok]
-        if errors:  # the protocol has no word for a failure, and a number would be a lie
+        errors = [s.error or "it does not apply" for s in scores if not s.ok]
+        if errors:  # the protocol has no word for this, and a number would be a lie
             told = f"{len(errors)} of {len(scores)} could not be scored; the last: {errors[-1]}"
             raise HTTPException(422, told)
         return JSONResponse({"rewards": [s.value for s in scores]})

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from gesso.rewards import compose
+from gesso.rewards.base import Scorer
 from gesso.types import Sample, Score
 
 
@@ -21,20 +22,37 @@ class Scored:
 
 
 class RewardService:
-    def __init__(self, rewards: Sequence[compose.Weighted]) -> None:
+    """`rewards` score what is trained on, `held_out` the evaluation (none: the same). The two may
+    share a scorer."""
+
+    def __init__(
+        self, rewards: Sequence[compose.Weighted], held_out: Sequence[compose.Weighted] = ()
+    ) -> None:
         self.rewards = list(rewards)
+        self.held_out = list(held_out) or self.rewards
+        self._told = 0  # hits
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
 
-    def submit(self, samples: Sequence[Sample]) -> Future[Scored]:
-        """Start scoring; the answer comes as a future."""
-        return asyncio.run_coroutine_threadsafe(self._score(samples), self._loop)
+    @property
+    def processes(self) -> int:
+        """How many work on this machine while a training batch is scored."""
+        return sum(reward.scorer.processes for reward in self.rewards)
 
-    async def _score(self, samples: Sequence[Sample]) -> Scored:
-        started = time.perf_counter()
-        scores = await compose.score(self.rewards, samples)
-        return Scored(scores, started, time.perf_counter())
+    def new_hits(self) -> int:
+        """Scores that came from a cache since this was asked last."""
+        before, self._told = self._told, sum(scorer.hits for scorer in self._scorers)
+        return self._told - before
+
+    @property
+    def _scorers(self) -> list[Scorer]:
+        return list({id(r.scorer): r.scorer for r in [*self.rewards, *self.held_out]}.values())
+
+    def submit(self, samples: Sequence[Sample], held_out: bool = False) -> Future[Scored]:
+        """Start scoring; the answer comes as a future."""
+        rewards = self.held_out if held_out else self.rewards
+        return asyncio.run_coroutine_threadsafe(_score(rewards, samples), self._loop)
 
     def close(self) -> None:
         """End every worker process and connection; safe to call twice."""
@@ -46,5 +64,11 @@ class RewardService:
         self._loop.close()
 
     async def _close(self) -> None:
-        for reward in self.rewards:
-            await reward.scorer.close()
+        for scorer in self._scorers:
+            await scorer.close()
+
+
+async def _score(rewards: Sequence[compose.Weighted], samples: Sequence[Sample]) -> Scored:
+    started = time.perf_counter()
+    scores = await compose.score(rewards, samples)
+    return Scored(scores, started, time.perf_counter())

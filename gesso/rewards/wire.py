@@ -2,7 +2,10 @@
 
 `samples` frame:  {"samples": [{"text", "negative", "columns", "where", "seed", "reply", "shape"},
                   …]} and a line break, then the pixels; a null "reply" or "shape" means no text or
-                  no picture
+                  no picture. A prompt with messages or pictures has "messages" and "images": each
+                  its path and its place among "pictures", the lengths of the files that follow the
+                  pixels, each once. The place is null where the file is gone: whoever opens it is
+                  told.
 `scores` frame:   {"scores": [{"value", "parts", "text", "error"}, …]}\\n
 """
 
@@ -11,29 +14,73 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from gesso.types import Prompt, Sample, Score
+from gesso.types import Picture, Prompt, Sample, Score, UserError
 
 
 def pack_samples(samples: Sequence[Sample]) -> bytes:
-    images = [s.image for s in samples]
-    shapes = [None if image is None else image.shape for image in images]
-    rows = [
-        dataclasses.asdict(s.prompt) | {"seed": s.seed, "shape": shape, "reply": s.text}
-        for s, shape in zip(samples, shapes, strict=True)
-    ]
-    header = json.dumps({"samples": rows}).encode() + b"\n"
-    return header + b"".join(np.ascontiguousarray(i).tobytes() for i in images if i is not None)
+    files = _files(samples)
+    places = {picture: i for i, picture in enumerate(files)}
+    rows = [_row(sample, places) for sample in samples]
+    header: dict[str, Any] = {"samples": rows}
+    if files:
+        header["pictures"] = [len(data) for data in files.values()]
+    pixels = [np.ascontiguousarray(s.image).tobytes() for s in samples if s.image is not None]
+    return b"".join([json.dumps(header).encode(), b"\n", *pixels, *files.values()])
+
+
+def _files(samples: Sequence[Sample]) -> dict[Picture, bytes]:
+    """What the prompts' pictures hold, each once: samples of a group share theirs."""
+    found: dict[Picture, bytes] = {}
+    for picture in dict.fromkeys(p for sample in samples for p in sample.prompt.images):
+        try:
+            found[picture] = picture.read()
+        except UserError:
+            continue
+    return found
+
+
+def _row(sample: Sample, places: dict[Picture, int]) -> dict[str, Any]:
+    prompt = sample.prompt
+    row: dict[str, Any] = {
+        "text": prompt.text,
+        "negative": prompt.negative,
+        "columns": prompt.columns,
+        "where": prompt.where,
+        "seed": sample.seed,
+        "reply": sample.text,
+        "shape": None if sample.image is None else sample.image.shape,
+    }
+    if prompt.messages:
+        row["messages"] = prompt.messages
+    if prompt.images:
+        row["images"] = [(picture.path, places.get(picture)) for picture in prompt.images]
+    return row
 
 
 def read_samples(header: bytes, read: Callable[[int], bytes]) -> list[Sample]:
+    found = json.loads(header)
+    rows = found["samples"]
+    images = [None if row["shape"] is None else _picture(row["shape"], read) for row in rows]
+    files = [read(length) for length in found.get("pictures", [])]
     samples = []
-    for row in json.loads(header)["samples"]:
-        shape, seed, text = row.pop("shape"), row.pop("seed"), row.pop("reply")
-        image = None if shape is None else _picture(shape, read)
-        samples.append(Sample(Prompt(**row), image, seed, text))
+    for row, image in zip(rows, images, strict=True):
+        pictures = [
+            Picture(path, b"" if place is None else files[place])
+            for path, place in row.get("images", [])
+        ]
+        prompt = Prompt(
+            row["text"],
+            row["negative"],
+            row["columns"],
+            row["where"],
+            tuple(pictures),
+            tuple(row.get("messages", [])),
+        )
+        samples.append(Sample(prompt, image, row["seed"], row["reply"]))
     return samples
 
 

@@ -34,8 +34,9 @@ class Workers:
         self.options = dict(options)
         self.batch = batch
         self.timeout = timeout
+        self.processes = count
+        self.hits = 0
         self.restarts = 0
-        self._count = count
         self._idle: asyncio.Queue[asyncio.subprocess.Process | None] | None = None
         self._all: set[asyncio.subprocess.Process] = set()
 
@@ -47,7 +48,7 @@ class Workers:
     async def _score(self, samples: Sequence[Sample]) -> list[Score]:
         if self._idle is None:
             self._idle = asyncio.Queue()
-            for _ in range(self._count):
+            for _ in range(self.processes):
                 self._idle.put_nowait(None)  # started when first needed
         frame = wire.pack_samples(samples)
         process = await self._idle.get()

@@ -12,26 +12,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gesso.formulas import flow_steps
+from gesso.formulas import diversity, flow_steps
 from gesso.models.flow.base import FlowModel, PromptCache, guided
+from gesso.samplers.base import Piece
 from gesso.types import (
     FlowContext,
     FlowTrace,
     Prompt,
+    Rollout,
     Sample,
     SampleSpec,
     Weights,
     seed_of,
 )
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Samples that are finished; pieces arrive while the rest is still being drawn."""
-
-    samples: list[Sample]
-    trace: FlowTrace
-    logp: Tensor  # (n, S)
 
 
 class DenoisingSampler:
@@ -49,7 +42,7 @@ class DenoisingSampler:
     @torch.no_grad()
     def sample(
         self, prompts: Sequence[Prompt], row: Sequence[int], seeds: Sequence[int], spec: SampleSpec
-    ) -> Iterator[Piece]:
+    ) -> Iterator[Piece[FlowTrace]]:
         """One sample of prompts[row[i]] from seeds[i] for every i, in pieces of `batch`."""
         cond, negative = self.embeddings.conditions(prompts, spec.guidance)
         sigmas = self.model.sigmas(spec.steps, spec.height, spec.width).to(self.model.device)
@@ -63,7 +56,10 @@ class DenoisingSampler:
                 Sample(prompts[r], image, seed)
                 for r, image, seed in zip(row[part], images, seeds[part], strict=True)
             ]
-            yield Piece(samples, trace, logp)
+            yield Piece(list(range(len(seeds))[part]), samples, trace, logp)
+
+    def describe(self, rollout: Rollout) -> dict[str, float]:
+        return {"diversity": diversity.within_groups(rollout.paths.clean, rollout.group)}
 
     def _shared_starts(
         self, context: FlowContext, row: Sequence[int], seeds: Sequence[int], spec: SampleSpec

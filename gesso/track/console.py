@@ -175,7 +175,7 @@ def _update(row: Mapping[str, Any]) -> list[str]:
 
 
 def _speed(row: Mapping[str, Any]) -> list[str]:
-    figures = [f"{row['images_per_s']:.1f} img/s"] if "images_per_s" in row else []
+    figures = [f"{row['samples_per_s']:.1f} img/s"] if "samples_per_s" in row else []
     return figures + ([f"{row['failed']:g} failed"] if row.get("failed") else [])
 
 

@@ -89,7 +89,7 @@ def headline(rows: Sequence[Row]) -> str:
 def facts(settings: Mapping[str, str], rows: Sequence[Row]) -> str:
     done = rows[-1]["step"] if rows else 0
     totals = [value for _, value in series(rows, "time/total")]  # over all sittings of the run
-    speed = sorted(value for _, value in series(rows, "images_per_s"))
+    speed = sorted(value for _, value in series(rows, "samples_per_s"))
     table = {
         "algorithm": settings.get("algorithm.name"),
         "model": settings.get("model.path"),
@@ -126,7 +126,7 @@ def details(rows: Sequence[Row]) -> str:
         "advantage/flat_groups",
         "reward/at_max",
         "diversity",
-        "images_per_s",
+        "samples_per_s",
     ]
     small += sorted(key for key in keys if key.startswith("time/") and key != "time/total")
     rest = "".join(chart(key, {"": series(rows, key)}, span, SMALL) for key in small)

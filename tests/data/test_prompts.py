@@ -9,7 +9,7 @@ import pytest
 from gesso import build
 from gesso.config import Data, Recipe, parse
 from gesso.data.prompts import Part, Stream, fit, in_turn, load, overlap, pass_by_weight
-from gesso.types import Prompt, UserError, seed_of
+from gesso.types import Picture, Prompt, UserError, seed_of
 
 
 def named(name: str, count: int, weight: float | None = None) -> list[Prompt]:
@@ -27,7 +27,7 @@ def test_unfit_prompts_are_skipped_counted_and_named() -> None:
     assert kept == prompts[:1]
     assert note is not None and "1 of 2 prompts of a.txt" in note and "a:2: no word" in note
     assert fit(prompts, lambda p: None, "a.txt") == (prompts, None)
-    with pytest.raises(UserError, match="nothing is left"):
+    with pytest.raises(UserError, match=r"^no prompt of a.txt is left: all cannot be scored"):
         fit(prompts, lambda p: "no word", "a.txt")
 
 
@@ -160,8 +160,17 @@ def test_overlap_is_counted() -> None:
     assert overlap(train, held_out[:1]) is None
 
 
+def test_one_question_about_another_picture_is_another_prompt() -> None:
+    def about(path: str, role: str = "user") -> Prompt:
+        messages = ({"role": role, "content": [{"type": "image"}]},)
+        return Prompt("how many?", images=(Picture(path),), messages=messages)
+
+    assert overlap([about("a.png")], [about("b.png"), about("a.png", "tool")]) is None
+    assert "1 of 2" in (overlap([about("a.png")], [about("b.png"), about("a.png")]) or "")
+
+
 def test_the_bundled_prompts_do_not_overlap() -> None:
-    loaded = load(build.recipe("demo").data, lambda p: None)
+    loaded = load(build.recipe("demo").data, lambda p: None, lambda p: None)
     assert len(loaded.train[0].prompts) == 1404 and loaded.notes == []
 
 
@@ -172,7 +181,11 @@ def test_load(tmp_path: Path) -> None:
     path = {name: str(tmp_path / f"{name}.txt") for name in files}
     train = [{"path": path["a"], "weight": 3.0}, {"path": path["b"]}]
     data = parse(Data, {"train": train, "eval": [{"path": path["e"]}, {"path": path["f"]}]}, "x")
-    loaded = load(data, lambda p: "is bad" if p.text == "bad" else None)
+
+    def unfit(prompt: Prompt) -> str | None:
+        return "is bad" if prompt.text == "bad" else None
+
+    loaded = load(data, unfit, unfit)
     assert [(texts(list(part.prompts)), part.weight) for part in loaded.train] == [
         (["one", "two"], 3.0),
         (["three"], 1.0),
@@ -186,12 +199,8 @@ def test_load(tmp_path: Path) -> None:
 
 def test_a_path_is_one_source_and_reads_back(recipe: Recipe, prompt_file: Path) -> None:
     (train,) = recipe.data.train
-    assert (train.path, train.weight, train.column, train.drop) == (
-        str(prompt_file),
-        1,
-        "prompt",
-        [],
-    )
+    said = (train.path, train.weight, train.column, train.images, train.drop)
+    assert said == (str(prompt_file), 1, None, None, [])
     assert build.recipe_from(recipe.model_dump()) == recipe
 
 

@@ -14,7 +14,8 @@ import pytest
 from pyarrow import parquet
 
 from gesso.config import Source
-from gesso.data.readers import read, weight_of
+from gesso.data import readers
+from gesso.data.rows import weight_of
 from gesso.types import Prompt, UserError
 
 GENEVAL = {
@@ -44,6 +45,12 @@ def source(path: Path | str, **options: Any) -> Source:
     return Source(path=str(path), **options)
 
 
+def read(source: Source) -> list[Prompt]:
+    reading = readers.read(source)
+    assert reading.left_out == []
+    return reading.prompts
+
+
 def write_parquet(file: Path, rows: list[dict]) -> Path:
     parquet.write_table(pa.Table.from_pylist(rows), file)
     return file
@@ -57,6 +64,7 @@ def save(folder: Path, rows: list[dict]) -> Path:
 
 
 def rows_of(prompts: list[Prompt]) -> list[tuple]:
+    assert not any(p.images or p.messages for p in prompts)  # these are for models that draw
     return [(p.text, p.negative, p.columns, p.where) for p in prompts]
 
 
@@ -90,6 +98,25 @@ def test_jsonl(tmp_path: Path) -> None:
 def test_parquet(tmp_path: Path) -> None:
     file = write_parquet(tmp_path / "c.parquet", ROWS)
     assert rows_of(read(source(file))) == expected("c.parquet")
+
+
+@pytest.mark.parametrize("wrap", ["[%s]", '{"data": [%s], "version": 2}', "lines"])
+def test_json(tmp_path: Path, wrap: str) -> None:
+    rows = [json.dumps(row) for row in ROWS]
+    text = "\n".join(rows) if wrap == "lines" else wrap % ",\n".join(rows)
+    (tmp_path / "d.json").write_text(text)
+    assert rows_of(read(source(tmp_path / "d.json"))) == expected("d.json")
+
+
+def test_one_file_is_the_split_train(tmp_path: Path) -> None:
+    lines = [json.dumps(row) for row in ROWS]
+    (tmp_path / "b.jsonl").write_text("\n".join(lines))
+    (tmp_path / "d.json").write_text(f"[{','.join(lines)}]")
+    write_parquet(tmp_path / "c.parquet", ROWS)
+    for name in ("b.jsonl", "d.json", "c.parquet"):
+        assert rows_of(read(source(f"{tmp_path / name}@train"))) == expected(name)
+        with pytest.raises(UserError, match=rf"{name} is one file, which is @train or nothing"):
+            read(source(f"{tmp_path / name}@validation"))
 
 
 def test_a_dataset_on_disk(tmp_path: Path) -> None:
@@ -189,12 +216,12 @@ def deep(samples: list) -> list[float]:
     return [float(s.prompt.columns["n"]["deep"][0]) for s in samples]
 
 
-def test_pictures_are_refused_until_dropped(tmp_path: Path) -> None:
-    rows = [{"prompt": "a", "image": {"bytes": b"\x89PNG", "path": "x.png"}}]
+def test_bytes_that_are_no_pictures_of_the_prompt_are_refused_until_dropped(tmp_path: Path) -> None:
+    rows = [{"prompt": "a", "mask": {"bytes": b"\x89PNG", "path": "x.png"}}]
     for place in (write_parquet(tmp_path / "c.parquet", rows), save(tmp_path / "saved", rows)):
-        with pytest.raises(UserError, match=rf'{place.name}:1: column "image" holds bytes.*drop ='):
+        with pytest.raises(UserError, match=rf'{place.name}:1: column "mask" holds bytes.*drop ='):
             read(source(place))
-        (prompt,) = read(source(place, drop=["image"]))
+        (prompt,) = read(source(place, drop=["mask"]))
         assert prompt.columns == {}
 
 
@@ -216,16 +243,24 @@ def test_a_column_to_drop_must_be_there(tmp_path: Path) -> None:
     [
         ("missing.txt", None, r"missing.txt: no such file"),
         ("empty.txt", "\n \n", "is empty; it needs a row for each prompt"),
-        ("table.csv", "x", r"expected .txt, .jsonl or .parquet, found .csv"),
+        ("table.csv", "x", r"expected .txt, .jsonl, .json or .parquet, found .csv"),
         ("bad.jsonl", '{"prompt": "x"}\n{oops\n', "bad.jsonl:2: not JSON"),
         ("bad.jsonl", "[1]\n", r"bad.jsonl:1: expected an object as \{…\}, got \[1\]"),
-        ("bad.jsonl", '{"text": "x", "b": 1}', 'bad.jsonl:1: expected a text "prompt", found only '
-         'text, b; name the column of the prompts with column = "…"'),
+        ("bad.jsonl", '{"text": "x", "b": 1}', 'bad.jsonl:1: expected a text "prompt", "problem", '
+         '"message", "messages" or "question", found only text, b; name the column of the prompts '
+         'with column = "…"'),
+        ("bad.jsonl", '{"prompt": ["x"]}', r"""expected text as "prompt", got \['x'\]"""),
+        ("bad.jsonl", '{"prompt": []}', r'expected text as "prompt", got \[\]'),
         ("bad.jsonl", '{"prompt": 5}', 'bad.jsonl:1: expected text as "prompt", got 5'),
         ("bad.jsonl", '{"prompt": null}', 'expected text as "prompt", got None'),
         ("bad.jsonl", '{"prompt": "x", "negative_prompt": ["a"]}',
          r"""expected text as "negative_prompt", got \['a'\]"""),
         ("bad.parquet", "not parquet", "bad.parquet cannot be read: "),
+        ("bad.json", "{oops", "bad.json is not JSON: "),
+        ("bad.json", '{"prompt": "x"}', r"bad.json: expected a list \[\{…\}, …\] or \{"),
+        ("bad.json", '[{"prompt": "x"}, 5]', r"bad.json:2: expected an object as \{…\}, got 5"),
+        ("bad.json", '{"prompt": "x"}\n\n{"x": 1}', r"bad.json:3: expected a text"),
+        ("bad.json", "[]", "is empty; it needs a row for each prompt"),
     ],
 )  # fmt: skip
 def test_bad_files(tmp_path: Path, name: str, content: str | None, sentence: str) -> None:
@@ -256,8 +291,8 @@ def test_bad_splits(tmp_path: Path) -> None:
     (tmp_path / "train.txt").write_text("x\n")
     with pytest.raises(UserError, match=r'no split "dev"; say which: \S+@train$'):
         read(source(f"{tmp_path}@dev"))
-    with pytest.raises(UserError, match=r"train.txt has no splits; leave out @train"):
-        read(source(f"{tmp_path / 'train.txt'}@train"))
+    with pytest.raises(UserError, match=r"train.txt is one file, .*; leave out @test$"):
+        read(source(f"{tmp_path / 'train.txt'}@test"))
     with pytest.raises(UserError, match="nowhere@train: no such file"):
         read(source("nowhere@train"))
     (tmp_path / "train_metadata.jsonl").write_text('{"prompt": "x"}\n')
@@ -265,11 +300,16 @@ def test_bad_splits(tmp_path: Path) -> None:
         read(source(f"{tmp_path}@train"))
 
 
-@pytest.mark.parametrize("options", [{"column": "caption"}, {"drop": ["a"]}])
+@pytest.mark.parametrize("options", [{"column": "caption"}, {"drop": ["a"]}, {"images": "a"}])
 def test_plain_lines_have_no_columns(tmp_path: Path, options: dict) -> None:
     (tmp_path / "a.txt").write_text("x\n")
-    with pytest.raises(UserError, match="has no columns; leave out `column` and `drop`"):
+    with pytest.raises(UserError, match="has no columns; leave out `column`, `images` and"):
         read(source(tmp_path / "a.txt", **options))
+
+
+def test_what_earlier_versions_wrote_into_a_run_folder_is_read(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x\n")
+    assert rows_of(read(source(tmp_path / "a.txt", column="prompt"))) == [("x", "", {}, "a.txt:1")]
 
 
 def test_a_damaged_dataset(tmp_path: Path) -> None:

@@ -5,7 +5,13 @@ import statistics
 import pytest
 import torch
 
-from gesso.formulas.advantages import flat_groups, gdpo, group_relative, with_spread
+from gesso.formulas.advantages import (
+    flat_groups,
+    gdpo,
+    group_relative,
+    leave_one_out,
+    with_spread,
+)
 
 REWARDS = torch.tensor([1.0, 0.0, 0.5, 0.7, 0.7, 0.9])
 GROUP = torch.tensor([4, 4, 4, 9, 9, 2])
@@ -37,6 +43,10 @@ def test_a_group_of_one_and_a_flat_group_have_no_advantage() -> None:
     got = group_relative(REWARDS, GROUP)
     assert got[5] == 0
     assert not got[3:5].any()
+
+
+def test_the_defaults_are_those_of_flow_grpo() -> None:
+    assert group_relative(REWARDS, GROUP).tolist() == pytest.approx(plain("global"))
 
 
 def test_order_of_samples_does_not_matter() -> None:
@@ -123,3 +133,81 @@ def test_every_rank_gets_as_many_samples_and_mini_batches(ranks: int) -> None:
     parts = [part.tensor_split(2) for part in kept.tensor_split(ranks)]
     assert len({len(mini) for part in parts for mini in part}) == 1
     assert {0, 1, 2, 3, 4, 5, 6, 7, 20, 21, 22, 23} <= set(kept.tolist())
+
+
+# Token models. Two groups and a lone sample, shuffled; sums by hand in the tests below.
+TOKEN_REWARDS = torch.tensor([1.0, 0.0, 2.0, 1.0, 6.0, 7.0])
+TOKEN_GROUP = torch.tensor([3, 8, 3, 8, 3, 5])
+
+
+def test_grpo_for_tokens_by_hand() -> None:
+    """Group 3: rewards 1, 2, 6, mean 3, unbiased variance (4 + 1 + 9)/2 = 7. Group 8: 0 and 1, mean
+    ½, variance (¼ + ¼)/1 = ½. Group 5 has one sample."""
+    got = group_relative(TOKEN_REWARDS, TOKEN_GROUP, "group", correction=1, epsilon=1e-6)
+    three, eight = 7**0.5 + 1e-6, 0.5**0.5 + 1e-6
+    expected = [-2 / three, -0.5 / eight, -1 / three, 0.5 / eight, 3 / three, 0.0]
+    assert got.tolist() == pytest.approx(expected, rel=1e-12)
+    assert got[5] == 0
+
+
+def test_dr_grpo_by_hand() -> None:
+    got = group_relative(TOKEN_REWARDS, TOKEN_GROUP, "none")
+    assert got.tolist() == [-2.0, -0.5, -1.0, 0.5, 3.0, 0.0]
+    assert got.dtype == torch.float64
+
+
+@pytest.mark.parametrize("std", ["global", "group", "none"])
+@pytest.mark.parametrize("correction", [0, 1])
+def test_every_divisor_equals_a_plain_computation(std: str, correction: int) -> None:
+    g = torch.Generator().manual_seed(5)
+    rewards = torch.rand(11, generator=g, dtype=torch.float64)
+    group = torch.tensor([2, 2, 7, 7, 7, 7, 2, 0, 9, 9, 9])
+    spread = statistics.stdev if correction else statistics.pstdev
+    got = group_relative(rewards, group, std, correction, epsilon=0.01)
+    for i, (r, h) in enumerate(zip(rewards.tolist(), group.tolist(), strict=True)):
+        members = rewards[group == h].tolist()
+        if len(members) == 1:
+            assert got[i] == 0
+            continue
+        scale = 1.0
+        if std != "none":
+            scale = spread(rewards.tolist() if std == "global" else members) + 0.01
+        assert got[i].item() == pytest.approx((r - statistics.fmean(members)) / scale, rel=1e-12)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("std", ["global", "group", "none"])
+@pytest.mark.parametrize("rewards, group", [([0.7], [4]), ([0.1, 0.1, 0.1, 5.0], [1, 1, 1, 2])])
+def test_nothing_to_compare_with_is_zero_and_never_nan(
+    std: str, rewards: list[float], group: list[int]
+) -> None:
+    """One sample, one in a group, or equal rewards: their unbiased std is 0/0 or 0, or the rounding
+    of (.1 + .1 + .1)/3, which is not .1 in float64."""
+    r, g = torch.tensor(rewards, dtype=torch.float64), torch.tensor(group)
+    assert group_relative(r, g, std, 1, 1e-6).tolist() == [0.0] * len(rewards)
+    assert leave_one_out(r, g).tolist() == [0.0] * len(rewards)
+
+
+def test_leave_one_out_by_hand() -> None:
+    """Group 3: 1 − (2 + 6)/2, 2 − (1 + 6)/2, 6 − (1 + 2)/2. Group 8: 0 − 1 and 1 − 0."""
+    got = leave_one_out(TOKEN_REWARDS, TOKEN_GROUP)
+    assert got.tolist() == [-3.0, -1.0, -1.5, 1.0, 4.5, 0.0]
+    assert got.dtype == torch.float64
+
+
+def test_leave_one_out_is_dr_grpo_times_g_over_g_minus_one() -> None:
+    rewards = torch.rand(12, generator=torch.Generator().manual_seed(1))
+    group = torch.tensor([0, 1, 1, 0, 1, 2, 2, 2, 2, 2, 0, 1])
+    size = torch.bincount(group)[group]
+    expected = group_relative(rewards, group, "none") * size / (size - 1)
+    torch.testing.assert_close(leave_one_out(rewards, group), expected, rtol=1e-12, atol=1e-14)
+
+
+def test_small_differences_survive_in_float64() -> None:
+    rewards = 1e6 + torch.tensor([0.0, 1e-4, 0.0, 3e-4], dtype=torch.float64)
+    group = torch.tensor([0, 0, 1, 1])
+    for got, factor in (
+        (group_relative(rewards, group, "none"), 0.5),
+        (leave_one_out(rewards, group), 1),
+    ):
+        assert (got / factor).tolist() == pytest.approx([-1e-4, 1e-4, -3e-4, 3e-4], rel=1e-4)

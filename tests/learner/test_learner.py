@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gesso import build
-from gesso.algorithms.base import TermLosses
+from gesso.algorithms.base import Prepared, TermLosses
 from gesso.learner.learner import Learner
 from tests.rollouts import parts_of, rollout_of
 
@@ -19,7 +19,7 @@ LORA = {"rank": 4, "alpha": 8}
 def gradient(learner: Learner, rollout: object) -> dict[str, torch.Tensor]:
     """The gradient of the first update, before any optimizer step."""
     advantages = learner.algorithm.advantage(rollout)  # type: ignore[arg-type]
-    terms = learner.algorithm.terms(rollout, advantages, torch.Generator().manual_seed(3))  # type: ignore[arg-type]
+    terms = learner.algorithm.terms(rollout, Prepared(advantages), torch.Generator().manual_seed(3))  # type: ignore[arg-type]
     learner.schedule = learner.schedule.model_copy(update={"max_norm": 1e9})
     learner._accumulate(terms, defaultdict(list))
     return {name: p.grad.clone() for name, p in learner.policy.trained.items()}
@@ -121,7 +121,9 @@ def test_an_update_moves_towards_the_better_samples(
 
     def preference() -> float:
         with torch.no_grad():
-            terms = chosen.terms(rollout, advantages.double(), torch.Generator().manual_seed(1))
+            terms = chosen.terms(
+                rollout, Prepared(advantages.double()), torch.Generator().manual_seed(1)
+            )
             if algorithm:
                 x_t = torch.lerp(terms.clean, terms.noise, terms.t.view(-1, 1, 1, 1))
                 v = model.velocity(x_t, terms.t, terms.context.cond.rows(terms.row))
@@ -243,7 +245,7 @@ def test_samples_without_advantage_are_left_out_and_change_nothing(recipe_data: 
         model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
         rollout = dataclasses.replace(rollout_of(model, algorithm), scores=flat)
         advantages = algorithm.advantage(rollout)
-        terms = algorithm.terms(rollout, advantages, torch.Generator())
+        terms = algorithm.terms(rollout, Prepared(advantages), torch.Generator())
         assert (len(terms), terms.total) == ((9, 18) if beta == 0 else (18, 18))
         gradients.append(gradient(learner, rollout))
     for name, value in gradients[0].items():

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gesso import build
+from gesso.algorithms.base import Prepared
 from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.config import Lora, Model
 from gesso.models.flow.base import PromptCache, check_guidance, over_long
@@ -108,6 +109,7 @@ def of(folders: Path) -> Any:
 def draw(model: Any, tiny: Tiny, spec: SampleSpec, batch: int = 3) -> Piece:
     pieces = list(DenoisingSampler(model, batch).sample(tiny.prompts, ROWS, SEEDS, spec))
     return Piece(
+        [i for p in pieces for i in p.index],
         [s for p in pieces for s in p.samples],
         FlowTrace.concat([p.trace for p in pieces]),
         torch.cat([p.logp for p in pieces]),
@@ -171,7 +173,8 @@ def replay_gap(
     """Drawn in pieces of `batch`, scored again in pieces of `micro`; in between the weights may
     move, to see that the figure tells."""
     algorithm = FlowGRPO(steps=STEPS, guidance=scale, beta=0.0)
-    piece = draw(model, tiny, algorithm.spec(0, 0, *SIZES[0]), batch)
+    size = Model(path="", height=SIZES[0][0], width=SIZES[0][1])
+    piece = draw(model, tiny, algorithm.spec(0, 0, size), batch)
     assert piece.logp.dtype == torch.float32 and piece.logp.std() > 1e-3
     noise = torch.Generator().manual_seed(5)
     for tensor in model.policy.weights().values():
@@ -181,7 +184,7 @@ def replay_gap(
         piece.samples, torch.tensor(ROWS), piece.trace, piece.logp, 0, scores, {"none": 1.0}
     )
     with torch.no_grad():
-        terms = algorithm.terms(rollout, torch.ones(len(SEEDS)), torch.Generator())
+        terms = algorithm.terms(rollout, Prepared(torch.ones(len(SEEDS))), torch.Generator())
         assert len(terms) == len(SEEDS) * (STEPS - 1)
         parts = [terms.rows(slice(at, at + micro)) for at in range(0, len(terms), micro)]
         gaps = [algorithm.loss(model, part).stats["abs_dlogp"] for part in parts]

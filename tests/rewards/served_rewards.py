@@ -41,6 +41,25 @@ def fails_when_dark(samples: Sequence[Sample]) -> list[Score]:
     return [Score(1.0) if s.picture.mean() > 9 else Score.failed("too dark") for s in samples]
 
 
+def shown(samples: Sequence[Sample]) -> list[Score]:
+    """How bright the prompt's first picture is, and all that is known of them, as text."""
+    import numpy as np
+
+    return [
+        Score(
+            float(np.asarray(s.prompt.images[0].open()).mean()) if s.prompt.images else -1.0,
+            {},
+            json.dumps([[p.read().hex() for p in s.prompt.images], s.prompt.messages, s.text]),
+        )
+        for s in samples
+    ]
+
+
+def blind(samples: Sequence[Sample]) -> list[float]:
+    """Counts the prompt's pictures and looks at none."""
+    return [float(len(s.prompt.images)) for s in samples]
+
+
 def noisy(samples: Sequence[Sample]) -> list[float]:
     return [chance.random() for _ in samples]
 

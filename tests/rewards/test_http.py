@@ -419,7 +419,8 @@ def test_a_remote_survives_the_recipe_and_holds_no_token(recipe_data: dict) -> N
     assert not again.reward[0].cache and "s3cret" not in str(recipe.model_dump())
     rewards = build.rewards(recipe)
     try:
-        assert rewards.unfit(Prompt("a sign")) == "ocr: no double-quoted word to read"  # ours knows
+        reason = rewards.train.unfit(Prompt("a sign"))  # ours knows
+        assert reason == "ocr: no double-quoted word to read"
         (weighted,) = rewards.service.rewards
         assert isinstance(weighted.scorer, Remote)
         pool = weighted.scorer.pool

@@ -91,3 +91,12 @@ class Stateful:
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return [Score(float(s.prompt.text.count(self.word))) for s in samples]
+
+
+def of_words(samples: Sequence[Sample], word: str) -> list[float | None]:
+    """Applies to prompts that hold `word` only."""
+    return [float(s.image.mean()) / 255 if word in s.prompt.text else None for s in samples]
+
+
+def constant(samples: Sequence[Sample], value: float) -> list[float]:
+    return [value] * len(samples)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 from gesso import build
+from gesso.algorithms.base import Prepared
 from gesso.config import Recipe
 from gesso.samplers.denoise import DenoisingSampler, Piece
 from gesso.types import FlowTrace, Prompt, SampleSpec
 from tests.conftest import PROMPTS
+from tests.rollouts import SIZE
 
 ROWS, SEEDS = [0, 0, 1, 1, 2], [11, 12, 13, 14, 15]
 
@@ -17,6 +19,7 @@ def draw(sampler: DenoisingSampler, spec: SampleSpec, **changes: object) -> Piec
     prompts = [Prompt(text) for text in PROMPTS]
     pieces = list(sampler.sample(prompts, ROWS, SEEDS, spec))
     return Piece(
+        [i for p in pieces for i in p.index],
         [s for p in pieces for s in p.samples],
         FlowTrace.concat([p.trace for p in pieces]),
         torch.cat([p.logp for p in pieces]),
@@ -61,11 +64,11 @@ def test_replay_gives_the_log_probs_of_sampling(recipe_data: dict) -> None:
         recipe_data["algorithm"] |= {"rule": rule, "guidance": guidance}
         recipe = build.recipe_from(recipe_data)
         model, algorithm = build.model(recipe), build.algorithm(recipe)
-        piece = draw(DenoisingSampler(model, 2), algorithm.spec(0, 7, 32, 96))
+        piece = draw(DenoisingSampler(model, 2), algorithm.spec(0, 7, SIZE))
         assert piece.logp.shape == (5, 3) and piece.trace.latents.shape[1] == 4
         rollout = as_rollout(piece)
         with torch.no_grad():
-            terms = algorithm.terms(rollout, torch.ones(5), torch.Generator())
+            terms = algorithm.terms(rollout, Prepared(torch.ones(5)), torch.Generator())
             stats = algorithm.loss(model, terms).stats
         assert stats["abs_dlogp"].max() < 1e-5
         assert piece.logp.std() > 1e-4  # not trivially equal
@@ -98,7 +101,7 @@ def test_a_window_is_stochastic_and_the_rest_is_not(recipe: Recipe) -> None:
 
 def test_a_picture_does_not_depend_on_how_the_batch_is_cut(recipe: Recipe) -> None:
     model, algorithm = build.model(recipe), build.algorithm(recipe)
-    spec = algorithm.spec(0, 1, 32, 96)
+    spec = algorithm.spec(0, 1, SIZE)
     whole, cut = draw(DenoisingSampler(model, 5), spec), draw(DenoisingSampler(model, 2), spec)
     assert (whole.trace.clean - cut.trace.clean).abs().max() < 1e-4
     assert (whole.logp - cut.logp).abs().max() < 1e-4

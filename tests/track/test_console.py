@@ -18,7 +18,7 @@ STEP = {
     "eval/reward": 0.7,
     "update/ratio": 1.00021,
     "update/clipped": 0.12,
-    "images_per_s": 9.81,
+    "samples_per_s": 9.81,
     "time/step": 7.65,
 }
 

@@ -34,7 +34,7 @@ def run(tmp_path: Path) -> RunFolder:
         row: dict[str, float] = {"step": step}
         if step:
             row |= {"reward": 0.2 * step, "update/ratio": 1.0001, "time/step": 3.0}
-            row |= {"time/total": 61.0 * step, "images_per_s": 9.5}
+            row |= {"time/total": 61.0 * step, "samples_per_s": 9.5}
         if step in STEPS:
             row |= {"eval/reward": 0.1 + 0.1 * step, "eval/ocr/exact": 0.125 * step}
             run.save_samples(step, *evaluation(step))
@@ -79,7 +79,7 @@ def test_all_figures_steps_and_pictures(run: RunFolder) -> None:
     assert "0.000 <i>→</i> 0.500" in page and "held-out eval/ocr/exact, step 0 → step 4" in page
     for fact in ("flow-grpo", "zoo:signs", "4 of 6", "7", "4:04", "9.5"):
         assert f"<dd>{fact}</dd>" in page
-    for name in ("eval/ocr/exact", "eval/reward", "update/ratio", "time/step", "images_per_s"):
+    for name in ("eval/ocr/exact", "eval/reward", "update/ratio", "time/step", "samples_per_s"):
         assert f"<figcaption>{name} " in page
     assert "<figcaption>update/kl" not in page  # NFT and others: what is absent is left out
     assert "<title>step 2: held-out 0.300</title>" in page

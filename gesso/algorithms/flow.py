@@ -1,0 +1,63 @@
+"""What the algorithms for flow models share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+from pydantic import Field
+from torch import Tensor
+
+from gesso import config
+from gesso.algorithms.advantage import Advantage
+from gesso.algorithms.base import Prepared, Terms
+from gesso.models.flow.base import FlowModel
+from gesso.types import FlowContext, Rollout, SampleSpec, Which
+
+F = TypeVar("F", bound="FlowTerms")
+
+
+@dataclass(frozen=True)
+class FlowTerms(Terms):
+    """T terms. Every tensor has leading dimension T, which may be less than `total`: terms without
+    gradient are left out."""
+
+    context: FlowContext
+    row: Tensor  # (T,): term → row of the context's conditioning
+
+    def __len__(self) -> int:
+        return len(self.row)
+
+    def micro(self: F, settings: config.Learner) -> Iterator[F]:
+        for start in range(0, len(self), settings.micro_batch):
+            yield self.rows(slice(start, start + settings.micro_batch))
+
+
+class FlowAlgorithm(config.Strict):
+    name: str
+    group: int = Field(24, ge=1)
+    updates: int = Field(2, ge=1)
+    advantage: Advantage = Advantage()
+
+    family: ClassVar[config.Family] = "draws"
+    epochs: ClassVar[int] = 1
+    refills: ClassVar[int] = 0
+    greedy: ClassVar[bool] = False
+
+    def eval_spec(self, watched: config.Eval, model: config.Model, weights: Which) -> SampleSpec:
+        """No noise, the evaluation's steps and guidance."""
+        assert watched.guidance is not None, "build.recipe_from fills it in"
+        return SampleSpec(
+            steps=watched.steps,
+            height=model.height,
+            width=model.width,
+            guidance=watched.guidance,
+            weights=weights,
+        )
+
+    def greedy_spec(self) -> SampleSpec:
+        raise NotImplementedError("no algorithm for flow models compares with a greedy sample")
+
+    def prepare(self, model: FlowModel, rollout: Rollout, settings: config.Learner) -> Prepared:
+        return Prepared(self.advantage(rollout))

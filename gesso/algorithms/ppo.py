@@ -1,0 +1,72 @@
+"""PPO (arXiv 1707.06347) with a critic and generalised advantage estimation."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor
+
+from gesso import config
+from gesso.algorithms.credit import Credit
+from gesso.algorithms.replies import KL, ReplyAlgorithm, ReplyTerms, batches
+from gesso.config import Strict
+from gesso.formulas import advantages as adv
+from gesso.formulas import objectives
+from gesso.models.tokens.base import TokenModel
+from gesso.types import Rollout
+
+
+class CriticSection(Strict):
+    """`copy`: a value head on a network of its own, started as the policy is. `lora`: on adapters
+    of its own in the policy's network, which the policy's LoRA leaves frozen; nearly free."""
+
+    trunk: Literal["copy", "lora"] = "copy"
+    lr: float = Field(1e-5, ge=0)
+    clip: float | None = Field(0.2, gt=0)  # how far a value may move in an update; None: no bound
+
+
+class PPO(ReplyAlgorithm):
+    name: str = "ppo"
+    group: int = Field(1, ge=1)
+    advantage: Credit = Credit(baseline="none", std="none", per="token", whiten=True)
+    kl: KL | None = KL(place="reward", beta=0.01, estimator="k1")
+    lam: float = Field(0.95, ge=0, le=1)
+    critic: CriticSection = CriticSection()
+
+    @model_validator(mode="after")
+    def _critic_is_the_baseline(self) -> PPO:
+        if (self.advantage.baseline, self.advantage.per) != ("none", "token"):
+            raise ValueError('the critic is the baseline: advantage has "none", and per = "token"')
+        return self
+
+    def estimate(
+        self, model: TokenModel, rollout: Rollout, penalty: Tensor | None, settings: config.Learner
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        assert model.critic is not None
+        mask = rollout.mask
+        values = torch.zeros_like(rollout.logp)
+        with torch.no_grad():
+            for part in batches(rollout.replies, settings.micro_tokens):
+                found = model.critic.values(rollout.replies.rows(part))
+                values[part, : found.shape[1]] = found.to(values)
+        rewards = adv.on_last(rollout.rewards.to(mask.device), mask)
+        if penalty is not None:
+            rewards = rewards - penalty.double()
+        found = adv.gae(rewards, values, mask, self.advantage.gamma, self.lam)
+        advantages = found.advantages
+        if self.advantage.whiten:
+            advantages = adv.whiten(advantages, mask)
+        return advantages, values, found.returns
+
+    def further(self, model: TokenModel, terms: ReplyTerms, stats: dict[str, Tensor]) -> Tensor:
+        """The value loss. The critic's weights are apart from the policy's, so no factor between
+        the two losses is needed."""
+        assert model.critic is not None
+        known, mask = terms.known, terms.trace.mask
+        values = model.critic.values(terms.trace)
+        each = objectives.value_loss(values, known.values, known.returns, self.critic.clip)
+        error = (values.detach() - known.returns)[mask]
+        stats |= {"value": values.detach()[mask], "value_error": error.abs()}
+        return (terms.weights * each).sum(1)

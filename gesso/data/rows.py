@@ -1,0 +1,122 @@
+"""One row of a table → Prompt. The row names its format by its columns.
+
+a model that draws    `prompt`
+EasyR1                `problem` with an <image> for each of `images`
+LMM-R1                `message`, a text that is JSON: messages with their pictures in them
+TRL                   `prompt`, a text or messages, with `image` or `images`
+
+What a row says is checked here; whether its pictures can be decoded is `pictures.faults`.
+"""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import math
+from pathlib import Path
+from typing import Any
+
+from gesso.config import Source
+from gesso.data import chat
+from gesso.data.pictures import pictures, short
+from gesso.types import Prompt, UserError
+
+PROMPTS = ("prompt", "problem", "message", "messages", "question")  # looked for in this order
+MESSAGES = ("message", "messages")
+IMAGES = ("images", "image")
+
+Row = dict[str, Any]
+
+
+def prompt_of(
+    row: Row, where: str, source: Source, folder: Path | None, form: chat.Form = chat.PLAIN
+) -> Prompt:
+    """Raises Unsound where the row alone is to blame, UserError where others will be like it."""
+    rest = dict(row)
+    column = _prompt_column(row, where, source)
+    asked, negative = rest.pop(column), rest.pop("negative_prompt", None) or ""
+    attached = _attached(rest, where, source)
+    if not _may_be_asked(asked):
+        raise UserError(f'{where}: expected text as "{column}", got {short(asked)}')
+    if not isinstance(negative, str):
+        raise UserError(f'{where}: expected text as "negative_prompt", got {short(negative)}')
+    columns = {key: _plain(value, key, where) for key, value in rest.items()}
+    _check_weight(columns.get("weight"), where)
+
+    asked = chat.parsed(asked, must=source.column is None and column in MESSAGES)
+    bare = isinstance(asked, str) and chat.TAG not in asked
+    if bare and not attached and form == chat.PLAIN:
+        return Prompt(asked, negative, columns, where)
+    talk = chat.conversation(asked)
+    messages = chat.formed(talk.messages, form, columns, where)
+    messages, given = chat.placed(messages, talk.pictures, attached)
+    text = asked if bare else chat.question(talk.messages)
+    return Prompt(text, negative, columns, where, pictures(given, folder), tuple(messages))
+
+
+def _prompt_column(row: Row, where: str, source: Source) -> str:
+    names = PROMPTS if source.column is None else (source.column,)
+    for name in names:
+        if name in row:
+            return name
+    *most, last = (f'"{name}"' for name in names)
+    expected = f"{', '.join(most)} or {last}" if most else last
+    raise UserError(
+        f"{where}: expected a text {expected}, found only {', '.join(row) or 'nothing'}; "
+        'name the column of the prompts with column = "…" in [[data.train]] or [[data.eval]]'
+    )
+
+
+def _may_be_asked(value: Any) -> bool:
+    """A text, or a list of messages."""
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(message, dict) for message in value)
+    return isinstance(value, str)
+
+
+def _attached(rest: Row, where: str, source: Source) -> list[Any]:
+    """What the row's column of pictures holds; the column leaves the row."""
+    names = IMAGES if source.images is None else (source.images,)
+    held = {name: rest.pop(name) for name in names if name in rest}
+    filled = {name: value for name, value in held.items() if value not in (None, [], "")}
+    if len(filled) > 1:
+        raise UserError(
+            f"{where}: pictures in {' and '.join(filled)}; say which column with images = "
+            '"…" and leave out the other with drop'
+        )
+    value: Any = next(iter(filled.values()), [])
+    return value if isinstance(value, list) else [value]
+
+
+def _check_weight(weight: Any, where: str) -> None:
+    number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if weight is not None and not (number and 0 < weight < math.inf):
+        raise UserError(
+            f'{where}: expected a positive number as "weight", got {short(weight)}; '
+            "it says how often the row is drawn relative to the others"
+        )
+
+
+def weight_of(prompt: Prompt) -> float:
+    """How often the row is drawn, relative to the others of its source: its column "weight"."""
+    weight = prompt.columns.get("weight")
+    return 1.0 if weight is None else float(weight)
+
+
+def _plain(value: Any, column: str, where: str) -> Any:
+    """What JSON can say: rewards run in other processes, and no pickle goes there."""
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, list | tuple):
+        return [_plain(part, column, where) for part in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(part, column, where) for key, part in value.items()}
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    if isinstance(value, decimal.Decimal):
+        return float(value)
+    raise UserError(
+        f'{where}: column "{column}" holds {type(value).__name__}, which cannot be handed to '
+        f'rewards; leave it out with drop = ["{column}"], or name it with images = "{column}" if '
+        "it holds pictures"
+    )

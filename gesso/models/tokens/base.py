@@ -1,0 +1,93 @@
+"""What a model that writes is to the rest of Gesso.
+
+`transformer.py` answers this protocol for any decoder of transformers; `causal.py` and
+`vision_language.py` say what differs between models that only read and models that see as well.
+
+Shape legend, beside that of `types.py`:
+    T tokens of several sequences, one after another · R reply tokens among them · D width · V ids
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from gesso.models.policy import Policy
+from gesso.types import Prompt, TokenPrompt, TokenTrace, Which
+
+
+@dataclass(frozen=True)
+class ReplyLogp:
+    """Of every reply token, 0 outside the replies."""
+
+    logp: Tensor  # (N, S) float32, differentiable
+    entropy: Tensor  # (N, S) float32, of the distribution the token was drawn from; detached
+
+
+@dataclass(frozen=True)
+class Read:
+    """A prompt that the model has read: all that is needed to write replies to it."""
+
+    keys: Sequence[Tensor]  # a layer: (heads, L, head width)
+    values: Sequence[Tensor]
+    state: Tensor  # (D,) of its last token: from it comes the reply's first
+    position: int  # of the reply's first token
+
+
+class Critic(Protocol):
+    def values(self, trace: TokenTrace) -> Tensor:
+        """(N, S): what a reply is worth before each of its tokens, 0 outside; differentiable."""
+
+
+class TokenModel(Protocol):
+    policy: Policy
+    device: torch.device
+    end: frozenset[int]  # ids that end a reply
+    suppressed: Tensor  # ids that no reply holds: their probability is 0, in sampling and in `logp`
+    max_prompt: int  # tokens
+    critic: Critic | None  # where an algorithm asked for one
+
+    def encode(self, prompt: Prompt) -> TokenPrompt:
+        """Through the model's own chat template and image processor."""
+
+    def length(self, prompt: Prompt) -> int:
+        """How many tokens `encode` would give, at little cost."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """A reply as text, without its special tokens."""
+
+    def logp(self, trace: TokenTrace, temperature: float, weights: Which = "current") -> ReplyLogp:
+        """log softmax(logits / temperature) at every reply token, in one pass without padding.
+        Temperature 0 chooses the likeliest token and leaves the distribution as temperature 1
+        does."""
+
+    def hidden(self, trace: TokenTrace, weights: Which = "current") -> Tensor:
+        """(N, S, D): the last layer's state from which each reply token was drawn, 0 outside."""
+
+    def save(self, folder: Path, merged: bool = False) -> None:
+        """The current weights for plain transformers: a PEFT adapter, or the whole model."""
+
+    # What a sampler needs. It calls the last three within what `writing` gives it.
+
+    @property
+    def recordable(self) -> bool:
+        """Whether `step` may be recorded as a CUDA graph and replayed."""
+
+    def writing(self, weights: Which) -> Callable[[], AbstractContextManager]:
+        """Makes the contexts in which the passes of one sampling call run: with those weights, in
+        the model's precision."""
+
+    def read(self, prompts: Sequence[TokenPrompt]) -> list[Read]:
+        """All of them in one pass."""
+
+    def step(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
+        """One token for each of n sequences: (n,), (n,), (n, length) bool → states (n, D)."""
+
+    def logits(self, states: Tensor, temperature: float) -> Tensor:
+        """(n, D) → (n, V) float32, divided by the temperature, suppressed ids at −∞."""

@@ -1,0 +1,65 @@
+"""Models that read and write text: Llama 3, Qwen2, Qwen2.5, Qwen3 and what was distilled into
+them (DeepSeek-R1), through transformers' AutoModelForCausalLM."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from gesso import config
+from gesso.models.tokens.loading import chat_template
+from gesso.models.tokens.transformer import PROJECTIONS, Sequences, TransformerModel
+from gesso.types import Prompt, TokenPrompt, UserError
+
+
+class Causal(TransformerModel):
+    kinds: ClassVar[Mapping[str, str]] = {
+        "llama": "Llama (llama)",
+        "qwen2": "Qwen2 and Qwen2.5 (qwen2)",
+        "qwen3": "Qwen3 (qwen3)",
+    }
+    auto = "AutoModelForCausalLM"
+    other = "vision-language"
+
+    @property
+    def decoder(self) -> Any:
+        return self.module.model
+
+    def _template(self, settings: config.TokenModel) -> str:
+        return chat_template(self.tokenizer.chat_template, settings.path)
+
+    def _trained(self, settings: config.TokenModel) -> tuple[list[str], str]:
+        return list(PROJECTIONS), ""
+
+    def encode(self, prompt: Prompt) -> TokenPrompt:
+        if prompt.images:
+            raise UserError(
+                f"{prompt.where}: a picture, but {type(self.module).__name__} only reads; "
+                'use a model that sees, with model.name = "vision-language"'
+            )
+        messages = prompt.messages or ({"role": "user", "content": prompt.text},)
+        text = self._chat([_plain(message, prompt.where) for message in messages], prompt.where)
+        ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
+        return TokenPrompt(ids, torch.zeros_like(ids))
+
+    def _positions(self, prompt: TokenPrompt) -> Tensor:
+        return torch.arange(len(prompt))[None]
+
+    def _rows(self, positions: Tensor) -> Tensor:
+        return positions[0]
+
+    def _embed(self, sequences: Sequences) -> dict[str, Any]:
+        return {"inputs_embeds": self.module.get_input_embeddings()(sequences.ids)[None]}
+
+
+def _plain(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Templates of text models take a message's content as one text."""
+    content = message["content"]
+    if isinstance(content, str):
+        return dict(message)
+    if odd := next((part for part in content if part["type"] != "text"), None):
+        raise UserError(f'{where}: a message holds a part of type "{odd["type"]}", expected "text"')
+    return {**message, "content": "".join(part["text"] for part in content)}

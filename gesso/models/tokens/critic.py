@@ -1,0 +1,80 @@
+"""A critic: what a reply in the making is worth, token by token."""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from gesso import config
+from gesso.models.tokens.transformer import TransformerModel
+from gesso.types import TokenTrace, UserError
+
+
+class Trunk(Protocol):
+    def hidden(self, trace: TokenTrace) -> Tensor: ...
+
+
+class Critic:
+    """A linear value head on states of the decoder. `trained` is apart from the policy's."""
+
+    def __init__(
+        self, trunk: Trunk, trained: dict[str, nn.Parameter], width: int, lr: float, seed: int
+    ) -> None:
+        self.trunk = trunk
+        self.lr = lr
+        device = next(iter(trained.values())).device
+        generator = torch.Generator().manual_seed(seed)
+        start = torch.randn(width, generator=generator) / (width + 1)  # as OpenRLHF's
+        self.head = nn.Parameter(start.to(device))
+        self.bias = nn.Parameter(torch.zeros((), device=device))
+        self.trained = trained | {"value.weight": self.head, "value.bias": self.bias}
+
+    def values(self, trace: TokenTrace) -> Tensor:
+        """(n, S) float32, 0 outside the replies: the state before a token is what it is judged by,
+        so that the value does not depend on the token."""
+        states = self.trunk.hidden(trace).float()
+        found = states @ self.head + self.bias
+        return torch.where(trace.mask.to(found.device), found, 0.0)
+
+
+class _Adapted:
+    """The policy's own network, with the critic's adapters in place of the policy's."""
+
+    NAME = "critic"
+
+    def __init__(self, model: TransformerModel) -> None:
+        self.model = model
+
+    def hidden(self, trace: TokenTrace) -> Tensor:
+        with self.model.policy.wearing(self.NAME):
+            return self.model.hidden(trace)
+
+
+def make(
+    model: TransformerModel,
+    section: config.TokenModel,
+    trunk: Literal["copy", "lora"],
+    lr: float,
+    seed: int,
+) -> Critic:
+    width = model.decoder.config.hidden_size
+    if trunk == "copy":
+        own = type(model)(section, seed)
+        head = own.module.get_output_embeddings().weight  # predicts tokens, which a critic does not
+        tied = head is own.module.get_input_embeddings().weight
+        trained = {n: p for n, p in own.policy.trained.items() if tied or p is not head}
+        return Critic(own, trained, width, lr, seed)
+    if model.policy.lora is None:
+        raise UserError(
+            'algorithm.critic.trunk = "lora" shares the policy\'s network, which a full fine-tune '
+            'changes; set model.lora.rank, or take trunk = "copy"'
+        )
+    if section.gradient_checkpointing:
+        raise UserError(
+            'algorithm.critic.trunk = "lora" does not go with model.gradient_checkpointing, which '
+            'computes activations again with the policy\'s adapters on; take trunk = "copy"'
+        )
+    trained = model.policy.second_adapter(_Adapted.NAME, seed)
+    return Critic(_Adapted(model), trained, width, lr, seed)

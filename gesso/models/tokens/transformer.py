@@ -1,0 +1,340 @@
+"""A decoder of transformers as a token model: precision, the packed pass, log-probs and saving,
+once for all of them. `causal.py` and `vision_language.py` say what differs.
+
+Everything that a pass needs goes to the decoder as embeddings and positions; its own forward is
+used as it is. Shape legend in `base.py`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from gesso import config
+from gesso.models.policy import Policy
+from gesso.models.tokens import loading
+from gesso.models.tokens.base import Critic, Read, ReplyLogp
+from gesso.types import Prompt, TokenPrompt, TokenTrace, UserError, Which
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""Every linear layer of a decoder layer, as transformers names them."""
+HEAD_ELEMENTS = 2**26
+"""Logits that exist at a time: 256 MB in float32, 440 positions of 152,000 ids."""
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Several sequences one after another, on the model's device."""
+
+    ids: Tensor  # (T,)
+    positions: Tensor  # (rows, T)
+    lengths: Sequence[int]
+    prompts: Sequence[TokenPrompt]  # the one each sequence starts with
+
+
+class TransformerModel(ABC):
+    """What the models of this folder have in common; everything is transformers' own."""
+
+    kinds: ClassVar[Mapping[str, str]]  # model types of transformers, and the makers' names
+    auto: ClassVar[str]  # the Auto class that loads them
+    other: ClassVar[str]  # model.name for those that this class does not load
+
+    def __init__(self, settings: config.TokenModel, seed: int = 0) -> None:
+        self.device = config.pick_device(settings.device, "model.device")
+        self.dtype: torch.dtype = getattr(torch, settings.dtype)
+        self.max_prompt = settings.max_prompt
+        self.critic: Critic | None = None
+        self.source = loading.locate(settings.path, "config.json")
+        self.module = loading.load(self, settings)
+        self.tokenizer = loading.tokenizer(self.source, settings.path)
+        self.template = self._template(settings)
+        whole = settings.lora is None
+        self._autocast = whole and self.dtype != torch.float32
+        self.quantized = settings.quantize is not None
+        targets, frozen = self._trained(settings)
+        self.policy = Policy(self.module, settings.lora, targets, seed, frozen)
+        if settings.lora is not None and settings.lora.path is not None:
+            loading.load_adapter(self.policy, settings.lora.path)
+        self.module.eval()  # adapters, too
+        self._checkpointed: list[nn.Module] = []
+        if settings.gradient_checkpointing:
+            self._checkpoint()
+        self.end = loading.end_ids(self.module, self.tokenizer)
+        self.suppressed = torch.tensor(sorted(self._unwritable()), dtype=torch.long).to(self.device)
+
+    # What differs between models that read and models that see
+
+    @property
+    @abstractmethod
+    def decoder(self) -> Any:
+        """The part of the module that makes states out of embeddings."""
+
+    @abstractmethod
+    def encode(self, prompt: Prompt) -> TokenPrompt: ...
+
+    @abstractmethod
+    def _template(self, settings: config.TokenModel) -> str: ...
+
+    @abstractmethod
+    def _trained(self, settings: config.TokenModel) -> tuple[list[str], str]:
+        """The modules that LoRA adapts, and the part that is never trained ("": none)."""
+
+    @abstractmethod
+    def _positions(self, prompt: TokenPrompt) -> Tensor:
+        """(rows, L) on the CPU: the places of a prompt's tokens, as the decoder counts them."""
+
+    @abstractmethod
+    def _embed(self, sequences: Sequences) -> dict[str, Any]:
+        """What the decoder takes: `inputs_embeds` (1, T, D), and more where pictures need it."""
+
+    def _unwritable(self) -> set[int]:
+        """Rows of the embedding that no token has: checkpoints round their number up."""
+        return set(range(len(self.tokenizer), self.module.get_output_embeddings().weight.shape[0]))
+
+    # Text
+
+    def length(self, prompt: Prompt) -> int:
+        return len(self.encode(prompt))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+
+    def _chat(self, messages: Sequence[Mapping[str, Any]], where: str) -> str:
+        from jinja2 import TemplateError
+
+        try:
+            return self.tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                chat_template=self.template,
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        except TemplateError as error:
+            raise UserError(
+                f"{where}: the model's chat template does not take this conversation: {error}"
+            ) from error
+
+    # Passes
+
+    def precision(self) -> AbstractContextManager:
+        """Float32 weights that are trained whole run in half precision by autocast; LoRA leaves
+        the frozen weights in the half precision they were loaded in."""
+        if not self._autocast or self.device.type == "meta":
+            return nullcontext()
+        return torch.autocast(self.device.type, self.dtype)
+
+    @property
+    def recordable(self) -> bool:
+        """Kernels of 4-bit weights are not known to work in a CUDA graph."""
+        return self.device.type == "cuda" and not self.quantized
+
+    @property
+    def runs_in_half(self) -> bool:
+        """Float32 weights under autocast: a full fine-tune in half precision."""
+        return self._autocast
+
+    def writing(self, weights: Which) -> Callable[[], AbstractContextManager]:
+        """Autocast rounds a float32 weight to half precision in every pass; what it would make of
+        the linear layers is kept here instead, for the length of a sampling call."""
+        with self.policy.using(weights):
+            rounded = {p: p.data.to(self.dtype) for p in self._rounded_by_autocast()}
+
+        @contextmanager
+        def prepared() -> Iterator[None]:
+            with self.policy.using(weights), self.precision():
+                whole = {p: p.data for p in rounded}
+                try:
+                    for p, half in rounded.items():
+                        p.data = half
+                    yield
+                finally:
+                    for p, data in whole.items():
+                        p.data = data
+
+        return prepared
+
+    def _rounded_by_autocast(self) -> list[nn.Parameter]:
+        """Weights of linear layers; not of a head that is the embedding, too, which is not."""
+        if not self._autocast:
+            return []
+        linear = [m for m in self.module.modules() if isinstance(m, nn.Linear)]
+        embedding = self.module.get_input_embeddings().weight
+        found = (p for m in linear for p in m.parameters(recurse=False))
+        return [p for p in found if p is not embedding and p.dtype == torch.float32]
+
+    def logp(self, trace: TokenTrace, temperature: float, weights: Which = "current") -> ReplyLogp:
+        mask = trace.mask.to(self.device)
+        tokens = trace.tokens.to(self.device)[mask]  # (R,)
+        with self.policy.using(weights), self.precision():
+            logp, entropy = self._score(self._reply_states(trace), tokens, temperature)
+        blank = torch.zeros(mask.shape, device=self.device)
+        return ReplyLogp(blank.masked_scatter(mask, logp), blank.masked_scatter(mask, entropy))
+
+    def hidden(self, trace: TokenTrace, weights: Which = "current") -> Tensor:
+        mask = trace.mask.to(self.device)
+        with self.policy.using(weights), self.precision():
+            states = self._reply_states(trace)
+        blank = states.new_zeros(*mask.shape, states.shape[-1])
+        return blank.masked_scatter(mask[..., None], states)
+
+    def _reply_states(self, trace: TokenTrace) -> Tensor:
+        """(R, D): of the tokens before each reply token, in the order of the mask. The last token
+        of a reply predicts nothing and is left out of the pass."""
+        rows, replies, lengths = trace.row.tolist(), trace.tokens.cpu(), trace.mask.sum(1).tolist()
+        picked = [i for i, length in enumerate(lengths) if length]
+        if not picked:
+            return torch.zeros(0, self.decoder.config.hidden_size, device=self.device)
+        prompts = [trace.prompts[rows[i]] for i in picked]
+        sequences = self._sequences(prompts, [replies[i, : lengths[i] - 1] for i in picked])
+        wanted, start = [], 0
+        for prompt, length in zip(prompts, sequences.lengths, strict=True):
+            wanted.append(torch.arange(start + len(prompt) - 1, start + length))
+            start += length
+        with self._recomputing():
+            states = self._states(sequences)
+        return states[torch.cat(wanted).to(self.device)]
+
+    def _sequences(self, prompts: Sequence[TokenPrompt], replies: Sequence[Tensor]) -> Sequences:
+        """Each prompt with the beginning of a reply to it; text goes on where the prompt ended."""
+        placed = {key: self._positions(p) for key, p in distinct(prompts).items()}
+        ids, positions, lengths = [], [], []
+        for prompt, reply in zip(prompts, replies, strict=True):
+            before = placed[id(prompt)]
+            after = before.max() + 1 + torch.arange(len(reply))
+            ids += [prompt.ids, reply]
+            positions += [before, after.expand(len(before), -1)]
+            lengths.append(len(prompt) + len(reply))
+        device = self.device
+        joined = torch.cat(positions, 1)
+        return Sequences(torch.cat(ids).to(device), joined.to(device), lengths, prompts)
+
+    def _states(self, sequences: Sequences, cache: Any = None) -> Tensor:
+        """(T, D): the decoder's last states of sequences that do not see each other."""
+        out = self.decoder(
+            **self._embed(sequences),
+            position_ids=self._rows(sequences.positions[:, None]),
+            attention_mask=None,
+            segments=sequences.lengths,
+            past_key_values=cache,
+            use_cache=cache is not None,
+        )
+        return out.last_hidden_state[0]
+
+    def _rows(self, positions: Tensor) -> Tensor:
+        """(rows, n, length) → as the decoder takes them."""
+        return positions
+
+    def read(self, prompts: Sequence[TokenPrompt]) -> list[Read]:
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        sequences = self._sequences(prompts, [torch.zeros(0, dtype=torch.long)] * len(prompts))
+        states = self._states(sequences, cache)
+        read, start = [], 0
+        starts = sequences.positions.cpu()
+        for length in sequences.lengths:
+            part = slice(start, start + length)
+            # Under autocast some come in float32, which attention would round as it uses them.
+            keys = [layer.keys[0, :, part].to(self.dtype) for layer in cache.layers]
+            values = [layer.values[0, :, part].to(self.dtype) for layer in cache.layers]
+            position = int(starts[:, part].max()) + 1
+            read.append(Read(keys, values, states[start + length - 1], position))
+            start += length
+        return read
+
+    def step(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
+        out = self.decoder(
+            inputs_embeds=self.module.get_input_embeddings()(tokens)[:, None],
+            position_ids=self._rows(positions[None, :, None]),
+            attention_mask=mask[:, None, None],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        return out.last_hidden_state[:, 0]
+
+    # From states to log-probs
+
+    def logits(self, states: Tensor, temperature: float) -> Tensor:
+        logits = self.module.get_output_embeddings()(states).float()
+        if temperature not in (0.0, 1.0):
+            logits = logits / temperature
+        return logits.index_fill(-1, self.suppressed, float("-inf"))
+
+    def _score(self, states: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+        """(R,) log-probs and entropies; logits exist for a few positions at a time, and are
+        computed again where they are differentiated."""
+        rows = max(1, HEAD_ELEMENTS // self.module.get_output_embeddings().weight.shape[0])
+        parts = [
+            checkpoint(self._score_some, s, t, temperature, use_reentrant=False)
+            if torch.is_grad_enabled()
+            else self._score_some(s, t, temperature)
+            for s, t in zip(states.split(rows), tokens.split(rows), strict=True)
+        ]
+        logp, entropy = zip(*parts, strict=True)
+        return torch.cat(logp), torch.cat(entropy)
+
+    def _score_some(
+        self, states: Tensor, tokens: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        logits = self.logits(states, temperature)
+        total = logits.logsumexp(-1)
+        logp = logits.gather(-1, tokens[:, None])[:, 0] - total
+        with torch.no_grad():
+            shares = (logits - total[:, None]).exp_()
+            entropy = total - (shares * logits.masked_fill(shares == 0, 0)).sum(-1)
+        return logp, entropy
+
+    # Gradient checkpointing
+
+    def _checkpoint(self) -> None:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        self.module.gradient_checkpointing_enable({"use_reentrant": False})
+        layers = (m for m in self.module.modules() if isinstance(m, GradientCheckpointingLayer))
+        self._checkpointed = list(layers)
+
+    @contextmanager
+    def _recomputing(self) -> Iterator[None]:
+        """transformers checkpoints layers that are in training mode only, and takes their cache
+        away. So the layers themselves are for the length of a differentiated pass, but nothing in
+        them: no dropout comes with it."""
+        active = self._checkpointed if torch.is_grad_enabled() else []
+        for layer in active:
+            layer.training = True
+        try:
+            yield
+        finally:
+            for layer in active:
+                layer.training = False
+
+    # Saving
+
+    def save(self, folder: Path, merged: bool = False) -> None:
+        """A PEFT adapter that `PeftModel.from_pretrained` reads; or, of a full fine-tune or with
+        `merged`, a whole folder as the model came in, adapters folded into its weights."""
+        with loading.quiet():
+            if self.policy.lora is None:
+                loading.save_whole(self, folder)
+            elif not merged:
+                self.module.save_pretrained(folder)
+            elif self.quantized:
+                raise UserError(
+                    "weights in 4 bits cannot take up an adapter without loss; export the LoRA "
+                    "itself, and merge it into the full weights with PEFT's merge_and_unload"
+                )
+            else:
+                with self.policy.merged():
+                    loading.save_whole(self, folder)
+
+
+def distinct(prompts: Sequence[TokenPrompt]) -> dict[int, TokenPrompt]:
+    """By identity: the samples of a group share their prompt's record."""
+    return {id(prompt): prompt for prompt in prompts}

@@ -1,0 +1,196 @@
+"""Models that see and write: Qwen2-VL, Qwen2.5-VL and Qwen3-VL, through transformers'
+AutoModelForImageTextToText.
+
+Pictures take part as embeddings: the vision tower's features are put in the place of the picture
+tokens, and Qwen3-VL's decoder also adds features of the tower's earlier layers to its own first
+ones (DeepStack). Tokens have a place in time, height and width (mrope); transformers' own
+`get_rope_index` counts them.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from gesso import config
+from gesso.models.tokens import loading
+from gesso.models.tokens.pictures import Seen
+from gesso.models.tokens.transformer import PROJECTIONS, Sequences, TransformerModel, distinct
+from gesso.types import PICTURE_FORMATS, Picture, Prompt, TokenPrompt, UserError
+
+PROCESSORS = {
+    "qwen2_vl": "Qwen2VLProcessor",
+    "qwen2_5_vl": "Qwen2_5_VLProcessor",
+    "qwen3_vl": "Qwen3VLProcessor",
+}
+TOWER = "model.visual"
+
+
+class VisionLanguage(TransformerModel):
+    kinds: ClassVar[Mapping[str, str]] = {
+        "qwen2_vl": "Qwen2-VL (qwen2_vl)",
+        "qwen2_5_vl": "Qwen2.5-VL (qwen2_5_vl)",
+        "qwen3_vl": "Qwen3-VL (qwen3_vl)",
+    }
+    auto = "AutoModelForImageTextToText"
+    other = "causal"
+
+    def __init__(self, settings: config.TokenModel, seed: int = 0) -> None:
+        self.seen: Seen | None = None if settings.train_vision else Seen()
+        self.looks = 0  # pictures that went through the vision tower
+        super().__init__(settings, seed)
+        if self.seen is not None:
+            for parameter in self.module.get_submodule(TOWER).parameters():
+                parameter.data = parameter.data.to(self.dtype)  # a frozen part needs no float32
+
+    @property
+    def decoder(self) -> Any:
+        return self.module.model.language_model
+
+    def _template(self, settings: config.TokenModel) -> str:
+        """The processor's, which knows of pictures, before the tokenizer's. The image processor is
+        made here as well; transformers' processors of both want torchvision for videos, so text
+        and pictures are put together here."""
+        import transformers
+
+        kind = getattr(transformers, PROCESSORS[self.module.config.model_type])
+        pixels = {"min_pixels": settings.min_pixels, "max_pixels": settings.max_pixels}
+        asked = {name: value for name, value in pixels.items() if value is not None}
+        with loading.readable(settings.path, "its image processor cannot be read"), loading.quiet():
+            self.images = transformers.AutoImageProcessor.from_pretrained(
+                self.source, backend="pil", **asked
+            )
+            found = kind.get_processor_dict(self.source)[0].get("chat_template")
+        return loading.chat_template(found or self.tokenizer.chat_template, settings.path)
+
+    def _trained(self, settings: config.TokenModel) -> tuple[list[str], str]:
+        if not settings.train_vision:
+            return list(PROJECTIONS), TOWER
+        tower = self.module.get_submodule(TOWER)
+        linear = [name for name, part in tower.named_modules() if isinstance(part, nn.Linear)]
+        return [*PROJECTIONS, *(f"{TOWER}.{name}" for name in linear)], ""
+
+    def _unwritable(self) -> set[int]:
+        own = self.module.config
+        places = own.image_token_id, own.video_token_id
+        return super()._unwritable() | {*places, own.vision_start_token_id, own.vision_end_token_id}
+
+    def encode(self, prompt: Prompt) -> TokenPrompt:
+        between = self._between_pictures(prompt)
+        pixels, grid = self._patches(prompt)
+        ids = self._ids(between, [] if grid is None else grid.prod(-1).tolist())
+        return TokenPrompt(ids, (ids == self.module.config.image_token_id).long(), pixels, grid)
+
+    def length(self, prompt: Prompt) -> int:
+        """Of pictures only the sizes are read."""
+        between = self._between_pictures(prompt)
+        with _usable(prompt):
+            sizes = [_size(picture) for picture in prompt.images]
+            patches = [self.images.get_number_of_image_patches(*size, {}) for size in sizes]
+        return len(self._ids(between, patches))
+
+    def _between_pictures(self, prompt: Prompt) -> list[str]:
+        """The conversation, cut where its pictures are."""
+        parts = [*({"type": "image"} for _ in prompt.images), {"type": "text", "text": prompt.text}]
+        messages = prompt.messages or ({"role": "user", "content": parts},)
+        between = self._chat(messages, prompt.where).split(self._place)
+        if len(between) - 1 != len(prompt.images):
+            raise UserError(
+                f"{prompt.where}: {len(prompt.images)} pictures, but {len(between) - 1} places for "
+                f'them; give one {{"type": "image"}} part for each, and no {self._place} in a text'
+            )
+        return between
+
+    @property
+    def _place(self) -> str:
+        return self.tokenizer.convert_ids_to_tokens(self.module.config.image_token_id)
+
+    def _ids(self, between: list[str], patches: list[int]) -> Tensor:
+        """As transformers' processors do: each picture's token is repeated for every place of its
+        features, before the text is cut into tokens."""
+        places = [self._place * (n // self.images.merge_size**2) for n in patches]
+        text = "".join(part for pair in zip_longest(between, places, fillvalue="") for part in pair)
+        return self.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
+
+    def _patches(self, prompt: Prompt) -> tuple[Tensor | None, Tensor | None]:
+        if not prompt.images:
+            return None, None
+        with _usable(prompt):
+            opened = [picture.open() for picture in prompt.images]
+            made = self.images(images=opened, return_tensors="pt")
+        return made["pixel_values"], made["image_grid_thw"]
+
+    def _positions(self, prompt: TokenPrompt) -> Tensor:
+        """In time, height and width. A fourth row, which transformers' own attention needs to tell
+        packed sequences apart, is not needed: ours is told their lengths."""
+        places, _ = self.module.model.get_rope_index(
+            prompt.ids[None], mm_token_type_ids=prompt.kinds[None], image_grid_thw=prompt.grid
+        )
+        return places[:, 0]
+
+    def _rows(self, positions: Tensor) -> Tensor:
+        return positions.expand(3, -1, -1)
+
+    def _embed(self, sequences: Sequences) -> dict[str, Any]:
+        embeds = self.module.get_input_embeddings()(sequences.ids)[None]  # (1, T, D)
+        looked = {
+            key: self._features(prompt)
+            for key, prompt in distinct(sequences.prompts).items()
+            if prompt.grid is not None
+        }
+        if not looked:
+            return {"inputs_embeds": embeds}
+        found = [looked[id(p)] for p in sequences.prompts if id(p) in looked]
+        features = torch.cat(found, 1).to(self.device, embeds.dtype)  # (1 + deep, places, D)
+        kinds = []
+        for prompt, length in zip(sequences.prompts, sequences.lengths, strict=True):
+            kinds += [prompt.kinds, torch.zeros(length - len(prompt), dtype=torch.long)]
+        places = (torch.cat(kinds) == 1)[None].to(self.device)  # (1, T)
+        embeds = embeds.masked_scatter(places[..., None], features[0])
+        deep = {"visual_pos_masks": places, "deepstack_visual_embeds": list(features[1:])}
+        return {"inputs_embeds": embeds, **(deep if len(features) > 1 else {})}
+
+    def _features(self, prompt: TokenPrompt) -> Tensor:
+        """Its pictures' (1 + deep, tokens, D): what goes in their places, and DeepStack's layers.
+        Pictures go through the tower one by one: together, their last bits would depend on each
+        other, and a resumed run would drift from an undisturbed one."""
+        assert prompt.pixels is not None and prompt.grid is not None
+        pictures = prompt.pixels.split(prompt.grid.prod(-1).tolist())
+        return torch.cat([self._see(p, g) for p, g in zip(pictures, prompt.grid, strict=True)], 1)
+
+    def _see(self, pixels: Tensor, grid: Tensor) -> Tensor:
+        if self.seen is None:
+            return self._look(pixels, grid)
+        with torch.no_grad():
+            return self.seen.features(pixels, grid, lambda: self._look(pixels, grid))
+
+    def _look(self, pixels: Tensor, grid: Tensor) -> Tensor:
+        self.looks += 1
+        seen = self.module.model.get_image_features(
+            pixels.to(self.device), grid[None].to(self.device), return_dict=True
+        )
+        deep = seen.get("deepstack_features") or []
+        return torch.stack([torch.cat(layer) for layer in (seen.pooler_output, *deep)])
+
+
+def _size(picture: Picture) -> tuple[int, int]:
+    """Height and width, without decoding it."""
+    from PIL import Image
+
+    source = io.BytesIO(picture.data) if picture.data else picture.path
+    with Image.open(source, formats=PICTURE_FORMATS) as image:
+        return image.height, image.width
+
+
+@contextmanager
+def _usable(prompt: Prompt) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise UserError(f"{prompt.where}: a picture cannot be used: {error}") from error

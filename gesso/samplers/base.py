@@ -1,0 +1,39 @@
+"""What a sampler is to the rest of Gesso, and what it hands over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from torch import Tensor
+
+from gesso.types import FlowTrace, Prompt, Rollout, Sample, TokenTrace, Weights
+
+Trace = TypeVar("Trace", FlowTrace, TokenTrace)
+
+
+@dataclass(frozen=True)
+class Piece(Generic[Trace]):
+    """Samples that are finished; pieces arrive while the rest is still in the making, and not
+    always in order: `index` says which samples of the call they are."""
+
+    index: list[int]  # n
+    samples: list[Sample]  # n
+    trace: Trace
+    logp: Tensor  # (n, S)
+
+
+class Sampler(Protocol):
+    model: Any
+    version: int  # of the weights it draws with
+
+    def load(self, weights: Weights, version: int) -> None: ...
+
+    def sample(
+        self, prompts: Sequence[Prompt], row: Sequence[int], seeds: Sequence[int], spec: Any
+    ) -> Iterator[Piece]:
+        """One sample of prompts[row[i]] from seeds[i] for every i, as an algorithm's spec says."""
+
+    def describe(self, rollout: Rollout) -> dict[str, float]:
+        """What there is to say of these samples, apart from their rewards."""

@@ -1,0 +1,91 @@
+"""Keys and values of sequences of different lengths, each in a slot of its own: a cache for
+transformers' decoders, through its own extension point for cache layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from gesso.models.tokens.base import Read
+
+
+class Place:
+    """Where the next token of every running sequence goes, for all layers at once."""
+
+    def __init__(self, slots: int, capacity: int, device: torch.device) -> None:
+        self.lengths = torch.zeros(slots, dtype=torch.long, device=device)
+        self.rows = torch.arange(slots, device=device)
+        self.columns = torch.arange(capacity, device=device)
+        self.running = slots  # only the first so many slots take part in a step,
+        self.reach = capacity  # and only so many columns of them
+
+    @property
+    def mask(self) -> Tensor:
+        """(running, reach) bool: the past of each sequence, and the token that is being added."""
+        return self.columns[: self.reach] <= self.lengths[: self.running, None]
+
+
+class SlotLayer(CacheLayerMixin):
+    """Buffers of fixed size, (slots, heads, capacity, head width), and a write position a slot.
+    They start as zeros: what a mask hides must still be a number."""
+
+    is_sliding = False
+
+    def __init__(self, keys: Tensor, values: Tensor, place: Place) -> None:
+        super().__init__()
+        slots, capacity = len(place.rows), len(place.columns)
+        self.keys = keys.new_zeros(slots, keys.shape[0], capacity, keys.shape[2])
+        self.values = values.new_zeros(slots, values.shape[0], capacity, values.shape[2])
+        self.place = place
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        raise AssertionError("made with its buffers")
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """One token a running slot: (running, heads, 1, head width) → all that the mask covers."""
+        n, reach = self.place.running, self.place.reach
+        rows, at = self.place.rows[:n], self.place.lengths[:n]
+        self.keys[rows, :, at] = key_states[:, :, 0].to(self.keys.dtype)
+        self.values[rows, :, at] = value_states[:, :, 0].to(self.values.dtype)
+        return self.keys[:n, :, :reach], self.values[:n, :, :reach]
+
+    def get_seq_length(self) -> int:
+        return self.place.reach
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.place.reach, 0
+
+    def get_max_length(self) -> int:
+        return len(self.place.columns)
+
+
+class SlotCache(Cache):
+    """A `SlotLayer` a layer. Slots are filled from prompts that were read, and moved."""
+
+    def __init__(self, like: Read, slots: int, capacity: int) -> None:
+        self.place = Place(slots, capacity, like.state.device)
+        pairs = zip(like.keys, like.values, strict=True)
+        super().__init__(layers=[SlotLayer(k, v, self.place) for k, v in pairs])
+
+    def fill(self, slots: Sequence[int], prompt: Read) -> None:
+        """Copy a prompt into those slots."""
+        length = prompt.keys[0].shape[1]
+        chosen = torch.tensor(slots, device=prompt.state.device)
+        for layer, keys, values in zip(self.layers, prompt.keys, prompt.values, strict=True):
+            layer.keys[chosen, :, :length] = keys
+            layer.values[chosen, :, :length] = values
+        self.place.lengths[chosen] = length
+
+    def move(self, source: int, target: int) -> None:
+        length = int(self.place.lengths[source])
+        for layer in self.layers:
+            layer.keys[target, :, :length] = layer.keys[source, :, :length]
+            layer.values[target, :, :length] = layer.values[source, :, :length]
+        self.place.lengths[target] = self.place.lengths[source]

@@ -1,0 +1,624 @@
+"""Rows of EasyR1, LMM-R1 and TRL in real files, and the sentence for each that cannot be used."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from PIL import Image
+from pyarrow import parquet
+
+from gesso.config import Data, Source, parse
+from gesso.data import prompts, readers
+from gesso.data.chat import Form
+from gesso.data.prompts import Stream
+from gesso.types import Picture, Prompt, UserError
+from tests.data.test_readers import cache_apart  # noqa: F401
+
+
+def encoded(colour: str = "red", kind: str = "PNG", size: tuple[int, int] = (6, 4)) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, colour).save(buffer, kind)
+    return buffer.getvalue()
+
+
+RED, BLUE = encoded("red"), encoded("blue", "JPEG")
+IMAGE = {"type": "image"}
+
+
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
+
+
+def user(*parts: dict) -> dict:
+    return {"role": "user", "content": list(parts)}
+
+
+def jsonl(file: Path, *rows: dict) -> str:
+    file.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    return str(file)
+
+
+def read(path: Path | str, form: Form | None = None, **options: Any) -> list[Prompt]:
+    reading = readers.read(Source(path=str(path), **options), form or Form())
+    assert reading.left_out == []
+    return reading.prompts
+
+
+def left_out(path: Path | str, **options: Any) -> str:
+    """Why the one row is left out."""
+    reading = readers.read(Source(path=str(path), **options))
+    assert reading.prompts == []
+    (why,) = reading.left_out
+    return why
+
+
+def form(**said: str) -> Form:
+    return Form.of(parse(Data, {"train": "x", "eval": "x", **said}, "recipe"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "red.png").write_bytes(RED)
+    (tmp_path / "blue.jpg").write_bytes(BLUE)
+    return tmp_path
+
+
+GEO = {
+    "images": [{"bytes": RED, "path": "x/images_0.png"}],
+    "problem": "<image>Find $x$.",
+    "answer": "3",
+    "level": 2,
+}
+TWO = {
+    "images": [{"bytes": RED, "path": None}, {"bytes": BLUE, "path": None}],
+    "problem": "Compare <image>\nwith <image> now.",
+    "answer": "4",
+    "level": 1,
+}
+
+
+def check_easyr1(found: Sequence[Prompt], name: str) -> None:
+    geo, two = found
+    assert geo == Prompt(
+        "Find $x$.",
+        "",
+        {"answer": "3", "level": 2},
+        f"{name}:1",
+        (Picture(data=RED),),
+        (user(IMAGE, text("Find $x$.")),),
+    )
+    assert two.text == "Compare with now." and two.images == (
+        Picture(data=RED),
+        Picture(data=BLUE),
+    )
+    assert two.messages == (user(text("Compare "), IMAGE, text("\nwith "), IMAGE, text(" now.")),)
+    assert [image.open().getpixel((0, 0)) for image in two.images] == [(255, 0, 0), (0, 0, 254)]
+
+
+def test_easyr1_parquet(tmp_path: Path) -> None:
+    parquet.write_table(pa.Table.from_pylist([GEO, TWO]), tmp_path / "geo3k.parquet")
+    check_easyr1(read(tmp_path / "geo3k.parquet"), "geo3k.parquet")
+    check_easyr1(read(f"{tmp_path}/geo3k.parquet@train"), "geo3k.parquet")
+    check_easyr1(read(f"{tmp_path}@geo3k"), f"{tmp_path.name}/geo3k.parquet")
+
+
+def test_a_table_is_read_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(readers, "BATCH", 2)
+    rows = [{"problem": f"{i}<image>", "images": [RED], "answer": i} for i in range(5)]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    found = read(tmp_path / "a.parquet")
+    assert [(p.text, p.columns["answer"], p.where) for p in found] == [
+        (str(i), i, f"a.parquet:{i + 1}") for i in range(5)
+    ]
+
+
+def test_easyr1_saved_by_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given as Pillow's pictures, stored by `datasets` as it does, on disk and as on the hub."""
+    import datasets
+
+    opened = [
+        {**row, "images": [Image.open(io.BytesIO(image["bytes"])) for image in row["images"]]}
+        for row in (GEO, TWO)
+    ]
+    features = datasets.Features(
+        {
+            "images": datasets.List(datasets.Image()),
+            "problem": datasets.Value("string"),
+            "answer": datasets.Value("string"),
+            "level": datasets.Value("int32"),
+        }
+    )
+    made = datasets.Dataset.from_list(opened, features=features)
+    made.save_to_disk(tmp_path / "saved")
+    found = read(tmp_path / "saved")
+    assert [p.text for p in found] == ["Find $x$.", "Compare with now."]
+    assert [len(p.images) for p in found] == [1, 2]
+    assert found[1].images[0].open().getpixel((0, 0)) == (255, 0, 0)
+    assert found[0].columns == {"answer": "3", "level": 2}
+    (tmp_path / "me" / "geo").mkdir(parents=True)
+    made.to_parquet(tmp_path / "me" / "geo" / "train.parquet")
+    monkeypatch.chdir(tmp_path)
+    hub = read("hub:me/geo@train")
+    assert [p.text for p in hub] == [p.text for p in found] and hub[0].where == "me/geo@train:1"
+    assert hub[1].images[0].open().size == (6, 4)
+
+
+def test_easyr1_text_alone(tmp_path: Path) -> None:
+    """math12k: no pictures, or a column of them with nothing in it."""
+    rows = [{"problem": "1+1?", "answer": "2"}, {"problem": "2+2?", "answer": "4", "images": None}]
+    rows += [{"problem": "3?", "answer": "3", "images": []}, {"problem": "4?", "image": ""}]
+    found = read(jsonl(tmp_path / "math.jsonl", *rows))
+    assert [(p.text, p.images, p.messages) for p in found] == [
+        ("1+1?", (), ()), ("2+2?", (), ()), ("3?", (), ()), ("4?", (), ()),
+    ]  # fmt: skip
+    assert [dict(p.columns) for p in found] == [
+        {"answer": "2"},
+        {"answer": "4"},
+        {"answer": "3"},
+        {},
+    ]
+
+
+def lmm(*content: Any, answer: str = "$3$") -> dict:
+    return {"message": json.dumps([{"role": "user", "content": list(content)}]), "answer": answer}
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json"])
+def test_lmm_r1(folder: Path, kind: str) -> None:
+    code = base64.b64encode(BLUE).decode()
+    rows = [
+        lmm({"type": "image", "image": f"file://{folder}/red.png"}, text("How many?")),
+        lmm(text("See "), {"type": "image", "image": f"data:image;base64,{code}"}, text("?")),
+        lmm({"type": "image_url", "image_url": {"url": "red.png"}}, text("What?")),
+        lmm({"type": "image_url", "image_url": "red.png"}, text("Which?")),
+        lmm(text("2+2?")),
+    ]
+    file = folder / f"lmm.{kind}"
+    jsonl(file, *rows) if kind == "jsonl" else file.write_text(json.dumps(rows))
+    red = Picture(path=str(folder / "red.png"))
+    found = read(file)
+    assert [(p.text, p.images) for p in found] == [
+        ("How many?", (red,)),
+        ("See ?", (Picture(data=BLUE),)),
+        ("What?", (red,)),
+        ("Which?", (red,)),
+        ("2+2?", ()),
+    ]
+    assert found[0].messages == (user(IMAGE, text("How many?")),)
+    assert found[1].messages == (user(text("See "), IMAGE, text("?")),)
+    assert found[4].messages == (user(text("2+2?")),)
+    assert all(p.columns == {"answer": "$3$"} for p in found)
+    assert not any("message" in p.columns for p in found)
+
+
+def test_trl(folder: Path) -> None:
+    """`prompt` as text and as messages, `image` and `images`, and a conversation with a past."""
+    talk = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [IMAGE, text("First?")]},
+        {"role": "assistant", "content": "Yes."},
+        {"role": "user", "content": [text("And this? "), IMAGE]},
+    ]
+    rows = [
+        {"prompt": "What is it?", "image": "red.png", "solution": "red"},
+        {"prompt": [{"role": "user", "content": "Same?"}], "images": ["red.png", "blue.jpg"]},
+        {"prompt": talk, "images": ["red.png", "blue.jpg"], "ground_truth": [1]},
+        {"prompt": [{"role": "user", "content": "2+2?"}], "answer": 4},
+        {"prompt": json.dumps(talk[1:2]), "images": ["red.png"]},
+    ]
+    red, blue = Picture(str(folder / "red.png")), Picture(str(folder / "blue.jpg"))
+    a, b, c, d, e = read(jsonl(folder / "trl.jsonl", *rows))
+    assert (a.text, a.images, a.columns) == ("What is it?", (red,), {"solution": "red"})
+    assert a.messages == (user(IMAGE, text("What is it?")),)
+    assert b.text == "Same?" and b.messages == (user(IMAGE, IMAGE, text("Same?")),)
+    assert c.text == "And this?" and c.images == (red, blue) and c.columns == {"ground_truth": [1]}
+    assert c.messages == (
+        {"role": "system", "content": [text("Be brief.")]},
+        user(IMAGE, text("First?")),
+        {"role": "assistant", "content": [text("Yes.")]},
+        user(text("And this? "), IMAGE),
+    )
+    assert (d.text, d.images, d.messages) == ("2+2?", (), (user(text("2+2?")),))
+    assert (e.text, e.images, e.messages) == ("First?", (red,), (user(IMAGE, text("First?")),))
+
+
+def test_trl_in_a_table(tmp_path: Path) -> None:
+    """In arrow every part has every key, most of them null."""
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": [
+                {"type": "image", "text": None}, {"type": "text", "text": "What?"},
+            ]}],
+            "image": {"bytes": RED, "path": None},
+        },
+        {
+            "prompt": [{"role": "user", "content": [{"type": "text", "text": "2+2?"}]}],
+            "image": None,
+        },
+    ]  # fmt: skip
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    (tmp_path / "red.png").write_bytes(RED)
+    part = {"type": "image", "text": None, "image": None, "path": "red.png"}
+    parquet.write_table(pa.Table.from_pylist([{"prompt": [user(part)]}]), tmp_path / "b.parquet")
+    assert [p.path for p in read(tmp_path / "b.parquet")[0].images] == [str(tmp_path / "red.png")]
+    one, other = read(tmp_path / "a.parquet")
+    assert one.messages == (user(IMAGE, text("What?")),) and one.images == (Picture(data=RED),)
+    assert other.messages == (user(text("2+2?")),) and other.images == ()
+
+
+@pytest.mark.parametrize("column", ["prompt", "problem", "question"])
+def test_a_text_without_pictures_is_what_it_was(tmp_path: Path, column: str) -> None:
+    """Models that draw get exactly the prompt they always got."""
+    row = {column: "  a sign [x] ", "negative_prompt": "blurry", "target": "KITE", "n": [1, {}]}
+    (prompt,) = read(jsonl(tmp_path / "a.jsonl", row))
+    assert prompt == Prompt(
+        "  a sign [x] ", "blurry", {"target": "KITE", "n": [1, {}]}, "a.jsonl:1"
+    )
+
+
+def test_the_first_column_that_is_there_is_asked(tmp_path: Path) -> None:
+    names = ["prompt", "problem", "message", "messages", "question"]
+    values = dict.fromkeys(["prompt", "problem", "question"], "x") | {
+        name: '[{"role": "user", "content": "x"}]' for name in ("message", "messages")
+    }
+    for i, name in enumerate(names):
+        row = {key: values[key] for key in reversed(names[i:])}
+        (prompt,) = read(jsonl(tmp_path / "a.jsonl", row))
+        assert prompt.text == "x" and set(prompt.columns) == set(names[i + 1 :])
+        assert bool(prompt.messages) == (name in ("message", "messages"))
+
+
+def test_columns_by_other_names(folder: Path) -> None:
+    row = {"q": "Which<image>?", "photo": ["red.png"], "image": "id-7", "message": "hello"}
+    file = jsonl(folder / "a.jsonl", row)
+    (prompt,) = read(file, column="q", images="photo")
+    assert prompt.text == "Which ?" and prompt.columns == {"image": "id-7", "message": "hello"}
+    (prompt,) = read(file, column="message", images="photo", drop=["q"])
+    assert prompt.text == "hello" and len(prompt.images) == 1  # the user says that it is a text
+    with pytest.raises(UserError, match='has no column "foto" of pictures; it has image, message'):
+        read(file, column="q", images="foto")
+
+
+def test_all_that_may_stand_for_a_picture(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "data").mkdir()
+    (folder / "data" / "in data.png").write_bytes(RED)
+    (folder / "data" / "red.png").write_bytes(BLUE)  # nearer than the one of the same name here
+    code = base64.b64encode(RED).decode()
+    values: dict[Any, Picture] = {
+        "in data.png": Picture(str(folder / "data/in data.png")),
+        "red.png": Picture(str(folder / "data/red.png")),
+        "blue.jpg": Picture("blue.jpg"),
+        str(folder / "blue.jpg"): Picture(str(folder / "blue.jpg")),
+        "file://in data.png": Picture(str(folder / "data/in data.png")),
+        f"file://{folder}/data/in%20data.png": Picture(str(folder / "data/in data.png")),
+        code: Picture(data=RED),
+        f"{code[:40]}\n{code[40:]}": Picture(data=RED),
+        f"data:image/png;base64,{code}": Picture(data=RED),
+        base64.b64encode(BLUE).decode(): Picture(data=BLUE),
+    }
+    rows = [{"problem": "<image>", "images": [value]} for value in values]
+    rows.append({"problem": "<image>", "images": {"path": "red.png"}})
+    file = jsonl(folder / "data" / "a.jsonl", *rows)
+    found = [p.images for p in read(file)]
+    assert found == [(picture,) for picture in [*values.values(), values["red.png"]]]
+
+
+def test_a_conversation_holds_every_kind_of_part(folder: Path) -> None:
+    parts = [{"type": "image", "path": "red.png"}, "Say", {"type": "image", "url": "blue.jpg"}]
+    parts += [{"type": "image", "base64": base64.b64encode(RED).decode()}]
+    (prompt,) = read(jsonl(folder / "a.jsonl", {"messages": [user(*parts)]}))
+    assert prompt.messages == (user(IMAGE, text("Say"), IMAGE, IMAGE),)
+    assert [p.path for p in prompt.images] == [
+        str(folder / "red.png"),
+        str(folder / "blue.jpg"),
+        "",
+    ]
+
+
+def noise(kind: str) -> bytes:
+    buffer = io.BytesIO()
+    pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(buffer, kind)
+    return buffer.getvalue()
+
+
+CUT = noise("JPEG")[:-400]  # its head is whole: only decoding finds it
+CORRUPT = bytearray(noise("PNG"))
+CORRUPT[400] ^= 1
+
+
+@pytest.mark.parametrize(
+    "row, why",
+    [
+        ({"problem": "<image><image>", "images": ["red.png"]},
+         "expected as many pictures as <image>, found 1 for 2"),
+        ({"problem": "<image>?", "images": ["red.png", "blue.jpg"]},
+         "expected as many pictures as <image>, found 2 for 1"),
+        ({"problem": "<image>?"}, "expected as many pictures as <image>, found 0 for 1"),
+        ({"prompt": "<image>?"}, "expected as many pictures as <image>, found 0 for 1"),
+        ({"problem": "?", "images": ["red.png", "gone.png"]},
+         r"picture 2 of 2: no such file 'gone.png', neither in .* nor from here"),
+        ({"problem": "?", "images": ["https://x.org/a.png"]},
+         r"picture 1 of 1: 'https://x.org/a.png' lies on the web, .*; download the pictures"),
+        ({"problem": "?", "images": ["data:image/png;base64,%%%"]},
+         r"picture 1 of 1: expected base64 after 'data:image/png;base64,', got '%%%'"),
+        ({"problem": "?", "images": ["data:image/png,abc"]}, "expected base64 after"),
+        ({"problem": "?", "images": ["a" * 2001]}, "expected a path or base64, got 'aaaa"),
+        ({"problem": "?", "images": ["a" * 2000]}, r"1,500 bytes: no picture; expected one of PNG"),
+        ({"problem": "?", "images": [7]}, "expected a path, bytes or base64, got 7"),
+        ({"problem": "?", "images": [None, "red.png"]}, "picture 1 of 2: expected a path"),
+        ({"problem": "?", "images": [{"bytes": None, "path": None}]}, "got None"),
+        ({"problem": "?", "image": {"w": 3}}, "expected a path, bytes or base64, got {'w': 3}"),
+        ({"problem": "?", "images": ["cut.jpg"]}, r"cut.jpg cannot be decoded: .*truncated"),
+        ({"problem": "?", "images": ["red.png", "corrupt.png"]},
+         r"picture 2 of 2: \S*corrupt.png cannot be decoded: "),
+        ({"problem": "?", "images": ["a.jsonl"]}, r"a.jsonl: no picture; expected one of PNG, JPE"),
+        ({"problem": "?", "images": ["empty.png"]}, r"empty.png: no picture"),
+        ({"problem": "?", "images": ["a.eps"]}, r"a.eps: no picture"),
+        ({"message": "How many?"}, r"expected messages as JSON, got 'How many\?': Expecting value"),
+        ({"message": '{"role": "user"}'}, "expected a list of messages, got "),
+        ({"message": "[1]"}, r'message 1: expected \{"role", "content"\}, got 1'),
+        ({"message": "[]"}, "expected a message of the user's, found none"),
+        ({"prompt": [{"content": "x"}]}, r'message 1: expected \{"role", "content"\}, got {\'con'),
+        ({"prompt": [{"role": "user"}]}, "message 1: expected text or parts as content, got None"),
+        ({"prompt": [user({"type": "video", "video": "x"})]},
+         "message 1: expected a text or an image, got {'type': 'video'"),
+        ({"prompt": [user({"type": "text"})]}, "message 1: expected a text or an image"),
+        ({"prompt": [{"role": "system", "content": "x"}]}, "of the user's, found system"),
+        ({"prompt": [user(), {"role": "assistant", "content": "4"}]},
+         "the last message is the assistant's already; expected the user's"),
+        ({"prompt": [user(IMAGE, text("x"))]}, "as many pictures as <image>, found 0 for 1"),
+        ({"prompt": [user({"type": "image", "image": "red.png"}, IMAGE)]},
+         "expected as many pictures as <image>, found 1 for 2"),
+        ({"prompt": [user({"type": "image", "image": "red.png"})], "images": ["red.png"]},
+         r"expected pictures in the messages \(1\) or beside \(1\)"),
+    ],
+)  # fmt: skip
+def test_a_row_that_cannot_be_used(folder: Path, row: dict, why: str) -> None:
+    (folder / "cut.jpg").write_bytes(CUT)
+    (folder / "corrupt.png").write_bytes(CORRUPT)
+    (folder / "empty.png").write_bytes(b"")
+    Image.new("RGB", (4, 4)).save(folder / "a.eps")
+    told = left_out(jsonl(folder / "a.jsonl", row))
+    assert told.startswith("a.jsonl:1: ") and re.search(why, told) and "\n" not in told, told
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
+def test_a_picture_cut_short_is_found_in_every_format(tmp_path: Path, kind: str) -> None:
+    whole = noise(kind)
+    rows = [{"problem": "?", "images": [data]} for data in (whole, whole[: -len(whole) // 4])]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    reading = readers.read(Source(path=str(tmp_path / "a.parquet")))
+    assert [p.where for p in reading.prompts] == ["a.parquet:1"]
+    assert reading.left_out[0].startswith("a.parquet:2: picture 1 of 1: ")
+
+
+def test_a_picture_of_no_bytes(tmp_path: Path) -> None:
+    rows = [{"problem": "?", "images": [{"bytes": b"", "path": "x.png"}]}]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert left_out(tmp_path / "a.parquet") == (
+        "a.parquet:1: picture 1 of 1: expected a path, bytes or base64, got b''"
+    )
+
+
+def test_pictures_in_two_columns(folder: Path) -> None:
+    row = {"prompt": "?", "image": "red.png", "images": ["blue.jpg"]}
+    file = jsonl(folder / "a.jsonl", row)
+    with pytest.raises(UserError, match=r"a.jsonl:1: pictures in images and image; say which col"):
+        read(file)
+    (prompt,) = read(file, images="image", drop=["images"])
+    assert [p.path for p in prompt.images] == [str(folder / "red.png")] and prompt.columns == {}
+
+
+def test_bad_rows_are_left_out_named_and_counted(folder: Path) -> None:
+    (folder / "cut.jpg").write_bytes(CUT)
+    rows = [{"problem": f"{i} <image>", "images": ["red.png"], "answer": "1"} for i in range(6)]
+    rows[2]["images"] = ["cut.jpg"]
+    rows[3]["problem"] = "no tag, so its picture comes first"
+    rows[4]["problem"] = "<image><image>"
+    rows[5]["answer"] = "yes and no"
+    path = jsonl(folder / "geo.jsonl", *rows)
+    held_out = jsonl(folder / "test.jsonl", {"problem": "new", "answer": "2"})
+    from gesso.rewards.maths import Math
+
+    data = parse(Data, {"train": path, "eval": held_out}, "recipe")
+    loaded = prompts.load(data, Math().unfit, Math().unfit)
+    assert [p.where for p in loaded.train[0].prompts] == [f"geo.jsonl:{i}" for i in (1, 2, 4)]
+    one, other = loaded.notes
+    assert one.startswith(
+        f"2 of 6 prompts of {path} are left out; the first is geo.jsonl:3: picture 1 of 1: "
+    )
+    assert other.startswith(f"1 of 4 prompts of {path} cannot be scored and are skipped; the first")
+    assert "geo.jsonl:6: " in other and "'yes and no', which cannot be parsed" in other
+    rows = [{"problem": "<image>", "answer": "1"}] * 2
+    data = parse(Data, {"train": jsonl(folder / "b.jsonl", *rows), "eval": held_out}, "recipe")
+    with pytest.raises(UserError, match=r"^no prompt of .*b.jsonl can be used, so nothing is left; "
+                       r"the first is b.jsonl:1: expected as many"):  # fmt: skip
+        prompts.load(data, Math().unfit, Math().unfit)
+
+
+@pytest.mark.parametrize(
+    "reward, good, bad",
+    [("math", "1/2", ["half of it", "", None, "\\frac{"]),
+     ("count", "4", ["four", "", None, "4.5"]),
+     ("choice", "B", ["Bob", "", None, "1"])],
+)  # fmt: skip
+def test_an_answer_that_cannot_be_parsed(
+    tmp_path: Path, reward: str, good: str, bad: list[str | None]
+) -> None:
+    from gesso import build
+    from gesso.rewards import base
+
+    rows = [{"problem": str(i), "answer": answer} for i, answer in enumerate([*bad, good])]
+    path = jsonl(tmp_path / "a.jsonl", *rows)
+    unfit = base.load(build.REWARDS[reward], {}).unfit
+    loaded = prompts.load(parse(Data, {"train": path, "eval": path}, "recipe"), unfit, unfit)
+    assert [p.columns["answer"] for p in loaded.train[0].prompts] == [good]
+    assert "4 of 5 prompts of" in loaded.notes[0] and "a.jsonl:1: " in loaded.notes[0]
+
+
+def test_texts_and_pictures_mix_and_resume(folder: Path) -> None:
+    seen = [{"problem": f"s{i}<image>", "images": ["red.png"]} for i in range(4)]
+    train = [
+        {"path": jsonl(folder / "seen.jsonl", *seen), "weight": 3.0},
+        {"path": jsonl(folder / "read.jsonl", *({"prompt": f"r{i}"} for i in range(3)))},
+    ]
+    held_out = jsonl(folder / "e.jsonl", {"message": json.dumps([user(text("new"))])})
+    data = parse(Data, {"train": train, "eval": held_out}, "recipe")
+
+    def batches(first: int) -> list[Prompt]:
+        loaded = prompts.load(data, lambda p: None, lambda p: None)
+        assert loaded.notes == []
+        stream = Stream(loaded.train, 5)
+        return [p for i in range(first, 6) for p in stream.batch(i, 4)]
+
+    whole = batches(0)
+    assert [len(p.images) for p in whole[:4]] == [1, 1, 0, 1]  # by weight
+    assert batches(4) == whole[16:]  # a run that starts again at batch 4
+
+
+def test_a_picture_of_many_prompts_is_decoded_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gesso.data import pictures
+
+    asked = []
+    monkeypatch.setattr(pictures, "_fault", lambda picture: asked.append(picture))
+    rows = [{"problem": str(i), "images": ["red.png"]} for i in range(20)]
+    assert len(read(jsonl(folder / "a.jsonl", *rows))) == 20 and len(asked) == 1
+
+
+# Templates
+
+
+def test_a_template_goes_around_the_question(folder: Path) -> None:
+    rows = [
+        {"problem": "<image>Find x.", "images": ["red.png"], "unit": "cm"},
+        {"problem": "2+2 & <b>?", "unit": "m"},
+    ]
+    around = form(template="Q: {{ content }}\n({{ unit }}) Think.\n")
+    one, other = read(jsonl(folder / "a.jsonl", *rows), around)
+    assert one.text == "Find x." and len(one.images) == 1
+    assert one.messages == (user(text("Q: "), IMAGE, text("Find x.\n(cm) Think.")),)
+    assert other.text == "2+2 & <b>?"
+    assert other.messages == (user(text("Q: 2+2 & <b>?\n(m) Think.")),)
+
+
+def test_training_and_evaluation_are_asked_in_one_form(tmp_path: Path) -> None:
+    train, held_out = (jsonl(tmp_path / f"{n}.jsonl", {"problem": n}) for n in ("a", "b"))
+    said = {"train": train, "eval": held_out, "template": "{{ content }}!", "system": "S"}
+    loaded = prompts.load(parse(Data, said, "recipe"), lambda p: None, lambda p: None)
+    for prompt in (loaded.train[0].prompts[0], loaded.held_out[0]):
+        system = {"role": "system", "content": [text("S")]}
+        assert prompt.messages == (system, user(text(f"{prompt.text}!")))
+
+
+def test_pictures_without_tags_stay_before_the_template(folder: Path) -> None:
+    row = {"prompt": "What?", "image": "red.png"}
+    (prompt,) = read(jsonl(folder / "a.jsonl", row), form(template="Q: {{ content }}"))
+    assert prompt.messages == (user(IMAGE, text("Q: What?")),)
+
+
+def test_a_template_goes_around_the_last_message_of_the_user(folder: Path) -> None:
+    talk = [user(text("First?")), {"role": "assistant", "content": "Yes."}]
+    last = user(text("And "), {"type": "image", "image": "red.png"}, text("this"), text("?"))
+    (folder / "t.jinja").write_text("\n{{ content | upper }}\n\n", encoding="utf-8")
+    file = jsonl(folder / "a.jsonl", {"messages": [*talk, last]})
+    (prompt,) = read(file, form(template="{{ content }}!", system="Be brief."))
+    assert prompt.messages == (
+        {"role": "system", "content": [text("Be brief.")]},
+        user(text("First?")),
+        {"role": "assistant", "content": [text("Yes.")]},
+        user(text("And "), IMAGE, text("this?!")),
+    )
+    assert prompt.text == "And this ?" and len(prompt.images) == 1
+
+
+def test_a_template_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "math.jinja").write_text("\n{{ content }} é\n\n", encoding="utf-8")
+    file = jsonl(tmp_path / "a.jsonl", {"problem": "x"})
+    (prompt,) = read(file, form(template=str(tmp_path / "math.jinja")))
+    assert prompt.messages == (user(text("x é")),)
+
+
+def test_a_system_message_unless_the_row_has_one(tmp_path: Path) -> None:
+    own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "x"}]
+    file = jsonl(tmp_path / "a.jsonl", {"prompt": "x"}, {"prompt": own})
+    one, other = read(file, form(system="Be brief."))
+    assert [m["content"][0]["text"] for m in one.messages] == ["Be brief.", "x"]
+    assert [m["role"] for m in one.messages] == ["system", "user"] and one.text == "x"
+    assert [m["content"][0]["text"] for m in other.messages] == ["Mine.", "x"]
+
+
+def test_a_template_that_loses_or_adds_a_picture(folder: Path) -> None:
+    file = jsonl(folder / "a.jsonl", {"problem": "<image>x", "images": ["red.png"]})
+    for template in (
+        "{{ content }}{{ content }}",
+        "{{ content | replace('<image>', '') }}<image>" * 2,
+    ):
+        reading = readers.read(Source(path=file), form(template=template))
+        assert "expected as many pictures as <image>, found 1 for 2" in reading.left_out[0]
+
+
+@pytest.mark.parametrize(
+    "template, sentence",
+    [
+        ("{{ content }", "data.template: line 1: unexpected '}'"),
+        ("a\n{% if %}", "data.template: line 2: Expected an expression"),
+        ("nope.jinja", 'data.template = "nope.jinja": no such file; expected one, or a template w'),
+        ("{{ problem }}", "data.template: expected {{ content }}, the question, in it"),
+        ("{{ content }} {{ unit }}", "a.jsonl:1: data.template: 'unit' is undefined; there is conte"
+         "nt, answer"),
+        ("{{ content }} {{ 1 // 0 }}", "a.jsonl:1: data.template failed: ZeroDivisionError: "),
+        ("{{ content.__class__.__mro__ }}", "a.jsonl:1: data.template failed: SecurityError: "),
+    ],
+)  # fmt: skip
+def test_bad_templates_are_one_sentence(tmp_path: Path, template: str, sentence: str) -> None:
+    file = jsonl(tmp_path / "a.jsonl", {"problem": "x", "answer": "1"})
+    with pytest.raises(UserError) as caught:
+        readers.read(Source(path=file), form(template=template))
+    assert str(caught.value).startswith(sentence) and "\n" not in str(caught.value)
+
+
+def test_a_bad_template_in_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text("{{ content }} {{ unit }}")
+    (tmp_path / "latin.jinja").write_bytes(b"{{ content }} \xff")
+    file = jsonl(tmp_path / "a.jsonl", {"problem": "x"})
+    with pytest.raises(UserError, match=r"^a.jsonl:1: data.template \S*t.jinja: 'unit' is undefin"):
+        readers.read(Source(path=file), form(template=str(tmp_path / "t.jinja")))
+    with pytest.raises(UserError, match=r"^data.template \S*latin.jinja cannot be read: "):
+        form(template=str(tmp_path / "latin.jinja"))
+    with pytest.raises(UserError, match=r"^data.template \S* cannot be read: "):
+        form(template=str(tmp_path))
+
+
+def test_the_rows_of_the_guide_are_read(tmp_path: Path) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text(encoding="utf-8")
+    rows = "".join(re.findall(r"^```json\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE))
+    (said,) = re.findall(r"^\[data\]\n(?:(?!```).)*^template = .*?(?=^```$)", guide, re.S | re.M)
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "figures" / "1.png").write_bytes(RED)
+    (tmp_path / "guide.jsonl").write_text(rows, encoding="utf-8")
+    found = read(tmp_path / "guide.jsonl", Form.of(parse(Data, toml(said)["data"], "guide")))
+    assert [p.text for p in found] == ["Find $x$.", *["How many?"] * 3, "What is $1 + 1$?"]
+    assert [len(p.images) for p in found] == [1, 1, 1, 1, 0]
+    assert found[0].messages[1]["content"] == [
+        IMAGE,
+        text("Find $x$.\nReason between <think> and </think>, then give the answer in \\boxed{}."),
+    ]
+
+
+def toml(said: str) -> dict[str, Any]:
+    from gesso.build import tomllib
+
+    return tomllib.loads(said)

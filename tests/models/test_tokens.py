@@ -1,0 +1,606 @@
+"""Every model that writes against plain transformers: tiny random weights of the real classes, on
+disk."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gesso.config import Lora
+from gesso.models.tokens import transformer
+from gesso.models.tokens.packing import pack
+from gesso.models.tokens.pictures import Seen
+from gesso.types import Picture, Prompt, TokenTrace, UserError
+from tests import tokens
+from tests.tokens import Tiny, padded_logits, padded_logp, picture, stirred, trace_of
+
+ROWS = [0, 1, 1, 2, 0]
+LORA = Lora(rank=4, alpha=12)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("tokens")
+    for name in tokens.BUILDERS:
+        tokens.build(name, root / name)
+    return root
+
+
+@pytest.fixture(params=tokens.BUILDERS)
+def tiny(request: pytest.FixtureRequest, folders: Path) -> Tiny:
+    return Tiny(request.param, folders / request.param)
+
+
+@pytest.fixture(params=tokens.SEEING)
+def seeing(request: pytest.FixtureRequest, folders: Path) -> Tiny:
+    return Tiny(request.param, folders / request.param)
+
+
+@pytest.fixture
+def of(folders: Path) -> Any:
+    return lambda name: Tiny(name, folders / name)
+
+
+def gap(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).detach().abs().max())
+
+
+# The packed pass is the padded one
+
+
+@torch.no_grad()
+def test_packed_is_padded(tiny: Tiny) -> None:
+    """Replies of different lengths to prompts without, with one and with two pictures at once."""
+    model, plain = tiny.model(), tiny.plain()
+    trace = trace_of(model, tiny.prompts, ROWS)
+    for temperature in (1.0, 0.7):
+        found = model.logp(trace, temperature)
+        expected = padded_logp(plain, trace, temperature, model.suppressed)
+        assert found.logp.dtype == torch.float32 and found.logp.shape == trace.tokens.shape
+        assert gap(found.logp, expected) <= 1e-5
+        assert found.logp[trace.mask].std() > 0.3  # not trivially equal
+        logits = padded_logits(plain, trace, 0) / temperature
+        shares = logits.index_fill(-1, model.suppressed, float("-inf")).softmax(-1)
+        entropy = torch.special.entr(shares).sum(-1).masked_fill(~trace.mask, 0)
+        assert gap(found.entropy, entropy) <= 1e-5
+    greedy = model.logp(trace, 0.0)
+    assert torch.equal(greedy.logp, model.logp(trace, 1.0).logp)
+
+
+@torch.no_grad()
+def test_a_model_that_sees_reads_text_alone(seeing: Tiny) -> None:
+    model = seeing.model()
+    trace = trace_of(model, tokens.prompts(sees=False), ROWS)
+    expected = padded_logp(seeing.plain(), trace, 0.7, model.suppressed)
+    assert gap(model.logp(trace, 0.7).logp, expected) <= 1e-5 and model.looks == 0
+
+
+def gradient(logp: torch.Tensor, of: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Of a weighted sum, so that every reply token counts by itself."""
+    weight = torch.arange(1.0, logp.numel() + 1).view_as(logp).sin()
+    (logp * weight).sum().backward()
+    return {name: p.grad for name, p in of.items() if p.grad is not None}
+
+
+def assert_same_gradient(found: dict, expected: dict, most: float = 1e-5) -> None:
+    assert found.keys() == expected.keys()
+    largest = max(float(g.abs().max()) for g in expected.values())
+    assert largest > 0.1
+    for name, g in expected.items():
+        assert gap(found[name], g) <= most * largest, name
+
+
+def test_packed_gradients_are_padded_gradients(tiny: Tiny) -> None:
+    model, plain = tiny.model(), tiny.plain()
+    trace = trace_of(model, tiny.prompts, ROWS)
+    out = model.logp(trace, 0.7)
+    assert not out.entropy.requires_grad
+    found = gradient(out.logp, model.policy.trained)
+    every = {n: p for n, p in plain.named_parameters() if "visual" not in n}
+    expected = gradient(padded_logp(plain, trace, 0.7, model.suppressed), every)
+    assert_same_gradient(found, expected)
+
+
+@torch.no_grad()
+def test_neighbours_do_not_leak(tiny: Tiny) -> None:
+    """transformers' own packing does, silently, when it is given three rows of positions."""
+    model = tiny.model()
+    trace = trace_of(model, tiny.prompts, ROWS)
+    first = model.logp(trace, 1.0).logp
+    for changed in range(len(ROWS)):
+        other = trace.tokens.clone()
+        other[changed] = (other[changed] + 7) % len(tokens.LETTERS)
+        second = model.logp(replace(trace, tokens=other), 1.0).logp
+        rest = [i for i in range(len(ROWS)) if i != changed]
+        assert gap(first[rest], second[rest]) <= 1e-6
+        assert gap(first[changed], second[changed]) > 1e-2
+    order = torch.tensor([3, 1, 4, 0, 2])
+    assert gap(model.logp(trace.rows(order), 1.0).logp, first[order]) <= 1e-5
+    alone = [model.logp(trace.rows(torch.tensor([i])), 1.0).logp[0] for i in range(len(ROWS))]
+    assert gap(torch.stack(alone), first) <= 1e-5
+
+
+@torch.no_grad()
+def test_every_picture_matters_where_it_is(seeing: Tiny) -> None:
+    model = seeing.model()
+    trace = trace_of(model, seeing.prompts, ROWS)
+    first = model.logp(trace, 1.0).logp
+    prompt = seeing.prompts[2]
+    swapped = replace(prompt, images=(prompt.images[0], picture(48, 16, 9)))
+    other = [*trace.prompts[:2], model.encode(swapped)]
+    second = model.logp(replace(trace, prompts=other), 1.0).logp
+    assert torch.equal(trace.row, torch.tensor(ROWS)) and gap(first[3], second[3]) > 1e-2
+    assert gap(first[[0, 1, 2, 4]], second[[0, 1, 2, 4]]) <= 1e-6
+
+
+def test_places_in_time_height_and_width(seeing: Tiny) -> None:
+    model = seeing.model()
+    prompt = model.encode(seeing.prompts[1])  # one picture of 8 × 12 patches: 4 × 6 places
+    places = model._positions(prompt)
+    start = int(prompt.kinds.argmax())
+    assert places[:, :start].tolist() == [list(range(start))] * 3
+    height, width = places[1:, start : start + 24]
+    assert height.tolist() == [start + i // 6 for i in range(24)]
+    assert width.tolist() == [start + i % 6 for i in range(24)]
+    assert places[:, start + 24].tolist() == [start + 6] * 3  # text goes on behind the wider side
+    packed = model._sequences([prompt], [torch.zeros(3, dtype=torch.long)])
+    following = int(places.max()) + 1
+    assert packed.positions[:, -3:].tolist() == [[following, following + 1, following + 2]] * 3
+
+
+def test_an_empty_row_has_no_log_prob(of: Any) -> None:
+    model = of("qwen2").model()
+    trace = trace_of(model, of("qwen2").prompts, ROWS)
+    mask = trace.mask.clone()
+    mask[1] = False
+    with torch.no_grad():
+        found = model.logp(replace(trace, mask=mask), 1.0).logp
+        assert not found[1].any()
+        rest = [0, 2, 3, 4]
+        assert gap(found[rest], model.logp(trace, 1.0).logp[rest]) <= 1e-5
+        nothing = model.logp(replace(trace, mask=torch.zeros_like(mask)), 1.0)
+    assert not nothing.logp.any() and not nothing.entropy.any()
+
+
+@torch.no_grad()
+def test_suppressed_ids_have_no_probability(tiny: Tiny) -> None:
+    model = tiny.model()
+    own = {tiny.model().tokenizer.convert_tokens_to_ids(t) for t in tokens.VISION}
+    size = model.module.get_output_embeddings().weight.shape[0]
+    padding = set(range(size - tokens.PADDED, size))
+    assert set(model.suppressed.tolist()) == padding | (own if tiny.sees else set())
+    prompt = [model.encode(tiny.prompts[0])]
+    every = torch.arange(size)[:, None]
+    mask, cut = torch.ones_like(every, dtype=torch.bool), torch.zeros(size, dtype=torch.bool)
+    found = model.logp(TokenTrace(prompt, torch.zeros(size).long(), every, mask, cut), 1.3)
+    assert float(found.logp.exp().sum()) == pytest.approx(1, abs=1e-5)
+    assert (found.logp[:, 0] == -torch.inf).nonzero()[:, 0].tolist() == model.suppressed.tolist()
+    assert torch.isfinite(found.entropy).all() and gap(found.entropy, found.entropy[0, 0]) <= 1e-5
+
+
+def test_states_of_a_critic(of: Any) -> None:
+    model = of("qwen3-vl").model(lora=LORA)
+    trace = trace_of(model, of("qwen3-vl").prompts, ROWS)
+    states = model.hidden(trace)
+    assert states.shape == (*trace.tokens.shape, 32) and states.requires_grad
+    logits = model.logits(states, 0.7)
+    logp = logits.log_softmax(-1).gather(-1, trace.tokens[..., None])[..., 0]
+    found = logp.masked_fill(~trace.mask, 0)
+    assert gap(found, model.logp(trace, 0.7).logp) <= 1e-5
+    assert not states[~trace.mask].any()
+
+
+# The head
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_full_logits_never_exist(of: Any, lora: Lora | None, monkeypatch: Any) -> None:
+    tiny = of("qwen2.5-vl")
+    model = stirred(tiny.model(lora=lora)) if lora else tiny.model()
+    trace = trace_of(model, tiny.prompts, ROWS)
+    replies = int(trace.mask.sum())
+    expected = gradient(model.logp(trace, 0.7).logp, model.policy.trained)
+    for p in model.policy.trained.values():
+        p.grad = None
+    sizes: list[int] = []
+    head = model.module.get_output_embeddings()
+    head.register_forward_hook(lambda _, __, out: sizes.append(out.shape[0]))
+    monkeypatch.setattr(transformer, "HEAD_ELEMENTS", 4 * head.weight.shape[0])
+    found = gradient(model.logp(trace, 0.7).logp, model.policy.trained)
+    assert max(sizes) == 4 and sum(sizes) == 2 * replies  # once forward, once for the gradient
+    assert_same_gradient(found, expected)
+    sizes.clear()
+    with torch.no_grad():
+        model.logp(trace, 0.7)
+    assert max(sizes) == 4 and sum(sizes) == replies
+
+
+# Training
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_checkpointing_gives_the_same_gradient(tiny: Tiny, lora: Lora | None) -> None:
+    kept, again = tiny.model(lora=lora), tiny.model(lora=lora, gradient_checkpointing=True)
+    if lora is not None:
+        stirred(kept), stirred(again)
+    trace = trace_of(kept, tiny.prompts, ROWS)
+    expected = gradient(kept.logp(trace, 1.0).logp, kept.policy.trained)
+    calls: list[bool] = []
+    again.decoder.layers[1].register_forward_pre_hook(lambda *_: calls.append(True))
+    logp = again.logp(trace, 1.0).logp
+    assert len(calls) == 1
+    found = gradient(logp, again.policy.trained)
+    assert len(calls) == 2
+    assert_same_gradient(found, expected)
+    assert not any(part.training for part in again.module.modules())
+
+
+@torch.no_grad()
+def test_adapters_are_in_the_decoder_and_off_for_the_reference(tiny: Tiny) -> None:
+    base, model = tiny.model(), tiny.model(lora=LORA)
+    trace = trace_of(model, tiny.prompts, ROWS)
+    names = {name.split(".lora_")[0] for name in model.policy.trained}
+    own = {name for name, _ in model.module.named_modules()}
+    prefix = "model.language_model.layers." if tiny.sees else "model.layers."
+    assert names <= own and all(name.startswith(prefix) for name in names)
+    assert len(names) == 3 * 7  # layers × projections
+    before = model.logp(trace, 1.0).logp
+    assert torch.equal(before, base.logp(trace, 1.0).logp)
+    model.policy.keep("old")
+    stirred(model)
+    after = model.logp(trace, 1.0).logp
+    assert gap(after, before) > 0.1
+    assert torch.equal(model.logp(trace, 1.0, "reference").logp, before)
+    assert torch.equal(model.logp(trace, 1.0, "old").logp, before)
+    assert torch.equal(model.logp(trace, 1.0).logp, after)
+
+
+@torch.no_grad()
+def test_the_reference_of_a_full_fine_tune_is_a_copy(of: Any) -> None:
+    model = of("qwen2.5-vl").model()
+    trace = trace_of(model, of("qwen2.5-vl").prompts, ROWS)
+    before = model.logp(trace, 1.0).logp
+    model.policy.keep("reference")
+    stirred(model)
+    assert gap(model.logp(trace, 1.0).logp, before) > 0.1
+    assert torch.equal(model.logp(trace, 1.0, "reference").logp, before)
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_the_tower_is_trained_when_asked_for(seeing: Tiny, lora: Lora | None) -> None:
+    frozen, model = seeing.model(lora=lora), seeing.model(lora=lora, train_vision=True)
+    assert not any("visual" in name for name in frozen.policy.trained)
+    if lora is not None:
+        stirred(model)
+    trace = trace_of(model, seeing.prompts, ROWS)
+    found = gradient(model.logp(trace, 1.0).logp, model.policy.trained)
+    in_tower = [g for name, g in found.items() if "visual" in name]
+    assert in_tower and max(float(g.abs().max()) for g in in_tower) > 1e-3
+    assert model.looks == 3
+    with torch.no_grad():
+        model.logp(trace, 1.0)
+    assert model.looks == 6  # its features change with it
+    if lora is None:
+        plain = seeing.plain()
+        every = dict(plain.named_parameters())
+        padded = padded_logp(plain, trace, 1.0, model.suppressed)
+        assert_same_gradient(found, gradient(padded, every))
+        return
+    linear = {n for n, m in seeing.plain().named_modules() if isinstance(m, torch.nn.Linear)}
+    adapted = {name.split(".lora_")[0] for name in model.policy.trained}
+    assert adapted == linear - {"lm_head"}
+
+
+def test_a_frozen_tower_sees_each_picture_once(seeing: Tiny) -> None:
+    model = seeing.model(lora=LORA)
+    trace = trace_of(model, seeing.prompts, ROWS)
+    model.logp(trace, 1.0).logp.sum().backward()
+    with torch.no_grad():
+        model.logp(trace, 1.0, "reference")
+        again = replace(trace, prompts=[model.encode(p) for p in seeing.prompts])
+        model.logp(again.rows(torch.tensor([3, 1])), 1.0)
+    assert model.looks == 3
+
+
+def test_pictures_seen_longest_ago_are_forgotten() -> None:
+    made: list[int] = []
+
+    def see(number: int) -> torch.Tensor:
+        def look() -> torch.Tensor:
+            made.append(number)
+            return torch.full((4,), float(number))
+
+        pixels, grid = torch.full((2, 3), float(number)), torch.tensor([1, 2, 1])
+        return seen.features(pixels, grid, look)
+
+    seen = Seen(limit=2 * 16)
+    for number in (1, 2, 1, 3, 1, 2):
+        assert see(number)[0] == number
+    assert made == [1, 2, 3, 2]
+    same, other = torch.zeros(2, 3), torch.tensor([1, 1, 2])
+    seen.features(same, torch.tensor([1, 2, 1]), lambda: torch.zeros(1))
+    assert seen.features(same, other, lambda: torch.ones(1)) == 1  # of another shape
+
+
+# Measured here: .02 to .14, for these tiny models' logits are large.
+BFLOAT16_GAP = 0.3
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_bfloat16(tiny: Tiny, lora: Lora | None) -> None:
+    model, exact = tiny.model(dtype="bfloat16", lora=lora), tiny.model()
+    trained = {p.dtype for p in model.policy.trained.values()}
+    rest = {p.dtype for n, p in model.module.named_parameters() if n not in model.policy.trained}
+    assert trained == {torch.float32} and rest <= {torch.bfloat16}
+    seen: set[torch.dtype] = set()
+    for layer in model.decoder.layers:
+        layer.mlp.down_proj.register_forward_hook(lambda _, __, out: seen.add(out.dtype))
+    trace = trace_of(model, tiny.prompts, ROWS)
+    logp = model.logp(trace, 1.0).logp
+    assert logp.dtype == torch.float32 and seen == {torch.bfloat16}
+    assert 1e-5 < gap(logp, exact.logp(trace, 1.0).logp) < BFLOAT16_GAP
+    assert {g.dtype for g in gradient(logp, model.policy.trained).values()} == {torch.float32}
+
+
+# Text and pictures in
+
+
+class _Processors:
+    """transformers' own, without their part for videos, which would need torchvision."""
+
+    @staticmethod
+    def of(name: str, images: Any, tokenizer: Any) -> Any:
+        import transformers
+
+        names = {"qwen2-vl": "Qwen2VLProcessor", "qwen2.5-vl": "Qwen2_5_VLProcessor"}
+        kind = getattr(transformers, names.get(name, "Qwen3VLProcessor"))
+
+        class Still(kind):  # type: ignore[misc, valid-type]
+            def __init__(self, image_processor: Any = None, tokenizer: Any = None) -> None:
+                self.image_token, self.video_token = tokens.VISION[2:]
+                self.image_token_id, self.video_token_id = tokenizer.convert_tokens_to_ids(
+                    tokens.VISION[2:]
+                )
+                transformers.ProcessorMixin.__init__(self, image_processor, tokenizer)
+
+        return Still(images, tokenizer)
+
+
+def test_prompts_are_encoded_as_the_processor_does(seeing: Tiny) -> None:
+    model = seeing.model()
+    processor = _Processors.of(seeing.name, model.images, model.tokenizer)
+    for prompt in seeing.prompts:
+        parts = [{"type": "image"} for _ in prompt.images] + [{"type": "text", "text": prompt.text}]
+        messages = list(prompt.messages) or [{"role": "user", "content": parts}]
+        text = model.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        images = [p.open() for p in prompt.images] or None
+        theirs = processor(text=[text], images=images, return_tensors="pt")
+        ours = model.encode(prompt)
+        assert torch.equal(ours.ids, theirs["input_ids"][0])
+        assert torch.equal(ours.kinds, theirs["mm_token_type_ids"][0])
+        if images:
+            assert torch.equal(ours.pixels, theirs["pixel_values"])
+            assert torch.equal(ours.grid, theirs["image_grid_thw"])
+
+
+def test_text_in_and_out(tiny: Tiny) -> None:
+    model = tiny.model()
+    prompt = model.encode(Prompt("how many?"))
+    shown = model.tokenizer.decode(prompt.ids)
+    assert shown == "<|im_start|>user\nhow many?<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt.pixels is None and not prompt.kinds.any()
+    reply = model.tokenizer("two dots.").input_ids
+    ends = [model.tokenizer.convert_tokens_to_ids(t) for t in (tokens.END, tokens.STOP)]
+    assert model.decode([*reply, ends[0]]) == "two dots." and model.end == set(ends)
+
+
+def test_lengths_without_reading_pixels(tiny: Tiny, monkeypatch: Any) -> None:
+    model = tiny.model()
+    expected = [len(model.encode(prompt)) for prompt in tiny.prompts]
+    monkeypatch.setattr(Picture, "open", None)
+    assert [model.length(prompt) for prompt in tiny.prompts] == expected
+    if tiny.sees:
+        with pytest.raises(UserError, match="d:4: a picture cannot be used"):
+            model.length(Prompt("?", images=(Picture("no.png"),), where="d:4"))
+
+
+def test_sizes_of_pictures(of: Any) -> None:
+    tiny = of("qwen2.5-vl")
+    prompt = Prompt("?", images=(picture(64, 64),))
+    sizes = {}
+    for name, limits in {"own": {}, "small": {"max_pixels": 256}, "big": {"min_pixels": 8192,
+                         "max_pixels": 16384}}.items():  # fmt: skip
+        sizes[name] = tiny.model(**limits).encode(prompt).grid.tolist()
+    assert sizes == {"own": [[1, 16, 16]], "small": [[1, 4, 4]], "big": [[1, 24, 24]]}
+
+
+@pytest.mark.parametrize(
+    "name, prompt, told",
+    [
+        ("qwen2", Prompt("?", images=(Picture("a.png"),), where="d:3"), "d:3: a picture, but Qwen"),
+        ("qwen2.5-vl", Prompt("?", images=(Picture("no.png"),), where="d:4"), "d:4: a picture can"),
+        ("qwen3-vl", Prompt("<|image_pad|>", where="d:5"), "d:5: 0 pictures, but 1 places"),
+        (
+            "qwen2-vl",
+            Prompt("?", images=(picture(8, 8),), messages=({"role": "user", "content": "?"},)),
+            "1 pictures, but 0 places",
+        ),
+        (
+            "llama",
+            Prompt("?", messages=({"role": "user", "content": [{"type": "image"}]},), where="d:6"),
+            'd:6: a message holds a part of type "image"',
+        ),
+    ],
+)
+def test_prompts_that_cannot_be_used(of: Any, name: str, prompt: Prompt, told: str) -> None:
+    with pytest.raises(UserError, match=told):
+        of(name).model().encode(prompt)
+
+
+# Folders in and out
+
+
+def broken(folder: Path, target: Path, **changes: Any) -> Path:
+    """The folder again with another config."""
+    target.mkdir()
+    for file in folder.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    own = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(own | changes))
+    return target
+
+
+def test_folders_that_cannot_be_used(of: Any, tmp_path: Path) -> None:
+    def told(tiny: Tiny, match: str, **settings: Any) -> None:
+        with pytest.raises(UserError, match=match):
+            tiny.model(**settings)
+
+    text, sees = of("qwen2"), of("qwen2.5-vl")
+    told(replace(text, folder=tmp_path / "none"), "expected a folder .* found no such folder")
+    told(replace(text, folder=tmp_path), "found a folder without one")
+    told(replace(text, folder=sees.folder), 'is a qwen2_5_vl.*model.name = "vision-language"')
+    told(replace(sees, folder=text.folder), 'is a qwen2, expected.*model.name = "causal"')
+    told(text, "needs a CUDA device", quantize="nf4", lora=LORA)
+    told(text, "names no module of Qwen2ForCausalLM", lora=Lora(targets=["to_q"]))
+    told(sees, "names no module", lora=Lora(targets=["qkv"]))  # the tower's alone
+    base = broken(text.folder, tmp_path / "base")
+    (base / "chat_template.jinja").unlink()
+    told(replace(text, folder=base), "no chat template, so it is a base model; use its -Instruct")
+    window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+    types = {"layer_types": ["sliding_attention"] * 3}
+    windows = broken(text.folder, tmp_path / "windows", **window, **types)
+    told(replace(text, folder=windows), "sliding windows")
+    deeper = broken(of("llama").folder, tmp_path / "deeper", num_hidden_layers=4)
+    told(replace(text, folder=deeper), "9 weights of its LlamaForCausalLM are not in the folder")
+    (base / "config.json").write_text("{")
+    told(replace(text, folder=base), "config.json cannot be read")
+
+
+def test_shapes_without_weights(tiny: Tiny) -> None:
+    model = tiny.model(device="meta", lora=LORA)
+    assert {p.device.type for p in model.module.parameters()} == {"meta"}
+    assert model.policy.size == tiny.model(lora=LORA).policy.size
+
+
+@torch.no_grad()
+def same_as_plain(model: Any, plain: Any, trace: TokenTrace) -> float:
+    expected = padded_logp(plain, trace, 1.0, model.suppressed)
+    return gap(model.logp(trace, 1.0).logp, expected)
+
+
+def test_an_adapter_for_peft(tiny: Tiny, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    model = stirred(tiny.model(lora=LORA))
+    trace = trace_of(model, tiny.prompts, ROWS)
+    model.save(tmp_path)
+    assert {f.name for f in tmp_path.iterdir()} >= {"adapter_config.json"}
+    assert not (tmp_path / "model.safetensors").exists()
+    plain = PeftModel.from_pretrained(tiny.plain(), str(tmp_path))
+    assert same_as_plain(model, plain, trace) <= 1e-5
+    again = tiny.model(lora=replace_path(tmp_path))
+    with torch.no_grad():
+        assert torch.equal(again.logp(trace, 1.0).logp, model.logp(trace, 1.0).logp)
+    other = {"rank 4": Lora(rank=8, alpha=12), "alpha 12": Lora(rank=4, alpha=8)}
+    for told, lora in other.items():
+        with pytest.raises(UserError, match=told):
+            tiny.model(lora=lora.model_copy(update={"path": str(tmp_path)}))
+    with pytest.raises(UserError, match="which the recipe does not train"):
+        tiny.model(lora=Lora(rank=4, alpha=12, targets=["q_proj"], path=str(tmp_path)))
+    with pytest.raises(UserError, match="expected a PEFT adapter folder"):
+        tiny.model(lora=Lora(rank=4, alpha=12, path=str(tmp_path / "none")))
+
+
+def replace_path(path: Path) -> Lora:
+    return LORA.model_copy(update={"path": str(path)})
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "merged"])
+def test_a_folder_for_transformers(tiny: Tiny, lora: Lora | None, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    model = stirred(tiny.model(lora=lora))
+    trace = trace_of(model, tiny.prompts, ROWS)
+    with torch.no_grad():
+        before = model.logp(trace, 1.0).logp
+    model.save(tmp_path, merged=True)
+    plain = tiny.plain(tmp_path)
+    assert type(plain) is type(tiny.plain())
+    assert same_as_plain(model, plain, trace) <= 1e-4  # a merged weight is rounded again
+    assert plain.generation_config.eos_token_id == [*sorted(model.end)]
+    assert "gesso" not in (tmp_path / "config.json").read_text()
+    with torch.no_grad():
+        assert torch.equal(model.logp(trace, 1.0).logp, before)  # as it was
+    text = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False
+    )
+    assert text == "<|im_start|>user\nhi<|im_end|>\n"
+    again = replace(tiny, folder=tmp_path).model()
+    for prompt, before in zip(tiny.prompts, trace.prompts, strict=True):
+        ours = again.encode(prompt)
+        assert torch.equal(ours.ids, before.ids)
+        assert prompt.images == () or torch.equal(ours.pixels, before.pixels)
+    with torch.no_grad():
+        assert gap(again.logp(trace, 1.0).logp, model.logp(trace, 1.0).logp) <= 1e-4
+
+
+def test_a_full_fine_tune_in_half_precision_is_saved_whole(of: Any, tmp_path: Path) -> None:
+    """The tower, in half precision, must not set the precision of the rest."""
+    tiny = of("qwen2.5-vl")
+    model = stirred(tiny.model(dtype="bfloat16"))
+    model.save(tmp_path)
+    found = dict(tiny.plain(tmp_path).named_parameters())
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.policy.weights().items())
+    assert {p.dtype for p in model.module.get_submodule("model.visual").parameters()} == {
+        torch.bfloat16
+    }
+
+
+def test_a_model_of_ours_is_not_called_directly(of: Any) -> None:
+    """Its attention knows no padding: better no answer than a wrong one."""
+    model = of("llama").model()
+    with pytest.raises(ValueError, match="load the folder with transformers"):
+        model.module(torch.zeros(2, 3, dtype=torch.long))
+
+
+# Packing
+
+
+def test_pack() -> None:
+    assert pack([], 8) == []
+    assert pack([3, 3, 3], 9) == [[0, 1, 2]]
+    assert pack([3, 5, 2, 4], 7) == [[0, 3], [1, 2]]
+    assert pack([9, 1, 9, 1], 4) == [[0], [1, 3], [2]]  # too long for any batch: alone
+    lengths = [int(n) for n in torch.randint(1, 50, (200,), generator=torch.Generator())]
+    batches = pack(lengths, 64)
+    assert sorted(i for batch in batches for i in batch) == list(range(200))
+    assert all(sum(lengths[i] for i in batch) <= 64 for batch in batches)
+    assert len(batches) <= 1.1 * sum(lengths) / 64
+    assert all(batch == sorted(batch) for batch in batches) and batches == pack(lengths, 64)
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+@pytest.mark.parametrize("name", ["qwen2", "qwen2.5-vl"])
+def test_four_bits(of: Any, name: str) -> None:
+    tiny = of(name)
+    model = tiny.model(device="cuda", dtype="bfloat16", quantize="nf4", lora=LORA)
+    kinds = {type(part).__name__ for part in model.decoder.layers[0].mlp.modules()}
+    assert "Linear4bit" in kinds
+    trace = trace_of(model, tiny.prompts, ROWS)
+    found = gradient(model.logp(trace, 1.0).logp.cpu(), model.policy.trained)
+    assert found and all(torch.isfinite(g).all() for g in found.values())
+    with pytest.raises(UserError, match="weights in 4 bits"):
+        model.save(Path("/nowhere"), merged=True)

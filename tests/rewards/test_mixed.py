@@ -1,0 +1,162 @@
+"""Several rewards at once: some that do not apply, others for the evaluation alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from gesso import build, run
+from gesso.rewards import base, protocol, wire
+from gesso.rewards.compose import combine
+from gesso.track.run_folder import RunFolder
+from gesso.types import Prompt, Score, UserError
+from tests.rollouts import scored_rollout
+
+USER = "tests.rewards.user_rewards"
+NOT_HERE = Score(None)
+
+
+def test_none_is_no_failure_and_no_number() -> None:
+    assert base.plain(None) == base.plain(Score(None)) == NOT_HERE
+    assert not NOT_HERE.ok and NOT_HERE.error is None
+    assert wire.read_scores(wire.pack_scores([NOT_HERE])) == [NOT_HERE]
+    assert protocol.read_scores(protocol.pack_scores([NOT_HERE]), 1) == [NOT_HERE]
+    (half,) = protocol.read_scores({"scores": [{"parts": {}}]}, 1)  # half an answer is a failure
+    assert half.error and "value" in half.error
+
+
+def test_the_sum_is_over_what_applies() -> None:
+    one, two = Score(0.5, {"exact": 1.0}, "read KITE"), Score(0.25)
+    both = combine([("ocr", 2.0, one), ("jpeg", 4.0, two)])
+    assert both.value == 2.0 and both.parts == {"ocr": 0.5, "ocr/exact": 1.0, "jpeg": 0.25}
+    alone = combine([("ocr", 2.0, one), ("geneval", 4.0, NOT_HERE)])
+    assert alone.value == 1.0 and alone.parts == {"ocr": 0.5, "ocr/exact": 1.0}
+    failed = combine([("ocr", 2.0, one), ("geneval", 4.0, Score.failed("no server"))])
+    assert not failed.ok and failed.error == "geneval: no server"
+    none = combine([("ocr", 1.0, NOT_HERE), ("geneval", 1.0, NOT_HERE)])
+    assert not none.ok and none.error == "ocr, geneval: none applies to this sample"
+
+
+def test_components_know_what_does_not_apply() -> None:
+    rollout = scored_rollout([[1.0, 2.0], [3.0, 4.0]], [0, 0])
+    rollout.scores[1].parts.pop("0")  # type: ignore[attr-defined]
+    assert math.isnan(rollout.components[1, 0])
+    assert rollout.components[[0, 0, 1], [0, 1, 1]].tolist() == [1.0, 2.0, 4.0]
+
+
+def rows_of(data: dict, folder: Path) -> list[dict]:
+    run.train(build.recipe_from(data), folder=folder, quiet=True)
+    return RunFolder.open(folder).rows()
+
+
+def test_a_reward_for_some_prompts_only(recipe_data: dict, tmp_path: Path) -> None:
+    """Prompts of two kinds in a batch: each is judged by the rewards that apply to it."""
+    recipe_data["reward"] = [
+        {"name": f"{USER}:of_words", "word": "KITE"},
+        {"name": f"{USER}:brightness"},
+    ]
+    recipe_data["data"]["groups"] = 3
+    recipe_data["steps"] = 1
+    rows = rows_of(recipe_data, tmp_path / "run")
+    assert rows[1]["failed"] == 0
+    file = tmp_path / "run" / "samples" / "000000.jsonl"
+    for row in map(json.loads, file.read_text().splitlines()):
+        assert (f"{USER}:of_words" in row["parts"]) == ("KITE" in row["prompt"])
+        assert row["reward"] == pytest.approx(sum(row["parts"].values()))
+
+
+def test_evaluation_has_rewards_of_its_own(recipe_data: dict, tmp_path: Path) -> None:
+    recipe_data["steps"] = 1
+    recipe_data["eval_reward"] = [
+        {"name": "jpeg-compressibility", "weight": 2.0},
+        {"name": f"{USER}:constant", "value": 0.25},
+    ]
+    rows = rows_of(recipe_data, tmp_path / "run")
+    held_out = rows[0]
+    assert held_out[f"eval/{USER}:constant"] == 0.25
+    expected = 2 * held_out["eval/jpeg-compressibility"] + 0.25
+    assert held_out["eval/reward"] == pytest.approx(expected)
+    assert f"reward/{USER}:constant" not in rows[1]  # not trained on
+    assert rows[1]["reward"] == rows[1]["reward/jpeg-compressibility"]
+    again = run.recipe_of(RunFolder.open(tmp_path / "run"))
+    assert [e.name for e in again.eval_reward] == ["jpeg-compressibility", f"{USER}:constant"]
+
+
+def test_a_reward_of_both_purposes_runs_once(recipe_data: dict) -> None:
+    alike = {"name": "jpeg-compressibility", "weight": 3.0}
+    recipe_data["eval_reward"] = [alike, {"name": f"{USER}:constant", "value": 1.0}]
+    rewards = build.rewards(build.recipe_from(recipe_data))
+    try:
+        service = rewards.service
+        assert service.held_out[0].scorer is service.rewards[0].scorer
+        assert (service.rewards[0].weight, service.held_out[0].weight) == (1.0, 3.0)
+        assert service.processes == 1  # of the training batch
+    finally:
+        rewards.service.close()
+
+
+def test_each_purpose_asks_for_prompts_it_can_score(recipe_data: dict, tmp_path: Path) -> None:
+    unquoted = tmp_path / "plain.txt"
+    unquoted.write_text("a red sign\na blue sign\n")
+    recipe_data["data"]["train"] = str(unquoted)
+    recipe_data["eval_reward"] = [{"name": "ocr", "detect": False}]
+    job = run.assemble(build.recipe_from(recipe_data))  # OCR could not score the training prompts
+    job.close()
+    recipe_data["reward"], recipe_data["eval_reward"] = recipe_data["eval_reward"], []
+    with pytest.raises(UserError, match="no double-quoted word"):
+        run.assemble(build.recipe_from(recipe_data))
+
+
+def test_servers_and_judges_take_no_core(recipe_data: dict) -> None:
+    remote = {"urls": ["http://127.0.0.1:9"]}
+    recipe_data["reward"] = [
+        {"name": "ocr", "remote": remote, "workers": 5},
+        {"name": "jpeg-compressibility", "workers": 2},
+    ]
+    rewards = build.rewards(build.recipe_from(recipe_data))
+    try:
+        assert rewards.service.processes == 2
+    finally:
+        rewards.service.close()
+
+
+def test_a_reward_listed_twice(recipe_data: dict) -> None:
+    recipe_data["eval_reward"] = [{"name": "jpeg-compressibility"}] * 2
+    with pytest.raises(UserError, match='eval_reward "jpeg-compressibility" is listed twice'):
+        build.recipe_from(recipe_data)
+
+
+def test_what_the_cache_gave_is_in_the_row(recipe_data: dict, tmp_path: Path) -> None:
+    """With a rate of 0 every evaluation draws the same pictures: scored once."""
+    recipe_data["optimizer"] = {"lr": 0.0}
+    recipe_data["eval"]["every"] = 1
+    recipe_data["steps"] = 3
+    rows = rows_of(recipe_data, tmp_path / "run")
+    # the evaluation after step 1 repeats that of step 0, and is told in the row after it
+    assert [row.get("cached") for row in rows] == [None, 0, 3, 3]
+
+
+def test_gdpo_leaves_out_what_does_not_apply() -> None:
+    from gesso.algorithms.advantage import Advantage
+
+    nan = math.nan
+    partly = scored_rollout([[1.0, 5.0], [2.0, 9.0], [nan, 1.0], [nan, 3.0]], [0, 0, 1, 1])
+    found = Advantage(combine="gdpo")(partly)
+    first = torch.tensor([-1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
+    second = torch.tensor([-1.0, 1.0, -1.0, 1.0], dtype=torch.float64)
+    total = first + second
+    expected = (total - total.mean()) / total.std(correction=0)
+    torch.testing.assert_close(found, expected, atol=2e-3, rtol=0)
+    kept = Advantage(combine="gdpo", drop_flat=True).kept(
+        scored_rollout([[nan, 1.0], [nan, 1.0], [nan, 1.0], [nan, 3.0]], [0, 0, 1, 1]), 1
+    )
+    assert kept.tolist() == [2, 3]
+
+
+def test_a_prompt_is_unfit_where_a_reward_says_so() -> None:
+    readers = build.Readers({"ocr": base.load(build.REWARDS["ocr"], {"detect": False})})
+    assert readers.unfit(Prompt("a sign")) == "ocr: no double-quoted word to read"

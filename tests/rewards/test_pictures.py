@@ -1,0 +1,218 @@
+"""A prompt's pictures and messages reach the rewards: in this process, in others, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+
+from gesso.config import RemoteEntry
+from gesso.rewards import protocol, wire
+from gesso.rewards.base import Scorer
+from gesso.rewards.cache import Cached
+from gesso.rewards.remote import Remote
+from gesso.rewards.workers import Workers
+from gesso.types import Picture, Prompt, Sample, Score, UserError
+from tests.rewards.servers import grey, served
+from tests.rewards.test_http import bomb
+
+HERE = "tests.rewards.served_rewards"
+
+
+def encoded(value: int, kind: str = "PNG") -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (4, 2), (value,) * 3).save(buffer, kind)
+    return buffer.getvalue()
+
+
+DARK, BRIGHT = encoded(10), encoded(200, "BMP")
+ASKED = (
+    {"role": "system", "content": [{"type": "text", "text": "雪"}]},
+    {"role": "user", "content": [{"type": "image"}, {"type": "image"}]},
+)
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Prompt:
+    """One picture as bytes, one as a file."""
+    (tmp_path / "dark.png").write_bytes(DARK)
+    images = (Picture(data=BRIGHT), Picture(path=str(tmp_path / "dark.png")))
+    return Prompt("which?", columns={"answer": 1}, where="a:1", images=images, messages=ASKED)
+
+
+def asked_of(scorer: Scorer, samples: list[Sample]) -> list[Score]:
+    async def go() -> list[Score]:
+        try:
+            return await scorer.score(samples)
+        finally:
+            await scorer.close()
+
+    return asyncio.run(go())
+
+
+def check_shown(scores: Sequence[Score]) -> None:
+    seen, plain = scores
+    assert seen.value == 200.0 and plain.value == -1.0
+    assert json.loads(seen.text) == [[BRIGHT.hex(), DARK.hex()], list(ASKED), "the left"]
+    assert json.loads(plain.text) == [[], [], ""]
+
+
+# The wire to worker processes
+
+
+def there_and_back(samples: Sequence[Sample]) -> list[Sample]:
+    frame = io.BytesIO(wire.pack_samples(samples))
+    got = wire.read_samples(frame.readline(), frame.read)
+    assert frame.read() == b""
+    return got
+
+
+def test_pictures_cross_the_wire_among_pixels_and_texts(asked: Prompt) -> None:
+    drawn = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
+    other = Prompt("o", images=(Picture(data=encoded(7)),))
+    samples = [
+        Sample(asked, None, 1, "the left"),
+        Sample(Prompt("p"), drawn, 2),
+        Sample(replace(asked, messages=()), drawn[:1], 3),
+        Sample(other, None, 4, ""),
+    ]
+    a, b, c, d = there_and_back(samples)
+    assert [p.data for p in a.prompt.images] == [BRIGHT, DARK]
+    assert [p.path for p in a.prompt.images] == ["", asked.images[1].path]
+    assert a.prompt.messages == ASKED and (a.prompt.columns, a.prompt.where) == (
+        {"answer": 1},
+        "a:1",
+    )
+    assert b.prompt == Prompt("p") and (b.picture == drawn).all()
+    assert c.prompt.images == a.prompt.images and c.prompt.messages == ()
+    assert (c.picture == drawn[:1]).all() and d.prompt == other and d.text == ""
+
+
+def test_a_picture_of_a_group_is_read_and_crosses_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[Picture] = []
+    monkeypatch.setattr(Picture, "read", lambda self: reads.append(self) or self.data)
+    big = Prompt("x", images=(Picture(data=BRIGHT * 1000), Picture(data=DARK)))
+    one = len(wire.pack_samples([Sample(big, None, 0, "")]))
+    assert len(wire.pack_samples([Sample(big, None, i, "") for i in range(8)])) < one + 2000
+    assert len(reads) == 4  # two, each time
+
+
+def test_a_prompt_without_pictures_costs_nothing() -> None:
+    sample = Sample(Prompt("a", "b", {"c": 1}, "d:1"), np.zeros((1, 2, 3), np.uint8), 5)
+    frame = wire.pack_samples([sample])
+    header, pixels = frame.split(b"\n", 1)
+    assert pixels == bytes(6) and json.loads(header) == {"samples": [
+        {"text": "a", "negative": "b", "columns": {"c": 1}, "where": "d:1", "seed": 5,
+         "reply": None, "shape": [1, 2, 3]},
+    ]}  # fmt: skip
+    (row,) = json.loads(protocol.pack_score_request([sample]))["samples"]
+    assert row.keys() == {"prompt", "negative", "columns", "where", "seed", "image", "text"}
+
+
+def test_in_a_worker_process(asked: Prompt) -> None:
+    samples = [Sample(asked, None, 0, "the left"), Sample(Prompt("p"), None, 0, "")]
+    check_shown(asked_of(Workers(f"{HERE}:shown", {}, 1), samples))
+
+
+def test_a_file_that_is_gone_fails_only_who_looks_at_it(asked: Prompt) -> None:
+    Path(asked.images[1].path).unlink()
+    first = replace(asked, images=asked.images[::-1])
+    samples = [Sample(first, None, 0, ""), Sample(Prompt("p"), None, 0, "")]
+    assert [p.data for p in there_and_back(samples)[0].prompt.images] == [b"", BRIGHT]
+    scores = asked_of(Workers(f"{HERE}:shown", {}, 1, batch=1), samples)
+    assert "FileNotFoundError" in (scores[0].error or "") and scores[1].value == -1.0
+    assert [s.value for s in asked_of(Workers(f"{HERE}:blind", {}, 1), samples)] == [2.0, 0.0]
+
+
+# HTTP
+
+
+def test_over_http_and_by_multipart(asked: Prompt) -> None:
+    samples = [Sample(asked, None, 0, "the left"), Sample(Prompt("p"), None, 0, "")]
+    with served(f"{HERE}:shown") as one:
+        check_shown(asked_of(Remote(RemoteEntry(urls=[one.url])), samples))
+        sent = json.loads(protocol.pack_score_request(samples))["samples"]
+        files = {"none": b""}  # httpx sends multipart only with a file
+        data = {"samples": json.dumps(sent)}
+        answer = httpx.post(f"{one.url}/score", data=data, files=files).json()
+        check_shown(protocol.read_scores(answer, 2))
+
+
+def test_a_request_holds_the_files_and_no_paths(asked: Prompt) -> None:
+    body = protocol.pack_score_request([Sample(asked, None, 0, "x")])
+    (row,) = json.loads(body)["samples"]
+    assert [base64.b64decode(image) for image in row["images"]] == [BRIGHT, DARK]
+    assert row["messages"] == list(ASKED) and b"dark.png" not in body
+    (got,) = protocol.read_score_request(body)
+    assert got.prompt.images == (Picture(data=BRIGHT), Picture(data=DARK))
+    assert got.prompt.messages == ASKED
+
+
+def test_openrlhf_knows_no_pictures_of_prompts(asked: Prompt) -> None:
+    request = json.loads(protocol.pack_get_reward([Sample(asked, None, 0, "x")]))
+    assert request == {"query": ["which?x"], "prompts": ["which?"], "labels": [1]}
+
+
+@pytest.mark.parametrize(
+    "image, sentence",
+    [
+        ("/etc/passwd", "not base64"),
+        ("aGVsbG8=", "a prompt's picture cannot be read"),
+        ("", "a prompt's picture cannot be read"),
+        (bomb(), "a prompt's picture of 9000×9000 is above"),
+    ],
+)
+def test_a_server_opens_no_paths_and_no_bombs(image: str, sentence: str) -> None:
+    body = json.dumps({"samples": [{"prompt": "a", "text": "b", "images": [image]}]}).encode()
+    with pytest.raises(UserError, match=sentence):
+        protocol.read_score_request(body)
+
+
+def test_a_file_that_is_gone_fails_its_request(asked: Prompt) -> None:
+    Path(asked.images[1].path).unlink()
+    remote = Remote(RemoteEntry(urls=["http://127.0.0.1:9"], retries=0))
+    (score,) = asked_of(remote, [Sample(asked, None, 0, "")])
+    assert (
+        score.error == f"picture {asked.images[1].path} cannot be read: No such file or directory"
+    )
+
+
+def test_pictures_weigh() -> None:
+    """What takes long to pack is packed in a thread."""
+    light, heavy = Picture(data=b"x" * 9), Picture(data=b"x" * protocol.ASIDE)
+    for images, aside in (((light,), False), ((heavy,), True), ((Picture(path="x"),), True)):
+        weight = protocol.weight_of([Sample(Prompt("", images=images), None, 0, "")])
+        assert (weight >= protocol.ASIDE) == aside
+    assert protocol.weight_of([grey(1)]) == 8 * 12 * 3
+
+
+# The cache
+
+
+def test_the_key_knows_pictures_and_messages(asked: Prompt) -> None:
+    cached = Cached(Workers(f"{HERE}:blind", {}, 1), "x")
+    bright, dark = asked.images
+    prompts = [
+        asked,
+        replace(asked, images=(dark, bright)),
+        replace(asked, images=(bright,)),
+        replace(asked, images=(bright, Picture(path=f"{dark.path}.png"))),
+        replace(asked, images=(Picture(data=encoded(201, "BMP")), dark)),
+        replace(asked, images=()),
+        replace(asked, messages=()),
+        replace(asked, messages=ASKED[1:]),
+        replace(asked, messages=(), images=()),
+    ]
+    keys = [cached.key(Sample(prompt, None, 0, "x")) for prompt in prompts]
+    assert len(set(keys)) == len(prompts)
+    again = replace(asked, where="b:2", images=(Picture(data=bytes(bytearray(BRIGHT))), dark))
+    assert cached.key(Sample(again, None, 1, "x")) == keys[0]
