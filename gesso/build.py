@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pydantic import BaseModel
+
 from gesso.config import PACKAGE, Model, Recipe, RewardEntry, family, nearest, parse
 from gesso.config import TokenModel as TokenModelSection
 from gesso.rewards import base, judge, networks
@@ -116,8 +118,8 @@ def _read_recipe(source: str, above: tuple[Path, ...]) -> dict[str, Any]:
 
 def _over(base: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
     """`own` on top of `base`, table by table; "none" removes a key, as it does in an override.
-    Another name means another thing: its table takes no options from the base's."""
-    if own.get("name", base.get("name")) != base.get("name"):
+    Another name or kind means another thing: its table takes no options from the base's."""
+    if any(own.get(key, base.get(key)) != base.get(key) for key in ("name", "kind")):
         return dict(own)
     merged = dict(base)
     for key, value in own.items():
@@ -201,9 +203,17 @@ def bundled_recipes() -> dict[str, str]:
 
 
 def algorithm(found: Recipe) -> Algorithm:
+    """Options within a section stand over those of the algorithm's own default: a recipe that
+    sets one key of `advantage` does not reset the others."""
     entry = found.algorithm
-    options = {"name": entry.name, **entry.options}
-    return parse(algorithm_class(entry.name), options, f"algorithm {entry.name}")
+    kind = algorithm_class(entry.name)
+    sections = {
+        name: field.default.model_dump(exclude_none=True)
+        for name, field in kind.model_fields.items()  # type: ignore[attr-defined]
+        if isinstance(field.default, BaseModel)
+    }
+    options = _over({"name": entry.name} | sections, {"name": entry.name, **entry.options})
+    return parse(kind, options, f"algorithm {entry.name}")
 
 
 def algorithm_class(name: str) -> type:

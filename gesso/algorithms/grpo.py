@@ -1,6 +1,7 @@
 """GRPO (arXiv 2402.03300) for models that write, and its relatives that differ in one choice.
 
-Defaults of `grpo` are EasyR1's, those of the others their papers' or their first codes'.
+The surrogate of `grpo` is EasyR1's, those of the others their papers' or their first codes'. None
+has a KL of its own; recipes say where it is and how much.
 """
 
 from __future__ import annotations
@@ -8,14 +9,13 @@ from __future__ import annotations
 from pydantic import Field
 
 from gesso.algorithms.credit import Credit
-from gesso.algorithms.replies import KL, Clip, ReplyAlgorithm, SequenceClip, Surrogate, Weight
+from gesso.algorithms.replies import Clip, ReplyAlgorithm, SequenceClip, Surrogate, Weight
 from gesso.formulas.aggregation import Mode
 
 
 class GRPO(ReplyAlgorithm):
     name: str = "grpo"
     surrogate: Surrogate = Clip(low=0.2, high=0.3, dual=3.0)
-    kl: KL | None = KL(beta=0.01)
 
 
 class DrGRPO(ReplyAlgorithm):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gesso import config
 from gesso.algorithms.credit import Credit
-from gesso.algorithms.replies import KL, ReplyAlgorithm, ReplyTerms, batches
+from gesso.algorithms.replies import ReplyAlgorithm, ReplyTerms, batches
 from gesso.config import Strict
 from gesso.formulas import advantages as adv
 from gesso.formulas import objectives
@@ -24,14 +24,13 @@ class CriticSection(Strict):
 
     trunk: Literal["copy", "lora"] = "copy"
     lr: float = Field(1e-5, ge=0)
-    clip: float | None = Field(0.2, gt=0)  # how far a value may move in an update; None: no bound
+    clip: float | None = Field(None, gt=0)  # how far a value may move in an update; None: no bound
 
 
 class PPO(ReplyAlgorithm):
     name: str = "ppo"
     group: int = Field(1, ge=1)
     advantage: Credit = Credit(baseline="none", std="none", per="token", whiten=True)
-    kl: KL | None = KL(place="reward", beta=0.01, estimator="k1")
     lam: float = Field(0.95, ge=0, le=1)
     critic: CriticSection = CriticSection()
 

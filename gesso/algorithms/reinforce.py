@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gesso.algorithms.credit import Credit
-from gesso.algorithms.replies import KL, ReplyAlgorithm
+from gesso.algorithms.replies import ReplyAlgorithm
 
 
 class RLOO(ReplyAlgorithm):
@@ -15,11 +15,10 @@ class RLOO(ReplyAlgorithm):
 
 class RLOOTokens(ReplyAlgorithm):
     """RLOO as OpenRLHF and LMM-R1 train it: the advantage, cut at ±10, stands on the last token,
-    the KL is taken off token by token, and the sums are whitened over the batch."""
+    a KL in the reward is taken off token by token, and the sums are whitened over the batch."""
 
     name: str = "rloo-tokens"
     advantage: Credit = Credit(baseline="others", std="none", clip=10.0, per="token", whiten=True)
-    kl: KL | None = KL(place="reward", beta=0.01, estimator="k1")
 
 
 class ReinforcePP(ReplyAlgorithm):
@@ -27,7 +26,6 @@ class ReinforcePP(ReplyAlgorithm):
 
     name: str = "reinforce++"
     advantage: Credit = Credit(baseline="none", std="none", per="token", whiten=True)
-    kl: KL | None = KL(place="reward", beta=0.01, estimator="k1")
 
 
 class ReinforcePPBaseline(ReinforcePP):

@@ -2,8 +2,9 @@
 
 config.toml              the recipe, resolved: every value that was in force
 metrics.jsonl            one row a step; row 0 is the evaluation before training
-samples/000010.jsonl     one row a picture of the evaluation after step 10, same prompts and
-samples/000010/007.png   seeds every time
+samples/000010.jsonl     one row a sample of the evaluation after step 10, same prompts and
+samples/000010/007.png   seeds every time; its picture, of a model that draws
+samples/prompts/007-1.png    what a model that sees is shown with prompt 7
 checkpoints/000010/      learner.safetensors and state.json; written aside, then renamed
 log.txt                  warnings and notes, with the step
 report.html
@@ -19,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gesso.types import Sample, Score, StopRun, UserError
+from gesso.types import Prompt, Sample, Score, StopRun, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,17 +95,23 @@ class RunFolder:
         from PIL import Image
 
         folder = self.path / "samples" / f"{step:06d}"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
         lines = []
         for i, (sample, score) in enumerate(zip(samples, scores, strict=True)):
-            name = f"{i:03d}.png"
-            Image.fromarray(sample.picture).save(folder / name)
+            image = ""
+            if sample.image is not None:
+                folder.mkdir(exist_ok=True)
+                image = f"{folder.name}/{i:03d}.png"
+                Image.fromarray(sample.image).save(folder.parent / image)
             lines.append(
                 {
                     "index": i,
                     "prompt": sample.prompt.text,
                     "seed": sample.seed,
-                    "image": f"{folder.name}/{name}",
+                    "image": image,
+                    "shown": self._save_shown(i, sample.prompt),
+                    "reply": sample.text or "",
+                    "answer": sample.prompt.columns.get("answer"),
                     "reward": score.value,
                     "parts": dict(score.parts),
                     "text": score.text,
@@ -113,6 +120,17 @@ class RunFolder:
             )
         body = "".join(json.dumps(line) + "\n" for line in lines)
         _write(folder.with_suffix(".jsonl"), body.encode())
+
+    def _save_shown(self, index: int, prompt: Prompt) -> list[str]:
+        """A prompt's own pictures, written once: they are the same at every evaluation."""
+        folder = self.path / "samples" / "prompts"
+        names = []
+        for k, picture in enumerate(prompt.images, 1):
+            folder.mkdir(exist_ok=True)
+            names.append(f"{folder.name}/{index:03d}-{k}.png")
+            if not (folder.parent / names[-1]).exists():
+                picture.open().save(folder.parent / names[-1])
+        return names
 
     def save(
         self, step: int, state: Mapping[str, Tensor], meta: Mapping[str, Any], keep: int
