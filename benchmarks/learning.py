@@ -3,9 +3,10 @@
     python benchmarks/learning.py --out runs/learning            # runs what is not there yet
     python benchmarks/learning.py --out runs/learning --pictures docs/images
     python benchmarks/learning.py --out runs/algorithms --arms control demo-grpo … --seeds 0 1
+    python benchmarks/learning.py --out runs/replies --arms control-vlm demo-vlm demo-vlm-ppo …
 
 Every arm is `gesso train RECIPE seed=S …` in a process of its own, one after another; a run that
-was cut off is resumed. The control has learning rate 0 and fewer steps: its weights cannot change.
+was cut off is resumed. A control has learning rate 0 and fewer steps: its weights cannot change.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import sys
 from pathlib import Path
 
 from gesso import build
+from gesso.track.console import held_out_key
 
-KEY = "eval/ocr/exact"
-ARMS = {"control": ["demo", "optimizer.lr=0.0", "steps=10"]} | {
-    name: [name] for name in build.bundled_recipes() if name.startswith("demo")
+CONTROLS = {
+    "control": ["demo", "optimizer.lr=0.0", "steps=10"],
+    "control-vlm": ["demo-vlm", "optimizer.lr=0.0", "steps=5"],
 }
+ARMS = CONTROLS | {name: [name] for name in build.bundled_recipes() if name.startswith("demo")}
 COLOURS = dict.fromkeys(ARMS, "#888888") | {
     "demo": "#1f5fbf",
     "demo-grpo": "#1f5fbf",
@@ -33,6 +36,17 @@ COLOURS = dict.fromkeys(ARMS, "#888888") | {
     "demo-mix": "#4fa3c7",
     "demo-dppo": "#b33a3a",
     "demo-gdpo": "#8a7a1f",
+    "demo-vlm": "#1f5fbf",
+    "demo-vlm-ppo": "#c9771a",
+    "demo-vlm-rloo": "#2a8f5d",
+    "demo-vlm-remax": "#b0368f",
+    "demo-vlm-reinforce": "#7a52c7",
+    "demo-vlm-dapo": "#4fa3c7",
+    "demo-vlm-gspo": "#b33a3a",
+    "demo-vlm-cispo": "#8a7a1f",
+    "demo-vlm-dr-grpo": "#3a3a3a",
+    "demo-vlm-rloo-tokens": "#7fbf7f",
+    "demo-vlm-reinforce-baseline": "#c0a5e8",
 }
 
 
@@ -59,13 +73,18 @@ def rows_of(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def held_out(rows: list[dict]) -> list[tuple[dict, float]]:
+    """The rows with an evaluation, and the figure the run is judged by."""
+    key = held_out_key(rows[0])
+    return [(row, row[key]) for row in rows if key in row]
+
+
 def table(results: dict[str, dict[int, list[dict]]]) -> str:
     lines = ["| arm | seed | before | after | change | steps | seconds |", "|---|" + 6 * "---|"]
     for arm, by_seed in results.items():
         changes = []
         for seed, rows in by_seed.items():
-            evals = [row for row in rows if KEY in row]
-            before, after = evals[0][KEY], evals[-1][KEY]
+            before, *_, after = [value for _, value in held_out(rows)]
             changes.append(after - before)
             lines.append(
                 f"| {arm} | {seed} | {before:.3f} | {after:.3f} | {after - before:+.3f} "
@@ -73,9 +92,11 @@ def table(results: dict[str, dict[int, list[dict]]]) -> str:
             )
         mean = f"**{statistics.fmean(changes):+.3f}** (least {min(changes):+.3f})"
         lines.append(f"| **{arm}** | mean | | | {mean} | | |")
-    befores = [rows[0][KEY] for rows in results["control"].values()]
-    spread = max(befores) - min(befores)
-    return "\n".join(lines) + f"\n\nSpread of the control over its seeds: {spread:.3f}"
+    for control in CONTROLS.keys() & results.keys():
+        befores = [held_out(rows)[0][1] for rows in results[control].values()]
+        spread = max(befores) - min(befores)
+        lines.append(f"\nSpread of {control} over its seeds: {spread:.3f}")
+    return "\n".join(lines)
 
 
 def spent(rows: list[dict], step: int) -> float:
@@ -92,11 +113,11 @@ def plot(results: dict[str, dict[int, list[dict]]], file: Path) -> None:
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.9), sharey=True)
     for arm, by_seed in results.items():
         for i, rows in enumerate(by_seed.values()):
-            evals = [row for row in rows if KEY in row]
+            evals = held_out(rows)
             for axis, x in zip(axes, ("step", "time/total"), strict=True):
                 axis.plot(
-                    [spent(rows, row["step"]) if x == "time/total" else row[x] for row in evals],
-                    [row[KEY] for row in evals],
+                    [spent(rows, row["step"]) if x == "time/total" else row[x] for row, _ in evals],
+                    [value for _, value in evals],
                     color=COLOURS[arm],
                     linewidth=1.3,
                     marker=".",
@@ -147,8 +168,7 @@ def main() -> None:
     for seed in options.seeds:
         for arm in options.arms:
             results[arm][seed] = run_arm(arm, seed, options.out)
-    if "control" in results:
-        print(table(results))
+    print(table(results))
     if options.pictures:
         plot(results, options.pictures / f"{options.name}.png")
         if "demo" in results:
