@@ -87,7 +87,8 @@ REWARDS = {
 }
 SERVED = ("deqa",)  # rewards that run in an environment of their own, behind HTTP only
 RECIPES = PACKAGE / "recipes"
-NOTHING = "none"  # as a value in a recipe over a base, or in an override: the key goes
+NOTHING = "none"  # as a value in a recipe over a base, or in an override: the key goes. No option
+# of an algorithm may have a value of that name
 
 
 def recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -113,12 +114,22 @@ def _read_recipe(source: str, above: tuple[Path, ...]) -> dict[str, Any]:
         return data
     if not isinstance(base, str):
         raise UserError(f'recipe {path.stem}: "base" = {base!r} does not fit; expected a name')
-    return _over(_read_recipe(base, (*above, path)), data)
+    merged = _over(_read_recipe(base, (*above, path)), data)
+    kept = {"algorithm": merged["algorithm"]} if "algorithm" in merged else {}
+    return _without_nothing(merged) | kept  # what an algorithm has without it, `algorithm` knows
+
+
+def _without_nothing(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: _without_nothing(value) if isinstance(value, dict) else value
+        for key, value in table.items()
+        if value != NOTHING
+    }
 
 
 def _over(base: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """`own` on top of `base`, table by table; "none" removes a key, as it does in an override.
-    Another name or kind means another thing: its table takes no options from the base's."""
+    """`own` on top of `base`, table by table. Another name or kind means another thing: its table
+    takes no options from the base's."""
     if any(own.get(key, base.get(key)) != base.get(key) for key in ("name", "kind")):
         return dict(own)
     merged = dict(base)
@@ -126,14 +137,14 @@ def _over(base: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
         below = base.get(key)
         both_tables = isinstance(value, dict) and isinstance(below, dict)
         merged[key] = _over(below, value) if both_tables else value  # type: ignore[arg-type]
-    return {key: value for key, value in merged.items() if value != NOTHING}
+    return merged
 
 
 def recipe_from(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
     """The recipe with every option of its algorithm and rewards filled in and checked."""
     found = parse(Recipe, data, where)
+    _check_family(found, where)
     chosen = algorithm(found)
-    _check_family(found, chosen, where)
     _check_shape(found, chosen, where)
     watched = found.eval
     if isinstance(found.model, Model) and watched.guidance is None:
@@ -141,20 +152,20 @@ def recipe_from(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
         watched = watched.model_copy(update={"guidance": spec.guidance})  # type: ignore[union-attr]
     filled = found.model_dump() | {
         "eval": watched.model_dump(),
-        "algorithm": chosen.model_dump(exclude_none=True),  # type: ignore[attr-defined]
+        "algorithm": _said(chosen),
         "reward": [_filled(entry) for entry in found.reward],
         "eval_reward": [_filled(entry) for entry in found.eval_reward],
     }
     return parse(Recipe, filled, where)
 
 
-def _check_family(found: Recipe, chosen: Algorithm, where: str) -> None:
-    own = family(found.model)
-    if chosen.family != own:
+def _check_family(found: Recipe, where: str) -> None:
+    own, its = family(found.model), algorithm_class(found.algorithm.name).family  # type: ignore[attr-defined]
+    if its != own:
         fit = [name for name in ALGORITHMS if algorithm_class(name).family == own]  # type: ignore[attr-defined]
         raise UserError(
             f'{where}: algorithm "{found.algorithm.name}" is for models that '
-            f"{'draw' if chosen.family == 'draws' else 'write'}, and model.name = "
+            f"{'draw' if its == 'draws' else 'write'}, and model.name = "
             f'"{found.model.name}" {own}; use one of {", ".join(fit)}'
         )
     if own == "draws" and (found.data.template or found.data.system):
@@ -162,12 +173,22 @@ def _check_family(found: Recipe, chosen: Algorithm, where: str) -> None:
             f"{where}: data.template and data.system are for models that write, and model.name = "
             f'"{found.model.name}" draws; leave them out'
         )
-    if chosen.refills and found.lag:
-        raise UserError(f"{where}: refills draw anew for this step's weights; use lag = 0")
+    if own == "draws" and found.sampler.engine != "built-in":
+        raise UserError(
+            f'{where}: sampler.engine = "{found.sampler.engine}" is for models that write, and '
+            f'model.name = "{found.model.name}" draws; leave it out'
+        )
+    if found.model.quantize is not None and found.sampler.engine != "built-in":
+        raise UserError(
+            f'{where}: sampler.engine = "{found.sampler.engine}" takes whole weights, and '
+            f'model.quantize = "{found.model.quantize}" has none; leave one of them out'
+        )
 
 
 def _check_shape(found: Recipe, chosen: Algorithm, where: str) -> None:
-    """All updates of a rollout must be equally large."""
+    """All updates of a rollout must be equally large, and refills of the step's own weights."""
+    if chosen.refills and found.lag:
+        raise UserError(f"{where}: refills draw anew for this step's weights; use lag = 0")
     samples, updates = found.data.groups * chosen.group, chosen.updates
     if samples % updates:
         fit = [n for n in range(1, samples + 1) if samples % n == 0]
@@ -204,16 +225,32 @@ def bundled_recipes() -> dict[str, str]:
 
 def algorithm(found: Recipe) -> Algorithm:
     """Options within a section stand over those of the algorithm's own default: a recipe that
-    sets one key of `advantage` does not reset the others."""
+    sets one key of `advantage` does not reset the others. "none" turns one of those off."""
     entry = found.algorithm
     kind = algorithm_class(entry.name)
-    sections = {
+    default = {"name": entry.name} | _sections(kind)
+    options = _over(default, {"name": entry.name, **entry.options})
+    return parse(kind, _without_nothing(options), f"algorithm {entry.name}")
+
+
+def _sections(kind: type) -> dict[str, Any]:
+    """What the sections of an algorithm say by default."""
+    return {
         name: field.default.model_dump(exclude_none=True)
         for name, field in kind.model_fields.items()  # type: ignore[attr-defined]
         if isinstance(field.default, BaseModel)
     }
-    options = _over({"name": entry.name} | sections, {"name": entry.name, **entry.options})
-    return parse(kind, options, f"algorithm {entry.name}")
+
+
+def _said(chosen: Algorithm) -> dict[str, Any]:
+    """All options of an algorithm, from which the same is made again: what a section has by default
+    and this one has not is "none"."""
+    said: dict[str, Any] = chosen.model_dump(exclude_none=True)  # type: ignore[attr-defined]
+    for name, default in _sections(type(chosen)).items():
+        own = said.get(name)
+        if own is not None and own.get("kind") == default.get("kind"):
+            said[name] = own | {key: NOTHING for key in default if key not in own}
+    return said
 
 
 def algorithm_class(name: str) -> type:
@@ -239,8 +276,27 @@ def critic(found: Recipe, chosen: Algorithm, made: Any) -> Critic | None:
     return made.critic
 
 
+def check_engine(found: Recipe) -> None:
+    """Raises where the recipe's engine is not installed."""
+    if found.sampler.engine == "vllm":
+        from gesso.samplers import vllm
+
+        vllm.check_installed()
+
+
 def sampler(found: Recipe, made: FlowModel | TokenModel) -> Sampler:
-    """The loop that draws from it: denoising or decoding."""
+    """What draws from it in a run: the engine of the recipe."""
+    if found.sampler.engine == "built-in":
+        return own_sampler(found, made)
+    from gesso.samplers.vllm import VllmSampler
+
+    assert isinstance(found.model, TokenModelSection)
+    longest = found.model.max_prompt + algorithm(found).max_tokens  # type: ignore[attr-defined]
+    return VllmSampler(made, found.sampler, longest, found.seed)  # type: ignore[arg-type]
+
+
+def own_sampler(found: Recipe, made: FlowModel | TokenModel) -> Sampler:
+    """The loop that draws from it without another engine: denoising or decoding."""
     if family(found.model) == "draws":
         from gesso.samplers.denoise import DenoisingSampler
 
@@ -399,7 +455,7 @@ def _override(data: dict[str, Any], override: str) -> None:
         node[int(last)] = _value(text)
     elif not isinstance(node, dict):
         raise UserError(f'override "{override}": {".".join(path)} is a value, not a table')
-    elif text.strip() == NOTHING:
+    elif text.strip() == NOTHING and path[:1] != ["algorithm"]:
         node.pop(last, None)
     else:
         node[last] = _value(text)

@@ -12,6 +12,7 @@ from gesso.config import Recipe
 from gesso.health import under_floor
 from gesso.memory import estimate
 from gesso.models.flow.pipeline import PipelineModel
+from gesso.models.tokens.transformer import TransformerModel
 from gesso.run import Job, assemble
 from gesso.types import Rollout, SampleSpec, UserError
 
@@ -37,22 +38,31 @@ def check(recipe: Recipe) -> Findings:
         size = sum(p.numel() for p in policy.module.parameters())
         found.fact(
             "model",
-            f"{recipe.model.path}: {size:,} parameters in the transformer, "
+            f"{recipe.model.path}: {size:,} parameters in the {_network(job)}, "
             f"{policy.size:,} trained, on {job.model.device}",
         )
         rollout, seconds = _small_batch(job)
         _rewards(rollout, found)
         _ratio(job, replay_gap(job, rollout), found)
         seconds_a_term = _trial_update(job, rollout)
-        if isinstance(job.model, PipelineModel):
+        if isinstance(job.model, PipelineModel | TransformerModel):
             found.facts += memory(recipe)
         else:
-            found.fact("memory", "not worked out: the model is no PipelineModel")
+            found.fact(
+                "memory", "not worked out: the model is neither diffusers' nor transformers'"
+            )
         _measured(job, found)
         _time(job, seconds_a_term, seconds, found)
     finally:
         job.close()
     return found
+
+
+def _network(job: Job) -> str:
+    """What the policy's module is called."""
+    if job.algorithm.family == "draws":
+        return "transformer"
+    return "model, vision tower included" if job.recipe.model.name == "vision-language" else "model"
 
 
 def _small_batch(job: Job) -> tuple[Rollout, float]:
@@ -98,7 +108,7 @@ def _ratio(job: Job, gap: float | None, found: Findings) -> None:
         return
     found.fact("ratio", f"replay differs from sampling by at most {gap:.1e}")
     clip = job.algorithm.clip_range
-    if clip is not None and clip < gap:
+    if clip is not None and clip < gap and job.algorithm.family == "draws":
         found.warnings.append(under_floor(clip, gap))
 
 
@@ -138,6 +148,9 @@ def memory(recipe: Recipe) -> list[tuple[str, str]]:
         ("", f"all the time: {lasting}"),
         ("", f"one at a time: {passing}"),
     ]
+    if found.host:
+        kept = ", ".join(f"{name} {size_of(size)}" for name, size in found.host.items())
+        facts.append(("", f"in the host's memory: {kept}"))
     if recipe.model.lora is None:
         copy = size_of(found.lasting["gradients"])
         told = f"full fine-tuning: a reference, old or averaged policy is a copy of {copy} each"

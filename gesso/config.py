@@ -146,8 +146,23 @@ class Learner(Strict):
     ema: Ema | None = None  # evaluation and export use the averaged weights when there are any
 
 
+class Vllm(Strict):
+    """What the engine "vllm" is told; the rest follows from the recipe."""
+
+    gpu_memory: float = Field(0.4, gt=0, lt=1)  # share of the GPU that it has while it samples
+    enforce_eager: bool = False  # no compiling, no CUDA graphs: starts sooner, writes slower
+
+
 class Sampler(Strict):
     batch: int = Field(16, ge=1)  # pictures drawn, or replies written, at a time
+    engine: Literal["built-in", "vllm"] = "built-in"
+    vllm: Vllm = Vllm()
+
+    @model_validator(mode="after")
+    def _possible(self) -> Sampler:
+        if self.engine != "vllm" and self.vllm != Vllm():
+            raise ValueError(f'sampler.vllm goes with engine = "vllm", not "{self.engine}"')
+        return self
 
 
 class Eval(Strict):

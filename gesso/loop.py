@@ -50,11 +50,8 @@ class Loop:
     _health: Health = field(init=False)
 
     def __post_init__(self) -> None:
-        algorithm = self.learner.algorithm
         held_out = len(self.eval_prompts)
-        self._health = Health(
-            Facts.of(self.recipe, algorithm.clip_range, algorithm.updates, held_out)
-        )
+        self._health = Health(Facts.of(self.recipe, self.learner.algorithm, held_out))
 
     def train(self) -> None:
         """From the newest checkpoint (0 when fresh) to the last step, or to the first stop."""
@@ -184,24 +181,28 @@ class Loop:
                 break
             self.watcher.phase(f"drawing {missing} groups more")
             more, _ = self.cluster.refill(step, attempt, missing).result()
-            rollout = Rollout.join(kept, self._drop_failed(more, step))
             drawn += missing
+            more = self._drop_failed(more, step, refill=True)
+            if len(more.samples):
+                rollout = Rollout.join(kept, more)
         return rollout, float(drawn)
 
-    def _drop_failed(self, rollout: Rollout, step: int) -> Rollout:
-        """Samples without a score leave the batch; too many of them stop the run."""
+    def _drop_failed(self, rollout: Rollout, step: int, refill: bool = False) -> Rollout:
+        """Samples without a score leave the batch; too many of them stop the run. Those of a
+        refill, which may be a single group, are held against the size of a whole batch."""
         good = rollout.scored
         total = len(rollout.scores)
         failed = total - len(good)
         if not failed:
             return rollout
         errors = [s.error for s in rollout.scores if s.error is not None]
-        share = failed / total
+        whole = self.recipe.data.groups * self.learner.algorithm.group if refill else total
+        share = failed / whole
         self._tell(f"step {step + 1}: {failed} of {total} scores failed, last: {errors[-1]}")
-        if share > self.recipe.max_failed or len(good) < 2:
+        if share > self.recipe.max_failed or (len(good) < 2 and not refill):
             self._save(step)
             raise StopRun(
-                f"{failed} of {total} scores failed ({share:.0%}; max_failed = "
+                f"{failed} of {whole} scores failed ({share:.0%}; max_failed = "
                 f"{self.recipe.max_failed:.0%} are allowed); the last error: {errors[-1]}; mend "
                 f"the reward and run `gesso train --resume {self.run.path}`"
             )

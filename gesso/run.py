@@ -43,11 +43,13 @@ class Job:
 
     def close(self) -> None:
         self.rewards.service.close()
+        self.cluster.sampler.close()
 
 
 def assemble(recipe: Recipe) -> Job:
     """Read the data, load the model, connect the rewards; cheap things first, so that a mistake
     shows before the weights are loaded."""
+    build.check_engine(recipe)
     algorithm = build.algorithm(recipe)
     rewards = build.rewards(recipe)
     try:
@@ -261,7 +263,7 @@ class Trained:
         if writes and n > 1 and watched.temperature == 0:
             watched = watched.model_copy(update={"temperature": 1.0})
         spec = algorithm.eval_spec(watched, self.recipe.model, "current")
-        sampler = build.sampler(self.recipe, self.model)
+        sampler = build.own_sampler(self.recipe, self.model)  # no engine is started for a few
         seeds = [seed_of(seed, "picture", i) for i in range(n)]
         pieces = sampler.sample([asked], [0] * n, seeds, spec)
         found = {i: s for piece in pieces for i, s in zip(piece.index, piece.samples, strict=True)}

@@ -60,6 +60,15 @@ class Picture:
         with Image.open(source, formats=PICTURE_FORMATS) as image:
             return image.convert("RGB")
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width, without decoding it."""
+        from PIL import Image
+
+        source = io.BytesIO(self.data) if self.data else self.path
+        with Image.open(source, formats=PICTURE_FORMATS) as image:
+            return image.height, image.width
+
     def read(self) -> bytes:
         """As a file holds it, still encoded."""
         if self.data:
@@ -357,7 +366,8 @@ class Rollout:
         """Indices of the samples that have a score."""
         import torch
 
-        return torch.tensor([i for i, score in enumerate(self.scores) if score.ok])
+        good = [i for i, score in enumerate(self.scores) if score.ok]
+        return torch.tensor(good, dtype=torch.long)
 
     @property
     def rewards(self) -> Tensor:

@@ -1,4 +1,5 @@
-"""The published sizes of SD3.5-M, FLUX.1-dev and Qwen-Image as folders of configs, no weights."""
+"""The published sizes of SD3.5-M, FLUX.1-dev, Qwen-Image, Qwen2.5-VL and Qwen2.5-7B as folders of
+configs, no weights."""
 
 from __future__ import annotations
 
@@ -7,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from tests import pipelines
+from tests import tokens as writers
 
 
 def write_configs(name: str, folder: Path) -> Path:
@@ -127,3 +130,62 @@ def _t5_xxl() -> Any:
             feed_forward_proj="gated-gelu",
         )
     )  # fmt: skip
+
+
+# Models that write: a transformers folder without weights, with the letters of tests/tokens.py
+
+
+def write_writer(name: str, folder: Path) -> Path:
+    """What `gesso check --memory` needs of a model that writes."""
+    kind, sizes = WRITERS[name]
+    tokens = writers.tokenizer(writers.TEMPLATE)
+    ids = {"bos_token_id": None, "eos_token_id": tokens.eos_token_id}
+    if kind == "Qwen2":
+        config = getattr(transformers, f"{kind}Config")(**sizes, **ids)
+    else:
+        config = getattr(transformers, f"{kind}Config")(**_seeing(sizes, tokens, ids))
+        _processor().save_pretrained(folder)
+    config.architectures = [f"{kind}ForConditionalGeneration"]
+    config.save_pretrained(folder)
+    tokens.save_pretrained(folder)
+    return folder
+
+
+def _seeing(sizes: dict[str, Any], tokens: Any, ids: dict[str, Any]) -> dict[str, Any]:
+    places = ("image_pad", "image_token_id"), ("video_pad", "video_token_id")
+    places += ("vision_start", "vision_start_token_id"), ("vision_end", "vision_end_token_id")
+    known = {key: tokens.convert_tokens_to_ids(f"<|{word}|>") for word, key in places}
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+    text = {k: v for k, v in sizes.items() if k != "tie_word_embeddings"}
+    vision = {
+        "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16,
+        "patch_size": 14, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
+        "out_hidden_size": sizes["hidden_size"],
+    }  # fmt: skip
+    return {
+        "text_config": text | ids | {"rope_parameters": rope},
+        "vision_config": vision,
+        "tie_word_embeddings": sizes["tie_word_embeddings"],
+        **known,
+    }
+
+
+def _processor() -> Any:
+    return transformers.Qwen2VLImageProcessorPil(
+        patch_size=14, min_pixels=3136, max_pixels=12845056, processor_class="Qwen2_5_VLProcessor"
+    )
+
+
+_3B: dict[str, Any] = {
+    "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": 36,
+    "num_attention_heads": 16, "num_key_value_heads": 2, "tie_word_embeddings": True,
+}  # fmt: skip
+_7B: dict[str, Any] = {
+    "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+    "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False,
+}  # fmt: skip
+WRITERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen25-vl-3b": ("Qwen2_5_VL", _3B),
+    "qwen25-vl-7b": ("Qwen2_5_VL", _7B),
+    "qwen25-math-7b": ("Qwen2", _7B),
+}

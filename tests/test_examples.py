@@ -16,6 +16,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from gesso import build, cli, config
+from gesso.run import train
 from tests.test_house import ROOMS
 
 if sys.version_info >= (3, 11):
@@ -149,6 +150,7 @@ def sections() -> dict[str, type[BaseModel]]:
         "`learner`": config.Learner,
         "`learner.ema`": config.Ema,
         "`sampler`": config.Sampler,
+        "`sampler.vllm`": config.Vllm,
         "`eval`": config.Eval,
         "`save`": config.Save,
     }
@@ -243,14 +245,39 @@ def test_no_section_of_a_recipe_is_forgotten() -> None:
     assert declared - bases <= set(sections().values())
 
 
-def test_the_guide_explains_every_metric(workplace: Path) -> None:
-    text = GUIDE.read_text(encoding="utf-8").partition("\n## Metrics\n")[2]
-    rows = (workplace / "runs" / "demo-001" / "metrics.jsonl").read_text().splitlines()
-    keys = {key for row in rows for key in json.loads(row)}
-    assert "update/ratio" in keys and "eval/ocr/exact" in keys
-    for key in keys:
-        name = re.sub(r"/ocr/\w+$", "/NAME/DETAIL", key)
-        assert f"`{re.sub('/ocr$', '/NAME', name)}`" in text, key
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a model that writes, with everything an algorithm for replies can have."""
+    folder = tmp_path_factory.mktemp("writes") / "run"
+    options = [
+        "name=ppo", "group=2", "max_tokens=8", "advantage.drop_flat=true", "refills=1",
+        "kl.beta=0.01", "importance_cap=2.0",
+    ]  # fmt: skip
+    sizes = ["steps=1", "data.groups=2", "eval.prompts=2"]
+    recipe = build.recipe("demo-vlm", [*sizes, *(f"algorithm.{o}" for o in options)])
+    return train(recipe, folder=folder, quiet=True).path
+
+
+def metrics(run: Path) -> set[str]:
+    """Keys of its rows, as the guide writes them."""
+    rows = (run / "metrics.jsonl").read_text().splitlines()
+    keys = {re.sub(r"/(ocr|count)(?=/|$)", "/NAME", key) for row in rows for key in json.loads(row)}
+    return {re.sub(r"/NAME/\w+$", "/NAME/DETAIL", key) for key in keys}
+
+
+def test_the_guide_explains_every_metric(workplace: Path, written: Path) -> None:
+    text = GUIDE.read_text(encoding="utf-8").partition("\n## Metrics\n")[2].split("\n## ")[0]
+    explained = {
+        key
+        for row in re.findall(r"^\|(.*?)\|", text, re.MULTILINE)
+        for key in re.findall("`(.*?)`", row)
+    }
+    draws, writes = metrics(workplace / "runs" / "demo-001"), metrics(written)
+    assert {"update/ratio", "eval/NAME/DETAIL"} <= draws
+    assert {"reply/cut", "update/importance", "update/value", "update/kl", "refilled"} <= writes
+    assert draws | writes <= explained, (draws | writes) - explained
+    absent = {"update/drift"}  # of DiffusionNFT
+    assert explained <= draws | writes | absent, explained - draws - writes - absent
 
 
 def documents() -> list[Path]:

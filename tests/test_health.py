@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from gesso import build, run
+from gesso import build, config, run
 from gesso.health import AWAY, CHECKS, Facts, Health, Symptom, self_test
 from gesso.track.run_folder import RunFolder
 from gesso.types import StopRun
@@ -184,6 +184,8 @@ def test_reward_hacking() -> None:
     assert "held-out eval/reward fell from 0.6 to 0.51" in text
     _, kind, text = only(history(40, eval__ocr__exact=falling))
     assert kind == "reward-hacking" and "eval/ocr/exact fell from 0.57 to 0.45" in text
+    assert "look at the pictures" in text
+    assert "look at the replies" in only(writing(40, eval__ocr__exact=falling), WRITES)[2]
 
 
 def test_what_is_no_reward_hacking() -> None:
@@ -248,7 +250,8 @@ def test_what_is_watched(recipe_data: dict) -> None:
         {"name": f"{USER}:brightness", "weight": 0.0},
         {"name": "jpeg-compressibility", "weight": -1.0},
     ]
-    facts = Facts.of(build.recipe_from(recipe_data), 0.2, 1, 3)
+    recipe = build.recipe_from(recipe_data)
+    facts = Facts.of(recipe, build.algorithm(recipe), 3)
     assert "jpeg" not in " ".join(facts.watched)
     assert {"eval/reward", "eval/ocr", "eval/ocr/exact", f"eval/{USER}:brightness"} <= set(
         facts.watched
@@ -274,10 +277,189 @@ def test_self_test(gap: float, mean: float, dtype: str, verdict: str | None) -> 
     assert (verdict or f"differ by {mean:g} on average and up to {gap:g}") in result.text
 
 
+@pytest.mark.parametrize(
+    ("share", "verdict"), [(0.0, "0% clipped: fine"), (0.03, "3% clipped: that is too much")]
+)
+def test_self_test_of_tokens(share: float, verdict: str) -> None:
+    row = {
+        "update/first_abs_dlogp_max": 0.4,
+        "update/abs_dlogp": 1e-3,
+        "update/first_clipped": share,
+    }
+    result = self_test(row, with_facts(clip=3e-4, max_tokens=32, dtype="bfloat16"))
+    assert result is not None and not result.broken
+    assert result.text == f"self-test: replay differs from sampling by at most 4.0e-01, {verdict}"
+
+
 def test_self_test_waits_for_log_probs() -> None:
     assert self_test({"update/drift": 0.1}, FACTS) is None
     nothing = {"update/first_abs_dlogp_max": float("nan"), "update/abs_dlogp": float("nan")}
     assert self_test(nothing, FACTS) is None
+
+
+WRITES = with_facts(clip=0.2, groups=16, max_tokens=32)
+STUCK = {"reward": lambda s: 0.4 + 0.02 * (s % 2)}
+
+
+def writing(steps: int, **changes: Callable[[int], Any]) -> list[Row]:
+    """Rows as a good run of a model that writes has them."""
+    usual = {
+        "diversity": 0.6,
+        "reply__length": 100.0,
+        "reply__longest": 180.0,
+        "reply__cut": 0.02,
+        "update__entropy": 0.4,
+        "update__kl": 0.01,
+        "update__first_clipped": 0.0,
+    }
+    return history(steps, **({key: always(value) for key, value in usual.items()} | changes))
+
+
+def test_a_model_that_writes_is_silent_when_well() -> None:
+    assert told(writing(60), WRITES) == []
+    assert told(writing(60, **STUCK), WRITES) == []  # it does not learn, and nothing else
+    sure = {"diversity": lambda s: 0.6 * 0.9**s, "update__entropy": lambda s: 0.4 * 0.9**s}
+    rising = {"reward": lambda s: 0.2 + 0.012 * s + 0.02 * (s % 2)}
+    assert told(writing(60, **sure, **rising), WRITES) == []  # sure of what is right
+    assert told(writing(60, **sure, **STUCK, reward__at_max=always(0.8)), WRITES) == []
+
+
+def test_the_floor_of_tokens_is_the_share_that_rounding_clips() -> None:
+    """One token of very many may be far off, and GSPO's clip is one of a mean."""
+    odd = {"update__first_abs_dlogp_max": always(0.4), "update__abs_dlogp": always(1e-3)}
+    assert kinds(writing(20, **odd), WRITES) == []
+    assert kinds(writing(20, **odd), with_facts(clip=3e-4, max_tokens=32, groups=16)) == []
+    step, kind, text = only(writing(20, **odd, update__first_clipped=always(0.04)), WRITES)
+    assert (step, kind) == (1, "clip-under-floor") and "4% of the tokens are clipped" in text
+    assert kinds(writing(20, **odd, update__first_clipped=always(0.02)), WRITES) == []
+    late = writing(20, **odd, update__first_clipped=always(0.04), age=always(1))
+    assert kinds(late, WRITES) == []
+
+
+def test_the_ratio_of_tokens_is_judged_by_its_mean() -> None:
+    broken = {"update__first_abs_dlogp_max": always(3.0), "update__abs_dlogp": always(0.02)}
+    step, kind, text = only(writing(20, **broken), WRITES)
+    assert (step, kind) == (1, "ratio-not-one") and "differ by 0.02 on average, which" in text
+    moved = {"update__first_abs_dlogp_max": always(1e-6), "update__abs_dlogp": always(0.02)}
+    assert kinds(writing(20, **moved), WRITES) == []  # by the optimizer steps after the first
+
+
+def test_sampler_mismatch() -> None:
+    facts = with_facts(clip=0.2, groups=16, max_tokens=32, dtype="bfloat16")
+    odd = {"update__first_abs_dlogp_max": always(1.2), "update__abs_dlogp": always(0.04)}
+    step, kind, text = only(writing(20, **odd), facts)
+    assert (step, kind) == (5, "sampler-mismatch")
+    assert "0.04 on average and up to 1.2" in text and "importance_cap = 2" in text
+    for less in ({"update__first_abs_dlogp_max": always(0.6)}, {"update__abs_dlogp": always(0.01)}):
+        assert kinds(writing(20, **(odd | less)), facts) == []
+    assert kinds(writing(20, **odd, age=always(1)), facts) == []  # the policy has moved
+    cut = writing(20, update__importance=always(0.8))
+    assert (
+        only(cut, facts)[1] == "sampler-mismatch" and "are 0.80 on average" in only(cut, facts)[2]
+    )
+    assert kinds(writing(20, update__importance=always(0.97)), facts) == []
+
+
+def test_cut_replies() -> None:
+    step, kind, text = only(writing(20, reply__cut=always(0.4)), WRITES)
+    assert (step, kind) == (5, "cut-replies")
+    assert "40% of the replies are cut at algorithm.max_tokens = 32" in text
+    assert kinds(writing(20, reply__cut=always(0.25)), WRITES) == []
+    assert kinds(writing(20, reply__cut=lambda s: 0.9 * (s % 5 in (1, 3))), WRITES) == []
+
+
+def test_longer_replies() -> None:
+    grows = {"reply__length": lambda s: 100.0 + 3 * s, "reply__longest": always(900.0)}
+    step, kind, text = only(writing(60, **grows, **STUCK), WRITES)
+    assert kind == "longer-replies" and 20 < step <= 40
+    assert re.search(r"grew from 1\d\d to \d+ tokens while for \d\d steps the reward has not", text)
+    assert kinds(writing(60, **grows), WRITES) == []  # the reward rises with them
+    slowly = {"reply__length": lambda s: 100.0 + 0.7 * s}
+    assert kinds(writing(60, **slowly, **STUCK), WRITES) == []
+
+
+def test_entropy_collapse() -> None:
+    fades = {"update__entropy": lambda s: 0.4 * 0.9**s}
+    step, kind, text = only(writing(60, **fades, **STUCK), WRITES)
+    assert kind == "entropy-collapse" and 23 <= step <= 30
+    assert "(0.41)" in text and "algorithm.surrogate.high" in text
+    half = {"update__entropy": lambda s: max(0.1, 0.4 * 0.9**s)}
+    assert kinds(writing(60, **half, **STUCK), WRITES) == []
+    assert kinds(writing(60, update__entropy=always(0.01), **STUCK), WRITES) == []  # always so
+
+
+def test_replies_that_are_one_reply() -> None:
+    step, kind, text = only(writing(60, diversity=lambda s: 0.6 * 0.9**s, **STUCK), WRITES)
+    assert kind == "diversity" and step == 20  # when the reward is known to stand
+    assert re.search(
+        r"9% of the replies to one prompt are distinct, where at the start 44% were", text
+    )
+    assert "picture" not in text
+
+
+def test_constant_length() -> None:
+    same = {"reply__longest": lambda s: 180.0 if s < 10 else 101.0}
+    step, kind, text = only(writing(60, **same, **STUCK), WRITES)
+    assert (step, kind) == (20, "constant-length")
+    assert "all replies are 100 tokens long" in text and "1.8 times the mean" in text
+    assert kinds(writing(60, **same), WRITES) == []
+    assert kinds(writing(60, reply__longest=always(101.0), **STUCK), WRITES) == []
+    assert kinds(writing(60, **same, **STUCK, reply__cut=always(1.0)), WRITES) == ["cut-replies"]
+
+
+def test_kl_explodes() -> None:
+    step, kind, text = only(writing(60, update__kl=lambda s: 0.05 if s < 30 else 0.4), WRITES)
+    assert (step, kind) == (32, "kl-explodes") and "is 0.4 nats a token, after 0.05" in text
+    assert kinds(writing(60, update__kl=lambda s: 1e-3 if s < 30 else 0.09), WRITES) == []
+    assert kinds(writing(60, update__kl=lambda s: 0.01 * s), WRITES) == []  # by and by
+    creeping = writing(60, update__kl=lambda s: 0.03 * s)
+    assert only(creeping, WRITES)[1] == "kl-explodes"  # beyond 1 however slowly
+    assert kinds(history(60, update__kl=lambda s: 0.05 if s < 30 else 9.0)) == []  # it draws
+    assert kinds(writing(60, update__kl=lambda s: 5.0 * (s % 7 == 0)), WRITES) == []
+
+
+def test_groups_that_were_drawn_again_count_as_flat() -> None:
+    """32 more groups for 16 that have some spread: two thirds were flat."""
+    step, kind, text = only(writing(20, refilled=always(32.0)), WRITES)
+    assert (step, kind) == (5, "flat-groups") and "in 70% of the groups" in text
+    assert "algorithm.temperature" in text and "noise" not in text
+    assert kinds(writing(20, refilled=always(8.0)), WRITES) == []
+
+
+def test_without_a_comparison_within_groups_flat_ones_are_no_symptom() -> None:
+    """PPO's groups of one are always flat."""
+    facts = with_facts(clip=0.2, groups=16, max_tokens=32, compares=False)
+    alone = {"advantage__flat_groups": always(1.0), "diversity": always(None)}
+    assert kinds(writing(20, **alone), facts) == []
+    assert kinds(writing(20, **alone, reward__at_max=always(0.9)), facts) == []
+    text = only(writing(20, **alone, reward__at_max=always(0.96)), facts)
+    assert text[1] == "saturated" and "groups" not in text[2]
+    spread = writing(20, reward__at_max=always(0.96))  # groups of several that differ
+    assert kinds(spread, facts) == ["saturated"] and kinds(spread, WRITES) == []
+
+
+def test_what_an_algorithm_for_replies_tells() -> None:
+    recipe = build.recipe("demo-vlm")
+
+    def facts(**options: Any) -> Facts:
+        changed = recipe.model_copy(update={"algorithm": config.Named(**options)})
+        return Facts.of(changed, build.algorithm(changed), 9)
+
+    grpo = facts(name="grpo", updates=2, epochs=3, max_tokens=77)
+    assert (grpo.updates, grpo.max_tokens, grpo.groups, grpo.compares) == (6, 77, 16, True)
+    assert "eval/count/exact" in grpo.watched and not grpo.own_eval
+    compared = {n: facts(name=n).compares for n in ("rloo", "ppo", "reinforce++", "remax")}
+    assert compared == {"rloo": True, "ppo": False, "reinforce++": False, "remax": False}
+    judged = recipe.model_copy(update={"eval_reward": [config.RewardEntry(name="choice")]})
+    found = Facts.of(judged, build.algorithm(judged), 9)
+    assert found.watched == ("eval/reward", "eval/choice", "eval/choice/exact") and found.own_eval
+
+
+def test_a_real_run_of_a_model_that_writes_is_silent() -> None:
+    """`gesso train demo-vlm steps=40 eval.every=5 eval.prompts=64` on a CPU."""
+    rows = rows_of("demo_vlm.jsonl")
+    for step, symptom in told(rows, with_facts(clip=0.2, groups=16, held_out=64, max_tokens=32)):
+        assert symptom.kind == "saturated" and rows[step]["reward"] > 0.9
 
 
 def rows_of(name: str) -> list[Row]:
@@ -313,7 +495,7 @@ def test_every_sitting_tests_itself(recipe_data: dict, tmp_path: Path) -> None:
     pattern = r"self-test: replay differs from sampling by at most \d\.\de[-+]\d+, clip 0.2: fine"
     assert re.fullmatch(pattern, first) and re.fullmatch(pattern, second)
     page = (tmp_path / "run" / "report.html").read_text()
-    assert "self-test: replay differs" in page and "<figcaption>diversity " in page
+    assert "self-test: replay differs" in page and 'aria-label="diversity"' in page
 
 
 def test_an_algorithm_without_log_probs_has_nothing_to_test(

@@ -13,13 +13,18 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from gesso import build, cli
-from gesso.config import Recipe
+from gesso.check import size_of
+from gesso.config import PACKAGE, Lora, Recipe, TokenModel
 from gesso.memory import estimate
+from gesso.models.tokens.causal import Causal
+from gesso.models.tokens.vision_language import VisionLanguage
 from gesso.run import assemble
-from gesso.types import Score, UserError
-from tests.shapes import write_configs
+from gesso.types import Picture, Prompt, Score, UserError
+from tests import tokens as writers
+from tests.shapes import WRITERS, write_configs, write_writer
 
 GIB = 2**30
+GUIDE = PACKAGE.parent / "docs/guide.md"
 
 
 def measured_peak(recipe: Recipe, folder: Path) -> int:
@@ -29,7 +34,8 @@ def measured_peak(recipe: Recipe, folder: Path) -> int:
         job = assemble(recipe)
         try:
             rollout, _ = job.cluster.collect(0).result()
-            scores = [Score(i % 5, {"ocr": i % 5}) for i in range(len(rollout.samples))]
+            name = recipe.reward[0].name
+            scores = [Score(i % 5, {name: i % 5}) for i in range(len(rollout.samples))]
             for step in range(2):  # only from the second on Adam has its state
                 job.learner.update(replace(rollout, scores=scores), step)
         finally:
@@ -60,6 +66,88 @@ def test_the_estimate_meets_the_measured_peak(variant: str, tmp_path: Path) -> N
     assert told == pytest.approx(seen, rel=0.05), f"{told / 1e6:.0f} MB for {seen / 1e6:.0f} MB"
 
 
+# Models that write: `small` is wide enough for its activations to count, the others see.
+WRITING = {
+    "full": ("small", []),
+    "checkpointed": ("small", ["model.gradient_checkpointing=true"]),
+    "lora": ("small", ["model.lora.rank=8"]),
+    "lora, checkpointed": ("small", ["model.lora.rank=8", "model.gradient_checkpointing=true"]),
+    "reference": ("small", ["algorithm.kl.beta=0.1", "learner.ema.every=1"]),
+    "critic": ("small", ['algorithm={name="ppo", group=8, max_tokens=16}']),
+    "critic of adapters": (
+        "small",
+        [
+            'algorithm={name="ppo", group=8, max_tokens=16, critic={trunk="lora"}}',
+            "model.lora.rank=8",
+        ],
+    ),
+    "writing": ("small", ["sampler.batch=96", "learner.micro_tokens=64"]),
+    "seeing": ("qwen2.5-vl", []),
+    "seeing, trained too": (
+        "qwen2.5-vl",
+        [
+            "model.train_vision=true",
+            "learner.micro_tokens=512",
+            "algorithm.group=1",
+            "data.groups=96",
+        ],
+    ),
+    "seeing, with deepstack": ("qwen3-vl", ["model.lora.rank=4"]),
+}
+
+
+def small_writer(folder: Path) -> Path:
+    import transformers
+
+    tokens = writers.tokenizer()
+    config = transformers.Qwen2Config(
+        vocab_size=2000, hidden_size=192, intermediate_size=512, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024,
+        eos_token_id=tokens.eos_token_id, bos_token_id=None, pad_token_id=tokens.pad_token_id,
+    )  # fmt: skip
+    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokens.save_pretrained(folder)
+    return folder
+
+
+def questions(folder: Path, seeing: bool) -> Path:
+    """A hundred of one length, with pictures of one size."""
+    rows = [{"problem": f"what is {i:02d} + 1?", "answer": i + 1} for i in range(100)]
+    if seeing:
+        for i, row in enumerate(rows):
+            (folder / f"{i}.png").write_bytes(writers.picture(32, 48, i).data or b"")
+            row |= {"problem": "<image>" + str(row["problem"]), "images": [f"{i}.png"]}
+    file = folder / "questions.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+def writing_recipe(variant: str, folder: Path) -> Recipe:
+    name, changes = WRITING[variant]
+    model = small_writer(folder / "m") if name == "small" else writers.build(name, folder / "m")
+    asked = questions(folder, name != "small")
+    kind = "causal" if name == "small" else "vision-language"
+    common = [
+        f"model={{name={kind!r}, path={str(model)!r}, max_prompt=1000}}", "eval.prompts=1",
+        f"data={{train={str(asked)!r}, eval={str(asked)!r}, groups=12}}", "sampler.batch=8",
+        'algorithm={name="grpo", group=8, max_tokens=16}', "learner.micro_tokens=2048",
+    ]  # fmt: skip
+    recipe = build.recipe("demo-vlm", [*common, *changes])
+    made = build.model(recipe)
+    row = json.loads(asked.read_text().splitlines()[0])
+    pictures = tuple(Picture(path=folder / p) for p in row.get("images", []))
+    prompt = Prompt(row["problem"].removeprefix("<image>"), images=pictures)
+    return build.recipe("demo-vlm", [*common, *changes, f"model.max_prompt={made.length(prompt)}"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", WRITING)
+def test_the_estimate_for_writers_meets_the_measured_peak(variant: str, tmp_path: Path) -> None:
+    recipe = writing_recipe(variant, tmp_path)
+    told, seen = estimate(recipe).peak, measured_peak(recipe, tmp_path)
+    assert told == pytest.approx(seen, rel=0.25), f"{told / 1e6:.1f} MB for {seen / 1e6:.1f} MB"
+
+
 def test_copies_cost_a_full_fine_tune_and_no_lora() -> None:
     full = estimate(build.recipe("demo", ["algorithm.beta=0.1"])).lasting
     lora = estimate(build.recipe("demo", ["algorithm.beta=0.1", "model.lora.rank=4"])).lasting
@@ -85,25 +173,81 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shapes")
     for name in ("sd35", "flux", "qwen-image"):
         write_configs(name, folder / name)
+    for name in WRITERS:
+        write_writer(name, folder / name)
     return folder
 
 
+LARGE = ("sd35", "flux", "qwen-image", *WRITERS)
 PRESETS = [name for name in build.bundled_recipes() if name.endswith("gb")]
 
 
-def test_there_are_presets_for_three_cards_and_three_models() -> None:
-    cards = {(name.split("-")[0], name.rsplit("-", 1)[1]) for name in PRESETS}
-    assert cards == {(m, c) for m in ("sd35", "flux", "qwen") for c in ("24gb", "48gb", "80gb")}
+def model_of(recipe: str) -> str:
+    return next(name for name in LARGE if recipe.startswith(name))
+
+
+def test_there_are_presets_for_every_model_and_card() -> None:
+    cards = {(model_of(name), name.rsplit("-", 1)[1]) for name in PRESETS}
+    drawing = {(m, c) for m in LARGE[:3] for c in ("24gb", "48gb", "80gb")}
+    assert cards == drawing | {(m, c) for m in WRITERS for c in ("24gb", "80gb")}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("preset", PRESETS)
 def test_presets_fit_their_cards(preset: str, shapes: Path) -> None:
-    """With a tenth of the card to spare for CUDA's context and the allocator's gaps."""
-    name = "qwen-image" if preset.startswith("qwen") else preset.split("-")[0]
-    found = estimate(build.recipe(preset, [f"model.path={shapes / name}"]))
+    """With a tenth of the card to spare for CUDA's context and the allocator's gaps; the guide
+    says how much each takes."""
+    found = estimate(build.recipe(preset, [f"model.path={shapes / model_of(preset)}"]))
     card = int(preset.rsplit("-", 1)[1].removesuffix("gb")) * GIB
     assert 0.4 * card < found.peak < 0.9 * card, {k: v / 1e9 for k, v in found.lasting.items()}
+    assert f"| `{preset}` | {size_of(found.peak)} |" in GUIDE.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen25-vl-3b-geo3k", "qwen25-vl-7b-geo3k"])
+def test_the_guide_says_what_the_recipes_themselves_take(name: str, shapes: Path) -> None:
+    found = estimate(build.recipe(name, [f"model.path={shapes / model_of(name)}"]))
+    assert f"| `{name}` | {size_of(found.peak)} |" in GUIDE.read_text(encoding="utf-8")
+
+
+def test_sizes_of_writers_are_the_published_ones(shapes: Path) -> None:
+    """In bfloat16; the adapters are counted apart, in float32."""
+    published = {
+        "qwen25-vl-3b": 3_754_622_976,
+        "qwen25-vl-7b": 8_292_166_656,
+        "qwen25-math-7b": 7_615_616_512,
+    }
+    for name, size in published.items():
+        kind = "causal" if "math" in name else "vision-language"
+        section = TokenModel(
+            name=kind, path=str(shapes / name), device="meta", dtype="bfloat16", lora=Lora(rank=1)
+        )
+        model = (Causal if kind == "causal" else VisionLanguage)(section)
+        assert sum(p.numel() for p in model.module.parameters()) - model.policy.size == size
+
+
+def test_writers_in_four_bits_keep_head_and_tower(shapes: Path) -> None:
+    path = f"model.path={shapes / 'qwen25-vl-7b'}"
+    small_run = ["model.max_prompt=64", "algorithm.max_tokens=64", "learner.micro_tokens=128"]
+    small_run += ["sampler.batch=2", "eval.prompts=1", path]
+    whole = estimate(build.recipe("qwen25-vl-7b-geo3k", small_run))
+    small = estimate(build.recipe("qwen25-vl-7b-geo3k", [*small_run, "model.quantize=nf4"]))
+    # 28 layers of linear weights: q and o, k and v, three of the feed-forward
+    linear = 28 * (2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18944)
+    saved = whole.lasting["language model"] - small.lasting["language model"]
+    assert saved == pytest.approx(linear * (2 - 0.5625), rel=1e-6)
+    assert small.lasting["vision tower"] == whole.lasting["vision tower"]
+    assert small.host == {"features of pictures, up to": 4 * GIB}
+
+
+def test_a_full_fine_tune_of_a_writer_keeps_a_copy_and_a_lora_none(tmp_path: Path) -> None:
+    folder = writers.build("qwen2", tmp_path / "m")
+    common = [f"model.path={folder}", "model.name=causal", "algorithm.kl.beta=0.1"]
+    common += ["model.max_prompt=32", "learner.micro_tokens=64", "sampler.batch=2"]
+    full = estimate(build.recipe("demo-vlm", common)).lasting
+    lora = estimate(build.recipe("demo-vlm", [*common, "model.lora.rank=4"])).lasting
+    assert full["copies of the trained weights"] == full["gradients"] == full["optimizer"] / 2
+    assert "copies of the trained weights" not in lora
 
 
 def test_sizes_are_the_published_ones(shapes: Path) -> None:

@@ -324,7 +324,151 @@ LARGE = [
     for name in build.bundled_recipes()
     if name.startswith(("sd35-", "flux-", "qwen-image-")) and not name.endswith("gb")
 ]
+
+# EasyR1's examples/config.yaml, which its scripts for geometry3k and CLEVR stand on.
+EASYR1: Settings = {
+    "model.name": "vision-language",
+    "model.path": "Qwen/Qwen2.5-VL-3B-Instruct",
+    "model.dtype": "bfloat16",
+    "model.gradient_checkpointing": True,
+    "model.quantize": None,
+    "model.lora.rank": None,
+    "model.lora.alpha": None,
+    "model.lora.targets": None,
+    "model.max_prompt": 2048,
+    "model.min_pixels": 262144,
+    "model.max_pixels": 4194304,
+    "model.train_vision": True,
+    "data.groups": 512,
+    "optimizer.lr": 1e-6,
+    "optimizer.betas": (0.9, 0.999),
+    "optimizer.weight_decay": 0.01,
+    "optimizer.eps": 1e-8,
+    "optimizer.max_norm": 1.0,
+    "optimizer.warmup": 0,
+    "learner.ema": None,
+    "eval.every": 5,
+    "eval.temperature": 0.6,
+    "lag": 0,
+    "algorithm.name": "grpo",
+    "algorithm.group": 5,
+    "algorithm.updates": 4,
+    "algorithm.epochs": 1,
+    "algorithm.max_tokens": 2048,
+    "algorithm.temperature": 1.0,
+    "algorithm.surrogate.kind": "clip",
+    "algorithm.surrogate.low": 0.2,
+    "algorithm.surrogate.high": 0.3,
+    "algorithm.surrogate.dual": 3.0,
+    "algorithm.aggregation": "token-mean",
+    "algorithm.kl.place": "loss",
+    "algorithm.kl.beta": 0.01,
+    "algorithm.kl.estimator": "k3",
+    "algorithm.advantage.baseline": "mean",
+    "algorithm.advantage.std": "group",
+    "algorithm.advantage.combine": "sum",
+    "algorithm.advantage.clip": None,
+    "algorithm.advantage.per": "reply",
+    "algorithm.advantage.gamma": 1.0,
+    "algorithm.advantage.whiten": False,
+    "algorithm.advantage.drop_flat": False,
+    "algorithm.refills": 0,
+}
+GEO3K: Settings = {
+    "steps": 60,
+    "data.train": "hub:hiyouga/geometry3k@train",
+    "data.eval": "hub:hiyouga/geometry3k@test",
+    "eval.prompts": 601,
+    "reward": {"math": 0.9, "format": 0.1},
+}
+CLEVR: Settings = {
+    "steps": 136,
+    "data.train": "hub:BUAADreamer/clevr_count_70k@train",
+    "data.eval": "hub:BUAADreamer/clevr_count_70k@test",
+    "eval.prompts": 512,
+    "reward": {"count": 0.5, "format": 0.5},
+}
+EASYR1_LORA: Settings = {
+    "model.lora.rank": 64,
+    "model.lora.alpha": 64,
+    "model.lora.targets": None,
+    "optimizer.lr": 1e-5,
+}
+NO_KL = {"algorithm.kl.place": None, "algorithm.kl.beta": None, "algorithm.kl.estimator": None}
+LMM_R1: Settings = {
+    "steps": 990,
+    "model.max_prompt": 1024,
+    "model.min_pixels": None,
+    "model.max_pixels": None,
+    "model.train_vision": False,
+    "data.train": "hub:hiyouga/math12k@train",
+    "data.eval": "hub:hiyouga/math12k@test",
+    "data.groups": 256,
+    "eval.every": 10,
+    "eval.prompts": 500,
+    "eval.temperature": 0.0,
+    "reward": {"math": 1.0, "format": 0.5},
+    "optimizer.betas": (0.9, 0.95),
+    "optimizer.weight_decay": 0.0,
+    "optimizer.warmup": 960,
+    "algorithm.name": "rloo-tokens",
+    "algorithm.group": 16,
+    "algorithm.updates": 32,
+    "algorithm.max_tokens": 3000,
+    "algorithm.surrogate.high": 0.2,
+    "algorithm.surrogate.dual": None,
+    "algorithm.aggregation": "seq-mean-token-mean",
+    "algorithm.advantage.baseline": "others",
+    "algorithm.advantage.std": "none",
+    "algorithm.advantage.clip": 10.0,
+    "algorithm.advantage.per": "token",
+    "algorithm.advantage.whiten": True,
+}
+DAPO: Settings = {
+    "steps": 200,
+    "model.name": "causal",
+    "model.path": "Qwen/Qwen2.5-Math-7B",
+    "model.train_vision": False,
+    "model.min_pixels": None,
+    "model.max_pixels": None,
+    "data.train": "hub:Saigyouji-Yuyuko1000/dapo17k@train",
+    "data.eval": "hub:Saigyouji-Yuyuko1000/dapo17k@test",
+    "eval.every": 10,
+    "eval.prompts": 64,
+    "eval.temperature": 1.0,
+    "reward": {"math": 2.0, "overlong": 1.0},
+    "optimizer.weight_decay": 0.1,
+    "optimizer.warmup": 10,
+    "algorithm.name": "dapo",
+    "algorithm.group": 16,
+    "algorithm.updates": 16,
+    "algorithm.surrogate.high": 0.28,
+    "algorithm.surrogate.dual": 10.0,
+    "algorithm.advantage.drop_flat": True,
+    "algorithm.refills": 29,
+}
+WRITERS: Mapping[str, Settings] = {
+    "qwen25-vl-3b-geo3k": EASYR1 | GEO3K,
+    "qwen25-vl-7b-geo3k": EASYR1
+    | GEO3K
+    | EASYR1_LORA
+    | {"model.path": "Qwen/Qwen2.5-VL-7B-Instruct", "model.train_vision": False},
+    "qwen25-vl-3b-clevr": EASYR1 | CLEVR,
+    "qwen25-vl-3b-math": EASYR1 | LMM_R1 | NO_KL,
+    "qwen25-math-7b-dapo": EASYR1 | DAPO | EASYR1_LORA | NO_KL,
+}
+# Replies an optimizer step.
+REPLIES = {
+    "qwen25-vl-3b-geo3k": 640,
+    "qwen25-vl-7b-geo3k": 640,
+    "qwen25-vl-3b-clevr": 640,
+    "qwen25-vl-3b-math": 128,
+    "qwen25-math-7b-dapo": 512,
+}
 PRESETS = [name for name in build.bundled_recipes() if name.endswith("gb")]
+
+
+LEFT_OUT = ("window", "every", "targets", "kl", "clip", "dual")  # where they are None
 
 
 def found(recipe: Recipe, key: str) -> Any:
@@ -338,7 +482,7 @@ def found(recipe: Recipe, key: str) -> Any:
     for part in key.split("."):
         if node is None:
             return None
-        if part not in node and part in ("window", "every", "targets"):  # a None is left out
+        if part not in node and part in LEFT_OUT:
             return None
         node = node[part]
     return node
@@ -357,21 +501,26 @@ def test_the_tables_name_every_large_recipe() -> None:
     assert set(EXPECTED) == set(LARGE) == set(BATCHES)
 
 
-@pytest.mark.parametrize("name", LARGE)
+def test_the_tables_name_every_large_writer() -> None:
+    large = {n for n in build.bundled_recipes() if n.startswith("qwen25-")} - set(PRESETS)
+    assert set(WRITERS) == large == set(REPLIES)
+
+
+@pytest.mark.parametrize("name", [*LARGE, *WRITERS])
 def test_the_tables_name_every_option(name: str) -> None:
     """An option that is in no table could change its default unseen."""
     recipe = build.recipe(name).model_dump()
     keys = keys_of(recipe["algorithm"], "algorithm") | keys_of(recipe["optimizer"], "optimizer")
     unused = {"algorithm.timestep_fraction"} if "window" in recipe["algorithm"] else set()
-    assert keys - unused <= set(EXPECTED[name])
+    assert keys - unused <= set((EXPECTED | WRITERS)[name])
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", [*LARGE, *WRITERS])
 def test_settings_are_those_of_the_source(name: str) -> None:
     recipe = build.recipe(name)
     wrong = {
         key: (value, expected)
-        for key, expected in EXPECTED[name].items()
+        for key, expected in (EXPECTED | WRITERS)[name].items()
         if (value := found(recipe, key)) != expected
     }
     assert not wrong, f"{name}: got, expected: {wrong}"
@@ -393,7 +542,21 @@ def test_batches_are_whole(name: str) -> None:
     assert recipe.sampler.batch == recipe.learner.micro_batch
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", WRITERS)
+def test_updates_have_the_replies_of_the_source(name: str) -> None:
+    recipe = build.recipe(name)
+    chosen = build.algorithm(recipe)
+    assert recipe.data.groups * chosen.group == REPLIES[name] * chosen.updates
+
+
+@pytest.mark.parametrize("name", [n for n in WRITERS if n != "qwen25-math-7b-dapo"])
+def test_templates_ask_for_what_the_format_reward_pays(name: str) -> None:
+    template = build.recipe(name).data.template or ""
+    assert "{{ content }}" in template
+    assert all(tag in template for tag in ("<think>", "</think>", "<answer>", "</answer>"))
+
+
+@pytest.mark.parametrize("name", [*LARGE, *WRITERS])
 def test_large_recipes_are_short_and_name_their_source(name: str) -> None:
     recipe = build.recipe(name)
     assert recipe.about.endswith(".") and recipe.source.startswith("arXiv 2")
@@ -409,6 +572,7 @@ SIZES = {
     ("about",), ("source",), ("data", "groups"), ("learner", "micro_batch"), ("sampler", "batch"),
     ("model", "gradient_checkpointing"), ("model", "quantize"), ("model", "lora"),
 }  # fmt: skip
+LORA = {("model", "train_vision"), ("optimizer", "lr")}  # change with it, where the base has none
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -420,6 +584,7 @@ def test_presets_for_a_card_change_sizes_and_nothing_else(name: str) -> None:
             changed |= {(section,)} if values != base[section] else set()
             continue
         changed |= {(section, key) for key in values if values[key] != base[section].get(key)}
-    assert changed <= SIZES and ("data", "groups") in changed
+    begins_lora = own["model"]["lora"] and not base["model"]["lora"]
+    assert changed <= (SIZES | LORA if begins_lora else SIZES) and ("data", "groups") in changed
     chosen = build.algorithm(build.recipe(name))
     assert build.ragged(build.recipe(name), chosen) is None

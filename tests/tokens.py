@@ -37,13 +37,14 @@ TEXT_TEMPLATE = """\
 PADDED = 3  # rows of the embedding that no token has, as real checkpoints have them
 
 
-def build(name: str, folder: Path) -> Path:
-    """Save the model of that name with its tokenizer, and its image processor, to a folder."""
+def build(name: str, folder: Path, head: int = 8) -> Path:
+    """Save the model of that name with its tokenizer, and its image processor, to a folder. `head`
+    is the width of one of its four; some engines know only larger ones."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        BUILDERS[name](folder)
+        BUILDERS[name](folder, head)
     return folder
 
 
@@ -111,19 +112,21 @@ def tokenizer(template: str | None = TEXT_TEMPLATE) -> Any:
     return made
 
 
-TEXT: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 1024, "head_dim": 8,
-}  # fmt: skip
+def _sizes(head: int) -> dict[str, Any]:
+    return {
+        "hidden_size": 4 * head, "intermediate_size": 48, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
+        "head_dim": head,
+    }  # fmt: skip
 
 
-def _text(kind: str, folder: Path, **more: Any) -> None:
+def _text(kind: str, folder: Path, head: int, **more: Any) -> None:
     import transformers
 
     tokens = tokenizer()
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=len(tokens) + PADDED, bos_token_id=None, pad_token_id=tokens.pad_token_id,
-        eos_token_id=tokens.eos_token_id, **TEXT, **more,
+        eos_token_id=tokens.eos_token_id, **_sizes(head), **more,
     )  # fmt: skip
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     _save(model, tokens, folder)
@@ -136,13 +139,16 @@ def _save(model: Any, tokens: Any, folder: Path) -> None:
     tokens.save_pretrained(folder)
 
 
-def _seeing(kind: str, folder: Path, rope: dict[str, Any], vision: dict[str, Any]) -> None:
+def _seeing(
+    kind: str, folder: Path, head: int, rope: dict[str, Any], vision: dict[str, Any]
+) -> None:
     import transformers
     from transformers import Qwen2VLImageProcessorPil
 
     tokens = tokenizer(TEMPLATE)
     ids = {name: tokens.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "video_pad")}
-    text = TEXT | {"vocab_size": len(tokens) + PADDED, "rope_parameters": rope}
+    rope = MROPE | {"mrope_section": [head // 4, head // 8, head // 8]} | rope
+    text = _sizes(head) | {"vocab_size": len(tokens) + PADDED, "rope_parameters": rope}
     text |= {"eos_token_id": tokens.eos_token_id, "pad_token_id": tokens.pad_token_id}
     text |= {"bos_token_id": None}
     config = getattr(transformers, f"{kind}Config")(
@@ -160,34 +166,35 @@ def _seeing(kind: str, folder: Path, rope: dict[str, Any], vision: dict[str, Any
     ).save_pretrained(folder)  # fmt: skip
 
 
-MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+MROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
-def _qwen2_vl(folder: Path) -> None:
-    vision = {"depth": 2, "embed_dim": 16, "num_heads": 2, "hidden_size": 32, "mlp_ratio": 2}
-    _seeing("Qwen2VL", folder, MROPE, vision)
+def _qwen2_vl(folder: Path, head: int) -> None:
+    vision = {"depth": 2, "embed_dim": 16, "mlp_ratio": 2, "num_heads": 2, "hidden_size": 4 * head}
+    _seeing("Qwen2VL", folder, head, {}, vision)
 
 
-def _qwen25_vl(folder: Path) -> None:
+def _qwen25_vl(folder: Path, head: int) -> None:
     vision = {
         "depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2,
-        "out_hidden_size": 32, "fullatt_block_indexes": [1], "window_size": 16,
+        "out_hidden_size": 4 * head, "fullatt_block_indexes": [1], "window_size": 16,
     }  # fmt: skip
-    _seeing("Qwen2_5_VL", folder, MROPE, vision)
+    _seeing("Qwen2_5_VL", folder, head, {}, vision)
 
 
-def _qwen3_vl(folder: Path) -> None:
+def _qwen3_vl(folder: Path, head: int) -> None:
     vision = {
         "depth": 3, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2,
-        "out_hidden_size": 32, "num_position_embeddings": 64, "deepstack_visual_indexes": [0, 1],
+        "out_hidden_size": 4 * head, "num_position_embeddings": 64,
+        "deepstack_visual_indexes": [0, 1],
     }  # fmt: skip
-    _seeing("Qwen3VL", folder, MROPE | {"mrope_interleaved": True}, vision)
+    _seeing("Qwen3VL", folder, head, {"mrope_interleaved": True}, vision)
 
 
-BUILDERS: dict[str, Callable[[Path], None]] = {
-    "llama": lambda folder: _text("Llama", folder),
-    "qwen2": lambda folder: _text("Qwen2", folder, tie_word_embeddings=True),
-    "qwen3": lambda folder: _text("Qwen3", folder),
+BUILDERS: dict[str, Callable[[Path, int], None]] = {
+    "llama": lambda folder, head: _text("Llama", folder, head),
+    "qwen2": lambda folder, head: _text("Qwen2", folder, head, tie_word_embeddings=True),
+    "qwen3": lambda folder, head: _text("Qwen3", folder, head),
     "qwen2-vl": _qwen2_vl,
     "qwen2.5-vl": _qwen25_vl,
     "qwen3-vl": _qwen3_vl,

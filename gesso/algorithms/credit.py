@@ -21,13 +21,13 @@ EPSILON = 1e-6  # of the reference codes for tokens; flow models have 1e-4
 
 class Credit(Strict):
     """baseline: `mean` of the group, the mean of the `others` in it, the prompt's `greedy` reply,
-    or `none`. std: what the difference is divided by. per: with `reply` all tokens of a reply have
+    or `zero`. std: what the difference is divided by. per: with `reply` all tokens of a reply have
     its advantage, and a KL in the reward is summed into that before the statistics; with `token`
     the advantage stands on the last token, a KL is taken off at its own token, and every token has
     the sum from there on, discounted by gamma."""
 
-    baseline: Literal["mean", "others", "greedy", "none"] = "mean"
-    std: Literal["group", "global", "none"] = "group"
+    baseline: Literal["mean", "others", "greedy", "zero"] = "mean"
+    std: Literal["group", "global", "one"] = "group"
     combine: Literal["sum", "gdpo"] = "sum"  # as in algorithms/advantage.py
     clip: float | None = Field(None, gt=0)  # of a reply's advantage
     per: Literal["reply", "token"] = "reply"
@@ -37,8 +37,8 @@ class Credit(Strict):
 
     @model_validator(mode="after")
     def _possible(self) -> Credit:
-        if self.baseline != "mean" and self.std != "none":
-            raise ValueError(f'std = "{self.std}" goes with baseline = "mean"; use std = "none"')
+        if self.baseline != "mean" and self.std != "one":
+            raise ValueError(f'std = "{self.std}" goes with baseline = "mean"; use std = "one"')
         if self.combine == "gdpo" and (self.baseline, self.std) != ("mean", "group"):
             raise ValueError('combine = "gdpo" has baseline = "mean" and std = "group"')
         if self.gamma != 1 and self.per == "reply":
@@ -70,7 +70,8 @@ class Credit(Strict):
             weights = torch.tensor(list(rollout.weights.values()), dtype=torch.float64)
             return adv.gdpo(rollout.components, weights, rollout.group).to(rewards.device)
         if self.baseline == "mean":
-            return adv.group_relative(rewards, group, self.std, correction=1, epsilon=EPSILON)
+            std = "none" if self.std == "one" else self.std
+            return adv.group_relative(rewards, group, std, correction=1, epsilon=EPSILON)
         if self.baseline == "others":
             return adv.leave_one_out(rewards, group)
         if self.baseline == "greedy":

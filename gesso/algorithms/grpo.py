@@ -24,7 +24,7 @@ class DrGRPO(ReplyAlgorithm):
 
     name: str = "dr-grpo"
     aggregation: Mode = "constant"
-    advantage: Credit = Credit(std="none")
+    advantage: Credit = Credit(std="one")
 
 
 class DAPO(ReplyAlgorithm):

@@ -30,14 +30,18 @@ class CriticSection(Strict):
 class PPO(ReplyAlgorithm):
     name: str = "ppo"
     group: int = Field(1, ge=1)
-    advantage: Credit = Credit(baseline="none", std="none", per="token", whiten=True)
+    advantage: Credit = Credit(baseline="zero", std="one", per="token", whiten=True)
     lam: float = Field(0.95, ge=0, le=1)
     critic: CriticSection = CriticSection()
 
     @model_validator(mode="after")
     def _critic_is_the_baseline(self) -> PPO:
-        if (self.advantage.baseline, self.advantage.per) != ("none", "token"):
-            raise ValueError('the critic is the baseline: advantage has "none", and per = "token"')
+        if (self.advantage.baseline, self.advantage.per) != ("zero", "token"):
+            raise ValueError(
+                'the critic is the baseline: advantage has baseline = "zero", per = "token"'
+            )
+        if self.advantage.clip is not None:
+            raise ValueError("advantage.clip is for a reply's advantage; PPO has one a token")
         return self
 
     def estimate(

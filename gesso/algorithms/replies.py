@@ -145,6 +145,15 @@ class ReplyAlgorithm(Strict):
             raise ValueError(f'length goes with aggregation = "constant", not "{self.aggregation}"')
         if self.refills and not self.advantage.drop_flat:
             raise ValueError("refills replace dropped groups; set advantage.drop_flat = true")
+        compares = self.advantage.baseline in ("mean", "others") or self.advantage.drop_flat
+        if self.group == 1 and compares:
+            raise ValueError("the replies of a group are compared with each other; use group = 2")
+        in_reward = self.kl is not None and self.kl.place == "reward"
+        if in_reward and self.advantage.combine == "gdpo" and self.advantage.per == "reply":
+            raise ValueError(
+                'combine = "gdpo" takes each reward by itself and has no place for a KL in their '
+                'sum; use kl.place = "loss", or advantage.per = "token"'
+            )
         if self.greedy and self.refills:
             raise ValueError("refills are not for a baseline of greedy replies; set refills = 0")
         return self

@@ -91,7 +91,7 @@ class Pending:
         scores = [
             score
             if other.ok
-            else Score.failed(f"the greedy reply it is compared with: {other.error}")
+            else Score.failed(f"the greedy reply it is compared with failed: {other.error}")
             for score, other in zip(rollout.scores, beside, strict=True)
         ]
         values = [math.nan if other.value is None else other.value for other in beside]

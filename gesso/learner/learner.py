@@ -81,16 +81,18 @@ class Learner:
         generator = torch.Generator().manual_seed(seed_of(self.seed, "update", step))
         prepared = self.algorithm.prepare(self.model, rollout, self.settings)
         advantages = prepared.advantages
+        inside = advantages if advantages.ndim == 1 else advantages[rollout.mask]
         kept = self.algorithm.advantage.kept(rollout, self.algorithm.updates)
         stats: dict[str, list[Tensor]] = defaultdict(list)
         norms: list[float] = []
         skipped = 0
-        first_gap: float | None = None
+        first: dict[str, float] = {}  # before the first optimizer step
         for rows in self._mini_batches(kept, generator):
             terms = self.algorithm.terms(rollout.rows(rows), prepared.rows(rows), generator)
             norm = self._accumulate(terms, stats)
-            if "abs_dlogp" in stats and first_gap is None:
-                first_gap = float(torch.cat(stats["abs_dlogp"]).max())
+            if "abs_dlogp" in stats and not first:
+                first["first_abs_dlogp_max"] = float(torch.cat(stats["abs_dlogp"]).max())
+                first["first_clipped"] = float(torch.cat(stats["clipped"]).mean())
             if norm is None:
                 skipped += 1
             else:
@@ -100,14 +102,14 @@ class Learner:
         self.algorithm.finish(self.policy, step)
         norms += [] if len(kept) else [0.0]  # no group has any spread: nothing to learn from
         metrics = {f"update/{name}": float(torch.cat(v).mean()) for name, v in stats.items()}
-        if first_gap is not None:
+        if first:
             metrics["update/abs_dlogp_max"] = float(torch.cat(stats["abs_dlogp"]).max())
-            metrics["update/first_abs_dlogp_max"] = first_gap  # before the first optimizer step
+            metrics |= {f"update/{name}": value for name, value in first.items()}
         return metrics | {
             "update/grad_norm": sum(norms) / len(norms) if norms else float("nan"),
             "update/skipped": float(skipped),
             "update/lr": self.optimizer.param_groups[0]["lr"],
-            "advantage/abs_mean": float(advantages.abs().mean()),
+            "advantage/abs_mean": float(inside.abs().mean()),
             "advantage/flat_groups": adv.flat_groups(rollout.rewards, rollout.group),
             "advantage/used": len(kept) / len(advantages),
             "time/update": time.perf_counter() - started,
@@ -179,10 +181,10 @@ class Learner:
         if self.beside is not None:
             for name, p in self.beside.trained.items():
                 p.data.copy_(tables["beside"][name])
-        for name, p in self._all.items():
+        for name, p in self._all.items():  # none of what has had no gradient yet
             self.optimizer.state[p] = {
                 key: tensors[name].clone().to(p.device)
                 for table, tensors in tables.items()
-                if (key := table.removeprefix("adam.")) != table
+                if (key := table.removeprefix("adam.")) != table and name in tensors
             }
         self.optimizer_steps = int(state["optimizer_steps"])

@@ -9,8 +9,9 @@ not, never knows.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,11 +83,13 @@ class Policy:
         if which == "current":
             yield
         elif which == "reference" and self.lora is not None:
+            trained = self._requiring_grad()
             self.module.disable_adapters()
             try:
                 yield
             finally:
                 self.module.enable_adapters()
+                trained()
         else:
             current = {name: p.data for name, p in self.trained.items()}
             try:
@@ -100,10 +103,12 @@ class Policy:
     def second_adapter(self, name: str, seed: int) -> dict[str, nn.Parameter]:
         """LoRA of the same shape beside the policy's, for something else to train: off, but within
         `wearing`."""
+        import warnings
         from copy import deepcopy
 
         before = {n for n, _ in self.module.named_parameters()}
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Already found a `peft_config`")  # that is meant
             torch.manual_seed(seed)
             self.module.add_adapter(deepcopy(self.module.peft_config["default"]), name)
         self._wear("default")
@@ -126,12 +131,21 @@ class Policy:
     def _wear(self, name: str) -> None:
         from peft.tuners.tuners_utils import BaseTunerLayer
 
-        trained = [p for p in self.module.parameters() if p.requires_grad]
+        trained = self._requiring_grad()
         for layer in self.module.modules():
             if isinstance(layer, BaseTunerLayer):
                 layer.set_adapter([name])
-        for parameter in trained:  # PEFT freezes what is not worn
-            parameter.requires_grad_(True)
+        trained()
+
+    def _requiring_grad(self) -> Callable[[], None]:
+        """Makes what is trained now trained again: PEFT freezes what is switched off."""
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+
+        def again() -> None:
+            for parameter in trained:
+                parameter.requires_grad_(True)
+
+        return again
 
     def lora_state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
         """The adapter as PEFT writes it: tensors, and the config that gives them meaning."""
@@ -144,19 +158,12 @@ class Policy:
         """The module without PEFT's layers, adapters folded into its weights, for the length of a
         `with` block: what plain diffusers can save and load. The frozen weights come back as they
         were, to the bit."""
-        from peft.tuners.tuners_utils import BaseTunerLayer
-
-        layers = {
-            name: layer
-            for name, layer in self.module.named_modules()
-            if isinstance(layer, BaseTunerLayer)
-        }
+        layers = self._adapted()
         kept = {name: layer.get_base_layer().weight.data for name, layer in layers.items()}
         try:
             for name, layer in layers.items():
                 base = layer.get_base_layer()
-                whole = base.weight.data.float() + layer.get_delta_weight("default").float()
-                base.weight.data = whole.to(base.weight.dtype)  # rounded once
+                base.weight.data = _folded(layer)
                 self.module.set_submodule(name, base)
             yield
         finally:
@@ -164,9 +171,40 @@ class Policy:
                 layer.get_base_layer().weight.data = kept[name]
                 self.module.set_submodule(name, layer)
 
+    def plain(self, which: Which) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the module by the name it has without PEFT, adapters folded in; one at a
+        time, so that folding never takes a second copy of them all. For an engine that has the
+        module's architecture in its own code."""
+        layers = self._adapted()
+        off = which == "reference" and self.lora is not None
+        with torch.no_grad(), self.using(which):
+            for name, tensor in self.module.state_dict().items():
+                layer, is_base, own = name.rpartition(".base_layer.")
+                if is_base:
+                    fold = own == "weight" and not off
+                    yield f"{layer}.{own}", _folded(layers[layer]) if fold else tensor
+                elif ".lora_" not in name:
+                    yield name, tensor
+
+    def _adapted(self) -> dict[str, Any]:
+        """The module's layers that carry adapters, PEFT's own objects, by name."""
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        return {
+            name: layer
+            for name, layer in self.module.named_modules()
+            if isinstance(layer, BaseTunerLayer)
+        }
+
     @property
     def size(self) -> int:
         return sum(p.numel() for p in self.trained.values())
+
+
+def _folded(layer: Any) -> Tensor:
+    """The weight of a layer with its adapter in it, rounded once."""
+    weight = layer.get_base_layer().weight.data
+    return (weight.float() + layer.get_delta_weight("default").float()).to(weight.dtype)
 
 
 def _add_lora(

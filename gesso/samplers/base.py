@@ -37,3 +37,6 @@ class Sampler(Protocol):
 
     def describe(self, rollout: Rollout) -> dict[str, float]:
         """What there is to say of these samples, apart from their rewards."""
+
+    def close(self) -> None:
+        """Give back what it holds beside the model."""

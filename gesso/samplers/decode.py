@@ -17,18 +17,17 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from gesso.formulas import diversity
 from gesso.models.tokens.base import Read, TokenModel
 from gesso.models.tokens.packing import pack
+from gesso.samplers import replies
 from gesso.samplers.base import Piece
+from gesso.samplers.replies import Asked, Reply
 from gesso.samplers.slots import SlotCache
-from gesso.types import Prompt, ReplySpec, Rollout, Sample, TokenPrompt, TokenTrace, Weights
+from gesso.types import Prompt, ReplySpec, Rollout, TokenPrompt, TokenTrace, Weights
 
 READ_AT_ONCE = 8192
 """Tokens of prompts that are read in one pass."""
@@ -51,59 +50,20 @@ class DecodingSampler:
     ) -> Iterator[Piece[TokenTrace]]:
         """One reply to prompts[row[i]] from seeds[i] for every i, in pieces as they finish."""
         encoded = [self.model.encode(prompt) for prompt in prompts]
+        asked = Asked(prompts, encoded, row, seeds)
         writing = _Writing(self, encoded, row, seeds, spec)
-        at_least = max(1, self.batch // 8)  # replies in a piece, but for the last
         prepared = self.model.writing(spec.weights)
         while writing.unfinished:
             # Contexts are left before a piece is handed over: whoever takes it runs in none.
             with torch.no_grad(), prepared():
-                done = writing.advance(at_least)
-            yield self._piece(done, encoded, prompts, row, seeds)
+                done = writing.advance(replies.piece_size(self.batch))
+            yield asked.piece(done, self.model)
 
     def describe(self, rollout: Rollout) -> dict[str, float]:
-        lengths = rollout.mask.sum(1).float()
-        return {
-            "diversity": diversity.distinct([s.reply for s in rollout.samples], rollout.group),
-            "reply/length": float(lengths.mean()),
-            "reply/longest": float(lengths.max()),
-            "reply/cut": float(rollout.replies.cut.float().mean()),
-            "reply/logp": float(rollout.logp.sum() / lengths.sum()),
-        }
+        return replies.describe(rollout)
 
-    def _piece(
-        self,
-        done: Sequence[_Reply],
-        encoded: Sequence[TokenPrompt],
-        prompts: Sequence[Prompt],
-        row: Sequence[int],
-        seeds: Sequence[int],
-    ) -> Piece[TokenTrace]:
-        device = self.model.device
-        index = [reply.index for reply in done]
-        lengths = torch.tensor([len(reply.tokens) for reply in done], device=device)
-        tokens = pad_sequence([reply.tokens for reply in done], batch_first=True)
-        trace = TokenTrace(
-            encoded,
-            row=torch.tensor([row[i] for i in index], device=device),
-            tokens=tokens,
-            mask=torch.arange(tokens.shape[1], device=device) < lengths[:, None],
-            cut=torch.tensor([reply.cut for reply in done], device=device),
-        )
-        texts = [self.model.decode(reply.tokens.tolist()) for reply in done]
-        samples = [
-            Sample(prompts[row[i]], None, seeds[i], text)
-            for i, text in zip(index, texts, strict=True)
-        ]
-        logp = pad_sequence([reply.logp for reply in done], batch_first=True)
-        return Piece(index, samples, trace, logp)
-
-
-@dataclass(frozen=True)
-class _Reply:
-    index: int
-    tokens: Tensor  # (s,)
-    logp: Tensor  # (s,)
-    cut: bool
+    def close(self) -> None:
+        """It holds nothing beside the model."""
 
 
 class _Buffers:
@@ -148,7 +108,7 @@ class _Writing:
         self.waiting = deque(range(len(seeds)))
         self.free = list(range(slots))
         self.running: dict[int, int] = {}  # slot → sample
-        self.finished: list[_Reply] = []
+        self.finished: list[Reply] = []
         self.wanted = Counter(row)  # prompt → samples of it that still wait
         self.known: dict[int, Read] = {}  # prompts that are read and still wanted
         self.buffers = _Buffers(slots, spec.max_tokens, self.model.device)
@@ -159,7 +119,7 @@ class _Writing:
     def unfinished(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def advance(self, at_least: int) -> list[_Reply]:
+    def advance(self, at_least: int) -> list[Reply]:
         """Write on until so many replies are finished, or all."""
         while self.unfinished and len(self.finished) < at_least:
             if self.waiting and self.free:
@@ -265,7 +225,7 @@ class _Writing:
 
     def _leave(self, slot: int, length: int, cut: bool) -> None:
         tokens, logp = self.buffers.tokens[slot, :length], self.buffers.logp[slot, :length]
-        self.finished.append(_Reply(self.running.pop(slot), tokens.clone(), logp.clone(), cut))
+        self.finished.append(Reply(self.running.pop(slot), tokens.clone(), logp.clone(), cut))
         self.free.append(slot)
 
     def _index(self, numbers: list[int]) -> Tensor:
@@ -276,9 +236,8 @@ def inverse_cdf(logits: Tensor, uniform: Tensor) -> Tensor:
     """(n, V) logits, (n,) float64 in [0, 1) → (n,) ids: the first whose cumulated probability
     exceeds the uniform number. An id of probability 0 is never it."""
     cumulated = logits.softmax(-1).double().cumsum(-1)
-    total = cumulated[:, -1]
-    below = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-    found = torch.searchsorted(cumulated, below[:, None], right=True)[:, 0]
+    below = uniform[:, None] * cumulated[:, -1:]
+    found = torch.searchsorted(cumulated, below, right=True)[:, 0]
     return found.clamp(max=logits.shape[1] - 1)  # logits that are no numbers find nothing
 
 

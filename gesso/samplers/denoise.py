@@ -61,6 +61,9 @@ class DenoisingSampler:
     def describe(self, rollout: Rollout) -> dict[str, float]:
         return {"diversity": diversity.within_groups(rollout.paths.clean, rollout.group)}
 
+    def close(self) -> None:
+        """It holds nothing beside the model."""
+
     def _shared_starts(
         self, context: FlowContext, row: Sequence[int], seeds: Sequence[int], spec: SampleSpec
     ) -> dict[int, Tensor]:

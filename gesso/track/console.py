@@ -95,7 +95,7 @@ class Console:
         key = held_out_key(row)
         named = [("reward", "reward"), (key, "held-out")]
         figures = [f"{name} {short(row[key])}" for key, name in named if key in row]
-        figures += [*_update(row), *_speed(row), *_health(row)]
+        figures += [*_update(row), *_replies(row), *_speed(row), *_health(row)]
         return figures + ([f"{clock(self.left)} left"] if self.left is not None else [])
 
     def _print(self, text: str) -> None:
@@ -122,8 +122,10 @@ class Console:
             table.add_row("held-out", " → ".join(short(value) for value in self.held_out))
         if _update(self.last):
             table.add_row("update", "  ".join(_update(self.last)))
+        if _replies(self.last):
+            table.add_row("replies", "  ".join(_replies(self.last)))
         if _speed(self.last):
-            table.add_row("speed", "  ".join(_speed(self.last)))
+            table.add_row("speed", "  ".join([*_speed(self.last), *_tokens(self.last)]))
         if _health(self.last):
             table.add_row("health", *_health(self.last))
         return Group(bar, table, Text(end) if end else Spinner("dots", self.doing))
@@ -167,15 +169,27 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def _update(row: Mapping[str, Any]) -> list[str]:
-    shown = {"ratio": "{:.4f}".format, "clipped": short, "drift": "{:.3g}".format}
+    shown = {"ratio": "{:.4f}".format, "clipped": short, "drift": "{:.3g}".format, "entropy": short}
     figures = [
         f"{k} {form(row[f'update/{k}'])}" for k, form in shown.items() if f"update/{k}" in row
     ]
     return figures + (["update skipped"] if row.get("update/skipped") else [])
 
 
+def _replies(row: Mapping[str, Any]) -> list[str]:
+    """Of a model that writes: tokens of the mean reply, and the share that ran into the limit."""
+    figures = [f"length {row['reply/length']:.0f}"] if "reply/length" in row else []
+    return figures + ([f"cut {short(row['reply/cut'])}"] if row.get("reply/cut") else [])
+
+
+def _tokens(row: Mapping[str, Any]) -> list[str]:
+    if "samples_per_s" not in row or "reply/length" not in row:
+        return []
+    return [f"{row['samples_per_s'] * row['reply/length']:.0f} tokens/s"]
+
+
 def _speed(row: Mapping[str, Any]) -> list[str]:
-    figures = [f"{row['samples_per_s']:.1f} img/s"] if "samples_per_s" in row else []
+    figures = [f"{row['samples_per_s']:.1f} samples/s"] if "samples_per_s" in row else []
     return figures + ([f"{row['failed']:g} failed"] if row.get("failed") else [])
 
 

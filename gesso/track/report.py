@@ -1,5 +1,5 @@
 """A run folder as one page, `report.html`: figures, curves, and above all the same prompts and
-seeds at every evaluation side by side. One file with everything inside; nothing is fetched.
+seeds at every evaluation (samples.py). One file with everything inside; nothing is fetched.
 
 The folder may be that of an unfinished, killed or resumed run. What is damaged is left out and
 named on the page. Every text from outside goes through `esc`.
@@ -7,17 +7,17 @@ named on the page. Every text from outside goes through `esc`.
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape as esc
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from gesso.track import samples
 from gesso.track.console import clock, held_out_key
+from gesso.track.samples import Shown
 from gesso.types import UserError
 
 if sys.version_info >= (3, 11):
@@ -25,13 +25,15 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-CELL = 240  # px: small pictures are magnified by a whole factor (at most 3) to fit
-LARGEST = 320  # px: larger pictures are embedded at this size, as JPEG
 NOTES = 300  # lines of log.txt shown, the newest
 DOTS = 16  # a line with more points has no visible dots
 BIG, SMALL = (470, 230), (190, 104)  # width and height of a chart
-DETAILS = "ratio clipped drift kl abs_dlogp grad_norm"  # small charts of update/…
-PICTURE = {"index": int, "prompt": str, "seed": int, "image": str, "parts": dict, "text": str}
+DETAILS = [  # small charts, of what is there
+    "update/ratio", "update/clipped", "update/drift", "update/kl", "update/abs_dlogp",
+    "update/importance", "update/grad_norm", "update/entropy", "update/value", "update/value_error",
+    "reply/length", "reply/longest", "reply/cut", "reply/logp", "advantage/flat_groups",
+    "advantage/used", "refilled", "reward/at_max", "diversity", "samples_per_s",
+]  # fmt: skip
 STYLE = Path(__file__).with_suffix(".css")
 PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width,initial-scale=1">
@@ -56,19 +58,21 @@ def page(run: Path) -> str:
     damaged: list[str] = []  # sentences about what could not be read
     config, log = _text(run / "config.toml"), _text(run / "log.txt").splitlines()[-NOTES:]
     settings = _settings(config, damaged)
-    by_step = {row["step"]: row for row in _lines(run / "metrics.jsonl", {"step": int}, damaged)}
+    metrics = _lines(run / "metrics.jsonl", _step, damaged)
+    by_step = {row["step"]: row for row in metrics}
     rows = [by_step[step] for step in sorted(by_step)]  # of a step written twice, the later
     for key, value, step in ((*item, row["step"]) for row in rows for item in row.items()):
         if isinstance(value, float) and not math.isfinite(value):
             damaged.append(f"{key} is {value} at step {step}")
     files = sorted(f for f in (run / "samples").glob("*.jsonl") if f.stem.isdigit())
-    shown = {int(file.stem): _lines(file, PICTURE, damaged) for file in files}
+    kept = {int(file.stem): _lines(file, Shown.of, damaged) for file in files}
+    figures = dict(series(rows, held_out_key(key for row in rows for key in row)))
     title = esc(settings.get("about") or run.resolve().name)
     warning = "".join(f"<li>{esc(text)}</li>" for text in damaged)
     body = [
         f"<h1>{title}</h1><small>{esc(run.resolve().name)}</small>",
         headline(rows) + facts(settings, rows) + (f"<ul>{warning}</ul>" if warning else ""),
-        curves(rows) + pictures(run / "samples", shown, rows) + details(rows),
+        curves(rows) + samples.section(run / "samples", kept, figures) + details(rows),
         f"<h2>Notes</h2><pre>{esc(chr(10).join(log)) or 'none'}</pre>",
         f"<details><summary>config.toml</summary><pre>{esc(config)}</pre></details>",
     ]
@@ -96,7 +100,7 @@ def facts(settings: Mapping[str, str], rows: Sequence[Row]) -> str:
         "steps": f"{done} of {settings.get('steps', '?')}",
         "seed": settings.get("seed"),
         "duration": clock(totals[-1]) if totals else None,
-        "images/s (median)": f"{speed[len(speed) // 2]:.3g}" if speed else None,
+        "samples/s (median)": f"{speed[len(speed) // 2]:.3g}" if speed else None,
     }
     cells = (f"<div><dt>{k}</dt><dd>{esc(v)}</dd></div>" for k, v in table.items() if v)
     return f"<dl>{''.join(cells)}</dl>"
@@ -111,7 +115,8 @@ def curves(rows: Sequence[Row]) -> str:
     said -= {k for k in said if series(rows, k) == total}  # the only reward is the total
     if not any(value for _, value in series(rows, "eval/failed")):
         said -= {"eval/failed"}
-    for key in sorted({"eval/reward", *said}, key=lambda k: (k != head, k)):
+    order = (head if head in said else "eval/reward", "eval/reward")
+    for key in sorted({"eval/reward", *said}, key=lambda k: (k != order[0], k != order[1], k)):
         twin = "reward" if key == "eval/reward" else key.replace("eval", "reward", 1)
         lines = {"held-out": series(rows, key), "training": series(rows, twin)}
         big += chart(key, lines, span, BIG)
@@ -121,14 +126,7 @@ def curves(rows: Sequence[Row]) -> str:
 def details(rows: Sequence[Row]) -> str:
     keys = set[str]().union(*rows)
     span = (rows[0]["step"], rows[-1]["step"]) if rows else (0, 0)
-    small = [
-        *(f"update/{k}" for k in DETAILS.split()),
-        "advantage/flat_groups",
-        "reward/at_max",
-        "diversity",
-        "samples_per_s",
-    ]
-    small += sorted(key for key in keys if key.startswith("time/") and key != "time/total")
+    small = DETAILS + sorted(key for key in keys if key.startswith("time/") and key != "time/total")
     rest = "".join(chart(key, {"": series(rows, key)}, span, SMALL) for key in small)
     return f'<h2>Details</h2><div class="small">{rest}</div>'
 
@@ -164,67 +162,8 @@ def chart(name: str, lines: Mapping[str, Points], span: Sequence[int], size: Seq
     legend = "".join(f'<span class="k{int(n == "training")}">● {n}</span>' for n in lines if n)
     latest = _figure(next(iter(lines.values()))[-1][1], gap / 10)
     svg = f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{esc(name)}">{drawn}</svg>'
-    return f"<figure><figcaption>{esc(name)} {legend}<b>{latest}</b></figcaption>{svg}</figure>"
-
-
-def pictures(folder: Path, shown: Mapping[int, Sequence[Row]], rows: Sequence[Row]) -> str:
-    """The table: a row per prompt and seed, a column per evaluation."""
-    steps = sorted(shown)
-    cells = {((r["index"], r["prompt"], r["seed"]), s): r for s in steps for r in shown[s]}
-    if not cells:
-        return "<h2>Pictures</h2><i>No evaluation has saved pictures yet.</i>"
-    figures = dict(series(rows, held_out_key(key for row in rows for key in row)))
-    reads = any(row["text"] for row in cells.values())
-    kinds = {step: "mid" if step not in (steps[0], steps[-1]) else "" for step in steps}
-    head, body = "<th>prompt</th>", ""
-    for step in steps:
-        # Of a run that was killed and resumed, pictures may lie beyond the rows that count.
-        figure = f"{figures[step]:.3f}" if step in figures else "not in metrics.jsonl"
-        head += f'<th class="{kinds[step]}">step {step} <small>{figure}</small></th>'
-    for who in sorted({who for who, _ in cells}):
-        body += f"\n<tr><th>{esc(who[1])}<br><small>seed {who[2]}</small></th>"
-        for step in steps:
-            row = cells.get((who, step))
-            inside = cell(folder, step, row, reads) if row else "<i>not drawn</i>"
-            exact = row and any(k.endswith("/exact") and v == 1 for k, v in row["parts"].items())
-            body += f'<td class="{kinds[step]}{" ok" if exact else ""}">{inside}</td>'
-    ends = '<p><label><input type="checkbox" id="ends"> first and last only</label></p>'
-    return (
-        "<h2>The same prompts and seeds at every evaluation</h2>"
-        f"{ends if len(steps) > 2 else ''}<div class='scroll' tabindex='0'>"
-        f"<table><thead><tr>{head}</thead><tbody>{body}</tbody></table></div>"
-    )
-
-
-def cell(folder: Path, step: int, row: Row, reads: bool) -> str:
-    scored = isinstance(row.get("reward"), (int, float))
-    says = f"{row['reward']:.3f}" if scored else '<span class="err">no score</span>'
-    if row.get("error"):
-        says += f' <span class="err">{esc(str(row["error"]))}</span>'
-    elif reads:
-        says += f" <code>{esc(row['text'])}</code>" if row["text"] else " <small>no text</small>"
-    alt = f"step {step}: {row['prompt']}" + (f" (read: {row['text']})" if row["text"] else "")
-    return f"{picture(folder / f'{step:06d}', row['image'], alt)}<p>{says}</p>"
-
-
-def picture(folder: Path, name: str, alt: str) -> str:
-    """The picture as a data URI, decoded and encoded anew so that nothing else can come along."""
-    from PIL import Image
-
-    try:
-        with Image.open(folder / Path(name).name) as opened:
-            image = opened.convert("RGB")
-    except FileNotFoundError:
-        return f'<div class="gone err">{esc(name)} is missing</div>'
-    except Exception:  # Pillow answers a damaged file with a dozen types, SyntaxError among them
-        return f'<div class="gone err">{esc(name)} cannot be read</div>'
-    kind, data = "jpeg" if max(image.size) > LARGEST else "png", io.BytesIO()
-    image.thumbnail((LARGEST, LARGEST))
-    image.save(data, kind, quality=88)
-    zoom = max(1, min(3, CELL // max(image.size)))
-    size = f'width="{image.width * zoom}" height="{image.height * zoom}"'
-    uri = f"data:image/{kind};base64,{base64.b64encode(data.getvalue()).decode()}"
-    return f'<img class="{"near" if zoom > 1 else ""}" {size} alt="{esc(alt)}" src="{uri}">'
+    title = f"<span>{esc(name).replace('/', '/<wbr>')}</span>"  # long names break there
+    return f"<figure><figcaption>{title} {legend}<b>{latest}</b></figcaption>{svg}</figure>"
 
 
 def series(rows: Sequence[Row], key: str) -> Points:
@@ -266,16 +205,25 @@ def _text(file: Path) -> str:
     return file.read_text("utf-8", "replace") if file.is_file() else ""
 
 
-def _lines(file: Path, fields: Mapping[str, type], damaged: list[str]) -> list[dict[str, Any]]:
-    """The whole rows of a .jsonl; the others are named in `damaged`."""
+def _step(row: Row) -> Row | None:
+    """A row of metrics.jsonl, or None."""
+    return row if isinstance(row.get("step"), int) else None
+
+
+T = TypeVar("T")
+
+
+def _lines(file: Path, parse: Callable[[Row], T | None], damaged: list[str]) -> list[T]:
+    """The whole rows of a .jsonl; those that `parse` makes nothing of are named in `damaged`."""
     rows = []
     for number, line in enumerate(file.read_bytes().splitlines(True) if file.is_file() else [], 1):
         try:
             row = json.loads(line) if line.endswith(b"\n") else None
         except ValueError:
             row = None
-        if isinstance(row, dict) and all(isinstance(row.get(k), t) for k, t in fields.items()):
-            rows.append(row)
-        else:
+        found = parse(row) if isinstance(row, dict) else None
+        if found is None:
             damaged.append(f"{file.name}, line {number}: half-written or damaged, left out")
+        else:
+            rows.append(found)
     return rows

@@ -523,6 +523,13 @@ def replace_path(path: Path) -> Lora:
     return LORA.model_copy(update={"path": str(path)})
 
 
+def names_in(folder: Path) -> set[str]:
+    from safetensors import safe_open
+
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        return set(file.keys())
+
+
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "merged"])
 def test_a_folder_for_transformers(tiny: Tiny, lora: Lora | None, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
@@ -537,6 +544,7 @@ def test_a_folder_for_transformers(tiny: Tiny, lora: Lora | None, tmp_path: Path
     assert same_as_plain(model, plain, trace) <= 1e-4  # a merged weight is rounded again
     assert plain.generation_config.eos_token_id == [*sorted(model.end)]
     assert "gesso" not in (tmp_path / "config.json").read_text()
+    assert names_in(tmp_path) == names_in(tiny.folder)
     with torch.no_grad():
         assert torch.equal(model.logp(trace, 1.0).logp, before)  # as it was
     text = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
@@ -550,6 +558,21 @@ def test_a_folder_for_transformers(tiny: Tiny, lora: Lora | None, tmp_path: Path
         assert prompt.images == () or torch.equal(ours.pixels, before.pixels)
     with torch.no_grad():
         assert gap(again.logp(trace, 1.0).logp, model.logp(trace, 1.0).logp) <= 1e-4
+
+
+def test_a_template_in_a_file_of_the_processor(of: Any, tmp_path: Path) -> None:
+    """As the makers of Qwen2-VL and Qwen2.5-VL ship it."""
+    from transformers import AutoTokenizer
+
+    tiny = of("qwen2.5-vl")
+    old = broken(tiny.folder, tmp_path / "old")
+    (old / "chat_template.jinja").unlink()
+    (old / "chat_template.json").write_text(json.dumps({"chat_template": tokens.TEMPLATE}))
+    model = replace(tiny, folder=old).model()
+    for prompt in tiny.prompts:
+        assert torch.equal(model.encode(prompt).ids, tiny.model().encode(prompt).ids)
+    model.save(tmp_path / "new")
+    assert AutoTokenizer.from_pretrained(tmp_path / "new").chat_template == tokens.TEMPLATE
 
 
 def test_a_full_fine_tune_in_half_precision_is_saved_whole(of: Any, tmp_path: Path) -> None:

@@ -159,6 +159,17 @@ def test_replies_end_where_they_end(tiny: Tiny) -> None:
     assert not trace.tokens[~trace.mask].any() and not piece.logp[~trace.mask].any()
 
 
+def test_a_reply_that_ends_at_the_limit_is_not_cut(of: Any) -> None:
+    tiny = of("qwen3")
+    model = tiny.model()
+    trace = draw(DecodingSampler(model, 4), tiny).trace
+    ended = next(i for i in range(len(ROWS)) if not trace.cut[i] and trace.mask[i].sum() > 1)
+    length = int(trace.mask[ended].sum())
+    for limit, cut in ((length, False), (length - 1, True)):
+        other = draw(DecodingSampler(model, 4), tiny, ReplySpec(limit, 0.9)).trace
+        assert bool(other.cut[ended]) == cut and int(other.mask[ended].sum()) == limit
+
+
 def test_one_token_replies(of: Any) -> None:
     """All finish as they enter: nothing is ever fed."""
     tiny = of("qwen3")
@@ -212,12 +223,14 @@ def test_a_step_costs_what_its_sequences_cost(of: Any) -> None:
         return plain(tokens, positions, mask, cache)
 
     model.step = counted
-    piece = draw(DecodingSampler(model, 4), tiny)
-    lengths = piece.trace.mask.sum(1)
-    assert sum(rows for rows, _ in steps) == int((lengths - 1).sum())
-    rows = [rows for rows, _ in steps]
-    assert rows == sorted(rows, reverse=True) and rows[0] == 4 and rows[-1] >= 1
-    assert len(set(rows)) > 2
+    for batch in (3, 4, 6, 11):
+        steps.clear()
+        piece = draw(DecodingSampler(model, batch), tiny)
+        lengths = piece.trace.mask.sum(1)
+        rows = [rows for rows, _ in steps]
+        assert sum(rows) == int((lengths - 1).sum())
+        assert rows == sorted(rows, reverse=True) and rows[0] == batch and rows[-1] >= 1
+        assert len(set(rows)) > 1
 
 
 def test_pieces_come_as_replies_finish(of: Any) -> None:
@@ -326,4 +339,6 @@ def test_recorded_steps_on_cuda(tiny: Tiny, dtype: str, lora: Lora | None) -> No
     assert gap(model.logp(piece.trace, 0.9).logp, piece.logp) <= most
     if dtype == "float32":
         cpu = draw(DecodingSampler(tiny.model(lora=lora), 4), tiny)
-        assert [s.text for s in cpu.samples] == [s.text for s in piece.samples]
+        assert gap(model.logp(cpu.trace, 0.9).logp, cpu.logp.cuda()) <= most
+        same = [a.text == b.text for a, b in zip(cpu.samples, piece.samples, strict=True)]
+        assert sum(same) >= len(same) - 1  # a number that falls between two tokens may part them

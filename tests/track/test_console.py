@@ -49,7 +49,7 @@ def test_plain_one_line_a_row() -> None:
         )
     assert file.getvalue().splitlines() == [
         "step 0/20  held-out .12",
-        "step 3/20  reward .62  held-out .41  ratio 1.0002  clipped .12  9.8 img/s  2:10 left",
+        "step 3/20  reward .62  held-out .41  ratio 1.0002  clipped .12  9.8 samples/s  2:10 left",
         "step 20/20  reward -.30  update skipped  2 failed",
     ]
 
@@ -58,6 +58,30 @@ def test_plain_leaves_absent_and_empty_values_out() -> None:
     console, file = plain()
     console.row({"step": 1, "reward": None, "update/drift": 0.00123})
     assert file.getvalue() == "step 1/20  drift 0.00123\n"
+
+
+def test_replies_have_a_length_and_may_be_cut() -> None:
+    row = {
+        "step": 3,
+        "reward": 0.5,
+        "update/entropy": 0.412,
+        "reply/length": 120.6,
+        "reply/cut": 0.0,
+    }
+    console, file = plain()
+    console.row(row | {"samples_per_s": 4.0})
+    console.row(row | {"reply/cut": 0.25})
+    assert file.getvalue().splitlines() == [
+        "step 3/20  reward .50  entropy .41  length 121  4.0 samples/s",
+        "step 3/20  reward .50  entropy .41  length 121  cut .25",
+    ]
+    live, _ = terminal(width=60)
+    with live:
+        live.start(0)
+        live.row(row | {"samples_per_s": 4.0, "reply/cut": 0.25})
+    drawn = live.out.export_text()
+    assert re.search(r"replies +length 121  cut .25", drawn)
+    assert re.search(r"speed +4.0 samples/s  482 tokens/s", drawn)
 
 
 def test_warnings_that_hold_are_named() -> None:
@@ -127,7 +151,7 @@ def test_terminal_shows_the_figures() -> None:
     drawn = console.out.export_text(clear=False)
     for figure in ("step 3/20", ".62  ▁█", ".12 → .41", "ratio 1.0002", "clipped .12"):
         assert figure in drawn
-    for figure in ("9.8 img/s", "2:10 left", "updating 0:00", "careful [now]"):
+    for figure in ("9.8 samples/s", "2:10 left", "updating 0:00", "careful [now]"):
         assert figure in drawn
     console.stop()
     assert "stopped after step 3" in console.out.export_text()

@@ -33,9 +33,9 @@ def load_adapter(pipe: Any, policy: Policy, path: str) -> None:
         ) from error
     found = {key.removeprefix(PREFIX): t for key, t in state.items() if key.startswith(PREFIX)}
     own = {name.replace(".default.", "."): name for name in policy.trained}
-    _check_modules(file, own, found)
-    _check_rank(file, policy.lora.rank, found)
-    _check_alpha(file, policy.lora.alpha, _about(metadata), policy.lora.rank)
+    check_modules(file, own, found)
+    check_rank(file, policy.lora.rank, found)
+    check_alpha(file, policy.lora.alpha, _about(metadata), policy.lora.rank)
     policy.load({own[key]: tensor for key, tensor in found.items()})
 
 
@@ -54,7 +54,7 @@ def _file(path: str) -> Path:
     return file
 
 
-def _check_modules(file: Path, own: Mapping[str, str], found: Mapping[str, Tensor]) -> None:
+def check_modules(file: Path, own: Mapping[str, str], found: Mapping[str, Tensor]) -> None:
     if missing := sorted(own.keys() - found.keys()):
         raise UserError(
             f"adapter {file} has no {missing[0]}, which the recipe trains ({len(missing)} tensors "
@@ -67,7 +67,7 @@ def _check_modules(file: Path, own: Mapping[str, str], found: Mapping[str, Tenso
         )
 
 
-def _check_rank(file: Path, rank: int, found: Mapping[str, Tensor]) -> None:
+def check_rank(file: Path, rank: int, found: Mapping[str, Tensor]) -> None:
     for key, tensor in found.items():
         module, _, kind = key.removesuffix(".weight").rpartition(".")
         its_rank = tensor.shape[0 if kind == "lora_A" else 1]
@@ -78,7 +78,7 @@ def _check_rank(file: Path, rank: int, found: Mapping[str, Tensor]) -> None:
             )
 
 
-def _check_alpha(file: Path, alpha: int, about: Mapping[str, Any], rank: int) -> None:
+def check_alpha(file: Path, alpha: int, about: Mapping[str, Any], rank: int) -> None:
     if about.get("alpha_pattern") or about.get("use_rslora"):
         raise UserError(
             f"adapter {file} scales its modules in different ways (alpha_pattern or rslora), "

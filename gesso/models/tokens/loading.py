@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from gesso import config
-from gesso.models.flow.adapter import _check_alpha, _check_modules, _check_rank
+from gesso.models.flow.adapter import check_alpha, check_modules, check_rank
 from gesso.models.policy import Policy
 from gesso.models.tokens import attention
 from gesso.types import UserError
@@ -155,9 +155,9 @@ def load_adapter(policy: Policy, path: str) -> None:
         ) from error
     found = {key.removeprefix("base_model.model."): tensor for key, tensor in state.items()}
     own = {name.replace(".default.", "."): name for name in policy.trained}
-    _check_modules(folder, own, found)
-    _check_rank(folder, policy.lora.rank, found)
-    _check_alpha(folder, policy.lora.alpha, about, policy.lora.rank)
+    check_modules(folder, own, found)
+    check_rank(folder, policy.lora.rank, found)
+    check_alpha(folder, policy.lora.alpha, about, policy.lora.rank)
     policy.load({own[key]: tensor for key, tensor in found.items()})
 
 
@@ -173,7 +173,6 @@ def save_whole(model: TransformerModel, folder: Path) -> None:
         name: t.to(dtype) if t.is_floating_point() else t for name, t in module.state_dict().items()
     }
     plain.load_state_dict(state, assign=True)
-    plain.tie_weights()
     plain.generation_config = module.generation_config
     plain.save_pretrained(folder)
     model.tokenizer.chat_template = model.template

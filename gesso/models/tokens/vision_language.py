@@ -9,7 +9,6 @@ ones (DeepStack). Tokens have a place in time, height and width (mrope); transfo
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -22,7 +21,7 @@ from gesso import config
 from gesso.models.tokens import loading
 from gesso.models.tokens.pictures import Seen
 from gesso.models.tokens.transformer import PROJECTIONS, Sequences, TransformerModel, distinct
-from gesso.types import PICTURE_FORMATS, Picture, Prompt, TokenPrompt, UserError
+from gesso.types import Prompt, TokenPrompt, UserError
 
 PROCESSORS = {
     "qwen2_vl": "Qwen2VLProcessor",
@@ -52,6 +51,11 @@ class VisionLanguage(TransformerModel):
     @property
     def decoder(self) -> Any:
         return self.module.model.language_model
+
+    @property
+    def deep(self) -> bool:
+        """Whether its decoder takes features of several layers of the tower (DeepStack)."""
+        return self.module.config.model_type == "qwen3_vl"
 
     def _template(self, settings: config.TokenModel) -> str:
         """The processor's, which knows of pictures, before the tokenizer's. The image processor is
@@ -91,7 +95,7 @@ class VisionLanguage(TransformerModel):
         """Of pictures only the sizes are read."""
         between = self._between_pictures(prompt)
         with _usable(prompt):
-            sizes = [_size(picture) for picture in prompt.images]
+            sizes = [picture.size for picture in prompt.images]
             patches = [self.images.get_number_of_image_patches(*size, {}) for size in sizes]
         return len(self._ids(between, patches))
 
@@ -140,7 +144,7 @@ class VisionLanguage(TransformerModel):
     def _embed(self, sequences: Sequences) -> dict[str, Any]:
         embeds = self.module.get_input_embeddings()(sequences.ids)[None]  # (1, T, D)
         looked = {
-            key: self._features(prompt)
+            key: self.features(prompt)
             for key, prompt in distinct(sequences.prompts).items()
             if prompt.grid is not None
         }
@@ -156,7 +160,7 @@ class VisionLanguage(TransformerModel):
         deep = {"visual_pos_masks": places, "deepstack_visual_embeds": list(features[1:])}
         return {"inputs_embeds": embeds, **(deep if len(features) > 1 else {})}
 
-    def _features(self, prompt: TokenPrompt) -> Tensor:
+    def features(self, prompt: TokenPrompt) -> Tensor:
         """Its pictures' (1 + deep, tokens, D): what goes in their places, and DeepStack's layers.
         Pictures go through the tower one by one: together, their last bits would depend on each
         other, and a resumed run would drift from an undisturbed one."""
@@ -176,16 +180,8 @@ class VisionLanguage(TransformerModel):
             pixels.to(self.device), grid[None].to(self.device), return_dict=True
         )
         deep = seen.get("deepstack_features") or []
-        return torch.stack([torch.cat(layer) for layer in (seen.pooler_output, *deep)])
-
-
-def _size(picture: Picture) -> tuple[int, int]:
-    """Height and width, without decoding it."""
-    from PIL import Image
-
-    source = io.BytesIO(picture.data) if picture.data else picture.path
-    with Image.open(source, formats=PICTURE_FORMATS) as image:
-        return image.height, image.width
+        layers = (seen.pooler_output, *deep)  # of each picture, or all together: it has varied
+        return torch.stack([x if isinstance(x, Tensor) else torch.cat(x) for x in layers])
 
 
 @contextmanager

@@ -9,20 +9,42 @@ undisturbed one. docs/health.md explains every kind.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
-from typing import Any
 
-from gesso.config import Recipe
+from gesso.health.ratio import (
+    clip_under_floor,
+    ratio_not_one,
+    sampler_mismatch,
+    self_test,
+    under_floor,
+)
+from gesso.health.replies import (
+    constant_length,
+    cut_replies,
+    entropy_collapse,
+    kl_explodes,
+    longer_replies,
+)
+from gesso.health.rows import (
+    ERRORS,
+    SATURATED,
+    WINDOW,
+    Facts,
+    Row,
+    flat_shares,
+    recent,
+    stalled,
+    then_and_now,
+)
 
-Row = Mapping[str, Any]
+__all__ = ["CHECKS", "Facts", "Health", "Symptom", "self_test", "under_floor"]
 
-WINDOW = 5  # rows whose median is judged: one noisy step says nothing
 AWAY = 20  # rows a warning must have been gone for before it is told again
 FLAT = 0.5  # of the groups: beyond it most of the sampling is for nothing
-SATURATED = 0.75  # of the samples at the best reward: then of the flat groups most are at the top
+TOP = 0.95  # of the samples at the best reward, where samples of one prompt are not compared
 # PPO's clip is one-sided: it cuts terms that left the range in the direction of their advantage.
 # Of terms carried out of it by an update on other samples that is about half: at a share of .25
 # half of them are out, at .5 all. Measured on the demo, whose clip is 1e-4, one run each: .38 at
@@ -32,17 +54,7 @@ OLD = 0.25  # at the first optimizer step, where each term cut is one sampled fo
 CLIPPED = 0.35  # after it, where some clipping is meant
 COLLAPSED = 0.3  # of the distance at the start; the demo keeps .75 and learns well
 EVALS = 4  # evaluations compared, the later half with the earlier
-ERRORS = 2.0  # standard errors of an evaluation that a fall must exceed
 GIVEN_BACK = 0.25  # of all the range a held-out figure ever had, that a fall must exceed
-
-DISAGREE = {"float32": 0.01, "float16": 0.01, "bfloat16": 0.1}
-"""Δ log-prob beyond any rounding: sampling and replay are not the same policy.
-
-An error of e in the step's mean, in units of its noise, moves the log-prob (a mean over D elements)
-by about e/√D + e²/2. A generous e is 30 · epsilon: ten for guidance, three for roundings that fall
-otherwise because kernels choose another order for another batch. With D = 1000 that is 1e-3 for
-float16, and for float32 where a GPU rounds to TF32, and 0.03 for bfloat16. Measured in float32 on a
-CPU: up to 2.4e-7."""
 
 
 @dataclass(frozen=True)
@@ -51,78 +63,35 @@ class Symptom:
     text: str
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What the rows do not say of their run."""
-
-    clip: float | None  # half the width of the ratio's range; None without a ratio
-    updates: int  # optimizer steps a row
-    dtype: str
-    held_out: int  # prompts of an evaluation
-    watched: tuple[str, ...] = ("eval/reward",)  # figures that are meant to rise
-
-    @staticmethod
-    def of(recipe: Recipe, clip: float | None, updates: int, held_out: int) -> Facts:
-        """Watched are the total, every reward that does not count against it (a weight of 0 is one
-        that is only looked at), and its share of exact answers. What another detail of a reward
-        should do, nobody has said."""
-        parts = [f"eval/{entry.name}" for entry in recipe.reward if entry.weight >= 0]
-        watched = ("eval/reward", *parts, *(f"{part}/exact" for part in parts))
-        return Facts(clip, updates, recipe.model.dtype, held_out, watched)
-
-
-def clip_under_floor(rows: Sequence[Row], facts: Facts) -> str | None:
-    """On-policy, before the first optimizer step, the ratio is 1 but for rounding."""
-    gap = _floor(rows[-1])
-    if facts.clip is None or gap is None or gap <= facts.clip or ratio_not_one(rows, facts):
-        return None
-    return under_floor(facts.clip, gap)
-
-
-def under_floor(clip: float, gap: float) -> str:
-    return (
-        f"algorithm.clip = {clip:g} lies under the noise floor of the ratio, {gap:.1e}: "
-        "rounding alone clips; raise clip or use float32"
-    )
-
-
-def ratio_not_one(rows: Sequence[Row], facts: Facts) -> str | None:
-    gap = _floor(rows[-1])
-    if gap is None or gap <= DISAGREE[facts.dtype]:
-        return None
-    return (
-        f"sampled and scored again with the same weights, log-probs differ by up to {gap:.2g}, "
-        f"which is no rounding in {facts.dtype}: the ratio is not 1 where it must be; look for "
-        "dropout, a model or step rule that answers differently the second time, or weights that "
-        "did not reach the sampler"
-    )
-
-
 def saturated(rows: Sequence[Row], facts: Facts) -> str | None:
     """Most groups are flat, at the largest reward of the run. A reward that never differed has no
-    top: that is `flat_groups`."""
-    flat = recent(rows, "advantage/flat_groups")
+    top: that is `flat_groups`. Where samples of one prompt are not compared, groups say nothing."""
+    flat = flat_shares(rows, facts)
     shares, tops = recent(rows, "reward/at_max"), recent(rows, "reward/max")
-    if not flat or not shares or median(flat) <= FLAT or median(shares) < SATURATED:
+    if not flat or not shares or median(shares) < (SATURATED if facts.compares else TOP):
+        return None
+    if facts.compares and median(flat) <= FLAT:
         return None
     best = max(top for row in rows if (top := row.get("reward/max")) is not None)
     if min(tops) < best or not any(row.get("reward/std") for row in rows):
         return None
+    equal = f", and in {median(flat):.0%} of the groups all have the same" * facts.compares
     return (
-        f"{median(shares):.0%} of the samples have the largest reward of the run, {best:.3g}, and "
-        f"in {median(flat):.0%} of the groups all have the same: it has little left to teach; stop "
-        "here, or take harder prompts or a stricter reward"
+        f"{median(shares):.0%} of the samples have the largest reward of the run, {best:.3g}"
+        f"{equal}: it has little left to teach; stop here, or take harder prompts or a stricter "
+        "reward"
     )
 
 
 def flat_groups(rows: Sequence[Row], facts: Facts) -> str | None:
-    shares = recent(rows, "advantage/flat_groups")
-    if not shares or median(shares) <= FLAT or saturated(rows, facts):
+    shares = flat_shares(rows, facts)
+    if not facts.compares or not shares or median(shares) <= FLAT or saturated(rows, facts):
         return None
+    more = "a higher algorithm.temperature" if facts.writes else "more noise"
     return (
         f"in {median(shares):.0%} of the groups all samples scored the same (the last {WINDOW} "
         "steps): such prompts teach nothing; use a reward with finer steps, prompts that succeed "
-        "now and then, a larger algorithm.group or more noise"
+        f"now and then, a larger algorithm.group or {more}"
     )
 
 
@@ -135,7 +104,7 @@ def old_samples(rows: Sequence[Row], facts: Facts) -> str | None:
     return (
         f"samples are {max(ages):g} update old and {median(shares):.0%} of their terms are clipped "
         f"away, log-probs having moved by {median(gaps):.1e} since: they are too old for steps of "
-        "this size; use lag = 0, a lower optimizer.lr or a wider algorithm.clip"
+        f"this size; use lag = 0, a lower optimizer.lr or a wider {facts.clip_name}"
     )
 
 
@@ -149,19 +118,27 @@ def clipping_most(rows: Sequence[Row], facts: Facts) -> str | None:
         return None
     return (
         f"after the first of {facts.updates} optimizer steps {min(share, 1):.0%} of the terms are "
-        "clipped away: one step already leaves the clip's range; lower optimizer.lr, widen "
-        "algorithm.clip, or save the time with algorithm.updates = 1"
+        "clipped away: one step already leaves the clip's range; lower optimizer.lr, take a wider "
+        f"{facts.clip_name}, or save the time with algorithm.updates = 1"
     )
 
 
 def diversity(rows: Sequence[Row], facts: Facts) -> str | None:
-    first = [d for row in rows[: WINDOW + 1] if (d := row.get("diversity")) is not None]
-    now = recent(rows[WINDOW + 1 :], "diversity")
-    if not first or not now or median(now) >= COLLAPSED * median(first):
+    """Of replies: the share that is distinct. It also falls where a model becomes sure of what is
+    right, so there the reward must have stopped rising."""
+    then, now = then_and_now(rows, "diversity")
+    if then is None or now is None or now >= COLLAPSED * then:
         return None
+    if facts.writes:
+        since = stalled(rows)
+        return since and (
+            f"{now:.0%} of the replies to one prompt are distinct, where at the start {then:.0%} "
+            f"were, {since}: the model writes one reply over and over; use a higher "
+            "algorithm.temperature, a lower optimizer.lr or a KL (algorithm.kl)"
+        )
     return (
-        f"samples of one prompt lie {median(now):.3g} apart, {median(now) / median(first):.0%} of "
-        f"the {median(first):.3g} at the start: the model draws one picture over and over; take "
+        f"samples of one prompt lie {now:.3g} apart, {now / then:.0%} of "
+        f"the {then:.3g} at the start: the model draws one picture over and over; take "
         "fewer steps, a lower optimizer.lr or more weight on the KL"
     )
 
@@ -189,15 +166,16 @@ def reward_hacking(rows: Sequence[Row], facts: Facts) -> str | None:
             continue
         early, late = values[-EVALS : -EVALS // 2], values[-EVALS // 2 :]
         before, now = fmean(early), fmean(late)
-        noise = error if figure == "eval/reward" else _error_of_share(values, facts.held_out)
+        total = figure == "eval/reward" and not facts.own_eval
+        noise = error if total else _error_of_share(values, facts.held_out)
         margin = max(ERRORS * noise, GIVEN_BACK * (max(values) - min(values)))
         if max(late) < min(early) and before - now > margin:
             return (
                 f"since step {rows[last[0]]['step']} the training reward rose from "
                 f"{trained[0]:.3g} to {trained[-1]:.3g} while held-out {figure} fell from "
                 f"{before:.3g} to {now:.3g}: the model pleases the reward in a way that does not "
-                "carry over; look at the pictures in report.html, go back to an earlier step, or "
-                "reward what was lost"
+                f"carry over; look at the {'replies' if facts.writes else 'pictures'} in "
+                "report.html, go back to an earlier step, or reward what was lost"
             )
     return None
 
@@ -211,6 +189,12 @@ CHECKS: dict[str, Callable[[Sequence[Row], Facts], str | None]] = {
     "clipping-most": clipping_most,
     "diversity": diversity,
     "reward-hacking": reward_hacking,
+    "cut-replies": cut_replies,
+    "longer-replies": longer_replies,
+    "entropy-collapse": entropy_collapse,
+    "constant-length": constant_length,
+    "kl-explodes": kl_explodes,
+    "sampler-mismatch": sampler_mismatch,
 }
 
 
@@ -234,51 +218,6 @@ class Health:
         self._seen |= {symptom.kind: now for symptom in found}
         self.active = [symptom.kind for symptom in found]
         return new
-
-
-@dataclass(frozen=True)
-class SelfTest:
-    text: str
-    broken: bool  # training on it would be worthless
-
-
-def self_test(row: Row, facts: Facts) -> SelfTest | None:
-    """The verdict of a sitting's first on-policy update; None where it says nothing of log-probs.
-
-    `first_abs_dlogp_max` is taken before any optimizer step; the mean is over all of them, yet a
-    policy that has merely moved leaves the first small. Broken is what is large in both.
-    """
-    gap, mean = row.get("update/first_abs_dlogp_max"), row.get("update/abs_dlogp")
-    if gap is None or mean is None or not math.isfinite(gap + mean):
-        return None
-    limit = DISAGREE[facts.dtype]
-    if min(gap, mean) > limit:
-        text = (
-            "sampling and replay disagree: log-probs of the same steps under the same weights "
-            f"differ by {mean:.2g} on average and up to {gap:.2g} where {facts.dtype} explains at "
-            f"most {limit:g}, so the ratio is not 1 and training on it is worthless; nothing of "
-            "it was saved; look for dropout, a model or step rule that answers differently the "
-            "second time, or weights that did not reach the sampler"
-        )
-        return SelfTest(text, broken=True)
-    over = facts.clip is not None and gap > facts.clip
-    verdict = "that is too much" if over else "fine"
-    clip = f", clip {facts.clip:g}" if facts.clip is not None else ""
-    return SelfTest(
-        f"self-test: replay differs from sampling by at most {gap:.1e}{clip}: {verdict}",
-        broken=False,
-    )
-
-
-def recent(rows: Sequence[Row], key: str) -> list[float]:
-    """Values of the last WINDOW rows; empty unless each has one."""
-    values = [v for row in rows[-WINDOW:] if (v := row.get(key)) is not None]
-    return values if len(values) == WINDOW else []
-
-
-def _floor(row: Row) -> float | None:
-    """Largest |Δ log-prob| under the same weights, of a row that was on-policy."""
-    return row.get("update/first_abs_dlogp_max") if row.get("age") == 0 else None
 
 
 def _error_of_share(values: Sequence[float], n: int) -> float:

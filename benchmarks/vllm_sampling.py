@@ -1,0 +1,82 @@
+"""Tokens a second of the built-in sampler and of vLLM, with the same model, prompts and weights.
+
+    .venv-vllm/bin/python benchmarks/vllm_sampling.py FOLDER [--batch 64] [--tokens 128]
+
+FOLDER is a text model of transformers. Both engines take turns. On a busy machine seconds on the
+clock say little: on a CPU read the tokens a second of CPU time, with OMP_NUM_THREADS=1. Run it with
+the Python of an environment that has vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from gesso import config
+from gesso.models.tokens.causal import Causal
+from gesso.samplers.decode import DecodingSampler
+from gesso.samplers.vllm import VllmSampler
+from gesso.types import Prompt, ReplySpec
+
+ROUNDS = 5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--dtype", default="float32")
+    asked = parser.parse_args()
+    section = config.TokenModel(name="causal", path=asked.folder, dtype=asked.dtype, max_prompt=64)
+    model = Causal(section)
+    settings = config.Sampler(batch=asked.batch, engine="vllm")
+    longest = section.max_prompt + asked.tokens
+    engines: dict[str, Any] = {
+        "built-in": DecodingSampler(model, asked.batch),
+        "vllm": VllmSampler(model, settings, longest),
+    }
+    for sampler in engines.values():
+        rate(sampler, asked.batch, asked.tokens, 0)
+    rates: dict[str, list[Rate]] = {name: [] for name in engines}
+    for i in range(1, ROUNDS + 1):
+        for name, sampler in engines.items():
+            rates[name].append(rate(sampler, asked.batch, asked.tokens, i))
+    for clock in ("wall", "cpu"):
+        found = {name: [getattr(r, clock) for r in each] for name, each in rates.items()}
+        for name, values in found.items():
+            low, middle, high = min(values), statistics.median(values), max(values)
+            print(f"{clock:5}{name:9}{middle:8.0f} tokens/s  ({low:.0f} to {high:.0f})")
+        ratios = [v / b for v, b in zip(found["vllm"], found["built-in"], strict=True)]
+        low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
+        print(f"{clock:5}vllm / built-in: {middle:.2f}  ({low:.2f} to {high:.2f}, by rounds)")
+    started = time.perf_counter()
+    engines["vllm"].load(model.policy.weights(), 1)
+    rate(engines["vllm"], 1, 1, 0)
+    print(f"vllm, new weights and one token: {time.perf_counter() - started:.2f} s")
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Tokens a second: on the clock, and of this process's CPU time."""
+
+    wall: float
+    cpu: float
+
+
+def rate(sampler: Any, batch: int, tokens: int, seed: int) -> Rate:
+    """Of one call: as many replies as fit at a time, in groups of 8."""
+    prompts = [Prompt(f"what is {i} + {i}?") for i in range(-(-batch // 8))]
+    row = [i // 8 for i in range(batch)]
+    seeds = [seed * batch + i for i in range(batch)]
+    started, used = time.perf_counter(), time.process_time()
+    pieces = list(sampler.sample(prompts, row, seeds, ReplySpec(tokens, 1.0)))
+    written = sum(int(piece.trace.mask.sum()) for piece in pieces)
+    return Rate(written / (time.perf_counter() - started), written / (time.process_time() - used))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Symptoms of models that write. A row of another model has none of these figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from statistics import fmean, median
+
+from gesso.health.rows import SPAN, WINDOW, Facts, Row, plateau, recent, stalled, then_and_now
+
+CUT = 0.25  # of the replies stopped by max_tokens: as many teach nothing but to be brief
+LONGER = 1.5  # times the length at which the reward was the same
+FADED = 0.1  # of the entropy at the start
+VARIED, CONSTANT = 0.9, 0.98  # mean length over the longest: at the start below, now above
+FAR = 1.0  # nats a token from the reference: on average e times as likely as there
+LEAP, NEAR = 5.0, 0.1  # times the KL of the SPAN rows before; nats under which it may leap
+
+
+def cut_replies(rows: Sequence[Row], facts: Facts) -> str | None:
+    shares = recent(rows, "reply/cut")
+    if not shares or median(shares) <= CUT:
+        return None
+    return (
+        f"{median(shares):.0%} of the replies are cut at algorithm.max_tokens = "
+        f"{facts.max_tokens}, and a cut reply seldom has its answer: raise max_tokens, ask for "
+        "less in data.system or data.template, or add the reward overlong"
+    )
+
+
+def longer_replies(rows: Sequence[Row], facts: Facts) -> str | None:
+    same = plateau(rows)
+    lengths = [n for row in same if (n := row.get("reply/length")) is not None]
+    if not same or len(lengths) < len(same):
+        return None
+    then, now = fmean(lengths[:SPAN]), fmean(lengths[-SPAN:])
+    if now <= LONGER * then:
+        return None
+    return (
+        f"replies grew from {then:.0f} to {now:.0f} tokens {stalled(rows)}: what is added is not "
+        'paid for; use aggregation = "token-mean" or "constant", the reward overlong, or a lower '
+        "algorithm.max_tokens"
+    )
+
+
+def entropy_collapse(rows: Sequence[Row], facts: Facts) -> str | None:
+    then, now = then_and_now(rows, "update/entropy")
+    since = stalled(rows)
+    if then is None or now is None or now >= FADED * then or not since:
+        return None
+    return (
+        f"the entropy of a token fell from {then:.2g} to {now:.2g} {since}: the model is sure of "
+        "what it writes and tries nothing new; raise the clip's upper bound "
+        "(algorithm.surrogate.high) or algorithm.temperature, lower optimizer.lr, or go back to an "
+        "earlier step"
+    )
+
+
+def constant_length(rows: Sequence[Row], facts: Facts) -> str | None:
+    """The mean is the longest only where all are equally long."""
+    lengths, longest = then_and_now(rows, "reply/length"), then_and_now(rows, "reply/longest")
+    then, now = (
+        mean / top if mean and top else None for mean, top in zip(lengths, longest, strict=True)
+    )
+    since = stalled(rows)
+    if then is None or now is None or then > VARIED or now < CONSTANT or not since:
+        return None
+    if cut_replies(rows, facts):  # all as long as they may be
+        return None
+    return (
+        f"all replies are {lengths[1]:.0f} tokens long, where at the start the longest had "
+        f"{1 / then:.1f} times the mean, {since}: the model recites one form; look at the "
+        "replies in report.html, lower optimizer.lr, or add a KL (algorithm.kl)"
+    )
+
+
+def kl_explodes(rows: Sequence[Row], facts: Facts) -> str | None:
+    """Of replies: a model that draws has a KL in other units."""
+    now = recent(rows, "update/kl")
+    before = [
+        v for row in rows[-WINDOW - SPAN : -WINDOW] if (v := row.get("update/kl")) is not None
+    ]
+    if not facts.writes or not now or len(before) < SPAN:
+        return None
+    usual = median(before)
+    if median(now) <= min(FAR, max(NEAR, LEAP * usual)):
+        return None
+    return (
+        f"the KL to the reference is {median(now):.2g} nats a token, after {usual:.2g} in the "
+        f"{SPAN} steps before: the policy runs away from its start; raise algorithm.kl.beta, "
+        "lower optimizer.lr, or go back to an earlier step"
+    )

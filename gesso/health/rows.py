@@ -1,0 +1,116 @@
+"""What is known of a run, and what its rows say: medians, plateaus."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median, variance
+from typing import Any
+
+from gesso.algorithms.base import Algorithm
+from gesso.algorithms.replies import ReplyAlgorithm
+from gesso.config import Recipe
+
+Row = Mapping[str, Any]
+
+WINDOW = 5  # rows whose median is judged: one noisy step says nothing
+SPAN = 10  # rows whose mean reward is compared with that of the rows before
+ERRORS = 2.0  # standard errors that a difference must exceed
+SATURATED = 0.75  # of the samples at the best reward: then of the flat groups most are at the top
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the rows do not say of their run."""
+
+    clip: float | None  # half the width of the ratio's range; None without a ratio
+    updates: int  # optimizer steps a row
+    dtype: str
+    held_out: int  # prompts of an evaluation
+    watched: tuple[str, ...] = ("eval/reward",)  # figures that are meant to rise
+    own_eval: bool = False  # evaluations have rewards of their own
+    compares: bool = True  # a sample is compared with the others of its prompt
+    groups: int = 1  # prompts a step
+    max_tokens: int | None = None  # of a reply; None: the model draws
+
+    @property
+    def writes(self) -> bool:
+        return self.max_tokens is not None
+
+    @property
+    def clip_name(self) -> str:
+        return "clip in algorithm.surrogate" if self.writes else "algorithm.clip"
+
+    @staticmethod
+    def of(recipe: Recipe, algorithm: Algorithm, held_out: int) -> Facts:
+        """Watched are the total, every reward that does not count against it (a weight of 0 is one
+        that is only looked at), and its share of exact answers. What another detail of a reward
+        should do, nobody has said."""
+        entries = recipe.eval_reward or recipe.reward
+        parts = [f"eval/{entry.name}" for entry in entries if entry.weight >= 0]
+        replies = algorithm if isinstance(algorithm, ReplyAlgorithm) else None
+        return Facts(
+            algorithm.clip_range,
+            algorithm.updates * algorithm.epochs,
+            recipe.model.dtype,
+            held_out,
+            watched=("eval/reward", *parts, *(f"{part}/exact" for part in parts)),
+            own_eval=bool(recipe.eval_reward),
+            compares=replies is None or replies.advantage.baseline in ("mean", "others"),
+            groups=recipe.data.groups,
+            max_tokens=replies.max_tokens if replies else None,
+        )
+
+
+def recent(rows: Sequence[Row], key: str) -> list[float]:
+    """Values of the last WINDOW rows; empty unless each has one."""
+    values = [v for row in rows[-WINDOW:] if (v := row.get(key)) is not None]
+    return values if len(values) == WINDOW else []
+
+
+def then_and_now(rows: Sequence[Row], key: str) -> tuple[float | None, float | None]:
+    """Medians of the first rows and of the last; None where there are none, or the same."""
+    then = [v for row in rows[: WINDOW + 1] if (v := row.get(key)) is not None]
+    now = recent(rows[WINDOW + 1 :], key)
+    return median(then) if then else None, median(now) if now else None
+
+
+def flat_shares(rows: Sequence[Row], facts: Facts) -> list[float]:
+    """Of the last rows the share of flat groups; of all groups drawn, where others were drawn in
+    place of flat ones."""
+    flat = recent(rows, "advantage/flat_groups")
+    again = [row.get("refilled") or 0.0 for row in rows[-WINDOW:]]
+    pairs = zip(flat, again, strict=False)
+    return [(share * facts.groups + n) / (facts.groups + n) for share, n in pairs]
+
+
+def plateau(rows: Sequence[Row]) -> Sequence[Row]:
+    """The newest rows over which the reward did not rise by more than noise: as many blocks of
+    SPAN as there are, two at least, else none. None, too, where most samples are at the top: there
+    is nothing to rise to."""
+    scored = [row for row in rows if row.get("reward") is not None]
+    now = [row["reward"] for row in scored[-SPAN:]]
+    start = len(scored) - SPAN
+    while start >= SPAN:
+        block = [row["reward"] for row in scored[start - SPAN : start]]
+        noise = math.sqrt((variance(now) + variance(block)) / SPAN)
+        if fmean(now) - fmean(block) > ERRORS * noise:
+            break
+        start -= SPAN
+    tops = recent(rows, "reward/at_max")
+    if len(scored) - start < 2 * SPAN or not tops or median(tops) >= SATURATED:
+        return []
+    return scored[start:]
+
+
+def stalled(rows: Sequence[Row]) -> str | None:
+    """The plateau in words."""
+    same = plateau(rows)
+    reward = fmean(row["reward"] for row in same[-SPAN:]) if same else None
+    return f"while for {len(same)} steps the reward has not risen ({reward:.3g})" if same else None
+
+
+def floor(row: Row) -> float | None:
+    """Largest |Δ log-prob| under the same weights, of a row that was on-policy."""
+    return row.get("update/first_abs_dlogp_max") if row.get("age") == 0 else None

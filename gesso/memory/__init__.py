@@ -1,0 +1,77 @@
+"""How much memory a recipe takes on its device, worked out without weights and without a device.
+
+The networks are made on torch's meta device, which knows shapes and no numbers; what a run does
+with them (an update of one micro-batch, drawing or writing one batch) is run there once, and every
+tensor that comes and goes is counted. What is left out: the allocator's rounding, the device's own
+context (some hundred MB on CUDA), and rewards, which live in processes of their own.
+
+`flow.py` and `tokens.py` say what a run of each family does, `meta.py` counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from gesso import build
+from gesso.config import Recipe
+from gesso.memory import flow, tokens
+from gesso.memory.meta import Load, peak
+from gesso.models.flow.pipeline import PipelineModel
+from gesso.models.tokens.transformer import TransformerModel
+from gesso.types import UserError
+
+MASTER = 4  # bytes: trained weights, their gradients and both of Adam's moments are float32
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes. `lasting` is there all the time; of `passing` one at a time. `host` is the most that
+    is kept in the host's own memory, beside a device's."""
+
+    lasting: dict[str, int]
+    passing: dict[str, int]
+    host: dict[str, int]
+
+    @property
+    def peak(self) -> int:
+        return sum(self.lasting.values()) + max(self.passing.values())
+
+
+def estimate(recipe: Recipe) -> Memory:
+    section = recipe.model.model_copy(update={"device": "meta", "quantize": None})
+    bare = recipe.model_copy(update={"model": section})
+    model, algorithm = build.model(bare), build.algorithm(recipe)
+    critic = build.critic(bare, algorithm, model)
+    beside = critic.trained if critic is not None else {}
+    for parameter in beside.values():
+        if parameter.device.type != "meta":  # PEFT makes a second adapter on the CPU
+            empty = torch.empty_like(parameter, device="meta")
+            torch.utils.swap_tensors(parameter, torch.nn.Parameter(empty))
+    if isinstance(model, PipelineModel):
+        load: Load = flow.load(model, algorithm, recipe)
+    elif isinstance(model, TransformerModel):
+        load = tokens.load(model, algorithm, recipe)
+    else:
+        raise UserError(
+            f'memory of model "{recipe.model.name}" cannot be worked out: only of diffusers '
+            "pipelines that derive from PipelineModel, and of transformers' models"
+        )
+    policy = model.policy
+    trained = (policy.size + sum(p.numel() for p in beside.values())) * MASTER
+    for copy in (*algorithm.needs, *(("ema",) if recipe.learner.ema else ())):
+        policy.keep(copy)
+    lasting = {
+        **load.networks,
+        "gradients": trained,
+        "optimizer": 2 * trained,
+        "copies of the trained weights": len(policy.copies) * policy.size * MASTER,
+        "stored samples": load.stored,
+    }
+    there = [*load.tensors, *(t for copy in policy.copies.values() for t in copy.values())]
+    for parameter in (*policy.trained.values(), *beside.values()):
+        parameter.grad = torch.empty_like(parameter)  # as they are from the second micro-batch on
+        there += [parameter, parameter.grad]
+    passing = {name: peak(there, work) for name, work in load.works.items()}
+    return Memory({name: size for name, size in lasting.items() if size}, passing, load.host)

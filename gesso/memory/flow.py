@@ -1,0 +1,110 @@
+"""What a model that draws does with its memory: an update, a step of drawing, decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gesso.algorithms.base import Algorithm, Prepared
+from gesso.config import Recipe
+from gesso.memory.meta import Load, nbytes, tensors_of
+from gesso.models.flow.base import guided
+from gesso.models.flow.pipeline import PipelineModel, quiet
+from gesso.types import FlowContext, FlowTrace, Rollout, SampleSpec
+
+
+def load(model: PipelineModel, algorithm: Algorithm, recipe: Recipe) -> Load:
+    networks = _networks(model, recipe)
+    if model.runs_in_half:  # autocast keeps the weights a second time, in half precision
+        networks["weights in half precision"] = model.policy.size * 2
+        with quiet():
+            model.policy.module.to(model.dtype)
+    samples = recipe.data.groups * algorithm.group
+    return Load(
+        networks,
+        stored=_stored(model, _spec(algorithm, recipe), samples),
+        tensors=tensors_of(p for p in model.pipe.components.values() if isinstance(p, nn.Module)),
+        works=_works(model, algorithm, recipe),
+        host={},
+    )
+
+
+def _spec(algorithm: Algorithm, recipe: Recipe) -> SampleSpec:
+    spec = algorithm.spec(0, 0, recipe.model)
+    assert isinstance(spec, SampleSpec)
+    return spec
+
+
+def _networks(model: PipelineModel, recipe: Recipe) -> dict[str, int]:
+    found = {"transformer": 0, "text encoders": 0, "decoder": 0}
+    for name, part in model.pipe.components.items():
+        if not isinstance(part, nn.Module):
+            continue
+        small = name in model.large and recipe.model.quantize is not None
+        place = {"transformer": "transformer", "vae": "decoder"}.get(name, "text encoders")
+        found[place] += nbytes(part, [part] if small else [])
+    return found
+
+
+def _stored(model: Any, spec: SampleSpec, samples: int) -> int:
+    """Latents of the trained steps of a whole rollout, in float32."""
+    c, h, w = model.latent_shape(spec.height, spec.width)
+    steps = len(spec.trained)
+    tensors = 1 + (steps + 1 if steps else 0) + (steps if spec.means else 0)
+    return samples * tensors * c * h * w * 4
+
+
+def _works(model: Any, algorithm: Algorithm, recipe: Recipe) -> dict[str, Callable[[], object]]:
+    spec = _spec(algorithm, recipe)
+    micro, batch = recipe.learner.micro_batch, recipe.sampler.batch
+    rollout = _rollout(model, spec, micro)
+    terms = algorithm.terms(rollout, Prepared(torch.ones(micro)), torch.Generator())
+    terms = terms.rows(slice(0, micro))
+    trace = _rollout(model, spec, batch).paths
+    context, sigma = trace.context, torch.ones(batch, device=model.device)
+
+    @torch.no_grad()
+    def draw() -> object:
+        cond = context.cond.rows(trace.row)
+        negative = context.negative.rows(trace.row) if context.negative else None
+        return guided(model, trace.clean, sigma, cond, negative, spec.guidance)
+
+    @torch.no_grad()
+    def decode() -> object:
+        return model.pixels(trace.clean)
+
+    return {
+        "update": lambda: algorithm.loss(model, terms).loss.sum().backward(),
+        "drawing": draw,
+        "decoding": decode,
+    }
+
+
+def _rollout(model: Any, spec: SampleSpec, n: int) -> Rollout:
+    """n samples as the sampler would leave them, without numbers."""
+    shape, steps = model.latent_shape(spec.height, spec.width), len(spec.trained)
+
+    def latents(count: int) -> Tensor:
+        return torch.empty(n, count, *shape, device=model.device)
+
+    cond = model.blank(1)
+    two_branches = model.guidance == "negative" and spec.guidance > 1
+    context = FlowContext(
+        sigmas=model.sigmas(spec.steps, spec.height, spec.width).to(model.device),
+        trained=spec.trained,
+        cond=cond,
+        negative=cond if two_branches else None,
+    )
+    trace = FlowTrace(
+        context,
+        row=torch.zeros(n, dtype=torch.long, device=model.device),
+        latents=latents(steps + 1 if steps else 0),
+        means=latents(steps if spec.means else 0),
+        clean=latents(1)[:, 0],
+    )
+    logp = torch.empty(n, steps, device=model.device)
+    nobody: Any = [None] * n
+    return Rollout(nobody, torch.arange(n), trace, logp, version=0, scores=nobody, weights={})
