@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +14,10 @@ from pydantic import BaseModel
 
 from gesso.config import PACKAGE, Model, Recipe, RewardEntry, family, nearest, parse
 from gesso.config import TokenModel as TokenModelSection
-from gesso.rewards import base, judge, networks
+from gesso.rewards import base, deqa, judge, networks
 from gesso.rewards.cache import Cached
-from gesso.rewards.compose import Weighted
+from gesso.rewards.compose import Fitting, Weighted
+from gesso.rewards.deqa import Rated
 from gesso.rewards.remote import Remote
 from gesso.rewards.service import RewardService
 from gesso.rewards.workers import Workers
@@ -85,7 +86,7 @@ REWARDS = {
     "choice": "gesso.rewards.choice:Choice",
     "overlong": "gesso.rewards.overlong:Overlong",
 }
-SERVED = ("deqa",)  # rewards that run in an environment of their own, behind HTTP only
+SERVED = {"deqa": deqa.SCALE}  # rewards of environments of their own, behind HTTP only
 RECIPES = PACKAGE / "recipes"
 NOTHING = "none"  # as a value in a recipe over a base, or in an override: the key goes. No option
 # of an algorithm may have a value of that name
@@ -311,12 +312,15 @@ class Readers:
     """The rewards of one purpose, as far as reading prompts goes."""
 
     rewards: Mapping[str, base.Reward]
+    optional: Collection[str] = ()  # names of those that need not score every prompt
 
     def unfit(self, prompt: Prompt) -> str | None:
-        """Why some reward cannot score this prompt, or None."""
-        for name, reward in self.rewards.items():
-            if reason := reward.unfit(prompt):
-                return f"{name}: {reason}"
+        """Why a reward that must cannot score this prompt, or all cannot; or None."""
+        reasons = {name: reward.unfit(prompt) for name, reward in self.rewards.items()}
+        told = {name: f"{name}: {reason}" for name, reason in reasons.items() if reason}
+        must = [name for name in told if name not in self.optional]
+        if must or len(told) == len(self.rewards):
+            return told[must[0]] if must else "; ".join(told.values())
         return None
 
 
@@ -328,20 +332,25 @@ class Rewards:
 
 
 def rewards(found: Recipe) -> Rewards:
-    scorers: list[tuple[RewardEntry, base.Scorer]] = []
+    made: list[tuple[RewardEntry, base.Reward, base.Scorer]] = []
 
-    def once(entry: RewardEntry) -> base.Scorer:
-        """A reward that training and evaluation set up alike runs in one place for both."""
+    def once(entry: RewardEntry) -> tuple[base.Reward, base.Scorer]:
+        """A reward that training and evaluation set up alike is made once, and runs in one place
+        for both."""
         bare = entry.model_copy(update={"weight": 1.0})
-        for known, place in scorers:
+        for known, reward, place in made:
             if known == bare:
-                return place
-        scorers.append((bare, scorer(entry)))
-        return scorers[-1][1]
+                return reward, place
+        reward = _reward(entry)
+        made.append((bare, reward, scorer(entry, reward)))
+        return made[-1][1:]
 
     purposes = found.reward, found.eval_reward or found.reward
-    train, held_out = (Readers({entry.name: _reward(entry) for entry in p}) for p in purposes)
-    weighted = [[Weighted(e.name, e.weight, once(e)) for e in p] for p in purposes]
+    train, held_out = (
+        Readers({e.name: once(e)[0] for e in p}, [e.name for e in p if e.optional])
+        for p in purposes
+    )
+    weighted = [[Weighted(e.name, e.weight, once(e)[1]) for e in p] for p in purposes]
     return Rewards(RewardService(*weighted), train, held_out)
 
 
@@ -353,37 +362,42 @@ def reward_entry(name: str, overrides: Sequence[str], workers: int) -> RewardEnt
     return parse(RewardEntry, data, f"reward {name}")
 
 
-def scorer(entry: RewardEntry) -> base.Scorer:
+def scorer(entry: RewardEntry, reward: base.Reward | None = None) -> base.Scorer:
     """A reward for one run."""
-    return _remembering(entry, _runner(entry))
+    reward = reward or _reward(entry)
+    place = _remembering(entry, reward, _runner(entry, reward))
+    return Fitting(place, reward) if entry.optional else place
 
 
 def served(entry: RewardEntry, batch: int) -> base.Scorer:
     """A reward for many callers, whose samples are put together into batches."""
     from gesso.rewards.serve import Batcher
 
-    place = _runner(entry, batch)
+    reward = _reward(entry)
+    place = _runner(entry, reward, batch)
     batched = Batcher(place, batch, entry.workers) if isinstance(place, Workers) else place
-    return _remembering(entry, batched)
+    return _remembering(entry, reward, batched)
 
 
-def _remembering(entry: RewardEntry, place: base.Scorer) -> base.Scorer:
-    if not entry.cache or base.is_random(_reward(entry)):
+def _remembering(entry: RewardEntry, reward: base.Reward, place: base.Scorer) -> base.Scorer:
+    if not entry.cache or base.is_random(reward):
         return place
     return Cached(place, json.dumps([entry.name, entry.options], default=str))
 
 
-def _runner(entry: RewardEntry, batch: int = 4) -> base.Scorer:
+def _runner(entry: RewardEntry, reward: base.Reward, batch: int = 4) -> base.Scorer:
     """Where a reward runs: on servers, on the event loop, or in `workers` processes that take up to
     `batch` samples at a time."""
-    reward = _reward(entry)
     if entry.remote is not None:
-        return Remote(entry.remote)
+        remote = Remote(entry.remote)
+        return Rated(remote, SERVED[entry.name]) if entry.name in SERVED else remote
     if isinstance(reward, judge.Asks):
         return judge.Bench(reward)
     reference = _reference(REWARDS, entry.name, "reward")
     at_once = max(batch, reward.batch) if isinstance(reward, networks.Network) else batch
-    return Workers(reference, entry.options, entry.workers, at_once)
+    place = Workers(reference, entry.options, entry.workers, at_once, entry.patience)
+    place.random = base.is_random(reward)
+    return place
 
 
 def _reward(entry: RewardEntry) -> base.Reward:
@@ -410,10 +424,16 @@ def _elsewhere(entry: RewardEntry) -> base.Reward:
 
 
 def _filled(entry: RewardEntry) -> dict[str, Any]:
-    """The entry with every option of its reward said."""
-    reward = _reward(entry)
-    ours = entry.remote is None and isinstance(reward, base.Strict)
-    options = reward.model_dump(exclude_none=True) if ours else entry.options  # type: ignore[attr-defined]
+    """The entry with every option of its reward said. A class of the user's own is not made for
+    that: it may load a network."""
+    options = entry.options
+    if entry.remote is not None or entry.name in SERVED:
+        _reward(entry)
+    else:
+        reference = _reference(REWARDS, entry.name, "reward")
+        found = base.find(reference, options)
+        if isinstance(found, type) and issubclass(found, base.Strict):
+            options = base.load(reference, options).model_dump(exclude_none=True)  # type: ignore[attr-defined]
     return entry.model_dump(exclude_none=True) | options
 
 

@@ -201,6 +201,8 @@ def _serve_reward(options: argparse.Namespace) -> None:
 
     if min(options.workers, options.batch, options.max_mb) < 1:
         raise UserError("serve-reward wants --workers, --batch and --max-mb of at least 1")
+    if not 0 <= options.port < 2**16:
+        raise UserError(f"serve-reward wants --port from 0 to 65535, got {options.port}")
     entry = build.reward_entry(options.name, options.overrides, options.workers)
     scorer = build.served(entry, options.batch)
     token, limit = token_from(options.token_env), options.max_mb * 2**20

@@ -215,6 +215,8 @@ class RemoteEntry(Strict):
 class RewardEntry(Named):
     weight: float = 1.0
     workers: int = Field(1, ge=1)  # processes
+    patience: float = Field(300.0, gt=0)  # seconds a worker may take for a few samples
+    optional: bool = False  # prompts it cannot score are left to the other rewards
     cache: bool = True  # the same sample is scored once; off for rewards that are random
     remote: RemoteEntry | None = None  # None: it runs here
 

@@ -118,8 +118,12 @@ class Loop:
         self.run.save(step, self.learner.state(), {"seed": self.recipe.seed}, self.recipe.save.keep)
 
     def _record(self, row: dict[str, Any], started: float, evaluate: bool) -> None:
+        failure: StopRun | None = None
         if evaluate:
-            row |= self._evaluate(row["step"])
+            try:
+                row |= self._evaluate(row["step"])
+            except StopRun as error:  # first everything is written down
+                failure = error
         row["time/step"] = time.perf_counter() - started
         self._spent += row["time/step"]
         row["time/total"] = self._spent
@@ -131,6 +135,10 @@ class Loop:
         for symptom in news:
             text = f"step {row['step']}: warning ({symptom.kind}): {symptom.text}"
             self._tell(text, again=False)
+        if failure is not None:
+            if row["step"]:
+                self._save(row["step"])
+            raise failure
         if evaluate:
             self.after_eval()
 
@@ -146,7 +154,8 @@ class Loop:
             if len(errors) > self.recipe.max_failed * len(scores):
                 raise StopRun(
                     f"{told} (max_failed = {self.recipe.max_failed:.0%} are allowed); "
-                    f"the last error: {errors[-1]}"
+                    f"the last error: {errors[-1]}; mend the reward and run "
+                    f"`gesso train --resume {self.run.path}`"
                 )
         shown = self.recipe.eval.shown
         self.run.save_samples(step, samples[:shown], scores[:shown])

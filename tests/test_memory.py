@@ -28,7 +28,7 @@ GUIDE = PACKAGE.parent / "docs/guide.md"
 
 
 def measured_peak(recipe: Recipe, folder: Path) -> int:
-    """Most bytes that torch has handed out at once, from loading to the second update."""
+    """Most bytes that torch has handed out at once, from loading to the batch after two updates."""
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         job = assemble(recipe)
@@ -38,6 +38,7 @@ def measured_peak(recipe: Recipe, folder: Path) -> int:
             scores = [Score(i % 5, {name: i % 5}) for i in range(len(rollout.samples))]
             for step in range(2):  # only from the second on Adam has its state
                 job.learner.update(replace(rollout, scores=scores), step)
+            job.cluster.collect(1).result()
         finally:
             job.close()
     file = folder / "trace.json"
@@ -88,8 +89,8 @@ WRITING = {
         [
             "model.train_vision=true",
             "learner.micro_tokens=512",
-            "algorithm.group=1",
-            "data.groups=96",
+            "algorithm.group=2",
+            "data.groups=48",
         ],
     ),
     "seeing, with deepstack": ("qwen3-vl", ["model.lora.rank=4"]),
@@ -128,7 +129,8 @@ def writing_recipe(variant: str, folder: Path) -> Recipe:
     asked = questions(folder, name != "small")
     kind = "causal" if name == "small" else "vision-language"
     common = [
-        f"model={{name={kind!r}, path={str(model)!r}, max_prompt=1000}}", "eval.prompts=1",
+        f"model={{name={kind!r}, path={str(model)!r}, max_prompt=1000, max_pixels=1536}}",
+        "eval.prompts=1",
         f"data={{train={str(asked)!r}, eval={str(asked)!r}, groups=12}}", "sampler.batch=8",
         'algorithm={name="grpo", group=8, max_tokens=16}', "learner.micro_tokens=2048",
     ]  # fmt: skip
@@ -145,7 +147,7 @@ def writing_recipe(variant: str, folder: Path) -> Recipe:
 def test_the_estimate_for_writers_meets_the_measured_peak(variant: str, tmp_path: Path) -> None:
     recipe = writing_recipe(variant, tmp_path)
     told, seen = estimate(recipe).peak, measured_peak(recipe, tmp_path)
-    assert told == pytest.approx(seen, rel=0.25), f"{told / 1e6:.1f} MB for {seen / 1e6:.1f} MB"
+    assert told == pytest.approx(seen, rel=0.15), f"{told / 1e6:.1f} MB for {seen / 1e6:.1f} MB"
 
 
 def test_copies_cost_a_full_fine_tune_and_no_lora() -> None:
@@ -246,7 +248,7 @@ def test_a_full_fine_tune_of_a_writer_keeps_a_copy_and_a_lora_none(tmp_path: Pat
     common += ["model.max_prompt=32", "learner.micro_tokens=64", "sampler.batch=2"]
     full = estimate(build.recipe("demo-vlm", common)).lasting
     lora = estimate(build.recipe("demo-vlm", [*common, "model.lora.rank=4"])).lasting
-    assert full["copies of the trained weights"] == full["gradients"] == full["optimizer"] / 2
+    assert full["copies of the trained weights"] == full["optimizer"] / 2
     assert "copies of the trained weights" not in lora
 
 

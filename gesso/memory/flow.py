@@ -27,6 +27,7 @@ def load(model: PipelineModel, algorithm: Algorithm, recipe: Recipe) -> Load:
         networks,
         stored=_stored(model, _spec(algorithm, recipe), samples),
         tensors=tensors_of(p for p in model.pipe.components.values() if isinstance(p, nn.Module)),
+        update=_update(model, algorithm, recipe),
         works=_works(model, algorithm, recipe),
         host={},
     )
@@ -57,12 +58,16 @@ def _stored(model: Any, spec: SampleSpec, samples: int) -> int:
     return samples * tensors * c * h * w * 4
 
 
-def _works(model: Any, algorithm: Algorithm, recipe: Recipe) -> dict[str, Callable[[], object]]:
-    spec = _spec(algorithm, recipe)
-    micro, batch = recipe.learner.micro_batch, recipe.sampler.batch
-    rollout = _rollout(model, spec, micro)
+def _update(model: Any, algorithm: Algorithm, recipe: Recipe) -> Callable[[], object]:
+    micro = recipe.learner.micro_batch
+    rollout = _rollout(model, _spec(algorithm, recipe), micro)
     terms = algorithm.terms(rollout, Prepared(torch.ones(micro)), torch.Generator())
     terms = terms.rows(slice(0, micro))
+    return lambda: algorithm.loss(model, terms).loss.sum().backward()
+
+
+def _works(model: Any, algorithm: Algorithm, recipe: Recipe) -> dict[str, Callable[[], object]]:
+    spec, batch = _spec(algorithm, recipe), recipe.sampler.batch
     trace = _rollout(model, spec, batch).paths
     context, sigma = trace.context, torch.ones(batch, device=model.device)
 
@@ -76,11 +81,7 @@ def _works(model: Any, algorithm: Algorithm, recipe: Recipe) -> dict[str, Callab
     def decode() -> object:
         return model.pixels(trace.clean)
 
-    return {
-        "update": lambda: algorithm.loss(model, terms).loss.sum().backward(),
-        "drawing": draw,
-        "decoding": decode,
-    }
+    return {"drawing": draw, "decoding": decode}
 
 
 def _rollout(model: Any, spec: SampleSpec, n: int) -> Rollout:

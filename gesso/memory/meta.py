@@ -23,7 +23,8 @@ class Load:
     networks: dict[str, int]  # bytes by part; what the recipe quantizes counts as if it were
     stored: int  # bytes of a whole rollout
     tensors: list[Tensor]  # that are there before any work
-    works: dict[str, Callable[[], object]]  # what a run does, each once, as large as in the run
+    update: Callable[[], object]  # of one micro-batch, from the loss to the gradients
+    works: dict[str, Callable[[], object]]  # what else a run does, each once, as large as there
     host: dict[str, int]  # bytes kept in the host's memory
 
 

@@ -44,6 +44,7 @@ def load(model: TransformerModel, algorithm: Algorithm, recipe: Recipe) -> Load:
         networks=_networks(model, trunk, small),
         stored=_stored(model, algorithm, recipe),
         tensors=tensors_of(m.module for m in models),
+        update=_as_here(model, _update(model, algorithm, recipe)),
         works={name: _as_here(model, work) for name, work in _works(model, algorithm, recipe)},
         host=host,
     )
@@ -75,11 +76,14 @@ def _stored(model: TransformerModel, algorithm: ReplyAlgorithm, recipe: Recipe) 
 Work = Callable[[], object]
 
 
+def _update(model: TransformerModel, algorithm: ReplyAlgorithm, recipe: Recipe) -> Work:
+    terms = _terms(model, algorithm, recipe)
+    return lambda: algorithm.loss(model, terms).loss.sum().backward()
+
+
 def _works(
     model: TransformerModel, algorithm: ReplyAlgorithm, recipe: Recipe
 ) -> Iterator[tuple[str, Work]]:
-    terms = _terms(model, algorithm, recipe)
-    yield "update", lambda: algorithm.loss(model, terms).loss.sum().backward()
     yield "writing", lambda: _write(model, algorithm, recipe)
     if isinstance(model, VisionLanguage):
         prompt = _prompt(model, model.max_prompt)

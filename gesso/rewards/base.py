@@ -36,6 +36,10 @@ class Scorer(Protocol):
     def hits(self) -> int:
         """Scores it remembered, so far, and did not ask for again."""
 
+    @property
+    def random(self) -> bool:
+        """Whether its answers must not be remembered, as far as it knows by now."""
+
     async def score(self, samples: Sequence[Sample]) -> list[Score]: ...
 
     async def close(self) -> None: ...
@@ -65,9 +69,8 @@ class Elsewhere:
         raise AssertionError("it runs on a server")
 
 
-def load(reference: str, options: Mapping[str, Any]) -> Reward:
-    """ "module:Name" → a ready reward. A Strict class checks its options, a function takes them
-    as keyword arguments."""
+def find(reference: str, options: Mapping[str, Any]) -> Any:
+    """ "module:Name" → the function or class, which takes these options. Nothing is made of it."""
     module, _, name = reference.partition(":")
     if not name:
         raise UserError(f'reward "{reference}": expected "module:function", found no colon')
@@ -76,22 +79,33 @@ def load(reference: str, options: Mapping[str, Any]) -> Reward:
     except Exception as error:  # a module of the user's may fail in any way
         reason = f"{type(error).__name__}: {error}"
         raise UserError(f'reward "{reference}" cannot be imported: {reason}') from error
-    if isinstance(found, type) and issubclass(found, Strict):
-        return parse(found, options, f"reward {reference}")  # type: ignore[return-value]
     if isinstance(found, type):
-        _fits(found, reference, options)
-        try:
-            made = found(**options)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise UserError(f'reward "{reference}" cannot be made: {reason}') from error
-        if not callable(getattr(made, "score", None)):
+        if not issubclass(found, Strict):
+            _fits(found, reference, options)
+        if not callable(getattr(found, "score", None)):
             raise UserError(f'reward "{reference}" has no method score(samples)')
-        return made if callable(getattr(made, "unfit", None)) else FunctionReward(made.score, {})
-    if callable(found):
+    elif callable(found):
         _fits(found, reference, options, None)
+    else:
+        kind = type(found).__name__
+        raise UserError(f'reward "{reference}" is {kind}; expected a function or class')
+    return found
+
+
+def load(reference: str, options: Mapping[str, Any]) -> Reward:
+    """ "module:Name" → a ready reward. A Strict class checks its options, a function takes them
+    as keyword arguments."""
+    found = find(reference, options)
+    if not isinstance(found, type):
         return FunctionReward(found, options)
-    raise UserError(f'reward "{reference}" is {type(found).__name__}; expected a function or class')
+    if issubclass(found, Strict):
+        return parse(found, options, f"reward {reference}")  # type: ignore[return-value]
+    try:
+        made: Any = found(**options)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f'reward "{reference}" cannot be made: {reason}') from error
+    return made if callable(getattr(made, "unfit", None)) else FunctionReward(made.score, {})
 
 
 def _fits(
@@ -122,16 +136,23 @@ def plain(answer: Any) -> Score:
     score = answer if isinstance(answer, Score) else Score(answer)
     if score.error is not None:
         return Score.failed(str(score.error))
+    text = str(score.text).encode("utf-8", "replace").decode()
     if score.value is None:
-        return Score(None, text=str(score.text))
+        return Score(None, text=text)
     try:
         value = float(score.value)
-        parts = {str(name): float(part) for name, part in score.parts.items()}
-    except (TypeError, ValueError):
-        return Score.failed(f"returned {score.value!r}, not a number")
+    except (TypeError, ValueError, OverflowError):
+        return Score.failed(f"returned {score.value!r:.80}, not a number")
     if not math.isfinite(value):
         return Score.failed(f"returned {value}")
-    return Score(value, parts, str(score.text))
+    try:
+        parts = {str(name): float(part) for name, part in score.parts.items()}
+    except (TypeError, ValueError, OverflowError, AttributeError):
+        return Score.failed(f"returned {score.parts!r:.80} as details, not numbers by name")
+    odd = [name for name, part in parts.items() if not math.isfinite(part)]
+    if odd:
+        return Score.failed(f'returned {parts[odd[0]]} as its detail "{odd[0]}"')
+    return Score(value, parts, text)
 
 
 def is_random(reward: Reward) -> bool:

@@ -37,6 +37,10 @@ class Cached:
     def processes(self) -> int:
         return self.inner.processes
 
+    @property
+    def random(self) -> bool:
+        return self.inner.random
+
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
         keys = [self.key(sample) for sample in samples]
         found: dict[bytes, Score | asyncio.Future[Score]] = {}
@@ -68,7 +72,7 @@ class Cached:
             raise
         for key, score in zip(new, scores, strict=True):
             self._coming.pop(key).set_result(score)
-            if score.error is None:
+            if score.error is None and not self.inner.random:
                 self._known[key] = score
         while len(self._known) > self.entries:
             self._known.popitem(last=False)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gesso.rewards.base import Scorer
+from gesso.rewards.base import Reward, Scorer
 from gesso.types import Sample, Score
 
 
@@ -15,6 +15,36 @@ class Weighted:
     name: str
     weight: float
     scorer: Scorer  # where it runs
+
+
+class Fitting:
+    """In front of another scorer: samples whose prompt its reward cannot score do not go there; it
+    does not apply to them."""
+
+    def __init__(self, inner: Scorer, reward: Reward) -> None:
+        self.inner = inner
+        self.reward = reward
+
+    @property
+    def processes(self) -> int:
+        return self.inner.processes
+
+    @property
+    def hits(self) -> int:
+        return self.inner.hits
+
+    @property
+    def random(self) -> bool:
+        return self.inner.random
+
+    async def score(self, samples: Sequence[Sample]) -> list[Score]:
+        fit = [self.reward.unfit(sample.prompt) is None for sample in samples]
+        asked = [sample for sample, fits in zip(samples, fit, strict=True) if fits]
+        scores = iter(await self.inner.score(asked) if asked else [])
+        return [next(scores) if fits else Score(None) for fits in fit]
+
+    async def close(self) -> None:
+        await self.inner.close()
 
 
 def combine(weighted: Sequence[tuple[str, float, Score]]) -> Score:

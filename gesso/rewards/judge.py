@@ -182,6 +182,7 @@ class Bench:
 
     processes = 0
     hits = 0
+    random = False
 
     def __init__(self, judge: Asks) -> None:
         self.judge = judge

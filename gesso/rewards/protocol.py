@@ -15,10 +15,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import contextlib
 import dataclasses
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,7 +30,7 @@ from gesso.rewards.base import plain
 from gesso.types import PICTURE_FORMATS, Picture, Prompt, Sample, Score, UserError
 
 ASIDE = 2**17  # bytes, about 2 ms of work
-MAX_PIXELS = 2**26  # of one picture, 8192 × 8192
+MAX_PIXELS = 2**26  # of all pictures of a request together: one of 8192 × 8192
 FORMATS = ("PNG", "JPEG", "WEBP")
 ANSWERS = ("answer", "target", "label")  # columns that hold a row's label, in this order
 
@@ -113,6 +114,22 @@ def picture(data: bytes) -> np.ndarray:
         raise UserError(f"a picture cannot be read ({reason}); expected one of {FORMATS}") from None
 
 
+def check_pixels(images: Iterable[bytes | None]) -> None:
+    """Before any is decoded: a few kilobytes may hold a great many pixels."""
+    from PIL import Image
+
+    sizes = []
+    for data in images:
+        if data is not None:
+            with contextlib.suppress(Exception), Image.open(io.BytesIO(data), formats=FORMATS) as i:
+                sizes.append(i.width * i.height)  # what cannot be read is told when it is decoded
+    total = sum(sizes)
+    if len(sizes) > 1 and total > MAX_PIXELS:  # a single one is told by its sides
+        raise UserError(
+            f"the pictures of a request have {total:,} pixels, above {MAX_PIXELS:,}; send fewer"
+        )
+
+
 def prompt_picture(data: bytes) -> Picture:
     """Not decoded here, as few rewards look at it, but known to be one and not too large."""
     from PIL import Image
@@ -157,6 +174,7 @@ def pack_score_request(samples: Sequence[Sample]) -> bytes:
 def read_score_request(body: bytes) -> list[Sample]:
     forms = parse(ScoreRequest, _object(body), "request").samples
     images = [None if form.image is None else from_base64(form.image) for form in forms]
+    check_pixels(images)
     return [sample_of(form, image) for form, image in zip(forms, images, strict=True)]
 
 
@@ -167,8 +185,10 @@ def sample_of(form: SampleForm, image: bytes | None) -> Sample:
     return Sample(prompt, None if image is None else picture(image), form.seed, form.text)
 
 
-def pack_scores(scores: Sequence[Score]) -> dict[str, Any]:
-    return {"scores": [dataclasses.asdict(score) for score in scores]}
+def pack_scores(scores: Sequence[Score], random: bool = False) -> dict[str, Any]:
+    """`random`: whoever asks must not remember them."""
+    told = {"random": True} if random else {}
+    return {"scores": [dataclasses.asdict(score) for score in scores], **told}
 
 
 def read_scores(answer: Any, count: int) -> list[Score]:
@@ -216,12 +236,14 @@ def read_get_reward(body: bytes) -> list[Sample]:
     for name, column in (("prompts", prompts), ("labels", labels), ("images", images)):
         if len(column) != count:
             raise UserError(f'request: {len(column)} "{name}" for {count} of "query"')
-    return [_of_query(*row) for row in zip(form.query, prompts, labels, images, strict=True)]
+    pictures = [None if image is None else from_base64(image) for image in images]
+    check_pixels(pictures)
+    return [_of_query(*row) for row in zip(form.query, prompts, labels, pictures, strict=True)]
 
 
-def _of_query(query: str, prompt: str, label: Any, image: str | None) -> Sample:
+def _of_query(query: str, prompt: str, label: Any, image: bytes | None) -> Sample:
     columns = {} if label is None else {name: label for name in ANSWERS}
-    seen = None if image is None else picture(from_base64(image))
+    seen = None if image is None else picture(image)
     reply = query.removeprefix(prompt)
     text = None if seen is not None and not reply else reply
     return Sample(Prompt(prompt, columns=columns), seen, 0, text)

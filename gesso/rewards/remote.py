@@ -30,6 +30,7 @@ PROTOCOLS = {
 class Remote:
     processes = 0
     hits = 0
+    random = False  # until a server says so
 
     def __init__(self, entry: RemoteEntry) -> None:
         self.speaks = PROTOCOLS[entry.protocol]
@@ -52,6 +53,8 @@ class Remote:
         try:
             body = await protocol.aside(protocol.weight_of(samples), self.speaks.pack, samples)
             answer = await self.pool.post(self.speaks.path, body)
+            if isinstance(answer, dict) and answer.get("random") is True:
+                self.random = True
             return self.speaks.read(answer, len(samples))
         except (Unanswered, UserError) as error:
             return [Score.failed(str(error))] * len(samples)

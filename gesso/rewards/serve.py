@@ -63,6 +63,10 @@ class Batcher:
         return self.inner.hits
 
     @property
+    def random(self) -> bool:
+        return self.inner.random
+
+    @property
     def waiting(self) -> int:
         return len(self._waiting)
 
@@ -164,7 +168,7 @@ def app(name: str, scorer: Scorer, token: str | None, max_bytes: int) -> FastAPI
     async def score_them(request: Request) -> JSONResponse:
         multipart = request.headers.get("content-type", "").startswith("multipart/form-data")
         samples = await read(request, _multipart if multipart else _json)
-        return JSONResponse(protocol.pack_scores(await score(samples)))
+        return JSONResponse(protocol.pack_scores(await score(samples), scorer.random))
 
     async def get_reward(request: Request) -> JSONResponse:
         scores = await score(await read(request, _openrlhf))
@@ -210,6 +214,7 @@ async def _multipart(body: bytes, request: Any) -> list[Sample]:
     images: list[bytes | None] = [await file.read() for file in files]
     if images and len(images) != len(rows):
         raise UserError(f'request: {len(images)} parts "image" for {len(rows)} samples')
+    protocol.check_pixels(images)
     pairs = zip(rows, images or [None] * len(rows), strict=True)
     return [await protocol.aside(len(body), protocol.sample_of, row, image) for row, image in pairs]
 

@@ -1,7 +1,8 @@
 """A pool of reward processes, driven from an event loop.
 
-A worker that dies is replaced and its samples are tried once more; if that fails too they come
-back as `Score.error`. A crash of a reward never takes the run down.
+A worker that dies is replaced and its samples are tried up to two times more, each by itself, so
+that the one that kills it fails alone, as `Score.error`. A crash of a reward never takes the run
+down.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,6 +21,14 @@ from gesso.types import Sample, Score
 
 _ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
 _LINE_LIMIT = 2**24
+
+
+class _Lost(Exception):
+    """A worker gave no answer."""
+
+
+class _Late(_Lost):
+    """Not in time."""
 
 
 class Workers:
@@ -36,6 +46,7 @@ class Workers:
         self.timeout = timeout
         self.processes = count
         self.hits = 0
+        self.random = False
         self.restarts = 0
         self._idle: asyncio.Queue[asyncio.subprocess.Process | None] | None = None
         self._all: set[asyncio.subprocess.Process] = set()
@@ -50,25 +61,48 @@ class Workers:
             self._idle = asyncio.Queue()
             for _ in range(self.processes):
                 self._idle.put_nowait(None)  # started when first needed
+        try:
+            return await self._try(samples)
+        except _Late:
+            return await self._again(samples, 1)
+        except _Lost:
+            return [score for sample in samples for score in await self._again([sample], 2)]
+
+    async def _again(self, samples: Sequence[Sample], attempts: int) -> list[Score]:
+        for _ in range(attempts):
+            try:
+                return await self._try(samples)
+            except _Lost as error:
+                reason = f"{error}, {attempts + 1} times"
+        return [Score.failed(reason)] * len(samples)
+
+    async def _try(self, samples: Sequence[Sample]) -> list[Score]:
+        assert self._idle is not None
         frame = wire.pack_samples(samples)
         process = await self._idle.get()
         try:
-            reason = ""
-            for _attempt in range(2):
-                if process is None or process.returncode is not None:
-                    process = await self._start()
-                try:
-                    scores = await asyncio.wait_for(self._ask(process, frame), self.timeout)
-                    return scores
-                except asyncio.TimeoutError:
-                    reason = f"gave no answer in {self.timeout:g} s"
-                except (OSError, ValueError, asyncio.IncompleteReadError) as error:
-                    reason = f"its worker died ({type(error).__name__}: {error})"
-                await self._end(process)
-                self.restarts += 1
-            return [Score.failed(f"{reason}, twice")] * len(samples)
+            if process is None or process.returncode is not None:
+                process = await self._start()
+            try:
+                return await asyncio.wait_for(self._ask(process, frame), self.timeout)
+            except asyncio.TimeoutError:
+                lost: _Lost = _Late(f"gave no answer in {self.timeout:g} s")
+            except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+                lost = _Lost(f"its worker died ({await self._status(process) or error})")
+            await self._end(process)
+            self.restarts += 1
+            raise lost
         finally:
             self._idle.put_nowait(process)
+
+    async def _status(self, process: asyncio.subprocess.Process) -> str:
+        """How it ended, in words; "" where it has not."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(process.wait(), 1.0)
+        code = process.returncode
+        if code is None:
+            return ""
+        return f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
     async def _start(self) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(

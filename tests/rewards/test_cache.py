@@ -25,6 +25,9 @@ HERE = "tests.rewards.served_rewards"
 class Counting:
     """Brightness, with a list of what it was asked for; dark ones fail."""
 
+    processes = hits = 0
+    random = False
+
     def __init__(self, seconds: float = 0.0) -> None:
         self.asked: list[int] = []
         self.seconds = seconds

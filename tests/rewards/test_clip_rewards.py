@@ -338,7 +338,7 @@ def test_a_text_is_no_picture(folder: Path) -> None:
 
 def test_a_network_gets_as_many_pictures_at_once_as_it_takes(folder: Path) -> None:
     def at_once(name: str, **options: object) -> int:
-        return build._runner(RewardEntry(name=name, **options)).batch
+        return build.scorer(RewardEntry(name=name, cache=False, **options)).batch
 
     assert at_once("clip-score") == 16 and at_once("geneval", batch=40) == 40
     assert at_once("jpeg-compressibility") == 4

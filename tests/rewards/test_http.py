@@ -433,12 +433,16 @@ def test_a_run_scored_by_a_served_deqa(recipe_data: dict, tmp_path: Path) -> Non
     """Any server that speaks the protocol; the name is the part's name in the metrics."""
     from gesso import run
 
-    with Misbehaving() as server:
+    server = Served("tests.rewards.served_rewards:quality")
+    try:
         remote = {"urls": [server.url]}
         recipe_data |= {"steps": 1, "reward": [{"name": "deqa", "remote": remote}]}
         recipe = build.recipe_from(recipe_data)
         rows = run.train(recipe, folder=tmp_path / "run", quiet=True).rows()
-    assert 0 < rows[1]["reward/deqa"] < 1
+    finally:
+        server.end()
+    assert 0.2 <= rows[1]["reward/deqa"] <= 1
+    assert rows[1]["reward/deqa/raw"] == pytest.approx(5 * rows[1]["reward/deqa"])
 
 
 def test_no_pickle_anywhere() -> None:

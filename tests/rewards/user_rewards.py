@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from gesso.types import Prompt, Sample, Score
 
@@ -100,3 +101,47 @@ def of_words(samples: Sequence[Sample], word: str) -> list[float | None]:
 
 def constant(samples: Sequence[Sample], value: float) -> list[float]:
     return [value] * len(samples)
+
+
+class Heavy:
+    """Writes down in which process it was made."""
+
+    def __init__(self, log: str) -> None:
+        with Path(log).open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+    def score(self, samples: Sequence[Sample]) -> list[float]:
+        return [0.5 + 0.1 * (s.seed % 3) for s in samples]
+
+
+class CannotBeMade:
+    def __init__(self, parent: int) -> None:
+        if os.getpid() != parent:
+            raise RuntimeError("no room on the card")
+
+    def score(self, samples: Sequence[Sample]) -> list[float]:
+        return [1.0] * len(samples)
+
+
+def poisoned(samples: Sequence[Sample]) -> list[float]:
+    """Dies of one picture."""
+    if any(s.seed == 13 for s in samples):
+        os._exit(7)
+    return [1.0] * len(samples)
+
+
+def fails_later(samples: Sequence[Sample], flag: str, share: float = 1.0) -> list[float]:
+    """From the moment the flag is there, for the first so many of every four."""
+    if not Path(flag).exists():
+        return [0.1 * (s.seed % 7) for s in samples]
+    return [float("nan") if s.seed % 100 < 100 * share else 0.1 * (s.seed % 7) for s in samples]
+
+
+def odd_details(samples: Sequence[Sample]) -> list[Score]:
+    wrong: Any = ["x"]
+    nan = {"x": float("nan")}
+    return [Score(1.0, nan), Score(1.0, wrong), Score(10**400), Score(1.0, text="\ud800")]
+
+
+def threads(samples: Sequence[Sample]) -> list[float]:
+    return [float(os.environ["OMP_NUM_THREADS"])] * len(samples)

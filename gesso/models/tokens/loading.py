@@ -72,7 +72,7 @@ def own_attention(own: Any) -> Any:
 def _config(model: TransformerModel, path: str) -> Any:
     from transformers import AutoConfig
 
-    with readable(path, "its config.json cannot be read"):
+    with readable(path, "its config.json cannot be read"), quiet():
         own = AutoConfig.from_pretrained(model.source)
     if own.model_type not in model.kinds:
         known = ", ".join(model.kinds.values())
@@ -198,14 +198,18 @@ def readable(path: str, what: str) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars and no talk of torchvision while a model loads; errors still show."""
+    """No progress bars, no talk of torchvision and of every try to reach the hub while a model
+    loads; errors still show."""
+    from huggingface_hub.utils import logging as hub
     from transformers.utils import logging
 
-    level = logging.get_verbosity()
+    level, hubs = logging.get_verbosity(), hub.get_verbosity()
     logging.set_verbosity_error()
+    hub.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(level)
+        hub.set_verbosity(hubs)
         logging.enable_progress_bar()
