@@ -167,8 +167,10 @@ def _check(options: argparse.Namespace) -> None:
 def _recipes(options: argparse.Namespace) -> None:
     from gesso import build
 
-    for name, about in build.bundled_recipes().items():
-        print(f"{name:<22} {about}")
+    found = build.bundled_recipes()
+    width = max(map(len, found))
+    for name, about in found.items():
+        print(f"{name:<{width}}  {about}")
 
 
 def _sample(options: argparse.Namespace) -> None:

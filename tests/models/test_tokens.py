@@ -149,7 +149,7 @@ def test_places_in_time_height_and_width(seeing: Tiny) -> None:
     assert height.tolist() == [start + i // 6 for i in range(24)]
     assert width.tolist() == [start + i % 6 for i in range(24)]
     assert places[:, start + 24].tolist() == [start + 6] * 3  # text goes on behind the wider side
-    packed = model._sequences([prompt], [torch.zeros(3, dtype=torch.long)])
+    packed = model._sequences([prompt], [[torch.zeros(3, dtype=torch.long)]])
     following = int(places.max()) + 1
     assert packed.positions[:, -3:].tolist() == [[following, following + 1, following + 2]] * 3
 
@@ -505,7 +505,9 @@ def test_an_adapter_for_peft(tiny: Tiny, tmp_path: Path) -> None:
     assert {f.name for f in tmp_path.iterdir()} >= {"adapter_config.json"}
     assert not (tmp_path / "model.safetensors").exists()
     plain = PeftModel.from_pretrained(tiny.plain(), str(tmp_path))
-    assert same_as_plain(model, plain, trace) <= 1e-5
+    assert (
+        same_as_plain(model, plain, trace) <= 2e-5
+    )  # two ways of rounding: a prompt is passed once here, once a reply there
     again = tiny.model(lora=replace_path(tmp_path))
     with torch.no_grad():
         assert torch.equal(again.logp(trace, 1.0).logp, model.logp(trace, 1.0).logp)

@@ -32,21 +32,42 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,  # (n, 1, 1, k) bool
     scaling: float | None = None,
-    segments: Sequence[int] | None = None,  # lengths of the packed sequences
+    segments: Sequence[Sequence[int]] | None = None,  # of each prompt: its length, its replies'
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each segment of one row; or, without segments, of one new token a
-    row over what the mask leaves of its past."""
+    """Causal attention within each prompt, and of each reply over its prompt and itself; or,
+    without segments, of one new token a row over what the mask leaves of its past. A prompt is
+    passed once, however many replies it has."""
     if segments is None:
         return _one_token(query, key, value, attention_mask, scaling), None
-    parts = zip(*(t.split(list(segments), dim=2) for t in (query, key, value)), strict=True)
-    out = [
-        torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-        )
-        for q, k, v in parts
-    ]
+    flat = [length for tree in segments for length in tree]
+    parts = zip(*(t.split(flat, dim=2) for t in (query, key, value)), strict=True)
+    out = []
+    for tree in segments:
+        q, k, v = next(parts)
+        out.append(_causal(q, k, v, scaling))
+        for _reply in tree[1:]:
+            own_q, own_k, own_v = next(parts)
+            joined = torch.cat([k, own_k], 2), torch.cat([v, own_v], 2)
+            out.append(_causal(own_q, *joined, scaling))
     return torch.cat(out, dim=2).transpose(1, 2), None
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+    """The queries are the last of the keys' tokens."""
+    new, past = query.shape[2], key.shape[2] - query.shape[2]
+    mask = None
+    if past and new > 1:
+        mask = torch.ones(new, past + new, dtype=torch.bool, device=query.device).tril(past)
+    return torch.nn.functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=not past,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
 
 
 def _one_token(

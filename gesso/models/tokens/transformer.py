@@ -32,12 +32,12 @@ HEAD_ELEMENTS = 2**26
 
 @dataclass(frozen=True)
 class Sequences:
-    """Several sequences one after another, on the model's device."""
+    """Prompts one after another, each with the replies to it behind it, on the model's device."""
 
     ids: Tensor  # (T,)
     positions: Tensor  # (rows, T)
-    lengths: Sequence[int]
-    prompts: Sequence[TokenPrompt]  # the one each sequence starts with
+    prompts: Sequence[TokenPrompt]
+    lengths: Sequence[Sequence[int]]  # of each prompt: its own, and those of its replies
 
 
 class TransformerModel(ABC):
@@ -192,29 +192,39 @@ class TransformerModel(ABC):
         picked = [i for i, length in enumerate(lengths) if length]
         if not picked:
             return torch.zeros(0, self.decoder.config.hidden_size, device=self.device)
-        prompts = [trace.prompts[rows[i]] for i in picked]
-        sequences = self._sequences(prompts, [replies[i, : lengths[i] - 1] for i in picked])
-        wanted, start = [], 0
-        for prompt, length in zip(prompts, sequences.lengths, strict=True):
-            wanted.append(torch.arange(start + len(prompt) - 1, start + length))
+        of_prompt: dict[int, list[int]] = {}  # prompt → rows of replies to it
+        for i in picked:
+            of_prompt.setdefault(rows[i], []).append(i)
+        sequences = self._sequences(
+            [trace.prompts[r] for r in of_prompt],
+            [[replies[i, : lengths[i] - 1] for i in its] for its in of_prompt.values()],
+        )
+        wanted, start = {}, 0
+        for its, (length, *after) in zip(of_prompt.values(), sequences.lengths, strict=True):
             start += length
+            last = torch.tensor([start - 1])  # of the prompt: every reply begins with it
+            for i, more in zip(its, after, strict=True):
+                wanted[i] = torch.cat([last, torch.arange(start, start + more)])
+                start += more
         with self._recomputing():
             states = self._states(sequences)
-        return states[torch.cat(wanted).to(self.device)]
+        return states[torch.cat([wanted[i] for i in picked]).to(self.device)]
 
-    def _sequences(self, prompts: Sequence[TokenPrompt], replies: Sequence[Tensor]) -> Sequences:
-        """Each prompt with the beginning of a reply to it; text goes on where the prompt ended."""
-        placed = {key: self._positions(p) for key, p in distinct(prompts).items()}
+    def _sequences(
+        self, prompts: Sequence[TokenPrompt], replies: Sequence[Sequence[Tensor]]
+    ) -> Sequences:
+        """Each prompt with the beginnings of replies to it; text goes on where the prompt ended."""
         ids, positions, lengths = [], [], []
-        for prompt, reply in zip(prompts, replies, strict=True):
-            before = placed[id(prompt)]
-            after = before.max() + 1 + torch.arange(len(reply))
-            ids += [prompt.ids, reply]
-            positions += [before, after.expand(len(before), -1)]
-            lengths.append(len(prompt) + len(reply))
+        for prompt, own in zip(prompts, replies, strict=True):
+            before = self._positions(prompt)
+            first = before.max() + 1
+            after = [(first + torch.arange(len(r))).expand(len(before), -1) for r in own]
+            ids += [prompt.ids, *own]
+            positions += [before, *after]
+            lengths.append([len(prompt), *map(len, own)])
         device = self.device
         joined = torch.cat(positions, 1)
-        return Sequences(torch.cat(ids).to(device), joined.to(device), lengths, prompts)
+        return Sequences(torch.cat(ids).to(device), joined.to(device), prompts, lengths)
 
     def _states(self, sequences: Sequences, cache: Any = None) -> Tensor:
         """(T, D): the decoder's last states of sequences that do not see each other."""
@@ -236,11 +246,11 @@ class TransformerModel(ABC):
         from transformers import DynamicCache
 
         cache = DynamicCache()
-        sequences = self._sequences(prompts, [torch.zeros(0, dtype=torch.long)] * len(prompts))
+        sequences = self._sequences(prompts, [[]] * len(prompts))
         states = self._states(sequences, cache)
         read, start = [], 0
         starts = sequences.positions.cpu()
-        for length in sequences.lengths:
+        for length in map(len, prompts):
             part = slice(start, start + length)
             # Under autocast some come in float32, which attention would round as it uses them.
             keys = [layer.keys[0, :, part].to(self.dtype) for layer in cache.layers]

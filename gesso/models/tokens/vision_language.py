@@ -153,8 +153,8 @@ class VisionLanguage(TransformerModel):
         found = [looked[id(p)] for p in sequences.prompts if id(p) in looked]
         features = torch.cat(found, 1).to(self.device, embeds.dtype)  # (1 + deep, places, D)
         kinds = []
-        for prompt, length in zip(sequences.prompts, sequences.lengths, strict=True):
-            kinds += [prompt.kinds, torch.zeros(length - len(prompt), dtype=torch.long)]
+        for prompt, (_, *after) in zip(sequences.prompts, sequences.lengths, strict=True):
+            kinds += [prompt.kinds, torch.zeros(sum(after), dtype=torch.long)]
         places = (torch.cat(kinds) == 1)[None].to(self.device)  # (1, T)
         embeds = embeds.masked_scatter(places[..., None], features[0])
         deep = {"visual_pos_masks": places, "deepstack_visual_embeds": list(features[1:])}
