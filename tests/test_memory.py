@@ -242,6 +242,14 @@ def test_writers_in_four_bits_keep_head_and_tower(shapes: Path) -> None:
     assert small.host == {"features of pictures, up to": 4 * GIB}
 
 
+def test_prompts_too_short_for_a_picture(tmp_path: Path) -> None:
+    folder = writers.build("qwen2.5-vl", tmp_path / "m")
+    found = estimate(
+        build.recipe("demo-vlm", [f"model.path={folder}", "model.max_prompt=4", "sampler.batch=2"])
+    )
+    assert set(found.passing) == {"update with gradients", "writing"}
+
+
 def test_a_full_fine_tune_of_a_writer_keeps_a_copy_and_a_lora_none(tmp_path: Path) -> None:
     folder = writers.build("qwen2", tmp_path / "m")
     common = [f"model.path={folder}", "model.name=causal", "algorithm.kl.beta=0.1"]

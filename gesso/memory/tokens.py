@@ -85,8 +85,8 @@ def _works(
     model: TransformerModel, algorithm: ReplyAlgorithm, recipe: Recipe
 ) -> Iterator[tuple[str, Work]]:
     yield "writing", lambda: _write(model, algorithm, recipe)
-    if isinstance(model, VisionLanguage):
-        prompt = _prompt(model, model.max_prompt)
+    prompt = _prompt(model, model.max_prompt)
+    if isinstance(model, VisionLanguage) and prompt.grid is not None:
 
         @torch.no_grad()
         def see() -> object:
@@ -103,8 +103,8 @@ def _terms(model: TransformerModel, algorithm: ReplyAlgorithm, recipe: Recipe) -
     most = recipe.data.groups * algorithm.group // algorithm.updates * longest
     tokens = min(max(recipe.learner.micro_tokens, longest), most)
     n = math.ceil(tokens / longest)
-    reply = algorithm.max_tokens * tokens // (n * longest)
-    prompts = [_prompt(model, tokens // n - reply) for _ in range(n)]
+    reply = max(1, algorithm.max_tokens * tokens // (n * longest))
+    prompts = [_prompt(model, max(1, tokens // n - reply)) for _ in range(n)]
     mask = torch.ones(n, reply, dtype=torch.bool)
     ids = torch.zeros(n, reply, dtype=torch.long)
     trace = TokenTrace(prompts, torch.arange(n), ids, mask, torch.zeros(n, dtype=torch.bool))
