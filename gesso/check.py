@@ -148,6 +148,9 @@ def memory(recipe: Recipe) -> list[tuple[str, str]]:
         ("", f"all the time: {lasting}"),
         ("", f"one at a time: {passing}"),
     ]
+    if recipe.sampler.engine == "vllm":
+        share = recipe.sampler.vllm.gpu_memory
+        facts.append(("", f"while it samples, vLLM has {share:.0%} of the device for itself"))
     if found.host:
         kept = ", ".join(f"{name} {size_of(size)}" for name, size in found.host.items())
         facts.append(("", f"in the host's memory: {kept}"))

@@ -13,7 +13,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from gesso import build, cli
-from gesso.check import size_of
+from gesso.check import memory, size_of
 from gesso.config import PACKAGE, Lora, Recipe, TokenModel
 from gesso.memory import estimate
 from gesso.models.tokens.causal import Causal
@@ -74,11 +74,11 @@ WRITING = {
     "lora": ("small", ["model.lora.rank=8"]),
     "lora, checkpointed": ("small", ["model.lora.rank=8", "model.gradient_checkpointing=true"]),
     "reference": ("small", ["algorithm.kl.beta=0.1", "learner.ema.every=1"]),
-    "critic": ("small", ['algorithm={name="ppo", group=8, max_tokens=16}']),
+    "critic": ("small", ['algorithm={name="ppo", group=2, max_tokens=16}']),
     "critic of adapters": (
         "small",
         [
-            'algorithm={name="ppo", group=8, max_tokens=16, critic={trunk="lora"}}',
+            'algorithm={name="ppo", group=2, max_tokens=16, critic={trunk="lora"}}',
             "model.lora.rank=8",
         ],
     ),
@@ -89,8 +89,6 @@ WRITING = {
         [
             "model.train_vision=true",
             "learner.micro_tokens=512",
-            "algorithm.group=2",
-            "data.groups=48",
         ],
     ),
     "seeing, with deepstack": ("qwen3-vl", ["model.lora.rank=4"]),
@@ -131,8 +129,8 @@ def writing_recipe(variant: str, folder: Path) -> Recipe:
     common = [
         f"model={{name={kind!r}, path={str(model)!r}, max_prompt=1000, max_pixels=1536}}",
         "eval.prompts=1",
-        f"data={{train={str(asked)!r}, eval={str(asked)!r}, groups=12}}", "sampler.batch=8",
-        'algorithm={name="grpo", group=8, max_tokens=16}', "learner.micro_tokens=2048",
+        f"data={{train={str(asked)!r}, eval={str(asked)!r}, groups=96}}", "sampler.batch=8",
+        'algorithm={name="grpo", group=2, max_tokens=16}', "learner.micro_tokens=1024",
     ]  # fmt: skip
     recipe = build.recipe("demo-vlm", [*common, *changes])
     made = build.model(recipe)
@@ -147,7 +145,7 @@ def writing_recipe(variant: str, folder: Path) -> Recipe:
 def test_the_estimate_for_writers_meets_the_measured_peak(variant: str, tmp_path: Path) -> None:
     recipe = writing_recipe(variant, tmp_path)
     told, seen = estimate(recipe).peak, measured_peak(recipe, tmp_path)
-    assert told == pytest.approx(seen, rel=0.15), f"{told / 1e6:.1f} MB for {seen / 1e6:.1f} MB"
+    assert told == pytest.approx(seen, rel=0.1), f"{told / 1e6:.1f} MB for {seen / 1e6:.1f} MB"
 
 
 def test_copies_cost_a_full_fine_tune_and_no_lora() -> None:
@@ -248,6 +246,15 @@ def test_prompts_too_short_for_a_picture(tmp_path: Path) -> None:
         build.recipe("demo-vlm", [f"model.path={folder}", "model.max_prompt=4", "sampler.batch=2"])
     )
     assert set(found.passing) == {"update with gradients", "writing"}
+
+
+def test_another_engine_has_memory_of_its_own(tmp_path: Path) -> None:
+    folder = writers.build("qwen2", tmp_path / "m")
+    common = [f"model.path={folder}", "model.name=causal", "model.max_prompt=32"]
+    recipe = build.recipe("demo-vlm", [*common, "sampler.engine=vllm"])
+    assert set(estimate(recipe).passing) == {"update with gradients"}
+    told = [text for _, text in memory(recipe)]
+    assert "while it samples, vLLM has 40% of the device for itself" in told
 
 
 def test_a_full_fine_tune_of_a_writer_keeps_a_copy_and_a_lora_none(tmp_path: Path) -> None:

@@ -116,19 +116,30 @@ class _Live(TorchDispatchMode):
         self.now -= size
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    return _Attention.apply(query.to(value.dtype), key.to(value.dtype), value)
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    like = value.dtype
+    added = None if attn_mask is None else attn_mask.to(like)  # devices add it, as a number
+    return _Attention.apply(query.to(like), key.to(like), value, added)
 
 
 class _Attention(torch.autograd.Function):
     """Shapes of a fused attention: it keeps its inputs and its output for the backward pass."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, added: Tensor | None
+    ) -> Tensor:
         out = torch.empty_like(query)
-        ctx.save_for_backward(query, key, value, out)
+        ctx.save_for_backward(query, key, value, out, *([] if added is None else [added]))
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(t) for t in ctx.saved_tensors[:3])
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (*(torch.empty_like(t) for t in ctx.saved_tensors[:3]), None)
