@@ -377,3 +377,20 @@ def test_a_run_through_every_fault_that_passes(recipe_data: dict, tmp_path: Path
             if plan:
                 assert len(faults * 30) - len(server.faults) > 40  # many were met
     same(*runs)
+
+
+def test_a_run_goes_on_through_answers_that_are_wrong(recipe_data: dict, tmp_path: Path) -> None:
+    """What asking again would not mend fails its samples alone; a drip is asked again."""
+    data = remote_data(recipe_data, "") | {"max_failed": 0.5}
+    data["reward"][0] |= {"cache": False}
+    data["reward"][0]["remote"] |= {"timeout": 1.0}
+    wrong = ["NaN", "Infinity", "count", "garbage", "truncated"]
+    apart = [fault for one in wrong for fault in (*["ok"] * 4, one)]
+    with Misbehaving(["ok", "drip", *apart]) as server:
+        data["reward"][0]["remote"]["urls"] = [server.url]
+        rows = RunFolder.open(trained(data, tmp_path / "run")).rows()
+        assert not server.faults
+    failed = sum(row.get("failed", 0) + row.get("eval/failed", 0) for row in rows)
+    assert failed == len(wrong)
+    assert [row["step"] for row in rows] == list(range(STEPS + 1))
+    assert all(row["reward"] is not None and 0 < row["reward"] < 1 for row in rows[1:])
