@@ -145,7 +145,7 @@ def writing_recipe(variant: str, folder: Path) -> Recipe:
 def test_the_estimate_for_writers_meets_the_measured_peak(variant: str, tmp_path: Path) -> None:
     recipe = writing_recipe(variant, tmp_path)
     told, seen = estimate(recipe).peak, measured_peak(recipe, tmp_path)
-    assert told == pytest.approx(seen, rel=0.1), f"{told / 1e6:.1f} MB for {seen / 1e6:.1f} MB"
+    assert told == pytest.approx(seen, rel=0.2), f"{told / 1e6:.1f} MB for {seen / 1e6:.1f} MB"
 
 
 def test_copies_cost_a_full_fine_tune_and_no_lora() -> None:

@@ -84,9 +84,7 @@ def _update(model: TransformerModel, algorithm: ReplyAlgorithm, recipe: Recipe) 
 def _works(
     model: TransformerModel, algorithm: ReplyAlgorithm, recipe: Recipe
 ) -> Iterator[tuple[str, Work]]:
-    if (
-        recipe.sampler.engine == "built-in"
-    ):  # another one takes a share of the device that it is told
+    if recipe.sampler.engine == "built-in":  # another has a share of the device
         yield "writing", lambda: _write(model, algorithm, recipe)
     prompt = _prompt(model, model.max_prompt)
     if isinstance(model, VisionLanguage) and prompt.grid is not None:
