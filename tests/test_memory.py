@@ -104,7 +104,9 @@ def small_writer(folder: Path) -> Path:
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024,
         eos_token_id=tokens.eos_token_id, bos_token_id=None, pad_token_id=tokens.pad_token_id,
     )  # fmt: skip
-    transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # what it writes decides when slots become free
+        transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
     tokens.save_pretrained(folder)
     return folder
 
