@@ -9,8 +9,13 @@ VLLM := .venv-vllm
 # A machine with an NVIDIA driver gets torch's CUDA build, any other the CPU build.
 PIN := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Tests run file by file in a process a core, each with one thread: two busy processes with two
+# threads each are many times slower. Files keep their order, so that those of minutes do not come last.
+CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 1)
+WORKERS ?= $(shell [ $(CORES) -gt 4 ] && echo 4 || echo $(CORES))
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-fast test-vllm lint bench setup clean help
+.PHONY: demo test test-fast test-vllm lint bench bench-gpu setup clean help
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -3
@@ -19,14 +24,15 @@ demo: $(VENV)/.run
 	@echo "==> Training the bundled model to write words that can be read"
 	@$(BIN)/gesso train demo
 	@echo
+	@echo "Look at it in a browser: $(BIN)/gesso view"
 	@echo "The command is $(BIN)/gesso; \`source $(BIN)/activate\` lets you call it gesso."
 
 test: lint
-	@echo "==> Running all tests"
-	@$(BIN)/python -m pytest
+	@echo "==> Running all tests, $(WORKERS) at a time"
+	@$(PYTEST)
 
 test-fast: $(VENV)/.dev
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(PYTEST) -m "not slow"
 
 # vLLM pins other versions than we do: it gets an environment of its own, with gesso in it. On a CPU
 # two of its dependencies break what they come with, and a third has to be mended.
@@ -53,11 +59,16 @@ lint: $(VENV)/.dev
 bench: $(VENV)/.dev
 	@$(BIN)/python benchmarks/demo_iteration.py
 
+# On a CUDA device: dated tables in benchmarks/results. One that fails does not keep the other back.
+bench-gpu: $(VENV)/.dev
+	@flow=0; $(BIN)/python benchmarks/flow_iteration.py --out benchmarks/results || flow=$$?; \
+		$(BIN)/python benchmarks/token_iteration.py --out benchmarks/results && exit $$flow
+
 setup: $(VENV)/.dev
 
 $(VENV)/.run: pyproject.toml constraints-cpu.txt | $(BIN)/python
 	@echo "==> Installing gesso and what it needs into $(VENV) (a minute or two, about 1.2 GB)"
-	@$(PIP) $(PIN) -e ".[ocr]"
+	@$(PIP) $(PIN) -e ".[ocr,viewer]"
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints-cpu.txt | $(BIN)/python

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from gesso.run import Trained
     from gesso.track.run_folder import RunFolder
+    from gesso.use.trained import Trained
 
 __version__ = "0.1.0"
 
@@ -42,11 +42,17 @@ def resume(folder: str | Path, quiet: bool = False) -> RunFolder:
     return run.resume(folder, quiet)
 
 
-def load(source: str | Path) -> Trained:
-    """The model of a run folder, or the untrained model of a recipe: `gesso.load("demo")`."""
-    from gesso import run
+def load(
+    source: str | Path,
+    step: int | None = None,
+    weights: str | None = None,
+    overrides: Sequence[str] = (),
+) -> Trained:
+    """The model of a run folder, the untrained model of a recipe (`gesso.load("demo")`), or a
+    folder that Gesso, diffusers or transformers saved; to draw from, to evaluate, to export."""
+    from gesso.use import trained
 
-    return run.load(source)
+    return trained.load(source, step, weights, overrides)
 
 
 def recipes() -> Sequence[str]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ from gesso.rewards.deqa import Rated
 from gesso.rewards.remote import Remote
 from gesso.rewards.service import RewardService
 from gesso.rewards.workers import Workers
+from gesso.track.trackers.process import Tracked
 from gesso.types import Prompt, UserError
 
 if sys.version_info >= (3, 11):
@@ -86,6 +88,13 @@ REWARDS = {
     "choice": "gesso.rewards.choice:Choice",
     "overlong": "gesso.rewards.overlong:Overlong",
 }
+TRACKERS = {
+    "tensorboard": "gesso.track.trackers.tensorboard:TensorBoard",
+    "wandb": "gesso.track.trackers.wandb:Wandb",
+    "swanlab": "gesso.track.trackers.swanlab:SwanLab",
+    "mlflow": "gesso.track.trackers.mlflow:MLflow",
+}
+SHOWN = ("console", "jsonl")  # what `track` may name beside them; metrics.jsonl is always written
 SERVED = {"deqa": deqa.SCALE}  # rewards of environments of their own, behind HTTP only
 RECIPES = PACKAGE / "recipes"
 NOTHING = "none"  # as a value in a recipe over a base, or in an override: the key goes. No option
@@ -94,10 +103,15 @@ NOTHING = "none"  # as a value in a recipe over a base, or in an override: the k
 
 def recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
     """A bundled recipe's name or a TOML file, with `key=value` overrides by dotted keys."""
-    data = _read_recipe(source, ())
+    data = changed(_read_recipe(source, ()), overrides)
+    return recipe_from(data, f"recipe {Path(source).stem}")
+
+
+def changed(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """A recipe's tables with `key=value` overrides put in."""
     for override in overrides:
         _override(data, override)
-    return recipe_from(data, f"recipe {Path(source).stem}")
+    return data
 
 
 def _read_recipe(source: str, above: tuple[Path, ...]) -> dict[str, Any]:
@@ -145,6 +159,7 @@ def recipe_from(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
     """The recipe with every option of its algorithm and rewards filled in and checked."""
     found = parse(Recipe, data, where)
     _check_family(found, where)
+    _check_track(found.track, where)
     chosen = algorithm(found)
     _check_shape(found, chosen, where)
     watched = found.eval
@@ -186,10 +201,26 @@ def _check_family(found: Recipe, where: str) -> None:
         )
 
 
+def _check_track(names: Sequence[str], where: str) -> None:
+    known = [*SHOWN, *TRACKERS]
+    for name in names:
+        if ":" not in name and name not in known:
+            raise UserError(f'{where}: no tracker "{name}"{nearest(name, known)}')
+        if names.count(name) > 1:
+            raise UserError(f'{where}: track has "{name}" twice; once is enough')
+
+
 def _check_shape(found: Recipe, chosen: Algorithm, where: str) -> None:
     """All updates of a rollout must be equally large, and refills of the step's own weights."""
     if chosen.refills and found.lag:
         raise UserError(f"{where}: refills draw anew for this step's weights; use lag = 0")
+    judged = chosen.advantage.flat_by if chosen.family == "writes" else None  # type: ignore[attr-defined]
+    names = [entry.name for entry in found.reward]
+    if judged is not None and judged not in names:
+        raise UserError(
+            f'{where}: algorithm.advantage.flat_by = "{judged}" is none of the rewards'
+            f"{nearest(judged, names)}"
+        )
     samples, updates = found.data.groups * chosen.group, chosen.updates
     if samples % updates:
         fit = [n for n in range(1, samples + 1) if samples % n == 0]
@@ -259,8 +290,18 @@ def algorithm_class(name: str) -> type:
 
 
 def model(found: Recipe) -> FlowModel | TokenModel:
-    kind = _import(_reference(MODELS, found.model.name, "model"))
-    return kind(found.model, found.seed)
+    made = model_class(found.model.name)(found.model, found.seed)
+    if isinstance(found.model, Model):
+        from gesso.models.flow.compiled import sizes
+        from gesso.models.flow.pipeline import PipelineModel
+
+        if isinstance(made, PipelineModel):
+            made.sizes = sizes(found.sampler.batch, found.learner.micro_batch)
+    return made
+
+
+def model_class(name: str) -> Any:
+    return _import(_reference(MODELS, name, "model"))
 
 
 def critic(found: Recipe, chosen: Algorithm, made: Any) -> Critic | None:
@@ -283,6 +324,26 @@ def check_engine(found: Recipe) -> None:
         from gesso.samplers import vllm
 
         vllm.check_installed()
+
+
+def check_trackers(found: Recipe) -> None:
+    """Raises where a tracker's package is not installed."""
+    for name in found.track:
+        if name in TRACKERS and importlib.util.find_spec(name) is None:
+            raise UserError(
+                f'track = "{name}" needs a package that is not here: pip install "gesso[{name}]"'
+            )
+        if ":" in name:
+            _import(name)
+
+
+def trackers(found: Recipe, run: Path, tell: Callable[[str], None]) -> list[Tracked]:
+    """The services of `track`; they start when the run does."""
+    names = [name for name in found.track if name not in SHOWN]
+    config = found.model_dump()
+    return [
+        Tracked(name, TRACKERS.get(name, name), run, config, found.tracker, tell) for name in names
+    ]
 
 
 def sampler(found: Recipe, made: FlowModel | TokenModel) -> Sampler:

@@ -14,6 +14,7 @@ from gesso.memory import estimate
 from gesso.models.flow.pipeline import PipelineModel
 from gesso.models.tokens.transformer import TransformerModel
 from gesso.run import Job, assemble
+from gesso.track.progress import SILENT, Progress
 from gesso.types import Rollout, SampleSpec, UserError
 
 
@@ -26,10 +27,10 @@ class Findings:
         self.facts.append((name, text))
 
 
-def check(recipe: Recipe) -> Findings:
+def check(recipe: Recipe, progress: Progress = SILENT) -> Findings:
     """Raises a UserError at the first thing that would stop the run."""
     found = Findings()
-    job = assemble(recipe)
+    job = assemble(recipe, progress)
     try:
         found.warnings += job.notes
         prompts = len(job.cluster.stream.prompts)
@@ -43,8 +44,11 @@ def check(recipe: Recipe) -> Findings:
         )
         rollout, seconds = _small_batch(job)
         _rewards(rollout, found)
+        progress.phase("comparing replay with sampling")
         _ratio(job, replay_gap(job, rollout), found)
+        progress.phase("trying an update")
         seconds_a_term = _trial_update(job, rollout)
+        progress.phase("working out the memory")
         if isinstance(job.model, PipelineModel | TransformerModel):
             found.facts += memory(recipe)
         else:
@@ -87,7 +91,7 @@ def replay_gap(job: Job, rollout: Rollout) -> float | None:
     noise floor of the ratio. None for an algorithm without log-probs."""
     if rollout.logp.shape[1] == 0:
         return None
-    with torch.no_grad():
+    with torch.no_grad(), job.learner.policy.standing():
         gaps = [
             job.algorithm.loss(job.model, part).stats["abs_dlogp"]
             for part in _terms(job, rollout).micro(job.recipe.learner)
@@ -115,11 +119,12 @@ def _ratio(job: Job, gap: float | None, found: Findings) -> None:
 def _trial_update(job: Job, rollout: Rollout) -> float:
     """Seconds a term, of one forward and backward pass of a micro-batch."""
     terms = next(iter(_terms(job, rollout).micro(job.recipe.learner)))
-    job.algorithm.loss(job.model, terms).loss.sum().backward()  # the first pays for starting up
-    started = time.perf_counter()
-    job.algorithm.loss(job.model, terms).loss.sum().backward()
-    _wait(job)
-    seconds = time.perf_counter() - started
+    with job.learner.policy.standing():
+        job.algorithm.loss(job.model, terms).loss.sum().backward()  # the first pays for starting up
+        started = time.perf_counter()
+        job.algorithm.loss(job.model, terms).loss.sum().backward()
+        _wait(job)
+        seconds = time.perf_counter() - started
     job.learner.optimizer.zero_grad(set_to_none=True)
     return seconds / len(terms)
 

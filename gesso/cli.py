@@ -1,4 +1,4 @@
-"""The command line: train · check · recipes · sample · export · serve-reward · data."""
+"""The command line. Heavy things are imported where an action needs them."""
 
 from __future__ import annotations
 
@@ -7,41 +7,53 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from gesso.track import progress
 from gesso.track.run_folder import RunFolder
 from gesso.types import StopRun, UserError
+
+if TYPE_CHECKING:
+    from gesso.use.source import Source
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
-    if rest:  # argparse takes key=value only right behind the recipe; we take it anywhere
-        if "overrides" not in options or any("=" not in r or r.startswith("-") for r in rest):
+    if rest:  # argparse takes a list only right behind what comes before; we take it anywhere
+        unknown = any(r.startswith("-") for r in rest) or options.more is None
+        if unknown or (options.more == "overrides" and any("=" not in r for r in rest)):
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
-        options.overrides += rest
+        vars(options)[options.more] += rest
     sys.path.insert(0, os.getcwd())  # rewards and algorithms of the user's lie here
     try:
         options.action(options)
         sys.stdout.flush()
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return _failed(options, f"error: {error}", 2)
     except StopRun as error:
-        print(f"stopped: {error}", file=sys.stderr)
-        return 3
+        return _failed(options, f"stopped: {error}", 3)
     except BrokenPipeError:  # `gesso recipes | head`: the reader has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
+        return _failed(options, "interrupted", 130)
     return 0
+
+
+def _failed(options: argparse.Namespace, text: str, code: int) -> int:
+    if options.json:
+        progress.Json().error(text, code)
+    else:
+        print(text, file=sys.stderr)
+    return code
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gesso", description="RL post-training for models that draw and models that see."
     )
+    parser.set_defaults(json=False, more=None)  # `more`: the list that arguments may be added to
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
 
     train = actions.add_parser("train", help="train a recipe, or resume a run")
@@ -49,8 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("overrides", nargs="*", metavar="key=value", help="as optimizer.lr=1e-4")
     train.add_argument("--run", type=Path, help="run folder (default: runs/RECIPE-001 and so on)")
     train.add_argument("--resume", type=Path, metavar="RUN", help="go on with this run")
-    train.add_argument("--quiet", action="store_true", help="no progress display")
-    train.set_defaults(action=_train)
+    _told(train)
+    train.set_defaults(action=_train, more="overrides")
 
     check = actions.add_parser("check", help="try everything a recipe needs, without training")
     check.add_argument("recipe")
@@ -58,27 +70,57 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--memory", action="store_true", help="only say how much memory it takes; loads no weights"
     )
-    check.set_defaults(action=_check)
+    _told(check)
+    check.set_defaults(action=_check, more="overrides")
 
     recipes = actions.add_parser("recipes", help="list the bundled recipes")
     recipes.set_defaults(action=_recipes)
 
-    sample = actions.add_parser("sample", help="draw pictures from a run or a recipe's base model")
-    sample.add_argument("source", metavar="RUN_OR_RECIPE")
-    sample.add_argument("prompt")
-    sample.add_argument("--n", type=int, default=1)
+    sample = actions.add_parser("sample", help="draw from a run, a recipe's base or a folder")
+    sample.add_argument("source", metavar="RUN_OR_MODEL")
+    sample.add_argument("prompts", nargs="*", metavar="PROMPT")
+    sample.add_argument("--prompts", dest="file", type=Path, metavar="FILE", help="more of them")
+    sample.add_argument("--n", type=int, default=1, help="samples of each prompt")
     sample.add_argument("--seed", type=int, default=0)
     sample.add_argument(
         "--image", type=Path, action="append", default=[], help="to look at; may be given again"
     )
     sample.add_argument("--out", type=Path, default=Path("."), help="folder for the pictures")
-    sample.set_defaults(action=_sample)
+    sample.add_argument("--sheet", type=Path, metavar="FILE", help="all pictures in one")
+    sample.add_argument("--base", action="store_true", help="and from what it was trained from")
+    _drawn(sample, "score the samples; may be given again")
+    sample.set_defaults(action=_sample, more="prompts")
 
-    export = actions.add_parser("export", help="write a run's weights for plain diffusers")
+    evaluate = actions.add_parser("eval", help="score held-out prompts, and compare models")
+    evaluate.add_argument("source", metavar="RUN_OR_MODEL")
+    evaluate.add_argument("others", nargs="*", metavar="OTHER", help="to compare the first with")
+    evaluate.add_argument("--base", action="store_true", help="compare with what it came from")
+    evaluate.add_argument("--prompts", type=Path, metavar="FILE", help="default: the held-out ones")
+    evaluate.add_argument("--first", type=int, metavar="N", help="only so many prompts")
+    evaluate.add_argument("--n", type=int, default=1, help="samples of each prompt")
+    evaluate.add_argument("--seed", type=int, help="default: the recipe's")
+    evaluate.add_argument("--out", type=Path, metavar="DIR", help="figures, samples and pictures")
+    _drawn(evaluate, "default: those of the recipe; may be given again")
+    evaluate.set_defaults(action=_eval, more="others")
+
+    export = actions.add_parser("export", help="write a run's weights for plain diffusers and peft")
     export.add_argument("source", type=Path, metavar="RUN")
     export.add_argument("--to", type=Path, required=True, metavar="DIR")
-    export.add_argument("--merged", action="store_true", help="fold a LoRA in: a whole pipeline")
+    export.add_argument("--merged", action="store_true", help="fold a LoRA in: a whole model")
+    export.add_argument("--shard-size", metavar="SIZE", help="largest file (default: 5GB)")
+    export.add_argument("--dtype", help="float32, bfloat16 or float16; default: as they are")
+    _chosen(export)
     export.set_defaults(action=_export)
+
+    view = actions.add_parser("view", help="look at runs in a browser, while they go on or later")
+    view.add_argument("runs", nargs="?", type=Path, default=Path("runs"), metavar="RUNS")
+    view.add_argument("--port", type=int, default=7860, help="0: any free one")
+    view.add_argument("--host", default="127.0.0.1", help="another needs --token-env")
+    view.add_argument("--token-env", metavar="NAME", help="environment variable with the token")
+    view.add_argument(
+        "--report", type=Path, metavar="FILE", help="write it all into one HTML file; no server"
+    )
+    view.set_defaults(action=_view)
 
     serve = actions.add_parser("serve-reward", help="serve a reward over HTTP")
     serve.add_argument("name", metavar="NAME", help='a reward, or "module:name" of your own')
@@ -89,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add_argument("--workers", type=int, default=1, help="processes")
     serve.add_argument("--batch", type=int, default=16, help="samples a process takes at a time")
     serve.add_argument("--max-mb", type=int, default=64, help="of a request")
-    serve.set_defaults(action=_serve_reward)
+    serve.set_defaults(action=_serve_reward, more="overrides")
 
     data = actions.add_parser("data", help="make a prompt set")
     kinds = data.add_subparsers(title="kinds", required=True, metavar="KIND")
@@ -102,16 +144,48 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _chosen(action: argparse.ArgumentParser) -> None:
+    """Which weights of a run, and what of its recipe is to be otherwise."""
+    action.add_argument("--step", type=int, help="checkpoint (default: the newest)")
+    action.add_argument("--weights", choices=["ema", "current"], help="default: ema if there are")
+    action.add_argument(
+        "--set", action="append", default=[], metavar="key=value", help="as model.device=cpu"
+    )
+    _told(action)
+
+
+def _drawn(action: argparse.ArgumentParser, rewards: str) -> None:
+    """How samples are drawn, and what scores them."""
+    action.add_argument("--reward", action="append", default=[], metavar="NAME", help=rewards)
+    action.add_argument("--steps", type=int, help="of a model that draws")
+    action.add_argument("--guidance", type=float, help="of a model that draws")
+    action.add_argument("--temperature", type=float, help="of a model that writes; 0: greedy")
+    _chosen(action)
+
+
+def _told(action: argparse.ArgumentParser) -> None:
+    """How an action that takes long tells of itself; `_display` makes it."""
+    how = action.add_mutually_exclusive_group()
+    how.add_argument("--quiet", action="store_true", help="nothing but the result and errors")
+    how.add_argument("--json", action="store_true", help="progress and result as JSON, by lines")
+
+
+def _display(options: argparse.Namespace) -> progress.Display:
+    return progress.display(options.quiet, options.json)
+
+
 def _train(options: argparse.Namespace) -> None:
     from gesso import run
 
+    shown = progress.Json() if options.json else None
     if options.resume:
-        finished = run.resume(options.resume, options.quiet, _new_steps(options))
+        finished = run.resume(options.resume, options.quiet, _new_steps(options), shown)
     elif options.recipe:
-        finished = run.train(options.recipe, options.overrides, options.run, options.quiet)
+        finished = run.train(options.recipe, options.overrides, options.run, options.quiet, shown)
     else:
         raise UserError("train what? give a recipe (see `gesso recipes`) or --resume RUN")
-    _summary(finished.path, finished.rows(), run.recipe_of(finished).steps)
+    text, data = _summary(finished.path, finished.rows(), run.recipe_of(finished).steps)
+    (shown or progress.SILENT).result(text, data)
 
 
 def _new_steps(options: argparse.Namespace) -> int | None:
@@ -127,12 +201,21 @@ def _new_steps(options: argparse.Namespace) -> int | None:
     return int(value)
 
 
-def _summary(path: Path, rows: Sequence[dict], steps: int) -> None:
+def _summary(path: Path, rows: Sequence[dict], steps: int) -> tuple[str, dict[str, Any]]:
     evals = [row for row in rows if "eval/reward" in row]
     done = rows[-1]["step"] if rows else 0
+    report = path / "report.html"
+    data = {
+        "run": str(path),
+        "report": str(report),
+        "step": done,
+        "steps": steps,
+        "last": evals[-1] if evals else None,
+    }
+    lines = []
     if len(evals) > 1:
         first, last = evals[0], evals[-1]
-        print(
+        lines.append(
             "\nheld-out".ljust(26)
             + f"step {first['step']}".rjust(9)
             + f"step {last['step']}".rjust(12)
@@ -141,10 +224,10 @@ def _summary(path: Path, rows: Sequence[dict], steps: int) -> None:
             if key == "eval/failed" and not last[key]:
                 continue
             name = key.removeprefix("eval/")
-            print(f"  {name:<22} {_figure(first.get(key)):>9} {_figure(last[key]):>11}")
+            lines.append(f"  {name:<22} {_figure(first.get(key)):>9} {_figure(last[key]):>11}")
     if done < steps:
-        print(f"\nstopped after step {done} of {steps}; go on: gesso train --resume {path}")
-    print(f"\nrun     {path}\nreport  {path / 'report.html'}")
+        lines.append(f"\nstopped after step {done} of {steps}; go on: gesso train --resume {path}")
+    return "\n".join([*lines, f"\nrun     {path}", f"report  {report}"]), data
 
 
 def _figure(value: float | None) -> str:
@@ -156,12 +239,12 @@ def _check(options: argparse.Namespace) -> None:
     from gesso.check import Findings, check, memory
 
     recipe = build.recipe(options.recipe, options.overrides)
-    print(f"{'recipe':<8} {options.recipe}: every key is known, every value fits")
-    found = Findings(memory(recipe)) if options.memory else check(recipe)
-    for name, fact in found.facts:
-        print(f"{name:<8} {fact}")
-    for warning in found.warnings:
-        print(f"warning  {warning}")
+    with _display(options) as shown:
+        found = Findings(memory(recipe)) if options.memory else check(recipe, shown)
+        fits = f"{options.recipe}: every key is known, every value fits"
+        facts = [("recipe", fits), *found.facts, *(("warning", w) for w in found.warnings)]
+        lines = [f"{name:<8} {fact}" for name, fact in facts]
+        shown.result("\n".join(lines), {"facts": facts})
 
 
 def _recipes(options: argparse.Namespace) -> None:
@@ -174,26 +257,77 @@ def _recipes(options: argparse.Namespace) -> None:
 
 
 def _sample(options: argparse.Namespace) -> None:
-    from gesso import run
+    from gesso.use import sampling
+    from gesso.use.trained import Drawing
 
-    if options.n < 1 or (options.out.exists() and not options.out.is_dir()):
-        raise UserError("sample wants --n of at least 1, and a folder for --out")
-    model = run.load(options.source)
-    made = model.sample(options.prompt, options.n, options.seed, options.image)
-    for i, sample in enumerate(made):
-        if isinstance(sample, str):
-            print(sample)
-            continue
-        options.out.mkdir(parents=True, exist_ok=True)
-        path = options.out / f"sample-{options.seed}-{i}.png"
-        sample.save(path)
-        print(path)
+    if options.out.exists() and not options.out.is_dir():
+        raise UserError(f"sample wants a folder for --out; {options.out} is a file")
+    source = _source(options)
+    sources = [source.base, source] if options.base else [source]
+    drawing = Drawing(options.steps, options.guidance, options.temperature)
+    wanted = sampling.Wanted(
+        options.prompts, options.file, options.image, options.n, options.seed, options.reward,
+        drawing,
+    )  # fmt: skip
+    with _display(options) as display:
+        found = sampling.draw_all(sources, wanted, display)
+        files = {} if found[0].writes else sampling.save(found, options.out)
+        if options.sheet is not None:
+            sampling.save_sheet(found, options.sheet)
+        display.result(*sampling.told(found, files))
+
+
+def _source(options: argparse.Namespace) -> Source:
+    from gesso.use.source import find
+
+    return find(options.source, options.step, options.weights, options.set)
+
+
+def _eval(options: argparse.Namespace) -> None:
+    from gesso.use import evaluate, results
+    from gesso.use.export import must_be_free
+    from gesso.use.source import find
+    from gesso.use.trained import Drawing
+
+    first = _source(options)
+    others = [find(other, overrides=options.set) for other in options.others]
+    sources = [first, *others, *([first.base] if options.base else [])]
+    drawing = Drawing(options.steps, options.guidance, options.temperature)
+    rewards, prompts = tuple(options.reward), options.prompts or ()
+    asked = evaluate.Asked(rewards, prompts, options.n, options.seed, options.first, drawing)
+    if options.out is not None:
+        must_be_free(options.out, "folder")
+    with _display(options) as display:
+        found = evaluate.evaluate_all(sources, asked, display)
+        if options.out is not None:
+            results.write(found, options.out)
+        display.result(evaluate.table(found), evaluate.summary(found))
 
 
 def _export(options: argparse.Namespace) -> None:
-    from gesso import run
+    from gesso.use.export import Form, check, export
+    from gesso.use.trained import opened
 
-    print(run.load(RunFolder.open(options.source).path).export(options.to, options.merged))
+    RunFolder.open(options.source)
+    source, form = _source(options), Form(options.merged, options.shard_size, options.dtype)
+    check(source, options.to, form)
+    with _display(options) as display:
+        folder = export(opened(source, display), options.to, form, display)
+        display.result(str(folder), {"folder": str(folder)})
+
+
+def _view(options: argparse.Namespace) -> None:
+    from gesso.rewards.remote import token_from
+    from gesso.studio import Studio
+    from gesso.viewer import report, server
+
+    if options.report:
+        print(report.write(options.runs, options.report))
+        return
+    if not 0 <= options.port < 2**16:
+        raise UserError(f"view wants --port from 0 to 65535, got {options.port}")
+    token = token_from(options.token_env)
+    server.serve(options.runs, Studio(), options.host, options.port, token)
 
 
 def _serve_reward(options: argparse.Namespace) -> None:

@@ -79,6 +79,8 @@ class Model(AnyModel):
     height: int = Field(512, ge=8)
     width: int = Field(512, ge=8)
     text_length: int | None = Field(None, ge=0)  # tokens of a prompt; None: the model's own
+    compile: bool | None = None  # block by block, for fixed sizes; None: a large one on CUDA
+    fold: bool | None = None  # LoRA in the weights while these stand still; None: on CUDA
 
 
 class TokenModel(AnyModel):
@@ -89,6 +91,15 @@ class TokenModel(AnyModel):
     min_pixels: int | None = Field(None, ge=1)  # of a picture; None: the image processor's own
     max_pixels: int | None = Field(None, ge=1)
     train_vision: bool = False  # the vision tower too; frozen, it sees each picture once
+    compile: bool | None = None  # layer by layer, for updates; None: where it pays
+    fold: bool | None = None  # LoRA in the weights while these stand still; None: where it pays
+
+    @model_validator(mode="after")
+    def _bounded(self) -> TokenModel:
+        low, high = self.min_pixels, self.max_pixels
+        if low is not None and high is not None and low > high:
+            raise ValueError(f"min_pixels = {low} must not exceed max_pixels = {high}")
+        return self
 
 
 class Source(Strict):
@@ -177,6 +188,24 @@ class Eval(Strict):
 class Save(Strict):
     every: int = Field(10, ge=1)
     keep: int = Field(2, ge=1)
+    groups: int = Field(4, ge=0)  # of a training step before each evaluation, kept to look at
+
+
+def _listed(value: Any) -> Any:
+    """A name alone is a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
+class Tracker(Strict):
+    """What the services of `track` are told; each takes what it has a use for."""
+
+    project: str = Field("gesso", min_length=1)
+    name: str | None = Field(None, min_length=1)  # of the run; None: its folder's
+    offline: bool = False  # W&B and SwanLab write files, which can be uploaded later
+    dir: str | None = Field(None, min_length=1)  # for their files; None: in the run folder
+    uri: str | None = Field(None, min_length=1)  # MLflow's store; None: MLFLOW_TRACKING_URI, or
+    # a database in the run folder
+    patience: float = Field(60.0, gt=0)  # seconds without an answer until one is switched off
 
 
 class Named(BaseModel):
@@ -258,6 +287,8 @@ class Recipe(Strict):
     sampler: Sampler = Sampler()
     eval: Eval = Eval()
     save: Save = Save()
+    track: Annotated[list[str], BeforeValidator(_listed)] = ["console"]  # who looks on
+    tracker: Tracker = Tracker()
 
     @model_validator(mode="after")
     def _possible(self) -> Recipe:

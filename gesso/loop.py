@@ -11,27 +11,21 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from gesso.cluster.local import Local, Pending, Timing
 from gesso.config import Recipe
 from gesso.health import Facts, Health, self_test
 from gesso.learner.learner import Learner
+from gesso.track import groups
+from gesso.track.progress import Watcher
 from gesso.track.run_folder import RunFolder
-from gesso.types import Prompt, Rollout, Score, StopRun, Which
+from gesso.types import Prompt, Rollout, Score, StopRun, UserError, Which
 
 MAX_SKIPPED = 3  # iterations in a row whose every update was not finite
-
-
-class Watcher(Protocol):
-    """Somebody who looks on: the console, later the trackers."""
-
-    def start(self, step: int) -> None: ...
-    def phase(self, text: str) -> None: ...
-    def row(self, row: Mapping[str, Any]) -> None: ...
-    def note(self, text: str) -> None: ...
 
 
 @dataclass
@@ -57,7 +51,7 @@ class Loop:
         """From the newest checkpoint (0 when fresh) to the last step, or to the first stop."""
         self.watcher.phase("starting")
         step = self._restore()
-        self.watcher.start(step)
+        self.watcher.start(step, self.recipe.steps)
         for row in self.run.rows():
             self._spent += row["time/step"]
             self._health.feed(row)
@@ -68,19 +62,30 @@ class Loop:
         while step < self.recipe.steps and not self.should_stop():
             started = time.perf_counter()
             while len(pending) <= self.recipe.lag and ahead < self.recipe.steps:
-                self.watcher.phase(f"sampling batch {ahead + 1}")
-                pending.append(self.cluster.collect(ahead))
+                with self._kept(step):
+                    pending.append(self.cluster.collect(ahead))
                 ahead += 1
-            self.watcher.phase("scoring")
             row = self._update(*pending.popleft().result(), step, started)
             step += 1
-            due = self.recipe.eval.every and step % self.recipe.eval.every == 0
-            self._record(row, started, evaluate=bool(due or step == self.recipe.steps))
+            self._record(row, started, evaluate=self._watched(step))
             if step % self.recipe.save.every == 0:
                 self._save(step)
             self._watch_for_nan(row)
         if step > (self.run.latest() or 0):  # stopped between two checkpoints
             self._save(step)
+
+    @contextmanager
+    def _kept(self, step: int) -> Iterator[None]:
+        """A prompt that cannot be drawn any more, its picture gone since the data was read, ends
+        the run; what was learnt until `step` is saved."""
+        try:
+            yield
+        except UserError as error:
+            if step > (self.run.latest() or 0):
+                self._save(step)
+            raise StopRun(
+                f"{error}; mend it and run `gesso train --resume {self.run.path}`"
+            ) from error
 
     def _update(
         self, rollout: Rollout, timing: Timing, step: int, started: float
@@ -92,15 +97,24 @@ class Loop:
         rollout = self._drop_failed(rollout, step)
         if self.learner.algorithm.refills:
             rollout, metrics["refilled"] = self._refill(rollout, step)
-        self.watcher.phase("updating")
         metrics |= self.learner.update(rollout, step)
+        if self.recipe.save.groups and (step == 0 or self._watched(step + 1)):
+            groups.save(
+                self.run.path, step + 1, rollout, self.learner.credit, self.recipe.save.groups
+            )
         self.cluster.sampler.load(self.learner.weights(), step + 1)
         if age == 0 and not self._tested:
             self._self_test(metrics)
         metrics |= {f"time/{name}": value for name, value in asdict(timing).items()}
         speed = len(rollout.samples) / (time.perf_counter() - started)
         metrics |= {"age": age, "cached": self.cluster.rewards.new_hits(), "samples_per_s": speed}
+        metrics["memory/gb"] = self.cluster.memory()
         return {"step": step + 1, **metrics}
+
+    def _watched(self, step: int) -> bool:
+        """Whether an evaluation follows this step."""
+        every = self.recipe.eval.every
+        return step == self.recipe.steps or bool(every and step % every == 0)
 
     def _restore(self) -> int:
         latest = self.run.latest()
@@ -140,13 +154,14 @@ class Loop:
                 self._save(row["step"])
             raise failure
         if evaluate:
+            self.watcher.phase("writing the report")
             self.after_eval()
 
     def _evaluate(self, step: int) -> dict[str, float]:
-        self.watcher.phase("evaluating")
         started = time.perf_counter()
         weights: Which = "ema" if self.learner.settings.ema else "current"
-        samples, scores = self.cluster.evaluate(self.eval_prompts, weights)
+        with self._kept(0):  # whoever asked for the evaluation saves
+            samples, scores = self.cluster.evaluate(self.eval_prompts, weights)
         errors = [score.error for score in scores if not score.ok]
         if errors:
             told = f"{len(errors)} of {len(scores)} scores of the evaluation failed"
@@ -188,8 +203,8 @@ class Loop:
             missing = self.recipe.data.groups - len(kept.group.unique())
             if missing == 0:
                 break
-            self.watcher.phase(f"drawing {missing} groups more")
-            more, _ = self.cluster.refill(step, attempt, missing).result()
+            with self._kept(step):
+                more, _ = self.cluster.refill(step, attempt, missing).result()
             drawn += missing
             more = self._drop_failed(more, step, refill=True)
             if len(more.samples):
@@ -238,7 +253,6 @@ class Loop:
             return
         self._tested = True
         if verdict.broken:
-            self.run.note(verdict.text)
             raise StopRun(verdict.text)
         self._tell(verdict.text)
 

@@ -1,10 +1,9 @@
-"""A run from the outside: start it, resume it, draw from it, export it. The CLI and Python users
-call the same functions."""
+"""A run from the outside: start it, resume it. The CLI and Python users call the same functions; to
+draw from it and to export it, `use/` has more of them."""
 
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,12 +12,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gesso import build
-from gesso.config import Model, Recipe, parse
-from gesso.config import TokenModel as TokenModelSection
+from gesso.config import Model, Recipe
 from gesso.data import prompts
-from gesso.track.console import Console
+from gesso.track import bars
+from gesso.track.progress import SILENT, Display, Progress, display
 from gesso.track.run_folder import RunFolder
-from gesso.types import Prompt, SampleSpec, StopRun, UserError, seed_of
+from gesso.track.trackers.process import Watchers
+from gesso.types import Prompt, SampleSpec, StopRun, UserError
+from gesso.use.source import recipe_of as recipe_of
+from gesso.use.trained import Trained as Trained
+from gesso.use.trained import load as load
+from gesso.use.trained import too_many
 
 if TYPE_CHECKING:
     from gesso.algorithms.base import Algorithm
@@ -40,30 +44,39 @@ class Job:
     rewards: build.Rewards
     eval_prompts: Sequence[Prompt]
     notes: Sequence[str]  # about the data, to be told before the run
+    left_out: Sequence[str] = ()  # rows of it, each with its reason
 
     def close(self) -> None:
         self.rewards.service.close()
         self.cluster.sampler.close()
 
 
-def assemble(recipe: Recipe) -> Job:
+def assemble(recipe: Recipe, progress: Progress = SILENT) -> Job:
     """Read the data, load the model, connect the rewards; cheap things first, so that a mistake
     shows before the weights are loaded."""
     build.check_engine(recipe)
+    build.check_trackers(recipe)
     algorithm = build.algorithm(recipe)
     rewards = build.rewards(recipe)
     try:
+        progress.phase("loading data")
         data = prompts.load(recipe.data, rewards.train.unfit, rewards.held_out.unfit)
+        progress.phase("importing torch")
         from gesso.cluster.local import Local
         from gesso.learner.learner import Learner
 
-        model = build.model(recipe)
-        data = _fitting(recipe, algorithm, model, data)
+        with bars.loading(progress, recipe.model.path, recipe.model.path):
+            model = build.model(recipe)
+        data = _fitting(recipe, algorithm, model, data, progress)
         critic = build.critic(recipe, algorithm, model)
-        learner = Learner(model, algorithm, recipe.optimizer, recipe.learner, recipe.seed, critic)
+        learner = Learner(
+            model, algorithm, recipe.optimizer, recipe.learner, recipe.seed, critic, progress
+        )
+        if recipe.sampler.engine != "built-in":
+            progress.phase(f"starting {recipe.sampler.engine}")
         sampler = build.sampler(recipe, model)
         stream = prompts.Stream(data.train, recipe.seed)
-        cluster = Local(recipe, algorithm, sampler, rewards.service, stream)
+        cluster = Local(recipe, algorithm, sampler, rewards.service, stream, progress)
     except BaseException:
         rewards.service.close()
         raise
@@ -76,24 +89,46 @@ def assemble(recipe: Recipe) -> Job:
             f"eval.prompts = {recipe.eval.prompts}, but {sources} has {len(held_out)}: "
             "all of them are used"
         )
-    return Job(recipe, algorithm, model, learner, cluster, rewards, held_out, notes)
+    return Job(recipe, algorithm, model, learner, cluster, rewards, held_out, notes, data.left_out)
 
 
 def _fitting(
-    recipe: Recipe, algorithm: Algorithm, model: Any, data: prompts.Loaded
+    recipe: Recipe, algorithm: Algorithm, model: Any, data: prompts.Loaded, progress: Progress
 ) -> prompts.Loaded:
     """The data as far as the model takes it, with what there is to tell about the rest."""
     if isinstance(recipe.model, Model):
         told = _drawn_as_meant(recipe, recipe.model, algorithm, model, data)
         return replace(data, notes=[*data.notes, *told])
 
-    def too_long(prompt: Prompt) -> str | None:
-        tokens = model.length(prompt)
-        if tokens <= model.max_prompt:
-            return None
-        return f"{tokens} tokens, more than model.max_prompt = {model.max_prompt}"
+    lengths: list[int] = []
 
-    return prompts.without(data, too_long, recipe.data, "are too long")
+    def unfit(prompt: Prompt) -> str | None:
+        progress.advance()
+        try:
+            tokens = model.length(prompt)
+        except UserError as error:  # a picture too narrow, a token that stands for pictures
+            return str(error).removeprefix(f"{prompt.where}: ")
+        refused = too_many(model, tokens)
+        lengths.append(0 if refused else tokens)
+        return refused
+
+    count = sum(len(part.prompts) for part in data.train) + len(data.held_out)
+    progress.phase("measuring prompts", count)
+    data = prompts.without(data, unfit, recipe.data, "do not fit the model")
+    return replace(data, notes=[*data.notes, *_beyond(model, algorithm, max(lengths))])
+
+
+def _beyond(model: Any, algorithm: Any, longest: int) -> list[str]:
+    """A sentence where replies may grow longer than anything the model was trained on. Scaled
+    positions have a limit of their own, which configs do not tell in one way."""
+    made_for, most = model.places, algorithm.max_tokens
+    if made_for is None or longest + most <= made_for:
+        return []
+    return [
+        f"the longest prompt has {longest} tokens and a reply may have algorithm.max_tokens = "
+        f"{most}, but the model was made for {made_for} in all: beyond them it writes nonsense; "
+        "lower algorithm.max_tokens or model.max_prompt"
+    ]
 
 
 def _drawn_as_meant(
@@ -120,8 +155,10 @@ def train(
     overrides: Sequence[str] = (),
     folder: str | Path | None = None,
     quiet: bool = False,
+    shown: Display | None = None,
 ) -> RunFolder:
-    """Train a recipe (bundled name, TOML file or Recipe) into a new run folder."""
+    """Train a recipe (bundled name, TOML file or Recipe) into a new run folder. `shown`: where
+    progress is told instead of the console."""
     name = "run"
     if isinstance(recipe, str):
         name = Path(recipe).stem
@@ -132,11 +169,17 @@ def train(
         )
     path = Path(folder) if folder is not None else _next_folder(name)
     RunFolder.must_be_new(path)
-    job = _load(recipe, quiet)  # before the folder is made: a mistake leaves nothing behind
-    return _run(job, RunFolder.create(path, recipe.model_dump()), quiet)
+    with _shown(recipe, quiet, shown) as display:
+        job = assemble(recipe, display)  # before the folder is made: a mistake leaves nothing
+        return _run(job, RunFolder.create(path, recipe.model_dump()), display)
 
 
-def resume(folder: str | Path, quiet: bool = False, steps: int | None = None) -> RunFolder:
+def resume(
+    folder: str | Path,
+    quiet: bool = False,
+    steps: int | None = None,
+    shown: Display | None = None,
+) -> RunFolder:
     """Go on from the newest complete checkpoint of a run, to its last step or to `steps`."""
     run = RunFolder.open(Path(folder))
     recipe = recipe_of(run)
@@ -145,42 +188,43 @@ def resume(folder: str | Path, quiet: bool = False, steps: int | None = None) ->
             raise UserError(f"{run.path} is at step {run.latest()} already; steps={steps} is less")
         recipe = recipe.model_copy(update={"steps": steps})
         run.write_config(recipe.model_dump())
-    return _run(_load(recipe, quiet), run, quiet)
+    with _shown(recipe, quiet, shown) as display:
+        return _run(assemble(recipe, display), run, display)
 
 
-def recipe_of(run: RunFolder) -> Recipe:
-    """The resolved recipe of a run; its rewards need not be installed to read it."""
-    path = run.path / "config.toml"
-    return parse(Recipe, build.read_toml(path), str(path))
+def _shown(recipe: Recipe, quiet: bool, shown: Display | None) -> Display:
+    """A run without "console" in `track` is a quiet one."""
+    return (
+        shown if shown is not None else display(quiet or "console" not in recipe.track, aside=False)
+    )
 
 
-def _load(recipe: Recipe, quiet: bool) -> Job:
-    if not quiet:
-        print(f"loading data, rewards and {recipe.model.path}", flush=True)
-    return assemble(recipe)
-
-
-def _run(job: Job, run: RunFolder, quiet: bool) -> RunFolder:
+def _run(job: Job, run: RunFolder, display: Display) -> RunFolder:
     from gesso.loop import Loop
     from gesso.track import report
 
-    console = Console(job.recipe.steps) if not quiet else _Silent()
+    def tell(text: str) -> None:
+        run.note(text)
+        display.note(text)
+
+    watchers = Watchers(display, build.trackers(job.recipe, run.path, tell))
+    ok = False
     try:
-        for note in job.notes:
-            run.note(note)
-            console.note(note)
-        with _interruptible(console) as should_stop, console:
+        for note in [*job.notes, *_listed(job, run)]:
+            tell(note)
+        with _interruptible(display) as should_stop, bars.compiling(display):
             loop = Loop(
                 recipe=job.recipe,
                 learner=job.learner,
                 cluster=job.cluster,
                 eval_prompts=job.eval_prompts,
                 run=run,
-                watcher=console,
+                watcher=watchers,
                 should_stop=should_stop,
                 after_eval=lambda: report.write(run.path),
             )
             loop.train()
+        ok = True
     except OSError as error:
         last = run.latest()
         raise StopRun(
@@ -188,13 +232,26 @@ def _run(job: Job, run: RunFolder, quiet: bool) -> RunFolder:
             f"{f'step {last}' if last is not None else 'none'}; make room and run "
             f"`gesso train --resume {run.path}`"
         ) from error
+    except StopRun as error:
+        run.note(f"stopped: {error}")  # for whoever looks at the folder later
+        raise
     finally:
         job.close()
         try:
             report.write(run.path)
         except OSError as error:  # must not hide why the run stopped
-            console.note(f"no report.html: {error}")
+            display.note(f"no report.html: {error}")
+        watchers.finish(ok)
     return run
+
+
+def _listed(job: Job, run: RunFolder) -> list[str]:
+    """Every row that was left out goes into a file; the notes name the first of each kind."""
+    if not job.left_out:
+        return []
+    file = run.path / "left-out.txt"
+    file.write_text("".join(f"{line}\n" for line in job.left_out), "utf-8")
+    return [f"all {len(job.left_out)} rows that were left out: {file}"]
 
 
 def _next_folder(name: str) -> Path:
@@ -205,7 +262,7 @@ def _next_folder(name: str) -> Path:
 
 
 @contextmanager
-def _interruptible(console: Any) -> Iterator[Any]:
+def _interruptible(progress: Progress) -> Iterator[Any]:
     """The first Ctrl-C ends the run after the current step, the second at once."""
     stop = threading.Event()
 
@@ -213,7 +270,7 @@ def _interruptible(console: Any) -> Iterator[Any]:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
-        console.note("stopping after this step; Ctrl-C again stops at once")
+        progress.note("stopping after this step; Ctrl-C again stops at once")
 
     if threading.current_thread() is not threading.main_thread():
         yield stop.is_set
@@ -223,85 +280,3 @@ def _interruptible(console: Any) -> Iterator[Any]:
         yield stop.is_set
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-class _Silent:
-    """Nobody looks on."""
-
-    def start(self, step: int) -> None: ...
-    def phase(self, text: str) -> None: ...
-    def row(self, row: Any) -> None: ...
-    def note(self, text: str) -> None: ...
-    def __enter__(self) -> _Silent:
-        return self
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A model with the newest weights of a run (its EMA where it has one)."""
-
-    recipe: Recipe
-    model: FlowModel | TokenModel
-
-    def sample(
-        self, prompt: str, n: int = 1, seed: int = 0, images: Sequence[str | Path] = ()
-    ) -> list[Any]:
-        """n pictures (PIL) of one prompt; or of a model that writes n replies (str) to it and to
-        the pictures of those files. By the recipe's evaluation settings, but that several replies
-        are not greedy, which would all be the same."""
-        from PIL import Image
-
-        writes = isinstance(self.recipe.model, TokenModelSection)
-        if images and not writes:
-            raise UserError("this model draws; it takes no pictures to look at")
-        asked = prompts.ask(prompt, images, self.recipe.data)
-        self._tell_what_is_cut(asked)
-        algorithm = build.algorithm(self.recipe)
-        watched = self.recipe.eval
-        if writes and n > 1 and watched.temperature == 0:
-            watched = watched.model_copy(update={"temperature": 1.0})
-        spec = algorithm.eval_spec(watched, self.recipe.model, "current")
-        sampler = build.own_sampler(self.recipe, self.model)  # no engine is started for a few
-        seeds = [seed_of(seed, "picture", i) for i in range(n)]
-        pieces = sampler.sample([asked], [0] * n, seeds, spec)
-        found = {i: s for piece in pieces for i, s in zip(piece.index, piece.samples, strict=True)}
-        made = [found[i] for i in range(n)]
-        return [s.reply for s in made] if writes else [Image.fromarray(s.picture) for s in made]
-
-    def _tell_what_is_cut(self, prompt: Prompt) -> None:
-        from gesso.models.flow.base import over_long
-
-        if isinstance(self.recipe.model, Model):
-            for told in over_long(self.model, [prompt], "one"):  # type: ignore[arg-type]
-                print(told, file=sys.stderr)
-
-    def export(self, folder: str | Path, merged: bool = False) -> Path:
-        """LoRA in diffusers' format; or the whole pipeline, of a full fine-tune or with `merged`,
-        the LoRA folded into its weights."""
-        target = Path(folder)
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise UserError(f"export folder {target} exists already; choose an empty one")
-        self.model.save(target, merged)
-        return target
-
-
-def load(source: str | Path) -> Trained:
-    """A run folder, at its newest checkpoint, or the untrained model of a bundled recipe."""
-    path = Path(source)
-    if not path.is_dir():
-        recipe = build.recipe(str(source))
-        return Trained(recipe, build.model(recipe))
-    run = RunFolder.open(path)
-    recipe = recipe_of(run)
-    step = run.latest()
-    if step is None:
-        raise UserError(f"{path} has no checkpoint yet")
-    model = build.model(recipe)
-    state, _ = run.load(step)
-    table = "ema/" if recipe.learner.ema else "current/"
-    model.policy.load(
-        {key.removeprefix(table): t for key, t in state.items() if key.startswith(table)}
-    )
-    return Trained(recipe, model)

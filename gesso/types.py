@@ -106,6 +106,7 @@ class Sample:
     image: np.ndarray | None  # (height, width, 3) uint8, RGB
     seed: int
     text: str | None = None
+    tokens: int | None = None  # of the text, as the model that wrote it counts
 
     @property
     def picture(self) -> np.ndarray:
@@ -218,6 +219,7 @@ class FlowTrace:
     latents: Tensor  # (N, S+1, C, H, W), or (N, 0, C, H, W) when no step is trained
     means: Tensor  # (N, S, C, H, W): of the trained steps; (N, 0, C, H, W) when nobody asked
     clean: Tensor  # (N, C, H, W)
+    negatives: Tensor | None = None  # (N, S, C, H, W): velocities of the negative branch there
 
     def rows(self, index: Tensor) -> FlowTrace:
         return FlowTrace(
@@ -226,6 +228,7 @@ class FlowTrace:
             self.latents[index],
             self.means[index],
             self.clean[index],
+            None if self.negatives is None else self.negatives[index],
         )
 
     @staticmethod
@@ -233,12 +236,14 @@ class FlowTrace:
         """Pieces of one sampling call, in order."""
         import torch
 
+        negatives = [p.negatives for p in pieces if p.negatives is not None]
         return FlowTrace(
             pieces[0].context,
             torch.cat([p.row for p in pieces]),
             torch.cat([p.latents for p in pieces]),
             torch.cat([p.means for p in pieces]),
             torch.cat([p.clean for p in pieces]),
+            torch.cat(negatives) if len(negatives) == len(pieces) else None,
         )
 
 
@@ -328,6 +333,12 @@ class Rollout:
             None if self.greedy is None else self.greedy[index],
         )
 
+    def aged(self) -> Rollout:
+        """Without what only held for the weights it was drawn with."""
+        if not isinstance(self.trace, FlowTrace):
+            return self
+        return replace(self, trace=replace(self.trace, negatives=None))
+
     @staticmethod
     def join(one: Rollout, other: Rollout) -> Rollout:
         """Replies of two sampling calls; no group of one is a group of the other."""
@@ -405,6 +416,7 @@ class SampleSpec:
     weights: Which = "current"
     same_noise: bool = False  # a group starts from one noise; its first ODE steps are run once
     means: bool = False  # the trace keeps the means of the trained steps
+    apart: bool = False  # guidance's branches run one by one; the trace keeps the negative one
 
 
 @dataclass(frozen=True)

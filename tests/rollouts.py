@@ -18,9 +18,11 @@ SIZE = config.Model(path="", height=32, width=96)
 REWARDS = [0.1, 0.9, 0.4, 0.3, 0.3, 0.8]
 
 
-def rollout_of(model: FlowModel, algorithm: Algorithm, seed: int = 0) -> Rollout:
+def rollout_of(
+    model: FlowModel, algorithm: Algorithm, seed: int = 0, batch: int = 4, version: int = 0
+) -> Rollout:
     """2 prompts × 3 samples."""
-    sampler = DenoisingSampler(model, 4)
+    sampler = DenoisingSampler(model, batch)
     row = [0, 0, 0, 1, 1, 1]
     pieces = list(
         sampler.sample(
@@ -35,7 +37,7 @@ def rollout_of(model: FlowModel, algorithm: Algorithm, seed: int = 0) -> Rollout
         group=torch.tensor(row),
         trace=FlowTrace.concat([p.trace for p in pieces]),
         logp=torch.cat([p.logp for p in pieces]),
-        version=0,
+        version=version,
         scores=[Score(r, {"made-up": r}) for r in REWARDS],
         weights={"made-up": 1.0},
     )

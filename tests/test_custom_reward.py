@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import httpx
@@ -13,7 +12,7 @@ import pytest
 from gesso import cli
 from tests.rewards.servers import Misbehaving, Served
 from tests.rewards.test_judge import said
-from tests.test_examples import EXAMPLES, ROOT, TINY, gesso
+from tests.test_examples import EXAMPLES, ROOT, TINY, gesso_here
 
 PAGE = (ROOT / "docs" / "custom-reward.md").read_text(encoding="utf-8")
 FILES = {
@@ -49,15 +48,17 @@ def test_the_commands_of_the_page_parse() -> None:
 
 
 def test_a_function_and_a_class(tmp_path: Path) -> None:
-    gesso("train", "custom_reward.toml", *TINY, "--run", tmp_path / "run", "--quiet", cwd=EXAMPLES)
+    arguments = ("custom_reward.toml", *TINY, "--run", tmp_path / "run", "--quiet")
+    gesso_here("train", *arguments, cwd=EXAMPLES)
     row = last_row(tmp_path / "run")
     one, two = row["reward/custom_reward:contrast"], row["reward/custom_reward:LikeReference"]
     assert 0 < one <= 1 and 0 < two <= 1
     assert row["reward"] == pytest.approx(0.5 * one + two) and row["failed"] == 0
 
 
-def test_check_tries_them(tmp_path: Path) -> None:
-    told = gesso("check", "custom_reward.toml", "sampler.batch=4", *TINY, cwd=EXAMPLES)
+def test_check_tries_them(capsys: pytest.CaptureFixture[str]) -> None:
+    gesso_here("check", "custom_reward.toml", "sampler.batch=4", *TINY, cwd=EXAMPLES)
+    told = capsys.readouterr().out
     assert "all answered" in told and "custom_reward:LikeReference/colours" in told
 
 
@@ -70,7 +71,7 @@ def test_a_served_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         urls = f'reward.0.remote.urls=["{server.url}"]'
         folder = tmp_path / "run"
-        gesso("train", "served.toml", *TINY, urls, "--run", folder, "--quiet", cwd=EXAMPLES)
+        gesso_here("train", "served.toml", *TINY, urls, "--run", folder, "--quiet", cwd=EXAMPLES)
         row = last_row(folder)
         assert 0 < row["reward/like-reference"] <= 1 and row["failed"] == 0
         assert "s3cret" not in (folder / "config.toml").read_text()
@@ -91,7 +92,8 @@ def test_a_judge(tmp_path: Path) -> None:
     with Misbehaving([answers[0], *answers]) as server:
         settings = (f'reward.0.urls=["{server.url}/v1"]', "reward.0.model=any", "max_failed=0.5")
         folder = tmp_path / "run"
-        gesso("train", "judge.toml", *TINY, *settings, "--run", folder, "--quiet", cwd=EXAMPLES)
+        arguments = ("judge.toml", *TINY, *settings, "--run", folder, "--quiet")
+        gesso_here("train", *arguments, cwd=EXAMPLES)
         question = server.requests[0]["messages"][0]["content"][1]["text"]
     assert question.startswith("The picture was drawn for this prompt: a ")
     assert question.endswith("Grade: n\n")
@@ -107,7 +109,6 @@ def test_the_class_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     from gesso.types import Prompt, Sample
 
     monkeypatch.syspath_prepend(EXAMPLES)
-    sys.modules.pop("custom_reward", None)
     reward = base.load("custom_reward:LikeReference", {"path": str(EXAMPLES / "reference.png")})
     assert reward.unfit(Prompt("a cat")) == "is not about a sign"
     half = np.zeros((4, 6, 3), dtype=np.uint8)

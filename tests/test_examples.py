@@ -6,9 +6,12 @@ import inspect
 import json
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -37,7 +40,7 @@ def call(*command: str | Path, cwd: Path, **environment: str) -> str:
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -46,6 +49,25 @@ def call(*command: str | Path, cwd: Path, **environment: str) -> str:
 def gesso(*arguments: str | Path, cwd: Path, **environment: str) -> str:
     """The installed command, as users type it."""
     return call(Path(sys.executable).parent / "gesso", *arguments, cwd=cwd, **environment)
+
+
+@contextmanager
+def typed_in(folder: Path, *words: str | Path) -> Iterator[None]:
+    """This process as if these words had been typed in that folder: a new one spends five seconds
+    on imports. What is imported meanwhile is forgotten again, if it lies there."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", [*sys.path])
+        patch.setattr(sys, "argv", [str(word) for word in words])
+        yield
+    for name, module in [*sys.modules.items()]:
+        if Path(getattr(module, "__file__", None) or "/").parent == folder:
+            del sys.modules[name]
+
+
+def gesso_here(*arguments: str | Path, cwd: Path) -> None:
+    with typed_in(cwd, "gesso", *arguments):
+        assert cli.main() == 0
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +85,20 @@ def test_from_python(workplace: Path) -> None:
     assert (workplace / "runs" / "demo-001" / "report.html").is_file()
 
 
+def test_the_five_lines_of_the_readme(workplace: Path) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    (lines,) = (block for block in blocks if "gesso.load(" in block and "train" not in block)
+    assert len(lines.splitlines()) == 5
+    with typed_in(workplace, "readme"):
+        exec(compile(f"import gesso\n{lines}", "README.md", "exec"), {})
+    assert (workplace / "signs-rl" / "README.md").is_file()
+
+
 def test_a_full_fine_tune_in_plain_diffusers(workplace: Path) -> None:
-    run, folder = workplace / "runs" / "demo-001", workplace / "signs-rl"
+    run, folder = workplace / "runs" / "demo-001", workplace / "signs-plain"
     assert cli.main(["export", str(run), "--to", str(folder)]) == 0
-    call(sys.executable, EXAMPLES / "plain_diffusers.py", "signs-rl", cwd=workplace)
+    call(sys.executable, EXAMPLES / "plain_diffusers.py", "signs-plain", cwd=workplace)
     assert (workplace / "plain.png").is_file()
 
 
@@ -90,7 +122,8 @@ def test_a_lora_in_plain_diffusers(
     monkeypatch.syspath_prepend(EXAMPLES)
     assert cli.main(["export", str(my_run), "--to", str(tmp_path / "lora")]) == 0
     base, script = ROOT / "gesso" / "zoo" / "signs", EXAMPLES / "plain_diffusers.py"
-    call(sys.executable, script, "lora", base, cwd=tmp_path)
+    with typed_in(tmp_path, script, "lora", base):
+        runpy.run_path(str(script), run_name="__main__")
     assert (tmp_path / "plain.png").is_file()
 
 
@@ -153,6 +186,7 @@ def sections() -> dict[str, type[BaseModel]]:
         "`sampler.vllm`": config.Vllm,
         "`eval`": config.Eval,
         "`save`": config.Save,
+        "`tracker`": config.Tracker,
     }
 
 
@@ -367,7 +401,7 @@ def test_commands_of_the_guide_parse(command: str) -> None:
 
 def test_the_guide_shows_every_action() -> None:
     assert {command.split()[1] for command in commands()} == {
-        "train", "check", "recipes", "sample", "export", "serve-reward", "data",
+        "train", "check", "recipes", "sample", "eval", "export", "serve-reward", "data",
     }  # fmt: skip
 
 

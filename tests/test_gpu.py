@@ -56,6 +56,31 @@ def test_replay_meets_sampling(recipe_data: dict, dtype: str, lora: dict | None)
     assert {p.dtype for p in learner.policy.trained.values()} == {torch.float32}
 
 
+@pytest.mark.parametrize("gradient", ["both", "conditional"])
+def test_compiled_and_folded_the_ratio_is_one(
+    recipe_data: dict, tmp_path: Path, gradient: str
+) -> None:
+    """Sampling and training run one graph with one matrix: log-probs agree to the bit, and nothing
+    is compiled after the first iteration."""
+    recipe_data["model"] |= {
+        "path": str(pipelines.build("sd35", tmp_path / "pipeline")), "height": 24, "width": 16,
+        "text_length": 16, "device": "cuda", "dtype": "bfloat16", "lora": {"rank": 4, "alpha": 8},
+        "compile": True, "fold": True,
+    }  # fmt: skip
+    recipe_data["algorithm"] |= {"guidance": 4.5, "guidance_gradient": gradient, "beta": 0.04}
+    recipe_data["sampler"], recipe_data["learner"] = {"batch": 6}, {"micro_batch": 6}
+    model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
+    gaps = []
+    for step in range(3):
+        if step:
+            torch.compiler.set_stance("fail_on_recompile")
+        metrics = learner.update(rollout_of(model, algorithm, step, 6, version=step), step)
+        gaps.append(metrics["update/first_abs_dlogp_max"])
+    torch.compiler.set_stance("default")
+    print(f"replay gaps compiled, {gradient}: {gaps}")
+    assert gaps == [0.0] * 3 and metrics["update/skipped"] == 0
+
+
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 @pytest.mark.parametrize(
     "name",
@@ -82,3 +107,72 @@ def test_four_bits(name: str, recipe_data: dict, tmp_path: Path) -> None:
     assert "Linear4bit" in kinds
     trained.export(tmp_path / "lora")
     assert list((tmp_path / "lora").glob("*.safetensors"))
+
+
+# Models that write
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 4, 2, 8, 64), (5, 16, 2, 128, 576), (4, 6, 3, 20, 130)])
+def test_attention_of_one_token(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """The kernel against torch, from an empty past to a full slot; and what it writes."""
+    from gesso.models.tokens import kernels, stepping
+
+    n, heads, groups, width, capacity = shape
+    torch.manual_seed(0)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(*size, device="cuda", dtype=dtype)
+
+    query, key, value = random(n, heads, width), random(n, 2 * groups, width), random(n, 1, width)
+    key, value = key[:, groups:], value.expand(n, groups, width)  # parts of something larger
+    keys, values = random(n, groups, capacity, width), random(n, groups, capacity, width)
+    lengths = torch.linspace(0, capacity - 1, n, device="cuda").long()
+    own = keys.clone(), values.clone()
+    expected = stepping.attend(query, key, value, keys, values, lengths, 0.3)
+    found = kernels.one_token(query, key, value, *own, lengths, 0.3)
+    most = 1e-5 if dtype == torch.float32 else 2e-2
+    assert float((found - expected).abs().max()) <= most
+    assert torch.equal(own[0], keys) and torch.equal(own[1], values)
+
+
+def test_flash_attention_of_segments() -> None:
+    """All at once against one by one, with gradients; a reply of no tokens among them."""
+    from gesso.models.tokens import attention
+
+    trees = [[37, 5, 0, 130], [300], [12, 12, 12]]
+    tokens = sum(map(sum, trees))
+    torch.manual_seed(0)
+    inputs = [torch.randn(1, h, tokens, 64, device="cuda", requires_grad=True) for h in (8, 2, 2)]
+    weight = torch.randn(1, tokens, 8, 64, device="cuda")
+    one_by_one = attention._one_by_one(*inputs, trees, 0.125)
+    expected = torch.autograd.grad((one_by_one * weight).sum(), inputs)
+    half = [t.detach().bfloat16().requires_grad_() for t in inputs]
+    flat = attention.Flat.of(trees, torch.device("cuda"), torch.bfloat16)
+    at_once = attention._at_once(*half, flat, 0.125)
+    found = torch.autograd.grad((at_once * weight).sum(), half)
+    for a, b in zip((at_once, *found), (one_by_one, *expected), strict=True):
+        assert float((a.float() - b).norm() / b.norm()) <= 1e-2
+
+
+def test_nothing_is_compiled_after_the_first_iteration(tmp_path: Path) -> None:
+    """Two updates and two sampling calls of other prompts and lengths compile nothing new."""
+    from torch._dynamo.utils import counters
+
+    from gesso.config import Lora
+    from gesso.samplers.decode import DecodingSampler
+    from gesso.types import ReplySpec, TokenTrace
+    from tests import tokens
+    from tests.tokens import Tiny
+
+    tiny = Tiny("qwen2.5-vl", tokens.build("qwen2.5-vl", tmp_path / "model", 64))
+    model = tiny.model(device="cuda", dtype="bfloat16", lora=Lora(rank=4, alpha=8))
+    sampler = DecodingSampler(model, 6)
+    graphs = []
+    for row, seed in (([0, 0, 1, 1, 2, 2], 0), ([2, 1, 1, 1, 0, 2], 50), ([0, 0, 0, 0, 0, 1], 90)):
+        pieces = list(sampler.sample(tiny.prompts, row, range(seed, seed + 6), ReplySpec(16)))
+        trace = TokenTrace.concat([piece.trace for piece in pieces])
+        with model.policy.standing():
+            model.logp(trace, 1.0).logp.sum().backward()
+        graphs.append(counters["stats"]["unique_graphs"])
+    assert graphs[0] > 0 and graphs[1] == graphs[2]

@@ -532,7 +532,7 @@ def test_replay_that_disagrees_stops_the_run(
         run.resume(tmp_path / "run", quiet=True, steps=3)
     found = RunFolder.open(tmp_path / "run")
     assert found.latest() == 1 and len(found.rows()) == 2  # as it was before
-    assert notes(found.path)[-1] == str(told.value)
+    assert notes(found.path)[-1] == f"stopped: {told.value}"
 
 
 def test_a_clip_far_under_the_floor_is_a_warning(

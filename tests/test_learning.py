@@ -8,7 +8,7 @@ import pytest
 
 from gesso import run
 
-SHORT = ["eval.prompts=96", "eval.every=0", "eval.shown=0"]
+SHORT = ["eval.prompts=64", "eval.every=0", "eval.shown=0"]
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def control(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 def test_the_held_out_reward_rises_beyond_the_controls_spread(
     recipe: str, control: list[float], tmp_path: Path
 ) -> None:
-    rows = run.train(recipe, [*SHORT, "steps=12"], tmp_path / "run", quiet=True).rows()
+    rows = run.train(recipe, [*SHORT, "steps=8"], tmp_path / "run", quiet=True).rows()
     rise = rows[-1]["eval/reward"] - rows[0]["eval/reward"]
     spread = max(control) - min(control)
     assert rows[0]["eval/reward"] == pytest.approx(control[0])  # it starts from the same model
@@ -37,6 +37,7 @@ def test_the_held_out_reward_rises_beyond_the_controls_spread(
 
 @pytest.mark.slow
 def test_learning_rate_zero_learns_nothing(tmp_path: Path) -> None:
-    rows = run.train("demo", [*SHORT, "steps=2", "optimizer.lr=0.0"], tmp_path / "run", quiet=True)
+    few = ["steps=2", "data.groups=2", "eval.prompts=16", "optimizer.lr=0.0"]
+    rows = run.train("demo", [*SHORT, *few], tmp_path / "run", quiet=True)
     first, *_, last = rows.rows()
     assert first["eval/reward"] == last["eval/reward"]

@@ -445,6 +445,7 @@ DAPO: Settings = {
     "algorithm.surrogate.high": 0.28,
     "algorithm.surrogate.dual": 10.0,
     "algorithm.advantage.drop_flat": True,
+    "algorithm.advantage.flat_by": "math",
     "algorithm.refills": 29,
 }
 WRITERS: Mapping[str, Settings] = {

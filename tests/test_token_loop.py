@@ -24,7 +24,7 @@ from tests.token_rewards import early
 from tests.tokens import Tiny, padded_logp, trace_of
 
 REWARDS = "tests.token_rewards"
-NOT_REPEATED = ("time/", "samples_per_s", "cached")  # a sitting remembers its own scores
+NOT_REPEATED = ("time/", "memory/", "samples_per_s", "cached")  # a sitting remembers its own scores
 LORA = {"rank": 4, "alpha": 12}
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight")
 QUESTIONS = [f"question {word}?" for word in NUMBERS]
@@ -405,11 +405,11 @@ def test_prompts_that_are_too_long_are_left_out_and_told(
     data = data_of(text, {"name": "grpo"}, model={"max_prompt": 40}, data={"train": str(asked)})
     go(data, tmp_path / "run")
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert f"1 of 4 prompts of {asked} are too long and are skipped; the first is" in log
+    assert f"1 of 4 prompts of {asked} do not fit the model and are skipped; the first is" in log
     assert "tokens, more than model.max_prompt = 40" in log
     assert {s.prompt.text for r in trained_on for s in r.samples} == {"one?", "two?", "three?"}
     data["model"]["max_prompt"] = 5
-    with pytest.raises(UserError, match=r"no prompt of .* is left: all are too long"):
+    with pytest.raises(UserError, match=r"no prompt of .* is left: all do not fit the model"):
         go(data, tmp_path / "none")
 
 

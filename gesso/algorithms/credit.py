@@ -34,6 +34,7 @@ class Credit(Strict):
     gamma: float = Field(1.0, gt=0, le=1)
     whiten: bool = False  # over all tokens of the batch
     drop_flat: bool = False  # groups without spread leave the batch and its denominator
+    flat_by: str | None = None  # the reward whose spread counts for that; None: the whole
 
     @model_validator(mode="after")
     def _possible(self) -> Credit:
@@ -41,6 +42,8 @@ class Credit(Strict):
             raise ValueError(f'std = "{self.std}" goes with baseline = "mean"; use std = "one"')
         if self.combine == "gdpo" and (self.baseline, self.std) != ("mean", "group"):
             raise ValueError('combine = "gdpo" has baseline = "mean" and std = "group"')
+        if self.flat_by is not None and not self.drop_flat:
+            raise ValueError("flat_by says which groups drop_flat drops; set drop_flat = true")
         if self.gamma != 1 and self.per == "reply":
             raise ValueError('gamma discounts from token to token; it needs per = "token"')
         return self
@@ -83,4 +86,7 @@ class Credit(Strict):
         if not self.drop_flat:
             return torch.arange(len(rollout.samples))
         rewards = rollout.components if self.combine == "gdpo" else rollout.rewards[:, None]
+        if self.flat_by is not None:
+            place = list(rollout.weights).index(self.flat_by)
+            rewards = rollout.components[:, place : place + 1]
         return adv.with_spread(rewards, rollout.group, multiple)

@@ -47,6 +47,7 @@ class StepTerms(FlowTerms):
     x: Tensor  # (T, C, H, W)
     x_next: Tensor  # (T, C, H, W)
     old_mean: Tensor  # (T, C, H, W) where the surrogate asks for it, else empty
+    negative: Tensor  # (T, C, H, W): that branch's velocity where it is known, else empty
     sigma: Tensor  # (T,)
     sigma_next: Tensor  # (T,)
     old_logp: Tensor  # (T,)
@@ -121,6 +122,7 @@ class FlowGRPO(FlowAlgorithm):
             guidance=self.guidance,
             same_noise=self.same_noise,
             means=self.keeps_means,
+            apart=self.guidance_gradient == "conditional",
         )
 
     def terms(self, rollout: Rollout, prepared: Prepared, generator: torch.Generator) -> StepTerms:
@@ -128,7 +130,7 @@ class FlowGRPO(FlowAlgorithm):
         if self.beta == 0:  # without a KL term a sample whose advantage is 0 has no gradient
             moved = advantages.nonzero()[:, 0]
             rollout, advantages = rollout.rows(moved), advantages[moved]
-        trace = rollout.paths
+        trace, known = rollout.paths, rollout.paths.negatives
         n, s = rollout.logp.shape
         trained = torch.tensor(trace.context.trained, device=trace.row.device)
         sigmas = trace.context.sigmas
@@ -140,6 +142,7 @@ class FlowGRPO(FlowAlgorithm):
             x=x,
             x_next=trace.latents[:, 1:].flatten(0, 1),
             old_mean=trace.means.flatten(0, 1) if self.keeps_means else x.new_empty(len(x), 0),
+            negative=x.new_empty(len(x), 0) if known is None else known.flatten(0, 1),
             sigma=sigmas[trained].repeat(n),
             sigma_next=sigmas[trained + 1].repeat(n),
             old_logp=rollout.logp.flatten(),
@@ -174,16 +177,22 @@ class FlowGRPO(FlowAlgorithm):
         self, model: FlowModel, terms: StepTerms, weights: Which
     ) -> flow_steps.Transition:
         context = terms.context
-        v = guided(
-            model,
-            terms.x,
-            terms.sigma,
-            context.cond.rows(terms.row),
-            context.negative.rows(terms.row) if context.negative else None,
-            self.guidance,
-            weights,
-            self.guidance_gradient,
-        )
+        cond = context.cond.rows(terms.row)
+        if weights == "current" and terms.negative.numel():  # not differentiated: as it was drawn
+            v = model.guide(
+                terms.negative, model.velocity(terms.x, terms.sigma, cond), self.guidance
+            )
+        else:
+            v = guided(
+                model,
+                terms.x,
+                terms.sigma,
+                cond,
+                context.negative.rows(terms.row) if context.negative else None,
+                self.guidance,
+                weights,
+                self.guidance_gradient,
+            )
         return flow_steps.transition(
             self.rule, terms.x, v, terms.sigma, terms.sigma_next, context.sigmas[1], self.noise
         )

@@ -21,7 +21,7 @@ from gesso.formulas import kl, objectives
 from gesso.formulas.aggregation import Mode, token_weights
 from gesso.models.policy import Policy
 from gesso.models.tokens.base import TokenModel
-from gesso.models.tokens.packing import pack
+from gesso.models.tokens.packing import pack_replies
 from gesso.types import ReplySpec, Rollout, TokenTrace, Which
 
 
@@ -89,6 +89,7 @@ class Known(Prepared):
 
     old: Tensor  # (N, S) log-probs of the policy that the ratio is taken to
     importance: Tensor  # (N, S) weights where the sampler was another engine
+    gap: Tensor  # (N, S) |log-prob of the learner − that of the sampler|, in the same place
     reference: Tensor  # (N, S) log-probs
     values: Tensor  # (N, S) of the critic
     returns: Tensor  # (N, S)
@@ -116,10 +117,11 @@ class ReplyTerms(Terms):
 
 
 def batches(trace: TokenTrace, budget: int) -> list[Tensor]:
-    """Rows that fit into one pass of so many tokens, prompts included."""
-    prompts = torch.tensor([len(p) for p in trace.prompts])
-    lengths = prompts[trace.row.cpu()] + trace.mask.sum(1).cpu()
-    return [torch.tensor(part) for part in pack(lengths.tolist(), budget)]
+    """Rows that fit into one pass of so many tokens, prompts included, each once."""
+    prompts = [len(prompt) for prompt in trace.prompts]
+    replies = trace.mask.sum(1).tolist()
+    parts = pack_replies(prompts, trace.row.tolist(), replies, budget)
+    return [torch.tensor(part) for part in parts]
 
 
 class ReplyAlgorithm(Strict):
@@ -186,17 +188,18 @@ class ReplyAlgorithm(Strict):
     def prepare(self, model: TokenModel, rollout: Rollout, settings: config.Learner) -> Known:
         drawn = rollout.logp
         none = drawn.new_empty(len(drawn), 0)
-        old, importance = drawn, none
+        old, importance, gap = drawn, none, none
         if self.importance_cap is not None:
             old = self._score(model, rollout, "current", settings)
             importance = objectives.importance(old, drawn, self.importance_cap)
+            gap = (old - drawn).abs()
         reference = self._score(model, rollout, "reference", settings) if self.kl else none
         penalty = None
         if self.kl and self.kl.place == "reward":
             penalty = self.kl.beta * kl.estimate(old, reference, self.kl.estimator)
             penalty = torch.where(rollout.mask, penalty, 0.0)
         advantages, values, returns = self.estimate(model, rollout, penalty, settings)
-        return Known(advantages, old, importance, reference, values, returns)
+        return Known(advantages, old, importance, gap, reference, values, returns)
 
     def estimate(
         self, model: TokenModel, rollout: Rollout, penalty: Tensor | None, settings: config.Learner
@@ -241,7 +244,7 @@ class ReplyAlgorithm(Strict):
             if self.kl.place == "loss":
                 each = each + self.kl.beta * distance
         if self.importance_cap is not None:
-            stats["importance"] = known.importance[mask]
+            stats |= {"importance": known.importance[mask], "sampler_gap": known.gap[mask]}
         loss = (terms.weights * each).sum(1)
         return TermLosses(loss + self.further(model, terms, stats), stats)
 

@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -20,6 +20,7 @@ from gesso.config import Recipe
 from gesso.data.prompts import Stream
 from gesso.rewards.service import RewardService, Scored
 from gesso.samplers.base import Piece, Sampler
+from gesso.track.progress import SILENT, Progress
 from gesso.types import (
     Prompt,
     ReplySpec,
@@ -54,10 +55,13 @@ class Pending:
     weights: Mapping[str, float]
     started: float
     drawn: float
+    progress: Progress
+    use: str  # what it is drawn for
     greedy: Pending | None = None  # one greedy sample of each group, to compare with
 
     def result(self) -> tuple[Rollout, Timing]:
         waiting = time.perf_counter()
+        self._wait()
         scored = [future.result() for future in self.futures]
         done = time.perf_counter()
         first, last = min(s.started for s in scored), max(s.ended for s in scored)
@@ -80,6 +84,13 @@ class Pending:
         if index.diff().lt(0).any():  # finished in another order than asked for
             rollout = rollout.rows(index.argsort())
         return self._compared(rollout), timing
+
+    def _wait(self) -> None:
+        """Until all scores are there, telling of each piece as it comes."""
+        sizes = {f: len(p.samples) for f, p in zip(self.futures, self.pieces, strict=True)}
+        self.progress.phase(f"scoring {self.use}", sum(sizes.values()))
+        for future in as_completed(sizes):
+            self.progress.advance(sizes[future])
 
     def _compared(self, rollout: Rollout) -> Rollout:
         """Each sample beside the greedy one of its group. Where that has no score, it has none."""
@@ -107,12 +118,14 @@ class Local:
         sampler: Sampler,
         rewards: RewardService,
         stream: Stream,
+        progress: Progress = SILENT,
     ) -> None:
         self.recipe = recipe
         self.algorithm = algorithm
         self.sampler = sampler
         self.rewards = rewards
         self.stream = stream
+        self.progress = progress
 
     def collect(self, step: int) -> Pending:
         """Batch `step` as the recipe sizes it."""
@@ -122,25 +135,34 @@ class Local:
         """So many groups more for batch `step`, of prompts from a stream of their own."""
         stream = Stream(self.stream.parts, seed_of(self.recipe.seed, "refill", attempt))
         prompts = stream.batch(step, self.recipe.data.groups)[:groups]
-        return self._batch(prompts, step, self.algorithm.group, ("refill", attempt))
+        what = f"{groups} groups more"
+        return self._batch(prompts, step, self.algorithm.group, ("refill", attempt), what)
 
     def draw(self, step: int, groups: int, group: int) -> Pending:
         """Draw `groups` prompts of batch `step`, `group` samples each, with the sampler's weights.
         Every finished piece goes to the rewards at once: scoring overlaps with drawing."""
-        return self._batch(self.stream.batch(step, groups), step, group, ("sample",))
+        what = f"batch {step + 1}"
+        return self._batch(self.stream.batch(step, groups), step, group, ("sample",), what)
 
     def _batch(
-        self, prompts: Sequence[Prompt], step: int, group: int, use: tuple[str | int, ...]
+        self,
+        prompts: Sequence[Prompt],
+        step: int,
+        group: int,
+        use: tuple[str | int, ...],
+        what: str,
     ) -> Pending:
         seed = self.recipe.seed
         row = [i for i in range(len(prompts)) for _ in range(group)]
         seeds = [seed_of(seed, *use, step, i) for i in range(len(row))]
         spec = self.algorithm.spec(step, seed_of(seed, "spec", step), self.recipe.model)
-        batch = self._stream(prompts, row, seeds, spec)
+        batch = self._stream(prompts, row, seeds, spec, what)
         if not self.algorithm.greedy:
             return batch
         each = list(range(len(prompts)))
-        greedy = self._stream(prompts, each, [0] * len(each), self.algorithm.greedy_spec())
+        greedy = self._stream(
+            prompts, each, [0] * len(each), self.algorithm.greedy_spec(), f"{what}, greedy"
+        )
         return replace(batch, greedy=greedy)
 
     def evaluate(
@@ -150,7 +172,8 @@ class Local:
         spec = self.algorithm.eval_spec(self.recipe.eval, self.recipe.model, weights)
         row = list(range(len(prompts)))
         seeds = [seed_of(self.recipe.seed, "eval", i) for i in row]
-        rollout, _ = self._stream(prompts, row, seeds, spec, held_out=True).result()
+        drawn = self._stream(prompts, row, seeds, spec, "the evaluation", held_out=True)
+        rollout, _ = drawn.result()
         return list(rollout.samples), list(rollout.scores)
 
     def _stream(
@@ -159,18 +182,39 @@ class Local:
         row: Sequence[int],
         seeds: Sequence[int],
         spec: SampleSpec | ReplySpec,
+        what: str,
         held_out: bool = False,
     ) -> Pending:
+        self.progress.phase(f"sampling {what}", len(row))
         started = time.perf_counter()
         pieces, futures = [], []
         with self._cores_shared():
             for piece in self.sampler.sample(prompts, row, seeds, spec):
                 pieces.append(piece)
                 futures.append(self.rewards.submit(piece.samples, held_out))
+                self.progress.advance(len(piece.samples))
         drawn = time.perf_counter()
         group = torch.tensor(row)
         weights = {entry.name: entry.weight for entry in self.recipe.reward}
-        return Pending(pieces, futures, group, self.sampler.version, weights, started, drawn)
+        version = self.sampler.version
+        return Pending(
+            pieces, futures, group, version, weights, started, drawn, self.progress, what
+        )
+
+    def memory(self) -> float:
+        """GB (10⁹ bytes): the most that tensors took of a GPU since this was asked last; on a CPU
+        the most that this process ever had; not a number where nobody can tell."""
+        device = self.sampler.model.device
+        if device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            return peak / 1e9
+        if sys.platform == "win32":
+            return math.nan  # there is no way to ask without another package
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak * (1 if sys.platform == "darwin" else 1024) / 1e9  # bytes there, KiB elsewhere
 
     @contextmanager
     def _cores_shared(self) -> Iterator[None]:

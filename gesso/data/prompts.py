@@ -9,7 +9,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
@@ -36,6 +36,7 @@ class Loaded:
     train: Sequence[Part]
     held_out: Sequence[Prompt]  # the sets in turn, so that the first few hold some of each
     notes: Sequence[str]  # to be told before the run
+    left_out: Sequence[str] = ()  # "file:line: why" of every row that is not among them
 
 
 Unfit = Callable[[Prompt], str | None]
@@ -43,19 +44,44 @@ Unfit = Callable[[Prompt], str | None]
 
 
 def load(data: Data, unfit: Unfit, unfit_held_out: Unfit) -> Loaded:
-    notes: list[str | None] = []
+    told = Told()
     form = Form.of(data)
+    train = [Part(_scored(source, form, unfit, told), source.weight) for source in data.train]
+    held_out, others = from_sources(data.eval, form, unfit_held_out)
+    told.add(others)
+    told.say(overlap([p for part in train for p in part.prompts], held_out))
+    return Loaded(train, held_out, told.notes, told.left_out)
 
-    def prompts_of(source: Source, unfit: Unfit) -> list[Prompt]:
-        read_ones, left_out = usable(read(source, form), source.path)
-        kept, unscored = fit(read_ones, unfit, source.path)
-        notes.extend([left_out, unscored])
-        return kept
 
-    train = [Part(prompts_of(source, unfit), source.weight) for source in data.train]
-    held_out = in_turn([prompts_of(source, unfit_held_out) for source in data.eval])
-    notes.append(overlap([p for part in train for p in part.prompts], held_out))
-    return Loaded(train, held_out, [note for note in dict.fromkeys(notes) if note])
+@dataclass(frozen=True)
+class Told:
+    """What there is to say about data, collected while it is read."""
+
+    notes: list[str] = field(default_factory=list)  # sentences, each once
+    left_out: list[str] = field(default_factory=list)  # rows, each with its reason
+
+    def say(self, note: str | None) -> None:
+        if note and note not in self.notes:
+            self.notes.append(note)
+
+    def add(self, other: Told) -> None:
+        for note in other.notes:
+            self.say(note)
+        self.left_out.extend(other.left_out)
+
+
+def from_sources(sources: Sequence[Source], form: Form, unfit: Unfit) -> tuple[list[Prompt], Told]:
+    """The prompts of several sets in turn that can be scored, and what is to tell of the others."""
+    told = Told()
+    return in_turn([_scored(source, form, unfit, told) for source in sources]), told
+
+
+def _scored(source: Source, form: Form, unfit: Unfit, told: Told) -> list[Prompt]:
+    reading = read(source, form)
+    read_ones, note = usable(reading, source.path)
+    told.say(note)
+    told.left_out.extend(reading.left_out)
+    return fit(read_ones, unfit, source.path, told)
 
 
 def usable(reading: Reading, path: str) -> tuple[list[Prompt], str | None]:
@@ -71,21 +97,20 @@ def usable(reading: Reading, path: str) -> tuple[list[Prompt], str | None]:
 
 def without(loaded: Loaded, unfit: Unfit, data: Data, why: str) -> Loaded:
     """The data without the prompts for which there is a reason; and told."""
-    notes: list[str | None] = [*loaded.notes]
-    train = []
-    for part, source in zip(loaded.train, data.train, strict=True):
-        kept, note = fit(part.prompts, unfit, source.path, why)
-        train.append(Part(kept, part.weight))
-        notes.append(note)
+    told = Told([*loaded.notes], [*loaded.left_out])
+    train = [
+        Part(fit(part.prompts, unfit, source.path, told, why), part.weight)
+        for part, source in zip(loaded.train, data.train, strict=True)
+    ]
     path = " and ".join(source.path for source in data.eval)
-    held_out, note = fit(loaded.held_out, unfit, path, why)
-    notes.append(note)
-    return Loaded(train, held_out, [note for note in dict.fromkeys(notes) if note])
+    held_out = fit(loaded.held_out, unfit, path, told, why)
+    return Loaded(train, held_out, told.notes, told.left_out)
 
 
-def ask(text: str, images: Sequence[str | Path], data: Data) -> Prompt:
-    """A person's question, formed as the rows of the data are."""
-    row = {"prompt": text} | ({"images": [str(image) for image in images]} if images else {})
+def ask(text: str, images: Sequence[str | Path | bytes], data: Data) -> Prompt:
+    """A person's question, formed as the rows of the data are; a picture is a file or its bytes."""
+    given = [image if isinstance(image, bytes) else str(image) for image in images]
+    row = {"prompt": text} | ({"images": given} if given else {})
     where = "the prompt"
     try:
         made = prompt_of(row, where, Source(path=where), None, Form.of(data))
@@ -98,19 +123,20 @@ def ask(text: str, images: Sequence[str | Path], data: Data) -> Prompt:
 
 
 def fit(
-    prompts: Sequence[Prompt], unfit: Unfit, path: str, why: str = "cannot be scored"
-) -> tuple[list[Prompt], str | None]:
-    """The prompts the rewards can score, and a sentence about those they cannot."""
+    prompts: Sequence[Prompt], unfit: Unfit, path: str, told: Told, why: str = "cannot be scored"
+) -> list[Prompt]:
+    """The prompts the rewards can score; about the others there is something to tell."""
     asked = [(p, unfit(p)) for p in prompts]
     kept = [p for p, reason in asked if not reason]
     if len(kept) == len(prompts):
-        return kept, None
-    first, reason = next((p, reason) for p, reason in asked if reason)
-    example = f"the first is {first.where}: {reason}: {first.text[:60]}"
+        return kept
+    refused = [f"{p.where}: {reason}: {p.text[:60]}" for p, reason in asked if reason]
+    example = f"the first is {refused[0]}"
     if not kept:
         raise UserError(f"no prompt of {path} is left: all {why}; {example}")
-    left_out = len(prompts) - len(kept)
-    return kept, f"{left_out} of {len(prompts)} prompts of {path} {why} and are skipped; {example}"
+    told.say(f"{len(refused)} of {len(prompts)} prompts of {path} {why} and are skipped; {example}")
+    told.left_out.extend(refused)
+    return kept
 
 
 def in_turn(sets: Sequence[Sequence[Prompt]]) -> list[Prompt]:

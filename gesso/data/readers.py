@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from gesso.data.rows import Row, prompt_of
 from gesso.types import Prompt, UserError
 
 HUB = "hub:"
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")  # as owner/name@split
 FILES = (".txt", ".jsonl", ".json", ".parquet")
 BATCH = 256  # rows of a table at a time
 
@@ -83,7 +85,8 @@ def _locate(path: str) -> tuple[Path, str]:
         folder, _, split = path.rpartition("@")
         place = resolve_path(folder)
     if not place.exists():
-        raise UserError(f"prompt file {path}: no such file")
+        hint = f'; a dataset of the hub is "{HUB}{path}"' if HUB_NAME.fullmatch(path) else ""
+        raise UserError(f"prompt file {path}: no such file{hint}")
     if place.is_file() and split not in ("", "train"):
         raise UserError(
             f"prompt file {path}: {place.name} is one file, which is @train or nothing; "

@@ -18,7 +18,7 @@ from typing import Any
 
 from gesso.config import Source
 from gesso.data import chat
-from gesso.data.pictures import pictures, short
+from gesso.data.pictures import Unsound, pictures, short
 from gesso.types import Prompt, UserError
 
 PROMPTS = ("prompt", "problem", "message", "messages", "question")  # looked for in this order
@@ -37,7 +37,7 @@ def prompt_of(
     asked, negative = rest.pop(column), rest.pop("negative_prompt", None) or ""
     attached = _attached(rest, where, source)
     if not _may_be_asked(asked):
-        raise UserError(f'{where}: expected text as "{column}", got {short(asked)}')
+        raise Unsound(f'expected text as "{column}", got {short(asked)}')
     if not isinstance(negative, str):
         raise UserError(f'{where}: expected text as "negative_prompt", got {short(negative)}')
     columns = {key: _plain(value, key, where) for key, value in rest.items()}

@@ -40,7 +40,7 @@ from gesso.health.rows import (
     then_and_now,
 )
 
-__all__ = ["CHECKS", "Facts", "Health", "Symptom", "self_test", "under_floor"]
+__all__ = ["CHECKS", "SERIOUS", "Facts", "Health", "Symptom", "self_test", "under_floor"]
 
 AWAY = 20  # rows a warning must have been gone for before it is told again
 FLAT = 0.5  # of the groups: beyond it most of the sampling is for nothing
@@ -196,6 +196,11 @@ CHECKS: dict[str, Callable[[Sequence[Row], Facts], str | None]] = {
     "kl-explodes": kl_explodes,
     "sampler-mismatch": sampler_mismatch,
 }
+
+# Kinds after which the figures of a run mean something else than they say, or it is breaking down.
+SERIOUS = frozenset(
+    {"ratio-not-one", "sampler-mismatch", "reward-hacking", "entropy-collapse", "kl-explodes"}
+)
 
 
 class Health:

@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, variance
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from gesso.algorithms.base import Algorithm
-from gesso.algorithms.replies import ReplyAlgorithm
 from gesso.config import Recipe
+
+if TYPE_CHECKING:
+    from gesso.algorithms.base import Algorithm
 
 Row = Mapping[str, Any]
 
@@ -47,6 +48,8 @@ class Facts:
         """Watched are the total, every reward that does not count against it (a weight of 0 is one
         that is only looked at), and its share of exact answers. What another detail of a reward
         should do, nobody has said."""
+        from gesso.algorithms.replies import ReplyAlgorithm
+
         entries = recipe.eval_reward or recipe.reward
         parts = [f"eval/{entry.name}" for entry in entries if entry.weight >= 0]
         replies = algorithm if isinstance(algorithm, ReplyAlgorithm) else None

@@ -20,7 +20,10 @@ from gesso.algorithms.base import Algorithm, Terms
 from gesso.formulas import advantages as adv
 from gesso.formulas import averages
 from gesso.models.policy import Policy
+from gesso.track.progress import SILENT, Progress
 from gesso.types import Rollout, Weights, seed_of
+
+FARTHEST = {"abs_dlogp", "sampler_gap"}  # of these the greatest is told beside the mean
 
 
 class Trainable(Protocol):
@@ -45,6 +48,7 @@ class Learner:
         settings: config.Learner,
         seed: int,
         beside: Beside | None = None,
+        progress: Progress = SILENT,
     ) -> None:
         self.model = model
         self.policy = model.policy
@@ -53,6 +57,7 @@ class Learner:
         self.schedule = optimizer
         self.seed = seed
         self.beside = beside
+        self.progress = progress
         groups: list[dict[str, Any]] = [{"params": list(self.policy.trained.values())}]
         self._rates = [optimizer.lr]
         if beside is not None:
@@ -67,6 +72,7 @@ class Learner:
             fused=True,
         )
         self.optimizer_steps = 0
+        self.credit = torch.empty(0)  # (N,) advantages of the rollout last learned from
         for copy in sorted(algorithm.needs):
             self.policy.keep(copy)
         if settings.ema:
@@ -79,16 +85,22 @@ class Learner:
         """All optimizer steps of iteration `step` (from 0). Every sample must have a score."""
         started = time.perf_counter()
         generator = torch.Generator().manual_seed(seed_of(self.seed, "update", step))
+        self.progress.phase("preparing the update")
         prepared = self.algorithm.prepare(self.model, rollout, self.settings)
         advantages = prepared.advantages
+        self.credit = _a_sample(advantages, rollout)
         inside = advantages if advantages.ndim == 1 else advantages[rollout.mask]
         kept = self.algorithm.advantage.kept(rollout, self.algorithm.updates)
+        passes = self.algorithm.epochs * self.algorithm.terms_a_sample
+        self.progress.phase("updating", len(kept) * passes)
         stats: dict[str, list[Tensor]] = defaultdict(list)
         norms: list[float] = []
         skipped = 0
         first: dict[str, float] = {}  # before the first optimizer step
+        fresh = rollout.version == step  # drawn with the weights as they are
         for rows in self._mini_batches(kept, generator):
-            terms = self.algorithm.terms(rollout.rows(rows), prepared.rows(rows), generator)
+            drawn = rollout.rows(rows) if fresh else rollout.rows(rows).aged()
+            terms = self.algorithm.terms(drawn, prepared.rows(rows), generator)
             norm = self._accumulate(terms, stats)
             if "abs_dlogp" in stats and not first:
                 first["first_abs_dlogp_max"] = float(torch.cat(stats["abs_dlogp"]).max())
@@ -98,12 +110,14 @@ class Learner:
             else:
                 norms.append(norm)
                 self._step()
+                fresh = False
         self.optimizer.zero_grad(set_to_none=True)
         self.algorithm.finish(self.policy, step)
         norms += [] if len(kept) else [0.0]  # no group has any spread: nothing to learn from
         metrics = {f"update/{name}": float(torch.cat(v).mean()) for name, v in stats.items()}
+        for name in FARTHEST & stats.keys():
+            metrics[f"update/{name}_max"] = float(torch.cat(stats[name]).max())
         if first:
-            metrics["update/abs_dlogp_max"] = float(torch.cat(stats["abs_dlogp"]).max())
             metrics |= {f"update/{name}": value for name, value in first.items()}
         return metrics | {
             "update/grad_norm": sum(norms) / len(norms) if norms else float("nan"),
@@ -126,14 +140,17 @@ class Learner:
         """Gradient of the mini-batch's mean loss into .grad; its norm, or None when the loss or
         the gradient is not finite: such a step is not taken."""
         self.optimizer.zero_grad(set_to_none=True)
-        finite = True
-        for part in terms.micro(self.settings):
-            result = self.algorithm.loss(self.model, part)
-            total = result.loss.sum() / terms.total
-            finite = finite and bool(torch.isfinite(total))
-            total.backward()
-            for name, value in result.stats.items():
-                stats[name].append(value)
+        losses = []  # looked at when all is done: a look waits for the device
+        with self.policy.standing():
+            for part in terms.micro(self.settings):
+                result = self.algorithm.loss(self.model, part)
+                total = result.loss.sum() / terms.total
+                losses.append(total.detach())
+                total.backward()
+                for name, value in result.stats.items():
+                    stats[name].append(value)
+                self.progress.advance(len(part))
+        finite = not losses or bool(torch.stack(losses).isfinite().all())
         norms = [
             float(torch.nn.utils.clip_grad_norm_(group["params"], self.schedule.max_norm))
             for group in self.optimizer.param_groups
@@ -188,3 +205,11 @@ class Learner:
                 if (key := table.removeprefix("adam.")) != table and name in tensors
             }
         self.optimizer_steps = int(state["optimizer_steps"])
+
+
+def _a_sample(advantages: Tensor, rollout: Rollout) -> Tensor:
+    """(N,), on the CPU: of advantages (N, S) a token, the mean over each reply."""
+    if advantages.ndim == 2:
+        mask = rollout.mask.to(advantages)
+        advantages = (advantages * mask).sum(1) / mask.sum(1).clamp(min=1)
+    return advantages.detach().float().cpu()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gesso.algorithms.base import Algorithm, Prepared
 from gesso.config import Recipe
 from gesso.memory.meta import Load, nbytes, tensors_of
-from gesso.models.flow.base import guided
+from gesso.models.flow.base import Gradient, guided
 from gesso.models.flow.pipeline import PipelineModel, quiet
 from gesso.types import FlowContext, FlowTrace, Rollout, SampleSpec
 
@@ -55,6 +55,7 @@ def _stored(model: Any, spec: SampleSpec, samples: int) -> int:
     c, h, w = model.latent_shape(spec.height, spec.width)
     steps = len(spec.trained)
     tensors = 1 + (steps + 1 if steps else 0) + (steps if spec.means else 0)
+    tensors += steps if spec.apart and spec.guidance > 1 and model.guidance == "negative" else 0
     return samples * tensors * c * h * w * 4
 
 
@@ -75,7 +76,8 @@ def _works(model: Any, algorithm: Algorithm, recipe: Recipe) -> dict[str, Callab
     def draw() -> object:
         cond = context.cond.rows(trace.row)
         negative = context.negative.rows(trace.row) if context.negative else None
-        return guided(model, trace.clean, sigma, cond, negative, spec.guidance)
+        gradient: Gradient = "conditional" if spec.apart else "both"
+        return guided(model, trace.clean, sigma, cond, negative, spec.guidance, gradient=gradient)
 
     @torch.no_grad()
     def decode() -> object:

@@ -23,7 +23,8 @@ from gesso.memory.meta import Load, nbytes, tensors_of
 from gesso.models.tokens.critic import Critic
 from gesso.models.tokens.transformer import TransformerModel
 from gesso.models.tokens.vision_language import TOWER, VisionLanguage
-from gesso.samplers.decode import READ_AT_ONCE, inverse_cdf
+from gesso.samplers.decode import READ_AT_ONCE
+from gesso.samplers.drawing import inverse_cdf
 from gesso.samplers.slots import SlotCache
 from gesso.types import TokenPrompt, TokenTrace
 
@@ -78,7 +79,13 @@ Work = Callable[[], object]
 
 def _update(model: TransformerModel, algorithm: ReplyAlgorithm, recipe: Recipe) -> Work:
     terms = _terms(model, algorithm, recipe)
-    return lambda: algorithm.loss(model, terms).loss.sum().backward()
+
+    def update() -> object:
+        folded = _folded(model, recipe)
+        algorithm.loss(model, terms).loss.sum().backward()
+        return folded
+
+    return update
 
 
 def _works(
@@ -92,7 +99,7 @@ def _works(
         @torch.no_grad()
         def see() -> object:
             with model.precision():
-                return _look(model, prompt.pixels, prompt.grid)
+                return _look(model, prompt.pixels, prompt.grid)[0]
 
         yield "seeing a picture", see
 
@@ -123,6 +130,7 @@ def _write(model: TransformerModel, algorithm: ReplyAlgorithm, recipe: Recipe) -
     prompt = _prompt(model, model.max_prompt)
     room = -(-(model.max_prompt + algorithm.max_tokens) // 64) * 64
     with model.writing("current")():
+        copies = _folded(model, recipe) + _joined(model, recipe)
         like = model.read([prompt])[0]
         cache = SlotCache(like, slots, room)
         at_once = min(asked, max(1, READ_AT_ONCE // model.max_prompt))
@@ -137,6 +145,27 @@ def _write(model: TransformerModel, algorithm: ReplyAlgorithm, recipe: Recipe) -
         states = model.step(one, one, cache.place.mask, cache)
         logits = model.logits(states, algorithm.temperature)
         inverse_cdf(logits, torch.empty(slots, dtype=torch.float64, device="meta"))
+        del copies
+
+
+def _folded(model: TransformerModel, recipe: Recipe) -> list[Tensor]:
+    """The weights with their adapters in them, as `model.fold` keeps them on a GPU."""
+    section = recipe.model
+    whole = section.lora is None or section.quantize is not None or section.fold is False
+    if whole or model.dtype == torch.float32:
+        return []
+    names = {name.split(".lora_")[0] for name in model.policy.trained}
+    layers = (model.module.get_submodule(name) for name in names)
+    return [torch.empty_like(layer.base_layer.weight) for layer in layers]
+
+
+def _joined(model: TransformerModel, recipe: Recipe) -> list[Tensor]:
+    """What `stepping.py` puts side by side, in half precision."""
+    if recipe.model.quantize is not None or model.dtype == torch.float32:
+        return []
+    parts = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
+    found = (m for name, m in model.decoder.named_modules() if name.endswith(parts))
+    return [torch.empty_like(m.weight, dtype=model.dtype) for m in found]
 
 
 # Prompts with pictures
@@ -162,16 +191,18 @@ def _prompt(model: TransformerModel, length: int) -> TokenPrompt:
     return TokenPrompt(ids, (ids == own.image_token_id).long(), patches, grid)
 
 
-def _look(model: VisionLanguage, pixels: Tensor | None, grid: Tensor | None) -> Tensor:
+def _look(model: VisionLanguage, pixels: Tensor | None, grid: Tensor | None) -> list[Tensor]:
     """As the model does it, but that the sizes of pictures stay numbers."""
     assert grid is not None
-    seen = model.module.model.get_image_features(pixels, grid.reshape(-1, 3), return_dict=True)
+    seen = model.module.model.get_image_features(pixels, grid, return_dict=True)
     deep = seen.get("deepstack_features") or []
-    return torch.stack([torch.cat(layer) for layer in (seen.pooler_output, *deep)])
+    return [torch.stack([torch.cat(layer) for layer in (seen.pooler_output, *deep)])]
 
 
-def _remember(model: VisionLanguage, pixels: Tensor, grid: Tensor) -> Tensor:
+def _remember(model: VisionLanguage, prompt: TokenPrompt, i: int) -> Tensor:
     """The features of a picture that a frozen tower saw before."""
+    assert prompt.grid is not None
+    grid = prompt.grid[i]
     deep = len(model.module.config.vision_config.to_dict().get("deepstack_visual_indexes", ()))
     places = int(grid.prod()) // model.images.merge_size**2
     width = model.decoder.config.hidden_size

@@ -19,6 +19,9 @@ from torch import Tensor, nn
 from gesso.config import Lora
 from gesso.types import UserError, Weights, Which
 
+SHARD = "5GB"
+"""Of a file that is saved, as diffusers and transformers read sizes; larger models take several."""
+
 
 class Policy:
     def __init__(
@@ -28,8 +31,10 @@ class Policy:
         targets: Sequence[str],
         seed: int,
         frozen: str = "",
+        folds: bool = False,
     ) -> None:
-        """`frozen` names a part of the module that is never trained."""
+        """`frozen` names a part of the module that is never trained. `folds`: within `standing`
+        its adapters are folded into the weights."""
         self.module = module
         self.lora = lora
         module.requires_grad_(False)
@@ -38,13 +43,16 @@ class Policy:
             if frozen:
                 module.get_submodule(frozen).requires_grad_(False)
         else:
-            _add_lora(module, lora, lora.targets or list(targets), seed, frozen)
+            _add_lora(module, lora, lora.targets or list(targets), seed, frozen, folds)
         self.trained: dict[str, nn.Parameter] = {
             name: p for name, p in module.named_parameters() if p.requires_grad
         }
         for parameter in self.trained.values():
             parameter.data = parameter.data.float()  # master weights stay float32
         self.copies: dict[Which, dict[str, Tensor]] = {}
+        self.folds = folds and lora is not None
+        self._layers = list(self._adapted().values()) if self.folds else []
+        self._folded: dict[Which, list[Tensor]] | None = None  # a matrix a layer; within `standing`
 
     def weights(self, which: Which = "current") -> Weights:
         """The live tensors, not a copy of them."""
@@ -82,6 +90,12 @@ class Policy:
         """Run the module with those weights. Only "current" may be differentiated."""
         if which == "current":
             yield
+        elif self._folded is not None:
+            self._point(which)
+            try:
+                yield
+            finally:
+                self._point("current")
         elif which == "reference" and self.lora is not None:
             trained = self._requiring_grad()
             self.module.disable_adapters()
@@ -91,14 +105,51 @@ class Policy:
                 self.module.enable_adapters()
                 trained()
         else:
-            current = {name: p.data for name, p in self.trained.items()}
-            try:
-                for name, tensor in self.copies[which].items():
-                    self.trained[name].data = tensor
+            with self._exchanged(which):
                 yield
-            finally:
-                for name, tensor in current.items():
-                    self.trained[name].data = tensor
+
+    @contextmanager
+    def _exchanged(self, which: Which) -> Iterator[None]:
+        """A copy in the place of the current weights."""
+        current = {name: p.data for name, p in self.trained.items()}
+        try:
+            for name, tensor in self.weights(which).items():
+                self.trained[name].data = tensor
+            yield
+        finally:
+            for name, tensor in current.items():
+                self.trained[name].data = tensor
+
+    @contextmanager
+    def standing(self) -> Iterator[None]:
+        """For the length of a `with` block no weight changes, of no copy either. A policy that
+        folds then runs with its adapters in the weights; afterwards these are as before, to the
+        bit, for they were never touched."""
+        if not self.folds or self._folded is not None:
+            yield
+            return
+        self._folded = {}
+        try:
+            self._point("current")
+            yield
+        finally:
+            self._folded = None
+            for layer in self._layers:
+                layer.folded = None
+
+    def _point(self, which: Which) -> None:
+        """Every layer to the matrix it has under those weights, made when first asked for."""
+        folded = self._folded
+        assert folded is not None
+        if which == "reference":
+            matrices = [layer.frozen for layer in self._layers]
+        else:
+            if which not in folded:
+                with self._exchanged(which):
+                    folded[which] = [layer.fold() for layer in self._layers]
+            matrices = folded[which]
+        for layer, matrix in zip(self._layers, matrices, strict=True):
+            layer.folded = matrix
 
     def second_adapter(self, name: str, seed: int) -> dict[str, nn.Parameter]:
         """LoRA of the same shape beside the policy's, for something else to train: off, but within
@@ -112,6 +163,7 @@ class Policy:
             torch.manual_seed(seed)
             self.module.add_adapter(deepcopy(self.module.peft_config["default"]), name)
         self._wear("default")
+        self.folds = False  # which of the two is in the weights would change within a pass
         added = {n: p for n, p in self.module.named_parameters() if n not in before}
         for parameter in added.values():
             parameter.data = parameter.data.float()
@@ -208,7 +260,7 @@ def _folded(layer: Any) -> Tensor:
 
 
 def _add_lora(
-    module: nn.Module, lora: Lora, targets: list[str], seed: int, frozen: str = ""
+    module: nn.Module, lora: Lora, targets: list[str], seed: int, frozen: str, folds: bool
 ) -> None:
     """PEFT adapters, gaussian A and zero B, drawn from `seed` and not from global state."""
     from peft import LoraConfig
@@ -220,6 +272,10 @@ def _add_lora(
         target_modules=targets,
         exclude_modules=rf"{re.escape(frozen)}\..*" if frozen else None,
     )
+    if folds:
+        from gesso.models.folded import FoldedLinear
+
+        config._register_custom_module({nn.Linear: FoldedLinear})  # PEFT's way to bring a layer
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:

@@ -1,4 +1,4 @@
-"""Where an answer stands: in the reply between tags or in a box, in the data under `answer`."""
+"""Where an answer stands: in the reply between tags or in a box, in the data in a column."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from gesso.types import Prompt
 
 TAG = r"^[A-Za-z][\w-]*$"
+COLUMN = "answer"
 
 
 def tagged(reply: str, tag: str) -> str | None:
@@ -30,9 +31,9 @@ def boxed(text: str) -> str | None:
     return None
 
 
-def wanted(prompt: Prompt) -> str | None:
-    """The column `answer` as text; None where it is absent or empty."""
-    given = prompt.columns.get("answer")
+def wanted(prompt: Prompt, column: str) -> str | None:
+    """That column as text; None where it is absent or empty."""
+    given = prompt.columns.get(column)
     if given is None or isinstance(given, bool | list | dict):
         return None
     if isinstance(given, float) and given.is_integer():
@@ -40,8 +41,9 @@ def wanted(prompt: Prompt) -> str | None:
     return str(given).strip() or None
 
 
-def missing(prompt: Prompt, example: str) -> str:
+def missing(prompt: Prompt, column: str, example: str) -> str:
     """The sentence for a row whose answer does not do."""
-    given = prompt.columns.get("answer")
-    found = "no such column" if given is None else repr(given)
-    return f'expected a column "answer" such as {example}, found {found}'
+    if column in prompt.columns:
+        return f'expected a column "{column}" such as {example}, found {prompt.columns[column]!r}'
+    others = f" among {', '.join(prompt.columns)}" if prompt.columns else ""
+    return f'expected a column "{column}" such as {example}, found no such column{others}'

@@ -1,6 +1,6 @@
 """Counting: is the whole number in <answer>…</answer> the row's?
 
-value = 1 where it equals the column `answer`, else 0; with `graded`, 1 − |n − n̂|/max(|n|, 1), at
+value = 1 where it equals the row's answer, else 0; with `graded`, 1 − |n − n̂|/max(|n|, 1), at
 least 0. Digits with or without a sign and nothing else: "4 dogs" or "four" is 0. Details: "exact"
 and "answered". Needs nothing.
 """
@@ -21,18 +21,23 @@ _NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 
 class Count(Strict):
     tag: str = Field("answer", pattern=answers.TAG)
+    column: str = answers.COLUMN  # of the data, that holds the right answer
     graded: bool = False  # a near miss is worth something
 
     def unfit(self, prompt: Prompt) -> str | None:
-        return None if number(answers.wanted(prompt)) is not None else answers.missing(prompt, "4")
+        return (
+            None
+            if number(answers.wanted(prompt, self.column)) is not None
+            else answers.missing(prompt, self.column, "4")
+        )
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return [self._score(sample) for sample in samples]
 
     def _score(self, sample: Sample) -> Score:
-        want = number(answers.wanted(sample.prompt))
+        want = number(answers.wanted(sample.prompt, self.column))
         if want is None:
-            return Score.failed(answers.missing(sample.prompt, "4"))
+            return Score.failed(answers.missing(sample.prompt, self.column, "4"))
         said = answers.tagged(sample.reply, self.tag)
         got = number(said)
         exact = float(got == want)

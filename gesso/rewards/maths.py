@@ -1,6 +1,6 @@
 r"""Mathematics: is the answer the row's, however it is written?
 
-value = 1 where math-verify finds the reply's answer equal to the column `answer`, else 0. The
+value = 1 where math-verify finds the reply's answer equal to the row's (`column`), else 0. The
 reply's answer is what its last \boxed{} holds, within <answer>…</answer> where there is one;
 without a box, all between the tags. No answer, or one that cannot be parsed, is 0. A row whose own
 answer cannot be parsed is refused before the run and never scored. Detail: "answered". Needs the
@@ -27,14 +27,17 @@ _LONGEST = 500  # characters of an answer
 
 class Math(Strict):
     tag: str = Field("answer", pattern=answers.TAG)
+    column: str = answers.COLUMN  # of the data, that holds the right answer
     timeout: int = Field(5, ge=1)  # seconds to parse or to compare; longer counts as different
 
     def unfit(self, prompt: Prompt) -> str | None:
-        gold = answers.wanted(prompt)
+        gold = answers.wanted(prompt, self.column)
         if gold is None:
-            return answers.missing(prompt, r'"\frac{3}{4}"')
+            return answers.missing(prompt, self.column, r'"\frac{3}{4}"')
         if _WORDS.fullmatch(gold) or not (_DECIMAL.fullmatch(gold) or parsed(gold, self.timeout)):
-            return f'the column "answer" holds {gold!r}, which cannot be parsed; mend the row'
+            return (
+                f'the column "{self.column}" holds {gold!r}, which cannot be parsed; mend the row'
+            )
         return None
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
@@ -45,7 +48,7 @@ class Math(Strict):
             return Score.failed(reason)
         answer = found(sample.reply, self.tag)
         said = parsed(answer, self.timeout) if answer else []
-        gold = parsed(answers.wanted(sample.prompt) or "", self.timeout)
+        gold = parsed(answers.wanted(sample.prompt, self.column) or "", self.timeout)
         right = bool(said) and _library().verify(gold, said, timeout_seconds=self.timeout)
         return Score(float(right), {"answered": float(bool(said))}, answer or "no answer")
 

@@ -1,9 +1,9 @@
 """Overlong: DAPO's penalty for replies that come near the limit.
 
 value = −min(max(n − (limit − buffer), 0), buffer)/buffer, n being the reply's length: 0 up to
-limit − buffer, −1 from the limit on (Yu et al. 2025); range [−1, 0]. DAPO counts tokens,
-20480 and 4096; a reward sees text, so here the unit is words (between white space) or characters.
-Detail: "length". Needs nothing.
+limit − buffer, −1 from the limit on (Yu et al. 2025, with 20480 and 4096 tokens); range [−1, 0].
+Tokens are counted by whoever wrote the reply, the one that ends it among them; words lie between
+white space. Detail: "length". Needs nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gesso.types import Prompt, Sample, Score
 class Overlong(Strict):
     limit: int = Field(ge=1)
     buffer: int = Field(ge=1)
-    unit: Literal["words", "characters"] = "words"
+    unit: Literal["tokens", "words", "characters"] = "tokens"
 
     @model_validator(mode="after")
     def _fits(self) -> Overlong:
@@ -33,9 +33,14 @@ class Overlong(Strict):
         return None
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        return [self._score(sample.reply) for sample in samples]
+        return [self._score(sample) for sample in samples]
 
-    def _score(self, reply: str) -> Score:
+    def _score(self, sample: Sample) -> Score:
+        reply = sample.reply
         length = len(reply.split()) if self.unit == "words" else len(reply)
+        if self.unit == "tokens":
+            if sample.tokens is None:
+                return Score.failed('nobody counted the tokens; use unit = "words" or "characters"')
+            length = sample.tokens
         value = formulas.overlong(length, self.limit, self.buffer)
         return Score(value, {"length": float(length)}, f"{length} {self.unit}")

@@ -46,6 +46,7 @@ class SampleForm(Strict):
     seed: int = 0
     image: str | None = None
     text: str | None = None
+    tokens: int | None = None
     images: list[str] = Field([])
     messages: list[dict[str, Any]] = Field([])
 
@@ -163,6 +164,8 @@ def pack_score_request(samples: Sequence[Sample]) -> bytes:
         image = None if s.image is None else base64_png(s.image)
         prompt = {"prompt": s.prompt.text, "negative": s.prompt.negative, "where": s.prompt.where}
         rest = {"columns": dict(s.prompt.columns), "seed": s.seed, "image": image, "text": s.text}
+        if s.tokens is not None:
+            rest["tokens"] = s.tokens
         if s.prompt.images:
             rest["images"] = [base64.b64encode(p.read()).decode() for p in s.prompt.images]
         if s.prompt.messages:
@@ -182,7 +185,8 @@ def sample_of(form: SampleForm, image: bytes | None) -> Sample:
     images = tuple(prompt_picture(from_base64(text)) for text in form.images)
     messages = tuple(form.messages)
     prompt = Prompt(form.prompt, form.negative, form.columns, form.where, images, messages)
-    return Sample(prompt, None if image is None else picture(image), form.seed, form.text)
+    seen = None if image is None else picture(image)
+    return Sample(prompt, seen, form.seed, form.text, form.tokens)
 
 
 def pack_scores(scores: Sequence[Score], random: bool = False) -> dict[str, Any]:

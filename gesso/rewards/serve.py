@@ -11,17 +11,14 @@ only loopback is served.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
-import ipaddress
 import json
-import signal
-import socket
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from gesso import serving
 from gesso.config import parse
 from gesso.rewards import protocol
 from gesso.rewards.base import Scorer
@@ -33,7 +30,6 @@ if TYPE_CHECKING:
 QUEUE = 4_096  # samples that may wait; more are answered 503
 GATHER = 0.005  # seconds a batch waits for company
 UPLOAD = 60.0  # seconds for a request to arrive
-GOODBYE = 5  # seconds for requests in flight when the server is told to end
 
 
 class Busy(Exception):
@@ -219,65 +215,14 @@ async def _multipart(body: bytes, request: Any) -> list[Sample]:
     return [await protocol.aside(len(body), protocol.sample_of, row, image) for row, image in pairs]
 
 
-def check_host(host: str, token: str | None) -> None:
-    """Other machines only with a token."""
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback and not token:
-        raise UserError(
-            f"--host {host} lets other machines in: give --token-env NAME, a variable that holds a "
-            "token which they must send"
-        )
-
-
 def serve(
     name: str, scorer: Scorer, host: str, port: int, token: str | None, max_bytes: int
 ) -> None:
     """Until SIGINT or SIGTERM; then requests in flight are answered and the workers ended."""
-    check_host(host, token)
+    serving.check_host(host, token)
     made = app(name, scorer, token, max_bytes)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        listening = socket.create_server((host, port), family=family, backlog=512)
-    except OSError as error:
-        raise UserError(f"cannot listen on {host}:{port}: {error}") from error
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else 40 ms an answer
-    asyncio.run(_serve(name, made, scorer, listening))
 
+    def started(address: str) -> None:
+        print(f"serving {name} at {address}", flush=True)
 
-async def _serve(name: str, made: FastAPI, scorer: Scorer, listening: socket.socket) -> None:
-    import uvicorn
-
-    class Server(uvicorn.Server):
-        @contextlib.contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            """Ours below: uvicorn's raise the signal again when all is done."""
-            yield
-
-    settings = uvicorn.Config(
-        made,
-        log_level="warning",
-        lifespan="off",
-        timeout_keep_alive=75,  # longer than clients keep an idle connection
-        timeout_graceful_shutdown=GOODBYE,
-    )
-    server = Server(settings)
-
-    def end() -> None:
-        server.should_exit = True
-
-    loop = asyncio.get_running_loop()
-    for one in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(one, end)
-    serving = asyncio.ensure_future(server.serve(sockets=[listening]))
-    while not server.started and not serving.done():
-        await asyncio.sleep(0.01)
-    host, port = listening.getsockname()[:2]
-    if not serving.done():
-        print(f"serving {name} at http://{f'[{host}]' if ':' in host else host}:{port}", flush=True)
-    try:
-        await serving
-    finally:
-        await scorer.close()
+    serving.serve(made, host, port, started, scorer.close)

@@ -1,8 +1,8 @@
 """Samples and scores as bytes: one JSON line, then the pictures raw. No pickle.
 
-`samples` frame:  {"samples": [{"text", "negative", "columns", "where", "seed", "reply", "shape"},
-                  …]} and a line break, then the pixels; a null "reply" or "shape" means no text or
-                  no picture. A prompt with messages or pictures has "messages" and "images": each
+`samples` frame:  {"samples": [{"text", "negative", "columns", "where", "seed", "reply", "tokens",
+                  "shape"}, …]} and a line break, then the pixels; a null "reply" or "shape" means
+                  no text or no picture. A prompt with messages or pictures has "messages" and "images": each
                   its path and its place among "pictures", the lengths of the files that follow the
                   pixels, each once. The place is null where the file is gone: whoever opens it is
                   told.
@@ -52,6 +52,7 @@ def _row(sample: Sample, places: dict[Picture, int]) -> dict[str, Any]:
         "where": prompt.where,
         "seed": sample.seed,
         "reply": sample.text,
+        "tokens": sample.tokens,
         "shape": None if sample.image is None else sample.image.shape,
     }
     if prompt.messages:
@@ -80,7 +81,7 @@ def read_samples(header: bytes, read: Callable[[int], bytes]) -> list[Sample]:
             tuple(pictures),
             tuple(row.get("messages", [])),
         )
-        samples.append(Sample(prompt, image, row["seed"], row["reply"]))
+        samples.append(Sample(prompt, image, row["seed"], row["reply"], row["tokens"]))
     return samples
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from gesso.models.tokens.base import Read, TokenModel
 from gesso.models.tokens.packing import pack
 from gesso.samplers import replies
 from gesso.samplers.base import Piece
+from gesso.samplers.drawing import drawn, drawn_from_raw
 from gesso.samplers.replies import Asked, Reply
 from gesso.samplers.slots import SlotCache
 from gesso.types import Prompt, ReplySpec, Rollout, TokenPrompt, TokenTrace, Weights
@@ -49,9 +51,16 @@ class DecodingSampler:
         self, prompts: Sequence[Prompt], row: Sequence[int], seeds: Sequence[int], spec: ReplySpec
     ) -> Iterator[Piece[TokenTrace]]:
         """One reply to prompts[row[i]] from seeds[i] for every i, in pieces as they finish."""
-        encoded = [self.model.encode(prompt) for prompt in prompts]
+        with self.model.policy.standing():
+            yield from self._pieces(prompts, row, seeds, spec)
+
+    def _pieces(
+        self, prompts: Sequence[Prompt], row: Sequence[int], seeds: Sequence[int], spec: ReplySpec
+    ) -> Iterator[Piece[TokenTrace]]:
+        encoded = replies.encoded(self.model, prompts)
         asked = Asked(prompts, encoded, row, seeds)
-        writing = _Writing(self, encoded, row, seeds, spec)
+        kind = _Fixed if self.model.device.type == "cuda" else _Writing
+        writing = kind(self, encoded, row, seeds, spec)
         prepared = self.model.writing(spec.weights)
         while writing.unfinished:
             # Contexts are left before a piece is handed over: whoever takes it runs in none.
@@ -86,12 +95,9 @@ class _Buffers:
 
 
 class _Writing:
-    """The replies of one sampling call, from the first waiting one to the last finished one.
-
-    On a CPU a step costs what its sequences cost: the running ones lie in the first slots, and the
-    buffers are read as far as the longest of them. On CUDA every step has the same shape, whatever
-    runs, so that it can be recorded once and replayed.
-    """
+    """The replies of one sampling call, from the first waiting one to the last finished one. A step
+    costs what its sequences cost: the running ones lie in the first slots, and the buffers are read
+    as far as the longest of them."""
 
     def __init__(
         self,
@@ -104,7 +110,6 @@ class _Writing:
         self.sampler, self.model = sampler, sampler.model
         self.prompts, self.row, self.seeds, self.spec = prompts, row, seeds, spec
         slots = min(sampler.batch, len(seeds))
-        self.fixed = self.model.device.type == "cuda"
         self.waiting = deque(range(len(seeds)))
         self.free = list(range(slots))
         self.running: dict[int, int] = {}  # slot → sample
@@ -113,7 +118,6 @@ class _Writing:
         self.known: dict[int, Read] = {}  # prompts that are read and still wanted
         self.buffers = _Buffers(slots, spec.max_tokens, self.model.device)
         self.cache: SlotCache | None = None  # from the first prompt on, which tells its shape
-        self.graph: _Graph | None = None
 
     @property
     def unfinished(self) -> bool:
@@ -137,7 +141,8 @@ class _Writing:
         slots, self.free = self.free[:n], self.free[n:]
         self.running |= zip(slots, samples, strict=True)
         rows = [self.row[i] for i in samples]
-        cache = self._read(list(dict.fromkeys(rows)))
+        self._read(list(dict.fromkeys(rows)))
+        cache = self.cache = self.cache or self._room(self.known[rows[0]])
         for r in dict.fromkeys(rows):
             cache.fill([s for s, its in zip(slots, rows, strict=True) if its == r], self.known[r])
         read = [self.known[r] for r in rows]
@@ -147,20 +152,24 @@ class _Writing:
         buffers.count[at] = 0
         buffers.position[at] = self._index([prompt.position - 1 for prompt in read])
         self._forget(rows)
-        self._draw(slots, torch.stack([prompt.state for prompt in read]))
+        self._begin(slots, torch.stack([prompt.state for prompt in read]))
 
-    def _read(self, rows: list[int]) -> SlotCache:
+    def _begin(self, slots: list[int], states: Tensor) -> None:
+        """The first tokens of replies, from the last states of their prompts."""
+        self._draw(slots, states)
+
+    def _read(self, rows: list[int]) -> None:
         new = [r for r in rows if r not in self.known]
         for part in pack([len(self.prompts[r]) for r in new], READ_AT_ONCE):
             some = [new[i] for i in part]
             read = self.model.read([self.prompts[r] for r in some])
             self.known |= zip(some, read, strict=True)
             self.sampler.read += len(some)
-        if self.cache is None:
-            longest = max(map(len, self.prompts)) + self.spec.max_tokens
-            capacity = -(-longest // 64) * 64  # a width that CUDA's kernels like
-            self.cache = SlotCache(self.known[rows[0]], len(self.buffers.count), capacity)
-        return self.cache
+
+    def _room(self, like: Read) -> SlotCache:
+        longest = max(map(len, self.prompts)) + self.spec.max_tokens
+        capacity = -(-longest // 64) * 64  # a width that CUDA's kernels like
+        return SlotCache(like, len(self.buffers.count), capacity)
 
     def _forget(self, rows: list[int]) -> None:
         """Prompts all of whose samples have entered."""
@@ -171,16 +180,10 @@ class _Writing:
         """One token more for every running sequence."""
         assert self.cache is not None
         place = self.cache.place
-        if self.fixed and self.model.recordable:
-            self.graph = self.graph or _Graph(self._forward)
-            states = self.graph()
-        elif self.fixed:
-            states = self._forward()
-        else:
-            self._close_ranks()
-            place.running = len(self.running)
-            place.reach = int(place.lengths[: place.running].max()) + 1
-            states = self._forward()
+        self._close_ranks()
+        place.running = len(self.running)
+        place.reach = int(place.lengths[: place.running].max()) + 1
+        states = self._forward()
         slots = sorted(self.running)
         at = self._index(slots)
         place.lengths[at] += 1
@@ -209,17 +212,14 @@ class _Writing:
         at = self._index(slots)
         count = buffers.count[at]
         logits = self.model.logits(states, spec.temperature)
-        if spec.temperature == 0:
-            tokens = logits.argmax(-1)
-        else:
-            tokens = inverse_cdf(logits, buffers.uniform[at, count])
-        buffers.logp[at, count] = logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+        tokens, logp = drawn(logits, buffers.uniform[at, count], spec.temperature == 0)
+        buffers.logp[at, count] = logp
         buffers.tokens[at, count] = tokens
         buffers.last[at] = tokens
         buffers.position[at] += 1
         buffers.count[at] = count + 1
-        drawn = torch.stack([tokens, count + 1]).tolist()
-        for slot, token, length in zip(slots, *drawn, strict=True):
+        ids, lengths = torch.stack([tokens, count + 1]).tolist()
+        for slot, token, length in zip(slots, ids, lengths, strict=True):
             if token in self.model.end or length == spec.max_tokens:
                 self._leave(slot, length, cut=token not in self.model.end)
 
@@ -232,13 +232,88 @@ class _Writing:
         return torch.tensor(numbers, device=self.model.device)
 
 
-def inverse_cdf(logits: Tensor, uniform: Tensor) -> Tensor:
-    """(n, V) logits, (n,) float64 in [0, 1) → (n,) ids: the first whose cumulated probability
-    exceeds the uniform number. An id of probability 0 is never it."""
-    cumulated = logits.softmax(-1).double().cumsum(-1)
-    below = uniform[:, None] * cumulated[:, -1:]
-    found = torch.searchsorted(cumulated, below, right=True)[:, 0]
-    return found.clamp(max=logits.shape[1] - 1)  # logits that are no numbers find nothing
+class _Fixed(_Writing):
+    """The same on CUDA, where every turn has the same shape, whatever runs: it is recorded once and
+    replayed. A turn draws a token from every slot's state and feeds it, so it begins with prompts
+    as it goes on with replies. What a slot without a reply does is of no effect. The host looks one
+    turn behind, so that the device never waits for it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        slots, device = len(self.buffers.count), self.model.device
+        self.idle = torch.ones(slots, dtype=torch.bool, device=device)
+        self.end = torch.tensor(sorted(self.model.end), device=device)
+        self.state = torch.empty(0)  # (slots, D) of the last token of each
+        self.told = torch.zeros(2, slots, dtype=torch.long, device=device)  # lengths of finished
+        self.turn: Callable[[], None] = self._turn  # replies, else 0; and tokens last drawn
+        self.glance = _Glance(self.told)
+
+    def _room(self, like: Read) -> SlotCache:
+        self.cache = super()._room(like)
+        self.state = like.state.new_zeros(len(self.idle), *like.state.shape)
+        if self.model.recordable:
+            self.turn = recorded(self._turn)  # while all slots are idle, and nothing changes
+        return self.cache
+
+    def _begin(self, slots: list[int], states: Tensor) -> None:
+        at = self._index(slots)
+        self.state[at] = states.to(self.state.dtype)
+        self.idle[at] = False
+        self.glance.forget()
+
+    def _step(self) -> None:
+        self.turn()
+        lengths, tokens = self.glance() or ([], [])
+        for slot in sorted(self.running) if lengths else ():
+            length, token = lengths[slot], tokens[slot]
+            if length:
+                self._leave(slot, length, cut=token not in self.model.end)
+
+    def _turn(self) -> None:
+        assert self.cache is not None
+        buffers, spec, place = self.buffers, self.spec, self.cache.place
+        raw = self.model.raw_logits(self.state)
+        at = buffers.count.clamp(max=spec.max_tokens - 1)[:, None]
+        uniform = buffers.uniform.gather(1, at)[:, 0]
+        draw = drawn_from_raw(raw.device.type)
+        tokens, logp = draw(raw, uniform, spec.temperature, self.model.allowed)
+        runs = ~self.idle
+        for buffer, new in ((buffers.tokens, tokens), (buffers.logp, logp)):
+            buffer.scatter_(1, at, torch.where(runs[:, None], new[:, None], buffer.gather(1, at)))
+        buffers.last.copy_(torch.where(runs, tokens, buffers.last))
+        buffers.position += runs
+        buffers.count += runs
+        ends = torch.isin(tokens, self.end) | (buffers.count == spec.max_tokens)
+        self.idle |= ends
+        self.told.copy_(torch.stack([torch.where(self.idle, buffers.count, 0), buffers.last]))
+        self.state.copy_(self._forward())
+        place.lengths += ~self.idle
+
+
+class _Glance:
+    """What the turn before the last one started told."""
+
+    def __init__(self, told: Tensor) -> None:
+        self.told = told
+        self.host = [torch.empty_like(told, device="cpu", pin_memory=told.is_cuda) for _ in "ab"]
+        self.events = [torch.cuda.Event() for _ in "ab"] if told.is_cuda else []
+        self.turns = 0
+
+    def forget(self) -> None:
+        """What is on its way is of replies whose slots others have entered."""
+        self.turns = 0
+
+    def __call__(self) -> list[list[int]] | None:
+        now, before = self.turns % 2, (self.turns + 1) % 2
+        self.host[now].copy_(self.told, non_blocking=True)
+        if self.events:
+            self.events[now].record()
+        self.turns += 1
+        if self.turns < 2:
+            return None
+        if self.events:
+            self.events[before].synchronize()
+        return self.host[before].tolist()
 
 
 def _uniform(seed: int, length: int) -> Tensor:
@@ -247,21 +322,16 @@ def _uniform(seed: int, length: int) -> Tensor:
     return torch.rand(length, generator=generator, dtype=torch.float64)
 
 
-class _Graph:
-    """A step whose inputs and outputs stay in place, recorded as a CUDA graph and replayed: the
-    hundreds of small kernels of a step cost no launches of their own."""
-
-    def __init__(self, step: Callable[[], Tensor]) -> None:
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):  # warm up where nothing else runs; a step changes nothing
-            for _ in range(2):  # that the next does not write again
-                step()
-        torch.cuda.current_stream().wait_stream(aside)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.states = step()
-
-    def __call__(self) -> Tensor:
-        self.graph.replay()
-        return self.states
+def recorded(turn: Callable[[], None]) -> Callable[[], None]:
+    """A turn whose inputs and outputs stay in place, as a CUDA graph: its hundreds of small kernels
+    cost no launches of their own. It is taken three times on the way."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):  # warm up where nothing else runs
+        for _ in range(2):
+            turn()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        turn()
+    return graph.replay

@@ -44,6 +44,12 @@ class DenoisingSampler:
         self, prompts: Sequence[Prompt], row: Sequence[int], seeds: Sequence[int], spec: SampleSpec
     ) -> Iterator[Piece[FlowTrace]]:
         """One sample of prompts[row[i]] from seeds[i] for every i, in pieces of `batch`."""
+        with self.model.policy.standing():
+            yield from self._pieces(prompts, row, seeds, spec)
+
+    def _pieces(
+        self, prompts: Sequence[Prompt], row: Sequence[int], seeds: Sequence[int], spec: SampleSpec
+    ) -> Iterator[Piece[FlowTrace]]:
         cond, negative = self.embeddings.conditions(prompts, spec.guidance)
         sigmas = self.model.sigmas(spec.steps, spec.height, spec.width).to(self.model.device)
         context = FlowContext(sigmas, spec.trained, cond, negative)
@@ -98,7 +104,8 @@ class DenoisingSampler:
         path = _walk(self.model, context, rows, x, steps, spec, noise)
         x = path.x
         latents, means = _steps(path.latents, x), _steps(path.means, x)
-        trace = FlowTrace(context, rows, latents=latents, means=means, clean=x)
+        negatives = _steps(path.negatives, x) if path.negatives else None
+        trace = FlowTrace(context, rows, latents, means, clean=x, negatives=negatives)
         return trace, torch.stack(path.logps, 1) if path.logps else x.new_empty(len(x), 0)
 
     def _noise(self, seeds: Sequence[int], spec: SampleSpec) -> _Noise:
@@ -116,6 +123,7 @@ class _Path:
     x: Tensor  # (n, C, H, W)
     latents: list[Tensor] = field(default_factory=list)
     means: list[Tensor] = field(default_factory=list)
+    negatives: list[Tensor] = field(default_factory=list)
     logps: list[Tensor] = field(default_factory=list)
 
 
@@ -137,7 +145,13 @@ def _walk(
         if i in spec.trained and not path.latents:
             path.latents.append(path.x)
         sigma, sigma_next = context.sigmas[i : i + 2, None].expand(2, len(x))
-        v = guided(model, path.x, sigma, cond, negative, spec.guidance, spec.weights)
+        if spec.apart and negative is not None:
+            u = model.velocity(path.x, sigma, negative, spec.weights)
+            c = model.velocity(path.x, sigma, cond, spec.weights)
+            v = model.guide(u, c, spec.guidance)
+            path.negatives += [u] if i in spec.trained else []
+        else:
+            v = guided(model, path.x, sigma, cond, negative, spec.guidance, spec.weights)
         if i in spec.stochastic:
             step = flow_steps.transition(
                 spec.rule, path.x, v, sigma, sigma_next, context.sigmas[1], spec.noise
@@ -170,5 +184,7 @@ class _Noise:
         self.device = device
 
     def draw(self) -> Tensor:
-        rows = [torch.randn(self.shape, generator=stream) for stream in self.streams]
-        return torch.stack(rows).to(self.device)
+        rows = torch.stack([torch.randn(self.shape, generator=s) for s in self.streams])
+        if self.device.type != "cuda":
+            return rows.to(self.device)
+        return rows.pin_memory().to(self.device, non_blocking=True)  # else the copy would wait

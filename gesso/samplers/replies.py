@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -44,13 +45,22 @@ class Asked:
             mask=torch.arange(tokens.shape[1], device=device) < lengths[:, None],
             cut=torch.tensor([reply.cut for reply in done], device=device),
         )
-        texts = [model.decode(reply.tokens.tolist()) for reply in done]
+        ids = tokens.tolist()
+        texts = [model.decode(row[: len(r.tokens)]) for row, r in zip(ids, done, strict=True)]
         samples = [
-            Sample(self.prompts[self.row[i]], None, self.seeds[i], text)
-            for i, text in zip(index, texts, strict=True)
+            Sample(self.prompts[self.row[r.index]], None, self.seeds[r.index], text, len(r.tokens))
+            for r, text in zip(done, texts, strict=True)
         ]
         logp = pad_sequence([reply.logp for reply in done], batch_first=True)
         return Piece(index, samples, trace, logp)
+
+
+def encoded(model: TokenModel, prompts: Sequence[Prompt]) -> list[TokenPrompt]:
+    """Pictures take milliseconds each, most of it outside of Python."""
+    if not any(prompt.images for prompt in prompts):
+        return [model.encode(prompt) for prompt in prompts]
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(model.encode, prompts))
 
 
 def piece_size(batch: int) -> int:

@@ -37,9 +37,7 @@ class SlotLayer(CacheLayerMixin):
 
     def __init__(self, keys: Tensor, values: Tensor, place: Place) -> None:
         super().__init__()
-        slots, capacity = len(place.rows), len(place.columns)
-        self.keys = keys.new_zeros(slots, keys.shape[0], capacity, keys.shape[2])
-        self.values = values.new_zeros(slots, values.shape[0], capacity, values.shape[2])
+        self.keys, self.values = keys, values
         self.place = place
         self.is_initialized = True
 
@@ -67,25 +65,30 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """A `SlotLayer` a layer. Slots are filled from prompts that were read, and moved."""
+    """A `SlotLayer` a layer, all of them parts of two buffers (layers, slots, heads, capacity, head
+    width). Slots are filled from prompts that were read, and moved."""
 
     def __init__(self, like: Read, slots: int, capacity: int) -> None:
         self.place = Place(slots, capacity, like.state.device)
-        pairs = zip(like.keys, like.values, strict=True)
+
+        def buffer(like: Sequence[Tensor]) -> Tensor:
+            heads, _, width = like[0].shape
+            return like[0].new_zeros(len(like), slots, heads, capacity, width)
+
+        self.keys, self.values = buffer(like.keys), buffer(like.values)
+        pairs = zip(self.keys, self.values, strict=True)
         super().__init__(layers=[SlotLayer(k, v, self.place) for k, v in pairs])
 
     def fill(self, slots: Sequence[int], prompt: Read) -> None:
         """Copy a prompt into those slots."""
         length = prompt.keys[0].shape[1]
         chosen = torch.tensor(slots, device=prompt.state.device)
-        for layer, keys, values in zip(self.layers, prompt.keys, prompt.values, strict=True):
-            layer.keys[chosen, :, :length] = keys
-            layer.values[chosen, :, :length] = values
+        self.keys[:, chosen, :, :length] = torch.stack(list(prompt.keys))[:, None]
+        self.values[:, chosen, :, :length] = torch.stack(list(prompt.values))[:, None]
         self.place.lengths[chosen] = length
 
     def move(self, source: int, target: int) -> None:
         length = int(self.place.lengths[source])
-        for layer in self.layers:
-            layer.keys[target, :, :length] = layer.keys[source, :, :length]
-            layer.values[target, :, :length] = layer.values[source, :, :length]
+        self.keys[:, target, :, :length] = self.keys[:, source, :, :length]
+        self.values[:, target, :, :length] = self.values[:, source, :, :length]
         self.place.lengths[target] = self.place.lengths[source]

@@ -1,12 +1,12 @@
-"""Progress of a run in the terminal: a live table, or one plain line a step where there is none."""
+"""Progress in the terminal: a live display, or plain lines where there is none."""
 
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import rich.console
@@ -17,24 +17,32 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from gesso.track.progress import Clock
+
 RECENT = 10  # rows whose mean time/step gives the time left
 HISTORY = 32  # rewards in the sparkline
 BARS = "▁▂▃▄▅▆▇█"
+TOLD_AFTER = 5.0  # seconds of a phase before a plain line tells of it, and between such lines
+TOLD_AT_LEAST = 30.0  # seconds between such lines, however long it takes
 
 
 class Console:
-    """`start`, then for each step some `phase`s and a `row`, at last `stop`."""
+    """Some `phase`s; of a run `start`, then for each step some `phase`s and a `row`; at last
+    `stop`. A terminal shows phases as they go; elsewhere a line tells of one that takes long."""
 
-    def __init__(self, total: int, out: rich.console.Console | None = None) -> None:
-        self.total = total
-        self.out = out if out is not None else rich.console.Console()
+    def __init__(self, out: rich.console.Console | None = None, aside: bool = False) -> None:
+        self.out = out if out is not None else rich.console.Console(stderr=aside)
+        self.total: int | None = None  # steps of the run; None: it is no run
         self.step = 0
         self.last: Mapping[str, Any] = {}
         self.held_out: list[float] = []  # the first and the latest
         self.rewards: deque[float] = deque(maxlen=HISTORY)
         self.times: deque[float] = deque(maxlen=RECENT)
-        self.doing = _Phase("starting", time.monotonic())
+        self.doing: Clock | None = None
         self.live: Live | None = None
+        self._told = 0.0  # when a line told of the phase
+        self._ticker: _Ticker | None = None
+        self._lock = threading.RLock()  # again: Ctrl-C notes something in the middle of anything
 
     def __enter__(self) -> Console:
         return self
@@ -42,18 +50,29 @@ class Console:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def start(self, step: int) -> None:
-        """Begin, or go on after `step` steps."""
-        self.step = step
-        can_draw = self.out.is_terminal and not self.out.is_dumb_terminal
-        if can_draw and self.out.encoding.startswith("utf") and self.live is None:
-            self.live = Live(self._view(), console=self.out, refresh_per_second=4)
-            self.live.start()
-
-    def phase(self, text: str) -> None:
-        """What is being done from now on."""
-        self.doing = _Phase(text, time.monotonic())
+    def start(self, step: int, total: int) -> None:
+        """A run begins, or goes on after `step` steps."""
+        self.step, self.total = step, total
+        self._begin()
         self._draw()
+
+    def phase(self, text: str, total: int = 0) -> None:
+        """What is being done from now on."""
+        with self._lock:
+            self.doing, self._told = Clock(text, total), time.monotonic()
+        self._begin()
+        self._draw()
+
+    def advance(self, done: int = 1) -> None:
+        """Shown at the next drawing, or the next line."""
+        with self._lock:
+            if self.doing is not None:
+                self.doing.done += done
+
+    def result(self, text: str, data: Mapping[str, Any]) -> None:
+        """On stdout, whatever the display is on."""
+        self.stop()
+        print(text, flush=True)
 
     def row(self, row: Mapping[str, Any]) -> None:
         """A metrics row; row 0 is the evaluation before training."""
@@ -75,18 +94,46 @@ class Console:
         self._print(text)
 
     def stop(self) -> None:
-        """Leave the last figures, and the terminal as it was; a second call does nothing."""
+        """Leave the last figures of a run, and the terminal as it was; a second call does
+        nothing."""
+        if self._ticker is not None:
+            self._ticker.stop()
+            self._ticker = None
         if self.live is None:
             return
-        done = self.step >= self.total
-        self.live.update(self._view("done" if done else f"stopped after step {self.step}"))
         live, self.live = self.live, None
-        live.stop()
+        live.stop()  # takes away what it drew
+        if self.total is not None:
+            done = self.step >= self.total
+            self.out.print(self._view("done" if done else f"stopped after step {self.step}"))
+
+    def _begin(self) -> None:
+        """A live display where it can be drawn, else something that tells of long phases."""
+        if self.live is not None or self._ticker is not None:
+            return
+        can_draw = self.out.is_terminal and not self.out.is_dumb_terminal
+        if can_draw and self.out.encoding.startswith("utf"):
+            self.live = Live(self._view(), console=self.out, refresh_per_second=4, transient=True)
+            self.live.start()
+        else:
+            self._ticker = _Ticker(self)
+
+    def tell(self) -> None:
+        """A line about the phase, where one is due."""
+        with self._lock:
+            doing, now = self.doing, time.monotonic()
+            if doing is None:
+                return
+            pause = min(TOLD_AT_LEAST, max(TOLD_AFTER, doing.seconds / 6))
+            if now - self._told < pause:
+                return
+            self._told = now
+        self._print(f"{doing.text} {how_far(doing)}")
 
     @property
     def left(self) -> float | None:
         """Seconds to go by the mean of the last rows; None before the first and at the end."""
-        if not self.times or self.step >= self.total:
+        if not self.times or self.total is None or self.step >= self.total:
             return None
         return sum(self.times) / len(self.times) * (self.total - self.step)
 
@@ -110,6 +157,9 @@ class Console:
 
     def _view(self, end: str = "") -> RenderableType:
         """Built anew at each change, so that the drawing thread never sees half a change."""
+        doing = Text(end) if end else _Doing(self.doing) if self.doing else Text("")
+        if self.total is None:
+            return doing
         bar = Table.grid(padding=(0, 2))
         left = f"{clock(self.left)} left" if self.left is not None and not end else ""
         where = f"step {self.step}/{self.total}"
@@ -128,18 +178,63 @@ class Console:
             table.add_row("speed", "  ".join([*_speed(self.last), *_tokens(self.last)]))
         if _health(self.last):
             table.add_row("health", *_health(self.last))
-        return Group(bar, table, Text(end) if end else Spinner("dots", self.doing))
+        return Group(bar, table, doing)
 
 
-@dataclass(frozen=True)
-class _Phase:
-    """A phase and how long it has gone on, at the time of drawing."""
+class _Doing:
+    """A phase as it is at the time of drawing: what, how far, how long still."""
 
-    text: str
-    since: float
+    def __init__(self, doing: Clock) -> None:
+        self.doing = doing
+        self.spinner = Spinner("dots")
 
-    def __rich__(self) -> Text:
-        return Text(f"{self.text} {clock(time.monotonic() - self.since)}")
+    def __rich__(self) -> RenderableType:
+        line = Table.grid(padding=(0, 1))
+        doing = self.doing
+        cells: list[RenderableType] = [self.spinner, Text(doing.text)]
+        if doing.total:
+            cells.append(ProgressBar(doing.total, min(doing.done, doing.total), width=16))
+        line.add_row(*cells, Text(how_far(doing)))
+        return line
+
+
+class _Ticker:
+    """Looks once a second whether a line is due, on a thread of its own."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ended.wait(1.0):
+            self.console.tell()
+
+    def stop(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def how_far(doing: Clock) -> str:
+    """`128/320, 0:12 left`; where nobody knows how much there is, how long it has gone on."""
+    if not doing.total:
+        return (
+            clock(doing.seconds)
+            if not doing.done
+            else f"{amount(doing.done)}, {clock(doing.seconds)}"
+        )
+    share = f"{amount(min(doing.done, doing.total))}/{amount(doing.total)}"
+    if doing.left is not None:
+        return f"{share}, {clock(doing.left)} left"
+    return share if doing.done else f"{share}, {clock(doing.seconds)} so far"
+
+
+def amount(count: int) -> str:
+    """320, 45M, 1.2G: what is counted by the million are bytes."""
+    if count < 10**6:
+        return str(count)
+    return f"{count / 1e6:.0f}M" if count < 10**9 else f"{count / 1e9:.1f}G"
 
 
 def held_out_key(keys: Iterable[str]) -> str:

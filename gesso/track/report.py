@@ -58,14 +58,14 @@ def page(run: Path) -> str:
     damaged: list[str] = []  # sentences about what could not be read
     config, log = _text(run / "config.toml"), _text(run / "log.txt").splitlines()[-NOTES:]
     settings = _settings(config, damaged)
-    metrics = _lines(run / "metrics.jsonl", _step, damaged)
+    metrics = lines(run / "metrics.jsonl", _step, damaged)
     by_step = {row["step"]: row for row in metrics}
     rows = [by_step[step] for step in sorted(by_step)]  # of a step written twice, the later
     for key, value, step in ((*item, row["step"]) for row in rows for item in row.items()):
         if isinstance(value, float) and not math.isfinite(value):
             damaged.append(f"{key} is {value} at step {step}")
     files = sorted(f for f in (run / "samples").glob("*.jsonl") if f.stem.isdigit())
-    kept = {int(file.stem): _lines(file, Shown.of, damaged) for file in files}
+    kept = {int(file.stem): lines(file, Shown.of, damaged) for file in files}
     figures = dict(series(rows, held_out_key(key for row in rows for key in row)))
     title = esc(settings.get("about") or run.resolve().name)
     warning = "".join(f"<li>{esc(text)}</li>" for text in damaged)
@@ -213,7 +213,7 @@ def _step(row: Row) -> Row | None:
 T = TypeVar("T")
 
 
-def _lines(file: Path, parse: Callable[[Row], T | None], damaged: list[str]) -> list[T]:
+def lines(file: Path, parse: Callable[[Row], T | None], damaged: list[str]) -> list[T]:
     """The whole rows of a .jsonl; those that `parse` makes nothing of are named in `damaged`."""
     rows = []
     for number, line in enumerate(file.read_bytes().splitlines(True) if file.is_file() else [], 1):

@@ -5,8 +5,11 @@ metrics.jsonl            one row a step; row 0 is the evaluation before training
 samples/000010.jsonl     one row a sample of the evaluation after step 10, same prompts and
 samples/000010/007.png   seeds every time; its picture, of a model that draws
 samples/prompts/007-1.png    what a model that sees is shown with prompt 7
-checkpoints/000010/      learner.safetensors and state.json; written aside, then renamed
+groups/000010.jsonl      the groups of a training step (groups.py), with some of their samples
+checkpoints/000010/      learner.safetensors, or a file of each rank (shards.py), and state.json;
+                         written aside, then renamed
 log.txt                  warnings and notes, with the step
+trackers/wandb.json      of each tracker its id of the run and the last step that it has
 report.html
 """
 
@@ -60,7 +63,7 @@ class RunFolder:
     def write_config(self, config: Mapping[str, Any]) -> None:
         import tomli_w
 
-        _write(self.path / "config.toml", tomli_w.dumps(_without_none(config)).encode())
+        write_whole(self.path / "config.toml", tomli_w.dumps(_without_none(config)).encode())
 
     def rows(self) -> list[dict[str, Any]]:
         """All complete rows; a half-written last line (a killed run) is left out."""
@@ -79,7 +82,7 @@ class RunFolder:
     def rewind(self, step: int | None) -> None:
         """Drop the rows after `step` (None: all): a resumed run writes them again."""
         kept = [row for row in self.rows() if step is not None and row["step"] <= step]
-        _write(self.metrics_file, b"".join(json.dumps(row).encode() + b"\n" for row in kept))
+        write_whole(self.metrics_file, b"".join(json.dumps(row).encode() + b"\n" for row in kept))
 
     def note(self, text: str) -> None:
         with (self.path / "log.txt").open("a", encoding="utf-8") as file:
@@ -119,7 +122,7 @@ class RunFolder:
                 }
             )
         body = "".join(json.dumps(line) + "\n" for line in lines)
-        _write(folder.with_suffix(".jsonl"), body.encode())
+        write_whole(folder.with_suffix(".jsonl"), body.encode())
 
     def _save_shown(self, index: int, prompt: Prompt) -> list[str]:
         """A prompt's own pictures, written once: they are the same at every evaluation."""
@@ -148,7 +151,7 @@ class RunFolder:
                 {k: v.detach().cpu().contiguous() for k, v in state.items()},
                 aside / "learner.safetensors",
             )
-            _write(aside / "state.json", json.dumps({"step": step, **meta}).encode())
+            write_whole(aside / "state.json", json.dumps({"step": step, **meta}).encode())
             _flush(aside / "learner.safetensors")
             if final.exists():  # saved again: a name is never a half-deleted folder
                 os.replace(final, self.checkpoints / f".old-{step:06d}")
@@ -171,13 +174,20 @@ class RunFolder:
         complete = self._complete()
         return complete[-1] if complete else None
 
-    def load(self, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        from safetensors.torch import load_file
+    @property
+    def steps(self) -> list[int]:
+        """Of the complete checkpoints, the oldest first."""
+        return self._complete()
+
+    def load(self, step: int, table: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """A checkpoint, whether one process wrote it or several ranks; of its tensors those whose
+        names begin with `table`."""
+        from gesso.track import shards
 
         folder = self.checkpoints / f"{step:06d}"
         try:
             meta = json.loads((folder / "state.json").read_text())
-            return load_file(folder / "learner.safetensors"), meta
+            return shards.read(folder, meta.get("ranks", 1), table), meta
         except Exception as error:  # safetensors has an error type of its own
             raise UserError(
                 f"checkpoint {folder} cannot be read: {error}; remove that folder to go on from "
@@ -190,7 +200,7 @@ class RunFolder:
         return sorted(int(p.name) for p in self.checkpoints.iterdir() if p.name.isdigit())
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes) -> None:
     """Whole or not at all."""
     aside = path.with_name(f".{path.name}.new")
     with aside.open("wb") as file:

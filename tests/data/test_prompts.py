@@ -8,7 +8,7 @@ import pytest
 
 from gesso import build
 from gesso.config import Data, Recipe, parse
-from gesso.data.prompts import Part, Stream, fit, in_turn, load, overlap, pass_by_weight
+from gesso.data.prompts import Part, Stream, Told, fit, in_turn, load, overlap, pass_by_weight
 from gesso.types import Picture, Prompt, UserError, seed_of
 
 
@@ -23,12 +23,14 @@ def texts(prompts: list[Prompt]) -> list[str]:
 
 def test_unfit_prompts_are_skipped_counted_and_named() -> None:
     prompts = [Prompt("good", where="a:1"), Prompt("bad", where="a:2")]
-    kept, note = fit(prompts, lambda p: "no word" if p.text == "bad" else None, "a.txt")
-    assert kept == prompts[:1]
-    assert note is not None and "1 of 2 prompts of a.txt" in note and "a:2: no word" in note
-    assert fit(prompts, lambda p: None, "a.txt") == (prompts, None)
+    told = Told()
+    kept = fit(prompts, lambda p: "no word" if p.text == "bad" else None, "a.txt", told)
+    assert kept == prompts[:1] and told.left_out == ["a:2: no word: bad"]
+    (note,) = told.notes
+    assert "1 of 2 prompts of a.txt" in note and "the first is a:2: no word" in note
+    assert fit(prompts, lambda p: None, "a.txt", told) == prompts and len(told.notes) == 1
     with pytest.raises(UserError, match=r"^no prompt of a.txt is left: all cannot be scored"):
-        fit(prompts, lambda p: "no word", "a.txt")
+        fit(prompts, lambda p: "no word", "a.txt", told)
 
 
 def test_batches_are_a_pure_function_and_cover_everything() -> None:

@@ -249,10 +249,6 @@ def test_a_column_to_drop_must_be_there(tmp_path: Path) -> None:
         ("bad.jsonl", '{"text": "x", "b": 1}', 'bad.jsonl:1: expected a text "prompt", "problem", '
          '"message", "messages" or "question", found only text, b; name the column of the prompts '
          'with column = "…"'),
-        ("bad.jsonl", '{"prompt": ["x"]}', r"""expected text as "prompt", got \['x'\]"""),
-        ("bad.jsonl", '{"prompt": []}', r'expected text as "prompt", got \[\]'),
-        ("bad.jsonl", '{"prompt": 5}', 'bad.jsonl:1: expected text as "prompt", got 5'),
-        ("bad.jsonl", '{"prompt": null}', 'expected text as "prompt", got None'),
         ("bad.jsonl", '{"prompt": "x", "negative_prompt": ["a"]}',
          r"""expected text as "negative_prompt", got \['a'\]"""),
         ("bad.parquet", "not parquet", "bad.parquet cannot be read: "),
@@ -269,6 +265,17 @@ def test_bad_files(tmp_path: Path, name: str, content: str | None, sentence: str
     with pytest.raises(UserError, match=sentence) as caught:
         read(source(tmp_path / name))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "got"), [('["x"]', "['x']"), ("[]", "[]"), ("5", "5"), ("null", "None")]
+)
+def test_a_row_that_asks_nothing_is_left_out(tmp_path: Path, asked: str, got: str) -> None:
+    file = tmp_path / "bad.jsonl"
+    file.write_text(f'{{"prompt": "x"}}\n{{"prompt": {asked}}}\n')
+    found = readers.read(source(file))
+    assert [prompt.text for prompt in found.prompts] == ["x"]
+    assert found.left_out == [f'bad.jsonl:2: expected text as "prompt", got {got}']
 
 
 @pytest.mark.parametrize("weight", ["0", "-1", "true", '"2"', "NaN", "Infinity", "[1]"])

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from gesso.config import Lora
-from gesso.models.tokens import transformer
-from gesso.models.tokens.packing import pack
+from gesso.models.tokens import attention
+from gesso.models.tokens import head as heads
+from gesso.models.tokens.packing import pack, pack_replies
 from gesso.models.tokens.pictures import Seen
-from gesso.types import Picture, Prompt, TokenTrace, UserError
+from gesso.types import Picture, Prompt, TokenPrompt, TokenTrace, UserError
 from tests import tokens
 from tests.tokens import Tiny, padded_logits, padded_logp, picture, stirred, trace_of
 
@@ -211,9 +212,10 @@ def test_full_logits_never_exist(of: Any, lora: Lora | None, monkeypatch: Any) -
     sizes: list[int] = []
     head = model.module.get_output_embeddings()
     head.register_forward_hook(lambda _, __, out: sizes.append(out.shape[0]))
-    monkeypatch.setattr(transformer, "HEAD_ELEMENTS", 4 * head.weight.shape[0])
+    monkeypatch.setattr("gesso.models.tokens.head.LOGITS", 4 * head.weight.shape[0])
     found = gradient(model.logp(trace, 0.7).logp, model.policy.trained)
-    assert max(sizes) == 4 and sum(sizes) == 2 * replies  # once forward, once for the gradient
+    passes = 2 if lora is None else 1  # a frozen head's gradient is known with its logits
+    assert max(sizes) == 4 and sum(sizes) == passes * replies
     assert_same_gradient(found, expected)
     sizes.clear()
     with torch.no_grad():
@@ -221,7 +223,69 @@ def test_full_logits_never_exist(of: Any, lora: Lora | None, monkeypatch: Any) -
     assert max(sizes) == 4 and sum(sizes) == replies
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_frozen_heads_gradient(temperature: float) -> None:
+    """Against autograd through all logits; a log-prob's own factor reaches it, an id that is not
+    allowed has no share."""
+    generator = torch.Generator().manual_seed(0)
+    head = torch.nn.Linear(8, 30, bias=False).requires_grad_(False)
+    states = torch.randn(11, 8, generator=generator).requires_grad_()
+    tokens = torch.randint(0, 27, (11,), generator=generator)
+    factor = torch.randn(11, generator=generator)
+    allowed = torch.arange(30) < 27
+    logits = (head(states) / temperature)[:, :27]
+    plain = logits.log_softmax(-1)
+    expected = torch.autograd.grad((plain[range(11), tokens] * factor).sum(), states)[0]
+    logp, entropy = heads.FrozenHead.apply(states, head, tokens, temperature, allowed, 4)
+    found = torch.autograd.grad((logp * factor).sum(), states)[0]
+    assert gap(logp, plain[range(11), tokens]) <= 1e-6
+    assert gap(entropy, -(plain.exp() * plain).sum(-1)) <= 1e-6 and not entropy.requires_grad
+    assert gap(found, expected) <= 1e-6
+
+
 # Training
+
+
+def dense(q: Any, k: Any, v: Any, queries: Any, keys: Any, *rest: Any) -> torch.Tensor:
+    """What flash attention of segments promises, by one large product."""
+    causal, scaling = rest[2:]
+    assert q.dtype == k.dtype == v.dtype == torch.bfloat16  # the kernel takes nothing else
+    assert not causal or len(queries) % attention.SEGMENTS == 0
+    places = [torch.arange(int(ends[-1])) for ends in (queries, keys)]
+    ends = queries[1:], keys[1:]
+    of = [torch.bucketize(p, e, right=True) for p, e in zip(places, ends, strict=True)]
+    left = [e[o] - p for p, e, o in zip(places, ends, of, strict=True)]
+    seen = (of[0][:, None] == of[1]) & ((left[1] >= left[0][:, None]) | (not causal))
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    q, k, v = (t.transpose(0, 1)[None].float() for t in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scaling)
+    return out[0].transpose(0, 1).bfloat16()
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_all_segments_at_once(seeing: Tiny, lora: Lora | None, monkeypatch: Any) -> None:
+    """The way of CUDA: prompts, replies and windows of pictures in one call each, the same as one
+    by one; pictures look together."""
+    one_by_one = seeing.model(dtype="bfloat16", lora=lora)
+    trace = trace_of(one_by_one, seeing.prompts, ROWS)
+    expected = one_by_one.logp(trace, 1.0).logp
+    model = seeing.model(dtype="bfloat16", lora=lora)
+
+    def flat(trees: Any, *to: Any) -> attention.Segments:
+        return attention.Segments(trees, attention.Flat.of(trees, *to))
+
+    monkeypatch.setattr(attention, "_flash", dense)
+    monkeypatch.setattr(attention.Segments, "of", staticmethod(flat))
+    model._pays = lambda *_: True
+    looks: list[int] = []
+    look = model._look
+    model._look = lambda pixels, grids: (looks.append(len(grids)), look(pixels, grids))[1]
+    found = model.logp(trace, 1.0).logp
+    assert looks == [3]
+    error = (found - expected).detach().abs()
+    assert float(error.sum() / trace.mask.sum()) <= 0.02 and float(error.max()) <= 0.25
+    with torch.no_grad(), model.writing("current")():
+        model.read(trace.prompts[:2])  # through a cache, which mixes precisions
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
@@ -316,16 +380,25 @@ def test_pictures_seen_longest_ago_are_forgotten() -> None:
             made.append(number)
             return torch.full((4,), float(number))
 
-        pixels, grid = torch.full((2, 3), float(number)), torch.tensor([1, 2, 1])
-        return seen.features(pixels, grid, look)
+        return seen.features(bytes([number]), look)
 
     seen = Seen(limit=2 * 16)
     for number in (1, 2, 1, 3, 1, 2):
         assert see(number)[0] == number
     assert made == [1, 2, 3, 2]
-    same, other = torch.zeros(2, 3), torch.tensor([1, 1, 2])
-    seen.features(same, torch.tensor([1, 2, 1]), lambda: torch.zeros(1))
-    assert seen.features(same, other, lambda: torch.ones(1)) == 1  # of another shape
+
+
+def test_a_picture_is_known_by_its_patches_and_their_shape() -> None:
+    ids, pixels = torch.zeros(1, dtype=torch.long), torch.zeros(4, 3)
+    seen = Seen()
+
+    def keys(pixels: torch.Tensor, *grid: list[int]) -> list[bytes]:
+        return seen.keys(TokenPrompt(ids, ids, pixels, torch.tensor(grid)))
+
+    flat, tall = keys(pixels, [1, 2, 1], [1, 1, 2])
+    assert flat != tall
+    assert keys(pixels.clone(), [1, 2, 1], [1, 2, 1]) == [flat, flat]
+    assert keys(pixels + 1, [1, 2, 1], [1, 2, 1])[0] != flat
 
 
 # Measured here: .02 to .14, for these tiny models' logits are large.
@@ -597,6 +670,15 @@ def test_a_model_of_ours_is_not_called_directly(of: Any) -> None:
 
 
 # Packing
+
+
+def test_replies_are_packed_with_their_prompts() -> None:
+    prompts, row, replies = [6, 2], [0, 1, 0, 1, 0], [3, 1, 3, 1, 3]
+    assert pack_replies(prompts, row, replies, 19) == [[0, 1, 2, 3, 4]]  # each prompt once
+    assert pack_replies(prompts, row, replies, 15) == [[0, 2, 4], [1, 3]]
+    assert pack_replies(prompts, row, replies, 12) == [[0, 2], [1, 3], [4]]
+    assert pack_replies(prompts, row, replies, 9) == [[0], [1, 3], [2], [4]]
+    assert pack_replies([50], [0, 0], [3, 3], 9) == [[0], [1]]  # too long for any batch: alone
 
 
 def test_pack() -> None:

@@ -208,11 +208,11 @@ def test_overlong_by_hand() -> None:
 
 def test_overlong_counts_words_or_characters() -> None:
     reply = "four words in all " * 4  # 16 words, 72 characters
-    words = scored("overlong", reply, limit=20, buffer=8)
+    words = scored("overlong", reply, limit=20, buffer=8, unit="words")
     assert words.value == pytest.approx(-0.5) and words.text == "16 words"
     characters = scored("overlong", reply, limit=80, buffer=32, unit="characters")
     assert characters.value == pytest.approx(-0.75) and characters.parts == {"length": 72.0}
-    assert scored("overlong", "", limit=20, buffer=8).value == 0
+    assert scored("overlong", "", limit=20, buffer=8, unit="words").value == 0
     with pytest.raises(UserError, match="buffer = 30 must not exceed limit = 20"):
         base.load(build.REWARDS["overlong"], {"limit": 20, "buffer": 30})
     with pytest.raises(UserError, match="limit"):

@@ -12,7 +12,8 @@ import torch
 
 from gesso.config import Lora
 from gesso.samplers.base import Piece
-from gesso.samplers.decode import DecodingSampler, inverse_cdf
+from gesso.samplers.decode import DecodingSampler
+from gesso.samplers.drawing import inverse_cdf
 from gesso.types import ReplySpec, TokenTrace, widened
 from tests import tokens
 from tests.tokens import Tiny, stirred
@@ -308,6 +309,19 @@ def test_inverse_cdf() -> None:
     drawn = torch.cat([inverse_cdf(logits.expand(len(u), -1), u) for u in even.split(10_000)])
     share = torch.bincount(drawn, minlength=50) / 100_000
     assert gap(share, logits.softmax(-1)[0]) <= 2e-5
+
+
+def test_inverse_cdf_of_many_ids() -> None:
+    """Over many blocks of ids, against the cumulated probabilities of all of them."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(64, 5000, generator=generator) * 2
+    logits[:, torch.randperm(5000, generator=generator)[:3000]] = -torch.inf
+    uniform = torch.rand(64, generator=generator, dtype=torch.float64)
+    cumulated = logits.double().softmax(-1).cumsum(-1)
+    expected = torch.searchsorted(cumulated, uniform[:, None], right=True)[:, 0]
+    assert torch.equal(inverse_cdf(logits, uniform), expected)
+    last = inverse_cdf(logits, torch.full((64,), 1 - 2**-53, dtype=torch.float64))
+    assert last.tolist() == [int(row.isfinite().nonzero().max()) for row in logits]
 
 
 def test_tokens_follow_their_probabilities(of: Any) -> None:

@@ -25,7 +25,9 @@ STEP = {
 
 def plain(total: int = 20) -> tuple[Console, io.StringIO]:
     file = io.StringIO()
-    return Console(total, rich.console.Console(file=file, width=40)), file
+    console = Console(rich.console.Console(file=file, width=40))
+    console.start(0, total)
+    return console, file
 
 
 def terminal(total: int = 20, width: int = 80) -> tuple[Console, io.StringIO]:
@@ -33,13 +35,20 @@ def terminal(total: int = 20, width: int = 80) -> tuple[Console, io.StringIO]:
     out = rich.console.Console(
         file=file, force_terminal=True, width=width, record=True, _environ={"TERM": "xterm"}
     )
-    return Console(total, out), file
+    console = Console(out)
+    console.start(0, total)
+    return console, file
+
+
+def cursor_is_back(file: io.StringIO) -> bool:
+    drawn = file.getvalue()
+    return drawn.rfind("\x1b[?25h") > drawn.rfind("\x1b[?25l") >= 0
 
 
 def test_plain_one_line_a_row() -> None:
     console, file = plain()
     with console:
-        console.start(0)
+        console.start(0, 20)
         console.phase("evaluating")
         console.row(BEFORE)
         console.phase("sampling")
@@ -77,7 +86,7 @@ def test_replies_have_a_length_and_may_be_cut() -> None:
     ]
     live, _ = terminal(width=60)
     with live:
-        live.start(0)
+        live.start(0, 20)
         live.row(row | {"samples_per_s": 4.0, "reply/cut": 0.25})
     drawn = live.out.export_text()
     assert re.search(r"replies +length 121  cut .25", drawn)
@@ -94,7 +103,7 @@ def test_warnings_that_hold_are_named() -> None:
     ]
     live, _ = terminal(width=50)
     with live:
-        live.start(0)
+        live.start(0, 20)
         live.row({"step": 1, "reward": 0.5, "health": []})
         assert "health" not in live.out.export_text()
         live.row({"step": 2, "reward": 0.5, "health": ["flat-groups", "diversity"]})
@@ -117,8 +126,8 @@ def test_notes_are_printed_as_they_are_but_for_control_characters() -> None:
 def test_notes_on_an_ascii_stream() -> None:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding="ascii")
-    console = Console(2, rich.console.Console(file=file, force_terminal=True))
-    console.start(0)
+    console = Console(rich.console.Console(file=file, force_terminal=True))
+    console.phase("sampling")
     assert console.live is None  # no sparkline where its blocks cannot be written
     console.note("σ → 0")
     file.flush()
@@ -140,7 +149,7 @@ def test_time_left_is_the_mean_of_the_last_ten_rows() -> None:
 
 def test_terminal_shows_the_figures() -> None:
     console, file = terminal()
-    console.start(0)
+    console.start(0, 20)
     console.row(BEFORE)
     console.note("careful [now]")
     console.row({**STEP, "step": 2, "reward": 0.5, "eval/ocr/exact": 0.2})
@@ -155,7 +164,7 @@ def test_terminal_shows_the_figures() -> None:
         assert figure in drawn
     console.stop()
     assert "stopped after step 3" in console.out.export_text()
-    assert file.getvalue().endswith("\x1b[?25h")  # the cursor is back
+    assert cursor_is_back(file)
     end = file.tell()
     console.stop()
     assert file.tell() == end
@@ -164,7 +173,8 @@ def test_terminal_shows_the_figures() -> None:
 def test_terminal_resumed_and_narrow() -> None:
     console, _ = terminal(total=5, width=44)
     with console:
-        console.start(4)
+        console.start(4, 5)
+        console.phase("sampling")
         console.row({"step": 5, "eval/reward": 0.5})
     last = console.out.export_text()
     assert "step 5/5" in last and "done" in last and "held-out  .50\n" in last
@@ -175,10 +185,10 @@ def test_terminal_resumed_and_narrow() -> None:
 def test_an_exception_still_gives_the_terminal_back() -> None:
     console, file = terminal()
     with pytest.raises(KeyError), console:
-        console.start(0)
+        console.start(0, 20)
         raise KeyError("x")
     assert console.live is None
-    assert file.getvalue().endswith("\x1b[?25h")
+    assert cursor_is_back(file)
 
 
 def test_small_formats() -> None:

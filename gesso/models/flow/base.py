@@ -15,7 +15,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from gesso.models.policy import Policy
+from gesso.models.policy import SHARD, Policy
 from gesso.types import Conditioning, Prompt, UserError, Which
 
 Gradient = Literal["both", "conditional"]
@@ -64,8 +64,9 @@ class FlowModel(Protocol):
     def decode(self, latents: Tensor) -> Tensor:
         """(N, C, H, W) → (N, height, width, 3) uint8 on the CPU."""
 
-    def save(self, folder: Path, merged: bool = False) -> None:
-        """The current weights for plain diffusers: LoRA weights, or the whole pipeline."""
+    def save(self, folder: Path, merged: bool = False, shard: str = SHARD) -> None:
+        """The current weights for plain diffusers: LoRA weights, or the whole pipeline, in files of
+        at most `shard`."""
 
 
 def guided(
@@ -85,7 +86,7 @@ def guided(
     """
     if negative is None:
         return model.velocity(x, sigma, cond, weights)
-    if gradient == "conditional" and torch.is_grad_enabled():
+    if gradient == "conditional":
         c = model.velocity(x, sigma, cond, weights)
         with torch.no_grad():
             u = model.velocity(x, sigma, negative, weights)

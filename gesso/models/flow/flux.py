@@ -25,6 +25,7 @@ class Flux(PipelineModel):
 
     pipeline = "FluxPipeline"
     large = ("transformer", "text_encoder_2")
+    blocks = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
     packed = True
     even_sigmas = True
     # Flow-GRPO's list for FLUX.1 dev (there with rank 64, alpha 128); `attn.to_q`, `to_k` and
@@ -65,19 +66,20 @@ class Flux(PipelineModel):
     def velocity(
         self, x: Tensor, sigma: Tensor, cond: Conditioning, weights: Which = "current"
     ) -> Tensor:
+        rows = len(x)
+        x, sigma, cond = self.fill(x, sigma, cond)
         n, _, h, w = x.shape
         text_ids = torch.zeros(cond.embeds.shape[1], 3, device=x.device, dtype=cond.embeds.dtype)
-        with self.policy.using(weights), self.precision():
-            v = self.transformer(
-                hidden_states=pack(x).to(self.dtype),
-                timestep=self.timestep(sigma) / 1000,
-                guidance=cond.guidance,
-                pooled_projections=cond.pooled,
-                encoder_hidden_states=cond.embeds,
-                txt_ids=text_ids,
-                img_ids=self.pipe._prepare_latent_image_ids(
-                    n, h // 2, w // 2, x.device, cond.embeds.dtype
-                ),
-                return_dict=False,
-            )[0]  # (N, HW/4, 4C)
-        return unpack(v, h, w).float()
+        v = self.run(
+            weights,
+            hidden_states=pack(x).to(self.dtype),
+            timestep=self.timestep(sigma) / 1000,
+            guidance=cond.guidance,
+            pooled_projections=cond.pooled,
+            encoder_hidden_states=cond.embeds,
+            txt_ids=text_ids,
+            img_ids=self.pipe._prepare_latent_image_ids(
+                n, h // 2, w // 2, x.device, cond.embeds.dtype
+            ),
+        )  # (N, HW/4, 4C)
+        return unpack(v[:rows], h, w).float()

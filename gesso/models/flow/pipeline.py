@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from gesso import config
+from gesso.models.flow import compiled as speed
 from gesso.models.flow.adapter import load_adapter
 from gesso.models.flow.base import Guidance, Reader
-from gesso.models.policy import Policy
-from gesso.types import Conditioning, UserError
+from gesso.models.policy import SHARD, Policy
+from gesso.types import Conditioning, UserError, Which
 
 JOINT_ATTENTION = tuple(
     f"attn.{name}"  # bare names would also hit attn2 of SD3.5
@@ -54,6 +55,7 @@ class PipelineModel(ABC):
     pipeline: ClassVar[str]  # name of the class in diffusers
     lora_targets: ClassVar[Sequence[str]]
     large: ClassVar[Sequence[str]]  # parts that are worth quantizing
+    blocks: ClassVar[Sequence[str]] = ()  # classes of the transformer's repeated blocks
     patch: ClassVar[int] = 2  # latent cells a token, in height and in width
     packed: ClassVar[bool] = False  # the transformer wants tokens, it does not make them itself
     even_sigmas: ClassVar[bool] = False  # the pipeline gives the scheduler 1, …, 1/steps
@@ -71,12 +73,29 @@ class PipelineModel(ABC):
         self.text_length = self._text_length(settings.text_length)
         if settings.gradient_checkpointing:
             self.transformer.enable_gradient_checkpointing()
-        self.policy = Policy(self.transformer, settings.lora, self.lora_targets, seed)
+        folds = speed.folds(settings, self.device)
+        self.policy = Policy(self.transformer, settings.lora, self.lora_targets, seed, folds=folds)
+        self.sizes: Sequence[int] = ()  # rows that a compiled transformer is run with
+        self.compiled = speed.compiles(settings, self.device, self.transformer, self.blocks)
+        if self.compiled:
+            speed.compile_blocks(self.transformer, self.blocks)
         if settings.lora is not None and settings.lora.path is not None:
             with quiet():
                 load_adapter(self.pipe, self.policy, settings.lora.path)
         self._autocast = whole and self.dtype != torch.float32
         self.quantized = settings.quantize is not None
+
+    def fill(
+        self, x: Tensor, sigma: Tensor, cond: Conditioning
+    ) -> tuple[Tensor, Tensor, Conditioning]:
+        """As many rows as the transformer was compiled for."""
+        return speed.filled(x, sigma, cond, self.sizes) if self.compiled else (x, sigma, cond)
+
+    def run(self, weights: Which, **inputs: Any) -> Tensor:
+        """A pass of the transformer with those weights."""
+        with self.policy.using(weights), self.precision(), speed.one_graph(self.compiled):
+            v = self.transformer(**inputs, return_dict=False)[0]
+        return v if torch.is_grad_enabled() else v.detach()
 
     @property
     @abstractmethod
@@ -191,16 +210,16 @@ class PipelineModel(ABC):
                 "and merge it into the full weights with diffusers' fuse_lora"
             )
 
-    def save(self, folder: Path, merged: bool = False) -> None:
+    def save(self, folder: Path, merged: bool = False, shard: str = SHARD) -> None:
         """LoRA weights as diffusers' `load_lora_weights` reads them; or, of a full fine-tune or
         with `merged`, the whole pipeline with the adapter folded into its weights."""
         with quiet():
             if self.policy.lora is None:
-                self.pipe.save_pretrained(folder)
+                self.pipe.save_pretrained(folder, max_shard_size=shard)
             elif merged:
                 self._check_mergeable()
                 with self.policy.merged():
-                    self.pipe.save_pretrained(folder)
+                    self.pipe.save_pretrained(folder, max_shard_size=shard)
             else:
                 layers, metadata = self.policy.lora_state()
                 self.pipe.save_lora_weights(

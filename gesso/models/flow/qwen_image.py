@@ -68,15 +68,14 @@ class QwenImage(PipelineModel):
         n, _, h, w = x.shape
         # no mask where none is needed: faster attention, and what the pipeline does
         mask = None if cond.mask is None or bool(cond.mask.all()) else cond.mask
-        with self.policy.using(weights), self.precision():
-            v = self.transformer(
-                hidden_states=pack(x).to(self.dtype),
-                timestep=self.timestep(sigma) / 1000,
-                encoder_hidden_states=cond.embeds,
-                encoder_hidden_states_mask=mask,
-                img_shapes=[[(1, h // 2, w // 2)]] * n,
-                return_dict=False,
-            )[0]  # (N, HW/4, 4C)
+        v = self.run(
+            weights,
+            hidden_states=pack(x).to(self.dtype),
+            timestep=self.timestep(sigma) / 1000,
+            encoder_hidden_states=cond.embeds,
+            encoder_hidden_states_mask=mask,
+            img_shapes=[[(1, h // 2, w // 2)]] * n,
+        )  # (N, HW/4, 4C)
         return unpack(v, h, w).float()
 
     def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:

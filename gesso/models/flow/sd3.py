@@ -23,6 +23,7 @@ class SD3(PipelineModel):
 
     pipeline = "StableDiffusion3Pipeline"
     large = ("transformer", "text_encoder_3")
+    blocks = ("JointTransformerBlock",)
     lora_targets = JOINT_ATTENTION  # of Flow-GRPO: 18,776,064 parameters at rank 32 in SD3.5-M
 
     @property
@@ -57,11 +58,13 @@ class SD3(PipelineModel):
     def velocity(
         self, x: Tensor, sigma: Tensor, cond: Conditioning, weights: Which = "current"
     ) -> Tensor:
-        with self.policy.using(weights), self.precision():
-            return self.transformer(
-                hidden_states=x.to(self.dtype),
-                timestep=sigma * self.pipe.scheduler.config.num_train_timesteps,
-                encoder_hidden_states=cond.embeds,
-                pooled_projections=cond.pooled,
-                return_dict=False,
-            )[0].float()
+        rows = len(x)
+        x, sigma, cond = self.fill(x, sigma, cond)
+        v = self.run(
+            weights,
+            hidden_states=x.to(self.dtype),
+            timestep=sigma * self.pipe.scheduler.config.num_train_timesteps,
+            encoder_hidden_states=cond.embeds,
+            pooled_projections=cond.pooled,
+        )
+        return v[:rows].float()

@@ -9,20 +9,75 @@ so that packing costs what its sequences cost, and nothing can leak from one to 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 NAME = "gesso"
+WINDOWS = "gesso_flash"
+"""Vision towers hand all their windows to an attention with "flash" in its name, and loop over them
+for any other."""
+SEGMENTS = 64
+"""What their number is rounded up to, by empty ones."""
 
 
 def register() -> str:
-    """Make it known to transformers; the name is what `attn_implementation` takes."""
+    """Make both known to transformers; the name is what `attn_implementation` takes."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)
+    AttentionInterface.register(WINDOWS, attend_windows)
     return NAME
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Prompts one after another, each with replies to it behind it, for one pass."""
+
+    trees: Sequence[Sequence[int]]  # of each prompt: its length, its replies'
+    flat: Flat | None  # for kernels that take all of them at once
+
+    @staticmethod
+    def of(trees: Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype) -> Segments:
+        flash = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+        return Segments(trees, Flat.of(trees, device, dtype) if flash else None)
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Where each segment's queries and keys begin, and which tokens its keys are of: a reply's are
+    its prompt's and its own."""
+
+    queries: Tensor  # (segments + 1,) int32
+    keys: Tensor
+    tokens: Tensor  # (keys,) of all segments
+    most_queries: int  # of a segment; rounded up, as the number of segments is: what changes from
+    most_keys: int  # pass to pass would be compiled anew
+    dtype: torch.dtype  # half precision; under autocast some of what comes is not
+
+    @staticmethod
+    def of(trees: Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype) -> Flat:
+        queries, keys, tokens, start = [0], [0], [], 0
+        for tree in trees:
+            prompt = torch.arange(start, start + tree[0])
+            for i, length in enumerate(tree):
+                if not length:
+                    continue
+                own = torch.arange(start, start + length)
+                seen = torch.cat([prompt, own]) if i else own
+                queries.append(queries[-1] + length)
+                keys.append(keys[-1] + len(seen))
+                tokens.append(seen)
+                start += length
+        most = [max(length for tree in trees for length in tree), max(map(len, tokens))]
+        for ends in (queries, keys):
+            ends += [ends[-1]] * (-len(ends) % SEGMENTS)
+        starts = torch.tensor([queries, keys], dtype=torch.int32).to(device)
+        most_queries, most_keys = (-(-n // 256) * 256 for n in most)
+        joined = torch.cat(tokens).to(device)
+        return Flat(starts[0], starts[1], joined, most_queries, most_keys, dtype)
 
 
 def attend(
@@ -32,7 +87,7 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,  # (n, 1, 1, k) bool
     scaling: float | None = None,
-    segments: Sequence[Sequence[int]] | None = None,  # of each prompt: its length, its replies'
+    segments: Segments | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each prompt, and of each reply over its prompt and itself; or,
@@ -40,17 +95,75 @@ def attend(
     passed once, however many replies it has."""
     if segments is None:
         return _one_token(query, key, value, attention_mask, scaling), None
-    flat = [length for tree in segments for length in tree]
+    if segments.flat is not None:
+        return _at_once(query, key, value, segments.flat, scaling), None
+    return _one_by_one(query, key, value, segments.trees, scaling), None
+
+
+def _at_once(
+    query: Tensor, key: Tensor, value: Tensor, flat: Flat, scaling: float | None
+) -> Tensor:
+    q, k, v = (t[0].transpose(0, 1).to(flat.dtype) for t in (query, key, value))  # (T, heads, d)
+    most = flat.most_queries, flat.most_keys
+    out = _flash(q, k[flat.tokens], v[flat.tokens], flat.queries, flat.keys, *most, True, scaling)
+    return out[None]
+
+
+def attend_windows(
+    module: torch.nn.Module,
+    query: Tensor,  # (1, heads, T, d)
+    key: Tensor,
+    value: Tensor,
+    attention_mask: None,
+    cu_seq_lens_q: Tensor,
+    max_length_q: int,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Of every token of a picture over its window."""
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    at, most = cu_seq_lens_q.to(torch.int32), int(max_length_q)
+    return _flash(q, k, v, at, at, most, most, False, scaling)[None], None
+
+
+def _flash(
+    query: Tensor,  # (T, heads, d)
+    key: Tensor,
+    value: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    most_queries: int,
+    most_keys: int,
+    causal: bool,
+    scaling: float | None,
+) -> Tensor:
+    """torch's own flash attention of segments. Causal, the last of a segment's keys belongs to the
+    last of its queries."""
+    starts = queries, keys, most_queries, most_keys
+    found = torch.ops.aten._flash_attention_forward(
+        query, key, value, *starts, 0.0, causal, False, scale=scaling
+    )
+    return found[0]
+
+
+def _one_by_one(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    trees: Sequence[Sequence[int]],
+    scaling: float | None,
+) -> Tensor:
+    flat = [length for tree in trees for length in tree]
     parts = zip(*(t.split(flat, dim=2) for t in (query, key, value)), strict=True)
     out = []
-    for tree in segments:
+    for tree in trees:
         q, k, v = next(parts)
         out.append(_causal(q, k, v, scaling))
         for _reply in tree[1:]:
             own_q, own_k, own_v = next(parts)
             joined = torch.cat([k, own_k], 2), torch.cat([v, own_v], 2)
             out.append(_causal(own_q, *joined, scaling))
-    return torch.cat(out, dim=2).transpose(1, 2), None
+    return torch.cat(out, dim=2).transpose(1, 2)
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gesso.models.policy import Policy
+from gesso.models.policy import SHARD, Policy
 from gesso.types import Prompt, TokenPrompt, TokenTrace, Which
 
 
@@ -50,7 +50,9 @@ class TokenModel(Protocol):
     device: torch.device
     end: frozenset[int]  # ids that end a reply
     suppressed: Tensor  # ids that no reply holds: their probability is 0, in sampling and in `logp`
+    allowed: Tensor  # (V,) bool: the others
     max_prompt: int  # tokens
+    places: int | None  # tokens it was made for; None: its positions are scaled
     critic: Critic | None  # where an algorithm asked for one
 
     def encode(self, prompt: Prompt) -> TokenPrompt:
@@ -70,10 +72,11 @@ class TokenModel(Protocol):
     def hidden(self, trace: TokenTrace, weights: Which = "current") -> Tensor:
         """(N, S, D): the last layer's state from which each reply token was drawn, 0 outside."""
 
-    def save(self, folder: Path, merged: bool = False) -> None:
-        """The current weights for plain transformers: a PEFT adapter, or the whole model."""
+    def save(self, folder: Path, merged: bool = False, shard: str = SHARD) -> None:
+        """The current weights for plain transformers: a PEFT adapter, or the whole model in files
+        of at most `shard`; with tokenizer, processor and generation config."""
 
-    # What a sampler needs. It calls the last three within what `writing` gives it.
+    # What a sampler needs. It calls the last four within what `writing` gives it.
 
     @property
     def recordable(self) -> bool:
@@ -88,6 +91,9 @@ class TokenModel(Protocol):
 
     def step(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
         """One token for each of n sequences: (n,), (n,), (n, length) bool → states (n, D)."""
+
+    def raw_logits(self, states: Tensor) -> Tensor:
+        """(n, D) → (n, V) as the head gives them."""
 
     def logits(self, states: Tensor, temperature: float) -> Tensor:
         """(n, D) → (n, V) float32, divided by the temperature, suppressed ids at −∞."""

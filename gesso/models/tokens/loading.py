@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,8 @@ from gesso.types import UserError
 if TYPE_CHECKING:
     from gesso.models.tokens.transformer import TransformerModel
 
+EXPORTS = ("README.md", "adapter_config.json")
+"""What says whose weights a folder holds; it is not true of others."""
 ERRORS = (OSError, ValueError, KeyError, TypeError, ImportError)
 
 
@@ -125,6 +127,13 @@ def chat_template(found: Any, path: str) -> str:
     return template
 
 
+def places(own: Any) -> int | None:
+    """Tokens that a decoder's positions were made for; None where they are scaled to more."""
+    told = own.rope_parameters or {}
+    plain = told.get("rope_type", "default") == "default"
+    return own.max_position_embeddings if plain else None
+
+
 def end_ids(module: Any, tokenizer: Any) -> frozenset[int]:
     own = module.generation_config.eos_token_id
     ids = own if isinstance(own, list) else [own]
@@ -161,7 +170,7 @@ def load_adapter(policy: Policy, path: str) -> None:
     policy.load({own[key]: tensor for key, tensor in found.items()})
 
 
-def save_whole(model: TransformerModel, folder: Path) -> None:
+def save_whole(model: TransformerModel, folder: Path, shard: str) -> None:
     """The module, its tokenizer and processor, and what else came with them but the weights."""
     module = model.module
     with torch.device("meta"):
@@ -174,15 +183,30 @@ def save_whole(model: TransformerModel, folder: Path) -> None:
     }
     plain.load_state_dict(state, assign=True)
     plain.generation_config = module.generation_config
-    plain.save_pretrained(folder)
+    plain.save_pretrained(folder, max_shard_size=shard)
+    save_companions(model, folder)
+
+
+def save_companions(model: TransformerModel, folder: Path, but: Sequence[str] = ()) -> None:
+    """Tokenizer, processor, license and what else lies beside the weights of the model."""
     model.tokenizer.chat_template = model.template
     model.tokenizer.save_pretrained(folder)
-    source = Path(model.source)
-    for file in sorted(source.iterdir()) if source.is_dir() else []:
+    left_out = {*but, *EXPORTS, "chat_template.json"}  # the template is the tokenizer's by now
+    for file in sorted(_files_of(model.source)):
         kept = file.suffix in (".json", ".jinja", ".txt", ".model", ".md") or file.stem == "LICENSE"
-        is_index = file.name.endswith(".index.json") or file.name == "chat_template.json"
-        if file.is_file() and kept and not is_index and not (folder / file.name).exists():
+        skipped = file.name in left_out or file.name.endswith(".index.json")
+        if file.is_file() and kept and not skipped and not (folder / file.name).exists():
             shutil.copyfile(file, folder / file.name)
+
+
+def _files_of(source: str) -> list[Path]:
+    """Of a folder; of a model of the hub, those that were downloaded to load it."""
+    folder = Path(source)
+    if not folder.is_dir():
+        from transformers.utils import cached_file
+
+        folder = Path(cached_file(source, "config.json", local_files_only=True)).parent
+    return list(folder.iterdir())
 
 
 @contextmanager

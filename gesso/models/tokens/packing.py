@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 
@@ -21,3 +22,22 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
             batches[at].append(i)
             room[at] -= lengths[i]
     return sorted(sorted(batch) for batch in batches)
+
+
+def pack_replies(
+    prompts: Sequence[int], row: Sequence[int], replies: Sequence[int], budget: int
+) -> list[list[int]]:
+    """The same for replies, of which each comes behind prompts[row[i]]: a batch passes a prompt
+    once for all replies to it, so these stay together as far as the budget lets them."""
+    bundles: list[list[int]] = []
+    lengths: list[int] = []
+    by_prompt = defaultdict(list)
+    for i, r in enumerate(row):
+        by_prompt[r].append(i)
+    for r, members in by_prompt.items():
+        room = budget - prompts[r]
+        for part in pack([replies[i] for i in members], max(1, room)):
+            bundles.append([members[i] for i in part])
+            lengths.append(prompts[r] + sum(replies[i] for i in bundles[-1]))
+    packed = pack(lengths, budget)
+    return sorted(sorted(i for b in batch for i in bundles[b]) for batch in packed)

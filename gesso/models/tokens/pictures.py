@@ -7,6 +7,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from gesso.types import TokenPrompt
 
 
 class Seen:
@@ -17,17 +20,36 @@ class Seen:
         self.limit = limit
         self._bytes = 0
         self._kept: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._keys = WeakTensorKeyDictionary()  # a prompt's pixels → keys of its pictures
 
-    def features(self, pixels: Tensor, grid: Tensor, see: Callable[[], Tensor]) -> Tensor:
-        key = _digest(pixels, grid)
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._kept
+
+    def features(self, key: bytes, see: Callable[[], Tensor]) -> Tensor:
         if key not in self._kept:
-            self._kept[key] = see().cpu()
-            self._bytes += self._kept[key].nbytes
+            self.keep(key, see())
         self._kept.move_to_end(key)
-        found = self._kept[key]
+        return self._kept[key]
+
+    def keep(self, key: bytes, features: Tensor) -> None:
+        self._kept[key] = features.cpu()
+        self._bytes += self._kept[key].nbytes
         while self._bytes > self.limit and len(self._kept) > 1:
             self._bytes -= self._kept.popitem(last=False)[1].nbytes
-        return found
+
+    def keys(self, prompt: TokenPrompt) -> list[bytes]:
+        """Of its pictures. Megabytes are digested for each, so a prompt is asked once."""
+        if prompt.pixels not in self._keys:
+            pictures = pictures_of(prompt)
+            self._keys[prompt.pixels] = [_digest(pixels, grid) for pixels, grid in pictures]
+        return self._keys[prompt.pixels]
+
+
+def pictures_of(prompt: TokenPrompt) -> list[tuple[Tensor, Tensor]]:
+    """Patches (P, values) and grid (3,) of each."""
+    assert prompt.pixels is not None and prompt.grid is not None
+    patches = prompt.pixels.split(prompt.grid.prod(-1).tolist())
+    return list(zip(patches, prompt.grid, strict=True))
 
 
 def _digest(pixels: Tensor, grid: Tensor) -> bytes:

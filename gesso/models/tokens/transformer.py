@@ -16,18 +16,17 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from gesso import config
-from gesso.models.policy import Policy
-from gesso.models.tokens import loading
+from gesso.models.policy import SHARD, Policy
+from gesso.models.tokens import head, loading
+from gesso.models.tokens.attention import Segments
 from gesso.models.tokens.base import Critic, Read, ReplyLogp
+from gesso.models.tokens.stepping import Stepper, fits
 from gesso.types import Prompt, TokenPrompt, TokenTrace, UserError, Which
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Every linear layer of a decoder layer, as transformers names them."""
-HEAD_ELEMENTS = 2**26
-"""Logits that exist at a time: 256 MB in float32, 440 positions of 152,000 ids."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,7 @@ class TransformerModel(ABC):
         self.device = config.pick_device(settings.device, "model.device")
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         self.max_prompt = settings.max_prompt
+        self.quantized = settings.quantize is not None
         self.critic: Critic | None = None
         self.source = loading.locate(settings.path, "config.json")
         self.module = loading.load(self, settings)
@@ -58,17 +58,34 @@ class TransformerModel(ABC):
         self.template = self._template(settings)
         whole = settings.lora is None
         self._autocast = whole and self.dtype != torch.float32
-        self.quantized = settings.quantize is not None
         targets, frozen = self._trained(settings)
-        self.policy = Policy(self.module, settings.lora, targets, seed, frozen)
+        folds = self._pays(settings.fold, settings.lora is not None)
+        self.policy = Policy(self.module, settings.lora, targets, seed, frozen, folds)
         if settings.lora is not None and settings.lora.path is not None:
             loading.load_adapter(self.policy, settings.lora.path)
         self.module.eval()  # adapters, too
+        self._stepper: Stepper | None = None  # while replies are written,
+        self._half_head: Tensor | None = None  # and where its head is also its embedding
         self._checkpointed: list[nn.Module] = []
         if settings.gradient_checkpointing:
             self._checkpoint()
+        self.compiled = self._pays(settings.compile, True)
+        if self.compiled:
+            for layer in self.decoder.layers:  # alike, so the first one's code is all of theirs
+                layer.compile(dynamic=True)
         self.end = loading.end_ids(self.module, self.tokenizer)
+        self.places = loading.places(self.decoder.config)
         self.suppressed = torch.tensor(sorted(self._unwritable()), dtype=torch.long).to(self.device)
+
+    @property
+    def suppressed(self) -> Tensor:
+        return self._suppressed
+
+    @suppressed.setter
+    def suppressed(self, ids: Tensor) -> None:
+        self._suppressed = ids
+        allowed = torch.ones(self._head.weight.shape[0], dtype=torch.bool, device=self.device)
+        self.allowed = allowed.index_fill(0, ids, False)  # (V,)
 
     # What differs between models that read and models that see
 
@@ -97,7 +114,7 @@ class TransformerModel(ABC):
 
     def _unwritable(self) -> set[int]:
         """Rows of the embedding that no token has: checkpoints round their number up."""
-        return set(range(len(self.tokenizer), self.module.get_output_embeddings().weight.shape[0]))
+        return set(range(len(self.tokenizer), self._head.weight.shape[0]))
 
     # Text
 
@@ -141,11 +158,26 @@ class TransformerModel(ABC):
         """Float32 weights under autocast: a full fine-tune in half precision."""
         return self._autocast
 
+    def _pays(self, asked: bool | None, possible: bool) -> bool:
+        """What the recipe says, or CUDA in half precision."""
+        fast = self.device.type == "cuda" and self.dtype != torch.float32
+        return possible and not self.quantized and (fast if asked is None else asked)
+
+    @property
+    def steps_itself(self) -> bool:
+        """Whether `stepping.py` takes the place of transformers' layers while replies are written:
+        on CUDA in half precision, and where no adapter lies beside the weights."""
+        fast = self.device.type == "cuda" and self.dtype != torch.float32 and not self.quantized
+        return fast and self.policy.folds == (self.policy.lora is not None) and fits(self.decoder)
+
     def writing(self, weights: Which) -> Callable[[], AbstractContextManager]:
         """Autocast rounds a float32 weight to half precision in every pass; what it would make of
         the linear layers is kept here instead, for the length of a sampling call."""
         with self.policy.using(weights):
             rounded = {p: p.data.to(self.dtype) for p in self._rounded_by_autocast()}
+            stepper = Stepper(self.decoder, self.dtype) if self.steps_itself else None
+            tied = self._head.weight is self.module.get_input_embeddings().weight
+            output = self._head.weight.data.to(self.dtype) if tied and self._autocast else None
 
         @contextmanager
         def prepared() -> Iterator[None]:
@@ -154,8 +186,10 @@ class TransformerModel(ABC):
                 try:
                     for p, half in rounded.items():
                         p.data = half
+                    self._stepper, self._half_head = stepper, output
                     yield
                 finally:
+                    self._stepper = self._half_head = None
                     for p, data in whole.items():
                         p.data = data
 
@@ -174,7 +208,8 @@ class TransformerModel(ABC):
         mask = trace.mask.to(self.device)
         tokens = trace.tokens.to(self.device)[mask]  # (R,)
         with self.policy.using(weights), self.precision():
-            logp, entropy = self._score(self._reply_states(trace), tokens, temperature)
+            states = self._reply_states(trace)
+            logp, entropy = head.score(self._head, states, tokens, temperature, self.allowed)
         blank = torch.zeros(mask.shape, device=self.device)
         return ReplyLogp(blank.masked_scatter(mask, logp), blank.masked_scatter(mask, entropy))
 
@@ -228,11 +263,14 @@ class TransformerModel(ABC):
 
     def _states(self, sequences: Sequences, cache: Any = None) -> Tensor:
         """(T, D): the decoder's last states of sequences that do not see each other."""
+        embedded = self._embed(sequences)
+        if self.compiled and torch.is_grad_enabled():
+            embedded["inputs_embeds"].requires_grad_()  # the first layer is like the others
         out = self.decoder(
-            **self._embed(sequences),
+            **embedded,
             position_ids=self._rows(sequences.positions[:, None]),
             attention_mask=None,
-            segments=sequences.lengths,
+            segments=Segments.of(sequences.lengths, self.device, self.dtype),
             past_key_values=cache,
             use_cache=cache is not None,
         )
@@ -247,7 +285,8 @@ class TransformerModel(ABC):
 
         cache = DynamicCache()
         sequences = self._sequences(prompts, [[]] * len(prompts))
-        states = self._states(sequences, cache)
+        with torch.compiler.set_stance("force_eager"):  # each layer's place in a cache is its own
+            states = self._states(sequences, cache)
         read, start = [], 0
         starts = sequences.positions.cpu()
         for length in map(len, prompts):
@@ -261,9 +300,13 @@ class TransformerModel(ABC):
         return read
 
     def step(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
+        embeds = self.module.get_input_embeddings()(tokens)
+        places = self._rows(positions[None, :, None])
+        if self._stepper is not None:
+            return self._stepper(embeds, places, cache)
         out = self.decoder(
-            inputs_embeds=self.module.get_input_embeddings()(tokens)[:, None],
-            position_ids=self._rows(positions[None, :, None]),
+            inputs_embeds=embeds[:, None],
+            position_ids=places,
             attention_mask=mask[:, None, None],
             past_key_values=cache,
             use_cache=True,
@@ -272,35 +315,17 @@ class TransformerModel(ABC):
 
     # From states to log-probs
 
+    def raw_logits(self, states: Tensor) -> Tensor:
+        if self._half_head is not None:
+            return nn.functional.linear(states.to(self.dtype), self._half_head)
+        return self._head(states)
+
     def logits(self, states: Tensor, temperature: float) -> Tensor:
-        logits = self.module.get_output_embeddings()(states).float()
-        if temperature not in (0.0, 1.0):
-            logits = logits / temperature
-        return logits.index_fill(-1, self.suppressed, float("-inf"))
+        return head.tempered(self.raw_logits(states), temperature, self.allowed)
 
-    def _score(self, states: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        """(R,) log-probs and entropies; logits exist for a few positions at a time, and are
-        computed again where they are differentiated."""
-        rows = max(1, HEAD_ELEMENTS // self.module.get_output_embeddings().weight.shape[0])
-        parts = [
-            checkpoint(self._score_some, s, t, temperature, use_reentrant=False)
-            if torch.is_grad_enabled()
-            else self._score_some(s, t, temperature)
-            for s, t in zip(states.split(rows), tokens.split(rows), strict=True)
-        ]
-        logp, entropy = zip(*parts, strict=True)
-        return torch.cat(logp), torch.cat(entropy)
-
-    def _score_some(
-        self, states: Tensor, tokens: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
-        logits = self.logits(states, temperature)
-        total = logits.logsumexp(-1)
-        logp = logits.gather(-1, tokens[:, None])[:, 0] - total
-        with torch.no_grad():
-            shares = (logits - total[:, None]).exp_()
-            entropy = total - (shares * logits.masked_fill(shares == 0, 0)).sum(-1)
-        return logp, entropy
+    @property
+    def _head(self) -> Any:
+        return self.module.get_output_embeddings()
 
     # Gradient checkpointing
 
@@ -327,14 +352,16 @@ class TransformerModel(ABC):
 
     # Saving
 
-    def save(self, folder: Path, merged: bool = False) -> None:
+    def save(self, folder: Path, merged: bool = False, shard: str = SHARD) -> None:
         """A PEFT adapter that `PeftModel.from_pretrained` reads; or, of a full fine-tune or with
         `merged`, a whole folder as the model came in, adapters folded into its weights."""
         with loading.quiet():
             if self.policy.lora is None:
-                loading.save_whole(self, folder)
+                loading.save_whole(self, folder, shard)
             elif not merged:
                 self.module.save_pretrained(folder)
+                self.module.generation_config.save_pretrained(folder)
+                loading.save_companions(self, folder, but=("config.json",))  # of the base model
             elif self.quantized:
                 raise UserError(
                     "weights in 4 bits cannot take up an adapter without loss; export the LoRA "
@@ -342,7 +369,7 @@ class TransformerModel(ABC):
                 )
             else:
                 with self.policy.merged():
-                    loading.save_whole(self, folder)
+                    loading.save_whole(self, folder, shard)
 
 
 def distinct(prompts: Sequence[TokenPrompt]) -> dict[int, TokenPrompt]:

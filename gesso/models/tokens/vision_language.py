@@ -9,7 +9,8 @@ ones (DeepStack). Tokens have a place in time, height and width (mrope); transfo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import Any, ClassVar
@@ -19,7 +20,9 @@ from torch import Tensor, nn
 
 from gesso import config
 from gesso.models.tokens import loading
-from gesso.models.tokens.pictures import Seen
+from gesso.models.tokens.attention import WINDOWS
+from gesso.models.tokens.packing import pack
+from gesso.models.tokens.pictures import Seen, pictures_of
 from gesso.models.tokens.transformer import PROJECTIONS, Sequences, TransformerModel, distinct
 from gesso.types import Prompt, TokenPrompt, UserError
 
@@ -29,6 +32,8 @@ PROCESSORS = {
     "qwen3_vl": "Qwen3VLProcessor",
 }
 TOWER = "model.visual"
+LOOK_AT_ONCE = 32768
+"""Patches of pictures that go through the tower together on a GPU."""
 
 
 class VisionLanguage(TransformerModel):
@@ -44,8 +49,9 @@ class VisionLanguage(TransformerModel):
         self.seen: Seen | None = None if settings.train_vision else Seen()
         self.looks = 0  # pictures that went through the vision tower
         super().__init__(settings, seed)
+        tower = self.module.get_submodule(TOWER)
         if self.seen is not None:
-            for parameter in self.module.get_submodule(TOWER).parameters():
+            for parameter in tower.parameters():
                 parameter.data = parameter.data.to(self.dtype)  # a frozen part needs no float32
 
     @property
@@ -143,6 +149,7 @@ class VisionLanguage(TransformerModel):
 
     def _embed(self, sequences: Sequences) -> dict[str, Any]:
         embeds = self.module.get_input_embeddings()(sequences.ids)[None]  # (1, T, D)
+        self._look_ahead(distinct(sequences.prompts).values())
         looked = {
             key: self.features(prompt)
             for key, prompt in distinct(sequences.prompts).items()
@@ -162,26 +169,66 @@ class VisionLanguage(TransformerModel):
 
     def features(self, prompt: TokenPrompt) -> Tensor:
         """Its pictures' (1 + deep, tokens, D): what goes in their places, and DeepStack's layers.
-        Pictures go through the tower one by one: together, their last bits would depend on each
-        other, and a resumed run would drift from an undisturbed one."""
-        assert prompt.pixels is not None and prompt.grid is not None
-        pictures = prompt.pixels.split(prompt.grid.prod(-1).tolist())
-        return torch.cat([self._see(p, g) for p, g in zip(pictures, prompt.grid, strict=True)], 1)
+        On a CPU pictures go through the tower one by one: together, their last bits would depend on
+        each other, and a resumed run would drift from an undisturbed one."""
+        assert prompt.grid is not None
+        return torch.cat([self._see(prompt, i) for i in range(len(prompt.grid))], 1)
 
-    def _see(self, pixels: Tensor, grid: Tensor) -> Tensor:
+    def _see(self, prompt: TokenPrompt, i: int) -> Tensor:
+        pixels, grid = pictures_of(prompt)[i]
         if self.seen is None:
-            return self._look(pixels, grid)
+            return self._look(pixels, grid[None])[0]
+        key = self.seen.keys(prompt)[i]
         with torch.no_grad():
-            return self.seen.features(pixels, grid, lambda: self._look(pixels, grid))
+            return self.seen.features(key, lambda: self._look(pixels, grid[None])[0])
 
-    def _look(self, pixels: Tensor, grid: Tensor) -> Tensor:
-        self.looks += 1
-        seen = self.module.model.get_image_features(
-            pixels.to(self.device), grid[None].to(self.device), return_dict=True
-        )
+    @torch.no_grad()
+    def _look_ahead(self, prompts: Iterable[TokenPrompt]) -> None:
+        """On a GPU one picture is too little work: those that were not seen yet go through the
+        tower together, and what they came with is of no more weight there than the last bit."""
+        if self.seen is None or not self._pays(None, True):
+            return
+        seeing = [prompt for prompt in prompts if prompt.grid is not None]
+        with ThreadPoolExecutor() as pool:
+            keys = pool.map(self.seen.keys, seeing)
+        new = {
+            key: picture
+            for prompt, its in zip(seeing, keys, strict=True)
+            for key, picture in zip(its, pictures_of(prompt), strict=True)
+            if key not in self.seen
+        }
+        for part in pack([len(pixels) for pixels, _ in new.values()], LOOK_AT_ONCE):
+            some = [list(new)[i] for i in part]
+            pixels, grids = zip(*(new[key] for key in some), strict=True)
+            found = self._look(torch.cat(pixels), torch.stack(grids))
+            for key, features in zip(some, found, strict=True):
+                self.seen.keep(key, features)
+
+    def _look(self, pixels: Tensor, grids: Tensor) -> list[Tensor]:
+        """Of every picture, (1 + deep, tokens, D)."""
+        self.looks += len(grids)
+        with self._all_windows_at_once():
+            seen = self.module.model.get_image_features(
+                pixels.to(self.device), grids.to(self.device), return_dict=True
+            )
         deep = seen.get("deepstack_features") or []
         layers = (seen.pooler_output, *deep)  # of each picture, or all together: it has varied
-        return torch.stack([x if isinstance(x, Tensor) else torch.cat(x) for x in layers])
+        joined = torch.stack([x if isinstance(x, Tensor) else torch.cat(x) for x in layers])
+        places = grids.prod(-1) // self.images.merge_size**2
+        return list(joined.split(places.tolist(), dim=1))
+
+    @contextmanager
+    def _all_windows_at_once(self) -> Iterator[None]:
+        """For the length of a look only: by its name transformers would search it on the hub when
+        a model is made."""
+        own = self.module.get_submodule(TOWER).config
+        before = own._attn_implementation
+        try:
+            if self._pays(None, True):
+                own._attn_implementation = WINDOWS
+            yield
+        finally:
+            own._attn_implementation = before
 
 
 @contextmanager

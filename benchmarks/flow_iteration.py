@@ -1,0 +1,299 @@
+"""One iteration of a flow model of SD3.5-M's shape by Gesso and by a plain script, in turns.
+
+    python benchmarks/flow_iteration.py [--rounds 3] [--out FOLDER] [--cases NAME ...] [--tiny]
+
+Random weights of the real classes, 512², 10 steps, guidance 4.5, LoRA of rank 32, a group of 16.
+Both sides must first be seen to compute the same thing; if they do not, the exit status is 1 and
+nothing is timed. benchmarks/README.md says how to read the figures.
+"""
+
+from __future__ import annotations
+
+import gesso  # before torch: it settles how OpenMP's threads wait
+
+# isort: split
+import argparse
+import datetime
+import gc
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # for whoever imports this file
+from flow_sides import (
+    MEDIUM,
+    PHASES,
+    TINY,
+    Ours,
+    Shape,
+    Theirs,
+    Times,
+    arithmetic,
+    cases,
+    now,
+    prove,
+    write_pipeline,
+)
+
+from gesso.algorithms.base import Algorithm
+
+SLACK = 2.0  # times the plain side's distance from float32
+FIRST_STEP = 90.0  # seconds
+
+
+def say(text: str) -> None:
+    print(f"{datetime.datetime.now():%H:%M:%S} {text}", flush=True)
+
+
+def matrix_peak(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large product."""
+    n = 8192 if device.type == "cuda" else 512
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    rounds = 20 if device.type == "cuda" else 2
+    a @ b
+    started = now()
+    for _ in range(rounds):
+        a @ b
+    return rounds * 2 * n**3 / (now() - started)
+
+
+def counted(shape: Shape) -> tuple[float, float]:
+    """FLOPs of a row by torch's own counter on the meta device, forth and back, without adapters
+    beside the weights: to hold `flops` against."""
+    from diffusers import SD3Transformer2DModel
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from gesso import config
+    from gesso.models.policy import Policy
+
+    with torch.device("meta"):
+        network = SD3Transformer2DModel(**shape.transformer)
+        targets = ["attn.to_q", "attn.add_q_proj"]
+        Policy(network, config.Lora(rank=1), targets, 0)
+        side, own = shape.size // 8, network.config
+        x, t = torch.empty(1, own.in_channels, side, side), torch.empty(1)
+        text = torch.empty(1, shape.tokens[1], own.joint_attention_dim)
+        pooled = torch.empty(1, own.pooled_projection_dim)
+    totals = []
+    with FlopCounterMode(display=False) as counter:
+        out = network(x, text, pooled, t, return_dict=False)[0]
+        totals.append(counter.get_total_flops())
+        out.sum().backward()
+        totals.append(counter.get_total_flops() - totals[0])
+    return totals[0], totals[1]
+
+
+class Memory:
+    """The most that a side takes, without what the other side holds."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, int] = {}
+
+    def loading(self, side: str, load: Callable[[], Any]) -> Any:
+        before = allocated()
+        made = load()
+        self.held[side] = allocated() - before
+        return made
+
+    def peak(self, side: str, work: Callable[[], Any]) -> tuple[Any, float]:
+        other = sum(held for name, held in self.held.items() if name != side)
+        if not torch.cuda.is_available():
+            return work(), 0.0
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        result = work()
+        return result, (torch.cuda.max_memory_allocated() - other) / 1e9
+
+
+def allocated() -> int:
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+
+
+def measure(
+    name: str, algorithm: Algorithm, ours: Ours, theirs: Theirs, memory: Memory, rounds: int
+) -> dict[str, Any]:
+    """A row: both sides in turns, the order swapped every round. The first iteration of a side
+    warms up, ours compiles in it; afterwards nothing may be compiled."""
+    learner = ours.learner(algorithm)
+    first, metrics = ours.iteration(learner)
+    say(f"{name}: first iteration {first['total']:.1f} s, replay gap {gap_of(metrics):.1e}")
+    graphs = compiled()
+    times: dict[str, list[Times]] = {"ours": [], "plain": []}
+    peaks = {"ours": 0.0, "plain": 0.0}
+    for i in range(rounds + 1):  # of the plain side round 0 warms up, and ours is measured for it
+        for side in ("plain", "ours") if i % 2 else ("ours", "plain"):
+            work: Callable[[], Times] = (
+                (lambda: ours.iteration(learner)[0])
+                if side == "ours"
+                else (lambda: theirs.iteration(algorithm))
+            )
+            taken, peak = memory.peak(side, work)
+            peaks[side] = max(peaks[side], peak)
+            if i:
+                times[side].append(taken)
+            say(f"{name}: {side} " + ", ".join(f"{p} {taken[p]:.3f}" for p in PHASES))
+    return {
+        "first": first,
+        "gap": gap_of(metrics),
+        "times": times,
+        "peak_gb": peaks,
+        "compiled_later": compiled() - graphs,
+    }
+
+
+def compiled() -> int:
+    """Graphs so far."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def gap_of(metrics: dict[str, float]) -> float:
+    return metrics.get("update/first_abs_dlogp_max", 0.0)
+
+
+def table(rows: dict[str, Any], shape: Shape, peak: float) -> list[str]:
+    head = (
+        "| | sample s | decode s | update s | total s | images/s | of peak sampling | updating "
+        "| peak GB | plain / ours |"
+    )
+    lines = [head, "|---" * 10 + "|"]
+    for name, row in rows.items():
+        totals = {}
+        for side in ("plain", "ours"):
+            work = arithmetic(shape, cases(shape.images)[name], side)
+            middle = {p: median(t[p] for t in row["times"][side]) for p in PHASES}
+            totals[side] = middle["total"]
+            shares = [
+                shape.images * flop / middle[phase] / peak
+                for flop, phase in zip(work, ("sample", "update"), strict=True)
+            ]
+            ratio = f"**{totals['plain'] / totals['ours']:.2f}**" if side == "ours" else ""
+            seconds = " | ".join(f"{middle[p]:.2f}" for p in PHASES)
+            lines.append(
+                f"| {name}, {side} | {seconds} | {shape.images / middle['total']:.2f} | "
+                f"{shares[0]:.2f} | {shares[1]:.2f} | {row['peak_gb'][side]:.1f} | {ratio} |"
+            )
+    return lines
+
+
+def starting(folder: Path, shape: Shape, device: torch.device, began: float) -> dict[str, float]:
+    """Seconds from the start of the process until the model is there and until the first step is
+    done, and what the first step takes longer than the second: compiling, above all."""
+    ours = Ours.load(folder, shape, device)
+    loaded = time.time() - began
+    learner = ours.learner(cases(shape.images)["Flow-GRPO"])
+    first = ours.iteration(learner)[0]["total"]
+    stepped = time.time() - began
+    compiling = first - ours.iteration(learner)[0]["total"]
+    return {"loaded": loaded, "first step": stepped, "compiling": compiling}
+
+
+def start_times(folder: Path, tiny: bool) -> dict[str, dict[str, float]]:
+    """The first step of a new process, with nothing compiled yet and with what the process before
+    left in torch's cache."""
+    found = {}
+    for name in ("cold", "cached"):
+        command = [sys.executable, __file__, "--start", str(time.time())]
+        command += ["--folder", str(folder), *(["--tiny"] if tiny else [])]
+        output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        found[name] = json.loads(output.splitlines()[-1])
+        say(f"new process, {name}: {found[name]}")
+    return found
+
+
+def circumstances(commit: str) -> dict[str, str]:
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    found = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+    libraries = ("torch", "diffusers", "transformers", "peft")
+    return {
+        "date": f"{datetime.date.today()}",
+        "hardware": f"{device}, {os.cpu_count()} cores",
+        "versions": f"Python {platform.python_version()}, "
+        + ", ".join(f"{name} {version(name)}" for name in libraries),
+        "commit": commit or f"gesso {gesso.__version__} {found}",
+        "command": " ".join(["python", *sys.argv]),
+    }
+
+
+def run(options: argparse.Namespace, folder: Path, device: torch.device) -> int:
+    shape = TINY if options.tiny else MEDIUM
+    facts: dict[str, Any] = circumstances(options.commit)
+    write_pipeline(shape, folder, device)
+    say("weights written")
+    if not options.no_start:
+        facts["first step after s"] = start_times(folder, options.tiny)
+    memory = Memory()
+    ours = memory.loading("ours", lambda: Ours.load(folder, shape, device))
+    theirs = memory.loading("plain", lambda: Theirs.load(folder, ours))
+    say("both sides loaded")
+    torch.backends.cudnn.allow_tf32 = False  # float32 is to be float32
+    proof = prove(ours, theirs)
+    torch.backends.cudnn.allow_tf32 = True  # torch's own default, and the plain decoder's
+    agree = all(mine <= SLACK * floor for mine, floor in proof.values())
+    print(f"both sides compute {'the same' if agree else 'DIFFERENT THINGS'}; from float32:")
+    for name, (mine, floor) in proof.items():
+        print(f"  {name:<24} ours {mine:.1e}, plain {floor:.1e}")
+    facts |= {"proof": proof, "agree": agree}
+    peak = matrix_peak(device, ours.model.dtype)
+    facts["peak TFLOP/s"] = peak / 1e12
+    rows: dict[str, Any] = {}
+    for name, algorithm in cases(shape.images).items() if agree or options.anyway else ():
+        if not options.cases or any(part in name for part in options.cases):
+            rows[name] = measure(name, algorithm, ours, theirs, memory, options.rounds)
+            write(options.out, facts, rows, table(rows, shape, peak))
+    print("\n".join(table(rows, shape, peak)))
+    later = {name: row["compiled_later"] for name, row in rows.items() if row["compiled_later"]}
+    if later:
+        print(f"compiled again after the first iteration: {later}")
+    return 0 if agree and not later else 1
+
+
+def write(out: Path | None, facts: dict[str, Any], rows: dict[str, Any], lines: list[str]) -> None:
+    """After every row: a run that is cut short leaves what it has."""
+    if out is None:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / f"flow-{facts['date']}"
+    file.with_suffix(".json").write_text(json.dumps(facts | {"rows": rows}, indent=1))
+    told = [f"- {name}: {value}" for name, value in facts.items()]
+    file.with_suffix(".md").write_text("\n".join([*told, "", *lines, ""]))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, help="folder for a dated table and its figures")
+    parser.add_argument("--cases", nargs="*", default=[], help="rows whose name has one of these")
+    parser.add_argument("--commit", default="", help="what to call the code that is measured")
+    parser.add_argument("--anyway", action="store_true", help="time what is not the same, too")
+    parser.add_argument("--no-start", action="store_true", help="do not time new processes")
+    parser.add_argument(
+        "--tiny", action="store_true", help="minutes on a CPU; proves no speed"
+    )
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--start", type=float, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if options.start is not None:
+        shape = TINY if options.tiny else MEDIUM
+        print(json.dumps(starting(options.folder, shape, device, options.start)))
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"  # empty, and ours alone
+        return run(options, Path(folder) / "pipeline", device)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,200 @@
+"""An iteration of a flow model as Flow-GRPO's script writes it: one side of flow_iteration.py.
+
+Float32 weights under autocast, PEFT's adapters beside the weights, nothing compiled, both branches
+of guidance in one batch, one step of a batch a pass, the decoder in float32. The formulas of steps
+and losses are Gesso's, so that both sides compute the same thing; how networks run is this file's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gesso.algorithms.diffusion_nft import DiffusionNFT
+from gesso.algorithms.flow_grpo import FlowGRPO
+from gesso.formulas import flow_steps, kl, nft, objectives
+from gesso.types import Conditioning, SampleSpec
+
+Noise = Callable[[], Tensor]
+
+
+@dataclass
+class Batch:
+    """What is kept of some samples: every step's latents and log-prob."""
+
+    cond: Conditioning
+    negative: Conditioning
+    latents: list[Tensor]  # steps+1 of (N, C, H, W)
+    logp: dict[int, Tensor]  # of the stochastic steps, (N,)
+    images: Tensor
+
+
+class Plain:
+    def __init__(
+        self, folder: Path, device: torch.device, lora: Any, start: Mapping[str, Tensor]
+    ) -> None:
+        """`lora`: PEFT's settings; `start`: the adapter's weights by Gesso's names."""
+        from diffusers import AutoencoderKL, SD3Transformer2DModel
+        from peft import get_peft_model
+
+        def load(kind: Any, part: str) -> Any:
+            made = kind.from_pretrained(folder, subfolder=part, torch_dtype=torch.float32)
+            return made.requires_grad_(False).to(device)
+
+        self.device = device
+        self.dtype: torch.dtype | None = torch.bfloat16  # None: float32, to compare with
+        self.vae = load(AutoencoderKL, "vae")
+        self.network = get_peft_model(load(SD3Transformer2DModel, "transformer"), lora)
+        self.network.add_adapter("old", lora)
+        self.network.set_adapter("default")
+        self.start = start
+        self.reset()
+        self.trained = [p for p in self.network.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(self.trained, lr=3e-4, weight_decay=1e-4)
+
+    def reset(self) -> None:
+        own = dict(self.network.named_parameters())
+        with torch.no_grad():
+            for name, tensor in self.start.items():
+                for adapter in ("default", "old"):
+                    full = f"base_model.model.{name}".replace(".default.", f".{adapter}.")
+                    own[full].copy_(tensor)
+
+    def precision(self) -> AbstractContextManager:
+        if self.dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.dtype)
+
+    def velocity(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> Tensor:
+        with self.precision():
+            return self.network(
+                hidden_states=x,
+                timestep=sigma * 1000,
+                encoder_hidden_states=cond.embeds.float(),
+                pooled_projections=None if cond.pooled is None else cond.pooled.float(),
+                return_dict=False,
+            )[0].float()
+
+    def guided(self, x: Tensor, sigma: Tensor, batch: Batch, scale: float, detach: bool) -> Tensor:
+        if scale <= 1:
+            return self.velocity(x, sigma, batch.cond)
+        both = Conditioning.stack([batch.negative, batch.cond])
+        u, c = self.velocity(x.repeat(2, 1, 1, 1), sigma.repeat(2), both).chunk(2)
+        u = u.detach() if detach else u
+        return u + scale * (c - u)
+
+    @torch.no_grad()
+    def sample(
+        self,
+        cond: Conditioning,
+        negative: Conditioning,
+        spec: SampleSpec,
+        sigmas: Tensor,
+        noise: Noise,
+    ) -> Batch:
+        """One batch, not yet decoded."""
+        x = noise()
+        batch = Batch(cond, negative, [x], {}, torch.empty(0))
+        if spec.weights == "old":
+            self.network.set_adapter("old")
+        before = None
+        for i in range(spec.steps):
+            sigma, sigma_next = sigmas[i : i + 2, None].expand(2, len(x))
+            v = self.guided(x, sigma, batch, spec.guidance, detach=False)
+            if i in spec.stochastic:
+                step = flow_steps.transition(
+                    spec.rule, x, v, sigma, sigma_next, sigmas[1], spec.noise
+                )
+                x = step.draw(noise())
+                batch.logp[i] = step.logp(x)
+            elif spec.solver == "dpm2":
+                x, before = flow_steps.dpm2(x, v, sigma, sigma_next, before)
+            else:
+                x = flow_steps.euler(x, v, sigma, sigma_next)
+            batch.latents.append(x)
+        self._train_default()
+        return batch
+
+    @torch.no_grad()
+    def decode(self, batch: Batch) -> None:
+        vae = self.vae
+        z = batch.latents[-1] / vae.config.scaling_factor + vae.config.shift_factor
+        unit = (vae.decode(z, return_dict=False)[0] / 2 + 0.5).clamp(0, 1)
+        batch.images = (unit * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu()
+
+    def update(
+        self,
+        batches: Sequence[Batch],
+        advantages: Sequence[Tensor],
+        algorithm: Any,
+        spec: SampleSpec,
+        sigmas: Tensor,
+    ) -> None:
+        """All steps of all batches into one optimizer step."""
+        if isinstance(algorithm, DiffusionNFT):
+            self._nft(batches, advantages, algorithm, sigmas)
+        else:
+            for batch, advantage in zip(batches, advantages, strict=True):
+                for i in spec.trained:
+                    loss = self.step_loss(batch, advantage, algorithm, i, sigmas)
+                    (loss.mean() / (len(batches) * len(spec.trained))).backward()
+        torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def step_loss(
+        self, batch: Batch, advantage: Tensor, algorithm: FlowGRPO, i: int, sigmas: Tensor
+    ) -> Tensor:
+        """(N,): step i of every sample."""
+        step = self._transition(batch, algorithm, i, sigmas)
+        logp = step.logp(batch.latents[i + 1])
+        clip = algorithm.clip
+        loss = objectives.clipped(logp, batch.logp[i], advantage, clip, clip).loss
+        if algorithm.beta > 0:
+            with torch.no_grad(), self.network.disable_adapter():
+                reference = self._transition(batch, algorithm, i, sigmas)
+            loss = loss + algorithm.beta * kl.gaussian_step(step.mean, reference.mean, step.s)
+        return loss
+
+    def _transition(
+        self, batch: Batch, algorithm: FlowGRPO, i: int, sigmas: Tensor
+    ) -> flow_steps.Transition:
+        x = batch.latents[i]
+        sigma, sigma_next = sigmas[i : i + 2, None].expand(2, len(x))
+        detach = algorithm.guidance_gradient == "conditional"
+        v = self.guided(x, sigma, batch, algorithm.guidance, detach)
+        return flow_steps.transition(
+            algorithm.rule, x, v, sigma, sigma_next, sigmas[1], algorithm.noise
+        )
+
+    def _nft(
+        self,
+        batches: Sequence[Batch],
+        advantages: Sequence[Tensor],
+        algorithm: DiffusionNFT,
+        sigmas: Tensor,
+    ) -> None:
+        for batch, advantage in zip(batches, advantages, strict=True):
+            clean, optimal = batch.latents[-1], nft.optimality(advantage)
+            for i in range(algorithm.times):
+                t = sigmas[i].expand(len(clean))
+                x_t = nft.noised(clean, torch.randn_like(clean), t)
+                with torch.no_grad():
+                    self.network.set_adapter("old")
+                    v_old = self.velocity(x_t, t, batch.cond)
+                    self._train_default()
+                    with self.network.disable_adapter():
+                        v_ref = self.velocity(x_t, t, batch.cond)
+                v = self.velocity(x_t, t, batch.cond)
+                loss = nft.contrast(v, v_old, clean, x_t, t, optimal, algorithm.beta)
+                loss = loss + algorithm.kl * (v - v_ref).square().flatten(1).mean(1)
+                (loss.mean() / (len(batches) * algorithm.times)).backward()
+
+    def _train_default(self) -> None:
+        self.network.set_adapter("default")

@@ -1,0 +1,384 @@
+"""The two sides of flow_iteration.py, and the proof that they compute the same thing."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from flow_plain import Batch, Plain
+from torch import Tensor
+
+from gesso import config
+from gesso.algorithms.base import Algorithm, Prepared
+from gesso.algorithms.diffusion_nft import DiffusionNFT
+from gesso.algorithms.flow_grpo import FlowGRPO
+from gesso.algorithms.flow_grpo_fast import FlowGRPOFast
+from gesso.formulas.advantages import group_relative
+from gesso.learner.learner import Learner
+from gesso.models.flow.compiled import sizes
+from gesso.models.flow.sd3 import SD3
+from gesso.samplers.denoise import DenoisingSampler
+from gesso.types import Conditioning, FlowContext, FlowTrace, Prompt, Rollout, Score, seed_of
+
+PROMPT = Prompt("a sign")
+PHASES = ("sample", "decode", "update", "total")
+Times = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the networks and of an iteration."""
+
+    transformer: dict[str, Any]
+    decoder: dict[str, Any]
+    size: int  # pixels of a side
+    images: int
+    dtype: str
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        """Of a picture, and of a prompt: 77 of CLIP and 128 of T5."""
+        return (self.size // 16) ** 2, 77 + 128
+
+
+MEDIUM = Shape(
+    transformer={
+        "sample_size": 128, "patch_size": 2, "in_channels": 16, "num_layers": 24,
+        "attention_head_dim": 64, "num_attention_heads": 24, "joint_attention_dim": 4096,
+        "caption_projection_dim": 1536, "pooled_projection_dim": 2048, "out_channels": 16,
+        "pos_embed_max_size": 384, "dual_attention_layers": tuple(range(13)),
+        "qk_norm": "rms_norm",
+    },
+    decoder={"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2},
+    size=512,
+    images=16,
+    dtype="bfloat16",
+)  # fmt: skip
+TINY = Shape(
+    transformer=MEDIUM.transformer
+    | {
+        "num_layers": 3, "attention_head_dim": 16, "num_attention_heads": 2,
+        "caption_projection_dim": 32, "joint_attention_dim": 24, "pooled_projection_dim": 16,
+        "pos_embed_max_size": 8, "sample_size": 8, "dual_attention_layers": (0,),
+    },
+    decoder={"block_out_channels": (32, 32, 32, 32), "layers_per_block": 1},
+    size=64,
+    images=4,
+    dtype="float32",
+)  # fmt: skip
+
+
+def flops(shape: Shape, backward: bool) -> float:
+    """Of one row: a forward pass, or the pass back to the adapters. An attention's way back costs
+    twice its way forth; nothing is counted for what is only computed again."""
+    c, (n, m) = shape.transformer, shape.tokens
+    d = c["num_attention_heads"] * c["attention_head_dim"]
+    total = 0.0 if backward else 2 * d * (c["joint_attention_dim"] * m + 4 * c["in_channels"] * n)
+    total += 2 * d * 4 * c["out_channels"] * n
+    for i in range(c["num_layers"]):
+        last, dual = i == c["num_layers"] - 1, i in c["dual_attention_layers"]
+        linear = 24 * d * d * n + (6 if last else 24) * d * d * m + 8 * d * d * n * dual
+        attention = 4 * (n + m) ** 2 * d + 4 * n * n * d * dual
+        thin = 8 * d * 32 * (4 * n + (3 if last else 4) * m)  # of the adapters' gradients
+        modulation = 2 * d * d * ((9 if dual else 6) + (2 if last else 6))
+        if backward and i == 0:  # nothing before it is trained
+            linear -= 6 * d * d * (n + m) + 8 * d * d * n * dual
+            attention -= 4 * n * n * d * dual
+        total += linear + (2 * attention + thin if backward else attention + modulation)
+    return total
+
+
+def write_pipeline(shape: Shape, folder: Path, device: torch.device) -> None:
+    """Weights with which picture, text and time all matter to the velocity, as in a trained
+    network, rounded to what both sides can hold."""
+    from diffusers import (
+        AutoencoderKL,
+        FlowMatchEulerDiscreteScheduler,
+        SD3Transformer2DModel,
+        StableDiffusion3Pipeline,
+    )
+
+    torch.manual_seed(0)
+    with device:
+        transformer = SD3Transformer2DModel(**shape.transformer)
+        for name, parameter in transformer.named_parameters():
+            if parameter.ndim == 2:
+                gain = 0.5 if name.startswith("proj_out") else 1.0
+                torch.nn.init.normal_(parameter, std=gain / math.sqrt(parameter.shape[1]))
+            elif "norm" not in name:
+                torch.nn.init.normal_(parameter, std=0.2)
+        kinds = len(shape.decoder["block_out_channels"])
+        vae = AutoencoderKL(
+            latent_channels=16, sample_size=1024, use_quant_conv=False, use_post_quant_conv=False,
+            scaling_factor=1.5305, shift_factor=0.0609, **shape.decoder,
+            down_block_types=("DownEncoderBlock2D",) * kinds,
+            up_block_types=("UpDecoderBlock2D",) * kinds,
+        )  # fmt: skip
+    absent = {
+        f"{part}{i}": None for part in ("text_encoder", "tokenizer") for i in ("", "_2", "_3")
+    }
+    StableDiffusion3Pipeline(
+        transformer=transformer.bfloat16(), vae=vae.bfloat16(),
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), **absent,
+    ).save_pretrained(folder)  # fmt: skip
+
+
+class Wordless(SD3):
+    """Made-up embeddings of the real shapes stand in for the text encoders."""
+
+    seconds: Counter[str]
+
+    def encode(self, texts: Sequence[str]) -> Conditioning:
+        own, rows = self.transformer.config, []
+        for text in texts:
+            noise = torch.Generator().manual_seed(seed_of(0, text))
+            rows.append(
+                Conditioning(
+                    torch.randn(1, self.text_tokens, own.joint_attention_dim, generator=noise),
+                    torch.randn(1, own.pooled_projection_dim, generator=noise),
+                )
+            )
+        found = Conditioning.stack(rows).to(self.device)
+        assert found.pooled is not None
+        return Conditioning(found.embeds.to(self.dtype), found.pooled.to(self.dtype))
+
+    def decode(self, latents: Tensor) -> Tensor:
+        started = now()
+        images = super().decode(latents)
+        self.seconds["decode"] += now() - started
+        return images
+
+
+def now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+@dataclass
+class Ours:
+    """Gesso's own classes; nothing is done over here."""
+
+    model: Wordless
+    shape: Shape
+    start: dict[str, Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        noise = torch.Generator().manual_seed(1)
+        for name, tensor in self.model.policy.weights().items():
+            if "lora_B" in name:  # an adapter that does something
+                tensor.copy_(0.01 * torch.randn(tensor.shape, generator=noise))
+        self.start = {n: t.clone() for n, t in self.model.policy.weights().items()}
+        self.sampler = DenoisingSampler(self.model, self.shape.images)
+
+    @classmethod
+    def load(cls, folder: Path, shape: Shape, device: torch.device) -> Ours:
+        section = config.Model(
+            path=str(folder), height=shape.size, width=shape.size, text_length=128,
+            dtype=shape.dtype, device=str(device), lora=config.Lora(), fold=True,
+        )  # fmt: skip
+        model = Wordless(section)
+        model.seconds = Counter()
+        model.sizes = sizes(shape.images, shape.images)
+        return cls(model, shape)
+
+    def learner(self, algorithm: Algorithm) -> Learner:
+        settings = config.Learner(micro_batch=self.shape.images)
+        return Learner(self.model, algorithm, config.Optimizer(), settings, 0)
+
+    def sample(self, algorithm: Algorithm, images: int) -> Rollout:
+        place = config.Model(path="", height=self.shape.size, width=self.shape.size)
+        spec: Any = algorithm.spec(0, 0, place)
+        row, seeds = [0] * images, list(range(images))
+        pieces = list(self.sampler.sample([PROMPT], row, seeds, spec))
+        return Rollout(
+            samples=[s for p in pieces for s in p.samples],
+            group=torch.zeros(images, dtype=torch.long),
+            trace=FlowTrace.concat([p.trace for p in pieces]),
+            logp=torch.cat([p.logp for p in pieces]),
+            version=0,
+            scores=[Score(float(r), {"made-up": float(r)}) for r in made_up(images)],
+            weights={"made-up": 1.0},
+        )
+
+    def iteration(self, learner: Learner) -> tuple[Times, dict[str, float]]:
+        self.model.policy.load(self.start)
+        self.model.seconds.clear()
+        started = now()
+        rollout = self.sample(learner.algorithm, self.shape.images)
+        drawn = now()
+        metrics = learner.update(rollout, 0)
+        ended = now()
+        decode = self.model.seconds["decode"]
+        return phases(drawn - started - decode, decode, ended - drawn), metrics
+
+
+def phases(sample: float, decode: float, update: float) -> Times:
+    return dict(zip(PHASES, (sample, decode, update, sample + decode + update), strict=True))
+
+
+def made_up(n: int) -> Tensor:
+    return torch.rand(n, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+
+@dataclass
+class Theirs:
+    plain: Plain
+    ours: Ours
+
+    @classmethod
+    def load(cls, folder: Path, ours: Ours) -> Theirs:
+        from peft import LoraConfig
+
+        targets = list(ours.model.lora_targets)
+        lora = LoraConfig(r=32, lora_alpha=64, init_lora_weights="gaussian", target_modules=targets)
+        return cls(Plain(folder, ours.model.device, lora, ours.start), ours)
+
+    def sample(self, algorithm: Algorithm, images: int, exact: bool) -> Batch:
+        """`exact`: noise of the same streams as ours, else from the device's own generator."""
+        shape, device = self.ours.shape, self.plain.device
+        place = config.Model(path="", height=shape.size, width=shape.size)
+        spec: Any = algorithm.spec(0, 0, place)
+        cond, negative = (
+            self.ours.model.encode([text] * images) for text in (PROMPT.text, PROMPT.negative)
+        )
+        latent = self.ours.model.latent_shape(shape.size, shape.size)
+        streams = [torch.Generator().manual_seed(seed) for seed in range(images)]
+
+        def noise() -> Tensor:
+            if not exact:
+                return torch.randn(images, *latent, device=device)
+            return torch.stack([torch.randn(latent, generator=s) for s in streams]).to(device)
+
+        return self.plain.sample(cond, negative, spec, self.sigmas(spec.steps), noise)
+
+    def sigmas(self, steps: int) -> Tensor:
+        size = self.ours.shape.size
+        return self.ours.model.sigmas(steps, size, size).to(self.plain.device)
+
+    def iteration(self, algorithm: Algorithm) -> Times:
+        images = self.ours.shape.images
+        self.plain.reset()
+        advantage = advantages(images).to(self.plain.device)
+        place = config.Model(path="", height=self.ours.shape.size, width=self.ours.shape.size)
+        spec: Any = algorithm.spec(0, 0, place)
+        started = now()
+        batch = self.sample(algorithm, images, exact=False)
+        drawn = now()
+        self.plain.decode(batch)
+        decoded = now()
+        self.plain.update([batch], [advantage], algorithm, spec, self.sigmas(spec.steps))
+        return phases(drawn - started, decoded - drawn, now() - decoded)
+
+
+def advantages(images: int) -> Tensor:
+    return group_relative(made_up(images), torch.zeros(images, dtype=torch.long)).float()
+
+
+def cases(images: int) -> dict[str, Algorithm]:
+    """Rows of the table. The KL costs both sides one more pass; the first two rows are without."""
+    common = {"group": images, "updates": 1}
+    return {
+        "Flow-GRPO": FlowGRPO(beta=0.0, **common),
+        "Flow-GRPO, gradient of one branch": FlowGRPO(
+            beta=0.0, guidance_gradient="conditional", **common
+        ),
+        "Flow-GRPO with KL": FlowGRPO(**common),
+        "Flow-GRPO-Fast": FlowGRPOFast(**common),
+        "DiffusionNFT": DiffusionNFT(**common),
+    }
+
+
+def arithmetic(shape: Shape, algorithm: Any, side: str) -> tuple[float, float]:
+    """FLOPs that an image takes a side in sampling and in an update. With the gradient of one
+    branch, ours has the other one's velocity from sampling; the plain side runs it both ways."""
+    there, back = flops(shape, False), flops(shape, True)
+    if isinstance(algorithm, DiffusionNFT):  # current, old, reference
+        return algorithm.steps * there, algorithm.times * (3 * there + back)
+    branches = 2 if algorithm.guidance > 1 else 1
+    one = side == "ours" and algorithm.guidance_gradient == "conditional"
+    update = (1 if one else branches) * (there + back)
+    update += branches * there if algorithm.beta > 0 else 0
+    return algorithm.steps * branches * there, algorithm.terms_a_sample * update
+
+
+def relative(found: Tensor, truth: Tensor) -> float:
+    return float((found - truth).norm() / truth.norm())
+
+
+def prove(ours: Ours, theirs: Theirs, images: int = 2) -> dict[str, tuple[float, float]]:
+    """By name: how far ours and the plain side are from float32, on paths, log-probs and gradients.
+    The plain side's distance is the floor: what half precision itself loses."""
+    found: dict[str, tuple[float, float]] = {}
+    plain = theirs.plain
+    for gradient in ("both", "conditional"):
+        algorithm = FlowGRPO(
+            beta=0.0, group=images, updates=1, guidance_gradient=gradient, clip=1e3
+        )
+        half, plain.dtype = plain.dtype, None
+        truth = theirs.sample(algorithm, images, exact=True)
+        logp, slope = their_replay(theirs, truth, algorithm, images)
+        plain.dtype = half
+        mine = our_replay(ours, truth, algorithm)
+        yours = their_replay(theirs, truth, algorithm, images)
+        if gradient == "both":
+            end = truth.latents[-1]
+            drawn = ours.sample(algorithm, images).paths.clean
+            apart = relative(theirs.sample(algorithm, images, True).latents[-1], end)
+            found["latents at the end"] = (relative(drawn, end), apart)
+            gaps = [float((replayed[0] - logp).abs().max()) for replayed in (mine, yours)]
+            found["log-probs, largest"] = (gaps[0], gaps[1])
+        found[f"gradient, {gradient}"] = (relative(mine[1], slope), relative(yours[1], slope))
+    return found
+
+
+def their_replay(
+    theirs: Theirs, batch: Batch, algorithm: FlowGRPO, images: int
+) -> tuple[Tensor, Tensor]:
+    """Log-probs (N, S) of a given path, and the gradient of the loss."""
+    plain, sigmas = theirs.plain, theirs.sigmas(algorithm.steps)
+    advantage = advantages(images).to(plain.device)
+    plain.reset()
+    logps = []
+    for i in range(algorithm.terms_a_sample):
+        step = plain._transition(batch, algorithm, i, sigmas)
+        logps.append(step.logp(batch.latents[i + 1]))
+        ratio = torch.exp(logps[-1] - batch.logp[i])
+        (-(advantage * ratio).mean() / algorithm.terms_a_sample).backward()
+    names = {id(p): n for n, p in plain.network.named_parameters()}
+    grads = sorted((names[id(p)], p.grad.flatten()) for p in plain.trained)
+    plain.optimizer.zero_grad()
+    return torch.stack([t.detach() for t in logps], 1), torch.cat([g for _, g in grads])
+
+
+def our_replay(ours: Ours, batch: Batch, algorithm: FlowGRPO) -> tuple[Tensor, Tensor]:
+    model, images, steps = ours.model, len(batch.latents[0]), algorithm.terms_a_sample
+    model.policy.load(ours.start)
+    sigmas = model.sigmas(algorithm.steps, ours.shape.size, ours.shape.size).to(model.device)
+    cond, negative = (model.encode([text]) for text in (PROMPT.text, PROMPT.negative))
+    context = FlowContext(sigmas, range(steps), cond, negative)
+    latents = torch.stack(batch.latents[: steps + 1], 1)
+    row = torch.zeros(images, dtype=torch.long, device=model.device)
+    trace = FlowTrace(context, row, latents, latents[:, :0], batch.latents[-1])
+    old = torch.stack([batch.logp[i] for i in range(steps)], 1)
+    nobody: Any = [None] * images
+    rollout = Rollout(nobody, row.cpu(), trace, old, 0, nobody, {})
+    terms = algorithm.terms(rollout, Prepared(advantages(images)), torch.Generator())
+    logps = []
+    with model.policy.standing():
+        for part in terms.micro(config.Learner(micro_batch=ours.shape.images)):
+            with torch.no_grad():
+                logps.append(algorithm._transition(model, part, "current").logp(part.x_next))
+            (algorithm.loss(model, part).loss.sum() / terms.total).backward()
+    grads = sorted(
+        (n, p.grad.flatten()) for n, p in model.policy.trained.items() if p.grad is not None
+    )
+    for p in model.policy.trained.values():
+        p.grad = None
+    return torch.cat(logps).view(images, steps), torch.cat([g for _, g in grads])

@@ -1,0 +1,476 @@
+"""One iteration of GRPO with LoRA on a model that sees and writes: 64 prompts with a picture, 8
+replies each of 256 tokens. See README.md.
+
+    python benchmarks/token_iteration.py --json out.json      # a CUDA device: Qwen2.5-VL-3B's shape
+    python benchmarks/token_iteration.py --tiny               # the same code on a CPU, in a minute
+
+Weights are random, so replies are of one length by force. (a) is transformers' `generate` with its
+default cache on a PEFT model and a padded update with all logits of a micro-batch, as TRL does it;
+(b) `generate` with a static cache, compiled, without adapters; (c) Gesso.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import io
+import json
+import shutil
+import subprocess
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gesso import config
+from gesso.algorithms.grpo import GRPO
+from gesso.learner.learner import Learner
+from gesso.models.tokens import head
+from gesso.models.tokens.pictures import Seen
+from gesso.models.tokens.vision_language import VisionLanguage
+from gesso.samplers.base import Piece
+from gesso.samplers.decode import DecodingSampler
+from gesso.types import Picture, Prompt, ReplySpec, Rollout, Score, TokenTrace, widened
+
+ZOO = Path(__file__).parents[1] / "gesso" / "zoo" / "shapes"
+BANDWIDTH = 4.8e12  # bytes/s of an H200, by its maker
+TEXT = dict(
+    hidden_size=2048, num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=2,
+    intermediate_size=11008, max_position_embeddings=32768, vocab_size=151936,
+)  # fmt: skip
+SEES = dict(
+    depth=32, hidden_size=1280, num_heads=16, intermediate_size=3420, out_hidden_size=2048,
+    patch_size=14, window_size=112, fullatt_block_indexes=[7, 15, 23, 31],
+)  # fmt: skip
+
+
+@dataclass
+class Size:
+    prompts: int
+    group: int
+    tokens: int
+    pixels: int  # height and width of a picture
+    batches: list[int]  # slots of our sampler
+    micro_tokens: int
+    padded: int  # replies of (a)'s micro-batch
+
+    @property
+    def rows(self) -> list[int]:
+        return [i for i in range(self.prompts) for _ in range(self.group)]
+
+
+FULL = Size(64, 8, 256, 448, [64, 512], 16384, 8)
+TINY = Size(4, 2, 8, 64, [4, 8], 512, 4)
+
+
+@dataclass
+class Bench:
+    folder: Path
+    size: Size
+    device: torch.device
+    dtype: torch.dtype
+    figures: dict[str, Any] = field(default_factory=dict)
+    started: float = field(default_factory=time.perf_counter)
+
+    def say(self, *words: Any) -> None:
+        print(f"[{time.perf_counter() - self.started:6.1f} s]", *words, flush=True)
+
+    def timed(self, work: Callable[[], Any]) -> tuple[float, Any]:
+        self.sync()
+        before = time.perf_counter()
+        result = work()
+        self.sync()
+        return time.perf_counter() - before, result
+
+    def sync(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def fresh(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+
+    @property
+    def peak_gb(self) -> float:
+        return torch.cuda.max_memory_allocated() / 1e9 if self.device.type == "cuda" else 0.0
+
+
+# The model and its prompts
+
+
+def make_model(folder: Path, device: torch.device, dtype: torch.dtype) -> None:
+    """Qwen2.5-VL-3B's shape with random weights; tokenizer and template of the bundled model."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    own = json.loads((ZOO / "config.json").read_text())
+    text = own["text_config"] | TEXT | {"max_window_layers": 36}
+    text["rope_parameters"] |= {"mrope_section": [16, 24, 24], "rope_theta": 1e6}
+    text.pop("layer_types")
+    own |= {"text_config": text, "vision_config": own["vision_config"] | SEES}
+    left_out = ("architectures", "dtype", "transformers_version")
+    made = Qwen2_5_VLConfig(**{k: v for k, v in own.items() if k not in left_out})
+    torch.set_default_dtype(dtype)
+    with device:
+        model = Qwen2_5_VLForConditionalGeneration(made)
+    torch.set_default_dtype(torch.float32)
+    model.save_pretrained(folder, max_shard_size="20GB")
+    for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ZOO / name, folder)
+    shutil.copy(ZOO / "generation_config.json", folder)
+    pictures = json.loads((ZOO / "preprocessor_config.json").read_text())
+    edges = {"longest_edge": FULL.pixels**2, "shortest_edge": 56 * 56}
+    pictures |= {"patch_size": 14, "size": edges}
+    (folder / "preprocessor_config.json").write_text(json.dumps(pictures))
+
+
+def prompts(size: Size) -> list[Prompt]:
+    import numpy as np
+    from PIL import Image
+
+    made = []
+    for i in range(size.prompts):
+        noise = np.random.default_rng(i).integers(0, 256, (size.pixels, size.pixels, 3), np.uint8)
+        file = io.BytesIO()
+        Image.fromarray(noise).save(file, "PNG")
+        made.append(Prompt(f"how many shapes? {i:03d}", images=(Picture(data=file.getvalue()),)))
+    return made
+
+
+def ours(bench: Bench, **more: Any) -> VisionLanguage:
+    """With adapters that matter, every id writable and no reply that ends early."""
+    name = str(bench.dtype).removeprefix("torch.")
+    lora = config.Lora(rank=32, alpha=64)
+    settings = config.TokenModel(
+        path=str(bench.folder), dtype=name, device=bench.device.type, lora=lora, **more
+    )
+    model = VisionLanguage(settings, 0)
+    generator = torch.Generator(model.device).manual_seed(0)
+    for key, p in model.policy.trained.items():
+        if "lora_B" in key:
+            p.data.normal_(std=2e-3, generator=generator)
+    model.suppressed = model.suppressed[:0]
+    model.end = frozenset()
+    return model
+
+
+def theirs(bench: Bench, adapters: dict[str, Tensor] | None) -> Any:
+    """Plain transformers; with adapters, as PEFT runs them."""
+    from peft import LoraConfig
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(
+        bench.folder, dtype=bench.dtype, attn_implementation="sdpa"
+    ).to(bench.device)
+    model.requires_grad_(False)
+    if adapters is not None:
+        targets = sorted({name.split(".lora_")[0] for name in adapters})
+        model.add_adapter(LoraConfig(r=32, lora_alpha=64, target_modules=targets))
+        own = dict(model.named_parameters())
+        for name, tensor in adapters.items():
+            own[name].data = tensor.clone().float()
+            own[name].requires_grad_(True)
+    return model.eval()
+
+
+# Parts
+
+
+def compiled() -> int:
+    """Graphs that torch.compile has made so far."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]
+
+
+def ceilings(bench: Bench) -> None:
+    """What this device does on one large product."""
+    n = 8192 if bench.device.type == "cuda" else 256
+    a, b = (torch.randn(n, n, device=bench.device, dtype=bench.dtype) for _ in "ab")
+    for _ in range(3):
+        a @ b
+    seconds, _ = bench.timed(lambda: [a @ b for _ in range(10)])
+    bench.figures["peak_tflops"] = 10 * 2 * n**3 / seconds / 1e12
+    bench.say(f"matrix peak {bench.figures['peak_tflops']:.0f} TFLOP/s")
+
+
+def sample_ours(bench: Bench, model: VisionLanguage) -> list[Piece[TokenTrace]]:
+    size, asked = bench.size, prompts(bench.size)
+    weights = sum(p.numel() for p in model.decoder.parameters()) * bench.dtype.itemsize
+    pieces: list[Piece[TokenTrace]] = []
+    for batch in size.batches:
+        bench.fresh()
+        sampler = DecodingSampler(model, batch)
+        count = max(batch, size.prompts)
+        rows = size.rows[:: len(size.rows) // count] if count < len(size.rows) else size.rows
+        seeds = list(range(len(rows)))
+
+        def call(tokens: int, sampler: Any = sampler, rows: Any = rows, seeds: Any = seeds) -> Any:
+            return list(sampler.sample(asked, rows, seeds, ReplySpec(tokens)))
+
+        first, _ = bench.timed(lambda: call(4))
+        graphs = compiled()
+        short, _ = bench.timed(lambda: call(4))
+        long, _ = bench.timed(lambda: call(size.tokens))
+        step = (long - short) / (size.tokens - 4) * batch / len(rows)
+        model.seen = Seen()  # pictures are new in every iteration
+        seconds, pieces = bench.timed(lambda: call(size.tokens))
+        bench.figures[f"ours_{batch}"] = {
+            "tokens_per_s": len(rows) * size.tokens / seconds,
+            "decode_tokens_per_s": batch / step,
+            "ms_a_step": step * 1e3,
+            "share_of_bandwidth_bound": weights / BANDWIDTH / step,
+            "seconds": seconds,
+            "first_call_s": first,
+            "four_tokens_s": short,
+            "compiled_later": compiled() - graphs,
+            "peak_gb": bench.peak_gb,
+        }
+        bench.say(f"ours, {batch} slots:", bench.figures[f"ours_{batch}"])
+    return pieces
+
+
+def inputs_of(bench: Bench, model: VisionLanguage, rows: list[int]) -> dict[str, Tensor]:
+    """Prompts as transformers takes them, every repeat by itself: all are of one length."""
+    made = [model.encode(p) for p in prompts(bench.size)]
+    batch = {
+        "input_ids": torch.stack([made[r].ids for r in rows]),
+        "mm_token_type_ids": torch.stack([made[r].kinds for r in rows]),
+        "pixel_values": torch.cat([made[r].pixels for r in rows]),
+        "image_grid_thw": torch.cat([made[r].grid for r in rows]),
+    }
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    return {key: value.to(bench.device) for key, value in batch.items()}
+
+
+def sample_theirs(
+    bench: Bench,
+    name: str,
+    plain: Any,
+    model: VisionLanguage,
+    rows: list[int],
+    few: int,
+    **how: Any,
+) -> None:
+    """`few` tokens are timed, and the rest are reckoned at the pace of these: early steps, whose
+    cache is short, so the reckoning is in favour of `generate`."""
+    bench.fresh()
+    n, few = len(rows), min(few, bench.size.tokens // 2)
+    inputs = inputs_of(bench, model, rows)
+
+    @torch.no_grad()
+    def call(tokens: int) -> Any:
+        return plain.generate(
+            **inputs, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=True, top_k=0,
+            pad_token_id=0, **how,
+        )  # fmt: skip
+
+    first, _ = bench.timed(lambda: call(few if how else 1))
+    short, _ = bench.timed(lambda: call(2))
+    long, _ = bench.timed(lambda: call(few))
+    step = (long - short) / (few - 2)
+    whole = long + step * (bench.size.tokens - few)
+    bench.figures[f"{name}_{n}"] = {
+        "tokens_per_s": n * bench.size.tokens / whole,
+        "decode_tokens_per_s": n / step,
+        "ms_a_step": step * 1e3,
+        "seconds": whole,
+        "measured_tokens": few,
+        "first_call_s": first,
+        "peak_gb": bench.peak_gb,
+    }
+    bench.say(f"{name}, {n} at once:", bench.figures[f"{name}_{n}"])
+
+
+def rollout_of(bench: Bench, pieces: list[Piece[TokenTrace]]) -> Rollout:
+    index = torch.tensor([i for piece in pieces for i in piece.index])
+    order = index.argsort()
+    samples = [s for piece in pieces for s in piece.samples]
+    trace = TokenTrace.concat([piece.trace for piece in pieces]).rows(order.to(bench.device))
+    logp = widened([piece.logp for piece in pieces])[order.to(bench.device)]
+    luck = torch.rand(len(order), generator=torch.Generator().manual_seed(0)).tolist()
+    scores = [Score(value, {"luck": value}) for value in luck]
+    picked = [samples[i] for i in order.tolist()]
+    return Rollout(picked, trace.row.cpu(), trace, logp, 0, scores, {"luck": 1.0})
+
+
+def flops(bench: Bench, model: VisionLanguage, rollout: Rollout) -> float:
+    """What the update cannot do without: forward, and the gradient to activations and adapters;
+    frozen weights get none. Prompts once a group. Attention and vision are left out."""
+    linear = [p for n, p in model.decoder.layers.named_parameters() if n.endswith("weight")]
+    adapters = sum(p.numel() for p in model.policy.trained.values())
+    layers = sum(p.numel() for p in linear if p.ndim == 2) - adapters
+    replies = int(rollout.mask.sum())
+    prompt_tokens = sum(len(p) for p in rollout.replies.prompts)
+    passed = prompt_tokens + replies - len(rollout.samples)
+    vocabulary = len(model.allowed) * model.decoder.config.hidden_size
+    return 4 * layers * passed + 6 * adapters * passed + 4 * vocabulary * replies
+
+
+def update_ours(bench: Bench, model: VisionLanguage, rollout: Rollout) -> None:
+    algorithm = GRPO(group=bench.size.group, max_tokens=bench.size.tokens)
+    settings = config.Learner(micro_tokens=bench.size.micro_tokens)
+    learner = Learner(model, algorithm, config.Optimizer(lr=0.0), settings, 0)
+    rows: list[int] = []
+    hook = model.module.get_output_embeddings().register_forward_hook(
+        lambda _, __, out: rows.append(out.shape[0])
+    )
+    first, metrics = bench.timed(lambda: learner.update(rollout, 0))
+    graphs = compiled()
+    bench.fresh()
+    again, _ = bench.timed(lambda: learner.update(rollout, 1))
+    hook.remove()
+    assert max(rows) * len(model.allowed) <= head.LOGITS, "more logits at a time than promised"
+    needed = flops(bench, model, rollout)
+    rate = needed / again / 1e12
+    bench.figures["update_ours"] = {
+        "seconds": again,
+        "first_s": first,
+        "tflops": rate,
+        "share_of_peak": rate / bench.figures["peak_tflops"],
+        "peak_gb": bench.peak_gb,
+        "compiled_later": compiled() - graphs,
+        "logits_at_a_time_mb": max(rows) * len(model.allowed) * 4 / 1e6,
+        "first_abs_dlogp_max": metrics["update/first_abs_dlogp_max"],
+        "abs_dlogp": metrics["update/abs_dlogp"],
+    }
+    bench.say("update, ours:", bench.figures["update_ours"])
+
+
+def padded_logp(plain: Any, inputs: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    """(n, S), by way of all logits, as TRL takes them."""
+    n, length = tokens.shape
+    more = {
+        "input_ids": torch.cat([inputs["input_ids"], tokens], 1),
+        "mm_token_type_ids": torch.cat([inputs["mm_token_type_ids"], torch.zeros_like(tokens)], 1),
+        "attention_mask": torch.ones(n, length + inputs["input_ids"].shape[1]).to(tokens),
+    }
+    logits = plain(**(inputs | more), logits_to_keep=length + 1, use_cache=False).logits[:, :-1]
+    return logits.float().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+
+
+def update_theirs(bench: Bench, model: VisionLanguage, plain: Any, rollout: Rollout) -> None:
+    """Two micro-batches warm up, three are timed, and all are reckoned by these."""
+    bench.fresh()
+    n = bench.size.padded
+    times, gaps = [], []
+    for k in range(5):
+        rows = rollout.trace.row.tolist()[k % 2 * n : k % 2 * n + n]
+        inputs = inputs_of(bench, model, rows)
+        tokens = rollout.replies.tokens[k % 2 * n : k % 2 * n + n]
+        drawn = rollout.logp[k % 2 * n : k % 2 * n + n]
+
+        def work(inputs: Any = inputs, tokens: Any = tokens, drawn: Any = drawn) -> Tensor:
+            logp = padded_logp(plain, inputs, tokens)
+            (logp - drawn).exp().mean().backward()
+            return (logp - drawn).detach().abs()
+
+        seconds, gap = bench.timed(work)
+        times.append(seconds)
+        gaps.append(gap)
+    seconds = sum(times[2:]) / 3 * len(rollout.samples) / n
+    gap = torch.cat(gaps[:2])
+    bench.figures["update_padded"] = {
+        "seconds": seconds,
+        "measured_micro_batches": 3,
+        "peak_gb": bench.peak_gb,
+        "gap_to_our_sampler_mean": float(gap.mean()),
+        "gap_to_our_sampler_max": float(gap.max()),
+    }
+    bench.say("update, padded:", bench.figures["update_padded"])
+
+
+def ratios(bench: Bench) -> None:
+    found, size = bench.figures, bench.size
+    whole, least = len(size.rows), size.batches[0]
+    ours_all, update = found.get(f"ours_{whole}"), found.get("update_ours")
+    a, b = found.get(f"a_{whole}"), found.get(f"b_{whole}")
+    said: dict[str, float] = {}
+    if ours_all and a:
+        said["sampling, (a) / ours"] = a["seconds"] / ours_all["seconds"]
+    if ours_all and b:
+        said["sampling, (b) / ours"] = b["seconds"] / ours_all["seconds"]
+    if (few := found.get(f"ours_{least}")) and (other := found.get(f"b_{least}")):
+        said[f"decoding {least} at once, (b) / ours"] = other["ms_a_step"] / few["ms_a_step"]
+    if ours_all and update and a and (padded := found.get("update_padded")):
+        mine = ours_all["seconds"] + update["seconds"]
+        said["iteration, (a) / ours"] = (a["seconds"] + padded["seconds"]) / mine
+    found["ratios"] = said
+    bench.say("ratios:", {key: round(value, 2) for key, value in said.items()})
+
+
+def circumstances(bench: Bench) -> dict[str, Any]:
+    import transformers
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    name = torch.cuda.get_device_name() if bench.device.type == "cuda" else "CPU"
+    return {
+        "date": time.strftime("%Y-%m-%d"), "device": name, "torch": torch.__version__,
+        "transformers": transformers.__version__, "commit": commit.stdout.strip(),
+        "size": bench.size.__dict__,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tiny", action="store_true", help="the bundled model on a CPU")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/gesso-3b"))
+    parser.add_argument("--parts", default="ours,update,a,b", help="of: ours, update, a, b")
+    asked = parser.parse_args()
+    parts = asked.parts.split(",")
+    device = torch.device("cpu" if asked.tiny else "cuda")
+    dtype = torch.float32 if asked.tiny else torch.bfloat16
+    size = TINY if asked.tiny else FULL
+    bench = Bench(ZOO if asked.tiny else asked.folder, size, device, dtype)
+    if not asked.tiny and not (asked.folder / "config.json").is_file():
+        make_model(asked.folder, device, dtype)
+        bench.say("model made")
+    bench.fresh()
+    bench.figures["circumstances"] = circumstances(bench)
+
+    def part(name: str, work: Callable[[], Any]) -> Any:
+        if name not in parts:
+            return None
+        try:
+            return work()
+        except Exception:
+            traceback.print_exc()
+            bench.figures[f"failed: {name}"] = traceback.format_exc(limit=-2)
+        finally:
+            if asked.json:
+                asked.json.write_text(json.dumps(bench.figures, indent=1))
+
+    ceilings(bench)
+    model = ours(bench)
+    bench.say("loaded")
+    pieces = part("ours", lambda: sample_ours(bench, model))
+    rollout = rollout_of(bench, pieces) if pieces else None
+    if rollout is not None:
+        part("update", lambda: update_ours(bench, model, rollout))
+    adapters = {name: p.data for name, p in model.policy.trained.items()}
+    if "a" in parts:
+        plain = theirs(bench, adapters)
+        if rollout is not None:
+            part("a", lambda: update_theirs(bench, model, plain, rollout))
+        for rows in (size.rows, size.rows[:: size.group]):
+            part("a", lambda rows=rows: sample_theirs(bench, "a", plain, model, rows, 16))
+        del plain
+    if "b" in parts:
+        plain = theirs(bench, None)
+        how = {"cache_implementation": "static"}
+        for rows in (size.rows, size.rows[:: size.group]):
+            part("b", lambda rows=rows: sample_theirs(bench, "b", plain, model, rows, 32, **how))
+    ratios(bench)
+    if asked.json:
+        asked.json.write_text(json.dumps(bench.figures, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""How sure a mean is.
+
+Samples of one prompt resemble each other, so they are no independent evidence: what is drawn anew
+is prompts, each with all its samples.
+
+Shape legend: P prompts · B bootstrap draws
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+AT_ONCE = 2**22  # prompts drawn at a time
+
+
+@dataclass(frozen=True)
+class Interval:
+    """NaN where there is nothing to tell: one prompt says nothing about others."""
+
+    mean: float
+    error: float  # standard error
+    low: float
+    high: float
+
+
+def clustered(
+    sums: Tensor, counts: Tensor, seed: int = 0, draws: int = 10_000, level: float = 0.95
+) -> Interval:
+    """Mean over all samples and its percentile interval by the cluster bootstrap.
+
+    sums, counts: (P,), of each prompt's values. m = Σ_p sums_p / Σ_p counts_p; each of B draws
+    takes P prompts with replacement and gives m_b the same way. The standard error is the spread of
+    the m_b, the interval their (1 ± level)/2 quantiles (Efron and Tibshirani 1993, ch. 13;
+    clusters: Davison and Hinkley 1997, 3.8). Prompts without a value are left out. Values that are
+    all equal give an interval without width, which is too sure of itself.
+    """
+    kept = counts > 0
+    sums, counts = sums[kept].double(), counts[kept].double()
+    prompts = len(sums)
+    if prompts == 0:
+        return Interval(math.nan, math.nan, math.nan, math.nan)
+    mean = float(sums.sum() / counts.sum())
+    if prompts == 1:
+        return Interval(mean, math.nan, math.nan, math.nan)
+    generator = torch.Generator().manual_seed(seed)
+    rows = max(1, AT_ONCE // prompts)
+    found = []
+    for start in range(0, draws, rows):
+        size = (min(rows, draws - start), prompts)
+        index = torch.randint(prompts, size, generator=generator)  # (b, P)
+        found.append(sums[index].sum(1) / counts[index].sum(1))
+    means = torch.cat(found)  # (B,)
+    edges = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
+    low, high = torch.quantile(means, edges).tolist()
+    return Interval(mean, float(means.std(correction=0)), low, high)

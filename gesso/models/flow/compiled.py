@@ -1,0 +1,102 @@
+"""What makes a large transformer fast: compiled block by block, for few and fixed shapes.
+
+Blocks of one class share their code: what is compiled for one serves all that look like it, so a
+start costs seconds in place of the minutes that the whole network takes. Every shape is compiled
+once; batches that are not full are filled up to one of the known sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from gesso import config
+from gesso.types import Conditioning, UserError
+
+LARGE = 500_000_000
+"""Parameters from which compiling pays by itself: a start takes a minute longer."""
+
+GRAPHS = 64
+"""Of a class of blocks: kinds of block × sizes × with and without gradient; torch's limit is 8."""
+
+
+def compiles(
+    settings: config.Model, device: torch.device, network: nn.Module, blocks: Sequence[str]
+) -> bool:
+    """What `model.compile` says, or whether it pays here."""
+    possible = bool(blocks) and settings.quantize is None
+    if settings.compile and not possible:
+        raise UserError(
+            f'model.compile = true is not possible with model.name = "{settings.name}" here: it '
+            "needs prompts of one length and weights that are not quantized; leave it out"
+        )
+    if settings.compile is not None or not possible:
+        return bool(settings.compile) and device.type != "meta"
+    return device.type == "cuda" and sum(p.numel() for p in network.parameters()) >= LARGE
+
+
+def folds(settings: config.Model, device: torch.device) -> bool:
+    """What `model.fold` says, or whether it pays here."""
+    possible = settings.lora is not None and settings.quantize is None
+    if settings.fold and not possible:
+        raise UserError(
+            "model.fold = true folds a LoRA into weights that are not quantized; set "
+            "model.lora.rank and leave model.quantize out, or leave model.fold out"
+        )
+    if settings.fold is not None:
+        return settings.fold and device.type != "meta"
+    return possible and device.type == "cuda"
+
+
+def compile_blocks(network: nn.Module, names: Sequence[str], backend: str = "inductor") -> None:
+    """Compiles the modules of those classes. Past the limit torch would go on without compiling
+    and say nothing: it raises instead."""
+    torch._dynamo.config.recompile_limit = GRAPHS
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
+    blocks = [module for module in network.modules() if type(module).__name__ in names]
+    assert blocks, f"{type(network).__name__} has none of {names}"
+    for block in blocks:
+        block.compile(dynamic=False, backend=backend)
+
+
+@contextmanager
+def one_graph(compiled: bool) -> Iterator[None]:
+    """Of a compiled network, a pass without gradient runs the graph of one with gradient, and
+    keeps nothing for a way back. Compiled without gradient, its kernels would round otherwise, and
+    log-probs of sampling and training would differ by more than a tight clip; and every graph
+    would be compiled twice."""
+    if not compiled or torch.is_grad_enabled():
+        yield
+        return
+    with torch.enable_grad(), saved_tensors_hooks(_drop, _gone):
+        yield
+
+
+def _drop(kept: Tensor) -> None:
+    """In the place of what autograd would keep."""
+
+
+def _gone(nothing: None) -> Tensor:
+    raise AssertionError("a pass that kept nothing has no way back")
+
+
+def sizes(batch: int, micro_batch: int) -> tuple[int, ...]:
+    """Rows of a forward pass: of a sampler's and a learner's batch, with both branches of guidance
+    and with one."""
+    return tuple(sorted({batch, 2 * batch, micro_batch, 2 * micro_batch}))
+
+
+def filled(
+    x: Tensor, sigma: Tensor, cond: Conditioning, sizes: Sequence[int]
+) -> tuple[Tensor, Tensor, Conditioning]:
+    """The last row again and again, up to the next of those sizes."""
+    rows = len(x)
+    wanted = min((size for size in sizes if size >= rows), default=rows)
+    if wanted == rows:
+        return x, sigma, cond
+    index = torch.arange(wanted, device=x.device).clamp(max=rows - 1)
+    return x[index], sigma[index], cond.rows(index)

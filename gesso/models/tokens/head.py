@@ -1,0 +1,106 @@
+"""From the decoder's states to log-probs and entropies, a few positions at a time: the logits of
+all positions, 600 KB each for 152,000 ids, never exist together.
+
+    R positions · D width · V ids
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+LOGITS = 2**26
+"""That exist at a time: 256 MB in float32, 440 positions of 152,000 ids."""
+
+Scores = tuple[Tensor, Tensor]  # (R,) log-probs, differentiable, and entropies, which are not
+
+
+def tempered(raw: Tensor, temperature: float, allowed: Tensor) -> Tensor:
+    """(n, V) float32 logits, divided by the temperature; ids that are not allowed at −∞."""
+    wide = raw.float()
+    if temperature not in (0.0, 1.0):
+        wide = wide / temperature
+    return torch.where(allowed, wide, float("-inf"))
+
+
+def score(
+    head: nn.Module, states: Tensor, tokens: Tensor, temperature: float, allowed: Tensor
+) -> Scores:
+    """(R, D) states and the (R,) ids that came after them."""
+    rows = max(1, LOGITS // len(allowed))
+    if type(head) is nn.Linear and head.bias is None and not head.weight.requires_grad:
+        return FrozenHead.apply(states, head, tokens, temperature, allowed, rows)
+    parts = [
+        checkpoint(_of_head, head, s, t, temperature, allowed, use_reentrant=False)
+        if torch.is_grad_enabled()
+        else _of_head(head, s, t, temperature, allowed)
+        for s, t in zip(states.split(rows), tokens.split(rows), strict=True)
+    ]
+    logp, entropy = zip(*parts, strict=True)
+    return torch.cat(logp), torch.cat(entropy)
+
+
+def _of_head(
+    head: nn.Module, states: Tensor, tokens: Tensor, temperature: float, allowed: Tensor
+) -> Scores:
+    logp, entropy, _ = scored(head(states), tokens, temperature, allowed)
+    return logp, entropy
+
+
+def scored(
+    raw: Tensor, tokens: Tensor, temperature: float, allowed: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probs and entropies (n,), and the probabilities (n, V) in the precision of the logits."""
+    logits = tempered(raw, temperature, allowed)
+    total = logits.logsumexp(-1)
+    logp = logits.gather(-1, tokens[:, None])[:, 0] - total
+    shares = (logits.detach() - total.detach()[:, None]).exp()
+    entropy = total.detach() - (shares * torch.where(allowed, logits.detach(), 0)).sum(-1)
+    return logp, entropy, shares.to(raw.dtype)
+
+
+class FrozenHead(torch.autograd.Function):
+    """Scores of a head that is not trained. Their gradient is known up to a factor a position while
+    the logits are still there: ∂logp/∂state = (W[token] − Σ p W) / temperature. So nothing of size
+    V is kept, and nothing is computed twice."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        head: nn.Linear,
+        tokens: Tensor,
+        temperature: float,
+        allowed: Tensor,
+        rows: int,
+    ) -> Scores:
+        logps, entropies, pulls = [], [], []
+        of = _scored(states.device.type)
+        for some, ids in zip(states.split(rows), tokens.split(rows), strict=True):
+            logp, entropy, shares = of(head(some), ids, temperature, allowed)
+            logps.append(logp)
+            entropies.append(entropy)
+            if ctx.needs_input_grad[0]:
+                pulls.append(head.weight[ids] - shares @ head.weight)
+        ctx.save_for_backward(*pulls)
+        ctx.divisor = temperature or 1.0
+        entropy = torch.cat(entropies)
+        ctx.mark_non_differentiable(entropy)
+        return torch.cat(logps), entropy
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        pull = torch.cat(ctx.saved_tensors)
+        to_states = (pull * (grad / ctx.divisor)[:, None]).to(pull.dtype)
+        return to_states, None, None, None, None, None
+
+
+@cache
+def _scored(device: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """On CUDA its dozen passes over the logits are compiled into three."""
+    return torch.compile(scored) if device == "cuda" else scored

@@ -1,0 +1,182 @@
+"""One token more for every sequence, on CUDA: the arithmetic of transformers' decoder layers with a
+third of their kernels.
+
+A step of few sequences takes as long as its weights take to be read and its kernels to be started.
+So projections of the same input are one matrix, what lies between two products is compiled into one
+kernel, and attention reads each sequence as far as it goes. `tests/samplers/test_stepping.py` holds
+it to transformers' own layers, for every kind of model that Gesso knows.
+
+    n sequences · D width · H heads · G groups of heads that share keys · d head width
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
+
+
+class Stepper:
+    """A decoder with the weights it has now; its own are not touched."""
+
+    def __init__(self, decoder: Any, dtype: torch.dtype) -> None:
+        self.rotary = decoder.rotary_emb
+        self.layers = [_Layer(layer, dtype) for layer in decoder.layers]
+        self.weight, self.eps = decoder.norm.weight, decoder.norm.variance_epsilon
+        self.dtype = dtype
+
+    def __call__(self, x: Tensor, positions: Tensor, cache: Any) -> Tensor:
+        """Embeddings (n, D), positions as the decoder takes them, a `SlotCache` → states (n, D)."""
+        cos, sin = self.rotary(x[:, None], positions)  # (n, 1, d)
+        if cos.ndim == 4:  # a row for time, height and width each, which text has in common
+            cos, sin = cos[0], sin[0]
+        between = _between(x.device.type)
+        x = x.contiguous()
+        change = torch.zeros_like(x, dtype=self.dtype)
+        for layer, own in zip(self.layers, cache.layers, strict=True):
+            x, change = layer(x, change, cos, sin, own, cache.place.lengths, between)
+        return between.add_norm(x, change, self.weight, self.eps)[1]
+
+
+class _Layer:
+    def __init__(self, layer: Any, dtype: torch.dtype) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.width, self.scale = attention.head_dim, attention.scaling
+        self.before, self.after = layer.input_layernorm, layer.post_attention_layernorm
+        self.eps = self.before.variance_epsilon
+        self.qkv = joined([attention.q_proj, attention.k_proj, attention.v_proj], dtype)
+        self.out = joined([attention.o_proj], dtype)
+        self.gate_up = joined([mlp.gate_proj, mlp.up_proj], dtype)
+        self.down = joined([mlp.down_proj], dtype)
+        self.norms: tuple[Tensor, Tensor] | None = None  # of queries and keys: Qwen3 has them
+        if isinstance(getattr(attention, "q_norm", None), nn.Module):
+            self.norms = attention.q_norm.weight, attention.k_norm.weight
+
+    def __call__(
+        self,
+        x: Tensor,
+        change: Tensor,  # (n, D) what the layer before adds to x
+        cos: Tensor,
+        sin: Tensor,
+        own: Any,
+        lengths: Tensor,
+        between: Between,
+    ) -> tuple[Tensor, Tensor]:
+        x, normed = between.add_norm(x, change, self.before.weight, self.eps)
+        heads = F.linear(normed, *self.qkv).view(len(x), -1, self.width)  # (n, H + 2 G, d)
+        groups = own.keys.shape[1]
+        value = heads[:, -groups:]
+        turned = between.turned(heads[:, :-groups], cos, sin, groups, self.norms, self.eps)
+        query, key = turned[:, :-groups], turned[:, -groups:]
+        seen = between.attend(query, key, value, own.keys, own.values, lengths, self.scale)
+        change = F.linear(seen, *self.out)
+        x, normed = between.add_norm(x, change, self.after.weight, self.eps)
+        gated = between.gated(F.linear(normed, *self.gate_up))
+        return x, F.linear(gated, *self.down)
+
+
+def fits(decoder: Any) -> bool:
+    """Whether its layers are of the kind that this file knows."""
+    return decoder.config.hidden_act == "silu"
+
+
+def joined(layers: Sequence[nn.Module], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Linear layers of one input as one: weight and bias. Adapters must be folded in."""
+    from gesso.models.folded import FoldedLinear
+
+    weights, biases, biased = [], [], False
+    for layer in layers:
+        plain = layer.base_layer if isinstance(layer, FoldedLinear) else layer
+        weight = layer.folded if isinstance(layer, FoldedLinear) else plain.weight
+        assert type(plain) is nn.Linear and weight is not None
+        weights.append(weight.detach().to(dtype))
+        biased = biased or plain.bias is not None
+        bias = weight.new_zeros(len(weight)) if plain.bias is None else plain.bias
+        biases.append(bias.detach().to(dtype))
+    weight = torch.cat(weights) if len(weights) > 1 else weights[0]  # one alone needs no copy
+    return weight, torch.cat(biases) if biased else None
+
+
+# Between two products
+
+
+def add_norm(x: Tensor, change: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + change, and the same after RMSNorm in the precision of products."""
+    x = x + change
+    return x, _normed(x, weight, eps).to(change.dtype)
+
+
+def turned(
+    heads: Tensor,  # (n, H + G, d): queries, then keys
+    cos: Tensor,  # (n, 1, d)
+    sin: Tensor,
+    groups: int,
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+) -> Tensor:
+    """Rotary embeddings, after the norms of queries and keys where a model has them."""
+    dtype = heads.dtype
+    if norms is not None:
+        query = _normed(heads[:, :-groups], norms[0], eps)
+        heads = torch.cat([query, _normed(heads[:, -groups:], norms[1], eps)], 1)
+    low, high = heads.chunk(2, -1)
+    return (heads * cos + torch.cat([-high, low], -1) * sin).to(dtype)
+
+
+def gated(x: Tensor) -> Tensor:
+    """(n, 2 F) → (n, F)"""
+    gate, up = x.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def _normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    lengths: Tensor,
+    scale: float,
+) -> Tensor:
+    """What `kernels.one_token` does, in torch."""
+    n, groups, capacity, width = keys.shape
+    rows = torch.arange(n, device=keys.device)
+    keys[rows, :, lengths], values[rows, :, lengths] = key, value
+    seen = torch.arange(capacity, device=keys.device) <= lengths[:, None]
+    out = F.scaled_dot_product_attention(
+        query.reshape(n, groups, -1, width),
+        keys,
+        values,
+        attn_mask=seen[:, None, None],
+        scale=scale,
+    )
+    return out.reshape(n, -1)
+
+
+class Between(NamedTuple):
+    add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    turned: Callable[..., Tensor]
+    gated: Callable[[Tensor], Tensor]
+    attend: Attend
+
+
+@cache
+def _between(device: str) -> Between:
+    """Compiled and with our kernel on CUDA; elsewhere as written above."""
+    if device != "cuda":
+        return Between(add_norm, turned, gated, attend)
+    from gesso.models.tokens.kernels import one_token
+
+    compiled: Any = torch.compile
+    return Between(compiled(add_norm), compiled(turned), compiled(gated), one_token)

@@ -1,0 +1,62 @@
+"""The next token of every sequence, from its logits and a uniform number.
+
+n sequences · V ids · C blocks of them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from gesso.models.tokens.head import tempered
+
+BLOCK = 128
+"""Ids that are summed together: a place is searched among blocks first, then within one."""
+
+
+def drawn(logits: Tensor, uniform: Tensor, greedy: bool) -> tuple[Tensor, Tensor]:
+    """(n, V) float32 logits, (n,) float64 in [0, 1) → (n,) ids and their log-probs."""
+    tokens = logits.argmax(-1) if greedy else inverse_cdf(logits, uniform)
+    return tokens, logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+
+
+@cache
+def drawn_from_raw(
+    device: str,
+) -> Callable[[Tensor, Tensor, float, Tensor], tuple[Tensor, Tensor]]:
+    """The same from logits as the head gives them, a temperature and the ids that are allowed;
+    compiled on CUDA, where each of its passes over all logits would be a kernel."""
+
+    def draw(
+        raw: Tensor, uniform: Tensor, temperature: float, allowed: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return drawn(tempered(raw, temperature, allowed), uniform, temperature == 0)
+
+    return torch.compile(draw) if device == "cuda" else draw
+
+
+def inverse_cdf(logits: Tensor, uniform: Tensor) -> Tensor:
+    """(n, V) logits, (n,) float64 in [0, 1) → (n,) ids: the first whose cumulated probability
+    exceeds the uniform number. An id of probability 0 is never it. Sums are float64, and only those
+    of blocks are cumulated for all ids: a scan over every id is slow where a row has 152,000."""
+    n, ids = logits.shape
+    shares = (logits - logits.amax(-1, keepdim=True)).exp()
+    shares = torch.nn.functional.pad(shares, (0, -ids % BLOCK)).view(n, -1, BLOCK)
+    sums = shares.sum(-1, dtype=torch.float64)  # (n, C)
+    cumulated = sums.cumsum(-1)
+    below = uniform[:, None] * cumulated[:, -1:]
+    block = _first_above(cumulated, below, sums)
+    rest = below - (cumulated.gather(1, block) - sums.gather(1, block))
+    inside = shares.gather(1, block[..., None].expand(n, 1, BLOCK))[:, 0].double()  # (n, BLOCK)
+    place = _first_above(inside.cumsum(-1), rest, inside)
+    return (block * BLOCK + place)[:, 0]
+
+
+def _first_above(cumulated: Tensor, below: Tensor, shares: Tensor) -> Tensor:
+    """(n, 1): the first place above `below`; where rounding leaves none, the last with a share."""
+    places = torch.arange(shares.shape[1], device=shares.device)
+    last = torch.where(shares > 0, places, 0).amax(-1, keepdim=True)
+    return torch.minimum((cumulated <= below).sum(-1, keepdim=True), last)

@@ -1,0 +1,97 @@
+"""What every server here has in common: whom it listens to, and how it starts and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import signal
+import socket
+from collections.abc import Awaitable, Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from gesso.types import UserError
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+GOODBYE = 5  # seconds for requests in flight when the server is told to end
+
+
+def check_host(host: str, token: str | None) -> None:
+    """Other machines only with a token."""
+    if not is_loopback(host) and not token:
+        raise UserError(
+            f"--host {host} lets other machines in: give --token-env NAME, a variable that holds a "
+            "token which they must send"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+async def nothing() -> None:
+    """To end with where there is nothing to close."""
+
+
+def serve(
+    made: FastAPI,
+    host: str,
+    port: int,
+    started: Callable[[str], object],
+    ended: Callable[[], Awaitable[None]] = nothing,
+) -> None:
+    """Until SIGINT or SIGTERM; then requests in flight are answered. `started` is told the
+    address, `ended` is awaited at last."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listening = socket.create_server((host, port), family=family, backlog=512)
+    except OSError as error:
+        raise UserError(f"cannot listen on {host}:{port}: {error}") from error
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else 40 ms an answer
+    asyncio.run(_serve(made, listening, started, ended))
+
+
+async def _serve(
+    made: Any,
+    listening: socket.socket,
+    started: Callable[[str], object],
+    ended: Callable[[], Awaitable[None]],
+) -> None:
+    import uvicorn
+
+    class Server(uvicorn.Server):
+        @contextlib.contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            """Ours below: uvicorn's raise the signal again when all is done."""
+            yield
+
+    settings = uvicorn.Config(
+        made,
+        log_level="warning",
+        lifespan="off",
+        timeout_keep_alive=75,  # longer than clients keep an idle connection
+        timeout_graceful_shutdown=GOODBYE,
+    )
+    server = Server(settings)
+
+    def end() -> None:
+        server.should_exit = True
+
+    loop = asyncio.get_running_loop()
+    for one in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(one, end)
+    serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+    while not server.started and not serving.done():
+        await asyncio.sleep(0.01)
+    host, port = listening.getsockname()[:2]
+    if not serving.done():
+        started(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    try:
+        await serving
+    finally:
+        await ended()

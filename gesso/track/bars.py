@@ -1,0 +1,119 @@
+"""What other libraries know of how far they are, told by our own display instead of their bars."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from gesso.config import resolve_path
+from gesso.track.progress import Progress
+
+LOADING = "Loading weights"  # what transformers calls it
+LOOK = 1.0  # seconds between two looks at what has been downloaded
+
+
+@contextmanager
+def loading(progress: Progress, name: str, path: str) -> Iterator[None]:
+    """While a model of that path (`model.path` of a recipe) is loaded: of a download the bytes that
+    have come, of transformers' weights the tensors that are read; the rest takes its time."""
+    progress.phase(f"loading {name}")
+    with _downloads(progress, name, path), _tensors(progress, name):
+        yield
+
+
+@contextmanager
+def _tensors(progress: Progress, name: str) -> Iterator[None]:
+    """By the hook that transformers has for it; its older versions have none, and tell nothing."""
+    from transformers.utils import logging
+
+    set_hook = getattr(logging, "set_tqdm_hook", None)
+    if set_hook is None:
+        yield
+        return
+
+    def hook(factory: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        if options.get("desc") != LOADING or not args or not isinstance(args[0], Sized):
+            return factory(*args, **options)
+        return _counted(args[0], progress, name)
+
+    before = set_hook(hook)
+    try:
+        yield
+    finally:
+        set_hook(before)
+
+
+def _counted(items: Any, progress: Progress, name: str) -> Iterator[Any]:
+    progress.phase(f"loading weights of {name}", len(items))
+    for item in items:
+        yield item
+        progress.advance()
+    progress.phase(f"loading {name}")  # a pipeline has other parts to come
+
+
+@contextmanager
+def _downloads(progress: Progress, name: str, path: str) -> Iterator[None]:
+    """A model of the hub goes file by file into a folder of the cache: its growth is looked at,
+    since no library tells of all its downloads in one place."""
+    if resolve_path(path).exists() or path.count("/") != 1:
+        yield
+        return
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=path, repo_type="model")
+    ended = threading.Event()
+    thread = threading.Thread(
+        target=_follow, args=(folder / "blobs", progress, name, ended), daemon=True
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+@contextmanager
+def compiling(progress: Progress) -> Iterator[None]:
+    """Told when torch compiles for the first time in here: why a phase takes longer than its share
+    of the time."""
+    from torch._dynamo.callback import callback_handler
+
+    told: list[object] = []
+
+    def tell(what: object) -> None:
+        if not told:
+            progress.note("compiling: what runs for the first time takes longer than the next time")
+        told.append(what)
+
+    callback_handler.register_start_callback(tell)
+    try:
+        yield
+    finally:
+        callback_handler.remove_start_callback(tell)
+
+
+def _follow(folder: Path, progress: Progress, name: str, ended: threading.Event) -> None:
+    size, told = _size(folder), False
+    while not ended.wait(LOOK):
+        before, size = size, _size(folder)
+        if size > before:
+            if not told:
+                progress.phase(f"downloading {name}")
+                told = True
+            progress.advance(size - before)
+
+
+def _size(folder: Path) -> int:
+    """Files come and go while it is counted."""
+    total = 0
+    for file in folder.glob("*"):
+        try:
+            total += file.stat().st_size
+        except FileNotFoundError:
+            continue
+    return total

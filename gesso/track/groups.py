@@ -1,0 +1,94 @@
+"""One training step opened up, for whoever asks where its gradient came from.
+
+groups/000010.jsonl      one row a group of the batch of step 10, the largest share first
+groups/000010/003-07.webp    sample 7 of group 3, small
+groups/000010/003-shown-1.webp    what a model that sees was shown
+
+A sample's share is |its advantage| / Σ |advantages| of the batch: on-policy that is its weight in
+the policy gradient. Rows of all groups have the figures; the first few have pictures or replies.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gesso.track.run_folder import write_whole
+from gesso.types import Rollout, Sample
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from torch import Tensor
+
+LARGEST = 256  # px: larger pictures are kept at this size
+
+
+def save(run: Path, step: int, rollout: Rollout, credit: Tensor, keep: int) -> None:
+    """`credit` (N,): the advantage of each sample. `keep`: groups with pictures or replies."""
+    folder = run / "groups" / f"{step:06d}"
+    folder.parent.mkdir(exist_ok=True)
+    size = credit.abs()
+    shares = (size / size.sum().clamp(min=1e-12)).tolist()
+    members: dict[int, list[int]] = {}
+    for i, group in enumerate(rollout.group.tolist()):
+        members.setdefault(group, []).append(i)
+    order = sorted(members, key=lambda g: -sum(shares[i] for i in members[g]))
+    lines = []
+    for place, group in enumerate(order):
+        rows = members[group]
+        row = _group(group, rows, rollout, credit.tolist(), shares)
+        if place < keep:
+            _keep(folder, row, [rollout.samples[i] for i in rows])
+        lines.append(json.dumps(row) + "\n")
+    write_whole(folder.with_suffix(".jsonl"), "".join(lines).encode())
+
+
+def _group(
+    group: int, rows: Sequence[int], rollout: Rollout, credit: list[float], shares: list[float]
+) -> dict[str, Any]:
+    prompt = rollout.samples[rows[0]].prompt
+    scores = [rollout.scores[i] for i in rows]
+    values = [score.value for score in scores if score.value is not None]
+    return {
+        "group": group,
+        "prompt": prompt.text,
+        "answer": prompt.columns.get("answer"),
+        "share": sum(shares[i] for i in rows),
+        "mean": statistics.fmean(values),
+        "std": statistics.pstdev(values),
+        "samples": [
+            {
+                "reward": score.value,
+                "parts": dict(score.parts),
+                "text": score.text,
+                "advantage": credit[i],
+                "share": shares[i],
+            }
+            for i, score in zip(rows, scores, strict=True)
+        ],
+    }
+
+
+def _keep(folder: Path, row: dict[str, Any], samples: Sequence[Sample]) -> None:
+    from PIL import Image
+
+    folder.mkdir(exist_ok=True)
+    for k, picture in enumerate(samples[0].prompt.images, 1):
+        name = f"{folder.name}/{row['group']:03d}-shown-{k}.webp"
+        _small(picture.open()).save(folder.parent / name)
+        row.setdefault("shown", []).append(name)
+    for k, (told, sample) in enumerate(zip(row["samples"], samples, strict=True)):
+        if sample.image is not None:
+            told["image"] = f"{folder.name}/{row['group']:03d}-{k:02d}.webp"
+            _small(Image.fromarray(sample.image)).save(folder.parent / told["image"], quality=90)
+        else:
+            told["reply"] = sample.text
+
+
+def _small(picture: Image.Image) -> Image.Image:
+    small = picture.convert("RGB")
+    small.thumbnail((LARGEST, LARGEST))
+    return small

@@ -1,0 +1,163 @@
+"""What a long action tells while it works, and whoever listens.
+
+Anything that takes long is handed a `Progress` and calls `phase` when it begins something and
+`advance` as it gets on with it. The calls are cheap: one a piece, a batch or a file, never one a
+token. They may come from any thread.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol, TextIO
+
+
+class Progress(Protocol):
+    def phase(self, text: str, total: int = 0) -> None:
+        """What is being done from now on, and how much of it there is; 0: nobody knows."""
+
+    def advance(self, done: int = 1) -> None:
+        """So much more of the phase is done."""
+
+    def note(self, text: str) -> None:
+        """A sentence to be kept in sight."""
+
+
+class Watcher(Progress, Protocol):
+    """Somebody who looks on at a training run."""
+
+    def start(self, step: int, total: int) -> None:
+        """The run begins, or goes on after `step` of `total` steps."""
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        """A row of metrics; it and the samples of its evaluation are in the run folder by now."""
+
+
+class Display(Watcher, Protocol):
+    """What a command shows. Used in a `with`, so that a terminal is given back as it was."""
+
+    def result(self, text: str, data: Mapping[str, Any]) -> None:
+        """What the command was asked for: as text for a person, as data for a program."""
+
+    def __enter__(self) -> Display: ...
+    def __exit__(self, *_: object) -> None: ...
+
+
+class Silent:
+    """Nothing but the result."""
+
+    def start(self, step: int, total: int) -> None: ...
+    def phase(self, text: str, total: int = 0) -> None: ...
+    def advance(self, done: int = 1) -> None: ...
+    def row(self, row: Mapping[str, Any]) -> None: ...
+    def note(self, text: str) -> None: ...
+
+    def result(self, text: str, data: Mapping[str, Any]) -> None:
+        print(text, flush=True)
+
+    def __enter__(self) -> Silent:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+SILENT = Silent()
+
+
+class Clock:
+    """How far a phase is, and by its own pace how long it will take."""
+
+    def __init__(self, text: str, total: int = 0) -> None:
+        self.text = text
+        self.total = total
+        self.done = 0
+        self.since = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.since
+
+    @property
+    def left(self) -> float | None:
+        """Seconds to go; None while nothing is known, and at the end."""
+        if not 0 < self.done < self.total:
+            return None
+        return self.seconds / self.done * (self.total - self.done)
+
+
+class Json:
+    """Events, one JSON object a line: phase, progress (at most one a second), row, note, result."""
+
+    def __init__(self, out: TextIO | None = None, every: float = 1.0) -> None:
+        self.out = out if out is not None else sys.stdout
+        self.every = every
+        self.doing = Clock("")
+        self._told = 0.0  # when progress was
+        self._lock = threading.RLock()  # again: Ctrl-C notes something in the middle of anything
+
+    def __enter__(self) -> Json:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def start(self, step: int, total: int) -> None:
+        self._event("start", {"step": step, "total": total})
+
+    def phase(self, text: str, total: int = 0) -> None:
+        self.doing, self._told = Clock(text, total), time.monotonic()
+        self._event("phase", {"text": text, "total": total})
+
+    def advance(self, done: int = 1) -> None:
+        with self._lock:
+            self.doing.done += done
+            due = time.monotonic() - self._told >= self.every
+            if due:
+                self._told = time.monotonic()
+        if due:
+            doing = self.doing
+            known = {"text": doing.text, "done": doing.done, "total": doing.total}
+            self._event("progress", known | {"left": doing.left})
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        self._event("row", row)
+
+    def note(self, text: str) -> None:
+        self._event("note", {"text": text})
+
+    def result(self, text: str, data: Mapping[str, Any]) -> None:
+        self._event("result", data)
+
+    def error(self, text: str, code: int) -> None:
+        """Why the command ends, and its exit status."""
+        self._event("error", {"text": text, "code": code})
+
+    def _event(self, kind: str, data: Mapping[str, Any]) -> None:
+        line = json.dumps(_plain({"event": kind, **data}), allow_nan=False)
+        with self._lock:
+            self.out.write(line + "\n")
+            self.out.flush()
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN: a figure that does not exist is null."""
+    if isinstance(value, Mapping):
+        return {key: _plain(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def display(quiet: bool = False, as_json: bool = False, aside: bool = True) -> Display:
+    """What `--quiet` and `--json` ask for. `aside`: progress goes to stderr, since stdout belongs
+    to the result, which may be piped on."""
+    if as_json:
+        return Json()
+    if quiet:
+        return Silent()
+    from gesso.track.console import Console
+
+    return Console(aside=aside)

@@ -1,0 +1,1 @@
+"""Where the figures and samples of a run go beside its folder: one small class a service."""

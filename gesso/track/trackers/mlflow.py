@@ -1,0 +1,80 @@
+"""MLflow: a server, or a database and files of its own in the run folder."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gesso.track.samples import Shown
+from gesso.track.trackers.base import Setup, picture, score
+
+LONGEST = 500  # characters of a parameter's value that every version takes
+MANY = 100  # parameters that every server takes at a time
+
+
+class MLflow:
+    def __init__(self, setup: Setup) -> None:
+        os.environ |= {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_ALLOW_FILE_STORE": "true"}
+        from mlflow import MlflowClient
+
+        self.dir = setup.run
+        own = f"sqlite:///{setup.folder.resolve() / 'mlflow.db'}"
+        uri = setup.settings.uri or os.environ.get("MLFLOW_TRACKING_URI") or own
+        self.client = MlflowClient(tracking_uri=uri)
+        project = setup.settings.project
+        found = self.client.get_experiment_by_name(project)
+        # A database has no place for pictures, and MLflow would take the working directory.
+        files = (
+            (setup.folder / "artifacts").resolve().as_uri() if uri.startswith("sqlite") else None
+        )
+        experiment = found.experiment_id if found else self.client.create_experiment(project, files)
+        if setup.id is None:
+            self.id = self.client.create_run(experiment, run_name=setup.name).info.run_id
+            self._parameters(setup.config)
+        else:
+            self.id = setup.id
+            self.client.update_run(self.id, status="RUNNING")
+        self.where = uri
+
+    def log(self, step: int, figures: Mapping[str, float], samples: Sequence[Shown]) -> None:
+        from mlflow.entities import Metric
+        from PIL import Image
+
+        now = int(time.time() * 1000)
+        metrics = [Metric(key, value, now, step) for key, value in figures.items()]
+        self.client.log_batch(self.id, metrics=metrics)
+        for sample in samples:
+            if sample.image:
+                with Image.open(picture(self.dir, sample.image)) as opened:
+                    image = opened.convert("RGB")
+                self.client.log_image(self.id, image, key=f"samples/{sample.index:03d}", step=step)
+        if samples:
+            columns = ["index", "prompt", "reply", "wanted", "reward"]
+            data = [[s.index, s.prompt, s.reply, s.answer, score(s)] for s in samples]
+            table = {"columns": columns, "data": data}
+            self.client.log_dict(self.id, table, f"samples/{step:06d}.json")
+
+    def finish(self, ok: bool) -> None:
+        self.client.set_terminated(self.id, "FINISHED" if ok else "FAILED")
+
+    def _parameters(self, config: Mapping[str, Any]) -> None:
+        """The recipe, flat by dotted keys, as far as a parameter may be long; and whole as a
+        file."""
+        from mlflow.entities import Param
+
+        flat = [Param(key, str(value)[:LONGEST]) for key, value in _flat(config)]
+        for at in range(0, len(flat), MANY):
+            self.client.log_batch(self.id, params=flat[at : at + MANY])
+        self.client.log_dict(self.id, dict(config), "config.json")
+
+
+def _flat(config: Mapping[str, Any], above: str = "") -> list[tuple[str, Any]]:
+    found = []
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found += _flat(value, f"{above}{key}.")
+        else:
+            found.append((f"{above}{key}", value))
+    return found

@@ -1,0 +1,62 @@
+"""SwanLab, online or to files that `swanlab sync` uploads later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gesso.track.samples import Shown
+from gesso.track.trackers.base import Setup, caption, picture, score
+
+
+class SwanLab:
+    def __init__(self, setup: Setup) -> None:
+        import swanlab
+
+        self.dir = setup.run
+        settings = swanlab.Settings(
+            interactive=False,
+            terminal=swanlab.Settings.Terminal(proxy_type="none"),
+            probe=swanlab.Settings.Probe(runtime=False, requirements=False, git=False),
+        )
+        self.run = swanlab.init(
+            project=setup.settings.project,
+            name=setup.name,
+            log_dir=str(setup.folder),
+            config=dict(setup.config),
+            mode="offline" if setup.settings.offline else None,
+            id=setup.id,
+            resume="allow",
+            settings=settings,
+        )
+        self.id = self.run.id
+        self.where = _url(self.run) or str(setup.folder)
+
+    def log(self, step: int, figures: Mapping[str, float], samples: Sequence[Shown]) -> None:
+        self.run.log({**figures, **self._media(samples)}, step=step)
+
+    def finish(self, ok: bool) -> None:
+        self.run.finish("success") if ok else self.run.finish("crashed", "the run stopped")
+
+    def _media(self, samples: Sequence[Shown]) -> dict[str, Any]:
+        import swanlab
+
+        drawn = [
+            swanlab.Image(picture(self.dir, s.image), caption=caption(s))
+            for s in samples
+            if s.image
+        ]
+        written = [
+            swanlab.Text(f"{s.prompt}\n\n{s.reply}\n\nwanted: {s.answer}", caption=score(s))
+            for s in samples
+            if not s.image
+        ]
+        return ({"samples": drawn} if drawn else {}) | ({"samples": written} if written else {})
+
+
+def _url(run: Any) -> str | None:
+    """None where it does not go online, by the recipe or by SWANLAB_MODE."""
+    try:
+        return run.url
+    except ValueError:
+        return None

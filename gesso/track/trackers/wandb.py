@@ -1,0 +1,59 @@
+"""Weights & Biases, online or to files that `wandb sync` uploads later."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gesso.track.samples import Shown
+from gesso.track.trackers.base import Setup, caption, picture
+
+# No error reports to others, no list of installed packages, no account of machine and command.
+QUIET = {
+    "WANDB_ERROR_REPORTING": "false",
+    "WANDB_X_SAVE_REQUIREMENTS": "false",
+    "WANDB_X_DISABLE_META": "true",
+}
+
+
+class Wandb:
+    def __init__(self, setup: Setup) -> None:
+        os.environ |= QUIET | {"WANDB_X_STATS_PID": str(os.getppid())}  # the run's, not this one
+        import wandb
+
+        self.dir = setup.run
+        self.run = wandb.init(
+            project=setup.settings.project,
+            name=setup.name,
+            dir=str(setup.folder.parent),  # it makes a folder "wandb" in there
+            config=dict(setup.config),
+            mode="offline" if setup.settings.offline else None,
+            id=setup.id,
+            resume="allow",
+            settings=wandb.Settings(
+                console="off", silent=True, disable_git=True, disable_code=True, save_code=False
+            ),
+        )
+        self.id = self.run.id
+        self.where = self.run.url or self.run.dir.removesuffix("/files")
+
+    def log(self, step: int, figures: Mapping[str, float], samples: Sequence[Shown]) -> None:
+        self.run.log({**figures, **self._media(samples)}, step=step, commit=True)
+
+    def finish(self, ok: bool) -> None:
+        self.run.finish(exit_code=0 if ok else 1)
+
+    def _media(self, samples: Sequence[Shown]) -> dict[str, Any]:
+        import wandb
+
+        drawn = [
+            wandb.Image(picture(self.dir, s.image), caption=caption(s)) for s in samples if s.image
+        ]
+        if drawn or not samples:
+            return {"samples": drawn} if drawn else {}
+        table = wandb.Table(columns=["prompt", "picture", "reply", "wanted", "reward"])
+        for s in samples:
+            seen = wandb.Image(picture(self.dir, s.shown[0])) if s.shown else None
+            table.add_data(s.prompt, seen, s.reply, s.answer, s.reward)
+        return {"samples": table}

@@ -1,0 +1,135 @@
+"""A tracker in a process of its own: `python -m gesso.track.trackers.worker`.
+
+Lines of JSON come in on stdin and go out on stdout. The first says what to track; then "news" (the
+run folder has a new row), "finish" or "fail". When stdin closes without either, because the run was
+killed, the tracker is finished as failed. What the tracker prints goes to stderr, a log file.
+
+`trackers/NAME.json` in the run folder remembers the tracker's own id of the run and the last step
+that it has: a resumed run goes on with both, and what a tracker missed it gets then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TextIO
+
+from gesso.config import Tracker as Settings
+from gesso.track.trackers.base import Setup, Tracker, figures_of, samples_of
+
+Answer = Callable[[Mapping[str, Any]], None]
+
+
+class Memory:
+    """What a tracker has of a run, on disk."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.id: str | None = None
+        self.step = -1  # the last that it has
+        if file.is_file():
+            known = json.loads(file.read_text("utf-8"))
+            self.id, self.step = known["id"], known["step"]
+
+    def keep(self) -> None:
+        aside = self.file.with_name(f".{self.file.name}.new")
+        aside.write_text(json.dumps({"id": self.id, "step": self.step}), "utf-8")
+        os.replace(aside, self.file)
+
+
+class Tail:
+    """The rows of metrics.jsonl as they come, each once; a half-written one waits."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.at = 0
+
+    def rows(self) -> Iterator[dict[str, Any]]:
+        if not self.file.is_file():
+            return
+        with self.file.open("rb") as file:
+            file.seek(self.at)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    return
+                self.at += len(line)
+                yield json.loads(line)
+
+
+def track(order: Mapping[str, Any], commands: Iterator[str], answer: Answer) -> None:
+    """Make the tracker, bring it up to date at every command, and finish it."""
+    run, name = Path(order["run"]), order["name"]
+    settings = Settings(**order["settings"])
+    place = Path(settings.dir) if settings.dir else run / "trackers"
+    folder = place / name.replace(":", ".")
+    folder.mkdir(parents=True, exist_ok=True)
+    memory = Memory(run / "trackers" / f"{name.replace(':', '.')}.json")
+    title = settings.name or run.resolve().name
+    setup = Setup(run, folder, title, order["config"], settings, memory.id)
+    module, _, kind = order["reference"].partition(":")
+    tracker: Tracker = getattr(import_module(module), kind)(setup)
+    memory.id = tracker.id
+    memory.keep()
+    answer({"where": tracker.where})
+    tail = Tail(run / "metrics.jsonl")
+    for command in commands:
+        for row in tail.rows():
+            step = row["step"]
+            if step > memory.step:
+                tracker.log(step, figures_of(row), samples_of(run, step))
+                memory.step = step
+                memory.keep()
+                answer({"step": step})
+        if command == "news":
+            answer({"idle": True})
+    tracker.finish(command == "finish")
+    answer({"done": True})
+
+
+def heard(lines: TextIO, patience: float) -> Iterator[str]:
+    """Commands, read on a thread of their own until "finish" or "fail". When they end without
+    either, the run was killed: a tracker that hangs must not stay behind for ever."""
+    commands: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def listen() -> None:
+        for line in lines:
+            commands.put(json.loads(line))
+        commands.put("fail")
+        time.sleep(patience)
+        os._exit(1)
+
+    threading.Thread(target=listen, daemon=True).start()
+    while (command := commands.get()) == "news":
+        yield command
+    yield command
+
+
+def main() -> None:
+    lines = os.fdopen(os.dup(0), "r", encoding="utf-8")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)  # nobody is there to be asked for a key
+    os.dup2(2, 1)
+    sys.path.insert(0, os.getcwd())  # trackers of the user's lie here
+
+    def answer(message: Mapping[str, Any]) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    try:
+        order = json.loads(lines.readline())
+        track(order, heard(lines, order["settings"]["patience"]), answer)
+    except BaseException as error:  # whatever a package raises: the run must hear of it
+        answer({"error": f"{type(error).__name__}: {error}"})
+        raise
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,386 @@
+"""The README.md of an export, as the Hugging Face hub reads it: what it is, what it learnt, how it
+is used, how it came about. With a curve, and the same prompts before and after."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gesso.config import PACKAGE, ZOO, Recipe, family, resolve_path
+from gesso.track import report
+from gesso.track.console import held_out_key
+from gesso.track.run_folder import RunFolder
+from gesso.track.samples import Shown
+from gesso.types import UserError
+from gesso.use import folders, usage
+from gesso.use.pictures import Cell, Row, curve, sheet
+from gesso.use.source import Source
+from gesso.use.trained import Trained
+
+CURVE, SHEET = "curve.png", "samples.png"
+PICTURES, REPLIES = 8, 4  # prompts shown
+LIBRARIES = ("gesso", "torch", "diffusers", "transformers", "peft", "safetensors")
+FOLD = 700  # characters of a reply that are shown
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that the card tells of."""
+
+    trained: Trained
+    folder: Path  # that the export will be
+    whole: bool  # all weights, not an adapter
+    rows: Sequence[Mapping[str, Any]]  # of metrics.jsonl, as far as the exported step
+    shown: Mapping[int, Sequence[Shown]]  # the first and the last evaluation with samples
+    hashes: Mapping[str, tuple[int, str]]
+
+    @property
+    def source(self) -> Source:
+        return self.trained.source
+
+    @property
+    def recipe(self) -> Recipe:
+        return self.trained.recipe
+
+    @property
+    def run(self) -> RunFolder:
+        assert self.source.run is not None, "only runs are exported"
+        return self.source.run
+
+    @property
+    def draws(self) -> bool:
+        return family(self.recipe.model) == "draws"
+
+    @property
+    def figure(self) -> str:
+        """The one a run is judged by."""
+        return held_out_key(key for row in self.rows for key in row)
+
+
+def write(
+    trained: Trained, aside: Path, folder: Path, hashes: Mapping[str, tuple[int, str]]
+) -> None:
+    """README.md and its pictures into `aside`, which becomes `folder`."""
+    run = trained.source.run
+    assert run is not None, "only runs are exported"
+    rows = [row for row in run.rows() if row["step"] <= trained.source.step]
+    whole = not folders.is_adapter(aside)
+    facts = Facts(trained, folder, whole, rows, _shown(run, trained.source.step), hashes)
+    parts = [
+        _front(facts),
+        _head(facts),
+        _result(facts, aside),
+        _samples(facts, aside),
+        _use(facts, aside),
+        _go_on(facts),
+        _made(facts),
+        _files(facts),
+    ]
+    text = "\n\n".join(part for part in parts if part)
+    (aside / "README.md").write_text(text + "\n", encoding="utf-8")
+
+
+def _shown(run: RunFolder, step: int) -> dict[int, list[Shown]]:
+    """The first and the last evaluation up to `step` that kept samples."""
+    files = {int(f.stem): f for f in (run.path / "samples").glob("*.jsonl") if f.stem.isdigit()}
+    steps = sorted(s for s in files if s <= step)
+    ends = dict.fromkeys(steps[:1] + steps[-1:])
+    found = {s: report.lines(files[s], Shown.of, []) for s in ends}
+    return {s: rows for s, rows in found.items() if rows}
+
+
+# The front matter
+
+
+def _front(facts: Facts) -> str:
+    from huggingface_hub import ModelCardData
+
+    recipe = facts.recipe
+    base = recipe.model.path if _is_hub_name(recipe.model.path) else None
+    sets = {s.path for s in (*recipe.data.train, *recipe.data.eval) if s.path.startswith("hub:")}
+    adapter = [] if facts.whole else ["lora"]
+    task = "text-to-image" if facts.draws else "text-generation"
+    if recipe.model.name == "vision-language":
+        task = "image-text-to-text"
+    told = ModelCardData(
+        base_model=base,
+        base_model_relation=("finetune" if facts.whole else "adapter") if base else None,
+        library_name=_library(facts),
+        pipeline_tag=task,
+        license=license_of(recipe.model.path),
+        datasets=sorted(s.removeprefix("hub:").partition("@")[0] for s in sets) or None,
+        tags=["gesso", "reinforcement-learning", recipe.algorithm.name, *adapter],
+    )
+    return f"---\n{told.to_yaml()}\n---"
+
+
+def _library(facts: Facts) -> str:
+    if facts.draws:
+        return "diffusers"
+    return "transformers" if facts.whole else "peft"
+
+
+def _is_hub_name(path: str) -> bool:
+    local = path.startswith((ZOO, ".", "/", "~")) or resolve_path(path).exists()
+    return not local and bool(re.fullmatch(r"[\w.-]+/[\w.-]+", path))
+
+
+def license_of(path: str) -> str | None:
+    """By the card of the base model, where it lies here; that of the bundled ones is Gesso's."""
+    if path.startswith(ZOO):
+        return "apache-2.0"
+    card = resolve_path(path) / "README.md"
+    if not card.is_file():
+        return None
+    from huggingface_hub import ModelCard
+
+    try:
+        return ModelCard.load(card).data.to_dict().get("license")
+    except ValueError as error:
+        raise UserError(f"{card}: its front matter is not valid YAML: {error}") from error
+
+
+# What it is, and what it learnt
+
+
+def _head(facts: Facts) -> str:
+    recipe, source = facts.recipe, facts.source
+    about = f"{_md(recipe.about)}\n\n" if recipe.about else ""
+    lora = recipe.model.lora
+    if lora is None:
+        what = f"All weights of {_base(recipe)}, fine-tuned"
+    elif facts.whole:
+        what = f"{_base(recipe)} with a LoRA of rank {lora.rank} folded into its weights"
+    else:
+        what = f"A LoRA of rank {lora.rank}, alpha {lora.alpha}, for {_base(recipe)}"
+    averaged = ", averaged over training (EMA)" if source.table == "ema" else ""
+    names = " and ".join(f"`{entry.name}`" for entry in recipe.reward)
+    return (
+        f"# {_md(facts.folder.resolve().name)}\n\n{about}{what}. Trained by reinforcement learning "
+        f"(`{recipe.algorithm.name}`) on the reward{'s' if len(recipe.reward) > 1 else ''} {names} "
+        f"for {source.step} of {recipe.steps} steps with Gesso{averaged}."
+    )
+
+
+def _base(recipe: Recipe) -> str:
+    path = recipe.model.path
+    if _is_hub_name(path):
+        return f"[{path}](https://huggingface.co/{path})"
+    return f"`{path}`" + (" (bundled with Gesso)" if path.startswith(ZOO) else "")
+
+
+def _result(facts: Facts, aside: Path) -> str:
+    evals = [row for row in facts.rows if row.get("eval/reward") is not None]
+    if not evals:
+        return "## What it learnt\n\nThe run was not evaluated before this step."
+    first, last = evals[0], evals[-1]
+    keys = [key for key in last if key.startswith("eval/") and last[key] is not None]
+    keys = [key for key in keys if key != "eval/failed" or last[key]]
+    if len(facts.recipe.eval_reward or facts.recipe.reward) == 1 and len(keys) > 1:
+        keys.remove("eval/reward")  # the only reward is the total
+    lines = [f"| held-out | step {first['step']} | step {last['step']} |", "|---|---|---|"]
+    for key in keys:
+        before = first.get(key)
+        said = "" if before is None else f"{before:.3f}"
+        lines.append(f"| {_md(key.removeprefix('eval/'))} | {said} | {last[key]:.3f} |")
+    sources = " and ".join(f"`{source.path}`" for source in facts.recipe.data.eval)
+    told = (
+        f"On {facts.recipe.eval.prompts} prompts of {sources}, one sample each, always from the "
+        "same seeds."
+    )
+    if facts.recipe.learner.ema is not None and facts.source.table == "current":
+        told += " These figures are of the averaged weights; the ones here are the current ones."
+    if last["step"] != facts.source.step:
+        told += f" The last evaluation before step {facts.source.step} is of step {last['step']}."
+    key = facts.figure
+    twin = "reward" if key == "eval/reward" else key.replace("eval/", "reward/", 1)
+    lines_of = {"held-out": report.series(facts.rows, key)}
+    lines_of["training"] = report.series(facts.rows, twin)
+    curve(key.removeprefix("eval/"), lines_of).save(aside / CURVE)
+    picture = f"![{_md(key.removeprefix('eval/'))} over the steps of training]({CURVE})"
+    return "\n".join(["## What it learnt", "", picture, "", *lines, "", told])
+
+
+# Samples
+
+
+def _samples(facts: Facts, aside: Path) -> str:
+    if not facts.shown:
+        return ""
+    first, last = min(facts.shown), max(facts.shown)
+    before = {row.index: row for row in facts.shown[first]}
+    pairs = [(before.get(row.index, row), row) for row in facts.shown[last]]
+    head = f"## Samples\n\nThe first prompts of the evaluation, none chosen, at step {first}"
+    head += f" and step {last}, from the same seeds." if last != first else "."
+    if facts.draws:
+        return f"{head}\n\n{_sheet(facts, pairs[:PICTURES], (first, last), aside)}"
+    return f"{head}\n\n{_replies(facts, pairs[:REPLIES], (first, last), aside)}"
+
+
+def _sheet(
+    facts: Facts, pairs: Sequence[tuple[Shown, Shown]], steps: tuple[int, int], aside: Path
+) -> str:
+    """A picture of pictures, and its prompts as text: not every letter can be drawn."""
+    ends = steps if steps[0] != steps[1] else steps[:1]
+    rows = [
+        Row(f"{i}. {pair[0].prompt}", [_cell(facts.run, s, shown) for s, shown in _of(ends, pair)])
+        for i, pair in enumerate(pairs, 1)
+    ]
+    sheet(rows, [f"step {step}" for step in ends]).save(aside / SHEET)
+    prompts = "\n".join(f"{i}. {_md(pair[0].prompt)}" for i, pair in enumerate(pairs, 1))
+    return f"![pictures before and after]({SHEET})\n\n{prompts}"
+
+
+def _of(steps: Sequence[int], pair: Sequence[Shown]) -> list[tuple[int, Shown]]:
+    return list(zip(steps, pair, strict=False))
+
+
+def _cell(run: RunFolder, step: int, row: Shown) -> Cell:
+    from PIL import Image
+
+    reward = "no score" if row.reward is None else f"{row.reward:.3f}"
+    read = f'   read "{row.text}"' if row.text else ""
+    try:
+        with Image.open(run.path / "samples" / f"{step:06d}" / Path(row.image).name) as opened:
+            return Cell(opened.convert("RGB"), reward + read)
+    except OSError:  # missing or damaged: the others still show
+        return Cell(None, f"{row.image} cannot be read")
+
+
+def _replies(
+    facts: Facts, pairs: Sequence[tuple[Shown, Shown]], steps: tuple[int, int], aside: Path
+) -> str:
+    parts = []
+    for number, (before, after) in enumerate(pairs, 1):
+        wanted = f" (wanted: {_md(after.answer)})" if after.answer else ""
+        lines = [f"**{_md(after.prompt)}**{wanted}", ""]
+        for k, name in enumerate(after.shown, 1):
+            file = facts.run.path / "samples" / "prompts" / Path(name).name
+            if file.is_file():
+                copy = f"prompt-{number}-{k}.png"
+                shutil.copyfile(file, aside / copy)
+                lines += [f"![picture {k} of the prompt]({copy})", ""]
+        for step, row in dict(zip(steps, (before, after), strict=True)).items():
+            reward = "no score" if row.reward is None else f"reward {row.reward:.3f}"
+            lines += [f"step {step}, {reward}:", _fenced(row.reply)]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+# How to use it, and how it came about
+
+
+def _use(facts: Facts, aside: Path) -> str:
+    example = _example(facts)
+    if example.picture is not None:
+        shutil.copyfile(example.picture, aside / usage.EXAMPLE)
+    code = usage.code(facts.trained, example, facts.whole)
+    same = "picture" if facts.draws else "reply"
+    looking = f" --image {usage.EXAMPLE}" if example.picture is not None else ""
+    return (
+        f"## Use it\n\n{_fenced(code, 'python')}\n\nThat is the {same} that Gesso gives, with this "
+        f"folder as DIR:\n\n{_fenced(f'gesso sample DIR {shlex.quote(example.prompt)}{looking}')}"
+    )
+
+
+def _example(facts: Facts) -> usage.Example:
+    """The first prompt of the evaluations that one picture or none goes with."""
+    folder = facts.run.path / "samples" / "prompts"
+    for rows in facts.shown.values():
+        for row in rows:
+            files = [folder / Path(name).name for name in row.shown]
+            if len(files) <= 1 and all(file.is_file() for file in files):
+                return usage.Example(row.prompt, files[0] if files else None)
+    return usage.Example("a photo of a cat" if facts.draws else "What is 3 + 4?")
+
+
+def _go_on(facts: Facts) -> str:
+    key = "model.path" if facts.whole else "model.lora.path"
+    return (
+        "## Go on training\n\n"
+        f"From its run, `{facts.run.path.resolve().name}`: `gesso train --resume RUN steps=N`. "
+        f"From this folder, DIR, with its recipe: `gesso train DIR/recipe.toml {key}=DIR`."
+    )
+
+
+def _made(facts: Facts) -> str:
+    recipe = facts.recipe
+    rewards = "\n".join(
+        f"- `{entry.name}`, weight {entry.weight:g}" + _options(entry.options)
+        for entry in recipe.reward
+    )
+    paths = [
+        " and ".join(f"`{s.path}`" for s in part) for part in (recipe.data.train, recipe.data.eval)
+    ]
+    table = {
+        "algorithm": f"`{recipe.algorithm.name}`",
+        "learning rate": f"{recipe.optimizer.lr:g}",
+        "prompts a step × samples": f"{recipe.data.groups} × {recipe.algorithm.options['group']}",
+        "seed": recipe.seed,
+        "trained on": paths[0],
+        "evaluated on": paths[1],
+        "settings from": _md(recipe.source),
+        "exported with": ", ".join(f"{name} {version}" for name, version in versions().items()),
+        "git commit": commit(),
+    }
+    lines = "\n".join(
+        f"| {name} | {value} |" for name, value in table.items() if value not in ("", None)
+    )
+    return (
+        "## How it was made\n\nAll settings are in [recipe.toml](recipe.toml).\n\n"
+        f"| | |\n|---|---|\n{lines}\n\nRewards:\n\n{rewards}"
+    )
+
+
+def _options(options: Mapping[str, Any]) -> str:
+    said = ", ".join(f"{key} = {value!r}" for key, value in options.items())
+    return f" ({_md(said)})" if said else ""
+
+
+def versions() -> dict[str, str]:
+    """Of what exported it; a run folder does not say what trained it."""
+    return {name: importlib.metadata.version(name) for name in LIBRARIES}
+
+
+def commit() -> str | None:
+    """Of Gesso, where it runs from a checkout of its own."""
+
+    def git(*arguments: str) -> subprocess.CompletedProcess[str] | None:
+        command = ["git", "-C", str(PACKAGE), *arguments]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done if done.returncode == 0 else None
+
+    if git("ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    found = git("rev-parse", "HEAD")
+    return found.stdout.strip() if found is not None else None
+
+
+def _files(facts: Facts) -> str:
+    lines = "\n".join(
+        f"| {name} | {size:,} | `{digest}` |" for name, (size, digest) in facts.hashes.items()
+    )
+    return f"## Files\n\n| file | bytes | sha256 |\n|---|---|---|\n{lines}"
+
+
+def _md(text: str) -> str:
+    """As text, whatever it holds; on one line, also within a table."""
+    return re.sub(r"([\\`*_{}\[\]<>#|!&])", r"\\\1", " ".join(text.split()))
+
+
+def _fenced(text: str, language: str = "") -> str:
+    """A code block that its content cannot end."""
+    shown = text if language or len(text) <= FOLD else text[:FOLD] + " …"
+    longest = max((len(run) for run in re.findall("`+", shown)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}{language}\n{shown}\n{fence}"

@@ -1,0 +1,153 @@
+"""A run's weights for plain diffusers, transformers and PEFT, with a card: whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from gesso.config import resolve_path
+from gesso.track.progress import SILENT, Progress
+from gesso.types import UserError
+from gesso.use import card, folders
+from gesso.use.source import Source
+from gesso.use.trained import Trained
+
+CHUNK = 2**22  # bytes hashed at a time
+
+
+@dataclass(frozen=True)
+class Form:
+    merged: bool = False  # a LoRA is folded into the weights of its model
+    shard: str | None = None  # largest file; None: the model's own, 5GB
+    dtype: str | None = None  # of every saved weight; None: as they are
+
+    def __post_init__(self) -> None:
+        if self.shard is not None and not re.fullmatch(r"[1-9]\d*(KB|MB|GB)", self.shard):
+            raise UserError(
+                f'the size of a shard is a number with KB, MB or GB, got "{self.shard}"'
+            )
+        if self.dtype not in (None, "float32", "bfloat16", "float16"):
+            raise UserError(f'dtype is float32, bfloat16 or float16, got "{self.dtype}"')
+
+
+def check(source: Source, folder: Path, form: Form) -> None:
+    """Raises for what cannot be exported, before anything is loaded."""
+    if source.run is None:
+        raise UserError(f"{source.name} is no run; what `gesso train` has trained is exported")
+    must_be_free(folder, "export folder")
+    section = source.recipe.model
+    if form.merged and section.quantize is not None:
+        raise UserError(
+            f'this run\'s base is in 4 bits (model.quantize = "{section.quantize}"), which cannot '
+            "take up an adapter without loss: export the LoRA itself, or merge it into the full "
+            "weights by --set model.quantize=none"
+        )
+
+
+def must_be_free(folder: Path, what: str) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{what} {folder} exists already; choose an empty one")
+
+
+def export(trained: Trained, folder: Path, form: Form, progress: Progress = SILENT) -> Path:
+    check(trained.source, folder, form)
+    from safetensors import SafetensorError
+
+    aside = folder.parent / f".{folder.name}.writing"
+    try:
+        shutil.rmtree(aside, ignore_errors=True)  # of an export that was killed
+        aside.mkdir(parents=True)
+        _write(trained, aside, folder, form, progress)
+        if folder.exists():
+            folder.rmdir()
+        os.replace(aside, folder)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"could not export to {folder}: {error}; nothing is left there; make room or choose "
+            "another folder"
+        ) from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return folder
+
+
+def _write(trained: Trained, aside: Path, folder: Path, form: Form, progress: Progress) -> None:
+    source = trained.source
+    assert source.run is not None, "`check` has seen to it"
+    progress.phase("saving weights")
+    shard = {} if form.shard is None else {"shard": form.shard}
+    trained.model.save(aside, form.merged, **shard)
+    if form.dtype is not None:
+        _cast(aside, form.dtype, progress)
+    shutil.copyfile(source.run.path / "config.toml", aside / folders.RECIPE)
+    _copy_license(resolve_path(source.recipe.model.path), aside)
+    hashes = _hashes(aside, progress)
+    progress.phase("writing the card")
+    card.write(trained, aside, folder, hashes)
+
+
+def _cast(folder: Path, dtype: str, progress: Progress) -> None:
+    """Every weight in another precision, file by file, and the configs that tell of it."""
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    files = weight_files(folder)
+    progress.phase(f"rounding to {dtype}", len(files))
+    kind = getattr(torch, dtype)
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            about = opened.metadata()
+            names = list(opened.keys())
+            tensors = {name: opened.get_tensor(name) for name in names}
+        cast = {n: t.to(kind) if t.is_floating_point() else t for n, t in tensors.items()}
+        save_file(cast, file, about)
+        progress.advance()
+    for index in folder.rglob("*.safetensors.index.json"):
+        told = json.loads(index.read_text("utf-8"))
+        told["metadata"]["total_size"] = sum(
+            _bytes_of(f) for f in index.parent.glob("*.safetensors")
+        )
+        index.write_text(json.dumps(told, indent=2) + "\n", "utf-8")
+    for file in folder.rglob("config.json"):
+        file.write_text(
+            re.sub(r'("(?:torch_)?dtype": )"\w+"', rf'\1"{dtype}"', file.read_text("utf-8"))
+        )
+
+
+def _bytes_of(file: Path) -> int:
+    """Of the tensors in it."""
+    from safetensors.torch import load_file
+
+    return sum(tensor.nbytes for tensor in load_file(file).values())
+
+
+def _copy_license(base: Path, folder: Path) -> None:
+    """Weights of others go with their terms."""
+    for file in sorted(base.glob("LICENSE*")) if base.is_dir() else []:
+        if file.is_file() and not (folder / file.name).exists():
+            shutil.copyfile(file, folder / file.name)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.safetensors"))
+
+
+def _hashes(folder: Path, progress: Progress) -> dict[str, tuple[int, str]]:
+    """Weight file → bytes and sha256."""
+    files = weight_files(folder)
+    progress.phase("hashing", sum(file.stat().st_size for file in files))
+    found = {}
+    for file in files:
+        digest = hashlib.sha256()
+        with file.open("rb") as opened:
+            while chunk := opened.read(CHUNK):
+                digest.update(chunk)
+                progress.advance(len(chunk))
+        found[str(file.relative_to(folder))] = file.stat().st_size, digest.hexdigest()
+    return found

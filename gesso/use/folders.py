@@ -1,0 +1,209 @@
+"""A folder of a model → the recipe to load it and draw from it.
+
+Gesso's own exports carry the recipe of their run, recipe.toml. Of others' folders the files say
+what they are, and what they do not say (steps, guidance, size) is as their library would draw.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gesso import build
+from gesso.config import WRITERS, Recipe, family, resolve_path
+from gesso.types import UserError
+
+RECIPE = "recipe.toml"
+LORA = "pytorch_lora_weights.safetensors"
+ADAPTER = "adapter_config.json"
+UNTRAINED = {"rank": 1, "alpha": 1}
+"""A LoRA that adds nothing: with one, the weights of a folder stay frozen, in their own precision;
+without one, a model is loaded to be trained whole, in float32."""
+NO_DATA, NO_REWARD = "-", {"draws": "jpeg-compressibility", "writes": "format"}
+"""A recipe must name some; nobody reads or asks them, since the folder is not `complete`."""
+
+
+@dataclass(frozen=True)
+class Told:
+    recipe: Recipe
+    untrained: Recipe | None
+    complete: bool
+
+
+def recipe_of(folder: Path, overrides: Sequence[str] = ()) -> Told:
+    if (folder / RECIPE).is_file():
+        return _exported(folder, overrides)
+    if (folder / "model_index.json").is_file():
+        return _foreign(folder, {"path": str(folder), "lora": dict(UNTRAINED)}, overrides)
+    if (folder / ADAPTER).is_file():
+        return _foreign(folder, _peft(folder), overrides)
+    if (folder / LORA).is_file():
+        return _foreign(folder, _diffusers_lora(folder), overrides)
+    if (folder / "config.json").is_file():
+        return _foreign(folder, {"path": str(folder), "lora": dict(UNTRAINED)}, overrides)
+    raise UserError(
+        f"{folder} is nothing to draw from: expected a run (config.toml), a pipeline of diffusers "
+        f"(model_index.json), a LoRA ({LORA} or {ADAPTER}) or a model of transformers "
+        "(config.json) in it"
+    )
+
+
+def _exported(folder: Path, overrides: Sequence[str]) -> Told:
+    """One of ours: as its run drew, from the weights that lie here."""
+    where = str(folder / RECIPE)
+    data = build.changed(build.read_toml(folder / RECIPE), overrides)
+    untrained = build.recipe_from(data, where)
+    model = untrained.model.model_dump(exclude_none=True)
+    if is_adapter(folder):
+        model["lora"]["path"] = str(folder)
+    else:
+        model |= {"path": str(folder), "lora": dict(UNTRAINED)}
+        model.pop("quantize", None)
+    return Told(build.recipe_from(data | {"model": model}, where), untrained, complete=True)
+
+
+def is_adapter(folder: Path) -> bool:
+    return (folder / LORA).is_file() or (folder / ADAPTER).is_file()
+
+
+def _foreign(folder: Path, model: dict[str, Any], overrides: Sequence[str]) -> Told:
+    """A recipe around a model's section. Its prompts and rewards are nobody's: `complete` is
+    False."""
+    import torch
+
+    model["dtype"] = "bfloat16" if torch.cuda.is_available() else "float32"
+    data: dict[str, Any] = {"model": model, "data": {"train": NO_DATA, "eval": NO_DATA}}
+    build.changed(data, overrides)
+    if data["model"]["path"] is None:
+        raise UserError(
+            f"{folder} is an adapter and does not say of which model: no base_model in a README.md;"
+            " give the folder of its base by --set model.path=DIR"
+        )
+    told = _what(folder, data["model"]["path"])
+    for section, own in told.items():
+        data[section] = own | data.get(section, {})
+    data["reward"] = [{"name": NO_REWARD[family(data["model"])]}]
+    recipe = build.recipe_from(data, str(folder))
+    path = data["model"]["lora"].pop("path", None)
+    untrained = build.recipe_from(data, str(folder)) if path is not None else None
+    return Told(recipe, untrained, complete=False)
+
+
+def _what(folder: Path, base: str) -> dict[str, Any]:
+    """What a model is by its files, and how its own library would draw from it."""
+    index = _json(base, "model_index.json", folder)
+    if index is not None:
+        name = _named(folder, base, index["_class_name"], lambda kind: [kind.pipeline])
+        return _as_diffusers(folder, base, name)
+    own = _json(base, "config.json", folder)
+    if own is None:
+        raise UserError(
+            f"{folder}: its base model {base} has neither model_index.json nor config.json; "
+            "give the folder of its base by --set model.path=DIR"
+        )
+    name = _named(folder, base, own["model_type"], lambda kind: kind.kinds, writers=True)
+    return {"model": {"name": name}, "algorithm": {"name": "grpo"}}
+
+
+def _named(folder: Path, base: str, kind: str, kinds_of: Any, writers: bool = False) -> str:
+    """model.name of what diffusers or transformers call `kind`."""
+    names = [name for name in build.MODELS if (name in WRITERS) == writers]
+    for name in names:
+        if kind in kinds_of(build.model_class(name)):
+            return name
+    known = ", ".join(k for name in names for k in kinds_of(build.model_class(name)))
+    raise UserError(f"{folder}: {base} is a {kind}, expected one of {known}")
+
+
+def _as_diffusers(folder: Path, base: str, name: str) -> dict[str, Any]:
+    """Steps, guidance and size that the pipeline takes when it is not told any."""
+    import diffusers
+
+    call = getattr(diffusers, build.model_class(name).pipeline).__call__
+    own = inspect.signature(call).parameters
+    scale = own["true_cfg_scale" if name == "qwen-image" else "guidance_scale"].default
+    network, vae = (_json(base, f"{part}/config.json", folder) for part in ("transformer", "vae"))
+    assert network is not None and vae is not None, "diffusers saves both"
+    if network.get("guidance_embeds") is False:  # FLUX.1 schnell
+        scale = 1.0
+    blocks = vae["block_out_channels"] if "block_out_channels" in vae else vae["dim_mult"]
+    side = network.get("sample_size", 128) * 2 ** (len(blocks) - 1)  # 128 as diffusers has it
+    return {
+        "model": {"name": name, "height": side, "width": side},
+        "algorithm": {"name": "flow-grpo", "guidance": float(scale)},
+        "eval": {"steps": own["num_inference_steps"].default, "guidance": float(scale)},
+    }
+
+
+def _json(base: str, file: str, folder: Path) -> dict[str, Any] | None:
+    """A file of a folder, or of a model of the hub; None: it has no such file."""
+    path = resolve_path(base)
+    if not path.is_dir():
+        found = _from_hub(base, file, folder)
+        path = found.parent if found is not None else path
+        file = Path(file).name
+    if not (path / file).is_file():
+        return None
+    try:
+        return json.loads((path / file).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path / file} is not valid JSON: {error}") from error
+
+
+def _from_hub(base: str, file: str, folder: Path) -> Path | None:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HFValidationError, RemoteEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(base, file))
+    except RemoteEntryNotFoundError:
+        return None
+    except (OSError, HFValidationError) as error:
+        raise UserError(
+            f'{folder} belongs to "{base}", which is neither a folder here nor to be had from the '
+            "hub; give the folder of its base by --set model.path=DIR"
+        ) from error
+
+
+def _peft(folder: Path) -> dict[str, Any]:
+    about = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+    lora = {"rank": about["r"], "alpha": about["lora_alpha"], "path": str(folder)}
+    if isinstance(about.get("target_modules"), list):
+        lora["targets"] = sorted(about["target_modules"])
+    return {"path": _base(folder, about.get("base_model_name_or_path")), "lora": lora}
+
+
+def _diffusers_lora(folder: Path) -> dict[str, Any]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(folder / LORA, "pt") as file:
+            header = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
+    except (SafetensorError, ValueError) as error:
+        raise UserError(f"{folder / LORA} cannot be read: {error}") from error
+    if "transformer.r" not in header:
+        raise UserError(
+            f"{folder / LORA} does not say its rank and alpha (it was saved without the adapter's "
+            "metadata); write a recipe with model.lora.rank, alpha and path, and give that"
+        )
+    lora = {"rank": header["transformer.r"], "alpha": header["transformer.lora_alpha"]}
+    targets = sorted(header["transformer.target_modules"])
+    return {
+        "path": _base(folder, None),
+        "lora": {**lora, "targets": targets, "path": str(folder)},
+    }
+
+
+def _base(folder: Path, said: str | None) -> str | None:
+    """The model an adapter belongs to: by its config, or by its card."""
+    card = folder / "README.md"
+    if said or not card.is_file():
+        return said
+    from huggingface_hub import ModelCard
+
+    found = ModelCard.load(card).data.to_dict().get("base_model")
+    return found[0] if isinstance(found, list) else found

@@ -1,0 +1,148 @@
+"""Pictures to look at: a contact sheet, and curves over the steps of a run. Made by Pillow alone,
+whose own font knows ASCII and little else."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gesso.track.report import Points, ticks
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+CELL = 240  # px: small pictures are magnified by a whole factor to about this, large ones shrunk
+LARGEST = 384
+GAP, LINE = 12, 20  # px between pictures, and of a line of text
+PAPER, INK, FAINT, GRID = "#ffffff", "#17171a", "#6b6b73", "#e4e4e9"
+COLOURS = ("#c2410c", "#1d4ed8", "#15803d", "#a21caf")
+FINE = 3  # curves are drawn so much larger and shrunk: Pillow's lines have steps
+
+
+@dataclass(frozen=True)
+class Cell:
+    picture: Image | None  # None: there is none, and the caption says why
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    label: str
+    cells: Sequence[Cell]
+
+
+def sheet(rows: Sequence[Row], columns: Sequence[str] = ()) -> Image:
+    """A row of pictures under each label; `columns` stand over all of them."""
+    from PIL import Image, ImageDraw
+
+    scaled = [[_scaled(cell.picture) for cell in row.cells] for row in rows]
+    sizes = [p.size for line in scaled for p in line if p is not None] or [(CELL, CELL // 2)]
+    width = max(w for w, _ in sizes) + GAP
+    height = max(h for _, h in sizes) + 2 * LINE + GAP
+    across = max(len(row.cells) for row in rows)
+    top = GAP + (LINE if columns else 0)
+    made = Image.new("RGB", (GAP + width * across, top + height * len(rows)), PAPER)
+    pen = ImageDraw.Draw(made)
+    for place, title in enumerate(columns):
+        pen.text((GAP + place * width, GAP // 2), _fit(title, width, 15), fill=INK, font=_font(15))
+    for row, pictures in zip(rows, scaled, strict=True):
+        pen.text((GAP, top), _fit(row.label, width * across, 13), fill=INK, font=_font(13))
+        for place, (cell, picture) in enumerate(zip(row.cells, pictures, strict=True)):
+            left, below = GAP + place * width, top + LINE
+            if picture is not None:
+                made.paste(picture, (left, below))
+                below += picture.height
+            caption = _fit(cell.caption, width, 13)
+            pen.text((left, below + 2), caption, fill=FAINT, font=_font(13))
+        top += height
+    return made
+
+
+def _scaled(picture: Image | None) -> Image | None:
+    from PIL.Image import Resampling
+
+    if picture is None:
+        return None
+    longest = max(picture.size)
+    if longest > LARGEST:
+        factor = LARGEST / longest
+        size = max(1, round(picture.width * factor)), max(1, round(picture.height * factor))
+        return picture.resize(size, Resampling.LANCZOS)
+    zoom = max(1, CELL // longest)
+    return picture.resize((picture.width * zoom, picture.height * zoom), Resampling.NEAREST)
+
+
+def curve(title: str, lines: Mapping[str, Points], size: tuple[int, int] = (640, 320)) -> Image:
+    """Values over steps, a colour for each line, its first and last value written out."""
+    from PIL import Image, ImageDraw
+    from PIL.Image import Resampling
+
+    lines = {name: points for name, points in lines.items() if points}
+    steps = [step for points in lines.values() for step, _ in points]
+    values = [value for points in lines.values() for _, value in points]
+    marks = ticks(min(values), max(values), 4)
+    start, reach = min(steps), max(max(steps) - min(steps), 1)
+    (width, height), (left, right, head, foot) = size, (56, 72, 46, 34)
+
+    def at(step: int, value: float) -> tuple[float, float]:
+        x = left + (step - start) / reach * (width - left - right)
+        share = (marks[-1] - value) / (marks[-1] - marks[0])
+        return x * FINE, (head + share * (height - head - foot)) * FINE
+
+    made = Image.new("RGB", (width * FINE, height * FINE), PAPER)
+    pen = ImageDraw.Draw(made)
+    gap = marks[1] - marks[0]
+
+    def write(x: float, y: float, text: str, colour: str, anchor: str, points: int = 12) -> None:
+        pen.text((x, y), plain(text), fill=colour, font=_font(points * FINE), anchor=anchor)
+
+    for mark in marks:
+        y = at(start, mark)[1]
+        pen.line([left * FINE, y, (width - right) * FINE, y], fill=GRID, width=FINE)
+        write((left - 8) * FINE, y, f"{mark:.{_digits(gap)}f}", FAINT, "rm")
+    for step in dict.fromkeys((start, start + reach)):
+        write(at(step, marks[0])[0], (height - foot + 8) * FINE, f"step {step}", FAINT, "mt")
+    write(left * FINE, 10 * FINE, title, INK, "lt", 14)
+    x = float(left)
+    for (name, points), colour in zip(lines.items(), COLOURS, strict=False):
+        path = [at(*point) for point in points]
+        pen.line(path, fill=colour, width=2 * FINE, joint="curve")
+        for px, py in path if len(path) <= 24 else (path[0], path[-1]):
+            pen.ellipse([px - 3 * FINE, py - 3 * FINE, px + 3 * FINE, py + 3 * FINE], fill=colour)
+        write(path[-1][0] + 8 * FINE, path[-1][1], f"{points[-1][1]:.3f}", colour, "lm")
+        if len(lines) > 1:
+            write(x * FINE, 29 * FINE, name, colour, "lt")
+            x += _font(12).getlength(plain(name)) + 18
+    return made.resize(size, Resampling.LANCZOS)
+
+
+def _digits(gap: float) -> int:
+    return next((n for n in range(6) if gap * 10**n >= 0.999), 6)
+
+
+def plain(text: str) -> str:
+    """In the letters that the font has; a "?" for each other."""
+    marks = {"→": "->", "–": "-", "—": "-", "−": "-", "…": "...", "“": '"', "”": '"', "’": "'"}
+    for mark, said in marks.items():
+        text = text.replace(mark, said)
+    letters = unicodedata.normalize("NFKD", " ".join(text.split()))
+    letters = "".join(c for c in letters if not unicodedata.combining(c))
+    return letters.encode("ascii", "replace").decode()
+
+
+def _fit(text: str, width: int, size: int) -> str:
+    """Cut to so many pixels."""
+    text, font = plain(text), _font(size)
+    if font.getlength(text) <= width - GAP:
+        return text
+    while text and font.getlength(text + "...") > width - GAP:
+        text = text[:-1]
+    return text + "..."
+
+
+def _font(size: int) -> Any:
+    from PIL import ImageFont
+
+    return ImageFont.load_default(size)

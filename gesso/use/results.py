@@ -1,0 +1,69 @@
+"""What `gesso eval --out` leaves: figures, every sample with its score, pictures and a sheet."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from gesso.types import Sample, Score
+from gesso.use.evaluate import Evaluation, summary
+from gesso.use.sampling import said
+
+SHOWN = 24  # prompts on the sheet
+
+
+def write(found: Sequence[Evaluation], folder: Path) -> None:
+    """eval.json, samples.jsonl; of models that draw pictures/MODEL/PROMPT-SAMPLE.png, sheet.png."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for number, one in enumerate(found):
+        for i, (sample, score) in enumerate(zip(one.samples, one.scores, strict=True)):
+            place = f"{one.row[i]:04d}-{i % (len(one.samples) // len(one.prompts))}"
+            file = _save(sample, folder / "pictures" / str(number) / f"{place}.png")
+            image = str(file.relative_to(folder)) if file else None
+            lines.append(json.dumps(_row(one.name, sample, score, image)) + "\n")
+    (folder / "samples.jsonl").write_text("".join(lines), encoding="utf-8")
+    (folder / "eval.json").write_text(json.dumps(summary(found), indent=2) + "\n", encoding="utf-8")
+    if found[0].samples[0].image is not None:
+        _sheet(found).save(folder / "sheet.png")
+
+
+def _save(sample: Sample, file: Path) -> Path | None:
+    from PIL import Image
+
+    if sample.image is None:
+        return None
+    file.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(sample.image).save(file)
+    return file
+
+
+def _row(name: str, sample: Sample, score: Score, image: str | None) -> dict[str, Any]:
+    return {
+        "model": name,
+        "prompt": sample.prompt.text,
+        "seed": sample.seed,
+        "image": image,
+        "reply": sample.text,
+        "reward": score.value if score.ok else None,
+        "parts": dict(score.parts),
+        "text": score.text,
+        "error": score.error,
+    }
+
+
+def _sheet(found: Sequence[Evaluation]) -> Any:
+    """The first sample of the first prompts, the models side by side."""
+    from PIL import Image
+
+    from gesso.use.pictures import Cell, Row, sheet
+
+    per = len(found[0].samples) // len(found[0].prompts)
+    rows = []
+    for p, prompt in enumerate(found[0].prompts[:SHOWN]):
+        i = p * per
+        cells = [Cell(Image.fromarray(f.samples[i].picture), said(f.scores[i])) for f in found]
+        rows.append(Row(prompt.text, cells))
+    return sheet(rows, [one.name for one in found])

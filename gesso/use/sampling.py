@@ -1,0 +1,206 @@
+"""Samples of some prompts from one model or several, with the same seeds: drawn, scored if asked
+for, and written to files that say what they are."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gesso import build
+from gesso.config import Source as PromptSource
+from gesso.data import prompts as data
+from gesso.data.chat import Form
+from gesso.track.progress import SILENT, Progress
+from gesso.types import Prompt, Sample, Score, UserError
+from gesso.use.evaluate import drawn_and_scored, free, reward_entry
+from gesso.use.source import Source
+from gesso.use.trained import AS_EVALUATED, Drawing, Trained, opened, picture_seeds
+
+
+@dataclass(frozen=True)
+class Wanted:
+    prompts: Sequence[str] = ()
+    file: Path | None = None  # of more prompts
+    images: Sequence[Path] = ()  # to look at, with each of `prompts`
+    n: int = 1
+    seed: int = 0
+    rewards: Sequence[str] = ()
+    drawing: Drawing = AS_EVALUATED
+
+    def __post_init__(self) -> None:
+        if self.n < 1:
+            raise UserError(f"sample wants --n of at least 1, got {self.n}")
+        if not self.prompts and self.file is None:
+            raise UserError("sample wants a prompt, or --prompts FILE")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """n samples of each prompt, prompt by prompt."""
+
+    source: Source
+    writes: bool
+    n: int
+    seed: int
+    samples: Sequence[Sample]
+    scores: Sequence[Score]  # none where no reward was asked for
+
+    def __iter__(self) -> Iterator[tuple[int, int, Sample, Score | None]]:
+        """(prompt, which of its n, sample, score)"""
+        for i, sample in enumerate(self.samples):
+            yield *divmod(i, self.n), sample, self.scores[i] if self.scores else None
+
+
+def draw_all(sources: Sequence[Source], wanted: Wanted, progress: Progress = SILENT) -> list[Drawn]:
+    """One model is loaded, drawn from and let go before the next."""
+    recipe = sources[0].recipe
+    entries = [reward_entry(name, recipe) for name in wanted.rewards]
+    scoring = recipe.model_copy(update={"reward": entries, "eval_reward": []})
+    rewards = build.rewards(scoring) if entries else None
+    found = []
+    try:
+        for source in sources:
+            trained = opened(source, progress)
+            found.append(_drawn(trained, wanted, rewards, progress))
+            del trained
+            free()
+    finally:
+        if rewards is not None:
+            rewards.service.close()
+    return found
+
+
+def _drawn(
+    trained: Trained, wanted: Wanted, rewards: build.Rewards | None, progress: Progress
+) -> Drawn:
+    asked = _asked(trained, wanted, progress)
+    row = [i for i in range(len(asked)) for _ in range(wanted.n)]
+    seeds = picture_seeds(wanted.seed, wanted.n) * len(asked)
+    scores: list[Score] = []
+    if rewards is None:
+        samples = trained.draw(asked, row, seeds, wanted.drawing, progress)
+    else:
+        samples, scores = drawn_and_scored(
+            trained, rewards.service, asked, row, seeds, wanted.drawing, progress
+        )
+    return Drawn(trained.source, trained.writes, wanted.n, wanted.seed, samples, scores)
+
+
+def _asked(trained: Trained, wanted: Wanted, progress: Progress) -> list[Prompt]:
+    asked = [trained.ask(text, wanted.images) for text in wanted.prompts]
+    if wanted.file is None:
+        return asked
+    source = PromptSource(path=str(wanted.file))
+    more, told = data.from_sources([source], Form.of(trained.recipe.data), lambda prompt: None)
+    for note in told.notes:
+        progress.note(note)
+    return asked + more
+
+
+def save(found: Sequence[Drawn], folder: Path) -> dict[tuple[str, int, int], Path]:
+    """Pictures into files; (model, prompt, which) → file. The name says prompt, seed and model; so
+    does what PNG keeps beside the pixels."""
+    from PIL import Image
+    from PIL.PngImagePlugin import PngInfo
+
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {}
+    for drawn in found:
+        several = len(drawn.samples) > drawn.n
+        for i, j, sample, _ in drawn:
+            number = f"{i + 1:03d}-" if several else ""
+            seed = f"seed{drawn.seed}-{j}"
+            file = folder / f"{number}{slug(sample.prompt.text)}_{seed}_{drawn.source.label}.png"
+            about = PngInfo()
+            told = {"prompt": sample.prompt.text, "seed": seed, "model": drawn.source.name}
+            for key, value in told.items():
+                about.add_itxt(key, value)
+            Image.fromarray(sample.picture).save(file, pnginfo=about)
+            files[drawn.source.name, i, j] = file
+    return files
+
+
+def slug(text: str, most: int = 48) -> str:
+    words = re.findall(r"[a-z0-9]+", text.lower())
+    made = "-".join(words)[:most].strip("-")
+    return made or "prompt"
+
+
+def save_sheet(found: Sequence[Drawn], file: Path) -> None:
+    if found[0].writes:
+        raise UserError("this model writes; a sheet is of pictures, leave out --sheet")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    _sheet(found).save(file)
+
+
+def _sheet(found: Sequence[Drawn]) -> Any:
+    """Of one model a row a prompt; of several a row a picture, the models side by side."""
+    from PIL import Image
+
+    from gesso.use.pictures import Cell, Row, sheet
+
+    def cell(drawn: Drawn, i: int) -> Cell:
+        caption = said(drawn.scores[i]) if drawn.scores else f"seed {drawn.seed}-{i % drawn.n}"
+        return Cell(Image.fromarray(drawn.samples[i].picture), caption)
+
+    first = found[0]
+    count = len(first.samples)
+    if len(found) > 1:
+        rows = [
+            Row(first.samples[i].prompt.text, [cell(d, i) for d in found]) for i in range(count)
+        ]
+        return sheet(rows, [drawn.source.name for drawn in found])
+    starts = range(0, count, first.n)
+    return sheet(
+        [
+            Row(first.samples[s].prompt.text, [cell(first, i) for i in range(s, s + first.n)])
+            for s in starts
+        ],
+        [first.source.name],
+    )
+
+
+def said(score: Score) -> str:
+    if not score.ok:
+        return f"no score: {score.error or 'it does not apply'}"
+    parts = [f"{name} {value:.3f}" for name, value in score.parts.items() if "/" not in name]
+    return ", ".join(parts)
+
+
+def told(
+    found: Sequence[Drawn], files: dict[tuple[str, int, int], Path]
+) -> tuple[str, dict[str, Any]]:
+    """What the command answers: lines for a person, and the same for a program."""
+    lines, rows = [], []
+    many = len(found) > 1 or len(found[0].samples) > found[0].n
+    for drawn in found:
+        for i, j, sample, score in drawn:
+            key = drawn.source.name, i, j
+            scored = "" if score is None else f"  {said(score)}"
+            if drawn.writes:
+                head = [f"# {drawn.source.name}: {sample.prompt.text}"] if many and j == 0 else []
+                lines += [*head, sample.reply, *([scored.strip()] if scored else [])]
+            else:
+                lines.append(f"{files[key]}{scored}")
+            rows.append(_row(drawn, i, j, sample, score) | _where(drawn, files.get(key), sample))
+    return "\n".join(lines), {"samples": rows}
+
+
+def _row(drawn: Drawn, i: int, j: int, sample: Sample, score: Score | None) -> dict[str, Any]:
+    row = {
+        "model": drawn.source.name,
+        "prompt": sample.prompt.text,
+        "seed": drawn.seed,
+        "sample": j,
+    }
+    if score is None:
+        return row
+    value = score.value if score.ok else None
+    return row | {"reward": value, "parts": dict(score.parts), "error": score.error}
+
+
+def _where(drawn: Drawn, file: Path | None, sample: Sample) -> dict[str, Any]:
+    return {"reply": sample.reply} if drawn.writes else {"file": str(file)}

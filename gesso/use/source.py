@@ -1,0 +1,112 @@
+"""What can be drawn from: a run, a recipe, a folder of a model. Found and understood here, before
+anything heavy is loaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from gesso import build
+from gesso.config import Recipe, parse
+from gesso.track.run_folder import RunFolder
+from gesso.types import UserError
+from gesso.use import folders
+
+Table = Literal["ema", "current"]
+"""Which weights of a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Source:
+    name: str  # in tables and file names: "runs/demo-001 step 40"
+    recipe: Recipe  # how it is loaded and drawn from
+    untrained: Recipe | None = None  # of what it was trained from; None: there is no telling
+    complete: bool = True  # whether data and rewards of the recipe are its own; a folder has none
+    run: RunFolder | None = None
+    step: int = 0
+    table: Table = "current"
+
+    @property
+    def label(self) -> str:
+        """For file names."""
+        if self.run is None:
+            kind, path = (
+                ("base-", self.name[5:]) if self.name.startswith("base ") else ("", self.name)
+            )
+            return kind + re.sub(r"[^\w.]+", "-", Path(path).name).strip("-")
+        kept = self.recipe.learner.ema is not None and self.table == "current"
+        name = f"{self.run.path.resolve().name}-step{self.step}"
+        return f"{name}-current" if kept else name
+
+    @property
+    def base(self) -> Source:
+        """What it was trained from: the first step of a run, before any update."""
+        if self.untrained is None:
+            raise UserError(
+                f"{self.name} is not known to come from another model; leave out --base"
+            )
+        return Source(f"base {self.untrained.model.path}", self.untrained, complete=self.complete)
+
+
+def find(
+    what: str | Path,
+    step: int | None = None,
+    table: str | None = None,
+    overrides: Sequence[str] = (),
+) -> Source:
+    """`step` and `table` choose among the checkpoints of a run: the newest, and its averaged
+    weights where it has any, unless told otherwise. `overrides` change its recipe."""
+    path = Path(what).expanduser()
+    if (path / "config.toml").is_file():
+        return _of_run(RunFolder.open(path), step, table, overrides)
+    if step is not None or table is not None:
+        raise UserError(f"--step and --weights choose among a run's checkpoints; {what} is no run")
+    if path.is_dir():
+        told = folders.recipe_of(path, overrides)
+        return Source(str(what), told.recipe, told.untrained, told.complete)
+    if _looks_like_a_folder(str(what)):
+        raise UserError(
+            f"{what}: no such folder; expected a run, a recipe, or a folder of diffusers or "
+            "transformers (a model of the hub is downloaded first)"
+        )
+    return Source(str(what), build.recipe(str(what), overrides))
+
+
+def recipe_of(run: RunFolder, overrides: Sequence[str] = ()) -> Recipe:
+    """The resolved recipe of a run; its rewards need not be installed to read it."""
+    path = run.path / "config.toml"
+    return parse(Recipe, build.changed(build.read_toml(path), overrides), str(path))
+
+
+def _of_run(
+    run: RunFolder, step: int | None, table: str | None, overrides: Sequence[str]
+) -> Source:
+    recipe = recipe_of(run, overrides)
+    steps = run.steps
+    if not steps:
+        raise UserError(f"{run.path} has no checkpoint yet; train it further, or give its recipe")
+    if step is not None and step not in steps:
+        raise UserError(
+            f"{run.path} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}"
+        )
+    chosen = steps[-1] if step is None else step
+    source = Source(f"{run.path} step {chosen}", recipe, recipe, run=run, step=chosen)
+    return replace(source, table=_table(run, recipe, table))
+
+
+def _table(run: RunFolder, recipe: Recipe, asked: str | None) -> Table:
+    if asked not in (None, "ema", "current"):
+        raise UserError(f'weights are "ema" or "current", got "{asked}"')
+    if asked == "ema" and recipe.learner.ema is None:
+        raise UserError(
+            f"{run.path} kept no averaged weights (its recipe has no learner.ema); "
+            "leave out --weights for the current ones"
+        )
+    return "ema" if asked != "current" and recipe.learner.ema is not None else "current"
+
+
+def _looks_like_a_folder(what: str) -> bool:
+    return "/" in what and not what.endswith(".toml")

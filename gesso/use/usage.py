@@ -1,0 +1,157 @@
+"""The lines that use an export in plain diffusers, transformers and PEFT, for its card. They give
+what `gesso sample` gives; a test runs them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gesso.config import ZOO, Model, TokenModel
+from gesso.types import Prompt, SampleSpec
+from gesso.use.trained import AS_EVALUATED, Trained, picture_seeds
+
+EXAMPLE = "example.png"
+TEMPLATED = "add_generation_prompt=True, tokenize=False"
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt of the run's evaluations, and the picture that it is asked about."""
+
+    prompt: str
+    picture: Path | None = None
+
+
+def code(trained: Trained, example: Example, whole: bool) -> str:
+    """`whole`: the folder holds all weights, not an adapter."""
+    section = trained.recipe.model
+    if isinstance(section, Model):
+        return _drawing(trained, section, example.prompt, whole)
+    return _writing(trained, section, example, whole)
+
+
+def _drawing(trained: Trained, section: Model, prompt: str, whole: bool) -> str:
+    model: Any = trained.model
+    spec = trained.spec(AS_EVALUATED, several=False)
+    assert isinstance(spec, SampleSpec)
+    parts, optional = model.pipe.components, type(model.pipe)._optional_components
+    absent = [name for name, part in parts.items() if part is None and name not in optional]
+    half = section.dtype != "float32"
+    told = [f"{name}=None" for name in absent] + [f"dtype=torch.{section.dtype}"] * half
+    options = "".join(f", {one}" for one in told)
+    said = [f"height={spec.height}, width={spec.width}", f"num_inference_steps={spec.steps}"]
+    if model.pipeline == "QwenImagePipeline":
+        said += [f'negative_prompt="", true_cfg_scale={spec.guidance:g}']
+    elif model.guidance != "none":
+        said += [f"guidance_scale={spec.guidance:g}"]
+    said += [f"max_sequence_length={model.text_length}"]
+    (seed,) = picture_seeds(0, 1)
+    lines = [
+        *(["import importlib.resources", ""] if section.path.startswith(ZOO) and not whole else []),
+        "import torch",
+        f"from diffusers import {model.pipeline}",
+        "",
+        'folder = "."  # this one, or its name on the hub',
+        *([] if whole else [f"base = {_base(section.path)}"]),
+        f"pipe = {model.pipeline}.from_pretrained({'folder' if whole else 'base'}{options})",
+        *([] if whole else ["pipe.load_lora_weights(folder)"]),
+        *(['pipe.to("cuda")'] if half else []),
+        "picture = pipe(",
+        f"    {prompt!r},",
+        *(f"    {one}," for one in said),
+        f"    generator=torch.Generator().manual_seed({seed}),  # gesso's seed 0",
+        ").images[0]",
+        'picture.save("picture.png")',
+    ]
+    return "\n".join(lines)
+
+
+def _base(path: str) -> str:
+    if path.startswith(ZOO):
+        inside = f"zoo/{path.removeprefix(ZOO)}"
+        return f'str(importlib.resources.files("gesso") / "{inside}")  # bundled with Gesso'
+    return repr(path)
+
+
+def _writing(trained: Trained, section: TokenModel, example: Example, whole: bool) -> str:
+    model: Any = trained.model
+    spec = trained.spec(AS_EVALUATED, several=False)
+    asked = trained.ask(example.prompt, [example.picture] if example.picture else [])
+    half = section.dtype != "float32"
+    dtype = f", dtype=torch.{section.dtype}" if half else ""
+    loads = f"{model.auto}.from_pretrained({'folder' if whole else 'base'}{dtype})"
+    sees = example.picture is not None
+    names = ["AutoTokenizer", model.auto, *(["AutoImageProcessor"] if sees else [])]
+    zoo = section.path.startswith(ZOO) and not whole
+    lines = [
+        *(["import importlib.resources", ""] if zoo else []),
+        *(["import torch"] if half else []),
+        *([] if whole else ["from peft import PeftModel"]),
+        *(["from PIL import Image"] if sees else []),
+        f"from transformers import {', '.join(sorted(names))}",
+        "",
+        'folder = "."  # this one, or its name on the hub',
+        *([] if whole else [f"base = {_base(section.path)}"]),
+        f"model = {loads if whole else f'PeftModel.from_pretrained({loads}, folder)'}",
+        *(['model.to("cuda")'] if half else []),
+        "tokenizer = AutoTokenizer.from_pretrained(folder)",
+        f"messages = {json.dumps(_messages(asked), ensure_ascii=False)}",
+        f"text = tokenizer.apply_chat_template(messages, {TEMPLATED})",
+        *(_looking(section) if sees else _reading()),
+        "inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}",
+        *_never(trained),
+        "reply = model.generate(",
+        f"    **inputs, max_new_tokens={spec.max_tokens}, do_sample=False, suppress_tokens=never",  # type: ignore[union-attr]
+        ")",
+        'reply = reply[0, inputs["input_ids"].shape[1] :]',
+        "print(tokenizer.decode(reply, skip_special_tokens=True))",
+    ]
+    return "\n".join(lines)
+
+
+def _never(trained: Trained) -> list[str]:
+    """What Gesso lets no model write, so that plain `generate` does not either."""
+    lines = [
+        "# ids that no token has, and places of pictures, are never written",
+        "vocabulary = model.get_input_embeddings().weight.shape[0]",
+        "never = [*range(len(tokenizer), vocabulary)]",
+    ]
+    if trained.recipe.model.name == "vision-language":
+        kinds = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+        lines.append(f"never += [getattr(model.config, kind) for kind in {kinds}]")
+    return lines
+
+
+def _messages(asked: Prompt) -> list[Any]:
+    """As chat templates take them: those of models that only read know texts alone."""
+    parts = [*({"type": "image"} for _ in asked.images), {"type": "text", "text": asked.text}]
+    messages = asked.messages or ({"role": "user", "content": parts},)
+    if asked.images:
+        return [dict(message) for message in messages]
+    return [{**message, "content": _text(message["content"])} for message in messages]
+
+
+def _text(content: Any) -> str:
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
+
+
+def _reading() -> list[str]:
+    return ['inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")']
+
+
+def _looking(section: TokenModel) -> list[str]:
+    """What AutoProcessor does, which wants torchvision for videos."""
+    bounds = {"min_pixels": section.min_pixels, "max_pixels": section.max_pixels}
+    said = "".join(f", {name}={value}" for name, value in bounds.items() if value is not None)
+    return [
+        "# What AutoProcessor would do; that one wants torchvision.",
+        f'look = AutoImageProcessor.from_pretrained(folder, backend="pil"{said})',
+        f'seen = look([Image.open("{EXAMPLE}").convert("RGB")], return_tensors="pt")',
+        'places = int(seen["image_grid_thw"].prod()) // look.merge_size**2',
+        "place = tokenizer.convert_ids_to_tokens(model.config.image_token_id)",
+        "text = text.replace(place, place * places)",
+        'inputs = {**tokenizer(text, add_special_tokens=False, return_tensors="pt"), **seen}',
+        'inputs["mm_token_type_ids"] = (inputs["input_ids"] == model.config.image_token_id).int()',
+    ]

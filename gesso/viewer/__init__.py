@@ -1,0 +1,9 @@
+"""The web page over run folders: `gesso view`. It reads what runs have written and changes nothing.
+
+reading.py    a run folder → plain figures, as far as it is written, damaged parts named
+files.py      which files of a run may be shown, and small versions of its pictures
+film.py       an evolution as GIF, MP4 or contact sheet
+server.py     the same over HTTP, with the playground's jobs
+report.py     the page with everything inside: one file to send to somebody
+page/         what the browser gets
+"""

@@ -1,0 +1,309 @@
+"use strict";
+// The same prompts and seeds over training: slider, film strips, before and after; one prompt large.
+
+const SPEEDS = [["0.5", "½×"], ["1", "1×"], ["2", "2×"], ["4", "4×"]];
+const PACE = 700; // ms a step at speed 1
+const PATIENCE = 2000; // ms that playing waits for pictures
+
+const evo = { run: null, found: null, at: 0, mode: "now", course: "all", words: "", playing: false, speed: "1", content: null };
+
+views.evolution = {
+  title: "Evolution",
+  async show(root) {
+    evo.root = root;
+    const run = mainRun();
+    if (evo.run !== run) Object.assign(evo, { run, course: "all", words: "" });
+    let found;
+    try {
+      const waiting = setTimeout(() => { if (shown === views.evolution) root.replaceChildren(loading()); }, 150);
+      found = await loadOnce("/api/evolution", { run }).finally(() => clearTimeout(waiting));
+    } catch (error) {
+      root.replaceChildren(nothing(`The samples of ${run} cannot be shown: ${error.message}.`));
+      return;
+    }
+    if (shown !== views.evolution || mainRun() !== run) return;
+    buildEvolution(found);
+  },
+  async refresh() {
+    const found = await loadOnce("/api/evolution", { run: evo.run }).catch(() => null);
+    if (!found || shown !== this || found === evo.found) return;
+    const grown = evo.found && found.steps.length - evo.found.steps.length;
+    if (evo.found && !grown && JSON.stringify(found) === JSON.stringify(evo.found)) return;
+    buildEvolution(found);
+  },
+  leave() {
+    evo.playing = false;
+    if (evo.content && evo.content.close) evo.content.close();
+  },
+  key(event) {
+    const input = event.target.matches("input"), pressed = event.target.matches("button, a, summary, input, select");
+    const large = place.params.has("prompt");
+    if (event.key === "Escape" && large) go("evolution", { prompt: null });
+    else if (event.key === " " && (!pressed || event.target.type === "range")) setPlaying(!evo.playing);
+    else if (input || !evo.timeline) return false;
+    else if (event.key === "ArrowRight") moveTo(evo.at + 1);
+    else if (event.key === "ArrowLeft") moveTo(evo.at - 1);
+    else if (event.key === "Home") moveTo(0);
+    else if (event.key === "End") moveTo(evo.found.steps.length - 1);
+    else if (large && event.key === "ArrowDown") neighbour(1);
+    else if (large && event.key === "ArrowUp") neighbour(-1);
+    else return false;
+    return true;
+  },
+};
+
+function buildEvolution(found) {
+  if (evo.content && evo.content.close) evo.content.close();
+  const focus = document.activeElement && document.activeElement.classList.contains("step-slider");
+  const high = scrollY;
+  evo.found = found;
+  const { root, run } = evo;
+  if (!found.prompts.length) {
+    root.replaceChildren(h("div", { class: "bar" }, h("h2", {}, "Evolution"), h("span", { class: "grow" }), runPicker()),
+      nothing("No evaluation has saved samples yet.", "They appear here as soon as the first one is done."));
+    evo.timeline = null;
+    return;
+  }
+  const wanted = place.params.get("step");
+  const asked = wanted === null ? -1 : found.steps.indexOf(Number(wanted));
+  evo.at = asked >= 0 ? asked : found.steps.length - 1; // without a step: the newest, and so it stays
+  evo.draws = found.prompts.some((p) => p.cells.some((c) => c && c.image));
+  const index = place.params.get("prompt");
+  const large = index === null ? null : found.prompts.find((p) => String(p.index) === index);
+  evo.large = large;
+  const over = large ? [large] : found.prompts;
+  evo.values = found.steps.map((_, i) => mean(rewardsAt(over, i)));
+  evo.timeline = new Timeline(found.steps, evo.values, (i) => moveTo(i));
+  evo.place = h("div", { class: "content" });
+  put(root, large ? largeHead(large) : h("div", { class: "bar" }, h("h2", {}, "Evolution"), runPicker(), h("span", { class: "grow" }), exports()), transport(), large ? null : filters(), evo.place);
+  if (large) evo.content = evo.draws ? new LargePicture(run, found, large) : new LargeReply(run, found, large);
+  else buildContent();
+  if (large) evo.place.replaceChildren(evo.content.node);
+  moveTo(evo.at, true);
+  showPlaying();
+  scrollTo(0, high); // news must not move the page
+  if (focus) evo.timeline.range.focus({ preventScroll: true });
+}
+
+function buildContent() {
+  if (evo.content && evo.content.close) evo.content.close();
+  const words = evo.words.toLowerCase().split(/\s+/).filter(Boolean);
+  const prompts = evo.found.prompts.filter((p) => (evo.course === "all" || courseOf(p) === evo.course) && words.every((w) => p.prompt.toLowerCase().includes(w)));
+  const kind = evo.draws ? { now: PictureGrid, wipe: PictureGrid, film: FilmStrips }[evo.mode] : ReplyCards;
+  evo.content = prompts.length ? new kind(evo.run, evo.found, prompts, evo.mode) : { node: nothing("No prompt is like that."), to() {} };
+  evo.place.replaceChildren(evo.content.node);
+  evo.content.to(evo.at);
+}
+
+function transport() {
+  evo.button = button(icon("play"), () => setPlaying(!evo.playing), { class: "play", "aria-label": "play", title: "play (space)" });
+  evo.read = h("div", { class: "readout", "aria-live": "off" });
+  const speed = choice("Speed", SPEEDS, evo.speed, (value) => { evo.speed = value; });
+  return h("div", { class: "transport" }, evo.button, evo.timeline.node, evo.read, speed);
+}
+
+function filters() {
+  const counts = {};
+  for (const p of evo.found.prompts) counts[courseOf(p)] = (counts[courseOf(p)] || 0) + 1;
+  const there = COURSES.filter(([name]) => counts[name]);
+  const options = [["all", `All ${evo.found.prompts.length}`], ...there.map(([name, title, note]) => [name, `${title} ${counts[name]}`, note])];
+  const modes = [["now", "Pictures"], ["wipe", "Before | after"], ["film", "Film strips"]];
+  const search = h("input", { type: "search", placeholder: "Find a prompt …", "aria-label": "find a prompt", value: evo.words, oninput: (e) => { evo.words = e.target.value; buildContent(); } });
+  return h("div", { class: "bar filters" },
+    evo.draws ? choice("Show", modes, evo.mode, (m) => { evo.mode = m; buildContent(); }) : null,
+    choice("Prompts", options, evo.course, (c) => { evo.course = c; buildContent(); }), h("span", { class: "grow" }), search);
+}
+
+function exports(prompt) {
+  if (isReport || !evo.draws) return null;
+  const link = (kind, text, title) => h("a", { class: "button", href: address("film", { run: evo.run, kind, ...(prompt ? { prompt: prompt.index } : {}) }), download: "", title }, icon("down"), text);
+  if (!prompt) return link("sheet", "Contact sheet", "all prompts over training as one PNG");
+  return [link("gif", "GIF", "this prompt over training"), link("mp4", "MP4", "this prompt over training")];
+}
+
+function moveTo(wanted, quiet = false) {
+  const last = evo.found.steps.length - 1;
+  evo.at = Math.max(0, Math.min(last, wanted));
+  evo.timeline.set(evo.at);
+  const now = evo.values[evo.at];
+  evo.read.replaceChildren(
+    h("span", { class: "big" }, `step ${evo.found.steps[evo.at]}`),
+    h("span", { class: "soft" }, `${evo.large ? "reward" : "mean reward"} ${figure(now)} `, evo.at ? change(evo.values[0], now) : null));
+  evo.content.to(evo.at);
+  if (!quiet) adjust({ step: evo.at === last ? null : evo.found.steps[evo.at] });
+}
+
+async function setPlaying(on) {
+  evo.playing = on;
+  const turn = (evo.turn = (evo.turn || 0) + 1);
+  showPlaying();
+  if (on && evo.at === evo.found.steps.length - 1) moveTo(0);
+  while (evo.playing && evo.turn === turn && evo.at < evo.found.steps.length - 1) {
+    const rest = new Promise((done) => { setTimeout(done, PACE / Number(evo.speed)); });
+    const late = new Promise((done) => { setTimeout(done, PATIENCE); });
+    await Promise.all([rest, Promise.race([late, evo.content.ready ? evo.content.ready(evo.at + 1) : null])]);
+    if (evo.playing && evo.turn === turn) moveTo(evo.at + 1);
+  }
+  if (evo.turn === turn) {
+    evo.playing = false;
+    showPlaying();
+  }
+}
+
+function showPlaying() {
+  evo.button.replaceChildren(icon(evo.playing ? "pause" : "play"));
+  evo.button.setAttribute("aria-label", evo.playing ? "pause" : "play");
+}
+
+function neighbour(by) {
+  const all = evo.found.prompts, next = all[all.indexOf(evo.large) + by];
+  if (next) go("evolution", { prompt: next.index, step: place.params.get("step") });
+}
+
+function largeHead(prompt) {
+  const all = evo.found.prompts, at = all.indexOf(prompt);
+  const step = (by, name, text) => button(icon(name), () => neighbour(by), { class: "round", "aria-label": text, disabled: !all[at + by] });
+  return h("div", { class: "bar" },
+    h("a", { class: "button", href: addressOf("evolution", { step: place.params.get("step") }) }, icon("left"), "All prompts"),
+    h("span", { class: "soft" }, `prompt ${at + 1} of ${all.length}`), step(-1, "left", "the prompt before"), step(1, "right", "the next prompt"),
+    h("span", { class: "grow" }), exports(prompt));
+}
+
+const altOf = (prompt, step, cell) => `${prompt.prompt}, step ${step}${cell && cell.reward !== null ? `, reward ${figure(cell.reward)}` : ""}`;
+
+// All prompts at the slider's step; or the first step wiped against it.
+class PictureGrid {
+  constructor(run, found, prompts, mode) {
+    Object.assign(this, { run, found, mode, at: 0, seen: new Set() });
+    this.node = h("div", { class: "pictures", vars: { "--cut": "50%" } });
+    this.cards = prompts.map((p) => this.card(p));
+    this.node.append(...this.cards.map((c) => c.node));
+    this.eyes = new IntersectionObserver((entries) => {
+      for (const { target, isIntersecting } of entries) {
+        const card = this.cards.find((c) => c.node === target);
+        if (isIntersecting) {
+          this.seen.add(card);
+          this.update(card);
+        } else this.seen.delete(card);
+      }
+    }, { rootMargin: "300px" });
+    for (const { node } of this.cards) this.eyes.observe(node);
+  }
+
+  card(prompt) {
+    const slot = new Slot(this.run, this.found.size, 384);
+    const first = this.mode === "wipe" ? new Slot(this.run, this.found.size, 384) : null;
+    const under = h("div", { class: "under" }), read = h("div", { class: "read" });
+    const shape = this.found.size ? { "--ratio": `${this.found.size[0]} / ${this.found.size[1]}` } : {};
+    const link = () => addressOf("evolution", { prompt: prompt.index, step: place.params.get("step") });
+    const frame = first ? wipe(first.node, slot.node, [`step ${this.found.steps[0]}`, "the slider's step"], this.node) : slot.node;
+    const words = h("span", { class: "prompt" }, prompt.prompt);
+    const node = first
+      ? h("div", { class: "card" }, frame, h("a", { href: link(), class: "words" }, words), under, read)
+      : h("a", { class: "card", href: link(), "data-prompt": prompt.index }, frame, words, under, read);
+    for (const [k, v] of Object.entries(shape)) node.style.setProperty(k, v);
+    node.addEventListener("pointerdown", () => { const a = node.href !== undefined ? node : node.querySelector("a"); a.href = link(); });
+    return { prompt, slot, first, under, read, node };
+  }
+
+  update(card) {
+    const { prompt, slot, first, under, read, node } = card, cell = prompt.cells[this.at], step = this.found.steps[this.at];
+    slot.show(cell, altOf(prompt, step, cell));
+    if (first) first.show(prompt.cells[0], altOf(prompt, this.found.steps[0], prompt.cells[0]));
+    node.classList.toggle("is-wrong", Boolean(cell && cell.right === false));
+    put(under, first ? [rewardOf(prompt.cells[0]), h("span", { class: "to" }, "→")] : null, rewardOf(cell, prompt.cells[0]));
+    put(read, cell && cell.text ? ["read ", h("q", {}, cell.text)] : null);
+  }
+
+  to(at) {
+    this.at = at;
+    for (const card of this.seen) this.update(card);
+  }
+
+  ready(at) {
+    return Promise.all([...this.seen].map(({ prompt, slot }) => {
+      const cell = prompt.cells[at];
+      return cell && cell.image ? decoded(pictureUrl(this.run, cell.image, slot.wanted, slot.size)) : null;
+    }));
+  }
+
+  close() { this.eyes.disconnect(); }
+}
+
+// A row a prompt, a picture an evaluation. Rows are made when they come near the screen.
+class FilmStrips {
+  constructor(run, found, prompts) {
+    Object.assign(this, { run, found, at: 0 });
+    const shape = found.size ? { "--ratio": `${found.size[0]} / ${found.size[1]}` } : {};
+    this.rows = prompts.map((prompt) => ({
+      prompt, node: h("div", { class: "film-row", vars: shape }, h("a", { class: "prompt", href: addressOf("evolution", { prompt: prompt.index }) }, prompt.prompt)),
+    }));
+    this.node = h("div", { class: "films" }, this.rows.map((r) => r.node));
+    this.eyes = new IntersectionObserver((entries) => {
+      for (const { target, isIntersecting } of entries) {
+        const row = this.rows.find((r) => r.node === target);
+        if (!isIntersecting || row.strip) continue;
+        row.strip = filmStrip(run, found, row.prompt);
+        row.node.append(row.strip.node);
+        row.strip.to(this.at);
+      }
+    }, { rootMargin: "400px" });
+    for (const { node } of this.rows) this.eyes.observe(node);
+  }
+
+  to(at) {
+    this.at = at;
+    for (const { strip } of this.rows) if (strip) strip.to(at);
+  }
+
+  close() { this.eyes.disconnect(); }
+}
+
+function filmStrip(run, found, prompt) {
+  const frames = found.steps.map((step, i) => {
+    const cell = prompt.cells[i];
+    const what = cell && cell.image ? picture(run, cell.image, altOf(prompt, step, cell), 192, found.size) : h("div", { class: "gone" }, "none kept");
+    return h("button", { type: "button", class: "frame", title: cell && cell.text ? `read “${cell.text}”` : "", onclick: () => moveTo(i) }, what, h("span", { class: "cap" }, h("span", {}, `step ${step}`), rewardOf(cell)));
+  });
+  const node = h("div", { class: "strip" }, frames);
+  const to = (at) => {
+    frames.forEach((frame, i) => {
+      frame.classList.toggle("here", i === at);
+      frame.setAttribute("aria-current", i === at ? "step" : "false");
+    });
+    const frame = frames[at], left = frame.offsetLeft - node.clientWidth / 2 + frame.offsetWidth / 2;
+    node.scrollTo({ left, behavior: calm() ? "auto" : "smooth" });
+  };
+  return { node, to };
+}
+
+// One prompt: a large wipe of the first step against the slider's, facts, the film strip.
+class LargePicture {
+  constructor(run, found, prompt) {
+    Object.assign(this, { run, found, prompt });
+    const wanted = 1200;
+    this.before = new Slot(run, found.size, wanted);
+    this.after = new Slot(run, found.size, wanted);
+    const stage = h("div", { class: "stage", vars: found.size ? { "--ratio": `${found.size[0]} / ${found.size[1]}`, "--own": found.size[0] / found.size[1] } : {} });
+    this.tags = h("div", { class: "tags" });
+    stage.append(wipe(this.before.node, this.after.node, [`step ${found.steps[0]}`, "the slider's step"], stage), this.tags);
+    this.facts = h("div", { class: "large-facts" });
+    this.strip = filmStrip(run, found, prompt);
+    if (found.size) this.strip.node.style.setProperty("--ratio", `${found.size[0]} / ${found.size[1]}`);
+    this.node = h("div", { class: "large" }, h("h1", { class: "prompt" }, prompt.prompt), h("div", { class: "large-two" }, stage, this.facts), this.strip.node);
+  }
+
+  to(at) {
+    const { prompt, found } = this, first = prompt.cells[0], cell = prompt.cells[at], step = found.steps[at];
+    this.before.show(first, altOf(prompt, found.steps[0], first));
+    this.after.show(cell, altOf(prompt, step, cell));
+    this.tags.replaceChildren(h("span", {}, `step ${found.steps[0]}`, rewardOf(first)), h("span", {}, `step ${step}`, rewardOf(cell, first)));
+    put(this.facts, partsOf(cell), h("dl", { class: "facts" }, h("dt", {}, "seed"), h("dd", {}, prompt.seed)));
+    this.strip.to(at);
+  }
+
+  ready(at) {
+    const cell = this.prompt.cells[at];
+    return cell && cell.image ? decoded(pictureUrl(this.run, cell.image, this.after.wanted, this.found.size)) : null;
+  }
+}

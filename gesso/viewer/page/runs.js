@@ -1,0 +1,210 @@
+"use strict";
+// The table of runs: how each is doing, which to look at, which to compare.
+
+const COLUMNS = [
+  { name: "run", title: "Run", of: (r) => r.id },
+  { name: "algorithm", title: "Algorithm", of: (r) => r.algorithm },
+  { name: "model", title: "Model", of: (r) => r.model },
+  { name: "reward", title: "Reward", of: (r) => r.reward, number: true },
+  { name: "held", title: "Held-out", of: (r) => r.held_out.now, number: true },
+  { name: "step", title: "Step", of: (r) => (r.steps ? r.step / r.steps : r.step), number: true },
+  { name: "speed", title: "Samples/s", of: (r) => r.samples_per_s, number: true },
+  { name: "left", title: "Time left", of: (r) => r.left, number: true },
+  { name: "health", title: "Health", of: (r) => ["red", "amber", "green"].indexOf(r.health.level) },
+  { name: "spark", title: "Reward over training", of: (r) => r.changed, plain: true },
+];
+const STATES = { running: "running", finished: "finished", stopped: "stopped", unknown: "of another version" };
+const HEALTHY = { green: "well", amber: "look", red: "trouble" };
+
+const runsView = { sort: null, up: true, filter: "", open: new Set() };
+
+views.runs = {
+  title: "Runs",
+  show(root) {
+    runsView.root = root;
+    if (!runs.size) {
+      root.replaceChildren(emptyFolder());
+      return;
+    }
+    runsView.first = h("section", { class: "first" });
+    runsView.table = h("div", { class: "table-frame" });
+    const search = h("input", {
+      type: "search", placeholder: "Filter by name, algorithm, model …", "aria-label": "filter runs",
+      value: runsView.filter, oninput: (e) => { runsView.filter = e.target.value; drawTable(); },
+    });
+    root.replaceChildren(
+      runsView.first,
+      h("div", { class: "bar" }, h("h2", {}, "All runs"), h("span", { class: "count" }), h("span", { class: "grow" }), search, reportButton()),
+      runsView.table,
+    );
+    drawTable();
+    drawFirst();
+  },
+  refresh() {
+    if (!runsView.table || !runs.size !== !runsView.table.isConnected) this.show(runsView.root);
+    else {
+      drawTable();
+      drawFirst();
+    }
+  },
+  everything: true, // redraws at any news, not only of the run it shows
+};
+
+function emptyFolder() {
+  return h("div", { class: "nothing large" },
+    h("h1", {}, "Nothing here yet"),
+    h("p", {}, "Start a run, and it appears here by itself, from its first step on:"),
+    h("pre", { class: "command" }, "gesso train demo"),
+    h("p", { class: "soft" }, "It teaches a bundled model to write words that can be read: minutes on two CPU cores, no GPU, no downloads."));
+}
+
+function reportButton() {
+  if (isReport) return null;
+  const href = address("report", ticked().map((id) => ["run", id]));
+  return h("a", { class: "button", href, download: "", title: "one HTML file with the ticked runs inside, to send to somebody" }, icon("down"), "Report");
+}
+
+function drawTable() {
+  const { sort, up, filter } = runsView;
+  const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
+  const said = (r) => [r.id, r.about, r.algorithm, r.model, r.state, r.health.level].join(" ").toLowerCase();
+  let rows = [...runs.values()].filter((r) => words.every((w) => said(r).includes(w)));
+  const by = COLUMNS.find((c) => c.name === sort);
+  if (by) rows = rows.sort((a, b) => compare(by.of(a), by.of(b)) * (up ? 1 : -1));
+  const focus = document.activeElement && document.activeElement.dataset.keep;
+  const head = h("tr", {}, h("th", { class: "tick" }, h("span", { class: "aside" }, "Compare")), COLUMNS.map(headCell));
+  const body = rows.flatMap(tableRow);
+  if (!rows.length) body.push(h("tr", {}, h("td", { colspan: COLUMNS.length + 1, class: "soft" }, "No run has these words.")));
+  runsView.table.replaceChildren(h("table", { class: "runs" }, h("thead", {}, head), h("tbody", {}, body)));
+  runsView.root.querySelector(".count").textContent = rows.length === runs.size ? many(runs.size, "run") : `${rows.length} of ${many(runs.size, "run")}`;
+  if (focus) for (const node of runsView.table.querySelectorAll("[data-keep]")) if (node.dataset.keep === focus) node.focus();
+}
+
+function compare(a, b) {
+  if (a === b) return 0;
+  if (a === null || a === undefined) return 1;
+  if (b === null || b === undefined) return -1;
+  return a < b ? -1 : 1;
+}
+
+function headCell({ name, title, number, plain }) {
+  if (plain) return h("th", { class: `c-${name}` }, title);
+  const chosen = runsView.sort === name;
+  const sorted = chosen ? (runsView.up ? "ascending" : "descending") : "none";
+  const pick = () => {
+    if (!chosen) [runsView.sort, runsView.up] = [name, !number];
+    else if (runsView.up !== !number) runsView.sort = null; // the third press: the newest first again
+    else runsView.up = !runsView.up;
+    drawTable();
+  };
+  const arrow = chosen ? h("span", { class: "arrow", "aria-hidden": "true" }, runsView.up ? "↑" : "↓") : null;
+  return h("th", { class: `c-${name} ${number ? "number" : ""}`, "aria-sort": sorted, scope: "col" },
+    button([title, arrow], pick, { class: "sort", "data-keep": `sort ${name}` }));
+}
+
+function tableRow(r) {
+  const marked = ticked().includes(r.id), open = runsView.open.has(r.id);
+  const tick = h("input", {
+    type: "checkbox", checked: marked, "aria-label": `compare ${r.id}`, "data-keep": `tick ${r.id}`,
+    vars: { "accent-color": marked ? colour(r.id) : "" }, onchange: () => setTicked(r.id, !marked),
+  });
+  const toggle = () => {
+    if (open) runsView.open.delete(r.id);
+    else runsView.open.add(r.id);
+    drawTable();
+  };
+  const held = r.held_out;
+  const cells = {
+    run: h("div", { class: "name" },
+      h("a", { href: addressOf("evolution", { run: r.id, tick: marked ? ticked() : [...ticked(), r.id] }), "data-keep": `open ${r.id}` }, r.id),
+      r.about ? h("small", {}, r.about) : null),
+    algorithm: r.algorithm || "–",
+    model: h("span", { class: "model" }, r.model || "–"),
+    reward: [figure(r.reward), h("small", {}, `best ${figure(r.best)}`)],
+    held: held.now === null ? "–" : h("span", { title: held.key }, h("span", { class: "from" }, figure(held.first)), h("span", { class: "arrow" }, "→"), h("b", {}, figure(held.now))),
+    step: [h("span", {}, r.steps === null ? String(r.step) : `${r.step} / ${r.steps}`), progressBar(r)],
+    speed: figure(r.samples_per_s),
+    left: r.state === "running" ? clock(r.left) : h("span", { class: "soft" }, `took ${clock(r.seconds)}`),
+    health: button([h("i", { class: `health ${r.health.level}`, "aria-hidden": "true" }), healthWord(r), h("small", {}, STATES[r.state])],
+      toggle, { class: "state", "aria-expanded": String(open), "data-keep": `health ${r.id}`, title: r.health.sentences[0] || "nothing to report" }),
+    spark: sparkline(r.spark, marked ? colour(r.id) : "var(--soft)", 128, 30, `reward over training, now ${figure(r.reward)}`),
+  };
+  const row = h("tr", { class: marked ? "marked" : "", "data-run": r.id }, h("td", { class: "tick" }, tick),
+    COLUMNS.map(({ name, title, number }) => h("td", { class: `c-${name} ${number ? "number" : ""}`, "data-title": title }, cells[name])));
+  return open ? [row, h("tr", { class: "more" }, h("td", { colspan: COLUMNS.length + 1 }, healthTold(r)))] : [row];
+}
+
+const healthWord = (r) => (r.state === "unknown" ? "unknown" : HEALTHY[r.health.level]);
+
+function healthTold(r) {
+  const told = r.health.sentences.length ? r.health.sentences : ["Nothing to report: no warning is open."];
+  return h("div", { class: "told" }, told.map((t) => h("p", {}, t)), h("a", { href: addressOf("notes", { run: r.id }) }, "Notes and config"));
+}
+
+function progressBar(r) {
+  const share = r.steps ? Math.min(1, r.step / r.steps) : 0;
+  return h("div", { class: `progress ${r.state}`, role: "progressbar", "aria-valuenow": Math.round(100 * share), "aria-label": `steps of ${r.id}` },
+    h("i", { vars: { width: `${100 * share}%` } }));
+}
+
+function setTicked(id, on) {
+  const next = on ? [...ticked(), id] : ticked().filter((one) => one !== id);
+  go("runs", { tick: next, run: next.includes(mainRun()) ? mainRun() : next[0] });
+}
+
+// The newest ticked run at a glance: where it stands, and a few prompts before and after.
+async function drawFirst() {
+  const id = mainRun(), r = runs.get(id);
+  const held = r.held_out.now !== null;
+  const [from, to] = held ? [r.held_out.first, r.held_out.now] : [null, r.reward];
+  const what = held ? (r.held_out.key.endsWith("/exact") ? "of held-out prompts exactly right" : "held-out reward") : "reward in training";
+  const numbers = h("div", { class: "numbers" },
+    from === null ? null : [h("span", { class: "from" }, figure(from)), h("span", { class: "to" }, "→")], h("span", { class: "now" }, figure(to)));
+  const about = h("div", { class: "first-about" },
+    h("p", { class: "kicker" }, h("i", { class: `live ${r.state}`, "aria-hidden": "true" }), stateSentence(r)),
+    h("h1", {}, id), h("p", { class: "soft" }, r.about), numbers, h("p", { class: "soft" }, what),
+    h("p", { class: "first-links" }, h("a", { class: "button strong", href: addressOf("evolution", { run: id }) }, "Watch it learn"), h("a", { class: "button", href: addressOf("curves", {}) }, "Curves")));
+  const old = runsView.first.querySelector(".first-wall");
+  runsView.first.replaceChildren(about, old && old.dataset.run === id ? old : h("div", { class: "first-wall" }));
+  let found;
+  try {
+    found = await loadOnce("/api/evolution", { run: id });
+  } catch {
+    return; // the table says what is wrong with the run
+  }
+  const pairs = firstWall(id, found);
+  const wall = h("div", { class: "first-wall", "data-run": id }, h("div", { class: "pairs" }, pairs),
+    pairs.length ? h("p", { class: "soft small" }, `Those of ${many(found.prompts.length, "prompt")} whose reward rose most; the same seeds before and after.`) : null);
+  const stamp = `${found.steps.length}`;
+  const present = runsView.first.querySelector(".first-wall");
+  if (present && (present.dataset.stamp !== stamp || present.dataset.run !== id)) {
+    wall.dataset.stamp = stamp;
+    present.replaceWith(wall);
+  }
+}
+
+function stateSentence(r) {
+  if (r.state === "running") return `running, step ${r.step} of ${r.steps}${r.left === null ? "" : `, ${clock(r.left)} left`}`;
+  if (r.state === "unknown") return `written by another version, ${many(r.step, "step")} so far`;
+  return `${r.state} at step ${r.step} of ${r.steps} after ${clock(r.seconds)}`;
+}
+
+// The six prompts that changed most.
+function firstWall(run, found) {
+  const last = found.steps.length - 1;
+  if (last < 1) return [];
+  const gain = (p) => (p.cells[0] && p.cells[last] ? (p.cells[last].reward ?? 0) - (p.cells[0].reward ?? 0) : -Infinity);
+  const best = [...found.prompts].sort((a, b) => gain(b) - gain(a)).slice(0, 6).filter((p) => gain(p) > -Infinity);
+  return best.map((p) => {
+    const ends = [0, last].map((i) => {
+      const cell = p.cells[i];
+      const what = cell.image
+        ? picture(run, cell.image, `${p.prompt}, step ${found.steps[i]}`, 192, found.size)
+        : h("span", { class: "reply" }, cell.reply || "empty");
+      return h("figure", {}, what, h("figcaption", {}, h("span", {}, `step ${found.steps[i]}`), rewardOf(cell)));
+    });
+    const seen = p.shown.length ? picture(run, p.shown[0], `picture of the prompt ${p.prompt}`, 96, null, { class: "seen" }) : null;
+    return h("a", { class: p.shown.length ? "pair asked" : "pair", href: addressOf("evolution", { run, prompt: p.index }), title: p.prompt },
+      h("span", { class: "pair-prompt" }, seen, p.prompt), h("div", { class: "two" }, ends));
+  });
+}

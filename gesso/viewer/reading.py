@@ -1,0 +1,398 @@
+"""A run folder as plain figures, ready for JSON: who it is, its curves, samples and groups.
+
+The folder may be growing, half-written, damaged or of another version. What cannot be read is left
+out and named in `damaged`; nothing here raises for what lies in a run folder. Metrics are read
+once and then only as far as the file has grown.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from gesso.health import SERIOUS
+from gesso.track.console import held_out_key
+from gesso.track.samples import Shown
+from gesso.viewer.files import NotShown, picture
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+RECENT = 10  # rows whose mean time tells the time left
+STILL = 60.0  # seconds without a new row before a run counts as stopped, or
+PATIENCE = 5.0  # so many times its steps' own time
+NOTES = 300  # lines of log.txt, the newest
+TRIES = 20  # pictures opened to learn their size
+
+Row = dict[str, Any]
+
+
+class Reader:
+    """Of one run folder; safe to be asked by several threads."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = threading.Lock()
+        self._rows: list[Row] = []
+        self._file: tuple[int, int] = (0, 0)  # inode of metrics.jsonl, and bytes read of it
+        self._bad: list[str] = []
+        self._known: tuple[tuple[int, int], dict[str, Any]] = ((-1, 0), {})  # figures of _file
+        self._evaluations: dict[Path, tuple[tuple[int, int], list[Shown], list[str]]] = {}
+
+    def rows(self) -> list[Row]:
+        """Metrics in the order of their steps; of a step written twice the later."""
+        with self._lock:
+            self._read_metrics()
+            return list(self._rows)
+
+    def _read_metrics(self) -> None:
+        file = self.path / "metrics.jsonl"
+        try:
+            found = file.stat()
+        except OSError:
+            self._rows, self._bad, self._file = [], [], (0, 0)
+            return
+        inode, done = self._file
+        if found.st_ino != inode or found.st_size < done:  # a resumed run wrote it anew
+            self._rows, self._bad, done = [], [], 0
+        if found.st_size > done:
+            with file.open("rb") as opened:
+                opened.seek(done)
+                data = opened.read()
+            whole = data.rfind(b"\n") + 1  # the rest is still being written
+            for line in data[:whole].splitlines():
+                self._take(line)
+            done += whole
+        self._file = (found.st_ino, done)
+
+    def _take(self, line: bytes) -> None:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            self._bad.append(f"metrics.jsonl: a damaged line after step {self._newest}, left out")
+            return
+        if row["step"] <= self._newest and self._rows:
+            del self._rows[bisect_left([r["step"] for r in self._rows], row["step"]) :]
+        self._rows.append(row)
+
+    @property
+    def _newest(self) -> int:
+        return self._rows[-1]["step"] if self._rows else 0
+
+    def config(self) -> dict[str, Any]:
+        try:
+            return tomllib.loads(self.text("config.toml"))
+        except tomllib.TOMLDecodeError:
+            return {}
+
+    def text(self, name: str) -> str:
+        file = self.path / name
+        return file.read_text("utf-8", "replace") if file.is_file() else ""
+
+    def log(self) -> list[str]:
+        return self.text("log.txt").splitlines()[-NOTES:]
+
+    def damaged(self) -> list[str]:
+        """Sentences about what could not be read."""
+        self.rows()
+        told = list(self._bad)
+        try:
+            tomllib.loads(self.text("config.toml"))
+        except tomllib.TOMLDecodeError as error:
+            told.append(f"config.toml cannot be read: {error}")
+        for _, _, bad in list(self._evaluations.values()):
+            told += bad
+        return told
+
+    def summary(self, now: float | None = None) -> dict[str, Any]:
+        """A line of the table of runs."""
+        config, known = self.config(), self._figures()
+        steps, step, times = _number(config.get("steps")), known["step"], known["times"]
+        state = self._state(step, steps, times, time.time() if now is None else now)
+        return {
+            "name": self.path.name,
+            "about": str(config.get("about", "")),
+            "recipe": str(config.get("about", "")) or self.path.name,
+            "algorithm": _name(config, "algorithm", "name"),
+            "model": _name(config, "model", "path"),
+            "family": family(config),
+            "seed": _number(config.get("seed")),
+            "steps": steps,
+            "left": fmean(times) * (steps - step) if times and state == "running" else None,
+            "state": state,
+            "health": self._health(known["health"]),
+            "changed": self._changed(),
+            **known["told"],
+        }
+
+    def _figures(self) -> dict[str, Any]:
+        """What the table tells of the metrics; worked out anew only when they have grown."""
+        rows = self.rows()
+        if self._known[0] == self._file:
+            return self._known[1]
+        stamp = self._file
+        key = held_out_key(self.keys())
+        train, held_out = column(rows, "reward"), column(rows, key)
+        speed = column(rows, "samples_per_s")
+        step = rows[-1]["step"] if rows else 0
+        told = {
+            "step": step,
+            "reward": train[-1][1] if train else None,
+            "best": max((v for _, v in train), default=None),
+            "held_out": {
+                "key": key,
+                "first": held_out[0][1] if held_out else None,
+                "now": held_out[-1][1] if held_out else None,
+                "best": max((v for _, v in held_out), default=None),
+            },
+            "samples_per_s": speed[-1][1] if speed else None,
+            "seconds": (column(rows, "time/total") or [(0, 0.0)])[-1][1],
+            "spark": [round(v, 4) for _, v in thin(train, 40)],
+        }
+        found = {
+            "told": told,
+            "step": step,
+            "times": [v for _, v in column(rows[1:], "time/step")][-RECENT:],
+            "health": rows[-1].get("health", []) if rows else [],
+        }
+        self._known = (stamp, found)
+        return found
+
+    def _state(self, step: int, steps: int | None, times: Sequence[float], now: float) -> str:
+        """A run says nowhere that it was killed: one that writes no more has stopped."""
+        if steps is None:  # of another version, or damaged
+            return "unknown"
+        if step >= steps:
+            return "finished"
+        patience = max(STILL, PATIENCE * max(times, default=0.0))
+        return "running" if now - self._changed() < patience else "stopped"
+
+    def _changed(self) -> float:
+        newest = 0.0
+        for name in ("config.toml", "metrics.jsonl", "log.txt"):
+            try:
+                newest = max(newest, (self.path / name).stat().st_mtime)
+            except OSError:
+                continue  # not there yet
+        return newest
+
+    def _health(self, kinds: Sequence[Any]) -> dict[str, Any]:
+        """green, amber or red, with the sentences that the run told."""
+        log = self.log()
+        told = [self._sentence(kind, log) for kind in kinds if isinstance(kind, str)]
+        stopped = [line.split("stopped: ", 1)[1] for line in log[-1:] if " stopped: " in line]
+        level = "green"
+        if kinds:
+            level = "red" if SERIOUS.intersection(kinds) else "amber"
+        if stopped:
+            level, told = "red", [*stopped, *told]
+        return {"level": level, "kinds": list(kinds), "sentences": told}
+
+    @staticmethod
+    def _sentence(kind: str, log: Sequence[str]) -> str:
+        mark = f"warning ({kind}): "
+        found = [line.split(mark, 1)[1] for line in log if mark in line]
+        return found[-1] if found else kind
+
+    def details(self) -> dict[str, Any]:
+        """All that is known of the run but its pictures and curves."""
+        return {
+            **self.summary(),
+            "keys": self.keys(),
+            "group_steps": self.group_steps(),
+            "log": self.log(),
+            "config": self.text("config.toml"),
+            "damaged": self.damaged(),
+        }
+
+    def curves(self, keys: Sequence[str], points: int) -> dict[str, Any]:
+        """Series of these keys, at most `points` long, against steps, samples and seconds."""
+        rows = self.rows()
+        a_step = _samples_a_step(self.config())
+        seconds = dict(column(rows, "time/total"))
+        series = {}
+        for key in keys:
+            found = column(rows, key)
+            line = thinned(found, points)
+            if line:
+                steps = line["step"]
+                line["count"] = len(found)
+                line["seconds"] = [seconds.get(s) for s in steps]
+                line["samples"] = [s * a_step for s in steps] if a_step else [None] * len(steps)
+                series[key] = line
+        return {"series": series, "step": rows[-1]["step"] if rows else 0}
+
+    def keys(self) -> list[str]:
+        """Of all figures that have a number anywhere."""
+        found: dict[str, None] = {}
+        for row in self.rows():
+            for key in row.keys() - found.keys():
+                if key != "step" and _number(row[key]) is not None:
+                    found[key] = None
+        return sorted(found)
+
+    def evolution(self) -> dict[str, Any]:
+        """The same prompts and seeds at every evaluation: prompts once, then a row of cells each,
+        one a step, null where nothing was kept."""
+        kept = self._read_evaluations()
+        steps = sorted(kept)
+        prompts: dict[tuple[int, str, int], dict[str, Any]] = {}
+        for place, step in enumerate(steps):
+            for row in kept[step]:
+                who = (row.index, row.prompt, row.seed)
+                if who not in prompts:
+                    prompts[who] = {
+                        "index": row.index,
+                        "prompt": row.prompt,
+                        "seed": str(row.seed),  # beyond what a number in a browser holds
+                        "answer": row.answer,
+                        "shown": [f"samples/{name}" for name in row.shown],
+                        "cells": [None] * len(steps),
+                    }
+                prompts[who]["cells"][place] = _cell(row)
+        found = [prompts[who] for who in sorted(prompts)]
+        return {"steps": steps, "prompts": found, "size": self._size(found)}
+
+    def _size(self, prompts: Sequence[Row]) -> list[int] | None:
+        """Of the first picture that can be read, so that the page keeps room for them all."""
+        from PIL import Image, UnidentifiedImageError
+
+        cells = (cell for prompt in prompts for cell in prompt["cells"])
+        for name in [cell["image"] for cell in cells if cell and "image" in cell][:TRIES]:
+            try:
+                with Image.open(picture(self.path, name)) as opened:
+                    return [opened.width, opened.height]
+            except (NotShown, UnidentifiedImageError, OSError):
+                continue  # damaged or gone: the next will do
+        return None
+
+    def _read_evaluations(self) -> dict[int, list[Shown]]:
+        files = sorted(f for f in (self.path / "samples").glob("*.jsonl") if f.stem.isdigit())
+        with self._lock:
+            for file in files:
+                found = file.stat()
+                stamp = (found.st_mtime_ns, found.st_size)
+                if file not in self._evaluations or self._evaluations[file][0] != stamp:
+                    self._evaluations[file] = (stamp, *_shown(file))
+            return {int(file.stem): self._evaluations[file][1] for file in files}
+
+    def group_steps(self) -> list[int]:
+        files = (self.path / "groups").glob("*.jsonl")
+        return sorted(int(file.stem) for file in files if file.stem.isdigit())
+
+    def groups(self, step: int) -> list[Row]:
+        """The groups of one training step, as groups.py wrote them; pictures under groups/."""
+        found = []
+        for line in self.text(f"groups/{step:06d}.jsonl").splitlines():
+            row = _loads(line)
+            if row is None or not isinstance(row.get("samples"), list):
+                continue  # half-written: a run that was killed in it writes it again
+            row["shown"] = [f"groups/{name}" for name in row.get("shown", [])]
+            for sample in row["samples"]:
+                if "image" in sample:
+                    sample["image"] = f"groups/{sample['image']}"
+            found.append(row)
+        return found
+
+
+def column(rows: Sequence[Row], key: str) -> list[tuple[int, float]]:
+    """(step, value) of every row that has a finite `key`."""
+    return [(row["step"], v) for row in rows if (v := _number(row.get(key))) is not None]
+
+
+def thin(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
+    """At most so many points: the last of each of equal stretches."""
+    size = max(1, math.ceil(len(points) / most))
+    return list(points[::-1][::size][::-1])
+
+
+def thinned(points: Sequence[tuple[int, float]], most: int) -> dict[str, Any]:
+    """Points as columns. More than `most` become the means of equal stretches, with the least and
+    the greatest of each."""
+    if len(points) <= most:
+        return {"step": [s for s, _ in points], "y": [v for _, v in points]} if points else {}
+    edges = [round(i * len(points) / most) for i in range(most + 1)]
+    parts = [points[low:high] for low, high in pairwise(edges)]
+    return {
+        "step": [part[-1][0] for part in parts],
+        "y": [fmean(v for _, v in part) for part in parts],
+        "low": [min(v for _, v in part) for part in parts],
+        "high": [max(v for _, v in part) for part in parts],
+    }
+
+
+def spread(items: Sequence[int], most: int) -> list[int]:
+    """At most so many of them, the first and the last always, evenly."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+
+
+def family(config: Mapping[str, Any]) -> str:
+    """ "draws" or "writes"; a config of another version may not tell, and then it draws."""
+    from gesso.config import family
+
+    return family(config.get("model", {}))
+
+
+def _cell(row: Shown) -> dict[str, Any]:
+    cell: dict[str, Any] = {"reward": row.reward, "parts": row.parts}
+    if row.image:
+        cell["image"] = f"samples/{row.image}"
+    else:
+        cell["reply"] = row.reply
+    said = {"text": row.text, "error": row.error, "right": row.right}
+    return cell | {key: value for key, value in said.items() if value not in ("", None)}
+
+
+def _shown(file: Path) -> tuple[list[Shown], list[str]]:
+    """The whole rows of an evaluation, and sentences about the others."""
+    rows, bad = [], []
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        row = _loads(line)
+        found = Shown.of(row) if row is not None else None
+        if found is None:
+            bad.append(f"samples/{file.name}, line {number}: half-written or damaged, left out")
+        else:
+            rows.append(found)
+    return rows, bad
+
+
+def _loads(line: str | bytes) -> Row | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _number(value: Any) -> Any:
+    """The value where it is a finite number, else None."""
+    plain = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if plain and math.isfinite(value) else None
+
+
+def _name(config: Mapping[str, Any], section: str, key: str) -> str:
+    table = config.get(section)
+    return str(table.get(key, "")) if isinstance(table, dict) else ""
+
+
+def _samples_a_step(config: Mapping[str, Any]) -> int | None:
+    data, algorithm = config.get("data"), config.get("algorithm")
+    if not isinstance(data, dict) or not isinstance(algorithm, dict):
+        return None
+    groups, group = _number(data.get("groups")), _number(algorithm.get("group"))
+    return int(groups * group) if groups and group else None

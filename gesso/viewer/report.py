@@ -1,0 +1,128 @@
+"""The page with everything inside: one HTML file to send to somebody. It is the same page; what it
+would ask the server for lies in it, under the same addresses. Pictures are embedded small, and of
+long runs not all of them."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from gesso.track.run_folder import write_whole
+from gesso.viewer.files import NotShown, encode, find_runs, picture
+from gesso.viewer.reading import Reader, spread
+
+PAGE = Path(__file__).parent / "page"
+STYLE = "style.css"
+SCRIPTS = (
+    "core.js", "charts.js", "film.js", "runs.js", "evolution.js", "replies.js",
+    "curves.js", "groups.js", "play.js", "notes.js", "app.js",
+)  # fmt: skip
+PARTS = (STYLE, *SCRIPTS)
+WIDTH = 384  # px of embedded pictures
+PROMPTS, EVALUATIONS, GROUP_STEPS = 24, 12, 6  # that go into the file, at most
+POINTS = 500  # of a curve
+
+
+def index() -> str:
+    """The page as the server gives it."""
+    scripts = "".join(f'<script src="{name}" defer></script>' for name in SCRIPTS)
+    return _page("gesso", f'<link rel="stylesheet" href="{STYLE}">{scripts}', "")
+
+
+def page(runs: Mapping[str, Reader]) -> str:
+    """The page with these runs inside."""
+    inside = {"answers": _answers(runs), "pictures": {n: _pictures(r) for n, r in runs.items()}}
+    data = json.dumps(inside, separators=(",", ":")).replace("<", "\\u003c")
+    style = (PAGE / STYLE).read_text("utf-8")
+    script = "\n".join((PAGE / name).read_text("utf-8") for name in SCRIPTS)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
+        "img-src data: blob:"
+    )
+    head = (
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}"><style>{style}</style>'
+        f'<script type="application/json" id="inside">{data}</script>'
+    )
+    title = " · ".join(["gesso", *(Path(name).name for name in runs)])
+    return _page(title, head, f"<script>{script}</script>")
+
+
+def write(root: Path, target: Path) -> Path:
+    """The runs under a folder, or the one it is, as one file."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    found = {name: Reader(path) for name, path in find_runs(root).items()}
+    write_whole(target, page(found).encode("utf-8", "replace"))
+    return target
+
+
+def _page(title: str, head: str, end: str) -> str:
+    body = (PAGE / "body.html").read_text("utf-8")
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        '<link rel="icon" href="data:,">'
+        f"<title>{escape(title)}</title>{head}</head><body>\n{body}\n{end}</body></html>\n"
+    )
+
+
+def _answers(runs: Mapping[str, Reader]) -> dict[str, Any]:
+    """Address → what the server would answer."""
+    table: list[Any] = []
+    answers: dict[str, Any] = {}
+    for name, reader in runs.items():
+        told = {"id": name, **reader.details()}
+        told["group_steps"] = steps = spread(told["group_steps"], GROUP_STEPS)
+        table.append({key: told[key] for key in ("id", *reader.summary())})
+        answers[_address("/api/run", run=name)] = told
+        answers[_address("/api/curves", run=name)] = reader.curves(told["keys"], POINTS)
+        answers[_address("/api/evolution", run=name)] = _shorter(reader.evolution())
+        for step in steps:
+            answers[_address("/api/groups", run=name, step=step)] = reader.groups(step)
+    return {"/api/runs": table, **answers}
+
+
+def _address(path: str, **query: Any) -> str:
+    return f"{path}?{urlencode(query)}"
+
+
+def _shorter(evolution: dict[str, Any]) -> dict[str, Any]:
+    places = spread(range(len(evolution["steps"])), EVALUATIONS)
+    prompts = [
+        {**prompt, "cells": [prompt["cells"][i] for i in places]}
+        for prompt in evolution["prompts"][:PROMPTS]
+    ]
+    return {
+        "steps": [evolution["steps"][i] for i in places],
+        "prompts": prompts,
+        "size": evolution["size"],
+    }
+
+
+def _pictures(reader: Reader) -> dict[str, str]:
+    """Every picture that the answers name, as a data URI; a damaged one is left out and shows as
+    missing."""
+    found = {}
+    for name in _named(reader):
+        try:
+            data = encode(picture(reader.path, name), WIDTH)
+        except NotShown:
+            continue
+        found[name] = f"data:image/webp;base64,{base64.b64encode(data).decode()}"
+    return found
+
+
+def _named(reader: Reader) -> Iterator[str]:
+    for prompt in _shorter(reader.evolution())["prompts"]:
+        yield from prompt["shown"]
+        yield from (cell["image"] for cell in prompt["cells"] if cell and "image" in cell)
+    for step in spread(reader.group_steps(), GROUP_STEPS):
+        for group in reader.groups(step):
+            yield from group["shown"]
+            yield from (s["image"] for s in group["samples"] if "image" in s)

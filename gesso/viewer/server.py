@@ -1,0 +1,294 @@
+"""The page over HTTP. Loopback needs no token; anybody else must bring one, which becomes a cookie.
+
+GET  /api/runs                       the table
+GET  /api/run?run=ID                 one run: its keys, notes, config, damage
+GET  /api/curves?run=ID&keys=a,b     series, thinned
+GET  /api/evolution?run=ID           prompts × evaluations
+GET  /api/groups?run=ID&step=10      the groups of a training step
+GET  /picture?run=ID&name=…&width=…  a picture, small if a width is given
+GET  /film?run=ID&prompt=0&kind=gif  an evolution to take away: gif, mp4; kind=sheet: all prompts
+GET  /report?run=ID&run=ID           the page with these runs inside, one file
+POST /api/play                       draw in the playground; GET /api/play says how far it is
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import mimetypes
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from gesso import serving
+from gesso.config import parse
+from gesso.types import UserError
+from gesso.viewer import film, report
+from gesso.viewer.files import NotShown, Thumbnails, find_runs, picture
+from gesso.viewer.play import Ask, Studio
+from gesso.viewer.reading import Reader
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI, Request, Response
+
+PAGE = Path(__file__).parent / "page"
+ASSETS = {f"/{name}": PAGE / name for name in report.PARTS}
+POINTS = 1_000  # of a curve, at most
+COOKIE = "gesso-token"
+BODY = 32 * 2**20  # bytes of a question to the playground, its picture included
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "img-src 'self' data: blob:; media-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'self'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+
+class Library:
+    """The runs under one folder; new ones are found when asked."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._readers: dict[str, Reader] = {}
+        self.thumbnails = Thumbnails()
+
+    def readers(self) -> dict[str, Reader]:
+        found = find_runs(self.root)
+        self._readers = {
+            name: self._readers.get(name) or Reader(path) for name, path in found.items()
+        }
+        return self._readers
+
+    def run(self, name: str) -> Reader:
+        reader = self._readers.get(name) or self.readers().get(name)
+        if reader is None:
+            raise NotShown(f"no run {name!r} under {self.root.name}")
+        return reader
+
+    def table(self) -> list[dict[str, Any]]:
+        """The newest first."""
+        rows = [{"id": name, **reader.summary()} for name, reader in self.readers().items()]
+        return sorted(rows, key=lambda row: -row["changed"])
+
+
+@dataclass
+class Job:
+    """What the playground is doing, or did last. Drawn in a thread of its own."""
+
+    state: str = "idle"  # idle, busy, done, failed
+    doing: str = ""
+    share: float | None = None
+    result: dict[str, Any] = field(default_factory=dict)
+    _done: int = 0
+    _total: int = 0
+
+    def phase(self, text: str, total: int = 0) -> None:
+        self.doing, self._done, self._total = text, 0, total
+        self.share = 0.0 if total else None
+
+    def advance(self, done: int = 1) -> None:
+        self._done += done
+        self.share = min(1.0, self._done / self._total) if self._total else None
+
+    def note(self, text: str) -> None:
+        self.result.setdefault("notes", []).append(text)
+
+    def seen(self) -> dict[str, Any]:
+        return {
+            "state": self.state,
+            "doing": self.doing,
+            "share": self.share,
+            "result": self.result if self.state in ("done", "failed") else {},
+        }
+
+
+def app(root: Path, studio: Studio, token: str | None) -> FastAPI:
+    try:
+        from fastapi import FastAPI
+        from fastapi.responses import JSONResponse, RedirectResponse, Response
+        from starlette.concurrency import run_in_threadpool
+    except ImportError as error:
+        raise UserError('the page needs FastAPI: pip install "gesso[viewer]"') from error
+
+    made = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    library = Library(root)
+    library.readers()  # a wrong folder is told now
+    made.state.library = library
+    table = Playground(studio)
+
+    @made.middleware("http")
+    async def guard(request: Request, go_on: Callable[[Request], Any]) -> Response:
+        given = request.query_params.get("token", "")
+        if token and request.url.path == "/" and hmac.compare_digest(given, token):
+            answer: Response = RedirectResponse("/", 303)
+            answer.set_cookie(COOKIE, token, httponly=True, samesite="strict")
+        else:
+            refused = _refused(request, token)
+            answer = Response(refused, 403) if refused else await go_on(request)
+        answer.headers.update({k: v for k, v in HEADERS.items() if k not in answer.headers})
+        return answer
+
+    @made.exception_handler(NotShown)
+    async def missing(request: Request, error: NotShown) -> Response:
+        return JSONResponse({"error": str(error)}, 404)
+
+    @made.exception_handler(UserError)
+    async def wrong(request: Request, error: UserError) -> Response:
+        return JSONResponse({"error": str(error)}, 422)
+
+    def get(path: str, answer: Callable[[Any], Any]) -> None:
+        """A route whose plain answer is JSON, worked out beside the event loop."""
+
+        async def route(request: Request) -> Response:
+            found = await run_in_threadpool(answer, request.query_params)
+            return found if isinstance(found, Response) else _json(found)
+
+        made.add_route(path, route, methods=["GET"])
+
+    def asset(path: str) -> Callable[[Any], Response]:
+        kind = mimetypes.guess_type(path)[0]
+        return lambda query: Response(ASSETS[path].read_bytes(), media_type=kind)
+
+    def details(query: Any) -> dict[str, Any]:
+        name = query.get("run", "")
+        return {"id": name, **library.run(name).details()}
+
+    def curves(query: Any) -> dict[str, Any]:
+        keys = [key for key in query.get("keys", "").split(",") if key]
+        return library.run(query.get("run", "")).curves(keys, POINTS)
+
+    def shown(query: Any) -> Response:
+        path = picture(library.run(query.get("run", "")).path, query.get("name", ""))
+        keep = {"Cache-Control": "private, max-age=3600"}
+        if width := query.get("width"):
+            data = library.thumbnails.get(path, _whole(width, "width"))
+            return Response(data, media_type="image/webp", headers=keep)
+        kind = "image/webp" if path.suffix == ".webp" else "image/png"
+        return Response(path.read_bytes(), media_type=kind, headers=keep)
+
+    def film_of(query: Any) -> Response:
+        reader, kind = library.run(query.get("run", "")), query.get("kind", "gif")
+        if kind == "sheet":
+            return _file(film.sheet(reader), "image/png", f"{reader.path.name}-sheet.png")
+        makers = {"gif": (film.gif, "image/gif"), "mp4": (film.mp4, "video/mp4")}
+        if kind not in makers:
+            raise NotShown(f'kind = "{kind}" is no film; there are gif, mp4 and sheet')
+        make, media = makers[kind]
+        prompt = _whole(query.get("prompt", "0"), "prompt")
+        data = make(film.frames(reader, prompt))
+        return _file(data, media, f"{reader.path.name}-{prompt:03d}.{kind}")
+
+    def whole(query: Any) -> Response:
+        names = query.getlist("run") or list(library.readers())[:1]
+        page = report.page({name: library.run(name) for name in names})
+        return _file(page.encode(), "text/html", f"{Path(names[0]).name}.html")
+
+    def groups(query: Any) -> list[dict[str, Any]]:
+        step = _whole(query.get("step", ""), "step")
+        return library.run(query.get("run", "")).groups(step)
+
+    async def play(request: Request) -> Response:
+        if int(request.headers.get("content-length", BODY + 1)) > BODY:
+            raise UserError(f"a question may have {BODY:,} bytes")
+        try:
+            asked = parse(Ask, json.loads(await request.body()), "playground")
+        except ValueError as error:
+            raise UserError(f"playground: expected JSON ({error})") from None
+        return _json(table.start(library.run(asked.run).path, asked))
+
+    for path in ASSETS:
+        get(path, asset(path))
+    get("/", lambda query: Response(report.index(), media_type="text/html"))
+    get("/api/runs", lambda query: library.table())
+    get("/api/run", details)
+    get("/api/curves", curves)
+    get("/api/evolution", lambda query: library.run(query.get("run", "")).evolution())
+    get("/api/groups", groups)
+    get("/api/play", lambda query: table.job.seen())
+    get("/picture", shown)
+    get("/film", film_of)
+    get("/report", whole)
+    made.add_route("/api/play", play, methods=["POST"])
+    return made
+
+
+class Playground:
+    """One job at a time, in a thread of its own: a model is in memory once."""
+
+    def __init__(self, studio: Studio) -> None:
+        self.studio = studio
+        self.job = Job()
+        self._worker = ThreadPoolExecutor(1)
+
+    def start(self, run: Path, asked: Ask) -> dict[str, Any]:
+        if self.job.state == "busy":
+            raise UserError("the playground is still drawing; wait for it to end")
+        self.job = Job("busy", "starting")
+        self._worker.submit(self._work, self.job, run, asked)
+        return self.job.seen()
+
+    def _work(self, job: Job, run: Path, asked: Ask) -> None:
+        try:
+            job.result |= self.studio.draw(run, asked, job)
+            job.state = "done"
+        except Exception as error:  # told in the page; the server goes on
+            plain = isinstance(error, UserError)
+            told = str(error) if plain else f"{type(error).__name__}: {error}"
+            job.result = {"error": told}
+            job.state = "failed"
+
+
+def _refused(request: Request, token: str | None) -> str:
+    """Why this request is not answered, or ""."""
+    if token:
+        given = request.cookies.get(COOKIE) or request.headers.get("authorization", "")
+        if not hmac.compare_digest(given.removeprefix("Bearer ").encode(), token.encode()):
+            return "a token is needed: open the address that `gesso view` printed"
+    elif not serving.is_loopback(urlsplit(f"//{request.headers.get('host', '')}").hostname or ""):
+        return "only this machine may ask, by its own name: open http://127.0.0.1 or localhost"
+    origin = request.headers.get("origin")
+    if origin and request.method != "GET" and urlsplit(origin).netloc != request.headers["host"]:
+        return "another page may not ask this one to do something"
+    return ""
+
+
+def _json(value: Any) -> Any:
+    from fastapi.responses import Response
+
+    return Response(json.dumps(value, separators=(",", ":")), media_type="application/json")
+
+
+def _file(data: bytes, kind: str, name: str) -> Any:
+    from fastapi.responses import Response
+
+    safe = "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in name)
+    head = {"Content-Disposition": f'attachment; filename="{safe}"'}
+    return Response(data, media_type=kind, headers=head)
+
+
+def _whole(text: str, name: str) -> int:
+    if not text.isdigit():
+        raise NotShown(f"{name} = {text!r} does not fit; expected a whole number")
+    return int(text)
+
+
+def serve(root: Path, studio: Studio, host: str, port: int, token: str | None) -> None:
+    """Until SIGINT or SIGTERM."""
+    serving.check_host(host, token)
+    made = app(root, studio, token)
+
+    def started(address: str) -> None:
+        # read now what the first page will ask for
+        threading.Thread(target=made.state.library.table, daemon=True).start()
+        print(f"{root} at {address}{f'/?token={token}' if token else ''}", flush=True)
+
+    async def ended() -> None:
+        studio.close()
+
+    serving.serve(made, host, port, started, ended)

@@ -1,0 +1,200 @@
+"""What makes sampling and training fast on a GPU, on a CPU with tiny models: adapters folded into
+the weights, blocks compiled for fixed sizes, the negative branch's velocities kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gesso import build
+from gesso.algorithms.flow_grpo import FlowGRPO
+from gesso.models.flow.compiled import compile_blocks, filled, sizes
+from gesso.types import Conditioning, Rollout, UserError
+from tests import pipelines
+from tests.rollouts import parts_of, rollout_of
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pipelines.build("sd35", tmp_path_factory.mktemp("folded") / "sd35")
+
+
+@pytest.fixture
+def data(recipe_data: dict, folder: Path) -> dict:
+    recipe_data["model"] |= {
+        "path": str(folder), "text_length": 16, "lora": {"rank": 4, "alpha": 8}, "fold": True,
+    }  # fmt: skip
+    recipe_data["algorithm"] |= {"guidance": 4.5, "steps": 3}
+    recipe_data["learner"] = {"micro_batch": 6}
+    return recipe_data
+
+
+def stirred(model: Any) -> Any:
+    """An adapter that does something: B is zero at the start."""
+    noise = torch.Generator().manual_seed(3)
+    for name, tensor in model.policy.weights().items():
+        if "lora_B" in name:
+            tensor.copy_(0.2 * torch.randn(tensor.shape, generator=noise))
+    return model
+
+
+def velocity(model: Any, rollout: Rollout, weights: Any = "current") -> torch.Tensor:
+    trace = rollout.paths
+    with torch.no_grad():
+        cond = trace.context.cond.rows(trace.row)
+        return model.velocity(trace.clean, torch.full((6,), 0.5), cond, weights)
+
+
+def gradient(learner: Any, rollout: Rollout) -> torch.Tensor:
+    """Of the first update; the weights are put back."""
+    before = {n: t.clone() for n, t in learner.weights().items()}
+    seen: list[torch.Tensor] = []
+    parameters = learner.policy.trained.values()
+    hook = learner.optimizer.register_step_pre_hook(
+        lambda *_: seen.append(torch.cat([p.grad.flatten() for p in parameters]))
+    )
+    learner.update(rollout, 0)
+    hook.remove()
+    learner.policy.load(before)
+    return seen[0]
+
+
+def test_folded_is_the_same_policy_and_leaves_no_trace(data: dict) -> None:
+    model, algorithm, learner = parts_of(build.recipe_from(data))
+    learner.policy.keep("old")
+    stirred(model)
+    rollout = rollout_of(model, algorithm)
+    state = {n: t.clone() for n, t in model.transformer.state_dict().items()}
+    beside = {w: velocity(model, rollout, w) for w in ("current", "old", "reference")}
+    assert (beside["current"] - beside["reference"]).abs().max() > 0.01
+    with model.policy.standing():
+        for which, expected in beside.items():
+            assert (velocity(model, rollout, which) - expected).abs().max() < 1e-4
+        assert any(layer.folded is not None for layer in model.policy._layers)
+    after = model.transformer.state_dict()
+    assert state.keys() == after.keys() and all(torch.equal(state[n], after[n]) for n in state)
+    assert torch.equal(velocity(model, rollout), beside["current"])
+
+
+def test_folded_gives_the_gradients_of_adapters_beside(data: dict) -> None:
+    found = []
+    for fold in (True, False):
+        data["model"]["fold"] = fold
+        model, algorithm, learner = parts_of(build.recipe_from(data))
+        stirred(model)
+        rollout = rollout_of(model, algorithm)
+        found.append(gradient(learner, rollout))
+        metrics = learner.update(rollout, 0)
+        assert metrics["update/first_abs_dlogp_max"] < 1e-5
+    folded, beside = found
+    assert beside.norm() > 1e-4 and (folded - beside).norm() < 1e-4 * beside.norm()
+
+
+def test_what_was_folded_is_forgotten_when_weights_move(data: dict) -> None:
+    model, algorithm, _ = parts_of(build.recipe_from(data))
+    rollout = rollout_of(model, algorithm)
+    with model.policy.standing():
+        before = velocity(model, rollout)
+    stirred(model)
+    with model.policy.standing():
+        assert (velocity(model, rollout) - before).abs().max() > 0.01
+
+
+class Counted:
+    """Rows of every pass of a transformer."""
+
+    def __init__(self, model: Any) -> None:
+        self.rows: list[int] = []
+        model.transformer.register_forward_pre_hook(
+            lambda _, __, inputs: self.rows.append(len(inputs["hidden_states"])), with_kwargs=True
+        )
+
+
+def test_the_negative_branch_is_not_run_twice(data: dict) -> None:
+    """Where it is not differentiated and the weights have not moved, training has its velocities
+    from sampling: the gradient is the same to the bit, for half the passes."""
+    data["algorithm"] |= {"guidance_gradient": "conditional", "updates": 2}
+    model, algorithm, learner = parts_of(build.recipe_from(data))
+    stirred(model)
+    rollout = rollout_of(model, algorithm, batch=6)
+    assert rollout.paths.negatives is not None and rollout.paths.negatives.shape[1] == 2
+    counted = Counted(model)
+    known = gradient(learner, rollout)
+    assert counted.rows == [6, 6, 6]  # 3 samples × 2 steps an update; by the second, moved
+    counted.rows.clear()
+    again = gradient(learner, rollout.aged())
+    assert counted.rows == [6, 6, 6, 6]
+    assert torch.equal(known, again)
+    counted.rows.clear()
+    learner.update(rollout, 1)  # drawn by the weights of step 0
+    assert counted.rows == [6, 6, 6, 6]
+
+
+def test_every_pass_has_a_known_size(data: dict) -> None:
+    """Of a compiled network; here nothing is compiled, and no pass without gradient keeps one."""
+    model, algorithm, learner = parts_of(build.recipe_from(data))
+    stirred(model)
+    plain = rollout_of(model, algorithm)
+    assert model.sizes == (4, 6, 8, 12) and not model.compiled
+    expected = gradient(learner, plain)
+    model.compiled, model.sizes = True, (8, 16)
+    counted = Counted(model)
+    even = rollout_of(model, algorithm)  # batches of 4 and 2 samples, two branches
+    assert not even.paths.clean.requires_grad
+    found = gradient(learner, even)
+    assert set(counted.rows) == {8, 16}
+    assert (even.paths.clean - plain.paths.clean).abs().max() < 1e-4
+    assert (found - expected).norm() < 1e-3 * expected.norm()
+
+
+def test_filled_rows_repeat_the_last() -> None:
+    assert sizes(16, 8) == (8, 16, 32)
+    x, sigma = torch.arange(3.0)[:, None, None, None], torch.arange(3.0)
+    cond = Conditioning(torch.arange(3.0)[:, None, None])
+    more = filled(x, sigma, cond, (2, 5))
+    assert more[0].flatten().tolist() == more[1].tolist() == [0, 1, 2, 2, 2]
+    assert more[2].embeds.flatten().tolist() == [0, 1, 2, 2, 2]
+    assert filled(x, sigma, cond, (2,))[0] is x  # larger than all: as it is
+
+
+@pytest.mark.parametrize("gradient", ["both", "conditional"])
+def test_blocks_are_compiled_once(data: dict, gradient: str) -> None:
+    """Three kinds of block, one size: sampling, reference and training share three graphs, and
+    replay meets sampling to the bit. The backend stops before code is made, which takes minutes
+    on a CPU; tests/test_gpu.py has the real one."""
+    data["algorithm"] |= {"guidance_gradient": gradient, "beta": 0.04}
+    data["sampler"] = {"batch": 6}
+    model, algorithm, learner = parts_of(build.recipe_from(data))
+    stirred(model)
+    torch._dynamo.reset()
+    compile_blocks(model.transformer, model.blocks, backend="aot_eager")
+    model.compiled = True
+    counters = torch._dynamo.utils.counters["stats"]
+    counters.clear()
+    for step in range(2):
+        rollout = rollout_of(model, algorithm, step, batch=6, version=step)
+        metrics = learner.update(rollout, step)
+        assert metrics["update/first_abs_dlogp_max"] == 0.0
+        assert counters["unique_graphs"] == 3
+
+
+def test_what_cannot_be(data: dict, tmp_path: Path) -> None:
+    data["model"] |= {"lora": None}
+    with pytest.raises(
+        UserError, match=r"model.fold = true folds a LoRA into weights .* set model.lora.rank"
+    ):
+        build.model(build.recipe_from(data))
+    other = pipelines.build("qwen-image", tmp_path / "qwen")
+    data["model"] |= {"name": "qwen-image", "path": str(other), "fold": None, "compile": True}
+    with pytest.raises(UserError, match=r"model.compile = true .* needs prompts of one length"):
+        build.model(build.recipe_from(data))
+
+
+def test_on_a_cpu_neither_is_on_unless_asked_for(data: dict) -> None:
+    data["model"] |= {"fold": None, "device": "cpu"}
+    model = build.model(build.recipe_from(data))
+    assert isinstance(build.algorithm(build.recipe_from(data)), FlowGRPO)
+    assert not model.compiled and not model.policy.folds

@@ -1,0 +1,65 @@
+"""The way of CUDA, on a CPU: fixed turns and our own layers, against transformers' layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gesso.config import Lora
+from gesso.models.tokens import stepping
+from gesso.models.tokens.transformer import TransformerModel
+from gesso.samplers import decode
+from gesso.samplers.decode import DecodingSampler
+from tests import tokens
+from tests.samplers.test_decode import ROWS, draw, gap
+from tests.tokens import Tiny, stirred
+
+LORA = Lora(rank=4, alpha=12)
+
+
+@pytest.fixture(scope="module", params=tokens.BUILDERS)
+def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tiny:
+    folder: Path = tmp_path_factory.mktemp("stepping") / request.param
+    return Tiny(request.param, tokens.build(request.param, folder))
+
+
+@pytest.fixture
+def fixed(monkeypatch: Any) -> list[int]:
+    """Turns of fixed shape with our own layers; of every turn, how many slots it fed."""
+    turns: list[int] = []
+    plain = stepping.Stepper.__call__
+
+    def counted(self: Any, x: torch.Tensor, *args: Any) -> torch.Tensor:
+        turns.append(len(x))
+        return plain(self, x, *args)
+
+    monkeypatch.setattr(decode, "_Writing", decode._Fixed)
+    monkeypatch.setattr(TransformerModel, "steps_itself", True)
+    monkeypatch.setattr(stepping.Stepper, "__call__", counted)
+    return turns
+
+
+def test_fixed_turns_write_the_same_replies(tiny: Tiny, monkeypatch: Any, fixed: Any) -> None:
+    """Slots are used again, replies end early and late, and the host looks a turn behind."""
+    for lora in (None, LORA):
+        model = tiny.model(lora=lora, fold=True)
+        if lora:
+            stirred(model)
+        found = {batch: draw(DecodingSampler(model, batch), tiny) for batch in (3, 64)}
+        assert set(fixed) == {3, len(ROWS)}
+        fixed.clear()
+        monkeypatch.setattr(decode, "_Writing", decode._Fixed.__base__)
+        monkeypatch.setattr(TransformerModel, "steps_itself", False)
+        plain = draw(DecodingSampler(model, 4), tiny)
+        assert not fixed
+        for piece in found.values():
+            assert torch.equal(piece.trace.tokens, plain.trace.tokens)
+            assert torch.equal(piece.trace.mask, plain.trace.mask)
+            assert torch.equal(piece.trace.cut, plain.trace.cut)
+            assert gap(piece.logp, plain.logp) <= 1e-4
+            assert gap(model.logp(piece.trace, 0.9).logp, piece.logp) <= 1e-4
+        monkeypatch.setattr(decode, "_Writing", decode._Fixed)
+        monkeypatch.setattr(TransformerModel, "steps_itself", True)

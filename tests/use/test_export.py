@@ -1,0 +1,394 @@
+"""What is exported, loaded with plain diffusers, transformers and PEFT by the lines of its card,
+gives what Gesso gives."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import gesso
+from gesso import build, cli
+from gesso.types import SampleSpec, UserError
+from gesso.use import card
+from gesso.use.trained import AS_EVALUATED, load, picture_seeds
+from tests import pipelines, tokens
+from tests.tokens import padded_logp, trace_of
+from tests.use import runs
+
+FORMS = {"lora": (True, []), "merged": (True, ["--merged"]), "full": (False, [])}
+PICTURE_GAP = 1e-5  # of values from 0 to 1
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("models")
+
+
+def pipeline(name: str, folders: Path) -> Path:
+    made = folders / name
+    return made if made.is_dir() else pipelines.build(name, made)
+
+
+def tiny(name: str, folders: Path) -> tokens.Tiny:
+    made = folders / name
+    return tokens.Tiny(name, made if made.is_dir() else tokens.build(name, made))
+
+
+def export(run: Path, to: Path, *flags: str) -> Path:
+    assert cli.main(["export", str(run), "--to", str(to), "--quiet", *flags]) == 0
+    return to
+
+
+def as_the_card_says(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Runs the lines of the card in its folder; what they leave."""
+    (lines,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    with monkeypatch.context() as place:
+        place.chdir(folder)
+        exec(compile(lines, "README.md", "exec"), names)
+    return names
+
+
+def drawn(trained: Any, prompt: str) -> tuple[np.ndarray, torch.Tensor]:
+    """Gesso's picture and latents, from the seed of the card."""
+    spec = trained.spec(AS_EVALUATED, several=False)
+    assert isinstance(spec, SampleSpec) and spec.guidance in (1.0, 2.5)
+    sampler = build.own_sampler(trained.recipe, trained.model)
+    (piece,) = sampler.sample([trained.ask(prompt)], [0], picture_seeds(0, 1), spec)
+    return piece.samples[0].picture, piece.trace.clean
+
+
+DRAWN = [(name, form) for name in ("bundled", "flux-dev", "qwen-image") for form in FORMS]
+
+
+@pytest.mark.parametrize("name, form", [*DRAWN, ("sd35", "lora"), ("flux-schnell", "lora")])
+def test_pictures_of_plain_diffusers(
+    name: str,
+    form: str,
+    folders: Path,
+    pipeline_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lora, flags = FORMS[form]
+    path = pipeline_folder if name == "bundled" else pipeline(name, folders)
+    data = runs.draws("sd3" if name == "bundled" else name, path, lora)
+    if name == "bundled":
+        data["model"] |= {"height": 32, "width": 96, "text_length": 0}
+    run = runs.make(data, tmp_path / "run", 0.03 if lora else 0.01).path
+    trained, base = load(run), load(run).source.base
+    ours, latents = drawn(trained, runs.TOLD)
+    untrained, _ = drawn(gesso.use.trained.opened(base), runs.TOLD)
+    assert abs(ours.astype(int) - untrained).max() > 8  # training has moved it
+    folder = export(run, tmp_path / "out", *flags)
+    left = as_the_card_says(folder, monkeypatch)
+    assert abs(np.asarray(left["picture"]).astype(int) - ours).max() <= 1
+    spec = trained.spec(AS_EVALUATED, several=False)
+    scale = {"true_cfg_scale": 2.5, "negative_prompt": ""} if name == "qwen-image" else {}
+    exact = left["pipe"](
+        runs.TOLD, height=spec.height, width=spec.width, num_inference_steps=spec.steps,
+        max_sequence_length=data["model"]["text_length"], output_type="np",
+        **(scale or {"guidance_scale": spec.guidance}),
+        generator=torch.Generator().manual_seed(picture_seeds(0, 1)[0]),
+    ).images[0]  # fmt: skip
+    assert abs(exact * 255 - ours).max() <= 0.5 + 255 * PICTURE_GAP  # ours is this, rounded
+    again = load(folder)
+    assert abs(drawn(again, runs.TOLD)[1] - latents).max() <= 1e-5 * latents.abs().max()
+
+
+LOGP_GAP = 1e-5
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ["qwen2", "qwen2.5-vl"])
+def test_log_probs_and_replies_of_plain_transformers(
+    name: str, form: str, folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:  # fmt: skip
+    lora, flags = FORMS[form]
+    model = tiny(name, folders)
+    run = runs.make(runs.writes(model, lora, {"name": "grpo"}), tmp_path / "run").path
+    folder = export(run, tmp_path / "out", *flags)
+    trained = load(run)
+    capsys.readouterr()
+    left = as_the_card_says(folder, monkeypatch)
+    printed = capsys.readouterr().out.removesuffix("\n")
+    seen = [folder / "example.png"] if model.sees else []
+    asked = "how many dots?" if model.sees else "what is 3 + 4?"
+    assert (
+        [printed] == trained.sample(asked, images=seen) == load(folder).sample(asked, images=seen)
+    )
+    trace = trace_of(trained.model, model.prompts, [0, 1, 1, 2])
+    with torch.no_grad():
+        ours = trained.model.logp(trace, 1.0).logp
+        theirs = padded_logp(left["model"], trace, 1.0, trained.model.suppressed)
+        base = padded_logp(model.plain(), trace, 1.0, trained.model.suppressed)
+        again = load(folder).model.logp(trace, 1.0).logp
+    assert (ours - base).abs().max() > 0.1  # training has moved it
+    assert (ours - theirs).abs().max() <= LOGP_GAP * max(1.0, float(ours.abs().max()))
+    assert (ours - again).abs().max() <= LOGP_GAP * max(1.0, float(ours.abs().max()))
+    names = {file.name for file in folder.iterdir()}
+    assert names >= {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
+    assert ("preprocessor_config.json" in names) == model.sees
+    assert ("adapter_config.json" in names) == (form == "lora") != ("config.json" in names)
+
+
+@pytest.mark.parametrize("trunk, lora", [("copy", False), ("lora", True)])
+@pytest.mark.parametrize("flags", [[], ["--merged"]], ids=["plain", "merged"])
+def test_a_critic_stays_behind(
+    trunk: str, lora: bool, flags: list[str], folders: Path, tmp_path: Path
+) -> None:
+    from safetensors import safe_open
+
+    model = tiny("qwen2", folders)
+    algorithm = {"name": "ppo", "critic": {"trunk": trunk}}
+    run = runs.make(runs.writes(model, lora, algorithm), tmp_path / "run")
+    assert any(name.startswith("beside/") for name in run.load(4)[0])
+    folder = export(run.path, tmp_path / "out", *flags)
+    (file,) = folder.glob("*.safetensors")
+    with safe_open(file, "pt") as opened:
+        names = list(opened.keys())
+    assert names and not any("critic" in name or "value" in name for name in names)
+    if not lora or flags:
+        with safe_open(model.folder / "model.safetensors", "pt") as opened:
+            assert set(names) == set(opened.keys())
+
+
+# Which weights
+
+
+@pytest.fixture(scope="module")
+def run(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A full fine-tune with averaged weights and two checkpoints."""
+    data = runs.draws("sd3", pipeline("sd3", folders), lora=False)
+    return runs.make(data, tmp_path_factory.mktemp("chosen") / "run", 0.01).path
+
+
+@pytest.fixture(scope="module")
+def lora_run(folders: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    data = runs.draws("sd3", pipeline("sd3", folders), lora=True)
+    data["learner"] = {}
+    return runs.make(data, tmp_path_factory.mktemp("chosen") / "run").path
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    files = (folder / "transformer").glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+@pytest.mark.parametrize(
+    "flags, step, table",
+    [([], 4, "ema"), (["--weights", "current"], 4, "current"), (["--step", "2"], 2, "ema")],
+)
+def test_the_weights_that_were_asked_for(
+    run: Path, flags: list[str], step: int, table: str, tmp_path: Path
+) -> None:
+    from gesso.track.run_folder import RunFolder
+
+    found = weights_in(export(run, tmp_path / "out", *flags))
+    state, _ = RunFolder(run).load(step, f"{table}/")
+    assert len(found) - len(state) == 1  # a table of positions, which is not trained
+    assert all(torch.equal(found[n.removeprefix(f"{table}/")], t) for n, t in state.items())
+    told = (tmp_path / "out" / "README.md").read_text()
+    assert ("averaged over training" in told) == (table == "ema")
+    assert f"for {step} of 100 steps" in told
+    assert ("These figures are of the averaged weights" in told) == (table == "current")
+
+
+def test_shards_with_an_index(run: Path, tmp_path: Path) -> None:
+    one = export(run, tmp_path / "one")
+    several = export(run, tmp_path / "several", "--shard-size", "20KB")
+    files = sorted(file.name for file in (several / "transformer").glob("*.safetensors"))
+    assert len(files) > 2 and all("-of-" in name for name in files)
+    index = json.loads((several / "transformer" / INDEX).read_text())
+    assert sorted(set(index["weight_map"].values())) == files
+    first, second = weights_in(one), weights_in(several)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+INDEX = "diffusion_pytorch_model.safetensors.index.json"
+
+
+def test_another_precision(run: Path, lora_run: Path, folders: Path, tmp_path: Path) -> None:
+    half = ["--dtype", "bfloat16"]
+    folder = export(run, tmp_path / "whole", *half, "--shard-size", "20KB")
+    found = weights_in(folder)
+    assert {tensor.dtype for tensor in found.values()} == {torch.bfloat16}
+    index = json.loads((folder / "transformer" / INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
+    assert json.loads((folder / "text_encoder" / "config.json").read_text())["dtype"] == "bfloat16"
+    adapter = export(lora_run, tmp_path / "lora", *half)
+    from diffusers import StableDiffusion3Pipeline
+    from safetensors import safe_open
+
+    with safe_open(adapter / "pytorch_lora_weights.safetensors", "pt") as file:
+        assert file.get_tensor(next(iter(file.keys()))).dtype == torch.bfloat16
+    absent = {"text_encoder_3": None, "tokenizer_3": None}
+    pipe = StableDiffusion3Pipeline.from_pretrained(folders / "sd3", **absent)
+    pipe.load_lora_weights(adapter)  # alpha is in the header, which rounding must not lose
+    assert pipe.transformer.peft_config["default_0"].lora_alpha == 12
+
+
+# The card
+
+
+def test_the_card_is_one_that_the_hub_reads(run: Path, lora_run: Path, tmp_path: Path) -> None:
+    from huggingface_hub import ModelCard
+    from PIL import Image
+
+    folder = export(lora_run, tmp_path / "signs-rl")
+    told = ModelCard.load(folder / "README.md")
+    assert told.data.library_name == "diffusers" and told.data.pipeline_tag == "text-to-image"
+    assert told.data.tags == ["gesso", "reinforcement-learning", "flow-grpo", "lora"]
+    assert told.data.base_model is None  # a folder of this machine is nothing to the hub
+    text = told.text
+    assert text.strip().startswith("# signs-rl\n\nA tiny one, for tests.")
+    assert "| reward | 0.250 | 0.750 |" in text.replace("jpeg-compressibility", "reward")
+    assert "rank 4, alpha 12" in text and "jpeg-compressibility" in text
+    for library in ("gesso", "torch", "diffusers", "transformers", "peft"):
+        assert re.search(rf"{library} \d", text), library
+    for name, digest in re.findall(r"^\| (\S+\.safetensors) \| [\d,]+ \| `(\w+)` \|$", text, re.M):
+        assert hashlib.sha256((folder / name).read_bytes()).hexdigest() == digest
+        break
+    else:
+        raise AssertionError("no hash")
+    for file in re.findall(r"!\[.*?\]\((.*?)\)", text):
+        assert Image.open(folder / file).width > 100
+    assert "2. oak" in text and (folder / "recipe.toml").is_file()
+    whole = ModelCard.load(export(run, tmp_path / "whole") / "README.md")
+    assert "lora" not in whole.data.tags and "All weights of" in whole.text
+
+
+def test_what_a_model_said_cannot_break_the_card(folders: Path, tmp_path: Path) -> None:
+    data = runs.writes(tiny("qwen2.5-vl", folders), True, {"name": "grpo"})
+    text = (
+        export(runs.make(data, tmp_path / "run").path, tmp_path / "out") / "README.md"
+    ).read_text()
+    assert "````\n<b>two</b> | `dots` ```\n````" in text  # a fence longer than any inside
+    assert card._md("a|b <script> *x* `y`") == r"a\|b \<script\> \*x\* \`y\`"
+    assert "![picture 1 of the prompt](prompt-1-1.png)" in text
+    assert (tmp_path / "out" / "prompt-1-1.png").is_file()
+
+
+def test_base_and_license_of_the_card(tmp_path: Path) -> None:
+    assert card.license_of("zoo:signs") == "apache-2.0"
+    assert card.license_of(str(tmp_path)) is None
+    (tmp_path / "README.md").write_text("---\nlicense: openrail++\n---\n\n# Base\n")
+    assert card.license_of(str(tmp_path)) == "openrail++"
+    assert card._is_hub_name("stabilityai/stable-diffusion-3.5-medium")
+    assert not any(
+        card._is_hub_name(p) for p in ("zoo:signs", "/data/x", "./a/b", "~/a", str(tmp_path))
+    )
+
+
+def test_an_export_goes_on_training(lora_run: Path, run: Path, tmp_path: Path) -> None:
+    """By the overrides that the card names."""
+    cases = {"model.lora.path": export(lora_run, tmp_path / "l")}
+    cases["model.path"] = export(run, tmp_path / "w")
+    for key, folder in cases.items():
+        assert f"DIR/recipe.toml {key}=DIR" in (folder / "README.md").read_text()
+        recipe = build.recipe(str(folder / "recipe.toml"), [f"{key}={folder}"])
+        source = lora_run if "lora" in key else run
+        begun, trained = build.model(recipe).policy.weights(), load(source).model.policy.weights()
+        assert all(torch.equal(begun[name], trained[name]) for name in trained)
+
+
+# Whole or not at all
+
+
+def sentence(capsys: pytest.CaptureFixture, *arguments: str | Path) -> str:
+    capsys.readouterr()
+    assert cli.main([str(a) for a in arguments]) == 2
+    told = capsys.readouterr().err.strip()
+    assert told.startswith("error: ") and "\n" not in told.splitlines()[-1]
+    return told.splitlines()[-1]
+
+
+def test_what_cannot_be_exported(
+    run: Path, lora_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    def said(source: Path, *flags: str, to: Path = tmp_path / "out") -> str:
+        found = sentence(capsys, "export", source, "--to", to, "--quiet", *flags)
+        assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".*"))
+        return found
+
+    full, file = tmp_path / "full", tmp_path / "file"
+    full.mkdir()
+    file.touch()
+    (full / "kept.txt").write_text("mine")
+    for taken in (full, file):
+        assert f"export folder {taken} exists already; choose an empty one" in said(run, to=taken)
+    assert (full / "kept.txt").read_text() == "mine"
+    assert "has no checkpoint of step 3; it has 2, 4" in said(run, "--step", "3")
+    assert "kept no averaged weights" in said(lora_run, "--weights", "ema")
+    assert 'a number with KB, MB or GB, got "5 gigs"' in said(run, "--shard-size", "5 gigs")
+    assert 'dtype is float32, bfloat16 or float16, got "int3"' in said(run, "--dtype", "int3")
+    assert "is not a run folder" in said(tmp_path)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    shutil.copyfile(run / "config.toml", bare / "config.toml")
+    assert "has no checkpoint yet" in said(bare)
+    with pytest.raises(UserError, match="demo is no run"):
+        load("demo").export(tmp_path / "out")
+
+
+def test_a_checkpoint_that_cannot_be_read(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    torn = tmp_path / "torn"
+    shutil.copytree(run, torn)
+    file = torn / "checkpoints" / "000004" / "learner.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    told = sentence(capsys, "export", torn, "--to", tmp_path / "out", "--quiet")
+    assert "checkpoints/000004 cannot be read" in told and not (tmp_path / "out").exists()
+    export(torn, tmp_path / "out", "--step", "2")  # the one before it still can
+    config = (torn / "config.toml").read_text()
+    (torn / "config.toml").write_text(config.replace(str(run.parent), "elsewhere"))
+
+
+def test_a_full_disk_leaves_nothing(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(card, "write", full)  # the last thing that is written
+    (tmp_path / "out").mkdir()
+    with pytest.raises(UserError, match=r"could not export to .*out: .*No space left.*make room"):
+        load(run).export(tmp_path / "out")
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"] and not list((tmp_path / "out").iterdir())
+    monkeypatch.undo()
+    (tmp_path / ".out.writing").mkdir()  # of an export that was killed
+    (tmp_path / ".out.writing" / "old").touch()
+    assert load(run).export(tmp_path / "out") == tmp_path / "out"
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert not (tmp_path / "out" / "old").exists()
+
+
+def test_four_bits_are_merged_into_the_full_weights_only(
+    lora_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    quantized = tmp_path / "run"
+    shutil.copytree(lora_run, quantized)
+    config = quantized / "config.toml"
+    config.write_text(config.read_text().replace("[model]\n", '[model]\nquantize = "nf4"\n'))
+    merging = ["export", quantized, "--to", tmp_path / "out", "--merged", "--quiet"]
+    told = sentence(capsys, *merging)
+    assert "base is in 4 bits" in told and "--set model.quantize=none" in told
+    assert cli.main([*map(str, merging), "--set", "model.quantize=none"]) == 0
+    plain = weights_in(export(lora_run, tmp_path / "plain", "--merged"))
+    found = weights_in(tmp_path / "out")
+    assert all(torch.equal(found[name], plain[name]) for name in plain)
+    again = load(tmp_path / "out")  # its recipe says 4 bits, its weights are whole
+    assert again.recipe.model.quantize is None

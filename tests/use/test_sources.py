@@ -1,0 +1,226 @@
+"""What can be drawn from, and what is said of what cannot."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import gesso
+from gesso import cli
+from gesso.types import UserError
+from gesso.use.source import find
+from gesso.use.trained import load, opened
+from tests import pipelines, tokens
+from tests.use import runs
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("sources")
+    pipelines.build("sd3", root / "sd3")
+    pipelines.build("flux-schnell", root / "flux")
+    tokens.build("qwen2", root / "qwen2")
+    return root
+
+
+@pytest.fixture(scope="module")
+def run(folders: Path) -> Path:
+    return runs.make(runs.draws("sd3", folders / "sd3", lora=True), folders / "run").path
+
+
+@pytest.fixture(scope="module")
+def written(folders: Path) -> Path:
+    model = tokens.Tiny("qwen2", folders / "qwen2")
+    return runs.make(runs.writes(model, True, {"name": "grpo"}), folders / "written").path
+
+
+def out(capsys: pytest.CaptureFixture, *arguments: Any) -> str:
+    capsys.readouterr()
+    assert cli.main([str(argument) for argument in arguments]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture, *arguments: Any) -> str:
+    capsys.readouterr()
+    assert cli.main([str(argument) for argument in arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+# A folder of diffusers or transformers
+
+
+def test_a_pipeline_draws_as_diffusers_would(folders: Path) -> None:
+    recipe = find(folders / "sd3").recipe
+    assert (recipe.model.name, recipe.model.height) == ("sd3", 32)  # 16 cells of 2 pixels
+    assert (recipe.eval.steps, recipe.eval.guidance) == (28, 7.0)
+    schnell = find(folders / "flux", overrides=["eval.steps=4", "model.text_length=16"]).recipe
+    assert (schnell.model.name, schnell.eval.steps, schnell.eval.guidance) == ("flux", 4, 1.0)
+    asked = ["eval.steps=3", "model.height=24", "model.width=16", "model.text_length=16"]
+    ours = load(folders / "sd3", overrides=[*asked, "eval.guidance=2.5"])
+    (picture,) = ours.sample("a red cat")
+    assert picture.size == (16, 24)
+    assert picture.tobytes() != ours.sample("a red cat", guidance=1.0)[0].tobytes()
+    told = {p.dtype for p in ours.model.policy.module.parameters()}
+    assert told == {torch.float32}  # half precision where there is a GPU
+
+
+def test_a_model_of_transformers(folders: Path, written: Path) -> None:
+    short = ["algorithm.max_tokens=6"]
+    plain, named = load(folders / "qwen2", overrides=short), tokens.Tiny("qwen2", folders / "qwen2")
+    base = opened(find(written).base)
+    assert plain.recipe.model.name == "causal"
+    (reply,) = plain.sample("how many?")
+    assert base.sample("how many?")[0].startswith(reply)
+    assert len(reply) <= 6 and named.sees is False
+
+
+def test_an_adapter_of_others(
+    run: Path, written: Path, folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exports without the recipe are as anybody would have saved them."""
+    asked = ["eval.steps=3", "eval.guidance=2.5", "model.height=24", "model.width=16"]
+    asked += ["model.text_length=16"]
+    drawn = load(run).export(tmp_path / "drawn")
+    said = load(written).export(tmp_path / "said")
+    for folder in (drawn, said):
+        (folder / "recipe.toml").unlink()
+    base = f"model.path={folders / 'sd3'}"
+    with pytest.raises(UserError, match=r"does not say of which model.*--set model\.path=DIR"):
+        find(drawn)
+    found = load(drawn, overrides=[*asked, base])
+    expected = load(run).sample("a red cat")[0]
+    assert found.sample("a red cat")[0].tobytes() == expected.tobytes()
+    assert found.source.base.recipe.model.lora.path is None
+    card = (drawn / "README.md").read_text()
+    (drawn / "README.md").write_text(card.replace("---\n", "---\nbase_model: owner/sd3\n", 1))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(
+        UserError, match='"owner/sd3", which is neither a folder here nor to be had'
+    ):
+        find(drawn)
+    assert find(drawn, overrides=[base]).recipe.model.path == str(folders / "sd3")
+    config = json.loads((said / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(folders / "qwen2")
+    again = load(said, overrides=["algorithm.max_tokens=12"])  # which no adapter says
+    assert again.sample("how many?") == load(written).sample("how many?")
+
+
+def test_folders_that_are_nothing_to_draw_from(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    def said(*what: Any) -> str:
+        return refused(capsys, "sample", *what, "a cat", "--quiet")
+
+    assert "is nothing to draw from: expected a run (config.toml), a pipeline" in said(tmp_path)
+    assert "no such folder; expected a run, a recipe" in said(tmp_path / "nowhere")
+    assert 'no recipe "demoo"; did you mean "demo"?' in said("demoo")
+    assert "--step and --weights choose among a run's checkpoints" in said("demo", "--step", "4")
+    (tmp_path / "model_index.json").write_text('{"_class_name": "StableVideoPipeline"}')
+    told = said(tmp_path)
+    assert "is a StableVideoPipeline, expected one of StableDiffusion3Pipeline, FluxPip" in told
+    (tmp_path / "model_index.json").write_text("{")
+    assert "is not valid JSON" in said(tmp_path)
+    (tmp_path / "model_index.json").unlink()
+    (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
+    assert "is a mamba, expected one of" in said(tmp_path)
+    (tmp_path / "pytorch_lora_weights.safetensors").write_bytes(b"nonsense")
+    assert "pytorch_lora_weights.safetensors cannot be read" in said(tmp_path)
+    moved = tmp_path / "moved"
+    shutil.copytree(run, moved)
+    config = (moved / "config.toml").read_text().replace("rank = 4", "rank = 8")
+    (moved / "config.toml").write_text(config)
+    told = said(moved)
+    assert "its checkpoint does not fit its model" in told and "expected shape (8," in told
+
+
+# gesso sample
+
+
+def test_pictures_have_honest_names(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    from PIL import Image
+
+    asked = ["sample", run, "a red cat", "Oak!", "--n", "2", "--seed", "5", "--quiet"]
+    lines = out(capsys, *asked, "--out", tmp_path / "p", "--base").splitlines()
+    names = [Path(line).name for line in lines]
+    assert names[0] == "001-a-red-cat_seed5-0_base-sd3.png"
+    assert names[4:6] == [
+        "001-a-red-cat_seed5-0_run-step4.png",
+        "001-a-red-cat_seed5-1_run-step4.png",
+    ]
+    assert names[7] == "002-oak_seed5-1_run-step4.png" and len(set(names)) == 8
+    pictures = [Image.open(line) for line in lines]
+    assert pictures[4].text["prompt"] == "a red cat" and "step 4" in pictures[4].text["model"]
+    trained = gesso.load(run)
+    for j in range(2):  # alone or among others: the same picture
+        assert pictures[4 + j].tobytes() == trained.sample("a red cat", 2, 5)[j].tobytes()
+    assert pictures[0].tobytes() == opened(find(run).base).sample("a red cat", 1, 5)[0].tobytes()
+    assert pictures[0].tobytes() != pictures[4].tobytes()
+    one = out(capsys, "sample", run, "a red cat", "--quiet", "--out", tmp_path / "q", "--step", "2",
+              "--weights", "current", "--steps", "2", "--guidance", "1")  # fmt: skip
+    assert Path(one.strip()).name == "a-red-cat_seed0-0_run-step2-current.png"
+    short = load(run, 2, "current").sample("a red cat", steps=2, guidance=1.0)[0]
+    assert Image.open(one.strip()).tobytes() == short.tobytes()
+
+
+def test_scores_a_file_of_prompts_and_a_sheet(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    from PIL import Image
+
+    shown = tmp_path / "sheets" / "all.png"
+    raises = "tests.rewards.user_rewards:raises"
+    lines = out(
+        capsys, "sample", run, "--prompts", runs.PROMPTS, "--quiet", "--out", tmp_path,
+        "--reward", "jpeg-compressibility", "--sheet", shown, "--base",
+    ).splitlines()  # fmt: skip
+    assert len(lines) == 6 and all("  jpeg-compressibility -" in line for line in lines)
+    assert Image.open(shown).width > 300  # base and trained side by side
+    (line,) = out(
+        capsys, "sample", run, "oak", "--quiet", "--out", tmp_path, "--reward", raises
+    ).splitlines()
+    assert "no score: " in line and "no such model" in line
+    events = out(capsys, "sample", run, "oak", "--json", "--out", tmp_path, "--reward", raises)
+    result = json.loads(events.splitlines()[-1])
+    (sample,) = result["samples"]
+    assert result["event"] == "result" and sample["reward"] is None and sample["error"]
+
+
+def test_replies(written: Path, capsys: pytest.CaptureFixture) -> None:
+    greedy = load(written).sample("how many?")[0]
+    assert out(capsys, "sample", written, "how many?", "--quiet") == greedy + "\n"
+    warm = out(capsys, "sample", written, "how many?", "--temperature", "2", "--quiet")
+    assert warm != greedy + "\n"
+    many = out(capsys, "sample", written, "how many?", "oak", "--quiet", "--reward", "format")
+    assert f"# {written} step 4: how many?\n{greedy}\n" in many and "format 0.000" in many
+
+
+def test_options_of_the_other_family(
+    run: Path, written: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    def said(*what: Any) -> str:
+        return refused(capsys, "sample", *what, "--quiet")
+
+    assert "this model draws; temperature is for models that write" in (
+        said(run, "oak", "--temperature", "1")
+    )
+    assert "this model writes; steps is for models that draw" in said(written, "a", "--steps", "2")
+    assert "this model writes; a sheet is of pictures" in (
+        said(written, "a", "--sheet", tmp_path / "s.png")
+    )
+    assert "takes no pictures to look at" in said(run, "oak", "--image", "x.png")
+    assert "wants a prompt, or --prompts FILE" in said(run)
+    assert "--n of at least 1, got 0" in said(run, "oak", "--n", "0")
+    assert '"steps" = 0 does not fit' in said(run, "oak", "--steps", "0")
+    (tmp_path / "taken").touch()
+    assert "wants a folder for --out" in said(run, "oak", "--out", tmp_path / "taken")
+    assert "is not known to come from another model" in said("demo", "oak", "--base")
+    long = "word " * 300
+    assert "more than model.max_prompt = 256" in said(written, long)

@@ -1,0 +1,77 @@
+"""Run folders of any size without a run: the files that a run would write."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from gesso.track import groups
+from gesso.track.run_folder import RunFolder
+from gesso.types import FlowTrace, Prompt, Rollout, Sample, Score
+
+CONFIG: dict[str, Any] = {
+    "about": "writes words",
+    "seed": 3,
+    "steps": 10,
+    "model": {"name": "sd3", "path": "zoo:signs"},
+    "data": {"groups": 4},
+    "algorithm": {"name": "flow-grpo", "group": 6},
+}
+
+
+def row(step: int, **more: Any) -> dict[str, Any]:
+    """Of metrics.jsonl; row 0 has the evaluation only."""
+    made: dict[str, Any] = {"step": step, "time/step": 2.0, "time/total": 2.0 * (step + 1)}
+    if step:
+        made |= {"reward": step / 10, "reward/ocr": step / 10, "samples_per_s": 12.0}
+    return made | {"health": []} | more
+
+
+def make(path: Path, steps: int, **config: Any) -> RunFolder:
+    """A run of so many steps so far."""
+    run = RunFolder.create(path, CONFIG | config)
+    for step in range(steps + 1):
+        held_out = {"eval/reward": 0.3 + step / 20} if step % 2 == 0 else {}
+        run.append(row(step, **held_out))
+    return run
+
+
+def picture(shade: int, height: int = 8, width: int = 24) -> np.ndarray:
+    return np.full((height, width, 3), shade, np.uint8)
+
+
+def evaluate(run: RunFolder, step: int, prompts: list[str], shade: int = 100) -> None:
+    """What an evaluation of a model that draws leaves."""
+    samples = [Sample(Prompt(text), picture(shade + i), 7 + i) for i, text in enumerate(prompts)]
+    scores = [Score(value=step / 10, parts={"ocr": step / 10}, text="READ") for _ in prompts]
+    run.save_samples(step, samples, scores)
+
+
+def batch(run: RunFolder, step: int, credit: list[float], keep: int = 4) -> None:
+    """Groups of two, of a training step."""
+    samples = [Sample(Prompt(f"prompt {i // 2}"), picture(10 * i), i) for i in range(len(credit))]
+    scores = [Score(value=abs(c), parts={"ocr": abs(c)}) for c in credit]
+    rollout = Rollout(
+        samples,
+        torch.arange(len(credit)) // 2,
+        object.__new__(FlowTrace),  # not looked at
+        torch.zeros(len(credit), 1),
+        0,
+        scores,
+        {"ocr": 1.0},
+    )
+    groups.save(run.path, step, rollout, torch.tensor(credit), keep)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def open_picture(path: Path) -> Image.Image:
+    with Image.open(path) as opened:
+        return opened.convert("RGB")

@@ -1,0 +1,135 @@
+"""What can be taken away: films, sheets and the report."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from gesso import cli
+from gesso.viewer import film, report
+from gesso.viewer.files import NotShown
+from gesso.viewer.reading import Reader
+from tests.viewer import folders
+
+
+@pytest.fixture
+def reader(tmp_path: Path) -> Reader:
+    run = folders.make(tmp_path / "one", 4)
+    for step, shade in ((0, 40), (2, 120), (4, 200)):
+        folders.evaluate(run, step, ["a <b>sign</b>", "another"], shade)
+    folders.batch(run, 4, [0.5, -0.5])
+    return Reader(run.path)
+
+
+def shade(picture: Image.Image) -> int:
+    return int(np.asarray(picture.convert("RGB"))[10, 10, 0])
+
+
+def test_a_gif_shows_every_evaluation_in_order(reader: Reader) -> None:
+    made = Image.open(io.BytesIO(film.gif(film.frames(reader, 1))))
+    seen, times = [], []
+    for i in range(made.n_frames):  # type: ignore[attr-defined]
+        made.seek(i)
+        seen.append(shade(made))
+        times.append(made.info["duration"])
+    assert np.abs(np.array(seen) - [41, 121, 201]).max() < 6
+    assert times[0] == times[1] and times[2] == pytest.approx(4 * times[0], abs=10)
+
+
+def test_an_mp4_shows_every_evaluation_and_rests_at_the_end(reader: Reader) -> None:
+    av = pytest.importorskip("av", reason='a film as MP4 needs PyAV: pip install "gesso[viewer]"')
+    data = film.mp4(film.frames(reader, 0))
+    with av.open(io.BytesIO(data)) as opened:
+        stream = opened.streams.video[0]
+        assert stream.codec_context.name == "h264" and stream.width % 2 == 0
+        seen = [shade(frame.to_image()) for frame in opened.decode(stream)]
+    assert len(seen) == 6 and np.abs(np.array(seen[:3]) - [40, 120, 200]).max() < 10
+    assert max(seen[3:]) - min(seen[2:]) < 6
+
+
+def test_small_pictures_are_magnified_and_captioned(reader: Reader) -> None:
+    (first, *_) = film.frames(reader, 0)
+    assert first.width == 384 and first.height == 128 + film.CAPTION
+    below = np.asarray(first)[130:]
+    assert below.min() < 160 < below.max()  # ink on paper
+
+
+def test_a_damaged_picture_is_grey_and_the_others_are_there(reader: Reader) -> None:
+    (reader.path / "samples/000002/000.png").write_bytes(b"no picture")
+    assert [shade(frame) for frame in film.frames(reader, 0)] == [40, 200, 200]
+
+
+def test_a_sheet_has_a_row_for_each_prompt(reader: Reader) -> None:
+    made = Image.open(io.BytesIO(film.sheet(reader)))
+    image = np.asarray(made.convert("RGB"))
+    row = 64 + film.CAPTION + film.CAPTION + film.GAP
+    assert image.shape[:2] == (film.GAP + 2 * row, film.GAP + 3 * (192 + film.GAP))
+    tops = [film.GAP + film.CAPTION + 5 + i * row for i in range(2)]
+    seen = [[image[top, 20 + place * 200, 0] for place in range(3)] for top in tops]
+    assert seen == [[40, 120, 200], [41, 121, 201]]
+
+
+def test_a_run_that_writes_has_no_film(tmp_path: Path) -> None:
+    reader = Reader(folders.make(tmp_path / "w", 1).path)
+    with pytest.raises(NotShown, match="no prompt 0"):
+        film.frames(reader, 0)
+
+
+def inside(page: str) -> dict:
+    found = re.search(r'<script type="application/json" id="inside">(.*?)</script>', page, re.S)
+    assert found is not None
+    return json.loads(found.group(1))
+
+
+def test_the_report_has_all_answers_and_pictures_inside(reader: Reader) -> None:
+    page = report.page({"one": reader})
+    assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")  # nothing is fetched
+    data = inside(page)
+    answers, pictures = data["answers"], data["pictures"]["one"]
+    assert [row["id"] for row in answers["/api/runs"]] == ["one"]
+    assert answers["/api/curves?run=one"]["series"]["reward"]["y"] == [0.1, 0.2, 0.3, 0.4]
+    evolution = answers["/api/evolution?run=one"]
+    named = [c["image"] for p in evolution["prompts"] for c in p["cells"]]
+    groups = answers["/api/groups?run=one&step=4"]
+    named += [s["image"] for g in groups for s in g["samples"]]
+    assert len(named) == 8 and set(named) == set(pictures)
+    assert all(uri.startswith("data:image/webp;base64,") for uri in pictures.values())
+    assert "config" in answers["/api/run?run=one"]
+
+
+def test_the_report_of_a_long_run_is_of_bounded_size(tmp_path: Path) -> None:
+    run = folders.make(tmp_path / "long", 40)
+    for step in range(40):
+        folders.evaluate(run, step, [f"prompt {i}" for i in range(30)])
+    data = inside(report.page({"long": Reader(run.path)}))
+    evolution = data["answers"]["/api/evolution?run=long"]
+    assert len(evolution["steps"]) == 12 and evolution["steps"][0::11] == [0, 39]
+    assert len(evolution["prompts"]) == 24 and len(data["pictures"]["long"]) == 24 * 12
+
+
+def test_a_prompt_cannot_end_the_script_it_lies_in(tmp_path: Path) -> None:
+    run = folders.make(tmp_path / "one", 1, about="</script><script>alert(1)</script>")
+    folders.evaluate(run, 0, ["</script><img src=x onerror=alert(1)>"])
+    page = report.page({"</title><script>": Reader(run.path)})
+    assert "<img src=x" not in page and "<script>alert" not in page
+    assert "</title><script>" not in page
+    data = inside(page)
+    prompt = data["answers"]["/api/evolution?run=%3C%2Ftitle%3E%3Cscript%3E"]["prompts"][0]
+    assert prompt["prompt"] == "</script><img src=x onerror=alert(1)>"
+
+
+def test_the_command_writes_the_report(
+    reader: Reader, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "out" / "r.html"
+    assert cli.main(["view", str(reader.path), "--report", str(target)]) == 0
+    assert str(target) in capsys.readouterr().out
+    assert inside(target.read_text())["answers"]["/api/runs"][0]["id"] == "one"
+    assert cli.main(["view", str(tmp_path / "gone"), "--report", str(target)]) == 2
+    assert "no folder" in capsys.readouterr().err

@@ -1,0 +1,216 @@
+"""The page in a real browser: damaged, empty, growing folders; small screens, keys, the report."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import time
+from pathlib import Path
+
+from gesso import cli
+from gesso.viewer import report
+from tests.viewer import folders
+from tests.viewer.browser import Browser, Tab
+from tests.viewer.site import Site, Studio, drawing, evaluate
+
+
+def squeezed(tab: Tab) -> int:
+    """Pixels that the page is wider than its window."""
+    return tab.js("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+
+
+def test_a_run_of_another_version_and_damage(tab: Tab, site: Site) -> None:
+    tab.open(f"{site.url}/#/runs")
+    assert "of another version" in tab.text("tr[data-run=odd]")
+    tab.go("#/notes?tick=odd")
+    tab.wait("document.querySelector('.damaged')")
+    assert "a damaged line after step 4" in tab.text(".damaged")
+    assert "unheard-of.key" in tab.text(".config")
+    tab.go("#/evolution?run=odd")
+    tab.wait("document.querySelector('.card .gone')?.innerText === 'cannot be read'")
+    tab.wait("document.querySelectorAll('.card img').length === 2")
+    tab.go("#/curves?tick=odd")
+    tab.wait("document.querySelector('.panel .line')")
+    assert all("/picture?" in told for told in tab.complaints), tab.complaints
+    tab.complaints.clear()  # a browser says itself that a picture could not be had
+
+
+def test_an_empty_folder_says_what_to_do_and_waits(
+    tab: Tab, browser: Browser, tmp_path: Path, artist: Studio
+) -> None:
+    site = Site(tmp_path, artist)
+    tab.open(site.url)
+    assert "gesso train demo" in tab.text("main")
+    tab.go("#/curves")
+    tab.settle()
+    assert "gesso train demo" in tab.text("main")
+    tab.go("#/runs")
+    folders.make(tmp_path / "new", 1)
+    tab.wait("document.querySelectorAll('tr[data-run]').length === 1")
+    tab.js("location.href = 'about:blank'")
+    site.stop()
+
+
+def test_a_live_run_grows_under_it(tab: Tab, tmp_path: Path, artist: Studio) -> None:
+    run = drawing(tmp_path / "live")
+    site = Site(tmp_path, artist)
+    tab.open(f"{site.url}/#/evolution?run=live")
+    tab.wait("document.querySelectorAll('.card img').length === 3")
+    run.append(folders.row(5))
+    run.append(folders.row(6, **{"eval/reward": 0.9}))
+    evaluate(run, 6, [1, 1, 1])
+    tab.wait("document.querySelector('.readout').innerText.includes('step 6')")  # by itself
+    tab.wait("document.querySelector('.card img').src.includes('000006')")
+    tab.key("Home")
+    run.append(folders.row(7))
+    evaluate(run, 8, [1, 1, 1])
+    tab.js("scrollTo(0, 50)")
+    high = tab.js("scrollY")
+    tab.js("news()")
+    tab.wait("evo.found.steps.length === 5")
+    assert "step 0" in tab.text(".readout"), "elsewhere it stays where it was"
+    assert tab.js("scrollY") == high
+    tab.go("#/curves?tick=live")
+    tab.wait("document.querySelector('.panel .line')")
+    run.append(folders.row(8, **{"eval/reward": 0.95}))
+    tab.js("news()")
+    tab.wait("lines.sections[0].charts[0].chart.lines.some((l) => l.x.at(-1) === 8)")
+    tab.go("#/runs")
+    tab.wait("document.querySelector('tr[data-run=live]')?.innerText.includes('8 / 10')")
+    run.append(folders.row(9))
+    drawing(tmp_path / "later")
+    tab.js("location.hash = '#/runs'")  # no run is asked for, and a newer one comes
+    tab.js("news()")
+    tab.wait("document.querySelectorAll('tr[data-run]').length === 2")
+    assert tab.text("h1") == "live", "the one that was shown stays"
+    tab.wait("document.querySelector('tr[data-run=live]').innerText.includes('9 / 10')")
+    site.stop()
+    tab.js("news()")
+    tab.wait("!document.getElementById('banner').hidden")
+    assert "does not answer" in tab.text("#banner") and tab.count("tr[data-run]") == 2
+    site.start()
+    tab.wait("document.getElementById('banner').hidden")
+    tab.js("location.href = 'about:blank'")
+    site.stop()
+    assert all("ERR_CONNECTION" in told for told in tab.complaints), tab.complaints
+    tab.complaints.clear()
+
+
+PLACES = [
+    "runs", "evolution?run=signs", "evolution?run=signs&prompt=0", "evolution?run=count",
+    "evolution?run=count&prompt=0", "curves?tick=signs&tick=count", "groups?run=signs",
+    "playground?run=signs", "notes?tick=signs&tick=count",
+]  # fmt: skip
+
+
+def test_nothing_is_wider_than_a_telephone(browser: Browser, site: Site) -> None:
+    tab = browser.tab(400, 800)
+    tab.open(site.url)
+    for place in PLACES:
+        tab.go(f"#/{place}")
+        tab.wait(f"place.view === '{place.split('?')[0]}' && app.innerText.length > 40")
+        tab.settle()
+        assert squeezed(tab) <= 0, place
+        over = tab.js(
+            "[...document.querySelectorAll('main *')]"
+            ".filter((e) => e.getBoundingClientRect().right > innerWidth + 1)"
+            ".filter((e) => !e.closest('.strip, .table-frame, svg, .aside, .choice input'))"
+            ".map((e) => e.className || e.tagName).slice(0, 5)"
+        )
+        assert over == [], place
+    for mode in ("wipe", "film"):
+        tab.go("#/evolution?run=signs")
+        tab.click(f".filters input[value={mode}]")
+        tab.settle()
+        assert squeezed(tab) <= 0, mode
+    tab.close()
+
+
+def test_light_and_dark(tab: Tab, site: Site) -> None:
+    ground = "getComputedStyle(document.body).backgroundColor"
+    tab.prefer(prefers_color_scheme="light")
+    tab.open(site.url)
+    light = tab.js(ground)
+    tab.prefer(prefers_color_scheme="dark")
+    tab.wait(f"{ground} !== '{light}'")
+    dark = tab.js(ground)
+    tab.click("#theme")
+    assert tab.js(ground) == light
+    tab.open(site.url)
+    assert tab.js(ground) == light, "it is remembered"
+    tab.click("#theme")
+    assert tab.js(ground) == dark
+    tab.js("localStorage.clear()")
+
+
+def test_by_keyboard_alone(tab: Tab, site: Site) -> None:
+    tab.open(site.url)
+    for number, view in enumerate(
+        ["runs", "evolution", "curves", "groups", "playground", "notes"], 1
+    ):
+        tab.key(str(number))
+        tab.wait(f"place.view === '{view}' && app.innerText.length > 40")
+        assert (
+            tab.js("document.querySelector('#tabs [aria-current=page]').innerText.toLowerCase()")
+            == view
+        )
+    tab.key("Tab")
+    assert tab.js("document.activeElement.id") == "skip"
+    tab.key("Enter")
+    assert tab.js("document.activeElement.id") == "app"
+    tab.key("Tab")
+    focused = "getComputedStyle(document.activeElement).outlineStyle"
+    assert tab.js(focused) != "none", "what has the focus is seen"
+    unnamed = (
+        "[...document.querySelectorAll('button, a, input, textarea')].filter((e) => "
+        "!(e.innerText.trim() || e.ariaLabel || e.title || e.closest('label') || e.labels?.length))"
+        ".map((e) => e.outerHTML)"
+    )
+    for place in PLACES:
+        tab.go(f"#/{place}")
+        tab.settle()
+        assert tab.js(unnamed) == [], place
+        assert tab.js("[...document.images].filter((i) => !i.alt).length") == 0, place
+
+
+def test_the_report_works_from_the_disk(tab: Tab, pages: Path, tmp_path: Path) -> None:
+    file = report.write(pages, tmp_path / "report.html")
+    tab.open(file.as_uri())
+    assert tab.count("tr[data-run]") == 3
+    assert "Playground" not in tab.texts("#tabs a") and tab.count("a[download]") == 0
+    tab.go("#/evolution?run=signs")
+    tab.wait("document.querySelectorAll('.card img').length === 3")
+    assert tab.js("document.querySelector('.card img').src").startswith("data:image/webp")
+    tab.key("Home")
+    tab.wait("location.hash.includes('step=0')")
+    assert "READ0" in tab.text(".card") and tab.count("a[download]") == 0
+    tab.go("#/curves?tick=signs&tick=count")
+    tab.wait("document.querySelectorAll('[data-key=reward] .line').length === 4")
+    tab.go("#/groups?run=signs")
+    tab.wait("document.querySelectorAll('.group[open] .sample img').length === 2")
+    tab.go("#/notes?tick=signs")
+    tab.wait("document.querySelector('.note-card')")
+    asked = tab.js(
+        "performance.getEntriesByType('resource').filter((r) => !r.name.startsWith('data:')).length"
+    )
+    assert asked == 0, "nothing is fetched"
+    assert tab.js("window.hacked") is None
+
+
+def test_the_commands_of_the_document_are_commands() -> None:
+    text = (Path(cli.__file__).parents[1] / "docs" / "viewer.md").read_text()
+    commands = re.findall(r"^(?:\w+=\S+ )?gesso (view.*?)(?: +#.*)?$", text, re.M)
+    assert len(commands) == 4
+    for command in commands:
+        cli._parser().parse_args(shlex.split(command))
+
+
+def test_hidden_pages_ask_for_nothing(tab: Tab, site: Site) -> None:
+    tab.open(site.url)
+    asked = (
+        "performance.getEntriesByType('resource')"
+        ".filter((r) => r.name.endsWith('/api/runs')).length"
+    )
+    tab.js("Object.defineProperty(document, 'hidden', {get: () => true})")
+    time.sleep(2.5)
+    assert tab.js(asked) == 1, "only the first time"

@@ -1,0 +1,327 @@
+"""The server without a browser: what it answers, and above all what it does not."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from gesso.types import UserError
+from gesso.viewer import server
+from gesso.viewer.files import Thumbnails, find_runs
+from gesso.viewer.play import Ask
+from tests.viewer import folders
+
+pytest.importorskip("fastapi", reason='the page needs FastAPI: pip install "gesso[viewer]"')
+from starlette.testclient import TestClient
+
+LOCAL = "http://127.0.0.1:7860"
+
+
+class Fake:
+    """A studio that draws nothing, waits until it may go on, and may fail."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.go.set()
+        self.error: Exception | None = None
+        self.asked: list[Ask] = []
+
+    def draw(self, run: Path, asked: Ask, progress: Any) -> dict[str, Any]:
+        self.asked.append(asked)
+        progress.phase("drawing", 4)
+        progress.advance(2)
+        self.go.wait(10)
+        if self.error is not None:
+            raise self.error
+        return {"step": 2, "base": [{"reply": "no"}], "trained": [{"reply": run.name}]}
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    root = tmp_path / "runs"
+    run = folders.make(root / "one", 4)
+    folders.evaluate(run, 0, ["a sign", "another"])
+    folders.evaluate(run, 4, ["a sign", "another"], shade=200)
+    folders.batch(run, 4, [0.5, -0.5])
+    folders.make(root / "deep" / "er" / "two", 2)
+    (tmp_path / "secret.png").write_bytes(b"secret")
+    return root
+
+
+@pytest.fixture
+def studio() -> Fake:
+    return Fake()
+
+
+@pytest.fixture
+def client(runs: Path, studio: Fake) -> Iterator[TestClient]:
+    with TestClient(server.app(runs, studio, None), base_url=LOCAL) as made:
+        yield made
+
+
+def test_runs_are_found_at_any_of_three_depths(runs: Path) -> None:
+    assert list(find_runs(runs)) == ["deep/er/two", "one"]
+    assert list(find_runs(runs / "one")) == ["one"]
+    assert find_runs(runs.parent / "runs" / "one" / "samples") == {}
+    with pytest.raises(UserError, match=r"no folder .*gone; expected the folder of runs"):
+        find_runs(runs / "gone")
+
+
+def test_a_run_under_a_link_is_not_found(runs: Path, tmp_path: Path) -> None:
+    folders.make(tmp_path / "elsewhere" / "three", 1)
+    (runs / "link").symlink_to(tmp_path / "elsewhere")
+    assert list(find_runs(runs)) == ["deep/er/two", "one"]
+
+
+def test_the_page_and_its_parts(client: TestClient) -> None:
+    page = client.get("/")
+    assert page.status_code == 200 and "<script" in page.text
+    for name in server.ASSETS:
+        assert client.get(name).status_code == 200, name
+    policy = page.headers["content-security-policy"]
+    assert "default-src 'none'" in policy and "unsafe" not in policy
+    assert page.headers["x-content-type-options"] == "nosniff"
+
+
+def test_answers(client: TestClient) -> None:
+    table = client.get("/api/runs").json()
+    assert {row["id"] for row in table} == {"one", "deep/er/two"}
+    one = client.get("/api/run", params={"run": "one"}).json()
+    assert one["step"] == 4 and one["group_steps"] == [4] and "reward" in one["keys"]
+    assert 'name = "flow-grpo"' in one["config"]
+    query = {"run": "deep/er/two", "keys": "reward,eval/reward"}
+    found = client.get("/api/curves", params=query).json()
+    assert found["series"]["reward"]["y"] == [0.1, 0.2]
+    evolution = client.get("/api/evolution", params={"run": "one"}).json()
+    assert evolution["steps"] == [0, 4] and len(evolution["prompts"]) == 2
+    groups = client.get("/api/groups", params={"run": "one", "step": "4"}).json()
+    assert groups[0]["samples"][0]["share"] == 0.5
+
+
+def test_a_run_that_begins_later_is_found(client: TestClient, runs: Path) -> None:
+    assert client.get("/api/run", params={"run": "new"}).status_code == 404
+    folders.make(runs / "new", 1)
+    assert client.get("/api/run", params={"run": "new"}).json()["step"] == 1
+
+
+def picture(client: TestClient, name: str, **query: Any) -> Any:
+    return client.get("/picture", params={"run": "one", "name": name, **query})
+
+
+def test_pictures_whole_and_small(client: TestClient, runs: Path) -> None:
+    whole = picture(client, "samples/000004/000.png")
+    assert whole.content == (runs / "one/samples/000004/000.png").read_bytes()
+    assert whole.headers["content-type"] == "image/png"
+    Image.new("RGB", (400, 200), "red").save(runs / "one/samples/000004/000.png")
+    small = picture(client, "samples/000004/000.png", width=96)
+    assert small.headers["content-type"] == "image/webp"
+    assert Image.open(io.BytesIO(small.content)).size == (96, 48)
+    assert picture(client, "samples/000004/000.png", width=97).status_code == 404
+    assert picture(client, "groups/000004/000-01.webp").headers["content-type"] == "image/webp"
+
+
+def test_a_small_version_follows_its_picture(tmp_path: Path) -> None:
+    file = tmp_path / "a.png"
+    made = Thumbnails(limit=1)  # remembers the latest only
+    for colour in ("red", "blue"):
+        Image.new("RGB", (200, 100), colour).save(file)
+        os.utime(file, ns=(0, hash(colour) % 10**9))
+        seen = Image.open(io.BytesIO(made.get(file, 96))).convert("RGB").getpixel((5, 5))
+        assert (seen[0] > 200) == (colour == "red")
+    assert len(made._made) == 1
+
+
+NAMES = [
+    "config.toml",
+    "../../secret.png",
+    "samples/../../../secret.png",
+    "/etc/passwd",
+    "samples/000004/../../../../secret.png",
+    "samples/000004/000.png/../../../../../secret.png",
+    "samples/000004/..%2f..%2f..%2f..%2fsecret.png",
+    "samples\\000004\\000.png",
+    "samples/000004/000.png\x00",
+    "samples/000004/000.png\n",
+    "checkpoints/000004/learner.safetensors",
+    "samples/000004.jsonl",
+    "",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_but_pictures_of_runs_can_be_read(client: TestClient, name: str) -> None:
+    answer = picture(client, name)
+    assert answer.status_code == 404 and "error" in answer.json()
+
+
+@pytest.mark.parametrize("run", ["..", "../runs/one", "/", "one/../one", "", ".", "one/samples"])
+def test_only_runs_that_were_found_can_be_named(client: TestClient, run: str) -> None:
+    query = {"run": run, "name": "samples/000004/000.png"}
+    assert client.get("/picture", params=query).status_code == 404
+    assert client.get("/api/evolution", params={"run": run}).status_code == 404
+
+
+def test_links_out_of_a_run_are_not_followed(
+    client: TestClient, runs: Path, tmp_path: Path
+) -> None:
+    file = runs / "one/samples/000004/000.png"
+    file.unlink()
+    file.symlink_to(tmp_path / "secret.png")
+    assert picture(client, "samples/000004/000.png").status_code == 404
+    outside = tmp_path / "000008"
+    outside.mkdir()
+    (outside / "000.png").write_bytes(b"secret")
+    (runs / "one/samples/000008").symlink_to(outside)
+    assert picture(client, "samples/000008/000.png").status_code == 404
+
+
+def test_encoded_paths_reach_nothing(client: TestClient) -> None:
+    for path in ("/../secret.png", "/%2e%2e/secret.png", "//etc/passwd", "/page/core.js", "/x"):
+        assert client.get(path).status_code == 404, path
+
+
+def test_a_corrupt_picture_is_a_sentence(client: TestClient, runs: Path) -> None:
+    (runs / "one/samples/000004/000.png").write_bytes(b"no picture")
+    answer = picture(client, "samples/000004/000.png", width=96)
+    assert answer.status_code == 404 and "cannot be read" in answer.json()["error"]
+
+
+def test_wrong_questions_are_sentences(client: TestClient) -> None:
+    answer = client.get("/api/groups", params={"run": "one", "step": "x"})
+    assert answer.status_code == 404 and "expected a whole number" in answer.json()["error"]
+    answer = client.get("/film", params={"run": "one", "kind": "avi"})
+    assert answer.json()["error"] == 'kind = "avi" is no film; there are gif, mp4 and sheet'
+    answer = client.get("/film", params={"run": "one", "prompt": "9"})
+    assert answer.json()["error"] == "no prompt 9 among the samples of one"
+    answer = client.get("/film", params={"run": "deep/er/two", "kind": "sheet"})
+    assert answer.json()["error"] == "two has no pictures to make a sheet of"
+
+
+def test_without_a_token_only_this_machine_by_its_own_name(runs: Path, studio: Fake) -> None:
+    made = server.app(runs, studio, None)
+    for host, code in (
+        ("http://localhost:1", 200),
+        ("http://127.0.0.1", 200),
+        ("http://[::1]:80", 200),
+        ("http://evil.example", 403),  # a name that was made to point here
+        ("http://192.168.0.9:7860", 403),
+    ):
+        with TestClient(made, base_url=host) as client:
+            assert client.get("/api/runs").status_code == code, host
+
+
+def test_with_a_token_nothing_is_told_without_it(runs: Path, studio: Fake) -> None:
+    with TestClient(server.app(runs, studio, "s3cret"), base_url="http://10.0.0.1") as client:
+        for path in ("/", "/core.js", "/api/runs", "/?token=wrong", "/api/runs?token=s3cret"):
+            assert client.get(path).status_code == 403, path
+        answer = client.get("/?token=s3cret")  # becomes a cookie, and leaves the address bar
+        assert answer.status_code == 200 and answer.url.query == b""
+        assert client.get("/api/runs").status_code == 200
+        client.cookies.clear()
+        assert client.get("/api/runs").status_code == 403
+        bearer = {"Authorization": "Bearer s3cret"}
+        assert client.get("/api/runs", headers=bearer).status_code == 200
+
+
+def test_another_host_needs_a_token(runs: Path, studio: Fake) -> None:
+    with pytest.raises(UserError, match=r"--host 0\.0\.0\.0 lets other machines in"):
+        server.serve(runs, studio, "0.0.0.0", 0, None)
+
+
+def wait(client: TestClient, state: str) -> dict[str, Any]:
+    for _ in range(500):
+        seen = client.get("/api/play").json()
+        if seen["state"] == state:
+            return seen
+        time.sleep(0.01)
+    raise AssertionError(seen)
+
+
+ASK = {"run": "one", "prompt": "a sign", "seed": 5}
+
+
+def test_the_playground_tells_how_far_it_is_and_what_came_of_it(
+    client: TestClient, studio: Fake
+) -> None:
+    studio.go.clear()
+    assert client.post("/api/play", json=ASK).json()["state"] == "busy"
+    for _ in range(500):
+        seen = client.get("/api/play").json()
+        if seen["doing"] == "drawing" and seen["share"] == 0.5:
+            break
+        time.sleep(0.01)
+    assert (seen["state"], seen["share"], seen["result"]) == ("busy", 0.5, {})
+    answer = client.post("/api/play", json=ASK)
+    assert answer.status_code == 422 and "still drawing" in answer.json()["error"]
+    studio.go.set()
+    assert wait(client, "done")["result"]["trained"] == [{"reply": "one"}]
+    assert studio.asked[0].seed == 5
+
+
+def test_a_playground_that_fails_says_why_and_goes_on(client: TestClient, studio: Fake) -> None:
+    for error, told in (
+        (UserError("no checkpoint yet"), "no checkpoint yet"),
+        (RuntimeError("boom"), "RuntimeError: boom"),
+    ):
+        studio.error = error
+        client.post("/api/play", json=ASK)
+        assert wait(client, "failed")["result"] == {"error": told}
+    studio.error = None
+    client.post("/api/play", json=ASK)
+    wait(client, "done")
+
+
+@pytest.mark.parametrize(
+    ("sent", "told"),
+    [
+        ({"run": "one"}, '"prompt" is missing'),
+        ({**ASK, "n": 99}, '"n" = 99 does not fit'),
+        ({**ASK, "guidance": 2}, 'unknown key "guidance"'),
+    ],
+)
+def test_the_playground_answers_wrong_questions(
+    client: TestClient, sent: dict[str, Any], told: str
+) -> None:
+    answer = client.post("/api/play", json=sent)
+    assert answer.status_code == 422 and told in answer.json()["error"]
+    assert client.post("/api/play", json={**ASK, "run": "../one"}).status_code == 404
+    assert client.post("/api/play", content=b"{").status_code == 422
+
+
+def test_another_page_cannot_make_it_draw(client: TestClient, studio: Fake) -> None:
+    origin = {"Origin": "http://evil.example"}
+    assert client.post("/api/play", json=ASK, headers=origin).status_code == 403
+    assert client.post("/api/play", json=ASK, headers={"Origin": LOCAL}).status_code == 200
+    wait(client, "done")
+    assert len(studio.asked) == 1
+
+
+def test_an_empty_folder(tmp_path: Path, studio: Fake) -> None:
+    with TestClient(server.app(tmp_path, studio, None), base_url=LOCAL) as client:
+        assert client.get("/api/runs").json() == []
+
+
+def test_the_command_serves_and_ends(runs: Path) -> None:
+    command = [sys.executable, "-m", "gesso.cli", "view", str(runs), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        address = line.split(" at ")[1].strip()
+        import httpx
+
+        assert len(httpx.get(f"{address}/api/runs").json()) == 2
+        process.send_signal(signal.SIGINT)
+        assert process.wait(10) == 0
