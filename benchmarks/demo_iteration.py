@@ -51,6 +51,7 @@ PHASES = ("text encoders", "transformer", "decoder", "rest of sampling")
 PHASES += ("waiting for scores", "update", "total")
 Proof = dict[str, tuple[float, float]]  # a difference and the most it may be, by name
 Times = dict[str, float]  # seconds of one iteration by phase
+KEPT = 0.85  # of a recorded ratio
 
 
 def now() -> float:
@@ -98,7 +99,9 @@ class Gesso:
 class Unscored:
     """In the place of the reward service: made-up scores at once."""
 
-    def submit(self, samples: Sequence[Sample]) -> Future[Scored]:
+    processes = 0
+
+    def submit(self, samples: Sequence[Sample], held_out: bool = False) -> Future[Scored]:
         future: Future[Scored] = Future()
         scores = [Score(float(r)) for r in made_up(len(samples))]
         future.set_result(Scored(scores, now(), now()))
@@ -403,18 +406,32 @@ def circumstances(threads: int) -> dict[str, str]:
     }
 
 
-def report(times: dict[str, list[Times]], images: int) -> None:
+def report(times: dict[str, list[Times]], images: int) -> dict[str, float]:
+    """Prints the table; gives the ratios."""
     columns = sorted(times, key=lambda name: ("unscored" in name, name))
     print("\nseconds, median" + "".join(f"{name:>17}" for name in columns))
     middle = {c: {p: median(t[p] for t in times[c]) for p in PHASES} for c in columns}
     for phase in PHASES:
         print(f"{phase:<20}" + "".join(f"{middle[c][phase]:>17.3f}" for c in columns))
     print(f"{'images/s':<20}" + "".join(f"{images / middle[c]['total']:>17.1f}" for c in columns))
+    ratios = {}
     for what, end in (("with scoring", ""), ("without scoring", " unscored")):
         pairs = zip(times["plain" + end], times["gesso" + end], strict=True)
         rounds = [plain["total"] / ours["total"] for plain, ours in pairs]
-        ratio = middle["plain" + end]["total"] / middle["gesso" + end]["total"]
-        print(f"plain / gesso, {what}: {ratio:.2f} (rounds {min(rounds):.2f} to {max(rounds):.2f})")
+        name = f"plain / gesso, {what}"
+        ratios[name] = middle["plain" + end]["total"] / middle["gesso" + end]["total"]
+        print(f"{name}: {ratios[name]:.2f} (rounds {min(rounds):.2f} to {max(rounds):.2f})")
+    return ratios
+
+
+def fallen(found: dict[str, float], recorded: dict[str, float]) -> list[str]:
+    """What is to be said of ratios that are more than 15% under the recorded ones, or missing."""
+    said = []
+    for name, before in recorded.items():
+        now = found.get(name, 0.0)
+        if now < KEPT * before:
+            said.append(f"{name}: {now:.2f}, recorded {before:.2f}, at least {KEPT * before:.2f}")
+    return said
 
 
 def main() -> int:
@@ -422,6 +439,7 @@ def main() -> int:
     parser.add_argument("--recipe", default="demo")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write every round's figures to this file")
+    parser.add_argument("--recorded", type=Path, help="ratios that must not fall by 15%%")
     parser.add_argument("--plain-batch", type=int, help="pictures a batch (default: a group)")
     parser.add_argument("--plain-reward", choices=("threads", "serial"), default="threads")
     parser.add_argument("--side", choices=("gesso", "plain"), help=argparse.SUPPRESS)
@@ -449,11 +467,13 @@ def main() -> int:
     finally:
         for side in sides.values():
             side.close()
-    if times:
-        report(times, job.recipe.data.groups * plain.algorithm.group)
+    ratios = report(times, job.recipe.data.groups * plain.algorithm.group) if times else {}
+    said = fallen(ratios, json.loads(options.recorded.read_text())) if options.recorded else []
+    for words in said:
+        print(f"SLOWER THAN IT WAS: {words}")
     if options.json:
         options.json.write_text(json.dumps({**facts, "proof": proof, "times": times}, indent=1))
-    return 0 if agree else 1
+    return 0 if agree and not said else 1
 
 
 if __name__ == "__main__":

@@ -279,9 +279,7 @@ def main() -> int:
     parser.add_argument("--commit", default="", help="what to call the code that is measured")
     parser.add_argument("--anyway", action="store_true", help="time what is not the same, too")
     parser.add_argument("--no-start", action="store_true", help="do not time new processes")
-    parser.add_argument(
-        "--tiny", action="store_true", help="minutes on a CPU; proves no speed"
-    )
+    parser.add_argument("--tiny", action="store_true", help="minutes on a CPU; proves no speed")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--start", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -317,6 +317,8 @@ def prove(ours: Ours, theirs: Theirs, images: int = 2) -> dict[str, tuple[float,
     The plain side's distance is the floor: what half precision itself loses."""
     found: dict[str, tuple[float, float]] = {}
     plain = theirs.plain
+    plain.reset()
+    ours.model.policy.load(ours.start)
     for gradient in ("both", "conditional"):
         algorithm = FlowGRPO(
             beta=0.0, group=images, updates=1, guidance_gradient=gradient, clip=1e3

@@ -1,7 +1,7 @@
 """One iteration of GRPO with LoRA on a model that sees and writes: 64 prompts with a picture, 8
 replies each of 256 tokens. See README.md.
 
-    python benchmarks/token_iteration.py --json out.json      # a CUDA device: Qwen2.5-VL-3B's shape
+    python benchmarks/token_iteration.py [--out FOLDER]       # a CUDA device: Qwen2.5-VL-3B's shape
     python benchmarks/token_iteration.py --tiny               # the same code on a CPU, in a minute
 
 Weights are random, so replies are of one length by force. (a) is transformers' `generate` with its
@@ -17,6 +17,7 @@ import io
 import json
 import shutil
 import subprocess
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -408,44 +409,52 @@ def ratios(bench: Bench) -> None:
 def circumstances(bench: Bench) -> dict[str, Any]:
     import transformers
 
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     name = torch.cuda.get_device_name() if bench.device.type == "cuda" else "CPU"
     return {
         "date": time.strftime("%Y-%m-%d"), "device": name, "torch": torch.__version__,
-        "transformers": transformers.__version__, "commit": commit.stdout.strip(),
-        "size": bench.size.__dict__,
+        "transformers": transformers.__version__, "commit": commit,
+        "command": " ".join(["python", *sys.argv]), "size": bench.size.__dict__,
     }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tiny", action="store_true", help="the bundled model on a CPU")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--folder", type=Path, default=Path("/dev/shm/gesso-3b"))
-    parser.add_argument("--parts", default="ours,update,a,b", help="of: ours, update, a, b")
-    asked = parser.parse_args()
-    parts = asked.parts.split(",")
-    device = torch.device("cpu" if asked.tiny else "cuda")
-    dtype = torch.float32 if asked.tiny else torch.bfloat16
-    size = TINY if asked.tiny else FULL
-    bench = Bench(ZOO if asked.tiny else asked.folder, size, device, dtype)
-    if not asked.tiny and not (asked.folder / "config.json").is_file():
-        make_model(asked.folder, device, dtype)
-        bench.say("model made")
-    bench.fresh()
-    bench.figures["circumstances"] = circumstances(bench)
+def table(figures: dict[str, Any]) -> list[str]:
+    shown = ("seconds", "tokens_per_s", "ms_a_step", "share_of_bandwidth_bound", "share_of_peak")
+    shown += ("peak_gb",)
+    lines = ["| | " + " | ".join(shown) + " |", "|---" * (len(shown) + 1) + "|"]
+    for name, row in figures.items():
+        if isinstance(row, dict) and "seconds" in row:
+            cells = [f"{row[key]:.4g}" if key in row else "" for key in shown]
+            lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return [*lines, "", *(f"- {k}: {v:.2f}" for k, v in figures.get("ratios", {}).items())]
+
+
+def write(out: Path | None, figures: dict[str, Any]) -> None:
+    """After every part: a run that is cut short leaves what it has."""
+    if out is None:
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    facts = figures["circumstances"]
+    file = out / f"token-{facts['date']}"
+    file.with_suffix(".json").write_text(json.dumps(figures, indent=1))
+    told = [f"- {name}: {value}" for name, value in facts.items()]
+    file.with_suffix(".md").write_text("\n".join([*told, "", *table(figures), ""]))
+
+
+def run(bench: Bench, parts: list[str], out: Path | None) -> None:
+    size = bench.size
 
     def part(name: str, work: Callable[[], Any]) -> Any:
         if name not in parts:
             return None
         try:
             return work()
-        except Exception:
+        except Exception:  # told at the end; what was measured stays
             traceback.print_exc()
-            bench.figures[f"failed: {name}"] = traceback.format_exc(limit=-2)
+            bench.figures.setdefault("failed", []).append(name)
         finally:
-            if asked.json:
-                asked.json.write_text(json.dumps(bench.figures, indent=1))
+            write(out, bench.figures)
 
     ceilings(bench)
     model = ours(bench)
@@ -454,23 +463,47 @@ def main() -> None:
     rollout = rollout_of(bench, pieces) if pieces else None
     if rollout is not None:
         part("update", lambda: update_ours(bench, model, rollout))
-    adapters = {name: p.data for name, p in model.policy.trained.items()}
+    orders = size.rows, size.rows[:: size.group]  # all at once, and one reply a prompt
     if "a" in parts:
-        plain = theirs(bench, adapters)
+        plain = theirs(bench, {name: p.data for name, p in model.policy.trained.items()})
         if rollout is not None:
             part("a", lambda: update_theirs(bench, model, plain, rollout))
-        for rows in (size.rows, size.rows[:: size.group]):
+        for rows in orders:
             part("a", lambda rows=rows: sample_theirs(bench, "a", plain, model, rows, 16))
         del plain
     if "b" in parts:
         plain = theirs(bench, None)
         how = {"cache_implementation": "static"}
-        for rows in (size.rows, size.rows[:: size.group]):
+        for rows in orders:
             part("b", lambda rows=rows: sample_theirs(bench, "b", plain, model, rows, 32, **how))
     ratios(bench)
-    if asked.json:
-        asked.json.write_text(json.dumps(bench.figures, indent=1))
+    write(out, bench.figures)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tiny", action="store_true", help="the bundled model; proves no speed")
+    parser.add_argument("--out", type=Path, help="folder for a dated table and its figures")
+    parser.add_argument(
+        "--folder", type=Path, default=Path("/dev/shm/gesso-3b"), help="for weights"
+    )
+    parser.add_argument("--parts", default="ours,update,a,b", help="of: ours, update, a, b")
+    asked = parser.parse_args()
+    if not asked.tiny and not torch.cuda.is_available():
+        parser.error("a CUDA device is needed; --tiny runs the same code without one")
+    device = torch.device("cpu" if asked.tiny else "cuda")
+    dtype = torch.float32 if asked.tiny else torch.bfloat16
+    size = TINY if asked.tiny else FULL
+    bench = Bench(ZOO if asked.tiny else asked.folder, size, device, dtype)
+    if not asked.tiny and not (asked.folder / "config.json").is_file():
+        asked.folder.mkdir(parents=True, exist_ok=True)
+        make_model(asked.folder, device, dtype)
+        bench.say("model made")
+    bench.fresh()
+    bench.figures["circumstances"] = circumstances(bench)
+    run(bench, asked.parts.split(","), asked.out)
+    return 1 if "failed" in bench.figures else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -21,13 +21,16 @@ from tests.viewer.browser import Browser, Tab, find  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 BOTH = "tick=demo-001&tick=demo-vlm-001"
-SHORT = {"demo": "steps=24", "demo-vlm": "steps=30"}
+SHORT = {
+    "demo": ["steps=24", "eval.every=3", "eval.prompts=48"],
+    "demo-vlm": ["steps=30", "eval.every=4"],
+}
 PLAYED = 300.0  # seconds for the playground: it loads the model
 
 
 def train(runs: Path) -> None:
-    for recipe, steps in SHORT.items():
-        command = [sys.executable, "-m", "gesso.cli", "train", recipe, steps]
+    for recipe, settings in SHORT.items():
+        command = [sys.executable, "-m", "gesso.cli", "train", recipe, *settings]
         subprocess.run([*command, "--run", str(runs / f"{recipe}-001")], check=True, cwd=ROOT)
 
 

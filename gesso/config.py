@@ -95,6 +95,19 @@ class TokenModel(AnyModel):
     fold: bool | None = None  # LoRA in the weights while these stand still; None: where it pays
 
     @model_validator(mode="after")
+    def _as_it_is(self) -> TokenModel:
+        if self.fold and (self.lora is None or self.quantize is not None):
+            raise ValueError(
+                "fold = true folds a LoRA into weights that are not quantized; set model.lora.rank "
+                "and leave quantize out, or leave fold out"
+            )
+        if self.compile and self.quantize is not None:
+            raise ValueError(
+                f'compile = true does not go with quantize = "{self.quantize}"; leave one out'
+            )
+        return self
+
+    @model_validator(mode="after")
     def _bounded(self) -> TokenModel:
         low, high = self.min_pixels, self.max_pixels
         if low is not None and high is not None and low > high:

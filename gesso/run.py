@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from gesso.models.tokens.base import TokenModel
 
 
+REPORT = "report.html"
+
+
 @dataclass(frozen=True)
 class Job:
     """A recipe's objects, ready to work together."""
@@ -201,7 +204,7 @@ def _shown(recipe: Recipe, quiet: bool, shown: Display | None) -> Display:
 
 def _run(job: Job, run: RunFolder, display: Display) -> RunFolder:
     from gesso.loop import Loop
-    from gesso.track import report
+    from gesso.viewer import report
 
     def tell(text: str) -> None:
         run.note(text)
@@ -221,7 +224,7 @@ def _run(job: Job, run: RunFolder, display: Display) -> RunFolder:
                 run=run,
                 watcher=watchers,
                 should_stop=should_stop,
-                after_eval=lambda: report.write(run.path),
+                after_eval=lambda: report.write(run.path, run.path / REPORT),
             )
             loop.train()
         ok = True
@@ -238,7 +241,7 @@ def _run(job: Job, run: RunFolder, display: Display) -> RunFolder:
     finally:
         job.close()
         try:
-            report.write(run.path)
+            report.write(run.path, run.path / REPORT)
         except OSError as error:  # must not hide why the run stopped
             display.note(f"no report.html: {error}")
         watchers.finish(ok)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ class Studio:
     def draw(self, path: Path, asked: Ask, progress: Progress) -> dict[str, Any]:
         ready = self._load(path, progress)
         prompt = ready.trained.ask(asked.prompt, _pictures(asked))
+        if asked.answer:
+            prompt = replace(prompt, columns={**prompt.columns, "answer": asked.answer})
         rows, seeds = [0] * asked.n, picture_seeds(asked.seed, asked.n)
         drawn: list[Sample] = []
         for which in SIDES:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +48,31 @@ def job(request: pytest.FixtureRequest, recipe_data: dict[str, Any]) -> Iterator
     job = assemble(build.recipe_from(recipe_data))
     yield job
     job.close()
+
+
+def test_a_lead_that_fell_is_told(benchmark: ModuleType) -> None:
+    recorded = {"a": 2.0, "b": 1.0}
+    assert benchmark.fallen({"a": 1.71, "b": 3.0, "c": 0.1}, recorded) == []
+    assert benchmark.fallen({"a": 1.69, "b": 0.86}, recorded) == [
+        "a: 1.69, recorded 2.00, at least 1.70"
+    ]
+    assert len(benchmark.fallen({}, recorded)) == 2
+    file = Path(benchmark.__file__).parent / "recorded.json"
+    assert all(ratio > 1 for ratio in json.loads(file.read_text()).values())
+
+
+@pytest.mark.slow
+def test_an_iteration_of_writers(tmp_path: Path) -> None:
+    """On the bundled model: both sides run, their log-probs meet, and nothing failed."""
+    script = Path(__file__).parent.parent / "benchmarks" / "token_iteration.py"
+    command = [sys.executable, str(script), "--tiny", "--parts", "ours,update,a", "--out"]
+    subprocess.run([*command, str(tmp_path)], check=True, capture_output=True)
+    figures = json.loads(next(tmp_path.glob("token-*.json")).read_text())
+    assert figures["update_padded"]["gap_to_our_sampler_max"] <= 1e-4
+    assert figures["update_ours"]["first_abs_dlogp_max"] <= 1e-4
+    assert figures["update_ours"]["compiled_later"] == 0
+    assert "iteration, (a) / ours" in figures["ratios"]
+    assert "| update_ours |" in next(tmp_path.glob("token-*.md")).read_text()
 
 
 @pytest.mark.parametrize(
@@ -126,3 +153,42 @@ def test_trl_has_the_same_loss_and_gradients(against_trl: ModuleType, replies: J
     proof = against_trl.prove(ours, trl)
     wrong = {name for name, (difference, limit) in proof.items() if difference > limit}
     assert {"log-probs", "loss, dapo, beta 0", "gradient, dapo, beta 0, worst tensor"} <= wrong
+
+
+@pytest.fixture(scope="module")
+def flow_iteration() -> Iterator[ModuleType]:
+    yield from script("flow_iteration")
+    for name in ("flow_sides", "flow_plain"):
+        del sys.modules[name]
+
+
+def test_both_sides_of_a_large_flow_model_compute_the_same(
+    flow_iteration: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a tiny one; ours runs in float32 here, so that it must meet the float32 run itself."""
+    b = flow_iteration
+    cpu = torch.device("cpu")
+    b.write_pipeline(b.TINY, tmp_path, cpu)
+    ours = b.Ours.load(tmp_path, b.TINY, cpu)
+    theirs = b.Theirs.load(tmp_path, ours)
+    proof = b.prove(ours, theirs)
+    assert all(mine < 1e-4 < floor for mine, floor in proof.values()), proof
+
+    name = "Flow-GRPO-Fast"
+    row = b.measure(name, b.cases(b.TINY.images)[name], ours, theirs, b.Memory(), rounds=1)
+    assert row["compiled_later"] == 0 and row["gap"] == 0
+    assert "**" in b.table({name: row}, b.TINY, 1e12)[-1]
+
+    wrong = {name: tensor + 0.05 for name, tensor in ours.start.items()}
+    monkeypatch.setattr(theirs.plain, "start", wrong)
+    proof = b.prove(ours, theirs)
+    wrong_ones = {name for name, (mine, floor) in proof.items() if mine > b.SLACK * floor}
+    assert {"latents at the end", "gradient, both", "gradient, conditional"} <= wrong_ones, proof
+
+
+def test_arithmetic_is_what_torch_counts(flow_iteration: ModuleType) -> None:
+    sides = sys.modules["flow_sides"]
+    there, back = flow_iteration.counted(sides.MEDIUM)
+    assert sides.flops(sides.MEDIUM, backward=False) == pytest.approx(there, rel=0.001)
+    thin = 8 * 1536 * 32 * (24 * 4 * (1024 + 205) - 205)  # of rank 32; torch counts rank 1 there
+    assert sides.flops(sides.MEDIUM, backward=True) - thin == pytest.approx(back, rel=0.01)

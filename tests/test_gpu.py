@@ -166,7 +166,8 @@ def test_nothing_is_compiled_after_the_first_iteration(tmp_path: Path) -> None:
     from tests.tokens import Tiny
 
     tiny = Tiny("qwen2.5-vl", tokens.build("qwen2.5-vl", tmp_path / "model", 64))
-    model = tiny.model(device="cuda", dtype="bfloat16", lora=Lora(rank=4, alpha=8))
+    lora = Lora(rank=4, alpha=8)
+    model = tiny.model(device="cuda", dtype="bfloat16", lora=lora, compile=True)
     sampler = DecodingSampler(model, 6)
     graphs = []
     for row, seed in (([0, 0, 1, 1, 2, 2], 0), ([2, 1, 1, 1, 0, 2], 50), ([0, 0, 0, 0, 0, 1], 90)):

@@ -495,7 +495,7 @@ def test_every_sitting_tests_itself(recipe_data: dict, tmp_path: Path) -> None:
     pattern = r"self-test: replay differs from sampling by at most \d\.\de[-+]\d+, clip 0.2: fine"
     assert re.fullmatch(pattern, first) and re.fullmatch(pattern, second)
     page = (tmp_path / "run" / "report.html").read_text()
-    assert "self-test: replay differs" in page and 'aria-label="diversity"' in page
+    assert "self-test: replay differs" in page and '"diversity"' in page
 
 
 def test_an_algorithm_without_log_probs_has_nothing_to_test(

@@ -13,9 +13,9 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "gesso"
 # From the roof to the cellar; a room may import the rooms after it and its own files.
 ROOMS = [
-    "cli", "studio", "check", "memory", "run", "loop", "viewer", "use", "health", "build", "cluster",
-    "learner", "samplers", "algorithms", "models", "rewards", "data", "track", "zoo", "formulas",
-    "config", "serving", "types",
+    "cli", "studio", "check", "memory", "run", "loop", "viewer", "use", "health", "build",
+    "cluster", "learner", "samplers", "algorithms", "models", "rewards", "data", "track", "zoo",
+    "formulas", "config", "serving", "types",
 ]  # fmt: skip
 
 

@@ -314,7 +314,7 @@ def test_a_full_disk_while_saving_loses_nothing(
 def test_a_full_disk_anywhere_else_is_one_sentence_too(
     recipe_data: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gesso.track import report
+    from gesso.viewer import report
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -323,7 +323,7 @@ def test_a_full_disk_anywhere_else_is_one_sentence_too(
     monkeypatch.setattr(
         RunFolder, "append", lambda self, row: full() if row["step"] == 2 else honest(self, row)
     )
-    monkeypatch.setattr(report, "write", lambda path: full() if (path / "x").exists() else path)
+    monkeypatch.setattr(report, "write", lambda path, to: full() if (path / "x").exists() else to)
     with pytest.raises(StopRun, match=r"could not write to .* No space left .* is step 1; make"):
         go(recipe_data, tmp_path / "run")
     (tmp_path / "run" / "x").touch()  # now the report cannot be written either: same sentence

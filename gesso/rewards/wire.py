@@ -2,10 +2,10 @@
 
 `samples` frame:  {"samples": [{"text", "negative", "columns", "where", "seed", "reply", "tokens",
                   "shape"}, …]} and a line break, then the pixels; a null "reply" or "shape" means
-                  no text or no picture. A prompt with messages or pictures has "messages" and "images": each
-                  its path and its place among "pictures", the lengths of the files that follow the
-                  pixels, each once. The place is null where the file is gone: whoever opens it is
-                  told.
+                  no text or no picture. A prompt with messages or pictures has "messages" and
+                  "images": each its path and its place among "pictures", the lengths of the files
+                  that follow the pixels, each once. The place is null where the file is gone:
+                  whoever opens it is told.
 `scores` frame:   {"scores": [{"value", "parts", "text", "error"}, …]}\\n
 """
 

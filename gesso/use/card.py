@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from gesso.config import PACKAGE, ZOO, Recipe, family, resolve_path
-from gesso.track import report
+from gesso.track import figures
 from gesso.track.console import held_out_key
 from gesso.track.run_folder import RunFolder
 from gesso.track.samples import Shown
@@ -92,7 +92,7 @@ def _shown(run: RunFolder, step: int) -> dict[int, list[Shown]]:
     files = {int(f.stem): f for f in (run.path / "samples").glob("*.jsonl") if f.stem.isdigit()}
     steps = sorted(s for s in files if s <= step)
     ends = dict.fromkeys(steps[:1] + steps[-1:])
-    found = {s: report.lines(files[s], Shown.of, []) for s in ends}
+    found = {s: figures.lines(files[s], Shown.of, []) for s in ends}
     return {s: rows for s, rows in found.items() if rows}
 
 
@@ -192,8 +192,8 @@ def _result(facts: Facts, aside: Path) -> str:
         lines.append(f"| {_md(key.removeprefix('eval/'))} | {said} | {last[key]:.3f} |")
     sources = " and ".join(f"`{source.path}`" for source in facts.recipe.data.eval)
     told = (
-        f"On {facts.recipe.eval.prompts} prompts of {sources}, one sample each, always from the "
-        "same seeds."
+        f"On the first {facts.recipe.eval.prompts} prompts of {sources} (all, where it has fewer), "
+        "one sample each, always from the same seeds."
     )
     if facts.recipe.learner.ema is not None and facts.source.table == "current":
         told += " These figures are of the averaged weights; the ones here are the current ones."
@@ -201,8 +201,8 @@ def _result(facts: Facts, aside: Path) -> str:
         told += f" The last evaluation before step {facts.source.step} is of step {last['step']}."
     key = facts.figure
     twin = "reward" if key == "eval/reward" else key.replace("eval/", "reward/", 1)
-    lines_of = {"held-out": report.series(facts.rows, key)}
-    lines_of["training"] = report.series(facts.rows, twin)
+    lines_of = {"held-out": figures.series(facts.rows, key)}
+    lines_of["training"] = figures.series(facts.rows, twin)
     curve(key.removeprefix("eval/"), lines_of).save(aside / CURVE)
     picture = f"![{_md(key.removeprefix('eval/'))} over the steps of training]({CURVE})"
     return "\n".join(["## What it learnt", "", picture, "", *lines, "", told])
@@ -250,7 +250,7 @@ def _cell(run: RunFolder, step: int, row: Shown) -> Cell:
     try:
         with Image.open(run.path / "samples" / f"{step:06d}" / Path(row.image).name) as opened:
             return Cell(opened.convert("RGB"), reward + read)
-    except OSError:  # missing or damaged: the others still show
+    except Exception:  # Pillow has a dozen types for damaged files; the others still show
         return Cell(None, f"{row.image} cannot be read")
 
 
@@ -284,6 +284,12 @@ def _use(facts: Facts, aside: Path) -> str:
     code = usage.code(facts.trained, example, facts.whole)
     same = "picture" if facts.draws else "reply"
     looking = f" --image {usage.EXAMPLE}" if example.picture is not None else ""
+    _, as_trained = usage.ask(facts.trained, example)
+    if not as_trained:
+        return (
+            f"## Use it\n\n{_fenced(code, 'python')}\n\nIn training, data.template of the recipe "
+            "stood around each question; it is not in these lines."
+        )
     return (
         f"## Use it\n\n{_fenced(code, 'python')}\n\nThat is the {same} that Gesso gives, with this "
         f"folder as DIR:\n\n{_fenced(f'gesso sample DIR {shlex.quote(example.prompt)}{looking}')}"

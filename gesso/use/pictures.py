@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gesso.track.report import Points, ticks
+from gesso.track.figures import Points, ticks
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -105,13 +105,17 @@ def curve(title: str, lines: Mapping[str, Points], size: tuple[int, int] = (640,
     for step in dict.fromkeys((start, start + reach)):
         write(at(step, marks[0])[0], (height - foot + 8) * FINE, f"step {step}", FAINT, "mt")
     write(left * FINE, 10 * FINE, title, INK, "lt", 14)
-    x = float(left)
+    x, told = float(left), list[float]()
     for (name, points), colour in zip(lines.items(), COLOURS, strict=False):
         path = [at(*point) for point in points]
         pen.line(path, fill=colour, width=2 * FINE, joint="curve")
         for px, py in path if len(path) <= 24 else (path[0], path[-1]):
             pen.ellipse([px - 3 * FINE, py - 3 * FINE, px + 3 * FINE, py + 3 * FINE], fill=colour)
-        write(path[-1][0] + 8 * FINE, path[-1][1], f"{points[-1][1]:.3f}", colour, "lm")
+        y = path[-1][1]
+        while any(abs(y - other) < 13 * FINE for other in told):  # labels do not lie on each other
+            y += 13 * FINE
+        told.append(y)
+        write(path[-1][0] + 8 * FINE, y, f"{points[-1][1]:.3f}", colour, "lm")
         if len(lines) > 1:
             write(x * FINE, 29 * FINE, name, colour, "lt")
             x += _font(12).getlength(plain(name)) + 18

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gesso.config import ZOO, Model, TokenModel
-from gesso.types import Prompt, SampleSpec
+from gesso.types import Picture, Prompt, SampleSpec, UserError
 from gesso.use.trained import AS_EVALUATED, Trained, picture_seeds
 
 EXAMPLE = "example.png"
@@ -22,6 +22,16 @@ class Example:
 
     prompt: str
     picture: Path | None = None
+
+
+def ask(trained: Trained, example: Example) -> tuple[Prompt, bool]:
+    """The prompt as Gesso would ask it, and whether it could: a template may lie elsewhere by now,
+    or want columns that a prompt alone has not. Then it is as a person would ask it."""
+    pictures = [example.picture] if example.picture else []
+    try:
+        return trained.ask(example.prompt, pictures), True
+    except UserError:
+        return Prompt(example.prompt, images=tuple(Picture(str(p)) for p in pictures)), False
 
 
 def code(trained: Trained, example: Example, whole: bool) -> str:
@@ -78,7 +88,7 @@ def _base(path: str) -> str:
 def _writing(trained: Trained, section: TokenModel, example: Example, whole: bool) -> str:
     model: Any = trained.model
     spec = trained.spec(AS_EVALUATED, several=False)
-    asked = trained.ask(example.prompt, [example.picture] if example.picture else [])
+    asked, _ = ask(trained, example)
     half = section.dtype != "float32"
     dtype = f", dtype=torch.{section.dtype}" if half else ""
     loads = f"{model.auto}.from_pretrained({'folder' if whole else 'base'}{dtype})"

@@ -17,6 +17,7 @@ class Ask(Strict):
     seed: int = Field(0, ge=0, lt=2**31)
     n: int = Field(1, ge=1, le=16)
     image: str = ""  # base64 of a picture to look at, for a model that sees
+    answer: str = Field("", max_length=2_000)  # the wanted one, for rewards that look for it
     score: bool = True  # by the run's rewards, too
 
 

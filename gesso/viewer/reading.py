@@ -21,6 +21,7 @@ from typing import Any
 
 from gesso.health import SERIOUS
 from gesso.track.console import held_out_key
+from gesso.track.figures import lines, series
 from gesso.track.samples import Shown
 from gesso.viewer.files import NotShown, picture
 
@@ -145,8 +146,8 @@ class Reader:
             return self._known[1]
         stamp = self._file
         key = held_out_key(self.keys())
-        train, held_out = column(rows, "reward"), column(rows, key)
-        speed = column(rows, "samples_per_s")
+        train, held_out = series(rows, "reward"), series(rows, key)
+        speed = series(rows, "samples_per_s")
         step = rows[-1]["step"] if rows else 0
         told = {
             "step": step,
@@ -159,13 +160,13 @@ class Reader:
                 "best": max((v for _, v in held_out), default=None),
             },
             "samples_per_s": speed[-1][1] if speed else None,
-            "seconds": (column(rows, "time/total") or [(0, 0.0)])[-1][1],
+            "seconds": (series(rows, "time/total") or [(0, 0.0)])[-1][1],
             "spark": [round(v, 4) for _, v in thin(train, 40)],
         }
         found = {
             "told": told,
             "step": step,
-            "times": [v for _, v in column(rows[1:], "time/step")][-RECENT:],
+            "times": [v for _, v in series(rows[1:], "time/step")][-RECENT:],
             "health": rows[-1].get("health", []) if rows else [],
         }
         self._known = (stamp, found)
@@ -222,18 +223,18 @@ class Reader:
         """Series of these keys, at most `points` long, against steps, samples and seconds."""
         rows = self.rows()
         a_step = _samples_a_step(self.config())
-        seconds = dict(column(rows, "time/total"))
-        series = {}
+        seconds = dict(series(rows, "time/total"))
+        drawn = {}
         for key in keys:
-            found = column(rows, key)
+            found = series(rows, key)
             line = thinned(found, points)
             if line:
                 steps = line["step"]
                 line["count"] = len(found)
                 line["seconds"] = [seconds.get(s) for s in steps]
                 line["samples"] = [s * a_step for s in steps] if a_step else [None] * len(steps)
-                series[key] = line
-        return {"series": series, "step": rows[-1]["step"] if rows else 0}
+                drawn[key] = line
+        return {"series": drawn, "step": rows[-1]["step"] if rows else 0}
 
     def keys(self) -> list[str]:
         """Of all figures that have a number anywhere."""
@@ -286,7 +287,8 @@ class Reader:
                 found = file.stat()
                 stamp = (found.st_mtime_ns, found.st_size)
                 if file not in self._evaluations or self._evaluations[file][0] != stamp:
-                    self._evaluations[file] = (stamp, *_shown(file))
+                    bad: list[str] = []
+                    self._evaluations[file] = (stamp, lines(file, Shown.of, bad), bad)
             return {int(file.stem): self._evaluations[file][1] for file in files}
 
     def group_steps(self) -> list[int]:
@@ -306,11 +308,6 @@ class Reader:
                     sample["image"] = f"groups/{sample['image']}"
             found.append(row)
         return found
-
-
-def column(rows: Sequence[Row], key: str) -> list[tuple[int, float]]:
-    """(step, value) of every row that has a finite `key`."""
-    return [(row["step"], v) for row in rows if (v := _number(row.get(key))) is not None]
 
 
 def thin(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
@@ -356,19 +353,6 @@ def _cell(row: Shown) -> dict[str, Any]:
         cell["reply"] = row.reply
     said = {"text": row.text, "error": row.error, "right": row.right}
     return cell | {key: value for key, value in said.items() if value not in ("", None)}
-
-
-def _shown(file: Path) -> tuple[list[Shown], list[str]]:
-    """The whole rows of an evaluation, and sentences about the others."""
-    rows, bad = [], []
-    for number, line in enumerate(file.read_bytes().splitlines(), 1):
-        row = _loads(line)
-        found = Shown.of(row) if row is not None else None
-        if found is None:
-            bad.append(f"samples/{file.name}, line {number}: half-written or damaged, left out")
-        else:
-            rows.append(found)
-    return rows, bad
 
 
 def _loads(line: str | bytes) -> Row | None:

@@ -11,7 +11,8 @@ import torch
 
 from gesso import build
 from gesso.algorithms.flow_grpo import FlowGRPO
-from gesso.models.flow.compiled import compile_blocks, filled, sizes
+from gesso.config import Model
+from gesso.models.flow.compiled import compile_blocks, compiles, filled, folds, sizes
 from gesso.types import Conditioning, Rollout, UserError
 from tests import pipelines
 from tests.rollouts import parts_of, rollout_of
@@ -160,7 +161,7 @@ def test_filled_rows_repeat_the_last() -> None:
     assert filled(x, sigma, cond, (2,))[0] is x  # larger than all: as it is
 
 
-@pytest.mark.parametrize("gradient", ["both", "conditional"])
+@pytest.mark.parametrize("gradient", ["both", pytest.param("conditional", marks=pytest.mark.slow)])
 def test_blocks_are_compiled_once(data: dict, gradient: str) -> None:
     """Three kinds of block, one size: sampling, reference and training share three graphs, and
     replay meets sampling to the bit. The backend stops before code is made, which takes minutes
@@ -198,3 +199,29 @@ def test_on_a_cpu_neither_is_on_unless_asked_for(data: dict) -> None:
     model = build.model(build.recipe_from(data))
     assert isinstance(build.algorithm(build.recipe_from(data)), FlowGRPO)
     assert not model.compiled and not model.policy.folds
+
+
+def test_large_ones_are_compiled_on_cuda_by_themselves(data: dict) -> None:
+    cuda, cpu, meta = (torch.device(name) for name in ("cuda", "cpu", "meta"))
+    blocks = ("Block",)
+    with meta:
+        large, small = torch.nn.Linear(30_000, 20_000), torch.nn.Linear(2, 2)
+    settings = build.recipe_from(data).model
+    assert isinstance(settings, Model)
+    auto = settings.model_copy(update={"fold": None})
+    assert compiles(auto, cuda, large, blocks) and folds(auto, cuda)
+    assert not compiles(auto, cuda, small, blocks)
+    assert not compiles(auto, cpu, large, blocks) and not folds(auto, cpu)
+    assert not compiles(auto, cuda, large, ())
+    four_bits = auto.model_copy(update={"quantize": "nf4"})
+    assert not compiles(four_bits, cuda, large, blocks) and not folds(four_bits, cuda)
+    asked = auto.model_copy(update={"compile": True, "fold": True})
+    assert compiles(asked, cpu, small, blocks) and folds(asked, cpu)
+    assert not compiles(asked, meta, small, blocks) and not folds(asked, meta)
+
+
+def test_the_recipe_of_the_page_on_performance() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text(encoding="utf-8")
+    section = page.split("```toml\n")[1].split("```")[0]
+    found = Model.model_validate(build.tomllib.loads(section)["model"])
+    assert found.compile and found.fold and found.lora is not None

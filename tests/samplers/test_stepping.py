@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from gesso.config import Lora
+from gesso.config import Lora, TokenModel
 from gesso.models.tokens import stepping
 from gesso.models.tokens.transformer import TransformerModel
 from gesso.samplers import decode
@@ -45,7 +45,7 @@ def fixed(monkeypatch: Any) -> list[int]:
 def test_fixed_turns_write_the_same_replies(tiny: Tiny, monkeypatch: Any, fixed: Any) -> None:
     """Slots are used again, replies end early and late, and the host looks a turn behind."""
     for lora in (None, LORA):
-        model = tiny.model(lora=lora, fold=True)
+        model = tiny.model(lora=lora, fold=lora is not None)
         if lora:
             stirred(model)
         found = {batch: draw(DecodingSampler(model, batch), tiny) for batch in (3, 64)}
@@ -63,3 +63,27 @@ def test_fixed_turns_write_the_same_replies(tiny: Tiny, monkeypatch: Any, fixed:
             assert gap(model.logp(piece.trace, 0.9).logp, piece.logp) <= 1e-4
         monkeypatch.setattr(decode, "_Writing", decode._Fixed)
         monkeypatch.setattr(TransformerModel, "steps_itself", True)
+
+
+def test_two_adapters_are_not_folded(tmp_path: Path) -> None:
+    """A critic's adapter takes turns with the policy's: which is in the weights would change."""
+    tiny = Tiny("qwen2", tokens.build("qwen2", tmp_path / "qwen2"))
+    model = tiny.model(lora=LORA, fold=True)
+    assert model.policy.folds
+    model.policy.second_adapter("critic", 0)
+    assert not model.policy.folds
+    with model.policy.standing():
+        assert all(layer.folded is None for layer in model.policy._layers)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"fold": True}, r"fold = true folds a LoRA.*set model\.lora\.rank"),
+        ({"fold": True, "lora": LORA, "quantize": "nf4"}, "not quantized"),
+        ({"compile": True, "lora": LORA, "quantize": "nf4"}, "compile = true does not go with"),
+    ],
+)
+def test_what_cannot_be_folded_or_compiled(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        TokenModel(path="x", **settings)

@@ -289,7 +289,7 @@ def test_online_without_a_network_is_given_up(
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # nobody is there
     (told,) = sitting(folder, "wandb", offline=False, patience=6.0)
-    assert told.startswith("tracker wandb is switched off: it gave no answer in 6 s")
+    assert re.match("tracker wandb is switched off: it (gave no answer|was not done)", told)
 
 
 def test_a_place_and_a_name_of_ones_own(folder: RunFolder, tmp_path: Path) -> None:

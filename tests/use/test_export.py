@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -133,8 +136,8 @@ def test_log_probs_and_replies_of_plain_transformers(
         base = padded_logp(model.plain(), trace, 1.0, trained.model.suppressed)
         again = load(folder).model.logp(trace, 1.0).logp
     assert (ours - base).abs().max() > 0.1  # training has moved it
-    assert (ours - theirs).abs().max() <= LOGP_GAP * max(1.0, float(ours.abs().max()))
-    assert (ours - again).abs().max() <= LOGP_GAP * max(1.0, float(ours.abs().max()))
+    assert (ours - theirs).abs().max() <= LOGP_GAP  # measured: 4.3e-6
+    assert (ours - again).abs().max() <= LOGP_GAP
     names = {file.name for file in folder.iterdir()}
     assert names >= {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
     assert ("preprocessor_config.json" in names) == model.sees
@@ -270,6 +273,20 @@ def test_the_card_is_one_that_the_hub_reads(run: Path, lora_run: Path, tmp_path:
     assert "lora" not in whole.data.tags and "All weights of" in whole.text
 
 
+def test_damaged_samples_cost_the_card_nothing_else(run: Path, tmp_path: Path) -> None:
+    torn = tmp_path / "torn"
+    shutil.copytree(run, torn)
+    (torn / "samples" / "000004" / "000.png").write_bytes(b"\x89PNG\r\n\x1a\nnonsense")
+    (torn / "samples" / "000000" / "001.png").unlink()
+    with (torn / "samples" / "000004.jsonl").open("a") as file:
+        file.write('{"half":')
+    text = (export(torn, tmp_path / "out") / "README.md").read_text()
+    assert "2. oak" in text and (tmp_path / "out" / "samples.png").is_file()
+    shutil.rmtree(torn / "samples")
+    text = (export(torn, tmp_path / "none") / "README.md").read_text()
+    assert "## Samples" not in text and "a photo of a cat" in text
+
+
 def test_what_a_model_said_cannot_break_the_card(folders: Path, tmp_path: Path) -> None:
     data = runs.writes(tiny("qwen2.5-vl", folders), True, {"name": "grpo"})
     text = (
@@ -279,6 +296,19 @@ def test_what_a_model_said_cannot_break_the_card(folders: Path, tmp_path: Path) 
     assert card._md("a|b <script> *x* `y`") == r"a\|b \<script\> \*x\* \`y\`"
     assert "![picture 1 of the prompt](prompt-1-1.png)" in text
     assert (tmp_path / "out" / "prompt-1-1.png").is_file()
+
+
+def test_a_template_that_wants_more_than_a_prompt(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The card's lines still run, and say what is missing from them."""
+    data = runs.writes(tiny("qwen2", folders), True, {"name": "grpo"})
+    data["data"]["template"] = "{{ content }} about {{ topic }}"
+    folder = export(runs.make(data, tmp_path / "run").path, tmp_path / "out")
+    text = (folder / "README.md").read_text()
+    assert "data.template of the recipe stood around each question" in text
+    assert "gesso sample" not in text and '"content": "what is 3 + 4?"' in text
+    assert as_the_card_says(folder, monkeypatch)["reply"] is not None
 
 
 def test_base_and_license_of_the_card(tmp_path: Path) -> None:
@@ -392,3 +422,30 @@ def test_four_bits_are_merged_into_the_full_weights_only(
     assert all(torch.equal(found[name], plain[name]) for name in plain)
     again = load(tmp_path / "out")  # its recipe says 4 bits, its weights are whole
     assert again.recipe.model.quantize is None
+
+
+OF_THE_HUB = """
+import sys
+from pathlib import Path
+from gesso.config import Lora, TokenModel
+from gesso.models.tokens.vision_language import VisionLanguage
+
+lora = Lora(rank=2, alpha=2) if sys.argv[2] == "lora" else None
+VisionLanguage(TokenModel(path="owner/tiny", lora=lora), 0).save(Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["lora", "full"])
+def test_a_model_of_the_hub_keeps_its_processor(form: str, folders: Path, tmp_path: Path) -> None:
+    """It has no folder to copy from, only what the hub's cache holds."""
+    cache = tmp_path / "hub" / "models--owner--tiny"
+    shutil.copytree(tiny("qwen2.5-vl", folders).folder, cache / "snapshots" / "abc")
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("abc")
+    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    environment.pop("HF_HUB_CACHE", None)
+    command = [sys.executable, "-c", OF_THE_HUB, str(tmp_path / "out"), form]
+    subprocess.run(command, env=environment, check=True)
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert names >= {"preprocessor_config.json", "tokenizer.json", "generation_config.json"}

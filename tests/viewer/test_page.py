@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+from pathlib import Path
 
 import pytest
 
@@ -72,6 +74,21 @@ def test_it_plays_to_the_end_and_stops(tab: Tab, site: Site) -> None:
     tab.wait("document.querySelector('.card img').src.includes('000004')")
 
 
+def test_a_picture_that_comes_too_late_is_not_shown(tab: Tab, site: Site) -> None:
+    tab.open(site.url)
+    shown = tab.js("""(async () => {
+        const plain = decoded, cell = (step) => ({image: `samples/${step}/000.png`});
+        decoded = async (url) => {  // the first to be asked for comes last
+            if (url.includes("000000")) await new Promise((done) => setTimeout(done, 200));
+            return plain(url);
+        };
+        const slot = new Slot("signs", null, 384);
+        await Promise.all([slot.show(cell("000000"), "late"), slot.show(cell("000002"), "now")]);
+        return slot.node.querySelector("img").alt;
+    })()""")
+    assert shown == "now"
+
+
 def test_before_and_after_are_wiped_by_mouse_and_keys(tab: Tab, site: Site) -> None:
     tab.open(f"{site.url}/#/evolution?run=signs")
     tab.click(".filters input[value=wipe]")
@@ -87,6 +104,8 @@ def test_before_and_after_are_wiped_by_mouse_and_keys(tab: Tab, site: Site) -> N
         (box["x"] + box["width"] * 0.2, middle),
     )
     assert tab.js(cut) == "20%"
+    clip = "getComputedStyle(document.querySelector('.wipe .after')).clipPath"
+    assert tab.js(clip) == "inset(0px 0px 0px 20%)"
     left = tab.js("document.querySelector('.handle').getBoundingClientRect().x")
     assert abs(left - (box["x"] + box["width"] * 0.2)) < 3
     tab.js("document.querySelector('.wipe input').focus()")
@@ -246,6 +265,20 @@ def test_the_playground_draws_both_and_tells_what_goes_wrong(
     tab.click("button[type=submit]")
     tab.wait("document.querySelector('.trouble')?.innerText === 'no checkpoint <yet>'")
     artist.error = None
+
+
+def test_the_playground_of_a_model_that_sees(
+    tab: Tab, site: Site, artist: Studio, pages: Path
+) -> None:
+    tab.open(f"{site.url}/#/playground?run=count")
+    tab.wait("document.querySelector('.preview img')")
+    assert tab.js("document.getElementById('play-answer').value") == "5"
+    tab.click("button[type=submit]")
+    tab.wait("document.querySelector('.play-pair')")
+    asked = artist.asked[-1]
+    picture = pages / "count" / "samples" / "prompts" / "000-1.png"
+    assert (asked.run, asked.prompt, asked.answer) == ("count", "How many?", "5")
+    assert base64.b64decode(asked.image) == picture.read_bytes()
 
 
 def test_notes_compare_configs_and_link_the_report(tab: Tab, site: Site) -> None:

@@ -29,6 +29,8 @@ def test_a_run_of_another_version_and_damage(tab: Tab, site: Site) -> None:
     tab.go("#/evolution?run=odd")
     tab.wait("document.querySelector('.card .gone')?.innerText === 'cannot be read'")
     tab.wait("document.querySelectorAll('.card img').length === 2")
+    tab.click(".filters input[value=film]")
+    tab.wait("document.querySelector('.frame:last-child .gone')?.innerText === 'cannot be read'")
     tab.go("#/curves?tick=odd")
     tab.wait("document.querySelector('.panel .line')")
     assert all("/picture?" in told for told in tab.complaints), tab.complaints
@@ -118,6 +120,9 @@ def test_nothing_is_wider_than_a_telephone(browser: Browser, site: Site) -> None
             ".map((e) => e.className || e.tagName).slice(0, 5)"
         )
         assert over == [], place
+    tab.go("#/runs")
+    tab.wait("document.querySelector('table.runs')")
+    assert tab.box("table.runs")["width"] <= 400, "the table becomes cards"
     for mode in ("wipe", "film"):
         tab.go("#/evolution?run=signs")
         tab.click(f".filters input[value={mode}]")

@@ -108,7 +108,7 @@ def test_damage_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
     assert reader.damaged() == [
         "metrics.jsonl: a damaged line after step 2, left out",
         "metrics.jsonl: a damaged line after step 2, left out",
-        "samples/000002.jsonl, line 3: half-written or damaged, left out",
+        "000002.jsonl, line 3: half-written or damaged, left out",
     ]
 
 

@@ -25,6 +25,8 @@ from gesso.models.tokens.base import Critic, Read, ReplyLogp
 from gesso.models.tokens.stepping import Stepper, fits
 from gesso.types import Prompt, TokenPrompt, TokenTrace, UserError, Which
 
+LARGE = 500_000_000
+"""Parameters from which on compiling its layers for updates is worth the minute it takes."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Every linear layer of a decoder layer, as transformers names them."""
 
@@ -69,7 +71,8 @@ class TransformerModel(ABC):
         self._checkpointed: list[nn.Module] = []
         if settings.gradient_checkpointing:
             self._checkpoint()
-        self.compiled = self._pays(settings.compile, True)
+        large = sum(p.numel() for p in self.decoder.parameters()) >= LARGE
+        self.compiled = self._pays(settings.compile, bool(settings.compile) or large)
         if self.compiled:
             for layer in self.decoder.layers:  # alike, so the first one's code is all of theirs
                 layer.compile(dynamic=True)
@@ -161,14 +164,15 @@ class TransformerModel(ABC):
     def _pays(self, asked: bool | None, possible: bool) -> bool:
         """What the recipe says, or CUDA in half precision."""
         fast = self.device.type == "cuda" and self.dtype != torch.float32
-        return possible and not self.quantized and (fast if asked is None else asked)
+        possible = possible and not self.quantized and self.device.type != "meta"
+        return possible and (fast if asked is None else asked)
 
     @property
     def steps_itself(self) -> bool:
         """Whether `stepping.py` takes the place of transformers' layers while replies are written:
         on CUDA in half precision, and where no adapter lies beside the weights."""
-        fast = self.device.type == "cuda" and self.dtype != torch.float32 and not self.quantized
-        return fast and self.policy.folds == (self.policy.lora is not None) and fits(self.decoder)
+        bare = self.policy.folds == (self.policy.lora is not None)
+        return self._pays(None, bare) and fits(self.decoder)
 
     def writing(self, weights: Which) -> Callable[[], AbstractContextManager]:
         """Autocast rounds a float32 weight to half precision in every pass; what it would make of

@@ -50,7 +50,7 @@ async function news() {
     banner.hidden = false;
     return;
   }
-
+  if (!banner.hidden) banner.hidden = true;
   const before = new Map(runs), empty = !runs.size;
   const rows = new Map(table.map((row) => [row.id, row]));
   const order = [...[...rows.keys()].filter((id) => !before.has(id)), ...before.keys()]; // rows do not jump

@@ -2,7 +2,7 @@
 // The playground: a prompt of one's own, drawn by the base and the trained model with one seed.
 
 const ASK_EVERY = 400; // ms between two questions how far it is
-const playing = { prompt: "", seed: 0, n: 4, score: true, image: "", imageName: "", busy: false, result: null, asked: null, mode: "side" };
+const playing = { prompt: "", seed: 0, n: 4, score: true, answer: "", image: "", imageName: "", busy: false, result: null, asked: null, mode: "side" };
 
 views.playground = {
   title: "Playground",
@@ -10,7 +10,7 @@ views.playground = {
   show(root) {
     playing.root = root;
     const run = mainRun(), sees = runs.get(run).family === "writes";
-    if (playing.run !== run) Object.assign(playing, { run, result: null, prompt: "", image: "", imageName: "" });
+    if (playing.run !== run) Object.assign(playing, { run, result: null, prompt: "", answer: "", image: "", imageName: "" });
     const set = (name, read) => (e) => { playing[name] = read(e.target); };
     const prompt = h("textarea", { rows: 3, required: true, maxlength: 20000, id: "play-prompt", value: playing.prompt, oninput: set("prompt", (t) => t.value),
       placeholder: sees ? "How many red circles are there?" : 'a red sign that says "KITE"',
@@ -22,7 +22,7 @@ views.playground = {
       play();
     } },
     h("label", { for: "play-prompt" }, sees ? "Question" : "Prompt"), prompt,
-    sees ? pictureField() : null,
+    sees ? [pictureField(), h("label", { class: "field" }, "Wanted answer, to score with", h("input", { type: "text", id: "play-answer", maxlength: 2000, value: playing.answer, oninput: set("answer", (t) => t.value) }))] : null,
     h("div", { class: "row" }, number("Seed", "seed", 0, 2 ** 31 - 1), number(sees ? "Replies" : "Pictures", "n", 1, 16)),
     h("label", { class: "check" }, h("input", { type: "checkbox", checked: playing.score, onchange: set("score", (t) => t.checked) }), "score with the run's rewards"),
     h("div", { class: "row" }, playing.button, button("Another seed", () => {
@@ -39,15 +39,20 @@ views.playground = {
 };
 
 function pictureField() {
-  const name = h("span", { class: "soft" }, playing.imageName || "none chosen");
   const file = h("input", { type: "file", accept: "image/*", "aria-label": "picture to look at", onchange: async () => {
     const [chosen] = file.files;
     if (!chosen) return;
-    playing.imageName = chosen.name;
-    playing.image = await base64Of(chosen);
-    name.textContent = chosen.name;
+    choosePicture(await base64Of(chosen), chosen.type, chosen.name);
   } });
-  return h("label", { class: "file" }, "Picture to look at", file, name);
+  playing.preview = h("span", { class: "preview" });
+  if (playing.image) choosePicture(playing.image, playing.imageType, playing.imageName);
+  return h("label", { class: "file" }, playing.preview, h("span", {}, "Picture to look at", h("small", {}, "press to choose another")), file);
+}
+
+function choosePicture(data, type, name) {
+  Object.assign(playing, { image: data, imageType: type, imageName: name });
+  const img = h("img", { src: `data:${type};base64,${data}`, alt: name, onload: () => { if (img.naturalWidth <= TINY) img.classList.add("pixels"); } });
+  put(playing.preview, img);
 }
 
 async function base64Of(file) {
@@ -67,19 +72,19 @@ async function suggest(run) {
   const first = found.prompts[0];
   playing.prompt = first.prompt;
   document.getElementById("play-prompt").value = first.prompt;
+  const wantedField = document.getElementById("play-answer");
+  if (wantedField) wantedField.value = playing.answer = first.answer;
   if (!first.shown.length || playing.image) return;
   const answer = await fetch(pictureUrl(run, first.shown[0], Infinity));
   if (!answer.ok || playing.image) return;
-  playing.image = await base64Of(await answer.blob());
-  playing.imageName = "the first picture of the evaluation";
-  const field = playing.root.querySelector(".file .soft");
-  if (field) field.textContent = playing.imageName;
+  const blob = await answer.blob();
+  choosePicture(await base64Of(blob), blob.type, "the first picture of the evaluation");
 }
 
 async function play() {
   if (playing.busy) return;
-  const { run, prompt, seed, n, score, image } = playing;
-  const body = { run, prompt, seed, n, score, image: runs.get(run).family === "writes" ? image : "" };
+  const { run, prompt, seed, n, score, image, answer } = playing;
+  const body = { run, prompt, seed, n, score, image, answer }; // both are empty for a model that draws
   Object.assign(playing, { busy: true, result: null, asked: body, told: { doing: "asking", share: null } });
   drawPlay();
   try {

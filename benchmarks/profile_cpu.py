@@ -1,0 +1,68 @@
+"""Where an iteration spends its time on a CPU: in matrix products and convolutions, or elsewhere.
+
+    python benchmarks/profile_cpu.py [--recipe demo demo-vlm] [--rows 12] [key=value ...]
+
+torch's profiler counts each operator without those it calls; *outside torch* is the rest of the
+clock: Python, tokenizers, pictures. Scores are made up. Run it with one thread on an idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import defaultdict
+from time import perf_counter
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+from unscored import iterations
+
+KINDS = {
+    "products": ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mkl_linear", "mkldnn_linear"),
+    "convolutions": ("convolution", "conv"),
+    "attention": ("scaled_dot_product",),
+}
+
+
+def kind_of(operator: str) -> str:
+    name = operator.removeprefix("aten::").removeprefix("mkldnn_").lstrip("_")
+    for kind, starts in KINDS.items():
+        if name.startswith(starts):
+            return kind
+    return "other operators"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--recipe", nargs="*", default=["demo", "demo-vlm"])
+    parser.add_argument("--rows", type=int, default=12, help="operators that are named")
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    for recipe in asked.recipe:
+        with iterations(recipe, asked.overrides) as once:
+            once()
+            with profile(activities=[ProfilerActivity.CPU]) as profiler:
+                before = perf_counter()
+                once()
+                seconds = perf_counter() - before
+        report(recipe, seconds, profiler.key_averages(), asked.rows)
+
+
+def report(recipe: str, seconds: float, events: list, rows: int) -> None:
+    shares: dict[str, float] = defaultdict(float)
+    for event in events:
+        shares[kind_of(event.key)] += event.self_cpu_time_total / 1e6 / seconds
+    shares["outside torch"] = 1 - sum(shares.values())
+    print(f"{recipe}: {seconds:.2f} s an iteration")
+    for kind, share in sorted(shares.items(), key=lambda pair: -pair[1]):
+        print(f"  {kind:<16} {share:.2f}")
+    matrix = shares["products"] + shares["convolutions"] + shares["attention"]
+    print(f"  matrix work in all: {matrix:.2f}, aim .80")
+    others = [e for e in events if kind_of(e.key) == "other operators"]
+    for event in sorted(others, key=lambda e: -e.self_cpu_time_total)[:rows]:
+        own = event.self_cpu_time_total / 1e6
+        print(f"    {event.key[:48]:<48} {own / seconds:.3f} {event.count:>7} calls")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""Iterations of a recipe with made-up scores, for the scripts that look at the iteration itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from time import perf_counter as now
+
+import numpy as np
+
+from gesso import build
+from gesso.cluster.local import Local
+from gesso.rewards.service import Scored
+from gesso.run import Job, assemble
+from gesso.types import Sample, Score
+
+
+class Unscored:
+    """In the place of the reward service: scores that differ, at once."""
+
+    processes = 0
+
+    def submit(self, samples: Sequence[Sample], held_out: bool = False) -> Future[Scored]:
+        future: Future[Scored] = Future()
+        made_up = np.random.default_rng(0).random(len(samples))
+        future.set_result(Scored([Score(float(r)) for r in made_up], now(), now()))
+        return future
+
+
+class Iterations:
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        parts = (job.recipe, job.algorithm, job.cluster.sampler, Unscored(), job.cluster.stream)
+        self.cluster = Local(*parts)
+        self.step = 0
+
+    def __call__(self) -> None:
+        """Draws and learns once; prompts are new every time."""
+        rollout, _ = self.cluster.collect(self.step).result()
+        self.job.learner.update(rollout, self.step)
+        self.job.cluster.sampler.load(self.job.learner.weights(), self.step + 1)
+        self.step += 1
+
+
+@contextmanager
+def iterations(recipe: str, overrides: Sequence[str] = ()) -> Iterator[Iterations]:
+    job = assemble(build.recipe(recipe, list(overrides)))
+    try:
+        yield Iterations(job)
+    finally:
+        job.close()

@@ -1,0 +1,47 @@
+"""Figures of a run's files: rows of a .jsonl, the series of a key, round marks for an axis."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+Row = Mapping[str, Any]
+Points = list[tuple[int, float]]  # (step, value)
+T = TypeVar("T")
+
+
+def series(rows: Sequence[Row], key: str) -> Points:
+    """(step, value) of every row that has a finite `key`."""
+    points = [(row["step"], row[key]) for row in rows if key in row]
+    return [(s, v) for s, v in points if isinstance(v, (int, float)) and math.isfinite(v)]
+
+
+def ticks(low: float, high: float, parts: int) -> list[float]:
+    """Round values around low … high, at least two; from 0 where that costs little room."""
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
+        low, high = (low - abs(low) * 0.1, high + abs(high) * 0.1) if low else (0.0, 1.0)
+    elif 0 < low < high / 2:
+        low = 0.0
+    base = 10.0 ** math.floor(math.log10((high - low) / parts))
+    step = next(m * base for m in (1, 2, 5, 10, 20) if m * base * parts >= (high - low) * 0.999)
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [i * step for i in range(first, max(last, first + 1) + 1)]
+
+
+def lines(file: Path, parse: Callable[[Row], T | None], damaged: list[str]) -> list[T]:
+    """The whole rows of a .jsonl; those that `parse` makes nothing of are named in `damaged`."""
+    rows = []
+    for number, line in enumerate(file.read_bytes().splitlines(True) if file.is_file() else [], 1):
+        try:
+            row = json.loads(line) if line.endswith(b"\n") else None
+        except ValueError:
+            row = None
+        found = parse(row) if isinstance(row, dict) else None
+        if found is None:
+            damaged.append(f"{file.name}, line {number}: half-written or damaged, left out")
+        else:
+            rows.append(found)
+    return rows

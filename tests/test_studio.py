@@ -1,0 +1,136 @@
+"""The playground's hands on real runs: base and trained weights of one model, side by side."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from gesso import build, run
+from gesso.studio import Studio
+from gesso.types import UserError
+from gesso.viewer.play import Ask
+from tests import tokens
+
+PROMPT = 'a red sign that says "KITE"'
+
+
+class Heard:
+    """Progress that remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, int] = {}  # and how much of each was done
+        self.notes: list[str] = []
+
+    def phase(self, text: str, total: int = 0) -> None:
+        self.phases[text] = 0
+
+    def advance(self, done: int = 1) -> None:
+        self.phases[list(self.phases)[-1]] += done
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.fixture
+def studio() -> Iterator[Studio]:
+    made = Studio()
+    yield made
+    made.close()
+
+
+def pixels(cell: dict[str, Any]) -> np.ndarray:
+    head, _, data = cell["image"].partition(",")
+    assert head == "data:image/png;base64"
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(data))).convert("RGB"))
+
+
+def drawn_by(source: Any, n: int, seed: int) -> list[np.ndarray]:
+    import gesso
+
+    return [np.asarray(picture) for picture in gesso.load(source).sample(PROMPT, n, seed)]
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8}])
+def test_both_sides_are_what_each_would_draw_alone(
+    recipe_data: dict, tmp_path: Path, studio: Studio, lora: dict | None
+) -> None:
+    recipe_data["model"]["lora"] = lora
+    recipe_data |= {"optimizer": {"lr": 3e-2}, "steps": 2}
+    found = run.train(build.recipe_from(recipe_data), folder=tmp_path / "run", quiet=True)
+    heard = Heard()
+    ask = Ask(run="run", prompt=PROMPT, seed=4, n=2)
+    result = studio.draw(found.path, ask, heard)
+    assert result["step"] == 2 and "scoring" in heard.phases
+    assert any("loading" in phase for phase in heard.phases)
+    assert [done for phase, done in heard.phases.items() if "drawing" in phase] == [2]
+    trained = [pixels(cell) for cell in result["trained"]]
+    assert all(
+        np.array_equal(a, b) for a, b in zip(trained, drawn_by(found.path, 2, 4), strict=True)
+    )
+    recipe = tmp_path / "base.toml"
+    recipe.write_bytes((found.path / "config.toml").read_bytes())
+    base = [pixels(cell) for cell in result["base"]]
+    assert all(np.array_equal(a, b) for a, b in zip(base, drawn_by(recipe, 2, 4), strict=True))
+    assert not np.array_equal(base[0], trained[0]) and not np.array_equal(base[0], base[1])
+    assert all(cell["reward"] == cell["parts"]["jpeg-compressibility"] for cell in result["base"])
+
+    heard = Heard()  # the second time everything is loaded
+    again = studio.draw(found.path, ask.model_copy(update={"score": False}), heard)
+    assert not any("loading" in phase for phase in heard.phases)
+    assert np.array_equal(pixels(again["trained"][0]), trained[0])
+    assert "reward" not in again["trained"][0]
+    with pytest.raises(UserError, match="it takes no picture"):
+        studio.draw(found.path, ask.model_copy(update={"image": "aGk="}), heard)
+
+
+def test_a_model_that_sees_answers_about_a_picture(tmp_path: Path, studio: Studio) -> None:
+    tokens.build("qwen2.5-vl", tmp_path / "model")
+    picture = tokens.picture(16, 24)
+    (tmp_path / "0.png").write_bytes(picture.read())
+    row = {"prompt": "how many?", "images": ["0.png"], "answer": "3"}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+    recipe = build.recipe_from(
+        {
+            "steps": 1,
+            "model": {"name": "vision-language", "path": str(tmp_path / "model"), "device": "cpu"},
+            "data": {
+                "train": str(tmp_path / "a.jsonl"),
+                "eval": str(tmp_path / "a.jsonl"),
+                "groups": 1,
+            },
+            "algorithm": {"name": "grpo", "group": 2, "max_tokens": 6},
+            "reward": [{"name": "count"}],
+            "eval": {"prompts": 1},
+        }
+    )
+    found = run.train(recipe, folder=tmp_path / "run", quiet=True)
+    image = base64.b64encode(picture.read()).decode()
+    heard = Heard()
+    result = studio.draw(found.path, Ask(run="run", prompt="how many?", image=image), heard)
+    assert isinstance(result["base"][0]["reply"], str) and len(result["trained"]) == 1
+    # There is no right answer to a question of one's own: it is told, and nothing is made up.
+    assert "reward" not in result["base"][0]
+    assert heard.notes == [
+        'not scored: count: expected a column "answer" such as 4, found no such column'
+    ]
+    ask = Ask(run="run", prompt="how many?", image=image, answer="3")
+    assert "count" in studio.draw(found.path, ask, Heard())["base"][0]["parts"]
+    with pytest.raises(UserError, match="not base64"):
+        studio.draw(found.path, Ask(run="run", prompt="?", image="no!"), heard)
+
+
+def test_a_run_without_a_checkpoint(recipe_data: dict, tmp_path: Path, studio: Studio) -> None:
+    from gesso.track.run_folder import RunFolder
+
+    recipe = build.recipe_from(recipe_data)
+    found = RunFolder.create(tmp_path / "run", recipe.model_dump())
+    with pytest.raises(UserError, match="has no checkpoint yet"):
+        studio.draw(found.path, Ask(run="run", prompt=PROMPT), Heard())
