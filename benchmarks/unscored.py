@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from time import perf_counter as now
+from typing import Any
 
 import numpy as np
 
@@ -31,9 +32,18 @@ class Unscored:
 class Iterations:
     def __init__(self, job: Job) -> None:
         self.job = job
-        parts = (job.recipe, job.algorithm, job.cluster.sampler, Unscored(), job.cluster.stream)
-        self.cluster = Local(*parts)
         self.step = 0
+        self.resize(job.recipe.data.groups, {})
+
+    def resize(self, groups: int, options: dict[str, Any]) -> None:
+        """Go on with so many prompts, and other options of the algorithm."""
+        job = self.job
+        data = job.recipe.data.model_copy(update={"groups": groups})
+        recipe = job.recipe.model_copy(update={"data": data})
+        algorithm = job.algorithm.model_copy(update=options)
+        job.learner.algorithm = algorithm
+        sampler, stream = job.cluster.sampler, job.cluster.stream
+        self.cluster = Local(recipe, algorithm, sampler, Unscored(), stream)
 
     def __call__(self) -> None:
         """Draws and learns once; prompts are new every time."""

@@ -160,7 +160,7 @@ def memory(recipe: Recipe) -> list[tuple[str, str]]:
         kept = ", ".join(f"{name} {size_of(size)}" for name, size in found.host.items())
         facts.append(("", f"in the host's memory: {kept}"))
     if recipe.model.lora is None:
-        copy = size_of(found.lasting["optimizer"] / 2)
+        copy = size_of(found.copy)
         told = f"full fine-tuning: a reference, old or averaged policy is a copy of {copy} each"
         facts.append(("", f"{told}; a LoRA needs none for its reference"))
     return facts

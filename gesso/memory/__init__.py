@@ -34,6 +34,7 @@ class Memory:
     lasting: dict[str, int]
     passing: dict[str, int]
     host: dict[str, int]
+    copy: int  # of the policy's trained weights, once
 
     @property
     def peak(self) -> int:
@@ -75,4 +76,5 @@ def estimate(recipe: Recipe) -> Memory:
         there += [parameter, parameter.grad]
     passing = {"update with gradients": trained + peak(there, load.update)}
     passing |= {name: peak(there, work) for name, work in load.works.items()}
-    return Memory({name: size for name, size in lasting.items() if size}, passing, load.host)
+    told = {name: size for name, size in lasting.items() if size}
+    return Memory(told, passing, load.host, policy.size * MASTER)

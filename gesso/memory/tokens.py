@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -38,17 +38,26 @@ def load(model: TransformerModel, algorithm: Algorithm, recipe: Recipe) -> Load:
     trunk = _trunk(model)
     models = [model, *([trunk] if trunk else [])]
     small = recipe.model.quantize is not None
-    host = {}
-    if isinstance(model, VisionLanguage) and model.seen is not None:
-        host["features of pictures, up to"] = model.seen.limit
     return Load(
         networks=_networks(model, trunk, small),
         stored=_stored(model, algorithm, recipe),
         tensors=tensors_of(m.module for m in models),
         update=_as_here(model, _update(model, algorithm, recipe)),
         works={name: _as_here(model, work) for name, work in _works(model, algorithm, recipe)},
-        host=host,
+        host=_host(models, recipe),
     )
+
+
+def _host(models: Sequence[TransformerModel], recipe: Recipe) -> dict[str, int]:
+    """Pictures of a batch wait there, ready for the vision tower; and what it saw of others."""
+    prompts = max(recipe.data.groups, recipe.eval.prompts)
+    pixels = _prompt(models[0], models[0].max_prompt).pixels
+    seen = [m.seen.limit for m in models if isinstance(m, VisionLanguage) and m.seen is not None]
+    found = {
+        "features of pictures, up to": sum(seen),
+        "pixels of pictures, up to": 0 if pixels is None else prompts * pixels.nbytes,
+    }
+    return {name: size for name, size in found.items() if size}
 
 
 def _trunk(model: TransformerModel) -> TransformerModel | None:

@@ -267,7 +267,7 @@ def table(found: Sequence[Evaluation]) -> str:
         f"{'':<34}{'mean':>9}{'± error':>10}   95% interval",
     ]
     for one in found:
-        lines.append(one.name + (f"  {_failed(one)}" if one.errors else ""))
+        lines.append(f"{one.name}  {_failed(one)}")
         lines += [_line(figure, one.interval(figure)) for figure in one.figures]
     for other in found[1:]:
         lines += ["", f"{first.name} minus {other.name}, sample by sample"]
@@ -283,6 +283,8 @@ def table(found: Sequence[Evaluation]) -> str:
 
 def _failed(one: Evaluation) -> str:
     count, total = len(one.errors), len(one.samples)
+    if count == 0:
+        return f"(0 of {total} scores failed)"
     return f"({count} of {total} scores failed, {count / total:.1%}: they count in no figure)"
 
 

@@ -18,12 +18,12 @@ from gesso.viewer.files import NotShown, encode, find_runs, picture
 from gesso.viewer.reading import Reader, spread
 
 PAGE = Path(__file__).parent / "page"
-STYLE = "style.css"
+STYLES = ("style.css", "views.css")
 SCRIPTS = (
     "core.js", "charts.js", "film.js", "runs.js", "evolution.js", "replies.js",
     "curves.js", "groups.js", "play.js", "notes.js", "app.js",
 )  # fmt: skip
-PARTS = (STYLE, *SCRIPTS)
+PARTS = (*STYLES, *SCRIPTS)
 WIDTH = 384  # px of embedded pictures
 PROMPTS, EVALUATIONS, GROUP_STEPS = 24, 12, 6  # that go into the file, at most
 POINTS = 500  # of a curve
@@ -32,14 +32,15 @@ POINTS = 500  # of a curve
 def index() -> str:
     """The page as the server gives it."""
     scripts = "".join(f'<script src="{name}" defer></script>' for name in SCRIPTS)
-    return _page("gesso", f'<link rel="stylesheet" href="{STYLE}">{scripts}', "")
+    styles = "".join(f'<link rel="stylesheet" href="{name}">' for name in STYLES)
+    return _page("gesso", styles + scripts, "")
 
 
 def page(runs: Mapping[str, Reader]) -> str:
     """The page with these runs inside."""
     inside = {"answers": _answers(runs), "pictures": {n: _pictures(r) for n, r in runs.items()}}
     data = json.dumps(inside, separators=(",", ":")).replace("<", "\\u003c")
-    style = (PAGE / STYLE).read_text("utf-8")
+    style = "\n".join((PAGE / name).read_text("utf-8") for name in STYLES)
     script = "\n".join((PAGE / name).read_text("utf-8") for name in SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (

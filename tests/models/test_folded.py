@@ -101,6 +101,7 @@ def test_what_was_folded_is_forgotten_when_weights_move(data: dict) -> None:
         before = velocity(model, rollout)
     stirred(model)
     with model.policy.standing():
+        assert all(layer.folded is not None for layer in model.policy._layers)
         assert (velocity(model, rollout) - before).abs().max() > 0.01
 
 
@@ -180,6 +181,23 @@ def test_blocks_are_compiled_once(data: dict, gradient: str) -> None:
         metrics = learner.update(rollout, step)
         assert metrics["update/first_abs_dlogp_max"] == 0.0
         assert counters["unique_graphs"] == 3
+
+
+@pytest.mark.slow
+def test_flux_folded_and_compiled(data: dict, tmp_path: Path) -> None:
+    """Two kinds of block; the adapter lies in their feed-forwards, too."""
+    data["model"] |= {"name": "flux", "path": str(pipelines.build("flux-dev", tmp_path / "flux"))}
+    data["sampler"] = {"batch": 6}
+    model, algorithm, learner = parts_of(build.recipe_from(data))
+    stirred(model)
+    beside = rollout_of(model, algorithm, batch=6)
+    torch._dynamo.reset()
+    compile_blocks(model.transformer, model.blocks, backend="aot_eager")
+    model.compiled = True
+    rollout = rollout_of(model, algorithm, batch=6)
+    assert (rollout.paths.clean - beside.paths.clean).abs().max() < 1e-4
+    metrics = learner.update(rollout, 0)
+    assert metrics["update/first_abs_dlogp_max"] == 0.0 and metrics["update/grad_norm"] > 0
 
 
 def test_what_cannot_be(data: dict, tmp_path: Path) -> None:

@@ -142,12 +142,12 @@ def test_a_slow_server_gets_less() -> None:
 
 @pytest.mark.parametrize("fault", ["500 Oh", "close", "hang"])
 def test_a_dead_server_is_left_alone(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "FIRST_REST", 5.0)
+    monkeypatch.setattr(pool, "FIRST_REST", 30.0)
     with Misbehaving([fault] * 99) as dead, Misbehaving(delay=0.01) as alive:
         started = time.monotonic()
-        settings = {"batch": 1, "in_flight": 2, "timeout": 0.5}
+        settings = {"batch": 1, "in_flight": 2, "timeout": 2.0}
         scores, remote = ask([dead.url, alive.url], GREYS * 8, **settings)
-        assert time.monotonic() - started < 2.5  # nobody waited for the dead one
+        assert time.monotonic() - started < 12  # nobody waited for the dead one: 15 at least
         assert [s.value for s in scores] == VALUES * 8
         assert len(dead.requests) == 2 and len(alive.requests) == 48
     assert remote.pool.servers[0].failures == 1  # two that fell together are one failure

@@ -21,7 +21,8 @@ import gesso
 from gesso import build, cli
 from gesso.types import SampleSpec, UserError
 from gesso.use import card
-from gesso.use.trained import AS_EVALUATED, load, picture_seeds
+from gesso.use.source import Source
+from gesso.use.trained import AS_EVALUATED, Trained, load, picture_seeds
 from tests import pipelines, tokens
 from tests.tokens import padded_logp, trace_of
 from tests.use import runs
@@ -273,6 +274,28 @@ def test_the_card_is_one_that_the_hub_reads(run: Path, lora_run: Path, tmp_path:
     assert "lora" not in whole.data.tags and "All weights of" in whole.text
 
 
+def test_the_front_matter_names_a_base_of_the_hub(tmp_path: Path) -> None:
+    import yaml
+
+    recipe = build.recipe("sd35-ocr")
+    facts = card.Facts(Trained(Source("run", recipe), None), tmp_path, False, [], {}, {})  # type: ignore[arg-type]
+    told = yaml.safe_load(card._front(facts).strip("-"))
+    assert told["base_model"] == recipe.model.path == "stabilityai/stable-diffusion-3.5-medium"
+    assert told["base_model_relation"] == "adapter" and "license" not in told
+    assert "](https://huggingface.co/stabilityai/" in card._base(recipe)
+
+
+def test_an_adapter_of_the_bundled_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its card finds the base wherever Gesso is installed, and names no path of this machine."""
+    data = runs.draws("sd3", Path("zoo:signs"), lora=True, height=32, width=96, text_length=0)
+    run = runs.make(data, tmp_path / "run").path
+    folder = export(run, tmp_path / "out")
+    assert str(Path(gesso.__file__).parent) not in (folder / "README.md").read_text()
+    left = as_the_card_says(folder, monkeypatch)
+    ours = load(run).sample(runs.TOLD)[0]
+    assert abs(np.asarray(left["picture"]).astype(int) - np.asarray(ours)).max() <= 1
+
+
 def test_damaged_samples_cost_the_card_nothing_else(run: Path, tmp_path: Path) -> None:
     torn = tmp_path / "torn"
     shutil.copytree(run, torn)
@@ -430,14 +453,13 @@ from pathlib import Path
 from gesso.config import Lora, TokenModel
 from gesso.models.tokens.vision_language import VisionLanguage
 
-lora = Lora(rank=2, alpha=2) if sys.argv[2] == "lora" else None
+lora = Lora(rank=2, alpha=2)
 VisionLanguage(TokenModel(path="owner/tiny", lora=lora), 0).save(Path(sys.argv[1]))
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["lora", "full"])
-def test_a_model_of_the_hub_keeps_its_processor(form: str, folders: Path, tmp_path: Path) -> None:
+def test_a_model_of_the_hub_keeps_its_processor(folders: Path, tmp_path: Path) -> None:
     """It has no folder to copy from, only what the hub's cache holds."""
     cache = tmp_path / "hub" / "models--owner--tiny"
     shutil.copytree(tiny("qwen2.5-vl", folders).folder, cache / "snapshots" / "abc")
@@ -445,7 +467,7 @@ def test_a_model_of_the_hub_keeps_its_processor(form: str, folders: Path, tmp_pa
     (cache / "refs" / "main").write_text("abc")
     environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     environment.pop("HF_HUB_CACHE", None)
-    command = [sys.executable, "-c", OF_THE_HUB, str(tmp_path / "out"), form]
+    command = [sys.executable, "-c", OF_THE_HUB, str(tmp_path / "out")]
     subprocess.run(command, env=environment, check=True)
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert names >= {"preprocessor_config.json", "tokenizer.json", "generation_config.json"}

@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 
 from gesso import cli
+from gesso.use import pictures
 from gesso.viewer import film, report
 from gesso.viewer.files import NotShown
 from gesso.viewer.reading import Reader
@@ -68,10 +69,13 @@ def test_a_damaged_picture_is_grey_and_the_others_are_there(reader: Reader) -> N
 def test_a_sheet_has_a_row_for_each_prompt(reader: Reader) -> None:
     made = Image.open(io.BytesIO(film.sheet(reader)))
     image = np.asarray(made.convert("RGB"))
-    row = 64 + film.CAPTION + film.CAPTION + film.GAP
-    assert image.shape[:2] == (film.GAP + 2 * row, film.GAP + 3 * (192 + film.GAP))
-    tops = [film.GAP + film.CAPTION + 5 + i * row for i in range(2)]
-    seen = [[image[top, 20 + place * 200, 0] for place in range(3)] for top in tops]
+    high, wide = 80 + 2 * pictures.LINE + pictures.GAP, 240 + pictures.GAP  # 24 × 8, ten times
+    top = pictures.GAP + pictures.LINE
+    assert image.shape[:2] == (top + 2 * high, pictures.GAP + 3 * wide)
+    seen = [
+        [image[top + pictures.LINE + 5 + i * high, 20 + place * wide, 0] for place in range(3)]
+        for i in range(2)
+    ]
     assert seen == [[40, 120, 200], [41, 121, 201]]
 
 

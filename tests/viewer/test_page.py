@@ -112,6 +112,8 @@ def test_before_and_after_are_wiped_by_mouse_and_keys(tab: Tab, site: Site) -> N
     tab.key("ArrowRight")
     assert tab.js(cut) == "21%"
     assert tab.js("evo.at") == 2, "the wipe's keys are not the slider's"
+    tab.js("document.querySelector('[data-keep=find]').focus(); buildEvolution(evo.found)")
+    assert tab.js(cut) == "21%" and tab.js("document.activeElement.dataset.keep") == "find"
 
 
 def test_film_strips_and_one_prompt_large(tab: Tab, site: Site) -> None:

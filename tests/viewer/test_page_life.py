@@ -166,6 +166,10 @@ def test_by_keyboard_alone(tab: Tab, site: Site) -> None:
     tab.key("Tab")
     focused = "getComputedStyle(document.activeElement).outlineStyle"
     assert tab.js(focused) != "none", "what has the focus is seen"
+    tab.js("document.querySelector('#tabs a').focus()")
+    tab.key("Enter")
+    tab.wait("place.view === 'runs'")
+    assert tab.js("document.activeElement.innerText") == "Runs", "a tab keeps the focus"
     unnamed = (
         "[...document.querySelectorAll('button, a, input, textarea')].filter((e) => "
         "!(e.innerText.trim() || e.ariaLabel || e.title || e.closest('label') || e.labels?.length))"

@@ -8,21 +8,28 @@ const banner = document.getElementById("banner");
 let shown = null; // the view on the screen
 let drawn = ""; // what the head was made from
 
+const theme = button([], () => {
+  document.documentElement.dataset.theme = isDark() ? "light" : "dark";
+  remember("theme", document.documentElement.dataset.theme);
+  drawHead();
+}, { class: "round", id: "theme" });
+const chips = h("div", { class: "chips", "aria-label": "ticked runs" });
+const tabs = document.getElementById("tabs");
+document.getElementById("tools").append(chips, theme);
+
 function drawHead() {
   const from = JSON.stringify([place.view, location.hash, ticked(), isDark()]);
   if (from === drawn) return; // a press or the focus must not be lost to news
   drawn = from;
-  document.getElementById("tabs").replaceChildren(...TABS.map((name, i) =>
+  const focused = tabs.contains(document.activeElement);
+  put(tabs, TABS.map((name, i) =>
     h("a", { href: addressOf(name, {}), "aria-current": name === place.view ? "page" : null, title: `${views[name].title} (key ${i + 1})` }, views[name].title)));
-  const chips = ticked().map((id) => h("span", { class: "chip", title: id }, dot(id), h("span", {}, id)));
-  const theme = button(icon(isDark() ? "sun" : "moon"), () => {
-    document.documentElement.dataset.theme = isDark() ? "light" : "dark";
-    remember("theme", document.documentElement.dataset.theme);
-    drawHead();
-  }, { class: "round", "aria-label": isDark() ? "light colours" : "dark colours", id: "theme" });
-  document.getElementById("tools").replaceChildren(h("div", { class: "chips", "aria-label": "ticked runs" }, chips), theme);
-  const current = document.querySelector("#tabs [aria-current]");
-  if (current.offsetLeft + current.offsetWidth > current.parentNode.clientWidth) current.parentNode.scrollLeft = current.offsetLeft;
+  put(chips, ticked().map((id) => h("span", { class: "chip", title: id }, dot(id), h("span", {}, id))));
+  put(theme, icon(isDark() ? "sun" : "moon"));
+  theme.setAttribute("aria-label", isDark() ? "light colours" : "dark colours");
+  const current = tabs.querySelector("[aria-current]");
+  if (focused) current.focus();
+  if (current.offsetLeft + current.offsetWidth > tabs.clientWidth) tabs.scrollLeft = current.offsetLeft;
   document.title = [views[place.view].title, place.view === "runs" ? null : mainRun(), "gesso"].filter(Boolean).join(" · ");
 }
 

@@ -54,7 +54,7 @@ views.evolution = {
 
 function buildEvolution(found) {
   if (evo.content && evo.content.close) evo.content.close();
-  const focus = document.activeElement && document.activeElement.classList.contains("step-slider");
+  const focus = document.activeElement && document.activeElement.dataset.keep;
   const high = scrollY;
   evo.found = found;
   const { root, run } = evo;
@@ -82,7 +82,8 @@ function buildEvolution(found) {
   moveTo(evo.at, true);
   showPlaying();
   scrollTo(0, high); // news must not move the page
-  if (focus) evo.timeline.range.focus({ preventScroll: true });
+  const again = focus && root.querySelector(`[data-keep="${focus}"]`);
+  if (again) again.focus({ preventScroll: true });
 }
 
 function buildContent() {
@@ -108,7 +109,7 @@ function filters() {
   const there = COURSES.filter(([name]) => counts[name]);
   const options = [["all", `All ${evo.found.prompts.length}`], ...there.map(([name, title, note]) => [name, `${title} ${counts[name]}`, note])];
   const modes = [["now", "Pictures"], ["wipe", "Before | after"], ["film", "Film strips"]];
-  const search = h("input", { type: "search", placeholder: "Find a prompt …", "aria-label": "find a prompt", value: evo.words, oninput: (e) => { evo.words = e.target.value; buildContent(); } });
+  const search = h("input", { type: "search", placeholder: "Find a prompt …", "aria-label": "find a prompt", "data-keep": "find", value: evo.words, oninput: (e) => { evo.words = e.target.value; buildContent(); } });
   return h("div", { class: "bar filters" },
     evo.draws ? choice("Show", modes, evo.mode, (m) => { evo.mode = m; buildContent(); }) : null,
     choice("Prompts", options, evo.course, (c) => { evo.course = c; buildContent(); }), h("span", { class: "grow" }), search);
@@ -175,7 +176,7 @@ const altOf = (prompt, step, cell) => `${prompt.prompt}, step ${step}${cell && c
 class PictureGrid {
   constructor(run, found, prompts, mode) {
     Object.assign(this, { run, found, mode, at: 0, seen: new Set() });
-    this.node = h("div", { class: "pictures", vars: { "--cut": "50%" } });
+    this.node = h("div", { class: "pictures" });
     this.cards = prompts.map((p) => this.card(p));
     this.node.append(...this.cards.map((c) => c.node));
     this.eyes = new IntersectionObserver((entries) => {

@@ -45,14 +45,16 @@ async function decoded(url) {
 
 // Two nodes over one another: the first left of the cut, the second right of it. The cut is the
 // variable --cut of `host`, so that several wipes may move together.
+let cutAt = 50; // percent, kept from one wipe to the next
 function wipe(before, after, names, host) {
   const set = (share) => {
-    const value = Math.round(100 * Math.min(1, Math.max(0, share)));
-    range.value = value;
-    host.style.setProperty("--cut", `${value}%`);
+    cutAt = Math.round(100 * Math.min(1, Math.max(0, share)));
+    range.value = cutAt;
+    host.style.setProperty("--cut", `${cutAt}%`);
   };
+  host.style.setProperty("--cut", `${cutAt}%`);
   const range = h("input", {
-    type: "range", min: 0, max: 100, value: 50, "aria-label": `wipe between ${names[0]} and ${names[1]}`,
+    type: "range", min: 0, max: 100, value: cutAt, "aria-label": `wipe between ${names[0]} and ${names[1]}`,
     oninput: (e) => set(e.target.value / 100),
   });
   const drag = (event) => {
@@ -74,7 +76,7 @@ class Timeline {
     this.steps = steps;
     const last = Math.max(1, steps.length - 1);
     this.range = h("input", {
-      type: "range", min: 0, max: steps.length - 1, step: 1, "aria-label": "step of training", class: "step-slider",
+      type: "range", min: 0, max: steps.length - 1, step: 1, "aria-label": "step of training", class: "step-slider", "data-keep": "slider",
       oninput: (e) => onmove(Number(e.target.value)),
     });
     this.marker = h("i", { class: "marker", "aria-hidden": "true" });

@@ -128,7 +128,7 @@ function playResult(result) {
     playing.mode = mode;
     drawPlay();
   };
-  const pairs = h("div", { class: "play-pairs", vars: { "--cut": "50%" } });
+  const pairs = h("div", { class: "play-pairs" });
   put(pairs, result.base.map((cell, i) => playPair(cell, result.trained[i], i, pairs)));
   return [
     h("div", { class: "bar" }, h("h3", { class: "prompt" }, asked.prompt), h("span", { class: "grow" }), result.base.some((c) => c.image) ? choice("Show", modes, playing.mode, pick) : null),

@@ -9,7 +9,7 @@ const COLUMNS = [
   { name: "held", title: "Held-out", of: (r) => r.held_out.now, number: true },
   { name: "step", title: "Step", of: (r) => (r.steps ? r.step / r.steps : r.step), number: true },
   { name: "speed", title: "Samples/s", of: (r) => r.samples_per_s, number: true },
-  { name: "left", title: "Time left", of: (r) => r.left, number: true },
+  { name: "left", title: "Time", of: (r) => r.left, number: true },
   { name: "health", title: "Health", of: (r) => ["red", "amber", "green"].indexOf(r.health.level) },
   { name: "spark", title: "Reward over training", of: (r) => r.changed, plain: true },
 ];
@@ -124,7 +124,7 @@ function tableRow(r) {
     held: held.now === null ? "–" : h("span", { title: held.key }, h("span", { class: "from" }, figure(held.first)), h("span", { class: "arrow" }, "→"), h("b", {}, figure(held.now))),
     step: [h("span", {}, r.steps === null ? String(r.step) : `${r.step} / ${r.steps}`), progressBar(r)],
     speed: figure(r.samples_per_s),
-    left: r.state === "running" ? clock(r.left) : h("span", { class: "soft" }, `took ${clock(r.seconds)}`),
+    left: r.state === "running" ? `${clock(r.left)} left` : h("span", { class: "soft" }, `took ${clock(r.seconds)}`),
     health: button([h("i", { class: `health ${r.health.level}`, "aria-hidden": "true" }), healthWord(r), h("small", {}, STATES[r.state])],
       toggle, { class: "state", "aria-expanded": String(open), "data-keep": `health ${r.id}`, title: r.health.sentences[0] || "nothing to report" }),
     spark: sparkline(r.spark, marked ? colour(r.id) : "var(--soft)", 128, 30, `reward over training, now ${figure(r.reward)}`),

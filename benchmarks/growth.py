@@ -1,0 +1,110 @@
+"""Time and memory of an iteration against its sizes, 8 points each, in a picture.
+
+    python benchmarks/growth.py [--picture docs/images/growth.png] [--json FILE]
+
+Seconds are those that the process has a core for, with one thread, so other processes hardly
+matter; memory is the most that it has held so far, which Gesso keeps: sizes grow, and every line
+has a process of its own. Scores are made up; replies do not end early.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from unscored import Iterations, iterations
+
+RULES = 'reward=[{name="jpeg-compressibility"}]'  # starts no recogniser; scores are made up anyway
+
+
+class Line(NamedTuple):
+    recipe: str
+    what: str
+    sizes: Sequence[int]
+    groups: int | None  # what does not vary; None: it is what varies
+    options: dict[str, Any]
+    varies: str | None  # an option of the algorithm
+
+
+LINES = [
+    Line("demo", "prompts of 4 pictures", range(1, 9), None, {"group": 4}, None),
+    Line("demo", "pictures a prompt", range(2, 17, 2), 2, {}, "group"),
+    Line("demo", "denoising steps, 8 pictures", range(6, 21, 2), 2, {"group": 4}, "steps"),
+    Line("demo-vlm", "tokens a reply, 32 replies", range(8, 65, 8), 8, {"group": 4}, "max_tokens"),
+]
+
+
+def point(once: Iterations, line: Line, size: int) -> tuple[float, float]:
+    """Seconds and MB."""
+    options = line.options | ({line.varies: size} if line.varies else {})
+    once.resize(size if line.groups is None else line.groups, options)
+    once()
+    before = time.process_time()
+    once()
+    return time.process_time() - before, peak_mb()
+
+
+def peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def measured(line: Line) -> dict[str, list[float]]:
+    torch.set_num_threads(1)
+    with iterations(line.recipe, [RULES] if line.recipe == "demo" else []) as once:
+        if line.varies == "max_tokens":
+            once.job.model.end = frozenset()
+        seconds, mb = zip(*(point(once, line, size) for size in line.sizes), strict=True)
+    return {"sizes": list(line.sizes), "seconds": list(seconds), "mb": list(mb)}
+
+
+def straight(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """R² of a straight line through the points."""
+    x, y = torch.tensor([xs, ys], dtype=torch.float64)
+    return float(torch.corrcoef(torch.stack([x, y]))[0, 1] ** 2)
+
+
+def draw(found: dict[str, dict[str, list[float]]], file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(2, len(found), figsize=(3.2 * len(found), 5), squeeze=False)
+    for column, (name, points) in enumerate(found.items()):
+        for row, (key, label) in enumerate((("seconds", "seconds"), ("mb", "MB"))):
+            axis = axes[row][column]
+            axis.plot(points["sizes"], points[key], "o-", markersize=4)
+            axis.set_ylim(bottom=0)
+            axis.set_xlabel(name if row else "")
+            axis.set_ylabel("" if column else label)
+            axis.grid(alpha=0.3)
+        axes[0][column].set_title(f"R² {straight(points['sizes'], points['seconds']):.3f}", size=9)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--picture", type=Path, default=Path("docs/images/growth.png"))
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    found: dict[str, dict[str, list[float]]] = {}
+    for line in LINES:
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+            points = found[line.what] = process.submit(measured, line).result()
+        print(line.what, {key: [round(x, 2) for x in points[key]] for key in points}, flush=True)
+    if asked.json:
+        asked.json.write_text(json.dumps(found, indent=1))
+    draw(found, asked.picture)
+
+
+if __name__ == "__main__":
+    main()
