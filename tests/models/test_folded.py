@@ -135,8 +135,10 @@ def test_the_negative_branch_is_not_run_twice(data: dict) -> None:
     assert counted.rows == [6, 6, 6, 6]
 
 
-def test_every_pass_has_a_known_size(data: dict) -> None:
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])
+def test_every_pass_has_a_known_size(data: dict, again: bool) -> None:
     """Of a compiled network; here nothing is compiled, and no pass without gradient keeps one."""
+    data["model"] |= {"gradient_checkpointing": again}
     model, algorithm, learner = parts_of(build.recipe_from(data))
     stirred(model)
     plain = rollout_of(model, algorithm)
