@@ -139,7 +139,7 @@ def _write(model: TransformerModel, algorithm: ReplyAlgorithm, recipe: Recipe) -
     prompt = _prompt(model, model.max_prompt)
     room = -(-(model.max_prompt + algorithm.max_tokens) // 64) * 64
     with model.writing("current")():
-        copies = _folded(model, recipe) + _joined(model, recipe)
+        copies = _folded(model, recipe) or _joined(model, recipe)
         like = model.read([prompt])[0]
         cache = SlotCache(like, slots, room)
         at_once = min(asked, max(1, READ_AT_ONCE // model.max_prompt))
@@ -169,7 +169,7 @@ def _folded(model: TransformerModel, recipe: Recipe) -> list[Tensor]:
 
 
 def _joined(model: TransformerModel, recipe: Recipe) -> list[Tensor]:
-    """What `stepping.py` puts side by side, in half precision."""
+    """What `stepping.py` puts side by side, in half precision; folded weights are so already."""
     if recipe.model.quantize is not None or model.dtype == torch.float32:
         return []
     parts = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")

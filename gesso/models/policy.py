@@ -151,6 +151,11 @@ class Policy:
         for layer, matrix in zip(self._layers, matrices, strict=True):
             layer.folded = matrix
 
+    def keep_folded(self, which: Which) -> None:
+        """Whoever put the layers' matrices elsewhere, the same numbers, has them kept there."""
+        if self._folded is not None and which != "reference":
+            self._folded[which] = [layer.folded for layer in self._layers]
+
     def second_adapter(self, name: str, seed: int) -> dict[str, nn.Parameter]:
         """LoRA of the same shape beside the policy's, for something else to train: off, but within
         `wearing`."""

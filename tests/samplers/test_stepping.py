@@ -65,6 +65,21 @@ def test_fixed_turns_write_the_same_replies(tiny: Tiny, monkeypatch: Any, fixed:
         monkeypatch.setattr(TransformerModel, "steps_itself", True)
 
 
+def test_folded_weights_are_kept_once(tmp_path: Path, fixed: Any) -> None:
+    tiny = Tiny("qwen2", tokens.build("qwen2", tmp_path / "qwen2"))
+    model = stirred(tiny.model(lora=LORA, fold=True))
+    attention = model.decoder.layers[0].self_attn
+    with model.policy.standing():
+        before = attention.k_proj.folded
+        model.writing("current")
+        after = [attention.q_proj.folded, attention.k_proj.folded]
+        assert torch.equal(before, after[1]) and before.data_ptr() != after[1].data_ptr()
+        assert len({w.untyped_storage().data_ptr() for w in after}) == 1
+        with model.policy.using("reference"):
+            assert torch.equal(attention.k_proj.folded, attention.k_proj.frozen)
+        assert attention.k_proj.folded is after[1]
+
+
 def test_two_adapters_are_not_folded(tmp_path: Path) -> None:
     """A critic's adapter takes turns with the policy's: which is in the weights would change."""
     tiny = Tiny("qwen2", tokens.build("qwen2", tmp_path / "qwen2"))

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,34 +18,13 @@ from PIL import Image
 from gesso.types import UserError
 from gesso.viewer import server
 from gesso.viewer.files import Thumbnails, find_runs
-from gesso.viewer.play import Ask
 from tests.viewer import folders
+from tests.viewer.site import Studio
 
 pytest.importorskip("fastapi", reason='the page needs FastAPI: pip install "gesso[viewer]"')
 from starlette.testclient import TestClient
 
 LOCAL = "http://127.0.0.1:7860"
-
-
-class Fake:
-    """A studio that draws nothing, waits until it may go on, and may fail."""
-
-    def __init__(self) -> None:
-        self.go = threading.Event()
-        self.go.set()
-        self.error: Exception | None = None
-        self.asked: list[Ask] = []
-
-    def draw(self, run: Path, asked: Ask, progress: Any) -> dict[str, Any]:
-        self.asked.append(asked)
-        progress.phase("drawing", 4)
-        progress.advance(2)
-        self.go.wait(10)
-        if self.error is not None:
-            raise self.error
-        return {"step": 2, "base": [{"reply": "no"}], "trained": [{"reply": run.name}]}
-
-    def close(self) -> None: ...
 
 
 @pytest.fixture
@@ -62,12 +40,12 @@ def runs(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def studio() -> Fake:
-    return Fake()
+def studio() -> Studio:
+    return Studio()
 
 
 @pytest.fixture
-def client(runs: Path, studio: Fake) -> Iterator[TestClient]:
+def client(runs: Path, studio: Studio) -> Iterator[TestClient]:
     with TestClient(server.app(runs, studio, None), base_url=LOCAL) as made:
         yield made
 
@@ -210,7 +188,7 @@ def test_wrong_questions_are_sentences(client: TestClient) -> None:
     assert answer.json()["error"] == "two has no pictures to make a sheet of"
 
 
-def test_without_a_token_only_this_machine_by_its_own_name(runs: Path, studio: Fake) -> None:
+def test_without_a_token_only_this_machine_by_its_own_name(runs: Path, studio: Studio) -> None:
     made = server.app(runs, studio, None)
     for host, code in (
         ("http://localhost:1", 200),
@@ -223,7 +201,7 @@ def test_without_a_token_only_this_machine_by_its_own_name(runs: Path, studio: F
             assert client.get("/api/runs").status_code == code, host
 
 
-def test_with_a_token_nothing_is_told_without_it(runs: Path, studio: Fake) -> None:
+def test_with_a_token_nothing_is_told_without_it(runs: Path, studio: Studio) -> None:
     with TestClient(server.app(runs, studio, "s3cret"), base_url="http://10.0.0.1") as client:
         for path in ("/", "/core.js", "/api/runs", "/?token=wrong", "/api/runs?token=s3cret"):
             assert client.get(path).status_code == 403, path
@@ -236,7 +214,7 @@ def test_with_a_token_nothing_is_told_without_it(runs: Path, studio: Fake) -> No
         assert client.get("/api/runs", headers=bearer).status_code == 200
 
 
-def test_another_host_needs_a_token(runs: Path, studio: Fake) -> None:
+def test_another_host_needs_a_token(runs: Path, studio: Studio) -> None:
     with pytest.raises(UserError, match=r"--host 0\.0\.0\.0 lets other machines in"):
         server.serve(runs, studio, "0.0.0.0", 0, None)
 
@@ -254,24 +232,24 @@ ASK = {"run": "one", "prompt": "a sign", "seed": 5}
 
 
 def test_the_playground_tells_how_far_it_is_and_what_came_of_it(
-    client: TestClient, studio: Fake
+    client: TestClient, studio: Studio
 ) -> None:
     studio.go.clear()
     assert client.post("/api/play", json=ASK).json()["state"] == "busy"
     for _ in range(500):
         seen = client.get("/api/play").json()
-        if seen["doing"] == "drawing" and seen["share"] == 0.5:
+        if seen["doing"] == "drawing" and seen["share"] == 0.25:
             break
         time.sleep(0.01)
-    assert (seen["state"], seen["share"], seen["result"]) == ("busy", 0.5, {})
+    assert (seen["state"], seen["share"], seen["result"]) == ("busy", 0.25, {})
     answer = client.post("/api/play", json=ASK)
     assert answer.status_code == 422 and "still drawing" in answer.json()["error"]
     studio.go.set()
-    assert wait(client, "done")["result"]["trained"] == [{"reply": "one"}]
+    assert wait(client, "done")["result"]["trained"][0]["reward"] == 0.75
     assert studio.asked[0].seed == 5
 
 
-def test_a_playground_that_fails_says_why_and_goes_on(client: TestClient, studio: Fake) -> None:
+def test_a_playground_that_fails_says_why_and_goes_on(client: TestClient, studio: Studio) -> None:
     for error, told in (
         (UserError("no checkpoint yet"), "no checkpoint yet"),
         (RuntimeError("boom"), "RuntimeError: boom"),
@@ -301,7 +279,7 @@ def test_the_playground_answers_wrong_questions(
     assert client.post("/api/play", content=b"{").status_code == 422
 
 
-def test_another_page_cannot_make_it_draw(client: TestClient, studio: Fake) -> None:
+def test_another_page_cannot_make_it_draw(client: TestClient, studio: Studio) -> None:
     origin = {"Origin": "http://evil.example"}
     assert client.post("/api/play", json=ASK, headers=origin).status_code == 403
     assert client.post("/api/play", json=ASK, headers={"Origin": LOCAL}).status_code == 200
@@ -309,7 +287,7 @@ def test_another_page_cannot_make_it_draw(client: TestClient, studio: Fake) -> N
     assert len(studio.asked) == 1
 
 
-def test_an_empty_folder(tmp_path: Path, studio: Fake) -> None:
+def test_an_empty_folder(tmp_path: Path, studio: Studio) -> None:
     with TestClient(server.app(tmp_path, studio, None), base_url=LOCAL) as client:
         assert client.get("/api/runs").json() == []
 

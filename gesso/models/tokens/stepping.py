@@ -99,7 +99,12 @@ def joined(layers: Sequence[nn.Module], dtype: torch.dtype) -> tuple[Tensor, Ten
         biased = biased or plain.bias is not None
         bias = weight.new_zeros(len(weight)) if plain.bias is None else plain.bias
         biases.append(bias.detach().to(dtype))
-    weight = torch.cat(weights) if len(weights) > 1 else weights[0]  # one alone needs no copy
+    if len(weights) == 1:  # one alone needs no copy
+        return weights[0], biases[0] if biased else None
+    weight = torch.cat(weights)
+    for layer, rows in zip(layers, weight.split([len(w) for w in weights]), strict=True):
+        if isinstance(layer, FoldedLinear):
+            layer.folded = rows  # the same numbers: they are kept once
     return weight, torch.cat(biases) if biased else None
 
 

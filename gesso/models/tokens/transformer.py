@@ -180,6 +180,7 @@ class TransformerModel(ABC):
         with self.policy.using(weights):
             rounded = {p: p.data.to(self.dtype) for p in self._rounded_by_autocast()}
             stepper = Stepper(self.decoder, self.dtype) if self.steps_itself else None
+            self.policy.keep_folded(weights)
             tied = self._head.weight is self.module.get_input_embeddings().weight
             output = self._head.weight.data.to(self.dtype) if tied and self._autocast else None
 

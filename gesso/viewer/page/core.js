@@ -259,6 +259,19 @@ function runPicker() {
 
 const dot = (id) => h("i", { class: "dot", vars: { "--c": colour(id) }, "aria-hidden": "true" });
 
+// Calls `come` with what nears the screen and `go` with what leaves it: things that have a `node`.
+function nearing(things, come, go = () => {}) {
+  const eyes = new IntersectionObserver((entries) => {
+    for (const { target, isIntersecting } of entries) {
+      const thing = things.find((t) => t.node === target);
+      if (isIntersecting) come(thing);
+      else go(thing);
+    }
+  }, { rootMargin: "300px" });
+  for (const { node } of things) eyes.observe(node);
+  return eyes;
+}
+
 // The theme, and other small things to remember ------------------------------------------------
 
 function remembered(name) {

@@ -137,12 +137,7 @@ class Section {
   }
 
   watch() {
-    this.eyes = new IntersectionObserver((entries) => {
-      if (!entries.some((e) => e.isIntersecting)) return;
-      this.eyes.disconnect();
-      this.reload();
-    }, { rootMargin: "300px" });
-    this.eyes.observe(this.body);
+    this.eyes = nearing([{ node: this.body }], () => { this.eyes.disconnect(); this.reload(); });
   }
 
   async reload() {
@@ -201,12 +196,7 @@ class TimeShares {
   }
 
   watch() {
-    this.eyes = new IntersectionObserver((entries) => {
-      if (!entries.some((e) => e.isIntersecting)) return;
-      this.eyes.disconnect();
-      this.reload();
-    }, { rootMargin: "300px" });
-    this.eyes.observe(this.node);
+    this.eyes = nearing([{ node: this.node }], () => { this.eyes.disconnect(); this.reload(); });
   }
 
   async reload() {

@@ -179,16 +179,8 @@ class PictureGrid {
     this.node = h("div", { class: "pictures" });
     this.cards = prompts.map((p) => this.card(p));
     this.node.append(...this.cards.map((c) => c.node));
-    this.eyes = new IntersectionObserver((entries) => {
-      for (const { target, isIntersecting } of entries) {
-        const card = this.cards.find((c) => c.node === target);
-        if (isIntersecting) {
-          this.seen.add(card);
-          this.update(card);
-        } else this.seen.delete(card);
-      }
-    }, { rootMargin: "300px" });
-    for (const { node } of this.cards) this.eyes.observe(node);
+    const come = (card) => { this.seen.add(card); this.update(card); };
+    this.eyes = nearing(this.cards, come, (card) => this.seen.delete(card));
   }
 
   card(prompt) {
@@ -240,16 +232,12 @@ class FilmStrips {
       prompt, node: h("div", { class: "film-row", vars: shape }, h("a", { class: "prompt", href: addressOf("evolution", { prompt: prompt.index }) }, prompt.prompt)),
     }));
     this.node = h("div", { class: "films" }, this.rows.map((r) => r.node));
-    this.eyes = new IntersectionObserver((entries) => {
-      for (const { target, isIntersecting } of entries) {
-        const row = this.rows.find((r) => r.node === target);
-        if (!isIntersecting || row.strip) continue;
-        row.strip = filmStrip(run, found, row.prompt);
-        row.node.append(row.strip.node);
-        row.strip.to(this.at);
-      }
-    }, { rootMargin: "400px" });
-    for (const { node } of this.rows) this.eyes.observe(node);
+    this.eyes = nearing(this.rows, (row) => {
+      if (row.strip) return;
+      row.strip = filmStrip(run, found, row.prompt);
+      row.node.append(row.strip.node);
+      row.strip.to(this.at);
+    });
   }
 
   to(at) {

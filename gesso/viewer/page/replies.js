@@ -64,16 +64,8 @@ class ReplyCards {
     Object.assign(this, { run, found, at: 0, seen: new Set() });
     this.cards = prompts.map((p) => this.card(p));
     this.node = h("div", { class: "replies" }, this.cards.map((c) => c.node));
-    this.eyes = new IntersectionObserver((entries) => {
-      for (const { target, isIntersecting } of entries) {
-        const card = this.cards.find((c) => c.node === target);
-        if (isIntersecting) {
-          this.seen.add(card);
-          this.update(card);
-        } else this.seen.delete(card);
-      }
-    }, { rootMargin: "300px" });
-    for (const { node } of this.cards) this.eyes.observe(node);
+    const come = (card) => { this.seen.add(card); this.update(card); };
+    this.eyes = nearing(this.cards, come, (card) => this.seen.delete(card));
   }
 
   card(prompt) {
