@@ -371,3 +371,25 @@ def test_a_missing_picture_is_missing_whatever_its_name(tmp_path: Path) -> None:
     """`abcd` is base64 of three bytes, and of no picture."""
     file = write(tmp_path / "a.jsonl", [{"prompt": "?", "images": ["abcd"]}, *rows(tmp_path, 1)])
     assert "no such file 'abcd'" in read(Source(path=file)).left_out[0]
+
+
+def test_a_distill_whose_template_opens_the_thought_is_trained(tmp_path: Path) -> None:
+    """DeepSeek-R1's distills are Qwen2 and Llama with a chat template that ends in <think>."""
+    from transformers import AutoTokenizer
+
+    tokens.build("qwen2", tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    end = "{% endif -%}"
+    assert tokenizer.chat_template.endswith(end)
+    tokenizer.chat_template = tokenizer.chat_template.removesuffix(end) + "<think>\n" + end
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "eval.txt").write_text("hello?\nhow many?\n")
+    train = write(tmp_path / "a.jsonl", [{"prompt": "how many?"}, {"prompt": "why?"}])
+    reward = [{"name": "format", "opened": True}, {"name": REWARD}]
+    chosen = recipe(tmp_path, train, steps=1, model={"name": "causal"}, reward=reward)
+    job = run.assemble(chosen)
+    ids = job.model.encode(job.cluster.stream.prompts[0]).ids.tolist()  # type: ignore[union-attr]
+    job.close()
+    assert tokenizer.decode(ids).endswith("assistant\nthink\n")  # its letters have no < and >
+    row = run.train(chosen, folder=tmp_path / "run", quiet=True).rows()[-1]
+    assert row["reward/format"] == 0.0 and row["step"] == 1

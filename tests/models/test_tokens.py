@@ -269,7 +269,7 @@ def test_all_segments_at_once(seeing: Tiny, lora: Lora | None, monkeypatch: Any)
     one_by_one = seeing.model(dtype="bfloat16", lora=lora)
     trace = trace_of(one_by_one, seeing.prompts, ROWS)
     expected = one_by_one.logp(trace, 1.0).logp
-    model = seeing.model(dtype="bfloat16", lora=lora)
+    model = seeing.model(dtype="bfloat16", lora=lora, fold=lora is not None or None)
 
     def flat(trees: Any, *to: Any) -> attention.Segments:
         return attention.Segments(trees, attention.Flat.of(trees, *to))
@@ -284,7 +284,7 @@ def test_all_segments_at_once(seeing: Tiny, lora: Lora | None, monkeypatch: Any)
     assert looks == [3]
     error = (found - expected).detach().abs()
     assert float(error.sum() / trace.mask.sum()) <= 0.02 and float(error.max()) <= 0.25
-    with torch.no_grad(), model.writing("current")():
+    with torch.no_grad(), model.policy.standing(), model.writing("current")():
         model.read(trace.prompts[:2])  # through a cache, which mixes precisions
 
 

@@ -22,6 +22,7 @@ from gesso.rewards.cache import Cached
 from gesso.rewards.compose import Weighted
 from gesso.rewards.service import RewardService
 from gesso.rewards.workers import Workers
+from gesso.track.progress import SILENT
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Sample, Score, StopRun, UserError
 from tests.rewards import user_rewards
@@ -139,7 +140,7 @@ def test_an_evaluation_that_fails_loses_nothing(recipe_data: dict, tmp_path: Pat
     recipe_data["save"] = {"every": 100}
     recipe_data["steps"] = 2
     recipe = build.recipe_from(recipe_data)
-    job = run._load(recipe, True)
+    job = run.assemble(recipe)
     draw = job.cluster.collect
 
     def and_break(step: int) -> object:
@@ -148,7 +149,7 @@ def test_an_evaluation_that_fails_loses_nothing(recipe_data: dict, tmp_path: Pat
 
     job.cluster.collect = and_break  # type: ignore[method-assign, assignment]
     with pytest.raises(StopRun, match=r"of the evaluation failed.*gesso train --resume"):
-        run._run(job, RunFolder.create(folder, recipe.model_dump()), True)
+        run._run(job, RunFolder.create(folder, recipe.model_dump()), SILENT)
     assert RunFolder.open(folder).latest() == 1
     assert [row["step"] for row in RunFolder.open(folder).rows()] == [0, 1]
     flag.unlink()

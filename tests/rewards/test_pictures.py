@@ -112,7 +112,7 @@ def test_a_prompt_without_pictures_costs_nothing() -> None:
     header, pixels = frame.split(b"\n", 1)
     assert pixels == bytes(6) and json.loads(header) == {"samples": [
         {"text": "a", "negative": "b", "columns": {"c": 1}, "where": "d:1", "seed": 5,
-         "reply": None, "shape": [1, 2, 3]},
+         "reply": None, "tokens": None, "shape": [1, 2, 3]},
     ]}  # fmt: skip
     (row,) = json.loads(protocol.pack_score_request([sample]))["samples"]
     assert row.keys() == {"prompt", "negative", "columns", "where", "seed", "image", "text"}
