@@ -87,6 +87,11 @@ def test_both_sides_are_what_each_would_draw_alone(
     assert not any("loading" in phase for phase in heard.phases)
     assert np.array_equal(pixels(again["trained"][0]), trained[0])
     assert "reward" not in again["trained"][0]
+    run.resume(found.path, quiet=True, steps=3)  # it goes on: the playground follows
+    later = studio.draw(found.path, ask, Heard())
+    assert later["step"] == 3
+    assert not np.array_equal(pixels(later["trained"][0]), trained[0])
+    assert np.array_equal(pixels(later["base"][0]), base[0])
     with pytest.raises(UserError, match="it takes no picture"):
         studio.draw(found.path, ask.model_copy(update={"image": "aGk="}), heard)
 

@@ -133,7 +133,10 @@ def save_sheet(found: Sequence[Drawn], file: Path) -> None:
     if found[0].writes:
         raise UserError("this model writes; a sheet is of pictures, leave out --sheet")
     file.parent.mkdir(parents=True, exist_ok=True)
-    _sheet(found).save(file)
+    try:
+        _sheet(found).save(file)
+    except (OSError, ValueError) as error:
+        raise UserError(f"the sheet {file} cannot be written: {error}") from error
 
 
 def _sheet(found: Sequence[Drawn]) -> Any:

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from gesso.types import UserError
 from gesso.use import pictures
 from gesso.viewer.files import NotShown, picture
-from gesso.viewer.reading import Reader, spread
+from gesso.viewer.reading import Reader
+from gesso.viewer.thinning import spread
 
 if TYPE_CHECKING:
     from PIL import Image

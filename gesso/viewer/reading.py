@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import threading
 import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,6 +24,7 @@ from gesso.track.console import held_out_key
 from gesso.track.figures import lines, series
 from gesso.track.samples import Shown
 from gesso.viewer.files import NotShown, picture
+from gesso.viewer.thinning import thin, thinned
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -36,6 +37,8 @@ PATIENCE = 5.0  # so many times its steps' own time
 NOTES = 300  # lines of log.txt, the newest
 TRIES = 20  # pictures opened to learn their size
 
+STEP = re.compile(r"[0-9]{6,12}")
+
 Row = dict[str, Any]
 
 
@@ -46,7 +49,7 @@ class Reader:
         self.path = path
         self._lock = threading.Lock()
         self._rows: list[Row] = []
-        self._file: tuple[int, int] = (0, 0)  # inode of metrics.jsonl, and bytes read of it
+        self._metrics: tuple[int, int] = (0, 0)  # inode of metrics.jsonl, and bytes read of it
         self._bad: list[str] = []
         self._known: tuple[tuple[int, int], dict[str, Any]] = ((-1, 0), {})  # figures of _file
         self._evaluations: dict[Path, tuple[tuple[int, int], list[Shown], list[str]]] = {}
@@ -57,14 +60,25 @@ class Reader:
             self._read_metrics()
             return list(self._rows)
 
+    def _file_of(self, name: str) -> Path | None:
+        """A file of this run that may be read: links lead elsewhere and are not followed."""
+        path = self.path / name
+        steps = [path, *list(path.parents)[: len(Path(name).parts) - 1]]
+        return None if any(step.is_symlink() for step in steps) or not path.is_file() else path
+
     def _read_metrics(self) -> None:
-        file = self.path / "metrics.jsonl"
-        try:
-            found = file.stat()
-        except OSError:
-            self._rows, self._bad, self._file = [], [], (0, 0)
+        file = self._file_of("metrics.jsonl")
+        if file is None:
+            self._rows, self._bad, self._metrics = [], [], (0, 0)
             return
-        inode, done = self._file
+        try:
+            self._read_on(file)
+        except OSError as error:
+            self._bad = [f"metrics.jsonl cannot be read: {error.strerror}"]
+
+    def _read_on(self, file: Path) -> None:
+        found = file.stat()
+        inode, done = self._metrics
         if found.st_ino != inode or found.st_size < done:  # a resumed run wrote it anew
             self._rows, self._bad, done = [], [], 0
         if found.st_size > done:
@@ -75,16 +89,18 @@ class Reader:
             for line in data[:whole].splitlines():
                 self._take(line)
             done += whole
-        self._file = (found.st_ino, done)
+        self._metrics = (found.st_ino, done)
 
     def _take(self, line: bytes) -> None:
         try:
             row = json.loads(line)
         except ValueError:
             row = None
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        step = row.get("step") if isinstance(row, dict) else None
+        if not isinstance(step, int) or _absurd(step):
             self._bad.append(f"metrics.jsonl: a damaged line after step {self._newest}, left out")
             return
+        row = {key: value for key, value in row.items() if not _absurd(value)}
         if row["step"] <= self._newest and self._rows:
             del self._rows[bisect_left([r["step"] for r in self._rows], row["step"]) :]
         self._rows.append(row)
@@ -100,8 +116,11 @@ class Reader:
             return {}
 
     def text(self, name: str) -> str:
-        file = self.path / name
-        return file.read_text("utf-8", "replace") if file.is_file() else ""
+        file = self._file_of(name)
+        try:
+            return file.read_text("utf-8", "replace") if file is not None else ""
+        except OSError:
+            return ""
 
     def log(self) -> list[str]:
         return self.text("log.txt").splitlines()[-NOTES:]
@@ -142,9 +161,9 @@ class Reader:
     def _figures(self) -> dict[str, Any]:
         """What the table tells of the metrics; worked out anew only when they have grown."""
         rows = self.rows()
-        if self._known[0] == self._file:
+        if self._known[0] == self._metrics:
             return self._known[1]
-        stamp = self._file
+        stamp = self._metrics
         key = held_out_key(self.keys())
         train, held_out = series(rows, "reward"), series(rows, key)
         speed = series(rows, "samples_per_s")
@@ -167,7 +186,7 @@ class Reader:
             "told": told,
             "step": step,
             "times": [v for _, v in series(rows[1:], "time/step")][-RECENT:],
-            "health": rows[-1].get("health", []) if rows else [],
+            "health": _texts(rows[-1].get("health")) if rows else [],
         }
         self._known = (stamp, found)
         return found
@@ -190,10 +209,10 @@ class Reader:
                 continue  # not there yet
         return newest
 
-    def _health(self, kinds: Sequence[Any]) -> dict[str, Any]:
+    def _health(self, kinds: Sequence[str]) -> dict[str, Any]:
         """green, amber or red, with the sentences that the run told."""
         log = self.log()
-        told = [self._sentence(kind, log) for kind in kinds if isinstance(kind, str)]
+        told = [self._sentence(kind, log) for kind in kinds]
         stopped = [line.split("stopped: ", 1)[1] for line in log[-1:] if " stopped: " in line]
         level = "green"
         if kinds:
@@ -269,73 +288,53 @@ class Reader:
 
     def _size(self, prompts: Sequence[Row]) -> list[int] | None:
         """Of the first picture that can be read, so that the page keeps room for them all."""
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image
 
         cells = (cell for prompt in prompts for cell in prompt["cells"])
         for name in [cell["image"] for cell in cells if cell and "image" in cell][:TRIES]:
             try:
                 with Image.open(picture(self.path, name)) as opened:
                     return [opened.width, opened.height]
-            except (NotShown, UnidentifiedImageError, OSError):
-                continue  # damaged or gone: the next will do
+            except (NotShown, OSError, Image.DecompressionBombError):
+                continue  # damaged, gone or absurd: the next will do
         return None
 
     def _read_evaluations(self) -> dict[int, list[Shown]]:
-        files = sorted(f for f in (self.path / "samples").glob("*.jsonl") if f.stem.isdigit())
+        files = [self._file_of(f"samples/{step:06d}.jsonl") for step in self._steps("samples")]
         with self._lock:
-            for file in files:
+            kept = [file for file in files if file is not None]
+            for file in kept:
                 found = file.stat()
                 stamp = (found.st_mtime_ns, found.st_size)
                 if file not in self._evaluations or self._evaluations[file][0] != stamp:
                     bad: list[str] = []
                     self._evaluations[file] = (stamp, lines(file, Shown.of, bad), bad)
-            return {int(file.stem): self._evaluations[file][1] for file in files}
+            return {int(file.stem): self._evaluations[file][1] for file in kept}
+
+    def _steps(self, folder: str) -> list[int]:
+        """Of the files 000010.jsonl in there."""
+        names = (file.stem for file in (self.path / folder).glob("*.jsonl"))
+        return sorted(int(name) for name in names if STEP.fullmatch(name))
 
     def group_steps(self) -> list[int]:
-        files = (self.path / "groups").glob("*.jsonl")
-        return sorted(int(file.stem) for file in files if file.stem.isdigit())
+        return self._steps("groups")
 
     def groups(self, step: int) -> list[Row]:
         """The groups of one training step, as groups.py wrote them; pictures under groups/."""
         found = []
         for line in self.text(f"groups/{step:06d}.jsonl").splitlines():
-            row = _loads(line)
-            if row is None or not isinstance(row.get("samples"), list):
+            row = _loads(line) or {}
+            samples, shown = row.get("samples"), row.get("shown", [])
+            if not isinstance(samples, list) or not isinstance(shown, list):
                 continue  # half-written: a run that was killed in it writes it again
-            row["shown"] = [f"groups/{name}" for name in row.get("shown", [])]
-            for sample in row["samples"]:
+            if not all(isinstance(sample, dict) for sample in samples):
+                continue
+            row["shown"] = [f"groups/{name}" for name in shown]
+            for sample in samples:
                 if "image" in sample:
                     sample["image"] = f"groups/{sample['image']}"
             found.append(row)
         return found
-
-
-def thin(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
-    """At most so many points: the last of each of equal stretches."""
-    size = max(1, math.ceil(len(points) / most))
-    return list(points[::-1][::size][::-1])
-
-
-def thinned(points: Sequence[tuple[int, float]], most: int) -> dict[str, Any]:
-    """Points as columns. More than `most` become the means of equal stretches, with the least and
-    the greatest of each."""
-    if len(points) <= most:
-        return {"step": [s for s, _ in points], "y": [v for _, v in points]} if points else {}
-    edges = [round(i * len(points) / most) for i in range(most + 1)]
-    parts = [points[low:high] for low, high in pairwise(edges)]
-    return {
-        "step": [part[-1][0] for part in parts],
-        "y": [fmean(v for _, v in part) for part in parts],
-        "low": [min(v for _, v in part) for part in parts],
-        "high": [max(v for _, v in part) for part in parts],
-    }
-
-
-def spread(items: Sequence[int], most: int) -> list[int]:
-    """At most so many of them, the first and the last always, evenly."""
-    if len(items) <= most:
-        return list(items)
-    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
 def family(config: Mapping[str, Any]) -> str:
@@ -361,6 +360,15 @@ def _loads(line: str | bytes) -> Row | None:
     except ValueError:
         return None
     return row if isinstance(row, dict) else None
+
+
+def _texts(value: Any) -> list[str]:
+    return [text for text in value if isinstance(text, str)] if isinstance(value, list) else []
+
+
+def _absurd(value: Any) -> bool:
+    """A whole number that no float holds: nobody wrote it as a figure."""
+    return isinstance(value, int) and abs(value) > 10**300
 
 
 def _number(value: Any) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from html import escape
 from pathlib import Path
@@ -14,8 +15,10 @@ from typing import Any
 from urllib.parse import urlencode
 
 from gesso.track.run_folder import write_whole
+from gesso.types import UserError
 from gesso.viewer.files import NotShown, encode, find_runs, picture
-from gesso.viewer.reading import Reader, spread
+from gesso.viewer.reading import Reader
+from gesso.viewer.thinning import spread
 
 PAGE = Path(__file__).parent / "page"
 STYLES = ("style.css", "views.css")
@@ -39,7 +42,7 @@ def index() -> str:
 def page(runs: Mapping[str, Reader]) -> str:
     """The page with these runs inside."""
     inside = {"answers": _answers(runs), "pictures": {n: _pictures(r) for n, r in runs.items()}}
-    data = json.dumps(inside, separators=(",", ":")).replace("<", "\\u003c")
+    data = as_json(inside).replace("<", "\\u003c")
     style = "\n".join((PAGE / name).read_text("utf-8") for name in STYLES)
     script = "\n".join((PAGE / name).read_text("utf-8") for name in SCRIPTS)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -57,10 +60,30 @@ def page(runs: Mapping[str, Reader]) -> str:
 
 def write(root: Path, target: Path) -> Path:
     """The runs under a folder, or the one it is, as one file."""
-    target.parent.mkdir(parents=True, exist_ok=True)
     found = {name: Reader(path) for name, path in find_runs(root).items()}
+    if not found:
+        raise UserError(f"no run under {root}; train one first, as `gesso train demo`")
+    if target.is_dir():
+        raise UserError(f"{target} is a folder; expected the name of an HTML file")
+    target.parent.mkdir(parents=True, exist_ok=True)
     write_whole(target, page(found).encode("utf-8", "replace"))
     return target
+
+
+def as_json(value: Any) -> str:
+    """A number that is none becomes null: browsers do not read NaN."""
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), separators=(",", ":"))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _page(title: str, head: str, end: str) -> str:

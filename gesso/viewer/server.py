@@ -16,6 +16,7 @@ from __future__ import annotations
 import hmac
 import json
 import mimetypes
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +41,7 @@ ASSETS = {f"/{name}": PAGE / name for name in report.PARTS}
 POINTS = 1_000  # of a curve, at most
 COOKIE = "gesso-token"
 BODY = 32 * 2**20  # bytes of a question to the playground, its picture included
+NUMBER = re.compile(r"[0-9]{1,12}")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "img-src 'self' data: blob:; media-src 'self'; connect-src 'self'; base-uri 'none'; "
@@ -125,7 +127,7 @@ def app(root: Path, studio: Studio, token: str | None) -> FastAPI:
     @made.middleware("http")
     async def guard(request: Request, go_on: Callable[[Request], Any]) -> Response:
         given = request.query_params.get("token", "")
-        if token and request.url.path == "/" and hmac.compare_digest(given, token):
+        if token and request.url.path == "/" and _same(given, token):
             answer: Response = RedirectResponse("/", 303)
             answer.set_cookie(COOKIE, token, httponly=True, samesite="strict")
         else:
@@ -143,11 +145,15 @@ def app(root: Path, studio: Studio, token: str | None) -> FastAPI:
         return JSONResponse({"error": str(error)}, 422)
 
     def get(path: str, answer: Callable[[Any], Any]) -> None:
-        """A route whose plain answer is JSON, worked out beside the event loop."""
+        """A route whose plain answer is JSON, worked out beside the event loop. A browser that has
+        the very same already is told so."""
 
         async def route(request: Request) -> Response:
             found = await run_in_threadpool(answer, request.query_params)
-            return found if isinstance(found, Response) else _json(found)
+            made = found if isinstance(found, Response) else _json(found)
+            tag = made.headers.get("etag", "")
+            known = tag and tag == request.headers.get("if-none-match")
+            return Response(status_code=304, headers={"etag": tag}) if known else made
 
         made.add_route(path, route, methods=["GET"])
 
@@ -165,12 +171,13 @@ def app(root: Path, studio: Studio, token: str | None) -> FastAPI:
 
     def shown(query: Any) -> Response:
         path = picture(library.run(query.get("run", "")).path, query.get("name", ""))
-        keep = {"Cache-Control": "private, max-age=3600"}
-        if width := query.get("width"):
+        width, now = query.get("width", ""), path.stat()
+        tag = {"ETag": f'"{now.st_mtime_ns:x}-{now.st_size:x}-{width}"'}  # a run may be done anew
+        if width:
             data = library.thumbnails.get(path, _whole(width, "width"))
-            return Response(data, media_type="image/webp", headers=keep)
+            return Response(data, media_type="image/webp", headers=tag)
         kind = "image/webp" if path.suffix == ".webp" else "image/png"
-        return Response(path.read_bytes(), media_type=kind, headers=keep)
+        return Response(path.read_bytes(), media_type=kind, headers=tag)
 
     def film_of(query: Any) -> Response:
         reader, kind = library.run(query.get("run", "")), query.get("kind", "gif")
@@ -197,9 +204,12 @@ def app(root: Path, studio: Studio, token: str | None) -> FastAPI:
         if int(request.headers.get("content-length", BODY + 1)) > BODY:
             raise UserError(f"a question may have {BODY:,} bytes")
         try:
-            asked = parse(Ask, json.loads(await request.body()), "playground")
-        except ValueError as error:
+            given = json.loads(await request.body())
+        except (ValueError, RecursionError) as error:
             raise UserError(f"playground: expected JSON ({error})") from None
+        if not isinstance(given, dict):
+            raise UserError("playground: expected an object {…}")
+        asked = parse(Ask, given, "playground")
         return _json(table.start(library.run(asked.run).path, asked))
 
     for path in ASSETS:
@@ -248,9 +258,9 @@ def _refused(request: Request, token: str | None) -> str:
     """Why this request is not answered, or ""."""
     if token:
         given = request.cookies.get(COOKIE) or request.headers.get("authorization", "")
-        if not hmac.compare_digest(given.removeprefix("Bearer ").encode(), token.encode()):
+        if not _same(given.removeprefix("Bearer "), token):
             return "a token is needed: open the address that `gesso view` printed"
-    elif not serving.is_loopback(urlsplit(f"//{request.headers.get('host', '')}").hostname or ""):
+    elif not serving.is_loopback(_hostname(request.headers.get("host", ""))):
         return "only this machine may ask, by its own name: open http://127.0.0.1 or localhost"
     origin = request.headers.get("origin")
     if origin and request.method != "GET" and urlsplit(origin).netloc != request.headers["host"]:
@@ -258,10 +268,21 @@ def _refused(request: Request, token: str | None) -> str:
     return ""
 
 
+def _same(given: str, token: str) -> bool:
+    return hmac.compare_digest(given.encode(), token.encode())
+
+
+def _hostname(host: str) -> str:
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:  # a bracket that does not close
+        return ""
+
+
 def _json(value: Any) -> Any:
     from fastapi.responses import Response
 
-    return Response(json.dumps(value, separators=(",", ":")), media_type="application/json")
+    return Response(report.as_json(value), media_type="application/json")
 
 
 def _file(data: bytes, kind: str, name: str) -> Any:
@@ -273,8 +294,8 @@ def _file(data: bytes, kind: str, name: str) -> Any:
 
 
 def _whole(text: str, name: str) -> int:
-    if not text.isdigit():
-        raise NotShown(f"{name} = {text!r} does not fit; expected a whole number")
+    if not NUMBER.fullmatch(text):
+        raise NotShown(f"{name} = {text[:20]!r} does not fit; expected a whole number")
     return int(text)
 
 

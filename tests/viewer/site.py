@@ -87,7 +87,7 @@ def drawing(path: Path) -> RunFolder:
     for step, right in RIGHT.items():
         evaluate(run, step, right)
     folders.batch(run, 2, [0.5, -0.5, 0.1, -0.1], keep=1)
-    folders.batch(run, 4, [0.5, -0.5, 0.0, 0.0], keep=1)
+    folders.batch(run, 4, [-0.5, 0.5, 0.0, 0.0], keep=1)
     run.note("self-test: fine")
     return run
 

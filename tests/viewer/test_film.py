@@ -137,3 +137,14 @@ def test_the_command_writes_the_report(
     assert inside(target.read_text())["answers"]["/api/runs"][0]["id"] == "one"
     assert cli.main(["view", str(tmp_path / "gone"), "--report", str(target)]) == 2
     assert "no folder" in capsys.readouterr().err
+
+
+def test_a_report_of_nothing_or_over_a_folder_is_a_sentence(
+    reader: Reader, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert cli.main(["view", str(tmp_path / "empty"), "--report", str(tmp_path / "r.html")]) == 2
+    assert "no run under" in capsys.readouterr().err
+    assert cli.main(["view", str(reader.path), "--report", str(tmp_path / "empty")]) == 2
+    assert "is a folder" in capsys.readouterr().err
+    assert not list(tmp_path.glob(".*.new"))

@@ -139,12 +139,13 @@ def test_light_and_dark(tab: Tab, site: Site) -> None:
     tab.prefer(prefers_color_scheme="dark")
     tab.wait(f"{ground} !== '{light}'")
     dark = tab.js(ground)
+    tab.wait("document.querySelector('#theme').getAttribute('aria-label') === 'light colours'")
     tab.click("#theme")
-    assert tab.js(ground) == light
+    tab.wait(f"{ground} === '{light}'")
     tab.open(site.url)
     assert tab.js(ground) == light, "it is remembered"
     tab.click("#theme")
-    assert tab.js(ground) == dark
+    tab.wait(f"{ground} === '{dark}'")
     tab.js("localStorage.clear()")
 
 

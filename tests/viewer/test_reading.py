@@ -4,10 +4,12 @@ import json
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gesso.types import Prompt, Sample, Score
-from gesso.viewer.reading import Reader, spread, thinned
+from gesso.viewer.reading import Reader
+from gesso.viewer.thinning import spread, thinned
 from tests.viewer import folders
 
 
@@ -214,3 +216,46 @@ def test_a_batch_without_any_gradient_divides_by_nothing(tmp_path: Path) -> None
     run = folders.make(tmp_path / "a", 1)
     folders.batch(run, 1, [0.0, 0.0])
     assert Reader(run.path).groups(1)[0]["share"] == 0.0
+
+
+def test_a_file_written_anew_is_read_anew_though_it_is_longer(tmp_path: Path) -> None:
+    run = folders.make(tmp_path / "a", 2)
+    reader = Reader(run.path)
+    assert len(reader.rows()) == 3
+    run.rewind(0)
+    for step in range(1, 6):
+        run.append(folders.row(step, reward=0.9))
+    assert [row.get("reward") for row in reader.rows()] == [None] + [0.9] * 5
+
+
+def test_of_a_warning_told_twice_the_later_sentence_counts(tmp_path: Path) -> None:
+    run = folders.make(tmp_path / "a", 1)
+    for share in (50, 90):
+        run.note(f"step 2: warning (flat-groups): {share}% are flat")
+    run.append(folders.row(2, health=["flat-groups"]))
+    assert Reader(run.path).summary()["health"]["sentences"] == ["90% are flat"]
+
+
+def test_time_left_goes_by_the_steps_alone(tmp_path: Path) -> None:
+    """Row 0 is an evaluation, which may take long."""
+    run = folders.make(tmp_path / "a", 0)
+    run.append(folders.row(1))
+    run.path.joinpath("metrics.jsonl").write_text(
+        "".join(
+            json.dumps(folders.row(step, **{"time/step": 100.0 if step == 0 else 2.0})) + "\n"
+            for step in (0, 1, 2)
+        )
+    )
+    assert Reader(run.path).summary()["left"] == pytest.approx(2.0 * 8)
+
+
+def test_large_pictures_of_groups_are_kept_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "picture", lambda shade: np.full((300, 600, 3), shade, np.uint8))
+    run = folders.make(tmp_path / "a", 1)
+    folders.batch(run, 1, [0.5])  # a group of one has no spread, and is none the worse
+    (group,) = Reader(run.path).groups(1)
+    assert group["std"] == 0.0
+    shown = folders.open_picture(run.path / group["samples"][0]["image"])
+    assert shown.size == (256, 128)

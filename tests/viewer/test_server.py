@@ -303,3 +303,116 @@ def test_the_command_serves_and_ends(runs: Path) -> None:
         assert len(httpx.get(f"{address}/api/runs").json()) == 2
         process.send_signal(signal.SIGINT)
         assert process.wait(10) == 0
+
+
+def test_texts_behind_links_are_not_read(client: TestClient, runs: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_text('{"step": 1, "reward": 0.123}\n')
+    one = runs / "one"
+    for name in ("log.txt", "metrics.jsonl", "samples/000004.jsonl", "groups/000004.jsonl"):
+        (one / name).unlink(missing_ok=True)
+        (one / name).symlink_to(secret)
+    for path in ("/api/run", "/api/evolution", "/api/groups", "/api/curves"):
+        answer = client.get(path, params={"run": "one", "step": "4", "keys": "reward"})
+        assert answer.status_code == 200 and "0.123" not in answer.text, path
+    (one / "config.toml").unlink()
+    (one / "config.toml").symlink_to(secret)
+    assert "0.123" not in client.get("/api/run", params={"run": "one"}).text
+
+
+def test_a_picture_that_was_drawn_anew_is_sent_anew(client: TestClient, runs: Path) -> None:
+    query = {"run": "one", "name": "samples/000004/000.png", "width": "96"}
+    first = client.get("/picture", params=query)
+    assert first.headers["cache-control"] == "no-cache"
+    same = {"If-None-Match": first.headers["etag"]}
+    assert client.get("/picture", params=query, headers=same).status_code == 304
+    Image.new("RGB", (24, 8), "red").save(runs / "one/samples/000004/000.png")
+    again = client.get("/picture", params=query, headers=same)
+    assert again.status_code == 200 and again.content != first.content
+
+
+ODD = [
+    '"health": null',
+    '"health": 5',
+    '"health": [["a"], {}]',
+    f'"reward": {"9" * 400}',
+    '"reward": NaN',
+    '"reward": {"a": 1}',
+]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=range(len(ODD)))
+def test_one_odd_run_does_not_take_the_others_down(
+    client: TestClient, runs: Path, odd: str
+) -> None:
+    with (runs / "one" / "metrics.jsonl").open("a") as file:
+        file.write(f'{{"step": 5, "time/step": 1.0, {odd}}}\n')
+    table = client.get("/api/runs").json()
+    assert {row["id"] for row in table} == {"one", "deep/er/two"}
+    query = {"run": "one", "keys": "reward,time/step"}
+    assert client.get("/api/curves", params=query).json()["step"] == 5
+    assert client.get("/report", params={"run": "one"}).status_code == 200
+
+
+def test_odd_files_are_passed_over(client: TestClient, runs: Path) -> None:
+    one = runs / "one"
+    (one / "samples" / "²²².jsonl").write_text("{}\n")
+    (one / "samples" / "000006.jsonl").symlink_to("nowhere")
+    (one / "groups" / "000004.jsonl").write_text('{"samples": [1]}\n{"samples": [], "shown": 5}\n')
+    assert client.get("/api/evolution", params={"run": "one"}).json()["steps"] == [0, 4]
+    assert client.get("/api/groups", params={"run": "one", "step": "4"}).json() == []
+    (one / "metrics.jsonl").unlink()
+    (one / "metrics.jsonl").mkdir()
+    assert len(client.get("/api/runs").json()) == 2
+
+
+def test_a_part_that_is_no_number_is_null(client: TestClient, runs: Path) -> None:
+    file = runs / "one/samples/000004.jsonl"
+    file.write_text(file.read_text().replace('"ocr": 0.4', '"ocr": NaN'))
+    prompts = client.get("/api/evolution", params={"run": "one"}).json()["prompts"]
+    assert prompts[0]["cells"][1]["parts"] == {"ocr": None}
+
+
+@pytest.mark.parametrize("number", ["²", "9" * 5000, "-1", "1.5", "٣"])
+def test_numbers_that_are_none(client: TestClient, number: str) -> None:
+    for path, key in (("/api/groups", "step"), ("/film", "prompt")):
+        answer = client.get(path, params={"run": "one", key: number})
+        assert answer.status_code == 404 and len(answer.text) < 200
+
+
+def test_odd_requests_are_refused(client: TestClient, runs: Path, studio: Studio) -> None:
+    for body in (b"null", b"[" * 100_000, b"5"):
+        answer = client.post("/api/play", content=body)
+        assert answer.status_code == 422 and "playground: expected" in answer.json()["error"]
+    answer = client.post("/api/play", content=b"{}")
+    assert answer.json()["error"].startswith('playground: "run" is missing')
+    assert client.get("/api/runs", headers={"Host": "[::1"}).status_code == 403
+    large = {"Content-Length": str(server.BODY + 1)}
+    answer = client.post("/api/play", content=b"{}", headers=large)
+    assert "a question may have" in answer.json()["error"]
+    with TestClient(server.app(runs, studio, "s3cret"), base_url="http://10.0.0.1") as other:
+        assert other.get("/?token=é").status_code == 403
+
+
+def test_the_cookie_is_for_this_page_alone(runs: Path, studio: Studio) -> None:
+    with TestClient(server.app(runs, studio, "s3cret"), base_url="http://10.0.0.1") as client:
+        answer = client.get("/?token=s3cret", follow_redirects=False)
+        cookie = answer.headers["set-cookie"].lower()
+        assert "httponly" in cookie and "samesite=strict" in cookie
+
+
+def test_the_policy_lets_nothing_else_in(client: TestClient) -> None:
+    parts = dict(
+        part.strip().split(" ", 1)
+        for part in client.get("/").headers["content-security-policy"].split(";")
+    )
+    assert parts["default-src"] == "'none'" and parts["script-src"] == "'self'"
+    assert parts["img-src"] == "'self' data: blob:" and parts["connect-src"] == "'self'"
+    assert parts["frame-ancestors"] == parts["base-uri"] == "'none'"
+
+
+def test_the_newest_run_comes_first(client: TestClient, runs: Path) -> None:
+    for now, name in ((1, "one"), (2, "deep/er/two")):
+        for file in ("config.toml", "metrics.jsonl"):
+            os.utime(runs / name / file, (now, now))
+    assert [row["id"] for row in client.get("/api/runs").json()] == ["deep/er/two", "one"]
