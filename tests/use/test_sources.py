@@ -13,6 +13,8 @@ import torch
 import gesso
 from gesso import cli
 from gesso.types import UserError
+from gesso.use import export
+from gesso.use.sampling import Wanted, draw_all
 from gesso.use.source import find
 from gesso.use.trained import load, opened
 from tests import pipelines, tokens
@@ -224,3 +226,22 @@ def test_options_of_the_other_family(
     assert "is not known to come from another model" in said("demo", "oak", "--base")
     long = "word " * 300
     assert "more than model.max_prompt = 256" in said(written, long)
+
+
+def test_a_picture_depends_on_its_prompt_and_seed_and_nothing_else(run: Path) -> None:
+    alone = draw_all([find(run)], Wanted(prompts=("two",), n=2, seed=5))[0].samples
+    both = draw_all([find(run)], Wanted(prompts=("one", "two"), n=2, seed=5))[0].samples
+    assert [s.seed for s in both[:2]] == [s.seed for s in both[2:]] == [s.seed for s in alone]
+    for one, other in zip(both[2:], alone, strict=True):  # a batch of another size rounds otherwise
+        assert abs(one.picture.astype(int) - other.picture).max() <= 1
+
+
+def test_the_terms_of_the_base_go_with_it(tmp_path: Path) -> None:
+    base, out = tmp_path / "base", tmp_path / "out"
+    base.mkdir()
+    out.mkdir()
+    (base / "LICENSE.md").write_text("theirs")
+    (base / "LICENSE").write_text("theirs, too")
+    (out / "LICENSE").write_text("kept")
+    export._copy_license(base, out)
+    assert (out / "LICENSE.md").read_text() == "theirs" and (out / "LICENSE").read_text() == "kept"
