@@ -162,9 +162,9 @@ def train(
 ) -> RunFolder:
     """Train a recipe (bundled name, TOML file or Recipe) into a new run folder. `shown`: where
     progress is told instead of the console."""
-    name = "run"
+    name, called = "run", ""
     if isinstance(recipe, str):
-        name = Path(recipe).stem
+        name = called = Path(recipe).stem
         recipe = build.recipe(recipe, overrides)
     elif overrides:
         raise UserError(
@@ -174,7 +174,7 @@ def train(
     RunFolder.must_be_new(path)
     with _shown(recipe, quiet, shown) as display:
         job = assemble(recipe, display)  # before the folder is made: a mistake leaves nothing
-        return _run(job, RunFolder.create(path, recipe.model_dump()), display)
+        return _run(job, RunFolder.create(path, recipe.model_dump(), called), display)
 
 
 def resume(

@@ -29,6 +29,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+NAMED = "# recipe "  # the first line of config.toml, and behind it the recipe's name
+
+
+def recipe_name(config: str) -> str:
+    """The name a run was started by, from the text of its config.toml; "" where it has none."""
+    first = config.partition("\n")[0]
+    return first.removeprefix(NAMED) if first.startswith(NAMED) else ""
+
+
 class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,14 +53,15 @@ class RunFolder:
             )
 
     @staticmethod
-    def create(path: Path, config: Mapping[str, Any]) -> RunFolder:
+    def create(path: Path, config: Mapping[str, Any], recipe: str = "") -> RunFolder:
+        """`recipe`: the name it was started by."""
         RunFolder.must_be_new(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"run folder {path} cannot be made: {error}") from error
         run = RunFolder(path)
-        run.write_config(config)
+        run.write_config(config, recipe)
         return run
 
     @staticmethod
@@ -60,10 +70,15 @@ class RunFolder:
             raise UserError(f"{path} is not a run folder: it has no config.toml")
         return RunFolder(path)
 
-    def write_config(self, config: Mapping[str, Any]) -> None:
+    def write_config(self, config: Mapping[str, Any], recipe: str | None = None) -> None:
+        """None: the recipe's name is the one that was written before."""
         import tomli_w
 
-        write_whole(self.path / "config.toml", tomli_w.dumps(_without_none(config)).encode())
+        file = self.path / "config.toml"
+        if recipe is None:
+            recipe = recipe_name(file.read_text("utf-8", "replace")) if file.is_file() else ""
+        head = f"{NAMED}{' '.join(recipe.split())}\n" if recipe else ""
+        write_whole(file, (head + tomli_w.dumps(_without_none(config))).encode())
 
     def rows(self) -> list[dict[str, Any]]:
         """All complete rows; a half-written last line (a killed run) is left out."""

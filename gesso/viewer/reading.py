@@ -22,6 +22,7 @@ from typing import Any
 from gesso.health import SERIOUS
 from gesso.track.console import held_out_key
 from gesso.track.figures import lines, series
+from gesso.track.run_folder import recipe_name
 from gesso.track.samples import Shown
 from gesso.viewer.files import NotShown, picture
 from gesso.viewer.thinning import thin, thinned
@@ -145,7 +146,7 @@ class Reader:
         return {
             "name": self.path.name,
             "about": str(config.get("about", "")),
-            "recipe": str(config.get("about", "")) or self.path.name,
+            "recipe": recipe_name(self.text("config.toml")),
             "algorithm": _name(config, "algorithm", "name"),
             "model": _name(config, "model", "path"),
             "family": family(config),

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Sample, Score
 from gesso.viewer.reading import Reader
 from gesso.viewer.thinning import spread, thinned
@@ -23,7 +24,7 @@ def test_a_line_of_the_table(tmp_path: Path) -> None:
     assert told["samples_per_s"] == 12.0 and told["seconds"] == 10.0
     assert told["state"] == "running" and told["left"] == pytest.approx(2.0 * 6)
     assert told["health"] == {"level": "green", "kinds": [], "sentences": []}
-    assert told["family"] == "draws"
+    assert told["family"] == "draws" and told["recipe"] == ""
 
 
 def test_best_is_not_the_latest(tmp_path: Path) -> None:
@@ -259,3 +260,11 @@ def test_large_pictures_of_groups_are_kept_small(
     assert group["std"] == 0.0
     shown = folders.open_picture(run.path / group["samples"][0]["image"])
     assert shown.size == (256, 128)
+
+
+def test_the_recipe_a_run_was_started_by_stays_known(tmp_path: Path) -> None:
+    run = RunFolder.create(tmp_path / "a", folders.CONFIG, "demo")
+    reader = Reader(run.path)
+    assert reader.summary()["recipe"] == "demo"
+    run.write_config(folders.CONFIG | {"steps": 20})  # as a resume to other steps does
+    assert reader.summary()["recipe"] == "demo" and reader.summary()["steps"] == 20

@@ -67,7 +67,7 @@ function reportButton() {
 function drawTable() {
   const { sort, up, filter } = runsView;
   const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
-  const said = (r) => [r.id, r.about, r.algorithm, r.model, r.state, r.health.level].join(" ").toLowerCase();
+  const said = (r) => [r.id, r.recipe, r.about, r.algorithm, r.model, r.state, r.health.level].join(" ").toLowerCase();
   let rows = [...runs.values()].filter((r) => words.every((w) => said(r).includes(w)));
   const by = COLUMNS.find((c) => c.name === sort);
   if (by) rows = rows.sort((a, b) => compare(by.of(a), by.of(b)) * (up ? 1 : -1));
@@ -117,7 +117,7 @@ function tableRow(r) {
   const cells = {
     run: h("div", { class: "name" },
       h("a", { href: addressOf("evolution", { run: r.id, tick: marked ? ticked() : [...ticked(), r.id] }), "data-keep": `open ${r.id}` }, r.id),
-      r.about ? h("small", {}, r.about) : null),
+      r.recipe || r.about ? h("small", { title: r.about }, [r.recipe, r.about].filter(Boolean).join(" · ")) : null),
     algorithm: r.algorithm || "–",
     model: h("span", { class: "model" }, r.model || "–"),
     reward: [figure(r.reward), h("small", {}, `best ${figure(r.best)}`)],
