@@ -18,14 +18,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gesso import build
+from gesso import tables
 from gesso.track.console import held_out_key
 
 CONTROLS = {
     "control": ["demo", "optimizer.lr=0.0", "steps=10"],
     "control-vlm": ["demo-vlm", "optimizer.lr=0.0", "steps=5"],
 }
-ARMS = CONTROLS | {name: [name] for name in build.bundled_recipes() if name.startswith("demo")}
+ARMS = CONTROLS | {name: [name] for name in tables.bundled_recipes() if name.startswith("demo")}
 COLOURS = dict.fromkeys(ARMS, "#888888") | {
     "demo": "#1f5fbf",
     "demo-grpo": "#1f5fbf",
@@ -66,7 +66,7 @@ def run_arm(arm: str, seed: int, out: Path) -> list[dict]:
 
 def complete(folder: Path) -> bool:
     config = folder / "config.toml"
-    return config.exists() and rows_of(folder)[-1]["step"] == build.read_toml(config)["steps"]
+    return config.exists() and rows_of(folder)[-1]["step"] == tables.read_toml(config)["steps"]
 
 
 def rows_of(folder: Path) -> list[dict]:

@@ -57,6 +57,6 @@ def load(
 
 def recipes() -> Sequence[str]:
     """Names of the bundled recipes."""
-    from gesso import build
+    from gesso import tables
 
-    return list(build.bundled_recipes())
+    return list(tables.bundled_recipes())

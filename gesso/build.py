@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from gesso.config import PACKAGE, Model, Recipe, RewardEntry, family, nearest, parse
+from gesso.config import Model, Recipe, RewardEntry, family, nearest, parse
 from gesso.config import TokenModel as TokenModelSection
 from gesso.rewards import base, deqa, judge, networks
 from gesso.rewards.cache import Cached
@@ -22,13 +21,9 @@ from gesso.rewards.deqa import Rated
 from gesso.rewards.remote import Remote
 from gesso.rewards.service import RewardService
 from gesso.rewards.workers import Workers
+from gesso.tables import NOTHING, changed, over, read_recipe, without_nothing
 from gesso.track.trackers.process import Tracked
 from gesso.types import Prompt, UserError
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 if TYPE_CHECKING:
     from gesso.algorithms.base import Algorithm
@@ -96,63 +91,12 @@ TRACKERS = {
 }
 SHOWN = ("console", "jsonl")  # what `track` may name beside them; metrics.jsonl is always written
 SERVED = {"deqa": deqa.SCALE}  # rewards of environments of their own, behind HTTP only
-RECIPES = PACKAGE / "recipes"
-NOTHING = "none"  # as a value in a recipe over a base, or in an override: the key goes. No option
-# of an algorithm may have a value of that name
 
 
 def recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
     """A bundled recipe's name or a TOML file, with `key=value` overrides by dotted keys."""
-    data = changed(_read_recipe(source, ()), overrides)
+    data = changed(read_recipe(source, ()), overrides)
     return recipe_from(data, f"recipe {Path(source).stem}")
-
-
-def changed(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """A recipe's tables with `key=value` overrides put in."""
-    for override in overrides:
-        _override(data, override)
-    return data
-
-
-def _read_recipe(source: str, above: tuple[Path, ...]) -> dict[str, Any]:
-    """A recipe's own tables over those of its `base`, a bundled name or a file beside it."""
-    path = RECIPES / f"{source}.toml"
-    if not path.is_file():
-        path = above[-1].parent / source if above else Path(source)
-    if not path.is_file():
-        raise UserError(f'no recipe "{source}"{nearest(source, bundled_recipes())}, or a TOML file')
-    if path in above:
-        raise UserError(f"recipe {path.stem} has itself as its base")
-    data = read_toml(path)
-    base = data.pop("base", None)
-    if base is None:
-        return data
-    if not isinstance(base, str):
-        raise UserError(f'recipe {path.stem}: "base" = {base!r} does not fit; expected a name')
-    merged = _over(_read_recipe(base, (*above, path)), data)
-    kept = {"algorithm": merged["algorithm"]} if "algorithm" in merged else {}
-    return _without_nothing(merged) | kept  # what an algorithm has without it, `algorithm` knows
-
-
-def _without_nothing(table: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_nothing(value) if isinstance(value, dict) else value
-        for key, value in table.items()
-        if value != NOTHING
-    }
-
-
-def _over(base: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """`own` on top of `base`, table by table. Another name or kind means another thing: its table
-    takes no options from the base's."""
-    if any(own.get(key, base.get(key)) != base.get(key) for key in ("name", "kind")):
-        return dict(own)
-    merged = dict(base)
-    for key, value in own.items():
-        below = base.get(key)
-        both_tables = isinstance(value, dict) and isinstance(below, dict)
-        merged[key] = _over(below, value) if both_tables else value  # type: ignore[arg-type]
-    return merged
 
 
 def recipe_from(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
@@ -249,20 +193,14 @@ def ragged(found: Recipe, chosen: Algorithm) -> str | None:
     )
 
 
-def bundled_recipes() -> dict[str, str]:
-    """Name → what it is about."""
-    paths = sorted(RECIPES.glob("*.toml"), key=lambda path: path.stem)
-    return {path.stem: read_toml(path)["about"] for path in paths}
-
-
 def algorithm(found: Recipe) -> Algorithm:
     """Options within a section stand over those of the algorithm's own default: a recipe that
     sets one key of `advantage` does not reset the others. "none" turns one of those off."""
     entry = found.algorithm
     kind = algorithm_class(entry.name)
     default = {"name": entry.name} | _sections(kind)
-    options = _over(default, {"name": entry.name, **entry.options})
-    return parse(kind, _without_nothing(options), f"algorithm {entry.name}")
+    options = over(default, {"name": entry.name, **entry.options})
+    return parse(kind, without_nothing(options), f"algorithm {entry.name}")
 
 
 def _sections(kind: type) -> dict[str, Any]:
@@ -417,9 +355,7 @@ def rewards(found: Recipe) -> Rewards:
 
 def reward_entry(name: str, overrides: Sequence[str], workers: int) -> RewardEntry:
     """A reward by itself, as `gesso serve-reward` has it."""
-    data: dict[str, Any] = {"name": name, "workers": workers}
-    for override in overrides:
-        _override(data, override)
+    data = changed({"name": name, "workers": workers}, overrides)
     return parse(RewardEntry, data, f"reward {name}")
 
 
@@ -512,47 +448,3 @@ def _import(reference: str) -> type:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise UserError(f'"{reference}" cannot be imported: {error}') from error
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid TOML: {error}") from error
-
-
-def _override(data: dict[str, Any], override: str) -> None:
-    """`a.b=value` into nested tables; a number in the key picks from a list, `none` removes."""
-    key, equals, text = override.partition("=")
-    if not equals or not key:
-        raise UserError(f'override "{override}": expected key=value, as in optimizer.lr=1e-4')
-    *path, last = key.strip().split(".")
-    node: Any = data
-    for part in path:
-        node = _child(node, part, key)
-    if isinstance(node, list):
-        if not last.isdigit() or int(last) >= len(node):
-            raise UserError(f'override "{override}": {".".join(path)} has {len(node)} entries')
-        node[int(last)] = _value(text)
-    elif not isinstance(node, dict):
-        raise UserError(f'override "{override}": {".".join(path)} is a value, not a table')
-    elif text.strip() == NOTHING and path[:1] != ["algorithm"]:
-        node.pop(last, None)
-    else:
-        node[last] = _value(text)
-
-
-def _child(node: Any, part: str, key: str) -> Any:
-    if isinstance(node, list) and part.isdigit() and int(part) < len(node):
-        return node[int(part)]
-    if isinstance(node, dict):
-        return node.setdefault(part, {})
-    raise UserError(f'override "{key}": there is no "{part}" to set something in')
-
-
-def _value(text: str) -> Any:
-    """A TOML value where it is one, else text: `lr=1e-4`, `name=ocr`, `betas=[0.9, 0.99]`."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text

@@ -248,9 +248,9 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _recipes(options: argparse.Namespace) -> None:
-    from gesso import build
+    from gesso import tables
 
-    found = build.bundled_recipes()
+    found = tables.bundled_recipes()
     width = max(map(len, found))
     for name, about in found.items():
         print(f"{name:<{width}}  {about}")

@@ -5,7 +5,7 @@ import re
 import pydantic
 import pytest
 
-from gesso import build
+from gesso import build, tables
 from gesso.types import UserError
 
 BAD = [
@@ -85,11 +85,11 @@ def test_no_such_recipe() -> None:
         build.recipe("demoo")
 
 
-@pytest.mark.parametrize("name", build.bundled_recipes())
+@pytest.mark.parametrize("name", tables.bundled_recipes())
 def test_every_bundled_recipe_loads_and_is_short(name: str) -> None:
     recipe = build.recipe(name)
     assert recipe.about
-    lines = (build.RECIPES / f"{name}.toml").read_text().splitlines()
+    lines = (tables.RECIPES / f"{name}.toml").read_text().splitlines()
     assert len([line for line in lines if line.strip()]) < 50
 
 
@@ -97,7 +97,7 @@ def test_a_resolved_recipe_says_everything_and_reads_back(tmp_path) -> None:
     from gesso.run import recipe_of
     from gesso.track.run_folder import RunFolder
 
-    for name in build.bundled_recipes():
+    for name in tables.bundled_recipes():
         recipe = build.recipe(name, ["learner.ema.every=2"])
         run = RunFolder.create(tmp_path / name, recipe.model_dump())
         assert recipe_of(run) == recipe

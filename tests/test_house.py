@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parent.parent / "gesso"
 ROOMS = [
     "cli", "studio", "check", "memory", "run", "loop", "viewer", "use", "health", "build",
     "cluster", "learner", "samplers", "algorithms", "models", "rewards", "data", "track", "zoo",
-    "formulas", "config", "serving", "types",
+    "formulas", "tables", "config", "serving", "types",
 ]  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from gesso import build, cli
+from gesso import build, cli, tables
 from gesso.check import memory, size_of
 from gesso.config import PACKAGE, Lora, Recipe, TokenModel
 from gesso.memory import estimate
@@ -190,7 +190,7 @@ def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 LARGE = ("sd35", "flux", "qwen-image", *WRITERS)
-PRESETS = [name for name in build.bundled_recipes() if name.endswith("gb")]
+PRESETS = [name for name in tables.bundled_recipes() if name.endswith("gb")]
 
 
 def model_of(recipe: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gesso import build
+from gesso import build, tables
 from gesso.config import PACKAGE, Recipe
 
 Settings = dict[str, Any]
@@ -321,7 +321,7 @@ BATCHES = {
 }
 LARGE = [
     name
-    for name in build.bundled_recipes()
+    for name in tables.bundled_recipes()
     if name.startswith(("sd35-", "flux-", "qwen-image-")) and not name.endswith("gb")
 ]
 
@@ -466,7 +466,7 @@ REPLIES = {
     "qwen25-vl-3b-math": 128,
     "qwen25-math-7b-dapo": 512,
 }
-PRESETS = [name for name in build.bundled_recipes() if name.endswith("gb")]
+PRESETS = [name for name in tables.bundled_recipes() if name.endswith("gb")]
 
 
 LEFT_OUT = ("window", "every", "targets", "kl", "clip", "dual")  # where they are None
@@ -503,7 +503,7 @@ def test_the_tables_name_every_large_recipe() -> None:
 
 
 def test_the_tables_name_every_large_writer() -> None:
-    large = {n for n in build.bundled_recipes() if n.startswith("qwen25-")} - set(PRESETS)
+    large = {n for n in tables.bundled_recipes() if n.startswith("qwen25-")} - set(PRESETS)
     assert set(WRITERS) == large == set(REPLIES)
 
 
@@ -563,7 +563,7 @@ def test_large_recipes_are_short_and_name_their_source(name: str) -> None:
     assert recipe.about.endswith(".") and recipe.source.startswith("arXiv 2")
     assert "github" in recipe.source
     assert recipe.model.name in build.MODELS
-    text = (build.RECIPES / f"{name}.toml").read_text(encoding="utf-8")
+    text = (tables.RECIPES / f"{name}.toml").read_text(encoding="utf-8")
     assert len([line for line in text.splitlines() if line.strip()]) < 30
     assert "\nsource = " in text, "a recipe says its own source, not that of its base"
     assert f"`{name}`" in (PACKAGE.parent / "docs/settings.md").read_text(encoding="utf-8")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gesso import build
+from gesso import build, tables
 from gesso.config import WRITERS, Recipe, family, resolve_path
 from gesso.types import UserError
 
@@ -55,7 +55,7 @@ def recipe_of(folder: Path, overrides: Sequence[str] = ()) -> Told:
 def _exported(folder: Path, overrides: Sequence[str]) -> Told:
     """One of ours: as its run drew, from the weights that lie here."""
     where = str(folder / RECIPE)
-    data = build.changed(build.read_toml(folder / RECIPE), overrides)
+    data = tables.changed(tables.read_toml(folder / RECIPE), overrides)
     untrained = build.recipe_from(data, where)
     model = untrained.model.model_dump(exclude_none=True)
     if is_adapter(folder):
@@ -77,7 +77,7 @@ def _foreign(folder: Path, model: dict[str, Any], overrides: Sequence[str]) -> T
 
     model["dtype"] = "bfloat16" if torch.cuda.is_available() else "float32"
     data: dict[str, Any] = {"model": model, "data": {"train": NO_DATA, "eval": NO_DATA}}
-    build.changed(data, overrides)
+    tables.changed(data, overrides)
     if data["model"]["path"] is None:
         raise UserError(
             f"{folder} is an adapter and does not say of which model: no base_model in a README.md;"

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from gesso import build
+from gesso import build, tables
 from gesso.config import Recipe, parse
 from gesso.track.run_folder import RunFolder
 from gesso.types import UserError
@@ -78,7 +78,7 @@ def find(
 def recipe_of(run: RunFolder, overrides: Sequence[str] = ()) -> Recipe:
     """The resolved recipe of a run; its rewards need not be installed to read it."""
     path = run.path / "config.toml"
-    return parse(Recipe, build.changed(build.read_toml(path), overrides), str(path))
+    return parse(Recipe, tables.changed(tables.read_toml(path), overrides), str(path))
 
 
 def _of_run(

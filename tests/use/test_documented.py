@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gesso import build, cli
+from gesso import cli, tables
 from tests.use import runs
 
 PAGE = (Path(__file__).parents[2] / "docs" / "export.md").read_text(encoding="utf-8")
@@ -17,7 +17,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "export.md").read_text(encoding="ut
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("documented")
-    data = build.read_toml(build.RECIPES / "demo.toml")
+    data = tables.read_toml(tables.RECIPES / "demo.toml")
     data["eval"]["prompts"], data["reward"][0]["workers"] = 4, 1
     data["model"]["name"] = "sd3"
     data["learner"]["ema"] = {}
