@@ -20,12 +20,8 @@ from pydantic_core import PydanticUndefined
 
 from gesso import build, cli, config
 from gesso.run import train
+from gesso.tables import tomllib
 from tests.test_house import ROOMS
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"

@@ -619,6 +619,6 @@ def test_the_rows_of_the_guide_are_read(tmp_path: Path) -> None:
 
 
 def toml(said: str) -> dict[str, Any]:
-    from gesso.build import tomllib
+    from gesso.tables import tomllib
 
     return tomllib.loads(said)

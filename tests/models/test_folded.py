@@ -13,6 +13,7 @@ from gesso import build
 from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.config import Model
 from gesso.models.flow.compiled import compile_blocks, compiles, filled, folds, sizes
+from gesso.tables import tomllib
 from gesso.types import Conditioning, Rollout, UserError
 from tests import pipelines
 from tests.rollouts import parts_of, rollout_of
@@ -243,5 +244,5 @@ def test_large_ones_are_compiled_on_cuda_by_themselves(data: dict) -> None:
 def test_the_recipe_of_the_page_on_performance() -> None:
     page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text(encoding="utf-8")
     section = page.split("```toml\n")[1].split("```")[0]
-    found = Model.model_validate(build.tomllib.loads(section)["model"])
+    found = Model.model_validate(tomllib.loads(section)["model"])
     assert found.compile and found.fold and found.lora is not None

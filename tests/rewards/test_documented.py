@@ -11,6 +11,7 @@ from pydantic_core import PydanticUndefined
 from gesso import build
 from gesso.rewards.judge import Asks
 from gesso.rewards.networks import Network
+from gesso.tables import tomllib
 
 PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
 
@@ -40,7 +41,7 @@ def test_options_and_defaults(name: str) -> None:
     shared = Network.model_fields if issubclass(kind, Network) else {}
     told: dict[str, object] = dict.fromkeys(re.findall(r"`(\w+)`, required", cells[4]))
     for key, value in re.findall(r"`(\w+)` = `([^`]+)`", cells[4]):
-        told[key] = build.tomllib.loads(f"x = {value}")["x"]
+        told[key] = tomllib.loads(f"x = {value}")["x"]
     assert told == {
         key: None if field.default is PydanticUndefined else field.default
         for key, field in kind.model_fields.items()

@@ -20,6 +20,7 @@ from gesso import build, run
 from gesso.config import RewardEntry, parse
 from gesso.rewards import base, judge, pool, protocol
 from gesso.rewards.judge import Judge, QwenVlOcr, QwenVlScore, UnifiedReward, rated
+from gesso.tables import tomllib
 from gesso.types import Prompt, Sample, UserError
 from tests.rewards import tiny_judge
 from tests.rewards.servers import Misbehaving, free_port, grey, served, wait_until
@@ -274,7 +275,7 @@ def test_the_page_names_every_judge_and_option() -> None:
     for keys, values in told:
         for key, value in zip(keys.split("`, `"), re.findall(r"`([^`]+)`", values), strict=True):
             default = Judge.model_fields[key].default
-            assert build.tomllib.loads(f"x = {value}")["x"] == default, key
+            assert tomllib.loads(f"x = {value}")["x"] == default, key
     assert len(told) == 3
     for command in re.findall(r"^\$ (gesso .*)", page, re.M):
         cli._parser().parse_args(command.split()[1:])

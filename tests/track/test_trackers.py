@@ -20,6 +20,7 @@ import pytest
 
 from gesso import build, cli, run
 from gesso.config import Tracker as Settings
+from gesso.tables import tomllib
 from gesso.track.run_folder import RunFolder
 from gesso.track.trackers.base import caption, figures_of, samples_of
 from gesso.track.trackers.process import Tracked
@@ -470,7 +471,7 @@ def test_the_tracker_of_the_documentation(
 
 def test_the_recipe_and_commands_of_the_documentation(recipe_data: dict) -> None:
     text = (Path(__file__).parents[2] / "docs" / "tracking.md").read_text("utf-8")
-    said = build.tomllib.loads(text.partition("```toml\n")[2].partition("```")[0])
+    said = tomllib.loads(text.partition("```toml\n")[2].partition("```")[0])
     found = build.recipe_from(recipe_data | said)
     assert (found.track, found.tracker.project) == (["console", "wandb"], "signs")
     shown = [line for line in text.splitlines() if line.startswith("gesso ")]
