@@ -7,18 +7,29 @@ once; batches that are not full are filled up to one of the known sizes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from gesso import config
 from gesso.types import Conditioning, UserError
 
 LARGE = 500_000_000
 """Parameters from which compiling pays by itself: a start takes a minute longer."""
+
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+"""Operators that are not run twice; nor are those with "attention" in their names."""
 
 GRAPHS = 64
 """Of a class of blocks: kinds of block × sizes × with and without gradient; torch's limit is 8."""
@@ -52,15 +63,44 @@ def folds(settings: config.Model, device: torch.device) -> bool:
     return possible and device.type == "cuda"
 
 
-def compile_blocks(network: nn.Module, names: Sequence[str], backend: str = "inductor") -> None:
+def compile_blocks(
+    network: nn.Module, names: Sequence[str], backend: str | Callable[..., Any] = "inductor"
+) -> None:
     """Compiles the modules of those classes. Past the limit torch would go on without compiling
     and say nothing: it raises instead."""
     torch._dynamo.config.recompile_limit = GRAPHS
     torch._dynamo.config.fail_on_recompile_limit_hit = True
+    # It warns of operators that work in place, which these blocks have none of.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     blocks = [module for module in network.modules() if type(module).__name__ in names]
     assert blocks, f"{type(network).__name__} has none of {names}"
+    run = torch.compile(_lean, fullgraph=True, dynamic=False, backend=backend)
     for block in blocks:
-        block.compile(dynamic=False, backend=backend)
+        block.forward = partial(run, block.forward)
+
+
+def _lean(forward: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
+    """A block's forward, which keeps for the way back what its products and attentions give: the
+    rest is computed again from these, within kernels that run anyway. Left to itself, torch keeps
+    a third more, and a pass without gradient would write all of it for nobody."""
+    return checkpoint(
+        forward,
+        *inputs,
+        use_reentrant=False,
+        context_fn=_contexts,
+        preserve_rng_state=False,
+        **more,
+    )
+
+
+def _contexts() -> Any:
+    return create_selective_checkpoint_contexts(_kept)
+
+
+def _kept(_: Any, operator: Any, *inputs: Any, **more: Any) -> CheckpointPolicy:
+    name = str(operator).removeprefix("aten.").partition(".")[0]
+    dear = name in PRODUCTS or "attention" in name
+    return CheckpointPolicy.MUST_SAVE if dear else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 @contextmanager
