@@ -1,20 +1,26 @@
 """Where an iteration spends its time on a CPU: in matrix products and convolutions, or elsewhere.
 
-    python benchmarks/profile_cpu.py [--recipe demo demo-vlm] [--rows 12] [key=value ...]
+    python benchmarks/profile_cpu.py [--recipe demo demo-vlm] [--rows 12] [--wide 2] [key=value ...]
 
 torch's profiler counts each operator without those it calls; *outside torch* is the rest of the
 clock: Python, tokenizers, pictures. Scores are made up. Run it with one thread on an idle machine.
+With `--wide` the bundled model that draws is so many times as wide, with random weights: products
+grow with the square of the width, everything else with the width.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections import defaultdict
+from pathlib import Path
 from time import perf_counter
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 from unscored import iterations
+
+from gesso.config import ZOO, resolve_path
 
 KINDS = {
     "products": ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mkl_linear", "mkldnn_linear"),
@@ -31,21 +37,44 @@ def kind_of(operator: str) -> str:
     return "other operators"
 
 
+def widened(times: int, folder: Path) -> Path:
+    """The bundled pipeline with a transformer of more heads."""
+    from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
+
+    absent = {"text_encoder_3": None, "tokenizer_3": None}
+    pipe = StableDiffusion3Pipeline.from_pretrained(resolve_path(f"{ZOO}signs"), **absent)
+    own = dict(pipe.transformer.config)
+    for key in ("num_attention_heads", "caption_projection_dim"):
+        own[key] *= times
+    torch.manual_seed(0)
+    pipe.transformer = SD3Transformer2DModel.from_config(own)
+    pipe.save_pretrained(folder)
+    return folder
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recipe", nargs="*", default=["demo", "demo-vlm"])
     parser.add_argument("--rows", type=int, default=12, help="operators that are named")
+    parser.add_argument("--wide", type=int, default=1, help="times the width of the bundled model")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    for recipe in asked.recipe:
-        with iterations(recipe, asked.overrides) as once:
+    with tempfile.TemporaryDirectory() as folder:
+        if asked.wide > 1:
+            asked.overrides.append(f"model.path={widened(asked.wide, Path(folder))}")
+        for recipe in asked.recipe:
+            measure(recipe, asked.overrides, asked.rows)
+
+
+def measure(recipe: str, overrides: list[str], rows: int) -> None:
+    with iterations(recipe, overrides) as once:
+        once()
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            before = perf_counter()
             once()
-            with profile(activities=[ProfilerActivity.CPU]) as profiler:
-                before = perf_counter()
-                once()
-                seconds = perf_counter() - before
-        report(recipe, seconds, profiler.key_averages(), asked.rows)
+            seconds = perf_counter() - before
+    report(recipe, seconds, profiler.key_averages(), rows)
 
 
 def report(recipe: str, seconds: float, events: list, rows: int) -> None:
