@@ -120,9 +120,9 @@ def recipe_from(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
 
 
 def _check_family(found: Recipe, where: str) -> None:
-    own, its = family(found.model), algorithm_class(found.algorithm.name).family  # type: ignore[attr-defined]
+    own, its = family(found.model), algorithm_class(found.algorithm.name).family
     if its != own:
-        fit = [name for name in ALGORITHMS if algorithm_class(name).family == own]  # type: ignore[attr-defined]
+        fit = [name for name in ALGORITHMS if algorithm_class(name).family == own]
         raise UserError(
             f'{where}: algorithm "{found.algorithm.name}" is for models that '
             f"{'draw' if its == 'draws' else 'write'}, and model.name = "
@@ -203,11 +203,11 @@ def algorithm(found: Recipe) -> Algorithm:
     return parse(kind, without_nothing(options), f"algorithm {entry.name}")
 
 
-def _sections(kind: type) -> dict[str, Any]:
+def _sections(kind: type[Any]) -> dict[str, Any]:
     """What the sections of an algorithm say by default."""
     return {
         name: field.default.model_dump(exclude_none=True)
-        for name, field in kind.model_fields.items()  # type: ignore[attr-defined]
+        for name, field in kind.model_fields.items()
         if isinstance(field.default, BaseModel)
     }
 
@@ -223,7 +223,7 @@ def _said(chosen: Algorithm) -> dict[str, Any]:
     return said
 
 
-def algorithm_class(name: str) -> type:
+def algorithm_class(name: str) -> type[Any]:
     return _import(_reference(ALGORITHMS, name, "algorithm"))
 
 
@@ -442,7 +442,7 @@ def _reference(table: Mapping[str, str], name: str, what: str) -> str:
     return table[name]
 
 
-def _import(reference: str) -> type:
+def _import(reference: str) -> type[Any]:
     module, _, name = reference.partition(":")
     try:
         return getattr(importlib.import_module(module), name)

@@ -36,6 +36,9 @@ ZOO = "zoo:"
 """Paths that start so lie in the package: "zoo:signs" is the bundled model."""
 
 
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
 class Strict(BaseModel):
     """Frozen, no unknown keys, no silent conversion from text to number."""
 
@@ -56,7 +59,7 @@ class AnyModel(Strict):
 
     name: str
     path: str
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    dtype: Dtype = "float32"
     device: str = "auto"
     quantize: Literal["nf4"] | None = None  # the large frozen parts in 4 bits
     gradient_checkpointing: bool = False  # activations are computed again instead of kept

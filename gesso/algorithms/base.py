@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -66,18 +66,35 @@ class TermLosses:
 
 
 class Advantage(Protocol):
-    drop_flat: bool
+    @property
+    def drop_flat(self) -> bool:
+        """Whether groups without spread leave the batch."""
+
+    def __call__(self, rollout: Rollout) -> Tensor:
+        """(N,) of a sample, or (N, S) of each of its tokens."""
 
     def kept(self, rollout: Rollout, multiple: int) -> Tensor:
         """Indices of the samples to train on, as many as can be split into `multiple` parts."""
 
 
 class Algorithm(Protocol):
-    family: config.Family  # of the models it trains
-    group: int  # samples a prompt
-    updates: int  # optimizer steps a pass over a rollout
-    epochs: int  # passes over a rollout
-    refills: int  # further batches that may be drawn in place of groups without spread
+    family: ClassVar[config.Family]  # of the models it trains
+
+    @property
+    def group(self) -> int:
+        """Samples a prompt."""
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps a pass over a rollout."""
+
+    @property
+    def epochs(self) -> int:
+        """Passes over a rollout."""
+
+    @property
+    def refills(self) -> int:
+        """Further batches that may be drawn in place of groups without spread."""
 
     @property
     def advantage(self) -> Advantage: ...

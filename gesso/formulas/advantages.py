@@ -16,12 +16,13 @@ from torch import Tensor
 
 EPSILON = 1e-4
 MIN_VARIANCE = 1e-8
+Std = Literal["global", "group", "none"]
 
 
 def group_relative(
     rewards: Tensor,
     group: Tensor,
-    std: Literal["global", "group", "none"] = "global",
+    std: Std = "global",
     correction: int = 0,
     epsilon: float = EPSILON,
 ) -> Tensor:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,8 +73,9 @@ class VllmSampler:
 
     def sample(
         self, prompts: Sequence[Prompt], row: Sequence[int], seeds: Sequence[int], spec: ReplySpec
-    ) -> Iterator[Piece[TokenTrace]]:
-        """One reply to prompts[row[i]] from seeds[i] for every i, in pieces as they finish."""
+    ) -> Generator[Piece[TokenTrace], None, None]:
+        """One reply to prompts[row[i]] from seeds[i] for every i, in pieces as they finish. Closed
+        before its end, it takes back what is still asked for."""
         encoded = [self.model.encode(prompt) for prompt in prompts]
         asked = Asked(prompts, encoded, row, seeds)
         waiting: set[str] = set()  # requests, by the index of their sample

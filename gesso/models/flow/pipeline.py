@@ -135,6 +135,14 @@ class PipelineModel(ABC):
     @abstractmethod
     def readers(self) -> list[Reader]: ...
 
+    @abstractmethod
+    def encode(self, texts: Sequence[str]) -> Conditioning: ...
+
+    @abstractmethod
+    def velocity(
+        self, x: Tensor, sigma: Tensor, cond: Conditioning, weights: Which = "current"
+    ) -> Tensor: ...
+
     def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
         """v = u + scale·(c − u)."""
         return negative + scale * (positive - negative)
