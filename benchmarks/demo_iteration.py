@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -35,19 +35,20 @@ from torch import Tensor
 
 from gesso import build
 from gesso.algorithms.advantage import Advantage
+from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.cluster.local import Local, Pending
-from gesso.config import Recipe, resolve_path
+from gesso.config import Model, Recipe, resolve_path
 from gesso.formulas.text import spelling
 from gesso.models.flow.sd3 import SD3
 from gesso.rewards.ocr import target_of
-from gesso.rewards.service import Scored
+from gesso.rewards.service import RewardService, Scored
 from gesso.run import Job, assemble
 from gesso.types import Prompt, Rollout, Sample, SampleSpec, Score, UserError, Weights, seed_of
 
 PLAIN_DOES = {"rule": "flow-sde", "guidance": 1.0, "updates": 1, "beta": 0.0, "same_noise": False}
 PLAIN_DOES["advantage"] = Advantage().model_dump()
 LIBRARIES = ("torch", "diffusers", "transformers", "peft", "numpy", "onnxruntime", "rapidocr")
-PHASES = ("text encoders", "transformer", "decoder", "rest of sampling")
+PHASES: tuple[str, ...] = ("text encoders", "transformer", "decoder", "rest of sampling")
 PHASES += ("waiting for scores", "update", "total")
 Proof = dict[str, tuple[float, float]]  # a difference and the most it may be, by name
 Times = dict[str, float]  # seconds of one iteration by phase
@@ -77,8 +78,10 @@ class Gesso:
 
     def __init__(self, job: Job) -> None:
         self.job, self.start = job, {n: t.clone() for n, t in job.learner.weights().items()}
+        assert isinstance(job.model, SD3)
         self.clock = clock(job.model.pipe)
-        parts = (job.recipe, job.algorithm, job.cluster.sampler, Unscored(), job.cluster.stream)
+        unscored = cast(RewardService, Unscored())
+        parts = (job.recipe, job.algorithm, job.cluster.sampler, unscored, job.cluster.stream)
         self.unscored = Local(*parts)
 
     def reset(self) -> None:
@@ -146,6 +149,7 @@ def recogniser(recipe: Recipe) -> Any:
     from rapidocr import RapidOCR
 
     detect, model = recipe.reward[0].options["detect"], recipe.model
+    assert isinstance(model, Model)
     strip = 320 if detect else min(320, -(-48 * model.width // model.height))
     parts = {"use_cls": False, "use_det": detect, "log_level": "error"}
     params = {f"Global.{name}": value for name, value in parts.items()}
@@ -163,12 +167,15 @@ class Plain:
 
         disable_progress_bar()
         self.recipe, self.start, self.reward = job.recipe, start, reward
-        self.algorithm, self.batch = job.algorithm, batch or job.algorithm.group
         self.stream, self.device = job.cluster.stream, job.model.device
         options, kind = self.recipe.algorithm.options, self.recipe.algorithm.name
         fits = kind == "flow-grpo" and all(options[k] == v for k, v in PLAIN_DOES.items())
         if not fits or [r.name for r in self.recipe.reward] != ["ocr"] or self.recipe.learner.ema:
             raise UserError(f"the plain side does flow-grpo with {PLAIN_DOES}, ocr and no EMA only")
+        assert isinstance(job.algorithm, FlowGRPO) and isinstance(job.model, SD3)
+        assert isinstance(job.recipe.model, Model)
+        self.algorithm, self.batch = job.algorithm, batch or job.algorithm.group
+        self.model = job.recipe.model
         if self.recipe.model.dtype != "float32" or len(self.plan(0)[0]) % self.batch:
             raise UserError("the plain side needs float32 and a --plain-batch that divides all")
         absent = {name: None for name, part in job.model.pipe.components.items() if part is None}
@@ -194,11 +201,11 @@ class Plain:
 
     def plan(self, step: int) -> tuple[list[Prompt], list[int], SampleSpec]:
         """Prompts, seeds and stochastic window of Gesso's batch `step`."""
-        seed, model = self.recipe.seed, self.recipe.model
+        seed = self.recipe.seed
         prompts = self.stream.batch(step, self.recipe.data.groups)
         repeated = [p for p in prompts for _ in range(self.algorithm.group)]
         seeds = [seed_of(seed, "sample", step, i) for i in range(len(repeated))]
-        spec = self.algorithm.spec(step, seed_of(seed, "spec", step), model)
+        spec = self.algorithm.spec(step, seed_of(seed, "spec", step), self.model)
         return repeated, seeds, spec
 
     def sample(self, step: int, scored: bool) -> list[Batch]:
@@ -217,7 +224,7 @@ class Plain:
         shape = (len(prompts), pipe.transformer.config.in_channels, *size)
         streams = [torch.Generator().manual_seed(seed) for seed in seeds]
         noise = functools.partial(randn_tensor, shape, generator=streams, device=self.device)
-        settings = {"device": self.device, "max_sequence_length": self.recipe.model.text_length}
+        settings = {"device": self.device, "max_sequence_length": self.model.text_length}
         embeds, _, pooled, _ = pipe.encode_prompt(
             [p.text for p in prompts], None, None, do_classifier_free_guidance=False, **settings
         )
@@ -302,7 +309,7 @@ def prove(ours: Gesso, plain: Plain) -> Proof:
     ours.reset()
     plain.reset()
     rollout, batches = ours.gather(ours.sample(0, True)), plain.sample(0, True)
-    trained = rollout.trace.context.trained
+    trained = rollout.paths.context.trained
     latents = torch.stack([torch.cat(x) for x in zip(*(b.latents for b in batches), strict=True)])
     logp = torch.stack([torch.cat(x) for x in zip(*(b.logp for b in batches), strict=True)])
     images = np.stack([s.image for s in rollout.samples]).astype(float)
@@ -319,8 +326,8 @@ def prove(ours: Gesso, plain: Plain) -> Proof:
     )
     error = float((gradient - plain_gradient).norm() / plain_gradient.norm())
     return {
-        "latents of the trained steps": (float((steps - rollout.trace.latents).abs().max()), 1e-4),
-        "latents at the end": (float((latents[-1] - rollout.trace.clean).abs().max()), 1e-4),
+        "latents of the trained steps": (float((steps - rollout.paths.latents).abs().max()), 1e-4),
+        "latents at the end": (float((latents[-1] - rollout.paths.clean).abs().max()), 1e-4),
         "log-probs": (float((logp.T[:, list(trained)] - rollout.logp).abs().max()), 1e-4),
         "pictures in [0, 1], mean": (float(np.abs(images - own).mean() / 255), 1e-4),
         "rewards of the same pictures": (float(np.abs(scores - given).max()), 0.0),

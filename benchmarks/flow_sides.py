@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,7 +39,7 @@ class Shape:
     decoder: dict[str, Any]
     size: int  # pixels of a side
     images: int
-    dtype: str
+    dtype: config.Dtype
 
     @property
     def tokens(self) -> tuple[int, int]:
@@ -132,7 +132,7 @@ def write_pipeline(shape: Shape, folder: Path, device: torch.device) -> None:
 class Wordless(SD3):
     """Made-up embeddings of the real shapes stand in for the text encoders."""
 
-    seconds: Counter[str]
+    seconds: defaultdict[str, float]
 
     def encode(self, texts: Sequence[str]) -> Conditioning:
         own, rows = self.transformer.config, []
@@ -184,7 +184,7 @@ class Ours:
             dtype=shape.dtype, device=str(device), lora=config.Lora(), fold=True,
         )  # fmt: skip
         model = Wordless(section)
-        model.seconds = Counter()
+        model.seconds = defaultdict(float)
         model.sizes = sizes(shape.images, shape.images)
         return cls(model, shape)
 
@@ -283,7 +283,7 @@ def advantages(images: int) -> Tensor:
 
 def cases(images: int) -> dict[str, Algorithm]:
     """Rows of the table. The KL costs both sides one more pass; the first two rows are without."""
-    common = {"group": images, "updates": 1}
+    common: dict[str, Any] = {"group": images, "updates": 1}
     return {
         "Flow-GRPO": FlowGRPO(beta=0.0, **common),
         "Flow-GRPO, gradient of one branch": FlowGRPO(

@@ -22,6 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from unscored import Iterations, iterations
 
+from gesso.models.tokens.transformer import TransformerModel
+
 RULES = 'reward=[{name="jpeg-compressibility"}]'  # starts no recogniser; scores are made up anyway
 
 
@@ -60,6 +62,7 @@ def measured(line: Line) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     with iterations(line.recipe, [RULES] if line.recipe == "demo" else []) as once:
         if line.varies == "max_tokens":
+            assert isinstance(once.job.model, TransformerModel)
             once.job.model.end = frozenset()
         seconds, mb = zip(*(point(once, line, size) for size in line.sizes), strict=True)
     return {"sizes": list(line.sizes), "seconds": list(seconds), "mb": list(mb)}
@@ -77,6 +80,7 @@ def draw(found: dict[str, dict[str, list[float]]], file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    axes: Any
     figure, axes = pyplot.subplots(2, len(found), figsize=(3.2 * len(found), 5), squeeze=False)
     for column, (name, points) in enumerate(found.items()):
         for row, (key, label) in enumerate((("seconds", "seconds"), ("mb", "MB"))):

@@ -22,6 +22,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,7 +147,7 @@ def prompts(size: Size) -> list[Prompt]:
 
 def ours(bench: Bench, **more: Any) -> VisionLanguage:
     """With adapters that matter, every id writable and no reply that ends early."""
-    name = str(bench.dtype).removeprefix("torch.")
+    name: Any = str(bench.dtype).removeprefix("torch.")
     lora = config.Lora(rank=32, alpha=64)
     settings = config.TokenModel(
         path=str(bench.folder), dtype=name, device=bench.device.type, lora=lora, **more
@@ -420,8 +421,8 @@ def circumstances(bench: Bench) -> dict[str, Any]:
 
 
 def table(figures: dict[str, Any]) -> list[str]:
-    shown = ("seconds", "tokens_per_s", "ms_a_step", "share_of_bandwidth_bound", "share_of_peak")
-    shown += ("peak_gb",)
+    shown = ["seconds", "tokens_per_s", "ms_a_step", "share_of_bandwidth_bound", "share_of_peak"]
+    shown += ["peak_gb"]
     lines = ["| | " + " | ".join(shown) + " |", "|---" * (len(shown) + 1) + "|"]
     for name, row in figures.items():
         if isinstance(row, dict) and "seconds" in row:
@@ -469,13 +470,13 @@ def run(bench: Bench, parts: list[str], out: Path | None) -> None:
         if rollout is not None:
             part("a", lambda: update_theirs(bench, model, plain, rollout))
         for rows in orders:
-            part("a", lambda rows=rows: sample_theirs(bench, "a", plain, model, rows, 16))
+            part("a", partial(sample_theirs, bench, "a", plain, model, rows, 16))
         del plain
     if "b" in parts:
         plain = theirs(bench, None)
         how = {"cache_implementation": "static"}
         for rows in orders:
-            part("b", lambda rows=rows: sample_theirs(bench, "b", plain, model, rows, 32, **how))
+            part("b", partial(sample_theirs, bench, "b", plain, model, rows, 32, **how))
     ratios(bench)
     write(out, bench.figures)
 

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -38,6 +38,7 @@ from torch.nn.utils.rnn import pad_sequence
 from gesso import build
 from gesso.algorithms.replies import KL, Clip, Known, ReplyAlgorithm
 from gesso.config import Recipe, resolve_path
+from gesso.models.tokens.transformer import TransformerModel
 from gesso.rewards.count import Count
 from gesso.run import Job, assemble
 from gesso.types import Prompt, Rollout, Sample, UserError
@@ -84,10 +85,11 @@ class Gesso:
     """The project's own classes; nothing is done over here."""
 
     def __init__(self, job: Job) -> None:
+        assert isinstance(job.model, TransformerModel)
         self.job, self.model = job, job.model
         self.start = {name: t.clone() for name, t in job.learner.weights().items()}
         self.written = self.model.suppressed  # ids that no reply holds, by default
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.model.logp = self._timed(self.model.logp)  # type: ignore[method-assign]
 
     def _timed(self, logp: Callable) -> Callable:
@@ -175,7 +177,7 @@ class Trl:
         model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
         if not recipe.model.train_vision:  # type: ignore[union-attr]
             model.model.visual.requires_grad_(False)
-        self.seconds: Counter[str] = Counter()
+        self.seconds: defaultdict[str, float] = defaultdict(float)
         self.tokens = 0.0
         with tempfile.TemporaryDirectory() as unused:
             self.trainer = GRPOTrainer(
@@ -445,7 +447,7 @@ def our_gradients(
     terms = algorithm.terms(rollout, known, torch.Generator())
     total = 0.0
     for part in terms.micro(ours.job.recipe.learner):
-        loss = algorithm.loss(ours.model, part).loss.sum() / terms.total  # type: ignore[arg-type]
+        loss = algorithm.loss(ours.model, part).loss.sum() / terms.total
         loss.backward()
         total += loss.item()
     return total, taken(trained)

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from time import perf_counter as now
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from gesso import build
 from gesso.cluster.local import Local
-from gesso.rewards.service import Scored
+from gesso.config import Strict
+from gesso.rewards.service import RewardService, Scored
 from gesso.run import Job, assemble
 from gesso.types import Sample, Score
 
@@ -40,10 +41,12 @@ class Iterations:
         job = self.job
         data = job.recipe.data.model_copy(update={"groups": groups})
         recipe = job.recipe.model_copy(update={"data": data})
+        assert isinstance(job.algorithm, Strict)
         algorithm = job.algorithm.model_copy(update=options)
         job.learner.algorithm = algorithm
         sampler, stream = job.cluster.sampler, job.cluster.stream
-        self.cluster = Local(recipe, algorithm, sampler, Unscored(), stream)
+        unscored = cast(RewardService, Unscored())
+        self.cluster = Local(recipe, algorithm, sampler, unscored, stream)
 
     def __call__(self) -> None:
         """Draws and learns once; prompts are new every time."""

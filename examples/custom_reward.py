@@ -37,6 +37,6 @@ class LikeReference:
 
     def shares(self, picture: np.ndarray) -> np.ndarray:
         """Share of the pixels in each cell of colour space."""
-        cells = picture.reshape(-1, 3).astype(int) * self.bins // 256  # (pixels, 3)
+        cells: np.ndarray = picture.reshape(-1, 3).astype(int) * self.bins // 256  # (pixels, 3)
         index = cells @ [self.bins**2, self.bins, 1]
         return np.bincount(index, minlength=self.bins**3) / len(index)
