@@ -35,7 +35,6 @@ PACKAGE = Path(__file__).parent
 ZOO = "zoo:"
 """Paths that start so lie in the package: "zoo:signs" is the bundled model."""
 
-
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 

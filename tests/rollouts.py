@@ -10,9 +10,11 @@ from gesso.algorithms.base import Algorithm
 from gesso.config import Recipe
 from gesso.learner.learner import Learner
 from gesso.models.flow.base import FlowModel
+from gesso.models.flow.pipeline import PipelineModel
 from gesso.samplers.denoise import DenoisingSampler
 from gesso.types import Conditioning, FlowContext, FlowTrace, Prompt, Rollout, Sample, Score
 from tests.conftest import PROMPTS
+from tests.typed import drawing
 
 SIZE = config.Model(path="", height=32, width=96)
 REWARDS = [0.1, 0.9, 0.4, 0.3, 0.3, 0.8]
@@ -63,8 +65,8 @@ def scored_rollout(rewards: list[list[float]], group: list[int]) -> Rollout:
     )
 
 
-def parts_of(recipe: Recipe) -> tuple[FlowModel, Algorithm, Learner]:
-    model, algorithm = build.model(recipe), build.algorithm(recipe)
+def parts_of(recipe: Recipe) -> tuple[PipelineModel, Algorithm, Learner]:
+    model, algorithm = drawing(build.model(recipe)), build.algorithm(recipe)
     return (
         model,
         algorithm,

@@ -152,8 +152,8 @@ def write_writer(name: str, folder: Path) -> Path:
 
 
 def _seeing(sizes: dict[str, Any], tokens: Any, ids: dict[str, Any]) -> dict[str, Any]:
-    places = ("image_pad", "image_token_id"), ("video_pad", "video_token_id")
-    places += ("vision_start", "vision_start_token_id"), ("vision_end", "vision_end_token_id")
+    places = [("image_pad", "image_token_id"), ("video_pad", "video_token_id")]
+    places += [("vision_start", "vision_start_token_id"), ("vision_end", "vision_end_token_id")]
     known = {key: tokens.convert_tokens_to_ids(f"<|{word}|>") for word, key in places}
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
     text = {k: v for k, v in sizes.items() if k != "tie_word_embeddings"}

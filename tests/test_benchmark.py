@@ -15,8 +15,10 @@ import pytest
 import torch
 
 from gesso import build
+from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.run import Job, assemble
 from gesso.types import UserError
+from tests.typed import sure
 
 
 def script(name: str) -> Iterator[ModuleType]:
@@ -57,7 +59,7 @@ def test_a_lead_that_fell_is_told(benchmark: ModuleType) -> None:
         "a: 1.69, recorded 2.00, at least 1.70"
     ]
     assert len(benchmark.fallen({}, recorded)) == 2
-    file = Path(benchmark.__file__).parent / "recorded.json"
+    file = Path(sure(str, benchmark.__file__)).parent / "recorded.json"
     assert all(ratio > 1 for ratio in json.loads(file.read_text()).values())
 
 
@@ -92,7 +94,7 @@ def test_both_sides_compute_the_same(benchmark: ModuleType, job: Job) -> None:
 
 
 def test_a_recipe_the_plain_side_cannot_do_is_refused(benchmark: ModuleType, job: Job) -> None:
-    guided = job.algorithm.model_copy(update={"guidance": 4.5})  # type: ignore[attr-defined]
+    guided = sure(FlowGRPO, job.algorithm).model_copy(update={"guidance": 4.5})
     data = job.recipe.model_dump() | {"algorithm": guided.model_dump()}
     other = build.recipe_from(data)
     with pytest.raises(UserError, match="guidance"):

@@ -48,7 +48,7 @@ def test_the_commands_of_the_page_parse() -> None:
 
 
 def test_a_function_and_a_class(tmp_path: Path) -> None:
-    arguments = ("custom_reward.toml", *TINY, "--run", tmp_path / "run", "--quiet")
+    arguments = ("custom_reward.toml", *TINY, "--run", str(tmp_path / "run"), "--quiet")
     gesso_here("train", *arguments, cwd=EXAMPLES)
     row = last_row(tmp_path / "run")
     one, two = row["reward/custom_reward:contrast"], row["reward/custom_reward:LikeReference"]
@@ -92,7 +92,7 @@ def test_a_judge(tmp_path: Path) -> None:
     with Misbehaving([answers[0], *answers]) as server:
         settings = (f'reward.0.urls=["{server.url}/v1"]', "reward.0.model=any", "max_failed=0.5")
         folder = tmp_path / "run"
-        arguments = ("judge.toml", *TINY, *settings, "--run", folder, "--quiet")
+        arguments = ("judge.toml", *TINY, *settings, "--run", str(folder), "--quiet")
         gesso_here("train", *arguments, cwd=EXAMPLES)
         question = server.requests[0]["messages"][0]["content"][1]["text"]
     assert question.startswith("The picture was drawn for this prompt: a ")
@@ -111,10 +111,9 @@ def test_the_class_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(EXAMPLES)
     reward = base.load("custom_reward:LikeReference", {"path": str(EXAMPLES / "reference.png")})
     assert reward.unfit(Prompt("a cat")) == "is not about a sign"
-    half = np.zeros((4, 6, 3), dtype=np.uint8)
+    half: np.ndarray = np.zeros((4, 6, 3), dtype=np.uint8)
     half[:, :3] = (200, 30, 30)  # the reference's ground, 85% of it
-    blank, near = base.checked(
-        reward, [Sample(Prompt("a sign"), image, 0) for image in (half * 0, half)]
-    )
+    pictures: list[np.ndarray] = [half * 0, half]
+    blank, near = base.checked(reward, [Sample(Prompt("a sign"), p, 0) for p in pictures])
     assert blank.error == "the picture is blank"
     assert near.value == 0.5 and near.parts == {"colours": 1.0}

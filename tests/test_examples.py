@@ -131,7 +131,7 @@ def test_the_example_reward_knows_red(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.syspath_prepend(EXAMPLES)
     reward = base.load("my_reward:redness", {"margin": 100})
-    red = np.zeros((4, 6, 3), dtype=np.uint8)
+    red: np.ndarray = np.zeros((4, 6, 3), dtype=np.uint8)
     red[:, :3, 0] = 200  # the left half
     prompts = [Prompt("a red sign"), Prompt("a blue sign"), Prompt("a redwood")]
     scores = base.checked(reward, [Sample(p, red, 0) for p in prompts])

@@ -145,11 +145,13 @@ def test_flash_attention_of_segments() -> None:
     torch.manual_seed(0)
     inputs = [torch.randn(1, h, tokens, 64, device="cuda", requires_grad=True) for h in (8, 2, 2)]
     weight = torch.randn(1, tokens, 8, 64, device="cuda")
-    one_by_one = attention._one_by_one(*inputs, trees, 0.125)
+    query, key, value = inputs
+    one_by_one = attention._one_by_one(query, key, value, trees, 0.125)
     expected = torch.autograd.grad((one_by_one * weight).sum(), inputs)
     half = [t.detach().bfloat16().requires_grad_() for t in inputs]
     flat = attention.Flat.of(trees, torch.device("cuda"), torch.bfloat16)
-    at_once = attention._at_once(*half, flat, 0.125)
+    query, key, value = half
+    at_once = attention._at_once(query, key, value, flat, 0.125)
     found = torch.autograd.grad((at_once * weight).sum(), half)
     for a, b in zip((at_once, *found), (one_by_one, *expected), strict=True):
         assert float((a.float() - b).norm() / b.norm()) <= 1e-2

@@ -557,7 +557,7 @@ def test_a_constant_reward_through_kill_and_resume(recipe_data: dict, tmp_path: 
     recipe_data |= {"save": {"every": 4, "keep": 9}}
     recipe_data["eval"] |= {"every": 0}
     whole = go(recipe_data, tmp_path / "whole")
-    expected = [[]] * 5 + [["flat-groups"]] * 3
+    expected: list[list[str]] = [[]] * 5 + [["flat-groups"]] * 3
     assert [row["health"] for row in whole.rows()] == expected
     (warning,) = notes(whole.path, "warning")
     assert warning.startswith("step 5: warning (flat-groups): in 100% of the groups")
@@ -598,7 +598,7 @@ def test_a_row_tells_the_distance_within_groups(recipe_data: dict, tmp_path: Pat
         rollout, _ = job.cluster.collect(0).result()
     finally:
         job.close()
-    clean, group = rollout.trace.clean, rollout.group.tolist()
+    clean, group = rollout.paths.clean, rollout.group.tolist()
     apart = [
         float((clean[i] - clean[j]).square().mean().sqrt())
         for i in range(6)

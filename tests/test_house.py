@@ -27,7 +27,7 @@ def imports_of(file: Path) -> set[str]:
             rooms |= {a.name.split(".")[1] for a in node.names if a.name.startswith("gesso.")}
         elif isinstance(node, ast.ImportFrom) and node.module == "gesso":
             rooms |= {a.name for a in node.names}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("gesso."):
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("gesso."):
             rooms.add(node.module.split(".")[1])
     return rooms
 

@@ -19,6 +19,7 @@ import torch
 from gesso import build, run
 from gesso.track.run_folder import RunFolder
 from gesso.types import Rollout, StopRun, UserError
+from tests.typed import sure
 
 USER = "tests.rewards.user_rewards"
 NOT_TIMED = ("time/", "memory/", "samples_per_s")
@@ -34,7 +35,7 @@ def go(data: dict, folder: Path) -> RunFolder:
 
 def final_state(folder: Path) -> dict[str, torch.Tensor]:
     found = RunFolder.open(folder)
-    state, _ = found.load(found.latest())  # type: ignore[arg-type]
+    state, _ = found.load(sure(int, found.latest()))
     return state
 
 

@@ -22,6 +22,7 @@ from gesso.run import assemble
 from gesso.types import Picture, Prompt, Score, UserError
 from tests import tokens as writers
 from tests.shapes import WRITERS, write_configs, write_writer
+from tests.typed import writing
 
 GIB = 2**30
 GUIDE = PACKAGE.parent / "docs/guide.md"
@@ -144,7 +145,7 @@ def writing_recipe(variant: str, folder: Path) -> Recipe:
         'algorithm={name="grpo", group=2, max_tokens=16}', "learner.micro_tokens=1024",
     ]  # fmt: skip
     recipe = build.recipe("demo-vlm", [*common, *changes])
-    made = build.model(recipe)
+    made = writing(build.model(recipe))
     row = json.loads(asked.read_text().splitlines()[0])
     pictures = tuple(Picture(path=folder / p) for p in row.get("images", []))
     prompt = Prompt(row["problem"].removeprefix("<image>"), images=pictures)

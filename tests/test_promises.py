@@ -10,13 +10,17 @@ import torch
 
 from gesso import build, run
 from gesso.algorithms.base import Prepared
+from gesso.algorithms.diffusion_nft import NoisedTerms
+from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.formulas import flow_steps
 from gesso.models.flow.base import guided
+from gesso.rewards.cache import Cached
 from gesso.samplers.denoise import DenoisingSampler
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Rollout, SampleSpec, Score
 from tests.conftest import PROMPTS
 from tests.rollouts import SIZE, parts_of, rollout_of, scored_rollout
+from tests.typed import drawing, sure
 
 NFT = {"name": "diffusion-nft", "group": 3, "steps": 4, "times": 2, "updates": 1}
 
@@ -48,8 +52,8 @@ def test_evaluation_and_load_take_the_averaged_weights(recipe_data: dict, tmp_pa
 
     kept = sorted((tmp_path / "run" / "samples" / "000002").iterdir())
     assert len(kept) == 2 and len(samples) == 3  # eval.shown of eval.prompts
-    assert Image.open(kept[0]).tobytes() == samples[0].image.tobytes()
-    assert samples[0].image.tobytes() != current[0].image.tobytes()
+    assert Image.open(kept[0]).tobytes() == samples[0].picture.tobytes()
+    assert samples[0].picture.tobytes() != current[0].picture.tobytes()
 
 
 def test_a_restored_state_is_all_there_is(recipe_data: dict) -> None:
@@ -70,9 +74,9 @@ def test_a_restored_state_is_all_there_is(recipe_data: dict) -> None:
 def test_nft_samples_with_the_old_policy(recipe_data: dict) -> None:
     recipe_data["algorithm"] = NFT
     model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
-    before = rollout_of(model, algorithm).trace.clean
+    before = rollout_of(model, algorithm).paths.clean
     move(learner.policy, 1)
-    assert torch.equal(rollout_of(model, algorithm).trace.clean, before)
+    assert torch.equal(rollout_of(model, algorithm).paths.clean, before)
 
 
 def test_nft_loss_has_its_kl_and_its_times(recipe_data: dict) -> None:
@@ -82,14 +86,15 @@ def test_nft_loss_has_its_kl_and_its_times(recipe_data: dict) -> None:
         model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
         move(learner.policy, 1)
         rollout = rollout_of(model, algorithm)
-        terms = algorithm.terms(rollout, Prepared(torch.ones(6)), torch.Generator().manual_seed(0))
+        generator = torch.Generator().manual_seed(0)
+        terms = sure(NoisedTerms, algorithm.terms(rollout, Prepared(torch.ones(6)), generator))
         with torch.no_grad():
             result = algorithm.loss(model, terms)
         losses.append(result.loss)
     torch.testing.assert_close(losses[1] - losses[0], result.stats["kl"], rtol=1e-3, atol=1e-5)
     times = terms.t.view(6, 2)
     assert (times[:, 0] != times[:, 1]).all() and len(terms.t.unique()) == 4
-    assert set(terms.t.tolist()) <= set(rollout.trace.context.sigmas[:-1].tolist())
+    assert set(terms.t.tolist()) <= set(rollout.paths.context.sigmas[:-1].tolist())
 
 
 @pytest.mark.parametrize("name", ["flow-grpo", "diffusion-nft"])
@@ -111,7 +116,7 @@ def test_advantages_are_bounded(recipe_data: dict) -> None:
 
 
 def test_windows_are_drawn_from_their_range() -> None:
-    algorithm = build.algorithm(build.recipe("demo"))
+    algorithm = sure(FlowGRPO, build.algorithm(build.recipe("demo")))
     windows = {algorithm.spec(0, seed, SIZE).trained for seed in range(60)}
     assert windows == {range(0, 3), range(1, 4), range(2, 5)}
 
@@ -130,7 +135,7 @@ def test_optimizer_options_reach_adamw(recipe_data: dict) -> None:
 
 
 def test_conditional_guidance_detaches_the_unconditional_branch(recipe_data: dict) -> None:
-    model = build.model(build.recipe_from(recipe_data))
+    model = drawing(build.model(build.recipe_from(recipe_data)))
     sampler = DenoisingSampler(model, 4)
     cond, empty = sampler.embeddings(PROMPTS[:1]), sampler.embeddings([""])
     x = torch.randn(1, 8, 8, 24, generator=torch.Generator().manual_seed(0))
@@ -138,7 +143,7 @@ def test_conditional_guidance_detaches_the_unconditional_branch(recipe_data: dic
     leaves = []
     for which in (cond, empty):
         leaves.append(dataclasses.replace(which, embeds=which.embeds.clone().requires_grad_()))
-    guided(model, x, sigma, *leaves, scale, gradient="conditional").sum().backward()
+    guided(model, x, sigma, leaves[0], leaves[1], scale, gradient="conditional").sum().backward()
     assert leaves[0].embeds.grad is not None and leaves[1].embeds.grad is None
     plain = cond.embeds.clone().requires_grad_()
     model.velocity(x, sigma, dataclasses.replace(cond, embeds=plain)).sum().backward()
@@ -146,7 +151,7 @@ def test_conditional_guidance_detaches_the_unconditional_branch(recipe_data: dic
 
 
 def test_negative_prompts_are_used(recipe_data: dict) -> None:
-    sampler = DenoisingSampler(build.model(build.recipe_from(recipe_data)), 4)
+    sampler = DenoisingSampler(drawing(build.model(build.recipe_from(recipe_data))), 4)
     spec = SampleSpec(steps=2, height=32, width=96, guidance=3.0)
     ends = [
         next(sampler.sample([Prompt(PROMPTS[0], negative)], [0], [1], spec)).trace.clean
@@ -183,9 +188,10 @@ def test_workers_and_evaluation_settings_reach_their_place(recipe_data: dict) ->
     recipe_data["eval"] |= {"guidance": 2.5, "prompts": 2}
     recipe = build.recipe_from(recipe_data)
     job = run.assemble(recipe)
-    assert job.algorithm.eval_spec(recipe.eval, recipe.model, "current").guidance == 2.5
+    spec = sure(SampleSpec, job.algorithm.eval_spec(recipe.eval, recipe.model, "current"))
+    assert spec.guidance == 2.5
     assert len(job.eval_prompts) == 2
-    assert job.rewards.service.rewards[0].scorer.inner.processes == 3  # behind the cache
+    assert sure(Cached, job.rewards.service.rewards[0].scorer).inner.processes == 3
     job.close()
 
 
@@ -202,7 +208,7 @@ def test_evaluation_noise_follows_the_seed_of_the_run(recipe_data: dict) -> None
 def test_the_prompt_cache_has_a_limit(recipe_data: dict) -> None:
     from gesso.models.flow.base import PromptCache
 
-    cache = PromptCache(build.model(build.recipe_from(recipe_data)), limit=1)
+    cache = PromptCache(drawing(build.model(build.recipe_from(recipe_data))), limit=1)
     cache(PROMPTS)
     cache(PROMPTS[:1])
     assert cache.encoded == len(PROMPTS) + 1 and len(cache._rows) == 1

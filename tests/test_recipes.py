@@ -13,6 +13,8 @@ import pytest
 
 from gesso import build, tables
 from gesso.config import PACKAGE, Recipe
+from gesso.types import SampleSpec
+from tests.typed import sure
 
 Settings = dict[str, Any]
 
@@ -234,7 +236,7 @@ QWEN: Settings = {
     "data.groups": 32,
 }
 
-EXPECTED: Mapping[str, Settings] = {
+EXPECTED: dict[str, Settings] = {
     "sd35-ocr": SD35 | OCR | FLOW_GRPO,
     "sd35-geneval": SD35 | GENEVAL | FLOW_GRPO,
     "sd35-pickscore": SD35 | PICKSCORE | FLOW_GRPO | {"algorithm.beta": 0.01},
@@ -448,7 +450,7 @@ DAPO: Settings = {
     "algorithm.advantage.flat_by": "math",
     "algorithm.refills": 29,
 }
-WRITERS: Mapping[str, Settings] = {
+WRITERS: dict[str, Settings] = {
     "qwen25-vl-3b-geo3k": EASYR1 | GEO3K,
     "qwen25-vl-7b-geo3k": EASYR1
     | GEO3K
@@ -533,7 +535,7 @@ def test_batches_are_whole(name: str) -> None:
     recipe = build.recipe(name)
     chosen = build.algorithm(recipe)
     samples, trained = BATCHES[name]
-    spec = chosen.spec(0, 0, recipe.model)
+    spec = sure(SampleSpec, chosen.spec(0, 0, recipe.model))
     steps = recipe.algorithm.options.get("times") or len(spec.trained)
     assert steps == trained
     assert recipe.data.groups * chosen.group == samples * chosen.updates
@@ -579,7 +581,7 @@ LORA = {("model", "train_vision"), ("optimizer", "lr")}  # change with it, where
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_for_a_card_change_sizes_and_nothing_else(name: str) -> None:
     own, base = (build.recipe(n).model_dump() for n in (name, name.rsplit("-", 1)[0]))
-    changed = set()
+    changed: set[tuple[str, ...]] = set()
     for section, values in own.items():
         if not isinstance(values, dict):
             changed |= {(section,)} if values != base[section] else set()

@@ -22,6 +22,7 @@ from gesso.types import ReplySpec, Rollout, Score, StopRun, UserError
 from tests import tokens
 from tests.token_rewards import early
 from tests.tokens import Tiny, padded_logp, trace_of
+from tests.typed import writing
 
 REWARDS = "tests.token_rewards"
 NOT_REPEATED = ("time/", "memory/", "samples_per_s", "cached")  # a sitting remembers its own scores
@@ -210,14 +211,14 @@ def test_each_reply_is_compared_with_the_greedy_one(text: Tiny) -> None:
     finally:
         job.close()
     assert len(rollout.samples) == 12 and all(s.seed != 0 for s in rollout.samples)
-    sampler = DecodingSampler(job.model, 8)  # type: ignore[arg-type]
+    sampler = DecodingSampler(writing(job.model), 8)
     asked = [rollout.samples[4 * g].prompt for g in range(3)]
     (piece,) = sampler.sample(asked, [0, 1, 2], [7, 8, 9], ReplySpec(6, 0.0))
     order = sorted(range(3), key=lambda i: piece.index[i])
     values = early([piece.samples[i] for i in order])
     assert rollout.greedy is not None and len(set(values)) > 1
     assert rollout.greedy.tolist() == pytest.approx([v for v in values for _ in range(4)])
-    found = job.algorithm.prepare(job.model, rollout, job.recipe.learner).advantages  # type: ignore[attr-defined]
+    found = job.algorithm.prepare(job.model, rollout, job.recipe.learner).advantages
     expected = rollout.rewards - rollout.greedy
     assert torch.allclose(found, torch.where(rollout.mask, expected[:, None], 0.0))
 
@@ -367,7 +368,7 @@ def test_too_many_failed_scores_in_a_refill_stop_the_run(
 
     def failing(self: Local, step: int, attempt: int, groups: int) -> Any:
         drawn = honest(self, step, attempt, groups)
-        futures = []
+        futures: list[Future[Scored]] = []
         for piece in drawn.pieces:
             futures.append(Future())
             futures[-1].set_result(Scored([Score.failed("gone")] * len(piece.samples), 0.0, 1.0))
@@ -474,12 +475,12 @@ def test_export_of_a_run(
         plain = PeftModel.from_pretrained(tiny.plain(), str(tmp_path / "out"))
     else:
         plain = tiny.plain(tmp_path / "out")
-    trained = run.load(found.path).model
+    trained = writing(run.load(found.path).model)
     trace = trace_of(trained, tiny.prompts, [0, 1, 1, 2])
     with torch.no_grad():
-        ours = trained.logp(trace, 1.0).logp  # type: ignore[union-attr]
-        theirs = padded_logp(plain, trace, 1.0, trained.suppressed)  # type: ignore[union-attr]
-        base = padded_logp(tiny.plain(), trace, 1.0, trained.suppressed)  # type: ignore[union-attr]
+        ours = trained.logp(trace, 1.0).logp
+        theirs = padded_logp(plain, trace, 1.0, trained.suppressed)
+        base = padded_logp(tiny.plain(), trace, 1.0, trained.suppressed)
     assert (ours - theirs).abs().max() <= 1e-4 < 1e-3 < (ours - base).abs().max()
     state = state_of(found)
     table = {n.removeprefix("ema/"): t for n, t in state.items() if n.startswith("ema/")}

@@ -24,6 +24,7 @@ from gesso.samplers import decode, replies
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Rollout, Sample, Score, StopRun, TokenTrace, UserError
 from tests import tokens
+from tests.typed import writing
 
 REWARD = "tests.token_rewards:early"
 
@@ -146,7 +147,7 @@ def test_a_prompt_of_exactly_max_prompt_tokens_is_taken(root: Path, tmp_path: Pa
     made = rows(tmp_path, 2)
     train = write(tmp_path / "a.jsonl", made)
     job = run.assemble(recipe(root, train))
-    length = job.model.length(job.cluster.stream.prompts[0])  # type: ignore[union-attr]
+    length = writing(job.model).length(job.cluster.stream.prompts[0])
     job.close()
     for limit, count in ((length, 2), (length - 1, 0)):
         chosen = recipe(root, train, model={"max_prompt": limit}, data={"eval": train})
@@ -162,7 +163,7 @@ def test_a_prompt_of_exactly_max_prompt_tokens_is_taken(root: Path, tmp_path: Pa
 def test_replies_beyond_what_the_model_was_made_for_are_told(root: Path, tmp_path: Path) -> None:
     train = write(tmp_path / "a.jsonl", rows(tmp_path, 2))
     job = run.assemble(recipe(root, train))
-    made_for = job.model.places  # type: ignore[union-attr]
+    made_for = writing(job.model).places
     assert made_for is not None and not any("was made for" in note for note in job.notes)
     job.close()
     job = run.assemble(recipe(root, train, algorithm={"max_tokens": made_for}))
@@ -259,14 +260,15 @@ def test_prompts_are_read_in_passes_of_bounded_length(
     train = write(tmp_path / "a.jsonl", rows(tmp_path, 4))
     job = run.assemble(recipe(root, train, sampler={"batch": 8}, data={"groups": 4}))
     passes: list[list[int]] = []
-    honest = type(job.model).read
+    model = writing(job.model)
+    honest = type(model).read
 
     def watched(self: Any, prompts: Any) -> Any:
         passes.append([len(prompt) for prompt in prompts])
         return honest(self, prompts)
 
-    monkeypatch.setattr(type(job.model), "read", watched)
-    for bound in (10_000, 2 * max(map(job.model.length, job.cluster.stream.prompts))):  # type: ignore
+    monkeypatch.setattr(type(model), "read", watched)
+    for bound in (10_000, 2 * max(map(model.length, job.cluster.stream.prompts))):
         monkeypatch.setattr(decode, "READ_AT_ONCE", bound)
         passes.clear()
         job.cluster.collect(0).result()
@@ -388,7 +390,7 @@ def test_a_distill_whose_template_opens_the_thought_is_trained(tmp_path: Path) -
     reward = [{"name": "format", "opened": True}, {"name": REWARD}]
     chosen = recipe(tmp_path, train, steps=1, model={"name": "causal"}, reward=reward)
     job = run.assemble(chosen)
-    ids = job.model.encode(job.cluster.stream.prompts[0]).ids.tolist()  # type: ignore[union-attr]
+    ids = writing(job.model).encode(job.cluster.stream.prompts[0]).ids.tolist()
     job.close()
     assert tokenizer.decode(ids).endswith("assistant\nthink\n")  # its letters have no < and >
     row = run.train(chosen, folder=tmp_path / "run", quiet=True).rows()[-1]

@@ -11,14 +11,15 @@ import pytest
 import torch
 
 from gesso import build
-from gesso.algorithms.base import Prepared
+from gesso.algorithms.base import Algorithm, Prepared
 from gesso.algorithms.flow_grpo import FlowGRPO, Window
 from gesso.run import assemble, resume, train
 from gesso.samplers.denoise import DenoisingSampler
-from gesso.types import Prompt, Rollout, Score, UserError
+from gesso.types import FlowTrace, Prompt, Rollout, SampleSpec, Score, UserError
 from tests import pipelines
 from tests.conftest import PROMPTS
 from tests.rollouts import SIZE, parts_of, rollout_of, scored_rollout
+from tests.typed import sure
 
 SMALL: dict[str, Any] = {"group": 3, "steps": 4, "updates": 1}
 FAMILY: dict[str, dict[str, Any]] = {
@@ -113,7 +114,7 @@ def moved_rollout(recipe_data: dict, name: str) -> tuple[Any, Any, Any, Rollout]
 
 def plain_transitions(model: Any, rollout: Rollout, n: int, j: int) -> tuple[Any, ...]:
     """μ now, the sampled x', σ and dt of trained step j of sample n, through plain diffusers."""
-    trace = rollout.trace
+    trace = rollout.paths
     cond = trace.context.cond.rows(trace.row[n : n + 1])
     i = trace.context.trained[j]
     sigmas = trace.context.sigmas
@@ -138,7 +139,7 @@ def test_the_gradient_equals_a_plain_computation(recipe_data: dict, name: str) -
     for n in range(6):
         for j in range(3):
             mean, x_next, c, dt = plain_transitions(model, rollout, n, j)
-            old = rollout.trace.means[n : n + 1, j]
+            old = rollout.paths.means[n : n + 1, j]
             normal = torch.distributions.Normal
             change = (normal(mean, c).log_prob(x_next) - normal(old, c).log_prob(x_next)).mean()
             if name == "grpo-guard":
@@ -158,10 +159,10 @@ def test_stored_means_are_those_of_the_sampled_steps(recipe_data: dict) -> None:
     for n, j in ((0, 0), (4, 2)):
         with torch.no_grad():
             mean, x_next, c, _ = plain_transitions(model, rollout, n, j)
-        torch.testing.assert_close(rollout.trace.means[n : n + 1, j], mean, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(rollout.paths.means[n : n + 1, j], mean, rtol=1e-4, atol=1e-4)
         assert 0.5 < ((x_next - mean) / c).std() < 1.5  # what is left is the drawn noise
     plain = rollout_of(model, build.algorithm(build.recipe_from(recipe_data)))
-    assert plain.trace.means.shape[1] == 0  # nobody asked
+    assert plain.paths.means.shape[1] == 0  # nobody asked
 
 
 def test_the_mask_of_dppo_acts_and_its_limit_counts(recipe_data: dict) -> None:
@@ -193,7 +194,8 @@ def test_a_moving_window_moves_by_one_and_wraps() -> None:
 
 
 def test_the_step_of_the_run_moves_the_window(recipe_data: dict) -> None:
-    algorithm = build.algorithm(build.recipe_from(with_algorithm(recipe_data, "mix-grpo")))
+    recipe = build.recipe_from(with_algorithm(recipe_data, "mix-grpo"))
+    algorithm = sure(FlowGRPO, build.algorithm(recipe))
     assert [algorithm.spec(step, 5, SIZE).trained.start for step in range(0, 10, 3)] == [
         0,
         1,
@@ -202,11 +204,16 @@ def test_the_step_of_the_run_moves_the_window(recipe_data: dict) -> None:
     ]
 
 
-def start_of(model: Any, algorithm: FlowGRPO, batch: int) -> tuple[Rollout, list[int]]:
+def start_of(model: Any, algorithm: Algorithm, batch: int) -> tuple[FlowTrace, list[int]]:
     """2 prompts × 3 samples, and how many latents each call of the transformer got."""
     calls: list[int] = []
     velocity = model.velocity
-    model.velocity = lambda x, *rest: (calls.append(len(x)), velocity(x, *rest))[1]
+
+    def counted(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        calls.append(len(x))
+        return velocity(x, *rest)
+
+    model.velocity = counted
     sampler = DenoisingSampler(model, batch)
     row = [0, 0, 0, 1, 1, 1]
     spec = algorithm.spec(0, 0, SIZE)
@@ -215,7 +222,7 @@ def start_of(model: Any, algorithm: FlowGRPO, batch: int) -> tuple[Rollout, list
     latents = torch.cat([p.trace.latents for p in pieces])
     clean = torch.cat([p.trace.clean for p in pieces])
     trace = dataclasses.replace(pieces[0].trace, latents=latents, clean=clean)
-    return trace, calls  # type: ignore[return-value]
+    return trace, calls
 
 
 def test_a_group_shares_its_start_and_the_ode_steps_before_the_window(recipe_data: dict) -> None:
@@ -232,7 +239,7 @@ def test_a_group_shares_its_start_and_the_ode_steps_before_the_window(recipe_dat
     cut, calls = start_of(model, algorithm, 4)  # the second group lies in both pieces
     assert calls == [2, 2, 4, 4, 2, 2]  # and still once a group
     assert (cut.clean - trace.clean).abs().max() < 1e-4
-    own = algorithm.model_copy(update={"same_noise": False})
+    own = sure(FlowGRPO, algorithm).model_copy(update={"same_noise": False})
     apart, calls = start_of(model, own, 6)
     assert calls == [6, 6, 6, 6] and apart.latents[:3, 0].std(0).min() > 0
 
@@ -242,7 +249,7 @@ def test_nft_samples_with_the_second_order_solver(recipe_data: dict) -> None:
     data = with_algorithm(recipe_data, "diffusion-nft", steps=5)
     model, algorithm, _ = parts_of(build.recipe_from(data))
     sampler = DenoisingSampler(model, 2)
-    spec = algorithm.spec(0, 0, SIZE)
+    spec = sure(SampleSpec, algorithm.spec(0, 0, SIZE))
     (piece,) = sampler.sample([Prompt(PROMPTS[0])], [0], [5], spec)
     sigmas = piece.trace.context.sigmas.double()
     x = torch.randn((1, *piece.trace.clean.shape[1:]), generator=torch.Generator().manual_seed(5))
@@ -368,7 +375,7 @@ def test_the_loop_moves_and_draws_windows(recipe_data: dict) -> None:
             drawn = [job.cluster.draw(step, 1, 1).result()[0] for step in range(7)]
         finally:
             job.close()
-        starts[name] = [rollout.trace.context.trained.start for rollout in drawn]
+        starts[name] = [rollout.paths.context.trained.start for rollout in drawn]
     assert starts["mix-grpo"] == [0, 0, 0, 1, 1, 1, 2]
     assert len(set(starts["flow-grpo-fast"])) == 2
 

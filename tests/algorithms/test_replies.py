@@ -387,7 +387,7 @@ def loss_and_gradient_of_kept(parts: Parts, rollout: Rollout) -> tuple[float, An
         {n: p.grad.clone() for n, p in parts.learner._all.items()}
     )
     metrics = parts.learner.update(rollout, 0)
-    del parts.learner._step  # type: ignore[method-assign]
+    del parts.learner._step
     assert metrics["advantage/used"] == pytest.approx(6 / 9)
     return 0.0, found
 
@@ -477,7 +477,7 @@ def test_kl_and_discount_by_hand() -> None:
     rollout = scored(VALUES)
     penalty = torch.zeros(5, 3)
     penalty[2] = torch.tensor([0.1, 0.2, 0.4])
-    bare = {"baseline": "zero", "std": "one"}
+    bare: dict[str, Any] = {"baseline": "zero", "std": "one"}
     found = Credit(**bare, per="token", gamma=0.5)(rollout, penalty)
     assert found[2].tolist() == pytest.approx([-0.1 - 0.1 - 0.1, -0.2 - 0.2, -0.4])
     assert found[4].tolist() == pytest.approx([2.0, 4.0, 0.0])  # the last token's, discounted

@@ -72,13 +72,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-GEO = {
+GEO: dict[str, Any] = {
     "images": [{"bytes": RED, "path": "x/images_0.png"}],
     "problem": "<image>Find $x$.",
     "answer": "3",
     "level": 2,
 }
-TWO = {
+TWO: dict[str, Any] = {
     "images": [{"bytes": RED, "path": None}, {"bytes": BLUE, "path": None}],
     "problem": "Compare <image>\nwith <image> now.",
     "answer": "4",
@@ -154,7 +154,8 @@ def test_easyr1_saved_by_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_easyr1_text_alone(tmp_path: Path) -> None:
     """math12k: no pictures, or a column of them with nothing in it."""
-    rows = [{"problem": "1+1?", "answer": "2"}, {"problem": "2+2?", "answer": "4", "images": None}]
+    rows: list[dict] = [{"problem": "1+1?", "answer": "2"}]
+    rows += [{"problem": "2+2?", "answer": "4", "images": None}]
     rows += [{"problem": "3?", "answer": "3", "images": []}, {"problem": "4?", "image": ""}]
     found = read(jsonl(tmp_path / "math.jsonl", *rows))
     assert [(p.text, p.images, p.messages) for p in found] == [
@@ -208,7 +209,7 @@ def test_trl(folder: Path) -> None:
         {"role": "assistant", "content": "Yes."},
         {"role": "user", "content": [text("And this? "), IMAGE]},
     ]
-    rows = [
+    rows: list[dict] = [
         {"prompt": "What is it?", "image": "red.png", "solution": "red"},
         {"prompt": [{"role": "user", "content": "Same?"}], "images": ["red.png", "blue.jpg"]},
         {"prompt": talk, "images": ["red.png", "blue.jpg"], "ground_truth": [1]},
@@ -306,7 +307,7 @@ def test_all_that_may_stand_for_a_picture(folder: Path, monkeypatch: pytest.Monk
         f"data:image/png;base64,{code}": Picture(data=RED),
         base64.b64encode(BLUE).decode(): Picture(data=BLUE),
     }
-    rows = [{"problem": "<image>", "images": [value]} for value in values]
+    rows: list[dict] = [{"problem": "<image>", "images": [value]} for value in values]
     rows.append({"problem": "<image>", "images": {"path": "red.png"}})
     file = jsonl(folder / "data" / "a.jsonl", *rows)
     found = [p.images for p in read(file)]
@@ -314,7 +315,8 @@ def test_all_that_may_stand_for_a_picture(folder: Path, monkeypatch: pytest.Monk
 
 
 def test_a_conversation_holds_every_kind_of_part(folder: Path) -> None:
-    parts = [{"type": "image", "path": "red.png"}, "Say", {"type": "image", "url": "blue.jpg"}]
+    parts: list[Any] = [{"type": "image", "path": "red.png"}, "Say"]
+    parts += [{"type": "image", "url": "blue.jpg"}]
     parts += [{"type": "image", "base64": base64.b64encode(RED).decode()}]
     (prompt,) = read(jsonl(folder / "a.jsonl", {"messages": [user(*parts)]}))
     assert prompt.messages == (user(IMAGE, text("Say"), IMAGE, IMAGE),)
@@ -502,7 +504,7 @@ def test_a_picture_of_many_prompts_is_decoded_once(
 
 
 def test_a_template_goes_around_the_question(folder: Path) -> None:
-    rows = [
+    rows: list[dict] = [
         {"problem": "<image>Find x.", "images": ["red.png"], "unit": "cm"},
         {"problem": "2+2 & <b>?", "unit": "m"},
     ]

@@ -27,7 +27,7 @@ GENEVAL = {
     "exclude": [{"class": "dog", "count": 2}],
     "prompt": "a photo of a dog right of a bench",
 }
-ROWS = [
+ROWS: list[dict] = [
     {"prompt": "a", "negative_prompt": "blurry", "weight": 2.0, "target": "KITE", "box": [1, 2]},
     {"prompt": "b", "negative_prompt": None, "weight": None, "target": None, "box": []},
 ]

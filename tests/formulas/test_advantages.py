@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gesso.formulas.advantages import (
+    Std,
     flat_groups,
     gdpo,
     group_relative,
@@ -28,7 +29,7 @@ def plain(std: str) -> list[float]:
 
 
 @pytest.mark.parametrize("std", ["global", "group"])
-def test_equals_a_plain_computation(std: str) -> None:
+def test_equals_a_plain_computation(std: Std) -> None:
     assert group_relative(REWARDS, GROUP, std).tolist() == pytest.approx(plain(std))
 
 
@@ -158,7 +159,7 @@ def test_dr_grpo_by_hand() -> None:
 
 @pytest.mark.parametrize("std", ["global", "group", "none"])
 @pytest.mark.parametrize("correction", [0, 1])
-def test_every_divisor_equals_a_plain_computation(std: str, correction: int) -> None:
+def test_every_divisor_equals_a_plain_computation(std: Std, correction: int) -> None:
     g = torch.Generator().manual_seed(5)
     rewards = torch.rand(11, generator=g, dtype=torch.float64)
     group = torch.tensor([2, 2, 7, 7, 7, 7, 2, 0, 9, 9, 9])
@@ -179,7 +180,7 @@ def test_every_divisor_equals_a_plain_computation(std: str, correction: int) -> 
 @pytest.mark.parametrize("std", ["global", "group", "none"])
 @pytest.mark.parametrize("rewards, group", [([0.7], [4]), ([0.1, 0.1, 0.1, 5.0], [1, 1, 1, 2])])
 def test_nothing_to_compare_with_is_zero_and_never_nan(
-    std: str, rewards: list[float], group: list[int]
+    std: Std, rewards: list[float], group: list[int]
 ) -> None:
     """One sample, one in a group, or equal rewards: their unbiased std is 0/0 or 0, or the rounding
     of (.1 + .1 + .1)/3, which is not .1 in float64."""

@@ -17,7 +17,7 @@ STD = [0.70000, 0.74296, 0.53615, 0.44590, 0.39179, 0.35280, 0.31907, 0.28201, 0
 
 def batch(n: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(n, 2, 4, 6, generator=g) for _ in range(3))  # type: ignore[return-value]
+    return tuple(torch.randn(n, 2, 4, 6, generator=g) for _ in range(3))
 
 
 def sd35_sigmas() -> torch.Tensor:

@@ -22,7 +22,7 @@ def test_contrast_equals_a_plain_computation() -> None:
             r[i].double(),
         )
         xt = (1 - ti) * x0 + ti * noise
-        total = 0.0
+        total = torch.zeros((), dtype=torch.float64)
         for weight, velocity in (
             (ri, beta * v + (1 - beta) * old),
             (1 - ri, (1 + beta) * old - beta * v),

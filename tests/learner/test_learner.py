@@ -8,18 +8,22 @@ import pytest
 import torch
 
 from gesso import build
-from gesso.algorithms.base import Prepared, TermLosses
+from gesso.algorithms.base import Algorithm, Prepared, TermLosses
+from gesso.algorithms.diffusion_nft import NoisedTerms
+from gesso.algorithms.flow_grpo import FlowGRPO, StepTerms
 from gesso.learner.learner import Learner
+from gesso.types import Rollout
 from tests.rollouts import parts_of, rollout_of
+from tests.typed import sure
 
 NFT = {"name": "diffusion-nft", "group": 3, "steps": 4, "times": 3, "updates": 1}
 LORA = {"rank": 4, "alpha": 8}
 
 
-def gradient(learner: Learner, rollout: object) -> dict[str, torch.Tensor]:
+def gradient(learner: Learner, rollout: Rollout) -> dict[str, torch.Tensor]:
     """The gradient of the first update, before any optimizer step."""
-    advantages = learner.algorithm.advantage(rollout)  # type: ignore[arg-type]
-    terms = learner.algorithm.terms(rollout, Prepared(advantages), torch.Generator().manual_seed(3))  # type: ignore[arg-type]
+    advantages = learner.algorithm.advantage(rollout)
+    terms = learner.algorithm.terms(rollout, Prepared(advantages), torch.Generator().manual_seed(3))
     learner.schedule = learner.schedule.model_copy(update={"max_norm": 1e9})
     learner._accumulate(terms, defaultdict(list))
     return {name: p.grad.clone() for name, p in learner.policy.trained.items()}
@@ -57,12 +61,13 @@ def test_the_gradient_equals_a_plain_computation(recipe_data: dict) -> None:
     rewards = rollout.rewards
     mean = torch.stack([rewards[:3].mean()] * 3 + [rewards[3:].mean()] * 3)
     advantages = (rewards - mean) / (rewards.std(correction=0) + 1e-4)
-    pipe, trace = model.pipe, rollout.trace
-    sigmas = trace.context.sigmas
-    total = 0.0
+    pipe, trace = model.pipe, rollout.paths
+    sigmas, negative = trace.context.sigmas, trace.context.negative
+    assert negative is not None
+    total = torch.zeros(())
     for n in range(6):
         cond = trace.context.cond.rows(trace.row[n : n + 1])
-        empty = trace.context.negative.rows(trace.row[n : n + 1])
+        empty = negative.rows(trace.row[n : n + 1])
         for j in range(3):
             x, x_next = trace.latents[n : n + 1, j], trace.latents[n : n + 1, j + 1]
             sigma, dt = sigmas[j], sigmas[j + 1] - sigmas[j]
@@ -125,12 +130,14 @@ def test_an_update_moves_towards_the_better_samples(
                 rollout, Prepared(advantages.double()), torch.Generator().manual_seed(1)
             )
             if algorithm:
-                x_t = torch.lerp(terms.clean, terms.noise, terms.t.view(-1, 1, 1, 1))
-                v = model.velocity(x_t, terms.t, terms.context.cond.rows(terms.row))
-                fit = -(v - (terms.noise - terms.clean)).square().flatten(1).mean(1)
+                noised = sure(NoisedTerms, terms)
+                x_t = torch.lerp(noised.clean, noised.noise, noised.t.view(-1, 1, 1, 1))
+                v = model.velocity(x_t, noised.t, noised.context.cond.rows(noised.row))
+                fit = -(v - (noised.noise - noised.clean)).square().flatten(1).mean(1)
                 return float((fit.view(6, -1).mean(1) * advantages).sum())
-            step = chosen._transition(model, terms, "current")
-            return float((step.logp(terms.x_next).view(6, -1).mean(1) * advantages).sum())
+            stepped = sure(StepTerms, terms)
+            step = sure(FlowGRPO, chosen)._transition(model, stepped, "current")
+            return float((step.logp(stepped.x_next).view(6, -1).mean(1) * advantages).sum())
 
     before = preference()
     for _ in range(4):
@@ -144,7 +151,7 @@ def test_the_reference_never_moves_and_costs_nothing_with_lora(recipe_data: dict
         recipe_data["model"]["lora"] = lora
         model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
         rollout = rollout_of(model, algorithm)
-        x, cond = rollout.trace.clean, rollout.trace.context.cond.rows(rollout.trace.row)
+        x, cond = rollout.paths.clean, rollout.paths.context.cond.rows(rollout.paths.row)
         sigma = torch.full((6,), 0.5)
         with torch.no_grad():
             base = model.velocity(x, sigma, cond)
@@ -205,7 +212,7 @@ def test_a_step_that_is_not_finite_is_not_taken(
     start = {n: w.clone() for n, w in learner.weights().items()}
     honest = type(algorithm).loss
 
-    def broken(self: object, model: object, terms: object) -> TermLosses:
+    def broken(self: Algorithm, model: object, terms: object) -> TermLosses:
         losses = honest(self, model, terms)
         return TermLosses(losses.loss * float("nan"), losses.stats)
 

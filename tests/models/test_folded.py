@@ -17,6 +17,7 @@ from gesso.tables import tomllib
 from gesso.types import Conditioning, Rollout, UserError
 from tests import pipelines
 from tests.rollouts import parts_of, rollout_of
+from tests.typed import drawing
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +265,7 @@ def test_what_cannot_be(data: dict, tmp_path: Path) -> None:
 
 def test_on_a_cpu_neither_is_on_unless_asked_for(data: dict) -> None:
     data["model"] |= {"fold": None, "device": "cpu"}
-    model = build.model(build.recipe_from(data))
+    model = drawing(build.model(build.recipe_from(data)))
     assert isinstance(build.algorithm(build.recipe_from(data)), FlowGRPO)
     assert not model.compiled and not model.policy.folds
 

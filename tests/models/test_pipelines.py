@@ -135,9 +135,9 @@ def test_without_noise_it_is_diffusers_own_pipeline(tiny: Tiny, size: tuple[int,
         ours = draw(model, tiny, spec)
         assert gap(ours.trace.clean, tiny.latents(pipe, scale, size)) < 2e-5  # measured: 4e-6
         for sample, picture in zip(ours.samples, tiny.call(pipe, scale, size, "pil"), strict=True):
-            difference = sample.image.astype(int) - np.asarray(picture).astype(int)
-            assert sample.image.shape == (*size, 3) and abs(difference).max() <= 1
-            assert sample.image.std() > 10  # not a grey patch
+            difference = sample.picture.astype(int) - np.asarray(picture).astype(int)
+            assert sample.picture.shape == (*size, 3) and abs(difference).max() <= 1
+            assert sample.picture.std() > 10  # not a grey patch
         drawn.append(ours.trace.clean)
     first = drawn[0]
     assert gap(first[1], first[2]) > 0.1  # seeds matter,
@@ -248,7 +248,7 @@ def test_our_lora_in_plain_diffusers(tiny: Tiny, tmp_path: Path) -> None:
 
 def plain_lora(
     tiny: Tiny, folder: Path, targets: list[str], alpha: int = 12, metadata: bool = True
-):  # type: ignore[no-untyped-def]
+) -> Any:
     """A LoRA of rank 4 as a training script of diffusers saves it; the pipeline that has it."""
     from diffusers.training_utils import _collate_lora_metadata
     from peft import LoraConfig, get_peft_model_state_dict
@@ -288,7 +288,8 @@ def test_an_adapter_that_does_not_fit(of: Any, tmp_path: Path) -> None:
     plain_lora(tiny, silent, targets, metadata=False)
 
     def sentence(folder: Path, **changes: Any) -> str:
-        fitting = {"rank": 4, "alpha": 12, "targets": targets, "path": str(folder)}
+        fitting: dict[str, Any] = {"rank": 4, "alpha": 12, "targets": targets}
+        fitting["path"] = str(folder)
         with pytest.raises(UserError) as error:
             tiny.model(lora=Lora(**(fitting | changes)))
         return str(error.value)

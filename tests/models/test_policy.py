@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,10 @@ from tests.conftest import PROMPTS
 from tests.rollouts import parts_of, rollout_of
 
 
-def picture(pipe: object, folder: Path) -> torch.Tensor:
-    pipe.set_progress_bar_config(disable=True)  # type: ignore[attr-defined]
+def picture(pipe: Any, folder: Path) -> torch.Tensor:
+    pipe.set_progress_bar_config(disable=True)
     noise = torch.randn(1, 8, 8, 24, generator=torch.Generator().manual_seed(0))
-    return pipe(  # type: ignore[operator]
+    return pipe(
         PROMPTS[0], height=32, width=96, num_inference_steps=3, guidance_scale=1.0,
         max_sequence_length=0, latents=noise, output_type="latent",
     ).images  # fmt: skip
@@ -47,7 +48,7 @@ def test_other_weights_take_their_place_and_leave_it(recipe_data: dict) -> None:
     recipe_data["learner"] |= {"ema": {"every": 1, "decay": 0.5}}
     model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
     rollout = rollout_of(model, algorithm)
-    x, cond = rollout.trace.clean, rollout.trace.context.cond.rows(rollout.trace.row)
+    x, cond = rollout.paths.clean, rollout.paths.context.cond.rows(rollout.paths.row)
     sigma = torch.full((6,), 0.5)
     for step in range(3):
         learner.update(rollout, step)

@@ -279,7 +279,12 @@ def test_all_segments_at_once(seeing: Tiny, lora: Lora | None, monkeypatch: Any)
     model._pays = lambda *_: True
     looks: list[int] = []
     look = model._look
-    model._look = lambda pixels, grids: (looks.append(len(grids)), look(pixels, grids))[1]
+
+    def counted(pixels: Any, grids: Any) -> Any:
+        looks.append(len(grids))
+        return look(pixels, grids)
+
+    model._look = counted
     found = model.logp(trace, 1.0).logp
     assert looks == [3]
     error = (found - expected).detach().abs()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 from gesso import build
 from gesso.config import RewardEntry
 from gesso.rewards import base, hps
+from gesso.rewards.workers import Workers
 from gesso.types import Prompt, Sample
 from tests.rewards.test_pickscore import (
     MEAN,
@@ -30,6 +32,7 @@ from tests.rewards.test_pickscore import (
     through_workers,
     tiny_clip,
 )
+from tests.typed import sure
 
 WIDTHS = [12, 1024, 128, 64, 16, 1]  # of the head behind the tiny CLIP
 
@@ -43,7 +46,7 @@ def values(name: str, some: list[Sample], **options: object) -> list[float]:
     reward = base.load(build.REWARDS[name], {"device": "cpu", **options})
     scores = base.checked(reward, some)
     assert [s.error for s in scores] == [None] * len(some)
-    return [s.value for s in scores]
+    return [sure(float, s.value) for s in scores]
 
 
 def error(name: str, **options: object) -> str:
@@ -56,7 +59,7 @@ def error(name: str, **options: object) -> str:
 @pytest.mark.parametrize("batch", [1, 3, 16])
 def test_clip_score_is_the_logit_over_30(folder: Path, batch: int) -> None:
     got = values("clip-score", samples(), path=str(folder), batch=batch)
-    wanted = [logit_by_hand(folder, s.prompt.text, s.image) / 30 for s in samples()]
+    wanted = [logit_by_hand(folder, s.prompt.text, s.picture) / 30 for s in samples()]
     assert got == pytest.approx(wanted, abs=2e-5)
     assert np.std(got) > 0.01
 
@@ -100,7 +103,7 @@ def test_aesthetic_is_the_head_on_the_unit_embedding(
     file = tmp_path / f"head.{kind}"
     (torch.save if kind == "pth" else save_file)(head(0), file)
     got = values("aesthetic", samples(), path=str(folder), head=str(file), batch=2)
-    wanted = [beauty_by_hand(folder, head(0), s.image) for s in samples()]
+    wanted = [beauty_by_hand(folder, head(0), s.picture) for s in samples()]
     assert got == pytest.approx(wanted, abs=1e-4)
     assert np.std(got) > 0.05
 
@@ -108,7 +111,7 @@ def test_aesthetic_is_the_head_on_the_unit_embedding(
 def test_aesthetic_takes_its_head_from_a_folder(folder: Path, tmp_path: Path) -> None:
     torch.save(head(1), tmp_path / "sac+logos+ava1-l14-linearMSE.pth")
     got = values("aesthetic", samples()[:1], path=str(folder), head=str(tmp_path))
-    assert got == pytest.approx([beauty_by_hand(folder, head(1), samples()[0].image)], abs=1e-4)
+    assert got == pytest.approx([beauty_by_hand(folder, head(1), samples()[0].picture)], abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +276,8 @@ def test_hps_is_the_cosine_of_the_published_weights(open_clip: tuple[OpenClip, P
     model, folder = open_clip
     got = values("hps", samples(), path=str(folder), processor=str(folder), batch=2)
     wanted = [
-        model.score(ids_by_hand(s.prompt.text), in_a_black_square(s.image)[None]) for s in samples()
+        model.score(ids_by_hand(s.prompt.text), in_a_black_square(s.picture)[None])
+        for s in samples()
     ]
     assert got == pytest.approx(wanted, abs=2e-5)
     assert np.std(got) > 0.01
@@ -283,16 +287,16 @@ def test_hps_takes_a_model_of_transformers(folder: Path) -> None:
     square = [Sample(Prompt("a red kite"), noise(48, 48, 1), 0)]
     got = values("hps", square, path=str(folder), processor=str(folder), file="")
     assert got == pytest.approx(
-        [logit_by_hand(folder, "a red kite", square[0].image) / np.exp(3.0)], abs=2e-6
+        [logit_by_hand(folder, "a red kite", square[0].picture) / np.exp(3.0)], abs=2e-6
     )
 
 
 def test_the_whole_picture_counts_for_hps() -> None:
-    wide = np.full((10, 40, 3), 200, dtype=np.uint8)
+    wide: np.ndarray = np.full((10, 40, 3), 200, dtype=np.uint8)
     wide[:, :2] = 0
     got = hps.fitted(wide, 20)
     assert got.shape == (20, 20, 3)
-    lit = got[..., 0].astype(int)
+    lit: np.ndarray = got[..., 0].astype(int)
     assert (lit[:7] == 0).all() and (lit[13:] == 0).all() and (lit[8:12, 5:] > 190).all()
     assert (lit[8:12, 0] < 100).all()  # the left end is still there
     assert hps.fitted(np.full((1, 900, 3), 9, dtype=np.uint8), 20).max() == 9
@@ -337,8 +341,8 @@ def test_a_text_is_no_picture(folder: Path) -> None:
 
 
 def test_a_network_gets_as_many_pictures_at_once_as_it_takes(folder: Path) -> None:
-    def at_once(name: str, **options: object) -> int:
-        return build.scorer(RewardEntry(name=name, cache=False, **options)).batch
+    def at_once(name: str, **options: Any) -> int:
+        return sure(Workers, build.scorer(RewardEntry(name=name, cache=False, **options))).batch
 
     assert at_once("clip-score") == 16 and at_once("geneval", batch=40) == 40
     assert at_once("jpeg-compressibility") == 4

@@ -33,6 +33,7 @@ from tests.rewards.test_pickscore import (
     through_workers,
     tiny_clip,
 )
+from tests.typed import sure
 
 # GenEval's object_names.txt: COCO's eighty, three of them renamed.
 NAMES = """person, bicycle, car, motorcycle, airplane, bus, train, truck, boat, traffic light,
@@ -70,6 +71,7 @@ def verdict(prompt: Prompt, *detections: Detection) -> tuple[float, float, float
     score = Geneval()._judged(detections, metadata_of(prompt))
     strict = Geneval(strict=True)._judged(detections, metadata_of(prompt))
     assert strict.value == score.parts["strict"]
+    assert score.value is not None
     return score.value, score.parts["strict"], score.parts["correct"]
 
 
@@ -534,7 +536,7 @@ def test_owlv2_measures_boxes_by_the_longer_side(tmp_path: Path) -> None:
     config = Owlv2Config.from_pretrained(folder)
     processor = Owlv2ImageProcessorPil(size={"height": 32, "width": 32})
     save(folder, Owlv2ForObjectDetection(config), processor)
-    seeing = networks.detector(str(folder), "cpu")
+    seeing = sure(networks.Queries, networks.detector(str(folder), "cpu"))
     picture = noise(48, 64, 5)
     (got,) = seeing.detect([picture], [["dog", "zebra"]], 0.0)
     pixels = seeing.processor(images=[Image.fromarray(picture)], return_tensors="pt")
@@ -603,7 +605,7 @@ def test_scores_end_to_end(kind: str, tmp_path: Path, clip_folder: Path) -> None
     assert scores[3].error is not None and scores[3].error.startswith('no "tag" in the row')
     seeing = networks.detector(str(folder), "cpu")
     for i in (0, 2, 4):
-        picture, wanted = samples[i].image, metadata_of(samples[i].prompt)
+        picture, wanted = samples[i].picture, metadata_of(samples[i].prompt)
         threshold = 0.9 if i == 4 else least
         found = [
             Detection(ASKED_LABEL[label], box, score)
@@ -650,7 +652,7 @@ def test_what_colours_are_judged_on() -> None:
     picture = noise(20, 30, 0)
     box = (4.0, 5.0, 9.0, 8.0)
     assert (crop(picture, Detection("dog", box, 1.0)) == picture[5:8, 4:9]).all()
-    mask = np.zeros((20, 30), dtype=bool)
+    mask: np.ndarray = np.zeros((20, 30), dtype=bool)
     mask[6, 5] = True
     masked = crop(picture, Detection("dog", box, 1.0, mask=mask))
     assert (masked[1, 1] == picture[6, 5]).all() and (masked[0] == 0x99).all()

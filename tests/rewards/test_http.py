@@ -29,6 +29,7 @@ from gesso.rewards.remote import Remote
 from gesso.types import Prompt, Sample, Score, UserError
 from tests.rewards.servers import ROOT, Misbehaving, Served, grey, served
 from tests.rewards.test_faults import workers_of
+from tests.typed import sure
 
 HERE = "tests.rewards.served_rewards"
 TOKEN = {"Authorization": "Bearer s3cret"}
@@ -99,7 +100,8 @@ def test_openrlhf_has_no_word_for_a_failure() -> None:
     with served(f"{HERE}:fails_when_dark") as one:
         good, bad = ask(one.url, [grey(255), grey(0)], batch=1, protocol="openrlhf")
         assert good.value == 1.0
-        assert bad.value is None and "1 of 1 could not be scored; the last: too dark" in bad.error
+        assert bad.value is None
+        assert "1 of 1 could not be scored; the last: too dark" in sure(str, bad.error)
         good, bad = ask(one.url, [grey(255), grey(0)])
         assert good.value == 1.0 and bad.error == "too dark"
 
@@ -289,6 +291,9 @@ def test_a_worker_of_a_server_killed(tmp_path: Path) -> None:
 class Slow:
     """A scorer whose batches wait for `go`."""
 
+    processes = hits = 0
+    random = False
+
     def __init__(self) -> None:
         self.go = asyncio.Event()
         self.sizes: list[int] = []
@@ -349,6 +354,9 @@ def test_a_batch_waits_a_little_for_company(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_full_queue_is_answered_503() -> None:
     class Full:
+        processes = hits = 0
+        random = False
+
         async def score(self, samples: Any) -> list[Score]:
             raise serve.Busy("full")
 
@@ -410,7 +418,8 @@ def test_a_token_that_is_not_there_is_told_before_the_run(recipe_data: dict) -> 
 
 
 def test_a_remote_survives_the_recipe_and_holds_no_token(recipe_data: dict) -> None:
-    remote = {"urls": ["http://127.0.0.1:9"], "token_env": "TOKEN", "timeout": 3.5, "retries": 1}
+    remote: dict[str, Any] = {"urls": ["http://127.0.0.1:9"], "token_env": "TOKEN"}
+    remote |= {"timeout": 3.5, "retries": 1}
     recipe_data["reward"] = [{"name": "ocr", "remote": remote, "cache": False}]
     recipe = build.recipe_from(recipe_data)
     again = build.recipe_from(recipe.model_dump())

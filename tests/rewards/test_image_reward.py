@@ -17,6 +17,7 @@ from gesso import build
 from gesso.rewards import base, image_reward
 from gesso.types import Prompt, Sample
 from tests.rewards.test_pickscore import MEAN, STD, noise, through_workers
+from tests.typed import sure
 
 SIDE, PATCH = 64, 16
 WIDE, HIDDEN = 128, 192  # of the picture's tokens, 2 heads of 64; of the text's, 3
@@ -191,7 +192,7 @@ def options(folder: Path) -> dict:
 
 def wanted() -> list[float]:
     plain = Plain(published())
-    return [plain.score(ids_by_hand(s.prompt.text), pixels_by_hand(s.image)) for s in samples()]
+    return [plain.score(ids_by_hand(s.prompt.text), pixels_by_hand(s.picture)) for s in samples()]
 
 
 @pytest.mark.parametrize("batch", [1, 3, 16])
@@ -282,7 +283,7 @@ def test_other_weights_are_refused(folder: Path, tmp_path: Path, change, sentenc
     change(tensors)
     torch.save(tensors, tmp_path / "ImageReward.pt")
     reward = base.load(build.REWARDS["image-reward"], {**options(folder), "path": str(tmp_path)})
-    error = base.checked(reward, samples())[0].error
+    error = sure(str, base.checked(reward, samples())[0].error)
     assert sentence in error and "\n" not in error
 
 

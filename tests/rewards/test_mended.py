@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ import torch
 from PIL import Image
 
 from gesso import build, cli, run
-from gesso.config import RewardEntry
+from gesso.config import RemoteEntry, RewardEntry
 from gesso.formulas import advantages as adv
 from gesso.rewards import base, deqa, ocr, protocol
 from gesso.rewards.cache import Cached
@@ -28,11 +29,11 @@ from gesso.types import Prompt, Sample, Score, StopRun, UserError
 from tests.rewards import user_rewards
 
 USER = "tests.rewards.user_rewards"
-PICTURE = np.zeros((8, 8, 3), np.uint8)
+PICTURE: np.ndarray = np.zeros((8, 8, 3), np.uint8)
 
 
-def scored(scorer: object, samples: list[Sample]) -> list[Score]:
-    service = RewardService([Weighted("mine", 1.0, scorer)])  # type: ignore[arg-type]
+def scored(scorer: base.Scorer, samples: list[Sample]) -> list[Score]:
+    service = RewardService([Weighted("mine", 1.0, scorer)])
     try:
         return service.submit(samples).result().scores
     finally:
@@ -75,7 +76,8 @@ def test_one_poisonous_sample_fails_alone() -> None:
 def test_patience_and_threads_of_a_worker() -> None:
     place = build.scorer(RewardEntry(name="ocr", detect=False, patience=7.5, cache=False))
     assert isinstance(place, Workers) and place.timeout == 7.5
-    assert build.scorer(RewardEntry(name="ocr", detect=False, cache=False)).timeout == 300.0  # type: ignore[attr-defined]
+    place = build.scorer(RewardEntry(name="ocr", detect=False, cache=False))
+    assert isinstance(place, Workers) and place.timeout == 300.0
 
 
 def test_a_worker_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +175,7 @@ def test_a_server_may_forbid_remembering() -> None:
     class Dice:
         processes, hits, random, asked = 0, 0, True, 0
 
-        async def score(self, samples: list[Sample]) -> list[Score]:
+        async def score(self, samples: Sequence[Sample]) -> list[Score]:
             self.asked += 1
             return [Score(float(self.asked))] * len(samples)
 
@@ -192,7 +194,7 @@ def test_deqa_rates_from_1_to_5() -> None:
         processes = hits = 0
         random = False
 
-        async def score(self, samples: list[Sample]) -> list[Score]:
+        async def score(self, samples: Sequence[Sample]) -> list[Score]:
             return [Score(4.0, {"x": 1.0}), Score(5.5), Score.failed("down")]
 
         async def close(self) -> None: ...
@@ -200,7 +202,7 @@ def test_deqa_rates_from_1_to_5() -> None:
     one, two, three = scored(deqa.Rated(Server(), deqa.SCALE), some(3))
     assert one.value == 0.8 and one.parts == {"mine": 0.8, "mine/x": 1.0, "mine/raw": 4.0}
     assert two.error == "mine: rated 5.5, expected 1 to 5" and three.error == "mine: down"
-    remote = {"urls": ["http://127.0.0.1:9"]}
+    remote = RemoteEntry(urls=["http://127.0.0.1:9"])
     place = build.scorer(RewardEntry(name="deqa", remote=remote, cache=False))
     assert isinstance(place, deqa.Rated)
 
@@ -232,7 +234,7 @@ def test_the_reader_gets_blue_first(monkeypatch: pytest.MonkeyPatch) -> None:
         return SimpleNamespace(txts=["KITE"])
 
     monkeypatch.setattr(ocr, "_engine", lambda *_: engine)
-    red = np.zeros((32, 96, 3), np.uint8)
+    red: np.ndarray = np.zeros((32, 96, 3), np.uint8)
     red[..., 0] = 255
     assert reward.read(red) == "KITE" and seen[0][0, 0].tolist() == [0, 0, 255]
 

@@ -77,7 +77,7 @@ def there_and_back(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def test_pictures_cross_the_wire_among_pixels_and_texts(asked: Prompt) -> None:
-    drawn = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
+    drawn: np.ndarray = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
     other = Prompt("o", images=(Picture(data=encoded(7)),))
     samples = [
         Sample(asked, None, 1, "the left"),
@@ -99,7 +99,12 @@ def test_pictures_cross_the_wire_among_pixels_and_texts(asked: Prompt) -> None:
 
 def test_a_picture_of_a_group_is_read_and_crosses_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[Picture] = []
-    monkeypatch.setattr(Picture, "read", lambda self: reads.append(self) or self.data)
+
+    def read(self: Picture) -> bytes:
+        reads.append(self)
+        return self.data
+
+    monkeypatch.setattr(Picture, "read", read)
     big = Prompt("x", images=(Picture(data=BRIGHT * 1000), Picture(data=DARK)))
     one = len(wire.pack_samples([Sample(big, None, 0, "")]))
     assert len(wire.pack_samples([Sample(big, None, i, "") for i in range(8)])) < one + 2000

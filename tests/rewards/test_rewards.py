@@ -19,12 +19,13 @@ from gesso.rewards.compose import Weighted, combine
 from gesso.rewards.service import RewardService
 from gesso.rewards.workers import Workers
 from gesso.types import Prompt, Sample, Score, UserError
+from tests.typed import sure
 
 USER = "tests.rewards.user_rewards"
 
 
 def sample(text: str = 'a sign that says "KITE"', value: int = 100, seed: int = 1) -> Sample:
-    image = np.full((8, 12, 3), value, dtype=np.uint8)
+    image: np.ndarray = np.full((8, 12, 3), value, dtype=np.uint8)
     return Sample(Prompt(text, "blurry", {"bonus": 2.5}, "file:3"), image, seed)
 
 
@@ -58,7 +59,7 @@ def test_wire_round_trip() -> None:
     frame = io.BytesIO(wire.pack_samples(samples))
     got = wire.read_samples(frame.readline(), frame.read)
     assert [s.prompt for s in got] == [s.prompt for s in samples]
-    assert all((a.image == b.image).all() for a, b in zip(got, samples, strict=True))
+    assert all((a.picture == b.picture).all() for a, b in zip(got, samples, strict=True))
     assert got[1].seed == 2**62
     scores = [Score(0.5, {"exact": 1.0}, "KITE"), Score.failed("no")]
     assert wire.read_scores(wire.pack_scores(scores)) == scores
@@ -180,9 +181,10 @@ def test_jpeg_compressibility_is_minus_kilobytes_over_500() -> None:
     reward = base.load(build.REWARDS["jpeg-compressibility"], {})
     flat, loud = reward.score([sample(), Sample(Prompt(""), noisy, 0)])
     assert loud.value == pytest.approx(-len(buffer.getvalue()) / 1000 / 500)
-    assert flat.value > loud.value
+    assert sure(float, flat.value) > sure(float, loud.value)
     other = base.load(build.REWARDS["jpeg-incompressibility"], {})
-    assert [-s.value for s in other.score([sample(), Sample(Prompt(""), noisy, 0)])] == [
+    other_way = other.score([sample(), Sample(Prompt(""), noisy, 0)])
+    assert [-sure(float, s.value) for s in other_way] == [
         flat.value,
         loud.value,
     ]

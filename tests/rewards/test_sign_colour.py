@@ -12,6 +12,7 @@ from gesso.rewards import base
 from gesso.types import Prompt, Sample, Score
 from gesso.zoo.render import PAINT, draw
 from gesso.zoo.words import COLOURS, prompt_for
+from tests.typed import sure
 
 
 def scored(image: np.ndarray, asked: str, word: str = "KITE") -> Score:
@@ -25,8 +26,8 @@ def test_the_right_colour_is_near_1_and_every_other_near_0(colour: str, spoiling
     for seed, word in enumerate(["KITE", "SILVER", "MOWN"]):
         image = draw(word, colour, random.Random(seed), spoiling)
         values = {asked: scored(image, asked, word) for asked in COLOURS}
-        assert values[colour].value > 0.88
-        assert all(values[asked].value < 0.1 for asked in COLOURS if asked != colour)
+        assert sure(float, values[colour].value) > 0.88
+        assert all(sure(float, values[asked].value) < 0.1 for asked in COLOURS if asked != colour)
         assert all(score.text == colour for score in values.values())
         assert values[colour].parts["right"] == 1 and values[colour].parts["share"] > 0.5
         assert sum(score.parts["right"] for score in values.values()) == 1
@@ -56,7 +57,7 @@ def test_shares_by_hand() -> None:
 def test_prompts_without_a_known_colour_are_unfit() -> None:
     reward = base.load(build.REWARDS["sign-colour"], {})
     assert reward.unfit(Prompt('a Red sign that says "KITE"')) is None
-    reason = reward.unfit(Prompt('a sign that says "RED SIGN"'))
+    reason = sure(str, reward.unfit(Prompt('a sign that says "RED SIGN"')))
     assert reason.startswith("no sign with a colour is asked for; expected red, blue, ")
     assert reward.unfit(Prompt("a pink sign")) and reward.unfit(Prompt("a red cat"))
     assert reward.unfit(Prompt("a bored sign"))
@@ -70,6 +71,6 @@ def test_the_bundled_model_paints_what_it_is_asked_for() -> None:
     model = gesso.load("demo")
     for colour in ("red", "white", "black", "yellow"):
         picture = np.asarray(model.sample(prompt_for("KITE", colour), n=1, seed=1)[0])
-        assert scored(picture, colour).value > 0.6
+        assert sure(float, scored(picture, colour).value) > 0.6
         other = "blue" if colour != "blue" else "red"
-        assert scored(picture, other).value < 0.2
+        assert sure(float, scored(picture, other).value) < 0.2

@@ -13,6 +13,7 @@ from gesso.formulas.text import overlong
 from gesso.rewards import answers, base, wire
 from gesso.types import Prompt, Sample, Score, UserError
 from tests.rewards.test_pickscore import through_workers
+from tests.typed import sure
 
 
 def scored(name: str, reply: str, answer: object = None, **options: object) -> Score:
@@ -181,7 +182,8 @@ def test_count_needs_its_tags_and_takes_the_last() -> None:
     assert scored("count", "<answer>5</answer><answer>4</answer>", 4).value == 1
     assert scored("count", "<n>4</n>", 4, tag="n").value == 1
     assert scored("count", "<answer>1</answer>", 0, graded=True).value == 0
-    assert scored("count", "<answer>1</answer>").error.startswith('expected a column "answer"')
+    error = sure(str, scored("count", "<answer>1</answer>").error)
+    assert error.startswith('expected a column "answer"')
 
 
 @pytest.mark.parametrize(
@@ -237,7 +239,7 @@ def test_a_picture_is_no_text(name: str) -> None:
 
 
 def test_texts_and_pictures_cross_the_wire() -> None:
-    image = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
+    image: np.ndarray = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
     some = [
         Sample(Prompt("a", columns={"answer": 4}), None, 1, "<answer>4</answer>\n雪"),
         Sample(Prompt("b"), image, 2),
@@ -246,9 +248,8 @@ def test_texts_and_pictures_cross_the_wire() -> None:
     frame = io.BytesIO(wire.pack_samples(some))
     got = wire.read_samples(frame.readline(), frame.read)
     assert [s.text for s in got] == ["<answer>4</answer>\n雪", None, ""]
-    assert (
-        got[0].image is None and (got[1].image == image).all() and got[2].image.shape == (1, 4, 3)
-    )
+    assert got[0].image is None
+    assert (got[1].picture == image).all() and got[2].picture.shape == (1, 4, 3)
     assert [s.seed for s in got] == [1, 2, 3] and got[0].prompt == some[0].prompt
 
 

@@ -239,7 +239,12 @@ def test_pieces_come_as_replies_finish(of: Any) -> None:
     model = tiny.model()
     fed: list[int] = []
     plain = model.step
-    model.step = lambda *args: (fed.append(1), plain(*args))[1]
+
+    def step(*args: Any) -> torch.Tensor:
+        fed.append(1)
+        return plain(*args)
+
+    model.step = step
     arrived = []
     for piece in DecodingSampler(model, 4).sample(tiny.prompts, ROWS, SEEDS, SPEC):
         arrived.append((len(fed), piece.index))

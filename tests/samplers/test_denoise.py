@@ -7,15 +7,17 @@ import torch
 from gesso import build
 from gesso.algorithms.base import Prepared
 from gesso.config import Recipe
+from gesso.models.flow.base import FlowModel
 from gesso.samplers.denoise import DenoisingSampler, Piece
-from gesso.types import FlowTrace, Prompt, SampleSpec
+from gesso.types import FlowTrace, Prompt, Rollout, SampleSpec, Score
 from tests.conftest import PROMPTS
 from tests.rollouts import SIZE
+from tests.typed import drawing, sure
 
 ROWS, SEEDS = [0, 0, 1, 1, 2], [11, 12, 13, 14, 15]
 
 
-def draw(sampler: DenoisingSampler, spec: SampleSpec, **changes: object) -> Piece:
+def draw(sampler: DenoisingSampler, spec: SampleSpec) -> Piece:
     prompts = [Prompt(text) for text in PROMPTS]
     pieces = list(sampler.sample(prompts, ROWS, SEEDS, spec))
     return Piece(
@@ -26,15 +28,15 @@ def draw(sampler: DenoisingSampler, spec: SampleSpec, **changes: object) -> Piec
     )
 
 
-def start_noise(model: object, seeds: list[int]) -> torch.Tensor:
-    shape = model.latent_shape(32, 96)  # type: ignore[attr-defined]
+def start_noise(model: FlowModel, seeds: list[int]) -> torch.Tensor:
+    shape = model.latent_shape(32, 96)
     return torch.stack(
         [torch.randn(shape, generator=torch.Generator().manual_seed(s)) for s in seeds]
     )
 
 
 def test_without_noise_it_is_diffusers_own_pipeline(recipe: Recipe) -> None:
-    model = build.model(recipe)
+    model = drawing(build.model(recipe))
     for guidance in (1.0, 3.0):
         spec = SampleSpec(steps=4, height=32, width=96, guidance=guidance)
         ours = draw(DenoisingSampler(model, 2), spec)
@@ -56,15 +58,15 @@ def test_without_noise_it_is_diffusers_own_pipeline(recipe: Recipe) -> None:
         ).sample
         pictures = model.pipe.image_processor.postprocess(pictures.detach(), output_type="np")
         for sample, picture in zip(ours.samples, pictures, strict=True):
-            assert abs(sample.image / 255.0 - picture).max() <= 1 / 255 + 1e-6
+            assert abs(sample.picture / 255.0 - picture).max() <= 1 / 255 + 1e-6
 
 
 def test_replay_gives_the_log_probs_of_sampling(recipe_data: dict) -> None:
     for rule, guidance in [("flow-sde", 1.0), ("flow-sde", 3.0), ("cps", 1.0), ("dance", 1.0)]:
         recipe_data["algorithm"] |= {"rule": rule, "guidance": guidance}
         recipe = build.recipe_from(recipe_data)
-        model, algorithm = build.model(recipe), build.algorithm(recipe)
-        piece = draw(DenoisingSampler(model, 2), algorithm.spec(0, 7, SIZE))
+        model, algorithm = drawing(build.model(recipe)), build.algorithm(recipe)
+        piece = draw(DenoisingSampler(model, 2), sure(SampleSpec, algorithm.spec(0, 7, SIZE)))
         assert piece.logp.shape == (5, 3) and piece.trace.latents.shape[1] == 4
         rollout = as_rollout(piece)
         with torch.no_grad():
@@ -76,7 +78,7 @@ def test_replay_gives_the_log_probs_of_sampling(recipe_data: dict) -> None:
 
 def test_a_window_is_stochastic_and_the_rest_is_not(recipe: Recipe) -> None:
     """Two runs that differ in the noise of the window only share every latent before it."""
-    model = build.model(recipe)
+    model = drawing(build.model(recipe))
     sampler = DenoisingSampler(model, 8)
     window = SampleSpec(
         steps=4, height=32, width=96, noise=0.7, stochastic=range(1, 3), trained=range(1, 3)
@@ -100,23 +102,21 @@ def test_a_window_is_stochastic_and_the_rest_is_not(recipe: Recipe) -> None:
 
 
 def test_a_picture_does_not_depend_on_how_the_batch_is_cut(recipe: Recipe) -> None:
-    model, algorithm = build.model(recipe), build.algorithm(recipe)
-    spec = algorithm.spec(0, 1, SIZE)
+    model, algorithm = drawing(build.model(recipe)), build.algorithm(recipe)
+    spec = sure(SampleSpec, algorithm.spec(0, 1, SIZE))
     whole, cut = draw(DenoisingSampler(model, 5), spec), draw(DenoisingSampler(model, 2), spec)
     assert (whole.trace.clean - cut.trace.clean).abs().max() < 1e-4
     assert (whole.logp - cut.logp).abs().max() < 1e-4
 
 
 def test_every_prompt_is_encoded_once(recipe: Recipe) -> None:
-    sampler = DenoisingSampler(build.model(recipe), 2)
+    sampler = DenoisingSampler(drawing(build.model(recipe)), 2)
     spec = SampleSpec(steps=2, height=32, width=96, guidance=2.0)
     draw(sampler, spec)
     draw(sampler, spec)
     assert sampler.embeddings.encoded == len(PROMPTS) + 1  # and the empty negative prompt
 
 
-def as_rollout(piece: Piece):  # type: ignore[no-untyped-def]
-    from gesso.types import Rollout, Score
-
+def as_rollout(piece: Piece) -> Rollout:
     scores = [Score(float(i)) for i in range(len(piece.samples))]
     return Rollout(piece.samples, torch.tensor(ROWS), piece.trace, piece.logp, 0, scores, {})

@@ -54,7 +54,7 @@ def evaluation(data: dict[str, Any]) -> list[Sample]:
     if name == "vision-language":
         seen = Prompt("how many dots?", images=(tokens.picture(32, 48),))
         return [Sample(seen, None, 7, "<b>two</b> | `dots` ```")]
-    image = np.full((24, 16, 3), 90, dtype=np.uint8)
+    image: np.ndarray = np.full((24, 16, 3), 90, dtype=np.uint8)
     return [Sample(Prompt(TOLD), image, 7), Sample(Prompt("oak"), 255 - image, 8)]
 
 
@@ -81,7 +81,8 @@ def writes(
     """A recipe for one of tests/tokens.py."""
     file = tiny.folder.parent / "questions.jsonl"
     file.write_text('{"prompt": "how many?", "answer": "3"}\n{"prompt": "and 3 + 4?"}\n')
-    section = {"name": "vision-language" if tiny.sees else "causal", "path": str(tiny.folder)}
+    name = "vision-language" if tiny.sees else "causal"
+    section: dict[str, Any] = {"name": name, "path": str(tiny.folder)}
     section |= {"lora": {"rank": 4, "alpha": 12}} if lora else {}
     return {
         "model": section | {"max_prompt": 256} | model,

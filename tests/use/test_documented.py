@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,7 +61,7 @@ def test_the_options_of_the_page_are_the_commands() -> None:
     for action in ("export", "sample", "eval"):
         with pytest.raises(SystemExit):
             cli._parser().parse_args([action, "--help"])
-    parser = cli._parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+    parser: Any = cli._parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
     for action in ("export", "sample", "eval"):
         known = {flag for one in parser[action]._actions for flag in one.option_strings}
         for flag in known - {"-h", "--help", "--to"}:

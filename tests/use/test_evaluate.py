@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def run(folders: Path) -> Path:
     return runs.make(data | {"reward": [{"name": BRIGHT}]}, folders / "run", 0.2).path
 
 
-def made(name: str, values: list[list[float | None]]) -> Evaluation:
+def made(name: str, values: Sequence[Sequence[float | None]]) -> Evaluation:
     """values: of each prompt, of each of its samples; None is a failure."""
     prompts = [Prompt(f"prompt {i}") for i in range(len(values))]
     flat = [(i, v) for i, row in enumerate(values) for v in row]

@@ -25,6 +25,7 @@ from gesso.use.source import Source
 from gesso.use.trained import AS_EVALUATED, Trained, load, picture_seeds
 from tests import pipelines, tokens
 from tests.tokens import padded_logp, trace_of
+from tests.typed import sure, writing
 from tests.use import runs
 
 FORMS = {"lora": (True, []), "merged": (True, ["--merged"]), "full": (False, [])}
@@ -95,7 +96,7 @@ def test_pictures_of_plain_diffusers(
     folder = export(run, tmp_path / "out", *flags)
     left = as_the_card_says(folder, monkeypatch)
     assert abs(np.asarray(left["picture"]).astype(int) - ours).max() <= 1
-    spec = trained.spec(AS_EVALUATED, several=False)
+    spec = sure(SampleSpec, trained.spec(AS_EVALUATED, several=False))
     scale = {"true_cfg_scale": 2.5, "negative_prompt": ""} if name == "qwen-image" else {}
     exact = left["pipe"](
         runs.TOLD, height=spec.height, width=spec.width, num_inference_steps=spec.steps,
@@ -130,12 +131,13 @@ def test_log_probs_and_replies_of_plain_transformers(
     assert (
         [printed] == trained.sample(asked, images=seen) == load(folder).sample(asked, images=seen)
     )
-    trace = trace_of(trained.model, model.prompts, [0, 1, 1, 2])
+    writer = writing(trained.model)
+    trace = trace_of(writer, model.prompts, [0, 1, 1, 2])
     with torch.no_grad():
-        ours = trained.model.logp(trace, 1.0).logp
-        theirs = padded_logp(left["model"], trace, 1.0, trained.model.suppressed)
-        base = padded_logp(model.plain(), trace, 1.0, trained.model.suppressed)
-        again = load(folder).model.logp(trace, 1.0).logp
+        ours = writer.logp(trace, 1.0).logp
+        theirs = padded_logp(left["model"], trace, 1.0, writer.suppressed)
+        base = padded_logp(model.plain(), trace, 1.0, writer.suppressed)
+        again = writing(load(folder).model).logp(trace, 1.0).logp
     assert (ours - base).abs().max() > 0.1  # training has moved it
     assert (ours - theirs).abs().max() <= LOGP_GAP  # measured: 4.3e-6
     assert (ours - again).abs().max() <= LOGP_GAP
@@ -436,7 +438,14 @@ def test_four_bits_are_merged_into_the_full_weights_only(
     shutil.copytree(lora_run, quantized)
     config = quantized / "config.toml"
     config.write_text(config.read_text().replace("[model]\n", '[model]\nquantize = "nf4"\n'))
-    merging = ["export", quantized, "--to", tmp_path / "out", "--merged", "--quiet"]
+    merging: list[str | Path] = [
+        "export",
+        quantized,
+        "--to",
+        tmp_path / "out",
+        "--merged",
+        "--quiet",
+    ]
     told = sentence(capsys, *merging)
     assert "base is in 4 bits" in told and "--set model.quantize=none" in told
     assert cli.main([*map(str, merging), "--set", "model.quantize=none"]) == 0

@@ -12,12 +12,14 @@ import torch
 
 import gesso
 from gesso import cli
+from gesso.config import Lora, Model
 from gesso.types import UserError
 from gesso.use import export
 from gesso.use.sampling import Wanted, draw_all
 from gesso.use.source import find
 from gesso.use.trained import load, opened
 from tests import pipelines, tokens
+from tests.typed import sure
 from tests.use import runs
 
 
@@ -59,7 +61,10 @@ def refused(capsys: pytest.CaptureFixture, *arguments: Any) -> str:
 
 def test_a_pipeline_draws_as_diffusers_would(folders: Path) -> None:
     recipe = find(folders / "sd3").recipe
-    assert (recipe.model.name, recipe.model.height) == ("sd3", 32)  # 16 cells of 2 pixels
+    assert (recipe.model.name, sure(Model, recipe.model).height) == (
+        "sd3",
+        32,
+    )  # 16 cells of 2 pixels
     assert (recipe.eval.steps, recipe.eval.guidance) == (28, 7.0)
     schnell = find(folders / "flux", overrides=["eval.steps=4", "model.text_length=16"]).recipe
     assert (schnell.model.name, schnell.eval.steps, schnell.eval.guidance) == ("flux", 4, 1.0)
@@ -98,7 +103,7 @@ def test_an_adapter_of_others(
     found = load(drawn, overrides=[*asked, base])
     expected = load(run).sample("a red cat")[0]
     assert found.sample("a red cat")[0].tobytes() == expected.tobytes()
-    assert found.source.base.recipe.model.lora.path is None
+    assert sure(Lora, found.source.base.recipe.model.lora).path is None
     card = (drawn / "README.md").read_text()
     (drawn / "README.md").write_text(card.replace("---\n", "---\nbase_model: owner/sd3\n", 1))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -148,6 +153,7 @@ def test_pictures_have_honest_names(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     from PIL import Image
+    from PIL.PngImagePlugin import PngImageFile
 
     asked = ["sample", run, "a red cat", "Oak!", "--n", "2", "--seed", "5", "--quiet"]
     lines = out(capsys, *asked, "--out", tmp_path / "p", "--base").splitlines()
@@ -158,7 +164,7 @@ def test_pictures_have_honest_names(
         "001-a-red-cat_seed5-1_run-step4.png",
     ]
     assert names[7] == "002-oak_seed5-1_run-step4.png" and len(set(names)) == 8
-    pictures = [Image.open(line) for line in lines]
+    pictures = [sure(PngImageFile, Image.open(line)) for line in lines]
     assert pictures[4].text["prompt"] == "a red cat" and "step 4" in pictures[4].text["model"]
     trained = gesso.load(run)
     for j in range(2):  # alone or among others: the same picture

@@ -11,6 +11,7 @@ from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Sample, Score
 from gesso.viewer.reading import Reader
 from gesso.viewer.thinning import spread, thinned
+from tests.typed import sure
 from tests.viewer import folders
 
 
@@ -209,7 +210,7 @@ def test_groups_tell_where_the_gradient_came_from(tmp_path: Path) -> None:
     assert best["samples"][0]["image"] == "groups/000002/001-00.webp"
     assert "image" not in found[2]["samples"][0]  # only the first two are kept
     shown = folders.open_picture(run.path / best["samples"][0]["image"])
-    assert shown.size == (24, 8) and abs(shown.getpixel((3, 3))[0] - 20) < 8
+    assert shown.size == (24, 8) and abs(sure(tuple, shown.getpixel((3, 3)))[0] - 20) < 8
     assert reader.groups(99) == []
 
 

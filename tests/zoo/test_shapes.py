@@ -110,7 +110,7 @@ def test_colours_can_be_recounted_from_the_pixels() -> None:
 
 def test_replies(some_scenes) -> None:
     rng = random.Random(0)
-    seen = Counter()
+    seen: Counter[str] = Counter()
     for scene in some_scenes:
         assert answer_in(careful(scene)) == str(scene.how_many())
         seen[style_of(sloppy(scene, rng))] += 1
