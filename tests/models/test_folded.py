@@ -189,8 +189,9 @@ def test_blocks_are_compiled_once(data: dict, gradient: str) -> None:
 
 def test_compiled_blocks_keep_products_and_compute_the_rest_again(data: dict) -> None:
     """As torch's own partitioner cuts forth from back: fewer bytes kept, no product run twice."""
-    from functorch.compile import min_cut_rematerialization_partition, nop
     from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.compilers import nop
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     model, _, _ = parts_of(build.recipe_from(data))
     block = model.transformer.transformer_blocks[0]
@@ -220,7 +221,8 @@ def test_compiled_blocks_keep_products_and_compute_the_rest_again(data: dict) ->
             compile_blocks(model.transformer, model.blocks, backend=backend)
         else:
             block.forward = torch.compile(inner, dynamic=False, backend=backend)
-        products.clear(), kept.clear()
+        products.clear()
+        kept.clear()
         noise = torch.Generator().manual_seed(0)
         image, text = (torch.randn(2, n, width, generator=noise).requires_grad_() for n in (96, 16))
         with model.policy.standing():
