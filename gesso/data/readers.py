@@ -5,8 +5,8 @@ prompts.jsonl            an object a line; GenEval's metadata as it is
 prompts.json             a list of objects, or {"data": a list}
 prompts.parquet          extra `data`
 file@train               the file: `datasets` calls what it holds "train"
-folder@split             Flow-GRPO's layout, `split.txt` or `split_metadata.jsonl`; or what
-                         `datasets` saved on disk, extra `data`
+folder@split             `split.txt`, `split_metadata.jsonl`, shards as the hub has them, or what
+                         `datasets` saved on disk (extra `data`): see splits.py
 hub:owner/name@split     a dataset of the Hugging Face hub, `hub:owner/name/subset@split` one of
                          its subsets, extra `data`
 """
@@ -14,9 +14,11 @@ hub:owner/name@split     a dataset of the Hugging Face hub, `hub:owner/name/subs
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,11 +27,11 @@ from gesso.config import Source, resolve_path
 from gesso.data.chat import PLAIN, Form
 from gesso.data.pictures import Unsound, faults, first_line, short
 from gesso.data.rows import Row, prompt_of
+from gesso.data.splits import FILES, is_saved, pick
 from gesso.types import Prompt, UserError
 
 HUB = "hub:"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")  # as owner/name@split
-FILES = (".txt", ".jsonl", ".json", ".parquet")
 BATCH = 256  # rows of a table at a time
 
 Rows = Iterable[tuple[int, Row]]  # numbered from 1, as editors do
@@ -44,14 +46,14 @@ class Reading:
 def read(source: Source, form: Form = PLAIN) -> Reading:
     """Every row of a source, its pictures found and decoded once. `source.column` becomes the
     prompt's text and "negative_prompt" its negative; all other columns go along to the rewards."""
-    rows, name, folder = _rows(source)
     made: list[Prompt | str] = []
-    for i, row in rows:
-        where = f"{name}:{i}"
-        try:
-            made.append(prompt_of(row, where, source, folder, form))
-        except Unsound as error:
-            made.append(f"{where}: {error}")
+    for table in _tables(source):
+        for i, row in table.rows:
+            where = f"{table.name}:{i}"
+            try:
+                made.append(prompt_of(row, where, source, table.folder, form))
+            except Unsound as error:
+                made.append(f"{where}: {error}")
     if not made:
         raise UserError(f"prompt file {source.path} is empty; it needs a row for each prompt")
     found = [prompt for prompt in made if isinstance(prompt, Prompt)]
@@ -64,22 +66,38 @@ def read(source: Source, form: Form = PLAIN) -> Reading:
     return Reading([prompt for prompt in found if prompt.where not in torn], left_out)
 
 
-def _rows(source: Source) -> tuple[Rows, str, Path | None]:
-    """The rows, their name in messages, and the folder that pictures are looked for in."""
+@dataclass(frozen=True)
+class Table:
+    """One file, or a whole dataset."""
+
+    rows: Rows
+    name: str  # in messages
+    folder: Path | None  # that pictures are looked for in
+
+
+def _tables(source: Source) -> Iterator[Table]:
+    """What a source names: one, or a split's shards in order."""
     if source.path.startswith(HUB):
         name = source.path.removeprefix(HUB)
-        return enumerate(_hub_rows(name, source), 1), name, None
-    place, name = _locate(source.path)
-    if place.is_dir():
-        return enumerate(_saved_rows(place, source), 1), name, place
-    readers = {".txt": _text_rows, ".jsonl": _line_rows, ".json": _json_rows}
-    if place.suffix in readers:
-        return readers[place.suffix](place, name, source), name, place.parent
-    return enumerate(_parquet_rows(place, source), 1), name, place.parent
+        yield Table(_hub_rows(name, source), name, None)
+        return
+    places, within = _locate(source.path)
+    names = [f"{within}{place.name}" for place in places]
+    kind = places[0].suffix if places[0].is_file() else ""
+    if kind in JSON:
+        yield from _json_tables(places, names, source)
+        return
+    readers = {"": _saved_rows, ".txt": _text_rows, ".parquet": _parquet_rows}
+    if kind == ".parquet":
+        _check_alike(places, names, source)
+    for place, name in zip(places, names, strict=True):
+        folder = place.parent if kind else place
+        yield Table(readers[kind](place, source), name, folder)
 
 
-def _locate(path: str) -> tuple[Path, str]:
-    """The file or saved dataset behind `path` or `folder@split`, and its name in messages."""
+def _locate(path: str) -> tuple[Sequence[Path], str]:
+    """The files or the saved dataset behind `path` or `folder@split`, and what stands before their
+    names in messages."""
     place, split = resolve_path(path), ""
     if not place.exists() and "@" in path:  # a path that has an @ of its own is taken as it is
         folder, _, split = path.rpartition("@")
@@ -92,106 +110,87 @@ def _locate(path: str) -> tuple[Path, str]:
             f"prompt file {path}: {place.name} is one file, which is @train or nothing; "
             f"leave out @{split}"
         )
-    if _is_saved(place) and not split:
-        return place, place.name
-    name = place.name
-    if place.is_dir():
-        place = _pick(place, split, path)
-        name = f"{name}/{place.name}"
+    if place.is_dir() and not (is_saved(place) and not split):
+        return pick(place, split, path).places, f"{place.name}/"
     if place.is_file() and place.suffix not in FILES:
         raise UserError(
             f"prompt file {path}: expected .txt, .jsonl, .json or .parquet, "
             f"found {place.suffix or 'no ending'}"
         )
-    return place, name
+    return [place], ""
 
 
-def _is_saved(folder: Path) -> bool:
-    return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
-
-
-def _pick(folder: Path, split: str, path: str) -> Path:
-    splits = _splits(folder)
-    if not splits:
-        raise UserError(
-            f"prompt folder {path} holds no prompts; expected files such as train.txt, "
-            "train_metadata.jsonl or train.parquet, or a dataset saved by `datasets`"
-        )
-    if split not in splits:
-        found = f'no split "{split}"' if split else "a folder without a split"
-        known = ", ".join(f"{folder}@{name}" for name in splits)
-        raise UserError(f"prompt folder {path}: {found}; say which: {known}")
-    if len(splits[split]) > 1:
-        names = " and ".join(file.name for file in splits[split])
-        raise UserError(f'prompt folder {path}: "{split}" may be {names}; give the file\'s path')
-    return splits[split][0]
-
-
-def _splits(folder: Path) -> dict[str, list[Path]]:
-    saved = folder / "dataset_dict.json"
-    if saved.is_file():
-        return {name: [folder / name] for name in json.loads(saved.read_text())["splits"]}
-    found: dict[str, list[Path]] = {}
-    for file in sorted(folder.iterdir()):
-        if file.is_file() and file.suffix in FILES:
-            found.setdefault(file.stem.removesuffix("_metadata"), []).append(file)
-    return found
-
-
-def _text(file: Path, path: str) -> str:
+def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(f"prompt file {path} is not UTF-8 text: {error}") from error
+        raise UserError(f"prompt file {file} is not UTF-8 text: {error}") from error
 
 
-def _lines(file: Path, path: str) -> list[tuple[int, str]]:
-    lines = _text(file, path).split("\n")
+def _lines(file: Path) -> list[tuple[int, str]]:
+    lines = _text(file).split("\n")
     return [(i, line) for i, line in enumerate(lines, 1) if line.strip()]
 
 
-def _text_rows(file: Path, name: str, source: Source) -> Rows:
+def _text_rows(file: Path, source: Source) -> Rows:
     if source.column not in (None, "prompt") or source.images or source.drop:
         raise UserError(
             f"prompt file {source.path} has no columns; leave out `column`, `images` and `drop`"
         )
-    return [(i, {"prompt": line.strip()}) for i, line in _lines(file, source.path)]
+    return [(i, {"prompt": line.strip()}) for i, line in _lines(file)]
 
 
-def _line_rows(file: Path, name: str, source: Source) -> Rows:
+def _json_tables(files: Sequence[Path], names: Sequence[str], source: Source) -> list[Table]:
+    """Rows of JSON need not have every column, so what is said of columns is held against all."""
+    tables = [
+        Table(JSON[file.suffix](file, name), name, file.parent)
+        for file, name in zip(files, names, strict=True)
+    ]
+    rows = [row for table in tables for row in table.rows]
+    if rows:
+        _check_columns(source, {key for _, row in rows for key in row})
+    for _, row in rows:
+        for name in source.drop:
+            row.pop(name, None)
+    return tables
+
+
+def _line_rows(file: Path, name: str) -> Rows:
     found = []
-    for i, line in _lines(file, source.path):
+    for i, line in _lines(file):
         try:
             found.append((i, json.loads(line)))
         except json.JSONDecodeError as error:
             raise UserError(f"{name}:{i}: not JSON: {error}") from error
-    return _objects(found, name, source)
+    return _objects(found, name)
 
 
-def _json_rows(file: Path, name: str, source: Source) -> Rows:
+def _json_rows(file: Path, name: str) -> Rows:
     """A list, {"data": a list}, or, as `datasets` has it, an object a line."""
     try:
-        found = json.loads(_text(file, source.path))
+        found = json.loads(_text(file))
     except json.JSONDecodeError as error:
         if error.msg == "Extra data":
-            return _line_rows(file, name, source)
-        raise UserError(f"prompt file {source.path} is not JSON: {error}") from error
+            return _line_rows(file, name)
+        raise UserError(f"prompt file {file} is not JSON: {error}") from error
     if isinstance(found, dict) and "data" in found:
         found = found["data"]
     if not isinstance(found, list):
         raise UserError(
-            f'prompt file {source.path}: expected a list [{{…}}, …] or {{"data": [{{…}}, …]}}, '
+            f'prompt file {file}: expected a list [{{…}}, …] or {{"data": [{{…}}, …]}}, '
             f"got {short(found)}"
         )
-    return _objects(list(enumerate(found, 1)), name, source)
+    return _objects(list(enumerate(found, 1)), name)
 
 
-def _objects(found: Sequence[tuple[int, Any]], name: str, source: Source) -> Rows:
+JSON = {".jsonl": _line_rows, ".json": _json_rows}
+
+
+def _objects(found: Rows, name: str) -> Rows:
     for i, row in found:
         if not isinstance(row, dict):
             raise UserError(f"{name}:{i}: expected an object as {{…}}, got {json.dumps(row)[:60]}")
-    _check_columns(source, {key for _, row in found for key in row})
-    return [(i, {k: v for k, v in row.items() if k not in source.drop}) for i, row in found]
+    return found
 
 
 def _check_columns(source: Source, known: Collection[str]) -> None:
@@ -213,23 +212,46 @@ def _extra(module: str, path: str) -> Any:
         raise UserError(f'{path} needs {package}: pip install "gesso[data]"') from error
 
 
-def _parquet_rows(file: Path, source: Source) -> Iterator[Row]:
+def _check_alike(files: Sequence[Path], names: Sequence[str], source: Source) -> None:
+    """Shards of one table have the same columns, but for those that are dropped."""
+    columns = [_columns(file, source) for file in files]
+    _check_columns(source, set().union(*columns))
+    first = columns[0] - set(source.drop)
+    for name, those in zip(names, columns, strict=True):
+        odd = (those - set(source.drop)) ^ first
+        if odd:
+            has, lacks = (name, names[0]) if odd & those else (names[0], name)
+            raise UserError(
+                f'{has} has the column "{min(odd)}" and {lacks} has not; shards of a split need '
+                "the same columns: mend them, or leave it out with drop"
+            )
+
+
+def _columns(file: Path, source: Source) -> set[str]:
+    with _parquet_file(file, source) as opened:
+        return set(opened.schema_arrow.names)
+
+
+def _parquet_rows(file: Path, source: Source) -> Rows:
     """Batch by batch, so that pictures are not held twice; dropped columns are never read."""
+    with _parquet_file(file, source) as opened:
+        kept = [name for name in opened.schema_arrow.names if name not in source.drop]
+        yield from _numbered(opened.iter_batches(BATCH, columns=kept))
+
+
+@contextmanager
+def _parquet_file(file: Path, source: Source) -> Iterator[Any]:
     parquet = _extra("pyarrow.parquet", source.path)
     try:
         with parquet.ParquetFile(file) as opened:
-            known = opened.schema_arrow.names
-            _check_columns(source, known)
-            kept = [name for name in known if name not in source.drop]
-            for batch in opened.iter_batches(BATCH, columns=kept):
-                yield from batch.to_pylist()
+            yield opened
     except UserError:
         raise
     except (OSError, ValueError) as error:
-        raise UserError(f"prompt file {source.path} cannot be read: {first_line(error)}") from error
+        raise UserError(f"prompt file {file} cannot be read: {first_line(error)}") from error
 
 
-def _saved_rows(folder: Path, source: Source) -> Iterator[Row]:
+def _saved_rows(folder: Path, source: Source) -> Rows:
     datasets = _extra("datasets", source.path)
     try:
         found = datasets.load_from_disk(str(folder))
@@ -238,7 +260,7 @@ def _saved_rows(folder: Path, source: Source) -> Iterator[Row]:
     return _dataset_rows(found, source)
 
 
-def _hub_rows(name: str, source: Source) -> Iterator[Row]:
+def _hub_rows(name: str, source: Source) -> Rows:
     repository, _, split = name.partition("@")
     owner, *rest = repository.split("/")
     if not split or not owner or not all(rest) or len(rest) > 2:
@@ -254,9 +276,12 @@ def _hub_rows(name: str, source: Source) -> Iterator[Row]:
     return _dataset_rows(found, source)
 
 
-def _dataset_rows(dataset: Any, source: Source) -> Iterator[Row]:
+def _dataset_rows(dataset: Any, source: Source) -> Rows:
     """Through pyarrow: nothing is decoded into tensors or pictures on the way."""
     _check_columns(source, dataset.column_names)
     tables = dataset.remove_columns(source.drop).with_format("arrow")
-    for table in tables.iter(BATCH):
-        yield from table.to_pylist()
+    yield from _numbered(tables.iter(BATCH))
+
+
+def _numbered(batches: Iterable[Any]) -> Rows:
+    return enumerate(itertools.chain.from_iterable(batch.to_pylist() for batch in batches), 1)

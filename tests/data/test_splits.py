@@ -1,0 +1,198 @@
+"""Folders of shards, as data sets of the hub lie on disk."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from gesso.config import Source
+from gesso.data import readers
+from gesso.data.prompts import Part, Stream
+from gesso.types import Prompt, UserError
+
+Write = Callable[[Path, list[dict[str, Any]]], None]
+
+
+def as_parquet(file: Path, rows: list[dict[str, Any]]) -> None:
+    parquet.write_table(pa.Table.from_pylist(rows), file)
+
+
+def as_lines(file: Path, rows: list[dict[str, Any]]) -> None:
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def as_list(file: Path, rows: list[dict[str, Any]]) -> None:
+    file.write_text(json.dumps(rows))
+
+
+WRITERS: dict[str, Write] = {"parquet": as_parquet, "jsonl": as_lines, "json": as_list}
+
+
+def read(path: Path | str, **options: Any) -> list[Prompt]:
+    reading = readers.read(Source(path=str(path), **options))
+    assert reading.left_out == []
+    return reading.prompts
+
+
+def rows(first: int, count: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"p{i}", "answer": i} for i in range(first, first + count)]
+
+
+def shards(
+    folder: Path, split: str = "train", sizes: tuple[int, ...] = (3, 1, 2), kind: str = "parquet"
+) -> Path:
+    """Numbered on over the shards; returns the folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    first = 0
+    for i, size in enumerate(sizes):
+        file = folder / f"{split}-{i:05d}-of-{len(sizes):05d}.{kind}"
+        WRITERS[kind](file, rows(first, size))
+        first += size
+    return folder
+
+
+def refused(path: Path | str, sentence: str, **options: Any) -> None:
+    with pytest.raises(UserError, match=sentence) as caught:
+        read(path, **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", WRITERS)
+def test_shards_are_read_in_order_and_named_by_file_and_row(tmp_path: Path, kind: str) -> None:
+    folder = shards(tmp_path / "signs", kind=kind)
+    found = read(folder)
+    assert [(p.text, p.columns) for p in found] == [(f"p{i}", {"answer": i}) for i in range(6)]
+    names = [f"signs/train-{n:05d}-of-00003.{kind}" for n in range(3)]
+    lines = [(names[0], 1), (names[0], 2), (names[0], 3), (names[1], 1), (names[2], 1)]
+    assert [p.where for p in found[:5]] == [f"{name}:{line}" for name, line in lines]
+    assert found == read(f"{folder}@train")
+
+
+def test_many_shards_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for i in range(12):  # names alone would put 10 before 2
+        as_lines(tmp_path / f"train-{i}-of-12.jsonl", rows(i, 1))
+    assert [p.text for p in read(tmp_path)] == [f"p{i}" for i in range(12)]
+
+
+def test_a_split_is_chosen_also_within_data(tmp_path: Path) -> None:
+    for folder in (tmp_path / "flat", tmp_path / "hub" / "data"):
+        shards(folder)
+        shards(folder, "test", (2,))
+    (tmp_path / "hub" / "README.md").write_text("about it")
+    (tmp_path / "hub" / "dataset_infos.json").write_text("{}")
+    (tmp_path / "hub" / "data" / "._test-00000-of-00001.parquet").write_bytes(b"of a Mac")
+    for name in ("flat", "hub"):
+        folder = tmp_path / name
+        assert len(read(f"{folder}@train")) == 6
+        assert [p.where for p in read(f"{folder}@test")] == [
+            f"{name}/test-00000-of-00001.parquet:{i}" for i in (1, 2)
+        ]
+        known = re.escape(f"{folder}@test, {folder}@train")
+        refused(folder, f"a folder without a split; say which: {known}$")
+        refused(f"{folder}@dev", f'no split "dev"; say which: {known}$')
+
+
+def test_a_hash_may_follow_the_number(tmp_path: Path) -> None:
+    as_parquet(tmp_path / "train-00000-of-00002-a1b2c3.parquet", rows(0, 1))
+    as_parquet(tmp_path / "train-00001-of-00002-d4e5f6.parquet", rows(1, 1))
+    assert [p.text for p in read(f"{tmp_path}@train")] == ["p0", "p1"]
+
+
+def test_the_only_split_of_a_folder_need_not_be_named(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("a\nb\n")
+    assert [p.where for p in read(tmp_path)] == [f"{tmp_path.name}/train.txt:{i}" for i in (1, 2)]
+
+
+def test_a_run_meets_the_rows_of_shards_as_those_of_one_file(tmp_path: Path) -> None:
+    """Batch i is a function of the seed and i alone, so a resumed run goes on where it stopped."""
+    as_parquet(tmp_path / "whole.parquet", rows(0, 11))
+    shards(tmp_path / "parts", sizes=(4, 1, 6))
+    batches = []
+    for path in (tmp_path / "whole.parquet", tmp_path / "parts"):
+        stream = Stream([Part(read(path))], seed=7)
+        batches.append([[p.text for p in stream.batch(i, 3)] for i in (5, 0, 9)])
+    assert batches[0] == batches[1]
+
+
+def test_pictures_lie_beside_the_shards(tmp_path: Path) -> None:
+    from PIL import Image
+
+    folder = shards(tmp_path / "set" / "data", sizes=(0, 0), kind="jsonl")
+    Image.new("RGB", (4, 4)).save(folder / "a.png")
+    as_lines(folder / "train-00001-of-00002.jsonl", [{"problem": "<image>?", "images": ["a.png"]}])
+    (prompt,) = read(tmp_path / "set")
+    assert prompt.images[0].path == str(folder / "a.png")
+
+
+def test_nothing_to_read(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("about it")
+    expected = "expected files such as train.txt, .*train-00000-of-00003.parquet, or a dataset"
+    refused(tmp_path, f"holds no prompts; {expected}")
+    shards(tmp_path / "main")
+    shards(tmp_path / "socratic" / "data")
+    sentence = f"those in it do: main, socratic; give one of them, as {tmp_path}/main$"
+    refused(f"{tmp_path}@train", f"holds no prompts; {sentence}")
+
+
+def test_shards_of_different_columns(tmp_path: Path) -> None:
+    folder = shards(tmp_path / "s", sizes=(1, 1, 1))
+    odd = folder / "train-00001-of-00003.parquet"
+    names = [f"s/train-{i:05d}-of-00003.parquet" for i in range(2)]
+    told = "shards of a split need the same columns: mend them, or leave it out with drop"
+    as_parquet(odd, [{"prompt": "x", "answer": 1, "tag": "t"}])
+    refused(folder, f'^{names[1]} has the column "tag" and {names[0]} has not; {told}$')
+    assert [p.text for p in read(folder, drop=["tag"])] == ["p0", "x", "p2"]
+    as_parquet(odd, [{"prompt": "x"}])
+    refused(folder, f'^{names[0]} has the column "answer" and {names[1]} has not; {told}$')
+    refused(folder, 'no column "tga" to drop; it has answer, prompt$', drop=["tga"])
+
+
+def test_rows_of_json_need_not_have_every_column(tmp_path: Path) -> None:
+    as_lines(tmp_path / "train-00000-of-00002.jsonl", [{"prompt": "a", "tag": 1}])
+    as_lines(tmp_path / "train-00001-of-00002.jsonl", [{"prompt": "b"}])
+    assert [p.columns for p in read(tmp_path)] == [{"tag": 1}, {}]
+    assert [p.columns for p in read(tmp_path, drop=["tag"])] == [{}, {}]
+    refused(tmp_path, 'no column "tga" to drop; it has prompt, tag$', drop=["tga"])
+
+
+def test_mistakes_name_the_shard(tmp_path: Path) -> None:
+    folder = shards(tmp_path / "s", sizes=(1, 1), kind="jsonl")
+    second = folder / "train-00001-of-00002.jsonl"
+    second.write_text('{"prompt": "x"}\n{oops\n')
+    refused(folder, "^s/train-00001-of-00002.jsonl:2: not JSON")
+    second.write_text('{"caption": "x"}\n')
+    refused(folder, '^s/train-00001-of-00002.jsonl:1: expected a text "prompt", ')
+    second.write_bytes(b"\xff\xfe")
+    refused(folder, "train-00001-of-00002.jsonl is not UTF-8")
+    second.write_text('{"prompt": 5}\n')
+    told = 's/train-00001-of-00002.jsonl:1: expected text as "prompt", got 5'
+    assert readers.read(Source(path=str(folder))).left_out == [told]
+    tables = shards(tmp_path / "t", sizes=(1, 1))
+    (tables / "train-00001-of-00002.parquet").write_bytes(b"no table")
+    refused(tables, "train-00001-of-00002.parquet cannot be read: ")
+
+
+def test_a_download_that_broke_off(tmp_path: Path) -> None:
+    folder = shards(tmp_path / "s")
+    (folder / "train-00001-of-00003.parquet").unlink()
+    refused(folder, '"train" has 2 of 3 shards, the first that is missing is number 00001; downl')
+
+
+def test_shards_that_do_not_belong_together(tmp_path: Path) -> None:
+    folder = shards(tmp_path / "s", sizes=(1, 1))
+    beyond = folder / "train-00002-of-00002.parquet"
+    as_parquet(beyond, rows(0, 1))
+    refused(folder, f'"train" has 2 shards, but {beyond.name} is beyond them; remove it$')
+    beyond.rename(folder / "train-00001-of-00002-ff.parquet")
+    refused(folder, r"one shard twice, train-00001-of-00002-ff.* and train-00001-of-00002.parquet")
+    shards(tmp_path / "t", sizes=(1, 1))
+    shards(tmp_path / "t" / "data", sizes=(1,))
+    first, second = "train-00000-of-00002.parquet with 1 more", "data/train-00000-of-00001.parquet"
+    refused(tmp_path / "t", f'"train" may be {first} and {second}; give the file\'s path, or leave')
