@@ -118,20 +118,24 @@ def _fitting(
     count = sum(len(part.prompts) for part in data.train) + len(data.held_out)
     progress.phase("measuring prompts", count)
     data = prompts.without(data, unfit, recipe.data, "do not fit the model")
-    return replace(data, notes=[*data.notes, *_beyond(model, algorithm, max(lengths))])
+    _check_places(recipe.model, algorithm, model, max(lengths))
+    return data
 
 
-def _beyond(model: Any, algorithm: Any, longest: int) -> list[str]:
-    """A sentence where replies may grow longer than anything the model was trained on. Scaled
-    positions have a limit of their own, which configs do not tell in one way."""
+def _check_places(section: Any, algorithm: Any, model: Any, longest: int) -> None:
+    """Raises where a reply may grow beyond the model's positions: from there on it writes nonsense,
+    and would be trained on it."""
     made_for, most = model.places, algorithm.max_tokens
     if made_for is None or longest + most <= made_for:
-        return []
-    return [
+        return
+    fits = max(made_for - longest, 0)
+    lower = f"algorithm.max_tokens to {fits}" if fits else "algorithm.max_tokens"
+    raise UserError(
         f"the longest prompt has {longest} tokens and a reply may have algorithm.max_tokens = "
-        f"{most}, but the model was made for {made_for} in all: beyond them it writes nonsense; "
-        "lower algorithm.max_tokens or model.max_prompt"
-    ]
+        f"{most}, together {longest + most}, but {section.path} was made for {made_for} "
+        f"(max_position_embeddings in its config.json); lower {lower}, or model.max_prompt to "
+        "leave out the longest prompts"
+    )
 
 
 def _drawn_as_meant(

@@ -15,6 +15,7 @@ import torch
 from gesso import build, run
 from gesso.algorithms.credit import Credit
 from gesso.algorithms.grpo import GRPO
+from gesso.check import check
 from gesso.config import Data, Eval, Source, TokenModel, TrainSource
 from gesso.data.prompts import Loaded, Part, without
 from gesso.data.readers import read
@@ -160,23 +161,49 @@ def test_a_prompt_of_exactly_max_prompt_tokens_is_taken(root: Path, tmp_path: Pa
         job.close()
 
 
-def test_replies_beyond_what_the_model_was_made_for_are_told(root: Path, tmp_path: Path) -> None:
+def test_replies_beyond_what_the_model_was_made_for_are_refused(root: Path, tmp_path: Path) -> None:
     train = write(tmp_path / "a.jsonl", rows(tmp_path, 2))
     job = run.assemble(recipe(root, train))
-    made_for = writing(job.model).places
-    assert made_for is not None and not any("was made for" in note for note in job.notes)
+    model = writing(job.model)
+    made_for = model.places
+    asked = [*job.cluster.stream.prompts, *job.eval_prompts]
+    longest = max(model.length(prompt) for prompt in asked)
     job.close()
-    job = run.assemble(recipe(root, train, algorithm={"max_tokens": made_for}))
-    assert any(f"the model was made for {made_for} in all" in note for note in job.notes)
-    job.close()
+    fits = made_for - longest
+    run.assemble(recipe(root, train, algorithm={"max_tokens": fits})).close()
+    sentence = (
+        f"the longest prompt has {longest} tokens and a reply may have algorithm.max_tokens = "
+        f"{fits + 1}, together {made_for + 1}, but .* was made for {made_for} .*; lower "
+        f"algorithm.max_tokens to {fits}, or model.max_prompt"
+    )
+    for start in (run.assemble, check):
+        with pytest.raises(UserError, match=sentence):
+            start(recipe(root, train, algorithm={"max_tokens": fits + 1}))
 
 
-def test_scaled_positions_have_no_limit_that_we_know() -> None:
+@pytest.mark.parametrize(
+    ("scaling", "most"),
+    [
+        (None, 64),
+        ({"rope_type": "default"}, 64),
+        ({"rope_type": "linear", "factor": 4.0}, 256),
+        ({"rope_type": "dynamic", "factor": 2.0}, 128),
+        # As Qwen2.5 is told to go beyond its 32,768: the length in the config is the one before.
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 256),
+        ({"rope_type": "yarn", "factor": 4.0}, 256),
+        # As DeepSeek and Llama 3.1 have it: the length in the config is the one after.
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}, 64),
+        ({"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 4,
+          "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 64),
+    ],
+)  # fmt: skip
+def test_how_long_positions_are_is_read_as_transformers_reads_it(
+    scaling: dict[str, Any] | None, most: int
+) -> None:
     from transformers import LlamaConfig
 
-    assert loading.places(LlamaConfig(max_position_embeddings=64)) == 64
-    scaled = {"rope_type": "linear", "factor": 4.0}
-    assert loading.places(LlamaConfig(max_position_embeddings=64, rope_scaling=scaled)) is None
+    own = LlamaConfig(max_position_embeddings=64, rope_scaling=scaling)
+    assert loading.places(own) == most
 
 
 def test_evaluations_use_the_averaged_weights() -> None:

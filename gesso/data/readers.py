@@ -46,14 +46,10 @@ class Reading:
 def read(source: Source, form: Form = PLAIN) -> Reading:
     """Every row of a source, its pictures found and decoded once. `source.column` becomes the
     prompt's text and "negative_prompt" its negative; all other columns go along to the rewards."""
-    made: list[Prompt | str] = []
-    for table in _tables(source):
-        for i, row in table.rows:
-            where = f"{table.name}:{i}"
-            try:
-                made.append(prompt_of(row, where, source, table.folder, form))
-            except Unsound as error:
-                made.append(f"{where}: {error}")
+    try:
+        made = _made(source, form)
+    except OSError as error:  # no permission, a disk that is gone
+        raise UserError(f"prompt file {source.path} cannot be read: {error}") from error
     if not made:
         raise UserError(f"prompt file {source.path} is empty; it needs a row for each prompt")
     found = [prompt for prompt in made if isinstance(prompt, Prompt)]
@@ -64,6 +60,19 @@ def read(source: Source, form: Form = PLAIN) -> Reading:
         if isinstance(row, str) or row.where in torn
     ]
     return Reading([prompt for prompt in found if prompt.where not in torn], left_out)
+
+
+def _made(source: Source, form: Form) -> list[Prompt | str]:
+    """A prompt of each row, or why there is none."""
+    made: list[Prompt | str] = []
+    for table in _tables(source):
+        for i, row in table.rows:
+            where = f"{table.name}:{i}"
+            try:
+                made.append(prompt_of(row, where, source, table.folder, form))
+            except Unsound as error:
+                made.append(f"{where}: {error}")
+    return made
 
 
 @dataclass(frozen=True)

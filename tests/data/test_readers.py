@@ -292,6 +292,17 @@ def test_not_utf8(tmp_path: Path) -> None:
         read(source(tmp_path / "a.txt"))
 
 
+def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("x\n")
+
+    def forbidden(*_: Any, **__: Any) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", forbidden)
+    with pytest.raises(UserError, match=r"a.txt cannot be read: .*Permission denied$"):
+        read(source(tmp_path / "a.txt"))
+
+
 def test_bad_splits(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds no prompts; expected files such as train.txt"):
         read(source(f"{tmp_path}@train"))

@@ -52,7 +52,7 @@ class TokenModel(Protocol):
     suppressed: Tensor  # ids that no reply holds: their probability is 0, in sampling and in `logp`
     allowed: Tensor  # (V,) bool: the others
     max_prompt: int  # tokens
-    places: int | None  # tokens it was made for; None: its positions are scaled
+    places: int | None  # tokens that its positions are made for; None: it has no limit
     critic: Critic | None  # where an algorithm asked for one
 
     def encode(self, prompt: Prompt) -> TokenPrompt:

@@ -127,11 +127,19 @@ def chat_template(found: Any, path: str) -> str:
     return template
 
 
-def places(own: Any) -> int | None:
-    """Tokens that a decoder's positions were made for; None where they are scaled to more."""
+def places(own: Any) -> int:
+    """Tokens that a decoder's positions are made for, by its config as transformers reads it.
+
+    `max_position_embeddings` is the length after scaling where the config also tells the one before
+    (`original_max_position_embeddings`: llama3, longrope, yarn). Where that is the same or not
+    told, it is the length before, and a factor of x makes it x times as long.
+    """
     told = own.rope_parameters or {}
-    plain = told.get("rope_type", "default") == "default"
-    return own.max_position_embeddings if plain else None
+    most: int = own.max_position_embeddings
+    scaled = told.get("rope_type", "default") != "default"
+    if not scaled or told.get("original_max_position_embeddings", most) != most:
+        return most
+    return int(most * (told.get("factor") or 1.0))
 
 
 def end_ids(module: Any, tokenizer: Any) -> frozenset[int]:

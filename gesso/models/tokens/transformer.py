@@ -77,7 +77,7 @@ class TransformerModel(ABC):
             for layer in self.decoder.layers:  # alike, so the first one's code is all of theirs
                 layer.compile(dynamic=True)
         self.end = loading.end_ids(self.module, self.tokenizer)
-        self.places = loading.places(self.decoder.config)
+        self.places: int | None = loading.places(self.decoder.config)
         self.suppressed = torch.tensor(sorted(self._unwritable()), dtype=torch.long).to(self.device)
 
     @property
