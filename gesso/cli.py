@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gesso.track import progress
-from gesso.track.run_folder import RunFolder
+from gesso.track.run_folder import RunFolder, must_be_possible
 from gesso.types import StopRun, UserError
 
 if TYPE_CHECKING:
@@ -262,6 +262,7 @@ def _sample(options: argparse.Namespace) -> None:
 
     if options.out.exists() and not options.out.is_dir():
         raise UserError(f"sample wants a folder for --out; {options.out} is a file")
+    must_be_possible(options.out, "folder")
     source = _source(options)
     sources = [source.base, source] if options.base else [source]
     drawing = Drawing(options.steps, options.guidance, options.temperature)
@@ -322,7 +323,11 @@ def _view(options: argparse.Namespace) -> None:
     from gesso.viewer import report, server
 
     if options.report:
-        print(report.write(options.runs, options.report))
+        must_be_possible(options.report.parent, "folder")
+        try:
+            print(report.write(options.runs, options.report))
+        except OSError as error:
+            raise UserError(f"{options.report} cannot be written: {error}") from error
         return
     if not 0 <= options.port < 2**16:
         raise UserError(f"view wants --port from 0 to 65535, got {options.port}")

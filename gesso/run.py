@@ -142,8 +142,8 @@ def _drawn_as_meant(
     recipe: Recipe, size: Model, algorithm: Algorithm, model: FlowModel, data: prompts.Loaded
 ) -> list[str]:
     """Raises for sizes, guidance and negative prompts that the model does not take; tells of
-    prompts whose ends it does not see."""
-    from gesso.models.flow.base import check_guidance, over_long
+    negative prompts that are not used, and of prompts whose ends it does not see."""
+    from gesso.models.flow.base import check_guidance, over_long, unused_negatives
 
     model.latent_shape(size.height, size.width)
     train = [prompt for part in data.train for prompt in part.prompts]
@@ -153,7 +153,12 @@ def _drawn_as_meant(
     drawn = spec.guidance if recipe.eval.guidance is None else recipe.eval.guidance
     check_guidance(model, drawn, data.held_out)
     paths = [" and ".join(s.path for s in part) for part in (recipe.data.train, recipe.data.eval)]
-    notes = over_long(model, train, paths[0]) + over_long(model, data.held_out, paths[1])
+    notes = [
+        *unused_negatives(model, spec.guidance, train, paths[0], "algorithm.guidance"),
+        *unused_negatives(model, drawn, data.held_out, paths[1], "eval.guidance"),
+        *over_long(model, train, paths[0]),
+        *over_long(model, data.held_out, paths[1]),
+    ]
     return list(dict.fromkeys(notes))
 
 

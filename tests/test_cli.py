@@ -43,6 +43,29 @@ def test_check_tries_everything(recipe_file: str) -> None:
     assert "3 of 3 held-out prompts are also trained on" in warning  # one file for both
 
 
+def test_negative_prompts_that_guidance_leaves_unread_are_noted(
+    recipe_data: dict, tmp_path: Path
+) -> None:
+    from gesso import build
+    from gesso.run import assemble
+
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "a", "negative_prompt": "b"}\n{"prompt": "c"}\n')
+    data = recipe_data | {"data": {"train": str(file), "eval": str(file), "groups": 2}}
+    for guidance, eval_guidance, keys in (
+        (1.0, None, ["algorithm.guidance", "eval.guidance"]),
+        (1.0, 2.0, ["algorithm.guidance"]),
+        (2.0, 1.0, ["eval.guidance"]),
+        (2.0, None, []),
+    ):
+        algorithm = data["algorithm"] | {"guidance": guidance}
+        chosen = data | {"algorithm": algorithm, "eval": {"guidance": eval_guidance, "steps": 4}}
+        job = assemble(build.recipe_from(chosen))
+        job.close()
+        told = [note for note in job.notes if "have a negative prompt, and" in note]
+        assert [note.partition(" and ")[2].partition(" = ")[0] for note in told] == keys
+
+
 def test_check_warns_of_a_clip_under_the_noise_floor(recipe: Recipe) -> None:
     from gesso import build
     from gesso.check import Findings, _ratio

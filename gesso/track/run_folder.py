@@ -38,6 +38,13 @@ def recipe_name(config: str) -> str:
     return first.removeprefix(NAMED) if first.startswith(NAMED) else ""
 
 
+def must_be_possible(folder: Path, what: str) -> None:
+    """Raises for a folder that would lie within a file: told before minutes are spent."""
+    nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not nearest.is_dir():
+        raise UserError(f"{what} {folder} cannot be made: {nearest.name} is a file")
+
+
 class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -51,6 +58,7 @@ class RunFolder:
                 f"run folder {path} exists already; go on with it by "
                 f"`gesso train --resume {path}`, or choose another with --run"
             )
+        must_be_possible(path, "run folder")
 
     @staticmethod
     def create(path: Path, config: Mapping[str, Any], recipe: str = "") -> RunFolder:

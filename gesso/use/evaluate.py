@@ -38,8 +38,10 @@ class Asked:
     drawing: Drawing = AS_EVALUATED
 
     def __post_init__(self) -> None:
-        if self.n < 1 or (self.first is not None and self.first < 1):
-            raise UserError(f"evaluate at least one sample of one prompt, got n = {self.n}")
+        first = 1 if self.first is None else self.first
+        if min(self.n, first) < 1:
+            name, got = ("n", self.n) if self.n < 1 else ("first", first)
+            raise UserError(f"evaluate at least one sample of one prompt, got {name} = {got}")
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from gesso.config import resolve_path
 from gesso.track.progress import SILENT, Progress
+from gesso.track.run_folder import must_be_possible
 from gesso.types import UserError
 from gesso.use import card, folders
 from gesso.use.source import Source
@@ -52,6 +53,7 @@ def check(source: Source, folder: Path, form: Form) -> None:
 def must_be_free(folder: Path, what: str) -> None:
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{what} {folder} exists already; choose an empty one")
+    must_be_possible(folder, what)
 
 
 def export(trained: Trained, folder: Path, form: Form, progress: Progress = SILENT) -> Path:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gesso.types import Sample, Score
+from gesso.types import Sample, Score, UserError
 from gesso.use.evaluate import Evaluation, summary
 from gesso.use.sampling import said
 
@@ -16,6 +16,13 @@ SHOWN = 24  # prompts on the sheet
 
 def write(found: Sequence[Evaluation], folder: Path) -> None:
     """eval.json, samples.jsonl; of models that draw pictures/MODEL/PROMPT-SAMPLE.png, sheet.png."""
+    try:
+        _write(found, folder)
+    except OSError as error:
+        raise UserError(f"the results cannot be written to {folder}: {error}") from error
+
+
+def _write(found: Sequence[Evaluation], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for number, one in enumerate(found):

@@ -103,6 +103,13 @@ def _asked(trained: Trained, wanted: Wanted, progress: Progress) -> list[Prompt]
 def save(found: Sequence[Drawn], folder: Path) -> dict[tuple[str, int, int], Path]:
     """Pictures into files; (model, prompt, which) → file. The name says prompt, seed and model; so
     does what PNG keeps beside the pixels."""
+    try:
+        return _save(found, folder)
+    except OSError as error:
+        raise UserError(f"pictures cannot be written to {folder}: {error}") from error
+
+
+def _save(found: Sequence[Drawn], folder: Path) -> dict[tuple[str, int, int], Path]:
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
@@ -132,8 +139,8 @@ def slug(text: str, most: int = 48) -> str:
 def save_sheet(found: Sequence[Drawn], file: Path) -> None:
     if found[0].writes:
         raise UserError("this model writes; a sheet is of pictures, leave out --sheet")
-    file.parent.mkdir(parents=True, exist_ok=True)
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         _sheet(found).save(file)
     except (OSError, ValueError) as error:
         raise UserError(f"the sheet {file} cannot be written: {error}") from error

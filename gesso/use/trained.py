@@ -112,17 +112,19 @@ class Trained:
         return build.algorithm(self.recipe).eval_spec(watched, self.recipe.model, weights)
 
     def _check(self, asked: Sequence[Prompt], spec: Any, progress: Progress) -> None:
-        """Raises for what the model cannot take; tells of prompts whose ends it does not see."""
+        """Raises for what the model cannot take; tells of what it does not read of a prompt."""
         if self.writes:
             for prompt in asked:
                 if reason := too_long(self.model, prompt):
                     raise UserError(f"{prompt.where}: {reason}")
             return
-        from gesso.models.flow.base import check_guidance, over_long
+        from gesso.models.flow.base import check_guidance, over_long, unused_negatives
 
         model: Any = self.model
         check_guidance(model, spec.guidance, asked)
-        for told in over_long(model, asked, "these" if len(asked) > 1 else "one"):
+        these = "these" if len(asked) > 1 else "one"
+        unused = unused_negatives(model, spec.guidance, asked, these, "guidance")
+        for told in [*unused, *over_long(model, asked, these)]:
             progress.note(told)
 
     def evaluate(

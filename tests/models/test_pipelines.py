@@ -14,7 +14,7 @@ from gesso import build
 from gesso.algorithms.base import Prepared
 from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.config import Lora, Model
-from gesso.models.flow.base import PromptCache, check_guidance, over_long
+from gesso.models.flow.base import PromptCache, check_guidance, over_long, unused_negatives
 from gesso.models.flow.pipeline import PipelineModel
 from gesso.models.policy import Policy
 from gesso.samplers.denoise import DenoisingSampler, Piece
@@ -399,6 +399,19 @@ def test_guidance_that_would_be_ignored(of: Any) -> None:
             UserError, match=r"train.jsonl:7: a negative prompt, but this model has"
         ):
             check_guidance(model, 1.0, negative)
+
+
+def test_negative_prompts_that_are_not_read_are_told(of: Any) -> None:
+    asked = [Prompt("a cat"), Prompt("a cat", "a dog", where="train.jsonl:7")]
+    model = of("sd3").model()
+    assert unused_negatives(model, 1.0, asked, "train.jsonl", "algorithm.guidance") == [
+        "1 of 2 prompts of train.jsonl have a negative prompt, and algorithm.guidance = 1 does not "
+        "read it: only guidance above 1 does; the first is train.jsonl:7"
+    ]
+    assert unused_negatives(model, 1.5, asked, "train.jsonl", "algorithm.guidance") == []
+    assert unused_negatives(model, 1.0, asked[:1], "train.jsonl", "algorithm.guidance") == []
+    dev = of("flux-dev").model()  # which refuses them
+    assert unused_negatives(dev, 1.0, asked, "train.jsonl", "algorithm.guidance") == []
 
 
 LENGTHS = {  # own length, longest that may be asked for, tokens around "abc"

@@ -106,6 +106,8 @@ def test_more_samples_have_seeds_of_their_own(run: Path) -> None:
     assert two.values() == [3.0] * 3 + [5.0] * 3 and two.interval().mean == 4
     with pytest.raises(UserError, match="at least one sample of one prompt, got n = 0"):
         trained.evaluate([LENGTH], ["oak"], n=0)
+    with pytest.raises(UserError, match="at least one sample of one prompt, got first = 0"):
+        trained.evaluate([LENGTH], ["oak"], first=0)
 
 
 def test_from_the_command_line(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
@@ -155,6 +157,8 @@ def test_what_cannot_be_evaluated(
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "kept").touch()
     assert "exists already; choose an empty one" in said(run, "--out", tmp_path / "full")
+    within = tmp_path / "full" / "kept" / "more"
+    assert f"folder {within} cannot be made: kept is a file" in said(run, "--out", within)
 
 
 def test_prompts_that_only_one_of_two_takes(folders: Path, tmp_path: Path) -> None:

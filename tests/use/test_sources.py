@@ -229,6 +229,8 @@ def test_options_of_the_other_family(
     assert '"steps" = 0 does not fit' in said(run, "oak", "--steps", "0")
     (tmp_path / "taken").touch()
     assert "wants a folder for --out" in said(run, "oak", "--out", tmp_path / "taken")
+    within = tmp_path / "taken" / "more"
+    assert f"folder {within} cannot be made: taken is a file" in said(run, "oak", "--out", within)
     assert "is not known to come from another model" in said("demo", "oak", "--base")
     long = "word " * 300
     assert "more than model.max_prompt = 256" in said(written, long)

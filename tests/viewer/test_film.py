@@ -148,3 +148,6 @@ def test_a_report_of_nothing_or_over_a_folder_is_a_sentence(
     assert cli.main(["view", str(reader.path), "--report", str(tmp_path / "empty")]) == 2
     assert "is a folder" in capsys.readouterr().err
     assert not list(tmp_path.glob(".*.new"))
+    (tmp_path / "file").touch()
+    assert cli.main(["view", str(reader.path), "--report", str(tmp_path / "file" / "r.html")]) == 2
+    assert "cannot be made: file is a file" in capsys.readouterr().err

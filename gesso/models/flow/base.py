@@ -154,6 +154,20 @@ def check_guidance(model: FlowModel, guidance: float, prompts: Sequence[Prompt])
         )
 
 
+def unused_negatives(
+    model: FlowModel, guidance: float, prompts: Sequence[Prompt], path: str, key: str
+) -> list[str]:
+    """A sentence about negative prompts that guidance of 1 or less leaves unread; `key` is what
+    sets the guidance."""
+    told = [p for p in prompts if p.negative]
+    if not told or guidance > 1 or model.guidance != "negative":
+        return []
+    return [
+        f"{len(told)} of {len(prompts)} prompts of {path} have a negative prompt, and {key} = "
+        f"{guidance:g} does not read it: only guidance above 1 does; the first is {told[0].where}"
+    ]
+
+
 def over_long(model: FlowModel, prompts: Sequence[Prompt], path: str) -> list[str]:
     """Sentences about prompts, negative ones too, whose end some text encoder does not see."""
     told = []

@@ -5,7 +5,6 @@ all of them. A model's own file says what differs: how it encodes text and calls
 from __future__ import annotations
 
 import importlib.util
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,6 +20,7 @@ from gesso import config
 from gesso.models.flow import compiled as speed
 from gesso.models.flow.adapter import load_adapter
 from gesso.models.flow.base import Guidance, Reader
+from gesso.models.located import PIPELINE, locate
 from gesso.models.policy import SHARD, Policy
 from gesso.types import Conditioning, UserError, Which
 
@@ -254,7 +254,7 @@ def _round(size: int, factor: int) -> int:
 def _load_pipeline(model: PipelineModel, settings: config.Model) -> Any:
     """The pipeline with its networks in the model's dtype; a transformer that is trained whole in
     float32, large parts in 4 bits if the recipe says so."""
-    source, options = _locate(settings.path)
+    source, options = _locate(model, settings)
     whole = settings.lora is None
     options["dtype"] = {
         "transformer": torch.float32 if whole else model.dtype,
@@ -300,7 +300,7 @@ def _empty_pipeline(model: PipelineModel, settings: config.Model) -> Any:
     """The pipeline made from its configs alone: networks with shapes and no weights."""
     import diffusers
 
-    source, parts = _locate(settings.path)
+    source, parts = _locate(model, settings)
     try:
         with quiet():
             index = diffusers.DiffusionPipeline.load_config(source)
@@ -308,7 +308,7 @@ def _empty_pipeline(model: PipelineModel, settings: config.Model) -> Any:
                 if isinstance(entry, list | tuple) and entry[0] is not None:
                     parts[name] = _empty_part(entry[0], entry[1], source, name, model, settings)
             return getattr(diffusers, model.pipeline)(**parts)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise UserError(
             f'model.path = "{settings.path}": its configs cannot be read: '
             f"{str(error).splitlines()[0]}"
@@ -330,42 +330,38 @@ def _empty_part(
     return part.to(torch.float32 if whole else model.dtype)
 
 
-def _locate(path: str) -> tuple[str, dict[str, Any]]:
-    """What diffusers is to load: a checked folder or a hub name, and the parts it is to go
-    without."""
-    folder = config.resolve_path(path)
-    is_hub_name = path.count("/") == 1 and not folder.parent.is_dir()
-    looks_local = path.startswith((config.ZOO, ".", "/", "~")) or not is_hub_name
-    if looks_local and not (Path(folder) / "model_index.json").is_file():
+def _locate(model: PipelineModel, settings: config.Model) -> tuple[str, dict[str, Any]]:
+    """What diffusers is to load, a folder or a hub name, and the parts it is to go without: those
+    that the index leaves out (T5, usually) diffusers wants to be told of again."""
+    found = locate(settings, PIPELINE)
+    kind = found.about.get(PIPELINE.key)
+    if kind != model.pipeline:
         raise UserError(
-            f'model.path = "{path}": expected a diffusers pipeline folder with model_index.json, '
-            f"found {'a folder without one' if folder.is_dir() else 'no such folder'}"
+            f'model.path = "{settings.path}" is a {kind} by its {PIPELINE.file}, but model.name = '
+            f'"{settings.name}" expects a {model.pipeline}; change one of them'
         )
-    source = str(folder) if looks_local else path
-    absent: dict[str, Any] = _absent_parts(folder) if looks_local else {}
-    return source, absent
-
-
-def _absent_parts(folder: Path) -> dict[str, None]:
-    """Parts the folder's index leaves out (T5, usually): diffusers wants to be told so again."""
-    index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-    return {name: None for name, value in index.items() if value == [None, None]}
+    return found.source, {name: None for name, part in found.about.items() if part == [None, None]}
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars and no talk of torchvision while a pipeline loads; errors still show."""
+    """No progress bars, no talk of torchvision and of every try to reach the hub while a pipeline
+    loads; errors still show."""
     from diffusers.utils import logging as diffusers_logging
+    from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
 
-    libraries = (diffusers_logging, transformers_logging)
+    bars = (diffusers_logging, transformers_logging)
+    libraries = (*bars, hub_logging)
     levels = [library.get_verbosity() for library in libraries]
     for library in libraries:
         library.set_verbosity_error()
+    for library in bars:
         library.disable_progress_bar()
     try:
         yield
     finally:
         for library, level in zip(libraries, levels, strict=True):
             library.set_verbosity(level)
+        for library in bars:
             library.enable_progress_bar()

@@ -25,20 +25,6 @@ EXPORTS = ("README.md", "adapter_config.json")
 ERRORS = (OSError, ValueError, KeyError, TypeError, ImportError)
 
 
-def locate(path: str, file: str) -> str:
-    """What transformers is to load: a folder that holds that file, or a hub name."""
-    folder = config.resolve_path(path)
-    is_hub_name = path.count("/") == 1 and not folder.parent.is_dir()
-    if not path.startswith((config.ZOO, ".", "/", "~")) and is_hub_name:
-        return path
-    if not (folder / file).is_file():
-        raise UserError(
-            f'model.path = "{path}": expected a folder of transformers with {file}, '
-            f"found {'a folder without one' if folder.is_dir() else 'no such folder'}"
-        )
-    return str(folder)
-
-
 def load(model: TransformerModel, settings: config.TokenModel) -> Any:
     """The module on its device: in float32 where it is trained whole, else in the model's dtype, in
     4 bits if the recipe says so."""

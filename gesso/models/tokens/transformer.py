@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gesso import config
+from gesso.models.located import TRANSFORMER, locate
 from gesso.models.policy import SHARD, Policy
 from gesso.models.tokens import head, loading
 from gesso.models.tokens.attention import Segments
@@ -54,7 +55,7 @@ class TransformerModel(ABC):
         self.max_prompt = settings.max_prompt
         self.quantized = settings.quantize is not None
         self.critic: Critic | None = None
-        self.source = loading.locate(settings.path, "config.json")
+        self.source = locate(settings, TRANSFORMER).source
         self.module = loading.load(self, settings)
         self.tokenizer = loading.tokenizer(self.source, settings.path)
         self.template = self._template(settings)
