@@ -284,16 +284,20 @@ def loaded(kind: Any, path: str, **options: Any) -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """No progress bars and no tables of weights; errors still show."""
+    """No progress bars, no tables of weights and no talk of every try to reach the hub; errors
+    still show."""
+    from huggingface_hub.utils import logging as hub
     from transformers.utils import logging
 
-    level = logging.get_verbosity()
+    level, hubs = logging.get_verbosity(), hub.get_verbosity()
     logging.set_verbosity_error()
+    hub.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(level)
+        hub.set_verbosity(hubs)
         logging.enable_progress_bar()
 
 

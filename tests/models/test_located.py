@@ -151,3 +151,17 @@ def test_what_is_cached_needs_no_network(
     kept = str(made / PIPELINE.file)
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_: kept)
     assert locate(section(HUB, PIPELINE), PIPELINE) == Located(HUB, {"_class_name": "FluxPipeline"})
+
+
+def test_tries_to_reach_the_hub_are_not_talked_of() -> None:
+    from huggingface_hub.utils import logging as hub
+
+    from gesso.models.flow import pipeline
+    from gesso.models.tokens import loading
+    from gesso.rewards import networks
+
+    before = hub.get_verbosity()
+    for quiet in (pipeline.quiet, loading.quiet, networks._quiet):
+        with quiet():
+            assert hub.get_verbosity() == hub.ERROR
+        assert hub.get_verbosity() == before != hub.ERROR

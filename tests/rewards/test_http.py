@@ -26,7 +26,7 @@ from gesso import build, config
 from gesso.config import RemoteEntry
 from gesso.rewards import protocol, serve
 from gesso.rewards.remote import Remote
-from gesso.types import Prompt, Sample, Score, UserError
+from gesso.types import Picture, Prompt, Sample, Score, UserError
 from tests.rewards.servers import ROOT, Misbehaving, Served, grey, served
 from tests.rewards.test_faults import workers_of
 from tests.typed import sure
@@ -85,7 +85,7 @@ def test_openrlhf_as_their_clients_send_it(echo: Served) -> None:
 def test_openrlhf_as_their_servers_get_it() -> None:
     samples = [
         Sample(Prompt("2+2?", columns={"answer": "4"}), None, 0, text="it is 4"),
-        Sample(Prompt("5?"), None, 0, text=""),
+        Sample(Prompt("5?", images=(Picture(path="5.png"),)), None, 0, text=""),  # no field for it
     ]
     assert json.loads(protocol.pack_get_reward(samples)) == {
         "query": ["2+2?it is 4", "5?"], "prompts": ["2+2?", "5?"], "labels": ["4", None],
