@@ -125,3 +125,18 @@ def test_mistakes_are_one_sentence(arguments: list[str], sentence: str, tmp_path
     assert done.returncode == 2
     assert sentence in done.stderr and "Traceback" not in done.stderr
     assert not (tmp_path / "run").exists()  # nothing is left behind
+
+
+def test_run_folders_that_cannot_be_made(tmp_path: Path) -> None:
+    from gesso.track.run_folder import RunFolder
+    from gesso.types import UserError
+
+    (tmp_path / "file").touch()
+    for path, sentence in (
+        (tmp_path / ("r" * 300), "cannot be made: File name too long"),
+        (tmp_path / "file" / "run", "cannot be made: file is a file"),
+        (tmp_path / "file", "exists already"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            RunFolder.must_be_new(path)
+    RunFolder.must_be_new(tmp_path / "new" / "run")

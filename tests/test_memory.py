@@ -180,6 +180,15 @@ def test_memory_of_a_model_that_is_not_there() -> None:
         estimate(build.recipe("demo", ["model.path=./nowhere"]))
 
 
+def test_memory_of_sizes_that_do_not_fit() -> None:
+    for change, sentence in (
+        ("model.height=33", "pictures of 33×96 do not fit zoo:signs: height and width must be"),
+        ("model.text_length=9999", "model.text_length = 9999, but zoo:signs takes 0 to 512"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            estimate(build.recipe("demo", [change]))
+
+
 @pytest.fixture(scope="module")
 def shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shapes")

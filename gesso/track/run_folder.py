@@ -53,7 +53,11 @@ class RunFolder:
 
     @staticmethod
     def must_be_new(path: Path) -> None:
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        try:
+            taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
+        except OSError as error:  # a name that is too long, a folder one may not look into
+            raise UserError(f"run folder {path} cannot be made: {error.strerror}") from error
+        if taken:
             raise UserError(
                 f"run folder {path} exists already; go on with it by "
                 f"`gesso train --resume {path}`, or choose another with --run"

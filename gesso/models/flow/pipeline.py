@@ -61,6 +61,7 @@ class PipelineModel(ABC):
     even_sigmas: ClassVar[bool] = False  # the pipeline gives the scheduler 1, …, 1/steps
 
     def __init__(self, settings: config.Model, seed: int = 0) -> None:
+        self.path = settings.path
         self.device = config.pick_device(settings.device, "model.device")
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         whole = settings.lora is None
@@ -107,7 +108,7 @@ class PipelineModel(ABC):
             return own.default
         if not own.least <= asked <= own.most:
             raise UserError(
-                f"model.text_length = {asked}, but {self.pipe.config._name_or_path} takes "
+                f"model.text_length = {asked}, but {self.path} takes "
                 f"{own.least} to {own.most} tokens; leave it out for its own {own.default}"
             )
         return asked
@@ -189,7 +190,7 @@ class PipelineModel(ABC):
         if height % factor or width % factor:
             fit = f"{_round(height, factor)}×{_round(width, factor)}"
             raise UserError(
-                f"pictures of {height}×{width} do not fit {self.pipe.config._name_or_path}: "
+                f"pictures of {height}×{width} do not fit {self.path}: "
                 f"height and width must be multiples of {factor}; use {fit}"
             )
         return self.channels, height // scale, width // scale
