@@ -25,7 +25,7 @@ from gesso.samplers import decode, replies
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Rollout, Sample, Score, StopRun, TokenTrace, UserError
 from tests import tokens
-from tests.typed import writing
+from tests.typed import sure, writing
 
 REWARD = "tests.token_rewards:early"
 
@@ -165,7 +165,7 @@ def test_replies_beyond_what_the_model_was_made_for_are_refused(root: Path, tmp_
     train = write(tmp_path / "a.jsonl", rows(tmp_path, 2))
     job = run.assemble(recipe(root, train))
     model = writing(job.model)
-    made_for = model.places
+    made_for = sure(int, model.places)
     asked = [*job.cluster.stream.prompts, *job.eval_prompts]
     longest = max(model.length(prompt) for prompt in asked)
     job.close()
