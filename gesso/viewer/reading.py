@@ -19,12 +19,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from gesso.health import SERIOUS
 from gesso.track.console import held_out_key
 from gesso.track.figures import lines, series
 from gesso.track.run_folder import recipe_name
 from gesso.track.samples import Shown
 from gesso.viewer.files import NotShown, picture
+from gesso.viewer.telling import health, why_stopped
 from gesso.viewer.thinning import thin, thinned
 
 if sys.version_info >= (3, 11):
@@ -140,9 +140,11 @@ class Reader:
 
     def summary(self, now: float | None = None) -> dict[str, Any]:
         """A line of the table of runs."""
-        config, known = self.config(), self._figures()
+        config, known, log = self.config(), self._figures(), self.log()
         steps, step, times = _number(config.get("steps")), known["step"], known["times"]
         state = self._state(step, steps, times, time.time() if now is None else now)
+        reason = why_stopped(log)
+        state = "stopped" if reason and state == "running" else state
         return {
             "name": self.path.name,
             "about": str(config.get("about", "")),
@@ -154,7 +156,7 @@ class Reader:
             "steps": steps,
             "left": fmean(times) * (steps - step) if times and state == "running" else None,
             "state": state,
-            "health": self._health(known["health"]),
+            "health": health(known["health"], log, reason),
             "changed": self._changed(),
             **known["told"],
         }
@@ -193,7 +195,8 @@ class Reader:
         return found
 
     def _state(self, step: int, steps: int | None, times: Sequence[float], now: float) -> str:
-        """A run says nowhere that it was killed: one that writes no more has stopped."""
+        """By its files alone. A run says nowhere that it was killed: one that writes no more has
+        stopped."""
         if steps is None:  # of another version, or damaged
             return "unknown"
         if step >= steps:
@@ -209,24 +212,6 @@ class Reader:
             except OSError:
                 continue  # not there yet
         return newest
-
-    def _health(self, kinds: Sequence[str]) -> dict[str, Any]:
-        """green, amber or red, with the sentences that the run told."""
-        log = self.log()
-        told = [self._sentence(kind, log) for kind in kinds]
-        stopped = [line.split("stopped: ", 1)[1] for line in log[-1:] if " stopped: " in line]
-        level = "green"
-        if kinds:
-            level = "red" if SERIOUS.intersection(kinds) else "amber"
-        if stopped:
-            level, told = "red", [*stopped, *told]
-        return {"level": level, "kinds": list(kinds), "sentences": told}
-
-    @staticmethod
-    def _sentence(kind: str, log: Sequence[str]) -> str:
-        mark = f"warning ({kind}): "
-        found = [line.split(mark, 1)[1] for line in log if mark in line]
-        return found[-1] if found else kind
 
     def details(self) -> dict[str, Any]:
         """All that is known of the run but its pictures and curves."""

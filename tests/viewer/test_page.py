@@ -222,6 +222,9 @@ def test_smoothing_is_an_unbiased_exponential_mean(tab: Tab, site: Site) -> None
         tab.js("ticksOf(0, 1, 5).values.map((v) => v.toFixed(1)).join()")
         == "0.0,0.2,0.4,0.6,0.8,1.0"
     )
+    small = "ticksOf(9.2e-8, 1.24e-7, 5)"
+    told = tab.js(f"{small}.values.map((v) => tickText(v, {small}.unit)).join()")
+    assert told == "1.0e-7,1.1e-7,1.2e-7", "no two ticks read the same"
     assert (
         tab.js("[.5, 0, 1234, 2e-5, -.25, null].map(figure).join(' ')")
         == "0.500 0 1,234 2.0e−5 −0.250 –"

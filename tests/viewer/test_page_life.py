@@ -116,18 +116,68 @@ def test_nothing_is_wider_than_a_telephone(browser: Browser, site: Site) -> None
         over = tab.js(
             "[...document.querySelectorAll('main *')]"
             ".filter((e) => e.getBoundingClientRect().right > innerWidth + 1)"
-            ".filter((e) => !e.closest('.strip, .table-frame, svg, .aside, .choice input'))"
+            ".filter((e) => !e.closest('.strip, .pairs, svg, .aside, .choice input'))"
             ".map((e) => e.className || e.tagName).slice(0, 5)"
         )
         assert over == [], place
-    tab.go("#/runs")
-    tab.wait("document.querySelector('table.runs')")
-    assert tab.box("table.runs")["width"] <= 400, "the table becomes cards"
     for mode in ("wipe", "film"):
         tab.go("#/evolution?run=signs")
         tab.click(f".filters input[value={mode}]")
         tab.settle()
         assert squeezed(tab) <= 0, mode
+    tab.close()
+
+
+SEEN = """window.seen = [...document.querySelectorAll('main *')]
+    .filter((e) => e.getClientRects().length && !e.closest('.plot, .grow, th.tick, th.c-spark'))"""
+GONE = "seen.filter((e) => e.isConnected && !e.getClientRects().length).map((e) => e.outerHTML)"
+
+
+def test_a_telephone_leaves_nothing_out(tab: Tab, site: Site) -> None:
+    tab.open(site.url)
+    for place in PLACES:
+        tab.size(1440, 900)
+        tab.go(f"#/{place}")
+        tab.wait(f"place.view === '{place.split('?')[0]}' && app.innerText.length > 40")
+        tab.settle()
+        assert tab.js(f"({SEEN}).length") > 20, place
+        for width in (1000, 400):
+            tab.size(width, 800)
+            tab.settle(0)
+            assert tab.js(GONE) == [], (place, width)
+
+
+def test_a_run_on_a_telephone_is_a_card_of_labelled_values(browser: Browser, site: Site) -> None:
+    tab = browser.tab(400, 800)
+    tab.open(site.url)
+    cells = "[...document.querySelectorAll('tr[data-run=signs] td[data-title]')]"
+    named = (
+        f"Object.fromEntries({cells}.map((e) => [getComputedStyle(e, '::before').content"
+        ".replaceAll('\"', ''), e.innerText]))"
+    )
+    told = tab.js(named)
+    assert (told["Algorithm"], told["Model"], told["Samples/s"]) == (
+        "flow-grpo", "zoo:signs", "12.0",
+    )  # fmt: skip
+    assert told["Reward"].split() == ["0.400", "best", "0.400"]
+    assert "0.300→0.500" in told["Held-out"] and told["Step"] == "4 / 10"
+    assert re.fullmatch(r"0:12 left|took 0:10", told["Time"]) and "well" in told["Health"]
+    boxes = f"{cells}.map((e) => e.getBoundingClientRect()).map((b) => [b.x, b.y, b.width])"
+    xs, ys, widths = zip(*tab.js(boxes), strict=True)
+    assert len(set(ys)) >= 5 and min(widths) > 100 and max(xs) > 200, "two beside one another"
+    cut = f"{cells}.flatMap((e) => [e, ...e.querySelectorAll('*')])"
+    assert tab.js(f"{cut}.filter((e) => e.scrollWidth > e.clientWidth + 1).length") == 0
+    tab.js("document.querySelector('[data-keep=\"sort reward\"]').focus()")
+    tab.key("Enter")
+    assert tab.js("document.querySelector('.c-reward').ariaSort") == "descending"
+    assert tab.js("document.activeElement.dataset.keep") == "sort reward"
+    tab.js("go('runs', {tick: ['signs'], run: 'signs'})")
+    tab.wait("ticked().join() === 'signs'")
+    tab.click("[data-keep='tick count']")
+    tab.wait("ticked().join() === 'signs,count'")
+    tab.js("document.querySelector('[data-keep=\"health signs\"]').focus()")
+    tab.key("Enter")
+    tab.wait("document.querySelector('.more')?.innerText.includes('Nothing to report')")
     tab.close()
 
 

@@ -67,10 +67,16 @@ def test_health_has_the_sentence_that_was_told(
 def test_a_stopped_run_is_red_with_the_reason_until_it_goes_on(tmp_path: Path) -> None:
     run = folders.make(tmp_path / "a", 1)
     run.note("stopped: the reward is dead; mend it")
-    told = Reader(run.path).summary()["health"]
-    assert (told["level"], told["sentences"]) == ("red", ["the reward is dead; mend it"])
+    run.note("tracker wandb is switched off: no answer")  # trackers end after the run
+    told = Reader(run.path).summary()
+    assert (told["state"], told["left"]) == ("stopped", None), "though its files are new"
+    health = told["health"]
+    assert (health["level"], health["sentences"]) == ("red", ["the reward is dead; mend it"])
     run.note("resumed after step 1")
-    assert Reader(run.path).summary()["health"]["level"] == "green"
+    told = Reader(run.path).summary()
+    assert (told["state"], told["health"]["level"]) == ("running", "green")
+    run.note("step 2: warning (x): sampling stopped: a word in a sentence")
+    assert Reader(run.path).summary()["state"] == "running"
 
 
 def test_metrics_are_read_on_from_where_they_were(tmp_path: Path) -> None:

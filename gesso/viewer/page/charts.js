@@ -16,9 +16,12 @@ function tickText(value, unit) {
   if (Math.abs(value) >= 1e6) return `${+(value / 1e6).toPrecision(3)}M`;
   if (Math.abs(value) >= 1e4) return `${+(value / 1e3).toPrecision(3)}k`;
   if (unit >= 1 && Math.abs(value) >= 1000) return Math.round(value).toLocaleString("en");
-  if (unit < 1e-4) return value.toExponential(Math.abs(value) > unit * 9.5 ? 1 : 0);
-  return value.toFixed(Math.max(0, -Math.floor(Math.log10(unit) + 1e-9)));
+  if (unit < 1e-4) return value.toExponential(Math.max(0, exponent(value) - exponent(unit)));
+  return value.toFixed(Math.max(0, -exponent(unit)));
 }
+
+// Of ten; a value that a rounding error put under its power counts to it.
+const exponent = (value) => Math.floor(Math.log10(Math.abs(value)) + 1e-9);
 
 // Exponential mean, without the pull of its beginning.
 function smoothed(values, weight) {

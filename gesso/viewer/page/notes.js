@@ -26,7 +26,7 @@ function notesOf(told) {
     h("h3", {}, dot(told.id), told.id),
     told.about ? h("p", { class: "soft" }, told.about) : null,
     h("p", { class: "soft" }, stateSentence(told)),
-    h("div", { class: `verdict ${health.level}` }, h("b", {}, h("i", { class: `health ${health.level}`, "aria-hidden": "true" }), healthWord(told)), sentences.map((t) => h("p", {}, t))),
+    h("div", { class: `verdict ${healthOf(told)}` }, h("b", {}, h("i", { class: `health ${healthOf(told)}`, "aria-hidden": "true" }), HEALTHY[healthOf(told)]), sentences.map((t) => h("p", {}, t))),
     told.damaged.length ? h("div", { class: "verdict amber damaged" }, h("b", {}, "Could not be read"), told.damaged.map((t) => h("p", {}, t))) : null,
     h("h4", {}, "Log"),
     told.log.length ? h("ol", { class: "log", tabindex: "0", "aria-label": `log of ${told.id}` }, told.log.slice().reverse().map(logLine)) : h("p", { class: "soft" }, "Nothing was noted."));

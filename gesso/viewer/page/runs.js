@@ -10,11 +10,11 @@ const COLUMNS = [
   { name: "step", title: "Step", of: (r) => (r.steps ? r.step / r.steps : r.step), number: true },
   { name: "speed", title: "Samples/s", of: (r) => r.samples_per_s, number: true },
   { name: "left", title: "Time", of: (r) => r.left, number: true },
-  { name: "health", title: "Health", of: (r) => ["red", "amber", "green"].indexOf(r.health.level) },
+  { name: "health", title: "Health", of: (r) => Object.keys(HEALTHY).indexOf(healthOf(r)) },
   { name: "spark", title: "Reward over training", of: (r) => r.changed, plain: true },
 ];
 const STATES = { running: "running", finished: "finished", stopped: "stopped", unknown: "of another version" };
-const HEALTHY = { green: "well", amber: "look", red: "trouble" };
+const HEALTHY = { red: "trouble", amber: "look", green: "well", unknown: "unknown" }; // the worst first
 
 const runsView = { sort: null, up: true, filter: "", open: new Set() };
 
@@ -119,13 +119,13 @@ function tableRow(r) {
       h("a", { href: addressOf("evolution", { run: r.id, tick: marked ? ticked() : [...ticked(), r.id] }), "data-keep": `open ${r.id}` }, r.id),
       r.recipe || r.about ? h("small", { title: r.about }, [r.recipe, r.about].filter(Boolean).join(" · ")) : null),
     algorithm: r.algorithm || "–",
-    model: h("span", { class: "model" }, r.model || "–"),
+    model: h("span", { class: "model", title: r.model }, r.model || "–"),
     reward: [figure(r.reward), h("small", {}, `best ${figure(r.best)}`)],
     held: held.now === null ? "–" : h("span", { title: held.key }, h("span", { class: "from" }, figure(held.first)), h("span", { class: "arrow" }, "→"), h("b", {}, figure(held.now))),
     step: [h("span", {}, r.steps === null ? String(r.step) : `${r.step} / ${r.steps}`), progressBar(r)],
     speed: figure(r.samples_per_s),
     left: r.state === "running" ? `${clock(r.left)} left` : h("span", { class: "soft" }, `took ${clock(r.seconds)}`),
-    health: button([h("i", { class: `health ${r.health.level}`, "aria-hidden": "true" }), healthWord(r), h("small", {}, STATES[r.state])],
+    health: button([h("i", { class: `health ${healthOf(r)}`, "aria-hidden": "true" }), HEALTHY[healthOf(r)], h("small", {}, STATES[r.state])],
       toggle, { class: "state", "aria-expanded": String(open), "data-keep": `health ${r.id}`, title: r.health.sentences[0] || "nothing to report" }),
     spark: sparkline(r.spark, marked ? colour(r.id) : "var(--soft)", 128, 30, `reward over training, now ${figure(r.reward)}`),
   };
@@ -134,7 +134,8 @@ function tableRow(r) {
   return open ? [row, h("tr", { class: "more" }, h("td", { colspan: COLUMNS.length + 1 }, healthTold(r)))] : [row];
 }
 
-const healthWord = (r) => (r.state === "unknown" ? "unknown" : HEALTHY[r.health.level]);
+// Of a run of another version silence means nothing; a warning does.
+const healthOf = (r) => (r.state === "unknown" && r.health.level === "green" ? "unknown" : r.health.level);
 
 function healthTold(r) {
   const told = r.health.sentences.length ? r.health.sentences : ["Nothing to report: no warning is open."];
