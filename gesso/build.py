@@ -269,7 +269,7 @@ def check_trackers(found: Recipe) -> None:
     for name in found.track:
         if name in TRACKERS and importlib.util.find_spec(name) is None:
             raise UserError(
-                f'track = "{name}" needs a package that is not here: pip install "gesso[{name}]"'
+                f'track has "{name}", whose package is not here: pip install "gesso[{name}]"'
             )
         if ":" in name:
             _import(name)

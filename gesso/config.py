@@ -206,9 +206,15 @@ class Save(Strict):
     groups: int = Field(4, ge=0)  # of a training step before each evaluation, kept to look at
 
 
-def _listed(value: Any) -> Any:
-    """A name alone is a list of one."""
-    return [value] if isinstance(value, str) else value
+def _all_named(value: Any) -> Any:
+    """A name alone could mean "this too" or "this and no display": the list says which."""
+    if isinstance(value, str):
+        with_display = '["console"]' if value == "console" else f'["console", "{value}"]'
+        raise ValueError(
+            f'expected the list of all who look on, got "{value}"; write track = {with_display}, '
+            "and leave console out for a run without a display"
+        )
+    return value
 
 
 class Tracker(Strict):
@@ -302,7 +308,7 @@ class Recipe(Strict):
     sampler: Sampler = Sampler()
     eval: Eval = Eval()
     save: Save = Save()
-    track: Annotated[list[str], BeforeValidator(_listed)] = ["console"]  # who looks on
+    track: Annotated[list[str], BeforeValidator(_all_named)] = ["console"]  # who looks on
     tracker: Tracker = Tracker()
 
     @model_validator(mode="after")

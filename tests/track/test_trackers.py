@@ -424,7 +424,12 @@ def test_names_are_checked_before_anything_is_loaded(
     def of(track: Any) -> Any:
         return build.recipe_from(recipe_data | {"track": track})
 
-    assert of("wandb").track == ["wandb"] and build.recipe_from(recipe_data).track == ["console"]
+    assert of(["wandb"]).track == ["wandb"] and build.recipe_from(recipe_data).track == ["console"]
+    for name, meant in (("wandb", r'\["console", "wandb"\]'), ("console", r'\["console"\]')):
+        with pytest.raises(
+            UserError, match=f'track: expected .* got "{name}"; write track = {meant}'
+        ):
+            of(name)  # a bare name must not switch the display off unasked
     with pytest.raises(
         UserError, match='no tracker "wandbb"; did you mean "wandb"\\? allowed: con'
     ):
