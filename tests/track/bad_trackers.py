@@ -1,4 +1,4 @@
-"""Trackers that fail, and one that writes down what it is told."""
+"""Trackers that fail, and two that write down what they are told."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from gesso.track.samples import Shown
-from gesso.track.trackers.base import Setup
+from gesso.track.trackers.base import Logged, Setup
 
 
 class Records:
@@ -28,6 +28,20 @@ class Records:
     def _tell(self, *what: object) -> None:
         with self.file.open("a") as file:
             file.write(json.dumps([os.getpid(), *what]) + "\n")
+
+
+class RecordsRows:
+    """As Records, but several rows in a call."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.file = setup.folder / "told.jsonl"
+        self.id, self.where = "first", str(setup.folder)
+
+    def log_rows(self, rows: Sequence[Logged]) -> None:
+        with self.file.open("a") as file:
+            file.write(json.dumps([[row.step, len(row.samples)] for row in rows]) + "\n")
+
+    def finish(self, ok: bool) -> None: ...
 
 
 class FailsAtStart(Records):

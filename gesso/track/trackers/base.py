@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from gesso.config import Tracker as Settings
 from gesso.track.samples import Shown
@@ -38,6 +38,28 @@ class Tracker(Protocol):
 
     def finish(self, ok: bool) -> None:
         """Everything is to be on disk or at the server when this returns."""
+
+
+@dataclass(frozen=True)
+class Logged:
+    """All that there is of one step; samples only after an evaluation."""
+
+    step: int
+    figures: Mapping[str, float]
+    samples: Sequence[Shown]
+
+
+@runtime_checkable
+class Batched(Protocol):
+    """As Tracker, of a service that is slow by the call: it gets several rows in one where several
+    are waiting, at most one of them with samples, and that the last."""
+
+    id: str
+    where: str
+
+    def log_rows(self, rows: Sequence[Logged]) -> None: ...
+
+    def finish(self, ok: bool) -> None: ...
 
 
 def figures_of(row: Mapping[str, Any]) -> dict[str, float]:

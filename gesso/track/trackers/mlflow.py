@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gesso.track.samples import Shown
-from gesso.track.trackers.base import Setup, picture, score
+from gesso.track.trackers.base import Logged, Setup, picture, score
 
 LONGEST = 500  # characters of a parameter's value that every version takes
 MANY = 100  # parameters that every server takes at a time
+METRICS = 1_000  # metrics, likewise
 
 
 class MLflow:
@@ -38,13 +39,20 @@ class MLflow:
             self.client.update_run(self.id, status="RUNNING")
         self.where = uri
 
-    def log(self, step: int, figures: Mapping[str, float], samples: Sequence[Shown]) -> None:
+    def log_rows(self, rows: Sequence[Logged]) -> None:
+        """A database takes much longer over a call than over a metric in it."""
         from mlflow.entities import Metric
-        from PIL import Image
 
         now = int(time.time() * 1000)
-        metrics = [Metric(key, value, now, step) for key, value in figures.items()]
-        self.client.log_batch(self.id, metrics=metrics)
+        metrics = [Metric(key, x, now, row.step) for row in rows for key, x in row.figures.items()]
+        for at in range(0, len(metrics), METRICS):
+            self.client.log_batch(self.id, metrics=metrics[at : at + METRICS])
+        for row in rows:
+            self._samples(row.step, row.samples)
+
+    def _samples(self, step: int, samples: Sequence[Shown]) -> None:
+        from PIL import Image
+
         for sample in samples:
             if sample.image:
                 with Image.open(picture(self.dir, sample.image)) as opened:

@@ -16,15 +16,16 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
 from gesso.config import Tracker as Settings
-from gesso.track.trackers.base import Setup, Tracker, figures_of, samples_of
+from gesso.track.trackers.base import Batched, Logged, Setup, Tracker, figures_of, samples_of
 
 Answer = Callable[[Mapping[str, Any]], None]
+ROWS = 32  # in a batch, at most
 
 
 class Memory:
@@ -74,23 +75,38 @@ def track(order: Mapping[str, Any], commands: Iterator[str], answer: Answer) -> 
     title = settings.name or run.resolve().name
     setup = Setup(run, folder, title, order["config"], settings, memory.id)
     module, _, kind = order["reference"].partition(":")
-    tracker: Tracker = getattr(import_module(module), kind)(setup)
+    tracker: Tracker | Batched = getattr(import_module(module), kind)(setup)
     memory.id = tracker.id
     memory.keep()
     answer({"where": tracker.where})
     tail = Tail(run / "metrics.jsonl")
     for command in commands:
-        for row in tail.rows():
-            step = row["step"]
-            if step > memory.step:
-                tracker.log(step, figures_of(row), samples_of(run, step))
-                memory.step = step
-                memory.keep()
-                answer({"step": step})
+        new = (row for row in tail.rows() if row["step"] > memory.step)
+        for rows in batches(run, new, ROWS if isinstance(tracker, Batched) else 1):
+            if isinstance(tracker, Batched):
+                tracker.log_rows(rows)
+            else:
+                tracker.log(rows[0].step, rows[0].figures, rows[0].samples)
+            memory.step = rows[-1].step
+            memory.keep()
+            answer({"step": memory.step})
         if command == "news":
             answer({"idle": True})
     tracker.finish(command == "finish")
     answer({"done": True})
+
+
+def batches(run: Path, rows: Iterable[Mapping[str, Any]], most: int) -> Iterator[list[Logged]]:
+    """So many rows together, and none after one with samples: those may take long by themselves,
+    and an answer is awaited after each batch."""
+    batch: list[Logged] = []
+    for row in rows:
+        batch.append(Logged(row["step"], figures_of(row), samples_of(run, row["step"])))
+        if len(batch) == most or batch[-1].samples:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
 
 
 def heard(lines: TextIO, patience: float) -> Iterator[str]:
