@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -30,9 +31,10 @@ def test_a_line_of_the_table(tmp_path: Path) -> None:
 
 def test_best_is_not_the_latest(tmp_path: Path) -> None:
     run = folders.make(tmp_path / "a", 3)
-    run.append(folders.row(4, reward=0.1))
+    run.append(folders.row(4, reward=0.1, **{"eval/reward": 0.2}))
     told = Reader(run.path).summary()
     assert (told["reward"], told["best"]) == (0.1, 0.3)
+    assert (told["held_out"]["now"], told["held_out"]["best"]) == pytest.approx((0.2, 0.4))
 
 
 def test_a_run_that_writes_no_more_has_stopped(tmp_path: Path) -> None:
@@ -189,7 +191,9 @@ def test_curves_against_steps_samples_and_seconds(tmp_path: Path) -> None:
 def test_thinning_keeps_means_and_extremes() -> None:
     points = [(i, float(i % 10)) for i in range(1000)]
     points[500] = (500, 99.0)
+    points[505] = (505, -99.0)
     line = thinned(points, 100)
+    assert min(line["low"]) == -99.0
     assert len(line["y"]) == 100 and line["step"][-1] == 999
     assert line["y"][0] == pytest.approx(4.5) and (line["low"][0], line["high"][0]) == (0.0, 9.0)
     assert max(line["high"]) == 99.0
@@ -275,3 +279,70 @@ def test_the_recipe_a_run_was_started_by_stays_known(tmp_path: Path) -> None:
     assert reader.summary()["recipe"] == "demo"
     run.write_config(folders.CONFIG | {"steps": 20})  # as a resume to other steps does
     assert reader.summary()["recipe"] == "demo" and reader.summary()["steps"] == 20
+
+
+def test_time_left_goes_by_the_latest_steps(tmp_path: Path) -> None:
+    """The first may compile, or wait for weights."""
+    run = folders.make(tmp_path / "a", 0)
+    for step in range(1, 16):
+        run.append(folders.row(step, **{"time/step": 1000.0 if step <= 5 else 2.0}))
+    run.write_config(folders.CONFIG | {"steps": 20})
+    assert Reader(run.path).summary()["left"] == pytest.approx(2.0 * 5)
+
+
+def test_a_run_is_alive_while_it_writes_its_log(tmp_path: Path) -> None:
+    run = folders.make(tmp_path / "a", 2)
+    for name in ("config.toml", "metrics.jsonl"):
+        os.utime(run.path / name, (0, 0))
+    reader = Reader(run.path)
+    assert reader.summary()["state"] == "stopped"
+    run.note("step 3: 2 of 24 scores failed")
+    assert reader.summary()["state"] == "running"
+
+
+def test_the_log_is_told_from_its_end(tmp_path: Path) -> None:
+    run = folders.make(tmp_path / "a", 1)
+    (run.path / "log.txt").write_text("".join(f"line {i}\n" for i in range(1000)))
+    told = Reader(run.path).log()
+    assert len(told) == 300 and told[-1] == "line 999"
+
+
+def test_metrics_cut_short_in_place_are_read_anew(tmp_path: Path) -> None:
+    run = folders.make(tmp_path / "a", 4)
+    reader = Reader(run.path)
+    assert len(reader.rows()) == 5
+    first = run.metrics_file.read_bytes().splitlines(keepends=True)[0]
+    os.truncate(run.metrics_file, len(first))
+    assert [row["step"] for row in reader.rows()] == [0]
+
+
+def test_the_small_curve_is_of_training_and_ends_now(tmp_path: Path) -> None:
+    run = folders.make(tmp_path / "a", 0)
+    for step in range(1, 101):
+        run.append(folders.row(step, reward=step / 1000, **{"eval/reward": 0.9}))
+    spark = Reader(run.path).summary()["spark"]
+    assert len(spark) <= 40 and spark[-1] == 0.1 and max(spark) < 0.9
+
+
+def test_a_thinned_curve_tells_how_many_rows_it_is_of(tmp_path: Path) -> None:
+    line = Reader(folders.make(tmp_path / "a", 9).path).curves(["reward"], 3)["series"]["reward"]
+    assert len(line["y"]) == 3 and line["count"] == 9
+
+
+def test_prompts_stay_in_order_and_apart_by_seed(tmp_path: Path) -> None:
+    run = folders.make(tmp_path / "a", 2)
+    folders.evaluate(run, 0, ["one", "two"])
+    file = run.path / "samples" / "000000.jsonl"
+    first, second = file.read_text().splitlines()
+    file.write_text(f"{second}\n")  # the first was not kept
+    other = first.replace('"seed": 7', '"seed": 8')
+    (run.path / "samples" / "000002.jsonl").write_text(f"{first}\n{other}\n")
+    found = Reader(run.path).evolution()["prompts"]
+    assert [(p["prompt"], p["seed"]) for p in found] == [("one", "7"), ("one", "8"), ("two", "8")]
+
+
+def test_the_size_is_of_a_picture_that_can_be_read(tmp_path: Path) -> None:
+    run = folders.make(tmp_path / "a", 0)
+    folders.evaluate(run, 0, ["one", "two"])
+    (run.path / "samples/000000/000.png").write_bytes(b"no picture")
+    assert Reader(run.path).evolution()["size"] == [24, 8]

@@ -70,7 +70,7 @@ function drawTable() {
   const said = (r) => [r.id, r.recipe, r.about, r.algorithm, r.model, r.state, r.health.level].join(" ").toLowerCase();
   let rows = [...runs.values()].filter((r) => words.every((w) => said(r).includes(w)));
   const by = COLUMNS.find((c) => c.name === sort);
-  if (by) rows = rows.sort((a, b) => compare(by.of(a), by.of(b)) * (up ? 1 : -1));
+  if (by) rows = rows.sort((a, b) => compare(by.of(a), by.of(b), up));
   const focus = document.activeElement && document.activeElement.dataset.keep;
   const head = h("tr", {}, h("th", { class: "tick" }, h("span", { class: "aside" }, "Compare")), COLUMNS.map(headCell));
   const body = rows.flatMap(tableRow);
@@ -80,11 +80,12 @@ function drawTable() {
   if (focus) for (const node of runsView.table.querySelectorAll("[data-keep]")) if (node.dataset.keep === focus) node.focus();
 }
 
-function compare(a, b) {
+// What is not known comes last, whichever way it is sorted.
+function compare(a, b, up) {
   if (a === b) return 0;
-  if (a === null || a === undefined) return 1;
-  if (b === null || b === undefined) return -1;
-  return a < b ? -1 : 1;
+  if (a === null) return 1;
+  if (b === null) return -1;
+  return a < b === up ? -1 : 1;
 }
 
 function headCell({ name, title, number, plain }) {
