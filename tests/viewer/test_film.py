@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import io
 import json
 import re
@@ -16,7 +18,7 @@ from gesso.use import pictures
 from gesso.viewer import film, report
 from gesso.viewer.files import NotShown
 from gesso.viewer.reading import Reader
-from tests.viewer import folders
+from tests.viewer import folders, site
 
 
 @pytest.fixture
@@ -151,3 +153,69 @@ def test_a_report_of_nothing_or_over_a_folder_is_a_sentence(
     (tmp_path / "file").touch()
     assert cli.main(["view", str(reader.path), "--report", str(tmp_path / "file" / "r.html")]) == 2
     assert "cannot be made: file is a file" in capsys.readouterr().err
+
+
+def test_captions_have_step_and_reward_in_order(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    plain = film._captioned
+
+    def captioned(image: Image.Image, text: str) -> Image.Image:
+        told.append(text)
+        return plain(image, text)
+
+    monkeypatch.setattr(film, "_captioned", captioned)
+    film.frames(reader, 0)
+    assert told == ["step 0   0.000", "step 2   0.200", "step 4   0.400"]
+
+
+def test_a_magnified_picture_keeps_its_pixels(reader: Reader) -> None:
+    run = reader.path
+    stripes = np.zeros((8, 24, 3), np.uint8)
+    stripes[:, ::2] = 255
+    Image.fromarray(stripes).save(run / "samples/000000/000.png")
+    seen = np.asarray(film.frames(reader, 0)[0])[:128, :, 0]
+    assert set(np.unique(seen)) == {0, 255} and (seen[:, :16] == 255).all()
+
+
+def test_a_sheet_of_a_long_run_goes_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = folders.make(tmp_path / "long", 14)
+    for step in range(14):
+        folders.evaluate(run, step, [f"p{i}" for i in range(25 if step == 13 else 2)])
+    asked: list[tuple] = []
+    monkeypatch.setattr(
+        pictures, "sheet", lambda *given: asked.append(given) or Image.new("RGB", (1, 1))
+    )
+    film.sheet(Reader(run.path))
+    ((rows, titles),) = asked
+    assert len(rows) == 24 and len(titles) == 12
+    assert (titles[0], titles[-1]) == ("step 0", "step 13")
+    assert [rows[0].cells[i].caption for i in (0, -1)] == ["0.000", "1.300"]
+    assert (rows[2].cells[0].caption, rows[2].cells[-1].caption) == ("not drawn", "1.300")
+
+
+def test_the_report_has_the_pictures_that_were_shown(tmp_path: Path) -> None:
+    run = site.writing(tmp_path / "count")
+    (run.path / "groups" / "000002").mkdir(parents=True)
+    name = "000002/000-shown-1.webp"
+    Image.new("RGB", (1000, 500), "red").save(run.path / "groups" / name)
+    group = {"group": 0, "prompt": "How many?", "shown": [name], "samples": [], "share": 0.0}
+    (run.path / "groups" / "000002.jsonl").write_text(json.dumps(group) + "\n")
+    found = inside(report.page({"count": Reader(run.path)}))["pictures"]["count"]
+    assert set(found) == {"samples/prompts/000-1.png", f"groups/{name}"}
+    data = base64.b64decode(found[f"groups/{name}"].partition(",")[2])
+    assert Image.open(io.BytesIO(data)).size == (384, 192), "small, to be sent"
+
+
+def test_the_report_runs_its_own_script_and_no_other(reader: Reader) -> None:
+    page = report.page({"one": reader})
+    script = page.rpartition("<script>")[2].partition("</script>")[0]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
+    assert policy is not None
+    parts = dict(part.strip().split(" ", 1) for part in policy[1].split(";"))
+    assert parts["script-src"] == f"'sha256-{digest}'" and parts["default-src"] == "'none'"
+    assert page.count("<script") == 2, "the other one is data"

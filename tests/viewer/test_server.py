@@ -417,3 +417,28 @@ def test_the_newest_run_comes_first(client: TestClient, runs: Path) -> None:
         for file in ("config.toml", "metrics.jsonl"):
             os.utime(runs / name / file, (now, now))
     assert [row["id"] for row in client.get("/api/runs").json()] == ["deep/er/two", "one"]
+
+
+def test_a_refusal_has_the_same_headers(runs: Path, studio: Studio) -> None:
+    with TestClient(server.app(runs, studio, "s3cret"), base_url="http://10.0.0.1") as client:
+        refused = client.get("/")
+    assert refused.status_code == 403
+    assert {name.lower() for name in server.HEADERS} <= set(refused.headers)
+
+
+def test_the_name_of_a_file_cannot_leave_its_header() -> None:
+    head = server._file(b"", "text/html", 'a"\r\nSet-Cookie: x; ü.html').headers
+    assert head["content-disposition"] == 'attachment; filename="a___Set-Cookie__x___.html"'
+
+
+def test_a_report_has_the_runs_that_were_asked_for(client: TestClient) -> None:
+    page = client.get("/report", params={"run": "deep/er/two"})
+    assert '"id":"deep/er/two"' in page.text and '"id":"one"' not in page.text
+
+
+def test_long_curves_are_sent_short(client: TestClient, runs: Path) -> None:
+    with (runs / "one" / "metrics.jsonl").open("a") as file:
+        file.writelines(f'{{"step": {step}, "reward": 0.5}}\n' for step in range(5, 1500))
+    query = {"run": "one", "keys": "reward"}
+    line = client.get("/api/curves", params=query).json()["series"]["reward"]
+    assert len(line["y"]) == 1000 and line["step"][-1] == 1499 and line["count"] == 1499
