@@ -125,6 +125,7 @@ def test_a_prompt_cannot_end_the_script_it_lies_in(tmp_path: Path) -> None:
     page = report.page({"</title><script>": Reader(run.path)})
     assert "<img src=x" not in page and "<script>alert" not in page
     assert "</title><script>" not in page
+    assert "<title>gesso · &lt;b&gt;</title>" in report.page({"<b>": Reader(run.path)})
     data = inside(page)
     prompt = data["answers"]["/api/evolution?run=%3C%2Ftitle%3E%3Cscript%3E"]["prompts"][0]
     assert prompt["prompt"] == "</script><img src=x onerror=alert(1)>"
