@@ -66,6 +66,11 @@ def shoot(tab: Tab, url: str) -> None:
     take("dark", "evolution?run=demo-001", cards)
     tab.size(400, 860)
     take("phone", "evolution?run=demo-001", "document.querySelectorAll('.card img').length > 1")
+    tab.prefer(prefers_color_scheme="light")
+    tab.open(f"{url}/#/runs?{BOTH}&run=demo-001")
+    tab.js("document.querySelector('.bar h2').scrollIntoView()")
+    tab.settle(0.6)
+    tab.picture(IMAGES / "view-phone-runs.png")
 
 
 def main() -> int:

@@ -247,6 +247,7 @@ def test_groups_show_where_the_gradient_came_from(tab: Tab, site: Site) -> None:
     tab.key("ArrowLeft")
     tab.wait("document.querySelector('.groups-transport').innerText.includes('step 2')")
     assert "83%" in tab.text(".group summary")
+    assert tab.texts(".stats .stat b")[1:] == ["2", "0", "1 group"], "none is without gradient"
 
 
 def test_the_playground_draws_both_and_tells_what_goes_wrong(
