@@ -318,10 +318,10 @@ def test_metrics_cut_short_in_place_are_read_anew(tmp_path: Path) -> None:
 
 def test_the_small_curve_is_of_training_and_ends_now(tmp_path: Path) -> None:
     run = folders.make(tmp_path / "a", 0)
-    for step in range(1, 101):
+    for step in range(1, 102):
         run.append(folders.row(step, reward=step / 1000, **{"eval/reward": 0.9}))
     spark = Reader(run.path).summary()["spark"]
-    assert len(spark) <= 40 and spark[-1] == 0.1 and max(spark) < 0.9
+    assert len(spark) <= 40 and spark[-1] == 0.101 and max(spark) < 0.9
 
 
 def test_a_thinned_curve_tells_how_many_rows_it_is_of(tmp_path: Path) -> None:
