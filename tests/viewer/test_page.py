@@ -56,7 +56,8 @@ def test_the_slider_moves_all_pictures_and_the_address(tab: Tab, site: Site) -> 
     assert tab.count(".card.is-wrong") == 2
     tab.js("document.activeElement.blur()")
     tab.key("ArrowRight")
-    tab.wait("document.querySelector('.card img').src.includes('000002')")
+    shown = "[...document.querySelectorAll('.card img')].every((i) => i.src.includes('000002'))"
+    tab.wait(shown)
     assert "step 2" in tab.text(".readout")
     for alt in tab.js("[...document.querySelectorAll('.card img')].map((i) => i.alt)"):
         assert "step 2, reward" in alt
@@ -240,6 +241,7 @@ def test_groups_show_where_the_gradient_came_from(tab: Tab, site: Site) -> None:
     tab.wait("document.querySelectorAll('.group[open] .sample').length === 2")
     assert tab.texts(".diverging") == ["+0.500", "−0.500"], "sorted by advantage"
     assert tab.count(".group[open] .sample img") == 2
+    tab.wait("[...document.images].every((i) => i.complete)")  # nothing moves under the mouse
     tab.click(".group:nth-child(2) summary")
     tab.wait("document.querySelector('.group:nth-child(2) .sample')")
     assert "only the figures were kept" in tab.text(".group:nth-child(2)")

@@ -290,3 +290,38 @@ def test_the_config_is_read_as_runs_write_it(still: Tab) -> None:
         ".map(logLine).map((li) => li.className).join()"
     )
     assert classes == "warn,"
+
+
+def test_rewards_and_their_marks(still: Tab) -> None:
+    cells = [{"reward": 0.9, "right": True}, {"reward": 0.1, "right": False}, {"reward": None}]
+    told = still.js(
+        f"{json.dumps(cells)}"
+        """.map((cell) => {
+        const node = rewardOf(cell, {reward: 0.5});
+        const [mark, by] = ["[role=img]", ".change"].map((at) => node.querySelector(at));
+        return [node.textContent, mark?.className, mark?.ariaLabel, by?.className];
+    })"""
+    )
+    assert told == [
+        ["0.900▲ 0.400", "mark-right", "right", "change up"],
+        ["0.100▼ 0.400", "mark-wrong", "wrong", "change down"],
+        ["no score", None, None, None],
+    ]
+    squares = still.js("""(() => {
+        const cells = [{reward: 0, right: false}, {reward: 1, right: true}, null, {reward: 0.5}];
+        return course({cells}, {steps: [0, 2, 4, 6]}, () => {}).map((b) => b.className + b.title);
+    })()""")
+    assert squares == [
+        "square wrongstep 0: wrong, reward 0", "square rightstep 2: right, reward 1.000",
+        "square nonestep 4: none kept", "square scoredstep 6: reward 0.500",
+    ]  # fmt: skip
+
+
+def test_a_table_of_values_ends_with_the_latest(still: Tab) -> None:
+    last = still.js("""(() => {
+        const x = Array.from({length: 120}, (_, i) => i), own = [{label: "a", x, y: x}];
+        const table = valuesTable("t", own, {xLabel: "step", xText: String});
+        const rows = [...table.querySelectorAll("tbody tr")].map((r) => r.textContent);
+        return [rows.length, rows.at(-1)];
+    })()""")
+    assert last == [41, "119119"]
