@@ -96,6 +96,7 @@ def test_before_and_after_are_wiped_by_mouse_and_keys(tab: Tab, site: Site) -> N
     tab.wait("document.querySelectorAll('.wipe img').length === 6")
     assert "000000" in tab.js("document.querySelector('.wipe img').src")
     assert "000004" in tab.js("document.querySelector('.wipe .after img').src")
+    assert tab.text(".card .under").split() == ["0.400", "→", "0.900", "▲", "0.500"]
     box = tab.box(".wipe")
     middle = box["y"] + box["height"] / 2
     cut = "document.querySelector('.pictures').style.getPropertyValue('--cut')"
@@ -249,6 +250,7 @@ def test_groups_show_where_the_gradient_came_from(tab: Tab, site: Site) -> None:
     tab.key("ArrowLeft")
     tab.wait("document.querySelector('.groups-transport').innerText.includes('step 2')")
     assert "83%" in tab.text(".group summary")
+    assert tab.count(".group[open]") == 2, "a prompt that was opened stays open"
     assert tab.texts(".stats .stat b")[1:] == ["2", "0", "1 group"], "none is without gradient"
 
 

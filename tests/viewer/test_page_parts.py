@@ -84,6 +84,7 @@ def test_sorting_goes_down_up_and_back_and_the_unknown_comes_last(still: Tab) ->
 
 def test_the_filter_wants_all_words_and_ticks_can_be_taken_away(still: Tab) -> None:
     show(still, record("signs", model="zoo:a"), record("count", algorithm="nft", model="zoo:a"))
+    assert "run=count" in still.js("document.querySelector('[data-keep=\"open count\"]').hash")
     still.js("runsView.filter = 'zoo nft'; drawTable()")
     assert names(still) == "count" and still.text(".count") == "1 of 2 runs"
     still.js("go('runs', {tick: ['signs', 'count'], run: 'signs'})")
@@ -241,14 +242,15 @@ def test_groups_tell_halves_and_sides(still: Tab) -> None:
     )
     assert bars == [["plus", "50%", "50%"], ["minus", "25%", "25%"]]
     card = still.js("""(() => {
-        const group = {prompt: "p", shown: [], share: 0.4, mean: 0, std: 0, samples: [
+        const group = {prompt: "p", shown: [], share: 0.4, mean: 0.25, std: 0.5, samples: [
             {reward: 0, advantage: -1, share: 0.1, reply: "x"},
             {reward: 1, advantage: 1, share: 0.3, reply: "y"}]};
         const node = groupCard("signs", group, 0, 0.8, 1);
-        return [node.querySelector(".share-track i").style.width,
+        const said = (at) => node.querySelector(at).textContent;
+        return [node.querySelector(".share-track i").style.width, said(".group-figures"),
             [...node.querySelectorAll(".sample")].map((e) => e.textContent)];
     })()""")
-    assert card == ["50%", ["y1.00030%+1.000", "x010%−1.000"]]
+    assert card == ["50%", "0.250 ± 0.500", ["y1.00030%+1.000", "x010%−1.000"]]
 
 
 def test_the_playground_shows_base_before_trained(still: Tab) -> None:

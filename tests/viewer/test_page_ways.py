@@ -69,6 +69,14 @@ def test_one_prompt_has_its_own_films_and_keeps_the_step(walker: Tab, site: Site
     assert walker.js("document.querySelector('.stage .after img').src") == after
     walker.key("ArrowDown")
     walker.wait("place.params.get('prompt') === '2' && place.params.get('step') === '2'")
+    walker.js("go('evolution', {prompt: 0, step: 2})")
+    walker.wait("document.querySelector('h1').innerText.includes('OAK')")
+    assert "READ1" in walker.text(".large-facts"), (
+        "of the slider's step; at first it read otherwise"
+    )
+    walker.js("go('evolution', {run: 'count', prompt: 0})")
+    walker.wait("document.querySelectorAll('.turns li').length === 2")
+    assert [text.split()[:2] for text in walker.texts(".turns li.here")] == [["step", "2"]]
 
 
 def test_what_is_far_down_is_not_made_yet(walker: Tab, site: Site) -> None:
@@ -133,6 +141,10 @@ def test_rows_do_not_jump_and_new_ones_come_first(walker: Tab, site: Site) -> No
         await news();
     })()""")
     assert walker.js(order) == f"new,{was}"
+    for error, told in (("new Refused('no')", "The server refuses: no."), ("0", "does not answer")):
+        walker.js(f"(async () => {{ load = async () => {{ throw {error}; }}; await news(); }})()")
+        assert told in walker.text("#banner")
+        walker.js("banner.hidden = true")
     walker.js("document.querySelector('[aria-label=\"filter runs\"]').focus()")
     walker.key("3")
     walker.settle()
