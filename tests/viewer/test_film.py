@@ -185,7 +185,7 @@ def test_a_sheet_of_a_long_run_goes_to_its_end(
 ) -> None:
     run = folders.make(tmp_path / "long", 14)
     for step in range(14):
-        folders.evaluate(run, step, [f"p{i}" for i in range(25 if step == 13 else 2)])
+        folders.evaluate(run, 2 * step, [f"p{i}" for i in range(25 if step == 13 else 2)])
     asked: list[tuple] = []
     monkeypatch.setattr(
         pictures, "sheet", lambda *given: asked.append(given) or Image.new("RGB", (1, 1))
@@ -193,9 +193,9 @@ def test_a_sheet_of_a_long_run_goes_to_its_end(
     film.sheet(Reader(run.path))
     ((rows, titles),) = asked
     assert len(rows) == 24 and len(titles) == 12
-    assert (titles[0], titles[-1]) == ("step 0", "step 13")
-    assert [rows[0].cells[i].caption for i in (0, -1)] == ["0.000", "1.300"]
-    assert (rows[2].cells[0].caption, rows[2].cells[-1].caption) == ("not drawn", "1.300")
+    assert (titles[0], titles[-1]) == ("step 0", "step 26")
+    assert [rows[0].cells[i].caption for i in (0, -1)] == ["0.000", "2.600"]
+    assert (rows[2].cells[0].caption, rows[2].cells[-1].caption) == ("not drawn", "2.600")
 
 
 def test_the_report_has_the_pictures_that_were_shown(tmp_path: Path) -> None:
