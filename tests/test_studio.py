@@ -64,6 +64,7 @@ def test_both_sides_are_what_each_would_draw_alone(
 ) -> None:
     recipe_data["model"]["lora"] = lora
     recipe_data |= {"optimizer": {"lr": 3e-2}, "steps": 2}
+    recipe_data["eval_reward"] = [{"name": "jpeg-incompressibility"}]  # the playground scores by it
     found = run.train(build.recipe_from(recipe_data), folder=tmp_path / "run", quiet=True)
     heard = Heard()
     ask = Ask(run="run", prompt=PROMPT, seed=4, n=2)
@@ -80,7 +81,8 @@ def test_both_sides_are_what_each_would_draw_alone(
     base = [pixels(cell) for cell in result["base"]]
     assert all(np.array_equal(a, b) for a, b in zip(base, drawn_by(recipe, 2, 4), strict=True))
     assert not np.array_equal(base[0], trained[0]) and not np.array_equal(base[0], base[1])
-    assert all(cell["reward"] == cell["parts"]["jpeg-compressibility"] for cell in result["base"])
+    for cell in result["base"]:
+        assert cell["parts"] == {"jpeg-incompressibility": cell["reward"]}
 
     heard = Heard()  # the second time everything is loaded
     again = studio.draw(found.path, ask.model_copy(update={"score": False}), heard)
