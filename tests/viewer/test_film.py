@@ -8,6 +8,7 @@ import io
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -173,7 +174,7 @@ def test_captions_have_step_and_reward_in_order(
 
 def test_a_magnified_picture_keeps_its_pixels(reader: Reader) -> None:
     run = reader.path
-    stripes = np.zeros((8, 24, 3), np.uint8)
+    stripes: Any = np.zeros((8, 24, 3), np.uint8)
     stripes[:, ::2] = 255
     Image.fromarray(stripes).save(run / "samples/000000/000.png")
     seen = np.asarray(film.frames(reader, 0)[0])[:128, :, 0]
@@ -187,9 +188,12 @@ def test_a_sheet_of_a_long_run_goes_to_its_end(
     for step in range(14):
         folders.evaluate(run, 2 * step, [f"p{i}" for i in range(25 if step == 13 else 2)])
     asked: list[tuple] = []
-    monkeypatch.setattr(
-        pictures, "sheet", lambda *given: asked.append(given) or Image.new("RGB", (1, 1))
-    )
+
+    def sheet(*given: Any) -> Image.Image:
+        asked.append(given)
+        return Image.new("RGB", (1, 1))
+
+    monkeypatch.setattr(pictures, "sheet", sheet)
     film.sheet(Reader(run.path))
     ((rows, titles),) = asked
     assert len(rows) == 24 and len(titles) == 12

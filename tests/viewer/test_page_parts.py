@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -95,7 +95,7 @@ def test_the_filter_wants_all_words_and_ticks_can_be_taken_away(still: Tab) -> N
     still.js("history.replaceState(null, '', '#/runs'); readPlace()")
 
 
-def prompts(*rewards: list[float | None], **cell: Any) -> str:
+def prompts(*rewards: Sequence[float | None], **cell: Any) -> str:
     """Prompts with these rewards at steps 0, 2, …"""
     return json.dumps(
         [
