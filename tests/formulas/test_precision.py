@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
 from gesso.formulas.precision import dithered
@@ -13,6 +14,28 @@ def test_a_change_below_half_a_unit_is_not_lost() -> None:
         nearest = (weight + change).bfloat16().float() - weight
         assert abs(float(moved.mean()) / change - 1) < 0.05
         assert abs(float(nearest.mean()) / change) < 0.1
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_up_or_down_in_proportion(share: float, sign: float) -> None:
+    """Of numbers that lie `share` of the way to the next one, so many go there: in the whole, in
+    every row and in every column, above and below zero alike."""
+    unit = 2.0**-7  # of bfloat16 in [1, 2)
+    down = sign * torch.full((512, 256), 1.25)
+    up = dithered(down + sign * share * unit, torch.bfloat16).float() != down
+    assert abs(float(up.float().mean()) - share) < 1e-3
+    for axis in (0, 1):
+        assert float((up.float().mean(axis) - share).abs().max()) < 0.03
+
+
+def test_the_pattern_is_weyls_sequence() -> None:
+    golden = (5**0.5 - 1) / 2
+    threshold = torch.arange(4096, dtype=torch.float64) * golden % 1
+    share = torch.rand(4096, generator=torch.Generator().manual_seed(3)).double()
+    up = dithered((1 + share * 2**-7).float(), torch.bfloat16).float() > 1
+    near = (threshold - (1 - share)).abs() < 1e-4  # the multiplier is a whole number
+    assert torch.equal(up[~near], (threshold >= 1 - share)[~near]) and near.sum() < 10
 
 
 def test_what_fits_stays_and_nothing_moves_further_than_a_unit() -> None:

@@ -13,6 +13,7 @@ from gesso import build
 from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.config import Model
 from gesso.models.flow.compiled import compile_blocks, compiles, filled, folds, sizes
+from gesso.models.folded import FoldedLinear
 from gesso.tables import tomllib
 from gesso.types import Conditioning, Rollout, UserError
 from tests import pipelines
@@ -94,6 +95,75 @@ def test_folded_gives_the_gradients_of_adapters_beside(data: dict) -> None:
         assert metrics["update/first_abs_dlogp_max"] < 1e-5
     folded, beside = found
     assert beside.norm() > 1e-4 and (folded - beside).norm() < 1e-4 * beside.norm()
+
+
+def adapted(dtype: torch.dtype, of_b: float) -> tuple[FoldedLinear, torch.Tensor]:
+    """A layer with an adapter of rank 4, and W + s·BA in float64."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    noise = torch.Generator().manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(96, 64)).requires_grad_(False).to(dtype)
+    layers[0].weight.copy_(torch.randn(64, 96, generator=noise))
+    lora = LoraConfig(r=4, lora_alpha=12, target_modules=["0"])
+    lora._register_custom_module({torch.nn.Linear: FoldedLinear})
+    layer = inject_adapter_in_model(lora, layers)[0]
+    assert isinstance(layer, FoldedLinear)
+    for part, size in ((layer.lora_A, 1.0), (layer.lora_B, of_b)):
+        weight = part["default"].weight
+        weight.data = size * torch.randn(weight.shape, generator=noise)
+    a, b = (part["default"].weight.detach().double() for part in (layer.lora_A, layer.lora_B))
+    return layer, layer.frozen.double() + 3 * b @ a
+
+
+def test_in_bfloat16_an_adapters_first_steps_are_not_lost() -> None:
+    """Changes of a hundredth of a unit: to the nearest, next to none of them would be left."""
+    layer, wanted = adapted(torch.bfloat16, 1e-5)
+    frozen = layer.frozen.double()
+    change = wanted - frozen
+    assert float(change.abs().max() / frozen.abs().mean()) < 2**-9
+
+    def kept(folded: torch.Tensor) -> float:
+        return float(((folded.double() - frozen) * change).sum() / change.square().sum())
+
+    assert abs(kept(wanted.bfloat16())) < 0.2
+    assert layer.fold().dtype == torch.bfloat16 and abs(kept(layer.fold()) - 1) < 0.3
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_folded_product_against_plain_autograd(bias: bool) -> None:
+    layer, wanted = adapted(torch.float32, 0.3)
+    if not bias:
+        layer.base_layer.bias = None
+    x = torch.randn(2, 5, 96, generator=torch.Generator().manual_seed(1))
+    pull = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(2))
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    layer.folded = layer.fold()
+    assert float((layer.folded - wanted).abs().max()) < 1e-5
+    inputs = x.double().requires_grad_(), *(t.detach().double().requires_grad_() for t in (a, b))
+    plain = inputs[0] @ (layer.frozen.double() + 3 * inputs[2] @ inputs[1]).T
+    plain = plain + layer.base_layer.bias.double() if bias else plain
+    expected = torch.autograd.grad((plain * pull).sum(), inputs)
+    x.requires_grad_()
+    y = layer(x)
+    found = torch.autograd.grad((y * pull).sum(), (x, a, b))
+    assert float((y - plain).detach().abs().max()) < 1e-4
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype == torch.float32 and float((mine - theirs).abs().max()) < 1e-3
+
+
+def test_a_folded_product_costs_nothing_that_nobody_asked_for() -> None:
+    """One full product forth; back, another only if the input is differentiated. The rest is
+    thin: 10 rows, rank 4."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    layer, _ = adapted(torch.float32, 0.3)
+    layer.folded = layer.fold()
+    full, thin = 2 * 10 * 96 * 64, 2 * 2 * 10 * 4 * (96 + 64)
+    for asked in (True, False):
+        x = torch.ones(2, 5, 96, requires_grad=asked)
+        with FlopCounterMode(display=False) as counter:
+            layer(x).sum().backward()
+        assert counter.get_total_flops() == (1 + asked) * full + thin
 
 
 def test_what_was_folded_is_forgotten_when_weights_move(data: dict) -> None:
