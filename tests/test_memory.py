@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from gesso import build, cli, tables
 from gesso.check import memory, size_of
 from gesso.config import PACKAGE, Lora, Recipe, TokenModel
-from gesso.memory import estimate
+from gesso.memory import estimate, flow
 from gesso.models.tokens.causal import Causal
 from gesso.models.tokens.vision_language import VisionLanguage
 from gesso.run import assemble
@@ -166,6 +166,30 @@ def test_copies_cost_a_full_fine_tune_and_no_lora() -> None:
     assert full["copies of the trained weights"] == 3_479_840 * 4
     assert "copies of the trained weights" not in lora  # its reference is the adapter switched off
     assert lora["optimizer"] < full["optimizer"] / 50
+
+
+def test_folding_takes_the_adapted_weights_once_more() -> None:
+    """In half precision, as a GPU has it by default; again for an old policy. It is what a run
+    really holds."""
+
+    def told(*changes: str) -> int:
+        recipe = build.recipe("demo", ["model.lora.rank=4", *changes])
+        section = recipe.model.model_copy(update={"device": "meta", "quantize": None})
+        model = build.model(recipe.model_copy(update={"model": section}))
+        found = flow.load(model, build.algorithm(recipe), recipe)
+        return found.networks["weights with the LoRA in them"]
+
+    half = "model.dtype=bfloat16"
+    whole = build.recipe("demo", ["model.lora.rank=4", half, "model.fold=true", "model.device=cpu"])
+    model = build.model(whole)
+    with model.policy.standing():
+        held = sum(layer.folded.nbytes for layer in model.policy._layers)
+    assert told(half) == held > 100_000
+    assert told(half, "learner.ema.every=1") == held  # one after the other
+    assert told(half, 'algorithm={name="diffusion-nft"}') == 2 * held  # both in an update
+    assert told(half, "model.fold=false") == told(half, "model.quantize=nf4") == 0
+    assert told() == 0  # float32: of a CPU, unless it is asked for
+    assert told("model.fold=true") == 2 * held
 
 
 def test_check_says_what_it_takes(capsys: pytest.CaptureFixture) -> None:

@@ -18,6 +18,7 @@ from gesso.types import FlowContext, FlowTrace, Rollout, SampleSpec
 
 def load(model: PipelineModel, algorithm: Algorithm, recipe: Recipe) -> Load:
     networks = _networks(model, recipe)
+    networks["weights with the LoRA in them"] = _folded(model, algorithm, recipe)
     if model.runs_in_half:  # autocast keeps the weights a second time, in half precision
         networks["weights in half precision"] = model.policy.size * 2
         with quiet():
@@ -48,6 +49,21 @@ def _networks(model: PipelineModel, recipe: Recipe) -> dict[str, int]:
         place = {"transformer": "transformer", "vae": "decoder"}.get(name, "text encoders")
         found[place] += nbytes(part, [part] if small else [])
     return found
+
+
+def _folded(model: PipelineModel, algorithm: Algorithm, recipe: Recipe) -> int:
+    """What `model.fold` keeps on a GPU in every pass: the adapted weights once more, and again for
+    an old policy, which an update runs beside the current one. A recipe in float32 that does not
+    ask for it is taken for one of a CPU, where nothing is folded."""
+    section = recipe.model
+    possible = section.lora is not None and section.quantize is None
+    asked = section.fold if section.fold is not None else model.dtype != torch.float32
+    if not possible or not asked:
+        return 0
+    names = {name.split(".lora_")[0] for name in model.policy.trained}
+    layers = (model.transformer.get_submodule(name) for name in names)
+    policies = 2 if "old" in algorithm.needs else 1
+    return policies * sum(layer.base_layer.weight.nbytes for layer in layers)
 
 
 def _stored(model: Any, spec: SampleSpec, samples: int) -> int:

@@ -53,6 +53,7 @@ class Policy:
         self.folds = folds and lora is not None
         self._layers = list(self._adapted().values()) if self.folds else []
         self._folded: dict[Which, list[Tensor]] | None = None  # a matrix a layer; within `standing`
+        self._resting: Which = "current"  # the weights it has there while none are asked for
 
     def weights(self, which: Which = "current") -> Weights:
         """The live tensors, not a copy of them."""
@@ -88,14 +89,16 @@ class Policy:
     @contextmanager
     def using(self, which: Which) -> Iterator[None]:
         """Run the module with those weights. Only "current" may be differentiated."""
-        if which == "current":
+        if which == self._resting:
             yield
         elif self._folded is not None:
+            before, self._resting = self._resting, which
             self._point(which)
             try:
                 yield
             finally:
-                self._point("current")
+                self._resting = before
+                self._point(before)
         elif which == "reference" and self.lora is not None:
             trained = self._requiring_grad()
             self.module.disable_adapters()
@@ -121,19 +124,26 @@ class Policy:
                 self.trained[name].data = tensor
 
     @contextmanager
-    def standing(self) -> Iterator[None]:
+    def standing(self, which: Which = "current") -> Iterator[None]:
         """For the length of a `with` block no weight changes, of no copy either. A policy that
         folds then runs with its adapters in the weights; afterwards these are as before, to the
-        bit, for they were never touched."""
-        if not self.folds or self._folded is not None:
+        bit, for they were never touched. `which` are the weights that it will be asked for, if not
+        for several: a matrix takes the room of the weight that it stands for."""
+        if not self.folds:
             yield
             return
+        if self._folded is not None:
+            with self.using(which):
+                yield
+            return
         self._folded = {}
+        self._resting = which
         try:
-            self._point("current")
+            self._point(which)
             yield
         finally:
             self._folded = None
+            self._resting = "current"
             for layer in self._layers:
                 layer.folded = None
 

@@ -3,6 +3,7 @@ the weights, blocks compiled for fixed sizes, the negative branch's velocities k
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.config import Model
 from gesso.models.flow.compiled import compile_blocks, compiles, filled, folds, sizes
 from gesso.models.folded import FoldedLinear
+from gesso.samplers.denoise import DenoisingSampler
 from gesso.tables import tomllib
-from gesso.types import Conditioning, Rollout, UserError
+from gesso.types import Conditioning, Prompt, Rollout, UserError
 from tests import pipelines
-from tests.rollouts import parts_of, rollout_of
+from tests.rollouts import SIZE, parts_of, rollout_of
 from tests.typed import drawing
+
+PROMPT = Prompt("a red sign")
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +56,8 @@ def velocity(model: Any, rollout: Rollout, weights: Any = "current") -> torch.Te
         return model.velocity(trace.clean, torch.full((6,), 0.5), cond, weights)
 
 
-def gradient(learner: Any, rollout: Rollout) -> torch.Tensor:
-    """Of the first update; the weights are put back."""
+def gradient(learner: Any, rollout: Rollout, update: int = 0) -> torch.Tensor:
+    """Of that optimizer step; the weights are put back."""
     before = {n: t.clone() for n, t in learner.weights().items()}
     seen: list[torch.Tensor] = []
     parameters = learner.policy.trained.values()
@@ -63,7 +67,7 @@ def gradient(learner: Any, rollout: Rollout) -> torch.Tensor:
     learner.update(rollout, 0)
     hook.remove()
     learner.policy.load(before)
-    return seen[0]
+    return seen[update]
 
 
 def test_folded_is_the_same_policy_and_leaves_no_trace(data: dict) -> None:
@@ -75,8 +79,8 @@ def test_folded_is_the_same_policy_and_leaves_no_trace(data: dict) -> None:
     beside = {w: velocity(model, rollout, w) for w in ("current", "old", "reference")}
     assert (beside["current"] - beside["reference"]).abs().max() > 0.01
     with model.policy.standing():
-        for which, expected in beside.items():
-            assert (velocity(model, rollout, which) - expected).abs().max() < 1e-4
+        for which in (*beside, "current"):  # and back again
+            assert (velocity(model, rollout, which) - beside[which]).abs().max() < 1e-4
         assert any(layer.folded is not None for layer in model.policy._layers)
     after = model.transformer.state_dict()
     assert state.keys() == after.keys() and all(torch.equal(state[n], after[n]) for n in state)
@@ -95,6 +99,63 @@ def test_folded_gives_the_gradients_of_adapters_beside(data: dict) -> None:
         assert metrics["update/first_abs_dlogp_max"] < 1e-5
     folded, beside = found
     assert beside.norm() > 1e-4 and (folded - beside).norm() < 1e-4 * beside.norm()
+
+
+def test_every_optimizer_step_folds_anew(data: dict) -> None:
+    """The second step's gradient is that of the weights which the first has moved."""
+    data["algorithm"] |= {"updates": 2}
+    data["optimizer"] = {"lr": 0.02}
+    found = {}
+    for fold in (True, False):
+        data["model"]["fold"] = fold
+        model, algorithm, learner = parts_of(build.recipe_from(data))
+        stirred(model)
+        rollout = rollout_of(model, algorithm)
+        found[fold] = gradient(learner, rollout, update=1)
+    still = gradient(still_learner(learner), rollout, update=1)
+    assert (found[True] - found[False]).norm() < 0.02 * found[False].norm()
+    assert (still - found[False]).norm() > 0.2 * found[False].norm()
+
+
+def still_learner(learner: Any) -> Any:
+    """One whose steps move nothing."""
+    learner._rates = [0.0]
+    return learner
+
+
+def test_within_another_standing_stands_what_was_folded(data: dict) -> None:
+    model, _, _ = parts_of(build.recipe_from(data))
+    with model.policy.standing():
+        before = [layer.folded for layer in model.policy._layers]
+        with model.policy.standing("reference"):
+            assert all(torch.equal(layer.folded, layer.frozen) for layer in model.policy._layers)
+        with model.policy.standing(), model.policy.using("reference"), model.policy.using("current"):
+            assert all(a is b.folded for a, b in zip(before, model.policy._layers, strict=True))
+        assert all(a is b.folded for a, b in zip(before, model.policy._layers, strict=True))
+    assert all(layer.folded is None for layer in model.policy._layers)
+
+
+def test_only_what_is_drawn_with_is_folded(data: dict) -> None:
+    """A matrix takes the room of a weight: an averaged policy's pictures need the current one's
+    no more than the other way round."""
+    data["learner"] |= {"ema": {"every": 1}}
+    model, algorithm, learner = parts_of(build.recipe_from(data))
+    stirred(model)
+    folded: list[str] = []
+    point = model.policy._point
+    model.policy._point = lambda which: (folded.append(which), point(which))[1]
+    average = {n: t.clone() for n, t in learner.policy.copies["ema"].items()}
+    spec = algorithm.spec(0, 0, SIZE)
+    found = {}
+    for which in ("ema", "current"):
+        asked = replace(spec, weights=which)
+        pieces = DenoisingSampler(model, 4).sample([PROMPT] * 2, [0, 1], [1, 2], asked)
+        found[which] = torch.cat([piece.trace.clean for piece in pieces])
+    assert set(folded) == {"ema", "current"} and folded == sorted(folded, reverse=True)
+    learner.policy.load(average)
+    pieces = DenoisingSampler(model, 4).sample([PROMPT] * 2, [0, 1], [1, 2], spec)
+    assert torch.equal(torch.cat([piece.trace.clean for piece in pieces]), found["ema"])
+    assert (found["ema"] - found["current"]).abs().max() > 0.01
 
 
 def adapted(dtype: torch.dtype, of_b: float) -> tuple[FoldedLinear, torch.Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gesso.config import Lora
 from gesso.models.tokens import attention
@@ -223,7 +224,7 @@ def test_full_logits_never_exist(of: Any, lora: Lora | None, monkeypatch: Any) -
     assert max(sizes) == 4 and sum(sizes) == replies
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
 def test_a_frozen_heads_gradient(temperature: float) -> None:
     """Against autograd through all logits; a log-prob's own factor reaches it, an id that is not
     allowed has no share."""
@@ -233,7 +234,7 @@ def test_a_frozen_heads_gradient(temperature: float) -> None:
     tokens = torch.randint(0, 27, (11,), generator=generator)
     factor = torch.randn(11, generator=generator)
     allowed = torch.arange(30) < 27
-    logits = (head(states) / temperature)[:, :27]
+    logits = (head(states) / (temperature or 1.0))[:, :27]
     plain = logits.log_softmax(-1)
     expected = torch.autograd.grad((plain[range(11), tokens] * factor).sum(), states)[0]
     logp, entropy = heads.FrozenHead.apply(states, head, tokens, temperature, allowed, 4)
@@ -243,12 +244,33 @@ def test_a_frozen_heads_gradient(temperature: float) -> None:
     assert gap(found, expected) <= 1e-6
 
 
+class Products(TorchDispatchMode):
+    """How many there were."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is torch.ops.aten.mm.default
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_frozen_head_that_is_not_differentiated_is_one_product() -> None:
+    head = torch.nn.Linear(8, 30, bias=False).requires_grad_(False)
+    tokens, allowed = torch.zeros(11, dtype=torch.long), torch.ones(30, dtype=torch.bool)
+    for asked in (True, False):
+        states = torch.ones(11, 8, requires_grad=asked)
+        with Products() as products:
+            heads.score(head, states, tokens, 1.0, allowed)
+        assert products.count == 1 + asked
+
+
 # Training
 
 
 def dense(q: Any, k: Any, v: Any, queries: Any, keys: Any, *rest: Any) -> torch.Tensor:
     """What flash attention of segments promises, by one large product."""
-    causal, scaling = rest[2:]
+    most_queries, most_keys, causal, scaling = rest
+    assert int(queries.diff().max()) <= most_queries and int(keys.diff().max()) <= most_keys
     assert q.dtype == k.dtype == v.dtype == torch.bfloat16  # the kernel takes nothing else
     assert not causal or len(queries) % attention.SEGMENTS == 0
     places = [torch.arange(int(ends[-1])) for ends in (queries, keys)]
@@ -260,6 +282,21 @@ def dense(q: Any, k: Any, v: Any, queries: Any, keys: Any, *rest: Any) -> torch.
     q, k, v = (t.transpose(0, 1)[None].float() for t in (q, k, v))
     out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scaling)
     return out[0].transpose(0, 1).bfloat16()
+
+
+def test_segments_laid_flat(monkeypatch: Any) -> None:
+    """Against one by one; a reply of no tokens takes no keys. Lengths are rounded up, each kind by
+    itself: longer ones than the kernel is told of it would not look at."""
+    trees = [[200, 100, 0, 30], [12]]
+    flat = attention.Flat.of(trees, torch.device("cpu"), torch.bfloat16)
+    assert (flat.most_queries, flat.most_keys) == (256, 512)
+    assert len(flat.tokens) == 200 + 300 + 230 + 12
+    noise = torch.Generator().manual_seed(0)
+    parts = [torch.randn(1, h, 342, 8, generator=noise).bfloat16() for h in (4, 2, 2)]
+    monkeypatch.setattr(attention, "_flash", dense)
+    found = attention._at_once(*parts, flat, 0.3)
+    expected = attention._one_by_one(*(t.float() for t in parts), trees, 0.3)
+    assert found.shape == expected.shape and gap(found.float(), expected) <= 0.02
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
