@@ -13,7 +13,15 @@ import torch
 from gesso import build
 from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.config import Model
-from gesso.models.flow.compiled import compile_blocks, compiles, filled, folds, sizes
+from gesso.models.flow.compiled import (
+    GRAPHS,
+    compile_blocks,
+    compiles,
+    filled,
+    folds,
+    one_graph,
+    sizes,
+)
 from gesso.models.folded import FoldedLinear
 from gesso.samplers.denoise import DenoisingSampler
 from gesso.tables import tomllib
@@ -129,7 +137,11 @@ def test_within_another_standing_stands_what_was_folded(data: dict) -> None:
         before = [layer.folded for layer in model.policy._layers]
         with model.policy.standing("reference"):
             assert all(torch.equal(layer.folded, layer.frozen) for layer in model.policy._layers)
-        with model.policy.standing(), model.policy.using("reference"), model.policy.using("current"):
+        with (
+            model.policy.standing(),
+            model.policy.using("reference"),
+            model.policy.using("current"),
+        ):
             assert all(a is b.folded for a, b in zip(before, model.policy._layers, strict=True))
         assert all(a is b.folded for a, b in zip(before, model.policy._layers, strict=True))
     assert all(layer.folded is None for layer in model.policy._layers)
@@ -295,6 +307,38 @@ def test_filled_rows_repeat_the_last() -> None:
     assert more[0].flatten().tolist() == more[1].tolist() == [0, 1, 2, 2, 2]
     assert more[2].embeds.flatten().tolist() == [0, 1, 2, 2, 2]
     assert filled(x, sigma, cond, (2,))[0] is x  # larger than all: as it is
+    assert filled(x, sigma, cond, (3, 5))[0] is x  # full
+
+
+def test_flux_is_filled_and_cut_again(data: dict, tmp_path: Path) -> None:
+    data["model"] |= {"name": "flux", "path": str(pipelines.build("flux-dev", tmp_path / "flux"))}
+    model = build.model(build.recipe_from(data))
+    cond = replace(model.encode(["a", "b", "c"]), guidance=torch.tensor([1.0, 3.5, 7.0]))
+    shape = model.latent_shape(32, 96)
+    x = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    sigma = torch.tensor([0.9, 0.5, 0.2])
+    counted = Counted(model)
+    with torch.no_grad():
+        plain = model.velocity(x, sigma, cond)
+        model.compiled, model.sizes = True, (2, 5)
+        even = model.velocity(x, sigma, cond)
+    assert counted.rows == [3, 5] and even.shape == plain.shape
+    assert (even - plain).abs().max() < 1e-5 and not even.requires_grad
+
+
+def test_a_pass_without_gradient_keeps_nothing() -> None:
+    """Though it runs the graph of one with gradient, which a compiled network takes it for."""
+    weight = torch.ones(3, requires_grad=True)
+    with torch.no_grad(), one_graph(True):
+        y = (weight * torch.ones(3)).exp()
+    assert y.requires_grad and not torch.is_inference_mode_enabled()
+    with pytest.raises(AssertionError, match="kept nothing"):
+        y.sum().backward()
+    with torch.no_grad(), one_graph(False):
+        assert not weight.exp().requires_grad
+    with one_graph(True):
+        weight.exp().sum().backward()
+    assert weight.grad is not None
 
 
 @pytest.mark.parametrize("gradient", ["both", pytest.param("conditional", marks=pytest.mark.slow)])
@@ -309,6 +353,8 @@ def test_blocks_are_compiled_once(data: dict, gradient: str) -> None:
     torch._dynamo.reset()
     compile_blocks(model.transformer, model.blocks, backend="aot_eager")
     model.compiled = True
+    limits = torch._dynamo.config
+    assert limits.fail_on_recompile_limit_hit and limits.recompile_limit >= GRAPHS
     counters = torch._dynamo.utils.counters["stats"]
     counters.clear()
     for step in range(2):

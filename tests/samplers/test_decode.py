@@ -13,7 +13,7 @@ import torch
 from gesso.config import Lora
 from gesso.samplers.base import Piece
 from gesso.samplers.decode import DecodingSampler
-from gesso.samplers.drawing import inverse_cdf
+from gesso.samplers.drawing import _first_above, inverse_cdf
 from gesso.types import ReplySpec, TokenTrace, widened
 from tests import tokens
 from tests.tokens import Tiny, stirred
@@ -211,6 +211,21 @@ def test_a_prompt_is_kept_no_longer_than_it_is_wanted(of: Any) -> None:
     assert set(writing.known) == {0, 1}
 
 
+def test_a_slot_holds_the_longest_prompt_with_its_reply(of: Any) -> None:
+    """On CUDA the last token of a reply is fed, too: a place less would be one too few."""
+    from gesso.samplers.decode import _Writing
+
+    model = of("qwen2").model()
+    encoded = [model.encode(p) for p in of("qwen2").prompts]
+    longest = max(map(len, encoded))
+    with torch.no_grad():
+        read = model.read(encoded[:1])[0]
+    for more in range(1, 66):
+        writing = _Writing(DecodingSampler(model, 1), encoded, [0], [1], ReplySpec(more))
+        columns = len(writing._room(read).place.columns)
+        assert longest + more <= columns < longest + more + 64 and columns % 64 == 0
+
+
 def test_a_step_costs_what_its_sequences_cost(of: Any) -> None:
     """Slots are never empty while somebody waits, and those that nobody needs take no part."""
     tiny = of("qwen2.5-vl")
@@ -308,6 +323,7 @@ def test_inverse_cdf() -> None:
     places = torch.tensor([0.0, 0.25, 0.4999, 0.5, 0.7499, 0.75, 1 - 2**-53], dtype=torch.float64)
     logits = shares.log().expand(len(places), -1)
     assert inverse_cdf(logits, places).tolist() == [0, 0, 0, 2, 2, 4, 4]
+    assert inverse_cdf(logits + 256, places).tolist() == [0, 0, 0, 2, 2, 4, 4]  # e^256: infinite
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(1, 50, generator=generator) * 3
     even = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
@@ -327,6 +343,27 @@ def test_inverse_cdf_of_many_ids() -> None:
     assert torch.equal(inverse_cdf(logits, uniform), expected)
     last = inverse_cdf(logits, torch.full((64,), 1 - 2**-53, dtype=torch.float64))
     assert last.tolist() == [int(row.isfinite().nonzero().max()) for row in logits]
+
+
+def test_a_number_just_below_and_just_above_a_border() -> None:
+    """Of ids, of blocks of 128 and in the last block, which is not full: sums are wide enough to
+    tell them apart."""
+    logits = torch.randn(1, 5000, generator=torch.Generator().manual_seed(2))
+    cumulated = (logits - logits.amax()).exp().double().cumsum(-1)[0]
+    ids = torch.tensor([0, 1, 126, 127, 128, 129, 255, 256, 2047, 2048, 3000, 4990, 4991, 4998])
+    for past in (False, True):
+        uniform = (cumulated[ids] / cumulated[-1]) + (1e-11 if past else -1e-11)
+        found = inverse_cdf(logits.expand(len(ids), -1), uniform)
+        assert found.tolist() == (ids + past).tolist()
+
+
+def test_where_rounding_leaves_no_place_it_is_the_last_with_a_share() -> None:
+    """Sums of blocks and sums within one may differ in their last bit."""
+    shares = torch.tensor([[0.5, 0.0, 0.5, 0.0], [0.0, 1.0, 0.0, 0.0]], dtype=torch.float64)
+    below = torch.tensor([[1.0], [1.0]], dtype=torch.float64)
+    assert _first_above(shares.cumsum(-1), below, shares).tolist() == [[2], [1]]
+    assert _first_above(shares.cumsum(-1), below / 2, shares).tolist() == [[2], [1]]
+    assert _first_above(shares.cumsum(-1), below / 4, shares).tolist() == [[0], [1]]
 
 
 def test_tokens_follow_their_probabilities(of: Any) -> None:

@@ -65,6 +65,38 @@ def test_fixed_turns_write_the_same_replies(tiny: Tiny, monkeypatch: Any, fixed:
         monkeypatch.setattr(TransformerModel, "steps_itself", True)
 
 
+def test_a_slot_without_a_reply_stays_where_it_is(
+    tmp_path: Path, fixed: Any, monkeypatch: Any
+) -> None:
+    """It is fed like the others; were it to move on, it would leave its room in the cache."""
+    tiny = Tiny("qwen2", tokens.build("qwen2", tmp_path / "qwen2"))
+    model = tiny.model()
+    writing: list[Any] = []
+    enter = decode._Fixed._enter
+    monkeypatch.setattr(
+        decode._Fixed, "_enter", lambda self: (writing.append(self), enter(self))[1]
+    )
+    piece = draw(DecodingSampler(model, 64), tiny)
+    prompts = [len(piece.trace.prompts[r]) for r in ROWS]
+    replies = piece.trace.mask.sum(1).tolist()
+    lengths = writing[0].cache.place.lengths.tolist()
+    assert lengths == [p + r - 1 for p, r in zip(prompts, replies, strict=True)]
+
+
+def test_the_host_looks_a_turn_behind() -> None:
+    """At what has arrived for certain; not at what slots told before others entered them."""
+    told = torch.zeros(2, 1, dtype=torch.long)
+    glance = decode._Glance(told)
+    seen = []
+    for turn in range(1, 4):
+        told.fill_(turn)
+        seen.append(glance())
+    glance.forget()
+    told.fill_(9)
+    assert seen == [None, [[1], [1]], [[2], [2]]] and glance() is None
+    assert glance() == [[9], [9]]
+
+
 def test_folded_weights_are_kept_once(tmp_path: Path, fixed: Any) -> None:
     tiny = Tiny("qwen2", tokens.build("qwen2", tmp_path / "qwen2"))
     model = stirred(tiny.model(lora=LORA, fold=True))
