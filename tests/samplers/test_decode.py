@@ -4,6 +4,7 @@ that came with the tokens."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,20 @@ def test_a_slot_holds_the_longest_prompt_with_its_reply(of: Any) -> None:
         writing = _Writing(DecodingSampler(model, 1), encoded, [0], [1], ReplySpec(more))
         columns = len(writing._room(read).place.columns)
         assert longest + more <= columns < longest + more + 64 and columns % 64 == 0
+
+
+def test_writing_compiles_nothing(of: Any, monkeypatch: Any) -> None:
+    """Layers that are compiled for updates run as they are: with a cache, each would be compiled
+    for itself. The backend stops before code is made."""
+    eager = partialmethod(torch.nn.Module.compile, backend="eager")
+    monkeypatch.setattr(torch.nn.Module, "compile", eager)
+    torch._dynamo.reset()
+    graphs = torch._dynamo.utils.counters["stats"]
+    graphs.clear()
+    tiny = of("qwen3")
+    model = tiny.model(lora=LORA, compile=True)
+    draw(DecodingSampler(model, 4), tiny, ReplySpec(3))
+    assert model.compiled and graphs["unique_graphs"] == 0
 
 
 def test_a_step_costs_what_its_sequences_cost(of: Any) -> None:

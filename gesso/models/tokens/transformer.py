@@ -310,13 +310,14 @@ class TransformerModel(ABC):
         places = self._rows(positions[None, :, None])
         if self._stepper is not None:
             return self._stepper(embeds, places, cache)
-        out = self.decoder(
-            inputs_embeds=embeds[:, None],
-            position_ids=places,
-            attention_mask=mask[:, None, None],
-            past_key_values=cache,
-            use_cache=True,
-        )
+        with torch.compiler.set_stance("force_eager"):  # as in `read`
+            out = self.decoder(
+                inputs_embeds=embeds[:, None],
+                position_ids=places,
+                attention_mask=mask[:, None, None],
+                past_key_values=cache,
+                use_cache=True,
+            )
         return out.last_hidden_state[:, 0]
 
     # From states to log-probs
