@@ -574,6 +574,7 @@ def test_large_recipes_are_short_and_name_their_source(name: str) -> None:
 SIZES = {
     ("about",), ("source",), ("data", "groups"), ("learner", "micro_batch"), ("sampler", "batch"),
     ("model", "gradient_checkpointing"), ("model", "quantize"), ("model", "lora"),
+    ("model", "fold"),
 }  # fmt: skip
 LORA = {("model", "train_vision"), ("optimizer", "lr")}  # change with it, where the base has none
 
