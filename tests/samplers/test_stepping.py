@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from gesso.models.tokens.transformer import TransformerModel
 from gesso.samplers import decode
 from gesso.samplers.decode import DecodingSampler
 from tests import tokens
-from tests.samplers.test_decode import ROWS, draw, gap
+from tests.samplers.test_decode import ROWS, SPEC, draw, gap
 from tests.tokens import Tiny, stirred
 
 LORA = Lora(rank=4, alpha=12)
@@ -63,6 +64,21 @@ def test_fixed_turns_write_the_same_replies(tiny: Tiny, monkeypatch: Any, fixed:
             assert gap(model.logp(piece.trace, 0.9).logp, piece.logp) <= 1e-4
         monkeypatch.setattr(decode, "_Writing", decode._Fixed)
         monkeypatch.setattr(TransformerModel, "steps_itself", True)
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
+def test_the_weights_that_were_asked_for_write(
+    lora: Lora | None, tmp_path: Path, fixed: Any
+) -> None:
+    tiny = Tiny("qwen2", tokens.build("qwen2", tmp_path / "qwen2"))
+    model = tiny.model(lora=lora, fold=lora is not None)
+    model.policy.keep("ema")
+    before = draw(DecodingSampler(model, 64), tiny)
+    stirred(model)
+    average = draw(DecodingSampler(model, 64), tiny, replace(SPEC, weights="ema"))
+    assert torch.equal(average.trace.tokens, before.trace.tokens)
+    assert gap(average.logp, before.logp) <= 1e-5
+    assert not torch.equal(draw(DecodingSampler(model, 64), tiny).trace.mask, before.trace.mask)
 
 
 def test_a_slot_without_a_reply_stays_where_it_is(
