@@ -436,7 +436,7 @@ def fallen(found: dict[str, float], recorded: dict[str, float]) -> list[str]:
     said = []
     for name, before in recorded.items():
         now = found.get(name, 0.0)
-        if now < KEPT * before:
+        if not now >= KEPT * before:  # nor NaN
             said.append(f"{name}: {now:.2f}, recorded {before:.2f}, at least {KEPT * before:.2f}")
     return said
 

@@ -231,6 +231,8 @@ def made_up(n: int) -> Tensor:
 class Theirs:
     plain: Plain
     ours: Ours
+    cond: Conditioning  # of one row each: what a prompt is encoded to is no part of an iteration
+    negative: Conditioning
 
     @classmethod
     def load(cls, folder: Path, ours: Ours) -> Theirs:
@@ -238,16 +240,16 @@ class Theirs:
 
         targets = list(ours.model.lora_targets)
         lora = LoraConfig(r=32, lora_alpha=64, init_lora_weights="gaussian", target_modules=targets)
-        return cls(Plain(folder, ours.model.device, lora, ours.start), ours)
+        cond, negative = (ours.model.encode([text]) for text in (PROMPT.text, PROMPT.negative))
+        return cls(Plain(folder, ours.model.device, lora, ours.start), ours, cond, negative)
 
     def sample(self, algorithm: Algorithm, images: int, exact: bool) -> Batch:
         """`exact`: noise of the same streams as ours, else from the device's own generator."""
         shape, device = self.ours.shape, self.plain.device
         place = config.Model(path="", height=shape.size, width=shape.size)
         spec: Any = algorithm.spec(0, 0, place)
-        cond, negative = (
-            self.ours.model.encode([text] * images) for text in (PROMPT.text, PROMPT.negative)
-        )
+        all_alike = torch.zeros(images, dtype=torch.long, device=device)
+        cond, negative = self.cond.rows(all_alike), self.negative.rows(all_alike)
         latent = self.ours.model.latent_shape(shape.size, shape.size)
         streams = [torch.Generator().manual_seed(seed) for seed in range(images)]
 

@@ -41,6 +41,7 @@ from gesso.types import Picture, Prompt, ReplySpec, Rollout, Score, TokenTrace, 
 
 ZOO = Path(__file__).parents[1] / "gesso" / "zoo" / "shapes"
 BANDWIDTH = 4.8e12  # bytes/s of an H200, by its maker
+GAP = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # of log-probs, sampler to learner, on average
 TEXT = dict(
     hidden_size=2048, num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=2,
     intermediate_size=11008, max_position_embeddings=32768, vocab_size=151936,
@@ -503,7 +504,15 @@ def main() -> int:
     bench.fresh()
     bench.figures["circumstances"] = circumstances(bench)
     run(bench, asked.parts.split(","), asked.out)
-    return 1 if "failed" in bench.figures else 0
+    wrong = [f"{part} failed" for part in bench.figures.get("failed", [])]
+    for name, row in bench.figures.items():
+        if isinstance(row, dict) and row.get("compiled_later") and not asked.tiny:
+            wrong.append(f"{name}: {row['compiled_later']} graphs after the first iteration")
+    gap = bench.figures.get("update_ours", {}).get("abs_dlogp", 0.0)
+    if not gap <= GAP[dtype]:
+        wrong.append(f"sampler and learner differ by {gap:.1e} on average, at most {GAP[dtype]}")
+    bench.say(*wrong)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -63,6 +63,8 @@ class AnyModel(Strict):
     quantize: Literal["nf4"] | None = None  # the large frozen parts in 4 bits
     gradient_checkpointing: bool = False  # activations are computed again instead of kept
     lora: Lora | None = None  # None: full fine-tuning
+    compile: bool | None = None  # block by block; None: where it pays
+    fold: bool | None = None  # LoRA in the weights while these stand still; None: where it pays
 
     @model_validator(mode="after")
     def _possible(self) -> AnyModel:
@@ -70,6 +72,15 @@ class AnyModel(Strict):
             raise ValueError(
                 f'quantize = "{self.quantize}" freezes the weights, so it trains LoRA only; '
                 "set model.lora.rank"
+            )
+        if self.fold and (self.lora is None or self.quantize is not None):
+            raise ValueError(
+                "fold = true folds a LoRA into weights that are not quantized; set model.lora.rank "
+                "and leave quantize out, or leave fold out"
+            )
+        if self.compile and self.quantize is not None:
+            raise ValueError(
+                f'compile = true does not go with quantize = "{self.quantize}"; leave one out'
             )
         return self
 
@@ -81,8 +92,6 @@ class Model(AnyModel):
     height: int = Field(512, ge=8)
     width: int = Field(512, ge=8)
     text_length: int | None = Field(None, ge=0)  # tokens of a prompt; None: the model's own
-    compile: bool | None = None  # block by block, for fixed sizes; None: a large one on CUDA
-    fold: bool | None = None  # LoRA in the weights while these stand still; None: on CUDA
 
 
 class TokenModel(AnyModel):
@@ -93,21 +102,6 @@ class TokenModel(AnyModel):
     min_pixels: int | None = Field(None, ge=1)  # of a picture; None: the image processor's own
     max_pixels: int | None = Field(None, ge=1)
     train_vision: bool = False  # the vision tower too; frozen, it sees each picture once
-    compile: bool | None = None  # layer by layer, for updates; None: where it pays
-    fold: bool | None = None  # LoRA in the weights while these stand still; None: where it pays
-
-    @model_validator(mode="after")
-    def _as_it_is(self) -> TokenModel:
-        if self.fold and (self.lora is None or self.quantize is not None):
-            raise ValueError(
-                "fold = true folds a LoRA into weights that are not quantized; set model.lora.rank "
-                "and leave quantize out, or leave fold out"
-            )
-        if self.compile and self.quantize is not None:
-            raise ValueError(
-                f'compile = true does not go with quantize = "{self.quantize}"; leave one out'
-            )
-        return self
 
     @model_validator(mode="after")
     def _bounded(self) -> TokenModel:

@@ -59,6 +59,7 @@ def test_a_lead_that_fell_is_told(benchmark: ModuleType) -> None:
         "a: 1.69, recorded 2.00, at least 1.70"
     ]
     assert len(benchmark.fallen({}, recorded)) == 2
+    assert len(benchmark.fallen({"a": float("nan"), "b": 1.0}, recorded)) == 1
     file = Path(sure(str, benchmark.__file__)).parent / "recorded.json"
     assert all(ratio > 1 for ratio in json.loads(file.read_text()).values())
 

@@ -178,4 +178,4 @@ def test_nothing_is_compiled_after_the_first_iteration(tmp_path: Path) -> None:
         with model.policy.standing():
             model.logp(trace, 1.0).logp.sum().backward()
         graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[0] > 0 and graphs[1] == graphs[2]
+    assert graphs[0] > 0 and graphs == graphs[:1] * 3

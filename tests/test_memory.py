@@ -22,7 +22,7 @@ from gesso.run import assemble
 from gesso.types import Picture, Prompt, Score, UserError
 from tests import tokens as writers
 from tests.shapes import WRITERS, write_configs, write_writer
-from tests.typed import writing
+from tests.typed import drawing, writing
 
 GIB = 2**30
 GUIDE = PACKAGE.parent / "docs/guide.md"
@@ -176,7 +176,7 @@ def test_folding_takes_the_adapted_weights_once_more() -> None:
         recipe = build.recipe("demo", ["model.lora.rank=4", *changes])
         section = recipe.model.model_copy(update={"device": "meta", "quantize": None})
         model = build.model(recipe.model_copy(update={"model": section}))
-        found = flow.load(model, build.algorithm(recipe), recipe)
+        found = flow.load(drawing(model), build.algorithm(recipe), recipe)
         return found.networks["weights with the LoRA in them"]
 
     half = "model.dtype=bfloat16"

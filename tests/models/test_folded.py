@@ -147,7 +147,7 @@ def test_within_another_standing_stands_what_was_folded(data: dict) -> None:
     assert all(layer.folded is None for layer in model.policy._layers)
 
 
-def test_only_what_is_drawn_with_is_folded(data: dict) -> None:
+def test_only_what_is_drawn_with_is_folded(data: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """A matrix takes the room of a weight: an averaged policy's pictures need the current one's
     no more than the other way round."""
     data["learner"] |= {"ema": {"every": 1}}
@@ -155,7 +155,12 @@ def test_only_what_is_drawn_with_is_folded(data: dict) -> None:
     stirred(model)
     folded: list[str] = []
     point = model.policy._point
-    model.policy._point = lambda which: (folded.append(which), point(which))[1]
+
+    def pointing(which: Any) -> None:
+        folded.append(which)
+        point(which)
+
+    monkeypatch.setattr(model.policy, "_point", pointing)
     average = {n: t.clone() for n, t in learner.policy.copies["ema"].items()}
     spec = algorithm.spec(0, 0, SIZE)
     found = {}
@@ -312,7 +317,7 @@ def test_filled_rows_repeat_the_last() -> None:
 
 def test_flux_is_filled_and_cut_again(data: dict, tmp_path: Path) -> None:
     data["model"] |= {"name": "flux", "path": str(pipelines.build("flux-dev", tmp_path / "flux"))}
-    model = build.model(build.recipe_from(data))
+    model = drawing(build.model(build.recipe_from(data)))
     cond = replace(model.encode(["a", "b", "c"]), guidance=torch.tensor([1.0, 3.5, 7.0]))
     shape = model.latent_shape(32, 96)
     x = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
@@ -432,10 +437,15 @@ def test_flux_folded_and_compiled(data: dict, tmp_path: Path) -> None:
 
 def test_what_cannot_be(data: dict, tmp_path: Path) -> None:
     data["model"] |= {"lora": None}
-    with pytest.raises(
-        UserError, match=r"model.fold = true folds a LoRA into weights .* set model.lora.rank"
-    ):
-        build.model(build.recipe_from(data))
+    with pytest.raises(UserError, match=r"fold = true folds a LoRA .* set model.lora.rank"):
+        build.recipe_from(data)
+    data["model"] |= {"lora": {"rank": 4}, "quantize": "nf4"}
+    with pytest.raises(UserError, match=r"fold = true folds .* not quantized"):
+        build.recipe_from(data)
+    data["model"] |= {"fold": None, "compile": True}
+    with pytest.raises(UserError, match=r'compile = true does not go with quantize = "nf4"'):
+        build.recipe_from(data)
+    del data["model"]["quantize"]
     other = pipelines.build("qwen-image", tmp_path / "qwen")
     data["model"] |= {"name": "qwen-image", "path": str(other), "fold": None, "compile": True}
     with pytest.raises(UserError, match=r"model.compile = true .* needs prompts of one length"):

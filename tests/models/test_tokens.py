@@ -292,10 +292,10 @@ def test_segments_laid_flat(monkeypatch: Any) -> None:
     assert (flat.most_queries, flat.most_keys) == (256, 512)
     assert len(flat.tokens) == 200 + 300 + 230 + 12
     noise = torch.Generator().manual_seed(0)
-    parts = [torch.randn(1, h, 342, 8, generator=noise).bfloat16() for h in (4, 2, 2)]
+    q, k, v = (torch.randn(1, h, 342, 8, generator=noise).bfloat16() for h in (4, 2, 2))
     monkeypatch.setattr(attention, "_flash", dense)
-    found = attention._at_once(*parts, flat, 0.3)
-    expected = attention._one_by_one(*(t.float() for t in parts), trees, 0.3)
+    found = attention._at_once(q, k, v, flat, 0.3)
+    expected = attention._one_by_one(q.float(), k.float(), v.float(), trees, 0.3)
     assert found.shape == expected.shape and gap(found.float(), expected) <= 0.02
 
 

@@ -89,9 +89,12 @@ def test_a_slot_without_a_reply_stays_where_it_is(
     model = tiny.model()
     writing: list[Any] = []
     enter = decode._Fixed._enter
-    monkeypatch.setattr(
-        decode._Fixed, "_enter", lambda self: (writing.append(self), enter(self))[1]
-    )
+
+    def entering(self: Any) -> None:
+        writing.append(self)
+        enter(self)
+
+    monkeypatch.setattr(decode._Fixed, "_enter", entering)
     piece = draw(DecodingSampler(model, 64), tiny)
     prompts = [len(piece.trace.prompts[r]) for r in ROWS]
     replies = piece.trace.mask.sum(1).tolist()

@@ -39,28 +39,23 @@ def compiles(
     settings: config.Model, device: torch.device, network: nn.Module, blocks: Sequence[str]
 ) -> bool:
     """What `model.compile` says, or whether it pays here."""
-    possible = bool(blocks) and settings.quantize is None
-    if settings.compile and not possible:
+    if settings.compile and not blocks:
         raise UserError(
-            f'model.compile = true is not possible with model.name = "{settings.name}" here: it '
-            "needs prompts of one length and weights that are not quantized; leave it out"
+            f'model.compile = true is not possible with model.name = "{settings.name}": it needs '
+            "prompts of one length; leave it out"
         )
-    if settings.compile is not None or not possible:
-        return bool(settings.compile) and device.type != "meta"
-    return device.type == "cuda" and sum(p.numel() for p in network.parameters()) >= LARGE
+    if settings.compile is not None:
+        return settings.compile and device.type != "meta"
+    if not blocks or settings.quantize is not None or device.type != "cuda":
+        return False
+    return sum(p.numel() for p in network.parameters()) >= LARGE
 
 
 def folds(settings: config.Model, device: torch.device) -> bool:
     """What `model.fold` says, or whether it pays here."""
-    possible = settings.lora is not None and settings.quantize is None
-    if settings.fold and not possible:
-        raise UserError(
-            "model.fold = true folds a LoRA into weights that are not quantized; set "
-            "model.lora.rank and leave model.quantize out, or leave model.fold out"
-        )
     if settings.fold is not None:
         return settings.fold and device.type != "meta"
-    return possible and device.type == "cuda"
+    return settings.lora is not None and settings.quantize is None and device.type == "cuda"
 
 
 def compile_blocks(
