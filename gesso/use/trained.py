@@ -175,7 +175,7 @@ def load(
 def opened(source: Source, progress: Progress = SILENT, base: bool = False) -> Trained:
     """`base`: the untrained weights are kept beside the trained ones, to be drawn from as well."""
     with bars.loading(progress, source.name, source.recipe.model.path):
-        model = build.model(source.recipe)
+        model = build.model(_at_once(source.recipe))
     if base:
         model.policy.keep("reference")
     if source.run is not None:
@@ -190,6 +190,14 @@ def opened(source: Source, progress: Progress = SILENT, base: bool = False) -> T
                 f"{source.recipe.model.path} still what the run was trained from?"
             ) from error
     return Trained(source, model)
+
+
+def _at_once(recipe: Recipe) -> Recipe:
+    """Compiled where the recipe asks for it alone: a minute is long before a few pictures."""
+    if recipe.model.compile is not None:
+        return recipe
+    eager = recipe.model.model_copy(update={"compile": False})
+    return recipe.model_copy(update={"model": eager})
 
 
 def picture_seeds(seed: int, n: int) -> list[int]:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import gesso
-from gesso import cli
-from gesso.config import Lora, Model
+from gesso import build, cli
+from gesso.config import Lora, Model, Recipe
 from gesso.types import UserError
 from gesso.use import export
 from gesso.use.sampling import Wanted, draw_all
@@ -253,3 +253,20 @@ def test_the_terms_of_the_base_go_with_it(tmp_path: Path) -> None:
     (out / "LICENSE").write_text("kept")
     export._copy_license(base, out)
     assert (out / "LICENSE.md").read_text() == "theirs" and (out / "LICENSE").read_text() == "kept"
+
+
+def test_a_few_pictures_are_not_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA a large model would be, and the first picture come after a minute."""
+    asked: list[bool | None] = []
+
+    class Enough(Exception): ...
+
+    def model(recipe: Recipe) -> None:
+        asked.append(recipe.model.compile)
+        raise Enough
+
+    monkeypatch.setattr(build, "model", model)
+    for overrides in ([], ["model.compile=true"]):
+        with pytest.raises(Enough):
+            gesso.load("demo", overrides=overrides)
+    assert asked == [False, True]
