@@ -1,0 +1,116 @@
+"""What an estimate counts, and what `gesso check --memory` says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from gesso import build, cli
+from gesso.check import memory
+from gesso.memory import estimate, flow
+from gesso.types import UserError
+from tests import tokens as writers
+from tests.typed import drawing
+
+GIB = 2**30
+
+
+def test_copies_cost_a_full_fine_tune_and_no_lora() -> None:
+    full = estimate(build.recipe("demo", ["algorithm.beta=0.1"])).lasting
+    lora = estimate(build.recipe("demo", ["algorithm.beta=0.1", "model.lora.rank=4"])).lasting
+    assert full["copies of the trained weights"] == 3_479_840 * 4
+    assert "copies of the trained weights" not in lora  # its reference is the adapter switched off
+    assert lora["optimizer"] < full["optimizer"] / 50
+
+
+def test_folding_takes_the_adapted_weights_once_more() -> None:
+    """In half precision, as a GPU has it by default; again for an old policy. It is what a run
+    really holds."""
+
+    def told(*changes: str) -> int:
+        recipe = build.recipe("demo", ["model.lora.rank=4", *changes])
+        section = recipe.model.model_copy(update={"device": "meta", "quantize": None})
+        model = build.model(recipe.model_copy(update={"model": section}))
+        found = flow.load(drawing(model), build.algorithm(recipe), recipe)
+        return found.networks["weights with the LoRA in them"]
+
+    half = "model.dtype=bfloat16"
+    whole = build.recipe("demo", ["model.lora.rank=4", half, "model.fold=true", "model.device=cpu"])
+    model = build.model(whole)
+    with model.policy.standing():
+        held = sum(layer.folded.nbytes for layer in model.policy._layers)
+    assert told(half) == held > 100_000
+    assert told(half, "learner.ema.every=1") == held  # one after the other
+    assert told(half, 'algorithm={name="diffusion-nft"}') == 2 * held  # both in an update
+    assert told(half, "model.fold=false") == told(half, "model.quantize=nf4") == 0
+    assert told() == 0  # float32: of a CPU, unless it is asked for
+    assert told("model.fold=true") == 2 * held
+
+
+def test_check_says_what_it_takes(capsys: pytest.CaptureFixture) -> None:
+    assert cli.main(["check", "demo", "--memory"]) == 0
+    out = capsys.readouterr().out
+    assert "memory   about 462 MB at the peak" in out
+    assert "a reference, old or averaged policy is a copy of 14 MB each" in out
+
+
+def test_memory_of_a_model_that_is_not_there() -> None:
+    with pytest.raises(UserError, match=r"expected a diffusers pipeline folder"):
+        estimate(build.recipe("demo", ["model.path=./nowhere"]))
+
+
+def test_memory_of_sizes_that_do_not_fit() -> None:
+    for change, sentence in (
+        ("model.height=33", "pictures of 33×96 do not fit zoo:signs: height and width must be"),
+        ("model.text_length=9999", "model.text_length = 9999, but zoo:signs takes 0 to 512"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            estimate(build.recipe("demo", [change]))
+
+
+def test_a_critic_of_its_own_sees_for_itself_and_is_no_copy_of_the_policy() -> None:
+    """A reference copies the policy, not what is trained beside it."""
+    small = ["model.max_prompt=32", "algorithm.max_tokens=8", "learner.micro_tokens=64"]
+    small += ["sampler.batch=2", "eval.prompts=1"]
+    without = estimate(build.recipe("demo-vlm", small))
+    beside = estimate(build.recipe("demo-vlm-ppo", small))
+    assert beside.copy == without.copy == without.lasting["optimizer"] // 2
+    assert beside.copy < beside.lasting["optimizer"] // 2
+    assert beside.host["features of pictures, up to"] == 8 * GIB
+
+
+def test_prompts_too_short_for_a_picture(tmp_path: Path) -> None:
+    folder = writers.build("qwen2.5-vl", tmp_path / "m")
+    found = estimate(
+        build.recipe("demo-vlm", [f"model.path={folder}", "model.max_prompt=4", "sampler.batch=2"])
+    )
+    assert set(found.passing) == {"update with gradients", "writing"}
+
+
+def test_another_engine_has_memory_of_its_own(tmp_path: Path) -> None:
+    folder = writers.build("qwen2", tmp_path / "m")
+    common = [f"model.path={folder}", "model.name=causal", "model.max_prompt=32"]
+    recipe = build.recipe("demo-vlm", [*common, "sampler.engine=vllm"])
+    assert set(estimate(recipe).passing) == {"update with gradients"}
+    told = [text for _, text in memory(recipe)]
+    assert "while it samples, vLLM has 40% of the device for itself" in told
+
+
+def test_a_full_fine_tune_of_a_writer_keeps_a_copy_and_a_lora_none(tmp_path: Path) -> None:
+    folder = writers.build("qwen2", tmp_path / "m")
+    common = [f"model.path={folder}", "model.name=causal", "algorithm.kl.beta=0.1"]
+    common += ["model.max_prompt=32", "learner.micro_tokens=64", "sampler.batch=2"]
+    full = estimate(build.recipe("demo-vlm", common)).lasting
+    lora = estimate(build.recipe("demo-vlm", [*common, "model.lora.rank=4"])).lasting
+    assert full["copies of the trained weights"] == full["optimizer"] / 2
+    assert "copies of the trained weights" not in lora
+
+
+def test_quantizing_needs_lora_and_a_cuda_device() -> None:
+    with pytest.raises(UserError, match="freezes the weights, so it trains LoRA only"):
+        build.recipe("demo", ["model.quantize=nf4"])
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="needs a CUDA device, found cpu"):
+            build.model(build.recipe("demo", ["model.quantize=nf4", "model.lora.rank=4"]))

@@ -1,0 +1,153 @@
+"""What `gesso check` says of memory, held against what torch's allocator hands out."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from gesso import build
+from gesso.config import Recipe
+from gesso.memory import estimate
+from gesso.run import assemble
+from gesso.types import Picture, Prompt, Score
+from tests import tokens as writers
+from tests.typed import writing
+
+
+def measured_peak(recipe: Recipe) -> int:
+    """Most bytes that torch has handed out at once, from loading to the batch after two updates."""
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+        job = assemble(recipe)
+        try:
+            rollout, _ = job.cluster.collect(0).result()
+            name = recipe.reward[0].name
+            scores = [Score(i % 5, {name: i % 5}) for i in range(len(rollout.samples))]
+            for step in range(2):  # only from the second on Adam has its state
+                job.learner.update(replace(rollout, scores=scores), step)
+            job.cluster.collect(1).result()
+        finally:
+            job.close()
+    # As torch recorded them; its own tables of events, or a trace in a file, take far longer.
+    events = [e for e in watched.profiler.kineto_results.events() if e.name() == "[memory]"]
+    changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    return max(itertools.accumulate(changes))
+
+
+# Half of the demo's sizes: still several full micro-batches, the second of which meets gradients.
+# The reward has no say: scores are made up, and rewards live in processes of their own.
+HALF = [
+    "data.groups=4", "learner.micro_batch=48", "sampler.batch=16", "eval.prompts=1",
+    'reward=[{name="jpeg-compressibility"}]',
+]  # fmt: skip
+VARIANTS = {
+    "demo": [],
+    "checkpointed": ["model.gradient_checkpointing=true"],
+    "lora": ["model.lora.rank=16", "algorithm.beta=0.1", "learner.ema.every=1"],
+    "reference": ["algorithm.beta=0.1", "learner.ema.every=1"],
+    "guided": ["algorithm.guidance=3.0", "learner.micro_batch=24"],
+    "nft": [
+        'algorithm={name="diffusion-nft", group=12, steps=6, times=2}',
+        "data.groups=8",  # two times a sample, not three steps: a micro-batch of 96 twice
+        "learner.micro_batch=96",
+    ],
+    "guard": ['algorithm={name="grpo-guard", group=12, steps=6, guidance=1.0}'],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_estimate_meets_the_measured_peak(variant: str) -> None:
+    recipe = build.recipe("demo", [*HALF, *VARIANTS[variant]])
+    told, seen = estimate(recipe).peak, measured_peak(recipe)
+    assert told == pytest.approx(seen, rel=0.05), f"{told / 1e6:.0f} MB for {seen / 1e6:.0f} MB"
+
+
+# Models that write: `small` is wide enough for its activations to count, the others see.
+WRITING = {
+    "full": ("small", []),
+    "checkpointed": ("small", ["model.gradient_checkpointing=true"]),
+    "lora": ("small", ["model.lora.rank=8"]),
+    "lora, checkpointed": ("small", ["model.lora.rank=8", "model.gradient_checkpointing=true"]),
+    "reference": ("small", ["algorithm.kl.beta=0.1", "learner.ema.every=1"]),
+    "critic": ("small", ['algorithm={name="ppo", group=2, max_tokens=16}']),
+    "critic of adapters": (
+        "small",
+        [
+            'algorithm={name="ppo", group=2, max_tokens=16, critic={trunk="lora"}}',
+            "model.lora.rank=8",
+        ],
+    ),
+    "writing": ("small", ["sampler.batch=96", "learner.micro_tokens=64"]),
+    "seeing": ("qwen2.5-vl", []),
+    "seeing, trained too": (
+        "qwen2.5-vl",
+        [
+            "model.train_vision=true",
+            "learner.micro_tokens=512",
+        ],
+    ),
+    "seeing, with deepstack": ("qwen3-vl", ["model.lora.rank=4"]),
+}
+
+
+def small_writer(folder: Path) -> Path:
+    import transformers
+
+    tokens = writers.tokenizer()
+    config = transformers.Qwen2Config(
+        vocab_size=2000, hidden_size=192, intermediate_size=512, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=1024,
+        eos_token_id=tokens.eos_token_id, bos_token_id=None, pad_token_id=tokens.pad_token_id,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # what it writes decides when slots become free
+        transformers.Qwen2ForCausalLM(config).save_pretrained(folder)
+    tokens.save_pretrained(folder)
+    return folder
+
+
+def questions(folder: Path, seeing: bool) -> Path:
+    """A hundred of one length, with pictures of one size."""
+    rows = [{"problem": f"what is {i:02d} + 1?", "answer": i + 1} for i in range(100)]
+    if seeing:
+        for i, row in enumerate(rows):
+            (folder / f"{i}.png").write_bytes(writers.picture(32, 48, i).data or b"")
+            row |= {"problem": "<image>" + str(row["problem"]), "images": [f"{i}.png"]}
+    file = folder / "questions.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return file
+
+
+def writing_recipe(variant: str, folder: Path) -> Recipe:
+    name, changes = WRITING[variant]
+    model = small_writer(folder / "m") if name == "small" else writers.build(name, folder / "m")
+    asked = questions(folder, name != "small")
+    kind = "causal" if name == "small" else "vision-language"
+    common = [
+        f"model={{name={kind!r}, path={str(model)!r}, max_prompt=1000, max_pixels=1536}}",
+        "eval.prompts=1",
+        f"data={{train={str(asked)!r}, eval={str(asked)!r}, groups=48}}", "sampler.batch=24",
+        'algorithm={name="grpo", group=2, max_tokens=16}', "learner.micro_tokens=1024",
+    ]  # fmt: skip
+    recipe = build.recipe("demo-vlm", [*common, *changes])
+    made = writing(build.model(recipe))
+    row = json.loads(asked.read_text().splitlines()[0])
+    pictures = tuple(Picture(path=folder / p) for p in row.get("images", []))
+    prompt = Prompt(row["problem"].removeprefix("<image>"), images=pictures)
+    return build.recipe("demo-vlm", [*common, *changes, f"model.max_prompt={made.length(prompt)}"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", WRITING)
+def test_the_estimate_for_writers_meets_the_measured_peak(variant: str, tmp_path: Path) -> None:
+    recipe = writing_recipe(variant, tmp_path)
+    told, seen = estimate(recipe).peak, measured_peak(recipe)
+    assert told == pytest.approx(seen, rel=0.2), f"{told / 1e6:.1f} MB for {seen / 1e6:.1f} MB"
