@@ -11,7 +11,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 NF4_BYTES = 0.5 + 4 / 64  # a weight: four bits, and a float32 scale for every 64 of them
 
@@ -64,6 +64,7 @@ class _Live(TorchDispatchMode):
         self.now = self.peak = 0
         self.known = known
         self.set: dict[int, int] = {}  # storage of a mask → how many of its flags are
+        self.made: dict[Any, Any] = {}  # operator and its inputs' shapes → its results' own
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -94,7 +95,22 @@ class _Live(TorchDispatchMode):
                 return moved
         if places == {"meta", "cpu"} and function is not torch.ops.aten.copy_.default:
             args, kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
-        return function(*args, **kwargs)
+        return self._again(function, args, kwargs)
+
+    def _again(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """A network's layers are alike, and shapes take torch longer to work out than to remember:
+        what made new tensors once makes such tensors again."""
+        inputs, spec = tree_flatten((args, kwargs))
+        shapes = tuple(
+            _Shape.of(leaf) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in inputs
+        )
+        key = function, str(spec), shapes
+        if key in self.made:
+            return tree_map_only(_Shape, _Shape.like, self.made[key])
+        result = function(*args, **kwargs)
+        if _is_new(function, inputs, result):
+            self.made[key] = tree_map_only(Tensor, _Shape.of, result)
+        return result
 
     def _count(self, mask: Tensor) -> int:
         if mask.device.type == "cpu":
@@ -114,6 +130,33 @@ class _Live(TorchDispatchMode):
         self.known.discard(key)
         self.set.pop(key, None)
         self.now -= size
+
+
+@dataclass(frozen=True)
+class _Shape:
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Shape:
+        return cls(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+    def like(self) -> Tensor:
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+
+def _is_new(function: Any, inputs: list[Any], result: Any) -> bool:
+    """Tensors of the meta device alone, in storages of their own, from inputs left as they were."""
+    found = [result] if isinstance(result, Tensor) else result
+    if function._schema.is_mutable or not isinstance(found, list | tuple) or not found:
+        return False
+    if not all(isinstance(t, Tensor) and t.device.type == "meta" for t in found):
+        return False
+    given = {t.untyped_storage()._cdata for t in inputs if isinstance(t, Tensor)}
+    own = {t.untyped_storage()._cdata for t in found}
+    return len(own) == len(found) and not own & given
 
 
 def _attention(
