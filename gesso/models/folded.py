@@ -40,8 +40,9 @@ class FoldedLinear(lora.Linear):
     @torch.no_grad()
     def fold(self) -> Tensor:
         """W + s·BA in the weight's own precision."""
-        weight = self.frozen
-        return dithered(weight.float() + self.get_delta_weight(ADAPTER).float(), weight.dtype)
+        a, b = self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight
+        whole = torch.addmm(self.frozen.float(), b, a, alpha=self.scaling[ADAPTER])
+        return dithered(whole, self.frozen.dtype)
 
 
 class FoldedProduct(torch.autograd.Function):

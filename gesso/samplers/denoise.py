@@ -184,7 +184,8 @@ class _Noise:
         self.device = device
 
     def draw(self) -> Tensor:
-        rows = torch.stack([torch.randn(self.shape, generator=s) for s in self.streams])
-        if self.device.type != "cuda":
-            return rows.to(self.device)
-        return rows.pin_memory().to(self.device, non_blocking=True)  # else the copy would wait
+        pinned = self.device.type == "cuda"  # else the copy would wait
+        rows = torch.empty(len(self.streams), *self.shape, pin_memory=pinned)
+        for row, stream in zip(rows, self.streams, strict=True):
+            row.normal_(generator=stream)
+        return rows.to(self.device, non_blocking=pinned)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gesso import __version__
 from gesso.config import PACKAGE, ZOO, Recipe, family, resolve_path
 from gesso.track import figures
 from gesso.track.console import held_out_key
@@ -26,7 +27,7 @@ from gesso.use.trained import Trained
 
 CURVE, SHEET = "curve.png", "samples.png"
 PICTURES, REPLIES = 8, 4  # prompts shown
-LIBRARIES = ("gesso", "torch", "diffusers", "transformers", "peft", "safetensors")
+LIBRARIES = ("torch", "diffusers", "transformers", "peft", "safetensors")
 FOLD = 700  # characters of a reply that are shown
 
 
@@ -352,7 +353,8 @@ def _options(options: Mapping[str, Any]) -> str:
 
 def versions() -> dict[str, str]:
     """Of what exported it; a run folder does not say what trained it."""
-    return {name: importlib.metadata.version(name) for name in LIBRARIES}
+    found = {name: importlib.metadata.version(name) for name in LIBRARIES}
+    return {"gesso": __version__} | found  # which may run from where it was not installed
 
 
 def commit() -> str | None:

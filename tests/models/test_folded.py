@@ -16,8 +16,9 @@ from gesso.config import Model
 from gesso.models.flow.compiled import (
     GRAPHS,
     compile_blocks,
+    compile_decoder,
     compiles,
-    filled,
+    filling,
     folds,
     one_graph,
     sizes,
@@ -25,10 +26,10 @@ from gesso.models.flow.compiled import (
 from gesso.models.folded import FoldedLinear
 from gesso.samplers.denoise import DenoisingSampler
 from gesso.tables import tomllib
-from gesso.types import Conditioning, Prompt, Rollout, UserError
+from gesso.types import Prompt, Rollout, UserError
 from tests import pipelines
 from tests.rollouts import SIZE, parts_of, rollout_of
-from tests.typed import drawing
+from tests.typed import drawing, sure
 
 PROMPT = Prompt("a red sign")
 
@@ -306,13 +307,30 @@ def test_every_pass_has_a_known_size(data: dict, again: bool) -> None:
 
 def test_filled_rows_repeat_the_last() -> None:
     assert sizes(16, 8) == (8, 16, 32)
-    x, sigma = torch.arange(3.0)[:, None, None, None], torch.arange(3.0)
-    cond = Conditioning(torch.arange(3.0)[:, None, None])
-    more = filled(x, sigma, cond, (2, 5))
-    assert more[0].flatten().tolist() == more[1].tolist() == [0, 1, 2, 2, 2]
-    assert more[2].embeds.flatten().tolist() == [0, 1, 2, 2, 2]
-    assert filled(x, sigma, cond, (2,))[0] is x  # larger than all: as it is
-    assert filled(x, sigma, cond, (3, 5))[0] is x  # full
+    here = torch.device("cpu")
+    assert sure(torch.Tensor, filling(3, (2, 5, 7), here)).tolist() == [0, 1, 2, 2, 2]
+    assert filling(3, (2,), here) is None  # larger than all: as it is
+    assert filling(3, (3, 5), here) is None  # full
+
+
+def test_a_decoder_is_filled_and_cut_again(data: dict) -> None:
+    """Of a compiled network; the residual blocks are of few kinds, and of one size a kind."""
+    model = drawing(build.model(build.recipe_from(data)))
+    noise = torch.Generator().manual_seed(0)
+    latents = torch.randn(3, *model.latent_shape(24, 16), generator=noise)
+    plain = model.decode(latents)
+    torch._dynamo.reset()
+    compile_decoder(model.pipe.vae.decoder, backend="eager")
+    model.compiled, model.sizes = True, (5,)
+    rows: list[int] = []
+    model.pipe.vae.decoder.register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
+    counters = torch._dynamo.utils.counters["stats"]
+    counters.clear()
+    assert (model.decode(latents).int() - plain.int()).abs().max() <= 1
+    graphs = counters["unique_graphs"]
+    assert graphs > 0
+    assert torch.equal(model.decode(latents[:2]), model.decode(latents)[:2])
+    assert rows == [5, 5, 5] and counters["unique_graphs"] == graphs
 
 
 def test_flux_is_filled_and_cut_again(data: dict, tmp_path: Path) -> None:

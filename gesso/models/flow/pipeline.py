@@ -76,10 +76,11 @@ class PipelineModel(ABC):
             self.transformer.enable_gradient_checkpointing()
         folds = speed.folds(settings, self.device)
         self.policy = Policy(self.transformer, settings.lora, self.lora_targets, seed, folds=folds)
-        self.sizes: Sequence[int] = ()  # rows that a compiled transformer is run with
+        self.sizes: Sequence[int] = ()  # rows that what is compiled is run with
         self.compiled = speed.compiles(settings, self.device, self.transformer, self.blocks)
         if self.compiled:
             speed.compile_blocks(self.transformer, self.blocks)
+            speed.compile_decoder(self.pipe.vae.decoder)
         if settings.lora is not None and settings.lora.path is not None:
             with quiet():
                 load_adapter(self.pipe, self.policy, settings.lora.path)
@@ -90,7 +91,11 @@ class PipelineModel(ABC):
         self, x: Tensor, sigma: Tensor, cond: Conditioning
     ) -> tuple[Tensor, Tensor, Conditioning]:
         """As many rows as the transformer was compiled for."""
-        return speed.filled(x, sigma, cond, self.sizes) if self.compiled else (x, sigma, cond)
+        index = self._filling(len(x))
+        return (x, sigma, cond) if index is None else (x[index], sigma[index], cond.rows(index))
+
+    def _filling(self, rows: int) -> Tensor | None:
+        return speed.filling(rows, self.sizes, self.device) if self.compiled else None
 
     def run(self, weights: Which, **inputs: Any) -> Tensor:
         """A pass of the transformer with those weights."""
@@ -202,7 +207,8 @@ class PipelineModel(ABC):
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
-        pixels = self.pixels(latents).float()
+        index = self._filling(len(latents))
+        pixels = self.pixels(latents if index is None else latents[index])[: len(latents)].float()
         unit = (pixels / 2 + 0.5).clamp(0, 1)
         return (unit * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu()
 
