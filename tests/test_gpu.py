@@ -137,7 +137,7 @@ def test_attention_of_one_token(shape: tuple[int, ...], dtype: torch.dtype) -> N
 
 
 def test_flash_attention_of_segments() -> None:
-    """All at once against one by one, with gradients; a reply of no tokens among them."""
+    """All at once against group by group, with gradients; a reply of no tokens among them."""
     from gesso.models.tokens import attention
 
     trees = [[37, 5, 0, 130], [300], [12, 12, 12]]
@@ -146,14 +146,14 @@ def test_flash_attention_of_segments() -> None:
     inputs = [torch.randn(1, h, tokens, 64, device="cuda", requires_grad=True) for h in (8, 2, 2)]
     weight = torch.randn(1, tokens, 8, 64, device="cuda")
     query, key, value = inputs
-    one_by_one = attention._one_by_one(query, key, value, trees, 0.125)
-    expected = torch.autograd.grad((one_by_one * weight).sum(), inputs)
+    groups = attention.Groups.of(trees, torch.device("cuda")).attend(query, key, value, 0.125)
+    expected = torch.autograd.grad((groups * weight).sum(), inputs)
     half = [t.detach().bfloat16().requires_grad_() for t in inputs]
     flat = attention.Flat.of(trees, torch.device("cuda"), torch.bfloat16)
     query, key, value = half
-    at_once = attention._at_once(query, key, value, flat, 0.125)
+    at_once = flat.attend(query, key, value, 0.125)
     found = torch.autograd.grad((at_once * weight).sum(), half)
-    for a, b in zip((at_once, *found), (one_by_one, *expected), strict=True):
+    for a, b in zip((at_once, *found), (groups, *expected), strict=True):
         assert float((a.float() - b).norm() / b.norm()) <= 1e-2
 
 

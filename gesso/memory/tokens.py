@@ -169,8 +169,10 @@ def _folded(model: TransformerModel, recipe: Recipe) -> list[Tensor]:
 
 
 def _joined(model: TransformerModel, recipe: Recipe) -> list[Tensor]:
-    """What `stepping.py` puts side by side, in half precision; folded weights are so already."""
-    if recipe.model.quantize is not None or model.dtype == torch.float32:
+    """What `stepping.py` puts side by side; folded weights are so already, and with adapters beside
+    the weights, as a float32 recipe has them, it takes no part."""
+    beside = recipe.model.lora is not None and model.dtype == torch.float32
+    if recipe.model.quantize is not None or beside:
         return []
     parts = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
     found = (m for name, m in model.decoder.named_modules() if name.endswith(parts))

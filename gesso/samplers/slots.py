@@ -48,11 +48,17 @@ class SlotLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """One token a running slot: (running, heads, 1, head width) → all that the mask covers."""
+        keys, values, at = self.past
+        rows = self.place.rows[: len(at)]
+        keys[rows, :, at] = key_states[:, :, 0].to(keys.dtype)
+        values[rows, :, at] = value_states[:, :, 0].to(values.dtype)
+        return keys, values
+
+    @property
+    def past(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the running slots: keys, values and lengths, as far as a step reads."""
         n, reach = self.place.running, self.place.reach
-        rows, at = self.place.rows[:n], self.place.lengths[:n]
-        self.keys[rows, :, at] = key_states[:, :, 0].to(self.keys.dtype)
-        self.values[rows, :, at] = value_states[:, :, 0].to(self.values.dtype)
-        return self.keys[:n, :, :reach], self.values[:n, :, :reach]
+        return self.keys[:n, :, :reach], self.values[:n, :, :reach], self.place.lengths[:n]
 
     def get_seq_length(self) -> int:
         return self.place.reach

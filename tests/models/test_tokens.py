@@ -14,7 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gesso.config import Lora
-from gesso.models.tokens import attention
+from gesso.models.tokens import attention, transformer
 from gesso.models.tokens import head as heads
 from gesso.models.tokens.packing import pack, pack_replies
 from gesso.models.tokens.pictures import Seen
@@ -294,9 +294,40 @@ def test_segments_laid_flat(monkeypatch: Any) -> None:
     noise = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, h, 342, 8, generator=noise).bfloat16() for h in (4, 2, 2))
     monkeypatch.setattr(attention, "_flash", dense)
-    found = attention._at_once(q, k, v, flat, 0.3)
-    expected = attention._one_by_one(q.float(), k.float(), v.float(), trees, 0.3)
+    found = flat.attend(q, k, v, 0.3)
+    groups = attention.Groups.of(trees, torch.device("cpu"))
+    expected = groups.attend(q.float(), k.float(), v.float(), 0.3)
     assert found.shape == expected.shape and gap(found.float(), expected) <= 0.02
+
+
+def test_segments_in_groups() -> None:
+    """Against every token by itself, with gradients. Prompts of 12 and 9 tokens go together; of the
+    replies to the first one, those of 3 and 2; nobody looks at what fills up the shorter ones."""
+    trees = [[12, 3, 0, 5, 2], [9], [9, 1]]
+    groups = attention.Groups.of(trees, torch.device("cpu"))
+    assert sorted(groups.shapes) == [(1, 1, 10), (1, 5, 17), (2, 3, 15), (3, 12, 12)]
+    noise = torch.Generator().manual_seed(0)
+    tokens = sum(map(sum, trees))
+    inputs = [
+        torch.randn(1, h, tokens, 8, generator=noise, dtype=torch.float64).requires_grad_()
+        for h in (4, 2, 2)
+    ]
+    q, k, v = inputs
+    rows, start = [], 0
+    for tree in trees:
+        first = start
+        for i, length in enumerate(tree):
+            for at in range(start, start + length):
+                past = list(range(first, first + tree[0])) if i else []
+                seen = past + list(range(start, at + 1))
+                scores = 0.3 * q[0, :, at, None] @ k[0].repeat_interleave(2, 0)[:, seen].mT
+                rows.append((scores.softmax(-1) @ v[0].repeat_interleave(2, 0)[:, seen])[:, 0])
+            start += length
+    expected, found = torch.stack(rows)[None], groups.attend(q, k, v, 0.3)
+    weight = torch.randn(expected.shape, generator=noise, dtype=torch.float64)
+    slopes = [torch.autograd.grad((out * weight).sum(), inputs) for out in (found, expected)]
+    assert found.shape == expected.shape and gap(found, expected) <= 1e-12
+    assert all(gap(a, b) <= 1e-12 for a, b in zip(*slopes, strict=True))
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
@@ -308,11 +339,8 @@ def test_all_segments_at_once(seeing: Tiny, lora: Lora | None, monkeypatch: Any)
     expected = one_by_one.logp(trace, 1.0).logp
     model = seeing.model(dtype="bfloat16", lora=lora, fold=lora is not None or None)
 
-    def flat(trees: Any, *to: Any) -> attention.Segments:
-        return attention.Segments(trees, attention.Flat.of(trees, *to))
-
     monkeypatch.setattr(attention, "_flash", dense)
-    monkeypatch.setattr(attention.Segments, "of", staticmethod(flat))
+    monkeypatch.setattr(transformer, "segments_of", attention.Flat.of)
     model._pays = lambda *_: True
     looks: list[int] = []
     look = model._look

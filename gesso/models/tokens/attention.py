@@ -2,8 +2,8 @@
 for attention functions.
 
 transformers' SDPA finds packed sequences by their positions and then masks a dense T × T product:
-it pays for every pair of tokens of different samples. Here each sequence is attended to by itself,
-so that packing costs what its sequences cost, and nothing can leak from one to another.
+it pays for every pair of tokens of different samples. Here every sequence sees itself alone, so
+that packing costs what its sequences cost, and nothing can leak from one to another.
 """
 
 from __future__ import annotations
@@ -32,17 +32,15 @@ def register() -> str:
     return NAME
 
 
-@dataclass(frozen=True)
-class Segments:
-    """Prompts one after another, each with replies to it behind it, for one pass."""
+Trees = Sequence[Sequence[int]]
+"""Of prompts one after another, each with replies to it behind it: its length, its replies'."""
 
-    trees: Sequence[Sequence[int]]  # of each prompt: its length, its replies'
-    flat: Flat | None  # for kernels that take all of them at once
 
-    @staticmethod
-    def of(trees: Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype) -> Segments:
-        flash = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-        return Segments(trees, Flat.of(trees, device, dtype) if flash else None)
+def segments_of(trees: Trees, device: torch.device, dtype: torch.dtype) -> Segments:
+    """Prompts and replies of one pass, as they are best attended to there."""
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        return Flat.of(trees, device, dtype)
+    return Groups.of(trees, device)
 
 
 @dataclass(frozen=True)
@@ -79,6 +77,61 @@ class Flat:
         joined = torch.cat(tokens).to(device)
         return Flat(starts[0], starts[1], joined, most_queries, most_keys, dtype)
 
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+        q, k, v = (t[0].transpose(0, 1).to(self.dtype) for t in (query, key, value))  # (T, h, d)
+        starts = self.queries, self.keys, self.most_queries, self.most_keys
+        return _flash(q, k[self.tokens], v[self.tokens], *starts, True, scaling)[None]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Segments of like shape go through one product. Shorter ones are filled up at their ends,
+    where nothing that is causal looks, to less than twice their length."""
+
+    shapes: Sequence[tuple[int, int, int]]  # of each group: segments, queries and keys of each
+    queries: Tensor  # which token each query of a group is, group after group,
+    keys: Tensor  # and each key: a reply's are its prompt's and its own
+    places: Tensor  # (T,) where among the queries a token is
+
+    @staticmethod
+    def of(trees: Trees, device: torch.device) -> Groups:
+        groups: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+        start = 0
+        for tree in trees:
+            first = start  # of the prompt
+            for i, length in enumerate(tree):
+                past = tree[0] if i else 0
+                if length:
+                    alike = groups.setdefault((past, length.bit_length()), [])
+                    alike.append((first, start, length))
+                start += length
+        shapes, queries, keys, places, before = [], [], [], torch.empty(start, dtype=torch.long), 0
+        for (past, _), segments in groups.items():
+            new = max(length for _, _, length in segments)
+            shapes.append((len(segments), new, past + new))
+            for prompt, own, length in segments:
+                filled = own + torch.arange(new).clamp(max=length - 1)
+                queries.append(filled)
+                keys += [prompt + torch.arange(past), filled]
+                places[own : own + length] = before + torch.arange(length)
+                before += new
+        index = [torch.cat(queries), torch.cat(keys), places]
+        return Groups(shapes, *(i.to(device) for i in index))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
+        q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))  # (T, heads, d)
+        new = [n * queries for n, queries, _ in self.shapes]
+        seen = [n * keys for n, _, keys in self.shapes]
+        laid = q[self.queries].split(new), k[self.keys].split(seen), v[self.keys].split(seen)
+        out = []
+        for (n, _, _), *parts in zip(self.shapes, *laid, strict=True):
+            q, k, v = (t.unflatten(0, (n, -1)).transpose(1, 2) for t in parts)  # (n, heads, ·, d)
+            out.append(_causal(q, k, v, scaling).transpose(1, 2).flatten(0, 1))
+        return torch.cat(out)[self.places][None]
+
+
+Segments = Flat | Groups
+
 
 def attend(
     module: torch.nn.Module,
@@ -95,18 +148,7 @@ def attend(
     passed once, however many replies it has."""
     if segments is None:
         return _one_token(query, key, value, attention_mask, scaling), None
-    if segments.flat is not None:
-        return _at_once(query, key, value, segments.flat, scaling), None
-    return _one_by_one(query, key, value, segments.trees, scaling), None
-
-
-def _at_once(
-    query: Tensor, key: Tensor, value: Tensor, flat: Flat, scaling: float | None
-) -> Tensor:
-    q, k, v = (t[0].transpose(0, 1).to(flat.dtype) for t in (query, key, value))  # (T, heads, d)
-    most = flat.most_queries, flat.most_keys
-    out = _flash(q, k[flat.tokens], v[flat.tokens], flat.queries, flat.keys, *most, True, scaling)
-    return out[None]
+    return segments.attend(query, key, value, scaling), None
 
 
 def attend_windows(
@@ -144,26 +186,6 @@ def _flash(
         query, key, value, *starts, 0.0, causal, False, scale=scaling
     )
     return found[0]
-
-
-def _one_by_one(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    trees: Sequence[Sequence[int]],
-    scaling: float | None,
-) -> Tensor:
-    flat = [length for tree in trees for length in tree]
-    parts = zip(*(t.split(flat, dim=2) for t in (query, key, value)), strict=True)
-    out = []
-    for tree in trees:
-        q, k, v = next(parts)
-        out.append(_causal(q, k, v, scaling))
-        for _reply in tree[1:]:
-            own_q, own_k, own_v = next(parts)
-            joined = torch.cat([k, own_k], 2), torch.cat([v, own_v], 2)
-            out.append(_causal(own_q, *joined, scaling))
-    return torch.cat(out, dim=2).transpose(1, 2)
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:

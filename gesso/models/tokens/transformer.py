@@ -21,7 +21,7 @@ from gesso import config
 from gesso.models.located import TRANSFORMER, locate
 from gesso.models.policy import SHARD, Policy
 from gesso.models.tokens import head, loading
-from gesso.models.tokens.attention import Segments
+from gesso.models.tokens.attention import segments_of
 from gesso.models.tokens.base import Critic, Read, ReplyLogp
 from gesso.models.tokens.stepping import Stepper, fits
 from gesso.types import Prompt, TokenPrompt, TokenTrace, UserError, Which
@@ -173,7 +173,7 @@ class TransformerModel(ABC):
         """Whether `stepping.py` takes the place of transformers' layers while replies are written:
         on CUDA in half precision, and where no adapter lies beside the weights."""
         bare = self.policy.folds == (self.policy.lora is not None)
-        return self._pays(None, bare) and fits(self.decoder)
+        return self._pays(self.device.type == "cpu" or None, bare) and fits(self.decoder)
 
     def writing(self, weights: Which) -> Callable[[], AbstractContextManager]:
         """Autocast rounds a float32 weight to half precision in every pass; what it would make of
@@ -276,7 +276,7 @@ class TransformerModel(ABC):
             **embedded,
             position_ids=self._rows(sequences.positions[:, None]),
             attention_mask=None,
-            segments=Segments.of(sequences.lengths, self.device, self.dtype),
+            segments=segments_of(sequences.lengths, self.device, self.dtype),
             past_key_values=cache,
             use_cache=cache is not None,
         )
