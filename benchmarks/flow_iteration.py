@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # for whoever imports this file
+from flow_proof import prove
 from flow_sides import (
     MEDIUM,
     PHASES,
@@ -42,7 +43,6 @@ from flow_sides import (
     arithmetic,
     cases,
     now,
-    prove,
     write_pipeline,
 )
 
@@ -175,14 +175,14 @@ def table(rows: dict[str, Any], shape: Shape, peak: float) -> list[str]:
             middle = {p: median(t[p] for t in row["times"][side]) for p in PHASES}
             totals[side] = middle["total"]
             shares = [
-                shape.images * flop / middle[phase] / peak
+                f"{shape.images * flop / middle[phase] / peak:.2f}" if flop else ""
                 for flop, phase in zip(work, ("sample", "update"), strict=True)
             ]
             ratio = f"**{totals['plain'] / totals['ours']:.2f}**" if side == "ours" else ""
             seconds = " | ".join(f"{middle[p]:.2f}" for p in PHASES)
             lines.append(
                 f"| {name}, {side} | {seconds} | {shape.images / middle['total']:.2f} | "
-                f"{shares[0]:.2f} | {shares[1]:.2f} | {row['peak_gb'][side]:.1f} | {ratio} |"
+                f"{shares[0]} | {shares[1]} | {row['peak_gb'][side]:.1f} | {ratio} |"
             )
     return lines
 

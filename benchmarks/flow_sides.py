@@ -1,4 +1,4 @@
-"""The two sides of flow_iteration.py, and the proof that they compute the same thing."""
+"""The two sides of flow_iteration.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flow_plain import Batch, Plain
 from torch import Tensor
 
 from gesso import config
-from gesso.algorithms.base import Algorithm, Prepared
+from gesso.algorithms.base import Algorithm
 from gesso.algorithms.diffusion_nft import DiffusionNFT
 from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.algorithms.flow_grpo_fast import FlowGRPOFast
@@ -24,7 +24,7 @@ from gesso.learner.learner import Learner
 from gesso.models.flow.compiled import sizes
 from gesso.models.flow.sd3 import SD3
 from gesso.samplers.denoise import DenoisingSampler
-from gesso.types import Conditioning, FlowContext, FlowTrace, Prompt, Rollout, Score, seed_of
+from gesso.types import Conditioning, FlowTrace, Prompt, Rollout, Score, seed_of
 
 PROMPT = Prompt("a sign")
 PHASES = ("sample", "decode", "update", "total")
@@ -284,12 +284,17 @@ def advantages(images: int) -> Tensor:
 
 
 def cases(images: int) -> dict[str, Algorithm]:
-    """Rows of the table. The KL costs both sides one more pass; the first two rows are without."""
+    """Rows of the table. The KL costs both sides one more pass; the rows above it are without. One
+    pass is ours alone: the plain side updates as ever."""
     common: dict[str, Any] = {"group": images, "updates": 1}
     return {
         "Flow-GRPO": FlowGRPO(beta=0.0, **common),
         "Flow-GRPO, gradient of one branch": FlowGRPO(
             beta=0.0, guidance_gradient="conditional", **common
+        ),
+        "Flow-GRPO, one pass": FlowGRPO(beta=0.0, one_pass=True, **common),
+        "Flow-GRPO, one pass, gradient of one branch": FlowGRPO(
+            beta=0.0, one_pass=True, guidance_gradient="conditional", **common
         ),
         "Flow-GRPO with KL": FlowGRPO(**common),
         "Flow-GRPO-Fast": FlowGRPOFast(**common),
@@ -299,90 +304,16 @@ def cases(images: int) -> dict[str, Algorithm]:
 
 def arithmetic(shape: Shape, algorithm: Any, side: str) -> tuple[float, float]:
     """FLOPs that an image takes a side in sampling and in an update. With the gradient of one
-    branch, ours has the other one's velocity from sampling; the plain side runs it both ways."""
+    branch, ours has the other one's velocity from sampling; the plain side runs it both ways. In
+    one pass, the way back is part of sampling, and an update has none."""
     there, back = flops(shape, False), flops(shape, True)
     if isinstance(algorithm, DiffusionNFT):  # current, old, reference
         return algorithm.steps * there, algorithm.times * (3 * there + back)
     branches = 2 if algorithm.guidance > 1 else 1
     one = side == "ours" and algorithm.guidance_gradient == "conditional"
-    update = (1 if one else branches) * (there + back)
-    update += branches * there if algorithm.beta > 0 else 0
-    return algorithm.steps * branches * there, algorithm.terms_a_sample * update
-
-
-def relative(found: Tensor, truth: Tensor) -> float:
-    return float((found - truth).norm() / truth.norm())
-
-
-def prove(ours: Ours, theirs: Theirs, images: int = 2) -> dict[str, tuple[float, float]]:
-    """By name: how far ours and the plain side are from float32, on paths, log-probs and gradients.
-    The plain side's distance is the floor: what half precision itself loses."""
-    found: dict[str, tuple[float, float]] = {}
-    plain = theirs.plain
-    plain.reset()
-    ours.model.policy.load(ours.start)
-    for gradient in ("both", "conditional"):
-        algorithm = FlowGRPO(
-            beta=0.0, group=images, updates=1, guidance_gradient=gradient, clip=1e3
-        )
-        half, plain.dtype = plain.dtype, None
-        truth = theirs.sample(algorithm, images, exact=True)
-        logp, slope = their_replay(theirs, truth, algorithm, images)
-        plain.dtype = half
-        mine = our_replay(ours, truth, algorithm)
-        yours = their_replay(theirs, truth, algorithm, images)
-        if gradient == "both":
-            end = truth.latents[-1]
-            drawn = ours.sample(algorithm, images).paths.clean
-            apart = relative(theirs.sample(algorithm, images, True).latents[-1], end)
-            found["latents at the end"] = (relative(drawn, end), apart)
-            gaps = [float((replayed[0] - logp).abs().max()) for replayed in (mine, yours)]
-            found["log-probs, largest"] = (gaps[0], gaps[1])
-        found[f"gradient, {gradient}"] = (relative(mine[1], slope), relative(yours[1], slope))
-    return found
-
-
-def their_replay(
-    theirs: Theirs, batch: Batch, algorithm: FlowGRPO, images: int
-) -> tuple[Tensor, Tensor]:
-    """Log-probs (N, S) of a given path, and the gradient of the loss."""
-    plain, sigmas = theirs.plain, theirs.sigmas(algorithm.steps)
-    advantage = advantages(images).to(plain.device)
-    plain.reset()
-    logps = []
-    for i in range(algorithm.terms_a_sample):
-        step = plain._transition(batch, algorithm, i, sigmas)
-        logps.append(step.logp(batch.latents[i + 1]))
-        ratio = torch.exp(logps[-1] - batch.logp[i])
-        (-(advantage * ratio).mean() / algorithm.terms_a_sample).backward()
-    names = {id(p): n for n, p in plain.network.named_parameters()}
-    grads = sorted((names[id(p)], p.grad.flatten()) for p in plain.trained)
-    plain.optimizer.zero_grad()
-    return torch.stack([t.detach() for t in logps], 1), torch.cat([g for _, g in grads])
-
-
-def our_replay(ours: Ours, batch: Batch, algorithm: FlowGRPO) -> tuple[Tensor, Tensor]:
-    model, images, steps = ours.model, len(batch.latents[0]), algorithm.terms_a_sample
-    model.policy.load(ours.start)
-    sigmas = model.sigmas(algorithm.steps, ours.shape.size, ours.shape.size).to(model.device)
-    cond, negative = (model.encode([text]) for text in (PROMPT.text, PROMPT.negative))
-    context = FlowContext(sigmas, range(steps), cond, negative)
-    latents = torch.stack(batch.latents[: steps + 1], 1)
-    row = torch.zeros(images, dtype=torch.long, device=model.device)
-    trace = FlowTrace(context, row, latents, latents[:, :0], batch.latents[-1])
-    old = torch.stack([batch.logp[i] for i in range(steps)], 1)
-    nobody: Any = [None] * images
-    rollout = Rollout(nobody, row.cpu(), trace, old, 0, nobody, {})
-    terms = algorithm.terms(rollout, Prepared(advantages(images)), torch.Generator())
-    logps = []
-    with model.policy.standing():
-        for part in terms.micro(config.Learner(micro_batch=ours.shape.images)):
-            with torch.no_grad():
-                logps.append(algorithm._transition(model, part, "current").logp(part.x_next))
-            (algorithm.loss(model, part).loss.sum() / terms.total).backward()
-    grads = sorted(
-        (n, p.grad.flatten()) for n, p in model.policy.trained.items() if p.grad is not None
-    )
-    for p in model.policy.trained.values():
-        p.grad = None
-    return torch.cat(logps).view(images, steps), torch.cat([g for _, g in grads])
+    sampling, trained = algorithm.steps * branches * there, algorithm.terms_a_sample
+    differentiated = 1 if one else branches
+    if side == "ours" and algorithm.one_pass:
+        return sampling + trained * differentiated * back, 0.0
+    update = differentiated * (there + back) + (branches * there if algorithm.beta > 0 else 0)
+    return sampling, trained * update

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from gesso.config import Model, Recipe, RewardEntry, family, nearest, parse
+from gesso.config import Model, Recipe, RewardEntry, family, nearest, parse, pick_device
 from gesso.config import TokenModel as TokenModelSection
 from gesso.rewards import base, deqa, judge, networks
 from gesso.rewards.cache import Cached
@@ -23,7 +23,7 @@ from gesso.rewards.service import RewardService
 from gesso.rewards.workers import Workers
 from gesso.tables import NOTHING, changed, over, read_recipe, without_nothing
 from gesso.track.trackers.process import Tracked
-from gesso.types import Prompt, UserError
+from gesso.types import Prompt, SampleSpec, UserError
 
 if TYPE_CHECKING:
     from gesso.algorithms.base import Algorithm
@@ -106,6 +106,7 @@ def recipe_from(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
     _check_track(found.track, where)
     chosen = algorithm(found)
     _check_shape(found, chosen, where)
+    _check_slopes(found, chosen, where)
     watched = found.eval
     if isinstance(found.model, Model) and watched.guidance is None:
         spec = chosen.spec(0, 0, found.model)
@@ -173,6 +174,48 @@ def _check_shape(found: Recipe, chosen: Algorithm, where: str) -> None:
             f"{where}: data.groups × algorithm.group = {found.data.groups} × {chosen.group} = "
             f"{samples} samples cannot be split into {updates} updates; use algorithm.updates = "
             f"{' or '.join(map(str, near))}"
+        )
+
+
+def _takes_slopes(found: Recipe, chosen: Algorithm) -> bool:
+    """Whether gradients are taken while sampling."""
+    spec = chosen.spec(0, 0, found.model)
+    return isinstance(spec, SampleSpec) and spec.slopes
+
+
+def _check_slopes(found: Recipe, chosen: Algorithm, where: str) -> None:
+    """They are those of a LoRA in the weights that draw, a sample each."""
+    if not _takes_slopes(found, chosen):
+        return
+    section = found.model
+    assert isinstance(section, Model)
+    wrong = {
+        f"lag = {found.lag}, which learns with later weights than draw; set lag = 0": found.lag > 0,
+        "a full fine-tune; set model.lora.rank": section.lora is None,
+        f'quantize = "{section.quantize}"; leave model.quantize out': section.quantize is not None,
+        "fold = false; leave model.fold out, or set it to true": section.fold is False,
+    }
+    for got, is_so in wrong.items():
+        if is_so:
+            raise UserError(
+                f"{where}: algorithm.one_pass = true keeps gradients a sample of a LoRA that is "
+                f"folded into the weights, got {got}"
+            )
+
+
+def check_folds(found: Recipe, chosen: Algorithm) -> None:
+    """Raises where gradients are to be taken while sampling, and the device is none on which
+    adapters are folded by themselves."""
+    if not _takes_slopes(found, chosen):
+        return
+    from gesso.models.flow.compiled import folds
+
+    assert isinstance(found.model, Model)
+    device = pick_device(found.model.device, "model.device")
+    if not folds(found.model, device):
+        raise UserError(
+            "algorithm.one_pass = true needs adapters that are folded into the weights, which on "
+            f'device "{device}" they are only if asked for; set model.fold = true'
         )
 
 

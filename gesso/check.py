@@ -15,7 +15,7 @@ from gesso.models.flow.pipeline import PipelineModel
 from gesso.models.tokens.transformer import TransformerModel
 from gesso.run import Job, assemble
 from gesso.track.progress import SILENT, Progress
-from gesso.types import Rollout, SampleSpec, UserError
+from gesso.types import FlowTrace, Rollout, SampleSpec, UserError
 
 
 @dataclass
@@ -88,8 +88,11 @@ def _rewards(rollout: Rollout, found: Findings) -> None:
 
 def replay_gap(job: Job, rollout: Rollout) -> float | None:
     """Largest |Δ log-prob| between drawing a step and scoring it again with the same weights: the
-    noise floor of the ratio. None for an algorithm without log-probs."""
-    if rollout.logp.shape[1] == 0:
+    noise floor of the ratio. None for an algorithm without log-probs, or that scores nothing
+    again."""
+    trace = rollout.trace
+    taken = isinstance(trace, FlowTrace) and trace.slopes is not None
+    if rollout.logp.shape[1] == 0 or taken:
         return None
     with torch.no_grad(), job.learner.policy.standing():
         gaps = [

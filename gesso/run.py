@@ -60,6 +60,7 @@ def assemble(recipe: Recipe, progress: Progress = SILENT) -> Job:
     build.check_engine(recipe)
     build.check_trackers(recipe)
     algorithm = build.algorithm(recipe)
+    build.check_folds(recipe, algorithm)
     rewards = build.rewards(recipe)
     try:
         progress.phase("loading data")

@@ -220,6 +220,7 @@ class FlowTrace:
     means: Tensor  # (N, S, C, H, W): of the trained steps; (N, 0, C, H, W) when nobody asked
     clean: Tensor  # (N, C, H, W)
     negatives: Tensor | None = None  # (N, S, C, H, W): velocities of the negative branch there
+    slopes: Sequence[Weights] | None = None  # N: the gradient of a sample's summed log-probs each
 
     def rows(self, index: Tensor) -> FlowTrace:
         return FlowTrace(
@@ -229,6 +230,7 @@ class FlowTrace:
             self.means[index],
             self.clean[index],
             None if self.negatives is None else self.negatives[index],
+            None if self.slopes is None else [self.slopes[i] for i in index.tolist()],
         )
 
     @staticmethod
@@ -237,6 +239,7 @@ class FlowTrace:
         import torch
 
         negatives = [p.negatives for p in pieces if p.negatives is not None]
+        slopes = [p.slopes for p in pieces if p.slopes is not None]
         return FlowTrace(
             pieces[0].context,
             torch.cat([p.row for p in pieces]),
@@ -244,6 +247,7 @@ class FlowTrace:
             torch.cat([p.means for p in pieces]),
             torch.cat([p.clean for p in pieces]),
             torch.cat(negatives) if len(negatives) == len(pieces) else None,
+            [own for piece in slopes for own in piece] if len(slopes) == len(pieces) else None,
         )
 
 
@@ -337,7 +341,7 @@ class Rollout:
         """Without what only held for the weights it was drawn with."""
         if not isinstance(self.trace, FlowTrace):
             return self
-        return replace(self, trace=replace(self.trace, negatives=None))
+        return replace(self, trace=replace(self.trace, negatives=None, slopes=None))
 
     @staticmethod
     def join(one: Rollout, other: Rollout) -> Rollout:
@@ -417,6 +421,7 @@ class SampleSpec:
     same_noise: bool = False  # a group starts from one noise; its first ODE steps are run once
     means: bool = False  # the trace keeps the means of the trained steps
     apart: bool = False  # guidance's branches run one by one; the trace keeps the negative one
+    slopes: bool = False  # the trace keeps the gradient of each sample's log-probs
 
 
 @dataclass(frozen=True)

@@ -161,7 +161,7 @@ def test_trl_has_the_same_loss_and_gradients(against_trl: ModuleType, replies: J
 @pytest.fixture(scope="module")
 def flow_iteration() -> Iterator[ModuleType]:
     yield from script("flow_iteration")
-    for name in ("flow_sides", "flow_plain"):
+    for name in ("flow_proof", "flow_sides", "flow_plain"):
         del sys.modules[name]
 
 

@@ -7,6 +7,7 @@ presets over it: another window, another step rule, another surrogate.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -15,13 +16,13 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from gesso import config
-from gesso.algorithms.base import Prepared, TermLosses
+from gesso.algorithms.base import Prepared, TermLosses, Terms
 from gesso.algorithms.flow import FlowAlgorithm, FlowTerms
 from gesso.config import Strict
 from gesso.formulas import flow_steps, kl, objectives
 from gesso.models.flow.base import FlowModel, Gradient, guided
 from gesso.models.policy import Policy
-from gesso.types import Rollout, SampleSpec, Which
+from gesso.types import Rollout, SampleSpec, Weights, Which
 
 
 class Window(Strict):
@@ -54,6 +55,29 @@ class StepTerms(FlowTerms):
     advantage: Tensor  # (T,)
 
 
+@dataclass(frozen=True)
+class SlopeTerms(Terms):
+    """Samples whose gradients were taken while they were drawn, all steps of them."""
+
+    slopes: Sequence[Weights]  # N
+    advantage: Tensor  # (N,)
+
+    def __len__(self) -> int:
+        return self.total
+
+    def micro(self, settings: config.Learner) -> Iterator[SlopeTerms]:
+        yield self  # no network is run
+
+    def loss(self, policy: Policy) -> Tensor:
+        """−Σ A_i·⟨∇logp_i, θ⟩: where the ratio is 1, it has the surrogate's gradient."""
+        total = torch.zeros((), device=self.advantage.device)
+        for name in self.slopes[0]:
+            slopes = torch.stack([own[name] for own in self.slopes])
+            weighted = torch.tensordot(self.advantage, slopes, 1)
+            total = total - (weighted * policy.trained[name]).sum()
+        return total
+
+
 class FlowGRPO(FlowAlgorithm):
     name: str = "flow-grpo"
     steps: int = Field(10, ge=1)
@@ -66,6 +90,7 @@ class FlowGRPO(FlowAlgorithm):
     same_noise: bool = False  # a group starts from one noise
     clip: float = Field(1e-4, gt=0)
     beta: float = Field(0.04, ge=0)  # weight of the KL to the reference
+    one_pass: bool = False  # gradients are taken while sampling; no pass of an update's own
 
     keeps_means: ClassVar[bool] = False  # the surrogate needs the means of the sampled steps
 
@@ -97,6 +122,29 @@ class FlowGRPO(FlowAlgorithm):
             )
         return self
 
+    @model_validator(mode="after")
+    def _in_one_pass(self) -> FlowGRPO:
+        """Where the ratio is 1 and there is no KL term, a loss is linear in its advantage, which is
+        not known yet while its sample is drawn."""
+        if not self.one_pass:
+            return self
+        if type(self).surrogate is not FlowGRPO.surrogate:
+            raise ValueError(
+                f"one_pass = true takes gradients at a ratio of 1, and {self.name} has a surrogate "
+                "that is more than the ratio; leave one_pass out, or use flow-grpo"
+            )
+        if self.updates != 1:
+            raise ValueError(
+                "one_pass = true takes gradients with the weights that draw, so a rollout gives "
+                f"one optimizer step, got updates = {self.updates}; set updates = 1"
+            )
+        if self.beta > 0:
+            raise ValueError(
+                "one_pass = true has no pass for a KL to the reference, got "
+                f"beta = {self.beta:g}; set beta = 0"
+            )
+        return self
+
     @property
     def needs(self) -> frozenset[Which]:
         return frozenset({"reference"} if self.beta > 0 else ())
@@ -107,7 +155,7 @@ class FlowGRPO(FlowAlgorithm):
 
     @property
     def clip_range(self) -> float | None:
-        return self.clip
+        return None if self.one_pass else self.clip
 
     def spec(self, step: int, seed: int, model: config.Model) -> SampleSpec:
         window = self.window.place(step, seed) if self.window else None
@@ -123,10 +171,16 @@ class FlowGRPO(FlowAlgorithm):
             same_noise=self.same_noise,
             means=self.keeps_means,
             apart=self.guidance_gradient == "conditional",
+            slopes=self.one_pass,
         )
 
-    def terms(self, rollout: Rollout, prepared: Prepared, generator: torch.Generator) -> StepTerms:
+    def terms(
+        self, rollout: Rollout, prepared: Prepared, generator: torch.Generator
+    ) -> StepTerms | SlopeTerms:
         total, advantages = rollout.logp.numel(), prepared.advantages
+        if rollout.paths.slopes is not None:
+            there = rollout.logp.device
+            return SlopeTerms(total, rollout.paths.slopes, advantages.float().to(there))
         if self.beta == 0:  # without a KL term a sample whose advantage is 0 has no gradient
             moved = advantages.nonzero()[:, 0]
             rollout, advantages = rollout.rows(moved), advantages[moved]
@@ -149,7 +203,9 @@ class FlowGRPO(FlowAlgorithm):
             advantage=advantages.float().to(trace.row.device).repeat_interleave(s),
         )
 
-    def loss(self, model: FlowModel, terms: StepTerms) -> TermLosses:
+    def loss(self, model: FlowModel, terms: StepTerms | SlopeTerms) -> TermLosses:
+        if isinstance(terms, SlopeTerms):
+            return TermLosses(terms.loss(model.policy), {})
         step = self._transition(model, terms, "current")
         logp = step.logp(terms.x_next)
         surrogate = self.surrogate(step, logp, terms)

@@ -57,7 +57,8 @@ def _folded(model: PipelineModel, algorithm: Algorithm, recipe: Recipe) -> int:
     ask for it is taken for one of a CPU, where nothing is folded."""
     section = recipe.model
     possible = section.lora is not None and section.quantize is None
-    asked = section.fold if section.fold is not None else model.dtype != torch.float32
+    there = model.dtype != torch.float32 or _spec(algorithm, recipe).slopes
+    asked = section.fold if section.fold is not None else there
     if not possible or not asked:
         return 0
     names = {name.split(".lora_")[0] for name in model.policy.trained}
@@ -67,20 +68,20 @@ def _folded(model: PipelineModel, algorithm: Algorithm, recipe: Recipe) -> int:
 
 
 def _stored(model: Any, spec: SampleSpec, samples: int) -> int:
-    """Latents of the trained steps of a whole rollout, in float32."""
+    """Latents of the trained steps of a whole rollout, and gradients a sample, in float32."""
     c, h, w = model.latent_shape(spec.height, spec.width)
     steps = len(spec.trained)
     tensors = 1 + (steps + 1 if steps else 0) + (steps if spec.means else 0)
     tensors += steps if spec.apart and spec.guidance > 1 and model.guidance == "negative" else 0
-    return samples * tensors * c * h * w * 4
+    return samples * (tensors * c * h * w + spec.slopes * model.policy.size) * 4
 
 
 def _update(model: Any, algorithm: Algorithm, recipe: Recipe) -> Callable[[], object]:
     micro = recipe.learner.micro_batch
     rollout = _rollout(model, _spec(algorithm, recipe), micro)
     terms = algorithm.terms(rollout, Prepared(torch.ones(micro)), torch.Generator())
-    terms = terms.rows(slice(0, micro))
-    return lambda: algorithm.loss(model, terms).loss.sum().backward()
+    first = next(iter(terms.micro(recipe.learner)))
+    return lambda: algorithm.loss(model, first).loss.sum().backward()
 
 
 def _works(model: Any, algorithm: Algorithm, recipe: Recipe) -> dict[str, Callable[[], object]]:
@@ -88,12 +89,19 @@ def _works(model: Any, algorithm: Algorithm, recipe: Recipe) -> dict[str, Callab
     trace = _rollout(model, spec, batch).paths
     context, sigma = trace.context, torch.ones(batch, device=model.device)
 
-    @torch.no_grad()
     def draw() -> object:
         cond = context.cond.rows(trace.row)
         negative = context.negative.rows(trace.row) if context.negative else None
         gradient: Gradient = "conditional" if spec.apart else "both"
-        return guided(model, trace.clean, sigma, cond, negative, spec.guidance, gradient=gradient)
+        asked = model, trace.clean, sigma, cond, negative, spec.guidance
+        with torch.set_grad_enabled(spec.slopes):
+            v = guided(*asked, gradient=gradient)
+        if spec.slopes:  # beside what the rows have gathered, in each branch by itself
+            branches = 2 if negative is not None and not spec.apart else 1
+            gathered = torch.empty(branches * batch, model.policy.size, device=model.device)
+            v.sum().backward()
+            del gathered
+        return v
 
     @torch.no_grad()
     def decode() -> object:
@@ -123,6 +131,7 @@ def _rollout(model: Any, spec: SampleSpec, n: int) -> Rollout:
         latents=latents(steps + 1 if steps else 0),
         means=latents(steps if spec.means else 0),
         clean=latents(1)[:, 0],
+        slopes=[model.policy.weights()] * n if spec.slopes else None,
     )
     logp = torch.empty(n, steps, device=model.device)
     nobody: Any = [None] * n

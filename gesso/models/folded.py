@@ -25,11 +25,12 @@ class FoldedLinear(lora.Linear):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.folded: Tensor | None = None  # (out, in)
+        self.by_row: tuple[Tensor, Tensor] | None = None  # (N, rank, in), (N, out, rank)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.folded is None:
             return super().forward(x, *args, **kwargs)
-        a, b = self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight
+        a, b = self.by_row or (self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight)
         bias = self.base_layer.bias
         return FoldedProduct.apply(x, self.folded, bias, a, b, self.scaling[ADAPTER])
 
@@ -47,7 +48,8 @@ class FoldedLinear(lora.Linear):
 
 class FoldedProduct(torch.autograd.Function):
     """y = xWᵀ + bias for W = W0 + s·BA. Gradients reach x, A and B: with g = ∂L/∂y they are gW,
-    s·(gB)ᵀx and s·gᵀ(xAᵀ), as if the adapter had been beside the weight."""
+    s·(gB)ᵀx and s·gᵀ(xAᵀ), as if the adapter had been beside the weight. A and B may be given once
+    for each of x's N rows, the same numbers all over: then each row's gradient stays by itself."""
 
     @staticmethod
     def forward(
@@ -61,9 +63,15 @@ class FoldedProduct(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b = ctx.saved_tensors
         to_x = grad @ weight if ctx.needs_input_grad[0] else None
-        inputs, grads = x.flatten(0, -2), grad.flatten(0, -2)  # (M, in), (M, out)
-        down = inputs @ a.to(x.dtype).T  # (M, rank)
-        up = grads @ b.to(x.dtype)  # (M, rank)
-        to_a = (up.T @ inputs).to(a.dtype) * ctx.scale
-        to_b = (grads.T @ down).to(b.dtype) * ctx.scale
+        rows: tuple[int, ...] = (-1,)
+        if a.ndim == 3:
+            assert len(x) == len(a), f"{len(x)} rows, adapters of {len(a)}"
+            rows, a, b = (len(a), -1), a[0], b[0]
+        inputs, grads = (
+            t.reshape(*rows, t.shape[-1]) for t in (x, grad)
+        )  # (…, M, in), (…, M, out)
+        down = inputs @ a.to(x.dtype).T  # (…, M, rank)
+        up = grads @ b.to(x.dtype)  # (…, M, rank)
+        to_a = (up.mT @ inputs).to(a.dtype) * ctx.scale
+        to_b = (grads.mT @ down).to(b.dtype) * ctx.scale
         return to_x, None, None, to_a, to_b, None

@@ -161,6 +161,25 @@ class Policy:
         for layer, matrix in zip(self._layers, matrices, strict=True):
             layer.folded = matrix
 
+    @contextmanager
+    def by_row(self, rows: int) -> Iterator[dict[str, Tensor]]:
+        """Within `standing`, for passes of so many rows: each row has trained weights of its own,
+        the same numbers, no copies. Yields them by name, (rows, …): in their `grad` a backward pass
+        leaves the gradient of every row by itself."""
+        assert self._folded is not None, "only folded adapters can be had by row"
+        own = {
+            name: p.detach().expand(rows, *p.shape).requires_grad_()
+            for name, p in self.trained.items()
+        }
+        part = "{}.lora_{}.default.weight"
+        try:
+            for name, layer in self._adapted().items():
+                layer.by_row = own[part.format(name, "A")], own[part.format(name, "B")]
+            yield own
+        finally:
+            for layer in self._layers:
+                layer.by_row = None
+
     def keep_folded(self, which: Which) -> None:
         """Whoever put the layers' matrices elsewhere, the same numbers, has them kept there."""
         if self._folded is not None and which != "reference":

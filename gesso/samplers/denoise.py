@@ -7,6 +7,7 @@ on the device that draws it or on what else is drawn.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -16,6 +17,7 @@ from gesso.formulas import diversity, flow_steps
 from gesso.models.flow.base import FlowModel, PromptCache, guided
 from gesso.samplers.base import Piece
 from gesso.types import (
+    Conditioning,
     FlowContext,
     FlowTrace,
     Prompt,
@@ -105,7 +107,8 @@ class DenoisingSampler:
         x = path.x
         latents, means = _steps(path.latents, x), _steps(path.means, x)
         negatives = _steps(path.negatives, x) if path.negatives else None
-        trace = FlowTrace(context, rows, latents, means, clean=x, negatives=negatives)
+        slopes = path.slopes if spec.slopes else None
+        trace = FlowTrace(context, rows, latents, means, x, negatives, slopes)
         return trace, torch.stack(path.logps, 1) if path.logps else x.new_empty(len(x), 0)
 
     def _noise(self, seeds: Sequence[int], spec: SampleSpec) -> _Noise:
@@ -125,6 +128,16 @@ class _Path:
     means: list[Tensor] = field(default_factory=list)
     negatives: list[Tensor] = field(default_factory=list)
     logps: list[Tensor] = field(default_factory=list)
+    slopes: list[Weights] = field(default_factory=list)
+
+    def keep(self, step: flow_steps.Transition, spec: SampleSpec) -> None:
+        """Of a trained step that has led to x."""
+        logp = step.logp(self.x)
+        if spec.slopes:
+            logp.sum().backward()
+        self.logps.append(logp.detach())
+        self.latents.append(self.x)
+        self.means += [step.mean.detach()] if spec.means else []
 
 
 def _walk(
@@ -141,31 +154,63 @@ def _walk(
     negative = context.negative.rows(rows) if context.negative else None
     path = _Path(x)
     before: flow_steps.Clean | None = None  # what a multistep solver remembers
-    for i in steps:
-        if i in spec.trained and not path.latents:
-            path.latents.append(path.x)
-        sigma, sigma_next = context.sigmas[i : i + 2, None].expand(2, len(x))
-        if spec.apart and negative is not None:
-            u = model.velocity(path.x, sigma, negative, spec.weights)
-            c = model.velocity(path.x, sigma, cond, spec.weights)
-            v = model.guide(u, c, spec.guidance)
-            path.negatives += [u] if i in spec.trained else []
-        else:
-            v = guided(model, path.x, sigma, cond, negative, spec.guidance, spec.weights)
-        if i in spec.stochastic:
-            step = flow_steps.transition(
-                spec.rule, path.x, v, sigma, sigma_next, context.sigmas[1], spec.noise
-            )
-            path.x, before = step.draw(noise.draw()), None
-            if i in spec.trained:
-                path.logps.append(step.logp(path.x))
+    with _sloping(model, path, spec, guided=negative is not None):
+        for i in steps:
+            trained = i in spec.trained
+            if trained and not path.latents:
                 path.latents.append(path.x)
-                path.means += [step.mean] if spec.means else []
-        elif spec.solver == "dpm2":
-            path.x, before = flow_steps.dpm2(path.x, v, sigma, sigma_next, before)
-        else:
-            path.x = flow_steps.euler(path.x, v, sigma, sigma_next)
+            sigma, sigma_next = context.sigmas[i : i + 2, None].expand(2, len(x))
+            with torch.set_grad_enabled(spec.slopes and trained):
+                v, u = _velocities(model, path.x, sigma, cond, negative, spec)
+                path.negatives += [u] if trained and u is not None else []
+                if i in spec.stochastic:
+                    step = flow_steps.transition(
+                        spec.rule, path.x, v, sigma, sigma_next, context.sigmas[1], spec.noise
+                    )
+                    path.x, before = step.draw(noise.draw()).detach(), None
+                    if trained:
+                        path.keep(step, spec)
+                elif spec.solver == "dpm2":
+                    path.x, before = flow_steps.dpm2(path.x, v, sigma, sigma_next, before)
+                else:
+                    path.x = flow_steps.euler(path.x, v, sigma, sigma_next)
     return path
+
+
+def _velocities(
+    model: FlowModel,
+    x: Tensor,
+    sigma: Tensor,
+    cond: Conditioning,
+    negative: Conditioning | None,
+    spec: SampleSpec,
+) -> tuple[Tensor, Tensor | None]:
+    """The guided one, and the negative branch's where that runs apart: never differentiated."""
+    if negative is None or not spec.apart:
+        return guided(model, x, sigma, cond, negative, spec.guidance, spec.weights), None
+    with torch.no_grad():
+        u = model.velocity(x, sigma, negative, spec.weights)
+    return model.guide(u, model.velocity(x, sigma, cond, spec.weights), spec.guidance), u
+
+
+@contextmanager
+def _sloping(model: FlowModel, path: _Path, spec: SampleSpec, guided: bool) -> Iterator[None]:
+    """Within, every row of a pass gathers a gradient of its own; afterwards `path.slopes` has each
+    sample's: the sum over its rows, one in each branch that is differentiated. Every pass runs so,
+    differentiated or not: a compiled network has one graph for all."""
+    if not spec.slopes:
+        yield
+        return
+    shape = (2 if guided and not spec.apart else 1, len(path.x))
+    rows = shape[0] * shape[1]
+    with model.policy.by_row(model.filled(rows)) as own:
+        yield
+    slopes = {}
+    for name, weights in own.items():
+        if weights.grad is not None:  # else the network made nothing of it, or no step is trained
+            slopes[name] = weights.grad[:rows].unflatten(0, shape).sum(0)
+            weights.grad = None  # as large again
+    path.slopes = [{name: t[i] for name, t in slopes.items()} for i in range(len(path.x))]
 
 
 def _steps(kept: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -58,6 +58,9 @@ class FlowModel(Protocol):
     ) -> Tensor:
         """x: (N, C, H, W), sigma: (N,), cond: N rows → v: (N, C, H, W) float32."""
 
+    def filled(self, rows: int) -> int:
+        """How many rows the network runs with where so many are asked for."""
+
     def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
         """The two branches' velocities → the guided one."""
 

@@ -94,6 +94,10 @@ class PipelineModel(ABC):
         index = self._filling(len(x))
         return (x, sigma, cond) if index is None else (x[index], sigma[index], cond.rows(index))
 
+    def filled(self, rows: int) -> int:
+        index = self._filling(rows)
+        return rows if index is None else len(index)
+
     def _filling(self, rows: int) -> Tensor | None:
         return speed.filling(rows, self.sizes, self.device) if self.compiled else None
 

@@ -1,0 +1,118 @@
+"""The proof that both sides of flow_iteration.py compute the same thing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from flow_plain import Batch
+from flow_sides import PROMPT, Ours, Theirs, advantages
+from torch import Tensor
+
+from gesso import config
+from gesso.algorithms.base import Prepared
+from gesso.algorithms.flow_grpo import FlowGRPO, StepTerms
+from gesso.models.policy import Policy
+from gesso.types import FlowContext, FlowTrace, Rollout
+
+
+def relative(found: Tensor, truth: Tensor) -> float:
+    return float((found - truth).norm() / truth.norm())
+
+
+def prove(ours: Ours, theirs: Theirs, images: int = 2) -> dict[str, tuple[float, float]]:
+    """By name: how far ours and the plain side are from float32, on paths, log-probs and gradients.
+    The plain side's distance is the floor: what half precision itself loses."""
+    found: dict[str, tuple[float, float]] = {}
+    plain = theirs.plain
+    plain.reset()
+    ours.model.policy.load(ours.start)
+    for gradient in ("both", "conditional"):
+        algorithm = FlowGRPO(
+            beta=0.0, group=images, updates=1, guidance_gradient=gradient, clip=1e3
+        )
+        half, plain.dtype = plain.dtype, None
+        truth = theirs.sample(algorithm, images, exact=True)
+        logp, slope = their_replay(theirs, truth, algorithm, images)
+        plain.dtype = half
+        mine = our_replay(ours, truth, algorithm)
+        yours = their_replay(theirs, truth, algorithm, images)
+        if gradient == "both":
+            end = truth.latents[-1]
+            drawn = ours.sample(algorithm, images).paths.clean
+            apart = relative(theirs.sample(algorithm, images, True).latents[-1], end)
+            found["latents at the end"] = (relative(drawn, end), apart)
+            gaps = [float((replayed[0] - logp).abs().max()) for replayed in (mine, yours)]
+            found["log-probs, largest"] = (gaps[0], gaps[1])
+        found[f"gradient, {gradient}"] = (relative(mine[1], slope), relative(yours[1], slope))
+    found["gradient, one pass"] = in_one_pass(ours, theirs, images)
+    return found
+
+
+def in_one_pass(ours: Ours, theirs: Theirs, images: int) -> tuple[float, float]:
+    """How far the gradient that sampling has taken is from float32's of the same path, and how far
+    the plain side's is."""
+    algorithm = FlowGRPO(beta=0.0, group=images, updates=1, one_pass=True)
+    rollout = ours.sample(algorithm, images)
+    terms = algorithm.terms(rollout, Prepared(advantages(images)), torch.Generator())
+    (algorithm.loss(ours.model, terms).loss.sum() / terms.total).backward()
+    mine = taken(ours.model.policy)
+    trace, row = rollout.paths, rollout.paths.row
+    logps = dict(enumerate(rollout.logp.unbind(1)))
+    steps = list(trace.latents.unbind(1))
+    path = Batch(theirs.cond.rows(row), theirs.negative.rows(row), steps, logps, torch.empty(0))
+    half, theirs.plain.dtype = theirs.plain.dtype, None
+    _, truth = their_replay(theirs, path, algorithm, images)
+    theirs.plain.dtype = half
+    _, yours = their_replay(theirs, path, algorithm, images)
+    return relative(mine, truth), relative(yours, truth)
+
+
+def their_replay(
+    theirs: Theirs, batch: Batch, algorithm: FlowGRPO, images: int
+) -> tuple[Tensor, Tensor]:
+    """Log-probs (N, S) of a given path, and the gradient of the loss."""
+    plain, sigmas = theirs.plain, theirs.sigmas(algorithm.steps)
+    advantage = advantages(images).to(plain.device)
+    plain.reset()
+    logps = []
+    for i in range(algorithm.terms_a_sample):
+        step = plain._transition(batch, algorithm, i, sigmas)
+        logps.append(step.logp(batch.latents[i + 1]))
+        ratio = torch.exp(logps[-1] - batch.logp[i])
+        (-(advantage * ratio).mean() / algorithm.terms_a_sample).backward()
+    names = {id(p): n for n, p in plain.network.named_parameters()}
+    grads = sorted((names[id(p)], p.grad.flatten()) for p in plain.trained)
+    plain.optimizer.zero_grad()
+    return torch.stack([t.detach() for t in logps], 1), torch.cat([g for _, g in grads])
+
+
+def our_replay(ours: Ours, batch: Batch, algorithm: FlowGRPO) -> tuple[Tensor, Tensor]:
+    model, images, steps = ours.model, len(batch.latents[0]), algorithm.terms_a_sample
+    model.policy.load(ours.start)
+    sigmas = model.sigmas(algorithm.steps, ours.shape.size, ours.shape.size).to(model.device)
+    cond, negative = (model.encode([text]) for text in (PROMPT.text, PROMPT.negative))
+    context = FlowContext(sigmas, range(steps), cond, negative)
+    latents = torch.stack(batch.latents[: steps + 1], 1)
+    row = torch.zeros(images, dtype=torch.long, device=model.device)
+    trace = FlowTrace(context, row, latents, latents[:, :0], batch.latents[-1])
+    old = torch.stack([batch.logp[i] for i in range(steps)], 1)
+    nobody: Any = [None] * images
+    rollout = Rollout(nobody, row.cpu(), trace, old, 0, nobody, {})
+    terms = algorithm.terms(rollout, Prepared(advantages(images)), torch.Generator())
+    assert isinstance(terms, StepTerms)
+    logps = []
+    with model.policy.standing():
+        for part in terms.micro(config.Learner(micro_batch=ours.shape.images)):
+            with torch.no_grad():
+                logps.append(algorithm._transition(model, part, "current").logp(part.x_next))
+            (algorithm.loss(model, part).loss.sum() / terms.total).backward()
+    return torch.cat(logps).view(images, steps), taken(model.policy)
+
+
+def taken(policy: Policy) -> Tensor:
+    """The gradient, which is gone afterwards."""
+    grads = sorted((n, p.grad.flatten()) for n, p in policy.trained.items() if p.grad is not None)
+    for p in policy.trained.values():
+        p.grad = None
+    return torch.cat([g for _, g in grads])
