@@ -61,7 +61,7 @@ class Terms(Rows):
 
 @dataclass(frozen=True)
 class TermLosses:
-    loss: Tensor  # (T,), with gradient
+    loss: Tensor  # (T,) or their sum, with gradient
     stats: Mapping[str, Tensor]  # flat, without: one value a term, or a token
 
 

@@ -66,7 +66,8 @@ class SlopeTerms(Terms):
         return self.total
 
     def micro(self, settings: config.Learner) -> Iterator[SlopeTerms]:
-        yield self  # no network is run
+        if self.slopes:
+            yield self  # at once: no network is run
 
     def loss(self, policy: Policy) -> Tensor:
         """−Σ A_i·⟨∇logp_i, θ⟩: where the ratio is 1, it has the surrogate's gradient."""
@@ -178,13 +179,13 @@ class FlowGRPO(FlowAlgorithm):
         self, rollout: Rollout, prepared: Prepared, generator: torch.Generator
     ) -> StepTerms | SlopeTerms:
         total, advantages = rollout.logp.numel(), prepared.advantages
-        if rollout.paths.slopes is not None:
-            there = rollout.logp.device
-            return SlopeTerms(total, rollout.paths.slopes, advantages.float().to(there))
         if self.beta == 0:  # without a KL term a sample whose advantage is 0 has no gradient
             moved = advantages.nonzero()[:, 0]
             rollout, advantages = rollout.rows(moved), advantages[moved]
         trace, known = rollout.paths, rollout.paths.negatives
+        advantages = advantages.float().to(trace.row.device)
+        if trace.slopes is not None:
+            return SlopeTerms(total, trace.slopes, advantages)
         n, s = rollout.logp.shape
         trained = torch.tensor(trace.context.trained, device=trace.row.device)
         sigmas = trace.context.sigmas
@@ -200,7 +201,7 @@ class FlowGRPO(FlowAlgorithm):
             sigma=sigmas[trained].repeat(n),
             sigma_next=sigmas[trained + 1].repeat(n),
             old_logp=rollout.logp.flatten(),
-            advantage=advantages.float().to(trace.row.device).repeat_interleave(s),
+            advantage=advantages.repeat_interleave(s),
         )
 
     def loss(self, model: FlowModel, terms: StepTerms | SlopeTerms) -> TermLosses:

@@ -96,11 +96,12 @@ def _works(model: Any, algorithm: Algorithm, recipe: Recipe) -> dict[str, Callab
         asked = model, trace.clean, sigma, cond, negative, spec.guidance
         with torch.set_grad_enabled(spec.slopes):
             v = guided(*asked, gradient=gradient)
-        if spec.slopes:  # beside what the rows have gathered, in each branch by itself
-            branches = 2 if negative is not None and not spec.apart else 1
-            gathered = torch.empty(branches * batch, model.policy.size, device=model.device)
+        if spec.slopes:
+            again = batch if negative is not None and not spec.apart else 0
+            # Branches gather by themselves: one where the batch's gradients will be stored.
+            beside = torch.empty(again, model.policy.size, device=model.device)
             v.sum().backward()
-            del gathered
+            del beside
         return v
 
     @torch.no_grad()

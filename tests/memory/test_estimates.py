@@ -49,6 +49,30 @@ def test_folding_takes_the_adapted_weights_once_more() -> None:
     assert told("model.fold=true") == 2 * held
 
 
+@pytest.mark.parametrize("branches", [1, 2])
+def test_gradients_of_each_sample_are_stored_and_drawing_keeps_what_an_update_would(
+    branches: int,
+) -> None:
+    both = ["both", "conditional"][branches == 1]
+    common = ["model.lora.rank=16", "model.dtype=bfloat16", "algorithm.guidance=3.0"]
+    common += [f"algorithm.guidance_gradient={both}", "sampler.batch=8", "learner.micro_batch=8"]
+    two, one = (
+        estimate(build.recipe("demo", [*common, f"algorithm.one_pass={said}"]))
+        for said in ("false", "true")
+    )
+    size = two.copy  # of the adapter, in float32
+    assert one.lasting["stored samples"] - two.lasting["stored samples"] == 96 * size
+    kept = "weights with the LoRA in them"
+    assert one.lasting[kept] == two.lasting[kept]
+    # The first branch gathers where its batch's gradients will be stored.
+    drawing = one.passing["drawing"] - 8 * (branches - 1) * size
+    updating = two.passing["update with gradients"] - size
+    assert drawing == pytest.approx(updating, rel=0.1) and drawing > 2 * two.passing["drawing"]
+    assert one.passing["update with gradients"] < 4 * size
+    folded = estimate(build.recipe("demo", [*common[:1], "algorithm.one_pass=true"])).lasting
+    assert folded[kept] > 0  # in float32, too: it cannot be without
+
+
 def test_check_says_what_it_takes(capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["check", "demo", "--memory"]) == 0
     out = capsys.readouterr().out

@@ -31,7 +31,8 @@ def measured_peak(recipe: Recipe) -> int:
             name = recipe.reward[0].name
             scores = [Score(i % 5, {name: i % 5}) for i in range(len(rollout.samples))]
             for step in range(2):  # only from the second on Adam has its state
-                job.learner.update(replace(rollout, scores=scores), step)
+                job.learner.update(replace(rollout, scores=scores, version=step), step)
+            del rollout  # as in the loop
             job.cluster.collect(1).result()
         finally:
             job.close()
@@ -57,6 +58,12 @@ VARIANTS = {
         'algorithm={name="diffusion-nft", group=12, steps=6, times=2}',
         "data.groups=8",  # two times a sample, not three steps: a micro-batch of 96 twice
         "learner.micro_batch=96",
+    ],
+    "one pass": [
+        "model.lora.rank=16",
+        "model.fold=true",
+        "algorithm.one_pass=true",
+        "algorithm.guidance=3.0",
     ],
     "guard": ['algorithm={name="grpo-guard", group=12, steps=6, guidance=1.0}'],
 }

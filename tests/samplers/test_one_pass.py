@@ -1,18 +1,24 @@
-"""Gradients taken while sampling: the same update without a pass of its own."""
+"""Gradients taken while sampling: the same update, without a pass of its own."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from gesso import build
-from gesso.types import Rollout
+from gesso import build, cli
+from gesso.check import check
+from gesso.models.flow.compiled import compile_blocks
+from gesso.run import assemble, resume, train
+from gesso.types import FlowTrace, Rollout, Score, UserError
 from tests import pipelines
-from tests.models.test_folded import Counted, stirred
-from tests.models.test_folded import gradient as gradient_of
+from tests.models.test_folded import Counted, adapted, stirred
 from tests.rollouts import parts_of, rollout_of
+
+Gradients = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
@@ -25,59 +31,223 @@ def data(recipe_data: dict, folder: Path) -> dict:
     recipe_data["model"] |= {
         "path": str(folder), "text_length": 16, "lora": {"rank": 4, "alpha": 8}, "fold": True,
     }  # fmt: skip
-    recipe_data["algorithm"] |= {
-        "guidance": 4.5, "steps": 3, "updates": 1, "beta": 0.0, "one_pass": True,
-    }  # fmt: skip
-    recipe_data["learner"] = {"micro_batch": 6}
+    recipe_data["algorithm"] |= {"guidance": 4.5, "steps": 3, "one_pass": True}
     return recipe_data
 
 
-def compared(data: dict, batch: int = 4) -> torch.Tensor:
-    """The gradient, the same in one pass as in two; so are pictures and log-probs."""
-    found: list[tuple[Rollout, torch.Tensor]] = []
-    for one in (True, False):
+def gradients(learner: Any, rollout: Rollout) -> Gradients:
+    """Of the one optimizer step, which moves nothing."""
+    seen: list[Gradients] = []
+    trained = learner.policy.trained.items()
+    hook = learner.optimizer.register_step_pre_hook(
+        lambda *_: seen.append({n: p.grad for n, p in trained if p.grad is not None})
+    )
+    learner._rates = [0.0]
+    learner.schedule = learner.schedule.model_copy(update={"max_norm": 1e9})
+    metrics = learner.update(rollout, 0)
+    hook.remove()
+    assert metrics["update/skipped"] == 0 and len(seen) == 1
+    return seen[0]
+
+
+def distance(found: Gradients, expected: Gradients) -> float:
+    assert found.keys() == expected.keys()
+    one, other = (torch.cat([g[name].flatten() for name in expected]) for g in (found, expected))
+    assert other.norm() > 1e-4
+    return float((one - other).norm() / other.norm())
+
+
+def compared(data: dict, batch: int = 4) -> Gradients:
+    """In one pass as in two: pictures, log-probs, gradient. An update runs no network."""
+    found: list[tuple[Rollout, Gradients]] = []
+    for one in (False, True):
         data["algorithm"]["one_pass"] = one
         model, algorithm, learner = parts_of(build.recipe_from(data))
         stirred(model)
         rollout = rollout_of(model, algorithm, batch=batch)
         counted = Counted(model)
-        found.append((rollout, gradient_of(learner, rollout)))
-        assert bool(counted.rows) != one
-        assert (rollout.paths.slopes is not None) == one
-    (one_rollout, slope), (rollout, plain) = found
-    assert torch.equal(one_rollout.paths.clean, rollout.paths.clean)
-    assert torch.equal(one_rollout.logp, rollout.logp)
-    assert plain.norm() > 1e-4
-    print(float((slope - plain).norm() / plain.norm()))
-    assert (slope - plain).norm() < 1e-5 * plain.norm()
-    return plain
+        found.append((rollout, gradients(learner, rollout)))
+        assert bool(counted.rows) != one and (rollout.paths.slopes is not None) == one
+        assert not rollout.logp.requires_grad and not rollout.paths.clean.requires_grad
+    (two_passes, expected), (one_pass, slope) = found
+    assert torch.equal(one_pass.paths.clean, two_passes.paths.clean)
+    assert torch.equal(one_pass.paths.latents, two_passes.paths.latents)
+    assert torch.equal(one_pass.logp, two_passes.logp)
+    assert distance(slope, expected) < 1e-5
+    return expected
 
 
-@pytest.mark.parametrize("gradient", ["both", "conditional"])
-def test_an_update_is_that_of_two_passes(data: dict, gradient: str) -> None:
-    data["algorithm"]["guidance_gradient"] = gradient
+FAST = {"name": "flow-grpo-fast", "group": 3, "steps": 4, "updates": 1, "clip": 0.2}
+FAST |= {"window": {"size": 2, "low": 1, "high": 3}}
+DANCE = {"name": "dance-grpo", "group": 3, "steps": 3, "updates": 1, "guidance": 4.5, "clip": 0.2}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "both": {"guidance_gradient": "both"},
+    "conditional": {"guidance_gradient": "conditional"},
+    "unguided": {"guidance": 1.0},
+    "a window": FAST,
+    "a guided window": FAST | {"guidance": 3.0, "guidance_gradient": "conditional"},
+    "one noise, a window": DANCE | {"window": {"size": 1, "low": 1, "high": 2}},
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_an_update_is_that_of_two_passes(data: dict, variant: str) -> None:
+    """Two groups, in batches of 4 and 2."""
+    own = VARIANTS[variant]
+    data["algorithm"] = own if "name" in own else data["algorithm"] | own
     compared(data)
 
 
-@pytest.mark.parametrize("gradient", ["both", pytest.param("conditional", marks=pytest.mark.slow)])
-def test_compiled_one_graph_serves_all_passes(data: dict, gradient: str) -> None:
-    """Three kinds of block, three graphs: of steps with gradient and without, full batches or
-    not, and evaluations."""
-    from gesso.models.flow.compiled import compile_blocks
-
-    data["algorithm"]["guidance_gradient"] = gradient
-    data["sampler"] = {"batch": 4}
+@pytest.mark.parametrize("name", ["flux-dev", "qwen-image"])
+def test_of_other_models(data: dict, name: str, tmp_path: Path) -> None:
+    """FLUX has no second branch. Of Qwen-Image's last block nothing of the text is used: what its
+    adapters there are trained with is no gradient of zeros, but none."""
+    path = str(pipelines.build(name, tmp_path / "pipeline"))
+    data["model"] |= {"name": name.partition("-dev")[0], "path": path}
     expected = compared(data)
-    data["algorithm"]["one_pass"] = True
+    model = build.model(build.recipe_from(data))
+    assert (len(expected) < len(model.policy.trained)) == (name == "qwen-image")
+
+
+def test_with_activations_computed_again(data: dict) -> None:
+    data["model"]["gradient_checkpointing"] = True
+    compared(data, batch=6)
+
+
+@pytest.mark.parametrize("gradient", ["both", pytest.param("conditional", marks=pytest.mark.slow)])
+def test_compiled_all_passes_share_their_graphs(data: dict, gradient: str) -> None:
+    """Three kinds of block, three graphs: of steps with gradient and without, of batches that are
+    full and that are filled up. Rows that fill leave nothing in the gradient."""
+    data["algorithm"]["guidance_gradient"] = gradient
+    expected = compared(data)
     model, algorithm, learner = parts_of(build.recipe_from(data))
     stirred(model)
     torch._dynamo.reset()
     compile_blocks(model.transformer, model.blocks, backend="aot_eager")
-    model.compiled, model.sizes = True, (8,)
+    model.compiled, model.sizes = True, (10,)
     counters = torch._dynamo.utils.counters["stats"]
     counters.clear()
-    for _ in range(2):
+    counted = Counted(model)
+    for step in range(2):
         rollout = rollout_of(model, algorithm)
-        print(counters["unique_graphs"])
-        found = gradient_of(learner, rollout)
-        print((found - expected).norm() / expected.norm())
+        assert distance(gradients(learner, rollout), expected) < 1e-5
+        assert counters["unique_graphs"] == 3, step
+    assert set(counted.rows) == {10}
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 96), (3, 96), (3, 2, 5, 96)])
+def test_a_product_by_row_against_one_by_one(shape: tuple[int, ...]) -> None:
+    layer, _ = adapted(torch.float32, 0.3)
+    layer.folded = layer.fold()
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    noise = torch.Generator().manual_seed(1)
+    x = torch.randn(shape, generator=noise).requires_grad_()
+    pull = torch.randn(*shape[:-1], 64, generator=noise)
+    whole = torch.autograd.grad((layer(x) * pull).sum(), x)[0]
+    one_by_one = [torch.autograd.grad((layer(x[[i]]) * pull[[i]]).sum(), (a, b)) for i in range(3)]
+    rows = tuple(p.detach().expand(3, *p.shape).requires_grad_() for p in (a, b))
+    layer.by_row = (rows[0], rows[1])
+    y = layer(x)
+    assert torch.equal(y, x @ layer.folded.T + layer.base_layer.bias)
+    to_x, *found = torch.autograd.grad((y * pull).sum(), (x, *rows))
+    assert torch.equal(to_x, whole)
+    for mine, own in zip(found, zip(*one_by_one, strict=True), strict=True):
+        torch.testing.assert_close(mine, torch.stack(own), rtol=1e-5, atol=1e-5)
+    with pytest.raises(AssertionError, match="6 rows, adapters of 3"):
+        layer(torch.cat([x, x])).sum().backward()
+
+
+def test_nothing_is_left_behind(data: dict) -> None:
+    model, algorithm, learner = parts_of(build.recipe_from(data))
+    policy = model.policy
+    with pytest.raises(KeyError), policy.standing(), policy.by_row(2) as own:
+        assert own.keys() == policy.trained.keys()
+        for name, p in policy.trained.items():
+            assert own[name].shape == (2, *p.shape) and own[name].data_ptr() == p.data_ptr()
+        raise KeyError("whatever happens within")
+    assert all(layer.by_row is None and layer.folded is None for layer in policy._layers)
+    rollout = rollout_of(model, algorithm)
+    assert all(layer.by_row is None for layer in policy._layers)
+    assert all(p.grad is None for p in policy.trained.values())
+    with pytest.raises(AssertionError, match="only folded adapters"), policy.by_row(2):
+        raise NotImplementedError
+    assert rollout.aged().paths.slopes is None
+    found = gradients(learner, replace(rollout, trace=replace(rollout.paths, negatives=None)))
+    assert distance(gradients(learner, rollout.aged()), found) < 1e-5  # as in two passes
+
+
+def test_slopes_go_with_their_samples(data: dict) -> None:
+    """By reference: a rollout's are gigabytes."""
+    model, algorithm, _ = parts_of(build.recipe_from(data))
+    trace = rollout_of(model, algorithm).paths
+    whole = trace.slopes
+    assert whole is not None and len(whole) == 6
+    picked = trace.rows(torch.tensor([4, 1])).slopes
+    assert picked is not None and picked[0] is whole[4] and picked[1] is whole[1]
+    joined = FlowTrace.concat([trace, trace]).slopes
+    assert joined is not None and len(joined) == 12 and joined[7] is whole[1]
+    assert FlowTrace.concat([trace, replace(trace, slopes=None)]).slopes is None
+
+
+def test_a_batch_without_spread_moves_nothing(data: dict) -> None:
+    """As in two passes: not even by Adam's momentum."""
+    model, algorithm, learner = parts_of(build.recipe_from(data))
+    rollout = rollout_of(model, algorithm)
+    learner.update(rollout, 0)
+    before = {name: t.clone() for name, t in learner.weights().items()}
+    even = replace(rollout, scores=[Score(0.5, {"made-up": 0.5})] * 6, version=1)
+    metrics = learner.update(even, 1)
+    assert metrics["update/grad_norm"] == 0
+    assert all(torch.equal(t, before[name]) for name, t in learner.weights().items())
+
+
+def test_a_run_and_a_resumed_one(data: dict, tmp_path: Path) -> None:
+    """To the bit; no row speaks of a ratio, for there is none."""
+    recipe = build.recipe_from(data | {"steps": 3, "optimizer": {"lr": 1e-3}})
+    whole = train(recipe, folder=tmp_path / "whole", quiet=True)
+    train(recipe.model_copy(update={"steps": 1}), folder=tmp_path / "cut", quiet=True)
+    cut = resume(tmp_path / "cut", quiet=True, steps=3)
+    first, second = whole.load(3)[0], cut.load(3)[0]
+    assert first.keys() == second.keys()
+    assert all(tensor.equal(second[key]) for key, tensor in first.items())
+    rows = list(whole.rows())
+    assert rows[-1]["update/grad_norm"] > 0 and rows[-1]["health"] == []
+    assert not {"update/ratio", "update/clipped", "update/abs_dlogp"} & rows[-1].keys()
+
+
+def test_check_tries_it(data: dict) -> None:
+    found = dict(check(build.recipe_from(data)).facts)
+    assert found["ratio"] == "not used by this algorithm" and "a step" in found["time"]
+
+
+REFUSED = {
+    "algorithm.updates=2": "takes gradients with the weights that draw, so a rollout gives one "
+    "optimizer step, got updates = 2; set updates = 1",
+    "algorithm.beta=0.04": "has no pass for a KL to the reference, got beta = 0.04; set beta = 0",
+    "algorithm.name=grpo-guard": "a ratio of 1, and grpo-guard has a surrogate that is more than",
+    "algorithm.name=flow-dppo": "a ratio of 1, and flow-dppo has a surrogate that is more than",
+    "lag=1": r"got lag = 1, which learns with later weights than draw; set lag = 0",
+    "model.lora=none": "got a full fine-tune; set model.lora.rank",
+    "model.quantize=nf4": 'got quantize = "nf4"; leave model.quantize out',
+    "model.fold=false": "got fold = false; leave model.fold out, or set it to true",
+}
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_what_cannot_be_in_one_pass(change: str) -> None:
+    possible = ["model.lora.rank=4", "algorithm.one_pass=true"]
+    assert build.recipe("demo", possible)
+    with pytest.raises(UserError, match="one_pass = true") as raised:
+        build.recipe("demo", [*possible, change])
+    assert REFUSED[change] in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_on_a_cpu_folding_must_be_asked_for(capsys: pytest.CaptureFixture) -> None:
+    """Before anything is loaded; and what was trained on a GPU can be looked at here."""
+    recipe = build.recipe("demo", ["model.lora.rank=4", "algorithm.one_pass=true"])
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"device": "cpu"})})
+    with pytest.raises(UserError, match=r'on device "cpu" .* set model.fold = true'):
+        assemble(recipe)
+    changes = ["model.lora.rank=4", "algorithm.one_pass=true", "model.device=cpu"]
+    assert cli.main(["check", "demo", *changes]) != 0
+    assert "set model.fold = true" in capsys.readouterr().err
