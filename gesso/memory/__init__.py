@@ -47,10 +47,6 @@ def estimate(recipe: Recipe) -> Memory:
     model, algorithm = build.model(bare), build.algorithm(recipe)
     critic = build.critic(bare, algorithm, model)
     beside = critic.trained if critic is not None else {}
-    for parameter in beside.values():
-        if parameter.device.type != "meta":  # PEFT makes a second adapter on the CPU
-            empty = torch.empty_like(parameter, device="meta")
-            torch.utils.swap_tensors(parameter, torch.nn.Parameter(empty))
     if isinstance(model, PipelineModel):
         load: Load = flow.load(model, algorithm, recipe)
     elif isinstance(model, TransformerModel):

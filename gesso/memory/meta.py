@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 NF4_BYTES = 0.5 + 4 / 64  # a weight: four bits, and a float32 scale for every 64 of them
 
@@ -70,18 +71,16 @@ class _Live(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         result = self._run(function, args, kwargs or {})
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.device.type == "meta":
+        for tensor in _tensors((result,)):
+            if tensor.is_meta:
                 self._see(tensor.untyped_storage())
         return result
 
     def _run(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What depends on numbers is answered without them. Small tensors of the CPU that meet one
         of the meta device follow it there."""
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        places = {tensor.device.type for tensor in tensors}
         first: Any = args[0] if args else None
-        if function is torch.ops.aten.index.Tensor and first.device.type == "meta":
+        if function is torch.ops.aten.index.Tensor and first.is_meta:
             mask = args[1][0]
             if mask is not None and mask.dtype == torch.bool:
                 return first.new_empty(self._count(mask), *first.shape[mask.ndim :])
@@ -93,23 +92,29 @@ class _Live(TorchDispatchMode):
                 moved = function(*args, **kwargs)
                 self.set[moved.untyped_storage()._cdata] = int(first.sum())
                 return moved
-        if places == {"meta", "cpu"} and function is not torch.ops.aten.copy_.default:
+        tensors = _tensors((*args, *kwargs.values()))
+        mixed = len({tensor.is_meta for tensor in tensors}) == 2
+        if mixed and function is not torch.ops.aten.copy_.default:
             args, kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
-        return self._again(function, args, kwargs)
+            tensors = _tensors((*args, *kwargs.values()))
+        return self._again(function, args, kwargs, tensors)
 
-    def _again(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _again(
+        self, function: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]
+    ) -> Any:
         """A network's layers are alike, and shapes take torch longer to work out than to remember:
         what made new tensors once makes such tensors again."""
-        inputs, spec = tree_flatten((args, kwargs))
-        shapes = tuple(
-            _Shape.of(leaf) if isinstance(leaf, Tensor) else (type(leaf), leaf) for leaf in inputs
-        )
-        key = function, str(spec), shapes
+        if _aliases(function):
+            return function(*args, **kwargs)
+        key = function, _key(args), *((name, _key(value)) for name, value in kwargs.items())
         if key in self.made:
-            return tree_map_only(_Shape, _Shape.like, self.made[key])
+            made = self.made[key]
+            return made.like() if isinstance(made, _Shape) else [shape.like() for shape in made]
         result = function(*args, **kwargs)
-        if _is_new(function, inputs, result):
-            self.made[key] = tree_map_only(Tensor, _Shape.of, result)
+        if isinstance(result, Tensor) and _are_new([result], tensors):
+            self.made[key] = _Shape.of(result)
+        elif isinstance(result, list | tuple) and _are_new(result, tensors):
+            self.made[key] = [_Shape.of(tensor) for tensor in result]
         return result
 
     def _count(self, mask: Tensor) -> int:
@@ -132,8 +137,7 @@ class _Live(TorchDispatchMode):
         self.now -= size
 
 
-@dataclass(frozen=True)
-class _Shape:
+class _Shape(NamedTuple):
     size: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -147,16 +151,41 @@ class _Shape:
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
 
-def _is_new(function: Any, inputs: list[Any], result: Any) -> bool:
-    """Tensors of the meta device alone, in storages of their own, from inputs left as they were."""
-    found = [result] if isinstance(result, Tensor) else result
-    if function._schema.is_mutable or not isinstance(found, list | tuple) or not found:
+# Operators take and give values and flat lists of values, no deeper: torch's pytrees, which know of
+# every nesting, took most of an estimate's time.
+
+
+def _tensors(values: Iterable[Any]) -> list[Tensor]:
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += [part for part in value if isinstance(part, Tensor)]
+    return found
+
+
+def _key(value: Any) -> Any:
+    """What of an operator's input its result's shape can depend on."""
+    if isinstance(value, Tensor):
+        return _Shape.of(value)
+    if isinstance(value, list | tuple):
+        return tuple(map(_key, value))
+    return type(value), value
+
+
+@functools.cache
+def _aliases(function: Any) -> bool:
+    """Whether it writes to an input, or may give one back: a view."""
+    return any(argument.alias_info is not None for argument in function._schema.arguments)
+
+
+def _are_new(found: Sequence[Any], given: Iterable[Tensor]) -> bool:
+    """Tensors of the meta device alone, in storages of their own."""
+    if not found or not all(isinstance(t, Tensor) and t.is_meta for t in found):
         return False
-    if not all(isinstance(t, Tensor) and t.device.type == "meta" for t in found):
-        return False
-    given = {t.untyped_storage()._cdata for t in inputs if isinstance(t, Tensor)}
     own = {t.untyped_storage()._cdata for t in found}
-    return len(own) == len(found) and not own & given
+    return len(own) == len(found) and own.isdisjoint(t.untyped_storage()._cdata for t in given)
 
 
 def _attention(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -192,9 +192,8 @@ class Policy:
         from copy import deepcopy
 
         before = {n for n, _ in self.module.named_parameters()}
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        with _drawn_from(seed, self.module), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Already found a `peft_config`")  # that is meant
-            torch.manual_seed(seed)
             self.module.add_adapter(deepcopy(self.module.peft_config["default"]), name)
         self._wear("default")
         self.folds = False  # which of the two is in the weights would change within a pass
@@ -293,6 +292,18 @@ def _folded(layer: Any) -> Tensor:
     return (weight.float() + layer.get_delta_weight("default").float()).to(weight.dtype)
 
 
+@contextmanager
+def _drawn_from(seed: int, module: nn.Module) -> Iterator[None]:
+    """Numbers of new adapters come from `seed`. A module on the meta device has none, and its
+    adapters would take longer to draw than all else about it."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        if all(parameter.is_meta for parameter in module.parameters()):
+            stack.enter_context(torch.device("meta"))
+        torch.manual_seed(seed)
+        yield
+
+
 def _add_lora(
     module: nn.Module, lora: Lora, targets: list[str], seed: int, frozen: str, folds: bool
 ) -> None:
@@ -310,8 +321,7 @@ def _add_lora(
         from gesso.models.folded import FoldedLinear
 
         config._register_custom_module({nn.Linear: FoldedLinear})  # PEFT's way to bring a layer
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with _drawn_from(seed, module):
         try:
             module.add_adapter(config)
         except ValueError as error:  # PEFT found no module of these names
