@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -423,7 +424,10 @@ LENGTHS = {  # own length, longest that may be asked for, tokens around "abc"
 }
 
 
-def test_text_lengths(tiny: Tiny) -> None:
+def test_text_lengths(
+    tiny: Tiny, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     own, most, around = LENGTHS[tiny.name]
     model = tiny.model(text_length=None)
     long_reader, *others = model.readers
@@ -439,6 +443,7 @@ def test_text_lengths(tiny: Tiny) -> None:
     assert "p.txt:4 with" in over_long(model, [fits, negative], "p.txt")[0]
     if tiny.name in BOTH:  # 16 tokens here, 77 in the real ones: cut long before T5 is
         assert "3 of 3 prompts of p.txt are longer than the 16 tokens that CLIP takes" in told[1]
+    assert "Token indices" not in caplog.text  # the tokenizer's own remark, which we make better
     with pytest.raises(UserError, match=f"text_length = {most + 1}, but .* to {most} tokens"):
         tiny.model(text_length=most + 1)
 

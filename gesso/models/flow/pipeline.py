@@ -252,8 +252,7 @@ def reader(name: str, limit: int, tokenizer: Any) -> Reader:
     """Counts with the special tokens, and without the tokenizer's own remark about long texts."""
 
     def tokens(text: str) -> int:
-        with quiet():
-            return len(tokenizer(text, truncation=False).input_ids)
+        return len(tokenizer(text, truncation=False, verbose=False).input_ids)
 
     return Reader(name, limit, tokens)
 
