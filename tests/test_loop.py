@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,7 @@ import torch
 from gesso import build, run
 from gesso.track.run_folder import RunFolder
 from gesso.types import Rollout, StopRun, UserError
+from tests import forked
 from tests.typed import sure
 
 USER = "tests.rewards.user_rewards"
@@ -106,27 +107,10 @@ def test_the_same_seed_gives_the_same_run(recipe_data: dict, tmp_path: Path) -> 
 PATIENCE = 600  # seconds, on a machine that has much else to do
 
 
-@contextmanager
-def training(*arguments: str | Path) -> Iterator[subprocess.Popen]:
-    """`gesso train …` in a process of its own, which ends with the test at the latest."""
-    command = [sys.executable, "-m", "gesso.cli", "train", *map(str, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def finish(*arguments: str | Path) -> None:
-    with training(*arguments) as process:
-        output, _ = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 0, output.decode()
-
-
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen) -> None:
+def wait_for(condition: Callable[[], bool], process: ForkServerProcess, output: Path) -> None:
     deadline = time.monotonic() + PATIENCE
     while not condition():
-        assert process.poll() is None, process.communicate()[0].decode()
+        assert process.is_alive(), output.read_text()
         assert time.monotonic() < deadline, "the run did not come so far"
         time.sleep(0.002)
 
@@ -137,7 +121,7 @@ def test_killed_anywhere_and_resumed_it_ends_the_same(
     recipe_data: dict, tmp_path: Path, algorithm: str
 ) -> None:
     """SIGKILL before the first row, between rows, while a checkpoint is being written and just
-    after one; the end is the same to the bit."""
+    after one; the end is the same to the bit, and that of a process which shares nothing."""
     if algorithm == "diffusion-nft":
         recipe_data["algorithm"] = {
             "name": algorithm, "group": 3, "steps": 4, "times": 2, "updates": 2,
@@ -147,8 +131,9 @@ def test_killed_anywhere_and_resumed_it_ends_the_same(
     recipe_data["model"]["path"] = "zoo:signs"  # takes long enough to save to be killed meanwhile
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(tomli_w.dumps(recipe_data))
-    calm, folder = tmp_path / "calm", tmp_path / "killed"
-    finish(recipe, "--run", calm, "--quiet")
+    calm, folder, output = tmp_path / "calm", tmp_path / "killed", tmp_path / "output.txt"
+    alone = [sys.executable, "-m", "gesso.cli", "train", str(recipe), "--run", str(calm), "--quiet"]
+    subprocess.run(alone, check=True, timeout=PATIENCE)
 
     metrics, checkpoints = folder / "metrics.jsonl", folder / "checkpoints"
     moments: list[Callable[[], bool]] = [
@@ -162,10 +147,14 @@ def test_killed_anywhere_and_resumed_it_ends_the_same(
         moments = moments[1:3]
     for i, moment in enumerate(moments):
         what = ("--resume", folder) if i else (recipe, "--run", folder)
-        with training(*what, "--quiet") as process:
-            wait_for(moment, process)
-            os.kill(process.pid, signal.SIGKILL)
-    finish("--resume", folder, "--quiet")
+        with forked.gesso("train", *what, "--quiet", output=output) as process:
+            wait_for(moment, process, output)
+            os.kill(sure(int, process.pid), signal.SIGKILL)
+            process.join()
+            assert process.exitcode == -signal.SIGKILL
+    with forked.gesso("train", "--resume", folder, "--quiet", output=output) as process:
+        process.join(PATIENCE)
+        assert process.exitcode == 0, output.read_text()
 
     rows, expected_rows = (comparable(RunFolder.open(f).rows()) for f in (folder, calm))
     assert len(rows) == len(expected_rows)
@@ -180,15 +169,17 @@ def test_killed_anywhere_and_resumed_it_ends_the_same(
 def test_ctrl_c_stops_cleanly_and_resume_goes_on(recipe_data: dict, tmp_path: Path) -> None:
     recipe_data |= {"steps": 200, "save": {"every": 100, "keep": 1}}
     recipe_data["eval"]["every"] = 0
-    recipe, folder = tmp_path / "recipe.toml", tmp_path / "run"
+    recipe, folder, output = (tmp_path / name for name in ("recipe.toml", "run", "output.txt"))
     recipe.write_text(tomli_w.dumps(recipe_data))
     metrics = folder / "metrics.jsonl"
-    with training(recipe, "--run", folder) as process:
-        wait_for(lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 3, process)
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=PATIENCE)
-    text = output.decode()
-    assert process.returncode == 0, text
+    with forked.gesso("train", recipe, "--run", folder, output=output) as process:
+        wait_for(
+            lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 3, process, output
+        )
+        os.kill(sure(int, process.pid), signal.SIGINT)
+        process.join(PATIENCE)
+        text = output.read_text()
+        assert process.exitcode == 0, text
     assert "stopping after this step" in text and f"gesso train --resume {folder}" in text
     stopped = RunFolder.open(folder).latest()
     assert stopped is not None and stopped == RunFolder.open(folder).rows()[-1]["step"] < 200
