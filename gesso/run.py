@@ -214,7 +214,9 @@ def _shown(recipe: Recipe, quiet: bool, shown: Display | None) -> Display:
 
 def _run(job: Job, run: RunFolder, display: Display) -> RunFolder:
     from gesso.loop import Loop
-    from gesso.viewer import report
+    from gesso.viewer import files, report
+
+    pictures = files.Thumbnails()  # of reports, one after every evaluation
 
     def tell(text: str) -> None:
         run.note(text)
@@ -234,7 +236,7 @@ def _run(job: Job, run: RunFolder, display: Display) -> RunFolder:
                 run=run,
                 watcher=watchers,
                 should_stop=should_stop,
-                after_eval=lambda: report.write(run.path, run.path / REPORT),
+                after_eval=lambda: report.write(run.path, run.path / REPORT, pictures),
             )
             loop.train()
         ok = True
@@ -251,7 +253,7 @@ def _run(job: Job, run: RunFolder, display: Display) -> RunFolder:
     finally:
         job.close()
         try:
-            report.write(run.path, run.path / REPORT)
+            report.write(run.path, run.path / REPORT, pictures)
         except OSError as error:  # must not hide why the run stopped
             display.note(f"no report.html: {error}")
         watchers.finish(ok)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import tomli_w
@@ -19,6 +20,7 @@ import torch
 from gesso import build, run
 from gesso.track.run_folder import RunFolder
 from gesso.types import Rollout, StopRun, UserError
+from gesso.viewer import files
 from tests import forked
 from tests.typed import sure
 
@@ -40,8 +42,11 @@ def final_state(folder: Path) -> dict[str, torch.Tensor]:
     return state
 
 
-def test_a_run_and_its_folder(recipe_data: dict, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
+def test_a_run_and_its_folder(
+    recipe_data: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, encode = tmp_path / "run", Mock(wraps=files.encode)
+    monkeypatch.setattr(files, "encode", encode)
     finished = go(recipe_data, folder)
     rows = finished.rows()
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
@@ -53,6 +58,8 @@ def test_a_run_and_its_folder(recipe_data: dict, tmp_path: Path) -> None:
     ]  # fmt: skip
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["000002", "000003"]
     assert "<html" in (folder / "report.html").read_text()
+    made = [call.args for call in encode.call_args_list]
+    assert len(made) == len(set(made)) > 0  # for all reports together, each picture once
     assert run.recipe_of(finished).algorithm.options["clip"] == 0.2
     first, last = ((folder / f"samples/{s:06d}.jsonl").read_text() for s in (0, 3))
     seeds = [[json.loads(line)["seed"] for line in text.splitlines()] for text in (first, last)]
@@ -315,7 +322,9 @@ def test_a_full_disk_anywhere_else_is_one_sentence_too(
     monkeypatch.setattr(
         RunFolder, "append", lambda self, row: full() if row["step"] == 2 else honest(self, row)
     )
-    monkeypatch.setattr(report, "write", lambda path, to: full() if (path / "x").exists() else to)
+    monkeypatch.setattr(
+        report, "write", lambda path, to, made: full() if (path / "x").exists() else to
+    )
     with pytest.raises(StopRun, match=r"could not write to .* No space left .* is step 1; make"):
         go(recipe_data, tmp_path / "run")
     (tmp_path / "run" / "x").touch()  # now the report cannot be written either: same sentence

@@ -16,7 +16,7 @@ from urllib.parse import urlencode
 
 from gesso.track.run_folder import write_whole
 from gesso.types import UserError
-from gesso.viewer.files import NotShown, encode, find_runs, picture
+from gesso.viewer.files import NotShown, Thumbnails, find_runs, picture
 from gesso.viewer.reading import Reader
 from gesso.viewer.thinning import spread
 
@@ -39,9 +39,11 @@ def index() -> str:
     return _page("gesso", styles + scripts, "")
 
 
-def page(runs: Mapping[str, Reader]) -> str:
-    """The page with these runs inside."""
-    inside = {"answers": _answers(runs), "pictures": {n: _pictures(r) for n, r in runs.items()}}
+def page(runs: Mapping[str, Reader], made: Thumbnails | None = None) -> str:
+    """The page with these runs inside. `made` remembers its pictures for the next one."""
+    made = Thumbnails() if made is None else made
+    pictures = {name: _pictures(reader, made) for name, reader in runs.items()}
+    inside = {"answers": _answers(runs), "pictures": pictures}
     data = as_json(inside).replace("<", "\\u003c")
     style = "\n".join((PAGE / name).read_text("utf-8") for name in STYLES)
     script = "\n".join((PAGE / name).read_text("utf-8") for name in SCRIPTS)
@@ -58,15 +60,16 @@ def page(runs: Mapping[str, Reader]) -> str:
     return _page(title, head, f"<script>{script}</script>")
 
 
-def write(root: Path, target: Path) -> Path:
-    """The runs under a folder, or the one it is, as one file."""
+def write(root: Path, target: Path, made: Thumbnails | None = None) -> Path:
+    """The runs under a folder, or the one it is, as one file. Whoever writes it again and again
+    gives `made`, which remembers its pictures."""
     found = {name: Reader(path) for name, path in find_runs(root).items()}
     if not found:
         raise UserError(f"no run under {root}; train one first, as `gesso train demo`")
     if target.is_dir():
         raise UserError(f"{target} is a folder; expected the name of an HTML file")
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(target, page(found).encode("utf-8", "replace"))
+    write_whole(target, page(found, made).encode("utf-8", "replace"))
     return target
 
 
@@ -129,13 +132,13 @@ def _shorter(evolution: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _pictures(reader: Reader) -> dict[str, str]:
+def _pictures(reader: Reader, made: Thumbnails) -> dict[str, str]:
     """Every picture that the answers name, as a data URI; a damaged one is left out and shows as
     missing."""
     found = {}
     for name in _named(reader):
         try:
-            data = encode(picture(reader.path, name), WIDTH)
+            data = made.get(picture(reader.path, name), WIDTH)
         except NotShown:
             continue
         found[name] = f"data:image/webp;base64,{base64.b64encode(data).decode()}"

@@ -193,7 +193,7 @@ def app(root: Path, studio: Studio, token: str | None) -> FastAPI:
 
     def whole(query: Any) -> Response:
         names = query.getlist("run") or list(library.readers())[:1]
-        page = report.page({name: library.run(name) for name in names})
+        page = report.page({name: library.run(name) for name in names}, library.thumbnails)
         return _file(page.encode(), "text/html", f"{Path(names[0]).name}.html")
 
     def groups(query: Any) -> list[dict[str, Any]]:

@@ -6,9 +6,11 @@ import base64
 import hashlib
 import io
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,8 +18,8 @@ from PIL import Image
 
 from gesso import cli
 from gesso.use import pictures
-from gesso.viewer import film, report
-from gesso.viewer.files import NotShown
+from gesso.viewer import files, film, report
+from gesso.viewer.files import NotShown, Thumbnails
 from gesso.viewer.reading import Reader
 from tests.viewer import folders, site
 
@@ -213,6 +215,19 @@ def test_the_report_has_the_pictures_that_were_shown(tmp_path: Path) -> None:
     assert set(found) == {"samples/prompts/000-1.png", f"groups/{name}"}
     data = base64.b64decode(found[f"groups/{name}"].partition(",")[2])
     assert Image.open(io.BytesIO(data)).size == (384, 192), "small, to be sent"
+
+
+def test_the_next_report_makes_only_pictures_that_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, made, encode = site.writing(tmp_path / "count"), Thumbnails(), Mock(wraps=files.encode)
+    monkeypatch.setattr(files, "encode", encode)
+    one, same = (report.page({"count": Reader(run.path)}, made) for _ in range(2))
+    assert one == same and encode.call_count == 1
+    file = run.path / "samples/prompts/000-1.png"
+    Image.new("RGB", (40, 20), "red").save(file)
+    os.utime(file, (0, 0))
+    assert report.page({"count": Reader(run.path)}, made) != one and encode.call_count == 2
 
 
 def test_the_report_runs_its_own_script_and_no_other(reader: Reader) -> None:
