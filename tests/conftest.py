@@ -45,6 +45,10 @@ def prompt_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def recipe_data(pipeline_folder: Path, prompt_file: Path) -> dict:
+    return small_recipe(pipeline_folder, prompt_file)
+
+
+def small_recipe(pipeline_folder: Path, prompt_file: Path) -> dict:
     """A recipe of seconds: 2 prompts × 3 samples, 4 sampling steps, the JPEG reward."""
     return {
         "steps": 3,

@@ -22,6 +22,7 @@ from gesso.rewards.pool import Pool, Unanswered
 from gesso.rewards.remote import Remote
 from gesso.track.run_folder import RunFolder
 from gesso.types import Sample, Score
+from tests.conftest import small_recipe
 from tests.rewards.servers import Misbehaving, Served, free_port, grey, wait_until
 from tests.test_loop import comparable, final_state
 
@@ -275,11 +276,18 @@ def remote_data(data: dict, *urls: str) -> dict:
     return data | {"reward": [{"name": "jpeg-compressibility", "remote": remote}]}
 
 
+@pytest.fixture(scope="module")
+def calm(
+    pipeline_folder: Path, prompt_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Scored here, in a worker process."""
+    return trained(small_recipe(pipeline_folder, prompt_file), tmp_path_factory.mktemp("c") / "run")
+
+
 def test_a_server_that_dies_mid_run_and_comes_back(
-    recipe_data: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    calm: Path, recipe_data: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "FIRST_REST", 0.3)
-    calm = trained(recipe_data, tmp_path / "calm")  # scored here, in a worker process
     servers = [Served("jpeg-compressibility")]
 
     def kill_and_return(folder: RunFolder) -> None:
@@ -298,8 +306,7 @@ def test_a_server_that_dies_mid_run_and_comes_back(
             server.end()
 
 
-def test_one_of_two_servers_dies_for_good(recipe_data: dict, tmp_path: Path) -> None:
-    calm = trained(recipe_data, tmp_path / "calm")
+def test_one_of_two_servers_dies_for_good(calm: Path, recipe_data: dict, tmp_path: Path) -> None:
     servers = [Served("jpeg-compressibility") for _ in range(2)]
 
     def kill(folder: RunFolder) -> None:
@@ -328,12 +335,12 @@ def workers_of(parent: int) -> list[int]:
 
 
 def test_workers_killed_at_work_again_and_again(recipe_data: dict, tmp_path: Path) -> None:
-    def data(log: Path) -> dict:
+    def data(log: Path, seconds: float) -> dict:
         name = "tests.rewards.served_rewards:counted"
-        entry = {"name": name, "log": str(log), "seconds": 0.3, "workers": 2}
+        entry = {"name": name, "log": str(log), "seconds": seconds, "workers": 2}
         return recipe_data | {"reward": [entry]}
 
-    calm = trained(data(tmp_path / "1"), tmp_path / "calm")
+    calm = trained(data(tmp_path / "1", 0.0), tmp_path / "calm")
     log = tmp_path / "2"
     killed = []
 
@@ -346,7 +353,7 @@ def test_workers_killed_at_work_again_and_again(recipe_data: dict, tmp_path: Pat
                 os.kill(process, signal.SIGKILL)
                 killed.append(process)
 
-    same(trained(data(log), tmp_path / "killed", kill), calm)
+    same(trained(data(log, 0.3), tmp_path / "killed", kill), calm)  # at work long enough
     assert len(killed) >= STEPS - 1
     asked = [len(file.read_text().split()) for file in (tmp_path / "1", log)]
     assert asked[0] == 3 * 4 + 6 * STEPS < asked[1]  # some were asked for again, none counted again
