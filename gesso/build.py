@@ -101,6 +101,7 @@ def recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
 
 def recipe_from(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
     """The recipe with every option of its algorithm and rewards filled in and checked."""
+    _check_model(data)
     found = parse(Recipe, data, where)
     _check_family(found, where)
     _check_track(found.track, where)
@@ -118,6 +119,14 @@ def recipe_from(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
         "eval_reward": [_filled(entry) for entry in found.eval_reward],
     }
     return parse(Recipe, filled, where)
+
+
+def _check_model(data: Mapping[str, Any]) -> None:
+    """Its name decides which keys it has: a typo in it must not be told as one in those."""
+    section = data.get("model")
+    name = section.get("name") if isinstance(section, Mapping) else None
+    if isinstance(name, str):
+        _reference(MODELS, name, "model")
 
 
 def _check_family(found: Recipe, where: str) -> None:

@@ -332,7 +332,7 @@ def parse(kind: type[S], data: Mapping[str, Any], where: str) -> S:
 def _sentence(kind: type[BaseModel], error: ValidationError, where: str) -> str:
     first = error.errors(include_url=False)[0]
     path = [str(part) for part in first["loc"]]
-    key = ".".join(part for part in path if part not in SECTIONS)
+    key = ".".join(_walk(kind, path)[1])
     got = first.get("input")
     if first["type"] == "extra_forbidden":
         known = _fields(kind, path[:-1])
@@ -354,7 +354,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def _expected(kind: type[BaseModel], path: list[str], message: str = "") -> str:
-    fields = _fields_of(_descend(kind, path[:-1]))
+    fields = _fields_of(_walk(kind, path[:-1])[0])
     if path and path[-1] in fields:
         annotation = fields[path[-1]].annotation
         expected = f"expected {_describe(annotation)}"
@@ -378,23 +378,27 @@ def _describe(annotation: Any) -> str:
     return names.get(annotation, str(annotation))
 
 
-def _descend(kind: type[BaseModel], path: list[str]) -> type[BaseModel] | None:
+def _walk(kind: type[BaseModel], path: list[str]) -> tuple[type[BaseModel] | None, list[str]]:
+    """The section at the end of a path of pydantic's; and the path as a recipe has it, without
+    what pydantic calls the members of a union."""
+    at: type[BaseModel] | None = kind
+    members: dict[str, type[BaseModel]] = {}  # of the union that the last part of the path is
+    written = []
     for part in path:
+        if part in members:
+            at, members = members[part], {}
+            continue
+        written.append(part)
         if part.isdigit():
             continue
-        if part in SECTIONS:
-            kind = SECTIONS[part]
-            continue
-        fields = _fields_of(kind)
-        if part not in fields:
-            return None
-        found = fields[part].annotation
+        fields = _fields_of(at)
+        found = fields[part].annotation if part in fields else None
         candidates = [found, *typing.get_args(found), *_tagged(found)]
         models = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
-        if not models:
-            return None
-        kind = models[0]
-    return kind
+        members = {tag: m for tag, m in SECTIONS.items() if m in models}
+        members |= {m.model_fields["kind"].default: m for m in models if "kind" in m.model_fields}
+        at = models[0] if models else None
+    return at, written
 
 
 def _tagged(annotation: Any) -> list[Any]:
@@ -408,7 +412,7 @@ def _fields_of(kind: type[BaseModel] | None) -> dict[str, Any]:
 
 
 def _fields(kind: type[BaseModel], path: list[str]) -> list[str]:
-    return list(_fields_of(_descend(kind, path)))
+    return list(_fields_of(_walk(kind, path)[0]))
 
 
 def resolve_path(path: str) -> Path:

@@ -33,11 +33,26 @@ BAD = [
     ("reward.7.weight=1", 'there is no "7"'),
 ]
 
+BAD_OF_WRITERS = [
+    ("model.name=causl", 'no model "causl"; did you mean "causal"?'),
+    ("model.name=5", '"model.name" = 5 does not fit; expected text'),
+    ("model.max_promt=3", 'unknown key "model.max_promt"; did you mean "max_prompt"?'),
+    ("algorithm.surrogate.lwo=1", 'unknown key "surrogate.lwo"; did you mean "low"?'),
+    ("algorithm.surrogate.clip=1", 'unknown key "surrogate.clip"; allowed: kind, low, high, dual'),
+    ("algorithm.surrogate.draws=1", 'unknown key "surrogate.draws"; allowed: kind, low, high'),
+    ('algorithm.surrogate={kind="sequence", dual=3}', '"surrogate.dual"; allowed: kind, low, high'),
+    ("algorithm.surrogate.low=2", '"surrogate.low" = 2 does not fit; expected a number (input'),
+    ("algorithm.surrogate.kind=clipp", "expected tags: 'clip', 'sequence', 'weight'"),
+]
 
-@pytest.mark.parametrize("override, sentence", BAD)
-def test_every_mistake_is_one_sentence(override: str, sentence: str) -> None:
+
+@pytest.mark.parametrize(
+    "name, override, sentence",
+    [*(("demo", *each) for each in BAD), *(("demo-vlm", *each) for each in BAD_OF_WRITERS)],
+)
+def test_every_mistake_is_one_sentence(name: str, override: str, sentence: str) -> None:
     with pytest.raises(UserError) as caught:
-        build.model(build.recipe("demo", [override]))
+        build.model(build.recipe(name, [override]))
     message = str(caught.value)
     assert sentence in message
     assert "\n" not in message and len(message) < 400

@@ -58,13 +58,10 @@ def _counted(items: Any, progress: Progress, name: str) -> Iterator[Any]:
 def _downloads(progress: Progress, name: str, path: str) -> Iterator[None]:
     """A model of the hub goes file by file into a folder of the cache: its growth is looked at,
     since no library tells of all its downloads in one place."""
-    if resolve_path(path).exists() or path.count("/") != 1:
+    folder = _in_cache(path)
+    if folder is None:
         yield
         return
-    from huggingface_hub import constants
-    from huggingface_hub.file_download import repo_folder_name
-
-    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=path, repo_type="model")
     ended = threading.Event()
     thread = threading.Thread(
         target=_follow, args=(folder / "blobs", progress, name, ended), daemon=True
@@ -75,6 +72,22 @@ def _downloads(progress: Progress, name: str, path: str) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+
+
+def _in_cache(path: str) -> Path | None:
+    """The folder that a model of the hub is downloaded into; None where the path cannot name one.
+    What is wrong with such a path is told by whoever loads it."""
+    if resolve_path(path).exists() or path.count("/") != 1:
+        return None
+    from huggingface_hub import constants
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.file_download import repo_folder_name
+
+    try:
+        name = repo_folder_name(repo_id=path, repo_type="model")
+    except HFValidationError:  # "./gone" or "/gone"
+        return None
+    return Path(constants.HF_HUB_CACHE) / name
 
 
 @contextmanager

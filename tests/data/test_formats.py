@@ -215,9 +215,10 @@ def test_trl(folder: Path) -> None:
         {"prompt": talk, "images": ["red.png", "blue.jpg"], "ground_truth": [1]},
         {"prompt": [{"role": "user", "content": "2+2?"}], "answer": 4},
         {"prompt": json.dumps(talk[1:2]), "images": ["red.png"]},
+        {"prompt": [user(text("Why?")), talk[2], user(text("So?"))], "images": ["red.png"]},
     ]
     red, blue = Picture(str(folder / "red.png")), Picture(str(folder / "blue.jpg"))
-    a, b, c, d, e = read(jsonl(folder / "trl.jsonl", *rows))
+    a, b, c, d, e, f = read(jsonl(folder / "trl.jsonl", *rows))
     assert (a.text, a.images, a.columns) == ("What is it?", (red,), {"solution": "red"})
     assert a.messages == (user(IMAGE, text("What is it?")),)
     assert b.text == "Same?" and b.messages == (user(IMAGE, IMAGE, text("Same?")),)
@@ -230,6 +231,7 @@ def test_trl(folder: Path) -> None:
     )
     assert (d.text, d.images, d.messages) == ("2+2?", (), (user(text("2+2?")),))
     assert (e.text, e.images, e.messages) == ("First?", (red,), (user(IMAGE, text("First?")),))
+    assert f.text == "So?" and f.messages[0] == user(IMAGE, text("Why?"))
 
 
 def test_trl_in_a_table(tmp_path: Path) -> None:

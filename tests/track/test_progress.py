@@ -20,6 +20,7 @@ from gesso import build, cli, run
 from gesso.track import bars, console, progress
 from gesso.track.console import Console, how_far
 from gesso.track.progress import Clock, Json, Silent, display
+from gesso.types import UserError
 
 
 class Recorder(Silent):
@@ -286,6 +287,12 @@ def test_a_download_counts_what_has_come(tmp_path: Path, monkeypatch: pytest.Mon
         (folder / "b.incomplete").write_bytes(b"x" * 4000)
         until(7000)
     assert seen.phases == [["loading my run", 0, 0], ["downloading my run", 0, 7000]]
+
+
+@pytest.mark.parametrize("path", ["./gone", "/gone", "my models/a b"])
+def test_a_path_that_the_hub_cannot_have_is_left_to_whoever_loads_it(path: str) -> None:
+    with pytest.raises(UserError, match="no such folder"), bars.loading(Recorder(), "it", path):
+        raise UserError("no such folder")
 
 
 def test_the_command_line_in_json_and_in_silence(
