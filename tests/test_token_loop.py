@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
 
 from gesso import build, run
@@ -508,6 +509,21 @@ def test_sample_from_the_command_line(
     assert several != model.sample("how many?", 8, images=[other])  # it looks
     with pytest.raises(UserError, match=r"no\.png"):
         model.sample("how many?", images=[tmp_path / "no.png"])
+
+
+def test_rows_that_the_model_does_not_take_are_left_out_of_samples_and_evaluations(
+    seeing: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    recipe, asked = tmp_path / "recipe.toml", tmp_path / "asked.jsonl"
+    recipe.write_text(tomli_w.dumps(data_of(seeing, {"name": "grpo"})))
+    (tmp_path / "wide.png").write_bytes(tokens.picture(900, 3, 0).read())
+    rows = [{"prompt": "how many?"}, {"prompt": "how wide?", "images": ["wide.png"]}]
+    asked.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for action in ("sample", "eval"):
+        assert main([action, str(recipe), "--prompts", str(asked)]) == 0
+        said = capsys.readouterr().err
+        assert f"1 of 2 prompts of {asked} do not fit the model and are skipped" in said
+        assert "asked.jsonl:2: a picture cannot be used: absolute aspect ratio" in said
 
 
 # Learning

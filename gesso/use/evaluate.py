@@ -17,7 +17,7 @@ from gesso.data.chat import Form
 from gesso.track.progress import SILENT, Progress
 from gesso.types import Prompt, Sample, Score, UserError, seed_of
 from gesso.use.source import Source
-from gesso.use.trained import AS_EVALUATED, Drawing, Trained, opened, too_long
+from gesso.use.trained import AS_EVALUATED, Drawing, Trained, opened
 
 if TYPE_CHECKING:
     from gesso.formulas.intervals import Interval
@@ -234,7 +234,7 @@ def _prompts(
         ]
         found = data.fit(texts, unfit, path, told)
     if trained.writes:
-        found = data.fit(found, lambda p: too_long(trained.model, p), path, told, "do not fit")
+        found = trained.fitting(found, path, told)
     for note in told.notes:
         progress.note(note)
     count = asked.first or (None if asked.prompts else recipe.eval.prompts)

@@ -95,6 +95,8 @@ def _asked(trained: Trained, wanted: Wanted, progress: Progress) -> list[Prompt]
         return asked
     source = PromptSource(path=str(wanted.file))
     more, told = data.from_sources([source], Form.of(trained.recipe.data), lambda prompt: None)
+    if trained.writes:
+        more = trained.fitting(more, source.path, told)
     for note in told.notes:
         progress.note(note)
     return asked + more

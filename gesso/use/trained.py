@@ -75,6 +75,11 @@ class Trained:
             raise UserError("this model draws; it takes no pictures to look at")
         return prompts.ask(text, images, self.recipe.data)
 
+    def fitting(self, found: Sequence[Prompt], path: str, told: prompts.Told) -> list[Prompt]:
+        """Of the rows of a file those that a model that writes takes; the others are told."""
+        why = "do not fit the model"
+        return prompts.fit(found, lambda prompt: unfit(self.model, prompt), path, told, why)
+
     def draw(
         self,
         asked: Sequence[Prompt],
@@ -115,7 +120,7 @@ class Trained:
         """Raises for what the model cannot take; tells of what it does not read of a prompt."""
         if self.writes:
             for prompt in asked:
-                if reason := too_long(self.model, prompt):
+                if reason := unfit(self.model, prompt):
                     raise UserError(f"{prompt.where}: {reason}")
             return
         from gesso.models.flow.base import check_guidance, over_long, unused_negatives
@@ -205,9 +210,12 @@ def picture_seeds(seed: int, n: int) -> list[int]:
     return [seed_of(seed, "picture", i) for i in range(n)]
 
 
-def too_long(model: Any, prompt: Prompt) -> str | None:
+def unfit(model: Any, prompt: Prompt) -> str | None:
     """Why a model that writes does not take this prompt, or None."""
-    return too_many(model, model.length(prompt))
+    try:
+        return too_many(model, model.length(prompt))
+    except UserError as error:  # a picture too narrow, a token that stands for pictures
+        return str(error).removeprefix(f"{prompt.where}: ")
 
 
 def too_many(model: Any, tokens: int) -> str | None:
