@@ -125,11 +125,17 @@ class Loop:
         self.learner.restore(state)
         self.cluster.sampler.load(self.learner.weights(), meta["step"])
         self._tell(f"resumed after step {latest}")
+        if meta.get("data", self.cluster.stream.digest) != self.cluster.stream.digest:
+            self._tell(
+                "the training prompts are not those that this run began with: from here on batches "
+                "are drawn from the new ones, and some may come again before all have come"
+            )
         return meta["step"]
 
     def _save(self, step: int) -> None:
         self.watcher.phase("saving")
-        self.run.save(step, self.learner.state(), {"seed": self.recipe.seed}, self.recipe.save.keep)
+        about = {"seed": self.recipe.seed, "data": self.cluster.stream.digest}
+        self.run.save(step, self.learner.state(), about, self.recipe.save.keep)
 
     def _record(self, row: dict[str, Any], started: float, evaluate: bool) -> None:
         failure: StopRun | None = None

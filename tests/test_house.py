@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "gesso"
+TESTS = re.compile(r"\btests/[\w/]+\.py")
 # From the roof to the cellar; a room may import the rooms after it and its own files.
 ROOMS = [
     "cli", "studio", "check", "memory", "run", "loop", "viewer", "use", "health", "build",
@@ -62,3 +64,10 @@ def test_torchvision_stays_out() -> None:
     if torch.version.cuda is not None:
         pytest.skip("a CUDA build of torch: torchvision is harmless there")
     assert importlib.util.find_spec("torchvision") is None
+
+
+def test_the_docs_name_tests_that_are_there() -> None:
+    root = PACKAGE.parent
+    pages = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("benchmarks/*.md")]
+    named = {name for page in pages for name in TESTS.findall(page.read_text(encoding="utf-8"))}
+    assert named and not [name for name in sorted(named) if not (root / name).exists()]

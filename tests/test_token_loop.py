@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -173,6 +174,27 @@ def test_a_resumed_run_ends_as_an_undisturbed_one(folders: Path, name: str, tmp_
         assert sum(row["refilled"] for row in whole.rows()[1:]) > 0
     moved = whole.load(3)[0]
     assert any(not torch.equal(t, moved[n]) for n, t in state.items() if n.startswith("current/"))
+
+
+def test_a_run_that_goes_on_with_other_prompts_says_so(seeing: Tiny, tmp_path: Path) -> None:
+    first, asked = tmp_path / "run", tmp_path / "asked.jsonl"
+    folder = seeing.folder.parent
+    rows = [json.loads(line) for line in (folder / "seen.jsonl").read_text().splitlines()]
+    told = "the training prompts are not those that this run began with"
+
+    def write(chosen: list[dict[str, Any]]) -> None:
+        each = [r | {"images": [str(folder / name) for name in r["images"]]} for r in chosen]
+        asked.write_text("".join(json.dumps(r) + "\n" for r in each))
+
+    write(rows)
+    go(data_of(seeing, {"name": "grpo"}, steps=1, data={"train": str(asked)}), first)
+    assert told not in (run.resume(first, quiet=True, steps=2).path / "log.txt").read_text()
+    other = [rows[0], rows[1] | {"images": rows[2]["images"]}, *rows[2:]]  # another picture
+    for changed in (rows[1:], [*rows[1:], rows[0]], other):
+        shutil.copytree(first, again := tmp_path / "again", dirs_exist_ok=True)
+        write(changed)
+        assert told in (run.resume(again, quiet=True, steps=3).path / "log.txt").read_text()
+        shutil.rmtree(again)
 
 
 def test_a_run_and_what_it_says(seeing: Tiny, tmp_path: Path, trained_on: list[Rollout]) -> None:

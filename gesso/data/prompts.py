@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import functools
+import hashlib
 import itertools
 import json
 import math
@@ -182,6 +183,19 @@ class Stream:
     @property
     def prompts(self) -> list[Prompt]:
         return [prompt for part in self.parts for prompt in part.prompts]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """Of all that a batch depends on beside the seed, but for the pixels: a run that goes on
+        with another one does not go on where it stopped."""
+        found = hashlib.blake2b(digest_size=8)
+        for part in self.parts:
+            found.update(repr(part.weight).encode())
+            for p in part.prompts:
+                images = [Path(each.path).name or len(each.data) for each in p.images]
+                said = [p.text, p.negative, p.messages, p.columns, images]
+                found.update(json.dumps(said).encode())
+        return found.hexdigest()
 
     def batch(self, i: int, size: int) -> list[Prompt]:
         return [self._at(source, k) for source, k in self._turns(i * size, size)]

@@ -277,12 +277,26 @@ def _hub_rows(name: str, source: Source) -> Rows:
     subset = rest[1] if len(rest) == 2 else None
     datasets = _extra("datasets", source.path)
     try:
-        found = datasets.load_dataset("/".join([owner, *rest[:1]]), subset, split=split)
+        with _unspoken():
+            found = datasets.load_dataset("/".join([owner, *rest[:1]]), subset, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
             f"{source.path} cannot be loaded: {first_line(error)}; check name, split and network"
         ) from error
     return _dataset_rows(found, source)
+
+
+@contextmanager
+def _unspoken() -> Iterator[None]:
+    """The hub's client tells of every try at a network that is not there; the error is enough."""
+    from huggingface_hub.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
 
 
 def _dataset_rows(dataset: Any, source: Source) -> Rows:

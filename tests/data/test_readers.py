@@ -374,11 +374,13 @@ def test_bad_hub_names(path: str) -> None:
 
 def test_hub_subsets_and_a_dead_network(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
+    from huggingface_hub.utils import logging
 
-    asked = []
+    asked, before = [], logging.get_verbosity()
 
     def unreachable(*names: str | None, split: str) -> None:
         asked.append((*names, split))
+        assert logging.get_verbosity() == logging.ERROR != before  # five tries are not talked of
         raise ConnectionError("Couldn't reach the Hub\nby any means")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
@@ -390,3 +392,4 @@ def test_hub_subsets_and_a_dead_network(monkeypatch: pytest.MonkeyPatch) -> None
         ("me/signs", None, "train"),
         ("me/signs", "big", "test"),
     ]
+    assert logging.get_verbosity() == before
