@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "gesso"
-TESTS = re.compile(r"\btests/[\w/]+\.py")
+TESTS = re.compile(r"\btests/[a-z0-9_/]+\.py")
 # From the roof to the cellar; a room may import the rooms after it and its own files.
 ROOMS = [
     "cli", "studio", "check", "memory", "run", "loop", "viewer", "use", "health", "build",
