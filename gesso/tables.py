@@ -32,6 +32,8 @@ def read_recipe(source: str, above: tuple[Path, ...]) -> dict[str, Any]:
     path = RECIPES / f"{source}.toml"
     if not path.is_file():
         path = above[-1].parent / source if above else Path(source)
+    if not path.is_file() and path.suffix == ".toml":
+        raise UserError(f"recipe {path}: no such file")
     if not path.is_file():
         raise UserError(f'no recipe "{source}"{nearest(source, bundled_recipes())}, or a TOML file')
     if path in above:

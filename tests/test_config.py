@@ -98,6 +98,8 @@ def test_frozen() -> None:
 def test_no_such_recipe() -> None:
     with pytest.raises(UserError, match='no recipe "demoo"; did you mean "demo'):
         build.recipe("demoo")
+    with pytest.raises(UserError, match=r"^recipe mine/geo\.toml: no such file$"):
+        build.recipe("mine/geo.toml")
 
 
 @pytest.mark.parametrize("name", tables.bundled_recipes())
