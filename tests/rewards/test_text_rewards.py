@@ -106,6 +106,13 @@ def test_an_answer_that_takes_forever_is_wrong_in_time() -> None:
     assert score.error is None and score.value == 0
 
 
+def test_an_answer_of_pages_is_none() -> None:
+    """Whatever it would come to: parsing is slow and its cost grows with the length."""
+    for ones, value in ((100, 1.0), (300, 0.0)):
+        said = rf"<answer>\boxed{{{'+'.join('1' * ones)}}}</answer>"
+        assert scored("math", said, str(ones)).value == value
+
+
 def test_without_math_verify_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(UserError, match=r'needs math-verify: pip install "gesso\[math\]"'):
