@@ -169,7 +169,7 @@ def _line_rows(file: Path, name: str) -> Rows:
     for i, line in _lines(file):
         try:
             found.append((i, json.loads(line)))
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{name}:{i}: not JSON: {error}") from error
     return _objects(found, name)
 
@@ -178,8 +178,8 @@ def _json_rows(file: Path, name: str) -> Rows:
     """A list, {"data": a list}, or, as `datasets` has it, an object a line."""
     try:
         found = json.loads(_text(file))
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":
             return _line_rows(file, name)
         raise UserError(f"prompt file {file} is not JSON: {error}") from error
     if isinstance(found, dict) and "data" in found:
