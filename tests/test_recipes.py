@@ -552,6 +552,13 @@ def test_updates_have_the_replies_of_the_source(name: str) -> None:
     assert recipe.data.groups * chosen.group == REPLIES[name] * chosen.updates
 
 
+def test_dapos_penalty_begins_a_quarter_before_the_limit() -> None:
+    found = build.recipe("qwen25-math-7b-dapo")
+    (penalty,) = (entry.options for entry in found.reward if entry.name == "overlong")
+    assert (penalty["limit"], penalty["buffer"]) == (2048, 512)
+    assert penalty["limit"] == found.algorithm.options["max_tokens"]
+
+
 @pytest.mark.parametrize("name", [n for n in WRITERS if n != "qwen25-math-7b-dapo"])
 def test_templates_ask_for_what_the_format_reward_pays(name: str) -> None:
     template = build.recipe(name).data.template or ""

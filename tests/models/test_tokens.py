@@ -625,6 +625,13 @@ def test_folders_that_cannot_be_used(of: Any, tmp_path: Path) -> None:
     told(replace(text, folder=deeper), "9 weights of its LlamaForCausalLM are not in the folder")
     (base / "config.json").write_text("{")
     told(replace(text, folder=base), "config.json cannot be read")
+    torn = broken(text.folder, tmp_path / "torn")
+    (torn / "model.safetensors").write_bytes((torn / "model.safetensors").read_bytes()[:9999])
+    told(replace(text, folder=torn), "cannot load it with AutoModelForCausalLM: Error while")
+    mute = broken(text.folder, tmp_path / "mute")
+    for file in mute.glob("tokenizer*"):
+        file.unlink()
+    told(replace(text, folder=mute), r"its tokenizer has no words; is tokenizer\.json there\?")
 
 
 def test_shapes_without_weights(tiny: Tiny) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 
 from gesso import config
 from gesso.models.flow.adapter import check_alpha, check_modules, check_rank
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 EXPORTS = ("README.md", "adapter_config.json")
 """What says whose weights a folder holds; it is not true of others."""
-ERRORS = (OSError, ValueError, KeyError, TypeError, ImportError)
+ERRORS = (OSError, ValueError, KeyError, TypeError, ImportError, SafetensorError)
 
 
 def load(model: TransformerModel, settings: config.TokenModel) -> Any:
@@ -99,7 +100,12 @@ def tokenizer(source: str, path: str) -> Any:
     from transformers import AutoTokenizer
 
     with readable(path, "its tokenizer cannot be read"), quiet():
-        return AutoTokenizer.from_pretrained(source)
+        found = AutoTokenizer.from_pretrained(source)
+    if len(found) < 2:  # transformers makes one of nothing where the files are missing
+        raise UserError(
+            f'model.path = "{path}": its tokenizer has no words; is tokenizer.json there?'
+        )
+    return found
 
 
 def chat_template(found: Any, path: str) -> str:
