@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from gesso import build
+from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.run import load, train
 from gesso.track.run_folder import RunFolder
 from tests import pipelines
 from tests.rollouts import parts_of, rollout_of
+from tests.samplers.test_one_pass import distance, gradients
+from tests.typed import sure
 
 pytestmark = [
     pytest.mark.gpu,
@@ -79,6 +82,35 @@ def test_compiled_and_folded_the_ratio_is_one(
     torch.compiler.set_stance("default")
     print(f"replay gaps compiled, {gradient}: {gaps}")
     assert gaps == [0.0] * 3 and metrics["update/skipped"] == 0
+
+
+@pytest.mark.parametrize("gradient", ["both", "conditional"])
+def test_compiled_in_one_pass_the_update_is_that_of_two(
+    recipe_data: dict, tmp_path: Path, gradient: str
+) -> None:
+    """But for rounding: pictures and log-probs to the bit. Nothing is compiled after the first
+    iteration, though batches are full and not, and steps trained and not."""
+    recipe_data["model"] |= {
+        "path": str(pipelines.build("sd35", tmp_path / "pipeline")), "height": 24, "width": 16,
+        "text_length": 16, "device": "cuda", "dtype": "bfloat16", "lora": {"rank": 4, "alpha": 8},
+        "compile": True, "fold": True,
+    }  # fmt: skip
+    recipe_data["algorithm"] |= {"guidance": 4.5, "guidance_gradient": gradient, "one_pass": True}
+    recipe_data["sampler"], recipe_data["learner"] = {"batch": 4}, {"micro_batch": 4}
+    model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
+    for step in range(3):
+        if step:
+            torch.compiler.set_stance("fail_on_recompile")
+        rollout = rollout_of(model, algorithm, step, version=step)
+        metrics = learner.update(rollout, step)
+        assert metrics["update/grad_norm"] > 0 and metrics["update/skipped"] == 0
+    torch.compiler.set_stance("default")
+    one = rollout_of(model, algorithm)
+    two = rollout_of(model, sure(FlowGRPO, algorithm).model_copy(update={"one_pass": False}))
+    assert torch.equal(one.paths.clean, two.paths.clean) and torch.equal(one.logp, two.logp)
+    apart = distance(gradients(learner, one), gradients(learner, two))
+    print(f"one pass and two, {gradient}: gradients {apart:.1e} apart")
+    assert apart < 0.05
 
 
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")

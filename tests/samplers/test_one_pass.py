@@ -251,3 +251,13 @@ def test_on_a_cpu_folding_must_be_asked_for(capsys: pytest.CaptureFixture) -> No
     changes = ["model.lora.rank=4", "algorithm.one_pass=true", "model.device=cpu"]
     assert cli.main(["check", "demo", *changes]) != 0
     assert "set model.fold = true" in capsys.readouterr().err
+
+
+def test_the_recipe_of_the_page_on_algorithms(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    file = tmp_path / "mine.toml"
+    file.write_text(page.split("### One pass")[1].split("```toml\n")[1].split("```")[0])
+    small = ["steps=1", "data.groups=1", "algorithm.group=4", "sampler.batch=4", "eval.prompts=1"]
+    small += ['reward=[{name="jpeg-compressibility"}]', "model.device=cpu"]
+    run = train(build.recipe(str(file), small), folder=tmp_path / "run", quiet=True)
+    assert list(run.rows())[-1]["update/grad_norm"] > 0
