@@ -230,8 +230,8 @@ def check_folds(found: Recipe, chosen: Algorithm) -> None:
 
 def ragged(found: Recipe, chosen: Algorithm) -> str | None:
     """A sentence about micro-batches that do not come out even, or None. Replies are packed by
-    their tokens and need not."""
-    if chosen.family == "writes":
+    their tokens and need not, and what is differentiated while it is drawn has none."""
+    if chosen.family == "writes" or _takes_slopes(found, chosen):
         return None
     terms = found.data.groups * chosen.group // chosen.updates * chosen.terms_a_sample
     size = found.learner.micro_batch

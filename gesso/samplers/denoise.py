@@ -154,7 +154,7 @@ def _walk(
     negative = context.negative.rows(rows) if context.negative else None
     path = _Path(x)
     before: flow_steps.Clean | None = None  # what a multistep solver remembers
-    with _sloping(model, path, spec, guided=negative is not None):
+    with _sloping(model, path, spec, 2 if negative is not None and not spec.apart else 1):
         for i in steps:
             trained = i in spec.trained
             if trained and not path.latents:
@@ -194,23 +194,23 @@ def _velocities(
 
 
 @contextmanager
-def _sloping(model: FlowModel, path: _Path, spec: SampleSpec, guided: bool) -> Iterator[None]:
+def _sloping(model: FlowModel, path: _Path, spec: SampleSpec, branches: int) -> Iterator[None]:
     """Within, every row of a pass gathers a gradient of its own; afterwards `path.slopes` has each
-    sample's: the sum over its rows, one in each branch that is differentiated. Every pass runs so,
-    differentiated or not: a compiled network has one graph for all."""
+    sample's: the sum over its rows, one in each branch of the pass. Every pass runs so, whether it
+    is differentiated or not: a compiled network has one graph for all."""
     if not spec.slopes:
         yield
         return
-    shape = (2 if guided and not spec.apart else 1, len(path.x))
-    rows = shape[0] * shape[1]
+    samples = len(path.x)
+    rows = branches * samples
     with model.policy.by_row(model.filled(rows)) as own:
         yield
     slopes = {}
     for name, weights in own.items():
         if weights.grad is not None:  # else the network made nothing of it, or no step is trained
-            slopes[name] = weights.grad[:rows].unflatten(0, shape).sum(0)
+            slopes[name] = weights.grad[:rows].unflatten(0, (branches, samples)).sum(0)
             weights.grad = None  # as large again
-    path.slopes = [{name: t[i] for name, t in slopes.items()} for i in range(len(path.x))]
+    path.slopes = [{name: t[i] for name, t in slopes.items()} for i in range(samples)]
 
 
 def _steps(kept: Sequence[Tensor], like: Tensor) -> Tensor:

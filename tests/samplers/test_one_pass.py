@@ -216,8 +216,12 @@ def test_a_run_and_a_resumed_one(data: dict, tmp_path: Path) -> None:
 
 
 def test_check_tries_it(data: dict) -> None:
-    found = dict(check(build.recipe_from(data)).facts)
-    assert found["ratio"] == "not used by this algorithm" and "a step" in found["time"]
+    """And has nothing to say of micro-batches, which there are none of."""
+    data["learner"]["micro_batch"] = 5
+    found = check(build.recipe_from(data))
+    facts = dict(found.facts)
+    assert facts["ratio"] == "not used by this algorithm" and "a step" in facts["time"]
+    assert not any("micro" in told for told in found.warnings)
 
 
 REFUSED = {
