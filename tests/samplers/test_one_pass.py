@@ -114,11 +114,22 @@ def test_with_activations_computed_again(data: dict) -> None:
     compared(data, batch=6)
 
 
-@pytest.mark.parametrize("gradient", ["both", pytest.param("conditional", marks=pytest.mark.slow)])
-def test_compiled_all_passes_share_their_graphs(data: dict, gradient: str) -> None:
-    """Three kinds of block, three graphs: of steps with gradient and without, of batches that are
-    full and that are filled up. Rows that fill leave nothing in the gradient."""
+@pytest.mark.parametrize(
+    "gradient, name, graphs",
+    [
+        ("both", "sd35", 3),
+        pytest.param("conditional", "sd35", 3, marks=pytest.mark.slow),
+        pytest.param("both", "flux-dev", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_all_passes_share_their_graphs(
+    data: dict, gradient: str, name: str, graphs: int, tmp_path: Path
+) -> None:
+    """As many as two passes take: of steps with gradient and without, of batches that are full and
+    that are filled up. Rows that fill leave nothing in the gradient."""
     data["algorithm"]["guidance_gradient"] = gradient
+    if name != "sd35":
+        data["model"] |= {"name": "flux", "path": str(pipelines.build(name, tmp_path / "flux"))}
     expected = compared(data)
     model, algorithm, learner = parts_of(build.recipe_from(data))
     stirred(model)
@@ -131,7 +142,7 @@ def test_compiled_all_passes_share_their_graphs(data: dict, gradient: str) -> No
     for step in range(2):
         rollout = rollout_of(model, algorithm)
         assert distance(gradients(learner, rollout), expected) < 1e-5
-        assert counters["unique_graphs"] == 3, step
+        assert counters["unique_graphs"] == graphs, step
     assert set(counted.rows) == {10}
 
 
@@ -210,6 +221,7 @@ def test_a_run_and_a_resumed_one(data: dict, tmp_path: Path) -> None:
     first, second = whole.load(3)[0], cut.load(3)[0]
     assert first.keys() == second.keys()
     assert all(tensor.equal(second[key]) for key, tensor in first.items())
+    assert build.algorithm(recipe).clip_range is None
     rows = list(whole.rows())
     assert rows[-1]["update/grad_norm"] > 0 and rows[-1]["health"] == []
     assert not {"update/ratio", "update/clipped", "update/abs_dlogp"} & rows[-1].keys()
