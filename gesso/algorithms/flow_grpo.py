@@ -14,6 +14,7 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
+from torch.nn.utils import parameters_to_vector
 
 from gesso import config
 from gesso.algorithms.base import Prepared, TermLosses, Terms
@@ -71,12 +72,11 @@ class SlopeTerms(Terms):
 
     def loss(self, policy: Policy) -> Tensor:
         """−Σ A_i·⟨∇logp_i, θ⟩: where the ratio is 1, it has the surrogate's gradient."""
-        total = torch.zeros((), device=self.advantage.device)
-        for name in self.slopes[0]:
-            slopes = torch.stack([own[name] for own in self.slopes])
-            weighted = torch.tensordot(self.advantage, slopes, 1)
-            total = total - (weighted * policy.trained[name]).sum()
-        return total
+        weighted = [torch.zeros_like(slope) for slope in self.slopes[0].values()]
+        for own, advantage in zip(self.slopes, self.advantage.tolist(), strict=True):
+            torch._foreach_add_(weighted, list(own.values()), alpha=advantage)  # few, large kernels
+        trained = [policy.trained[name] for name in self.slopes[0]]
+        return -(parameters_to_vector(weighted) @ parameters_to_vector(trained))
 
 
 class FlowGRPO(FlowAlgorithm):
