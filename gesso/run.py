@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gesso import build
+from gesso import agreement, build
 from gesso.config import Model, Recipe
 from gesso.data import prompts
 from gesso.track import bars
@@ -60,7 +60,7 @@ def assemble(recipe: Recipe, progress: Progress = SILENT) -> Job:
     build.check_engine(recipe)
     build.check_trackers(recipe)
     algorithm = build.algorithm(recipe)
-    build.check_folds(recipe, algorithm)
+    agreement.check_folds(recipe, algorithm)
     rewards = build.rewards(recipe)
     try:
         progress.phase("loading data")
@@ -85,7 +85,7 @@ def assemble(recipe: Recipe, progress: Progress = SILENT) -> Job:
         rewards.service.close()
         raise
     notes, held_out = list(data.notes), data.held_out[: recipe.eval.prompts]
-    if uneven := build.ragged(recipe, algorithm):
+    if uneven := agreement.ragged(recipe, algorithm):
         notes.append(uneven)
     if len(held_out) < recipe.eval.prompts:
         sources = " and ".join(source.path for source in recipe.data.eval)

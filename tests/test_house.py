@@ -16,8 +16,8 @@ TESTS = re.compile(r"\btests/[a-z0-9_/]+\.py")
 # From the roof to the cellar; a room may import the rooms after it and its own files.
 ROOMS = [
     "cli", "studio", "check", "memory", "run", "loop", "viewer", "use", "health", "build",
-    "cluster", "learner", "samplers", "algorithms", "models", "rewards", "data", "track", "zoo",
-    "formulas", "tables", "config", "serving", "types",
+    "agreement", "cluster", "learner", "samplers", "algorithms", "models", "rewards", "data",
+    "track", "zoo", "formulas", "tables", "config", "serving", "types",
 ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gesso import build, tables
+from gesso import agreement, build, tables
 from gesso.config import PACKAGE, Recipe
 from gesso.types import SampleSpec
 from tests.typed import sure
@@ -598,4 +598,4 @@ def test_presets_for_a_card_change_sizes_and_nothing_else(name: str) -> None:
     begins_lora = own["model"]["lora"] and not base["model"]["lora"]
     assert changed <= (SIZES | LORA if begins_lora else SIZES) and ("data", "groups") in changed
     chosen = build.algorithm(build.recipe(name))
-    assert build.ragged(build.recipe(name), chosen) is None
+    assert agreement.ragged(build.recipe(name), chosen) is None

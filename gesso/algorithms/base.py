@@ -9,6 +9,7 @@ a formula.
 from __future__ import annotations
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
@@ -46,17 +47,17 @@ class Prepared(Rows):
 
 
 @dataclass(frozen=True)
-class Terms(Rows):
+class Terms(Rows, ABC):
     """Terms of one mini-batch."""
 
     total: int  # what the summed loss is divided by
 
-    def __len__(self) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def __len__(self) -> int: ...
 
+    @abstractmethod
     def micro(self: R, settings: config.Learner) -> Iterator[R]:
         """Cut into what fits into one forward and backward pass."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True)
