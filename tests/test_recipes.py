@@ -74,7 +74,7 @@ def algorithm(name: str, **options: Any) -> Settings:
         **options,
     }
     if "guidance" in options:
-        keys["guidance_gradient"] = "both"
+        keys |= {"guidance_gradient": "both", "one_pass": False}
     return {f"algorithm.{key.replace('__', '.')}": value for key, value in keys.items()}
 
 
