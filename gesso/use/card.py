@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gesso import __version__
+import gesso
 from gesso.config import PACKAGE, ZOO, Recipe, family, resolve_path
 from gesso.track import figures
 from gesso.track.console import held_out_key
@@ -354,7 +354,7 @@ def _options(options: Mapping[str, Any]) -> str:
 def versions() -> dict[str, str]:
     """Of what exported it; a run folder does not say what trained it."""
     found = {name: importlib.metadata.version(name) for name in LIBRARIES}
-    return {"gesso": __version__} | found  # which may run from where it was not installed
+    return {"gesso": gesso.__version__} | found  # which may run from where it was not installed
 
 
 def commit() -> str | None:
