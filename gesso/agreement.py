@@ -81,8 +81,8 @@ def _check_slopes(found: Recipe, chosen: Algorithm, where: str) -> None:
     for got, is_so in wrong.items():
         if is_so:
             raise UserError(
-                f"{where}: algorithm.one_pass = true keeps gradients a sample of a LoRA that is "
-                f"folded into the weights, got {got}"
+                f"{where}: algorithm.one_pass = true takes each sample's gradient while it is "
+                f"drawn, of a LoRA that is folded into the weights, got {got}"
             )
 
 

@@ -158,10 +158,12 @@ def _write(model: TransformerModel, algorithm: ReplyAlgorithm, recipe: Recipe) -
 
 
 def _folded(model: TransformerModel, recipe: Recipe) -> list[Tensor]:
-    """The weights with their adapters in them, as `model.fold` keeps them on a GPU."""
+    """The weights with their adapters in them, as `model.fold` keeps them. A recipe in float32 that
+    does not ask for it is taken for one of a CPU, where nothing is folded."""
     section = recipe.model
-    whole = section.lora is None or section.quantize is not None or section.fold is False
-    if whole or model.dtype == torch.float32:
+    possible = section.lora is not None and section.quantize is None
+    asked = section.fold if section.fold is not None else model.dtype != torch.float32
+    if not possible or not asked:
         return []
     names = {name.split(".lora_")[0] for name in model.policy.trained}
     layers = (model.module.get_submodule(name) for name in names)
@@ -169,10 +171,9 @@ def _folded(model: TransformerModel, recipe: Recipe) -> list[Tensor]:
 
 
 def _joined(model: TransformerModel, recipe: Recipe) -> list[Tensor]:
-    """What `stepping.py` puts side by side; folded weights are so already, and with adapters beside
-    the weights, as a float32 recipe has them, it takes no part."""
-    beside = recipe.model.lora is not None and model.dtype == torch.float32
-    if recipe.model.quantize is not None or beside:
+    """What `stepping.py` puts side by side. Of a LoRA nothing: folded weights are counted already,
+    and where adapters lie beside the weights it takes no part."""
+    if recipe.model.quantize is not None or recipe.model.lora is not None:
         return []
     parts = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
     found = (m for name, m in model.decoder.named_modules() if name.endswith(parts))

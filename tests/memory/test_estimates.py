@@ -133,6 +133,23 @@ def test_a_full_fine_tune_of_a_writer_keeps_a_copy_and_a_lora_none(tmp_path: Pat
     assert "copies of the trained weights" not in lora
 
 
+def test_a_writers_adapters_are_folded_where_it_is_asked_for(tmp_path: Path) -> None:
+    """The adapted weights once more, in their own precision, and nothing joined beside them."""
+    folder = writers.build("qwen2", tmp_path / "m")
+    common = [f"model.path={folder}", "model.name=causal", "model.lora.rank=4"]
+    common += ["model.max_prompt=32", "learner.micro_tokens=64", "sampler.batch=2"]
+
+    def told(dtype: str, *more: str) -> int:
+        recipe = build.recipe("demo-vlm", [*common, f"model.dtype={dtype}", *more])
+        return estimate(recipe).passing["writing"]
+
+    half = told("bfloat16", "model.fold=true") - told("bfloat16", "model.fold=false")
+    whole = told("float32", "model.fold=true") - told("float32", "model.fold=false")
+    assert whole == 2 * half > 0
+    assert told("bfloat16") == told("bfloat16", "model.fold=true")
+    assert told("float32") == told("float32", "model.fold=false")
+
+
 def test_quantizing_needs_lora_and_a_cuda_device() -> None:
     with pytest.raises(UserError, match="freezes the weights, so it trains LoRA only"):
         build.recipe("demo", ["model.quantize=nf4"])

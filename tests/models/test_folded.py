@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from gesso import build
 from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.config import Model
+from gesso.models.flow import compiled
 from gesso.models.flow.compiled import (
     GRAPHS,
     compile_blocks,
@@ -331,6 +333,18 @@ def test_a_decoder_is_filled_and_cut_again(data: dict) -> None:
     assert graphs > 0
     assert torch.equal(model.decode(latents[:2]), model.decode(latents)[:2])
     assert rows == [5, 5, 5] and counters["unique_graphs"] == graphs
+
+
+def test_compile_means_the_decoder_too(data: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {name: Mock() for name in ("compile_blocks", "compile_decoder")}
+    for name, instead in made.items():
+        monkeypatch.setattr(compiled, name, instead)
+    drawing(build.model(build.recipe_from(data)))
+    assert not any(instead.called for instead in made.values())
+    data["model"]["compile"] = True
+    model = drawing(build.model(build.recipe_from(data)))
+    made["compile_blocks"].assert_called_once_with(model.transformer, model.blocks)
+    made["compile_decoder"].assert_called_once_with(model.pipe.vae.decoder)
 
 
 def test_flux_is_filled_and_cut_again(data: dict, tmp_path: Path) -> None:

@@ -302,8 +302,9 @@ def test_segments_laid_flat(monkeypatch: Any) -> None:
 
 def test_segments_in_groups() -> None:
     """Against every token by itself, with gradients. Prompts of 12 and 9 tokens go together; of the
-    replies to the first one, those of 3 and 2; nobody looks at what fills up the shorter ones."""
-    trees = [[12, 3, 0, 5, 2], [9], [9, 1]]
+    replies to the first one, those of 3 and 2; nobody looks at what fills up the shorter ones, and
+    nothing beyond the last token is there to fill with."""
+    trees = [[12, 3, 0, 5, 2], [9, 1], [9]]
     groups = attention.Groups.of(trees, torch.device("cpu"))
     assert sorted(groups.shapes) == [(1, 1, 10), (1, 5, 17), (2, 3, 15), (3, 12, 12)]
     noise = torch.Generator().manual_seed(0)

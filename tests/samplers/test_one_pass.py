@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from gesso.run import assemble, resume, train
 from gesso.types import FlowTrace, Rollout, Score, UserError
 from tests import pipelines
 from tests.models.test_folded import Counted, adapted, stirred
-from tests.rollouts import parts_of, rollout_of
+from tests.rollouts import REWARDS, parts_of, rollout_of
 
 Gradients = dict[str, torch.Tensor]
 
@@ -57,7 +58,7 @@ def distance(found: Gradients, expected: Gradients) -> float:
     return float((one - other).norm() / other.norm())
 
 
-def compared(data: dict, batch: int = 4) -> Gradients:
+def compared(data: dict, batch: int = 4, rewards: Sequence[float] = REWARDS) -> Gradients:
     """In one pass as in two: pictures, log-probs, gradient. An update runs no network."""
     found: list[tuple[Rollout, Gradients]] = []
     for one in (False, True):
@@ -65,6 +66,7 @@ def compared(data: dict, batch: int = 4) -> Gradients:
         model, algorithm, learner = parts_of(build.recipe_from(data))
         stirred(model)
         rollout = rollout_of(model, algorithm, batch=batch)
+        rollout = replace(rollout, scores=[Score(r, {"made-up": r}) for r in rewards])
         counted = Counted(model)
         found.append((rollout, gradients(learner, rollout)))
         assert bool(counted.rows) != one and (rollout.paths.slopes is not None) == one
@@ -96,6 +98,10 @@ def test_an_update_is_that_of_two_passes(data: dict, variant: str) -> None:
     own = VARIANTS[variant]
     data["algorithm"] = own if "name" in own else data["algorithm"] | own
     compared(data)
+
+
+def test_a_sample_as_good_as_its_group_has_no_gradient_and_counts(data: dict) -> None:
+    compared(data, rewards=[0.0, 0.5, 1.0, 0.3, 0.3, 0.8])
 
 
 @pytest.mark.parametrize("name", ["flux-dev", "qwen-image"])

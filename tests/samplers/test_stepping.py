@@ -131,6 +131,14 @@ def test_folded_weights_are_kept_once(tmp_path: Path, fixed: Any) -> None:
         assert attention.k_proj.folded is after[1]
 
 
+def test_on_a_cpu_it_writes_where_no_adapter_lies_beside_the_weights(tmp_path: Path) -> None:
+    tiny = Tiny("qwen2", tokens.build("qwen2", tmp_path / "qwen2"))
+    for lora, fold, own in ((None, None, True), (LORA, True, True), (LORA, None, False)):
+        model = tiny.model(lora=lora, fold=fold)
+        with model.policy.standing(), model.writing("current")():
+            assert (model._stepper is not None) == own
+
+
 def test_two_adapters_are_not_folded(tmp_path: Path) -> None:
     """A critic's adapter takes turns with the policy's: which is in the weights would change."""
     tiny = Tiny("qwen2", tokens.build("qwen2", tmp_path / "qwen2"))

@@ -1,10 +1,11 @@
-"""One token more for every sequence, on CUDA: the arithmetic of transformers' decoder layers with a
-third of their kernels.
+"""One token more for every sequence: the arithmetic of transformers' decoder layers with a third of
+their operations.
 
 A step of few sequences takes as long as its weights take to be read and its kernels to be started.
-So projections of the same input are one matrix, what lies between two products is compiled into one
-kernel, and attention reads each sequence as far as it goes. `tests/samplers/test_stepping.py` holds
-it to transformers' own layers, for every kind of model that Gesso knows.
+So projections of the same input are one matrix; and on CUDA what lies between two products is
+compiled into one kernel, and attention reads each sequence as far as it goes.
+`tests/samplers/test_stepping.py` holds it to transformers' own layers, for every kind of model that
+Gesso knows.
 
     n sequences · D width · H heads · G groups of heads that share keys · d head width
 """

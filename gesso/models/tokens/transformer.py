@@ -171,7 +171,7 @@ class TransformerModel(ABC):
     @property
     def steps_itself(self) -> bool:
         """Whether `stepping.py` takes the place of transformers' layers while replies are written:
-        on CUDA in half precision, and where no adapter lies beside the weights."""
+        on a CPU, and on CUDA in half precision, where no adapter lies beside the weights."""
         bare = self.policy.folds == (self.policy.lora is not None)
         return self._pays(self.device.type == "cpu" or None, bare) and fits(self.decoder)
 
