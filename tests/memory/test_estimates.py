@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from gesso import build, cli
 from gesso.check import memory
@@ -133,21 +135,29 @@ def test_a_full_fine_tune_of_a_writer_keeps_a_copy_and_a_lora_none(tmp_path: Pat
     assert "copies of the trained weights" not in lora
 
 
-def test_a_writers_adapters_are_folded_where_it_is_asked_for(tmp_path: Path) -> None:
-    """The adapted weights once more, in their own precision, and nothing joined beside them."""
+def test_what_writing_keeps_beside_the_weights(tmp_path: Path) -> None:
+    """With a LoRA that is folded, the adapted weights once more; with one that lies beside them,
+    nothing; trained whole, what is joined."""
     folder = writers.build("qwen2", tmp_path / "m")
-    common = [f"model.path={folder}", "model.name=causal", "model.lora.rank=4"]
+    common = [f"model.path={folder}", "model.name=causal"]
     common += ["model.max_prompt=32", "learner.micro_tokens=64", "sampler.batch=2"]
+    layers = {n: t.numel() for n, t in load_file(folder / "model.safetensors").items()}
+    adapted = sum(size for name, size in layers.items() if name.endswith("_proj.weight"))
+    apart = ("o_proj.weight", "down_proj.weight")
+    joined = adapted - sum(size for name, size in layers.items() if name.endswith(apart))
 
-    def told(dtype: str, *more: str) -> int:
-        recipe = build.recipe("demo-vlm", [*common, f"model.dtype={dtype}", *more])
-        return estimate(recipe).passing["writing"]
+    def told(*more: str) -> int:
+        return estimate(build.recipe("demo-vlm", [*common, *more])).passing["writing"]
 
-    half = told("bfloat16", "model.fold=true") - told("bfloat16", "model.fold=false")
-    whole = told("float32", "model.fold=true") - told("float32", "model.fold=false")
-    assert whole == 2 * half > 0
-    assert told("bfloat16") == told("bfloat16", "model.fold=true")
-    assert told("float32") == told("float32", "model.fold=false")
+    lora = "model.lora.rank=4"
+    for dtype, size, own in (("bfloat16", 2, "true"), ("float32", 4, "false")):
+        some = [lora, f"model.dtype={dtype}"]
+        beside = told(*some, "model.fold=false")
+        assert told(*some, "model.fold=true") == beside + size * adapted
+        assert told(*some) == told(*some, f"model.fold={own}")
+    with patch("gesso.memory.tokens._joined", return_value=[]):
+        without = told()
+    assert told() == without + 4 * joined
 
 
 def test_quantizing_needs_lora_and_a_cuda_device() -> None:
