@@ -333,6 +333,9 @@ def test_a_decoder_is_filled_and_cut_again(data: dict) -> None:
     assert graphs > 0
     assert torch.equal(model.decode(latents[:2]), model.decode(latents)[:2])
     assert rows == [5, 5, 5] and counters["unique_graphs"] == graphs
+    model.sizes = (6,)
+    model.decode(latents)
+    assert counters["unique_graphs"] == 2 * graphs  # another size has graphs of its own
 
 
 def test_compile_means_the_decoder_too(data: dict, monkeypatch: pytest.MonkeyPatch) -> None:
