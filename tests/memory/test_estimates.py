@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from gesso import build, cli
 from gesso.check import memory
-from gesso.memory import estimate, flow
+from gesso.memory import estimate, flow, meta
 from gesso.types import UserError
 from tests import tokens as writers
 from tests.typed import drawing
@@ -158,6 +158,16 @@ def test_what_writing_keeps_beside_the_weights(tmp_path: Path) -> None:
     with patch("gesso.memory.tokens._joined", return_value=[]):
         without = told()
     assert told() == without + 4 * joined
+
+
+def test_an_operator_is_remembered_with_all_that_its_result_depends_on() -> None:
+    x = torch.empty(4, dtype=torch.int32, device="meta")
+    with meta._Live(set()) as live:
+        for _ in range(2):
+            assert (x + 1).dtype == torch.int32 and (x + 1.0).dtype == torch.float32
+            for dtype in (torch.int64, torch.float64):
+                assert x.sum(dtype=dtype).dtype == dtype
+    assert len(live.made) == 4
 
 
 def test_quantizing_needs_lora_and_a_cuda_device() -> None:
