@@ -167,6 +167,8 @@ def test_an_operator_is_remembered_with_all_that_its_result_depends_on() -> None
             assert (x + 1).dtype == torch.int32 and (x + 1.0).dtype == torch.float32
             for dtype in (torch.int64, torch.float64):
                 assert x.sum(dtype=dtype).dtype == dtype
+            view = torch.ops.aten._unsafe_view(x, [2, 2])  # though it says that it is none
+            assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
     assert len(live.made) == 4
 
 
