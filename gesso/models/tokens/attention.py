@@ -56,7 +56,7 @@ class Flat:
     dtype: torch.dtype  # half precision; under autocast some of what comes is not
 
     @staticmethod
-    def of(trees: Sequence[Sequence[int]], device: torch.device, dtype: torch.dtype) -> Flat:
+    def of(trees: Trees, device: torch.device, dtype: torch.dtype) -> Flat:
         queries, keys, tokens, start = [0], [0], [], 0
         for tree in trees:
             prompt = torch.arange(start, start + tree[0])
