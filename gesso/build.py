@@ -358,7 +358,7 @@ def _reward(entry: RewardEntry) -> base.Reward:
         return _elsewhere(entry)
     if entry.name in SERVED:
         raise UserError(f'the reward "{entry.name}" runs on a server: give reward.remote.urls')
-    return base.load(_reference(REWARDS, entry.name, "reward"), entry.options)
+    return base.load(_reference(REWARDS, entry.name, "reward"), entry.options, entry.name)
 
 
 def _elsewhere(entry: RewardEntry) -> base.Reward:
@@ -386,7 +386,8 @@ def _filled(entry: RewardEntry) -> dict[str, Any]:
         reference = _reference(REWARDS, entry.name, "reward")
         found = base.find(reference, options)
         if isinstance(found, type) and issubclass(found, base.Strict):
-            options = base.load(reference, options).model_dump(exclude_none=True)  # type: ignore[attr-defined]
+            made = base.load(reference, options, entry.name)
+            options = made.model_dump(exclude_none=True)  # type: ignore[attr-defined]
     return entry.model_dump(exclude_none=True) | options
 
 

@@ -21,7 +21,7 @@ BAD = [
     ("algorithm.window.size=9", "does not fit into 6 steps; low + size <= high <= steps"),
     ("algorithm.noise=0", "noise = 0 leaves no stochastic step"),
     ("model.name=sd9", 'no model "sd9"; did you mean "sd3"?'),
-    ("reward.0.detekt=true", 'unknown key "detekt"; did you mean "detect"?'),
+    ("reward.0.detekt=true", 'reward ocr: unknown key "detekt"; did you mean "detect"?'),
     ("reward.0.name=5", '"reward.0.name" = 5 does not fit'),
     ("reward=[]", "at least 1 item"),
     ("model.lora.rank=x", '"model.lora.rank"'),

@@ -92,14 +92,14 @@ def find(reference: str, options: Mapping[str, Any]) -> Any:
     return found
 
 
-def load(reference: str, options: Mapping[str, Any]) -> Reward:
+def load(reference: str, options: Mapping[str, Any], name: str = "") -> Reward:
     """ "module:Name" → a ready reward. A Strict class checks its options, a function takes them
-    as keyword arguments."""
+    as keyword arguments. `name` is what a recipe calls it."""
     found = find(reference, options)
     if not isinstance(found, type):
         return FunctionReward(found, options)
     if issubclass(found, Strict):
-        return parse(found, options, f"reward {reference}")  # type: ignore[return-value]
+        return parse(found, options, f"reward {name or reference}")  # type: ignore[return-value]
     try:
         made: Any = found(**options)
     except Exception as error:
