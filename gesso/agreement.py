@@ -1,10 +1,12 @@
-"""Whether the parts of a recipe go together: what no part can see by itself."""
+"""Whether the parts of a recipe go together, with each other and with the machine: what no part can
+see by itself."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gesso.config import Model, Recipe, family, nearest, pick_device
+from gesso.config import Model, Recipe, family, pick_device
+from gesso.parsing import nearest
 from gesso.types import SampleSpec, UserError
 
 if TYPE_CHECKING:
@@ -117,3 +119,11 @@ def ragged(found: Recipe, chosen: Algorithm) -> str | None:
         f"an update has {terms} terms (samples × steps), which micro-batches of {size} do not "
         f"divide: the last holds {terms % size}; learner.micro_batch = {below} or {above} would fit"
     )
+
+
+def check_engine(found: Recipe) -> None:
+    """Raises where the recipe's engine is not installed."""
+    if found.sampler.engine == "vllm":
+        from gesso.samplers import vllm
+
+        vllm.check_installed()

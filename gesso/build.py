@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from gesso import agreement
-from gesso.config import Model, Recipe, RewardEntry, family, nearest, parse
+from gesso.config import Model, Recipe, RewardEntry, family
 from gesso.config import TokenModel as TokenModelSection
+from gesso.parsing import nearest, parse
 from gesso.rewards import base, deqa, judge, networks
 from gesso.rewards.cache import Cached
 from gesso.rewards.compose import Fitting, Weighted
@@ -210,14 +211,6 @@ def critic(found: Recipe, chosen: Algorithm, made: Any) -> Critic | None:
     wanted = chosen.critic
     made.critic = critic.make(made, found.model, wanted.trunk, wanted.lr, found.seed)
     return made.critic
-
-
-def check_engine(found: Recipe) -> None:
-    """Raises where the recipe's engine is not installed."""
-    if found.sampler.engine == "vllm":
-        from gesso.samplers import vllm
-
-        vllm.check_installed()
 
 
 def check_trackers(found: Recipe) -> None:

@@ -57,7 +57,7 @@ class Job:
 def assemble(recipe: Recipe, progress: Progress = SILENT) -> Job:
     """Read the data, load the model, connect the rewards; cheap things first, so that a mistake
     shows before the weights are loaded."""
-    build.check_engine(recipe)
+    agreement.check_engine(recipe)
     build.check_trackers(recipe)
     algorithm = build.algorithm(recipe)
     agreement.check_folds(recipe, algorithm)

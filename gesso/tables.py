@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gesso.config import PACKAGE, nearest
+from gesso.config import PACKAGE
+from gesso.parsing import nearest
 from gesso.types import UserError
 
 if sys.version_info >= (3, 11):

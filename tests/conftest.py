@@ -48,6 +48,23 @@ def recipe_data(pipeline_folder: Path, prompt_file: Path) -> dict:
     return small_recipe(pipeline_folder, prompt_file)
 
 
+@pytest.fixture(scope="session")
+def sd35_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests import pipelines
+
+    return pipelines.build("sd35", tmp_path_factory.mktemp("sd35") / "sd35")
+
+
+@pytest.fixture
+def folding_data(recipe_data: dict, sd35_folder: Path) -> dict:
+    """SD3.5's kind of blocks, with an adapter that is folded into the weights."""
+    recipe_data["model"] |= {
+        "path": str(sd35_folder), "text_length": 16, "lora": {"rank": 4, "alpha": 8}, "fold": True,
+    }  # fmt: skip
+    recipe_data["algorithm"] |= {"guidance": 4.5, "steps": 3}
+    return recipe_data
+
+
 def small_recipe(pipeline_folder: Path, prompt_file: Path) -> dict:
     """A recipe of seconds: 2 prompts × 3 samples, 4 sampling steps, the JPEG reward."""
     return {

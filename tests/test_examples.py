@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from gesso import build, cli, config
+from gesso.parsing import parse
 from gesso.run import train
 from gesso.tables import tomllib
 from tests.test_house import ROOMS
@@ -365,7 +366,7 @@ def test_the_mix_of_prompts_of_the_guide(tmp_path: Path, monkeypatch: pytest.Mon
     rows = [{"caption": f"cat {i}", "image": b"\x89PNG", "id": i} for i in range(5)]
     parquet.write_table(pyarrow.Table.from_pylist(rows), "captions.parquet")
     (mix,) = (block for block in blocks("toml") if "[[data.train]]" in block)
-    data = config.parse(config.Data, tomllib.loads(mix)["data"], "guide")
+    data = parse(config.Data, tomllib.loads(mix)["data"], "guide")
     loaded = prompts.load(data, lambda prompt: None, lambda prompt: None)
     assert len(loaded.held_out) == 8 and loaded.notes == []
     batch = prompts.Stream(loaded.train, 0).batch(0, 8)

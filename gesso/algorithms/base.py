@@ -105,10 +105,6 @@ class Algorithm(Protocol):
         """Copies of the weights it asks for beside the current ones."""
 
     @property
-    def greedy(self) -> bool:
-        """Whether it compares a sample with the reward of its prompt's greedy reply."""
-
-    @property
     def terms_a_sample(self) -> int:
         """How many terms each sample gives."""
 
@@ -122,8 +118,8 @@ class Algorithm(Protocol):
     def eval_spec(self, watched: config.Eval, model: Any, weights: Which) -> SampleSpec | ReplySpec:
         """How to draw what is looked at."""
 
-    def greedy_spec(self) -> SampleSpec | ReplySpec:
-        """How to draw what `greedy` compares with."""
+    def greedy_spec(self) -> ReplySpec | None:
+        """How to draw the greedy reply of a prompt, where samples are compared with its reward."""
 
     def prepare(self, model: Any, rollout: Rollout, settings: config.Learner) -> Prepared:
         """Advantages, and whatever else is the same for all updates of this rollout."""

@@ -43,7 +43,6 @@ class FlowAlgorithm(config.Strict):
     family: ClassVar[config.Family] = "draws"
     epochs: ClassVar[int] = 1
     refills: ClassVar[int] = 0
-    greedy: ClassVar[bool] = False
 
     def eval_spec(self, watched: config.Eval, model: config.Model, weights: Which) -> SampleSpec:
         """No noise, the evaluation's steps and guidance."""
@@ -56,8 +55,8 @@ class FlowAlgorithm(config.Strict):
             weights=weights,
         )
 
-    def greedy_spec(self) -> SampleSpec:
-        raise NotImplementedError("no algorithm for flow models compares with a greedy sample")
+    def greedy_spec(self) -> None:
+        """A picture is compared with its group."""
 
     def prepare(self, model: FlowModel, rollout: Rollout, settings: config.Learner) -> Prepared:
         return Prepared(self.advantage(rollout))

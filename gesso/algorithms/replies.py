@@ -156,13 +156,9 @@ class ReplyAlgorithm(Strict):
                 'combine = "gdpo" takes each reward by itself and has no place for a KL in their '
                 'sum; use kl.place = "loss", or advantage.per = "token"'
             )
-        if self.greedy and self.refills:
+        if self.greedy_spec() and self.refills:
             raise ValueError("refills are not for a baseline of greedy replies; set refills = 0")
         return self
-
-    @property
-    def greedy(self) -> bool:
-        return self.advantage.baseline == "greedy"
 
     @property
     def needs(self) -> frozenset[Which]:
@@ -182,8 +178,8 @@ class ReplyAlgorithm(Strict):
     def eval_spec(self, watched: config.Eval, model: config.AnyModel, weights: Which) -> ReplySpec:
         return ReplySpec(self.max_tokens, watched.temperature, weights)
 
-    def greedy_spec(self) -> ReplySpec:
-        return ReplySpec(self.max_tokens, 0.0)
+    def greedy_spec(self) -> ReplySpec | None:
+        return ReplySpec(self.max_tokens, 0.0) if self.advantage.baseline == "greedy" else None
 
     def prepare(self, model: TokenModel, rollout: Rollout, settings: config.Learner) -> Known:
         drawn = rollout.logp

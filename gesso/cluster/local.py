@@ -157,13 +157,12 @@ class Local:
         seeds = [seed_of(seed, *use, step, i) for i in range(len(row))]
         spec = self.algorithm.spec(step, seed_of(seed, "spec", step), self.recipe.model)
         batch = self._stream(prompts, row, seeds, spec, what)
-        if not self.algorithm.greedy:
+        greedy = self.algorithm.greedy_spec()
+        if greedy is None:
             return batch
         each = list(range(len(prompts)))
-        greedy = self._stream(
-            prompts, each, [0] * len(each), self.algorithm.greedy_spec(), f"{what}, greedy"
-        )
-        return replace(batch, greedy=greedy)
+        drawn = self._stream(prompts, each, [0] * len(each), greedy, f"{what}, greedy")
+        return replace(batch, greedy=drawn)
 
     def evaluate(
         self, prompts: Sequence[Prompt], weights: Which

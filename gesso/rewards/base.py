@@ -13,7 +13,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from gesso.config import Strict, parse
+from gesso.config import Strict
+from gesso.parsing import parse
 from gesso.types import Prompt, Sample, Score, UserError
 
 

@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import ConfigDict, Field, model_validator
 
-from gesso.config import Strict, parse
+from gesso.config import Strict
+from gesso.parsing import parse
 from gesso.rewards import networks
 from gesso.rewards.networks import Box, Detection
 from gesso.types import Prompt, Sample, Score, UserError

@@ -25,7 +25,8 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import Field
 
-from gesso.config import Strict, parse
+from gesso.config import Strict
+from gesso.parsing import parse
 from gesso.rewards.base import plain
 from gesso.types import PICTURE_FORMATS, Picture, Prompt, Sample, Score, UserError
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gesso import serving
-from gesso.config import parse
+from gesso.parsing import parse
 from gesso.rewards import protocol
 from gesso.rewards.base import Scorer
 from gesso.types import Sample, Score, UserError

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Literal
 
 from gesso import build, tables
-from gesso.config import Recipe, parse
+from gesso.config import Recipe
+from gesso.parsing import parse
 from gesso.track.run_folder import RunFolder
 from gesso.types import UserError
 from gesso.use import folders

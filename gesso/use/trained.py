@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gesso import build
-from gesso.config import Eval, family, parse
+from gesso.config import Eval, family
 from gesso.data import prompts
+from gesso.parsing import parse
 from gesso.track import bars
 from gesso.track.progress import SILENT, Progress
 from gesso.types import Prompt, ReplySpec, Sample, SampleSpec, UserError, Which, seed_of

@@ -16,10 +16,11 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from gesso.config import Data, Source, parse
+from gesso.config import Data, Source
 from gesso.data import prompts, readers
 from gesso.data.chat import Form
 from gesso.data.prompts import Stream
+from gesso.parsing import parse
 from gesso.types import Picture, Prompt, UserError
 from tests.data.test_readers import cache_apart  # noqa: F401
 

@@ -36,19 +36,10 @@ from tests.typed import drawing, sure
 PROMPT = Prompt("a red sign")
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pipelines.build("sd35", tmp_path_factory.mktemp("folded") / "sd35")
-
-
 @pytest.fixture
-def data(recipe_data: dict, folder: Path) -> dict:
-    recipe_data["model"] |= {
-        "path": str(folder), "text_length": 16, "lora": {"rank": 4, "alpha": 8}, "fold": True,
-    }  # fmt: skip
-    recipe_data["algorithm"] |= {"guidance": 4.5, "steps": 3}
-    recipe_data["learner"] = {"micro_batch": 6}
-    return recipe_data
+def data(folding_data: dict) -> dict:
+    folding_data["learner"] = {"micro_batch": 6}
+    return folding_data
 
 
 def stirred(model: Any) -> Any:

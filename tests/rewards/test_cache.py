@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from gesso import build, run
-from gesso.config import RewardEntry, parse
+from gesso.config import RewardEntry
+from gesso.parsing import parse
 from gesso.rewards import base
 from gesso.rewards.cache import Cached
 from gesso.rewards.workers import Workers

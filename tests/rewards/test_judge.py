@@ -17,7 +17,8 @@ import httpx
 import pytest
 
 from gesso import build, run
-from gesso.config import RewardEntry, parse
+from gesso.config import RewardEntry
+from gesso.parsing import parse
 from gesso.rewards import base, judge, pool, protocol
 from gesso.rewards.judge import Judge, QwenVlOcr, QwenVlScore, UnifiedReward, rated
 from gesso.tables import tomllib

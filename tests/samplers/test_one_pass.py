@@ -22,18 +22,10 @@ from tests.rollouts import REWARDS, parts_of, rollout_of
 Gradients = dict[str, torch.Tensor]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pipelines.build("sd35", tmp_path_factory.mktemp("one-pass") / "sd35")
-
-
 @pytest.fixture
-def data(recipe_data: dict, folder: Path) -> dict:
-    recipe_data["model"] |= {
-        "path": str(folder), "text_length": 16, "lora": {"rank": 4, "alpha": 8}, "fold": True,
-    }  # fmt: skip
-    recipe_data["algorithm"] |= {"guidance": 4.5, "steps": 3, "one_pass": True}
-    return recipe_data
+def data(folding_data: dict) -> dict:
+    folding_data["algorithm"]["one_pass"] = True
+    return folding_data
 
 
 def gradients(learner: Any, rollout: Rollout) -> Gradients:
