@@ -207,6 +207,6 @@ function firstWall(run, found) {
     });
     const seen = p.shown.length ? picture(run, p.shown[0], `picture of the prompt ${p.prompt}`, 96, null, { class: "seen" }) : null;
     return h("a", { class: p.shown.length ? "pair asked" : "pair", href: addressOf("evolution", { run, prompt: p.index }), title: p.prompt },
-      h("span", { class: "pair-prompt" }, seen, p.prompt), h("div", { class: "two" }, ends));
+      h("span", { class: "pair-prompt" }, seen, h("span", {}, p.prompt)), h("div", { class: "two" }, ends));
   });
 }
