@@ -12,14 +12,15 @@ def wide(x: Tensor) -> Tensor:
 
 
 def dithered(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x (float32) in `dtype`. For bfloat16, up or down in proportion to where x lies between the
-    two: a threshold that each place has for good, of Weyl's sequence i·φ mod 1, decides. To the
-    nearest, a change of less than half a unit would be lost wherever it is made; so it reaches its
-    share of the places. What bfloat16 holds exactly stays as it is. The finer types round to the
-    nearest."""
+    """A matrix x (float32), or each of a batch, in `dtype`. For bfloat16, up or down in proportion
+    to where x lies between the two: a threshold that each place has for good, of Weyl's sequence
+    i·φ mod 1, decides. To the nearest, a change of less than half a unit would be lost wherever it
+    is made; so it reaches its share of the places. What bfloat16 holds exactly stays as it is. The
+    finer types round to the nearest."""
     if dtype != torch.bfloat16:
         return x.to(dtype)
-    places = torch.arange(x.numel(), dtype=torch.int32, device=x.device).view(x.shape)
+    matrix = x.shape[-2:]
+    places = torch.arange(matrix.numel(), dtype=torch.int32, device=x.device).view(matrix)
     threshold = places.mul_(-1640531535).bitwise_right_shift_(16).bitwise_and_(0xFFFF)  # 2³²/φ
     bits = x.contiguous().view(torch.int32) + threshold
     return bits.bitwise_and_(-0x10000).view(torch.float32).to(dtype)

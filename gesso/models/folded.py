@@ -7,6 +7,8 @@ between two optimizer steps. Both then run with the very same matrix, so the rat
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from torch.nn import functional as F
 from gesso.formulas.precision import dithered
 
 ADAPTER = "default"
+TOGETHER = 2**26
+"""Numbers of weights that are folded at once: half a gigabyte besides the result."""
 
 
 class FoldedLinear(lora.Linear):
@@ -30,26 +34,43 @@ class FoldedLinear(lora.Linear):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.folded is None:
             return super().forward(x, *args, **kwargs)
-        a, b = self.by_row or (self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight)
+        a, b = self.by_row or self.adapter
         bias = self.base_layer.bias
         return FoldedProduct.apply(x, self.folded, bias, a, b, self.scaling[ADAPTER])
+
+    @property
+    def adapter(self) -> tuple[Tensor, Tensor]:
+        return self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight
 
     @property
     def frozen(self) -> Tensor:
         return self.base_layer.weight.data
 
-    @torch.no_grad()
-    def fold(self) -> Tensor:
-        """W + s·BA in the weight's own precision."""
-        a, b = self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight
-        whole = torch.addmm(self.frozen.float(), b, a, alpha=self.scaling[ADAPTER])
-        return dithered(whole, self.frozen.dtype)
+
+@torch.no_grad()
+def fold(layers: Sequence[FoldedLinear]) -> list[Tensor]:
+    """W + s·BA of each layer, in the weight's own precision. Layers of one shape go together: one
+    by one, a large network's take longer to launch than to compute."""
+    alike = defaultdict(list)
+    for i, layer in enumerate(layers):
+        alike[layer.frozen.shape, layer.frozen.dtype, layer.scaling[ADAPTER]].append(i)
+    found: dict[int, Tensor] = {}
+    for (shape, dtype, scale), places in alike.items():
+        together = max(1, TOGETHER // shape.numel())
+        for start in range(0, len(places), together):
+            part = places[start : start + together]
+            weights = torch.stack([layers[i].frozen for i in part]).float()
+            a, b = map(torch.stack, zip(*(layers[i].adapter for i in part), strict=True))
+            whole = torch.baddbmm(weights, b, a, alpha=scale)
+            apart = torch.unbind_copy(dithered(whole, dtype))  # a compiler looks at their storage
+            found |= zip(part, apart, strict=True)
+    return [found[i] for i in range(len(layers))]
 
 
 class FoldedProduct(torch.autograd.Function):
     """y = xWᵀ + bias for W = W0 + s·BA. Gradients reach x, A and B: with g = ∂L/∂y they are gW,
-    s·(gB)ᵀx and s·gᵀ(xAᵀ), as if the adapter had been beside the weight. A and B may be given once
-    for each of x's N rows, the same numbers all over: then each row's gradient stays by itself."""
+    s·(gB)ᵀx and s·gᵀ(xAᵀ), as if the adapter had been beside the weight. A and B may be given N
+    times, the same numbers all over: then the gradient of each Nth of x's rows stays by itself."""
 
     @staticmethod
     def forward(
@@ -65,7 +86,7 @@ class FoldedProduct(torch.autograd.Function):
         to_x = grad @ weight if ctx.needs_input_grad[0] else None
         rows: tuple[int, ...] = (-1,)
         if a.ndim == 3:
-            assert len(x) == len(a), f"{len(x)} rows, adapters of {len(a)}"
+            assert len(x) % len(a) == 0, f"{len(x)} rows, adapters for {len(a)}"
             rows, a, b = (len(a), -1), a[0], b[0]
         inputs, grads = (
             t.reshape(*rows, t.shape[-1]) for t in (x, grad)

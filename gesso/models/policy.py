@@ -155,17 +155,19 @@ class Policy:
             matrices = [layer.frozen for layer in self._layers]
         else:
             if which not in folded:
+                from gesso.models.folded import fold
+
                 with self._exchanged(which):
-                    folded[which] = [layer.fold() for layer in self._layers]
+                    folded[which] = fold(self._layers)
             matrices = folded[which]
         for layer, matrix in zip(self._layers, matrices, strict=True):
             layer.folded = matrix
 
     @contextmanager
     def by_row(self, rows: int) -> Iterator[dict[str, Tensor]]:
-        """Within `standing`, for passes of so many rows: each row has trained weights of its own,
-        the same numbers, no copies. Yields them by name, (rows, …): in their `grad` a backward pass
-        leaves the gradient of every row by itself."""
+        """Within `standing`, for passes of so many rows or a multiple: each row, or as many side by
+        side, has trained weights of its own, the same numbers, no copies. Yields them by name,
+        (rows, …): in their `grad` a backward pass leaves the gradient of each by itself."""
         assert self._folded is not None, "only folded adapters can be had by row"
         own = {
             name: p.detach().expand(rows, *p.shape).requires_grad_()

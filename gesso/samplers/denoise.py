@@ -195,21 +195,23 @@ def _velocities(
 
 @contextmanager
 def _sloping(model: FlowModel, path: _Path, spec: SampleSpec, branches: int) -> Iterator[None]:
-    """Within, every row of a pass gathers a gradient of its own; afterwards `path.slopes` has each
-    sample's: the sum over its rows, one in each branch of the pass. Every pass runs so, whether it
-    is differentiated or not: a compiled network has one graph for all."""
+    """Within, every sample of a pass gathers a gradient of its own, over its row in each branch;
+    afterwards they are in `path.slopes`. Every pass runs so, whether it is differentiated or not: a
+    compiled network has one graph for all."""
     if not spec.slopes:
         yield
         return
     samples = len(path.x)
-    rows = branches * samples
-    with model.policy.by_row(model.filled(rows)) as own:
+    rows = model.filled(branches * samples)
+    each = 1 if rows % branches else branches  # rows that gather together
+    with model.policy.by_row(rows // each) as own:
         yield
     slopes = {}
     for name, weights in own.items():
         if weights.grad is not None:  # else the network made nothing of it, or no step is trained
-            slopes[name] = weights.grad[:rows].unflatten(0, (branches, samples)).sum(0)
-            weights.grad = None  # as large again
+            apart = weights.grad[: samples * branches // each]
+            whole = apart if each == branches else apart.unflatten(0, (samples, -1)).sum(1)
+            slopes[name] = whole.unbind()
     path.slopes = [{name: t[i] for name, t in slopes.items()} for i in range(samples)]
 
 

@@ -51,5 +51,8 @@ def test_what_fits_stays_and_nothing_moves_further_than_a_unit() -> None:
 def test_the_same_place_rounds_alike_every_time() -> None:
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(2))
     assert torch.equal(dithered(x, torch.bfloat16), dithered(x.clone(), torch.bfloat16))
+    both = dithered(torch.stack([x, x.flip(0)]), torch.bfloat16)  # of a batch, every matrix alike
+    assert torch.equal(both[0], dithered(x, torch.bfloat16))
+    assert torch.equal(both[1], dithered(x.flip(0), torch.bfloat16))
     assert torch.equal(dithered(x, torch.float16), x.half())
     assert torch.equal(dithered(x, torch.float32), x)

@@ -25,7 +25,7 @@ from gesso.models.flow.compiled import (
     one_graph,
     sizes,
 )
-from gesso.models.folded import FoldedLinear
+from gesso.models.folded import FoldedLinear, fold
 from gesso.samplers.denoise import DenoisingSampler
 from gesso.tables import tomllib
 from gesso.types import Prompt, Rollout, UserError
@@ -169,13 +169,15 @@ def test_only_what_is_drawn_with_is_folded(data: dict, monkeypatch: pytest.Monke
     assert (found["ema"] - found["current"]).abs().max() > 0.01
 
 
-def adapted(dtype: torch.dtype, of_b: float) -> tuple[FoldedLinear, torch.Tensor]:
+def adapted(
+    dtype: torch.dtype, of_b: float, width: int = 96, seed: int = 0
+) -> tuple[FoldedLinear, torch.Tensor]:
     """A layer with an adapter of rank 4, and W + s·BA in float64."""
     from peft import LoraConfig, inject_adapter_in_model
 
-    noise = torch.Generator().manual_seed(0)
-    layers = torch.nn.Sequential(torch.nn.Linear(96, 64)).requires_grad_(False).to(dtype)
-    layers[0].weight.copy_(torch.randn(64, 96, generator=noise))
+    noise = torch.Generator().manual_seed(seed)
+    layers = torch.nn.Sequential(torch.nn.Linear(width, 64)).requires_grad_(False).to(dtype)
+    layers[0].weight.copy_(torch.randn(64, width, generator=noise))
     lora = LoraConfig(r=4, lora_alpha=12, target_modules=["0"])
     lora._register_custom_module({torch.nn.Linear: FoldedLinear})
     layer = inject_adapter_in_model(lora, layers)[0]
@@ -198,7 +200,28 @@ def test_in_bfloat16_an_adapters_first_steps_are_not_lost() -> None:
         return float(((folded.double() - frozen) * change).sum() / change.square().sum())
 
     assert abs(kept(wanted.bfloat16())) < 0.2
-    assert layer.fold().dtype == torch.bfloat16 and abs(kept(layer.fold()) - 1) < 0.3
+    assert fold([layer])[0].dtype == torch.bfloat16 and abs(kept(fold([layer])[0]) - 1) < 0.3
+
+
+def test_layers_of_all_shapes_fold_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In their order, whichever of them go together: of two shapes, two scales, two precisions."""
+    layers = [
+        adapted(dtype, 0.3, width=width, seed=i)[0]
+        for i, (width, dtype) in enumerate(
+            (w, d) for d in (torch.float32, torch.bfloat16) for w in (96, 64, 96, 96)
+        )
+    ]
+    layers[2].scaling["default"] = 0.5
+    alone = [fold([layer])[0] for layer in layers]
+    for layer, folded in zip(layers, alone, strict=True):
+        a, b = layer.adapter
+        wanted = layer.frozen.double() + layer.scaling["default"] * b.double() @ a.double()
+        assert folded.dtype == layer.frozen.dtype and folded.shape == wanted.shape
+        unit = 2**-7 if folded.dtype == torch.bfloat16 else 1e-6
+        assert bool(((folded - wanted).abs() <= unit * wanted.abs() + 1e-6).all())
+    for together in (1, 2 * 64 * 96, 2**26):
+        monkeypatch.setattr("gesso.models.folded.TOGETHER", together)
+        assert all(map(torch.equal, fold(layers), alone))
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -209,7 +232,7 @@ def test_a_folded_product_against_plain_autograd(bias: bool) -> None:
     x = torch.randn(2, 5, 96, generator=torch.Generator().manual_seed(1))
     pull = torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(2))
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
-    layer.folded = layer.fold()
+    layer.folded = fold([layer])[0]
     assert float((layer.folded - wanted).abs().max()) < 1e-5
     inputs = x.double().requires_grad_(), *(t.detach().double().requires_grad_() for t in (a, b))
     plain = inputs[0] @ (layer.frozen.double() + 3 * inputs[2] @ inputs[1]).T
@@ -229,7 +252,7 @@ def test_a_folded_product_costs_nothing_that_nobody_asked_for() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
     layer, _ = adapted(torch.float32, 0.3)
-    layer.folded = layer.fold()
+    layer.folded = fold([layer])[0]
     full, thin = 2 * 10 * 96 * 64, 2 * 2 * 10 * 4 * (96 + 64)
     for asked in (True, False):
         x = torch.ones(2, 5, 96, requires_grad=asked)

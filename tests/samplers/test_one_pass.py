@@ -13,6 +13,7 @@ import torch
 from gesso import build, cli
 from gesso.check import check
 from gesso.models.flow.compiled import compile_blocks
+from gesso.models.folded import fold
 from gesso.run import assemble, resume, train
 from gesso.types import FlowTrace, Rollout, Score, UserError
 from tests import pipelines
@@ -147,7 +148,7 @@ def test_compiled_all_passes_share_their_graphs(
 @pytest.mark.parametrize("shape", [(3, 5, 96), (3, 96), (3, 2, 5, 96)])
 def test_a_product_by_row_against_one_by_one(shape: tuple[int, ...]) -> None:
     layer, _ = adapted(torch.float32, 0.3)
-    layer.folded = layer.fold()
+    layer.folded = fold([layer])[0]
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     noise = torch.Generator().manual_seed(1)
     x = torch.randn(shape, generator=noise).requires_grad_()
@@ -162,8 +163,14 @@ def test_a_product_by_row_against_one_by_one(shape: tuple[int, ...]) -> None:
     assert torch.equal(to_x, whole)
     for mine, own in zip(found, zip(*one_by_one, strict=True), strict=True):
         torch.testing.assert_close(mine, torch.stack(own), rtol=1e-5, atol=1e-5)
-    with pytest.raises(AssertionError, match="6 rows, adapters of 3"):
-        layer(torch.cat([x, x])).sum().backward()
+    doubled = x.repeat_interleave(2, 0)  # two rows to an adapter, side by side
+    twice = torch.autograd.grad(
+        (layer(doubled) * pull.repeat_interleave(2, 0)).sum(), rows
+    )
+    for mine, own in zip(twice, found, strict=True):
+        torch.testing.assert_close(mine, 2 * own, rtol=1e-5, atol=1e-5)
+    with pytest.raises(AssertionError, match="4 rows, adapters for 3"):
+        layer(doubled[:4]).sum().backward()
 
 
 def test_nothing_is_left_behind(data: dict) -> None:

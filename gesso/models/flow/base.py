@@ -94,8 +94,12 @@ def guided(
         with torch.no_grad():
             u = model.velocity(x, sigma, negative, weights)
     else:
-        both = Conditioning.stack([negative, cond])
-        u, c = model.velocity(x.repeat(2, 1, 1, 1), sigma.repeat(2), both, weights).chunk(2)
+        pairs = torch.arange(2 * len(x), device=x.device).view(2, -1).T.flatten()
+        both = Conditioning.stack([negative, cond]).rows(pairs)
+        v = model.velocity(
+            x.repeat_interleave(2, 0), sigma.repeat_interleave(2), both, weights
+        )  # a sample's two rows side by side, for `Policy.by_row`
+        u, c = v.unflatten(0, (-1, 2)).unbind(1)
     return model.guide(u, c, scale)
 
 
