@@ -92,16 +92,15 @@ class DiffusionNFT(FlowAlgorithm):
     def loss(self, model: FlowModel, terms: NoisedTerms) -> TermLosses:
         cond = terms.context.cond.rows(terms.row)
         x_t = nft.noised(terms.clean, terms.noise, terms.t)
-        v = model.velocity(x_t, terms.t, cond)
-        with torch.no_grad():
+        with torch.no_grad():  # before the pass that keeps all that its way back needs
             v_old = model.velocity(x_t, terms.t, cond, "old")
+            v_ref = model.velocity(x_t, terms.t, cond, "reference") if self.kl > 0 else None
+        v = model.velocity(x_t, terms.t, cond)
         loss = nft.contrast(
             v, v_old, terms.clean, x_t, terms.t, terms.optimal, self.beta, self.advantage.clip
         )
         stats = {"drift": (v - v_old).detach().square().flatten(1).mean(1)}
-        if self.kl > 0:
-            with torch.no_grad():
-                v_ref = model.velocity(x_t, terms.t, cond, "reference")
+        if v_ref is not None:
             distance = (v - v_ref).square().flatten(1).mean(1)
             loss = loss + self.kl * distance
             stats["kl"] = distance.detach()

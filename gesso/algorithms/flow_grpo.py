@@ -207,6 +207,10 @@ class FlowGRPO(FlowAlgorithm):
     def loss(self, model: FlowModel, terms: StepTerms | SlopeTerms) -> TermLosses:
         if isinstance(terms, SlopeTerms):
             return TermLosses(terms.loss(model.policy), {})
+        reference = None
+        if self.beta > 0:  # before the pass that keeps all that its way back needs
+            with torch.no_grad():
+                reference = self._transition(model, terms, "reference")
         step = self._transition(model, terms, "current")
         logp = step.logp(terms.x_next)
         surrogate = self.surrogate(step, logp, terms)
@@ -216,9 +220,7 @@ class FlowGRPO(FlowAlgorithm):
             "clipped": surrogate.clipped.float(),
             "abs_dlogp": (logp - terms.old_logp).abs().detach(),
         }
-        if self.beta > 0:
-            with torch.no_grad():
-                reference = self._transition(model, terms, "reference")
+        if reference is not None:
             distance = kl.gaussian_step(step.mean, reference.mean, step.s)
             loss = loss + self.beta * distance
             stats["kl"] = distance.detach()

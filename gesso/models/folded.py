@@ -83,16 +83,14 @@ class FoldedProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, b = ctx.saved_tensors
-        to_x = grad @ weight if ctx.needs_input_grad[0] else None
-        rows: tuple[int, ...] = (-1,)
+        inputs, grads = (t.reshape(-1, t.shape[-1]) for t in (x, grad))  # (M, in), (M, out)
+        to_x = (grads @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+        parts: tuple[int, ...] = (-1,)
         if a.ndim == 3:
             assert len(x) % len(a) == 0, f"{len(x)} rows, adapters for {len(a)}"
-            rows, a, b = (len(a), -1), a[0], b[0]
-        inputs, grads = (
-            t.reshape(*rows, t.shape[-1]) for t in (x, grad)
-        )  # (…, M, in), (…, M, out)
-        down = inputs @ a.to(x.dtype).T  # (…, M, rank)
-        up = grads @ b.to(x.dtype)  # (…, M, rank)
-        to_a = (up.mT @ inputs).to(a.dtype) * ctx.scale
-        to_b = (grads.mT @ down).to(b.dtype) * ctx.scale
+            parts, a, b = (len(a), -1), a[0], b[0]
+        down = (inputs @ a.to(x.dtype).T).unflatten(0, parts)  # (…, M, rank)
+        up = (grads @ b.to(x.dtype)).unflatten(0, parts)  # (…, M, rank)
+        to_a = (up.mT @ inputs.unflatten(0, parts)).to(a.dtype) * ctx.scale
+        to_b = (grads.unflatten(0, parts).mT @ down).to(b.dtype) * ctx.scale
         return to_x, None, None, to_a, to_b, None

@@ -51,9 +51,10 @@ class Policy:
             parameter.data = parameter.data.float()  # master weights stay float32
         self.copies: dict[Which, dict[str, Tensor]] = {}
         self.folds = folds and lora is not None
-        self._layers = list(self._adapted().values()) if self.folds else []
+        self._adapted = _adapted(module) if lora is not None else {}
+        self._layers = list(self._adapted.values()) if self.folds else []
         self._folded: dict[Which, list[Tensor]] | None = None  # a matrix a layer; within `standing`
-        self._resting: Which = "current"  # the weights it has there while none are asked for
+        self._pointed: Which | None = None  # the weights whose matrices the layers have
 
     def weights(self, which: Which = "current") -> Weights:
         """The live tensors, not a copy of them."""
@@ -89,16 +90,16 @@ class Policy:
     @contextmanager
     def using(self, which: Which) -> Iterator[None]:
         """Run the module with those weights. Only "current" may be differentiated."""
-        if which == self._resting:
-            yield
-        elif self._folded is not None:
-            before, self._resting = self._resting, which
+        if self._folded is not None:
+            before = self._pointed
             self._point(which)
             try:
                 yield
             finally:
-                self._resting = before
-                self._point(before)
+                if before is not None or which != "current":  # it may be run again on the way back
+                    self._point(before)
+        elif which == "current":
+            yield
         elif which == "reference" and self.lora is not None:
             trained = self._requiring_grad()
             self.module.disable_adapters()
@@ -124,44 +125,43 @@ class Policy:
                 self.trained[name].data = tensor
 
     @contextmanager
-    def standing(self, which: Which = "current") -> Iterator[None]:
+    def standing(self) -> Iterator[None]:
         """For the length of a `with` block no weight changes, of no copy either. A policy that
-        folds then runs with its adapters in the weights; afterwards these are as before, to the
-        bit, for they were never touched. `which` are the weights that it will be asked for, if not
-        for several: a matrix takes the room of the weight that it stands for."""
-        if not self.folds:
+        folds then runs with its adapters in the weights, of those copies that are asked for: a
+        matrix takes the room of the weight that it stands for. Afterwards the weights are as
+        before, to the bit, for they were never touched."""
+        if not self.folds or self._folded is not None:
             yield
-            return
-        if self._folded is not None:
-            with self.using(which):
-                yield
             return
         self._folded = {}
-        self._resting = which
         try:
-            self._point(which)
             yield
         finally:
+            self._point(None)
             self._folded = None
-            self._resting = "current"
-            for layer in self._layers:
-                layer.folded = None
 
-    def _point(self, which: Which) -> None:
-        """Every layer to the matrix it has under those weights, made when first asked for."""
-        folded = self._folded
-        assert folded is not None
+    def _point(self, which: Which | None) -> None:
+        """Every layer to the matrix it has under those weights, made when first asked for; None:
+        to its adapter beside the weight."""
+        if which == self._pointed:
+            return
+        matrices: Sequence[Tensor | None] = [None] * len(self._layers)
         if which == "reference":
             matrices = [layer.frozen for layer in self._layers]
-        else:
-            if which not in folded:
-                from gesso.models.folded import fold
-
-                with self._exchanged(which):
-                    folded[which] = fold(self._layers)
-            matrices = folded[which]
+        elif which is not None:
+            matrices = self._matrices(which)
         for layer, matrix in zip(self._layers, matrices, strict=True):
             layer.folded = matrix
+        self._pointed = which
+
+    def _matrices(self, which: Which) -> list[Tensor]:
+        from gesso.models.folded import fold
+
+        assert self._folded is not None
+        if which not in self._folded:
+            with self._exchanged(which):
+                self._folded[which] = fold(self._layers)
+        return self._folded[which]
 
     @contextmanager
     def by_row(self, rows: int) -> Iterator[dict[str, Tensor]]:
@@ -175,7 +175,7 @@ class Policy:
         }
         part = "{}.lora_{}.default.weight"
         try:
-            for name, layer in self._adapted().items():
+            for name, layer in self._adapted.items():
                 layer.by_row = own[part.format(name, "A")], own[part.format(name, "B")]
             yield own
         finally:
@@ -245,7 +245,7 @@ class Policy:
         """The module without PEFT's layers, adapters folded into its weights, for the length of a
         `with` block: what plain diffusers can save and load. The frozen weights come back as they
         were, to the bit."""
-        layers = self._adapted()
+        layers = self._adapted
         kept = {name: layer.get_base_layer().weight.data for name, layer in layers.items()}
         try:
             for name, layer in layers.items():
@@ -262,7 +262,7 @@ class Policy:
         """Every tensor of the module by the name it has without PEFT, adapters folded in; one at a
         time, so that folding never takes a second copy of them all. For an engine that has the
         module's architecture in its own code."""
-        layers = self._adapted()
+        layers = self._adapted
         off = which == "reference" and self.lora is not None
         with torch.no_grad(), self.using(which):
             for name, tensor in self.module.state_dict().items():
@@ -273,19 +273,17 @@ class Policy:
                 elif ".lora_" not in name:
                     yield name, tensor
 
-    def _adapted(self) -> dict[str, Any]:
-        """The module's layers that carry adapters, PEFT's own objects, by name."""
-        from peft.tuners.tuners_utils import BaseTunerLayer
-
-        return {
-            name: layer
-            for name, layer in self.module.named_modules()
-            if isinstance(layer, BaseTunerLayer)
-        }
-
     @property
     def size(self) -> int:
         return sum(p.numel() for p in self.trained.values())
+
+
+def _adapted(module: nn.Module) -> dict[str, Any]:
+    """The module's layers that carry adapters, PEFT's own objects, by name."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = module.named_modules()
+    return {name: layer for name, layer in layers if isinstance(layer, BaseTunerLayer)}
 
 
 def _folded(layer: Any) -> Tensor:

@@ -81,9 +81,10 @@ def test_folded_is_the_same_policy_and_leaves_no_trace(data: dict) -> None:
     beside = {w: velocity(model, rollout, w) for w in ("current", "old", "reference")}
     assert (beside["current"] - beside["reference"]).abs().max() > 0.01
     with model.policy.standing():
+        assert all(layer.folded is None for layer in model.policy._layers)  # none is asked for
         for which in (*beside, "current"):  # and back again
             assert (velocity(model, rollout, which) - beside[which]).abs().max() < 1e-4
-        assert any(layer.folded is not None for layer in model.policy._layers)
+        assert all(layer.folded is not None for layer in model.policy._layers)
     after = model.transformer.state_dict()
     assert state.keys() == after.keys() and all(torch.equal(state[n], after[n]) for n in state)
     assert torch.equal(velocity(model, rollout), beside["current"])
@@ -127,18 +128,25 @@ def still_learner(learner: Any) -> Any:
 
 def test_within_another_standing_stands_what_was_folded(data: dict) -> None:
     model, _, _ = parts_of(build.recipe_from(data))
-    with model.policy.standing():
-        before = [layer.folded for layer in model.policy._layers]
-        with model.policy.standing("reference"):
-            assert all(torch.equal(layer.folded, layer.frozen) for layer in model.policy._layers)
-        with (
-            model.policy.standing(),
-            model.policy.using("reference"),
-            model.policy.using("current"),
-        ):
-            assert all(a is b.folded for a, b in zip(before, model.policy._layers, strict=True))
-        assert all(a is b.folded for a, b in zip(before, model.policy._layers, strict=True))
-    assert all(layer.folded is None for layer in model.policy._layers)
+    policy = model.policy
+
+    def has(matrices: list[Any]) -> bool:
+        return all(a is b.folded for a, b in zip(matrices, policy._layers, strict=True))
+
+    with policy.standing():
+        with policy.using("reference"):
+            pass
+        assert has([None] * len(policy._layers))
+        with policy.using("current"):
+            before = [layer.folded for layer in policy._layers]
+        assert has(before)  # a pass may be run again on its way back
+        with policy.standing(), policy.using("reference"):
+            assert all(torch.equal(layer.folded, layer.frozen) for layer in policy._layers)
+            with policy.using("current"):
+                assert has(before)
+            assert all(torch.equal(layer.folded, layer.frozen) for layer in policy._layers)
+        assert has(before)
+    assert has([None] * len(before))
 
 
 def test_only_what_is_drawn_with_is_folded(data: dict, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,13 +156,13 @@ def test_only_what_is_drawn_with_is_folded(data: dict, monkeypatch: pytest.Monke
     model, algorithm, learner = parts_of(build.recipe_from(data))
     stirred(model)
     folded: list[str] = []
-    point = model.policy._point
+    matrices = model.policy._matrices
 
-    def pointing(which: Any) -> None:
+    def asked_for(which: Any) -> Any:
         folded.append(which)
-        point(which)
+        return matrices(which)
 
-    monkeypatch.setattr(model.policy, "_point", pointing)
+    monkeypatch.setattr(model.policy, "_matrices", asked_for)
     average = {n: t.clone() for n, t in learner.policy.copies["ema"].items()}
     spec = algorithm.spec(0, 0, SIZE)
     found = {}
@@ -268,8 +276,8 @@ def test_what_was_folded_is_forgotten_when_weights_move(data: dict) -> None:
         before = velocity(model, rollout)
     stirred(model)
     with model.policy.standing():
-        assert all(layer.folded is not None for layer in model.policy._layers)
         assert (velocity(model, rollout) - before).abs().max() > 0.01
+        assert all(layer.folded is not None for layer in model.policy._layers)
 
 
 class Counted:
@@ -456,7 +464,7 @@ def test_compiled_blocks_keep_products_and_compute_the_rest_again(data: dict) ->
         kept.clear()
         noise = torch.Generator().manual_seed(0)
         image, text = (torch.randn(2, n, width, generator=noise).requires_grad_() for n in (96, 16))
-        with model.policy.standing():
+        with model.policy.standing(), model.policy.using("current"):
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 out = block(image, text, torch.randn(2, width, generator=noise))
             (out[0].square().sum() + out[1].square().sum()).backward()

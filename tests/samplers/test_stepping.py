@@ -120,7 +120,7 @@ def test_folded_weights_are_kept_once(tmp_path: Path, fixed: Any) -> None:
     tiny = Tiny("qwen2", tokens.build("qwen2", tmp_path / "qwen2"))
     model = stirred(tiny.model(lora=LORA, fold=True))
     attention = model.decoder.layers[0].self_attn
-    with model.policy.standing():
+    with model.policy.standing(), model.policy.using("current"):
         before = attention.k_proj.folded
         model.writing("current")
         after = [attention.q_proj.folded, attention.k_proj.folded]
