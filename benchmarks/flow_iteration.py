@@ -1,6 +1,7 @@
 """One iteration of a flow model of SD3.5-M's shape by Gesso and by a plain script, in turns.
 
-    python benchmarks/flow_iteration.py [--rounds 3] [--out FOLDER] [--cases NAME ...] [--tiny]
+    python benchmarks/flow_iteration.py [--rounds 3] [--out FOLDER] [--cases NAME ...]
+        [--parts start,rows] [--tiny]
 
 Random weights of the real classes, 512², 10 steps, guidance 4.5, LoRA of rank 32, a group of 16.
 Both sides must first be seen to compute the same thing; if they do not, the exit status is 1 and
@@ -226,12 +227,29 @@ def circumstances(commit: str) -> dict[str, str]:
 
 
 def run(options: argparse.Namespace, folder: Path, device: torch.device) -> int:
-    shape = TINY if options.tiny else MEDIUM
     facts: dict[str, Any] = circumstances(options.commit)
-    write_pipeline(shape, folder, device)
+    write_pipeline(options.shape, folder, device)
     say("weights written")
-    if not options.no_start:
+    if "start" in options.parts:
         facts["first step after s"] = start_times(folder, options.tiny)
+    rows = compare(options, folder, device, facts) if "rows" in options.parts else {}
+    write(options, facts, rows)
+    wrong = [] if facts.get("agree", True) else ["both sides compute different things"]
+    for name, row in rows.items():
+        if row["compiled_later"]:
+            wrong.append(f"{name}: {row['compiled_later']} graphs after the first iteration")
+    for name, start in facts.get("first step after s", {}).items():
+        if not options.tiny and start["first step"] > FIRST_STEP:
+            wrong.append(f"{name}: the first step after {start['first step']:.0f} s")
+    print("\n".join(wrong))
+    return 1 if wrong else 0
+
+
+def compare(
+    options: argparse.Namespace, folder: Path, device: torch.device, facts: dict[str, Any]
+) -> dict[str, Any]:
+    """Both sides, first that they compute the same, then row by row; `facts` learns of it."""
+    shape = options.shape
     memory = Memory()
     ours = memory.loading("ours", lambda: Ours.load(folder, shape, device))
     theirs = memory.loading("plain", lambda: Theirs.load(folder, ours))
@@ -248,28 +266,26 @@ def run(options: argparse.Namespace, folder: Path, device: torch.device) -> int:
     facts["peak TFLOP/s"] = peak / 1e12
     rows: dict[str, Any] = {}
     for name, algorithm in cases(shape.images).items() if agree or options.anyway else ():
-        if not options.cases or any(part in name for part in options.cases):
+        if wanted(name, options.cases):
             rows[name] = measure(name, algorithm, ours, theirs, memory, options.rounds)
-            write(options.out, facts, rows, table(rows, shape, peak))
+            write(options, facts, rows)  # a run that is cut short leaves what it has
     print("\n".join(table(rows, shape, peak)))
-    wrong = [] if agree else ["both sides compute different things"]
-    for name, row in rows.items():
-        if row["compiled_later"]:
-            wrong.append(f"{name}: {row['compiled_later']} graphs after the first iteration")
-    for name, start in facts.get("first step after s", {}).items():
-        if not options.tiny and start["first step"] > FIRST_STEP:
-            wrong.append(f"{name}: the first step after {start['first step']:.0f} s")
-    print("\n".join(wrong))
-    return 1 if wrong else 0
+    return rows
 
 
-def write(out: Path | None, facts: dict[str, Any], rows: dict[str, Any], lines: list[str]) -> None:
-    """After every row: a run that is cut short leaves what it has."""
-    if out is None:
+def wanted(name: str, asked: list[str]) -> bool:
+    """Whether a row is asked for: by its name, or by a part of it that is no row's name."""
+    rows = cases(1)
+    return not asked or name in asked or any(a in name for a in asked if a not in rows)
+
+
+def write(options: argparse.Namespace, facts: dict[str, Any], rows: dict[str, Any]) -> None:
+    if options.out is None:
         return
-    out.mkdir(parents=True, exist_ok=True)
-    file = out / f"flow-{facts['date']}"
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / f"flow-{facts['date']}"
     file.with_suffix(".json").write_text(json.dumps(facts | {"rows": rows}, indent=1))
+    lines = table(rows, options.shape, 1e12 * facts["peak TFLOP/s"]) if rows else []
     told = [f"- {name}: {value}" for name, value in facts.items()]
     file.with_suffix(".md").write_text("\n".join([*told, "", *lines, ""]))
 
@@ -278,10 +294,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="folder for a dated table and its figures")
-    parser.add_argument("--cases", nargs="*", default=[], help="rows whose name has one of these")
+    parser.add_argument("--cases", nargs="*", default=[], help="rows by name, or by a part of it")
     parser.add_argument("--commit", default="", help="what to call the code that is measured")
     parser.add_argument("--anyway", action="store_true", help="time what is not the same, too")
-    parser.add_argument("--no-start", action="store_true", help="do not time new processes")
+    parser.add_argument("--parts", default="start,rows", help="start: new processes; rows; or both")
     parser.add_argument("--tiny", action="store_true", help="minutes on a CPU; proves no speed")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--start", type=float, help=argparse.SUPPRESS)
@@ -289,10 +305,13 @@ def main() -> int:
     for part in options.cases:
         if not any(part in name for name in cases(1)):
             parser.error(f"--cases {part}: no row has that in its name; rows are {[*cases(1)]}")
+    options.shape = TINY if options.tiny else MEDIUM
+    options.parts = options.parts.split(",")
+    if odd := set(options.parts) - {"start", "rows"}:
+        parser.error(f"--parts {odd.pop()}: parts are start and rows")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if options.start is not None:
-        shape = TINY if options.tiny else MEDIUM
-        print(json.dumps(starting(options.folder, shape, device, options.start)))
+        print(json.dumps(starting(options.folder, options.shape, device, options.start)))
         return 0
     with tempfile.TemporaryDirectory() as folder:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"  # empty, and ours alone

@@ -289,16 +289,16 @@ def cases(images: int) -> dict[str, Algorithm]:
     common: dict[str, Any] = {"group": images, "updates": 1}
     return {
         "Flow-GRPO": FlowGRPO(beta=0.0, **common),
+        "Flow-GRPO, one pass": FlowGRPO(beta=0.0, one_pass=True, **common),
         "Flow-GRPO, gradient of one branch": FlowGRPO(
             beta=0.0, guidance_gradient="conditional", **common
         ),
-        "Flow-GRPO, one pass": FlowGRPO(beta=0.0, one_pass=True, **common),
+        "DiffusionNFT": DiffusionNFT(**common),
+        "Flow-GRPO-Fast": FlowGRPOFast(**common),
+        "Flow-GRPO with KL": FlowGRPO(**common),
         "Flow-GRPO, one pass, gradient of one branch": FlowGRPO(
             beta=0.0, one_pass=True, guidance_gradient="conditional", **common
         ),
-        "Flow-GRPO with KL": FlowGRPO(**common),
-        "Flow-GRPO-Fast": FlowGRPOFast(**common),
-        "DiffusionNFT": DiffusionNFT(**common),
     }
 
 

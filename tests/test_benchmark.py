@@ -189,6 +189,17 @@ def test_both_sides_of_a_large_flow_model_compute_the_same(
     assert {"latents at the end", "gradient, both", "gradient, conditional"} <= wrong_ones, proof
 
 
+def test_rows_are_chosen_by_name_or_by_a_part_of_it(flow_iteration: ModuleType) -> None:
+    rows = flow_iteration.cases(1)
+
+    def chosen(*asked: str) -> list[str]:
+        return [name for name in rows if flow_iteration.wanted(name, list(asked))]
+
+    assert chosen() == list(rows)
+    assert chosen("Flow-GRPO", "NFT") == ["Flow-GRPO", "DiffusionNFT"]
+    assert chosen("one pass") == [name for name in rows if "one pass" in name]
+
+
 def test_arithmetic_is_what_torch_counts(flow_iteration: ModuleType) -> None:
     sides = sys.modules["flow_sides"]
     there, back = flow_iteration.counted(sides.MEDIUM)

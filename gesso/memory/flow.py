@@ -97,11 +97,7 @@ def _works(model: Any, algorithm: Algorithm, recipe: Recipe) -> dict[str, Callab
         with torch.set_grad_enabled(spec.slopes):
             v = guided(*asked, gradient=gradient)
         if spec.slopes:
-            again = batch if negative is not None and not spec.apart else 0
-            # Branches gather by themselves: one where the batch's gradients will be stored.
-            beside = torch.empty(again, model.policy.size, device=model.device)
             v.sum().backward()
-            del beside
         return v
 
     @torch.no_grad()

@@ -66,8 +66,7 @@ def test_gradients_of_each_sample_are_stored_and_drawing_keeps_what_an_update_wo
     assert one.lasting["stored samples"] - two.lasting["stored samples"] == 96 * size
     kept = "weights with the LoRA in them"
     assert one.lasting[kept] == two.lasting[kept]
-    # The first branch gathers where its batch's gradients will be stored.
-    drawing = one.passing["drawing"] - 8 * (branches - 1) * size
+    drawing = one.passing["drawing"]  # a batch gathers where its gradients will be stored
     updating = two.passing["update with gradients"] - size
     assert drawing == pytest.approx(updating, rel=0.1) and drawing > 2 * two.passing["drawing"]
     told = one.passing["update with gradients"]  # weighed, twice as a vector, and the gradient

@@ -92,8 +92,8 @@ def test_folded_is_the_same_policy_and_leaves_no_trace(data: dict) -> None:
 
 def test_folded_gives_the_gradients_of_adapters_beside(data: dict) -> None:
     found = []
-    for fold in (True, False):
-        data["model"]["fold"] = fold
+    for folds in (True, False):
+        data["model"]["fold"] = folds
         model, algorithm, learner = parts_of(build.recipe_from(data))
         stirred(model)
         rollout = rollout_of(model, algorithm)
@@ -109,12 +109,12 @@ def test_every_optimizer_step_folds_anew(data: dict) -> None:
     data["algorithm"] |= {"updates": 2}
     data["optimizer"] = {"lr": 0.02}
     found = {}
-    for fold in (True, False):
-        data["model"]["fold"] = fold
+    for folds in (True, False):
+        data["model"]["fold"] = folds
         model, algorithm, learner = parts_of(build.recipe_from(data))
         stirred(model)
         rollout = rollout_of(model, algorithm)
-        found[fold] = gradient(learner, rollout, update=1)
+        found[folds] = gradient(learner, rollout, update=1)
     still = gradient(still_learner(learner), rollout, update=1)
     assert (found[True] - found[False]).norm() < 0.02 * found[False].norm()
     assert (still - found[False]).norm() > 0.2 * found[False].norm()

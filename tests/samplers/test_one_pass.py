@@ -164,9 +164,7 @@ def test_a_product_by_row_against_one_by_one(shape: tuple[int, ...]) -> None:
     for mine, own in zip(found, zip(*one_by_one, strict=True), strict=True):
         torch.testing.assert_close(mine, torch.stack(own), rtol=1e-5, atol=1e-5)
     doubled = x.repeat_interleave(2, 0)  # two rows to an adapter, side by side
-    twice = torch.autograd.grad(
-        (layer(doubled) * pull.repeat_interleave(2, 0)).sum(), rows
-    )
+    twice = torch.autograd.grad((layer(doubled) * pull.repeat_interleave(2, 0)).sum(), rows)
     for mine, own in zip(twice, found, strict=True):
         torch.testing.assert_close(mine, 2 * own, rtol=1e-5, atol=1e-5)
     with pytest.raises(AssertionError, match="4 rows, adapters for 3"):

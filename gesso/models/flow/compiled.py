@@ -62,14 +62,16 @@ def compile_blocks(
     network: nn.Module, names: Sequence[str], backend: str | Callable[..., Any] = "inductor"
 ) -> None:
     """Compiles the modules of those classes. Past the limit torch would go on without compiling
-    and say nothing: it raises instead."""
+    and say nothing: it raises instead. Norms over a wide row are tried with the row held at once,
+    too, and the faster kernel is taken."""
     torch._dynamo.config.recompile_limit = GRAPHS
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     # It warns of operators that work in place, which these blocks have none of.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     blocks = [module for module in network.modules() if type(module).__name__ in names]
     assert blocks, f"{type(network).__name__} has none of {names}"
-    run = torch.compile(_lean, fullgraph=True, dynamic=False, backend=backend)
+    options = {"triton.multi_kernel": 1} if backend == "inductor" else None
+    run = torch.compile(_lean, fullgraph=True, dynamic=False, backend=backend, options=options)
     for block in blocks:
         block.forward = partial(run, block.forward)
 
