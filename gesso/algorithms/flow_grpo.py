@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -72,11 +72,24 @@ class SlopeTerms(Terms):
 
     def loss(self, policy: Policy) -> Tensor:
         """−Σ A_i·⟨∇logp_i, θ⟩: where the ratio is 1, it has the surrogate's gradient."""
-        weighted = [torch.zeros_like(slope) for slope in self.slopes[0].values()]
-        for own, advantage in zip(self.slopes, self.advantage.tolist(), strict=True):
-            torch._foreach_add_(weighted, list(own.values()), alpha=advantage)  # few, large kernels
-        trained = [policy.trained[name] for name in self.slopes[0]]
-        return -(parameters_to_vector(weighted) @ parameters_to_vector(trained))
+        first, *others = self.advantage.tolist()
+        weighted = torch._foreach_mul(list(self.slopes[0].values()), first)  # few, large kernels
+        for own, advantage in zip(self.slopes[1:], others, strict=True):
+            torch._foreach_add_(weighted, list(own.values()), alpha=advantage)
+        return -InnerProduct.apply(weighted, *(policy.trained[name] for name in self.slopes[0]))
+
+
+class InnerProduct(torch.autograd.Function):
+    """⟨w, θ⟩ over lists of tensors: its gradient is w, and nothing is cut out of a long vector."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Sequence[Tensor], *trained: Tensor) -> Tensor:
+        ctx.weights = weights
+        return parameters_to_vector(weights) @ parameters_to_vector(trained)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *torch._foreach_mul(ctx.weights, grad)
 
 
 class FlowGRPO(FlowAlgorithm):

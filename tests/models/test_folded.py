@@ -22,6 +22,7 @@ from gesso.models.flow.compiled import (
     compiles,
     filling,
     folds,
+    gelu,
     one_graph,
     sizes,
 )
@@ -92,8 +93,8 @@ def test_folded_is_the_same_policy_and_leaves_no_trace(data: dict) -> None:
 
 def test_folded_gives_the_gradients_of_adapters_beside(data: dict) -> None:
     found = []
-    for folds in (True, False):
-        data["model"]["fold"] = folds
+    for folding in (True, False):
+        data["model"]["fold"] = folding
         model, algorithm, learner = parts_of(build.recipe_from(data))
         stirred(model)
         rollout = rollout_of(model, algorithm)
@@ -109,12 +110,12 @@ def test_every_optimizer_step_folds_anew(data: dict) -> None:
     data["algorithm"] |= {"updates": 2}
     data["optimizer"] = {"lr": 0.02}
     found = {}
-    for folds in (True, False):
-        data["model"]["fold"] = folds
+    for folding in (True, False):
+        data["model"]["fold"] = folding
         model, algorithm, learner = parts_of(build.recipe_from(data))
         stirred(model)
         rollout = rollout_of(model, algorithm)
-        found[folds] = gradient(learner, rollout, update=1)
+        found[folding] = gradient(learner, rollout, update=1)
     still = gradient(still_learner(learner), rollout, update=1)
     assert (found[True] - found[False]).norm() < 0.02 * found[False].norm()
     assert (still - found[False]).norm() > 0.2 * found[False].norm()
@@ -473,6 +474,17 @@ def test_compiled_blocks_keep_products_and_compute_the_rest_again(data: dict) ->
     assert lean_bytes < 0.85 * bytes_
     assert lean_products == products_
     assert (lean_slope - slope).abs().max() < 1e-5 * slope.abs().max()
+
+
+@pytest.mark.parametrize("dtype, error", [(torch.float64, 1e-12), (torch.bfloat16, 2**-8)])
+def test_gelu_by_a_sigmoid_is_gelu_by_a_tanh(dtype: torch.dtype, error: float) -> None:
+    """Values and slopes; and a compiled network has it, in its blocks' feed-forward parts."""
+    x = torch.linspace(-8, 8, 1001).to(dtype).requires_grad_()
+    found, expected = gelu(x), torch.nn.functional.gelu(x.double(), approximate="tanh")
+    slopes = (torch.autograd.grad(y.sum(), x)[0] for y in (found, expected))
+    for mine, theirs in ((found, expected), tuple(slopes)):
+        assert mine.dtype == dtype or theirs.dtype == dtype
+        assert bool(((mine - theirs).abs() <= error * theirs.abs().clamp(min=1)).all())
 
 
 @pytest.mark.slow
