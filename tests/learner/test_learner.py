@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +97,38 @@ def test_the_gradient_equals_a_plain_computation(recipe_data: dict) -> None:
     scale = max(p.grad.abs().max() for p in learner.policy.trained.values())
     for name, p in learner.policy.trained.items():
         assert (p.grad - got[name]).abs().max() <= 1e-4 * scale, name
+
+
+APART = {"beta": 0.1, "guidance": 3.0, "guidance_gradient": "conditional", "updates": 2}
+
+
+@pytest.mark.parametrize("changes", [{"beta": 0.1}, APART, NFT | {"kl": 0.1}])
+def test_the_pass_that_keeps_its_activations_is_the_last(
+    recipe_data: dict, changes: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others beside them would raise the peak of an update's memory."""
+    own = recipe_data["algorithm"]
+    recipe_data["algorithm"] = changes if "name" in changes else own | changes
+    model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
+    rollout = rollout_of(model, algorithm)
+    kept, losses = [], []
+    velocity, loss = model.velocity, type(algorithm).loss
+
+    def watched(*args: Any, **more: Any) -> torch.Tensor:
+        kept.append(torch.is_grad_enabled())
+        return velocity(*args, **more)
+
+    def one_loss(*args: Any) -> TermLosses:
+        kept.clear()
+        found = loss(*args)
+        losses.append(list(kept))
+        return found
+
+    monkeypatch.setattr(model, "velocity", watched)
+    monkeypatch.setattr(type(algorithm), "loss", one_loss)
+    learner.update(rollout, 0)
+    assert losses and all(len(passes) > 1 for passes in losses)
+    assert all(passes == [False] * (len(passes) - 1) + [True] for passes in losses)
 
 
 def test_guidance_gradient_through_one_branch_or_both(recipe_data: dict) -> None:

@@ -145,6 +145,20 @@ def test_compiled_all_passes_share_their_graphs(
     assert set(counted.rows) == {10}
 
 
+@pytest.mark.parametrize("rows", [8, 10, 11])
+def test_a_batch_that_is_filled_up(data: dict, rows: int) -> None:
+    """4 samples in two branches, then 2. Where an odd number of rows is run, the two of a sample
+    gather by themselves first."""
+    expected = compared(data)
+    model, algorithm, learner = parts_of(build.recipe_from(data))
+    stirred(model)
+    model.compiled, model.sizes = True, (rows,)  # filled as if it were compiled
+    counted = Counted(model)
+    rollout = rollout_of(model, algorithm)
+    assert set(counted.rows) == {rows}
+    assert distance(gradients(learner, rollout), expected) < 1e-5
+
+
 @pytest.mark.parametrize("shape", [(3, 5, 96), (3, 96), (3, 2, 5, 96)])
 def test_a_product_by_row_against_one_by_one(shape: tuple[int, ...]) -> None:
     layer, _ = adapted(torch.float32, 0.3)

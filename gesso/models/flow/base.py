@@ -90,9 +90,9 @@ def guided(
     if negative is None:
         return model.velocity(x, sigma, cond, weights)
     if gradient == "conditional":
-        c = model.velocity(x, sigma, cond, weights)
-        with torch.no_grad():
+        with torch.no_grad():  # first: the other pass keeps all that its way back needs
             u = model.velocity(x, sigma, negative, weights)
+        c = model.velocity(x, sigma, cond, weights)
     else:
         pairs = torch.arange(2 * len(x), device=x.device).view(2, -1).T.flatten()
         both = Conditioning.stack([negative, cond]).rows(pairs)
