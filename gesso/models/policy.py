@@ -125,16 +125,19 @@ class Policy:
                 self.trained[name].data = tensor
 
     @contextmanager
-    def standing(self) -> Iterator[None]:
+    def standing(self, soon: Which | None = None) -> Iterator[None]:
         """For the length of a `with` block no weight changes, of no copy either. A policy that
         folds then runs with its adapters in the weights, of those copies that are asked for: a
         matrix takes the room of the weight that it stands for. Afterwards the weights are as
-        before, to the bit, for they were never touched."""
+        before, to the bit, for they were never touched. `soon` are asked for first: a GPU folds
+        them while other things are made ready."""
         if not self.folds or self._folded is not None:
             yield
             return
         self._folded = {}
         try:
+            if soon is not None and soon != "reference":
+                self._matrices(soon)
             yield
         finally:
             self._point(None)

@@ -46,8 +46,7 @@ class DenoisingSampler:
         self, prompts: Sequence[Prompt], row: Sequence[int], seeds: Sequence[int], spec: SampleSpec
     ) -> Iterator[Piece[FlowTrace]]:
         """One sample of prompts[row[i]] from seeds[i] for every i, in pieces of `batch`."""
-        policy = self.model.policy
-        with policy.standing(), policy.using(spec.weights):
+        with self.model.policy.standing(soon=spec.weights):
             yield from self._pieces(prompts, row, seeds, spec)
 
     def _pieces(

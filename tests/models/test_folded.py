@@ -150,6 +150,21 @@ def test_within_another_standing_stands_what_was_folded(data: dict) -> None:
     assert has([None] * len(before))
 
 
+def test_what_is_wanted_soon_is_folded_at_once(data: dict) -> None:
+    """And not yet put in place: a sampler's pieces are waited for by others."""
+    model, _, learner = parts_of(build.recipe_from(data))
+    policy = learner.policy
+    policy.keep("ema")
+    with policy.standing(soon="ema"):
+        assert policy._folded is not None and list(policy._folded) == ["ema"]
+        assert all(layer.folded is None for layer in policy._layers)
+    with policy.standing(soon="reference"):
+        assert policy._folded == {}
+    with pytest.raises(KeyError), policy.standing(soon="old"):  # there is none
+        raise NotImplementedError
+    assert policy._folded is None
+
+
 def test_only_what_is_drawn_with_is_folded(data: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """A matrix takes the room of a weight: an averaged policy's pictures need the current one's
     no more than the other way round."""

@@ -94,11 +94,10 @@ def guided(
             u = model.velocity(x, sigma, negative, weights)
         c = model.velocity(x, sigma, cond, weights)
     else:
+        # A sample's two rows lie side by side, and `Policy.by_row` gathers them together.
         pairs = torch.arange(2 * len(x), device=x.device).view(2, -1).T.flatten()
         both = Conditioning.stack([negative, cond]).rows(pairs)
-        v = model.velocity(
-            x.repeat_interleave(2, 0), sigma.repeat_interleave(2), both, weights
-        )  # a sample's two rows side by side, for `Policy.by_row`
+        v = model.velocity(x.repeat_interleave(2, 0), sigma.repeat_interleave(2), both, weights)
         u, c = v.unflatten(0, (-1, 2)).unbind(1)
     return model.guide(u, c, scale)
 

@@ -33,8 +33,6 @@ LARGE = 500_000_000
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 """Operators that are not run twice; nor are those with "attention" in their names."""
 
-GELU = math.sqrt(8 / math.pi)
-
 GRAPHS = 64
 """Of a class of blocks: kinds of block × sizes × with and without gradient; torch's limit is 8."""
 
@@ -68,6 +66,8 @@ def compile_blocks(
     """Compiles the modules of those classes. Past the limit torch would go on without compiling
     and say nothing: it raises instead. Norms over a wide row are tried with the row held at once,
     too, and the faster kernel is taken."""
+    from diffusers.models import activations
+
     torch._dynamo.config.recompile_limit = GRAPHS
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     # It warns of operators that work in place, which these blocks have none of.
@@ -75,7 +75,7 @@ def compile_blocks(
     blocks = [module for module in network.modules() if type(module).__name__ in names]
     assert blocks, f"{type(network).__name__} has none of {names}"
     for module in network.modules():
-        if getattr(module, "approximate", None) == "tanh" and hasattr(module, "gelu"):
+        if isinstance(module, activations.GELU) and module.approximate == "tanh":
             module.gelu = gelu
     options = {"triton.multi_kernel": 1} if backend == "inductor" else None
     run = torch.compile(_lean, fullgraph=True, dynamic=False, backend=backend, options=options)
@@ -84,10 +84,10 @@ def compile_blocks(
 
 
 def gelu(x: Tensor) -> Tensor:
-    """In its tanh form: (1 + tanh z)/2 is the sigmoid of 2z, and takes a GPU no longer than to read
-    x and to write the result, which a tanh does."""
+    """In its tanh form, by a sigmoid: (1 + tanh z) / 2 = σ(2z). A GPU computes that while it reads
+    and writes; a tanh takes it longer."""
     z = wide(x)
-    return (z * torch.sigmoid(GELU * (z + 0.044715 * z * z * z))).to(x.dtype)
+    return (z * torch.sigmoid(math.sqrt(8 / math.pi) * (z + 0.044715 * z * z * z))).to(x.dtype)
 
 
 def compile_decoder(decoder: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
