@@ -152,7 +152,7 @@ def test_within_another_standing_stands_what_was_folded(data: dict) -> None:
 
 def test_what_is_wanted_soon_is_folded_at_once(data: dict) -> None:
     """And not yet put in place: a sampler's pieces are waited for by others."""
-    model, _, learner = parts_of(build.recipe_from(data))
+    _, _, learner = parts_of(build.recipe_from(data))
     policy = learner.policy
     policy.keep("ema")
     with policy.standing(soon="ema"):
