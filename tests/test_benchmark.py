@@ -200,6 +200,43 @@ def test_rows_are_chosen_by_name_or_by_a_part_of_it(flow_iteration: ModuleType) 
     assert chosen("one pass") == [name for name in rows if "one pass" in name]
 
 
+@pytest.mark.parametrize(
+    ("parts", "later", "agree", "says"),
+    [
+        ("rows", 0, True, ""),
+        ("rows", 2, True, "Flow-GRPO: 2 graphs after the first iteration"),
+        ("proof,rows", 0, False, "both sides compute different things"),
+        ("cold,cached", 0, True, "cold: the first step after 91 s"),
+    ],
+)
+def test_a_benchmark_that_misses_what_it_must_have_fails(
+    flow_iteration: ModuleType,
+    parts: str,
+    later: int,
+    agree: bool,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    b = flow_iteration
+
+    def compare(options: Any, folder: Path, device: Any, facts: dict) -> dict:
+        facts["agree"] = agree
+        return {"Flow-GRPO": {"compiled_later": later}}
+
+    def start_times(names: list[str], folder: Path, tiny: bool) -> dict:
+        assert names == ["cold", "cached"]
+        return {"cold": {"first step": 91.0}, "cached": {"first step": 40.0}}
+
+    monkeypatch.setattr(sys, "argv", ["flow_iteration.py", "--parts", parts])
+    monkeypatch.setattr(b, "write_pipeline", lambda *_: None)
+    monkeypatch.setattr(b, "compare", compare)
+    monkeypatch.setattr(b, "start_times", start_times)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # put back afterwards: it sets its own
+    assert b.main() == (1 if says else 0)
+    assert capsys.readouterr().out.splitlines()[1:] == [says]
+
+
 def test_arithmetic_is_what_torch_counts(flow_iteration: ModuleType) -> None:
     sides = sys.modules["flow_sides"]
     there, back = flow_iteration.counted(sides.MEDIUM)
