@@ -42,8 +42,17 @@ from gesso.formulas.text import spelling
 from gesso.models.flow.sd3 import SD3
 from gesso.rewards.ocr import target_of
 from gesso.rewards.service import RewardService, Scored
+from gesso.rollout import Rollout
 from gesso.run import Job, assemble
-from gesso.types import Prompt, Rollout, Sample, SampleSpec, Score, UserError, Weights, seed_of
+from gesso.types import (
+    Prompt,
+    Sample,
+    SampleSpec,
+    Score,
+    UserError,
+    Weights,
+    seed_of,
+)
 
 PLAIN_DOES = {"rule": "flow-sde", "guidance": 1.0, "updates": 1, "beta": 0.0, "same_noise": False}
 PLAIN_DOES["advantage"] = Advantage().model_dump()

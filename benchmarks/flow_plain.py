@@ -19,7 +19,8 @@ from torch import Tensor
 from gesso.algorithms.diffusion_nft import DiffusionNFT
 from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.formulas import flow_steps, kl, nft, objectives
-from gesso.types import Conditioning, SampleSpec
+from gesso.rollout import Conditioning
+from gesso.types import SampleSpec
 
 Noise = Callable[[], Tensor]
 

@@ -13,7 +13,7 @@ from gesso import config
 from gesso.algorithms.base import Prepared
 from gesso.algorithms.flow_grpo import FlowGRPO, StepTerms
 from gesso.models.policy import Policy
-from gesso.types import FlowContext, FlowTrace, Rollout
+from gesso.rollout import FlowContext, FlowTrace, Rollout
 
 
 def relative(found: Tensor, truth: Tensor) -> float:

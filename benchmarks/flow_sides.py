@@ -23,8 +23,9 @@ from gesso.formulas.advantages import group_relative
 from gesso.learner.learner import Learner
 from gesso.models.flow.compiled import sizes
 from gesso.models.flow.sd3 import SD3
+from gesso.rollout import Conditioning, FlowTrace, Rollout
 from gesso.samplers.denoise import DenoisingSampler
-from gesso.types import Conditioning, FlowTrace, Prompt, Rollout, Score, seed_of
+from gesso.types import Prompt, Score, seed_of
 
 PROMPT = Prompt("a sign")
 PHASES = ("sample", "decode", "update", "total")

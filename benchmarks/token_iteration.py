@@ -35,9 +35,10 @@ from gesso.learner.learner import Learner
 from gesso.models.tokens import head
 from gesso.models.tokens.pictures import Seen
 from gesso.models.tokens.vision_language import VisionLanguage
+from gesso.rollout import Rollout, TokenTrace, widened
 from gesso.samplers.base import Piece
 from gesso.samplers.decode import DecodingSampler
-from gesso.types import Picture, Prompt, ReplySpec, Rollout, Score, TokenTrace, widened
+from gesso.types import Picture, Prompt, ReplySpec, Score
 
 ZOO = Path(__file__).parents[1] / "gesso" / "zoo" / "shapes"
 BANDWIDTH = 4.8e12  # bytes/s of an H200, by its maker

@@ -40,8 +40,9 @@ from gesso.algorithms.replies import KL, Clip, Known, ReplyAlgorithm
 from gesso.config import Recipe, resolve_path
 from gesso.models.tokens.transformer import TransformerModel
 from gesso.rewards.count import Count
+from gesso.rollout import Rollout
 from gesso.run import Job, assemble
-from gesso.types import Prompt, Rollout, Sample, UserError
+from gesso.types import Prompt, Sample, UserError
 
 RECIPE = "demo-vlm"
 LOSSES = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "constant": "dr_grpo"}

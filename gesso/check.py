@@ -13,9 +13,10 @@ from gesso.health import under_floor
 from gesso.memory import estimate
 from gesso.models.flow.pipeline import PipelineModel
 from gesso.models.tokens.transformer import TransformerModel
+from gesso.rollout import FlowTrace, Rollout
 from gesso.run import Job, assemble
 from gesso.track.progress import SILENT, Progress
-from gesso.types import FlowTrace, Rollout, SampleSpec, UserError
+from gesso.types import SampleSpec, UserError
 
 
 @dataclass

@@ -20,10 +20,11 @@ from gesso.cluster.local import Local, Pending, Timing
 from gesso.config import Recipe
 from gesso.health import Facts, Health, self_test
 from gesso.learner.learner import Learner
+from gesso.rollout import Rollout
 from gesso.track import groups
 from gesso.track.progress import Watcher
 from gesso.track.run_folder import RunFolder
-from gesso.types import Prompt, Rollout, Score, StopRun, UserError, Which
+from gesso.types import Prompt, Score, StopRun, UserError, Which
 
 MAX_SKIPPED = 3  # iterations in a row whose every update was not finite
 

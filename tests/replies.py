@@ -15,7 +15,8 @@ from torch import Tensor
 
 from gesso import build, config
 from gesso.learner.learner import Learner
-from gesso.types import Prompt, Rollout, Sample, Score, TokenTrace
+from gesso.rollout import Rollout, TokenTrace
+from gesso.types import Prompt, Sample, Score
 from tests.tokens import Tiny, padded_logits, trace_of
 
 ROWS = [0, 0, 0, 1, 1, 1, 2, 2, 2]

@@ -11,8 +11,14 @@ from gesso.config import Recipe
 from gesso.learner.learner import Learner
 from gesso.models.flow.base import FlowModel
 from gesso.models.flow.pipeline import PipelineModel
+from gesso.rollout import (
+    Conditioning,
+    FlowContext,
+    FlowTrace,
+    Rollout,
+)
 from gesso.samplers.denoise import DenoisingSampler
-from gesso.types import Conditioning, FlowContext, FlowTrace, Prompt, Rollout, Sample, Score
+from gesso.types import Prompt, Sample, Score
 from tests.conftest import PROMPTS
 from tests.typed import drawing
 

@@ -17,7 +17,7 @@ TESTS = re.compile(r"\btests/[a-z0-9_/]+\.py")
 ROOMS = [
     "cli", "studio", "check", "memory", "run", "loop", "viewer", "use", "health", "build",
     "agreement", "cluster", "learner", "samplers", "algorithms", "models", "rewards", "data",
-    "track", "zoo", "formulas", "tables", "config", "parsing", "serving", "types",
+    "track", "zoo", "formulas", "tables", "config", "parsing", "serving", "rollout", "types",
 ]  # fmt: skip
 
 

@@ -18,8 +18,9 @@ import tomli_w
 import torch
 
 from gesso import build, run
+from gesso.rollout import Rollout
 from gesso.track.run_folder import RunFolder
-from gesso.types import Rollout, StopRun, UserError
+from gesso.types import StopRun, UserError
 from gesso.viewer import files
 from tests import forked
 from tests.typed import sure

@@ -15,9 +15,10 @@ from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.formulas import flow_steps
 from gesso.models.flow.base import guided
 from gesso.rewards.cache import Cached
+from gesso.rollout import Rollout
 from gesso.samplers.denoise import DenoisingSampler
 from gesso.track.run_folder import RunFolder
-from gesso.types import Prompt, Rollout, SampleSpec, Score
+from gesso.types import Prompt, SampleSpec, Score
 from tests.conftest import PROMPTS
 from tests.rollouts import SIZE, parts_of, rollout_of, scored_rollout
 from tests.typed import drawing, sure

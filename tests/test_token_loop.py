@@ -17,10 +17,11 @@ import torch
 from gesso import build, run
 from gesso.cli import main
 from gesso.learner.learner import Learner
+from gesso.rollout import Rollout
 from gesso.run import assemble
 from gesso.samplers.decode import DecodingSampler
 from gesso.track.run_folder import RunFolder
-from gesso.types import ReplySpec, Rollout, Score, StopRun, UserError
+from gesso.types import ReplySpec, Score, StopRun, UserError
 from tests import tokens
 from tests.token_rewards import early
 from tests.tokens import Tiny, padded_logp, trace_of

@@ -21,9 +21,10 @@ from gesso.data.prompts import Loaded, Part, without
 from gesso.data.readers import read
 from gesso.models.tokens import loading
 from gesso.rewards import base, protocol, wire
+from gesso.rollout import Rollout, TokenTrace
 from gesso.samplers import decode, replies
 from gesso.track.run_folder import RunFolder
-from gesso.types import Prompt, Rollout, Sample, Score, StopRun, TokenTrace, UserError
+from gesso.types import Prompt, Sample, Score, StopRun, UserError
 from tests import tokens
 from tests.typed import sure, writing
 

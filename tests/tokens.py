@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from gesso import config
-from gesso.types import Picture, Prompt, TokenTrace
+from gesso.rollout import TokenTrace
+from gesso.types import Picture, Prompt
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:?!+-=\n"
 END, STOP = "<|im_end|>", "<|endoftext|>"

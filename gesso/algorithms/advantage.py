@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gesso.config import Strict
 from gesso.formulas import advantages as adv
-from gesso.types import Rollout
+from gesso.rollout import Rollout
 
 
 class Advantage(Strict):

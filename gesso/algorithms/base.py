@@ -19,7 +19,8 @@ from torch import Tensor
 
 from gesso import config
 from gesso.models.policy import Policy
-from gesso.types import ReplySpec, Rollout, SampleSpec, TokenTrace, Which
+from gesso.rollout import Rollout, TokenTrace
+from gesso.types import ReplySpec, SampleSpec, Which
 
 R = TypeVar("R", bound="Rows")
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gesso.config import Strict
 from gesso.formulas import advantages as adv
-from gesso.types import Rollout
+from gesso.rollout import Rollout
 
 EPSILON = 1e-6  # of the reference codes for tokens; flow models have 1e-4
 

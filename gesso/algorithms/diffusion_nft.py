@@ -20,7 +20,8 @@ from gesso.algorithms.flow import FlowAlgorithm, FlowTerms
 from gesso.formulas import averages, nft
 from gesso.models.flow.base import FlowModel
 from gesso.models.policy import Policy
-from gesso.types import Rollout, SampleSpec, Solver, Which
+from gesso.rollout import Rollout
+from gesso.types import SampleSpec, Solver, Which
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from gesso import config
 from gesso.algorithms.advantage import Advantage
 from gesso.algorithms.base import Prepared, Terms
 from gesso.models.flow.base import FlowModel
-from gesso.types import FlowContext, Rollout, SampleSpec, Which
+from gesso.rollout import FlowContext, Rollout
+from gesso.types import SampleSpec, Which
 
 F = TypeVar("F", bound="FlowTerms")
 

@@ -23,7 +23,8 @@ from gesso.config import Strict
 from gesso.formulas import flow_steps, kl, objectives
 from gesso.models.flow.base import FlowModel, Gradient, guided
 from gesso.models.policy import Policy
-from gesso.types import Rollout, SampleSpec, Weights, Which
+from gesso.rollout import Rollout
+from gesso.types import SampleSpec, Weights, Which
 
 
 class Window(Strict):

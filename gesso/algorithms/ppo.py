@@ -15,7 +15,7 @@ from gesso.config import Strict
 from gesso.formulas import advantages as adv
 from gesso.formulas import objectives
 from gesso.models.tokens.base import TokenModel
-from gesso.types import Rollout
+from gesso.rollout import Rollout
 
 
 class CriticSection(Strict):

@@ -22,7 +22,8 @@ from gesso.formulas.aggregation import Mode, token_weights
 from gesso.models.policy import Policy
 from gesso.models.tokens.base import TokenModel
 from gesso.models.tokens.packing import pack_replies
-from gesso.types import ReplySpec, Rollout, TokenTrace, Which
+from gesso.rollout import Rollout, TokenTrace
+from gesso.types import ReplySpec, Which
 
 
 class Clip(Strict):

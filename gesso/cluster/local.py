@@ -19,18 +19,17 @@ from gesso.algorithms.base import Algorithm
 from gesso.config import Recipe
 from gesso.data.prompts import Stream
 from gesso.rewards.service import RewardService, Scored
+from gesso.rollout import Rollout, widened
 from gesso.samplers.base import Piece, Sampler
 from gesso.track.progress import SILENT, Progress
 from gesso.types import (
     Prompt,
     ReplySpec,
-    Rollout,
     Sample,
     SampleSpec,
     Score,
     Which,
     seed_of,
-    widened,
 )
 
 

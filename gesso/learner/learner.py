@@ -20,8 +20,9 @@ from gesso.algorithms.base import Algorithm, Terms
 from gesso.formulas import advantages as adv
 from gesso.formulas import averages
 from gesso.models.policy import Policy
+from gesso.rollout import Rollout
 from gesso.track.progress import SILENT, Progress
-from gesso.types import Rollout, Weights, seed_of
+from gesso.types import Weights, seed_of
 
 FARTHEST = {"abs_dlogp", "sampler_gap"}  # of these the greatest is told beside the mean
 

@@ -13,7 +13,8 @@ from gesso.config import Recipe
 from gesso.memory.meta import Load, nbytes, tensors_of
 from gesso.models.flow.base import Gradient, guided
 from gesso.models.flow.pipeline import PipelineModel, quiet
-from gesso.types import FlowContext, FlowTrace, Rollout, SampleSpec
+from gesso.rollout import FlowContext, FlowTrace, Rollout
+from gesso.types import SampleSpec
 
 
 def load(model: PipelineModel, algorithm: Algorithm, recipe: Recipe) -> Load:

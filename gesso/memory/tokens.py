@@ -23,10 +23,10 @@ from gesso.memory.meta import Load, nbytes, tensors_of
 from gesso.models.tokens.critic import Critic
 from gesso.models.tokens.transformer import TransformerModel
 from gesso.models.tokens.vision_language import TOWER, VisionLanguage
+from gesso.rollout import TokenPrompt, TokenTrace
 from gesso.samplers.decode import READ_AT_ONCE
 from gesso.samplers.drawing import inverse_cdf
 from gesso.samplers.slots import SlotCache
-from gesso.types import TokenPrompt, TokenTrace
 
 AROUND = 8  # tokens of a prompt that are no picture, at the least: the chat template's own
 STORED = 8 + 1 + 4 + 8 + 4  # bytes a reply token: id, mask, log-prob, advantage, weight in the loss

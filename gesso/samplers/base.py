@@ -8,7 +8,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from gesso.types import FlowTrace, Prompt, Rollout, Sample, TokenTrace, Weights
+from gesso.rollout import FlowTrace, Rollout, TokenTrace
+from gesso.types import Prompt, Sample, Weights
 
 Trace = TypeVar("Trace", FlowTrace, TokenTrace)
 

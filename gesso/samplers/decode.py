@@ -24,12 +24,13 @@ from torch import Tensor
 
 from gesso.models.tokens.base import Read, TokenModel
 from gesso.models.tokens.packing import pack
+from gesso.rollout import Rollout, TokenPrompt, TokenTrace
 from gesso.samplers import replies
 from gesso.samplers.base import Piece
 from gesso.samplers.drawing import drawn, drawn_from_raw
 from gesso.samplers.replies import Asked, Reply
 from gesso.samplers.slots import SlotCache
-from gesso.types import Prompt, ReplySpec, Rollout, TokenPrompt, TokenTrace, Weights
+from gesso.types import Prompt, ReplySpec, Weights
 
 READ_AT_ONCE = 8192
 """Tokens of prompts that are read in one pass."""

@@ -15,18 +15,14 @@ from torch import Tensor
 
 from gesso.formulas import diversity, flow_steps
 from gesso.models.flow.base import FlowModel, PromptCache, guided
-from gesso.samplers.base import Piece
-from gesso.types import (
+from gesso.rollout import (
     Conditioning,
     FlowContext,
     FlowTrace,
-    Prompt,
     Rollout,
-    Sample,
-    SampleSpec,
-    Weights,
-    seed_of,
 )
+from gesso.samplers.base import Piece
+from gesso.types import Prompt, Sample, SampleSpec, Weights, seed_of
 
 
 class DenoisingSampler:

@@ -12,8 +12,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from gesso.formulas import diversity
 from gesso.models.tokens.base import TokenModel
+from gesso.rollout import Rollout, TokenPrompt, TokenTrace
 from gesso.samplers.base import Piece
-from gesso.types import Prompt, Rollout, Sample, TokenPrompt, TokenTrace
+from gesso.types import Prompt, Sample
 
 
 @dataclass(frozen=True)

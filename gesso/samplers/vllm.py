@@ -27,19 +27,11 @@ from torch import Tensor
 from gesso import config
 from gesso.models.tokens.transformer import TransformerModel
 from gesso.models.tokens.vision_language import VisionLanguage
+from gesso.rollout import Rollout, TokenPrompt, TokenTrace
 from gesso.samplers import replies
 from gesso.samplers.base import Piece
 from gesso.samplers.replies import Asked, Reply
-from gesso.types import (
-    Prompt,
-    ReplySpec,
-    Rollout,
-    TokenPrompt,
-    TokenTrace,
-    UserError,
-    Weights,
-    Which,
-)
+from gesso.types import Prompt, ReplySpec, UserError, Weights, Which
 
 NEVER = -100.0
 """Added to the logit of an id that no reply holds: vLLM takes no less, and e⁻¹⁰⁰ is 0 in float32

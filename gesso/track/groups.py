@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gesso.rollout import Rollout
 from gesso.track.run_folder import write_whole
-from gesso.types import Rollout, Sample
+from gesso.types import Sample
 
 if TYPE_CHECKING:
     from PIL import Image

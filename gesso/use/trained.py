@@ -13,7 +13,15 @@ from gesso.data import prompts
 from gesso.parsing import parse
 from gesso.track import bars
 from gesso.track.progress import SILENT, Progress
-from gesso.types import Prompt, ReplySpec, Sample, SampleSpec, UserError, Which, seed_of
+from gesso.types import (
+    Prompt,
+    ReplySpec,
+    Sample,
+    SampleSpec,
+    UserError,
+    Which,
+    seed_of,
+)
 from gesso.use.source import Source, find
 
 if TYPE_CHECKING:

@@ -13,9 +13,10 @@ import torch
 from gesso import build
 from gesso.algorithms.base import Algorithm, Prepared
 from gesso.algorithms.flow_grpo import FlowGRPO, Window
+from gesso.rollout import FlowTrace, Rollout
 from gesso.run import assemble, resume, train
 from gesso.samplers.denoise import DenoisingSampler
-from gesso.types import FlowTrace, Prompt, Rollout, SampleSpec, Score, UserError
+from gesso.types import Prompt, SampleSpec, Score, UserError
 from tests import pipelines
 from tests.conftest import PROMPTS
 from tests.rollouts import SIZE, parts_of, rollout_of, scored_rollout

@@ -17,7 +17,8 @@ from gesso.algorithms.credit import Credit
 from gesso.algorithms.ppo import PPO
 from gesso.algorithms.replies import ReplyAlgorithm
 from gesso.config import Learner as LearnerSection
-from gesso.types import Prompt, Rollout, Sample, Score, TokenPrompt, TokenTrace, UserError
+from gesso.rollout import Rollout, TokenPrompt, TokenTrace
+from gesso.types import Prompt, Sample, Score, UserError
 from tests import tokens
 from tests.replies import (
     ROWS,

@@ -13,7 +13,7 @@ from gesso.algorithms.base import Algorithm, Prepared, TermLosses
 from gesso.algorithms.diffusion_nft import NoisedTerms
 from gesso.algorithms.flow_grpo import FlowGRPO, StepTerms
 from gesso.learner.learner import Learner
-from gesso.types import Rollout
+from gesso.rollout import Rollout
 from tests.rollouts import parts_of, rollout_of
 from tests.typed import sure
 

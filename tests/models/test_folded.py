@@ -27,9 +27,10 @@ from gesso.models.flow.compiled import (
     sizes,
 )
 from gesso.models.folded import FoldedLinear, fold
+from gesso.rollout import Rollout
 from gesso.samplers.denoise import DenoisingSampler
 from gesso.tables import tomllib
-from gesso.types import Prompt, Rollout, UserError
+from gesso.types import Prompt, UserError
 from tests import pipelines
 from tests.rollouts import SIZE, parts_of, rollout_of
 from tests.typed import drawing, sure

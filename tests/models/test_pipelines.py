@@ -18,8 +18,9 @@ from gesso.config import Lora, Model
 from gesso.models.flow.base import PromptCache, check_guidance, over_long, unused_negatives
 from gesso.models.flow.pipeline import PipelineModel
 from gesso.models.policy import Policy
+from gesso.rollout import FlowTrace, Rollout
 from gesso.samplers.denoise import DenoisingSampler, Piece
-from gesso.types import FlowTrace, Prompt, Rollout, SampleSpec, Score, UserError
+from gesso.types import Prompt, SampleSpec, Score, UserError
 from tests import pipelines
 
 PROMPTS = [Prompt("a red cat", "dull"), Prompt("a cat on a wall"), Prompt("oak", "an oak tree")]

@@ -18,7 +18,8 @@ from gesso.models.tokens import attention, transformer
 from gesso.models.tokens import head as heads
 from gesso.models.tokens.packing import pack, pack_replies
 from gesso.models.tokens.pictures import Seen
-from gesso.types import Picture, Prompt, TokenPrompt, TokenTrace, UserError
+from gesso.rollout import TokenPrompt, TokenTrace
+from gesso.types import Picture, Prompt, UserError
 from tests import tokens
 from tests.tokens import Tiny, padded_logits, padded_logp, picture, stirred, trace_of
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 
 from gesso.config import Lora
+from gesso.rollout import TokenTrace, widened
 from gesso.samplers.base import Piece
 from gesso.samplers.decode import DecodingSampler
 from gesso.samplers.drawing import _first_above, inverse_cdf
-from gesso.types import ReplySpec, TokenTrace, widened
+from gesso.types import ReplySpec
 from tests import tokens
 from tests.tokens import Tiny, stirred
 

@@ -8,8 +8,9 @@ from gesso import build
 from gesso.algorithms.base import Prepared
 from gesso.config import Recipe
 from gesso.models.flow.base import FlowModel
+from gesso.rollout import FlowTrace, Rollout
 from gesso.samplers.denoise import DenoisingSampler, Piece
-from gesso.types import FlowTrace, Prompt, Rollout, SampleSpec, Score
+from gesso.types import Prompt, SampleSpec, Score
 from tests.conftest import PROMPTS
 from tests.rollouts import SIZE
 from tests.typed import drawing, sure

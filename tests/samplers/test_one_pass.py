@@ -14,8 +14,9 @@ from gesso import build, cli
 from gesso.check import check
 from gesso.models.flow.compiled import compile_blocks
 from gesso.models.folded import fold
+from gesso.rollout import FlowTrace, Rollout
 from gesso.run import assemble, resume, train
-from gesso.types import FlowTrace, Rollout, Score, UserError
+from gesso.types import Score, UserError
 from tests import pipelines
 from tests.models.test_folded import Counted, adapted, stirred
 from tests.rollouts import REWARDS, parts_of, rollout_of

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from gesso import build, config, run
+from gesso.rollout import TokenTrace
 from gesso.samplers.base import Piece
 from gesso.samplers.decode import DecodingSampler
 from gesso.samplers.vllm import VllmSampler, one_place_each
-from gesso.types import Prompt, ReplySpec, TokenTrace, UserError
+from gesso.types import Prompt, ReplySpec, UserError
 from tests import tokens
 from tests.samplers.test_decode import gap, joined
 from tests.tokens import Tiny, stirred

@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from PIL import Image
 
+from gesso.rollout import FlowTrace, Rollout
 from gesso.track import groups
 from gesso.track.run_folder import RunFolder
-from gesso.types import FlowTrace, Prompt, Rollout, Sample, Score
+from gesso.types import Prompt, Sample, Score
 
 CONFIG: dict[str, Any] = {
     "about": "writes words",

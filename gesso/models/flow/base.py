@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from gesso.models.policy import SHARD, Policy
-from gesso.types import Conditioning, Prompt, UserError, Which
+from gesso.rollout import Conditioning
+from gesso.types import Prompt, UserError, Which
 
 Gradient = Literal["both", "conditional"]
 Guidance = Literal["negative", "embedded", "none"]

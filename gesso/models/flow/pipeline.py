@@ -22,7 +22,8 @@ from gesso.models.flow.adapter import load_adapter
 from gesso.models.flow.base import Guidance, Reader
 from gesso.models.located import PIPELINE, locate
 from gesso.models.policy import SHARD, Policy
-from gesso.types import Conditioning, UserError, Which
+from gesso.rollout import Conditioning
+from gesso.types import UserError, Which
 
 JOINT_ATTENTION = tuple(
     f"attn.{name}"  # bare names would also hit attn2 of SD3.5

@@ -15,7 +15,8 @@ from gesso.models.flow.pipeline import (
     quiet,
     reader,
 )
-from gesso.types import Conditioning, Which
+from gesso.rollout import Conditioning
+from gesso.types import Which
 
 
 class SD3(PipelineModel):

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from gesso.models.policy import SHARD, Policy
-from gesso.types import Prompt, TokenPrompt, TokenTrace, Which
+from gesso.rollout import TokenPrompt, TokenTrace
+from gesso.types import Prompt, Which
 
 
 @dataclass(frozen=True)

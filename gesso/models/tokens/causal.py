@@ -12,7 +12,8 @@ from torch import Tensor
 from gesso import config
 from gesso.models.tokens.loading import chat_template
 from gesso.models.tokens.transformer import PROJECTIONS, Sequences, TransformerModel
-from gesso.types import Prompt, TokenPrompt, UserError
+from gesso.rollout import TokenPrompt
+from gesso.types import Prompt, UserError
 
 
 class Causal(TransformerModel):

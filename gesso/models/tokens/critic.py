@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from gesso import config
 from gesso.models.tokens.transformer import TransformerModel
-from gesso.types import TokenTrace, UserError
+from gesso.rollout import TokenTrace
+from gesso.types import UserError
 
 
 class Trunk(Protocol):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gesso.types import TokenPrompt
+from gesso.rollout import TokenPrompt
 
 
 class Seen:

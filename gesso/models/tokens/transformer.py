@@ -24,7 +24,8 @@ from gesso.models.tokens import head, loading
 from gesso.models.tokens.attention import segments_of
 from gesso.models.tokens.base import Critic, Read, ReplyLogp
 from gesso.models.tokens.stepping import Stepper, fits
-from gesso.types import Prompt, TokenPrompt, TokenTrace, UserError, Which
+from gesso.rollout import TokenPrompt, TokenTrace
+from gesso.types import Prompt, UserError, Which
 
 LARGE = 500_000_000
 """Parameters from which on compiling its layers for updates is worth the minute it takes."""

@@ -24,7 +24,8 @@ from gesso.models.tokens.attention import WINDOWS
 from gesso.models.tokens.packing import pack
 from gesso.models.tokens.pictures import Seen, pictures_of
 from gesso.models.tokens.transformer import PROJECTIONS, Sequences, TransformerModel, distinct
-from gesso.types import Prompt, TokenPrompt, UserError
+from gesso.rollout import TokenPrompt
+from gesso.types import Prompt, UserError
 
 PROCESSORS = {
     "qwen2_vl": "Qwen2VLProcessor",

@@ -1,0 +1,273 @@
+"""Samples with all that is known of how they came about: Conditioning, traces, Rollout.
+
+Shape legend, used all over the project:
+    N samples · P prompts · S trained steps · C,H,W latent channels, height, width · L,D text
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from gesso.types import Sample, Score, Weights
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Conditioning:
+    """Encoded prompts, one row each, and what else the model conditions on. A model leaves out
+    what it does not use; prompts of different lengths need a mask."""
+
+    embeds: Tensor  # (P, L, D)
+    pooled: Tensor | None = None  # (P, D')
+    mask: Tensor | None = None  # (P, L) bool: False is padding
+    guidance: Tensor | None = None  # (P,): the scale, where the network itself takes it
+
+    def rows(self, index: Tensor) -> Conditioning:
+        return self._map(lambda tensor: tensor[index])
+
+    def to(self, device: torch.device) -> Conditioning:
+        return self._map(lambda tensor: tensor.to(device))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Conditioning:
+        return Conditioning(*(None if t is None else change(t) for t in self._tensors))
+
+    @property
+    def _tensors(self) -> tuple[Tensor | None, ...]:
+        return self.embeds, self.pooled, self.mask, self.guidance
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors if tensor is not None)
+
+    @staticmethod
+    def stack(rows: Sequence[Conditioning]) -> Conditioning:
+        """One after another, padded to the longest prompt among them."""
+        import torch
+
+        length = max(row.embeds.shape[1] for row in rows)
+        columns = zip(*(row._padded(length)._tensors for row in rows), strict=True)
+        return Conditioning(*(None if c[0] is None else torch.cat(c) for c in columns))
+
+    def _padded(self, length: int) -> Conditioning:
+        from torch.nn.functional import pad
+
+        missing = length - self.embeds.shape[1]
+        if missing == 0:
+            return self
+        assert self.mask is not None, "prompts of different lengths need a mask"
+        return replace(
+            self,
+            embeds=pad(self.embeds, (0, 0, 0, missing)),
+            mask=pad(self.mask, (0, missing), value=False),
+        )
+
+
+@dataclass(frozen=True)
+class FlowContext:
+    """What all samples of one sampling call share."""
+
+    sigmas: Tensor  # (n+1,): the whole schedule, from 1 down to 0
+    trained: range  # the S schedule indices that are trained
+    cond: Conditioning  # (P, …)
+    negative: Conditioning | None  # (P, …) when guided
+
+
+@dataclass(frozen=True)
+class FlowTrace:
+    """What a flow model's training needs to see of how N samples came about.
+
+    `latents[:, i]` and `latents[:, i + 1]` are the two ends of trained step i; an algorithm that
+    needs no trajectory has S = 0. `clean` is the end of the whole path.
+    """
+
+    context: FlowContext
+    row: Tensor  # (N,): sample → row of the context's conditioning
+    latents: Tensor  # (N, S+1, C, H, W), or (N, 0, C, H, W) when no step is trained
+    means: Tensor  # (N, S, C, H, W): of the trained steps; (N, 0, C, H, W) when nobody asked
+    clean: Tensor  # (N, C, H, W)
+    negatives: Tensor | None = None  # (N, S, C, H, W): velocities of the negative branch there
+    slopes: Sequence[Weights] | None = None  # N: the gradient of a sample's summed log-probs each
+
+    def rows(self, index: Tensor) -> FlowTrace:
+        return FlowTrace(
+            self.context,
+            self.row[index],
+            self.latents[index],
+            self.means[index],
+            self.clean[index],
+            None if self.negatives is None else self.negatives[index],
+            None if self.slopes is None else [self.slopes[i] for i in index.tolist()],
+        )
+
+    @staticmethod
+    def concat(pieces: Sequence[FlowTrace]) -> FlowTrace:
+        """Pieces of one sampling call, in order."""
+        import torch
+
+        negatives = [p.negatives for p in pieces if p.negatives is not None]
+        slopes = [p.slopes for p in pieces if p.slopes is not None]
+        return FlowTrace(
+            pieces[0].context,
+            torch.cat([p.row for p in pieces]),
+            torch.cat([p.latents for p in pieces]),
+            torch.cat([p.means for p in pieces]),
+            torch.cat([p.clean for p in pieces]),
+            torch.cat(negatives) if len(negatives) == len(pieces) else None,
+            [own for piece in slopes for own in piece] if len(slopes) == len(pieces) else None,
+        )
+
+
+@dataclass(frozen=True)
+class TokenPrompt:
+    """A prompt as a model that writes reads it, on the CPU."""
+
+    ids: Tensor  # (L,) long
+    kinds: Tensor  # (L,) long: 0 text, 1 a place of a picture's features (mm_token_type_ids)
+    pixels: Tensor | None = None  # (patches, …) as the image processor gives them, all pictures
+    grid: Tensor | None = None  # (pictures, 3) long: patches in time, height and width
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+@dataclass(frozen=True)
+class TokenTrace:
+    """What training needs to see of how N replies came about. S is the longest reply; a reply is a
+    row of `tokens` as far as `mask` goes and ends with the model's end token, unless it was cut."""
+
+    prompts: Sequence[TokenPrompt]  # P
+    row: Tensor  # (N,): sample → prompt
+    tokens: Tensor  # (N, S) long
+    mask: Tensor  # (N, S) bool: True on the reply, from its first token without a gap
+    cut: Tensor  # (N,) bool: stopped by the limit of length
+
+    def rows(self, index: Tensor) -> TokenTrace:
+        return TokenTrace(
+            self.prompts, self.row[index], self.tokens[index], self.mask[index], self.cut[index]
+        )
+
+    @staticmethod
+    def concat(pieces: Sequence[TokenTrace]) -> TokenTrace:
+        """Pieces of one sampling call, in order, padded to the longest reply."""
+        import torch
+
+        return TokenTrace(
+            pieces[0].prompts,
+            torch.cat([p.row for p in pieces]),
+            widened([p.tokens for p in pieces]),
+            widened([p.mask for p in pieces]),
+            torch.cat([p.cut for p in pieces]),
+        )
+
+    @staticmethod
+    def join(one: TokenTrace, other: TokenTrace) -> TokenTrace:
+        """Traces of two sampling calls, each with its own prompts."""
+        prompts = [*one.prompts, *other.prompts]
+        moved = replace(other, prompts=prompts, row=other.row + len(one.prompts))
+        return TokenTrace.concat([replace(one, prompts=prompts), moved])
+
+
+def widened(pieces: Sequence[Tensor]) -> Tensor:
+    """(n, s) tensors of different s → (Σ n, max s), with zeros on the right."""
+    import torch
+    from torch.nn.functional import pad
+
+    width = max(piece.shape[1] for piece in pieces)
+    return torch.cat([pad(piece, (0, width - piece.shape[1])) for piece in pieces])
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """N samples with all that happened to them. Downstream of the sampler nobody asks which kind
+    of model made it: S is denoising steps for a flow model and tokens for a language model."""
+
+    samples: Sequence[Sample]  # N
+    group: Tensor  # (N,): id of the prompt's group, given at sampling
+    trace: FlowTrace | TokenTrace
+    logp: Tensor  # (N, S)
+    version: int  # of the weights that made it
+    scores: Sequence[Score]  # N
+    weights: Mapping[str, float]  # of the rewards, by name
+    greedy: Tensor | None = None  # (N,) float64: reward of the greedy reply to the same prompt
+
+    def rows(self, index: Tensor) -> Rollout:
+        picked = index.tolist()
+        return Rollout(
+            [self.samples[i] for i in picked],
+            self.group[index],
+            self.trace.rows(index),
+            self.logp[index],
+            self.version,
+            [self.scores[i] for i in picked],
+            self.weights,
+            None if self.greedy is None else self.greedy[index],
+        )
+
+    def aged(self) -> Rollout:
+        """Without what only held for the weights it was drawn with."""
+        if not isinstance(self.trace, FlowTrace):
+            return self
+        return replace(self, trace=replace(self.trace, negatives=None, slopes=None))
+
+    @staticmethod
+    def join(one: Rollout, other: Rollout) -> Rollout:
+        """Replies of two sampling calls; no group of one is a group of the other."""
+        import torch
+
+        first = int(one.group.max()) + 1 if len(one.group) else 0
+        return Rollout(
+            [*one.samples, *other.samples],
+            torch.cat([one.group, other.group + first]),
+            TokenTrace.join(one.replies, other.replies),
+            widened([one.logp, other.logp]),
+            min(one.version, other.version),
+            [*one.scores, *other.scores],
+            one.weights,
+        )
+
+    @property
+    def paths(self) -> FlowTrace:
+        """The trace of a model that draws."""
+        assert isinstance(self.trace, FlowTrace)
+        return self.trace
+
+    @property
+    def replies(self) -> TokenTrace:
+        """The trace of a model that writes."""
+        assert isinstance(self.trace, TokenTrace)
+        return self.trace
+
+    @property
+    def mask(self) -> Tensor:
+        """(N, S) bool: True on the tokens of the replies."""
+        return self.replies.mask
+
+    @property
+    def scored(self) -> Tensor:
+        """Indices of the samples that have a score."""
+        import torch
+
+        good = [i for i, score in enumerate(self.scores) if score.ok]
+        return torch.tensor(good, dtype=torch.long)
+
+    @property
+    def rewards(self) -> Tensor:
+        """(N,) float64. Only for rollouts whose every sample is scored."""
+        import torch
+
+        return torch.tensor([score.value for score in self.scores], dtype=torch.float64)
+
+    @property
+    def components(self) -> Tensor:
+        """(N, R) float64: every reward by itself, unweighted, in the order of `weights`. NaN where
+        it does not apply."""
+        import torch
+
+        rows = [[s.parts.get(name, math.nan) for name in self.weights] for s in self.scores]
+        return torch.tensor(rows, dtype=torch.float64)
