@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 
 from gesso import build
@@ -9,10 +12,10 @@ from gesso.algorithms.base import Prepared
 from gesso.config import Recipe
 from gesso.models.flow.base import FlowModel
 from gesso.rollout import FlowTrace, Rollout
-from gesso.samplers.denoise import DenoisingSampler, Piece
-from gesso.types import Prompt, SampleSpec, Score
+from gesso.samplers.denoise import DenoisingSampler, Piece, _Noise
+from gesso.types import Prompt, SampleSpec, Score, Which
 from tests.conftest import PROMPTS
-from tests.rollouts import SIZE
+from tests.rollouts import SIZE, parts_of, rollout_of
 from tests.typed import drawing, sure
 
 ROWS, SEEDS = [0, 0, 1, 1, 2], [11, 12, 13, 14, 15]
@@ -121,3 +124,44 @@ def test_every_prompt_is_encoded_once(recipe: Recipe) -> None:
 def as_rollout(piece: Piece) -> Rollout:
     scores = [Score(float(i)) for i in range(len(piece.samples))]
     return Rollout(piece.samples, torch.tensor(ROWS), piece.trace, piece.logp, 0, scores, {})
+
+
+@pytest.mark.parametrize("fold", [False, True])
+@pytest.mark.parametrize("weights", ["ema", "reference"])
+def test_whoever_takes_a_piece_finds_the_policy_as_it_was(
+    folding_data: dict, weights: Which, fold: bool
+) -> None:
+    """A generator stands still where it yields, and may never go on: within `using` the trained
+    weights would be the copy's for as long, and a step of the optimizer would move that."""
+    folding_data["model"]["fold"] = fold
+    folding_data["learner"] = {"ema": {"every": 1}}
+    model, algorithm, _ = parts_of(build.recipe_from(folding_data))
+    policy = model.policy
+    own = {name: p.data_ptr() for name, p in policy.trained.items()}
+    spec = replace(algorithm.spec(0, 0, SIZE), weights=weights)
+    prompts = [Prompt(text) for text in PROMPTS]
+    left = DenoisingSampler(model, 2).sample(prompts, ROWS, SEEDS, spec)
+    next(left)
+    assert {name: p.data_ptr() for name, p in policy.trained.items()} == own
+    assert all(p.requires_grad for p in policy.trained.values())
+    assert not any(layer.disable_adapters for layer in policy._adapted.values())
+    left.close()
+    with policy.standing():
+        assert all(layer.folded is None for layer in policy._layers)
+
+
+def test_weights_are_folded_before_noise_is_drawn(
+    folding_data: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU folds while the CPU draws."""
+    model, algorithm, _ = parts_of(build.recipe_from(folding_data))
+    folded: list[bool] = []
+    drawn = _Noise.draw
+
+    def watched(noise: _Noise) -> torch.Tensor:
+        folded.append(all(layer.folded is not None for layer in model.policy._layers))
+        return drawn(noise)
+
+    monkeypatch.setattr(_Noise, "draw", watched)
+    rollout_of(model, algorithm)
+    assert folded and all(folded)
