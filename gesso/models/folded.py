@@ -59,9 +59,9 @@ def fold(layers: Sequence[FoldedLinear]) -> list[Tensor]:
         together = max(1, TOGETHER // shape.numel())
         for start in range(0, len(places), together):
             part = places[start : start + together]
-            weights = torch.stack([layers[i].frozen for i in part]).float()
+            whole = torch.stack([layers[i].frozen for i in part]).float()
             a, b = map(torch.stack, zip(*(layers[i].adapter for i in part), strict=True))
-            whole = torch.baddbmm(weights, b, a, alpha=scale)
+            whole.baddbmm_(b, a, alpha=scale)
             apart = torch.unbind_copy(dithered(whole, dtype))  # a compiler looks at their storage
             found |= zip(part, apart, strict=True)
     return [found[i] for i in range(len(layers))]

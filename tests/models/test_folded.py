@@ -14,6 +14,7 @@ import torch
 from gesso import build
 from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.config import Model
+from gesso.memory.meta import peak
 from gesso.models.flow import compiled
 from gesso.models.flow.compiled import (
     GRAPHS,
@@ -247,6 +248,24 @@ def test_layers_of_all_shapes_fold_as_one_by_one(monkeypatch: pytest.MonkeyPatch
     for together in (1, 2 * 64 * 96, 2**26):
         monkeypatch.setattr("gesso.models.folded.TOGETHER", together)
         assert all(map(torch.equal, fold(layers), alone))
+
+
+@pytest.mark.parametrize("count", [2, 7])
+def test_folding_takes_little_besides_its_result(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two layers at once, however many there are: of these the sum and its bits, four bytes a
+    number each, and two that are rounded. Every matrix then lies by itself: a compiler looks at
+    its storage."""
+    layers = [adapted(torch.bfloat16, 0.3)[0].to("meta") for _ in range(count)]
+    monkeypatch.setattr("gesso.models.folded.TOGETHER", 2 * 64 * 96)
+    there = [t for layer in layers for t in layer.parameters()]
+    folded: list[torch.Tensor] = []
+    most = peak(there, lambda: folded.extend(fold(layers)))
+    assert all(t.untyped_storage().nbytes() == t.nbytes for t in folded)
+    result = sum(t.nbytes for t in folded)
+    thresholds, adapters = 4 * 64 * 96, 2 * 2 * 4 * (64 + 96) * 4
+    assert most <= result + 10 * 2 * 64 * 96 + thresholds + adapters
 
 
 @pytest.mark.parametrize("bias", [True, False])
