@@ -160,6 +160,27 @@ def test_a_batch_that_is_filled_up(data: dict, rows: int) -> None:
     assert distance(gradients(learner, rollout), expected) < 1e-5
 
 
+@pytest.mark.parametrize(
+    "gradient, rows, leaves", [("both", 8, 4), ("both", 11, 11), ("conditional", 8, 8)]
+)
+def test_a_sample_has_one_gradient_not_one_a_branch(
+    data: dict, gradient: str, rows: int, leaves: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are as large as all adapters each; only where rows cannot be paired there are more."""
+    data["algorithm"]["guidance_gradient"] = gradient
+    model, algorithm, _ = parts_of(build.recipe_from(data))
+    model.compiled, model.sizes = True, (rows,)
+    by_row, asked = model.policy.by_row, []
+
+    def watched(count: int) -> Any:
+        asked.append(count)
+        return by_row(count)
+
+    monkeypatch.setattr(model.policy, "by_row", watched)
+    rollout_of(model, algorithm)
+    assert asked == [leaves, leaves]
+
+
 @pytest.mark.parametrize("shape", [(3, 5, 96), (3, 96), (3, 2, 5, 96)])
 def test_a_product_by_row_against_one_by_one(shape: tuple[int, ...]) -> None:
     layer, _ = adapted(torch.float32, 0.3)
