@@ -131,7 +131,7 @@ def still_learner(learner: Any) -> Any:
 
 def test_within_another_standing_stands_what_was_folded(data: dict) -> None:
     model, _, _ = parts_of(build.recipe_from(data))
-    policy = model.policy
+    policy = stirred(model).policy
 
     def has(matrices: list[Any]) -> bool:
         return all(a is b.folded for a, b in zip(matrices, policy._layers, strict=True))
@@ -143,6 +143,7 @@ def test_within_another_standing_stands_what_was_folded(data: dict) -> None:
         with policy.using("current"):
             before = [layer.folded for layer in policy._layers]
         assert has(before)  # a pass may be run again on its way back
+        assert not any(torch.equal(layer.folded, layer.frozen) for layer in policy._layers)
         with policy.standing(), policy.using("reference"):
             assert all(torch.equal(layer.folded, layer.frozen) for layer in policy._layers)
             with policy.using("current"):
@@ -288,6 +289,25 @@ def test_a_folded_product_against_plain_autograd(bias: bool) -> None:
     assert float((y - plain).detach().abs().max()) < 1e-4
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.dtype == torch.float32 and float((mine - theirs).abs().max()) < 1e-3
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_folded_product_in_half_precision(rows: int) -> None:
+    """Adapters stay in float32, and so do their gradients; products run as the input is."""
+    layer, wanted = adapted(torch.bfloat16, 0.3)
+    layer.folded = fold([layer])[0]
+    noise = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 5, 96, generator=noise).bfloat16().requires_grad_()
+    pull = torch.randn(2, 5, 64, generator=noise).bfloat16()
+    leaves = [p.detach().expand(rows, *p.shape).requires_grad_() for p in layer.adapter]
+    layer.by_row = (leaves[0], leaves[1])
+    to_x, to_a, to_b = torch.autograd.grad(layer(x), (x, *leaves), pull)
+    g, inputs = pull.double().flatten(0, 1), x.detach().double().flatten(0, 1)
+    a, b = (p.detach().double() for p in layer.adapter)
+    expected = (g @ wanted).view(x.shape), 3 * (g @ b).T @ inputs, 3 * g.T @ (inputs @ a.T)
+    assert to_x.dtype == torch.bfloat16 and to_a.dtype == to_b.dtype == torch.float32
+    for mine, theirs in zip((to_x, to_a.sum(0), to_b.sum(0)), expected, strict=True):
+        assert (mine.double() - theirs).norm() < 0.01 * theirs.norm()
 
 
 def test_a_folded_product_costs_nothing_that_nobody_asked_for() -> None:

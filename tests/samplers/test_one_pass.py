@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from gesso import build, cli
+from gesso.algorithms.flow_grpo import SlopeTerms
 from gesso.check import check
 from gesso.models.flow.compiled import compile_blocks
 from gesso.models.folded import fold
@@ -237,6 +238,34 @@ def test_slopes_go_with_their_samples(data: dict) -> None:
     joined = FlowTrace.concat([trace, trace]).slopes
     assert joined is not None and len(joined) == 12 and joined[7] is whole[1]
     assert FlowTrace.concat([trace, replace(trace, slopes=None)]).slopes is None
+
+
+def test_gradients_are_weighed_by_their_advantages(data: dict) -> None:
+    """−Σ A_i·⟨∇logp_i, θ⟩, by hand; what was gathered stays as it is."""
+    model, _, _ = parts_of(build.recipe_from(data))
+    trained = stirred(model).policy.trained
+    noise = torch.Generator().manual_seed(4)
+    slopes = [
+        {name: torch.randn(p.shape, generator=noise) for name, p in list(trained.items())[:4]}
+        for _ in range(3)
+    ]
+    kept = [{name: t.clone() for name, t in own.items()} for own in slopes]
+    advantages = torch.tensor([0.5, -2.0, 1.5])
+    loss = SlopeTerms(6, slopes, advantages).loss(model.policy)
+    (2 * loss).backward()
+    for own, before in zip(slopes, kept, strict=True):
+        assert all(torch.equal(t, before[name]) for name, t in own.items())
+    wanted = {
+        name: -sum(a * own[name] for a, own in zip(advantages, kept, strict=True))
+        for name in kept[0]
+    }
+    value = sum((wanted[name] * trained[name].detach()).sum() for name in wanted)
+    torch.testing.assert_close(loss.detach(), value)
+    for name, p in trained.items():
+        if name in wanted:
+            torch.testing.assert_close(p.grad, 2 * wanted[name])
+        else:
+            assert p.grad is None
 
 
 def test_a_batch_without_spread_moves_nothing(data: dict) -> None:
