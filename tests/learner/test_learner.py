@@ -4,14 +4,16 @@ import dataclasses
 import math
 from collections import defaultdict
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from gesso import build
 from gesso.algorithms.base import Algorithm, Prepared, TermLosses
-from gesso.algorithms.diffusion_nft import NoisedTerms
+from gesso.algorithms.diffusion_nft import DiffusionNFT, NoisedTerms
 from gesso.algorithms.flow_grpo import FlowGRPO, StepTerms
+from gesso.formulas import nft
 from gesso.learner.learner import Learner
 from gesso.rollout import Rollout
 from tests.rollouts import parts_of, rollout_of
@@ -97,6 +99,60 @@ def test_the_gradient_equals_a_plain_computation(recipe_data: dict) -> None:
     scale = max(p.grad.abs().max() for p in learner.policy.trained.values())
     for name, p in learner.policy.trained.items():
         assert (p.grad - got[name]).abs().max() <= 1e-4 * scale, name
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])
+@pytest.mark.parametrize("fold", [True, False])
+def test_nft_runs_three_policies(folding_data: dict, fold: bool, again: bool) -> None:
+    """Each with its own weights, over several micro-batches, folded or not: what is run again on
+    the way back runs with the current ones."""
+    folding_data["algorithm"] = NFT | {"kl": 0.3}
+    folding_data["learner"] = {"micro_batch": 5}
+    folding_data["model"] |= {"fold": fold, "gradient_checkpointing": again}
+    model, algorithm, learner = parts_of(build.recipe_from(folding_data))
+    policy, noise = learner.policy, torch.Generator().manual_seed(1)
+    start = {name: t.clone() for name, t in policy.weights().items()}
+    old, current = (
+        {name: t + 0.1 * torch.randn(t.shape, generator=noise) for name, t in start.items()}
+        for _ in range(2)
+    )
+    policy.load(old, "old")
+    policy.load(current)
+    rollout = rollout_of(model, algorithm)
+    got = gradient(learner, rollout)
+
+    advantages = algorithm.advantage(rollout)
+    terms = algorithm.terms(rollout, Prepared(advantages), torch.Generator().manual_seed(3))
+    assert isinstance(terms, NoisedTerms) and isinstance(algorithm, DiffusionNFT)
+    x_t = nft.noised(terms.clean, terms.noise, terms.t)
+    cond, velocities = terms.context.cond.rows(terms.row), []
+    for weights in (old, start, current):  # plainly: as the current ones, beside the weights
+        policy.load(weights)
+        velocities.append(model.velocity(x_t, terms.t, cond))
+    v_old, v_ref, v = velocities
+    loss = nft.contrast(v, v_old, terms.clean, x_t, terms.t, terms.optimal, algorithm.beta)
+    loss = loss + 0.3 * (v - v_ref.detach()).square().flatten(1).mean(1)
+    expected = torch.autograd.grad(loss.mean(), list(policy.trained.values()))
+    scale = max(float(slope.abs().max()) for slope in expected)
+    for name, slope in zip(policy.trained, expected, strict=True):
+        assert (got[name] - slope).abs().max() <= 1e-3 * scale, name
+
+
+@pytest.mark.parametrize("kl", [0.0, 0.1])
+def test_nft_runs_no_reference_that_nobody_asked_for(
+    recipe_data: dict, kl: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe_data["algorithm"] = NFT | {"kl": kl}
+    recipe_data["model"]["lora"] = LORA
+    model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
+    rollout = rollout_of(model, algorithm)
+    run = Mock(wraps=model.run)
+    monkeypatch.setattr(model, "run", run)
+    metrics = learner.update(rollout, 0)
+    assert {call.args[0] for call in run.call_args_list} == {"old", "current"} | (
+        {"reference"} if kl else set()
+    )
+    assert ("update/kl" in metrics) == (kl > 0)
 
 
 APART = {"beta": 0.1, "guidance": 3.0, "guidance_gradient": "conditional", "updates": 2}
