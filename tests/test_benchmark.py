@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -201,40 +202,57 @@ def test_rows_are_chosen_by_name_or_by_a_part_of_it(flow_iteration: ModuleType) 
 
 
 @pytest.mark.parametrize(
-    ("parts", "later", "agree", "says"),
+    "asked, wrong, done, status",
     [
-        ("rows", 0, True, ""),
-        ("rows", 2, True, "Flow-GRPO: 2 graphs after the first iteration"),
-        ("proof,rows", 0, False, "both sides compute different things"),
-        ("cold,cached", 0, True, "cold: the first step after 91 s"),
+        ("cold,cached,proof,rows", "", ["cold", "cached", "proof", "rows"], 0),
+        ("cold", "", ["cold"], 0),
+        ("cached", "", ["cached"], 0),
+        ("proof", "", ["proof"], 0),
+        ("rows", "", ["rows"], 0),
+        ("proof,rows", "different", ["proof"], 1),
+        ("cold", "late", ["cold"], 1),
+        ("rows", "compiled again", ["rows"], 1),
+        ("rows,cool", "", [], 2),
     ],
 )
-def test_a_benchmark_that_misses_what_it_must_have_fails(
+def test_parts_of_the_benchmark_are_run_by_name(
     flow_iteration: ModuleType,
-    parts: str,
-    later: int,
-    agree: bool,
-    says: str,
+    asked: str,
+    wrong: str,
+    done: list[str],
+    status: int,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
 ) -> None:
-    b = flow_iteration
+    """Nothing is timed where both sides differ; what is wrong is told by the exit status."""
+    found: list[str] = []
 
-    def compare(options: Any, folder: Path, device: Any, facts: dict) -> dict:
-        facts["agree"] = agree
-        return {"Flow-GRPO": {"compiled_later": later}}
+    def starts(names: list[str], *_: object) -> dict[str, dict[str, float]]:
+        found.extend(names)
+        return {name: {"first step": 91.0 if wrong == "late" else 89.0} for name in names}
 
-    def start_times(names: list[str], folder: Path, tiny: bool) -> dict:
-        assert names == ["cold", "cached"]
-        return {"cold": {"first step": 91.0}, "cached": {"first step": 40.0}}
+    def proven(*_: object) -> dict[str, tuple[float, float]]:
+        found.append("proof")
+        return {"gradient": (2.1 if wrong == "different" else 1.9, 1.0)}
 
-    monkeypatch.setattr(sys, "argv", ["flow_iteration.py", "--parts", parts])
-    monkeypatch.setattr(b, "write_pipeline", lambda *_: None)
-    monkeypatch.setattr(b, "compare", compare)
-    monkeypatch.setattr(b, "start_times", start_times)
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # put back afterwards: it sets its own
-    assert b.main() == (1 if says else 0)
-    assert capsys.readouterr().out.splitlines()[1:] == [says]
+    def measured(*_: object) -> dict[str, int]:
+        found.append("rows")
+        return {"compiled_later": int(wrong == "compiled again")}
+
+    instead = {"start_times": starts, "proven": proven, "measure": measured}
+    for name, other in instead.items():
+        monkeypatch.setattr(flow_iteration, name, other)
+    for name in ("write_pipeline", "Ours", "Theirs"):
+        monkeypatch.setattr(flow_iteration, name, MagicMock())
+    monkeypatch.setattr(flow_iteration, "matrix_peak", lambda *_: 1e12)
+    monkeypatch.setattr(flow_iteration, "table", lambda *_: [])
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # it sets its own
+    monkeypatch.setattr(sys, "argv", ["", "--parts", asked, "--cases", "DiffusionNFT"])
+    if status == 2:
+        with pytest.raises(SystemExit, match="2"):
+            flow_iteration.main()
+    else:
+        assert flow_iteration.main() == status
+    assert found == done
 
 
 def test_arithmetic_is_what_torch_counts(flow_iteration: ModuleType) -> None:
