@@ -543,6 +543,21 @@ def test_gelu_by_a_sigmoid_is_gelu_by_a_tanh(dtype: torch.dtype, error: float) -
         assert bool(((mine - theirs).abs() <= error * theirs.abs().clamp(min=1)).all())
 
 
+def test_what_compiled_blocks_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another GELU only in the place of one by a tanh; two kernels for norms only from inductor,
+    which alone knows of them."""
+    from diffusers.models.activations import GELU
+
+    told = Mock()
+    monkeypatch.setattr(torch, "compile", told)
+    for backend, options in (("inductor", {"triton.multi_kernel": 1}), ("eager", None)):
+        by_tanh, exact = GELU(4, 4, approximate="tanh"), GELU(4, 4)
+        compile_blocks(torch.nn.Sequential(by_tanh, exact), ["GELU"], backend)
+        assert by_tanh.gelu is gelu and exact.gelu is not gelu
+        asked = told.call_args.kwargs
+        assert asked["backend"] == backend and asked["options"] == options
+
+
 @pytest.mark.slow
 def test_flux_folded_and_compiled(data: dict, tmp_path: Path) -> None:
     """Two kinds of block; the adapter lies in their feed-forwards, too."""
