@@ -159,6 +159,7 @@ class Learner:
         return norms[0] if finite and max(norms) < float("inf") else None
 
     def _step(self) -> None:
+        assert not self.policy.stands, "a sampler that is half way would go on with older weights"
         warmup = self.schedule.warmup
         rise = min(1.0, (self.optimizer_steps + 1) / warmup) if warmup else 1.0
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):

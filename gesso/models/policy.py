@@ -143,6 +143,11 @@ class Policy:
             self._point(None)
             self._folded = None
 
+    @property
+    def stands(self) -> bool:
+        """Whether weights are folded somewhere, and must not change."""
+        return self._folded is not None
+
     def _point(self, which: Which | None) -> None:
         """Every layer to the matrix it has under those weights, made when first asked for; None:
         to its adapter beside the weight."""

@@ -16,7 +16,9 @@ from gesso.algorithms.flow_grpo import FlowGRPO, StepTerms
 from gesso.formulas import nft
 from gesso.learner.learner import Learner
 from gesso.rollout import Rollout
-from tests.rollouts import parts_of, rollout_of
+from gesso.samplers.denoise import DenoisingSampler
+from gesso.types import Prompt
+from tests.rollouts import SIZE, parts_of, rollout_of
 from tests.typed import sure
 
 NFT = {"name": "diffusion-nft", "group": 3, "steps": 4, "times": 3, "updates": 1}
@@ -153,6 +155,20 @@ def test_nft_runs_no_reference_that_nobody_asked_for(
         {"reference"} if kl else set()
     )
     assert ("update/kl" in metrics) == (kl > 0)
+
+
+def test_no_step_while_a_sampler_is_half_way(folding_data: dict) -> None:
+    """It would go on with the matrices it has, and so would every pass until it ends."""
+    model, algorithm, learner = parts_of(build.recipe_from(folding_data))
+    rollout = rollout_of(model, algorithm)
+    pieces = DenoisingSampler(model, 1).sample(
+        [Prompt("a")], [0, 0], [1, 2], algorithm.spec(0, 0, SIZE)
+    )
+    next(pieces)
+    with pytest.raises(AssertionError, match="half way"):
+        learner.update(rollout, 0)
+    assert len(list(pieces)) == 1
+    learner.update(rollout, 0)
 
 
 APART = {"beta": 0.1, "guidance": 3.0, "guidance_gradient": "conditional", "updates": 2}
