@@ -51,7 +51,7 @@ class Policy:
             parameter.data = parameter.data.float()  # master weights stay float32
         self.copies: dict[Which, dict[str, Tensor]] = {}
         self.folds = folds and lora is not None
-        self._adapted = _adapted(module) if lora is not None else {}
+        self._adapted = _adapters(module) if lora is not None else {}
         self._layers = list(self._adapted.values()) if self.folds else []
         self._folded: dict[Which, list[Tensor]] | None = None  # a matrix a layer; within `standing`
         self._pointed: Which | None = None  # the weights whose matrices the layers have
@@ -96,7 +96,8 @@ class Policy:
             try:
                 yield
             finally:
-                if before is not None or which != "current":  # it may be run again on the way back
+                # The current ones stay: checkpointing runs a pass again after this block.
+                if before is not None or which != "current":
                     self._point(before)
         elif which == "current":
             yield
@@ -258,7 +259,7 @@ class Policy:
         try:
             for name, layer in layers.items():
                 base = layer.get_base_layer()
-                base.weight.data = _folded(layer)
+                base.weight.data = _merged(layer)
                 self.module.set_submodule(name, base)
             yield
         finally:
@@ -277,7 +278,7 @@ class Policy:
                 layer, is_base, own = name.rpartition(".base_layer.")
                 if is_base:
                     fold = own == "weight" and not off
-                    yield f"{layer}.{own}", _folded(layers[layer]) if fold else tensor
+                    yield f"{layer}.{own}", _merged(layers[layer]) if fold else tensor
                 elif ".lora_" not in name:
                     yield name, tensor
 
@@ -286,7 +287,7 @@ class Policy:
         return sum(p.numel() for p in self.trained.values())
 
 
-def _adapted(module: nn.Module) -> dict[str, Any]:
+def _adapters(module: nn.Module) -> dict[str, Any]:
     """The module's layers that carry adapters, PEFT's own objects, by name."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -294,7 +295,7 @@ def _adapted(module: nn.Module) -> dict[str, Any]:
     return {name: layer for name, layer in layers if isinstance(layer, BaseTunerLayer)}
 
 
-def _folded(layer: Any) -> Tensor:
+def _merged(layer: Any) -> Tensor:
     """The weight of a layer with its adapter in it, rounded once."""
     weight = layer.get_base_layer().weight.data
     return (weight.float() + layer.get_delta_weight("default").float()).to(weight.dtype)

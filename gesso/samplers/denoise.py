@@ -199,15 +199,17 @@ def _sloping(model: FlowModel, path: _Path, spec: SampleSpec, branches: int) -> 
         return
     samples = len(path.x)
     rows = model.filled(branches * samples)
-    each = 1 if rows % branches else branches  # rows that gather together
-    with model.policy.by_row(rows // each) as own:
+    together = rows % branches == 0  # a sample's rows gather in one place
+    with model.policy.by_row(rows // branches if together else rows) as own:
         yield
     slopes = {}
     for name, weights in own.items():
-        if weights.grad is not None:  # else the network made nothing of it, or no step is trained
-            apart = weights.grad[: samples * branches // each]
-            whole = apart if each == branches else apart.unflatten(0, (samples, -1)).sum(1)
-            slopes[name] = whole.unbind()
+        grad = weights.grad
+        if grad is None:  # the network made nothing of it, or no step is trained
+            continue
+        if not together:
+            grad = grad[: branches * samples].unflatten(0, (samples, branches)).sum(1)
+        slopes[name] = grad[:samples].unbind()
     path.slopes = [{name: t[i] for name, t in slopes.items()} for i in range(samples)]
 
 

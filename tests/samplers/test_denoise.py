@@ -159,7 +159,7 @@ def test_weights_are_folded_before_noise_is_drawn(
     drawn = _Noise.draw
 
     def watched(noise: _Noise) -> torch.Tensor:
-        folded.append(all(layer.folded is not None for layer in model.policy._layers))
+        folded.append("current" in sure(model.policy._folded))
         return drawn(noise)
 
     monkeypatch.setattr(_Noise, "draw", watched)
