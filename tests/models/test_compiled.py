@@ -1,0 +1,299 @@
+"""What makes sampling and training fast on a GPU, on a CPU with tiny models: blocks compiled for
+fixed sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from gesso import build
+from gesso.algorithms.flow_grpo import FlowGRPO
+from gesso.config import Model
+from gesso.models.flow import compiled
+from gesso.models.flow.compiled import (
+    GRAPHS,
+    compile_blocks,
+    compile_decoder,
+    compiles,
+    filling,
+    folds,
+    gelu,
+    one_graph,
+    sizes,
+)
+from gesso.tables import tomllib
+from gesso.types import UserError
+from tests import pipelines
+from tests.models.test_folded import Counted, gradient, stirred
+from tests.rollouts import parts_of, rollout_of
+from tests.typed import drawing, sure
+
+
+@pytest.fixture
+def data(folding_data: dict) -> dict:
+    folding_data["learner"] = {"micro_batch": 6}
+    return folding_data
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])
+def test_every_pass_has_a_known_size(data: dict, again: bool) -> None:
+    """Of a compiled network; here nothing is compiled, and no pass without gradient keeps one."""
+    data["model"] |= {"gradient_checkpointing": again}
+    model, algorithm, learner = parts_of(build.recipe_from(data))
+    stirred(model)
+    plain = rollout_of(model, algorithm)
+    assert model.sizes == (4, 6, 8, 12) and not model.compiled
+    expected = gradient(learner, plain)
+    model.compiled, model.sizes = True, (8, 16)
+    counted = Counted(model)
+    even = rollout_of(model, algorithm)  # batches of 4 and 2 samples, two branches
+    assert not even.paths.clean.requires_grad
+    found = gradient(learner, even)
+    assert set(counted.rows) == {8, 16}
+    assert (even.paths.clean - plain.paths.clean).abs().max() < 1e-4
+    assert (found - expected).norm() < 1e-3 * expected.norm()
+
+
+def test_filled_rows_repeat_the_last() -> None:
+    assert sizes(16, 8) == (8, 16, 32)
+    here = torch.device("cpu")
+    assert sure(torch.Tensor, filling(3, (2, 5, 7), here)).tolist() == [0, 1, 2, 2, 2]
+    assert filling(3, (2,), here) is None  # larger than all: as it is
+    assert filling(3, (3, 5), here) is None  # full
+
+
+def test_a_decoder_is_filled_and_cut_again(data: dict) -> None:
+    """Of a compiled network; the residual blocks are of few kinds, and of one size a kind."""
+    model = drawing(build.model(build.recipe_from(data)))
+    noise = torch.Generator().manual_seed(0)
+    latents = torch.randn(3, *model.latent_shape(24, 16), generator=noise)
+    plain = model.decode(latents)
+    torch._dynamo.reset()
+    compile_decoder(model.pipe.vae.decoder, backend="eager")
+    model.compiled, model.sizes = True, (5,)
+    rows: list[int] = []
+    model.pipe.vae.decoder.register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
+    counters = torch._dynamo.utils.counters["stats"]
+    counters.clear()
+    assert (model.decode(latents).int() - plain.int()).abs().max() <= 1
+    graphs = counters["unique_graphs"]
+    assert graphs > 0
+    assert torch.equal(model.decode(latents[:2]), model.decode(latents)[:2])
+    assert rows == [5, 5, 5] and counters["unique_graphs"] == graphs
+    model.sizes = (6,)
+    model.decode(latents)
+    assert counters["unique_graphs"] == 2 * graphs  # another size has graphs of its own
+
+
+def test_compile_means_the_decoder_too(data: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = {name: Mock() for name in ("compile_blocks", "compile_decoder")}
+    for name, instead in made.items():
+        monkeypatch.setattr(compiled, name, instead)
+    drawing(build.model(build.recipe_from(data)))
+    assert not any(instead.called for instead in made.values())
+    data["model"]["compile"] = True
+    model = drawing(build.model(build.recipe_from(data)))
+    made["compile_blocks"].assert_called_once_with(model.transformer, model.blocks)
+    made["compile_decoder"].assert_called_once_with(model.pipe.vae.decoder)
+
+
+def test_flux_is_filled_and_cut_again(data: dict, tmp_path: Path) -> None:
+    data["model"] |= {"name": "flux", "path": str(pipelines.build("flux-dev", tmp_path / "flux"))}
+    model = drawing(build.model(build.recipe_from(data)))
+    cond = replace(model.encode(["a", "b", "c"]), guidance=torch.tensor([1.0, 3.5, 7.0]))
+    shape = model.latent_shape(32, 96)
+    x = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
+    sigma = torch.tensor([0.9, 0.5, 0.2])
+    counted = Counted(model)
+    with torch.no_grad():
+        plain = model.velocity(x, sigma, cond)
+        model.compiled, model.sizes = True, (2, 5)
+        even = model.velocity(x, sigma, cond)
+    assert counted.rows == [3, 5] and even.shape == plain.shape
+    assert (even - plain).abs().max() < 1e-5 and not even.requires_grad
+
+
+def test_a_pass_without_gradient_keeps_nothing() -> None:
+    """Though it runs the graph of one with gradient, which a compiled network takes it for."""
+    weight = torch.ones(3, requires_grad=True)
+    with torch.no_grad(), one_graph(True):
+        y = (weight * torch.ones(3)).exp()
+    assert y.requires_grad and not torch.is_inference_mode_enabled()
+    with pytest.raises(AssertionError, match="kept nothing"):
+        y.sum().backward()
+    with torch.no_grad(), one_graph(False):
+        assert not weight.exp().requires_grad
+    with one_graph(True):
+        weight.exp().sum().backward()
+    assert weight.grad is not None
+
+
+@pytest.mark.parametrize("gradient", ["both", pytest.param("conditional", marks=pytest.mark.slow)])
+def test_blocks_are_compiled_once(data: dict, gradient: str) -> None:
+    """Three kinds of block, one size: sampling, reference and training share three graphs, and
+    replay meets sampling to the bit. The backend stops before code is made, which takes minutes
+    on a CPU; tests/test_gpu.py has the real one."""
+    data["algorithm"] |= {"guidance_gradient": gradient, "beta": 0.04}
+    data["sampler"] = {"batch": 6}
+    model, algorithm, learner = parts_of(build.recipe_from(data))
+    stirred(model)
+    torch._dynamo.reset()
+    compile_blocks(model.transformer, model.blocks, backend="aot_eager")
+    model.compiled = True
+    assert all(block.ff.net[0].gelu is gelu for block in model.transformer.transformer_blocks)
+    limits = torch._dynamo.config
+    assert limits.fail_on_recompile_limit_hit and limits.recompile_limit >= GRAPHS
+    counters = torch._dynamo.utils.counters["stats"]
+    counters.clear()
+    for step in range(2):
+        rollout = rollout_of(model, algorithm, step, batch=6, version=step)
+        metrics = learner.update(rollout, step)
+        assert metrics["update/first_abs_dlogp_max"] == 0.0
+        assert counters["unique_graphs"] == 3
+
+
+def test_compiled_blocks_keep_products_and_compute_the_rest_again(data: dict) -> None:
+    """As torch's own partitioner cuts forth from back: fewer bytes kept, no product run twice."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.compilers import nop
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    model, _, _ = parts_of(build.recipe_from(data))
+    block = model.transformer.transformer_blocks[0]
+    inner, width = block.forward, model.transformer.inner_dim
+    products: list[int] = []
+    kept: dict[int, int] = {}
+
+    def counting(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        names = [str(node.target) for node in graph.graph.nodes]
+        products.append(sum("mm." in name or "attention" in name for name in names))
+        return nop(graph, inputs)
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if not isinstance(tensor, torch.nn.Parameter):
+            kept[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    backend = aot_autograd(
+        fw_compiler=counting,
+        bw_compiler=counting,
+        partition_fn=min_cut_rematerialization_partition,
+    )
+    found = []
+    for lean in (True, False):
+        torch._dynamo.reset()
+        if lean:
+            compile_blocks(model.transformer, model.blocks, backend=backend)
+        else:
+            block.forward = torch.compile(inner, dynamic=False, backend=backend)
+        products.clear()
+        kept.clear()
+        noise = torch.Generator().manual_seed(0)
+        image, text = (torch.randn(2, n, width, generator=noise).requires_grad_() for n in (96, 16))
+        with model.policy.standing(), model.policy.using("current"):
+            with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+                out = block(image, text, torch.randn(2, width, generator=noise))
+            (out[0].square().sum() + out[1].square().sum()).backward()
+        found.append((sum(kept.values()), list(products), image.grad.clone()))
+    (lean_bytes, lean_products, lean_slope), (bytes_, products_, slope) = found
+    assert lean_bytes < 0.85 * bytes_
+    assert lean_products == products_
+    assert (lean_slope - slope).abs().max() < 1e-5 * slope.abs().max()
+
+
+@pytest.mark.parametrize("dtype, error", [(torch.float64, 1e-12), (torch.bfloat16, 2**-8)])
+def test_gelu_by_a_sigmoid_is_gelu_by_a_tanh(dtype: torch.dtype, error: float) -> None:
+    """Values and slopes."""
+    x = torch.linspace(-8, 8, 1001).to(dtype).requires_grad_()
+    found, expected = gelu(x), torch.nn.functional.gelu(x.double(), approximate="tanh")
+    slopes = (torch.autograd.grad(y.sum(), x)[0] for y in (found, expected))
+    for mine, theirs in ((found, expected), tuple(slopes)):
+        assert mine.dtype == dtype or theirs.dtype == dtype
+        assert bool(((mine - theirs).abs() <= error * theirs.abs().clamp(min=1)).all())
+
+
+def test_what_compiled_blocks_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another GELU only in the place of one by a tanh; two kernels for norms only from inductor,
+    which alone knows of them."""
+    from diffusers.models.activations import GELU
+
+    told = Mock()
+    monkeypatch.setattr(torch, "compile", told)
+    for backend, options in (("inductor", {"triton.multi_kernel": 1}), ("eager", None)):
+        by_tanh, exact = GELU(4, 4, approximate="tanh"), GELU(4, 4)
+        compile_blocks(torch.nn.Sequential(by_tanh, exact), ["GELU"], backend)
+        assert by_tanh.gelu is gelu and exact.gelu is not gelu
+        asked = told.call_args.kwargs
+        assert asked["backend"] == backend and asked["options"] == options
+
+
+@pytest.mark.slow
+def test_flux_folded_and_compiled(data: dict, tmp_path: Path) -> None:
+    """Two kinds of block; the adapter lies in their feed-forwards, too."""
+    data["model"] |= {"name": "flux", "path": str(pipelines.build("flux-dev", tmp_path / "flux"))}
+    data["sampler"] = {"batch": 6}
+    model, algorithm, learner = parts_of(build.recipe_from(data))
+    stirred(model)
+    beside = rollout_of(model, algorithm, batch=6)
+    torch._dynamo.reset()
+    compile_blocks(model.transformer, model.blocks, backend="aot_eager")
+    model.compiled = True
+    rollout = rollout_of(model, algorithm, batch=6)
+    assert (rollout.paths.clean - beside.paths.clean).abs().max() < 1e-4
+    metrics = learner.update(rollout, 0)
+    assert metrics["update/first_abs_dlogp_max"] == 0.0 and metrics["update/grad_norm"] > 0
+
+
+def test_what_cannot_be(data: dict, tmp_path: Path) -> None:
+    data["model"] |= {"lora": None}
+    with pytest.raises(UserError, match=r"fold = true folds a LoRA .* set model.lora.rank"):
+        build.recipe_from(data)
+    data["model"] |= {"lora": {"rank": 4}, "quantize": "nf4"}
+    with pytest.raises(UserError, match=r"fold = true folds .* not quantized"):
+        build.recipe_from(data)
+    data["model"] |= {"fold": None, "compile": True}
+    with pytest.raises(UserError, match=r'compile = true does not go with quantize = "nf4"'):
+        build.recipe_from(data)
+    del data["model"]["quantize"]
+    other = pipelines.build("qwen-image", tmp_path / "qwen")
+    data["model"] |= {"name": "qwen-image", "path": str(other), "fold": None, "compile": True}
+    with pytest.raises(UserError, match=r"model.compile = true .* needs prompts of one length"):
+        build.model(build.recipe_from(data))
+
+
+def test_on_a_cpu_neither_is_on_unless_asked_for(data: dict) -> None:
+    data["model"] |= {"fold": None, "device": "cpu"}
+    model = drawing(build.model(build.recipe_from(data)))
+    assert isinstance(build.algorithm(build.recipe_from(data)), FlowGRPO)
+    assert not model.compiled and not model.policy.folds
+
+
+def test_large_ones_are_compiled_on_cuda_by_themselves(data: dict) -> None:
+    cuda, cpu, meta = (torch.device(name) for name in ("cuda", "cpu", "meta"))
+    blocks = ("Block",)
+    with meta:
+        large, small = torch.nn.Linear(30_000, 20_000), torch.nn.Linear(2, 2)
+    settings = build.recipe_from(data).model
+    assert isinstance(settings, Model)
+    auto = settings.model_copy(update={"fold": None})
+    assert compiles(auto, cuda, large, blocks) and folds(auto, cuda)
+    assert not compiles(auto, cuda, small, blocks)
+    assert not compiles(auto, cpu, large, blocks) and not folds(auto, cpu)
+    assert not compiles(auto, cuda, large, ())
+    four_bits = auto.model_copy(update={"quantize": "nf4"})
+    assert not compiles(four_bits, cuda, large, blocks) and not folds(four_bits, cuda)
+    asked = auto.model_copy(update={"compile": True, "fold": True})
+    assert compiles(asked, cpu, small, blocks) and folds(asked, cpu)
+    assert not compiles(asked, meta, small, blocks) and not folds(asked, meta)
+
+
+def test_the_recipe_of_the_page_on_performance() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text(encoding="utf-8")
+    section = page.split("```toml\n")[1].split("```")[0]
+    found = Model.model_validate(tomllib.loads(section)["model"])
+    assert found.compile and found.fold and found.lora is not None
