@@ -29,12 +29,12 @@ class FoldedLinear(lora.Linear):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.folded: Tensor | None = None  # (out, in)
-        self.by_row: tuple[Tensor, Tensor] | None = None  # (N, rank, in), (N, out, rank)
+        self.by_sample: tuple[Tensor, Tensor] | None = None  # (N, rank, in), (N, out, rank)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.folded is None:
             return super().forward(x, *args, **kwargs)
-        a, b = self.by_row or self.adapter
+        a, b = self.by_sample or self.adapter
         bias = self.base_layer.bias
         return FoldedProduct.apply(x, self.folded, bias, a, b, self.scaling[ADAPTER])
 

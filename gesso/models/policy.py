@@ -173,23 +173,23 @@ class Policy:
         return self._folded[which]
 
     @contextmanager
-    def by_row(self, rows: int) -> Iterator[dict[str, Tensor]]:
-        """Within `standing`, for passes of so many rows or a multiple: each row, or as many side by
-        side, has trained weights of its own, the same numbers, no copies. Yields them by name,
-        (rows, …): in their `grad` a backward pass leaves the gradient of each by itself."""
-        assert self._folded is not None, "only folded adapters can be had by row"
+    def by_sample(self, samples: int) -> Iterator[dict[str, Tensor]]:
+        """Within `standing`, for passes of so many samples, in a row each or in several side by
+        side: each has trained weights of its own, the same numbers, no copies. Yields them by name,
+        (samples, …): in their `grad` a backward pass leaves the gradient of each by itself."""
+        assert self._folded is not None, "only folded adapters can be had by sample"
         own = {
-            name: p.detach().expand(rows, *p.shape).requires_grad_()
+            name: p.detach().expand(samples, *p.shape).requires_grad_()
             for name, p in self.trained.items()
         }
         part = "{}.lora_{}.default.weight"
         try:
             for name, layer in self._adapted.items():
-                layer.by_row = own[part.format(name, "A")], own[part.format(name, "B")]
+                layer.by_sample = own[part.format(name, "A")], own[part.format(name, "B")]
             yield own
         finally:
             for layer in self._layers:
-                layer.by_row = None
+                layer.by_sample = None
 
     def keep_folded(self, which: Which) -> None:
         """Whoever put the layers' matrices elsewhere, the same numbers, has them kept there."""

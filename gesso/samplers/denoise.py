@@ -200,7 +200,7 @@ def _sloping(model: FlowModel, path: _Path, spec: SampleSpec, branches: int) -> 
     samples = len(path.x)
     rows = model.filled(branches * samples)
     together = rows % branches == 0  # a sample's rows gather in one place
-    with model.policy.by_row(rows // branches if together else rows) as own:
+    with model.policy.by_sample(rows // branches if together else rows) as own:
         yield
     slopes = {}
     for name, weights in own.items():
@@ -209,7 +209,7 @@ def _sloping(model: FlowModel, path: _Path, spec: SampleSpec, branches: int) -> 
             continue
         if not together:
             grad = grad[: branches * samples].unflatten(0, (samples, branches)).sum(1)
-        slopes[name] = grad[:samples].unbind()
+        slopes[name] = grad.unbind()  # of rows that only fill, too
     path.slopes = [{name: t[i] for name, t in slopes.items()} for i in range(samples)]
 
 

@@ -75,6 +75,18 @@ def test_gradients_of_each_sample_are_stored_and_drawing_keeps_what_an_update_wo
     assert folded[kept] > 0  # in float32, too: it cannot be without
 
 
+def test_drawing_in_one_pass_counts_the_way_back() -> None:
+    """Which is what takes most where activations are computed again."""
+    common = ["model.lora.rank=16", "model.dtype=bfloat16", "algorithm.guidance=3.0"]
+    common += ["sampler.batch=8", "learner.micro_batch=8", "model.gradient_checkpointing=true"]
+    two, one = (
+        estimate(build.recipe("demo", [*common, f"algorithm.one_pass={said}"]))
+        for said in ("false", "true")
+    )
+    updating = two.passing["update with gradients"] - two.copy
+    assert one.passing["drawing"] == pytest.approx(updating, rel=0.1)
+
+
 def test_check_says_what_it_takes(capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["check", "demo", "--memory"]) == 0
     out = capsys.readouterr().out

@@ -281,7 +281,7 @@ def test_a_folded_product_in_half_precision(rows: int) -> None:
     x = torch.randn(2, 5, 96, generator=noise).bfloat16().requires_grad_()
     pull = torch.randn(2, 5, 64, generator=noise).bfloat16()
     leaves = [p.detach().expand(rows, *p.shape).requires_grad_() for p in layer.adapter]
-    layer.by_row = (leaves[0], leaves[1])
+    layer.by_sample = (leaves[0], leaves[1])
     to_x, to_a, to_b = torch.autograd.grad(layer(x), (x, *leaves), pull)
     g, inputs = pull.double().flatten(0, 1), x.detach().double().flatten(0, 1)
     a, b = (p.detach().double() for p in layer.adapter)

@@ -171,19 +171,19 @@ def test_a_sample_has_one_gradient_not_one_a_branch(
     data["algorithm"]["guidance_gradient"] = gradient
     model, algorithm, _ = parts_of(build.recipe_from(data))
     model.compiled, model.sizes = True, (rows,)
-    by_row, asked = model.policy.by_row, []
+    by_sample, asked = model.policy.by_sample, []
 
     def watched(count: int) -> Any:
         asked.append(count)
-        return by_row(count)
+        return by_sample(count)
 
-    monkeypatch.setattr(model.policy, "by_row", watched)
+    monkeypatch.setattr(model.policy, "by_sample", watched)
     rollout_of(model, algorithm)
     assert asked == [leaves, leaves]
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 96), (3, 96), (3, 2, 5, 96)])
-def test_a_product_by_row_against_one_by_one(shape: tuple[int, ...]) -> None:
+def test_a_product_by_sample_against_one_by_one(shape: tuple[int, ...]) -> None:
     layer, _ = adapted(torch.float32, 0.3)
     layer.folded = fold([layer])[0]
     a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
@@ -193,7 +193,7 @@ def test_a_product_by_row_against_one_by_one(shape: tuple[int, ...]) -> None:
     whole = torch.autograd.grad((layer(x) * pull).sum(), x)[0]
     one_by_one = [torch.autograd.grad((layer(x[[i]]) * pull[[i]]).sum(), (a, b)) for i in range(3)]
     rows = tuple(p.detach().expand(3, *p.shape).requires_grad_() for p in (a, b))
-    layer.by_row = (rows[0], rows[1])
+    layer.by_sample = (rows[0], rows[1])
     y = layer(x)
     assert torch.equal(y, x @ layer.folded.T + layer.base_layer.bias)
     to_x, *found = torch.autograd.grad((y * pull).sum(), (x, *rows))
@@ -211,16 +211,16 @@ def test_a_product_by_row_against_one_by_one(shape: tuple[int, ...]) -> None:
 def test_nothing_is_left_behind(data: dict) -> None:
     model, algorithm, learner = parts_of(build.recipe_from(data))
     policy = model.policy
-    with pytest.raises(KeyError), policy.standing(), policy.by_row(2) as own:
+    with pytest.raises(KeyError), policy.standing(), policy.by_sample(2) as own:
         assert own.keys() == policy.trained.keys()
         for name, p in policy.trained.items():
             assert own[name].shape == (2, *p.shape) and own[name].data_ptr() == p.data_ptr()
         raise KeyError("whatever happens within")
-    assert all(layer.by_row is None and layer.folded is None for layer in policy._layers)
+    assert all(layer.by_sample is None and layer.folded is None for layer in policy._layers)
     rollout = rollout_of(model, algorithm)
-    assert all(layer.by_row is None for layer in policy._layers)
+    assert all(layer.by_sample is None for layer in policy._layers)
     assert all(p.grad is None for p in policy.trained.values())
-    with pytest.raises(AssertionError, match="only folded adapters"), policy.by_row(2):
+    with pytest.raises(AssertionError, match="only folded adapters"), policy.by_sample(2):
         raise NotImplementedError
     assert rollout.aged().paths.slopes is None
     found = gradients(learner, replace(rollout, trace=replace(rollout.paths, negatives=None)))

@@ -95,7 +95,7 @@ def guided(
             u = model.velocity(x, sigma, negative, weights)
         c = model.velocity(x, sigma, cond, weights)
     else:
-        # A sample's two rows lie side by side, and `Policy.by_row` gathers them together.
+        # A sample's two rows lie side by side, and `Policy.by_sample` gathers them together.
         pairs = torch.arange(2 * len(x), device=x.device).view(2, -1).T.flatten()
         both = Conditioning.stack([negative, cond]).rows(pairs)
         v = model.velocity(x.repeat_interleave(2, 0), sigma.repeat_interleave(2), both, weights)
