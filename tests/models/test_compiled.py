@@ -3,6 +3,8 @@ fixed sizes."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,15 +16,18 @@ import torch
 from gesso import build
 from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.config import Model
-from gesso.models.flow import compiled
+from gesso.models.flow import compiled, pipeline
 from gesso.models.flow.compiled import (
     GRAPHS,
+    LARGE,
+    ROW,
     compile_blocks,
     compile_decoder,
     compiles,
     filling,
     folds,
     gelu,
+    inductor,
     one_graph,
     sizes,
 )
@@ -218,18 +223,129 @@ def test_gelu_by_a_sigmoid_is_gelu_by_a_tanh(dtype: torch.dtype, error: float) -
 
 
 def test_what_compiled_blocks_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another GELU only in the place of one by a tanh; two kernels for norms only from inductor,
-    which alone knows of them."""
+    """Another GELU only in the place of one by a tanh; our way to ask inductor, or another one."""
     from diffusers.models.activations import GELU
 
     told = Mock()
     monkeypatch.setattr(torch, "compile", told)
-    for backend, options in (("inductor", {"triton.multi_kernel": 1}), ("eager", None)):
+    for given, expected in ((None, inductor), ("eager", "eager")):
         by_tanh, exact = GELU(4, 4, approximate="tanh"), GELU(4, 4)
-        compile_blocks(torch.nn.Sequential(by_tanh, exact), ["GELU"], backend)
+        compile_blocks(torch.nn.Sequential(by_tanh, exact), ["GELU"], given)
         assert by_tanh.gelu is gelu and exact.gelu is not gelu
-        asked = told.call_args.kwargs
-        assert asked["backend"] == backend and asked["options"] == options
+        assert told.call_args.kwargs["backend"] == expected
+
+
+def test_wide_rows_are_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where numbers of a row lie side by side, up to a width; for the rest inductor knows best, and
+    so it does for what others compile."""
+    from sympy import Integer
+    from torch._inductor import compile_fx
+    from torch._inductor.runtime.hints import ReductionHint
+    from torch._inductor.virtualized import V
+
+    def held(numbers: int, hint: ReductionHint) -> bool:
+        features = Mock(reduction_numel=Integer(numbers))
+        features.get_reduction_hint.return_value = hint
+        graph = Mock()
+        graph.sizevars.statically_known_leq = lambda a, b: bool(a <= b)
+        with V.set_graph_handler(graph):
+            return V.choices.should_use_persistent_reduction(features, False)
+
+    def answers() -> list[bool]:
+        inner, outer = ReductionHint.INNER, ReductionHint.OUTER
+        asked = [(1024, inner), (1536, inner), (ROW, inner), (ROW + 1, inner), (1536, outer)]
+        return [held(*of) for of in asked]
+
+    told = Mock(side_effect=lambda *_: answers())
+    monkeypatch.setattr(compile_fx, "compile_fx", told)
+    graph, inputs = Mock(), [torch.ones(2)]
+    assert inductor(graph, inputs) == [True, True, True, False, False]
+    told.assert_called_once_with(graph, inputs)
+    assert answers() == [True, False, False, False, False]
+
+
+@pytest.mark.slow
+def test_inductor_compiles_by_it() -> None:
+    """The real one, on a CPU, with the way back."""
+
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(x, x.shape[-1:]).sin()
+
+    x = torch.randn(3, 1536, requires_grad=True)
+    found = torch.compile(norm, fullgraph=True, dynamic=False, backend=inductor)(x)
+    assert torch.allclose(found, norm(x), atol=1e-5)
+    slopes = (torch.autograd.grad(y.square().sum(), x)[0] for y in (found, norm(x)))
+    assert torch.allclose(*slopes, atol=1e-4)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])
+def test_the_first_block_shares_the_graph_of_those_after_it(again: bool) -> None:
+    """Two kinds of block here, the last one and the others; and the gradient is what it was."""
+    from diffusers import SD3Transformer2DModel
+
+    torch.manual_seed(0)
+    tiny: dict[str, Any] = {
+        "num_layers": 3, "attention_head_dim": 8, "num_attention_heads": 2, "sample_size": 4,
+        "caption_projection_dim": 16, "joint_attention_dim": 12, "pooled_projection_dim": 10,
+        "pos_embed_max_size": 4, "in_channels": 4, "out_channels": 4,
+    }  # fmt: skip
+    network = SD3Transformer2DModel(**tiny).requires_grad_(False)
+    if again:
+        network.enable_gradient_checkpointing()  # it hands a block its inputs without names
+    network.train(again)
+    trained = [b.attn.to_q.weight.requires_grad_() for b in network.transformer_blocks]
+    inputs = torch.randn(2, 4, 4, 4), torch.randn(2, 5, 12), torch.randn(2, 10), torch.ones(2)
+
+    def passed() -> tuple[torch.Tensor, ...]:
+        velocity = network(*inputs, return_dict=False)[0]
+        return velocity, *torch.autograd.grad(velocity.square().sum(), trained)
+
+    expected = passed()
+    torch._dynamo.reset()
+    compile_blocks(network, ["JointTransformerBlock"], backend="aot_eager")
+    counters = torch._dynamo.utils.counters["stats"]
+    counters.clear()
+    for mine, plain in zip(passed(), expected, strict=True):
+        assert (mine - plain).abs().max() < 1e-5 * plain.abs().max()
+    assert counters["unique_graphs"] == 2
+    with torch.no_grad():  # an evaluation outside of `one_graph` asks for no gradient
+        assert not network(*inputs, return_dict=False)[0].requires_grad
+    assert not any(given.requires_grad for given in inputs)
+
+
+def test_the_compiler_wakes_before_a_model_that_needs_it_is_loaded(
+    data: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order = Mock()
+    monkeypatch.setattr(compiled, "wake_compiler", order.wake)
+    monkeypatch.setattr(compiled, "compile_blocks", order.blocks)
+    monkeypatch.setattr(compiled, "compile_decoder", order.decoder)
+    order.load.side_effect = pipeline._load_pipeline
+    monkeypatch.setattr(pipeline, "_load_pipeline", order.load)
+    build.model(build.recipe_from(data))
+    assert [call[0] for call in order.mock_calls] == ["load"]
+    order.reset_mock()
+    data["model"]["compile"] = True
+    build.model(build.recipe_from(data))
+    assert [call[0] for call in order.mock_calls] == ["wake", "load", "blocks", "decoder"]
+
+
+def test_what_is_known_of_a_size_before_loading(data: dict) -> None:
+    settings = build.recipe_from(data).model
+    model = drawing(build.model(build.recipe_from(data)))
+    parameters = sum(p.numel() for p in model.transformer.parameters())
+    assert parameters <= pipeline._most_parameters(settings.path) < LARGE
+    assert pipeline._most_parameters("somebody/large-on-the-hub") >= LARGE
+
+
+def test_the_compiler_can_be_woken() -> None:
+    code = (
+        "from gesso.models.flow.compiled import wake_compiler; wake_compiler(); "
+        "from torch._inductor.async_compile import AsyncCompile; "
+        "print(AsyncCompile.process_pool.cache_info().currsize)"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 0 and ran.stdout.strip() == "1", ran.stderr
 
 
 @pytest.mark.slow
@@ -275,9 +391,7 @@ def test_on_a_cpu_neither_is_on_unless_asked_for(data: dict) -> None:
 
 def test_large_ones_are_compiled_on_cuda_by_themselves(data: dict) -> None:
     cuda, cpu, meta = (torch.device(name) for name in ("cuda", "cpu", "meta"))
-    blocks = ("Block",)
-    with meta:
-        large, small = torch.nn.Linear(30_000, 20_000), torch.nn.Linear(2, 2)
+    blocks, large, small = ("Block",), LARGE, LARGE - 1
     settings = build.recipe_from(data).model
     assert isinstance(settings, Model)
     auto = settings.model_copy(update={"fold": None})

@@ -36,9 +36,15 @@ PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
 GRAPHS = 64
 """Of a class of blocks: kinds of block × sizes × with and without gradient; torch's limit is 8."""
 
+ROW = 4096
+"""Numbers that a norm holds at once; torch goes over more than 1024 twice."""
+
+STATES = ("hidden_states", "encoder_hidden_states")
+"""A block's first inputs, as diffusers names them: what the block before it gives."""
+
 
 def compiles(
-    settings: config.Model, device: torch.device, network: nn.Module, blocks: Sequence[str]
+    settings: config.Model, device: torch.device, parameters: int, blocks: Sequence[str]
 ) -> bool:
     """What `model.compile` says, or whether it pays here."""
     if settings.compile and not blocks:
@@ -50,7 +56,7 @@ def compiles(
         return settings.compile and device.type != "meta"
     if not blocks or settings.quantize is not None or device.type != "cuda":
         return False
-    return sum(p.numel() for p in network.parameters()) >= LARGE
+    return parameters >= LARGE
 
 
 def folds(settings: config.Model, device: torch.device) -> bool:
@@ -60,12 +66,20 @@ def folds(settings: config.Model, device: torch.device) -> bool:
     return settings.lora is not None and settings.quantize is None and device.type == "cuda"
 
 
+def wake_compiler() -> None:
+    """Starts the processes that compile kernels. They import torch for seconds, which a model that
+    is about to be loaded takes anyway."""
+    from torch._inductor.async_compile import AsyncCompile
+
+    AsyncCompile.warm_pool()
+    AsyncCompile.wakeup()
+
+
 def compile_blocks(
-    network: nn.Module, names: Sequence[str], backend: str | Callable[..., Any] = "inductor"
+    network: nn.Module, names: Sequence[str], backend: str | Callable[..., Any] | None = None
 ) -> None:
-    """Compiles the modules of those classes. Past the limit torch would go on without compiling
-    and say nothing: it raises instead. Norms over a wide row are tried with the row held at once,
-    too, and the faster kernel is taken."""
+    """Compiles the modules of those classes, by `inductor` below unless told otherwise. Past the
+    limit torch would go on without compiling and say nothing: it raises instead."""
     from diffusers.models import activations
 
     torch._dynamo.config.recompile_limit = GRAPHS
@@ -77,10 +91,45 @@ def compile_blocks(
     for module in network.modules():
         if isinstance(module, activations.GELU) and module.approximate == "tanh":
             module.gelu = gelu
-    options = {"triton.multi_kernel": 1} if backend == "inductor" else None
-    run = torch.compile(_lean, fullgraph=True, dynamic=False, backend=backend, options=options)
+    run = torch.compile(_lean, fullgraph=True, dynamic=False, backend=backend or inductor)
     for block in blocks:
-        block.forward = partial(run, block.forward)
+        block.forward = partial(_alike, partial(run, block.forward))
+
+
+def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
+    """Torch's own compiler, with wide rows held at once on the way forth. The way back is compiled
+    later and elsewhere, and stays as it is: there it makes no difference."""
+    from torch._inductor.choices import InductorChoices
+    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.runtime.hints import ReductionHint
+    from torch._inductor.virtualized import V
+
+    class Choices(InductorChoices):
+        @staticmethod
+        def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
+            wide = features.get_reduction_hint() == ReductionHint.INNER
+            sizes = V.graph.sizevars
+            if wide and sizes.statically_known_leq(features.reduction_numel, ROW):
+                return True
+            own = InductorChoices.should_use_persistent_reduction
+            return own(features, cooperative_reduction)
+
+    with V.set_choices_handler(Choices()):
+        return compile_fx(graph, inputs)
+
+
+def _alike(forward: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
+    """The first block's inputs have no gradient. Asked for one, which nobody reads, it is like the
+    blocks after it, and needs no graphs of its own: a sixth less to compile, for a hundredth of an
+    update."""
+    first = [_with_gradient(x) for x in inputs[: len(STATES)]]
+    named = {name: _with_gradient(x) if name in STATES else x for name, x in more.items()}
+    return forward(*first, *inputs[len(STATES) :], **named)
+
+
+def _with_gradient(x: Any) -> Any:
+    asked = isinstance(x, Tensor) and torch.is_grad_enabled() and not x.requires_grad
+    return x.detach().requires_grad_() if asked else x
 
 
 def gelu(x: Tensor) -> Tensor:

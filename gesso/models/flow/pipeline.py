@@ -66,6 +66,8 @@ class PipelineModel(ABC):
         self.device = config.pick_device(settings.device, "model.device")
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         whole = settings.lora is None
+        if speed.compiles(settings, self.device, _most_parameters(settings.path), self.blocks):
+            speed.wake_compiler()
         load = _empty_pipeline if self.device.type == "meta" else _load_pipeline
         self.pipe = load(self, settings)
         for part in self.pipe.components.values():
@@ -78,7 +80,8 @@ class PipelineModel(ABC):
         folds = speed.folds(settings, self.device)
         self.policy = Policy(self.transformer, settings.lora, self.lora_targets, seed, folds=folds)
         self.sizes: Sequence[int] = ()  # rows that what is compiled is run with
-        self.compiled = speed.compiles(settings, self.device, self.transformer, self.blocks)
+        parameters = sum(p.numel() for p in self.transformer.parameters())
+        self.compiled = speed.compiles(settings, self.device, parameters, self.blocks)
         if self.compiled:
             speed.compile_blocks(self.transformer, self.blocks)
             speed.compile_decoder(self.pipe.vae.decoder)
@@ -260,6 +263,15 @@ def reader(name: str, limit: int, tokenizer: Any) -> Reader:
 
 def _round(size: int, factor: int) -> int:
     return max(factor, round(size / factor) * factor)
+
+
+def _most_parameters(path: str) -> int:
+    """Of the transformer, before it is loaded: one takes a byte at least. What lies on the hub is
+    large."""
+    folder = config.resolve_path(path) / "transformer"
+    if not folder.is_dir():
+        return speed.LARGE
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def _load_pipeline(model: PipelineModel, settings: config.Model) -> Any:

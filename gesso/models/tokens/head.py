@@ -102,5 +102,15 @@ class FrozenHead(torch.autograd.Function):
 
 @cache
 def _scored(device: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """On CUDA its dozen passes over the logits are compiled into three."""
-    return torch.compile(scored) if device == "cuda" else scored
+    """On CUDA its dozen passes over the logits are compiled into three, once for any number of
+    rows."""
+    if device != "cuda":
+        return scored
+    compiled = torch.compile(scored)
+
+    def of(raw: Tensor, tokens: Tensor, *more: Any) -> tuple[Tensor, Tensor, Tensor]:
+        for rows in (raw, tokens):
+            torch._dynamo.maybe_mark_dynamic(rows, 0)
+        return compiled(raw, tokens, *more)
+
+    return of
