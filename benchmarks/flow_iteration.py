@@ -19,6 +19,7 @@ import gc
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -223,7 +224,7 @@ def circumstances(commit: str) -> dict[str, str]:
         "versions": f"Python {platform.python_version()}, "
         + ", ".join(f"{name} {version(name)}" for name in libraries),
         "commit": commit or f"gesso {gesso.__version__} {found}",
-        "command": " ".join(["python", *sys.argv]),
+        "command": shlex.join(["python", *sys.argv]),
     }
 
 
