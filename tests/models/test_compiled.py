@@ -21,6 +21,7 @@ from gesso.models.flow.compiled import (
     GRAPHS,
     LARGE,
     ROW,
+    _alike,
     compile_blocks,
     compile_decoder,
     compiles,
@@ -253,15 +254,16 @@ def test_wide_rows_are_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def answers() -> list[bool]:
         inner, outer = ReductionHint.INNER, ReductionHint.OUTER
-        asked = [(1024, inner), (1536, inner), (ROW, inner), (ROW + 1, inner), (1536, outer)]
-        return [held(*of) for of in asked]
+        sd3, flux = 1536, 3072
+        wide = [held(n, inner) for n in (1024, sd3, flux, ROW, ROW + 1, 2 * flux)]
+        return wide + [held(n, outer) for n in (64, sd3)]
 
     told = Mock(side_effect=lambda *_: answers())
     monkeypatch.setattr(compile_fx, "compile_fx", told)
     graph, inputs = Mock(), [torch.ones(2)]
-    assert inductor(graph, inputs) == [True, True, True, False, False]
+    assert inductor(graph, inputs) == [True, True, True, True, False, False, True, False]
     told.assert_called_once_with(graph, inputs)
-    assert answers() == [True, False, False, False, False]
+    assert answers() == [True, False, False, False, False, False, True, False]
 
 
 @pytest.mark.slow
@@ -313,39 +315,74 @@ def test_the_first_block_shares_the_graph_of_those_after_it(again: bool) -> None
     assert not any(given.requires_grad for given in inputs)
 
 
+def test_only_states_without_a_gradient_are_asked_for_one() -> None:
+    def given(*inputs: Any, **named: Any) -> list[Any]:
+        return [*inputs, *named.values()]
+
+    def asked(*inputs: Any, **named: Any) -> list[bool]:
+        return [x.requires_grad for x in _alike(given, *inputs, **named)]
+
+    x, trained = torch.ones(2), torch.ones(2, requires_grad=True)
+    assert asked(x, x, x) == [True, True, False]
+    assert asked(temb=x, encoder_hidden_states=x, hidden_states=x) == [False, True, True]
+    assert not x.requires_grad
+    assert all(a is b for a, b in zip(_alike(given, trained, None), [trained, None], strict=True))
+    with torch.no_grad():
+        assert asked(x, hidden_states=x) == [False, False]
+
+
 def test_the_compiler_wakes_before_a_model_that_needs_it_is_loaded(
     data: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from diffusers import StableDiffusion3Pipeline
+
     order = Mock()
     monkeypatch.setattr(compiled, "wake_compiler", order.wake)
     monkeypatch.setattr(compiled, "compile_blocks", order.blocks)
     monkeypatch.setattr(compiled, "compile_decoder", order.decoder)
-    order.load.side_effect = pipeline._load_pipeline
-    monkeypatch.setattr(pipeline, "_load_pipeline", order.load)
+    order.load.side_effect = StableDiffusion3Pipeline.from_pretrained
+    monkeypatch.setattr(StableDiffusion3Pipeline, "from_pretrained", order.load)
     build.model(build.recipe_from(data))
     assert [call[0] for call in order.mock_calls] == ["load"]
     order.reset_mock()
     data["model"]["compile"] = True
     build.model(build.recipe_from(data))
     assert [call[0] for call in order.mock_calls] == ["wake", "load", "blocks", "decoder"]
+    order.wake.assert_called_once_with(torch.device("cpu"))
+    order.reset_mock()
+    data["model"]["path"] = "/no/such/folder"  # told at once: what is awake delays a process's end
+    with pytest.raises(UserError, match="no such folder"):
+        build.model(build.recipe_from(data))
+    assert not order.mock_calls
 
 
-def test_what_is_known_of_a_size_before_loading(data: dict) -> None:
+def test_what_is_known_of_a_size_before_loading(
+    data: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bound, by which the compiler wakes; how large it is decides whether it compiles."""
+    told = Mock(return_value=False)
+    monkeypatch.setattr(compiled, "compiles", told)
     settings = build.recipe_from(data).model
     model = drawing(build.model(build.recipe_from(data)))
     parameters = sum(p.numel() for p in model.transformer.parameters())
-    assert parameters <= pipeline._most_parameters(settings.path) < LARGE
+    bound = pipeline._most_parameters(settings.path)
+    assert [call.args[2] for call in told.call_args_list] == [bound, parameters]
+    assert parameters <= bound < LARGE
     assert pipeline._most_parameters("somebody/large-on-the-hub") >= LARGE
 
 
 def test_the_compiler_can_be_woken() -> None:
-    code = (
-        "from gesso.models.flow.compiled import wake_compiler; wake_compiler(); "
-        "from torch._inductor.async_compile import AsyncCompile; "
-        "print(AsyncCompile.process_pool.cache_info().currsize)"
-    )
+    """For a GPU; a CPU's kernels are compiled without those processes."""
+    code = """
+import torch
+from gesso.models.flow.compiled import wake_compiler
+from torch._inductor.async_compile import AsyncCompile
+for device in ("cpu", "cuda"):
+    wake_compiler(torch.device(device))
+    print(AsyncCompile.process_pool.cache_info().currsize, AsyncCompile._ready_future is not None)
+"""
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert ran.returncode == 0 and ran.stdout.strip() == "1", ran.stderr
+    assert ran.returncode == 0 and ran.stdout.split() == ["0", "False", "1", "True"], ran.stderr
 
 
 @pytest.mark.slow

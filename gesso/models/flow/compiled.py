@@ -66,13 +66,14 @@ def folds(settings: config.Model, device: torch.device) -> bool:
     return settings.lora is not None and settings.quantize is None and device.type == "cuda"
 
 
-def wake_compiler() -> None:
+def wake_compiler(device: torch.device) -> None:
     """Starts the processes that compile kernels. They import torch for seconds, which a model that
-    is about to be loaded takes anyway."""
+    is about to be loaded takes anyway. A CPU's kernels are compiled without them."""
+    if device.type == "cpu":
+        return
     from torch._inductor.async_compile import AsyncCompile
 
-    AsyncCompile.warm_pool()
-    AsyncCompile.wakeup()
+    AsyncCompile().use_process_pool()  # whether they are ready: to be asked is what starts them
 
 
 def compile_blocks(

@@ -66,8 +66,6 @@ class PipelineModel(ABC):
         self.device = config.pick_device(settings.device, "model.device")
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         whole = settings.lora is None
-        if speed.compiles(settings, self.device, _most_parameters(settings.path), self.blocks):
-            speed.wake_compiler()
         load = _empty_pipeline if self.device.type == "meta" else _load_pipeline
         self.pipe = load(self, settings)
         for part in self.pipe.components.values():
@@ -265,10 +263,10 @@ def _round(size: int, factor: int) -> int:
     return max(factor, round(size / factor) * factor)
 
 
-def _most_parameters(path: str) -> int:
+def _most_parameters(source: str) -> int:
     """Of the transformer, before it is loaded: one takes a byte at least. What lies on the hub is
     large."""
-    folder = config.resolve_path(path) / "transformer"
+    folder = Path(source) / "transformer"
     if not folder.is_dir():
         return speed.LARGE
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
@@ -278,6 +276,8 @@ def _load_pipeline(model: PipelineModel, settings: config.Model) -> Any:
     """The pipeline with its networks in the model's dtype; a transformer that is trained whole in
     float32, large parts in 4 bits if the recipe says so."""
     source, options = _locate(model, settings)
+    if speed.compiles(settings, model.device, _most_parameters(source), model.blocks):
+        speed.wake_compiler(model.device)  # not before: a wrong path is told at once
     whole = settings.lora is None
     options["dtype"] = {
         "transformer": torch.float32 if whole else model.dtype,
