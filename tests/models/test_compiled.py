@@ -331,6 +331,18 @@ def test_only_states_without_a_gradient_are_asked_for_one() -> None:
         assert asked(x, hidden_states=x) == [False, False]
 
 
+def test_blocks_before_the_first_trained_one_have_no_way_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`lora.targets` may name the last blocks alone: the others keep nothing."""
+    monkeypatch.setattr(torch, "compile", lambda run, **_: run)
+    layers = [torch.nn.Linear(2, 2).requires_grad_(i == 1) for i in range(3)]
+    compile_blocks(torch.nn.Sequential(*layers), ["Linear"])
+    x = torch.ones(1, 2)
+    assert [layer(x).requires_grad for layer in layers] == [False, True, False]
+    assert layers[2](layers[1](x)).requires_grad
+
+
 def test_the_compiler_wakes_before_a_model_that_needs_it_is_loaded(
     data: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
