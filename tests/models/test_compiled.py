@@ -369,7 +369,7 @@ def test_the_compiler_wakes_before_a_model_that_needs_it_is_loaded(
 
 
 def test_what_is_known_of_a_size_before_loading(
-    data: dict, monkeypatch: pytest.MonkeyPatch
+    data: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bound, by which the compiler wakes; how large it is decides whether it compiles."""
     told = Mock(return_value=False)
@@ -381,6 +381,11 @@ def test_what_is_known_of_a_size_before_loading(
     assert [call.args[2] for call in told.call_args_list] == [bound, parameters]
     assert parameters <= bound < LARGE
     assert pipeline._most_parameters("somebody/large-on-the-hub") >= LARGE
+    shards = tmp_path / "transformer"
+    shards.mkdir()
+    for name, size in (("1.safetensors", 3), ("2.safetensors", 4), ("config.json", 5)):
+        (shards / name).write_bytes(bytes(size))
+    assert pipeline._most_parameters(str(tmp_path)) == 7
 
 
 def test_the_compiler_can_be_woken() -> None:
