@@ -254,11 +254,12 @@ def test_scores_are_compiled_once_for_any_number_of_rows(monkeypatch: Any) -> No
     counters = torch._dynamo.utils.counters["stats"]
     counters.clear()
     allowed = torch.arange(30) < 27
-    for rows in (7, 4, 12, 4):
+    for rows in (7, 4, 1, 12, 4):
         given = torch.randn(rows, 30), torch.arange(rows), 0.7, allowed
         for mine, plain in zip(of(*given), heads.scored(*given), strict=True):
             assert gap(mine, plain) <= 1e-6
     assert counters["unique_graphs"] == 1
+    assert heads._scored("cpu") is heads.scored
 
 
 class Products(TorchDispatchMode):

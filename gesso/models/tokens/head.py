@@ -109,6 +109,8 @@ def _scored(device: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     compiled = torch.compile(scored)
 
     def of(raw: Tensor, tokens: Tensor, *more: Any) -> tuple[Tensor, Tensor, Tensor]:
+        if len(raw) < 2:  # of one row torch would make a graph of its own, in whichever iteration
+            return scored(raw, tokens, *more)
         for rows in (raw, tokens):
             torch._dynamo.maybe_mark_dynamic(rows, 0)
         return compiled(raw, tokens, *more)
