@@ -6,6 +6,7 @@ the options of the class behind it, which `build.py` looks up; `parsing.py` chec
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -316,7 +317,7 @@ def resolve_path(path: str) -> Path:
     """`zoo:…` → inside the package; anything else as the user wrote it."""
     if path.startswith(ZOO):
         return PACKAGE / "zoo" / path.removeprefix(ZOO)
-    return Path(path).expanduser()
+    return Path(os.path.expanduser(path))
 
 
 def pick_device(name: str, key: str = "device") -> torch.device:

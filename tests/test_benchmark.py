@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -188,6 +189,14 @@ def test_both_sides_of_a_large_flow_model_compute_the_same(
     proof = b.prove(ours, theirs)
     wrong_ones = {name for name, (mine, floor) in proof.items() if mine > b.SLACK * floor}
     assert {"latents at the end", "gradient, both", "gradient, conditional"} <= wrong_ones, proof
+
+
+def test_the_command_of_a_result_can_be_pasted(
+    flow_iteration: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["benchmarks/flow_iteration.py", "--cases", "Flow-GRPO, one pass"]
+    monkeypatch.setattr(sys, "argv", given)
+    assert shlex.split(flow_iteration.circumstances("")["command"]) == ["python", *given]
 
 
 def test_rows_are_chosen_by_name_or_by_a_part_of_it(flow_iteration: ModuleType) -> None:

@@ -6,6 +6,7 @@ or another shape, raises.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,7 +83,7 @@ def _tensors(file: Path) -> dict[str, Tensor]:
 
 
 def _file(path: str, name: str) -> Path:
-    place = Path(path).expanduser()
+    place = Path(os.path.expanduser(path))
     if place.is_file():
         return place
     if place.is_dir() or path.startswith((".", "/", "~")):

@@ -283,6 +283,6 @@ def _content(answer: Any) -> str:
 @functools.lru_cache(maxsize=16)
 def _file(path: str) -> str:
     try:
-        return Path(path).expanduser().read_text(encoding="utf-8")
+        return Path(os.path.expanduser(path)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"prompt = {path!r} cannot be read: {error}") from None

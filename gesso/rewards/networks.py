@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -268,7 +269,7 @@ def ids_of(labels: Mapping[int, str]) -> dict[str, frozenset[int]]:
 
 
 def loaded(kind: Any, path: str, **options: Any) -> Any:
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     if path.startswith((".", "/", "~")) and not folder.is_dir():
         raise UserError(f'{kind.__name__} cannot be loaded from "{path}": no such folder')
     try:

@@ -3,6 +3,7 @@ anything heavy is loaded."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -60,7 +61,7 @@ def find(
 ) -> Source:
     """`step` and `table` choose among the checkpoints of a run: the newest, and its averaged
     weights where it has any, unless told otherwise. `overrides` change its recipe."""
-    path = Path(what).expanduser()
+    path = Path(os.path.expanduser(what))
     if (path / "config.toml").is_file():
         return _of_run(RunFolder.open(path), step, table, overrides)
     if step is not None or table is not None:

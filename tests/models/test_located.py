@@ -59,6 +59,7 @@ def test_a_folder_of_the_other_family(tmp_path: Path) -> None:
     part = folder(tmp_path / "c", TRANSFORMER, '{"_class_name": "SD3Transformer2DModel"}')
     refused(part, PIPELINE, "found a folder without one$")  # a pipeline's part has a config, too
     refused(tmp_path / "d", PIPELINE, "found no such folder$")
+    refused(Path("~nobody-of-that-name/d"), PIPELINE, "found no such folder$")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ def load_adapter(pipe: Any, policy: Policy, path: str) -> None:
 
 
 def _file(path: str) -> Path:
-    file = Path(path).expanduser()
+    file = Path(os.path.expanduser(path))
     if file.is_dir():
         files = sorted(file.glob("*.safetensors"))
         if len(files) != 1:

@@ -102,7 +102,7 @@ def compile_blocks(
 
 def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
     """Torch's own compiler, with wide rows held at once on the way forth. The way back is compiled
-    later and elsewhere, and stays as it is: there it makes no difference."""
+    later and elsewhere, and stays as it is."""
     from torch._inductor.choices import InductorChoices
     from torch._inductor.compile_fx import compile_fx
     from torch._inductor.runtime.hints import ReductionHint
@@ -124,8 +124,8 @@ def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
 
 def _alike(forward: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
     """The first trained block's inputs have no gradient. Asked for one, which nobody reads, it is
-    like the blocks after it, and needs no graphs of its own: a sixth less to compile, for a
-    hundredth of an update."""
+    like the blocks after it, and needs no graphs of its own: three kinds of block to compile in
+    place of four, for a hundredth of an update."""
     first = [_with_gradient(x) for x in inputs[: len(STATES)]]
     named = {name: _with_gradient(x) if name in STATES else x for name, x in more.items()}
     return forward(*first, *inputs[len(STATES) :], **named)

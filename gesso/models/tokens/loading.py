@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -150,7 +151,7 @@ def load_adapter(policy: Policy, path: str) -> None:
     from peft.utils import load_peft_weights
 
     assert policy.lora is not None
-    folder = Path(path).expanduser()
+    folder = Path(os.path.expanduser(path))
     if not (folder / "adapter_config.json").is_file():
         raise UserError(
             f'model.lora.path = "{path}": expected a PEFT adapter folder with adapter_config.json'
