@@ -166,3 +166,11 @@ def test_tries_to_reach_the_hub_are_not_talked_of() -> None:
         with quiet():
             assert hub.get_verbosity() == hub.ERROR
         assert hub.get_verbosity() == before != hub.ERROR
+
+
+def test_a_tilde_is_the_users_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = folder(tmp_path / "a", PIPELINE, '{"_class_name": "FluxPipeline"}')
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))  # what Windows calls it
+    found = locate(section("~/a", PIPELINE), PIPELINE)
+    assert found.source == str(made) and found.about["_class_name"] == "FluxPipeline"

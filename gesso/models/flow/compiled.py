@@ -111,9 +111,9 @@ def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
     class Choices(InductorChoices):
         @staticmethod
         def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
-            wide = features.get_reduction_hint() == ReductionHint.INNER
-            sizes = V.graph.sizevars
-            if wide and sizes.statically_known_leq(features.reduction_numel, ROW):
+            in_a_row = features.get_reduction_hint() == ReductionHint.INNER
+            known = V.graph.sizevars
+            if in_a_row and known.statically_known_leq(features.reduction_numel, ROW):
                 return True
             own = InductorChoices.should_use_persistent_reduction
             return own(features, cooperative_reduction)
