@@ -34,9 +34,7 @@ class FoldedLinear(lora.Linear):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if self.folded is None:
             return super().forward(x, *args, **kwargs)
-        a, b = self.by_sample or self.adapter
-        bias = self.base_layer.bias
-        return FoldedProduct.apply(x, self.folded, bias, a, b, self.scaling[ADAPTER])
+        return together([self], x)[0]
 
     @property
     def adapter(self) -> tuple[Tensor, Tensor]:
@@ -67,30 +65,60 @@ def fold(layers: Sequence[FoldedLinear]) -> list[Tensor]:
     return [found[i] for i in range(len(layers))]
 
 
-class FoldedProduct(torch.autograd.Function):
-    """y = xWᵀ + bias for W = W0 + s·BA. Gradients reach x, A and B: with g = ∂L/∂y they are gW,
-    s·(gB)ᵀx and s·gᵀ(xAᵀ), as if the adapter had been beside the weight. A and B may be given N
+def together(layers: Sequence[FoldedLinear], x: Tensor) -> Sequence[Tensor]:
+    """What each of some layers gives for the same input."""
+    if any(layer.folded is None for layer in layers):
+        return [layer(x) for layer in layers]
+    weights = [layer.folded for layer in layers]
+    biases = [layer.base_layer.bias for layer in layers]
+    a, b = zip(*(layer.by_sample or layer.adapter for layer in layers), strict=True)
+    return FoldedProducts.apply(x, layers[0].scaling[ADAPTER], *weights, *biases, *a, *b)
+
+
+class FoldedProducts(torch.autograd.Function):
+    """y = xWᵀ + bias for W = W0 + s·BA, of one or several layers with the same input. Gradients
+    reach x, A and B: with g = ∂L/∂y they are gW, s·(gB)ᵀx and s·gᵀ(xAᵀ), as if the adapter had been
+    beside the weight; layers' gradients of x are added within one product. A and B may be given N
     times, the same numbers all over: then the gradient of each Nth of x's rows stays by itself."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor, scale: float
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight, a, b)
+    def forward(ctx: Any, x: Tensor, scale: float, *tensors: Any) -> tuple[Tensor, ...]:
+        weights, biases, a, b = _quarters(tensors)
+        ctx.save_for_backward(x, *weights, *a, *b)
         ctx.scale = scale
-        return F.linear(x, weight, bias)
+        return tuple(F.linear(x, w, bias) for w, bias in zip(weights, biases, strict=True))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, a, b = ctx.saved_tensors
-        inputs, grads = (t.reshape(-1, t.shape[-1]) for t in (x, grad))  # (M, in), (M, out)
-        to_x = (grads @ weight).view(x.shape) if ctx.needs_input_grad[0] else None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, *saved = ctx.saved_tensors
+        n = len(grads)
+        weights, a, b = saved[:n], saved[n : 2 * n], saved[2 * n :]
+        # One layout for all products that read it, else a compiler copies it for each.
+        inputs = x.reshape(-1, x.shape[-1])  # (M, in)
+        grad = _joined([g.reshape(-1, g.shape[-1]) for g in grads], 1)  # (M, out of all)
+        to_x = (grad @ _joined(weights, 0)).view(x.shape) if ctx.needs_input_grad[0] else None
         parts: tuple[int, ...] = (-1,)
-        if a.ndim == 3:
-            assert len(x) % len(a) == 0, f"{len(x)} rows, adapters for {len(a)}"
-            parts, a, b = (len(a), -1), a[0], b[0]
-        down = (inputs @ a.to(x.dtype).T).unflatten(0, parts)  # (…, M, rank)
-        up = (grads @ b.to(x.dtype)).unflatten(0, parts)  # (…, M, rank)
-        to_a = (up.mT @ inputs.unflatten(0, parts)).to(a.dtype) * ctx.scale
-        to_b = (grads.unflatten(0, parts).mT @ down).to(b.dtype) * ctx.scale
-        return to_x, None, None, to_a, to_b, None
+        if a[0].ndim == 3:
+            samples = len(a[0])
+            assert len(x) % samples == 0, f"{len(x)} rows, adapters for {samples}"
+            parts, a, b = (samples, -1), [t[0] for t in a], [t[0] for t in b]
+        rank, out = len(a[0]), len(b[0])
+        apart = grad.split(out, 1)
+        down = inputs @ _joined(a, 0).to(x.dtype).T  # (M, rank of all)
+        up = _joined([g @ t.to(x.dtype) for g, t in zip(apart, b, strict=True)], 1)
+        to_a = up.unflatten(0, parts).mT @ inputs.unflatten(0, parts)  # (…, rank of all, in)
+        to_b = [
+            g.unflatten(0, parts).mT @ d.unflatten(0, parts)
+            for g, d in zip(apart, down.split(rank, 1), strict=True)
+        ]
+        thin = [*to_a.split(rank, -2), *to_b]
+        return to_x, None, *[None] * (2 * n), *(t.to(a[0].dtype) * ctx.scale for t in thin)
+
+
+def _quarters(tensors: Sequence[Any]) -> list[Sequence[Any]]:
+    n = len(tensors) // 4
+    return [tensors[i : i + n] for i in range(0, 4 * n, n)]
+
+
+def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors), dim)

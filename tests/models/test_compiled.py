@@ -21,7 +21,6 @@ from gesso.models.flow.compiled import (
     GRAPHS,
     LARGE,
     ROW,
-    _alike,
     compile_blocks,
     compile_decoder,
     compiles,
@@ -237,33 +236,41 @@ def test_what_compiled_blocks_are_given(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_wide_rows_are_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where numbers of a row lie side by side, up to a width; for the rest inductor knows best, and
-    so it does for what others compile."""
+    """Up to a width, and where torch does not know that a reduction goes across rows; for the rest
+    inductor knows best, and so it does for what others compile. A way back is compiled later."""
     from sympy import Integer
     from torch._inductor import compile_fx
     from torch._inductor.runtime.hints import ReductionHint
     from torch._inductor.virtualized import V
 
-    def held(numbers: int, hint: ReductionHint) -> bool:
+    inner, unknown, across = ReductionHint.INNER, ReductionHint.DEFAULT, ReductionHint.OUTER
+
+    def held(numbers: int, *hints: ReductionHint) -> bool:
         features = Mock(reduction_numel=Integer(numbers))
-        features.get_reduction_hint.return_value = hint
+        features.reduction_nodes.return_value = hints
+        features.reduction_hint.side_effect = lambda node: node
+        features.get_reduction_hint.return_value = hints[0] if len({*hints}) == 1 else unknown
         graph = Mock()
         graph.sizevars.statically_known_leq = lambda a, b: bool(a <= b)
         with V.set_graph_handler(graph):
             return V.choices.should_use_persistent_reduction(features, False)
 
-    def answers() -> list[bool]:
-        inner, outer = ReductionHint.INNER, ReductionHint.OUTER
+    def answers(*_: Any, **__: Any) -> list[bool]:
         sd3, flux = 1536, 3072
         wide = [held(n, inner) for n in (1024, sd3, flux, ROW, ROW + 1, 2 * flux)]
-        return wide + [held(n, outer) for n in (64, sd3)]
+        others = [(unknown, inner), (inner, across), (ReductionHint.OUTER_TINY,)]
+        return wide + [held(n, across) for n in (64, sd3)] + [held(sd3, *of) for of in others]
 
-    told = Mock(side_effect=lambda *_: answers())
+    told = Mock(return_value="what runs")
     monkeypatch.setattr(compile_fx, "compile_fx", told)
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", answers)
     graph, inputs = Mock(), [torch.ones(2)]
-    assert inductor(graph, inputs) == [True, True, True, True, False, False, True, False]
-    told.assert_called_once_with(graph, inputs)
-    assert answers() == [True, False, False, False, False, False, True, False]
+    assert inductor(graph, inputs) == "what runs" and told.call_args.args == (graph, inputs)
+    forth_or_back = told.call_args.kwargs["inner_compile"]
+    wide = [True, True, True, True, False, False]
+    assert forth_or_back(graph, inputs) == [*wide, True, False, True, False, False]
+    own = [True, False, False, False, False, False]
+    assert answers() == [*own, True, False, False, False, False]
 
 
 @pytest.mark.slow
@@ -278,69 +285,6 @@ def test_inductor_compiles_by_it() -> None:
     assert torch.allclose(found, norm(x), atol=1e-5)
     slopes = (torch.autograd.grad(y.square().sum(), x)[0] for y in (found, norm(x)))
     assert torch.allclose(*slopes, atol=1e-4)
-
-
-@pytest.mark.parametrize("again", [False, True], ids=["kept", "computed again"])
-def test_the_first_block_shares_the_graph_of_those_after_it(again: bool) -> None:
-    """Two kinds of block here, the last one and the others; and the gradient is what it was."""
-    from diffusers import SD3Transformer2DModel
-
-    torch.manual_seed(0)
-    tiny: dict[str, Any] = {
-        "num_layers": 3, "attention_head_dim": 8, "num_attention_heads": 2, "sample_size": 4,
-        "caption_projection_dim": 16, "joint_attention_dim": 12, "pooled_projection_dim": 10,
-        "pos_embed_max_size": 4, "in_channels": 4, "out_channels": 4,
-    }  # fmt: skip
-    network = SD3Transformer2DModel(**tiny).requires_grad_(False)
-    if again:
-        network.enable_gradient_checkpointing()  # it hands a block its inputs without names
-    network.train(again)
-    trained = [b.attn.to_q.weight.requires_grad_() for b in network.transformer_blocks]
-    inputs = torch.randn(2, 4, 4, 4), torch.randn(2, 5, 12), torch.randn(2, 10), torch.ones(2)
-
-    def passed() -> tuple[torch.Tensor, ...]:
-        velocity = network(*inputs, return_dict=False)[0]
-        return velocity, *torch.autograd.grad(velocity.square().sum(), trained)
-
-    expected = passed()
-    torch._dynamo.reset()
-    compile_blocks(network, ["JointTransformerBlock"], backend="aot_eager")
-    counters = torch._dynamo.utils.counters["stats"]
-    counters.clear()
-    for mine, plain in zip(passed(), expected, strict=True):
-        assert (mine - plain).abs().max() < 1e-5 * plain.abs().max()
-    assert counters["unique_graphs"] == 2
-    with torch.no_grad():  # an evaluation outside of `one_graph` asks for no gradient
-        assert not network(*inputs, return_dict=False)[0].requires_grad
-    assert not any(given.requires_grad for given in inputs)
-
-
-def test_only_states_without_a_gradient_are_asked_for_one() -> None:
-    def given(*inputs: Any, **named: Any) -> list[Any]:
-        return [*inputs, *named.values()]
-
-    def asked(*inputs: Any, **named: Any) -> list[bool]:
-        return [x.requires_grad for x in _alike(given, *inputs, **named)]
-
-    x, trained = torch.ones(2), torch.ones(2, requires_grad=True)
-    assert asked(x, x, x) == [True, True, False]
-    assert asked(temb=x, encoder_hidden_states=x, hidden_states=x) == [False, True, True]
-    assert not x.requires_grad
-    assert all(a is b for a, b in zip(_alike(given, trained, None), [trained, None], strict=True))
-    with torch.no_grad():
-        assert asked(x, hidden_states=x) == [False, False]
-
-
-def test_blocks_before_the_first_trained_one_have_no_way_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """`lora.targets` may name the last blocks alone: the others keep nothing."""
-    monkeypatch.setattr(torch, "compile", lambda run, **_: run)
-    layers = [torch.nn.Linear(2, 2).requires_grad_(i == 1) for i in range(3)]
-    compile_blocks(torch.nn.Sequential(*layers), ["Linear"])
-    x = torch.ones(1, 2)
-    assert [layer(x).requires_grad for layer in layers] == [False, True, False]
-    assert layers[2](layers[1](x)).requires_grad
 
 
 def test_the_compiler_wakes_before_a_model_that_needs_it_is_loaded(

@@ -11,7 +11,7 @@ import torch
 
 from gesso import build
 from gesso.memory.meta import peak
-from gesso.models.folded import FoldedLinear, fold
+from gesso.models.folded import FoldedLinear, fold, together
 from gesso.rollout import Rollout
 from gesso.samplers.denoise import DenoisingSampler
 from gesso.types import Prompt
@@ -227,8 +227,8 @@ def test_layers_of_all_shapes_fold_as_one_by_one(monkeypatch: pytest.MonkeyPatch
         assert folded.dtype == layer.frozen.dtype and folded.shape == wanted.shape
         unit = 2**-7 if folded.dtype == torch.bfloat16 else 1e-6
         assert bool(((folded - wanted).abs() <= unit * wanted.abs() + 1e-6).all())
-    for together in (1, 2 * 64 * 96, 2**26):
-        monkeypatch.setattr("gesso.models.folded.TOGETHER", together)
+    for at_once in (1, 2 * 64 * 96, 2**26):
+        monkeypatch.setattr("gesso.models.folded.TOGETHER", at_once)
         assert all(map(torch.equal, fold(layers), alone))
 
 
@@ -272,6 +272,43 @@ def test_a_folded_product_against_plain_autograd(bias: bool) -> None:
         assert mine.dtype == torch.float32 and float((mine - theirs).abs().max()) < 1e-3
 
 
+@pytest.mark.parametrize("samples", [0, 2])
+@pytest.mark.parametrize("count", [1, 3])
+def test_layers_of_one_input_against_plain_autograd(count: int, samples: int) -> None:
+    """Together they give what each gives alone, and the sum of their gradients; of every sample by
+    itself where each has adapters of its own."""
+    layers = [adapted(torch.float32, 0.3, seed=i)[0] for i in range(count)]
+    layers[-1].base_layer.bias = None
+    noise = torch.Generator().manual_seed(1)
+    x = torch.randn(2, 5, 96, generator=noise).requires_grad_()
+    pulls = [torch.randn(2, 5, 64, generator=noise) for _ in layers]
+    leaves: list[torch.Tensor] = []
+    for layer, folded in zip(layers, fold(layers), strict=True):
+        layer.folded = folded
+        own = list(layer.adapter)
+        if samples:
+            own = [p.detach().expand(samples, *p.shape).requires_grad_() for p in own]
+            layer.by_sample = own[0], own[1]
+        leaves += own
+    found = together(layers, x)
+    for layer, mine in zip(layers, found, strict=True):
+        assert torch.equal(mine, layer(x))
+    slopes = torch.autograd.grad(found, (x, *leaves), pulls)
+    to_x = torch.zeros_like(x, dtype=torch.float64)
+    for i, (layer, pull) in enumerate(zip(layers, pulls, strict=True)):
+        a, b = (p.detach().double() for p in layer.adapter)
+        weight = layer.frozen.double() + 3 * b @ a
+        to_x += pull.double() @ weight
+        for sample in range(max(1, samples)):
+            part = slice(sample, sample + 1) if samples else slice(None)
+            g, inputs = (t[part].detach().double().flatten(0, 1) for t in (pull, x))
+            expected = 3 * (g @ b).T @ inputs, 3 * g.T @ (inputs @ a.T)
+            for mine, theirs in zip(slopes[1 + 2 * i : 3 + 2 * i], expected, strict=True):
+                mine = mine[sample] if samples else mine
+                assert mine.shape == theirs.shape and (mine - theirs).abs().max() < 1e-3
+    assert (slopes[0] - to_x).abs().max() < 1e-3
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_folded_product_in_half_precision(rows: int) -> None:
     """Adapters stay in float32, and so do their gradients; products run as the input is."""
@@ -304,6 +341,28 @@ def test_a_folded_product_costs_nothing_that_nobody_asked_for() -> None:
         with FlopCounterMode(display=False) as counter:
             layer(x).sum().backward()
         assert counter.get_total_flops() == (1 + asked) * full + thin
+
+
+def test_layers_of_one_input_take_one_product_back() -> None:
+    """As much arithmetic as one by one, in fewer products: what the input's gradient takes is one,
+    and so are both reads of the input for the adapters."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None):
+            if call.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.bmm):
+                shapes.append((*args[0].shape, args[1].shape[-1]))
+            return call(*args, **(kwargs or {}))
+
+    layers = [adapted(torch.float32, 0.3, seed=i)[0] for i in range(3)]
+    for layer, folded in zip(layers, fold(layers), strict=True):
+        layer.folded = folded
+    shapes: list[tuple[int, ...]] = []
+    found = together(layers, torch.ones(2, 5, 96, requires_grad=True))
+    with Products():
+        torch.autograd.backward(found, [torch.ones_like(y) for y in found])
+    thin = [(10, 64, 4)] * 3 + [(64, 10, 4)] * 3
+    assert sorted(shapes) == sorted([(10, 192, 96), (10, 96, 12), (12, 10, 96), *thin])
 
 
 def test_what_was_folded_is_forgotten_when_weights_move(data: dict) -> None:

@@ -39,9 +39,6 @@ GRAPHS = 64
 ROW = 4096
 """Numbers that a norm holds at once; torch goes over more than 1024 twice."""
 
-STATES = ("hidden_states", "encoder_hidden_states")
-"""A block's first inputs, as diffusers names them: what the block before it gives."""
-
 
 def compiles(
     settings: config.Model, device: torch.device, parameters: int, blocks: Sequence[str]
@@ -83,6 +80,8 @@ def compile_blocks(
     limit torch would go on without compiling and say nothing: it raises instead."""
     from diffusers.models import activations
 
+    from gesso.models.flow.joined import join_projections
+
     torch._dynamo.config.recompile_limit = GRAPHS
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     # It warns of operators that work in place, which these blocks have none of.
@@ -92,48 +91,37 @@ def compile_blocks(
     for module in network.modules():
         if isinstance(module, activations.GELU) and module.approximate == "tanh":
             module.gelu = gelu
+    join_projections(network)
     run = torch.compile(_lean, fullgraph=True, dynamic=False, backend=backend or inductor)
     for block in blocks:
-        own = partial(run, block.forward)
-        # Blocks before the first trained one (`lora.targets`) have no way back, and get none.
-        trained = any(p.requires_grad for p in block.parameters())
-        block.forward = partial(_alike, own) if trained else own
+        block.forward = partial(run, block.forward)
 
 
 def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
-    """Torch's own compiler, with wide rows held at once on the way forth. The way back is compiled
-    later and elsewhere, and stays as it is."""
+    """Torch's own compiler, with wide rows held at once, on the way forth and back."""
     from torch._inductor.choices import InductorChoices
-    from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.runtime.hints import ReductionHint
     from torch._inductor.virtualized import V
+
+    across = {ReductionHint.OUTER, ReductionHint.OUTER_TINY}
 
     class Choices(InductorChoices):
         @staticmethod
         def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
-            in_a_row = features.get_reduction_hint() == ReductionHint.INNER
+            """Of a block's norms torch often does not know how their rows lie: side by side."""
+            hints = {features.reduction_hint(node) for node in features.reduction_nodes()}
             known = V.graph.sizevars
-            if in_a_row and known.statically_known_leq(features.reduction_numel, ROW):
+            if not hints & across and known.statically_known_leq(features.reduction_numel, ROW):
                 return True
             own = InductorChoices.should_use_persistent_reduction
             return own(features, cooperative_reduction)
 
-    with V.set_choices_handler(Choices()):
-        return compile_fx(graph, inputs)
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        with V.set_choices_handler(Choices()):  # not around it all: the way back comes later
+            return compile_fx_inner(*args, **kwargs)
 
-
-def _alike(forward: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
-    """The first trained block's inputs have no gradient. Asked for one, which nobody reads, it is
-    like the blocks after it, and needs no graphs of its own: three kinds of block to compile in
-    place of four, for a hundredth of an update."""
-    first = [_with_gradient(x) for x in inputs[: len(STATES)]]
-    named = {name: _with_gradient(x) if name in STATES else x for name, x in more.items()}
-    return forward(*first, *inputs[len(STATES) :], **named)
-
-
-def _with_gradient(x: Any) -> Any:
-    asked = isinstance(x, Tensor) and torch.is_grad_enabled() and not x.requires_grad
-    return x.detach().requires_grad_() if asked else x
+    return compile_fx(graph, inputs, inner_compile=compiled)
 
 
 def gelu(x: Tensor) -> Tensor:

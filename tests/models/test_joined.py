@@ -1,0 +1,110 @@
+"""An attention's projections of one input, taken together, with real networks."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gesso import config
+from gesso.models.flow import joined
+from gesso.models.flow.compiled import compile_blocks
+from gesso.models.flow.joined import join_projections
+from gesso.models.flow.sd3 import SD3
+from gesso.models.policy import Policy
+
+PICTURES = ["attn.to_q", "attn.to_k", "attn.to_v"]
+
+
+def network(targets: list[str], layers: int = 2, folds: bool = True) -> tuple[nn.Module, Policy]:
+    """SD3's, with two attentions in its first blocks, and adapters that do something."""
+    from diffusers import SD3Transformer2DModel
+
+    torch.manual_seed(0)
+    tiny: dict[str, Any] = {
+        "num_layers": layers, "attention_head_dim": 8, "num_attention_heads": 2, "sample_size": 4,
+        "caption_projection_dim": 16, "joint_attention_dim": 12, "pooled_projection_dim": 10,
+        "pos_embed_max_size": 4, "in_channels": 4, "out_channels": 4, "qk_norm": "rms_norm",
+        "dual_attention_layers": tuple(range(layers // 2)),
+    }  # fmt: skip
+    module = SD3Transformer2DModel(**tiny)
+    policy = Policy(module, config.Lora(rank=2), targets, 0, folds=folds)
+    for name, tensor in policy.weights().items():
+        if "lora_B" in name:
+            tensor.normal_(std=0.2)
+    return module, policy
+
+
+def passed(module: nn.Module, policy: Policy) -> list[Tensor]:
+    """The velocity, and the gradient of every adapter."""
+    noise = torch.Generator().manual_seed(1)
+    shapes = ((2, 4, 4, 4), (2, 5, 12), (2, 10))
+    inputs = [torch.randn(shape, generator=noise) for shape in shapes]
+    with policy.standing(), policy.using("current"):
+        velocity = module(*inputs, torch.ones(2), return_dict=False)[0]
+    slopes = torch.autograd.grad(velocity.square().sum(), [*policy.trained.values()])
+    return [velocity.detach(), *slopes]
+
+
+@pytest.mark.parametrize(
+    "targets, groups",
+    [  # picture and text; the second attention of a block has no adapters
+        (list(SD3.lora_targets), 2 + 2),
+        (PICTURES, 1 + 1),
+        (["to_q", "to_k", "to_v"], 2 + 1),  # the second attention, too
+        (["attn.to_q", "attn.to_v", "attn.to_out.0"], 0),  # not all three
+    ],
+)
+def test_a_network_whose_projections_are_joined_is_the_same(
+    targets: list[str], groups: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, policy = network(targets)
+    expected = passed(module, policy)
+    spy = Mock(side_effect=joined.together)
+    monkeypatch.setattr(joined, "together", spy)
+    join_projections(module)
+    found = passed(module, policy)
+    assert [len(call.args[0]) for call in spy.call_args_list] == [3] * groups
+    assert torch.equal(found[0], expected[0])
+    for mine, theirs in zip(found[1:], expected[1:], strict=True):
+        assert (mine - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+def test_what_does_not_fold_is_left_alone() -> None:
+    module, _ = network(list(SD3.lora_targets), folds=False)
+    join_projections(module)
+    assert all("forward" not in vars(part) for part in module.modules())
+
+
+def test_adapters_beside_their_weights_run_as_ever() -> None:
+    """Outside of `standing`, as they do while weights change."""
+    module, _ = network(list(SD3.lora_targets))
+    inputs = torch.ones(2, 4, 4, 4), torch.ones(2, 5, 12), torch.ones(2, 10), torch.ones(2)
+    expected = module(*inputs, return_dict=False)[0]
+    join_projections(module)
+    assert torch.equal(module(*inputs, return_dict=False)[0], expected)
+
+
+def test_blocks_that_are_joined_still_share_their_graphs() -> None:
+    """Eight blocks of four kinds: the first, those with two attentions, with one, the last."""
+    module, policy = network(list(SD3.lora_targets), layers=8)
+    expected = passed(module, policy)
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters["stats"]
+    counters.clear()
+    compile_blocks(module, ["JointTransformerBlock"], backend="aot_eager")
+    for mine, theirs in zip(passed(module, policy), expected, strict=True):
+        assert (mine - theirs).abs().max() <= 1e-4 * theirs.abs().max()
+    assert counters["unique_graphs"] == 4
+
+
+def test_another_input_than_the_attentions_is_no_silent_mistake() -> None:
+    known = joined._Known(network(PICTURES)[0].transformer_blocks[0].attn)
+    x = torch.ones(1, 3, 16)
+    known.learn(joined.PICTURE, x)
+    assert known.to_q(x).shape == (1, 3, 16) and known.heads == 2
+    with pytest.raises(AssertionError, match="another input"):
+        known.to_k(x.clone())
