@@ -54,9 +54,9 @@ def fold(layers: Sequence[FoldedLinear]) -> list[Tensor]:
         alike[layer.frozen.shape, layer.frozen.dtype, layer.scaling[ADAPTER]].append(i)
     found: dict[int, Tensor] = {}
     for (shape, dtype, scale), places in alike.items():
-        together = max(1, TOGETHER // shape.numel())
-        for start in range(0, len(places), together):
-            part = places[start : start + together]
+        most = max(1, TOGETHER // shape.numel())
+        for start in range(0, len(places), most):
+            part = places[start : start + most]
             whole = torch.stack([layers[i].frozen for i in part]).float()
             a, b = map(torch.stack, zip(*(layers[i].adapter for i in part), strict=True))
             whole.baddbmm_(b, a, alpha=scale)
@@ -69,10 +69,11 @@ def together(layers: Sequence[FoldedLinear], x: Tensor) -> Sequence[Tensor]:
     """What each of some layers gives for the same input."""
     if any(layer.folded is None for layer in layers):
         return [layer(x) for layer in layers]
+    scales = [layer.scaling[ADAPTER] for layer in layers]
     weights = [layer.folded for layer in layers]
     biases = [layer.base_layer.bias for layer in layers]
     a, b = zip(*(layer.by_sample or layer.adapter for layer in layers), strict=True)
-    return FoldedProducts.apply(x, layers[0].scaling[ADAPTER], *weights, *biases, *a, *b)
+    return FoldedProducts.apply(x, scales, *weights, *biases, *a, *b)
 
 
 class FoldedProducts(torch.autograd.Function):
@@ -82,17 +83,18 @@ class FoldedProducts(torch.autograd.Function):
     times, the same numbers all over: then the gradient of each Nth of x's rows stays by itself."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float, *tensors: Any) -> tuple[Tensor, ...]:
-        weights, biases, a, b = _quarters(tensors)
+    def forward(ctx: Any, x: Tensor, scales: Sequence[float], *tensors: Any) -> tuple[Tensor, ...]:
+        n = len(scales)
+        weights, biases, a, b = (tensors[i : i + n] for i in range(0, 4 * n, n))
         ctx.save_for_backward(x, *weights, *a, *b)
-        ctx.scale = scale
+        ctx.scales = scales
         return tuple(F.linear(x, w, bias) for w, bias in zip(weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *saved = ctx.saved_tensors
         n = len(grads)
-        weights, a, b = saved[:n], saved[n : 2 * n], saved[2 * n :]
+        weights, a, b = (saved[i : i + n] for i in range(0, 3 * n, n))
         # One layout for all products that read it, else a compiler copies it for each.
         inputs = x.reshape(-1, x.shape[-1])  # (M, in)
         grad = _joined([g.reshape(-1, g.shape[-1]) for g in grads], 1)  # (M, out of all)
@@ -102,22 +104,17 @@ class FoldedProducts(torch.autograd.Function):
             samples = len(a[0])
             assert len(x) % samples == 0, f"{len(x)} rows, adapters for {samples}"
             parts, a, b = (samples, -1), [t[0] for t in a], [t[0] for t in b]
-        rank, out = len(a[0]), len(b[0])
-        apart = grad.split(out, 1)
+        ranks = [len(t) for t in a]
+        apart = grad.split([len(t) for t in b], 1)
         down = inputs @ _joined(a, 0).to(x.dtype).T  # (M, rank of all)
         up = _joined([g @ t.to(x.dtype) for g, t in zip(apart, b, strict=True)], 1)
         to_a = up.unflatten(0, parts).mT @ inputs.unflatten(0, parts)  # (…, rank of all, in)
         to_b = [
             g.unflatten(0, parts).mT @ d.unflatten(0, parts)
-            for g, d in zip(apart, down.split(rank, 1), strict=True)
+            for g, d in zip(apart, down.split(ranks, 1), strict=True)
         ]
-        thin = [*to_a.split(rank, -2), *to_b]
-        return to_x, None, *[None] * (2 * n), *(t.to(a[0].dtype) * ctx.scale for t in thin)
-
-
-def _quarters(tensors: Sequence[Any]) -> list[Sequence[Any]]:
-    n = len(tensors) // 4
-    return [tensors[i : i + n] for i in range(0, 4 * n, n)]
+        thin = zip([*to_a.split(ranks, -2), *to_b], [*ctx.scales, *ctx.scales], strict=True)
+        return to_x, None, *[None] * (2 * n), *(t.to(a[0].dtype) * s for t, s in thin)
 
 
 def _joined(tensors: Sequence[Tensor], dim: int) -> Tensor:

@@ -178,15 +178,15 @@ def test_only_what_is_drawn_with_is_folded(data: dict, monkeypatch: pytest.Monke
 
 
 def adapted(
-    dtype: torch.dtype, of_b: float, width: int = 96, seed: int = 0
+    dtype: torch.dtype, of_b: float, width: int = 96, seed: int = 0, out: int = 64, rank: int = 4
 ) -> tuple[FoldedLinear, torch.Tensor]:
-    """A layer with an adapter of rank 4, and W + s·BA in float64."""
+    """A layer with an adapter, and W + s·BA in float64."""
     from peft import LoraConfig, inject_adapter_in_model
 
     noise = torch.Generator().manual_seed(seed)
-    layers = torch.nn.Sequential(torch.nn.Linear(width, 64)).requires_grad_(False).to(dtype)
-    layers[0].weight.copy_(torch.randn(64, width, generator=noise))
-    lora = LoraConfig(r=4, lora_alpha=12, target_modules=["0"])
+    layers = torch.nn.Sequential(torch.nn.Linear(width, out)).requires_grad_(False).to(dtype)
+    layers[0].weight.copy_(torch.randn(out, width, generator=noise))
+    lora = LoraConfig(r=rank, lora_alpha=3 * rank, target_modules=["0"])
     lora._register_custom_module({torch.nn.Linear: FoldedLinear})
     layer = inject_adapter_in_model(lora, layers)[0]
     assert isinstance(layer, FoldedLinear)
@@ -276,12 +276,16 @@ def test_a_folded_product_against_plain_autograd(bias: bool) -> None:
 @pytest.mark.parametrize("count", [1, 3])
 def test_layers_of_one_input_against_plain_autograd(count: int, samples: int) -> None:
     """Together they give what each gives alone, and the sum of their gradients; of every sample by
-    itself where each has adapters of its own."""
-    layers = [adapted(torch.float32, 0.3, seed=i)[0] for i in range(count)]
+    itself where each has adapters of its own. No two are alike in width, rank and scale."""
+    sizes = [(64, 4), (32, 4), (64, 2)][:count]
+    layers = [
+        adapted(torch.float32, 0.3, seed=i, out=n, rank=r)[0] for i, (n, r) in enumerate(sizes)
+    ]
     layers[-1].base_layer.bias = None
+    layers[-1].scaling["default"] = 0.5
     noise = torch.Generator().manual_seed(1)
     x = torch.randn(2, 5, 96, generator=noise).requires_grad_()
-    pulls = [torch.randn(2, 5, 64, generator=noise) for _ in layers]
+    pulls = [torch.randn(2, 5, out, generator=noise) for out, _ in sizes]
     leaves: list[torch.Tensor] = []
     for layer, folded in zip(layers, fold(layers), strict=True):
         layer.folded = folded
@@ -297,12 +301,12 @@ def test_layers_of_one_input_against_plain_autograd(count: int, samples: int) ->
     to_x = torch.zeros_like(x, dtype=torch.float64)
     for i, (layer, pull) in enumerate(zip(layers, pulls, strict=True)):
         a, b = (p.detach().double() for p in layer.adapter)
-        weight = layer.frozen.double() + 3 * b @ a
-        to_x += pull.double() @ weight
+        scale = layer.scaling["default"]
+        to_x += pull.double() @ (layer.frozen.double() + scale * b @ a)
         for sample in range(max(1, samples)):
             part = slice(sample, sample + 1) if samples else slice(None)
             g, inputs = (t[part].detach().double().flatten(0, 1) for t in (pull, x))
-            expected = 3 * (g @ b).T @ inputs, 3 * g.T @ (inputs @ a.T)
+            expected = scale * (g @ b).T @ inputs, scale * g.T @ (inputs @ a.T)
             for mine, theirs in zip(slopes[1 + 2 * i : 3 + 2 * i], expected, strict=True):
                 mine = mine[sample] if samples else mine
                 assert mine.shape == theirs.shape and (mine - theirs).abs().max() < 1e-3
