@@ -195,7 +195,7 @@ def test_a_product_by_sample_against_one_by_one(shape: tuple[int, ...]) -> None:
     rows = tuple(p.detach().expand(3, *p.shape).requires_grad_() for p in (a, b))
     layer.by_sample = (rows[0], rows[1])
     y = layer(x)
-    assert torch.equal(y, x @ layer.folded.T + layer.base_layer.bias)
+    assert torch.equal(y, torch.nn.functional.linear(x, layer.folded, layer.base_layer.bias))
     to_x, *found = torch.autograd.grad((y * pull).sum(), (x, *rows))
     assert torch.equal(to_x, whole)
     for mine, own in zip(found, zip(*one_by_one, strict=True), strict=True):
