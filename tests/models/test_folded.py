@@ -328,8 +328,27 @@ def test_a_folded_product_in_half_precision(rows: int) -> None:
     a, b = (p.detach().double() for p in layer.adapter)
     expected = (g @ wanted).view(x.shape), 3 * (g @ b).T @ inputs, 3 * g.T @ (inputs @ a.T)
     assert to_x.dtype == torch.bfloat16 and to_a.dtype == to_b.dtype == torch.float32
+    assert not any(torch.equal(t, t.bfloat16().float()) for t in (to_a, to_b))  # scaled in float32
     for mine, theirs in zip((to_x, to_a.sum(0), to_b.sum(0)), expected, strict=True):
         assert (mine.double() - theirs).norm() < 0.01 * theirs.norm()
+
+
+def test_layers_of_which_some_are_folded_run_one_by_one() -> None:
+    layers = [adapted(torch.float32, 0.3, seed=i)[0] for i in range(3)]
+    layers[1].folded = fold(layers)[1]
+    x = torch.randn(2, 5, 96, generator=torch.Generator().manual_seed(1))
+    for layer, found in zip(layers, together(layers, x), strict=True):
+        assert torch.equal(found, layer(x))
+
+
+def test_rows_that_are_not_of_so_many_samples_are_no_silent_mistake() -> None:
+    """Three rows of four tokens would part into two halves as well."""
+    layer, _ = adapted(torch.float32, 0.3)
+    layer.folded = fold([layer])[0]
+    a, b = (p.detach().expand(2, *p.shape).requires_grad_() for p in layer.adapter)
+    layer.by_sample = a, b
+    with pytest.raises(AssertionError, match="3 rows, adapters for 2"):
+        layer(torch.ones(3, 4, 96)).sum().backward()
 
 
 def test_a_folded_product_costs_nothing_that_nobody_asked_for() -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from gesso import config
 from gesso.models.flow import joined
 from gesso.models.flow.compiled import compile_blocks
+from gesso.models.flow.flux import Flux
 from gesso.models.flow.joined import join_projections
 from gesso.models.flow.sd3 import SD3
 from gesso.models.policy import Policy
@@ -20,7 +22,7 @@ PICTURES = ["attn.to_q", "attn.to_k", "attn.to_v"]
 
 
 def network(targets: list[str], layers: int = 2, folds: bool = True) -> tuple[nn.Module, Policy]:
-    """SD3's, with two attentions in its first blocks, and adapters that do something."""
+    """SD3's, with two attentions in its first blocks."""
     from diffusers import SD3Transformer2DModel
 
     torch.manual_seed(0)
@@ -32,10 +34,15 @@ def network(targets: list[str], layers: int = 2, folds: bool = True) -> tuple[nn
     }  # fmt: skip
     module = SD3Transformer2DModel(**tiny)
     policy = Policy(module, config.Lora(rank=2), targets, 0, folds=folds)
+    return module, stirred(policy)
+
+
+def stirred(policy: Policy) -> Policy:
+    """With adapters that do something."""
     for name, tensor in policy.weights().items():
         if "lora_B" in name:
             tensor.normal_(std=0.2)
-    return module, policy
+    return policy
 
 
 def passed(module: nn.Module, policy: Policy) -> list[Tensor]:
@@ -73,6 +80,52 @@ def test_a_network_whose_projections_are_joined_is_the_same(
         assert (mine - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
+def test_flux_too() -> None:
+    """Its attentions have a class of their own, and one stream in the later blocks."""
+    from diffusers import FluxTransformer2DModel
+
+    torch.manual_seed(0)
+    module = FluxTransformer2DModel(
+        in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=8,
+        num_attention_heads=2, joint_attention_dim=12, pooled_projection_dim=10,
+        axes_dims_rope=(2, 2, 4),
+    )  # fmt: skip
+    policy = stirred(Policy(module, config.Lora(rank=2), list(Flux.lora_targets), 0, folds=True))
+    shapes = ((2, 6, 4), (2, 5, 12), (2, 10))
+    inputs = *(torch.randn(shape) for shape in shapes), torch.ones(2)
+    places = {"img_ids": torch.zeros(6, 3), "txt_ids": torch.zeros(5, 3)}
+
+    def slopes() -> Sequence[Tensor]:
+        with policy.standing(), policy.using("current"):
+            velocity = module(*inputs, **places, return_dict=False)[0]
+        return torch.autograd.grad(velocity.square().sum(), [*policy.trained.values()])
+
+    expected = slopes()
+    with patch.object(joined, "together", side_effect=joined.together) as spy:
+        join_projections(module)
+        found = slopes()
+    assert [len(call.args[0]) for call in spy.call_args_list] == [3, 3, 3]
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+def test_an_attention_may_be_given_its_text_by_place() -> None:
+    module, policy = network(list(SD3.lora_targets))
+    attention = module.transformer_blocks[0].attn
+    picture, text = torch.randn(2, 3, 16), torch.randn(2, 4, 16)
+    expected = attention(picture, text)
+    join_projections(module)
+    with (
+        policy.standing(),
+        policy.using("current"),
+        patch.object(joined, "together", side_effect=joined.together) as spy,
+    ):
+        found = attention(picture, text)
+    assert [call.args[1].shape for call in spy.call_args_list] == [picture.shape, text.shape]
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
 def test_what_does_not_fold_is_left_alone() -> None:
     module, _ = network(list(SD3.lora_targets), folds=False)
     join_projections(module)
@@ -96,6 +149,7 @@ def test_blocks_that_are_joined_still_share_their_graphs() -> None:
     counters = torch._dynamo.utils.counters["stats"]
     counters.clear()
     compile_blocks(module, ["JointTransformerBlock"], backend="aot_eager")
+    assert all("forward" in vars(block.attn) for block in module.transformer_blocks)
     for mine, theirs in zip(passed(module, policy), expected, strict=True):
         assert (mine - theirs).abs().max() <= 1e-4 * theirs.abs().max()
     assert counters["unique_graphs"] == 4
