@@ -269,6 +269,11 @@ def test_wide_rows_are_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     forth_or_back = told.call_args.kwargs["inner_compile"]
     wide = [True, True, True, True, False, False]
     assert forth_or_back(graph, inputs) == [*wide, True, False, True, False, False]
+    passed_on = Mock()
+    monkeypatch.setattr(compile_fx, "compile_fx_inner", passed_on)
+    inductor(graph, inputs)
+    told.call_args.kwargs["inner_compile"](graph, inputs, is_backward=True)
+    passed_on.assert_called_once_with(graph, inputs, is_backward=True)
     own = [True, False, False, False, False, False]
     assert answers() == [*own, True, False, False, False, False]
 
