@@ -279,17 +279,29 @@ def test_wide_rows_are_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_inductor_compiles_by_it() -> None:
-    """The real one, on a CPU, with the way back."""
+def test_inductor_compiles_by_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The real one, on a CPU, with the way back; and not by what others have left in its cache."""
 
     def norm(x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.layer_norm(x, x.shape[-1:]).sin()
 
+    def passed(backend: Any) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        y = torch.compile(norm, fullgraph=True, dynamic=False, backend=backend)(x)
+        return [y, torch.autograd.grad(y.square().sum(), x)[0]]
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     x = torch.randn(3, 1536, requires_grad=True)
-    found = torch.compile(norm, fullgraph=True, dynamic=False, backend=inductor)(x)
-    assert torch.allclose(found, norm(x), atol=1e-5)
-    slopes = (torch.autograd.grad(y.square().sum(), x)[0] for y in (found, norm(x)))
-    assert torch.allclose(*slopes, atol=1e-4)
+    y = norm(x)
+    expected = y, torch.autograd.grad(y.square().sum(), x)[0]
+    passed("inductor")
+    for known in (False, True):  # forth and back
+        torch._dynamo.utils.counters.clear()
+        for mine, theirs in zip(passed(inductor), expected, strict=True):
+            assert torch.allclose(mine, theirs, atol=1e-4)
+        counted = torch._dynamo.utils.counters["inductor"]
+        found = [counted[f"fxgraph_cache_{what}"] for what in ("hit", "miss")]
+        assert found == ([2, 0] if known else [0, 2])
 
 
 def test_the_compiler_wakes_before_a_model_that_needs_it_is_loaded(

@@ -132,6 +132,15 @@ def test_what_does_not_fold_is_left_alone() -> None:
     assert all("forward" not in vars(part) for part in module.modules())
 
 
+def test_what_somebody_has_put_in_the_way_stays() -> None:
+    module, policy = network(list(SD3.lora_targets))
+    attention = module.transformer_blocks[0].attn
+    spy = attention.forward = Mock(side_effect=attention.forward)
+    join_projections(module)
+    passed(module, policy)
+    assert spy.call_count == 1
+
+
 def test_adapters_beside_their_weights_run_as_ever() -> None:
     """Outside of `standing`, as they do while weights change."""
     module, _ = network(list(SD3.lora_targets))

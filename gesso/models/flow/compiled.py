@@ -37,7 +37,8 @@ GRAPHS = 64
 """Of a class of blocks: kinds of block × sizes × with and without gradient; torch's limit is 8."""
 
 ROW = 4096
-"""Numbers that a norm holds at once; torch goes over more than 1024 twice."""
+"""Numbers that a norm holds at once. Torch goes over more than 1024 of them twice, and over more
+than 64 where it does not know how they lie."""
 
 
 def compiles(
@@ -117,11 +118,15 @@ def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
             own = InductorChoices.should_use_persistent_reduction
             return own(features, cooperative_reduction)
 
+    # Torch's caches on disk do not see the choices: by the tag, what was made without them differs.
+    own_cache = partial(torch.compiler.config.patch, cache_key_tag=f"rows of {ROW} at once")
+
     def compiled(*args: Any, **kwargs: Any) -> Any:
-        with V.set_choices_handler(Choices()):  # not around it all: the way back comes later
+        with V.set_choices_handler(Choices()), own_cache():  # for the way back comes later
             return compile_fx_inner(*args, **kwargs)
 
-    return compile_fx(graph, inputs, inner_compile=compiled)
+    with own_cache():
+        return compile_fx(graph, inputs, inner_compile=compiled)
 
 
 def gelu(x: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 Queries, keys and values are made of the same input, and on the way back their gradients meet there
 again: three products whose results are added become one, and what adapters read of the input is
-read once. The attention's own code, whichever it is, runs as ever, and finds them done.
+read for all three at once. The attention's own code, whichever it is, runs as ever, and finds them
+done.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")
 
 
 def join_projections(network: nn.Module) -> None:
-    """In every attention whose projections all carry adapters that fold."""
+    """In every attention where all three of the picture or of the text carry adapters that fold.
+    One whose `forward` somebody has replaced stays as it is."""
     for module in network.modules():
-        if any(_joinable(module, names) for names in (PICTURE, TEXT)):
+        untouched = "forward" not in vars(module)
+        if untouched and any(_joinable(module, names) for names in (PICTURE, TEXT)):
             module.forward = MethodType(_joining(type(module).forward), module)
 
 
@@ -32,7 +35,7 @@ def _joinable(module: Any, names: Sequence[str]) -> bool:
     return all(isinstance(getattr(module, name, None), FoldedLinear) for name in names)
 
 
-@cache  # one for all attentions of a class: whatever is compiled for one of them serves all
+@cache  # one function for all attentions of a class
 def _joining(own: Callable[..., Any]) -> Callable[..., Any]:
     def forward(attention: Any, hidden_states: Tensor, *more: Any, **named: Any) -> Any:
         known = _Known(attention)
