@@ -372,7 +372,7 @@ def test_all_segments_at_once(seeing: Tiny, lora: Lora | None, monkeypatch: Any)
     found = model.logp(trace, 1.0).logp
     assert looks == [3]
     error = (found - expected).detach().abs()
-    assert float(error.sum() / trace.mask.sum()) <= 0.02 and float(error.max()) <= 0.25
+    assert float(error.sum() / trace.mask.sum()) <= 0.03 and float(error.max()) <= 0.25
     with torch.no_grad(), model.policy.standing(), model.writing("current")():
         model.read(trace.prompts[:2])  # through a cache, which mixes precisions
 

@@ -308,7 +308,7 @@ def test_which_weights_write(of: Any) -> None:
     for which in ("reference", "ema"):
         found = draw(DecodingSampler(model, 4), tiny, ReplySpec(LONGEST, 0.9, which))
         assert torch.equal(found.trace.tokens, plain.trace.tokens)
-        assert gap(found.logp, plain.logp) <= 5e-6  # with adapters beside the weights
+        assert gap(found.logp, plain.logp) <= 1e-5  # with adapters beside the weights
     sampler = DecodingSampler(model, 4)
     current = draw(sampler, tiny)
     assert [s.text for s in current.samples] != [s.text for s in plain.samples]

@@ -61,7 +61,7 @@ def test_fixed_turns_write_the_same_replies(tiny: Tiny, monkeypatch: Any, fixed:
             assert torch.equal(piece.trace.mask, plain.trace.mask)
             assert torch.equal(piece.trace.cut, plain.trace.cut)
             assert gap(piece.logp, plain.logp) <= 1e-4
-            assert gap(model.logp(piece.trace, 0.9).logp, piece.logp) <= 1e-4
+            assert gap(model.logp(piece.trace, 0.9).logp, piece.logp) <= 2e-4
         monkeypatch.setattr(decode, "_Writing", decode._Fixed)
         monkeypatch.setattr(TransformerModel, "steps_itself", True)
 
