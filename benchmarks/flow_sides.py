@@ -39,13 +39,14 @@ class Shape:
     transformer: dict[str, Any]
     decoder: dict[str, Any]
     size: int  # pixels of a side
+    text: int  # T5's tokens of a prompt; CLIP has 77
     images: int
     dtype: config.Dtype
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Of a picture, and of a prompt: 77 of CLIP and 128 of T5."""
-        return (self.size // 16) ** 2, 77 + 128
+        """Of a picture, and of a prompt."""
+        return (self.size // 16) ** 2, 77 + self.text
 
 
 MEDIUM = Shape(
@@ -58,6 +59,7 @@ MEDIUM = Shape(
     },
     decoder={"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2},
     size=512,
+    text=128,
     images=16,
     dtype="bfloat16",
 )  # fmt: skip
@@ -70,6 +72,7 @@ TINY = Shape(
     },
     decoder={"block_out_channels": (32, 32, 32, 32), "layers_per_block": 1},
     size=64,
+    text=4,
     images=4,
     dtype="float32",
 )  # fmt: skip
@@ -181,7 +184,7 @@ class Ours:
     @classmethod
     def load(cls, folder: Path, shape: Shape, device: torch.device) -> Ours:
         section = config.Model(
-            path=str(folder), height=shape.size, width=shape.size, text_length=128,
+            path=str(folder), height=shape.size, width=shape.size, text_length=shape.text,
             dtype=shape.dtype, device=str(device), lora=config.Lora(), fold=True,
         )  # fmt: skip
         model = Wordless(section)

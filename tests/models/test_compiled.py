@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from diffusers.models.resnet import ResnetBlock2D
 
 from gesso import build
 from gesso.algorithms.flow_grpo import FlowGRPO
@@ -73,16 +74,22 @@ def test_filled_rows_repeat_the_last() -> None:
 
 
 def test_a_decoder_is_filled_and_cut_again(data: dict) -> None:
-    """Of a compiled network; the residual blocks are of few kinds, and of one size a kind."""
+    """Of a compiled network; its residual blocks at larger sizes than the latents' are."""
     model = drawing(build.model(build.recipe_from(data)))
     noise = torch.Generator().manual_seed(0)
     latents = torch.randn(3, *model.latent_shape(24, 16), generator=noise)
     plain = model.decode(latents)
     torch._dynamo.reset()
-    compile_decoder(model.pipe.vae.decoder, backend="eager")
+    decoder = model.pipe.vae.decoder
+    compile_decoder(decoder, backend="eager")
+    residual = [block for block in decoder.modules() if isinstance(block, ResnetBlock2D)]
+    plainly = [*decoder.mid_block.resnets, *decoder.up_blocks[0].resnets]
+    assert 0 < len(plainly) < len(residual)
+    for block in residual:
+        assert (block._compiled_call_impl is None) == (block in plainly)
     model.compiled, model.sizes = True, (5,)
     rows: list[int] = []
-    model.pipe.vae.decoder.register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
+    decoder.register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
     counters = torch._dynamo.utils.counters["stats"]
     counters.clear()
     assert (model.decode(latents).int() - plain.int()).abs().max() <= 1
