@@ -13,13 +13,14 @@ VAE_SCALE = 2  # pixels a latent cell: pictures are multiples of 4
 CHANNELS = 4  # of the latents
 
 
-def build(name: str, folder: Path) -> Path:
-    """Save the pipeline of that name to a folder."""
+def build(name: str, folder: Path, scale: int = 1) -> Path:
+    """Save the pipeline of that name to a folder, its transformer and its text encoders `scale`
+    times as wide as they must be."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        pipe = BUILDERS[name]()
+        pipe = BUILDERS[name](scale)
         _liven(pipe.transformer)
     pipe.save_pretrained(folder)
     return folder
@@ -49,71 +50,74 @@ def _scheduler(**settings: Any) -> Any:
 DYNAMIC = {"use_dynamic_shifting": True, "base_image_seq_len": 4, "max_image_seq_len": 64}
 
 
-def _sd3() -> Any:
-    return _stable_diffusion(with_t5=False)
+def _sd3(scale: int) -> Any:
+    return _stable_diffusion(scale, with_t5=False)
 
 
-def _sd35() -> Any:
+def _sd35(scale: int) -> Any:
     """As SD3.5 medium: a second attention in the first layer, normed queries, T5."""
-    return _stable_diffusion(with_t5=True, dual_attention_layers=(0,), qk_norm="rms_norm")
+    return _stable_diffusion(scale, with_t5=True, dual_attention_layers=(0,), qk_norm="rms_norm")
 
 
-def _stable_diffusion(with_t5: bool, **variant: Any) -> Any:
+def _stable_diffusion(scale: int, with_t5: bool, **variant: Any) -> Any:
     from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 
     return StableDiffusion3Pipeline(
         transformer=SD3Transformer2DModel(
             sample_size=16, patch_size=2, in_channels=CHANNELS, out_channels=CHANNELS,
-            num_layers=3, attention_head_dim=8, num_attention_heads=2, joint_attention_dim=24,
-            caption_projection_dim=16, pooled_projection_dim=16, pos_embed_max_size=24, **variant,
+            num_layers=3, attention_head_dim=8 * scale, num_attention_heads=2,
+            joint_attention_dim=24 * scale, caption_projection_dim=16 * scale,
+            pooled_projection_dim=16 * scale, pos_embed_max_size=24, **variant,
         ),
         scheduler=_scheduler(shift=3.0),
         vae=_vae(),
-        text_encoder=_clip(projected=True),
+        text_encoder=_clip(scale, projected=True),
         tokenizer=_clip_tokenizer(),
-        text_encoder_2=_clip(projected=True),
+        text_encoder_2=_clip(scale, projected=True),
         tokenizer_2=_clip_tokenizer(),
-        text_encoder_3=_t5() if with_t5 else None,
+        text_encoder_3=_t5(scale) if with_t5 else None,
         tokenizer_3=_t5_tokenizer() if with_t5 else None,
     )  # fmt: skip
 
 
-def _flux_dev() -> Any:
+def _flux_dev(scale: int) -> Any:
     dynamic = DYNAMIC | {"base_shift": 0.5, "max_shift": 1.15, "shift": 3.0}
-    return _flux(guidance_embeds=True, scheduler=_scheduler(**dynamic))
+    return _flux(scale, guidance_embeds=True, scheduler=_scheduler(**dynamic))
 
 
-def _flux_schnell() -> Any:
-    return _flux(guidance_embeds=False, scheduler=_scheduler(shift=1.0))
+def _flux_schnell(scale: int) -> Any:
+    return _flux(scale, guidance_embeds=False, scheduler=_scheduler(shift=1.0))
 
 
-def _flux(guidance_embeds: bool, scheduler: Any) -> Any:
+def _flux(scale: int, guidance_embeds: bool, scheduler: Any) -> Any:
     from diffusers import FluxPipeline, FluxTransformer2DModel
 
     return FluxPipeline(
         transformer=FluxTransformer2DModel(
-            in_channels=4 * CHANNELS, num_layers=2, num_single_layers=2, attention_head_dim=16,
-            num_attention_heads=2, joint_attention_dim=24, pooled_projection_dim=8,
-            guidance_embeds=guidance_embeds, axes_dims_rope=(4, 6, 6),
+            in_channels=4 * CHANNELS, num_layers=2, num_single_layers=2,
+            attention_head_dim=16 * scale, num_attention_heads=2, joint_attention_dim=24 * scale,
+            pooled_projection_dim=8 * scale, guidance_embeds=guidance_embeds,
+            axes_dims_rope=(4 * scale, 6 * scale, 6 * scale),
         ),
         scheduler=scheduler,
         vae=_vae(),
-        text_encoder=_clip(projected=False),
+        text_encoder=_clip(scale, projected=False),
         tokenizer=_clip_tokenizer(),
-        text_encoder_2=_t5(),
+        text_encoder_2=_t5(scale),
         tokenizer_2=_t5_tokenizer(),
     )  # fmt: skip
 
 
-def _qwen_image() -> Any:
+def _qwen_image(scale: int) -> Any:
     from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransformer2DModel
 
     dynamic = DYNAMIC | {"base_shift": 0.5, "max_shift": 0.9, "shift_terminal": 0.02}
     tokenizer = _qwen_tokenizer()
     return QwenImagePipeline(
         transformer=QwenImageTransformer2DModel(
-            in_channels=4 * CHANNELS, out_channels=CHANNELS, num_layers=2, attention_head_dim=16,
-            num_attention_heads=2, joint_attention_dim=24, axes_dims_rope=(4, 6, 6),
+            in_channels=4 * CHANNELS, out_channels=CHANNELS, num_layers=2,
+            attention_head_dim=16 * scale, num_attention_heads=2, joint_attention_dim=24 * scale,
+            axes_dims_rope=(4 * scale, 6 * scale, 6 * scale),
         ),
         scheduler=_scheduler(**dynamic),
         vae=AutoencoderKLQwenImage(
@@ -121,12 +125,12 @@ def _qwen_image() -> Any:
             temperal_downsample=[False], latents_mean=[-0.7, 0.1, 0.9, 1.5],
             latents_std=[2.8, 1.4, 2.3, 1.1],
         ),
-        text_encoder=_qwen_vl(len(tokenizer)),
+        text_encoder=_qwen_vl(len(tokenizer), scale),
         tokenizer=tokenizer,
     )  # fmt: skip
 
 
-BUILDERS: dict[str, Callable[[], Any]] = {
+BUILDERS: dict[str, Callable[[int], Any]] = {
     "sd3": _sd3,
     "sd35": _sd35,
     "flux-dev": _flux_dev,
@@ -158,15 +162,16 @@ def _clip_tokenizer() -> Any:
     )  # fmt: skip
 
 
-def _clip(projected: bool) -> Any:
+def _clip(scale: int, projected: bool) -> Any:
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
 
     tokenizer = _clip_tokenizer()
     kind = CLIPTextModelWithProjection if projected else CLIPTextModel
     return kind(
         CLIPTextConfig(
-            vocab_size=len(tokenizer), hidden_size=8, intermediate_size=16, projection_dim=8,
-            num_hidden_layers=2, num_attention_heads=2, initializer_range=0.5,
+            vocab_size=len(tokenizer), hidden_size=8 * scale, intermediate_size=16 * scale,
+            projection_dim=8 * scale, num_hidden_layers=2, num_attention_heads=2,
+            initializer_range=0.5,
             max_position_embeddings=tokenizer.model_max_length,
             bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
@@ -182,13 +187,14 @@ def _t5_tokenizer() -> Any:
     return T5TokenizerFast(vocab=pieces + [(letter, -2.0) for letter in LETTERS], extra_ids=0)
 
 
-def _t5() -> Any:
+def _t5(scale: int) -> Any:
     from transformers import T5Config, T5EncoderModel
 
     return T5EncoderModel(
         T5Config(
-            vocab_size=4 + len(LETTERS), d_model=24, d_kv=8, d_ff=32, num_layers=2, num_heads=2,
-            feed_forward_proj="gated-gelu", pad_token_id=0, eos_token_id=1,
+            vocab_size=4 + len(LETTERS), d_model=24 * scale, d_kv=8 * scale, d_ff=32 * scale,
+            num_layers=2, num_heads=2, feed_forward_proj="gated-gelu", pad_token_id=0,
+            eos_token_id=1,
         )
     )  # fmt: skip
 
@@ -208,20 +214,21 @@ def _qwen_tokenizer() -> Any:
     return tokenizer
 
 
-def _qwen_vl(vocabulary: int) -> Any:
+def _qwen_vl(vocabulary: int, scale: int) -> Any:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     return Qwen2_5_VLForConditionalGeneration(
         Qwen2_5_VLConfig(
             text_config={
-                "vocab_size": vocabulary, "hidden_size": 24, "intermediate_size": 32,
-                "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+                "vocab_size": vocabulary, "hidden_size": 24 * scale,
+                "intermediate_size": 32 * scale, "num_hidden_layers": 2,
+                "num_attention_heads": 2, "num_key_value_heads": 1,
                 "max_position_embeddings": 2048, "initializer_range": 0.5,
-                "rope_scaling": {"type": "mrope", "mrope_section": [2, 2, 2]},
+                "rope_scaling": {"type": "mrope", "mrope_section": [2 * scale] * 3},
             },
             vision_config={
-                "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
-                "out_hidden_size": 24, "fullatt_block_indexes": [0],
+                "depth": 1, "hidden_size": 16 * scale, "intermediate_size": 16 * scale,
+                "num_heads": 2, "out_hidden_size": 24 * scale, "fullatt_block_indexes": [0],
             },
         )
     )  # fmt: skip

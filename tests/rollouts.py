@@ -27,7 +27,12 @@ REWARDS = [0.1, 0.9, 0.4, 0.3, 0.3, 0.8]
 
 
 def rollout_of(
-    model: FlowModel, algorithm: Algorithm, seed: int = 0, batch: int = 4, version: int = 0
+    model: FlowModel,
+    algorithm: Algorithm,
+    seed: int = 0,
+    batch: int = 4,
+    version: int = 0,
+    size: config.Model = SIZE,
 ) -> Rollout:
     """2 prompts × 3 samples."""
     sampler = DenoisingSampler(model, batch)
@@ -37,7 +42,7 @@ def rollout_of(
             [Prompt(t) for t in PROMPTS[:2]],
             row,
             [seed * 100 + i for i in range(6)],
-            algorithm.spec(0, seed, SIZE),
+            algorithm.spec(0, seed, size),
         )
     )
     return Rollout(
