@@ -23,14 +23,14 @@ from unscored import iterations
 from gesso.config import ZOO, resolve_path
 
 KINDS = {
-    "products": ("mm", "addmm", "bmm", "baddbmm", "addbmm", "mkl_linear", "mkldnn_linear"),
+    "products": ("mm", "addmm", "bmm", "baddbmm", "addbmm", "linear"),
     "convolutions": ("convolution", "conv"),
     "attention": ("scaled_dot_product",),
 }
 
 
 def kind_of(operator: str) -> str:
-    name = operator.removeprefix("aten::").removeprefix("mkldnn_").lstrip("_")
+    name = operator.rpartition("::")[2].lstrip("_").removeprefix("mkldnn_").removeprefix("mkl_")
     for kind, starts in KINDS.items():
         if name.startswith(starts):
             return kind

@@ -160,6 +160,77 @@ def test_trl_has_the_same_loss_and_gradients(against_trl: ModuleType, replies: J
     assert {"log-probs", "loss, dapo, beta 0", "gradient, dapo, beta 0, worst tensor"} <= wrong
 
 
+@pytest.fixture
+def beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Scripts find what they share, as they do when they are run."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    yield
+    del sys.modules["unscored"]
+
+
+@pytest.fixture
+def profile_cpu(beside: None) -> Iterator[ModuleType]:
+    yield from script("profile_cpu")
+
+
+@pytest.fixture
+def growth(beside: None) -> Iterator[ModuleType]:
+    yield from script("growth")
+
+
+KINDS = {
+    "products": ["aten::mm", "aten::addmm", "aten::baddbmm", "mkl::_mkl_linear"],
+    "convolutions": ["aten::mkldnn_convolution", "mkldnn::_convolution_pointwise"],
+    "attention": ["aten::_scaled_dot_product_flash_attention_for_cpu_backward"],
+    "other operators": ["aten::gelu", "aten::mul", "aten::multinomial", "aten::copy_"],
+}
+
+
+def test_a_profile_tells_matrix_work_from_the_rest(
+    profile_cpu: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for kind, operators in KINDS.items():
+        assert {profile_cpu.kind_of(operator) for operator in operators} == {kind}
+    profile_cpu.measure("demo-vlm", list(SMALL), rows=0)
+    first, *lines, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("demo-vlm: ")
+    shares = {line[:18].strip(): float(line[18:]) for line in lines}
+    assert shares.keys() <= {*KINDS, "outside torch"} and shares["products"] > 0.02
+    assert sum(shares.values()) == pytest.approx(1, abs=0.03)
+    matrix = sum(shares.get(kind, 0) for kind in ("products", "convolutions", "attention"))
+    assert float(last.split()[4].rstrip(",")) == pytest.approx(matrix, abs=0.02)
+
+
+def test_growth_is_measured_at_the_sizes_it_tells(
+    growth: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all(len(line.sizes) == 8 for line in growth.LINES)
+    assert growth.straight([1, 2, 3], [5.0, 7.0, 9.0]) == pytest.approx(1)
+    assert growth.straight([1, 2, 3], [1.0, 4.0, 1.0]) == pytest.approx(0)
+    drawn: list[tuple[int, ...]] = []
+    line = growth.Line("demo-vlm", "", (3, 5), 2, {"group": 4}, "max_tokens")
+    with growth.iterations(line.recipe, SMALL) as once:
+        learner = once.job.learner
+        start = {name: tensor.clone() for name, tensor in learner.weights().items()}
+        update = learner.update
+
+        def seen(rollout: Any, step: int) -> Any:
+            drawn.append(tuple(rollout.mask.shape))
+            return update(rollout, step)
+
+        monkeypatch.setattr(learner, "update", seen)
+        once.job.model.end = frozenset()  # no reply ends early
+        points = [growth.point(once, line, size) for size in line.sizes]
+        weights = learner.weights()
+    assert drawn == [(8, 3), (8, 3), (8, 5), (8, 5)]
+    assert any(not torch.equal(weights[name], tensor) for name, tensor in start.items())
+    seconds, mb = zip(*points, strict=True)
+    assert min(seconds) > 0 and 0 < mb[0] <= mb[1]
+    found = {"tokens": {"sizes": list(line.sizes), "seconds": list(seconds), "mb": list(mb)}}
+    growth.draw(found, tmp_path / "growth.png")
+    assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.fixture(scope="module")
 def flow_iteration() -> Iterator[ModuleType]:
     yield from script("flow_iteration")
