@@ -23,7 +23,7 @@ def control(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe, steps", [("demo", 12), ("demo-nft", 8)])
+@pytest.mark.parametrize("recipe, steps", [("demo", 10), ("demo-nft", 4)])
 def test_the_held_out_reward_rises_beyond_the_controls_spread(
     recipe: str, steps: int, control: list[float], tmp_path: Path
 ) -> None:
