@@ -15,9 +15,8 @@ from gesso import build
 from gesso.algorithms.base import Prepared
 from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.config import Lora, Model
-from gesso.models.flow import pipeline
 from gesso.models.flow.base import PromptCache, check_guidance, over_long, unused_negatives
-from gesso.models.flow.pipeline import PipelineModel, settle_attention
+from gesso.models.flow.pipeline import PipelineModel
 from gesso.models.policy import Policy
 from gesso.rollout import FlowTrace, Rollout
 from gesso.samplers.denoise import DenoisingSampler, Piece
@@ -536,27 +535,6 @@ def test_checkpointing_gives_the_same_gradient(tiny: Tiny, lora: Lora | None) ->
     assert again.transformer.is_gradient_checkpointing and expected.keys() == found.keys()
     assert max(float(g.abs().max()) for g in expected.values()) > 1e-3
     assert all(gap(found[name], g) <= 1e-6 for name, g in expected.items())
-
-
-def test_cudnn_attends_only_where_its_gradients_are_sound(
-    of: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    allowed = torch.backends.cuda.cudnn_sdp_enabled
-    before = allowed()
-    try:
-        for head, sound in ((128, False), (64, True), (16, False)):
-            settle_attention(head, torch.device("cuda"))
-            assert allowed() == sound
-        settle_attention(64, torch.device("cpu"))
-        assert not allowed()  # as it was
-    finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
-    told: list[tuple[int, torch.device]] = []
-    monkeypatch.setattr(pipeline, "settle_attention", lambda *given: told.append(given))
-    for name in ("sd35", "flux-dev", "qwen-image"):
-        of(name).model()
-    cpu = torch.device("cpu")
-    assert told == [(8, cpu), (16, cpu), (16, cpu)]
 
 
 def test_lora_in_bfloat16(tiny: Tiny) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gesso import config
+from gesso.models.attention import settle_attention
 from gesso.models.flow import compiled as speed
 from gesso.models.flow.adapter import load_adapter
 from gesso.models.flow.base import Guidance, Reader
@@ -39,10 +40,6 @@ JOINT_ATTENTION = tuple(
     )
 )
 """Projections of an attention over picture and text at once, as diffusers names them."""
-
-SOUND_HEADS = {64}
-"""Sizes of heads for which cuDNN's attention is left on, SD3's: gradients of 32 lengths were seen
-right. With 16 and with 128 some are not finite, of FLUX and Qwen-Image, too (cuDNN 9.19, H200)."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +73,7 @@ class PipelineModel(ABC):
             if isinstance(part, torch.nn.Module):
                 part.requires_grad_(False).eval()
         self.transformer = self.pipe.transformer
-        settle_attention(self.transformer.config.attention_head_dim, self.device)
+        settle_attention(self.device, self.transformer.config.attention_head_dim)
         self.text_length = self._text_length(settings.text_length)
         if settings.gradient_checkpointing:
             self.transformer.enable_gradient_checkpointing()
@@ -275,13 +272,6 @@ def _most_parameters(source: str) -> int:
     if not folder.is_dir():
         return speed.LARGE
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-
-
-def settle_attention(head: int, device: torch.device) -> None:
-    """Whether torch may choose cuDNN's attention, by the size of a model's heads. It holds for the
-    process: gradient checkpointing runs a pass again where no `with` block is left."""
-    if device.type == "cuda":
-        torch.backends.cuda.enable_cudnn_sdp(head in SOUND_HEADS)
 
 
 def _load_pipeline(model: PipelineModel, settings: config.Model) -> Any:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gesso import config
+from gesso.models.attention import settle_attention
 from gesso.models.located import TRANSFORMER, locate
 from gesso.models.policy import SHARD, Policy
 from gesso.models.tokens import head, loading
@@ -58,6 +59,7 @@ class TransformerModel(ABC):
         self.critic: Critic | None = None
         self.source = locate(settings, TRANSFORMER).source
         self.module = loading.load(self, settings)
+        settle_attention(self.device)  # of a vision tower that is trained; all else has its own
         self.tokenizer = loading.tokenizer(self.source, settings.path)
         self.template = self._template(settings)
         whole = settings.lora is None
