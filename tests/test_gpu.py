@@ -121,12 +121,13 @@ def untidy() -> None:
     del nans
 
 
-@pytest.mark.parametrize("scale, size", [(1, (32, 96)), (8, (64, 64))], ids=["16", "128"])
-@pytest.mark.parametrize("name", ["flux-dev", "qwen-image"])
+@pytest.mark.parametrize("scale, size", [(1, (32, 96)), (8, (64, 64))])
+@pytest.mark.parametrize("name", KINDS)
 def test_gradients_are_those_of_plain_attention(
     name: str, scale: int, size: tuple[int, int], recipe_data: dict, tmp_path: Path
 ) -> None:
-    """With heads of 16 and 128. Torch's own choice gave gradients that are not finite."""
+    """With heads of 8 and 64, or of 16 and 128, for which torch's own choice gave gradients that
+    are not finite."""
     recipe_data["model"] = {
         "name": KINDS[name], "path": str(pipelines.build(name, tmp_path / "pipeline", scale)),
         "height": size[0], "width": size[1], "text_length": 16, "device": "cuda",
@@ -138,7 +139,7 @@ def test_gradients_are_those_of_plain_attention(
         plain = gradients(learner, rollout)
     untidy()
     apart = distance(gradients(learner, rollout), plain)
-    print(f"gradients {name}, heads of {16 * scale}: {apart:.1e} apart")
+    print(f"gradients {name}, {scale} times as wide: {apart:.1e} apart")
     assert apart < 0.05
 
 

@@ -12,6 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from diffusers import AutoencoderKL, AutoencoderTiny
 from diffusers.models.resnet import ResnetBlock2D
 
 from gesso import build
@@ -74,7 +75,7 @@ def test_filled_rows_repeat_the_last() -> None:
 
 
 def test_a_decoder_is_filled_and_cut_again(data: dict) -> None:
-    """Of a compiled network; its residual blocks at larger sizes than the latents' are."""
+    """Of a compiled network."""
     model = drawing(build.model(build.recipe_from(data)))
     noise = torch.Generator().manual_seed(0)
     latents = torch.randn(3, *model.latent_shape(24, 16), generator=noise)
@@ -82,11 +83,6 @@ def test_a_decoder_is_filled_and_cut_again(data: dict) -> None:
     torch._dynamo.reset()
     decoder = model.pipe.vae.decoder
     compile_decoder(decoder, backend="eager")
-    residual = [block for block in decoder.modules() if isinstance(block, ResnetBlock2D)]
-    plainly = [*decoder.mid_block.resnets, *decoder.up_blocks[0].resnets]
-    assert 0 < len(plainly) < len(residual)
-    for block in residual:
-        assert (block._compiled_call_impl is None) == (block in plainly)
     model.compiled, model.sizes = True, (5,)
     rows: list[int] = []
     decoder.register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
@@ -100,6 +96,20 @@ def test_a_decoder_is_filled_and_cut_again(data: dict) -> None:
     model.sizes = (6,)
     model.decode(latents)
     assert counters["unique_graphs"] == 2 * graphs  # another size has graphs of its own
+
+
+def test_residual_blocks_above_the_latents_size_are_compiled() -> None:
+    kinds = {"down_block_types": ("DownEncoderBlock2D",), "up_block_types": ("UpDecoderBlock2D",)}
+    sizes = {"block_out_channels": (8,) * 4, "norm_num_groups": 4}
+    network = AutoencoderKL(**sizes, **{name: kind * 4 for name, kind in kinds.items()})
+    decoder = network.decoder
+    compile_decoder(decoder, backend="eager")
+    plainly = [*decoder.mid_block.resnets, *decoder.up_blocks[0].resnets]
+    residual = [block for block in decoder.modules() if isinstance(block, ResnetBlock2D)]
+    assert len(plainly) == 4 and len(residual) == 10
+    for block in residual:
+        assert (block._compiled_call_impl is None) == (block in plainly)
+    compile_decoder(AutoencoderTiny().decoder)  # of another kind
 
 
 def test_compile_means_the_decoder_too(data: dict, monkeypatch: pytest.MonkeyPatch) -> None:

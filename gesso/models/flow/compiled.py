@@ -138,8 +138,9 @@ def gelu(x: Tensor) -> Tensor:
 
 def compile_decoder(decoder: nn.Module, backend: str | Callable[..., Any] = "inductor") -> None:
     """Its residual blocks, but those at the latents' own size: between their convolutions lies
-    half of the time of a decoding, and little of it where a picture is still small."""
-    for larger in decoder.up_blocks[1:]:
+    half of the time of a decoding, and little of it where a picture is still small. A decoder of
+    another kind has none."""
+    for larger in getattr(decoder, "up_blocks", ())[1:]:
         for block in larger.resnets:
             block.compile(fullgraph=True, dynamic=False, backend=backend)
 
