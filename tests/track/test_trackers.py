@@ -399,6 +399,25 @@ def test_a_killed_run_leaves_a_finished_tracker(folder: RunFolder) -> None:
     assert told_by(file, 4)[-1] == ["finish", False]
 
 
+def test_a_run_that_is_killed_before_it_hears_an_answer(folder: RunFolder) -> None:
+    """A tracker is finished, too, whose last answer nobody was left to read."""
+    for step in range(2):
+        folder.append(row(step))
+    name = f"{BAD}:Records"
+    order = Tracked(name, name, folder.path, {}, Settings(), lambda text: None).order
+    worker = [sys.executable, "-m", "gesso.track.trackers.worker"]
+    with subprocess.Popen(worker, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin and process.stdout
+        process.stdin.write(json.dumps(order).encode() + b"\n")
+        process.stdin.flush()
+        assert "where" in json.loads(process.stdout.readline())
+        process.stdout.close()
+        process.stdin.write(b'"news"\n')
+        process.stdin.close()
+    lines = told_by(folder.path / f"trackers/{BAD}.Records/told.jsonl", 4)
+    assert [line[:2] for line in lines[1:]] == [["log", 0], ["log", 1], ["finish", False]]
+
+
 def test_a_run_with_trackers_goes_to_its_end_and_on(recipe_data: dict, tmp_path: Path) -> None:
     """With a real loop: one tracker fails at step 1; after resume it gets what it missed."""
     trackers = [f"{BAD}:FailsInLog", f"{BAD}:Records"]

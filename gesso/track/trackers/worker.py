@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
@@ -136,8 +137,9 @@ def main() -> None:
     sys.path.insert(0, os.getcwd())  # trackers of the user's lie here
 
     def answer(message: Mapping[str, Any]) -> None:
-        answers.write(json.dumps(message) + "\n")
-        answers.flush()
+        with suppress(BrokenPipeError):  # the run was killed: what is heard next is its end
+            answers.write(json.dumps(message) + "\n")
+            answers.flush()
 
     try:
         order = json.loads(lines.readline())
