@@ -63,8 +63,20 @@ def test_a_lead_that_fell_is_told(benchmark: ModuleType) -> None:
     ]
     assert len(benchmark.fallen({}, recorded)) == 2
     assert len(benchmark.fallen({"a": float("nan"), "b": 1.0}, recorded)) == 1
+
+
+def test_ratios_are_those_of_the_same_kind_of_processor(
+    benchmark: ModuleType, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = Path(sure(str, benchmark.__file__)).parent / "recorded.json"
-    assert all(ratio > 1 for ratio in json.loads(file.read_text()).values())
+    for machine, ratios in json.loads(file.read_text()).items():
+        monkeypatch.setattr(benchmark.platform, "machine", lambda here=machine: here)
+        assert benchmark.recorded_here(file) == ratios and len(ratios) == 2
+        assert min(ratios.values()) > 1
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(benchmark.platform, "machine", lambda: "riscv64")
+    assert benchmark.recorded_here(file) == {}
+    assert "nothing of riscv64, only of x86_64, aarch64" in capsys.readouterr().out
 
 
 @pytest.mark.slow
