@@ -253,6 +253,7 @@ def test_growth_is_measured_at_the_sizes_it_tells(
 
             def seen(rollout: Any, step: int) -> Any:
                 assert once.job.learner.algorithm.max_tokens == rollout.mask.shape[1]
+                assert not once.job.model.end  # replies this short would hardly end by themselves
                 drawn.append((len(rollout.samples), int(rollout.mask.sum())))
                 return update(rollout, step)
 
