@@ -89,6 +89,7 @@ def window(size: int, low: int, high: int, every: int | None = None) -> Settings
 
 FLOW_GRPO: Settings = {"data.groups": 48} | algorithm(
     "flow-grpo",
+    advantage__drop_flat=True,
     group=24,
     updates=2,
     steps=10,
@@ -104,6 +105,7 @@ FLOW_GRPO: Settings = {"data.groups": 48} | algorithm(
 )
 FAST: Settings = {"eval.guidance": 1.0, "data.groups": 48} | algorithm(
     "flow-grpo-fast",
+    advantage__drop_flat=True,
     group=24,
     updates=2,
     steps=10,
@@ -118,6 +120,7 @@ FAST: Settings = {"eval.guidance": 1.0, "data.groups": 48} | algorithm(
 )
 GUARD: Settings = {"optimizer.lr": 1e-4, "eval.every": 30, "data.groups": 48} | algorithm(
     "grpo-guard",
+    advantage__drop_flat=True,
     group=24,
     updates=2,
     steps=10,
@@ -210,6 +213,7 @@ FLUX: Settings = {
     "algorithm.noise": 0.9,
     "algorithm.guidance": 3.5,
     "algorithm.beta": 0.0,
+    "algorithm.advantage.drop_flat": False,
 }
 FLUX_720: Settings = {
     "model.height": 720,
@@ -234,6 +238,7 @@ QWEN: Settings = {
     "eval.guidance": 4.0,
     "steps": 300,
     "data.groups": 32,
+    "algorithm.advantage.drop_flat": False,
 }
 
 EXPECTED: dict[str, Settings] = {

@@ -20,7 +20,7 @@ class Advantage(Strict):
     combine: Literal["sum", "gdpo"] = "sum"
     std: Literal["global", "group"] = "global"  # what a sum is divided by
     clip: float = Field(5.0, gt=0)
-    drop_flat: bool = False  # groups without spread leave the batch and its denominator
+    drop_flat: bool = False  # samples whose advantage is 0 leave the batch and its denominator
 
     def __call__(self, rollout: Rollout) -> Tensor:
         """(N,) float64, within ± clip."""
@@ -35,5 +35,6 @@ class Advantage(Strict):
         """Indices of the samples to train on, as many as can be split into `multiple` parts."""
         if not self.drop_flat:
             return torch.arange(len(rollout.samples))
-        rewards = rollout.components if self.combine == "gdpo" else rollout.rewards[:, None]
-        return adv.with_spread(rewards, rollout.group, multiple)
+        if self.combine == "gdpo":  # centred over the batch: that of a flat group is not exactly 0
+            return adv.with_spread(rollout.components, rollout.group, multiple)
+        return adv.nonzero(self(rollout), multiple)

@@ -131,5 +131,5 @@ class Algorithm(Protocol):
     def loss(self, model: Any, terms: Any) -> TermLosses:
         """Cost of each term, independent of the other terms of its micro-batch."""
 
-    def finish(self, policy: Policy, step: int) -> None:
-        """After the last update of iteration `step` (from 0)."""
+    def finish(self, policy: Policy, optimizer_steps: int) -> None:
+        """After the last update of an iteration; `optimizer_steps` were taken so far in the run."""

@@ -10,12 +10,13 @@ from pydantic import Field
 
 from gesso.algorithms.advantage import Advantage
 from gesso.algorithms.flow_grpo import FlowGRPO
+from gesso.config import MAX_STEPS
 
 
 class DanceGRPO(FlowGRPO):
     name: str = "dance-grpo"
     group: int = Field(12, ge=1)
-    steps: int = Field(16, ge=1)
+    steps: int = Field(16, ge=1, le=MAX_STEPS)
     rule: Literal["flow-sde", "cps", "dance"] = "dance"
     noise: float = Field(0.3, ge=0)
     timestep_fraction: float = Field(0.6, gt=0, le=1)

@@ -36,7 +36,7 @@ class NoisedTerms(FlowTerms):
 
 class DiffusionNFT(FlowAlgorithm):
     name: str = "diffusion-nft"
-    steps: int = Field(10, ge=1)
+    steps: int = Field(10, ge=1, le=config.MAX_STEPS)
     times: int = Field(9, ge=1)  # trained times a sample, out of the sampler's
     beta: float = Field(0.1, gt=0)
     kl: float = Field(1e-4, ge=0)  # weight of mean (v − v_ref)²
@@ -107,7 +107,6 @@ class DiffusionNFT(FlowAlgorithm):
             stats["kl"] = distance.detach()
         return TermLosses(loss, stats)
 
-    def finish(self, policy: Policy, step: int) -> None:
-        averages.blend_(
-            policy.copies["old"], policy.weights("current"), nft.old_decay(step, self.decay)
-        )
+    def finish(self, policy: Policy, optimizer_steps: int) -> None:
+        decay = nft.old_decay(optimizer_steps, self.decay)
+        averages.blend_(policy.copies["old"], policy.weights("current"), decay)

@@ -8,12 +8,14 @@ from typing import ClassVar
 from pydantic import Field
 from torch import Tensor
 
+from gesso.algorithms.advantage import Advantage
 from gesso.algorithms.flow_grpo import FlowGRPO, StepTerms
 from gesso.formulas import flow_steps, kl, objectives
 
 
 class FlowDPPO(FlowGRPO):
     name: str = "flow-dppo"
+    advantage: Advantage = Advantage()
     clip: float = Field(1e-5, gt=0)  # of the step's divergence, not of the ratio
     beta: float = Field(0.0, ge=0)
 

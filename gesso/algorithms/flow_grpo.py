@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
 from gesso import config
+from gesso.algorithms.advantage import Advantage
 from gesso.algorithms.base import Prepared, TermLosses, Terms
 from gesso.algorithms.flow import FlowAlgorithm, FlowTerms
 from gesso.config import Strict
@@ -95,7 +96,8 @@ class InnerProduct(torch.autograd.Function):
 
 class FlowGRPO(FlowAlgorithm):
     name: str = "flow-grpo"
-    steps: int = Field(10, ge=1)
+    advantage: Advantage = Advantage(drop_flat=True)
+    steps: int = Field(10, ge=1, le=config.MAX_STEPS)
     rule: Literal["flow-sde", "cps", "dance"] = "flow-sde"
     noise: float = Field(0.7, ge=0)
     guidance: float = Field(4.5, ge=0)  # 1: off
@@ -270,5 +272,5 @@ class FlowGRPO(FlowAlgorithm):
             self.rule, terms.x, v, terms.sigma, terms.sigma_next, context.sigmas[1], self.noise
         )
 
-    def finish(self, policy: Policy, step: int) -> None:
+    def finish(self, policy: Policy, optimizer_steps: int) -> None:
         """Nothing to do: the next batch is drawn with the weights just trained."""

@@ -249,5 +249,5 @@ class ReplyAlgorithm(Strict):
         """(T,) what a reply costs beside the policy's loss: nothing, without a critic."""
         return terms.weights.new_zeros(len(terms))
 
-    def finish(self, policy: Policy, step: int) -> None:
+    def finish(self, policy: Policy, optimizer_steps: int) -> None:
         """Nothing to do: the next batch is drawn with the weights just trained."""

@@ -156,14 +156,25 @@ def flat_groups(rewards: Tensor, group: Tensor) -> float:
 
 def with_spread(rewards: Tensor, group: Tensor, multiple: int) -> Tensor:
     """Indices, in order, of the samples whose group has some spread in some reward (N, R), topped
-    up with samples of flat groups to a multiple of `multiple` (mini-batches × ranks, so that all
-    get equally many). Empty when no group has any spread. NaN: the reward does not apply."""
+    up to a multiple of `multiple`. Empty when no group has any. NaN: the reward does not apply."""
     _, row = group.unique(return_inverse=True)
     flat = torch.stack([_flat(column.double(), row) for column in rewards.unbind(1)]).all(0)[row]
-    kept = (~flat).nonzero()[:, 0]
+    return _topped_up(~flat, multiple)
+
+
+def nonzero(advantages: Tensor, multiple: int) -> Tensor:
+    """Indices, in order, of the samples whose advantage (N,) is not 0, topped up to a multiple of
+    `multiple`. Empty when all are 0."""
+    return _topped_up(advantages != 0, multiple)
+
+
+def _topped_up(chosen: Tensor, multiple: int) -> Tensor:
+    """Indices of the chosen samples and of as many others as make a multiple of `multiple`
+    (mini-batches × ranks, so that all get equally many)."""
+    kept = chosen.nonzero()[:, 0]
     if len(kept) == 0:
         return kept
-    spare = flat.nonzero()[: -len(kept) % multiple, 0]
+    spare = (~chosen).nonzero()[: -len(kept) % multiple, 0]
     return torch.cat([kept, spare]).sort().values
 
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 
 def ema_decay(n: int, limit: float) -> float:
-    """min((1+n)/(10+n), limit): short memory at first. n counts *optimizer steps*: counting
-    micro-batches, as the reference does, ties its strength to gradient accumulation."""
+    """min((1+n)/(10+n), limit): short memory at first. n counts optimizer steps, from 1."""
     return min((1 + n) / (10 + n), limit)
 
 

@@ -47,7 +47,8 @@ def _weighted(guess: Tensor, x0: Tensor) -> Tensor:
 
 
 def old_decay(step: int, schedule: int) -> float:
-    """d of old ← d·old + (1−d)·θ after iteration `step` (0 at first: old becomes θ).
+    """d of old ← d·old + (1−d)·θ after an iteration that ended with optimizer step `step`, counted
+    from 1 as in the authors' code.
 
     Schedule 1: min(.001·step, .5). Schedule 2: 0 until 75, then min(.0075(step−75), .999).
     """

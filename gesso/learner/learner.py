@@ -19,7 +19,7 @@ from gesso import config
 from gesso.algorithms.base import Algorithm, Terms
 from gesso.formulas import advantages as adv
 from gesso.formulas import averages
-from gesso.models.policy import Policy
+from gesso.models.policy import Policy, differences
 from gesso.rollout import Rollout
 from gesso.track.progress import SILENT, Progress
 from gesso.types import Weights, seed_of
@@ -113,7 +113,7 @@ class Learner:
                 self._step()
                 fresh = False
         self.optimizer.zero_grad(set_to_none=True)
-        self.algorithm.finish(self.policy, step)
+        self.algorithm.finish(self.policy, self.optimizer_steps)
         norms += [] if len(kept) else [0.0]  # no group has any spread: nothing to learn from
         metrics = {f"update/{name}": float(torch.cat(v).mean()) for name, v in stats.items()}
         for name in FARTHEST & stats.keys():
@@ -190,6 +190,16 @@ class Learner:
         return self.policy.trained | {f"beside.{name}": p for name, p in extra.items()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
+        """Strict: a ValueError says which tensors are missing, unexpected or of another shape; then
+        nothing was changed."""
+        expected = {k: t.shape for k, t in self.state().items() if not k.startswith("adam.")}
+        for name, p in self._all.items():
+            moments = {"step": torch.Size(), "exp_avg": p.shape, "exp_avg_sq": p.shape}
+            named = {f"adam.{key}/{name}": shape for key, shape in moments.items()}
+            if named.keys() & state.keys():  # none of what has had no gradient yet
+                expected |= named
+        if differ := differences(expected, {key: t.shape for key, t in state.items()}):
+            raise ValueError(differ)
         tables: dict[str, dict[str, Tensor]] = defaultdict(dict)
         for key, tensor in state.items():
             table, _, name = key.partition("/")
@@ -200,7 +210,7 @@ class Learner:
         if self.beside is not None:
             for name, p in self.beside.trained.items():
                 p.data.copy_(tables["beside"][name])
-        for name, p in self._all.items():  # none of what has had no gradient yet
+        for name, p in self._all.items():
             self.optimizer.state[p] = {
                 key: tensors[name].clone().to(p.device)
                 for table, tensors in tables.items()

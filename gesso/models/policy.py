@@ -9,7 +9,7 @@ not, never knows.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -65,18 +65,11 @@ class Policy:
     def load(self, weights: Weights, which: Which = "current") -> None:
         """Copy values in. Strict: a missing or an extra name, or another shape, raises."""
         own = self.weights(which)
-        if own.keys() != weights.keys():
-            odd = sorted(own.keys() ^ weights.keys())
-            raise ValueError(
-                f"weights do not fit: {len(odd)} names are on one side only, first {odd[0]!r}"
-            )
+        shapes = ({n: t.shape for n, t in tensors.items()} for tensors in (own, weights))
+        if differ := differences(*shapes):
+            raise ValueError(f"weights do not fit: {differ}")
         with torch.no_grad():
             for name, tensor in weights.items():
-                if own[name].shape != tensor.shape:
-                    raise ValueError(
-                        f"{name}: expected shape {tuple(own[name].shape)}, "
-                        f"got {tuple(tensor.shape)}"
-                    )
                 if own[name].data_ptr() != tensor.data_ptr():
                     own[name].copy_(tensor)
 
@@ -285,6 +278,25 @@ class Policy:
     @property
     def size(self) -> int:
         return sum(p.numel() for p in self.trained.values())
+
+
+def differences(expected: Mapping[str, torch.Size], got: Mapping[str, torch.Size]) -> str:
+    """How the shapes of named tensors differ, in words: how many, and the first of each kind. ""
+    where they do not."""
+    both = expected.keys() & got.keys()
+    kinds = {
+        "missing": expected.keys() - got.keys(),
+        "unexpected": got.keys() - expected.keys(),
+        "of another shape": {name for name in both if expected[name] != got[name]},
+    }
+    told = []
+    for kind, names in kinds.items():
+        if names:
+            first, be = min(names), "tensor is" if len(names) == 1 else "tensors are"
+            told.append(f'{len(names)} {be} {kind}, first "{first}"')
+            if first in both:
+                told[-1] += f": expected {tuple(expected[first])}, got {tuple(got[first])}"
+    return "; ".join(told)
 
 
 def _adapters(module: nn.Module) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from gesso import build
 from gesso.algorithms.base import Algorithm, Prepared
 from gesso.algorithms.flow_grpo import FlowGRPO, Window
+from gesso.formulas import advantages as adv
 from gesso.rollout import FlowTrace, Rollout
 from gesso.run import assemble, resume, train
 from gesso.samplers.denoise import DenoisingSampler
@@ -291,6 +292,44 @@ def test_flat_groups_leave_batch_and_denominator(recipe_data: dict, name: str) -
     assert gradients[1] > 0
     if name in RATIO and name != "flow-grpo":  # without a KL term the same sum over half as many
         assert gradients[1] == pytest.approx(2 * gradients[0], rel=1e-3)
+
+
+def test_samples_without_advantage_leave_loss_kl_and_divisor(recipe_data: dict) -> None:
+    """As in Flow-GRPO's SD3 scripts: the gradient is the mean over the samples whose advantage is
+    not 0, each taken by itself here; one lies in a group that has spread."""
+    data = with_algorithm(recipe_data, "flow-grpo", beta=0.04)
+    data["learner"] = {"micro_batch": 64}
+    model, algorithm, learner = parts_of(build.recipe_from(data))
+    with torch.no_grad():  # away from the reference: the KL has a gradient
+        for i, weight in enumerate(learner.policy.trained.values()):
+            weight += 0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(i))
+    rollout = flat(rollout_of(model, algorithm, seed=3), [0.25, 0.5, 0.75, 0.5, 0.5, 0.5])
+    prepared = algorithm.prepare(model, rollout, learner.settings)
+    mean: dict[str, torch.Tensor] = {}
+    for i in (0, 2):
+        row, generator = torch.tensor([i]), torch.Generator()
+        terms = algorithm.terms(rollout.rows(row), prepared.rows(row), generator)
+        alone = algorithm.loss(model, terms).loss.mean()
+        trained = learner.policy.trained
+        found = torch.autograd.grad(alone, list(trained.values()))
+        for name, gradient in zip(trained, found, strict=True):
+            mean[name] = mean.get(name, 0) + gradient / 2
+    grads: dict[str, torch.Tensor] = {}
+    learner.schedule = learner.schedule.model_copy(update={"max_norm": 1e9})
+    learner._step = lambda: grads.update(  # type: ignore[method-assign]
+        (name, p.grad.clone()) for name, p in learner.policy.trained.items() if p.grad is not None
+    )
+    metrics = learner.update(rollout, 0)
+    assert metrics["advantage/used"] == pytest.approx(2 / 6)
+    for name, expected in mean.items():
+        torch.testing.assert_close(grads[name], expected, rtol=1e-3, atol=1e-6)
+
+
+def test_what_stays_is_topped_up_to_equal_mini_batches() -> None:
+    advantages = torch.tensor([0.0, 1.0, 0.0, -1.0, 2.0, 0.0])
+    assert adv.nonzero(advantages, 1).tolist() == [1, 3, 4]
+    assert adv.nonzero(advantages, 4).tolist() == [0, 1, 3, 4]
+    assert adv.nonzero(torch.zeros(4), 2).tolist() == []
 
 
 @pytest.mark.parametrize("name", FAMILY)

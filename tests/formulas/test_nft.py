@@ -56,7 +56,7 @@ def test_optimality() -> None:
 
 @pytest.mark.parametrize(
     "step, schedule, decay",
-    [(0, 1, 0), (100, 1, 0.1), (900, 1, 0.5), (75, 2, 0), (76, 2, 0.0075), (999, 2, 0.999)],
+    [(1, 1, 0.001), (100, 1, 0.1), (900, 1, 0.5), (75, 2, 0), (76, 2, 0.0075), (999, 2, 0.999)],
 )
 def test_old_policy_decay(step: int, schedule: int, decay: float) -> None:
     assert nft.old_decay(step, schedule) == pytest.approx(decay)

@@ -272,11 +272,22 @@ def test_nft_old_policy_follows_its_schedule(recipe_data: dict) -> None:
     recipe_data["algorithm"] = NFT
     model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
     name = next(iter(learner.policy.trained))
-    learner.update(rollout_of(model, algorithm), 0)  # decay 0: old becomes the new weights
-    first = learner.weights()[name].clone()
-    assert torch.equal(learner.policy.copies["old"][name], first)
-    learner.update(rollout_of(model, algorithm, 1), 400)  # decay .4
-    expected = 0.4 * first + 0.6 * learner.weights()[name]
+    old = learner.policy.copies["old"][name].clone()
+    for step, (taken, decay) in enumerate([(1, 0.001), (2, 0.002), (3, 0.003), (400, 0.4)]):
+        learner.optimizer_steps = taken - 1  # counted in optimizer steps, as in the authors' code
+        learner.update(rollout_of(model, algorithm, step), step)
+        old = decay * old + (1 - decay) * learner.weights()[name]
+        torch.testing.assert_close(learner.policy.copies["old"][name], old)
+        assert not torch.equal(old, learner.weights()[name])
+
+
+def test_nft_old_policy_counts_every_update_of_an_iteration(recipe_data: dict) -> None:
+    recipe_data["algorithm"] = NFT | {"updates": 3}
+    model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
+    name = next(iter(learner.policy.trained))
+    before = learner.policy.copies["old"][name].clone()
+    learner.update(rollout_of(model, algorithm), 0)
+    expected = 0.003 * before + 0.997 * learner.weights()[name]
     torch.testing.assert_close(learner.policy.copies["old"][name], expected)
 
 
