@@ -38,6 +38,7 @@ class Loop:
     run: RunFolder
     watcher: Watcher
     should_stop: Callable[[], bool]
+    after_restore: Callable[[], object] = lambda: None
     after_eval: Callable[[], object] = lambda: None
     _spent: float = 0.0  # seconds, over all sittings of the run
     _skipped: int = 0  # iterations in a row without any update
@@ -52,6 +53,7 @@ class Loop:
         """From the newest checkpoint (0 when fresh) to the last step, or to the first stop."""
         self.watcher.phase("starting")
         step = self._restore()
+        self.after_restore()
         self.watcher.start(step, self.recipe.steps)
         for row in self.run.rows():
             self._spent += row["time/step"]
@@ -118,20 +120,42 @@ class Loop:
         return step == self.recipe.steps or bool(every and step % every == 0)
 
     def _restore(self) -> int:
-        latest = self.run.latest()
-        self.run.rewind(latest)
+        """Take up the newest checkpoint. Everything is read and verified before a file changes."""
+        latest, left_out = self.run.latest(), self.run.left_out()
+        if latest is None and left_out:
+            raise UserError(
+                f"{left_out[0]}, and no other is left; restore it from a copy, or delete it to "
+                "train from step 0 again"
+            )
+        for told in left_out:
+            self._tell(f"{told}; it is left out")
         if latest is None:
+            self.run.rewind(None)
             return 0
         state, meta = self.run.load(latest)
-        self.learner.restore(state)
-        self.cluster.sampler.load(self.learner.weights(), meta["step"])
+        self.run.history(latest)
+        try:
+            self.learner.restore(state)
+        except ValueError as error:
+            raise UserError(
+                f"{self.run.path / 'config.toml'} does not match the checkpoint of step {latest}: "
+                f"{error}; restore config.toml, or the model that it names "
+                f"({self.recipe.model.path}); the run was not changed"
+            ) from error
+        self.run.rewind(latest)
+        self.cluster.sampler.load(self.learner.weights(), latest)
         self._tell(f"resumed after step {latest}")
+        if meta.get("seed", self.recipe.seed) != self.recipe.seed:
+            self._tell(
+                f"seed = {self.recipe.seed} in config.toml, but this run began with seed = "
+                f"{meta['seed']}: from here on it is not the run that it was"
+            )
         if meta.get("data", self.cluster.stream.digest) != self.cluster.stream.digest:
             self._tell(
                 "the training prompts are not those that this run began with: from here on batches "
                 "are drawn from the new ones, and some may come again before all have come"
             )
-        return meta["step"]
+        return latest
 
     def _save(self, step: int) -> None:
         self.watcher.phase("saving")

@@ -31,15 +31,40 @@ def ticks(low: float, high: float, parts: int) -> list[float]:
     return [i * step for i in range(first, max(last, first + 1) + 1)]
 
 
+def parsed(text: bytes) -> dict[str, Any]:
+    """A JSON object; a ValueError says in plain words what is there instead. A whole number that no
+    float holds becomes infinity."""
+    if not text.strip():
+        raise ValueError("missing or empty")
+    try:
+        found = json.loads(text.decode("utf-8"), parse_int=_whole)
+    except UnicodeDecodeError:
+        raise ValueError("not valid UTF-8") from None
+    except (ValueError, RecursionError):  # the latter: brackets in brackets in brackets
+        raise ValueError("not valid JSON") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"expected a JSON object, got {short(found)}")
+    return found
+
+
+def _whole(digits: str) -> int | float:
+    return int(digits) if len(digits) < 300 else math.inf
+
+
+def short(value: Any) -> str:
+    """A value for a message: one line, whatever it is."""
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:39]}…"
+
+
 def lines(file: Path, parse: Callable[[Row], T | None], damaged: list[str]) -> list[T]:
     """The whole rows of a .jsonl; those that `parse` makes nothing of are named in `damaged`."""
     rows = []
     for number, line in enumerate(file.read_bytes().splitlines(True) if file.is_file() else [], 1):
         try:
-            row = json.loads(line) if line.endswith(b"\n") else None
+            found = parse(parsed(line)) if line.endswith(b"\n") else None
         except ValueError:
-            row = None
-        found = parse(row) if isinstance(row, dict) else None
+            found = None
         if found is None:
             damaged.append(f"{file.name}, line {number}: half-written or damaged, left out")
         else:

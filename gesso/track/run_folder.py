@@ -6,8 +6,7 @@ samples/000010.jsonl     one row a sample of the evaluation after step 10, same 
 samples/000010/007.png   seeds every time; its picture, of a model that draws
 samples/prompts/007-1.png    what a model that sees is shown with prompt 7
 groups/000010.jsonl      the groups of a training step (groups.py), with some of their samples
-checkpoints/000010/      learner.safetensors, or a file of each rank (shards.py), and state.json;
-                         written aside, then renamed
+checkpoints/000010/      tensors and state.json, written aside, then renamed (checkpoints.py)
 log.txt                  warnings and notes, with the step
 trackers/wandb.json      of each tracker its id of the run and the last step that it has
 report.html
@@ -17,13 +16,16 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gesso.types import Prompt, Sample, Score, StopRun, UserError
+from gesso.track.checkpoints import Checkpoints, flush
+from gesso.track.checkpoints import write_whole as write_whole
+from gesso.track.figures import parsed, short
+from gesso.types import Prompt, Sample, Score, UserError, bad_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -50,13 +52,18 @@ class RunFolder:
         self.path = path
         self.metrics_file = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
+        self._saved = Checkpoints(self.checkpoints)
 
     @staticmethod
     def must_be_new(path: Path) -> None:
+        if fault := bad_text(str(path)):
+            raise UserError(f"run folder {str(path)!r} {fault}")
         try:
             taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
         except OSError as error:  # a name that is too long, a folder one may not look into
             raise UserError(f"run folder {path} cannot be made: {error.strerror}") from error
+        if taken and not (path / "config.toml").is_file():
+            raise UserError(f"{path} exists and is not a run; choose another folder with --run")
         if taken:
             raise UserError(
                 f"run folder {path} exists already; go on with it by "
@@ -78,7 +85,7 @@ class RunFolder:
 
     @staticmethod
     def open(path: Path) -> RunFolder:
-        if not (path / "config.toml").is_file():
+        if not os.path.isfile(path / "config.toml"):  # never raises, as Path.is_file may
             raise UserError(f"{path} is not a run folder: it has no config.toml")
         return RunFolder(path)
 
@@ -94,13 +101,43 @@ class RunFolder:
 
     def rows(self) -> list[dict[str, Any]]:
         """All complete rows; a half-written last line (a killed run) is left out."""
-        if not self.metrics_file.exists():
-            return []
         rows = []
-        for line in self.metrics_file.read_bytes().splitlines(keepends=True):
-            if line.endswith(b"\n"):
-                rows.append(json.loads(line))
+        for number, line in enumerate(self._lines(), 1):
+            try:
+                rows.append(_row(line))
+            except ValueError as error:
+                raise UserError(
+                    f"{self.metrics_file}, line {number} is damaged: {error}; restore the file "
+                    "from a copy, or delete that line"
+                ) from error
         return rows
+
+    def history(self, step: int) -> list[dict[str, Any]]:
+        """The rows 0 to `step`, as a run that is resumed from there needs them. Later lines are
+        not looked at: it writes them again."""
+        rows = []
+        lines = [*self._lines(), b""]  # a row that is missing is an empty line
+        for expected, line in enumerate(lines[: step + 1]):
+            try:
+                rows.append(_row(line, expected))
+            except ValueError as error:
+                raise UserError(
+                    f"{self.metrics_file}, line {expected + 1} is damaged: {error}; "
+                    f"{self._saved.remedy(expected)}"
+                ) from error
+        return rows
+
+    def _lines(self) -> list[bytes]:
+        """Of metrics.jsonl, those that end."""
+        if not os.path.lexists(self.metrics_file):
+            return []
+        try:
+            return self.metrics_file.read_bytes().split(b"\n")[:-1]
+        except OSError as error:
+            raise UserError(
+                f"{self.metrics_file} cannot be read: {error.strerror}; expected the file of the "
+                "run's metrics: restore it"
+            ) from error
 
     def append(self, row: Mapping[str, Any]) -> None:
         with self.metrics_file.open("ab") as file:
@@ -108,8 +145,8 @@ class RunFolder:
 
     def rewind(self, step: int | None) -> None:
         """Drop the rows after `step` (None: all): a resumed run writes them again."""
-        kept = [row for row in self.rows() if step is not None and row["step"] <= step]
-        write_whole(self.metrics_file, b"".join(json.dumps(row).encode() + b"\n" for row in kept))
+        kept = self._lines()[: 0 if step is None else step + 1]
+        write_whole(self.metrics_file, b"".join(line + b"\n" for line in kept))
 
     def note(self, text: str) -> None:
         with (self.path / "log.txt").open("a", encoding="utf-8") as file:
@@ -118,7 +155,7 @@ class RunFolder:
     def noted(self, text: str) -> bool:
         """Whether log.txt has exactly this note, of any time."""
         file = self.path / "log.txt"
-        lines = file.read_text("utf-8").splitlines() if file.exists() else []
+        lines = file.read_text("utf-8", "replace").splitlines() if file.exists() else []
         return any(line.split(" ", 2)[2:] == [text] for line in lines)
 
     def save_samples(self, step: int, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
@@ -165,84 +202,52 @@ class RunFolder:
     def save(
         self, step: int, state: Mapping[str, Tensor], meta: Mapping[str, Any], keep: int
     ) -> None:
-        """A checkpoint, whole or not at all: written aside, flushed to disk, renamed. The oldest
-        beyond `keep` go only after the new one is there."""
-        from safetensors.torch import save_file
-
-        aside = self.checkpoints / f".saving-{step:06d}"
-        final = self.checkpoints / f"{step:06d}"
-        try:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-            save_file(
-                {k: v.detach().cpu().contiguous() for k, v in state.items()},
-                aside / "learner.safetensors",
-            )
-            write_whole(aside / "state.json", json.dumps({"step": step, **meta}).encode())
-            _flush(aside / "learner.safetensors")
-            if final.exists():  # saved again: a name is never a half-deleted folder
-                os.replace(final, self.checkpoints / f".old-{step:06d}")
-            os.replace(aside, final)
-            shutil.rmtree(self.checkpoints / f".old-{step:06d}", ignore_errors=True)
-            _flush(self.checkpoints)
-        except Exception as error:  # safetensors wraps a full disk in its own error type
-            shutil.rmtree(aside, ignore_errors=True)
-            last = self.latest()
-            raise StopRun(
-                f"could not save the checkpoint of step {step} in {self.checkpoints}: {error}; "
-                f"the last complete one is {f'step {last}' if last is not None else 'none'}; "
-                f"make room and run `gesso train --resume {self.path}`"
-            ) from error
-        for old in self._complete()[:-keep]:
-            shutil.rmtree(self.checkpoints / f"{old:06d}")
+        """A checkpoint, whole or not at all; its row is on disk before it."""
+        if self.metrics_file.exists():
+            flush(self.metrics_file)
+        self._saved.save(step, state, meta, keep)
 
     def latest(self) -> int | None:
         """Step of the newest complete checkpoint."""
-        complete = self._complete()
-        return complete[-1] if complete else None
+        return max(self.steps, default=None)
 
     @property
     def steps(self) -> list[int]:
         """Of the complete checkpoints, the oldest first."""
-        return self._complete()
+        return self._saved.steps()
+
+    def left_out(self) -> list[str]:
+        """What has the name of a checkpoint after the newest complete one, and why it is none."""
+        latest = self.latest()
+        return self._saved.left_out(-1 if latest is None else latest)
 
     def load(self, step: int, table: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """A checkpoint, whether one process wrote it or several ranks; of its tensors those whose
-        names begin with `table`."""
-        from gesso.track import shards
-
-        folder = self.checkpoints / f"{step:06d}"
-        try:
-            meta = json.loads((folder / "state.json").read_text())
-            return shards.read(folder, meta.get("ranks", 1), table), meta
-        except Exception as error:  # safetensors has an error type of its own
-            raise UserError(
-                f"checkpoint {folder} cannot be read: {error}; remove that folder to go on from "
-                "the one before it"
-            ) from error
-
-    def _complete(self) -> list[int]:
-        if not self.checkpoints.is_dir():
-            return []
-        return sorted(int(p.name) for p in self.checkpoints.iterdir() if p.name.isdigit())
+        """A checkpoint, verified, whether one process wrote it or several ranks; of its tensors
+        those whose names begin with `table`."""
+        return self._saved.load(step, table)
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Whole or not at all."""
-    aside = path.with_name(f".{path.name}.new")
-    with aside.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+def _row(line: bytes, expected: int | None = None) -> dict[str, Any]:
+    """A line of metrics.jsonl, of the step `expected`; a ValueError says what is wrong with it."""
+    row = parsed(line)
+    step = row.get("step")
+    if type(step) is not int or expected not in (None, step):
+        wanted = "a whole number" if expected is None else expected
+        raise ValueError(f'"step" is {short(step)}, expected {wanted}')
+    if expected is not None and not _is_number(row.get("time/step")):
+        raise ValueError(f'"time/step" is {short(row.get("time/step"))}, expected a number')
+    for key, value in row.items():
+        if key == "health":
+            if not isinstance(value, list) or not all(isinstance(kind, str) for kind in value):
+                raise ValueError(f'"health" is {short(value)}, expected a list of texts')
+        elif value is not None and not _is_number(value):
+            raise ValueError(f"{short(key)} is {short(value)}, expected a number")
+    return row
 
 
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _is_number(value: Any) -> bool:
+    """Neither infinite nor NaN, and not so long that no float holds it."""
+    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
 
 
 def _without_none(value: Any) -> Any:

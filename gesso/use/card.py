@@ -90,11 +90,12 @@ def write(
 
 def _shown(run: RunFolder, step: int) -> dict[int, list[Shown]]:
     """The first and the last evaluation up to `step` that kept samples."""
-    files = {int(f.stem): f for f in (run.path / "samples").glob("*.jsonl") if f.stem.isdigit()}
+    found = (run.path / "samples").glob("*.jsonl")
+    files = {int(f.stem): f for f in found if re.fullmatch("[0-9]{6,12}", f.stem)}
     steps = sorted(s for s in files if s <= step)
     ends = dict.fromkeys(steps[:1] + steps[-1:])
-    found = {s: figures.lines(files[s], Shown.of, []) for s in ends}
-    return {s: rows for s, rows in found.items() if rows}
+    kept = {s: figures.lines(files[s], Shown.of, []) for s in ends}
+    return {s: rows for s, rows in kept.items() if rows}
 
 
 # The front matter

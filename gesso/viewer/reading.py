@@ -26,6 +26,7 @@ from gesso.track.samples import Shown
 from gesso.viewer.files import NotShown, picture
 from gesso.viewer.telling import health, why_stopped
 from gesso.viewer.thinning import thin, thinned
+from gesso.zoo import limits
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -95,7 +96,7 @@ class Reader:
     def _take(self, line: bytes) -> None:
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         step = row.get("step") if isinstance(row, dict) else None
         if not isinstance(step, int) or _absurd(step):
@@ -151,6 +152,7 @@ class Reader:
             "recipe": recipe_name(self.text("config.toml")),
             "algorithm": _name(config, "algorithm", "name"),
             "model": _name(config, "model", "path"),
+            "limits": limits.text_of(_name(config, "model", "path")),
             "family": family(config),
             "seed": _number(config.get("seed")),
             "steps": steps,
@@ -343,7 +345,7 @@ def _cell(row: Shown) -> dict[str, Any]:
 def _loads(line: str | bytes) -> Row | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
 

@@ -21,6 +21,7 @@ from gesso.track import bars, console, progress
 from gesso.track.console import Console, how_far
 from gesso.track.progress import Clock, Json, Silent, display
 from gesso.types import UserError
+from tests.waiting import until
 
 
 class Recorder(Silent):
@@ -144,9 +145,7 @@ def test_a_long_phase_is_told_of_without_any_further_call(monkeypatch: pytest.Mo
     shown, file = plain()
     with shown:
         shown.phase("loading zoo:signs")
-        limit = time.monotonic() + 20
-        while not file.getvalue() and time.monotonic() < limit:
-            time.sleep(0.05)
+        until(file.getvalue, limit=60)
     assert re.fullmatch(r"(loading zoo:signs 0:\d\d\n)+", file.getvalue())
     told = file.getvalue()
     time.sleep(1.2)
@@ -274,18 +273,13 @@ def test_a_download_counts_what_has_come(tmp_path: Path, monkeypatch: pytest.Mon
     (folder / "there").write_bytes(b"x" * 100)  # of an earlier try
     seen = Recorder()
 
-    def until(done: int) -> None:
-        limit = time.monotonic() + 20
-        while seen.phases[-1][2] < done and time.monotonic() < limit:
-            time.sleep(0.01)
-
     with bars.loading(seen, "my run", "org/name"):
         time.sleep(0.2)
         (folder / "a.incomplete").write_bytes(b"x" * 3000)
-        until(3000)
+        until(lambda: seen.phases[-1][2] >= 3000, limit=60)
         (folder / "a.incomplete").rename(folder / "a")
         (folder / "b.incomplete").write_bytes(b"x" * 4000)
-        until(7000)
+        until(lambda: seen.phases[-1][2] >= 7000, limit=60)
     assert seen.phases == [["loading my run", 0, 0], ["downloading my run", 0, 7000]]
 
 

@@ -11,7 +11,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from gesso.track.run_folder import RunFolder
 from gesso.track.trackers.base import caption, figures_of, samples_of
 from gesso.track.trackers.process import Tracked
 from gesso.types import Prompt, Sample, Score, UserError
+from tests.waiting import until
 
 BAD = "tests.track.bad_trackers"
 NAMES = ["tensorboard", "wandb", "swanlab", "mlflow"]
@@ -338,8 +339,8 @@ def test_a_tracker_that_fails_is_told_of_once(
     warnings = [text for text in told if "switched off" in text]
     assert len(warnings) == 1, told
     assert re.match(f"tracker {BAD}:{kind} is switched off: {reason}", warnings[0])
-    assert "the run goes on" in warnings[0] and waited[0] < 0.5
-    assert time.monotonic() - started < 30
+    assert "the run goes on" in warnings[0] and waited[0] < patience
+    assert time.monotonic() - started < 300  # what hangs sleeps 600
     file = folder.path / f"trackers/{BAD}.{kind}/told.jsonl"
     for process in (
         {json.loads(line)[0] for line in file.read_text().splitlines()} if file.exists() else ()
@@ -353,12 +354,12 @@ def test_a_tracker_that_fails_is_told_of_once(
 
 def told_by(file: Path, count: int) -> list[Any]:
     """What `Records` was told, once there is so much of it."""
-    limit = time.monotonic() + 30
-    lines: Sequence[str] = []
-    while len(lines) < count and time.monotonic() < limit:
-        time.sleep(0.05)
-        lines = file.read_text().splitlines() if file.exists() else []
-    return [json.loads(line)[1:] for line in lines]
+
+    def lines() -> list[str]:
+        return file.read_text().splitlines() if file.exists() else []
+
+    until(lambda: len(lines()) >= count, output=lambda: str(lines()))
+    return [json.loads(line)[1:] for line in lines()]
 
 
 def test_rows_are_logged_as_they_come(folder: RunFolder) -> None:

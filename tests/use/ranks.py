@@ -18,6 +18,8 @@ def main(rank: int, ranks: int, source: Path, target: Path) -> None:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import distribute_tensor
 
+    from gesso.track.checkpoints import sealed
+
     torch.set_num_threads(1)
     store = f"file://{target.parent / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
@@ -37,7 +39,7 @@ def main(rank: int, ranks: int, source: Path, target: Path) -> None:
     save(state, storage_writer=HuggingFaceStorageWriter(str(target), save_distributed=True))
     if rank == 0:
         meta = json.loads((source / "state.json").read_text())
-        (target / "state.json").write_text(json.dumps(meta | {"ranks": ranks}))
+        (target / "state.json").write_text(json.dumps(sealed(meta | {"ranks": ranks})))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -75,6 +75,12 @@ def draws(name: str, folder: Path, lora: bool, **model: Any) -> dict[str, Any]:
     }
 
 
+def signs(folder: Path) -> RunFolder:
+    """A run of the bundled model that draws, with a LoRA, at two steps a picture."""
+    size = {"path": "zoo:signs", "height": 32, "width": 96, "text_length": 0}
+    return make(draws("sd3", folder, lora=True, **size) | {"eval": {"steps": 2}}, folder)
+
+
 def writes(
     tiny: tokens.Tiny, lora: bool, algorithm: dict[str, Any], **model: Any
 ) -> dict[str, Any]:

@@ -406,7 +406,8 @@ def test_a_checkpoint_that_cannot_be_read(
     file = torn / "checkpoints" / "000004" / "learner.safetensors"
     file.write_bytes(file.read_bytes()[:5000])
     told = sentence(capsys, "export", torn, "--to", tmp_path / "out", "--quiet")
-    assert "checkpoints/000004 cannot be read" in told and not (tmp_path / "out").exists()
+    assert "checkpoints/000004/learner.safetensors cannot be read: " in told
+    assert "choose another step: 2 (--step 2)" in told and not (tmp_path / "out").exists()
     export(torn, tmp_path / "out", "--step", "2")  # the one before it still can
     config = (torn / "config.toml").read_text()
     (torn / "config.toml").write_text(config.replace(str(run.parent), "elsewhere"))

@@ -15,6 +15,7 @@ from gesso.track.run_folder import RunFolder
 from gesso.types import UserError
 from gesso.use.trained import load
 from tests.use import runs
+from tests.waiting import LIMIT
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow  # two processes that load torch and diffusers
@@ -36,7 +37,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, RunFolder
         subprocess.Popen([*command, str(rank), "2", str(source), str(target)], cwd=ROOT)
         for rank in range(2)
     ]
-    assert [process.wait(300) for process in started] == [0, 0]
+    assert [process.wait(LIMIT) for process in started] == [0, 0]
     return one, several
 
 
@@ -76,7 +77,10 @@ def test_a_file_that_is_missing(both: tuple[RunFolder, RunFolder]) -> None:
     with pytest.raises(UserError, match="2 ranks wrote it, and it has 1 of their files"):
         load(both[1].path)
     last.write_bytes(kept[:3000])
-    with pytest.raises(UserError, match="000004 cannot be read"):
+    with pytest.raises(UserError, match=r"000004/\*\.safetensors cannot be read"):
         load(both[1].path)
+    last.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+    with pytest.raises(UserError, match=r"000004/\*\.safetensors is damaged: the table "):
+        both[1].load(4)
     last.write_bytes(kept)
     assert json.loads((folder / "state.json").read_text())["ranks"] == 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,11 @@ class Setup:
     config: Mapping[str, Any]  # the resolved recipe
     settings: Settings
     id: str | None  # that the service gave the run in an earlier sitting
+
+
+def file_name(tracker: str) -> str:
+    """ "module:Name" or "folder/file.py:Name" as a part of a path."""
+    return re.sub(r"[^\w.+-]+", ".", tracker).strip(".")
 
 
 class Tracker(Protocol):

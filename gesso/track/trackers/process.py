@@ -13,15 +13,16 @@ import queue
 import select
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gesso import imports
 from gesso.config import Tracker as Settings
 from gesso.track.progress import Display
+from gesso.track.trackers.base import file_name
 
 TOLD = 300  # characters of an error that a note repeats
 LEAVING = 5.0  # seconds a process may take to end after it has said that it is done
@@ -55,7 +56,7 @@ class Tracked:
             "config": config,
             "settings": settings.model_dump(),
         }
-        self.log = run / "trackers" / f"{name.replace(':', '.')}.log"
+        self.log = run / "trackers" / f"{file_name(name)}.log"
         self.patience = settings.patience
         self.tell = tell
         self._commands: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -88,7 +89,7 @@ class Tracked:
             self.log.parent.mkdir(exist_ok=True)
             with self.log.open("ab") as log:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "gesso.track.trackers.worker"],
+                    imports.command("gesso.track.trackers.worker"),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,

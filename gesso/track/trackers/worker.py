@@ -13,17 +13,24 @@ from __future__ import annotations
 import json
 import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from typing import Any, TextIO
 
+from gesso import imports
 from gesso.config import Tracker as Settings
-from gesso.track.trackers.base import Batched, Logged, Setup, Tracker, figures_of, samples_of
+from gesso.track.trackers.base import (
+    Batched,
+    Logged,
+    Setup,
+    Tracker,
+    figures_of,
+    file_name,
+    samples_of,
+)
 
 Answer = Callable[[Mapping[str, Any]], None]
 ROWS = 32  # in a batch, at most
@@ -70,13 +77,12 @@ def track(order: Mapping[str, Any], commands: Iterator[str], answer: Answer) -> 
     run, name = Path(order["run"]), order["name"]
     settings = Settings(**order["settings"])
     place = Path(settings.dir) if settings.dir else run / "trackers"
-    folder = place / name.replace(":", ".")
+    folder = place / file_name(name)
     folder.mkdir(parents=True, exist_ok=True)
-    memory = Memory(run / "trackers" / f"{name.replace(':', '.')}.json")
+    memory = Memory(run / "trackers" / f"{file_name(name)}.json")
     title = settings.name or run.resolve().name
     setup = Setup(run, folder, title, order["config"], settings, memory.id)
-    module, _, kind = order["reference"].partition(":")
-    tracker: Tracker | Batched = getattr(import_module(module), kind)(setup)
+    tracker: Tracker | Batched = imports.load(order["reference"], "tracker")(setup)
     memory.id = tracker.id
     memory.keep()
     answer({"where": tracker.where})
@@ -134,7 +140,6 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)  # nobody is there to be asked for a key
     os.dup2(2, 1)
-    sys.path.insert(0, os.getcwd())  # trackers of the user's lie here
 
     def answer(message: Mapping[str, Any]) -> None:
         with suppress(BrokenPipeError):  # the run was killed: what is heard next is its end

@@ -1,0 +1,271 @@
+"""Checkpoints of a run: saved whole or not at all, verified when they are read.
+
+checkpoints/000010/learner.safetensors    tensors by name, or a file of each rank (shards.py)
+checkpoints/000010/state.json             step, seed, data, ranks, and digests of the content
+
+A tensor's name is "table/name". state.json has a digest of every table ("tables"), so that reading
+one of them verifies what was read and reads nothing more, and a digest of everything else in
+state.json. Checkpoints that an earlier version wrote have none; of those only types and step are
+checked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gesso.track import shards
+from gesso.track.figures import parsed, short
+from gesso.types import StopRun, UserError, out_of_memory
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NAME = re.compile(r"[0-9]{6,12}")  # str.isdigit() takes digits of other scripts too
+STATE = "state.json"
+KINDS = {"step": int, "seed": int, "data": str, "ranks": int, "tables": dict, "digest": str}
+WORDS = {int: "a whole number", str: "text", dict: "an object"}
+EMPTY = "it is empty"
+NONE_LEFT = (
+    "there is no complete checkpoint before it; restore the file from a copy, or start the run "
+    "again in a new folder"
+)
+THREADS = 8  # that hash tensors, at most
+
+
+class _Damaged(Exception):
+    """Which file, and what is wrong with it."""
+
+
+class Checkpoints:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def steps(self) -> list[int]:
+        """Of the complete checkpoints, the oldest first."""
+        return sorted(int(path.name) for path in self._named() if not _lacks(path))
+
+    def left_out(self, after: int) -> list[str]:
+        """About what has the name of a later checkpoint and is none; empty folders are no news."""
+        odd = {path: _lacks(path) for path in sorted(self._named()) if int(path.name) > after}
+        reasons = {path: reason for path, reason in odd.items() if reason not in ("", EMPTY)}
+        return [f"{path} is not a complete checkpoint: {why}" for path, why in reasons.items()]
+
+    def save(
+        self, step: int, state: Mapping[str, Tensor], meta: Mapping[str, Any], keep: int
+    ) -> None:
+        """Written aside, flushed to disk, renamed. The oldest beyond `keep` go only after the new
+        one is there."""
+        from safetensors.torch import save_file
+
+        aside = self.folder / f".saving-{step:06d}"
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+            held = {k: v.detach().cpu().contiguous() for k, v in state.items()}
+            with ThreadPoolExecutor(1) as pool:
+                tables = pool.submit(digests, held)  # while the file is written
+                save_file(held, aside / shards.ONE)
+                flush(aside / shards.ONE)
+            about = sealed({"step": step, **meta, "tables": tables.result()})
+            write_whole(aside / STATE, json.dumps(about).encode())
+            self._rename(aside, self.folder / f"{step:06d}")
+        except Exception as error:  # safetensors wraps a full disk in its own error type
+            shutil.rmtree(aside, ignore_errors=True)
+            steps = self.steps()
+            raise StopRun(
+                f"could not save the checkpoint of step {step} in {self.folder}: {error}; "
+                f"the last complete one is {f'step {steps[-1]}' if steps else 'none'}; "
+                f"make room and run `gesso train --resume {self.folder.parent}`"
+            ) from error
+        for old in self.steps()[:-keep]:
+            path = self.folder / f"{old:06d}"
+            if not path.is_symlink():  # somebody's own
+                shutil.rmtree(path)
+
+    def _rename(self, aside: Path, final: Path) -> None:
+        """A name is never a half-deleted folder. What is not a checkpoint is not deleted."""
+        old = self.folder / f".old-{final.name}"
+        shutil.rmtree(old, ignore_errors=True)
+        if not _lacks(final):
+            os.replace(final, old)
+        elif os.path.lexists(final):
+            os.replace(final, self.folder / f"{final.name}.incomplete")
+        os.replace(aside, final)
+        shutil.rmtree(old, ignore_errors=True)
+        flush(self.folder)
+
+    def load(self, step: int, table: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Tensors whose names begin with `table` ("ema/"; "" for all), and what state.json says
+        besides digests. A checkpoint that is damaged is a UserError that offers another one."""
+        try:
+            return self._verified(step, table)
+        except _Damaged as error:
+            advice = self._others(step) if table else self.remedy(step)
+            raise UserError(f"{error}; {advice}") from error
+
+    def remedy(self, before: int) -> str:
+        """How to resume a run with damage that the checkpoints before this step do not have."""
+        steps = self.steps()
+        last = max((step for step in steps if step < before and self._opens(step)), default=None)
+        if last is None:
+            return NONE_LEFT
+        later = [f"{step:06d}" for step in steps if step > last]
+        which = f"folder {self.folder / later[0]}"
+        if len(later) > 1:
+            which = f"folders {', '.join(later)} in {self.folder}"
+        return f"delete the {which} to resume from step {last}"
+
+    def _others(self, damaged: int) -> str:
+        """Which checkpoints can be read instead."""
+        good = [step for step in self.steps() if step != damaged and self._opens(step)]
+        if not good:
+            return NONE_LEFT
+        return f"choose another step: {', '.join(map(str, good))} (--step {good[-1]})"
+
+    def _opens(self, step: int) -> bool:
+        """Whether state.json is right and the tensors' header can be read."""
+        try:
+            self._verified(step, "optimizer_steps")
+        except _Damaged:
+            return False
+        return True
+
+    def _verified(self, step: int, table: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        folder = self.folder / f"{step:06d}"
+        meta = _state(folder / STATE, step)
+        ranks, expected = meta.get("ranks", 1), meta.pop("tables", None)
+        meta.pop("digest", None)
+        file = folder / (shards.ONE if ranks == 1 else "*.safetensors")
+        try:
+            state = shards.read(folder, ranks, table)
+        except Exception as error:  # safetensors has an error type of its own
+            if out_of_memory(error):
+                raise
+            raise _Damaged(f"{file} cannot be read: {_first_line(error)}") from error
+        if expected is not None:
+            wanted = {table.removesuffix("/")} & expected.keys() if table else expected.keys()
+            found = digests(state)
+            for name in sorted(wanted | found.keys()):
+                if problem := _problem(found.get(name), expected.get(name)):
+                    raise _Damaged(f"{file} is damaged: the table {short(name)} {problem}")
+        return state, meta
+
+    def _named(self) -> list[Path]:
+        """What has the name of a checkpoint."""
+        if not os.path.lexists(self.folder):
+            return []
+        try:
+            names = [name for name in os.listdir(self.folder) if NAME.fullmatch(name)]
+        except OSError as error:  # a file, a link that leads nowhere, or not ours to read
+            raise UserError(
+                f"{self.folder} cannot be read: {error.strerror}; expected the folder of the run's "
+                "checkpoints: restore it"
+            ) from error
+        return [self.folder / name for name in names if name == f"{int(name):06d}"]
+
+
+def digests(state: Mapping[str, Tensor]) -> dict[str, str]:
+    """Of every table, over the sorted (name, dtype, shape, bytes) of its tensors."""
+    names = sorted(state)
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:  # hashing frees the GIL
+        hashes = list(pool.map(lambda name: _hash(state[name]), names))
+    tables: dict[str, Any] = {}
+    for name, content in zip(names, hashes, strict=True):
+        tensor = state[name]
+        row = [name, str(tensor.dtype), list(tensor.shape), content]
+        table = tables.setdefault(name.partition("/")[0], hashlib.blake2b(digest_size=16))
+        table.update(json.dumps(row).encode() + b"\n")
+    return {table: found.hexdigest() for table, found in tables.items()}
+
+
+def _hash(tensor: Tensor) -> str:
+    """Of a tensor's bytes, where they are: views only, no copy."""
+    import torch
+
+    flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(memoryview(flat.numpy()), digest_size=16).hexdigest()
+
+
+def sealed(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """state.json with the digest of everything else in it."""
+    rest = {key: value for key, value in meta.items() if key != "digest"}
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
+    return {**rest, "digest": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}
+
+
+def _state(file: Path, step: int) -> dict[str, Any]:
+    try:
+        meta = parsed(file.read_bytes())
+        _check(meta, step)
+    except OSError as error:
+        raise _Damaged(f"{file} cannot be read: {_first_line(error)}") from error
+    except ValueError as error:
+        raise _Damaged(f"{file} is damaged: {error}") from error
+    return meta
+
+
+def _check(meta: Mapping[str, Any], step: int) -> None:
+    for key, kind in KINDS.items():
+        if key in meta and type(meta[key]) is not kind:  # a bool is an int, too
+            raise ValueError(f'"{key}" is {short(meta[key])}, expected {WORDS[kind]}')
+    if "step" not in meta:
+        raise ValueError('"step" is missing')
+    if meta["step"] != step:
+        raise ValueError(f'"step" is {short(meta["step"])}, expected {step} as the folder says')
+    if "digest" in meta:
+        if sealed(meta)["digest"] != meta["digest"]:
+            raise ValueError("its digest does not match what it says")
+    elif odd := sorted(meta.keys() - KINDS.keys() | meta.keys() & {"tables"}):
+        raise ValueError(f'it has {short(odd[0])} and no "digest"')
+
+
+def _first_line(error: Exception) -> str:
+    text = error.strerror if isinstance(error, OSError) else str(error)
+    return (text or str(error) or type(error).__name__).splitlines()[0]
+
+
+def _problem(found: str | None, expected: str | None) -> str:
+    if found == expected:
+        return ""
+    if found is None:
+        return "is missing"
+    return "is not in state.json" if expected is None else "does not match its digest in state.json"
+
+
+def _lacks(path: Path) -> str:
+    """What keeps a folder from being a complete checkpoint; "": nothing."""
+    try:
+        names = os.listdir(path)
+    except OSError as error:
+        return f"it cannot be read ({error.strerror})"
+    if not names:
+        return EMPTY
+    if STATE not in names:
+        return f"it has no {STATE}"
+    return "" if shards.files(path) else "it has no .safetensors file"
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Whole or not at all."""
+    aside = path.with_name(f".{path.name}.new")
+    with aside.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+def flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
