@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gesso.config import Model, Recipe, family, pick_device
+from gesso.config import MAX_SAMPLES, Model, Recipe, family, pick_device
 from gesso.parsing import nearest
 from gesso.types import SampleSpec, UserError
 
@@ -45,13 +45,18 @@ def _check_sizes(found: Recipe, chosen: Algorithm, where: str) -> None:
     if chosen.refills and found.lag:
         raise UserError(f"{where}: refills draw anew for this step's weights; use lag = 0")
     judged = chosen.advantage.flat_by if chosen.family == "writes" else None  # type: ignore[attr-defined]
-    names = [entry.name for entry in found.reward]
+    names = [entry.label for entry in found.reward]
     if judged is not None and judged not in names:
         raise UserError(
             f'{where}: algorithm.advantage.flat_by = "{judged}" is none of the rewards'
             f"{nearest(judged, names)}"
         )
     samples, updates = found.data.groups * chosen.group, chosen.updates
+    if samples > MAX_SAMPLES:
+        raise UserError(
+            f"{where}: data.groups × algorithm.group = {found.data.groups} × {chosen.group} = "
+            f"{samples:,} samples a step; at most {MAX_SAMPLES:,} are held in memory"
+        )
     if samples % updates:
         fit = [n for n in range(1, samples + 1) if samples % n == 0]
         near = sorted(sorted(fit, key=lambda n: abs(n - updates))[:2])

@@ -81,8 +81,8 @@ def _small_batch(job: Job) -> tuple[Rollout, float]:
 def _rewards(rollout: Rollout, found: Findings) -> None:
     for score, sample in zip(rollout.scores, rollout.samples, strict=True):
         if score.error is not None:
-            raise UserError(f"a reward failed on {sample.prompt.text!r}: {score.error}")
-    example, prompt = rollout.scores[0], rollout.samples[0].prompt.text
+            raise UserError(f"a reward failed on {sample.prompt.text[:60]!r}: {score.error}")
+    example, prompt = rollout.scores[0], rollout.samples[0].prompt.text[:60]
     parts = ", ".join(f"{name} {value:.3g}" for name, value in example.parts.items())
     found.fact("rewards", f"all answered; {prompt!r} scored {parts}")
 

@@ -12,12 +12,15 @@ import pytest
 from gesso import cli
 from tests.rewards.servers import Misbehaving, Served
 from tests.rewards.test_judge import said
-from tests.test_examples import EXAMPLES, ROOT, TINY, gesso_here
+from tests.test_examples import EXAMPLES, ROOT, TINY, gesso_here, typed_in
 
 PAGE = (ROOT / "docs" / "custom-reward.md").read_text(encoding="utf-8")
 FILES = {
-    "python": ["custom_reward.py"],
-    "toml": ["custom_reward.toml", "served.toml", "judge.toml"],
+    "python": [
+        "custom_reward.py",
+        *(f"ported/from_{name}.py" for name in ("easyr1", "openrlhf", "trl")),
+    ],
+    "toml": ["custom_reward.toml", "served.toml", "judge.toml", "ported.toml"],
     "text": ["judge.txt"],
 }
 
@@ -42,7 +45,7 @@ def test_the_page_shows_what_the_files_hold(kind: str) -> None:
 def test_the_commands_of_the_page_parse() -> None:
     lines = [line.removeprefix("$ ") for block in blocks("") for line in block.splitlines()]
     commands = [line for line in lines if line.startswith("gesso ")]
-    assert len(commands) == 4
+    assert len(commands) == 5
     for command in commands:
         cli._parser().parse_args(command.split()[1:])
 
@@ -117,3 +120,27 @@ def test_the_class_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     blank, near = base.checked(reward, [Sample(Prompt("a sign"), p, 0) for p in pictures])
     assert blank.error == "the picture is blank"
     assert near.value == 0.5 and near.parts == {"colours": 1.0}
+
+
+def test_functions_of_other_frameworks(tmp_path: Path) -> None:
+    folder, more = tmp_path / "run", ("data.groups=4", "algorithm.group=4", "sampler.batch=16")
+    gesso_here("train", "ported.toml", *TINY, *more, "--run", folder, "--quiet", cwd=EXAMPLES)
+    row = last_row(folder)
+    easyr1, openrlhf, trl = (
+        row[f"reward/ported.from_{name}"]
+        for name in ("easyr1:compute_score", "openrlhf:reward_func", "trl:brief")
+    )
+    right = row["reward/ported.from_easyr1:compute_score/accuracy"]
+    assert row["failed"] == 0 and "`reward/ported.from_easyr1:compute_score/accuracy`" in PAGE
+    assert right == openrlhf == row["reward/ported.from_openrlhf:reward_func/scores"]
+    assert 0.8 * right <= easyr1 <= 0.8 * right + 0.2 and 0 < trl < 1
+    assert row["reward"] == pytest.approx(easyr1 + 0.5 * openrlhf + 0.1 * trl)
+    assert "expected: " in (folder / "samples" / "000001.jsonl").read_text()
+
+
+def test_a_function_of_another_style(capsys: pytest.CaptureFixture[str]) -> None:
+    (block,) = (block for block in blocks("") if "did you mean style" in block)
+    command, sentence = block.splitlines()
+    with typed_in(EXAMPLES, *command.removeprefix("$ ").split()):
+        assert cli.main() == 2
+    assert capsys.readouterr().err == f"{sentence}\n"

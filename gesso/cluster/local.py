@@ -193,7 +193,7 @@ class Local:
                 self.progress.advance(len(piece.samples))
         drawn = time.perf_counter()
         group = torch.tensor(row)
-        weights = {entry.name: entry.weight for entry in self.recipe.reward}
+        weights = {entry.label: entry.weight for entry in self.recipe.reward}
         version = self.sampler.version
         return Pending(
             pieces, futures, group, version, weights, started, drawn, self.progress, what

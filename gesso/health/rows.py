@@ -51,7 +51,7 @@ class Facts:
         from gesso.algorithms.replies import ReplyAlgorithm
 
         entries = recipe.eval_reward or recipe.reward
-        parts = [f"eval/{entry.name}" for entry in entries if entry.weight >= 0]
+        parts = [f"eval/{entry.label}" for entry in entries if entry.weight >= 0]
         replies = algorithm if isinstance(algorithm, ReplyAlgorithm) else None
         return Facts(
             algorithm.clip_range,

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from gesso.types import Prompt
 
 TAG = r"^[A-Za-z][\w-]*$"
 COLUMN = "answer"
+LABELS = ("answer", "target", "label", "ground_truth", "solution")
+"""Columns that hold a row's answer, in this order, for rewards that do not name one."""
 
 
 def tagged(reply: str, tag: str) -> str | None:
@@ -36,9 +39,25 @@ def wanted(prompt: Prompt, column: str) -> str | None:
     given = prompt.columns.get(column)
     if given is None or isinstance(given, bool | list | dict):
         return None
-    if isinstance(given, float) and given.is_integer():
-        given = int(given)  # a column of numbers with gaps comes as floats
-    return str(given).strip() or None
+    return as_text(given).strip() or None
+
+
+def as_text(given: str | int | float) -> str:
+    whole = isinstance(given, float) and given.is_integer()
+    return str(int(given) if whole else given)  # a column of numbers with gaps comes as floats
+
+
+def label(prompt: Prompt) -> Any:
+    """The row's answer, as its column has it; None where there is none."""
+    found = (prompt.columns.get(name) for name in LABELS)
+    return next((value for value in found if value is not None), None)
+
+
+def no_label(prompt: Prompt) -> str:
+    """The sentence for a row without one."""
+    others = f" among {', '.join(prompt.columns)}" if prompt.columns else ""
+    *most, last = LABELS
+    return f"expected a column {', '.join(most)} or {last}, found no such column{others}"
 
 
 def missing(prompt: Prompt, column: str, example: str) -> str:

@@ -7,15 +7,23 @@ the picture or text.
 
 from __future__ import annotations
 
-import importlib
+import dataclasses
 import inspect
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from gesso import imports
 from gesso.config import Strict
 from gesso.parsing import parse
+from gesso.rewards.functions import FunctionReward
+from gesso.rewards.styles import adapted
+from gesso.rewards.untrusted import Unreadable, clean, line, listed, raised, shown
 from gesso.types import Prompt, Sample, Score, UserError
+
+MAX_VALUE = 1e15  # of a reward: its square, as the critic's loss has it, still fits into float32
+MAX_NAME = 100  # characters of a detail's name
 
 
 class Reward(Protocol):
@@ -46,20 +54,6 @@ class Scorer(Protocol):
     async def close(self) -> None: ...
 
 
-class FunctionReward:
-    """`f(samples, **options)` → a list of numbers, None or Scores; it takes every prompt."""
-
-    def __init__(self, function: Callable[..., Sequence[Any]], options: Mapping[str, Any]) -> None:
-        self.function = function
-        self.options = options
-
-    def unfit(self, prompt: Prompt) -> str | None:
-        return None
-
-    def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
-        return self.function(samples, **self.options)
-
-
 class Elsewhere:
     """Stands for a reward that only its server knows; it takes every prompt."""
 
@@ -70,90 +64,158 @@ class Elsewhere:
         raise AssertionError("it runs on a server")
 
 
-def find(reference: str, options: Mapping[str, Any]) -> Any:
+def find(reference: str, options: Mapping[str, Any], style: str = "gesso") -> Any:
     """ "module:Name" → the function or class, which takes these options. Nothing is made of it."""
-    module, _, name = reference.partition(":")
-    if not name:
-        raise UserError(f'reward "{reference}": expected "module:function", found no colon')
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except Exception as error:  # a module of the user's may fail in any way
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(f'reward "{reference}" cannot be imported: {reason}') from error
+    found = imports.load(reference, "reward")
+    _check_options(reference, options)
     if isinstance(found, type):
+        if style != "gesso":
+            raise UserError(
+                f'reward "{reference}" is a class; style = "{style}" takes a function, or an '
+                "object that can be called"
+            )
         if not issubclass(found, Strict):
             _fits(found, reference, options)
         if not callable(getattr(found, "score", None)):
             raise UserError(f'reward "{reference}" has no method score(samples)')
     elif callable(found):
-        _fits(found, reference, options, None)
+        adapted(found, reference, options, style)
     else:
         kind = type(found).__name__
         raise UserError(f'reward "{reference}" is {kind}; expected a function or class')
     return found
 
 
-def load(reference: str, options: Mapping[str, Any], name: str = "") -> Reward:
+def load(
+    reference: str, options: Mapping[str, Any], name: str = "", style: str = "gesso"
+) -> Reward:
     """ "module:Name" → a ready reward. A Strict class checks its options, a function takes them
     as keyword arguments. `name` is what a recipe calls it."""
-    found = find(reference, options)
+    found = find(reference, options, style)
     if not isinstance(found, type):
-        return FunctionReward(found, options)
+        return adapted(found, reference, options, style)
     if issubclass(found, Strict):
-        return parse(found, options, f"reward {name or reference}")  # type: ignore[return-value]
-    try:
-        made: Any = found(**options)
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(f'reward "{reference}" cannot be made: {reason}') from error
-    return made if callable(getattr(made, "unfit", None)) else FunctionReward(made.score, {})
+        made: Any = parse(found, options, f"reward {name or reference}")
+    else:
+        try:
+            made = found(**options)
+        except (Exception, SystemExit) as error:
+            raise UserError(f'reward "{reference}" cannot be made: it {raised(error)}') from error
+    method = adapted(made.score, f"{reference}.score", {}, "gesso")
+    return made if callable(getattr(made, "unfit", None)) else method
 
 
-def _fits(
-    call: Callable[..., Any], reference: str, options: Mapping[str, Any], *first: Any
-) -> None:
+def _check_options(reference: str, options: Mapping[str, Any]) -> None:
+    """They go to other processes as JSON."""
+    for name, value in options.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError):
+            raise UserError(
+                f'reward "{reference}": option {name} = {shown(value)} is a '
+                f"{type(value).__name__}; expected text, a number, true, false, a list or a table"
+            ) from None
+
+
+def _fits(call: Callable[..., Any], reference: str, options: Mapping[str, Any]) -> None:
     try:
-        inspect.signature(call).bind(*first, **options)
+        inspect.signature(call).bind(**options)
     except TypeError as error:
         raise UserError(f'reward "{reference}" does not take these options: {error}') from error
+    except ValueError:  # some classes of C have no signature
+        return
+
+
+def unfit(reward: Reward, prompt: Prompt, name: str) -> str | None:
+    """`reward.unfit`, which is the user's: raises a UserError where it gives anything but a text or
+    None. An empty text is no reason."""
+    theirs = dataclasses.replace(prompt, columns=dict(prompt.columns))  # ours stay as they are
+    try:
+        reason = reward.unfit(theirs)
+    except (Exception, SystemExit) as error:
+        fault = raised(error)
+    else:
+        if reason is None:
+            return None
+        if isinstance(reason, str):
+            return line(reason) or None
+        if inspect.iscoroutine(reason):
+            reason.close()
+        fault = f"returned {shown(reason)}; expected the reason as a text, or None"
+    where = f"{prompt.where}: " if prompt.where else ""
+    raise UserError(f'reward "{name}": its unfit {fault} (asked about {where}{prompt.text[:60]!r})')
 
 
 def checked(reward: Reward, samples: Sequence[Sample]) -> list[Score]:
     """Score, whatever the reward does: raising, a wrong count or a number that is not finite
-    become `Score.error`."""
+    become `Score.error`. The reward has its own list of the samples and may empty it."""
+    count = len(samples)
     try:
-        scores = list(reward.score(samples))
-    except Exception as error:
-        return [Score.failed(f"raised {type(error).__name__}: {error}")] * len(samples)
-    if len(scores) != len(samples):
-        return [Score.failed(f"returned {len(scores)} scores for {len(samples)} samples")] * len(
-            samples
-        )
-    return [plain(score) for score in scores]
+        answers = listed(reward.score(list(samples)), count)
+    except KeyboardInterrupt:
+        raise
+    except Unreadable as error:
+        return [Score.failed(str(error))] * count
+    except BaseException as error:
+        return [Score.failed(raised(error))] * count
+    return [_readable(answer) for answer in answers]
+
+
+def _readable(answer: Any) -> Score:
+    try:
+        return plain(answer)
+    except Exception as error:  # a property of the user's
+        return Score.failed(f"returned {shown(answer)}, which {raised(error)}")
 
 
 def plain(answer: Any) -> Score:
-    """A user's answer, a number, None or a Score, as a Score of plain finite floats."""
+    """A user's answer, a number, None or a Score, as a Score of plain numbers that can be summed
+    and squared."""
     score = answer if isinstance(answer, Score) else Score(answer)
     if score.error is not None:
-        return Score.failed(str(score.error))
-    text = str(score.text).encode("utf-8", "replace").decode()
+        return Score.failed(line(score.error) or "failed without a reason")
+    text = clean(score.text)
     if score.value is None:
         return Score(None, text=text)
-    try:
-        value = float(score.value)
-    except (TypeError, ValueError, OverflowError):
-        return Score.failed(f"returned {score.value!r:.80}, not a number")
-    if not math.isfinite(value):
-        return Score.failed(f"returned {value}")
-    try:
-        parts = {str(name): float(part) for name, part in score.parts.items()}
-    except (TypeError, ValueError, OverflowError, AttributeError):
-        return Score.failed(f"returned {score.parts!r:.80} as details, not numbers by name")
-    odd = [name for name, part in parts.items() if not math.isfinite(part)]
-    if odd:
-        return Score.failed(f'returned {parts[odd[0]]} as its detail "{odd[0]}"')
+    value = _number(score.value)
+    if value is None:
+        return Score.failed(f"returned {shown(score.value)}, not a number")
+    if fault := _fault(value):
+        return Score.failed(f"returned {fault}")
+    parts: dict[str, float] = {}
+    if not isinstance(score.parts, Mapping):
+        return Score.failed(f"returned {shown(score.parts)} as details, not numbers by name")
+    for given, detail in score.parts.items():
+        name, number = clean(given), _number(detail)
+        if number is None:
+            told = f"returned {shown(detail)} as its detail {shown(name)}, not a number"
+            return Score.failed(told)
+        if fault := _fault(number):
+            return Score.failed(f'returned {fault} as its detail "{line(name, MAX_NAME)}"')
+        if not name.isprintable() or not all(name.split("/")) or len(name) > MAX_NAME:
+            return Score.failed(
+                f"returned a detail called {shown(given)}; expected a name of at most {MAX_NAME} "
+                "printable characters"
+            )
+        parts[name] = number
     return Score(value, parts, text)
+
+
+def _number(value: Any) -> float | None:
+    """None where it is none: a text is not, though float() might read it."""
+    if isinstance(value, str | bytes | bytearray):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # torch's for several elements
+        return None
+
+
+def _fault(value: float) -> str | None:
+    """What is wrong with a number, or None."""
+    if not math.isfinite(value):
+        return str(value)
+    return f"{value:g}, beyond ±{MAX_VALUE:g}" if abs(value) > MAX_VALUE else None
 
 
 def is_random(reward: Reward) -> bool:

@@ -1,9 +1,10 @@
 """Scores by content: what was scored once is not scored again.
 
 The key is a hash of all that a score may depend on: the reward and its options, the prompt with
-all columns, messages and pictures, the sample's pixels or text. A picture that lies in a file is
-known by its path: files do not change during a run. `seed` and `where` say how a sample came about,
-not what it is; a reward that looks at them is random in this sense and says `random = True`.
+all columns, messages and pictures, the sample's pixels, or its text and number of tokens. A picture
+that lies in a file is known by its path: files do not change during a run. `seed` and `where` say
+how a sample came about, not what it is; a reward that looks at them is random in this sense and
+says `random = True`.
 Failures are not kept. A sample that is being scored already is waited for, so a request that is
 sent twice is worked on once.
 """
@@ -81,7 +82,7 @@ class Cached:
         prompt, image = sample.prompt, sample.image
         columns = json.dumps(prompt.columns, sort_keys=True, default=str)
         shape = "" if image is None else str(image.shape)
-        text = "" if sample.text is None else f"text:{sample.text}"
+        text = "" if sample.text is None else f"{sample.tokens} tokens:{sample.text}"
         digest = hashlib.blake2b(digest_size=20)
         parts = [prompt.text, prompt.negative, columns, shape, text, _asked(prompt)]
         for part in (self.identity, *(p.encode(errors="surrogatepass") for p in parts)):

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gesso.rewards import base
 from gesso.rewards.base import Reward, Scorer
-from gesso.types import Sample, Score
+from gesso.types import Sample, Score, UserError
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,10 @@ class Fitting:
     """In front of another scorer: samples whose prompt its reward cannot score do not go there; it
     does not apply to them."""
 
-    def __init__(self, inner: Scorer, reward: Reward) -> None:
+    def __init__(self, inner: Scorer, reward: Reward, name: str) -> None:
         self.inner = inner
         self.reward = reward
+        self.name = name
 
     @property
     def processes(self) -> int:
@@ -38,10 +40,18 @@ class Fitting:
         return self.inner.random
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
-        fit = [self.reward.unfit(sample.prompt) is None for sample in samples]
-        asked = [sample for sample, fits in zip(samples, fit, strict=True) if fits]
+        apart = [self._apart(sample) for sample in samples]
+        asked = [sample for sample, score in zip(samples, apart, strict=True) if score is None]
         scores = iter(await self.inner.score(asked) if asked else [])
-        return [next(scores) if fits else Score(None) for fits in fit]
+        return [next(scores) if score is None else score for score in apart]
+
+    def _apart(self, sample: Sample) -> Score | None:
+        """The score of a sample that does not go there; None for the others."""
+        try:
+            reason = base.unfit(self.reward, sample.prompt, self.name)
+        except UserError as error:
+            return Score.failed(str(error))
+        return Score(None) if reason else None
 
     async def close(self) -> None:
         await self.inner.close()
@@ -57,7 +67,13 @@ def combine(weighted: Sequence[tuple[str, float, Score]]) -> Score:
             return Score.failed(f"{name}: {score.error}")
         if score.value is None:
             continue
-        total += weight * score.value
+        share = weight * score.value
+        if not abs(share) <= base.MAX_VALUE:  # nor is NaN
+            return Score.failed(
+                f"{name}: its weight {weight:g} times its value {score.value:g} is beyond "
+                f"±{base.MAX_VALUE:g}"
+            )
+        total += share
         parts[name] = score.value
         parts |= {f"{name}/{detail}": value for detail, value in score.parts.items()}
     if not parts:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 from pydantic import Field
 
-from gesso.config import Strict, pick_device
+from gesso.config import Device, Strict, pick_device
 from gesso.types import Prompt, Sample, Score, UserError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ T = TypeVar("T")
 class Network(Strict):
     """What rewards with a network of their own have in common."""
 
-    device: str = "auto"  # a GPU where there is one
+    device: Device = "auto"  # a GPU where there is one
     batch: int = Field(16, ge=1)  # pictures at a time
 
     def unfit(self, prompt: Prompt) -> str | None:
@@ -274,6 +274,8 @@ def loaded(kind: Any, path: str, **options: Any) -> Any:
         raise UserError(f'{kind.__name__} cannot be loaded from "{path}": no such folder')
     try:
         with _quiet():
+            if kind.__name__.startswith("Auto"):
+                options["trust_remote_code"] = False  # unsaid, transformers asks on the terminal
             return kind.from_pretrained(str(folder), **options)
     except Exception as error:  # a missing file, no network, a missing package, broken weights
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -27,13 +27,13 @@ from pydantic import Field
 
 from gesso.config import Strict
 from gesso.parsing import parse
+from gesso.rewards import answers
 from gesso.rewards.base import plain
 from gesso.types import PICTURE_FORMATS, Picture, Prompt, Sample, Score, UserError
 
 ASIDE = 2**17  # bytes, about 2 ms of work
 MAX_PIXELS = 2**26  # of all pictures of a request together: one of 8192 × 8192
 FORMATS = ("PNG", "JPEG", "WEBP")
-ANSWERS = ("answer", "target", "label")  # columns that hold a row's label, in this order
 
 
 T = TypeVar("T")
@@ -219,17 +219,12 @@ def pack_get_reward(samples: Sequence[Sample]) -> bytes:
     request: dict[str, Any] = {
         "query": [s.prompt.text + (s.text or "") for s in samples],
         "prompts": [s.prompt.text for s in samples],
-        "labels": [label_of(s.prompt) for s in samples],
+        "labels": [answers.label(s.prompt) for s in samples],
     }
     if any(s.image is not None for s in samples):
         images = [None if s.image is None else base64_png(s.image) for s in samples]
         request["images"] = images
     return json.dumps(request).encode()
-
-
-def label_of(prompt: Prompt) -> Any:
-    found = [prompt.columns[name] for name in ANSWERS if name in prompt.columns]
-    return found[0] if found else None
 
 
 def read_get_reward(body: bytes) -> list[Sample]:
@@ -247,7 +242,7 @@ def read_get_reward(body: bytes) -> list[Sample]:
 
 
 def _of_query(query: str, prompt: str, label: Any, image: bytes | None) -> Sample:
-    columns = {} if label is None else {name: label for name in ANSWERS}
+    columns = {} if label is None else {name: label for name in answers.LABELS}
     seen = None if image is None else picture(image)
     reply = query.removeprefix(prompt)
     text = None if seen is not None and not reply else reply

@@ -1,7 +1,8 @@
-"""A reward in a process of its own: `python -m gesso.rewards.worker module:Name '{options}'`.
+"""A reward in its own process, started by `imports.command` with "module:Name", its options and its
+style.
 
 Frames of `wire.py` come in on stdin and go out on stdout; when stdin closes, also because the
-parent was killed, the worker ends. What the reward prints goes to stderr.
+parent was killed, the worker ends. What the reward prints goes to stderr, and it has no input.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ import sys
 from collections.abc import Sequence
 
 from gesso.rewards import base, wire
-from gesso.types import Prompt, Sample, Score
+from gesso.rewards.untrusted import raised
+from gesso.types import Prompt, Sample, Score, UserError
 
 
 class Broken:
@@ -29,19 +31,27 @@ class Broken:
 
 
 def main() -> None:
-    reference, options = sys.argv[1], json.loads(sys.argv[2])
-    answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # a reward that prints must not break the frames
-    sys.path.insert(0, os.getcwd())
+    reference, options, style = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a reward that reads, prints or closes its
+    os.dup2(2, 1)  # streams must not break the frames
     reward: base.Reward
     try:
-        reward = base.load(reference, options)
-    except Exception as error:  # told with every score: the run needs to know, not only stderr
-        reward = Broken(f"{error}")
-    while header := sys.stdin.buffer.readline():
-        samples = wire.read_samples(header, sys.stdin.buffer.read)
-        answers.write(wire.pack_scores(base.checked(reward, samples)))
+        reward = base.load(reference, options, style=style)
+    except BaseException as error:  # every score says so: the run must know, not only stderr
+        reward = Broken(str(error) if isinstance(error, UserError) else raised(error))
+    while header := requests.readline():
+        samples = wire.read_samples(header, requests.read)
+        answers.write(wire.pack_scores(_scored(reward, samples)))
         answers.flush()
+
+
+def _scored(reward: base.Reward, samples: list[Sample]) -> list[Score]:
+    """Ctrl-C does not reach this process, so a KeyboardInterrupt is the reward's."""
+    try:
+        return base.checked(reward, samples)
+    except KeyboardInterrupt as error:
+        return [Score.failed(raised(error))] * len(samples)
 
 
 if __name__ == "__main__":

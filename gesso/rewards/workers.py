@@ -12,10 +12,10 @@ import contextlib
 import json
 import os
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gesso import imports
 from gesso.rewards import wire
 from gesso.types import Sample, Score
 
@@ -39,9 +39,11 @@ class Workers:
         count: int,
         batch: int = 4,
         timeout: float = 300.0,
+        style: str = "gesso",
     ) -> None:
         self.reference = reference
         self.options = dict(options)
+        self.style = style
         self.batch = batch
         self.timeout = timeout
         self.processes = count
@@ -84,7 +86,10 @@ class Workers:
             if process is None or process.returncode is not None:
                 process = await self._start()
             try:
-                return await asyncio.wait_for(self._ask(process, frame), self.timeout)
+                scores = await asyncio.wait_for(self._ask(process, frame), self.timeout)
+                if len(scores) != len(samples):
+                    raise ValueError(f"{len(scores)} scores for {len(samples)} samples")
+                return scores
             except asyncio.TimeoutError:
                 lost: _Lost = _Late(f"gave no answer in {self.timeout:g} s")
             except (OSError, ValueError, asyncio.IncompleteReadError) as error:
@@ -105,12 +110,9 @@ class Workers:
         return f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
 
     async def _start(self) -> asyncio.subprocess.Process:
+        arguments = self.reference, json.dumps(self.options), self.style
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "gesso.rewards.worker",
-            self.reference,
-            json.dumps(self.options),
+            *imports.command("gesso.rewards.worker", *arguments),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=os.environ | _ONE_THREAD,

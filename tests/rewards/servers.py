@@ -6,10 +6,8 @@ import asyncio
 import json
 import os
 import socket
-import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +17,7 @@ import numpy as np
 
 from gesso.rewards import protocol
 from gesso.types import Prompt, Sample
+from tests.waiting import Started
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -32,32 +31,17 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-class Served:
+class Served(Started):
     """`gesso serve-reward …` until `end`."""
 
     def __init__(self, *arguments: str, port: int = 0, **environment: str) -> None:
-        self.process = subprocess.Popen(
+        super().__init__(
             [sys.executable, "-m", "gesso.cli", "serve-reward", *arguments, "--port", str(port)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
         )
-        assert self.process.stdout and self.process.stderr
-        line = self.process.stdout.readline()
-        assert " at http" in line, line + self.process.stderr.read()
-        self.url = line.rsplit(" ", 1)[1].strip()
+        self.url = self.printed(r" at (http\S+)")[1]
         self.port = int(self.url.rpartition(":")[2])
-
-    def end(self) -> int:
-        if self.process.poll() is None:
-            self.process.terminate()
-        code = self.process.wait(20)
-        for pipe in (self.process.stdout, self.process.stderr):
-            assert pipe
-            pipe.close()
-        return code
 
 
 @contextmanager
@@ -167,7 +151,7 @@ class Misbehaving:
         elif fault == "truncated":
             body = body[: len(body) // 2]
         elif fault == "garbage":
-            body = os.urandom(10_000_000)
+            body = os.urandom(5_000_000)
         elif fault == "count":
             body = json.dumps({key: rows[:-1] for key, rows in right.items()}).encode()
         elif fault in ("NaN", "Infinity", "1e999", "true", '"0.5"', "null"):
@@ -198,10 +182,3 @@ class Misbehaving:
 
 def _brightness(sample: Sample) -> float:
     return float(sample.picture.mean()) / 255
-
-
-def wait_until(condition: Any, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come so far"
-        time.sleep(0.01)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic_core import PydanticUndefined
 
-from gesso import build
+from gesso import build, imports
 from gesso.rewards.judge import Asks
 from gesso.rewards.networks import Network
 from gesso.tables import tomllib
@@ -29,13 +29,13 @@ def rows() -> dict[str, list[str]]:
 
 
 def local() -> list[str]:
-    kinds = {name: build._import(reference) for name, reference in build.REWARDS.items()}
+    kinds = {name: imports.load(reference, "model") for name, reference in build.REWARDS.items()}
     return [name for name, kind in kinds.items() if not issubclass(kind, Asks)]
 
 
 @pytest.mark.parametrize("name", local())
 def test_options_and_defaults(name: str) -> None:
-    kind = build._import(build.REWARDS[name])
+    kind = imports.load(build.REWARDS[name], "model")
     cells = rows()[name]
     assert ("◈" in cells[0]) == issubclass(kind, Network)
     shared = Network.model_fields if issubclass(kind, Network) else {}

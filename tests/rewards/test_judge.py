@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gesso import build, run
+from gesso import build, imports, run
 from gesso.config import RewardEntry
 from gesso.parsing import parse
 from gesso.rewards import base, judge, pool, protocol
@@ -24,7 +23,8 @@ from gesso.rewards.judge import Judge, QwenVlOcr, QwenVlScore, UnifiedReward, ra
 from gesso.tables import tomllib
 from gesso.types import Prompt, Sample, UserError
 from tests.rewards import tiny_judge
-from tests.rewards.servers import Misbehaving, free_port, grey, served, wait_until
+from tests.rewards.servers import Misbehaving, free_port, grey, served
+from tests.waiting import Started
 
 
 @pytest.fixture(autouse=True)
@@ -129,8 +129,9 @@ def test_many_in_flight_each_with_its_own_answer() -> None:
 
 @pytest.mark.parametrize("fault", ["500 Oh", "429 Slow", "close", "half", "hang"])
 def test_what_may_pass_is_asked_again(fault: str) -> None:
+    timeout = 1.0 if fault == "hang" else 60.0  # only a hang waits for it
     with Misbehaving([fault, fault]) as server:
-        (score,) = UnifiedReward(urls=[server.url], model="m", timeout=0.5).score([grey(255)])
+        (score,) = UnifiedReward(urls=[server.url], model="m", timeout=timeout).score([grey(255)])
         assert score.value == 1.0 and len(server.requests) == 3
 
 
@@ -265,7 +266,7 @@ def test_the_page_names_every_judge_and_option() -> None:
 
     page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
     section = page.partition("### Judges")[2].partition("### The cache")[0]
-    kinds = {name: build._import(reference) for name, reference in build.REWARDS.items()}
+    kinds = {name: imports.load(reference, "reward") for name, reference in build.REWARDS.items()}
     asking = {name: kind for name, kind in kinds.items() if issubclass(kind, judge.Asks)}
     assert len(asking) == 6
     for word in {*asking, *Judge.model_fields}:
@@ -283,37 +284,26 @@ def test_the_page_names_every_judge_and_option() -> None:
 
 
 @contextmanager
-def openai_server(folder: Path, *command: str | Path, patience: float = 110) -> Iterator[str]:
-    """A server process of somebody else's on loopback, from ready until the end of the test; one
-    that dies is noticed at once."""
+def openai_server(*command: str | Path) -> Iterator[str]:
+    """A server process of somebody else's on loopback, from when it answers until the end of the
+    test."""
     port = free_port()
     offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
-    with (folder / "log").open("wb") as log:
-        process = subprocess.Popen(
-            [*map(str, command), "--host", "127.0.0.1", "--port", str(port)],
-            stdout=log,
-            stderr=log,
-            env=os.environ | offline,
-        )
+    address = ("--host", "127.0.0.1", "--port", str(port))
+    server = Started([*command, *address], env=os.environ | offline)
     url = f"http://127.0.0.1:{port}"
 
-    def ready() -> bool:
-        assert process.poll() is None, (folder / "log").read_text()
+    def answers() -> bool:
         try:
             return httpx.get(f"{url}/health").status_code == 200
         except httpx.TransportError:
             return False
 
+    server.until(answers)
     try:
-        wait_until(ready, patience)
         yield f"{url}/v1"
     finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:  # still starting, it does not listen
-            process.kill()
-            process.wait(20)
+        server.end()
 
 
 @pytest.fixture(scope="module")
@@ -322,7 +312,7 @@ def transformers_serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
     pytest.importorskip("openai", reason="transformers serve needs it")
     folder = tiny_judge.save(tmp_path_factory.mktemp("judge"))
     program = Path(sys.executable).parent / "transformers"
-    with openai_server(folder, program, "serve", folder, "--device", "cpu") as url:
+    with openai_server(program, "serve", folder, "--device", "cpu") as url:
         yield url, str(folder)
 
 
@@ -364,8 +354,7 @@ def test_vllm_answers(tmp_path: Path) -> None:
     module = ("-m", "vllm.entrypoints.openai.api_server", "--model", folder)
     settings = ("--enforce-eager", "--max-model-len", "1024", "--dtype", "float32")
     samples = [Sample(Prompt("2+2?"), None, i, text=str(i)) for i in range(24)]
-    # 23 s of CPU time; 250 s on two cores with a load of 12.
-    with openai_server(folder, python, *module, *settings, patience=400) as url:
+    with openai_server(python, *module, *settings) as url:
         scores = UnifiedReward(urls=[url], prompt=str(tmp_path / "q.txt")).score(samples)
         assert [s.value for s in scores] == [0.8] * 24, scores[0]
         (cut,) = UnifiedReward(urls=[url], max_tokens=2).score(samples[:1])

@@ -18,7 +18,7 @@ from PIL import Image
 from gesso import build, cli, run
 from gesso.config import RemoteEntry, RewardEntry
 from gesso.formulas import advantages as adv
-from gesso.rewards import base, deqa, ocr, protocol
+from gesso.rewards import answers, base, deqa, ocr, protocol
 from gesso.rewards.cache import Cached
 from gesso.rewards.compose import Weighted
 from gesso.rewards.service import RewardService
@@ -241,4 +241,4 @@ def test_the_reader_gets_blue_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_answer_is_the_label_before_the_target() -> None:
     prompt = Prompt("q", columns={"target": "no", "answer": "yes"})
-    assert protocol.label_of(prompt) == "yes"
+    assert answers.label(prompt) == "yes"

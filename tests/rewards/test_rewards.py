@@ -115,7 +115,7 @@ def test_a_reward_that_hangs_times_out(service) -> None:
     started = time.monotonic()
     scores = service(f"{USER}:hangs", timeout=1.5).submit([sample()]).result().scores
     assert scores[0].error == "mine: gave no answer in 1.5 s, 2 times"
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 300  # it sleeps 600
 
 
 def test_closing_ends_the_worker_processes(service) -> None:
@@ -139,9 +139,15 @@ def test_numbers_of_numpy_and_plain_classes_are_fine(service) -> None:
     assert score.error == "mine: returned 'good', not a number"
 
 
-@pytest.mark.parametrize("name, options", [("brightness", {"scael": 2}), ("Stateful", {})])
-def test_options_that_do_not_fit_are_told_at_once(name: str, options: dict) -> None:
-    with pytest.raises(UserError, match="does not take these options"):
+@pytest.mark.parametrize(
+    "name, options, sentence",
+    [
+        ("brightness", {"scael": 2}, "unexpected keyword argument 'scael'"),
+        ("Stateful", {}, "does not take these options: missing a required argument: 'word'"),
+    ],
+)
+def test_options_that_do_not_fit_are_told_at_once(name: str, options: dict, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
         base.load(f"{USER}:{name}", options)
 
 
@@ -157,7 +163,7 @@ def test_a_class_with_state() -> None:
         ("nope", 'no reward "nope"'),
         ("ocrr", 'did you mean "ocr"'),
         ("no_such_module:f", "cannot be imported"),
-        (f"{USER}:nothing", "cannot be imported"),
+        (f"{USER}:nothing", 'has no "nothing"'),
     ],
 )
 def test_a_reward_that_does_not_exist(recipe_data: dict, name: str, sentence: str) -> None:

@@ -1,0 +1,9 @@
+"""A reward function as OpenRLHF's --reward.remote_url takes them, for docs/custom-reward.md."""
+
+import torch
+
+
+def reward_func(queries, prompts, labels, **kwargs):
+    rows = zip(queries, labels, strict=True)
+    rewards = torch.tensor([float(f"<answer>{label}</answer>" in query) for query, label in rows])
+    return {"rewards": rewards, "scores": rewards, "extra_logs": {"letters": len(queries[0])}}

@@ -1,0 +1,381 @@
+"""Reward functions written for EasyR1, OpenRLHF and TRL: what they are given, and what becomes of
+what they return. Functions that do not keep to a style are in test_hostile.py."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import typing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from gesso import build, cli, run
+from gesso.config import Recipe, RewardEntry
+from gesso.health import Facts
+from gesso.parsing import parse
+from gesso.rewards import base
+from gesso.rewards.cache import Cached
+from gesso.rewards.styles import STYLES
+from gesso.rewards.workers import Workers
+from gesso.types import Prompt, Sample, Score, UserError
+from gesso.use.evaluate import reward_entry
+from tests import tokens
+from tests.rewards.servers import served
+
+EASYR1 = """\
+REWARD_NAME = "lengths"
+REWARD_TYPE = "batch"
+
+def compute_score(reward_inputs, most=10):
+    assert isinstance(reward_inputs, list)
+    return [
+        {"overall": x["response_length"] / most, "right": x["response"] == x["ground_truth"]}
+        for x in reward_inputs
+    ]
+"""
+SEQUENTIAL = """\
+REWARD_TYPE = "sequential"
+
+def compute_score(reward_input, most=10):
+    if reward_input["response"] == "worst":
+        raise RuntimeError("no")
+    return {"overall": reward_input["response_length"] / most}
+"""
+SEEN = """\
+seen = []
+
+def f({}):
+    seen.append({})
+    return {}
+"""
+
+
+def file_of(folder: Path, code: str, name: str = "rewards/mine.py") -> str:
+    """The path of a reward file."""
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(code)
+    return str(path)
+
+
+def sample(text: str = "4", tokens: int | None = 5, **columns: Any) -> Sample:
+    columns = columns or {"answer": "4"}
+    return Sample(Prompt("2 + 2?", columns=columns, where="t:1"), None, 0, text, tokens)
+
+
+def given(reward: base.Reward) -> list[Any]:
+    """What the function of a file of SEEN was called with."""
+    return reward.function.__globals__["seen"]  # type: ignore[attr-defined]
+
+
+def test_the_styles_are_those_of_a_recipe() -> None:
+    annotation = RewardEntry.model_fields["style"].annotation
+    assert list(typing.get_args(annotation)) == list(STYLES)
+
+
+# EasyR1
+
+
+def test_easyr1_gets_a_list_and_its_overall_is_the_value(tmp_path: Path) -> None:
+    file = file_of(tmp_path, EASYR1)
+    reward = base.load(f"{file}:compute_score", {"most": 20}, style="easyr1")
+    found = base.checked(reward, [sample("4"), sample("5", 10)])
+    assert found == [Score(0.25, {"right": 1.0}), Score(0.5, {"right": 0.0})]
+
+
+def test_easyr1_one_at_a_time_fails_alone(tmp_path: Path) -> None:
+    file = file_of(tmp_path, SEQUENTIAL)
+    older = file_of(
+        tmp_path, SEQUENTIAL.partition("\n")[2], "older.py"
+    )  # EasyR1 0.3.2 says nothing
+    for place in (file, older):
+        reward = base.load(f"{place}:compute_score", {}, style="easyr1")
+        good, bad = base.checked(reward, [sample(), sample("worst")])
+        assert good == Score(0.5) and bad.error == "raised RuntimeError: no"
+
+
+def test_easyr1_reads_the_type_where_the_recipe_points(tmp_path: Path) -> None:
+    """As EasyR1 does: of the file, not of the module that the function came from."""
+    file_of(tmp_path, "def compute_score(x): return {'overall': 1.0}", "elsewhere.py")
+    code = (
+        "import importlib.util, pathlib\n"
+        "place = pathlib.Path(__file__).parent.parent / 'elsewhere.py'\n"
+        "spec = importlib.util.spec_from_file_location('elsewhere', place)\n"
+        "module = importlib.util.module_from_spec(spec)\n"
+        "spec.loader.exec_module(module)\n"
+        "compute_score, REWARD_TYPE = module.compute_score, 'sequential'\n"
+    )
+    reward = base.load(f"{file_of(tmp_path, code)}:compute_score", {}, style="easyr1")
+    assert base.checked(reward, [sample(), sample()]) == [Score(1.0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("columns", "truth"),
+    [
+        ({"answer": "4"}, "4"),
+        ({"ground_truth": " 4 "}, " 4 "),
+        ({"solution": "no", "answer": "yes"}, "yes"),
+        ({"answer": None, "solution": "4"}, "4"),
+        ({"answer": 4}, "4"),
+        ({"answer": 4.0}, "4"),  # a column of numbers with gaps
+        ({"label": [1, 2]}, [1, 2]),
+    ],
+)
+def test_easyr1_ground_truth(columns: dict[str, Any], truth: Any, tmp_path: Path) -> None:
+    code = SEEN.format("reward_inputs", "reward_inputs[0]", "[{'overall': 1.0}]")
+    reward = base.load(f"{file_of(tmp_path, code)}:f", {}, style="easyr1")
+    assert reward.unfit(sample(**columns).prompt) is None
+    base.checked(reward, [sample("four", 3, **columns)])
+    assert given(reward) == [{"response": "four", "response_length": 3, "ground_truth": truth}]
+
+
+def test_easyr1_needs_an_answer_and_a_text(tmp_path: Path) -> None:
+    reward = base.load(f"{file_of(tmp_path, EASYR1)}:compute_score", {}, style="easyr1")
+    reason = reward.unfit(Prompt("?", columns={"question": "x"}))
+    assert reason and reason.startswith("expected a column answer, target, label, ground_truth or")
+    assert reason.endswith("found no such column among question")
+    image = Sample(Prompt("a", columns={"answer": "4"}), np.zeros((2, 2, 3), np.uint8), 0)
+    found = base.checked(reward, [sample(), image, sample(question="x")])
+    assert found[0].value == 0.5 and found[1].error == "is an image; expected a text"
+    assert found[2].error == reason  # of a server's batch each fails alone
+    (uncounted,) = base.checked(reward, [sample("4", None)])
+    assert uncounted.error == "raised KeyError: 'response_length'"  # OpenRLHF's protocol has none
+
+
+# OpenRLHF
+
+
+def test_openrlhf_is_called_query_by_query(tmp_path: Path) -> None:
+    answer = "{'rewards': torch.tensor([0.5]), 'scores': torch.tensor([1.0]), 'extra_logs': extra}"
+    code = SEEN.format(
+        "queries, prompts, labels, **more", "[queries, prompts, labels, more]", answer
+    )
+    code = "import torch\nextra = {'a': torch.tensor(2.0), 'b': 3}\n" + code
+    reward = base.load(f"{file_of(tmp_path, code)}:f", {"k": 1}, style="openrlhf")
+    found = base.checked(reward, [sample("four"), sample("five", n="x")])
+    assert found == [Score(0.5, {"a": 2.0, "b": 3.0, "scores": 1.0})] * 2
+    assert given(reward) == [
+        [["2 + 2?four"], ["2 + 2?"], ["4"], {"k": 1}],
+        [["2 + 2?five"], ["2 + 2?"], [""], {"k": 1}],  # OpenRLHF's label without a label_key
+    ]
+    assert reward.unfit(Prompt("?")) is None
+
+
+# TRL
+
+TALK = ({"role": "system", "content": [{"type": "text", "text": "Be brief."}]},)
+ASKED = ({"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]},)
+
+
+def test_trl_gets_texts_and_every_column(tmp_path: Path) -> None:
+    code = SEEN.format("**given", "given", "[0.5, None]")
+    reward = base.load(f"{file_of(tmp_path, code)}:f", {"k": 7}, style="trl")
+    rows = [sample("four", 3, answer="4", task="sum"), sample("five", 9, answer="5")]
+    assert base.checked(reward, rows) == [Score(0.5), Score(None)]
+    (seen,) = given(reward)
+    assert seen["prompts"] == ["2 + 2?"] * 2 and seen["completions"] == ["four", "five"]
+    assert seen["answer"] == ["4", "5"] and seen["task"] == ["sum", None] and seen["k"] == 7
+    assert [len(ids) for ids in seen["completion_ids"]] == [3, 9]
+    assert not {"trainer_state", "images", "image", "environments"} & set(seen)
+
+
+def test_trl_gets_messages_and_images_where_the_prompt_has_them(tmp_path: Path) -> None:
+    code = SEEN.format("**given", "given", "[1.0]")
+    reward = base.load(f"{file_of(tmp_path, code)}:f", {}, style="trl")
+    picture = tokens.picture(4, 6)
+    prompt = Prompt("How many?", columns={"answer": "1"}, images=(picture,), messages=TALK + ASKED)
+    assert base.checked(reward, [Sample(prompt, None, 0, "one", 1)]) == [Score(1.0)]
+    (seen,) = given(reward)
+    ((image,),) = seen["images"]
+    assert image.size == (6, 4) and seen["image"] == [image]
+    system, user = seen["prompts"][0]
+    assert system == {"role": "system", "content": "Be brief."}
+    assert user["content"] == [
+        {"type": "image", "image": image},
+        {"type": "text", "text": "How many?"},
+    ]
+    assert seen["completions"] == [[{"role": "assistant", "content": "one"}]]
+
+
+def test_trl_logs_become_details_and_text(tmp_path: Path) -> None:
+    code = (
+        "def f(completions, log_extra, log_metric, **kwargs):\n"
+        "    log_extra('read', [c.upper() for c in completions])\n"
+        "    log_metric('share', 0.25), log_metric('share', 0.75)\n"
+        "    return [1.0] * len(completions)\n"
+    )
+    reward = base.load(f"{file_of(tmp_path, code)}:f", {}, style="trl")
+    found = base.checked(reward, [sample("a"), sample("b")])
+    assert [s.text for s in found] == ["read: A", "read: B"]
+    assert all(s.parts == {"share": 0.5} for s in found)
+
+
+def test_trl_async_calls_share_a_loop(tmp_path: Path) -> None:
+    code = (
+        "import asyncio\nloops = set()\n"
+        "async def f(completions, **kwargs):\n"
+        "    await asyncio.sleep(0)\n"
+        "    loops.add(asyncio.get_running_loop())\n"
+        "    return [float(len(loops))] * len(completions)\n"
+    )
+    reward = base.load(f"{file_of(tmp_path, code)}:f", {}, style="trl")
+    assert [base.checked(reward, [sample()])[0].value for _ in range(2)] == [1.0, 1.0]
+
+
+def test_trl_takes_only_what_it_names(tmp_path: Path) -> None:
+    code = SEEN.format("completions, solution, image=None", "image", "[1.0]")
+    reward = base.load(f"{file_of(tmp_path, code)}:f", {}, style="trl")
+    assert base.checked(reward, [sample(solution="4", other=1)]) == [Score(1.0)]
+    assert reward.unfit(Prompt("?", columns={"answer": "4"})) == (
+        'the function takes the column "solution", found no such column among answer'
+    )
+
+
+# Where they run
+
+
+def test_the_style_goes_to_worker_processes(tmp_path: Path) -> None:
+    workers = Workers(f"{file_of(tmp_path, EASYR1)}:compute_score", {"most": 20}, 1, style="easyr1")
+
+    async def go() -> list[Score]:
+        try:
+            return await workers.score([sample("4"), sample("5", 10)])
+        finally:
+            await workers.close()
+
+    assert asyncio.run(go()) == [Score(0.25, {"right": 1.0}), Score(0.5, {"right": 0.0})]
+
+
+def test_a_style_served(tmp_path: Path) -> None:
+    reference = f"{file_of(tmp_path, EASYR1)}:compute_score"
+    with served(reference, "style=easyr1", "most=20") as server:
+        rows = [{"prompt": "?", "text": "4", "tokens": 5, "columns": {"answer": "4"}}]
+        scores = httpx.post(f"{server.url}/score", json={"samples": rows}).json()["scores"]
+    assert scores == [{"value": 0.25, "parts": {"right": 1.0}, "text": "", "error": None}]
+
+
+def entry(name: str, **more: Any) -> RewardEntry:
+    return parse(RewardEntry, {"name": name, **more}, "reward")
+
+
+def test_the_style_and_the_tokens_are_part_of_the_cache_key(tmp_path: Path) -> None:
+    """`f(x)` fits two styles: its scores are not those of the other."""
+    name = f"{file_of(tmp_path, 'def f(x): return [1.0]')}:f"
+    scorers = [build.scorer(entry(name, style=style)) for style in ("gesso", "easyr1")]
+    keys = [s.key(sample()) for s in scorers if isinstance(s, Cached)]
+    assert len(set(keys)) == 2
+    one = scorers[0]
+    assert isinstance(one, Cached) and one.key(sample("a", 5)) != one.key(sample("a", 6))
+
+
+def drawing(*rewards: dict[str, Any]) -> Recipe:
+    """A recipe of a model that draws, which is not there: nothing may be loaded."""
+    data = {
+        "model": {"path": "nowhere"},
+        "data": {"train": "nowhere.txt", "eval": "nowhere.txt"},
+        "algorithm": {"name": "flow-grpo"},
+        "reward": list(rewards),
+    }
+    return build.recipe_from(data)
+
+
+@pytest.mark.parametrize("style", ["easyr1", "openrlhf", "trl"])
+def test_styles_of_text_are_not_for_models_that_draw(style: str, tmp_path: Path) -> None:
+    name = f"{file_of(tmp_path, 'def f(*args, prompts=None, **kwargs): pass')}:f"
+    with pytest.raises(UserError, match=f'style = "{style}" scores text, and model.name = "sd3" d'):
+        build.rewards(drawing({"name": name, "style": style}))
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("ocr", "ocr"),
+        ("tests.rewards.user_rewards:constant", "tests.rewards.user_rewards:constant"),
+        ("math.py:compute_score", "math:compute_score"),
+        ("./math.py:compute_score", "math:compute_score"),
+        ("a/rewards/math.py:compute_score", "rewards.math:compute_score"),
+        ("/home/me/rewards/math.py:compute_score", "rewards.math:compute_score"),
+        ("~/../math.py:f", "math:f"),
+    ],
+)
+def test_labels(name: str, label: str) -> None:
+    assert entry(name).label == label
+
+
+def test_two_files_of_one_name(tmp_path: Path) -> None:
+    code = "def f(samples): return [1.0] * len(samples)"
+    files = [file_of(tmp_path, code, name) for name in ("a/mine.py", "b/mine.py", "c/a/mine.py")]
+    one, two, three = ({"name": f"{file}:f"} for file in files)
+    rewards = build.rewards(drawing(one, two))
+    rewards.service.close()
+    assert [r.name for r in rewards.service.rewards] == ["a.mine:f", "b.mine:f"]
+    with pytest.raises(UserError, match=r'would both be called "a\.mine:f" in the metrics'):
+        build.rewards(drawing(one, three))
+
+
+@pytest.fixture(scope="module")
+def text_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe of a tiny language model, and in its folder rewards of EasyR1's kind."""
+    folder = tmp_path_factory.mktemp("text")
+    tokens.build("qwen2", folder / "qwen2")
+    file_of(folder, EASYR1)
+    rows = [{"problem": f"{n} + 1?", "answer": str(n + 1)} for n in range(6)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "recipe.toml").write_text(
+        'steps = 1\n[model]\nname = "causal"\npath = "qwen2"\ndevice = "cpu"\n'
+        '[data]\ntrain = "rows.jsonl"\neval = "rows.jsonl"\ngroups = 2\n'
+        '[algorithm]\nname = "grpo"\ngroup = 2\nmax_tokens = 4\n'
+        '[sampler]\nbatch = 4\n[eval]\nprompts = 2\n[[reward]]\nname = "choice"\n'
+    )
+    return folder
+
+
+def test_check_says_which_style_it_is(
+    text_recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(text_recipe)
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the command adds the folder
+    name = "reward.0.name=rewards/mine.py:compute_score"
+    assert cli.main(["check", "recipe.toml", name, "model.path=nowhere"]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "Traceback" not in told
+    assert 'takes (reward_inputs, most=10); style = "gesso" calls it with (samples, **' in told
+    assert 'did you mean style = "easyr1"?' in told
+
+
+def test_rewards_are_known_by_their_labels(
+    text_recipe: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the normalisation of each reward, by `flat_by` and by the watch over evaluations."""
+    monkeypatch.chdir(text_recipe)
+    label = "rewards.mine:compute_score"
+    overrides = ["reward.0.name=rewards/mine.py:compute_score", "reward.0.style=easyr1"]
+    dropped = ["algorithm.advantage.drop_flat=true", f"algorithm.advantage.flat_by={label}"]
+    job = run.assemble(build.recipe("recipe.toml", [*overrides, *dropped]))
+    try:
+        rollout, _ = job.cluster.collect(0).result()
+        assert list(rollout.weights) == [label] and not rollout.components.isnan().any()
+        assert f"eval/{label}" in Facts.of(job.recipe, job.algorithm, 2).watched
+    finally:
+        job.close()
+
+
+def test_a_run_by_a_path_and_a_style(text_recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(text_recipe)
+    overrides = ["reward.0.name=rewards/mine.py:compute_score", "reward.0.style=easyr1"]
+    rows = run.train("recipe.toml", overrides, text_recipe / "run", quiet=True).rows()
+    label = "rewards.mine:compute_score"
+    assert rows[1]["failed"] == 0 and rows[1]["reward"] == rows[1][f"reward/{label}"]
+    assert {f"eval/{label}", f"eval/{label}/right"} <= set(rows[1])
+    recipe = run.recipe_of(run.RunFolder.open(text_recipe / "run"))
+    assert recipe.reward[0].style == "easyr1"
+    asked = reward_entry("rewards/mine.py:compute_score,style=easyr1,most=20", recipe)
+    assert asked.style == "easyr1" and asked.options == {"most": 20}
