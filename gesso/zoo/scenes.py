@@ -9,6 +9,7 @@ import io
 import json
 import math
 import random
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -131,9 +132,40 @@ def draw(scene: Scene, rng: random.Random) -> Image.Image:
     return picture.reduce(SMOOTH)
 
 
+def plural(form: str) -> str:
+    return form + ("es" if form.endswith("s") else "s")
+
+
+def _wording(colour: str, things: str) -> str:
+    return f"How many {colour} {things} are there?"
+
+
 def question(asked: Kind) -> str:
-    plural = "es" if asked.form.endswith("s") else "s"
-    return f"How many {asked.colour} {asked.form}{plural} are there?"
+    return _wording(asked.colour, plural(asked.form))
+
+
+_QUESTION = re.compile(_wording("(.+)", r"(\S+)").replace("?", r"\?"))
+LIMITS = (
+    "The bundled shapes model answers questions worded exactly like: "
+    f"{question(Kind('red', 'star'))} Colours: {', '.join(COLOURS)}. "
+    f"Shapes: {', '.join(map(plural, FORMS))}. One square picture holds 1 to {MOST} of them. "
+    "Answers to other questions are mostly wrong."
+)
+
+
+def outside(asked: str, pictures: int = 1) -> str | None:
+    """How a question differs from those that the model was trained on, or None."""
+    if pictures != 1:
+        return f"The question comes with {pictures or 'no'} pictures"
+    found = _QUESTION.fullmatch(asked)
+    if found is None:
+        return "The question is worded differently"
+    colour, things = found.groups()
+    if colour not in COLOURS:
+        return f'"{colour}" is not one of its colours'
+    if things not in map(plural, FORMS):
+        return f'"{things}" is not one of its shapes'
+    return None
 
 
 def row(scene: Scene, picture: Image.Image) -> dict[str, Any]:

@@ -37,6 +37,35 @@ def prompt_for(word: str, colour: str) -> str:
     return f'a {colour} sign that says "{word}"'
 
 
+_PROMPT = re.compile(prompt_for('([^"]*)', '([^"]+)'), re.IGNORECASE)
+_WORD = re.compile(f"[{_ALPHABET}]*", re.IGNORECASE | re.ASCII)
+LIMITS = (
+    f"The bundled signs model writes one word of {min(LENGTHS)} to {max(LENGTHS)} letters A to Z, "
+    f"in prompts like: {prompt_for('KITE', 'red')}. Signs are {', '.join(COLOURS[:-1])} or "
+    f"{COLOURS[-1]}. Other prompts seldom give legible signs."
+)
+
+
+def outside(prompt: str) -> str | None:
+    """How a prompt differs from those that the model was trained on, or None.
+
+    Case and extra spaces make no difference: the tokenizer ignores them.
+    """
+    found = _PROMPT.fullmatch(" ".join(prompt.split()))
+    if found is None:
+        return "The prompt has a different form"
+    colour, word = found[1], found[2].strip()
+    if colour.lower() not in COLOURS:
+        return f'"{colour}" is not one of its colours'
+    if not _WORD.fullmatch(word):
+        return f'"{word}" is not one word of letters A to Z'
+    if len(word) not in LENGTHS:
+        return f'"{word}" has {len(word)} letter{"" if len(word) == 1 else "s"}'
+    if word.lower() in (*COLOURS, *TEMPLATE_WORDS):
+        return f'"{word}" is one of the prompt\'s fixed words, which the model does not spell'
+    return None
+
+
 def pseudo_words(seed: int, count: int) -> list[str]:
     """`count` made-up words, repeats possible, none of them in the real lists.
 

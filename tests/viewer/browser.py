@@ -10,12 +10,12 @@ import base64
 import contextlib
 import json
 import shutil
-import subprocess
 import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tests.waiting import Started
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 OPTIONS = (
@@ -28,7 +28,7 @@ OPTIONS = (
     "--no-first-run",
     "--remote-debugging-port=0",
 )
-PATIENCE = 6.0  # seconds until something that is waited for counts as missing
+PATIENCE = 60.0  # seconds until something in a page counts as missing
 KEYS = {
     "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40, "Escape": 27, "Enter": 13,
     "Tab": 9, "Home": 36, "End": 35, " ": 32,
@@ -44,17 +44,11 @@ class Browser:
     def __init__(self, folder: Path) -> None:
         program = find()
         assert program, "ask find() first"
-        self.process = subprocess.Popen(
-            [program, *OPTIONS, f"--user-data-dir={folder}", "about:blank"],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        command = [program, *OPTIONS, f"--user-data-dir={folder}", "about:blank"]
+        self.started = Started(command)
+        self.process = self.started.process
         told = folder / "DevToolsActivePort"
-        until = time.monotonic() + 60
-        while not (told.is_file() and "\n" in told.read_text()):
-            if self.process.poll() is not None or time.monotonic() > until:
-                raise RuntimeError(f"{program} did not start (exit status {self.process.poll()})")
-            time.sleep(0.05)
+        self.started.until(lambda: told.is_file() and "\n" in told.read_text())
         self.address = f"http://127.0.0.1:{told.read_text().split()[0]}"
 
     def tab(self, width: int = 1440, height: int = 900) -> Tab:
@@ -64,8 +58,7 @@ class Browser:
         return Tab(found["webSocketDebuggerUrl"], width, height)
 
     def close(self) -> None:
-        self.process.terminate()
-        self.process.wait(10)
+        self.started.end()
 
 
 class Tab:
@@ -207,12 +200,3 @@ class Tab:
     def close(self) -> None:
         self.send("Page.close")
         self.socket.close()
-
-
-def until(true: Callable[[], Any], seconds: float = PATIENCE) -> Any:
-    """Until something outside the page is true; its value."""
-    end = time.monotonic() + seconds
-    while not (found := true()):
-        assert time.monotonic() < end, "never true"
-        time.sleep(0.03)
-    return found

@@ -13,7 +13,7 @@ from gesso.types import Prompt, Sample, Score
 from gesso.viewer import server
 from gesso.viewer.play import Ask
 from tests.viewer import folders
-from tests.viewer.browser import until
+from tests.waiting import until
 
 NASTY = '<script>window.hacked = 1</script><img src=x onerror="window.hacked = 1"> sign'
 PROMPTS = ['a red sign that says "OAK"', 'a blue sign that says "ELM"', NASTY]
@@ -28,13 +28,16 @@ class Studio:
         self.go = threading.Event()
         self.go.set()
         self.error: Exception | None = None
+        self.note = ""
         self.asked: list[Ask] = []
 
     def draw(self, run: Path, asked: Ask, progress: Any) -> dict[str, Any]:
         self.asked.append(asked)
         progress.phase("drawing", 4)
         progress.advance(1)
-        self.go.wait(10)
+        if self.note:
+            progress.note(self.note)
+        self.go.wait(60)
         if self.error:
             raise self.error
         cells = [
@@ -70,7 +73,7 @@ class Site:
 
     def stop(self) -> None:
         self.server.should_exit = True
-        self.thread.join(10)
+        self.thread.join(60)
 
 
 def evaluate(run: RunFolder, step: int, right: list[int]) -> None:

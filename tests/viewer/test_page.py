@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gesso.types import UserError
+from gesso.zoo import scenes, words
 from tests.viewer.browser import Tab
 from tests.viewer.site import NASTY, PROMPTS, Site, Studio
 
@@ -275,6 +276,35 @@ def test_the_playground_draws_both_and_tells_what_goes_wrong(
     tab.click("button[type=submit]")
     tab.wait("document.querySelector('.trouble')?.innerText === 'no checkpoint <yet>'")
     artist.error = None
+
+
+def test_the_playground_says_what_a_bundled_model_can_do(
+    tab: Tab, site: Site, artist: Studio
+) -> None:
+    """Beside the field before anything is typed, and beside the result of a prompt that differs."""
+    for run, limits in (("signs", words.LIMITS), ("count", scenes.LIMITS)):
+        tab.open(f"{site.url}/#/playground?run={run}")
+        tab.wait("document.getElementById('play-prompt')")
+        assert tab.text("#play-limits") == limits
+        described = "document.getElementById('play-prompt').getAttribute('aria-describedby')"
+        assert tab.js(described) == "play-limits"
+        field, hint = tab.box("#play-prompt"), tab.box("#play-limits")
+        assert 0 <= hint["y"] - field["y"] - field["height"] < 20, "right below the field"
+    artist.note = f'"OAK" has 3 letters. {words.LIMITS}'
+    try:
+        tab.open(f"{site.url}/#/playground?run=signs")
+        tab.wait("document.getElementById('play-prompt')?.value")
+        tab.click("button[type=submit]")
+        tab.wait("document.querySelectorAll('.play-pair').length === 4")
+    finally:
+        told, artist.note = artist.note, ""
+    assert tab.texts(".play-out .note") == [told]
+    tab.open(f"{site.url}/#/playground?run=odd")  # of a model that nobody knows
+    tab.wait("document.getElementById('play-prompt')")
+    assert tab.count("#play-limits") == 0
+    assert (
+        tab.js("document.getElementById('play-prompt').hasAttribute('aria-describedby')") is False
+    )
 
 
 def test_the_playground_of_a_model_that_sees(

@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import os
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from gesso.viewer.files import Thumbnails, find_runs
 from tests.typed import sure
 from tests.viewer import folders
 from tests.viewer.site import Studio
+from tests.waiting import LIMIT, Started, until
 
 pytest.importorskip("fastapi", reason='the page needs FastAPI: pip install "gesso[viewer]"')
 from starlette.testclient import TestClient
@@ -221,12 +220,10 @@ def test_another_host_needs_a_token(runs: Path, studio: Studio) -> None:
 
 
 def wait(client: TestClient, state: str) -> dict[str, Any]:
-    for _ in range(500):
-        seen = client.get("/api/play").json()
-        if seen["state"] == state:
-            return seen
-        time.sleep(0.01)
-    raise AssertionError(seen)
+    until(lambda: client.get("/api/play").json()["state"] != "busy")
+    seen = client.get("/api/play").json()
+    assert seen["state"] == state, seen
+    return seen
 
 
 ASK = {"run": "one", "prompt": "a sign", "seed": 5}
@@ -237,11 +234,8 @@ def test_the_playground_tells_how_far_it_is_and_what_came_of_it(
 ) -> None:
     studio.go.clear()
     assert client.post("/api/play", json=ASK).json()["state"] == "busy"
-    for _ in range(500):
-        seen = client.get("/api/play").json()
-        if seen["doing"] == "drawing" and seen["share"] == 0.25:
-            break
-        time.sleep(0.01)
+    until(lambda: client.get("/api/play").json()["share"] == 0.25)
+    seen = client.get("/api/play").json()
     assert (seen["state"], seen["share"], seen["result"]) == ("busy", 0.25, {})
     answer = client.post("/api/play", json=ASK)
     assert answer.status_code == 422 and "still drawing" in answer.json()["error"]
@@ -295,15 +289,16 @@ def test_an_empty_folder(tmp_path: Path, studio: Studio) -> None:
 
 def test_the_command_serves_and_ends(runs: Path) -> None:
     command = [sys.executable, "-m", "gesso.cli", "view", str(runs), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        address = line.split(" at ")[1].strip()
-        import httpx
+    import httpx
 
+    started = Started(command)
+    try:
+        address = started.printed(r" at (http\S+)")[1]
         assert len(httpx.get(f"{address}/api/runs").json()) == 2
-        process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 0
+        started.process.send_signal(signal.SIGINT)
+        assert started.process.wait(LIMIT) == 0, started.output()
+    finally:
+        started.end()
 
 
 def test_texts_behind_links_are_not_read(client: TestClient, runs: Path, tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ views.playground = {
   needsServer: true,
   show(root) {
     playing.root = root;
-    const run = mainRun(), sees = runs.get(run).family === "writes";
+    const run = mainRun(), { family, limits } = runs.get(run), sees = family === "writes";
     if (playing.run !== run) Object.assign(playing, { run, result: null, prompt: "", answer: "", image: "", imageName: "" });
     const set = (name, read) => (e) => { playing[name] = read(e.target); };
     const prompt = h("textarea", { rows: 3, required: true, maxlength: 20000, id: "play-prompt", value: playing.prompt, oninput: set("prompt", (t) => t.value),
-      placeholder: sees ? "How many red circles are there?" : 'a red sign that says "KITE"',
+      placeholder: sees ? "How many red circles are there?" : 'a red sign that says "KITE"', "aria-describedby": limits ? "play-limits" : null,
       onkeydown: (e) => { if (e.key === "Enter" && (e.ctrlKey || e.metaKey)) form.requestSubmit(); } });
     const number = (label, name, low, high) => h("label", {}, label, h("input", { type: "number", min: low, max: high, required: true, value: playing[name], oninput: set(name, (t) => Number(t.value)) }));
     playing.button = h("button", { type: "submit", class: "button strong" }, sees ? "Ask both" : "Draw both");
@@ -21,7 +21,7 @@ views.playground = {
       e.preventDefault();
       play();
     } },
-    h("label", { for: "play-prompt" }, sees ? "Question" : "Prompt"), prompt,
+    h("label", { for: "play-prompt" }, sees ? "Question" : "Prompt"), prompt, limits ? h("small", { id: "play-limits" }, limits) : null,
     sees ? [pictureField(), h("label", { class: "field" }, "Wanted answer, to score with", h("input", { type: "text", id: "play-answer", maxlength: 2000, value: playing.answer, oninput: set("answer", (t) => t.value) }))] : null,
     h("div", { class: "row" }, number("Seed", "seed", 0, 2 ** 31 - 1), number(sees ? "Replies" : "Pictures", "n", 1, 16)),
     h("label", { class: "check" }, h("input", { type: "checkbox", checked: playing.score, onchange: set("score", (t) => t.checked) }), "score with the run's rewards"),
