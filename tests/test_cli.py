@@ -13,11 +13,12 @@ import tomli_w
 
 from gesso import cli
 from gesso.config import Recipe
+from tests.waiting import LIMIT
 
 
 def gesso(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "gesso.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=300)
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=LIMIT)
 
 
 @pytest.fixture

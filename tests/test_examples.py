@@ -23,6 +23,7 @@ from gesso.parsing import parse
 from gesso.run import train
 from gesso.tables import tomllib
 from tests.test_house import ROOMS
+from tests.waiting import LIMIT
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -37,7 +38,7 @@ def call(*command: str | Path, cwd: Path, **environment: str) -> str:
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=LIMIT,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

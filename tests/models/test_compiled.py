@@ -39,6 +39,7 @@ from tests import pipelines
 from tests.models.test_folded import Counted, gradient, stirred
 from tests.rollouts import parts_of, rollout_of
 from tests.typed import drawing, sure
+from tests.waiting import LIMIT
 
 
 @pytest.fixture
@@ -376,7 +377,9 @@ for device in ("cpu", "cuda"):
     wake_compiler(torch.device(device))
     print(AsyncCompile.process_pool.cache_info().currsize, AsyncCompile._ready_future is not None)
 """
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT
+    )
     assert ran.returncode == 0 and ran.stdout.split() == ["0", "False", "1", "True"], ran.stderr
 
 
