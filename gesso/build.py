@@ -1,31 +1,30 @@
-"""Names in a recipe → objects. The only tables of names; user code comes in as "module:Name"."""
+"""Names in a recipe → objects. The only tables of names, but for the rewards' in
+rewards/assembly.py; user code comes in as "module:Name"."""
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import json
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from gesso import agreement
-from gesso.config import Model, Recipe, RewardEntry, family
+from gesso import agreement, imports
+from gesso.config import FAMILIES, Model, Recipe, Strict, family
 from gesso.config import TokenModel as TokenModelSection
-from gesso.parsing import nearest, parse
-from gesso.rewards import base, deqa, judge, networks
-from gesso.rewards.cache import Cached
-from gesso.rewards.compose import Fitting, Weighted
-from gesso.rewards.deqa import Rated
-from gesso.rewards.remote import Remote
-from gesso.rewards.service import RewardService
-from gesso.rewards.workers import Workers
+from gesso.parsing import named, nearest, parse
+from gesso.rewards.assembly import REWARDS as REWARDS
+from gesso.rewards.assembly import Readers as Readers
+from gesso.rewards.assembly import Rewards as Rewards
+from gesso.rewards.assembly import resolved
+from gesso.rewards.assembly import reward_entry as reward_entry
+from gesso.rewards.assembly import rewards as rewards
+from gesso.rewards.assembly import scorer as scorer
+from gesso.rewards.assembly import served as served
 from gesso.tables import NOTHING, changed, over, read_recipe, without_nothing
 from gesso.track.trackers.process import Tracked
-from gesso.types import Prompt, UserError
+from gesso.types import UserError
 
 if TYPE_CHECKING:
     from gesso.algorithms.base import Algorithm
@@ -61,30 +60,6 @@ MODELS = {
     "vision-language": "gesso.models.tokens.vision_language:VisionLanguage",
     "causal": "gesso.models.tokens.causal:Causal",
 }
-REWARDS = {
-    "ocr": "gesso.rewards.ocr:Ocr",
-    "jpeg-compressibility": "gesso.rewards.jpeg:JpegCompressibility",
-    "pickscore": "gesso.rewards.pickscore:PickScore",
-    "geneval": "gesso.rewards.geneval:Geneval",
-    "judge": "gesso.rewards.judge:Judge",
-    "unified-reward": "gesso.rewards.judge:UnifiedReward",
-    "unified-reward-vllm": "gesso.rewards.judge:UnifiedReward",
-    "qwenvl-score": "gesso.rewards.judge:QwenVlScore",
-    "qwenvl-ocr": "gesso.rewards.judge:QwenVlOcr",
-    "qwenvl-ocr-vllm": "gesso.rewards.judge:QwenVlOcr",
-    "paddle-ocr": "gesso.rewards.ocr:Ocr",  # what Flow-GRPO calls it
-    "clip-score": "gesso.rewards.clip_score:ClipScore",
-    "aesthetic": "gesso.rewards.aesthetic:Aesthetic",
-    "image-reward": "gesso.rewards.image_reward:ImageReward",
-    "hps": "gesso.rewards.hps:Hps",
-    "jpeg-incompressibility": "gesso.rewards.jpeg:JpegIncompressibility",
-    "sign-colour": "gesso.rewards.sign_colour:SignColour",
-    "math": "gesso.rewards.maths:Math",
-    "format": "gesso.rewards.format:Format",
-    "count": "gesso.rewards.count:Count",
-    "choice": "gesso.rewards.choice:Choice",
-    "overlong": "gesso.rewards.overlong:Overlong",
-}
 TRACKERS = {
     "tensorboard": "gesso.track.trackers.tensorboard:TensorBoard",
     "wandb": "gesso.track.trackers.wandb:Wandb",
@@ -92,7 +67,6 @@ TRACKERS = {
     "mlflow": "gesso.track.trackers.mlflow:MLflow",
 }
 SHOWN = ("console", "jsonl")  # what `track` may name beside them; metrics.jsonl is always written
-SERVED = {"deqa": deqa.SCALE}  # rewards of environments of their own, behind HTTP only
 
 
 def recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -116,8 +90,8 @@ def recipe_from(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
     filled = found.model_dump() | {
         "eval": watched.model_dump(),
         "algorithm": _said(chosen),
-        "reward": [_filled(entry) for entry in found.reward],
-        "eval_reward": [_filled(entry) for entry in found.eval_reward],
+        "reward": [resolved(entry) for entry in found.reward],
+        "eval_reward": [resolved(entry) for entry in found.eval_reward],
     }
     return parse(Recipe, filled, where)
 
@@ -127,7 +101,7 @@ def _check_model(data: Mapping[str, Any]) -> None:
     section = data.get("model")
     name = section.get("name") if isinstance(section, Mapping) else None
     if isinstance(name, str):
-        _reference(MODELS, name, "model")
+        named(MODELS, name, "model")
 
 
 def _check_family(found: Recipe, where: str) -> None:
@@ -181,7 +155,17 @@ def _said(chosen: Algorithm) -> dict[str, Any]:
 
 
 def algorithm_class(name: str) -> type[Any]:
-    return _import(_reference(ALGORITHMS, name, "algorithm"))
+    found = imports.load(named(ALGORITHMS, name, "algorithm"), "algorithm")
+    if imports.is_user_code(name):
+        from gesso.algorithms.base import Algorithm
+
+        _must_have(found, Algorithm, f'algorithm "{name}"')
+        if not issubclass(found, Strict) or getattr(found, "family", None) not in FAMILIES:
+            raise UserError(
+                f'algorithm "{name}" must derive from gesso.config.Strict and have a family, one '
+                f"of {', '.join(FAMILIES)}"
+            )
+    return found
 
 
 def model(found: Recipe) -> FlowModel | TokenModel:
@@ -196,7 +180,12 @@ def model(found: Recipe) -> FlowModel | TokenModel:
 
 
 def model_class(name: str) -> Any:
-    return _import(_reference(MODELS, name, "model"))
+    found = imports.load(named(MODELS, name, "model"), "model")
+    if imports.is_user_code(name):
+        from gesso.models.flow.base import FlowModel
+
+        _must_have(found, FlowModel, f'model "{name}"')
+    return found
 
 
 def critic(found: Recipe, chosen: Algorithm, made: Any) -> Critic | None:
@@ -216,12 +205,20 @@ def critic(found: Recipe, chosen: Algorithm, made: Any) -> Critic | None:
 def check_trackers(found: Recipe) -> None:
     """Raises where a tracker's package is not installed."""
     for name in found.track:
-        if name in TRACKERS and importlib.util.find_spec(name) is None:
+        if name in TRACKERS and not imports.is_installed(name):
             raise UserError(
                 f'track has "{name}", whose package is not here: pip install "gesso[{name}]"'
             )
-        if ":" in name:
-            _import(name)
+        if imports.is_user_code(name):
+            _check_tracker(name)
+
+
+def _check_tracker(name: str) -> None:
+    from gesso.track.trackers.base import Batched, Tracker
+
+    found = imports.load(name, "tracker")
+    batched = isinstance(found, type) and hasattr(found, "log_rows")
+    _must_have(found, Batched if batched else Tracker, f'tracker "{name}"')
 
 
 def trackers(found: Recipe, run: Path, tell: Callable[[str], None]) -> list[Tracked]:
@@ -255,146 +252,34 @@ def own_sampler(found: Recipe, made: FlowModel | TokenModel) -> Sampler:
     return DecodingSampler(made, found.sampler.batch)  # type: ignore[arg-type]
 
 
-@dataclass(frozen=True)
-class Readers:
-    """The rewards of one purpose, as far as reading prompts goes."""
+def user_code(found: Recipe) -> list[tuple[str, str]]:
+    """Code outside Gesso that a recipe names: ("reward", "my_reward:redness"). Imports nothing."""
+    here = [entry for entry in (*found.reward, *found.eval_reward) if entry.remote is None]
+    names = [
+        ("model", found.model.name),
+        ("algorithm", found.algorithm.name),
+        *(("reward", entry.name) for entry in here),
+        *(("tracker", name) for name in found.track),
+    ]
+    return list(dict.fromkeys((what, name) for what, name in names if imports.is_user_code(name)))
 
-    rewards: Mapping[str, base.Reward]
-    optional: Collection[str] = ()  # names of those that need not score every prompt
 
-    def unfit(self, prompt: Prompt) -> str | None:
-        """Why a reward that must cannot score this prompt, or all cannot; or None."""
-        reasons = {name: reward.unfit(prompt) for name, reward in self.rewards.items()}
-        told = {name: f"{name}: {reason}" for name, reason in reasons.items() if reason}
-        must = [name for name in told if name not in self.optional]
-        if must or len(told) == len(self.rewards):
-            return told[must[0]] if must else "; ".join(told.values())
+def code_notice(found: Recipe, place: str | Path) -> str | None:
+    """What is said before code is imported that a recipe names which may be somebody else's."""
+    named = ", ".join(f'{what} "{name}"' for what, name in user_code(found))
+    if not named:
         return None
+    return f"{place} names code that is not part of Gesso, which is imported and run here: {named}"
 
 
-@dataclass(frozen=True)
-class Rewards:
-    service: RewardService
-    train: Readers
-    held_out: Readers
-
-
-def rewards(found: Recipe) -> Rewards:
-    made: list[tuple[RewardEntry, base.Reward, base.Scorer]] = []
-
-    def once(entry: RewardEntry) -> tuple[base.Reward, base.Scorer]:
-        """A reward that training and evaluation set up alike is made once, and runs in one place
-        for both."""
-        bare = entry.model_copy(update={"weight": 1.0})
-        for known, reward, place in made:
-            if known == bare:
-                return reward, place
-        reward = _reward(entry)
-        made.append((bare, reward, scorer(entry, reward)))
-        return made[-1][1:]
-
-    purposes = found.reward, found.eval_reward or found.reward
-    train, held_out = (
-        Readers({e.name: once(e)[0] for e in p}, [e.name for e in p if e.optional])
-        for p in purposes
-    )
-    weighted = [[Weighted(e.name, e.weight, once(e)[1]) for e in p] for p in purposes]
-    return Rewards(RewardService(*weighted), train, held_out)
-
-
-def reward_entry(name: str, overrides: Sequence[str], workers: int) -> RewardEntry:
-    """A reward by itself, as `gesso serve-reward` has it."""
-    data = changed({"name": name, "workers": workers}, overrides)
-    return parse(RewardEntry, data, f"reward {name}")
-
-
-def scorer(entry: RewardEntry, reward: base.Reward | None = None) -> base.Scorer:
-    """A reward for one run."""
-    reward = reward or _reward(entry)
-    place = _remembering(entry, reward, _runner(entry, reward))
-    return Fitting(place, reward) if entry.optional else place
-
-
-def served(entry: RewardEntry, batch: int) -> base.Scorer:
-    """A reward for many callers, whose samples are put together into batches."""
-    from gesso.rewards.serve import Batcher
-
-    reward = _reward(entry)
-    place = _runner(entry, reward, batch)
-    batched = Batcher(place, batch, entry.workers) if isinstance(place, Workers) else place
-    return _remembering(entry, reward, batched)
-
-
-def _remembering(entry: RewardEntry, reward: base.Reward, place: base.Scorer) -> base.Scorer:
-    if not entry.cache or base.is_random(reward):
-        return place
-    return Cached(place, json.dumps([entry.name, entry.options], default=str))
-
-
-def _runner(entry: RewardEntry, reward: base.Reward, batch: int = 4) -> base.Scorer:
-    """Where a reward runs: on servers, on the event loop, or in `workers` processes that take up to
-    `batch` samples at a time."""
-    if entry.remote is not None:
-        remote = Remote(entry.remote)
-        return Rated(remote, SERVED[entry.name]) if entry.name in SERVED else remote
-    if isinstance(reward, judge.Asks):
-        return judge.Bench(reward)
-    reference = _reference(REWARDS, entry.name, "reward")
-    at_once = max(batch, reward.batch) if isinstance(reward, networks.Network) else batch
-    place = Workers(reference, entry.options, entry.workers, at_once, entry.patience)
-    place.random = base.is_random(reward)
-    return place
-
-
-def _reward(entry: RewardEntry) -> base.Reward:
-    if entry.remote is not None:
-        return _elsewhere(entry)
-    if entry.name in SERVED:
-        raise UserError(f'the reward "{entry.name}" runs on a server: give reward.remote.urls')
-    return base.load(_reference(REWARDS, entry.name, "reward"), entry.options, entry.name)
-
-
-def _elsewhere(entry: RewardEntry) -> base.Reward:
-    """Who answers for a reward on a server: where we have it too, ours says which prompts fit."""
-    if entry.options:
+def _must_have(found: Any, protocol: type, what: str) -> None:
+    """Raises unless `found` is a class with the methods of a protocol."""
+    if not isinstance(found, type):
+        raise UserError(f"{what} is a {type(found).__name__}; expected a class")
+    methods = [name for name, value in vars(protocol).items() if inspect.isfunction(value)]
+    missing = [name for name in methods if not name.startswith("_") and not hasattr(found, name)]
+    if missing:
         raise UserError(
-            f'reward "{entry.name}" runs on a server, which has its own options: give '
-            f"{', '.join(entry.options)} to `gesso serve-reward`, not to the recipe"
+            f"{what} has no {', '.join(missing[:4])}{' …' if missing[4:] else ''}; expected the "
+            f"methods of gesso's {protocol.__name__}"
         )
-    if entry.name not in REWARDS:
-        return base.Elsewhere()
-    try:
-        return base.load(REWARDS[entry.name], {})
-    except UserError:  # it cannot be made without options, and only the server has them
-        return base.Elsewhere()
-
-
-def _filled(entry: RewardEntry) -> dict[str, Any]:
-    """The entry with every option of its reward said. A class of the user's own is not made for
-    that: it may load a network."""
-    options = entry.options
-    if entry.remote is not None or entry.name in SERVED:
-        _reward(entry)
-    else:
-        reference = _reference(REWARDS, entry.name, "reward")
-        found = base.find(reference, options)
-        if isinstance(found, type) and issubclass(found, base.Strict):
-            made = base.load(reference, options, entry.name)
-            options = made.model_dump(exclude_none=True)  # type: ignore[attr-defined]
-    return entry.model_dump(exclude_none=True) | options
-
-
-def _reference(table: Mapping[str, str], name: str, what: str) -> str:
-    if ":" in name:
-        return name
-    if name not in table:
-        raise UserError(f'no {what} "{name}"{nearest(name, table)}, or "module:Name" of your own')
-    return table[name]
-
-
-def _import(reference: str) -> type[Any]:
-    module, _, name = reference.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise UserError(f'"{reference}" cannot be imported: {error}') from error

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gesso import imports
 from gesso.track import progress
 from gesso.track.run_folder import RunFolder, must_be_possible
-from gesso.types import StopRun, UserError
+from gesso.types import StopRun, UserError, bad_text, out_of_memory
 
 if TYPE_CHECKING:
     from gesso.use.source import Source
@@ -19,13 +20,17 @@ if TYPE_CHECKING:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
+    for argument in sys.argv[1:] if arguments is None else arguments:
+        if fault := bad_text(argument):
+            print(f"error: an argument {fault}: {argument!r:.60}", file=sys.stderr)
+            return 2
     options, rest = parser.parse_known_args(arguments)
     if rest:  # argparse takes a list only right behind what comes before; we take it anywhere
         unknown = any(r.startswith("-") for r in rest) or options.more is None
         if unknown or (options.more == "overrides" and any("=" not in r for r in rest)):
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         vars(options)[options.more] += rest
-    sys.path.insert(0, os.getcwd())  # rewards and algorithms of the user's lie here
+    sys.path[:] = imports.import_path()  # user code is found in the working folder, last
     try:
         options.action(options)
         sys.stdout.flush()
@@ -33,6 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _failed(options, f"error: {error}", 2)
     except StopRun as error:
         return _failed(options, f"stopped: {error}", 3)
+    except (MemoryError, RuntimeError) as error:
+        if (sentence := out_of_memory(error)) is None:
+            raise
+        return _failed(options, f"error: {sentence}", 3)
     except BrokenPipeError:  # `gesso recipes | head`: the reader has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -117,6 +126,11 @@ def _parser() -> argparse.ArgumentParser:
     view.add_argument("--port", type=int, default=7860, help="0: any free one")
     view.add_argument("--host", default="127.0.0.1", help="another needs --token-env")
     view.add_argument("--token-env", metavar="NAME", help="environment variable with the token")
+    view.add_argument(
+        "--trust-code",
+        action="store_true",
+        help='let the playground import "module:Name" code that runs name',
+    )
     view.add_argument(
         "--report", type=Path, metavar="FILE", help="write it all into one HTML file; no server"
     )
@@ -271,11 +285,18 @@ def _sample(options: argparse.Namespace) -> None:
         drawing,
     )  # fmt: skip
     with _display(options) as display:
+        _announce_code([source], display)
         found = sampling.draw_all(sources, wanted, display)
         files = {} if found[0].writes else sampling.save(found, options.out)
         if options.sheet is not None:
             sampling.save_sheet(found, options.sheet)
         display.result(*sampling.told(found, files))
+
+
+def _announce_code(sources: Sequence[Source], display: progress.Display) -> None:
+    for notice in dict.fromkeys(source.code_notice for source in sources):
+        if notice is not None:
+            display.note(notice)
 
 
 def _source(options: argparse.Namespace) -> Source:
@@ -299,6 +320,7 @@ def _eval(options: argparse.Namespace) -> None:
     if options.out is not None:
         must_be_free(options.out, "folder")
     with _display(options) as display:
+        _announce_code(sources, display)
         found = evaluate.evaluate_all(sources, asked, display)
         if options.out is not None:
             results.write(found, options.out)
@@ -313,6 +335,7 @@ def _export(options: argparse.Namespace) -> None:
     source, form = _source(options), Form(options.merged, options.shard_size, options.dtype)
     check(source, options.to, form)
     with _display(options) as display:
+        _announce_code([source], display)
         folder = export(opened(source, display), options.to, form, display)
         display.result(str(folder), {"folder": str(folder)})
 
@@ -332,7 +355,8 @@ def _view(options: argparse.Namespace) -> None:
     if not 0 <= options.port < 2**16:
         raise UserError(f"view wants --port from 0 to 65535, got {options.port}")
     token = token_from(options.token_env)
-    server.serve(options.runs, Studio(), options.host, options.port, token)
+    studio = Studio(options.trust_code)
+    server.serve(options.runs, studio, options.host, options.port, token)
 
 
 def _serve_reward(options: argparse.Namespace) -> None:

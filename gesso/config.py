@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -32,7 +32,20 @@ PACKAGE = Path(__file__).parent
 ZOO = "zoo:"
 """Paths that start so lie in the package: "zoo:signs" is the bundled model."""
 
+MAX_SIDE = 16_384  # pixels
+MAX_STEPS = 1_000  # denoising steps; flow models are trained on as many times
+MAX_SAMPLES = 1_000_000  # that are held in memory at once
+
 Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+def _has_values(device: str) -> str:
+    if device.partition(":")[0] == "meta":
+        raise ValueError(f'device "{device}" has shapes and no values; use "auto", "cpu" or "cuda"')
+    return device
+
+
+Device = Annotated[str, AfterValidator(_has_values)]
 
 
 class Strict(BaseModel):
@@ -56,7 +69,7 @@ class AnyModel(Strict):
     name: str
     path: str
     dtype: Dtype = "float32"
-    device: str = "auto"
+    device: Device = "auto"
     quantize: Literal["nf4"] | None = None  # the large frozen parts in 4 bits
     gradient_checkpointing: bool = False  # activations are computed again instead of kept
     lora: Lora | None = None  # None: full fine-tuning
@@ -86,8 +99,8 @@ class Model(AnyModel):
     """A model that draws."""
 
     name: str = "sd3"
-    height: int = Field(512, ge=8)
-    width: int = Field(512, ge=8)
+    height: int = Field(512, ge=8, le=MAX_SIDE)
+    width: int = Field(512, ge=8, le=MAX_SIDE)
     text_length: int | None = Field(None, ge=0)  # tokens of a prompt; None: the model's own
 
 
@@ -135,7 +148,7 @@ def _sources(value: Any) -> Any:
 class Data(Strict):
     train: Annotated[list[TrainSource], BeforeValidator(_sources)] = Field(min_length=1)
     eval: Annotated[list[Source], BeforeValidator(_sources)] = Field(min_length=1)
-    groups: int = Field(48, ge=1)  # prompts a step, each sampled algorithm.group times
+    groups: int = Field(48, ge=1, le=MAX_SAMPLES)  # prompts a step
     template: str | None = Field(None, min_length=1)  # jinja, or a file of it, around the question
     system: str | None = Field(None, min_length=1)  # the message before it, where a row has none
 
@@ -171,7 +184,7 @@ class Vllm(Strict):
 
 
 class Sampler(Strict):
-    batch: int = Field(16, ge=1)  # pictures drawn, or replies written, at a time
+    batch: int = Field(16, ge=1, le=MAX_SAMPLES)  # pictures drawn, or replies written, at a time
     engine: Literal["built-in", "vllm"] = "built-in"
     vllm: Vllm = Vllm()
 
@@ -186,7 +199,7 @@ class Eval(Strict):
     every: int = Field(10, ge=0)  # steps; 0: only before and after
     prompts: int = Field(64, ge=1)
     shown: int = Field(24, ge=0)  # pictures kept of each evaluation
-    steps: int = Field(40, ge=1)  # of a model that draws
+    steps: int = Field(40, ge=1, le=MAX_STEPS)  # of a model that draws
     guidance: float | None = Field(None, ge=0)  # the same; None: as in training
     temperature: float = Field(0.0, ge=0)  # of a model that writes; 0: greedy
 
@@ -254,12 +267,30 @@ class RemoteEntry(Strict):
 
 
 class RewardEntry(Named):
-    weight: float = 1.0
-    workers: int = Field(1, ge=1)  # processes
+    weight: float = Field(1.0, ge=-1e9, le=1e9)
+    style: Literal["gesso", "easyr1", "openrlhf", "trl"] = "gesso"  # how a function is called
+    workers: int = Field(1, ge=1, le=1024)  # processes
     patience: float = Field(300.0, gt=0)  # seconds a worker may take for a few samples
     optional: bool = False  # prompts it cannot score are left to the other rewards
     cache: bool = True  # the same sample is scored once; off for rewards that are random
     remote: RemoteEntry | None = None  # None: it runs here
+
+    @property
+    def label(self) -> str:
+        """Its name in metrics, where "/" separates a reward from its details: of a path the last
+        folder and the file, "rewards/math.py:score" → "rewards.math:score"."""
+        place, colon, function = self.name.rpartition(":")
+        path = place if colon else function
+        parts = [p for p in path.removesuffix(".py").split("/") if p not in ("", ".", "..", "~")]
+        return ".".join(parts[-2:]) + (f":{function}" if colon else "")
+
+    @model_validator(mode="after")
+    def _nameable(self) -> RewardEntry:
+        if not self.name.isprintable() or not self.label.strip():
+            raise ValueError(f"name = {self.name!r:.60}: expected printable characters")
+        if self.label in ("reward", "failed", "std", "max", "at_max"):
+            raise ValueError(f'name = "{self.name}": the metrics have another figure of that name')
+        return self
 
 
 WRITERS = ("vision-language", "causal")
@@ -267,6 +298,7 @@ WRITERS = ("vision-language", "causal")
 
 
 Family = Literal["draws", "writes"]
+FAMILIES: tuple[Family, ...] = get_args(Family)
 
 
 def family(section: Any) -> Family:
@@ -321,7 +353,8 @@ def resolve_path(path: str) -> Path:
 
 
 def pick_device(name: str, key: str = "device") -> torch.device:
-    """`auto` is CUDA where there is any; a device that cannot be used is told under its key."""
+    """`auto` is CUDA where there is any; for a device that cannot be used the error names its
+    key."""
     import torch
 
     if name == "auto":
@@ -329,7 +362,7 @@ def pick_device(name: str, key: str = "device") -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f'{key} = "{name}" cannot be used here: {reason}') from error
+    except Exception as error:  # each backend has its own
+        reason = str(error).splitlines()[0].partition(". ")[0]
+        raise UserError(f'{key} = "{name}" cannot be used here: {reason:.160}') from error
     return device

@@ -6,22 +6,45 @@ import difflib
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, Tag, ValidationError
 
-from gesso.types import UserError
+from gesso import imports
+from gesso.types import UserError, bad_text
 
 S = TypeVar("S", bound=BaseModel)
+MAX_DEPTH = 32  # tables and lists within each other
+MAX_LISTED = 12  # names that an error lists in full
 
 
 def parse(kind: type[S], data: Mapping[str, Any], where: str) -> S:
     """`data` as `kind`, or a UserError of one sentence that names the key, what is allowed and
     the nearest match."""
+    _check_values(data, where)
     try:
         return kind.model_validate(dict(data))
     except ValidationError as error:
         raise UserError(_sentence(kind, error, where)) from None
+
+
+def _check_values(data: Any, where: str, path: tuple[str, ...] = ()) -> None:
+    """Raises for what TOML and Python can hold and files, paths and tensors cannot."""
+    key = ".".join(path[:MAX_DEPTH])
+    if len(path) > MAX_DEPTH:
+        raise UserError(f'{where}: "{key}" is nested more than {MAX_DEPTH} levels deep')
+    if isinstance(data, Mapping):
+        for name, value in data.items():
+            if fault := bad_text(name):
+                raise UserError(f"{where}: a key {fault}: {name!r:.60}")
+            _check_values(value, where, (*path, name))
+    elif isinstance(data, list | tuple):
+        for i, value in enumerate(data):
+            _check_values(value, where, (*path, str(i)))
+    elif isinstance(data, str) and (fault := bad_text(data)):
+        raise UserError(f'{where}: "{key}" {fault}: {data!r:.60}')
+    elif isinstance(data, int) and abs(data) >= 2**63:
+        raise UserError(f'{where}: "{key}" = {data:.3e} does not fit into 64 bits')
 
 
 def _sentence(kind: type[BaseModel], error: ValidationError, where: str) -> str:
@@ -37,21 +60,34 @@ def _sentence(kind: type[BaseModel], error: ValidationError, where: str) -> str:
     if first["type"] == "value_error":
         reason = str(first["ctx"]["error"])
         return f"{where}: {key + ': ' if key else ''}{reason}"
-    return f'{where}: "{key}" = {got!r} does not fit; {_expected(kind, path, first["msg"])}'
+    says_only_the_type = first["type"].endswith("_type") or first["type"] == "literal_error"
+    message = "" if says_only_the_type else first["msg"]
+    return f'{where}: "{key}" = {got!r:.80} does not fit; {_expected(kind, path, message)}'
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean "x"? allowed: …`"""
+def nearest(word: str, known: Iterable[str], listing: str = "") -> str:
+    """`; did you mean "x"? allowed: …`. Of a long list only the five nearest, and `listing`, the
+    command that shows all of it."""
     known = list(known)
-    match = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    match = difflib.get_close_matches(word, known, n=5, cutoff=0.5)
     hint = f'; did you mean "{match[0]}"?' if match else ";"
-    return f"{hint} allowed: {', '.join(known) or 'nothing'}"
+    if not listing or len(known) <= MAX_LISTED:
+        return f"{hint} allowed: {', '.join(known) or 'nothing'}"
+    similar = f" similar: {', '.join(match[1:])};" if match[1:] else ""
+    return f"{hint}{similar} `{listing}` lists all {len(known)}"
 
 
 def _expected(kind: type[BaseModel], path: list[str], message: str = "") -> str:
-    fields = _fields_of(_walk(kind, path[:-1])[0])
-    if path and path[-1] in fields:
-        annotation = fields[path[-1]].annotation
+    while path and _walk(kind, path)[1] == _walk(kind, path[:-1])[1]:  # a member of a union
+        path = path[:-1]
+    index = path[-1] if path and path[-1].isdigit() else None  # of a list's element
+    field = path[:-1] if index is not None else path
+    fields = _fields_of(_walk(kind, field[:-1])[0])
+    if field and field[-1] in fields:
+        annotation = fields[field[-1]].annotation
+        parts = typing.get_args(annotation)
+        if index is not None and parts:
+            annotation = parts[min(int(index), len(parts) - 1)]
         expected = f"expected {_describe(annotation)}"
     else:
         expected = "expected something else"
@@ -60,13 +96,18 @@ def _expected(kind: type[BaseModel], path: list[str], message: str = "") -> str:
 
 def _describe(annotation: Any) -> str:
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return _describe(args[0])
     if origin is Literal:
         return "one of " + ", ".join(repr(a) for a in args)
     if origin in (typing.Union, types.UnionType):
         return " or ".join("nothing" if a is type(None) else _describe(a) for a in args)
+    if origin is tuple:
+        return f"a list of {len(args)}: {', '.join(_describe(a) for a in args)}"
+    if origin is list:
+        return f"a list, each {_describe(args[0])}"
     if origin is not None:
-        inner = ", ".join(_describe(a) for a in args)
-        return f"a {origin.__name__} of {inner}"
+        return "a table"
     names = {int: "a whole number", float: "a number", str: "text in quotes", bool: "true or false"}
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return f"a table with {', '.join(annotation.model_fields)}"
@@ -109,3 +150,12 @@ def _fields_of(kind: type[BaseModel] | None) -> dict[str, Any]:
 
 def _fields(kind: type[BaseModel], path: list[str]) -> list[str]:
     return list(_fields_of(_walk(kind, path)[0]))
+
+
+def named(table: Mapping[str, str], name: str, what: str) -> str:
+    """The reference behind a name in a recipe; a name with a colon is one itself."""
+    if imports.is_user_code(name):
+        return name
+    if name not in table:
+        raise UserError(f'no {what} "{name}"{nearest(name, table)}, or "module:Name" of your own')
+    return table[name]

@@ -18,7 +18,7 @@ from gesso.track import bars
 from gesso.track.progress import SILENT, Display, Progress, display
 from gesso.track.run_folder import RunFolder
 from gesso.track.trackers.process import Watchers
-from gesso.types import Prompt, SampleSpec, StopRun, UserError
+from gesso.types import Prompt, SampleSpec, StopRun, UserError, out_of_memory
 from gesso.use.source import recipe_of as recipe_of
 from gesso.use.trained import Trained as Trained
 from gesso.use.trained import load as load
@@ -200,9 +200,10 @@ def resume(
         if steps < (run.latest() or 0):
             raise UserError(f"{run.path} is at step {run.latest()} already; steps={steps} is less")
         recipe = recipe.model_copy(update={"steps": steps})
-        run.write_config(recipe.model_dump())
     with _shown(recipe, quiet, shown) as display:
-        return _run(assemble(recipe, display), run, display)
+        if notice := build.code_notice(recipe, run.path):
+            display.note(notice)
+        return _run(assemble(recipe, display), run, display, changed=steps is not None)
 
 
 def _shown(recipe: Recipe, quiet: bool, shown: Display | None) -> Display:
@@ -212,7 +213,9 @@ def _shown(recipe: Recipe, quiet: bool, shown: Display | None) -> Display:
     )
 
 
-def _run(job: Job, run: RunFolder, display: Display) -> RunFolder:
+def _run(job: Job, run: RunFolder, display: Display, changed: bool = False) -> RunFolder:
+    """`changed`: the recipe is not the one in the folder. A folder that is damaged stays as it is
+    but for log.txt: the rest is written after the checkpoint was restored."""
     from gesso.loop import Loop
     from gesso.viewer import files, report
 
@@ -222,8 +225,15 @@ def _run(job: Job, run: RunFolder, display: Display) -> RunFolder:
         run.note(text)
         display.note(text)
 
+    begun = ok = False
+
+    def begin() -> None:
+        nonlocal begun
+        begun = True
+        if changed:
+            run.write_config(job.recipe.model_dump())
+
     watchers = Watchers(display, build.trackers(job.recipe, run.path, tell))
-    ok = False
     try:
         for note in [*job.notes, *_listed(job, run)]:
             tell(note)
@@ -236,6 +246,7 @@ def _run(job: Job, run: RunFolder, display: Display) -> RunFolder:
                 run=run,
                 watcher=watchers,
                 should_stop=should_stop,
+                after_restore=begin,
                 after_eval=lambda: report.write(run.path, run.path / REPORT, pictures),
             )
             loop.train()
@@ -250,10 +261,19 @@ def _run(job: Job, run: RunFolder, display: Display) -> RunFolder:
     except StopRun as error:
         run.note(f"stopped: {error}")  # for whoever looks at the folder later
         raise
+    except (MemoryError, RuntimeError) as error:
+        if (sentence := out_of_memory(error)) is None:
+            raise
+        run.note(f"stopped: {sentence}")
+        raise StopRun(
+            f"{sentence}; where other programs hold the memory, `gesso train --resume {run.path}` "
+            "goes on once they have ended"
+        ) from error
     finally:
         job.close()
         try:
-            report.write(run.path, run.path / REPORT, pictures)
+            if begun:
+                report.write(run.path, run.path / REPORT, pictures)
         except OSError as error:  # must not hide why the run stopped
             display.note(f"no report.html: {error}")
         watchers.finish(ok)

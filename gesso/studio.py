@@ -13,6 +13,7 @@ from typing import Any
 from gesso import build
 from gesso.track.progress import Progress
 from gesso.types import Prompt, Sample, Score, UserError, Which
+from gesso.use.notes import Once
 from gesso.use.source import find
 from gesso.use.trained import Drawing, Trained, opened, picture_seeds
 from gesso.viewer.play import Ask
@@ -24,14 +25,19 @@ SIDES: tuple[Which, Which] = ("reference", "current")  # base and trained
 class Loaded:
     path: Path
     trained: Trained
-    rewards: build.Rewards
+    rewards: build.Rewards | None  # None: they are user code, which is not trusted
 
 
 class Studio:
-    def __init__(self) -> None:
+    """`trust_code`: whether code that a run names as "module:Name" may be imported. The page shows
+    runs of others, too, and a click must not run what they brought."""
+
+    def __init__(self, trust_code: bool = False) -> None:
+        self.trust_code = trust_code
         self._loaded: Loaded | None = None
 
     def draw(self, path: Path, asked: Ask, progress: Progress) -> dict[str, Any]:
+        progress = Once(progress)  # both sides draw the same prompt
         ready = self._load(path, progress)
         prompt = ready.trained.ask(asked.prompt, _pictures(asked))
         if asked.answer:
@@ -52,13 +58,27 @@ class Studio:
         if known is not None and (known.path, known.trained.source.step) == (path, source.step):
             return known
         self.close()
+        code = {} if self.trust_code else dict(build.user_code(source.recipe))
+        for what in ("model", "algorithm"):
+            if what in code:
+                raise UserError(
+                    f'the {what} "{code[what]}" of this run is not part of Gesso; if you trust its '
+                    "code, start the page with `gesso view --trust-code`"
+                )
         trained = opened(source, progress, base=True)
-        self._loaded = Loaded(path, trained, build.rewards(trained.recipe))
+        rewards = None if "reward" in code else build.rewards(trained.recipe)
+        self._loaded = Loaded(path, trained, rewards)
         return self._loaded
 
     def _score(
         self, ready: Loaded, prompt: Prompt, drawn: Sequence[Sample], progress: Progress
     ) -> Sequence[Score | None]:
+        if ready.rewards is None:
+            progress.note(
+                "not scored: a reward of this run is not part of Gesso; if you trust its code, "
+                "start the page with `gesso view --trust-code`"
+            )
+            return [None] * len(drawn)
         if refused := ready.rewards.held_out.unfit(prompt):
             progress.note(f"not scored: {refused}")
             return [None] * len(drawn)
@@ -67,7 +87,8 @@ class Studio:
 
     def close(self) -> None:
         if self._loaded is not None:
-            self._loaded.rewards.service.close()
+            if self._loaded.rewards is not None:
+                self._loaded.rewards.service.close()
             self._loaded = None
 
 

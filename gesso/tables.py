@@ -31,12 +31,19 @@ def bundled_recipes() -> dict[str, str]:
 def read_recipe(source: str, above: tuple[Path, ...]) -> dict[str, Any]:
     """A recipe's own tables over those of its `base`, a bundled name or a file beside it."""
     path = RECIPES / f"{source}.toml"
-    if not path.is_file():
-        path = above[-1].parent / source if above else Path(source)
+    try:
+        if not path.is_file():
+            path = above[-1].parent / source if above else Path(source)
+        is_dir = path.is_dir()
+    except OSError as error:  # a name that is too long, a folder one may not look into
+        raise UserError(f"recipe {source:.80}: {error.strerror}") from error
+    if is_dir:
+        raise UserError(f"recipe {path} is a folder; expected a TOML file or a bundled name")
     if not path.is_file() and path.suffix == ".toml":
         raise UserError(f"recipe {path}: no such file")
     if not path.is_file():
-        raise UserError(f'no recipe "{source}"{nearest(source, bundled_recipes())}, or a TOML file')
+        known = nearest(source, bundled_recipes(), "gesso recipes")
+        raise UserError(f'no recipe "{source}"{known}; or give a TOML file')
     if path in above:
         raise UserError(f"recipe {path.stem} has itself as its base")
     data = read_toml(path)
@@ -52,9 +59,13 @@ def read_recipe(source: str, above: tuple[Path, ...]) -> dict[str, Any]:
 
 def read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid TOML: {error}") from error
+    except RecursionError:
+        raise UserError(f"{path}: its tables or lists are nested too deep") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
 
 
 def over(base: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,5 +129,5 @@ def _value(text: str) -> Any:
     """A TOML value where it is one, else text: `lr=1e-4`, `name=ocr`, `betas=[0.9, 0.99]`."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text

@@ -35,6 +35,30 @@ class StopRun(RuntimeError):
     """The run cannot go on in a useful way; what was saved stays and `--resume` takes it up."""
 
 
+def out_of_memory(error: BaseException) -> str | None:
+    """One sentence for an error of an allocator, or None for any other error."""
+    text = str(error)
+    known = ("out of memory", "can't allocate memory", "not enough memory")
+    if not isinstance(error, MemoryError) and not any(words in text for words in known):
+        return None
+    reason = text.splitlines()[0] if text else type(error).__name__
+    return (
+        f"out of memory ({reason:.200}); lower sampler.batch, learner.micro_batch or the size of "
+        "the samples; `gesso check RECIPE --memory` estimates what a recipe takes"
+    )
+
+
+def bad_text(text: str) -> str | None:
+    """Why a text cannot be encoded or be part of a path, or None."""
+    if "\0" in text:
+        return "has a NUL character"
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # bytes that are not UTF-8 reach Python as lone surrogates, too
+        return "is not valid Unicode (it has a lone surrogate)"
+    return None
+
+
 def seed_of(*parts: int | str) -> int:
     """A 63-bit seed that depends on every part and on nothing else: (run seed, step, sample…)."""
     text = "\x1f".join(str(part) for part in parts)

@@ -15,9 +15,11 @@ PACKAGE = Path(__file__).parent.parent / "gesso"
 TESTS = re.compile(r"\btests/[a-z0-9_/]+\.py")
 # From the roof to the cellar; a room may import the rooms after it and its own files.
 ROOMS = [
+    "__main__",
     "cli", "studio", "check", "memory", "run", "loop", "viewer", "use", "health", "build",
     "agreement", "cluster", "learner", "samplers", "algorithms", "models", "rewards", "data",
-    "track", "zoo", "formulas", "tables", "config", "parsing", "serving", "rollout", "types",
+    "track", "zoo", "formulas", "tables", "config", "parsing", "serving", "imports",
+    "rollout", "types",
 ]  # fmt: skip
 
 

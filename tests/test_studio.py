@@ -16,8 +16,12 @@ from PIL import Image
 from gesso import build, run
 from gesso.studio import Studio
 from gesso.types import UserError
+from gesso.viewer import server
 from gesso.viewer.play import Ask
+from gesso.zoo.words import LIMITS, prompt_for
 from tests import tokens
+from tests.use import runs
+from tests.waiting import until
 
 PROMPT = 'a red sign that says "KITE"'
 
@@ -132,6 +136,29 @@ def test_a_model_that_sees_answers_about_a_picture(tmp_path: Path, studio: Studi
     assert "count" in studio.draw(found.path, ask, Heard())["base"][0]["parts"]
     with pytest.raises(UserError, match="not base64"):
         studio.draw(found.path, Ask(run="run", prompt="?", image="no!"), heard)
+
+
+def test_the_playground_says_what_the_bundled_model_was_not_trained_on(tmp_path: Path) -> None:
+    pytest.importorskip("fastapi", reason='the page needs FastAPI: pip install "gesso[viewer]"')
+    from starlette.testclient import TestClient
+
+    runs.signs(tmp_path / "signs")
+    app = server.app(tmp_path, Studio(), None)
+    asked = {"run": "signs", "n": 1, "score": False}
+    with TestClient(app, base_url="http://127.0.0.1") as client:
+        (row,) = client.get("/api/runs").json()
+        assert row["limits"] == LIMITS
+
+        def noted(word: str) -> list[str]:
+            body = asked | {"prompt": prompt_for(word, "red")}
+            assert client.post("/api/play", json=body).json()["state"] == "busy"
+            until(lambda: client.get("/api/play").json()["state"] != "busy")
+            seen = client.get("/api/play").json()
+            assert seen["state"] == "done" and len(seen["result"]["trained"]) == 1, seen
+            return seen["result"].get("notes", [])
+
+        assert noted("OAK") == [f'"OAK" has 3 letters. {LIMITS}'], "of both sides once"
+        assert noted("KITE") == []
 
 
 def test_a_run_without_a_checkpoint(recipe_data: dict, tmp_path: Path, studio: Studio) -> None:

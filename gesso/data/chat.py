@@ -64,7 +64,7 @@ def _template_text(given: str) -> tuple[str, str]:
     if re.search(r"\{\{|\{%|\n", given):
         return "data.template", given
     try:
-        return f"data.template {given}", resolve_path(given).read_text(encoding="utf-8")
+        return f"data.template {given}", resolve_path(given).read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         raise UserError(
             f'data.template = "{given}": no such file; expected one, or a template with '

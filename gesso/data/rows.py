@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import datetime
 import decimal
-import math
+import sys
 from pathlib import Path
 from typing import Any
 
 from gesso.config import Source
 from gesso.data import chat
 from gesso.data.pictures import Unsound, pictures, short
-from gesso.types import Prompt, UserError
+from gesso.types import Prompt, UserError, bad_text
 
 PROMPTS = ("prompt", "problem", "message", "messages", "question")  # looked for in this order
 MESSAGES = ("message", "messages")
@@ -32,6 +32,7 @@ def prompt_of(
     row: Row, where: str, source: Source, folder: Path | None, form: chat.Form = chat.PLAIN
 ) -> Prompt:
     """Raises Unsound where the row alone is to blame, UserError where others will be like it."""
+    _check_texts(row)
     rest = dict(row)
     column = _prompt_column(row, where, source)
     asked, negative = rest.pop(column), rest.pop("negative_prompt", None) or ""
@@ -52,6 +53,21 @@ def prompt_of(
     messages, given = chat.placed(messages, talk.pictures, attached)
     text = asked if bare else chat.question(talk.messages)
     return Prompt(text, negative, columns, where, pictures(given, folder), tuple(messages))
+
+
+def _check_texts(value: Any, column: str = "") -> None:
+    """Raises for a text that cannot be encoded, wherever in the row; NUL can."""
+    if isinstance(value, str):
+        fault = bad_text(value.replace("\0", ""))
+        if fault is not None:
+            raise Unsound(f'column "{column}" {fault}')
+    elif isinstance(value, dict):
+        for name, part in value.items():
+            _check_texts(str(name), column)
+            _check_texts(part, column or str(name))
+    elif isinstance(value, list | tuple):
+        for part in value:
+            _check_texts(part, column)
 
 
 def _prompt_column(row: Row, where: str, source: Source) -> str:
@@ -90,7 +106,7 @@ def _attached(rest: Row, where: str, source: Source) -> list[Any]:
 
 def _check_weight(weight: Any, where: str) -> None:
     number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    if weight is not None and not (number and 0 < weight < math.inf):
+    if weight is not None and not (number and 0 < weight <= sys.float_info.max):
         raise UserError(
             f'{where}: expected a positive number as "weight", got {short(weight)}; '
             "it says how often the row is drawn relative to the others"

@@ -57,7 +57,7 @@ def locate(section: config.AnyModel, wanted: Kind) -> Located:
 def _read(file: Path, path: str) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f'model.path = "{path}": {file.name} cannot be read: {error}') from error
     if not isinstance(found, dict):
         raise UserError(f'model.path = "{path}": {file.name} holds {found!r:.40}, expected {{…}}')

@@ -16,6 +16,7 @@ from gesso.data import prompts as data
 from gesso.data.chat import Form
 from gesso.track.progress import SILENT, Progress
 from gesso.types import Prompt, Sample, Score, UserError, seed_of
+from gesso.use.notes import Once
 from gesso.use.source import Source
 from gesso.use.trained import AS_EVALUATED, Drawing, Trained, opened
 
@@ -42,6 +43,10 @@ class Asked:
         if min(self.n, first) < 1:
             name, got = ("n", self.n) if self.n < 1 else ("first", first)
             raise UserError(f"evaluate at least one sample of one prompt, got {name} = {got}")
+        if self.n > config.MAX_SAMPLES:
+            raise UserError(
+                f"evaluate at most {config.MAX_SAMPLES:,} samples of a prompt, got n = {self.n}"
+            )
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ def evaluate_all(
     families = {config.family(source.recipe.model) for source in sources}
     if len(families) > 1:
         raise UserError("one of these models draws and another writes; compare those of one kind")
-    recipe = _scoring(sources[0], asked)
+    progress, recipe = Once(progress), _scoring(sources[0], asked)
     rewards = build.rewards(recipe)
     found = []
     try:

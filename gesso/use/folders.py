@@ -15,6 +15,7 @@ from typing import Any
 
 from gesso import build, tables
 from gesso.config import WRITERS, Recipe, family, resolve_path
+from gesso.parsing import parse
 from gesso.types import UserError
 
 RECIPE = "recipe.toml"
@@ -56,14 +57,14 @@ def _exported(folder: Path, overrides: Sequence[str]) -> Told:
     """One of ours: as its run drew, from the weights that lie here."""
     where = str(folder / RECIPE)
     data = tables.changed(tables.read_toml(folder / RECIPE), overrides)
-    untrained = build.recipe_from(data, where)
+    untrained = parse(Recipe, data, where)  # as a run's: nothing that it names is imported yet
     model = untrained.model.model_dump(exclude_none=True)
     if is_adapter(folder):
         model["lora"]["path"] = str(folder)
     else:
         model |= {"path": str(folder), "lora": dict(UNTRAINED)}
         model.pop("quantize", None)
-    return Told(build.recipe_from(data | {"model": model}, where), untrained, complete=True)
+    return Told(parse(Recipe, data | {"model": model}, where), untrained, complete=True)
 
 
 def is_adapter(folder: Path) -> bool:
@@ -97,7 +98,7 @@ def _what(folder: Path, base: str) -> dict[str, Any]:
     """What a model is by its files, and how its own library would draw from it."""
     index = _json(base, "model_index.json", folder)
     if index is not None:
-        name = _named(folder, base, index["_class_name"], lambda kind: [kind.pipeline])
+        name = _named(folder, base, _said(index, "_class_name", base), lambda kind: [kind.pipeline])
         return _as_diffusers(folder, base, name)
     own = _json(base, "config.json", folder)
     if own is None:
@@ -105,7 +106,9 @@ def _what(folder: Path, base: str) -> dict[str, Any]:
             f"{folder}: its base model {base} has neither model_index.json nor config.json; "
             "give the folder of its base by --set model.path=DIR"
         )
-    name = _named(folder, base, own["model_type"], lambda kind: kind.kinds, writers=True)
+    name = _named(
+        folder, base, _said(own, "model_type", base), lambda kind: kind.kinds, writers=True
+    )
     return {"model": {"name": name}, "algorithm": {"name": "grpo"}}
 
 
@@ -119,6 +122,14 @@ def _named(folder: Path, base: str, kind: str, kinds_of: Any, writers: bool = Fa
     raise UserError(f"{folder}: {base} is a {kind}, expected one of {known}")
 
 
+def _said(about: dict[str, Any], key: str, base: str) -> str:
+    if not isinstance(about.get(key), str):
+        raise UserError(
+            f'{base}: its config says {about.get(key)!r:.40} as "{key}"; expected a name'
+        )
+    return about[key]
+
+
 def _as_diffusers(folder: Path, base: str, name: str) -> dict[str, Any]:
     """Steps, guidance and size that the pipeline takes when it is not told any."""
     import diffusers
@@ -127,7 +138,9 @@ def _as_diffusers(folder: Path, base: str, name: str) -> dict[str, Any]:
     own = inspect.signature(call).parameters
     scale = own["true_cfg_scale" if name == "qwen-image" else "guidance_scale"].default
     network, vae = (_json(base, f"{part}/config.json", folder) for part in ("transformer", "vae"))
-    assert network is not None and vae is not None, "diffusers saves both"
+    if network is None or vae is None:
+        part = "transformer" if network is None else "vae"
+        raise UserError(f"{folder}: {base} has no {part}/config.json; download it again")
     if network.get("guidance_embeds") is False:  # FLUX.1 schnell
         scale = 1.0
     blocks = vae["block_out_channels"] if "block_out_channels" in vae else vae["dim_mult"]
@@ -148,10 +161,19 @@ def _json(base: str, file: str, folder: Path) -> dict[str, Any] | None:
         file = Path(file).name
     if not (path / file).is_file():
         return None
+    return _read(path / file)
+
+
+def _read(file: Path) -> dict[str, Any]:
     try:
-        return json.loads((path / file).read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path / file} is not valid JSON: {error}") from error
+        found = json.loads(file.read_text(encoding="utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is not valid JSON: {error}") from error
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{file} holds {found!r:.40}; expected an object")
+    return found
 
 
 def _from_hub(base: str, file: str, folder: Path) -> Path | None:
@@ -170,7 +192,9 @@ def _from_hub(base: str, file: str, folder: Path) -> Path | None:
 
 
 def _peft(folder: Path) -> dict[str, Any]:
-    about = json.loads((folder / ADAPTER).read_text(encoding="utf-8"))
+    about = _read(folder / ADAPTER)
+    if missing := [key for key in ("r", "lora_alpha") if key not in about]:
+        raise UserError(f'{folder / ADAPTER} has no "{missing[0]}"; expected a LoRA of PEFT')
     lora = {"rank": about["r"], "alpha": about["lora_alpha"], "path": str(folder)}
     if isinstance(about.get("target_modules"), list):
         lora["targets"] = sorted(about["target_modules"])

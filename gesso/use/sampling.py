@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from gesso import build
+from gesso.config import MAX_SAMPLES
 from gesso.config import Source as PromptSource
 from gesso.data import prompts as data
 from gesso.data.chat import Form
 from gesso.track.progress import SILENT, Progress
 from gesso.types import Prompt, Sample, Score, UserError
 from gesso.use.evaluate import drawn_and_scored, free, reward_entry
+from gesso.use.notes import Once
 from gesso.use.source import Source
 from gesso.use.trained import AS_EVALUATED, Drawing, Trained, opened, picture_seeds
 
@@ -31,8 +33,8 @@ class Wanted:
     drawing: Drawing = AS_EVALUATED
 
     def __post_init__(self) -> None:
-        if self.n < 1:
-            raise UserError(f"sample wants --n of at least 1, got {self.n}")
+        if not 1 <= self.n <= MAX_SAMPLES:
+            raise UserError(f"sample wants --n from 1 to {MAX_SAMPLES:,}, got {self.n}")
         if not self.prompts and self.file is None:
             raise UserError("sample wants a prompt, or --prompts FILE")
 
@@ -56,7 +58,7 @@ class Drawn:
 
 def draw_all(sources: Sequence[Source], wanted: Wanted, progress: Progress = SILENT) -> list[Drawn]:
     """One model is loaded, drawn from and let go before the next."""
-    recipe = sources[0].recipe
+    progress, recipe = Once(progress), sources[0].recipe
     entries = [reward_entry(name, recipe) for name in wanted.rewards]
     scoring = recipe.model_copy(update={"reward": entries, "eval_reward": []})
     rewards = build.rewards(scoring) if entries else None

@@ -44,6 +44,13 @@ class Source:
         return f"{name}-current" if kept else name
 
     @property
+    def code_notice(self) -> str | None:
+        """For a run or an export, which may be somebody else's; a recipe the user has written."""
+        if self.run is None and self.untrained is None:
+            return None
+        return build.code_notice(self.recipe, self.name)
+
+    @property
     def base(self) -> Source:
         """What it was trained from: the first step of a run, before any update."""
         if self.untrained is None:
@@ -62,11 +69,11 @@ def find(
     """`step` and `table` choose among the checkpoints of a run: the newest, and its averaged
     weights where it has any, unless told otherwise. `overrides` change its recipe."""
     path = Path(os.path.expanduser(what))
-    if (path / "config.toml").is_file():
+    if os.path.isfile(path / "config.toml"):
         return _of_run(RunFolder.open(path), step, table, overrides)
     if step is not None or table is not None:
         raise UserError(f"--step and --weights choose among a run's checkpoints; {what} is no run")
-    if path.is_dir():
+    if os.path.isdir(path):  # never raises, as Path.is_dir may
         told = folders.recipe_of(path, overrides)
         return Source(str(what), told.recipe, told.untrained, told.complete)
     if _looks_like_a_folder(str(what)):

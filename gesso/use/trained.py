@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from gesso.types import (
     Which,
     seed_of,
 )
+from gesso.use.notes import outside
 from gesso.use.source import Source, find
 
 if TYPE_CHECKING:
@@ -126,11 +128,15 @@ class Trained:
         return build.algorithm(self.recipe).eval_spec(watched, self.recipe.model, weights)
 
     def _check(self, asked: Sequence[Prompt], spec: Any, progress: Progress) -> None:
-        """Raises for what the model cannot take; tells of what it does not read of a prompt."""
+        """Raises for what the model cannot take; tells of what it does not read of a prompt, and of
+        prompts that a bundled model was not trained on."""
+        unknown = outside(self.source, asked)
         if self.writes:
             for prompt in asked:
                 if reason := unfit(self.model, prompt):
                     raise UserError(f"{prompt.where}: {reason}")
+            for told in unknown:
+                progress.note(told)
             return
         from gesso.models.flow.base import check_guidance, over_long, unused_negatives
 
@@ -138,7 +144,7 @@ class Trained:
         check_guidance(model, spec.guidance, asked)
         these = "these" if len(asked) > 1 else "one"
         unused = unused_negatives(model, spec.guidance, asked, these, "guidance")
-        for told in [*unused, *over_long(model, asked, these)]:
+        for told in [*unused, *(unknown or over_long(model, asked, these))]:
             progress.note(told)
 
     def evaluate(
@@ -183,7 +189,10 @@ def load(
     """A run folder, at its newest checkpoint or at `step`, with its averaged weights where it has
     them or with `weights` ("ema", "current"); the untrained model of a recipe; or a folder that
     Gesso, diffusers or transformers saved. `overrides` change its recipe: `["eval.steps=20"]`."""
-    return opened(find(source, step, weights, overrides), progress)
+    found = find(source, step, weights, overrides)
+    if notice := found.code_notice:
+        warnings.warn(notice, stacklevel=3)
+    return opened(found, progress)
 
 
 def opened(source: Source, progress: Progress = SILENT, base: bool = False) -> Trained:
@@ -200,8 +209,9 @@ def opened(source: Source, progress: Progress = SILENT, base: bool = False) -> T
             model.policy.load(found)
         except ValueError as error:
             raise UserError(
-                f"{source.name}: its checkpoint does not fit its model: {error}; is "
-                f"{source.recipe.model.path} still what the run was trained from?"
+                f"{source.run.path / 'config.toml'} does not match the checkpoint of step "
+                f"{source.step}: {error}; restore config.toml, or the model that it names "
+                f"({source.recipe.model.path})"
             ) from error
     return Trained(source, model)
 

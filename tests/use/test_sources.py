@@ -18,6 +18,7 @@ from gesso.use import export
 from gesso.use.sampling import Wanted, draw_all
 from gesso.use.source import find
 from gesso.use.trained import load, opened
+from gesso.zoo.words import LIMITS, prompt_for
 from tests import pipelines, tokens
 from tests.typed import sure
 from tests.use import runs
@@ -143,7 +144,8 @@ def test_folders_that_are_nothing_to_draw_from(
     config = (moved / "config.toml").read_text().replace("rank = 4", "rank = 8")
     (moved / "config.toml").write_text(config)
     told = said(moved)
-    assert "its checkpoint does not fit its model" in told and "expected shape (8," in told
+    assert "config.toml does not match the checkpoint of step 4: " in told
+    assert "tensors are of another shape, first " in told and ": expected (8, 16), got (4," in told
 
 
 # gesso sample
@@ -210,6 +212,47 @@ def test_replies(written: Path, capsys: pytest.CaptureFixture) -> None:
     assert f"# {written} step 4: how many?\n{greedy}\n" in many and "format 0.000" in many
 
 
+def test_prompts_that_the_bundled_model_was_not_trained_on(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """One note on stderr, or one event; the pictures are drawn all the same."""
+    oak, lantern, kite = (prompt_for(word, "red") for word in ("OAK", "LANTERN", "KITE"))
+    signs = runs.signs(tmp_path / "signs").path
+    exported = tmp_path / "exported"
+    load(signs).export(exported, merged=True)
+    told = f'"OAK" has 3 letters. {LIMITS}'
+    for asked in ([signs, oak, "--base"], [exported, oak], ["demo", oak, "--steps", "1"]):
+        assert cli.main([str(a) for a in ["sample", *asked, "--out", tmp_path]]) == 0
+        shown = capsys.readouterr()
+        assert shown.err.count(told) == 1 and LIMITS not in shown.out
+        assert all(Path(line).is_file() for line in shown.out.splitlines())
+    events = out(capsys, "sample", signs, kite, lantern, "--json", "--out", tmp_path).splitlines()
+    told_of = [event for event in map(json.loads, events) if event["event"] in ("note", "result")]
+    assert [event["event"] for event in told_of] == ["note", "result"], "not of tokens, too"
+    assert (
+        told_of[0]["text"].startswith("1 of 2 prompts are not like")
+        and LIMITS in (told_of[0]["text"])
+    )
+    assert len(told_of[1]["samples"]) == 2
+    (tmp_path / "mine.txt").write_text(f"{kite}\n{oak}\n")
+    assert cli.main(["eval", str(signs), "--base", "--prompts", str(tmp_path / "mine.txt")]) == 0
+    assert capsys.readouterr().err.count("1 of 2 prompts are not like those") == 1
+    for inside in ([signs, kite], [run, oak]):
+        assert cli.main([str(a) for a in ["sample", *inside, "--out", tmp_path]]) == 0
+        assert "bundled signs model" not in capsys.readouterr().err
+
+
+def test_questions_that_the_bundled_model_was_not_trained_on(
+    capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "board.png").write_bytes(tokens.picture(64, 64).read())
+    right = "How many red stars are there?"
+    for question, count in ((right, 0), (right.lower(), 1)):
+        asked = ["sample", "demo-vlm", question, "--image", tmp_path / "board.png"]
+        assert cli.main([str(a) for a in asked]) == 0
+        assert capsys.readouterr().err.count("The bundled shapes model answers") == count
+
+
 def test_options_of_the_other_family(
     run: Path, written: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -225,7 +268,7 @@ def test_options_of_the_other_family(
     )
     assert "takes no pictures to look at" in said(run, "oak", "--image", "x.png")
     assert "wants a prompt, or --prompts FILE" in said(run)
-    assert "--n of at least 1, got 0" in said(run, "oak", "--n", "0")
+    assert "--n from 1 to 1,000,000, got 0" in said(run, "oak", "--n", "0")
     assert '"steps" = 0 does not fit' in said(run, "oak", "--steps", "0")
     (tmp_path / "taken").touch()
     assert "wants a folder for --out" in said(run, "oak", "--out", tmp_path / "taken")

@@ -5,6 +5,7 @@ all of them. A model's own file says what differs: how it encodes text and calls
 from __future__ import annotations
 
 import importlib.util
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -40,6 +41,9 @@ JOINT_ATTENTION = tuple(
     )
 )
 """Projections of an attention over picture and text at once, as diffusers names them."""
+LIBRARIES = ("diffusers", "transformers")
+"""Whose classes a model's index may name: diffusers imports whatever it finds there."""
+ABSENT = [None, None]  # a part of the pipeline that a folder does not have
 
 
 @dataclass(frozen=True)
@@ -343,7 +347,7 @@ def _empty_pipeline(model: PipelineModel, settings: config.Model) -> Any:
 def _empty_part(
     library: str, name: str, source: str, folder: str, model: PipelineModel, settings: config.Model
 ) -> Any:
-    kind = getattr(importlib.import_module(library), name)
+    kind = getattr(importlib.import_module(library), name)  # `_locate` has checked the library
     if not issubclass(kind, torch.nn.Module):
         return kind.from_pretrained(source, subfolder=folder)
     with torch.device("meta"):
@@ -365,7 +369,14 @@ def _locate(model: PipelineModel, settings: config.Model) -> tuple[str, dict[str
             f'model.path = "{settings.path}" is a {kind} by its {PIPELINE.file}, but model.name = '
             f'"{settings.name}" expects a {model.pipeline}; change one of them'
         )
-    return found.source, {name: None for name, part in found.about.items() if part == [None, None]}
+    parts = {name: part for name, part in found.about.items() if isinstance(part, list)}
+    for name, part in parts.items():
+        if part != ABSENT and (len(part) != 2 or part[0] not in LIBRARIES):
+            raise UserError(
+                f'model.path = "{settings.path}": {PIPELINE.file} has "{name}": '
+                f"{json.dumps(part)}; only classes of {' and '.join(LIBRARIES)} are loaded"
+            )
+    return found.source, {name: None for name, part in parts.items() if part == ABSENT}
 
 
 @contextmanager

@@ -43,7 +43,11 @@ def load(model: TransformerModel, settings: config.TokenModel) -> Any:
         options |= {"quantization_config": _four_bits(model), "device_map": {"": model.device}}
     with readable(settings.path, f"transformers cannot load it with {model.auto}"), quiet():
         module, told = auto.from_pretrained(
-            model.source, config=own, output_loading_info=True, **options
+            model.source,
+            config=own,
+            output_loading_info=True,
+            trust_remote_code=False,
+            **options,
         )
     if missing := sorted(told["missing_keys"]):
         raise UserError(
@@ -63,7 +67,7 @@ def _config(model: TransformerModel, path: str) -> Any:
     from transformers import AutoConfig
 
     with readable(path, "its config.json cannot be read"), quiet():
-        own = AutoConfig.from_pretrained(model.source)
+        own = AutoConfig.from_pretrained(model.source, trust_remote_code=False)
     if own.model_type not in model.kinds:
         known = ", ".join(model.kinds.values())
         raise UserError(
@@ -101,7 +105,7 @@ def tokenizer(source: str, path: str) -> Any:
     from transformers import AutoTokenizer
 
     with readable(path, "its tokenizer cannot be read"), quiet():
-        found = AutoTokenizer.from_pretrained(source)
+        found = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     if len(found) < 2:  # transformers makes one of nothing where the files are missing
         raise UserError(
             f'model.path = "{path}": its tokenizer has no words; is tokenizer.json there?'

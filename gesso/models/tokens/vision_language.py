@@ -75,7 +75,7 @@ class VisionLanguage(TransformerModel):
         asked = {name: value for name, value in pixels.items() if value is not None}
         with loading.readable(settings.path, "its image processor cannot be read"), loading.quiet():
             self.images = transformers.AutoImageProcessor.from_pretrained(
-                self.source, backend="pil", **asked
+                self.source, backend="pil", trust_remote_code=False, **asked
             )
             found = kind.get_processor_dict(self.source)[0].get("chat_template")
         return loading.chat_template(found or self.tokenizer.chat_template, settings.path)

@@ -1,0 +1,114 @@
+"""Importing by name: the user's code, installed packages, and the processes that import them too.
+
+User code is named "module:Name", or "file.py:Name" for a file by its path. The working folder comes
+last on the import path, so that a file there cannot take the place of a module that Python or a
+package needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from gesso.types import UserError
+
+FILE = ".py"  # a reference whose first part ends so is a path
+
+
+def import_path() -> list[str]:
+    """The import path with the working folder last."""
+    folder = os.getcwd()
+    return [entry for entry in sys.path if entry not in ("", folder)] + [folder]
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """Starts `module`'s main() in another process with this import path. `python -m` would put the
+    working folder first, and its option -P came with Python 3.11."""
+    code = f"import sys; sys.path[:] = {import_path()!r}; from {module} import main; main()"
+    return [sys.executable, "-c", code, *arguments]
+
+
+def is_user_code(name: str) -> bool:
+    """Whether a name in a recipe refers to code outside Gesso."""
+    return ":" in name
+
+
+def is_installed(package: str) -> bool:
+    """Whether it can be imported; a folder of that name without code, as `wandb` leaves in the
+    working folder, does not count."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
+def load(reference: str, what: str) -> Any:
+    """What "module:Name" or "file.py:Name" refers to; `what` it is, for errors: "reward"."""
+    module_name, _, name = reference.rpartition(":")
+    if not module_name or not name:
+        raise UserError(
+            f'{what} "{reference}": expected "module:Name" or "file.py:Name", with a name on both '
+            "sides of the colon"
+        )
+    try:
+        if module_name.endswith(FILE):
+            module = _from_file(Path(os.path.expanduser(module_name)))
+        else:
+            module = importlib.import_module(module_name)
+    except (Exception, SystemExit) as error:  # user code may fail in any way
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(
+            f'{what} "{reference}" cannot be imported: {reason}{_shadowed(module_name)}'
+        ) from error
+    try:
+        return getattr(module, name)
+    except AttributeError:
+        place = getattr(module, "__file__", None) or "built into Python"
+        raise UserError(
+            f'{what} "{reference}": module {module_name} ({place}) has no "{name}"'
+            f"{_shadowed(module_name)}"
+        ) from None
+
+
+def _from_file(path: Path) -> ModuleType:
+    """A file by its path, imported once, whatever its name: `math.py` is not Python's math."""
+    path = path.resolve()
+    unique = f"{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
+    if unique in sys.modules:
+        return sys.modules[unique]
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(unique, path)
+    assert spec is not None and spec.loader is not None, "the suffix is .py"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[unique] = module  # as import does: dataclasses and pickle look there
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[unique]
+        raise
+    return module
+
+
+def _shadowed(module_name: str) -> str:
+    """What to say where the working folder has a module of that name and another was imported."""
+    if module_name.endswith(FILE):
+        return ""
+    top = module_name.partition(".")[0]
+    file, package = Path(f"{top}{FILE}").resolve(), Path(top, f"__init__{FILE}").resolve()
+    own = next((place for place in (file, package) if place.is_file()), None)
+    imported = sys.modules.get(top)
+    if own is None or imported is None:
+        return ""
+    found = getattr(imported, "__file__", None)
+    if found is not None and Path(found).resolve() == own:
+        return ""
+    instead = f', or write "{file.name}:Name"' if own == file else ""
+    return (
+        f"; {own.relative_to(Path.cwd())} in this folder has the same name as a module that Python "
+        f"finds first; rename it{instead}"
+    )
