@@ -15,9 +15,20 @@ if TYPE_CHECKING:
 
 def check(found: Recipe, chosen: Algorithm, where: str) -> None:
     """Raises a UserError where they do not."""
+    _check_device(found, where)
     _check_family(found, where)
     _check_sizes(found, chosen, where)
     _check_slopes(found, chosen, where)
+
+
+def _check_device(found: Recipe, where: str) -> None:
+    """Gesso itself puts models on torch's meta device, to estimate their memory."""
+    device = found.model.device
+    if device.partition(":")[0] == "meta":
+        raise UserError(
+            f'{where}: model.device = "{device}" has shapes and no values; use "auto", "cpu" or '
+            '"cuda"'
+        )
 
 
 def _check_family(found: Recipe, where: str) -> None:

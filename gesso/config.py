@@ -39,15 +39,6 @@ MAX_SAMPLES = 1_000_000  # that are held in memory at once
 Dtype = Literal["float32", "bfloat16", "float16"]
 
 
-def _has_values(device: str) -> str:
-    if device.partition(":")[0] == "meta":
-        raise ValueError(f'device "{device}" has shapes and no values; use "auto", "cpu" or "cuda"')
-    return device
-
-
-Device = Annotated[str, AfterValidator(_has_values)]
-
-
 class Strict(BaseModel):
     """Frozen, no unknown keys, no silent conversion from text to number."""
 
@@ -69,7 +60,7 @@ class AnyModel(Strict):
     name: str
     path: str
     dtype: Dtype = "float32"
-    device: Device = "auto"
+    device: str = "auto"
     quantize: Literal["nf4"] | None = None  # the large frozen parts in 4 bits
     gradient_checkpointing: bool = False  # activations are computed again instead of kept
     lora: Lora | None = None  # None: full fine-tuning

@@ -85,13 +85,23 @@ def _expected(kind: type[BaseModel], path: list[str], message: str = "") -> str:
     fields = _fields_of(_walk(kind, field[:-1])[0])
     if field and field[-1] in fields:
         annotation = fields[field[-1]].annotation
-        parts = typing.get_args(annotation)
-        if index is not None and parts:
-            annotation = parts[min(int(index), len(parts) - 1)]
+        if index is not None:
+            annotation = _element(annotation, int(index))
         expected = f"expected {_describe(annotation)}"
     else:
         expected = "expected something else"
     return f"{expected} ({message[0].lower() + message[1:]})" if message else expected
+
+
+def _element(annotation: Any, index: int) -> Any:
+    """Of a list or tuple, or of the one in a union, the annotation of an element."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        lists = [a for a in args if typing.get_origin(a) in (list, tuple)]
+        return _element(lists[0], index) if lists else annotation
+    if not args:
+        return annotation
+    return args[min(index, len(args) - 1)] if origin is tuple else args[0]
 
 
 def _describe(annotation: Any) -> str:

@@ -28,7 +28,7 @@ FILES: dict[str, str | bytes] = {
     # prompts
     "surrogate.jsonl": '{"prompt": "a \\ud800 b"}\n',
     "answer.jsonl": f'{{"prompt": "{QUOTED}", "answer": ["\\udc00"]}}\n',
-    "deep.jsonl": f'{{"prompt": "x", "a": {"[" * 900}{"]" * 900}}}\n',
+    "deep.jsonl": f'{{"prompt": "x", "a": {"[" * 300}{"]" * 300}}}\n',
     "deep.json": "[" * 100_000,
     "binary.txt": bytes(range(256)),
     "empty.txt": "",
@@ -71,7 +71,7 @@ CASES = [
     (f"check {'x' * 300}", "File name too long"),
     (f"check {'x' * 300}.toml", "File name too long"),
     # devices and code
-    ("check demo model.device=meta", 'device "meta" has shapes and no values'),
+    ("check demo model.device=meta", 'model.device = "meta" has shapes and no values'),
     ("check demo model.device=fpga", 'model.device = "fpga" cannot be used here'),
     ("check demo model.device=nonsense", 'model.device = "nonsense" cannot be used here'),
     ("check demo model.name=os:system", 'model "os:system" is a builtin_function_or_method'),
@@ -101,7 +101,7 @@ CASES = [
     # prompts
     ("check demo data.train=surrogate.jsonl", 'column "prompt" is not valid Unicode'),
     ("check demo data.train=answer.jsonl", 'column "answer" is not valid Unicode'),
-    ("check demo data.train=deep.jsonl", "nested too deep"),
+    ("check demo data.train=deep.jsonl", "nested more than 100 levels deep"),
     ("check demo data.train=deep.json", "not JSON"),
     ("check demo data.train=binary.txt", "not UTF-8 text"),
     ("check demo data.train=empty.txt", "is empty"),

@@ -49,6 +49,7 @@ def against_trl() -> Iterator[ModuleType]:
 def job(request: pytest.FixtureRequest, recipe_data: dict[str, Any]) -> Iterator[Job]:
     recipe_data["reward"] = [{"name": "ocr", "detect": False}]
     recipe_data["algorithm"]["window"] = {"size": 2, "low": 1, "high": 3}
+    recipe_data["algorithm"]["advantage"] = {"drop_flat": False}  # as the recipe that is timed
     recipe_data["model"]["lora"] = getattr(request, "param", None)  # pytest's way: absent if unset
     job = assemble(build.recipe_from(recipe_data))
     yield job

@@ -136,7 +136,7 @@ def test_run_folders_that_cannot_be_made(tmp_path: Path) -> None:
     for path, sentence in (
         (tmp_path / ("r" * 300), "cannot be made: File name too long"),
         (tmp_path / "file" / "run", "cannot be made: file is a file"),
-        (tmp_path / "file", "exists already"),
+        (tmp_path / "file", "exists and is not a run"),
     ):
         with pytest.raises(UserError, match=sentence):
             RunFolder.must_be_new(path)

@@ -72,8 +72,6 @@ def _made(source: Source, form: Form) -> list[Prompt | str]:
                 made.append(prompt_of(row, where, source, table.folder, form))
             except Unsound as error:
                 made.append(f"{where}: {error}")
-            except RecursionError:
-                made.append(f"{where}: its lists or objects are nested too deep")
     return made
 
 

@@ -24,6 +24,7 @@ from gesso.types import Prompt, UserError, bad_text
 PROMPTS = ("prompt", "problem", "message", "messages", "question")  # looked for in this order
 MESSAGES = ("message", "messages")
 IMAGES = ("images", "image")
+MAX_DEPTH = 100  # lists and objects within each other
 
 Row = dict[str, Any]
 
@@ -55,8 +56,11 @@ def prompt_of(
     return Prompt(text, negative, columns, where, pictures(given, folder), tuple(messages))
 
 
-def _check_texts(value: Any, column: str = "") -> None:
-    """Raises for a text that cannot be encoded, wherever in the row; NUL can."""
+def _check_texts(value: Any, column: str = "", depth: int = 0) -> None:
+    """Raises for a text that cannot be encoded, wherever in the row (NUL can), and for lists and
+    objects that are nested too deep to be walked through."""
+    if depth > MAX_DEPTH:
+        raise Unsound(f'column "{column}" is nested more than {MAX_DEPTH} levels deep')
     if isinstance(value, str):
         fault = bad_text(value.replace("\0", ""))
         if fault is not None:
@@ -64,10 +68,10 @@ def _check_texts(value: Any, column: str = "") -> None:
     elif isinstance(value, dict):
         for name, part in value.items():
             _check_texts(str(name), column)
-            _check_texts(part, column or str(name))
+            _check_texts(part, column or str(name), depth + 1)
     elif isinstance(value, list | tuple):
         for part in value:
-            _check_texts(part, column)
+            _check_texts(part, column, depth + 1)
 
 
 def _prompt_column(row: Row, where: str, source: Source) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 from pydantic import Field
 
-from gesso.config import Device, Strict, pick_device
+from gesso.config import Strict, pick_device
 from gesso.types import Prompt, Sample, Score, UserError
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ T = TypeVar("T")
 class Network(Strict):
     """What rewards with a network of their own have in common."""
 
-    device: Device = "auto"  # a GPU where there is one
+    device: str = "auto"  # a GPU where there is one
     batch: int = Field(16, ge=1)  # pictures at a time
 
     def unfit(self, prompt: Prompt) -> str | None:

@@ -234,7 +234,7 @@ def test_counting_has_its_own_threshold() -> None:
         ),
         (
             {"tag": "x", "include": [want("cat"), want("dog", position=["near", 0])]},
-            "input should be 'left of', 'right of', 'above' or 'below'",
+            "expected one of 'left of', 'right of', 'above', 'below'",
         ),
         ({"tag": "x", "include": [want("tv"), want("television")]}, '"television" twice'),
         ({"tag": "x", "include": [want("tv")], "exclude": [{"class": "dog"}]}, "exclude.0.count"),
