@@ -3,7 +3,7 @@
 import os
 import sys
 
-if sys.path[0] == os.getcwd():  # before anything else is imported: a random.py there breaks torch
+if sys.path[0] == os.getcwd():  # -m put it there: a random.py in it would break torch
     del sys.path[0]  # main() appends it
 
 from gesso.cli import main

@@ -4,6 +4,7 @@ rewards/assembly.py; user code comes in as "module:Name"."""
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -264,12 +265,12 @@ def user_code(found: Recipe) -> list[tuple[str, str]]:
     return list(dict.fromkeys((what, name) for what, name in names if imports.is_user_code(name)))
 
 
-def code_notice(found: Recipe, place: str | Path) -> str | None:
-    """What is said before code is imported that a recipe names which may be somebody else's."""
-    named = ", ".join(f'{what} "{name}"' for what, name in user_code(found))
-    if not named:
-        return None
-    return f"{place} names code that is not part of Gesso, which is imported and run here: {named}"
+def announce_code(found: Recipe, place: str | Path, *kinds: str) -> None:
+    """Called before code of these kinds is imported, for a recipe that may be somebody else's. It
+    goes to stderr whatever the display: neither a foreign file nor --quiet can switch it off."""
+    code = ", ".join(f'{what} "{name}"' for what, name in user_code(found) if what in kinds)
+    if code:
+        print(f"{place} runs code that is not part of Gesso: {code}", file=sys.stderr)
 
 
 def _must_have(found: Any, protocol: type, what: str) -> None:
@@ -277,9 +278,18 @@ def _must_have(found: Any, protocol: type, what: str) -> None:
     if not isinstance(found, type):
         raise UserError(f"{what} is a {type(found).__name__}; expected a class")
     methods = [name for name, value in vars(protocol).items() if inspect.isfunction(value)]
-    missing = [name for name in methods if not name.startswith("_") and not hasattr(found, name)]
+    missing = [name for name in methods if not name.startswith("_") and not _has(found, name)]
+    if getattr(found, "_is_protocol", False):
+        raise UserError(f"{what} is a protocol; expected a class that can be made")
     if missing:
         raise UserError(
             f"{what} has no {', '.join(missing[:4])}{' …' if missing[4:] else ''}; expected the "
             f"methods of gesso's {protocol.__name__}"
         )
+
+
+def _has(found: type, name: str) -> bool:
+    try:
+        return hasattr(found, name)
+    except Exception:  # a metaclass of the user's
+        return False

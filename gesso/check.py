@@ -73,8 +73,9 @@ def _network(job: Job) -> str:
 def _small_batch(job: Job) -> tuple[Rollout, float]:
     """One batch of the sampler drawn as training would, one sample a prompt, and seconds per
     sample. Drawn twice: the first also pays for loading and encoding."""
-    job.cluster.draw(0, groups=job.recipe.sampler.batch, group=1).result()
-    rollout, timing = job.cluster.draw(0, groups=job.recipe.sampler.batch, group=1).result()
+    samples = min(job.recipe.sampler.batch, job.recipe.data.groups * job.algorithm.group)
+    job.cluster.draw(0, groups=samples, group=1).result()
+    rollout, timing = job.cluster.draw(0, groups=samples, group=1).result()
     return rollout, timing.sample / len(rollout.samples)
 
 

@@ -285,18 +285,11 @@ def _sample(options: argparse.Namespace) -> None:
         drawing,
     )  # fmt: skip
     with _display(options) as display:
-        _announce_code([source], display)
         found = sampling.draw_all(sources, wanted, display)
         files = {} if found[0].writes else sampling.save(found, options.out)
         if options.sheet is not None:
             sampling.save_sheet(found, options.sheet)
         display.result(*sampling.told(found, files))
-
-
-def _announce_code(sources: Sequence[Source], display: progress.Display) -> None:
-    for notice in dict.fromkeys(source.code_notice for source in sources):
-        if notice is not None:
-            display.note(notice)
 
 
 def _source(options: argparse.Namespace) -> Source:
@@ -320,7 +313,6 @@ def _eval(options: argparse.Namespace) -> None:
     if options.out is not None:
         must_be_free(options.out, "folder")
     with _display(options) as display:
-        _announce_code(sources, display)
         found = evaluate.evaluate_all(sources, asked, display)
         if options.out is not None:
             results.write(found, options.out)
@@ -335,7 +327,6 @@ def _export(options: argparse.Namespace) -> None:
     source, form = _source(options), Form(options.merged, options.shard_size, options.dtype)
     check(source, options.to, form)
     with _display(options) as display:
-        _announce_code([source], display)
         folder = export(opened(source, display), options.to, form, display)
         display.result(str(folder), {"folder": str(folder)})
 

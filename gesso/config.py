@@ -206,8 +206,8 @@ def _all_named(value: Any) -> Any:
     if isinstance(value, str):
         with_display = '["console"]' if value == "console" else f'["console", "{value}"]'
         raise ValueError(
-            f'expected the list of all who look on, got "{value}"; write track = {with_display}, '
-            "and leave console out for a run without a display"
+            f'expected a list of all displays and trackers, got "{value}"; write track = '
+            f"{with_display}, and leave console out for a run without a display"
         )
     return value
 
@@ -278,7 +278,7 @@ class RewardEntry(Named):
     @model_validator(mode="after")
     def _nameable(self) -> RewardEntry:
         if not self.name.isprintable() or not self.label.strip():
-            raise ValueError(f"name = {self.name!r:.60}: expected printable characters")
+            raise ValueError(f"name = {self.name!r:.60}: expected a name of printable characters")
         if self.label in ("reward", "failed", "std", "max", "at_max"):
             raise ValueError(f'name = "{self.name}": the metrics have another figure of that name')
         return self

@@ -127,10 +127,14 @@ class Loop:
                 f"{left_out[0]}, and no other is left; restore it from a copy, or delete it to "
                 "train from step 0 again"
             )
-        for told in left_out:
-            self._tell(f"{told}; it is left out")
+        for reason in left_out:
+            self._tell(f"{reason}; it is left out")
         if latest is None:
-            self.run.rewind(None)
+            if dropped := self.run.rewind(None):
+                self._tell(
+                    f"there is no complete checkpoint: the run starts from step 0 again, and the "
+                    f"{dropped} rows of metrics.jsonl are written again"
+                )
             return 0
         state, meta = self.run.load(latest)
         self.run.history(latest)
@@ -145,10 +149,15 @@ class Loop:
         self.run.rewind(latest)
         self.cluster.sampler.load(self.learner.weights(), latest)
         self._tell(f"resumed after step {latest}")
+        if not meta.pop("verified"):
+            self._tell(
+                f"the checkpoint of step {latest} has no digests, as before Gesso wrote them: its "
+                "content was not verified"
+            )
         if meta.get("seed", self.recipe.seed) != self.recipe.seed:
             self._tell(
                 f"seed = {self.recipe.seed} in config.toml, but this run began with seed = "
-                f"{meta['seed']}: from here on it is not the run that it was"
+                f"{meta['seed']}: from here on its batches are others"
             )
         if meta.get("data", self.cluster.stream.digest) != self.cluster.stream.digest:
             self._tell(

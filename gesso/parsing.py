@@ -21,14 +21,14 @@ MAX_LISTED = 12  # names that an error lists in full
 def parse(kind: type[S], data: Mapping[str, Any], where: str) -> S:
     """`data` as `kind`, or a UserError of one sentence that names the key, what is allowed and
     the nearest match."""
-    _check_values(data, where)
+    check_values(data, where)
     try:
         return kind.model_validate(dict(data))
     except ValidationError as error:
         raise UserError(_sentence(kind, error, where)) from None
 
 
-def _check_values(data: Any, where: str, path: tuple[str, ...] = ()) -> None:
+def check_values(data: Any, where: str, path: tuple[str, ...] = ()) -> None:
     """Raises for what TOML and Python can hold and files, paths and tensors cannot."""
     key = ".".join(path[:MAX_DEPTH])
     if len(path) > MAX_DEPTH:
@@ -37,10 +37,10 @@ def _check_values(data: Any, where: str, path: tuple[str, ...] = ()) -> None:
         for name, value in data.items():
             if fault := bad_text(name):
                 raise UserError(f"{where}: a key {fault}: {name!r:.60}")
-            _check_values(value, where, (*path, name))
+            check_values(value, where, (*path, name))
     elif isinstance(data, list | tuple):
         for i, value in enumerate(data):
-            _check_values(value, where, (*path, str(i)))
+            check_values(value, where, (*path, str(i)))
     elif isinstance(data, str) and (fault := bad_text(data)):
         raise UserError(f'{where}: "{key}" {fault}: {data!r:.60}')
     elif isinstance(data, int) and abs(data) >= 2**63:

@@ -201,8 +201,7 @@ def resume(
             raise UserError(f"{run.path} is at step {run.latest()} already; steps={steps} is less")
         recipe = recipe.model_copy(update={"steps": steps})
     with _shown(recipe, quiet, shown) as display:
-        if notice := build.code_notice(recipe, run.path):
-            display.note(notice)
+        build.announce_code(recipe, run.path, "model", "algorithm", "reward", "tracker")
         return _run(assemble(recipe, display), run, display, changed=steps is not None)
 
 

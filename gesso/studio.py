@@ -30,7 +30,7 @@ class Loaded:
 
 class Studio:
     """`trust_code`: whether code that a run names as "module:Name" may be imported. The page shows
-    runs of others, too, and a click must not run what they brought."""
+    runs of others, too, and a click must not run their code."""
 
     def __init__(self, trust_code: bool = False) -> None:
         self.trust_code = trust_code

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gesso.config import PACKAGE
-from gesso.parsing import nearest
+from gesso.parsing import check_values, nearest
 from gesso.types import UserError
 
 if sys.version_info >= (3, 11):
@@ -30,6 +30,8 @@ def bundled_recipes() -> dict[str, str]:
 
 def read_recipe(source: str, above: tuple[Path, ...]) -> dict[str, Any]:
     """A recipe's own tables over those of its `base`, a bundled name or a file beside it."""
+    if not source:
+        raise UserError("the recipe's name is empty; `gesso recipes` lists the bundled ones")
     path = RECIPES / f"{source}.toml"
     try:
         if not path.is_file():
@@ -59,13 +61,15 @@ def read_recipe(source: str, above: tuple[Path, ...]) -> dict[str, Any]:
 
 def read_toml(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid TOML: {error}") from error
+        found = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except RecursionError:
         raise UserError(f"{path}: its tables or lists are nested too deep") from None
+    except ValueError as error:  # not UTF-8, not TOML, a number of thousands of digits
+        raise UserError(f"{path} is not valid TOML: {error}") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    check_values(found, str(path))  # before anything walks through it
+    return found
 
 
 def over(base: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,5 +133,5 @@ def _value(text: str) -> Any:
     """A TOML value where it is one, else text: `lr=1e-4`, `name=ocr`, `betas=[0.9, 0.99]`."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return text

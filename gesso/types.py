@@ -38,7 +38,7 @@ class StopRun(RuntimeError):
 def out_of_memory(error: BaseException) -> str | None:
     """One sentence for an error of an allocator, or None for any other error."""
     text = str(error)
-    known = ("out of memory", "can't allocate memory", "not enough memory")
+    known = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc")
     if not isinstance(error, MemoryError) and not any(words in text for words in known):
         return None
     reason = text.splitlines()[0] if text else type(error).__name__

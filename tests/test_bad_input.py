@@ -25,6 +25,9 @@ FILES: dict[str, str | bytes] = {
     "number.toml": "base = 3\n",
     "nul.toml": 'base = "demo"\nabout = "\\u0000"\n',
     "folder.toml/x": "",
+    "digits.toml": f"seed = {'9' * 5000}\n",
+    "dotted.toml": f'base = "demo"\n{"a." * 5000}a = 1\n',
+    "nulbase.toml": 'base = "de\\u0000mo"\n',
     # prompts
     "surrogate.jsonl": '{"prompt": "a \\ud800 b"}\n',
     "answer.jsonl": f'{{"prompt": "{QUOTED}", "answer": ["\\udc00"]}}\n',
@@ -41,6 +44,9 @@ FILES: dict[str, str | bytes] = {
     "custom/model_index.json": '{"_class_name": ["a", "b"]}',
     "bare/model_index.json": json.dumps({"_class_name": SD3}),
     "absent/model_index.json": json.dumps({"_class_name": SD3, "vae": ["diffusers", "NoSuch"]}),
+    "onnx/model_index.json": json.dumps(
+        {"_class_name": SD3, "scheduler": ["diffusers", "OnnxRuntimeModel"]}
+    ),
     "number/model_index.json": json.dumps({"_class_name": SD3, "vae": ["diffusers", 3]}),
     "kind/config.json": '{"model_type": 3}',
     "none/config.json": "{}",
@@ -71,6 +77,16 @@ CASES = [
     (f"check {'x' * 300}", "File name too long"),
     (f"check {'x' * 300}.toml", "File name too long"),
     # devices and code
+    ("check demo model.height=512", "reach up to 96 pixels a side"),
+    (f"check demo seed={'9' * 5000}", '"seed" ='),
+    ("check digits.toml", "not valid TOML"),
+    ("check dotted.toml", "nested more than 32 levels deep"),
+    ("check nulbase.toml", '"base" has a NUL character'),
+    ("check ", "the recipe's name is empty"),
+    ("check demo data.train=/dev/null", "neither a file nor a folder"),
+    ("check demo model.name=gesso.models.flow.base:FlowModel", "is a protocol"),
+    ("check demo --memory model.path=onnx", "its configs cannot be read"),
+    ("check demo track=wandb", "expected a list of all displays and trackers"),
     ("check demo model.device=meta", 'model.device = "meta" has shapes and no values'),
     ("check demo model.device=fpga", 'model.device = "fpga" cannot be used here'),
     ("check demo model.device=nonsense", 'model.device = "nonsense" cannot be used here'),
@@ -181,6 +197,7 @@ def test_the_python_functions_refuse_the_same(tmp_path: Path) -> None:
 ALLOCATORS = [
     (MemoryError(), "MemoryError"),
     (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried"), "can't allocate"),
+    (RuntimeError("std::bad_alloc"), "bad_alloc"),
     (
         RuntimeError("CUDA out of memory. Tried to allocate 20 GiB\nmore"),
         "Tried to allocate 20 GiB",

@@ -16,15 +16,18 @@ import tomli_w
 
 import gesso
 from gesso import build, cli, imports
+from gesso.config import TokenModel
 from gesso.rewards.workers import Workers
 from gesso.studio import Studio
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Sample, UserError
 from gesso.viewer.play import Ask
+from tests import tokens
 from tests.test_studio import PROMPT, Heard
 from tests.use import runs
 
 SHADOWS = ("random", "math", "json", "types", "torch", "numpy", "typing", "re", "site")
+NOTICE = 'runs code that is not part of Gesso: reward "mine:reward"'
 MARK = "imported.txt"  # a module that leaves it here was imported
 USER_MODULE = f"""
 open({MARK!r}, "a").write(__name__ + "\\n")
@@ -201,15 +204,49 @@ def test_commands_say_first_which_code_they_run(
     with contextlib.redirect_stderr(sys.stdout):  # one stream: the order counts
         cli.main(arguments)
     said = capsys.readouterr().out
-    notice = 'names code that is not part of Gesso, which is imported and run here: reward "mine:'
-    assert notice in said
-    if "RuntimeError" in said:  # sample and export leave the rewards alone
-        assert said.index(notice) < said.index("RuntimeError: imported")
+    if arguments[0] in ("sample", "export"):  # they need no reward
+        assert NOTICE not in said and "RuntimeError" not in said
+    else:
+        assert said.index(NOTICE) < said.index("RuntimeError: imported")
 
 
-def test_python_is_warned_as_well(foreign_run: RunFolder) -> None:
-    with pytest.warns(UserWarning, match="names code that is not part of Gesso"):
-        gesso.load(foreign_run.path)
+def test_the_note_cannot_be_switched_off(
+    foreign_run: RunFolder, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither by --quiet nor by the run itself, which may ask for no display; nor in Python."""
+    (workplace / "mine.py").write_text("raise RuntimeError('imported')\n")
+    data = _tables(foreign_run) | {"track": []}
+    (foreign_run.path / "config.toml").write_text(tomli_w.dumps(data))
+    cli.main(["train", "--resume", "runs/theirs"])
+    assert NOTICE in capsys.readouterr().err
+    cli.main(["eval", "runs/theirs", "--first", "1", "--quiet"])
+    assert NOTICE in capsys.readouterr().err
+    with pytest.raises(UserError):
+        gesso.resume(foreign_run.path, quiet=True)
+    assert NOTICE in capsys.readouterr().err
+    with pytest.raises(UserError):
+        gesso.load(foreign_run.path).evaluate(first=1)
+    assert NOTICE in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen2.5-vl"])
+def test_code_beside_a_language_model_is_ignored(
+    kind: str, workplace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """auto_map in every config of the folder: transformers would import it, or ask whether to."""
+    folder = tokens.build(kind, workplace / "model")
+    (folder / "evil.py").write_text(USER_MODULE + "class X: pass\n")
+    for name in ("config", "tokenizer_config", "preprocessor_config"):
+        file = folder / f"{name}.json"
+        about = json.loads(file.read_text()) if file.exists() else {}
+        kinds = ("AutoConfig", "AutoTokenizer", "AutoModelForCausalLM", "AutoImageProcessor")
+        about |= {"auto_map": {auto: "evil.X" for auto in kinds}, "tokenizer_class": "X"}
+        file.write_text(json.dumps(about))
+    monkeypatch.setattr("builtins.input", lambda text="": "y")  # whoever asks is told yes
+    name = "causal" if kind == "qwen2" else "vision-language"
+    with contextlib.suppress(UserError):
+        build.model_class(name)(TokenModel(name=name, path=str(folder)), 0)
+    assert not (workplace / MARK).exists()
 
 
 def _tables(run: RunFolder) -> dict:

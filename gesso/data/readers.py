@@ -114,6 +114,8 @@ def _locate(path: str) -> tuple[Sequence[Path], str]:
     if not place.exists():
         hint = f'; a dataset of the hub is "{HUB}{path}"' if HUB_NAME.fullmatch(path) else ""
         raise UserError(f"prompt file {path}: no such file{hint}")
+    if not place.is_file() and not place.is_dir():
+        raise UserError(f"prompt file {path} is neither a file nor a folder")
     if place.is_file() and split not in ("", "train"):
         raise UserError(
             f"prompt file {path}: {place.name} is one file, which is @train or nothing; "

@@ -289,14 +289,14 @@ def differences(expected: Mapping[str, torch.Size], got: Mapping[str, torch.Size
         "unexpected": got.keys() - expected.keys(),
         "of another shape": {name for name in both if expected[name] != got[name]},
     }
-    told = []
+    words = []
     for kind, names in kinds.items():
         if names:
             first, be = min(names), "tensor is" if len(names) == 1 else "tensors are"
-            told.append(f'{len(names)} {be} {kind}, first "{first}"')
+            words.append(f'{len(names)} {be} {kind}, first "{first}"')
             if first in both:
-                told[-1] += f": expected {tuple(expected[first])}, got {tuple(got[first])}"
-    return "; ".join(told)
+                words[-1] += f": expected {tuple(expected[first])}, got {tuple(got[first])}"
+    return "; ".join(words)
 
 
 def _adapters(module: nn.Module) -> dict[str, Any]:

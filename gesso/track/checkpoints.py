@@ -103,8 +103,9 @@ class Checkpoints:
         flush(self.folder)
 
     def load(self, step: int, table: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors whose names begin with `table` ("ema/"; "" for all), and what state.json says
-        besides digests. A checkpoint that is damaged is a UserError that offers another one."""
+        """Tensors whose names begin with `table` ("ema/"; "" for all), and what state.json says,
+        with "verified" instead of its digests: whether it has any. A checkpoint that is damaged is
+        a UserError that offers another one."""
         try:
             return self._verified(step, table)
         except _Damaged as error:
@@ -156,7 +157,7 @@ class Checkpoints:
             for name in sorted(wanted | found.keys()):
                 if problem := _problem(found.get(name), expected.get(name)):
                     raise _Damaged(f"{file} is damaged: the table {short(name)} {problem}")
-        return state, meta
+        return state, meta | {"verified": expected is not None}
 
     def _named(self) -> list[Path]:
         """What has the name of a checkpoint."""

@@ -143,10 +143,12 @@ class RunFolder:
         with self.metrics_file.open("ab") as file:
             file.write(json.dumps(row).encode() + b"\n")
 
-    def rewind(self, step: int | None) -> None:
-        """Drop the rows after `step` (None: all): a resumed run writes them again."""
-        kept = self._lines()[: 0 if step is None else step + 1]
+    def rewind(self, step: int | None) -> int:
+        """Drop the rows after `step` (None: all): a resumed run writes them again. How many."""
+        lines = self._lines()
+        kept = lines[: 0 if step is None else step + 1]
         write_whole(self.metrics_file, b"".join(line + b"\n" for line in kept))
+        return len(lines) - len(kept)
 
     def note(self, text: str) -> None:
         with (self.path / "log.txt").open("a", encoding="utf-8") as file:

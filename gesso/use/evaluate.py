@@ -157,9 +157,11 @@ def _scoring(source: Source, asked: Asked) -> config.Recipe:
             f"{source.name} says nothing of {' and '.join(missing)}, as a run or a recipe would; "
             "give --prompts FILE and --reward NAME"
         )
-    entries = recipe.eval_reward or recipe.reward
     if asked.rewards:
         entries = [reward_entry(name, recipe) for name in asked.rewards]
+    else:
+        source.announce_code("reward")
+        entries = recipe.eval_reward or recipe.reward
     return recipe.model_copy(update={"reward": entries, "eval_reward": []})
 
 

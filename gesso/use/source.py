@@ -43,12 +43,10 @@ class Source:
         name = f"{self.run.path.resolve().name}-step{self.step}"
         return f"{name}-current" if kept else name
 
-    @property
-    def code_notice(self) -> str | None:
+    def announce_code(self, *kinds: str) -> None:
         """For a run or an export, which may be somebody else's; a recipe the user has written."""
-        if self.run is None and self.untrained is None:
-            return None
-        return build.code_notice(self.recipe, self.name)
+        if self.run is not None or self.untrained is not None:
+            build.announce_code(self.recipe, self.name, *kinds)
 
     @property
     def base(self) -> Source:

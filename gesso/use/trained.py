@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,14 +188,12 @@ def load(
     """A run folder, at its newest checkpoint or at `step`, with its averaged weights where it has
     them or with `weights` ("ema", "current"); the untrained model of a recipe; or a folder that
     Gesso, diffusers or transformers saved. `overrides` change its recipe: `["eval.steps=20"]`."""
-    found = find(source, step, weights, overrides)
-    if notice := found.code_notice:
-        warnings.warn(notice, stacklevel=3)
-    return opened(found, progress)
+    return opened(find(source, step, weights, overrides), progress)
 
 
 def opened(source: Source, progress: Progress = SILENT, base: bool = False) -> Trained:
     """`base`: the untrained weights are kept beside the trained ones, to be drawn from as well."""
+    source.announce_code("model", "algorithm")
     with bars.loading(progress, source.name, source.recipe.model.path):
         model = build.model(_at_once(source.recipe))
     if base:

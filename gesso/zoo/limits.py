@@ -1,6 +1,6 @@
-"""What the bundled models were trained on, for whoever types a prompt of their own.
+"""What the bundled models were trained on, for users who type their own prompts.
 
-The sentences and checks lie beside the constants from which the training data was made: in
+The sentences and checks are next to the constants from which the training data was made: in
 gesso.zoo.words for signs and in gesso.zoo.scenes for shapes.
 """
 

@@ -355,6 +355,8 @@ REFUSED: list[tuple[str, Damage, str, str]] = [
 # Name, damage, the step that is resumed after, and what log.txt says.
 
 LEFT_OUT = "is not a complete checkpoint: it {}; it is left out"
+AGAIN = "there is no complete checkpoint: the run starts from step 0 again"
+UNVERIFIED = "the checkpoint of step 3 has no digests"
 NINTH = "checkpoints/000009"
 SAMPLES = b"\xff\n" + DEEP + b'\n{"reward": ' + LONG[:999] + b"}\n"
 
@@ -362,9 +364,9 @@ TAKEN: list[tuple[str, Damage, int, str]] = [
     ("nothing", both(), 3, ""),
     ("a row after the checkpoint", both(gone(NEWEST), line(4, b"\xff\n[[[\n")), 2, ""),
     ("a row half written", both(gone(NEWEST), line(4, b'{"step": 3, "re')), 2, ""),
-    ("rows without a checkpoint", both(gone("checkpoints"), line(2, b"\xff\n")), 0, ""),
+    ("rows without a checkpoint", both(gone("checkpoints"), line(2, b"\xff\n")), 0, AGAIN),
     ("an empty folder", new(NINTH), 3, ""),
-    ("an empty folder alone", both(gone("checkpoints"), new(NINTH)), 0, ""),
+    ("an empty folder alone", both(gone("checkpoints"), new(NINTH)), 0, AGAIN),
     ("digits of another script", moved(NEWEST, "checkpoints/０００００３"), 2, ""),
     ("a digit that is none", new("checkpoints/²"), 3, ""),
     ("no zeros", moved(NEWEST, "checkpoints/3"), 2, ""),
@@ -373,8 +375,8 @@ TAKEN: list[tuple[str, Damage, int, str]] = [
     ("no state.json", gone(STATE), 2, LEFT_OUT.format("has no state.json")),
     ("no tensors", gone(TENSORS), 2, LEFT_OUT.format("has no .safetensors file")),
     ("an earlier one", put("checkpoints/000002/state.json", b"x"), 3, ""),
-    ("without digests", state(True), 3, ""),
-    ("without digests and data", state(True, data=None, seed=None), 3, ""),
+    ("without digests", state(True), 3, UNVERIFIED),
+    ("without digests and data", state(True, data=None, seed=None), 3, UNVERIFIED),
     ("another seed", config(lambda c: c.update(seed=7)), 3,
      "seed = 7 in config.toml, but this run began with seed = 0"),
     ("samples", both(gone(NEWEST), put("samples/000000.jsonl", SAMPLES)), 2, ""),
@@ -456,7 +458,12 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
         "optimizer_steps": torch.tensor(3),
     }
     saved.save(3, small, {"seed": 0, "data": "9272eee6"}, keep=1)
-    assert saved.load(3)[1] == {"step": 3, "seed": 0, "data": "9272eee6"}
+    assert saved.load(3)[1] == {
+        "step": 3,
+        "seed": 0,
+        "data": "9272eee6",
+        "verified": True,
+    }
     for name in (STATE, TENSORS):
         content = (tmp_path / name).read_bytes()
         for at in range(len(content)):

@@ -210,6 +210,12 @@ class PipelineModel(ABC):
                 f"pictures of {height}×{width} do not fit {self.path}: "
                 f"height and width must be multiples of {factor}; use {fit}"
             )
+        most = getattr(self.transformer.config, "pos_embed_max_size", None)  # SD3 has one
+        if most is not None and max(height, width) > most * factor:
+            raise UserError(
+                f"pictures of {height}×{width} do not fit {self.path}: its position embeddings "
+                f"reach up to {most * factor} pixels a side"
+            )
         return self.channels, height // scale, width // scale
 
     @property
@@ -337,7 +343,7 @@ def _empty_pipeline(model: PipelineModel, settings: config.Model) -> Any:
                 if isinstance(entry, list | tuple) and entry[0] is not None:
                     parts[name] = _empty_part(entry[0], entry[1], source, name, model, settings)
             return getattr(diffusers, model.pipeline)(**parts)
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, LookupError, ImportError) as error:
         raise UserError(
             f'model.path = "{settings.path}": its configs cannot be read: '
             f"{str(error).splitlines()[0]}"

@@ -1,4 +1,4 @@
-"""A tracker in a process of its own: `python -m gesso.track.trackers.worker`.
+"""A tracker in its own process, started by `imports.command`.
 
 Lines of JSON come in on stdin and go out on stdout. The first says what to track; then "news" (the
 run folder has a new row), "finish" or "fail". When stdin closes without either, because the run was
