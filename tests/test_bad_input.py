@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from gesso import cli, run
-from gesso.types import UserError
+from gesso import build, cli, run
+from gesso.types import StopRun, UserError
 
 SD3 = "StableDiffusion3Pipeline"
 QUOTED = 'a red sign that says \\"KITE\\"'
@@ -177,8 +177,6 @@ def test_wrong_input_gets_one_sentence(
 
 
 def test_a_recipe_with_a_byte_order_mark_is_read(tmp_path: Path) -> None:
-    from gesso import build
-
     file = tmp_path / "bom.toml"
     file.write_bytes(b'\xef\xbb\xbfbase = "demo"\nsteps = 7\n')
     assert build.recipe(str(file)).steps == 7
@@ -228,3 +226,15 @@ def test_other_errors_of_ours_keep_their_traceback(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(cli, "_recipes", broken)
     with pytest.raises(RuntimeError, match="a mistake of ours"):
         cli.main(["recipes"])
+
+
+def test_a_run_out_of_memory_stops_with_a_sentence_and_notes_it(
+    recipe_data: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(loop: object) -> None:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 20 GiB")
+
+    monkeypatch.setattr("gesso.loop.Loop.train", full)
+    with pytest.raises(StopRun, match=r"out of memory .* --resume"):
+        run.train(build.recipe_from(recipe_data), folder=tmp_path / "run", quiet=True)
+    assert "stopped: out of memory" in (tmp_path / "run" / "log.txt").read_text()
