@@ -30,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if unknown or (options.more == "overrides" and any("=" not in r for r in rest)):
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         vars(options)[options.more] += rest
-    sys.path[:] = imports.import_path()  # user code is found in the working folder, last
     try:
+        sys.path[:] = imports.import_path()  # user code is found in the working folder, last
         options.action(options)
         sys.stdout.flush()
     except UserError as error:

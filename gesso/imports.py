@@ -23,7 +23,10 @@ FILE = ".py"  # a reference whose first part ends so is a path
 
 def import_path() -> list[str]:
     """The import path with the working folder last."""
-    folder = os.getcwd()
+    try:
+        folder = os.getcwd()
+    except FileNotFoundError as error:
+        raise UserError("the working folder does not exist any more; change to another") from error
     return [entry for entry in sys.path if entry not in ("", folder)] + [folder]
 
 

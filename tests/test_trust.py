@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -253,3 +254,11 @@ def _tables(run: RunFolder) -> dict:
     from gesso import tables
 
     return tables.read_toml(run.path / "config.toml")
+
+
+def test_a_working_folder_that_is_gone(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workplace / "gone").mkdir()
+    os.chdir(workplace / "gone")
+    (workplace / "gone").rmdir()
+    assert cli.main(["recipes"]) == 2
+    assert "the working folder does not exist any more" in capsys.readouterr().err
