@@ -40,8 +40,8 @@ from gesso.cluster.local import Local, Pending
 from gesso.config import Model, Recipe, resolve_path
 from gesso.formulas.text import spelling
 from gesso.models.flow.sd3 import SD3
-from gesso.rewards.ocr import target_of
-from gesso.rewards.service import RewardService, Scored
+from gesso.rewards.image.ocr import target_of
+from gesso.rewards.transport.service import RewardService, Scored
 from gesso.rollout import Rollout
 from gesso.run import Job, assemble
 from gesso.types import (
@@ -154,7 +154,7 @@ def sde_step(
 
 
 def recogniser(recipe: Recipe) -> Any:
-    """With the settings of gesso/rewards/ocr.py, but onnxruntime's default threads."""
+    """With the settings of gesso/rewards/image/ocr.py, but onnxruntime's default threads."""
     from rapidocr import RapidOCR
 
     detect, model = recipe.reward[0].options["detect"], recipe.model

@@ -18,7 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from gesso import tables
+from gesso.config import tables
 from gesso.track.console import held_out_key
 
 CONTROLS = {

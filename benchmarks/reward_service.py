@@ -22,7 +22,7 @@ from statistics import quantiles
 import numpy as np
 
 from gesso.config import RemoteEntry
-from gesso.rewards.remote import Remote
+from gesso.rewards.transport.remote import Remote
 from gesso.types import Prompt, Sample
 
 

@@ -36,10 +36,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from gesso import build
-from gesso.algorithms.replies import KL, Clip, Known, ReplyAlgorithm
+from gesso.algorithms.policy_gradient import KL, Clip, Known, ReplyAlgorithm
 from gesso.config import Recipe, resolve_path
 from gesso.models.tokens.transformer import TransformerModel
-from gesso.rewards.count import Count
+from gesso.rewards.text.count import Count
 from gesso.rollout import Rollout
 from gesso.run import Job, assemble
 from gesso.types import Prompt, Sample, UserError

@@ -13,7 +13,7 @@ import numpy as np
 from gesso import build
 from gesso.cluster.local import Local
 from gesso.config import Strict
-from gesso.rewards.service import RewardService, Scored
+from gesso.rewards.transport.service import RewardService, Scored
 from gesso.run import Job, assemble
 from gesso.types import Sample, Score
 

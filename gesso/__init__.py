@@ -57,6 +57,6 @@ def load(
 
 def recipes() -> Sequence[str]:
     """Names of the bundled recipes."""
-    from gesso import tables
+    from gesso.config import tables
 
     return list(tables.bundled_recipes())

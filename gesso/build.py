@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from gesso import agreement, imports
+from gesso import imports
 from gesso.config import FAMILIES, Model, Recipe, Strict, family
 from gesso.config import TokenModel as TokenModelSection
-from gesso.parsing import named, nearest, parse
+from gesso.config import compatibility as agreement
+from gesso.config.parsing import named, nearest, parse
+from gesso.config.tables import NOTHING, changed, over, read_recipe, without_nothing
 from gesso.rewards.assembly import REWARDS as REWARDS
 from gesso.rewards.assembly import Readers as Readers
 from gesso.rewards.assembly import Rewards as Rewards
@@ -23,7 +25,6 @@ from gesso.rewards.assembly import reward_entry as reward_entry
 from gesso.rewards.assembly import rewards as rewards
 from gesso.rewards.assembly import scorer as scorer
 from gesso.rewards.assembly import served as served
-from gesso.tables import NOTHING, changed, over, read_recipe, without_nothing
 from gesso.track.trackers.process import Tracked
 from gesso.types import UserError
 

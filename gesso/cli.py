@@ -262,7 +262,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _recipes(options: argparse.Namespace) -> None:
-    from gesso import tables
+    from gesso.config import tables
 
     found = tables.bundled_recipes()
     width = max(map(len, found))
@@ -332,9 +332,9 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _view(options: argparse.Namespace) -> None:
-    from gesso.rewards.remote import token_from
-    from gesso.studio import Studio
+    from gesso.rewards.transport.remote import token_from
     from gesso.viewer import report, server
+    from gesso.viewer.studio import Studio
 
     if options.report:
         must_be_possible(options.report.parent, "folder")
@@ -352,8 +352,8 @@ def _view(options: argparse.Namespace) -> None:
 
 def _serve_reward(options: argparse.Namespace) -> None:
     from gesso import build
-    from gesso.rewards.remote import token_from
-    from gesso.rewards.serve import serve
+    from gesso.rewards.transport.remote import token_from
+    from gesso.rewards.transport.serve import serve
 
     if min(options.workers, options.batch, options.max_mb) < 1:
         raise UserError("serve-reward wants --workers, --batch and --max-mb of at least 1")

@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gesso import agreement, build
+from gesso import build
 from gesso.config import Model, Recipe
+from gesso.config import compatibility as agreement
 from gesso.data import prompts
 from gesso.track import bars
 from gesso.track.progress import SILENT, Display, Progress, display

@@ -21,7 +21,7 @@ def pipeline_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     two of its six layers: SD3 has two kinds, the last and the others."""
     import torch
 
-    from gesso.zoo.build import build_pipeline, save_pipeline
+    from tools.zoo.build import build_pipeline, save_pipeline
 
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -5,7 +5,9 @@ import re
 import pydantic
 import pytest
 
-from gesso import agreement, build, tables
+from gesso import build
+from gesso.config import compatibility as agreement
+from gesso.config import tables
 from gesso.types import UserError
 
 BAD = [

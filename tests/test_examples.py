@@ -19,9 +19,9 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from gesso import build, cli, config
-from gesso.parsing import parse
+from gesso.config.parsing import parse
+from gesso.config.tables import tomllib
 from gesso.run import train
-from gesso.tables import tomllib
 from tests.test_house import ROOMS
 from tests.waiting import LIMIT
 
@@ -153,8 +153,8 @@ def sections() -> dict[str, type[BaseModel]]:
     from gesso.algorithms.diffusion_nft import DiffusionNFT
     from gesso.algorithms.flow_grpo import FlowGRPO, Window
     from gesso.algorithms.grpo import GRPO
+    from gesso.algorithms.policy_gradient import KL, Clip, SequenceClip, Weight
     from gesso.algorithms.ppo import CriticSection
-    from gesso.algorithms.replies import KL, Clip, SequenceClip, Weight
 
     return {
         "Top level": config.Recipe,

@@ -14,7 +14,7 @@ from gesso.algorithms.diffusion_nft import NoisedTerms
 from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.formulas import flow_steps
 from gesso.models.flow.base import guided
-from gesso.rewards.cache import Cached
+from gesso.rewards.transport.cache import Cached
 from gesso.rollout import Rollout
 from gesso.samplers.denoise import DenoisingSampler
 from gesso.track.run_folder import RunFolder

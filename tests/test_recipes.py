@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from gesso import agreement, build, tables
-from gesso.config import PACKAGE, Recipe
+from gesso import build
+from gesso.config import PACKAGE, Recipe, tables
+from gesso.config import compatibility as agreement
 from gesso.types import SampleSpec
 from tests.typed import sure
 

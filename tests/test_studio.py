@@ -14,10 +14,10 @@ import pytest
 from PIL import Image
 
 from gesso import build, run
-from gesso.studio import Studio
 from gesso.types import UserError
 from gesso.viewer import server
 from gesso.viewer.play import Ask
+from gesso.viewer.studio import Studio
 from gesso.zoo.words import LIMITS, prompt_for
 from tests import tokens
 from tests.use import runs

@@ -386,7 +386,7 @@ def test_too_many_failed_scores_in_a_refill_stop_the_run(
     from concurrent.futures import Future
 
     from gesso.cluster.local import Local
-    from gesso.rewards.service import Scored
+    from gesso.rewards.transport.service import Scored
 
     honest = Local.refill
 

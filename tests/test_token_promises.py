@@ -20,9 +20,11 @@ from gesso.config import Data, Eval, Source, TokenModel, TrainSource
 from gesso.data.prompts import Loaded, Part, without
 from gesso.data.readers import read
 from gesso.models.tokens import loading
-from gesso.rewards import base, protocol, wire
+from gesso.rewards import base
+from gesso.rewards.transport import protocol, wire
 from gesso.rollout import Rollout, TokenTrace
-from gesso.samplers import decode, replies
+from gesso.samplers import decode
+from gesso.samplers import responses as replies
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Sample, Score, StopRun, UserError
 from tests import tokens

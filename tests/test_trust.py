@@ -18,11 +18,11 @@ import tomli_w
 import gesso
 from gesso import build, cli, imports
 from gesso.config import TokenModel
-from gesso.rewards.workers import Workers
-from gesso.studio import Studio
+from gesso.rewards.transport.workers import Workers
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Sample, UserError
 from gesso.viewer.play import Ask
+from gesso.viewer.studio import Studio
 from tests import tokens
 from tests.test_studio import PROMPT, Heard
 from tests.use import runs
@@ -251,7 +251,7 @@ def test_code_beside_a_language_model_is_ignored(
 
 
 def _tables(run: RunFolder) -> dict:
-    from gesso import tables
+    from gesso.config import tables
 
     return tables.read_toml(run.path / "config.toml")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from gesso.algorithms.credit import Credit
-from gesso.algorithms.replies import Clip, ReplyAlgorithm, SequenceClip, Surrogate, Weight
+from gesso.algorithms.policy_gradient import Clip, ReplyAlgorithm, SequenceClip, Surrogate, Weight
 from gesso.formulas.aggregation import Mode
 
 

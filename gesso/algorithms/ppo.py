@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gesso import config
 from gesso.algorithms.credit import Credit
-from gesso.algorithms.replies import ReplyAlgorithm, ReplyTerms, batches
+from gesso.algorithms.policy_gradient import ReplyAlgorithm, ReplyTerms, batches
 from gesso.config import Strict
 from gesso.formulas import advantages as adv
 from gesso.formulas import objectives

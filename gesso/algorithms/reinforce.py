@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gesso.algorithms.credit import Credit
-from gesso.algorithms.replies import ReplyAlgorithm
+from gesso.algorithms.policy_gradient import ReplyAlgorithm
 
 
 class RLOO(ReplyAlgorithm):

@@ -18,7 +18,7 @@ import torch
 from gesso.algorithms.base import Algorithm
 from gesso.config import Recipe
 from gesso.data.prompts import Stream
-from gesso.rewards.service import RewardService, Scored
+from gesso.rewards.transport.service import RewardService, Scored
 from gesso.rollout import Rollout, widened
 from gesso.samplers.base import Piece, Sampler
 from gesso.track.progress import SILENT, Progress

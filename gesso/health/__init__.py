@@ -21,7 +21,7 @@ from gesso.health.ratio import (
     self_test,
     under_floor,
 )
-from gesso.health.replies import (
+from gesso.health.responses import (
     constant_length,
     cut_replies,
     entropy_collapse,

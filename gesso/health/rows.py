@@ -48,7 +48,7 @@ class Facts:
         """Watched are the total, every reward that does not count against it (a weight of 0 is one
         that is only looked at), and its share of exact answers. What another detail of a reward
         should do, nobody has said."""
-        from gesso.algorithms.replies import ReplyAlgorithm
+        from gesso.algorithms.policy_gradient import ReplyAlgorithm
 
         entries = recipe.eval_reward or recipe.reward
         parts = [f"eval/{entry.label}" for entry in entries if entry.weight >= 0]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gesso.algorithms.base import Algorithm
-from gesso.algorithms.replies import Known, ReplyAlgorithm, ReplyTerms
+from gesso.algorithms.policy_gradient import Known, ReplyAlgorithm, ReplyTerms
 from gesso.config import Recipe
 from gesso.memory.meta import Load, nbytes, tensors_of
 from gesso.models.tokens.critic import Critic

@@ -8,41 +8,43 @@ from dataclasses import dataclass
 from typing import Any
 
 from gesso.config import Recipe, RewardEntry, family
-from gesso.parsing import named, parse
-from gesso.rewards import base, deqa, judge, networks
-from gesso.rewards.cache import Cached
+from gesso.config.parsing import named, parse
+from gesso.config.tables import changed
+from gesso.rewards import base
 from gesso.rewards.compose import Fitting, Weighted
-from gesso.rewards.deqa import Rated
-from gesso.rewards.remote import Remote
-from gesso.rewards.service import RewardService
+from gesso.rewards.image import deqa, networks
+from gesso.rewards.image.deqa import Rated
+from gesso.rewards.judges import judge
 from gesso.rewards.styles import STYLES
-from gesso.rewards.workers import Workers
-from gesso.tables import changed
+from gesso.rewards.transport.cache import Cached
+from gesso.rewards.transport.remote import Remote
+from gesso.rewards.transport.service import RewardService
+from gesso.rewards.transport.workers import Workers
 from gesso.types import Prompt, UserError
 
 REWARDS = {
-    "ocr": "gesso.rewards.ocr:Ocr",
-    "jpeg-compressibility": "gesso.rewards.jpeg:JpegCompressibility",
-    "pickscore": "gesso.rewards.pickscore:PickScore",
-    "geneval": "gesso.rewards.geneval:Geneval",
-    "judge": "gesso.rewards.judge:Judge",
-    "unified-reward": "gesso.rewards.judge:UnifiedReward",
-    "unified-reward-vllm": "gesso.rewards.judge:UnifiedReward",
-    "qwenvl-score": "gesso.rewards.judge:QwenVlScore",
-    "qwenvl-ocr": "gesso.rewards.judge:QwenVlOcr",
-    "qwenvl-ocr-vllm": "gesso.rewards.judge:QwenVlOcr",
-    "paddle-ocr": "gesso.rewards.ocr:Ocr",  # what Flow-GRPO calls it
-    "clip-score": "gesso.rewards.clip_score:ClipScore",
-    "aesthetic": "gesso.rewards.aesthetic:Aesthetic",
-    "image-reward": "gesso.rewards.image_reward:ImageReward",
-    "hps": "gesso.rewards.hps:Hps",
-    "jpeg-incompressibility": "gesso.rewards.jpeg:JpegIncompressibility",
-    "sign-colour": "gesso.rewards.sign_colour:SignColour",
-    "math": "gesso.rewards.maths:Math",
-    "format": "gesso.rewards.format:Format",
-    "count": "gesso.rewards.count:Count",
-    "choice": "gesso.rewards.choice:Choice",
-    "overlong": "gesso.rewards.overlong:Overlong",
+    "ocr": "gesso.rewards.image.ocr:Ocr",
+    "jpeg-compressibility": "gesso.rewards.image.jpeg:JpegCompressibility",
+    "pickscore": "gesso.rewards.image.pickscore:PickScore",
+    "geneval": "gesso.rewards.image.geneval:Geneval",
+    "judge": "gesso.rewards.judges.judge:Judge",
+    "unified-reward": "gesso.rewards.judges.judge:UnifiedReward",
+    "unified-reward-vllm": "gesso.rewards.judges.judge:UnifiedReward",
+    "qwenvl-score": "gesso.rewards.judges.judge:QwenVlScore",
+    "qwenvl-ocr": "gesso.rewards.judges.judge:QwenVlOcr",
+    "qwenvl-ocr-vllm": "gesso.rewards.judges.judge:QwenVlOcr",
+    "paddle-ocr": "gesso.rewards.image.ocr:Ocr",  # what Flow-GRPO calls it
+    "clip-score": "gesso.rewards.image.clip_score:ClipScore",
+    "aesthetic": "gesso.rewards.image.aesthetic:Aesthetic",
+    "image-reward": "gesso.rewards.image.image_reward:ImageReward",
+    "hps": "gesso.rewards.image.hps:Hps",
+    "jpeg-incompressibility": "gesso.rewards.image.jpeg:JpegIncompressibility",
+    "sign-colour": "gesso.rewards.image.sign_colour:SignColour",
+    "math": "gesso.rewards.text.maths:Math",
+    "format": "gesso.rewards.text.format:Format",
+    "count": "gesso.rewards.text.count:Count",
+    "choice": "gesso.rewards.text.choice:Choice",
+    "overlong": "gesso.rewards.text.overlong:Overlong",
 }
 SERVED = {"deqa": deqa.SCALE}  # rewards of environments of their own, behind HTTP only
 
@@ -127,7 +129,7 @@ def scorer(entry: RewardEntry, reward: base.Reward | None = None) -> base.Scorer
 
 def served(entry: RewardEntry, batch: int) -> base.Scorer:
     """A reward for many callers, whose samples are put together into batches."""
-    from gesso.rewards.serve import Batcher
+    from gesso.rewards.transport.serve import Batcher
 
     reward = _reward(entry)
     place = _runner(entry, reward, batch)

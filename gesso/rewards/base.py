@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 from gesso import imports
 from gesso.config import Strict
-from gesso.parsing import parse
+from gesso.config.parsing import parse
 from gesso.rewards.functions import FunctionReward
 from gesso.rewards.styles import adapted
-from gesso.rewards.untrusted import Unreadable, clean, line, listed, raised, shown
+from gesso.rewards.transport.untrusted import Unreadable, clean, line, listed, raised, shown
 from gesso.types import Prompt, Sample, Score, UserError
 
 MAX_VALUE = 1e15  # of a reward: its square, as the critic's loss has it, still fits into float32

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gesso.rewards.untrusted import clean, raised
+from gesso.rewards.transport.untrusted import clean, raised
 from gesso.types import Prompt, Sample, Score
 
 Function = Callable[..., Any]

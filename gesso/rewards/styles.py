@@ -17,7 +17,6 @@ from typing import Any
 
 from gesso import imports
 from gesso.config import RewardEntry
-from gesso.rewards import answers
 from gesso.rewards.functions import (
     Function,
     FunctionReward,
@@ -30,8 +29,9 @@ from gesso.rewards.functions import (
     signature_of,
     single,
 )
+from gesso.rewards.text import answers
+from gesso.rewards.transport.untrusted import clean, listed, shown
 from gesso.rewards.trl import TRL
-from gesso.rewards.untrusted import clean, listed, shown
 from gesso.types import Prompt, Sample, Score, UserError
 
 

@@ -19,7 +19,7 @@ from gesso.rewards.functions import (
     signature_of,
     single,
 )
-from gesso.rewards.untrusted import clean, listed
+from gesso.rewards.transport.untrusted import clean, listed
 from gesso.types import PICTURE_FORMATS, Prompt, Sample, Score, UserError
 
 if TYPE_CHECKING:

@@ -25,10 +25,10 @@ from torch import Tensor
 from gesso.models.tokens.base import Read, TokenModel
 from gesso.models.tokens.packing import pack
 from gesso.rollout import Rollout, TokenPrompt, TokenTrace
-from gesso.samplers import replies
+from gesso.samplers import responses as replies
 from gesso.samplers.base import Piece
 from gesso.samplers.drawing import drawn, drawn_from_raw
-from gesso.samplers.replies import Asked, Reply
+from gesso.samplers.responses import Asked, Reply
 from gesso.samplers.slots import SlotCache
 from gesso.types import Prompt, ReplySpec, Weights
 

@@ -28,9 +28,9 @@ from gesso import config
 from gesso.models.tokens.transformer import TransformerModel
 from gesso.models.tokens.vision_language import VisionLanguage
 from gesso.rollout import Rollout, TokenPrompt, TokenTrace
-from gesso.samplers import replies
+from gesso.samplers import responses as replies
 from gesso.samplers.base import Piece
-from gesso.samplers.replies import Asked, Reply
+from gesso.samplers.responses import Asked, Reply
 from gesso.types import Prompt, ReplySpec, UserError, Weights, Which
 
 NEVER = -100.0

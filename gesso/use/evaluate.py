@@ -22,7 +22,7 @@ from gesso.use.trained import AS_EVALUATED, Drawing, Trained, opened
 
 if TYPE_CHECKING:
     from gesso.formulas.intervals import Interval
-    from gesso.rewards.service import RewardService
+    from gesso.rewards.transport.service import RewardService
 
 TOTAL = "reward"
 

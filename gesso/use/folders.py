@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gesso import build, tables
-from gesso.config import WRITERS, Recipe, family, resolve_path
-from gesso.parsing import parse
+from gesso import build
+from gesso.config import WRITERS, Recipe, family, resolve_path, tables
+from gesso.config.parsing import parse
 from gesso.types import UserError
 
 RECIPE = "recipe.toml"

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from gesso import build, tables
-from gesso.config import Recipe
-from gesso.parsing import parse
+from gesso import build
+from gesso.config import Recipe, tables
+from gesso.config.parsing import parse
 from gesso.track.run_folder import RunFolder
 from gesso.types import UserError
 from gesso.use import folders

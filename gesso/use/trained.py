@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from gesso import build
 from gesso.config import Eval, family
+from gesso.config.parsing import parse
 from gesso.data import prompts
-from gesso.parsing import parse
 from gesso.track import bars
 from gesso.track.progress import SILENT, Progress
 from gesso.types import (

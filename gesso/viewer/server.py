@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from gesso import serving
-from gesso.parsing import parse
+from gesso.config.parsing import parse
 from gesso.types import UserError
 from gesso.viewer import film, report
 from gesso.viewer.files import NotShown, Thumbnails, find_runs, picture

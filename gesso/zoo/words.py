@@ -14,6 +14,20 @@ LENGTHS = (4, 5, 6)
 COLOURS = ("red", "blue", "green", "purple", "black", "yellow", "orange", "white")
 TEMPLATE_WORDS = ("a", "sign", "that", "says")
 
+RGB = tuple[int, int, int]
+_WHITE: RGB = (255, 255, 255)
+_BLACK: RGB = (0, 0, 0)
+PAINT: dict[str, tuple[RGB, RGB]] = {  # sign, letters
+    "red": ((200, 30, 30), _WHITE),
+    "blue": ((30, 60, 190), _WHITE),
+    "green": ((10, 115, 50), _WHITE),
+    "purple": ((115, 30, 140), _WHITE),
+    "black": ((15, 15, 15), _WHITE),
+    "yellow": ((250, 215, 30), _BLACK),
+    "orange": ((250, 150, 40), _BLACK),
+    "white": ((240, 240, 240), _BLACK),
+}
+
 _ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _ONSETS = re.findall(
     r"\w+",

@@ -14,8 +14,8 @@ import torch
 
 from gesso import build
 from gesso.algorithms.credit import Credit
+from gesso.algorithms.policy_gradient import ReplyAlgorithm
 from gesso.algorithms.ppo import PPO
-from gesso.algorithms.replies import ReplyAlgorithm
 from gesso.config import Learner as LearnerSection
 from gesso.rollout import Rollout, TokenPrompt, TokenTrace
 from gesso.types import Prompt, Sample, Score, UserError

@@ -17,10 +17,10 @@ from PIL import Image
 from pyarrow import parquet
 
 from gesso.config import Data, Source
+from gesso.config.parsing import parse
 from gesso.data import prompts, readers
 from gesso.data.chat import Form
 from gesso.data.prompts import Stream
-from gesso.parsing import parse
 from gesso.types import Picture, Prompt, UserError
 from tests.data.test_readers import cache_apart  # noqa: F401
 
@@ -434,7 +434,7 @@ def test_bad_rows_are_left_out_named_and_counted(folder: Path) -> None:
     rows[5]["answer"] = "yes and no"
     path = jsonl(folder / "geo.jsonl", *rows)
     held_out = jsonl(folder / "test.jsonl", {"problem": "new", "answer": "2"})
-    from gesso.rewards.maths import Math
+    from gesso.rewards.text.maths import Math
 
     data = parse(Data, {"train": path, "eval": held_out}, "recipe")
     loaded = prompts.load(data, Math().unfit, Math().unfit)
@@ -624,6 +624,6 @@ def test_the_rows_of_the_guide_are_read(tmp_path: Path) -> None:
 
 
 def toml(said: str) -> dict[str, Any]:
-    from gesso.tables import tomllib
+    from gesso.config.tables import tomllib
 
     return tomllib.loads(said)

@@ -12,7 +12,7 @@ from gesso.config import Source
 from gesso.data import ocr
 from gesso.data.readers import read
 from gesso.formulas.text import normalised
-from gesso.rewards.ocr import Ocr, target_of
+from gesso.rewards.image.ocr import Ocr, target_of
 from gesso.types import Prompt, UserError
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from gesso import build
 from gesso.config import Data, Recipe
+from gesso.config.parsing import parse
 from gesso.data.prompts import Part, Stream, Told, fit, in_turn, load, overlap, pass_by_weight
-from gesso.parsing import parse
 from gesso.types import Picture, Prompt, UserError, seed_of
 
 

@@ -195,7 +195,7 @@ def test_columns_reach_a_reward_in_its_process(tmp_path: Path) -> None:
 
     import numpy as np
 
-    from gesso.rewards.workers import Workers
+    from gesso.rewards.transport.workers import Workers
     from gesso.types import Sample
 
     file = write_parquet(tmp_path / "c.parquet", [{"prompt": "a", "n": {"deep": [7]}}])

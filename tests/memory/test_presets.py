@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from gesso import build, tables
+from gesso import build
 from gesso.check import size_of
-from gesso.config import PACKAGE, Lora, TokenModel
+from gesso.config import PACKAGE, Lora, TokenModel, tables
 from gesso.memory import estimate
 from gesso.models.tokens.causal import Causal
 from gesso.models.tokens.vision_language import VisionLanguage

@@ -11,7 +11,7 @@ import torch
 
 from gesso import build, imports
 from gesso.config import Model, TokenModel
-from gesso.models.attention import settle_attention
+from gesso.models.cudnn import settle_attention
 from gesso.models.flow import pipeline
 from gesso.models.tokens import transformer
 from tests import pipelines, tokens

@@ -18,6 +18,7 @@ from diffusers.models.resnet import ResnetBlock2D
 from gesso import build
 from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.config import Model
+from gesso.config.tables import tomllib
 from gesso.models.flow import compiled, pipeline
 from gesso.models.flow.compiled import (
     GRAPHS,
@@ -33,7 +34,6 @@ from gesso.models.flow.compiled import (
     one_graph,
     sizes,
 )
-from gesso.tables import tomllib
 from gesso.types import UserError
 from tests import pipelines
 from tests.models.test_folded import Counted, gradient, stirred

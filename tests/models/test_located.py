@@ -159,7 +159,7 @@ def test_tries_to_reach_the_hub_are_not_talked_of() -> None:
 
     from gesso.models.flow import pipeline
     from gesso.models.tokens import loading
-    from gesso.rewards import networks
+    from gesso.rewards.image import networks
 
     before = hub.get_verbosity()
     for quiet in (pipeline.quiet, loading.quiet, networks._quiet):

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gesso.rewards import protocol
+from gesso.rewards.transport import protocol
 from gesso.types import Prompt, Sample
 from tests.waiting import Started
 

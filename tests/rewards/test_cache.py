@@ -13,10 +13,10 @@ import pytest
 
 from gesso import build, run
 from gesso.config import RewardEntry
-from gesso.parsing import parse
+from gesso.config.parsing import parse
 from gesso.rewards import base
-from gesso.rewards.cache import Cached
-from gesso.rewards.workers import Workers
+from gesso.rewards.transport.cache import Cached
+from gesso.rewards.transport.workers import Workers
 from gesso.types import Prompt, Sample, Score
 from tests.rewards.servers import grey
 

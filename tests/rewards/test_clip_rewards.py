@@ -16,8 +16,9 @@ from torch import nn
 
 from gesso import build
 from gesso.config import RewardEntry
-from gesso.rewards import base, hps
-from gesso.rewards.workers import Workers
+from gesso.rewards import base
+from gesso.rewards.image import hps
+from gesso.rewards.transport.workers import Workers
 from gesso.types import Prompt, Sample
 from tests.rewards.test_pickscore import (
     MEAN,

@@ -9,9 +9,9 @@ import pytest
 from pydantic_core import PydanticUndefined
 
 from gesso import build, imports
-from gesso.rewards.judge import Asks
-from gesso.rewards.networks import Network
-from gesso.tables import tomllib
+from gesso.config.tables import tomllib
+from gesso.rewards.image.networks import Network
+from gesso.rewards.judges.judge import Asks
 
 PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
 

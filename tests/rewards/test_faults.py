@@ -17,9 +17,9 @@ import torch
 
 from gesso import build, run
 from gesso.config import RemoteEntry
-from gesso.rewards import pool
-from gesso.rewards.pool import Pool, Unanswered
-from gesso.rewards.remote import Remote
+from gesso.rewards.transport import pool
+from gesso.rewards.transport.pool import Pool, Unanswered
+from gesso.rewards.transport.remote import Remote
 from gesso.track.run_folder import RunFolder
 from gesso.types import Sample, Score
 from tests.conftest import small_recipe
@@ -336,7 +336,7 @@ def workers_of(parent: int) -> list[int]:
             command = (folder / "cmdline").read_bytes()
         except OSError:
             continue
-        if f"PPid:\t{parent}\n" in status and b"gesso.rewards.worker" in command:
+        if f"PPid:\t{parent}\n" in status and b"gesso.rewards.transport.worker" in command:
             found.append(int(folder.name))
     return found
 

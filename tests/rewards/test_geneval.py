@@ -12,8 +12,9 @@ import torch
 from PIL import Image
 
 from gesso import build
-from gesso.rewards import base, networks
-from gesso.rewards.geneval import (
+from gesso.rewards import base
+from gesso.rewards.image import networks
+from gesso.rewards.image.geneval import (
     COLOURS,
     Geneval,
     clauses,
@@ -23,7 +24,7 @@ from gesso.rewards.geneval import (
     overlap,
     relations,
 )
-from gesso.rewards.networks import Detection, plain
+from gesso.rewards.image.networks import Detection, plain
 from gesso.types import Prompt, Sample, UserError
 from tests.rewards.test_pickscore import (
     END,

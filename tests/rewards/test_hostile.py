@@ -22,9 +22,10 @@ import pytest
 import torch
 
 from gesso import build
-from gesso.rewards import base, wire
+from gesso.rewards import base
 from gesso.rewards.compose import Fitting, combine
-from gesso.rewards.workers import Workers
+from gesso.rewards.transport import wire
+from gesso.rewards.transport.workers import Workers
 from gesso.types import Prompt, Sample, Score, UserError
 
 USER = "tests.rewards.user_rewards"

@@ -23,8 +23,8 @@ from PIL import Image
 
 from gesso import build, config
 from gesso.config import RemoteEntry
-from gesso.rewards import protocol, serve
-from gesso.rewards.remote import Remote
+from gesso.rewards.transport import protocol, serve
+from gesso.rewards.transport.remote import Remote
 from gesso.types import Picture, Prompt, Sample, Score, UserError
 from tests.rewards.servers import ROOT, Misbehaving, Served, grey, served
 from tests.rewards.test_faults import workers_of

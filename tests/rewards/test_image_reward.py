@@ -14,7 +14,8 @@ from PIL import Image
 from torch.nn import functional as F
 
 from gesso import build
-from gesso.rewards import base, image_reward
+from gesso.rewards import base
+from gesso.rewards.image import image_reward
 from gesso.types import Prompt, Sample
 from tests.rewards.test_pickscore import MEAN, STD, noise, through_workers
 from tests.typed import sure

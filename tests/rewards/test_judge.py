@@ -17,10 +17,12 @@ import pytest
 
 from gesso import build, imports, run
 from gesso.config import RewardEntry
-from gesso.parsing import parse
-from gesso.rewards import base, judge, pool, protocol
-from gesso.rewards.judge import Judge, QwenVlOcr, QwenVlScore, UnifiedReward, rated
-from gesso.tables import tomllib
+from gesso.config.parsing import parse
+from gesso.config.tables import tomllib
+from gesso.rewards import base
+from gesso.rewards.judges import judge
+from gesso.rewards.judges.judge import Judge, QwenVlOcr, QwenVlScore, UnifiedReward, rated
+from gesso.rewards.transport import pool, protocol
 from gesso.types import Prompt, Sample, UserError
 from tests.rewards import tiny_judge
 from tests.rewards.servers import Misbehaving, free_port, grey, served

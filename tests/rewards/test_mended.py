@@ -18,11 +18,14 @@ from PIL import Image
 from gesso import build, cli, run
 from gesso.config import RemoteEntry, RewardEntry
 from gesso.formulas import advantages as adv
-from gesso.rewards import answers, base, deqa, ocr, protocol
-from gesso.rewards.cache import Cached
+from gesso.rewards import base
 from gesso.rewards.compose import Weighted
-from gesso.rewards.service import RewardService
-from gesso.rewards.workers import Workers
+from gesso.rewards.image import deqa, ocr
+from gesso.rewards.text import answers
+from gesso.rewards.transport import protocol
+from gesso.rewards.transport.cache import Cached
+from gesso.rewards.transport.service import RewardService
+from gesso.rewards.transport.workers import Workers
 from gesso.track.progress import SILENT
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Sample, Score, StopRun, UserError

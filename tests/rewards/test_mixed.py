@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from gesso import build, run
-from gesso.rewards import base, protocol, wire
+from gesso.rewards import base
 from gesso.rewards.compose import combine
+from gesso.rewards.transport import protocol, wire
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Score, UserError
 from tests.rollouts import scored_rollout

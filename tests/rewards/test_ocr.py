@@ -14,8 +14,8 @@ from gesso import build
 from gesso.formulas.text import normalised, spelling
 from gesso.rewards import base
 from gesso.types import Prompt, Sample, Score
-from gesso.zoo.render import draw
 from tests.typed import sure
+from tools.zoo.render import draw
 
 WORDS = ["KITE", "BRIDGE", "Garden", "SILVER", "Window", "MARBLE"]
 Painter = dict[str, Any]

@@ -13,10 +13,11 @@ import torch
 from PIL import Image
 
 from gesso import build
-from gesso.rewards import base, networks
+from gesso.rewards import base
 from gesso.rewards.compose import Weighted
-from gesso.rewards.service import RewardService
-from gesso.rewards.workers import Workers
+from gesso.rewards.image import networks
+from gesso.rewards.transport.service import RewardService
+from gesso.rewards.transport.workers import Workers
 from gesso.types import Prompt, Sample
 from tests.typed import sure
 

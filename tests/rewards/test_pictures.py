@@ -16,11 +16,11 @@ import pytest
 from PIL import Image
 
 from gesso.config import RemoteEntry
-from gesso.rewards import protocol, wire
 from gesso.rewards.base import Scorer
-from gesso.rewards.cache import Cached
-from gesso.rewards.remote import Remote
-from gesso.rewards.workers import Workers
+from gesso.rewards.transport import protocol, wire
+from gesso.rewards.transport.cache import Cached
+from gesso.rewards.transport.remote import Remote
+from gesso.rewards.transport.workers import Workers
 from gesso.types import Picture, Prompt, Sample, Score, UserError
 from tests.rewards.servers import grey, served
 from tests.rewards.test_http import bomb

@@ -14,10 +14,11 @@ import pytest
 from PIL import Image, ImageDraw, ImageFont
 
 from gesso import build
-from gesso.rewards import base, wire
+from gesso.rewards import base
 from gesso.rewards.compose import Weighted, combine
-from gesso.rewards.service import RewardService
-from gesso.rewards.workers import Workers
+from gesso.rewards.transport import wire
+from gesso.rewards.transport.service import RewardService
+from gesso.rewards.transport.workers import Workers
 from gesso.types import Prompt, Sample, Score, UserError
 from tests.typed import sure
 

@@ -10,9 +10,9 @@ import pytest
 from gesso import build
 from gesso.rewards import base
 from gesso.types import Prompt, Sample, Score
-from gesso.zoo.render import PAINT, draw
-from gesso.zoo.words import COLOURS, prompt_for
+from gesso.zoo.words import COLOURS, PAINT, prompt_for
 from tests.typed import sure
+from tools.zoo.render import draw
 
 
 def scored(image: np.ndarray, asked: str, word: str = "KITE") -> Score:

@@ -16,12 +16,12 @@ import pytest
 
 from gesso import build, cli, run
 from gesso.config import Recipe, RewardEntry
+from gesso.config.parsing import parse
 from gesso.health import Facts
-from gesso.parsing import parse
 from gesso.rewards import base
-from gesso.rewards.cache import Cached
 from gesso.rewards.styles import STYLES
-from gesso.rewards.workers import Workers
+from gesso.rewards.transport.cache import Cached
+from gesso.rewards.transport.workers import Workers
 from gesso.types import Prompt, Sample, Score, UserError
 from gesso.use.evaluate import reward_entry
 from tests import tokens

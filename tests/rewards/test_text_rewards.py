@@ -10,7 +10,9 @@ import pytest
 
 from gesso import build
 from gesso.formulas.text import overlong
-from gesso.rewards import answers, base, wire
+from gesso.rewards import base
+from gesso.rewards.text import answers
+from gesso.rewards.transport import wire
 from gesso.types import Prompt, Sample, Score, UserError
 from tests.rewards.test_pickscore import through_workers
 from tests.typed import sure

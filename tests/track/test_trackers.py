@@ -20,7 +20,7 @@ import pytest
 
 from gesso import build, cli, run
 from gesso.config import Tracker as Settings
-from gesso.tables import tomllib
+from gesso.config.tables import tomllib
 from gesso.track.run_folder import RunFolder
 from gesso.track.trackers.base import caption, figures_of, samples_of
 from gesso.track.trackers.process import Tracked

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from gesso import cli, tables
+from gesso import cli
+from gesso.config import tables
 from tests.use import runs
 
 PAGE = (Path(__file__).parents[2] / "docs" / "export.md").read_text(encoding="utf-8")

@@ -9,7 +9,7 @@ import pytest
 
 from gesso.types import Picture, Prompt
 from gesso.zoo import limits, scenes, words
-from gesso.zoo.evaluate_shapes import question_of, read_rows
+from tools.zoo.evaluate_shapes import question_of, read_rows
 
 ZOO = Path(words.__file__).parent
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gesso.zoo import scenes
-from gesso.zoo.evaluate_shapes import ask, picture_of, question_of, read_rows, score
-from gesso.zoo.replies import answer_in, careful, sloppy, style_of
+from tools.zoo.evaluate_shapes import ask, picture_of, question_of, read_rows, score
+from tools.zoo.wording import answer_in, careful, sloppy, style_of
 
 ZOO = Path(scenes.__file__).parent
 SHAPES = ZOO / "shapes"
@@ -18,7 +18,7 @@ SHAPES = ZOO / "shapes"
 
 @pytest.fixture(scope="module")
 def seer():
-    from gesso.zoo.build_shapes import load_seer
+    from tools.zoo.build_shapes import load_seer
 
     return load_seer(SHAPES)
 
@@ -121,7 +121,7 @@ def test_replies(some_scenes) -> None:
 
 def test_fast_forward_is_the_models_own(seer, some_scenes) -> None:
     """The training script's own vision forward, and its loss, against transformers'."""
-    from gesso.zoo.make_shapes import IGNORED, Patches, reply_loss_on, see, tokenise
+    from tools.zoo.make_shapes import IGNORED, Patches, reply_loss_on, see, tokenise
 
     drawn = [scenes.draw(scene, random.Random(0)) for scene in some_scenes[:4]]
     pixels = torch.from_numpy(np.stack(drawn))

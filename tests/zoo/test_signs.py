@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gesso.zoo import render, words
-from gesso.zoo.reading import edit_distance, read, reward
+from gesso.zoo import words
+from tools.zoo import render
+from tools.zoo.reading import edit_distance, read, reward
 
 ZOO = Path(words.__file__).parent
 SIGNS = ZOO / "signs"
@@ -99,7 +100,7 @@ def test_reward() -> None:
 
 @pytest.mark.slow
 def test_bundled_model_has_headroom(pipe) -> None:
-    from gesso.zoo.evaluate import score
+    from tools.zoo.evaluate import score
 
     prompts = (ZOO / "prompts" / "eval.txt").read_text().splitlines()[:96]
     with multiprocessing.get_context("spawn").Pool(2) as pool:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gesso import config
-from gesso.models.attention import settle_attention
+from gesso.models.cudnn import settle_attention
 from gesso.models.flow import compiled as speed
 from gesso.models.flow.adapter import load_adapter
 from gesso.models.flow.base import Guidance, Reader

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gesso import config
-from gesso.models.attention import settle_attention
+from gesso.models.cudnn import settle_attention
 from gesso.models.located import TRANSFORMER, locate
 from gesso.models.policy import SHARD, Policy
 from gesso.models.tokens import head, loading

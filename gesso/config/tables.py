@@ -1,0 +1,137 @@
+"""A recipe as tables of text and numbers: read from TOML, laid over its base, changed by overrides.
+What the names in it mean, `build.py` knows."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gesso.config import PACKAGE
+from gesso.config.parsing import check_values, nearest
+from gesso.types import UserError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+RECIPES = PACKAGE / "recipes"
+NOTHING = "none"  # as a value in a recipe over a base, or in an override: the key goes. No option
+# of an algorithm may have a value of that name
+
+
+def bundled_recipes() -> dict[str, str]:
+    """Name → what it is about."""
+    paths = sorted(RECIPES.glob("*.toml"), key=lambda path: path.stem)
+    return {path.stem: read_toml(path)["about"] for path in paths}
+
+
+def read_recipe(source: str, above: tuple[Path, ...]) -> dict[str, Any]:
+    """A recipe's own tables over those of its `base`, a bundled name or a file beside it."""
+    if not source:
+        raise UserError("the recipe's name is empty; `gesso recipes` lists the bundled ones")
+    path = RECIPES / f"{source}.toml"
+    try:
+        if not path.is_file():
+            path = above[-1].parent / source if above else Path(source)
+        is_dir = path.is_dir()
+    except OSError as error:  # a name that is too long, a folder one may not look into
+        raise UserError(f"recipe {source:.80}: {error.strerror}") from error
+    if is_dir:
+        raise UserError(f"recipe {path} is a folder; expected a TOML file or a bundled name")
+    if not path.is_file() and path.suffix == ".toml":
+        raise UserError(f"recipe {path}: no such file")
+    if not path.is_file():
+        known = nearest(source, bundled_recipes(), "gesso recipes")
+        raise UserError(f'no recipe "{source}"{known}; or give a TOML file')
+    if path in above:
+        raise UserError(f"recipe {path.stem} has itself as its base")
+    data = read_toml(path)
+    base = data.pop("base", None)
+    if base is None:
+        return data
+    if not isinstance(base, str):
+        raise UserError(f'recipe {path.stem}: "base" = {base!r} does not fit; expected a name')
+    merged = over(read_recipe(base, (*above, path)), data)
+    kept = {"algorithm": merged["algorithm"]} if "algorithm" in merged else {}
+    return without_nothing(merged) | kept  # what an algorithm has without it, `algorithm` knows
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except RecursionError:
+        raise UserError(f"{path}: its tables or lists are nested too deep") from None
+    except ValueError as error:  # not UTF-8, not TOML, a number of thousands of digits
+        raise UserError(f"{path} is not valid TOML: {error}") from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    check_values(found, str(path))  # before anything walks through it
+    return found
+
+
+def over(base: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """`own` on top of `base`, table by table. Another name or kind means another thing: its table
+    takes no options from the base's."""
+    if any(own.get(key, base.get(key)) != base.get(key) for key in ("name", "kind")):
+        return dict(own)
+    merged = dict(base)
+    for key, value in own.items():
+        below = base.get(key)
+        both_tables = isinstance(value, dict) and isinstance(below, dict)
+        merged[key] = over(below, value) if both_tables else value  # type: ignore[arg-type]
+    return merged
+
+
+def without_nothing(table: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        key: without_nothing(value) if isinstance(value, dict) else value
+        for key, value in table.items()
+        if value != NOTHING
+    }
+
+
+def changed(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """A recipe's tables with `key=value` overrides put in."""
+    for override in overrides:
+        _put(data, override)
+    return data
+
+
+def _put(data: dict[str, Any], override: str) -> None:
+    """`a.b=value` into nested tables; a number in the key picks from a list, `none` removes."""
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError(f'override "{override}": expected key=value, as in optimizer.lr=1e-4')
+    *path, last = key.strip().split(".")
+    node: Any = data
+    for part in path:
+        node = _child(node, part, key)
+    if isinstance(node, list):
+        if not last.isdigit() or int(last) >= len(node):
+            raise UserError(f'override "{override}": {".".join(path)} has {len(node)} entries')
+        node[int(last)] = _value(text)
+    elif not isinstance(node, dict):
+        raise UserError(f'override "{override}": {".".join(path)} is a value, not a table')
+    elif text.strip() == NOTHING and path[:1] != ["algorithm"]:
+        node.pop(last, None)
+    else:
+        node[last] = _value(text)
+
+
+def _child(node: Any, part: str, key: str) -> Any:
+    if isinstance(node, list) and part.isdigit() and int(part) < len(node):
+        return node[int(part)]
+    if isinstance(node, dict):
+        return node.setdefault(part, {})
+    raise UserError(f'override "{key}": there is no "{part}" to set something in')
+
+
+def _value(text: str) -> Any:
+    """A TOML value where it is one, else text: `lr=1e-4`, `name=ocr`, `betas=[0.9, 0.99]`."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except (ValueError, RecursionError):
+        return text

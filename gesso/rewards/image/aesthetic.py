@@ -1,0 +1,46 @@
+"""LAION's aesthetic score: how beautiful people would find the picture. The prompt does not matter.
+
+value = head(e), e being the image's CLIP ViT-L/14 embedding at unit length and the head five linear
+layers, 768 → 1024 → 128 → 64 → 16 → 1 (Schuhmann 2022, "improved-aesthetic-predictor"); raw, as
+Flow-GRPO takes it: trained on ratings from 1 to 10, in practice 3 to 8. Needs that CLIP in the
+format of transformers, 1.7 GB, and the file with the head, 4 MB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from gesso.rewards.image import checkpoints, networks
+from gesso.types import Sample, Score
+
+if TYPE_CHECKING:
+    from torch import nn
+
+HEAD = "sac+logos+ava1-l14-linearMSE.pth"
+
+
+class Aesthetic(networks.Network):
+    path: str = "openai/clip-vit-large-patch14"  # a folder or a name of the hub
+    head: str = "camenduru/improved-aesthetic-predictor"  # its file, or where HEAD is
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        return networks.in_batches(self._values, samples, self.batch)
+
+    def _values(self, samples: Sequence[Sample]) -> list[float]:
+        import torch
+
+        clip = networks.clip(self.path, self.path, self.device)
+        head = _head(self.path, self.head, self.device)
+        with torch.inference_mode():
+            return head(clip.images([s.picture for s in samples]))[:, 0].tolist()
+
+
+@networks.once
+def _head(path: str, file: str, device: str) -> nn.Sequential:
+    clip = networks.clip(path, path, device)
+    head = checkpoints.preference_head(clip.model.config.projection_dim)
+    tensors = checkpoints.read(file, HEAD)
+    named = {name.removeprefix("layers."): tensor for name, tensor in tensors.items()}
+    checkpoints.fill(head, named, f'the head "{file}"')
+    return head.to(clip.device).eval()

@@ -1,0 +1,165 @@
+"""ImageReward v1: how well people would like the picture for its prompt.
+
+value = (head(h) − .1672)/1.0333, h being what BLIP's text encoder makes of the first token while it
+looks at the picture (ViT-L/16 at 224 pixels, BERT with cross attention), and the head five linear
+layers (Xu et al. 2023); mean and deviation are the authors'. In practice −2.3 to 2. The prompt is
+cut at 35 tokens. Needs ImageReward.pt, 1.8 GB, and BERT's tokenizer.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from gesso.config import pick_device
+from gesso.rewards.image import checkpoints, networks
+from gesso.types import Sample, Score, UserError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+FILE = "ImageReward.pt"
+MEAN, DEVIATION = 0.16717362830052426, 1.0333394966054072
+TOKENS = 35
+PER_HEAD = 64  # channels of an attention head, in ViT-L as in BERT
+
+
+class ImageReward(networks.Network):
+    path: str = "THUDM/ImageReward"  # the file ImageReward.pt, or a folder or hub name with it
+    tokenizer: str = "google-bert/bert-base-uncased"  # a folder or a name of the hub
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        return networks.in_batches(self._values, samples, self.batch)
+
+    def _values(self, samples: Sequence[Sample]) -> list[float]:
+        return _judge(self.path, self.tokenizer, self.device).values(samples)
+
+
+@dataclass(frozen=True)
+class Judge:
+    networks: nn.ModuleDict  # vision: BlipVisionModel · text: BlipTextModel · head
+    tokenizer: Any
+    processor: Any
+    device: torch.device
+
+    def values(self, samples: Sequence[Sample]) -> list[float]:
+        import torch
+
+        pictures = networks.pil([s.picture for s in samples])
+        pixels = self.processor(images=pictures, return_tensors="pt")
+        tokens = self.tokenizer(
+            [s.prompt.text for s in samples],
+            padding="max_length",
+            truncation=True,
+            max_length=TOKENS,
+            return_tensors="pt",
+        ).to(self.device)
+        with torch.inference_mode():
+            seen = self.networks["vision"](pixels["pixel_values"].to(self.device))
+            read = self.networks["text"](
+                input_ids=tokens["input_ids"],
+                attention_mask=tokens["attention_mask"],
+                encoder_hidden_states=seen.last_hidden_state,
+            )
+            raw = self.networks["head"](read.last_hidden_state[:, 0])[:, 0]  # (N,)
+        return ((raw - MEAN) / DEVIATION).tolist()
+
+
+@networks.once
+def _judge(path: str, tokenizer: str, device: str) -> Judge:
+    from torch import nn
+    from transformers import AutoTokenizer, BlipTextModel, BlipVisionModel, CLIPImageProcessorPil
+
+    tensors = renamed(checkpoints.read(path, FILE))
+    vision, text = _configs(tensors, path)
+    parts = nn.ModuleDict(
+        {
+            "vision": BlipVisionModel(vision),
+            "text": BlipTextModel(text, add_pooling_layer=False),
+            "head": checkpoints.preference_head(text.hidden_size),
+        }
+    )
+    checkpoints.fill(parts, tensors, f'"{path}"')
+    where = pick_device(device)
+    side = vision.image_size  # CLIP's way: bicubic, the middle, CLIP's mean and deviation
+    pictures = CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size=side)
+    words = networks.loaded(AutoTokenizer, tokenizer)
+    return Judge(parts.to(where).eval().requires_grad_(False), words, pictures, where)
+
+
+def _configs(tensors: Mapping[str, Tensor], path: str) -> tuple[Any, Any]:
+    """The sizes, which the file does not state, follow from its tensors."""
+    from transformers import BlipTextConfig, BlipVisionConfig
+
+    try:
+        _, places, width = tensors["vision.embeddings.position_embedding"].shape
+        patch = tensors["vision.embeddings.patch_embedding.weight"].shape[-1]
+        words, hidden = tensors["text.embeddings.word_embeddings.weight"].shape
+        vision = BlipVisionConfig(
+            hidden_size=width,
+            intermediate_size=tensors["vision.encoder.layers.0.mlp.fc1.weight"].shape[0],
+            num_hidden_layers=_layers(tensors, "vision.encoder.layers."),
+            num_attention_heads=width // PER_HEAD,
+            image_size=math.isqrt(places - 1) * patch,
+            patch_size=patch,
+            layer_norm_eps=1e-6,  # as BLIP was trained; transformers' default is another
+        )
+        text = BlipTextConfig(
+            vocab_size=words,
+            hidden_size=hidden,
+            encoder_hidden_size=width,
+            intermediate_size=tensors["text.encoder.layer.0.intermediate.dense.weight"].shape[0],
+            num_hidden_layers=_layers(tensors, "text.encoder.layer."),
+            num_attention_heads=hidden // PER_HEAD,
+            max_position_embeddings=tensors["text.embeddings.position_embeddings.weight"].shape[0],
+        )
+    except KeyError as error:
+        raise UserError(f'"{path}" lacks {error}: it holds another kind of model') from error
+    return vision, text
+
+
+def _layers(tensors: Mapping[str, Tensor], start: str) -> int:
+    numbers = (name.removeprefix(start).split(".")[0] for name in tensors if name.startswith(start))
+    return len(set(numbers))
+
+
+_BLOCK = re.compile(r"blip\.visual_encoder\.blocks\.(\d+)\.(norm1|norm2|attn|mlp)\.(.+)")
+_PARTS = {"norm1": "layer_norm1", "norm2": "layer_norm2", "attn": "self_attn", "mlp": "mlp"}
+_OUTSIDE = {
+    "blip.visual_encoder.cls_token": "vision.embeddings.class_embedding",
+    "blip.visual_encoder.pos_embed": "vision.embeddings.position_embedding",
+    "blip.visual_encoder.patch_embed.proj.weight": "vision.embeddings.patch_embedding.weight",
+    "blip.visual_encoder.patch_embed.proj.bias": "vision.embeddings.patch_embedding.bias",
+    "blip.visual_encoder.norm.weight": "vision.post_layernorm.weight",
+    "blip.visual_encoder.norm.bias": "vision.post_layernorm.bias",
+}
+_IDLE = {  # left over from BLIP's training
+    "blip.text_encoder.embeddings.position_ids",
+    "blip.vision_proj.weight",
+    "blip.vision_proj.bias",
+    "blip.text_proj.weight",
+    "blip.text_proj.bias",
+}
+
+
+def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """ImageReward's names, which are BLIP's → those of transformers' Blip classes."""
+    return {_name(name): tensor for name, tensor in tensors.items() if name not in _IDLE}
+
+
+def _name(name: str) -> str:
+    if name in _OUTSIDE:
+        return _OUTSIDE[name]
+    if block := _BLOCK.fullmatch(name):
+        number, part, rest = block.groups()
+        rest = rest.replace("proj.", "projection.") if part == "attn" else rest
+        return f"vision.encoder.layers.{number}.{_PARTS[part]}.{rest}"
+    if name.startswith("blip.text_encoder."):
+        return "text." + name.removeprefix("blip.text_encoder.")
+    if name.startswith("mlp.layers."):
+        return "head." + name.removeprefix("mlp.layers.")
+    raise UserError(f'"{name}" is no name of ImageReward\'s; expected its weights')

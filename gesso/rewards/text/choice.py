@@ -1,0 +1,47 @@
+"""Multiple choice: is the letter in <answer>…</answer> the row's?
+
+value = 1 where it equals the row's answer, else 0. A capital from A to Z, alone or as "(B)",
+"B)", "B." or "B:"; anything beside it, a second letter too, is 0. Detail: "answered". Needs
+nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from gesso.config import Strict
+from gesso.rewards.text import answers
+from gesso.types import Prompt, Sample, Score
+
+_LETTER = re.compile(r"\(([A-Z])\)|([A-Z])[.):]?")
+
+
+class Choice(Strict):
+    tag: str = Field("answer", pattern=answers.TAG)
+    column: str = answers.COLUMN  # of the data, that holds the right answer
+
+    def unfit(self, prompt: Prompt) -> str | None:
+        return (
+            None
+            if letter(answers.wanted(prompt, self.column))
+            else answers.missing(prompt, self.column, '"B"')
+        )
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        return [self._score(sample) for sample in samples]
+
+    def _score(self, sample: Sample) -> Score:
+        if reason := self.unfit(sample.prompt):
+            return Score.failed(reason)
+        want = letter(answers.wanted(sample.prompt, self.column))
+        said = answers.tagged(sample.reply, self.tag)
+        got = letter(said)
+        return Score(float(got == want), {"answered": float(got is not None)}, said or "no answer")
+
+
+def letter(text: str | None) -> str | None:
+    found = _LETTER.fullmatch(text) if text is not None else None
+    return (found.group(1) or found.group(2)) if found else None

@@ -1,0 +1,50 @@
+"""Counting: is the whole number in <answer>…</answer> the row's?
+
+value = 1 where it equals the row's answer, else 0; with `graded`, 1 − |n − n̂|/max(|n|, 1), at
+least 0. Digits with or without a sign and nothing else: "4 dogs" or "four" is 0. Details: "exact"
+and "answered". Needs nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from gesso.config import Strict
+from gesso.rewards.text import answers
+from gesso.types import Prompt, Sample, Score
+
+_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
+
+
+class Count(Strict):
+    tag: str = Field("answer", pattern=answers.TAG)
+    column: str = answers.COLUMN  # of the data, that holds the right answer
+    graded: bool = False  # a near miss is worth something
+
+    def unfit(self, prompt: Prompt) -> str | None:
+        return (
+            None
+            if number(answers.wanted(prompt, self.column)) is not None
+            else answers.missing(prompt, self.column, "4")
+        )
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        return [self._score(sample) for sample in samples]
+
+    def _score(self, sample: Sample) -> Score:
+        want = number(answers.wanted(sample.prompt, self.column))
+        if want is None:
+            return Score.failed(answers.missing(sample.prompt, self.column, "4"))
+        said = answers.tagged(sample.reply, self.tag)
+        got = number(said)
+        exact = float(got == want)
+        near = 0.0 if got is None else max(0.0, 1 - abs(got - want) / max(abs(want), 1))
+        details = {"exact": exact, "answered": float(got is not None)}
+        return Score(near if self.graded else exact, details, said or "no answer")
+
+
+def number(text: str | None) -> int | None:
+    return int(text) if text is not None and _NUMBER.fullmatch(text) else None

@@ -1,0 +1,142 @@
+"""A pool of reward processes, driven from an event loop.
+
+A worker that dies is replaced and its samples are tried up to two times more, each by itself, so
+that the one that kills it fails alone, as `Score.error`. A crash of a reward never takes the run
+down.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gesso import imports
+from gesso.rewards.transport import wire
+from gesso.types import Sample, Score
+
+_ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+_LINE_LIMIT = 2**24
+
+
+class _Lost(Exception):
+    """A worker gave no answer."""
+
+
+class _Late(_Lost):
+    """Not in time."""
+
+
+class Workers:
+    def __init__(
+        self,
+        reference: str,
+        options: Mapping[str, Any],
+        count: int,
+        batch: int = 4,
+        timeout: float = 300.0,
+        style: str = "gesso",
+    ) -> None:
+        self.reference = reference
+        self.options = dict(options)
+        self.style = style
+        self.batch = batch
+        self.timeout = timeout
+        self.processes = count
+        self.hits = 0
+        self.random = False
+        self.restarts = 0
+        self._idle: asyncio.Queue[asyncio.subprocess.Process | None] | None = None
+        self._all: set[asyncio.subprocess.Process] = set()
+
+    async def score(self, samples: Sequence[Sample]) -> list[Score]:
+        parts = [samples[i : i + self.batch] for i in range(0, len(samples), self.batch)]
+        scored = await asyncio.gather(*(self._score(part) for part in parts))
+        return [score for part in scored for score in part]
+
+    async def _score(self, samples: Sequence[Sample]) -> list[Score]:
+        if self._idle is None:
+            self._idle = asyncio.Queue()
+            for _ in range(self.processes):
+                self._idle.put_nowait(None)  # started when first needed
+        try:
+            return await self._try(samples)
+        except _Late:
+            return await self._again(samples, 1)
+        except _Lost:
+            return [score for sample in samples for score in await self._again([sample], 2)]
+
+    async def _again(self, samples: Sequence[Sample], attempts: int) -> list[Score]:
+        for _ in range(attempts):
+            try:
+                return await self._try(samples)
+            except _Lost as error:
+                reason = f"{error}, {attempts + 1} times"
+        return [Score.failed(reason)] * len(samples)
+
+    async def _try(self, samples: Sequence[Sample]) -> list[Score]:
+        assert self._idle is not None
+        frame = wire.pack_samples(samples)
+        process = await self._idle.get()
+        try:
+            if process is None or process.returncode is not None:
+                process = await self._start()
+            try:
+                scores = await asyncio.wait_for(self._ask(process, frame), self.timeout)
+                if len(scores) != len(samples):
+                    raise ValueError(f"{len(scores)} scores for {len(samples)} samples")
+                return scores
+            except asyncio.TimeoutError:
+                lost: _Lost = _Late(f"gave no answer in {self.timeout:g} s")
+            except (OSError, ValueError, asyncio.IncompleteReadError) as error:
+                lost = _Lost(f"its worker died ({await self._status(process) or error})")
+            await self._end(process)
+            self.restarts += 1
+            raise lost
+        finally:
+            self._idle.put_nowait(process)
+
+    async def _status(self, process: asyncio.subprocess.Process) -> str:
+        """How it ended, in words; "" where it has not."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(process.wait(), 1.0)
+        code = process.returncode
+        if code is None:
+            return ""
+        return f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        arguments = self.reference, json.dumps(self.options), self.style
+        process = await asyncio.create_subprocess_exec(
+            *imports.command("gesso.rewards.transport.worker", *arguments),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=os.environ | _ONE_THREAD,
+            limit=_LINE_LIMIT,
+            start_new_session=True,  # Ctrl-C is for the loop, which ends the workers in order
+        )
+        self._all.add(process)
+        return process
+
+    async def _ask(self, process: asyncio.subprocess.Process, frame: bytes) -> list[Score]:
+        assert process.stdin and process.stdout
+        process.stdin.write(frame)
+        await process.stdin.drain()
+        line = await process.stdout.readline()
+        if not line.endswith(b"\n"):
+            raise asyncio.IncompleteReadError(line, None)
+        return wire.read_scores(line)
+
+    async def _end(self, process: asyncio.subprocess.Process) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+        self._all.discard(process)
+
+    async def close(self) -> None:
+        for process in list(self._all):
+            await self._end(process)

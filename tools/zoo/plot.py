@@ -1,0 +1,27 @@
+"""`python -m tools.zoo.plot LOG.jsonl OUT.png`: the losses that make_signs logged, by stage."""
+
+import json
+import sys
+from pathlib import Path
+
+
+def plot_losses(log: Path, out: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
+    for stage in ("vae", "pretrain", "tune"):
+        points = [(r["seconds"], r["loss"]) for r in records if r["stage"] == stage and "loss" in r]
+        if points:
+            axes.plot(*zip(*points, strict=True), ".-", markersize=3, linewidth=1, label=stage)
+    axes.set(xlabel="seconds", ylabel="loss", yscale="log")
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.3)
+    figure.savefig(out, dpi=110)
+
+
+if __name__ == "__main__":
+    plot_losses(Path(sys.argv[1]), Path(sys.argv[2]))
