@@ -36,7 +36,8 @@ from torch import Tensor
 from gesso import build
 from gesso.algorithms.advantage import Advantage
 from gesso.algorithms.flow_grpo import FlowGRPO
-from gesso.cluster.local import Local, Pending
+from gesso.cluster.collecting import DrawnStep
+from gesso.cluster.local import Local
 from gesso.config import Model, Recipe, resolve_path
 from gesso.formulas.text import spelling
 from gesso.models.flow.sd3 import SD3
@@ -90,21 +91,22 @@ class Gesso:
         assert isinstance(job.model, SD3)
         self.clock = clock(job.model.pipe)
         unscored = cast(RewardService, Unscored())
-        parts = (job.recipe, job.algorithm, job.cluster.sampler, unscored, job.cluster.stream)
+        parts = (job.recipe, job.learner, job.cluster.sampler, unscored, job.cluster.stream)
         self.unscored = Local(*parts)
 
     def reset(self) -> None:
         self.job.learner.policy.load(self.start)
 
-    def sample(self, step: int, scored: bool) -> Pending:
-        return (self.job.cluster if scored else self.unscored).collect(step)
+    def sample(self, step: int, scored: bool) -> DrawnStep:
+        return (self.job.cluster if scored else self.unscored).draw_step(step)
 
-    def gather(self, drawn: Pending) -> Rollout:
+    def gather(self, drawn: DrawnStep) -> Rollout:
         return drawn.result()[0]
 
     def update(self, rollout: Rollout, step: int) -> float:
-        metrics = self.job.learner.update(rollout, step)
-        self.job.cluster.sampler.load(self.job.learner.weights(), step + 1)
+        metrics = self.job.learner.update(rollout, step).metrics
+        for cluster in (self.job.cluster, self.unscored):
+            cluster.publish(step + 1)
         return metrics["update/grad_norm"]
 
 

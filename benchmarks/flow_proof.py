@@ -54,7 +54,7 @@ def in_one_pass(ours: Ours, theirs: Theirs, images: int) -> tuple[float, float]:
     the plain side's is."""
     algorithm = FlowGRPO(beta=0.0, group=images, updates=1, one_pass=True)
     rollout = ours.sample(algorithm, images)
-    terms = algorithm.terms(rollout, Prepared(advantages(images)), torch.Generator())
+    terms = algorithm.terms(rollout, Prepared(advantages(images)))
     (algorithm.loss(ours.model, terms).loss.sum() / terms.total).backward()
     mine = taken(ours.model.policy)
     trace, row = rollout.paths, rollout.paths.row
@@ -99,11 +99,12 @@ def our_replay(ours: Ours, batch: Batch, algorithm: FlowGRPO) -> tuple[Tensor, T
     old = torch.stack([batch.logp[i] for i in range(steps)], 1)
     nobody: Any = [None] * images
     rollout = Rollout(nobody, row.cpu(), trace, old, 0, nobody, {})
-    terms = algorithm.terms(rollout, Prepared(advantages(images)), torch.Generator())
+    terms = algorithm.terms(rollout, Prepared(advantages(images)))
     assert isinstance(terms, StepTerms)
     logps = []
     with model.policy.standing():
-        for part in terms.micro(config.Learner(micro_batch=ours.shape.images)):
+        for index in terms.micro_batches(config.Learner(micro_batch=ours.shape.images)):
+            part = terms.rows(index)
             with torch.no_grad():
                 logps.append(algorithm._transition(model, part, "current").logp(part.x_next))
             (algorithm.loss(model, part).loss.sum() / terms.total).backward()

@@ -217,7 +217,7 @@ class Ours:
         started = now()
         rollout = self.sample(learner.algorithm, self.shape.images)
         drawn = now()
-        metrics = learner.update(rollout, 0)
+        metrics = learner.update(rollout, 0).metrics
         ended = now()
         decode = self.model.seconds["decode"]
         return phases(drawn - started - decode, decode, ended - drawn), metrics

@@ -55,7 +55,7 @@ def main() -> None:
 
     def streamed(job: Job, step: int) -> float:
         started = time.perf_counter()
-        job.cluster.collect(step).result()
+        job.cluster.draw_step(step).result()
         return time.perf_counter() - started
 
     def serial(job: Job, step: int) -> tuple[float, float]:
@@ -63,12 +63,14 @@ def main() -> None:
         service, held = job.cluster.rewards, []
 
         class Later:
+            processes = 0
+
             def submit(self, samples: Any, held_out: bool = False) -> Any:
                 held.append(samples)
 
         started = time.perf_counter()
         job.cluster.rewards = Later()  # type: ignore[assignment]
-        job.cluster.collect(step)
+        job.cluster.draw_step(step)
         job.cluster.rewards = service
         drawn = time.perf_counter()
         for future in [service.submit(samples) for samples in held]:

@@ -325,10 +325,10 @@ def update_ours(bench: Bench, model: VisionLanguage, rollout: Rollout) -> None:
     hook = model.module.get_output_embeddings().register_forward_hook(
         lambda _, __, out: rows.append(out.shape[0])
     )
-    first, metrics = bench.timed(lambda: learner.update(rollout, 0))
+    first, metrics = bench.timed(lambda: learner.update(rollout, 0).metrics)
     graphs = compiled()
     bench.fresh()
-    again, _ = bench.timed(lambda: learner.update(rollout, 1))
+    again, _ = bench.timed(lambda: learner.update(rollout, 1).metrics)
     hook.remove()
     assert max(rows) * len(model.allowed) <= head.LOGITS, "more logits at a time than promised"
     needed = flops(bench, model, rollout)

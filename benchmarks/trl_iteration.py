@@ -116,12 +116,12 @@ class Gesso:
     def iteration(self, step: int, case: str) -> Times:
         self.prepare(case)
         used, started = time.process_time(), now()
-        drawn = self.job.cluster.collect(step)
+        drawn = self.job.cluster.draw_step(step)
         generated = now()
         rollout, _ = drawn.result()
         scored = now()
         self.job.learner.update(rollout, step)
-        self.job.cluster.sampler.load(self.job.learner.weights(), step + 1)
+        self.job.cluster.publish(step + 1)
         ended = now()
         known = self.seconds["log-probs"]
         update = ended - scored - known
@@ -339,7 +339,7 @@ def prove(ours: Gesso, trl: Trl, step: int = 0) -> Proof:
     """
     ours.prepare("ragged")
     trl.prepare("ragged")
-    rollout, _ = ours.job.cluster.collect(step).result()
+    rollout, _ = ours.job.cluster.draw_step(step).result()
     ours.model.suppressed = ours.written[:0]
     prompts = [sample.prompt for sample in rollout.samples]
     inputs = trl_inputs(trl, prompts, rollout)
@@ -445,10 +445,10 @@ def our_gradients(
 ) -> tuple[float, dict[str, Tensor]]:
     """As the learner goes through a mini-batch, before its clip of the norm."""
     trained = ours.job.learner.policy.trained
-    terms = algorithm.terms(rollout, known, torch.Generator())
+    terms = algorithm.terms(rollout, known)
     total = 0.0
-    for part in terms.micro(ours.job.recipe.learner):
-        loss = algorithm.loss(ours.model, part).loss.sum() / terms.total
+    for index in terms.micro_batches(ours.job.recipe.learner):
+        loss = algorithm.loss(ours.model, terms.rows(index)).loss.sum() / terms.total
         loss.backward()
         total += loss.item()
     return total, taken(trained)

@@ -46,13 +46,13 @@ class Iterations:
         job.learner.algorithm = algorithm
         sampler, stream = job.cluster.sampler, job.cluster.stream
         unscored = cast(RewardService, Unscored())
-        self.cluster = Local(recipe, algorithm, sampler, unscored, stream)
+        self.cluster = Local(recipe, job.learner, sampler, unscored, stream)
 
     def __call__(self) -> None:
         """Draws and learns once; prompts are new every time."""
-        rollout, _ = self.cluster.collect(self.step).result()
+        rollout, _ = self.cluster.draw_step(self.step).result()
         self.job.learner.update(rollout, self.step)
-        self.job.cluster.sampler.load(self.job.learner.weights(), self.step + 1)
+        self.cluster.publish(self.step + 1)
         self.step += 1
 
 

@@ -74,8 +74,8 @@ def _small_batch(job: Job) -> tuple[Rollout, float]:
     """One batch of the sampler drawn as training would, one sample a prompt, and seconds per
     sample. Drawn twice: the first also pays for loading and encoding."""
     samples = min(job.recipe.sampler.batch, job.recipe.data.groups * job.algorithm.group)
-    job.cluster.draw(0, groups=samples, group=1).result()
-    rollout, timing = job.cluster.draw(0, groups=samples, group=1).result()
+    job.cluster.draw_step(0, groups=samples, group=1).result()
+    rollout, timing = job.cluster.draw_step(0, groups=samples, group=1).result()
     return rollout, timing.sample / len(rollout.samples)
 
 
@@ -96,10 +96,11 @@ def replay_gap(job: Job, rollout: Rollout) -> float | None:
     taken = isinstance(trace, FlowTrace) and trace.slopes is not None
     if rollout.logp.shape[1] == 0 or taken:
         return None
+    terms = _terms(job, rollout)
     with torch.no_grad(), job.learner.policy.standing():
         gaps = [
-            job.algorithm.loss(job.model, part).stats["abs_dlogp"]
-            for part in _terms(job, rollout).micro(job.recipe.learner)
+            job.algorithm.loss(job.model, terms.rows(index)).stats["abs_dlogp"]
+            for index in terms.micro_batches(job.recipe.learner)
         ]
     return float(torch.cat(gaps).max())
 
@@ -108,7 +109,7 @@ def _terms(job: Job, rollout: Rollout) -> Terms:
     """As if every sample had an advantage of 1."""
     prepared = job.algorithm.prepare(job.model, rollout, job.recipe.learner)
     equal = replace(prepared, advantages=torch.ones_like(prepared.advantages))
-    return job.algorithm.terms(rollout, equal, torch.Generator().manual_seed(0))
+    return job.algorithm.terms(rollout, equal)
 
 
 def _ratio(job: Job, gap: float | None, found: Findings) -> None:
@@ -123,7 +124,8 @@ def _ratio(job: Job, gap: float | None, found: Findings) -> None:
 
 def _trial_update(job: Job, rollout: Rollout) -> float:
     """Seconds a term, of one forward and backward pass of a micro-batch."""
-    terms = next(iter(_terms(job, rollout).micro(job.recipe.learner)))
+    terms = _terms(job, rollout)
+    terms = terms.rows(terms.micro_batches(job.recipe.learner)[0])
     with job.learner.policy.standing():
         job.algorithm.loss(job.model, terms).loss.sum().backward()  # the first pays for starting up
         started = time.perf_counter()

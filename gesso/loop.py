@@ -8,23 +8,22 @@ bit. lag = 0 is on-policy; lag = 1 keeps a second batch in flight, scored while 
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-from gesso.cluster.local import Local, Pending, Timing
+from gesso.algorithms.base import Algorithm
+from gesso.cluster.protocol import Batch, Cluster, Pending, ScoresFailed
+from gesso.cluster.scores import mean_scores
 from gesso.config import Recipe
 from gesso.health import Facts, Health, self_test
-from gesso.learner.learner import Learner
-from gesso.rollout import Rollout
 from gesso.track import groups
 from gesso.track.progress import Watcher
 from gesso.track.run_folder import RunFolder
-from gesso.types import Prompt, Score, StopRun, UserError, Which
+from gesso.types import Prompt, StopRun, UserError, Which
 
 MAX_SKIPPED = 3  # iterations in a row whose every update was not finite
 
@@ -32,8 +31,8 @@ MAX_SKIPPED = 3  # iterations in a row whose every update was not finite
 @dataclass
 class Loop:
     recipe: Recipe
-    learner: Learner
-    cluster: Local
+    algorithm: Algorithm
+    cluster: Cluster
     eval_prompts: Sequence[Prompt]
     run: RunFolder
     watcher: Watcher
@@ -47,7 +46,7 @@ class Loop:
 
     def __post_init__(self) -> None:
         held_out = len(self.eval_prompts)
-        self._health = Health(Facts.of(self.recipe, self.learner.algorithm, held_out))
+        self._health = Health(Facts.of(self.recipe, self.algorithm, held_out))
 
     def train(self) -> None:
         """From the newest checkpoint (0 when fresh) to the last step, or to the first stop."""
@@ -65,10 +64,10 @@ class Loop:
         while step < self.recipe.steps and not self.should_stop():
             started = time.perf_counter()
             while len(pending) <= self.recipe.lag and ahead < self.recipe.steps:
-                with self._kept(step):
-                    pending.append(self.cluster.collect(ahead))
+                pending.append(self.cluster.collect(ahead))
                 ahead += 1
-            row = self._update(*pending.popleft().result(), step, started)
+            batch = self._collected(pending.popleft(), step)
+            row = self._update(batch, step, started)
             step += 1
             self._record(row, started, evaluate=self._watched(step))
             if step % self.recipe.save.every == 0:
@@ -77,10 +76,26 @@ class Loop:
         if step > (self.run.latest() or 0):  # stopped between two checkpoints
             self._save(step)
 
+    def _collected(self, pending: Pending, step: int) -> Batch:
+        """The oldest batch. Where it cannot be drawn or scored, the run is saved and ends."""
+        try:
+            with self._saving(step):
+                batch = pending.result()
+        except ScoresFailed as error:
+            for note in error.notes:
+                self._note(note)
+            self._save(step)
+            raise StopRun(
+                f"{error}; mend the reward and run `gesso train --resume {self.run.path}`"
+            ) from error
+        for note in batch.notes:
+            self._note(note)
+        return batch
+
     @contextmanager
-    def _kept(self, step: int) -> Iterator[None]:
-        """A prompt that cannot be drawn any more, its picture gone since the data was read, ends
-        the run; what was learnt until `step` is saved."""
+    def _saving(self, step: int) -> Iterator[None]:
+        """A prompt that cannot be drawn any more, its image deleted since the data was read, ends
+        the run; what was learned until `step` is saved."""
         try:
             yield
         except UserError as error:
@@ -90,29 +105,19 @@ class Loop:
                 f"{error}; mend it and run `gesso train --resume {self.run.path}`"
             ) from error
 
-    def _update(
-        self, rollout: Rollout, timing: Timing, step: int, started: float
-    ) -> dict[str, Any]:
-        """One batch into the weights and on to the sampler; the row that tells of it."""
-        age = step - rollout.version
+    def _update(self, batch: Batch, step: int, started: float) -> dict[str, Any]:
+        """Learn from one batch and publish the weights; returns the row of metrics."""
+        age = step - batch.version
         assert 0 <= age <= self.recipe.lag, f"samples are {age} updates old"
-        metrics = self._describe(rollout)
-        rollout = self._drop_failed(rollout, step)
-        if self.learner.algorithm.refills:
-            rollout, metrics["refilled"] = self._refill(rollout, step)
-        metrics |= self.learner.update(rollout, step)
+        update = self.cluster.update(batch, step)
         if self.recipe.save.groups and (step == 0 or self._watched(step + 1)):
-            groups.save(
-                self.run.path, step + 1, rollout, self.learner.credit, self.recipe.save.groups
-            )
-        self.cluster.sampler.load(self.learner.weights(), step + 1)
+            groups.save(self.run.path, step + 1, batch, update.advantages, self.recipe.save.groups)
+        self.cluster.publish(step + 1)
+        metrics = {**batch.metrics, **update.metrics}
         if age == 0 and not self._tested:
             self._self_test(metrics)
-        metrics |= {f"time/{name}": value for name, value in asdict(timing).items()}
-        speed = len(rollout.samples) / (time.perf_counter() - started)
-        metrics |= {"age": age, "cached": self.cluster.rewards.new_hits(), "samples_per_s": speed}
-        metrics["memory/gb"] = self.cluster.memory()
-        return {"step": step + 1, **metrics}
+        speed = len(batch.samples) / (time.perf_counter() - started)
+        return {"step": step + 1, **metrics, "age": age, "samples_per_s": speed}
 
     def _watched(self, step: int) -> bool:
         """Whether an evaluation follows this step."""
@@ -128,18 +133,20 @@ class Loop:
                 "train from step 0 again"
             )
         for reason in left_out:
-            self._tell(f"{reason}; it is left out")
+            self._note(f"{reason}; it is left out")
         if latest is None:
             if dropped := self.run.rewind(None):
-                self._tell(
+                self._note(
                     f"there is no complete checkpoint: the run starts from step 0 again, and the "
                     f"{dropped} rows of metrics.jsonl are written again"
                 )
             return 0
-        state, meta = self.run.load(latest)
+        meta = self.run.meta(latest)
         self.run.history(latest)
         try:
-            self.learner.restore(state)
+            self.cluster.restore(self.run.checkpoint(latest))
+        except UserError:
+            raise
         except ValueError as error:
             raise UserError(
                 f"{self.run.path / 'config.toml'} does not match the checkpoint of step {latest}: "
@@ -147,20 +154,20 @@ class Loop:
                 f"({self.recipe.model.path}); the run was not changed"
             ) from error
         self.run.rewind(latest)
-        self.cluster.sampler.load(self.learner.weights(), latest)
-        self._tell(f"resumed after step {latest}")
+        self.cluster.publish(latest)
+        self._note(f"resumed after step {latest}")
         if not meta.pop("verified"):
-            self._tell(
+            self._note(
                 f"the checkpoint of step {latest} has no digests, as before Gesso wrote them: its "
                 "content was not verified"
             )
         if meta.get("seed", self.recipe.seed) != self.recipe.seed:
-            self._tell(
+            self._note(
                 f"seed = {self.recipe.seed} in config.toml, but this run began with seed = "
                 f"{meta['seed']}: from here on its batches are others"
             )
-        if meta.get("data", self.cluster.stream.digest) != self.cluster.stream.digest:
-            self._tell(
+        if meta.get("data", self.cluster.prompts_digest) != self.cluster.prompts_digest:
+            self._note(
                 "the training prompts are not those that this run began with: from here on batches "
                 "are drawn from the new ones, and some may come again before all have come"
             )
@@ -168,8 +175,8 @@ class Loop:
 
     def _save(self, step: int) -> None:
         self.watcher.phase("saving")
-        about = {"seed": self.recipe.seed, "data": self.cluster.stream.digest}
-        self.run.save(step, self.learner.state(), about, self.recipe.save.keep)
+        about = {"seed": self.recipe.seed, "data": self.cluster.prompts_digest}
+        self.run.save(step, self.cluster.save, about, self.recipe.save.keep)
 
     def _record(self, row: dict[str, Any], started: float, evaluate: bool) -> None:
         failure: StopRun | None = None
@@ -188,7 +195,7 @@ class Loop:
         self.watcher.row(row)
         for symptom in news:
             text = f"step {row['step']}: warning ({symptom.kind}): {symptom.text}"
-            self._tell(text, again=False)
+            self._note(text, again=False)
         if failure is not None:
             if row["step"]:
                 self._save(row["step"])
@@ -199,85 +206,30 @@ class Loop:
 
     def _evaluate(self, step: int) -> dict[str, float]:
         started = time.perf_counter()
-        weights: Which = "ema" if self.learner.settings.ema else "current"
-        with self._kept(0):  # whoever asked for the evaluation saves
-            samples, scores = self.cluster.evaluate(self.eval_prompts, weights)
+        which: Which = "ema" if self.recipe.learner.ema else "current"
+        with self._saving(0):  # the caller saves
+            samples, scores = self.cluster.evaluate(self.eval_prompts, which)
         errors = [score.error for score in scores if not score.ok]
         if errors:
-            told = f"{len(errors)} of {len(scores)} scores of the evaluation failed"
-            self._tell(f"step {step}: {told}, last: {errors[-1]}")
+            failed = f"{len(errors)} of {len(scores)} scores of the evaluation failed"
+            self._note(f"step {step}: {failed}, last: {errors[-1]}")
             if len(errors) > self.recipe.max_failed * len(scores):
                 raise StopRun(
-                    f"{told} (max_failed = {self.recipe.max_failed:.0%} are allowed); "
+                    f"{failed} (max_failed = {self.recipe.max_failed:.0%} are allowed); "
                     f"the last error: {errors[-1]}; mend the reward and run "
                     f"`gesso train --resume {self.run.path}`"
                 )
         shown = self.recipe.eval.shown
         self.run.save_samples(step, samples[:shown], scores[:shown])
-        means = {f"eval/{name}": value for name, value in _means(scores).items()}
+        means = {f"eval/{name}": value for name, value in mean_scores(scores).items()}
         return means | {"time/eval": time.perf_counter() - started}
-
-    def _describe(self, rollout: Rollout) -> dict[str, float]:
-        means = {
-            name if name == "reward" else f"reward/{name}": value
-            for name, value in _means(rollout.scores).items()
-            if name != "failed"
-        }
-        values = [s.value for s in rollout.scores if s.ok and s.value is not None]
-        spread = statistics.pstdev(values) if values else float("nan")
-        best = max(values, default=float("nan"))
-        return means | {
-            "reward/std": spread,
-            "reward/max": best,
-            "reward/at_max": values.count(best) / len(values) if values else float("nan"),
-            "failed": float(len(rollout.scores) - len(values)),
-            **self.cluster.sampler.describe(rollout),
-        }
-
-    def _refill(self, rollout: Rollout, step: int) -> tuple[Rollout, float]:
-        """Groups without spread give way to new ones, for so many attempts; and how many groups
-        were drawn for it."""
-        algorithm, drawn = self.learner.algorithm, 0
-        for attempt in range(1, algorithm.refills + 1):
-            kept = rollout.rows(algorithm.advantage.kept(rollout, 1))
-            missing = self.recipe.data.groups - len(kept.group.unique())
-            if missing == 0:
-                break
-            with self._kept(step):
-                more, _ = self.cluster.refill(step, attempt, missing).result()
-            drawn += missing
-            more = self._drop_failed(more, step, refill=True)
-            if len(more.samples):
-                rollout = Rollout.join(kept, more)
-        return rollout, float(drawn)
-
-    def _drop_failed(self, rollout: Rollout, step: int, refill: bool = False) -> Rollout:
-        """Samples without a score leave the batch; too many of them stop the run. Those of a
-        refill, which may be a single group, are held against the size of a whole batch."""
-        good = rollout.scored
-        total = len(rollout.scores)
-        failed = total - len(good)
-        if not failed:
-            return rollout
-        errors = [s.error for s in rollout.scores if s.error is not None]
-        whole = self.recipe.data.groups * self.learner.algorithm.group if refill else total
-        share = failed / whole
-        self._tell(f"step {step + 1}: {failed} of {total} scores failed, last: {errors[-1]}")
-        if share > self.recipe.max_failed or (len(good) < 2 and not refill):
-            self._save(step)
-            raise StopRun(
-                f"{failed} of {whole} scores failed ({share:.0%}; max_failed = "
-                f"{self.recipe.max_failed:.0%} are allowed); the last error: {errors[-1]}; mend "
-                f"the reward and run `gesso train --resume {self.run.path}`"
-            )
-        return rollout.rows(good)
 
     def _watch_for_nan(self, row: Mapping[str, float]) -> None:
         if not math.isnan(row["update/grad_norm"]):
             self._skipped = 0
             return
         self._skipped += 1
-        self._tell(f"step {row['step']}: loss or gradient not finite; the update was not taken")
+        self._note(f"step {row['step']}: loss or gradient not finite; the update was not taken")
         if self._skipped == MAX_SKIPPED:
             raise StopRun(
                 f"the loss or its gradient was not finite in {MAX_SKIPPED} iterations in a row; "
@@ -294,25 +246,14 @@ class Loop:
         self._tested = True
         if verdict.broken:
             raise StopRun(verdict.text)
-        self._tell(verdict.text)
+        self._note(verdict.text)
 
-    def _tell(self, text: str, again: bool = True) -> None:
+    def _note(self, text: str, again: bool = True) -> None:
         """`again`: also into a log that has this note already, since a resumed run repeats the
         steps after its checkpoint."""
         if again or not self.run.noted(text):
             self.run.note(text)
         self.watcher.note(text)
-
-
-def _means(scores: Sequence[Score]) -> dict[str, float]:
-    """Mean reward and mean of each part, over the samples that have a score."""
-    good = [s for s in scores if s.ok]
-    if not good:
-        return {"reward": float("nan"), "failed": float(len(scores))}
-    names = dict.fromkeys(name for s in good for name in s.parts)
-    parts = {n: statistics.fmean(s.parts[n] for s in good if n in s.parts) for n in names}
-    value = statistics.fmean(s.value for s in good if s.value is not None)
-    return {"reward": value, **parts, "failed": float(len(scores) - len(good))}
 
 
 def _plain(value: Any) -> Any:

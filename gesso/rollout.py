@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from gesso.types import Sample, Score, Weights
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,30 @@ class FlowContext:
     cond: Conditioning  # (P, …)
     negative: Conditioning | None  # (P, …) when guided
 
+    @staticmethod
+    def joined(
+        contexts: Sequence[FlowContext], rows: Sequence[Tensor]
+    ) -> tuple[FlowContext, list[Tensor]]:
+        """One context for pieces of several, and each piece's rows in it."""
+        import torch
+
+        distinct, starts = _distinct(contexts, lambda context: len(context.cond.embeds))
+        first = distinct[0]
+        if len(distinct) == 1:
+            return first, list(rows)
+        for other in distinct[1:]:
+            assert torch.equal(first.sigmas, other.sigmas), "pieces of different schedules"
+            assert first.trained == other.trained, "pieces with different trained steps"
+        negatives = [c.negative for c in distinct if c.negative is not None]
+        assert len(negatives) in (0, len(distinct)), "some pieces are guided and others are not"
+        context = FlowContext(
+            first.sigmas,
+            first.trained,
+            Conditioning.stack([c.cond for c in distinct]),
+            Conditioning.stack(negatives) if negatives else None,
+        )
+        return context, [row + start for row, start in zip(rows, starts, strict=True)]
+
 
 @dataclass(frozen=True)
 class FlowTrace:
@@ -107,14 +133,16 @@ class FlowTrace:
 
     @staticmethod
     def concat(pieces: Sequence[FlowTrace]) -> FlowTrace:
-        """Pieces of one sampling call, in order."""
+        """Pieces of one batch, in order. Those of one sampling call share a context; those of
+        several samplers keep each its own conditioning."""
         import torch
 
+        context, rows = FlowContext.joined([p.context for p in pieces], [p.row for p in pieces])
         negatives = [p.negatives for p in pieces if p.negatives is not None]
         slopes = [p.slopes for p in pieces if p.slopes is not None]
         return FlowTrace(
-            pieces[0].context,
-            torch.cat([p.row for p in pieces]),
+            context,
+            torch.cat(rows),
             torch.cat([p.latents for p in pieces]),
             torch.cat([p.means for p in pieces]),
             torch.cat([p.clean for p in pieces]),
@@ -154,23 +182,30 @@ class TokenTrace:
 
     @staticmethod
     def concat(pieces: Sequence[TokenTrace]) -> TokenTrace:
-        """Pieces of one sampling call, in order, padded to the longest reply."""
+        """Pieces of one batch, in order, padded to the longest response. Those of one sampling
+        call share their prompts; those of several keep each its own."""
         import torch
 
+        distinct, starts = _distinct([p.prompts for p in pieces], len)
         return TokenTrace(
-            pieces[0].prompts,
-            torch.cat([p.row for p in pieces]),
+            distinct[0] if len(distinct) == 1 else [p for prompts in distinct for p in prompts],
+            torch.cat([p.row + start for p, start in zip(pieces, starts, strict=True)]),
             widened([p.tokens for p in pieces]),
             widened([p.mask for p in pieces]),
             torch.cat([p.cut for p in pieces]),
         )
 
-    @staticmethod
-    def join(one: TokenTrace, other: TokenTrace) -> TokenTrace:
-        """Traces of two sampling calls, each with its own prompts."""
-        prompts = [*one.prompts, *other.prompts]
-        moved = replace(other, prompts=prompts, row=other.row + len(one.prompts))
-        return TokenTrace.concat([replace(one, prompts=prompts), moved])
+
+def _distinct(shared: Sequence[T], size: Callable[[T], int]) -> tuple[list[T], list[int]]:
+    """What several pieces refer to, each object once, and where each piece's begins when they are
+    laid one after another."""
+    start_of: dict[int, int] = {}
+    distinct: list[T] = []
+    for one in shared:
+        if id(one) not in start_of:
+            start_of[id(one)] = sum(size(other) for other in distinct)
+            distinct.append(one)
+    return distinct, [start_of[id(one)] for one in shared]
 
 
 def widened(pieces: Sequence[Tensor]) -> Tensor:
@@ -224,7 +259,7 @@ class Rollout:
         return Rollout(
             [*one.samples, *other.samples],
             torch.cat([one.group, other.group + first]),
-            TokenTrace.join(one.replies, other.replies),
+            TokenTrace.concat([one.replies, other.replies]),
             widened([one.logp, other.logp]),
             min(one.version, other.version),
             [*one.scores, *other.scores],

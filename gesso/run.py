@@ -51,8 +51,7 @@ class Job:
     left_out: Sequence[str] = ()  # rows of it, each with its reason
 
     def close(self) -> None:
-        self.rewards.service.close()
-        self.cluster.sampler.close()
+        self.cluster.close()
 
 
 def assemble(recipe: Recipe, progress: Progress = SILENT) -> Job:
@@ -81,7 +80,7 @@ def assemble(recipe: Recipe, progress: Progress = SILENT) -> Job:
             progress.phase(f"starting {recipe.sampler.engine}")
         sampler = build.sampler(recipe, model)
         stream = prompts.Stream(data.train, recipe.seed)
-        cluster = Local(recipe, algorithm, sampler, rewards.service, stream, progress)
+        cluster = Local(recipe, learner, sampler, rewards.service, stream, progress)
     except BaseException:
         rewards.service.close()
         raise
@@ -240,7 +239,7 @@ def _run(job: Job, run: RunFolder, display: Display, changed: bool = False) -> R
         with _interruptible(display) as should_stop, bars.compiling(display):
             loop = Loop(
                 recipe=job.recipe,
-                learner=job.learner,
+                algorithm=job.algorithm,
                 cluster=job.cluster,
                 eval_prompts=job.eval_prompts,
                 run=run,

@@ -311,14 +311,14 @@ def loss_and_gradient(parts: Parts, rollout: Rollout) -> tuple[float, dict[str, 
 
     honest, learner._step = learner._step, keep  # type: ignore[method-assign]
     try:
-        metrics = learner.update(rollout, 0)
+        metrics = learner.update(rollout, 0).metrics
     finally:
         learner._step = honest  # type: ignore[method-assign]
     assert metrics["update/skipped"] == 0
     with torch.no_grad():
         prepared = parts.algorithm.prepare(parts.model, rollout, parts.recipe.learner)
-        terms = parts.algorithm.terms(rollout, prepared, torch.Generator())
-        pieces = list(terms.micro(parts.recipe.learner))
+        terms = parts.algorithm.terms(rollout, prepared)
+        pieces = [terms.rows(index) for index in terms.micro_batches(parts.recipe.learner)]
         assert sum(len(piece) for piece in pieces) == len(terms) == len(rollout.samples)
         loss = sum(float(parts.algorithm.loss(parts.model, p).loss.sum()) for p in pieces)
     return loss / terms.total, found

@@ -250,7 +250,7 @@ def test_growth_is_measured_at_the_sizes_it_tells(
     @contextmanager
     def watched(recipe: str, overrides: Any) -> Iterator[Any]:
         with own(recipe, [*SMALL, *overrides]) as once:
-            update, load = once.job.learner.update, once.job.cluster.sampler.load
+            update, accept = once.job.learner.update, once.job.cluster.sampler.accept
 
             def seen(rollout: Any, step: int) -> Any:
                 assert once.job.learner.algorithm.max_tokens == rollout.mask.shape[1]
@@ -258,12 +258,12 @@ def test_growth_is_measured_at_the_sizes_it_tells(
                 drawn.append((len(rollout.samples), int(rollout.mask.sum())))
                 return update(rollout, step)
 
-            def told(weights: Any, version: int) -> None:
-                loaded.append(version)
-                load(weights, version)
+            def accepted(publication: Any) -> None:
+                loaded.append(publication.version)
+                accept(publication)
 
             monkeypatch.setattr(once.job.learner, "update", seen)
-            monkeypatch.setattr(once.job.cluster.sampler, "load", told)
+            monkeypatch.setattr(once.job.cluster.sampler, "accept", accepted)
             yield once
 
     monkeypatch.setattr(growth, "iterations", watched)

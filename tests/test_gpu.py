@@ -50,7 +50,7 @@ def test_replay_meets_sampling(recipe_data: dict, dtype: str, lora: dict | None)
     recipe_data["optimizer"] = {"lr": 1e-5}
     model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
     rollout = rollout_of(model, algorithm)
-    metrics = learner.update(rollout, 0)
+    metrics = learner.update(rollout, 0).metrics
     gap = metrics["update/first_abs_dlogp_max"]
     print(f"replay gap {dtype} {'lora' if lora else 'full'}: {gap:.1e}")
     assert gap < {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}[dtype]
@@ -78,7 +78,7 @@ def test_compiled_and_folded_the_ratio_is_one(
     for step in range(3):
         if step:
             torch.compiler.set_stance("fail_on_recompile")
-        metrics = learner.update(rollout_of(model, algorithm, step, 6, version=step), step)
+        metrics = learner.update(rollout_of(model, algorithm, step, 6, version=step), step).metrics
         gaps.append(metrics["update/first_abs_dlogp_max"])
     torch.compiler.set_stance("default")
     print(f"replay gaps compiled, {name}, {gradient}: {gaps}")
@@ -103,7 +103,7 @@ def test_compiled_in_one_pass_the_update_is_that_of_two(
         if step:
             torch.compiler.set_stance("fail_on_recompile")
         rollout = rollout_of(model, algorithm, step, version=step)
-        metrics = learner.update(rollout, step)
+        metrics = learner.update(rollout, step).metrics
         assert metrics["update/grad_norm"] > 0 and metrics["update/skipped"] == 0
     torch.compiler.set_stance("default")
     one = rollout_of(model, algorithm)

@@ -595,7 +595,7 @@ def test_a_row_tells_the_distance_within_groups(recipe_data: dict, tmp_path: Pat
     row = train(recipe, folder=tmp_path / "run", quiet=True).rows()[1]
     job = assemble(recipe)
     try:
-        rollout, _ = job.cluster.collect(0).result()
+        rollout, _ = job.cluster.draw_step(0).result()
     finally:
         job.close()
     clean, group = rollout.paths.clean, rollout.group.tolist()

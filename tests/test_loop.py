@@ -223,12 +223,12 @@ def test_too_many_failed_scores_stop_the_run_and_save_it(recipe_data: dict, tmp_
 def test_some_failed_scores_leave_the_batch_and_are_counted(
     recipe_data: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gesso.learner.learner import Learner
+    from gesso.learner.learner import Learner, Update
 
     trained_on: list[int] = []
     honest = Learner.update
 
-    def update(self: Learner, rollout: Rollout, step: int) -> dict[str, float]:
+    def update(self: Learner, rollout: Rollout, step: int) -> Update:
         trained_on.append(len(rollout.samples))
         return honest(self, rollout, step)
 

@@ -16,7 +16,7 @@ import torch
 
 from gesso import build, run
 from gesso.cli import main
-from gesso.learner.learner import Learner
+from gesso.learner.learner import Learner, Update
 from gesso.rollout import Rollout
 from gesso.run import assemble
 from gesso.samplers.decode import DecodingSampler
@@ -109,7 +109,7 @@ def trained_on(monkeypatch: pytest.MonkeyPatch) -> list[Rollout]:
     seen: list[Rollout] = []
     honest = Learner.update
 
-    def update(self: Learner, rollout: Rollout, step: int) -> dict[str, float]:
+    def update(self: Learner, rollout: Rollout, step: int) -> Update:
         seen.append(rollout)
         return honest(self, rollout, step)
 
@@ -231,7 +231,7 @@ def test_lag_one(text: Tiny, tmp_path: Path) -> None:
 def test_each_reply_is_compared_with_the_greedy_one(text: Tiny) -> None:
     job = assemble(build.recipe_from(data_of(text, {"name": "remax"})))
     try:
-        rollout, _ = job.cluster.collect(1).result()
+        rollout, _ = job.cluster.draw_step(1).result()
     finally:
         job.close()
     assert len(rollout.samples) == 12 and all(s.seed != 0 for s in rollout.samples)
@@ -250,8 +250,8 @@ def test_each_reply_is_compared_with_the_greedy_one(text: Tiny) -> None:
 def test_nobody_else_draws_greedy_replies(text: Tiny) -> None:
     job = assemble(build.recipe_from(data_of(text, {"name": "grpo"})))
     try:
-        pending = job.cluster.collect(0)
-        assert pending.greedy is None and pending.result()[0].greedy is None
+        drawn = job.cluster.draw_step(0)
+        assert drawn.greedy is None and drawn.result()[0].greedy is None
     finally:
         job.close()
 
@@ -350,7 +350,7 @@ def test_a_refill_is_of_its_step_and_attempt_alone(text: Tiny) -> None:
         first = drawn(2, 1)
         assert drawn(2, 1) == first and drawn(2, 1, groups=1) == first[:4]
         batch = [
-            (s.prompt.text, s.seed, s.reply) for s in job.cluster.collect(2).result()[0].samples
+            (s.prompt.text, s.seed, s.reply) for s in job.cluster.draw_step(2).result()[0].samples
         ]
         seeds = [{seed for _, seed, _ in each} for each in (
             first, drawn(2, 2), drawn(3, 1), batch, drawn(2, 1, of=other))]  # fmt: skip
@@ -388,7 +388,7 @@ def test_too_many_failed_scores_in_a_refill_stop_the_run(
     from gesso.cluster.local import Local
     from gesso.rewards.transport.service import Scored
 
-    honest = Local.refill
+    honest = Local.draw_refill
 
     def failing(self: Local, step: int, attempt: int, groups: int) -> Any:
         drawn = honest(self, step, attempt, groups)
@@ -398,7 +398,7 @@ def test_too_many_failed_scores_in_a_refill_stop_the_run(
             futures[-1].set_result(Scored([Score.failed("gone")] * len(piece.samples), 0.0, 1.0))
         return replace(drawn, futures=futures)
 
-    monkeypatch.setattr(Local, "refill", failing)
+    monkeypatch.setattr(Local, "draw_refill", failing)
     data = dapo(text, "all-flat.txt", 2, steps=2)
     with pytest.raises(StopRun, match=r"12 of 12 scores failed .*gesso train --resume"):
         go(data, tmp_path / "run")

@@ -93,13 +93,13 @@ def test_a_png_whose_pixels_are_broken_is_found_before_the_run(tmp_path: Path) -
 def test_a_picture_that_vanishes_ends_the_run_and_loses_nothing(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gesso.learner.learner import Learner
+    from gesso.learner.learner import Learner, Update
 
     made = rows(tmp_path, 8)
     chosen = recipe(root, write(tmp_path / "a.jsonl", made))
     honest, done = Learner.update, []
 
-    def update(self: Learner, rollout: Rollout, step: int) -> dict[str, float]:
+    def update(self: Learner, rollout: Rollout, step: int) -> Update:
         done.append(step)
         if len(done) == 2:
             for i in range(8):
@@ -301,7 +301,7 @@ def test_prompts_are_read_in_passes_of_bounded_length(
     for bound in (10_000, 2 * max(map(model.length, job.cluster.stream.prompts))):
         monkeypatch.setattr(decode, "READ_AT_ONCE", bound)
         passes.clear()
-        job.cluster.collect(0).result()
+        job.cluster.draw_step(0).result()
         assert sum(map(len, passes)) == 4
         assert all(sum(lengths) <= bound for lengths in passes)
         assert (len(passes) > 1) == (bound < 10_000)
@@ -311,11 +311,11 @@ def test_prompts_are_read_in_passes_of_bounded_length(
 def test_with_an_importance_cap_the_distance_to_the_sampler_is_told(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gesso.learner.learner import Learner
+    from gesso.learner.learner import Learner, Update
 
     honest = Learner.update
 
-    def update(self: Learner, rollout: Rollout, step: int) -> dict[str, float]:
+    def update(self: Learner, rollout: Rollout, step: int) -> Update:
         off = torch.zeros_like(rollout.logp)
         off[0, 0] = 0.5  # another engine, which is wrong about one token
         return honest(self, replace(rollout, logp=rollout.logp - off), step)
@@ -385,7 +385,7 @@ def test_overlong_counts_the_tokens_of_whoever_wrote_them(root: Path, tmp_path: 
     assert protocol.read_score_request(protocol.pack_score_request([sample]))[0].tokens == 16
     train = write(tmp_path / "a.jsonl", rows(tmp_path, 2))
     job = run.assemble(recipe(root, train))
-    rollout, _ = job.cluster.collect(0).result()
+    rollout, _ = job.cluster.draw_step(0).result()
     job.close()
     assert [s.tokens for s in rollout.samples] == rollout.mask.sum(1).tolist()
 

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from gesso import config
@@ -29,7 +28,7 @@ R = TypeVar("R", bound="Rows")
 class Rows:
     """Rows of something: tensors, and traces of tokens, of one leading dimension."""
 
-    def rows(self: R, index: slice | Tensor) -> R:
+    def rows(self: R, index: Tensor) -> R:
         cut: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -57,8 +56,8 @@ class Terms(Rows, ABC):
     def __len__(self) -> int: ...
 
     @abstractmethod
-    def micro(self: R, settings: config.Learner) -> Iterator[R]:
-        """Cut into what fits into one forward and backward pass."""
+    def micro_batches(self, settings: config.Learner) -> Sequence[Tensor]:
+        """Indices of the terms that go through one forward and backward pass together."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +124,9 @@ class Algorithm(Protocol):
     def prepare(self, model: Any, rollout: Rollout, settings: config.Learner) -> Prepared:
         """Advantages, and whatever else is the same for all updates of this rollout."""
 
-    def terms(self, rollout: Rollout, prepared: Any, generator: torch.Generator) -> Terms:
-        """All terms of these samples."""
+    def terms(self, rollout: Rollout, prepared: Any) -> Terms:
+        """All terms of these samples. What is random about them comes from the samples' seeds, so
+        that it does not depend on how a batch is cut."""
 
     def loss(self, model: Any, terms: Any) -> TermLosses:
         """Cost of each term, independent of the other terms of its micro-batch."""

@@ -21,7 +21,7 @@ from gesso.formulas import averages, nft
 from gesso.models.flow.base import FlowModel
 from gesso.models.policy import Policy
 from gesso.rollout import Rollout
-from gesso.types import SampleSpec, Solver, Which
+from gesso.types import SampleSpec, Solver, Which, seed_of
 
 
 @dataclass(frozen=True)
@@ -72,23 +72,28 @@ class DiffusionNFT(FlowAlgorithm):
             weights="old",
         )
 
-    def terms(
-        self, rollout: Rollout, prepared: Prepared, generator: torch.Generator
-    ) -> NoisedTerms:
+    def terms(self, rollout: Rollout, prepared: Prepared) -> NoisedTerms:
         trace = rollout.paths
         n, times, device = len(trace.row), self.times, trace.row.device
-        order = torch.rand(n, self.steps, generator=generator).argsort(1)[:, :times]
-        shape = (n * times, *trace.clean.shape[1:])
+        shape = trace.clean.shape[1:]
+        index, noise = zip(*(self._noising(s.seed, shape) for s in rollout.samples), strict=True)
         optimal = nft.optimality(prepared.advantages, self.advantage.clip).float().to(device)
         return NoisedTerms(
             context=trace.context,
             total=n * times,
             row=trace.row.repeat_interleave(times),
             clean=trace.clean.repeat_interleave(times, 0),
-            noise=torch.randn(shape, generator=generator).to(device),
-            t=trace.context.sigmas[order.flatten().to(device)],
+            noise=torch.cat(noise).to(device),
+            t=trace.context.sigmas[torch.cat(index).to(device)],
             optimal=optimal.repeat_interleave(times),
         )
+
+    def _noising(self, seed: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
+        """Schedule indices (times,) and noise (times, C, H, W) of one sample, from its own seed:
+        the same however the batch is cut."""
+        generator = torch.Generator().manual_seed(seed_of(seed, "noising"))
+        index = torch.rand(self.steps, generator=generator).argsort()[: self.times]
+        return index, torch.randn(self.times, *shape, generator=generator)
 
     def loss(self, model: FlowModel, terms: NoisedTerms) -> TermLosses:
         cond = terms.context.cond.rows(terms.row)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import ClassVar
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -15,8 +16,6 @@ from gesso.algorithms.base import Prepared, Terms
 from gesso.models.flow.base import FlowModel
 from gesso.rollout import FlowContext, Rollout
 from gesso.types import SampleSpec, Which
-
-F = TypeVar("F", bound="FlowTerms")
 
 
 @dataclass(frozen=True)
@@ -30,9 +29,9 @@ class FlowTerms(Terms):
     def __len__(self) -> int:
         return len(self.row)
 
-    def micro(self: F, settings: config.Learner) -> Iterator[F]:
-        for start in range(0, len(self), settings.micro_batch):
-            yield self.rows(slice(start, start + settings.micro_batch))
+    def micro_batches(self, settings: config.Learner) -> Sequence[Tensor]:
+        index = torch.arange(len(self), device=self.row.device)
+        return index.split(settings.micro_batch) if len(index) else []
 
 
 class FlowAlgorithm(config.Strict):

@@ -7,7 +7,7 @@ presets over it: another window, another step rule, another surrogate.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -68,9 +68,13 @@ class SlopeTerms(Terms):
     def __len__(self) -> int:
         return self.total
 
-    def micro(self, settings: config.Learner) -> Iterator[SlopeTerms]:
-        if self.slopes:
-            yield self  # at once: no network is run
+    def micro_batches(self, settings: config.Learner) -> Sequence[Tensor]:
+        """All at once: no network is run."""
+        return [torch.arange(len(self.slopes))] if self.slopes else []
+
+    def rows(self, index: Tensor) -> SlopeTerms:
+        chosen = [self.slopes[i] for i in index.tolist()]
+        return SlopeTerms(self.total, chosen, self.advantage[index])
 
     def loss(self, policy: Policy) -> Tensor:
         """−Σ A_i·⟨∇logp_i, θ⟩: where the ratio is 1, it has the surrogate's gradient."""
@@ -191,9 +195,7 @@ class FlowGRPO(FlowAlgorithm):
             slopes=self.one_pass,
         )
 
-    def terms(
-        self, rollout: Rollout, prepared: Prepared, generator: torch.Generator
-    ) -> StepTerms | SlopeTerms:
+    def terms(self, rollout: Rollout, prepared: Prepared) -> StepTerms | SlopeTerms:
         total, advantages = rollout.logp.numel(), prepared.advantages
         if self.beta == 0:  # without a KL term a sample whose advantage is 0 has no gradient
             moved = advantages.nonzero()[:, 0]

@@ -5,7 +5,7 @@ Every algorithm for tokens is a preset over the class below; PPO adds a critic.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -107,14 +107,13 @@ class ReplyTerms(Terms):
     def __len__(self) -> int:
         return len(self.trace.row)
 
-    def rows(self, index: slice | Tensor) -> ReplyTerms:
+    def rows(self, index: Tensor) -> ReplyTerms:
         return ReplyTerms(
             self.total, self.trace.rows(index), self.known.rows(index), self.weights[index]
         )
 
-    def micro(self, settings: config.Learner) -> Iterator[ReplyTerms]:
-        for part in batches(self.trace, settings.micro_tokens):
-            yield self.rows(part)
+    def micro_batches(self, settings: config.Learner) -> Sequence[Tensor]:
+        return batches(self.trace, settings.micro_tokens)
 
 
 def batches(trace: TokenTrace, budget: int) -> list[Tensor]:
@@ -216,7 +215,7 @@ class ReplyAlgorithm(Strict):
             found[part, : logp.shape[1]] = logp.to(found)
         return found
 
-    def terms(self, rollout: Rollout, prepared: Known, generator: torch.Generator) -> ReplyTerms:
+    def terms(self, rollout: Rollout, prepared: Known) -> ReplyTerms:
         length = (self.length or self.max_tokens) if self.aggregation == "constant" else None
         weights = token_weights(rollout.mask, self.aggregation, length)
         return ReplyTerms(1, rollout.replies, prepared, weights)

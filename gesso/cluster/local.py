@@ -1,250 +1,237 @@
-"""Everything in this process: sampling and updates here, rewards in worker processes beside it."""
+"""Everything in this process: sampling and updates here, rewards in worker processes."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import math
-import os
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, as_completed
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-
-import torch
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from gesso.algorithms.base import Algorithm
+from gesso.cluster import collecting
+from gesso.cluster.collecting import Drawn, DrawnStep, Request, Timing
+from gesso.cluster.host import peak_memory, sharing_cores
+from gesso.cluster.protocol import Batch, ScoresFailed
+from gesso.cluster.scores import reward_metrics
 from gesso.config import Recipe
 from gesso.data.prompts import Stream
-from gesso.rewards.transport.service import RewardService, Scored
-from gesso.rollout import Rollout, widened
-from gesso.samplers.base import Piece, Sampler
+from gesso.learner.learner import Learner, Update
+from gesso.rewards.transport.service import RewardService
+from gesso.rollout import Rollout
+from gesso.samplers.base import Sampler
+from gesso.track.checkpoints import read_tensors, write_tensors
 from gesso.track.progress import SILENT, Progress
-from gesso.types import (
-    Prompt,
-    ReplySpec,
-    Sample,
-    SampleSpec,
-    Score,
-    Which,
-    seed_of,
-)
+from gesso.types import Prompt, Sample, Score, StopRun, UserError, Which, seed_of
+from gesso.weights.publish import Publication, publish
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of one batch: drawing it, scoring it, both at once, and waiting for the scores."""
+@dataclass
+class LocalBatch:
+    """A batch of `Local`: queued, then drawn, then scored."""
 
-    sample: float
-    score: float
-    overlap: float
-    wait: float
+    cluster: Local
+    step: int
+    drawn: DrawnStep | None = None
+    error: UserError | StopRun | None = None
 
+    def draw(self) -> None:
+        """Errors are kept for `result`: this also runs while another batch is waited for."""
+        try:
+            self.drawn = self.cluster.draw_step(self.step)
+        except (UserError, StopRun) as error:
+            self.error = error
 
-@dataclass(frozen=True)
-class Pending:
-    """A batch that is drawn and still being scored."""
-
-    pieces: Sequence[Piece]
-    futures: Sequence[Future[Scored]]
-    group: torch.Tensor
-    version: int
-    weights: Mapping[str, float]
-    started: float
-    drawn: float
-    progress: Progress
-    use: str  # what it is drawn for
-    greedy: Pending | None = None  # one greedy sample of each group, to compare with
-
-    def result(self) -> tuple[Rollout, Timing]:
-        waiting = time.perf_counter()
-        self._wait()
-        scored = [future.result() for future in self.futures]
-        done = time.perf_counter()
-        first, last = min(s.started for s in scored), max(s.ended for s in scored)
-        timing = Timing(
-            sample=self.drawn - self.started,
-            score=last - first,
-            overlap=max(0.0, min(self.drawn, last) - first),
-            wait=done - waiting,
-        )
-        index = torch.tensor([i for piece in self.pieces for i in piece.index])
-        rollout = Rollout(
-            samples=[sample for piece in self.pieces for sample in piece.samples],
-            group=self.group[index],
-            trace=type(self.pieces[0].trace).concat([piece.trace for piece in self.pieces]),
-            logp=widened([piece.logp for piece in self.pieces]),
-            version=self.version,
-            scores=[score for s in scored for score in s.scores],
-            weights=self.weights,
-        )
-        if index.diff().lt(0).any():  # finished in another order than asked for
-            rollout = rollout.rows(index.argsort())
-        return self._compared(rollout), timing
-
-    def _wait(self) -> None:
-        """Until all scores are there, telling of each piece as it comes."""
-        sizes = {f: len(p.samples) for f, p in zip(self.futures, self.pieces, strict=True)}
-        self.progress.phase(f"scoring {self.use}", sum(sizes.values()))
-        for future in as_completed(sizes):
-            self.progress.advance(sizes[future])
-
-    def _compared(self, rollout: Rollout) -> Rollout:
-        """Each sample beside the greedy one of its group. Where that has no score, it has none."""
-        if self.greedy is None:
-            return rollout
-        found, _ = self.greedy.result()
-        of_group = dict(zip(found.group.tolist(), found.scores, strict=True))
-        beside = [of_group[g] for g in rollout.group.tolist()]
-        scores = [
-            score
-            if other.ok
-            else Score.failed(f"the greedy reply it is compared with failed: {other.error}")
-            for score, other in zip(rollout.scores, beside, strict=True)
-        ]
-        values = [math.nan if other.value is None else other.value for other in beside]
-        greedy = torch.tensor(values, dtype=torch.float64)
-        return replace(rollout, scores=scores, greedy=greedy)
+    def result(self) -> Batch:
+        self.cluster.draw_queued()
+        if self.error is not None:
+            raise self.error
+        return self.cluster.finish(self)
 
 
 class Local:
     def __init__(
         self,
         recipe: Recipe,
-        algorithm: Algorithm,
+        learner: Learner,
         sampler: Sampler,
         rewards: RewardService,
         stream: Stream,
         progress: Progress = SILENT,
     ) -> None:
         self.recipe = recipe
-        self.algorithm = algorithm
+        self.learner = learner
         self.sampler = sampler
         self.rewards = rewards
         self.stream = stream
         self.progress = progress
+        self._queue: deque[LocalBatch] = deque()  # to be drawn, in order
+        self._rollouts: dict[int, Rollout] = {}  # collected and not yet learned from, by step
+        self._reward_weights = {entry.label: entry.weight for entry in recipe.reward}
+        self.publish(0)
 
-    def collect(self, step: int) -> Pending:
-        """Batch `step` as the recipe sizes it."""
-        return self.draw(step, self.recipe.data.groups, self.algorithm.group)
+    @property
+    def algorithm(self) -> Algorithm:
+        return self.learner.algorithm
 
-    def refill(self, step: int, attempt: int, groups: int) -> Pending:
-        """So many groups more for batch `step`, of prompts from a stream of their own."""
-        stream = Stream(self.stream.parts, seed_of(self.recipe.seed, "refill", attempt))
-        prompts = stream.batch(step, self.recipe.data.groups)[:groups]
-        what = f"{groups} groups more"
-        return self._batch(prompts, step, self.algorithm.group, ("refill", attempt), what)
+    @property
+    def prompts_digest(self) -> str:
+        return self.stream.digest
 
-    def draw(self, step: int, groups: int, group: int) -> Pending:
-        """Draw `groups` prompts of batch `step`, `group` samples each, with the sampler's weights.
-        Every finished piece goes to the rewards at once: scoring overlaps with drawing."""
-        what = f"batch {step + 1}"
-        return self._batch(self.stream.batch(step, groups), step, group, ("sample",), what)
+    # Collecting
 
-    def _batch(
+    def collect(self, step: int) -> LocalBatch:
+        """Sampling and updating take turns in this process: a batch is drawn when somebody waits
+        for one, and at the latest before the next update."""
+        batch = LocalBatch(self, step)
+        self._queue.append(batch)
+        return batch
+
+    def draw_queued(self) -> None:
+        while self._queue:
+            self._queue.popleft().draw()
+
+    def draw_step(
+        self, step: int, groups: int | None = None, group: int | None = None
+    ) -> DrawnStep:
+        """Batch `step`: `groups` prompts, `group` samples of each; None: as in the recipe."""
+        prompts = self.stream.batch(step, groups or self.recipe.data.groups)
+        label = f"batch {step + 1}"
+        request = self._request(prompts, step, group or self.algorithm.group, ("sample",), label)
+        drawn = self._draw(request)
+        spec = self.algorithm.greedy_spec()
+        if spec is None:
+            return DrawnStep(drawn, None)
+        rows, seeds = range(len(prompts)), [0] * len(prompts)
+        return DrawnStep(drawn, self._draw(Request(prompts, rows, seeds, spec, f"{label}, greedy")))
+
+    def _request(
         self,
         prompts: Sequence[Prompt],
         step: int,
         group: int,
-        use: tuple[str | int, ...],
-        what: str,
-    ) -> Pending:
+        purpose: tuple[str | int, ...],
+        label: str,
+    ) -> Request:
+        """`group` samples of each prompt, as the algorithm draws batch `step`."""
         seed = self.recipe.seed
         row = [i for i in range(len(prompts)) for _ in range(group)]
-        seeds = [seed_of(seed, *use, step, i) for i in range(len(row))]
+        seeds = [seed_of(seed, *purpose, step, i) for i in range(len(row))]
         spec = self.algorithm.spec(step, seed_of(seed, "spec", step), self.recipe.model)
-        batch = self._stream(prompts, row, seeds, spec, what)
-        greedy = self.algorithm.greedy_spec()
-        if greedy is None:
-            return batch
-        each = list(range(len(prompts)))
-        drawn = self._stream(prompts, each, [0] * len(each), greedy, f"{what}, greedy")
-        return replace(batch, greedy=drawn)
+        return Request(prompts, row, seeds, spec, label)
 
-    def evaluate(
-        self, prompts: Sequence[Prompt], weights: Which
-    ) -> tuple[list[Sample], list[Score]]:
-        """One sample a prompt, always from the same seeds."""
-        spec = self.algorithm.eval_spec(self.recipe.eval, self.recipe.model, weights)
-        row = list(range(len(prompts)))
-        seeds = [seed_of(self.recipe.seed, "eval", i) for i in row]
-        drawn = self._stream(prompts, row, seeds, spec, "the evaluation", held_out=True)
-        rollout, _ = drawn.result()
-        return list(rollout.samples), list(rollout.scores)
+    def _draw(self, request: Request) -> Drawn:
+        """With the weights published last, or not at all."""
+        if request.spec.weights not in self._published.copies:
+            raise StopRun(f'the weights "{request.spec.weights}" were not published to the sampler')
+        self.sampler.weights.verify(self._published)
+        with sharing_cores(self.sampler.model.device, self.rewards.processes):
+            return collecting.draw(
+                request, self.sampler, self.rewards, self._reward_weights, self.progress
+            )
 
-    def _stream(
-        self,
-        prompts: Sequence[Prompt],
-        row: Sequence[int],
-        seeds: Sequence[int],
-        spec: SampleSpec | ReplySpec,
-        what: str,
-        held_out: bool = False,
-    ) -> Pending:
-        self.progress.phase(f"sampling {what}", len(row))
-        started = time.perf_counter()
-        pieces, futures = [], []
-        with self._cores_shared():
-            for piece in self.sampler.sample(prompts, row, seeds, spec):
-                pieces.append(piece)
-                futures.append(self.rewards.submit(piece.samples, held_out))
-                self.progress.advance(len(piece.samples))
-        drawn = time.perf_counter()
-        group = torch.tensor(row)
-        weights = {entry.label: entry.weight for entry in self.recipe.reward}
-        version = self.sampler.version
-        return Pending(
-            pieces, futures, group, version, weights, started, drawn, self.progress, what
+    def finish(self, batch: LocalBatch) -> Batch:
+        """Wait for the scores, leave out samples without one, replace groups without spread."""
+        assert batch.drawn is not None
+        rollout, timing = batch.drawn.result()
+        metrics = reward_metrics(rollout.scores) | self.sampler.describe(rollout)
+        notes: list[str] = []
+        rollout = self._without_failed(rollout, batch.step, notes)
+        if self.algorithm.refills:
+            rollout, metrics["refilled"] = self._refill(rollout, batch.step, notes)
+        self._rollouts[batch.step] = rollout
+        return Batch(
+            batch.step,
+            rollout.version,
+            rollout.samples,
+            rollout.scores,
+            rollout.group.tolist(),
+            metrics | _seconds(timing),
+            notes,
         )
 
-    def memory(self) -> float:
-        """GB (10⁹ bytes): the most that tensors took of a GPU since this was asked last; on a CPU
-        the most that this process ever had; not a number where nobody can tell."""
-        device = self.sampler.model.device
-        if device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(device)
-            torch.cuda.reset_peak_memory_stats(device)
-            return peak / 1e9
-        if sys.platform == "win32":
-            return math.nan  # there is no way to ask without another package
-        import resource
+    def _refill(self, rollout: Rollout, step: int, notes: list[str]) -> tuple[Rollout, float]:
+        """New groups in place of those without spread, in at most `refills` attempts; and how many
+        groups were drawn."""
+        groups, drawn = self.recipe.data.groups, 0
+        for attempt in range(1, self.algorithm.refills + 1):
+            kept = rollout.rows(self.algorithm.advantage.kept(rollout, 1))
+            missing = groups - len(kept.group.unique())
+            if missing == 0:
+                break
+            more, _ = self.draw_refill(step, attempt, missing).result()
+            drawn += missing
+            more = self._without_failed(more, step, notes, refill=True)
+            if len(more.samples):
+                rollout = Rollout.join(kept, more)
+        return rollout, float(drawn)
 
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak * (1 if sys.platform == "darwin" else 1024) / 1e9  # bytes there, KiB elsewhere
+    def draw_refill(self, step: int, attempt: int, groups: int) -> Drawn:
+        """More groups for batch `step`, of prompts from a stream of their own."""
+        stream = Stream(self.stream.parts, seed_of(self.recipe.seed, "refill", attempt))
+        prompts = stream.batch(step, self.recipe.data.groups)[:groups]
+        purpose, label = ("refill", attempt), f"{groups} groups more"
+        return self._draw(self._request(prompts, step, self.algorithm.group, purpose, label))
 
-    @contextmanager
-    def _cores_shared(self) -> Iterator[None]:
-        """While reward workers run on the same cores, waiting torch threads must not spin. Where
-        they do (torch was imported before gesso), leave every worker a core of its own: spinning
-        threads that outnumber the cores run many times slower."""
-        passive = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
-        on_cpu = self.sampler.model.device.type == "cpu"
-        if on_cpu:
-            _keep_freed_memory()
-        if passive or not on_cpu:
-            yield
-            return
-        threads = torch.get_num_threads()
-        torch.set_num_threads(max(1, threads - self.rewards.processes))
-        try:
-            yield
-        finally:
-            torch.set_num_threads(threads)
+    def _without_failed(
+        self, rollout: Rollout, step: int, notes: list[str], refill: bool = False
+    ) -> Rollout:
+        """Samples without a score leave the batch; too many of them are an error. Those of a
+        refill, which may be a single group, count against the size of a whole batch."""
+        good, total = rollout.scored, len(rollout.scores)
+        failed = total - len(good)
+        if not failed:
+            return rollout
+        last = [s.error for s in rollout.scores if s.error is not None][-1]
+        notes.append(f"step {step + 1}: {failed} of {total} scores failed, last: {last}")
+        whole = self.recipe.data.groups * self.algorithm.group if refill else total
+        share, allowed = failed / whole, self.recipe.max_failed
+        if share > allowed or (len(good) < 2 and not refill):
+            raise ScoresFailed(
+                f"{failed} of {whole} scores failed ({share:.0%}; max_failed = {allowed:.0%} are "
+                f"allowed); the last error: {last}",
+                notes,
+            )
+        return rollout.rows(good)
+
+    # Learning
+
+    def update(self, batch: Batch, step: int) -> Update:
+        self.draw_queued()  # with the weights of before
+        update = self.learner.update(self._rollouts.pop(batch.step), step)
+        update.metrics["cached"] = self.rewards.new_hits()
+        update.metrics["memory/gb"] = peak_memory(self.sampler.model.device)
+        return update
+
+    def publish(self, version: int) -> None:
+        assert not self._queue, "batches are drawn with the weights they were collected for"
+        self._published: Publication = publish(self.learner.policy, self._drawn_with(), version)
+        self.sampler.accept(self._published)
+        self.sampler.weights.verify(self._published)
+
+    def _drawn_with(self) -> set[Which]:
+        """The copies of the weights that batches and evaluations are drawn with."""
+        specs = [self.algorithm.spec(0, 0, self.recipe.model), self.algorithm.greedy_spec()]
+        training = {spec.weights for spec in specs if spec is not None}
+        return training | {"ema" if self.recipe.learner.ema else "current"}
+
+    def evaluate(self, prompts: Sequence[Prompt], which: Which) -> tuple[list[Sample], list[Score]]:
+        spec = self.algorithm.eval_spec(self.recipe.eval, self.recipe.model, which)
+        seeds = [seed_of(self.recipe.seed, "eval", i) for i in range(len(prompts))]
+        request = Request(
+            prompts, range(len(prompts)), seeds, spec, "the evaluation", held_out=True
+        )
+        return collecting.samples_and_scores(self._draw(request))
+
+    def save(self, folder: Path) -> None:
+        write_tensors(folder, self.learner.state())
+
+    def restore(self, folder: Path) -> None:
+        self.learner.restore(read_tensors(folder))
+
+    def close(self) -> None:
+        self.rewards.close()
+        self.sampler.close()
 
 
-@functools.cache
-def _keep_freed_memory() -> None:
-    """On a CPU every pass frees and takes again the same hundred megabytes. glibc hands them back
-    to the system in between and pays page faults for it, a tenth of an iteration; told to keep
-    them, it does not. Other C libraries have no such setting and need none."""
-    if sys.platform != "linux":
-        return
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return
-    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # malloc.h
-    mallopt(mmap_threshold, 32 * 2**20)
-    mallopt(trim_threshold, 2**31 - 1)
-    mallopt(top_pad, 64 * 2**20)
+def _seconds(timing: Timing) -> dict[str, float]:
+    return {f"time/{name}": value for name, value in asdict(timing).items()}

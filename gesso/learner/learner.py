@@ -2,7 +2,8 @@
 
 A mini-batch is a set of samples and gives one optimizer step; it is worked through in micro-batches
 of terms. Losses are summed and divided by the terms of the whole mini-batch, so that 1, 2 or 8
-micro-batches give the same gradient. A critic is trained beside the policy, with a rate of its own.
+micro-batches give the same gradient. A critic is trained with the policy, at its own learning
+rate.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -24,17 +26,25 @@ from gesso.rollout import Rollout
 from gesso.track.progress import SILENT, Progress
 from gesso.types import Weights, seed_of
 
-FARTHEST = {"abs_dlogp", "sampler_gap"}  # of these the greatest is told beside the mean
+MAX_REPORTED = {"abs_dlogp", "sampler_gap"}  # the maximum is reported beside the mean
 
 
 class Trainable(Protocol):
-    """Of a model, what updating it takes."""
+    """What the learner needs of a model."""
 
     policy: Policy
 
 
-class Beside(Protocol):
-    """Parameters that are trained with the policy and are no part of it: a critic's."""
+@dataclass(frozen=True)
+class Update:
+    """What one iteration of updates reports."""
+
+    metrics: dict[str, float]
+    advantages: list[float]  # of each sample; of a token algorithm, the mean over its tokens
+
+
+class ExtraParameters(Protocol):
+    """Parameters that are trained with the policy and are not part of it: a critic's."""
 
     trained: dict[str, nn.Parameter]
     lr: float
@@ -48,7 +58,7 @@ class Learner:
         optimizer: config.Optimizer,
         settings: config.Learner,
         seed: int,
-        beside: Beside | None = None,
+        extra: ExtraParameters | None = None,
         progress: Progress = SILENT,
     ) -> None:
         self.model = model
@@ -57,13 +67,13 @@ class Learner:
         self.settings = settings
         self.schedule = optimizer
         self.seed = seed
-        self.beside = beside
+        self.extra = extra
         self.progress = progress
         groups: list[dict[str, Any]] = [{"params": list(self.policy.trained.values())}]
         self._rates = [optimizer.lr]
-        if beside is not None:
-            groups.append({"params": list(beside.trained.values())})
-            self._rates.append(beside.lr)
+        if extra is not None:
+            groups.append({"params": list(extra.trained.values())})
+            self._rates.append(extra.lr)
         self.optimizer = torch.optim.AdamW(
             groups,
             lr=optimizer.lr,
@@ -73,7 +83,6 @@ class Learner:
             fused=True,
         )
         self.optimizer_steps = 0
-        self.credit = torch.empty(0)  # (N,) advantages of the rollout last learned from
         for copy in sorted(algorithm.needs):
             self.policy.keep(copy)
         if settings.ema:
@@ -82,14 +91,13 @@ class Learner:
     def weights(self) -> Weights:
         return self.policy.weights("current")
 
-    def update(self, rollout: Rollout, step: int) -> dict[str, float]:
+    def update(self, rollout: Rollout, step: int) -> Update:
         """All optimizer steps of iteration `step` (from 0). Every sample must have a score."""
         started = time.perf_counter()
         generator = torch.Generator().manual_seed(seed_of(self.seed, "update", step))
         self.progress.phase("preparing the update")
         prepared = self.algorithm.prepare(self.model, rollout, self.settings)
         advantages = prepared.advantages
-        self.credit = _a_sample(advantages, rollout)
         inside = advantages if advantages.ndim == 1 else advantages[rollout.mask]
         kept = self.algorithm.advantage.kept(rollout, self.algorithm.updates)
         passes = self.algorithm.epochs * self.algorithm.terms_a_sample
@@ -101,7 +109,7 @@ class Learner:
         fresh = rollout.version == step  # drawn with the weights as they are
         for rows in self._mini_batches(kept, generator):
             drawn = rollout.rows(rows) if fresh else rollout.rows(rows).aged()
-            terms = self.algorithm.terms(drawn, prepared.rows(rows), generator)
+            terms = self.algorithm.terms(drawn, prepared.rows(rows))
             norm = self._accumulate(terms, stats)
             if "abs_dlogp" in stats and not first:
                 first["first_abs_dlogp_max"] = float(torch.cat(stats["abs_dlogp"]).max())
@@ -116,11 +124,11 @@ class Learner:
         self.algorithm.finish(self.policy, self.optimizer_steps)
         norms += [] if len(kept) else [0.0]  # no group has any spread: nothing to learn from
         metrics = {f"update/{name}": float(torch.cat(v).mean()) for name, v in stats.items()}
-        for name in FARTHEST & stats.keys():
+        for name in MAX_REPORTED & stats.keys():
             metrics[f"update/{name}_max"] = float(torch.cat(stats[name]).max())
         if first:
             metrics |= {f"update/{name}": value for name, value in first.items()}
-        return metrics | {
+        metrics |= {
             "update/grad_norm": sum(norms) / len(norms) if norms else float("nan"),
             "update/skipped": float(skipped),
             "update/lr": self.optimizer.param_groups[0]["lr"],
@@ -129,6 +137,7 @@ class Learner:
             "advantage/used": len(kept) / len(advantages),
             "time/update": time.perf_counter() - started,
         }
+        return Update(metrics, _by_sample(advantages, rollout))
 
     def _mini_batches(self, kept: Tensor, generator: torch.Generator) -> Iterator[Tensor]:
         """Rows of a rollout, shuffled anew for every pass over it."""
@@ -141,9 +150,10 @@ class Learner:
         """Gradient of the mini-batch's mean loss into .grad; its norm, or None when the loss or
         the gradient is not finite: such a step is not taken."""
         self.optimizer.zero_grad(set_to_none=True)
-        losses = []  # looked at when all is done: a look waits for the device
+        losses = []  # checked at the end: reading one synchronizes with the device
         with self.policy.standing():
-            for part in terms.micro(self.settings):
+            for index in terms.micro_batches(self.settings):
+                part = terms.rows(index)
                 result = self.algorithm.loss(self.model, part)
                 total = result.loss.sum() / terms.total
                 losses.append(total.detach())
@@ -159,7 +169,9 @@ class Learner:
         return norms[0] if finite and max(norms) < float("inf") else None
 
     def _step(self) -> None:
-        assert not self.policy.stands, "a sampler that is half way would go on with older weights"
+        assert not self.policy.stands, (
+            "a sampler in the middle of a batch would go on with older weights"
+        )
         warmup = self.schedule.warmup
         rise = min(1.0, (self.optimizer_steps + 1) / warmup) if warmup else 1.0
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
@@ -176,8 +188,8 @@ class Learner:
         state = {f"current/{name}": p.data for name, p in self.policy.trained.items()}
         for copy, tensors in self.policy.copies.items():
             state |= {f"{copy}/{name}": tensor for name, tensor in tensors.items()}
-        if self.beside is not None:
-            state |= {f"beside/{name}": p.data for name, p in self.beside.trained.items()}
+        if self.extra is not None:
+            state |= {f"beside/{name}": p.data for name, p in self.extra.trained.items()}
         for name, p in self._all.items():
             for key, value in self.optimizer.state[p].items():
                 state[f"adam.{key}/{name}"] = torch.as_tensor(value)
@@ -186,7 +198,7 @@ class Learner:
     @property
     def _all(self) -> dict[str, nn.Parameter]:
         """Every trained parameter by its name in a checkpoint."""
-        extra = self.beside.trained if self.beside is not None else {}
+        extra = self.extra.trained if self.extra is not None else {}
         return self.policy.trained | {f"beside.{name}": p for name, p in extra.items()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
@@ -195,9 +207,9 @@ class Learner:
         expected = {k: t.shape for k, t in self.state().items() if not k.startswith("adam.")}
         for name, p in self._all.items():
             moments = {"step": torch.Size(), "exp_avg": p.shape, "exp_avg_sq": p.shape}
-            named = {f"adam.{key}/{name}": shape for key, shape in moments.items()}
-            if named.keys() & state.keys():  # none of what has had no gradient yet
-                expected |= named
+            shapes = {f"adam.{key}/{name}": shape for key, shape in moments.items()}
+            if shapes.keys() & state.keys():  # Adam has no state before the first gradient
+                expected |= shapes
         if differ := differences(expected, {key: t.shape for key, t in state.items()}):
             raise ValueError(differ)
         tables: dict[str, dict[str, Tensor]] = defaultdict(dict)
@@ -207,8 +219,8 @@ class Learner:
         self.policy.load(tables["current"])
         for copy in self.policy.copies:
             self.policy.load(tables[copy], copy)
-        if self.beside is not None:
-            for name, p in self.beside.trained.items():
+        if self.extra is not None:
+            for name, p in self.extra.trained.items():
                 p.data.copy_(tables["beside"][name])
         for name, p in self._all.items():
             self.optimizer.state[p] = {
@@ -219,9 +231,9 @@ class Learner:
         self.optimizer_steps = int(state["optimizer_steps"])
 
 
-def _a_sample(advantages: Tensor, rollout: Rollout) -> Tensor:
-    """(N,), on the CPU: of advantages (N, S) a token, the mean over each reply."""
+def _by_sample(advantages: Tensor, rollout: Rollout) -> list[float]:
+    """N: of advantages (N, S) per token, the mean over each response."""
     if advantages.ndim == 2:
         mask = rollout.mask.to(advantages)
         advantages = (advantages * mask).sum(1) / mask.sum(1).clamp(min=1)
-    return advantages.detach().float().cpu()
+    return advantages.detach().float().tolist()

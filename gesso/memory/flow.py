@@ -14,7 +14,7 @@ from gesso.memory.meta import Load, nbytes, tensors_of
 from gesso.models.flow.base import Gradient, guided
 from gesso.models.flow.pipeline import PipelineModel, quiet
 from gesso.rollout import FlowContext, FlowTrace, Rollout
-from gesso.types import SampleSpec
+from gesso.types import Prompt, Sample, SampleSpec, Score
 
 
 def load(model: PipelineModel, algorithm: Algorithm, recipe: Recipe) -> Load:
@@ -80,8 +80,8 @@ def _stored(model: Any, spec: SampleSpec, samples: int) -> int:
 def _update(model: Any, algorithm: Algorithm, recipe: Recipe) -> Callable[[], object]:
     micro = recipe.learner.micro_batch
     rollout = _rollout(model, _spec(algorithm, recipe), micro)
-    terms = algorithm.terms(rollout, Prepared(torch.ones(micro)), torch.Generator())
-    first = next(iter(terms.micro(recipe.learner)))
+    terms = algorithm.terms(rollout, Prepared(torch.ones(micro)))
+    first = terms.rows(terms.micro_batches(recipe.learner)[0])
     return lambda: algorithm.loss(model, first).loss.sum().backward()
 
 
@@ -132,5 +132,6 @@ def _rollout(model: Any, spec: SampleSpec, n: int) -> Rollout:
         slopes=[model.policy.weights()] * n if spec.slopes else None,
     )
     logp = torch.empty(n, steps, device=model.device)
-    nobody: Any = [None] * n
-    return Rollout(nobody, torch.arange(n), trace, logp, version=0, scores=nobody, weights={})
+    samples = [Sample(Prompt(""), None, seed=i) for i in range(n)]
+    scores = [Score(0.0)] * n
+    return Rollout(samples, torch.arange(n), trace, logp, version=0, scores=scores, weights={})

@@ -9,7 +9,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import Tensor
 
 from gesso.rollout import FlowTrace, Rollout, TokenTrace
-from gesso.types import Prompt, Sample, Weights
+from gesso.types import Prompt, Sample
+from gesso.weights.publish import HeldWeights, Publication
 
 Trace = TypeVar("Trace", FlowTrace, TokenTrace)
 
@@ -27,9 +28,10 @@ class Piece(Generic[Trace]):
 
 class Sampler(Protocol):
     model: Any
-    version: int  # of the weights it draws with
+    weights: HeldWeights
 
-    def load(self, weights: Weights, version: int) -> None: ...
+    def accept(self, publication: Publication) -> None:
+        """Draw with this version of the weights from now on."""
 
     def sample(
         self, prompts: Sequence[Prompt], row: Sequence[int], seeds: Sequence[int], spec: Any

@@ -30,7 +30,8 @@ from gesso.samplers.base import Piece
 from gesso.samplers.drawing import drawn, drawn_from_raw
 from gesso.samplers.responses import Asked, Reply
 from gesso.samplers.slots import SlotCache
-from gesso.types import Prompt, ReplySpec, Weights
+from gesso.types import Prompt, ReplySpec
+from gesso.weights.publish import HeldWeights, Publication
 
 READ_AT_ONCE = 8192
 """Tokens of prompts that are read in one pass."""
@@ -40,13 +41,11 @@ class DecodingSampler:
     def __init__(self, model: TokenModel, batch: int) -> None:
         self.model = model
         self.batch = batch
-        self.version = 0
+        self.weights = HeldWeights(model.policy)
         self.read = 0  # prompts that went through the model
 
-    def load(self, weights: Weights, version: int) -> None:
-        """Take new weights. Shared with the learner's module, they are there already."""
-        self.model.policy.load(weights)
-        self.version = version
+    def accept(self, publication: Publication) -> None:
+        self.weights.accept(publication)
 
     def sample(
         self, prompts: Sequence[Prompt], row: Sequence[int], seeds: Sequence[int], spec: ReplySpec

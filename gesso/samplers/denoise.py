@@ -23,6 +23,7 @@ from gesso.rollout import (
 )
 from gesso.samplers.base import Piece
 from gesso.types import Prompt, Sample, SampleSpec, Weights, seed_of
+from gesso.weights.publish import HeldWeights, Publication
 
 
 class DenoisingSampler:
@@ -30,12 +31,10 @@ class DenoisingSampler:
         self.model = model
         self.batch = batch
         self.embeddings = PromptCache(model)
-        self.version = 0
+        self.weights = HeldWeights(model.policy)
 
-    def load(self, weights: Weights, version: int) -> None:
-        """Take new weights. Shared with the learner's module, they are there already."""
-        self.model.policy.load(weights)
-        self.version = version
+    def accept(self, publication: Publication) -> None:
+        self.weights.accept(publication)
 
     @torch.no_grad()
     def sample(

@@ -31,7 +31,8 @@ from gesso.rollout import Rollout, TokenPrompt, TokenTrace
 from gesso.samplers import responses as replies
 from gesso.samplers.base import Piece
 from gesso.samplers.responses import Asked, Reply
-from gesso.types import Prompt, ReplySpec, UserError, Weights, Which
+from gesso.types import Prompt, ReplySpec, UserError, Which
+from gesso.weights.publish import HeldWeights, Publication
 
 NEVER = -100.0
 """Added to the logit of an id that no reply holds: vLLM takes no less, and e⁻¹⁰⁰ is 0 in float32
@@ -49,18 +50,16 @@ class VllmSampler:
         """`longest`: tokens of the longest prompt with the longest reply."""
         self.model = model
         self.batch = settings.batch
-        self.version = 0
+        self.weights = HeldWeights(model.policy)
         self.sleeps = model.device.type == "cuda"
         self.inside: Which | None = None  # the weights that the engine has, None: not the newest
         self.engine = _start(model, settings, longest, seed)
         if self.sleeps:
             self._sleep()
 
-    def load(self, weights: Weights, version: int) -> None:
-        """Take new weights, with the next call. Shared with the learner's module, they are there
-        already."""
-        self.model.policy.load(weights)
-        self.version = version
+    def accept(self, publication: Publication) -> None:
+        """The engine takes them from the module with the next call."""
+        self.weights.accept(publication)
         self.inside = None
 
     def sample(

@@ -14,44 +14,62 @@ import json
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
-from gesso.rollout import Rollout
 from gesso.track.run_folder import write_whole
-from gesso.types import Sample
+from gesso.types import Sample, Score
 
 if TYPE_CHECKING:
     from PIL import Image
-    from torch import Tensor
+
+
+class Scored(Protocol):
+    """The samples of a batch, their scores, and the number of each sample's group."""
+
+    @property
+    def samples(self) -> Sequence[Sample]: ...
+
+    @property
+    def scores(self) -> Sequence[Score]: ...
+
+    @property
+    def group(self) -> Sequence[int]: ...
+
 
 LARGEST = 256  # px: larger pictures are kept at this size
 
 
-def save(run: Path, step: int, rollout: Rollout, credit: Tensor, keep: int) -> None:
-    """`credit` (N,): the advantage of each sample. `keep`: groups with pictures or replies."""
+def save(run: Path, step: int, batch: Scored, advantages: Sequence[float], keep: int) -> None:
+    """`advantages`: of each sample. `keep`: groups with images or responses."""
+    import torch
+
     folder = run / "groups" / f"{step:06d}"
     folder.parent.mkdir(exist_ok=True)
-    size = credit.abs()
+    size = torch.tensor(advantages).abs()
     shares = (size / size.sum().clamp(min=1e-12)).tolist()
     members: dict[int, list[int]] = {}
-    for i, group in enumerate(rollout.group.tolist()):
+    for i, group in enumerate(batch.group):
         members.setdefault(group, []).append(i)
     order = sorted(members, key=lambda g: -sum(shares[i] for i in members[g]))
     lines = []
     for place, group in enumerate(order):
         rows = members[group]
-        row = _group(group, rows, rollout, credit.tolist(), shares)
+        row = _group(group, rows, batch, advantages, shares)
         if place < keep:
-            _keep(folder, row, [rollout.samples[i] for i in rows])
+            _keep(folder, row, [batch.samples[i] for i in rows])
         lines.append(json.dumps(row) + "\n")
     write_whole(folder.with_suffix(".jsonl"), "".join(lines).encode())
 
 
 def _group(
-    group: int, rows: Sequence[int], rollout: Rollout, credit: list[float], shares: list[float]
+    group: int,
+    rows: Sequence[int],
+    batch: Scored,
+    advantages: Sequence[float],
+    shares: Sequence[float],
 ) -> dict[str, Any]:
-    prompt = rollout.samples[rows[0]].prompt
-    scores = [rollout.scores[i] for i in rows]
+    prompt = batch.samples[rows[0]].prompt
+    scores = [batch.scores[i] for i in rows]
     values = [score.value for score in scores if score.value is not None]
     return {
         "group": group,
@@ -65,7 +83,7 @@ def _group(
                 "reward": score.value,
                 "parts": dict(score.parts),
                 "text": score.text,
-                "advantage": credit[i],
+                "advantage": advantages[i],
                 "share": shares[i],
             }
             for i, score in zip(rows, scores, strict=True)

@@ -54,7 +54,7 @@ def test_every_algorithm_of_the_table_is_tried_here() -> None:
 def test_replay_equals_sampling(recipe_data: dict, name: str) -> None:
     model, algorithm, _ = parts_of(build.recipe_from(with_algorithm(recipe_data, name)))
     rollout = rollout_of(model, algorithm, seed=3)
-    terms = algorithm.terms(rollout, Prepared(torch.ones(6)), torch.Generator())
+    terms = algorithm.terms(rollout, Prepared(torch.ones(6)))
     with torch.no_grad():
         stats = algorithm.loss(model, terms).stats
     assert len(terms) == rollout.logp.numel() > 0
@@ -75,14 +75,14 @@ def test_an_update_prefers_the_better_samples(
     data["optimizer"] = {"lr": 1e-4 if lora else 1e-5}
     model, algorithm, learner = parts_of(build.recipe_from(data))
     rollout = rollout_of(model, algorithm, seed=3)
-    terms = algorithm.terms(rollout, Prepared(algorithm.advantage(rollout)), torch.Generator())
+    terms = algorithm.terms(rollout, Prepared(algorithm.advantage(rollout)))
 
     def loss() -> float:
         with torch.no_grad():
             return float(algorithm.loss(model, terms).loss.sum())
 
     before = loss()
-    metrics = learner.update(rollout, 0)
+    metrics = learner.update(rollout, 0).metrics
     assert metrics["update/grad_norm"] > 0 and metrics["update/skipped"] == 0
     assert loss() < before - 1e-6
 
@@ -93,8 +93,7 @@ def test_micro_batches_give_the_same_gradient(any_data: dict) -> None:
         any_data["learner"] = {"micro_batch": size}
         model, algorithm, learner = parts_of(build.recipe_from(any_data))
         rollout = rollout_of(model, algorithm, seed=3)
-        generator = torch.Generator().manual_seed(1)
-        terms = algorithm.terms(rollout, Prepared(algorithm.advantage(rollout)), generator)
+        terms = algorithm.terms(rollout, Prepared(algorithm.advantage(rollout)))
         learner._accumulate(terms, defaultdict(list))
         found.append(torch.cat([p.grad.flatten() for p in learner.policy.trained.values()]))
     assert found[0].norm() > 0
@@ -132,7 +131,7 @@ def plain_transitions(model: Any, rollout: Rollout, n: int, j: int) -> tuple[Any
 def test_the_gradient_equals_a_plain_computation(recipe_data: dict, name: str) -> None:
     model, algorithm, learner, rollout = moved_rollout(recipe_data, name)
     advantages = algorithm.advantage(rollout)
-    terms = algorithm.terms(rollout, Prepared(advantages), torch.Generator())
+    terms = algorithm.terms(rollout, Prepared(advantages))
     learner.schedule = learner.schedule.model_copy(update={"max_norm": 1e9})
     learner._accumulate(terms, defaultdict(list))
     got = torch.cat([p.grad.flatten() for p in learner.policy.trained.values()])
@@ -169,7 +168,7 @@ def test_stored_means_are_those_of_the_sampled_steps(recipe_data: dict) -> None:
 
 def test_the_mask_of_dppo_acts_and_its_limit_counts(recipe_data: dict) -> None:
     model, algorithm, _, rollout = moved_rollout(recipe_data, "flow-dppo")
-    terms = algorithm.terms(rollout, Prepared(algorithm.advantage(rollout)), torch.Generator())
+    terms = algorithm.terms(rollout, Prepared(algorithm.advantage(rollout)))
     strict = algorithm.model_copy(update={"clip": 1e-12})
     with torch.no_grad():
         free, masked = (a.loss(model, terms).stats for a in (algorithm, strict))
@@ -286,7 +285,7 @@ def test_flat_groups_leave_batch_and_denominator(recipe_data: dict, name: str) -
         model, algorithm, learner = parts_of(build.recipe_from(data))
         rollout = flat(rollout_of(model, algorithm, seed=3), [0.1, 0.9, 0.4, 0.5, 0.5, 0.5])
         learner.schedule = learner.schedule.model_copy(update={"max_norm": 1e9, "lr": 0.0})
-        metrics = learner.update(rollout, 0)
+        metrics = learner.update(rollout, 0).metrics
         assert metrics["advantage/used"] == (0.5 if drop else 1.0)
         gradients.append(metrics["update/grad_norm"])
     assert gradients[1] > 0
@@ -307,8 +306,8 @@ def test_samples_without_advantage_leave_loss_kl_and_divisor(recipe_data: dict) 
     prepared = algorithm.prepare(model, rollout, learner.settings)
     mean: dict[str, torch.Tensor] = {}
     for i in (0, 2):
-        row, generator = torch.tensor([i]), torch.Generator()
-        terms = algorithm.terms(rollout.rows(row), prepared.rows(row), generator)
+        row = torch.tensor([i])
+        terms = algorithm.terms(rollout.rows(row), prepared.rows(row))
         alone = algorithm.loss(model, terms).loss.mean()
         trained = learner.policy.trained
         found = torch.autograd.grad(alone, list(trained.values()))
@@ -319,7 +318,7 @@ def test_samples_without_advantage_leave_loss_kl_and_divisor(recipe_data: dict) 
     learner._step = lambda: grads.update(  # type: ignore[method-assign]
         (name, p.grad.clone()) for name, p in learner.policy.trained.items() if p.grad is not None
     )
-    metrics = learner.update(rollout, 0)
+    metrics = learner.update(rollout, 0).metrics
     assert metrics["advantage/used"] == pytest.approx(2 / 6)
     for name, expected in mean.items():
         torch.testing.assert_close(grads[name], expected, rtol=1e-3, atol=1e-6)
@@ -340,7 +339,7 @@ def test_a_batch_without_any_spread_teaches_nothing_and_breaks_nothing(
     model, algorithm, learner = parts_of(build.recipe_from(data))
     before = {n: t.clone() for n, t in learner.weights().items()}
     rollout = flat(rollout_of(model, algorithm), [0.5] * 6)
-    metrics = learner.update(rollout, 0)
+    metrics = learner.update(rollout, 0).metrics
     assert metrics["advantage/used"] == 0 and metrics["update/grad_norm"] == 0
     assert all(tensor.equal(before[n]) for n, tensor in learner.weights().items())
     assert learner.optimizer_steps == 0
@@ -412,7 +411,7 @@ def test_the_loop_moves_and_draws_windows(recipe_data: dict) -> None:
     for name in ("mix-grpo", "flow-grpo-fast"):
         job = assemble(build.recipe_from(with_algorithm(recipe_data, name)))
         try:
-            drawn = [job.cluster.draw(step, 1, 1).result()[0] for step in range(7)]
+            drawn = [job.cluster.draw_step(step, 1, 1).result()[0] for step in range(7)]
         finally:
             job.close()
         starts[name] = [rollout.paths.context.trained.start for rollout in drawn]
@@ -423,7 +422,7 @@ def test_the_loop_moves_and_draws_windows(recipe_data: dict) -> None:
 def test_the_limit_of_dppo_is_held_against_the_whole_noise(recipe_data: dict) -> None:
     """The divergence is counted with √−dt: a limit between it and the one without tells."""
     model, algorithm, _, rollout = moved_rollout(recipe_data, "flow-dppo")
-    terms = algorithm.terms(rollout, Prepared(algorithm.advantage(rollout)), torch.Generator())
+    terms = algorithm.terms(rollout, Prepared(algorithm.advantage(rollout)))
     with torch.no_grad():
         step = algorithm._transition(model, terms, "current")
         error = (step.mean - terms.old_mean).square().flatten(1).mean(1)
@@ -466,7 +465,7 @@ def test_mini_batches_stay_equal_when_flat_groups_leave(recipe_data: dict) -> No
         return accumulate(terms, stats)
 
     learner._accumulate = counted  # type: ignore[method-assign]
-    metrics = learner.update(rollout, 0)
+    metrics = learner.update(rollout, 0).metrics
     assert sizes == [6, 6]  # 3 samples and one of the flat group, 3 steps each
     assert metrics["advantage/used"] == pytest.approx(4 / 6)
 

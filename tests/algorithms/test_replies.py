@@ -131,7 +131,7 @@ def test_loss_and_gradient_are_those_by_hand(tiny: Tiny, name: str) -> None:
     parts, rollout = compare(tiny, name, HANDS[name])
     with torch.no_grad():
         prepared = parts.algorithm.prepare(parts.model, rollout, LearnerSection())
-        terms = parts.algorithm.terms(rollout, prepared, torch.Generator())
+        terms = parts.algorithm.terms(rollout, prepared)
         stats = parts.algorithm.loss(parts.model, terms).stats
     assert (stats["ratio"] - 1).abs().max() > (0.1 if name != "gspo" else 1e-2)
     if name != "cispo":
@@ -182,7 +182,7 @@ def test_importance_weights_of_another_sampler(text: Tiny, name: str) -> None:
     prepared = parts.algorithm.prepare(parts.model, rollout, LearnerSection())
     weights = prepared.importance[rollout.mask]
     assert weights.max() == pytest.approx(1.2) and 0.1 < (weights < 1.2).float().mean() < 0.9
-    metrics = parts.learner.update(rollout, 0)
+    metrics = parts.learner.update(rollout, 0).metrics
     assert metrics["update/importance"] == pytest.approx(float(weights.mean()))
     assert metrics["update/first_abs_dlogp_max"] < 1e-5
 
@@ -260,7 +260,7 @@ def test_the_value_loss_is_clipped_where_values_have_moved(text: Tiny) -> None:
         torch.testing.assert_close(before, prepared.values)
         moved(parts.critic.trained, 0.02, seed=12)
         now = parts.critic.values(rollout.replies)
-    terms = parts.algorithm.terms(rollout, prepared, torch.Generator())
+    terms = parts.algorithm.terms(rollout, prepared)
     total, cut = 0.0, 0
     lengths = rollout.mask.sum(1).tolist()
     for i, length in enumerate(lengths):
@@ -296,8 +296,8 @@ def test_any_split_gives_the_same_gradient(folders: Path, name: str, lora: bool,
     for budget in (1, 100, 10**6):
         parts, rollout = prepared_parts(tiny, name, learner={"micro_tokens": budget}, **options)
         prepared = parts.algorithm.prepare(parts.model, rollout, parts.recipe.learner)
-        pieces = list(parts.algorithm.terms(rollout, prepared, torch.Generator()).micro(
-            parts.recipe.learner))  # fmt: skip
+        terms = parts.algorithm.terms(rollout, prepared)
+        pieces = [terms.rows(index) for index in terms.micro_batches(parts.recipe.learner)]
         lengths = [
             sum(len(p.trace.prompts[r]) for r in set(p.trace.row.tolist()))
             + int(p.trace.mask.sum())
@@ -321,10 +321,10 @@ def record(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     used: list[list[int]] = []
     honest = ReplyAlgorithm.terms
 
-    def terms(self: Any, rollout: Rollout, prepared: Any, generator: Any) -> Any:
+    def terms(self: Any, rollout: Rollout, prepared: Any) -> Any:
         used.append([s.seed for s in rollout.samples])
         assert len(prepared.advantages) == len(rollout.samples)
-        return honest(self, rollout, prepared, generator)
+        return honest(self, rollout, prepared)
 
     monkeypatch.setattr(ReplyAlgorithm, "terms", terms)
     return used
@@ -378,7 +378,7 @@ def test_flat_groups_are_dropped_and_count_nowhere(text: Tiny) -> None:
     _, expected = expected_of(text, parts, HANDS["dapo"], rest)
     assert_close(found, expected)
     nothing = replace(rollout, scores=[Score(0.5)] * 9)
-    metrics = parts.learner.update(nothing, 0)
+    metrics = parts.learner.update(nothing, 0).metrics
     assert metrics["advantage/used"] == 0 and parts.learner.optimizer_steps == 0
 
 
@@ -387,7 +387,7 @@ def loss_and_gradient_of_kept(parts: Parts, rollout: Rollout) -> tuple[float, An
     parts.learner._step = lambda: found.update(  # type: ignore[method-assign]
         {n: p.grad.clone() for n, p in parts.learner._all.items()}
     )
-    metrics = parts.learner.update(rollout, 0)
+    metrics = parts.learner.update(rollout, 0).metrics
     del parts.learner._step
     assert metrics["advantage/used"] == pytest.approx(6 / 9)
     return 0.0, found
@@ -402,7 +402,7 @@ def test_metrics_count_tokens_of_replies_only(text: Tiny) -> None:
         now = parts.model.logp(rollout.replies, 0.8)
         reference = parts.model.logp(rollout.replies, 0.8, "reference").logp
     gap = (now.logp - rollout.logp)[mask]
-    metrics = parts.learner.update(rollout, 0)
+    metrics = parts.learner.update(rollout, 0).metrics
     expected = {
         "update/abs_dlogp": gap.abs().mean(),
         "update/first_abs_dlogp_max": gap.abs().max(),

@@ -28,7 +28,7 @@ LORA = {"rank": 4, "alpha": 8}
 def gradient(learner: Learner, rollout: Rollout) -> dict[str, torch.Tensor]:
     """The gradient of the first update, before any optimizer step."""
     advantages = learner.algorithm.advantage(rollout)
-    terms = learner.algorithm.terms(rollout, Prepared(advantages), torch.Generator().manual_seed(3))
+    terms = learner.algorithm.terms(rollout, Prepared(advantages))
     learner.schedule = learner.schedule.model_copy(update={"max_norm": 1e9})
     learner._accumulate(terms, defaultdict(list))
     return {name: p.grad.clone() for name, p in learner.policy.trained.items()}
@@ -124,7 +124,7 @@ def test_nft_runs_three_policies(folding_data: dict, fold: bool, again: bool) ->
     got = gradient(learner, rollout)
 
     advantages = algorithm.advantage(rollout)
-    terms = algorithm.terms(rollout, Prepared(advantages), torch.Generator().manual_seed(3))
+    terms = algorithm.terms(rollout, Prepared(advantages))
     assert isinstance(terms, NoisedTerms) and isinstance(algorithm, DiffusionNFT)
     x_t = nft.noised(terms.clean, terms.noise, terms.t)
     cond, velocities = terms.context.cond.rows(terms.row), []
@@ -150,7 +150,7 @@ def test_nft_runs_no_reference_that_nobody_asked_for(
     rollout = rollout_of(model, algorithm)
     run = Mock(wraps=model.run)
     monkeypatch.setattr(model, "run", run)
-    metrics = learner.update(rollout, 0)
+    metrics = learner.update(rollout, 0).metrics
     assert {call.args[0] for call in run.call_args_list} == {"old", "current"} | (
         {"reference"} if kl else set()
     )
@@ -231,9 +231,7 @@ def test_an_update_moves_towards_the_better_samples(
 
     def preference() -> float:
         with torch.no_grad():
-            terms = chosen.terms(
-                rollout, Prepared(advantages.double()), torch.Generator().manual_seed(1)
-            )
+            terms = chosen.terms(rollout, Prepared(advantages.double()))
             if algorithm:
                 noised = sure(NoisedTerms, terms)
                 x_t = torch.lerp(noised.clean, noised.noise, noised.t.view(-1, 1, 1, 1))
@@ -311,7 +309,7 @@ def test_warmup_and_learning_rate_zero(recipe_data: dict) -> None:
     recipe_data["optimizer"] = {"lr": 1e-3, "warmup": 4}
     model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
     rollout = rollout_of(model, algorithm)
-    rates = [learner.update(rollout, i)["update/lr"] for i in range(5)]
+    rates = [learner.update(rollout, i).metrics["update/lr"] for i in range(5)]
     assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3])
     recipe_data["optimizer"] = {"lr": 0.0}
     model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
@@ -333,7 +331,7 @@ def test_a_step_that_is_not_finite_is_not_taken(
         return TermLosses(losses.loss * float("nan"), losses.stats)
 
     monkeypatch.setattr(type(algorithm), "loss", broken)
-    metrics = learner.update(rollout, 0)
+    metrics = learner.update(rollout, 0).metrics
     assert metrics["update/skipped"] == 1 and math.isnan(metrics["update/grad_norm"])
     assert all(torch.equal(w, start[n]) for n, w in learner.weights().items())
     assert learner.optimizer_steps == 0
@@ -368,7 +366,7 @@ def test_samples_without_advantage_are_left_out_and_change_nothing(recipe_data: 
         model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
         rollout = dataclasses.replace(rollout_of(model, algorithm), scores=flat)
         advantages = algorithm.advantage(rollout)
-        terms = algorithm.terms(rollout, Prepared(advantages), torch.Generator())
+        terms = algorithm.terms(rollout, Prepared(advantages))
         assert (len(terms), terms.total) == ((9, 18) if beta == 0 else (18, 18))
         gradients.append(gradient(learner, rollout))
     for name, value in gradients[0].items():
@@ -382,6 +380,6 @@ def test_a_batch_without_any_spread_moves_nothing_and_does_not_crash(recipe_data
     model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
     rollout = dataclasses.replace(rollout_of(model, algorithm), scores=[Score(0.5)] * 6)
     start = {n: w.clone() for n, w in learner.weights().items()}
-    metrics = learner.update(rollout, 0)
+    metrics = learner.update(rollout, 0).metrics
     assert metrics["advantage/flat_groups"] == 1 and metrics["update/grad_norm"] == 0
     assert all(torch.equal(w, start[n]) for n, w in learner.weights().items())

@@ -175,7 +175,7 @@ def test_blocks_are_compiled_once(data: dict, gradient: str) -> None:
     counters.clear()
     for step in range(2):
         rollout = rollout_of(model, algorithm, step, batch=6, version=step)
-        metrics = learner.update(rollout, step)
+        metrics = learner.update(rollout, step).metrics
         assert metrics["update/first_abs_dlogp_max"] == 0.0
         assert counters["unique_graphs"] == 3
 
@@ -396,7 +396,7 @@ def test_flux_folded_and_compiled(data: dict, tmp_path: Path) -> None:
     model.compiled = True
     rollout = rollout_of(model, algorithm, batch=6)
     assert (rollout.paths.clean - beside.paths.clean).abs().max() < 1e-4
-    metrics = learner.update(rollout, 0)
+    metrics = learner.update(rollout, 0).metrics
     assert metrics["update/first_abs_dlogp_max"] == 0.0 and metrics["update/grad_norm"] > 0
 
 

@@ -187,7 +187,7 @@ def test_a_critic_learns_beside_a_reference(tiny: Tiny, kind: str) -> None:
     critic = {n: p.detach().clone() for n, p in parts.critic.trained.items()}
     errors = []
     for step in range(8):
-        metrics = parts.learner.update(rollout, step)
+        metrics = parts.learner.update(rollout, step).metrics
         errors.append(metrics["update/value_error"])
     assert errors[-1] < 0.9 * errors[0]
     assert any(not torch.equal(w, policy[n]) for n, w in parts.learner.weights().items())
@@ -211,7 +211,7 @@ def test_each_has_its_own_rate_and_its_own_limit_of_the_gradient(tiny: Tiny) -> 
         honest()
 
     parts.learner._step = step  # type: ignore[method-assign]
-    metrics = parts.learner.update(rollout, 0)
+    metrics = parts.learner.update(rollout, 0).metrics
     assert norms == pytest.approx([1e-2, 1e-2], rel=1e-3)  # a long one shortens itself alone
     assert metrics["update/grad_norm"] > 1e-2
     rates = [group["lr"] for group in parts.learner.optimizer.param_groups]
@@ -224,7 +224,7 @@ def test_a_critic_that_is_not_finite_stops_the_step(tiny: Tiny, value: float) ->
     rollout = rollout_of(parts.model, tiny.prompts)
     parts.critic.bias.data.fill_(value)
     before = {n: w.clone() for n, w in parts.learner.weights().items()}
-    assert parts.learner.update(rollout, 0)["update/skipped"] == 1
+    assert parts.learner.update(rollout, 0).metrics["update/skipped"] == 1
     assert all(torch.equal(w, before[n]) for n, w in parts.learner.weights().items())
 
 
@@ -246,7 +246,7 @@ def test_a_checkpoint_holds_the_critic_and_its_adam(tiny: Tiny, kind: str) -> No
     if kind == "copy":  # a full fine-tune starts the same under any seed, but for the head
         assert not torch.equal(again.critic.head, parts.critic.head)
     again.learner.restore(state)
-    expected, found = (p.learner.update(rollout, 1) for p in (parts, again))
+    expected, found = (p.learner.update(rollout, 1).metrics for p in (parts, again))
     timeless = [name for name in expected if not name.startswith("time/")]
     assert {n: expected[n] for n in timeless} == {n: found[n] for n in timeless}
     one, two = parts.learner.state(), again.learner.state()

@@ -82,7 +82,7 @@ def test_folded_gives_the_gradients_of_adapters_beside(data: dict) -> None:
         stirred(model)
         rollout = rollout_of(model, algorithm)
         found.append(gradient(learner, rollout))
-        metrics = learner.update(rollout, 0)
+        metrics = learner.update(rollout, 0).metrics
         assert metrics["update/first_abs_dlogp_max"] < 1e-5
     folded, beside = found
     assert beside.norm() > 1e-4 and (folded - beside).norm() < 1e-4 * beside.norm()

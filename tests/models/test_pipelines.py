@@ -186,7 +186,7 @@ def replay_gap(
         piece.samples, torch.tensor(ROWS), piece.trace, piece.logp, 0, scores, {"none": 1.0}
     )
     with torch.no_grad():
-        terms = algorithm.terms(rollout, Prepared(torch.ones(len(SEEDS))), torch.Generator())
+        terms = algorithm.terms(rollout, Prepared(torch.ones(len(SEEDS))))
         assert len(terms) == len(SEEDS) * (STEPS - 1)
         parts = [terms.rows(slice(at, at + micro)) for at in range(0, len(terms), micro)]
         gaps = [algorithm.loss(model, part).stats["abs_dlogp"] for part in parts]

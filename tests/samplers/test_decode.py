@@ -17,6 +17,7 @@ from gesso.samplers.base import Piece
 from gesso.samplers.decode import DecodingSampler
 from gesso.samplers.drawing import _first_above, inverse_cdf
 from gesso.types import ReplySpec
+from gesso.weights.publish import Publication
 from tests import tokens
 from tests.tokens import Tiny, stirred
 
@@ -313,9 +314,10 @@ def test_which_weights_write(of: Any) -> None:
     current = draw(sampler, tiny)
     assert [s.text for s in current.samples] != [s.text for s in plain.samples]
     assert gap(model.logp(current.trace, 0.9).logp, current.logp) <= 2e-5
-    assert sampler.version == 0
-    sampler.load({name: t.clone() for name, t in model.policy.weights("ema").items()}, 7)
-    assert sampler.version == 7
+    assert sampler.weights.version == 0
+    ema = {name: t.clone() for name, t in model.policy.weights("ema").items()}
+    sampler.accept(Publication(7, {"current": ema}))
+    assert sampler.weights.version == 7
     assert torch.equal(draw(sampler, tiny).trace.tokens, plain.trace.tokens)
 
 

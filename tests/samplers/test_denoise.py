@@ -74,7 +74,7 @@ def test_replay_gives_the_log_probs_of_sampling(recipe_data: dict) -> None:
         assert piece.logp.shape == (5, 3) and piece.trace.latents.shape[1] == 4
         rollout = as_rollout(piece)
         with torch.no_grad():
-            terms = algorithm.terms(rollout, Prepared(torch.ones(5)), torch.Generator())
+            terms = algorithm.terms(rollout, Prepared(torch.ones(5)))
             stats = algorithm.loss(model, terms).stats
         assert stats["abs_dlogp"].max() < 1e-5
         assert piece.logp.std() > 1e-4  # not trivially equal

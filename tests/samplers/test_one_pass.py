@@ -40,7 +40,7 @@ def gradients(learner: Any, rollout: Rollout) -> Gradients:
     )
     learner._rates = [0.0]
     learner.schedule = learner.schedule.model_copy(update={"max_norm": 1e9})
-    metrics = learner.update(rollout, 0)
+    metrics = learner.update(rollout, 0).metrics
     hook.remove()
     assert metrics["update/skipped"] == 0 and len(seen) == 1
     return seen[0]
@@ -275,7 +275,7 @@ def test_a_batch_without_spread_moves_nothing(data: dict) -> None:
     learner.update(rollout, 0)
     before = {name: t.clone() for name, t in learner.weights().items()}
     even = replace(rollout, scores=[Score(0.5, {"made-up": 0.5})] * 6, version=1)
-    metrics = learner.update(even, 1)
+    metrics = learner.update(even, 1).metrics
     assert metrics["update/grad_norm"] == 0
     assert all(torch.equal(t, before[name]) for name, t in learner.weights().items())
 

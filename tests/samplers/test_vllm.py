@@ -19,6 +19,7 @@ from gesso.samplers.base import Piece
 from gesso.samplers.decode import DecodingSampler
 from gesso.samplers.vllm import VllmSampler, one_place_each
 from gesso.types import Prompt, ReplySpec, UserError
+from gesso.weights.publish import Publication
 from tests import tokens
 from tests.samplers.test_decode import gap, joined
 from tests.tokens import Tiny, stirred
@@ -143,10 +144,10 @@ def test_weights_follow_when_they_are_loaded(both: Both) -> None:
         for tensor in policy.trained.values():
             tensor.data *= 1.1
         assert not both.agree()  # the learner has moved on, the engine was not told
-        both.vllm.load(policy.weights(), 7)
-        assert both.agree() and both.vllm.version == 7
+        both.vllm.accept(Publication(7, {"current": policy.weights()}))
+        assert both.agree() and both.vllm.weights.version == 7
     finally:
-        both.vllm.load(before, 0)
+        both.vllm.accept(Publication(0, {"current": before}))
     assert both.agree()
 
 
@@ -195,7 +196,7 @@ def test_adapters_are_folded_in(adapted: Both) -> None:
     assert gap(base, piece.logp) > 0.1
     nudged(adapted.model, seed=4)
     assert not adapted.agree()
-    adapted.vllm.load(adapted.model.policy.weights(), 1)
+    adapted.vllm.accept(Publication(1, {"current": adapted.model.policy.weights()}))
     assert adapted.agree()
 
 

@@ -1,0 +1,144 @@
+"""Drawing samples and scoring them at the same time.
+
+Every finished piece goes to the rewards at once, so that scoring overlaps with drawing.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, as_completed
+from dataclasses import dataclass, replace
+
+import torch
+
+from gesso.rewards.transport.service import RewardService, Scored
+from gesso.rollout import Rollout, widened
+from gesso.samplers.base import Piece, Sampler
+from gesso.track.progress import Progress
+from gesso.types import Prompt, ReplySpec, Sample, SampleSpec, Score
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sample of prompts[row[i]] from seeds[i] for every i."""
+
+    prompts: Sequence[Prompt]
+    row: Sequence[int]
+    seeds: Sequence[int]
+    spec: SampleSpec | ReplySpec
+    label: str  # what it is drawn for
+    held_out: bool = False  # scored by the evaluation's rewards
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one batch: drawing it, scoring it, both at once, and waiting for the scores."""
+
+    sample: float
+    score: float
+    overlap: float
+    wait: float
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Samples that are drawn and still being scored."""
+
+    request: Request
+    pieces: Sequence[Piece]
+    futures: Sequence[Future[Scored]]
+    version: int
+    weights: Mapping[str, float]  # of the rewards
+    started: float
+    ended: float
+    progress: Progress
+
+    def result(self) -> tuple[Rollout, Timing]:
+        """Waits for the last score."""
+        waiting = time.perf_counter()
+        self._wait()
+        scored = [future.result() for future in self.futures]
+        done = time.perf_counter()
+        first, last = min(s.started for s in scored), max(s.ended for s in scored)
+        timing = Timing(
+            sample=self.ended - self.started,
+            score=last - first,
+            overlap=max(0.0, min(self.ended, last) - first),
+            wait=done - waiting,
+        )
+        index = torch.tensor([i for piece in self.pieces for i in piece.index])
+        rollout = Rollout(
+            samples=[sample for piece in self.pieces for sample in piece.samples],
+            group=torch.tensor(self.request.row)[index],
+            trace=type(self.pieces[0].trace).concat([piece.trace for piece in self.pieces]),
+            logp=widened([piece.logp for piece in self.pieces]),
+            version=self.version,
+            scores=[score for s in scored for score in s.scores],
+            weights=self.weights,
+        )
+        if index.diff().lt(0).any():  # pieces finished in another order than requested
+            rollout = rollout.rows(index.argsort())
+        return rollout, timing
+
+    def _wait(self) -> None:
+        sizes = {f: len(p.samples) for f, p in zip(self.futures, self.pieces, strict=True)}
+        self.progress.phase(f"scoring {self.request.label}", sum(sizes.values()))
+        for future in as_completed(sizes):
+            self.progress.advance(sizes[future])
+
+
+@dataclass(frozen=True)
+class DrawnStep:
+    """The samples of one step, and where the algorithm compares with it the greedy sample of each
+    group."""
+
+    samples: Drawn
+    greedy: Drawn | None
+
+    def result(self) -> tuple[Rollout, Timing]:
+        rollout, timing = self.samples.result()
+        if self.greedy is not None:
+            rollout = _compared(rollout, self.greedy.result()[0])
+        return rollout, timing
+
+
+def draw(
+    request: Request,
+    sampler: Sampler,
+    rewards: RewardService,
+    weights: Mapping[str, float],
+    progress: Progress,
+) -> Drawn:
+    """Returns when all samples are drawn; their scores may still be on the way."""
+    progress.phase(f"sampling {request.label}", len(request.row))
+    started = time.perf_counter()
+    pieces, futures = [], []
+    for piece in sampler.sample(request.prompts, request.row, request.seeds, request.spec):
+        pieces.append(piece)
+        futures.append(rewards.submit(piece.samples, request.held_out))
+        progress.advance(len(piece.samples))
+    ended = time.perf_counter()
+    version = sampler.weights.version
+    return Drawn(request, pieces, futures, version, weights, started, ended, progress)
+
+
+def _compared(rollout: Rollout, greedy: Rollout) -> Rollout:
+    """Each sample with the reward of its group's greedy one. A sample whose greedy one has no score
+    has none either."""
+    of_group = dict(zip(greedy.group.tolist(), greedy.scores, strict=True))
+    baselines = [of_group[g] for g in rollout.group.tolist()]
+    scores = [
+        score
+        if baseline.ok
+        else Score.failed(f"the greedy reply it is compared with failed: {baseline.error}")
+        for score, baseline in zip(rollout.scores, baselines, strict=True)
+    ]
+    values = [math.nan if b.value is None else b.value for b in baselines]
+    return replace(rollout, scores=scores, greedy=torch.tensor(values, dtype=torch.float64))
+
+
+def samples_and_scores(drawn: Drawn) -> tuple[list[Sample], list[Score]]:
+    rollout, _ = drawn.result()
+    return list(rollout.samples), list(rollout.scores)

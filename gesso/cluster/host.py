@@ -1,0 +1,64 @@
+"""What a process does about the machine it runs on: threads, freed memory, peak memory."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def peak_memory(device: torch.device) -> float:
+    """GB (10⁹ bytes): on a GPU the peak of allocated tensors since the last call; on a CPU the peak
+    of this process; NaN where the system does not report it."""
+    if device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return peak / 1e9
+    if sys.platform == "win32":
+        return math.nan
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak * (1 if sys.platform == "darwin" else 1024) / 1e9  # bytes there, KiB elsewhere
+
+
+@contextmanager
+def sharing_cores(device: torch.device, workers: int) -> Iterator[None]:
+    """While reward workers run on the same cores, waiting torch threads must not spin. Where they
+    do (torch was imported before gesso), leave every worker a core: spinning threads that outnumber
+    the cores run many times slower."""
+    passive = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
+    on_cpu = device.type == "cpu"
+    if on_cpu:
+        _keep_freed_memory()
+    if passive or not on_cpu:
+        yield
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads - workers))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@functools.cache
+def _keep_freed_memory() -> None:
+    """On a CPU every forward pass frees and allocates the same hundred megabytes. glibc returns
+    them to the system in between, and the page faults take a tenth of an iteration; with these
+    settings it keeps them. Other C libraries have no such settings and need none."""
+    if sys.platform != "linux":
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return
+    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # malloc.h
+    mallopt(mmap_threshold, 32 * 2**20)
+    mallopt(trim_threshold, 2**31 - 1)
+    mallopt(top_pad, 64 * 2**20)

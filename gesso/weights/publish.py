@@ -1,0 +1,134 @@
+"""How new weights reach the samplers.
+
+After an update the learner publishes a version: every copy of the weights that a sampler may draw
+with ("current", DiffusionNFT's "old", an evaluation's "ema"), and a digest of them all. A sampler
+that shares the learner's module holds them already, and nothing travels. Any other sampler copies
+them, and its own digest is checked then and before every batch: a stale, missing or damaged tensor
+stops the run instead of training on samples of unknown weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from gesso.types import StopRun, Weights, Which
+
+CHUNK = 2**22
+"""Elements that are hashed at once: they are widened to 64 bits."""
+
+
+class WeightCopies(Protocol):
+    """The named copies of a policy's weights, as far as publishing goes."""
+
+    copies: dict[Which, dict[str, Tensor]]
+
+    def tensors(self, which: Which = "current") -> Weights: ...
+
+    def snapshot(self, which: Which) -> None: ...
+
+    def load(self, weights: Weights, which: Which = "current") -> None: ...
+
+
+@dataclass(frozen=True)
+class Publication:
+    """One version of the weights: the learner's own tensors, not copies of them."""
+
+    version: int
+    copies: Mapping[Which, Weights]
+
+    @cached_property
+    def digest(self) -> str:
+        """Computed when somebody asks; nobody does where nothing travels."""
+        return digest(self.copies)
+
+
+def publish(policy: WeightCopies, copies: Collection[Which], version: int) -> Publication:
+    """The weights as they are now. Adapters that are off need no copy: a LoRA policy's
+    "reference" is never published."""
+    return Publication(version, {which: policy.tensors(which) for which in sorted(copies)})
+
+
+class HeldWeights:
+    """The published weights that a sampler holds. The only way in which a sampler's weights
+    change."""
+
+    def __init__(self, policy: WeightCopies) -> None:
+        self._policy = policy
+        self._publication: Publication | None = None
+
+    @property
+    def version(self) -> int:
+        """0 before anything was published."""
+        return 0 if self._publication is None else self._publication.version
+
+    def accept(self, publication: Publication) -> None:
+        """Take over a version; copies values unless the module is the learner's own."""
+        try:
+            for which, tensors in publication.copies.items():
+                if which != "current" and which not in self._policy.copies:
+                    self._policy.snapshot(which)
+                self._policy.load(tensors, which)
+        except ValueError as error:
+            raise StopRun(
+                f"the sampler cannot take version {publication.version} of the weights: {error}"
+            ) from error
+        self._publication = publication
+
+    def verify(self, publication: Publication) -> None:
+        """Raises StopRun unless exactly this version is held."""
+        if self._publication is None or self.version != publication.version:
+            raise StopRun(
+                f"the sampler holds version {self.version} of the weights, expected version "
+                f"{publication.version}; the samples would not be those of the trained policy"
+            )
+        held = {which: self._policy.tensors(which) for which in publication.copies}
+        if _shared(held, publication.copies):
+            return
+        if digest(held) != publication.digest:
+            raise StopRun(
+                f"the sampler's weights are not version {publication.version} as the learner "
+                f"published it: digest {digest(held)}, expected {publication.digest}"
+            )
+
+
+def _shared(held: Mapping[Which, Weights], published: Mapping[Which, Weights]) -> bool:
+    """Whether these are the same tensors in memory."""
+    return all(
+        held[which].keys() == tensors.keys()
+        and all(held[which][name].data_ptr() == t.data_ptr() for name, t in tensors.items())
+        for which, tensors in published.items()
+    )
+
+
+def digest(copies: Mapping[Which, Weights]) -> str:
+    """Of names, types, shapes and bits of all tensors; the same on every device. It finds faults,
+    not forgeries."""
+    content = [
+        [which, name, str(tensor.dtype), list(tensor.shape), _checksum(tensor)]
+        for which, tensors in sorted(copies.items())
+        for name, tensor in sorted(tensors.items())
+    ]
+    sums = torch.stack([row[-1] for row in content]).tolist() if content else []
+    rows = [[*row[:-1], value] for row, value in zip(content, sums, strict=True)]
+    return hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """Σ (2i + 1)·bits_i modulo 2⁶⁴: integers, so that the order of the sum does not matter. The
+    weights are odd: a change of any one element changes the sum."""
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = tensor.detach().contiguous().view(integer[tensor.element_size()]).flatten()
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, len(bits), CHUNK):
+        part = bits[start : start + CHUNK].long()
+        index = torch.arange(start, start + len(part), device=bits.device)
+        total += (part * (2 * index + 1)).sum()
+    return total

@@ -1,0 +1,183 @@
+"""The cluster behind its protocol: order, what travels, and what the loop sees."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gesso import build, run
+from gesso.cluster.local import Local
+from gesso.cluster.protocol import Batch
+from gesso.learner.learner import Update
+from gesso.samplers.denoise import DenoisingSampler
+from gesso.track.progress import display
+from gesso.track.run_folder import RunFolder
+from gesso.types import StopRun
+from gesso.weights.publish import Publication
+from tests.test_loop import comparable, final_state
+from tests.typed import drawing
+
+NFT = {"name": "diffusion-nft", "group": 3, "steps": 4, "times": 2, "updates": 2}
+
+
+@pytest.fixture
+def nft_data(recipe_data: dict) -> dict:
+    """Draws with "old", evaluates with "ema": neither is the current policy."""
+    recipe_data["algorithm"] = NFT
+    recipe_data["optimizer"] = {"lr": 1e-2}
+    recipe_data["learner"] |= {"ema": {"every": 1, "decay": 0.5}}
+    return recipe_data
+
+
+@pytest.fixture
+def job(recipe_data: dict) -> Iterator[Any]:
+    assembled = run.assemble(build.recipe_from(recipe_data))
+    yield assembled
+    assembled.close()
+
+
+class Apart(DenoisingSampler):
+    """A sampler with a model of its own, as one in another process has: weights must travel."""
+
+    def __init__(self, recipe: Any) -> None:
+        super().__init__(drawing(build.model(recipe)), recipe.sampler.batch)
+
+
+def train_apart(data: dict, folder: Path, sampler: type[Apart] = Apart) -> RunFolder:
+    recipe = build.recipe_from(data)
+    job = run.assemble(recipe)
+    cluster = job.cluster
+    parts = (recipe, job.learner, sampler(recipe), cluster.rewards, cluster.stream)
+    job = dataclasses.replace(job, cluster=Local(*parts))
+    return run._run(job, RunFolder.create(folder, recipe.model_dump()), display(quiet=True))
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_sampler_apart_trains_the_same_run(nft_data: dict, tmp_path: Path, lag: int) -> None:
+    """DiffusionNFT's "old" and the evaluation's "ema" reach it, in time, to the bit."""
+    nft_data["lag"] = lag
+    together = run.train(build.recipe_from(nft_data), folder=tmp_path / "shared", quiet=True)
+    apart = train_apart(nft_data, tmp_path / "apart")
+    assert comparable(apart.rows()) == comparable(together.rows())
+    expected, state = final_state(together.path), final_state(apart.path)
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name]) for name in state)
+
+
+class Stale(Apart):
+    """Takes the first versions, then goes on with what it has."""
+
+    def accept(self, publication: Publication) -> None:
+        if publication.version < 2:
+            super().accept(publication)
+
+
+class CurrentOnly(Apart):
+    """Takes the current weights alone, as samplers did before."""
+
+    def accept(self, publication: Publication) -> None:
+        current = {"current": publication.copies["old"]}
+        super().accept(Publication(publication.version, current))  # type: ignore[arg-type]
+        self.model.policy.snapshot("old")
+        self.model.policy.snapshot("ema")
+
+
+@pytest.mark.parametrize("faulty", [Stale, CurrentOnly])
+def test_a_sampler_with_other_weights_stops_the_run(
+    nft_data: dict, tmp_path: Path, faulty: type[Apart]
+) -> None:
+    with pytest.raises(StopRun, match="the sampler"):
+        train_apart(nft_data, tmp_path / "run", faulty)
+    rows = RunFolder.open(tmp_path / "run").rows()
+    assert len(rows) <= 2  # nothing was learned from its samples
+
+
+def test_weights_that_were_not_published_are_not_drawn_with(job: Any) -> None:
+    with pytest.raises(StopRun, match='"old" were not published'):
+        job.cluster.evaluate(job.eval_prompts, "old")
+
+
+def test_collect_returns_at_once_and_batches_are_drawn_in_order_before_the_update(
+    job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[Any] = []
+    draw, update = Local.draw_step, job.learner.update
+
+    def drawing_step(self: Local, step: int) -> Any:
+        events.append(step)
+        return draw(self, step)
+
+    def updating(rollout: Any, step: int) -> Any:
+        events.append(f"update {step}")
+        return update(rollout, step)
+
+    monkeypatch.setattr(Local, "draw_step", drawing_step)
+    monkeypatch.setattr(job.learner, "update", updating)
+    first, second = job.cluster.collect(0), job.cluster.collect(1)
+    assert events == []
+    batch = first.result()
+    assert events == [0, 1]  # the second is scored while the first is learned from
+    third = job.cluster.collect(2)
+    job.cluster.update(batch, 0)
+    assert events == [0, 1, 2, "update 0"]  # with the weights that it was collected for
+    job.cluster.publish(1)
+    assert [b.result().version for b in (second, third)] == [0, 0]
+    assert job.cluster.collect(3).result().version == 1
+
+
+def test_a_batch_that_cannot_be_drawn_does_not_lose_the_one_before(
+    job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = Local.draw_step
+
+    def failing(self: Local, step: int) -> Any:
+        if step == 1:
+            raise StopRun("gone")
+        return draw(self, step)
+
+    monkeypatch.setattr(Local, "draw_step", failing)
+    first, second = job.cluster.collect(0), job.cluster.collect(1)
+    job.cluster.update(first.result(), 0)
+    with pytest.raises(StopRun, match="gone"):
+        second.result()
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        return [t for item in value.values() for t in tensors_in(item)]
+    if isinstance(value, list | tuple):
+        return [t for item in value for t in tensors_in(item)]
+    if dataclasses.is_dataclass(value):
+        return [t for f in dataclasses.fields(value) for t in tensors_in(getattr(value, f.name))]
+    return []
+
+
+def test_no_tensor_passes_through_the_loop(
+    nft_data: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def watched(name: str) -> Any:
+        method = getattr(Local, name)
+
+        def call(self: Local, *arguments: Any) -> Any:
+            result = method(self, *arguments)
+            seen.extend([*arguments, result])
+            return result
+
+        return call
+
+    for name in ("finish", "update", "publish", "evaluate", "save", "restore"):
+        monkeypatch.setattr(Local, name, watched(name))
+    run.train(build.recipe_from(nft_data), folder=tmp_path / "run", quiet=True)
+    assert {Batch, Update} <= {type(value) for value in seen}
+    assert tensors_in(Update({}, [torch.ones(1)])) and not tensors_in(
+        [value for value in seen if type(value).__name__ != "LocalBatch"]
+    )

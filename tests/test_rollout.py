@@ -1,0 +1,96 @@
+"""Pieces of a batch, whoever drew them, and however it is cut."""
+
+from __future__ import annotations
+
+import torch
+
+from gesso import build
+from gesso.algorithms.base import Prepared
+from gesso.algorithms.diffusion_nft import NoisedTerms
+from gesso.rollout import FlowTrace, TokenPrompt, TokenTrace
+from gesso.samplers.denoise import DenoisingSampler
+from gesso.types import Prompt
+from tests.conftest import PROMPTS
+from tests.rollouts import SIZE, parts_of, rollout_of
+from tests.typed import sure
+
+
+def test_pieces_of_two_samplers_keep_their_own_conditioning(recipe_data: dict) -> None:
+    """Each sampler knows its own prompts only; replay gives the log-probs that each of them saw."""
+    recipe_data["algorithm"] |= {"guidance": 3.0}
+    model, algorithm, _ = parts_of(build.recipe_from(recipe_data))
+    spec = algorithm.spec(0, 0, SIZE)
+    prompts = [Prompt(text) for text in PROMPTS]
+    pieces = [
+        piece
+        for share in (prompts[:2], prompts[2:])
+        for piece in DenoisingSampler(model, 2).sample(
+            share, range(len(share)), [7 + PROMPTS.index(p.text) for p in share], spec
+        )
+    ]
+    (whole,) = DenoisingSampler(model, 3).sample(prompts, [0, 1, 2], [7, 8, 9], spec)
+    joined = FlowTrace.concat([piece.trace for piece in pieces])
+    assert joined.row.tolist() == [0, 1, 2]
+    for mine, expected in (
+        (joined.context.cond, whole.trace.context.cond),
+        (joined.context.negative, whole.trace.context.negative),
+    ):
+        assert mine is not None and expected is not None
+        assert torch.equal(mine.rows(joined.row).embeds, expected.rows(whole.trace.row).embeds)
+    torch.testing.assert_close(joined.clean, whole.trace.clean)  # other batches round otherwise
+
+
+def test_pieces_of_one_call_share_their_context(recipe_data: dict) -> None:
+    model, algorithm, _ = parts_of(build.recipe_from(recipe_data))
+    trace = rollout_of(model, algorithm).paths
+    halves = [trace.rows(torch.arange(3)), trace.rows(torch.arange(3, 6))]
+    assert FlowTrace.concat(halves).context is trace.context
+
+
+def piece_of(prompts: list[TokenPrompt], row: list[int], length: int) -> TokenTrace:
+    tokens = torch.arange(len(row) * length).view(len(row), length)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    return TokenTrace(prompts, torch.tensor(row), tokens, mask, torch.zeros(len(row)).bool())
+
+
+def test_responses_of_two_samplers_keep_their_own_prompts() -> None:
+    prompts = [TokenPrompt(torch.tensor([i]), torch.tensor([0])) for i in range(3)]
+    first, second = prompts[:2], prompts[2:]
+    joined = TokenTrace.concat(
+        [piece_of(first, [1, 0], 2), piece_of(second, [0], 4), piece_of(first, [1], 3)]
+    )
+    assert [int(joined.prompts[r].ids) for r in joined.row.tolist()] == [1, 0, 2, 1]
+    assert joined.tokens.shape == (4, 4) and joined.mask.sum(1).tolist() == [2, 2, 4, 3]
+    one = TokenTrace.concat([piece_of(first, [0], 2), piece_of(first, [1], 2)])
+    assert one.prompts is first
+
+
+def test_what_nft_noises_does_not_depend_on_how_a_batch_is_cut(recipe_data: dict) -> None:
+    recipe_data["algorithm"] = {"name": "diffusion-nft", "group": 3, "steps": 4, "times": 2}
+    model, algorithm, _ = parts_of(build.recipe_from(recipe_data))
+    rollout = rollout_of(model, algorithm)
+
+    def terms(rows: list[int]) -> NoisedTerms:
+        part = rollout.rows(torch.tensor(rows))
+        return sure(NoisedTerms, algorithm.terms(part, Prepared(torch.ones(len(rows)))))
+
+    whole = terms([0, 1, 2, 3, 4, 5])
+    assert len(whole.noise.flatten(1).unique(dim=0)) == 12  # each of its own
+    for rows in ([4], [5, 0], [3, 1, 2]):
+        part = terms(rows)
+        index = torch.tensor([2 * row + k for row in rows for k in (0, 1)])
+        assert torch.equal(part.noise, whole.noise[index])
+        assert torch.equal(part.t, whole.t[index])
+
+
+def test_micro_batches_are_indices_that_cover_every_term_once(recipe_data: dict) -> None:
+    recipe_data["learner"] = {"micro_batch": 5}
+    recipe = build.recipe_from(recipe_data)
+    model, algorithm, _ = parts_of(recipe)
+    rollout = rollout_of(model, algorithm)
+    terms = algorithm.terms(rollout, Prepared(algorithm.advantage(rollout)))
+    parts = terms.micro_batches(recipe.learner)
+    assert [len(part) for part in parts] == [5, 5, 5, len(terms) - 15]
+    assert torch.cat(list(parts)).tolist() == list(range(len(terms)))
+    none = algorithm.terms(rollout, Prepared(torch.zeros(6)))
+    assert len(none) == 0 and not none.micro_batches(recipe.learner)
