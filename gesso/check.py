@@ -96,7 +96,7 @@ def replay_gap(job: Job, rollout: Rollout) -> float | None:
     taken = isinstance(trace, FlowTrace) and trace.slopes is not None
     if rollout.logp.shape[1] == 0 or taken:
         return None
-    with torch.no_grad(), job.learner.policy.standing():
+    with torch.no_grad(), job.learner.policy.folded():
         gaps = [
             job.algorithm.loss(job.model, part).stats["abs_dlogp"]
             for part in _terms(job, rollout).micro(job.recipe.learner)
@@ -124,7 +124,7 @@ def _ratio(job: Job, gap: float | None, found: Findings) -> None:
 def _trial_update(job: Job, rollout: Rollout) -> float:
     """Seconds a term, of one forward and backward pass of a micro-batch."""
     terms = next(iter(_terms(job, rollout).micro(job.recipe.learner)))
-    with job.learner.policy.standing():
+    with job.learner.policy.folded():
         job.algorithm.loss(job.model, terms).loss.sum().backward()  # the first pays for starting up
         started = time.perf_counter()
         job.algorithm.loss(job.model, terms).loss.sum().backward()
@@ -142,7 +142,7 @@ def _wait(job: Job) -> None:
 def _measured(job: Job, found: Findings) -> None:
     """On CUDA the trial above has shown the peak of everything but the optimizer's state."""
     if job.model.device.type == "cuda":
-        state = 2 * sum(p.nbytes for p in job.learner.policy.trained.values())
+        state = 2 * sum(p.nbytes for p in job.learner.policy.trainable.values())
         peak = torch.cuda.max_memory_allocated(job.model.device) + state
         _, total = torch.cuda.mem_get_info(job.model.device)
         found.fact("", f"measured: {size_of(peak)}, of {size_of(total)} on this device")

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from gesso import config
-from gesso.models.policy import Policy
 from gesso.rollout import Rollout, TokenTrace
 from gesso.types import ReplySpec, SampleSpec, Which
+from gesso.weights.policy import Policy
 
 R = TypeVar("R", bound="Rows")
 

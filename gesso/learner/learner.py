@@ -19,10 +19,11 @@ from gesso import config
 from gesso.algorithms.base import Algorithm, Terms
 from gesso.formulas import advantages as adv
 from gesso.formulas import averages
-from gesso.models.policy import Policy, differences
 from gesso.rollout import Rollout
 from gesso.track.progress import SILENT, Progress
 from gesso.types import Weights, seed_of
+from gesso.weights.copies import differences
+from gesso.weights.policy import Policy
 
 FARTHEST = {"abs_dlogp", "sampler_gap"}  # of these the greatest is told beside the mean
 
@@ -30,7 +31,8 @@ FARTHEST = {"abs_dlogp", "sampler_gap"}  # of these the greatest is told beside 
 class Trainable(Protocol):
     """Of a model, what updating it takes."""
 
-    policy: Policy
+    @property
+    def policy(self) -> Policy: ...
 
 
 class Beside(Protocol):
@@ -59,7 +61,7 @@ class Learner:
         self.seed = seed
         self.beside = beside
         self.progress = progress
-        groups: list[dict[str, Any]] = [{"params": list(self.policy.trained.values())}]
+        groups: list[dict[str, Any]] = [{"params": list(self.policy.trainable.values())}]
         self._rates = [optimizer.lr]
         if beside is not None:
             groups.append({"params": list(beside.trained.values())})
@@ -75,12 +77,12 @@ class Learner:
         self.optimizer_steps = 0
         self.credit = torch.empty(0)  # (N,) advantages of the rollout last learned from
         for copy in sorted(algorithm.needs):
-            self.policy.keep(copy)
+            self.policy.snapshot(copy)
         if settings.ema:
-            self.policy.keep("ema")
+            self.policy.snapshot("ema")
 
     def weights(self) -> Weights:
-        return self.policy.weights("current")
+        return self.policy.tensors("current")
 
     def update(self, rollout: Rollout, step: int) -> dict[str, float]:
         """All optimizer steps of iteration `step` (from 0). Every sample must have a score."""
@@ -142,7 +144,7 @@ class Learner:
         the gradient is not finite: such a step is not taken."""
         self.optimizer.zero_grad(set_to_none=True)
         losses = []  # looked at when all is done: a look waits for the device
-        with self.policy.standing():
+        with self.policy.folded():
             for part in terms.micro(self.settings):
                 result = self.algorithm.loss(self.model, part)
                 total = result.loss.sum() / terms.total
@@ -159,7 +161,7 @@ class Learner:
         return norms[0] if finite and max(norms) < float("inf") else None
 
     def _step(self) -> None:
-        assert not self.policy.stands, "a sampler that is half way would go on with older weights"
+        assert not self.policy.is_folded, "a sampler midway would go on with older weights"
         warmup = self.schedule.warmup
         rise = min(1.0, (self.optimizer_steps + 1) / warmup) if warmup else 1.0
         for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
@@ -173,7 +175,7 @@ class Learner:
 
     def state(self) -> dict[str, Tensor]:
         """Everything that an exact resume needs, as flat names → tensors."""
-        state = {f"current/{name}": p.data for name, p in self.policy.trained.items()}
+        state = {f"current/{name}": p.data for name, p in self.policy.trainable.items()}
         for copy, tensors in self.policy.copies.items():
             state |= {f"{copy}/{name}": tensor for name, tensor in tensors.items()}
         if self.beside is not None:
@@ -187,7 +189,7 @@ class Learner:
     def _all(self) -> dict[str, nn.Parameter]:
         """Every trained parameter by its name in a checkpoint."""
         extra = self.beside.trained if self.beside is not None else {}
-        return self.policy.trained | {f"beside.{name}": p for name, p in extra.items()}
+        return self.policy.trainable | {f"beside.{name}": p for name, p in extra.items()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Strict: a ValueError says which tensors are missing, unexpected or of another shape; then

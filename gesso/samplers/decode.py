@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ from gesso.samplers.drawing import drawn, drawn_from_raw
 from gesso.samplers.responses import Asked, Reply
 from gesso.samplers.slots import SlotCache
 from gesso.types import Prompt, ReplySpec, Weights
+from gesso.weights.policy import Policy
 
 READ_AT_ONCE = 8192
 """Tokens of prompts that are read in one pass."""
@@ -45,14 +46,14 @@ class DecodingSampler:
 
     def load(self, weights: Weights, version: int) -> None:
         """Take new weights. Shared with the learner's module, they are there already."""
-        self.model.policy.load(weights)
+        cast(Policy, self.model.policy).load(weights)
         self.version = version
 
     def sample(
         self, prompts: Sequence[Prompt], row: Sequence[int], seeds: Sequence[int], spec: ReplySpec
     ) -> Iterator[Piece[TokenTrace]]:
         """One reply to prompts[row[i]] from seeds[i] for every i, in pieces as they finish."""
-        with self.model.policy.standing(soon=spec.weights):
+        with self.model.policy.folded(soon=spec.weights):
             yield from self._pieces(prompts, row, seeds, spec)
 
     def _pieces(

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from gesso.rollout import (
 )
 from gesso.samplers.base import Piece
 from gesso.types import Prompt, Sample, SampleSpec, Weights, seed_of
+from gesso.weights.policy import Policy
 
 
 class DenoisingSampler:
@@ -34,7 +36,7 @@ class DenoisingSampler:
 
     def load(self, weights: Weights, version: int) -> None:
         """Take new weights. Shared with the learner's module, they are there already."""
-        self.model.policy.load(weights)
+        cast(Policy, self.model.policy).load(weights)
         self.version = version
 
     @torch.no_grad()
@@ -42,7 +44,7 @@ class DenoisingSampler:
         self, prompts: Sequence[Prompt], row: Sequence[int], seeds: Sequence[int], spec: SampleSpec
     ) -> Iterator[Piece[FlowTrace]]:
         """One sample of prompts[row[i]] from seeds[i] for every i, in pieces of `batch`."""
-        with self.model.policy.standing(soon=spec.weights):
+        with self.model.policy.folded(soon=spec.weights):
             yield from self._pieces(prompts, row, seeds, spec)
 
     def _pieces(
@@ -200,7 +202,7 @@ def _sloping(model: FlowModel, path: _Path, spec: SampleSpec, branches: int) -> 
     samples = len(path.x)
     rows = model.filled(branches * samples)
     together = rows % branches == 0  # a sample's rows gather in one place
-    with model.policy.by_sample(rows // branches if together else rows) as own:
+    with model.policy.per_sample_grads(rows // branches if together else rows) as own:
         yield
     slopes = {}
     for name, weights in own.items():
