@@ -78,7 +78,7 @@ def counted(shape: Shape) -> tuple[float, float]:
     from torch.utils.flop_counter import FlopCounterMode
 
     from gesso import config
-    from gesso.models.policy import Policy
+    from gesso.weights.policy import Policy
 
     with torch.device("meta"):
         network = SD3Transformer2DModel(**shape.transformer)

@@ -12,8 +12,8 @@ from torch import Tensor
 from gesso import config
 from gesso.algorithms.base import Prepared
 from gesso.algorithms.flow_grpo import FlowGRPO, StepTerms
-from gesso.models.policy import Policy
 from gesso.rollout import FlowContext, FlowTrace, Rollout
+from gesso.weights.policy import Policy
 
 
 def relative(found: Tensor, truth: Tensor) -> float:
@@ -102,7 +102,7 @@ def our_replay(ours: Ours, batch: Batch, algorithm: FlowGRPO) -> tuple[Tensor, T
     terms = algorithm.terms(rollout, Prepared(advantages(images)))
     assert isinstance(terms, StepTerms)
     logps = []
-    with model.policy.standing():
+    with model.policy.folded():
         for index in terms.micro_batches(config.Learner(micro_batch=ours.shape.images)):
             part = terms.rows(index)
             with torch.no_grad():
@@ -113,7 +113,7 @@ def our_replay(ours: Ours, batch: Batch, algorithm: FlowGRPO) -> tuple[Tensor, T
 
 def taken(policy: Policy) -> Tensor:
     """The gradient, which is gone afterwards."""
-    grads = sorted((n, p.grad.flatten()) for n, p in policy.trained.items() if p.grad is not None)
-    for p in policy.trained.values():
+    grads = sorted((n, p.grad.flatten()) for n, p in policy.trainable.items() if p.grad is not None)
+    for p in policy.trainable.values():
         p.grad = None
     return torch.cat([g for _, g in grads])

@@ -175,10 +175,10 @@ class Ours:
 
     def __post_init__(self) -> None:
         noise = torch.Generator().manual_seed(1)
-        for name, tensor in self.model.policy.weights().items():
+        for name, tensor in self.model.policy.tensors().items():
             if "lora_B" in name:  # an adapter that does something
                 tensor.copy_(0.01 * torch.randn(tensor.shape, generator=noise))
-        self.start = {n: t.clone() for n, t in self.model.policy.weights().items()}
+        self.start = {n: t.clone() for n, t in self.model.policy.tensors().items()}
         self.sampler = DenoisingSampler(self.model, self.shape.images)
 
     @classmethod

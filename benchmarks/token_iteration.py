@@ -156,7 +156,7 @@ def ours(bench: Bench, **more: Any) -> VisionLanguage:
     )
     model = VisionLanguage(settings, 0)
     generator = torch.Generator(model.device).manual_seed(0)
-    for key, p in model.policy.trained.items():
+    for key, p in model.policy.trainable.items():
         if "lora_B" in key:
             p.data.normal_(std=2e-3, generator=generator)
     model.suppressed = model.suppressed[:0]
@@ -308,7 +308,7 @@ def flops(bench: Bench, model: VisionLanguage, rollout: Rollout) -> float:
     """What the update cannot do without: forward, and the gradient to activations and adapters;
     frozen weights get none. Prompts once a group. Attention and vision are left out."""
     linear = [p for n, p in model.decoder.layers.named_parameters() if n.endswith("weight")]
-    adapters = sum(p.numel() for p in model.policy.trained.values())
+    adapters = sum(p.numel() for p in model.policy.trainable.values())
     layers = sum(p.numel() for p in linear if p.ndim == 2) - adapters
     replies = int(rollout.mask.sum())
     prompt_tokens = sum(len(p) for p in rollout.replies.prompts)
@@ -468,7 +468,7 @@ def run(bench: Bench, parts: list[str], out: Path | None) -> None:
         part("update", lambda: update_ours(bench, model, rollout))
     orders = size.rows, size.rows[:: size.group]  # all at once, and one reply a prompt
     if "a" in parts:
-        plain = theirs(bench, {name: p.data for name, p in model.policy.trained.items()})
+        plain = theirs(bench, {name: p.data for name, p in model.policy.trainable.items()})
         if rollout is not None:
             part("a", lambda: update_theirs(bench, model, plain, rollout))
         for rows in orders:

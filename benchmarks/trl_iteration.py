@@ -444,7 +444,7 @@ def our_gradients(
     ours: Gesso, algorithm: ReplyAlgorithm, rollout: Rollout, known: Known
 ) -> tuple[float, dict[str, Tensor]]:
     """As the learner goes through a mini-batch, before its clip of the norm."""
-    trained = ours.job.learner.policy.trained
+    trained = ours.job.learner.policy.trainable
     terms = algorithm.terms(rollout, known)
     total = 0.0
     for index in terms.micro_batches(ours.job.recipe.learner):

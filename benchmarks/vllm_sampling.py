@@ -54,7 +54,7 @@ def main() -> None:
         low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
         print(f"{clock:5}vllm / built-in: {middle:.2f}  ({low:.2f} to {high:.2f}, by rounds)")
     started = time.perf_counter()
-    engines["vllm"].load(model.policy.weights(), 1)
+    engines["vllm"].load(model.policy.tensors(), 1)
     rate(engines["vllm"], 1, 1, 0)
     print(f"vllm, new weights and one token: {time.perf_counter() - started:.2f} s")
 

@@ -30,8 +30,8 @@ from gesso.types import UserError
 
 if TYPE_CHECKING:
     from gesso.algorithms.base import Algorithm
-    from gesso.models.flow.base import FlowModel
-    from gesso.models.tokens.base import TokenModel
+    from gesso.models.flow.base import FlowModel, TrainableFlowModel
+    from gesso.models.tokens.base import TokenModel, TrainableTokenModel
     from gesso.models.tokens.critic import Critic
     from gesso.samplers.base import Sampler
 
@@ -170,7 +170,7 @@ def algorithm_class(name: str) -> type[Any]:
     return found
 
 
-def model(found: Recipe) -> FlowModel | TokenModel:
+def model(found: Recipe) -> TrainableFlowModel | TrainableTokenModel:
     made = model_class(found.model.name)(found.model, found.seed)
     if isinstance(found.model, Model):
         from gesso.models.flow.compiled import sizes

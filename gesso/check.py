@@ -97,7 +97,7 @@ def replay_gap(job: Job, rollout: Rollout) -> float | None:
     if rollout.logp.shape[1] == 0 or taken:
         return None
     terms = _terms(job, rollout)
-    with torch.no_grad(), job.learner.policy.standing():
+    with torch.no_grad(), job.learner.policy.folded():
         gaps = [
             job.algorithm.loss(job.model, terms.rows(index)).stats["abs_dlogp"]
             for index in terms.micro_batches(job.recipe.learner)
@@ -126,7 +126,7 @@ def _trial_update(job: Job, rollout: Rollout) -> float:
     """Seconds a term, of one forward and backward pass of a micro-batch."""
     terms = _terms(job, rollout)
     terms = terms.rows(terms.micro_batches(job.recipe.learner)[0])
-    with job.learner.policy.standing():
+    with job.learner.policy.folded():
         job.algorithm.loss(job.model, terms).loss.sum().backward()  # the first pays for starting up
         started = time.perf_counter()
         job.algorithm.loss(job.model, terms).loss.sum().backward()
@@ -144,7 +144,7 @@ def _wait(job: Job) -> None:
 def _measured(job: Job, found: Findings) -> None:
     """On CUDA the trial above has shown the peak of everything but the optimizer's state."""
     if job.model.device.type == "cuda":
-        state = 2 * sum(p.nbytes for p in job.learner.policy.trained.values())
+        state = 2 * sum(p.nbytes for p in job.learner.policy.trainable.values())
         peak = torch.cuda.max_memory_allocated(job.model.device) + state
         _, total = torch.cuda.mem_get_info(job.model.device)
         found.fact("", f"measured: {size_of(peak)}, of {size_of(total)} on this device")

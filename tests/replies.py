@@ -110,7 +110,7 @@ def plain_like(tiny: Tiny, model: Any = None) -> Any:
     """transformers' own module in float64, with the current weights of a full fine-tune."""
     plain = tiny.plain().double()
     if model is not None:
-        state = {n: t.detach().double() for n, t in model.policy.weights().items()}
+        state = {n: t.detach().double() for n, t in model.policy.tensors().items()}
         missing = plain.load_state_dict(state, strict=False)
         assert not missing.unexpected_keys
     return plain

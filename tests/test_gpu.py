@@ -14,6 +14,7 @@ from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.config import Model
 from gesso.run import load, train
 from gesso.track.run_folder import RunFolder
+from gesso.weights.policy import Policy
 from tests import pipelines
 from tests.rollouts import parts_of, rollout_of
 from tests.samplers.test_one_pass import distance, gradients
@@ -55,7 +56,7 @@ def test_replay_meets_sampling(recipe_data: dict, dtype: str, lora: dict | None)
     print(f"replay gap {dtype} {'lora' if lora else 'full'}: {gap:.1e}")
     assert gap < {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.02}[dtype]
     assert metrics["update/skipped"] == 0
-    assert {p.dtype for p in learner.policy.trained.values()} == {torch.float32}
+    assert {p.dtype for p in learner.policy.trainable.values()} == {torch.float32}
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ def test_four_bits(name: str, recipe_data: dict, tmp_path: Path) -> None:
     run = train(build.recipe_from(recipe_data), folder=tmp_path / "run", quiet=True)
     assert rows_of(run)[-1]["update/grad_norm"] > 0
     trained = load(run.path)
-    kinds = {type(layer).__name__ for layer in trained.model.policy.module.modules()}
+    kinds = {type(layer).__name__ for layer in sure(Policy, trained.model.policy).module.modules()}
     assert "Linear4bit" in kinds
     trained.export(tmp_path / "lora")
     assert list((tmp_path / "lora").glob("*.safetensors"))
@@ -233,7 +234,7 @@ def test_nothing_is_compiled_after_the_first_iteration(tmp_path: Path) -> None:
     for row, seed in (([0, 0, 1, 1, 2, 2], 0), ([2, 1, 1, 1, 0, 2], 50), ([0, 0, 0, 0, 0, 1], 90)):
         pieces = list(sampler.sample(tiny.prompts, row, range(seed, seed + 6), ReplySpec(16)))
         trace = TokenTrace.concat([piece.trace for piece in pieces])
-        with model.policy.standing():
+        with model.policy.folded():
             model.logp(trace, 1.0).logp.sum().backward()
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] > 0 and graphs == graphs[:1] * 3

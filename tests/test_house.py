@@ -17,7 +17,7 @@ TESTS = re.compile(r"\btests/[a-z0-9_/]+\.py")
 ROOMS = [
     "__main__",
     "cli", "check", "memory", "run", "loop", "viewer", "use", "health", "build",
-    "cluster", "learner", "samplers", "algorithms", "models", "rewards", "data",
+    "cluster", "learner", "samplers", "algorithms", "models", "weights", "rewards", "data",
     "track", "zoo", "formulas", "config", "serving", "imports",
     "rollout", "types",
 ]  # fmt: skip

@@ -357,5 +357,5 @@ def test_load_and_sample_take_the_trained_weights(recipe_data: dict, tmp_path: P
     assert first[0].size == (96, 32)
     assert first[0].tobytes() == again[0].tobytes() != first[1].tobytes()
     state = final_state(tmp_path / "run")
-    for name, weight in trained.model.policy.weights().items():
+    for name, weight in trained.model.policy.tensors().items():
         assert torch.equal(weight, state[f"current/{name}"])

@@ -29,7 +29,7 @@ NFT = {"name": "diffusion-nft", "group": 3, "steps": 4, "times": 2, "updates": 1
 def move(policy, seed: int, size: float = 0.02) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for p in policy.trained.values():
+        for p in policy.trainable.values():
             p.add_(size * torch.randn(p.shape, generator=generator))
 
 
@@ -42,7 +42,7 @@ def test_evaluation_and_load_take_the_averaged_weights(recipe_data: dict, tmp_pa
     names = [key.removeprefix("ema/") for key in state if key.startswith("ema/")]
     assert names and all(f"current/{name}" in state for name in names)
     assert any(not torch.equal(state[f"ema/{n}"], state[f"current/{n}"]) for n in names)
-    weights = run.load(tmp_path / "run").model.policy.weights()
+    weights = run.load(tmp_path / "run").model.policy.tensors()
     assert all(torch.equal(weights[name], state[f"ema/{name}"]) for name in names)
     job = run.assemble(run.recipe_of(RunFolder(tmp_path / "run")))
     job.learner.restore(state)
@@ -129,7 +129,7 @@ def test_optimizer_options_reach_adamw(recipe_data: dict) -> None:
     (group,) = learner.optimizer.param_groups
     assert group["betas"] == (0.5, 0.6) and group["eps"] == 1e-3 and group["weight_decay"] == 0.3
     learner.update(rollout_of(model, algorithm), 0)
-    moments = [learner.optimizer.state[p]["exp_avg"] for p in learner.policy.trained.values()]
+    moments = [learner.optimizer.state[p]["exp_avg"] for p in learner.policy.trainable.values()]
     norm = torch.cat([m.flatten() for m in moments]).norm() / (1 - 0.5)  # of the clipped gradient
     assert norm == pytest.approx(1e-4, rel=1e-2)
 

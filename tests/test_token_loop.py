@@ -508,7 +508,7 @@ def test_export_of_a_run(
     assert (ours - theirs).abs().max() <= 1e-4 < 1e-3 < (ours - base).abs().max()
     state = state_of(found)
     table = {n.removeprefix("ema/"): t for n, t in state.items() if n.startswith("ema/")}
-    assert all(torch.equal(t, table[n]) for n, t in trained.policy.weights().items())
+    assert all(torch.equal(t, table[n]) for n, t in trained.policy.tensors().items())
 
 
 def test_sample_from_the_command_line(

@@ -240,7 +240,7 @@ def stirred(model: Any) -> Any:
     import torch
 
     generator = torch.Generator().manual_seed(3)
-    for tensor in model.policy.trained.values():
+    for tensor in model.policy.trainable.values():
         tensor.data += 0.2 * torch.randn(tensor.shape, generator=generator)
     return model
 

@@ -17,9 +17,9 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from torch import Tensor
 
 from gesso import config
-from gesso.models.policy import Policy
 from gesso.rollout import Rollout, TokenTrace
 from gesso.types import ReplySpec, SampleSpec, Which
+from gesso.weights.policy import Policy
 
 R = TypeVar("R", bound="Rows")
 

@@ -19,9 +19,9 @@ from gesso.algorithms.base import Prepared, TermLosses
 from gesso.algorithms.flow import FlowAlgorithm, FlowTerms
 from gesso.formulas import averages, nft
 from gesso.models.flow.base import FlowModel
-from gesso.models.policy import Policy
 from gesso.rollout import Rollout
 from gesso.types import SampleSpec, Solver, Which, seed_of
+from gesso.weights.policy import Policy
 
 
 @dataclass(frozen=True)
@@ -114,4 +114,4 @@ class DiffusionNFT(FlowAlgorithm):
 
     def finish(self, policy: Policy, optimizer_steps: int) -> None:
         decay = nft.old_decay(optimizer_steps, self.decay)
-        averages.blend_(policy.copies["old"], policy.weights("current"), decay)
+        averages.blend_(policy.copies["old"], policy.tensors("current"), decay)

@@ -23,9 +23,10 @@ from gesso.algorithms.flow import FlowAlgorithm, FlowTerms
 from gesso.config import Strict
 from gesso.formulas import flow_steps, kl, objectives
 from gesso.models.flow.base import FlowModel, Gradient, guided
-from gesso.models.policy import Policy
 from gesso.rollout import Rollout
 from gesso.types import SampleSpec, Weights, Which
+from gesso.weights.policy import Policy
+from gesso.weights.roles import RunnableWeights
 
 
 class Window(Strict):
@@ -76,13 +77,13 @@ class SlopeTerms(Terms):
         chosen = [self.slopes[i] for i in index.tolist()]
         return SlopeTerms(self.total, chosen, self.advantage[index])
 
-    def loss(self, policy: Policy) -> Tensor:
+    def loss(self, policy: RunnableWeights) -> Tensor:
         """−Σ A_i·⟨∇logp_i, θ⟩: where the ratio is 1, it has the surrogate's gradient."""
         first, *others = self.advantage.tolist()
         weighted = torch._foreach_mul(list(self.slopes[0].values()), first)  # few, large kernels
         for own, advantage in zip(self.slopes[1:], others, strict=True):
             torch._foreach_add_(weighted, list(own.values()), alpha=advantage)
-        return -InnerProduct.apply(weighted, *(policy.trained[name] for name in self.slopes[0]))
+        return -InnerProduct.apply(weighted, *(policy.trainable[name] for name in self.slopes[0]))
 
 
 class InnerProduct(torch.autograd.Function):

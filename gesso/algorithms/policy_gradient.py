@@ -19,11 +19,11 @@ from gesso.algorithms.credit import Credit
 from gesso.config import Strict
 from gesso.formulas import kl, objectives
 from gesso.formulas.aggregation import Mode, token_weights
-from gesso.models.policy import Policy
 from gesso.models.tokens.base import TokenModel
 from gesso.models.tokens.packing import pack_replies
 from gesso.rollout import Rollout, TokenTrace
 from gesso.types import ReplySpec, Which
+from gesso.weights.policy import Policy
 
 
 class Clip(Strict):

@@ -109,11 +109,11 @@ def check_folds(found: Recipe, chosen: Algorithm) -> None:
     adapters are folded by themselves."""
     if not _takes_slopes(found, chosen):
         return
-    from gesso.models.flow.compiled import folds
+    from gesso.weights.folding_rule import folds_lora
 
     assert isinstance(found.model, Model)
     device = pick_device(found.model.device, "model.device")
-    if not folds(found.model, device):
+    if not folds_lora(found.model, device.type):
         raise UserError(
             "algorithm.one_pass = true needs adapters that are folded into the weights, which on "
             f'device "{device}" they are only if asked for; set model.fold = true'

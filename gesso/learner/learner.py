@@ -21,10 +21,11 @@ from gesso import config
 from gesso.algorithms.base import Algorithm, Terms
 from gesso.formulas import advantages as adv
 from gesso.formulas import averages
-from gesso.models.policy import Policy, differences
 from gesso.rollout import Rollout
 from gesso.track.progress import SILENT, Progress
 from gesso.types import Weights, seed_of
+from gesso.weights.copies import differences
+from gesso.weights.policy import Policy
 
 MAX_REPORTED = {"abs_dlogp", "sampler_gap"}  # the maximum is reported beside the mean
 
@@ -32,7 +33,8 @@ MAX_REPORTED = {"abs_dlogp", "sampler_gap"}  # the maximum is reported beside th
 class Trainable(Protocol):
     """What the learner needs of a model."""
 
-    policy: Policy
+    @property
+    def policy(self) -> Policy: ...
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Learner:
         self.seed = seed
         self.extra = extra
         self.progress = progress
-        groups: list[dict[str, Any]] = [{"params": list(self.policy.trained.values())}]
+        groups: list[dict[str, Any]] = [{"params": list(self.policy.trainable.values())}]
         self._rates = [optimizer.lr]
         if extra is not None:
             groups.append({"params": list(extra.trained.values())})
@@ -84,12 +86,12 @@ class Learner:
         )
         self.optimizer_steps = 0
         for copy in sorted(algorithm.needs):
-            self.policy.keep(copy)
+            self.policy.snapshot(copy)
         if settings.ema:
-            self.policy.keep("ema")
+            self.policy.snapshot("ema")
 
     def weights(self) -> Weights:
-        return self.policy.weights("current")
+        return self.policy.tensors("current")
 
     def update(self, rollout: Rollout, step: int) -> Update:
         """All optimizer steps of iteration `step` (from 0). Every sample must have a score."""
@@ -151,7 +153,7 @@ class Learner:
         the gradient is not finite: such a step is not taken."""
         self.optimizer.zero_grad(set_to_none=True)
         losses = []  # checked at the end: reading one synchronizes with the device
-        with self.policy.standing():
+        with self.policy.folded():
             for index in terms.micro_batches(self.settings):
                 part = terms.rows(index)
                 result = self.algorithm.loss(self.model, part)
@@ -169,7 +171,7 @@ class Learner:
         return norms[0] if finite and max(norms) < float("inf") else None
 
     def _step(self) -> None:
-        assert not self.policy.stands, (
+        assert not self.policy.is_folded, (
             "a sampler in the middle of a batch would go on with older weights"
         )
         warmup = self.schedule.warmup
@@ -185,7 +187,7 @@ class Learner:
 
     def state(self) -> dict[str, Tensor]:
         """Everything that an exact resume needs, as flat names → tensors."""
-        state = {f"current/{name}": p.data for name, p in self.policy.trained.items()}
+        state = {f"current/{name}": p.data for name, p in self.policy.trainable.items()}
         for copy, tensors in self.policy.copies.items():
             state |= {f"{copy}/{name}": tensor for name, tensor in tensors.items()}
         if self.extra is not None:
@@ -199,7 +201,7 @@ class Learner:
     def _all(self) -> dict[str, nn.Parameter]:
         """Every trained parameter by its name in a checkpoint."""
         extra = self.extra.trained if self.extra is not None else {}
-        return self.policy.trained | {f"beside.{name}": p for name, p in extra.items()}
+        return self.policy.trainable | {f"beside.{name}": p for name, p in extra.items()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Strict: a ValueError says which tensors are missing, unexpected or of another shape; then

@@ -59,7 +59,7 @@ def estimate(recipe: Recipe) -> Memory:
     policy = model.policy
     trained = (policy.size + sum(p.numel() for p in beside.values())) * MASTER
     for copy in (*algorithm.needs, *(("ema",) if recipe.learner.ema else ())):
-        policy.keep(copy)
+        policy.snapshot(copy)
     lasting = {
         **load.networks,
         "optimizer": 2 * trained,
@@ -67,7 +67,7 @@ def estimate(recipe: Recipe) -> Memory:
         "stored samples": load.stored,
     }
     there = [*load.tensors, *(t for copy in policy.copies.values() for t in copy.values())]
-    for parameter in (*policy.trained.values(), *beside.values()):
+    for parameter in (*policy.trainable.values(), *beside.values()):
         parameter.grad = torch.empty_like(parameter)  # as they are from the second micro-batch on
         there += [parameter, parameter.grad]
     passing = {"update with gradients": trained + peak(there, load.update)}

@@ -15,6 +15,7 @@ from gesso.models.flow.base import Gradient, guided
 from gesso.models.flow.pipeline import PipelineModel, quiet
 from gesso.rollout import FlowContext, FlowTrace, Rollout
 from gesso.types import Prompt, Sample, SampleSpec, Score
+from gesso.weights.folding_rule import estimated_to_fold
 
 
 def load(model: PipelineModel, algorithm: Algorithm, recipe: Recipe) -> Load:
@@ -56,13 +57,9 @@ def _folded(model: PipelineModel, algorithm: Algorithm, recipe: Recipe) -> int:
     """What `model.fold` keeps on a GPU in every pass: the adapted weights once more, and again for
     an old policy, which an update runs beside the current one. A recipe in float32 that does not
     ask for it is taken for one of a CPU, where nothing is folded."""
-    section = recipe.model
-    possible = section.lora is not None and section.quantize is None
-    there = model.dtype != torch.float32 or _spec(algorithm, recipe).slopes
-    asked = section.fold if section.fold is not None else there
-    if not possible or not asked:
+    if not estimated_to_fold(recipe.model, _spec(algorithm, recipe).slopes):
         return 0
-    names = {name.split(".lora_")[0] for name in model.policy.trained}
+    names = {name.split(".lora_")[0] for name in model.policy.trainable}
     layers = (model.transformer.get_submodule(name) for name in names)
     policies = 2 if "old" in algorithm.needs else 1
     return policies * sum(layer.base_layer.weight.nbytes for layer in layers)
@@ -129,7 +126,7 @@ def _rollout(model: Any, spec: SampleSpec, n: int) -> Rollout:
         latents=latents(steps + 1 if steps else 0),
         means=latents(steps if spec.means else 0),
         clean=latents(1)[:, 0],
-        slopes=[model.policy.weights()] * n if spec.slopes else None,
+        slopes=[model.policy.tensors()] * n if spec.slopes else None,
     )
     logp = torch.empty(n, steps, device=model.device)
     samples = [Sample(Prompt(""), None, seed=i) for i in range(n)]

@@ -27,6 +27,7 @@ from gesso.rollout import TokenPrompt, TokenTrace
 from gesso.samplers.decode import READ_AT_ONCE
 from gesso.samplers.drawing import inverse_cdf
 from gesso.samplers.slots import SlotCache
+from gesso.weights.folding_rule import estimated_to_fold
 
 AROUND = 8  # tokens of a prompt that are no picture, at the least: the chat template's own
 STORED = 8 + 1 + 4 + 8 + 4  # bytes a reply token: id, mask, log-prob, advantage, weight in the loss
@@ -160,12 +161,9 @@ def _write(model: TransformerModel, algorithm: ReplyAlgorithm, recipe: Recipe) -
 def _folded(model: TransformerModel, recipe: Recipe) -> list[Tensor]:
     """The weights with their adapters in them, as `model.fold` keeps them. A recipe in float32 that
     does not ask for it is taken for one of a CPU, where nothing is folded."""
-    section = recipe.model
-    possible = section.lora is not None and section.quantize is None
-    asked = section.fold if section.fold is not None else model.dtype != torch.float32
-    if not possible or not asked:
+    if not estimated_to_fold(recipe.model):
         return []
-    names = {name.split(".lora_")[0] for name in model.policy.trained}
+    names = {name.split(".lora_")[0] for name in model.policy.trainable}
     layers = (model.module.get_submodule(name) for name in names)
     return [torch.empty_like(layer.base_layer.weight) for layer in layers]
 

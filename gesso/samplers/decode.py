@@ -51,7 +51,7 @@ class DecodingSampler:
         self, prompts: Sequence[Prompt], row: Sequence[int], seeds: Sequence[int], spec: ReplySpec
     ) -> Iterator[Piece[TokenTrace]]:
         """One reply to prompts[row[i]] from seeds[i] for every i, in pieces as they finish."""
-        with self.model.policy.standing(soon=spec.weights):
+        with self.model.policy.folded(soon=spec.weights):
             yield from self._pieces(prompts, row, seeds, spec)
 
     def _pieces(

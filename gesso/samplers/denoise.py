@@ -41,7 +41,7 @@ class DenoisingSampler:
         self, prompts: Sequence[Prompt], row: Sequence[int], seeds: Sequence[int], spec: SampleSpec
     ) -> Iterator[Piece[FlowTrace]]:
         """One sample of prompts[row[i]] from seeds[i] for every i, in pieces of `batch`."""
-        with self.model.policy.standing(soon=spec.weights):
+        with self.model.policy.folded(soon=spec.weights):
             yield from self._pieces(prompts, row, seeds, spec)
 
     def _pieces(
@@ -199,7 +199,7 @@ def _sloping(model: FlowModel, path: _Path, spec: SampleSpec, branches: int) -> 
     samples = len(path.x)
     rows = model.filled(branches * samples)
     together = rows % branches == 0  # a sample's rows gather in one place
-    with model.policy.by_sample(rows // branches if together else rows) as own:
+    with model.policy.per_sample_grads(rows // branches if together else rows) as own:
         yield
     slopes = {}
     for name, weights in own.items():

@@ -197,7 +197,7 @@ def opened(source: Source, progress: Progress = SILENT, base: bool = False) -> T
     with bars.loading(progress, source.name, source.recipe.model.path):
         model = build.model(_at_once(source.recipe))
     if base:
-        model.policy.keep("reference")
+        model.policy.snapshot("reference")
     if source.run is not None:
         table = f"{source.table}/"
         state, _ = source.run.load(source.step, table)

@@ -14,7 +14,7 @@ import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -25,12 +25,17 @@ CHUNK = 2**22
 """Elements that are hashed at once: they are widened to 64 bits."""
 
 
-class WeightCopies(Protocol):
-    """The named copies of a policy's weights, as far as publishing goes."""
-
-    copies: dict[Which, dict[str, Tensor]]
+class Readable(Protocol):
+    """Weights that can be published."""
 
     def tensors(self, which: Which = "current") -> Weights: ...
+
+
+class Writable(Readable, Protocol):
+    """Weights that a publication can be copied into."""
+
+    @property
+    def copies(self) -> Mapping[Which, Mapping[str, Tensor]]: ...
 
     def snapshot(self, which: Which) -> None: ...
 
@@ -50,18 +55,18 @@ class Publication:
         return digest(self.copies)
 
 
-def publish(policy: WeightCopies, copies: Collection[Which], version: int) -> Publication:
+def publish(policy: Readable, copies: Collection[Which], version: int) -> Publication:
     """The weights as they are now. Adapters that are off need no copy: a LoRA policy's
     "reference" is never published."""
     return Publication(version, {which: policy.tensors(which) for which in sorted(copies)})
 
 
 class HeldWeights:
-    """The published weights that a sampler holds. The only way in which a sampler's weights
-    change."""
+    """The published weights that a sampler holds. This is the only way in which they change: a
+    sampler sees its model's policy by a type that cannot change it."""
 
-    def __init__(self, policy: WeightCopies) -> None:
-        self._policy = policy
+    def __init__(self, policy: Readable) -> None:
+        self._policy = cast(Writable, policy)
         self._publication: Publication | None = None
 
     @property

@@ -95,7 +95,7 @@ def test_micro_batches_give_the_same_gradient(any_data: dict) -> None:
         rollout = rollout_of(model, algorithm, seed=3)
         terms = algorithm.terms(rollout, Prepared(algorithm.advantage(rollout)))
         learner._accumulate(terms, defaultdict(list))
-        found.append(torch.cat([p.grad.flatten() for p in learner.policy.trained.values()]))
+        found.append(torch.cat([p.grad.flatten() for p in learner.policy.trainable.values()]))
     assert found[0].norm() > 0
     for other in found[1:]:
         assert (other - found[0]).norm() <= 1e-4 * found[0].norm()
@@ -108,7 +108,7 @@ def moved_rollout(recipe_data: dict, name: str) -> tuple[Any, Any, Any, Rollout]
     rollout = rollout_of(model, algorithm, seed=3)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for p in learner.policy.trained.values():
+        for p in learner.policy.trainable.values():
             p.add_(3e-3 * torch.randn(p.shape, generator=generator))
     return model, algorithm, learner, rollout
 
@@ -134,7 +134,7 @@ def test_the_gradient_equals_a_plain_computation(recipe_data: dict, name: str) -
     terms = algorithm.terms(rollout, Prepared(advantages))
     learner.schedule = learner.schedule.model_copy(update={"max_norm": 1e9})
     learner._accumulate(terms, defaultdict(list))
-    got = torch.cat([p.grad.flatten() for p in learner.policy.trained.values()])
+    got = torch.cat([p.grad.flatten() for p in learner.policy.trainable.values()])
 
     total = torch.zeros(())
     for n in range(6):
@@ -150,7 +150,7 @@ def test_the_gradient_equals_a_plain_computation(recipe_data: dict, name: str) -
                 total = total - advantages[n].float() * torch.exp(change)
     learner.optimizer.zero_grad()
     (total / 18).backward()
-    plain = torch.cat([p.grad.flatten() for p in learner.policy.trained.values()])
+    plain = torch.cat([p.grad.flatten() for p in learner.policy.trainable.values()])
     assert (got - plain).norm() <= 1e-3 * plain.norm()
 
 
@@ -300,7 +300,7 @@ def test_samples_without_advantage_leave_loss_kl_and_divisor(recipe_data: dict) 
     data["learner"] = {"micro_batch": 64}
     model, algorithm, learner = parts_of(build.recipe_from(data))
     with torch.no_grad():  # away from the reference: the KL has a gradient
-        for i, weight in enumerate(learner.policy.trained.values()):
+        for i, weight in enumerate(learner.policy.trainable.values()):
             weight += 0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(i))
     rollout = flat(rollout_of(model, algorithm, seed=3), [0.25, 0.5, 0.75, 0.5, 0.5, 0.5])
     prepared = algorithm.prepare(model, rollout, learner.settings)
@@ -309,14 +309,14 @@ def test_samples_without_advantage_leave_loss_kl_and_divisor(recipe_data: dict) 
         row = torch.tensor([i])
         terms = algorithm.terms(rollout.rows(row), prepared.rows(row))
         alone = algorithm.loss(model, terms).loss.mean()
-        trained = learner.policy.trained
+        trained = learner.policy.trainable
         found = torch.autograd.grad(alone, list(trained.values()))
         for name, gradient in zip(trained, found, strict=True):
             mean[name] = mean.get(name, 0) + gradient / 2
     grads: dict[str, torch.Tensor] = {}
     learner.schedule = learner.schedule.model_copy(update={"max_norm": 1e9})
     learner._step = lambda: grads.update(  # type: ignore[method-assign]
-        (name, p.grad.clone()) for name, p in learner.policy.trained.items() if p.grad is not None
+        (name, p.grad.clone()) for name, p in learner.policy.trainable.items() if p.grad is not None
     )
     metrics = learner.update(rollout, 0).metrics
     assert metrics["advantage/used"] == pytest.approx(2 / 6)

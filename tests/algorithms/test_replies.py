@@ -86,7 +86,7 @@ def prepared_parts(tiny: Tiny, name: str, **options: Any) -> tuple[Parts, Rollou
     """A policy that has moved since the reference was kept, a critic of its own opinion."""
     sections = {key: options.pop(key) for key in ("model", "learner") if key in options}
     parts = parts_of(tiny, {"name": name, **options}, **sections)
-    moved(parts.model.policy.trained)
+    moved(parts.model.policy.trainable)
     if parts.critic is not None:
         moved(parts.critic.trained, 0.05, seed=11)
     return parts, rollout_of(parts.model, tiny.prompts)
@@ -103,7 +103,7 @@ def expected_of(
     if hand.kl:
         with torch.no_grad():
             reference = plain_logp(plain_like(tiny), rollout.replies, suppressed)
-    owners = {n: p for n, p in plain.named_parameters() if n in parts.model.policy.trained}
+    owners = {n: p for n, p in plain.named_parameters() if n in parts.model.policy.trainable}
     if parts.critic is not None:
         trunk = plain_like(tiny, parts.critic.trunk)
         trunk.lm_head = torch.nn.Identity()
@@ -248,7 +248,7 @@ def test_lora_against_peft(text: Tiny, tmp_path: Path) -> None:
     expected.backward()
     assert loss == pytest.approx(float(expected.detach()), rel=1e-4)
     own = {n.removeprefix("base_model.model."): p for n, p in plain.named_parameters()}
-    assert_close(found, {n: own[n].grad for n in parts.model.policy.trained})
+    assert_close(found, {n: own[n].grad for n in parts.model.policy.trainable})
 
 
 def test_the_value_loss_is_clipped_where_values_have_moved(text: Tiny) -> None:
@@ -360,7 +360,7 @@ def test_advantages_belong_to_their_replies_however_shuffled(text: Tiny) -> None
     sums: dict[str, torch.Tensor] = {}
 
     def keep() -> None:
-        for n, p in cut.learner.policy.trained.items():
+        for n, p in cut.learner.policy.trainable.items():
             sums[n] = sums.get(n, 0.0) + p.grad / 3
 
     cut.learner._step = keep  # type: ignore[method-assign]

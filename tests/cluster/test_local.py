@@ -18,9 +18,10 @@ from gesso.samplers.denoise import DenoisingSampler
 from gesso.track.progress import display
 from gesso.track.run_folder import RunFolder
 from gesso.types import StopRun
+from gesso.weights.policy import Policy
 from gesso.weights.publish import Publication
 from tests.test_loop import comparable, final_state
-from tests.typed import drawing
+from tests.typed import drawing, sure
 
 NFT = {"name": "diffusion-nft", "group": 3, "steps": 4, "times": 2, "updates": 2}
 
@@ -83,8 +84,9 @@ class CurrentOnly(Apart):
     def accept(self, publication: Publication) -> None:
         current = {"current": publication.copies["old"]}
         super().accept(Publication(publication.version, current))  # type: ignore[arg-type]
-        self.model.policy.snapshot("old")
-        self.model.policy.snapshot("ema")
+        policy = sure(Policy, self.model.policy)
+        policy.snapshot("old")
+        policy.snapshot("ema")
 
 
 @pytest.mark.parametrize("faulty", [Stale, CurrentOnly])

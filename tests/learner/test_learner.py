@@ -31,7 +31,7 @@ def gradient(learner: Learner, rollout: Rollout) -> dict[str, torch.Tensor]:
     terms = learner.algorithm.terms(rollout, Prepared(advantages))
     learner.schedule = learner.schedule.model_copy(update={"max_norm": 1e9})
     learner._accumulate(terms, defaultdict(list))
-    return {name: p.grad.clone() for name, p in learner.policy.trained.items()}
+    return {name: p.grad.clone() for name, p in learner.policy.trainable.items()}
 
 
 @pytest.mark.parametrize("algorithm", ["flow-grpo", "diffusion-nft"])
@@ -58,7 +58,7 @@ def test_the_gradient_equals_a_plain_computation(recipe_data: dict) -> None:
     recipe = build.recipe_from(recipe_data)
     model, algorithm, learner = parts_of(recipe)
     with torch.no_grad():  # move away from the reference, so that the KL term has a gradient
-        for p in learner.policy.trained.values():
+        for p in learner.policy.trainable.values():
             p.add_(0.01 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1)))
     rollout = rollout_of(model, algorithm)
     got = gradient(learner, rollout)
@@ -98,8 +98,8 @@ def test_the_gradient_equals_a_plain_computation(recipe_data: dict) -> None:
             total = total + surrogate + 0.5 * ((mu - mu_ref) ** 2).mean() / (2 * s**2)
     learner.optimizer.zero_grad()
     (total / 18).backward()
-    scale = max(p.grad.abs().max() for p in learner.policy.trained.values())
-    for name, p in learner.policy.trained.items():
+    scale = max(p.grad.abs().max() for p in learner.policy.trainable.values())
+    for name, p in learner.policy.trainable.items():
         assert (p.grad - got[name]).abs().max() <= 1e-4 * scale, name
 
 
@@ -113,7 +113,7 @@ def test_nft_runs_three_policies(folding_data: dict, fold: bool, again: bool) ->
     folding_data["model"] |= {"fold": fold, "gradient_checkpointing": again}
     model, algorithm, learner = parts_of(build.recipe_from(folding_data))
     policy, noise = learner.policy, torch.Generator().manual_seed(1)
-    start = {name: t.clone() for name, t in policy.weights().items()}
+    start = {name: t.clone() for name, t in policy.tensors().items()}
     old, current = (
         {name: t + 0.1 * torch.randn(t.shape, generator=noise) for name, t in start.items()}
         for _ in range(2)
@@ -134,9 +134,9 @@ def test_nft_runs_three_policies(folding_data: dict, fold: bool, again: bool) ->
     v_old, v_ref, v = velocities
     loss = nft.contrast(v, v_old, terms.clean, x_t, terms.t, terms.optimal, algorithm.beta)
     loss = loss + 0.3 * (v - v_ref.detach()).square().flatten(1).mean(1)
-    expected = torch.autograd.grad(loss.mean(), list(policy.trained.values()))
+    expected = torch.autograd.grad(loss.mean(), list(policy.trainable.values()))
     scale = max(float(slope.abs().max()) for slope in expected)
-    for name, slope in zip(policy.trained, expected, strict=True):
+    for name, slope in zip(policy.trainable, expected, strict=True):
         assert (got[name] - slope).abs().max() <= 1e-3 * scale, name
 
 
@@ -165,7 +165,7 @@ def test_no_step_while_a_sampler_is_half_way(folding_data: dict) -> None:
         [Prompt("a")], [0, 0], [1, 2], algorithm.spec(0, 0, SIZE)
     )
     next(pieces)
-    with pytest.raises(AssertionError, match="half way"):
+    with pytest.raises(AssertionError, match="midway"):
         learner.update(rollout, 0)
     assert len(list(pieces)) == 1
     learner.update(rollout, 0)
@@ -269,7 +269,7 @@ def test_the_reference_never_moves_and_costs_nothing_with_lora(recipe_data: dict
 def test_nft_old_policy_follows_its_schedule(recipe_data: dict) -> None:
     recipe_data["algorithm"] = NFT
     model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
-    name = next(iter(learner.policy.trained))
+    name = next(iter(learner.policy.trainable))
     old = learner.policy.copies["old"][name].clone()
     for step, (taken, decay) in enumerate([(1, 0.001), (2, 0.002), (3, 0.003), (400, 0.4)]):
         learner.optimizer_steps = taken - 1  # counted in optimizer steps, as in the authors' code
@@ -282,7 +282,7 @@ def test_nft_old_policy_follows_its_schedule(recipe_data: dict) -> None:
 def test_nft_old_policy_counts_every_update_of_an_iteration(recipe_data: dict) -> None:
     recipe_data["algorithm"] = NFT | {"updates": 3}
     model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
-    name = next(iter(learner.policy.trained))
+    name = next(iter(learner.policy.trainable))
     before = learner.policy.copies["old"][name].clone()
     learner.update(rollout_of(model, algorithm), 0)
     expected = 0.003 * before + 0.997 * learner.weights()[name]

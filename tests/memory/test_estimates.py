@@ -41,8 +41,8 @@ def test_folding_takes_the_adapted_weights_once_more() -> None:
     half = "model.dtype=bfloat16"
     whole = build.recipe("demo", ["model.lora.rank=4", half, "model.fold=true", "model.device=cpu"])
     model = build.model(whole)
-    with model.policy.standing(), model.policy.using("current"):
-        held = sum(layer.folded.nbytes for layer in model.policy._layers)
+    with model.policy.folded(), model.policy.using("current"):
+        held = sum(matrix.nbytes for matrix in model.policy.folding.matrices["current"])
     assert told(half) == held > 100_000
     assert told(half, "learner.ema.every=1") == held  # one after the other
     assert told(half, 'algorithm={name="diffusion-nft"}') == 2 * held  # both in an update

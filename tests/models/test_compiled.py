@@ -28,13 +28,13 @@ from gesso.models.flow.compiled import (
     compile_decoder,
     compiles,
     filling,
-    folds,
     gelu,
     inductor,
     one_graph,
     sizes,
 )
 from gesso.types import UserError
+from gesso.weights.folding_rule import folds_lora
 from tests import pipelines
 from tests.models.test_folded import Counted, gradient, stirred
 from tests.rollouts import parts_of, rollout_of
@@ -218,7 +218,7 @@ def test_compiled_blocks_keep_products_and_compute_the_rest_again(data: dict) ->
         kept.clear()
         noise = torch.Generator().manual_seed(0)
         image, text = (torch.randn(2, n, width, generator=noise).requires_grad_() for n in (96, 16))
-        with model.policy.standing(), model.policy.using("current"):
+        with model.policy.folded(), model.policy.using("current"):
             with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
                 out = block(image, text, torch.randn(2, width, generator=noise))
             (out[0].square().sum() + out[1].square().sum()).backward()
@@ -430,15 +430,15 @@ def test_large_ones_are_compiled_on_cuda_by_themselves(data: dict) -> None:
     settings = build.recipe_from(data).model
     assert isinstance(settings, Model)
     auto = settings.model_copy(update={"fold": None})
-    assert compiles(auto, cuda, large, blocks) and folds(auto, cuda)
+    assert compiles(auto, cuda, large, blocks) and folds_lora(auto, "cuda")
     assert not compiles(auto, cuda, small, blocks)
-    assert not compiles(auto, cpu, large, blocks) and not folds(auto, cpu)
+    assert not compiles(auto, cpu, large, blocks) and not folds_lora(auto, "cpu")
     assert not compiles(auto, cuda, large, ())
     four_bits = auto.model_copy(update={"quantize": "nf4"})
-    assert not compiles(four_bits, cuda, large, blocks) and not folds(four_bits, cuda)
+    assert not compiles(four_bits, cuda, large, blocks) and not folds_lora(four_bits, "cuda")
     asked = auto.model_copy(update={"compile": True, "fold": True})
-    assert compiles(asked, cpu, small, blocks) and folds(asked, cpu)
-    assert not compiles(asked, meta, small, blocks) and not folds(asked, meta)
+    assert compiles(asked, cpu, small, blocks) and folds_lora(asked, "cpu")
+    assert not compiles(asked, meta, small, blocks) and not folds_lora(asked, "meta")
 
 
 def test_the_recipe_of_the_page_on_performance() -> None:

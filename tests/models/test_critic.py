@@ -42,7 +42,7 @@ def made(tiny: Tiny, kind: str, stir: bool = True, **options: Any) -> Parts:
     model = {"lora": KINDS[kind]} | options.pop("model", {})
     found = parts_of(tiny, {"name": "ppo", "critic": trunk, **options}, model=model, **sections)
     if stir:
-        moved(found.model.policy.trained, 0.05)
+        moved(found.model.policy.trainable, 0.05)
         moved(found.critic.trained, 0.05, seed=11)
     return found
 
@@ -98,7 +98,7 @@ def test_a_trunk_of_adapters_is_the_base_with_the_critics_own(tiny: Tiny, tmp_pa
     trace = rollout_of(parts.model, tiny.prompts).replies
     found = parts.critic.values(trace)
     own = {n.replace(".critic.", ".default."): p for n, p in parts.critic.trained.items()}
-    policy = {n: p.data.clone() for n, p in parts.model.policy.trained.items()}
+    policy = {n: p.data.clone() for n, p in parts.model.policy.trainable.items()}
     parts.model.policy.load({n: own[n].data for n in policy})
     parts.model.save(tmp_path)
     parts.model.policy.load(policy)
@@ -113,7 +113,7 @@ def test_a_trunk_of_adapters_is_the_base_with_the_critics_own(tiny: Tiny, tmp_pa
 def test_neither_loss_moves_the_others_weights(tiny: Tiny, kind: str) -> None:
     parts = made(tiny, kind)
     trace = rollout_of(parts.model, tiny.prompts).replies
-    policy, critic = parts.model.policy.trained, parts.critic.trained
+    policy, critic = parts.model.policy.trainable, parts.critic.trained
     assert not {id(p) for p in policy.values()} & {id(p) for p in critic.values()}
     parts.critic.values(trace).square().sum().backward()
     assert all(p.grad is None for p in policy.values())
@@ -137,11 +137,11 @@ def test_a_new_critic_changes_nothing_of_the_policy(tiny: Tiny) -> None:
         parts_of(tiny, {"name": "grpo"}, model={"lora": LORA}),
         made(tiny, "lora", False),
     )
-    names = alone.model.policy.trained.keys()
-    assert beside.model.policy.trained.keys() == names
+    names = alone.model.policy.trainable.keys()
+    assert beside.model.policy.trainable.keys() == names
     trace = rollout_of(alone.model, tiny.prompts).replies
     for found in (alone, beside):
-        moved(found.model.policy.trained, 0.05)
+        moved(found.model.policy.trainable, 0.05)
     for weights in ("current", "reference"):
         with torch.no_grad():
             one, two = (p.model.logp(trace, 1.0, weights).logp for p in (alone, beside))
@@ -157,14 +157,14 @@ def test_what_is_worn_is_taken_off_again(tiny: Tiny) -> None:
     parts = made(tiny, "lora")
     policy, module = parts.model.policy, parts.model.module
     trained = flags(module)
-    both = {id(p) for p in (policy.trained | parts.critic.trained).values()}
+    both = {id(p) for p in (policy.trainable | parts.critic.trained).values()}
     assert {n for n, on in trained.items() if on} == {
         n for n, p in module.named_parameters() if id(p) in both
     }
-    with policy.wearing("critic"):
+    with policy.using_adapter("critic"):
         assert worn(module) == {"critic"} and flags(module) == trained
     assert worn(module) == {"default"} and flags(module) == trained
-    with pytest.raises(RuntimeError, match="midway"), policy.wearing("critic"):
+    with pytest.raises(RuntimeError, match="midway"), policy.using_adapter("critic"):
         raise RuntimeError("midway")
     assert worn(module) == {"default"} and flags(module) == trained
     with policy.using("reference"):
@@ -280,7 +280,7 @@ def test_an_export_holds_the_policy_alone(tiny: Tiny, tmp_path: Path) -> None:
     files = {str(f.relative_to(tmp_path / "lora")) for f in (tmp_path / "lora").rglob("*")}
     assert not any("critic" in name for name in files)
     names = load_file(tmp_path / "lora" / "adapter_model.safetensors")
-    assert len(names) == len(parts.model.policy.trained)
+    assert len(names) == len(parts.model.policy.trainable)
     assert not any("critic" in name or "value" in name for name in names)
     plain = PeftModel.from_pretrained(tiny.plain(), str(tmp_path / "lora"))
     parts.model.save(tmp_path / "merged", merged=True)
@@ -297,11 +297,11 @@ def test_an_export_holds_the_policy_alone(tiny: Tiny, tmp_path: Path) -> None:
 def test_a_copy_starts_as_the_policy_and_has_no_head_for_tokens(folders: Path) -> None:
     for name in ("qwen2", "qwen3"):  # whose head is the embedding, too, and whose is not
         parts = made(Tiny(name, folders / name), "copy", False)
-        own = dict(parts.critic.trunk.policy.trained)
+        own = dict(parts.critic.trunk.policy.trainable)
         head = {n for n in own if n.startswith("lm_head")}
         assert set(parts.critic.trained) == set(own) - head | {"value.weight", "value.bias"}
         assert bool(head) is (name == "qwen3")
-        policy = parts.model.policy.trained
+        policy = parts.model.policy.trainable
         assert all(torch.equal(p, policy[n]) for n, p in own.items())
         assert all(p.data_ptr() != policy[n].data_ptr() for n, p in own.items())
     same, other = (made(Tiny("qwen2", folders / "qwen2"), "copy", False, seed=s) for s in (0, 1))

@@ -11,10 +11,11 @@ import torch
 
 from gesso import build
 from gesso.memory.meta import peak
-from gesso.models.folded import FoldedLinear, fold, together
 from gesso.rollout import Rollout
 from gesso.samplers.denoise import DenoisingSampler
 from gesso.types import Prompt
+from gesso.weights.folded_linear import FoldedLinear, apply_to_one_input, fold
+from gesso.weights.policy import Policy
 from tests.rollouts import SIZE, parts_of, rollout_of
 
 PROMPT = Prompt("a red sign")
@@ -29,10 +30,14 @@ def data(folding_data: dict) -> dict:
 def stirred(model: Any) -> Any:
     """An adapter that does something: B is zero at the start."""
     noise = torch.Generator().manual_seed(3)
-    for name, tensor in model.policy.weights().items():
+    for name, tensor in model.policy.tensors().items():
         if "lora_B" in name:
             tensor.copy_(0.2 * torch.randn(tensor.shape, generator=noise))
     return model
+
+
+def layers_of(policy: Policy) -> list[FoldedLinear]:
+    return list(policy.folding.layers.values())
 
 
 def velocity(model: Any, rollout: Rollout, weights: Any = "current") -> torch.Tensor:
@@ -46,7 +51,7 @@ def gradient(learner: Any, rollout: Rollout, update: int = 0) -> torch.Tensor:
     """Of that optimizer step; the weights are put back."""
     before = {n: t.clone() for n, t in learner.weights().items()}
     seen: list[torch.Tensor] = []
-    parameters = learner.policy.trained.values()
+    parameters = learner.policy.trainable.values()
     hook = learner.optimizer.register_step_pre_hook(
         lambda *_: seen.append(torch.cat([p.grad.flatten() for p in parameters]))
     )
@@ -58,17 +63,17 @@ def gradient(learner: Any, rollout: Rollout, update: int = 0) -> torch.Tensor:
 
 def test_folded_is_the_same_policy_and_leaves_no_trace(data: dict) -> None:
     model, algorithm, learner = parts_of(build.recipe_from(data))
-    learner.policy.keep("old")
+    learner.policy.snapshot("old")
     stirred(model)
     rollout = rollout_of(model, algorithm)
     state = {n: t.clone() for n, t in model.transformer.state_dict().items()}
     beside = {w: velocity(model, rollout, w) for w in ("current", "old", "reference")}
     assert (beside["current"] - beside["reference"]).abs().max() > 0.01
-    with model.policy.standing():
-        assert all(layer.folded is None for layer in model.policy._layers)  # none is asked for
+    with model.policy.folded():
+        assert all(layer.folded is None for layer in layers_of(model.policy))  # none is asked for
         for which in (*beside, "current"):  # and back again
             assert (velocity(model, rollout, which) - beside[which]).abs().max() < 1e-4
-        assert all(layer.folded is not None for layer in model.policy._layers)
+        assert all(layer.folded is not None for layer in layers_of(model.policy))
     after = model.transformer.state_dict()
     assert state.keys() == after.keys() and all(torch.equal(state[n], after[n]) for n in state)
     assert torch.equal(velocity(model, rollout), beside["current"])
@@ -115,21 +120,21 @@ def test_within_another_standing_stands_what_was_folded(data: dict) -> None:
     policy = stirred(model).policy
 
     def has(matrices: list[Any]) -> bool:
-        return all(a is b.folded for a, b in zip(matrices, policy._layers, strict=True))
+        return all(a is b.folded for a, b in zip(matrices, layers_of(policy), strict=True))
 
-    with policy.standing():
+    with policy.folded():
         with policy.using("reference"):
             pass
-        assert has([None] * len(policy._layers))
+        assert has([None] * len(policy.folding.layers))
         with policy.using("current"):
-            before = [layer.folded for layer in policy._layers]
+            before = [layer.folded for layer in layers_of(policy)]
         assert has(before)  # a pass may be run again on its way back
-        assert not any(torch.equal(layer.folded, layer.frozen) for layer in policy._layers)
-        with policy.standing(), policy.using("reference"):
-            assert all(torch.equal(layer.folded, layer.frozen) for layer in policy._layers)
+        assert not any(torch.equal(layer.folded, layer.frozen) for layer in layers_of(policy))
+        with policy.folded(), policy.using("reference"):
+            assert all(torch.equal(layer.folded, layer.frozen) for layer in layers_of(policy))
             with policy.using("current"):
                 assert has(before)
-            assert all(torch.equal(layer.folded, layer.frozen) for layer in policy._layers)
+            assert all(torch.equal(layer.folded, layer.frozen) for layer in layers_of(policy))
         assert has(before)
     assert has([None] * len(before))
 
@@ -138,15 +143,15 @@ def test_what_is_wanted_soon_is_folded_at_once(data: dict) -> None:
     """And not yet put in place: a sampler's pieces are waited for by others."""
     _, _, learner = parts_of(build.recipe_from(data))
     policy = learner.policy
-    policy.keep("ema")
-    with policy.standing(soon="ema"):
-        assert policy._folded is not None and list(policy._folded) == ["ema"]
-        assert all(layer.folded is None for layer in policy._layers)
-    with policy.standing(soon="reference"):
-        assert policy._folded == {}
-    with pytest.raises(KeyError), policy.standing(soon="old"):  # there is none
+    policy.snapshot("ema")
+    with policy.folded(soon="ema"):
+        assert policy.is_folded and list(policy.folding.matrices) == ["ema"]
+        assert all(layer.folded is None for layer in layers_of(policy))
+    with policy.folded(soon="reference"):
+        assert policy.is_folded and not policy.folding.matrices
+    with pytest.raises(KeyError), policy.folded(soon="old"):  # there is none
         raise NotImplementedError
-    assert policy._folded is None
+    assert not policy.is_folded
 
 
 def test_only_what_is_drawn_with_is_folded(data: dict, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,13 +161,13 @@ def test_only_what_is_drawn_with_is_folded(data: dict, monkeypatch: pytest.Monke
     model, algorithm, learner = parts_of(build.recipe_from(data))
     stirred(model)
     folded: list[str] = []
-    matrices = model.policy._matrices
+    fold_one = model.policy.folding._fold
 
     def asked_for(which: Any) -> Any:
         folded.append(which)
-        return matrices(which)
+        return fold_one(which)
 
-    monkeypatch.setattr(model.policy, "_matrices", asked_for)
+    monkeypatch.setattr(model.policy.folding, "_fold", asked_for)
     average = {n: t.clone() for n, t in learner.policy.copies["ema"].items()}
     spec = algorithm.spec(0, 0, SIZE)
     found = {}
@@ -228,7 +233,7 @@ def test_layers_of_all_shapes_fold_as_one_by_one(monkeypatch: pytest.MonkeyPatch
         unit = 2**-7 if folded.dtype == torch.bfloat16 else 1e-6
         assert bool(((folded - wanted).abs() <= unit * wanted.abs() + 1e-6).all())
     for at_once in (1, 2 * 64 * 96, 2**26):
-        monkeypatch.setattr("gesso.models.folded.TOGETHER", at_once)
+        monkeypatch.setattr("gesso.weights.folded_linear.FOLD_AT_ONCE", at_once)
         assert all(map(torch.equal, fold(layers), alone))
 
 
@@ -240,7 +245,7 @@ def test_folding_takes_little_besides_its_result(
     number each, and two that are rounded. Every matrix then lies by itself: a compiler looks at
     its storage."""
     layers = [adapted(torch.bfloat16, 0.3)[0].to("meta") for _ in range(count)]
-    monkeypatch.setattr("gesso.models.folded.TOGETHER", 2 * 64 * 96)
+    monkeypatch.setattr("gesso.weights.folded_linear.FOLD_AT_ONCE", 2 * 64 * 96)
     there = [t for layer in layers for t in layer.parameters()]
     folded: list[torch.Tensor] = []
     most = peak(there, lambda: folded.extend(fold(layers)))
@@ -292,9 +297,9 @@ def test_layers_of_one_input_against_plain_autograd(count: int, samples: int) ->
         own = list(layer.adapter)
         if samples:
             own = [p.detach().expand(samples, *p.shape).requires_grad_() for p in own]
-            layer.by_sample = own[0], own[1]
+            layer.per_sample_adapter = own[0], own[1]
         leaves += own
-    found = together(layers, x)
+    found = apply_to_one_input(layers, x)
     for layer, mine in zip(layers, found, strict=True):
         assert torch.equal(mine, layer(x))
     slopes = torch.autograd.grad(found, (x, *leaves), pulls)
@@ -322,7 +327,7 @@ def test_a_folded_product_in_half_precision(rows: int) -> None:
     x = torch.randn(2, 5, 96, generator=noise).bfloat16().requires_grad_()
     pull = torch.randn(2, 5, 64, generator=noise).bfloat16()
     leaves = [p.detach().expand(rows, *p.shape).requires_grad_() for p in layer.adapter]
-    layer.by_sample = (leaves[0], leaves[1])
+    layer.per_sample_adapter = (leaves[0], leaves[1])
     to_x, to_a, to_b = torch.autograd.grad(layer(x), (x, *leaves), pull)
     g, inputs = pull.double().flatten(0, 1), x.detach().double().flatten(0, 1)
     a, b = (p.detach().double() for p in layer.adapter)
@@ -337,7 +342,7 @@ def test_layers_of_which_some_are_folded_run_one_by_one() -> None:
     layers = [adapted(torch.float32, 0.3, seed=i)[0] for i in range(3)]
     layers[1].folded = fold(layers)[1]
     x = torch.randn(2, 5, 96, generator=torch.Generator().manual_seed(1))
-    for layer, found in zip(layers, together(layers, x), strict=True):
+    for layer, found in zip(layers, apply_to_one_input(layers, x), strict=True):
         assert torch.equal(found, layer(x))
 
 
@@ -346,7 +351,7 @@ def test_rows_that_are_not_of_so_many_samples_are_no_silent_mistake() -> None:
     layer, _ = adapted(torch.float32, 0.3)
     layer.folded = fold([layer])[0]
     a, b = (p.detach().expand(2, *p.shape).requires_grad_() for p in layer.adapter)
-    layer.by_sample = a, b
+    layer.per_sample_adapter = a, b
     with pytest.raises(AssertionError, match="3 rows, adapters for 2"):
         layer(torch.ones(3, 4, 96)).sum().backward()
 
@@ -381,7 +386,7 @@ def test_layers_of_one_input_take_one_product_back() -> None:
     for layer, folded in zip(layers, fold(layers), strict=True):
         layer.folded = folded
     shapes: list[tuple[int, ...]] = []
-    found = together(layers, torch.ones(2, 5, 96, requires_grad=True))
+    found = apply_to_one_input(layers, torch.ones(2, 5, 96, requires_grad=True))
     with Products():
         torch.autograd.backward(found, [torch.ones_like(y) for y in found])
     thin = [(10, 64, 4)] * 3 + [(64, 10, 4)] * 3
@@ -391,12 +396,12 @@ def test_layers_of_one_input_take_one_product_back() -> None:
 def test_what_was_folded_is_forgotten_when_weights_move(data: dict) -> None:
     model, algorithm, _ = parts_of(build.recipe_from(data))
     rollout = rollout_of(model, algorithm)
-    with model.policy.standing():
+    with model.policy.folded():
         before = velocity(model, rollout)
     stirred(model)
-    with model.policy.standing():
+    with model.policy.folded():
         assert (velocity(model, rollout) - before).abs().max() > 0.01
-        assert all(layer.folded is not None for layer in model.policy._layers)
+        assert all(layer.folded is not None for layer in layers_of(model.policy))
 
 
 class Counted:

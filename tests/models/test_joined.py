@@ -16,7 +16,7 @@ from gesso.models.flow.compiled import compile_blocks
 from gesso.models.flow.flux import Flux
 from gesso.models.flow.joined import join_projections
 from gesso.models.flow.sd3 import SD3
-from gesso.models.policy import Policy
+from gesso.weights.policy import Policy
 
 PICTURES = ["attn.to_q", "attn.to_k", "attn.to_v"]
 
@@ -39,7 +39,7 @@ def network(targets: list[str], layers: int = 2, folds: bool = True) -> tuple[nn
 
 def stirred(policy: Policy) -> Policy:
     """With adapters that do something."""
-    for name, tensor in policy.weights().items():
+    for name, tensor in policy.tensors().items():
         if "lora_B" in name:
             tensor.normal_(std=0.2)
     return policy
@@ -50,9 +50,9 @@ def passed(module: nn.Module, policy: Policy) -> list[Tensor]:
     noise = torch.Generator().manual_seed(1)
     shapes = ((2, 4, 4, 4), (2, 5, 12), (2, 10))
     inputs = [torch.randn(shape, generator=noise) for shape in shapes]
-    with policy.standing(), policy.using("current"):
+    with policy.folded(), policy.using("current"):
         velocity = module(*inputs, torch.ones(2), return_dict=False)[0]
-    slopes = torch.autograd.grad(velocity.square().sum(), [*policy.trained.values()])
+    slopes = torch.autograd.grad(velocity.square().sum(), [*policy.trainable.values()])
     return [velocity.detach(), *slopes]
 
 
@@ -70,8 +70,8 @@ def test_a_network_whose_projections_are_joined_is_the_same(
 ) -> None:
     module, policy = network(targets)
     expected = passed(module, policy)
-    spy = Mock(side_effect=joined.together)
-    monkeypatch.setattr(joined, "together", spy)
+    spy = Mock(side_effect=joined.apply_to_one_input)
+    monkeypatch.setattr(joined, "apply_to_one_input", spy)
     join_projections(module)
     found = passed(module, policy)
     assert [len(call.args[0]) for call in spy.call_args_list] == [3] * groups
@@ -96,12 +96,12 @@ def test_flux_too() -> None:
     places = {"img_ids": torch.zeros(6, 3), "txt_ids": torch.zeros(5, 3)}
 
     def slopes() -> Sequence[Tensor]:
-        with policy.standing(), policy.using("current"):
+        with policy.folded(), policy.using("current"):
             velocity = module(*inputs, **places, return_dict=False)[0]
-        return torch.autograd.grad(velocity.square().sum(), [*policy.trained.values()])
+        return torch.autograd.grad(velocity.square().sum(), [*policy.trainable.values()])
 
     expected = slopes()
-    with patch.object(joined, "together", side_effect=joined.together) as spy:
+    with patch.object(joined, "apply_to_one_input", side_effect=joined.apply_to_one_input) as spy:
         join_projections(module)
         found = slopes()
     assert [len(call.args[0]) for call in spy.call_args_list] == [3, 3, 3]
@@ -116,9 +116,9 @@ def test_an_attention_may_be_given_its_text_by_place() -> None:
     expected = attention(picture, text)
     join_projections(module)
     with (
-        policy.standing(),
+        policy.folded(),
         policy.using("current"),
-        patch.object(joined, "together", side_effect=joined.together) as spy,
+        patch.object(joined, "apply_to_one_input", side_effect=joined.apply_to_one_input) as spy,
     ):
         found = attention(picture, text)
     assert [call.args[1].shape for call in spy.call_args_list] == [picture.shape, text.shape]
@@ -142,7 +142,7 @@ def test_what_somebody_has_put_in_the_way_stays() -> None:
 
 
 def test_adapters_beside_their_weights_run_as_ever() -> None:
-    """Outside of `standing`, as they do while weights change."""
+    """Outside of `folded`, as they do while weights change."""
     module, _ = network(list(SD3.lora_targets))
     inputs = torch.ones(2, 4, 4, 4), torch.ones(2, 5, 12), torch.ones(2, 10), torch.ones(2)
     expected = module(*inputs, return_dict=False)[0]

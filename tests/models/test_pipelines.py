@@ -17,10 +17,10 @@ from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.config import Lora, Model
 from gesso.models.flow.base import PromptCache, check_guidance, over_long, unused_negatives
 from gesso.models.flow.pipeline import PipelineModel
-from gesso.models.policy import Policy
 from gesso.rollout import FlowTrace, Rollout
 from gesso.samplers.denoise import DenoisingSampler, Piece
 from gesso.types import Prompt, SampleSpec, Score, UserError
+from gesso.weights.policy import Policy
 from tests import pipelines
 
 PROMPTS = [Prompt("a red cat", "dull"), Prompt("a cat on a wall"), Prompt("oak", "an oak tree")]
@@ -179,7 +179,7 @@ def replay_gap(
     piece = draw(model, tiny, algorithm.spec(0, 0, size), batch)
     assert piece.logp.dtype == torch.float32 and piece.logp.std() > 1e-3
     noise = torch.Generator().manual_seed(5)
-    for tensor in model.policy.weights().values():
+    for tensor in model.policy.tensors().values():
         tensor.add_(moved * torch.randn(tensor.shape, generator=noise))
     scores = [Score(1.0)] * len(SEEDS)
     rollout = Rollout(
@@ -231,7 +231,7 @@ LORA_GAP = 1e-4  # measured: up to 1.7e-5 (SD3), where the adapter moves the lat
 def stirred(model: Any) -> Any:
     """An adapter that does something: B is zero at the start."""
     noise = torch.Generator().manual_seed(3)
-    for name, tensor in model.policy.weights().items():
+    for name, tensor in model.policy.tensors().items():
         if "lora_B" in name:
             tensor.copy_(0.2 * torch.randn(tensor.shape, generator=noise))
     return model
@@ -499,7 +499,7 @@ def test_lora_hits_the_modules_of_the_reference(name: str) -> None:
         targets = imports.load(build.MODELS[kind], "model").lora_targets
         policy = Policy(real(name), Lora(rank=rank, alpha=2 * rank), targets, seed=0)
     assert policy.size == rank * width * units == PINNED[name]
-    assert name != "sd35-medium" or len(policy.trained) == 2 * 191
+    assert name != "sd35-medium" or len(policy.trainable) == 2 * 191
 
 
 # Precision and memory
@@ -523,7 +523,7 @@ def loss_of(model: Any, tiny: Tiny) -> torch.Tensor:
 
 def gradient(model: Any, tiny: Tiny) -> dict[str, torch.Tensor]:
     loss_of(model, tiny).backward()
-    return {n: p.grad for n, p in model.policy.trained.items() if p.grad is not None}
+    return {n: p.grad for n, p in model.policy.trainable.items() if p.grad is not None}
 
 
 @pytest.mark.parametrize("lora", [None, Lora(rank=4, alpha=12)], ids=["full", "lora"])
@@ -540,10 +540,10 @@ def test_checkpointing_gives_the_same_gradient(tiny: Tiny, lora: Lora | None) ->
 def test_lora_in_bfloat16(tiny: Tiny) -> None:
     model = stirred(tiny.model(dtype="bfloat16", lora=Lora(rank=4, alpha=12)))
     frozen = {
-        n: p for n, p in model.transformer.named_parameters() if n not in model.policy.trained
+        n: p for n, p in model.transformer.named_parameters() if n not in model.policy.trainable
     }
     assert {p.dtype for p in frozen.values()} == {torch.bfloat16}
-    assert {p.dtype for p in model.policy.trained.values()} == {torch.float32}
+    assert {p.dtype for p in model.policy.trainable.values()} == {torch.float32}
     check_replay(model, tiny, BFLOAT16_GAP)
     assert {g.dtype for g in gradient(model, tiny).values()} == {torch.float32}
 

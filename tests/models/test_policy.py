@@ -25,7 +25,7 @@ def picture(pipe: Any, folder: Path) -> torch.Tensor:
 
 def test_weight_transfer_is_strict(recipe_data: dict) -> None:
     policy = build.model(build.recipe_from(recipe_data)).policy
-    weights = dict(policy.weights())
+    weights = dict(policy.tensors())
     name, tensor = weights.popitem()
     with pytest.raises(ValueError, match="1 tensor is missing, first"):
         policy.load(weights)
@@ -36,9 +36,9 @@ def test_weight_transfer_is_strict(recipe_data: dict) -> None:
 def test_lora_init_comes_from_the_seed_alone(pipeline_folder: Path) -> None:
     settings = Model(path=str(pipeline_folder), lora=Lora(rank=4, alpha=8))
     torch.manual_seed(1)
-    first = SD3(settings, seed=5).policy.weights()
+    first = SD3(settings, seed=5).policy.tensors()
     state = torch.random.get_rng_state()
-    second, other = SD3(settings, seed=5).policy.weights(), SD3(settings, seed=6).policy.weights()
+    second, other = SD3(settings, seed=5).policy.tensors(), SD3(settings, seed=6).policy.tensors()
     assert all(torch.equal(first[n], second[n]) for n in first)
     assert any(not torch.equal(first[n], other[n]) for n in first)
     assert torch.equal(state, torch.random.get_rng_state())

@@ -105,7 +105,7 @@ def test_packed_gradients_are_padded_gradients(tiny: Tiny) -> None:
     trace = trace_of(model, tiny.prompts, ROWS)
     out = model.logp(trace, 0.7)
     assert not out.entropy.requires_grad
-    found = gradient(out.logp, model.policy.trained)
+    found = gradient(out.logp, model.policy.trainable)
     every = {n: p for n, p in plain.named_parameters() if "visual" not in n}
     expected = gradient(padded_logp(plain, trace, 0.7, model.suppressed), every)
     assert_same_gradient(found, expected)
@@ -209,14 +209,14 @@ def test_full_logits_never_exist(of: Any, lora: Lora | None, monkeypatch: Any) -
     model = stirred(tiny.model(lora=lora)) if lora else tiny.model()
     trace = trace_of(model, tiny.prompts, ROWS)
     replies = int(trace.mask.sum())
-    expected = gradient(model.logp(trace, 0.7).logp, model.policy.trained)
-    for p in model.policy.trained.values():
+    expected = gradient(model.logp(trace, 0.7).logp, model.policy.trainable)
+    for p in model.policy.trainable.values():
         p.grad = None
     sizes: list[int] = []
     head = model.module.get_output_embeddings()
     head.register_forward_hook(lambda _, __, out: sizes.append(out.shape[0]))
     monkeypatch.setattr("gesso.models.tokens.head.LOGITS", 4 * head.weight.shape[0])
-    found = gradient(model.logp(trace, 0.7).logp, model.policy.trained)
+    found = gradient(model.logp(trace, 0.7).logp, model.policy.trainable)
     passes = 2 if lora is None else 1  # a frozen head's gradient is known with its logits
     assert max(sizes) == 4 and sum(sizes) == passes * replies
     assert_same_gradient(found, expected)
@@ -373,7 +373,7 @@ def test_all_segments_at_once(seeing: Tiny, lora: Lora | None, monkeypatch: Any)
     assert looks == [3]
     error = (found - expected).detach().abs()
     assert float(error.sum() / trace.mask.sum()) <= 0.03 and float(error.max()) <= 0.25
-    with torch.no_grad(), model.policy.standing(), model.writing("current")():
+    with torch.no_grad(), model.policy.folded(), model.writing("current")():
         model.read(trace.prompts[:2])  # through a cache, which mixes precisions
 
 
@@ -383,12 +383,12 @@ def test_checkpointing_gives_the_same_gradient(tiny: Tiny, lora: Lora | None) ->
     if lora is not None:
         stirred(kept), stirred(again)
     trace = trace_of(kept, tiny.prompts, ROWS)
-    expected = gradient(kept.logp(trace, 1.0).logp, kept.policy.trained)
+    expected = gradient(kept.logp(trace, 1.0).logp, kept.policy.trainable)
     calls: list[bool] = []
     again.decoder.layers[1].register_forward_pre_hook(lambda *_: calls.append(True))
     logp = again.logp(trace, 1.0).logp
     assert len(calls) == 1
-    found = gradient(logp, again.policy.trained)
+    found = gradient(logp, again.policy.trainable)
     assert len(calls) == 2
     assert_same_gradient(found, expected)
     assert not any(part.training for part in again.module.modules())
@@ -398,14 +398,14 @@ def test_checkpointing_gives_the_same_gradient(tiny: Tiny, lora: Lora | None) ->
 def test_adapters_are_in_the_decoder_and_off_for_the_reference(tiny: Tiny) -> None:
     base, model = tiny.model(), tiny.model(lora=LORA)
     trace = trace_of(model, tiny.prompts, ROWS)
-    names = {name.split(".lora_")[0] for name in model.policy.trained}
+    names = {name.split(".lora_")[0] for name in model.policy.trainable}
     own = {name for name, _ in model.module.named_modules()}
     prefix = "model.language_model.layers." if tiny.sees else "model.layers."
     assert names <= own and all(name.startswith(prefix) for name in names)
     assert len(names) == 3 * 7  # layers × projections
     before = model.logp(trace, 1.0).logp
     assert torch.equal(before, base.logp(trace, 1.0).logp)
-    model.policy.keep("old")
+    model.policy.snapshot("old")
     stirred(model)
     after = model.logp(trace, 1.0).logp
     assert gap(after, before) > 0.1
@@ -419,7 +419,7 @@ def test_the_reference_of_a_full_fine_tune_is_a_copy(of: Any) -> None:
     model = of("qwen2.5-vl").model()
     trace = trace_of(model, of("qwen2.5-vl").prompts, ROWS)
     before = model.logp(trace, 1.0).logp
-    model.policy.keep("reference")
+    model.policy.snapshot("reference")
     stirred(model)
     assert gap(model.logp(trace, 1.0).logp, before) > 0.1
     assert torch.equal(model.logp(trace, 1.0, "reference").logp, before)
@@ -428,11 +428,11 @@ def test_the_reference_of_a_full_fine_tune_is_a_copy(of: Any) -> None:
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 def test_the_tower_is_trained_when_asked_for(seeing: Tiny, lora: Lora | None) -> None:
     frozen, model = seeing.model(lora=lora), seeing.model(lora=lora, train_vision=True)
-    assert not any("visual" in name for name in frozen.policy.trained)
+    assert not any("visual" in name for name in frozen.policy.trainable)
     if lora is not None:
         stirred(model)
     trace = trace_of(model, seeing.prompts, ROWS)
-    found = gradient(model.logp(trace, 1.0).logp, model.policy.trained)
+    found = gradient(model.logp(trace, 1.0).logp, model.policy.trainable)
     in_tower = [g for name, g in found.items() if "visual" in name]
     assert in_tower and max(float(g.abs().max()) for g in in_tower) > 1e-3
     assert model.looks == 3
@@ -446,7 +446,7 @@ def test_the_tower_is_trained_when_asked_for(seeing: Tiny, lora: Lora | None) ->
         assert_same_gradient(found, gradient(padded, every))
         return
     linear = {n for n, m in seeing.plain().named_modules() if isinstance(m, torch.nn.Linear)}
-    adapted = {name.split(".lora_")[0] for name in model.policy.trained}
+    adapted = {name.split(".lora_")[0] for name in model.policy.trainable}
     assert adapted == linear - {"lm_head"}
 
 
@@ -497,8 +497,8 @@ BFLOAT16_GAP = 0.3
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 def test_bfloat16(tiny: Tiny, lora: Lora | None) -> None:
     model, exact = tiny.model(dtype="bfloat16", lora=lora), tiny.model()
-    trained = {p.dtype for p in model.policy.trained.values()}
-    rest = {p.dtype for n, p in model.module.named_parameters() if n not in model.policy.trained}
+    trained = {p.dtype for p in model.policy.trainable.values()}
+    rest = {p.dtype for n, p in model.module.named_parameters() if n not in model.policy.trainable}
     assert trained == {torch.float32} and rest <= {torch.bfloat16}
     seen: set[torch.dtype] = set()
     for layer in model.decoder.layers:
@@ -507,7 +507,7 @@ def test_bfloat16(tiny: Tiny, lora: Lora | None) -> None:
     logp = model.logp(trace, 1.0).logp
     assert logp.dtype == torch.float32 and seen == {torch.bfloat16}
     assert 1e-5 < gap(logp, exact.logp(trace, 1.0).logp) < BFLOAT16_GAP
-    assert {g.dtype for g in gradient(logp, model.policy.trained).values()} == {torch.float32}
+    assert {g.dtype for g in gradient(logp, model.policy.trainable).values()} == {torch.float32}
 
 
 # Text and pictures in
@@ -752,7 +752,7 @@ def test_a_full_fine_tune_in_half_precision_is_saved_whole(of: Any, tmp_path: Pa
     model = stirred(tiny.model(dtype="bfloat16"))
     model.save(tmp_path)
     found = dict(tiny.plain(tmp_path).named_parameters())
-    assert all(torch.equal(found[name], tensor) for name, tensor in model.policy.weights().items())
+    assert all(torch.equal(found[name], tensor) for name, tensor in model.policy.tensors().items())
     assert {p.dtype for p in model.module.get_submodule("model.visual").parameters()} == {
         torch.bfloat16
     }
@@ -803,7 +803,7 @@ def test_four_bits(of: Any, name: str) -> None:
     kinds = {type(part).__name__ for part in model.decoder.layers[0].mlp.modules()}
     assert "Linear4bit" in kinds
     trace = trace_of(model, tiny.prompts, ROWS)
-    found = gradient(model.logp(trace, 1.0).logp.cpu(), model.policy.trained)
+    found = gradient(model.logp(trace, 1.0).logp.cpu(), model.policy.trainable)
     assert found and all(torch.isfinite(g).all() for g in found.values())
     with pytest.raises(UserError, match="weights in 4 bits"):
         model.save(Path("/nowhere"), merged=True)

@@ -106,7 +106,7 @@ def test_log_probs_are_the_learners_in_bfloat16(tiny: Tiny, lora: Lora | None) -
     seen: set[torch.dtype] = set()
     model.decoder.layers[0].mlp.up_proj.register_forward_hook(lambda _, __, o: seen.add(o.dtype))
     piece = draw(DecodingSampler(model, 4), tiny)
-    weights = {p.dtype for p in model.policy.trained.values()}
+    weights = {p.dtype for p in model.policy.trainable.values()}
     assert seen == {torch.bfloat16} and weights == {torch.float32}
     found = model.logp(piece.trace, 0.9).logp
     assert gap(found, piece.logp) <= BFLOAT16_GAP
@@ -290,20 +290,20 @@ def test_pieces_come_as_replies_finish(of: Any) -> None:
 def test_whoever_takes_a_piece_runs_undisturbed(of: Any) -> None:
     tiny = of("qwen2")
     model = tiny.model(dtype="bfloat16")
-    model.policy.keep("ema")
+    model.policy.snapshot("ema")
     stirred(model)
-    before = {name: p.data_ptr() for name, p in model.policy.trained.items()}
+    before = {name: p.data_ptr() for name, p in model.policy.trainable.items()}
     spec = ReplySpec(8, 1.0, weights="ema")
     for _ in DecodingSampler(model, 2).sample(tiny.prompts, ROWS, SEEDS, spec):
         assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
-        assert {name: p.data_ptr() for name, p in model.policy.trained.items()} == before
-        assert {p.dtype for p in model.policy.trained.values()} == {torch.float32}
+        assert {name: p.data_ptr() for name, p in model.policy.trainable.items()} == before
+        assert {p.dtype for p in model.policy.trainable.values()} == {torch.float32}
 
 
 def test_which_weights_write(of: Any) -> None:
     tiny = of("qwen3-vl")
     base, model = tiny.model(), tiny.model(lora=LORA)
-    model.policy.keep("ema")
+    model.policy.snapshot("ema")
     stirred(model)
     plain = draw(DecodingSampler(base, 4), tiny)
     for which in ("reference", "ema"):
@@ -315,7 +315,7 @@ def test_which_weights_write(of: Any) -> None:
     assert [s.text for s in current.samples] != [s.text for s in plain.samples]
     assert gap(model.logp(current.trace, 0.9).logp, current.logp) <= 2e-5
     assert sampler.weights.version == 0
-    ema = {name: t.clone() for name, t in model.policy.weights("ema").items()}
+    ema = {name: t.clone() for name, t in model.policy.tensors("ema").items()}
     sampler.accept(Publication(7, {"current": ema}))
     assert sampler.weights.version == 7
     assert torch.equal(draw(sampler, tiny).trace.tokens, plain.trace.tokens)

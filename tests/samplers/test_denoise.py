@@ -14,6 +14,7 @@ from gesso.models.flow.base import FlowModel
 from gesso.rollout import FlowTrace, Rollout
 from gesso.samplers.denoise import DenoisingSampler, Piece, _Noise
 from gesso.types import Prompt, SampleSpec, Score, Which
+from gesso.weights.trainable import lora_layers
 from tests.conftest import PROMPTS
 from tests.rollouts import SIZE, parts_of, rollout_of
 from tests.typed import drawing, sure
@@ -137,17 +138,17 @@ def test_whoever_takes_a_piece_finds_the_policy_as_it_was(
     folding_data["learner"] = {"ema": {"every": 1}}
     model, algorithm, _ = parts_of(build.recipe_from(folding_data))
     policy = model.policy
-    own = {name: p.data_ptr() for name, p in policy.trained.items()}
+    own = {name: p.data_ptr() for name, p in policy.trainable.items()}
     spec = replace(algorithm.spec(0, 0, SIZE), weights=weights)
     prompts = [Prompt(text) for text in PROMPTS]
     left = DenoisingSampler(model, 2).sample(prompts, ROWS, SEEDS, spec)
     next(left)
-    assert {name: p.data_ptr() for name, p in policy.trained.items()} == own
-    assert all(p.requires_grad for p in policy.trained.values())
-    assert not any(layer.disable_adapters for layer in policy._adapted.values())
+    assert {name: p.data_ptr() for name, p in policy.trainable.items()} == own
+    assert all(p.requires_grad for p in policy.trainable.values())
+    assert not any(layer.disable_adapters for layer in lora_layers(policy.module).values())
     left.close()
-    with policy.standing():
-        assert all(layer.folded is None for layer in policy._layers)
+    with policy.folded():
+        assert all(layer.folded is None for layer in policy.folding.layers.values())
 
 
 def test_weights_are_folded_before_noise_is_drawn(
@@ -159,7 +160,7 @@ def test_weights_are_folded_before_noise_is_drawn(
     drawn = _Noise.draw
 
     def watched(noise: _Noise) -> torch.Tensor:
-        folded.append("current" in (model.policy._folded or {}))
+        folded.append("current" in model.policy.folding.matrices)
         return drawn(noise)
 
     monkeypatch.setattr(_Noise, "draw", watched)

@@ -14,10 +14,10 @@ from gesso import build, cli
 from gesso.algorithms.flow_grpo import SlopeTerms
 from gesso.check import check
 from gesso.models.flow.compiled import compile_blocks
-from gesso.models.folded import fold
 from gesso.rollout import FlowTrace, Rollout
 from gesso.run import assemble, resume, train
 from gesso.types import Score, UserError
+from gesso.weights.folded_linear import fold
 from tests import pipelines
 from tests.models.test_folded import Counted, adapted, stirred
 from tests.rollouts import REWARDS, parts_of, rollout_of
@@ -34,7 +34,7 @@ def data(folding_data: dict) -> dict:
 def gradients(learner: Any, rollout: Rollout) -> Gradients:
     """Of the one optimizer step, which moves nothing."""
     seen: list[Gradients] = []
-    trained = learner.policy.trained.items()
+    trained = learner.policy.trainable.items()
     hook = learner.optimizer.register_step_pre_hook(
         lambda *_: seen.append({n: p.grad for n, p in trained if p.grad is not None})
     )
@@ -107,7 +107,7 @@ def test_of_other_models(data: dict, name: str, tmp_path: Path) -> None:
     data["model"] |= {"name": name.partition("-dev")[0], "path": path}
     expected = compared(data)
     model = build.model(build.recipe_from(data))
-    assert (len(expected) < len(model.policy.trained)) == (name == "qwen-image")
+    assert (len(expected) < len(model.policy.trainable)) == (name == "qwen-image")
 
 
 def test_with_activations_computed_again(data: dict) -> None:
@@ -171,13 +171,13 @@ def test_a_sample_has_one_gradient_not_one_a_branch(
     data["algorithm"]["guidance_gradient"] = gradient
     model, algorithm, _ = parts_of(build.recipe_from(data))
     model.compiled, model.sizes = True, (rows,)
-    by_sample, asked = model.policy.by_sample, []
+    per_sample_grads, asked = model.policy.per_sample_grads, []
 
     def watched(count: int) -> Any:
         asked.append(count)
-        return by_sample(count)
+        return per_sample_grads(count)
 
-    monkeypatch.setattr(model.policy, "by_sample", watched)
+    monkeypatch.setattr(model.policy, "per_sample_grads", watched)
     rollout_of(model, algorithm)
     assert asked == [leaves, leaves]
 
@@ -193,7 +193,7 @@ def test_a_product_by_sample_against_one_by_one(shape: tuple[int, ...]) -> None:
     whole = torch.autograd.grad((layer(x) * pull).sum(), x)[0]
     one_by_one = [torch.autograd.grad((layer(x[[i]]) * pull[[i]]).sum(), (a, b)) for i in range(3)]
     rows = tuple(p.detach().expand(3, *p.shape).requires_grad_() for p in (a, b))
-    layer.by_sample = (rows[0], rows[1])
+    layer.per_sample_adapter = (rows[0], rows[1])
     y = layer(x)
     assert torch.equal(y, torch.nn.functional.linear(x, layer.folded, layer.base_layer.bias))
     to_x, *found = torch.autograd.grad((y * pull).sum(), (x, *rows))
@@ -211,16 +211,19 @@ def test_a_product_by_sample_against_one_by_one(shape: tuple[int, ...]) -> None:
 def test_nothing_is_left_behind(data: dict) -> None:
     model, algorithm, learner = parts_of(build.recipe_from(data))
     policy = model.policy
-    with pytest.raises(KeyError), policy.standing(), policy.by_sample(2) as own:
-        assert own.keys() == policy.trained.keys()
-        for name, p in policy.trained.items():
+    with pytest.raises(KeyError), policy.folded(), policy.per_sample_grads(2) as own:
+        assert own.keys() == policy.trainable.keys()
+        for name, p in policy.trainable.items():
             assert own[name].shape == (2, *p.shape) and own[name].data_ptr() == p.data_ptr()
         raise KeyError("whatever happens within")
-    assert all(layer.by_sample is None and layer.folded is None for layer in policy._layers)
+    assert all(
+        layer.per_sample_adapter is None and layer.folded is None
+        for layer in policy.folding.layers.values()
+    )
     rollout = rollout_of(model, algorithm)
-    assert all(layer.by_sample is None for layer in policy._layers)
-    assert all(p.grad is None for p in policy.trained.values())
-    with pytest.raises(AssertionError, match="only folded adapters"), policy.by_sample(2):
+    assert all(layer.per_sample_adapter is None for layer in policy.folding.layers.values())
+    assert all(p.grad is None for p in policy.trainable.values())
+    with pytest.raises(AssertionError, match="only folded adapters"), policy.per_sample_grads(2):
         raise NotImplementedError
     assert rollout.aged().paths.slopes is None
     found = gradients(learner, replace(rollout, trace=replace(rollout.paths, negatives=None)))
@@ -243,7 +246,7 @@ def test_slopes_go_with_their_samples(data: dict) -> None:
 def test_gradients_are_weighed_by_their_advantages(data: dict) -> None:
     """−Σ A_i·⟨∇logp_i, θ⟩, by hand; what was gathered stays as it is."""
     model, _, _ = parts_of(build.recipe_from(data))
-    trained = stirred(model).policy.trained
+    trained = stirred(model).policy.trainable
     noise = torch.Generator().manual_seed(4)
     slopes = [
         {name: torch.randn(p.shape, generator=noise) for name, p in list(trained.items())[:4]}

@@ -72,7 +72,7 @@ def test_the_weights_that_were_asked_for_write(
 ) -> None:
     tiny = Tiny("qwen2", tokens.build("qwen2", tmp_path / "qwen2"))
     model = tiny.model(lora=lora, fold=lora is not None)
-    model.policy.keep("ema")
+    model.policy.snapshot("ema")
     before = draw(DecodingSampler(model, 64), tiny)
     stirred(model)
     average = draw(DecodingSampler(model, 64), tiny, replace(SPEC, weights="ema"))
@@ -120,7 +120,7 @@ def test_folded_weights_are_kept_once(tmp_path: Path, fixed: Any) -> None:
     tiny = Tiny("qwen2", tokens.build("qwen2", tmp_path / "qwen2"))
     model = stirred(tiny.model(lora=LORA, fold=True))
     attention = model.decoder.layers[0].self_attn
-    with model.policy.standing(), model.policy.using("current"):
+    with model.policy.folded(), model.policy.using("current"):
         before = attention.k_proj.folded
         model.writing("current")
         after = [attention.q_proj.folded, attention.k_proj.folded]
@@ -135,7 +135,7 @@ def test_on_a_cpu_it_writes_where_no_adapter_lies_beside_the_weights(tmp_path: P
     tiny = Tiny("qwen2", tokens.build("qwen2", tmp_path / "qwen2"))
     for lora, fold, own in ((None, None, True), (LORA, True, True), (LORA, None, False)):
         model = tiny.model(lora=lora, fold=fold)
-        with model.policy.standing(), model.writing("current")():
+        with model.policy.folded(), model.writing("current")():
             assert (model._stepper is not None) == own
 
 
@@ -144,10 +144,10 @@ def test_two_adapters_are_not_folded(tmp_path: Path) -> None:
     tiny = Tiny("qwen2", tokens.build("qwen2", tmp_path / "qwen2"))
     model = tiny.model(lora=LORA, fold=True)
     assert model.policy.folds
-    model.policy.second_adapter("critic", 0)
+    model.policy.add_adapter("critic", 0)
     assert not model.policy.folds
-    with model.policy.standing():
-        assert all(layer.folded is None for layer in model.policy._layers)
+    with model.policy.folded():
+        assert all(layer.folded is None for layer in model.policy.folding.layers.values())
 
 
 @pytest.mark.parametrize(

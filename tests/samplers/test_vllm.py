@@ -54,7 +54,7 @@ def of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
 def nudged(model: Any, seed: int = 3) -> Any:
     """Weights a little off, so that rounding stays as small as in a network one would train."""
     generator = torch.Generator().manual_seed(seed)
-    for tensor in model.policy.trained.values():
+    for tensor in model.policy.trainable.values():
         tensor.data += 0.05 * torch.randn(tensor.shape, generator=generator)
     return model
 
@@ -138,13 +138,13 @@ def test_seeds_say_what_is_drawn(both: Both) -> None:
 @needs_vllm
 def test_weights_follow_when_they_are_loaded(both: Both) -> None:
     policy = both.model.policy
-    before = {name: tensor.clone() for name, tensor in policy.weights().items()}
+    before = {name: tensor.clone() for name, tensor in policy.tensors().items()}
     try:
         assert both.agree()
-        for tensor in policy.trained.values():
+        for tensor in policy.trainable.values():
             tensor.data *= 1.1
         assert not both.agree()  # the learner has moved on, the engine was not told
-        both.vllm.accept(Publication(7, {"current": policy.weights()}))
+        both.vllm.accept(Publication(7, {"current": policy.tensors()}))
         assert both.agree() and both.vllm.weights.version == 7
     finally:
         both.vllm.accept(Publication(0, {"current": before}))
@@ -154,7 +154,7 @@ def test_weights_follow_when_they_are_loaded(both: Both) -> None:
 @needs_vllm
 def test_other_weights_of_the_policy(both: Both) -> None:
     policy = both.model.policy
-    policy.keep("ema")
+    policy.snapshot("ema")
     for tensor in policy.copies["ema"].values():
         tensor *= 0.9
     assert both.agree("ema") and both.agree() and both.agree("ema")
@@ -196,7 +196,7 @@ def test_adapters_are_folded_in(adapted: Both) -> None:
     assert gap(base, piece.logp) > 0.1
     nudged(adapted.model, seed=4)
     assert not adapted.agree()
-    adapted.vllm.accept(Publication(1, {"current": adapted.model.policy.weights()}))
+    adapted.vllm.accept(Publication(1, {"current": adapted.model.policy.tensors()}))
     assert adapted.agree()
 
 

@@ -21,7 +21,7 @@ PROMPTS = Path(__file__).with_name("prompts.txt")
 
 def moved(learner: Learner, size: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    tables = [{n: p.data for n, p in learner.policy.trained.items()}]
+    tables = [{n: p.data for n, p in learner.policy.trainable.items()}]
     tables += learner.policy.copies.values()
     for table in tables:
         for tensor in table.values():

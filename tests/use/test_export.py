@@ -355,7 +355,7 @@ def test_an_export_goes_on_training(lora_run: Path, run: Path, tmp_path: Path) -
         assert f"DIR/recipe.toml {key}=DIR" in (folder / "README.md").read_text()
         recipe = build.recipe(str(folder / "recipe.toml"), [f"{key}={folder}"])
         source = lora_run if "lora" in key else run
-        begun, trained = build.model(recipe).policy.weights(), load(source).model.policy.weights()
+        begun, trained = build.model(recipe).policy.tensors(), load(source).model.policy.tensors()
         assert all(torch.equal(begun[name], trained[name]) for name in trained)
 
 

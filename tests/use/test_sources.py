@@ -18,6 +18,7 @@ from gesso.use import export
 from gesso.use.sampling import Wanted, draw_all
 from gesso.use.source import find
 from gesso.use.trained import load, opened
+from gesso.weights.policy import Policy
 from gesso.zoo.words import LIMITS, prompt_for
 from tests import pipelines, tokens
 from tests.typed import sure
@@ -74,7 +75,7 @@ def test_a_pipeline_draws_as_diffusers_would(folders: Path) -> None:
     (picture,) = ours.sample("a red cat")
     assert picture.size == (16, 24)
     assert picture.tobytes() != ours.sample("a red cat", guidance=1.0)[0].tobytes()
-    told = {p.dtype for p in ours.model.policy.module.parameters()}
+    told = {p.dtype for p in sure(Policy, ours.model.policy).module.parameters()}
     assert told == {torch.float32}  # half precision where there is a GPU
 
 

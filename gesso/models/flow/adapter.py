@@ -10,8 +10,8 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
-from gesso.models.policy import Policy
 from gesso.types import UserError
+from gesso.weights.policy import Policy
 
 PREFIX = "transformer."
 
@@ -33,7 +33,7 @@ def load_adapter(pipe: Any, policy: Policy, path: str) -> None:
             f'model.lora.path = "{path}": diffusers cannot read it: {str(error).splitlines()[0]}'
         ) from error
     found = {key.removeprefix(PREFIX): t for key, t in state.items() if key.startswith(PREFIX)}
-    own = {name.replace(".default.", "."): name for name in policy.trained}
+    own = {name.replace(".default.", "."): name for name in policy.trainable}
     check_modules(file, own, found)
     check_rank(file, policy.lora.rank, found)
     check_alpha(file, policy.lora.alpha, _about(metadata), policy.lora.rank)

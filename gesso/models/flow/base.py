@@ -15,9 +15,11 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from gesso.models.policy import SHARD, Policy
 from gesso.rollout import Conditioning
 from gesso.types import Prompt, UserError, Which
+from gesso.weights.merge import SHARD
+from gesso.weights.policy import Policy
+from gesso.weights.roles import RunnableWeights
 
 Gradient = Literal["both", "conditional"]
 Guidance = Literal["negative", "embedded", "none"]
@@ -35,8 +37,10 @@ class Reader:
 
 
 class FlowModel(Protocol):
-    policy: Policy
     device: torch.device
+
+    @property
+    def policy(self) -> RunnableWeights: ...
 
     @property
     def guidance(self) -> Guidance: ...
@@ -73,6 +77,13 @@ class FlowModel(Protocol):
         at most `shard`."""
 
 
+class TrainableFlowModel(FlowModel, Protocol):
+    """The same for the learner and for loading, which may change its weights."""
+
+    @property
+    def policy(self) -> Policy: ...
+
+
 def guided(
     model: FlowModel,
     x: Tensor,
@@ -95,7 +106,7 @@ def guided(
             u = model.velocity(x, sigma, negative, weights)
         c = model.velocity(x, sigma, cond, weights)
     else:
-        # A sample's two rows lie side by side, and `Policy.by_sample` gathers them together.
+        # A sample's two rows lie side by side, and `Policy.per_sample_grads` sums them.
         pairs = torch.arange(2 * len(x), device=x.device).view(2, -1).T.flatten()
         both = Conditioning.stack([negative, cond]).rows(pairs)
         v = model.velocity(x.repeat_interleave(2, 0), sigma.repeat_interleave(2), both, weights)

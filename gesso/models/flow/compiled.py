@@ -57,13 +57,6 @@ def compiles(
     return parameters >= LARGE
 
 
-def folds(settings: config.Model, device: torch.device) -> bool:
-    """What `model.fold` says, or whether it pays here."""
-    if settings.fold is not None:
-        return settings.fold and device.type != "meta"
-    return settings.lora is not None and settings.quantize is None and device.type == "cuda"
-
-
 def wake_compiler(device: torch.device) -> None:
     """Starts the processes that compile kernels. They import torch for seconds, which a model that
     is about to be loaded takes anyway. A CPU's kernels are compiled without them."""

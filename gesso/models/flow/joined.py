@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gesso.models.folded import FoldedLinear, together
+from gesso.weights.folded_linear import FoldedLinear, apply_to_one_input
 
 PICTURE = ("to_q", "to_k", "to_v")
 TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")
@@ -54,7 +54,7 @@ class _Known:
 
     def learn(self, names: Sequence[str], x: Tensor | None) -> None:
         if x is not None and _joinable(self.attention, names):
-            found = together([getattr(self.attention, name) for name in names], x)
+            found = apply_to_one_input([getattr(self.attention, name) for name in names], x)
             for name, y in zip(names, found, strict=True):
                 setattr(self, name, partial(_given, x, y))
 

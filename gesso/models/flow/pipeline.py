@@ -23,9 +23,11 @@ from gesso.models.flow import compiled as speed
 from gesso.models.flow.adapter import load_adapter
 from gesso.models.flow.base import Guidance, Reader
 from gesso.models.located import PIPELINE, locate
-from gesso.models.policy import SHARD, Policy
 from gesso.rollout import Conditioning
 from gesso.types import UserError, Which
+from gesso.weights.folding_rule import folds_lora
+from gesso.weights.merge import SHARD
+from gesso.weights.policy import Policy
 
 JOINT_ATTENTION = tuple(
     f"attn.{name}"  # bare names would also hit attn2 of SD3.5
@@ -81,7 +83,7 @@ class PipelineModel(ABC):
         self.text_length = self._text_length(settings.text_length)
         if settings.gradient_checkpointing:
             self.transformer.enable_gradient_checkpointing()
-        folds = speed.folds(settings, self.device)
+        folds = folds_lora(settings, self.device.type)
         self.policy = Policy(self.transformer, settings.lora, self.lora_targets, seed, folds=folds)
         self.sizes: Sequence[int] = ()  # rows that what is compiled is run with
         parameters = sum(p.numel() for p in self.transformer.parameters())

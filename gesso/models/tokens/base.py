@@ -18,9 +18,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from gesso.models.policy import SHARD, Policy
 from gesso.rollout import TokenPrompt, TokenTrace
 from gesso.types import Prompt, Which
+from gesso.weights.merge import SHARD
+from gesso.weights.policy import Policy
+from gesso.weights.roles import RunnableWeights
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,6 @@ class Critic(Protocol):
 
 
 class TokenModel(Protocol):
-    policy: Policy
     device: torch.device
     end: frozenset[int]  # ids that end a reply
     suppressed: Tensor  # ids that no reply holds: their probability is 0, in sampling and in `logp`
@@ -55,6 +56,9 @@ class TokenModel(Protocol):
     max_prompt: int  # tokens
     places: int | None  # tokens that its positions are made for; None: it has no limit
     critic: Critic | None  # where an algorithm asked for one
+
+    @property
+    def policy(self) -> RunnableWeights: ...
 
     def encode(self, prompt: Prompt) -> TokenPrompt:
         """Through the model's own chat template and image processor."""
@@ -98,3 +102,10 @@ class TokenModel(Protocol):
 
     def logits(self, states: Tensor, temperature: float) -> Tensor:
         """(n, D) → (n, V) float32, divided by the temperature, suppressed ids at −∞."""
+
+
+class TrainableTokenModel(TokenModel, Protocol):
+    """The same for the learner and for loading, which may change its weights."""
+
+    @property
+    def policy(self) -> Policy: ...

@@ -49,7 +49,7 @@ class _Adapted:
         self.model = model
 
     def hidden(self, trace: TokenTrace) -> Tensor:
-        with self.model.policy.wearing(self.NAME):
+        with self.model.policy.using_adapter(self.NAME):
             return self.model.hidden(trace)
 
 
@@ -65,7 +65,7 @@ def make(
         own = type(model)(section, seed)
         head = own.module.get_output_embeddings().weight  # predicts tokens, which a critic does not
         tied = head is own.module.get_input_embeddings().weight
-        trained = {n: p for n, p in own.policy.trained.items() if tied or p is not head}
+        trained = {n: p for n, p in own.policy.trainable.items() if tied or p is not head}
         return Critic(own, trained, width, lr, seed)
     if model.policy.lora is None:
         raise UserError(
@@ -77,5 +77,5 @@ def make(
             'algorithm.critic.trunk = "lora" does not go with model.gradient_checkpointing, which '
             'computes activations again with the policy\'s adapters on; take trunk = "copy"'
         )
-    trained = model.policy.second_adapter(_Adapted.NAME, seed)
+    trained = model.policy.add_adapter(_Adapted.NAME, seed)
     return Critic(_Adapted(model), trained, width, lr, seed)

@@ -15,9 +15,9 @@ from safetensors import SafetensorError
 
 from gesso import config
 from gesso.models.flow.adapter import check_alpha, check_modules, check_rank
-from gesso.models.policy import Policy
 from gesso.models.tokens import attention
 from gesso.types import UserError
+from gesso.weights.policy import Policy
 
 if TYPE_CHECKING:
     from gesso.models.tokens.transformer import TransformerModel
@@ -168,7 +168,7 @@ def load_adapter(policy: Policy, path: str) -> None:
             f'model.lora.path = "{path}": PEFT cannot read it: {str(error).splitlines()[0]}'
         ) from error
     found = {key.removeprefix("base_model.model."): tensor for key, tensor in state.items()}
-    own = {name.replace(".default.", "."): name for name in policy.trained}
+    own = {name.replace(".default.", "."): name for name in policy.trainable}
     check_modules(folder, own, found)
     check_rank(folder, policy.lora.rank, found)
     check_alpha(folder, policy.lora.alpha, about, policy.lora.rank)

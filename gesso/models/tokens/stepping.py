@@ -20,15 +20,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gesso.weights.lora_folding import LoraFolding
+
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
 
 
 class Stepper:
     """A decoder with the weights it has now; its own are not touched."""
 
-    def __init__(self, decoder: Any, dtype: torch.dtype) -> None:
+    def __init__(self, decoder: Any, dtype: torch.dtype, folding: LoraFolding) -> None:
         self.rotary = decoder.rotary_emb
-        self.layers = [_Layer(layer, dtype) for layer in decoder.layers]
+        self.layers = [_Layer(layer, dtype, folding) for layer in decoder.layers]
         self.weight, self.eps = decoder.norm.weight, decoder.norm.variance_epsilon
         self.dtype = dtype
 
@@ -46,15 +48,15 @@ class Stepper:
 
 
 class _Layer:
-    def __init__(self, layer: Any, dtype: torch.dtype) -> None:
+    def __init__(self, layer: Any, dtype: torch.dtype, folding: LoraFolding) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.width, self.scale = attention.head_dim, attention.scaling
         self.before, self.after = layer.input_layernorm, layer.post_attention_layernorm
         self.eps = self.before.variance_epsilon
-        self.qkv = joined([attention.q_proj, attention.k_proj, attention.v_proj], dtype)
-        self.out = joined([attention.o_proj], dtype)
-        self.gate_up = joined([mlp.gate_proj, mlp.up_proj], dtype)
-        self.down = joined([mlp.down_proj], dtype)
+        self.qkv = joined([attention.q_proj, attention.k_proj, attention.v_proj], dtype, folding)
+        self.out = joined([attention.o_proj], dtype, folding)
+        self.gate_up = joined([mlp.gate_proj, mlp.up_proj], dtype, folding)
+        self.down = joined([mlp.down_proj], dtype, folding)
         self.norms: tuple[Tensor, Tensor] | None = None  # of queries and keys: Qwen3 has them
         if isinstance(getattr(attention, "q_norm", None), nn.Module):
             self.norms = attention.q_norm.weight, attention.k_norm.weight
@@ -87,26 +89,20 @@ def fits(decoder: Any) -> bool:
     return decoder.config.hidden_act == "silu"
 
 
-def joined(layers: Sequence[nn.Module], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """Linear layers of one input as one: weight and bias. Adapters must be folded in."""
-    from gesso.models.folded import FoldedLinear
-
-    weights, biases, biased = [], [], False
-    for layer in layers:
-        plain = layer.base_layer if isinstance(layer, FoldedLinear) else layer
-        weight = layer.folded if isinstance(layer, FoldedLinear) else plain.weight
-        assert type(plain) is nn.Linear and weight is not None
-        weights.append(weight.detach().to(dtype))
-        biased = biased or plain.bias is not None
-        bias = weight.new_zeros(len(weight)) if plain.bias is None else plain.bias
-        biases.append(bias.detach().to(dtype))
-    if len(weights) == 1:  # one alone needs no copy
-        return weights[0], biases[0] if biased else None
-    weight = torch.cat(weights)
-    for layer, rows in zip(layers, weight.split([len(w) for w in weights]), strict=True):
-        if isinstance(layer, FoldedLinear):
-            layer.folded = rows  # the same numbers: they are kept once
-    return weight, torch.cat(biases) if biased else None
+def joined(
+    layers: Sequence[Any], dtype: torch.dtype, folding: LoraFolding
+) -> tuple[Tensor, Tensor | None]:
+    """Linear layers of one input as one: weight and bias. Adapters must be folded."""
+    weight = folding.join(layers, dtype)
+    plain = [layer if type(layer) is nn.Linear else layer.base_layer for layer in layers]
+    if all(layer.bias is None for layer in plain):
+        return weight, None
+    biases = [
+        layer.weight.new_zeros(layer.out_features) if layer.bias is None else layer.bias
+        for layer in plain
+    ]
+    biases = [bias.detach().to(dtype) for bias in biases]
+    return weight, biases[0] if len(biases) == 1 else torch.cat(biases)
 
 
 # Between two products

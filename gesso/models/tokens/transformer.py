@@ -20,13 +20,15 @@ from torch import Tensor, nn
 from gesso import config
 from gesso.models.cudnn import settle_attention
 from gesso.models.located import TRANSFORMER, locate
-from gesso.models.policy import SHARD, Policy
 from gesso.models.tokens import head, loading
 from gesso.models.tokens.attention import segments_of
 from gesso.models.tokens.base import Critic, Read, ReplyLogp
 from gesso.models.tokens.stepping import Stepper, fits
 from gesso.rollout import TokenPrompt, TokenTrace
 from gesso.types import Prompt, UserError, Which
+from gesso.weights.folding_rule import folds_lora
+from gesso.weights.merge import SHARD
+from gesso.weights.policy import Policy
 
 LARGE = 500_000_000
 """Parameters from which on compiling its layers for updates is worth the minute it takes."""
@@ -65,7 +67,7 @@ class TransformerModel(ABC):
         whole = settings.lora is None
         self._autocast = whole and self.dtype != torch.float32
         targets, frozen = self._trained(settings)
-        folds = self._pays(settings.fold, settings.lora is not None)
+        folds = folds_lora(settings, self.device.type)
         self.policy = Policy(self.module, settings.lora, targets, seed, frozen, folds)
         if settings.lora is not None and settings.lora.path is not None:
             loading.load_adapter(self.policy, settings.lora.path)
@@ -183,8 +185,9 @@ class TransformerModel(ABC):
         the linear layers is kept here instead, for the length of a sampling call."""
         with self.policy.using(weights):
             rounded = {p: p.data.to(self.dtype) for p in self._rounded_by_autocast()}
-            stepper = Stepper(self.decoder, self.dtype) if self.steps_itself else None
-            self.policy.keep_folded(weights)
+            stepper = None
+            if self.steps_itself:
+                stepper = Stepper(self.decoder, self.dtype, self.policy.folding)
             tied = self._head.weight is self.module.get_input_embeddings().weight
             output = self._head.weight.data.to(self.dtype) if tied and self._autocast else None
 

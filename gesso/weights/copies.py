@@ -1,0 +1,73 @@
+"""Named copies of the trained tensors: "old", "ema", and a full fine-tune's "reference".
+
+A copy takes the place of the current weights for the length of a `with` block. Pointers are
+exchanged and nothing is copied, so the module, compiled or not, runs unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from gesso.types import Weights, Which
+
+
+class NamedCopies:
+    def __init__(self, trainable: Mapping[str, nn.Parameter]) -> None:
+        self.trainable = trainable
+        self.copies: dict[Which, dict[str, Tensor]] = {}
+
+    def tensors(self, which: Which = "current") -> Weights:
+        """The live tensors, not a copy of them."""
+        if which == "current":
+            return {name: p.data for name, p in self.trainable.items()}
+        return self.copies[which]
+
+    def snapshot(self, which: Which) -> None:
+        """Start a copy of that name from the current weights."""
+        self.copies[which] = {name: p.detach().clone() for name, p in self.trainable.items()}
+
+    def load(self, weights: Weights, which: Which = "current") -> None:
+        """Copy values in. Strict: a missing or an extra name, or another shape, raises."""
+        tensors = self.tensors(which)
+        expected = {name: tensor.shape for name, tensor in tensors.items()}
+        if differ := differences(expected, {name: t.shape for name, t in weights.items()}):
+            raise ValueError(f"weights do not fit: {differ}")
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                if tensors[name].data_ptr() != tensor.data_ptr():
+                    tensors[name].copy_(tensor)
+
+    @contextmanager
+    def exchanged(self, which: Which) -> Iterator[None]:
+        """The parameters point to a copy's tensors, and afterwards to the current ones again."""
+        current = {name: p.data for name, p in self.trainable.items()}
+        try:
+            for name, tensor in self.tensors(which).items():
+                self.trainable[name].data = tensor
+            yield
+        finally:
+            for name, tensor in current.items():
+                self.trainable[name].data = tensor
+
+
+def differences(expected: Mapping[str, torch.Size], got: Mapping[str, torch.Size]) -> str:
+    """How the shapes of named tensors differ, in words: how many, and the first of each kind. ""
+    where they agree."""
+    both = expected.keys() & got.keys()
+    kinds = {
+        "missing": expected.keys() - got.keys(),
+        "unexpected": got.keys() - expected.keys(),
+        "of another shape": {name for name in both if expected[name] != got[name]},
+    }
+    words = []
+    for kind, names in kinds.items():
+        if names:
+            first, be = min(names), "tensor is" if len(names) == 1 else "tensors are"
+            words.append(f'{len(names)} {be} {kind}, first "{first}"')
+            if first in both:
+                words[-1] += f": expected {tuple(expected[first])}, got {tuple(got[first])}"
+    return "; ".join(words)
