@@ -97,8 +97,8 @@ def assemble(recipe: Recipe, progress: Progress = SILENT) -> Job:
 
 
 def _fitting(
-    recipe: Recipe, algorithm: Algorithm, model: Any, data: prompts.Loaded, progress: Progress
-) -> prompts.Loaded:
+    recipe: Recipe, algorithm: Algorithm, model: Any, data: prompts.LoadedData, progress: Progress
+) -> prompts.LoadedData:
     """The data as far as the model takes it, with what there is to tell about the rest."""
     if isinstance(recipe.model, Model):
         told = _drawn_as_meant(recipe, recipe.model, algorithm, model, data)
@@ -140,7 +140,7 @@ def _check_places(section: Any, algorithm: Any, model: Any, longest: int) -> Non
 
 
 def _drawn_as_meant(
-    recipe: Recipe, size: Model, algorithm: Algorithm, model: FlowModel, data: prompts.Loaded
+    recipe: Recipe, size: Model, algorithm: Algorithm, model: FlowModel, data: prompts.LoadedData
 ) -> list[str]:
     """Raises for sizes, guidance and negative prompts that the model does not take; tells of
     negative prompts that are not used, and of prompts whose ends it does not see."""

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from gesso.config import tables
+
 PACKAGE = Path(__file__).parent.parent / "gesso"
 TESTS = re.compile(r"\btests/[a-z0-9_/]+\.py")
 # From the roof to the cellar; a room may import the rooms after it and its own files.
@@ -44,6 +46,26 @@ def test_imports_point_downward() -> None:
         assert room in ROOMS, f"{file} lies in no room; name it in ROOMS"
         for other in imports_of(file) - {room}:
             assert ROOMS.index(other) > ROOMS.index(room), f"{file} imports gesso.{other}"
+
+
+def test_the_package_does_not_import_what_is_not_installed() -> None:
+    """The wheel holds `gesso` alone; tools, tests and benchmarks stay in the repository."""
+    folders = {path.name for path in PACKAGE.parent.iterdir() if path.is_dir()} - {PACKAGE.name}
+    assert {"tools", "tests", "benchmarks"} <= folders
+    for file in sorted(PACKAGE.rglob("*.py")):
+        modules: set[str] = set()
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                modules |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                modules.add(node.module)
+        outside = {name for name in modules if name.partition(".")[0] in folders}
+        assert not outside, f"{file} imports {outside}"
+
+
+def test_the_wheel_holds_the_package_alone() -> None:
+    project = tables.read_toml(PACKAGE.parent / "pyproject.toml")
+    assert project["tool"]["hatch"]["build"]["targets"]["wheel"] == {"packages": ["gesso"]}
 
 
 def test_the_import_test_can_see() -> None:

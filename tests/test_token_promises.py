@@ -17,7 +17,7 @@ from gesso.algorithms.credit import Credit
 from gesso.algorithms.grpo import GRPO
 from gesso.check import check
 from gesso.config import Data, Eval, Source, TokenModel, TrainSource
-from gesso.data.prompts import Loaded, Part, without
+from gesso.data.prompts import LoadedData, WeightedPrompts, without
 from gesso.data.readers import read
 from gesso.models.tokens import loading
 from gesso.rewards import base
@@ -140,7 +140,7 @@ def test_rows_that_the_model_does_not_take_are_left_out_and_all_listed(
 def test_held_out_prompts_that_do_not_fit_are_left_out_too() -> None:
     data = Data(train=[TrainSource(path="t.txt")], eval=[Source(path="e.txt")], groups=1)
     prompts = [Prompt("short"), Prompt("a long one")]
-    loaded = Loaded([Part(prompts)], prompts, [])
+    loaded = LoadedData([WeightedPrompts(prompts)], prompts, [])
     found = without(loaded, lambda p: "long" if "long" in p.text else None, data, "are long")
     assert [p.text for p in found.held_out] == ["short"]
     assert [p.text for p in found.train[0].prompts] == ["short"]

@@ -1,7 +1,7 @@
-"""Questions with pictures as conversations: tags, messages, the recipe's template and system text.
+"""Prompts with images as conversations: tags, messages, the recipe's template and system text.
 
 A conversation is a list of {"role", "content"}, the content a list of {"type": "text", "text"} and
-{"type": "image"} parts. `<image>` in a text is the place of a picture, in every format.
+{"type": "image"} parts. `<image>` in a text is the placeholder of an image, in every format.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from dataclasses import dataclass
 from typing import Any
 
 from gesso.config import Data, resolve_path
-from gesso.data.pictures import Unsound, first_line, short
+from gesso.data.images import InvalidRow, first_line, short
 from gesso.types import UserError
 
 TAG = "<image>"
-GIVEN = ("image", "path", "url", "base64")  # where an image part may hold its picture
+IMAGE_KEYS = ("image", "path", "url", "base64")  # of an image part that contains its image
 
-Part = dict[str, str]
+ContentPart = dict[str, str]
 Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Conversation:
     messages: list[Message]
-    pictures: list[Any]  # what image parts hold, where they are not just places
+    images: list[Any]  # what image parts contain, where they are more than placeholders
 
 
 class Template:
     """A jinja template around the user's question: `content`, and the row's columns by name."""
 
-    def __init__(self, given: str) -> None:
+    def __init__(self, template: str) -> None:
         from jinja2 import StrictUndefined, TemplateSyntaxError, meta
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-        self.name, text = _template_text(given)
+        self.name, text = _template_text(template)
         environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
         try:
             used = meta.find_undeclared_variables(environment.parse(text.strip()))
@@ -46,7 +46,7 @@ class Template:
         if "content" not in used:
             raise UserError(f"{self.name}: expected {{{{ content }}}}, the question, in it")
 
-    def around(self, content: str, columns: Mapping[str, Any], where: str) -> str:
+    def render(self, content: str, columns: Mapping[str, Any], where: str) -> str:
         from jinja2 import UndefinedError
 
         try:
@@ -54,105 +54,108 @@ class Template:
         except UndefinedError as error:
             known = ", ".join(["content", *columns])
             raise UserError(f"{where}: {self.name}: {error.message}; there is {known}") from error
-        except Exception as error:  # the template is a program of the user's
+        except Exception as error:  # the template is user code
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise UserError(f"{where}: {self.name} failed: {reason}") from error
 
 
-def _template_text(given: str) -> tuple[str, str]:
-    """Its name in messages, and the template: what the recipe says, or the file it names."""
-    if re.search(r"\{\{|\{%|\n", given):
-        return "data.template", given
+def _template_text(template: str) -> tuple[str, str]:
+    """Name for error messages, and text: `template` itself, or the content of the file it names."""
+    if re.search(r"\{\{|\{%|\n", template):
+        return "data.template", template
     try:
-        return f"data.template {given}", resolve_path(given).read_text(encoding="utf-8-sig")
+        return f"data.template {template}", resolve_path(template).read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         raise UserError(
-            f'data.template = "{given}": no such file; expected one, or a template with '
+            f'data.template = "{template}": no such file; expected one, or a template with '
             "{{ content }} in it"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"data.template {given} cannot be read: {first_line(error)}") from error
+        raise UserError(f"data.template {template} cannot be read: {first_line(error)}") from error
 
 
 @dataclass(frozen=True)
-class Form:
-    """What a recipe puts around every question."""
+class ChatFormat:
+    """The template and the system text that a recipe adds to every prompt."""
 
     template: Template | None = None
     system: str | None = None
 
     @staticmethod
-    def of(data: Data) -> Form:
-        return Form(None if data.template is None else Template(data.template), data.system)
+    def of(data: Data) -> ChatFormat:
+        return ChatFormat(None if data.template is None else Template(data.template), data.system)
 
 
-PLAIN = Form()
+PLAIN = ChatFormat()
 
 
-def parsed(asked: Any, must: bool) -> Any:
-    """Messages where a text is a list of them in JSON, as it `must` be in LMM-R1's column."""
-    if not isinstance(asked, str) or not (
-        must or re.match(r'\s*\[\s*\{\s*"(role|content)"', asked)
-    ):
-        return asked
+def parse_messages(value: Any, required: bool) -> Any:
+    """Messages, if a text is a JSON list of them; LMM-R1's column requires one."""
+    if not isinstance(value, str):
+        return value
+    if not required and not re.match(r'\s*\[\s*\{\s*"(role|content)"', value):
+        return value
     try:
-        found = json.loads(asked)
+        messages = json.loads(value)
     except (ValueError, RecursionError) as error:
-        raise Unsound(f"expected messages as JSON, got {short(asked)}: {error}") from None
-    if not isinstance(found, list):
-        raise Unsound(f"expected a list of messages, got {short(asked)}")
-    return found
+        raise InvalidRow(f"expected messages as JSON, got {short(value)}: {error}") from None
+    if not isinstance(messages, list):
+        raise InvalidRow(f"expected a list of messages, got {short(value)}")
+    return messages
 
 
-def conversation(asked: str | list[Any]) -> Conversation:
-    """A question, or messages."""
-    given = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-    pictures: list[Any] = []
-    messages = [_message(message, i, pictures) for i, message in enumerate(given, 1)]
+def conversation(prompt: str | list[Any]) -> Conversation:
+    """A text becomes one user message."""
+    given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    images: list[Any] = []
+    messages = [_message(message, i, images) for i, message in enumerate(given, 1)]
     if not any(message["role"] == "user" for message in messages):
-        raise Unsound(f"expected a message of the user's, found {_roles(messages)}")
+        raise InvalidRow(f"expected a message of the user's, found {_roles(messages)}")
     if messages[-1]["role"] == "assistant":
-        raise Unsound("the last message is the assistant's already; expected the user's")
-    return Conversation(messages, pictures)
+        raise InvalidRow("the last message is the assistant's already; expected the user's")
+    return Conversation(messages, images)
 
 
 def _roles(messages: Sequence[Message]) -> str:
     return ", ".join(message["role"] for message in messages) or "none"
 
 
-def _message(given: Any, number: int, pictures: list[Any]) -> Message:
+def _message(given: Any, number: int, images: list[Any]) -> Message:
+    """A message with its content in parts; images that it contains are added to `images`."""
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
-        raise Unsound(f'message {number}: expected {{"role", "content"}}, got {short(given)}')
+        raise InvalidRow(f'message {number}: expected {{"role", "content"}}, got {short(given)}')
     content = given.get("content")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list):
-        raise Unsound(f"message {number}: expected text or parts as content, got {short(content)}")
-    made: list[Part] = []
+        raise InvalidRow(
+            f"message {number}: expected text or parts as content, got {short(content)}"
+        )
+    result: list[ContentPart] = []
     for part in parts:
         if isinstance(part, str):
             part = {"type": "text", "text": part}
         kind = part.get("type") if isinstance(part, dict) else None
         if kind == "text" and isinstance(part.get("text"), str):
-            made += split(part["text"])
+            result += split(part["text"])
         elif kind in ("image", "image_url"):
-            held = _held(part)
-            pictures += [] if held is None else [held]
-            made.append({"type": "image"})
+            image = _embedded_image(part)
+            images += [] if image is None else [image]
+            result.append({"type": "image"})
         else:
-            raise Unsound(f"message {number}: expected a text or an image, got {short(part)}")
-    return {"role": given["role"], "content": made}
+            raise InvalidRow(f"message {number}: expected a text or an image, got {short(part)}")
+    return {"role": given["role"], "content": result}
 
 
-def _held(part: Mapping[str, Any]) -> Any:
+def _embedded_image(part: Mapping[str, Any]) -> Any:
     if part["type"] == "image_url":
         url = part.get("image_url")
         return url.get("url") if isinstance(url, dict) else url
-    return next((part[key] for key in GIVEN if part.get(key) is not None), None)
+    return next((part[key] for key in IMAGE_KEYS if part.get(key) is not None), None)
 
 
-def split(text: str) -> list[Part]:
-    """A text at its tags: one image part for each, texts between them as they are."""
-    parts: list[Part] = []
+def split(text: str) -> list[ContentPart]:
+    """Splits a text at its tags: an image part for each tag, text parts between them."""
+    parts: list[ContentPart] = []
     for i, piece in enumerate(text.split(TAG)):
         parts += [{"type": "image"}] if i else []
         parts += [{"type": "text", "text": piece}] if piece else []
@@ -160,44 +163,55 @@ def split(text: str) -> list[Part]:
 
 
 def question(messages: Sequence[Message]) -> str:
-    """The user's last message as people read it, without its pictures."""
-    texts = [part["text"].strip() for part in _last(messages)["content"] if part["type"] == "text"]
+    """The text of the user's last message, without its images."""
+    texts = [
+        part["text"].strip()
+        for part in _last_user_message(messages)["content"]
+        if part["type"] == "text"
+    ]
     return " ".join(text for text in texts if text)
 
 
-def _last(messages: Sequence[Message]) -> Message:
+def _last_user_message(messages: Sequence[Message]) -> Message:
     return next(message for message in reversed(messages) if message["role"] == "user")
 
 
-def formed(
-    messages: Sequence[Message], form: Form, columns: Mapping[str, Any], where: str
+def apply_format(
+    messages: Sequence[Message], chat_format: ChatFormat, columns: Mapping[str, Any], where: str
 ) -> list[Message]:
-    """With the recipe's template around the last question and its system text before all."""
-    made = list(messages)
-    if form.template is not None:
-        last = _last(made)
-        whole = "".join(TAG if p["type"] == "image" else p["text"] for p in last["content"])
-        content = split(form.template.around(whole, columns, where))
-        made = [{**m, "content": content} if m is last else m for m in made]
-    if form.system is not None and not any(m["role"] == "system" for m in made):
-        made.insert(0, {"role": "system", "content": [{"type": "text", "text": form.system}]})
-    return made
+    """Renders the last user message with the recipe's template and prepends its system text."""
+    result = list(messages)
+    if chat_format.template is not None:
+        last = _last_user_message(result)
+        text = "".join(TAG if p["type"] == "image" else p["text"] for p in last["content"])
+        content = split(chat_format.template.render(text, columns, where))
+        result = [{**m, "content": content} if m is last else m for m in result]
+    if chat_format.system is not None and not any(m["role"] == "system" for m in result):
+        system = [{"type": "text", "text": chat_format.system}]
+        result.insert(0, {"role": "system", "content": system})
+    return result
 
 
-def placed(
-    messages: Sequence[Message], own: Sequence[Any], attached: Sequence[Any]
+def match_images(
+    messages: Sequence[Message], embedded: Sequence[Any], attached: Sequence[Any]
 ) -> tuple[list[Message], list[Any]]:
-    """A picture for every place and a place for every picture. The messages hold their `own`, or
-    those `attached` to the row belong to the places in order, or, where there is no place, before
+    """Messages with as many image parts as images. The images are `embedded` in the messages, or
+    `attached` to the row: these fill the placeholders in order or, if there are none, come before
     the user's first text."""
-    places = sum(part["type"] == "image" for message in messages for part in message["content"])
-    if own and attached:
-        raise Unsound(f"expected pictures in the messages ({len(own)}) or beside ({len(attached)})")
-    given = list(own or attached)
-    if not places and given:
+    placeholders = sum(
+        part["type"] == "image" for message in messages for part in message["content"]
+    )
+    if embedded and attached:
+        raise InvalidRow(
+            f"expected pictures in the messages ({len(embedded)}) or beside ({len(attached)})"
+        )
+    images = list(embedded or attached)
+    if not placeholders and images:
         first = next(message for message in messages if message["role"] == "user")
-        content = [*({"type": "image"} for _ in given), *first["content"]]
-        return [{**m, "content": content} if m is first else m for m in messages], given
-    if places != len(given):
-        raise Unsound(f"expected as many pictures as {TAG}, found {len(given)} for {places}")
-    return list(messages), given
+        content = [*({"type": "image"} for _ in images), *first["content"]]
+        return [{**m, "content": content} if m is first else m for m in messages], images
+    if placeholders != len(images):
+        raise InvalidRow(
+            f"expected as many pictures as {TAG}, found {len(images)} for {placeholders}"
+        )
+    return list(messages), images

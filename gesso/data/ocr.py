@@ -1,7 +1,7 @@
-"""An OCR prompt set of our own making: scenes × texts, train and test without a text in common.
+"""A generated OCR prompt set: scenes × texts, with disjoint texts in train and test.
 
-Every line asks for exactly one text, in double quotes. The words come from the bundled lists, one
-for each split; numbers and prices are kept apart by drawing the test set first.
+Every line asks for exactly one text, in double quotes. Each split has its own list of words; the
+test set is drawn first, and the training set avoids its numbers and prices.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import random
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from gesso.formulas.text import normalised
 from gesso.types import UserError
 from gesso.zoo.words import real_words
 
-MOST = 1_000_000  # prompts a file: far fewer than there are, so drawing never runs dry
+MAX_PROMPTS = 1_000_000  # a file: far fewer than there are, so that drawing ends
 
 SCENES = (
     "a shop sign that says {}",
@@ -145,8 +146,8 @@ NUMBERS = (
 def write(folder: Path, train: int, test: int, seed: int) -> list[Path]:
     """`folder`/train.txt and `folder`/test.txt, as Flow-GRPO lays them out."""
     for name, count in (("--train", train), ("--test", test)):
-        if not 1 <= count <= MOST:
-            raise UserError(f"{name} {count}: expected a number of prompts from 1 to {MOST}")
+        if not 1 <= count <= MAX_PROMPTS:
+            raise UserError(f"{name} {count}: expected a number of prompts from 1 to {MAX_PROMPTS}")
     files = {"train": folder / "train.txt", "test": folder / "test.txt"}
     for file in files.values():
         if file.exists():
@@ -162,26 +163,26 @@ def write(folder: Path, train: int, test: int, seed: int) -> list[Path]:
     return list(files.values())
 
 
-def prompts(split: str, count: int, seed: int, apart: Sequence[str] = ()) -> list[str]:
-    """`count` different prompts of a split; none asks for a text that a prompt in `apart` asks
-    for, by the OCR reward's own reading: capitals and spaces do not count."""
+def prompts(split: str, count: int, seed: int, held_out: Sequence[str] = ()) -> list[str]:
+    """`count` different prompts of a split, none with a text of `held_out`. Texts are compared as
+    the OCR reward does: without case and spaces."""
     rng = random.Random(f"ocr {split} {seed}")
     words = real_words("eval" if split == "test" else "train")
-    taken = {_bare(text_of(prompt)) for prompt in apart}
-    made: dict[str, None] = {}  # in order
-    while len(made) < count:
-        text = _text(rng, words, taken)
+    excluded = {normalised(text_of(prompt)) for prompt in held_out}
+    lines: dict[str, None] = {}  # an ordered set
+    while len(lines) < count:
+        text = _text(rng, words, excluded)
         scene = rng.choice(SCENES).replace("{}", f'"{text}"')
-        made[scene + rng.choice(TAILS)] = None
-    return list(made)
+        lines[scene + rng.choice(TAILS)] = None
+    return list(lines)
 
 
 def text_of(prompt: str) -> str:
-    """What stands between the double quotes."""
+    """The text between the double quotes."""
     return prompt.split('"')[1]
 
 
-def _text(rng: random.Random, words: Sequence[str], taken: Collection[str]) -> str:
+def _text(rng: random.Random, words: Sequence[str], excluded: Collection[str]) -> str:
     """Half are single words, four in ten are phrases, one in ten is a number."""
     while True:
         (kind,) = rng.choices((1, 2, 3, 0), weights=(50, 25, 15, 10))
@@ -192,9 +193,5 @@ def _text(rng: random.Random, words: Sequence[str], taken: Collection[str]) -> s
             pattern = rng.choice(PHRASES[kind])
             text = pattern.format(*rng.sample(words, pattern.count("{}"))).lower()
             text = rng.choice((text.upper(), text.title(), text))
-        if _bare(text) not in taken:
+        if normalised(text) not in excluded:
             return text
-
-
-def _bare(text: str) -> str:
-    return text.replace(" ", "").lower()

@@ -1,4 +1,4 @@
-"""Which prompts there are and which of them a step uses."""
+"""The prompts of a recipe, and the batch of prompts of each step."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from fractions import Fraction
 from pathlib import Path
 
 from gesso.config import Data, Source
-from gesso.data.chat import Form
-from gesso.data.pictures import Unsound, faults
+from gesso.data.chat import ChatFormat
+from gesso.data.images import InvalidRow, faults
 from gesso.data.readers import Reading, read
 from gesso.data.rows import prompt_of, weight_of
 from gesso.types import Picture, Prompt, UserError, seed_of
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightedPrompts:
     """The prompts of one source, and how often they are drawn relative to the other sources."""
 
     prompts: Sequence[Prompt]
@@ -31,62 +31,69 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """What a recipe's `data` names, without the prompts that cannot be scored."""
+class LoadedData:
+    """The prompts of a recipe's `data` that can be scored."""
 
-    train: Sequence[Part]
-    held_out: Sequence[Prompt]  # the sets in turn, so that the first few hold some of each
-    notes: Sequence[str]  # to be told before the run
-    left_out: Sequence[str] = ()  # "file:line: why" of every row that is not among them
+    train: Sequence[WeightedPrompts]
+    held_out: Sequence[Prompt]  # of all sets, interleaved
+    notes: Sequence[str]  # to show before the run
+    left_out: Sequence[str] = ()  # "file:line: why" of every skipped row
 
 
 Unfit = Callable[[Prompt], str | None]
 """Why a prompt cannot be scored, or None."""
 
 
-def load(data: Data, unfit: Unfit, unfit_held_out: Unfit) -> Loaded:
-    told = Told()
-    form = Form.of(data)
-    train = [Part(_scored(source, form, unfit, told), source.weight) for source in data.train]
-    held_out, others = from_sources(data.eval, form, unfit_held_out)
-    told.add(others)
-    told.say(overlap([p for part in train for p in part.prompts], held_out))
-    return Loaded(train, held_out, told.notes, told.left_out)
+def load(data: Data, unfit: Unfit, unfit_held_out: Unfit) -> LoadedData:
+    report = LoadReport()
+    chat_format = ChatFormat.of(data)
+    train = [
+        WeightedPrompts(_scored(source, chat_format, unfit, report), source.weight)
+        for source in data.train
+    ]
+    held_out, held_out_report = from_sources(data.eval, chat_format, unfit_held_out)
+    report.merge(held_out_report)
+    report.add_note(overlap([p for part in train for p in part.prompts], held_out))
+    return LoadedData(train, held_out, report.notes, report.left_out)
 
 
 @dataclass(frozen=True)
-class Told:
-    """What there is to say about data, collected while it is read."""
+class LoadReport:
+    """Notes and skipped rows, collected while data is read."""
 
     notes: list[str] = field(default_factory=list)  # sentences, each once
     left_out: list[str] = field(default_factory=list)  # rows, each with its reason
 
-    def say(self, note: str | None) -> None:
+    def add_note(self, note: str | None) -> None:
         if note and note not in self.notes:
             self.notes.append(note)
 
-    def add(self, other: Told) -> None:
+    def merge(self, other: LoadReport) -> None:
         for note in other.notes:
-            self.say(note)
+            self.add_note(note)
         self.left_out.extend(other.left_out)
 
 
-def from_sources(sources: Sequence[Source], form: Form, unfit: Unfit) -> tuple[list[Prompt], Told]:
-    """The prompts of several sets in turn that can be scored, and what is to tell of the others."""
-    told = Told()
-    return in_turn([_scored(source, form, unfit, told) for source in sources]), told
+def from_sources(
+    sources: Sequence[Source], chat_format: ChatFormat, unfit: Unfit
+) -> tuple[list[Prompt], LoadReport]:
+    """The prompts of several sets, interleaved, that can be scored, and a report on the others."""
+    report = LoadReport()
+    return interleave([_scored(source, chat_format, unfit, report) for source in sources]), report
 
 
-def _scored(source: Source, form: Form, unfit: Unfit, told: Told) -> list[Prompt]:
-    reading = read(source, form)
-    read_ones, note = usable(reading, source.path)
-    told.say(note)
-    told.left_out.extend(reading.left_out)
-    return fit(read_ones, unfit, source.path, told)
+def _scored(
+    source: Source, chat_format: ChatFormat, unfit: Unfit, report: LoadReport
+) -> list[Prompt]:
+    reading = read(source, chat_format)
+    prompts, note = usable(reading, source.path)
+    report.add_note(note)
+    report.left_out.extend(reading.left_out)
+    return fit(prompts, unfit, source.path, report)
 
 
 def usable(reading: Reading, path: str) -> tuple[list[Prompt], str | None]:
-    """The prompts of a source, and a sentence about the rows that are none."""
+    """The prompts of a source, and a sentence about the rows that cannot be used."""
     if not reading.left_out:
         return reading.prompts, None
     example = f"the first is {reading.left_out[0]}"
@@ -96,60 +103,65 @@ def usable(reading: Reading, path: str) -> tuple[list[Prompt], str | None]:
     return reading.prompts, f"{count} of {total} prompts of {path} are left out; {example}"
 
 
-def without(loaded: Loaded, unfit: Unfit, data: Data, why: str) -> Loaded:
-    """The data without the prompts for which there is a reason; and told."""
-    told = Told([*loaded.notes], [*loaded.left_out])
+def without(loaded: LoadedData, unfit: Unfit, data: Data, why: str) -> LoadedData:
+    """The data without the prompts for which `unfit` gives a reason; these are reported."""
+    report = LoadReport([*loaded.notes], [*loaded.left_out])
     train = [
-        Part(fit(part.prompts, unfit, source.path, told, why), part.weight)
+        WeightedPrompts(fit(part.prompts, unfit, source.path, report, why), part.weight)
         for part, source in zip(loaded.train, data.train, strict=True)
     ]
     path = " and ".join(source.path for source in data.eval)
-    held_out = fit(loaded.held_out, unfit, path, told, why)
-    return Loaded(train, held_out, told.notes, told.left_out)
+    held_out = fit(loaded.held_out, unfit, path, report, why)
+    return LoadedData(train, held_out, report.notes, report.left_out)
 
 
-def ask(text: str, images: Sequence[str | Path | bytes], data: Data) -> Prompt:
-    """A person's question, formed as the rows of the data are; a picture is a file or its bytes."""
+def typed_prompt(text: str, images: Sequence[str | Path | bytes], data: Data) -> Prompt:
+    """A typed prompt in the format of the data's rows; an image is a file or its bytes."""
     given = [image if isinstance(image, bytes) else str(image) for image in images]
     row = {"prompt": text} | ({"images": given} if given else {})
     where = "the prompt"
     try:
-        made = prompt_of(row, where, Source(path=where), None, Form.of(data))
-    except Unsound as error:
+        prompt = prompt_of(row, where, Source(path=where), None, ChatFormat.of(data))
+    except InvalidRow as error:
         raise UserError(f"{where}: {error}") from error
-    (fault,) = faults([made])
+    (fault,) = faults([prompt])
     if fault:
         raise UserError(f"{where}: {fault}")
-    return made
+    return prompt
 
 
 def fit(
-    prompts: Sequence[Prompt], unfit: Unfit, path: str, told: Told, why: str = "cannot be scored"
+    prompts: Sequence[Prompt],
+    unfit: Unfit,
+    path: str,
+    report: LoadReport,
+    why: str = "cannot be scored",
 ) -> list[Prompt]:
-    """The prompts the rewards can score; about the others there is something to tell."""
-    asked = [(p, unfit(p)) for p in prompts]
-    kept = [p for p, reason in asked if not reason]
+    """The prompts for which `unfit` gives no reason; the others are reported."""
+    reasons = [(p, unfit(p)) for p in prompts]
+    kept = [p for p, reason in reasons if not reason]
     if len(kept) == len(prompts):
         return kept
-    refused = [f"{p.where}: {reason}: {p.text[:60]}" for p, reason in asked if reason]
+    refused = [f"{p.where}: {reason}: {p.text[:60]}" for p, reason in reasons if reason]
     example = f"the first is {refused[0]}"
     if not kept:
         raise UserError(f"no prompt of {path} is left: all {why}; {example}")
-    told.say(f"{len(refused)} of {len(prompts)} prompts of {path} {why} and are skipped; {example}")
-    told.left_out.extend(refused)
+    count = f"{len(refused)} of {len(prompts)}"
+    report.add_note(f"{count} prompts of {path} {why} and are skipped; {example}")
+    report.left_out.extend(refused)
     return kept
 
 
-def in_turn(sets: Sequence[Sequence[Prompt]]) -> list[Prompt]:
-    """One prompt of each set, then the next of each; a set that has ended is passed over."""
+def interleave(sets: Sequence[Sequence[Prompt]]) -> list[Prompt]:
+    """The first prompt of each set, then the second of each; exhausted sets are skipped."""
     rounds = itertools.zip_longest(*sets)
     return [prompt for turn in rounds for prompt in turn if prompt is not None]
 
 
 def overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> str | None:
     """A sentence about held-out prompts that are trained on as well."""
-    trained = {_asks(p) for p in train}
-    both = [p for p in held_out if _asks(p) in trained]
+    trained = {_identity(p) for p in train}
+    both = [p for p in held_out if _identity(p) in trained]
     if not both:
         return None
     return (
@@ -158,7 +170,7 @@ def overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> str | None:
     )
 
 
-def _asks(prompt: Prompt) -> tuple[str, str, tuple[Picture, ...]]:
+def _identity(prompt: Prompt) -> tuple[str, str, tuple[Picture, ...]]:
     """What two rows that ask the same thing share: many pictures come with one question."""
     return prompt.text, json.dumps(prompt.messages), prompt.images
 
@@ -166,13 +178,13 @@ def _asks(prompt: Prompt) -> tuple[str, str, tuple[Picture, ...]]:
 class Stream:
     """Batch i is a pure function of (seed, i), at the same cost for every i.
 
-    Sources take turns by weight, without chance: the k-th prompt (k = 0, 1, …) of a source whose
-    share of the weights is p is due at (k + ½)/p, and what is due first comes first (Webster's
-    method; stride scheduling). So each source's count is at every moment its share, to within a
-    prompt or so. Each source is an endless row of shuffled passes over its prompts.
+    Sources alternate by weight, deterministically: the k-th prompt (k = 0, 1, …) of a source whose
+    share of the weights is p is due at (k + ½)/p, and prompts come in the order in which they
+    are due (Webster's method; stride scheduling). So each source's count is always its share, to
+    within a prompt or so. Each source is an endless sequence of shuffled passes over its prompts.
     """
 
-    def __init__(self, parts: Sequence[Part], seed: int) -> None:
+    def __init__(self, parts: Sequence[WeightedPrompts], seed: int) -> None:
         self.parts = parts
         self.seed = seed
         total = sum(Fraction(part.weight) for part in parts)
@@ -186,16 +198,16 @@ class Stream:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Of all that a batch depends on beside the seed, but for the pixels: a run that goes on
-        with another one does not go on where it stopped."""
-        found = hashlib.blake2b(digest_size=8)
+        """Hash of everything that a batch depends on except the seed and the pixels: a resumed run
+        with another digest would draw other batches."""
+        digest = hashlib.blake2b(digest_size=8)
         for part in self.parts:
-            found.update(repr(part.weight).encode())
+            digest.update(repr(part.weight).encode())
             for p in part.prompts:
                 images = [Path(each.path).name or len(each.data) for each in p.images]
-                said = [p.text, p.negative, p.messages, p.columns, images]
-                found.update(json.dumps(said).encode())
-        return found.hexdigest()
+                fields = [p.text, p.negative, p.messages, p.columns, images]
+                digest.update(json.dumps(fields).encode())
+        return digest.hexdigest()
 
     def batch(self, i: int, size: int) -> list[Prompt]:
         return [self._at(source, k) for source, k in self._turns(i * size, size)]
@@ -221,8 +233,8 @@ class Stream:
         return prompts[self._order(source, turn)[place]]
 
     def _pass(self, source: int, turn: int) -> list[int]:
-        """Rows of one pass over a source: each once, or by weight where rows have weights."""
-        # The first source is seeded as when there was but one: old runs resume to the bit.
+        """Rows of one pass over a source: each once, or by weight if rows have weights."""
+        # The first source has the seed of a single source, so that old runs resume bit for bit.
         parts = (self.seed, "data", turn, source) if source else (self.seed, "data", turn)
         start = random.Random(seed_of(*parts, "rows")).random()
         order = pass_by_weight(self._weights[source], start)

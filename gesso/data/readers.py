@@ -1,10 +1,10 @@
-"""The prompt files users already have → Prompt.
+"""Prompt files and datasets → Prompt.
 
 prompts.txt              a prompt a line
 prompts.jsonl            an object a line; GenEval's metadata as it is
 prompts.json             a list of objects, or {"data": a list}
 prompts.parquet          extra `data`
-file@train               the file: `datasets` calls what it holds "train"
+file@train               the file: `datasets` calls its only split "train"
 folder@split             `split.txt`, `split_metadata.jsonl`, shards as the hub has them, or what
                          `datasets` saved on disk (extra `data`): see splits.py
 hub:owner/name@split     a dataset of the Hugging Face hub, `hub:owner/name/subset@split` one of
@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from gesso.config import Source, resolve_path
-from gesso.data.chat import PLAIN, Form
-from gesso.data.pictures import Unsound, faults, first_line, short
+from gesso.data.chat import PLAIN, ChatFormat
+from gesso.data.images import InvalidRow, faults, first_line, short
 from gesso.data.rows import Row, prompt_of
 from gesso.data.splits import FILES, is_saved, pick
 from gesso.types import Prompt, UserError
@@ -43,36 +43,36 @@ class Reading:
     left_out: list[str]  # "geo3k.parquet:17: why", one for each row that cannot be used
 
 
-def read(source: Source, form: Form = PLAIN) -> Reading:
-    """Every row of a source, its pictures found and decoded once. `source.column` becomes the
-    prompt's text and "negative_prompt" its negative; all other columns go along to the rewards."""
+def read(source: Source, chat_format: ChatFormat = PLAIN) -> Reading:
+    """Every row of a source; each image is decoded once. `source.column` becomes the prompt's text
+    and "negative_prompt" its negative; rewards get all other columns."""
     try:
-        made = _made(source, form)
+        results = _prompts(source, chat_format)
     except OSError as error:  # no permission, a disk that is gone
         raise UserError(f"prompt file {source.path} cannot be read: {error}") from error
-    if not made:
+    if not results:
         raise UserError(f"prompt file {source.path} is empty; it needs a row for each prompt")
-    found = [prompt for prompt in made if isinstance(prompt, Prompt)]
-    torn = {p.where: why for p, why in zip(found, faults(found), strict=True) if why}
+    prompts = [prompt for prompt in results if isinstance(prompt, Prompt)]
+    broken = {p.where: why for p, why in zip(prompts, faults(prompts), strict=True) if why}
     left_out = [
-        row if isinstance(row, str) else f"{row.where}: {torn[row.where]}"
-        for row in made
-        if isinstance(row, str) or row.where in torn
+        row if isinstance(row, str) else f"{row.where}: {broken[row.where]}"
+        for row in results
+        if isinstance(row, str) or row.where in broken
     ]
-    return Reading([prompt for prompt in found if prompt.where not in torn], left_out)
+    return Reading([prompt for prompt in prompts if prompt.where not in broken], left_out)
 
 
-def _made(source: Source, form: Form) -> list[Prompt | str]:
-    """A prompt of each row, or why there is none."""
-    made: list[Prompt | str] = []
+def _prompts(source: Source, chat_format: ChatFormat) -> list[Prompt | str]:
+    """The prompt of each row, or why there is none."""
+    results: list[Prompt | str] = []
     for table in _tables(source):
         for i, row in table.rows:
             where = f"{table.name}:{i}"
             try:
-                made.append(prompt_of(row, where, source, table.folder, form))
-            except Unsound as error:
-                made.append(f"{where}: {error}")
-    return made
+                results.append(prompt_of(row, where, source, table.folder, chat_format))
+            except InvalidRow as error:
+                results.append(f"{where}: {error}")
+    return results
 
 
 @dataclass(frozen=True)
@@ -81,34 +81,34 @@ class Table:
 
     rows: Rows
     name: str  # in messages
-    folder: Path | None  # that pictures are looked for in
+    folder: Path | None  # where relative paths of images start
 
 
 def _tables(source: Source) -> Iterator[Table]:
-    """What a source names: one, or a split's shards in order."""
+    """The tables of a source: one, or a split's shards in order."""
     if source.path.startswith(HUB):
         name = source.path.removeprefix(HUB)
         yield Table(_hub_rows(name, source), name, None)
         return
-    places, within = _locate(source.path)
-    names = [f"{within}{place.name}" for place in places]
-    kind = places[0].suffix if places[0].is_file() else ""
+    paths, prefix = _locate(source.path)
+    names = [f"{prefix}{path.name}" for path in paths]
+    kind = paths[0].suffix if paths[0].is_file() else ""
     if kind in JSON:
-        yield from _json_tables(places, names, source)
+        yield from _json_tables(paths, names, source)
         return
     readers = {"": _saved_rows, ".txt": _text_rows, ".parquet": _parquet_rows}
     if kind == ".parquet":
-        _check_alike(places, names, source)
-    for place, name in zip(places, names, strict=True):
-        folder = place.parent if kind else place
-        yield Table(readers[kind](place, source), name, folder)
+        _check_same_columns(paths, names, source)
+    for path, name in zip(paths, names, strict=True):
+        folder = path.parent if kind else path
+        yield Table(readers[kind](path, source), name, folder)
 
 
 def _locate(path: str) -> tuple[Sequence[Path], str]:
-    """The files or the saved dataset behind `path` or `folder@split`, and what stands before their
-    names in messages."""
+    """The files or the saved dataset of `path` or `folder@split`, and the prefix of their names in
+    error messages."""
     place, split = resolve_path(path), ""
-    if not place.exists() and "@" in path:  # a path that has an @ of its own is taken as it is
+    if not place.exists() and "@" in path:  # an existing path may contain an @
         folder, _, split = path.rpartition("@")
         place = resolve_path(folder)
     if not place.exists():
@@ -122,7 +122,7 @@ def _locate(path: str) -> tuple[Sequence[Path], str]:
             f"leave out @{split}"
         )
     if place.is_dir() and not (is_saved(place) and not split):
-        return pick(place, split, path).places, f"{place.name}/"
+        return pick(place, split, path).paths, f"{place.name}/"
     if place.is_file() and place.suffix not in FILES:
         raise UserError(
             f"prompt file {path}: expected .txt, .jsonl, .json or .parquet, "
@@ -152,7 +152,7 @@ def _text_rows(file: Path, source: Source) -> Rows:
 
 
 def _json_tables(files: Sequence[Path], names: Sequence[str], source: Source) -> list[Table]:
-    """Rows of JSON need not have every column, so what is said of columns is held against all."""
+    """JSON rows may lack columns, so the source's columns are checked against all rows together."""
     tables = [
         Table(JSON[file.suffix](file, name), name, file.parent)
         for file, name in zip(files, names, strict=True)
@@ -167,45 +167,45 @@ def _json_tables(files: Sequence[Path], names: Sequence[str], source: Source) ->
 
 
 def _line_rows(file: Path, name: str) -> Rows:
-    found = []
+    rows = []
     for i, line in _lines(file):
         try:
-            found.append((i, json.loads(line)))
+            rows.append((i, json.loads(line)))
         except (ValueError, RecursionError) as error:
             raise UserError(f"{name}:{i}: not JSON: {error}") from error
-    return _objects(found, name)
+    return _objects(rows, name)
 
 
 def _json_rows(file: Path, name: str) -> Rows:
     """A list, {"data": a list}, or, as `datasets` has it, an object a line."""
     try:
-        found = json.loads(_text(file))
+        content = json.loads(_text(file))
     except (ValueError, RecursionError) as error:
         if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":
             return _line_rows(file, name)
         raise UserError(f"prompt file {file} is not JSON: {error}") from error
-    if isinstance(found, dict) and "data" in found:
-        found = found["data"]
-    if not isinstance(found, list):
+    if isinstance(content, dict) and "data" in content:
+        content = content["data"]
+    if not isinstance(content, list):
         raise UserError(
             f'prompt file {file}: expected a list [{{…}}, …] or {{"data": [{{…}}, …]}}, '
-            f"got {short(found)}"
+            f"got {short(content)}"
         )
-    return _objects(list(enumerate(found, 1)), name)
+    return _objects(list(enumerate(content, 1)), name)
 
 
 JSON = {".jsonl": _line_rows, ".json": _json_rows}
 
 
-def _objects(found: Rows, name: str) -> Rows:
-    for i, row in found:
+def _objects(rows: Rows, name: str) -> Rows:
+    for i, row in rows:
         if not isinstance(row, dict):
             raise UserError(f"{name}:{i}: expected an object as {{…}}, got {json.dumps(row)[:60]}")
-    return found
+    return rows
 
 
 def _check_columns(source: Source, known: Collection[str]) -> None:
-    """What the recipe says of columns must be there to be said."""
+    """Columns that the recipe names must exist."""
     wanted = [(name, "to drop") for name in source.drop]
     wanted += [(source.images, "of pictures")] if source.images else []
     for name, role in wanted:
@@ -223,15 +223,15 @@ def _extra(module: str, path: str) -> Any:
         raise UserError(f'{path} needs {package}: pip install "gesso[data]"') from error
 
 
-def _check_alike(files: Sequence[Path], names: Sequence[str], source: Source) -> None:
-    """Shards of one table have the same columns, but for those that are dropped."""
+def _check_same_columns(files: Sequence[Path], names: Sequence[str], source: Source) -> None:
+    """Shards of one table have the same columns, except for dropped ones."""
     columns = [_columns(file, source) for file in files]
     _check_columns(source, set().union(*columns))
     first = columns[0] - set(source.drop)
-    for name, those in zip(names, columns, strict=True):
-        odd = (those - set(source.drop)) ^ first
+    for name, shard_columns in zip(names, columns, strict=True):
+        odd = (shard_columns - set(source.drop)) ^ first
         if odd:
-            has, lacks = (name, names[0]) if odd & those else (names[0], name)
+            has, lacks = (name, names[0]) if odd & shard_columns else (names[0], name)
             raise UserError(
                 f'{has} has the column "{min(odd)}" and {lacks} has not; shards of a split need '
                 "the same columns: mend them, or leave it out with drop"
@@ -244,7 +244,7 @@ def _columns(file: Path, source: Source) -> set[str]:
 
 
 def _parquet_rows(file: Path, source: Source) -> Rows:
-    """Batch by batch, so that pictures are not held twice; dropped columns are never read."""
+    """Batch by batch, so that images are not in memory twice; dropped columns are never read."""
     with _parquet_file(file, source) as opened:
         kept = [name for name in opened.schema_arrow.names if name not in source.drop]
         yield from _numbered(opened.iter_batches(BATCH, columns=kept))
@@ -265,10 +265,10 @@ def _parquet_file(file: Path, source: Source) -> Iterator[Any]:
 def _saved_rows(folder: Path, source: Source) -> Rows:
     datasets = _extra("datasets", source.path)
     try:
-        found = datasets.load_from_disk(str(folder))
+        dataset = datasets.load_from_disk(str(folder))
     except (OSError, ValueError) as error:
         raise UserError(f"dataset {source.path} cannot be read: {first_line(error)}") from error
-    return _dataset_rows(found, source)
+    return _dataset_rows(dataset, source)
 
 
 def _hub_rows(name: str, source: Source) -> Rows:
@@ -279,18 +279,18 @@ def _hub_rows(name: str, source: Source) -> Rows:
     subset = rest[1] if len(rest) == 2 else None
     datasets = _extra("datasets", source.path)
     try:
-        with _unspoken():
-            found = datasets.load_dataset("/".join([owner, *rest[:1]]), subset, split=split)
+        with _quiet_hub():
+            dataset = datasets.load_dataset("/".join([owner, *rest[:1]]), subset, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
             f"{source.path} cannot be loaded: {first_line(error)}; check name, split and network"
         ) from error
-    return _dataset_rows(found, source)
+    return _dataset_rows(dataset, source)
 
 
 @contextmanager
-def _unspoken() -> Iterator[None]:
-    """The hub's client tells of every try at a network that is not there; the error is enough."""
+def _quiet_hub() -> Iterator[None]:
+    """Silences the hub client's warning about each retry; the final error is enough."""
     from huggingface_hub.utils import logging
 
     level = logging.get_verbosity()
@@ -302,7 +302,7 @@ def _unspoken() -> Iterator[None]:
 
 
 def _dataset_rows(dataset: Any, source: Source) -> Rows:
-    """Through pyarrow: nothing is decoded into tensors or pictures on the way."""
+    """Through pyarrow, which decodes nothing into tensors or images."""
     _check_columns(source, dataset.column_names)
     tables = dataset.remove_columns(source.drop).with_format("arrow")
     yield from _numbered(tables.iter(BATCH))

@@ -1,11 +1,11 @@
 """One row of a table → Prompt. The row names its format by its columns.
 
-a model that draws    `prompt`
+text to image         `prompt`
 EasyR1                `problem` with an <image> for each of `images`
-LMM-R1                `message`, a text that is JSON: messages with their pictures in them
+LMM-R1                `message`, JSON text: messages that contain their images
 TRL                   `prompt`, a text or messages, with `image` or `images`
 
-What a row says is checked here; whether its pictures can be decoded is `pictures.faults`.
+This module checks the row itself; `images.faults` checks whether its images can be decoded.
 """
 
 from __future__ import annotations
@@ -18,53 +18,58 @@ from typing import Any
 
 from gesso.config import Source
 from gesso.data import chat
-from gesso.data.pictures import Unsound, pictures, short
+from gesso.data.images import InvalidRow, load_images, short
 from gesso.types import Prompt, UserError, bad_text
 
-PROMPTS = ("prompt", "problem", "message", "messages", "question")  # looked for in this order
-MESSAGES = ("message", "messages")
-IMAGES = ("images", "image")
-MAX_DEPTH = 100  # lists and objects within each other
+PROMPT_COLUMNS = ("prompt", "problem", "message", "messages", "question")  # in order of precedence
+MESSAGE_COLUMNS = ("message", "messages")
+IMAGE_COLUMNS = ("images", "image")
+MAX_DEPTH = 100  # of nested lists and objects
 
 Row = dict[str, Any]
 
 
 def prompt_of(
-    row: Row, where: str, source: Source, folder: Path | None, form: chat.Form = chat.PLAIN
+    row: Row,
+    where: str,
+    source: Source,
+    folder: Path | None,
+    chat_format: chat.ChatFormat = chat.PLAIN,
 ) -> Prompt:
-    """Raises Unsound where the row alone is to blame, UserError where others will be like it."""
+    """Raises InvalidRow for a fault of this row, UserError for one that other rows will share."""
     _check_texts(row)
     rest = dict(row)
     column = _prompt_column(row, where, source)
-    asked, negative = rest.pop(column), rest.pop("negative_prompt", None) or ""
+    prompt, negative = rest.pop(column), rest.pop("negative_prompt", None) or ""
     attached = _attached(rest, where, source)
-    if not _may_be_asked(asked):
-        raise Unsound(f'expected text as "{column}", got {short(asked)}')
+    if not _is_prompt(prompt):
+        raise InvalidRow(f'expected text as "{column}", got {short(prompt)}')
     if not isinstance(negative, str):
         raise UserError(f'{where}: expected text as "negative_prompt", got {short(negative)}')
     columns = {key: _plain(value, key, where) for key, value in rest.items()}
     _check_weight(columns.get("weight"), where)
 
-    asked = chat.parsed(asked, must=source.column is None and column in MESSAGES)
-    bare = isinstance(asked, str) and chat.TAG not in asked
-    if bare and not attached and form == chat.PLAIN:
-        return Prompt(asked, negative, columns, where)
-    talk = chat.conversation(asked)
-    messages = chat.formed(talk.messages, form, columns, where)
-    messages, given = chat.placed(messages, talk.pictures, attached)
-    text = asked if bare else chat.question(talk.messages)
-    return Prompt(text, negative, columns, where, pictures(given, folder), tuple(messages))
+    must_be_messages = source.column is None and column in MESSAGE_COLUMNS
+    prompt = chat.parse_messages(prompt, required=must_be_messages)
+    plain = isinstance(prompt, str) and chat.TAG not in prompt
+    if plain and not attached and chat_format == chat.PLAIN:
+        return Prompt(prompt, negative, columns, where)
+    conversation = chat.conversation(prompt)
+    messages = chat.apply_format(conversation.messages, chat_format, columns, where)
+    messages, images = chat.match_images(messages, conversation.images, attached)
+    text = prompt if plain else chat.question(conversation.messages)
+    return Prompt(text, negative, columns, where, load_images(images, folder), tuple(messages))
 
 
 def _check_texts(value: Any, column: str = "", depth: int = 0) -> None:
-    """Raises for a text that cannot be encoded, wherever in the row (NUL can), and for lists and
-    objects that are nested too deep to be walked through."""
+    """Raises for a text anywhere in the row that cannot be encoded (NUL can), and for lists and
+    objects that are nested too deep to traverse."""
     if depth > MAX_DEPTH:
-        raise Unsound(f'column "{column}" is nested more than {MAX_DEPTH} levels deep')
+        raise InvalidRow(f'column "{column}" is nested more than {MAX_DEPTH} levels deep')
     if isinstance(value, str):
         fault = bad_text(value.replace("\0", ""))
         if fault is not None:
-            raise Unsound(f'column "{column}" {fault}')
+            raise InvalidRow(f'column "{column}" {fault}')
     elif isinstance(value, dict):
         for name, part in value.items():
             _check_texts(str(name), column)
@@ -75,7 +80,7 @@ def _check_texts(value: Any, column: str = "", depth: int = 0) -> None:
 
 
 def _prompt_column(row: Row, where: str, source: Source) -> str:
-    names = PROMPTS if source.column is None else (source.column,)
+    names = PROMPT_COLUMNS if source.column is None else (source.column,)
     for name in names:
         if name in row:
             return name
@@ -87,7 +92,7 @@ def _prompt_column(row: Row, where: str, source: Source) -> str:
     )
 
 
-def _may_be_asked(value: Any) -> bool:
+def _is_prompt(value: Any) -> bool:
     """A text, or a list of messages."""
     if isinstance(value, list):
         return bool(value) and all(isinstance(message, dict) for message in value)
@@ -95,10 +100,10 @@ def _may_be_asked(value: Any) -> bool:
 
 
 def _attached(rest: Row, where: str, source: Source) -> list[Any]:
-    """What the row's column of pictures holds; the column leaves the row."""
-    names = IMAGES if source.images is None else (source.images,)
-    held = {name: rest.pop(name) for name in names if name in rest}
-    filled = {name: value for name, value in held.items() if value not in (None, [], "")}
+    """Removes the image column from the row and returns its images."""
+    names = IMAGE_COLUMNS if source.images is None else (source.images,)
+    values = {name: rest.pop(name) for name in names if name in rest}
+    filled = {name: value for name, value in values.items() if value not in (None, [], "")}
     if len(filled) > 1:
         raise UserError(
             f"{where}: pictures in {' and '.join(filled)}; say which column with images = "
@@ -124,7 +129,7 @@ def weight_of(prompt: Prompt) -> float:
 
 
 def _plain(value: Any, column: str, where: str) -> Any:
-    """What JSON can say: rewards run in other processes, and no pickle goes there."""
+    """The value as JSON types: rewards run in other processes, which receive no pickle."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, list | tuple):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from gesso import build, config
 from gesso.data import prompts as data
-from gesso.data.chat import Form
+from gesso.data.chat import ChatFormat
 from gesso.track.progress import SILENT, Progress
 from gesso.types import Prompt, Sample, Score, UserError, seed_of
 from gesso.use.notes import Once
@@ -232,9 +232,9 @@ def _prompts(
     if isinstance(asked.prompts, str | Path) or not asked.prompts:
         own = [config.Source(path=str(asked.prompts))] if asked.prompts else recipe.data.eval
         path = " and ".join(source.path for source in own)
-        found, told = data.from_sources(own, Form.of(trained.recipe.data), unfit)
+        found, told = data.from_sources(own, ChatFormat.of(trained.recipe.data), unfit)
     else:
-        path, told = "these", data.Told()
+        path, told = "these", data.LoadReport()
         texts = [
             replace(trained.ask(text), where=f"prompt {i}")
             for i, text in enumerate(asked.prompts, 1)

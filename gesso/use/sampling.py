@@ -13,7 +13,7 @@ from gesso import build
 from gesso.config import MAX_SAMPLES
 from gesso.config import Source as PromptSource
 from gesso.data import prompts as data
-from gesso.data.chat import Form
+from gesso.data.chat import ChatFormat
 from gesso.track.progress import SILENT, Progress
 from gesso.types import Prompt, Sample, Score, UserError
 from gesso.use.evaluate import drawn_and_scored, free, reward_entry
@@ -96,7 +96,9 @@ def _asked(trained: Trained, wanted: Wanted, progress: Progress) -> list[Prompt]
     if wanted.file is None:
         return asked
     source = PromptSource(path=str(wanted.file))
-    more, told = data.from_sources([source], Form.of(trained.recipe.data), lambda prompt: None)
+    more, told = data.from_sources(
+        [source], ChatFormat.of(trained.recipe.data), lambda prompt: None
+    )
     if trained.writes:
         more = trained.fitting(more, source.path, told)
     for note in told.notes:

@@ -83,9 +83,9 @@ class Trained:
         """A person's prompt, formed as the rows of the recipe's data are."""
         if images and not self.writes:
             raise UserError("this model draws; it takes no pictures to look at")
-        return prompts.ask(text, images, self.recipe.data)
+        return prompts.typed_prompt(text, images, self.recipe.data)
 
-    def fitting(self, found: Sequence[Prompt], path: str, told: prompts.Told) -> list[Prompt]:
+    def fitting(self, found: Sequence[Prompt], path: str, told: prompts.LoadReport) -> list[Prompt]:
         """Of the rows of a file those that a model that writes takes; the others are told."""
         why = "do not fit the model"
         return prompts.fit(found, lambda prompt: unfit(self.model, prompt), path, told, why)

@@ -1,1 +1,1 @@
-"""The bundled tiny models, the words they write, and the scripts that made them."""
+"""The bundled tiny models, their prompts and questions. tools/zoo has the scripts behind them."""

@@ -13,32 +13,32 @@ from dataclasses import dataclass
 from gesso.config import PACKAGE, resolve_path
 from gesso.types import Prompt
 
-MOST = 100  # characters of a reason, which quotes what was typed
+MAX_REASON = 100  # characters; a reason quotes what was typed
 
 
 @dataclass(frozen=True)
 class Limits:
-    text: str  # sentences for a person
+    text: str  # sentences for the user
     outside: Callable[[Prompt], str | None]  # how it differs from the training data, or None
 
     def note(self, prompts: Sequence[Prompt]) -> str | None:
         """One note about the prompts that differ, or None."""
         reasons = [(prompt, self.outside(prompt)) for prompt in prompts]
-        found = [(prompt, reason) for prompt, reason in reasons if reason]
-        if not found:
+        outside = [(prompt, reason) for prompt, reason in reasons if reason]
+        if not outside:
             return None
-        first, reason = found[0]
-        reason = reason if len(reason) <= MOST else f"{reason[:MOST]}…"
+        first, reason = outside[0]
+        reason = reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}…"
         if len(prompts) > 1:
             reason = (
-                f"{len(found)} of {len(prompts)} prompts are not like those that the model was "
+                f"{len(outside)} of {len(prompts)} prompts are not like those that the model was "
                 f"trained on; the first is {first.where}: {first.text[:60]}: {reason}"
             )
         return f"{reason}. {self.text}"
 
 
 def of(path: str) -> Limits | None:
-    """By model.path; None for any model that is not bundled. Reads no files."""
+    """The limits of the model at `path`; None if it is not bundled. Reads no files."""
     if "\0" in path:
         return None
     folder = os.path.abspath(resolve_path(path))
@@ -55,5 +55,5 @@ def of(path: str) -> Limits | None:
 
 def text_of(path: str) -> str:
     """Empty for a model that is not bundled."""
-    found = of(path)
-    return "" if found is None else found.text
+    limits = of(path)
+    return "" if limits is None else limits.text

@@ -19,7 +19,7 @@ from pyarrow import parquet
 from gesso.config import Data, Source
 from gesso.config.parsing import parse
 from gesso.data import prompts, readers
-from gesso.data.chat import Form
+from gesso.data.chat import ChatFormat
 from gesso.data.prompts import Stream
 from gesso.types import Picture, Prompt, UserError
 from tests.data.test_readers import cache_apart  # noqa: F401
@@ -48,8 +48,8 @@ def jsonl(file: Path, *rows: dict) -> str:
     return str(file)
 
 
-def read(path: Path | str, form: Form | None = None, **options: Any) -> list[Prompt]:
-    reading = readers.read(Source(path=str(path), **options), form or Form())
+def read(path: Path | str, form: ChatFormat | None = None, **options: Any) -> list[Prompt]:
+    reading = readers.read(Source(path=str(path), **options), form or ChatFormat())
     assert reading.left_out == []
     return reading.prompts
 
@@ -62,8 +62,8 @@ def left_out(path: Path | str, **options: Any) -> str:
     return why
 
 
-def form(**said: str) -> Form:
-    return Form.of(parse(Data, {"train": "x", "eval": "x", **said}, "recipe"))
+def form(**data: str) -> ChatFormat:
+    return ChatFormat.of(parse(Data, {"train": "x", "eval": "x", **data}, "recipe"))
 
 
 @pytest.fixture
@@ -87,8 +87,8 @@ TWO: dict[str, Any] = {
 }
 
 
-def check_easyr1(found: Sequence[Prompt], name: str) -> None:
-    geo, two = found
+def check_easyr1(prompts: Sequence[Prompt], name: str) -> None:
+    geo, two = prompts
     assert geo == Prompt(
         "Find $x$.",
         "",
@@ -116,8 +116,8 @@ def test_a_table_is_read_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(readers, "BATCH", 2)
     rows = [{"problem": f"{i}<image>", "images": [RED], "answer": i} for i in range(5)]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    found = read(tmp_path / "a.parquet")
-    assert [(p.text, p.columns["answer"], p.where) for p in found] == [
+    read_rows = read(tmp_path / "a.parquet")
+    assert [(p.text, p.columns["answer"], p.where) for p in read_rows] == [
         (str(i), i, f"a.parquet:{i + 1}") for i in range(5)
     ]
 
@@ -138,18 +138,18 @@ def test_easyr1_saved_by_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             "level": datasets.Value("int32"),
         }
     )
-    made = datasets.Dataset.from_list(opened, features=features)
-    made.save_to_disk(tmp_path / "saved")
-    found = read(tmp_path / "saved")
-    assert [p.text for p in found] == ["Find $x$.", "Compare with now."]
-    assert [len(p.images) for p in found] == [1, 2]
-    assert found[1].images[0].open().getpixel((0, 0)) == (255, 0, 0)
-    assert found[0].columns == {"answer": "3", "level": 2}
+    dataset = datasets.Dataset.from_list(opened, features=features)
+    dataset.save_to_disk(tmp_path / "saved")
+    saved = read(tmp_path / "saved")
+    assert [p.text for p in saved] == ["Find $x$.", "Compare with now."]
+    assert [len(p.images) for p in saved] == [1, 2]
+    assert saved[1].images[0].open().getpixel((0, 0)) == (255, 0, 0)
+    assert saved[0].columns == {"answer": "3", "level": 2}
     (tmp_path / "me" / "geo").mkdir(parents=True)
-    made.to_parquet(tmp_path / "me" / "geo" / "train.parquet")
+    dataset.to_parquet(tmp_path / "me" / "geo" / "train.parquet")
     monkeypatch.chdir(tmp_path)
     hub = read("hub:me/geo@train")
-    assert [p.text for p in hub] == [p.text for p in found] and hub[0].where == "me/geo@train:1"
+    assert [p.text for p in hub] == [p.text for p in saved] and hub[0].where == "me/geo@train:1"
     assert hub[1].images[0].open().size == (6, 4)
 
 
@@ -158,11 +158,11 @@ def test_easyr1_text_alone(tmp_path: Path) -> None:
     rows: list[dict] = [{"problem": "1+1?", "answer": "2"}]
     rows += [{"problem": "2+2?", "answer": "4", "images": None}]
     rows += [{"problem": "3?", "answer": "3", "images": []}, {"problem": "4?", "image": ""}]
-    found = read(jsonl(tmp_path / "math.jsonl", *rows))
-    assert [(p.text, p.images, p.messages) for p in found] == [
+    prompts = read(jsonl(tmp_path / "math.jsonl", *rows))
+    assert [(p.text, p.images, p.messages) for p in prompts] == [
         ("1+1?", (), ()), ("2+2?", (), ()), ("3?", (), ()), ("4?", (), ()),
     ]  # fmt: skip
-    assert [dict(p.columns) for p in found] == [
+    assert [dict(p.columns) for p in prompts] == [
         {"answer": "2"},
         {"answer": "4"},
         {"answer": "3"},
@@ -187,19 +187,19 @@ def test_lmm_r1(folder: Path, kind: str) -> None:
     file = folder / f"lmm.{kind}"
     jsonl(file, *rows) if kind == "jsonl" else file.write_text(json.dumps(rows))
     red = Picture(path=str(folder / "red.png"))
-    found = read(file)
-    assert [(p.text, p.images) for p in found] == [
+    prompts = read(file)
+    assert [(p.text, p.images) for p in prompts] == [
         ("How many?", (red,)),
         ("See ?", (Picture(data=BLUE),)),
         ("What?", (red,)),
         ("Which?", (red,)),
         ("2+2?", ()),
     ]
-    assert found[0].messages == (user(IMAGE, text("How many?")),)
-    assert found[1].messages == (user(text("See "), IMAGE, text("?")),)
-    assert found[4].messages == (user(text("2+2?")),)
-    assert all(p.columns == {"answer": "$3$"} for p in found)
-    assert not any("message" in p.columns for p in found)
+    assert prompts[0].messages == (user(IMAGE, text("How many?")),)
+    assert prompts[1].messages == (user(text("See "), IMAGE, text("?")),)
+    assert prompts[4].messages == (user(text("2+2?")),)
+    assert all(p.columns == {"answer": "$3$"} for p in prompts)
+    assert not any("message" in p.columns for p in prompts)
 
 
 def test_trl(folder: Path) -> None:
@@ -313,8 +313,8 @@ def test_all_that_may_stand_for_a_picture(folder: Path, monkeypatch: pytest.Monk
     rows: list[dict] = [{"problem": "<image>", "images": [value]} for value in values]
     rows.append({"problem": "<image>", "images": {"path": "red.png"}})
     file = jsonl(folder / "data" / "a.jsonl", *rows)
-    found = [p.images for p in read(file)]
-    assert found == [(picture,) for picture in [*values.values(), values["red.png"]]]
+    images = [p.images for p in read(file)]
+    assert images == [(picture,) for picture in [*values.values(), values["red.png"]]]
 
 
 def test_a_conversation_holds_every_kind_of_part(folder: Path) -> None:
@@ -394,8 +394,9 @@ def test_a_row_that_cannot_be_used(folder: Path, row: dict, why: str) -> None:
     (folder / "corrupt.png").write_bytes(CORRUPT)
     (folder / "empty.png").write_bytes(b"")
     Image.new("RGB", (4, 4)).save(folder / "a.eps")
-    told = left_out(jsonl(folder / "a.jsonl", row))
-    assert told.startswith("a.jsonl:1: ") and re.search(why, told) and "\n" not in told, told
+    reason = left_out(jsonl(folder / "a.jsonl", row))
+    assert reason.startswith("a.jsonl:1: ") and re.search(why, reason), reason
+    assert "\n" not in reason
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
@@ -495,12 +496,12 @@ def test_texts_and_pictures_mix_and_resume(folder: Path) -> None:
 def test_a_picture_of_many_prompts_is_decoded_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gesso.data import pictures
+    from gesso.data import images
 
-    asked = []
-    monkeypatch.setattr(pictures, "_fault", lambda picture: asked.append(picture))
+    decoded = []
+    monkeypatch.setattr(images, "_fault", lambda picture: decoded.append(picture))
     rows = [{"problem": str(i), "images": ["red.png"]} for i in range(20)]
-    assert len(read(jsonl(folder / "a.jsonl", *rows))) == 20 and len(asked) == 1
+    assert len(read(jsonl(folder / "a.jsonl", *rows))) == 20 and len(decoded) == 1
 
 
 # Templates
@@ -521,8 +522,8 @@ def test_a_template_goes_around_the_question(folder: Path) -> None:
 
 def test_training_and_evaluation_are_asked_in_one_form(tmp_path: Path) -> None:
     train, held_out = (jsonl(tmp_path / f"{n}.jsonl", {"problem": n}) for n in ("a", "b"))
-    said = {"train": train, "eval": held_out, "template": "{{ content }}!", "system": "S"}
-    loaded = prompts.load(parse(Data, said, "recipe"), lambda p: None, lambda p: None)
+    data = {"train": train, "eval": held_out, "template": "{{ content }}!", "system": "S"}
+    loaded = prompts.load(parse(Data, data, "recipe"), lambda p: None, lambda p: None)
     for prompt in (loaded.train[0].prompts[0], loaded.held_out[0]):
         system = {"role": "system", "content": [text("S")]}
         assert prompt.messages == (system, user(text(f"{prompt.text}!")))
@@ -557,8 +558,8 @@ def test_a_template_from_a_file(tmp_path: Path) -> None:
 
 
 def test_a_system_message_unless_the_row_has_one(tmp_path: Path) -> None:
-    own = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "x"}]
-    file = jsonl(tmp_path / "a.jsonl", {"prompt": "x"}, {"prompt": own})
+    messages = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "x"}]
+    file = jsonl(tmp_path / "a.jsonl", {"prompt": "x"}, {"prompt": messages})
     one, other = read(file, form(system="Be brief."))
     assert [m["content"][0]["text"] for m in one.messages] == ["Be brief.", "x"]
     assert [m["role"] for m in one.messages] == ["system", "user"] and one.text == "x"
@@ -610,20 +611,21 @@ def test_a_bad_template_in_a_file_is_named(tmp_path: Path) -> None:
 def test_the_rows_of_the_guide_are_read(tmp_path: Path) -> None:
     guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text(encoding="utf-8")
     rows = "".join(re.findall(r"^```json\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE))
-    (said,) = re.findall(r"^\[data\]\n(?:(?!```).)*^template = .*?(?=^```$)", guide, re.S | re.M)
+    (snippet,) = re.findall(r"^\[data\]\n(?:(?!```).)*^template = .*?(?=^```$)", guide, re.S | re.M)
     (tmp_path / "figures").mkdir()
     (tmp_path / "figures" / "1.png").write_bytes(RED)
     (tmp_path / "guide.jsonl").write_text(rows, encoding="utf-8")
-    found = read(tmp_path / "guide.jsonl", Form.of(parse(Data, toml(said)["data"], "guide")))
-    assert [p.text for p in found] == ["Find $x$.", *["How many?"] * 3, "What is $1 + 1$?"]
-    assert [len(p.images) for p in found] == [1, 1, 1, 1, 0]
-    assert found[0].messages[1]["content"] == [
+    chat_format = ChatFormat.of(parse(Data, toml(snippet)["data"], "guide"))
+    parsed = read(tmp_path / "guide.jsonl", chat_format)
+    assert [p.text for p in parsed] == ["Find $x$.", *["How many?"] * 3, "What is $1 + 1$?"]
+    assert [len(p.images) for p in parsed] == [1, 1, 1, 1, 0]
+    assert parsed[0].messages[1]["content"] == [
         IMAGE,
         text("Find $x$.\nReason between <think> and </think>, then give the answer in \\boxed{}."),
     ]
 
 
-def toml(said: str) -> dict[str, Any]:
+def toml(snippet: str) -> dict[str, Any]:
     from gesso.config.tables import tomllib
 
-    return tomllib.loads(said)
+    return tomllib.loads(snippet)

@@ -18,7 +18,7 @@ from gesso.types import Prompt, UserError
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The set that `gesso data ocr` makes when nothing else is said."""
+    """The set that `gesso data ocr` writes by default."""
     out = tmp_path_factory.mktemp("made") / "deep" / "ocr"
     assert cli.main(["data", "ocr", "--out", str(out)]) == 0
     return out
@@ -30,9 +30,9 @@ def lines(folder: Path, split: str) -> list[str]:
 
 @pytest.mark.parametrize("split, count", [("train", 20_000), ("test", 1_000)])
 def test_every_line_asks_for_one_text(folder: Path, split: str, count: int) -> None:
-    made = lines(folder, split)
-    assert len(made) == len(set(made)) == count
-    for line in made:
+    prompts = lines(folder, split)
+    assert len(prompts) == len(set(prompts)) == count
+    for line in prompts:
         assert line.count('"') == 2 and "{" not in line and line == line.strip()
         (text,) = re.findall('"(.*)"', line)
         assert 2 <= len(text) <= 40 and text == text.strip() and text.isascii()
@@ -111,7 +111,7 @@ def test_a_test_file_alone_is_not_overwritten_either(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["test.txt"]
 
 
-@pytest.mark.parametrize("train, test", [(0, 1), (1, 0), (-5, 1), (ocr.MOST + 1, 1)])
+@pytest.mark.parametrize("train, test", [(0, 1), (1, 0), (-5, 1), (ocr.MAX_PROMPTS + 1, 1)])
 def test_impossible_sizes(tmp_path: Path, train: int, test: int) -> None:
     with pytest.raises(UserError, match=r"--t\w+ -?\d+: expected a number of prompts from 1 to"):
         ocr.write(tmp_path / "x", train, test, 0)

@@ -9,7 +9,16 @@ import pytest
 from gesso import build
 from gesso.config import Data, Recipe
 from gesso.config.parsing import parse
-from gesso.data.prompts import Part, Stream, Told, fit, in_turn, load, overlap, pass_by_weight
+from gesso.data.prompts import (
+    LoadReport,
+    Stream,
+    WeightedPrompts,
+    fit,
+    interleave,
+    load,
+    overlap,
+    pass_by_weight,
+)
 from gesso.types import Picture, Prompt, UserError, seed_of
 
 
@@ -24,18 +33,18 @@ def texts(prompts: list[Prompt]) -> list[str]:
 
 def test_unfit_prompts_are_skipped_counted_and_named() -> None:
     prompts = [Prompt("good", where="a:1"), Prompt("bad", where="a:2")]
-    told = Told()
-    kept = fit(prompts, lambda p: "no word" if p.text == "bad" else None, "a.txt", told)
-    assert kept == prompts[:1] and told.left_out == ["a:2: no word: bad"]
-    (note,) = told.notes
+    report = LoadReport()
+    kept = fit(prompts, lambda p: "no word" if p.text == "bad" else None, "a.txt", report)
+    assert kept == prompts[:1] and report.left_out == ["a:2: no word: bad"]
+    (note,) = report.notes
     assert "1 of 2 prompts of a.txt" in note and "the first is a:2: no word" in note
-    assert fit(prompts, lambda p: None, "a.txt", told) == prompts and len(told.notes) == 1
+    assert fit(prompts, lambda p: None, "a.txt", report) == prompts and len(report.notes) == 1
     with pytest.raises(UserError, match=r"^no prompt of a.txt is left: all cannot be scored"):
-        fit(prompts, lambda p: "no word", "a.txt", told)
+        fit(prompts, lambda p: "no word", "a.txt", report)
 
 
 def test_batches_are_a_pure_function_and_cover_everything() -> None:
-    parts = [Part(named("", 7))]
+    parts = [WeightedPrompts(named("", 7))]
     stream = Stream(parts, seed=3)
     taken = [p.text for i in range(7) for p in stream.batch(i, 3)]
     assert taken == [p.text for i in range(7) for p in Stream(parts, 3).batch(i, 3)]
@@ -48,7 +57,7 @@ def test_batches_are_a_pure_function_and_cover_everything() -> None:
 @pytest.mark.parametrize("weight", [None, 1.0, 2.5])
 def test_one_source_gives_the_prompts_it_always_gave(weight: float | None) -> None:
     """Runs of version 0.1.0 resume to the bit. Weights that are all the same change nothing."""
-    stream = Stream([Part(named("", 11, weight), 3.0)], 7)
+    stream = Stream([WeightedPrompts(named("", 11, weight), 3.0)], 7)
     assert [texts(stream.batch(i, 4)) for i in range(6)] == [
         ["6", "4", "10", "1"],
         ["0", "8", "9", "7"],
@@ -63,7 +72,11 @@ def test_one_source_gives_the_prompts_it_always_gave(weight: float | None) -> No
     assert texts(stream.batch(5, 11)) == [str(i) for i in order]
 
 
-MIX = [Part(named("a", 5), 5.0), Part(named("b", 4), 0.3), Part(named("c", 3), 1.7)]
+MIX = [
+    WeightedPrompts(named("a", 5), 5.0),
+    WeightedPrompts(named("b", 4), 0.3),
+    WeightedPrompts(named("c", 3), 1.7),
+]
 SHARES = {"a": 5 / 7, "b": 0.3 / 7, "c": 1.7 / 7}
 
 
@@ -78,29 +91,29 @@ def test_a_mix_keeps_its_shares_at_every_moment() -> None:
 
 
 def test_a_mix_is_spread_evenly() -> None:
-    stream = Stream([Part(named("a", 9), 3.0), Part(named("b", 9), 1.0)], 0)
+    stream = Stream([WeightedPrompts(named("a", 9), 3.0), WeightedPrompts(named("b", 9), 1.0)], 0)
     assert "".join(t[0] for t in texts(stream.batch(0, 12))) == "aabaaabaaaba"
 
 
 def test_each_source_of_a_mix_walks_in_passes_of_its_own() -> None:
     taken = texts(Stream(MIX, 0).batch(0, 2100))
     for part in MIX:
-        own = [t for t in taken if t[0] == part.prompts[0].text[0]]
+        drawn = [t for t in taken if t[0] == part.prompts[0].text[0]]
         size = len(part.prompts)
-        passes = [own[i : i + size] for i in range(0, len(own) - size + 1, size)]
+        passes = [drawn[i : i + size] for i in range(0, len(drawn) - size + 1, size)]
         assert all(sorted(one) == texts(list(part.prompts)) for one in passes)
         assert len({tuple(one) for one in passes}) > 1
 
 
 def test_sources_of_a_mix_are_shuffled_each_in_its_own_way() -> None:
-    stream = Stream([Part(named("a", 50)), Part(named("b", 50))], 0)
+    stream = Stream([WeightedPrompts(named("a", 50)), WeightedPrompts(named("b", 50))], 0)
     taken = texts(stream.batch(0, 100))
     first, second = ([t[1:] for t in taken if t[0] == name] for name in "ab")
     assert sorted(first) == sorted(second) and first != second
 
 
-@pytest.mark.parametrize("parts", [MIX, MIX[:2], [Part(named(n, 2)) for n in "abcdefg"]])
-def test_a_mix_can_be_entered_anywhere(parts: list[Part]) -> None:
+@pytest.mark.parametrize("parts", [MIX, MIX[:2], [WeightedPrompts(named(n, 2)) for n in "abcdefg"]])
+def test_a_mix_can_be_entered_anywhere(parts: list[WeightedPrompts]) -> None:
     whole = texts(Stream(parts, 5).batch(0, 400))
     for size in (1, 7, 50):
         for i in range(400 // size):
@@ -118,7 +131,7 @@ def test_rows_are_drawn_by_weight() -> None:
     """Four rows of weight 1, one of 4, one of ½: shares of 8½."""
     weights = [1.0, 1.0, 4.0, 1.0, 1.0, 0.5]
     prompts = [Prompt(str(i), columns={"weight": w}) for i, w in enumerate(weights)]
-    stream = Stream([Part(prompts)], 1)
+    stream = Stream([WeightedPrompts(prompts)], 1)
     total, passes = Counter[str](), 3000
     for turn in range(passes):
         one = Counter(texts(stream.batch(turn, 6)))
@@ -128,12 +141,12 @@ def test_rows_are_drawn_by_weight() -> None:
         total += one
     for i, weight in enumerate(weights):
         assert total[str(i)] / passes == pytest.approx(6 * weight / 8.5, abs=0.05)
-    assert texts(stream.batch(77, 6)) == texts(Stream([Part(prompts)], 1).batch(77, 6))
+    assert texts(stream.batch(77, 6)) == texts(Stream([WeightedPrompts(prompts)], 1).batch(77, 6))
 
 
 def test_a_row_without_a_weight_counts_one() -> None:
     prompts = [Prompt("x"), Prompt("y", columns={"weight": 3.0})]
-    counts = Counter(texts(Stream([Part(prompts)], 0).batch(0, 4000)))
+    counts = Counter(texts(Stream([WeightedPrompts(prompts)], 0).batch(0, 4000)))
     assert counts["y"] / 4000 == pytest.approx(0.75, abs=0.02)
 
 
@@ -151,8 +164,8 @@ def test_a_pass_by_hand() -> None:
 
 def test_evaluation_takes_the_sets_in_turn() -> None:
     sets = [named("a", 3), named("b", 1), named("c", 2)]
-    assert texts(in_turn(sets)) == ["a0", "b0", "c0", "a1", "c1", "a2"]
-    assert in_turn(sets[:1]) == sets[0]
+    assert texts(interleave(sets)) == ["a0", "b0", "c0", "a1", "c1", "a2"]
+    assert interleave(sets[:1]) == sets[0]
 
 
 def test_overlap_is_counted() -> None:
@@ -202,8 +215,8 @@ def test_load(tmp_path: Path) -> None:
 
 def test_a_path_is_one_source_and_reads_back(recipe: Recipe, prompt_file: Path) -> None:
     (train,) = recipe.data.train
-    said = (train.path, train.weight, train.column, train.images, train.drop)
-    assert said == (str(prompt_file), 1, None, None, [])
+    fields = (train.path, train.weight, train.column, train.images, train.drop)
+    assert fields == (str(prompt_file), 1, None, None, [])
     assert build.recipe_from(recipe.model_dump()) == recipe
 
 

@@ -271,14 +271,14 @@ def test_bad_files(tmp_path: Path, name: str, content: str | None, sentence: str
 
 
 @pytest.mark.parametrize(
-    ("asked", "got"), [('["x"]', "['x']"), ("[]", "[]"), ("5", "5"), ("null", "None")]
+    ("value", "got"), [('["x"]', "['x']"), ("[]", "[]"), ("5", "5"), ("null", "None")]
 )
-def test_a_row_that_asks_nothing_is_left_out(tmp_path: Path, asked: str, got: str) -> None:
+def test_a_row_that_asks_nothing_is_left_out(tmp_path: Path, value: str, got: str) -> None:
     file = tmp_path / "bad.jsonl"
-    file.write_text(f'{{"prompt": "x"}}\n{{"prompt": {asked}}}\n')
-    found = readers.read(source(file))
-    assert [prompt.text for prompt in found.prompts] == ["x"]
-    assert found.left_out == [f'bad.jsonl:2: expected text as "prompt", got {got}']
+    file.write_text(f'{{"prompt": "x"}}\n{{"prompt": {value}}}\n')
+    reading = readers.read(source(file))
+    assert [prompt.text for prompt in reading.prompts] == ["x"]
+    assert reading.left_out == [f'bad.jsonl:2: expected text as "prompt", got {got}']
 
 
 @pytest.mark.parametrize("weight", ["0", "-1", "true", '"2"', "NaN", "Infinity", "[1]"])
@@ -379,10 +379,10 @@ def test_hub_subsets_and_a_dead_network(monkeypatch: pytest.MonkeyPatch) -> None
     import datasets
     from huggingface_hub.utils import logging
 
-    asked, before = [], logging.get_verbosity()
+    requests, before = [], logging.get_verbosity()
 
     def unreachable(*names: str | None, split: str) -> None:
-        asked.append((*names, split))
+        requests.append((*names, split))
         assert logging.get_verbosity() == logging.ERROR != before  # five tries are not talked of
         raise ConnectionError("Couldn't reach the Hub\nby any means")
 
@@ -390,7 +390,7 @@ def test_hub_subsets_and_a_dead_network(monkeypatch: pytest.MonkeyPatch) -> None
     for path in ("hub:squad@train", "hub:me/signs@train", "hub:me/signs/big@test"):
         with pytest.raises(UserError, match="cannot be loaded: Couldn't reach the Hub; check name"):
             read(source(path))
-    assert asked == [
+    assert requests == [
         ("squad", None, "train"),
         ("me/signs", None, "train"),
         ("me/signs", "big", "test"),

@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from gesso.config import Source
 from gesso.data import readers
-from gesso.data.prompts import Part, Stream
+from gesso.data.prompts import Stream, WeightedPrompts
 from gesso.types import Prompt, UserError
 
 Write = Callable[[Path, list[dict[str, Any]]], None]
@@ -67,12 +67,12 @@ def refused(path: Path | str, sentence: str, **options: Any) -> None:
 @pytest.mark.parametrize("kind", WRITERS)
 def test_shards_are_read_in_order_and_named_by_file_and_row(tmp_path: Path, kind: str) -> None:
     folder = shards(tmp_path / "signs", kind=kind)
-    found = read(folder)
-    assert [(p.text, p.columns) for p in found] == [(f"p{i}", {"answer": i}) for i in range(6)]
+    prompts = read(folder)
+    assert [(p.text, p.columns) for p in prompts] == [(f"p{i}", {"answer": i}) for i in range(6)]
     names = [f"signs/train-{n:05d}-of-00003.{kind}" for n in range(3)]
     lines = [(names[0], 1), (names[0], 2), (names[0], 3), (names[1], 1), (names[2], 1)]
-    assert [p.where for p in found[:5]] == [f"{name}:{line}" for name, line in lines]
-    assert found == read(f"{folder}@train")
+    assert [p.where for p in prompts[:5]] == [f"{name}:{line}" for name, line in lines]
+    assert prompts == read(f"{folder}@train")
 
 
 def test_many_shards_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_a_run_meets_the_rows_of_shards_as_those_of_one_file(tmp_path: Path) -> 
     shards(tmp_path / "parts", sizes=(4, 1, 6))
     batches = []
     for path in (tmp_path / "whole.parquet", tmp_path / "parts"):
-        stream = Stream([Part(read(path))], seed=7)
+        stream = Stream([WeightedPrompts(read(path))], seed=7)
         batches.append([[p.text for p in stream.batch(i, 3)] for i in (5, 0, 9)])
     assert batches[0] == batches[1]
 
@@ -145,12 +145,12 @@ def test_shards_of_different_columns(tmp_path: Path) -> None:
     folder = shards(tmp_path / "s", sizes=(1, 1, 1))
     odd = folder / "train-00001-of-00003.parquet"
     names = [f"s/train-{i:05d}-of-00003.parquet" for i in range(2)]
-    told = "shards of a split need the same columns: mend them, or leave it out with drop"
+    hint = "shards of a split need the same columns: mend them, or leave it out with drop"
     as_parquet(odd, [{"prompt": "x", "answer": 1, "tag": "t"}])
-    refused(folder, f'^{names[1]} has the column "tag" and {names[0]} has not; {told}$')
+    refused(folder, f'^{names[1]} has the column "tag" and {names[0]} has not; {hint}$')
     assert [p.text for p in read(folder, drop=["tag"])] == ["p0", "x", "p2"]
     as_parquet(odd, [{"prompt": "x"}])
-    refused(folder, f'^{names[0]} has the column "answer" and {names[1]} has not; {told}$')
+    refused(folder, f'^{names[0]} has the column "answer" and {names[1]} has not; {hint}$')
     refused(folder, 'no column "tga" to drop; it has answer, prompt$', drop=["tga"])
 
 
@@ -172,8 +172,8 @@ def test_mistakes_name_the_shard(tmp_path: Path) -> None:
     second.write_bytes(b"\xff\xfe")
     refused(folder, "train-00001-of-00002.jsonl is not UTF-8")
     second.write_text('{"prompt": 5}\n')
-    told = 's/train-00001-of-00002.jsonl:1: expected text as "prompt", got 5'
-    assert readers.read(Source(path=str(folder))).left_out == [told]
+    reason = 's/train-00001-of-00002.jsonl:1: expected text as "prompt", got 5'
+    assert readers.read(Source(path=str(folder))).left_out == [reason]
     tables = shards(tmp_path / "t", sizes=(1, 1))
     (tables / "train-00001-of-00002.parquet").write_bytes(b"no table")
     refused(tables, "train-00001-of-00002.parquet cannot be read: ")

@@ -18,6 +18,7 @@ def test_levenshtein(a: str, b: str, distance: int) -> None:
         ("KITE", "kite", 1.0),
         ("K I T E", "KITE", 1.0),
         ("KITEKITE", "KITE", 1.0),  # the substring rule
+        ("thekite", "kite", 1.0),
         ("KITF", "KITE", 0.75),
         ("", "KITE", 0.0),
         ("SOMETHING ELSE", "KITE", 0.0),

@@ -1,4 +1,4 @@
-"""What is said of a prompt that a bundled model was not trained on, and to whom."""
+"""Notes on prompts that a bundled model was not trained on."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 from gesso.types import Picture, Prompt
 from gesso.zoo import limits, scenes, words
 from tools.zoo.evaluate_shapes import question_of, read_rows
+from tools.zoo.sign_prompts import pseudo_words
 
 ZOO = Path(words.__file__).parent
 
@@ -77,10 +78,12 @@ def test_questions_of_the_shapes_model(question: str, reason: str | None) -> Non
 def test_a_question_needs_its_picture() -> None:
     known = limits.of("zoo:shapes")
     assert known is not None
-    asked, picture = "How many red stars are there?", Picture("shapes.png")
-    assert known.note([Prompt(asked, images=(picture,))]) is None
-    assert str(known.note([Prompt(asked)])).startswith("The question comes with no pictures. The")
-    two = known.note([Prompt(asked, images=(picture, picture))])
+    question, picture = "How many red stars are there?", Picture("shapes.png")
+    assert known.note([Prompt(question, images=(picture,))]) is None
+    assert str(known.note([Prompt(question)])).startswith(
+        "The question comes with no pictures. The"
+    )
+    two = known.note([Prompt(question, images=(picture, picture))])
     assert str(two).startswith("The question comes with 2 pictures. The bundled shapes model")
 
 
@@ -90,7 +93,7 @@ def test_everything_that_was_trained_on_is_inside() -> None:
         assert not [line for line in lines if words.outside(line)]
         questions = {question_of(row) for row in read_rows(split)}
         assert not [question for question in questions if scenes.outside(question)]
-    made_up = [words.prompt_for(word, "blue") for word in words.pseudo_words(1, 2000)]
+    made_up = [words.prompt_for(word, "blue") for word in pseudo_words(1, 2000)]
     assert not [prompt for prompt in made_up if words.outside(prompt)]
 
 
@@ -99,7 +102,7 @@ def test_the_sentences_say_the_constants() -> None:
     assert f"one word of {low} to {high} letters A to Z" in words.LIMITS
     assert all(colour in words.LIMITS for colour in words.COLOURS)
     assert all(f"{form}s" in scenes.LIMITS for form in scenes.FORMS if form != "cross")
-    assert "crosses" in scenes.LIMITS and f"1 to {scenes.MOST} of them" in scenes.LIMITS
+    assert "crosses" in scenes.LIMITS and f"1 to {scenes.MAX_COUNT} of them" in scenes.LIMITS
     assert all(colour in scenes.LIMITS for colour in scenes.COLOURS)
 
 

@@ -1,4 +1,4 @@
-"""The bundled model that sees: its files, its questions, its pictures, and how well it counts."""
+"""The bundled vision-language model: files, questions, images, and how well it counts."""
 
 import random
 from collections import Counter
@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from gesso.zoo import scenes
-from tools.zoo.evaluate_shapes import ask, picture_of, question_of, read_rows, score
+from tools.zoo import render_shapes
+from tools.zoo.evaluate_shapes import ask, image_of, question_of, read_rows, score
 from tools.zoo.wording import answer_in, careful, sloppy, style_of
 
 ZOO = Path(scenes.__file__).parent
@@ -17,15 +18,15 @@ SHAPES = ZOO / "shapes"
 
 
 @pytest.fixture(scope="module")
-def seer():
-    from tools.zoo.build_shapes import load_seer
+def vlm():
+    from tools.zoo.build_shapes import load_vlm
 
-    return load_seer(SHAPES)
+    return load_vlm(SHAPES)
 
 
 @pytest.fixture
-def some_scenes() -> list[scenes.Scene]:
-    return [scenes.compose(random.Random(i), unseen=False) for i in range(300)]
+def some_scenes() -> list[render_shapes.Scene]:
+    return [render_shapes.compose(random.Random(i), unseen=False) for i in range(300)]
 
 
 def size_of(folder: Path) -> int:
@@ -53,35 +54,37 @@ def test_plain_transformers_loads_everything() -> None:
     assert images.patch_size == model.config.vision_config.patch_size
 
 
-def test_words_and_tags_are_single_tokens(seer) -> None:
-    tokenizer = seer.tokenizer
-    for kind in scenes.ALL:
+def test_words_and_tags_are_single_tokens(vlm) -> None:
+    tokenizer = vlm.tokenizer
+    for kind in render_shapes.ALL:
         assert len(tokenizer(scenes.question(kind)).input_ids) == 7
-    reply = "<think>look: b1 c4 d2</think><answer>3</answer>"
-    ids = tokenizer(reply + tokenizer.eos_token).input_ids
+    response = "<think>look: b1 c4 d2</think><answer>3</answer>"
+    ids = tokenizer(response + tokenizer.eos_token).input_ids
     assert len(ids) == 14
-    assert tokenizer.decode(ids, skip_special_tokens=True) == reply
-    unheard = "naïve λ 12\n"
-    assert tokenizer.decode(tokenizer(unheard).input_ids) == unheard
+    assert tokenizer.decode(ids, skip_special_tokens=True) == response
+    other = "naïve λ 12\n"
+    assert tokenizer.decode(tokenizer(other).input_ids) == other
 
 
 def test_unseen_kinds_are_not_drawn_for_training(some_scenes) -> None:
-    assert sorted(kind.colour for kind in scenes.UNSEEN) == sorted(scenes.COLOURS)
-    assert sorted(kind.form for kind in scenes.UNSEEN) == sorted(scenes.FORMS)
+    assert sorted(kind.colour for kind in render_shapes.UNSEEN) == sorted(scenes.COLOURS)
+    assert sorted(kind.form for kind in render_shapes.UNSEEN) == sorted(scenes.FORMS)
     for scene in some_scenes:
-        assert not {scene.asked, *scene.things.values()} & {*scenes.UNSEEN}
-    unseen = {scenes.question(kind) for kind in scenes.UNSEEN}
+        assert not {scene.target, *scene.things.values()} & {*render_shapes.UNSEEN}
+    unseen = {scenes.question(kind) for kind in render_shapes.UNSEEN}
     assert {question_of(row) for row in read_rows("eval")} == unseen
     assert not {question_of(row) for row in read_rows("train")} & unseen
 
 
 def test_scenes_count_right(some_scenes) -> None:
     for scene in some_scenes:
-        assert 1 <= scene.how_many() <= scene.of_colour() <= len(scene.things) <= scenes.CROWD
-        assert scene.how_many() == Counter(scene.things.values())[scene.asked] <= scenes.MOST
+        assert (
+            1 <= scene.how_many() <= scene.of_colour() <= len(scene.things) <= render_shapes.CROWD
+        )
+        assert scene.how_many() == Counter(scene.things.values())[scene.target] <= scenes.MAX_COUNT
         for square in scene.squares():
             at = "abcd".index(square[0]) + 4 * (int(square[1]) - 1)
-            assert scene.things[at] == scene.asked
+            assert scene.things[at] == scene.target
 
 
 @pytest.mark.parametrize(("split", "unseen", "seed"), [("train", False, 1), ("eval", True, 2)])
@@ -90,25 +93,26 @@ def test_question_files_are_what_the_generator_says(split: str, unseen: bool, se
     assert len({row["images"][0] for row in rows}) == len(rows)
     shares = Counter(row["answer"] for row in rows)
     assert max(shares.values()) < 0.25 * len(rows) and sorted(shares) == list("123456")
-    for row, again in zip(rows, scenes.rows(5, unseen, seed), strict=False):
+    for row, again in zip(rows, render_shapes.rows(5, unseen, seed), strict=False):
         assert row["answer"] == again["answer"] and row["problem"] == again["problem"]
-        assert np.abs(np.float32(picture_of(row)) - np.float32(picture_of(again))).mean() < 1
+        assert np.abs(np.float32(image_of(row)) - np.float32(image_of(again))).mean() < 1
 
 
 def test_colours_can_be_recounted_from_the_pixels() -> None:
     """Most of the ink in a square has the colour of the thing that the scene puts there."""
-    names, palette = list(scenes.COLOURS), np.array(list(scenes.COLOURS.values()), np.float32)
-    for i, row in enumerate(scenes.rows(12, unseen=True, seed=5)):
-        scene = scenes.compose(random.Random(f"row 5 {i}"), unseen=True)
-        pixels = np.float32(picture_of(row)).reshape(4, 16, 4, 16, 3).transpose(0, 2, 1, 3, 4)
+    names = list(render_shapes.RGB)
+    palette = np.array(list(render_shapes.RGB.values()), np.float32)
+    for i, row in enumerate(render_shapes.rows(12, unseen=True, seed=5)):
+        scene = render_shapes.compose(random.Random(f"row 5 {i}"), unseen=True)
+        pixels = np.float32(image_of(row)).reshape(4, 16, 4, 16, 3).transpose(0, 2, 1, 3, 4)
         for at, square in enumerate(pixels.reshape(16, 256, 3)):
             near = np.linalg.norm(square[:, None] - palette, axis=-1)  # (pixels, colours)
             inked = (near < 45).sum(axis=0)
-            found = names[inked.argmax()] if inked.max() > 12 else None
-            assert found == (scene.things[at].colour if at in scene.things else None), (i, at)
+            colour = names[inked.argmax()] if inked.max() > 12 else None
+            assert colour == (scene.things[at].colour if at in scene.things else None), (i, at)
 
 
-def test_replies(some_scenes) -> None:
+def test_responses(some_scenes) -> None:
     rng = random.Random(0)
     seen: Counter[str] = Counter()
     for scene in some_scenes:
@@ -119,29 +123,29 @@ def test_replies(some_scenes) -> None:
     assert style_of("3") == "other"
 
 
-def test_fast_forward_is_the_models_own(seer, some_scenes) -> None:
-    """The training script's own vision forward, and its loss, against transformers'."""
-    from tools.zoo.make_shapes import IGNORED, Patches, reply_loss_on, see, tokenise
+def test_fast_forward_is_the_models_own(vlm, some_scenes) -> None:
+    """The training script's vision forward and loss equal those of transformers."""
+    from tools.zoo.make_shapes import IGNORED, Patches, response_loss_on, tokenise, vision_forward
 
-    drawn = [scenes.draw(scene, random.Random(0)) for scene in some_scenes[:4]]
+    drawn = [render_shapes.draw(scene, random.Random(0)) for scene in some_scenes[:4]]
     pixels = torch.from_numpy(np.stack(drawn))
-    pictures = seer.images(drawn, return_tensors="pt")
-    patches = Patches(seer.images, pixels.device)(pixels)
-    assert torch.equal(patches.flatten(0, 1), pictures["pixel_values"])
+    images = vlm.image_processor(drawn, return_tensors="pt")
+    patches = Patches(vlm.image_processor, pixels.device)(pixels)
+    assert torch.equal(patches.flatten(0, 1), images["pixel_values"])
     with torch.no_grad():
-        visual = seer.model.model.visual
-        theirs = visual(pictures["pixel_values"], grid_thw=pictures["image_grid_thw"])
-        ours = see(visual, patches).flatten(0, 1)
+        visual = vlm.model.model.visual
+        theirs = visual(images["pixel_values"], grid_thw=images["image_grid_thw"])
+        ours = vision_forward(visual, patches).flatten(0, 1)
         assert torch.allclose(ours, theirs.pooler_output, atol=1e-4)
 
         one = slice(0, 1)  # of a single row, so that the loss's random rows are known
-        texts = tokenise(seer, some_scenes[one], [careful(some_scenes[0])], "cpu")
-        loss = reply_loss_on(seer, pixels[one], texts, batch=2)()
-        logits = seer.model(
+        texts = tokenise(vlm, some_scenes[one], [careful(some_scenes[0])], "cpu")
+        loss = response_loss_on(vlm, pixels[one], texts, batch=2)()
+        logits = vlm.model(
             input_ids=texts.ids,
             pixel_values=patches[0],
-            image_grid_thw=pictures["image_grid_thw"][one],
-            mm_token_type_ids=(texts.ids == seer.model.config.image_token_id).int(),
+            image_grid_thw=images["image_grid_thw"][one],
+            mm_token_type_ids=(texts.ids == vlm.model.config.image_token_id).int(),
         ).logits
         expected = torch.nn.functional.cross_entropy(
             logits[0], texts.targets[0], ignore_index=IGNORED
@@ -149,18 +153,18 @@ def test_fast_forward_is_the_models_own(seer, some_scenes) -> None:
         assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
 
 
-def test_the_base_has_headroom(seer) -> None:
+def test_the_base_has_headroom(vlm) -> None:
     rows = read_rows("eval")[:64]
     for temperature in (0.0, 1.0):
-        scores = score(rows, ask(seer, rows, temperature))
+        scores = score(rows, ask(vlm, rows, temperature))
         assert 0.2 <= scores.accuracy <= 0.5
     assert {"listing", "forgetful", "hasty", "lumping", "bare"} <= set(scores.styles)
 
 
-def test_where_the_base_lists_it_counts_up_to_three(seer) -> None:
-    """The skill is there and need only be chosen; longer lists it breaks off."""
+def test_where_the_base_lists_it_counts_up_to_three(vlm) -> None:
+    """The base has the skill and need only choose it; it breaks off longer lists."""
     rows = [row for row in read_rows("eval") if int(row["answer"]) <= 3][:64]
-    replies = ask(seer, rows, temperature=0)
-    lists = [(row, reply) for row, reply in zip(rows, replies, strict=True) if "look:" in reply]
+    responses = ask(vlm, rows, temperature=0)
+    lists = [(row, text) for row, text in zip(rows, responses, strict=True) if "look:" in text]
     assert len(lists) >= 10
-    assert sum(answer_in(reply) == row["answer"] for row, reply in lists) >= 0.9 * len(lists)
+    assert sum(answer_in(text) == row["answer"] for row, text in lists) >= 0.9 * len(lists)

@@ -1,4 +1,4 @@
-"""The bundled model: its files, its words, its pictures and, marked slow, how well it spells."""
+"""The bundled image model: files, words, images and, marked slow, how well it spells."""
 
 import multiprocessing
 import random
@@ -10,7 +10,8 @@ import pytest
 
 from gesso.zoo import words
 from tools.zoo import render
-from tools.zoo.reading import edit_distance, read, reward
+from tools.zoo.reading import read
+from tools.zoo.sign_prompts import prompts, pseudo_words
 
 ZOO = Path(words.__file__).parent
 SIGNS = ZOO / "signs"
@@ -35,8 +36,8 @@ def test_plain_diffusers_loads_float32_and_samples(pipe) -> None:
         assert dtypes == {torch.float32}, name
     pipe.set_progress_bar_config(disable=True)
     prompt = 'a red sign that says "KITE"'
-    picture = pipe(prompt, height=32, width=96, num_inference_steps=2).images[0]
-    assert picture.size == (96, 32)
+    image = pipe(prompt, height=32, width=96, num_inference_steps=2).images[0]
+    assert image.size == (96, 32)
 
 
 def test_prompts_are_one_token_per_letter(pipe) -> None:
@@ -51,7 +52,7 @@ def test_word_sets_are_disjoint_and_alike() -> None:
     assert min(len(train), len(evaluation)) >= 400
     assert len({*train, *evaluation}) == len(train) + len(evaluation)
     assert Counter(map(len, train)) == Counter(map(len, evaluation))
-    made_up = words.pseudo_words(1, 20_000)
+    made_up = pseudo_words(1, 20_000)
     assert not {*made_up} & {*train, *evaluation}
     assert {len(word) for word in (*train, *evaluation, *made_up)} == set(words.LENGTHS)
     assert min(Counter("".join(made_up))[letter] for letter in "QXZJV") > 500
@@ -70,13 +71,19 @@ def test_prompt_files_match_word_files(split: str, colours: int) -> None:
     assert len(set(lines)) == len(lines)
 
 
+@pytest.mark.parametrize(("split", "colours", "seed"), [("train", 2, 1), ("eval", 1, 2)])
+def test_prompt_files_are_what_the_generator_writes(split: str, colours: int, seed: int) -> None:
+    lines = (ZOO / "prompts" / f"{split}.txt").read_text().splitlines()
+    assert lines == prompts(split, colours, seed)
+
+
 def test_rendering_follows_the_seed() -> None:
-    jobs = [render.Job(["KITE", "BRIDGE", "QUILT"], True, seed) for seed in (3, 3, 4)]
+    jobs = [render.RenderJob(["KITE", "BRIDGE", "QUILT"], True, seed) for seed in (3, 3, 4)]
     first, again, other = (render.draw_job(job) for job in jobs)
-    assert first.pictures.shape == (3, 32, 96, 3)
+    assert first.images.shape == (3, 32, 96, 3)
     assert first.prompts == again.prompts
-    assert np.array_equal(first.pictures, again.pictures)
-    assert not np.array_equal(first.pictures, other.pictures)
+    assert np.array_equal(first.images, again.images)
+    assert not np.array_equal(first.images, other.images)
 
 
 def test_ocr_reads_clean_words_on_every_colour() -> None:
@@ -90,19 +97,15 @@ def test_unknown_spoiling_is_refused() -> None:
         render.draw("KITE", "red", random.Random(0), "smudged")
 
 
-def test_reward() -> None:
-    assert edit_distance("kitten", "sitting") == 3
-    assert reward("thekite", "kite") == 1
-    assert reward("kits", "kite") == 0.75
-    assert reward("", "kite") == 0
-    assert reward("somethingelse", "kite") == 0
+def test_a_misread_word_gets_part_of_the_reward() -> None:
+    reading = read(render.draw("KITE", "red", random.Random(0)), "KITS")
+    assert reading.reward == 0.75 and not reading.exact
 
 
 @pytest.mark.slow
 def test_bundled_model_has_headroom(pipe) -> None:
     from tools.zoo.evaluate import score
 
-    prompts = (ZOO / "prompts" / "eval.txt").read_text().splitlines()[:96]
     with multiprocessing.get_context("spawn").Pool(2) as pool:
-        scores = score(pipe, prompts, samples=1, pool=pool, batch=32)
+        scores = score(pipe, prompts("eval", 1, 2)[:96], samples=1, pool=pool, batch=32)
     assert 0.28 <= scores.exact <= 0.50

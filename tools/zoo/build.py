@@ -1,7 +1,6 @@
 """The parts of the bundled model with random weights: a genuine, very small Stable Diffusion 3.
 
-Sizes are chosen for two CPU cores: 48 picture tokens, 15 text tokens and a decoder of about 4 ms a
-picture.
+Sizes suit two CPU cores: 48 image tokens, 15 text tokens and a decoder of about 4 ms an image.
 """
 
 from pathlib import Path
@@ -38,7 +37,7 @@ def build_tokenizer() -> Any:
     """A CLIP tokenizer that spells: one token per letter, and one per word of the template.
 
     The template's words are added tokens that match whole words only. As merges they would also
-    swallow letters inside the quoted words ("that" in "thatch").
+    match letters inside the quoted words ("that" in "thatch").
     """
     from transformers import AddedToken, CLIPTokenizer
 
@@ -124,7 +123,7 @@ def save_pipeline(pipe: Any, folder: Path) -> None:
 
 
 def load_pipeline(folder: Path) -> Any:
-    """diffusers wants to be told that there is no T5, even where the folder says so."""
+    """diffusers needs explicit Nones for the T5, although the folder has none."""
     from diffusers import StableDiffusion3Pipeline
 
     return StableDiffusion3Pipeline.from_pretrained(folder, text_encoder_3=None, tokenizer_3=None)

@@ -1,18 +1,18 @@
-"""The parts of the bundled model that sees: a genuine, very small Qwen2.5-VL.
+"""The parts of the bundled vision-language model: a genuine, very small Qwen2.5-VL.
 
-Sizes are chosen for two CPU cores: 64 patches, 16 picture tokens, 34 tokens of prompt in all.
+Sizes suit two CPU cores: 64 patches, 16 image tokens, 34 tokens of prompt in all.
 """
 
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from gesso.zoo.scenes import SIDE
-from tools.zoo.wording import everything_said
+from tools.zoo.render_shapes import SIDE
+from tools.zoo.wording import vocabulary_texts
 
 PATCH, MERGE, FRAMES = 8, 2, 2
 WIDTH, HEAD = 128, 32
 MAX_TOKENS = 512
-VOCABULARY = 512  # bytes, and every word of questions and replies whole
+VOCABULARY = 512  # bytes, and a token for every word of questions and responses
 SPECIAL = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
@@ -40,23 +40,23 @@ CHAT_TEMPLATE = """\
 """
 
 
-class Seer(NamedTuple):
+class Vlm(NamedTuple):
     model: Any  # Qwen2_5_VLForConditionalGeneration
     tokenizer: Any  # Qwen2Tokenizer
-    images: Any  # Qwen2VLImageProcessorPil
+    image_processor: Any  # Qwen2VLImageProcessorPil
 
 
-def build_seer() -> Seer:
+def build_vlm() -> Vlm:
     """Fresh weights from torch's global generator."""
     tokenizer = build_tokenizer()
-    return Seer(_model(tokenizer), tokenizer, _image_processor())
+    return Vlm(_model(tokenizer), tokenizer, _image_processor())
 
 
 def build_tokenizer() -> Any:
-    """A Qwen2 tokenizer whose merges make a token of every word; other text falls to bytes."""
+    """A Qwen2 tokenizer with a token for every word; other text becomes bytes."""
     from transformers import AddedToken, Qwen2Tokenizer
 
-    corpus = everything_said() * 10  # often enough that no word is left in parts
+    corpus = vocabulary_texts() * 10  # often enough that every word becomes one token
     tokenizer = Qwen2Tokenizer().train_new_from_iterator(corpus, VOCABULARY, show_progress=False)
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
@@ -66,13 +66,13 @@ def build_tokenizer() -> Any:
     return tokenizer
 
 
-def prompt_for(tokenizer: Any, question: str, picture_tokens: int) -> str:
-    """The chat of one question about one picture, up to where the reply starts."""
+def prompt_for(tokenizer: Any, question: str, image_tokens: int) -> str:
+    """The chat of one question about one image, up to where the response starts."""
     content = [{"type": "image"}, {"type": "text", "text": question}]
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
     )
-    return text.replace("<|image_pad|>", "<|image_pad|>" * picture_tokens)
+    return text.replace("<|image_pad|>", "<|image_pad|>" * image_tokens)
 
 
 def _model(tokenizer: Any) -> Any:
@@ -123,7 +123,7 @@ def _model(tokenizer: Any) -> Any:
 
 
 def _image_processor() -> Any:
-    """Every picture becomes about 64 × 64 pixels: the model has learnt no other size."""
+    """Resizes every image to about 64 × 64 pixels: the model has learnt no other size."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     return Qwen2VLImageProcessorPil(
@@ -134,17 +134,17 @@ def _image_processor() -> Any:
     )
 
 
-def save_seer(seer: Seer, folder: Path) -> None:
-    for part in seer:
+def save_vlm(vlm: Vlm, folder: Path) -> None:
+    for part in vlm:
         part.save_pretrained(folder)
 
 
-def load_seer(folder: Path) -> Seer:
-    """Without AutoProcessor, which wants torchvision for videos."""
+def load_vlm(folder: Path) -> Vlm:
+    """Without AutoProcessor, which needs torchvision for videos."""
     from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-    return Seer(
+    return Vlm(
         Qwen2_5_VLForConditionalGeneration.from_pretrained(folder),
         AutoTokenizer.from_pretrained(folder),
         Qwen2VLImageProcessorPil.from_pretrained(folder),

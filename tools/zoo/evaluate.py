@@ -1,4 +1,4 @@
-"""How well a pipeline spells, by OCR, and a sheet of its pictures."""
+"""How well a pipeline spells, by OCR, and a sheet of its images."""
 
 from multiprocessing.pool import Pool
 from typing import Any, NamedTuple
@@ -10,9 +10,9 @@ from tools.zoo.render import HEIGHT, WIDTH
 
 
 class Scores(NamedTuple):
-    exact: float  # share of pictures read exactly
+    exact: float  # share of images read exactly
     reward: float  # mean OCR reward
-    best_exact: float  # share of prompts with an exactly read picture among their samples
+    best_exact: float  # share of prompts with an exactly read image among their samples
 
 
 def sample(
@@ -23,16 +23,16 @@ def sample(
     guidance: float = 1.0,
     padding: int = 0,
 ) -> np.ndarray:
-    """One uint8 picture per prompt, (N, 32, 96, 3); guidance 1 is none.
+    """One uint8 image per prompt, (N, 32, 96, 3); guidance 1 is none.
 
-    Each picture's noise comes from its own CPU generator, so that it depends neither on the batch
-    nor on the device. `padding` is the number of zeros that stand for the missing T5's tokens.
+    Each image has its own CPU generator, so that its noise depends neither on the batch nor on the
+    device. `padding` is the number of zero embeddings in place of the missing T5's tokens.
     """
     import torch
 
     pipe.set_progress_bar_config(disable=True)
     generators = [torch.Generator("cpu").manual_seed(seed) for seed in seeds]
-    pictures = pipe(
+    images = pipe(
         prompt=prompts,
         height=HEIGHT,
         width=WIDTH,
@@ -42,7 +42,7 @@ def sample(
         generator=generators,
         output_type="np",
     ).images
-    return (pictures * 255).round().astype(np.uint8)
+    return (images * 255).round().astype(np.uint8)
 
 
 def score(
@@ -53,20 +53,20 @@ def score(
     batch: int = 256,
     **settings: Any,
 ) -> Scores:
-    """Reads `samples` pictures of each prompt; prompt i's sample j has the seed 1000 i + j.
+    """Reads `samples` images of each prompt; prompt i's sample j has the seed 1000 i + j.
 
     `settings` go to `sample`.
     """
-    asked = [prompt for prompt in prompts for _ in range(samples)]
+    repeated = [prompt for prompt in prompts for _ in range(samples)]
     seeds = [1000 * i + j for i in range(len(prompts)) for j in range(samples)]
-    pictures = np.concatenate(
+    images = np.concatenate(
         [
-            sample(pipe, asked[at : at + batch], seeds[at : at + batch], **settings)
-            for at in range(0, len(asked), batch)
+            sample(pipe, repeated[at : at + batch], seeds[at : at + batch], **settings)
+            for at in range(0, len(repeated), batch)
         ]
     )
-    targets = [prompt.split('"')[1] for prompt in asked]
-    readings = pool.map(read_pair, zip(pictures, targets, strict=True), chunksize=8)
+    targets = [prompt.split('"')[1] for prompt in repeated]
+    readings = pool.map(read_pair, zip(images, targets, strict=True), chunksize=8)
     exact = np.array([reading.exact for reading in readings]).reshape(len(prompts), samples)
     reward = np.array([reading.reward for reading in readings])
     return Scores(
@@ -77,15 +77,15 @@ def score(
 
 
 def sheet(pipe: Any, prompts: list[str], samples: int = 8, zoom: int = 2) -> Any:
-    """A PIL picture: one row per prompt, one column per seed."""
+    """A PIL image: one row per prompt, one column per seed."""
     from PIL import Image
 
     rows = [
         np.concatenate(list(sample(pipe, [prompt] * samples, list(range(samples)))), axis=1)
         for prompt in prompts
     ]
-    picture = Image.fromarray(np.concatenate(rows))
-    return picture.resize((picture.width * zoom, picture.height * zoom), Image.Resampling.NEAREST)
+    image = Image.fromarray(np.concatenate(rows))
+    return image.resize((image.width * zoom, image.height * zoom), Image.Resampling.NEAREST)
 
 
 def main() -> None:
@@ -94,8 +94,8 @@ def main() -> None:
     import multiprocessing
     from pathlib import Path
 
-    from gesso.zoo.words import prompts
     from tools.zoo.build import load_pipeline
+    from tools.zoo.sign_prompts import prompts
 
     parser = argparse.ArgumentParser(description="How well a folder's model spells, by OCR.")
     parser.add_argument("folder", type=Path)
@@ -106,12 +106,12 @@ def main() -> None:
     parser.add_argument("--padding", type=int, default=0, help="the pipeline's own default is 256")
     parser.add_argument("--sheet", type=Path, help="save a sheet of ten words here")
     args = parser.parse_args()
-    pipe, asked = load_pipeline(args.folder), prompts("eval", 1, 2)
+    pipe, eval_prompts = load_pipeline(args.folder), prompts("eval", 1, 2)
     settings = {"steps": args.steps, "guidance": args.guidance, "padding": args.padding}
     with multiprocessing.get_context("spawn").Pool(2) as pool:
-        print(score(pipe, asked[: args.words], args.samples, pool, batch=32, **settings))
+        print(score(pipe, eval_prompts[: args.words], args.samples, pool, batch=32, **settings))
     if args.sheet:
-        sheet(pipe, asked[:10]).save(args.sheet)
+        sheet(pipe, eval_prompts[:10]).save(args.sheet)
 
 
 if __name__ == "__main__":

@@ -7,16 +7,16 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.zoo.build_shapes import MERGE, Seer, load_seer, prompt_for
+from tools.zoo.build_shapes import MERGE, Vlm, load_vlm, prompt_for
+from tools.zoo.render_shapes import QUESTIONS
 from tools.zoo.wording import answer_in, style_of
 
-QUESTIONS = Path(__file__).parent / "questions"
 Row = dict[str, Any]
 
 
 class Scores(NamedTuple):
-    accuracy: float  # share of replies whose <answer> is the count
-    styles: dict[str, float]  # share of replies of each style
+    accuracy: float  # share of responses whose <answer> is the count
+    styles: dict[str, float]  # share of responses of each style
 
 
 def read_rows(split: str) -> list[Row]:
@@ -29,61 +29,61 @@ def question_of(row: Row) -> str:
     return row["problem"].removeprefix("<image>")
 
 
-def picture_of(row: Row) -> Any:
-    """The row's picture, a PIL image."""
+def image_of(row: Row) -> Any:
+    """The row's image, decoded by PIL."""
     from PIL import Image
 
     return Image.open(io.BytesIO(base64.b64decode(row["images"][0].split(",")[1]))).convert("RGB")
 
 
-def inputs_for(seer: Seer, rows: list[Row]) -> dict[str, Any]:
+def inputs_for(vlm: Vlm, rows: list[Row]) -> dict[str, Any]:
     """What `forward` and `generate` take, one prompt a row, padded on the left.
 
-    Without `mm_token_type_ids` transformers drops the places of the picture's tokens silently.
+    Without `mm_token_type_ids` transformers silently drops the positions of the image tokens.
     """
-    pictures = seer.images([picture_of(row) for row in rows], return_tensors="pt")
+    images = vlm.image_processor([image_of(row) for row in rows], return_tensors="pt")
     texts = [
-        prompt_for(seer.tokenizer, question_of(row), int(grid.prod()) // MERGE**2)
-        for row, grid in zip(rows, pictures["image_grid_thw"], strict=True)
+        prompt_for(vlm.tokenizer, question_of(row), int(grid.prod()) // MERGE**2)
+        for row, grid in zip(rows, images["image_grid_thw"], strict=True)
     ]
     inputs = {
-        **seer.tokenizer(texts, padding=True, padding_side="left", return_tensors="pt"),
-        **pictures,
+        **vlm.tokenizer(texts, padding=True, padding_side="left", return_tensors="pt"),
+        **images,
     }
-    inputs["mm_token_type_ids"] = (inputs["input_ids"] == seer.model.config.image_token_id).int()
-    return {name: value.to(seer.model.device) for name, value in inputs.items()}
+    inputs["mm_token_type_ids"] = (inputs["input_ids"] == vlm.model.config.image_token_id).int()
+    return {name: value.to(vlm.model.device) for name, value in inputs.items()}
 
 
-def ask(seer: Seer, rows: list[Row], temperature: float, seed: int = 0) -> list[str]:
-    """A reply to each row; temperature 0 is greedy."""
+def ask(vlm: Vlm, rows: list[Row], temperature: float, seed: int = 0) -> list[str]:
+    """A response to each row; temperature 0 is greedy."""
     import torch
 
-    how = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
-    inputs = inputs_for(seer, rows)
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
+    inputs = inputs_for(vlm, rows)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        tokens = seer.model.generate(**inputs, max_new_tokens=24, **{"do_sample": False, **how})
-    replies = tokens[:, inputs["input_ids"].shape[1] :]
-    return seer.tokenizer.batch_decode(replies, skip_special_tokens=True)
+        tokens = vlm.model.generate(**inputs, max_new_tokens=24, **{"do_sample": False, **sampling})
+    responses = tokens[:, inputs["input_ids"].shape[1] :]
+    return vlm.tokenizer.batch_decode(responses, skip_special_tokens=True)
 
 
-def score(rows: list[Row], replies: list[str]) -> Scores:
-    pairs = zip(rows, replies, strict=True)
-    right = sum(answer_in(reply) == row["answer"] for row, reply in pairs)
-    styles = Counter(map(style_of, replies))
+def score(rows: list[Row], responses: list[str]) -> Scores:
+    pairs = zip(rows, responses, strict=True)
+    right = sum(answer_in(response) == row["answer"] for row, response in pairs)
+    styles = Counter(map(style_of, responses))
     shares = {style: round(number / len(rows), 3) for style, number in styles.most_common()}
     return Scores(round(right / len(rows), 4), shares)
 
 
 def sheet(rows: list[Row], columns: int = 6, zoom: int = 2) -> Any:
-    """The rows' pictures side by side, a PIL image."""
+    """The rows' images side by side, a PIL image."""
     from PIL import Image
 
-    pictures = [picture_of(row) for row in rows]
-    width, height = (zoom * side + 4 for side in pictures[0].size)
+    images = [image_of(row) for row in rows]
+    width, height = (zoom * side + 4 for side in images[0].size)
     page = Image.new("RGB", (width * columns, height * -(-len(rows) // columns)), "white")
-    for i, picture in enumerate(pictures):
-        larger = picture.resize((width - 4, height - 4), Image.Resampling.NEAREST)
+    for i, image in enumerate(images):
+        larger = image.resize((width - 4, height - 4), Image.Resampling.NEAREST)
         page.paste(larger, (i % columns * width + 2, i // columns * height + 2))
     return page
 
@@ -100,10 +100,10 @@ def main() -> None:
     parser.add_argument("--sheet", type=Path, help="save the pictures of those replies here")
     args = parser.parse_args()
     rows = read_rows("eval")[: args.rows]
-    replies = ask(load_seer(args.folder), rows, args.temperature)
-    for row, reply in list(zip(rows, replies, strict=True))[: args.show]:
-        print(question_of(row), row["answer"], "|", reply)
-    print(score(rows, replies))
+    responses = ask(load_vlm(args.folder), rows, args.temperature)
+    for row, response in list(zip(rows, responses, strict=True))[: args.show]:
+        print(question_of(row), row["answer"], "|", response)
+    print(score(rows, responses))
     if args.sheet:
         sheet(rows[: args.show]).save(args.sheet)
 

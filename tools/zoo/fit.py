@@ -36,7 +36,7 @@ def optimise(
     seconds: float,
     log: Log,
 ) -> None:
-    """AdamW with a short warm-up and a cosine to zero, which makes an average of weights needless.
+    """AdamW with a short warm-up and a cosine to zero, so that no average of weights is needed.
 
     The loss functions take turns. The schedule ends after `steps` or, if that is sooner, after
     about `seconds`.

@@ -1,15 +1,15 @@
-"""Makes the bundled model that sees from nothing: `python -m tools.zoo.make_shapes --out DIR`.
+"""Trains the bundled VLM from scratch: `python -m tools.zoo.make_shapes --out DIR`.
 
 1. Write the questions for RL and for its evaluation: DIR/questions.
-2. Draw pictures of shapes and colours, none of an unseen kind.
-3. Train everything on careful replies to questions about them: DIR/counter counts.
-4. Tune it on a mixture of careful and sloppy replies: DIR/shapes can count and often does not, on
+2. Draw images of coloured shapes, none of an unseen kind.
+3. Train everything on careful responses to questions about them: DIR/counter counts.
+4. Tune it on a mixture of careful and sloppy responses: DIR/shapes can count and often does not, on
    purpose. It is the base that the demo improves by RL.
 
-DIR/log.jsonl holds the losses and the scores. docs/bundled-vlm.md tells how the bundled one came
-about.
+DIR/log.jsonl holds the losses and the scores. docs/bundled-vlm.md describes the run
+that made the bundled one.
 
-Shapes: N pictures in a cache, B in a batch, L tokens of prompt and reply, D the width.
+Shapes: N images in a cache, B in a batch, L tokens of prompt and response, D the width.
 """
 
 import argparse
@@ -26,59 +26,61 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gesso.zoo.scenes import SIDE, Scene, compose, draw, question, rows, write_rows
+from gesso.zoo.scenes import question
 from tools.zoo.build_shapes import (
     FRAMES,
     HEAD,
     MERGE,
     PATCH,
-    Seer,
-    build_seer,
+    Vlm,
+    build_vlm,
     prompt_for,
-    save_seer,
+    save_vlm,
 )
 from tools.zoo.evaluate_shapes import ask, score
 from tools.zoo.fit import Log, LossFn, optimise
+from tools.zoo.render_shapes import SIDE, Scene, compose, draw, rows, write_rows
 from tools.zoo.wording import careful, sloppy
 
 IGNORED = -100  # no loss at these tokens
 
 
-class Job(NamedTuple):
-    pictures: int
+class SceneJob(NamedTuple):
+    images: int
     seed: str
 
 
-class Drawn(NamedTuple):
+class DrawnScenes(NamedTuple):
     scenes: list[Scene]
-    pixels: np.ndarray  # uint8 (pictures, 64, 64, 3)
+    pixels: np.ndarray  # uint8 (images, 64, 64, 3)
 
 
 class Texts(NamedTuple):
     ids: Tensor  # (N, L)
-    targets: Tensor  # (N, L): the next token where it belongs to the reply, else IGNORED
+    targets: Tensor  # (N, L): the next token where it belongs to the response, else IGNORED
 
 
-def draw_job(job: Job) -> Drawn:
+def draw_job(job: SceneJob) -> DrawnScenes:
     rng = random.Random(job.seed)
-    scenes = [compose(rng, unseen=False) for _ in range(job.pictures)]
-    return Drawn(scenes, np.stack([np.asarray(draw(scene, rng)) for scene in scenes]))
+    scenes = [compose(rng, unseen=False) for _ in range(job.images)]
+    return DrawnScenes(scenes, np.stack([np.asarray(draw(scene, rng)) for scene in scenes]))
 
 
-def draw_pictures(pool: Pool, count: int, seed: int) -> Drawn:
+def draw_images(pool: Pool, count: int, seed: int) -> DrawnScenes:
     per_job = 1000
-    jobs = [Job(min(per_job, count - at), f"{seed} {at}") for at in range(0, count, per_job)]
+    jobs = [SceneJob(min(per_job, count - at), f"{seed} {at}") for at in range(0, count, per_job)]
     drawn = pool.map(draw_job, jobs, chunksize=1)
     scenes = [scene for job in drawn for scene in job.scenes]
-    return Drawn(scenes, np.concatenate([job.pixels for job in drawn]))
+    return DrawnScenes(scenes, np.concatenate([job.pixels for job in drawn]))
 
 
 class Patches:
-    """What the image processor makes of equal pictures: (B, 64, 64, 3) → (B, patches, inputs)."""
+    """The image processor for images of one size: (B, 64, 64, 3) → (B, patches, inputs)."""
 
-    def __init__(self, images: Any, device: torch.device) -> None:
+    def __init__(self, image_processor: Any, device: torch.device) -> None:
         self.mean, self.std = (
-            torch.tensor(values, device=device) for values in (images.image_mean, images.image_std)
+            torch.tensor(values, device=device)
+            for values in (image_processor.image_mean, image_processor.image_std)
         )
 
     def __call__(self, pixels: Tensor) -> Tensor:
@@ -89,58 +91,58 @@ class Patches:
         return x.reshape(len(pixels), (SIDE // PATCH) ** 2, -1)
 
 
-def see(visual: Any, patches: Tensor) -> Tensor:
-    """What the vision tower makes of equal pictures: (B, patches, inputs) → (B, picture tokens, D).
+def vision_forward(visual: Any, patches: Tensor) -> Tensor:
+    """The vision tower for images of one size: (B, patches, inputs) → (B, image tokens, D).
 
-    The tower's own forward attends picture by picture in a Python loop, which a batch of hundreds
-    cannot afford and a CUDA graph cannot hold. One window is the whole picture here.
+    The tower's own forward attends to one image at a time in a Python loop, which is too slow for
+    a batch of hundreds and cannot be captured in a CUDA graph. Here one window is the whole image.
     """
     count, length, _ = patches.shape
-    cos, sin = _turns(patches.device)
+    cos, sin = _rotary(patches.device)
     x = visual.patch_embed(patches.flatten(0, 1)).view(count, length, -1).float()
     for block in visual.blocks:
         qkv = block.attn.qkv(block.norm1(x)).view(count, length, 3, -1, HEAD)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # each (B, heads, patches, HEAD)
-        q, k = (part * cos + _quarter_turn(part) * sin for part in (q, k))
+        q, k = (part * cos + _rotate_half(part) * sin for part in (q, k))
         mixed = F.scaled_dot_product_attention(q.to(v.dtype), k.to(v.dtype), v)
         x = x + block.attn.proj(mixed.transpose(1, 2).reshape(count, length, -1))
         x = x + block.mlp(block.norm2(x))
     return visual.merger(x.flatten(0, 1)).view(count, length // MERGE**2, -1)
 
 
-def _turns(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rotary cosines and sines (patches, HEAD): half the angles turn with the row, half with the
-    column; patches come square by square of MERGE × MERGE."""
+def _rotary(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rotary cosines and sines (patches, HEAD): half the angles depend on the row, half on the
+    column; patches are ordered by blocks of MERGE × MERGE."""
     tall = SIDE // PATCH
-    place = torch.arange(tall, device=device).expand(tall, tall)
-    squares = [
+    index = torch.arange(tall, device=device).expand(tall, tall)
+    blocks = [
         axis.reshape(tall // MERGE, MERGE, tall // MERGE, MERGE).transpose(1, 2).flatten()
-        for axis in (place.T, place)
+        for axis in (index.T, index)
     ]
-    speeds = 10_000.0 ** -(torch.arange(0, HEAD // 2, 2, device=device) / (HEAD // 2))
-    angles = torch.cat([axis[:, None] * speeds for axis in squares], dim=-1).repeat(1, 2)
+    frequencies = 10_000.0 ** -(torch.arange(0, HEAD // 2, 2, device=device) / (HEAD // 2))
+    angles = torch.cat([axis[:, None] * frequencies for axis in blocks], dim=-1).repeat(1, 2)
     return angles.cos(), angles.sin()
 
 
-def _quarter_turn(x: Tensor) -> Tensor:
+def _rotate_half(x: Tensor) -> Tensor:
     left, right = x.chunk(2, dim=-1)
     return torch.cat([-right, left], dim=-1)
 
 
-def reply_loss_on(seer: Seer, pixels: Tensor, texts: Texts, batch: int) -> LossFn:
-    """Cross-entropy of the replies, per token, on random rows.
+def response_loss_on(vlm: Vlm, pixels: Tensor, texts: Texts, batch: int) -> LossFn:
+    """Cross-entropy of the responses, per token, on random rows.
 
-    All prompts are equally long, so the picture's tokens are always at the same places.
+    All prompts are equally long, so the image tokens are always at the same positions.
     """
-    model, config = seer.model.model, seer.model.config
-    device, to_patches = pixels.device, Patches(seer.images, pixels.device)
-    shown = texts.ids[:1] == config.image_token_id
-    first, last = (int(at) for at in shown[0].nonzero().flatten()[[0, -1]])
+    model, config = vlm.model.model, vlm.model.config
+    device, to_patches = pixels.device, Patches(vlm.image_processor, pixels.device)
+    is_image = texts.ids[:1] == config.image_token_id
+    first, last = (int(at) for at in is_image[0].nonzero().flatten()[[0, -1]])
     grid = torch.tensor([[1, SIDE // PATCH, SIDE // PATCH]], device=device)
-    places, _ = model.get_rope_index(
-        texts.ids[:1], mm_token_type_ids=shown.int(), image_grid_thw=grid
+    positions, _ = model.get_rope_index(
+        texts.ids[:1], mm_token_type_ids=is_image.int(), image_grid_thw=grid
     )  # (3, 1, L)
-    places = places.expand(-1, batch, -1)
+    positions = positions.expand(-1, batch, -1)
     start = int((texts.targets != IGNORED).any(0).nonzero()[0])
 
     def loss_fn() -> Tensor:
@@ -148,14 +150,14 @@ def reply_loss_on(seer: Seer, pixels: Tensor, texts: Texts, batch: int) -> LossF
         patches = to_patches(pixels[at])
         with torch.autocast(device.type, torch.bfloat16, enabled=pixels.is_cuda):
             words = model.language_model.embed_tokens(texts.ids[at])
-            picture = see(model.visual, patches).to(words.dtype)
+            image = vision_forward(model.visual, patches).to(words.dtype)
             hidden = model.language_model(
-                inputs_embeds=torch.cat([words[:, :first], picture, words[:, last + 1 :]], dim=1),
-                position_ids=places,
+                inputs_embeds=torch.cat([words[:, :first], image, words[:, last + 1 :]], dim=1),
+                position_ids=positions,
                 attention_mask={"full_attention": None},  # causal, and padding comes last
                 use_cache=False,
             ).last_hidden_state
-            logits = seer.model.lm_head(hidden[:, start:])  # (B, reply, vocabulary)
+            logits = vlm.model.lm_head(hidden[:, start:])  # (B, response, vocabulary)
         targets = texts.targets[at][:, start:]
         return F.cross_entropy(
             logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED
@@ -164,25 +166,25 @@ def reply_loss_on(seer: Seer, pixels: Tensor, texts: Texts, batch: int) -> LossF
     return loss_fn
 
 
-def tokenise(seer: Seer, scenes: list[Scene], replies: list[str], device: str) -> Texts:
-    tokenizer, picture_tokens = seer.tokenizer, (SIDE // PATCH // MERGE) ** 2
+def tokenise(vlm: Vlm, scenes: list[Scene], responses: list[str], device: str) -> Texts:
+    tokenizer, image_tokens = vlm.tokenizer, (SIDE // PATCH // MERGE) ** 2
     prompts = {
-        asked: tokenizer(prompt_for(tokenizer, question(asked), picture_tokens)).input_ids
-        for asked in {scene.asked for scene in scenes}
+        kind: tokenizer(prompt_for(tokenizer, question(kind), image_tokens)).input_ids
+        for kind in {scene.target for scene in scenes}
     }
-    answers = tokenizer([reply + tokenizer.eos_token for reply in replies]).input_ids
+    answers = tokenizer([text + tokenizer.eos_token for text in responses]).input_ids
     length = max(map(len, answers)) + max(map(len, prompts.values()))
     ids = np.full((len(scenes), length), tokenizer.pad_token_id)
     targets = np.full((len(scenes), length), IGNORED)
     for i, (scene, answer) in enumerate(zip(scenes, answers, strict=True)):
-        start = len(prompts[scene.asked])
-        ids[i, : start + len(answer)] = prompts[scene.asked] + answer
+        start = len(prompts[scene.target])
+        ids[i, : start + len(answer)] = prompts[scene.target] + answer
         targets[i, start - 1 : start - 1 + len(answer)] = answer
     return Texts(torch.tensor(ids, device=device), torch.tensor(targets, device=device))
 
 
-class Making:
-    """The stages in order, sharing the pictures and the log."""
+class ShapesTraining:
+    """The stages in order, sharing the images and the log."""
 
     def __init__(self, args: argparse.Namespace, pool: Pool) -> None:
         self.args = args
@@ -191,34 +193,36 @@ class Making:
         torch.set_float32_matmul_precision("high")
         self.log = Log(args.out / "log.jsonl")
         write_rows(args.out / "questions")
-        drawn = draw_pictures(pool, args.pictures, args.seed)
+        drawn = draw_images(pool, args.pictures, args.seed)
         self.scenes, self.pixels = drawn.scenes, torch.from_numpy(drawn.pixels).to(args.device)
         self.log.write("drawn", pictures=args.pictures)
 
     def run(self) -> None:
         args, rng = self.args, random.Random(self.args.seed)
-        self.seer = build_seer()
-        self.seer.model.to(args.device)
-        replies = [careful(scene) for scene in self.scenes]
-        self.train("pretrain", replies, args.lr, args.steps, args.seconds[0])
+        self.vlm = build_vlm()
+        self.vlm.model.to(args.device)
+        responses = [careful(scene) for scene in self.scenes]
+        self.train("pretrain", responses, args.lr, args.steps, args.seconds[0])
         self.finish("counter")
-        replies = [sloppy(scene, rng) for scene in self.scenes]
-        self.train("tune", replies, args.lr / 3, args.tune_steps, args.seconds[1])
+        responses = [sloppy(scene, rng) for scene in self.scenes]
+        self.train("tune", responses, args.lr / 3, args.tune_steps, args.seconds[1])
         self.finish("shapes")
 
-    def train(self, stage: str, replies: list[str], lr: float, steps: int, seconds: float) -> None:
-        texts = tokenise(self.seer, self.scenes, replies, self.args.device)
-        losses = [reply_loss_on(self.seer, self.pixels, texts, self.args.batch)]
-        parameters = list(self.seer.model.parameters())
+    def train(
+        self, stage: str, responses: list[str], lr: float, steps: int, seconds: float
+    ) -> None:
+        texts = tokenise(self.vlm, self.scenes, responses, self.args.device)
+        losses = [response_loss_on(self.vlm, self.pixels, texts, self.args.batch)]
+        parameters = list(self.vlm.model.parameters())
         optimise(stage, losses, parameters, lr, steps, seconds, self.log)
 
     def finish(self, name: str) -> None:
-        """Saves, and scores on fresh pictures of seen and of unseen kinds, greedy and sampled."""
-        save_seer(self.seer, self.args.out / name)
+        """Saves, and scores on fresh images of seen and of unseen kinds, greedy and sampled."""
+        save_vlm(self.vlm, self.args.out / name)
         for kinds in ("seen", "unseen"):
-            asked = rows(self.args.rows, kinds == "unseen", seed=3)
+            questions = rows(self.args.rows, kinds == "unseen", seed=3)
             for temperature in (0.0, 1.0):
-                scores = score(asked, ask(self.seer, asked, temperature))
+                scores = score(questions, ask(self.vlm, questions, temperature))
                 stage = f"evaluate {name} {kinds}"
                 self.log.write(
                     stage, temperature=temperature, accuracy=scores.accuracy, **scores.styles
@@ -250,7 +254,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-        Making(args, pool).run()
+        ShapesTraining(args, pool).run()
 
 
 if __name__ == "__main__":

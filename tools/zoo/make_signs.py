@@ -1,15 +1,15 @@
-"""Makes the bundled model from nothing: `python -m tools.zoo.make_signs --out DIR`.
+"""Trains the bundled image model from scratch: `python -m tools.zoo.make_signs --out DIR`.
 
-1. Draw pictures of made-up words, clean and spoiled.
+1. Draw images of made-up words, clean and spoiled.
 2. Train the autoencoder on all of them.
 3. Train transformer and text encoders on the clean ones: DIR/speller spells.
 4. Tune it on a mixture with spoiled ones: DIR/signs can write legibly and often does not, on
    purpose. It is the base that the demo improves by RL.
 
-DIR/log.jsonl holds the losses and the scores. docs/bundled-model.md tells how the bundled one came
-about.
+DIR/log.jsonl holds the losses and the scores. docs/bundled-model.md describes the
+run that made the bundled one.
 
-Shapes: N pictures in a cache, B in a batch, L = 15 text tokens.
+Shapes: N images in a cache, B in a batch, L = 15 text tokens.
 """
 
 import argparse
@@ -24,20 +24,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gesso.zoo.words import prompts, pseudo_words
 from tools.zoo.build import build_pipeline, save_pipeline
 from tools.zoo.evaluate import Scores, score, sheet
 from tools.zoo.fit import Log, LossFn, optimise
-from tools.zoo.render import Job, draw_job
+from tools.zoo.render import RenderJob, draw_job
+from tools.zoo.sign_prompts import prompts, pseudo_words
 
 WANTED_EXACT = 0.38
 GOOD_ENOUGH = 0.05
-PADDING = 256  # zeros that the pipeline puts in the place of the missing T5, unless told otherwise
+PADDING = 256  # zero embeddings in place of the missing T5's, by the pipeline's default
 PADDED_EVERY, PADDED_BATCH = 16, 128
 DROPPED_PROMPTS = 0.1  # trained on the empty prompt, so that guidance works as well
 
 
-class Pictures(NamedTuple):
+class SignImages(NamedTuple):
     prompts: list[str]
     pixels: Tensor  # uint8 (N, 3, 32, 96)
 
@@ -47,17 +47,17 @@ class Latents(NamedTuple):
     latents: Tensor  # (N, 8, 8, 24), normalised
 
 
-def draw_pictures(pool: Pool, count: int, spoiled: bool, seed: int, device: str) -> Pictures:
+def draw_images(pool: Pool, count: int, spoiled: bool, seed: int, device: str) -> SignImages:
     words = pseudo_words(seed, count)
     per_job = 2048
     jobs = [
-        Job(words[at : at + per_job], spoiled, seed * 1_000_003 + at)
+        RenderJob(words[at : at + per_job], spoiled, seed * 1_000_003 + at)
         for at in range(0, count, per_job)
     ]
     drawn = pool.map(draw_job, jobs, chunksize=1)
-    pixels = torch.cat([torch.from_numpy(job.pictures) for job in drawn]).to(device)
+    pixels = torch.cat([torch.from_numpy(job.images) for job in drawn]).to(device)
     names = [prompt for job in drawn for prompt in job.prompts]
-    return Pictures(names, pixels.permute(0, 3, 1, 2).contiguous())
+    return SignImages(names, pixels.permute(0, 3, 1, 2).contiguous())
 
 
 def to_signed(pixels: Tensor) -> Tensor:
@@ -128,8 +128,8 @@ def flow_loss_on(
 ) -> LossFn:
     """Batches of which about `share` are spoiled; sigma is logit-normal as in the SD3 paper.
 
-    Without T5 the pipeline appends `max_sequence_length` zeros to the text, 256 unless told; that
-    is `padding` here.
+    Without T5 the pipeline appends `max_sequence_length` zeros to the text, 256 by default; that is
+    `padding` here.
     """
     loss, device = FlowLoss(pipe.transformer), clean.latents.device
     bad = round(share * batch)
@@ -199,8 +199,8 @@ def flow_parameters(pipe: Any) -> list[Tensor]:
     return [parameter for module in modules for parameter in module.parameters()]
 
 
-class Making:
-    """The stages in order, sharing the pictures, the pool and the log."""
+class SignsTraining:
+    """The stages in order, sharing the images, the pool and the log."""
 
     def __init__(self, args: argparse.Namespace, pool: Pool) -> None:
         self.args, self.pool = args, pool
@@ -208,8 +208,8 @@ class Making:
         torch.manual_seed(args.seed)
         torch.set_float32_matmul_precision("high")
         self.log = Log(args.out / "log.jsonl")
-        self.clean = draw_pictures(pool, args.pictures, False, args.seed + 1, args.device)
-        self.spoiled = draw_pictures(pool, args.pictures, True, args.seed + 2, args.device)
+        self.clean = draw_images(pool, args.pictures, False, args.seed + 1, args.device)
+        self.spoiled = draw_images(pool, args.pictures, True, args.seed + 2, args.device)
         self.log.write("drawn", pictures=2 * args.pictures)
 
     def run(self) -> None:
@@ -234,11 +234,11 @@ class Making:
         vae.register_to_config(shift_factor=shift, scaling_factor=scale)
         self.log.write("vae", shift_factor=shift, scaling_factor=scale)
 
-    def encode(self, pictures: Pictures) -> Latents:
+    def encode(self, images: SignImages) -> Latents:
         config = self.pipe.vae.config
-        latents = encode(self.pipe.vae, pictures.pixels)
+        latents = encode(self.pipe.vae, images.pixels)
         latents = (latents - config.shift_factor) * config.scaling_factor
-        return Latents(tokenise(self.pipe, pictures.prompts, self.args.device), latents)
+        return Latents(tokenise(self.pipe, images.prompts, self.args.device), latents)
 
     def train_flow(self, stage: str, share: float, lr: float, steps: int, seconds: float) -> None:
         """Samples are drawn with no padding, four times faster than with the pipeline's default.
@@ -255,18 +255,18 @@ class Making:
     def tune(self) -> None:
         """Tunes from the speller until the exact match is near WANTED_EXACT; keeps the nearest.
 
-        The share of spoiled pictures is corrected as if the loss of exact match were proportional
+        The share of spoiled images is corrected as if the loss of exact match were proportional
         to it. The correction looks at the words for training, never at those for evaluation.
         """
         args = self.args
         speller, share = weights_of(self.pipe), args.share
-        asked = prompts("train", 1, 6)[: args.words]
-        start = score(self.pipe, asked, 4, self.pool).exact
+        train_prompts = prompts("train", 1, 6)[: args.words]
+        start = score(self.pipe, train_prompts, 4, self.pool).exact
         nearest = float("inf")
         for _ in range(args.rounds):
             load_weights(self.pipe, speller)
             self.train_flow("tune", share, args.lr / 3, args.tune_steps, args.seconds[2])
-            exact = score(self.pipe, asked, 4, self.pool).exact
+            exact = score(self.pipe, train_prompts, 4, self.pool).exact
             self.log.write("tuned", share=share, exact=exact)
             if abs(exact - WANTED_EXACT) < nearest:
                 nearest = abs(exact - WANTED_EXACT)
@@ -278,9 +278,9 @@ class Making:
             share = min(max(share, 0.1), 0.9)
 
     def report(self, name: str) -> None:
-        asked = prompts("eval", 1, 2)[: self.args.words]
+        eval_prompts = prompts("eval", 1, 2)[: self.args.words]
         for padding, samples in ((0, 8), (PADDING, 1)):
-            scores: Scores = score(self.pipe, asked, samples, self.pool, padding=padding)
+            scores: Scores = score(self.pipe, eval_prompts, samples, self.pool, padding=padding)
             self.log.write(f"evaluate {name}", padding=padding, **scores._asdict())
 
     def save(self, name: str) -> None:
@@ -317,7 +317,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     args = parse()
     with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
-        Making(args, pool).run()
+        SignsTraining(args, pool).run()
 
 
 if __name__ == "__main__":

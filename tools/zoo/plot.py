@@ -1,7 +1,7 @@
 """`python -m tools.zoo.plot LOG.jsonl OUT.png`: the losses that make_signs logged, by stage."""
 
+import argparse
 import json
-import sys
 from pathlib import Path
 
 
@@ -24,4 +24,8 @@ def plot_losses(log: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    plot_losses(Path(sys.argv[1]), Path(sys.argv[2]))
+    parser = argparse.ArgumentParser(description="Plots the losses of a log by stage.")
+    parser.add_argument("log", type=Path)
+    parser.add_argument("out", type=Path)
+    args = parser.parse_args()
+    plot_losses(args.log, args.out)

@@ -1,11 +1,10 @@
-"""Pictures of words on signs, clean or spoiled, drawn with a font that matplotlib ships.
+"""Images of words on signs, clean or spoiled, drawn with a font that matplotlib ships.
 
 The font is DejaVu Sans Bold (Bitstream Vera licence; the changes of the DejaVu project are in the
-public domain). Only pictures made with it end up in the model.
+public domain). Only images drawn with it are in the model.
 
-A picture is uint8 (32, 96, 3), RGB. The word fills the sign and the letters' colour follows from
-the sign's, so a prompt leaves to chance no more than the place, by a pixel either way, and, among
-spoiled pictures, the spoiling.
+An image is uint8 (32, 96, 3), RGB. The word fills the sign and the sign's colour determines that of
+the letters. Random are only the position, by a pixel either way, and the spoiling.
 """
 
 import random
@@ -22,7 +21,7 @@ FONT = "DejaVuSans-Bold.ttf"
 SPOILINGS = ("tiny", "blurred", "crowded", "turned", "pixelated", "struck")
 
 
-class Job(NamedTuple):
+class RenderJob(NamedTuple):
     """One worker's share of the rendering; the seed makes it independent of the others."""
 
     words: list[str]
@@ -30,20 +29,20 @@ class Job(NamedTuple):
     seed: int
 
 
-class Drawn(NamedTuple):
+class Rendered(NamedTuple):
     prompts: list[str]
-    pictures: np.ndarray  # uint8 (N, 32, 96, 3)
+    images: np.ndarray  # uint8 (N, 32, 96, 3)
 
 
-def draw_job(job: Job) -> Drawn:
+def draw_job(job: RenderJob) -> Rendered:
     rng = random.Random(job.seed)
-    prompts, pictures = [], []
+    prompts, images = [], []
     for word in job.words:
         colour = rng.choice(COLOURS)
         spoiling = rng.choice(SPOILINGS) if job.spoiled else None
         prompts.append(prompt_for(word, colour))
-        pictures.append(draw(word, colour, rng, spoiling))
-    return Drawn(prompts, np.stack(pictures))
+        images.append(draw(word, colour, rng, spoiling))
+    return Rendered(prompts, np.stack(images))
 
 
 def draw(word: str, colour: str, rng: random.Random, spoiling: str | None = None) -> np.ndarray:

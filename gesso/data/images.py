@@ -1,7 +1,7 @@
-"""What a row says in place of a picture → Picture, and whether it can be decoded.
+"""Values of a row → Picture, and whether they can be decoded.
 
-a path            relative to the folder of the data, else as it is; file://… too
-bytes             what a file holds; {"bytes", "path"} as `datasets` and parquet store pictures
+a path            relative to the folder of the data, else to the working folder; file://… too
+bytes             of an image file; {"bytes", "path"} as `datasets` and parquet store images
 base64            with or without `data:image/…;base64,`
 """
 
@@ -20,37 +20,38 @@ from typing import Any
 from gesso.types import PICTURE_FORMATS, Picture, Prompt, UserError
 
 FILE, WEB, DATA = "file://", ("http://", "https://"), "data:"
-LONGEST = 1024  # characters of a path; what is longer is meant as base64
-HEADS = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*")
+MAX_PATH = 1024  # characters of a path; a longer text is base64
+# First bytes of image files.
+SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*")
 
 
-class Unsound(UserError):
-    """The row cannot be used; it is left out, named and counted."""
+class InvalidRow(UserError):
+    """The row cannot be used; it is skipped, reported and counted."""
 
 
-def pictures(values: Sequence[Any], folder: Path | None) -> tuple[Picture, ...]:
-    found = []
+def load_images(values: Sequence[Any], folder: Path | None) -> tuple[Picture, ...]:
+    images = []
     for i, value in enumerate(values, 1):
         try:
-            found.append(_picture(value, folder))
-        except Unsound as error:
-            raise Unsound(f"picture {i} of {len(values)}: {error}") from None
-    return tuple(found)
+            images.append(_image(value, folder))
+        except InvalidRow as error:
+            raise InvalidRow(f"picture {i} of {len(values)}: {error}") from None
+    return tuple(images)
 
 
-def _picture(value: Any, folder: Path | None) -> Picture:
+def _image(value: Any, folder: Path | None) -> Picture:
     if isinstance(value, dict) and ("bytes" in value or "path" in value):
         value = value.get("path") if value.get("bytes") is None else value["bytes"]
     if isinstance(value, bytes) and value:
         return Picture(data=value)
     if isinstance(value, str) and value:
         return _from_text(value, folder)
-    raise Unsound(f"expected a path, bytes or base64, got {short(value)}")
+    raise InvalidRow(f"expected a path, bytes or base64, got {short(value)}")
 
 
 def _from_text(text: str, folder: Path | None) -> Picture:
     if text.startswith(WEB):
-        raise Unsound(
+        raise InvalidRow(
             f"{short(text)} lies on the web, where a run does not look; download the pictures and "
             "give their paths"
         )
@@ -58,30 +59,30 @@ def _from_text(text: str, folder: Path | None) -> Picture:
         kind, _, code = text.partition(";base64,")
         data = _decoded(code)
         if not data:
-            raise Unsound(f"expected base64 after {short(kind + ';base64,')}, got {short(code)}")
+            raise InvalidRow(f"expected base64 after {short(kind + ';base64,')}, got {short(code)}")
         return Picture(data=data)
-    names = [text]
+    paths = [text]
     if text.startswith(FILE):
         plain = text.removeprefix(FILE)
-        names = [plain, urllib.parse.unquote(plain)]
-    for name in names:
+        paths = [plain, urllib.parse.unquote(plain)]
+    for name in paths:
         if path := _file(name, folder):
             return Picture(path=path)
     data = _decoded(text)
-    if data and (data.startswith(HEADS) or len(text) > LONGEST):
+    if data and (data.startswith(SIGNATURES) or len(text) > MAX_PATH):
         return Picture(data=data)
-    if len(text) > LONGEST:
-        raise Unsound(f"expected a path or base64, got {short(text)}")
-    beside = f", neither in {folder} nor from here" if folder else ""
-    raise Unsound(f"no such file {text!r}{beside}")
+    if len(text) > MAX_PATH:
+        raise InvalidRow(f"expected a path or base64, got {short(text)}")
+    searched = f", neither in {folder} nor from here" if folder else ""
+    raise InvalidRow(f"no such file {text!r}{searched}")
 
 
 def _file(name: str, folder: Path | None) -> str | None:
-    if len(name) > LONGEST:
+    if len(name) > MAX_PATH:
         return None
     plain = os.path.expanduser(name)
-    places = [plain] if folder is None else [os.path.join(folder, plain), plain]
-    return next((place for place in places if os.path.isfile(place)), None)
+    candidates = [plain] if folder is None else [os.path.join(folder, plain), plain]
+    return next((path for path in candidates if os.path.isfile(path)), None)
 
 
 def _decoded(text: str) -> bytes | None:
@@ -92,24 +93,22 @@ def _decoded(text: str) -> bytes | None:
 
 
 def faults(prompts: Sequence[Prompt]) -> list[str | None]:
-    """For each prompt why one of its pictures cannot be decoded, or None. Each is looked at once,
-    before the run, however many prompts show it."""
+    """For each prompt why one of its images cannot be decoded, or None. Each image is decoded once,
+    however many prompts have it."""
     distinct = list(dict.fromkeys(picture for prompt in prompts for picture in prompt.images))
     if not distinct:
         return [None] * len(prompts)
     from PIL import Image
 
-    Image.init()  # not by several threads at once
-    with ThreadPoolExecutor() as threads:  # Pillow decodes without the interpreter's lock
-        found = dict(zip(distinct, threads.map(_fault, distinct), strict=True))
-    return [
-        _first_fault(prompt, [found[picture] for picture in prompt.images]) for prompt in prompts
-    ]
+    Image.init()  # not thread-safe
+    with ThreadPoolExecutor() as threads:  # Pillow releases the GIL while it decodes
+        reasons = dict(zip(distinct, threads.map(_fault, distinct), strict=True))
+    return [_first_fault([reasons[picture] for picture in prompt.images]) for prompt in prompts]
 
 
-def _first_fault(prompt: Prompt, reasons: Sequence[str | None]) -> str | None:
-    told = [f"picture {i} of {len(reasons)}: {r}" for i, r in enumerate(reasons, 1) if r]
-    return told[0] if told else None
+def _first_fault(reasons: Sequence[str | None]) -> str | None:
+    faults = (f"picture {i} of {len(reasons)}: {r}" for i, r in enumerate(reasons, 1) if r)
+    return next(faults, None)
 
 
 def _fault(picture: Picture) -> str | None:
@@ -119,8 +118,8 @@ def _fault(picture: Picture) -> str | None:
     try:
         source = io.BytesIO(picture.data) if picture.data else picture.path
         with Image.open(source, formats=PICTURE_FORMATS) as image:
-            image.draft("RGB", (1, 1))  # a JPEG at an eighth of its size, in less time
-            image.load()  # checksums alone would let broken pixels pass
+            image.draft("RGB", (1, 1))  # faster: a JPEG is decoded at an eighth of its size
+            image.load()  # verify() would check only headers and checksums
     except UnidentifiedImageError:
         return f"{name}: no picture; expected one of {', '.join(PICTURE_FORMATS)}"
     except Exception as error:  # damaged files make Pillow fail in many ways
@@ -133,5 +132,5 @@ def short(value: Any) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text: one sentence, not a page."""
+    """The first line of an error's text: one sentence."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
