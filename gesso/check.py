@@ -13,7 +13,7 @@ from gesso.health import under_floor
 from gesso.memory import estimate
 from gesso.models.flow.pipeline import PipelineModel
 from gesso.models.tokens.transformer import TransformerModel
-from gesso.rollout import FlowTrace, Rollout
+from gesso.rollout import Rollout
 from gesso.run import Job, assemble
 from gesso.track.progress import SILENT, Progress
 from gesso.types import SampleSpec, UserError
@@ -92,17 +92,17 @@ def replay_gap(job: Job, rollout: Rollout) -> float | None:
     """Largest |Δ log-prob| between drawing a step and scoring it again with the same weights: the
     noise floor of the ratio. None for an algorithm without log-probs, or that scores nothing
     again."""
-    trace = rollout.trace
-    taken = isinstance(trace, FlowTrace) and trace.slopes is not None
-    if rollout.logp.shape[1] == 0 or taken:
+    if rollout.logp.shape[1] == 0:
         return None
     terms = _terms(job, rollout)
     with torch.no_grad(), job.learner.policy.folded():
-        gaps = [
-            job.algorithm.loss(job.model, terms.rows(index)).stats["abs_dlogp"]
+        stats = [
+            job.algorithm.loss(job.model, terms.rows(index)).stats
             for index in terms.micro_batches(job.recipe.learner)
         ]
-    return float(torch.cat(gaps).max())
+    if not all("abs_dlogp" in part for part in stats):
+        return None
+    return float(torch.cat([part["abs_dlogp"] for part in stats]).max())
 
 
 def _terms(job: Job, rollout: Rollout) -> Terms:

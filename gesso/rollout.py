@@ -118,9 +118,10 @@ class FlowTrace:
     means: Tensor  # (N, S, C, H, W): of the trained steps; (N, 0, C, H, W) when nobody asked
     clean: Tensor  # (N, C, H, W)
     negatives: Tensor | None = None  # (N, S, C, H, W): velocities of the negative branch there
-    slopes: Sequence[Weights] | None = None  # N: the gradient of a sample's summed log-probs each
+    per_sample_grads: Sequence[Weights] | None = None  # N: of each sample's summed log-probs
 
     def rows(self, index: Tensor) -> FlowTrace:
+        grads = self.per_sample_grads
         return FlowTrace(
             self.context,
             self.row[index],
@@ -128,7 +129,7 @@ class FlowTrace:
             self.means[index],
             self.clean[index],
             None if self.negatives is None else self.negatives[index],
-            None if self.slopes is None else [self.slopes[i] for i in index.tolist()],
+            None if grads is None else [grads[i] for i in index.tolist()],
         )
 
     @staticmethod
@@ -139,7 +140,7 @@ class FlowTrace:
 
         context, rows = FlowContext.joined([p.context for p in pieces], [p.row for p in pieces])
         negatives = [p.negatives for p in pieces if p.negatives is not None]
-        slopes = [p.slopes for p in pieces if p.slopes is not None]
+        grads = [p.per_sample_grads for p in pieces if p.per_sample_grads is not None]
         return FlowTrace(
             context,
             torch.cat(rows),
@@ -147,7 +148,7 @@ class FlowTrace:
             torch.cat([p.means for p in pieces]),
             torch.cat([p.clean for p in pieces]),
             torch.cat(negatives) if len(negatives) == len(pieces) else None,
-            [own for piece in slopes for own in piece] if len(slopes) == len(pieces) else None,
+            [grad for piece in grads for grad in piece] if len(grads) == len(pieces) else None,
         )
 
 
@@ -248,7 +249,7 @@ class Rollout:
         """Without what only held for the weights it was drawn with."""
         if not isinstance(self.trace, FlowTrace):
             return self
-        return replace(self, trace=replace(self.trace, negatives=None, slopes=None))
+        return replace(self, trace=replace(self.trace, negatives=None, per_sample_grads=None))
 
     @staticmethod
     def join(one: Rollout, other: Rollout) -> Rollout:

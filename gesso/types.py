@@ -167,6 +167,21 @@ class Score:
 
 
 Solver = Literal["euler", "dpm2"]
+GuidanceGradient = Literal["both", "conditional"]
+"""Which branches of guidance are differentiated."""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """Record the latents and log-probs of the trained steps, and their means if asked for."""
+
+    means: bool = False
+
+
+@dataclass(frozen=True)
+class OnePass:
+    """Record the latents and log-probs of the trained steps, and the gradient of each sample's
+    summed log-probs."""
 
 
 @dataclass(frozen=True)
@@ -184,9 +199,18 @@ class SampleSpec:
     guidance: float = 1.0
     weights: Which = "current"
     same_noise: bool = False  # a group starts from one noise; its first ODE steps are run once
-    means: bool = False  # the trace keeps the means of the trained steps
-    apart: bool = False  # guidance's branches run one by one; the trace keeps the negative one
-    slopes: bool = False  # the trace keeps the gradient of each sample's log-probs
+    guidance_gradient: GuidanceGradient = "both"  # "conditional": the trace has the negative branch
+    record: Trajectory | OnePass = Trajectory()  # what the trace has of the trained steps
+
+    @property
+    def means(self) -> bool:
+        """Whether the trace has the means of the trained steps."""
+        return isinstance(self.record, Trajectory) and self.record.means
+
+    @property
+    def per_sample_grads(self) -> bool:
+        """Whether the trace has the gradient of each sample's summed log-probs."""
+        return isinstance(self.record, OnePass)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from gesso.algorithms.base import Prepared
 from gesso.algorithms.diffusion_nft import NoisedTerms
 from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.formulas import flow_steps
-from gesso.models.flow.base import guided
+from gesso.models.flow.guidance import guided
 from gesso.rewards.transport.cache import Cached
 from gesso.rollout import Rollout
 from gesso.samplers.denoise import DenoisingSampler
@@ -143,7 +143,8 @@ def test_conditional_guidance_detaches_the_unconditional_branch(recipe_data: dic
     leaves = []
     for which in (cond, empty):
         leaves.append(dataclasses.replace(which, embeds=which.embeds.clone().requires_grad_()))
-    guided(model, x, sigma, leaves[0], leaves[1], scale, gradient="conditional").sum().backward()
+    v = guided(model, x, sigma, leaves[0], leaves[1], scale, gradient="conditional")
+    v.velocity.sum().backward()
     assert leaves[0].embeds.grad is not None and leaves[1].embeds.grad is None
     plain = cond.embeds.clone().requires_grad_()
     model.velocity(x, sigma, dataclasses.replace(cond, embeds=plain)).sum().backward()

@@ -7,26 +7,25 @@ presets over it: another window, another step rule, another surrogate.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
-from torch.nn.utils import parameters_to_vector
 
 from gesso import config
 from gesso.algorithms.advantage import Advantage
-from gesso.algorithms.base import Prepared, TermLosses, Terms
+from gesso.algorithms.base import Prepared, TermLosses
 from gesso.algorithms.flow import FlowAlgorithm, FlowTerms
+from gesso.algorithms.one_pass import OnePassTerms, check_one_pass
 from gesso.config import Strict
 from gesso.formulas import flow_steps, kl, objectives
-from gesso.models.flow.base import FlowModel, Gradient, guided
+from gesso.models.flow.base import FlowModel
+from gesso.models.flow.guidance import guided
 from gesso.rollout import Rollout
-from gesso.types import SampleSpec, Weights, Which
+from gesso.types import GuidanceGradient, OnePass, SampleSpec, Trajectory, Which
 from gesso.weights.policy import Policy
-from gesso.weights.roles import RunnableWeights
 
 
 class Window(Strict):
@@ -59,46 +58,6 @@ class StepTerms(FlowTerms):
     advantage: Tensor  # (T,)
 
 
-@dataclass(frozen=True)
-class SlopeTerms(Terms):
-    """Samples whose gradients were taken while they were drawn, all steps of them."""
-
-    slopes: Sequence[Weights]  # N
-    advantage: Tensor  # (N,)
-
-    def __len__(self) -> int:
-        return self.total
-
-    def micro_batches(self, settings: config.Learner) -> Sequence[Tensor]:
-        """All at once: no network is run."""
-        return [torch.arange(len(self.slopes))] if self.slopes else []
-
-    def rows(self, index: Tensor) -> SlopeTerms:
-        chosen = [self.slopes[i] for i in index.tolist()]
-        return SlopeTerms(self.total, chosen, self.advantage[index])
-
-    def loss(self, policy: RunnableWeights) -> Tensor:
-        """−Σ A_i·⟨∇logp_i, θ⟩: where the ratio is 1, it has the surrogate's gradient."""
-        first, *others = self.advantage.tolist()
-        weighted = torch._foreach_mul(list(self.slopes[0].values()), first)  # few, large kernels
-        for own, advantage in zip(self.slopes[1:], others, strict=True):
-            torch._foreach_add_(weighted, list(own.values()), alpha=advantage)
-        return -InnerProduct.apply(weighted, *(policy.trainable[name] for name in self.slopes[0]))
-
-
-class InnerProduct(torch.autograd.Function):
-    """⟨w, θ⟩ over lists of tensors: its gradient is w, and nothing is cut out of a long vector."""
-
-    @staticmethod
-    def forward(ctx: Any, weights: Sequence[Tensor], *trained: Tensor) -> Tensor:
-        ctx.weights = weights
-        return parameters_to_vector(weights) @ parameters_to_vector(trained)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *torch._foreach_mul(ctx.weights, grad)
-
-
 class FlowGRPO(FlowAlgorithm):
     name: str = "flow-grpo"
     advantage: Advantage = Advantage(drop_flat=True)
@@ -106,7 +65,7 @@ class FlowGRPO(FlowAlgorithm):
     rule: Literal["flow-sde", "cps", "dance"] = "flow-sde"
     noise: float = Field(0.7, ge=0)
     guidance: float = Field(4.5, ge=0)  # 1: off
-    guidance_gradient: Gradient = "both"
+    guidance_gradient: GuidanceGradient = "both"
     timestep_fraction: float = Field(0.99, gt=0, le=1)  # the first so many steps are trained
     window: Window | None = None
     same_noise: bool = False  # a group starts from one noise
@@ -145,25 +104,13 @@ class FlowGRPO(FlowAlgorithm):
         return self
 
     @model_validator(mode="after")
-    def _in_one_pass(self) -> FlowGRPO:
-        """Where the ratio is 1 and there is no KL term, a loss is linear in its advantage, which is
-        not known yet while its sample is drawn."""
-        if not self.one_pass:
-            return self
-        if type(self).surrogate is not FlowGRPO.surrogate:
-            raise ValueError(
-                f"one_pass = true takes gradients at a ratio of 1, and {self.name} has a surrogate "
-                "that is more than the ratio; leave one_pass out, or use flow-grpo"
-            )
-        if self.updates != 1:
-            raise ValueError(
-                "one_pass = true takes gradients with the weights that draw, so a rollout gives "
-                f"one optimizer step, got updates = {self.updates}; set updates = 1"
-            )
-        if self.beta > 0:
-            raise ValueError(
-                "one_pass = true has no pass for a KL to the reference, got "
-                f"beta = {self.beta:g}; set beta = 0"
+    def _possible_in_one_pass(self) -> FlowGRPO:
+        if self.one_pass:
+            check_one_pass(
+                self.name,
+                only_the_ratio=type(self).surrogate is FlowGRPO.surrogate,
+                updates=self.updates,
+                beta=self.beta,
             )
         return self
 
@@ -191,20 +138,19 @@ class FlowGRPO(FlowAlgorithm):
             trained=window or range(self.terms_a_sample),
             guidance=self.guidance,
             same_noise=self.same_noise,
-            means=self.keeps_means,
-            apart=self.guidance_gradient == "conditional",
-            slopes=self.one_pass,
+            guidance_gradient=self.guidance_gradient,
+            record=OnePass() if self.one_pass else Trajectory(means=self.keeps_means),
         )
 
-    def terms(self, rollout: Rollout, prepared: Prepared) -> StepTerms | SlopeTerms:
+    def terms(self, rollout: Rollout, prepared: Prepared) -> StepTerms | OnePassTerms:
         total, advantages = rollout.logp.numel(), prepared.advantages
         if self.beta == 0:  # without a KL term a sample whose advantage is 0 has no gradient
             moved = advantages.nonzero()[:, 0]
             rollout, advantages = rollout.rows(moved), advantages[moved]
-        trace, known = rollout.paths, rollout.paths.negatives
+        trace, negatives = rollout.paths, rollout.paths.negatives
         advantages = advantages.float().to(trace.row.device)
-        if trace.slopes is not None:
-            return SlopeTerms(total, trace.slopes, advantages)
+        if trace.per_sample_grads is not None:
+            return OnePassTerms(total, trace.per_sample_grads, advantages)
         n, s = rollout.logp.shape
         trained = torch.tensor(trace.context.trained, device=trace.row.device)
         sigmas = trace.context.sigmas
@@ -216,15 +162,15 @@ class FlowGRPO(FlowAlgorithm):
             x=x,
             x_next=trace.latents[:, 1:].flatten(0, 1),
             old_mean=trace.means.flatten(0, 1) if self.keeps_means else x.new_empty(len(x), 0),
-            negative=x.new_empty(len(x), 0) if known is None else known.flatten(0, 1),
+            negative=x.new_empty(len(x), 0) if negatives is None else negatives.flatten(0, 1),
             sigma=sigmas[trained].repeat(n),
             sigma_next=sigmas[trained + 1].repeat(n),
             old_logp=rollout.logp.flatten(),
             advantage=advantages.repeat_interleave(s),
         )
 
-    def loss(self, model: FlowModel, terms: StepTerms | SlopeTerms) -> TermLosses:
-        if isinstance(terms, SlopeTerms):
+    def loss(self, model: FlowModel, terms: StepTerms | OnePassTerms) -> TermLosses:
+        if isinstance(terms, OnePassTerms):
             return TermLosses(terms.loss(model.policy), {})
         reference = None
         if self.beta > 0:  # before the pass that keeps all that its way back needs
@@ -256,23 +202,28 @@ class FlowGRPO(FlowAlgorithm):
     ) -> flow_steps.Transition:
         context = terms.context
         cond = context.cond.rows(terms.row)
-        if weights == "current" and terms.negative.numel():  # not differentiated: as it was drawn
-            v = model.guide(
-                terms.negative, model.velocity(terms.x, terms.sigma, cond), self.guidance
-            )
-        else:
-            v = guided(
-                model,
-                terms.x,
-                terms.sigma,
-                cond,
-                context.negative.rows(terms.row) if context.negative else None,
-                self.guidance,
-                weights,
-                self.guidance_gradient,
-            )
+        # Without a gradient, the negative branch of the current weights is the sampler's.
+        stored = terms.negative if weights == "current" and terms.negative.numel() else None
+        negative = context.negative if stored is None else None
+        v = guided(
+            model,
+            terms.x,
+            terms.sigma,
+            cond,
+            negative.rows(terms.row) if negative else None,
+            self.guidance,
+            weights,
+            self.guidance_gradient,
+            stored,
+        )
         return flow_steps.transition(
-            self.rule, terms.x, v, terms.sigma, terms.sigma_next, context.sigmas[1], self.noise
+            self.rule,
+            terms.x,
+            v.velocity,
+            terms.sigma,
+            terms.sigma_next,
+            context.sigmas[1],
+            self.noise,
         )
 
     def finish(self, policy: Policy, optimizer_steps: int) -> None:

@@ -81,7 +81,7 @@ def _check_sizes(found: Recipe, chosen: Algorithm, where: str) -> None:
 def _takes_slopes(found: Recipe, chosen: Algorithm) -> bool:
     """Whether gradients are taken while sampling."""
     spec = chosen.spec(0, 0, found.model)
-    return isinstance(spec, SampleSpec) and spec.slopes
+    return isinstance(spec, SampleSpec) and spec.per_sample_grads
 
 
 def _check_slopes(found: Recipe, chosen: Algorithm, where: str) -> None:

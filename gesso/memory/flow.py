@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from gesso.algorithms.base import Algorithm, Prepared
 from gesso.config import Recipe
 from gesso.memory.meta import Load, nbytes, tensors_of
-from gesso.models.flow.base import Gradient, guided
+from gesso.models.flow.guidance import guided
 from gesso.models.flow.pipeline import PipelineModel, quiet
 from gesso.rollout import FlowContext, FlowTrace, Rollout
 from gesso.types import Prompt, Sample, SampleSpec, Score
@@ -57,7 +57,7 @@ def _folded(model: PipelineModel, algorithm: Algorithm, recipe: Recipe) -> int:
     """What `model.fold` keeps on a GPU in every pass: the adapted weights once more, and again for
     an old policy, which an update runs beside the current one. A recipe in float32 that does not
     ask for it is taken for one of a CPU, where nothing is folded."""
-    if not estimated_to_fold(recipe.model, _spec(algorithm, recipe).slopes):
+    if not estimated_to_fold(recipe.model, _spec(algorithm, recipe).per_sample_grads):
         return 0
     names = {name.split(".lora_")[0] for name in model.policy.trainable}
     layers = (model.transformer.get_submodule(name) for name in names)
@@ -70,8 +70,9 @@ def _stored(model: Any, spec: SampleSpec, samples: int) -> int:
     c, h, w = model.latent_shape(spec.height, spec.width)
     steps = len(spec.trained)
     tensors = 1 + (steps + 1 if steps else 0) + (steps if spec.means else 0)
-    tensors += steps if spec.apart and spec.guidance > 1 and model.guidance == "negative" else 0
-    return samples * (tensors * c * h * w + spec.slopes * model.policy.size) * 4
+    two_branches = model.guidance == "negative" and spec.guidance > 1
+    tensors += steps if two_branches and spec.guidance_gradient == "conditional" else 0
+    return samples * (tensors * c * h * w + spec.per_sample_grads * model.policy.size) * 4
 
 
 def _update(model: Any, algorithm: Algorithm, recipe: Recipe) -> Callable[[], object]:
@@ -90,11 +91,10 @@ def _works(model: Any, algorithm: Algorithm, recipe: Recipe) -> dict[str, Callab
     def draw() -> object:
         cond = context.cond.rows(trace.row)
         negative = context.negative.rows(trace.row) if context.negative else None
-        gradient: Gradient = "conditional" if spec.apart else "both"
-        asked = model, trace.clean, sigma, cond, negative, spec.guidance
-        with torch.set_grad_enabled(spec.slopes):
-            v = guided(*asked, gradient=gradient)
-        if spec.slopes:
+        branches = model, trace.clean, sigma, cond, negative, spec.guidance
+        with torch.set_grad_enabled(spec.per_sample_grads):
+            v = guided(*branches, gradient=spec.guidance_gradient).velocity
+        if spec.per_sample_grads:
             v.sum().backward()
         return v
 
@@ -126,7 +126,7 @@ def _rollout(model: Any, spec: SampleSpec, n: int) -> Rollout:
         latents=latents(steps + 1 if steps else 0),
         means=latents(steps if spec.means else 0),
         clean=latents(1)[:, 0],
-        slopes=[model.policy.tensors()] * n if spec.slopes else None,
+        per_sample_grads=[model.policy.tensors()] * n if spec.per_sample_grads else None,
     )
     logp = torch.empty(n, steps, device=model.device)
     samples = [Sample(Prompt(""), None, seed=i) for i in range(n)]

@@ -7,22 +7,20 @@ on the device that draws it or on what else is drawn.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gesso.formulas import diversity, flow_steps
-from gesso.models.flow.base import FlowModel, PromptCache, guided
-from gesso.rollout import (
-    Conditioning,
-    FlowContext,
-    FlowTrace,
-    Rollout,
-)
+from gesso.models.flow.base import FlowModel, PromptCache
+from gesso.models.flow.guidance import guided, rows_per_sample
+from gesso.rollout import Conditioning, FlowContext, FlowTrace, Rollout
 from gesso.samplers.base import Piece
-from gesso.types import Prompt, Sample, SampleSpec, Weights, seed_of
+from gesso.samplers.one_pass import OnePassRecorder
+from gesso.samplers.recording import Recorded, StepRecorder, TrainedStep, TrajectoryRecorder
+from gesso.types import OnePass, Prompt, Sample, SampleSpec, seed_of
 from gesso.weights.publish import HeldWeights, Publication
 
 
@@ -79,8 +77,8 @@ class DenoisingSampler:
             part = groups[at : at + self.batch]
             noise = self._noise([seed_of(first[r], "group") for r in part], spec)
             steps = range(spec.stochastic.start)
-            path = _walk(self.model, context, self._rows(part), noise.draw(), steps, spec, noise)
-            starts |= dict(zip(part, path.x, strict=True))
+            walk = _walk(self.model, context, self._rows(part), noise.draw(), steps, spec, noise)
+            starts |= dict(zip(part, walk.x, strict=True))
         return starts
 
     def _draw(
@@ -98,13 +96,8 @@ class DenoisingSampler:
             x = torch.stack([starts[r] for r in row])
             steps = range(spec.stochastic.start, spec.steps)
         rows = self._rows(row)
-        path = _walk(self.model, context, rows, x, steps, spec, noise)
-        x = path.x
-        latents, means = _steps(path.latents, x), _steps(path.means, x)
-        negatives = _steps(path.negatives, x) if path.negatives else None
-        slopes = path.slopes if spec.slopes else None
-        trace = FlowTrace(context, rows, latents, means, x, negatives, slopes)
-        return trace, torch.stack(path.logps, 1) if path.logps else x.new_empty(len(x), 0)
+        walk = _walk(self.model, context, rows, x, steps, spec, noise)
+        return walk.recorded.trace(context, rows, walk.x), walk.recorded.logp(walk.x)
 
     def _noise(self, seeds: Sequence[int], spec: SampleSpec) -> _Noise:
         shape = self.model.latent_shape(spec.height, spec.width)
@@ -114,25 +107,12 @@ class DenoisingSampler:
         return torch.tensor(row, device=self.model.device)
 
 
-@dataclass
-class _Path:
-    """Where some samples are, and what is kept of the way: of the trained steps only."""
+@dataclass(frozen=True)
+class _Walk:
+    """Where some samples arrived, and what was recorded on the way."""
 
     x: Tensor  # (n, C, H, W)
-    latents: list[Tensor] = field(default_factory=list)
-    means: list[Tensor] = field(default_factory=list)
-    negatives: list[Tensor] = field(default_factory=list)
-    logps: list[Tensor] = field(default_factory=list)
-    slopes: list[Weights] = field(default_factory=list)
-
-    def keep(self, step: flow_steps.Transition, spec: SampleSpec) -> None:
-        """Of a trained step that has led to x."""
-        logp = step.logp(self.x)
-        if spec.slopes:
-            logp.sum().backward()
-        self.logps.append(logp.detach())
-        self.latents.append(self.x)
-        self.means += [step.mean.detach()] if spec.means else []
+    recorded: Recorded
 
 
 def _walk(
@@ -143,78 +123,47 @@ def _walk(
     steps: range,
     spec: SampleSpec,
     noise: _Noise,
-) -> _Path:
-    """Those steps of the schedule, from x on."""
+) -> _Walk:
+    """Run these steps of the schedule, starting at x."""
     cond = context.cond.rows(rows)
     negative = context.negative.rows(rows) if context.negative else None
-    path = _Path(x)
+    recorder = _recorder(model, negative, spec)
     before: flow_steps.Clean | None = None  # what a multistep solver remembers
-    with _sloping(model, path, spec, 2 if negative is not None and not spec.apart else 1):
+    with recorder.walk(len(x)):
         for i in steps:
             trained = i in spec.trained
-            if trained and not path.latents:
-                path.latents.append(path.x)
             sigma, sigma_next = context.sigmas[i : i + 2, None].expand(2, len(x))
-            with torch.set_grad_enabled(spec.slopes and trained):
-                v, u = _velocities(model, path.x, sigma, cond, negative, spec)
-                path.negatives += [u] if trained and u is not None else []
+            with recorder.trained_step() if trained else nullcontext():
+                v = guided(
+                    model,
+                    x,
+                    sigma,
+                    cond,
+                    negative,
+                    spec.guidance,
+                    spec.weights,
+                    spec.guidance_gradient,
+                )
                 if i in spec.stochastic:
                     step = flow_steps.transition(
-                        spec.rule, path.x, v, sigma, sigma_next, context.sigmas[1], spec.noise
+                        spec.rule, x, v.velocity, sigma, sigma_next, context.sigmas[1], spec.noise
                     )
-                    path.x, before = step.draw(noise.draw()).detach(), None
+                    x_next, before = step.draw(noise.draw()).detach(), None
                     if trained:
-                        path.keep(step, spec)
+                        logp = step.logp(x_next)
+                        recorder.record(TrainedStep(x, x_next, step.mean, logp, v.negative))
+                    x = x_next
                 elif spec.solver == "dpm2":
-                    path.x, before = flow_steps.dpm2(path.x, v, sigma, sigma_next, before)
+                    x, before = flow_steps.dpm2(x, v.velocity, sigma, sigma_next, before)
                 else:
-                    path.x = flow_steps.euler(path.x, v, sigma, sigma_next)
-    return path
+                    x = flow_steps.euler(x, v.velocity, sigma, sigma_next)
+    return _Walk(x, recorder.recorded)
 
 
-def _velocities(
-    model: FlowModel,
-    x: Tensor,
-    sigma: Tensor,
-    cond: Conditioning,
-    negative: Conditioning | None,
-    spec: SampleSpec,
-) -> tuple[Tensor, Tensor | None]:
-    """The guided one, and the negative branch's where that runs apart: never differentiated."""
-    if negative is None or not spec.apart:
-        return guided(model, x, sigma, cond, negative, spec.guidance, spec.weights), None
-    with torch.no_grad():
-        u = model.velocity(x, sigma, negative, spec.weights)
-    return model.guide(u, model.velocity(x, sigma, cond, spec.weights), spec.guidance), u
-
-
-@contextmanager
-def _sloping(model: FlowModel, path: _Path, spec: SampleSpec, branches: int) -> Iterator[None]:
-    """Within, every sample of a pass gathers a gradient of its own, over its row in each branch;
-    afterwards they are in `path.slopes`. Every pass runs so, whether it is differentiated or not: a
-    compiled network has one graph for all."""
-    if not spec.slopes:
-        yield
-        return
-    samples = len(path.x)
-    rows = model.filled(branches * samples)
-    together = rows % branches == 0  # a sample's rows gather in one place
-    with model.policy.per_sample_grads(rows // branches if together else rows) as own:
-        yield
-    slopes = {}
-    for name, weights in own.items():
-        grad = weights.grad
-        if grad is None:  # the network made nothing of it, or no step is trained
-            continue
-        if not together:
-            grad = grad[: branches * samples].unflatten(0, (samples, branches)).sum(1)
-        slopes[name] = grad.unbind()  # of rows that only fill, too
-    path.slopes = [{name: t[i] for name, t in slopes.items()} for i in range(samples)]
-
-
-def _steps(kept: Sequence[Tensor], like: Tensor) -> Tensor:
-    """(N, S, C, H, W), where S may be 0."""
-    return torch.stack(list(kept), 1) if kept else like.new_empty(len(like), 0, *like.shape[1:])
+def _recorder(model: FlowModel, negative: Conditioning | None, spec: SampleSpec) -> StepRecorder:
+    if isinstance(spec.record, OnePass):
+        return OnePassRecorder(model, rows_per_sample(negative, spec.guidance_gradient))
+    return TrajectoryRecorder(spec.record.means)
 
 
 class _Noise:

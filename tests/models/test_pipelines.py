@@ -512,12 +512,13 @@ BFLOAT16_GAP = 2e-3
 
 def loss_of(model: Any, tiny: Tiny) -> torch.Tensor:
     """Something to differentiate, with both guidance branches where there are two."""
-    from gesso.models.flow.base import guided
+    from gesso.models.flow.guidance import guided
 
     cond, negative = PromptCache(model).conditions(tiny.prompts, tiny.scales[-1])
     noise = torch.Generator().manual_seed(0)
     x = torch.randn(3, *model.latent_shape(*SIZES[0]), generator=noise)
-    v = guided(model, x, torch.tensor([0.9, 0.5, 0.2]), cond, negative, tiny.scales[-1])
+    sigma, scale = torch.tensor([0.9, 0.5, 0.2]), tiny.scales[-1]
+    v = guided(model, x, sigma, cond, negative, scale).velocity
     return v.square().mean()
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gesso import build, cli
-from gesso.algorithms.flow_grpo import SlopeTerms
+from gesso.algorithms.one_pass import OnePassTerms
 from gesso.check import check
 from gesso.models.flow.compiled import compile_blocks
 from gesso.rollout import FlowTrace, Rollout
@@ -64,13 +64,13 @@ def compared(data: dict, batch: int = 4, rewards: Sequence[float] = REWARDS) -> 
         rollout = replace(rollout, scores=[Score(r, {"made-up": r}) for r in rewards])
         counted = Counted(model)
         found.append((rollout, gradients(learner, rollout)))
-        assert bool(counted.rows) != one and (rollout.paths.slopes is not None) == one
+        assert bool(counted.rows) != one and (rollout.paths.per_sample_grads is not None) == one
         assert not rollout.logp.requires_grad and not rollout.paths.clean.requires_grad
-    (two_passes, expected), (one_pass, slope) = found
+    (two_passes, expected), (one_pass, gradient) = found
     assert torch.equal(one_pass.paths.clean, two_passes.paths.clean)
     assert torch.equal(one_pass.paths.latents, two_passes.paths.latents)
     assert torch.equal(one_pass.logp, two_passes.logp)
-    assert distance(slope, expected) < 1e-5
+    assert distance(gradient, expected) < 1e-5
     return expected
 
 
@@ -225,22 +225,23 @@ def test_nothing_is_left_behind(data: dict) -> None:
     assert all(p.grad is None for p in policy.trainable.values())
     with pytest.raises(AssertionError, match="only folded adapters"), policy.per_sample_grads(2):
         raise NotImplementedError
-    assert rollout.aged().paths.slopes is None
+    assert rollout.aged().paths.per_sample_grads is None
     found = gradients(learner, replace(rollout, trace=replace(rollout.paths, negatives=None)))
     assert distance(gradients(learner, rollout.aged()), found) < 1e-5  # as in two passes
 
 
-def test_slopes_go_with_their_samples(data: dict) -> None:
+def test_gradients_go_with_their_samples(data: dict) -> None:
     """By reference: a rollout's are gigabytes."""
     model, algorithm, _ = parts_of(build.recipe_from(data))
     trace = rollout_of(model, algorithm).paths
-    whole = trace.slopes
+    whole = trace.per_sample_grads
     assert whole is not None and len(whole) == 6
-    picked = trace.rows(torch.tensor([4, 1])).slopes
+    picked = trace.rows(torch.tensor([4, 1])).per_sample_grads
     assert picked is not None and picked[0] is whole[4] and picked[1] is whole[1]
-    joined = FlowTrace.concat([trace, trace]).slopes
+    joined = FlowTrace.concat([trace, trace]).per_sample_grads
     assert joined is not None and len(joined) == 12 and joined[7] is whole[1]
-    assert FlowTrace.concat([trace, replace(trace, slopes=None)]).slopes is None
+    without = replace(trace, per_sample_grads=None)
+    assert FlowTrace.concat([trace, without]).per_sample_grads is None
 
 
 def test_gradients_are_weighed_by_their_advantages(data: dict) -> None:
@@ -248,18 +249,18 @@ def test_gradients_are_weighed_by_their_advantages(data: dict) -> None:
     model, _, _ = parts_of(build.recipe_from(data))
     trained = stirred(model).policy.trainable
     noise = torch.Generator().manual_seed(4)
-    slopes = [
+    grads = [
         {name: torch.randn(p.shape, generator=noise) for name, p in list(trained.items())[:4]}
         for _ in range(3)
     ]
-    kept = [{name: t.clone() for name, t in own.items()} for own in slopes]
+    kept = [{name: t.clone() for name, t in grad.items()} for grad in grads]
     advantages = torch.tensor([0.5, -2.0, 1.5])
-    loss = SlopeTerms(6, slopes, advantages).loss(model.policy)
+    loss = OnePassTerms(6, grads, advantages).loss(model.policy)
     (2 * loss).backward()
-    for own, before in zip(slopes, kept, strict=True):
-        assert all(torch.equal(t, before[name]) for name, t in own.items())
+    for grad, before in zip(grads, kept, strict=True):
+        assert all(torch.equal(t, before[name]) for name, t in grad.items())
     wanted = {
-        name: -sum(a * own[name] for a, own in zip(advantages, kept, strict=True))
+        name: -sum(a * grad[name] for a, grad in zip(advantages, kept, strict=True))
         for name in kept[0]
     }
     value = sum((wanted[name] * trained[name].detach()).sum() for name in wanted)

@@ -21,7 +21,6 @@ from gesso.weights.merge import SHARD
 from gesso.weights.policy import Policy
 from gesso.weights.roles import RunnableWeights
 
-Gradient = Literal["both", "conditional"]
 Guidance = Literal["negative", "embedded", "none"]
 """How a model takes guidance: by a second pass over the negative prompt, as a number its network
 was trained with (distilled models), or not at all."""
@@ -82,36 +81,6 @@ class TrainableFlowModel(FlowModel, Protocol):
 
     @property
     def policy(self) -> Policy: ...
-
-
-def guided(
-    model: FlowModel,
-    x: Tensor,
-    sigma: Tensor,
-    cond: Conditioning,
-    negative: Conditioning | None,
-    scale: float,
-    weights: Which = "current",
-    gradient: Gradient = "both",
-) -> Tensor:
-    """Classifier-free guidance, in sampling and in training alike.
-
-    No `negative`: one pass. gradient="both" differentiates both branches (the newest reference);
-    "conditional" takes the negative one without gradient (the older one; half the memory).
-    """
-    if negative is None:
-        return model.velocity(x, sigma, cond, weights)
-    if gradient == "conditional":
-        with torch.no_grad():  # first: the other pass keeps all that its way back needs
-            u = model.velocity(x, sigma, negative, weights)
-        c = model.velocity(x, sigma, cond, weights)
-    else:
-        # A sample's two rows lie side by side, and `Policy.per_sample_grads` sums them.
-        pairs = torch.arange(2 * len(x), device=x.device).view(2, -1).T.flatten()
-        both = Conditioning.stack([negative, cond]).rows(pairs)
-        v = model.velocity(x.repeat_interleave(2, 0), sigma.repeat_interleave(2), both, weights)
-        u, c = v.unflatten(0, (-1, 2)).unbind(1)
-    return model.guide(u, c, scale)
 
 
 class PromptCache:
