@@ -142,7 +142,6 @@ class Loop:
                 )
             return 0
         meta = self.run.meta(latest)
-        self.run.history(latest)
         try:
             self.cluster.restore(self.run.checkpoint(latest))
         except UserError:
@@ -153,6 +152,7 @@ class Loop:
                 f"{error}; restore config.toml, or the model that it names "
                 f"({self.recipe.model.path}); the run was not changed"
             ) from error
+        self.run.history(latest)
         self.run.rewind(latest)
         self.cluster.publish(latest)
         self._note(f"resumed after step {latest}")
