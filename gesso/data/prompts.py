@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
-from gesso.config import Data, Source
+from gesso.config import ChatSettings, Data, DataSource
 from gesso.data.chat import Form
 from gesso.data.pictures import Unsound, faults
 from gesso.data.readers import Reading, read
@@ -71,13 +71,15 @@ class Told:
         self.left_out.extend(other.left_out)
 
 
-def from_sources(sources: Sequence[Source], form: Form, unfit: Unfit) -> tuple[list[Prompt], Told]:
+def from_sources(
+    sources: Sequence[DataSource], form: Form, unfit: Unfit
+) -> tuple[list[Prompt], Told]:
     """The prompts of several sets in turn that can be scored, and what is to tell of the others."""
     told = Told()
     return in_turn([_scored(source, form, unfit, told) for source in sources]), told
 
 
-def _scored(source: Source, form: Form, unfit: Unfit, told: Told) -> list[Prompt]:
+def _scored(source: DataSource, form: Form, unfit: Unfit, told: Told) -> list[Prompt]:
     reading = read(source, form)
     read_ones, note = usable(reading, source.path)
     told.say(note)
@@ -108,13 +110,13 @@ def without(loaded: Loaded, unfit: Unfit, data: Data, why: str) -> Loaded:
     return Loaded(train, held_out, told.notes, told.left_out)
 
 
-def ask(text: str, images: Sequence[str | Path | bytes], data: Data) -> Prompt:
+def ask(text: str, images: Sequence[str | Path | bytes], data: Data | ChatSettings) -> Prompt:
     """A person's question, formed as the rows of the data are; a picture is a file or its bytes."""
     given = [image if isinstance(image, bytes) else str(image) for image in images]
     row = {"prompt": text} | ({"images": given} if given else {})
     where = "the prompt"
     try:
-        made = prompt_of(row, where, Source(path=where), None, Form.of(data))
+        made = prompt_of(row, where, DataSource(path=where), None, Form.of(data))
     except Unsound as error:
         raise UserError(f"{where}: {error}") from error
     (fault,) = faults([made])

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gesso.config import Source
+from gesso.config import DataSource
 from gesso.data import chat
 from gesso.data.pictures import Unsound, pictures, short
 from gesso.types import Prompt, UserError, bad_text
@@ -30,7 +30,7 @@ Row = dict[str, Any]
 
 
 def prompt_of(
-    row: Row, where: str, source: Source, folder: Path | None, form: chat.Form = chat.PLAIN
+    row: Row, where: str, source: DataSource, folder: Path | None, form: chat.Form = chat.PLAIN
 ) -> Prompt:
     """Raises Unsound where the row alone is to blame, UserError where others will be like it."""
     _check_texts(row)
@@ -74,7 +74,7 @@ def _check_texts(value: Any, column: str = "", depth: int = 0) -> None:
             _check_texts(part, column, depth + 1)
 
 
-def _prompt_column(row: Row, where: str, source: Source) -> str:
+def _prompt_column(row: Row, where: str, source: DataSource) -> str:
     names = PROMPTS if source.column is None else (source.column,)
     for name in names:
         if name in row:
@@ -94,7 +94,7 @@ def _may_be_asked(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _attached(rest: Row, where: str, source: Source) -> list[Any]:
+def _attached(rest: Row, where: str, source: DataSource) -> list[Any]:
     """What the row's column of pictures holds; the column leaves the row."""
     names = IMAGES if source.images is None else (source.images,)
     held = {name: rest.pop(name) for name in names if name in rest}

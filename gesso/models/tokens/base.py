@@ -54,7 +54,6 @@ class TokenModel(Protocol):
     allowed: Tensor  # (V,) bool: the others
     max_prompt: int  # tokens
     places: int | None  # tokens that its positions are made for; None: it has no limit
-    critic: Critic | None  # where an algorithm asked for one
 
     def encode(self, prompt: Prompt) -> TokenPrompt:
         """Through the model's own chat template and image processor."""
