@@ -44,7 +44,7 @@ from gesso.models.flow.sd3 import SD3
 from gesso.rewards.image.ocr import target_of
 from gesso.rewards.transport.service import RewardService, Scored
 from gesso.rollout import Rollout
-from gesso.run import Job, assemble
+from gesso.run import Assembled, assemble
 from gesso.types import (
     Prompt,
     Sample,
@@ -86,7 +86,7 @@ def clock(pipe: Any) -> Counter[str]:
 class Gesso:
     """The project's own classes; nothing is done over here."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Assembled) -> None:
         self.job, self.start = job, {n: t.clone() for n, t in job.learner.weights().items()}
         assert isinstance(job.model, SD3)
         self.clock = clock(job.model.pipe)
@@ -171,7 +171,9 @@ def recogniser(recipe: Recipe) -> Any:
 class Plain:
     """The iteration as a script has it: one prompt's group a batch, one denoising step a pass."""
 
-    def __init__(self, job: Job, start: Weights, batch: int | None = None, reward: str = "threads"):
+    def __init__(
+        self, job: Assembled, start: Weights, batch: int | None = None, reward: str = "threads"
+    ):
         from diffusers import StableDiffusion3Pipeline
         from diffusers.utils.logging import disable_progress_bar
         from peft import LoraConfig

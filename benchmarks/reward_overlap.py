@@ -33,7 +33,7 @@ def main() -> None:
     import torch
 
     from gesso import build
-    from gesso.run import Job, assemble
+    from gesso.run import Assembled, assemble
 
     here = Path(__file__).resolve().parent
     os.environ["PYTHONPATH"] = os.pathsep.join(
@@ -47,18 +47,18 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args()
 
-    def job_with(seconds: float) -> Job:
+    def job_with(seconds: float) -> Assembled:
         # Eight pieces: with the demo's three, a third of the batch is drawn before scoring begins.
         pieces = ["sampler.batch=12"] if options.recipe == "demo" else []
         entry = f'reward=[{{name = "reward_overlap:slow", seconds = {seconds}, cache = false}}]'
         return assemble(build.recipe(options.recipe, [*pieces, *options.overrides, entry]))
 
-    def streamed(job: Job, step: int) -> float:
+    def streamed(job: Assembled, step: int) -> float:
         started = time.perf_counter()
         job.cluster.draw_step(step).result()
         return time.perf_counter() - started
 
-    def serial(job: Job, step: int) -> tuple[float, float]:
+    def serial(job: Assembled, step: int) -> tuple[float, float]:
         """Seconds of drawing and of scoring, one after the other."""
         service, held = job.cluster.rewards, []
 

@@ -41,7 +41,7 @@ from gesso.config import Recipe, resolve_path
 from gesso.models.tokens.transformer import TransformerModel
 from gesso.rewards.text.count import Count
 from gesso.rollout import Rollout
-from gesso.run import Job, assemble
+from gesso.run import Assembled, assemble
 from gesso.types import Prompt, Sample, UserError
 
 RECIPE = "demo-vlm"
@@ -85,7 +85,7 @@ def settings(overrides: Sequence[str], beta: float) -> Recipe:
 class Gesso:
     """The project's own classes; nothing is done over here."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Assembled) -> None:
         assert isinstance(job.model, TransformerModel)
         self.job, self.model = job, job.model
         self.start = {name: t.clone() for name, t in job.learner.weights().items()}

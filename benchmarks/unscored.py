@@ -14,7 +14,7 @@ from gesso import build
 from gesso.cluster.local import Local
 from gesso.config import Strict
 from gesso.rewards.transport.service import RewardService, Scored
-from gesso.run import Job, assemble
+from gesso.run import Assembled, assemble
 from gesso.types import Sample, Score
 
 
@@ -31,7 +31,7 @@ class Unscored:
 
 
 class Iterations:
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Assembled) -> None:
         self.job = job
         self.step = 0
         self.resize(job.recipe.data.groups, {})

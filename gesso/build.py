@@ -1,9 +1,8 @@
-"""Names in a recipe → objects. The only tables of names, but for the rewards' in
-rewards/assembly.py; user code comes in as "module:Name"."""
+"""Names in a recipe → objects: algorithms and trackers by the tables here, models by
+`config/bundled.py`, rewards by `rewards/assembly.py`; user code as "module:Name"."""
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,27 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from gesso import imports
-from gesso.config import FAMILIES, Model, Recipe, Strict, family
-from gesso.config import TokenModel as TokenModelSection
-from gesso.config import compatibility as agreement
+from gesso import families, imports
+from gesso.config import FAMILIES, AnyRecipe, ModelRecipe, Recipe, Strict, compatibility
 from gesso.config.parsing import named, nearest, parse
 from gesso.config.tables import NOTHING, changed, over, read_recipe, without_nothing
-from gesso.rewards.assembly import REWARDS as REWARDS
-from gesso.rewards.assembly import Readers as Readers
-from gesso.rewards.assembly import Rewards as Rewards
 from gesso.rewards.assembly import resolved
-from gesso.rewards.assembly import reward_entry as reward_entry
-from gesso.rewards.assembly import rewards as rewards
-from gesso.rewards.assembly import scorer as scorer
-from gesso.rewards.assembly import served as served
 from gesso.track.trackers.process import Tracked
 from gesso.types import UserError
 
 if TYPE_CHECKING:
     from gesso.algorithms.base import Algorithm
-    from gesso.models.flow.base import FlowModel, TrainableFlowModel
-    from gesso.models.tokens.base import TokenModel, TrainableTokenModel
     from gesso.models.tokens.critic import Critic
     from gesso.samplers.base import Sampler
 
@@ -55,13 +43,6 @@ ALGORITHMS = {
     "remax": "gesso.algorithms.reinforce:ReMax",
     "ppo": "gesso.algorithms.ppo:PPO",
 }
-MODELS = {
-    "sd3": "gesso.models.flow.sd3:SD3",
-    "flux": "gesso.models.flow.flux:Flux",
-    "qwen-image": "gesso.models.flow.qwen_image:QwenImage",
-    "vision-language": "gesso.models.tokens.vision_language:VisionLanguage",
-    "causal": "gesso.models.tokens.causal:Causal",
-}
 TRACKERS = {
     "tensorboard": "gesso.track.trackers.tensorboard:TensorBoard",
     "wandb": "gesso.track.trackers.wandb:Wandb",
@@ -79,41 +60,49 @@ def recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
 
 def recipe_from(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
     """The recipe with every option of its algorithm and rewards filled in and checked."""
-    _check_model(data)
-    found = parse(Recipe, data, where)
-    _check_family(found, where)
-    _check_track(found.track, where)
-    chosen = algorithm(found)
-    agreement.check(found, chosen, where)
-    watched = found.eval
-    if isinstance(found.model, Model) and watched.guidance is None:
-        spec = chosen.spec(0, 0, found.model)
-        watched = watched.model_copy(update={"guidance": spec.guidance})  # type: ignore[union-attr]
-    filled = found.model_dump() | {
-        "eval": watched.model_dump(),
-        "algorithm": _said(chosen),
-        "reward": [resolved(entry) for entry in found.reward],
-        "eval_reward": [resolved(entry) for entry in found.eval_reward],
+    recipe = parse(Recipe, families.with_family(data, where), where)
+    _check_family(recipe, where)
+    _check_track(recipe.track, where)
+    options = algorithm(recipe)
+    family = families.of(recipe)
+    compatibility.check_device(recipe, where)
+    family.check_model(recipe, where)
+    compatibility.check_sizes(recipe, options, where)
+    family.check(recipe, options, where)
+    filled = recipe.model_dump() | {
+        "eval": family.eval_section(recipe, options).model_dump(),
+        "algorithm": _filled(options),
+        "reward": [resolved(entry) for entry in recipe.reward],
+        "eval_reward": [resolved(entry) for entry in recipe.eval_reward],
     }
     return parse(Recipe, filled, where)
 
 
-def _check_model(data: Mapping[str, Any]) -> None:
-    """Its name decides which keys it has: a typo in it must not be told as one in those."""
-    section = data.get("model")
-    name = section.get("name") if isinstance(section, Mapping) else None
-    if isinstance(name, str):
-        named(MODELS, name, "model")
+def model_recipe_from(data: Mapping[str, Any], where: str) -> ModelRecipe:
+    """The same for a recipe without training."""
+    recipe = parse(ModelRecipe, families.with_family(data, where), where)
+    _check_family(recipe, where)
+    options = algorithm(recipe)
+    family = families.of(recipe)
+    compatibility.check_device(recipe, where)
+    family.check_model(recipe, where)
+    filled = recipe.model_dump() | {
+        "eval": family.eval_section(recipe, options).model_dump(),
+        "algorithm": _filled(options),
+    }
+    return parse(ModelRecipe, filled, where)
 
 
-def _check_family(found: Recipe, where: str) -> None:
-    own, its = family(found.model), algorithm_class(found.algorithm.name).family
-    if its != own:
-        fit = [name for name in ALGORITHMS if algorithm_class(name).family == own]
+def _check_family(recipe: AnyRecipe, where: str) -> None:
+    """Raises for an algorithm of the other family."""
+    family = families.of(recipe)
+    other = algorithm_class(recipe.algorithm.name).family
+    if other != family.name:
+        fit = [name for name in ALGORITHMS if algorithm_class(name).family == family.name]
         raise UserError(
-            f'{where}: algorithm "{found.algorithm.name}" is for models that '
-            f"{'draw' if its == 'draws' else 'write'}, and model.name = "
-            f'"{found.model.name}" {own}; use one of {", ".join(fit)}'
+            f'{where}: algorithm "{recipe.algorithm.name}" is for models that '
+            f"{families.BY_NAME[other].verb}, and model.name = "
+            f'"{recipe.model.name}" {family.name}; use one of {", ".join(fit)}'
         )
 
 
@@ -126,18 +115,19 @@ def _check_track(names: Sequence[str], where: str) -> None:
             raise UserError(f'{where}: track has "{name}" twice; once is enough')
 
 
-def algorithm(found: Recipe) -> Algorithm:
-    """Options within a section stand over those of the algorithm's own default: a recipe that
-    sets one key of `advantage` does not reset the others. "none" turns one of those off."""
-    entry = found.algorithm
+def algorithm(recipe: AnyRecipe) -> Algorithm:
+    """A section of the recipe's options changes the keys that it names, and keeps the others of the
+    algorithm's own default: to set one key of `advantage` does not reset the rest. "none" removes
+    a key."""
+    entry = recipe.algorithm
     kind = algorithm_class(entry.name)
     default = {"name": entry.name} | _sections(kind)
     options = over(default, {"name": entry.name, **entry.options})
     return parse(kind, without_nothing(options), f"algorithm {entry.name}")
 
 
-def _sections(kind: type[Any]) -> dict[str, Any]:
-    """What the sections of an algorithm say by default."""
+def _sections(kind: type[BaseModel]) -> dict[str, Any]:
+    """The sections of an algorithm, by default."""
     return {
         name: field.default.model_dump(exclude_none=True)
         for name, field in kind.model_fields.items()
@@ -145,68 +135,43 @@ def _sections(kind: type[Any]) -> dict[str, Any]:
     }
 
 
-def _said(chosen: Algorithm) -> dict[str, Any]:
-    """All options of an algorithm, from which the same is made again: what a section has by default
+def _filled(algorithm: Any) -> dict[str, Any]:
+    """All options of an algorithm, to build the same one again: a key that a section has by default
     and this one has not is "none"."""
-    said: dict[str, Any] = chosen.model_dump(exclude_none=True)  # type: ignore[attr-defined]
-    for name, default in _sections(type(chosen)).items():
-        own = said.get(name)
-        if own is not None and own.get("kind") == default.get("kind"):
-            said[name] = own | {key: NOTHING for key in default if key not in own}
-    return said
+    options: dict[str, Any] = algorithm.model_dump(exclude_none=True)
+    for name, default in _sections(type(algorithm)).items():
+        section = options.get(name)
+        if section is not None and section.get("kind") == default.get("kind"):
+            options[name] = section | {key: NOTHING for key in default if key not in section}
+    return options
 
 
 def algorithm_class(name: str) -> type[Any]:
-    found = imports.load(named(ALGORITHMS, name, "algorithm"), "algorithm")
+    kind = imports.load(named(ALGORITHMS, name, "algorithm"), "algorithm")
     if imports.is_user_code(name):
         from gesso.algorithms.base import Algorithm
 
-        _must_have(found, Algorithm, f'algorithm "{name}"')
-        if not issubclass(found, Strict) or getattr(found, "family", None) not in FAMILIES:
+        imports.check_class(kind, Algorithm, f'algorithm "{name}"')
+        if not issubclass(kind, Strict) or imports.attribute(kind, "family") not in FAMILIES:
             raise UserError(
                 f'algorithm "{name}" must derive from gesso.config.Strict and have a family, one '
                 f"of {', '.join(FAMILIES)}"
             )
-    return found
+    return kind
 
 
-def model(found: Recipe) -> TrainableFlowModel | TrainableTokenModel:
-    made = model_class(found.model.name)(found.model, found.seed)
-    if isinstance(found.model, Model):
-        from gesso.models.flow.compiled import sizes
-        from gesso.models.flow.pipeline import PipelineModel
-
-        if isinstance(made, PipelineModel):
-            made.sizes = sizes(found.sampler.batch, found.learner.micro_batch)
-    return made
+def model(recipe: AnyRecipe) -> Any:
+    return families.of(recipe).model(recipe)
 
 
-def model_class(name: str) -> Any:
-    found = imports.load(named(MODELS, name, "model"), "model")
-    if imports.is_user_code(name):
-        from gesso.models.flow.base import FlowModel
-
-        _must_have(found, FlowModel, f'model "{name}"')
-    return found
+def add_critic(recipe: Recipe, algorithm: Algorithm, model: Any) -> tuple[Algorithm, Critic | None]:
+    """The algorithm with the critic that it asks for, and that critic."""
+    return families.of(recipe).add_critic(recipe, algorithm, model)
 
 
-def critic(found: Recipe, chosen: Algorithm, made: Any) -> Critic | None:
-    """The critic that an algorithm asks for, known to the model from here on."""
-    from gesso.algorithms.ppo import PPO
-
-    if not isinstance(chosen, PPO):
-        return None
-    from gesso.models.tokens import critic
-
-    assert isinstance(found.model, TokenModelSection)
-    wanted = chosen.critic
-    made.critic = critic.make(made, found.model, wanted.trunk, wanted.lr, found.seed)
-    return made.critic
-
-
-def check_trackers(found: Recipe) -> None:
+def check_trackers(recipe: Recipe) -> None:
     """Raises where a tracker's package is not installed."""
-    for name in found.track:
+    for name in recipe.track:
         if name in TRACKERS and not imports.is_installed(name):
             raise UserError(
                 f'track has "{name}", whose package is not here: pip install "gesso[{name}]"'
@@ -218,79 +183,43 @@ def check_trackers(found: Recipe) -> None:
 def _check_tracker(name: str) -> None:
     from gesso.track.trackers.base import Batched, Tracker
 
-    found = imports.load(name, "tracker")
-    batched = isinstance(found, type) and hasattr(found, "log_rows")
-    _must_have(found, Batched if batched else Tracker, f'tracker "{name}"')
+    kind = imports.load(name, "tracker")
+    batched = isinstance(kind, type) and imports.attribute(kind, "log_rows") is not None
+    imports.check_class(kind, Batched if batched else Tracker, f'tracker "{name}"')
 
 
-def trackers(found: Recipe, run: Path, tell: Callable[[str], None]) -> list[Tracked]:
+def trackers(recipe: Recipe, run: Path, tell: Callable[[str], None]) -> list[Tracked]:
     """The services of `track`; they start when the run does."""
-    names = [name for name in found.track if name not in SHOWN]
-    config = found.model_dump()
+    names = [name for name in recipe.track if name not in SHOWN]
+    config = recipe.model_dump()
     return [
-        Tracked(name, TRACKERS.get(name, name), run, config, found.tracker, tell) for name in names
+        Tracked(name, TRACKERS.get(name, name), run, config, recipe.tracker, tell) for name in names
     ]
 
 
-def sampler(found: Recipe, made: FlowModel | TokenModel) -> Sampler:
-    """What draws from it in a run: the engine of the recipe."""
-    if found.sampler.engine == "built-in":
-        return own_sampler(found, made)
-    from gesso.samplers.vllm import VllmSampler
-
-    assert isinstance(found.model, TokenModelSection)
-    longest = found.model.max_prompt + algorithm(found).max_tokens  # type: ignore[attr-defined]
-    return VllmSampler(made, found.sampler, longest, found.seed)  # type: ignore[arg-type]
+def sampler(recipe: Recipe, algorithm: Algorithm, model: Any) -> Sampler:
+    """The engine of the recipe, which samples in a run."""
+    return families.of(recipe).sampler(recipe, algorithm, model)
 
 
-def own_sampler(found: Recipe, made: FlowModel | TokenModel) -> Sampler:
-    """The loop that draws from it without another engine: denoising or decoding."""
-    if family(found.model) == "draws":
-        from gesso.samplers.denoise import DenoisingSampler
-
-        return DenoisingSampler(made, found.sampler.batch)  # type: ignore[arg-type]
-    from gesso.samplers.decode import DecodingSampler
-
-    return DecodingSampler(made, found.sampler.batch)  # type: ignore[arg-type]
+def built_in_sampler(recipe: AnyRecipe, model: Any) -> Sampler:
+    """Gesso's own loop over the model, which needs no other engine."""
+    return families.of(recipe).built_in_sampler(recipe, model)
 
 
-def user_code(found: Recipe) -> list[tuple[str, str]]:
+def user_code(recipe: AnyRecipe) -> list[tuple[str, str]]:
     """Code outside Gesso that a recipe names: ("reward", "my_reward:redness"). Imports nothing."""
-    here = [entry for entry in (*found.reward, *found.eval_reward) if entry.remote is None]
-    names = [
-        ("model", found.model.name),
-        ("algorithm", found.algorithm.name),
-        *(("reward", entry.name) for entry in here),
-        *(("tracker", name) for name in found.track),
-    ]
+    names = [("model", recipe.model.name), ("algorithm", recipe.algorithm.name)]
+    if isinstance(recipe, Recipe):
+        entries = (*recipe.reward, *recipe.eval_reward)
+        names += [("reward", entry.name) for entry in entries if entry.remote is None]
+        names += [("tracker", name) for name in recipe.track]
     return list(dict.fromkeys((what, name) for what, name in names if imports.is_user_code(name)))
 
 
-def announce_code(found: Recipe, place: str | Path, *kinds: str) -> None:
+def announce_code(recipe: AnyRecipe, place: str | Path, *kinds: str) -> None:
     """Called before code of these kinds is imported, for a recipe that may be somebody else's. It
     goes to stderr whatever the display: neither a foreign file nor --quiet can switch it off."""
-    code = ", ".join(f'{what} "{name}"' for what, name in user_code(found) if what in kinds)
+    code = ", ".join(f'{what} "{name}"' for what, name in user_code(recipe) if what in kinds)
     if code:
         print(f"{place} runs code that is not part of Gesso: {code}", file=sys.stderr)
-
-
-def _must_have(found: Any, protocol: type, what: str) -> None:
-    """Raises unless `found` is a class with the methods of a protocol."""
-    if not isinstance(found, type):
-        raise UserError(f"{what} is a {type(found).__name__}; expected a class")
-    methods = [name for name, value in vars(protocol).items() if inspect.isfunction(value)]
-    missing = [name for name in methods if not name.startswith("_") and not _has(found, name)]
-    if getattr(found, "_is_protocol", False):
-        raise UserError(f"{what} is a protocol; expected a class that can be made")
-    if missing:
-        raise UserError(
-            f"{what} has no {', '.join(missing[:4])}{' …' if missing[4:] else ''}; expected the "
-            f"methods of gesso's {protocol.__name__}"
-        )
-
-
-def _has(found: type, name: str) -> bool:
-    try:
-        return hasattr(found, name)
-    except Exception:  # a metaclass of the user's
-        return False

@@ -7,16 +7,15 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from gesso import families
 from gesso.algorithms.base import Terms
 from gesso.config import Recipe
 from gesso.health import under_floor
 from gesso.memory import estimate
-from gesso.models.flow.pipeline import PipelineModel
-from gesso.models.tokens.transformer import TransformerModel
 from gesso.rollout import Rollout
-from gesso.run import Job, assemble
+from gesso.run import Assembled, assemble
 from gesso.track.progress import SILENT, Progress
-from gesso.types import SampleSpec, UserError
+from gesso.types import UserError
 
 
 @dataclass
@@ -30,7 +29,7 @@ class Findings:
 
 def check(recipe: Recipe, progress: Progress = SILENT) -> Findings:
     """Raises a UserError at the first thing that would stop the run."""
-    found = Findings()
+    found, family = Findings(), families.of(recipe)
     job = assemble(recipe, progress)
     try:
         found.warnings += job.notes
@@ -40,7 +39,7 @@ def check(recipe: Recipe, progress: Progress = SILENT) -> Findings:
         size = sum(p.numel() for p in policy.module.parameters())
         found.fact(
             "model",
-            f"{recipe.model.path}: {size:,} parameters in the {_network(job)}, "
+            f"{recipe.model.path}: {size:,} parameters in the {family.network(job.model)}, "
             f"{policy.size:,} trained, on {job.model.device}",
         )
         rollout, seconds = _small_batch(job)
@@ -50,7 +49,7 @@ def check(recipe: Recipe, progress: Progress = SILENT) -> Findings:
         progress.phase("trying an update")
         seconds_a_term = _trial_update(job, rollout)
         progress.phase("working out the memory")
-        if isinstance(job.model, PipelineModel | TransformerModel):
+        if family.has_estimate(job.model):
             found.facts += memory(recipe)
         else:
             found.fact(
@@ -63,14 +62,7 @@ def check(recipe: Recipe, progress: Progress = SILENT) -> Findings:
     return found
 
 
-def _network(job: Job) -> str:
-    """What the policy's module is called."""
-    if job.algorithm.family == "draws":
-        return "transformer"
-    return "model, vision tower included" if job.recipe.model.name == "vision-language" else "model"
-
-
-def _small_batch(job: Job) -> tuple[Rollout, float]:
+def _small_batch(job: Assembled) -> tuple[Rollout, float]:
     """One batch of the sampler drawn as training would, one sample a prompt, and seconds per
     sample. Drawn twice: the first also pays for loading and encoding."""
     samples = min(job.recipe.sampler.batch, job.recipe.data.groups * job.algorithm.group)
@@ -88,7 +80,7 @@ def _rewards(rollout: Rollout, found: Findings) -> None:
     found.fact("rewards", f"all answered; {prompt!r} scored {parts}")
 
 
-def replay_gap(job: Job, rollout: Rollout) -> float | None:
+def replay_gap(job: Assembled, rollout: Rollout) -> float | None:
     """Largest |Δ log-prob| between drawing a step and scoring it again with the same weights: the
     noise floor of the ratio. None for an algorithm without log-probs, or that scores nothing
     again."""
@@ -105,24 +97,24 @@ def replay_gap(job: Job, rollout: Rollout) -> float | None:
     return float(torch.cat([part["abs_dlogp"] for part in stats]).max())
 
 
-def _terms(job: Job, rollout: Rollout) -> Terms:
+def _terms(job: Assembled, rollout: Rollout) -> Terms:
     """As if every sample had an advantage of 1."""
     prepared = job.algorithm.prepare(job.model, rollout, job.recipe.learner)
     equal = replace(prepared, advantages=torch.ones_like(prepared.advantages))
     return job.algorithm.terms(rollout, equal)
 
 
-def _ratio(job: Job, gap: float | None, found: Findings) -> None:
+def _ratio(job: Assembled, gap: float | None, found: Findings) -> None:
     if gap is None:
         found.fact("ratio", "not used by this algorithm")
         return
     found.fact("ratio", f"replay differs from sampling by at most {gap:.1e}")
     clip = job.algorithm.clip_range
-    if clip is not None and clip < gap and job.algorithm.family == "draws":
+    if clip is not None and clip < gap and families.of(job.recipe).tight_clip:
         found.warnings.append(under_floor(clip, gap))
 
 
-def _trial_update(job: Job, rollout: Rollout) -> float:
+def _trial_update(job: Assembled, rollout: Rollout) -> float:
     """Seconds a term, of one forward and backward pass of a micro-batch."""
     terms = _terms(job, rollout)
     terms = terms.rows(terms.micro_batches(job.recipe.learner)[0])
@@ -136,12 +128,12 @@ def _trial_update(job: Job, rollout: Rollout) -> float:
     return seconds / len(terms)
 
 
-def _wait(job: Job) -> None:
+def _wait(job: Assembled) -> None:
     if job.model.device.type == "cuda":
         torch.cuda.synchronize(job.model.device)
 
 
-def _measured(job: Job, found: Findings) -> None:
+def _measured(job: Assembled, found: Findings) -> None:
     """On CUDA the trial above has shown the peak of everything but the optimizer's state."""
     if job.model.device.type == "cuda":
         state = 2 * sum(p.nbytes for p in job.learner.policy.trainable.values())
@@ -173,13 +165,12 @@ def memory(recipe: Recipe) -> list[tuple[str, str]]:
     return facts
 
 
-def _time(job: Job, seconds_a_term: float, sampling: float, found: Findings) -> None:
+def _time(job: Assembled, seconds_a_term: float, sampling: float, found: Findings) -> None:
     recipe = job.recipe
     samples = recipe.data.groups * job.algorithm.group
     step = samples * (sampling + job.algorithm.terms_a_sample * seconds_a_term)
-    spec = job.algorithm.spec(0, 0, recipe.model)
-    longer = recipe.eval.steps / spec.steps if isinstance(spec, SampleSpec) else 1.0
-    evaluation = len(job.eval_prompts) * sampling * longer
+    cost = families.of(recipe).eval_cost(recipe, job.algorithm)
+    evaluation = len(job.eval_prompts) * sampling * cost
     evaluations = 2 + (recipe.steps - 1) // recipe.eval.every if recipe.eval.every else 2
     total = recipe.steps * step + evaluations * evaluation
     found.fact(

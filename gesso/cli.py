@@ -15,7 +15,7 @@ from gesso.track.run_folder import RunFolder, must_be_possible
 from gesso.types import StopRun, UserError, bad_text, out_of_memory
 
 if TYPE_CHECKING:
-    from gesso.use.source import Source
+    from gesso.use.source import ModelSource
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -272,7 +272,7 @@ def _recipes(options: argparse.Namespace) -> None:
 
 def _sample(options: argparse.Namespace) -> None:
     from gesso.use import sampling
-    from gesso.use.trained import Drawing
+    from gesso.use.loaded import Drawing
 
     if options.out.exists() and not options.out.is_dir():
         raise UserError(f"sample wants a folder for --out; {options.out} is a file")
@@ -286,13 +286,13 @@ def _sample(options: argparse.Namespace) -> None:
     )  # fmt: skip
     with _display(options) as display:
         found = sampling.draw_all(sources, wanted, display)
-        files = {} if found[0].writes else sampling.save(found, options.out)
+        files = {} if found[0].texts else sampling.save(found, options.out)
         if options.sheet is not None:
             sampling.save_sheet(found, options.sheet)
         display.result(*sampling.told(found, files))
 
 
-def _source(options: argparse.Namespace) -> Source:
+def _source(options: argparse.Namespace) -> ModelSource:
     from gesso.use.source import find
 
     return find(options.source, options.step, options.weights, options.set)
@@ -301,19 +301,21 @@ def _source(options: argparse.Namespace) -> Source:
 def _eval(options: argparse.Namespace) -> None:
     from gesso.use import evaluate, results
     from gesso.use.export import must_be_free
+    from gesso.use.loaded import Drawing
     from gesso.use.source import find
-    from gesso.use.trained import Drawing
 
     first = _source(options)
     others = [find(other, overrides=options.set) for other in options.others]
     sources = [first, *others, *([first.base] if options.base else [])]
     drawing = Drawing(options.steps, options.guidance, options.temperature)
     rewards, prompts = tuple(options.reward), options.prompts or ()
-    asked = evaluate.Asked(rewards, prompts, options.n, options.seed, options.first, drawing)
+    request = evaluate.EvaluationRequest(
+        rewards, prompts, options.n, options.seed, options.first, drawing
+    )
     if options.out is not None:
         must_be_free(options.out, "folder")
     with _display(options) as display:
-        found = evaluate.evaluate_all(sources, asked, display)
+        found = evaluate.evaluate_all(sources, request, display)
         if options.out is not None:
             results.write(found, options.out)
         display.result(evaluate.table(found), evaluate.summary(found))
@@ -321,13 +323,13 @@ def _eval(options: argparse.Namespace) -> None:
 
 def _export(options: argparse.Namespace) -> None:
     from gesso.use.export import Form, check, export
-    from gesso.use.trained import opened
+    from gesso.use.loaded import open_model
 
     RunFolder.open(options.source)
     source, form = _source(options), Form(options.merged, options.shard_size, options.dtype)
     check(source, options.to, form)
     with _display(options) as display:
-        folder = export(opened(source, display), options.to, form, display)
+        folder = export(open_model(source, display), options.to, form, display)
         display.result(str(folder), {"folder": str(folder)})
 
 
@@ -351,7 +353,7 @@ def _view(options: argparse.Namespace) -> None:
 
 
 def _serve_reward(options: argparse.Namespace) -> None:
-    from gesso import build
+    from gesso.rewards import assembly
     from gesso.rewards.transport.remote import token_from
     from gesso.rewards.transport.serve import serve
 
@@ -359,8 +361,8 @@ def _serve_reward(options: argparse.Namespace) -> None:
         raise UserError("serve-reward wants --workers, --batch and --max-mb of at least 1")
     if not 0 <= options.port < 2**16:
         raise UserError(f"serve-reward wants --port from 0 to 65535, got {options.port}")
-    entry = build.reward_entry(options.name, options.overrides, options.workers)
-    scorer = build.served(entry, options.batch)
+    entry = assembly.reward_entry(options.name, options.overrides, options.workers)
+    scorer = assembly.served(entry, options.batch)
     token, limit = token_from(options.token_env), options.max_mb * 2**20
     serve(entry.name, scorer, options.host, options.port, token, limit)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from pathlib import Path
@@ -115,3 +116,31 @@ def _shadowed(module_name: str) -> str:
         f"; {own.relative_to(Path.cwd())} in this folder has the same name as a module that Python "
         f"finds first; rename it{instead}"
     )
+
+
+def check_class(kind: Any, protocol: type, what: str) -> None:
+    """Raises unless `kind` is a class with the methods of a protocol."""
+    check_is_class(kind, what)
+    methods = [name for name, value in vars(protocol).items() if inspect.isfunction(value)]
+    public = [name for name in methods if not name.startswith("_")]
+    missing = [name for name in public if attribute(kind, name) is None]
+    if missing:
+        raise UserError(
+            f"{what} has no {', '.join(missing[:4])}{' …' if missing[4:] else ''}; expected the "
+            f"methods of gesso's {protocol.__name__}"
+        )
+
+
+def check_is_class(kind: Any, what: str) -> None:
+    if not isinstance(kind, type):
+        raise UserError(f"{what} is a {type(kind).__name__}; expected a class")
+    if attribute(kind, "_is_protocol"):
+        raise UserError(f"{what} is a protocol; expected a class that can be made")
+
+
+def attribute(kind: type, name: str) -> Any:
+    """Of a class of the user's; None: it has none."""
+    try:
+        return getattr(kind, name, None)
+    except Exception:  # a metaclass of the user's
+        return None

@@ -7,45 +7,43 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gesso import build
-from gesso.config import Model, Recipe
-from gesso.config import compatibility as agreement
+from gesso import build, families
+from gesso.config import Recipe
 from gesso.data import prompts
+from gesso.rewards import assembly
+from gesso.rewards.assembly import Rewards
 from gesso.track import bars
 from gesso.track.progress import SILENT, Display, Progress, display
 from gesso.track.run_folder import RunFolder
 from gesso.track.trackers.process import Watchers
-from gesso.types import Prompt, SampleSpec, StopRun, UserError, out_of_memory
+from gesso.types import Prompt, StopRun, UserError, out_of_memory
 from gesso.use.source import recipe_of as recipe_of
 from gesso.use.trained import Trained as Trained
 from gesso.use.trained import load as load
-from gesso.use.trained import too_many
 
 if TYPE_CHECKING:
     from gesso.algorithms.base import Algorithm
     from gesso.cluster.local import Local
     from gesso.learner.learner import Learner
-    from gesso.models.flow.base import FlowModel
-    from gesso.models.tokens.base import TokenModel
 
 
 REPORT = "report.html"
 
 
 @dataclass(frozen=True)
-class Job:
+class Assembled:
     """A recipe's objects, ready to work together."""
 
     recipe: Recipe
     algorithm: Algorithm
-    model: FlowModel | TokenModel
+    model: Any  # of the recipe's family
     learner: Learner
     cluster: Local
-    rewards: build.Rewards
+    rewards: Rewards
     eval_prompts: Sequence[Prompt]
     notes: Sequence[str]  # about the data, to be told before the run
     left_out: Sequence[str] = ()  # rows of it, each with its reason
@@ -54,14 +52,13 @@ class Job:
         self.cluster.close()
 
 
-def assemble(recipe: Recipe, progress: Progress = SILENT) -> Job:
+def assemble(recipe: Recipe, progress: Progress = SILENT) -> Assembled:
     """Read the data, load the model, connect the rewards; cheap things first, so that a mistake
     shows before the weights are loaded."""
-    agreement.check_engine(recipe)
+    family, algorithm = families.of(recipe), build.algorithm(recipe)
+    family.check_machine(recipe, algorithm)
     build.check_trackers(recipe)
-    algorithm = build.algorithm(recipe)
-    agreement.check_folds(recipe, algorithm)
-    rewards = build.rewards(recipe)
+    rewards = assembly.rewards(recipe)
     try:
         progress.phase("loading data")
         data = prompts.load(recipe.data, rewards.train.unfit, rewards.held_out.unfit)
@@ -71,96 +68,30 @@ def assemble(recipe: Recipe, progress: Progress = SILENT) -> Job:
 
         with bars.loading(progress, recipe.model.path, recipe.model.path):
             model = build.model(recipe)
-        data = _fitting(recipe, algorithm, model, data, progress)
-        critic = build.critic(recipe, algorithm, model)
+        data = family.fit(recipe, algorithm, model, data, progress)
+        algorithm, critic = build.add_critic(recipe, algorithm, model)
         learner = Learner(
             model, algorithm, recipe.optimizer, recipe.learner, recipe.seed, critic, progress
         )
         if recipe.sampler.engine != "built-in":
             progress.phase(f"starting {recipe.sampler.engine}")
-        sampler = build.sampler(recipe, model)
+        sampler = build.sampler(recipe, algorithm, model)
         stream = prompts.Stream(data.train, recipe.seed)
         cluster = Local(recipe, learner, sampler, rewards.service, stream, progress)
     except BaseException:
         rewards.service.close()
         raise
     notes, held_out = list(data.notes), data.held_out[: recipe.eval.prompts]
-    if uneven := agreement.ragged(recipe, algorithm):
-        notes.append(uneven)
+    notes += family.notes(recipe, algorithm)
     if len(held_out) < recipe.eval.prompts:
         sources = " and ".join(source.path for source in recipe.data.eval)
         notes.append(
             f"eval.prompts = {recipe.eval.prompts}, but {sources} has {len(held_out)}: "
             "all of them are used"
         )
-    return Job(recipe, algorithm, model, learner, cluster, rewards, held_out, notes, data.left_out)
-
-
-def _fitting(
-    recipe: Recipe, algorithm: Algorithm, model: Any, data: prompts.LoadedData, progress: Progress
-) -> prompts.LoadedData:
-    """The data as far as the model takes it, with what there is to tell about the rest."""
-    if isinstance(recipe.model, Model):
-        told = _drawn_as_meant(recipe, recipe.model, algorithm, model, data)
-        return replace(data, notes=[*data.notes, *told])
-
-    lengths: list[int] = []
-
-    def unfit(prompt: Prompt) -> str | None:
-        progress.advance()
-        try:
-            tokens = model.length(prompt)
-        except UserError as error:  # a picture too narrow, a token that stands for pictures
-            return str(error).removeprefix(f"{prompt.where}: ")
-        refused = too_many(model, tokens)
-        lengths.append(0 if refused else tokens)
-        return refused
-
-    count = sum(len(part.prompts) for part in data.train) + len(data.held_out)
-    progress.phase("measuring prompts", count)
-    data = prompts.without(data, unfit, recipe.data, "do not fit the model")
-    _check_places(recipe.model, algorithm, model, max(lengths))
-    return data
-
-
-def _check_places(section: Any, algorithm: Any, model: Any, longest: int) -> None:
-    """Raises where a reply may grow beyond the model's positions: from there on it writes nonsense,
-    and would be trained on it."""
-    made_for, most = model.places, algorithm.max_tokens
-    if made_for is None or longest + most <= made_for:
-        return
-    fits = max(made_for - longest, 0)
-    lower = f"algorithm.max_tokens to {fits}" if fits else "algorithm.max_tokens"
-    raise UserError(
-        f"the longest prompt has {longest} tokens and a reply may have algorithm.max_tokens = "
-        f"{most}, together {longest + most}, but {section.path} was made for {made_for} "
-        f"(max_position_embeddings in its config.json); lower {lower}, or model.max_prompt to "
-        "leave out the longest prompts"
+    return Assembled(
+        recipe, algorithm, model, learner, cluster, rewards, held_out, notes, data.left_out
     )
-
-
-def _drawn_as_meant(
-    recipe: Recipe, size: Model, algorithm: Algorithm, model: FlowModel, data: prompts.LoadedData
-) -> list[str]:
-    """Raises for sizes, guidance and negative prompts that the model does not take; tells of
-    negative prompts that are not used, and of prompts whose ends it does not see."""
-    from gesso.models.flow.base import check_guidance, over_long, unused_negatives
-
-    model.latent_shape(size.height, size.width)
-    train = [prompt for part in data.train for prompt in part.prompts]
-    spec = algorithm.spec(0, 0, size)
-    assert isinstance(spec, SampleSpec)
-    check_guidance(model, spec.guidance, train)
-    drawn = spec.guidance if recipe.eval.guidance is None else recipe.eval.guidance
-    check_guidance(model, drawn, data.held_out)
-    paths = [" and ".join(s.path for s in part) for part in (recipe.data.train, recipe.data.eval)]
-    notes = [
-        *unused_negatives(model, spec.guidance, train, paths[0], "algorithm.guidance"),
-        *unused_negatives(model, drawn, data.held_out, paths[1], "eval.guidance"),
-        *over_long(model, train, paths[0]),
-        *over_long(model, data.held_out, paths[1]),
-    ]
-    return list(dict.fromkeys(notes))
 
 
 def train(
@@ -212,7 +143,7 @@ def _shown(recipe: Recipe, quiet: bool, shown: Display | None) -> Display:
     )
 
 
-def _run(job: Job, run: RunFolder, display: Display, changed: bool = False) -> RunFolder:
+def _run(job: Assembled, run: RunFolder, display: Display, changed: bool = False) -> RunFolder:
     """`changed`: the recipe is not the one in the folder. A folder that is damaged stays as it is
     but for log.txt: the rest is written after the checkpoint was restored."""
     from gesso.loop import Loop
@@ -279,7 +210,7 @@ def _run(job: Job, run: RunFolder, display: Display, changed: bool = False) -> R
     return run
 
 
-def _listed(job: Job, run: RunFolder) -> list[str]:
+def _listed(job: Assembled, run: RunFolder) -> list[str]:
     """Every row that was left out goes into a file; the notes name the first of each kind."""
     if not job.left_out:
         return []

@@ -44,18 +44,15 @@ class Parts:
     model: Any
     algorithm: Any
     learner: Learner
-
-    @property
-    def critic(self) -> Any:
-        return self.model.critic
+    critic: Any
 
 
 def parts_of(tiny: Tiny, algorithm: dict[str, Any], **sections: Any) -> Parts:
     recipe = recipe_of(tiny, algorithm, **sections)
     chosen, model = build.algorithm(recipe), build.model(recipe)
-    critic = build.critic(recipe, chosen, model)
+    chosen, critic = build.add_critic(recipe, chosen, model)
     learner = Learner(model, chosen, recipe.optimizer, recipe.learner, recipe.seed, critic)
-    return Parts(recipe, model, chosen, learner)
+    return Parts(recipe, model, chosen, learner, critic)
 
 
 def moved(tensors: Any, scale: float = 0.02, seed: int = 7) -> None:

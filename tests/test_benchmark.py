@@ -19,7 +19,7 @@ import torch
 
 from gesso import build
 from gesso.algorithms.flow_grpo import FlowGRPO
-from gesso.run import Job, assemble
+from gesso.run import Assembled, assemble
 from gesso.types import UserError
 from tests.typed import sure
 
@@ -46,7 +46,7 @@ def against_trl() -> Iterator[ModuleType]:
 
 
 @pytest.fixture
-def job(request: pytest.FixtureRequest, recipe_data: dict[str, Any]) -> Iterator[Job]:
+def job(request: pytest.FixtureRequest, recipe_data: dict[str, Any]) -> Iterator[Assembled]:
     recipe_data["reward"] = [{"name": "ocr", "detect": False}]
     recipe_data["algorithm"]["window"] = {"size": 2, "low": 1, "high": 3}
     recipe_data["algorithm"]["advantage"] = {"drop_flat": False}  # as the recipe that is timed
@@ -97,7 +97,7 @@ def test_an_iteration_of_writers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "job", [None, {"rank": 4, "alpha": 8}], indirect=True, ids=["full", "lora"]
 )
-def test_both_sides_compute_the_same(benchmark: ModuleType, job: Job) -> None:
+def test_both_sides_compute_the_same(benchmark: ModuleType, job: Assembled) -> None:
     ours = benchmark.Gesso(job)
     plain = benchmark.Plain(job, ours.start)
     proof = benchmark.prove(ours, plain)
@@ -110,25 +110,27 @@ def test_both_sides_compute_the_same(benchmark: ModuleType, job: Job) -> None:
     assert "log-probs" not in wrong  # at sampling they hang on the noise alone
 
 
-def test_a_recipe_the_plain_side_cannot_do_is_refused(benchmark: ModuleType, job: Job) -> None:
+def test_a_recipe_the_plain_side_cannot_do_is_refused(
+    benchmark: ModuleType, job: Assembled
+) -> None:
     guided = sure(FlowGRPO, job.algorithm).model_copy(update={"guidance": 4.5})
     data = job.recipe.model_dump() | {"algorithm": guided.model_dump()}
     other = build.recipe_from(data)
     with pytest.raises(UserError, match="guidance"):
-        benchmark.Plain(Job(**(vars(job) | {"recipe": other})), job.learner.weights())
+        benchmark.Plain(Assembled(**(vars(job) | {"recipe": other})), job.learner.weights())
 
 
 SMALL = ("data.groups=2", "algorithm.group=2", "algorithm.max_tokens=6", "sampler.batch=4")
 
 
 @pytest.fixture
-def replies(against_trl: ModuleType) -> Iterator[Job]:
+def replies(against_trl: ModuleType) -> Iterator[Assembled]:
     job = assemble(against_trl.settings(SMALL, beta=0.0))
     yield job
     job.close()
 
 
-def test_our_side_runs_without_trl(against_trl: ModuleType, replies: Job) -> None:
+def test_our_side_runs_without_trl(against_trl: ModuleType, replies: Assembled) -> None:
     ours = against_trl.Gesso(replies)
     times = {case: ours.iteration(step, case) for step, case in enumerate(against_trl.CASES)}
     assert times["equal"]["tokens"] == 6  # nobody may end before the limit
@@ -161,7 +163,7 @@ def test_what_trl_does_otherwise_is_refused(against_trl: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_trl_has_the_same_loss_and_gradients(against_trl: ModuleType, replies: Job) -> None:
+def test_trl_has_the_same_loss_and_gradients(against_trl: ModuleType, replies: Assembled) -> None:
     pytest.importorskip("trl", reason='TRL is not installed; run pip install -e ".[bench]"')
     ours = against_trl.Gesso(replies)
     trl = against_trl.Trl(replies.recipe, replies.cluster.stream.batch(0, 2))

@@ -5,8 +5,7 @@ import re
 import pydantic
 import pytest
 
-from gesso import build
-from gesso.config import compatibility as agreement
+from gesso import build, families
 from gesso.config import tables
 from gesso.types import UserError
 
@@ -142,14 +141,14 @@ MICRO = [(96, None), (288, None), (1000, None), (100, "the last holds 88; .* = 9
 @pytest.mark.parametrize("size, sentence", MICRO)
 def test_micro_batches_that_do_not_come_out_even(size: int, sentence: str | None) -> None:
     recipe = build.recipe("demo", [f"learner.micro_batch={size}"])
-    told = agreement.ragged(recipe, build.algorithm(recipe))
-    assert told is None if sentence is None else re.search(sentence, told or "")
+    notes = families.of(recipe).notes(recipe, build.algorithm(recipe))
+    assert notes == [] if sentence is None else re.search(sentence, notes[0])
 
 
 def test_the_papers_shape_fits() -> None:
     recipe = build.recipe("sd35-ocr")
     assert recipe.data.groups * recipe.algorithm.options["group"] == 48 * 24
-    assert agreement.ragged(recipe, build.algorithm(recipe)) is None
+    assert families.of(recipe).notes(recipe, build.algorithm(recipe)) == []
 
 
 def test_a_recipe_over_a_base(tmp_path) -> None:

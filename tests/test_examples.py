@@ -162,8 +162,8 @@ def sections() -> dict[str, type[BaseModel]]:
         "`model`, a model that writes": config.TokenModel,
         "`model.lora`": config.Lora,
         "`data`": config.Data,
-        "`data.train`": config.TrainSource,
-        "`data.eval`": config.Source,
+        "`data.train`": config.TrainDataSource,
+        "`data.eval`": config.DataSource,
         "`reward`": config.RewardEntry,
         "`reward.remote`": config.RemoteEntry,
         '`algorithm`, `name = "flow-grpo"`': FlowGRPO,
@@ -272,7 +272,7 @@ def test_no_section_of_a_recipe_is_forgotten() -> None:
     declared = {
         kind
         for _, kind in inspect.getmembers(config, inspect.isclass)
-        if issubclass(kind, BaseModel) and kind.__module__ == config.__name__
+        if issubclass(kind, BaseModel) and kind.__module__.startswith(config.__name__)
     }
     assert declared - bases <= set(sections().values())
 
@@ -381,7 +381,7 @@ def test_the_example_row_of_the_guide_is_read(tmp_path: Path) -> None:
 
     (row,) = (line for block in blocks("") for line in block.splitlines() if line.startswith("{"))
     (tmp_path / "row.jsonl").write_text(row, encoding="utf-8")
-    (prompt,) = read(config.Source(path=str(tmp_path / "row.jsonl"))).prompts
+    (prompt,) = read(config.DataSource(path=str(tmp_path / "row.jsonl"))).prompts
     assert prompt.negative == "blurry"
     assert prompt.columns == {"target": "KITE", "weight": 2, "difficulty": 3}
 

@@ -18,7 +18,7 @@ TESTS = re.compile(r"\btests/[a-z0-9_/]+\.py")
 # From the roof to the cellar; a room may import the rooms after it and its own files.
 ROOMS = [
     "__main__",
-    "cli", "check", "memory", "run", "loop", "viewer", "use", "health", "build",
+    "cli", "check", "memory", "run", "loop", "viewer", "use", "health", "build", "families",
     "cluster", "learner", "samplers", "algorithms", "models", "weights", "rewards", "data",
     "track", "zoo", "formulas", "config", "serving", "imports",
     "rollout", "types",

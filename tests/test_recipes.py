@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from gesso import build
+from gesso import build, families
 from gesso.config import PACKAGE, Recipe, tables
-from gesso.config import compatibility as agreement
+from gesso.families import classes
 from gesso.types import SampleSpec
 from tests.typed import sure
 
@@ -577,7 +577,7 @@ def test_large_recipes_are_short_and_name_their_source(name: str) -> None:
     recipe = build.recipe(name)
     assert recipe.about.endswith(".") and recipe.source.startswith("arXiv 2")
     assert "github" in recipe.source
-    assert recipe.model.name in build.MODELS
+    assert recipe.model.name in classes.REFERENCES
     text = (tables.RECIPES / f"{name}.toml").read_text(encoding="utf-8")
     assert len([line for line in text.splitlines() if line.strip()]) < 30
     assert "\nsource = " in text, "a recipe says its own source, not that of its base"
@@ -604,4 +604,4 @@ def test_presets_for_a_card_change_sizes_and_nothing_else(name: str) -> None:
     begins_lora = own["model"]["lora"] and not base["model"]["lora"]
     assert changed <= (SIZES | LORA if begins_lora else SIZES) and ("data", "groups") in changed
     chosen = build.algorithm(build.recipe(name))
-    assert agreement.ragged(build.recipe(name), chosen) is None
+    assert families.of(build.recipe(name)).notes(build.recipe(name), chosen) == []

@@ -16,11 +16,11 @@ from gesso import build, run
 from gesso.algorithms.credit import Credit
 from gesso.algorithms.grpo import GRPO
 from gesso.check import check
-from gesso.config import Data, Eval, Source, TokenModel, TrainSource
+from gesso.config import Data, DataSource, Eval, TokenModel, TrainDataSource
 from gesso.data.prompts import LoadedData, WeightedPrompts, without
 from gesso.data.readers import read
 from gesso.models.tokens import loading
-from gesso.rewards import base
+from gesso.rewards import assembly, base
 from gesso.rewards.transport import protocol, wire
 from gesso.rollout import Rollout, TokenTrace
 from gesso.samplers import decode
@@ -85,7 +85,7 @@ def recipe(root: Path, train: str, **more: Any) -> Any:
 def test_a_png_whose_pixels_are_broken_is_found_before_the_run(tmp_path: Path) -> None:
     made = rows(tmp_path, 2)
     (tmp_path / "1.png").write_bytes(broken_png())
-    found = read(Source(path=write(tmp_path / "a.jsonl", made)))
+    found = read(DataSource(path=write(tmp_path / "a.jsonl", made)))
     assert [p.text for p in found.prompts] == ["how many 0?"]
     assert "a.jsonl:2: picture 1 of 1: " in found.left_out[0]
 
@@ -138,7 +138,7 @@ def test_rows_that_the_model_does_not_take_are_left_out_and_all_listed(
 
 
 def test_held_out_prompts_that_do_not_fit_are_left_out_too() -> None:
-    data = Data(train=[TrainSource(path="t.txt")], eval=[Source(path="e.txt")], groups=1)
+    data = Data(train=[TrainDataSource(path="t.txt")], eval=[DataSource(path="e.txt")], groups=1)
     prompts = [Prompt("short"), Prompt("a long one")]
     loaded = LoadedData([WeightedPrompts(prompts)], prompts, [])
     found = without(loaded, lambda p: "long" if "long" in p.text else None, data, "are long")
@@ -336,16 +336,16 @@ def test_pixel_bounds_that_cross() -> None:
 
 def test_a_name_of_the_hub_without_its_mark_gets_a_hint() -> None:
     with pytest.raises(UserError, match='the hub is "hub:hiyouga/geometry3k@train"'):
-        read(Source(path="hiyouga/geometry3k@train"))
+        read(DataSource(path="hiyouga/geometry3k@train"))
     with pytest.raises(UserError, match=r"no such file$"):
-        read(Source(path="./here/no.jsonl"))
+        read(DataSource(path="./here/no.jsonl"))
 
 
 # Rewards
 
 
 def scored(name: str, sample: Sample, **options: Any) -> Score:
-    (score,) = base.checked(base.load(build.REWARDS[name], options), [sample])
+    (score,) = base.checked(base.load(assembly.REWARDS[name], options), [sample])
     return score
 
 
@@ -357,7 +357,7 @@ def test_the_answer_may_stand_in_another_column(name: str, right: str) -> None:
     reply = f"<think></think><answer>{right}</answer>"
     sample = Sample(Prompt("?", columns={"solution": want}), None, 0, reply)
     assert scored(name, sample, column="solution").value == 1
-    reward = base.load(build.REWARDS[name], {})
+    reward = base.load(assembly.REWARDS[name], {})
     told = reward.unfit(sample.prompt)
     assert told is not None and "found no such column" in told and "solution" in told
     empty = reward.unfit(Prompt("?", columns={"answer": None}))
@@ -402,7 +402,7 @@ def test_right_means_whole() -> None:
 def test_a_missing_picture_is_missing_whatever_its_name(tmp_path: Path) -> None:
     """`abcd` is base64 of three bytes, and of no picture."""
     file = write(tmp_path / "a.jsonl", [{"prompt": "?", "images": ["abcd"]}, *rows(tmp_path, 1)])
-    assert "no such file 'abcd'" in read(Source(path=file)).left_out[0]
+    assert "no such file 'abcd'" in read(DataSource(path=file)).left_out[0]
 
 
 def test_a_distill_whose_template_opens_the_thought_is_trained(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 import tomli_w
 
 import gesso
-from gesso import build, cli, imports
+from gesso import build, cli, families, imports
 from gesso.config import TokenModel
 from gesso.rewards.transport.workers import Workers
 from gesso.track.run_folder import RunFolder
@@ -246,7 +246,7 @@ def test_code_beside_a_language_model_is_ignored(
     monkeypatch.setattr("builtins.input", lambda text="": "y")  # whoever asks is told yes
     name = "causal" if kind == "qwen2" else "vision-language"
     with contextlib.suppress(UserError):
-        build.model_class(name)(TokenModel(name=name, path=str(folder)), 0)
+        families.model_class(name)(TokenModel(name=name, path=str(folder)), 0)
     assert not (workplace / MARK).exists()
 
 

@@ -79,7 +79,7 @@ class Advantage(Protocol):
 
 
 class Algorithm(Protocol):
-    family: ClassVar[config.Family]  # of the models it trains
+    family: ClassVar[config.FamilyName]  # of the models it trains
 
     @property
     def group(self) -> int:

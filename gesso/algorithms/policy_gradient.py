@@ -19,7 +19,7 @@ from gesso.algorithms.credit import Credit
 from gesso.config import Strict
 from gesso.formulas import kl, objectives
 from gesso.formulas.aggregation import Mode, token_weights
-from gesso.models.tokens.base import TokenModel
+from gesso.models.tokens.base import Critic, TokenModel
 from gesso.models.tokens.packing import pack_replies
 from gesso.rollout import Rollout, TokenTrace
 from gesso.types import ReplySpec, Which
@@ -139,7 +139,7 @@ class ReplyAlgorithm(Strict):
     importance_cap: float | None = Field(None, gt=0)  # weights for a sampler of another engine
     refills: int = Field(0, ge=0)
 
-    family: ClassVar[config.Family] = "writes"
+    family: ClassVar[config.FamilyName] = "writes"
 
     @model_validator(mode="after")
     def _possible(self) -> ReplyAlgorithm:
@@ -171,6 +171,11 @@ class ReplyAlgorithm(Strict):
     @property
     def clip_range(self) -> float | None:
         return self.surrogate.range
+
+    @property
+    def critic_network(self) -> Critic | None:
+        """What estimates values, where there is one."""
+        return None
 
     def spec(self, step: int, seed: int, model: config.AnyModel) -> ReplySpec:
         return ReplySpec(self.max_tokens, self.temperature)

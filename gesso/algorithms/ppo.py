@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 from torch import Tensor
 
 from gesso import config
@@ -14,7 +14,7 @@ from gesso.algorithms.policy_gradient import ReplyAlgorithm, ReplyTerms, batches
 from gesso.config import Strict
 from gesso.formulas import advantages as adv
 from gesso.formulas import objectives
-from gesso.models.tokens.base import TokenModel
+from gesso.models.tokens.base import Critic, TokenModel
 from gesso.rollout import Rollout
 
 
@@ -33,6 +33,17 @@ class PPO(ReplyAlgorithm):
     advantage: Credit = Credit(baseline="zero", std="one", per="token", whiten=True)
     lam: float = Field(0.95, ge=0, le=1)
     critic: CriticSection = CriticSection()
+    _critic: Critic | None = PrivateAttr(None)
+
+    def with_critic(self, critic: Critic) -> PPO:
+        """The same algorithm, with the values of this critic."""
+        copy = self.model_copy()
+        copy._critic = critic
+        return copy
+
+    @property
+    def critic_network(self) -> Critic | None:
+        return self._critic
 
     @model_validator(mode="after")
     def _critic_is_the_baseline(self) -> PPO:
@@ -47,12 +58,12 @@ class PPO(ReplyAlgorithm):
     def estimate(
         self, model: TokenModel, rollout: Rollout, penalty: Tensor | None, settings: config.Learner
     ) -> tuple[Tensor, Tensor, Tensor]:
-        assert model.critic is not None
+        assert self._critic is not None, "`with_critic` gives it one"
         mask = rollout.mask
         values = torch.zeros_like(rollout.logp)
         with torch.no_grad():
             for part in batches(rollout.replies, settings.micro_tokens):
-                found = model.critic.values(rollout.replies.rows(part))
+                found = self._critic.values(rollout.replies.rows(part))
                 values[part, : found.shape[1]] = found.to(values)
         rewards = adv.on_last(rollout.rewards.to(mask.device), mask)
         if penalty is not None:
@@ -66,9 +77,9 @@ class PPO(ReplyAlgorithm):
     def further(self, model: TokenModel, terms: ReplyTerms, stats: dict[str, Tensor]) -> Tensor:
         """The value loss. The critic's weights are apart from the policy's, so no factor between
         the two losses is needed."""
-        assert model.critic is not None
+        assert self._critic is not None, "`with_critic` gives it one"
         known, mask = terms.known, terms.trace.mask
-        values = model.critic.values(terms.trace)
+        values = self._critic.values(terms.trace)
         each = objectives.value_loss(values, known.values, known.returns, self.critic.clip)
         error = (values.detach() - known.returns)[mask]
         stats |= {"value": values.detach()[mask], "value_error": error.abs()}

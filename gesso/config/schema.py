@@ -10,7 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -23,6 +23,7 @@ from pydantic import (
     model_validator,
 )
 
+from gesso.config.bundled import FAMILIES, MODELS, FamilyName
 from gesso.types import UserError
 
 if TYPE_CHECKING:
@@ -55,9 +56,13 @@ class Lora(Strict):
 
 
 class AnyModel(Strict):
-    """What every model's section may say."""
+    """Keys that the sections of both families share."""
+
+    family_name: ClassVar[FamilyName]
+    output: ClassVar[Literal["image", "text"]]  # what a sample is
 
     name: str
+    family: FamilyName | None = None  # of a model of your own; None: by its class
     path: str
     dtype: Dtype = "float32"
     device: str = "auto"
@@ -69,6 +74,11 @@ class AnyModel(Strict):
 
     @model_validator(mode="after")
     def _possible(self) -> AnyModel:
+        if self.family not in (None, self.family_name):
+            raise ValueError(
+                f'family = "{self.family}", but name = "{self.name}" {self.family_name}; leave '
+                "family out"
+            )
         if self.quantize is not None and self.lora is None:
             raise ValueError(
                 f'quantize = "{self.quantize}" freezes the weights, so it trains LoRA only; '
@@ -87,7 +97,10 @@ class AnyModel(Strict):
 
 
 class Model(AnyModel):
-    """A model that draws."""
+    """A flow model."""
+
+    family_name: ClassVar[FamilyName] = "draws"
+    output: ClassVar[Literal["image", "text"]] = "image"
 
     name: str = "sd3"
     height: int = Field(512, ge=8, le=MAX_SIDE)
@@ -96,7 +109,10 @@ class Model(AnyModel):
 
 
 class TokenModel(AnyModel):
-    """A model that writes, and may see."""
+    """A language or vision-language model."""
+
+    family_name: ClassVar[FamilyName] = "writes"
+    output: ClassVar[Literal["image", "text"]] = "text"
 
     name: str = "vision-language"
     max_prompt: int = Field(2048, ge=1)  # tokens; longer prompts are left out, and counted
@@ -112,7 +128,7 @@ class TokenModel(AnyModel):
         return self
 
 
-class Source(Strict):
+class DataSource(Strict):
     """Where prompts come from; `data/readers.py` knows the formats."""
 
     path: str = Field(min_length=1)
@@ -121,7 +137,7 @@ class Source(Strict):
     drop: list[str] = []  # columns that are not read
 
 
-class TrainSource(Source):
+class TrainDataSource(DataSource):
     weight: float = Field(1.0, gt=0)  # how often it is drawn, relative to the other sources
 
 
@@ -137,8 +153,8 @@ def _sources(value: Any) -> Any:
 
 
 class Data(Strict):
-    train: Annotated[list[TrainSource], BeforeValidator(_sources)] = Field(min_length=1)
-    eval: Annotated[list[Source], BeforeValidator(_sources)] = Field(min_length=1)
+    train: Annotated[list[TrainDataSource], BeforeValidator(_sources)] = Field(min_length=1)
+    eval: Annotated[list[DataSource], BeforeValidator(_sources)] = Field(min_length=1)
     groups: int = Field(48, ge=1, le=MAX_SAMPLES)  # prompts a step
     template: str | None = Field(None, min_length=1)  # jinja, or a file of it, around the question
     system: str | None = Field(None, min_length=1)  # the message before it, where a row has none
@@ -284,24 +300,23 @@ class RewardEntry(Named):
         return self
 
 
-WRITERS = ("vision-language", "causal")
-"""Names of models that write; all others draw."""
-
-
-Family = Literal["draws", "writes"]
-FAMILIES: tuple[Family, ...] = get_args(Family)
-
-
-def family(section: Any) -> Family:
-    """Of a model's section, parsed or not."""
+def family(section: Any) -> FamilyName:
+    """The family of a `[model]` section, parsed or not. Of a bundled model the name decides; a
+    model of the user's whose section does not say counts as a flow model, as in run folders that
+    were written before sections had the key."""
     if isinstance(section, AnyModel):
-        return "writes" if isinstance(section, TokenModel) else "draws"
-    name = section.get("name") if isinstance(section, Mapping) else None
-    return "writes" if name in WRITERS else "draws"
+        return section.family_name
+    if not isinstance(section, Mapping):
+        return "draws"
+    name, stated = section.get("name"), section.get("family")
+    if isinstance(name, str) and name in MODELS:
+        return MODELS[name].family
+    return stated if stated in FAMILIES else "draws"
 
 
 Draws = Annotated[Model, Tag("draws")]
 Writes = Annotated[TokenModel, Tag("writes")]
+ModelSection = Annotated[Draws | Writes, Discriminator(family)]
 
 
 class Recipe(Strict):
@@ -311,7 +326,7 @@ class Recipe(Strict):
     steps: int = Field(100, ge=0)
     lag: Literal[0, 1] = 0  # 0: on-policy; 1: samples may be one update old
     max_failed: float = Field(0.2, ge=0, le=1)  # share of a batch's scores that may fail
-    model: Annotated[Draws | Writes, Discriminator(family)]
+    model: ModelSection
     data: Data
     algorithm: Named
     reward: list[RewardEntry] = Field(min_length=1)
@@ -334,6 +349,29 @@ class Recipe(Strict):
                         f'{key} "{name}" is listed twice; give it one entry and weight'
                     )
         return self
+
+
+class ChatSettings(Strict):
+    """What stands around a question, where there are no data."""
+
+    template: str | None = Field(None, min_length=1)
+    system: str | None = Field(None, min_length=1)
+
+
+class ModelRecipe(Strict):
+    """What it takes to load a model and to sample from it: a recipe without training. Folders that
+    Gesso did not write have no more."""
+
+    seed: int = Field(0, ge=0)
+    model: ModelSection
+    data: ChatSettings = ChatSettings()
+    algorithm: Named
+    learner: Learner = Learner()
+    sampler: Sampler = Sampler()
+    eval: Eval = Eval()
+
+
+AnyRecipe = Recipe | ModelRecipe
 
 
 def resolve_path(path: str) -> Path:

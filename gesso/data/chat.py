@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gesso.config import Data, resolve_path
+from gesso.config import ChatSettings, Data, resolve_path
 from gesso.data.images import InvalidRow, first_line, short
 from gesso.types import UserError
 
@@ -82,7 +82,7 @@ class ChatFormat:
     system: str | None = None
 
     @staticmethod
-    def of(data: Data) -> ChatFormat:
+    def of(data: Data | ChatSettings) -> ChatFormat:
         return ChatFormat(None if data.template is None else Template(data.template), data.system)
 
 

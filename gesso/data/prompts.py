@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
-from gesso.config import Data, Source
+from gesso.config import ChatSettings, Data, DataSource
 from gesso.data.chat import ChatFormat
 from gesso.data.images import InvalidRow, faults
 from gesso.data.readers import Reading, read
@@ -75,7 +75,7 @@ class LoadReport:
 
 
 def from_sources(
-    sources: Sequence[Source], chat_format: ChatFormat, unfit: Unfit
+    sources: Sequence[DataSource], chat_format: ChatFormat, unfit: Unfit
 ) -> tuple[list[Prompt], LoadReport]:
     """The prompts of several sets, interleaved, that can be scored, and a report on the others."""
     report = LoadReport()
@@ -83,7 +83,7 @@ def from_sources(
 
 
 def _scored(
-    source: Source, chat_format: ChatFormat, unfit: Unfit, report: LoadReport
+    source: DataSource, chat_format: ChatFormat, unfit: Unfit, report: LoadReport
 ) -> list[Prompt]:
     reading = read(source, chat_format)
     prompts, note = usable(reading, source.path)
@@ -115,13 +115,15 @@ def without(loaded: LoadedData, unfit: Unfit, data: Data, why: str) -> LoadedDat
     return LoadedData(train, held_out, report.notes, report.left_out)
 
 
-def typed_prompt(text: str, images: Sequence[str | Path | bytes], data: Data) -> Prompt:
+def typed_prompt(
+    text: str, images: Sequence[str | Path | bytes], data: Data | ChatSettings
+) -> Prompt:
     """A typed prompt in the format of the data's rows; an image is a file or its bytes."""
     given = [image if isinstance(image, bytes) else str(image) for image in images]
     row = {"prompt": text} | ({"images": given} if given else {})
     where = "the prompt"
     try:
-        prompt = prompt_of(row, where, Source(path=where), None, ChatFormat.of(data))
+        prompt = prompt_of(row, where, DataSource(path=where), None, ChatFormat.of(data))
     except InvalidRow as error:
         raise UserError(f"{where}: {error}") from error
     (fault,) = faults([prompt])

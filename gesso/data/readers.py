@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gesso.config import Source, resolve_path
+from gesso.config import DataSource, resolve_path
 from gesso.data.chat import PLAIN, ChatFormat
 from gesso.data.images import InvalidRow, faults, first_line, short
 from gesso.data.rows import Row, prompt_of
@@ -43,7 +43,7 @@ class Reading:
     left_out: list[str]  # "geo3k.parquet:17: why", one for each row that cannot be used
 
 
-def read(source: Source, chat_format: ChatFormat = PLAIN) -> Reading:
+def read(source: DataSource, chat_format: ChatFormat = PLAIN) -> Reading:
     """Every row of a source; each image is decoded once. `source.column` becomes the prompt's text
     and "negative_prompt" its negative; rewards get all other columns."""
     try:
@@ -62,7 +62,7 @@ def read(source: Source, chat_format: ChatFormat = PLAIN) -> Reading:
     return Reading([prompt for prompt in prompts if prompt.where not in broken], left_out)
 
 
-def _prompts(source: Source, chat_format: ChatFormat) -> list[Prompt | str]:
+def _prompts(source: DataSource, chat_format: ChatFormat) -> list[Prompt | str]:
     """The prompt of each row, or why there is none."""
     results: list[Prompt | str] = []
     for table in _tables(source):
@@ -84,7 +84,7 @@ class Table:
     folder: Path | None  # where relative paths of images start
 
 
-def _tables(source: Source) -> Iterator[Table]:
+def _tables(source: DataSource) -> Iterator[Table]:
     """The tables of a source: one, or a split's shards in order."""
     if source.path.startswith(HUB):
         name = source.path.removeprefix(HUB)
@@ -143,7 +143,7 @@ def _lines(file: Path) -> list[tuple[int, str]]:
     return [(i, line) for i, line in enumerate(lines, 1) if line.strip()]
 
 
-def _text_rows(file: Path, source: Source) -> Rows:
+def _text_rows(file: Path, source: DataSource) -> Rows:
     if source.column not in (None, "prompt") or source.images or source.drop:
         raise UserError(
             f"prompt file {source.path} has no columns; leave out `column`, `images` and `drop`"
@@ -151,7 +151,7 @@ def _text_rows(file: Path, source: Source) -> Rows:
     return [(i, {"prompt": line.strip()}) for i, line in _lines(file)]
 
 
-def _json_tables(files: Sequence[Path], names: Sequence[str], source: Source) -> list[Table]:
+def _json_tables(files: Sequence[Path], names: Sequence[str], source: DataSource) -> list[Table]:
     """JSON rows may lack columns, so the source's columns are checked against all rows together."""
     tables = [
         Table(JSON[file.suffix](file, name), name, file.parent)
@@ -204,7 +204,7 @@ def _objects(rows: Rows, name: str) -> Rows:
     return rows
 
 
-def _check_columns(source: Source, known: Collection[str]) -> None:
+def _check_columns(source: DataSource, known: Collection[str]) -> None:
     """Columns that the recipe names must exist."""
     wanted = [(name, "to drop") for name in source.drop]
     wanted += [(source.images, "of pictures")] if source.images else []
@@ -223,7 +223,7 @@ def _extra(module: str, path: str) -> Any:
         raise UserError(f'{path} needs {package}: pip install "gesso[data]"') from error
 
 
-def _check_same_columns(files: Sequence[Path], names: Sequence[str], source: Source) -> None:
+def _check_same_columns(files: Sequence[Path], names: Sequence[str], source: DataSource) -> None:
     """Shards of one table have the same columns, except for dropped ones."""
     columns = [_columns(file, source) for file in files]
     _check_columns(source, set().union(*columns))
@@ -238,12 +238,12 @@ def _check_same_columns(files: Sequence[Path], names: Sequence[str], source: Sou
             )
 
 
-def _columns(file: Path, source: Source) -> set[str]:
+def _columns(file: Path, source: DataSource) -> set[str]:
     with _parquet_file(file, source) as opened:
         return set(opened.schema_arrow.names)
 
 
-def _parquet_rows(file: Path, source: Source) -> Rows:
+def _parquet_rows(file: Path, source: DataSource) -> Rows:
     """Batch by batch, so that images are not in memory twice; dropped columns are never read."""
     with _parquet_file(file, source) as opened:
         kept = [name for name in opened.schema_arrow.names if name not in source.drop]
@@ -251,7 +251,7 @@ def _parquet_rows(file: Path, source: Source) -> Rows:
 
 
 @contextmanager
-def _parquet_file(file: Path, source: Source) -> Iterator[Any]:
+def _parquet_file(file: Path, source: DataSource) -> Iterator[Any]:
     parquet = _extra("pyarrow.parquet", source.path)
     try:
         with parquet.ParquetFile(file) as opened:
@@ -262,7 +262,7 @@ def _parquet_file(file: Path, source: Source) -> Iterator[Any]:
         raise UserError(f"prompt file {file} cannot be read: {first_line(error)}") from error
 
 
-def _saved_rows(folder: Path, source: Source) -> Rows:
+def _saved_rows(folder: Path, source: DataSource) -> Rows:
     datasets = _extra("datasets", source.path)
     try:
         dataset = datasets.load_from_disk(str(folder))
@@ -271,7 +271,7 @@ def _saved_rows(folder: Path, source: Source) -> Rows:
     return _dataset_rows(dataset, source)
 
 
-def _hub_rows(name: str, source: Source) -> Rows:
+def _hub_rows(name: str, source: DataSource) -> Rows:
     repository, _, split = name.partition("@")
     owner, *rest = repository.split("/")
     if not split or not owner or not all(rest) or len(rest) > 2:
@@ -301,7 +301,7 @@ def _quiet_hub() -> Iterator[None]:
         logging.set_verbosity(level)
 
 
-def _dataset_rows(dataset: Any, source: Source) -> Rows:
+def _dataset_rows(dataset: Any, source: DataSource) -> Rows:
     """Through pyarrow, which decodes nothing into tensors or images."""
     _check_columns(source, dataset.column_names)
     tables = dataset.remove_columns(source.drop).with_format("arrow")

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gesso.config import Source
+from gesso.config import DataSource
 from gesso.data import chat
 from gesso.data.images import InvalidRow, load_images, short
 from gesso.types import Prompt, UserError, bad_text
@@ -32,7 +32,7 @@ Row = dict[str, Any]
 def prompt_of(
     row: Row,
     where: str,
-    source: Source,
+    source: DataSource,
     folder: Path | None,
     chat_format: chat.ChatFormat = chat.PLAIN,
 ) -> Prompt:
@@ -79,7 +79,7 @@ def _check_texts(value: Any, column: str = "", depth: int = 0) -> None:
             _check_texts(part, column, depth + 1)
 
 
-def _prompt_column(row: Row, where: str, source: Source) -> str:
+def _prompt_column(row: Row, where: str, source: DataSource) -> str:
     names = PROMPT_COLUMNS if source.column is None else (source.column,)
     for name in names:
         if name in row:
@@ -99,7 +99,7 @@ def _is_prompt(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _attached(rest: Row, where: str, source: Source) -> list[Any]:
+def _attached(rest: Row, where: str, source: DataSource) -> list[Any]:
     """Removes the image column from the row and returns its images."""
     names = IMAGE_COLUMNS if source.images is None else (source.images,)
     values = {name: rest.pop(name) for name in names if name in rest}

@@ -14,12 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
-from gesso import build
+from gesso import build, families, imports
 from gesso.config import Recipe
-from gesso.memory import flow, tokens
 from gesso.memory.meta import Load, peak
-from gesso.models.flow.pipeline import PipelineModel
-from gesso.models.tokens.transformer import TransformerModel
 from gesso.types import UserError
 
 MASTER = 4  # bytes: trained weights, their gradients and both of Adam's moments are float32
@@ -45,17 +42,15 @@ def estimate(recipe: Recipe) -> Memory:
     section = recipe.model.model_copy(update={"device": "meta", "quantize": None})
     bare = recipe.model_copy(update={"model": section})
     model, algorithm = build.model(bare), build.algorithm(recipe)
-    critic = build.critic(bare, algorithm, model)
+    family = families.of(recipe)
+    algorithm, critic = family.add_critic(bare, algorithm, model)
     beside = critic.trained if critic is not None else {}
-    if isinstance(model, PipelineModel):
-        load: Load = flow.load(model, algorithm, recipe)
-    elif isinstance(model, TransformerModel):
-        load = tokens.load(model, algorithm, recipe)
-    else:
+    if not family.has_estimate(model):
         raise UserError(
             f'memory of model "{recipe.model.name}" cannot be worked out: only of diffusers '
             "pipelines that derive from PipelineModel, and of transformers' models"
         )
+    load: Load = imports.load(family.memory, "family")(model, algorithm, recipe)
     policy = model.policy
     trained = (policy.size + sum(p.numel() for p in beside.values())) * MASTER
     for copy in (*algorithm.needs, *(("ema",) if recipe.learner.ema else ())):

@@ -36,7 +36,7 @@ STORED_OF_KL, STORED_OF_CRITIC = 4, 4 + 8  # the reference's log-prob; value and
 
 def load(model: TransformerModel, algorithm: Algorithm, recipe: Recipe) -> Load:
     assert isinstance(algorithm, ReplyAlgorithm)
-    trunk = _trunk(model)
+    trunk = _trunk(algorithm)
     models = [model, *([trunk] if trunk else [])]
     small = recipe.model.quantize is not None
     return Load(
@@ -61,9 +61,9 @@ def _host(models: Sequence[TransformerModel], recipe: Recipe) -> dict[str, int]:
     return {name: size for name, size in found.items() if size}
 
 
-def _trunk(model: TransformerModel) -> TransformerModel | None:
+def _trunk(algorithm: ReplyAlgorithm) -> TransformerModel | None:
     """The critic's network, where it has one of its own."""
-    critic = model.critic
+    critic = algorithm.critic_network
     own = isinstance(critic, Critic) and isinstance(critic.trunk, TransformerModel)
     return critic.trunk if own else None  # type: ignore[union-attr]
 
@@ -81,7 +81,7 @@ def _networks(
 def _stored(model: TransformerModel, algorithm: ReplyAlgorithm, recipe: Recipe) -> int:
     tokens = recipe.data.groups * algorithm.group * algorithm.max_tokens
     of_kl = STORED_OF_KL if algorithm.kl else 0
-    return tokens * (STORED + of_kl + (STORED_OF_CRITIC if model.critic else 0))
+    return tokens * (STORED + of_kl + (STORED_OF_CRITIC if algorithm.critic_network else 0))
 
 
 Work = Callable[[], object]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gesso.config import Recipe, RewardEntry, family
+from gesso.config import AnyModel, Recipe, RewardEntry
 from gesso.config.parsing import named, parse
 from gesso.config.tables import changed
 from gesso.rewards import base
@@ -73,7 +73,15 @@ class Rewards:
     held_out: Readers
 
 
-def rewards(found: Recipe) -> Rewards:
+def rewards(recipe: Recipe) -> Rewards:
+    """The rewards of a run."""
+    return of_entries(recipe.reward, recipe.eval_reward or recipe.reward, recipe.model)
+
+
+def of_entries(
+    train: Sequence[RewardEntry], held_out: Sequence[RewardEntry], model: AnyModel
+) -> Rewards:
+    """Rewards for training and for held-out prompts, of samples of a model."""
     made: list[tuple[RewardEntry, base.Reward, base.Scorer]] = []
 
     def once(entry: RewardEntry) -> tuple[base.Reward, base.Scorer]:
@@ -87,17 +95,17 @@ def rewards(found: Recipe) -> Rewards:
         made.append((bare, reward, scorer(entry, reward)))
         return made[-1][1:]
 
-    purposes = found.reward, found.eval_reward or found.reward
-    _check_entries([*purposes[0], *purposes[1]], found)
-    train, held_out = (
+    purposes = train, held_out
+    _check_entries([*train, *held_out], model)
+    readers = [
         Readers({e.label: once(e)[0] for e in p}, [e.label for e in p if e.optional])
         for p in purposes
-    )
+    ]
     weighted = [[Weighted(e.label, e.weight, once(e)[1]) for e in p] for p in purposes]
-    return Rewards(RewardService(*weighted), train, held_out)
+    return Rewards(RewardService(*weighted), *readers)
 
 
-def _check_entries(entries: Sequence[RewardEntry], found: Recipe) -> None:
+def _check_entries(entries: Sequence[RewardEntry], model: AnyModel) -> None:
     """Raises where two rewards would share their metrics, or one reads what the model draws."""
     labels: dict[str, str] = {}
     for entry in entries:
@@ -107,10 +115,10 @@ def _check_entries(entries: Sequence[RewardEntry], found: Recipe) -> None:
                 f'the rewards "{other}" and "{entry.name}" would both be called "{entry.label}" in '
                 "the metrics; rename a file or a folder"
             )
-        if STYLES[entry.style].text_only and family(found.model) == "draws":
+        if STYLES[entry.style].text_only and model.output != "text":
             raise UserError(
                 f'reward "{entry.name}": style = "{entry.style}" scores text, and model.name = '
-                f'"{found.model.name}" draws images; use a function of samples, style = "gesso"'
+                f'"{model.name}" draws images; use a function of samples, style = "gesso"'
             )
 
 
@@ -153,9 +161,15 @@ def _runner(entry: RewardEntry, reward: base.Reward, batch: int = 4) -> base.Sco
         return judge.Bench(reward)
     reference = named(REWARDS, entry.name, "reward")
     at_once = max(batch, reward.batch) if isinstance(reward, networks.Network) else batch
-    place = Workers(reference, entry.options, entry.workers, at_once, entry.patience, entry.style)
-    place.random = base.is_random(reward)
-    return place
+    return Workers(
+        reference,
+        entry.options,
+        entry.workers,
+        at_once,
+        entry.patience,
+        entry.style,
+        base.is_random(reward),
+    )
 
 
 def _reward(entry: RewardEntry) -> base.Reward:

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import gesso
-from gesso.config import PACKAGE, ZOO, Recipe, family, resolve_path
+from gesso.config import PACKAGE, ZOO, Recipe, resolve_path
 from gesso.track import figures
 from gesso.track.console import held_out_key
 from gesso.track.run_folder import RunFolder
 from gesso.track.samples import Shown
 from gesso.types import UserError
 from gesso.use import folders, usage
+from gesso.use.loaded import LoadedModel
 from gesso.use.pictures import Cell, Row, curve, sheet
-from gesso.use.source import Source
-from gesso.use.trained import Trained
+from gesso.use.source import ModelSource
 
 CURVE, SHEET = "curve.png", "samples.png"
 PICTURES, REPLIES = 8, 4  # prompts shown
@@ -35,7 +35,7 @@ FOLD = 700  # characters of a reply that are shown
 class Facts:
     """All that the card tells of."""
 
-    trained: Trained
+    loaded: LoadedModel
     folder: Path  # that the export will be
     whole: bool  # all weights, not an adapter
     rows: Sequence[Mapping[str, Any]]  # of metrics.jsonl, as far as the exported step
@@ -43,12 +43,13 @@ class Facts:
     hashes: Mapping[str, tuple[int, str]]
 
     @property
-    def source(self) -> Source:
-        return self.trained.source
+    def source(self) -> ModelSource:
+        return self.loaded.source
 
     @property
     def recipe(self) -> Recipe:
-        return self.trained.recipe
+        assert self.source.training is not None, "only runs are exported"
+        return self.source.training
 
     @property
     def run(self) -> RunFolder:
@@ -57,7 +58,7 @@ class Facts:
 
     @property
     def draws(self) -> bool:
-        return family(self.recipe.model) == "draws"
+        return self.recipe.model.output == "image"
 
     @property
     def figure(self) -> str:
@@ -66,14 +67,14 @@ class Facts:
 
 
 def write(
-    trained: Trained, aside: Path, folder: Path, hashes: Mapping[str, tuple[int, str]]
+    loaded: LoadedModel, aside: Path, folder: Path, hashes: Mapping[str, tuple[int, str]]
 ) -> None:
     """README.md and its pictures into `aside`, which becomes `folder`."""
-    run = trained.source.run
+    run = loaded.source.run
     assert run is not None, "only runs are exported"
-    rows = [row for row in run.rows() if row["step"] <= trained.source.step]
+    rows = [row for row in run.rows() if row["step"] <= loaded.source.step]
     whole = not folders.is_adapter(aside)
-    facts = Facts(trained, folder, whole, rows, _shown(run, trained.source.step), hashes)
+    facts = Facts(loaded, folder, whole, rows, _shown(run, loaded.source.step), hashes)
     parts = [
         _front(facts),
         _head(facts),
@@ -108,25 +109,17 @@ def _front(facts: Facts) -> str:
     base = recipe.model.path if _is_hub_name(recipe.model.path) else None
     sets = {s.path for s in (*recipe.data.train, *recipe.data.eval) if s.path.startswith("hub:")}
     adapter = [] if facts.whole else ["lora"]
-    task = "text-to-image" if facts.draws else "text-generation"
-    if recipe.model.name == "vision-language":
-        task = "image-text-to-text"
-    told = ModelCardData(
+    family = facts.loaded.family
+    card = ModelCardData(
         base_model=base,
         base_model_relation=("finetune" if facts.whole else "adapter") if base else None,
-        library_name=_library(facts),
-        pipeline_tag=task,
+        library_name=family.library(facts.whole),
+        pipeline_tag=family.task(facts.loaded.model),
         license=license_of(recipe.model.path),
         datasets=sorted(s.removeprefix("hub:").partition("@")[0] for s in sets) or None,
         tags=["gesso", "reinforcement-learning", recipe.algorithm.name, *adapter],
     )
-    return f"---\n{told.to_yaml()}\n---"
-
-
-def _library(facts: Facts) -> str:
-    if facts.draws:
-        return "diffusers"
-    return "transformers" if facts.whole else "peft"
+    return f"---\n{card.to_yaml()}\n---"
 
 
 def _is_hub_name(path: str) -> bool:
@@ -283,10 +276,10 @@ def _use(facts: Facts, aside: Path) -> str:
     example = _example(facts)
     if example.picture is not None:
         shutil.copyfile(example.picture, aside / usage.EXAMPLE)
-    code = usage.code(facts.trained, example, facts.whole)
+    code = usage.code(facts.loaded, example, facts.whole)
     same = "picture" if facts.draws else "reply"
     looking = f" --image {usage.EXAMPLE}" if example.picture is not None else ""
-    _, as_trained = usage.ask(facts.trained, example)
+    _, as_trained = usage.ask(facts.loaded, example)
     if not as_trained:
         return (
             f"## Use it\n\n{_fenced(code, 'python')}\n\nIn training, data.template of the recipe "

@@ -1,5 +1,5 @@
-"""Scores of held-out prompts, with how sure they are; of several models on the same prompts and
-seeds, and of what lies between them."""
+"""Scores of held-out prompts with confidence intervals: of one model, or of several on the same
+prompts and seeds, with their differences."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gesso import build, config
+from gesso.config import MAX_SAMPLES, DataSource, Recipe, RewardEntry
 from gesso.data import prompts as data
 from gesso.data.chat import ChatFormat
+from gesso.rewards import assembly
 from gesso.track.progress import SILENT, Progress
 from gesso.types import Prompt, Sample, Score, UserError, seed_of
+from gesso.use.loaded import AS_EVALUATED, Drawing, LoadedModel, open_model
 from gesso.use.notes import Once
-from gesso.use.source import Source
-from gesso.use.trained import AS_EVALUATED, Drawing, Trained, opened
+from gesso.use.source import ModelSource
 
 if TYPE_CHECKING:
     from gesso.formulas.intervals import Interval
@@ -28,14 +29,14 @@ TOTAL = "reward"
 
 
 @dataclass(frozen=True)
-class Asked:
+class EvaluationRequest:
     """What to evaluate on. Empty or None: as the recipe says."""
 
     rewards: tuple[str, ...] = ()  # names, or "name,option=value"
     prompts: str | Path | Sequence[str] = ()  # a file, or texts
     n: int = 1  # samples a prompt
     seed: int | None = None
-    first: int | None = None  # so many prompts of the set
+    first: int | None = None  # number of prompts, from the first
     drawing: Drawing = AS_EVALUATED
 
     def __post_init__(self) -> None:
@@ -43,9 +44,9 @@ class Asked:
         if min(self.n, first) < 1:
             name, got = ("n", self.n) if self.n < 1 else ("first", first)
             raise UserError(f"evaluate at least one sample of one prompt, got {name} = {got}")
-        if self.n > config.MAX_SAMPLES:
+        if self.n > MAX_SAMPLES:
             raise UserError(
-                f"evaluate at most {config.MAX_SAMPLES:,} samples of a prompt, got n = {self.n}"
+                f"evaluate at most {MAX_SAMPLES:,} samples of a prompt, got n = {self.n}"
             )
 
 
@@ -93,37 +94,50 @@ class Evaluation:
         return table([self])
 
 
-def evaluate(trained: Trained, asked: Asked, progress: Progress = SILENT) -> Evaluation:
+@dataclass(frozen=True)
+class Scoring:
+    """By which rewards, on which prompts and from which seed models are evaluated."""
+
+    rewards: Sequence[RewardEntry]
+    sources: Sequence[DataSource]  # none where the request has texts
+    texts: Sequence[str]
+    first: int | None
+    seed: int
+
+
+def evaluate(
+    loaded: LoadedModel, request: EvaluationRequest, progress: Progress = SILENT
+) -> Evaluation:
     """One model that is loaded already."""
-    recipe = _scoring(trained.source, asked)
-    rewards = build.rewards(recipe)
+    scoring = _scoring(loaded.source, request)
+    rewards = assembly.of_entries(scoring.rewards, scoring.rewards, loaded.recipe.model)
     try:
-        return _evaluate(trained, recipe, rewards, asked, progress)
+        return _evaluate(loaded, scoring, rewards, request, progress)
     finally:
         rewards.service.close()
 
 
 def evaluate_all(
-    sources: Sequence[Source], asked: Asked, progress: Progress = SILENT
+    sources: Sequence[ModelSource], request: EvaluationRequest, progress: Progress = SILENT
 ) -> list[Evaluation]:
-    """Several models on the prompts, rewards and seeds of the first: one is loaded, drawn from and
-    let go before the next."""
-    families = {config.family(source.recipe.model) for source in sources}
-    if len(families) > 1:
+    """Several models on the prompts, rewards and seeds of the first: each is loaded, sampled from
+    and released before the next."""
+    if len({source.recipe.model.family_name for source in sources}) > 1:
         raise UserError("one of these models draws and another writes; compare those of one kind")
-    progress, recipe = Once(progress), _scoring(sources[0], asked)
-    rewards = build.rewards(recipe)
-    found = []
+    progress, scoring = Once(progress), _scoring(sources[0], request)
+    section = sources[0].recipe.model
+    rewards = assembly.of_entries(scoring.rewards, scoring.rewards, section)
+    evaluations: list[Evaluation] = []
     try:
         for source in sources:
-            trained = opened(source, progress)
-            found.append(_evaluate(trained, recipe, rewards, asked, progress))
-            del trained
+            loaded = open_model(source, progress)
+            evaluations.append(_evaluate(loaded, scoring, rewards, request, progress))
+            del loaded
             free()
-            _check_same(found[0], found[-1])
+            _check_same(evaluations[0], evaluations[-1])
     finally:
         rewards.service.close()
-    return found
+    return evaluations
 
 
 def _check_same(one: Evaluation, other: Evaluation) -> None:
@@ -136,7 +150,7 @@ def _check_same(one: Evaluation, other: Evaluation) -> None:
 
 
 def free() -> None:
-    """What a model that nobody holds any more has taken."""
+    """Release the memory of models that nobody refers to any more."""
     import torch
 
     gc.collect()
@@ -144,69 +158,79 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-def _scoring(source: Source, asked: Asked) -> config.Recipe:
-    """The recipe whose prompts and rewards are evaluated on."""
-    recipe = source.recipe
-    missing = [
-        told
-        for given, told in ((asked.prompts, "prompts"), (asked.rewards, "rewards"))
-        if not given and not source.complete
-    ]
+def _scoring(source: ModelSource, request: EvaluationRequest) -> Scoring:
+    """The request, completed by the recipe of the first model."""
+    training = source.training
+    options = {"prompts": request.prompts, "rewards": request.rewards}
+    missing = [name for name, given in options.items() if not given and training is None]
     if missing:
         raise UserError(
             f"{source.name} says nothing of {' and '.join(missing)}, as a run or a recipe would; "
             "give --prompts FILE and --reward NAME"
         )
-    if asked.rewards:
-        entries = [reward_entry(name, recipe) for name in asked.rewards]
+    entries = [reward_entry(name, training) for name in request.rewards]
+    sources: Sequence[DataSource] = ()
+    texts: Sequence[str] = ()
+    first = request.first
+    if isinstance(request.prompts, str | Path) and request.prompts:
+        sources = [DataSource(path=str(request.prompts))]
+    elif request.prompts:
+        texts = list(request.prompts)  # type: ignore[arg-type]
     else:
+        assert training is not None, "it would be missing"
+        sources, first = training.data.eval, first or training.eval.prompts
+    if not entries:
+        assert training is not None, "it would be missing"
         source.announce_code("reward")
-        entries = recipe.eval_reward or recipe.reward
-    return recipe.model_copy(update={"reward": entries, "eval_reward": []})
+        entries = training.eval_reward or training.reward
+    seed = source.recipe.seed if request.seed is None else request.seed
+    return Scoring(entries, sources, texts, first, seed)
 
 
-def reward_entry(asked: str, recipe: config.Recipe) -> config.RewardEntry:
+def reward_entry(text: str, recipe: Recipe | None) -> RewardEntry:
     """A reward by its name: as the recipe has it if it does, else by itself, its options behind
     commas: "ocr,detect=false"."""
-    name, *options = asked.split(",")
-    for entry in (*recipe.eval_reward, *recipe.reward):
+    name, *options = text.split(",")
+    entries = () if recipe is None else (*recipe.eval_reward, *recipe.reward)
+    for entry in entries:
         if entry.name == name and not options:
             return entry.model_copy(update={"weight": 1.0})
-    return build.reward_entry(name, options, workers=1)
+    return assembly.reward_entry(name, options, workers=1)
 
 
 def _evaluate(
-    trained: Trained,
-    recipe: config.Recipe,
-    rewards: build.Rewards,
-    asked: Asked,
+    loaded: LoadedModel,
+    scoring: Scoring,
+    rewards: assembly.Rewards,
+    request: EvaluationRequest,
     progress: Progress,
 ) -> Evaluation:
     progress.phase("reading prompts")
-    chosen = _prompts(trained, recipe, rewards, asked, progress)
-    seed = recipe.seed if asked.seed is None else asked.seed
-    row = [i for i in range(len(chosen)) for _ in range(asked.n)]
-    seeds = [eval_seed(seed, i, j) for i in range(len(chosen)) for j in range(asked.n)]
-    made = drawn_and_scored(trained, rewards.service, chosen, row, seeds, asked.drawing, progress)
-    return Evaluation(trained.source.name, chosen, *made, row)
+    prompts = _prompts(loaded, scoring, rewards, progress)
+    row = [i for i in range(len(prompts)) for _ in range(request.n)]
+    seeds = [eval_seed(scoring.seed, i, j) for i in range(len(prompts)) for j in range(request.n)]
+    samples, scores = drawn_and_scored(
+        loaded, rewards.service, prompts, row, seeds, request.drawing, progress
+    )
+    return Evaluation(loaded.source.name, prompts, samples, scores, row)
 
 
 def drawn_and_scored(
-    trained: Trained,
+    loaded: LoadedModel,
     service: RewardService,
-    asked: Sequence[Prompt],
+    prompts: Sequence[Prompt],
     row: Sequence[int],
     seeds: Sequence[int],
     drawing: Drawing,
     progress: Progress,
 ) -> tuple[list[Sample], list[Score]]:
-    """As `Trained.draw`; what is finished is scored while the rest is drawn."""
+    """As `LoadedModel.draw`; finished samples are scored while the rest is drawn."""
     futures: dict[tuple[int, ...], Any] = {}
 
     def submit(piece: Any) -> None:
         futures[tuple(piece.index)] = service.submit(piece.samples, held_out=True)
 
-    samples = trained.draw(asked, row, seeds, drawing, progress, submit)
+    samples = loaded.draw(prompts, row, seeds, drawing, progress, submit)
     progress.phase("scoring", len(row))
     scores: dict[int, Score] = {}
     for index, future in futures.items():
@@ -221,31 +245,25 @@ def eval_seed(seed: int, prompt: int, sample: int) -> int:
 
 
 def _prompts(
-    trained: Trained,
-    recipe: config.Recipe,
-    rewards: build.Rewards,
-    asked: Asked,
-    progress: Progress,
+    loaded: LoadedModel, scoring: Scoring, rewards: assembly.Rewards, progress: Progress
 ) -> list[Prompt]:
     """Those of the first model, formed as this one's data are."""
     unfit = rewards.held_out.unfit
-    if isinstance(asked.prompts, str | Path) or not asked.prompts:
-        own = [config.Source(path=str(asked.prompts))] if asked.prompts else recipe.data.eval
-        path = " and ".join(source.path for source in own)
-        found, told = data.from_sources(own, ChatFormat.of(trained.recipe.data), unfit)
-    else:
-        path, told = "these", data.LoadReport()
+    if scoring.texts:
+        path, report = "these", data.LoadReport()
         texts = [
-            replace(trained.ask(text), where=f"prompt {i}")
-            for i, text in enumerate(asked.prompts, 1)
+            replace(loaded.ask(text), where=f"prompt {i}")
+            for i, text in enumerate(scoring.texts, 1)
         ]
-        found = data.fit(texts, unfit, path, told)
-    if trained.writes:
-        found = trained.fitting(found, path, told)
-    for note in told.notes:
+        prompts = data.fit(texts, unfit, path, report)
+    else:
+        path = " and ".join(source.path for source in scoring.sources)
+        form = ChatFormat.of(loaded.recipe.data)
+        prompts, report = data.from_sources(scoring.sources, form, unfit)
+    prompts = loaded.fitting(prompts, path, report)
+    for note in report.notes:
         progress.note(note)
-    count = asked.first or (None if asked.prompts else recipe.eval.prompts)
-    return found[:count]
+    return prompts[: scoring.first]
 
 
 def _value(score: Score, figure: str) -> float | None:
@@ -266,25 +284,25 @@ def _over_prompts(values: Iterable[float | None], row: Sequence[int], prompts: i
     return clustered(sums, torch.bincount(index, minlength=prompts))
 
 
-def table(found: Sequence[Evaluation]) -> str:
+def table(evaluations: Sequence[Evaluation]) -> str:
     """For a terminal. The first is compared with each of the others."""
-    first = found[0]
+    first = evaluations[0]
     per = len(first.samples) // len(first.prompts)
     lines = [
         f"{len(first.prompts)} prompts × {per}; 95% intervals by drawing prompts anew",
         "",
         f"{'':<34}{'mean':>9}{'± error':>10}   95% interval",
     ]
-    for one in found:
+    for one in evaluations:
         lines.append(f"{one.name}  {_failed(one)}")
         lines += [_line(figure, one.interval(figure)) for figure in one.figures]
-    for other in found[1:]:
+    for other in evaluations[1:]:
         lines += ["", f"{first.name} minus {other.name}, sample by sample"]
         for figure in (name for name in first.figures if name in other.figures):
             interval, pairs = first.minus(other, figure)
             note = f"  {pairs} pairs" if pairs < len(first.samples) else ""
             lines.append(_line(figure, interval, "+") + note)
-    for one in found:
+    for one in evaluations:
         if one.errors:
             lines += ["", f"{one.name}: the last error: {one.errors[-1]}"]
     return "\n".join(lines)
@@ -297,38 +315,39 @@ def _failed(one: Evaluation) -> str:
     return f"({count} of {total} scores failed, {count / total:.1%}: they count in no figure)"
 
 
-def _line(figure: str, told: Interval, sign: str = "") -> str:
+def _line(figure: str, interval: Interval, sign: str = "") -> str:
     def shown(value: float) -> str:
         return "–" if math.isnan(value) else f"{value:{sign}.3f}"
 
-    error = "–" if math.isnan(told.error) else f"{told.error:.3f}"
-    span = "–" if math.isnan(told.low) else f"{shown(told.low)} to {shown(told.high)}"
-    return f"  {figure:<32}{shown(told.mean):>9}{error:>10}   {span:<18}".rstrip()
+    error = "–" if math.isnan(interval.error) else f"{interval.error:.3f}"
+    low, high = interval.low, interval.high
+    span = "–" if math.isnan(low) else f"{shown(low)} to {shown(high)}"
+    return f"  {figure:<32}{shown(interval.mean):>9}{error:>10}   {span:<18}".rstrip()
 
 
-def summary(found: Sequence[Evaluation]) -> dict[str, Any]:
+def summary(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
     """The same for a program. A figure that does not exist is null."""
 
-    def told(interval: Interval) -> dict[str, Any]:
-        named = vars(interval)
-        return {key: None if math.isnan(value) else value for key, value in named.items()}
+    def numbers(interval: Interval) -> dict[str, Any]:
+        values = vars(interval)
+        return {key: None if math.isnan(value) else value for key, value in values.items()}
 
-    first = found[0]
+    first = evaluations[0]
     models = [
         {
             "name": one.name,
             "samples": len(one.samples),
             "failed": len(one.errors),
-            "figures": {name: told(one.interval(name)) for name in one.figures},
+            "figures": {name: numbers(one.interval(name)) for name in one.figures},
         }
-        for one in found
+        for one in evaluations
     ]
     differences = []
-    for other in found[1:]:
+    for other in evaluations[1:]:
         both = [name for name in first.figures if name in other.figures]
         figures = {}
         for name in both:
             interval, pairs = first.minus(other, name)
-            figures[name] = told(interval) | {"pairs": pairs}
+            figures[name] = numbers(interval) | {"pairs": pairs}
         differences.append({"of": first.name, "minus": other.name, "figures": figures})
     return {"prompts": len(first.prompts), "models": models, "differences": differences}

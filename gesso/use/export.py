@@ -15,8 +15,8 @@ from gesso.track.progress import SILENT, Progress
 from gesso.track.run_folder import must_be_possible
 from gesso.types import UserError
 from gesso.use import card, folders
-from gesso.use.source import Source
-from gesso.use.trained import Trained
+from gesso.use.loaded import LoadedModel
+from gesso.use.source import ModelSource
 
 CHUNK = 2**22  # bytes hashed at a time
 
@@ -36,7 +36,7 @@ class Form:
             raise UserError(f'dtype is float32, bfloat16 or float16, got "{self.dtype}"')
 
 
-def check(source: Source, folder: Path, form: Form) -> None:
+def check(source: ModelSource, folder: Path, form: Form) -> None:
     """Raises for what cannot be exported, before anything is loaded."""
     if source.run is None:
         raise UserError(f"{source.name} is no run; what `gesso train` has trained is exported")
@@ -56,15 +56,15 @@ def must_be_free(folder: Path, what: str) -> None:
     must_be_possible(folder, what)
 
 
-def export(trained: Trained, folder: Path, form: Form, progress: Progress = SILENT) -> Path:
-    check(trained.source, folder, form)
+def export(loaded: LoadedModel, folder: Path, form: Form, progress: Progress = SILENT) -> Path:
+    check(loaded.source, folder, form)
     from safetensors import SafetensorError
 
     aside = folder.parent / f".{folder.name}.writing"
     try:
         shutil.rmtree(aside, ignore_errors=True)  # of an export that was killed
         aside.mkdir(parents=True)
-        _write(trained, aside, folder, form, progress)
+        _write(loaded, aside, folder, form, progress)
         if folder.exists():
             folder.rmdir()
         os.replace(aside, folder)
@@ -78,19 +78,19 @@ def export(trained: Trained, folder: Path, form: Form, progress: Progress = SILE
     return folder
 
 
-def _write(trained: Trained, aside: Path, folder: Path, form: Form, progress: Progress) -> None:
-    source = trained.source
+def _write(loaded: LoadedModel, aside: Path, folder: Path, form: Form, progress: Progress) -> None:
+    source = loaded.source
     assert source.run is not None, "`check` has seen to it"
     progress.phase("saving weights")
     shard = {} if form.shard is None else {"shard": form.shard}
-    trained.model.save(aside, form.merged, **shard)
+    loaded.model.save(aside, form.merged, **shard)
     if form.dtype is not None:
         _cast(aside, form.dtype, progress)
     shutil.copyfile(source.run.path / "config.toml", aside / folders.RECIPE)
     _copy_license(resolve_path(source.recipe.model.path), aside)
     hashes = _hashes(aside, progress)
     progress.phase("writing the card")
-    card.write(trained, aside, folder, hashes)
+    card.write(loaded, aside, folder, hashes)
 
 
 def _cast(folder: Path, dtype: str, progress: Progress) -> None:

@@ -13,9 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gesso import build
-from gesso.config import WRITERS, Recipe, family, resolve_path, tables
+from gesso import build, families
+from gesso.config import (
+    AnyRecipe,
+    ChatSettings,
+    Data,
+    ModelRecipe,
+    Recipe,
+    resolve_path,
+    tables,
+)
 from gesso.config.parsing import parse
+from gesso.families.base import Family
 from gesso.types import UserError
 
 RECIPE = "recipe.toml"
@@ -24,18 +33,19 @@ ADAPTER = "adapter_config.json"
 UNTRAINED = {"rank": 1, "alpha": 1}
 """A LoRA that adds nothing: with one, the weights of a folder stay frozen, in their own precision;
 without one, a model is loaded to be trained whole, in float32."""
-NO_DATA, NO_REWARD = "-", {"draws": "jpeg-compressibility", "writes": "format"}
-"""A recipe must name some; nobody reads or asks them, since the folder is not `complete`."""
+TRAINING = set(Recipe.model_fields) - set(ModelRecipe.model_fields)
+DATA = set(Data.model_fields) - set(ChatSettings.model_fields)
+"""Keys that only training has. Overrides of a comparison go to all its models: what is meant for a
+run has no meaning for a folder."""
 
 
 @dataclass(frozen=True)
-class Told:
-    recipe: Recipe
-    untrained: Recipe | None
-    complete: bool
+class FolderRecipe:
+    recipe: AnyRecipe
+    untrained: AnyRecipe | None  # of the model that it was trained from, where the folder says
 
 
-def recipe_of(folder: Path, overrides: Sequence[str] = ()) -> Told:
+def recipe_of(folder: Path, overrides: Sequence[str] = ()) -> FolderRecipe:
     if (folder / RECIPE).is_file():
         return _exported(folder, overrides)
     if (folder / "model_index.json").is_file():
@@ -53,7 +63,7 @@ def recipe_of(folder: Path, overrides: Sequence[str] = ()) -> Told:
     )
 
 
-def _exported(folder: Path, overrides: Sequence[str]) -> Told:
+def _exported(folder: Path, overrides: Sequence[str]) -> FolderRecipe:
     """One of ours: as its run drew, from the weights that lie here."""
     where = str(folder / RECIPE)
     data = tables.changed(tables.read_toml(folder / RECIPE), overrides)
@@ -64,65 +74,69 @@ def _exported(folder: Path, overrides: Sequence[str]) -> Told:
     else:
         model |= {"path": str(folder), "lora": dict(UNTRAINED)}
         model.pop("quantize", None)
-    return Told(parse(Recipe, data | {"model": model}, where), untrained, complete=True)
+    return FolderRecipe(parse(Recipe, data | {"model": model}, where), untrained)
 
 
 def is_adapter(folder: Path) -> bool:
     return (folder / LORA).is_file() or (folder / ADAPTER).is_file()
 
 
-def _foreign(folder: Path, model: dict[str, Any], overrides: Sequence[str]) -> Told:
-    """A recipe around a model's section. Its prompts and rewards are nobody's: `complete` is
-    False."""
+def _foreign(folder: Path, model: dict[str, Any], overrides: Sequence[str]) -> FolderRecipe:
+    """A recipe without training, around a model's section."""
     import torch
 
     model["dtype"] = "bfloat16" if torch.cuda.is_available() else "float32"
-    data: dict[str, Any] = {"model": model, "data": {"train": NO_DATA, "eval": NO_DATA}}
-    tables.changed(data, overrides)
-    if data["model"]["path"] is None:
+    tables_of = tables.changed({"model": model}, overrides)
+    if tables_of["model"]["path"] is None:
         raise UserError(
             f"{folder} is an adapter and does not say of which model: no base_model in a README.md;"
             " give the folder of its base by --set model.path=DIR"
         )
-    told = _what(folder, data["model"]["path"])
-    for section, own in told.items():
-        data[section] = own | data.get(section, {})
-    data["reward"] = [{"name": NO_REWARD[family(data["model"])]}]
-    recipe = build.recipe_from(data, str(folder))
-    path = data["model"]["lora"].pop("path", None)
-    untrained = build.recipe_from(data, str(folder)) if path is not None else None
-    return Told(recipe, untrained, complete=False)
+    for section, defaults in _defaults(folder, tables_of["model"]["path"]).items():
+        tables_of[section] = defaults | tables_of.get(section, {})
+    recipe = build.model_recipe_from(_without_training(tables_of), str(folder))
+    path = tables_of["model"]["lora"].pop("path", None)
+    untrained = None
+    if path is not None:
+        untrained = build.model_recipe_from(_without_training(tables_of), str(folder))
+    return FolderRecipe(recipe, untrained)
 
 
-def _what(folder: Path, base: str) -> dict[str, Any]:
-    """What a model is by its files, and how its own library would draw from it."""
+def _without_training(tables_of: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in tables_of.items() if key not in TRAINING}
+    if isinstance(kept.get("data"), dict):
+        kept["data"] = {key: value for key, value in kept["data"].items() if key not in DATA}
+    return kept
+
+
+def _defaults(folder: Path, base: str) -> dict[str, Any]:
+    """What a model is by its files, and how its own library would sample from it."""
+    flow, tokens = families.BY_NAME["draws"], families.BY_NAME["writes"]
     index = _json(base, "model_index.json", folder)
     if index is not None:
-        name = _named(folder, base, _said(index, "_class_name", base), lambda kind: [kind.pipeline])
-        return _as_diffusers(folder, base, name)
-    own = _json(base, "config.json", folder)
-    if own is None:
+        name = _name(folder, base, _stated(index, "_class_name", base), flow)
+        return _as_diffusers(folder, base, name, flow)
+    config = _json(base, "config.json", folder)
+    if config is None:
         raise UserError(
             f"{folder}: its base model {base} has neither model_index.json nor config.json; "
             "give the folder of its base by --set model.path=DIR"
         )
-    name = _named(
-        folder, base, _said(own, "model_type", base), lambda kind: kind.kinds, writers=True
-    )
-    return {"model": {"name": name}, "algorithm": {"name": "grpo"}}
+    name = _name(folder, base, _stated(config, "model_type", base), tokens)
+    return {"model": {"name": name}, "algorithm": {"name": tokens.default_algorithm}}
 
 
-def _named(folder: Path, base: str, kind: str, kinds_of: Any, writers: bool = False) -> str:
-    """model.name of what diffusers or transformers call `kind`."""
-    names = [name for name in build.MODELS if (name in WRITERS) == writers]
-    for name in names:
-        if kind in kinds_of(build.model_class(name)):
+def _name(folder: Path, base: str, kind: str, family: Family) -> str:
+    """model.name of what diffusers or transformers calls `kind`."""
+    kinds = {name: family.library_kinds(name) for name in family.models}
+    for name, known in kinds.items():
+        if kind in known:
             return name
-    known = ", ".join(k for name in names for k in kinds_of(build.model_class(name)))
-    raise UserError(f"{folder}: {base} is a {kind}, expected one of {known}")
+    expected = ", ".join(one for known in kinds.values() for one in known)
+    raise UserError(f"{folder}: {base} is a {kind}, expected one of {expected}")
 
 
-def _said(about: dict[str, Any], key: str, base: str) -> str:
+def _stated(about: dict[str, Any], key: str, base: str) -> str:
     if not isinstance(about.get(key), str):
         raise UserError(
             f'{base}: its config says {about.get(key)!r:.40} as "{key}"; expected a name'
@@ -130,13 +144,13 @@ def _said(about: dict[str, Any], key: str, base: str) -> str:
     return about[key]
 
 
-def _as_diffusers(folder: Path, base: str, name: str) -> dict[str, Any]:
-    """Steps, guidance and size that the pipeline takes when it is not told any."""
+def _as_diffusers(folder: Path, base: str, name: str, family: Family) -> dict[str, Any]:
+    """Steps, guidance and size that the pipeline has by default."""
     import diffusers
 
-    call = getattr(diffusers, build.model_class(name).pipeline).__call__
-    own = inspect.signature(call).parameters
-    scale = own["true_cfg_scale" if name == "qwen-image" else "guidance_scale"].default
+    (pipeline,) = family.library_kinds(name)
+    parameters = inspect.signature(getattr(diffusers, pipeline).__call__).parameters
+    scale = parameters["true_cfg_scale" if name == "qwen-image" else "guidance_scale"].default
     network, vae = (_json(base, f"{part}/config.json", folder) for part in ("transformer", "vae"))
     if network is None or vae is None:
         part = "transformer" if network is None else "vae"
@@ -147,8 +161,8 @@ def _as_diffusers(folder: Path, base: str, name: str) -> dict[str, Any]:
     side = network.get("sample_size", 128) * 2 ** (len(blocks) - 1)  # 128 as diffusers has it
     return {
         "model": {"name": name, "height": side, "width": side},
-        "algorithm": {"name": "flow-grpo", "guidance": float(scale)},
-        "eval": {"steps": own["num_inference_steps"].default, "guidance": float(scale)},
+        "algorithm": {"name": family.default_algorithm, "guidance": float(scale)},
+        "eval": {"steps": parameters["num_inference_steps"].default, "guidance": float(scale)},
     }
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from gesso.track.progress import Progress
 from gesso.types import Prompt
-from gesso.use.source import Source
+from gesso.use.source import ModelSource
 from gesso.zoo import limits
 
 
@@ -29,7 +29,7 @@ class Once:
             self._progress.note(text)
 
 
-def outside(source: Source, prompts: Sequence[Prompt]) -> list[str]:
+def outside(source: ModelSource, prompts: Sequence[Prompt]) -> list[str]:
     """At most one note: prompts unlike those that a bundled model was trained on. An export with
     all its weights says what it was trained from."""
     origin = source.untrained or source.recipe

@@ -9,17 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gesso import build
-from gesso.config import MAX_SAMPLES
-from gesso.config import Source as PromptSource
+from gesso.config import MAX_SAMPLES, DataSource
 from gesso.data import prompts as data
 from gesso.data.chat import ChatFormat
+from gesso.rewards import assembly
 from gesso.track.progress import SILENT, Progress
 from gesso.types import Prompt, Sample, Score, UserError
 from gesso.use.evaluate import drawn_and_scored, free, reward_entry
+from gesso.use.loaded import AS_EVALUATED, Drawing, LoadedModel, open_model, picture_seeds
 from gesso.use.notes import Once
-from gesso.use.source import Source
-from gesso.use.trained import AS_EVALUATED, Drawing, Trained, opened, picture_seeds
+from gesso.use.source import ModelSource
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ class Wanted:
 class Drawn:
     """n samples of each prompt, prompt by prompt."""
 
-    source: Source
-    writes: bool
+    source: ModelSource
+    texts: bool  # the samples are texts; else images
     n: int
     seed: int
     samples: Sequence[Sample]
@@ -56,54 +55,53 @@ class Drawn:
             yield *divmod(i, self.n), sample, self.scores[i] if self.scores else None
 
 
-def draw_all(sources: Sequence[Source], wanted: Wanted, progress: Progress = SILENT) -> list[Drawn]:
-    """One model is loaded, drawn from and let go before the next."""
-    progress, recipe = Once(progress), sources[0].recipe
-    entries = [reward_entry(name, recipe) for name in wanted.rewards]
-    scoring = recipe.model_copy(update={"reward": entries, "eval_reward": []})
-    rewards = build.rewards(scoring) if entries else None
-    found = []
+def draw_all(
+    sources: Sequence[ModelSource], wanted: Wanted, progress: Progress = SILENT
+) -> list[Drawn]:
+    """Each model is loaded, sampled from and released before the next."""
+    progress, first = Once(progress), sources[0]
+    entries = [reward_entry(name, first.training) for name in wanted.rewards]
+    rewards = assembly.of_entries(entries, entries, first.recipe.model) if entries else None
+    drawn = []
     try:
         for source in sources:
-            trained = opened(source, progress)
-            found.append(_drawn(trained, wanted, rewards, progress))
-            del trained
+            loaded = open_model(source, progress)
+            drawn.append(_drawn(loaded, wanted, rewards, progress))
+            del loaded
             free()
     finally:
         if rewards is not None:
             rewards.service.close()
-    return found
+    return drawn
 
 
 def _drawn(
-    trained: Trained, wanted: Wanted, rewards: build.Rewards | None, progress: Progress
+    loaded: LoadedModel, wanted: Wanted, rewards: assembly.Rewards | None, progress: Progress
 ) -> Drawn:
-    asked = _asked(trained, wanted, progress)
-    row = [i for i in range(len(asked)) for _ in range(wanted.n)]
-    seeds = picture_seeds(wanted.seed, wanted.n) * len(asked)
+    prompts = _prompts(loaded, wanted, progress)
+    row = [i for i in range(len(prompts)) for _ in range(wanted.n)]
+    seeds = picture_seeds(wanted.seed, wanted.n) * len(prompts)
     scores: list[Score] = []
     if rewards is None:
-        samples = trained.draw(asked, row, seeds, wanted.drawing, progress)
+        samples = loaded.draw(prompts, row, seeds, wanted.drawing, progress)
     else:
         samples, scores = drawn_and_scored(
-            trained, rewards.service, asked, row, seeds, wanted.drawing, progress
+            loaded, rewards.service, prompts, row, seeds, wanted.drawing, progress
         )
-    return Drawn(trained.source, trained.writes, wanted.n, wanted.seed, samples, scores)
+    return Drawn(loaded.source, loaded.gives_text, wanted.n, wanted.seed, samples, scores)
 
 
-def _asked(trained: Trained, wanted: Wanted, progress: Progress) -> list[Prompt]:
-    asked = [trained.ask(text, wanted.images) for text in wanted.prompts]
+def _prompts(loaded: LoadedModel, wanted: Wanted, progress: Progress) -> list[Prompt]:
+    prompts = [loaded.ask(text, wanted.images) for text in wanted.prompts]
     if wanted.file is None:
-        return asked
-    source = PromptSource(path=str(wanted.file))
-    more, told = data.from_sources(
-        [source], ChatFormat.of(trained.recipe.data), lambda prompt: None
-    )
-    if trained.writes:
-        more = trained.fitting(more, source.path, told)
-    for note in told.notes:
+        return prompts
+    source = DataSource(path=str(wanted.file))
+    form = ChatFormat.of(loaded.recipe.data)
+    more, report = data.from_sources([source], form, lambda prompt: None)
+    more = loaded.fitting(more, source.path, report)
+    for note in report.notes:
         progress.note(note)
-    return asked + more
+    return prompts + more
 
 
 def save(found: Sequence[Drawn], folder: Path) -> dict[tuple[str, int, int], Path]:
@@ -143,7 +141,7 @@ def slug(text: str, most: int = 48) -> str:
 
 
 def save_sheet(found: Sequence[Drawn], file: Path) -> None:
-    if found[0].writes:
+    if found[0].texts:
         raise UserError("this model writes; a sheet is of pictures, leave out --sheet")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -196,7 +194,7 @@ def told(
         for i, j, sample, score in drawn:
             key = drawn.source.name, i, j
             scored = "" if score is None else f"  {said(score)}"
-            if drawn.writes:
+            if drawn.texts:
                 head = [f"# {drawn.source.name}: {sample.prompt.text}"] if many and j == 0 else []
                 lines += [*head, sample.reply, *([scored.strip()] if scored else [])]
             else:
@@ -219,4 +217,4 @@ def _row(drawn: Drawn, i: int, j: int, sample: Sample, score: Score | None) -> d
 
 
 def _where(drawn: Drawn, file: Path | None, sample: Sample) -> dict[str, Any]:
-    return {"reply": sample.reply} if drawn.writes else {"file": str(file)}
+    return {"reply": sample.reply} if drawn.texts else {"file": str(file)}

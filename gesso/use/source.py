@@ -1,5 +1,5 @@
-"""What can be drawn from: a run, a recipe, a folder of a model. Found and understood here, before
-anything heavy is loaded."""
+"""What can be sampled from: a run, a recipe, a folder of a model. Recognised here, before anything
+heavy is loaded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from gesso import build
-from gesso.config import Recipe, tables
+from gesso.config import AnyRecipe, Recipe, tables
 from gesso.config.parsing import parse
 from gesso.track.run_folder import RunFolder
 from gesso.types import UserError
@@ -22,14 +22,18 @@ Table = Literal["ema", "current"]
 
 
 @dataclass(frozen=True)
-class Source:
+class ModelSource:
     name: str  # in tables and file names: "runs/demo-001 step 40"
-    recipe: Recipe  # how it is loaded and drawn from
-    untrained: Recipe | None = None  # of what it was trained from; None: there is no telling
-    complete: bool = True  # whether data and rewards of the recipe are its own; a folder has none
+    recipe: AnyRecipe  # how to load it and to sample from it
+    untrained: AnyRecipe | None = None  # of what it was trained from; None: unknown
     run: RunFolder | None = None
     step: int = 0
     table: Table = "current"
+
+    @property
+    def training(self) -> Recipe | None:
+        """The recipe with its data and rewards; None: a folder that Gesso did not write."""
+        return self.recipe if isinstance(self.recipe, Recipe) else None
 
     @property
     def label(self) -> str:
@@ -49,13 +53,13 @@ class Source:
             build.announce_code(self.recipe, self.name, *kinds)
 
     @property
-    def base(self) -> Source:
+    def base(self) -> ModelSource:
         """What it was trained from: the first step of a run, before any update."""
         if self.untrained is None:
             raise UserError(
                 f"{self.name} is not known to come from another model; leave out --base"
             )
-        return Source(f"base {self.untrained.model.path}", self.untrained, complete=self.complete)
+        return ModelSource(f"base {self.untrained.model.path}", self.untrained)
 
 
 def find(
@@ -63,7 +67,7 @@ def find(
     step: int | None = None,
     table: str | None = None,
     overrides: Sequence[str] = (),
-) -> Source:
+) -> ModelSource:
     """`step` and `table` choose among the checkpoints of a run: the newest, and its averaged
     weights where it has any, unless told otherwise. `overrides` change its recipe."""
     path = Path(os.path.expanduser(what))
@@ -72,14 +76,14 @@ def find(
     if step is not None or table is not None:
         raise UserError(f"--step and --weights choose among a run's checkpoints; {what} is no run")
     if os.path.isdir(path):  # never raises, as Path.is_dir may
-        told = folders.recipe_of(path, overrides)
-        return Source(str(what), told.recipe, told.untrained, told.complete)
+        folder = folders.recipe_of(path, overrides)
+        return ModelSource(str(what), folder.recipe, folder.untrained)
     if _looks_like_a_folder(str(what)):
         raise UserError(
             f"{what}: no such folder; expected a run, a recipe, or a folder of diffusers or "
             "transformers (a model of the hub is downloaded first)"
         )
-    return Source(str(what), build.recipe(str(what), overrides))
+    return ModelSource(str(what), build.recipe(str(what), overrides))
 
 
 def recipe_of(run: RunFolder, overrides: Sequence[str] = ()) -> Recipe:
@@ -90,7 +94,7 @@ def recipe_of(run: RunFolder, overrides: Sequence[str] = ()) -> Recipe:
 
 def _of_run(
     run: RunFolder, step: int | None, table: str | None, overrides: Sequence[str]
-) -> Source:
+) -> ModelSource:
     recipe = recipe_of(run, overrides)
     steps = run.steps
     if not steps:
@@ -100,19 +104,19 @@ def _of_run(
             f"{run.path} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}"
         )
     chosen = steps[-1] if step is None else step
-    source = Source(f"{run.path} step {chosen}", recipe, recipe, run=run, step=chosen)
+    source = ModelSource(f"{run.path} step {chosen}", recipe, recipe, run=run, step=chosen)
     return replace(source, table=_table(run, recipe, table))
 
 
-def _table(run: RunFolder, recipe: Recipe, asked: str | None) -> Table:
-    if asked not in (None, "ema", "current"):
-        raise UserError(f'weights are "ema" or "current", got "{asked}"')
-    if asked == "ema" and recipe.learner.ema is None:
+def _table(run: RunFolder, recipe: Recipe, requested: str | None) -> Table:
+    if requested not in (None, "ema", "current"):
+        raise UserError(f'weights are "ema" or "current", got "{requested}"')
+    if requested == "ema" and recipe.learner.ema is None:
         raise UserError(
             f"{run.path} kept no averaged weights (its recipe has no learner.ema); "
             "leave out --weights for the current ones"
         )
-    return "ema" if asked != "current" and recipe.learner.ema is not None else "current"
+    return "ema" if requested != "current" and recipe.learner.ema is not None else "current"
 
 
 def _looks_like_a_folder(what: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from gesso.config import ZOO, Model, TokenModel
 from gesso.types import Picture, Prompt, SampleSpec, UserError
-from gesso.use.trained import AS_EVALUATED, Trained, picture_seeds
+from gesso.use.loaded import AS_EVALUATED, LoadedModel, picture_seeds
 
 EXAMPLE = "example.png"
 TEMPLATED = "add_generation_prompt=True, tokenize=False"
@@ -24,27 +24,27 @@ class Example:
     picture: Path | None = None
 
 
-def ask(trained: Trained, example: Example) -> tuple[Prompt, bool]:
+def ask(loaded: LoadedModel, example: Example) -> tuple[Prompt, bool]:
     """The prompt as Gesso would ask it, and whether it could: a template may lie elsewhere by now,
     or want columns that a prompt alone has not. Then it is as a person would ask it."""
     pictures = [example.picture] if example.picture else []
     try:
-        return trained.ask(example.prompt, pictures), True
+        return loaded.ask(example.prompt, pictures), True
     except UserError:
         return Prompt(example.prompt, images=tuple(Picture(str(p)) for p in pictures)), False
 
 
-def code(trained: Trained, example: Example, whole: bool) -> str:
+def code(loaded: LoadedModel, example: Example, whole: bool) -> str:
     """`whole`: the folder holds all weights, not an adapter."""
-    section = trained.recipe.model
+    section = loaded.recipe.model
     if isinstance(section, Model):
-        return _drawing(trained, section, example.prompt, whole)
-    return _writing(trained, section, example, whole)
+        return _drawing(loaded, section, example.prompt, whole)
+    return _writing(loaded, section, example, whole)
 
 
-def _drawing(trained: Trained, section: Model, prompt: str, whole: bool) -> str:
-    model: Any = trained.model
-    spec = trained.spec(AS_EVALUATED, several=False)
+def _drawing(loaded: LoadedModel, section: Model, prompt: str, whole: bool) -> str:
+    model: Any = loaded.model
+    spec = loaded.spec(AS_EVALUATED, several=False)
     assert isinstance(spec, SampleSpec)
     parts, optional = model.pipe.components, type(model.pipe)._optional_components
     absent = [name for name, part in parts.items() if part is None and name not in optional]
@@ -85,10 +85,10 @@ def _base(path: str) -> str:
     return repr(path)
 
 
-def _writing(trained: Trained, section: TokenModel, example: Example, whole: bool) -> str:
-    model: Any = trained.model
-    spec = trained.spec(AS_EVALUATED, several=False)
-    asked, _ = ask(trained, example)
+def _writing(loaded: LoadedModel, section: TokenModel, example: Example, whole: bool) -> str:
+    model: Any = loaded.model
+    spec = loaded.spec(AS_EVALUATED, several=False)
+    asked, _ = ask(loaded, example)
     half = section.dtype != "float32"
     dtype = f", dtype=torch.{section.dtype}" if half else ""
     loads = f"{model.auto}.from_pretrained({'folder' if whole else 'base'}{dtype})"
@@ -111,7 +111,7 @@ def _writing(trained: Trained, section: TokenModel, example: Example, whole: boo
         f"text = tokenizer.apply_chat_template(messages, {TEMPLATED})",
         *(_looking(section) if sees else _reading()),
         "inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}",
-        *_never(trained),
+        *_never(loaded),
         "reply = model.generate(",
         f"    **inputs, max_new_tokens={spec.max_tokens}, do_sample=False, suppress_tokens=never",  # type: ignore[union-attr]
         ")",
@@ -121,14 +121,14 @@ def _writing(trained: Trained, section: TokenModel, example: Example, whole: boo
     return "\n".join(lines)
 
 
-def _never(trained: Trained) -> list[str]:
+def _never(loaded: LoadedModel) -> list[str]:
     """What Gesso lets no model write, so that plain `generate` does not either."""
     lines = [
         "# ids that no token has, and places of pictures, are never written",
         "vocabulary = model.get_input_embeddings().weight.shape[0]",
         "never = [*range(len(tokenizer), vocabulary)]",
     ]
-    if trained.recipe.model.name == "vision-language":
+    if loaded.recipe.model.name == "vision-language":
         kinds = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
         lines.append(f"never += [getattr(model.config, kind) for kind in {kinds}]")
     return lines

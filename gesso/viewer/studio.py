@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from gesso import build
+from gesso.rewards import assembly
 from gesso.track.progress import Progress
 from gesso.types import Prompt, Sample, Score, UserError, Which
+from gesso.use.loaded import Drawing, LoadedModel, open_model, picture_seeds
 from gesso.use.notes import Once
 from gesso.use.source import find
-from gesso.use.trained import Drawing, Trained, opened, picture_seeds
 from gesso.viewer.play import Ask
 
 SIDES: tuple[Which, Which] = ("reference", "current")  # base and trained
@@ -24,8 +25,8 @@ SIDES: tuple[Which, Which] = ("reference", "current")  # base and trained
 @dataclass(frozen=True)
 class Loaded:
     path: Path
-    trained: Trained
-    rewards: build.Rewards | None  # None: they are user code, which is not trusted
+    trained: LoadedModel
+    rewards: assembly.Rewards | None  # None: they are user code, which is not trusted
 
 
 class Studio:
@@ -65,8 +66,9 @@ class Studio:
                     f'the {what} "{code[what]}" of this run is not part of Gesso; if you trust its '
                     "code, start the page with `gesso view --trust-code`"
                 )
-        trained = opened(source, progress, base=True)
-        rewards = None if "reward" in code else build.rewards(trained.recipe)
+        trained = open_model(source, progress, base=True)
+        assert source.training is not None, "the page shows runs"
+        rewards = None if "reward" in code else assembly.rewards(source.training)
         self._loaded = Loaded(path, trained, rewards)
         return self._loaded
 

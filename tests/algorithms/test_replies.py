@@ -503,21 +503,19 @@ class Opinion:
         return self.known
 
 
-class Critical:
-    def __init__(self, values: list[list[float]]) -> None:
-        self.critic = Opinion(values)
-
-
 def test_generalised_advantages_by_hand() -> None:
     """λ = ½, γ = 1. Reply 0: δ = (.6−.2, 1−.6), A = (.4+.2, .4); reply 4: δ = (2−1, 4−2)."""
     values = [[0.2, 0.6, 9.0], [0.5, 9.0, 9.0], [0.0, 0.0, 0.0], [1.0, 9.0, 9.0], [1.0, 2.0, 9.0]]
     algorithm = PPO(lam=0.5, advantage=Credit(baseline="zero", std="one", per="token"))
-    found = algorithm.prepare(Critical(values), scored(VALUES), LearnerSection())  # type: ignore[arg-type]
+    algorithm = algorithm.with_critic(Opinion(values))
+    model: Any = None  # which only the critic needs
+    found = algorithm.prepare(model, scored(VALUES), LearnerSection())
     rows = [[0.6, 0.4, 0.0], [-0.5, 0.0, 0.0], [0.0] * 3, [1.0, 0.0, 0.0], [2.0, 2.0, 0.0]]
     assert found.advantages.tolist() == [pytest.approx(row) for row in rows]
     back = [[0.8, 1.0, 0.0], [0.0, 0.0, 0.0], [0.0] * 3, [2.0, 0.0, 0.0], [3.0, 4.0, 0.0]]
     assert found.returns.tolist() == [pytest.approx(row, abs=1e-7) for row in back]
-    whitened = PPO(lam=0.5).prepare(Critical(values), scored(VALUES), LearnerSection())  # type: ignore[arg-type]
+    judged = PPO(lam=0.5).with_critic(Opinion(values))
+    whitened = judged.prepare(model, scored(VALUES), LearnerSection())
     inside = whitened.advantages[scored(VALUES).mask]
     assert inside.mean() == pytest.approx(0, abs=1e-12)
     assert inside.square().mean() == pytest.approx(1)

@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from gesso.config import Data, Source
+from gesso.config import Data, DataSource
 from gesso.config.parsing import parse
 from gesso.data import prompts, readers
 from gesso.data.chat import ChatFormat
@@ -49,14 +49,14 @@ def jsonl(file: Path, *rows: dict) -> str:
 
 
 def read(path: Path | str, form: ChatFormat | None = None, **options: Any) -> list[Prompt]:
-    reading = readers.read(Source(path=str(path), **options), form or ChatFormat())
+    reading = readers.read(DataSource(path=str(path), **options), form or ChatFormat())
     assert reading.left_out == []
     return reading.prompts
 
 
 def left_out(path: Path | str, **options: Any) -> str:
     """Why the one row is left out."""
-    reading = readers.read(Source(path=str(path), **options))
+    reading = readers.read(DataSource(path=str(path), **options))
     assert reading.prompts == []
     (why,) = reading.left_out
     return why
@@ -404,7 +404,7 @@ def test_a_picture_cut_short_is_found_in_every_format(tmp_path: Path, kind: str)
     whole = noise(kind)
     rows = [{"problem": "?", "images": [data]} for data in (whole, whole[: -len(whole) // 4])]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
-    reading = readers.read(Source(path=str(tmp_path / "a.parquet")))
+    reading = readers.read(DataSource(path=str(tmp_path / "a.parquet")))
     assert [p.where for p in reading.prompts] == ["a.parquet:1"]
     assert reading.left_out[0].startswith("a.parquet:2: picture 1 of 1: ")
 
@@ -462,12 +462,11 @@ def test_bad_rows_are_left_out_named_and_counted(folder: Path) -> None:
 def test_an_answer_that_cannot_be_parsed(
     tmp_path: Path, reward: str, good: str, bad: list[str | None]
 ) -> None:
-    from gesso import build
-    from gesso.rewards import base
+    from gesso.rewards import assembly, base
 
     rows = [{"problem": str(i), "answer": answer} for i, answer in enumerate([*bad, good])]
     path = jsonl(tmp_path / "a.jsonl", *rows)
-    unfit = base.load(build.REWARDS[reward], {}).unfit
+    unfit = base.load(assembly.REWARDS[reward], {}).unfit
     loaded = prompts.load(parse(Data, {"train": path, "eval": path}, "recipe"), unfit, unfit)
     assert [p.columns["answer"] for p in loaded.train[0].prompts] == [good]
     assert "4 of 5 prompts of" in loaded.notes[0] and "a.jsonl:1: " in loaded.notes[0]
@@ -572,7 +571,7 @@ def test_a_template_that_loses_or_adds_a_picture(folder: Path) -> None:
         "{{ content }}{{ content }}",
         "{{ content | replace('<image>', '') }}<image>" * 2,
     ):
-        reading = readers.read(Source(path=file), form(template=template))
+        reading = readers.read(DataSource(path=file), form(template=template))
         assert "expected as many pictures as <image>, found 1 for 2" in reading.left_out[0]
 
 
@@ -592,7 +591,7 @@ def test_a_template_that_loses_or_adds_a_picture(folder: Path) -> None:
 def test_bad_templates_are_one_sentence(tmp_path: Path, template: str, sentence: str) -> None:
     file = jsonl(tmp_path / "a.jsonl", {"problem": "x", "answer": "1"})
     with pytest.raises(UserError) as caught:
-        readers.read(Source(path=file), form(template=template))
+        readers.read(DataSource(path=file), form(template=template))
     assert str(caught.value).startswith(sentence) and "\n" not in str(caught.value)
 
 
@@ -601,7 +600,7 @@ def test_a_bad_template_in_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "latin.jinja").write_bytes(b"{{ content }} \xff")
     file = jsonl(tmp_path / "a.jsonl", {"problem": "x"})
     with pytest.raises(UserError, match=r"^a.jsonl:1: data.template \S*t.jinja: 'unit' is undefin"):
-        readers.read(Source(path=file), form(template=str(tmp_path / "t.jinja")))
+        readers.read(DataSource(path=file), form(template=str(tmp_path / "t.jinja")))
     with pytest.raises(UserError, match=r"^data.template \S*latin.jinja cannot be read: "):
         form(template=str(tmp_path / "latin.jinja"))
     with pytest.raises(UserError, match=r"^data.template \S* cannot be read: "):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from gesso import cli
-from gesso.config import Source
+from gesso.config import DataSource
 from gesso.data import ocr
 from gesso.data.readers import read
 from gesso.formulas.text import normalised
@@ -93,7 +93,7 @@ def test_as_a_user_calls_it(tmp_path: Path) -> None:
         "made/test.txt",
         'in a recipe: data.train = "made@train", data.eval = "made@test"',
     ]
-    test = read(Source(path=f"{tmp_path / 'made'}@test")).prompts
+    test = read(DataSource(path=f"{tmp_path / 'made'}@test")).prompts
     assert [p.text for p in test] == ocr.prompts("test", 10, 4)
     before = (tmp_path / "made" / "train.txt").read_bytes()
     again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)

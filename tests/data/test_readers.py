@@ -13,7 +13,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from gesso.config import Source
+from gesso.config import DataSource
 from gesso.data import readers
 from gesso.data.rows import weight_of
 from gesso.types import Prompt, UserError
@@ -41,11 +41,11 @@ def cache_apart(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mo
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("hf"))
 
 
-def source(path: Path | str, **options: Any) -> Source:
-    return Source(path=str(path), **options)
+def source(path: Path | str, **options: Any) -> DataSource:
+    return DataSource(path=str(path), **options)
 
 
-def read(source: Source) -> list[Prompt]:
+def read(source: DataSource) -> list[Prompt]:
     reading = readers.read(source)
     assert reading.left_out == []
     return reading.prompts

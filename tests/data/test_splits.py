@@ -12,7 +12,7 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from gesso.config import Source
+from gesso.config import DataSource
 from gesso.data import readers
 from gesso.data.prompts import Stream, WeightedPrompts
 from gesso.types import Prompt, UserError
@@ -36,7 +36,7 @@ WRITERS: dict[str, Write] = {"parquet": as_parquet, "jsonl": as_lines, "json": a
 
 
 def read(path: Path | str, **options: Any) -> list[Prompt]:
-    reading = readers.read(Source(path=str(path), **options))
+    reading = readers.read(DataSource(path=str(path), **options))
     assert reading.left_out == []
     return reading.prompts
 
@@ -173,7 +173,7 @@ def test_mistakes_name_the_shard(tmp_path: Path) -> None:
     refused(folder, "train-00001-of-00002.jsonl is not UTF-8")
     second.write_text('{"prompt": 5}\n')
     reason = 's/train-00001-of-00002.jsonl:1: expected text as "prompt", got 5'
-    assert readers.read(Source(path=str(folder))).left_out == [reason]
+    assert readers.read(DataSource(path=str(folder))).left_out == [reason]
     tables = shards(tmp_path / "t", sizes=(1, 1))
     (tables / "train-00001-of-00002.parquet").write_bytes(b"no table")
     refused(tables, "train-00001-of-00002.parquet cannot be read: ")

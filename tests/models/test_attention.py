@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gesso import build, imports
+from gesso import imports
 from gesso.config import Model, TokenModel
+from gesso.families import classes
 from gesso.models.cudnn import settle_attention
 from gesso.models.flow import pipeline
 from gesso.models.tokens import transformer
@@ -55,8 +56,10 @@ def test_every_model_settles_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(transformer, "settle_attention", tell)
     for name, kind in (("sd35", "sd3"), ("flux-dev", "flux"), ("qwen-image", "qwen-image")):
         folder = str(pipelines.build(name, tmp_path / name))
-        imports.load(build.MODELS[kind], "model")(Model(name=kind, path=folder, text_length=16))
+        imports.load(classes.REFERENCES[kind], "model")(
+            Model(name=kind, path=folder, text_length=16)
+        )
     folder = str(tokens.build("qwen2.5-vl", tmp_path / "writer"))
     kind = "vision-language"
-    imports.load(build.MODELS[kind], "model")(TokenModel(name=kind, path=folder))
+    imports.load(classes.REFERENCES[kind], "model")(TokenModel(name=kind, path=folder))
     assert told == [(CPU, 8), (CPU, 16), (CPU, 16), (CPU, None)]

@@ -15,6 +15,7 @@ from gesso import build, imports
 from gesso.algorithms.base import Prepared
 from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.config import Lora, Model
+from gesso.families import classes
 from gesso.models.flow.base import PromptCache, check_guidance, over_long, unused_negatives
 from gesso.models.flow.pipeline import PipelineModel
 from gesso.rollout import FlowTrace, Rollout
@@ -54,7 +55,7 @@ class Tiny:
 
     def model(self, **settings: Any) -> Any:
         text = {"text_length": 16} | settings
-        kind = imports.load(build.MODELS[self.kind], "model")
+        kind = imports.load(classes.REFERENCES[self.kind], "model")
         return kind(Model(name=self.kind, path=str(self.folder), **text), seed=1)
 
     def pipe(self, folder: Path | None = None) -> Any:
@@ -62,7 +63,7 @@ class Tiny:
         import diffusers
 
         absent = dict.fromkeys(["text_encoder_3", "tokenizer_3"]) if self.name == "sd3" else {}
-        kind: type[PipelineModel] = imports.load(build.MODELS[self.kind], "model")
+        kind: type[PipelineModel] = imports.load(classes.REFERENCES[self.kind], "model")
         pipe = getattr(diffusers, kind.pipeline).from_pretrained(folder or self.folder, **absent)
         pipe.set_progress_bar_config(disable=True)
         return pipe
@@ -267,7 +268,7 @@ def plain_lora(
 
 
 def test_a_lora_of_plain_diffusers_in_ours(tiny: Tiny, tmp_path: Path) -> None:
-    kind = imports.load(build.MODELS[tiny.kind], "model")
+    kind = imports.load(classes.REFERENCES[tiny.kind], "model")
     pipe = plain_lora(tiny, tmp_path, list(kind.lora_targets))
     scale, size = tiny.scales[-1], SIZES[0]
     lora = Lora(rank=4, alpha=12, path=str(tmp_path))
@@ -496,7 +497,7 @@ PINNED = {
 def test_lora_hits_the_modules_of_the_reference(name: str) -> None:
     kind, width, rank, units = COUNTS[name]
     with torch.device("meta"):
-        targets = imports.load(build.MODELS[kind], "model").lora_targets
+        targets = imports.load(classes.REFERENCES[kind], "model").lora_targets
         policy = Policy(real(name), Lora(rank=rank, alpha=2 * rank), targets, seed=0)
     assert policy.size == rank * width * units == PINNED[name]
     assert name != "sd35-medium" or len(policy.trainable) == 2 * 191

@@ -14,7 +14,7 @@ import pytest
 from gesso import build, run
 from gesso.config import RewardEntry
 from gesso.config.parsing import parse
-from gesso.rewards import base
+from gesso.rewards import assembly, base
 from gesso.rewards.transport.cache import Cached
 from gesso.rewards.transport.workers import Workers
 from gesso.types import Prompt, Sample, Score
@@ -167,7 +167,7 @@ def test_the_key_holds_all_that_a_score_may_depend_on() -> None:
     ],
 )
 def test_random_rewards_are_not_remembered(entry: dict[str, Any], kept: bool) -> None:
-    scorer = build.scorer(parse(RewardEntry, entry, "reward"))
+    scorer = assembly.scorer(parse(RewardEntry, entry, "reward"))
     assert isinstance(scorer, Cached) == kept
     inner = scorer.inner if isinstance(scorer, Cached) else scorer
     assert isinstance(inner, Workers)
@@ -175,7 +175,7 @@ def test_random_rewards_are_not_remembered(entry: dict[str, Any], kept: bool) ->
 
 def test_options_are_part_of_the_key() -> None:
     entries = [{"name": f"{HERE}:counted", "log": "x", "seconds": s} for s in (0.0, 1.0)]
-    one, two = (build.scorer(parse(RewardEntry, e, "reward")) for e in entries)
+    one, two = (assembly.scorer(parse(RewardEntry, e, "reward")) for e in entries)
     assert isinstance(one, Cached) and isinstance(two, Cached)
     assert one.key(grey(1)) != two.key(grey(1))
 

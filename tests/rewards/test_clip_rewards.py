@@ -14,9 +14,8 @@ import torch
 from PIL import Image
 from torch import nn
 
-from gesso import build
 from gesso.config import RewardEntry
-from gesso.rewards import base
+from gesso.rewards import assembly, base
 from gesso.rewards.image import hps
 from gesso.rewards.transport.workers import Workers
 from gesso.types import Prompt, Sample
@@ -44,14 +43,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def values(name: str, some: list[Sample], **options: object) -> list[float]:
-    reward = base.load(build.REWARDS[name], {"device": "cpu", **options})
+    reward = base.load(assembly.REWARDS[name], {"device": "cpu", **options})
     scores = base.checked(reward, some)
     assert [s.error for s in scores] == [None] * len(some)
     return [sure(float, s.value) for s in scores]
 
 
 def error(name: str, **options: object) -> str:
-    reward = base.load(build.REWARDS[name], {"device": "cpu", **options})
+    reward = base.load(assembly.REWARDS[name], {"device": "cpu", **options})
     found = base.checked(reward, samples())[0].error
     assert found is not None and "\n" not in found
     return found
@@ -67,7 +66,7 @@ def test_clip_score_is_the_logit_over_30(folder: Path, batch: int) -> None:
 
 def test_clip_score_in_a_worker_process(folder: Path) -> None:
     options = {"path": str(folder), "device": "cpu"}
-    scores = through_workers(build.REWARDS["clip-score"], options, samples())
+    scores = through_workers(assembly.REWARDS["clip-score"], options, samples())
     assert [s.value for s in scores] == pytest.approx(values("clip-score", samples(), **options))
 
 
@@ -331,11 +330,11 @@ def test_other_weights_than_those_of_hps_are_refused(
 
 @pytest.mark.parametrize("name", ["clip-score", "aesthetic", "hps", "image-reward", "pickscore"])
 def test_every_prompt_is_fit_and_no_weights_are_needed_to_say_so(name: str) -> None:
-    assert base.load(build.REWARDS[name], {}).unfit(Prompt("")) is None
+    assert base.load(assembly.REWARDS[name], {}).unfit(Prompt("")) is None
 
 
 def test_a_text_is_no_picture(folder: Path) -> None:
-    reward = base.load(build.REWARDS["clip-score"], {"path": str(folder), "device": "cpu"})
+    reward = base.load(assembly.REWARDS["clip-score"], {"path": str(folder), "device": "cpu"})
     (score,) = base.checked(reward, [Sample(Prompt("a kite"), None, 0, text="a kite")])
     assert score.value is None
     assert score.error == "raised UserError: this sample is a text; expected a picture to look at"
@@ -343,7 +342,7 @@ def test_a_text_is_no_picture(folder: Path) -> None:
 
 def test_a_network_gets_as_many_pictures_at_once_as_it_takes(folder: Path) -> None:
     def at_once(name: str, **options: Any) -> int:
-        return sure(Workers, build.scorer(RewardEntry(name=name, cache=False, **options))).batch
+        return sure(Workers, assembly.scorer(RewardEntry(name=name, cache=False, **options))).batch
 
     assert at_once("clip-score") == 16 and at_once("geneval", batch=40) == 40
     assert at_once("jpeg-compressibility") == 4

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from pydantic_core import PydanticUndefined
 
-from gesso import build, imports
+from gesso import imports
 from gesso.config.tables import tomllib
+from gesso.rewards import assembly
 from gesso.rewards.image.networks import Network
 from gesso.rewards.judges.judge import Asks
 
@@ -29,13 +30,13 @@ def rows() -> dict[str, list[str]]:
 
 
 def local() -> list[str]:
-    kinds = {name: imports.load(reference, "model") for name, reference in build.REWARDS.items()}
+    kinds = {name: imports.load(reference, "model") for name, reference in assembly.REWARDS.items()}
     return [name for name, kind in kinds.items() if not issubclass(kind, Asks)]
 
 
 @pytest.mark.parametrize("name", local())
 def test_options_and_defaults(name: str) -> None:
-    kind = imports.load(build.REWARDS[name], "model")
+    kind = imports.load(assembly.REWARDS[name], "model")
     cells = rows()[name]
     assert ("◈" in cells[0]) == issubclass(kind, Network)
     shared = Network.model_fields if issubclass(kind, Network) else {}
@@ -50,4 +51,4 @@ def test_options_and_defaults(name: str) -> None:
 
 
 def test_no_row_is_left_over() -> None:
-    assert set(rows()) <= set(build.REWARDS)
+    assert set(rows()) <= set(assembly.REWARDS)

@@ -11,8 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from gesso import build
-from gesso.rewards import base
+from gesso.rewards import assembly, base
 from gesso.rewards.image import networks
 from gesso.rewards.image.geneval import (
     COLOURS,
@@ -599,7 +598,7 @@ def test_scores_end_to_end(kind: str, tmp_path: Path, clip_folder: Path) -> None
         Sample(Prompt("a dog"), noise(48, 64, 6), 0),
         Sample(row("counting", want("dog", 2)), noise(48, 64, 5), 0),
     ]
-    scores = base.checked(base.load(build.REWARDS["geneval"], options), samples)
+    scores = base.checked(base.load(assembly.REWARDS["geneval"], options), samples)
     assert scores[1].error == (
         f'the detector "{folder}" has no label for "zebra"; use one that has'
     )
@@ -665,15 +664,15 @@ def test_what_colours_are_judged_on() -> None:
 def test_in_a_worker_process(tmp_path: Path, clip_folder: Path) -> None:
     options = {"detector": str(tiny_detr(tmp_path)), "clip": str(clip_folder), "threshold": 0.3}
     samples = [Sample(RED, noise(48, 64, i), i) for i in range(3)]
-    scores = through_workers(build.REWARDS["geneval"], options, samples)
-    here = base.checked(base.load(build.REWARDS["geneval"], options), samples)
+    scores = through_workers(assembly.REWARDS["geneval"], options, samples)
+    here = base.checked(base.load(assembly.REWARDS["geneval"], options), samples)
     assert [s.value for s in scores] == [s.value for s in here]
     assert scores[0].parts.keys() == {"mine", "mine/strict", "mine/correct"}
 
 
 def test_models_that_are_not_there_or_no_detectors(clip_folder: Path, tmp_path: Path) -> None:
     def error_of(**options: Any) -> str:
-        reward = base.load(build.REWARDS["geneval"], options)
+        reward = base.load(assembly.REWARDS["geneval"], options)
         error = base.checked(reward, [Sample(RED, noise(32, 32, 0), 0)])[0].error
         assert error is not None and "\n" not in error
         return error

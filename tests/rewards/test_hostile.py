@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from gesso import build
-from gesso.rewards import base
+from gesso.rewards import assembly, base
 from gesso.rewards.compose import Fitting, combine
 from gesso.rewards.transport import wire
 from gesso.rewards.transport.workers import Workers
@@ -205,7 +205,7 @@ def scored(code: str, folder: Path, style: str = "gesso") -> list[Score]:
     given = samples()
     try:
         reward = base.load(f"{file}:score", {}, style=style)
-        refused = build.Readers({"mine": reward}).unfit(given[0].prompt)
+        refused = assembly.Readers({"mine": reward}).unfit(given[0].prompt)
         assert given[0].prompt.columns == {"answer": "4"}  # a reward may not change ours
         found = [Score.failed(refused)] * 2 if refused else base.checked(reward, given)
         assert len(given) == 2
@@ -308,7 +308,7 @@ def test_an_optional_reward_that_cannot_say_what_it_takes() -> None:
     told = "reward \"mine\": its unfit raised KeyError: 'mood' (asked about t:1: 'raise')"
     assert raised.error == told
     with pytest.raises(UserError, match="its unfit raised KeyError"):
-        build.Readers({"mine": Moody()}, ["mine"]).unfit(given[1].prompt)
+        assembly.Readers({"mine": Moody()}, ["mine"]).unfit(given[1].prompt)
 
 
 @pytest.mark.parametrize(("weight", "value"), [(1e300, 1e10), (-1e9, 1e9), (1.0, math.nan)])

@@ -23,6 +23,7 @@ from PIL import Image
 
 from gesso import build, config
 from gesso.config import RemoteEntry
+from gesso.rewards import assembly
 from gesso.rewards.transport import protocol, serve
 from gesso.rewards.transport.remote import Remote
 from gesso.types import Picture, Prompt, Sample, Score, UserError
@@ -413,7 +414,7 @@ def test_a_token_that_is_not_there_is_told_before_the_run(recipe_data: dict) -> 
     recipe_data["reward"] = [{"name": "deqa", "remote": remote}]
     recipe = build.recipe_from(recipe_data)  # a recipe can be read without it
     with pytest.raises(UserError, match='token_env = "NO_SUCH_TOKEN"'):
-        build.rewards(recipe)
+        assembly.rewards(recipe)
 
 
 def test_a_remote_survives_the_recipe_and_holds_no_token(recipe_data: dict) -> None:
@@ -425,7 +426,7 @@ def test_a_remote_survives_the_recipe_and_holds_no_token(recipe_data: dict) -> N
     assert again == recipe and again.reward[0].options == {}
     assert again.reward[0].remote == config.RemoteEntry(**remote)
     assert not again.reward[0].cache and "s3cret" not in str(recipe.model_dump())
-    rewards = build.rewards(recipe)
+    rewards = assembly.rewards(recipe)
     try:
         reason = rewards.train.unfit(Prompt("a sign"))  # ours knows
         assert reason == "ocr: no double-quoted word to read"

@@ -13,8 +13,7 @@ import torch
 from PIL import Image
 from torch.nn import functional as F
 
-from gesso import build
-from gesso.rewards import base
+from gesso.rewards import assembly, base
 from gesso.rewards.image import image_reward
 from gesso.types import Prompt, Sample
 from tests.rewards.test_pickscore import MEAN, STD, noise, through_workers
@@ -198,7 +197,7 @@ def wanted() -> list[float]:
 
 @pytest.mark.parametrize("batch", [1, 3, 16])
 def test_it_is_what_the_equations_say(folder: Path, batch: int) -> None:
-    reward = base.load(build.REWARDS["image-reward"], {**options(folder), "batch": batch})
+    reward = base.load(assembly.REWARDS["image-reward"], {**options(folder), "batch": batch})
     scores = base.checked(reward, samples())
     assert [s.error for s in scores] == [None] * 5
     assert [s.value for s in scores] == pytest.approx(wanted(), abs=2e-4)
@@ -206,7 +205,7 @@ def test_it_is_what_the_equations_say(folder: Path, batch: int) -> None:
 
 
 def test_in_a_worker_process(folder: Path) -> None:
-    scores = through_workers(build.REWARDS["image-reward"], options(folder), samples())
+    scores = through_workers(assembly.REWARDS["image-reward"], options(folder), samples())
     assert [s.value for s in scores] == pytest.approx(wanted(), abs=2e-4)
 
 
@@ -214,7 +213,7 @@ def test_in_a_worker_process(folder: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_gives_the_same(folder: Path) -> None:
     """Up to what TF32 changes."""
-    reward = base.load(build.REWARDS["image-reward"], {**options(folder), "device": "auto"})
+    reward = base.load(assembly.REWARDS["image-reward"], {**options(folder), "device": "auto"})
     got = [score.value for score in base.checked(reward, samples())]
     assert got == pytest.approx(wanted(), abs=0.05)
 
@@ -283,7 +282,7 @@ def test_other_weights_are_refused(folder: Path, tmp_path: Path, change, sentenc
     tensors = published()
     change(tensors)
     torch.save(tensors, tmp_path / "ImageReward.pt")
-    reward = base.load(build.REWARDS["image-reward"], {**options(folder), "path": str(tmp_path)})
+    reward = base.load(assembly.REWARDS["image-reward"], {**options(folder), "path": str(tmp_path)})
     error = sure(str, base.checked(reward, samples())[0].error)
     assert sentence in error and "\n" not in error
 
@@ -292,5 +291,5 @@ def test_the_idle_tensors_may_be_left_out(folder: Path, tmp_path: Path) -> None:
     tensors = {name: t for name, t in published().items() if name not in image_reward._IDLE}
     file = tmp_path / "slim.pt"
     torch.save(tensors, file)
-    reward = base.load(build.REWARDS["image-reward"], {**options(folder), "path": str(file)})
+    reward = base.load(assembly.REWARDS["image-reward"], {**options(folder), "path": str(file)})
     assert base.checked(reward, samples()[:1])[0].value == pytest.approx(wanted()[0], abs=2e-4)

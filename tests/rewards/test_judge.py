@@ -19,7 +19,7 @@ from gesso import build, imports, run
 from gesso.config import RewardEntry
 from gesso.config.parsing import parse
 from gesso.config.tables import tomllib
-from gesso.rewards import base
+from gesso.rewards import assembly, base
 from gesso.rewards.judges import judge
 from gesso.rewards.judges.judge import Judge, QwenVlOcr, QwenVlScore, UnifiedReward, rated
 from gesso.rewards.transport import pool, protocol
@@ -171,10 +171,10 @@ def test_addresses_and_models_from_the_environment(monkeypatch: pytest.MonkeyPat
     for name, (url, model) in names.items():
         entry = parse(RewardEntry, {"name": name, "cache": False}, "reward")
         with pytest.raises(UserError, match=f"asks a served model: .* variable {url}"):
-            build.scorer(entry)
+            assembly.scorer(entry)
         monkeypatch.setenv(url, "http://a:1/v1, http://b:2")
         monkeypatch.setenv(model, "/models/x")
-        bench = build.scorer(entry)
+        bench = assembly.scorer(entry)
         assert isinstance(bench, judge.Bench)
         assert [s.url for s in bench.pool.servers] == ["http://a:1", "http://b:2"]
         assert bench._model == "/models/x"
@@ -214,7 +214,7 @@ def test_a_token_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_question_of_ones_own(tmp_path: Path) -> None:
     (tmp_path / "q.txt").write_text('How {colour} is "{prompt}"? Reply {"score": n}')
     options = {"prompt": str(tmp_path / "q.txt"), "pattern": r'"score": (\d+)', "highest": 10.0}
-    reward = base.load(build.REWARDS["judge"], options | {"urls": ["http://x"], "lowest": 0.0})
+    reward = base.load(assembly.REWARDS["judge"], options | {"urls": ["http://x"], "lowest": 0.0})
     assert isinstance(reward, Judge)
     assert reward.unfit(Prompt("a sign")) == 'its question needs a column "colour"'
     prompt = Prompt("a sign", columns={"colour": "red"})
@@ -241,7 +241,7 @@ def test_a_judge_that_does_not_fit(
 ) -> None:
     monkeypatch.chdir(Path(__file__).parent.parent.parent)
     with pytest.raises(UserError, match=re.escape(sentence)):
-        base.load(build.REWARDS["judge"], options)
+        base.load(assembly.REWARDS["judge"], options)
 
 
 def test_training_by_a_judge(recipe_data: dict, tmp_path: Path) -> None:
@@ -268,7 +268,9 @@ def test_the_page_names_every_judge_and_option() -> None:
 
     page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
     section = page.partition("### Judges")[2].partition("### The cache")[0]
-    kinds = {name: imports.load(reference, "reward") for name, reference in build.REWARDS.items()}
+    kinds = {
+        name: imports.load(reference, "reward") for name, reference in assembly.REWARDS.items()
+    }
     asking = {name: kind for name, kind in kinds.items() if issubclass(kind, judge.Asks)}
     assert len(asking) == 6
     for word in {*asking, *Judge.model_fields}:

@@ -18,7 +18,7 @@ from PIL import Image
 from gesso import build, cli, run
 from gesso.config import RemoteEntry, RewardEntry
 from gesso.formulas import advantages as adv
-from gesso.rewards import base
+from gesso.rewards import assembly, base
 from gesso.rewards.compose import Weighted
 from gesso.rewards.image import deqa, ocr
 from gesso.rewards.text import answers
@@ -77,9 +77,9 @@ def test_one_poisonous_sample_fails_alone() -> None:
 
 
 def test_patience_and_threads_of_a_worker() -> None:
-    place = build.scorer(RewardEntry(name="ocr", detect=False, patience=7.5, cache=False))
+    place = assembly.scorer(RewardEntry(name="ocr", detect=False, patience=7.5, cache=False))
     assert isinstance(place, Workers) and place.timeout == 7.5
-    place = build.scorer(RewardEntry(name="ocr", detect=False, cache=False))
+    place = assembly.scorer(RewardEntry(name="ocr", detect=False, cache=False))
     assert isinstance(place, Workers) and place.timeout == 300.0
 
 
@@ -100,7 +100,7 @@ def test_rewards_for_different_prompts_in_one_mixture(recipe_data: dict, tmp_pat
         {"name": "ocr", "detect": False, "optional": True},
         {"name": "geneval", "optional": True},
     ]
-    rewards = build.rewards(build.recipe_from(recipe_data))
+    rewards = assembly.rewards(build.recipe_from(recipe_data))
     try:
         text, thing = Prompt('says "KITE"'), Prompt("a dog", columns=json.loads(GENEVAL))
         assert rewards.train.unfit(text) is None and rewards.train.unfit(thing) is None
@@ -111,7 +111,7 @@ def test_rewards_for_different_prompts_in_one_mixture(recipe_data: dict, tmp_pat
     finally:
         rewards.service.close()
     recipe_data["reward"][1]["optional"] = False
-    strict = build.rewards(build.recipe_from(recipe_data))
+    strict = assembly.rewards(build.recipe_from(recipe_data))
     assert "geneval" in str(strict.train.unfit(text))
     strict.service.close()
 
@@ -206,7 +206,7 @@ def test_deqa_rates_from_1_to_5() -> None:
     assert one.value == 0.8 and one.parts == {"mine": 0.8, "mine/x": 1.0, "mine/raw": 4.0}
     assert two.error == "mine: rated 5.5, expected 1 to 5" and three.error == "mine: down"
     remote = RemoteEntry(urls=["http://127.0.0.1:9"])
-    place = build.scorer(RewardEntry(name="deqa", remote=remote, cache=False))
+    place = assembly.scorer(RewardEntry(name="deqa", remote=remote, cache=False))
     assert isinstance(place, deqa.Rated)
 
 

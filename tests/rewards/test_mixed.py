@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gesso import build, run
-from gesso.rewards import base
+from gesso.rewards import assembly, base
 from gesso.rewards.compose import combine
 from gesso.rewards.transport import protocol, wire
 from gesso.track.run_folder import RunFolder
@@ -90,7 +90,7 @@ def test_evaluation_has_rewards_of_its_own(recipe_data: dict, tmp_path: Path) ->
 def test_a_reward_of_both_purposes_runs_once(recipe_data: dict) -> None:
     alike = {"name": "jpeg-compressibility", "weight": 3.0}
     recipe_data["eval_reward"] = [alike, {"name": f"{USER}:constant", "value": 1.0}]
-    rewards = build.rewards(build.recipe_from(recipe_data))
+    rewards = assembly.rewards(build.recipe_from(recipe_data))
     try:
         service = rewards.service
         assert service.held_out[0].scorer is service.rewards[0].scorer
@@ -118,7 +118,7 @@ def test_servers_and_judges_take_no_core(recipe_data: dict) -> None:
         {"name": "ocr", "remote": remote, "workers": 5},
         {"name": "jpeg-compressibility", "workers": 2},
     ]
-    rewards = build.rewards(build.recipe_from(recipe_data))
+    rewards = assembly.rewards(build.recipe_from(recipe_data))
     try:
         assert rewards.service.processes == 2
     finally:
@@ -159,5 +159,5 @@ def test_gdpo_leaves_out_what_does_not_apply() -> None:
 
 
 def test_a_prompt_is_unfit_where_a_reward_says_so() -> None:
-    readers = build.Readers({"ocr": base.load(build.REWARDS["ocr"], {"detect": False})})
+    readers = assembly.Readers({"ocr": base.load(assembly.REWARDS["ocr"], {"detect": False})})
     assert readers.unfit(Prompt("a sign")) == "ocr: no double-quoted word to read"

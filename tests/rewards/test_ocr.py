@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
-from gesso import build
 from gesso.formulas.text import normalised, spelling
-from gesso.rewards import base
+from gesso.rewards import assembly, base
 from gesso.types import Prompt, Sample, Score
 from tests.typed import sure
 from tools.zoo.render import draw
@@ -52,7 +51,7 @@ DEGRADED: dict[str, tuple[Painter, float]] = {  # and the share that must be rea
 
 @functools.cache
 def reward(detect: bool = True) -> base.Reward:
-    return base.load(build.REWARDS["ocr"], {"detect": detect})
+    return base.load(assembly.REWARDS["ocr"], {"detect": detect})
 
 
 def read(picture: np.ndarray, target: str, detect: bool = True) -> Score:
@@ -134,6 +133,6 @@ def test_the_share_of_answers_longer_than_the_target_is_reported() -> None:
 
 
 def test_what_flow_grpo_calls_it() -> None:
-    assert build.REWARDS["paddle-ocr"] == build.REWARDS["ocr"]
-    named = base.load(build.REWARDS["paddle-ocr"], {"detect": False})
+    assert assembly.REWARDS["paddle-ocr"] == assembly.REWARDS["ocr"]
+    named = base.load(assembly.REWARDS["paddle-ocr"], {"detect": False})
     assert named.unfit(Prompt('says "KITE"')) is None

@@ -12,8 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from gesso import build
-from gesso.rewards import base
+from gesso.rewards import assembly, base
 from gesso.rewards.compose import Weighted
 from gesso.rewards.image import networks
 from gesso.rewards.transport.service import RewardService
@@ -109,7 +108,7 @@ def through_workers(reference: str, options: dict, some: Sequence[Sample]) -> li
 @pytest.mark.parametrize("batch", [1, 2, 16])
 def test_it_is_the_scaled_cosine_over_26(folder: Path, batch: int) -> None:
     options = {"path": str(folder), "processor": str(folder), "batch": batch, "device": "cpu"}
-    reward = base.load(build.REWARDS["pickscore"], options)
+    reward = base.load(assembly.REWARDS["pickscore"], options)
     got = [score.value for score in base.checked(reward, samples())]
     wanted = [logit_by_hand(folder, s.prompt.text, s.picture) / 26 for s in samples()]
     assert got == pytest.approx(wanted, abs=2e-5)
@@ -136,7 +135,7 @@ def test_pictures_are_prepared_without_torchvision(folder: Path) -> None:
 
 def test_in_a_worker_process(folder: Path) -> None:
     options = {"path": str(folder), "processor": str(folder), "device": "cpu"}
-    scores = through_workers(build.REWARDS["pickscore"], options, samples())
+    scores = through_workers(assembly.REWARDS["pickscore"], options, samples())
     assert [s.value for s in scores] == pytest.approx(
         [logit_by_hand(folder, s.prompt.text, s.picture) / 26 for s in samples()], abs=2e-5
     )
@@ -147,7 +146,9 @@ def test_in_a_worker_process(folder: Path) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_gives_the_same(folder: Path) -> None:
     """Up to what convolutions in TF32 change."""
-    reward = base.load(build.REWARDS["pickscore"], {"path": str(folder), "processor": str(folder)})
+    reward = base.load(
+        assembly.REWARDS["pickscore"], {"path": str(folder), "processor": str(folder)}
+    )
     got = [score.value for score in base.checked(reward, samples())]
     wanted = [logit_by_hand(folder, s.prompt.text, s.picture) / 26 for s in samples()]
     assert got == pytest.approx(wanted, abs=0.01)
@@ -157,13 +158,15 @@ def test_a_missing_model_is_one_sentence_and_looked_for_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (score,) = through_workers(build.REWARDS["pickscore"], {}, samples()[:1])
+    (score,) = through_workers(assembly.REWARDS["pickscore"], {}, samples()[:1])
     assert score.value is None
     start = 'mine: raised UserError: CLIPModel cannot be loaded from "yuvalkirstain/PickScore_v1": '
     assert score.error.startswith(start) and "\n" not in score.error
     assert score.error.endswith("cached or can be reached)")
 
-    reward = base.load(build.REWARDS["pickscore"], {"path": "/no/such", "processor": str(folder)})
+    reward = base.load(
+        assembly.REWARDS["pickscore"], {"path": "/no/such", "processor": str(folder)}
+    )
     first = base.checked(reward, samples())[0].error
     assert first == 'raised UserError: CLIPModel cannot be loaded from "/no/such": no such folder'
     monkeypatch.setattr(networks, "loaded", None)  # a second search would fail otherwise
@@ -178,7 +181,7 @@ def test_another_kind_of_model_is_refused(folder: Path, tmp_path: Path) -> None:
     )
     CLIPTextModel(config).save_pretrained(tmp_path)
     reward = base.load(
-        build.REWARDS["pickscore"], {"path": str(tmp_path), "processor": str(folder)}
+        assembly.REWARDS["pickscore"], {"path": str(tmp_path), "processor": str(folder)}
     )
     error = sure(str, base.checked(reward, samples())[0].error)
     assert error.startswith("raised UserError: ") and "\n" not in error
@@ -187,11 +190,11 @@ def test_another_kind_of_model_is_refused(folder: Path, tmp_path: Path) -> None:
 
 def test_a_device_that_is_not_there(folder: Path) -> None:
     options = {"path": str(folder), "processor": str(folder), "device": "cuda:77"}
-    reward = base.load(build.REWARDS["pickscore"], options)
+    reward = base.load(assembly.REWARDS["pickscore"], options)
     error = sure(str, base.checked(reward, samples())[0].error)
     assert 'device = "cuda:77" cannot be used here' in error
 
 
 def test_it_takes_every_prompt_and_needs_no_weights_for_that() -> None:
-    reward = base.load(build.REWARDS["pickscore"], {})
+    reward = base.load(assembly.REWARDS["pickscore"], {})
     assert reward.unfit(Prompt("")) is None

@@ -14,7 +14,7 @@ import pytest
 from PIL import Image, ImageDraw, ImageFont
 
 from gesso import build
-from gesso.rewards import base
+from gesso.rewards import assembly, base
 from gesso.rewards.compose import Weighted, combine
 from gesso.rewards.transport import wire
 from gesso.rewards.transport.service import RewardService
@@ -185,11 +185,11 @@ def test_jpeg_compressibility_is_minus_kilobytes_over_500() -> None:
     noisy = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(noisy).save(buffer, "JPEG", quality=95)
-    reward = base.load(build.REWARDS["jpeg-compressibility"], {})
+    reward = base.load(assembly.REWARDS["jpeg-compressibility"], {})
     flat, loud = reward.score([sample(), Sample(Prompt(""), noisy, 0)])
     assert loud.value == pytest.approx(-len(buffer.getvalue()) / 1000 / 500)
     assert sure(float, flat.value) > sure(float, loud.value)
-    other = base.load(build.REWARDS["jpeg-incompressibility"], {})
+    other = base.load(assembly.REWARDS["jpeg-incompressibility"], {})
     other_way = other.score([sample(), Sample(Prompt(""), noisy, 0)])
     assert [-sure(float, s.value) for s in other_way] == [
         flat.value,
@@ -199,7 +199,7 @@ def test_jpeg_compressibility_is_minus_kilobytes_over_500() -> None:
 
 @pytest.mark.parametrize("detect", [True, False])
 def test_ocr_reads_real_words(detect: bool) -> None:
-    reward = base.load(build.REWARDS["ocr"], {"detect": detect})
+    reward = base.load(assembly.REWARDS["ocr"], {"detect": detect})
     words = ["KITE", "BRIDGE", "GARDEN", "SILVER"]
     samples = [Sample(Prompt(f'says "{w}"'), word_picture(w), 0) for w in words]
     scores = base.checked(reward, samples)
@@ -212,7 +212,7 @@ def test_ocr_reads_real_words(detect: bool) -> None:
 
 
 def test_ocr_target_is_the_quoted_span_or_the_column() -> None:
-    reward = base.load(build.REWARDS["ocr"], {})
+    reward = base.load(assembly.REWARDS["ocr"], {})
     assert reward.unfit(Prompt("a sign")) == "no double-quoted word to read"
     assert reward.unfit(Prompt('a "sign" that says "KITE"')) is None
     assert reward.unfit(Prompt("a sign", columns={"target": "KITE"})) is None

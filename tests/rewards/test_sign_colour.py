@@ -7,8 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from gesso import build
-from gesso.rewards import base
+from gesso.rewards import assembly, base
 from gesso.types import Prompt, Sample, Score
 from gesso.zoo.words import COLOURS, PAINT, prompt_for
 from tests.typed import sure
@@ -16,7 +15,7 @@ from tools.zoo.render import draw
 
 
 def scored(image: np.ndarray, asked: str, word: str = "KITE") -> Score:
-    reward = base.load(build.REWARDS["sign-colour"], {})
+    reward = base.load(assembly.REWARDS["sign-colour"], {})
     return base.checked(reward, [Sample(Prompt(prompt_for(word, asked)), image, 0)])[0]
 
 
@@ -55,7 +54,7 @@ def test_shares_by_hand() -> None:
 
 
 def test_prompts_without_a_known_colour_are_unfit() -> None:
-    reward = base.load(build.REWARDS["sign-colour"], {})
+    reward = base.load(assembly.REWARDS["sign-colour"], {})
     assert reward.unfit(Prompt('a Red sign that says "KITE"')) is None
     reason = sure(str, reward.unfit(Prompt('a sign that says "RED SIGN"')))
     assert reason.startswith("no sign with a colour is asked for; expected red, blue, ")

@@ -18,7 +18,7 @@ from gesso import build, cli, run
 from gesso.config import Recipe, RewardEntry
 from gesso.config.parsing import parse
 from gesso.health import Facts
-from gesso.rewards import base
+from gesso.rewards import assembly, base
 from gesso.rewards.styles import STYLES
 from gesso.rewards.transport.cache import Cached
 from gesso.rewards.transport.workers import Workers
@@ -266,7 +266,7 @@ def entry(name: str, **more: Any) -> RewardEntry:
 def test_the_style_and_the_tokens_are_part_of_the_cache_key(tmp_path: Path) -> None:
     """`f(x)` fits two styles: its scores are not those of the other."""
     name = f"{file_of(tmp_path, 'def f(x): return [1.0]')}:f"
-    scorers = [build.scorer(entry(name, style=style)) for style in ("gesso", "easyr1")]
+    scorers = [assembly.scorer(entry(name, style=style)) for style in ("gesso", "easyr1")]
     keys = [s.key(sample()) for s in scorers if isinstance(s, Cached)]
     assert len(set(keys)) == 2
     one = scorers[0]
@@ -288,7 +288,7 @@ def drawing(*rewards: dict[str, Any]) -> Recipe:
 def test_styles_of_text_are_not_for_models_that_draw(style: str, tmp_path: Path) -> None:
     name = f"{file_of(tmp_path, 'def f(*args, prompts=None, **kwargs): pass')}:f"
     with pytest.raises(UserError, match=f'style = "{style}" scores text, and model.name = "sd3" d'):
-        build.rewards(drawing({"name": name, "style": style}))
+        assembly.rewards(drawing({"name": name, "style": style}))
 
 
 # Names
@@ -314,11 +314,11 @@ def test_two_files_of_one_name(tmp_path: Path) -> None:
     code = "def f(samples): return [1.0] * len(samples)"
     files = [file_of(tmp_path, code, name) for name in ("a/mine.py", "b/mine.py", "c/a/mine.py")]
     one, two, three = ({"name": f"{file}:f"} for file in files)
-    rewards = build.rewards(drawing(one, two))
+    rewards = assembly.rewards(drawing(one, two))
     rewards.service.close()
     assert [r.name for r in rewards.service.rewards] == ["a.mine:f", "b.mine:f"]
     with pytest.raises(UserError, match=r'would both be called "a\.mine:f" in the metrics'):
-        build.rewards(drawing(one, three))
+        assembly.rewards(drawing(one, three))
 
 
 @pytest.fixture(scope="module")

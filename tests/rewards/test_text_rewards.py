@@ -8,9 +8,8 @@ import sys
 import numpy as np
 import pytest
 
-from gesso import build
 from gesso.formulas.text import overlong
-from gesso.rewards import base
+from gesso.rewards import assembly, base
 from gesso.rewards.text import answers
 from gesso.rewards.transport import wire
 from gesso.types import Prompt, Sample, Score, UserError
@@ -20,12 +19,12 @@ from tests.typed import sure
 
 def scored(name: str, reply: str, answer: object = None, **options: object) -> Score:
     columns = {} if answer is None else {"answer": answer}
-    reward = base.load(build.REWARDS[name], options)
+    reward = base.load(assembly.REWARDS[name], options)
     return base.checked(reward, [Sample(Prompt("How many?", columns=columns), None, 0, reply)])[0]
 
 
 def unfit(name: str, **columns: object) -> str | None:
-    return base.load(build.REWARDS[name], {}).unfit(Prompt("How many?", columns=columns))
+    return base.load(assembly.REWARDS[name], {}).unfit(Prompt("How many?", columns=columns))
 
 
 @pytest.mark.parametrize(
@@ -82,7 +81,7 @@ def test_a_gold_answer_that_cannot_be_parsed_is_never_a_reward(answer: object) -
     assert reason is not None and "answer" in reason and "\n" not in reason
     reply = rf"\boxed{{{answer}}}"  # the very same text
     (score,) = base.checked(
-        base.load(build.REWARDS["math"], {}),
+        base.load(assembly.REWARDS["math"], {}),
         [Sample(Prompt("", columns={"answer": answer}), None, 0, reply)],
     )
     assert score.value is None and score.error == reason
@@ -151,12 +150,12 @@ def test_format(reply: str, value: float) -> None:
 
 
 def test_format_with_other_tags() -> None:
-    reward = base.load(build.REWARDS["format"], {"think": "reasoning", "answer": "final"})
+    reward = base.load(assembly.REWARDS["format"], {"think": "reasoning", "answer": "final"})
     replies = ["<reasoning>x</reasoning><final>4</final>", "<think>x</think><answer>4</answer>"]
     scores = base.checked(reward, [Sample(Prompt(""), None, 0, reply) for reply in replies])
     assert [score.value for score in scores] == [1, 0]
     with pytest.raises(UserError, match="think"):
-        base.load(build.REWARDS["format"], {"think": "a|b"})
+        base.load(assembly.REWARDS["format"], {"think": "a|b"})
 
 
 @pytest.mark.parametrize(
@@ -225,9 +224,9 @@ def test_overlong_counts_words_or_characters() -> None:
     assert characters.value == pytest.approx(-0.75) and characters.parts == {"length": 72.0}
     assert scored("overlong", "", limit=20, buffer=8, unit="words").value == 0
     with pytest.raises(UserError, match="buffer = 30 must not exceed limit = 20"):
-        base.load(build.REWARDS["overlong"], {"limit": 20, "buffer": 30})
+        base.load(assembly.REWARDS["overlong"], {"limit": 20, "buffer": 30})
     with pytest.raises(UserError, match="limit"):
-        base.load(build.REWARDS["overlong"], {"buffer": 30})
+        base.load(assembly.REWARDS["overlong"], {"buffer": 30})
 
 
 def test_boxes_may_hold_braces() -> None:
@@ -242,7 +241,7 @@ def test_a_picture_is_no_text(name: str) -> None:
     options = {"limit": 20, "buffer": 8} if name == "overlong" else {}
     answer = {"choice": "B"}.get(name, "4")
     sample = Sample(Prompt("", columns={"answer": answer}), np.zeros((2, 2, 3), np.uint8), 0)
-    (score,) = base.checked(base.load(build.REWARDS[name], options), [sample])
+    (score,) = base.checked(base.load(assembly.REWARDS[name], options), [sample])
     assert score.value is None
     assert score.error == "raised UserError: this sample is a picture; expected a text to read"
 
@@ -267,6 +266,6 @@ def test_texts_in_a_worker_process() -> None:
         Sample(Prompt("", columns={"answer": "1/2"}), None, i, reply)
         for i, reply in enumerate([r"\boxed{0.5}", r"\boxed{0.4}", "no"])
     ]
-    scores = through_workers(build.REWARDS["math"], {}, some)
+    scores = through_workers(assembly.REWARDS["math"], {}, some)
     assert [s.value for s in scores] == [1, 0, 0]
     assert [s.text for s in scores] == ["0.5", "0.4", "no answer"]

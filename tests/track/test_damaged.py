@@ -64,7 +64,7 @@ def folder(whole: RunFolder, tmp_path: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def job(whole: RunFolder) -> Iterator[run.Job]:
+def job(whole: RunFolder) -> Iterator[run.Assembled]:
     """The run's objects, made once: most runs here end before they are used."""
     made = run.assemble(run.recipe_of(whole))
     yield made
@@ -72,7 +72,7 @@ def job(whole: RunFolder) -> Iterator[run.Job]:
 
 
 @pytest.fixture
-def resume(whole: RunFolder, job: run.Job, monkeypatch: pytest.MonkeyPatch) -> Resume:
+def resume(whole: RunFolder, job: run.Assembled, monkeypatch: pytest.MonkeyPatch) -> Resume:
     """`run.resume`; with the objects that are there already, where its recipe is still theirs and
     a checkpoint takes the place of what they have learned."""
 
@@ -81,7 +81,7 @@ def resume(whole: RunFolder, job: run.Job, monkeypatch: pytest.MonkeyPatch) -> R
         same = config.is_file() and config.read_bytes() == theirs.read_bytes()
         if same and os.path.lexists(folder / "checkpoints/000001"):
             monkeypatch.setattr(run, "assemble", lambda recipe, display: job)
-            monkeypatch.setattr(run.Job, "close", lambda job: None)
+            monkeypatch.setattr(run.Assembled, "close", lambda job: None)
         return run.resume(folder, quiet=True)
 
     return resumed

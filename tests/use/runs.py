@@ -32,7 +32,7 @@ def make(data: dict[str, Any], folder: Path, size: float = 0.03) -> RunFolder:
     """Checkpoints of STEPS, each with weights of its own."""
     recipe = build.recipe_from(data)
     model, algorithm = build.model(recipe), build.algorithm(recipe)
-    critic = build.critic(recipe, algorithm, model)
+    algorithm, critic = build.add_critic(recipe, algorithm, model)
     learner = Learner(model, algorithm, recipe.optimizer, recipe.learner, recipe.seed, critic)
     run = RunFolder.create(folder, recipe.model_dump())
     samples = evaluation(data)

@@ -15,7 +15,14 @@ import gesso
 from gesso import build, cli
 from gesso.run import train
 from gesso.types import Prompt, Sample, Score, UserError
-from gesso.use.evaluate import Asked, Evaluation, evaluate_all, reward_entry, summary, table
+from gesso.use.evaluate import (
+    Evaluation,
+    EvaluationRequest,
+    evaluate_all,
+    reward_entry,
+    summary,
+    table,
+)
 from gesso.use.source import find
 from gesso.use.trained import load
 from tests import pipelines, tokens
@@ -87,7 +94,7 @@ def test_it_is_what_the_run_measured(recipe_data: dict, tmp_path: Path) -> None:
     recipe_data["learner"] |= {"ema": {"every": 1, "decay": 0.5}}
     finished = train(build.recipe_from(recipe_data), folder=tmp_path / "run", quiet=True)
     first, *_, last = (row for row in finished.rows() if "eval/reward" in row)
-    found = evaluate_all([find(tmp_path / "run"), find(tmp_path / "run").base], Asked())
+    found = evaluate_all([find(tmp_path / "run"), find(tmp_path / "run").base], EvaluationRequest())
     assert found[0].interval().mean == pytest.approx(last["eval/reward"], abs=1e-9)
     assert found[1].interval().mean == pytest.approx(first["eval/reward"], abs=1e-9)
     from PIL import Image
@@ -166,7 +173,7 @@ def test_prompts_that_only_one_of_two_takes(folders: Path, tmp_path: Path) -> No
     wide = runs.make(runs.writes(tiny, True, {"name": "grpo"}), tmp_path / "wide").path
     data = runs.writes(tiny, True, {"name": "grpo"}, max_prompt=20)
     narrow = runs.make(data, tmp_path / "narrow").path
-    asked = Asked(("format",), ["how many?", "word " * 20])
+    asked = EvaluationRequest(("format",), ["how many?", "word " * 20])
     with pytest.raises(UserError, match="do not take the same prompts; leave this one out"):
         evaluate_all([find(wide), find(narrow)], asked)
     several = gesso.load(wide).evaluate(n=4)  # greedy replies would all be the same

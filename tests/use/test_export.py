@@ -21,8 +21,9 @@ import gesso
 from gesso import build, cli
 from gesso.types import SampleSpec, UserError
 from gesso.use import card
-from gesso.use.source import Source
-from gesso.use.trained import AS_EVALUATED, Trained, load, picture_seeds
+from gesso.use.loaded import AS_EVALUATED, picture_seeds
+from gesso.use.source import ModelSource
+from gesso.use.trained import Trained, load
 from tests import pipelines, tokens
 from tests.tokens import padded_logp, trace_of
 from tests.typed import sure, writing
@@ -66,7 +67,7 @@ def drawn(trained: Any, prompt: str) -> tuple[np.ndarray, torch.Tensor]:
     """Gesso's picture and latents, from the seed of the card."""
     spec = trained.spec(AS_EVALUATED, several=False)
     assert isinstance(spec, SampleSpec) and spec.guidance in (1.0, 2.5)
-    sampler = build.own_sampler(trained.recipe, trained.model)
+    sampler = build.built_in_sampler(trained.recipe, trained.model)
     (piece,) = sampler.sample([trained.ask(prompt)], [0], picture_seeds(0, 1), spec)
     return piece.samples[0].picture, piece.trace.clean
 
@@ -91,7 +92,7 @@ def test_pictures_of_plain_diffusers(
     run = runs.make(data, tmp_path / "run", 0.03 if lora else 0.01).path
     trained, base = load(run), load(run).source.base
     ours, latents = drawn(trained, runs.TOLD)
-    untrained, _ = drawn(gesso.use.trained.opened(base), runs.TOLD)
+    untrained, _ = drawn(gesso.use.loaded.open_model(base), runs.TOLD)
     assert abs(ours.astype(int) - untrained).max() > 8  # training has moved it
     folder = export(run, tmp_path / "out", *flags)
     left = as_the_card_says(folder, monkeypatch)
@@ -280,7 +281,7 @@ def test_the_front_matter_names_a_base_of_the_hub(tmp_path: Path) -> None:
     import yaml
 
     recipe = build.recipe("sd35-ocr")
-    facts = card.Facts(Trained(Source("run", recipe), None), tmp_path, False, [], {}, {})  # type: ignore[arg-type]
+    facts = card.Facts(Trained(ModelSource("run", recipe), None), tmp_path, False, [], {}, {})
     told = yaml.safe_load(card._front(facts).strip("-"))
     assert told["base_model"] == recipe.model.path == "stabilityai/stable-diffusion-3.5-medium"
     assert told["base_model_relation"] == "adapter" and "license" not in told

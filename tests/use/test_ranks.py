@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from gesso.config import Recipe
 from gesso.learner.learner import Learner
 from gesso.track.run_folder import RunFolder
 from gesso.types import UserError
 from gesso.use.trained import load
+from tests.typed import sure
 from tests.use import runs
 from tests.waiting import LIMIT
 
@@ -61,7 +63,7 @@ def test_it_is_exported_and_gone_on_with(both: tuple[RunFolder, RunFolder], tmp_
     files = [sorted(path.rglob("*.safetensors")) for path in paths]
     assert len(files[0]) == len(files[1]) > 3
     assert all(a.read_bytes() == b.read_bytes() for a, b in zip(*files, strict=True))
-    recipe = load(both[1].path).recipe
+    recipe = sure(Recipe, load(both[1].path).recipe)
     model, algorithm = build.model(recipe), build.algorithm(recipe)
     learner = Learner(model, algorithm, recipe.optimizer, recipe.learner, recipe.seed)
     learner.restore(both[1].load(4)[0])  # as a resumed run does

@@ -15,9 +15,10 @@ from gesso import build, cli
 from gesso.config import Lora, Model, Recipe
 from gesso.types import UserError
 from gesso.use import export
+from gesso.use.loaded import open_model
 from gesso.use.sampling import Wanted, draw_all
 from gesso.use.source import find
-from gesso.use.trained import load, opened
+from gesso.use.trained import load
 from gesso.weights.policy import Policy
 from gesso.zoo.words import LIMITS, prompt_for
 from tests import pipelines, tokens
@@ -82,7 +83,7 @@ def test_a_pipeline_draws_as_diffusers_would(folders: Path) -> None:
 def test_a_model_of_transformers(folders: Path, written: Path) -> None:
     short = ["algorithm.max_tokens=6"]
     plain, named = load(folders / "qwen2", overrides=short), tokens.Tiny("qwen2", folders / "qwen2")
-    base = opened(find(written).base)
+    base = open_model(find(written).base)
     assert plain.recipe.model.name == "causal"
     (reply,) = plain.sample("how many?")
     assert base.sample("how many?")[0].startswith(reply)
@@ -172,7 +173,9 @@ def test_pictures_have_honest_names(
     trained = gesso.load(run)
     for j in range(2):  # alone or among others: the same picture
         assert pictures[4 + j].tobytes() == trained.sample("a red cat", 2, 5)[j].tobytes()
-    assert pictures[0].tobytes() == opened(find(run).base).sample("a red cat", 1, 5)[0].tobytes()
+    assert (
+        pictures[0].tobytes() == open_model(find(run).base).sample("a red cat", 1, 5)[0].tobytes()
+    )
     assert pictures[0].tobytes() != pictures[4].tobytes()
     one = out(capsys, "sample", run, "a red cat", "--quiet", "--out", tmp_path / "q", "--step", "2",
               "--weights", "current", "--steps", "2", "--guidance", "1")  # fmt: skip

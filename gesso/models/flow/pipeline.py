@@ -68,7 +68,7 @@ class PipelineModel(ABC):
     packed: ClassVar[bool] = False  # the transformer wants tokens, it does not make them itself
     even_sigmas: ClassVar[bool] = False  # the pipeline gives the scheduler 1, …, 1/steps
 
-    def __init__(self, settings: config.Model, seed: int = 0) -> None:
+    def __init__(self, settings: config.Model, seed: int = 0, sizes: Sequence[int] = ()) -> None:
         self.path = settings.path
         self.device = config.pick_device(settings.device, "model.device")
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
@@ -85,7 +85,7 @@ class PipelineModel(ABC):
             self.transformer.enable_gradient_checkpointing()
         folds = folds_lora(settings, self.device.type)
         self.policy = Policy(self.transformer, settings.lora, self.lora_targets, seed, folds=folds)
-        self.sizes: Sequence[int] = ()  # rows that what is compiled is run with
+        self.sizes = sizes  # rows that what is compiled is run with
         parameters = sum(p.numel() for p in self.transformer.parameters())
         self.compiled = speed.compiles(settings, self.device, parameters, self.blocks)
         if self.compiled:

@@ -55,7 +55,6 @@ class TokenModel(Protocol):
     allowed: Tensor  # (V,) bool: the others
     max_prompt: int  # tokens
     places: int | None  # tokens that its positions are made for; None: it has no limit
-    critic: Critic | None  # where an algorithm asked for one
 
     @property
     def policy(self) -> RunnableWeights: ...

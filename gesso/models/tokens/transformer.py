@@ -22,7 +22,7 @@ from gesso.models.cudnn import settle_attention
 from gesso.models.located import TRANSFORMER, locate
 from gesso.models.tokens import head, loading
 from gesso.models.tokens.attention import segments_of
-from gesso.models.tokens.base import Critic, Read, ReplyLogp
+from gesso.models.tokens.base import Read, ReplyLogp
 from gesso.models.tokens.stepping import Stepper, fits
 from gesso.rollout import TokenPrompt, TokenTrace
 from gesso.types import Prompt, UserError, Which
@@ -58,7 +58,6 @@ class TransformerModel(ABC):
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         self.max_prompt = settings.max_prompt
         self.quantized = settings.quantize is not None
-        self.critic: Critic | None = None
         self.source = locate(settings, TRANSFORMER).source
         self.module = loading.load(self, settings)
         settle_attention(self.device)  # of a vision tower that is trained; all else has its own

@@ -40,6 +40,7 @@ class Workers:
         batch: int = 4,
         timeout: float = 300.0,
         style: str = "gesso",
+        random: bool = False,
     ) -> None:
         self.reference = reference
         self.options = dict(options)
@@ -48,7 +49,7 @@ class Workers:
         self.timeout = timeout
         self.processes = count
         self.hits = 0
-        self.random = False
+        self.random = random
         self.restarts = 0
         self._idle: asyncio.Queue[asyncio.subprocess.Process | None] | None = None
         self._all: set[asyncio.subprocess.Process] = set()

@@ -1,0 +1,60 @@
+"""The two families of models, and which of them a recipe or a class belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gesso import imports
+from gesso.config import FAMILIES, MODELS, AnyRecipe, FamilyName
+from gesso.config.parsing import named
+from gesso.families import classes
+from gesso.families.base import Family
+from gesso.families.flow import FlowFamily
+from gesso.families.tokens import TokenFamily
+from gesso.types import UserError
+
+BY_NAME: Mapping[str, Family] = {"draws": FlowFamily(), "writes": TokenFamily()}
+
+
+def of(recipe: AnyRecipe) -> Family:
+    return BY_NAME[recipe.model.family_name]
+
+
+def model_class(name: str) -> Any:
+    """The class of a bundled model."""
+    return classes.load(BY_NAME[MODELS[name].family], name)
+
+
+def with_family(data: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    """A recipe's tables with `model.family` filled in, where the model is the user's code. Imports
+    that code: only for a recipe that the user gave, not for a run folder."""
+    section = data.get("model")
+    if not isinstance(section, Mapping) or not isinstance(name := section.get("name"), str):
+        return data
+    reference = named(classes.REFERENCES, name, "model")  # a typo here would look like unknown keys
+    stated = section.get("family")
+    if not imports.is_user_code(name) or stated not in (None, *FAMILIES):
+        return data
+    family = _user_family(imports.load(reference, "model"), name, stated, where)
+    classes.load(BY_NAME[family], name)
+    return {**data, "model": {**section, "family": family}}
+
+
+def _user_family(kind: Any, name: str, stated: FamilyName | None, where: str) -> FamilyName:
+    imports.check_is_class(kind, f'model "{name}"')
+    family = classes.family_of(kind, name, BY_NAME)
+    if stated is not None and family is not None and stated != family:
+        raise UserError(
+            f'{where}: model.family = "{stated}", but the class "{name}" {family}; leave '
+            "model.family out"
+        )
+    if stated is None and family is None:
+        raise UserError(
+            f'{where}: model "{name}" does not show its family, by one of velocity (draws) and '
+            "logp (writes); expected the methods of gesso's FlowModel or of its TokenModel, or "
+            'model.family = "draws" or "writes"'
+        )
+    chosen = stated or family
+    assert chosen is not None
+    return chosen

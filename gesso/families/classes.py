@@ -1,0 +1,43 @@
+"""Model classes: the bundled ones, and those of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from gesso import imports
+from gesso.config import MODELS, FamilyName
+from gesso.config.parsing import named
+from gesso.types import UserError
+
+if TYPE_CHECKING:
+    from gesso.families.base import Family
+
+REFERENCES = {name: model.reference for name, model in MODELS.items()}
+
+
+def bundled(family: FamilyName) -> dict[str, str]:
+    """Names of a family's bundled models → "module:Class"."""
+    return {name: model.reference for name, model in MODELS.items() if model.family == family}
+
+
+def load(family: Family, name: str) -> Any:
+    """The class behind `model.name`. One of the user's must have the methods of the family."""
+    kind = imports.load(named(REFERENCES, name, "model"), "model")
+    if imports.is_user_code(name):
+        imports.check_class(kind, family.protocol(), f'model "{name}"')
+    return kind
+
+
+def family_of(kind: Any, name: str, families: Mapping[str, Family]) -> FamilyName | None:
+    """The family of a class of the user's: its attribute `family`, or else the methods that it has.
+    None: neither decides."""
+    stated = imports.attribute(kind, "family")
+    if isinstance(stated, str):
+        if stated not in families:
+            raise UserError(
+                f'model "{name}" has family = "{stated:.40}"; expected one of {", ".join(families)}'
+            )
+        return families[stated].name
+    fits = [family.name for family in families.values() if family.is_model(kind)]
+    return fits[0] if len(fits) == 1 else None

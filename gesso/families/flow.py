@@ -1,0 +1,132 @@
+"""Flow models, which draw: through diffusers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from gesso import config, imports
+from gesso.config import AnyRecipe, Eval, Recipe
+from gesso.families import classes, flow_checks
+from gesso.types import Prompt
+
+if TYPE_CHECKING:
+    from gesso.algorithms.base import Algorithm
+    from gesso.data.prompts import LoadedData
+    from gesso.models.flow.base import FlowModel
+    from gesso.samplers.denoise import DenoisingSampler
+    from gesso.track.progress import Progress
+
+
+class FlowFamily:
+    name: config.FamilyName = "draws"
+    section: type[config.AnyModel] = config.Model
+    models: Mapping[str, str] = classes.bundled("draws")
+    memory = "gesso.memory.flow:load"
+    verb = "draw"
+    doing = "drawing"
+    takes_images = False
+    foreign_options: Sequence[str] = ("temperature",)
+    default_algorithm = "flow-grpo"
+    tight_clip = True
+
+    def protocol(self) -> type:
+        from gesso.models.flow.base import FlowModel
+
+        return FlowModel
+
+    def is_model(self, kind: type) -> bool:
+        return imports.attribute(kind, "velocity") is not None
+
+    def model(self, recipe: AnyRecipe) -> FlowModel:
+        """A constructor that takes `sizes` gets the numbers of rows that its network will run with,
+        to compile for these."""
+        from gesso.models.flow.compiled import sizes
+
+        kind = classes.load(self, recipe.model.name)
+        rows = sizes(recipe.sampler.batch, recipe.learner.micro_batch)
+        more = {"sizes": rows} if "sizes" in inspect.signature(kind).parameters else {}
+        return kind(recipe.model, recipe.seed, **more)
+
+    def built_in_sampler(self, recipe: AnyRecipe, model: FlowModel) -> DenoisingSampler:
+        from gesso.samplers.denoise import DenoisingSampler
+
+        return DenoisingSampler(model, recipe.sampler.batch)
+
+    def sampler(self, recipe: Recipe, algorithm: Algorithm, model: FlowModel) -> DenoisingSampler:
+        return self.built_in_sampler(recipe, model)  # `check_model` has refused other engines
+
+    def add_critic(
+        self, recipe: Recipe, algorithm: Algorithm, model: FlowModel
+    ) -> tuple[Algorithm, None]:
+        return algorithm, None
+
+    def check_model(self, recipe: AnyRecipe, where: str) -> None:
+        flow_checks.check_model(recipe, where)
+
+    def check(self, recipe: Recipe, algorithm: Algorithm, where: str) -> None:
+        flow_checks.check_one_pass(recipe, algorithm, where)
+
+    def check_machine(self, recipe: Recipe, algorithm: Algorithm) -> None:
+        flow_checks.check_folds(recipe, algorithm)
+
+    def notes(self, recipe: Recipe, algorithm: Algorithm) -> list[str]:
+        return flow_checks.ragged(recipe, algorithm)
+
+    def fit(
+        self,
+        recipe: Recipe,
+        algorithm: Algorithm,
+        model: FlowModel,
+        data: LoadedData,
+        progress: Progress,
+    ) -> LoadedData:
+        notes = flow_checks.check_data(recipe, algorithm, model, data)
+        return replace(data, notes=[*data.notes, *notes])
+
+    def eval_section(self, recipe: AnyRecipe, algorithm: Algorithm) -> Eval:
+        if recipe.eval.guidance is not None:
+            return recipe.eval
+        guidance = flow_checks.sample_spec(recipe, algorithm).guidance
+        return recipe.eval.model_copy(update={"guidance": guidance})
+
+    def eval_cost(self, recipe: Recipe, algorithm: Algorithm) -> float:
+        return recipe.eval.steps / flow_checks.sample_spec(recipe, algorithm).steps
+
+    def network(self, model: FlowModel) -> str:
+        return "transformer"
+
+    def library_kinds(self, name: str) -> Sequence[str]:
+        return [classes.load(self, name).pipeline]
+
+    def library(self, whole: bool) -> str:
+        return "diffusers"
+
+    def task(self, model: FlowModel) -> str:
+        return "text-to-image"
+
+    def has_estimate(self, model: FlowModel) -> bool:
+        from gesso.models.flow.pipeline import PipelineModel
+
+        return isinstance(model, PipelineModel)
+
+    def unfit(self, model: FlowModel, prompt: Prompt) -> str | None:
+        return None
+
+    def check_prompts(self, model: FlowModel, prompts: Sequence[Prompt], spec: Any) -> list[str]:
+        from gesso.models.flow.base import check_guidance, unused_negatives
+
+        check_guidance(model, spec.guidance, prompts)
+        return unused_negatives(model, spec.guidance, prompts, _these(prompts), "guidance")
+
+    def truncated(self, model: FlowModel, prompts: Sequence[Prompt]) -> list[str]:
+        from gesso.models.flow.base import over_long
+
+        return over_long(model, prompts, _these(prompts))
+
+
+def _these(prompts: Sequence[Prompt]) -> str:
+    """In the place of a file's name, in notes."""
+    return "these" if len(prompts) > 1 else "one"

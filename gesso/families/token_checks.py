@@ -1,0 +1,93 @@
+"""Checks of recipes and data for language models."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gesso.config import AnyRecipe, Recipe
+from gesso.config.parsing import nearest
+from gesso.data import prompts
+from gesso.types import Prompt, ReplySpec, UserError
+
+if TYPE_CHECKING:
+    from gesso.algorithms.base import Algorithm
+    from gesso.models.tokens.base import TokenModel
+    from gesso.track.progress import Progress
+
+
+def max_tokens(recipe: Recipe, algorithm: Algorithm) -> int:
+    """Of a response in training."""
+    spec = algorithm.spec(0, 0, recipe.model)
+    assert isinstance(spec, ReplySpec)
+    return spec.max_tokens
+
+
+def check_model(recipe: AnyRecipe, where: str) -> None:
+    if recipe.model.quantize is not None and recipe.sampler.engine != "built-in":
+        raise UserError(
+            f'{where}: sampler.engine = "{recipe.sampler.engine}" takes whole weights, and '
+            f'model.quantize = "{recipe.model.quantize}" has none; leave one of them out'
+        )
+
+
+def check_judge(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
+    """Groups without spread may be found by one of the rewards, which the recipe must have."""
+    from gesso.algorithms.credit import Credit
+
+    advantage = algorithm.advantage
+    reward = advantage.flat_by if isinstance(advantage, Credit) else None
+    labels = [entry.label for entry in recipe.reward]
+    if reward is not None and reward not in labels:
+        raise UserError(
+            f'{where}: algorithm.advantage.flat_by = "{reward}" is none of the rewards'
+            f"{nearest(reward, labels)}"
+        )
+
+
+def fit(
+    recipe: Recipe,
+    algorithm: Algorithm,
+    model: TokenModel,
+    data: prompts.LoadedData,
+    progress: Progress,
+) -> prompts.LoadedData:
+    """The prompts that are short enough for the model."""
+    lengths: list[int] = []
+
+    def unfit(prompt: Prompt) -> str | None:
+        progress.advance()
+        try:
+            tokens = model.length(prompt)
+        except UserError as error:  # an image too narrow, a token that stands for images
+            return str(error).removeprefix(f"{prompt.where}: ")
+        reason = too_long(model, tokens)
+        lengths.append(0 if reason else tokens)
+        return reason
+
+    count = sum(len(part.prompts) for part in data.train) + len(data.held_out)
+    progress.phase("measuring prompts", count)
+    fitting = prompts.without(data, unfit, recipe.data, "do not fit the model")
+    _check_positions(recipe, algorithm, model, max(lengths))
+    return fitting
+
+
+def too_long(model: TokenModel, tokens: int) -> str | None:
+    if tokens <= model.max_prompt:
+        return None
+    return f"{tokens} tokens, more than model.max_prompt = {model.max_prompt}"
+
+
+def _check_positions(recipe: Recipe, algorithm: Algorithm, model: TokenModel, longest: int) -> None:
+    """Raises where a response may grow beyond the model's positions: from there on the model
+    produces noise, and would be trained on it."""
+    positions, most = model.places, max_tokens(recipe, algorithm)
+    if positions is None or longest + most <= positions:
+        return
+    fits = max(positions - longest, 0)
+    lower = f"algorithm.max_tokens to {fits}" if fits else "algorithm.max_tokens"
+    raise UserError(
+        f"the longest prompt has {longest} tokens and a reply may have algorithm.max_tokens = "
+        f"{most}, together {longest + most}, but {recipe.model.path} was made for {positions} "
+        f"(max_position_embeddings in its config.json); lower {lower}, or model.max_prompt to "
+        "leave out the longest prompts"
+    )

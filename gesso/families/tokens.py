@@ -1,0 +1,153 @@
+"""Language and vision-language models, which write: through transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gesso import config, imports
+from gesso.config import AnyRecipe, Eval, Recipe
+from gesso.families import classes, token_checks
+from gesso.types import Prompt, UserError
+
+if TYPE_CHECKING:
+    from gesso.algorithms.base import Algorithm
+    from gesso.data.prompts import LoadedData
+    from gesso.models.tokens.base import TokenModel
+    from gesso.models.tokens.critic import Critic
+    from gesso.samplers.base import Sampler
+    from gesso.samplers.decode import DecodingSampler
+    from gesso.track.progress import Progress
+
+
+class TokenFamily:
+    name: config.FamilyName = "writes"
+    section: type[config.AnyModel] = config.TokenModel
+    models: Mapping[str, str] = classes.bundled("writes")
+    memory = "gesso.memory.tokens:load"
+    verb = "write"
+    doing = "writing"
+    takes_images = True
+    foreign_options: Sequence[str] = ("steps", "guidance")
+    default_algorithm = "grpo"
+    tight_clip = False
+
+    def protocol(self) -> type:
+        from gesso.models.tokens.base import TokenModel
+
+        return TokenModel
+
+    def is_model(self, kind: type) -> bool:
+        return imports.attribute(kind, "logp") is not None
+
+    def model(self, recipe: AnyRecipe) -> TokenModel:
+        return classes.load(self, recipe.model.name)(recipe.model, recipe.seed)
+
+    def built_in_sampler(self, recipe: AnyRecipe, model: TokenModel) -> DecodingSampler:
+        from gesso.samplers.decode import DecodingSampler
+
+        return DecodingSampler(model, recipe.sampler.batch)
+
+    def sampler(self, recipe: Recipe, algorithm: Algorithm, model: Any) -> Sampler:
+        if recipe.sampler.engine == "built-in":
+            return self.built_in_sampler(recipe, model)
+        from gesso.models.tokens.transformer import TransformerModel
+        from gesso.samplers.vllm import VllmSampler
+
+        if not isinstance(model, TransformerModel):
+            raise UserError(
+                f'sampler.engine = "{recipe.sampler.engine}" loads models of transformers, and '
+                f'model "{recipe.model.name}" does not derive from TransformerModel; leave it out'
+            )
+        longest = model.max_prompt + token_checks.max_tokens(recipe, algorithm)
+        return VllmSampler(model, recipe.sampler, longest, recipe.seed)
+
+    def add_critic(
+        self, recipe: Recipe, algorithm: Algorithm, model: Any
+    ) -> tuple[Algorithm, Critic | None]:
+        from gesso.algorithms.ppo import PPO
+
+        if not isinstance(algorithm, PPO):
+            return algorithm, None
+        from gesso.models.tokens import critic
+        from gesso.models.tokens.transformer import TransformerModel
+
+        if not isinstance(model, TransformerModel):
+            raise UserError(
+                f'algorithm "{recipe.algorithm.name}" has a critic, which only models that derive '
+                f'from TransformerModel can have, and "{recipe.model.name}" does not; use another '
+                "algorithm"
+            )
+        assert isinstance(recipe.model, config.TokenModel)
+        wanted = algorithm.critic
+        made = critic.make(model, recipe.model, wanted.trunk, wanted.lr, recipe.seed)
+        return algorithm.with_critic(made), made
+
+    def check_model(self, recipe: AnyRecipe, where: str) -> None:
+        token_checks.check_model(recipe, where)
+
+    def check(self, recipe: Recipe, algorithm: Algorithm, where: str) -> None:
+        token_checks.check_judge(recipe, algorithm, where)
+
+    def check_machine(self, recipe: Recipe, algorithm: Algorithm) -> None:
+        if recipe.sampler.engine == "vllm":
+            from gesso.samplers import vllm
+
+            vllm.check_installed()
+
+    def notes(self, recipe: Recipe, algorithm: Algorithm) -> list[str]:
+        return []  # responses are packed by their tokens
+
+    def fit(
+        self,
+        recipe: Recipe,
+        algorithm: Algorithm,
+        model: TokenModel,
+        data: LoadedData,
+        progress: Progress,
+    ) -> LoadedData:
+        return token_checks.fit(recipe, algorithm, model, data, progress)
+
+    def eval_section(self, recipe: AnyRecipe, algorithm: Algorithm) -> Eval:
+        return recipe.eval
+
+    def eval_cost(self, recipe: Recipe, algorithm: Algorithm) -> float:
+        return 1.0
+
+    def network(self, model: TokenModel) -> str:
+        return "model, vision tower included" if _sees(model) else "model"
+
+    def library_kinds(self, name: str) -> Sequence[str]:
+        return list(classes.load(self, name).kinds)
+
+    def library(self, whole: bool) -> str:
+        return "transformers" if whole else "peft"
+
+    def task(self, model: TokenModel) -> str:
+        return "image-text-to-text" if _sees(model) else "text-generation"
+
+    def has_estimate(self, model: TokenModel) -> bool:
+        from gesso.models.tokens.transformer import TransformerModel
+
+        return isinstance(model, TransformerModel)
+
+    def unfit(self, model: TokenModel, prompt: Prompt) -> str | None:
+        try:
+            return token_checks.too_long(model, model.length(prompt))
+        except UserError as error:  # an image too narrow, a token that stands for images
+            return str(error).removeprefix(f"{prompt.where}: ")
+
+    def check_prompts(self, model: TokenModel, prompts: Sequence[Prompt], spec: Any) -> list[str]:
+        for prompt in prompts:
+            if reason := self.unfit(model, prompt):
+                raise UserError(f"{prompt.where}: {reason}")
+        return []
+
+    def truncated(self, model: TokenModel, prompts: Sequence[Prompt]) -> list[str]:
+        return []  # `check_prompts` has refused those that are too long
+
+
+def _sees(model: TokenModel) -> bool:
+    from gesso.models.tokens.vision_language import VisionLanguage
+
+    return isinstance(model, VisionLanguage)
