@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 from gesso.cluster.local import Local, Pending, Timing
@@ -22,6 +23,7 @@ from gesso.health import Facts, Health, self_test
 from gesso.learner.learner import Learner
 from gesso.rollout import Rollout
 from gesso.track import groups
+from gesso.track.checkpoints import read_tensors, write_tensors
 from gesso.track.progress import Watcher
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Score, StopRun, UserError, Which
@@ -136,7 +138,7 @@ class Loop:
                     f"{dropped} rows of metrics.jsonl are written again"
                 )
             return 0
-        state, meta = self.run.load(latest)
+        state, meta = read_tensors(self.run.checkpoint(latest)), self.run.meta(latest)
         self.run.history(latest)
         try:
             self.learner.restore(state)
@@ -169,7 +171,8 @@ class Loop:
     def _save(self, step: int) -> None:
         self.watcher.phase("saving")
         about = {"seed": self.recipe.seed, "data": self.cluster.stream.digest}
-        self.run.save(step, self.learner.state(), about, self.recipe.save.keep)
+        write = partial(write_tensors, state=self.learner.state())
+        self.run.save(step, write, about, self.recipe.save.keep)
 
     def _record(self, row: dict[str, Any], started: float, evaluate: bool) -> None:
         failure: StopRun | None = None

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gesso.rollout import Rollout
-from gesso.track.run_folder import write_whole
+from gesso.track.atomic import write_atomic
 from gesso.types import Sample
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def save(run: Path, step: int, rollout: Rollout, credit: Tensor, keep: int) -> N
         if place < keep:
             _keep(folder, row, [rollout.samples[i] for i in rows])
         lines.append(json.dumps(row) + "\n")
-    write_whole(folder.with_suffix(".jsonl"), "".join(lines).encode())
+    write_atomic(folder.with_suffix(".jsonl"), "".join(lines).encode())
 
 
 def _group(
