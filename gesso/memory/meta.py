@@ -7,12 +7,13 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
+
+from gesso.memory.functions import Replaced, fused_attention
 
 NF4_BYTES = 0.5 + 4 / 64  # a weight: four bits, and a float32 scale for every 64 of them
 
@@ -49,10 +50,8 @@ def peak(there: Iterable[Tensor], work: Callable[[], object]) -> int:
     """Most bytes that live at once of what `work` makes."""
     known = {t.untyped_storage()._cdata for t in there}
     # On the meta device torch would write down every attention matrix; devices do not.
-    with (
-        patch.object(nn.functional, "scaled_dot_product_attention", _attention),
-        _Live(known) as live,
-    ):
+    fused = Replaced({nn.functional.scaled_dot_product_attention: fused_attention})
+    with fused, _Live(known) as live:
         work()
     return live.peak
 
@@ -70,10 +69,11 @@ class _Live(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        result = self._run(function, args, kwargs or {})
-        for tensor in _tensors((result,)):
-            if tensor.is_meta:
-                self._see(tensor.untyped_storage())
+        with torch._C.DisableTorchFunction():  # function modes would see every `is_meta` in here
+            result = self._run(function, args, kwargs or {})
+            for tensor in _tensors((result,)):
+                if tensor.is_meta:
+                    self._see(tensor.untyped_storage())
         return result
 
     def _run(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -186,32 +186,3 @@ def _are_new(found: Sequence[Any], given: Iterable[Tensor]) -> bool:
         return False
     own = {t.untyped_storage()._cdata for t in found}
     return len(own) == len(found) and own.isdisjoint(t.untyped_storage()._cdata for t in given)
-
-
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Tensor:
-    like = value.dtype
-    added = None if attn_mask is None else attn_mask.to(like)  # devices add it, as a number
-    return _Attention.apply(query.to(like), key.to(like), value, added)
-
-
-class _Attention(torch.autograd.Function):
-    """Shapes of a fused attention: it keeps its inputs and its output for the backward pass."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, added: Tensor | None
-    ) -> Tensor:
-        out = torch.empty_like(query)
-        ctx.save_for_backward(query, key, value, out, *([] if added is None else [added]))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (*(torch.empty_like(t) for t in ctx.saved_tensors[:3]), None)

@@ -9,9 +9,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -19,19 +16,22 @@ from torch import Tensor, nn
 from gesso.algorithms.base import Algorithm
 from gesso.algorithms.policy_gradient import Known, ReplyAlgorithm, ReplyTerms
 from gesso.config import Recipe
+from gesso.memory.functions import Autocast, Replaced
 from gesso.memory.meta import Load, nbytes, tensors_of
 from gesso.models.tokens.critic import Critic
 from gesso.models.tokens.transformer import TransformerModel
-from gesso.models.tokens.vision_language import TOWER, VisionLanguage
-from gesso.rollout import TokenPrompt, TokenTrace
+from gesso.models.tokens.vision_language import VisionLanguage
+from gesso.rollout import TokenTrace
 from gesso.samplers.decode import READ_AT_ONCE
 from gesso.samplers.drawing import inverse_cdf
 from gesso.samplers.slots import SlotCache
 from gesso.weights.folding_rule import estimated_to_fold
 
-AROUND = 8  # tokens of a prompt that are no picture, at the least: the chat template's own
 STORED = 8 + 1 + 4 + 8 + 4  # bytes a reply token: id, mask, log-prob, advantage, weight in the loss
 STORED_OF_KL, STORED_OF_CRITIC = 4, 4 + 8  # the reference's log-prob; value and return
+
+
+Work = Callable[[], object]
 
 
 def load(model: TransformerModel, algorithm: Algorithm, recipe: Recipe) -> Load:
@@ -39,26 +39,44 @@ def load(model: TransformerModel, algorithm: Algorithm, recipe: Recipe) -> Load:
     trunk = _trunk(algorithm)
     models = [model, *([trunk] if trunk else [])]
     small = recipe.model.quantize is not None
+    autocast = _autocast(models)
     return Load(
         networks=_networks(model, trunk, small),
         stored=_stored(model, algorithm, recipe),
         tensors=tensors_of(m.module for m in models),
-        update=_as_here(model, _update(model, algorithm, recipe)),
-        works={name: _as_here(model, work) for name, work in _works(model, algorithm, recipe)},
+        update=autocast(_update(model, algorithm, recipe)),
+        works={name: autocast(work) for name, work in _works(model, algorithm, recipe)},
         host=_host(models, recipe),
     )
+
+
+def _autocast(models: Sequence[TransformerModel]) -> Callable[[Work], Work]:
+    """What runs some work under autocast, which torch does not have for the meta device."""
+    if not models[0].runs_in_half:
+        return lambda work: work
+    autocast = Autocast(models[0].dtype)
+    for model in models:
+        model.use_autocast(autocast.region)
+
+    def wrapped(work: Work) -> Work:
+        def run() -> object:
+            with Replaced({nn.functional.linear: autocast.linear}):
+                return work()
+
+        return run
+
+    return wrapped
 
 
 def _host(models: Sequence[TransformerModel], recipe: Recipe) -> dict[str, int]:
     """Pictures of a batch wait there, ready for the vision tower; and what it saw of others."""
     prompts = max(recipe.data.groups, recipe.eval.prompts)
-    pixels = _prompt(models[0], models[0].max_prompt).pixels
-    seen = [m.seen.limit for m in models if isinstance(m, VisionLanguage) and m.seen is not None]
-    found = {
-        "features of pictures, up to": sum(seen),
+    pixels = models[0].blank(models[0].max_prompt).pixels
+    sizes = {
+        "features of pictures, up to": sum(model.feature_cache_limit for model in models),
         "pixels of pictures, up to": 0 if pixels is None else prompts * pixels.nbytes,
     }
-    return {name: size for name, size in found.items() if size}
+    return {name: size for name, size in sizes.items() if size}
 
 
 def _trunk(algorithm: ReplyAlgorithm) -> TransformerModel | None:
@@ -73,7 +91,7 @@ def _networks(
 ) -> dict[str, int]:
     """Vision tower and head are never quantized."""
     whole = nbytes(model.module, [model.decoder] if small else [])
-    tower = nbytes(model.module.get_submodule(TOWER)) if isinstance(model, VisionLanguage) else 0
+    tower = nbytes(model.tower) if model.tower is not None else 0
     critic = nbytes(trunk.module, [trunk.decoder] if small else []) if trunk else 0
     return {"language model": whole - tower, "vision tower": tower, "critic": critic}
 
@@ -82,9 +100,6 @@ def _stored(model: TransformerModel, algorithm: ReplyAlgorithm, recipe: Recipe) 
     tokens = recipe.data.groups * algorithm.group * algorithm.max_tokens
     of_kl = STORED_OF_KL if algorithm.kl else 0
     return tokens * (STORED + of_kl + (STORED_OF_CRITIC if algorithm.critic_network else 0))
-
-
-Work = Callable[[], object]
 
 
 def _update(model: TransformerModel, algorithm: ReplyAlgorithm, recipe: Recipe) -> Work:
@@ -103,13 +118,13 @@ def _works(
 ) -> Iterator[tuple[str, Work]]:
     if recipe.sampler.engine == "built-in":  # another has a share of the device
         yield "writing", lambda: _write(model, algorithm, recipe)
-    prompt = _prompt(model, model.max_prompt)
+    prompt = model.blank(model.max_prompt)
     if isinstance(model, VisionLanguage) and prompt.grid is not None:
 
         @torch.no_grad()
         def see() -> object:
             with model.precision():
-                return _look(model, prompt.pixels, prompt.grid)[0]
+                return model.tower_features(prompt)
 
         yield "seeing a picture", see
 
@@ -122,7 +137,7 @@ def _terms(model: TransformerModel, algorithm: ReplyAlgorithm, recipe: Recipe) -
     tokens = min(max(recipe.learner.micro_tokens, longest), most)
     n = math.ceil(tokens / longest)
     reply = max(1, algorithm.max_tokens * tokens // (n * longest))
-    prompts = [_prompt(model, max(1, tokens // n - reply)) for _ in range(n)]
+    prompts = [model.blank(max(1, tokens // n - reply)) for _ in range(n)]
     mask = torch.ones(n, reply, dtype=torch.bool)
     ids = torch.zeros(n, reply, dtype=torch.long)
     trace = TokenTrace(prompts, torch.arange(n), ids, mask, torch.zeros(n, dtype=torch.bool))
@@ -137,7 +152,7 @@ def _write(model: TransformerModel, algorithm: ReplyAlgorithm, recipe: Recipe) -
     samples = max(recipe.data.groups * algorithm.group, recipe.eval.prompts)
     slots = min(recipe.sampler.batch, samples)
     asked = max(min(slots, recipe.eval.prompts), math.ceil(slots / algorithm.group))
-    prompt = _prompt(model, model.max_prompt)
+    prompt = model.blank(model.max_prompt)
     room = -(-(model.max_prompt + algorithm.max_tokens) // 64) * 64
     with model.writing("current")():
         copies = _folded(model, recipe) or _joined(model, recipe)
@@ -176,103 +191,3 @@ def _joined(model: TransformerModel, recipe: Recipe) -> list[Tensor]:
     parts = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
     found = (m for name, m in model.decoder.named_modules() if name.endswith(parts))
     return [torch.empty_like(m.weight, dtype=model.dtype) for m in found]
-
-
-# Prompts with pictures
-
-
-def _prompt(model: TransformerModel, length: int) -> TokenPrompt:
-    """A prompt that is one picture as far as the recipe's pixels go, then text."""
-    ids = torch.zeros(length, dtype=torch.long)
-    if not isinstance(model, VisionLanguage):
-        return TokenPrompt(ids, torch.zeros_like(ids))
-    images, own = model.images, model.module.config
-    pixels = (images.patch_size * images.merge_size) ** 2  # behind each token
-    places = min(images.size["longest_edge"] // pixels, length - AROUND)
-    if places < 1:
-        return TokenPrompt(ids, torch.zeros_like(ids))
-    height = math.isqrt(places)
-    width = places // height
-    ids[0] = own.vision_start_token_id
-    ids[1 : 1 + height * width] = own.image_token_id
-    grid = torch.tensor([[1, height * images.merge_size, width * images.merge_size]])
-    values = model.module.get_submodule(TOWER).patch_embed.proj.weight[0].numel()
-    patches = torch.empty(int(grid.prod()), values, device="meta")
-    return TokenPrompt(ids, (ids == own.image_token_id).long(), patches, grid)
-
-
-def _look(model: VisionLanguage, pixels: Tensor | None, grid: Tensor | None) -> list[Tensor]:
-    """As the model does it, but that the sizes of pictures stay numbers."""
-    assert grid is not None
-    seen = model.module.model.get_image_features(pixels, grid, return_dict=True)
-    deep = seen.get("deepstack_features") or []
-    return [torch.stack([torch.cat(layer) for layer in (seen.pooler_output, *deep)])]
-
-
-def _remember(model: VisionLanguage, prompt: TokenPrompt, i: int) -> Tensor:
-    """The features of a picture that a frozen tower saw before."""
-    assert prompt.grid is not None
-    grid = prompt.grid[i]
-    deep = len(model.module.config.vision_config.to_dict().get("deepstack_visual_indexes", ()))
-    places = int(grid.prod()) // model.images.merge_size**2
-    width = model.decoder.config.hidden_size
-    return torch.empty(1 + deep, places, width, dtype=model.dtype, device="meta")
-
-
-# What the meta device lacks
-
-
-def _as_here(model: TransformerModel, work: Work) -> Work:
-    """`work` with pictures that have no numbers, and with autocast."""
-
-    def done() -> object:
-        with ExitStack() as patches:
-            if isinstance(model, VisionLanguage):
-                name, instead = ("_look", _look) if model.seen is None else ("_see", _remember)
-                patches.enter_context(patch.object(type(model), name, instead))
-            if model.runs_in_half:
-                cast = _Autocast(model.dtype)
-                patches.enter_context(patch.object(nn.functional, "linear", cast.linear))
-                patches.enter_context(patch.object(type(model), "precision", cast.precision()))
-            return work()
-
-    return done
-
-
-class _Autocast:
-    """torch.autocast for linear layers: a weight is rounded once within `precision`, and lives
-    until its end or as long as the backward pass needs it."""
-
-    plain = staticmethod(nn.functional.linear)
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.kept: dict[int, Tensor] = {}
-        self.keeping = False
-
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return self.plain(
-            self._cast(x), self._cast(weight), None if bias is None else self._cast(bias)
-        )
-
-    def _cast(self, tensor: Tensor) -> Tensor:
-        if tensor.dtype != torch.float32:
-            return tensor
-        if not (self.keeping and isinstance(tensor, nn.Parameter)):
-            return tensor.to(self.dtype)
-        if id(tensor) not in self.kept:
-            self.kept[id(tensor)] = tensor.to(self.dtype)
-        return self.kept[id(tensor)]
-
-    def precision(self) -> Callable[[Any], AbstractContextManager]:
-        @contextmanager
-        def within(_: Any) -> Iterator[None]:
-            before, self.keeping = self.keeping, True
-            try:
-                yield
-            finally:
-                self.keeping = before
-                if not before:
-                    self.kept.clear()
-
-        return within

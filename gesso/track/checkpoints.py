@@ -16,12 +16,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gesso.track import shards
+from gesso.track.atomic import flush, write_atomic
 from gesso.track.figures import parsed, short
 from gesso.types import StopRun, UserError, out_of_memory
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 NAME = re.compile(r"[0-9]{6,12}")  # str.isdigit() takes digits of other scripts too
 STATE = "state.json"
+DIGESTS = "digests.json"  # in the temporary folder only
 KINDS = {"step": int, "seed": int, "data": str, "ranks": int, "tables": dict, "digest": str}
 WORDS = {int: "a whole number", str: "text", dict: "an object"}
 EMPTY = "it is empty"
@@ -58,27 +60,24 @@ class Checkpoints:
         reasons = {path: reason for path, reason in odd.items() if reason not in ("", EMPTY)}
         return [f"{path} is not a complete checkpoint: {why}" for path, why in reasons.items()]
 
-    def save(
-        self, step: int, state: Mapping[str, Tensor], meta: Mapping[str, Any], keep: int
-    ) -> None:
-        """Written aside, flushed to disk, renamed. The oldest beyond `keep` go only after the new
-        one is there."""
-        from safetensors.torch import save_file
+    def path(self, step: int) -> Path:
+        return self.folder / f"{step:06d}"
 
-        aside = self.folder / f".saving-{step:06d}"
+    def save(
+        self, step: int, write: Callable[[Path], None], about: Mapping[str, Any], keep: int
+    ) -> None:
+        """`write` puts the tensors into a temporary folder by `write_tensors`. state.json follows,
+        then all is renamed. The oldest beyond `keep` go only after the new one is there."""
+        temporary = self.folder / f".saving-{step:06d}"
         try:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-            held = {k: v.detach().cpu().contiguous() for k, v in state.items()}
-            with ThreadPoolExecutor(1) as pool:
-                tables = pool.submit(digests, held)  # while the file is written
-                save_file(held, aside / shards.ONE)
-                flush(aside / shards.ONE)
-            about = sealed({"step": step, **meta, "tables": tables.result()})
-            write_whole(aside / STATE, json.dumps(about).encode())
-            self._rename(aside, self.folder / f"{step:06d}")
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            write(temporary)
+            state = sealed({"step": step, **about, "tables": _take_digests(temporary)})
+            write_atomic(temporary / STATE, json.dumps(state).encode())
+            self._rename(temporary, self.path(step))
         except Exception as error:  # safetensors wraps a full disk in its own error type
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
             steps = self.steps()
             raise StopRun(
                 f"could not save the checkpoint of step {step} in {self.folder}: {error}; "
@@ -86,31 +85,38 @@ class Checkpoints:
                 f"make room and run `gesso train --resume {self.folder.parent}`"
             ) from error
         for old in self.steps()[:-keep]:
-            path = self.folder / f"{old:06d}"
-            if not path.is_symlink():  # somebody's own
+            path = self.path(old)
+            if not path.is_symlink():  # the user's own
                 shutil.rmtree(path)
 
-    def _rename(self, aside: Path, final: Path) -> None:
-        """A name is never a half-deleted folder. What is not a checkpoint is not deleted."""
+    def _rename(self, temporary: Path, final: Path) -> None:
+        """`final` is never a half-deleted folder. What is not a checkpoint is not deleted."""
         old = self.folder / f".old-{final.name}"
         shutil.rmtree(old, ignore_errors=True)
         if not _lacks(final):
             os.replace(final, old)
         elif os.path.lexists(final):
             os.replace(final, self.folder / f"{final.name}.incomplete")
-        os.replace(aside, final)
+        os.replace(temporary, final)
         shutil.rmtree(old, ignore_errors=True)
         flush(self.folder)
 
     def load(self, step: int, table: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors whose names begin with `table` ("ema/"; "" for all), and what state.json says,
-        with "verified" instead of its digests: whether it has any. A checkpoint that is damaged is
-        a UserError that offers another one."""
+        """Tensors whose names begin with `table` ("ema/"; "" for all), and `meta`. A checkpoint
+        that is damaged is a UserError that offers another one."""
         try:
             return self._verified(step, table)
         except _Damaged as error:
             advice = self._others(step) if table else self.remedy(step)
             raise UserError(f"{error}; {advice}") from error
+
+    def meta(self, step: int) -> dict[str, Any]:
+        """What state.json says, with "verified" instead of its digests: whether it has any."""
+        try:
+            state = _state(self.path(step) / STATE, step)
+        except _Damaged as error:
+            raise UserError(f"{error}; {self.remedy(step)}") from error
+        return _without_digests(state)
 
     def remedy(self, before: int) -> str:
         """How to resume a run with damage that the checkpoints before this step do not have."""
@@ -140,24 +146,23 @@ class Checkpoints:
         return True
 
     def _verified(self, step: int, table: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        folder = self.folder / f"{step:06d}"
-        meta = _state(folder / STATE, step)
-        ranks, expected = meta.get("ranks", 1), meta.pop("tables", None)
-        meta.pop("digest", None)
+        folder = self.path(step)
+        state = _state(folder / STATE, step)
+        ranks, expected = state.get("ranks", 1), state.get("tables")
         file = folder / (shards.ONE if ranks == 1 else "*.safetensors")
         try:
-            state = shards.read(folder, ranks, table)
+            tensors = shards.read(folder, ranks, table)
         except Exception as error:  # safetensors has an error type of its own
             if out_of_memory(error):
                 raise
             raise _Damaged(f"{file} cannot be read: {_first_line(error)}") from error
         if expected is not None:
             wanted = {table.removesuffix("/")} & expected.keys() if table else expected.keys()
-            found = digests(state)
-            for name in sorted(wanted | found.keys()):
-                if problem := _problem(found.get(name), expected.get(name)):
+            computed = digests(tensors)
+            for name in sorted(wanted | computed.keys()):
+                if problem := _problem(computed.get(name), expected.get(name)):
                     raise _Damaged(f"{file} is damaged: the table {short(name)} {problem}")
-        return state, meta | {"verified": expected is not None}
+        return tensors, _without_digests(state)
 
     def _named(self) -> list[Path]:
         """What has the name of a checkpoint."""
@@ -173,6 +178,33 @@ class Checkpoints:
         return [self.folder / name for name in names if name == f"{int(name):06d}"]
 
 
+def write_tensors(folder: Path, state: Mapping[str, Tensor]) -> None:
+    """The tensors of a checkpoint, by "table/name", and their digests, which `Checkpoints.save`
+    takes over into state.json."""
+    from safetensors.torch import save_file
+
+    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+    with ThreadPoolExecutor(1) as pool:
+        tables = pool.submit(digests, on_cpu)  # while the file is written
+        save_file(on_cpu, folder / shards.ONE)
+        flush(folder / shards.ONE)
+    (folder / DIGESTS).write_text(json.dumps(tables.result()), "utf-8")
+
+
+def read_tensors(folder: Path, table: str = "") -> dict[str, Tensor]:
+    """Of a checkpoint's folder, verified, whether one process wrote it or several ranks: those
+    whose names begin with `table`. One that is damaged is a UserError that offers another."""
+    return Checkpoints(folder.parent).load(int(folder.name), table)[0]
+
+
+def _take_digests(folder: Path) -> dict[str, str]:
+    """What `write_tensors` left in the folder; a finished checkpoint has them in state.json."""
+    file = folder / DIGESTS
+    tables = json.loads(file.read_text("utf-8"))
+    file.unlink()
+    return tables
+
+
 def digests(state: Mapping[str, Tensor]) -> dict[str, str]:
     """Of every table, over the sorted (name, dtype, shape, bytes) of its tensors."""
     names = sorted(state)
@@ -184,7 +216,7 @@ def digests(state: Mapping[str, Tensor]) -> dict[str, str]:
         row = [name, str(tensor.dtype), list(tensor.shape), content]
         table = tables.setdefault(name.partition("/")[0], hashlib.blake2b(digest_size=16))
         table.update(json.dumps(row).encode() + b"\n")
-    return {table: found.hexdigest() for table, found in tables.items()}
+    return {name: table.hexdigest() for name, table in tables.items()}
 
 
 def _hash(tensor: Tensor) -> str:
@@ -213,6 +245,12 @@ def _state(file: Path, step: int) -> dict[str, Any]:
     return meta
 
 
+def _without_digests(state: Mapping[str, Any]) -> dict[str, Any]:
+    """With "verified" instead: whether there are digests of the tables."""
+    meta = {key: value for key, value in state.items() if key not in ("tables", "digest")}
+    return meta | {"verified": "tables" in state}
+
+
 def _check(meta: Mapping[str, Any], step: int) -> None:
     for key, kind in KINDS.items():
         if key in meta and type(meta[key]) is not kind:  # a bool is an int, too
@@ -233,10 +271,10 @@ def _first_line(error: Exception) -> str:
     return (text or str(error) or type(error).__name__).splitlines()[0]
 
 
-def _problem(found: str | None, expected: str | None) -> str:
-    if found == expected:
+def _problem(digest: str | None, expected: str | None) -> str:
+    if digest == expected:
         return ""
-    if found is None:
+    if digest is None:
         return "is missing"
     return "is not in state.json" if expected is None else "does not match its digest in state.json"
 
@@ -252,21 +290,3 @@ def _lacks(path: Path) -> str:
     if STATE not in names:
         return f"it has no {STATE}"
     return "" if shards.files(path) else "it has no .safetensors file"
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Whole or not at all."""
-    aside = path.with_name(f".{path.name}.new")
-    with aside.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-
-
-def flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gesso.track.run_folder import write_whole
+from gesso.track.atomic import write_atomic
 from gesso.types import Sample, Score
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def save(run: Path, step: int, batch: Scored, advantages: Sequence[float], keep:
         if place < keep:
             _keep(folder, row, [batch.samples[i] for i in rows])
         lines.append(json.dumps(row) + "\n")
-    write_whole(folder.with_suffix(".jsonl"), "".join(lines).encode())
+    write_atomic(folder.with_suffix(".jsonl"), "".join(lines).encode())
 
 
 def _group(

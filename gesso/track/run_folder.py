@@ -18,12 +18,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gesso.track.checkpoints import Checkpoints, flush
-from gesso.track.checkpoints import write_whole as write_whole
+from gesso.track.atomic import flush, write_atomic
+from gesso.track.checkpoints import Checkpoints
 from gesso.track.figures import parsed, short
 from gesso.types import Prompt, Sample, Score, UserError, bad_text
 
@@ -97,7 +97,7 @@ class RunFolder:
         if recipe is None:
             recipe = recipe_name(file.read_text("utf-8", "replace")) if file.is_file() else ""
         head = f"{NAMED}{' '.join(recipe.split())}\n" if recipe else ""
-        write_whole(file, (head + tomli_w.dumps(_without_none(config))).encode())
+        write_atomic(file, (head + tomli_w.dumps(_without_none(config))).encode())
 
     def rows(self) -> list[dict[str, Any]]:
         """All complete rows; a half-written last line (a killed run) is left out."""
@@ -147,7 +147,7 @@ class RunFolder:
         """Drop the rows after `step` (None: all): a resumed run writes them again. How many."""
         lines = self._lines()
         kept = lines[: 0 if step is None else step + 1]
-        write_whole(self.metrics_file, b"".join(line + b"\n" for line in kept))
+        write_atomic(self.metrics_file, b"".join(line + b"\n" for line in kept))
         return len(lines) - len(kept)
 
     def note(self, text: str) -> None:
@@ -188,7 +188,7 @@ class RunFolder:
                 }
             )
         body = "".join(json.dumps(line) + "\n" for line in lines)
-        write_whole(folder.with_suffix(".jsonl"), body.encode())
+        write_atomic(folder.with_suffix(".jsonl"), body.encode())
 
     def _save_shown(self, index: int, prompt: Prompt) -> list[str]:
         """A prompt's own pictures, written once: they are the same at every evaluation."""
@@ -202,12 +202,14 @@ class RunFolder:
         return names
 
     def save(
-        self, step: int, state: Mapping[str, Tensor], meta: Mapping[str, Any], keep: int
+        self, step: int, write: Callable[[Path], None], about: Mapping[str, Any], keep: int
     ) -> None:
-        """A checkpoint, whole or not at all; its row is on disk before it."""
+        """A checkpoint, whole or not at all. `write` puts its tensors into a folder by
+        `checkpoints.write_tensors`, `about` goes into state.json. The metrics are on disk before
+        it."""
         if self.metrics_file.exists():
             flush(self.metrics_file)
-        self._saved.save(step, state, meta, keep)
+        self._saved.save(step, write, about, keep)
 
     def latest(self) -> int | None:
         """Step of the newest complete checkpoint."""
@@ -222,6 +224,14 @@ class RunFolder:
         """What has the name of a checkpoint after the newest complete one, and why it is none."""
         latest = self.latest()
         return self._saved.left_out(-1 if latest is None else latest)
+
+    def checkpoint(self, step: int) -> Path:
+        """The folder of that checkpoint; `checkpoints.read_tensors` reads its tensors."""
+        return self._saved.path(step)
+
+    def meta(self, step: int) -> dict[str, Any]:
+        """What state.json of a checkpoint says, and whether it can be "verified"."""
+        return self._saved.meta(step)
 
     def load(self, step: int, table: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
         """A checkpoint, verified, whether one process wrote it or several ranks; of its tensors

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-from gesso.track.run_folder import write_whole
+from gesso.track.atomic import write_atomic
 from gesso.types import UserError
 from gesso.viewer.files import NotShown, Thumbnails, find_runs, picture
 from gesso.viewer.reading import Reader
@@ -69,7 +69,7 @@ def write(root: Path, target: Path, made: Thumbnails | None = None) -> Path:
     if target.is_dir():
         raise UserError(f"{target} is a folder; expected the name of an HTML file")
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(target, page(found, made).encode("utf-8", "replace"))
+    write_atomic(target, page(found, made).encode("utf-8", "replace"))
     return target
 
 

@@ -9,6 +9,7 @@ import random
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import tomli_w
 import torch
 
 from gesso import build, cli, run
-from gesso.track.checkpoints import digests
+from gesso.track.checkpoints import digests, write_tensors
 from gesso.track.run_folder import RunFolder
 from gesso.types import UserError
 from gesso.use.source import find
@@ -209,7 +210,7 @@ def tensors(change: Callable[[dict[str, torch.Tensor]], object], sealed: bool = 
         found = load_file(folder / TENSORS)
         change(found)
         if sealed:
-            RunFolder(folder).save(3, found, {"seed": 0}, keep=9)
+            RunFolder(folder).save(3, partial(write_tensors, state=found), {"seed": 0}, keep=9)
         else:
             save_file(found, folder / TENSORS)
 
@@ -457,7 +458,8 @@ def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
         "ema/a": torch.ones(3, dtype=torch.bfloat16),
         "optimizer_steps": torch.tensor(3),
     }
-    saved.save(3, small, {"seed": 0, "data": "9272eee6"}, keep=1)
+    write = partial(write_tensors, state=small)
+    saved.save(3, write, {"seed": 0, "data": "9272eee6"}, keep=1)
     assert saved.load(3)[1] == {
         "step": 3,
         "seed": 0,

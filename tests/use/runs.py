@@ -3,6 +3,7 @@ were moved, rows of metrics, and samples of two evaluations."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 
 from gesso import build
 from gesso.learner.learner import Learner
+from gesso.track.checkpoints import write_tensors
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Sample, Score
 from tests import tokens
@@ -41,7 +43,8 @@ def make(data: dict[str, Any], folder: Path, size: float = 0.03) -> RunFolder:
         run.save_samples(step, samples, [Score(k / 4, {"jpeg": k / 4})] * len(samples))
         if step:
             moved(learner, size, step)
-            run.save(step, learner.state(), {"seed": recipe.seed}, keep=9)
+            write = partial(write_tensors, state=learner.state())
+            run.save(step, write, {"seed": recipe.seed}, keep=9)
     return run
 
 

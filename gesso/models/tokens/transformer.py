@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -65,6 +66,9 @@ class TransformerModel(ABC):
         self.template = self._template(settings)
         whole = settings.lora is None
         self._autocast = whole and self.dtype != torch.float32
+        self._autocasting: Callable[[], AbstractContextManager] = nullcontext
+        if self.device.type != "meta":  # torch has no autocast for it
+            self._autocasting = partial(torch.autocast, self.device.type, self.dtype)
         targets, frozen = self._trained(settings)
         folds = folds_lora(settings, self.device.type)
         self.policy = Policy(self.module, settings.lora, targets, seed, frozen, folds)
@@ -120,6 +124,21 @@ class TransformerModel(ABC):
     def _embed(self, sequences: Sequences) -> dict[str, Any]:
         """What the decoder takes: `inputs_embeds` (1, T, D), and more where pictures need it."""
 
+    @property
+    def tower(self) -> nn.Module | None:
+        """The vision tower, where there is one."""
+        return None
+
+    @property
+    def feature_cache_limit(self) -> int:
+        """Most bytes of image features that are cached in the host's memory."""
+        return 0
+
+    def blank(self, length: int) -> TokenPrompt:
+        """A prompt of that many tokens, without content: for estimates."""
+        ids = torch.zeros(length, dtype=torch.long)
+        return TokenPrompt(ids, torch.zeros_like(ids))
+
     def _unwritable(self) -> set[int]:
         """Rows of the embedding that no token has: checkpoints round their number up."""
         return set(range(len(self.tokenizer), self._head.weight.shape[0]))
@@ -152,9 +171,11 @@ class TransformerModel(ABC):
     def precision(self) -> AbstractContextManager:
         """Float32 weights that are trained whole run in half precision by autocast; LoRA leaves
         the frozen weights in the half precision they were loaded in."""
-        if not self._autocast or self.device.type == "meta":
-            return nullcontext()
-        return torch.autocast(self.device.type, self.dtype)
+        return self._autocasting() if self._autocast else nullcontext()
+
+    def use_autocast(self, autocasting: Callable[[], AbstractContextManager]) -> None:
+        """Takes the place of torch.autocast in `precision`."""
+        self._autocasting = autocasting
 
     @property
     def recordable(self) -> bool:

@@ -9,6 +9,7 @@ ones (DeepStack). Tokens have a place in time, height and width (mrope); transfo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ PROCESSORS = {
 TOWER = "model.visual"
 LOOK_AT_ONCE = 32768
 """Patches of pictures that go through the tower together on a GPU."""
+TEMPLATE_TOKENS = 8
+"""Least number of a prompt's tokens that are not image tokens: the chat template's."""
 
 
 class VisionLanguage(TransformerModel):
@@ -63,6 +66,33 @@ class VisionLanguage(TransformerModel):
     def deep(self) -> bool:
         """Whether its decoder takes features of several layers of the tower (DeepStack)."""
         return self.module.config.model_type == "qwen3_vl"
+
+    @property
+    def tower(self) -> nn.Module:
+        return self.module.get_submodule(TOWER)
+
+    @property
+    def feature_cache_limit(self) -> int:
+        return 0 if self.seen is None else self.seen.limit
+
+    def blank(self, length: int) -> TokenPrompt:
+        """One image, as large as the image processor lets it be and as fits, then text."""
+        text_only = super().blank(length)
+        images, config = self.images, self.module.config
+        pixels_per_token = (images.patch_size * images.merge_size) ** 2
+        max_pixels = images.size["longest_edge"]
+        image_tokens = min(max_pixels // pixels_per_token, length - TEMPLATE_TOKENS)
+        if image_tokens < 1:
+            return text_only
+        height = math.isqrt(image_tokens)
+        width = image_tokens // height
+        ids = text_only.ids
+        ids[0] = config.vision_start_token_id
+        ids[1 : 1 + height * width] = config.image_token_id
+        grid = torch.tensor([[1, height * images.merge_size, width * images.merge_size]])
+        values = self.module.get_submodule(TOWER).patch_embed.proj.weight[0].numel()
+        patches = torch.empty(int(grid.prod()), values, device=self.device)
+        return TokenPrompt(ids, (ids == config.image_token_id).long(), patches, grid)
 
     def _template(self, settings: config.TokenModel) -> str:
         """The processor's, which knows of pictures, before the tokenizer's. The image processor is
@@ -175,13 +205,29 @@ class VisionLanguage(TransformerModel):
         assert prompt.grid is not None
         return torch.cat([self._see(prompt, i) for i in range(len(prompt.grid))], 1)
 
+    def tower_features(self, prompt: TokenPrompt) -> list[Tensor]:
+        """Of each of its images, in one pass of the tower and without the cache."""
+        assert prompt.pixels is not None and prompt.grid is not None
+        return self._look(prompt.pixels, prompt.grid)
+
     def _see(self, prompt: TokenPrompt, i: int) -> Tensor:
+        if self.seen is not None and self.device.type == "meta":
+            assert prompt.grid is not None
+            return self._cached_shape(prompt.grid[i])
         pixels, grid = pictures_of(prompt)[i]
         if self.seen is None:
             return self._look(pixels, grid[None])[0]
         key = self.seen.keys(prompt)[i]
         with torch.no_grad():
             return self.seen.features(key, lambda: self._look(pixels, grid[None])[0])
+
+    def _cached_shape(self, grid: Tensor) -> Tensor:
+        """What the cache would hold of an image: on the meta device it has no content to be found
+        by."""
+        deep = self.module.config.vision_config.to_dict().get("deepstack_visual_indexes", ())
+        tokens = int(grid.prod()) // self.images.merge_size**2
+        size = 1 + len(deep), tokens, self.decoder.config.hidden_size
+        return torch.empty(size, dtype=self.dtype, device=self.device)
 
     @torch.no_grad()
     def _look_ahead(self, prompts: Iterable[TokenPrompt]) -> None:
@@ -208,9 +254,11 @@ class VisionLanguage(TransformerModel):
     def _look(self, pixels: Tensor, grids: Tensor) -> list[Tensor]:
         """Of every picture, (1 + deep, tokens, D)."""
         self.looks += len(grids)
+        # transformers computes with the numbers in a grid, and the meta device has none.
+        sizes = grids if self.device.type == "meta" else grids.to(self.device)
         with self._all_windows_at_once():
             seen = self.module.model.get_image_features(
-                pixels.to(self.device), grids.to(self.device), return_dict=True
+                pixels.to(self.device), sizes, return_dict=True
             )
         deep = seen.get("deepstack_features") or []
         layers = (seen.pooler_output, *deep)  # of each picture, or all together: it has varied
