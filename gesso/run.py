@@ -127,7 +127,7 @@ def _fitting(
 def _check_places(section: Any, algorithm: Any, model: Any, longest: int) -> None:
     """Raises where a reply may grow beyond the model's positions: from there on it writes nonsense,
     and would be trained on it."""
-    made_for, most = model.places, algorithm.max_tokens
+    made_for, most = model.max_positions, algorithm.max_tokens
     if made_for is None or longest + most <= made_for:
         return
     fits = max(made_for - longest, 0)
