@@ -7,6 +7,7 @@ import importlib.util
 import re
 import subprocess
 import sys
+from collections.abc import Container, Mapping
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,54 @@ def test_the_wheel_holds_the_package_alone() -> None:
 
 def test_the_import_test_can_see() -> None:
     assert imports_of(PACKAGE / "loop.py") >= {"cluster", "learner", "track", "types"}
+
+
+def imported_modules(file: Path, modules: Container[str]) -> set[str]:
+    """Which of these modules a file imports, wherever in the file."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            inside = [f"{node.module}.{alias.name}" for alias in node.names]
+            names |= {name if name in modules else node.module for name in inside}
+    return {name for name in names if name in modules}
+
+
+def cycle_of(graph: Mapping[str, set[str]]) -> list[str] | None:
+    """A cycle of a directed graph, as the nodes on it, or None."""
+    done: set[str] = set()
+
+    def visit(node: str, path: list[str]) -> list[str] | None:
+        if node in path:
+            return path[path.index(node) :]
+        if node in done:
+            return None
+        found = (visit(other, [*path, node]) for other in sorted(graph[node]))
+        cycle = next((nodes for nodes in found if nodes), None)
+        done.add(node)
+        return cycle
+
+    return next((cycle for node in sorted(graph) if (cycle := visit(node, []))), None)
+
+
+@pytest.mark.parametrize("package", ["models", "weights"])
+def test_no_two_files_of_a_package_import_each_other(package: str) -> None:
+    """Imports inside functions and for type checkers count, too."""
+    modules = {
+        ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts): file
+        for file in (PACKAGE / package).rglob("*.py")
+    }
+    modules = {name.removesuffix(".__init__"): file for name, file in modules.items()}
+    graph = {name: imported_modules(file, modules) for name, file in modules.items()}
+    assert cycle_of(graph) is None
+
+
+def test_the_cycle_test_can_see() -> None:
+    assert cycle_of({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c"]
+    assert cycle_of({"a": {"b", "c"}, "b": {"c"}, "c": set()}) is None
+    joined = "gesso.models.flow.joined"  # imported inside a function
+    assert imported_modules(PACKAGE / "models" / "flow" / "compiled.py", {joined}) == {joined}
 
 
 def test_importing_gesso_and_asking_for_help_load_nothing_heavy() -> None:

@@ -168,7 +168,7 @@ def test_replies_beyond_what_the_model_was_made_for_are_refused(root: Path, tmp_
     train = write(tmp_path / "a.jsonl", rows(tmp_path, 2))
     job = run.assemble(recipe(root, train))
     model = writing(job.model)
-    made_for = sure(int, model.places)
+    made_for = sure(int, model.max_positions)
     asked = [*job.cluster.stream.prompts, *job.eval_prompts]
     longest = max(model.length(prompt) for prompt in asked)
     job.close()
@@ -206,7 +206,7 @@ def test_how_long_positions_are_is_read_as_transformers_reads_it(
     from transformers import LlamaConfig
 
     own = LlamaConfig(max_position_embeddings=64, rope_scaling=scaling)
-    assert loading.places(own) == most
+    assert loading.max_positions(own) == most
 
 
 def test_evaluations_use_the_averaged_weights() -> None:

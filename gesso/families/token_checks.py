@@ -80,7 +80,7 @@ def too_long(model: TokenModel, tokens: int) -> str | None:
 def _check_positions(recipe: Recipe, algorithm: Algorithm, model: TokenModel, longest: int) -> None:
     """Raises where a response may grow beyond the model's positions: from there on the model
     produces noise, and would be trained on it."""
-    positions, most = model.places, max_tokens(recipe, algorithm)
+    positions, most = model.max_positions, max_tokens(recipe, algorithm)
     if positions is None or longest + most <= positions:
         return
     fits = max(positions - longest, 0)

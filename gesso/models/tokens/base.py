@@ -54,7 +54,7 @@ class TokenModel(Protocol):
     suppressed: Tensor  # ids that no reply holds: their probability is 0, in sampling and in `logp`
     allowed: Tensor  # (V,) bool: the others
     max_prompt: int  # tokens
-    places: int | None  # tokens that its positions are made for; None: it has no limit
+    max_positions: int | None  # tokens that its positions reach; None: no limit
 
     @property
     def policy(self) -> RunnableWeights: ...

@@ -1,55 +1,71 @@
-"""Models of transformers from and to folders; every mistake is answered in one sentence."""
+"""Models of transformers from folders or the hub. Every mistake raises one clear sentence."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
 
 from gesso import config
-from gesso.models.flow.adapter import check_alpha, check_modules, check_rank
+from gesso.models.adapter_checks import check_alpha, check_modules, check_rank
 from gesso.models.tokens import attention
 from gesso.types import UserError
 from gesso.weights.policy import Policy
 
-if TYPE_CHECKING:
-    from gesso.models.tokens.transformer import TransformerModel
-
-EXPORTS = ("README.md", "adapter_config.json")
-"""What says whose weights a folder holds; it is not true of others."""
 ERRORS = (OSError, ValueError, KeyError, TypeError, ImportError, SafetensorError)
 
 
-def load(model: TransformerModel, settings: config.TokenModel) -> Any:
-    """The module on its device: in float32 where it is trained whole, else in the model's dtype, in
+class Architecture(Protocol):
+    """What a class of models loads, from where and onto which device."""
+
+    device: torch.device
+    dtype: torch.dtype
+    source: str
+
+    @property
+    def kinds(self) -> Mapping[str, str]:
+        """Model types of transformers, and the makers' names."""
+
+    @property
+    def auto(self) -> str:
+        """The Auto class that loads them."""
+
+    @property
+    def other(self) -> str:
+        """model.name for those that this class does not load."""
+
+
+def load(model: Architecture, settings: config.TokenModel) -> Any:
+    """The module on its device: in float32 for a full fine-tune, else in the model's dtype, or in
     4 bits if the recipe says so."""
     import transformers
 
     auto = getattr(transformers, model.auto)
-    own = _config(model, settings.path)
-    own_dtype = torch.float32 if settings.lora is None else model.dtype
+    model_config = _config(model, settings.path)
+    options: dict[str, Any] = {
+        "dtype": torch.float32 if settings.lora is None else model.dtype,
+        "attn_implementation": _attention(model_config),
+    }
     if model.device.type == "meta":
         with torch.device("meta"):
-            return auto.from_config(own, dtype=own_dtype, attn_implementation=own_attention(own))
-    options: dict[str, Any] = {"dtype": own_dtype, "attn_implementation": own_attention(own)}
+            return auto.from_config(model_config, **options)
     if settings.quantize is not None:
         options |= {"quantization_config": _four_bits(model), "device_map": {"": model.device}}
     with readable(settings.path, f"transformers cannot load it with {model.auto}"), quiet():
-        module, told = auto.from_pretrained(
+        module, report = auto.from_pretrained(
             model.source,
-            config=own,
+            config=model_config,
             output_loading_info=True,
             trust_remote_code=False,
             **options,
         )
-    if missing := sorted(told["missing_keys"]):
+    if missing := sorted(report["missing_keys"]):
         raise UserError(
             f'model.path = "{settings.path}": {len(missing)} weights of its {type(module).__name__}'
             f" are not in the folder, the first {missing[0]}; download it again"
@@ -57,33 +73,35 @@ def load(model: TransformerModel, settings: config.TokenModel) -> Any:
     return module if settings.quantize is not None else module.to(model.device)
 
 
-def own_attention(own: Any) -> Any:
+def _attention(model_config: Any) -> Any:
     """Ours for the decoder; a vision tower keeps SDPA."""
     name = attention.register()
-    return {"text_config": name, "vision_config": "sdpa"} if own.get_text_config() != own else name
+    if model_config.get_text_config() == model_config:
+        return name
+    return {"text_config": name, "vision_config": "sdpa"}
 
 
-def _config(model: TransformerModel, path: str) -> Any:
+def _config(model: Architecture, path: str) -> Any:
     from transformers import AutoConfig
 
     with readable(path, "its config.json cannot be read"), quiet():
-        own = AutoConfig.from_pretrained(model.source, trust_remote_code=False)
-    if own.model_type not in model.kinds:
+        model_config = AutoConfig.from_pretrained(model.source, trust_remote_code=False)
+    if model_config.model_type not in model.kinds:
         known = ", ".join(model.kinds.values())
         raise UserError(
-            f'model.path = "{path}" is a {own.model_type}, expected one of {known}; '
+            f'model.path = "{path}" is a {model_config.model_type}, expected one of {known}; '
             f'for other models see model.name = "{model.other}"'
         )
-    layers = getattr(own.get_text_config(), "layer_types", None)  # Llama's has none
+    layers = getattr(model_config.get_text_config(), "layer_types", None)  # Llama's has none
     if "sliding_attention" in (layers or []):
         raise UserError(
             f'model.path = "{path}" uses sliding windows of attention, which are not supported; '
             "set use_sliding_window to false in its config.json if replies stay within the window"
         )
-    return own
+    return model_config
 
 
-def _four_bits(model: TransformerModel) -> Any:
+def _four_bits(model: Architecture) -> Any:
     """NF4 by bitsandbytes; vision tower and head stay as they are."""
     if model.device.type != "cuda":
         raise UserError(
@@ -105,17 +123,19 @@ def tokenizer(source: str, path: str) -> Any:
     from transformers import AutoTokenizer
 
     with readable(path, "its tokenizer cannot be read"), quiet():
-        found = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    if len(found) < 2:  # transformers makes one of nothing where the files are missing
+        loaded = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    if len(loaded) < 2:  # transformers creates an empty one where the files are missing
         raise UserError(
             f'model.path = "{path}": its tokenizer has no words; is tokenizer.json there?'
         )
-    return found
+    return loaded
 
 
-def chat_template(found: Any, path: str) -> str:
-    """One template, or a UserError: what a base model was never told cannot be guessed."""
-    template = found.get("default") if isinstance(found, dict) else found
+def chat_template(template_or_table: Any, path: str) -> str:
+    """One template, or a UserError: a base model has none, and a guess would be wrong."""
+    template = template_or_table
+    if isinstance(template_or_table, dict):
+        template = template_or_table.get("default")
     if not template:
         raise UserError(
             f'model.path = "{path}" has no chat template, so it is a base model; use its '
@@ -124,27 +144,27 @@ def chat_template(found: Any, path: str) -> str:
     return template
 
 
-def places(own: Any) -> int:
-    """Tokens that a decoder's positions are made for, by its config as transformers reads it.
+def max_positions(decoder_config: Any) -> int:
+    """Tokens that a decoder's positions reach, by its config as transformers reads it.
 
-    `max_position_embeddings` is the length after scaling where the config also tells the one before
-    (`original_max_position_embeddings`: llama3, longrope, yarn). Where that is the same or not
-    told, it is the length before, and a factor of x makes it x times as long.
+    `max_position_embeddings` is the length after RoPE scaling where the config also states the
+    length before (`original_max_position_embeddings`: llama3, longrope, yarn). Where the two are
+    equal or the second is absent, it is the length before, to be multiplied by the factor.
     """
-    told = own.rope_parameters or {}
-    most: int = own.max_position_embeddings
-    scaled = told.get("rope_type", "default") != "default"
-    if not scaled or told.get("original_max_position_embeddings", most) != most:
-        return most
-    return int(most * (told.get("factor") or 1.0))
+    rope = decoder_config.rope_parameters or {}
+    stated: int = decoder_config.max_position_embeddings
+    scaled = rope.get("rope_type", "default") != "default"
+    if not scaled or rope.get("original_max_position_embeddings", stated) != stated:
+        return stated
+    return int(stated * (rope.get("factor") or 1.0))
 
 
 def end_ids(module: Any, tokenizer: Any) -> frozenset[int]:
-    own = module.generation_config.eos_token_id
-    ids = own if isinstance(own, list) else [own]
-    found = frozenset(i for i in [*ids, tokenizer.eos_token_id] if i is not None)
-    assert found, "a tokenizer without an end token"
-    return found
+    eos = module.generation_config.eos_token_id
+    ids = eos if isinstance(eos, list) else [eos]
+    present = frozenset(i for i in [*ids, tokenizer.eos_token_id] if i is not None)
+    assert present, "a tokenizer without an end token"
+    return present
 
 
 def load_adapter(policy: Policy, path: str) -> None:
@@ -161,57 +181,18 @@ def load_adapter(policy: Policy, path: str) -> None:
             f'model.lora.path = "{path}": expected a PEFT adapter folder with adapter_config.json'
         )
     try:
-        about = PeftConfig.from_pretrained(str(folder)).to_dict()
+        adapter_settings = PeftConfig.from_pretrained(str(folder)).to_dict()
         state = load_peft_weights(str(folder), device="cpu")
     except ERRORS as error:
         raise UserError(
             f'model.lora.path = "{path}": PEFT cannot read it: {str(error).splitlines()[0]}'
         ) from error
-    found = {key.removeprefix("base_model.model."): tensor for key, tensor in state.items()}
-    own = {name.replace(".default.", "."): name for name in policy.trainable}
-    check_modules(folder, own, found)
-    check_rank(folder, policy.lora.rank, found)
-    check_alpha(folder, policy.lora.alpha, about, policy.lora.rank)
-    policy.load({own[key]: tensor for key, tensor in found.items()})
-
-
-def save_whole(model: TransformerModel, folder: Path, shard: str) -> None:
-    """The module, its tokenizer and processor, and what else came with them but the weights."""
-    module = model.module
-    with torch.device("meta"):
-        plain = type(module)(module.config)  # without PEFT's wish to save adapters only
-    # A frozen tower runs in half precision beside weights that are trained in float32; a folder has
-    # one precision, which transformers takes from the first weight it meets.
-    dtype = torch.float32 if model.policy.lora is None else model.dtype
-    state = {
-        name: t.to(dtype) if t.is_floating_point() else t for name, t in module.state_dict().items()
-    }
-    plain.load_state_dict(state, assign=True)
-    plain.generation_config = module.generation_config
-    plain.save_pretrained(folder, max_shard_size=shard)
-    save_companions(model, folder)
-
-
-def save_companions(model: TransformerModel, folder: Path, but: Sequence[str] = ()) -> None:
-    """Tokenizer, processor, license and what else lies beside the weights of the model."""
-    model.tokenizer.chat_template = model.template
-    model.tokenizer.save_pretrained(folder)
-    left_out = {*but, *EXPORTS, "chat_template.json"}  # the template is the tokenizer's by now
-    for file in sorted(_files_of(model.source)):
-        kept = file.suffix in (".json", ".jinja", ".txt", ".model", ".md") or file.stem == "LICENSE"
-        skipped = file.name in left_out or file.name.endswith(".index.json")
-        if file.is_file() and kept and not skipped and not (folder / file.name).exists():
-            shutil.copyfile(file, folder / file.name)
-
-
-def _files_of(source: str) -> list[Path]:
-    """Of a folder; of a model of the hub, those that were downloaded to load it."""
-    folder = Path(source)
-    if not folder.is_dir():
-        from transformers.utils import cached_file
-
-        folder = Path(cached_file(source, "config.json", local_files_only=True)).parent
-    return list(folder.iterdir())
+    tensors = {key.removeprefix("base_model.model."): tensor for key, tensor in state.items()}
+    names = {name.replace(".default.", "."): name for name in policy.trainable}
+    check_modules(folder, names.keys(), tensors.keys())
+    check_rank(folder, policy.lora.rank, tensors)
+    check_alpha(folder, policy.lora.alpha, adapter_settings, policy.lora.rank)
+    policy.load({names[key]: tensor for key, tensor in tensors.items()})
 
 
 @contextmanager
@@ -227,12 +208,11 @@ def readable(path: str, what: str) -> Iterator[None]:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars, no talk of torchvision and of every try to reach the hub while a model
-    loads; errors still show."""
+    """Hides progress bars and warnings while a model loads; errors still show."""
     from huggingface_hub.utils import logging as hub
     from transformers.utils import logging
 
-    level, hubs = logging.get_verbosity(), hub.get_verbosity()
+    level, hub_level = logging.get_verbosity(), hub.get_verbosity()
     logging.set_verbosity_error()
     hub.set_verbosity_error()
     logging.disable_progress_bar()
@@ -240,5 +220,5 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logging.set_verbosity(level)
-        hub.set_verbosity(hubs)
+        hub.set_verbosity(hub_level)
         logging.enable_progress_bar()

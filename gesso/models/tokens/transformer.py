@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from gesso import config
 from gesso.models.cudnn import settle_attention
 from gesso.models.located import TRANSFORMER, locate
-from gesso.models.tokens import head, loading
+from gesso.models.tokens import head, loading, saving
 from gesso.models.tokens.attention import segments_of
 from gesso.models.tokens.base import Read, ReplyLogp
 from gesso.models.tokens.stepping import Stepper, fits
@@ -86,7 +86,7 @@ class TransformerModel(ABC):
             for layer in self.decoder.layers:  # alike, so the first one's code is all of theirs
                 layer.compile(dynamic=True)
         self.end = loading.end_ids(self.module, self.tokenizer)
-        self.places: int | None = loading.places(self.decoder.config)
+        self.max_positions: int | None = loading.max_positions(self.decoder.config)
         self.suppressed = torch.tensor(sorted(self._unwritable()), dtype=torch.long).to(self.device)
 
     @property
@@ -390,11 +390,11 @@ class TransformerModel(ABC):
         `merged`, a whole folder as the model came in, adapters folded into its weights."""
         with loading.quiet():
             if self.policy.lora is None:
-                loading.save_whole(self, folder, shard)
+                saving.save_whole(self, folder, shard)
             elif not merged:
                 self.module.save_pretrained(folder)
                 self.module.generation_config.save_pretrained(folder)
-                loading.save_companions(self, folder, but=("config.json",))  # of the base model
+                saving.save_companions(self, folder, without=("config.json",))  # of the base model
             elif self.quantized:
                 raise UserError(
                     "weights in 4 bits cannot take up an adapter without loss; export the LoRA "
@@ -402,7 +402,7 @@ class TransformerModel(ABC):
                 )
             else:
                 with self.policy.merged():
-                    loading.save_whole(self, folder, shard)
+                    saving.save_whole(self, folder, shard)
 
 
 def distinct(prompts: Sequence[TokenPrompt]) -> dict[int, TokenPrompt]:
