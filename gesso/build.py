@@ -18,7 +18,7 @@ from gesso.config import compatibility as agreement
 from gesso.config.parsing import named, nearest, parse
 from gesso.config.tables import NOTHING, changed, over, read_recipe, without_nothing
 from gesso.rewards.assembly import REWARDS as REWARDS
-from gesso.rewards.assembly import Readers as Readers
+from gesso.rewards.assembly import PromptCheck as PromptCheck
 from gesso.rewards.assembly import Rewards as Rewards
 from gesso.rewards.assembly import resolved
 from gesso.rewards.assembly import reward_entry as reward_entry
