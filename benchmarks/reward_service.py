@@ -22,7 +22,7 @@ from statistics import quantiles
 import numpy as np
 
 from gesso.config import RemoteEntry
-from gesso.rewards.transport.remote import Remote
+from gesso.rewards.transport.remote import RemoteScorer
 from gesso.types import Prompt, Sample
 
 
@@ -39,7 +39,7 @@ def pictures(count: int, size: int) -> list[Sample]:
 
 
 async def measure(url: str, samples: list[Sample], in_flight: int) -> dict[str, float]:
-    remote = Remote(RemoteEntry(urls=[url], in_flight=in_flight, batch=1))
+    remote = RemoteScorer(RemoteEntry(urls=[url], in_flight=in_flight, batch=1))
     seconds: list[float] = []
     waiting = iter(samples)
 

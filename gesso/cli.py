@@ -334,7 +334,7 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _view(options: argparse.Namespace) -> None:
-    from gesso.rewards.transport.remote import token_from
+    from gesso.rewards.transport.pool import token_from
     from gesso.viewer import report, server
     from gesso.viewer.studio import Studio
 
@@ -354,7 +354,7 @@ def _view(options: argparse.Namespace) -> None:
 
 def _serve_reward(options: argparse.Namespace) -> None:
     from gesso.rewards import assembly
-    from gesso.rewards.transport.remote import token_from
+    from gesso.rewards.transport.pool import token_from
     from gesso.rewards.transport.serve import serve
 
     if min(options.workers, options.batch, options.max_mb) < 1:

@@ -14,7 +14,7 @@ from gesso.algorithms.diffusion_nft import NoisedTerms
 from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.formulas import flow_steps
 from gesso.models.flow.guidance import guided
-from gesso.rewards.transport.cache import Cached
+from gesso.rewards.transport.cache import CachedScorer
 from gesso.rollout import Rollout
 from gesso.samplers.denoise import DenoisingSampler
 from gesso.track.run_folder import RunFolder
@@ -192,7 +192,7 @@ def test_workers_and_evaluation_settings_reach_their_place(recipe_data: dict) ->
     spec = sure(SampleSpec, job.algorithm.eval_spec(recipe.eval, recipe.model, "current"))
     assert spec.guidance == 2.5
     assert len(job.eval_prompts) == 2
-    assert sure(Cached, job.rewards.service.rewards[0].scorer).inner.processes == 3
+    assert sure(CachedScorer, job.rewards.service.rewards[0].scorer).inner.processes == 3
     job.close()
 
 

@@ -18,7 +18,7 @@ import tomli_w
 import gesso
 from gesso import build, cli, families, imports
 from gesso.config import TokenModel
-from gesso.rewards.transport.workers import Workers
+from gesso.rewards.transport.workers import WorkerScorer
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Sample, UserError
 from gesso.viewer.play import Ask
@@ -76,7 +76,7 @@ def test_files_named_like_standard_modules_break_no_command(
 
 def test_workers_find_their_modules_beside_files_named_like_standard_ones(workplace: Path) -> None:
     shadowed(workplace)
-    workers = Workers("mine:reward", {}, 1)
+    workers = WorkerScorer("mine:reward", {}, 1)
     sample = Sample(Prompt("a"), np.zeros((8, 8, 3), np.uint8), 0)
 
     async def scored() -> list:

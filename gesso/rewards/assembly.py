@@ -1,4 +1,4 @@
-"""Entries of a recipe → rewards and where they run. The only table of rewards' names."""
+"""Builds rewards and their scorers from recipe entries. The only table of reward names."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from gesso.config import AnyModel, Recipe, RewardEntry
 from gesso.config.parsing import named, parse
 from gesso.config.tables import changed
 from gesso.rewards import base
-from gesso.rewards.compose import Fitting, Weighted
-from gesso.rewards.image import deqa, networks
-from gesso.rewards.image.deqa import Rated
-from gesso.rewards.judges import judge
+from gesso.rewards.compose import OptionalScorer, WeightedReward
+from gesso.rewards.image.networks import NetworkReward
+from gesso.rewards.judges import deqa
+from gesso.rewards.judges.chat import ChatJudge, ChatScorer
 from gesso.rewards.styles import STYLES
-from gesso.rewards.transport.cache import Cached
-from gesso.rewards.transport.remote import Remote
+from gesso.rewards.transport.cache import CachedScorer
+from gesso.rewards.transport.remote import RemoteScorer
 from gesso.rewards.transport.service import RewardService
-from gesso.rewards.transport.workers import Workers
+from gesso.rewards.transport.workers import WorkerScorer
 from gesso.types import Prompt, UserError
 
 REWARDS = {
@@ -28,11 +28,11 @@ REWARDS = {
     "pickscore": "gesso.rewards.image.pickscore:PickScore",
     "geneval": "gesso.rewards.image.geneval:Geneval",
     "judge": "gesso.rewards.judges.judge:Judge",
-    "unified-reward": "gesso.rewards.judges.judge:UnifiedReward",
-    "unified-reward-vllm": "gesso.rewards.judges.judge:UnifiedReward",
-    "qwenvl-score": "gesso.rewards.judges.judge:QwenVlScore",
-    "qwenvl-ocr": "gesso.rewards.judges.judge:QwenVlOcr",
-    "qwenvl-ocr-vllm": "gesso.rewards.judges.judge:QwenVlOcr",
+    "unified-reward": "gesso.rewards.judges.unified_reward:UnifiedReward",
+    "unified-reward-vllm": "gesso.rewards.judges.unified_reward:UnifiedReward",
+    "qwenvl-score": "gesso.rewards.judges.qwen_vl:QwenVlScore",
+    "qwenvl-ocr": "gesso.rewards.judges.qwen_vl:QwenVlOcr",
+    "qwenvl-ocr-vllm": "gesso.rewards.judges.qwen_vl:QwenVlOcr",
     "paddle-ocr": "gesso.rewards.image.ocr:Ocr",  # what Flow-GRPO calls it
     "clip-score": "gesso.rewards.image.clip_score:ClipScore",
     "aesthetic": "gesso.rewards.image.aesthetic:Aesthetic",
@@ -46,31 +46,31 @@ REWARDS = {
     "choice": "gesso.rewards.text.choice:Choice",
     "overlong": "gesso.rewards.text.overlong:Overlong",
 }
-SERVED = {"deqa": deqa.SCALE}  # rewards of environments of their own, behind HTTP only
+SERVED = {"deqa": deqa.SCALE}  # rewards that need their own environment, behind HTTP only
 
 
 @dataclass(frozen=True)
-class Readers:
-    """The rewards of one purpose, as far as reading prompts goes."""
+class PromptCheck:
+    """Which prompts the rewards of one purpose (training or evaluation) can score."""
 
     rewards: Mapping[str, base.Reward]
     optional: Collection[str] = ()  # names of those that need not score every prompt
 
     def unfit(self, prompt: Prompt) -> str | None:
-        """Why a reward that must cannot score this prompt, or all cannot; or None."""
+        """Why a reward that is not optional, or every reward, cannot score this prompt; or None."""
         reasons = {name: base.unfit(reward, prompt, name) for name, reward in self.rewards.items()}
-        told = {name: f"{name}: {reason}" for name, reason in reasons.items() if reason}
-        must = [name for name in told if name not in self.optional]
-        if must or len(told) == len(self.rewards):
-            return told[must[0]] if must else "; ".join(told.values())
-        return None
+        errors = {name: f"{name}: {reason}" for name, reason in reasons.items() if reason}
+        required = [name for name in errors if name not in self.optional]
+        if required:
+            return errors[required[0]]
+        return "; ".join(errors.values()) if len(errors) == len(self.rewards) else None
 
 
 @dataclass(frozen=True)
 class Rewards:
     service: RewardService
-    train: Readers
-    held_out: Readers
+    train: PromptCheck
+    held_out: PromptCheck
 
 
 def rewards(recipe: Recipe) -> Rewards:
@@ -82,31 +82,30 @@ def of_entries(
     train: Sequence[RewardEntry], held_out: Sequence[RewardEntry], model: AnyModel
 ) -> Rewards:
     """Rewards for training and for held-out prompts, of samples of a model."""
-    made: list[tuple[RewardEntry, base.Reward, base.Scorer]] = []
+    built: list[tuple[RewardEntry, base.Reward, base.Scorer]] = []
 
     def once(entry: RewardEntry) -> tuple[base.Reward, base.Scorer]:
-        """A reward that training and evaluation set up alike is made once, and runs in one place
-        for both."""
-        bare = entry.model_copy(update={"weight": 1.0})
-        for known, reward, place in made:
-            if known == bare:
-                return reward, place
+        """Training and evaluation share a reward and its scorer if all but the weights agree."""
+        key = entry.model_copy(update={"weight": 1.0})
+        for built_entry, reward, built_scorer in built:
+            if built_entry == key:
+                return reward, built_scorer
         reward = _reward(entry)
-        made.append((bare, reward, scorer(entry, reward)))
-        return made[-1][1:]
+        built.append((key, reward, scorer(entry, reward)))
+        return built[-1][1:]
 
     purposes = train, held_out
     _check_entries([*train, *held_out], model)
-    readers = [
-        Readers({e.label: once(e)[0] for e in p}, [e.label for e in p if e.optional])
+    checks = [
+        PromptCheck({e.label: once(e)[0] for e in p}, [e.label for e in p if e.optional])
         for p in purposes
     ]
-    weighted = [[Weighted(e.label, e.weight, once(e)[1]) for e in p] for p in purposes]
-    return Rewards(RewardService(*weighted), *readers)
+    weighted = [[WeightedReward(e.label, e.weight, once(e)[1]) for e in p] for p in purposes]
+    return Rewards(RewardService(*weighted), *checks)
 
 
 def _check_entries(entries: Sequence[RewardEntry], model: AnyModel) -> None:
-    """Raises where two rewards would share their metrics, or one reads what the model draws."""
+    """Raises where two rewards share a metric's name, or one scores text of an image model."""
     labels: dict[str, str] = {}
     for entry in entries:
         other = labels.setdefault(entry.label, entry.name)
@@ -123,49 +122,52 @@ def _check_entries(entries: Sequence[RewardEntry], model: AnyModel) -> None:
 
 
 def reward_entry(name: str, overrides: Sequence[str], workers: int) -> RewardEntry:
-    """A reward by itself, as `gesso serve-reward` has it."""
+    """The entry of a single reward, for `gesso serve-reward`."""
     data = changed({"name": name, "workers": workers}, overrides)
     return parse(RewardEntry, data, f"reward {name}")
 
 
 def scorer(entry: RewardEntry, reward: base.Reward | None = None) -> base.Scorer:
-    """A reward for one run."""
+    """The scorer of a reward in one run."""
     reward = reward or _reward(entry)
-    place = _remembering(entry, reward, _runner(entry, reward))
-    return Fitting(place, reward, entry.label) if entry.optional else place
+    inner = _cached(entry, reward, _uncached_scorer(entry, reward))
+    return OptionalScorer(inner, reward, entry.label) if entry.optional else inner
 
 
 def served(entry: RewardEntry, batch: int) -> base.Scorer:
-    """A reward for many callers, whose samples are put together into batches."""
-    from gesso.rewards.transport.serve import Batcher
+    """The scorer of a reward on a server: samples of all callers share batches."""
+    from gesso.rewards.transport.serve import BatchingScorer
 
     reward = _reward(entry)
-    place = _runner(entry, reward, batch)
-    batched = Batcher(place, batch, entry.workers) if isinstance(place, Workers) else place
-    return _remembering(entry, reward, batched)
+    inner = _uncached_scorer(entry, reward, batch)
+    if isinstance(inner, WorkerScorer):
+        inner = BatchingScorer(inner, batch, entry.workers)
+    return _cached(entry, reward, inner)
 
 
-def _remembering(entry: RewardEntry, reward: base.Reward, place: base.Scorer) -> base.Scorer:
+def _cached(entry: RewardEntry, reward: base.Reward, inner: base.Scorer) -> base.Scorer:
     if not entry.cache or base.is_random(reward):
-        return place
-    return Cached(place, json.dumps([entry.name, entry.style, entry.options], default=str))
+        return inner
+    return CachedScorer(inner, json.dumps([entry.name, entry.style, entry.options], default=str))
 
 
-def _runner(entry: RewardEntry, reward: base.Reward, batch: int = 4) -> base.Scorer:
-    """Where a reward runs: on servers, on the event loop, or in `workers` processes that take up to
-    `batch` samples at a time."""
+def _uncached_scorer(entry: RewardEntry, reward: base.Reward, batch: int = 4) -> base.Scorer:
+    """On servers, on the event loop, or in `workers` processes that take up to `batch` samples at a
+    time."""
     if entry.remote is not None:
-        remote = Remote(entry.remote)
-        return Rated(remote, SERVED[entry.name]) if entry.name in SERVED else remote
-    if isinstance(reward, judge.Asks):
-        return judge.Bench(reward)
+        remote = RemoteScorer(entry.remote)
+        if entry.name in SERVED:
+            return deqa.ScaledScorer(remote, SERVED[entry.name])
+        return remote
+    if isinstance(reward, ChatJudge):
+        return ChatScorer(reward)
     reference = named(REWARDS, entry.name, "reward")
-    at_once = max(batch, reward.batch) if isinstance(reward, networks.Network) else batch
-    return Workers(
+    size = max(batch, reward.batch) if isinstance(reward, NetworkReward) else batch
+    return WorkerScorer(
         reference,
         entry.options,
         entry.workers,
-        at_once,
+        size,
         entry.patience,
         entry.style,
         base.is_random(reward),
@@ -174,7 +176,7 @@ def _runner(entry: RewardEntry, reward: base.Reward, batch: int = 4) -> base.Sco
 
 def _reward(entry: RewardEntry) -> base.Reward:
     if entry.remote is not None:
-        return _elsewhere(entry)
+        return _remote_reward(entry)
     if entry.name in SERVED:
         raise UserError(f'the reward "{entry.name}" runs on a server: give reward.remote.urls')
     reference = _reward_reference(entry)
@@ -190,8 +192,8 @@ def _reward_reference(entry: RewardEntry) -> str:
     return named(REWARDS, entry.name, "reward")
 
 
-def _elsewhere(entry: RewardEntry) -> base.Reward:
-    """Who answers for a reward on a server: where we have it too, ours says which prompts fit."""
+def _remote_reward(entry: RewardEntry) -> base.Reward:
+    """The local side of a reward on a server: a reward of Gesso's checks the prompts here too."""
     if entry.options:
         raise UserError(
             f'reward "{entry.name}" runs on a server, which has its own options: give '
@@ -203,23 +205,23 @@ def _elsewhere(entry: RewardEntry) -> base.Reward:
             "`gesso serve-reward`, not to the recipe"
         )
     if entry.name not in REWARDS:
-        return base.Elsewhere()
+        return base.RemoteReward()
     try:
         return base.load(REWARDS[entry.name], {})
-    except UserError:  # it cannot be made without options, and only the server has them
-        return base.Elsewhere()
+    except UserError:  # it needs options, which only the server has
+        return base.RemoteReward()
 
 
 def resolved(entry: RewardEntry) -> dict[str, Any]:
-    """The entry with every option of its reward said. A class of the user's own is not made for
-    that: it may load a network."""
+    """The entry with the defaults of its reward's options filled in. A user's class is not
+    instantiated for that: it may load a network."""
     options = entry.options
     if entry.remote is not None or entry.name in SERVED:
         _reward(entry)
     else:
         reference = _reward_reference(entry)
-        found = base.find(reference, options, entry.style)
-        if isinstance(found, type) and issubclass(found, base.Strict):
-            made = base.load(reference, options, entry.name)
-            options = made.model_dump(exclude_none=True)  # type: ignore[attr-defined]
+        target = base.find(reference, options, entry.style)
+        if isinstance(target, type) and issubclass(target, base.Strict):
+            reward = base.load(reference, options, entry.name)
+            options = reward.model_dump(exclude_none=True)  # type: ignore[attr-defined]
     return entry.model_dump(exclude_none=True) | options

@@ -1,8 +1,8 @@
-"""What a reward is: an object with `unfit` and `score`, or just a function of the user's.
+"""What a reward is: an object with `unfit` and `score`, or a function of the user's.
 
-A reward is plain synchronous code; where it runs is a Scorer's business: worker processes, servers
-over HTTP, or requests on the event loop. It sees everything: the prompt, all columns of its row and
-the picture or text.
+A reward is plain synchronous code; a Scorer decides where it runs: in worker processes, on servers
+over HTTP, or as requests on the event loop. A reward sees the prompt, all columns of its row and
+the image or text.
 """
 
 from __future__ import annotations
@@ -18,44 +18,51 @@ from gesso import imports
 from gesso.config import Strict
 from gesso.config.parsing import parse
 from gesso.rewards.functions import FunctionReward
-from gesso.rewards.styles import adapted
-from gesso.rewards.transport.untrusted import Unreadable, clean, line, listed, raised, shown
+from gesso.rewards.styles import adapt
+from gesso.rewards.untrusted import (
+    InvalidScores,
+    clean_text,
+    one_line,
+    raised_message,
+    score_list,
+    short_repr,
+)
 from gesso.types import Prompt, Sample, Score, UserError
 
-MAX_VALUE = 1e15  # of a reward: its square, as the critic's loss has it, still fits into float32
+MAX_VALUE = 1e15  # of a reward: its square, as in the critic's loss, still fits into float32
 MAX_NAME = 100  # characters of a detail's name
 
 
 class Reward(Protocol):
     def unfit(self, prompt: Prompt) -> str | None:
-        """Why this prompt cannot be scored, or None. Asked once, before the run."""
+        """Why this prompt cannot be scored, or None. Called once, before the run."""
 
     def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
-        """One score a sample, in order; None for a value: it does not apply to this sample."""
+        """One score per sample, in order. A value of None: the reward does not apply to it."""
 
 
 class Scorer(Protocol):
-    """Where a reward runs. Every sample gets a score, in order, whatever goes wrong."""
+    """Where a reward runs. Returns one score per sample, in order; failures are `Score.error`."""
 
     @property
     def processes(self) -> int:
-        """How many it keeps busy on this machine."""
+        """Processes on this machine."""
 
     @property
     def hits(self) -> int:
-        """Scores it remembered, so far, and did not ask for again."""
+        """Scores from a cache, so far."""
 
     @property
     def random(self) -> bool:
-        """Whether its answers must not be remembered, as far as it knows by now."""
+        """Whether scores must not be cached, as far as known."""
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]: ...
 
     async def close(self) -> None: ...
 
 
-class Elsewhere:
-    """Stands for a reward that only its server knows; it takes every prompt."""
+class RemoteReward:
+    """In place of a reward that only its server has; accepts every prompt."""
 
     def unfit(self, prompt: Prompt) -> str | None:
         return None
@@ -65,149 +72,157 @@ class Elsewhere:
 
 
 def find(reference: str, options: Mapping[str, Any], style: str = "gesso") -> Any:
-    """ "module:Name" → the function or class, which takes these options. Nothing is made of it."""
-    found = imports.load(reference, "reward")
+    """ "module:Name" → the function or class, checked to take these options, not instantiated."""
+    target = imports.load(reference, "reward")
     _check_options(reference, options)
-    if isinstance(found, type):
+    if isinstance(target, type):
         if style != "gesso":
             raise UserError(
                 f'reward "{reference}" is a class; style = "{style}" takes a function, or an '
                 "object that can be called"
             )
-        if not issubclass(found, Strict):
-            _fits(found, reference, options)
-        if not callable(getattr(found, "score", None)):
+        if not issubclass(target, Strict):
+            _check_signature(target, reference, options)
+        if not callable(getattr(target, "score", None)):
             raise UserError(f'reward "{reference}" has no method score(samples)')
-    elif callable(found):
-        adapted(found, reference, options, style)
+    elif callable(target):
+        adapt(target, reference, options, style)
     else:
-        kind = type(found).__name__
+        kind = type(target).__name__
         raise UserError(f'reward "{reference}" is {kind}; expected a function or class')
-    return found
+    return target
 
 
 def load(
     reference: str, options: Mapping[str, Any], name: str = "", style: str = "gesso"
 ) -> Reward:
     """ "module:Name" → a ready reward. A Strict class checks its options, a function takes them
-    as keyword arguments. `name` is what a recipe calls it."""
-    found = find(reference, options, style)
-    if not isinstance(found, type):
-        return adapted(found, reference, options, style)
-    if issubclass(found, Strict):
-        made: Any = parse(found, options, f"reward {name or reference}")
+    as keyword arguments. `name` is its name in a recipe."""
+    target = find(reference, options, style)
+    if not isinstance(target, type):
+        return adapt(target, reference, options, style)
+    if issubclass(target, Strict):
+        reward: Any = parse(target, options, f"reward {name or reference}")
     else:
         try:
-            made = found(**options)
+            reward = target(**options)
         except (Exception, SystemExit) as error:
-            raise UserError(f'reward "{reference}" cannot be made: it {raised(error)}') from error
-    method = adapted(made.score, f"{reference}.score", {}, "gesso")
-    return made if callable(getattr(made, "unfit", None)) else method
+            raise UserError(
+                f'reward "{reference}" cannot be made: it {raised_message(error)}'
+            ) from error
+    method = adapt(reward.score, f"{reference}.score", {}, "gesso")
+    return reward if callable(getattr(reward, "unfit", None)) else method
 
 
 def _check_options(reference: str, options: Mapping[str, Any]) -> None:
-    """They go to other processes as JSON."""
+    """Options are sent to other processes as JSON."""
     for name, value in options.items():
         try:
             json.dumps(value)
         except (TypeError, ValueError):
             raise UserError(
-                f'reward "{reference}": option {name} = {shown(value)} is a '
+                f'reward "{reference}": option {name} = {short_repr(value)} is a '
                 f"{type(value).__name__}; expected text, a number, true, false, a list or a table"
             ) from None
 
 
-def _fits(call: Callable[..., Any], reference: str, options: Mapping[str, Any]) -> None:
+def _check_signature(call: Callable[..., Any], reference: str, options: Mapping[str, Any]) -> None:
     try:
         inspect.signature(call).bind(**options)
     except TypeError as error:
         raise UserError(f'reward "{reference}" does not take these options: {error}') from error
-    except ValueError:  # some classes of C have no signature
+    except ValueError:  # some C classes have no signature
         return
 
 
 def unfit(reward: Reward, prompt: Prompt, name: str) -> str | None:
-    """`reward.unfit`, which is the user's: raises a UserError where it gives anything but a text or
-    None. An empty text is no reason."""
-    theirs = dataclasses.replace(prompt, columns=dict(prompt.columns))  # ours stay as they are
+    """Calls `reward.unfit`, which may be user code: raises a UserError where it raises or returns
+    anything but a text or None. An empty text counts as None."""
+    copy = dataclasses.replace(prompt, columns=dict(prompt.columns))  # it may change the columns
     try:
-        reason = reward.unfit(theirs)
+        reason = reward.unfit(copy)
     except (Exception, SystemExit) as error:
-        fault = raised(error)
+        fault = raised_message(error)
     else:
         if reason is None:
             return None
         if isinstance(reason, str):
-            return line(reason) or None
+            return one_line(reason) or None
         if inspect.iscoroutine(reason):
             reason.close()
-        fault = f"returned {shown(reason)}; expected the reason as a text, or None"
+        fault = f"returned {short_repr(reason)}; expected the reason as a text, or None"
     where = f"{prompt.where}: " if prompt.where else ""
     raise UserError(f'reward "{name}": its unfit {fault} (asked about {where}{prompt.text[:60]!r})')
 
 
 def checked(reward: Reward, samples: Sequence[Sample]) -> list[Score]:
-    """Score, whatever the reward does: raising, a wrong count or a number that is not finite
-    become `Score.error`. The reward has its own list of the samples and may empty it."""
+    """Calls `reward.score`: an exception, a wrong count or a number that is not finite becomes
+    `Score.error`. The reward gets a copy of the list and may change it."""
     count = len(samples)
     try:
-        answers = listed(reward.score(list(samples)), count)
+        answers = score_list(reward.score(list(samples)), count)
     except KeyboardInterrupt:
         raise
-    except Unreadable as error:
+    except InvalidScores as error:
         return [Score.failed(str(error))] * count
     except BaseException as error:
-        return [Score.failed(raised(error))] * count
-    return [_readable(answer) for answer in answers]
+        return [Score.failed(raised_message(error))] * count
+    return [_score_of(answer) for answer in answers]
 
 
-def _readable(answer: Any) -> Score:
+def _score_of(answer: Any) -> Score:
     try:
         return plain(answer)
-    except Exception as error:  # a property of the user's
-        return Score.failed(f"returned {shown(answer)}, which {raised(error)}")
+    except Exception as error:  # a property of user code
+        return Score.failed(f"returned {short_repr(answer)}, which {raised_message(error)}")
 
 
 def plain(answer: Any) -> Score:
-    """A user's answer, a number, None or a Score, as a Score of plain numbers that can be summed
-    and squared."""
+    """What user code returned (a number, None or a Score) as a Score of plain floats that can be
+    summed and squared."""
     score = answer if isinstance(answer, Score) else Score(answer)
     if score.error is not None:
-        return Score.failed(line(score.error) or "failed without a reason")
-    text = clean(score.text)
+        return Score.failed(one_line(score.error) or "failed without a reason")
+    text = clean_text(score.text)
     if score.value is None:
         return Score(None, text=text)
     value = _number(score.value)
     if value is None:
-        return Score.failed(f"returned {shown(score.value)}, not a number")
+        return Score.failed(f"returned {short_repr(score.value)}, not a number")
     if fault := _fault(value):
         return Score.failed(f"returned {fault}")
     parts: dict[str, float] = {}
     if not isinstance(score.parts, Mapping):
-        return Score.failed(f"returned {shown(score.parts)} as details, not numbers by name")
-    for given, detail in score.parts.items():
-        name, number = clean(given), _number(detail)
+        return Score.failed(f"returned {short_repr(score.parts)} as details, not numbers by name")
+    for key, detail in score.parts.items():
+        name, number = clean_text(key), _number(detail)
         if number is None:
-            told = f"returned {shown(detail)} as its detail {shown(name)}, not a number"
-            return Score.failed(told)
+            return Score.failed(
+                f"returned {short_repr(detail)} as its detail {short_repr(name)}, not a number"
+            )
         if fault := _fault(number):
-            return Score.failed(f'returned {fault} as its detail "{line(name, MAX_NAME)}"')
+            return Score.failed(f'returned {fault} as its detail "{one_line(name, MAX_NAME)}"')
         if not name.isprintable() or not all(name.split("/")) or len(name) > MAX_NAME:
             return Score.failed(
-                f"returned a detail called {shown(given)}; expected a name of at most {MAX_NAME} "
-                "printable characters"
+                f"returned a detail called {short_repr(key)}; expected a name of at most "
+                f"{MAX_NAME} printable characters"
             )
         parts[name] = number
     return Score(value, parts, text)
 
 
 def _number(value: Any) -> float | None:
-    """None where it is none: a text is not, though float() might read it."""
+    """None where it is not a number. Text is not, even where float() would parse it."""
     if isinstance(value, str | bytes | bytearray):
         return None
     try:
         return float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError):  # torch's for several elements
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+        RuntimeError,
+    ):  # RuntimeError: torch
         return None
 
 
@@ -219,7 +234,7 @@ def _fault(value: float) -> str | None:
 
 
 def is_random(reward: Reward) -> bool:
-    """Whether the function or class says `random = True`: two looks at a sample may differ."""
+    """Whether the function or class declares `random = True`: a sample's score may vary."""
     source: Any = reward.function if isinstance(reward, FunctionReward) else reward
-    source = getattr(source, "__self__", source)  # a plain class's method: its object
+    source = getattr(source, "__self__", source)  # the instance of a bound method
     return getattr(source, "random", False) is True

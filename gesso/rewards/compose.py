@@ -8,53 +8,38 @@ from dataclasses import dataclass
 
 from gesso.rewards import base
 from gesso.rewards.base import Reward, Scorer
+from gesso.rewards.wrapper import ScorerWrapper
 from gesso.types import Sample, Score, UserError
 
 
 @dataclass(frozen=True)
-class Weighted:
+class WeightedReward:
     name: str
     weight: float
     scorer: Scorer  # where it runs
 
 
-class Fitting:
-    """In front of another scorer: samples whose prompt its reward cannot score do not go there; it
-    does not apply to them."""
+class OptionalScorer(ScorerWrapper):
+    """Scores the samples whose prompt the reward can score; it does not apply to the others."""
 
     def __init__(self, inner: Scorer, reward: Reward, name: str) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.reward = reward
         self.name = name
 
-    @property
-    def processes(self) -> int:
-        return self.inner.processes
-
-    @property
-    def hits(self) -> int:
-        return self.inner.hits
-
-    @property
-    def random(self) -> bool:
-        return self.inner.random
-
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
-        apart = [self._apart(sample) for sample in samples]
-        asked = [sample for sample, score in zip(samples, apart, strict=True) if score is None]
-        scores = iter(await self.inner.score(asked) if asked else [])
-        return [next(scores) if score is None else score for score in apart]
+        skipped = [self._skipped(sample) for sample in samples]
+        fit = [sample for sample, score in zip(samples, skipped, strict=True) if score is None]
+        scores = iter(await self.inner.score(fit) if fit else [])
+        return [next(scores) if score is None else score for score in skipped]
 
-    def _apart(self, sample: Sample) -> Score | None:
-        """The score of a sample that does not go there; None for the others."""
+    def _skipped(self, sample: Sample) -> Score | None:
+        """The score of a sample that the inner scorer does not get; None for the others."""
         try:
             reason = base.unfit(self.reward, sample.prompt, self.name)
         except UserError as error:
             return Score.failed(str(error))
         return Score(None) if reason else None
-
-    async def close(self) -> None:
-        await self.inner.close()
 
 
 def combine(weighted: Sequence[tuple[str, float, Score]]) -> Score:
@@ -81,7 +66,7 @@ def combine(weighted: Sequence[tuple[str, float, Score]]) -> Score:
     return Score(total, parts, " | ".join(s.text for _, _, s in weighted if s.text))
 
 
-async def score(rewards: Sequence[Weighted], samples: Sequence[Sample]) -> list[Score]:
+async def score(rewards: Sequence[WeightedReward], samples: Sequence[Sample]) -> list[Score]:
     columns = await asyncio.gather(*(r.scorer.score(samples) for r in rewards))
     return [
         combine([(r.name, r.weight, s) for r, s in zip(rewards, row, strict=True)])

@@ -1,4 +1,4 @@
-"""A function of the user's as a reward: how it is called, and what its signature says."""
+"""A user's function as a reward: how it is called, and the inspection of its signature."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gesso.rewards.transport.untrusted import clean, raised
+from gesso.rewards.untrusted import clean_text, raised_message
 from gesso.types import Prompt, Sample, Score
 
 Function = Callable[..., Any]
@@ -14,7 +14,7 @@ Options = Mapping[str, Any]
 
 
 class FunctionReward:
-    """`f(samples, **options)` → a list of numbers, None or Scores; it takes every prompt."""
+    """`f(samples, **options)` → a list of numbers, None or Scores; accepts every prompt."""
 
     call = "(samples, **options)"  # for errors
     text_only = False
@@ -31,20 +31,20 @@ class FunctionReward:
 
     @staticmethod
     def bind(signature: inspect.Signature, options: Options) -> None:
-        """Raises TypeError where a function of this signature cannot be called so."""
+        """Raises TypeError where a function of this signature cannot be called in this style."""
         signature.bind(None, **options)
 
     @staticmethod
     def recognises(names: Sequence[str], takes_any: bool) -> bool:
-        """Whether parameters of these names are those of this style; `takes_any`: **kwargs."""
+        """Whether these parameter names look like this style; `takes_any`: **kwargs."""
         return names[:1] == ["samples"]
 
 
-def of_texts(
+def score_texts(
     reward: FunctionReward, score: Callable[[list[Sample]], list[Score]], samples: Sequence[Sample]
 ) -> list[Score]:
-    """Scores of the samples that can be scored; the others fail, each with its reason. A server's
-    batch may hold samples of several callers."""
+    """Scores the texts that fit; the other samples fail, each with its reason. A server's batch may
+    hold samples of several callers."""
     reasons = [
         "is an image; expected a text" if s.text is None else reward.unfit(s.prompt)
         for s in samples
@@ -54,26 +54,26 @@ def of_texts(
     return [next(scores) if reason is None else Score.failed(reason) for reason in reasons]
 
 
-def alone(call: Callable[[Sample], Score], sample: Sample) -> Score:
-    """A function that is called sample by sample fails for that sample only."""
+def score_alone(call: Callable[[Sample], Score], sample: Sample) -> Score:
+    """Calls the function for one sample; an exception fails only that sample."""
     try:
         return call(sample)
     except Exception as error:
-        return Score.failed(raised(error))
+        return Score.failed(raised_message(error))
 
 
-def single(value: Any) -> Any:
-    """The number in a tensor, an array or a list of one; anything else as it is."""
-    if hasattr(value, "tolist"):  # torch's and numpy's, without importing them
+def scalar_of(value: Any) -> Any:
+    """The number in a tensor, an array or a list of one element; anything else unchanged."""
+    if hasattr(value, "tolist"):  # torch and numpy, without importing them
         value = value.tolist()
-    for _ in range(3):  # dimensions
+    for _ in range(3):  # at most three dimensions
         if isinstance(value, list | tuple) and len(value) == 1:
             value = value[0]
     return value
 
 
 def signature_of(function: Function) -> inspect.Signature | None:
-    """None where there is none, as for some functions of C."""
+    """None where there is none, as for some C functions."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
@@ -83,20 +83,20 @@ def signature_of(function: Function) -> inspect.Signature | None:
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
-def names_of(signature: inspect.Signature) -> tuple[list[str], bool]:
-    """Parameters that have a name, and whether any other keyword argument is taken."""
+def parameter_names(signature: inspect.Signature) -> tuple[list[str], bool]:
+    """Parameters that can be passed by name, and whether there is **kwargs."""
     parameters = signature.parameters.values()
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     return [p.name for p in parameters if p.kind in _BY_NAME], takes_any
 
 
-def required_of(signature: inspect.Signature) -> list[str]:
-    """Names without which it cannot be called."""
-    given = signature.parameters.values()
-    return [p.name for p in given if p.kind in _BY_NAME and p.default is p.empty]
+def required_parameters(signature: inspect.Signature) -> list[str]:
+    """Named parameters without a default."""
+    parameters = signature.parameters.values()
+    return [p.name for p in parameters if p.kind in _BY_NAME and p.default is p.empty]
 
 
-def shown_parameters(signature: inspect.Signature) -> str:
-    """As in a call, without types: (samples, scale=1.0)."""
+def format_parameters(signature: inspect.Signature) -> str:
+    """Without types: (samples, scale=1.0)."""
     bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
-    return clean(signature.replace(parameters=bare, return_annotation=signature.empty), 200)
+    return clean_text(signature.replace(parameters=bare, return_annotation=signature.empty), 200)

@@ -1,4 +1,4 @@
-"""Which framework a reward function was written for: `style`.
+"""`style`: the framework that a reward function was written for.
 
 gesso     f(samples, **options)
 easyr1    f(reward_inputs, **options), or f(reward_input, **options)     EasyR1 0.3.3
@@ -21,24 +21,24 @@ from gesso.rewards.functions import (
     Function,
     FunctionReward,
     Options,
-    alone,
-    names_of,
-    of_texts,
-    required_of,
-    shown_parameters,
+    format_parameters,
+    parameter_names,
+    required_parameters,
+    scalar_of,
+    score_alone,
+    score_texts,
     signature_of,
-    single,
 )
-from gesso.rewards.text import answers
-from gesso.rewards.transport.untrusted import clean, listed, shown
+from gesso.rewards.labels import as_text, label_of, missing_label
 from gesso.rewards.trl import TRL
+from gesso.rewards.untrusted import clean_text, score_list, short_repr
 from gesso.types import Prompt, Sample, Score, UserError
 
 
 class EasyR1(FunctionReward):
-    """A list of dicts in, a dict each out: "overall" is the value, the others are details. One dict
-    at a time where the function's module says REWARD_TYPE = "sequential"; or where it does not say,
-    as before EasyR1 0.3.3, and the parameter is called `reward_input`."""
+    """Takes a list of dicts and returns one dict each: "overall" is the value, the rest details.
+    Called with one dict at a time if the function's module sets REWARD_TYPE = "sequential", or if
+    it does not set it (as before EasyR1 0.3.3) and the parameter is named `reward_input`."""
 
     call = "(reward_inputs, **options)"
     text_only = True
@@ -46,32 +46,34 @@ class EasyR1(FunctionReward):
     def __init__(self, function: Function, options: Options, reference: str = "") -> None:
         super().__init__(function, options)
         signature = signature_of(function)
-        first = names_of(signature)[0][:1] if signature else []
+        first = parameter_names(signature)[0][:1] if signature else []
         default = "sequential" if first == ["reward_input"] else "batch"
         kind = _constant(reference, "REWARD_TYPE", default)
         if kind not in ("batch", "sequential"):
             raise UserError(
-                f'reward "{reference}": its module says REWARD_TYPE = {shown(kind)}; expected '
+                f'reward "{reference}": its module says REWARD_TYPE = {short_repr(kind)}; expected '
                 '"batch" or "sequential"'
             )
         self.sequential = kind == "sequential"
 
     def unfit(self, prompt: Prompt) -> str | None:
-        return None if answers.label(prompt) is not None else answers.no_label(prompt)
+        return None if label_of(prompt) is not None else missing_label(prompt)
 
     def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
-        return of_texts(self, self._each if self.sequential else self._together, samples)
+        return score_texts(
+            self, self._score_each if self.sequential else self._score_batch, samples
+        )
 
-    def _together(self, samples: Sequence[Sample]) -> list[Score]:
+    def _score_batch(self, samples: Sequence[Sample]) -> list[Score]:
         inputs = [_reward_input(sample) for sample in samples]
-        found = listed(self.function(inputs, **self.options), len(samples))
-        return [_overall(answer) for answer in found]
+        answers = score_list(self.function(inputs, **self.options), len(samples))
+        return [_overall(answer) for answer in answers]
 
-    def _each(self, samples: Sequence[Sample]) -> list[Score]:
+    def _score_each(self, samples: Sequence[Sample]) -> list[Score]:
         def one(sample: Sample) -> Score:
             return _overall(self.function(_reward_input(sample), **self.options))
 
-        return [alone(one, sample) for sample in samples]
+        return [score_alone(one, sample) for sample in samples]
 
     @staticmethod
     def recognises(names: Sequence[str], takes_any: bool) -> bool:
@@ -79,30 +81,30 @@ class EasyR1(FunctionReward):
 
 
 class OpenRLHF(FunctionReward):
-    """Called for one query at a time, as OpenRLHF does: prompt and response in one text. Returns a
-    dict with "rewards", and as details "scores" and what is in "extra_logs"; or the reward alone.
+    """Called with one query at a time, as in OpenRLHF: prompt and response in one text. Returns a
+    dict with "rewards", and as details "scores" and the items of "extra_logs"; or only the reward.
     Numbers may be tensors of one element."""
 
     call = "(queries, prompts, labels, **options)"
     text_only = True
 
     def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
-        each = functools.partial(alone, self._one)
-        return of_texts(self, lambda fit: [each(sample) for sample in fit], samples)
+        each = functools.partial(score_alone, self._one)
+        return score_texts(self, lambda fit: [each(sample) for sample in fit], samples)
 
     def _one(self, sample: Sample) -> Score:
-        prompt, label = sample.prompt.text, answers.label(sample.prompt)
+        prompt, label = sample.prompt.text, label_of(sample.prompt)
         query = prompt + sample.reply
         answer = self.function([query], [prompt], ["" if label is None else label], **self.options)
         if not isinstance(answer, Mapping):
             answer = {"rewards": answer}
-        value = single(answer.get("rewards"))
+        value = scalar_of(answer.get("rewards"))
         if value is None:
-            return Score.failed(f'returned no "rewards", but {shown(answer)}')
+            return Score.failed(f'returned no "rewards", but {short_repr(answer)}')
         details = dict(answer.get("extra_logs") or {})
         if answer.get("scores") is not None:
             details["scores"] = answer["scores"]
-        return Score(value, {name: single(detail) for name, detail in details.items()})
+        return Score(value, {name: scalar_of(detail) for name, detail in details.items()})
 
     @staticmethod
     def bind(signature: inspect.Signature, options: Options) -> None:
@@ -121,7 +123,7 @@ STYLES: dict[str, type[FunctionReward]] = {
 }
 
 
-def adapted(function: Function, reference: str, options: Options, style: str) -> FunctionReward:
+def adapt(function: Function, reference: str, options: Options, style: str) -> FunctionReward:
     """The function as a reward; raises where its signature is not that of the style."""
     kind = STYLES[style]
     if _is_async(function) and kind is not TRL:
@@ -149,23 +151,25 @@ def _check(signature: inspect.Signature, reference: str, options: Options, style
     try:
         kind.bind(signature, options)
     except TypeError as error:
-        fault = f": {error}{_own_key(signature, options)}"
-    others = [n for n, other in STYLES.items() if other.recognises(*names_of(signature))]
+        fault = f": {error}{_reserved_key_hint(signature, options)}"
+    others = [n for n, other in STYLES.items() if other.recognises(*parameter_names(signature))]
     likely = others[0] if others else style
-    if not fault and likely in (style, "gesso"):  # `samples` may be anybody's name
+    if not fault and likely in (style, "gesso"):  # any style may name a parameter `samples`
         return
     hint = f'; did you mean style = "{likely}"?' if likely != style else ""
-    takes = shown_parameters(signature)
+    takes = format_parameters(signature)
     raise UserError(
         f'reward "{reference}" takes {takes}; style = "{style}" calls it with {kind.call}'
         f"{fault}{hint}"
     )
 
 
-def _own_key(signature: inspect.Signature, options: Options) -> str:
-    """What to say of a parameter that an option cannot reach."""
+def _reserved_key_hint(signature: inspect.Signature, options: Options) -> str:
+    """The hint for a parameter that no option can set."""
     taken = [
-        n for n in required_of(signature) if n in RewardEntry.model_fields and n not in options
+        n
+        for n in required_parameters(signature)
+        if n in RewardEntry.model_fields and n not in options
     ]
     if not taken:
         return ""
@@ -173,7 +177,7 @@ def _own_key(signature: inspect.Signature, options: Options) -> str:
 
 
 def _constant(reference: str, name: str, default: str) -> Any:
-    """What the module of a reference says, for instance REWARD_TYPE."""
+    """A constant of the reference's module, such as REWARD_TYPE."""
     try:
         return imports.load(f"{reference.rpartition(':')[0]}:{name}", "reward")
     except UserError:
@@ -181,17 +185,18 @@ def _constant(reference: str, name: str, default: str) -> Any:
 
 
 def _reward_input(sample: Sample) -> dict[str, Any]:
-    label = answers.label(sample.prompt)
+    label = label_of(sample.prompt)
     number = isinstance(label, int | float) and not isinstance(label, bool)
-    found = {"response": sample.reply, "ground_truth": answers.as_text(label) if number else label}
-    return found if sample.tokens is None else found | {"response_length": sample.tokens}
+    ground_truth = as_text(label) if number else label
+    inputs = {"response": sample.reply, "ground_truth": ground_truth}
+    return inputs if sample.tokens is None else inputs | {"response_length": sample.tokens}
 
 
 def _overall(answer: Any) -> Score:
     if not isinstance(answer, Mapping):
-        return Score.failed(f'returned {shown(answer)}; expected a dict with "overall"')
+        return Score.failed(f'returned {short_repr(answer)}; expected a dict with "overall"')
     if answer.get("overall") is None:
-        keys = ", ".join(clean(key, 80) for key in answer) or "nothing"
+        keys = ", ".join(clean_text(key, 80) for key in answer) or "nothing"
         return Score.failed(f'returned a dict without "overall", only with {keys}')
-    details = {k: single(v) for k, v in answer.items() if k != "overall" and v is not None}
-    return Score(single(answer["overall"]), details)
+    details = {k: scalar_of(v) for k, v in answer.items() if k != "overall" and v is not None}
+    return Score(scalar_of(answer["overall"]), details)

@@ -195,14 +195,14 @@ def test_columns_reach_a_reward_in_its_process(tmp_path: Path) -> None:
 
     import numpy as np
 
-    from gesso.rewards.transport.workers import Workers
+    from gesso.rewards.transport.workers import WorkerScorer
     from gesso.types import Sample
 
     file = write_parquet(tmp_path / "c.parquet", [{"prompt": "a", "n": {"deep": [7]}}])
     (prompt,) = read(source(file))
 
     async def ask() -> list:
-        workers = Workers("tests.data.test_readers:deep", {}, 1)
+        workers = WorkerScorer("tests.data.test_readers:deep", {}, 1)
         try:
             return await workers.score([Sample(prompt, np.zeros((1, 1, 3), np.uint8), 0)])
         finally:

@@ -128,7 +128,7 @@ class Misbehaving:
             answer: dict[str, Any] = {"rewards": values}
         elif path == "/v1/chat/completions":
             content = json.loads(body)["messages"][0]["content"]
-            image = protocol.picture(protocol.from_base64(content[0]["image_url"]["url"]))
+            image = protocol.decode_image(protocol.from_base64(content[0]["image_url"]["url"]))
             values = [float(image.mean()) / 255]
             message = {"role": "assistant", "content": f"Final Score: {1 + 4 * values[0]:.4f}"}
             answer = {"choices": [{"message": message, "finish_reason": "stop"}]}

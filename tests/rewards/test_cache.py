@@ -15,8 +15,8 @@ from gesso import build, run
 from gesso.config import RewardEntry
 from gesso.config.parsing import parse
 from gesso.rewards import assembly, base
-from gesso.rewards.transport.cache import Cached
-from gesso.rewards.transport.workers import Workers
+from gesso.rewards.transport.cache import CachedScorer
+from gesso.rewards.transport.workers import WorkerScorer
 from gesso.types import Prompt, Sample, Score
 from tests.rewards.servers import grey
 
@@ -55,7 +55,7 @@ def values(scores: Sequence[Score]) -> list[float | None]:
 def test_each_is_scored_once_and_answers_keep_their_order() -> None:
     async def go() -> None:
         inner = Counting()
-        cached = Cached(inner, "x")
+        cached = CachedScorer(inner, "x")
         assert values(await cached.score([grey(v) for v in (20, 10, 20, 30, 10)])) == [
             20, 10, 20, 30, 10,
         ]  # fmt: skip
@@ -71,7 +71,7 @@ def test_each_is_scored_once_and_answers_keep_their_order() -> None:
 def test_what_is_being_scored_is_waited_for() -> None:
     async def go() -> None:
         inner = Counting(0.1)
-        cached = Cached(inner, "x")
+        cached = CachedScorer(inner, "x")
         got = await asyncio.gather(*(cached.score([grey(50), grey(60 + i % 2)]) for i in range(6)))
         assert [values(scores) for scores in got] == [[50, 60 + i % 2] for i in range(6)]
         assert sorted(inner.asked) == [50, 60, 61]
@@ -82,7 +82,7 @@ def test_what_is_being_scored_is_waited_for() -> None:
 def test_whoever_gives_up_waiting_takes_nothing_from_the_others() -> None:
     async def go() -> None:
         inner = Counting(0.2)
-        cached = Cached(inner, "x")
+        cached = CachedScorer(inner, "x")
         first = asyncio.ensure_future(cached.score([grey(50)]))
         await asyncio.sleep(0.05)
         with pytest.raises(asyncio.TimeoutError):
@@ -95,7 +95,7 @@ def test_whoever_gives_up_waiting_takes_nothing_from_the_others() -> None:
 def test_failures_are_not_kept() -> None:
     async def go() -> None:
         inner = Counting()
-        cached = Cached(inner, "x")
+        cached = CachedScorer(inner, "x")
         for _ in range(2):
             assert (await cached.score([grey(1)]))[0].error == "dark"
         assert inner.asked == [1, 1]
@@ -113,13 +113,13 @@ def test_failures_are_not_kept() -> None:
 def test_the_oldest_unused_go_first() -> None:
     async def go() -> None:
         inner = Counting()
-        cached = Cached(inner, "x", entries=3)
+        cached = CachedScorer(inner, "x", entries=3)
         for v in (10, 20, 30, 10, 40):  # 20 is the one not used for longest
             await cached.score([grey(v)])
         inner.asked = []
         for v in (10, 30, 40, 20):
             await cached.score([grey(v)])
-        assert inner.asked == [20] and len(cached._known) == 3
+        assert inner.asked == [20] and len(cached._scores) == 3
 
     asyncio.run(go())
 
@@ -145,12 +145,12 @@ DIFFERENT: list[Sample] = [
 
 
 def test_the_key_holds_all_that_a_score_may_depend_on() -> None:
-    cached = Cached(Counting(), "x")
+    cached = CachedScorer(Counting(), "x")
     assert len({cached.key(s) for s in DIFFERENT}) == len(DIFFERENT)
     first = DIFFERENT[0]
     elsewhere = replace(first, seed=5, prompt=replace(first.prompt, where="other.txt:3"))
     assert cached.key(elsewhere) == cached.key(first)
-    assert Cached(Counting(), "y").key(first) != cached.key(first)
+    assert CachedScorer(Counting(), "y").key(first) != cached.key(first)
     flipped = replace(first, image=np.arange(72, dtype=np.uint8).reshape(4, 6, 3)[:, ::-1])
     whole = replace(first, image=np.ascontiguousarray(flipped.picture))
     assert cached.key(flipped) == cached.key(whole)  # a view is what it shows
@@ -168,15 +168,15 @@ def test_the_key_holds_all_that_a_score_may_depend_on() -> None:
 )
 def test_random_rewards_are_not_remembered(entry: dict[str, Any], kept: bool) -> None:
     scorer = assembly.scorer(parse(RewardEntry, entry, "reward"))
-    assert isinstance(scorer, Cached) == kept
-    inner = scorer.inner if isinstance(scorer, Cached) else scorer
-    assert isinstance(inner, Workers)
+    assert isinstance(scorer, CachedScorer) == kept
+    inner = scorer.inner if isinstance(scorer, CachedScorer) else scorer
+    assert isinstance(inner, WorkerScorer)
 
 
 def test_options_are_part_of_the_key() -> None:
     entries = [{"name": f"{HERE}:counted", "log": "x", "seconds": s} for s in (0.0, 1.0)]
     one, two = (assembly.scorer(parse(RewardEntry, e, "reward")) for e in entries)
-    assert isinstance(one, Cached) and isinstance(two, Cached)
+    assert isinstance(one, CachedScorer) and isinstance(two, CachedScorer)
     assert one.key(grey(1)) != two.key(grey(1))
 
 

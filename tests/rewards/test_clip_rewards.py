@@ -17,7 +17,7 @@ from torch import nn
 from gesso.config import RewardEntry
 from gesso.rewards import assembly, base
 from gesso.rewards.image import hps
-from gesso.rewards.transport.workers import Workers
+from gesso.rewards.transport.workers import WorkerScorer
 from gesso.types import Prompt, Sample
 from tests.rewards.test_pickscore import (
     MEAN,
@@ -294,12 +294,12 @@ def test_hps_takes_a_model_of_transformers(folder: Path) -> None:
 def test_the_whole_picture_counts_for_hps() -> None:
     wide: np.ndarray = np.full((10, 40, 3), 200, dtype=np.uint8)
     wide[:, :2] = 0
-    got = hps.fitted(wide, 20)
+    got = hps.pad_to_square(wide, 20)
     assert got.shape == (20, 20, 3)
     lit: np.ndarray = got[..., 0].astype(int)
     assert (lit[:7] == 0).all() and (lit[13:] == 0).all() and (lit[8:12, 5:] > 190).all()
     assert (lit[8:12, 0] < 100).all()  # the left end is still there
-    assert hps.fitted(np.full((1, 900, 3), 9, dtype=np.uint8), 20).max() == 9
+    assert hps.pad_to_square(np.full((1, 900, 3), 9, dtype=np.uint8), 20).max() == 9
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,9 @@ def test_a_text_is_no_picture(folder: Path) -> None:
 
 def test_a_network_gets_as_many_pictures_at_once_as_it_takes(folder: Path) -> None:
     def at_once(name: str, **options: Any) -> int:
-        return sure(Workers, assembly.scorer(RewardEntry(name=name, cache=False, **options))).batch
+        return sure(
+            WorkerScorer, assembly.scorer(RewardEntry(name=name, cache=False, **options))
+        ).batch
 
     assert at_once("clip-score") == 16 and at_once("geneval", batch=40) == 40
     assert at_once("jpeg-compressibility") == 4

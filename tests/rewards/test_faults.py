@@ -18,8 +18,8 @@ import torch
 from gesso import build, run
 from gesso.config import RemoteEntry
 from gesso.rewards.transport import pool
-from gesso.rewards.transport.pool import Pool, Unanswered
-from gesso.rewards.transport.remote import Remote
+from gesso.rewards.transport.pool import NoResponse, ServerPool
+from gesso.rewards.transport.remote import RemoteScorer
 from gesso.track.run_folder import RunFolder
 from gesso.types import Sample, Score
 from tests.conftest import small_recipe
@@ -33,14 +33,14 @@ VALUES = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
 
 @pytest.fixture(autouse=True)
 def short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "FIRST_REST", 0.05)
+    monkeypatch.setattr(pool, "FIRST_BACKOFF", 0.05)
 
 
 def ask(
     urls: Sequence[str], samples: Sequence[Sample] = GREYS, **settings: object
-) -> tuple[list[Score], Remote]:
+) -> tuple[list[Score], RemoteScorer]:
     settings = {"timeout": 60.0, "retries": 3, "batch": 6} | settings
-    remote = Remote(RemoteEntry(urls=list(urls), **settings))  # type: ignore[arg-type]
+    remote = RemoteScorer(RemoteEntry(urls=list(urls), **settings))  # type: ignore[arg-type]
 
     async def go() -> list[Score]:
         try:
@@ -129,7 +129,7 @@ def test_few_requests_are_spread_too() -> None:
     with Misbehaving() as one, Misbehaving() as two:
 
         async def in_turns() -> None:
-            remote = Remote(RemoteEntry(urls=[one.url, two.url]))
+            remote = RemoteScorer(RemoteEntry(urls=[one.url, two.url]))
             for sample in GREYS:
                 await remote.score([sample])
             await remote.close()
@@ -147,7 +147,7 @@ def test_a_slow_server_gets_less() -> None:
 
 @pytest.mark.parametrize("fault", ["500 Oh", "close", "hang"])
 def test_a_dead_server_is_left_alone(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("FIRST_REST", "LONGEST_REST"):
+    for name in ("FIRST_BACKOFF", "MAX_BACKOFF"):
         monkeypatch.setattr(pool, name, 300.0)
     with Misbehaving([fault] * 99) as dead, Misbehaving(delay=0.01) as alive:
         started = time.monotonic()
@@ -161,7 +161,9 @@ def test_a_dead_server_is_left_alone(fault: str, monkeypatch: pytest.MonkeyPatch
 
 def test_a_server_that_comes_back_is_used_again() -> None:
     port = free_port()
-    remote = Remote(RemoteEntry(urls=[f"http://127.0.0.1:{port}"], retries=8, batch=1, timeout=2.0))
+    remote = RemoteScorer(
+        RemoteEntry(urls=[f"http://127.0.0.1:{port}"], retries=8, batch=1, timeout=2.0)
+    )
 
     async def go() -> tuple[list[Score], list[Score]]:
         with Misbehaving(port=port):
@@ -183,16 +185,16 @@ def test_a_server_that_comes_back_is_used_again() -> None:
 
 def test_rests_grow_double_jitter_and_end() -> None:
     async def go() -> list[float]:
-        one = Pool(["http://127.0.0.1:9"])
+        one = ServerPool(["http://127.0.0.1:9"])
         rests = []
         for _ in range(14):
             now = asyncio.get_running_loop().time()
-            one._rest(one.servers[0], now)
-            rests.append(one.servers[0].rests_until - one.servers[0].failed_at)
-        one._rest(one.servers[0], now - 1)  # began before the last failure: no news
+            one._back_off(one.servers[0], now)
+            rests.append(one.servers[0].retry_at - one.servers[0].failed_at)
+        one._back_off(one.servers[0], now - 1)  # began before the last failure: no news
         assert one.servers[0].failures == 14
-        one._rest(one.servers[0], asyncio.get_running_loop().time(), asked=20.0)
-        rests.append(one.servers[0].rests_until - one.servers[0].failed_at)
+        one._back_off(one.servers[0], asyncio.get_running_loop().time(), requested=20.0)
+        rests.append(one.servers[0].retry_at - one.servers[0].failed_at)
         return rests
 
     *rests, asked = asyncio.run(go())
@@ -228,8 +230,8 @@ def test_compressed_answers_are_refused() -> None:
 
 def test_giving_up_says_why() -> None:
     async def go() -> None:
-        one = Pool(["http://127.0.0.1:9"], retries=0)
-        with pytest.raises(Unanswered, match=r"http://127.0.0.1:9 failed: ConnectError .*once"):
+        one = ServerPool(["http://127.0.0.1:9"], retries=0)
+        with pytest.raises(NoResponse, match=r"http://127.0.0.1:9 failed: ConnectError .*once"):
             await one.get("/x")
         await one.close()
 
@@ -294,7 +296,7 @@ def calm(
 def test_a_server_that_dies_mid_run_and_comes_back(
     calm: Path, recipe_data: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "FIRST_REST", 0.3)
+    monkeypatch.setattr(pool, "FIRST_BACKOFF", 0.3)
     servers = [Served("jpeg-compressibility")]
 
     def kill_and_return(folder: RunFolder) -> None:

@@ -12,18 +12,18 @@ import torch
 from PIL import Image
 
 from gesso.rewards import assembly, base
-from gesso.rewards.image import networks
+from gesso.rewards.image import detectors
+from gesso.rewards.image.detectors import Detection, canonical_name
 from gesso.rewards.image.geneval import (
     COLOURS,
     Geneval,
     clauses,
     crop,
-    kept,
+    intersection_over_union,
     metadata_of,
-    overlap,
     relations,
+    select_detections,
 )
-from gesso.rewards.image.networks import Detection, plain
 from gesso.types import Prompt, Sample, UserError
 from tests.rewards.test_pickscore import (
     END,
@@ -68,8 +68,8 @@ def seen(label: str, colour: str | None = None, x: float = 0, y: float = 0, scor
 
 def verdict(prompt: Prompt, *detections: Detection) -> tuple[float, float, float]:
     """(graded, strict, correct)"""
-    score = Geneval()._judged(detections, metadata_of(prompt))
-    strict = Geneval(strict=True)._judged(detections, metadata_of(prompt))
+    score = Geneval()._score_clauses(detections, metadata_of(prompt))
+    strict = Geneval(strict=True)._score_clauses(detections, metadata_of(prompt))
     assert strict.value == score.parts["strict"]
     assert score.value is not None
     return score.value, score.parts["strict"], score.parts["correct"]
@@ -164,8 +164,10 @@ def test_something_unwanted_is_a_clause() -> None:
 def test_what_was_seen_in_words() -> None:
     apples = [seen("apple", "red"), seen("apple", "green")]
     prompt = row("colors", want("apple", 3, color="red"), exclude=[want("cat")])
-    assert Geneval()._judged(apples, metadata_of(prompt)).text == "2 of 3 apple; 1 red; 0 cat"
-    text = Geneval()._judged([CAT, seen("dog", x=30)], metadata_of(BESIDE)).text
+    assert (
+        Geneval()._score_clauses(apples, metadata_of(prompt)).text == "2 of 3 apple; 1 red; 0 cat"
+    )
+    text = Geneval()._score_clauses([CAT, seen("dog", x=30)], metadata_of(BESIDE)).text
     assert text == "1 of 1 cat; 1 of 1 dog; right of"
 
 
@@ -199,17 +201,17 @@ def test_large_things_must_be_further_apart() -> None:
 
 def test_what_is_kept() -> None:
     crowd = [seen("dog", x=20 * i, score=0.25 + i / 64) for i in range(20)]
-    assert [d.score for d in kept(crowd, 0.1)] == sorted((d.score for d in crowd), reverse=True)[
-        :16
-    ]
-    assert kept(crowd, crowd[-1].score) == []  # above, not at
+    assert [d.score for d in select_detections(crowd, 0.1)] == sorted(
+        (d.score for d in crowd), reverse=True
+    )[:16]
+    assert select_detections(crowd, crowd[-1].score) == []  # above, not at
     twins = [seen("dog", score=0.9), seen("dog", x=1, score=0.8), seen("cat", x=1, score=0.7)]
-    assert kept(twins, 0.3) == twins
-    assert kept(twins, 0.3, max_overlap=0.8) == [twins[0], twins[2]]
-    assert kept(twins, 0.3, max_overlap=0.9) == twins
-    assert overlap(twins[0].box, twins[1].box) == pytest.approx(90 / 110)
-    assert overlap(twins[0].box, (50, 50, 60, 60)) == 0
-    assert overlap((0, 0, 0, 0), (0, 0, 0, 0)) == 0
+    assert select_detections(twins, 0.3) == twins
+    assert select_detections(twins, 0.3, max_overlap=0.8) == [twins[0], twins[2]]
+    assert select_detections(twins, 0.3, max_overlap=0.9) == twins
+    assert intersection_over_union(twins[0].box, twins[1].box) == pytest.approx(90 / 110)
+    assert intersection_over_union(twins[0].box, (50, 50, 60, 60)) == 0
+    assert intersection_over_union((0, 0, 0, 0), (0, 0, 0, 0)) == 0
 
 
 def test_counting_has_its_own_threshold() -> None:
@@ -261,9 +263,11 @@ def test_rows_of_every_tag_fit_and_a_table_may_have_empty_columns() -> None:
 def test_every_name_of_geneval_is_one_label_of_coco(spelling: dict) -> None:
     assert len(NAMES) == 80
     labels = [spelling.get(name, RENAMED.get(name, name)) for name in NAMES]
-    ids = networks.ids_of(dict(enumerate(labels)))
-    assert [ids[plain(name)] for name in NAMES] == [frozenset({i}) for i in range(80)]
-    assert plain("TV_Monitor") == plain("tv") and plain("dogs") not in ids
+    ids = detectors.label_ids(dict(enumerate(labels)))
+    assert [ids[canonical_name(name)] for name in NAMES] == [frozenset({i}) for i in range(80)]
+    assert (
+        canonical_name("TV_Monitor") == canonical_name("tv") and canonical_name("dogs") not in ids
+    )
 
 
 # Detectors of the real classes with random weights, and the same by plain arithmetic.
@@ -458,7 +462,7 @@ def test_detectors_see_what_plain_arithmetic_sees(kind: str, tmp_path: Path) -> 
     make, by_arithmetic, least = KINDS[kind]
     folder = make(tmp_path)
     pictures = [noise(48, 64, 5), noise(48, 64, 6)]
-    seeing = networks.detector(str(folder), "cpu")
+    seeing = detectors.load_detector(str(folder), "cpu")
     assert seeing.unknown([*ASKED, "zebra"]) == ["zebra"]
     together = seeing.detect(pictures, [ASKED, ASKED[2:]], least)
     for picture, asked, got in zip(pictures, [ASKED, ASKED[2:]], together, strict=True):
@@ -490,7 +494,7 @@ def test_a_gpu_sees_the_same(kind: str, tmp_path: Path) -> None:
     here, there = (
         [
             d
-            for row in networks.detector(folder, name).detect(pictures, [ASKED] * 2, 0.0)
+            for row in detectors.load_detector(folder, name).detect(pictures, [ASKED] * 2, 0.0)
             for d in row
         ]
         for name in ("cpu", "auto")
@@ -503,7 +507,7 @@ def test_a_gpu_sees_the_same(kind: str, tmp_path: Path) -> None:
 
 def test_owl_is_asked_by_name(tmp_path: Path) -> None:
     folder = tiny_owl(tmp_path)
-    seeing = networks.detector(str(folder), "cpu")
+    seeing = detectors.load_detector(str(folder), "cpu")
     assert seeing.unknown(["a purple unicorn"]) == []
     picture, names = noise(48, 64, 5), ["dog", "zebra"]
     (got,) = seeing.detect([picture], [names], 0.4)
@@ -536,7 +540,7 @@ def test_owlv2_measures_boxes_by_the_longer_side(tmp_path: Path) -> None:
     config = Owlv2Config.from_pretrained(folder)
     processor = Owlv2ImageProcessorPil(size={"height": 32, "width": 32})
     save(folder, Owlv2ForObjectDetection(config), processor)
-    seeing = sure(networks.Queries, networks.detector(str(folder), "cpu"))
+    seeing = sure(detectors.OpenVocabularyDetector, detectors.load_detector(str(folder), "cpu"))
     picture = noise(48, 64, 5)
     (got,) = seeing.detect([picture], [["dog", "zebra"]], 0.0)
     pixels = seeing.processor(images=[Image.fromarray(picture)], return_tensors="pt")
@@ -553,9 +557,9 @@ def test_a_detector_that_needs_scipy_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mask2former"}', encoding="utf-8")
-    monkeypatch.setattr(networks.importlib.util, "find_spec", lambda name, package=None: None)
+    monkeypatch.setattr(detectors.importlib.util, "find_spec", lambda name, package=None: None)
     with pytest.raises(UserError, match="needs scipy: pip install scipy"):
-        networks.detector(str(tmp_path), "cpu")
+        detectors.load_detector(str(tmp_path), "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -603,7 +607,7 @@ def test_scores_end_to_end(kind: str, tmp_path: Path, clip_folder: Path) -> None
         f'the detector "{folder}" has no label for "zebra"; use one that has'
     )
     assert scores[3].error is not None and scores[3].error.startswith('no "tag" in the row')
-    seeing = networks.detector(str(folder), "cpu")
+    seeing = detectors.load_detector(str(folder), "cpu")
     for i in (0, 2, 4):
         picture, wanted = samples[i].picture, metadata_of(samples[i].prompt)
         threshold = 0.9 if i == 4 else least
@@ -641,7 +645,7 @@ def test_colours_by_clip_over_the_templates(clip_folder: Path) -> None:
     reward = Geneval(clip=str(clip_folder), batch=2, device="cpu")
     pictures = [noise(48, 64, i) for i in range(4)]
     found = [[Detection("apple", (5.4, 3, 40.6, 41), 0.9), seen("dog")] for _ in pictures]
-    got = reward._coloured(pictures, found, [{"apple"}, {"apple"}, set(), {"apple", "dog"}])
+    got = reward._with_colours(pictures, found, [{"apple"}, {"apple"}, set(), {"apple", "dog"}])
     for i in (0, 1, 3):
         assert got[i][0].colour == colour_by_hand(clip_folder, pictures[i][3:41, 5:41], "apple")
     assert got[3][1].colour == colour_by_hand(clip_folder, pictures[3][:10, :10], "dog")

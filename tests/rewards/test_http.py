@@ -25,7 +25,7 @@ from gesso import build, config
 from gesso.config import RemoteEntry
 from gesso.rewards import assembly
 from gesso.rewards.transport import protocol, serve
-from gesso.rewards.transport.remote import Remote
+from gesso.rewards.transport.remote import RemoteScorer
 from gesso.types import Picture, Prompt, Sample, Score, UserError
 from tests.rewards.servers import ROOT, Misbehaving, Served, grey, served
 from tests.rewards.test_faults import workers_of
@@ -38,7 +38,7 @@ TOKEN = {"Authorization": "Bearer s3cret"}
 
 def ask(url: str, samples: list[Sample], **settings: Any) -> list[Score]:
     async def go() -> list[Score]:
-        remote = Remote(RemoteEntry(urls=[url], **settings))
+        remote = RemoteScorer(RemoteEntry(urls=[url], **settings))
         try:
             return await remote.score(samples)
         finally:
@@ -258,7 +258,7 @@ def test_it_ends_cleanly_and_takes_its_workers_along(one: signal.Signals) -> Non
 
 def test_samples_of_many_callers_share_batches() -> None:
     async def many(url: str) -> list[float]:
-        remotes = [Remote(RemoteEntry(urls=[url])) for _ in range(12)]
+        remotes = [RemoteScorer(RemoteEntry(urls=[url])) for _ in range(12)]
         scores = await asyncio.gather(*(r.score([grey(i)]) for i, r in enumerate(remotes)))
         await asyncio.gather(*(r.close() for r in remotes))
         return [score.value for (score,) in scores]  # type: ignore[misc]
@@ -313,13 +313,13 @@ class Slow:
 def test_the_queue_fills_while_the_lanes_are_busy_and_has_an_end() -> None:
     async def go() -> None:
         slow = Slow()
-        batcher = serve.Batcher(slow, size=4, lanes=1, limit=10)
+        batcher = serve.BatchingScorer(slow, size=4, lanes=1, limit=10)
         first = asyncio.ensure_future(batcher.score([grey(0)]))
         await asyncio.sleep(0.05)
         others = [asyncio.ensure_future(batcher.score([grey(i)])) for i in range(1, 11)]
         await asyncio.sleep(0.05)
         assert slow.sizes == [1] and batcher.waiting == 10
-        with pytest.raises(serve.Busy, match="10 samples are waiting, 10 may"):
+        with pytest.raises(serve.QueueFull, match="10 samples are waiting, 10 may"):
             await batcher.score([grey(99)])
         slow.go.set()
         assert (await first)[0].value == 0
@@ -334,18 +334,18 @@ def test_the_queue_fills_while_the_lanes_are_busy_and_has_an_end() -> None:
 
 
 def test_a_batch_waits_a_little_for_company(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "GATHER", 0.3)
+    monkeypatch.setattr(serve, "BATCH_WAIT", 0.3)
 
     async def go() -> None:
         slow = Slow()
         slow.go.set()
-        batcher = serve.Batcher(slow, size=3, lanes=1)
+        batcher = serve.BatchingScorer(slow, size=3, lanes=1)
         first = asyncio.ensure_future(batcher.score([grey(1)]))
         await asyncio.sleep(0)
         await batcher.score([grey(2)])
         await first
         assert slow.sizes == [2]
-        monkeypatch.setattr(serve, "GATHER", 10 * LIMIT)
+        monkeypatch.setattr(serve, "BATCH_WAIT", 10 * LIMIT)
         await asyncio.wait_for(batcher.score([grey(i) for i in range(3)]), LIMIT)  # a full one
         await batcher.close()
 
@@ -358,7 +358,7 @@ def test_a_full_queue_is_answered_503() -> None:
         random = False
 
         async def score(self, samples: Any) -> list[Score]:
-            raise serve.Busy("full")
+            raise serve.QueueFull("full")
 
         async def close(self) -> None:
             pass
@@ -373,7 +373,7 @@ def test_a_full_queue_is_answered_503() -> None:
 
 
 def test_a_request_that_drips_in_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "UPLOAD", 0.2)
+    monkeypatch.setattr(serve, "UPLOAD_TIMEOUT", 0.2)
 
     async def drip() -> Any:
         while True:
@@ -431,7 +431,7 @@ def test_a_remote_survives_the_recipe_and_holds_no_token(recipe_data: dict) -> N
         reason = rewards.train.unfit(Prompt("a sign"))  # ours knows
         assert reason == "ocr: no double-quoted word to read"
         (weighted,) = rewards.service.rewards
-        assert isinstance(weighted.scorer, Remote)
+        assert isinstance(weighted.scorer, RemoteScorer)
         pool = weighted.scorer.pool
         assert (pool.timeout, pool.retries, pool.in_flight) == (3.5, 1, 16)
     finally:
@@ -467,8 +467,8 @@ def test_asking_does_not_block_the_loop(echo: Served) -> None:
 
     async def go() -> None:
         with Misbehaving(["hang"]) as slow:
-            one = Remote(RemoteEntry(urls=[slow.url], timeout=LIMIT, retries=0))
-            two = Remote(RemoteEntry(urls=[echo.url], token_env="TOKEN"))
+            one = RemoteScorer(RemoteEntry(urls=[slow.url], timeout=LIMIT, retries=0))
+            two = RemoteScorer(RemoteEntry(urls=[echo.url], token_env="TOKEN"))
             waiting = asyncio.ensure_future(one.score([grey(1)]))
             while not slow.requests:
                 await asyncio.sleep(0.01)

@@ -245,10 +245,10 @@ def test_every_published_name_has_its_place_at_the_real_size() -> None:
         for i in (range(24) if ".blocks.2." in name else range(12) if ".layer.1." in name else [0])
     }
     real = {WIDE: 1024, 3 * WIDE: 3072, 4 * WIDE: 4096, HIDDEN: 768, 4 * HIDDEN: 3072}
-    renamed = image_reward.renamed({name: torch.zeros(0) for name in grown})
+    renamed = image_reward.rename_blip({name: torch.zeros(0) for name in grown})
     assert renamed.keys() == own.keys()
     for name, shape in grown.items():
-        places = (own[new] for new in image_reward.renamed({name: torch.zeros(0)}))
+        places = (own[new] for new in image_reward.rename_blip({name: torch.zeros(0)}))
         for place in places:
             assert [real.get(n, 0) for n in shape if n in real] == [
                 n for n in place if n in real.values()
@@ -288,7 +288,7 @@ def test_other_weights_are_refused(folder: Path, tmp_path: Path, change, sentenc
 
 
 def test_the_idle_tensors_may_be_left_out(folder: Path, tmp_path: Path) -> None:
-    tensors = {name: t for name, t in published().items() if name not in image_reward._IDLE}
+    tensors = {name: t for name, t in published().items() if name not in image_reward._UNUSED}
     file = tmp_path / "slim.pt"
     torch.save(tensors, file)
     reward = base.load(assembly.REWARDS["image-reward"], {**options(folder), "path": str(file)})

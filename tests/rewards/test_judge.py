@@ -20,8 +20,10 @@ from gesso.config import RewardEntry
 from gesso.config.parsing import parse
 from gesso.config.tables import tomllib
 from gesso.rewards import assembly, base
-from gesso.rewards.judges import judge
-from gesso.rewards.judges.judge import Judge, QwenVlOcr, QwenVlScore, UnifiedReward, rated
+from gesso.rewards.judges import chat
+from gesso.rewards.judges.judge import Judge, parse_rating
+from gesso.rewards.judges.qwen_vl import QwenVlOcr, QwenVlScore
+from gesso.rewards.judges.unified_reward import UnifiedReward
 from gesso.rewards.transport import pool, protocol
 from gesso.types import Prompt, Sample, UserError
 from tests.rewards import tiny_judge
@@ -31,7 +33,7 @@ from tests.waiting import Started
 
 @pytest.fixture(autouse=True)
 def short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "FIRST_REST", 0.05)
+    monkeypatch.setattr(pool, "FIRST_BACKOFF", 0.05)
     for kind in (UnifiedReward, QwenVlOcr, QwenVlScore):
         monkeypatch.delenv(kind.URL_ENV, raising=False)
         monkeypatch.delenv(kind.MODEL_ENV, raising=False)
@@ -78,9 +80,9 @@ def test_the_score_tag() -> None:
 
 
 def test_a_pattern_that_finds_no_number_or_one_off_the_scale() -> None:
-    assert "is no number" in str(rated("grade: B", r"grade: (\w)", 0, 10).error)
-    assert rated("-3", r"(-?\d+)", 0, 10).error == "the answer's score -3 is not in [0, 10]"
-    assert rated("7", r"(-?\d+)", 0, 10).value == 0.7
+    assert "is no number" in str(parse_rating("grade: B", r"grade: (\w)", 0, 10).error)
+    assert parse_rating("-3", r"(-?\d+)", 0, 10).error == "the answer's score -3 is not in [0, 10]"
+    assert parse_rating("7", r"(-?\d+)", 0, 10).value == 0.7
 
 
 def test_ocr_by_a_judge_is_the_ocr_formula() -> None:
@@ -107,7 +109,7 @@ def test_what_is_sent() -> None:
     image, text = request["messages"][0]["content"]
     assert text["text"].startswith("Caption: [a sign, {prompt} 100%]")
     assert image["image_url"]["url"].startswith("data:image/png;base64,")
-    sent = protocol.picture(protocol.from_base64(image["image_url"]["url"]))
+    sent = protocol.decode_image(protocol.from_base64(image["image_url"]["url"]))
     assert (sent == sample.picture).all()
 
 
@@ -115,7 +117,7 @@ def test_a_text_is_judged_without_a_picture(tmp_path: Path) -> None:
     (tmp_path / "q.txt").write_text("Is {text} the answer to {prompt}, {answer}?")
     asks = Judge(urls=["http://x"], prompt=str(tmp_path / "q.txt"))
     sample = Sample(Prompt("2+2?", columns={"answer": 4}), None, 0, text="four")
-    request = json.loads(judge.Bench(asks)._request(sample, "m"))
+    request = json.loads(chat.ChatScorer(asks)._request(sample, "m"))
     (part,) = request["messages"][0]["content"]
     assert part == {"type": "text", "text": "Is four the answer to 2+2?, 4?"}
 
@@ -175,7 +177,7 @@ def test_addresses_and_models_from_the_environment(monkeypatch: pytest.MonkeyPat
         monkeypatch.setenv(url, "http://a:1/v1, http://b:2")
         monkeypatch.setenv(model, "/models/x")
         bench = assembly.scorer(entry)
-        assert isinstance(bench, judge.Bench)
+        assert isinstance(bench, chat.ChatScorer)
         assert [s.url for s in bench.pool.servers] == ["http://a:1", "http://b:2"]
         assert bench._model == "/models/x"
         monkeypatch.delenv(url)
@@ -185,7 +187,7 @@ def test_addresses_and_models_from_the_environment(monkeypatch: pytest.MonkeyPat
 def test_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNIFIED_REWARD_VLLM_URL", "http://a:1/v1")
     monkeypatch.setenv("UNIFIED_REWARD_PATH", "other")
-    bench = judge.Bench(UnifiedReward(urls=["http://b:2/v1"], model="mine"))
+    bench = chat.ChatScorer(UnifiedReward(urls=["http://b:2/v1"], model="mine"))
     assert bench.pool.servers[0].url == "http://b:2" and bench._model == "mine"
 
 
@@ -205,9 +207,9 @@ def test_the_model_is_asked_for_once() -> None:
 
 def test_a_token_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match='token_env = "JUDGE_KEY"'):
-        judge.Bench(UnifiedReward(urls=["http://x"], token_env="JUDGE_KEY"))
+        chat.ChatScorer(UnifiedReward(urls=["http://x"], token_env="JUDGE_KEY"))
     monkeypatch.setenv("JUDGE_KEY", "k")
-    bench = judge.Bench(UnifiedReward(urls=["http://x"], token_env="JUDGE_KEY"))
+    bench = chat.ChatScorer(UnifiedReward(urls=["http://x"], token_env="JUDGE_KEY"))
     assert bench.pool._headers["Authorization"] == "Bearer k"
 
 
@@ -271,7 +273,7 @@ def test_the_page_names_every_judge_and_option() -> None:
     kinds = {
         name: imports.load(reference, "reward") for name, reference in assembly.REWARDS.items()
     }
-    asking = {name: kind for name, kind in kinds.items() if issubclass(kind, judge.Asks)}
+    asking = {name: kind for name, kind in kinds.items() if issubclass(kind, chat.ChatJudge)}
     assert len(asking) == 6
     for word in {*asking, *Judge.model_fields}:
         assert f"`{word}`" in section, word

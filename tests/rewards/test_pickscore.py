@@ -13,10 +13,11 @@ import torch
 from PIL import Image
 
 from gesso.rewards import assembly, base
-from gesso.rewards.compose import Weighted
+from gesso.rewards.compose import WeightedReward
 from gesso.rewards.image import networks
+from gesso.rewards.image.clip import load_clip
 from gesso.rewards.transport.service import RewardService
-from gesso.rewards.transport.workers import Workers
+from gesso.rewards.transport.workers import WorkerScorer
 from gesso.types import Prompt, Sample
 from tests.typed import sure
 
@@ -98,7 +99,7 @@ def samples() -> list[Sample]:
 
 
 def through_workers(reference: str, options: dict, some: Sequence[Sample]) -> list:
-    service = RewardService([Weighted("mine", 1.0, Workers(reference, options, 1))])
+    service = RewardService([WeightedReward("mine", 1.0, WorkerScorer(reference, options, 1))])
     try:
         return service.submit(some).result().scores
     finally:
@@ -117,7 +118,7 @@ def test_it_is_the_scaled_cosine_over_26(folder: Path, batch: int) -> None:
 
 
 def test_a_prompt_is_cut_at_77_tokens(folder: Path) -> None:
-    clip = networks.clip(str(folder), str(folder), "cpu")
+    clip = load_clip(str(folder), str(folder), "cpu")
     cut, longer, shorter = clip.texts(["a" * 75, "a" * 75 + "bcd", "a" * 60])
     assert not torch.allclose(cut, shorter, atol=1e-3)
     # the 75th letter ends a word in one and not in the other: compare two that are cut alike
@@ -125,7 +126,7 @@ def test_a_prompt_is_cut_at_77_tokens(folder: Path) -> None:
 
 
 def test_pictures_are_prepared_without_torchvision(folder: Path) -> None:
-    clip = networks.clip(str(folder), str(folder), "cpu")
+    clip = load_clip(str(folder), str(folder), "cpu")
     for picture in (noise(48, 64, 1), noise(33, 200, 2), noise(20, 20, 3)):
         pixels = clip.processor(images=[Image.fromarray(picture)], return_tensors="pt")
         torch.testing.assert_close(
@@ -169,7 +170,7 @@ def test_a_missing_model_is_one_sentence_and_looked_for_once(
     )
     first = base.checked(reward, samples())[0].error
     assert first == 'raised UserError: CLIPModel cannot be loaded from "/no/such": no such folder'
-    monkeypatch.setattr(networks, "loaded", None)  # a second search would fail otherwise
+    monkeypatch.setattr(networks, "load_pretrained", None)  # a second search would fail otherwise
     assert base.checked(reward, samples())[0].error == first
 
 

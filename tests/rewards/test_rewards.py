@@ -15,10 +15,10 @@ from PIL import Image, ImageDraw, ImageFont
 
 from gesso import build
 from gesso.rewards import assembly, base
-from gesso.rewards.compose import Weighted, combine
+from gesso.rewards.compose import WeightedReward, combine
 from gesso.rewards.transport import wire
 from gesso.rewards.transport.service import RewardService
-from gesso.rewards.transport.workers import Workers
+from gesso.rewards.transport.workers import WorkerScorer
 from gesso.types import Prompt, Sample, Score, UserError
 from tests.typed import sure
 
@@ -46,7 +46,9 @@ def service() -> Iterator:
     def start(
         reference: str, weight: float = 1.0, timeout: float = 60.0, count: int = 1, **options
     ):
-        reward = Weighted("mine", weight, Workers(reference, options, count, timeout=timeout))
+        reward = WeightedReward(
+            "mine", weight, WorkerScorer(reference, options, count, timeout=timeout)
+        )
         services.append(RewardService([reward]))
         return services[-1]
 

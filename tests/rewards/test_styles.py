@@ -1,5 +1,5 @@
 """Reward functions written for EasyR1, OpenRLHF and TRL: what they are given, and what becomes of
-what they return. Functions that do not keep to a style are in test_hostile.py."""
+what they return. Functions that do not keep to a style are in test_user_code.py."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from gesso.config.parsing import parse
 from gesso.health import Facts
 from gesso.rewards import assembly, base
 from gesso.rewards.styles import STYLES
-from gesso.rewards.transport.cache import Cached
-from gesso.rewards.transport.workers import Workers
+from gesso.rewards.transport.cache import CachedScorer
+from gesso.rewards.transport.workers import WorkerScorer
 from gesso.types import Prompt, Sample, Score, UserError
 from gesso.use.evaluate import reward_entry
 from tests import tokens
@@ -240,7 +240,9 @@ def test_trl_takes_only_what_it_names(tmp_path: Path) -> None:
 
 
 def test_the_style_goes_to_worker_processes(tmp_path: Path) -> None:
-    workers = Workers(f"{file_of(tmp_path, EASYR1)}:compute_score", {"most": 20}, 1, style="easyr1")
+    workers = WorkerScorer(
+        f"{file_of(tmp_path, EASYR1)}:compute_score", {"most": 20}, 1, style="easyr1"
+    )
 
     async def go() -> list[Score]:
         try:
@@ -267,10 +269,10 @@ def test_the_style_and_the_tokens_are_part_of_the_cache_key(tmp_path: Path) -> N
     """`f(x)` fits two styles: its scores are not those of the other."""
     name = f"{file_of(tmp_path, 'def f(x): return [1.0]')}:f"
     scorers = [assembly.scorer(entry(name, style=style)) for style in ("gesso", "easyr1")]
-    keys = [s.key(sample()) for s in scorers if isinstance(s, Cached)]
+    keys = [s.key(sample()) for s in scorers if isinstance(s, CachedScorer)]
     assert len(set(keys)) == 2
     one = scorers[0]
-    assert isinstance(one, Cached) and one.key(sample("a", 5)) != one.key(sample("a", 6))
+    assert isinstance(one, CachedScorer) and one.key(sample("a", 5)) != one.key(sample("a", 6))
 
 
 def drawing(*rewards: dict[str, Any]) -> Recipe:

@@ -230,10 +230,10 @@ def test_overlong_counts_words_or_characters() -> None:
 
 
 def test_boxes_may_hold_braces() -> None:
-    assert answers.boxed(r"\boxed{\frac{1}{2}} and") == r"\frac{1}{2}"
-    assert answers.boxed(r"\boxed{\{1,2\}}") == r"\{1,2\}"
-    assert answers.boxed(r"\boxed{1} then \boxed{2}") == "2"
-    assert answers.boxed(r"\boxed{1") is None and answers.boxed("1") is None
+    assert answers.last_boxed(r"\boxed{\frac{1}{2}} and") == r"\frac{1}{2}"
+    assert answers.last_boxed(r"\boxed{\{1,2\}}") == r"\{1,2\}"
+    assert answers.last_boxed(r"\boxed{1} then \boxed{2}") == "2"
+    assert answers.last_boxed(r"\boxed{1") is None and answers.last_boxed("1") is None
 
 
 @pytest.mark.parametrize("name", ["math", "format", "count", "choice", "overlong"])

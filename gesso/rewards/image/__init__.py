@@ -1,0 +1,1 @@
+"""Scorers of images: rules, OCR and networks, one reward per file."""

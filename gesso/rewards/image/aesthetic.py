@@ -1,8 +1,8 @@
-"""LAION's aesthetic score: how beautiful people would find the picture. The prompt does not matter.
+"""LAION's aesthetic score: how beautiful people would find the image. Ignores the prompt.
 
-value = head(e), e being the image's CLIP ViT-L/14 embedding at unit length and the head five linear
-layers, 768 → 1024 → 128 → 64 → 16 → 1 (Schuhmann 2022, "improved-aesthetic-predictor"); raw, as
-Flow-GRPO takes it: trained on ratings from 1 to 10, in practice 3 to 8. Needs that CLIP in the
+value = head(e), e the image's normalised CLIP ViT-L/14 embedding and the head five linear
+layers, 768 → 1024 → 128 → 64 → 16 → 1 (Schuhmann 2022, "improved-aesthetic-predictor"); raw, as in
+Flow-GRPO: trained on ratings from 1 to 10, in practice 3 to 8. Needs that CLIP in the
 format of transformers, 1.7 GB, and the file with the head, 4 MB.
 """
 
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gesso.rewards.image import checkpoints, networks
+from gesso.rewards.image.clip import load_clip
 from gesso.types import Sample, Score
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 HEAD = "sac+logos+ava1-l14-linearMSE.pth"
 
 
-class Aesthetic(networks.Network):
+class Aesthetic(networks.NetworkReward):
     path: str = "openai/clip-vit-large-patch14"  # a folder or a name of the hub
     head: str = "camenduru/improved-aesthetic-predictor"  # its file, or where HEAD is
 
@@ -30,7 +31,7 @@ class Aesthetic(networks.Network):
     def _values(self, samples: Sequence[Sample]) -> list[float]:
         import torch
 
-        clip = networks.clip(self.path, self.path, self.device)
+        clip = load_clip(self.path, self.path, self.device)
         head = _head(self.path, self.head, self.device)
         with torch.inference_mode():
             return head(clip.images([s.picture for s in samples]))[:, 0].tolist()
@@ -38,7 +39,7 @@ class Aesthetic(networks.Network):
 
 @networks.once
 def _head(path: str, file: str, device: str) -> nn.Sequential:
-    clip = networks.clip(path, path, device)
+    clip = load_clip(path, path, device)
     head = checkpoints.preference_head(clip.model.config.projection_dim)
     tensors = checkpoints.read(file, HEAD)
     named = {name.removeprefix("layers."): tensor for name, tensor in tensors.items()}

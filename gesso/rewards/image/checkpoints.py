@@ -1,7 +1,6 @@
-"""Weights as reward models are published: a file of tensors under names of its own.
+"""Published weights of reward models: a file of tensors by name.
 
-Nothing is unpickled beyond tensors, and filling a network is strict: a name too many or too few,
-or another shape, raises.
+Only tensors are unpickled. Loading is strict: a missing or extra name, or another shape, raises.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ def read(path: str, name: str) -> dict[str, Tensor]:
     file = _file(path, name)
     try:
         tensors = _tensors(file)
-    except Exception as error:  # damaged, a web page saved as weights, objects beside tensors
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    except Exception as error:  # damaged, a web page saved as weights, objects other than tensors
+        reason = first_line(error)
         raise UserError(
             f"{file} cannot be read: {reason} (expected tensors by name, in safetensors or as "
             "torch saves a state dict)"
@@ -32,18 +31,18 @@ def read(path: str, name: str) -> dict[str, Tensor]:
 
 
 def fill(network: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
-    own = network.state_dict()
+    expected = network.state_dict()
     wrong = [
         f"{len(names)} {what}, {min(names)} first"
         for what, names in (
-            ("missing", own.keys() - tensors.keys()),
-            ("too many", tensors.keys() - own.keys()),
+            ("missing", expected.keys() - tensors.keys()),
+            ("too many", tensors.keys() - expected.keys()),
         )
         if names
     ]
     wrong += [
         f"{name} is {tuple(tensors[name].shape)} instead of {tuple(tensor.shape)}"
-        for name, tensor in own.items()
+        for name, tensor in expected.items()
         if name in tensors and tensors[name].shape != tensor.shape
     ][:1]
     if wrong:
@@ -52,8 +51,8 @@ def fill(network: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
 
 
 def preference_head(width: int) -> nn.Sequential:
-    """The head that LAION's aesthetic predictor and ImageReward share, linear from end to end;
-    the dropouts, idle here, keep the published numbering."""
+    """The head of LAION's aesthetic predictor and of ImageReward: linear layers only. The dropouts
+    do nothing in eval mode and keep the published numbering."""
     from torch import nn
 
     return nn.Sequential(
@@ -68,6 +67,11 @@ def preference_head(width: int) -> nn.Sequential:
     )
 
 
+def first_line(error: Exception) -> str:
+    """The first line of an error, or its type where it has no message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def _tensors(file: Path) -> dict[str, Tensor]:
     import torch
 
@@ -75,27 +79,27 @@ def _tensors(file: Path) -> dict[str, Tensor]:
         from safetensors.torch import load_file
 
         return load_file(file)
-    found = torch.load(file, map_location="cpu", weights_only=True)
-    found = found.get("state_dict", found) if isinstance(found, Mapping) else found
-    if not isinstance(found, Mapping) or not all(torch.is_tensor(t) for t in found.values()):
+    state = torch.load(file, map_location="cpu", weights_only=True)
+    state = state.get("state_dict", state) if isinstance(state, Mapping) else state
+    if not isinstance(state, Mapping) or not all(torch.is_tensor(t) for t in state.values()):
         raise ValueError("it holds something other than tensors by name")
-    return dict(found)
+    return dict(state)
 
 
 def _file(path: str, name: str) -> Path:
-    place = Path(os.path.expanduser(path))
-    if place.is_file():
-        return place
-    if place.is_dir() or path.startswith((".", "/", "~")):
-        if not (place / name).is_file():
+    location = Path(os.path.expanduser(path))
+    if location.is_file():
+        return location
+    if location.is_dir() or path.startswith((".", "/", "~")):
+        if not (location / name).is_file():
             raise UserError(f'no weights: expected a file "{path}", or {name} in that folder')
-        return place / name
+        return location / name
     from huggingface_hub import hf_hub_download
 
     try:
         return Path(hf_hub_download(path, name))
     except Exception as error:  # no network, no such repository, no such file
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         raise UserError(
             f'no weights: {name} cannot be had from "{path}": {reason} (expected a file, a folder, '
             "or a name of the hub that is cached or can be reached)"

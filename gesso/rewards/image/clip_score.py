@@ -1,8 +1,8 @@
-"""CLIPScore: does the picture show what the prompt says?
+"""CLIPScore: does the image show what the prompt says?
 
-value = s·cos(text, image)/30, s being the model's logit scale (100 for OpenAI's), as Flow-GRPO's
-scorer has it; in practice .5 to 1.2. Hessel et al. 2021 ("CLIPScore") define 2.5·max(cos, 0): the
-same order wherever the cosine is positive. The prompt is cut at 77 tokens. Needs a CLIP in the
+value = s·cos(text, image)/30, s the model's logit scale (100 for OpenAI's), as in Flow-GRPO's
+scorer; in practice .5 to 1.2. Hessel et al. 2021 ("CLIPScore") define 2.5·max(cos, 0): the same
+order wherever the cosine is positive. The prompt is truncated to 77 tokens. Needs a CLIP in the
 format of transformers; ViT-L/14 is 1.7 GB.
 """
 
@@ -11,16 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gesso.rewards.image import networks
+from gesso.rewards.image.clip import load_clip
 from gesso.types import Sample, Score
 
 
-class ClipScore(networks.Network):
+class ClipScore(networks.NetworkReward):
     path: str = "openai/clip-vit-large-patch14"  # a folder or a name of the hub
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return networks.in_batches(self._values, samples, self.batch)
 
     def _values(self, samples: Sequence[Sample]) -> list[float]:
-        clip = networks.clip(self.path, self.path, self.device)
+        clip = load_clip(self.path, self.path, self.device)
         cosines = clip.cosines([s.prompt.text for s in samples], [s.picture for s in samples])
         return (clip.model.logit_scale.exp() * cosines / 30).tolist()

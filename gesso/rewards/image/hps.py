@@ -1,10 +1,10 @@
-"""HPS v2: how well people would like the picture for its prompt.
+"""HPS v2: how well people would like the image for its prompt.
 
 value = cos(text, image) of a CLIP ViT-H/14 tuned on people's choices (Wu et al. 2023, "Human
 Preference Score v2"), without a scale, as its authors and Flow-GRPO report it; range [−1, 1], in
-practice .2 to .35. The longer side of the picture becomes 224 and black fills the rest: nothing is
-cut off. The prompt is cut at 77 tokens. Needs the weights, 2 to 4 GB: the published file, whose
-names are open_clip's, or with `file` = "" any CLIPModel of transformers.
+practice .2 to .35. The longer side of the image is resized to 224 and the rest padded with black:
+nothing is cropped. The prompt is truncated to 77 tokens. Needs the weights, 2 to 4 GB: the
+published file, whose names are open_clip's, or with `file` = "" any CLIPModel of transformers.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ import numpy as np
 
 from gesso.config import pick_device
 from gesso.rewards.image import checkpoints, networks
+from gesso.rewards.image.clip import ClipEncoder, load_clip
 from gesso.types import Sample, Score, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Hps(networks.Network):
+class Hps(networks.NetworkReward):
     path: str = "xswu/HPSv2"  # a folder or a name of the hub
     file: str = "HPS_v2.1_compressed.pt"  # in it; "": it holds a model of transformers
     processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"  # config, tokenizer, image processor
@@ -33,43 +34,43 @@ class Hps(networks.Network):
 
     def _values(self, samples: Sequence[Sample]) -> list[float]:
         if self.file:
-            clip = _published(self.path, self.file, self.processor, self.device)
+            clip = _load_published(self.path, self.file, self.processor, self.device)
         else:
-            clip = networks.clip(self.path, self.processor, self.device)
+            clip = load_clip(self.path, self.processor, self.device)
         side = clip.model.config.vision_config.image_size
-        pictures = [fitted(s.picture, side) for s in samples]
-        return clip.cosines([s.prompt.text for s in samples], pictures).tolist()
+        images = [pad_to_square(s.picture, side) for s in samples]
+        return clip.cosines([s.prompt.text for s in samples], images).tolist()
 
 
-def fitted(picture: np.ndarray, side: int) -> np.ndarray:
-    """The whole picture in the middle of a black square."""
+def pad_to_square(image: np.ndarray, side: int) -> np.ndarray:
+    """The whole image, resized, in the centre of a black square."""
     from PIL import Image
 
-    height, width = picture.shape[:2]
+    height, width = image.shape[:2]
     scale = side / max(height, width)
     size = max(1, round(width * scale)), max(1, round(height * scale))
     square = Image.new("RGB", (side, side))
-    small = Image.fromarray(picture).resize(size, Image.Resampling.BICUBIC)
+    small = Image.fromarray(image).resize(size, Image.Resampling.BICUBIC)
     square.paste(small, ((side - size[0]) // 2, (side - size[1]) // 2))
     return np.asarray(square)
 
 
 @networks.once
-def _published(path: str, file: str, processor: str, device: str) -> networks.Clip:
+def _load_published(path: str, file: str, processor: str, device: str) -> ClipEncoder:
     from transformers import AutoTokenizer, CLIPConfig, CLIPImageProcessorPil, CLIPModel
 
-    model = CLIPModel(networks.loaded(CLIPConfig, processor))
-    checkpoints.fill(model, renamed(checkpoints.read(path, file)), f'"{path}" ({file})')
-    where = pick_device(device)
-    return networks.Clip(
-        model.to(where).eval().requires_grad_(False),
-        networks.loaded(AutoTokenizer, processor),
-        networks.loaded(CLIPImageProcessorPil, processor),
-        where,
+    model = CLIPModel(networks.load_pretrained(CLIPConfig, processor))
+    checkpoints.fill(model, rename_open_clip(checkpoints.read(path, file)), f'"{path}" ({file})')
+    target = pick_device(device)
+    return ClipEncoder(
+        model.to(target).eval().requires_grad_(False),
+        networks.load_pretrained(AutoTokenizer, processor),
+        networks.load_pretrained(CLIPImageProcessorPil, processor),
+        target,
     )
 
 
-_OUTSIDE = {
+_NAMES = {
     "logit_scale": "logit_scale",
     "token_embedding.weight": "text_model.embeddings.token_embedding.weight",
     "positional_embedding": "text_model.embeddings.position_embedding.weight",
@@ -85,7 +86,7 @@ _OUTSIDE = {
     "visual.ln_post.bias": "vision_model.post_layernorm.bias",
     "visual.proj": "visual_projection.weight",
 }
-_IN_BLOCK = {
+_BLOCK_NAMES = {
     "ln_1": "layer_norm1",
     "ln_2": "layer_norm2",
     "attn.out_proj": "self_attn.out_proj",
@@ -95,14 +96,14 @@ _IN_BLOCK = {
 _BLOCK = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.(.+?)[._](weight|bias)")
 
 
-def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """open_clip's names → those of transformers' CLIPModel. Its projections multiply from the other
-    side, and its attention keeps queries, keys and values in one tensor."""
+def rename_open_clip(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Names of open_clip → names of transformers' CLIPModel. Projections are transposed, and
+    queries, keys and values are split from one tensor."""
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        if name in _OUTSIDE:
-            turn = name in ("text_projection", "visual.proj")
-            result[_OUTSIDE[name]] = tensor.T if turn else tensor
+        if name in _NAMES:
+            transposed = name in ("text_projection", "visual.proj")
+            result[_NAMES[name]] = tensor.T if transposed else tensor
             continue
         block = _BLOCK.fullmatch(name)
         if not block:
@@ -110,8 +111,8 @@ def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         visual, number, part, kind = block.groups()
         start = f"{'vision' if visual else 'text'}_model.encoder.layers.{number}"
         if part == "attn.in_proj":
-            for which, piece in zip("qkv", tensor.chunk(3), strict=True):
-                result[f"{start}.self_attn.{which}_proj.{kind}"] = piece
+            for projection, piece in zip("qkv", tensor.chunk(3), strict=True):
+                result[f"{start}.self_attn.{projection}_proj.{kind}"] = piece
         else:
-            result[f"{start}.{_IN_BLOCK.get(part, part)}.{kind}"] = tensor
+            result[f"{start}.{_BLOCK_NAMES.get(part, part)}.{kind}"] = tensor
     return result

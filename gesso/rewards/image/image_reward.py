@@ -1,9 +1,9 @@
-"""ImageReward v1: how well people would like the picture for its prompt.
+"""ImageReward v1: how well people would like the image for its prompt.
 
-value = (head(h) − .1672)/1.0333, h being what BLIP's text encoder makes of the first token while it
-looks at the picture (ViT-L/16 at 224 pixels, BERT with cross attention), and the head five linear
-layers (Xu et al. 2023); mean and deviation are the authors'. In practice −2.3 to 2. The prompt is
-cut at 35 tokens. Needs ImageReward.pt, 1.8 GB, and BERT's tokenizer.
+value = (head(h) − .1672)/1.0333, h the first token's hidden state of BLIP's text encoder with cross
+attention to the image (ViT-L/16 at 224 pixels, BERT), and the head five linear layers (Xu et al.
+2023); mean and deviation are the authors'. In practice −2.3 to 2. The prompt is truncated to 35
+tokens. Needs ImageReward.pt, 1.8 GB, and BERT's tokenizer.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 FILE = "ImageReward.pt"
 MEAN, DEVIATION = 0.16717362830052426, 1.0333394966054072
-TOKENS = 35
-PER_HEAD = 64  # channels of an attention head, in ViT-L as in BERT
+MAX_TOKENS = 35
+HEAD_DIM = 64  # channels of an attention head, in ViT-L as in BERT
 
 
-class ImageReward(networks.Network):
+class ImageReward(networks.NetworkReward):
     path: str = "THUDM/ImageReward"  # the file ImageReward.pt, or a folder or hub name with it
     tokenizer: str = "google-bert/bert-base-uncased"  # a folder or a name of the hub
 
@@ -36,12 +36,12 @@ class ImageReward(networks.Network):
         return networks.in_batches(self._values, samples, self.batch)
 
     def _values(self, samples: Sequence[Sample]) -> list[float]:
-        return _judge(self.path, self.tokenizer, self.device).values(samples)
+        return _load_model(self.path, self.tokenizer, self.device).values(samples)
 
 
 @dataclass(frozen=True)
-class Judge:
-    networks: nn.ModuleDict  # vision: BlipVisionModel · text: BlipTextModel · head
+class BlipPreferenceModel:
+    parts: nn.ModuleDict  # vision: BlipVisionModel · text: BlipTextModel · head
     tokenizer: Any
     processor: Any
     device: torch.device
@@ -49,32 +49,32 @@ class Judge:
     def values(self, samples: Sequence[Sample]) -> list[float]:
         import torch
 
-        pictures = networks.pil([s.picture for s in samples])
-        pixels = self.processor(images=pictures, return_tensors="pt")
+        images = networks.to_pil([s.picture for s in samples])
+        pixels = self.processor(images=images, return_tensors="pt")
         tokens = self.tokenizer(
             [s.prompt.text for s in samples],
             padding="max_length",
             truncation=True,
-            max_length=TOKENS,
+            max_length=MAX_TOKENS,
             return_tensors="pt",
         ).to(self.device)
         with torch.inference_mode():
-            seen = self.networks["vision"](pixels["pixel_values"].to(self.device))
-            read = self.networks["text"](
+            vision = self.parts["vision"](pixels["pixel_values"].to(self.device))
+            text = self.parts["text"](
                 input_ids=tokens["input_ids"],
                 attention_mask=tokens["attention_mask"],
-                encoder_hidden_states=seen.last_hidden_state,
+                encoder_hidden_states=vision.last_hidden_state,
             )
-            raw = self.networks["head"](read.last_hidden_state[:, 0])[:, 0]  # (N,)
+            raw = self.parts["head"](text.last_hidden_state[:, 0])[:, 0]  # (N,)
         return ((raw - MEAN) / DEVIATION).tolist()
 
 
 @networks.once
-def _judge(path: str, tokenizer: str, device: str) -> Judge:
+def _load_model(path: str, tokenizer: str, device: str) -> BlipPreferenceModel:
     from torch import nn
     from transformers import AutoTokenizer, BlipTextModel, BlipVisionModel, CLIPImageProcessorPil
 
-    tensors = renamed(checkpoints.read(path, FILE))
+    tensors = rename_blip(checkpoints.read(path, FILE))
     vision, text = _configs(tensors, path)
     parts = nn.ModuleDict(
         {
@@ -84,37 +84,39 @@ def _judge(path: str, tokenizer: str, device: str) -> Judge:
         }
     )
     checkpoints.fill(parts, tensors, f'"{path}"')
-    where = pick_device(device)
-    side = vision.image_size  # CLIP's way: bicubic, the middle, CLIP's mean and deviation
-    pictures = CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size=side)
-    words = networks.loaded(AutoTokenizer, tokenizer)
-    return Judge(parts.to(where).eval().requires_grad_(False), words, pictures, where)
+    target = pick_device(device)
+    side = vision.image_size  # as CLIP: bicubic, centre crop, CLIP's mean and deviation
+    processor = CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size=side)
+    text_tokenizer = networks.load_pretrained(AutoTokenizer, tokenizer)
+    return BlipPreferenceModel(
+        parts.to(target).eval().requires_grad_(False), text_tokenizer, processor, target
+    )
 
 
 def _configs(tensors: Mapping[str, Tensor], path: str) -> tuple[Any, Any]:
-    """The sizes, which the file does not state, follow from its tensors."""
+    """Infers the sizes from the tensors: the file does not state them."""
     from transformers import BlipTextConfig, BlipVisionConfig
 
     try:
-        _, places, width = tensors["vision.embeddings.position_embedding"].shape
+        _, positions, width = tensors["vision.embeddings.position_embedding"].shape
         patch = tensors["vision.embeddings.patch_embedding.weight"].shape[-1]
-        words, hidden = tensors["text.embeddings.word_embeddings.weight"].shape
+        vocabulary, hidden = tensors["text.embeddings.word_embeddings.weight"].shape
         vision = BlipVisionConfig(
             hidden_size=width,
             intermediate_size=tensors["vision.encoder.layers.0.mlp.fc1.weight"].shape[0],
             num_hidden_layers=_layers(tensors, "vision.encoder.layers."),
-            num_attention_heads=width // PER_HEAD,
-            image_size=math.isqrt(places - 1) * patch,
+            num_attention_heads=width // HEAD_DIM,
+            image_size=math.isqrt(positions - 1) * patch,
             patch_size=patch,
-            layer_norm_eps=1e-6,  # as BLIP was trained; transformers' default is another
+            layer_norm_eps=1e-6,  # as BLIP was trained; transformers' default differs
         )
         text = BlipTextConfig(
-            vocab_size=words,
+            vocab_size=vocabulary,
             hidden_size=hidden,
             encoder_hidden_size=width,
             intermediate_size=tensors["text.encoder.layer.0.intermediate.dense.weight"].shape[0],
             num_hidden_layers=_layers(tensors, "text.encoder.layer."),
-            num_attention_heads=hidden // PER_HEAD,
+            num_attention_heads=hidden // HEAD_DIM,
             max_position_embeddings=tensors["text.embeddings.position_embeddings.weight"].shape[0],
         )
     except KeyError as error:
@@ -122,14 +124,16 @@ def _configs(tensors: Mapping[str, Tensor], path: str) -> tuple[Any, Any]:
     return vision, text
 
 
-def _layers(tensors: Mapping[str, Tensor], start: str) -> int:
-    numbers = (name.removeprefix(start).split(".")[0] for name in tensors if name.startswith(start))
+def _layers(tensors: Mapping[str, Tensor], prefix: str) -> int:
+    numbers = (
+        name.removeprefix(prefix).split(".")[0] for name in tensors if name.startswith(prefix)
+    )
     return len(set(numbers))
 
 
 _BLOCK = re.compile(r"blip\.visual_encoder\.blocks\.(\d+)\.(norm1|norm2|attn|mlp)\.(.+)")
 _PARTS = {"norm1": "layer_norm1", "norm2": "layer_norm2", "attn": "self_attn", "mlp": "mlp"}
-_OUTSIDE = {
+_NAMES = {
     "blip.visual_encoder.cls_token": "vision.embeddings.class_embedding",
     "blip.visual_encoder.pos_embed": "vision.embeddings.position_embedding",
     "blip.visual_encoder.patch_embed.proj.weight": "vision.embeddings.patch_embedding.weight",
@@ -137,7 +141,7 @@ _OUTSIDE = {
     "blip.visual_encoder.norm.weight": "vision.post_layernorm.weight",
     "blip.visual_encoder.norm.bias": "vision.post_layernorm.bias",
 }
-_IDLE = {  # left over from BLIP's training
+_UNUSED = {  # left over from BLIP's training
     "blip.text_encoder.embeddings.position_ids",
     "blip.vision_proj.weight",
     "blip.vision_proj.bias",
@@ -146,14 +150,14 @@ _IDLE = {  # left over from BLIP's training
 }
 
 
-def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """ImageReward's names, which are BLIP's → those of transformers' Blip classes."""
-    return {_name(name): tensor for name, tensor in tensors.items() if name not in _IDLE}
+def rename_blip(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Names of ImageReward (BLIP's) → names of transformers' Blip classes."""
+    return {_name(name): tensor for name, tensor in tensors.items() if name not in _UNUSED}
 
 
 def _name(name: str) -> str:
-    if name in _OUTSIDE:
-        return _OUTSIDE[name]
+    if name in _NAMES:
+        return _NAMES[name]
     if block := _BLOCK.fullmatch(name):
         number, part, rest = block.groups()
         rest = rest.replace("proj.", "projection.") if part == "attn" else rest

@@ -1,8 +1,9 @@
-"""OCR: does the picture say what the prompt quotes? RapidOCR with the PP-OCR weights in its wheel.
+"""OCR: does the image show the text that the prompt quotes?
 
 value = Flow-GRPO's spelling score in [0, 1]: 1 where the text read contains the target, else
 1 − min(edit distance, length)/length. Details: "exact" (the text read is the target) and "longer"
-(more text than asked for: the substring rule can be gamed by repeating). Needs the extra `ocr`.
+(more text than the target: repeating it games the substring rule). Reads with
+RapidOCR and the PP-OCR weights in its wheel. Needs the extra `ocr`.
 """
 
 from __future__ import annotations
@@ -22,24 +23,24 @@ _QUOTED = re.compile(r'"([^"]+)"')
 
 
 class Ocr(Strict):
-    detect: bool = True  # False: the picture is one line of text, nothing has to be found first
+    detect: bool = True  # False: the image is one line of text; skips detection
 
     def unfit(self, prompt: Prompt) -> str | None:
         return None if target_of(prompt) else "no double-quoted word to read"
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        return [spelled(self.read(sample.picture), sample.prompt) for sample in samples]
+        return [spelling_score(self.read(sample.picture), sample.prompt) for sample in samples]
 
     def read(self, image: np.ndarray) -> str:
-        """All text in an RGB picture, in reading order, lines joined by spaces."""
+        """All text in an RGB image, in reading order, lines joined by spaces."""
         height, width = image.shape[:2]
         strip = min(320, -(-48 * width // height)) if not self.detect else 320
         result = _engine(self.detect, strip)(np.ascontiguousarray(image[:, :, ::-1]))
         return " ".join(result.txts or ())
 
 
-def spelled(text: str, prompt: Prompt) -> Score:
-    """How well the text read in a picture is what its prompt asks for."""
+def spelling_score(text: str, prompt: Prompt) -> Score:
+    """Compares the text read in an image with the text that its prompt asks for."""
     target = target_of(prompt)
     if target is None:
         return Score.failed("no double-quoted word to read")
@@ -51,16 +52,16 @@ def spelled(text: str, prompt: Prompt) -> Score:
 
 
 def target_of(prompt: Prompt) -> str | None:
-    """The column `target` where the row has one, else the first double-quoted span."""
+    """The column `target` if the row has one, else the first double-quoted span."""
     if prompt.columns.get("target") is not None:
         return str(prompt.columns["target"]).strip() or None
-    found = _QUOTED.search(prompt.text)
-    return found.group(1) if found and found.group(1).strip() else None
+    quoted = _QUOTED.search(prompt.text)
+    return quoted.group(1) if quoted and quoted.group(1).strip() else None
 
 
 @functools.lru_cache(maxsize=4)
 def _engine(detect: bool, strip: int) -> Any:
-    """One thread: workers run side by side. `strip` is the recogniser's width; its default of 320
+    """One thread: workers run in parallel. `strip` is the recogniser's width; the default of 320
     costs twice as much as a narrow sign needs."""
     try:
         from rapidocr import RapidOCR

@@ -1,8 +1,8 @@
-"""PickScore: how well people would like the picture for its prompt.
+"""PickScore: how well people would like the image for its prompt.
 
-value = s·cos(text, image)/26, s being the model's logit scale (Kirstain et al. 2023, "Pick-a-Pic";
-the 26 is Flow-GRPO's); in practice .6 to .9. The prompt is cut at 77 tokens. Needs a CLIP ViT-H/14
-in the format of transformers, 4 GB.
+value = s·cos(text, image)/26, s the model's logit scale (Kirstain et al. 2023, "Pick-a-Pic";
+the 26 is Flow-GRPO's); in practice .6 to .9. The prompt is truncated to 77 tokens. Needs a CLIP
+ViT-H/14 in the format of transformers, 4 GB.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gesso.rewards.image import networks
+from gesso.rewards.image.clip import load_clip
 from gesso.types import Sample, Score
 
 
-class PickScore(networks.Network):
+class PickScore(networks.NetworkReward):
     path: str = "yuvalkirstain/PickScore_v1"  # a folder or a name of the hub
     processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"  # its tokenizer and image processor
 
@@ -21,6 +22,6 @@ class PickScore(networks.Network):
         return networks.in_batches(self._values, samples, self.batch)
 
     def _values(self, samples: Sequence[Sample]) -> list[float]:
-        clip = networks.clip(self.path, self.processor, self.device)
+        clip = load_clip(self.path, self.processor, self.device)
         cosines = clip.cosines([s.prompt.text for s in samples], [s.picture for s in samples])
         return (clip.model.logit_scale.exp() * cosines / 26).tolist()

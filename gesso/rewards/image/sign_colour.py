@@ -1,10 +1,10 @@
-"""Sign colour: is the sign as red as the prompt says? A rule for the bundled task.
+"""Sign colour: does the sign have the colour that the prompt names? A rule for the bundled task.
 
-Every pixel is named after the nearest, in RGB, of the eight colours that the bundled signs have.
-The most frequent is the colour seen; black and white, where they are not that, are letters and do
-not count. value = the share of the asked colour among the pixels that count; range [0, 1]. Details:
-"right" (it is the colour seen) and "share" (of all pixels). A prompt must say `red sign`, or
-another of the eight. Needs nothing.
+Every pixel is assigned to the nearest, in RGB, of the eight colours of the bundled signs. The most
+frequent is the sign's colour; black and white, where they are not, are letters and do not count.
+value = the share of the target colour among the pixels that count; range [0, 1]. Details: "right"
+(it is the sign's colour) and "share" (of all pixels). A prompt must say `red sign`, or another of
+the eight. Needs nothing.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from gesso.zoo.words import PAINT
 NAMES = tuple(PAINT)
 _PALETTE = np.array([PAINT[name][0] for name in NAMES], dtype=np.int64)  # (8, 3)
 _LETTERS = ("black", "white")
-_ASKED = re.compile(rf"\b({'|'.join(NAMES)}) sign\b", re.IGNORECASE)
+_COLOURED_SIGN = re.compile(rf"\b({'|'.join(NAMES)}) sign\b", re.IGNORECASE)
 
 
 class SignColour(Strict):
     def unfit(self, prompt: Prompt) -> str | None:
-        if asked_of(prompt):
+        if target_colour(prompt):
             return None
         return f"no sign with a colour is asked for; expected {', '.join(NAMES)} before sign"
 
@@ -34,26 +34,26 @@ class SignColour(Strict):
         return [self._score(sample) for sample in samples]
 
     def _score(self, sample: Sample) -> Score:
-        asked = asked_of(sample.prompt)
-        if asked is None:
+        target = target_colour(sample.prompt)
+        if target is None:
             return Score.failed(self.unfit(sample.prompt) or "")
-        shares = shares_of(sample.picture)
+        shares = colour_shares(sample.picture)
         seen = max(shares, key=shares.__getitem__)
         board = {name: s for name, s in shares.items() if name == seen or name not in _LETTERS}
-        value = board.get(asked, 0.0) / sum(board.values())
-        details = {"right": float(seen == asked), "share": shares[asked]}
+        value = board.get(target, 0.0) / sum(board.values())
+        details = {"right": float(seen == target), "share": shares[target]}
         return Score(value, details, seen)
 
 
-def asked_of(prompt: Prompt) -> str | None:
-    """What stands in quotes is to be written, not a colour."""
-    found = _ASKED.search(re.sub(r'"[^"]*"', "", prompt.text))
-    return found.group(1).lower() if found else None
+def target_colour(prompt: Prompt) -> str | None:
+    """Quoted text is what the sign says, not its colour."""
+    match = _COLOURED_SIGN.search(re.sub(r'"[^"]*"', "", prompt.text))
+    return match.group(1).lower() if match else None
 
 
-def shares_of(picture: np.ndarray) -> dict[str, float]:
+def colour_shares(image: np.ndarray) -> dict[str, float]:
     """Colour → share of the pixels nearest to it."""
-    pixels: np.ndarray = picture.reshape(-1, 1, 3).astype(np.int64)
+    pixels: np.ndarray = image.reshape(-1, 1, 3).astype(np.int64)
     nearest = ((pixels - _PALETTE) ** 2).sum(-1).argmin(1)  # (height · width,)
     counts = np.bincount(nearest, minlength=len(NAMES)) / len(nearest)
     return dict(zip(NAMES, counts.tolist(), strict=True))

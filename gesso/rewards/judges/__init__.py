@@ -1,0 +1,1 @@
+"""Rewards that ask a served model: chat judges and DeQA. They use the HTTP pool of transport."""

@@ -1,8 +1,7 @@
-"""Multiple choice: is the letter in <answer>…</answer> the row's?
+"""Multiple choice: is the letter in <answer>…</answer> the expected one?
 
 value = 1 where it equals the row's answer, else 0. A capital from A to Z, alone or as "(B)",
-"B)", "B." or "B:"; anything beside it, a second letter too, is 0. Detail: "answered". Needs
-nothing.
+"B)", "B." or "B:"; anything else, such as a second letter, is 0. Detail: "answered". Needs nothing.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ class Choice(Strict):
     def unfit(self, prompt: Prompt) -> str | None:
         return (
             None
-            if letter(answers.wanted(prompt, self.column))
-            else answers.missing(prompt, self.column, '"B"')
+            if letter(answers.expected_answer(prompt, self.column))
+            else answers.missing_answer(prompt, self.column, '"B"')
         )
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
@@ -36,12 +35,13 @@ class Choice(Strict):
     def _score(self, sample: Sample) -> Score:
         if reason := self.unfit(sample.prompt):
             return Score.failed(reason)
-        want = letter(answers.wanted(sample.prompt, self.column))
-        said = answers.tagged(sample.reply, self.tag)
-        got = letter(said)
-        return Score(float(got == want), {"answered": float(got is not None)}, said or "no answer")
+        expected = letter(answers.expected_answer(sample.prompt, self.column))
+        answer = answers.last_tagged(sample.reply, self.tag)
+        choice = letter(answer)
+        details = {"answered": float(choice is not None)}
+        return Score(float(choice == expected), details, answer or "no answer")
 
 
 def letter(text: str | None) -> str | None:
-    found = _LETTER.fullmatch(text) if text is not None else None
-    return (found.group(1) or found.group(2)) if found else None
+    match = _LETTER.fullmatch(text) if text is not None else None
+    return (match.group(1) or match.group(2)) if match else None

@@ -1,4 +1,4 @@
-"""Counting: is the whole number in <answer>…</answer> the row's?
+"""Counting: is the whole number in <answer>…</answer> the expected one?
 
 value = 1 where it equals the row's answer, else 0; with `graded`, 1 − |n − n̂|/max(|n|, 1), at
 least 0. Digits with or without a sign and nothing else: "4 dogs" or "four" is 0. Details: "exact"
@@ -27,23 +27,24 @@ class Count(Strict):
     def unfit(self, prompt: Prompt) -> str | None:
         return (
             None
-            if number(answers.wanted(prompt, self.column)) is not None
-            else answers.missing(prompt, self.column, "4")
+            if number(answers.expected_answer(prompt, self.column)) is not None
+            else answers.missing_answer(prompt, self.column, "4")
         )
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return [self._score(sample) for sample in samples]
 
     def _score(self, sample: Sample) -> Score:
-        want = number(answers.wanted(sample.prompt, self.column))
-        if want is None:
-            return Score.failed(answers.missing(sample.prompt, self.column, "4"))
-        said = answers.tagged(sample.reply, self.tag)
-        got = number(said)
-        exact = float(got == want)
-        near = 0.0 if got is None else max(0.0, 1 - abs(got - want) / max(abs(want), 1))
-        details = {"exact": exact, "answered": float(got is not None)}
-        return Score(near if self.graded else exact, details, said or "no answer")
+        expected = number(answers.expected_answer(sample.prompt, self.column))
+        if expected is None:
+            return Score.failed(answers.missing_answer(sample.prompt, self.column, "4"))
+        answer = answers.last_tagged(sample.reply, self.tag)
+        count = number(answer)
+        exact = float(count == expected)
+        error = None if count is None else abs(count - expected) / max(abs(expected), 1)
+        graded = 0.0 if error is None else max(0.0, 1 - error)
+        details = {"exact": exact, "answered": float(count is not None)}
+        return Score(graded if self.graded else exact, details, answer or "no answer")
 
 
 def number(text: str | None) -> int | None:

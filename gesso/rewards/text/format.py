@@ -1,9 +1,9 @@
 """Format: one <think>…</think>, then one <answer>…</answer>, and nothing else.
 
-value = 1 where the whole reply is that, white space around either aside, else 0: a tag more, a tag
-less, another order or a word outside is 0, and so is an empty answer. Chat templates that end in
-<think> (DeepSeek-R1's distills) leave the reply to begin within it: with `opened` the first tag is
-theirs. Needs nothing.
+value = 1 where the whole response matches, white space around either ignored, else 0: an extra or
+missing tag, another order, text outside or an empty answer is 0. With chat templates that end in
+<think> (DeepSeek-R1's distills) the response begins inside it: set `opened`, and the first tag is
+not expected. Needs nothing.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Format(Strict):
         return None
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        whole = self._pattern()
-        return [Score(float(bool(whole.fullmatch(s.reply)))) for s in samples]
+        pattern = self._pattern()
+        return [Score(float(bool(pattern.fullmatch(s.reply)))) for s in samples]
 
     def _pattern(self) -> re.Pattern[str]:
         plain = rf"(?:(?!</?(?:{self.think}|{self.answer})>).)*"  # any text without these tags

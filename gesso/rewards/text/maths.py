@@ -1,10 +1,10 @@
-r"""Mathematics: is the answer the row's, however it is written?
+r"""Mathematics: does the answer equal the expected one, however it is written?
 
-value = 1 where math-verify finds the reply's answer equal to the row's (`column`), else 0. The
-reply's answer is what its last \boxed{} holds, within <answer>…</answer> where there is one;
-without a box, all between the tags. No answer, or one that cannot be parsed, is 0. A row whose own
-answer cannot be parsed is refused before the run and never scored. Detail: "answered". Needs the
-extra `math`. EasyR1 trains on .9 · math + .1 · format: two [[reward]] with these weights.
+value = 1 where math-verify finds the response's answer equal to the row's (`column`), else 0. The
+response's answer is the content of its last \boxed{}, inside <answer>…</answer> where there is one;
+without a box, all between the tags. No answer, or one that cannot be parsed, is 0. A row with an
+answer that cannot be parsed is rejected before the run and never scored. Detail: "answered". Needs
+the extra `math`. EasyR1 trains on .9 · math + .1 · format: two [[reward]] with these weights.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from gesso.config import Strict
 from gesso.rewards.text import answers
 from gesso.types import Prompt, Sample, Score, UserError
 
-_WORDS = re.compile(r"[A-Za-z][A-Za-z\s]{2,}")  # would pass for a product of letters
-_DECIMAL = re.compile(r"-?[0-9]+(\.[0-9]+)?")  # needs no parser, of which a call takes 10 ms
-_LONGEST = 500  # characters of an answer
+_WORDS = re.compile(r"[A-Za-z][A-Za-z\s]{2,}")  # math-verify would parse it as a product of letters
+_DECIMAL = re.compile(r"-?[0-9]+(\.[0-9]+)?")  # needs no parser, which takes 10 ms per call
+_MAX_LENGTH = 500  # characters of an answer
 
 
 class Math(Strict):
@@ -31,10 +31,12 @@ class Math(Strict):
     timeout: int = Field(5, ge=1)  # seconds to parse or to compare; longer counts as different
 
     def unfit(self, prompt: Prompt) -> str | None:
-        gold = answers.wanted(prompt, self.column)
+        gold = answers.expected_answer(prompt, self.column)
         if gold is None:
-            return answers.missing(prompt, self.column, r'"\frac{3}{4}"')
-        if _WORDS.fullmatch(gold) or not (_DECIMAL.fullmatch(gold) or parsed(gold, self.timeout)):
+            return answers.missing_answer(prompt, self.column, r'"\frac{3}{4}"')
+        if _WORDS.fullmatch(gold) or not (
+            _DECIMAL.fullmatch(gold) or parse_latex(gold, self.timeout)
+        ):
             return (
                 f'the column "{self.column}" holds {gold!r}, which cannot be parsed; mend the row'
             )
@@ -46,20 +48,22 @@ class Math(Strict):
     def _score(self, sample: Sample) -> Score:
         if reason := self.unfit(sample.prompt):
             return Score.failed(reason)
-        answer = found(sample.reply, self.tag)
-        said = parsed(answer, self.timeout) if answer else []
-        gold = parsed(answers.wanted(sample.prompt, self.column) or "", self.timeout)
-        right = bool(said) and _library().verify(gold, said, timeout_seconds=self.timeout)
-        return Score(float(right), {"answered": float(bool(said))}, answer or "no answer")
+        answer = extract_answer(sample.reply, self.tag)
+        expressions = parse_latex(answer, self.timeout) if answer else []
+        gold = parse_latex(answers.expected_answer(sample.prompt, self.column) or "", self.timeout)
+        right = bool(expressions) and _math_verify().verify(
+            gold, expressions, timeout_seconds=self.timeout
+        )
+        return Score(float(right), {"answered": float(bool(expressions))}, answer or "no answer")
 
 
 @functools.lru_cache(maxsize=1024)
-def parsed(answer: str, timeout: int) -> list[Any]:
-    """Of LaTeX what sympy can reckon with; [] where it cannot. Never by Python's eval."""
-    if len(answer) > _LONGEST:
+def parse_latex(answer: str, timeout: int) -> list[Any]:
+    """LaTeX as sympy expressions; [] where it cannot be parsed. Never calls Python's eval."""
+    if len(answer) > _MAX_LENGTH:
         return []
-    library = _library()
-    inner = answers.boxed(answer)
+    library = _math_verify()
+    inner = answers.last_boxed(answer)
     return library.parse(
         rf"\boxed{{{answer if inner is None else inner}}}",
         [library.LatexExtractionConfig()],
@@ -68,14 +72,13 @@ def parsed(answer: str, timeout: int) -> list[Any]:
     )
 
 
-def found(reply: str, tag: str) -> str | None:
-    """The answer that the reply gives."""
-    inside = answers.tagged(reply, tag)
-    box = answers.boxed(reply if inside is None else inside)
-    return inside if box is None else box
+def extract_answer(response: str, tag: str) -> str | None:
+    tagged = answers.last_tagged(response, tag)
+    boxed = answers.last_boxed(response if tagged is None else tagged)
+    return tagged if boxed is None else boxed
 
 
-def _library() -> Any:
+def _math_verify() -> Any:
     try:
         import math_verify
     except ImportError as error:

@@ -1,9 +1,9 @@
-"""Overlong: DAPO's penalty for replies that come near the limit.
+"""Overlong: DAPO's penalty for responses close to the length limit.
 
-value = −min(max(n − (limit − buffer), 0), buffer)/buffer, n being the reply's length: 0 up to
+value = −min(max(n − (limit − buffer), 0), buffer)/buffer, n the length of the response: 0 up to
 limit − buffer, −1 from the limit on (Yu et al. 2025, with 20480 and 4096 tokens); range [−1, 0].
-Tokens are counted by whoever wrote the reply, the one that ends it among them; words lie between
-white space. Detail: "length". Needs nothing.
+Tokens are counted by the sampler, the end token included; words are separated by white space.
+Detail: "length". Needs nothing.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Overlong(Strict):
         return [self._score(sample) for sample in samples]
 
     def _score(self, sample: Sample) -> Score:
-        reply = sample.reply
-        length = len(reply.split()) if self.unit == "words" else len(reply)
+        response = sample.reply
+        length = len(response.split()) if self.unit == "words" else len(response)
         if self.unit == "tokens":
             if sample.tokens is None:
                 return Score.failed('nobody counted the tokens; use unit = "words" or "characters"')

@@ -1,34 +1,37 @@
-"""JSON by HTTP to several servers that do the same work.
+"""JSON over HTTP to several equivalent servers.
 
-Requests go to the server with the fewest in flight. A server that fails is left alone for a while,
-longer every time, and then tried again; the request moves on to another one, or waits. Tried again
-are transport errors, time-outs, 429 and 5xx; every other answer is final, good or bad.
+Requests go to the server with the fewest in flight. A server that fails is not used during an
+exponential backoff; its request goes to another server, or waits. Transport errors, time-outs, 429
+and 5xx are retried; every other response is final.
 
-Limits: seconds of one attempt, attempts, requests in flight at a server, bytes of an answer.
+Limits: seconds per attempt, attempts, requests in flight per server, bytes of a response.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-CONNECT = 10.0  # seconds to reach a server at all
-FIRST_REST, LONGEST_REST = 0.5, 30.0  # seconds; doubled with every failure in between
-TRIED_AGAIN = {408, 425, 429}  # and all 5xx
-TOLD = 300  # characters of an answer that an error repeats
+from gesso.types import UserError
+
+CONNECT_TIMEOUT = 10.0  # seconds
+FIRST_BACKOFF, MAX_BACKOFF = 0.5, 30.0  # seconds; doubled with every failure
+RETRIED_STATUSES = {408, 425, 429}  # and all 5xx
+MAX_QUOTED = 300  # characters of a response in an error
 
 
-class Unanswered(Exception):
-    """No usable answer; the reason in one sentence."""
+class NoResponse(Exception):
+    """No usable response; the reason in one sentence."""
 
 
-class _TryAgain(Exception):
-    """This attempt failed in a way that another may not. `after`: seconds the server asked for."""
+class _Retryable(Exception):
+    """This attempt failed and another may succeed. `after`: seconds from Retry-After."""
 
     def __init__(self, reason: str, after: float = 0.0) -> None:
         super().__init__(reason)
@@ -36,18 +39,18 @@ class _TryAgain(Exception):
 
 
 @dataclass
-class Server:
+class ServerState:
     url: str
     busy: int = 0  # requests in flight
-    served: int = 0  # attempts so far, for taking turns
+    served: int = 0  # attempts so far; breaks ties
     failures: int = 0  # in a row
     failed_at: float = 0.0  # loop time
-    rests_until: float = 0.0
-    client: Any = None  # of httpx; one each, whose search for a connection stays short
+    retry_at: float = 0.0  # loop time; not used before
+    client: Any = None  # httpx.AsyncClient; one per server keeps its connection list short
 
 
-class Pool:
-    """Made anywhere, used on one event loop."""
+class ServerPool:
+    """Can be created anywhere; is used on one event loop."""
 
     def __init__(
         self,
@@ -56,13 +59,13 @@ class Pool:
         timeout: float = 60.0,
         retries: int = 6,
         in_flight: int = 16,
-        max_answer: int = 2**22,
+        max_response: int = 2**22,
     ) -> None:
-        self.servers = [Server(url.rstrip("/")) for url in urls]
+        self.servers = [ServerState(url.rstrip("/")) for url in urls]
         self.timeout = timeout
         self.retries = retries
         self.in_flight = in_flight
-        self.max_answer = max_answer
+        self.max_response = max_response
         self._headers = {"Accept-Encoding": "identity", "Content-Type": "application/json"}
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
@@ -76,78 +79,78 @@ class Pool:
         return await self._request("GET", path, b"")
 
     async def _request(self, method: str, path: str, body: bytes) -> Any:
-        """The JSON that some server answers with, or Unanswered."""
+        """The JSON of the first usable response; raises NoResponse."""
         reason = ""
         for _attempt in range(self.retries + 1):
-            server = await self._take()
+            server = await self._acquire()
             started = _now()
             try:
                 exchange = self._exchange(server, method, path, body)
-                answer = await asyncio.wait_for(exchange, self.timeout)
+                content = await asyncio.wait_for(exchange, self.timeout)
                 server.failures = 0
-                return _json(answer)
+                return _json(content)
             except asyncio.TimeoutError:
                 reason = f"{server.url} gave no whole answer in {self.timeout:g} s"
-                self._rest(server, started)
-            except _TryAgain as error:
+                self._back_off(server, started)
+            except _Retryable as error:
                 reason = f"{server.url} {error}"
-                self._rest(server, started, error.after)
-            except Unanswered as error:
-                raise Unanswered(f"{server.url} {error}") from None
+                self._back_off(server, started, error.after)
+            except NoResponse as error:
+                raise NoResponse(f"{server.url} {error}") from None
             finally:
-                self._give_back(server)
+                self._release(server)
         times = "once" if self.retries == 0 else f"{self.retries + 1} times"
-        raise Unanswered(f"{reason}; asked {times}")
+        raise NoResponse(f"{reason}; asked {times}")
 
-    async def _exchange(self, server: Server, method: str, path: str, body: bytes) -> bytes:
+    async def _exchange(self, server: ServerState, method: str, path: str, body: bytes) -> bytes:
         import httpx
 
         if server.client is None:
             server.client = httpx.AsyncClient(
-                timeout=httpx.Timeout(None, connect=CONNECT),  # one clock: the attempt's
+                timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT),  # wait_for limits the attempt
                 limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
                 headers=self._headers,
             )
         try:
             async with server.client.stream(method, server.url + path, content=body) as response:
                 if response.headers.get("content-encoding", "identity") != "identity":
-                    raise Unanswered("answered compressed, though asked not to")
-                answer = bytearray()
+                    raise NoResponse("answered compressed, though asked not to")
+                content = bytearray()
                 async for chunk in response.aiter_raw():
-                    answer += chunk
-                    if len(answer) > self.max_answer:
-                        raise Unanswered(f"answered with more than {self.max_answer:,} bytes")
+                    content += chunk
+                    if len(content) > self.max_response:
+                        raise NoResponse(f"answered with more than {self.max_response:,} bytes")
         except httpx.TransportError as error:
-            raise _TryAgain(f"failed: {type(error).__name__} {error}".rstrip()) from None
+            raise _Retryable(f"failed: {type(error).__name__} {error}".rstrip()) from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise Unanswered(f"cannot be asked: {type(error).__name__} {error}") from None
+            raise NoResponse(f"cannot be asked: {type(error).__name__} {error}") from None
         if response.is_success:
-            return bytes(answer)
-        told = " ".join(answer[: 4 * TOLD].decode(errors="replace").split())[:TOLD]
-        reason = f"answered {response.status_code}: {told}".rstrip(": ")
-        if response.status_code in TRIED_AGAIN or response.status_code >= 500:
-            raise _TryAgain(reason, _seconds(response.headers.get("retry-after", "")))
-        raise Unanswered(reason)
+            return bytes(content)
+        excerpt = " ".join(content[: 4 * MAX_QUOTED].decode(errors="replace").split())[:MAX_QUOTED]
+        reason = f"answered {response.status_code}: {excerpt}".rstrip(": ")
+        if response.status_code in RETRIED_STATUSES or response.status_code >= 500:
+            raise _Retryable(reason, _seconds(response.headers.get("retry-after", "")))
+        raise NoResponse(reason)
 
-    async def _take(self) -> Server:
-        """The awake server with the fewest requests in flight; waits until there is one."""
+    async def _acquire(self) -> ServerState:
+        """The available server with the fewest requests in flight; waits until there is one."""
         while True:
             now = _now()
-            awake = [s for s in self.servers if s.rests_until <= now]
-            free = [s for s in awake if s.busy < self.in_flight]
+            available = [s for s in self.servers if s.retry_at <= now]
+            free = [s for s in available if s.busy < self.in_flight]
             if free:
                 chosen = min(free, key=lambda s: (s.busy, s.served))
                 chosen.busy += 1
                 chosen.served += 1
                 return chosen
-            resting = [s.rests_until for s in self.servers if s.rests_until > now]
+            backoffs = [s.retry_at for s in self.servers if s.retry_at > now]
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)
-            await asyncio.wait([turn], timeout=min(resting) - now if resting else None)
+            await asyncio.wait([turn], timeout=min(backoffs) - now if backoffs else None)
             if not turn.done():
                 self._waiting.remove(turn)
 
-    def _give_back(self, server: Server) -> None:
+    def _release(self, server: ServerState) -> None:
         server.busy -= 1
         while self._waiting:
             turn = self._waiting.popleft()
@@ -155,16 +158,16 @@ class Pool:
                 turn.set_result(None)
                 return
 
-    def _rest(self, server: Server, started: float, asked: float = 0.0) -> None:
-        """Exponential, with jitter. Requests that were in flight together fail together: that is
-        one failure, not many."""
+    def _back_off(self, server: ServerState, started: float, requested: float = 0.0) -> None:
+        """Exponential, with jitter. Requests that were in flight together and fail together count
+        as one failure."""
         if started < server.failed_at:
             return
         server.failures += 1
         server.failed_at = _now()
-        seconds = min(LONGEST_REST, FIRST_REST * 2 ** min(server.failures - 1, 16))
-        seconds = max(seconds * self._jitter.uniform(0.5, 1.5), min(asked, LONGEST_REST))
-        server.rests_until = server.failed_at + seconds
+        seconds = min(MAX_BACKOFF, FIRST_BACKOFF * 2 ** min(server.failures - 1, 16))
+        seconds = max(seconds * self._jitter.uniform(0.5, 1.5), min(requested, MAX_BACKOFF))
+        server.retry_at = server.failed_at + seconds
 
     async def close(self) -> None:
         for server in self.servers:
@@ -178,13 +181,23 @@ def _now() -> float:
 
 
 def _seconds(header: str) -> float:
-    """Retry-After in seconds; its other form, a date, counts as nothing."""
+    """Retry-After in seconds; a date counts as 0."""
     return float(header) if header.strip().isdigit() else 0.0
 
 
-def _json(answer: bytes) -> Any:
+def _json(content: bytes) -> Any:
     try:
-        return json.loads(answer)
+        return json.loads(content)
     except (ValueError, RecursionError):
-        told = answer[:40].decode(errors="replace")
-        raise Unanswered(f"answered with no JSON: {told!r}") from None
+        excerpt = content[:40].decode(errors="replace")
+        raise NoResponse(f"answered with no JSON: {excerpt!r}") from None
+
+
+def token_from(variable: str | None) -> str | None:
+    """Tokens are read from the environment: recipes are copied into the run folder."""
+    if variable is None:
+        return None
+    token = os.environ.get(variable, "").strip()
+    if not token:
+        raise UserError(f'token_env = "{variable}": there is no such environment variable')
+    return token

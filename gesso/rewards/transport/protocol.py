@@ -1,13 +1,13 @@
-"""What goes over HTTP between a run and a reward's server: JSON, pictures as base64. No pickle.
+"""The HTTP protocols between a run and a reward's server: JSON, images as base64. No pickle.
 
 gesso:     POST /score       {"samples": [{"prompt", "negative", "columns", "where", "seed",
                              "image", "text", "images", "messages"}, …]} → {"scores": [{"value",
                              "parts", "text", "error"}, …]}. "image" is the sample, "images" are
-                             the prompt's; what a prompt has not is not sent
+                             the prompt's; absent fields are not sent
 openrlhf:  POST /get_reward  {"query": […], "prompts": […], "labels": […]} → {"rewards": […]}, as
-                             OpenRLHF and LMM-R1 have it. A query is prompt and reply in one text;
+                             in OpenRLHF and LMM-R1. A query is prompt and response in one text;
                              a label is the row's answer. "images" (base64) is our addition, for
-                             models that draw; the prompt's pictures stay at home.
+                             image models; the prompt's images are not sent.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from pydantic import Field
 from gesso.config import Strict
 from gesso.config.parsing import parse
 from gesso.rewards.base import plain
-from gesso.rewards.text import answers
+from gesso.rewards.labels import LABEL_COLUMNS, label_of
 from gesso.types import PICTURE_FORMATS, Picture, Prompt, Sample, Score, UserError
 
-ASIDE = 2**17  # bytes, about 2 ms of work
-MAX_PIXELS = 2**26  # of all pictures of a request together: one of 8192 × 8192
+OFFLOAD_BYTES = 2**17  # about 2 ms of work
+MAX_PIXELS = 2**26  # of all images of a request together: one of 8192 × 8192
 FORMATS = ("PNG", "JPEG", "WEBP")
 
 
@@ -57,7 +57,7 @@ class ScoreRequest(Strict):
 
 
 class GetRewardRequest(Strict):
-    """Unknown keys are refused here too: a server that ignores one would score something else."""
+    """Unknown keys are rejected here too: ignoring one could change what is scored."""
 
     query: list[str] = Field(min_length=1)
     prompts: list[str] | None = None
@@ -66,28 +66,28 @@ class GetRewardRequest(Strict):
 
 
 class ScoreForm(Strict):
-    value: float | None = Field(allow_inf_nan=True)  # None without an error: it does not apply
+    value: float | None = Field(allow_inf_nan=True)  # None without an error: does not apply
     parts: dict[str, float] = Field({})
     text: str = ""
     error: str | None = None
 
 
-async def aside(size: int, call: Callable[..., T], *arguments: Any) -> T:
-    """`call`, in a thread where it takes so long that others would wait: coding `size` bytes. For
-    less, handing over costs more than it saves."""
-    if size < ASIDE:
+async def offload(size: int, call: Callable[..., T], *arguments: Any) -> T:
+    """Runs `call`, in a thread if it codes enough bytes (`size`) to block the event loop. For less
+    the thread costs more than it saves."""
+    if size < OFFLOAD_BYTES:
         return call(*arguments)
     return await asyncio.to_thread(call, *arguments)
 
 
-def weight_of(samples: Sequence[Sample]) -> int:
-    made = sum(0 if s.image is None else s.image.nbytes for s in samples)
-    shown = sum(len(p.data) or ASIDE for s in samples for p in s.prompt.images)  # a file to be read
-    return made + shown
+def payload_bytes(samples: Sequence[Sample]) -> int:
+    pixels = sum(0 if s.image is None else s.image.nbytes for s in samples)
+    prompt_images = (image for s in samples for image in s.prompt.images)
+    return pixels + sum(len(i.data) or OFFLOAD_BYTES for i in prompt_images)  # or: a file to read
 
 
-def png(image: np.ndarray) -> bytes:
-    """Fast rather than small: it goes over a local network once."""
+def encode_png(image: np.ndarray) -> bytes:
+    """Fast rather than small: it is sent once over a local network."""
     from PIL import Image
 
     buffer = io.BytesIO()
@@ -96,10 +96,10 @@ def png(image: np.ndarray) -> bytes:
 
 
 def base64_png(image: np.ndarray) -> str:
-    return base64.b64encode(png(image)).decode()
+    return base64.b64encode(encode_png(image)).decode()
 
 
-def picture(data: bytes) -> np.ndarray:
+def decode_image(data: bytes) -> np.ndarray:
     """(height, width, 3) uint8 from a PNG, JPEG or WebP."""
     from PIL import Image
 
@@ -117,23 +117,23 @@ def picture(data: bytes) -> np.ndarray:
 
 
 def check_pixels(images: Iterable[bytes | None]) -> None:
-    """Before any is decoded: a few kilobytes may hold a great many pixels."""
+    """Called before decoding: a few kilobytes may expand to a great many pixels."""
     from PIL import Image
 
     sizes = []
     for data in images:
         if data is not None:
             with contextlib.suppress(Exception), Image.open(io.BytesIO(data), formats=FORMATS) as i:
-                sizes.append(i.width * i.height)  # what cannot be read is told when it is decoded
+                sizes.append(i.width * i.height)  # unreadable ones fail when they are decoded
     total = sum(sizes)
-    if len(sizes) > 1 and total > MAX_PIXELS:  # a single one is told by its sides
+    if len(sizes) > 1 and total > MAX_PIXELS:  # decode_image rejects a single one by its sides
         raise UserError(
             f"the pictures of a request have {total:,} pixels, above {MAX_PIXELS:,}; send fewer"
         )
 
 
-def prompt_picture(data: bytes) -> Picture:
-    """Not decoded here, as few rewards look at it, but known to be one and not too large."""
+def prompt_image(data: bytes) -> Picture:
+    """Checked for format and size, not decoded: few rewards look at it."""
     from PIL import Image
 
     try:
@@ -141,15 +141,15 @@ def prompt_picture(data: bytes) -> Picture:
             width, height = image.size
     except Exception as error:  # as above
         reason = f"{type(error).__name__}: {error}"
-        told = f"expected one of {PICTURE_FORMATS}"
-        raise UserError(f"a prompt's picture cannot be read ({reason}); {told}") from None
+        expected = f"expected one of {PICTURE_FORMATS}"
+        raise UserError(f"a prompt's picture cannot be read ({reason}); {expected}") from None
     if width * height > MAX_PIXELS:
         raise UserError(f"a prompt's picture of {width}×{height} is above {MAX_PIXELS:,} pixels")
     return Picture(data=data)
 
 
 def from_base64(text: str) -> bytes:
-    """With or without the head of a data URL."""
+    """With or without the prefix of a data URL."""
     try:
         return base64.b64decode(text.partition("base64,")[2] or text, validate=True)
     except (binascii.Error, ValueError) as error:
@@ -183,21 +183,21 @@ def read_score_request(body: bytes) -> list[Sample]:
 
 
 def sample_of(form: SampleForm, image: bytes | None) -> Sample:
-    images = tuple(prompt_picture(from_base64(text)) for text in form.images)
+    images = tuple(prompt_image(from_base64(text)) for text in form.images)
     messages = tuple(form.messages)
     prompt = Prompt(form.prompt, form.negative, form.columns, form.where, images, messages)
-    seen = None if image is None else picture(image)
-    return Sample(prompt, seen, form.seed, form.text, form.tokens)
+    pixels = None if image is None else decode_image(image)
+    return Sample(prompt, pixels, form.seed, form.text, form.tokens)
 
 
 def pack_scores(scores: Sequence[Score], random: bool = False) -> dict[str, Any]:
-    """`random`: whoever asks must not remember them."""
-    told = {"random": True} if random else {}
-    return {"scores": [dataclasses.asdict(score) for score in scores], **told}
+    """`random`: the caller must not cache them."""
+    flag = {"random": True} if random else {}
+    return {"scores": [dataclasses.asdict(score) for score in scores], **flag}
 
 
 def read_scores(answer: Any, count: int) -> list[Score]:
-    """Strict about the form; a value that is not finite fails its sample alone."""
+    """Strict about the form; a value that is not finite fails only its sample."""
     rows = _list_of(answer, "scores", count)
     return [_score(row) for row in rows]
 
@@ -219,7 +219,7 @@ def pack_get_reward(samples: Sequence[Sample]) -> bytes:
     request: dict[str, Any] = {
         "query": [s.prompt.text + (s.text or "") for s in samples],
         "prompts": [s.prompt.text for s in samples],
-        "labels": [answers.label(s.prompt) for s in samples],
+        "labels": [label_of(s.prompt) for s in samples],
     }
     if any(s.image is not None for s in samples):
         images = [None if s.image is None else base64_png(s.image) for s in samples]
@@ -236,17 +236,17 @@ def read_get_reward(body: bytes) -> list[Sample]:
     for name, column in (("prompts", prompts), ("labels", labels), ("images", images)):
         if len(column) != count:
             raise UserError(f'request: {len(column)} "{name}" for {count} of "query"')
-    pictures = [None if image is None else from_base64(image) for image in images]
-    check_pixels(pictures)
-    return [_of_query(*row) for row in zip(form.query, prompts, labels, pictures, strict=True)]
+    files = [None if image is None else from_base64(image) for image in images]
+    check_pixels(files)
+    return [_sample_of_query(*row) for row in zip(form.query, prompts, labels, files, strict=True)]
 
 
-def _of_query(query: str, prompt: str, label: Any, image: bytes | None) -> Sample:
-    columns = {} if label is None else {name: label for name in answers.LABELS}
-    seen = None if image is None else picture(image)
-    reply = query.removeprefix(prompt)
-    text = None if seen is not None and not reply else reply
-    return Sample(Prompt(prompt, columns=columns), seen, 0, text)
+def _sample_of_query(query: str, prompt: str, label: Any, image: bytes | None) -> Sample:
+    columns = {} if label is None else {name: label for name in LABEL_COLUMNS}
+    pixels = None if image is None else decode_image(image)
+    response = query.removeprefix(prompt)
+    text = None if pixels is not None and not response else response
+    return Sample(Prompt(prompt, columns=columns), pixels, 0, text)
 
 
 def read_rewards(answer: Any, count: int) -> list[Score]:
@@ -261,12 +261,12 @@ def _number(value: Any) -> Score:
 
 def _object(body: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(body)
+        data = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise UserError(f"request: not JSON ({error})") from None
-    if not isinstance(found, dict):
-        raise UserError(f"request: expected an object, got a {type(found).__name__}")
-    return found
+    if not isinstance(data, dict):
+        raise UserError(f"request: expected an object, got a {type(data).__name__}")
+    return data
 
 
 def _list_of(answer: Any, key: str, count: int) -> list[Any]:

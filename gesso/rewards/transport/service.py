@@ -1,4 +1,4 @@
-"""Rewards on an event loop of their own, so that scoring goes on while sampling does."""
+"""Runs the rewards on a separate event loop, so that scoring overlaps with sampling."""
 
 from __future__ import annotations
 
@@ -22,40 +22,43 @@ class Scored:
 
 
 class RewardService:
-    """`rewards` score what is trained on, `held_out` the evaluation (none: the same). The two may
-    share a scorer."""
+    """`rewards` score training batches, `held_out` evaluations (default: the same rewards). The two
+    may share a scorer."""
 
     def __init__(
-        self, rewards: Sequence[compose.Weighted], held_out: Sequence[compose.Weighted] = ()
+        self,
+        rewards: Sequence[compose.WeightedReward],
+        held_out: Sequence[compose.WeightedReward] = (),
     ) -> None:
         self.rewards = list(rewards)
         self.held_out = list(held_out) or self.rewards
-        self._told = 0  # hits
+        self._reported_hits = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
 
     @property
     def processes(self) -> int:
-        """How many work on this machine while a training batch is scored."""
+        """Processes on this machine that score a training batch."""
         return sum(reward.scorer.processes for reward in self.rewards)
 
     def new_hits(self) -> int:
-        """Scores that came from a cache since this was asked last."""
-        before, self._told = self._told, sum(scorer.hits for scorer in self._scorers)
-        return self._told - before
+        """Scores from a cache since the last call."""
+        previous = self._reported_hits
+        self._reported_hits = sum(scorer.hits for scorer in self._scorers)
+        return self._reported_hits - previous
 
     @property
     def _scorers(self) -> list[Scorer]:
         return list({id(r.scorer): r.scorer for r in [*self.rewards, *self.held_out]}.values())
 
     def submit(self, samples: Sequence[Sample], held_out: bool = False) -> Future[Scored]:
-        """Start scoring; the answer comes as a future."""
+        """Starts scoring and returns a future."""
         rewards = self.held_out if held_out else self.rewards
         return asyncio.run_coroutine_threadsafe(_score(rewards, samples), self._loop)
 
     def close(self) -> None:
-        """End every worker process and connection; safe to call twice."""
+        """Ends every worker process and connection; safe to call twice."""
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
@@ -68,7 +71,7 @@ class RewardService:
             await scorer.close()
 
 
-async def _score(rewards: Sequence[compose.Weighted], samples: Sequence[Sample]) -> Scored:
+async def _score(rewards: Sequence[compose.WeightedReward], samples: Sequence[Sample]) -> Scored:
     started = time.perf_counter()
     scores = await compose.score(rewards, samples)
     return Scored(scores, started, time.perf_counter())

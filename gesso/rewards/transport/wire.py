@@ -1,11 +1,11 @@
-"""Samples and scores as bytes: one JSON line, then the pictures raw. No pickle.
+"""Samples and scores as bytes: one JSON line, then the images as raw bytes. No pickle.
 
 `samples` frame:  {"samples": [{"text", "negative", "columns", "where", "seed", "reply", "tokens",
                   "shape"}, …]} and a line break, then the pixels; a null "reply" or "shape" means
-                  no text or no picture. A prompt with messages or pictures has "messages" and
-                  "images": each its path and its place among "pictures", the lengths of the files
-                  that follow the pixels, each once. The place is null where the file is gone:
-                  whoever opens it is told.
+                  no text or no image. A prompt with messages or images has "messages" and "images":
+                  for each its path and its index into "pictures", the lengths of the files that
+                  follow the pixels, each once. The index is null where the file is gone: opening
+                  it raises.
 `scores` frame:   {"scores": [{"value", "parts", "text", "error"}, …]}\\n
 """
 
@@ -23,8 +23,8 @@ from gesso.types import Picture, Prompt, Sample, Score, UserError
 
 def pack_samples(samples: Sequence[Sample]) -> bytes:
     files = _files(samples)
-    places = {picture: i for i, picture in enumerate(files)}
-    rows = [_row(sample, places) for sample in samples]
+    indices = {image: i for i, image in enumerate(files)}
+    rows = [_row(sample, indices) for sample in samples]
     header: dict[str, Any] = {"samples": rows}
     if files:
         header["pictures"] = [len(data) for data in files.values()]
@@ -33,17 +33,17 @@ def pack_samples(samples: Sequence[Sample]) -> bytes:
 
 
 def _files(samples: Sequence[Sample]) -> dict[Picture, bytes]:
-    """What the prompts' pictures hold, each once: samples of a group share theirs."""
-    found: dict[Picture, bytes] = {}
-    for picture in dict.fromkeys(p for sample in samples for p in sample.prompt.images):
+    """The content of the prompts' images, each once: samples of a group share them."""
+    contents: dict[Picture, bytes] = {}
+    for image in dict.fromkeys(i for sample in samples for i in sample.prompt.images):
         try:
-            found[picture] = picture.read()
+            contents[image] = image.read()
         except UserError:
             continue
-    return found
+    return contents
 
 
-def _row(sample: Sample, places: dict[Picture, int]) -> dict[str, Any]:
+def _row(sample: Sample, indices: dict[Picture, int]) -> dict[str, Any]:
     prompt = sample.prompt
     row: dict[str, Any] = {
         "text": prompt.text,
@@ -58,34 +58,34 @@ def _row(sample: Sample, places: dict[Picture, int]) -> dict[str, Any]:
     if prompt.messages:
         row["messages"] = prompt.messages
     if prompt.images:
-        row["images"] = [(picture.path, places.get(picture)) for picture in prompt.images]
+        row["images"] = [(image.path, indices.get(image)) for image in prompt.images]
     return row
 
 
 def read_samples(header: bytes, read: Callable[[int], bytes]) -> list[Sample]:
-    found = json.loads(header)
-    rows = found["samples"]
-    images = [None if row["shape"] is None else _picture(row["shape"], read) for row in rows]
-    files = [read(length) for length in found.get("pictures", [])]
+    frame = json.loads(header)
+    rows = frame["samples"]
+    images = [None if row["shape"] is None else _pixels(row["shape"], read) for row in rows]
+    files = [read(length) for length in frame.get("pictures", [])]
     samples = []
     for row, image in zip(rows, images, strict=True):
-        pictures = [
-            Picture(path, b"" if place is None else files[place])
-            for path, place in row.get("images", [])
+        prompt_images = [
+            Picture(path, b"" if index is None else files[index])
+            for path, index in row.get("images", [])
         ]
         prompt = Prompt(
             row["text"],
             row["negative"],
             row["columns"],
             row["where"],
-            tuple(pictures),
+            tuple(prompt_images),
             tuple(row.get("messages", [])),
         )
         samples.append(Sample(prompt, image, row["seed"], row["reply"], row["tokens"]))
     return samples
 
 
-def _picture(shape: Sequence[int], read: Callable[[int], bytes]) -> np.ndarray:
+def _pixels(shape: Sequence[int], read: Callable[[int], bytes]) -> np.ndarray:
     return np.frombuffer(read(int(np.prod(shape))), dtype=np.uint8).reshape(shape)
 
 

@@ -1,8 +1,7 @@
 """A pool of reward processes, driven from an event loop.
 
-A worker that dies is replaced and its samples are tried up to two times more, each by itself, so
-that the one that kills it fails alone, as `Score.error`. A crash of a reward never takes the run
-down.
+A worker that dies is replaced and its samples are retried up to two times, each by itself, so that
+only the sample that kills it fails, as `Score.error`. A crash of a reward never ends the run.
 """
 
 from __future__ import annotations
@@ -17,21 +16,22 @@ from typing import Any
 
 from gesso import imports
 from gesso.rewards.transport import wire
+from gesso.rewards.transport.batches import score_batches
 from gesso.types import Sample, Score
 
 _ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
 _LINE_LIMIT = 2**24
 
 
-class _Lost(Exception):
-    """A worker gave no answer."""
+class _WorkerLost(Exception):
+    """A worker did not return scores."""
 
 
-class _Late(_Lost):
-    """Not in time."""
+class _WorkerTimeout(_WorkerLost):
+    """It did not return them in time."""
 
 
-class Workers:
+class WorkerScorer:
     def __init__(
         self,
         reference: str,
@@ -52,12 +52,10 @@ class Workers:
         self.random = random
         self.restarts = 0
         self._idle: asyncio.Queue[asyncio.subprocess.Process | None] | None = None
-        self._all: set[asyncio.subprocess.Process] = set()
+        self._alive: set[asyncio.subprocess.Process] = set()
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
-        parts = [samples[i : i + self.batch] for i in range(0, len(samples), self.batch)]
-        scored = await asyncio.gather(*(self._score(part) for part in parts))
-        return [score for part in scored for score in part]
+        return await score_batches(self._score, samples, self.batch)
 
     async def _score(self, samples: Sequence[Sample]) -> list[Score]:
         if self._idle is None:
@@ -66,16 +64,16 @@ class Workers:
                 self._idle.put_nowait(None)  # started when first needed
         try:
             return await self._try(samples)
-        except _Late:
-            return await self._again(samples, 1)
-        except _Lost:
-            return [score for sample in samples for score in await self._again([sample], 2)]
+        except _WorkerTimeout:
+            return await self._retry(samples, 1)
+        except _WorkerLost:
+            return [score for sample in samples for score in await self._retry([sample], 2)]
 
-    async def _again(self, samples: Sequence[Sample], attempts: int) -> list[Score]:
+    async def _retry(self, samples: Sequence[Sample], attempts: int) -> list[Score]:
         for _ in range(attempts):
             try:
                 return await self._try(samples)
-            except _Lost as error:
+            except _WorkerLost as error:
                 reason = f"{error}, {attempts + 1} times"
         return [Score.failed(reason)] * len(samples)
 
@@ -87,14 +85,14 @@ class Workers:
             if process is None or process.returncode is not None:
                 process = await self._start()
             try:
-                scores = await asyncio.wait_for(self._ask(process, frame), self.timeout)
+                scores = await asyncio.wait_for(self._exchange(process, frame), self.timeout)
                 if len(scores) != len(samples):
                     raise ValueError(f"{len(scores)} scores for {len(samples)} samples")
                 return scores
             except asyncio.TimeoutError:
-                lost: _Lost = _Late(f"gave no answer in {self.timeout:g} s")
+                lost: _WorkerLost = _WorkerTimeout(f"gave no answer in {self.timeout:g} s")
             except (OSError, ValueError, asyncio.IncompleteReadError) as error:
-                lost = _Lost(f"its worker died ({await self._status(process) or error})")
+                lost = _WorkerLost(f"its worker died ({await self._status(process) or error})")
             await self._end(process)
             self.restarts += 1
             raise lost
@@ -102,7 +100,7 @@ class Workers:
             self._idle.put_nowait(process)
 
     async def _status(self, process: asyncio.subprocess.Process) -> str:
-        """How it ended, in words; "" where it has not."""
+        """How the process ended, for an error; "" while it is running."""
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(process.wait(), 1.0)
         code = process.returncode
@@ -118,12 +116,12 @@ class Workers:
             stdout=asyncio.subprocess.PIPE,
             env=os.environ | _ONE_THREAD,
             limit=_LINE_LIMIT,
-            start_new_session=True,  # Ctrl-C is for the loop, which ends the workers in order
+            start_new_session=True,  # Ctrl-C goes to the loop, which ends the workers in order
         )
-        self._all.add(process)
+        self._alive.add(process)
         return process
 
-    async def _ask(self, process: asyncio.subprocess.Process, frame: bytes) -> list[Score]:
+    async def _exchange(self, process: asyncio.subprocess.Process, frame: bytes) -> list[Score]:
         assert process.stdin and process.stdout
         process.stdin.write(frame)
         await process.stdin.drain()
@@ -136,8 +134,8 @@ class Workers:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
-        self._all.discard(process)
+        self._alive.discard(process)
 
     async def close(self) -> None:
-        for process in list(self._all):
+        for process in list(self._alive):
             await self._end(process)

@@ -23,9 +23,9 @@ import torch
 
 from gesso import build
 from gesso.rewards import assembly, base
-from gesso.rewards.compose import Fitting, combine
+from gesso.rewards.compose import OptionalScorer, combine
 from gesso.rewards.transport import wire
-from gesso.rewards.transport.workers import Workers
+from gesso.rewards.transport.workers import WorkerScorer
 from gesso.types import Prompt, Sample, Score, UserError
 
 USER = "tests.rewards.user_rewards"
@@ -205,7 +205,7 @@ def scored(code: str, folder: Path, style: str = "gesso") -> list[Score]:
     given = samples()
     try:
         reward = base.load(f"{file}:score", {}, style=style)
-        refused = assembly.Readers({"mine": reward}).unfit(given[0].prompt)
+        refused = assembly.PromptCheck({"mine": reward}).unfit(given[0].prompt)
         assert given[0].prompt.columns == {"answer": "4"}  # a reward may not change ours
         found = [Score.failed(refused)] * 2 if refused else base.checked(reward, given)
         assert len(given) == 2
@@ -264,7 +264,7 @@ def test_in_a_process_of_its_own(noisy: bool, expected: str | float, tmp_path: P
     """A reward may print, read and close its streams; the frames have their own."""
     file = tmp_path / "file.py"
     file.write_text(IN_PROCESS)
-    workers = Workers(f"{file}:score", {"noisy": noisy}, 1, timeout=20.0)
+    workers = WorkerScorer(f"{file}:score", {"noisy": noisy}, 1, timeout=20.0)
 
     async def go() -> list[Score]:
         try:
@@ -303,12 +303,12 @@ class Moody:
 def test_an_optional_reward_that_cannot_say_what_it_takes() -> None:
     texts = ("fit", "raise", "too long", "")
     given = [Sample(Prompt(text, where="t:1"), None, 0, "x") for text in texts]
-    fit, raised, unfit, empty = asyncio.run(Fitting(Fixed(), Moody(), "mine").score(given))
+    fit, raised, unfit, empty = asyncio.run(OptionalScorer(Fixed(), Moody(), "mine").score(given))
     assert fit == empty == Score(1.0) and unfit == Score(None)
     told = "reward \"mine\": its unfit raised KeyError: 'mood' (asked about t:1: 'raise')"
     assert raised.error == told
     with pytest.raises(UserError, match="its unfit raised KeyError"):
-        assembly.Readers({"mine": Moody()}, ["mine"]).unfit(given[1].prompt)
+        assembly.PromptCheck({"mine": Moody()}, ["mine"]).unfit(given[1].prompt)
 
 
 @pytest.mark.parametrize(("weight", "value"), [(1e300, 1e10), (-1e9, 1e9), (1.0, math.nan)])

@@ -11,8 +11,8 @@ from pydantic_core import PydanticUndefined
 from gesso import imports
 from gesso.config.tables import tomllib
 from gesso.rewards import assembly
-from gesso.rewards.image.networks import Network
-from gesso.rewards.judges.judge import Asks
+from gesso.rewards.image.networks import NetworkReward
+from gesso.rewards.judges.chat import ChatJudge
 
 PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
 
@@ -31,15 +31,15 @@ def rows() -> dict[str, list[str]]:
 
 def local() -> list[str]:
     kinds = {name: imports.load(reference, "model") for name, reference in assembly.REWARDS.items()}
-    return [name for name, kind in kinds.items() if not issubclass(kind, Asks)]
+    return [name for name, kind in kinds.items() if not issubclass(kind, ChatJudge)]
 
 
 @pytest.mark.parametrize("name", local())
 def test_options_and_defaults(name: str) -> None:
     kind = imports.load(assembly.REWARDS[name], "model")
     cells = rows()[name]
-    assert ("◈" in cells[0]) == issubclass(kind, Network)
-    shared = Network.model_fields if issubclass(kind, Network) else {}
+    assert ("◈" in cells[0]) == issubclass(kind, NetworkReward)
+    shared = NetworkReward.model_fields if issubclass(kind, NetworkReward) else {}
     told: dict[str, object] = dict.fromkeys(re.findall(r"`(\w+)`, required", cells[4]))
     for key, value in re.findall(r"`(\w+)` = `([^`]+)`", cells[4]):
         told[key] = tomllib.loads(f"x = {value}")["x"]

@@ -18,9 +18,9 @@ from PIL import Image
 from gesso.config import RemoteEntry
 from gesso.rewards.base import Scorer
 from gesso.rewards.transport import protocol, wire
-from gesso.rewards.transport.cache import Cached
-from gesso.rewards.transport.remote import Remote
-from gesso.rewards.transport.workers import Workers
+from gesso.rewards.transport.cache import CachedScorer
+from gesso.rewards.transport.remote import RemoteScorer
+from gesso.rewards.transport.workers import WorkerScorer
 from gesso.types import Picture, Prompt, Sample, Score, UserError
 from tests.rewards.servers import grey, served
 from tests.rewards.test_http import bomb
@@ -125,7 +125,7 @@ def test_a_prompt_without_pictures_costs_nothing() -> None:
 
 def test_in_a_worker_process(asked: Prompt) -> None:
     samples = [Sample(asked, None, 0, "the left"), Sample(Prompt("p"), None, 0, "")]
-    check_shown(asked_of(Workers(f"{HERE}:shown", {}, 1), samples))
+    check_shown(asked_of(WorkerScorer(f"{HERE}:shown", {}, 1), samples))
 
 
 def test_a_file_that_is_gone_fails_only_who_looks_at_it(asked: Prompt) -> None:
@@ -133,9 +133,9 @@ def test_a_file_that_is_gone_fails_only_who_looks_at_it(asked: Prompt) -> None:
     first = replace(asked, images=asked.images[::-1])
     samples = [Sample(first, None, 0, ""), Sample(Prompt("p"), None, 0, "")]
     assert [p.data for p in there_and_back(samples)[0].prompt.images] == [b"", BRIGHT]
-    scores = asked_of(Workers(f"{HERE}:shown", {}, 1, batch=1), samples)
+    scores = asked_of(WorkerScorer(f"{HERE}:shown", {}, 1, batch=1), samples)
     assert "FileNotFoundError" in (scores[0].error or "") and scores[1].value == -1.0
-    assert [s.value for s in asked_of(Workers(f"{HERE}:blind", {}, 1), samples)] == [2.0, 0.0]
+    assert [s.value for s in asked_of(WorkerScorer(f"{HERE}:blind", {}, 1), samples)] == [2.0, 0.0]
 
 
 # HTTP
@@ -144,7 +144,7 @@ def test_a_file_that_is_gone_fails_only_who_looks_at_it(asked: Prompt) -> None:
 def test_over_http_and_by_multipart(asked: Prompt) -> None:
     samples = [Sample(asked, None, 0, "the left"), Sample(Prompt("p"), None, 0, "")]
     with served(f"{HERE}:shown") as one:
-        check_shown(asked_of(Remote(RemoteEntry(urls=[one.url])), samples))
+        check_shown(asked_of(RemoteScorer(RemoteEntry(urls=[one.url])), samples))
         sent = json.loads(protocol.pack_score_request(samples))["samples"]
         files = {"none": b""}  # httpx sends multipart only with a file
         data = {"samples": json.dumps(sent)}
@@ -184,7 +184,7 @@ def test_a_server_opens_no_paths_and_no_bombs(image: str, sentence: str) -> None
 
 def test_a_file_that_is_gone_fails_its_request(asked: Prompt) -> None:
     Path(asked.images[1].path).unlink()
-    remote = Remote(RemoteEntry(urls=["http://127.0.0.1:9"], retries=0))
+    remote = RemoteScorer(RemoteEntry(urls=["http://127.0.0.1:9"], retries=0))
     (score,) = asked_of(remote, [Sample(asked, None, 0, "")])
     assert (
         score.error == f"picture {asked.images[1].path} cannot be read: No such file or directory"
@@ -193,18 +193,18 @@ def test_a_file_that_is_gone_fails_its_request(asked: Prompt) -> None:
 
 def test_pictures_weigh() -> None:
     """What takes long to pack is packed in a thread."""
-    light, heavy = Picture(data=b"x" * 9), Picture(data=b"x" * protocol.ASIDE)
+    light, heavy = Picture(data=b"x" * 9), Picture(data=b"x" * protocol.OFFLOAD_BYTES)
     for images, aside in (((light,), False), ((heavy,), True), ((Picture(path="x"),), True)):
-        weight = protocol.weight_of([Sample(Prompt("", images=images), None, 0, "")])
-        assert (weight >= protocol.ASIDE) == aside
-    assert protocol.weight_of([grey(1)]) == 8 * 12 * 3
+        weight = protocol.payload_bytes([Sample(Prompt("", images=images), None, 0, "")])
+        assert (weight >= protocol.OFFLOAD_BYTES) == aside
+    assert protocol.payload_bytes([grey(1)]) == 8 * 12 * 3
 
 
 # The cache
 
 
 def test_the_key_knows_pictures_and_messages(asked: Prompt) -> None:
-    cached = Cached(Workers(f"{HERE}:blind", {}, 1), "x")
+    cached = CachedScorer(WorkerScorer(f"{HERE}:blind", {}, 1), "x")
     bright, dark = asked.images
     prompts = [
         asked,

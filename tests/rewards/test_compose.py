@@ -159,5 +159,5 @@ def test_gdpo_leaves_out_what_does_not_apply() -> None:
 
 
 def test_a_prompt_is_unfit_where_a_reward_says_so() -> None:
-    readers = assembly.Readers({"ocr": base.load(assembly.REWARDS["ocr"], {"detect": False})})
+    readers = assembly.PromptCheck({"ocr": base.load(assembly.REWARDS["ocr"], {"detect": False})})
     assert readers.unfit(Prompt("a sign")) == "ocr: no double-quoted word to read"

@@ -19,13 +19,14 @@ from gesso import build, cli, run
 from gesso.config import RemoteEntry, RewardEntry
 from gesso.formulas import advantages as adv
 from gesso.rewards import assembly, base
-from gesso.rewards.compose import Weighted
-from gesso.rewards.image import deqa, ocr
-from gesso.rewards.text import answers
+from gesso.rewards.compose import WeightedReward
+from gesso.rewards.image import ocr
+from gesso.rewards.judges import deqa
+from gesso.rewards.labels import label_of
 from gesso.rewards.transport import protocol
-from gesso.rewards.transport.cache import Cached
+from gesso.rewards.transport.cache import CachedScorer
 from gesso.rewards.transport.service import RewardService
-from gesso.rewards.transport.workers import Workers
+from gesso.rewards.transport.workers import WorkerScorer
 from gesso.track.progress import SILENT
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Sample, Score, StopRun, UserError
@@ -36,7 +37,7 @@ PICTURE: np.ndarray = np.zeros((8, 8, 3), np.uint8)
 
 
 def scored(scorer: base.Scorer, samples: list[Sample]) -> list[Score]:
-    service = RewardService([Weighted("mine", 1.0, scorer)])
+    service = RewardService([WeightedReward("mine", 1.0, scorer)])
     try:
         return service.submit(samples).result().scores
     finally:
@@ -66,26 +67,26 @@ def test_a_class_is_made_once_in_each_process(recipe_data: dict, tmp_path: Path)
 
 
 def test_a_worker_says_why_it_cannot_work() -> None:
-    scores = scored(Workers(f"{USER}:CannotBeMade", {"parent": os.getpid()}, 1), some(2))
+    scores = scored(WorkerScorer(f"{USER}:CannotBeMade", {"parent": os.getpid()}, 1), some(2))
     assert all(s.error and "no room on the card" in s.error for s in scores)
 
 
 def test_one_poisonous_sample_fails_alone() -> None:
-    scores = scored(Workers(f"{USER}:poisoned", {}, 1), some(4))  # seeds 10 to 13
+    scores = scored(WorkerScorer(f"{USER}:poisoned", {}, 1), some(4))  # seeds 10 to 13
     assert [s.ok for s in scores] == [True, True, True, False]
     assert scores[3].error == "mine: its worker died (exit status 7), 3 times"
 
 
 def test_patience_and_threads_of_a_worker() -> None:
     place = assembly.scorer(RewardEntry(name="ocr", detect=False, patience=7.5, cache=False))
-    assert isinstance(place, Workers) and place.timeout == 7.5
+    assert isinstance(place, WorkerScorer) and place.timeout == 7.5
     place = assembly.scorer(RewardEntry(name="ocr", detect=False, cache=False))
-    assert isinstance(place, Workers) and place.timeout == 300.0
+    assert isinstance(place, WorkerScorer) and place.timeout == 300.0
 
 
 def test_a_worker_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    (score,) = scored(Workers(f"{USER}:threads", {}, 1), some(1))
+    (score,) = scored(WorkerScorer(f"{USER}:threads", {}, 1), some(1))
     assert score.value == 1.0
 
 
@@ -185,7 +186,7 @@ def test_a_server_may_forbid_remembering() -> None:
         async def close(self) -> None: ...
 
     async def go() -> list[float | None]:
-        cached = Cached(Dice(), "dice")
+        cached = CachedScorer(Dice(), "dice")
         return [(await cached.score(some(1)))[0].value for _ in range(3)]
 
     assert asyncio.run(go()) == [1.0, 2.0, 3.0]
@@ -202,12 +203,12 @@ def test_deqa_rates_from_1_to_5() -> None:
 
         async def close(self) -> None: ...
 
-    one, two, three = scored(deqa.Rated(Server(), deqa.SCALE), some(3))
+    one, two, three = scored(deqa.ScaledScorer(Server(), deqa.SCALE), some(3))
     assert one.value == 0.8 and one.parts == {"mine": 0.8, "mine/x": 1.0, "mine/raw": 4.0}
     assert two.error == "mine: rated 5.5, expected 1 to 5" and three.error == "mine: down"
     remote = RemoteEntry(urls=["http://127.0.0.1:9"])
     place = assembly.scorer(RewardEntry(name="deqa", remote=remote, cache=False))
-    assert isinstance(place, deqa.Rated)
+    assert isinstance(place, deqa.ScaledScorer)
 
 
 def test_gdpo_statistics_within_a_group_leave_out_what_does_not_apply() -> None:
@@ -244,4 +245,4 @@ def test_the_reader_gets_blue_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_answer_is_the_label_before_the_target() -> None:
     prompt = Prompt("q", columns={"target": "no", "answer": "yes"})
-    assert answers.label(prompt) == "yes"
+    assert label_of(prompt) == "yes"

@@ -1,0 +1,192 @@
+"""Chat judges: a served vision-language model sees the image, answers a question, and the answer is
+parsed.
+
+Any server with OpenAI's `/v1/chat/completions` will do (vLLM, SGLang, `transformers serve`, …).
+Temperature 0, one request per sample, many in flight. Parsing is strict: an answer with no number,
+two numbers, a number off the scale, or one that was truncated is a failure, never a number.
+
+The requests go through transport's HTTP pool. Judges are the only scorers that use transport.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import re
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from gesso.config import Strict, Urls
+from gesso.rewards.transport.pool import NoResponse, ServerPool, token_from
+from gesso.rewards.transport.protocol import base64_png, offload, payload_bytes
+from gesso.types import Prompt, Sample, Score, UserError
+
+MAX_TEXT_KEPT = 2_000  # characters of an answer, for people to look at
+_PLACEHOLDER = re.compile(r"\{(\w+)\}")  # {prompt}, {text}, {negative}, or a column of the row
+
+
+class ChatJudge(Strict):
+    """What all judges share. A judge sets `TEMPLATE` and implements `read`."""
+
+    urls: Urls = Field([])  # OpenAI-compatible servers, with or without /v1; none: from URL_ENV
+    model: str = ""  # as the server names it; empty: from MODEL_ENV, else the only one it has
+    prompt: str = ""  # file with another template
+    token_env: str | None = None
+    timeout: float = Field(120.0, gt=0)  # seconds per attempt
+    retries: int = Field(6, ge=0)
+    in_flight: int = Field(32, ge=1)  # concurrent requests per server
+    max_tokens: int = Field(512, ge=1)  # of an answer
+
+    URL_ENV: ClassVar[str] = ""
+    MODEL_ENV: ClassVar[str] = ""
+    TEMPLATE: ClassVar[str] = ""
+
+    @model_validator(mode="after")
+    def _has_template(self) -> ChatJudge:
+        if self.prompt:
+            _read_template(self.prompt)
+        elif not self.TEMPLATE:
+            raise ValueError('"prompt" is missing; expected the file with the question to ask')
+        return self
+
+    @property
+    def template(self) -> str:
+        return _read_template(self.prompt) if self.prompt else self.TEMPLATE
+
+    def unfit(self, prompt: Prompt) -> str | None:
+        known = {"prompt", "negative", "text", *prompt.columns}
+        missing = [name for name in _PLACEHOLDER.findall(self.template) if name not in known]
+        return f'its question needs a column "{missing[0]}"' if missing else None
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        return asyncio.run(self._score_once(samples))
+
+    async def _score_once(self, samples: Sequence[Sample]) -> list[Score]:
+        scorer = ChatScorer(self)
+        try:
+            return await scorer.score(samples)
+        finally:
+            await scorer.close()
+
+    def servers(self) -> list[str]:
+        from_env = os.environ.get(self.URL_ENV, "")
+        urls = self.urls or [url.strip() for url in from_env.split(",") if url.strip()]
+        if not urls:
+            or_env = f", or the environment variable {self.URL_ENV}" if self.URL_ENV else ""
+            raise UserError(
+                f"{type(self).__name__} asks a served model: give its address, as in "
+                f'urls = ["http://127.0.0.1:8000/v1"]{or_env}'
+            )
+        return [url.rstrip("/").removesuffix("/v1") for url in urls]
+
+    def question(self, sample: Sample) -> str:
+        values = {**sample.prompt.columns, "prompt": sample.prompt.text}
+        values |= {"negative": sample.prompt.negative, "text": sample.text or ""}
+        return _PLACEHOLDER.sub(
+            lambda match: str(values[match[1]]) if match[1] in values else match[0], self.template
+        )
+
+    @abstractmethod
+    def read(self, answer: str, sample: Sample) -> Score: ...
+
+
+class ChatScorer:
+    """Runs a judge: sends its requests from the event loop, so it needs no process."""
+
+    processes = 0
+    hits = 0
+    random = False
+
+    def __init__(self, judge: ChatJudge) -> None:
+        self.judge = judge
+        self.pool = ServerPool(
+            judge.servers(),
+            token_from(judge.token_env),
+            judge.timeout,
+            judge.retries,
+            judge.in_flight,
+        )
+        self._model = judge.model or os.environ.get(judge.MODEL_ENV, "")
+        self._lookup: asyncio.Task[str] | None = None
+
+    async def score(self, samples: Sequence[Sample]) -> list[Score]:
+        return list(await asyncio.gather(*(self._score(sample) for sample in samples)))
+
+    async def _score(self, sample: Sample) -> Score:
+        try:
+            model = await self._model_name()
+            body = await offload(payload_bytes([sample]), self._request, sample, model)
+            answer = _content(await self.pool.post("/v1/chat/completions", body))
+            return self.judge.read(answer, sample)
+        except (NoResponse, UserError, OSError) as error:  # OSError: an image file that is gone
+            return Score.failed(str(error))
+
+    def _request(self, sample: Sample, model: str) -> bytes:
+        content: list[dict[str, Any]] = [{"type": "text", "text": self.judge.question(sample)}]
+        pngs = [base64_png(np.asarray(image.open())) for image in sample.prompt.images]
+        pngs += [] if sample.image is None else [base64_png(sample.image)]
+        for i, png in enumerate(pngs):
+            url = f"data:image/png;base64,{png}"
+            content.insert(i, {"type": "image_url", "image_url": {"url": url}})
+        request = {
+            "model": model,
+            "messages": [{"role": "user", "content": content}],
+            "temperature": 0,
+            "max_tokens": self.judge.max_tokens,
+            "stream": False,
+        }
+        return json.dumps(request).encode()
+
+    async def _model_name(self) -> str:
+        """Looks the name up once for all samples; a failed lookup is repeated."""
+        if self._model:
+            return self._model
+        if self._lookup is None:
+            self._lookup = asyncio.ensure_future(self._look_up_model())
+        lookup = self._lookup
+        try:
+            self._model = await asyncio.shield(lookup)
+        finally:
+            if self._lookup is lookup and lookup.done():
+                self._lookup = None
+        return self._model
+
+    async def _look_up_model(self) -> str:
+        response = await self.pool.get("/v1/models")
+        rows = response["data"] if isinstance(response, dict) and "data" in response else []
+        names = [row["id"] for row in rows if isinstance(row, dict) and "id" in row]
+        if len(names) != 1:
+            raise UserError(f"the server has {len(names)} models {names[:4]}; name one by `model`")
+        return str(names[0])
+
+    async def close(self) -> None:
+        await self.pool.close()
+
+
+def _content(response: Any) -> str:
+    """The text of the only choice; raises where it was truncated."""
+    try:
+        (choice,) = response["choices"]
+        text, reason = choice["message"]["content"], choice["finish_reason"]
+    except (TypeError, KeyError, ValueError, IndexError):
+        raise UserError(f"answered {str(response)[:120]!r}; expected a chat completion") from None
+    if not isinstance(text, str):
+        raise UserError(f"answered {str(text)[:80]!r}; expected text")
+    if reason == "length":
+        raise UserError(f"the answer was cut at max_tokens: …{text[-80:]!r}")
+    return text
+
+
+@functools.lru_cache(maxsize=16)
+def _read_template(path: str) -> str:
+    try:
+        return Path(os.path.expanduser(path)).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"prompt = {path!r} cannot be read: {error}") from None
