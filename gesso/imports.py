@@ -1,8 +1,7 @@
-"""Importing by name: the user's code, installed packages, and the processes that import them too.
+"""Importing by name: user code, installed packages, and subprocesses with the same import path.
 
 User code is named "module:Name", or "file.py:Name" for a file by its path. The working folder comes
-last on the import path, so that a file there cannot take the place of a module that Python or a
-package needs.
+last on the import path, so that a file there cannot shadow a module that Python or a package needs.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from typing import Any
 
 from gesso.types import UserError
 
-FILE = ".py"  # a reference whose first part ends so is a path
+FILE = ".py"  # a reference whose first part has this suffix is a path
 
 
 def import_path() -> list[str]:
@@ -32,8 +31,8 @@ def import_path() -> list[str]:
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """Starts `module`'s main() in another process with this import path. `python -m` would put the
-    working folder first, and its option -P came with Python 3.11."""
+    """Runs `module`'s main() in another process with this import path. `python -m` would put the
+    working folder first; its option -P needs Python 3.11."""
     code = f"import sys; sys.path[:] = {import_path()!r}; from {module} import main; main()"
     return [sys.executable, "-c", code, *arguments]
 
@@ -44,14 +43,14 @@ def is_user_code(name: str) -> bool:
 
 
 def is_installed(package: str) -> bool:
-    """Whether it can be imported; a folder of that name without code, as `wandb` leaves in the
-    working folder, does not count."""
+    """Whether it can be imported; a folder of that name without code, such as the one that `wandb`
+    leaves in the working folder, does not count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def load(reference: str, what: str) -> Any:
-    """What "module:Name" or "file.py:Name" refers to; `what` it is, for errors: "reward"."""
+    """The object at "module:Name" or "file.py:Name"; `what` names its kind in errors: "reward"."""
     module_name, _, name = reference.rpartition(":")
     if not module_name or not name:
         raise UserError(
@@ -79,7 +78,7 @@ def load(reference: str, what: str) -> Any:
 
 
 def _from_file(path: Path) -> ModuleType:
-    """A file by its path, imported once, whatever its name: `math.py` is not Python's math."""
+    """Imports a file by its path, once, under a unique name: `math.py` is not Python's math."""
     path = path.resolve()
     unique = f"{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=6).hexdigest()}"
     if unique in sys.modules:
@@ -89,7 +88,7 @@ def _from_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(unique, path)
     assert spec is not None and spec.loader is not None, "the suffix is .py"
     module = importlib.util.module_from_spec(spec)
-    sys.modules[unique] = module  # as import does: dataclasses and pickle look there
+    sys.modules[unique] = module  # as `import` does: dataclasses and pickle look it up
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -99,22 +98,22 @@ def _from_file(path: Path) -> ModuleType:
 
 
 def _shadowed(module_name: str) -> str:
-    """What to say where the working folder has a module of that name and another was imported."""
+    """A hint if the working folder has a module of that name but another one was imported."""
     if module_name.endswith(FILE):
         return ""
     top = module_name.partition(".")[0]
     file, package = Path(f"{top}{FILE}").resolve(), Path(top, f"__init__{FILE}").resolve()
-    own = next((place for place in (file, package) if place.is_file()), None)
+    local = next((path for path in (file, package) if path.is_file()), None)
     imported = sys.modules.get(top)
-    if own is None or imported is None:
+    if local is None or imported is None:
         return ""
-    found = getattr(imported, "__file__", None)
-    if found is not None and Path(found).resolve() == own:
+    imported_file = getattr(imported, "__file__", None)
+    if imported_file is not None and Path(imported_file).resolve() == local:
         return ""
-    instead = f', or write "{file.name}:Name"' if own == file else ""
+    instead = f', or write "{file.name}:Name"' if local == file else ""
     return (
-        f"; {own.relative_to(Path.cwd())} in this folder has the same name as a module that Python "
-        f"finds first; rename it{instead}"
+        f"; {local.relative_to(Path.cwd())} in this folder has the same name as a module that "
+        f"Python finds first; rename it{instead}"
     )
 
 

@@ -1,4 +1,4 @@
-"""What every server here has in common: whom it listens to, and how it starts and ends."""
+"""Shared by all servers: the check of the host, start and shutdown."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from gesso.types import UserError
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-GOODBYE = 5  # seconds for requests in flight when the server is told to end
+GRACE = 5  # seconds for requests in flight at shutdown
 
 
 def check_host(host: str, token: str | None) -> None:
-    """Other machines only with a token."""
+    """Raises unless `host` is loopback or there is a token."""
     if not is_loopback(host) and not token:
         raise UserError(
             f"--host {host} lets other machines in: give --token-env NAME, a variable that holds a "
@@ -35,29 +35,29 @@ def is_loopback(host: str) -> bool:
 
 
 async def nothing() -> None:
-    """To end with where there is nothing to close."""
+    """The default for `ended`."""
 
 
 def serve(
-    made: FastAPI,
+    app: FastAPI,
     host: str,
     port: int,
     started: Callable[[str], object],
     ended: Callable[[], Awaitable[None]] = nothing,
 ) -> None:
-    """Until SIGINT or SIGTERM; then requests in flight are answered. `started` is told the
-    address, `ended` is awaited at last."""
+    """Serves until SIGINT or SIGTERM, then answers the requests in flight. `started` is called with
+    the address; `ended` is awaited last."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listening = socket.create_server((host, port), family=family, backlog=512)
     except OSError as error:
         raise UserError(f"cannot listen on {host}:{port}: {error}") from error
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else 40 ms an answer
-    asyncio.run(_serve(made, listening, started, ended))
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else a response takes 40 ms
+    asyncio.run(_serve(app, listening, started, ended))
 
 
 async def _serve(
-    made: Any,
+    app: Any,
     listening: socket.socket,
     started: Callable[[str], object],
     ended: Callable[[], Awaitable[None]],
@@ -67,15 +67,15 @@ async def _serve(
     class Server(uvicorn.Server):
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
-            """Ours below: uvicorn's raise the signal again when all is done."""
+            """Disabled for the handlers below: uvicorn's raise the signal again after shutdown."""
             yield
 
     settings = uvicorn.Config(
-        made,
+        app,
         log_level="warning",
         lifespan="off",
         timeout_keep_alive=75,  # longer than clients keep an idle connection
-        timeout_graceful_shutdown=GOODBYE,
+        timeout_graceful_shutdown=GRACE,
     )
     server = Server(settings)
 
@@ -83,8 +83,8 @@ async def _serve(
         server.should_exit = True
 
     loop = asyncio.get_running_loop()
-    for one in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(one, end)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end)
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
     while not server.started and not serving.done():
         await asyncio.sleep(0.01)

@@ -1,5 +1,5 @@
-"""The small records that pass between the rooms: what is asked for (Prompt, specs), what came of it
-(Sample, Score), errors. What is known of how it came about is in rollout.py."""
+"""Records shared by all packages: inputs (Prompt, specs), results (Sample, Score), errors. The
+records of how samples were drawn are in rollout.py."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ Which = Literal["current", "old", "reference", "ema"]
 """Which weights of the policy a forward pass uses."""
 
 Weights = Mapping[str, "Tensor"]
-"""The trained tensors by name; a transfer with a missing or an extra name raises."""
+"""The trained tensors by name; a transfer with a missing or extra name raises."""
 
 
 PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Those that only decode; Pillow knows others, some of which run programs."""
+"""Formats that are only decoded; Pillow supports others, some of which run programs."""
 
 
 class UserError(ValueError):
-    """Something the user can mend; one sentence: expected, got, where, what to do."""
+    """An error that the user can fix; one sentence: expected, got, where, what to do."""
 
 
 class StopRun(RuntimeError):
-    """The run cannot go on in a useful way; what was saved stays and `--resume` takes it up."""
+    """The run cannot continue usefully; `--resume` continues from what was saved."""
 
 
 def out_of_memory(error: BaseException) -> str | None:
-    """One sentence for an error of an allocator, or None for any other error."""
+    """One sentence for an out-of-memory error, None for any other error."""
     text = str(error)
     known = ("out of memory", "can't allocate memory", "not enough memory", "bad_alloc")
     if not isinstance(error, MemoryError) and not any(words in text for words in known):
@@ -49,12 +49,12 @@ def out_of_memory(error: BaseException) -> str | None:
 
 
 def bad_text(text: str) -> str | None:
-    """Why a text cannot be encoded or be part of a path, or None."""
+    """Why a text cannot be encoded or used in a path, or None."""
     if "\0" in text:
         return "has a NUL character"
     try:
         text.encode()
-    except UnicodeEncodeError:  # bytes that are not UTF-8 reach Python as lone surrogates, too
+    except UnicodeEncodeError:  # bytes that are not UTF-8 also become lone surrogates
         return "is not valid Unicode (it has a lone surrogate)"
     return None
 
@@ -67,7 +67,7 @@ def seed_of(*parts: int | str) -> int:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture that belongs to a prompt, not yet decoded: a file's path, or what a file holds."""
+    """An image of a prompt, not yet decoded: the path of a file, or its content."""
 
     path: str = ""
     data: bytes = field(default=b"", repr=False)
@@ -82,7 +82,7 @@ class Picture:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width, without decoding it."""
+        """Height and width, without decoding the image."""
         from PIL import Image
 
         source = io.BytesIO(self.data) if self.data else self.path
@@ -90,7 +90,7 @@ class Picture:
             return image.height, image.width
 
     def read(self) -> bytes:
-        """As a file holds it, still encoded."""
+        """The content of the file, still encoded."""
         if self.data:
             return self.data
         try:
@@ -101,43 +101,43 @@ class Picture:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of the user's data; `columns` holds everything the row said beyond its text.
+    """One row of the user's data; `columns` holds the row's other columns.
 
-    `messages` is the conversation a model that writes is asked to go on with, as chat templates
-    take it: {"role", "content"}, the content a list of {"type": "text", "text"} and
-    {"type": "image"} parts, one such part for each of `images`, in order. Without messages the
-    conversation is one message of the user's: the pictures, then the text.
+    `messages` is the conversation that a language model continues, in the form that chat templates
+    take: {"role", "content"}, the content a list of {"type": "text", "text"} and {"type": "image"}
+    parts, one image part for each of `images`, in order. Without messages the conversation is one
+    user message: the images, then the text.
     """
 
     text: str
     negative: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    where: str = ""  # "train.txt:17", for messages
+    where: str = ""  # "train.txt:17", for error messages
     images: tuple[Picture, ...] = ()
     messages: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One finished artifact, as a reward sees it: a picture of a model that draws, or the text of
-    one that writes."""
+    """One finished sample, as a reward sees it: an image model's image or a language model's
+    response."""
 
     prompt: Prompt
     image: np.ndarray | None  # (height, width, 3) uint8, RGB
     seed: int
     text: str | None = None
-    tokens: int | None = None  # of the text, as the model that wrote it counts
+    tokens: int | None = None  # length of the text in the model's tokens
 
     @property
     def picture(self) -> np.ndarray:
-        """`image`, for whoever cannot do without."""
+        """`image`, or an error if there is none."""
         if self.image is None:
             raise UserError("this sample is a text; expected a picture to look at")
         return self.image
 
     @property
     def reply(self) -> str:
-        """`text`, for whoever cannot do without. An empty reply is a reply."""
+        """`text`, or an error if there is none. An empty response is a response."""
         if self.text is None:
             raise UserError("this sample is a picture; expected a text to read")
         return self.text
@@ -145,11 +145,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Score:
-    """A reward's answer. A failure is `error`, never a number; no value and no error means that
-    the reward does not apply to this sample.
+    """The result of a reward. A failure is `error`, never a number; no value and no error means
+    that the reward does not apply to this sample.
 
-    `parts` names every contribution ("ocr", "jpeg") and detail ("ocr/exact"); `text` is what a
-    reward read or said, for people to look at.
+    `parts` names every contribution ("ocr", "jpeg") and detail ("ocr/exact"); `text` is shown to
+    people: what a reward read or answered.
     """
 
     value: float | None

@@ -1,4 +1,4 @@
-"""Warnings: each kind with rows that must raise it and rows that only nearly do; told once; the
+"""Warnings: each kind with rows that must raise it and rows that only nearly do; reported once; the
 same after a resume; and all of it through the real loop."""
 
 from __future__ import annotations
@@ -68,18 +68,18 @@ def always(value: Any) -> Callable[[int], Any]:
     return lambda step: value
 
 
-def told(rows: list[Row], facts: Facts = FACTS) -> list[tuple[int, Symptom]]:
+def warnings(rows: list[Row], facts: Facts = FACTS) -> list[tuple[int, Symptom]]:
     health = Health(facts)
     return [(row["step"], symptom) for row in rows for symptom in health.feed(row)]
 
 
 def kinds(rows: list[Row], facts: Facts = FACTS) -> list[str]:
-    return [symptom.kind for _, symptom in told(rows, facts)]
+    return [symptom.kind for _, symptom in warnings(rows, facts)]
 
 
 def only(rows: list[Row], facts: Facts = FACTS) -> tuple[int, str, str]:
     """Step, kind and text of the one warning."""
-    ((step, symptom),) = told(rows, facts)
+    ((step, symptom),) = warnings(rows, facts)
     return step, symptom.kind, symptom.text
 
 
@@ -88,7 +88,7 @@ def with_facts(**changes: Any) -> Facts:
 
 
 def test_a_healthy_run_is_silent() -> None:
-    assert told(history(60)) == []
+    assert warnings(history(60)) == []
 
 
 def test_clip_under_floor() -> None:
@@ -214,7 +214,7 @@ def test_told_once_until_it_has_been_away() -> None:
     def flat(step: int) -> float:
         return 0.9 if step < 30 or 35 <= step < 50 or step >= 80 else 0.0
 
-    steps = [step for step, _ in told(history(100, advantage__flat_groups=flat))]
+    steps = [step for step, _ in warnings(history(100, advantage__flat_groups=flat))]
     assert steps == [5, 82]  # gone for a few rows is not gone
     assert AWAY < 82 - 52
     health = Health(FACTS)
@@ -234,7 +234,7 @@ def test_rebuilt_from_its_rows_it_is_where_it_was() -> None:
         eval__reward=falling,
         update__first_abs_dlogp_max=lambda s: 1e-3 if s % 30 == 2 else None,
     )
-    whole = told(rows)
+    whole = warnings(rows)
     assert {s.kind for _, s in whole} >= {"flat-groups", "diversity", "reward-hacking"}
     for cut in range(len(rows)):
         health = Health(FACTS)
@@ -316,12 +316,12 @@ def writing(steps: int, **changes: Callable[[int], Any]) -> list[Row]:
 
 
 def test_a_model_that_writes_is_silent_when_well() -> None:
-    assert told(writing(60), WRITES) == []
-    assert told(writing(60, **STUCK), WRITES) == []  # it does not learn, and nothing else
+    assert warnings(writing(60), WRITES) == []
+    assert warnings(writing(60, **STUCK), WRITES) == []  # it does not learn, and nothing else
     sure = {"diversity": lambda s: 0.6 * 0.9**s, "update__entropy": lambda s: 0.4 * 0.9**s}
     rising = {"reward": lambda s: 0.2 + 0.012 * s + 0.02 * (s % 2)}
-    assert told(writing(60, **sure, **rising), WRITES) == []  # sure of what is right
-    assert told(writing(60, **sure, **STUCK, reward__at_max=always(0.8)), WRITES) == []
+    assert warnings(writing(60, **sure, **rising), WRITES) == []  # sure of what is right
+    assert warnings(writing(60, **sure, **STUCK, reward__at_max=always(0.8)), WRITES) == []
 
 
 def test_the_floor_of_tokens_is_the_share_that_rounding_clips() -> None:
@@ -447,18 +447,21 @@ def test_what_an_algorithm_for_replies_tells() -> None:
 
     grpo = facts(name="grpo", updates=2, epochs=3, max_tokens=77)
     assert (grpo.updates, grpo.max_tokens, grpo.groups, grpo.compares) == (6, 77, 16, True)
-    assert "eval/count/exact" in grpo.watched and not grpo.own_eval
+    assert "eval/count/exact" in grpo.watched and not grpo.separate_eval
     compared = {n: facts(name=n).compares for n in ("rloo", "ppo", "reinforce++", "remax")}
     assert compared == {"rloo": True, "ppo": False, "reinforce++": False, "remax": False}
     judged = recipe.model_copy(update={"eval_reward": [config.RewardEntry(name="choice")]})
-    found = Facts.of(judged, build.algorithm(judged), 9)
-    assert found.watched == ("eval/reward", "eval/choice", "eval/choice/exact") and found.own_eval
+    separate = Facts.of(judged, build.algorithm(judged), 9)
+    assert separate.watched == ("eval/reward", "eval/choice", "eval/choice/exact")
+    assert separate.separate_eval
 
 
 def test_a_real_run_of_a_model_that_writes_is_silent() -> None:
     """`gesso train demo-vlm steps=40 eval.every=5 eval.prompts=64` on a CPU."""
     rows = rows_of("demo_vlm.jsonl")
-    for step, symptom in told(rows, with_facts(clip=0.2, groups=16, held_out=64, max_tokens=32)):
+    for step, symptom in warnings(
+        rows, with_facts(clip=0.2, groups=16, held_out=64, max_tokens=32)
+    ):
         assert symptom.kind == "saturated" and rows[step]["reward"] > 0.9
 
 
@@ -528,11 +531,11 @@ def test_replay_that_disagrees_stops_the_run(
     monkeypatch.setattr(
         Transition, "logp", lambda self, x: honest(self, x) + 0.5 * torch.is_grad_enabled()
     )
-    with pytest.raises(StopRun, match=r"replay disagree: .* differ by 0\.5 on average") as told:
+    with pytest.raises(StopRun, match=r"replay disagree: .* differ by 0\.5 on average") as stopped:
         run.resume(tmp_path / "run", quiet=True, steps=3)
-    found = RunFolder.open(tmp_path / "run")
-    assert found.latest() == 1 and len(found.rows()) == 2  # as it was before
-    assert notes(found.path)[-1] == f"stopped: {told.value}"
+    folder = RunFolder.open(tmp_path / "run")
+    assert folder.latest() == 1 and len(folder.rows()) == 2  # as it was before
+    assert notes(folder.path)[-1] == f"stopped: {stopped.value}"
 
 
 def test_a_clip_far_under_the_floor_is_a_warning(
@@ -566,7 +569,7 @@ def test_a_constant_reward_through_kill_and_resume(recipe_data: dict, tmp_path: 
     shutil.rmtree(tmp_path / "killed" / "checkpoints" / "000007")  # as if killed in step 7
     again = run.resume(tmp_path / "killed", quiet=True)
     assert [row["health"] for row in again.rows()] == expected
-    assert notes(again.path, "warning") == [warning]  # repeated steps are not told twice
+    assert notes(again.path, "warning") == [warning]  # repeated steps do not warn twice
 
     go(recipe_data | {"steps": 6}, tmp_path / "further")
     further = run.resume(tmp_path / "further", quiet=True, steps=7)

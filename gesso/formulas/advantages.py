@@ -1,7 +1,7 @@
 """Advantages from rewards. rewards: (N,), group: (N,) integer ids.
 
 For token models also per token, (N, S) padded on the right: mask is True on response tokens, which
-start at 0 and are at least one a row (a gap in them is stepped over). Everything is float64 without
+start at 0, at least one a row (gaps in them are skipped). Everything is float64 without
 gradient, and 0 outside the mask. Statistics are over the whole batch: take them before it is cut
 into mini-batches or ranks.
 """
@@ -32,7 +32,7 @@ def group_relative(
     SD3.5), "group" by the group's own, "none" by nothing (Dr.GRPO, arXiv 2503.20783: a std weighs
     prompts by how hard they are). The defaults are Flow-GRPO's, population std and 1e-4; GRPO for
     tokens (arXiv 2402.03300) has "group", correction 1 and 1e-6 in the reference codes.
-    A group of one, or of equal rewards, says nothing: its advantage is 0, exactly.
+    A group of one or of equal rewards has no signal: the advantage is exactly 0.
     """
     rewards = rewards.double()
     _, row = group.unique(return_inverse=True)
@@ -40,21 +40,21 @@ def group_relative(
     mean = torch.zeros_like(count).index_add_(0, row, rewards) / count
     centred = rewards - mean[row]
     if std == "none":
-        found = centred
+        advantages = centred
     elif std == "global":
         degrees = min(correction, len(rewards) - 1)  # a batch of one has no unbiased std
-        found = centred / (rewards.std(correction=degrees) + epsilon)
+        advantages = centred / (rewards.std(correction=degrees) + epsilon)
     else:
         squares = torch.zeros_like(count).index_add_(0, row, centred.square())
         variance = squares / (count - correction)  # 0/0 in a group of one, left out below
-        found = centred / (variance.sqrt()[row] + epsilon)
-    return torch.where(_flat(rewards, row)[row], 0.0, found)
+        advantages = centred / (variance.sqrt()[row] + epsilon)
+    return torch.where(_flat(rewards, row)[row], 0.0, advantages)
 
 
 def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
     """RLOO (arXiv 2402.14740): r − (Σr − r)/(G − 1), the baseline being the mean of the others;
-    G/(G − 1) times r − mean. A group of one has no others, an advantage of 0 instead of a division
-    by 0; so has, exactly, a group of equal rewards.
+    G/(G − 1) times r − mean. The advantage is exactly 0 in a group of one, which has no others, and
+    in a group of equal rewards.
 
     OpenRLHF's and LMM-R1's RLOO goes on from here: clamped to ±10, `on_last`, −β·k1 at each token,
     `to_go` with γ = 1, and in LMM-R1 `whiten`.
@@ -69,9 +69,9 @@ def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
 
 def on_last(rewards: Tensor, mask: Tensor) -> Tensor:
     """(N, S): each row's reward on its last response token, 0 elsewhere."""
-    place = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
-    last = place.masked_fill(~mask, -1).amax(1, keepdim=True)  # (N, 1)
-    return torch.where(place == last, rewards.double()[:, None], 0.0)
+    position = torch.arange(mask.shape[1], device=mask.device).expand_as(mask)
+    last = position.masked_fill(~mask, -1).amax(1, keepdim=True)  # (N, 1)
+    return torch.where(position == last, rewards.double()[:, None], 0.0)
 
 
 def to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
@@ -81,12 +81,12 @@ def to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     its -baseline variant takes the group's mean off the rewards first ("none" of `group_relative`).
     """
     rewards = rewards.detach().double()
-    found = torch.zeros_like(rewards)
+    returns = torch.zeros_like(rewards)
     later = torch.zeros_like(rewards[:, 0])  # (N,)
     for t in reversed(range(rewards.shape[1])):
         later = torch.where(mask[:, t], rewards[:, t] + gamma * later, later)
-        found[:, t] = later
-    return torch.where(mask, found, 0.0)
+        returns[:, t] = later
+    return torch.where(mask, returns, 0.0)
 
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
@@ -102,24 +102,24 @@ def whiten(values: Tensor, mask: Tensor) -> Tensor:
     variance = centred.square().sum() / len(inside)
     if inside.min() == inside.max():
         centred = torch.zeros_like(centred)
-    found = torch.zeros_like(values, dtype=torch.float64)
-    found[mask] = centred / variance.clamp(min=MIN_VARIANCE).sqrt()
-    return found
+    whitened = torch.zeros_like(values, dtype=torch.float64)
+    whitened[mask] = centred / variance.clamp(min=MIN_VARIANCE).sqrt()
+    return whitened
 
 
 @dataclass(frozen=True)
 class Estimate:
     advantages: Tensor  # (N, S)
-    returns: Tensor  # (N, S): what the critic should have said
+    returns: Tensor  # (N, S): the critic's targets
 
 
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> Estimate:
     """Generalised advantage estimation (arXiv 1506.02438) over response tokens only:
     δ_t = r_t + γ·V_{t+1} − V_t, A_t = δ_t + γλ·A_{t+1}, returns = A + V. rewards, values: (N, S).
 
-    The value after the last response token is 0: a response has ended, whatever the critic says of
-    the padding. The returns are taken here, before any `whiten`: whitened ones would teach the
-    critic another scale. The caller whitens the advantages alone.
+    The value after the last response token is 0, whatever the critic predicts for the padding.
+    Returns are computed before any `whiten`: whitened ones would have another scale. The caller
+    whitens the advantages alone.
     """
     rewards, values = rewards.detach().double(), values.detach().double()
     advantages = torch.zeros_like(rewards)
@@ -136,20 +136,20 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 def gdpo(rewards: Tensor, weights: Tensor, group: Tensor) -> Tensor:
     """GDPO (arXiv 2601.05242) for several rewards, (N, R) with weights (R,): each is normalised
     within its group by the group's own std, then the weighted sum over the whole batch. A reward of
-    a large scale no longer drowns the others, as it does in a sum of raw rewards. NaN says that a
-    reward does not apply to the sample: it is not in that reward's statistics and gets 0 from it.
+    a large scale no longer dominates, as it does in a sum of raw rewards. NaN means that a reward
+    does not apply to the sample: it is excluded from that reward's statistics and gets 0.
     """
     each = torch.zeros_like(rewards, dtype=torch.float64)
     for i, column in enumerate(rewards.double().unbind(1)):
-        there = ~column.isnan()
-        if there.any():
-            each[there, i] = group_relative(column[there], group[there], "group")
+        applies = ~column.isnan()
+        if applies.any():
+            each[applies, i] = group_relative(column[applies], group[applies], "group")
     total = each @ weights.double()
     return (total - total.mean()) / (total.std(correction=0) + EPSILON)
 
 
 def flat_groups(rewards: Tensor, group: Tensor) -> float:
-    """Share of the groups whose rewards are all equal: they carry no signal."""
+    """Share of the groups whose rewards are all equal and so carry no signal."""
     _, row = group.unique(return_inverse=True)
     return float(_flat(rewards.double(), row).double().mean())
 

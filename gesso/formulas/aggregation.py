@@ -18,10 +18,9 @@ def token_weights(mask: Tensor, mode: Mode, length: int | None = None) -> Tensor
     seq-mean-token-sum   m / N                a sequence counts by its length
     constant             m / (N·length)       the same, over a fixed length (Dr.GRPO, 2503.20783)
 
-    They are made once for the whole mini-batch and then cut with it: a denominator counted in each
-    micro-batch or on each rank, as two references have it, would make the gradient depend on how
-    the batch is cut. Ranks must *sum* their gradients; where they are averaged, multiply by the
-    number of ranks.
+    Compute them once for the whole mini-batch and split them with it: a denominator per micro-batch
+    or per rank, as in two references, would make the gradient depend on the split. Ranks must
+    *sum* their gradients; where they are averaged, multiply by the number of ranks.
     """
     if (mode == "constant") != (length is not None):
         raise ValueError(

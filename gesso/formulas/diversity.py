@@ -12,8 +12,8 @@ def within_groups(x: Tensor, group: Tensor) -> float:
     """Mean over the groups of the mean over a group's pairs (a, b) of sqrt(mean (a − b)²).
 
     The root mean square over the elements does not depend on the size of x: two independent
-    standard normal samples lie √2 apart at any resolution. Every group counts the same, however
-    many of its samples are there; a group of one has no pair and is left out; NaN when all have.
+    standard normal samples lie √2 apart at any resolution. Every group counts the same, whatever
+    its size; a group of one has no pair and is left out; NaN when all have.
     float32, one group at a time.
     """
     distances = []
@@ -30,7 +30,7 @@ def distinct(texts: Sequence[str], group: Tensor) -> float:
     where no two are. A group of one is left out; NaN when all are."""
     shares = []
     for g in group.unique().tolist():
-        members = [text for text, its in zip(texts, group.tolist(), strict=True) if its == g]
+        members = [text for text, h in zip(texts, group.tolist(), strict=True) if h == g]
         if len(members) > 1:
             shares.append((len(set(members)) - 1) / (len(members) - 1))
     return sum(shares) / len(shares) if shares else float("nan")

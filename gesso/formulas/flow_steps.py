@@ -1,8 +1,8 @@
-"""One denoising step of a flow-matching model, drawn or scored again by the same function.
+"""One denoising step of a flow-matching model: one function samples it and recomputes its log-prob.
 
-σ runs from 1 (noise) to 0 (picture); a step goes from σ to σ' with dt = σ' − σ < 0; v is the
-model's velocity (noise − picture). x, v: (N, C, H, W); σ, σ': (N,), so that one batch may hold
-different steps of a path. Everything is float32, whatever the model runs in.
+σ runs from 1 (noise) to 0 (image); a step goes from σ to σ' with dt = σ' − σ < 0; v is the
+model's velocity (noise − image). x, v: (N, C, H, W); σ, σ': (N,), so that one batch may hold
+different steps of a trajectory. Everything is float32, whatever the model runs in.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ class Transition:
 
     mean: Tensor  # (N, C, H, W)
     std: Tensor  # (N, 1, 1, 1); 0 where the step is deterministic
-    s: Tensor  # (N, 1, 1, 1): the rule's own noise scale; Flow-SDE's std is s·√−dt
+    s: Tensor  # (N, 1, 1, 1): the rule's noise scale; Flow-SDE's std is s·√−dt
     full_density: bool  # False: −(x'−μ)² alone, as CPS's reference counts it
 
     def draw(self, noise: Tensor) -> Tensor:
         return self.mean + self.std * noise
 
     def logp(self, x_next: Tensor) -> Tensor:
-        """(N,): mean over C,H,W of the log-density (the sum was found unstable by Flow-GRPO's
-        authors). Gradients reach the mean, never x'. A deterministic step has no density: its
-        log-prob is 0 with no gradient, so that nothing downstream can turn into NaN."""
+        """(N,): mean over C,H,W of the log-density (Flow-GRPO's authors report that the
+        sum is unstable). Gradients reach the mean, never x'. A deterministic step has no density:
+        its log-prob is 0 without gradient, so that no NaN reaches the loss."""
         error = (x_next.detach() - self.mean).square()
         if self.full_density:
             std = torch.where(self.std > 0, self.std, 1.0)
@@ -65,7 +65,7 @@ def cps(
 ) -> Transition:
     """Coefficients-preserving sampling (Flow-CPS, arXiv 2509.05952): s = σ'·sin(aπ/2),
     μ = (1−σ')x̂0 + √(σ'²−s²)·x̂1, std = s; the noise level after the step is σ' exactly, so
-    the pictures stay clean. The reference's log-prob is mean(−(x'−μ)²), without 1/2s².
+    the images stay clean. The reference's log-prob is mean(−(x'−μ)²), without 1/2s².
     """
     clean, pure_noise = x - sigma * v, x + (1 - sigma) * v
     std = sigma_next * math.sin(noise * math.pi / 2)
@@ -94,7 +94,7 @@ def euler(x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Clean:
-    """A guess of the picture, and the noise level it was made at."""
+    """A prediction of the clean image, and the noise level at which it was made."""
 
     x: Tensor  # (N, C, H, W)
     sigma: Tensor  # (N,)
@@ -104,7 +104,7 @@ def dpm2(
     x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, before: Clean | None
 ) -> tuple[Tensor, Clean]:
     """DPM-Solver++(2M) (arXiv 2211.01095) for a flow: second order with one velocity a step, from
-    the guess of the picture now and the one `before`. With λ = log((1−σ)/σ), h = λ' − λ and
+    the predictions of the clean image now and `before`. With λ = log((1−σ)/σ), h = λ' − λ and
     r = (λ − λ_before)/h:  x' = (σ'/σ)·x + ((1−σ') − (σ'/σ)(1−σ))·D,  D = x̂0 + (x̂0 − x̂0_before)/2r.
 
     The first step, and steps next to σ = 1 or σ' = 0 where λ is infinite, have D = x̂0: the Euler
@@ -135,7 +135,7 @@ def transition(
     sigma_1: float | Tensor,
     noise: float,
 ) -> Transition:
-    """The step of that name. Sampling draws from it, training asks it for the log-prob again."""
+    """The step of rule `rule`. Sampling draws from it; training recomputes the log-prob with it."""
     second = torch.as_tensor(sigma_1, dtype=torch.float32, device=x.device)
     return RULES[rule](
         x.float(), v.float(), _column(sigma.float()), _column(sigma_next.float()), second, noise

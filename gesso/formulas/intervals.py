@@ -1,7 +1,7 @@
-"""How sure a mean is.
+"""Confidence intervals of a mean.
 
-Samples of one prompt resemble each other, so they are no independent evidence: what is drawn anew
-is prompts, each with all its samples.
+Samples of one prompt are not independent, so the bootstrap resamples prompts, each with all its
+samples.
 
 Shape legend: P prompts · B bootstrap draws
 """
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-AT_ONCE = 2**22  # prompts drawn at a time
+MAX_INDICES = 2**22  # prompts drawn at a time
 
 
 @dataclass(frozen=True)
 class Interval:
-    """NaN where there is nothing to tell: one prompt says nothing about others."""
+    """NaN where it is undefined: one prompt has no spread."""
 
     mean: float
     error: float  # standard error
@@ -36,7 +36,7 @@ def clustered(
     takes P prompts with replacement and gives m_b the same way. The standard error is the spread of
     the m_b, the interval their (1 ± level)/2 quantiles (Efron and Tibshirani 1993, ch. 13;
     clusters: Davison and Hinkley 1997, 3.8). Prompts without a value are left out. Values that are
-    all equal give an interval without width, which is too sure of itself.
+    all equal give an interval of width 0, which is overconfident.
     """
     kept = counts > 0
     sums, counts = sums[kept].double(), counts[kept].double()
@@ -47,13 +47,13 @@ def clustered(
     if prompts == 1:
         return Interval(mean, math.nan, math.nan, math.nan)
     generator = torch.Generator().manual_seed(seed)
-    rows = max(1, AT_ONCE // prompts)
-    found = []
+    rows = max(1, MAX_INDICES // prompts)
+    chunks = []
     for start in range(0, draws, rows):
         size = (min(rows, draws - start), prompts)
         index = torch.randint(prompts, size, generator=generator)  # (b, P)
-        found.append(sums[index].sum(1) / counts[index].sum(1))
-    means = torch.cat(found)  # (B,)
+        chunks.append(sums[index].sum(1) / counts[index].sum(1))
+    means = torch.cat(chunks)  # (B,)
     edges = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
     low, high = torch.quantile(means, edges).tolist()
     return Interval(mean, float(means.std(correction=0)), low, high)

@@ -36,9 +36,9 @@ def estimate(logp: Tensor, ref_logp: Tensor, kind: Estimator) -> Tensor:
     mean ∇KL(π‖π_ref); k3's has ∇KL(π_ref‖π), another divergence with the same minimum; k1's has
     mean 0 and does nothing but add noise.
 
-    The exponent is cut at 20, where k3 stands still without gradient. The references cut k1 at −20
-    *and* 20; the upper cut cannot overflow and would let go of a token just where it has drifted
-    furthest from the reference, so it is left out, as is verl's last cut of k3 at 10.
+    The exponent is clamped at 20, beyond which k3 is constant without gradient. The references
+    also clamp k1 at +20. That side cannot overflow, and the clamp would drop the gradient of tokens
+    that have drifted furthest from the reference, so it is omitted, as is verl's clamp of k3 at 10.
     """
     k1 = wide(logp) - wide(ref_logp).detach()
     if kind == "k1":

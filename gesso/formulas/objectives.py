@@ -42,7 +42,7 @@ def token_clipped(
     ρ = exp(ℓ − ℓ_old); low ≠ high is DAPO's clip-higher (2503.14476). With `dual` = c > 1 a term of
     A < 0 costs at most c·|A| (dual clip, 1912.09729): ρ has no other bound on that side.
 
-    Departure, as in verl: log ρ is cut at ±20, so that one token cannot be infinite; a token beyond
+    Departure, as in verl: log ρ is clamped to ±20, so that no token is infinite; a token beyond
     gives no gradient and counts as clipped.
     """
     return _token_clip(wide(logp) - wide(old_logp).detach(), advantage, low, high, dual)
@@ -54,10 +54,10 @@ def sequence_clipped(
     """GSPO (arXiv 2507.18071), in its token form, eq. 14: PPO's clip of one ratio a sequence,
     s = exp(mean over the response of ℓ − ℓ_old), given to each token as sg[s]·exp(ℓ − sg[ℓ]).
 
-    Its value is s and its gradient s·∇ℓ, so tokens may have advantages of their own; with one
+    Its value is s and its gradient s·∇ℓ, so each token may have its own advantage; with one
     advantage a sequence and "seq-mean-token-mean" the gradient is that of clip(s)·A, GSPO's eq. 5.
-    A mean moves less than a token does: 3e-4 and 4e-4 are the authors' low and high.
-    Outside the mask the ratio is 1. log s is cut at ±20 (verl cuts it at 10, and each token too).
+    A mean changes less than a token does: 3e-4 and 4e-4 are the authors' low and high.
+    Outside the mask the ratio is 1. log s is clamped to ±20 (verl: to 10, and each token too).
     """
     logp = wide(logp)
     log_ratio = torch.where(mask, logp - wide(old_logp), 0.0).detach()
@@ -70,8 +70,8 @@ def cispo(
     logp: Tensor, old_logp: Tensor, advantage: Tensor, lower: float, upper: float
 ) -> Surrogate:
     """CISPO (MiniMax-M1, arXiv 2506.13585), eq. 4: −sg[clip(ρ, lower, upper)]·A·ℓ. The weight is
-    bounded and every token keeps its gradient, −weight·A: none counts as clipped, and how many
-    weights are at a bound can be read off `ratio`. log ρ is cut at ±20.
+    bounded and every token keeps its gradient, −weight·A: none counts as clipped, and `ratio` shows
+    how many weights are at a bound. log ρ is clamped to ±20.
 
     The bounds are values of ρ itself. The paper writes 1 − ε and 1 + ε; some codes take ε and
     others the bound, under one name. "No lower bound", as its authors ran it, is lower = 0.
@@ -95,14 +95,14 @@ def importance(learner_logp: Tensor, sampler_logp: Tensor, cap: float) -> Tensor
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
     """PPO's value loss, one value a token: ½·max((v − R)², (clip(v, v_old − c, v_old + c) − R)²).
-    A value that has moved by more than c, and is now nearer to its return than the cut one, gets no
-    gradient; one that has moved away keeps it. clip None: ½(v − R)²."""
+    A value that moved by more than c and is nearer to its return than the clipped one gets no
+    gradient; one that moved away keeps it. clip None: ½(v − R)²."""
     values, returns = wide(values), returns.detach()
     error = (values - returns).square()
     if clip is not None:
         old = wide(old_values).detach()
-        near = old + (values - old).clamp(-clip, clip)
-        error = torch.maximum(error, (near - returns).square())
+        clipped_values = old + (values - old).clamp(-clip, clip)
+        error = torch.maximum(error, (clipped_values - returns).square())
     return 0.5 * error
 
 
@@ -115,11 +115,11 @@ def guarded(
     clip: float,
 ) -> Surrogate:
     """GRPO-Guard (arXiv 2510.22319): PPO's clip of r = exp((logp − old_logp + b)·c), where c is the
-    step's standard deviation and b = mean (μ−μ_old)²/2c², the `divergence` of this very term.
+    step's standard deviation and b = mean (μ−μ_old)²/2c², the `divergence` of the term.
 
     On a Gaussian step r = exp(mean ε·(μ−μ_old)): its logarithm has mean 0 and the same scale at
-    every noise level, so that one clip range serves all steps. The reference takes b over the whole
-    batch by mistake (its author agrees); here it is the term's own.
+    every noise level, so that one clip range serves all steps. The reference averages b over the
+    whole batch by mistake (its author agrees); here each term has its own.
     """
     return clipped(
         (logp - old_logp + divergence) * std, torch.zeros_like(logp), advantage, clip, clip
@@ -141,13 +141,13 @@ def masked(
 def _token_clip(
     log_ratio: Tensor, advantage: Tensor, low: float, high: float, dual: float | None
 ) -> Surrogate:
-    found = _clip(log_ratio.clamp(-LOG_RATIO, LOG_RATIO), advantage, low, high)
+    surrogate = _clip(log_ratio.clamp(-LOG_RATIO, LOG_RATIO), advantage, low, high)
     beyond = (log_ratio.detach().abs() > LOG_RATIO) & (advantage != 0)
-    loss, lost = found.loss, found.clipped | beyond
+    loss, dropped = surrogate.loss, surrogate.clipped | beyond
     if dual is not None:
-        dear = (advantage < 0) & (found.ratio > dual)
-        loss, lost = torch.where(dear, -advantage * dual, loss), lost | dear
-    return Surrogate(loss, found.ratio, lost)
+        capped = (advantage < 0) & (surrogate.ratio > dual)
+        loss, dropped = torch.where(capped, -advantage * dual, loss), dropped | capped
+    return Surrogate(loss, surrogate.ratio, dropped)
 
 
 def _clip(log_ratio: Tensor, advantage: Tensor, low: float, high: float) -> Surrogate:

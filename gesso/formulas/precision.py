@@ -1,4 +1,4 @@
-"""How wide numbers are inside a formula."""
+"""Floating-point precision inside formulas."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ def wide(x: Tensor) -> Tensor:
 
 
 def dithered(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A matrix x (float32), or each of a batch, in `dtype`. For bfloat16, up or down in proportion
-    to where x lies between the two: a threshold that each place has for good, of Weyl's sequence
-    i·φ mod 1, decides. To the nearest, a change of less than half a unit would be lost wherever it
-    is made; so it reaches its share of the places. What bfloat16 holds exactly stays as it is. The
-    finer types round to the nearest."""
+    """A float32 matrix x, or a batch of them, in `dtype`. bfloat16 rounds up or down by comparing
+    the position of x between its two neighbours with a fixed threshold of each element, from Weyl's
+    sequence i·φ mod 1. Round-to-nearest drops updates smaller than half a ULP; dithering preserves
+    them on average. Values that bfloat16 represents exactly are unchanged. Other types round to the
+    nearest."""
     if dtype != torch.bfloat16:
         return x.to(dtype)
     matrix = x.shape[-2:]
-    places = torch.arange(matrix.numel(), dtype=torch.int32, device=x.device).view(matrix)
-    threshold = places.mul_(-1640531535).bitwise_right_shift_(16).bitwise_and_(0xFFFF)  # 2³²/φ
+    index = torch.arange(matrix.numel(), dtype=torch.int32, device=x.device).view(matrix)
+    threshold = index.mul_(-1640531535).bitwise_right_shift_(16).bitwise_and_(0xFFFF)  # 2³²/φ
     bits = x.contiguous().view(torch.int32) + threshold
     return bits.bitwise_and_(-0x10000).view(torch.float32).to(dtype)

@@ -21,7 +21,7 @@ def normalised(text: str) -> str:
 
 def spelling(text: str, target: str) -> float:
     """Flow-GRPO's OCR reward: 1 when the target is contained in the text, else
-    1 − min(lev, len)/len. Repeating text can game the substring rule; `exact` cannot be gamed so.
+    1 − min(lev, len)/len. Repeated text can game the substring rule, but not `exact`.
     """
     text, target = normalised(text), normalised(target)
     if target in text:

@@ -1,9 +1,9 @@
-"""Is the run well? Warnings in plain words, from nothing but the rows of metrics.jsonl.
+"""Warnings about a run, computed from the rows of metrics.jsonl alone.
 
-Every kind of warning is a pure function over the rows so far: a sentence (what was seen, what it
-means, what to do), or None. `Health` is fed the rows one by one and says which sentences are new;
-fed the rows of a run folder again, it is where it was, so that a resumed run warns as an
-undisturbed one. docs/health.md explains every kind.
+Every kind of warning is a pure function of the rows so far: a sentence (observation, meaning,
+remedy), or None. `Health` takes the rows one by one and returns the new warnings. Replaying the
+rows of a run folder restores its state, so that a resumed run warns like an uninterrupted one.
+docs/health.md explains every kind.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ from gesso.health.rows import (
 
 __all__ = ["CHECKS", "SERIOUS", "Facts", "Health", "Symptom", "self_test", "under_floor"]
 
-AWAY = 20  # rows a warning must have been gone for before it is told again
-FLAT = 0.5  # of the groups: beyond it most of the sampling is for nothing
-TOP = 0.95  # of the samples at the best reward, where samples of one prompt are not compared
-# PPO's clip is one-sided: it cuts terms that left the range in the direction of their advantage.
-# Of terms carried out of it by an update on other samples that is about half: at a share of .25
-# half of them are out, at .5 all. Measured on the demo, whose clip is 1e-4, one run each: .38 at
+AWAY = 20  # rows without a warning before it is reported again
+FLAT = 0.5  # of the groups: above it most samples carry no signal
+TOP = 0.95  # of the samples at the best reward, if samples of one prompt are not compared
+# PPO's clip is one-sided: it drops terms that left the range in the direction of their advantage,
+# about half of those that an update on other samples moved out of it: at a share of .25 half of all
+# terms are out, at .5 all. Measured on the demo, whose clip is 1e-4, one run each: .38 at
 # lag 1, held-out reward .65 → .67 in 20 steps where lag 0 gives .93; .37 in the second optimizer
 # step of updates = 2, reward .67 in steps 6 to 8 where updates = 1 gives .77.
-OLD = 0.25  # at the first optimizer step, where each term cut is one sampled for nothing
-CLIPPED = 0.35  # after it, where some clipping is meant
+OLD = 0.25  # at the first optimizer step, where each clipped term is a wasted sample
+CLIPPED = 0.35  # after it, where some clipping is intended
 COLLAPSED = 0.3  # of the distance at the start; the demo keeps .75 and learns well
 EVALS = 4  # evaluations compared, the later half with the earlier
-GIVEN_BACK = 0.25  # of all the range a held-out figure ever had, that a fall must exceed
+GIVEN_BACK = 0.25  # of the range that a held-out figure has had; a fall must exceed it
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,9 @@ class Symptom:
 
 
 def saturated(rows: Sequence[Row], facts: Facts) -> str | None:
-    """Most groups are flat, at the largest reward of the run. A reward that never differed has no
-    top: that is `flat_groups`. Where samples of one prompt are not compared, groups say nothing."""
+    """Most groups are flat, at the largest reward of the run. A reward that never varied is not
+    saturated: that is `flat_groups`. If the algorithm does not compare samples of one prompt, the
+    groups are ignored."""
     flat = flat_shares(rows, facts)
     shares, tops = recent(rows, "reward/at_max"), recent(rows, "reward/max")
     if not flat or not shares or median(shares) < (SATURATED if facts.compares else TOP):
@@ -96,7 +97,7 @@ def flat_groups(rows: Sequence[Row], facts: Facts) -> str | None:
 
 
 def old_samples(rows: Sequence[Row], facts: Facts) -> str | None:
-    """At lag 1 terms can be out of the clip's range before the first optimizer step."""
+    """At lag 1 terms can be outside the clip range before the first optimizer step."""
     ages, shares = recent(rows, "age"), recent(rows, "update/clipped")
     gaps = recent(rows, "update/abs_dlogp")
     if not ages or not shares or not gaps or min(ages) < 1 or median(shares) <= OLD:
@@ -109,7 +110,7 @@ def old_samples(rows: Sequence[Row], facts: Facts) -> str | None:
 
 
 def clipping_most(rows: Sequence[Row], facts: Facts) -> str | None:
-    """On-policy the first optimizer step cannot clip; the share is that of the others."""
+    """On-policy, the first optimizer step cannot clip; the share is that of the other steps."""
     ages, shares = recent(rows, "age"), recent(rows, "update/clipped")
     if facts.updates < 2 or not ages or not shares or max(ages) > 0:
         return None
@@ -124,8 +125,8 @@ def clipping_most(rows: Sequence[Row], facts: Facts) -> str | None:
 
 
 def diversity(rows: Sequence[Row], facts: Facts) -> str | None:
-    """Of replies: the share that is distinct. It also falls where a model becomes sure of what is
-    right, so there the reward must have stopped rising."""
+    """For language models: the share of distinct responses. It also falls when a model becomes
+    confident of the right answer, so the reward must have stopped rising as well."""
     then, now = then_and_now(rows, "diversity")
     if then is None or now is None or now >= COLLAPSED * then:
         return None
@@ -144,8 +145,8 @@ def diversity(rows: Sequence[Row], facts: Facts) -> str | None:
 
 
 def reward_hacking(rows: Sequence[Row], facts: Facts) -> str | None:
-    """Over the last four evaluations the training reward rose, and a held-out figure lies lower in
-    both of the later two than in both of the earlier, by clearly more than noise."""
+    """Over the last four evaluations the training reward rose, and a held-out figure is lower in
+    both of the later two than in both of the earlier two, by clearly more than noise."""
     evals = [i for i, row in enumerate(rows) if row.get("eval/reward") is not None]
     last = evals[-EVALS:]
     between = [
@@ -166,7 +167,7 @@ def reward_hacking(rows: Sequence[Row], facts: Facts) -> str | None:
             continue
         early, late = values[-EVALS : -EVALS // 2], values[-EVALS // 2 :]
         before, now = fmean(early), fmean(late)
-        total = figure == "eval/reward" and not facts.own_eval
+        total = figure == "eval/reward" and not facts.separate_eval
         noise = error if total else _error_of_share(values, facts.held_out)
         margin = max(ERRORS * noise, GIVEN_BACK * (max(values) - min(values)))
         if max(late) < min(early) and before - now > margin:
@@ -197,7 +198,7 @@ CHECKS: dict[str, Callable[[Sequence[Row], Facts], str | None]] = {
     "sampler-mismatch": sampler_mismatch,
 }
 
-# Kinds after which the figures of a run mean something else than they say, or it is breaking down.
+# Kinds after which a run's metrics are misleading, or the run is failing.
 SERIOUS = frozenset(
     {"ratio-not-one", "sampler-mismatch", "reward-hacking", "entropy-collapse", "kl-explodes"}
 )
@@ -211,23 +212,23 @@ class Health:
         self._seen: dict[str, int] = {}  # kind → number of the latest row at which it held
 
     def feed(self, row: Row) -> list[Symptom]:
-        """The warnings that are new with this row, as written to metrics.jsonl."""
+        """The new warnings of this row, a row of metrics.jsonl."""
         self._rows.append(row)
         now = len(self._rows)
-        found = [
+        symptoms = [
             Symptom(kind, text)
             for kind, check in CHECKS.items()
             if (text := check(self._rows, self.facts)) is not None
         ]
-        new = [s for s in found if s.kind not in self._seen or now - self._seen[s.kind] > AWAY]
-        self._seen |= {symptom.kind: now for symptom in found}
-        self.active = [symptom.kind for symptom in found]
+        new = [s for s in symptoms if s.kind not in self._seen or now - self._seen[s.kind] > AWAY]
+        self._seen |= {symptom.kind: now for symptom in symptoms}
+        self.active = [symptom.kind for symptom in symptoms]
         return new
 
 
 def _error_of_share(values: Sequence[float], n: int) -> float:
     """Standard error of an evaluation's mean whose n values lie in 0 … 1: sqrt(p(1−p)/n) at most.
-    0 for another figure, whose spread no row tells."""
+    0 for another figure, whose spread is not in the rows."""
     if min(values) < 0 or max(values) > 1:
         return 0.0
     return max(math.sqrt(p * (1 - p) / n) for p in values[-EVALS:])

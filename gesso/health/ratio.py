@@ -1,5 +1,5 @@
-"""Do sampling and training see the same policy? Then the ratio is 1 before the first optimizer
-step."""
+"""Checks that sampling and training use the same policy: the ratio must be 1 before the first
+optimizer step."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from statistics import median
 from gesso.health.rows import Facts, Row, floor, recent
 
 FLOORED = 0.02  # of the tokens clipped before the first optimizer step, by rounding alone
-# A token more than twice as likely to the learner as to the sampler is where a cap of 2 acts; in
-# bfloat16 a few of 1e5 tokens are, so the mean must be off as well. Measured on the bundled model
-# on a CPU: .03 and 4e-5 in bfloat16, 6e-6 and 1e-7 in float32.
+# An importance cap of 2 acts on tokens that are more than twice as likely under the learner as
+# under the sampler. In bfloat16 a few of 1e5 tokens are, so the mean must be off as well. Measured
+# on the bundled model on a CPU: .03 and 4e-5 in bfloat16, 6e-6 and 1e-7 in float32.
 TWICE, OFTEN = math.log(2), 0.02
-LOST = 0.9  # mean of the importance weights, which is 1 where the cap cuts nothing
+LOST = 0.9  # mean of the importance weights; 1 if the cap truncates none
 
 DISAGREE = {"float32": 0.01, "float16": 0.01, "bfloat16": 0.1}
-"""Δ log-prob beyond any rounding: sampling and replay are not the same policy.
+"""Δ log-prob that rounding cannot explain: sampling and replay are not the same policy.
 
 An error of e in the step's mean, in units of its noise, moves the log-prob (a mean over D elements)
-by about e/√D + e²/2. A generous e is 30 · epsilon: ten for guidance, three for roundings that fall
-otherwise because kernels choose another order for another batch. With D = 1000 that is 1e-3 for
+by about e/√D + e²/2. A generous e is 30 · epsilon: ten for guidance, three for kernels that sum in
+another order for another batch. With D = 1000 that is 1e-3 for
 float16, and for float32 where a GPU rounds to TF32, and 0.03 for bfloat16. Measured in float32 on a
 CPU: up to 2.4e-7.
 
-A token's log-prob is no mean over many elements, and a rare token's may be far off: of models that
-write it is the mean over the tokens that must stay under this."""
+A token's log-prob is not a mean over many elements, and that of a rare token may be far off: for
+language models the mean over the tokens must stay below this limit."""
 
 
 def clip_under_floor(rows: Sequence[Row], facts: Facts) -> str | None:
-    """On-policy, before the first optimizer step, the ratio is 1 but for rounding."""
+    """On-policy, before the first optimizer step, the ratio is 1 except for rounding."""
     gap = floor(rows[-1])
     if facts.clip is None or gap is None or ratio_not_one(rows, facts):
         return None
@@ -57,7 +57,7 @@ def under_floor(clip: float, gap: float) -> str:
 def ratio_not_one(rows: Sequence[Row], facts: Facts) -> str | None:
     gap, mean = floor(rows[-1]), rows[-1].get("update/abs_dlogp")
     if facts.writes and gap is not None and mean is not None:
-        gap = min(gap, mean)  # of one rare token the difference is large; see `sampler_mismatch`
+        gap = min(gap, mean)  # a rare token may differ much; see `sampler_mismatch`
     if gap is None or gap <= DISAGREE[facts.dtype]:
         return None
     return (
@@ -70,9 +70,9 @@ def ratio_not_one(rows: Sequence[Row], facts: Facts) -> str | None:
 
 
 def sampler_mismatch(rows: Sequence[Row], facts: Facts) -> str | None:
-    """Log-probs of sampling and training differ by more than a ratio may carry, though by no more
-    than rounding explains. With importance_cap the ratio is the learner's own and the difference
-    is in the weights."""
+    """Log-probs of sampling and training differ too much for a ratio, but not by more than rounding
+    explains. With importance_cap the ratio uses the learner's log-probs and the difference is in
+    the importance weights."""
     ages, weights = recent(rows, "age"), recent(rows, "update/importance")
     if not facts.writes or not ages or max(ages) > 0 or ratio_not_one(rows, facts):
         return None
@@ -96,14 +96,14 @@ def sampler_mismatch(rows: Sequence[Row], facts: Facts) -> str | None:
 @dataclass(frozen=True)
 class SelfTest:
     text: str
-    broken: bool  # training on it would be worthless
+    broken: bool  # training would be worthless
 
 
 def self_test(row: Row, facts: Facts) -> SelfTest | None:
-    """The verdict of a sitting's first on-policy update; None where it says nothing of log-probs.
+    """The verdict on a process's first on-policy update; None if its row has no log-probs.
 
-    `first_abs_dlogp_max` is taken before any optimizer step; the mean is over all of them, yet a
-    policy that has merely moved leaves the first small. Broken is what is large in both.
+    `first_abs_dlogp_max` is taken before any optimizer step, the mean over all of them. If the
+    policy has merely changed, only the mean is large; if it is broken, both are.
     """
     gap, mean = row.get("update/first_abs_dlogp_max"), row.get("update/abs_dlogp")
     if gap is None or mean is None or not math.isfinite(gap + mean):
@@ -120,7 +120,7 @@ def self_test(row: Row, facts: Facts) -> SelfTest | None:
         return SelfTest(text, broken=True)
     over = facts.clip is not None and gap > facts.clip
     clip = f", clip {facts.clip:g}" if facts.clip is not None else ""
-    if facts.writes:  # of so many tokens one may be far off
+    if facts.writes:  # among many tokens one may be far off
         share = row["update/first_clipped"]
         over, clip = share > FLOORED, f", {share:.0%} clipped"
     verdict = "that is too much" if over else "fine"

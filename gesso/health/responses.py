@@ -1,4 +1,4 @@
-"""Symptoms of models that write. A row of another model has none of these figures."""
+"""Symptoms of language models. Rows of other models have none of these metrics."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from statistics import fmean, median
 
 from gesso.health.rows import SPAN, WINDOW, Facts, Row, plateau, recent, stalled, then_and_now
 
-CUT = 0.25  # of the replies stopped by max_tokens: as many teach nothing but to be brief
+CUT = 0.25  # of the responses stopped by max_tokens: these teach little but to be brief
 LONGER = 1.5  # times the length at which the reward was the same
 FADED = 0.1  # of the entropy at the start
 VARIED, CONSTANT = 0.9, 0.98  # mean length over the longest: at the start below, now above
-FAR = 1.0  # nats a token from the reference: on average e times as likely as there
-LEAP, NEAR = 5.0, 0.1  # times the KL of the SPAN rows before; nats under which it may leap
+FAR = 1.0  # nats a token from the reference: on average e times as likely as under it
+LEAP, NEAR = 5.0, 0.1  # times the KL of the SPAN rows before; ignored below NEAR nats
 
 
 def cut_replies(rows: Sequence[Row], facts: Facts) -> str | None:
@@ -55,7 +55,7 @@ def entropy_collapse(rows: Sequence[Row], facts: Facts) -> str | None:
 
 
 def constant_length(rows: Sequence[Row], facts: Facts) -> str | None:
-    """The mean is the longest only where all are equally long."""
+    """The mean length equals the longest only if all responses are equally long."""
     lengths, longest = then_and_now(rows, "reply/length"), then_and_now(rows, "reply/longest")
     then, now = (
         mean / top if mean and top else None for mean, top in zip(lengths, longest, strict=True)
@@ -63,7 +63,7 @@ def constant_length(rows: Sequence[Row], facts: Facts) -> str | None:
     since = stalled(rows)
     if then is None or now is None or then > VARIED or now < CONSTANT or not since:
         return None
-    if cut_replies(rows, facts):  # all as long as they may be
+    if cut_replies(rows, facts):  # all have the maximal length
         return None
     return (
         f"all replies are {lengths[1]:.0f} tokens long, where at the start the longest had "
@@ -73,7 +73,7 @@ def constant_length(rows: Sequence[Row], facts: Facts) -> str | None:
 
 
 def kl_explodes(rows: Sequence[Row], facts: Facts) -> str | None:
-    """Of replies: a model that draws has a KL in other units."""
+    """For language models: the KL of image models has other units."""
     now = recent(rows, "update/kl")
     before = [
         v for row in rows[-WINDOW - SPAN : -WINDOW] if (v := row.get("update/kl")) is not None

@@ -1,4 +1,4 @@
-"""What is known of a run, and what its rows say: medians, plateaus."""
+"""Facts about a run, and statistics of its rows: medians, plateaus."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 
-WINDOW = 5  # rows whose median is judged: one noisy step says nothing
+WINDOW = 5  # rows whose median is judged, since single steps are noisy
 SPAN = 10  # rows whose mean reward is compared with that of the rows before
 ERRORS = 2.0  # standard errors that a difference must exceed
-SATURATED = 0.75  # of the samples at the best reward: then of the flat groups most are at the top
+SATURATED = 0.75  # of the samples at the best reward: then most flat groups are at the top
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the rows do not say of their run."""
+    """What the rows do not contain."""
 
     clip: float | None  # half the width of the ratio's range; None without a ratio
     updates: int  # optimizer steps a row
     dtype: str
     held_out: int  # prompts of an evaluation
-    watched: tuple[str, ...] = ("eval/reward",)  # figures that are meant to rise
-    own_eval: bool = False  # evaluations have rewards of their own
+    watched: tuple[str, ...] = ("eval/reward",)  # metrics that should rise
+    separate_eval: bool = False  # evaluations have separate rewards
     compares: bool = True  # a sample is compared with the others of its prompt
     groups: int = 1  # prompts a step
-    max_tokens: int | None = None  # of a reply; None: the model draws
+    max_tokens: int | None = None  # of a response; None for image models
 
     @property
     def writes(self) -> bool:
@@ -45,24 +45,23 @@ class Facts:
 
     @staticmethod
     def of(recipe: Recipe, algorithm: Algorithm, held_out: int) -> Facts:
-        """Watched are the total, every reward that does not count against it (a weight of 0 is one
-        that is only looked at), and its share of exact answers. What another detail of a reward
-        should do, nobody has said."""
+        """Watches the total, every reward with a weight of at least 0 (0: only
+        monitored), and its share of exact answers. Other details of a reward need not rise."""
         from gesso.algorithms.policy_gradient import ReplyAlgorithm
 
         entries = recipe.eval_reward or recipe.reward
         parts = [f"eval/{entry.label}" for entry in entries if entry.weight >= 0]
-        replies = algorithm if isinstance(algorithm, ReplyAlgorithm) else None
+        lm_algorithm = algorithm if isinstance(algorithm, ReplyAlgorithm) else None
         return Facts(
             algorithm.clip_range,
             algorithm.updates * algorithm.epochs,
             recipe.model.dtype,
             held_out,
             watched=("eval/reward", *parts, *(f"{part}/exact" for part in parts)),
-            own_eval=bool(recipe.eval_reward),
-            compares=replies is None or replies.advantage.baseline in ("mean", "others"),
+            separate_eval=bool(recipe.eval_reward),
+            compares=lm_algorithm is None or lm_algorithm.advantage.baseline in ("mean", "others"),
             groups=recipe.data.groups,
-            max_tokens=replies.max_tokens if replies else None,
+            max_tokens=lm_algorithm.max_tokens if lm_algorithm else None,
         )
 
 
@@ -73,25 +72,24 @@ def recent(rows: Sequence[Row], key: str) -> list[float]:
 
 
 def then_and_now(rows: Sequence[Row], key: str) -> tuple[float | None, float | None]:
-    """Medians of the first rows and of the last; None where there are none, or the same."""
+    """Medians of the first and of the last rows; None without values, or if they overlap."""
     then = [v for row in rows[: WINDOW + 1] if (v := row.get(key)) is not None]
     now = recent(rows[WINDOW + 1 :], key)
     return median(then) if then else None, median(now) if now else None
 
 
 def flat_shares(rows: Sequence[Row], facts: Facts) -> list[float]:
-    """Of the last rows the share of flat groups; of all groups drawn, where others were drawn in
-    place of flat ones."""
+    """Shares of flat groups in the last rows, among all sampled groups, including flat ones that
+    were replaced."""
     flat = recent(rows, "advantage/flat_groups")
-    again = [row.get("refilled") or 0.0 for row in rows[-WINDOW:]]
-    pairs = zip(flat, again, strict=False)
+    refilled = [row.get("refilled") or 0.0 for row in rows[-WINDOW:]]
+    pairs = zip(flat, refilled, strict=False)
     return [(share * facts.groups + n) / (facts.groups + n) for share, n in pairs]
 
 
 def plateau(rows: Sequence[Row]) -> Sequence[Row]:
     """The newest rows over which the reward did not rise by more than noise: as many blocks of
-    SPAN as there are, two at least, else none. None, too, where most samples are at the top: there
-    is nothing to rise to."""
+    SPAN as possible, at least two, else none. Also none if most samples have the best reward."""
     scored = [row for row in rows if row.get("reward") is not None]
     now = [row["reward"] for row in scored[-SPAN:]]
     start = len(scored) - SPAN
@@ -115,5 +113,5 @@ def stalled(rows: Sequence[Row]) -> str | None:
 
 
 def floor(row: Row) -> float | None:
-    """Largest |Δ log-prob| under the same weights, of a row that was on-policy."""
+    """Largest |Δ log-prob| under the same weights; None unless the row was on-policy."""
     return row.get("update/first_abs_dlogp_max") if row.get("age") == 0 else None

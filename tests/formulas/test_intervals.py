@@ -18,10 +18,10 @@ def ones(n: int) -> torch.Tensor:
 
 def test_two_prompts_by_hand() -> None:
     """The draws are (a, a), (a, b), (b, a), (b, b): means 0, 2, 2, 4, so a spread of √2."""
-    found = clustered(torch.tensor([0.0, 4.0]), ones(2), draws=200_000)
-    assert found.mean == 2
-    assert found.error == pytest.approx(math.sqrt(2), rel=0.01)
-    assert (found.low, found.high) == (0, 4)  # either end has a quarter of the draws
+    interval = clustered(torch.tensor([0.0, 4.0]), ones(2), draws=200_000)
+    assert interval.mean == 2
+    assert interval.error == pytest.approx(math.sqrt(2), rel=0.01)
+    assert (interval.low, interval.high) == (0, 4)  # either end has a quarter of the draws
 
 
 def test_three_uneven_prompts_by_hand() -> None:
@@ -29,20 +29,20 @@ def test_three_uneven_prompts_by_hand() -> None:
     sums, counts = [1.0, 0.0, 3.0], [1.0, 2.0, 3.0]
     draws = list(itertools.product(range(3), repeat=3))
     means = [sum(sums[i] for i in d) / sum(counts[i] for i in d) for d in draws]
-    found = clustered(torch.tensor(sums), torch.tensor(counts), draws=200_000)
-    assert found.mean == pytest.approx(4 / 6)
-    assert found.error == pytest.approx(statistics.pstdev(means), rel=0.01)
+    interval = clustered(torch.tensor(sums), torch.tensor(counts), draws=200_000)
+    assert interval.mean == pytest.approx(4 / 6)
+    assert interval.error == pytest.approx(statistics.pstdev(means), rel=0.01)
     # 1/27 of the draws is (b, b, b): 0; 8/27 have no b: 1
-    assert (found.low, found.high) == (0, 1)
+    assert (interval.low, interval.high) == (0, 1)
 
 
 def test_a_normal_sample_has_the_error_of_the_textbook() -> None:
     values = torch.randn(400, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    found = clustered(values, ones(400))
+    interval = clustered(values, ones(400))
     error = float(values.std()) / math.sqrt(400)
-    assert found.mean == pytest.approx(float(values.mean()))
-    assert found.error == pytest.approx(error, rel=0.05)
-    assert found.high - found.low == pytest.approx(2 * 1.96 * error, rel=0.06)
+    assert interval.mean == pytest.approx(float(values.mean()))
+    assert interval.error == pytest.approx(error, rel=0.05)
+    assert interval.high - interval.low == pytest.approx(2 * 1.96 * error, rel=0.06)
 
 
 def test_nineteen_of_twenty_intervals_hold_the_truth() -> None:
@@ -50,8 +50,8 @@ def test_nineteen_of_twenty_intervals_hold_the_truth() -> None:
     held = 0
     for _ in range(400):  # exponential: skewed, mean 1
         values = -torch.rand(60, generator=generator).clamp(min=1e-9).log()
-        found = clustered(values, ones(60), draws=1000)
-        held += found.low <= 1 <= found.high
+        interval = clustered(values, ones(60), draws=1000)
+        held += interval.low <= 1 <= interval.high
     assert 0.90 <= held / 400 <= 0.98
 
 

@@ -170,21 +170,21 @@ def test_a_gap_is_stepped_over() -> None:
     """Tokens that are not the policy's (a tool's answer, say): as if they were not there."""
     mask = torch.tensor([[True, True, False, False, True], [True, False, True, True, False]])
     rewards, values = drawn(15, 3.0)[:2], drawn(16, 4.0)[:2]
-    found = gae(rewards, values, mask, 0.9, 0.8)
+    estimate = gae(rewards, values, mask, 0.9, 0.8)
     togo, last = to_go(rewards, mask, 0.9), on_last(torch.tensor([2.0, 3.0]), mask)
     for i in range(2):
         r, v = rewards[i, mask[i]].tolist(), values[i, mask[i]].tolist()
-        assert found.advantages[i, mask[i]].tolist() == pytest.approx(plain_gae(r, v, 0.9, 0.8))
+        assert estimate.advantages[i, mask[i]].tolist() == pytest.approx(plain_gae(r, v, 0.9, 0.8))
         assert togo[i, mask[i]].tolist() == pytest.approx(plain_to_go(r, 0.9))
-    for tensor in (found.advantages, found.returns, togo, last, whiten(values, mask)):
+    for tensor in (estimate.advantages, estimate.returns, togo, last, whiten(values, mask)):
         assert not tensor[~mask].any()
     assert last.tolist() == [[0, 0, 0, 0, 2], [0, 0, 0, 3, 0]]
 
 
 def test_advantages_carry_no_gradient() -> None:
     x, y = drawn(11).requires_grad_(), drawn(12).requires_grad_()
-    found = gae(x, y, MASK, 0.9, 0.9)
-    for tensor in (found.advantages, found.returns, to_go(x, MASK, 0.9), whiten(x, MASK)):
+    estimate = gae(x, y, MASK, 0.9, 0.9)
+    for tensor in (estimate.advantages, estimate.returns, to_go(x, MASK, 0.9), whiten(x, MASK)):
         assert not tensor.requires_grad
 
 

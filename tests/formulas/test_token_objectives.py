@@ -103,16 +103,16 @@ def test_within_the_cut_a_token_costs_what_a_denoising_step_does() -> None:
 
 
 def surrogates(scale: float) -> list[tuple[torch.Tensor, Surrogate]]:
-    found = []
+    cases = []
     for which in range(3):
         logp, old, advantage = tokens(scale)
         if which == 0:
-            found.append((logp, token_clipped(logp, old, advantage, 0.2, 0.3, 2.0)))
+            cases.append((logp, token_clipped(logp, old, advantage, 0.2, 0.3, 2.0)))
         elif which == 1:
-            found.append((logp, sequence_clipped(logp, old, advantage, MASK, 0.1, 0.2)))
+            cases.append((logp, sequence_clipped(logp, old, advantage, MASK, 0.1, 0.2)))
         else:
-            found.append((logp, cispo(logp, old, advantage, 0.5, 2.0)))
-    return found
+            cases.append((logp, cispo(logp, old, advantage, 0.5, 2.0)))
+    return cases
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.1, 1.0, 50.0])
@@ -259,13 +259,13 @@ def test_half_precision_log_probs_are_widened() -> None:
     logp, old, advantage = (x.detach() for x in tokens(0.3))
     for kind, inside in ((torch.bfloat16, torch.float32), (torch.float64, torch.float64)):
         a, b, adv = logp.to(kind), old.to(kind), advantage.to(inside)
-        found = [
+        results = [
             token_clipped(a, b, adv, 0.2, 0.2).loss,
             sequence_clipped(a, b, adv, MASK, 0.2, 0.2).loss,
             cispo(a, b, adv, 0.0, 2.0).loss,
             importance(a, b, 2.0),
             value_loss(a, b, adv, 0.2),
         ]
-        assert [x.dtype for x in found] == [inside] * 5
+        assert [x.dtype for x in results] == [inside] * 5
         again = token_clipped(a.to(inside), b.to(inside), adv, 0.2, 0.2).loss
-        assert torch.equal(found[0], again)
+        assert torch.equal(results[0], again)

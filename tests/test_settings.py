@@ -1,4 +1,4 @@
-"""Options that must reach their place. Each of these once survived being broken."""
+"""Settings of a recipe take effect. No other test failed when these were broken."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is promised of models that write, each by a test that fails when it is broken."""
+"""Runs of language models: rows that do not fit, limits of length, metrics, rewards."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ REWARD = "tests.token_rewards:early"
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("tokens")
-    tokens.build("qwen2.5-vl", made / "model")
-    (made / "eval.txt").write_text("hello?\nhow many?\n")
-    return made
+    folder = tmp_path_factory.mktemp("tokens")
+    tokens.build("qwen2.5-vl", folder / "model")
+    (folder / "eval.txt").write_text("hello?\nhow many?\n")
+    return folder
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:
@@ -55,11 +55,11 @@ def broken_png() -> bytes:
 
 
 def rows(folder: Path, count: int) -> list[dict[str, Any]]:
-    made = []
+    table = []
     for i in range(count):
         (folder / f"{i}.png").write_bytes(tokens.picture(16, 24, i).read())
-        made.append({"prompt": f"how many {i}?", "images": [f"{i}.png"]})
-    return made
+        table.append({"prompt": f"how many {i}?", "images": [f"{i}.png"]})
+    return table
 
 
 def write(file: Path, rows: list[dict[str, Any]]) -> str:
@@ -83,11 +83,11 @@ def recipe(root: Path, train: str, **more: Any) -> Any:
 
 
 def test_a_png_whose_pixels_are_broken_is_found_before_the_run(tmp_path: Path) -> None:
-    made = rows(tmp_path, 2)
+    table = rows(tmp_path, 2)
     (tmp_path / "1.png").write_bytes(broken_png())
-    found = read(DataSource(path=write(tmp_path / "a.jsonl", made)))
-    assert [p.text for p in found.prompts] == ["how many 0?"]
-    assert "a.jsonl:2: picture 1 of 1: " in found.left_out[0]
+    reading = read(DataSource(path=write(tmp_path / "a.jsonl", table)))
+    assert [p.text for p in reading.prompts] == ["how many 0?"]
+    assert "a.jsonl:2: picture 1 of 1: " in reading.left_out[0]
 
 
 def test_a_picture_that_vanishes_ends_the_run_and_loses_nothing(
@@ -95,8 +95,8 @@ def test_a_picture_that_vanishes_ends_the_run_and_loses_nothing(
 ) -> None:
     from gesso.learner.learner import Learner, Update
 
-    made = rows(tmp_path, 8)
-    chosen = recipe(root, write(tmp_path / "a.jsonl", made))
+    table = rows(tmp_path, 8)
+    chosen = recipe(root, write(tmp_path / "a.jsonl", table))
     honest, done = Learner.update, []
 
     def update(self: Learner, rollout: Rollout, step: int) -> Update:
@@ -107,32 +107,34 @@ def test_a_picture_that_vanishes_ends_the_run_and_loses_nothing(
         return honest(self, rollout, step)
 
     monkeypatch.setattr(Learner, "update", update)
-    with pytest.raises(StopRun, match=r"a\.jsonl:\d.*No such file.*gesso train --resume") as told:
+    with pytest.raises(
+        StopRun, match=r"a\.jsonl:\d.*No such file.*gesso train --resume"
+    ) as stopped:
         run.train(chosen, folder=tmp_path / "run", quiet=True)
-    found = RunFolder.open(tmp_path / "run")
-    assert found.latest() == 2 and len(found.rows()) == 3
-    assert f"stopped: {told.value}" in (found.path / "log.txt").read_text()
+    folder = RunFolder.open(tmp_path / "run")
+    assert folder.latest() == 2 and len(folder.rows()) == 3
+    assert f"stopped: {stopped.value}" in (folder.path / "log.txt").read_text()
     rows(tmp_path, 8)
     monkeypatch.setattr(Learner, "update", honest)
-    assert run.resume(found.path, quiet=True).latest() == 3
+    assert run.resume(folder.path, quiet=True).latest() == 3
 
 
 def test_rows_that_the_model_does_not_take_are_left_out_and_all_listed(
     root: Path, tmp_path: Path
 ) -> None:
-    made = rows(tmp_path, 4)
+    table = rows(tmp_path, 4)
     (tmp_path / "1.png").write_bytes(tokens.picture(1, 8000).read())
-    made[2]["prompt"] = "what is <|image_pad|>?"
-    made.append({"prompt": None})
-    chosen = recipe(root, write(tmp_path / "a.jsonl", made), steps=0)
-    found = run.train(chosen, folder=tmp_path / "run", quiet=True)
-    listed = (found.path / "left-out.txt").read_text().splitlines()
+    table[2]["prompt"] = "what is <|image_pad|>?"
+    table.append({"prompt": None})
+    chosen = recipe(root, write(tmp_path / "a.jsonl", table), steps=0)
+    folder = run.train(chosen, folder=tmp_path / "run", quiet=True)
+    listed = (folder.path / "left-out.txt").read_text().splitlines()
     assert [line.split(": ")[0].rpartition("/")[2] for line in listed] == [
         "a.jsonl:5",
         "a.jsonl:2",
         "a.jsonl:3",
     ]
-    log = (found.path / "log.txt").read_text()
+    log = (folder.path / "log.txt").read_text()
     assert "1 of 5 prompts" in log and "2 of 4 prompts" in log and "do not fit the model" in log
     assert "all 3 rows that were left out: " in log
 
@@ -141,15 +143,15 @@ def test_held_out_prompts_that_do_not_fit_are_left_out_too() -> None:
     data = Data(train=[TrainDataSource(path="t.txt")], eval=[DataSource(path="e.txt")], groups=1)
     prompts = [Prompt("short"), Prompt("a long one")]
     loaded = LoadedData([WeightedPrompts(prompts)], prompts, [])
-    found = without(loaded, lambda p: "long" if "long" in p.text else None, data, "are long")
-    assert [p.text for p in found.held_out] == ["short"]
-    assert [p.text for p in found.train[0].prompts] == ["short"]
-    assert len(found.notes) == 2 and len(found.left_out) == 2
+    kept = without(loaded, lambda p: "long" if "long" in p.text else None, data, "are long")
+    assert [p.text for p in kept.held_out] == ["short"]
+    assert [p.text for p in kept.train[0].prompts] == ["short"]
+    assert len(kept.notes) == 2 and len(kept.left_out) == 2
 
 
 def test_a_prompt_of_exactly_max_prompt_tokens_is_taken(root: Path, tmp_path: Path) -> None:
-    made = rows(tmp_path, 2)
-    train = write(tmp_path / "a.jsonl", made)
+    table = rows(tmp_path, 2)
+    train = write(tmp_path / "a.jsonl", table)
     job = run.assemble(recipe(root, train))
     length = writing(job.model).length(job.cluster.stream.prompts[0])
     job.close()
@@ -269,11 +271,11 @@ def test_the_learner_takes_as_many_samples_as_its_updates_can_share(
 ) -> None:
     from gesso.algorithms import credit
 
-    asked: list[int] = []
+    multiples: list[int] = []
     honest = credit.Credit.kept
 
     def kept(self: Credit, rollout: Rollout, multiple: int) -> torch.Tensor:
-        asked.append(multiple)
+        multiples.append(multiple)
         return honest(self, rollout, multiple)
 
     monkeypatch.setattr(credit.Credit, "kept", kept)
@@ -281,7 +283,7 @@ def test_the_learner_takes_as_many_samples_as_its_updates_can_share(
     run.train(
         recipe(root, train, steps=1, algorithm={"updates": 2}), folder=tmp_path / "r", quiet=True
     )
-    assert asked == [2]
+    assert multiples == [2]
 
 
 def test_prompts_are_read_in_passes_of_bounded_length(
@@ -358,8 +360,8 @@ def test_the_answer_may_stand_in_another_column(name: str, right: str) -> None:
     sample = Sample(Prompt("?", columns={"solution": want}), None, 0, reply)
     assert scored(name, sample, column="solution").value == 1
     reward = base.load(assembly.REWARDS[name], {})
-    told = reward.unfit(sample.prompt)
-    assert told is not None and "found no such column" in told and "solution" in told
+    reason = reward.unfit(sample.prompt)
+    assert reason is not None and "found no such column" in reason and "solution" in reason
     empty = reward.unfit(Prompt("?", columns={"answer": None}))
     assert empty is not None and "found None" in empty
 
