@@ -62,7 +62,6 @@ class AnyModel(Strict):
     output: ClassVar[Literal["image", "text"]]  # what a sample is
 
     name: str
-    family: FamilyName | None = None  # of a model of your own; None: by its class
     path: str
     dtype: Dtype = "float32"
     device: str = "auto"
@@ -71,6 +70,7 @@ class AnyModel(Strict):
     lora: Lora | None = None  # None: full fine-tuning
     compile: bool | None = None  # block by block; None: where it pays
     fold: bool | None = None  # LoRA in the weights while these stand still; None: where it pays
+    family: FamilyName | None = None  # of a model of your own; None: by its class
 
     @model_validator(mode="after")
     def _possible(self) -> AnyModel:
