@@ -79,9 +79,9 @@ class TokenFamily:
                 "algorithm"
             )
         assert isinstance(recipe.model, config.TokenModel)
-        wanted = algorithm.critic
-        made = critic.make(model, recipe.model, wanted.trunk, wanted.lr, recipe.seed)
-        return algorithm.with_critic(made), made
+        options = algorithm.critic
+        network = critic.make(model, recipe.model, options.trunk, options.lr, recipe.seed)
+        return algorithm.with_critic(network), network
 
     def check_model(self, recipe: AnyRecipe, where: str) -> None:
         token_checks.check_model(recipe, where)
