@@ -49,7 +49,7 @@ def check(recipe: Recipe, progress: Progress = SILENT) -> Findings:
         progress.phase("trying an update")
         seconds_a_term = _trial_update(job, rollout)
         progress.phase("working out the memory")
-        if family.has_estimate(job.model):
+        if family.wraps_library(job.model):
             findings.facts += memory(recipe)
         else:
             findings.fact(

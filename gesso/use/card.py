@@ -276,9 +276,12 @@ def _use(facts: Facts, aside: Path) -> str:
     example = _example(facts)
     if example.picture is not None:
         shutil.copyfile(example.picture, aside / usage.EXAMPLE)
-    code = usage.code(facts.loaded, example, facts.whole)
     same = "picture" if facts.draws else "reply"
     looking = f" --image {usage.EXAMPLE}" if example.picture is not None else ""
+    command = _fenced(f"gesso sample DIR {shlex.quote(example.prompt)}{looking}")
+    if not facts.loaded.family.wraps_library(facts.loaded.model):
+        return f"## Use it\n\nWith this folder as DIR:\n\n{command}"
+    code = usage.code(facts.loaded, example, facts.whole)
     _, as_trained = usage.ask(facts.loaded, example)
     if not as_trained:
         return (
@@ -287,7 +290,7 @@ def _use(facts: Facts, aside: Path) -> str:
         )
     return (
         f"## Use it\n\n{_fenced(code, 'python')}\n\nThat is the {same} that Gesso gives, with this "
-        f"folder as DIR:\n\n{_fenced(f'gesso sample DIR {shlex.quote(example.prompt)}{looking}')}"
+        f"folder as DIR:\n\n{command}"
     )
 
 

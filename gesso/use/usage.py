@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gesso.config import ZOO, Model, TokenModel
-from gesso.types import Picture, Prompt, SampleSpec, UserError
+from gesso.types import Picture, Prompt, ReplySpec, SampleSpec, UserError
 from gesso.use.loaded import AS_EVALUATED, LoadedModel, picture_seeds
 
 EXAMPLE = "example.png"
@@ -88,6 +88,7 @@ def _base(path: str) -> str:
 def _writing(loaded: LoadedModel, section: TokenModel, example: Example, whole: bool) -> str:
     model: Any = loaded.model
     spec = loaded.spec(AS_EVALUATED, several=False)
+    assert isinstance(spec, ReplySpec)
     prompt, _ = ask(loaded, example)
     half = section.dtype != "float32"
     dtype = f", dtype=torch.{section.dtype}" if half else ""
@@ -113,7 +114,7 @@ def _writing(loaded: LoadedModel, section: TokenModel, example: Example, whole: 
         "inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}",
         *_never(loaded),
         "reply = model.generate(",
-        f"    **inputs, max_new_tokens={spec.max_tokens}, do_sample=False, suppress_tokens=never",  # type: ignore[union-attr]
+        f"    **inputs, max_new_tokens={spec.max_tokens}, do_sample=False, suppress_tokens=never",
         ")",
         'reply = reply[0, inputs["input_ids"].shape[1] :]',
         "print(tokenizer.decode(reply, skip_special_tokens=True))",
@@ -128,7 +129,7 @@ def _never(loaded: LoadedModel) -> list[str]:
         "vocabulary = model.get_input_embeddings().weight.shape[0]",
         "never = [*range(len(tokenizer), vocabulary)]",
     ]
-    if loaded.recipe.model.name == "vision-language":
+    if loaded.family.sees(loaded.model):
         kinds = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
         lines.append(f"never += [getattr(model.config, kind) for kind in {kinds}]")
     return lines
