@@ -158,7 +158,7 @@ BAD = [
     ({"name": "my_models:Trimmed", "family": "draws"}, 'but the class "my_models:Trimmed" writes'),
     ({"name": "my_others:Nothing"}, "does not show its family, by one of velocity"),
     ({"name": "my_others:Both"}, "does not show its family, by one of velocity"),
-    ({"name": "my_others:Half"}, "has no decode, encode, hidden, length …; expected the methods"),
+    ({"name": "my_others:Half"}, "has no encode, length, decode, hidden …; expected the methods"),
     ({"name": "my_others:Half", "family": "draws"}, 'class "my_others:Half" writes; leave'),
     ({"name": "my_others:Nothing", "family": "writes"}, "methods of gesso's TokenModel"),
     ({"name": "my_others:Wrong"}, 'has family = "sings"; expected one of draws, writes'),
