@@ -29,37 +29,37 @@ class Findings:
 
 def check(recipe: Recipe, progress: Progress = SILENT) -> Findings:
     """Raises a UserError at the first thing that would stop the run."""
-    found, family = Findings(), families.of(recipe)
+    findings, family = Findings(), families.of(recipe)
     job = assemble(recipe, progress)
     try:
-        found.warnings += job.notes
+        findings.warnings += job.notes
         prompts = len(job.cluster.stream.prompts)
-        found.fact("data", f"{prompts} training prompts, {len(job.eval_prompts)} held-out")
+        findings.fact("data", f"{prompts} training prompts, {len(job.eval_prompts)} held-out")
         policy = job.learner.policy
         size = sum(p.numel() for p in policy.module.parameters())
-        found.fact(
+        findings.fact(
             "model",
             f"{recipe.model.path}: {size:,} parameters in the {family.network(job.model)}, "
             f"{policy.size:,} trained, on {job.model.device}",
         )
         rollout, seconds = _small_batch(job)
-        _rewards(rollout, found)
+        _rewards(rollout, findings)
         progress.phase("comparing replay with sampling")
-        _ratio(job, replay_gap(job, rollout), found)
+        _ratio(job, replay_gap(job, rollout), findings)
         progress.phase("trying an update")
         seconds_a_term = _trial_update(job, rollout)
         progress.phase("working out the memory")
-        if family.has_estimate(job.model):
-            found.facts += memory(recipe)
+        if family.wraps_library(job.model):
+            findings.facts += memory(recipe)
         else:
-            found.fact(
+            findings.fact(
                 "memory", "not worked out: the model is neither diffusers' nor transformers'"
             )
-        _measured(job, found)
-        _time(job, seconds_a_term, seconds, found)
+        _measured(job, findings)
+        _time(job, seconds_a_term, seconds, findings)
     finally:
         job.close()
-    return found
+    return findings
 
 
 def _small_batch(job: Assembled) -> tuple[Rollout, float]:
@@ -71,13 +71,13 @@ def _small_batch(job: Assembled) -> tuple[Rollout, float]:
     return rollout, timing.sample / len(rollout.samples)
 
 
-def _rewards(rollout: Rollout, found: Findings) -> None:
+def _rewards(rollout: Rollout, findings: Findings) -> None:
     for score, sample in zip(rollout.scores, rollout.samples, strict=True):
         if score.error is not None:
             raise UserError(f"a reward failed on {sample.prompt.text[:60]!r}: {score.error}")
     example, prompt = rollout.scores[0], rollout.samples[0].prompt.text[:60]
     parts = ", ".join(f"{name} {value:.3g}" for name, value in example.parts.items())
-    found.fact("rewards", f"all answered; {prompt!r} scored {parts}")
+    findings.fact("rewards", f"all answered; {prompt!r} scored {parts}")
 
 
 def replay_gap(job: Assembled, rollout: Rollout) -> float | None:
@@ -104,14 +104,14 @@ def _terms(job: Assembled, rollout: Rollout) -> Terms:
     return job.algorithm.terms(rollout, equal)
 
 
-def _ratio(job: Assembled, gap: float | None, found: Findings) -> None:
+def _ratio(job: Assembled, gap: float | None, findings: Findings) -> None:
     if gap is None:
-        found.fact("ratio", "not used by this algorithm")
+        findings.fact("ratio", "not used by this algorithm")
         return
-    found.fact("ratio", f"replay differs from sampling by at most {gap:.1e}")
+    findings.fact("ratio", f"replay differs from sampling by at most {gap:.1e}")
     clip = job.algorithm.clip_range
     if clip is not None and clip < gap and families.of(job.recipe).tight_clip:
-        found.warnings.append(under_floor(clip, gap))
+        findings.warnings.append(under_floor(clip, gap))
 
 
 def _trial_update(job: Assembled, rollout: Rollout) -> float:
@@ -133,39 +133,39 @@ def _wait(job: Assembled) -> None:
         torch.cuda.synchronize(job.model.device)
 
 
-def _measured(job: Assembled, found: Findings) -> None:
+def _measured(job: Assembled, findings: Findings) -> None:
     """On CUDA the trial above has shown the peak of everything but the optimizer's state."""
     if job.model.device.type == "cuda":
         state = 2 * sum(p.nbytes for p in job.learner.policy.trainable.values())
         peak = torch.cuda.max_memory_allocated(job.model.device) + state
         _, total = torch.cuda.mem_get_info(job.model.device)
-        found.fact("", f"measured: {size_of(peak)}, of {size_of(total)} on this device")
+        findings.fact("", f"measured: {size_of(peak)}, of {size_of(total)} on this device")
 
 
 def memory(recipe: Recipe) -> list[tuple[str, str]]:
-    """What `gesso check --memory` says: needs the model's configs, no weights, no device."""
-    found = estimate(recipe)
-    lasting = ", ".join(f"{name} {size_of(size)}" for name, size in found.lasting.items())
-    passing = ", ".join(f"{name} {size_of(size)}" for name, size in found.passing.items())
+    """The report of `gesso check --memory`: needs the model's configs, no weights, no device."""
+    estimated = estimate(recipe)
+    lasting = ", ".join(f"{name} {size_of(size)}" for name, size in estimated.lasting.items())
+    passing = ", ".join(f"{name} {size_of(size)}" for name, size in estimated.passing.items())
     facts = [
-        ("memory", f"about {size_of(found.peak)} at the peak"),
+        ("memory", f"about {size_of(estimated.peak)} at the peak"),
         ("", f"all the time: {lasting}"),
         ("", f"one at a time: {passing}"),
     ]
     if recipe.sampler.engine == "vllm":
         share = recipe.sampler.vllm.gpu_memory
         facts.append(("", f"while it samples, vLLM has {share:.0%} of the device for itself"))
-    if found.host:
-        kept = ", ".join(f"{name} {size_of(size)}" for name, size in found.host.items())
+    if estimated.host:
+        kept = ", ".join(f"{name} {size_of(size)}" for name, size in estimated.host.items())
         facts.append(("", f"in the host's memory: {kept}"))
     if recipe.model.lora is None:
-        copy = size_of(found.copy)
-        told = f"full fine-tuning: a reference, old or averaged policy is a copy of {copy} each"
-        facts.append(("", f"{told}; a LoRA needs none for its reference"))
+        copy = size_of(estimated.copy)
+        text = f"full fine-tuning: a reference, old or averaged policy is a copy of {copy} each"
+        facts.append(("", f"{text}; a LoRA needs none for its reference"))
     return facts
 
 
-def _time(job: Assembled, seconds_a_term: float, sampling: float, found: Findings) -> None:
+def _time(job: Assembled, seconds_a_term: float, sampling: float, findings: Findings) -> None:
     recipe = job.recipe
     samples = recipe.data.groups * job.algorithm.group
     step = samples * (sampling + job.algorithm.terms_a_sample * seconds_a_term)
@@ -173,7 +173,7 @@ def _time(job: Assembled, seconds_a_term: float, sampling: float, found: Finding
     evaluation = len(job.eval_prompts) * sampling * cost
     evaluations = 2 + (recipe.steps - 1) // recipe.eval.every if recipe.eval.every else 2
     total = recipe.steps * step + evaluations * evaluation
-    found.fact(
+    findings.fact(
         "time",
         f"about {_duration(step)} a step, {_duration(total)} in all on this machine, "
         "if scoring keeps up with sampling",

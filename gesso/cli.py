@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("overrides", nargs="*", metavar="key=value", help="as optimizer.lr=1e-4")
     train.add_argument("--run", type=Path, help="run folder (default: runs/RECIPE-001 and so on)")
     train.add_argument("--resume", type=Path, metavar="RUN", help="go on with this run")
-    _told(train)
+    _add_output(train)
     train.set_defaults(action=_train, more="overrides")
 
     check = actions.add_parser("check", help="try everything a recipe needs, without training")
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--memory", action="store_true", help="only say how much memory it takes; loads no weights"
     )
-    _told(check)
+    _add_output(check)
     check.set_defaults(action=_check, more="overrides")
 
     recipes = actions.add_parser("recipes", help="list the bundled recipes")
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("--out", type=Path, default=Path("."), help="folder for the pictures")
     sample.add_argument("--sheet", type=Path, metavar="FILE", help="all pictures in one")
     sample.add_argument("--base", action="store_true", help="and from what it was trained from")
-    _drawn(sample, "score the samples; may be given again")
+    _add_drawing(sample, "score the samples; may be given again")
     sample.set_defaults(action=_sample, more="prompts")
 
     evaluate = actions.add_parser("eval", help="score held-out prompts, and compare models")
@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--n", type=int, default=1, help="samples of each prompt")
     evaluate.add_argument("--seed", type=int, help="default: the recipe's")
     evaluate.add_argument("--out", type=Path, metavar="DIR", help="figures, samples and pictures")
-    _drawn(evaluate, "default: those of the recipe; may be given again")
+    _add_drawing(evaluate, "default: those of the recipe; may be given again")
     evaluate.set_defaults(action=_eval, more="others")
 
     export = actions.add_parser("export", help="write a run's weights for plain diffusers and peft")
@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--merged", action="store_true", help="fold a LoRA in: a whole model")
     export.add_argument("--shard-size", metavar="SIZE", help="largest file (default: 5GB)")
     export.add_argument("--dtype", help="float32, bfloat16 or float16; default: as they are")
-    _chosen(export)
+    _add_checkpoint(export)
     export.set_defaults(action=_export)
 
     view = actions.add_parser("view", help="look at runs in a browser, while they go on or later")
@@ -158,27 +158,27 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _chosen(action: argparse.ArgumentParser) -> None:
-    """Which weights of a run, and what of its recipe is to be otherwise."""
+def _add_checkpoint(action: argparse.ArgumentParser) -> None:
+    """Which weights of a run, and changes of its recipe."""
     action.add_argument("--step", type=int, help="checkpoint (default: the newest)")
     action.add_argument("--weights", choices=["ema", "current"], help="default: ema if there are")
     action.add_argument(
         "--set", action="append", default=[], metavar="key=value", help="as model.device=cpu"
     )
-    _told(action)
+    _add_output(action)
 
 
-def _drawn(action: argparse.ArgumentParser, rewards: str) -> None:
+def _add_drawing(action: argparse.ArgumentParser, rewards: str) -> None:
     """How samples are drawn, and what scores them."""
     action.add_argument("--reward", action="append", default=[], metavar="NAME", help=rewards)
     action.add_argument("--steps", type=int, help="of a model that draws")
     action.add_argument("--guidance", type=float, help="of a model that draws")
     action.add_argument("--temperature", type=float, help="of a model that writes; 0: greedy")
-    _chosen(action)
+    _add_checkpoint(action)
 
 
-def _told(action: argparse.ArgumentParser) -> None:
-    """How an action that takes long tells of itself; `_display` makes it."""
+def _add_output(action: argparse.ArgumentParser) -> None:
+    """How an action reports its progress; `_display` builds it."""
     how = action.add_mutually_exclusive_group()
     how.add_argument("--quiet", action="store_true", help="nothing but the result and errors")
     how.add_argument("--json", action="store_true", help="progress and result as JSON, by lines")
@@ -254,9 +254,9 @@ def _check(options: argparse.Namespace) -> None:
 
     recipe = build.recipe(options.recipe, options.overrides)
     with _display(options) as shown:
-        found = Findings(memory(recipe)) if options.memory else check(recipe, shown)
+        findings = Findings(memory(recipe)) if options.memory else check(recipe, shown)
         fits = f"{options.recipe}: every key is known, every value fits"
-        facts = [("recipe", fits), *found.facts, *(("warning", w) for w in found.warnings)]
+        facts = [("recipe", fits), *findings.facts, *(("warning", w) for w in findings.warnings)]
         lines = [f"{name:<8} {fact}" for name, fact in facts]
         shown.result("\n".join(lines), {"facts": facts})
 
@@ -264,9 +264,9 @@ def _check(options: argparse.Namespace) -> None:
 def _recipes(options: argparse.Namespace) -> None:
     from gesso.config import tables
 
-    found = tables.bundled_recipes()
-    width = max(map(len, found))
-    for name, about in found.items():
+    recipes = tables.bundled_recipes()
+    width = max(map(len, recipes))
+    for name, about in recipes.items():
         print(f"{name:<{width}}  {about}")
 
 
@@ -285,11 +285,11 @@ def _sample(options: argparse.Namespace) -> None:
         drawing,
     )  # fmt: skip
     with _display(options) as display:
-        found = sampling.draw_all(sources, wanted, display)
-        files = {} if found[0].texts else sampling.save(found, options.out)
+        drawn = sampling.draw_all(sources, wanted, display)
+        files = {} if drawn[0].texts else sampling.save(drawn, options.out)
         if options.sheet is not None:
-            sampling.save_sheet(found, options.sheet)
-        display.result(*sampling.told(found, files))
+            sampling.save_sheet(drawn, options.sheet)
+        display.result(*sampling.report(drawn, files))
 
 
 def _source(options: argparse.Namespace) -> ModelSource:
@@ -315,10 +315,10 @@ def _eval(options: argparse.Namespace) -> None:
     if options.out is not None:
         must_be_free(options.out, "folder")
     with _display(options) as display:
-        found = evaluate.evaluate_all(sources, request, display)
+        evaluations = evaluate.evaluate_all(sources, request, display)
         if options.out is not None:
-            results.write(found, options.out)
-        display.result(evaluate.table(found), evaluate.summary(found))
+            results.write(evaluations, options.out)
+        display.result(evaluate.table(evaluations), evaluate.summary(evaluations))
 
 
 def _export(options: argparse.Namespace) -> None:

@@ -138,9 +138,9 @@ def _walk(kind: type[BaseModel], path: list[str]) -> tuple[type[BaseModel] | Non
         if part.isdigit():
             continue
         fields = _fields_of(at)
-        found = fields[part].annotation if part in fields else None
-        tagged = _tagged(found)
-        candidates = [found, *typing.get_args(found), *tagged.values()]
+        annotation = fields[part].annotation if part in fields else None
+        tagged = _tagged(annotation)
+        candidates = [annotation, *typing.get_args(annotation), *tagged.values()]
         models = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
         kinds = {m.model_fields["kind"].default: m for m in models if "kind" in m.model_fields}
         members = tagged | kinds

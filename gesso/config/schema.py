@@ -1,4 +1,4 @@
-"""What a recipe may say. Typed, frozen and strict; every mistake is answered in one sentence.
+"""The sections of a recipe. Typed, frozen and strict; every mistake is answered in one sentence.
 
 A recipe is TOML. The sections below are fixed; `algorithm` and each `reward` carry a `name` and
 the options of the class behind it, which `build.py` looks up; `parsing.py` checks both.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PACKAGE = Path(__file__).parent.parent
 ZOO = "zoo:"
-"""Paths that start so lie in the package: "zoo:signs" is the bundled model."""
+"""Prefix of paths inside the package: "zoo:signs" is the bundled model."""
 
 MAX_SIDE = 16_384  # pixels
 MAX_STEPS = 1_000  # denoising steps; flow models are trained on as many times
@@ -62,7 +62,6 @@ class AnyModel(Strict):
     output: ClassVar[Literal["image", "text"]]  # what a sample is
 
     name: str
-    family: FamilyName | None = None  # of a model of your own; None: by its class
     path: str
     dtype: Dtype = "float32"
     device: str = "auto"
@@ -70,7 +69,8 @@ class AnyModel(Strict):
     gradient_checkpointing: bool = False  # activations are computed again instead of kept
     lora: Lora | None = None  # None: full fine-tuning
     compile: bool | None = None  # block by block; None: where it pays
-    fold: bool | None = None  # LoRA in the weights while these stand still; None: where it pays
+    fold: bool | None = None  # LoRA into the weights while these are frozen; None: where it pays
+    family: FamilyName | None = None  # of a model of your own; None: by its class
 
     @model_validator(mode="after")
     def _possible(self) -> AnyModel:
@@ -184,7 +184,7 @@ class Learner(Strict):
 
 
 class Vllm(Strict):
-    """What the engine "vllm" is told; the rest follows from the recipe."""
+    """Options of the engine "vllm"; the rest follows from the recipe."""
 
     gpu_memory: float = Field(0.4, gt=0, lt=1)  # share of the GPU that it has while it samples
     enforce_eager: bool = False  # no compiling, no CUDA graphs: starts sooner, writes slower
@@ -229,7 +229,7 @@ def _all_named(value: Any) -> Any:
 
 
 class Tracker(Strict):
-    """What the services of `track` are told; each takes what it has a use for."""
+    """Options of the services of `track`; each takes those that it knows."""
 
     project: str = Field("gesso", min_length=1)
     name: str | None = Field(None, min_length=1)  # of the run; None: its folder's
@@ -336,7 +336,7 @@ class Recipe(Strict):
     sampler: Sampler = Sampler()
     eval: Eval = Eval()
     save: Save = Save()
-    track: Annotated[list[str], BeforeValidator(_all_named)] = ["console"]  # who looks on
+    track: Annotated[list[str], BeforeValidator(_all_named)] = ["console"]  # displays and trackers
     tracker: Tracker = Tracker()
 
     @model_validator(mode="after")

@@ -61,24 +61,24 @@ def read_recipe(source: str, above: tuple[Path, ...]) -> dict[str, Any]:
 
 def read_toml(path: Path) -> dict[str, Any]:
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except RecursionError:
         raise UserError(f"{path}: its tables or lists are nested too deep") from None
     except ValueError as error:  # not UTF-8, not TOML, a number of thousands of digits
         raise UserError(f"{path} is not valid TOML: {error}") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    check_values(found, str(path))  # before anything walks through it
-    return found
+    check_values(content, str(path))  # before anything walks through it
+    return content
 
 
-def over(base: dict[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """`own` on top of `base`, table by table. Another name or kind means another thing: its table
-    takes no options from the base's."""
-    if any(own.get(key, base.get(key)) != base.get(key) for key in ("name", "kind")):
-        return dict(own)
+def over(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """`changes` on top of `base`, table by table. A table of another name or kind takes none
+    of the base's options."""
+    if any(changes.get(key, base.get(key)) != base.get(key) for key in ("name", "kind")):
+        return dict(changes)
     merged = dict(base)
-    for key, value in own.items():
+    for key, value in changes.items():
         below = base.get(key)
         both_tables = isinstance(value, dict) and isinstance(below, dict)
         merged[key] = over(below, value) if both_tables else value  # type: ignore[arg-type]

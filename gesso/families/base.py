@@ -96,8 +96,12 @@ class Family(Protocol):
     def task(self, model: Any) -> str:
         """As the Hugging Face hub calls it."""
 
-    def has_estimate(self, model: Any) -> bool:
-        """Whether its memory can be estimated."""
+    def sees(self, model: Any) -> bool:
+        """Whether it has a vision tower."""
+
+    def wraps_library(self, model: Any) -> bool:
+        """Whether the model is one of diffusers or transformers, with Gesso's class around it: of
+        these the memory can be estimated, and an export runs without Gesso."""
 
     # Sampling from a loaded model
 

@@ -107,7 +107,10 @@ class FlowFamily:
     def task(self, model: FlowModel) -> str:
         return "text-to-image"
 
-    def has_estimate(self, model: FlowModel) -> bool:
+    def sees(self, model: FlowModel) -> bool:
+        return False
+
+    def wraps_library(self, model: FlowModel) -> bool:
         from gesso.models.flow.pipeline import PipelineModel
 
         return isinstance(model, PipelineModel)

@@ -79,9 +79,9 @@ class TokenFamily:
                 "algorithm"
             )
         assert isinstance(recipe.model, config.TokenModel)
-        wanted = algorithm.critic
-        made = critic.make(model, recipe.model, wanted.trunk, wanted.lr, recipe.seed)
-        return algorithm.with_critic(made), made
+        options = algorithm.critic
+        network = critic.make(model, recipe.model, options.trunk, options.lr, recipe.seed)
+        return algorithm.with_critic(network), network
 
     def check_model(self, recipe: AnyRecipe, where: str) -> None:
         token_checks.check_model(recipe, where)
@@ -115,7 +115,7 @@ class TokenFamily:
         return 1.0
 
     def network(self, model: TokenModel) -> str:
-        return "model, vision tower included" if _sees(model) else "model"
+        return "model, vision tower included" if self.sees(model) else "model"
 
     def library_kinds(self, name: str) -> Sequence[str]:
         return list(classes.load(self, name).kinds)
@@ -124,9 +124,14 @@ class TokenFamily:
         return "transformers" if whole else "peft"
 
     def task(self, model: TokenModel) -> str:
-        return "image-text-to-text" if _sees(model) else "text-generation"
+        return "image-text-to-text" if self.sees(model) else "text-generation"
 
-    def has_estimate(self, model: TokenModel) -> bool:
+    def sees(self, model: TokenModel) -> bool:
+        from gesso.models.tokens.vision_language import VisionLanguage
+
+        return isinstance(model, VisionLanguage)
+
+    def wraps_library(self, model: TokenModel) -> bool:
         from gesso.models.tokens.transformer import TransformerModel
 
         return isinstance(model, TransformerModel)
@@ -145,9 +150,3 @@ class TokenFamily:
 
     def truncated(self, model: TokenModel, prompts: Sequence[Prompt]) -> list[str]:
         return []  # `check_prompts` has refused those that are too long
-
-
-def _sees(model: TokenModel) -> bool:
-    from gesso.models.tokens.vision_language import VisionLanguage
-
-    return isinstance(model, VisionLanguage)

@@ -45,7 +45,7 @@ def estimate(recipe: Recipe) -> Memory:
     family = families.of(recipe)
     algorithm, critic = family.add_critic(bare, algorithm, model)
     beside = critic.trained if critic is not None else {}
-    if not family.has_estimate(model):
+    if not family.wraps_library(model):
         raise UserError(
             f'memory of model "{recipe.model.name}" cannot be worked out: only of diffusers '
             "pipelines that derive from PipelineModel, and of transformers' models"

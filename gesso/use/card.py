@@ -1,5 +1,5 @@
-"""The README.md of an export, as the Hugging Face hub reads it: what it is, what it learnt, how it
-is used, how it came about. With a curve, and the same prompts before and after."""
+"""The README.md of an export, as the Hugging Face hub reads it: what it is, what it learnt, how to
+use it, how it was made. With a curve, and the same prompts before and after."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ FOLD = 700  # characters of a reply that are shown
 
 @dataclass(frozen=True)
 class Facts:
-    """All that the card tells of."""
+    """What the card is written from."""
 
     loaded: LoadedModel
     folder: Path  # that the export will be
@@ -62,7 +62,7 @@ class Facts:
 
     @property
     def figure(self) -> str:
-        """The one a run is judged by."""
+        """The metric that a run is judged by."""
         return held_out_key(key for row in self.rows for key in row)
 
 
@@ -91,8 +91,8 @@ def write(
 
 def _shown(run: RunFolder, step: int) -> dict[int, list[Shown]]:
     """The first and the last evaluation up to `step` that kept samples."""
-    found = (run.path / "samples").glob("*.jsonl")
-    files = {int(f.stem): f for f in found if re.fullmatch("[0-9]{6,12}", f.stem)}
+    stored = (run.path / "samples").glob("*.jsonl")
+    files = {int(f.stem): f for f in stored if re.fullmatch("[0-9]{6,12}", f.stem)}
     steps = sorted(s for s in files if s <= step)
     ends = dict.fromkeys(steps[:1] + steps[-1:])
     kept = {s: figures.lines(files[s], Shown.of, []) for s in ends}
@@ -183,24 +183,24 @@ def _result(facts: Facts, aside: Path) -> str:
     lines = [f"| held-out | step {first['step']} | step {last['step']} |", "|---|---|---|"]
     for key in keys:
         before = first.get(key)
-        said = "" if before is None else f"{before:.3f}"
-        lines.append(f"| {_md(key.removeprefix('eval/'))} | {said} | {last[key]:.3f} |")
+        shown = "" if before is None else f"{before:.3f}"
+        lines.append(f"| {_md(key.removeprefix('eval/'))} | {shown} | {last[key]:.3f} |")
     sources = " and ".join(f"`{source.path}`" for source in facts.recipe.data.eval)
-    told = (
+    text = (
         f"On the first {facts.recipe.eval.prompts} prompts of {sources} (all, where it has fewer), "
         "one sample each, always from the same seeds."
     )
     if facts.recipe.learner.ema is not None and facts.source.table == "current":
-        told += " These figures are of the averaged weights; the ones here are the current ones."
+        text += " These figures are of the averaged weights; the ones here are the current ones."
     if last["step"] != facts.source.step:
-        told += f" The last evaluation before step {facts.source.step} is of step {last['step']}."
+        text += f" The last evaluation before step {facts.source.step} is of step {last['step']}."
     key = facts.figure
     twin = "reward" if key == "eval/reward" else key.replace("eval/", "reward/", 1)
     lines_of = {"held-out": figures.series(facts.rows, key)}
     lines_of["training"] = figures.series(facts.rows, twin)
     curve(key.removeprefix("eval/"), lines_of).save(aside / CURVE)
     picture = f"![{_md(key.removeprefix('eval/'))} over the steps of training]({CURVE})"
-    return "\n".join(["## What it learnt", "", picture, "", *lines, "", told])
+    return "\n".join(["## What it learnt", "", picture, "", *lines, "", text])
 
 
 # Samples
@@ -276,9 +276,12 @@ def _use(facts: Facts, aside: Path) -> str:
     example = _example(facts)
     if example.picture is not None:
         shutil.copyfile(example.picture, aside / usage.EXAMPLE)
-    code = usage.code(facts.loaded, example, facts.whole)
     same = "picture" if facts.draws else "reply"
     looking = f" --image {usage.EXAMPLE}" if example.picture is not None else ""
+    command = _fenced(f"gesso sample DIR {shlex.quote(example.prompt)}{looking}")
+    if not facts.loaded.family.wraps_library(facts.loaded.model):
+        return f"## Use it\n\nWith this folder as DIR:\n\n{command}"
+    code = usage.code(facts.loaded, example, facts.whole)
     _, as_trained = usage.ask(facts.loaded, example)
     if not as_trained:
         return (
@@ -287,7 +290,7 @@ def _use(facts: Facts, aside: Path) -> str:
         )
     return (
         f"## Use it\n\n{_fenced(code, 'python')}\n\nThat is the {same} that Gesso gives, with this "
-        f"folder as DIR:\n\n{_fenced(f'gesso sample DIR {shlex.quote(example.prompt)}{looking}')}"
+        f"folder as DIR:\n\n{command}"
     )
 
 
@@ -341,14 +344,14 @@ def _made(facts: Facts) -> str:
 
 
 def _options(options: Mapping[str, Any]) -> str:
-    said = ", ".join(f"{key} = {value!r}" for key, value in options.items())
-    return f" ({_md(said)})" if said else ""
+    text = ", ".join(f"{key} = {value!r}" for key, value in options.items())
+    return f" ({_md(text)})" if text else ""
 
 
 def versions() -> dict[str, str]:
-    """Of what exported it; a run folder does not say what trained it."""
-    found = {name: importlib.metadata.version(name) for name in LIBRARIES}
-    return {"gesso": gesso.__version__} | found  # which may run from where it was not installed
+    """Of the libraries that exported it; a run folder does not name those that trained it."""
+    installed = {name: importlib.metadata.version(name) for name in LIBRARIES}
+    return {"gesso": gesso.__version__} | installed  # Gesso itself may run uninstalled
 
 
 def commit() -> str | None:
@@ -364,8 +367,8 @@ def commit() -> str | None:
 
     if git("ls-files", "--error-unmatch", "__init__.py") is None:
         return None
-    found = git("rev-parse", "HEAD")
-    return found.stdout.strip() if found is not None else None
+    head = git("rev-parse", "HEAD")
+    return head.stdout.strip() if head is not None else None
 
 
 def _files(facts: Facts) -> str:

@@ -172,13 +172,13 @@ def _scoring(source: ModelSource, request: EvaluationRequest) -> Scoring:
     sources: Sequence[DataSource] = ()
     texts: Sequence[str] = ()
     first = request.first
-    if isinstance(request.prompts, str | Path) and request.prompts:
-        sources = [DataSource(path=str(request.prompts))]
-    elif request.prompts:
-        texts = list(request.prompts)  # type: ignore[arg-type]
-    else:
+    if not request.prompts:
         assert training is not None, "it would be missing"
         sources, first = training.data.eval, first or training.eval.prompts
+    elif isinstance(request.prompts, str | Path):
+        sources = [DataSource(path=str(request.prompts))]
+    else:
+        texts = request.prompts
     if not entries:
         assert training is not None, "it would be missing"
         source.announce_code("reward")

@@ -94,7 +94,7 @@ def _write(loaded: LoadedModel, aside: Path, folder: Path, form: Form, progress:
 
 
 def _cast(folder: Path, dtype: str, progress: Progress) -> None:
-    """Every weight in another precision, file by file, and the configs that tell of it."""
+    """Every weight in another precision, file by file, and the configs that name it."""
     import torch
     from safetensors import safe_open
     from safetensors.torch import save_file
@@ -111,11 +111,11 @@ def _cast(folder: Path, dtype: str, progress: Progress) -> None:
         save_file(cast, file, about)
         progress.advance()
     for index in folder.rglob("*.safetensors.index.json"):
-        told = json.loads(index.read_text("utf-8"))
-        told["metadata"]["total_size"] = sum(
+        content = json.loads(index.read_text("utf-8"))
+        content["metadata"]["total_size"] = sum(
             _bytes_of(f) for f in index.parent.glob("*.safetensors")
         )
-        index.write_text(json.dumps(told, indent=2) + "\n", "utf-8")
+        index.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
     for file in folder.rglob("config.json"):
         file.write_text(
             re.sub(r'("(?:torch_)?dtype": )"\w+"', rf'\1"{dtype}"', file.read_text("utf-8"))
@@ -144,12 +144,12 @@ def _hashes(folder: Path, progress: Progress) -> dict[str, tuple[int, str]]:
     """Weight file → bytes and sha256."""
     files = weight_files(folder)
     progress.phase("hashing", sum(file.stat().st_size for file in files))
-    found = {}
+    hashes = {}
     for file in files:
         digest = hashlib.sha256()
         with file.open("rb") as opened:
             while chunk := opened.read(CHUNK):
                 digest.update(chunk)
                 progress.advance(len(chunk))
-        found[str(file.relative_to(folder))] = file.stat().st_size, digest.hexdigest()
-    return found
+        hashes[str(file.relative_to(folder))] = file.stat().st_size, digest.hexdigest()
+    return hashes

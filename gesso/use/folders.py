@@ -1,7 +1,7 @@
 """A folder of a model → the recipe to load it and draw from it.
 
-Gesso's own exports carry the recipe of their run, recipe.toml. Of others' folders the files say
-what they are, and what they do not say (steps, guidance, size) is as their library would draw.
+Gesso's own exports carry the recipe of their run, recipe.toml. The files of other folders say what
+the model is; the rest (steps, guidance, size) is as their library has it by default.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def recipe_of(folder: Path, overrides: Sequence[str] = ()) -> FolderRecipe:
 
 
 def _exported(folder: Path, overrides: Sequence[str]) -> FolderRecipe:
-    """One of ours: as its run drew, from the weights that lie here."""
+    """An export of Gesso's: samples as its run did, from the weights of this folder."""
     where = str(folder / RECIPE)
     data = tables.changed(tables.read_toml(folder / RECIPE), overrides)
     untrained = parse(Recipe, data, where)  # as a run's: nothing that it names is imported yet
@@ -86,24 +86,24 @@ def _foreign(folder: Path, model: dict[str, Any], overrides: Sequence[str]) -> F
     import torch
 
     model["dtype"] = "bfloat16" if torch.cuda.is_available() else "float32"
-    tables_of = tables.changed({"model": model}, overrides)
-    if tables_of["model"]["path"] is None:
+    sections = tables.changed({"model": model}, overrides)
+    if sections["model"]["path"] is None:
         raise UserError(
             f"{folder} is an adapter and does not say of which model: no base_model in a README.md;"
             " give the folder of its base by --set model.path=DIR"
         )
-    for section, defaults in _defaults(folder, tables_of["model"]["path"]).items():
-        tables_of[section] = defaults | tables_of.get(section, {})
-    recipe = build.model_recipe_from(_without_training(tables_of), str(folder))
-    path = tables_of["model"]["lora"].pop("path", None)
+    for section, defaults in _defaults(folder, sections["model"]["path"]).items():
+        sections[section] = defaults | sections.get(section, {})
+    recipe = build.model_recipe_from(_without_training(sections), str(folder))
+    path = sections["model"]["lora"].pop("path", None)
     untrained = None
     if path is not None:
-        untrained = build.model_recipe_from(_without_training(tables_of), str(folder))
+        untrained = build.model_recipe_from(_without_training(sections), str(folder))
     return FolderRecipe(recipe, untrained)
 
 
-def _without_training(tables_of: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in tables_of.items() if key not in TRAINING}
+def _without_training(sections: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in sections.items() if key not in TRAINING}
     if isinstance(kept.get("data"), dict):
         kept["data"] = {key: value for key, value in kept["data"].items() if key not in DATA}
     return kept
@@ -170,8 +170,8 @@ def _json(base: str, file: str, folder: Path) -> dict[str, Any] | None:
     """A file of a folder, or of a model of the hub; None: it has no such file."""
     path = resolve_path(base)
     if not path.is_dir():
-        found = _from_hub(base, file, folder)
-        path = found.parent if found is not None else path
+        downloaded = _from_hub(base, file, folder)
+        path = downloaded.parent if downloaded is not None else path
         file = Path(file).name
     if not (path / file).is_file():
         return None
@@ -180,14 +180,14 @@ def _json(base: str, file: str, folder: Path) -> dict[str, Any] | None:
 
 def _read(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8-sig"))
+        content = json.loads(file.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not valid JSON: {error}") from error
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{file} holds {found!r:.40}; expected an object")
-    return found
+    if not isinstance(content, dict):
+        raise UserError(f"{file} holds {content!r:.40}; expected an object")
+    return content
 
 
 def _from_hub(base: str, file: str, folder: Path) -> Path | None:
@@ -236,12 +236,12 @@ def _diffusers_lora(folder: Path) -> dict[str, Any]:
     }
 
 
-def _base(folder: Path, said: str | None) -> str | None:
+def _base(folder: Path, stated: str | None) -> str | None:
     """The model an adapter belongs to: by its config, or by its card."""
     card = folder / "README.md"
-    if said or not card.is_file():
-        return said
+    if stated or not card.is_file():
+        return stated
     from huggingface_hub import ModelCard
 
-    found = ModelCard.load(card).data.to_dict().get("base_model")
-    return found[0] if isinstance(found, list) else found
+    base = ModelCard.load(card).data.to_dict().get("base_model")
+    return base[0] if isinstance(base, list) else base

@@ -43,8 +43,8 @@ def sheet(rows: Sequence[Row], columns: Sequence[str] = ()) -> Image:
     height = max(h for _, h in sizes) + 2 * LINE + GAP
     across = max(len(row.cells) for row in rows)
     top = GAP + (LINE if columns else 0)
-    made = Image.new("RGB", (GAP + width * across, top + height * len(rows)), PAPER)
-    pen = ImageDraw.Draw(made)
+    image = Image.new("RGB", (GAP + width * across, top + height * len(rows)), PAPER)
+    pen = ImageDraw.Draw(image)
     for place, title in enumerate(columns):
         pen.text((GAP + place * width, GAP // 2), _fit(title, width, 15), fill=INK, font=_font(15))
     for row, pictures in zip(rows, scaled, strict=True):
@@ -52,12 +52,12 @@ def sheet(rows: Sequence[Row], columns: Sequence[str] = ()) -> Image:
         for place, (cell, picture) in enumerate(zip(row.cells, pictures, strict=True)):
             left, below = GAP + place * width, top + LINE
             if picture is not None:
-                made.paste(picture, (left, below))
+                image.paste(picture, (left, below))
                 below += picture.height
             caption = _fit(cell.caption, width, 13)
             pen.text((left, below + 2), caption, fill=FAINT, font=_font(13))
         top += height
-    return made
+    return image
 
 
 def _scaled(picture: Image | None) -> Image | None:
@@ -91,8 +91,8 @@ def curve(title: str, lines: Mapping[str, Points], size: tuple[int, int] = (640,
         share = (marks[-1] - value) / (marks[-1] - marks[0])
         return x * FINE, (head + share * (height - head - foot)) * FINE
 
-    made = Image.new("RGB", (width * FINE, height * FINE), PAPER)
-    pen = ImageDraw.Draw(made)
+    image = Image.new("RGB", (width * FINE, height * FINE), PAPER)
+    pen = ImageDraw.Draw(image)
     gap = marks[1] - marks[0]
 
     def write(x: float, y: float, text: str, colour: str, anchor: str, points: int = 12) -> None:
@@ -105,21 +105,21 @@ def curve(title: str, lines: Mapping[str, Points], size: tuple[int, int] = (640,
     for step in dict.fromkeys((start, start + reach)):
         write(at(step, marks[0])[0], (height - foot + 8) * FINE, f"step {step}", FAINT, "mt")
     write(left * FINE, 10 * FINE, title, INK, "lt", 14)
-    x, told = float(left), list[float]()
+    x, labels = float(left), list[float]()
     for (name, points), colour in zip(lines.items(), COLOURS, strict=False):
         path = [at(*point) for point in points]
         pen.line(path, fill=colour, width=2 * FINE, joint="curve")
         for px, py in path if len(path) <= 24 else (path[0], path[-1]):
             pen.ellipse([px - 3 * FINE, py - 3 * FINE, px + 3 * FINE, py + 3 * FINE], fill=colour)
         y = path[-1][1]
-        while any(abs(y - other) < 13 * FINE for other in told):  # labels do not lie on each other
+        while any(abs(y - other) < 13 * FINE for other in labels):  # no overlap
             y += 13 * FINE
-        told.append(y)
+        labels.append(y)
         write(path[-1][0] + 8 * FINE, y, f"{points[-1][1]:.3f}", colour, "lm")
         if len(lines) > 1:
             write(x * FINE, 29 * FINE, name, colour, "lt")
             x += _font(12).getlength(plain(name)) + 18
-    return made.resize(size, Resampling.LANCZOS)
+    return image.resize(size, Resampling.LANCZOS)
 
 
 def _digits(gap: float) -> int:
@@ -129,8 +129,8 @@ def _digits(gap: float) -> int:
 def plain(text: str) -> str:
     """In the letters that the font has; a "?" for each other."""
     marks = {"→": "->", "–": "-", "—": "-", "−": "-", "…": "...", "“": '"', "”": '"', "’": "'"}
-    for mark, said in marks.items():
-        text = text.replace(mark, said)
+    for mark, plain in marks.items():
+        text = text.replace(mark, plain)
     letters = unicodedata.normalize("NFKD", " ".join(text.split()))
     letters = "".join(c for c in letters if not unicodedata.combining(c))
     return letters.encode("ascii", "replace").decode()

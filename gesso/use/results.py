@@ -9,32 +9,34 @@ from typing import Any
 
 from gesso.types import Sample, Score, UserError
 from gesso.use.evaluate import Evaluation, summary
-from gesso.use.sampling import said
+from gesso.use.sampling import caption_of
 
 SHOWN = 24  # prompts on the sheet
 
 
-def write(found: Sequence[Evaluation], folder: Path) -> None:
+def write(evaluations: Sequence[Evaluation], folder: Path) -> None:
     """eval.json, samples.jsonl; of models that draw pictures/MODEL/PROMPT-SAMPLE.png, sheet.png."""
     try:
-        _write(found, folder)
+        _write(evaluations, folder)
     except OSError as error:
         raise UserError(f"the results cannot be written to {folder}: {error}") from error
 
 
-def _write(found: Sequence[Evaluation], folder: Path) -> None:
+def _write(evaluations: Sequence[Evaluation], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
-    for number, one in enumerate(found):
+    for number, one in enumerate(evaluations):
         for i, (sample, score) in enumerate(zip(one.samples, one.scores, strict=True)):
             place = f"{one.row[i]:04d}-{i % (len(one.samples) // len(one.prompts))}"
             file = _save(sample, folder / "pictures" / str(number) / f"{place}.png")
             image = str(file.relative_to(folder)) if file else None
             lines.append(json.dumps(_row(one.name, sample, score, image)) + "\n")
     (folder / "samples.jsonl").write_text("".join(lines), encoding="utf-8")
-    (folder / "eval.json").write_text(json.dumps(summary(found), indent=2) + "\n", encoding="utf-8")
-    if found[0].samples[0].image is not None:
-        _sheet(found).save(folder / "sheet.png")
+    (folder / "eval.json").write_text(
+        json.dumps(summary(evaluations), indent=2) + "\n", encoding="utf-8"
+    )
+    if evaluations[0].samples[0].image is not None:
+        _sheet(evaluations).save(folder / "sheet.png")
 
 
 def _save(sample: Sample, file: Path) -> Path | None:
@@ -61,16 +63,19 @@ def _row(name: str, sample: Sample, score: Score, image: str | None) -> dict[str
     }
 
 
-def _sheet(found: Sequence[Evaluation]) -> Any:
+def _sheet(evaluations: Sequence[Evaluation]) -> Any:
     """The first sample of the first prompts, the models side by side."""
     from PIL import Image
 
     from gesso.use.pictures import Cell, Row, sheet
 
-    per = len(found[0].samples) // len(found[0].prompts)
+    per = len(evaluations[0].samples) // len(evaluations[0].prompts)
     rows = []
-    for p, prompt in enumerate(found[0].prompts[:SHOWN]):
+    for p, prompt in enumerate(evaluations[0].prompts[:SHOWN]):
         i = p * per
-        cells = [Cell(Image.fromarray(f.samples[i].picture), said(f.scores[i])) for f in found]
+        cells = [
+            Cell(Image.fromarray(f.samples[i].picture), caption_of(f.scores[i]))
+            for f in evaluations
+        ]
         rows.append(Row(prompt.text, cells))
-    return sheet(rows, [one.name for one in found])
+    return sheet(rows, [one.name for one in evaluations])

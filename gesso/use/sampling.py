@@ -1,5 +1,5 @@
-"""Samples of some prompts from one model or several, with the same seeds: drawn, scored if asked
-for, and written to files that say what they are."""
+"""Samples of some prompts from one model or several, with the same seeds: drawn, scored if
+requested, and written to files whose names say what they are."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Drawn:
     n: int
     seed: int
     samples: Sequence[Sample]
-    scores: Sequence[Score]  # none where no reward was asked for
+    scores: Sequence[Score]  # none without rewards
 
     def __iter__(self) -> Iterator[tuple[int, int, Sample, Score | None]]:
         """(prompt, which of its n, sample, score)"""
@@ -104,30 +104,30 @@ def _prompts(loaded: LoadedModel, wanted: Wanted, progress: Progress) -> list[Pr
     return prompts + more
 
 
-def save(found: Sequence[Drawn], folder: Path) -> dict[tuple[str, int, int], Path]:
+def save(drawn_all: Sequence[Drawn], folder: Path) -> dict[tuple[str, int, int], Path]:
     """Pictures into files; (model, prompt, which) → file. The name says prompt, seed and model; so
     does what PNG keeps beside the pixels."""
     try:
-        return _save(found, folder)
+        return _save(drawn_all, folder)
     except OSError as error:
         raise UserError(f"pictures cannot be written to {folder}: {error}") from error
 
 
-def _save(found: Sequence[Drawn], folder: Path) -> dict[tuple[str, int, int], Path]:
+def _save(drawn_all: Sequence[Drawn], folder: Path) -> dict[tuple[str, int, int], Path]:
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
     folder.mkdir(parents=True, exist_ok=True)
     files = {}
-    for drawn in found:
+    for drawn in drawn_all:
         several = len(drawn.samples) > drawn.n
         for i, j, sample, _ in drawn:
             number = f"{i + 1:03d}-" if several else ""
             seed = f"seed{drawn.seed}-{j}"
             file = folder / f"{number}{slug(sample.prompt.text)}_{seed}_{drawn.source.label}.png"
             about = PngInfo()
-            told = {"prompt": sample.prompt.text, "seed": seed, "model": drawn.source.name}
-            for key, value in told.items():
+            metadata = {"prompt": sample.prompt.text, "seed": seed, "model": drawn.source.name}
+            for key, value in metadata.items():
                 about.add_itxt(key, value)
             Image.fromarray(sample.picture).save(file, pnginfo=about)
             files[drawn.source.name, i, j] = file
@@ -136,37 +136,38 @@ def _save(found: Sequence[Drawn], folder: Path) -> dict[tuple[str, int, int], Pa
 
 def slug(text: str, most: int = 48) -> str:
     words = re.findall(r"[a-z0-9]+", text.lower())
-    made = "-".join(words)[:most].strip("-")
-    return made or "prompt"
+    return "-".join(words)[:most].strip("-") or "prompt"
 
 
-def save_sheet(found: Sequence[Drawn], file: Path) -> None:
-    if found[0].texts:
+def save_sheet(drawn_all: Sequence[Drawn], file: Path) -> None:
+    if drawn_all[0].texts:
         raise UserError("this model writes; a sheet is of pictures, leave out --sheet")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        _sheet(found).save(file)
+        _sheet(drawn_all).save(file)
     except (OSError, ValueError) as error:
         raise UserError(f"the sheet {file} cannot be written: {error}") from error
 
 
-def _sheet(found: Sequence[Drawn]) -> Any:
+def _sheet(drawn_all: Sequence[Drawn]) -> Any:
     """Of one model a row a prompt; of several a row a picture, the models side by side."""
     from PIL import Image
 
     from gesso.use.pictures import Cell, Row, sheet
 
     def cell(drawn: Drawn, i: int) -> Cell:
-        caption = said(drawn.scores[i]) if drawn.scores else f"seed {drawn.seed}-{i % drawn.n}"
+        caption = (
+            caption_of(drawn.scores[i]) if drawn.scores else f"seed {drawn.seed}-{i % drawn.n}"
+        )
         return Cell(Image.fromarray(drawn.samples[i].picture), caption)
 
-    first = found[0]
+    first = drawn_all[0]
     count = len(first.samples)
-    if len(found) > 1:
+    if len(drawn_all) > 1:
         rows = [
-            Row(first.samples[i].prompt.text, [cell(d, i) for d in found]) for i in range(count)
+            Row(first.samples[i].prompt.text, [cell(d, i) for d in drawn_all]) for i in range(count)
         ]
-        return sheet(rows, [drawn.source.name for drawn in found])
+        return sheet(rows, [drawn.source.name for drawn in drawn_all])
     starts = range(0, count, first.n)
     return sheet(
         [
@@ -177,23 +178,23 @@ def _sheet(found: Sequence[Drawn]) -> Any:
     )
 
 
-def said(score: Score) -> str:
+def caption_of(score: Score) -> str:
     if not score.ok:
         return f"no score: {score.error or 'it does not apply'}"
     parts = [f"{name} {value:.3f}" for name, value in score.parts.items() if "/" not in name]
     return ", ".join(parts)
 
 
-def told(
-    found: Sequence[Drawn], files: dict[tuple[str, int, int], Path]
+def report(
+    drawn_all: Sequence[Drawn], files: dict[tuple[str, int, int], Path]
 ) -> tuple[str, dict[str, Any]]:
     """What the command answers: lines for a person, and the same for a program."""
     lines, rows = [], []
-    many = len(found) > 1 or len(found[0].samples) > found[0].n
-    for drawn in found:
+    many = len(drawn_all) > 1 or len(drawn_all[0].samples) > drawn_all[0].n
+    for drawn in drawn_all:
         for i, j, sample, score in drawn:
             key = drawn.source.name, i, j
-            scored = "" if score is None else f"  {said(score)}"
+            scored = "" if score is None else f"  {caption_of(score)}"
             if drawn.texts:
                 head = [f"# {drawn.source.name}: {sample.prompt.text}"] if many and j == 0 else []
                 lines += [*head, sample.reply, *([scored.strip()] if scored else [])]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gesso.config import ZOO, Model, TokenModel
-from gesso.types import Picture, Prompt, SampleSpec, UserError
+from gesso.types import Picture, Prompt, ReplySpec, SampleSpec, UserError
 from gesso.use.loaded import AS_EVALUATED, LoadedModel, picture_seeds
 
 EXAMPLE = "example.png"
@@ -49,14 +49,14 @@ def _drawing(loaded: LoadedModel, section: Model, prompt: str, whole: bool) -> s
     parts, optional = model.pipe.components, type(model.pipe)._optional_components
     absent = [name for name, part in parts.items() if part is None and name not in optional]
     half = section.dtype != "float32"
-    told = [f"{name}=None" for name in absent] + [f"dtype=torch.{section.dtype}"] * half
-    options = "".join(f", {one}" for one in told)
-    said = [f"height={spec.height}, width={spec.width}", f"num_inference_steps={spec.steps}"]
+    arguments = [f"{name}=None" for name in absent] + [f"dtype=torch.{section.dtype}"] * half
+    options = "".join(f", {one}" for one in arguments)
+    call = [f"height={spec.height}, width={spec.width}", f"num_inference_steps={spec.steps}"]
     if model.pipeline == "QwenImagePipeline":
-        said += [f'negative_prompt="", true_cfg_scale={spec.guidance:g}']
+        call += [f'negative_prompt="", true_cfg_scale={spec.guidance:g}']
     elif model.guidance != "none":
-        said += [f"guidance_scale={spec.guidance:g}"]
-    said += [f"max_sequence_length={model.text_length}"]
+        call += [f"guidance_scale={spec.guidance:g}"]
+    call += [f"max_sequence_length={model.text_length}"]
     (seed,) = picture_seeds(0, 1)
     lines = [
         *(["import importlib.resources", ""] if section.path.startswith(ZOO) and not whole else []),
@@ -70,7 +70,7 @@ def _drawing(loaded: LoadedModel, section: Model, prompt: str, whole: bool) -> s
         *(['pipe.to("cuda")'] if half else []),
         "picture = pipe(",
         f"    {prompt!r},",
-        *(f"    {one}," for one in said),
+        *(f"    {one}," for one in call),
         f"    generator=torch.Generator().manual_seed({seed}),  # gesso's seed 0",
         ").images[0]",
         'picture.save("picture.png")',
@@ -88,7 +88,8 @@ def _base(path: str) -> str:
 def _writing(loaded: LoadedModel, section: TokenModel, example: Example, whole: bool) -> str:
     model: Any = loaded.model
     spec = loaded.spec(AS_EVALUATED, several=False)
-    asked, _ = ask(loaded, example)
+    assert isinstance(spec, ReplySpec)
+    prompt, _ = ask(loaded, example)
     half = section.dtype != "float32"
     dtype = f", dtype=torch.{section.dtype}" if half else ""
     loads = f"{model.auto}.from_pretrained({'folder' if whole else 'base'}{dtype})"
@@ -107,13 +108,13 @@ def _writing(loaded: LoadedModel, section: TokenModel, example: Example, whole: 
         f"model = {loads if whole else f'PeftModel.from_pretrained({loads}, folder)'}",
         *(['model.to("cuda")'] if half else []),
         "tokenizer = AutoTokenizer.from_pretrained(folder)",
-        f"messages = {json.dumps(_messages(asked), ensure_ascii=False)}",
+        f"messages = {json.dumps(_messages(prompt), ensure_ascii=False)}",
         f"text = tokenizer.apply_chat_template(messages, {TEMPLATED})",
         *(_looking(section) if sees else _reading()),
         "inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}",
         *_never(loaded),
         "reply = model.generate(",
-        f"    **inputs, max_new_tokens={spec.max_tokens}, do_sample=False, suppress_tokens=never",  # type: ignore[union-attr]
+        f"    **inputs, max_new_tokens={spec.max_tokens}, do_sample=False, suppress_tokens=never",
         ")",
         'reply = reply[0, inputs["input_ids"].shape[1] :]',
         "print(tokenizer.decode(reply, skip_special_tokens=True))",
@@ -128,17 +129,17 @@ def _never(loaded: LoadedModel) -> list[str]:
         "vocabulary = model.get_input_embeddings().weight.shape[0]",
         "never = [*range(len(tokenizer), vocabulary)]",
     ]
-    if loaded.recipe.model.name == "vision-language":
+    if loaded.family.sees(loaded.model):
         kinds = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
         lines.append(f"never += [getattr(model.config, kind) for kind in {kinds}]")
     return lines
 
 
-def _messages(asked: Prompt) -> list[Any]:
+def _messages(prompt: Prompt) -> list[Any]:
     """As chat templates take them: those of models that only read know texts alone."""
-    parts = [*({"type": "image"} for _ in asked.images), {"type": "text", "text": asked.text}]
-    messages = asked.messages or ({"role": "user", "content": parts},)
-    if asked.images:
+    parts = [*({"type": "image"} for _ in prompt.images), {"type": "text", "text": prompt.text}]
+    messages = prompt.messages or ({"role": "user", "content": parts},)
+    if prompt.images:
         return [dict(message) for message in messages]
     return [{**message, "content": _text(message["content"])} for message in messages]
 
@@ -154,10 +155,10 @@ def _reading() -> list[str]:
 def _looking(section: TokenModel) -> list[str]:
     """What AutoProcessor does, which wants torchvision for videos."""
     bounds = {"min_pixels": section.min_pixels, "max_pixels": section.max_pixels}
-    said = "".join(f", {name}={value}" for name, value in bounds.items() if value is not None)
+    limits = "".join(f", {name}={value}" for name, value in bounds.items() if value is not None)
     return [
         "# What AutoProcessor would do; that one wants torchvision.",
-        f'look = AutoImageProcessor.from_pretrained(folder, backend="pil"{said})',
+        f'look = AutoImageProcessor.from_pretrained(folder, backend="pil"{limits})',
         f'seen = look([Image.open("{EXAMPLE}").convert("RGB")], return_tensors="pt")',
         'places = int(seen["image_grid_thw"].prod()) // look.merge_size**2',
         "place = tokenizer.convert_ids_to_tokens(model.config.image_token_id)",
