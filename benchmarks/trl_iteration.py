@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from gesso import build
-from gesso.algorithms.policy_gradient import KL, Clip, Known, ReplyAlgorithm
+from gesso.algorithms.policy_gradient import KL, Clip, PreparedResponses, ReplyAlgorithm
 from gesso.config import Recipe, resolve_path
 from gesso.models.tokens.transformer import TransformerModel
 from gesso.rewards.text.count import Count
@@ -354,14 +354,14 @@ def prove(ours: Gesso, trl: Trl, step: int = 0) -> Proof:
     inputs["advantages"] = advantages
     blank = now.new_empty(len(now), 0)
     spread = torch.where(rollout.mask, advantages[:, None], 0.0)
-    known = Known(spread, old, blank, blank, reference, blank, blank)
+    prepared = PreparedResponses(spread, old, blank, blank, reference, blank, blank)
     proof: Proof = differences_of_inputs(rollout, inputs)
     proof["log-probs"] = (float((now - theirs).abs().max()), 1e-4)
     for mode, loss_type in LOSSES.items():
         for beta in (0.0, 0.04):
             change = {"aggregation": mode, "kl": KL(beta=beta) if beta else None}
             algorithm = ours.job.algorithm.model_copy(update=change)  # type: ignore[attr-defined]
-            loss, gradients = our_gradients(ours, algorithm, rollout, known)
+            loss, gradients = our_gradients(ours, algorithm, rollout, prepared)
             trl.trainer.loss_type, trl.trainer.beta = loss_type, beta
             their_loss, their_gradients = trl_gradients(trl, inputs)
             name = f"{loss_type}, beta {beta:g}"
@@ -441,11 +441,11 @@ def differences_of_optimizers(ours: Gesso, trl: Trl) -> float:
 
 
 def our_gradients(
-    ours: Gesso, algorithm: ReplyAlgorithm, rollout: Rollout, known: Known
+    ours: Gesso, algorithm: ReplyAlgorithm, rollout: Rollout, prepared: PreparedResponses
 ) -> tuple[float, dict[str, Tensor]]:
     """As the learner goes through a mini-batch, before its clip of the norm."""
     trained = ours.job.learner.policy.trainable
-    terms = algorithm.terms(rollout, known)
+    terms = algorithm.terms(rollout, prepared)
     total = 0.0
     for index in terms.micro_batches(ours.job.recipe.learner):
         loss = algorithm.loss(ours.model, terms.rows(index)).loss.sum() / terms.total

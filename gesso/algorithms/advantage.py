@@ -1,4 +1,4 @@
-"""How an algorithm turns rewards into advantages: the same few choices for every family."""
+"""How flow algorithms turn rewards into advantages."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class Advantage(Strict):
     combine: Literal["sum", "gdpo"] = "sum"
     std: Literal["global", "group"] = "global"  # what a sum is divided by
     clip: float = Field(5.0, gt=0)
-    drop_flat: bool = False  # samples whose advantage is 0 leave the batch and its denominator
+    drop_flat: bool = False  # drop samples whose advantage is 0, from the denominator, too
 
     def __call__(self, rollout: Rollout) -> Tensor:
         """(N,) float64, within ± clip."""
         if self.combine == "gdpo":
             weights = torch.tensor(list(rollout.weights.values()), dtype=torch.float64)
-            found = adv.gdpo(rollout.components, weights, rollout.group)
+            advantages = adv.gdpo(rollout.components, weights, rollout.group)
         else:
-            found = adv.group_relative(rollout.rewards, rollout.group, self.std)
-        return found.clamp(-self.clip, self.clip)
+            advantages = adv.group_relative(rollout.rewards, rollout.group, self.std)
+        return advantages.clamp(-self.clip, self.clip)
 
     def kept(self, rollout: Rollout, multiple: int) -> Tensor:
-        """Indices of the samples to train on, as many as can be split into `multiple` parts."""
+        """Indices of the samples to train on; their number is divisible by `multiple`."""
         if not self.drop_flat:
             return torch.arange(len(rollout.samples))
-        if self.combine == "gdpo":  # centred over the batch: that of a flat group is not exactly 0
+        if self.combine == "gdpo":  # centred over the batch: not exactly 0 in a flat group
             return adv.with_spread(rollout.components, rollout.group, multiple)
         return adv.nonzero(self(rollout), multiple)

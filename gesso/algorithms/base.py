@@ -1,8 +1,8 @@
-"""What an algorithm is to the rest of Gesso: a frozen object built from pure formulas.
+"""The algorithm protocol: a frozen object built from pure formulas.
 
-The learner cuts a rollout into mini-batches (one optimizer step each) and those into micro-batches
-of *terms*: a (sample, step) pair of a flow model or a reply of a token model each. An algorithm
-says what the terms are and what each costs; it never sees an optimizer, and the learner never sees
+The learner splits a rollout into mini-batches (one optimizer step each) and those into
+micro-batches of *terms*: (sample, step) pairs of a flow model or responses of a language model. An
+algorithm defines the terms and their losses; it never sees an optimizer, and the learner never sees
 a formula.
 """
 
@@ -26,7 +26,7 @@ R = TypeVar("R", bound="Rows")
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of something: tensors, and traces of tokens, of one leading dimension."""
+    """Tensors and token traces with one leading dimension."""
 
     def rows(self: R, index: Tensor) -> R:
         cut: dict[str, Any] = {}
@@ -41,16 +41,16 @@ class Rows:
 
 @dataclass(frozen=True)
 class Prepared(Rows):
-    """What is worked out of a whole rollout before its first update, one row a sample."""
+    """Computed from a whole rollout before its first update, one row per sample."""
 
-    advantages: Tensor  # (N,) of a sample, or (N, S) of each of its tokens
+    advantages: Tensor  # (N,) per sample, or (N, S) per token
 
 
 @dataclass(frozen=True)
 class Terms(Rows, ABC):
     """Terms of one mini-batch."""
 
-    total: int  # what the summed loss is divided by
+    total: int  # divisor of the summed loss
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -63,19 +63,19 @@ class Terms(Rows, ABC):
 @dataclass(frozen=True)
 class TermLosses:
     loss: Tensor  # (T,) or their sum, with gradient
-    stats: Mapping[str, Tensor]  # flat, without: one value a term, or a token
+    stats: Mapping[str, Tensor]  # flat, without gradient: one value per term or token
 
 
 class Advantage(Protocol):
     @property
     def drop_flat(self) -> bool:
-        """Whether groups without spread leave the batch."""
+        """Whether groups without spread are dropped."""
 
     def __call__(self, rollout: Rollout) -> Tensor:
-        """(N,) of a sample, or (N, S) of each of its tokens."""
+        """(N,) per sample, or (N, S) per token."""
 
     def kept(self, rollout: Rollout, multiple: int) -> Tensor:
-        """Indices of the samples to train on, as many as can be split into `multiple` parts."""
+        """Indices of the samples to train on; their number is divisible by `multiple`."""
 
 
 class Algorithm(Protocol):
@@ -83,11 +83,11 @@ class Algorithm(Protocol):
 
     @property
     def group(self) -> int:
-        """Samples a prompt."""
+        """Samples per prompt."""
 
     @property
     def updates(self) -> int:
-        """Optimizer steps a pass over a rollout."""
+        """Optimizer steps per pass over a rollout."""
 
     @property
     def epochs(self) -> int:
@@ -95,41 +95,41 @@ class Algorithm(Protocol):
 
     @property
     def refills(self) -> int:
-        """Further batches that may be drawn in place of groups without spread."""
+        """Further batches that may be sampled to replace groups without spread."""
 
     @property
     def advantage(self) -> Advantage: ...
 
     @property
     def needs(self) -> frozenset[Which]:
-        """Copies of the weights it asks for beside the current ones."""
+        """Copies of the weights that it uses in addition to the current ones."""
 
     @property
     def terms_a_sample(self) -> int:
-        """How many terms each sample gives."""
+        """Terms per sample."""
 
     @property
     def clip_range(self) -> float | None:
-        """Width of the ratio's clip: rounding must stay under it. None without a ratio."""
+        """Width of the ratio's clip, which rounding must not exceed. None without a ratio."""
 
     def spec(self, step: int, seed: int, model: Any) -> SampleSpec | ReplySpec:
-        """How to draw batch `step`, which has this seed."""
+        """How to sample batch `step`, which has this seed."""
 
     def eval_spec(self, watched: config.Eval, model: Any, weights: Which) -> SampleSpec | ReplySpec:
-        """How to draw what is looked at."""
+        """How to sample for an evaluation."""
 
     def greedy_spec(self) -> ReplySpec | None:
-        """How to draw the greedy reply of a prompt, where samples are compared with its reward."""
+        """How to sample the greedy response to a prompt, if its reward is the baseline."""
 
     def prepare(self, model: Any, rollout: Rollout, settings: config.Learner) -> Prepared:
-        """Advantages, and whatever else is the same for all updates of this rollout."""
+        """Advantages, and all else that is the same for all updates of this rollout."""
 
     def terms(self, rollout: Rollout, prepared: Any) -> Terms:
         """All terms of these samples. What is random about them comes from the samples' seeds, so
         that it does not depend on how a batch is cut."""
 
     def loss(self, model: Any, terms: Any) -> TermLosses:
-        """Cost of each term, independent of the other terms of its micro-batch."""
+        """Loss of each term, independent of the other terms of its micro-batch."""
 
     def finish(self, policy: Policy, optimizer_steps: int) -> None:
         """After the last update of an iteration; `optimizer_steps` were taken so far in the run."""

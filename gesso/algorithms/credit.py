@@ -1,7 +1,7 @@
-"""How the rewards of replies become the advantages of their tokens.
+"""How the rewards of responses become the advantages of their tokens.
 
-Three choices cover the field: what a reward is compared with, what it is divided by, and whether a
-reply has one advantage or each token the sum of what comes after it.
+Three choices cover the field: the baseline, the divisor, and whether a response has one advantage
+or each token has the discounted sum from there on.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from gesso.config import Strict
 from gesso.formulas import advantages as adv
 from gesso.rollout import Rollout
 
-EPSILON = 1e-6  # of the reference codes for tokens; flow models have 1e-4
+EPSILON = 1e-6  # as in the reference code for tokens; flow models use 1e-4
 
 
 class Credit(Strict):
-    """baseline: `mean` of the group, the mean of the `others` in it, the prompt's `greedy` reply,
-    or `zero`. std: what the difference is divided by. per: with `reply` all tokens of a reply have
-    its advantage, and a KL in the reward is summed into that before the statistics; with `token`
-    the advantage stands on the last token, a KL is taken off at its own token, and every token has
-    the sum from there on, discounted by gamma."""
+    """baseline: the `mean` of the group, the mean of the `others` in it, the reward of the prompt's
+    `greedy` response, or `zero`. std: the divisor of the difference. per: with `reply`, all tokens
+    of a response have its advantage, and a KL in the reward is subtracted from the reward before
+    the statistics; with `token`, the advantage is that of the last token, a KL is subtracted at its
+    token, and every token has the sum from there on, discounted by gamma."""
 
     baseline: Literal["mean", "others", "greedy", "zero"] = "mean"
     std: Literal["group", "global", "one"] = "group"
     combine: Literal["sum", "gdpo"] = "sum"  # as in algorithms/advantage.py
-    clip: float | None = Field(None, gt=0)  # of a reply's advantage
+    clip: float | None = Field(None, gt=0)  # of a response's advantage
     per: Literal["reply", "token"] = "reply"
     gamma: float = Field(1.0, gt=0, le=1)
     whiten: bool = False  # over all tokens of the batch
-    drop_flat: bool = False  # groups without spread leave the batch and its denominator
-    flat_by: str | None = None  # the reward whose spread counts for that; None: the whole
+    drop_flat: bool = False  # drop groups without spread, from the denominator, too
+    flat_by: str | None = None  # the reward whose spread decides that; None: their sum
 
     @model_validator(mode="after")
     def _possible(self) -> Credit:
@@ -49,25 +49,25 @@ class Credit(Strict):
         return self
 
     def __call__(self, rollout: Rollout, penalty: Tensor | None = None) -> Tensor:
-        """(N, S) float64, 0 outside the replies. penalty: (N, S) β·KL of each token."""
+        """(N, S) float64, 0 outside the responses. penalty: (N, S) β·KL of each token."""
         mask = rollout.mask
         rewards = rollout.rewards.to(mask.device)
         if penalty is not None and self.per == "reply":
             rewards = rewards - penalty.double().sum(1)
-        found = self._of_replies(rollout, rewards)
+        of_responses = self._of_responses(rollout, rewards)
         if self.clip is not None:
-            found = found.clamp(-self.clip, self.clip)
+            of_responses = of_responses.clamp(-self.clip, self.clip)
         if self.per == "reply":
-            found = torch.where(mask, found[:, None], 0.0)
+            advantages = torch.where(mask, of_responses[:, None], 0.0)
         else:
-            found = adv.on_last(found, mask)
+            advantages = adv.on_last(of_responses, mask)
             if penalty is not None:
-                found = found - penalty.double()
-            found = adv.to_go(found, mask, self.gamma)
-        return adv.whiten(found, mask) if self.whiten else found
+                advantages = advantages - penalty.double()
+            advantages = adv.to_go(advantages, mask, self.gamma)
+        return adv.whiten(advantages, mask) if self.whiten else advantages
 
-    def _of_replies(self, rollout: Rollout, rewards: Tensor) -> Tensor:
-        """(N,)"""
+    def _of_responses(self, rollout: Rollout, rewards: Tensor) -> Tensor:
+        """(N,): one advantage per response."""
         group = rollout.group.to(rewards.device)
         if self.combine == "gdpo":
             weights = torch.tensor(list(rollout.weights.values()), dtype=torch.float64)
@@ -78,7 +78,7 @@ class Credit(Strict):
         if self.baseline == "others":
             return adv.leave_one_out(rewards, group)
         if self.baseline == "greedy":
-            assert rollout.greedy is not None, "the cluster draws it for whoever asks"
+            assert rollout.greedy is not None, "the cluster samples it for this baseline"
             return rewards - rollout.greedy.to(rewards.device)
         return rewards
 
@@ -87,6 +87,6 @@ class Credit(Strict):
             return torch.arange(len(rollout.samples))
         rewards = rollout.components if self.combine == "gdpo" else rollout.rewards[:, None]
         if self.flat_by is not None:
-            place = list(rollout.weights).index(self.flat_by)
-            rewards = rollout.components[:, place : place + 1]
+            column = list(rollout.weights).index(self.flat_by)
+            rewards = rollout.components[:, column : column + 1]
         return adv.with_spread(rewards, rollout.group, multiple)

@@ -26,7 +26,7 @@ from gesso.weights.policy import Policy
 
 @dataclass(frozen=True)
 class NoisedTerms(FlowTerms):
-    """One clean sample noised to one time each."""
+    """Each term is one clean sample, noised to one time."""
 
     clean: Tensor  # (T, C, H, W)
     noise: Tensor  # (T, C, H, W)
@@ -37,7 +37,7 @@ class NoisedTerms(FlowTerms):
 class DiffusionNFT(FlowAlgorithm):
     name: str = "diffusion-nft"
     steps: int = Field(10, ge=1, le=config.MAX_STEPS)
-    times: int = Field(9, ge=1)  # trained times a sample, out of the sampler's
+    times: int = Field(9, ge=1)  # trained times per sample, out of the sampler's
     beta: float = Field(0.1, gt=0)
     kl: float = Field(1e-4, ge=0)  # weight of mean (v − v_ref)²
     decay: Literal[1, 2] = 1  # schedule of the old policy
@@ -98,7 +98,7 @@ class DiffusionNFT(FlowAlgorithm):
     def loss(self, model: FlowModel, terms: NoisedTerms) -> TermLosses:
         cond = terms.context.cond.rows(terms.row)
         x_t = nft.noised(terms.clean, terms.noise, terms.t)
-        with torch.no_grad():  # before the pass that keeps all that its way back needs
+        with torch.no_grad():  # before the pass that saves activations for backward
             v_old = model.velocity(x_t, terms.t, cond, "old")
             v_ref = model.velocity(x_t, terms.t, cond, "reference") if self.kl > 0 else None
         v = model.velocity(x_t, terms.t, cond)

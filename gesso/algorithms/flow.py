@@ -1,4 +1,4 @@
-"""What the algorithms for flow models share."""
+"""What all algorithms for flow models share."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from gesso.types import SampleSpec, Which
 
 @dataclass(frozen=True)
 class FlowTerms(Terms):
-    """T terms. Every tensor has leading dimension T, which may be less than `total`: terms without
-    gradient are left out."""
+    """T terms. Every tensor has the leading dimension T, which may be less than `total`: terms
+    without gradient are left out."""
 
     context: FlowContext
     row: Tensor  # (T,): term → row of the context's conditioning
@@ -45,7 +45,7 @@ class FlowAlgorithm(config.Strict):
     refills: ClassVar[int] = 0
 
     def eval_spec(self, watched: config.Eval, model: config.Model, weights: Which) -> SampleSpec:
-        """No noise, the evaluation's steps and guidance."""
+        """An ODE with the evaluation's steps and guidance."""
         assert watched.guidance is not None, "build.recipe_from fills it in"
         return SampleSpec(
             steps=watched.steps,
@@ -56,7 +56,7 @@ class FlowAlgorithm(config.Strict):
         )
 
     def greedy_spec(self) -> None:
-        """A picture is compared with its group."""
+        """None: images are compared within their group."""
 
     def prepare(self, model: FlowModel, rollout: Rollout, settings: config.Learner) -> Prepared:
         return Prepared(self.advantage(rollout))

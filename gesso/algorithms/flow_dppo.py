@@ -1,5 +1,5 @@
-"""Flow-DPPO: instead of clipping the ratio, a term is left out once its step has moved too far (in
-KL) from the step that was sampled and would be pushed further."""
+"""Flow-DPPO: instead of clipping the ratio, a term is masked if its step has moved too far (in KL)
+from the sampled step and the gradient would move it further."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FlowDPPO(FlowGRPO):
 
     @property
     def clip_range(self) -> float | None:
-        return None  # nothing is clipped by the ratio: its rounding does not matter
+        return None  # the ratio clips nothing, so its rounding does not matter
 
     def surrogate(
         self, step: flow_steps.Transition, logp: Tensor, terms: StepTerms

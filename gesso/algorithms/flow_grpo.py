@@ -1,7 +1,7 @@
 """Flow-GRPO (arXiv 2505.05470): GRPO over the stochastic denoising steps of a flow model.
 
-Defaults are the authors' for SD3.5-M with the OCR reward. The algorithms beside this file are
-presets over it: another window, another step rule, another surrogate.
+Defaults are the authors' for SD3.5-M with the OCR reward. The algorithms in the neighbouring
+files are presets of it: another window, another step rule, another surrogate.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from gesso.weights.policy import Policy
 
 
 class Window(Strict):
-    """`size` consecutive steps out of [low, high), the same for a whole batch: drawing them per
-    sample collapsed a run of a peer. With `every` the window is not drawn but moves on by one step
-    after so many iterations, and wraps (MixGRPO)."""
+    """`size` consecutive steps out of [low, high), the same for a whole batch: a peer's run with
+    one window per sample collapsed. With `every` the window is not random but moves by one step
+    after `every` iterations, and wraps (MixGRPO)."""
 
     size: int = Field(3, ge=1)
     low: int = Field(0, ge=0)
@@ -39,19 +39,22 @@ class Window(Strict):
     every: int | None = Field(None, ge=1)
 
     def place(self, step: int, seed: int) -> range:
-        places = self.high - self.size - self.low + 1
-        moved = step // self.every % places if self.every else random.Random(seed).randrange(places)
-        return range(self.low + moved, self.low + moved + self.size)
+        offsets = self.high - self.size - self.low + 1
+        if self.every:
+            start = self.low + step // self.every % offsets
+        else:
+            start = self.low + random.Random(seed).randrange(offsets)
+        return range(start, start + self.size)
 
 
 @dataclass(frozen=True)
 class StepTerms(FlowTerms):
-    """One stochastic step of one sample each: from (x, σ) to (x_next, σ_next)."""
+    """Each term is one stochastic step of one sample: from (x, σ) to (x_next, σ_next)."""
 
     x: Tensor  # (T, C, H, W)
     x_next: Tensor  # (T, C, H, W)
-    old_mean: Tensor  # (T, C, H, W) where the surrogate asks for it, else empty
-    negative: Tensor  # (T, C, H, W): that branch's velocity where it is known, else empty
+    old_mean: Tensor  # (T, C, H, W) if the surrogate needs it, else empty
+    negative: Tensor  # (T, C, H, W): stored velocity of the negative branch, else empty
     sigma: Tensor  # (T,)
     sigma_next: Tensor  # (T,)
     old_logp: Tensor  # (T,)
@@ -66,12 +69,12 @@ class FlowGRPO(FlowAlgorithm):
     noise: float = Field(0.7, ge=0)
     guidance: float = Field(4.5, ge=0)  # 1: off
     guidance_gradient: GuidanceGradient = "both"
-    timestep_fraction: float = Field(0.99, gt=0, le=1)  # the first so many steps are trained
+    timestep_fraction: float = Field(0.99, gt=0, le=1)  # of the steps, from the first: trained
     window: Window | None = None
     same_noise: bool = False  # a group starts from one noise
     clip: float = Field(1e-4, gt=0)
     beta: float = Field(0.04, ge=0)  # weight of the KL to the reference
-    one_pass: bool = False  # gradients are taken while sampling; no pass of an update's own
+    one_pass: bool = False  # take gradients while sampling: an update runs no network
 
     keeps_means: ClassVar[bool] = False  # the surrogate needs the means of the sampled steps
 
@@ -145,8 +148,8 @@ class FlowGRPO(FlowAlgorithm):
     def terms(self, rollout: Rollout, prepared: Prepared) -> StepTerms | OnePassTerms:
         total, advantages = rollout.logp.numel(), prepared.advantages
         if self.beta == 0:  # without a KL term a sample whose advantage is 0 has no gradient
-            moved = advantages.nonzero()[:, 0]
-            rollout, advantages = rollout.rows(moved), advantages[moved]
+            nonzero = advantages.nonzero()[:, 0]
+            rollout, advantages = rollout.rows(nonzero), advantages[nonzero]
         trace, negatives = rollout.paths, rollout.paths.negatives
         advantages = advantages.float().to(trace.row.device)
         if trace.per_sample_grads is not None:
@@ -173,7 +176,7 @@ class FlowGRPO(FlowAlgorithm):
         if isinstance(terms, OnePassTerms):
             return TermLosses(terms.loss(model.policy), {})
         reference = None
-        if self.beta > 0:  # before the pass that keeps all that its way back needs
+        if self.beta > 0:  # before the pass that saves activations for backward
             with torch.no_grad():
                 reference = self._transition(model, terms, "reference")
         step = self._transition(model, terms, "current")
@@ -194,7 +197,7 @@ class FlowGRPO(FlowAlgorithm):
     def surrogate(
         self, step: flow_steps.Transition, logp: Tensor, terms: StepTerms
     ) -> objectives.Surrogate:
-        """What a term's policy gradient is made of; the one place where presets differ."""
+        """The policy-gradient loss of each term; the one method in which presets differ."""
         return objectives.clipped(logp, terms.old_logp, terms.advantage, self.clip, self.clip)
 
     def _transition(
@@ -227,4 +230,4 @@ class FlowGRPO(FlowAlgorithm):
         )
 
     def finish(self, policy: Policy, optimizer_steps: int) -> None:
-        """Nothing to do: the next batch is drawn with the weights just trained."""
+        """Nothing to do: the next batch is sampled with the weights just trained."""

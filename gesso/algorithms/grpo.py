@@ -1,7 +1,7 @@
-"""GRPO (arXiv 2402.03300) for models that write, and its relatives that differ in one choice.
+"""GRPO (arXiv 2402.03300) for language models, and variants that differ in one choice.
 
-The surrogate of `grpo` is EasyR1's, those of the others their papers' or their first codes'. None
-has a KL of its own; recipes say where it is and how much.
+The surrogate of `grpo` is EasyR1's; the others follow their papers or first implementations. None
+has a KL by default; recipes add it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class GRPO(ReplyAlgorithm):
 
 
 class DrGRPO(ReplyAlgorithm):
-    """Dr.GRPO (arXiv 2503.20783): neither the spread of a group nor the length of a reply weighs
-    its gradient."""
+    """Dr.GRPO (arXiv 2503.20783): the gradient is normalised neither by the spread of a group nor
+    by the length of a response."""
 
     name: str = "dr-grpo"
     aggregation: Mode = "constant"
@@ -28,8 +28,8 @@ class DrGRPO(ReplyAlgorithm):
 
 
 class DAPO(ReplyAlgorithm):
-    """DAPO (arXiv 2503.14476): a wider clip upwards, tokens that count alike, no KL, and no groups
-    without spread: others are drawn in their place. Its penalty for long replies is the reward
+    """DAPO (arXiv 2503.14476): a higher upper clip, equal weight for every token, no KL, and groups
+    without spread are replaced by new ones. The penalty for long responses is the reward
     `overlong`."""
 
     name: str = "dapo"
@@ -40,7 +40,7 @@ class DAPO(ReplyAlgorithm):
 
 
 class GSPO(ReplyAlgorithm):
-    """GSPO (arXiv 2507.18071): one ratio a reply."""
+    """GSPO (arXiv 2507.18071): one ratio per response."""
 
     name: str = "gspo"
     surrogate: Surrogate = SequenceClip()
@@ -48,8 +48,8 @@ class GSPO(ReplyAlgorithm):
 
 
 class CISPO(ReplyAlgorithm):
-    """CISPO (MiniMax-M1, arXiv 2506.13585): the ratio is a bounded weight, and no token loses its
-    gradient."""
+    """CISPO (MiniMax-M1, arXiv 2506.13585): the ratio is a bounded weight, and every token keeps
+    its gradient."""
 
     name: str = "cispo"
     surrogate: Surrogate = Weight()

@@ -1,5 +1,5 @@
 """GRPO-Guard (arXiv 2510.22319): a ratio that is centred at 1 at every noise level, and steps that
-count alike. The clip is the authors' for SD3.5-M with the OCR reward; the recipes have
+have equal weight. The clip is the authors' for SD3.5-M with the OCR reward; the recipes have
 all of their settings."""
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class GRPOGuard(FlowGRPO):
     def surrogate(
         self, step: flow_steps.Transition, logp: Tensor, terms: StepTerms
     ) -> objectives.Surrogate:
-        """Each step's loss is divided by −dt, which a peer forgets: without it the short first
-        steps hardly count."""
+        """Each step's loss is divided by −dt. A peer omits this, and the short first steps hardly
+        count there."""
         divergence = kl.gaussian_divergence(step.mean, terms.old_mean, step.std)
-        found = objectives.guarded(
+        surrogate = objectives.guarded(
             logp, terms.old_logp, terms.advantage, divergence, step.std.flatten(), self.clip
         )
-        return replace(found, loss=found.loss / (terms.sigma - terms.sigma_next))
+        return replace(surrogate, loss=surrogate.loss / (terms.sigma - terms.sigma_next))

@@ -1,6 +1,6 @@
-"""Policy gradients for models that write: advantage × ratio × surrogate × aggregation × KL.
+"""Policy gradients for language models: advantage × ratio × surrogate × aggregation × KL.
 
-Every algorithm for tokens is a preset over the class below; PPO adds a critic.
+Every algorithm for tokens is a preset of `ReplyAlgorithm`; PPO adds a critic.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from gesso.weights.policy import Policy
 
 
 class Clip(Strict):
-    """PPO's clip of every token's ratio to [1 − low, 1 + high]; `dual` bounds bad tokens, too."""
+    """PPO: the ratio of every token, clipped to [1 − low, 1 + high]. `dual` also bounds the loss of
+    tokens with a negative advantage."""
 
     kind: Literal["clip"] = "clip"
     low: float = Field(0.2, gt=0, lt=1)
@@ -38,12 +39,14 @@ class Clip(Strict):
     def range(self) -> float | None:
         return min(self.low, self.high)
 
-    def __call__(self, logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor) -> Found:
+    def __call__(
+        self, logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor
+    ) -> objectives.Surrogate:
         return objectives.token_clipped(logp, old, advantage, self.low, self.high, self.dual)
 
 
 class SequenceClip(Strict):
-    """GSPO's: one ratio a reply, the geometric mean of its tokens'."""
+    """GSPO: one ratio per response, the geometric mean of its tokens' ratios."""
 
     kind: Literal["sequence"] = "sequence"
     low: float = Field(3e-4, gt=0, lt=1)
@@ -53,12 +56,14 @@ class SequenceClip(Strict):
     def range(self) -> float | None:
         return min(self.low, self.high)
 
-    def __call__(self, logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor) -> Found:
+    def __call__(
+        self, logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor
+    ) -> objectives.Surrogate:
         return objectives.sequence_clipped(logp, old, advantage, mask, self.low, self.high)
 
 
 class Weight(Strict):
-    """CISPO's: the ratio, bounded, weighs a plain policy gradient. The bounds are ratios."""
+    """CISPO: a policy gradient weighted by the bounded ratio. The bounds are ratios."""
 
     kind: Literal["weight"] = "weight"
     lower: float = Field(0.0, ge=0)
@@ -68,11 +73,12 @@ class Weight(Strict):
     def range(self) -> float | None:
         return self.upper - 1
 
-    def __call__(self, logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor) -> Found:
+    def __call__(
+        self, logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor
+    ) -> objectives.Surrogate:
         return objectives.cispo(logp, old, advantage, self.lower, self.upper)
 
 
-Found = objectives.Surrogate
 Surrogate = Annotated[Clip | SequenceClip | Weight, Field(discriminator="kind")]
 
 
@@ -85,23 +91,23 @@ class KL(Strict):
 
 
 @dataclass(frozen=True)
-class Known(Prepared):
-    """Of every token of a rollout. Empty, (N, 0), where nobody asked."""
+class PreparedResponses(Prepared):
+    """One value per token of a rollout. Tensors that the algorithm does not use are (N, 0)."""
 
-    old: Tensor  # (N, S) log-probs of the policy that the ratio is taken to
-    importance: Tensor  # (N, S) weights where the sampler was another engine
-    gap: Tensor  # (N, S) |log-prob of the learner − that of the sampler|, in the same place
-    reference: Tensor  # (N, S) log-probs
+    old: Tensor  # (N, S) log-probs in the ratio's denominator
+    importance: Tensor  # (N, S) weights that correct for a sampler of another engine
+    gap: Tensor  # (N, S) |log-prob of the learner − that of the sampler|, with `importance`
+    reference: Tensor  # (N, S) log-probs of the reference policy
     values: Tensor  # (N, S) of the critic
     returns: Tensor  # (N, S)
 
 
 @dataclass(frozen=True)
 class ReplyTerms(Terms):
-    """One reply each."""
+    """One response each."""
 
     trace: TokenTrace
-    known: Known
+    prepared: PreparedResponses
     weights: Tensor  # (T, S): of each token in the loss of the whole mini-batch
 
     def __len__(self) -> int:
@@ -109,7 +115,7 @@ class ReplyTerms(Terms):
 
     def rows(self, index: Tensor) -> ReplyTerms:
         return ReplyTerms(
-            self.total, self.trace.rows(index), self.known.rows(index), self.weights[index]
+            self.total, self.trace.rows(index), self.prepared.rows(index), self.weights[index]
         )
 
     def micro_batches(self, settings: config.Learner) -> Sequence[Tensor]:
@@ -117,10 +123,10 @@ class ReplyTerms(Terms):
 
 
 def batches(trace: TokenTrace, budget: int) -> list[Tensor]:
-    """Rows that fit into one pass of so many tokens, prompts included, each once."""
+    """Rows whose tokens, prompts included, fit into one pass of `budget` tokens; each row once."""
     prompts = [len(prompt) for prompt in trace.prompts]
-    replies = trace.mask.sum(1).tolist()
-    parts = pack_replies(prompts, trace.row.tolist(), replies, budget)
+    responses = trace.mask.sum(1).tolist()
+    parts = pack_replies(prompts, trace.row.tolist(), responses, budget)
     return [torch.tensor(part) for part in parts]
 
 
@@ -129,14 +135,14 @@ class ReplyAlgorithm(Strict):
     group: int = Field(8, ge=1)
     updates: int = Field(1, ge=1)
     epochs: int = Field(1, ge=1)
-    max_tokens: int = Field(1024, ge=1)  # of a reply; longer ones are cut
+    max_tokens: int = Field(1024, ge=1)  # of a response; longer ones are cut
     temperature: float = Field(1.0, gt=0)
     surrogate: Surrogate = Clip()
     aggregation: Mode = "token-mean"
     length: int | None = Field(None, ge=1)  # what "constant" divides by; None: max_tokens
     kl: KL | None = None
     advantage: Credit = Credit()
-    importance_cap: float | None = Field(None, gt=0)  # weights for a sampler of another engine
+    importance_cap: float | None = Field(None, gt=0)  # of weights for a sampler of another engine
     refills: int = Field(0, ge=0)
 
     family: ClassVar[config.FamilyName] = "writes"
@@ -186,72 +192,74 @@ class ReplyAlgorithm(Strict):
     def greedy_spec(self) -> ReplySpec | None:
         return ReplySpec(self.max_tokens, 0.0) if self.advantage.baseline == "greedy" else None
 
-    def prepare(self, model: TokenModel, rollout: Rollout, settings: config.Learner) -> Known:
-        drawn = rollout.logp
-        none = drawn.new_empty(len(drawn), 0)
-        old, importance, gap = drawn, none, none
+    def prepare(
+        self, model: TokenModel, rollout: Rollout, settings: config.Learner
+    ) -> PreparedResponses:
+        sampled = rollout.logp
+        unused = sampled.new_empty(len(sampled), 0)
+        old, importance, gap = sampled, unused, unused
         if self.importance_cap is not None:
             old = self._score(model, rollout, "current", settings)
-            importance = objectives.importance(old, drawn, self.importance_cap)
-            gap = (old - drawn).abs()
-        reference = self._score(model, rollout, "reference", settings) if self.kl else none
+            importance = objectives.importance(old, sampled, self.importance_cap)
+            gap = (old - sampled).abs()
+        reference = self._score(model, rollout, "reference", settings) if self.kl else unused
         penalty = None
         if self.kl and self.kl.place == "reward":
             penalty = self.kl.beta * kl.estimate(old, reference, self.kl.estimator)
             penalty = torch.where(rollout.mask, penalty, 0.0)
         advantages, values, returns = self.estimate(model, rollout, penalty, settings)
-        return Known(advantages, old, importance, gap, reference, values, returns)
+        return PreparedResponses(advantages, old, importance, gap, reference, values, returns)
 
     def estimate(
         self, model: TokenModel, rollout: Rollout, penalty: Tensor | None, settings: config.Learner
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Advantages (N, S), and of a critic values and returns."""
-        none = rollout.logp.new_empty(len(rollout.logp), 0)
-        return self.advantage(rollout, penalty), none, none
+        """Advantages (N, S), and a critic's values and returns."""
+        unused = rollout.logp.new_empty(len(rollout.logp), 0)
+        return self.advantage(rollout, penalty), unused, unused
 
     @torch.no_grad()
     def _score(
         self, model: TokenModel, rollout: Rollout, weights: Which, settings: config.Learner
     ) -> Tensor:
-        """(N, S) log-probs of the replies under other weights."""
-        found = torch.zeros_like(rollout.logp)
+        """(N, S) log-probs of the responses under these weights."""
+        scored = torch.zeros_like(rollout.logp)
         for part in batches(rollout.replies, settings.micro_tokens):
             logp = model.logp(rollout.replies.rows(part), self.temperature, weights).logp
-            found[part, : logp.shape[1]] = logp.to(found)
-        return found
+            scored[part, : logp.shape[1]] = logp.to(scored)
+        return scored
 
-    def terms(self, rollout: Rollout, prepared: Known) -> ReplyTerms:
+    def terms(self, rollout: Rollout, prepared: PreparedResponses) -> ReplyTerms:
         length = (self.length or self.max_tokens) if self.aggregation == "constant" else None
         weights = token_weights(rollout.mask, self.aggregation, length)
         return ReplyTerms(1, rollout.replies, prepared, weights)
 
     def loss(self, model: TokenModel, terms: ReplyTerms) -> TermLosses:
-        known, mask = terms.known, terms.trace.mask
-        now = model.logp(terms.trace, self.temperature)
-        logp = now.logp
-        found = self.surrogate(logp, known.old, known.advantages.float(), mask)
-        each = found.loss
+        prepared, mask = terms.prepared, terms.trace.mask
+        scored = model.logp(terms.trace, self.temperature)
+        logp = scored.logp
+        surrogate = self.surrogate(logp, prepared.old, prepared.advantages.float(), mask)
+        token_loss = surrogate.loss  # (T, S)
         if self.importance_cap is not None:
-            each = each * known.importance
+            token_loss = token_loss * prepared.importance
         stats = {
-            "ratio": found.ratio[mask],
-            "clipped": found.clipped[mask].float(),
-            "abs_dlogp": (logp - known.old).abs().detach()[mask],
-            "entropy": now.entropy[mask],
+            "ratio": surrogate.ratio[mask],
+            "clipped": surrogate.clipped[mask].float(),
+            "abs_dlogp": (logp - prepared.old).abs().detach()[mask],
+            "entropy": scored.entropy[mask],
         }
         if self.kl:
-            distance = kl.estimate(logp, known.reference, self.kl.estimator)
+            distance = kl.estimate(logp, prepared.reference, self.kl.estimator)
             stats["kl"] = distance.detach()[mask]
             if self.kl.place == "loss":
-                each = each + self.kl.beta * distance
+                token_loss = token_loss + self.kl.beta * distance
         if self.importance_cap is not None:
-            stats |= {"importance": known.importance[mask], "sampler_gap": known.gap[mask]}
-        loss = (terms.weights * each).sum(1)
+            stats |= {"importance": prepared.importance[mask], "sampler_gap": prepared.gap[mask]}
+        loss = (terms.weights * token_loss).sum(1)
         return TermLosses(loss + self.further(model, terms, stats), stats)
 
     def further(self, model: TokenModel, terms: ReplyTerms, stats: dict[str, Tensor]) -> Tensor:
-        """(T,) what a reply costs beside the policy's loss: nothing, without a critic."""
+        """(T,) loss of a response in addition to the policy's: 0 without a critic."""
         return terms.weights.new_zeros(len(terms))
 
     def finish(self, policy: Policy, optimizer_steps: int) -> None:
-        """Nothing to do: the next batch is drawn with the weights just trained."""
+        """Nothing to do: the next batch is sampled with the weights just trained."""

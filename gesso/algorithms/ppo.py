@@ -19,12 +19,12 @@ from gesso.rollout import Rollout
 
 
 class CriticSection(Strict):
-    """`copy`: a value head on a network of its own, started as the policy is. `lora`: on adapters
-    of its own in the policy's network, which the policy's LoRA leaves frozen; nearly free."""
+    """`copy`: a value head on a separate network, initialised from the policy. `lora`: a value head
+    on separate adapters of the policy's network, which a LoRA policy leaves frozen; nearly free."""
 
     trunk: Literal["copy", "lora"] = "copy"
     lr: float = Field(1e-5, ge=0)
-    clip: float | None = Field(None, gt=0)  # how far a value may move in an update; None: no bound
+    clip: float | None = Field(None, gt=0)  # how far a value may move in an update; None: unbounded
 
 
 class PPO(ReplyAlgorithm):
@@ -63,24 +63,24 @@ class PPO(ReplyAlgorithm):
         values = torch.zeros_like(rollout.logp)
         with torch.no_grad():
             for part in batches(rollout.replies, settings.micro_tokens):
-                found = self._critic.values(rollout.replies.rows(part))
-                values[part, : found.shape[1]] = found.to(values)
+                predicted = self._critic.values(rollout.replies.rows(part))
+                values[part, : predicted.shape[1]] = predicted.to(values)
         rewards = adv.on_last(rollout.rewards.to(mask.device), mask)
         if penalty is not None:
             rewards = rewards - penalty.double()
-        found = adv.gae(rewards, values, mask, self.advantage.gamma, self.lam)
-        advantages = found.advantages
+        estimate = adv.gae(rewards, values, mask, self.advantage.gamma, self.lam)
+        advantages = estimate.advantages
         if self.advantage.whiten:
             advantages = adv.whiten(advantages, mask)
-        return advantages, values, found.returns
+        return advantages, values, estimate.returns
 
     def further(self, model: TokenModel, terms: ReplyTerms, stats: dict[str, Tensor]) -> Tensor:
-        """The value loss. The critic's weights are apart from the policy's, so no factor between
-        the two losses is needed."""
+        """The value loss. Critic and policy share no trained weights, so the two losses need no
+        relative factor."""
         assert self._critic is not None, "`with_critic` gives it one"
-        known, mask = terms.known, terms.trace.mask
+        prepared, mask = terms.prepared, terms.trace.mask
         values = self._critic.values(terms.trace)
-        each = objectives.value_loss(values, known.values, known.returns, self.critic.clip)
-        error = (values.detach() - known.returns)[mask]
+        loss = objectives.value_loss(values, prepared.values, prepared.returns, self.critic.clip)
+        error = (values.detach() - prepared.returns)[mask]
         stats |= {"value": values.detach()[mask], "value_error": error.abs()}
-        return (terms.weights * each).sum(1)
+        return (terms.weights * loss).sum(1)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gesso.algorithms.base import Algorithm
-from gesso.algorithms.policy_gradient import Known, ReplyAlgorithm, ReplyTerms
+from gesso.algorithms.policy_gradient import PreparedResponses, ReplyAlgorithm, ReplyTerms
 from gesso.config import Recipe
 from gesso.memory.functions import Autocast, Replaced
 from gesso.memory.meta import Load, nbytes, tensors_of
@@ -141,8 +141,9 @@ def _terms(model: TransformerModel, algorithm: ReplyAlgorithm, recipe: Recipe) -
     mask = torch.ones(n, reply, dtype=torch.bool)
     ids = torch.zeros(n, reply, dtype=torch.long)
     trace = TokenTrace(prompts, torch.arange(n), ids, mask, torch.zeros(n, dtype=torch.bool))
-    known = Known(*(torch.empty(n, reply, device="meta") for _ in dataclasses.fields(Known)))
-    return ReplyTerms(1, trace, known, torch.empty(n, reply, device="meta"))
+    fields = dataclasses.fields(PreparedResponses)
+    prepared = PreparedResponses(*(torch.empty(n, reply, device="meta") for _ in fields))
+    return ReplyTerms(1, trace, prepared, torch.empty(n, reply, device="meta"))
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What a sampler is to the rest of Gesso, and what it hands over."""
+"""The sampler protocol and its output."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Trace = TypeVar("Trace", FlowTrace, TokenTrace)
 
 @dataclass(frozen=True)
 class Piece(Generic[Trace]):
-    """Samples that are finished; pieces arrive while the rest is still in the making, and not
-    always in order: `index` says which samples of the call they are."""
+    """Finished samples. Pieces arrive while the others are still being sampled, and not always in
+    order: `index` holds their positions in the call."""
 
     index: list[int]  # n
     samples: list[Sample]  # n
@@ -39,7 +39,7 @@ class Sampler(Protocol):
         """One sample of prompts[row[i]] from seeds[i] for every i, as an algorithm's spec says."""
 
     def describe(self, rollout: Rollout) -> dict[str, float]:
-        """What there is to say of these samples, apart from their rewards."""
+        """Metrics of these samples, apart from their rewards."""
 
     def close(self) -> None:
-        """Give back what it holds beside the model."""
+        """Release all resources but the model."""

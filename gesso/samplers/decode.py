@@ -1,16 +1,16 @@
-"""The one decoding loop, for every model that writes.
+"""The one decoding loop, for every language model.
 
-Each distinct prompt is read once, and its keys and values are copied to every sample of it. `batch`
-slots hold the sequences in the making: a finished one leaves its slot and a waiting one enters.
+Each distinct prompt is prefilled once, and its keys and values are copied to every sample of it.
+`batch` slots hold the running sequences: when one finishes, a waiting one takes its slot.
 
-Each sample has its own seed: the token at a place is where the distribution function of
-softmax(logits / temperature) passes a uniform number drawn on the CPU for that place. So a reply
-does not depend on the batch, on its slot, on its neighbours or on the device. There is no top-p and
-no top-k: tokens would then come from another distribution than the one whose log-probs are
-trained, and every ratio would be biased.
+Each sample has its own seed: every token is found by inverting the cumulative distribution of
+softmax(logits / temperature) at a uniform number, drawn on the CPU for its position. So a response
+does not depend on the batch, the slot, the neighbours or the device. There is no top-p and no
+top-k: tokens would come from another distribution than the one whose log-probs are trained, and
+every ratio would be biased.
 
-Temperature 0 is greedy: the likeliest token, with its log-prob at temperature 1, as `logp` of the
-model has it.
+Temperature 0 is greedy: the likeliest token, with its log-prob at temperature 1, as in the model's
+`logp`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from torch import Tensor
 from gesso.models.tokens.base import Read, TokenModel
 from gesso.models.tokens.packing import pack
 from gesso.rollout import Rollout, TokenPrompt, TokenTrace
-from gesso.samplers import responses as replies
+from gesso.samplers import responses
 from gesso.samplers.base import Piece
 from gesso.samplers.drawing import drawn, drawn_from_raw
-from gesso.samplers.responses import Asked, Reply
+from gesso.samplers.responses import Response, ResponseRequest
 from gesso.samplers.slots import SlotCache
 from gesso.types import Prompt, ReplySpec
 from gesso.weights.publish import HeldWeights, Publication
 
 READ_AT_ONCE = 8192
-"""Tokens of prompts that are read in one pass."""
+"""Maximum number of prompt tokens in one prefill pass."""
 
 
 class DecodingSampler:
@@ -50,33 +50,33 @@ class DecodingSampler:
     def sample(
         self, prompts: Sequence[Prompt], row: Sequence[int], seeds: Sequence[int], spec: ReplySpec
     ) -> Iterator[Piece[TokenTrace]]:
-        """One reply to prompts[row[i]] from seeds[i] for every i, in pieces as they finish."""
+        """One response to prompts[row[i]] from seeds[i] for every i, in pieces as they finish."""
         with self.model.policy.folded(soon=spec.weights):
             yield from self._pieces(prompts, row, seeds, spec)
 
     def _pieces(
         self, prompts: Sequence[Prompt], row: Sequence[int], seeds: Sequence[int], spec: ReplySpec
     ) -> Iterator[Piece[TokenTrace]]:
-        encoded = replies.encoded(self.model, prompts)
-        asked = Asked(prompts, encoded, row, seeds)
-        kind = _Fixed if self.model.device.type == "cuda" else _Writing
-        writing = kind(self, encoded, row, seeds, spec)
+        encoded = responses.encode_prompts(self.model, prompts)
+        request = ResponseRequest(prompts, encoded, row, seeds)
+        kind = _FixedShapeDecoding if self.model.device.type == "cuda" else _Decoding
+        decoding = kind(self, encoded, row, seeds, spec)
         prepared = self.model.writing(spec.weights)
-        while writing.unfinished:
-            # Contexts are left before a piece is handed over: whoever takes it runs in none.
+        while decoding.unfinished:
+            # Both contexts end before the piece is yielded: they must not apply to the caller.
             with torch.no_grad(), prepared():
-                done = writing.advance(replies.piece_size(self.batch))
-            yield asked.piece(done, self.model)
+                finished = decoding.advance(responses.piece_size(self.batch))
+            yield request.piece(finished, self.model)
 
     def describe(self, rollout: Rollout) -> dict[str, float]:
-        return replies.describe(rollout)
+        return responses.describe(rollout)
 
     def close(self) -> None:
-        """It holds nothing beside the model."""
+        """Nothing to release."""
 
 
 class _Buffers:
-    """Of every slot: what was drawn so far, and the uniform numbers it is drawn with."""
+    """For every slot: the tokens drawn so far, and the uniform numbers for drawing them."""
 
     def __init__(self, slots: int, longest: int, device: torch.device) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
@@ -86,18 +86,17 @@ class _Buffers:
         self.logp = zeros(slots, longest, dtype=torch.float32)
         self.uniform = zeros(slots, longest, dtype=torch.float64)
         self.count = zeros(slots)  # tokens drawn
-        self.last = zeros(slots)  # the token that is fed next,
-        self.position = zeros(slots)  # and its place
+        self.last = zeros(slots)  # next input token
+        self.position = zeros(slots)  # position of that token
 
     def move(self, source: int, target: int) -> None:
         for buffer in (self.tokens, self.logp, self.uniform, self.count, self.last, self.position):
             buffer[target] = buffer[source]
 
 
-class _Writing:
-    """The replies of one sampling call, from the first waiting one to the last finished one. A step
-    costs what its sequences cost: the running ones lie in the first slots, and the buffers are read
-    as far as the longest of them."""
+class _Decoding:
+    """All responses of one sampling call. The cost of a step follows its running sequences: they
+    occupy the first slots, and the cache is read up to the longest of them."""
 
     def __init__(
         self,
@@ -113,74 +112,75 @@ class _Writing:
         self.waiting = deque(range(len(seeds)))
         self.free = list(range(slots))
         self.running: dict[int, int] = {}  # slot → sample
-        self.finished: list[Reply] = []
-        self.wanted = Counter(row)  # prompt → samples of it that still wait
-        self.known: dict[int, Read] = {}  # prompts that are read and still wanted
+        self.finished: list[Response] = []
+        self.pending = Counter(row)  # prompt → number of its samples that still wait
+        self.prefilled: dict[int, Read] = {}  # prompts with samples that still wait
         self.buffers = _Buffers(slots, spec.max_tokens, self.model.device)
-        self.cache: SlotCache | None = None  # from the first prompt on, which tells its shape
+        self.cache: SlotCache | None = None  # made with the first prompt, which has its shape
 
     @property
     def unfinished(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def advance(self, at_least: int) -> list[Reply]:
-        """Write on until so many replies are finished, or all."""
+    def advance(self, at_least: int) -> list[Response]:
+        """Decode until `at_least` responses are finished, or all."""
         while self.unfinished and len(self.finished) < at_least:
             if self.waiting and self.free:
                 self._enter()
             else:
                 self._step()
-        done, self.finished = self.finished, []
-        return done
+        finished, self.finished = self.finished, []
+        return finished
 
     def _enter(self) -> None:
-        """Waiting samples take the free slots; their first tokens come from their prompts."""
+        """Assign free slots to waiting samples; their prompts give the first tokens."""
         n = min(len(self.waiting), len(self.free))
         samples = [self.waiting.popleft() for _ in range(n)]
         self.free.sort()
         slots, self.free = self.free[:n], self.free[n:]
         self.running |= zip(slots, samples, strict=True)
         rows = [self.row[i] for i in samples]
-        self._read(list(dict.fromkeys(rows)))
-        cache = self.cache = self.cache or self._room(self.known[rows[0]])
+        self._prefill(list(dict.fromkeys(rows)))
+        cache = self.cache = self.cache or self._new_cache(self.prefilled[rows[0]])
         for r in dict.fromkeys(rows):
-            cache.fill([s for s, its in zip(slots, rows, strict=True) if its == r], self.known[r])
-        read = [self.known[r] for r in rows]
+            same = [slot for slot, row in zip(slots, rows, strict=True) if row == r]
+            cache.fill(same, self.prefilled[r])
+        read = [self.prefilled[r] for r in rows]
         buffers, at = self.buffers, self._index(slots)
         uniform = torch.stack([_uniform(self.seeds[i], self.spec.max_tokens) for i in samples])
         buffers.uniform[at] = uniform.to(self.model.device)
         buffers.count[at] = 0
         buffers.position[at] = self._index([prompt.position - 1 for prompt in read])
-        self._forget(rows)
+        self._release(rows)
         self._begin(slots, torch.stack([prompt.state for prompt in read]))
 
     def _begin(self, slots: list[int], states: Tensor) -> None:
-        """The first tokens of replies, from the last states of their prompts."""
+        """Draw the first tokens of responses from the last states of their prompts."""
         self._draw(slots, states)
 
-    def _read(self, rows: list[int]) -> None:
-        new = [r for r in rows if r not in self.known]
+    def _prefill(self, rows: list[int]) -> None:
+        new = [r for r in rows if r not in self.prefilled]
         for part in pack([len(self.prompts[r]) for r in new], READ_AT_ONCE):
             some = [new[i] for i in part]
             read = self.model.read([self.prompts[r] for r in some])
-            self.known |= zip(some, read, strict=True)
+            self.prefilled |= zip(some, read, strict=True)
             self.sampler.read += len(some)
 
-    def _room(self, like: Read) -> SlotCache:
+    def _new_cache(self, like: Read) -> SlotCache:
         longest = max(map(len, self.prompts)) + self.spec.max_tokens
-        capacity = -(-longest // 64) * 64  # a width that CUDA's kernels like
+        capacity = -(-longest // 64) * 64  # a multiple that suits CUDA's kernels
         return SlotCache(like, len(self.buffers.count), capacity)
 
-    def _forget(self, rows: list[int]) -> None:
-        """Prompts all of whose samples have entered."""
-        self.wanted.subtract(rows)
-        self.known = {r: read for r, read in self.known.items() if self.wanted[r]}
+    def _release(self, rows: list[int]) -> None:
+        """Drop prompts that no waiting sample needs."""
+        self.pending.subtract(rows)
+        self.prefilled = {r: read for r, read in self.prefilled.items() if self.pending[r]}
 
     def _step(self) -> None:
-        """One token more for every running sequence."""
+        """One more token for every running sequence."""
         assert self.cache is not None
         place = self.cache.place
-        self._close_ranks()
+        self._compact()
         place.running = len(self.running)
         place.reach = int(place.lengths[: place.running].max()) + 1
         states = self._forward()
@@ -189,8 +189,8 @@ class _Writing:
         place.lengths[at] += 1
         self._draw(slots, states[at])
 
-    def _close_ranks(self) -> None:
-        """With nobody left to take a free slot, the sequence in the last one moves into it."""
+    def _compact(self) -> None:
+        """Move sequences of the last slots into free ones: no sample is left to take those."""
         assert self.cache is not None
         n = len(self.running)
         holes = [slot for slot in sorted(self.free) if slot < n]
@@ -207,7 +207,7 @@ class _Writing:
         return self.model.step(last, position, place.mask, self.cache)
 
     def _draw(self, slots: list[int], states: Tensor) -> None:
-        """The next token of those slots; finished replies leave them."""
+        """Draw the next token of these slots; finished responses leave them."""
         buffers, spec = self.buffers, self.spec
         at = self._index(slots)
         count = buffers.count[at]
@@ -225,18 +225,18 @@ class _Writing:
 
     def _leave(self, slot: int, length: int, cut: bool) -> None:
         tokens, logp = self.buffers.tokens[slot, :length], self.buffers.logp[slot, :length]
-        self.finished.append(Reply(self.running.pop(slot), tokens.clone(), logp.clone(), cut))
+        self.finished.append(Response(self.running.pop(slot), tokens.clone(), logp.clone(), cut))
         self.free.append(slot)
 
     def _index(self, numbers: list[int]) -> Tensor:
         return torch.tensor(numbers, device=self.model.device)
 
 
-class _Fixed(_Writing):
-    """The same on CUDA, where every turn has the same shape, whatever runs: it is recorded once and
-    replayed. A turn draws a token from every slot's state and feeds it, so it begins with prompts
-    as it goes on with replies. What a slot without a reply does is of no effect. The host looks one
-    turn behind, so that the device never waits for it."""
+class _FixedShapeDecoding(_Decoding):
+    """The same on CUDA, where every turn has the same shape, so that it is recorded once and
+    replayed. A turn draws a token from every slot's state and feeds it, so prompts and responses
+    are treated alike. Results of idle slots are ignored. The host reads the results of the turn
+    before, so that the device never waits for it."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -244,12 +244,13 @@ class _Fixed(_Writing):
         self.idle = torch.ones(slots, dtype=torch.bool, device=device)
         self.end = torch.tensor(sorted(self.model.end), device=device)
         self.state = torch.empty(0)  # (slots, D) of the last token of each
-        self.told = torch.zeros(2, slots, dtype=torch.long, device=device)  # lengths of finished
-        self.turn: Callable[[], None] = self._turn  # replies, else 0; and tokens last drawn
-        self.glance = _Glance(self.told)
+        # Lengths of finished responses, else 0; and the tokens last drawn.
+        self.report = torch.zeros(2, slots, dtype=torch.long, device=device)
+        self.turn: Callable[[], None] = self._turn
+        self.readback = _Readback(self.report)
 
-    def _room(self, like: Read) -> SlotCache:
-        self.cache = super()._room(like)
+    def _new_cache(self, like: Read) -> SlotCache:
+        self.cache = super()._new_cache(like)
         self.state = like.state.new_zeros(len(self.idle), *like.state.shape)
         if self.model.recordable:
             self.turn = recorded(self._turn)  # while all slots are idle, and nothing changes
@@ -259,11 +260,11 @@ class _Fixed(_Writing):
         at = self._index(slots)
         self.state[at] = states.to(self.state.dtype)
         self.idle[at] = False
-        self.glance.forget()
+        self.readback.discard()
 
     def _step(self) -> None:
         self.turn()
-        lengths, tokens = self.glance() or ([], [])
+        lengths, tokens = self.readback() or ([], [])
         for slot in sorted(self.running) if lengths else ():
             length, token = lengths[slot], tokens[slot]
             if length:
@@ -285,27 +286,28 @@ class _Fixed(_Writing):
         buffers.count += runs
         ends = torch.isin(tokens, self.end) | (buffers.count == spec.max_tokens)
         self.idle |= ends
-        self.told.copy_(torch.stack([torch.where(self.idle, buffers.count, 0), buffers.last]))
+        self.report.copy_(torch.stack([torch.where(self.idle, buffers.count, 0), buffers.last]))
         self.state.copy_(self._forward())
         place.lengths += ~self.idle
 
 
-class _Glance:
-    """What the turn before the last one started told."""
+class _Readback:
+    """Copies each turn's report to the host and returns that of the turn before."""
 
-    def __init__(self, told: Tensor) -> None:
-        self.told = told
-        self.host = [torch.empty_like(told, device="cpu", pin_memory=told.is_cuda) for _ in "ab"]
-        self.events = [torch.cuda.Event() for _ in "ab"] if told.is_cuda else []
+    def __init__(self, report: Tensor) -> None:
+        self.report = report
+        on_gpu = report.is_cuda
+        self.host = [torch.empty_like(report, device="cpu", pin_memory=on_gpu) for _ in "ab"]
+        self.events = [torch.cuda.Event() for _ in "ab"] if on_gpu else []
         self.turns = 0
 
-    def forget(self) -> None:
-        """What is on its way is of replies whose slots others have entered."""
+    def discard(self) -> None:
+        """Drop the copy under way: other samples have taken the slots that it is about."""
         self.turns = 0
 
     def __call__(self) -> list[list[int]] | None:
         now, before = self.turns % 2, (self.turns + 1) % 2
-        self.host[now].copy_(self.told, non_blocking=True)
+        self.host[now].copy_(self.report, non_blocking=True)
         if self.events:
             self.events[now].record()
         self.turns += 1
@@ -317,20 +319,20 @@ class _Glance:
 
 
 def _uniform(seed: int, length: int) -> Tensor:
-    """A number a place of the reply, on the CPU whatever the device."""
+    """One number per position of the response, always drawn on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(length, generator=generator, dtype=torch.float64)
 
 
 def recorded(turn: Callable[[], None]) -> Callable[[], None]:
-    """A turn whose inputs and outputs stay in place, as a CUDA graph: its hundreds of small kernels
-    cost no launches of their own. It is taken three times on the way."""
-    aside = torch.cuda.Stream()
-    aside.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(aside):  # warm up where nothing else runs
+    """The turn as a CUDA graph, which launches its hundreds of small kernels at once. Inputs and
+    outputs must stay in place. The turn runs three times in here."""
+    warmup = torch.cuda.Stream()
+    warmup.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warmup):
         for _ in range(2):
             turn()
-    torch.cuda.current_stream().wait_stream(aside)
+    torch.cuda.current_stream().wait_stream(warmup)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         turn()

@@ -1,7 +1,7 @@
 """The one denoising loop, for every flow model.
 
-Each sample's noise comes from its own seed, so a picture does not depend on how the batch is cut,
-on the device that draws it or on what else is drawn.
+Each sample's noise comes from its own seed, so an image does not depend on how the batch is split,
+on the device or on the other samples.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class DenoisingSampler:
         starts = self._shared_starts(context, row, seeds, spec) if spec.same_noise else None
         for start in range(0, len(seeds), self.batch):
             part = slice(start, start + self.batch)
-            trace, logp = self._draw(context, row[part], seeds[part], spec, starts)
+            trace, logp = self._sample(context, row[part], seeds[part], spec, starts)
             images = self.model.decode(trace.clean).numpy()
             samples = [
                 Sample(prompts[r], image, seed)
@@ -63,13 +63,13 @@ class DenoisingSampler:
         return {"diversity": diversity.within_groups(rollout.paths.clean, rollout.group)}
 
     def close(self) -> None:
-        """It holds nothing beside the model."""
+        """Nothing to release."""
 
     def _shared_starts(
         self, context: FlowContext, row: Sequence[int], seeds: Sequence[int], spec: SampleSpec
     ) -> dict[int, Tensor]:
-        """Group → where its paths part: its common noise after the ODE steps before the first
-        stochastic one, run once a group however the batch is cut later."""
+        """Group → the latent at which its samples diverge: the group's noise after the ODE steps
+        before the first stochastic one. These run once per group, however the batch is split."""
         first = {r: seed for r, seed in reversed(list(zip(row, seeds, strict=True)))}
         groups = list(first)
         starts: dict[int, Tensor] = {}
@@ -81,7 +81,7 @@ class DenoisingSampler:
             starts |= dict(zip(part, walk.x, strict=True))
         return starts
 
-    def _draw(
+    def _sample(
         self,
         context: FlowContext,
         row: Sequence[int],
@@ -167,7 +167,7 @@ def _recorder(model: FlowModel, negative: Conditioning | None, spec: SampleSpec)
 
 
 class _Noise:
-    """Standard normal noise, one stream a sample, drawn on the CPU whatever the device."""
+    """Standard normal noise, one stream per sample, always drawn on the CPU."""
 
     def __init__(
         self, seeds: Sequence[int], shape: tuple[int, int, int], device: torch.device
@@ -177,7 +177,7 @@ class _Noise:
         self.device = device
 
     def draw(self) -> Tensor:
-        pinned = self.device.type == "cuda"  # else the copy would wait
+        pinned = self.device.type == "cuda"  # without it the copy would block
         rows = torch.empty(len(self.streams), *self.shape, pin_memory=pinned)
         for row, stream in zip(rows, self.streams, strict=True):
             row.normal_(generator=stream)

@@ -14,7 +14,7 @@ from torch import Tensor
 from gesso.models.tokens.head import tempered
 
 BLOCK = 128
-"""Ids that are summed together: a place is searched among blocks first, then within one."""
+"""Ids per block: the search goes over blocks first, then within one."""
 
 
 def drawn(logits: Tensor, uniform: Tensor, greedy: bool) -> tuple[Tensor, Tensor]:
@@ -27,8 +27,8 @@ def drawn(logits: Tensor, uniform: Tensor, greedy: bool) -> tuple[Tensor, Tensor
 def drawn_from_raw(
     device: str,
 ) -> Callable[[Tensor, Tensor, float, Tensor], tuple[Tensor, Tensor]]:
-    """The same from logits as the head gives them, a temperature and the ids that are allowed;
-    compiled on CUDA, where each of its passes over all logits would be a kernel."""
+    """`drawn` from the head's raw logits, a temperature and the allowed ids. Compiled on CUDA,
+    where each pass over all logits would be a separate kernel."""
 
     def draw(
         raw: Tensor, uniform: Tensor, temperature: float, allowed: Tensor
@@ -39,9 +39,9 @@ def drawn_from_raw(
 
 
 def inverse_cdf(logits: Tensor, uniform: Tensor) -> Tensor:
-    """(n, V) logits, (n,) float64 in [0, 1) → (n,) ids: the first whose cumulated probability
-    exceeds the uniform number. An id of probability 0 is never it. Sums are float64, and only those
-    of blocks are cumulated for all ids: a scan over every id is slow where a row has 152,000."""
+    """(n, V) logits, (n,) float64 in [0, 1) → (n,) ids: the first whose cumulative probability
+    exceeds the uniform number. An id of probability 0 is never chosen. Sums are float64, and only
+    block sums are cumulated over all ids: a scan over all 152,000 ids of a row is slow."""
     n, ids = logits.shape
     shares = (logits - logits.amax(-1, keepdim=True)).exp()
     shares = torch.nn.functional.pad(shares, (0, -ids % BLOCK)).view(n, -1, BLOCK)
@@ -51,12 +51,12 @@ def inverse_cdf(logits: Tensor, uniform: Tensor) -> Tensor:
     block = _first_above(cumulated, below, sums)
     rest = below - (cumulated.gather(1, block) - sums.gather(1, block))
     inside = shares.gather(1, block[..., None].expand(n, 1, BLOCK))[:, 0].double()  # (n, BLOCK)
-    place = _first_above(inside.cumsum(-1), rest, inside)
-    return (block * BLOCK + place)[:, 0]
+    offset = _first_above(inside.cumsum(-1), rest, inside)
+    return (block * BLOCK + offset)[:, 0]
 
 
 def _first_above(cumulated: Tensor, below: Tensor, shares: Tensor) -> Tensor:
-    """(n, 1): the first place above `below`; where rounding leaves none, the last with a share."""
-    places = torch.arange(shares.shape[1], device=shares.device)
-    last = torch.where(shares > 0, places, 0).amax(-1, keepdim=True)
+    """(n, 1): the first index above `below`; if rounding leaves none, the last with a share."""
+    index = torch.arange(shares.shape[1], device=shares.device)
+    last = torch.where(shares > 0, index, 0).amax(-1, keepdim=True)
     return torch.minimum((cumulated <= below).sum(-1, keepdim=True), last)

@@ -59,7 +59,7 @@ class StepRecorder(Protocol):
     recorded: Recorded
 
     def walk(self, samples: int) -> AbstractContextManager[None]:
-        """The context of all steps of a walk of so many samples."""
+        """The context of all steps of a walk of `samples` samples."""
 
     def trained_step(self) -> AbstractContextManager[object]:
         """The context of one trained step, from its network pass to its `record`."""

@@ -1,4 +1,4 @@
-"""What is common to all samplers of models that write, whatever engine wrote the replies."""
+"""What all samplers of language models share, whatever engine generates the responses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gesso.types import Prompt, Sample
 
 
 @dataclass(frozen=True)
-class Reply:
+class Response:
     index: int  # of the sample in the call
     tokens: Tensor  # (s,)
     logp: Tensor  # (s,)
@@ -26,38 +26,38 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One sampling call: a reply to prompts[row[i]] from seeds[i] for every i."""
+class ResponseRequest:
+    """One sampling call: a response to prompts[row[i]] from seeds[i] for every i."""
 
     prompts: Sequence[Prompt]
     encoded: Sequence[TokenPrompt]
     row: Sequence[int]
     seeds: Sequence[int]
 
-    def piece(self, done: Sequence[Reply], model: TokenModel) -> Piece[TokenTrace]:
+    def piece(self, responses: Sequence[Response], model: TokenModel) -> Piece[TokenTrace]:
         device = model.device
-        index = [reply.index for reply in done]
-        lengths = torch.tensor([len(reply.tokens) for reply in done], device=device)
-        tokens = pad_sequence([reply.tokens for reply in done], batch_first=True)
+        index = [response.index for response in responses]
+        lengths = torch.tensor([len(response.tokens) for response in responses], device=device)
+        tokens = pad_sequence([response.tokens for response in responses], batch_first=True)
         trace = TokenTrace(
             self.encoded,
             row=torch.tensor([self.row[i] for i in index], device=device),
             tokens=tokens,
             mask=torch.arange(tokens.shape[1], device=device) < lengths[:, None],
-            cut=torch.tensor([reply.cut for reply in done], device=device),
+            cut=torch.tensor([response.cut for response in responses], device=device),
         )
         ids = tokens.tolist()
-        texts = [model.decode(row[: len(r.tokens)]) for row, r in zip(ids, done, strict=True)]
+        texts = [model.decode(row[: len(r.tokens)]) for row, r in zip(ids, responses, strict=True)]
         samples = [
             Sample(self.prompts[self.row[r.index]], None, self.seeds[r.index], text, len(r.tokens))
-            for r, text in zip(done, texts, strict=True)
+            for r, text in zip(responses, texts, strict=True)
         ]
-        logp = pad_sequence([reply.logp for reply in done], batch_first=True)
+        logp = pad_sequence([response.logp for response in responses], batch_first=True)
         return Piece(index, samples, trace, logp)
 
 
-def encoded(model: TokenModel, prompts: Sequence[Prompt]) -> list[TokenPrompt]:
-    """Pictures take milliseconds each, most of it outside of Python."""
+def encode_prompts(model: TokenModel, prompts: Sequence[Prompt]) -> list[TokenPrompt]:
+    """In threads where there are images: each takes milliseconds, mostly outside of Python."""
     if not any(prompt.images for prompt in prompts):
         return [model.encode(prompt) for prompt in prompts]
     with ThreadPoolExecutor() as pool:
@@ -65,7 +65,7 @@ def encoded(model: TokenModel, prompts: Sequence[Prompt]) -> list[TokenPrompt]:
 
 
 def piece_size(batch: int) -> int:
-    """Replies that a piece has at least, but for the last; the others are still being written."""
+    """Minimum number of responses in a piece, except the last piece of a call."""
     return max(1, batch // 8)
 
 

@@ -1,5 +1,5 @@
-"""Keys and values of sequences of different lengths, each in a slot of its own: a cache for
-transformers' decoders, through its own extension point for cache layers."""
+"""A key-value cache for transformers' decoders with one slot per sequence, for sequences of
+different lengths. It uses transformers' extension point for cache layers."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from gesso.models.tokens.base import Read
 
 
 class Place:
-    """Where the next token of every running sequence goes, for all layers at once."""
+    """Write positions of all running sequences, shared by all layers."""
 
     def __init__(self, slots: int, capacity: int, device: torch.device) -> None:
         self.lengths = torch.zeros(slots, dtype=torch.long, device=device)
         self.rows = torch.arange(slots, device=device)
         self.columns = torch.arange(capacity, device=device)
-        self.running = slots  # only the first so many slots take part in a step,
-        self.reach = capacity  # and only so many columns of them
+        self.running = slots  # number of slots, from the first, that take part in a step
+        self.reach = capacity  # number of columns that a step reads
 
     @property
     def mask(self) -> Tensor:
-        """(running, reach) bool: the past of each sequence, and the token that is being added."""
+        """(running, reach) bool: the past of each sequence and the token being added."""
         return self.columns[: self.reach] <= self.lengths[: self.running, None]
 
 
 class SlotLayer(CacheLayerMixin):
-    """Buffers of fixed size, (slots, heads, capacity, head width), and a write position a slot.
-    They start as zeros: what a mask hides must still be a number."""
+    """Buffers of fixed size, (slots, heads, capacity, head width), and a write position per slot.
+    They start as zeros: masked entries must be finite, too."""
 
     is_sliding = False
 
@@ -42,12 +42,13 @@ class SlotLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        raise AssertionError("made with its buffers")
+        raise AssertionError("the buffers are allocated in __init__")
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """One token a running slot: (running, heads, 1, head width) → all that the mask covers."""
+        """Add one token per running slot, (running, heads, 1, head width); return what the mask
+        covers."""
         keys, values, at = self.past
         rows = self.place.rows[: len(at)]
         keys[rows, :, at] = key_states[:, :, 0].to(keys.dtype)
@@ -56,7 +57,7 @@ class SlotLayer(CacheLayerMixin):
 
     @property
     def past(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the running slots: keys, values and lengths, as far as a step reads."""
+        """Keys, values and lengths of the running slots, up to `reach`."""
         n, reach = self.place.running, self.place.reach
         return self.keys[:n, :, :reach], self.values[:n, :, :reach], self.place.lengths[:n]
 
@@ -71,8 +72,8 @@ class SlotLayer(CacheLayerMixin):
 
 
 class SlotCache(Cache):
-    """A `SlotLayer` a layer, all of them parts of two buffers (layers, slots, heads, capacity, head
-    width). Slots are filled from prompts that were read, and moved."""
+    """One `SlotLayer` per layer, views of two buffers (layers, slots, heads, capacity, head width).
+    Slots are filled from prefilled prompts, and moved."""
 
     def __init__(self, like: Read, slots: int, capacity: int) -> None:
         self.place = Place(slots, capacity, like.state.device)
@@ -86,12 +87,12 @@ class SlotCache(Cache):
         super().__init__(layers=[SlotLayer(k, v, self.place) for k, v in pairs])
 
     def fill(self, slots: Sequence[int], prompt: Read) -> None:
-        """Copy a prompt into those slots."""
+        """Copy a prompt into these slots."""
         length = prompt.keys[0].shape[1]
-        chosen = torch.tensor(slots, device=prompt.state.device)
-        self.keys[:, chosen, :, :length] = torch.stack(list(prompt.keys))[:, None]
-        self.values[:, chosen, :, :length] = torch.stack(list(prompt.values))[:, None]
-        self.place.lengths[chosen] = length
+        index = torch.tensor(slots, device=prompt.state.device)
+        self.keys[:, index, :, :length] = torch.stack(list(prompt.keys))[:, None]
+        self.values[:, index, :, :length] = torch.stack(list(prompt.values))[:, None]
+        self.place.lengths[index] = length
 
     def move(self, source: int, target: int) -> None:
         length = int(self.place.lengths[source])

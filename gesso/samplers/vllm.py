@@ -1,16 +1,17 @@
-"""vLLM as an engine for models that write, in this process and on the learner's device.
+"""vLLM as an engine for language models, in this process and on the learner's device.
 
-The engine has its own code for the model and its own copy of the weights. It starts with none, and
-takes them from the module before it samples, adapters folded in: nothing passes through a disk.
-On a GPU it sleeps between two calls: its memory is the learner's then, and its weights are gone.
+The engine has its own implementation of the model and its own copy of the weights. It starts
+without weights and loads them from the module before it samples, with adapters folded in; nothing
+is written to disk. On a GPU it sleeps between calls: it frees its memory for the learner and drops
+its weights.
 
-Prompts go in as token ids, the ones that the learner sees. Pictures go in as the features that our
-own vision tower made of them, so no second image processor can see them differently.
+Prompts are passed as token ids, the same that the learner uses. Images are passed as features of
+our vision tower, so there is no second image processor.
 
-Each sample has its own seed, yet not the tokens that the built-in sampler draws from it. Log-probs
-come with the tokens, of softmax(logits / temperature) as in `decode.py`: other kernels round them
-otherwise, by about 1e-6 in float32 and by far more in half precision. What that does to the ratio,
-`algorithm.importance_cap` mends.
+Each sample has its own seed, but not the tokens that the built-in sampler draws from it. Log-probs
+come with the tokens, of softmax(logits / temperature) as in `decode.py`. Other kernels round them
+differently, by about 1e-6 in float32 and much more in half precision; `algorithm.importance_cap`
+corrects the ratio for it.
 """
 
 from __future__ import annotations
@@ -28,31 +29,31 @@ from gesso import config
 from gesso.models.tokens.transformer import TransformerModel
 from gesso.models.tokens.vision_language import VisionLanguage
 from gesso.rollout import Rollout, TokenPrompt, TokenTrace
-from gesso.samplers import responses as replies
+from gesso.samplers import responses
 from gesso.samplers.base import Piece
-from gesso.samplers.responses import Asked, Reply
+from gesso.samplers.responses import Response, ResponseRequest
 from gesso.types import Prompt, ReplySpec, UserError, Which
 from gesso.weights.publish import HeldWeights, Publication
 
-NEVER = -100.0
-"""Added to the logit of an id that no reply holds: vLLM takes no less, and e⁻¹⁰⁰ is 0 in float32
-beside any other."""
+SUPPRESSED_BIAS = -100.0
+"""Added to the logits of suppressed ids. vLLM accepts nothing lower, and in float32 e⁻¹⁰⁰ vanishes
+next to any other probability."""
 CPU_CACHE = 2**30
-"""Bytes of keys and values on a CPU; vLLM's own VLLM_CPU_KVCACHE_SPACE, in GiB, stands over it."""
-AT_ONCE = 8192
-"""Tokens that one pass of the engine may hold; a prompt with pictures must fit in it."""
+"""Bytes of the key-value cache on a CPU; VLLM_CPU_KVCACHE_SPACE, in GiB, overrides it."""
+MAX_BATCHED_TOKENS = 8192
+"""Tokens in one pass of the engine; a prompt with images must fit in it."""
 
 
 class VllmSampler:
     def __init__(
         self, model: TransformerModel, settings: config.Sampler, longest: int, seed: int = 0
     ) -> None:
-        """`longest`: tokens of the longest prompt with the longest reply."""
+        """`longest`: tokens of the longest prompt plus the longest response."""
         self.model = model
         self.batch = settings.batch
         self.weights = HeldWeights(model.policy)
         self.sleeps = model.device.type == "cuda"
-        self.inside: Which | None = None  # the weights that the engine has, None: not the newest
+        self.loaded: Which | None = None  # the engine's weights; None: outdated or none
         self.engine = _start(model, settings, longest, seed)
         if self.sleeps:
             self._sleep()
@@ -60,51 +61,52 @@ class VllmSampler:
     def accept(self, publication: Publication) -> None:
         """The engine takes them from the module with the next call."""
         self.weights.accept(publication)
-        self.inside = None
+        self.loaded = None
 
     def sample(
         self, prompts: Sequence[Prompt], row: Sequence[int], seeds: Sequence[int], spec: ReplySpec
     ) -> Generator[Piece[TokenTrace], None, None]:
-        """One reply to prompts[row[i]] from seeds[i] for every i, in pieces as they finish. Closed
-        before its end, it takes back what is still asked for."""
+        """One response to prompts[row[i]] from seeds[i] for every i, in pieces as they finish. If
+        the generator is closed early, the remaining requests are aborted."""
         encoded = [self.model.encode(prompt) for prompt in prompts]
-        asked = Asked(prompts, encoded, row, seeds)
-        waiting: set[str] = set()  # requests, by the index of their sample
-        done: list[Reply] = []
+        request = ResponseRequest(prompts, encoded, row, seeds)
+        waiting: set[str] = set()  # request ids: the indices of their samples
+        finished: list[Response] = []
         self._wake(spec.weights)
         try:
-            self._ask(asked, spec, waiting)
+            self._submit(request, spec, waiting)
             while waiting:
                 for output in self.engine.llm_engine.step():
-                    done.append(self._reply(output, asked))
+                    finished.append(self._response(output, request))
                     waiting.remove(output.request_id)
-                if len(done) >= replies.piece_size(self.batch) or (done and not waiting):
-                    yield asked.piece(done, self.model)
-                    done = []
+                full = len(finished) >= responses.piece_size(self.batch)
+                if full or (finished and not waiting):
+                    yield request.piece(finished, self.model)
+                    finished = []
         finally:
-            self.engine.llm_engine.abort_request(sorted(waiting))  # left over if nobody takes them
+            self.engine.llm_engine.abort_request(sorted(waiting))  # if closed early
             if self.sleeps:
                 self._sleep()
 
     def describe(self, rollout: Rollout) -> dict[str, float]:
-        return replies.describe(rollout)
+        return responses.describe(rollout)
 
     def close(self) -> None:
-        """Give back the engine's memory. This sampler draws no more."""
+        """Release the engine's memory. This sampler cannot be used afterwards."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
         del self.engine
         cleanup_dist_env_and_memory()
 
     def _wake(self, which: Which) -> None:
-        """Memory, then weights, then what was computed with other weights: none of it holds."""
+        """Restore memory, load weights, then clear caches that were computed with other weights."""
         if self.sleeps:
-            torch.cuda.empty_cache()  # what the learner has freed, torch still holds
+            torch.cuda.empty_cache()  # torch still reserves what the learner freed
             self.engine.wake_up(tags=["weights"])
-        if self.inside != which:
+        if self.loaded != which:
             weights = self.model.policy.plain(which)
             self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-            self.inside = which
+            self.loaded = which
         if self.sleeps:
             self.engine.wake_up(tags=["kv_cache"])
         self.engine.reset_prefix_cache()
@@ -112,29 +114,30 @@ class VllmSampler:
         self.engine.reset_mm_cache()
 
     def _sleep(self) -> None:
-        """Level 2: weights are dropped, not kept in the host's memory; the module has them."""
+        """Level 2 drops the weights instead of moving them to the host; the module has them."""
         self.engine.sleep(level=2)
-        self.inside = None
+        self.loaded = None
 
-    def _ask(self, asked: Asked, spec: ReplySpec, waiting: set[str]) -> None:
+    def _submit(self, request: ResponseRequest, spec: ReplySpec, waiting: set[str]) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        never = dict.fromkeys(self.model.suppressed.tolist(), NEVER)
-        given = {r: self._prompt(asked.encoded[r], spec.weights) for r in dict.fromkeys(asked.row)}
-        for i, (r, seed) in enumerate(zip(asked.row, asked.seeds, strict=True)):
+        bias = dict.fromkeys(self.model.suppressed.tolist(), SUPPRESSED_BIAS)
+        rows = dict.fromkeys(request.row)
+        prompts = {r: self._prompt(request.encoded[r], spec.weights) for r in rows}
+        for i, (r, seed) in enumerate(zip(request.row, request.seeds, strict=True)):
             params = SamplingParams(
                 temperature=spec.temperature,
                 seed=seed,
                 max_tokens=spec.max_tokens,
                 stop_token_ids=sorted(self.model.end),
-                ignore_eos=True,  # the ids above are all there are
-                logit_bias=never,
+                ignore_eos=True,  # only the ids above stop a response
+                logit_bias=bias,
                 logprobs=0,  # of the drawn token
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            self.engine.llm_engine.add_request(str(i), given[r], params)
+            self.engine.llm_engine.add_request(str(i), prompts[r], params)
             waiting.add(str(i))
 
     def _prompt(self, prompt: TokenPrompt, which: Which) -> dict[str, Any]:
@@ -144,19 +147,22 @@ class VllmSampler:
         model = self.model
         with torch.no_grad(), model.policy.using(which), model.precision():
             layers = model.features(prompt)  # (1 + deep, tokens, D)
-        features = torch.cat(list(layers), dim=-1).cpu()  # as vLLM takes DeepStack's
-        pictures = {"image_embeds": features, "image_grid_thw": prompt.grid}
-        ids = one_place_each(prompt, model.images.merge_size).tolist()
-        return {"prompt_token_ids": ids, "multi_modal_data": {"image": pictures}}
+        features = torch.cat(list(layers), dim=-1).cpu()  # vLLM's layout for DeepStack
+        images = {"image_embeds": features, "image_grid_thw": prompt.grid}
+        ids = one_token_per_image(prompt, model.images.merge_size).tolist()
+        return {"prompt_token_ids": ids, "multi_modal_data": {"image": images}}
 
-    def _reply(self, output: Any, asked: Asked) -> Reply:
-        index, made = int(output.request_id), output.outputs[0]
-        read = asked.encoded[asked.row[index]].ids.tolist()
-        assert output.prompt_token_ids == read, "vLLM has read another prompt than the learner will"
-        tokens = list(made.token_ids)
-        logp = [each[token].logprob for each, token in zip(made.logprobs, tokens, strict=True)]
+    def _response(self, output: Any, request: ResponseRequest) -> Response:
+        index, completion = int(output.request_id), output.outputs[0]
+        prompt = request.encoded[request.row[index]].ids.tolist()
+        assert output.prompt_token_ids == prompt, (
+            "vLLM has read another prompt than the learner will"
+        )
+        tokens = list(completion.token_ids)
+        pairs = zip(completion.logprobs, tokens, strict=True)
+        logp = [logprobs[token].logprob for logprobs, token in pairs]
         device = self.model.device
-        return Reply(
+        return Response(
             index,
             torch.tensor(tokens, device=device),
             torch.tensor(logp, dtype=torch.float32, device=device),
@@ -164,13 +170,13 @@ class VllmSampler:
         )
 
 
-def one_place_each(prompt: TokenPrompt, merge: int) -> Tensor:
-    """A prompt's ids with one place for each picture; vLLM itself repeats it for every feature."""
+def one_token_per_image(prompt: TokenPrompt, merge: int) -> Tensor:
+    """A prompt's ids with one token for each image; vLLM itself repeats it for every feature."""
     assert prompt.grid is not None
     sizes = prompt.grid.prod(-1) // merge**2
-    places = prompt.kinds.nonzero()[:, 0]
+    positions = prompt.kinds.nonzero()[:, 0]
     keep = prompt.kinds == 0
-    keep[places[sizes.cumsum(0) - sizes]] = True
+    keep[positions[sizes.cumsum(0) - sizes]] = True
     return prompt.ids[keep]
 
 
@@ -189,36 +195,36 @@ def _start(model: TransformerModel, settings: config.Sampler, longest: int, seed
             f'sampler.engine = "vllm" runs on a CPU or on the first GPU, not on {model.device}; '
             "choose another GPU by CUDA_VISIBLE_DEVICES"
         )
-    places = model.decoder.config.max_position_embeddings
-    if longest > places:
+    max_positions = model.decoder.config.max_position_embeddings
+    if longest > max_positions:
         raise UserError(
             f"model.max_prompt + algorithm.max_tokens = {longest}, but the model was made for "
-            f"{places} tokens, and vLLM takes no more; lower model.max_prompt"
+            f"{max_positions} tokens, and vLLM takes no more; lower model.max_prompt"
         )
     on_gpu = model.device.type == "cuda"
-    place: dict[str, Any] = {"kv_cache_memory_bytes": CPU_CACHE, "enforce_eager": True}
+    memory: dict[str, Any] = {"kv_cache_memory_bytes": CPU_CACHE, "enforce_eager": True}
     if on_gpu:
-        place = {
+        memory = {
             "gpu_memory_utilization": settings.vllm.gpu_memory,
             "enforce_eager": settings.vllm.enforce_eager,
             "enable_sleep_mode": True,
         }
     try:
-        with _process_kept():
+        with _process_state_restored():
             from vllm import LLM
 
             return LLM(
                 model.source,
                 dtype=str(model.dtype).removeprefix("torch."),
-                load_format="dummy",  # weights come from the module
+                load_format="dummy",  # weights are loaded from the module
                 max_model_len=longest,
                 max_num_seqs=settings.batch,
-                max_num_batched_tokens=max(AT_ONCE, longest),
-                logprobs_mode="processed_logprobs",  # after temperature and forbidden ids
-                generation_config="vllm",  # no top-p or penalty of the checkpoint's own
+                max_num_batched_tokens=max(MAX_BATCHED_TOKENS, longest),
+                logprobs_mode="processed_logprobs",  # after temperature and suppressed ids
+                generation_config="vllm",  # no top-p or penalty from the checkpoint
                 seed=seed % 2**32,
-                **_seeing(model),
-                **place,
+                **_image_options(model),
+                **memory,
             )
     except (ValueError, RuntimeError, ImportError) as error:
         reason = " ".join(str(error).split())[:400]
@@ -226,13 +232,13 @@ def _start(model: TransformerModel, settings: config.Sampler, longest: int, seed
 
 
 @contextmanager
-def _process_kept() -> Iterator[None]:
-    """vLLM is told by the environment, and while it starts it changes more of it. All of that would
-    pass on to the processes that a run starts, a judge's vLLM among them. On a CPU it also takes
-    torch.set_num_threads away, which the learner needs."""
+def _process_state_restored() -> Iterator[None]:
+    """Restore what vLLM changes while it starts. It is configured by the environment and changes
+    more of it, which processes of the run, such as a judge's vLLM, would inherit. On a CPU it also
+    replaces torch.set_num_threads, which the learner needs."""
     environment = dict(os.environ)
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, where the weights are
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, which has the weights
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
@@ -244,9 +250,8 @@ def _process_kept() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _seeing(model: TransformerModel) -> dict[str, Any]:
-    """vLLM leaves out a vision tower that it may show nothing. DeepStack's features, though, it
-    takes only beside one."""
+def _image_options(model: TransformerModel) -> dict[str, Any]:
+    """With a limit of 0 images vLLM loads no vision tower. DeepStack's features need one."""
     if not isinstance(model, VisionLanguage):
         return {}
     limits = {"video": 0} if model.deep else {"video": 0, "image": 0}

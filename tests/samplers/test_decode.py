@@ -199,24 +199,24 @@ def test_every_prompt_is_read_once_and_every_picture_seen_once(tiny: Tiny) -> No
 
 
 def test_a_prompt_is_kept_no_longer_than_it_is_wanted(of: Any) -> None:
-    from gesso.samplers.decode import _Writing
+    from gesso.samplers.decode import _Decoding
 
     tiny = of("qwen2")
     model = tiny.model()
     encoded = [model.encode(p) for p in tiny.prompts]
-    writing = _Writing(DecodingSampler(model, 2), encoded, [0, 0, 1, 2], [1, 2, 3, 4], SPEC)
+    decoding = _Decoding(DecodingSampler(model, 2), encoded, [0, 0, 1, 2], [1, 2, 3, 4], SPEC)
     with torch.no_grad():
-        writing._enter()
-    assert not writing.known
-    writing = _Writing(DecodingSampler(model, 2), encoded, [0, 1, 1, 0], [1, 2, 3, 4], SPEC)
+        decoding._enter()
+    assert not decoding.prefilled
+    decoding = _Decoding(DecodingSampler(model, 2), encoded, [0, 1, 1, 0], [1, 2, 3, 4], SPEC)
     with torch.no_grad():
-        writing._enter()
-    assert set(writing.known) == {0, 1}
+        decoding._enter()
+    assert set(decoding.prefilled) == {0, 1}
 
 
 def test_a_slot_holds_the_longest_prompt_with_its_reply(of: Any) -> None:
     """On CUDA the last token of a reply is fed, too: a place less would be one too few."""
-    from gesso.samplers.decode import _Writing
+    from gesso.samplers.decode import _Decoding
 
     model = of("qwen2").model()
     encoded = [model.encode(p) for p in of("qwen2").prompts]
@@ -224,8 +224,8 @@ def test_a_slot_holds_the_longest_prompt_with_its_reply(of: Any) -> None:
     with torch.no_grad():
         read = model.read(encoded[:1])[0]
     for more in range(1, 66):
-        writing = _Writing(DecodingSampler(model, 1), encoded, [0], [1], ReplySpec(more))
-        columns = len(writing._room(read).place.columns)
+        decoding = _Decoding(DecodingSampler(model, 1), encoded, [0], [1], ReplySpec(more))
+        columns = len(decoding._new_cache(read).place.columns)
         assert longest + more <= columns < longest + more + 64 and columns % 64 == 0
 
 

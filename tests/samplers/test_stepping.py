@@ -37,7 +37,7 @@ def fixed(monkeypatch: Any) -> list[int]:
         turns.append(len(x))
         return plain(self, x, *args)
 
-    monkeypatch.setattr(decode, "_Writing", decode._Fixed)
+    monkeypatch.setattr(decode, "_Decoding", decode._FixedShapeDecoding)
     monkeypatch.setattr(TransformerModel, "steps_itself", True)
     monkeypatch.setattr(stepping.Stepper, "__call__", counted)
     return turns
@@ -52,7 +52,7 @@ def test_fixed_turns_write_the_same_replies(tiny: Tiny, monkeypatch: Any, fixed:
         found = {batch: draw(DecodingSampler(model, batch), tiny) for batch in (3, 64)}
         assert set(fixed) == {3, len(ROWS)}
         fixed.clear()
-        monkeypatch.setattr(decode, "_Writing", decode._Fixed.__base__)
+        monkeypatch.setattr(decode, "_Decoding", decode._FixedShapeDecoding.__base__)
         monkeypatch.setattr(TransformerModel, "steps_itself", False)
         plain = draw(DecodingSampler(model, 4), tiny)
         assert not fixed
@@ -62,7 +62,7 @@ def test_fixed_turns_write_the_same_replies(tiny: Tiny, monkeypatch: Any, fixed:
             assert torch.equal(piece.trace.cut, plain.trace.cut)
             assert gap(piece.logp, plain.logp) <= 1e-4
             assert gap(model.logp(piece.trace, 0.9).logp, piece.logp) <= 2e-4
-        monkeypatch.setattr(decode, "_Writing", decode._Fixed)
+        monkeypatch.setattr(decode, "_Decoding", decode._FixedShapeDecoding)
         monkeypatch.setattr(TransformerModel, "steps_itself", True)
 
 
@@ -88,13 +88,13 @@ def test_a_slot_without_a_reply_stays_where_it_is(
     tiny = Tiny("qwen2", tokens.build("qwen2", tmp_path / "qwen2"))
     model = tiny.model()
     writing: list[Any] = []
-    enter = decode._Fixed._enter
+    enter = decode._FixedShapeDecoding._enter
 
     def entering(self: Any) -> None:
         writing.append(self)
         enter(self)
 
-    monkeypatch.setattr(decode._Fixed, "_enter", entering)
+    monkeypatch.setattr(decode._FixedShapeDecoding, "_enter", entering)
     piece = draw(DecodingSampler(model, 64), tiny)
     prompts = [len(piece.trace.prompts[r]) for r in ROWS]
     replies = piece.trace.mask.sum(1).tolist()
@@ -105,15 +105,15 @@ def test_a_slot_without_a_reply_stays_where_it_is(
 def test_the_host_looks_a_turn_behind() -> None:
     """At what has arrived for certain; not at what slots told before others entered them."""
     told = torch.zeros(2, 1, dtype=torch.long)
-    glance = decode._Glance(told)
+    readback = decode._Readback(told)
     seen = []
     for turn in range(1, 4):
         told.fill_(turn)
-        seen.append(glance())
-    glance.forget()
+        seen.append(readback())
+    readback.discard()
     told.fill_(9)
-    assert seen == [None, [[1], [1]], [[2], [2]]] and glance() is None
-    assert glance() == [[9], [9]]
+    assert seen == [None, [[1], [1]], [[2], [2]]] and readback() is None
+    assert readback() == [[9], [9]]
 
 
 def test_folded_weights_are_kept_once(tmp_path: Path, fixed: Any) -> None:

@@ -17,7 +17,7 @@ from gesso import build, config, run
 from gesso.rollout import TokenTrace
 from gesso.samplers.base import Piece
 from gesso.samplers.decode import DecodingSampler
-from gesso.samplers.vllm import VllmSampler, one_place_each
+from gesso.samplers.vllm import VllmSampler, one_token_per_image
 from gesso.types import Prompt, ReplySpec, UserError
 from gesso.weights.publish import Publication
 from tests import tokens
@@ -296,7 +296,7 @@ def test_one_place_for_each_picture(of: Callable[[str], Tiny]) -> None:
     place = model.module.config.image_token_id
     for asked, pictures in zip(tiny.prompts[1:], (1, 2), strict=True):
         encoded = model.encode(asked)
-        short = one_place_each(encoded, model.images.merge_size)
+        short = one_token_per_image(encoded, model.images.merge_size)
         assert short.tolist().count(place) == pictures < int(encoded.kinds.sum())
         text = encoded.ids[encoded.kinds == 0]
         assert torch.equal(short[short != place], text)
