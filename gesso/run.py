@@ -16,7 +16,8 @@ from gesso.config import Model, Recipe
 from gesso.config import compatibility as agreement
 from gesso.data import prompts
 from gesso.track import bars
-from gesso.track.progress import SILENT, Display, Progress, display
+from gesso.track.displays import display
+from gesso.track.progress import SILENT, Display, Progress
 from gesso.track.run_folder import RunFolder
 from gesso.track.trackers.process import Watchers
 from gesso.types import Prompt, SampleSpec, StopRun, UserError, out_of_memory

@@ -46,7 +46,7 @@ def estimate(recipe: Recipe) -> Memory:
     bare = recipe.model_copy(update={"model": section})
     model, algorithm = build.model(bare), build.algorithm(recipe)
     critic = build.critic(bare, algorithm, model)
-    beside = critic.trained if critic is not None else {}
+    critic_parameters = critic.trained if critic is not None else {}
     if isinstance(model, PipelineModel):
         load: Load = flow.load(model, algorithm, recipe)
     elif isinstance(model, TransformerModel):
@@ -57,7 +57,7 @@ def estimate(recipe: Recipe) -> Memory:
             "pipelines that derive from PipelineModel, and of transformers' models"
         )
     policy = model.policy
-    trained = (policy.size + sum(p.numel() for p in beside.values())) * MASTER
+    trained = (policy.size + sum(p.numel() for p in critic_parameters.values())) * MASTER
     for copy in (*algorithm.needs, *(("ema",) if recipe.learner.ema else ())):
         policy.keep(copy)
     lasting = {
@@ -67,10 +67,10 @@ def estimate(recipe: Recipe) -> Memory:
         "stored samples": load.stored,
     }
     there = [*load.tensors, *(t for copy in policy.copies.values() for t in copy.values())]
-    for parameter in (*policy.trained.values(), *beside.values()):
+    for parameter in (*policy.trained.values(), *critic_parameters.values()):
         parameter.grad = torch.empty_like(parameter)  # as they are from the second micro-batch on
         there += [parameter, parameter.grad]
     passing = {"update with gradients": trained + peak(there, load.update)}
     passing |= {name: peak(there, work) for name, work in load.works.items()}
-    told = {name: size for name, size in lasting.items() if size}
-    return Memory(told, passing, load.host, policy.size * MASTER)
+    nonzero = {name: size for name, size in lasting.items() if size}
+    return Memory(nonzero, passing, load.host, policy.size * MASTER)

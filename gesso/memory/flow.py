@@ -42,14 +42,14 @@ def _spec(algorithm: Algorithm, recipe: Recipe) -> SampleSpec:
 
 
 def _networks(model: PipelineModel, recipe: Recipe) -> dict[str, int]:
-    found = {"transformer": 0, "text encoders": 0, "decoder": 0}
+    sizes = {"transformer": 0, "text encoders": 0, "decoder": 0}
     for name, part in model.pipe.components.items():
         if not isinstance(part, nn.Module):
             continue
         small = name in model.large and recipe.model.quantize is not None
         place = {"transformer": "transformer", "vae": "decoder"}.get(name, "text encoders")
-        found[place] += nbytes(part, [part] if small else [])
-    return found
+        sizes[place] += nbytes(part, [part] if small else [])
+    return sizes
 
 
 def _folded(model: PipelineModel, algorithm: Algorithm, recipe: Recipe) -> int:
@@ -59,8 +59,8 @@ def _folded(model: PipelineModel, algorithm: Algorithm, recipe: Recipe) -> int:
     section = recipe.model
     possible = section.lora is not None and section.quantize is None
     there = model.dtype != torch.float32 or _spec(algorithm, recipe).slopes
-    asked = section.fold if section.fold is not None else there
-    if not possible or not asked:
+    folds = section.fold if section.fold is not None else there
+    if not possible or not folds:
         return 0
     names = {name.split(".lora_")[0] for name in model.policy.trained}
     layers = (model.transformer.get_submodule(name) for name in names)
@@ -94,9 +94,9 @@ def _works(model: Any, algorithm: Algorithm, recipe: Recipe) -> dict[str, Callab
         cond = context.cond.rows(trace.row)
         negative = context.negative.rows(trace.row) if context.negative else None
         gradient: Gradient = "conditional" if spec.apart else "both"
-        asked = model, trace.clean, sigma, cond, negative, spec.guidance
+        inputs = model, trace.clean, sigma, cond, negative, spec.guidance
         with torch.set_grad_enabled(spec.slopes):
-            v = guided(*asked, gradient=gradient)
+            v = guided(*inputs, gradient=gradient)
         if spec.slopes:
             v.sum().backward()
         return v

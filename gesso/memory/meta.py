@@ -64,7 +64,7 @@ class _Live(TorchDispatchMode):
         self.now = self.peak = 0
         self.known = known
         self.set: dict[int, int] = {}  # storage of a mask → how many of its flags are
-        self.made: dict[Any, Any] = {}  # operator and its inputs' shapes → its results' own
+        self.results: dict[Any, Any] = {}  # operator and its inputs' shapes → shapes of its results
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -107,14 +107,14 @@ class _Live(TorchDispatchMode):
         if _aliases(function):
             return function(*args, **kwargs)
         key = function, _key(args), *((name, _key(value)) for name, value in kwargs.items())
-        if key in self.made:
-            made = self.made[key]
-            return made.like() if isinstance(made, _Shape) else [shape.like() for shape in made]
+        if key in self.results:
+            shapes = self.results[key]
+            return shapes.like() if isinstance(shapes, _Shape) else [s.like() for s in shapes]
         result = function(*args, **kwargs)
         if isinstance(result, Tensor) and _are_new([result], tensors):
-            self.made[key] = _Shape.of(result)
+            self.results[key] = _Shape.of(result)
         elif isinstance(result, list | tuple) and _are_new(result, tensors):
-            self.made[key] = [_Shape.of(tensor) for tensor in result]
+            self.results[key] = [_Shape.of(tensor) for tensor in result]
         return result
 
     def _count(self, mask: Tensor) -> int:
@@ -156,13 +156,13 @@ class _Shape(NamedTuple):
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    found = []
+    tensors = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple):
-            found += [part for part in value if isinstance(part, Tensor)]
-    return found
+            tensors += [part for part in value if isinstance(part, Tensor)]
+    return tensors
 
 
 def _key(value: Any) -> Any:
@@ -180,9 +180,11 @@ def _aliases(function: Any) -> bool:
     return any(argument.alias_info is not None for argument in function._schema.arguments)
 
 
-def _are_new(found: Sequence[Any], given: Iterable[Tensor]) -> bool:
+def _are_new(results: Sequence[Any], given: Iterable[Tensor]) -> bool:
     """Tensors of the meta device alone, in storages of their own."""
-    if not found or not all(isinstance(t, Tensor) and t.is_meta for t in found):
+    if not results or not all(isinstance(t, Tensor) and t.is_meta for t in results):
         return False
-    own = {t.untyped_storage()._cdata for t in found}
-    return len(own) == len(found) and own.isdisjoint(t.untyped_storage()._cdata for t in given)
+    storages = {t.untyped_storage()._cdata for t in results}
+    return len(storages) == len(results) and storages.isdisjoint(
+        t.untyped_storage()._cdata for t in given
+    )

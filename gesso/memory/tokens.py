@@ -79,10 +79,10 @@ def _host(models: Sequence[TransformerModel], recipe: Recipe) -> dict[str, int]:
 
 
 def _trunk(model: TransformerModel) -> TransformerModel | None:
-    """The critic's network, where it has one of its own."""
+    """The critic's network, where it does not share the policy's."""
     critic = model.critic
-    own = isinstance(critic, Critic) and isinstance(critic.trunk, TransformerModel)
-    return critic.trunk if own else None  # type: ignore[union-attr]
+    is_separate = isinstance(critic, Critic) and isinstance(critic.trunk, TransformerModel)
+    return critic.trunk if is_separate else None  # type: ignore[union-attr]
 
 
 def _networks(
@@ -150,17 +150,17 @@ def _write(model: TransformerModel, algorithm: ReplyAlgorithm, recipe: Recipe) -
     and a step of all slots is taken. In evaluation every slot has a prompt of its own."""
     samples = max(recipe.data.groups * algorithm.group, recipe.eval.prompts)
     slots = min(recipe.sampler.batch, samples)
-    asked = max(min(slots, recipe.eval.prompts), math.ceil(slots / algorithm.group))
+    prompts = max(min(slots, recipe.eval.prompts), math.ceil(slots / algorithm.group))
     prompt = model.blank(model.max_prompt)
     room = -(-(model.max_prompt + algorithm.max_tokens) // 64) * 64
     with model.writing("current")():
         copies = _folded(model, recipe) or _joined(model, recipe)
         like = model.read([prompt])[0]
         cache = SlotCache(like, slots, room)
-        at_once = min(asked, max(1, READ_AT_ONCE // model.max_prompt))
+        at_once = min(prompts, max(1, READ_AT_ONCE // model.max_prompt))
         kept = [
             torch.empty_like(tensor)
-            for _ in range(asked - at_once)
+            for _ in range(prompts - at_once)
             for tensor in (*like.keys, *like.values)
         ]
         read = model.read([prompt] * at_once)
@@ -177,8 +177,8 @@ def _folded(model: TransformerModel, recipe: Recipe) -> list[Tensor]:
     does not ask for it is taken for one of a CPU, where nothing is folded."""
     section = recipe.model
     possible = section.lora is not None and section.quantize is None
-    asked = section.fold if section.fold is not None else model.dtype != torch.float32
-    if not possible or not asked:
+    folds = section.fold if section.fold is not None else model.dtype != torch.float32
+    if not possible or not folds:
         return []
     names = {name.split(".lora_")[0] for name in model.policy.trained}
     layers = (model.module.get_submodule(name) for name in names)
@@ -191,5 +191,5 @@ def _joined(model: TransformerModel, recipe: Recipe) -> list[Tensor]:
     if recipe.model.quantize is not None or recipe.model.lora is not None:
         return []
     parts = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-    found = (m for name, m in model.decoder.named_modules() if name.endswith(parts))
-    return [torch.empty_like(m.weight, dtype=model.dtype) for m in found]
+    layers = (m for name, m in model.decoder.named_modules() if name.endswith(parts))
+    return [torch.empty_like(m.weight, dtype=model.dtype) for m in layers]

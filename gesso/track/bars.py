@@ -96,28 +96,28 @@ def compiling(progress: Progress) -> Iterator[None]:
     of the time."""
     from torch._dynamo.callback import callback_handler
 
-    told: list[object] = []
+    reported: list[object] = []
 
-    def tell(what: object) -> None:
-        if not told:
+    def report(event: object) -> None:
+        if not reported:
             progress.note("compiling: what runs for the first time takes longer than the next time")
-        told.append(what)
+        reported.append(event)
 
-    callback_handler.register_start_callback(tell)
+    callback_handler.register_start_callback(report)
     try:
         yield
     finally:
-        callback_handler.remove_start_callback(tell)
+        callback_handler.remove_start_callback(report)
 
 
 def _follow(folder: Path, progress: Progress, name: str, ended: threading.Event) -> None:
-    size, told = _size(folder), False
+    size, reported = _size(folder), False
     while not ended.wait(LOOK):
         before, size = size, _size(folder)
         if size > before:
-            if not told:
+            if not reported:
                 progress.phase(f"downloading {name}")
-                told = True
+                reported = True
             progress.advance(size - before)
 
 

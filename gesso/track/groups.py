@@ -81,12 +81,12 @@ def _keep(folder: Path, row: dict[str, Any], samples: Sequence[Sample]) -> None:
         name = f"{folder.name}/{row['group']:03d}-shown-{k}.webp"
         _small(picture.open()).save(folder.parent / name)
         row.setdefault("shown", []).append(name)
-    for k, (told, sample) in enumerate(zip(row["samples"], samples, strict=True)):
+    for k, (entry, sample) in enumerate(zip(row["samples"], samples, strict=True)):
         if sample.image is not None:
-            told["image"] = f"{folder.name}/{row['group']:03d}-{k:02d}.webp"
-            _small(Image.fromarray(sample.image)).save(folder.parent / told["image"], quality=90)
+            entry["image"] = f"{folder.name}/{row['group']:03d}-{k:02d}.webp"
+            _small(Image.fromarray(sample.image)).save(folder.parent / entry["image"], quality=90)
         else:
-            told["reply"] = sample.text
+            entry["reply"] = sample.text
 
 
 def _small(picture: Image.Image) -> Image.Image:

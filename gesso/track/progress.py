@@ -96,7 +96,7 @@ class Json:
         self.out = out if out is not None else sys.stdout
         self.every = every
         self.doing = Clock("")
-        self._told = 0.0  # when progress was
+        self._reported = 0.0  # when progress was
         self._lock = threading.RLock()  # again: Ctrl-C notes something in the middle of anything
 
     def __enter__(self) -> Json:
@@ -108,15 +108,15 @@ class Json:
         self._event("start", {"step": step, "total": total})
 
     def phase(self, text: str, total: int = 0) -> None:
-        self.doing, self._told = Clock(text, total), time.monotonic()
+        self.doing, self._reported = Clock(text, total), time.monotonic()
         self._event("phase", {"text": text, "total": total})
 
     def advance(self, done: int = 1) -> None:
         with self._lock:
             self.doing.done += done
-            due = time.monotonic() - self._told >= self.every
+            due = time.monotonic() - self._reported >= self.every
             if due:
-                self._told = time.monotonic()
+                self._reported = time.monotonic()
         if due:
             doing = self.doing
             known = {"text": doing.text, "done": doing.done, "total": doing.total}
@@ -149,15 +149,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def display(quiet: bool = False, as_json: bool = False, aside: bool = True) -> Display:
-    """What `--quiet` and `--json` ask for. `aside`: progress goes to stderr, since stdout belongs
-    to the result, which may be piped on."""
-    if as_json:
-        return Json()
-    if quiet:
-        return Silent()
-    from gesso.track.console import Console
-
-    return Console(aside=aside)
