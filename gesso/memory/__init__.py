@@ -1,11 +1,12 @@
-"""How much memory a recipe takes on its device, worked out without weights and without a device.
+"""Estimates the device memory of a recipe, without weights and without the device.
 
-The networks are made on torch's meta device, which knows shapes and no numbers; what a run does
-with them (an update of one micro-batch, drawing or writing one batch) is run there once, and every
-tensor that comes and goes is counted. What is left out: the allocator's rounding, the device's own
-context (some hundred MB on CUDA), and rewards, which live in processes of their own.
+The networks are built on torch's meta device, which has shapes and no numbers. What a run does with
+them (an update of one micro-batch, sampling one batch) runs there once, and every tensor is counted
+from its allocation to its end. Not included: the allocator's rounding, the CUDA context (some
+hundred MB), and rewards, which run in other processes.
 
-`flow.py` and `tokens.py` say what a run of each family does, `meta.py` counts.
+`flow.py` and `tokens.py` say what a run of each family does, `meta.py` counts, and `functions.py`
+replaces what the meta device lacks.
 """
 
 from __future__ import annotations
@@ -27,9 +28,8 @@ MASTER = 4  # bytes: trained weights, their gradients and both of Adam's moments
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. `lasting` is there all the time; of `passing` one at a time: gradients are gone when
-    the next batch is drawn. `host` is the most that is kept in the host's memory, beside a
-    device's."""
+    """Bytes. `lasting` is allocated all the time; of `passing` one at a time: gradients are freed
+    before the next batch is sampled. `host` is the most that is kept in the host's memory."""
 
     lasting: dict[str, int]
     passing: dict[str, int]

@@ -1,4 +1,4 @@
-"""What a model that draws does with its memory: an update, a step of drawing, decoding."""
+"""Memory of image models: an update, a sampling step, decoding."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def _networks(model: PipelineModel, recipe: Recipe) -> dict[str, int]:
 
 
 def _folded(model: PipelineModel, algorithm: Algorithm, recipe: Recipe) -> int:
-    """What `model.fold` keeps on a GPU in every pass: the adapted weights once more, and again for
-    an old policy, which an update runs beside the current one. A recipe in float32 that does not
-    ask for it is taken for one of a CPU, where nothing is folded."""
+    """Bytes of the folded weights that `model.fold` keeps on a GPU: the adapted weights once more,
+    and again for an old policy, which an update runs together with the current one. A recipe in
+    float32 that does not set it counts as one for a CPU, where nothing is folded."""
     section = recipe.model
     possible = section.lora is not None and section.quantize is None
     there = model.dtype != torch.float32 or _spec(algorithm, recipe).slopes

@@ -1,4 +1,4 @@
-"""Counting on torch's meta device: every tensor from the operation that makes it to its end."""
+"""Counts live bytes on torch's meta device: each tensor from its allocation to its end."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ NF4_BYTES = 0.5 + 4 / 64  # a weight: four bits, and a float32 scale for every 6
 
 @dataclass(frozen=True)
 class Load:
-    """What a family of models says of one recipe, its networks being on the meta device."""
+    """What one recipe allocates and runs, with its networks on the meta device."""
 
     networks: dict[str, int]  # bytes by part; what the recipe quantizes counts as if it were
     stored: int  # bytes of a whole rollout
-    tensors: list[Tensor]  # that are there before any work
+    tensors: list[Tensor]  # allocated before any work
     update: Callable[[], object]  # of one micro-batch, from the loss to the gradients
-    works: dict[str, Callable[[], object]]  # what else a run does, each once, as large as there
+    works: dict[str, Callable[[], object]]  # what else a run does, each once, at full size
     host: dict[str, int]  # bytes kept in the host's memory
 
 
@@ -47,9 +47,9 @@ def tensors_of(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def peak(there: Iterable[Tensor], work: Callable[[], object]) -> int:
-    """Most bytes that live at once of what `work` makes."""
+    """Most bytes that are allocated at once by `work`, besides `there`."""
     known = {t.untyped_storage()._cdata for t in there}
-    # On the meta device torch would write down every attention matrix; devices do not.
+    # On the meta device torch would materialize every attention matrix; devices do not.
     fused = Replaced({nn.functional.scaled_dot_product_attention: fused_attention})
     with fused, _Live(known) as live:
         work()
@@ -77,8 +77,8 @@ class _Live(TorchDispatchMode):
         return result
 
     def _run(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What depends on numbers is answered without them. Small tensors of the CPU that meet one
-        of the meta device follow it there."""
+        """Handles operators whose result depends on values. CPU tensors that are combined with meta
+        tensors are moved to the meta device."""
         first: Any = args[0] if args else None
         if function is torch.ops.aten.index.Tensor and first.is_meta:
             mask = args[1][0]
@@ -102,8 +102,8 @@ class _Live(TorchDispatchMode):
     def _again(
         self, function: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> Any:
-        """A network's layers are alike, and shapes take torch longer to work out than to remember:
-        what made new tensors once makes such tensors again."""
+        """Caches result shapes: layers are alike, and torch takes longer to infer shapes than a
+        lookup does."""
         if _aliases(function):
             return function(*args, **kwargs)
         key = function, _key(args), *((name, _key(value)) for name, value in kwargs.items())

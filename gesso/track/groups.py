@@ -1,4 +1,4 @@
-"""One training step opened up, for whoever asks where its gradient came from.
+"""The groups of one training step: where its gradient came from.
 
 groups/000010.jsonl      one row a group of the batch of step 10, the largest share first
 groups/000010/003-07.webp    sample 7 of group 3, small

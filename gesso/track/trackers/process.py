@@ -1,8 +1,8 @@
-"""Trackers as the run sees them: told that there is news, never waited for.
+"""Trackers as the run sees them: notified of new rows, never waited for.
 
-Each is a process with a thread beside it here. The thread passes commands on one at a time and
-waits for the answer; the run only leaves a word for it. A tracker that raises, dies or gives no
-answer for `patience` seconds is told of once and switched off; the run goes on.
+Each is a process with a thread here. The thread passes commands on one at a time and waits for the
+answer; the run only queues them. A tracker that raises, dies or gives no answer for `patience`
+seconds is reported once and switched off; the run goes on.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEAVING = 5.0  # seconds a process may take to end after it has said that it is 
 
 
 class _TrackerLost(Exception):
-    """The tracker is of no use any more; the reason in a few words."""
+    """The tracker cannot be used any more; the reason in a few words."""
 
 
 class _TrackerLate(_TrackerLost):
