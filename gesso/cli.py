@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gesso import imports
-from gesso.track import progress
+from gesso.track import displays, progress
 from gesso.track.run_folder import RunFolder, must_be_possible
 from gesso.types import StopRun, UserError, bad_text, out_of_memory
 
@@ -185,7 +185,7 @@ def _add_output(action: argparse.ArgumentParser) -> None:
 
 
 def _display(options: argparse.Namespace) -> progress.Display:
-    return progress.display(options.quiet, options.json)
+    return displays.display(options.quiet, options.json)
 
 
 def _train(options: argparse.Namespace) -> None:

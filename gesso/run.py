@@ -17,7 +17,8 @@ from gesso.data import prompts
 from gesso.rewards import assembly
 from gesso.rewards.assembly import Rewards
 from gesso.track import bars
-from gesso.track.progress import SILENT, Display, Progress, display
+from gesso.track.displays import display
+from gesso.track.progress import SILENT, Display, Progress
 from gesso.track.run_folder import RunFolder
 from gesso.track.trackers.process import Watchers
 from gesso.types import Prompt, StopRun, UserError, out_of_memory

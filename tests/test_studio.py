@@ -16,7 +16,7 @@ from PIL import Image
 from gesso import build, run
 from gesso.types import UserError
 from gesso.viewer import server
-from gesso.viewer.play import Ask
+from gesso.viewer.playground import PlaygroundRequest
 from gesso.viewer.studio import Studio
 from gesso.zoo.words import LIMITS, prompt_for
 from tests import tokens
@@ -71,7 +71,7 @@ def test_both_sides_are_what_each_would_draw_alone(
     recipe_data["eval_reward"] = [{"name": "jpeg-incompressibility"}]  # the playground scores by it
     found = run.train(build.recipe_from(recipe_data), folder=tmp_path / "run", quiet=True)
     heard = Heard()
-    ask = Ask(run="run", prompt=PROMPT, seed=4, n=2)
+    ask = PlaygroundRequest(run="run", prompt=PROMPT, seed=4, n=2)
     result = studio.draw(found.path, ask, heard)
     assert result["step"] == 2 and "scoring" in heard.phases
     assert any("loading" in phase for phase in heard.phases)
@@ -125,17 +125,19 @@ def test_a_model_that_sees_answers_about_a_picture(tmp_path: Path, studio: Studi
     found = run.train(recipe, folder=tmp_path / "run", quiet=True)
     image = base64.b64encode(picture.read()).decode()
     heard = Heard()
-    result = studio.draw(found.path, Ask(run="run", prompt="how many?", image=image), heard)
+    result = studio.draw(
+        found.path, PlaygroundRequest(run="run", prompt="how many?", image=image), heard
+    )
     assert isinstance(result["base"][0]["reply"], str) and len(result["trained"]) == 1
     # There is no right answer to a question of one's own: it is told, and nothing is made up.
     assert "reward" not in result["base"][0]
     assert heard.notes == [
         'not scored: count: expected a column "answer" such as 4, found no such column'
     ]
-    ask = Ask(run="run", prompt="how many?", image=image, answer="3")
+    ask = PlaygroundRequest(run="run", prompt="how many?", image=image, answer="3")
     assert "count" in studio.draw(found.path, ask, Heard())["base"][0]["parts"]
     with pytest.raises(UserError, match="not base64"):
-        studio.draw(found.path, Ask(run="run", prompt="?", image="no!"), heard)
+        studio.draw(found.path, PlaygroundRequest(run="run", prompt="?", image="no!"), heard)
 
 
 def test_the_playground_says_what_the_bundled_model_was_not_trained_on(tmp_path: Path) -> None:
@@ -167,4 +169,4 @@ def test_a_run_without_a_checkpoint(recipe_data: dict, tmp_path: Path, studio: S
     recipe = build.recipe_from(recipe_data)
     found = RunFolder.create(tmp_path / "run", recipe.model_dump())
     with pytest.raises(UserError, match="has no checkpoint yet"):
-        studio.draw(found.path, Ask(run="run", prompt=PROMPT), Heard())
+        studio.draw(found.path, PlaygroundRequest(run="run", prompt=PROMPT), Heard())

@@ -21,7 +21,7 @@ from gesso.config import TokenModel
 from gesso.rewards.transport.workers import WorkerScorer
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Sample, UserError
-from gesso.viewer.play import Ask
+from gesso.viewer.playground import PlaygroundRequest
 from gesso.viewer.studio import Studio
 from tests import tokens
 from tests.test_studio import PROMPT, Heard
@@ -155,7 +155,7 @@ def test_the_page_over_somebody_elses_run_runs_none_of_its_code(
 ) -> None:
     assert cli.main(["view", "runs", "--report", "page.html"]) == 0
     assert "theirs" in (workplace / "page.html").read_text()
-    ask, heard = Ask(run="theirs", prompt=PROMPT, seed=1, n=1), Heard()
+    ask, heard = PlaygroundRequest(run="theirs", prompt=PROMPT, seed=1, n=1), Heard()
     studio = Studio()
     drawn = studio.draw(foreign_run.path, ask, heard)
     studio.close()
@@ -174,13 +174,15 @@ def test_the_playground_refuses_a_model_or_algorithm_of_the_runs_own(
     (workplace / MARK).unlink(missing_ok=True)  # building the recipe has imported the reward
     sys.modules.pop("mine", None)
     with pytest.raises(UserError, match=f'the {key} "mine:Thing" .* --trust-code'):
-        Studio().draw(foreign_run.path, Ask(run="theirs", prompt=PROMPT, seed=1, n=1), Heard())
+        Studio().draw(
+            foreign_run.path, PlaygroundRequest(run="theirs", prompt=PROMPT, seed=1, n=1), Heard()
+        )
     assert not (workplace / MARK).exists()
 
 
 def test_a_trusted_page_scores_by_the_runs_own_reward(foreign_run: RunFolder) -> None:
     studio = Studio(trust_code=True)
-    ask = Ask(run="theirs", prompt=PROMPT, seed=1, n=1)
+    ask = PlaygroundRequest(run="theirs", prompt=PROMPT, seed=1, n=1)
     drawn = studio.draw(foreign_run.path, ask, Heard())
     studio.close()
     assert drawn["trained"][0]["reward"] == 0.5

@@ -1,11 +1,12 @@
-"""How much memory a recipe takes on its device, worked out without weights and without a device.
+"""Estimates the device memory of a recipe, without weights and without the device.
 
-The networks are made on torch's meta device, which knows shapes and no numbers; what a run does
-with them (an update of one micro-batch, drawing or writing one batch) is run there once, and every
-tensor that comes and goes is counted. What is left out: the allocator's rounding, the device's own
-context (some hundred MB on CUDA), and rewards, which live in processes of their own.
+The networks are built on torch's meta device, which has shapes and no numbers. What a run does with
+them (an update of one micro-batch, sampling one batch) runs there once, and every tensor is counted
+from its allocation to its end. Not included: the allocator's rounding, the CUDA context (some
+hundred MB), and rewards, which run in other processes.
 
-`flow.py` and `tokens.py` say what a run of each family does, `meta.py` counts.
+`flow.py` and `tokens.py` say what a run of each family does, `meta.py` counts, and `functions.py`
+replaces what the meta device lacks.
 """
 
 from __future__ import annotations
@@ -24,9 +25,8 @@ MASTER = 4  # bytes: trained weights, their gradients and both of Adam's moments
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. `lasting` is there all the time; of `passing` one at a time: gradients are gone when
-    the next batch is drawn. `host` is the most that is kept in the host's memory, beside a
-    device's."""
+    """Bytes. `lasting` is allocated all the time; of `passing` one at a time: gradients are freed
+    before the next batch is sampled. `host` is the most that is kept in the host's memory."""
 
     lasting: dict[str, int]
     passing: dict[str, int]
@@ -44,7 +44,7 @@ def estimate(recipe: Recipe) -> Memory:
     model, algorithm = build.model(bare), build.algorithm(recipe)
     family = families.of(recipe)
     algorithm, critic = family.add_critic(bare, algorithm, model)
-    beside = critic.trained if critic is not None else {}
+    critic_parameters = critic.trained if critic is not None else {}
     if not family.wraps_library(model):
         raise UserError(
             f'memory of model "{recipe.model.name}" cannot be worked out: only of diffusers '
@@ -52,7 +52,7 @@ def estimate(recipe: Recipe) -> Memory:
         )
     load: Load = imports.load(family.memory, "family")(model, algorithm, recipe)
     policy = model.policy
-    trained = (policy.size + sum(p.numel() for p in beside.values())) * MASTER
+    trained = (policy.size + sum(p.numel() for p in critic_parameters.values())) * MASTER
     for copy in (*algorithm.needs, *(("ema",) if recipe.learner.ema else ())):
         policy.snapshot(copy)
     lasting = {
@@ -62,10 +62,10 @@ def estimate(recipe: Recipe) -> Memory:
         "stored samples": load.stored,
     }
     there = [*load.tensors, *(t for copy in policy.copies.values() for t in copy.values())]
-    for parameter in (*policy.trainable.values(), *beside.values()):
+    for parameter in (*policy.trainable.values(), *critic_parameters.values()):
         parameter.grad = torch.empty_like(parameter)  # as they are from the second micro-batch on
         there += [parameter, parameter.grad]
     passing = {"update with gradients": trained + peak(there, load.update)}
     passing |= {name: peak(there, work) for name, work in load.works.items()}
-    told = {name: size for name, size in lasting.items() if size}
-    return Memory(told, passing, load.host, policy.size * MASTER)
+    nonzero = {name: size for name, size in lasting.items() if size}
+    return Memory(nonzero, passing, load.host, policy.size * MASTER)

@@ -1,4 +1,4 @@
-"""What a model that draws does with its memory: an update, a step of drawing, decoding."""
+"""Memory of image models: an update, a sampling step, decoding."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def _spec(algorithm: Algorithm, recipe: Recipe) -> SampleSpec:
 
 
 def _networks(model: PipelineModel, recipe: Recipe) -> dict[str, int]:
-    found = {"transformer": 0, "text encoders": 0, "decoder": 0}
+    sizes = {"transformer": 0, "text encoders": 0, "decoder": 0}
     for name, part in model.pipe.components.items():
         if not isinstance(part, nn.Module):
             continue
         small = name in model.large and recipe.model.quantize is not None
         place = {"transformer": "transformer", "vae": "decoder"}.get(name, "text encoders")
-        found[place] += nbytes(part, [part] if small else [])
-    return found
+        sizes[place] += nbytes(part, [part] if small else [])
+    return sizes
 
 
 def _folded(model: PipelineModel, algorithm: Algorithm, recipe: Recipe) -> int:

@@ -1,4 +1,4 @@
-"""Counting on torch's meta device: every tensor from the operation that makes it to its end."""
+"""Counts live bytes on torch's meta device: each tensor from its allocation to its end."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ NF4_BYTES = 0.5 + 4 / 64  # a weight: four bits, and a float32 scale for every 6
 
 @dataclass(frozen=True)
 class Load:
-    """What a family of models says of one recipe, its networks being on the meta device."""
+    """What one recipe allocates and runs, with its networks on the meta device."""
 
     networks: dict[str, int]  # bytes by part; what the recipe quantizes counts as if it were
     stored: int  # bytes of a whole rollout
-    tensors: list[Tensor]  # that are there before any work
+    tensors: list[Tensor]  # allocated before any work
     update: Callable[[], object]  # of one micro-batch, from the loss to the gradients
-    works: dict[str, Callable[[], object]]  # what else a run does, each once, as large as there
+    works: dict[str, Callable[[], object]]  # what else a run does, each once, at full size
     host: dict[str, int]  # bytes kept in the host's memory
 
 
@@ -47,9 +47,9 @@ def tensors_of(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def peak(there: Iterable[Tensor], work: Callable[[], object]) -> int:
-    """Most bytes that live at once of what `work` makes."""
+    """Most bytes that are allocated at once by `work`, besides `there`."""
     known = {t.untyped_storage()._cdata for t in there}
-    # On the meta device torch would write down every attention matrix; devices do not.
+    # On the meta device torch would materialize every attention matrix; devices do not.
     fused = Replaced({nn.functional.scaled_dot_product_attention: fused_attention})
     with fused, _Live(known) as live:
         work()
@@ -64,7 +64,7 @@ class _Live(TorchDispatchMode):
         self.now = self.peak = 0
         self.known = known
         self.set: dict[int, int] = {}  # storage of a mask → how many of its flags are
-        self.made: dict[Any, Any] = {}  # operator and its inputs' shapes → its results' own
+        self.results: dict[Any, Any] = {}  # operator and its inputs' shapes → shapes of its results
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -77,8 +77,8 @@ class _Live(TorchDispatchMode):
         return result
 
     def _run(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What depends on numbers is answered without them. Small tensors of the CPU that meet one
-        of the meta device follow it there."""
+        """Handles operators whose result depends on values. CPU tensors that are combined with meta
+        tensors are moved to the meta device."""
         first: Any = args[0] if args else None
         if function is torch.ops.aten.index.Tensor and first.is_meta:
             mask = args[1][0]
@@ -102,19 +102,19 @@ class _Live(TorchDispatchMode):
     def _again(
         self, function: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> Any:
-        """A network's layers are alike, and shapes take torch longer to work out than to remember:
-        what made new tensors once makes such tensors again."""
+        """Caches result shapes: layers are alike, and torch takes longer to infer shapes than a
+        lookup does."""
         if _aliases(function):
             return function(*args, **kwargs)
         key = function, _key(args), *((name, _key(value)) for name, value in kwargs.items())
-        if key in self.made:
-            made = self.made[key]
-            return made.like() if isinstance(made, _Shape) else [shape.like() for shape in made]
+        if key in self.results:
+            shapes = self.results[key]
+            return shapes.like() if isinstance(shapes, _Shape) else [s.like() for s in shapes]
         result = function(*args, **kwargs)
         if isinstance(result, Tensor) and _are_new([result], tensors):
-            self.made[key] = _Shape.of(result)
+            self.results[key] = _Shape.of(result)
         elif isinstance(result, list | tuple) and _are_new(result, tensors):
-            self.made[key] = [_Shape.of(tensor) for tensor in result]
+            self.results[key] = [_Shape.of(tensor) for tensor in result]
         return result
 
     def _count(self, mask: Tensor) -> int:
@@ -156,13 +156,13 @@ class _Shape(NamedTuple):
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
-    found = []
+    tensors = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple):
-            found += [part for part in value if isinstance(part, Tensor)]
-    return found
+            tensors += [part for part in value if isinstance(part, Tensor)]
+    return tensors
 
 
 def _key(value: Any) -> Any:
@@ -180,9 +180,11 @@ def _aliases(function: Any) -> bool:
     return any(argument.alias_info is not None for argument in function._schema.arguments)
 
 
-def _are_new(found: Sequence[Any], given: Iterable[Tensor]) -> bool:
+def _are_new(results: Sequence[Any], given: Iterable[Tensor]) -> bool:
     """Tensors of the meta device alone, in storages of their own."""
-    if not found or not all(isinstance(t, Tensor) and t.is_meta for t in found):
+    if not results or not all(isinstance(t, Tensor) and t.is_meta for t in results):
         return False
-    own = {t.untyped_storage()._cdata for t in found}
-    return len(own) == len(found) and own.isdisjoint(t.untyped_storage()._cdata for t in given)
+    storages = {t.untyped_storage()._cdata for t in results}
+    return len(storages) == len(results) and storages.isdisjoint(
+        t.untyped_storage()._cdata for t in given
+    )

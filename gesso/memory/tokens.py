@@ -1,7 +1,7 @@
-"""What a model that writes does with its memory: an update, a batch of replies and a picture.
+"""Memory of language models: an update, a batch of responses, and an image.
 
-A prompt counts as long as the recipe lets it be, and is a picture as far as that goes; a reply
-counts as long as it may get. So a run takes this much at most, and usually less.
+Prompts and responses have the greatest length that the recipe allows, and a prompt is an image as
+far as possible. So this is an upper bound; a run usually takes less.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from gesso.samplers.drawing import inverse_cdf
 from gesso.samplers.slots import SlotCache
 from gesso.weights.folding_rule import estimated_to_fold
 
-STORED = 8 + 1 + 4 + 8 + 4  # bytes a reply token: id, mask, log-prob, advantage, weight in the loss
+STORED = (
+    8 + 1 + 4 + 8 + 4
+)  # bytes per response token: id, mask, log-prob, advantage, weight in the loss
 STORED_OF_KL, STORED_OF_CRITIC = 4, 4 + 8  # the reference's log-prob; value and return
 
 
@@ -69,7 +71,7 @@ def _autocast(models: Sequence[TransformerModel]) -> Callable[[Work], Work]:
 
 
 def _host(models: Sequence[TransformerModel], recipe: Recipe) -> dict[str, int]:
-    """Pictures of a batch wait there, ready for the vision tower; and what it saw of others."""
+    """Preprocessed images of a batch, and cached image features."""
     prompts = max(recipe.data.groups, recipe.eval.prompts)
     pixels = models[0].blank(models[0].max_prompt).pixels
     sizes = {
@@ -82,8 +84,8 @@ def _host(models: Sequence[TransformerModel], recipe: Recipe) -> dict[str, int]:
 def _trunk(algorithm: ReplyAlgorithm) -> TransformerModel | None:
     """The critic's network, where it has one of its own."""
     critic = algorithm.critic_network
-    own = isinstance(critic, Critic) and isinstance(critic.trunk, TransformerModel)
-    return critic.trunk if own else None  # type: ignore[union-attr]
+    is_separate = isinstance(critic, Critic) and isinstance(critic.trunk, TransformerModel)
+    return critic.trunk if is_separate else None  # type: ignore[union-attr]
 
 
 def _networks(
@@ -130,20 +132,20 @@ def _works(
 
 
 def _terms(model: TransformerModel, algorithm: ReplyAlgorithm, recipe: Recipe) -> ReplyTerms:
-    """A full micro-batch: replies to different prompts, all of one length, so that no mask has to
-    say where they end."""
+    """A full micro-batch: responses to different prompts, all of one length, so that the mask is
+    all ones."""
     longest = model.max_prompt + algorithm.max_tokens
     most = recipe.data.groups * algorithm.group // algorithm.updates * longest
     tokens = min(max(recipe.learner.micro_tokens, longest), most)
     n = math.ceil(tokens / longest)
-    reply = max(1, algorithm.max_tokens * tokens // (n * longest))
-    prompts = [model.blank(max(1, tokens // n - reply)) for _ in range(n)]
-    mask = torch.ones(n, reply, dtype=torch.bool)
-    ids = torch.zeros(n, reply, dtype=torch.long)
+    response = max(1, algorithm.max_tokens * tokens // (n * longest))
+    prompts = [model.blank(max(1, tokens // n - response)) for _ in range(n)]
+    mask = torch.ones(n, response, dtype=torch.bool)
+    ids = torch.zeros(n, response, dtype=torch.long)
     trace = TokenTrace(prompts, torch.arange(n), ids, mask, torch.zeros(n, dtype=torch.bool))
     fields = dataclasses.fields(PreparedResponses)
-    prepared = PreparedResponses(*(torch.empty(n, reply, device="meta") for _ in fields))
-    return ReplyTerms(1, trace, prepared, torch.empty(n, reply, device="meta"))
+    prepared = PreparedResponses(*(torch.empty(n, response, device="meta") for _ in fields))
+    return ReplyTerms(1, trace, prepared, torch.empty(n, response, device="meta"))
 
 
 @torch.no_grad()
@@ -152,17 +154,17 @@ def _write(model: TransformerModel, algorithm: ReplyAlgorithm, recipe: Recipe) -
     and a step of all slots is taken. In evaluation every slot has a prompt of its own."""
     samples = max(recipe.data.groups * algorithm.group, recipe.eval.prompts)
     slots = min(recipe.sampler.batch, samples)
-    asked = max(min(slots, recipe.eval.prompts), math.ceil(slots / algorithm.group))
+    prompts = max(min(slots, recipe.eval.prompts), math.ceil(slots / algorithm.group))
     prompt = model.blank(model.max_prompt)
-    room = -(-(model.max_prompt + algorithm.max_tokens) // 64) * 64
+    max_length = -(-(model.max_prompt + algorithm.max_tokens) // 64) * 64
     with model.writing("current")():
         copies = _folded(model, recipe) or _joined(model, recipe)
         like = model.read([prompt])[0]
-        cache = SlotCache(like, slots, room)
-        at_once = min(asked, max(1, READ_AT_ONCE // model.max_prompt))
+        cache = SlotCache(like, slots, max_length)
+        at_once = min(prompts, max(1, READ_AT_ONCE // model.max_prompt))
         kept = [
             torch.empty_like(tensor)
-            for _ in range(asked - at_once)
+            for _ in range(prompts - at_once)
             for tensor in (*like.keys, *like.values)
         ]
         read = model.read([prompt] * at_once)
@@ -185,10 +187,10 @@ def _folded(model: TransformerModel, recipe: Recipe) -> list[Tensor]:
 
 
 def _joined(model: TransformerModel, recipe: Recipe) -> list[Tensor]:
-    """What `stepping.py` puts side by side. Of a LoRA nothing: folded weights are counted already,
-    and where adapters lie beside the weights it takes no part."""
+    """The weights that `stepping.py` concatenates. None with a LoRA: folded weights are counted
+    already, and without folding `stepping.py` is not used."""
     if recipe.model.quantize is not None or recipe.model.lora is not None:
         return []
     parts = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-    found = (m for name, m in model.decoder.named_modules() if name.endswith(parts))
-    return [torch.empty_like(m.weight, dtype=model.dtype) for m in found]
+    layers = (m for name, m in model.decoder.named_modules() if name.endswith(parts))
+    return [torch.empty_like(m.weight, dtype=model.dtype) for m in layers]

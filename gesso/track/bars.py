@@ -1,4 +1,4 @@
-"""What other libraries know of how far they are, told by our own display instead of their bars."""
+"""Progress of other libraries (downloads, loading, compiling), shown in our display."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ LOOK = 1.0  # seconds between two looks at what has been downloaded
 
 @contextmanager
 def loading(progress: Progress, name: str, path: str) -> Iterator[None]:
-    """While a model of that path (`model.path` of a recipe) is loaded: of a download the bytes that
-    have come, of transformers' weights the tensors that are read; the rest takes its time."""
+    """While a model of that path (`model.path` of a recipe) is loaded: counts the
+    bytes of a download and the tensors that transformers reads."""
     progress.phase(f"loading {name}")
     with _downloads(progress, name, path), _tensors(progress, name):
         yield
@@ -26,7 +26,7 @@ def loading(progress: Progress, name: str, path: str) -> Iterator[None]:
 
 @contextmanager
 def _tensors(progress: Progress, name: str) -> Iterator[None]:
-    """By the hook that transformers has for it; its older versions have none, and tell nothing."""
+    """By transformers' tqdm hook; older versions have none."""
     from transformers.utils import logging
 
     set_hook = getattr(logging, "set_tqdm_hook", None)
@@ -56,8 +56,8 @@ def _counted(items: Any, progress: Progress, name: str) -> Iterator[Any]:
 
 @contextmanager
 def _downloads(progress: Progress, name: str, path: str) -> Iterator[None]:
-    """A model of the hub goes file by file into a folder of the cache: its growth is looked at,
-    since no library tells of all its downloads in one place."""
+    """A model of the hub goes file by file into a folder of the cache: its size is polled,
+    since no library reports all its downloads in one place."""
     folder = _in_cache(path)
     if folder is None:
         yield
@@ -76,7 +76,7 @@ def _downloads(progress: Progress, name: str, path: str) -> Iterator[None]:
 
 def _in_cache(path: str) -> Path | None:
     """The folder that a model of the hub is downloaded into; None where the path cannot name one.
-    What is wrong with such a path is told by whoever loads it."""
+    Loading raises for a path that is wrong."""
     if resolve_path(path).exists() or path.count("/") != 1:
         return None
     from huggingface_hub import constants
@@ -92,32 +92,31 @@ def _in_cache(path: str) -> Path | None:
 
 @contextmanager
 def compiling(progress: Progress) -> Iterator[None]:
-    """Told when torch compiles for the first time in here: why a phase takes longer than its share
-    of the time."""
+    """Notes once that torch compiles: why a phase takes longer than usual."""
     from torch._dynamo.callback import callback_handler
 
-    told: list[object] = []
+    reported: list[object] = []
 
-    def tell(what: object) -> None:
-        if not told:
+    def report(event: object) -> None:
+        if not reported:
             progress.note("compiling: what runs for the first time takes longer than the next time")
-        told.append(what)
+        reported.append(event)
 
-    callback_handler.register_start_callback(tell)
+    callback_handler.register_start_callback(report)
     try:
         yield
     finally:
-        callback_handler.remove_start_callback(tell)
+        callback_handler.remove_start_callback(report)
 
 
 def _follow(folder: Path, progress: Progress, name: str, ended: threading.Event) -> None:
-    size, told = _size(folder), False
+    size, reported = _size(folder), False
     while not ended.wait(LOOK):
         before, size = size, _size(folder)
         if size > before:
-            if not told:
+            if not reported:
                 progress.phase(f"downloading {name}")
-                told = True
+                reported = True
             progress.advance(size - before)
 
 

@@ -22,13 +22,13 @@ from gesso.track.progress import Clock
 RECENT = 10  # rows whose mean time/step gives the time left
 HISTORY = 32  # rewards in the sparkline
 BARS = "▁▂▃▄▅▆▇█"
-TOLD_AFTER = 5.0  # seconds of a phase before a plain line tells of it, and between such lines
-TOLD_AT_LEAST = 30.0  # seconds between such lines, however long it takes
+REPORT_AFTER = 5.0  # seconds of a phase before a plain line reports it, and between such lines
+MAX_PAUSE = 30.0  # seconds between such lines, however long it takes
 
 
 class Console:
     """Some `phase`s; of a run `start`, then for each step some `phase`s and a `row`; at last
-    `stop`. A terminal shows phases as they go; elsewhere a line tells of one that takes long."""
+    `stop`. A terminal shows phases as they go; elsewhere a line reports one that takes long."""
 
     def __init__(self, out: rich.console.Console | None = None, aside: bool = False) -> None:
         self.out = out if out is not None else rich.console.Console(stderr=aside)
@@ -40,7 +40,7 @@ class Console:
         self.times: deque[float] = deque(maxlen=RECENT)
         self.doing: Clock | None = None
         self.live: Live | None = None
-        self._told = 0.0  # when a line told of the phase
+        self._reported = 0.0  # when a line last reported the phase
         self._ticker: _Ticker | None = None
         self._lock = threading.RLock()  # again: Ctrl-C notes something in the middle of anything
 
@@ -59,7 +59,7 @@ class Console:
     def phase(self, text: str, total: int = 0) -> None:
         """What is being done from now on."""
         with self._lock:
-            self.doing, self._told = Clock(text, total), time.monotonic()
+            self.doing, self._reported = Clock(text, total), time.monotonic()
         self._begin()
         self._draw()
 
@@ -108,7 +108,7 @@ class Console:
             self.out.print(self._view("done" if done else f"stopped after step {self.step}"))
 
     def _begin(self) -> None:
-        """A live display where it can be drawn, else something that tells of long phases."""
+        """A live display where it can be drawn, else a thread that reports long phases."""
         if self.live is not None or self._ticker is not None:
             return
         can_draw = self.out.is_terminal and not self.out.is_dumb_terminal
@@ -118,16 +118,16 @@ class Console:
         else:
             self._ticker = _Ticker(self)
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """A line about the phase, where one is due."""
         with self._lock:
             doing, now = self.doing, time.monotonic()
             if doing is None:
                 return
-            pause = min(TOLD_AT_LEAST, max(TOLD_AFTER, doing.seconds / 6))
-            if now - self._told < pause:
+            pause = min(MAX_PAUSE, max(REPORT_AFTER, doing.seconds / 6))
+            if now - self._reported < pause:
                 return
-            self._told = now
+            self._reported = now
         self._print(f"{doing.text} {how_far(doing)}")
 
     @property
@@ -209,7 +209,7 @@ class _Ticker:
 
     def _run(self) -> None:
         while not self._ended.wait(1.0):
-            self.console.tell()
+            self.console.report()
 
     def stop(self) -> None:
         self._ended.set()

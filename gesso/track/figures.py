@@ -37,14 +37,14 @@ def parsed(text: bytes) -> dict[str, Any]:
     if not text.strip():
         raise ValueError("missing or empty")
     try:
-        found = json.loads(text.decode("utf-8"), parse_int=_whole)
+        value = json.loads(text.decode("utf-8"), parse_int=_whole)
     except UnicodeDecodeError:
         raise ValueError("not valid UTF-8") from None
     except (ValueError, RecursionError):  # the latter: brackets in brackets in brackets
         raise ValueError("not valid JSON") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"expected a JSON object, got {short(found)}")
-    return found
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, got {short(value)}")
+    return value
 
 
 def _whole(digits: str) -> int | float:
@@ -62,11 +62,11 @@ def lines(file: Path, parse: Callable[[Row], T | None], damaged: list[str]) -> l
     rows = []
     for number, line in enumerate(file.read_bytes().splitlines(True) if file.is_file() else [], 1):
         try:
-            found = parse(parsed(line)) if line.endswith(b"\n") else None
+            row = parse(parsed(line)) if line.endswith(b"\n") else None
         except ValueError:
-            found = None
-        if found is None:
+            row = None
+        if row is None:
             damaged.append(f"{file.name}, line {number}: half-written or damaged, left out")
         else:
-            rows.append(found)
+            rows.append(row)
     return rows

@@ -1,4 +1,4 @@
-"""One training step opened up, for whoever asks where its gradient came from.
+"""The groups of one training step: where its gradient came from.
 
 groups/000010.jsonl      one row a group of the batch of step 10, the largest share first
 groups/000010/003-07.webp    sample 7 of group 3, small
@@ -99,12 +99,12 @@ def _keep(folder: Path, row: dict[str, Any], samples: Sequence[Sample]) -> None:
         name = f"{folder.name}/{row['group']:03d}-shown-{k}.webp"
         _small(picture.open()).save(folder.parent / name)
         row.setdefault("shown", []).append(name)
-    for k, (told, sample) in enumerate(zip(row["samples"], samples, strict=True)):
+    for k, (entry, sample) in enumerate(zip(row["samples"], samples, strict=True)):
         if sample.image is not None:
-            told["image"] = f"{folder.name}/{row['group']:03d}-{k:02d}.webp"
-            _small(Image.fromarray(sample.image)).save(folder.parent / told["image"], quality=90)
+            entry["image"] = f"{folder.name}/{row['group']:03d}-{k:02d}.webp"
+            _small(Image.fromarray(sample.image)).save(folder.parent / entry["image"], quality=90)
         else:
-            told["reply"] = sample.text
+            entry["reply"] = sample.text
 
 
 def _small(picture: Image.Image) -> Image.Image:

@@ -1,8 +1,8 @@
-"""What a long action tells while it works, and whoever listens.
+"""Progress of long actions, and the displays that show it.
 
-Anything that takes long is handed a `Progress` and calls `phase` when it begins something and
-`advance` as it gets on with it. The calls are cheap: one a piece, a batch or a file, never one a
-token. They may come from any thread.
+Anything that takes long gets a `Progress`, and calls `phase` when it begins something and `advance`
+as it proceeds. The calls are cheap: one per piece, batch or file, never one per token. They may
+come from any thread.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any, Protocol, TextIO
 
 class Progress(Protocol):
     def phase(self, text: str, total: int = 0) -> None:
-        """What is being done from now on, and how much of it there is; 0: nobody knows."""
+        """What is being done from now on, and how much of it there is; 0: unknown."""
 
     def advance(self, done: int = 1) -> None:
-        """So much more of the phase is done."""
+        """`done` more of the phase is done."""
 
     def note(self, text: str) -> None:
-        """A sentence to be kept in sight."""
+        """A sentence that stays visible."""
 
 
 class Watcher(Progress, Protocol):
-    """Somebody who looks on at a training run."""
+    """Follows a training run."""
 
     def start(self, step: int, total: int) -> None:
         """The run begins, or goes on after `step` of `total` steps."""
@@ -38,10 +38,10 @@ class Watcher(Progress, Protocol):
 
 
 class Display(Watcher, Protocol):
-    """What a command shows. Used in a `with`, so that a terminal is given back as it was."""
+    """What a command shows. Used in a `with`, so that the terminal is restored."""
 
     def result(self, text: str, data: Mapping[str, Any]) -> None:
-        """What the command was asked for: as text for a person, as data for a program."""
+        """The command's result: as text for a person, as data for a program."""
 
     def __enter__(self) -> Display: ...
     def __exit__(self, *_: object) -> None: ...
@@ -96,7 +96,7 @@ class Json:
         self.out = out if out is not None else sys.stdout
         self.every = every
         self.doing = Clock("")
-        self._told = 0.0  # when progress was
+        self._reported = 0.0  # when progress was last written
         self._lock = threading.RLock()  # again: Ctrl-C notes something in the middle of anything
 
     def __enter__(self) -> Json:
@@ -108,15 +108,15 @@ class Json:
         self._event("start", {"step": step, "total": total})
 
     def phase(self, text: str, total: int = 0) -> None:
-        self.doing, self._told = Clock(text, total), time.monotonic()
+        self.doing, self._reported = Clock(text, total), time.monotonic()
         self._event("phase", {"text": text, "total": total})
 
     def advance(self, done: int = 1) -> None:
         with self._lock:
             self.doing.done += done
-            due = time.monotonic() - self._told >= self.every
+            due = time.monotonic() - self._reported >= self.every
             if due:
-                self._told = time.monotonic()
+                self._reported = time.monotonic()
         if due:
             doing = self.doing
             known = {"text": doing.text, "done": doing.done, "total": doing.total}
@@ -149,15 +149,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def display(quiet: bool = False, as_json: bool = False, aside: bool = True) -> Display:
-    """What `--quiet` and `--json` ask for. `aside`: progress goes to stderr, since stdout belongs
-    to the result, which may be piped on."""
-    if as_json:
-        return Json()
-    if quiet:
-        return Silent()
-    from gesso.track.console import Console
-
-    return Console(aside=aside)

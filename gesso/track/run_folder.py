@@ -41,7 +41,7 @@ def recipe_name(config: str) -> str:
 
 
 def must_be_possible(folder: Path, what: str) -> None:
-    """Raises for a folder that would lie within a file: told before minutes are spent."""
+    """Raises for a folder that would lie within a file, before minutes are spent."""
     nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     if not nearest.is_dir():
         raise UserError(f"{what} {folder} cannot be made: {nearest.name} is a file")

@@ -60,7 +60,7 @@ class Shown:
     def right(self) -> bool | None:
         """None where no reward tells right from wrong: neither a detail `exact`, nor one of the
         rewards that look for an answer (which have a detail `answered`, and are 1 or less)."""
-        told = [value for name, value in self.parts.items() if name.endswith("/exact")]
-        asked = [n.removesuffix("/answered") for n in self.parts if n.endswith("/answered")]
-        told = told or [self.parts[name] for name in asked if name in self.parts]
-        return any(value == 1 for value in told) if told else None
+        values = [value for name, value in self.parts.items() if name.endswith("/exact")]
+        rewards = [n.removesuffix("/answered") for n in self.parts if n.endswith("/answered")]
+        values = values or [self.parts[name] for name in rewards if name in self.parts]
+        return any(value == 1 for value in values) if values else None

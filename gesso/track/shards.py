@@ -50,13 +50,13 @@ def _put_together(folder: Path, table: str) -> dict[str, Tensor]:
 
     reader = HuggingFaceStorageReader(str(folder))
     known: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    wanted = {name: told for name, told in known.items() if name.startswith(table)}
+    wanted = {name: info for name, info in known.items() if name.startswith(table)}
     state: dict[str, Any] = {}
-    for name, told in wanted.items():
-        held = sum(prod(chunk.sizes) for chunk in told.chunks)
-        if held != prod(told.size):
-            raise ValueError(f"{name} is not whole: {held} of {prod(told.size)} values are there")
-        state[name] = torch.empty(told.size, dtype=told.properties.dtype)
+    for name, info in wanted.items():
+        held = sum(prod(chunk.sizes) for chunk in info.chunks)
+        if held != prod(info.size):
+            raise ValueError(f"{name} is not whole: {held} of {prod(info.size)} values are there")
+        state[name] = torch.empty(info.size, dtype=info.properties.dtype)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is meant
         load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)

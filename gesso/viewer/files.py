@@ -33,18 +33,18 @@ def find_runs(root: Path) -> dict[str, Path]:
         raise UserError(f"no folder {root}; expected the folder of runs, or one run")
     if (root / "config.toml").is_file():
         return {root.resolve().name: root}
-    found: dict[str, Path] = {}
+    runs: dict[str, Path] = {}
     for folder, inside, files in os.walk(root):  # does not follow links
         here = Path(folder)
         parts = here.relative_to(root).parts
         if "config.toml" in files and parts:
-            found["/".join(parts)] = here
+            runs["/".join(parts)] = here
             inside.clear()
         elif len(parts) >= DEPTH:
             inside.clear()
         else:
             inside[:] = sorted(name for name in inside if not name.startswith("."))
-    return found
+    return runs
 
 
 def picture(run: Path, name: str) -> Path:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from gesso.types import UserError
 from gesso.use import pictures
 from gesso.viewer.files import NotShown, picture
-from gesso.viewer.reading import Reader
+from gesso.viewer.reading import RunReader
 from gesso.viewer.thinning import spread
 
 if TYPE_CHECKING:
@@ -25,21 +25,21 @@ ROWS, COLUMNS = 24, 12  # of a sheet, at most
 PAPER, FAINT = (255, 255, 255), (110, 110, 110)
 
 
-def frames(reader: Reader, prompt: int) -> list[Image.Image]:
+def frames(reader: RunReader, prompt: int) -> list[Image.Image]:
     """Pictures of one prompt over training, with step and reward under each."""
-    found = reader.evolution()
-    of_index = [row for row in found["prompts"] if row["index"] == prompt]
+    evolution = reader.evolution()
+    of_index = [row for row in evolution["prompts"] if row["index"] == prompt]
     if not of_index:
         raise NotShown(f"no prompt {prompt} among the samples of {reader.path.name}")
-    made = []
-    for step, cell in zip(found["steps"], of_index[0]["cells"], strict=True):
+    captioned = []
+    for step, cell in zip(evolution["steps"], of_index[0]["cells"], strict=True):
         if cell and "image" in cell:
             shown = _as_wide(_open(reader.path, cell["image"]), FILM)
-            made.append(_captioned(shown, f"step {step}   {_score(cell)}"))
-    if not made:
+            captioned.append(_captioned(shown, f"step {step}   {_score(cell)}"))
+    if not captioned:
         raise NotShown(f"prompt {prompt} of {reader.path.name} has no pictures to make a film of")
-    widest = max(frame.width for frame in made), max(frame.height for frame in made)
-    return [_even(frame, *widest) for frame in made]
+    widest = max(frame.width for frame in captioned), max(frame.height for frame in captioned)
+    return [_even(frame, *widest) for frame in captioned]
 
 
 def gif(frames: Sequence[Image.Image]) -> bytes:
@@ -68,11 +68,11 @@ def mp4(frames: Sequence[Image.Image]) -> bytes:
         return path.read_bytes()
 
 
-def sheet(reader: Reader) -> bytes:
+def sheet(reader: RunReader) -> bytes:
     """All prompts: a row each, the evaluations from left to right; as PNG."""
-    found = reader.evolution()
-    places = spread(range(len(found["steps"])), COLUMNS)
-    drawn = [p for p in found["prompts"] if any(c and "image" in c for c in p["cells"])][:ROWS]
+    evolution = reader.evolution()
+    places = spread(range(len(evolution["steps"])), COLUMNS)
+    drawn = [p for p in evolution["prompts"] if any(c and "image" in c for c in p["cells"])][:ROWS]
     if not drawn:
         raise NotShown(f"{reader.path.name} has no pictures to make a sheet of")
     rows = [
@@ -80,7 +80,7 @@ def sheet(reader: Reader) -> bytes:
         for p in drawn
     ]
     data = io.BytesIO()
-    pictures.sheet(rows, [f"step {found['steps'][i]}" for i in places]).save(data, "png")
+    pictures.sheet(rows, [f"step {evolution['steps'][i]}" for i in places]).save(data, "png")
     return data.getvalue()
 
 
@@ -115,19 +115,19 @@ def _as_wide(image: Image.Image, width: int) -> Image.Image:
 def _captioned(image: Image.Image, text: str) -> Image.Image:
     from PIL import Image, ImageDraw
 
-    made = Image.new("RGB", (image.width, image.height + CAPTION), PAPER)
-    made.paste(image, (0, 0))
-    ImageDraw.Draw(made).text((2, image.height + 3), text, fill=FAINT, font=_font())
-    return made
+    canvas = Image.new("RGB", (image.width, image.height + CAPTION), PAPER)
+    canvas.paste(image, (0, 0))
+    ImageDraw.Draw(canvas).text((2, image.height + 3), text, fill=FAINT, font=_font())
+    return canvas
 
 
 def _even(image: Image.Image, width: int, height: int) -> Image.Image:
     """On paper of this size, made even: H.264 takes no other."""
     from PIL import Image
 
-    made = Image.new("RGB", (width + width % 2, height + height % 2), PAPER)
-    made.paste(image, (0, 0))
-    return made
+    canvas = Image.new("RGB", (width + width % 2, height + height % 2), PAPER)
+    canvas.paste(image, (0, 0))
+    return canvas
 
 
 def _score(cell: dict[str, Any]) -> str:

@@ -19,12 +19,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from gesso.config import family as config_family
 from gesso.track.console import held_out_key
 from gesso.track.figures import lines, series
 from gesso.track.run_folder import recipe_name
 from gesso.track.samples import Shown
 from gesso.viewer.files import NotShown, picture
-from gesso.viewer.telling import health, why_stopped
+from gesso.viewer.status import health, why_stopped
 from gesso.viewer.thinning import thin, thinned
 from gesso.zoo import limits
 
@@ -44,7 +45,7 @@ STEP = re.compile(r"[0-9]{6,12}")
 Row = dict[str, Any]
 
 
-class Reader:
+class RunReader:
     """Of one run folder; safe to be asked by several threads."""
 
     def __init__(self, path: Path) -> None:
@@ -79,11 +80,11 @@ class Reader:
             self._bad = [f"metrics.jsonl cannot be read: {error.strerror}"]
 
     def _read_on(self, file: Path) -> None:
-        found = file.stat()
+        status = file.stat()
         inode, done = self._metrics
-        if found.st_ino != inode or found.st_size < done:  # a resumed run wrote it anew
+        if status.st_ino != inode or status.st_size < done:  # a resumed run wrote it anew
             self._rows, self._bad, done = [], [], 0
-        if found.st_size > done:
+        if status.st_size > done:
             with file.open("rb") as opened:
                 opened.seek(done)
                 data = opened.read()
@@ -91,7 +92,7 @@ class Reader:
             for line in data[:whole].splitlines():
                 self._take(line)
             done += whole
-        self._metrics = (found.st_ino, done)
+        self._metrics = (status.st_ino, done)
 
     def _take(self, line: bytes) -> None:
         try:
@@ -130,14 +131,14 @@ class Reader:
     def damaged(self) -> list[str]:
         """Sentences about what could not be read."""
         self.rows()
-        told = list(self._bad)
+        sentences = list(self._bad)
         try:
             tomllib.loads(self.text("config.toml"))
         except tomllib.TOMLDecodeError as error:
-            told.append(f"config.toml cannot be read: {error}")
+            sentences.append(f"config.toml cannot be read: {error}")
         for _, _, bad in list(self._evaluations.values()):
-            told += bad
-        return told
+            sentences += bad
+        return sentences
 
     def summary(self, now: float | None = None) -> dict[str, Any]:
         """A line of the table of runs."""
@@ -160,7 +161,7 @@ class Reader:
             "state": state,
             "health": health(known["health"], log, reason),
             "changed": self._changed(),
-            **known["told"],
+            **known["row"],
         }
 
     def _figures(self) -> dict[str, Any]:
@@ -173,7 +174,7 @@ class Reader:
         train, held_out = series(rows, "reward"), series(rows, key)
         speed = series(rows, "samples_per_s")
         step = rows[-1]["step"] if rows else 0
-        told = {
+        row = {
             "step": step,
             "reward": train[-1][1] if train else None,
             "best": max((v for _, v in train), default=None),
@@ -187,14 +188,14 @@ class Reader:
             "seconds": (series(rows, "time/total") or [(0, 0.0)])[-1][1],
             "spark": [round(v, 4) for _, v in thin(train, 40)],
         }
-        found = {
-            "told": told,
+        figures = {
+            "row": row,
             "step": step,
             "times": [v for _, v in series(rows[1:], "time/step")][-RECENT:],
             "health": _texts(rows[-1].get("health")) if rows else [],
         }
-        self._known = (stamp, found)
-        return found
+        self._known = (stamp, figures)
+        return figures
 
     def _state(self, step: int, steps: int | None, times: Sequence[float], now: float) -> str:
         """By its files alone. A run says nowhere that it was killed: one that writes no more has
@@ -233,11 +234,11 @@ class Reader:
         seconds = dict(series(rows, "time/total"))
         drawn = {}
         for key in keys:
-            found = series(rows, key)
-            line = thinned(found, points)
+            points_of_key = series(rows, key)
+            line = thinned(points_of_key, points)
             if line:
                 steps = line["step"]
-                line["count"] = len(found)
+                line["count"] = len(points_of_key)
                 line["seconds"] = [seconds.get(s) for s in steps]
                 line["samples"] = [s * a_step for s in steps] if a_step else [None] * len(steps)
                 drawn[key] = line
@@ -245,12 +246,12 @@ class Reader:
 
     def keys(self) -> list[str]:
         """Of all figures that have a number anywhere."""
-        found: dict[str, None] = {}
+        keys: dict[str, None] = {}
         for row in self.rows():
-            for key in row.keys() - found.keys():
+            for key in row.keys() - keys.keys():
                 if key != "step" and _number(row[key]) is not None:
-                    found[key] = None
-        return sorted(found)
+                    keys[key] = None
+        return sorted(keys)
 
     def evolution(self) -> dict[str, Any]:
         """The same prompts and seeds at every evaluation: prompts once, then a row of cells each,
@@ -271,8 +272,8 @@ class Reader:
                         "cells": [None] * len(steps),
                     }
                 prompts[who]["cells"][place] = _cell(row)
-        found = [prompts[who] for who in sorted(prompts)]
-        return {"steps": steps, "prompts": found, "size": self._size(found)}
+        ordered = [prompts[who] for who in sorted(prompts)]
+        return {"steps": steps, "prompts": ordered, "size": self._size(ordered)}
 
     def _size(self, prompts: Sequence[Row]) -> list[int] | None:
         """Of the first picture that can be read, so that the page keeps room for them all."""
@@ -292,8 +293,8 @@ class Reader:
         with self._lock:
             kept = [file for file in files if file is not None]
             for file in kept:
-                found = file.stat()
-                stamp = (found.st_mtime_ns, found.st_size)
+                status = file.stat()
+                stamp = (status.st_mtime_ns, status.st_size)
                 if file not in self._evaluations or self._evaluations[file][0] != stamp:
                     bad: list[str] = []
                     self._evaluations[file] = (stamp, lines(file, Shown.of, bad), bad)
@@ -309,7 +310,7 @@ class Reader:
 
     def groups(self, step: int) -> list[Row]:
         """The groups of one training step, as groups.py wrote them; pictures under groups/."""
-        found = []
+        groups = []
         for line in self.text(f"groups/{step:06d}.jsonl").splitlines():
             row = _loads(line) or {}
             samples, shown = row.get("samples"), row.get("shown", [])
@@ -321,15 +322,13 @@ class Reader:
             for sample in samples:
                 if "image" in sample:
                     sample["image"] = f"groups/{sample['image']}"
-            found.append(row)
-        return found
+            groups.append(row)
+        return groups
 
 
 def family(config: Mapping[str, Any]) -> str:
     """ "draws" or "writes"; a config of another version may not tell, and then it draws."""
-    from gesso.config import family
-
-    return family(config.get("model", {}))
+    return config_family(config.get("model", {}))
 
 
 def _cell(row: Shown) -> dict[str, Any]:
@@ -338,8 +337,8 @@ def _cell(row: Shown) -> dict[str, Any]:
         cell["image"] = f"samples/{row.image}"
     else:
         cell["reply"] = row.reply
-    said = {"text": row.text, "error": row.error, "right": row.right}
-    return cell | {key: value for key, value in said.items() if value not in ("", None)}
+    details = {"text": row.text, "error": row.error, "right": row.right}
+    return cell | {key: value for key, value in details.items() if value not in ("", None)}
 
 
 def _loads(line: str | bytes) -> Row | None:

@@ -17,7 +17,7 @@ from urllib.parse import urlencode
 from gesso.track.atomic import write_atomic
 from gesso.types import UserError
 from gesso.viewer.files import NotShown, Thumbnails, find_runs, picture
-from gesso.viewer.reading import Reader
+from gesso.viewer.reading import RunReader
 from gesso.viewer.thinning import spread
 
 PAGE = Path(__file__).parent / "page"
@@ -39,10 +39,10 @@ def index() -> str:
     return _page("gesso", styles + scripts, "")
 
 
-def page(runs: Mapping[str, Reader], made: Thumbnails | None = None) -> str:
-    """The page with these runs inside. `made` remembers its pictures for the next one."""
-    made = Thumbnails() if made is None else made
-    pictures = {name: _pictures(reader, made) for name, reader in runs.items()}
+def page(runs: Mapping[str, RunReader], thumbnails: Thumbnails | None = None) -> str:
+    """The page with these runs inside. `thumbnails` remembers its pictures for the next one."""
+    thumbnails = Thumbnails() if thumbnails is None else thumbnails
+    pictures = {name: _pictures(reader, thumbnails) for name, reader in runs.items()}
     inside = {"answers": _answers(runs), "pictures": pictures}
     data = as_json(inside).replace("<", "\\u003c")
     style = "\n".join((PAGE / name).read_text("utf-8") for name in STYLES)
@@ -60,16 +60,16 @@ def page(runs: Mapping[str, Reader], made: Thumbnails | None = None) -> str:
     return _page(title, head, f"<script>{script}</script>")
 
 
-def write(root: Path, target: Path, made: Thumbnails | None = None) -> Path:
+def write(root: Path, target: Path, thumbnails: Thumbnails | None = None) -> Path:
     """The runs under a folder, or the one it is, as one file. Whoever writes it again and again
-    gives `made`, which remembers its pictures."""
-    found = {name: Reader(path) for name, path in find_runs(root).items()}
-    if not found:
+    gives `thumbnails`, which remembers its pictures."""
+    readers = {name: RunReader(path) for name, path in find_runs(root).items()}
+    if not readers:
         raise UserError(f"no run under {root}; train one first, as `gesso train demo`")
     if target.is_dir():
         raise UserError(f"{target} is a folder; expected the name of an HTML file")
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(target, page(found, made).encode("utf-8", "replace"))
+    write_atomic(target, page(readers, thumbnails).encode("utf-8", "replace"))
     return target
 
 
@@ -99,16 +99,16 @@ def _page(title: str, head: str, end: str) -> str:
     )
 
 
-def _answers(runs: Mapping[str, Reader]) -> dict[str, Any]:
+def _answers(runs: Mapping[str, RunReader]) -> dict[str, Any]:
     """Address → what the server would answer."""
     table: list[Any] = []
     answers: dict[str, Any] = {}
     for name, reader in runs.items():
-        told = {"id": name, **reader.details()}
-        told["group_steps"] = steps = spread(told["group_steps"], GROUP_STEPS)
-        table.append({key: told[key] for key in ("id", *reader.summary())})
-        answers[_address("/api/run", run=name)] = told
-        answers[_address("/api/curves", run=name)] = reader.curves(told["keys"], POINTS)
+        details = {"id": name, **reader.details()}
+        details["group_steps"] = steps = spread(details["group_steps"], GROUP_STEPS)
+        table.append({key: details[key] for key in ("id", *reader.summary())})
+        answers[_address("/api/run", run=name)] = details
+        answers[_address("/api/curves", run=name)] = reader.curves(details["keys"], POINTS)
         answers[_address("/api/evolution", run=name)] = _shorter(reader.evolution())
         for step in steps:
             answers[_address("/api/groups", run=name, step=step)] = reader.groups(step)
@@ -132,20 +132,20 @@ def _shorter(evolution: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _pictures(reader: Reader, made: Thumbnails) -> dict[str, str]:
+def _pictures(reader: RunReader, thumbnails: Thumbnails) -> dict[str, str]:
     """Every picture that the answers name, as a data URI; a damaged one is left out and shows as
     missing."""
-    found = {}
+    uris = {}
     for name in _named(reader):
         try:
-            data = made.get(picture(reader.path, name), WIDTH)
+            data = thumbnails.get(picture(reader.path, name), WIDTH)
         except NotShown:
             continue
-        found[name] = f"data:image/webp;base64,{base64.b64encode(data).decode()}"
-    return found
+        uris[name] = f"data:image/webp;base64,{base64.b64encode(data).decode()}"
+    return uris
 
 
-def _named(reader: Reader) -> Iterator[str]:
+def _named(reader: RunReader) -> Iterator[str]:
     for prompt in _shorter(reader.evolution())["prompts"]:
         yield from prompt["shown"]
         yield from (cell["image"] for cell in prompt["cells"] if cell and "image" in cell)

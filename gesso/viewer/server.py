@@ -19,8 +19,6 @@ import mimetypes
 import re
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -30,8 +28,8 @@ from gesso.config.parsing import parse
 from gesso.types import UserError
 from gesso.viewer import film, report
 from gesso.viewer.files import NotShown, Thumbnails, find_runs, picture
-from gesso.viewer.play import Ask, Studio
-from gesso.viewer.reading import Reader
+from gesso.viewer.playground import Playground, PlaygroundBackend, PlaygroundRequest
+from gesso.viewer.reading import RunReader
 
 if TYPE_CHECKING:
     from fastapi import FastAPI, Request, Response
@@ -57,17 +55,17 @@ class Library:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._readers: dict[str, Reader] = {}
+        self._readers: dict[str, RunReader] = {}
         self.thumbnails = Thumbnails()
 
-    def readers(self) -> dict[str, Reader]:
-        found = find_runs(self.root)
+    def readers(self) -> dict[str, RunReader]:
+        folders = find_runs(self.root)
         self._readers = {
-            name: self._readers.get(name) or Reader(path) for name, path in found.items()
+            name: self._readers.get(name) or RunReader(path) for name, path in folders.items()
         }
         return self._readers
 
-    def run(self, name: str) -> Reader:
+    def run(self, name: str) -> RunReader:
         reader = self._readers.get(name) or self.readers().get(name)
         if reader is None:
             raise NotShown(f"no run {name!r} under {self.root.name}")
@@ -79,38 +77,7 @@ class Library:
         return sorted(rows, key=lambda row: -row["changed"])
 
 
-@dataclass
-class Job:
-    """What the playground is doing, or did last. Drawn in a thread of its own."""
-
-    state: str = "idle"  # idle, busy, done, failed
-    doing: str = ""
-    share: float | None = None
-    result: dict[str, Any] = field(default_factory=dict)
-    _done: int = 0
-    _total: int = 0
-
-    def phase(self, text: str, total: int = 0) -> None:
-        self.doing, self._done, self._total = text, 0, total
-        self.share = 0.0 if total else None
-
-    def advance(self, done: int = 1) -> None:
-        self._done += done
-        self.share = min(1.0, self._done / self._total) if self._total else None
-
-    def note(self, text: str) -> None:
-        self.result.setdefault("notes", []).append(text)
-
-    def seen(self) -> dict[str, Any]:
-        return {
-            "state": self.state,
-            "doing": self.doing,
-            "share": self.share,
-            "result": self.result if self.state in ("done", "failed") else {},
-        }
-
-
-def app(root: Path, studio: Studio, token: str | None) -> FastAPI:
+def app(root: Path, backend: PlaygroundBackend, token: str | None) -> FastAPI:
     try:
         from fastapi import FastAPI
         from fastapi.responses import JSONResponse, RedirectResponse, Response
@@ -118,13 +85,13 @@ def app(root: Path, studio: Studio, token: str | None) -> FastAPI:
     except ImportError as error:
         raise UserError('the page needs FastAPI: pip install "gesso[viewer]"') from error
 
-    made = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    server = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     library = Library(root)
-    library.readers()  # a wrong folder is told now
-    made.state.library = library
-    table = Playground(studio)
+    library.readers()  # a wrong folder raises now
+    server.state.library = library
+    playground = Playground(backend)
 
-    @made.middleware("http")
+    @server.middleware("http")
     async def guard(request: Request, go_on: Callable[[Request], Any]) -> Response:
         given = request.query_params.get("token", "")
         if token and request.url.path == "/" and _same(given, token):
@@ -136,26 +103,26 @@ def app(root: Path, studio: Studio, token: str | None) -> FastAPI:
         answer.headers.update({k: v for k, v in HEADERS.items() if k not in answer.headers})
         return answer
 
-    @made.exception_handler(NotShown)
+    @server.exception_handler(NotShown)
     async def missing(request: Request, error: NotShown) -> Response:
         return JSONResponse({"error": str(error)}, 404)
 
-    @made.exception_handler(UserError)
+    @server.exception_handler(UserError)
     async def wrong(request: Request, error: UserError) -> Response:
         return JSONResponse({"error": str(error)}, 422)
 
     def get(path: str, answer: Callable[[Any], Any]) -> None:
-        """A route whose plain answer is JSON, worked out beside the event loop. A browser that has
-        the very same already is told so."""
+        """A route whose plain answer is JSON, worked out beside the event loop. A browser that
+        has the same already gets 304."""
 
         async def route(request: Request) -> Response:
-            found = await run_in_threadpool(answer, request.query_params)
-            made = found if isinstance(found, Response) else _json(found)
-            tag = made.headers.get("etag", "")
+            result = await run_in_threadpool(answer, request.query_params)
+            response = result if isinstance(result, Response) else _json(result)
+            tag = response.headers.get("etag", "")
             known = tag and tag == request.headers.get("if-none-match")
-            return Response(status_code=304, headers={"etag": tag}) if known else made
+            return Response(status_code=304, headers={"etag": tag}) if known else response
 
-        made.add_route(path, route, methods=["GET"])
+        server.add_route(path, route, methods=["GET"])
 
     def asset(path: str) -> Callable[[Any], Response]:
         kind = mimetypes.guess_type(path)[0]
@@ -209,8 +176,9 @@ def app(root: Path, studio: Studio, token: str | None) -> FastAPI:
             raise UserError(f"playground: expected JSON ({error})") from None
         if not isinstance(given, dict):
             raise UserError("playground: expected an object {…}")
-        asked = parse(Ask, given, "playground")
-        return _json(table.start(library.run(asked.run).path, asked))
+        play_request = parse(PlaygroundRequest, given, "playground")
+        run = library.run(play_request.run).path
+        return _json(playground.start(run, play_request))
 
     for path in ASSETS:
         get(path, asset(path))
@@ -220,38 +188,12 @@ def app(root: Path, studio: Studio, token: str | None) -> FastAPI:
     get("/api/curves", curves)
     get("/api/evolution", lambda query: library.run(query.get("run", "")).evolution())
     get("/api/groups", groups)
-    get("/api/play", lambda query: table.job.seen())
+    get("/api/play", lambda query: playground.job.snapshot())
     get("/picture", shown)
     get("/film", film_of)
     get("/report", whole)
-    made.add_route("/api/play", play, methods=["POST"])
-    return made
-
-
-class Playground:
-    """One job at a time, in a thread of its own: a model is in memory once."""
-
-    def __init__(self, studio: Studio) -> None:
-        self.studio = studio
-        self.job = Job()
-        self._worker = ThreadPoolExecutor(1)
-
-    def start(self, run: Path, asked: Ask) -> dict[str, Any]:
-        if self.job.state == "busy":
-            raise UserError("the playground is still drawing; wait for it to end")
-        self.job = Job("busy", "starting")
-        self._worker.submit(self._work, self.job, run, asked)
-        return self.job.seen()
-
-    def _work(self, job: Job, run: Path, asked: Ask) -> None:
-        try:
-            job.result |= self.studio.draw(run, asked, job)
-            job.state = "done"
-        except Exception as error:  # told in the page; the server goes on
-            plain = isinstance(error, UserError)
-            told = str(error) if plain else f"{type(error).__name__}: {error}"
-            job.result = {"error": told}
-            job.state = "failed"
+    server.add_route("/api/play", play, methods=["POST"])
+    return server
 
 
 def _refused(request: Request, token: str | None) -> str:
@@ -299,17 +241,17 @@ def _whole(text: str, name: str) -> int:
     return int(text)
 
 
-def serve(root: Path, studio: Studio, host: str, port: int, token: str | None) -> None:
+def serve(root: Path, backend: PlaygroundBackend, host: str, port: int, token: str | None) -> None:
     """Until SIGINT or SIGTERM."""
     serving.check_host(host, token)
-    made = app(root, studio, token)
+    server = app(root, backend, token)
 
     def started(address: str) -> None:
         # read now what the first page will ask for
-        threading.Thread(target=made.state.library.table, daemon=True).start()
+        threading.Thread(target=server.state.library.table, daemon=True).start()
         print(f"{root} at {address}{f'/?token={token}' if token else ''}", flush=True)
 
     async def ended() -> None:
-        studio.close()
+        backend.close()
 
-    serving.serve(made, host, port, started, ended)
+    serving.serve(server, host, port, started, ended)

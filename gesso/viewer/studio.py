@@ -1,5 +1,5 @@
-"""The playground's hands: draws from a run's base and trained weights, with the same seeds, and
-scores both by the run's rewards. The model and rewards of the run last asked for stay loaded."""
+"""What draws for the playground: samples of a run's base and trained weights, with the same seeds,
+scored by the run's rewards. The model and rewards of the last run stay loaded."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from gesso.types import Prompt, Sample, Score, UserError, Which
 from gesso.use.loaded import Drawing, LoadedModel, open_model, picture_seeds
 from gesso.use.notes import Once
 from gesso.use.source import find
-from gesso.viewer.play import Ask
+from gesso.viewer.playground import PlaygroundRequest
 
 SIDES: tuple[Which, Which] = ("reference", "current")  # base and trained
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedRun:
     path: Path
     trained: LoadedModel
     rewards: assembly.Rewards | None  # None: they are user code, which is not trusted
@@ -35,25 +35,27 @@ class Studio:
 
     def __init__(self, trust_code: bool = False) -> None:
         self.trust_code = trust_code
-        self._loaded: Loaded | None = None
+        self._loaded: LoadedRun | None = None
 
-    def draw(self, path: Path, asked: Ask, progress: Progress) -> dict[str, Any]:
+    def draw(self, path: Path, request: PlaygroundRequest, progress: Progress) -> dict[str, Any]:
         progress = Once(progress)  # both sides draw the same prompt
         ready = self._load(path, progress)
-        prompt = ready.trained.ask(asked.prompt, _pictures(asked))
-        if asked.answer:
-            prompt = replace(prompt, columns={**prompt.columns, "answer": asked.answer})
-        rows, seeds = [0] * asked.n, picture_seeds(asked.seed, asked.n)
+        prompt = ready.trained.ask(request.prompt, _pictures(request))
+        if request.answer:
+            prompt = replace(prompt, columns={**prompt.columns, "answer": request.answer})
+        rows, seeds = [0] * request.n, picture_seeds(request.seed, request.n)
         drawn: list[Sample] = []
         for which in SIDES:
             drawing = Drawing(weights=which)
             drawn += ready.trained.draw([prompt], rows, seeds, drawing, progress)
-        scores = self._score(ready, prompt, drawn, progress) if asked.score else [None] * len(drawn)
+        scores = (
+            self._score(ready, prompt, drawn, progress) if request.score else [None] * len(drawn)
+        )
         cells = [_cell(sample, score) for sample, score in zip(drawn, scores, strict=True)]
         step = ready.trained.source.step
-        return {"step": step, "base": cells[: asked.n], "trained": cells[asked.n :]}
+        return {"step": step, "base": cells[: request.n], "trained": cells[request.n :]}
 
-    def _load(self, path: Path, progress: Progress) -> Loaded:
+    def _load(self, path: Path, progress: Progress) -> LoadedRun:
         source = find(path)
         known = self._loaded
         if known is not None and (known.path, known.trained.source.step) == (path, source.step):
@@ -69,11 +71,11 @@ class Studio:
         trained = open_model(source, progress, base=True)
         assert source.training is not None, "the page shows runs"
         rewards = None if "reward" in code else assembly.rewards(source.training)
-        self._loaded = Loaded(path, trained, rewards)
+        self._loaded = LoadedRun(path, trained, rewards)
         return self._loaded
 
     def _score(
-        self, ready: Loaded, prompt: Prompt, drawn: Sequence[Sample], progress: Progress
+        self, ready: LoadedRun, prompt: Prompt, drawn: Sequence[Sample], progress: Progress
     ) -> Sequence[Score | None]:
         if ready.rewards is None:
             progress.note(
@@ -94,11 +96,11 @@ class Studio:
             self._loaded = None
 
 
-def _pictures(asked: Ask) -> list[bytes]:
-    if not asked.image:
+def _pictures(request: PlaygroundRequest) -> list[bytes]:
+    if not request.image:
         return []
     try:
-        return [base64.b64decode(asked.image, validate=True)]
+        return [base64.b64decode(request.image, validate=True)]
     except ValueError as error:
         raise UserError(f"the picture is not base64: {error}") from None
 

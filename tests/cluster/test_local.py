@@ -15,7 +15,7 @@ from gesso.cluster.local import Local
 from gesso.cluster.protocol import Batch
 from gesso.learner.learner import Update
 from gesso.samplers.denoise import DenoisingSampler
-from gesso.track.progress import display
+from gesso.track.displays import display
 from gesso.track.run_folder import RunFolder
 from gesso.types import StopRun
 from gesso.weights.policy import Policy

@@ -180,7 +180,7 @@ def test_an_operator_is_remembered_with_all_that_its_result_depends_on() -> None
                 assert x.sum(dtype=dtype).dtype == dtype
             view = torch.ops.aten._unsafe_view(x, [2, 2])  # though it says that it is none
             assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
-    assert len(live.made) == 4
+    assert len(live.results) == 4
 
 
 def test_quantizing_needs_lora_and_a_cuda_device() -> None:

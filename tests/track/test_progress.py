@@ -19,7 +19,8 @@ import tomli_w
 from gesso import build, cli, run
 from gesso.track import bars, console, progress
 from gesso.track.console import Console, how_far
-from gesso.track.progress import Clock, Json, Silent, display
+from gesso.track.displays import display
+from gesso.track.progress import Clock, Json, Silent
 from gesso.types import UserError
 from tests.waiting import until
 
@@ -117,20 +118,20 @@ def test_plain_lines_tell_of_long_phases_only(monkeypatch: pytest.MonkeyPatch) -
     shown.phase("loading data")
     for seconds in (0, 3, 1.9):
         now[0] += seconds
-        shown.tell()
+        shown.report()
     shown.phase("evaluating", 320)  # the short one was never mentioned
     for seconds, done in ((4.9, 64), (0.2, 64), (4, 0), (1, 64), (0, 128)):
         now[0] += seconds
         shown.advance(done)
-        shown.tell()
+        shown.report()
     assert file.getvalue().splitlines() == [
         "evaluating 128/320, 0:08 left",
         "evaluating 192/320, 0:07 left",
     ]
     now[0] += 3600
-    shown.tell()
-    now[0] += console.TOLD_AT_LEAST + 0.1
-    shown.tell()
+    shown.report()
+    now[0] += console.MAX_PAUSE + 0.1
+    shown.report()
     assert len(file.getvalue().splitlines()) == 4
 
 
@@ -141,7 +142,7 @@ class Still:
 
 
 def test_a_long_phase_is_told_of_without_any_further_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "TOLD_AFTER", 0.5)
+    monkeypatch.setattr(console, "REPORT_AFTER", 0.5)
     shown, file = plain()
     with shown:
         shown.phase("loading zoo:signs")

@@ -11,7 +11,7 @@ from typing import Any
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Sample, Score
 from gesso.viewer import server
-from gesso.viewer.play import Ask
+from gesso.viewer.playground import PlaygroundRequest
 from tests.viewer import folders
 from tests.waiting import until
 
@@ -29,10 +29,10 @@ class Studio:
         self.go.set()
         self.error: Exception | None = None
         self.note = ""
-        self.asked: list[Ask] = []
+        self.asked: list[PlaygroundRequest] = []
 
-    def draw(self, run: Path, asked: Ask, progress: Any) -> dict[str, Any]:
-        self.asked.append(asked)
+    def draw(self, run: Path, request: PlaygroundRequest, progress: Any) -> dict[str, Any]:
+        self.asked.append(request)
         progress.phase("drawing", 4)
         progress.advance(1)
         if self.note:
@@ -44,7 +44,7 @@ class Studio:
             [{"image": PICTURE, "reward": r, "parts": {"ocr": r}, "text": "OAK", "error": ""}]
             for r in (0.25, 0.75)
         ]
-        return {"step": 4, "base": cells[0] * asked.n, "trained": cells[1] * asked.n}
+        return {"step": 4, "base": cells[0] * request.n, "trained": cells[1] * request.n}
 
     def close(self) -> None: ...
 

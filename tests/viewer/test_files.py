@@ -11,7 +11,7 @@ from PIL import Image
 
 from gesso.viewer import files
 from gesso.viewer.files import NotShown, Thumbnails, encode, find_runs, picture
-from gesso.viewer.reading import Reader
+from gesso.viewer.reading import RunReader
 from tests.viewer import folders
 
 
@@ -36,8 +36,8 @@ def test_a_folder_of_samples_behind_a_link_is_not_read(tmp_path: Path) -> None:
     run = folders.make(tmp_path / "run", 2)
     for name in ("samples", "groups"):
         (run.path / name).symlink_to(elsewhere.path / name)
-    assert Reader(elsewhere.path).groups(2) != []
-    assert Reader(run.path).evolution()["prompts"] == [] and Reader(run.path).groups(2) == []
+    assert RunReader(elsewhere.path).groups(2) != []
+    assert RunReader(run.path).evolution()["prompts"] == [] and RunReader(run.path).groups(2) == []
 
 
 def test_small_pictures_are_sent_exactly_and_bombs_not_at_all(

@@ -20,24 +20,24 @@ from gesso import cli
 from gesso.use import pictures
 from gesso.viewer import files, film, report
 from gesso.viewer.files import NotShown, Thumbnails
-from gesso.viewer.reading import Reader
+from gesso.viewer.reading import RunReader
 from tests.viewer import folders, site
 
 
 @pytest.fixture
-def reader(tmp_path: Path) -> Reader:
+def reader(tmp_path: Path) -> RunReader:
     run = folders.make(tmp_path / "one", 4)
     for step, shade in ((0, 40), (2, 120), (4, 200)):
         folders.evaluate(run, step, ["a <b>sign</b>", "another"], shade)
     folders.batch(run, 4, [0.5, -0.5])
-    return Reader(run.path)
+    return RunReader(run.path)
 
 
 def shade(picture: Image.Image) -> int:
     return int(np.asarray(picture.convert("RGB"))[10, 10, 0])
 
 
-def test_a_gif_shows_every_evaluation_in_order(reader: Reader) -> None:
+def test_a_gif_shows_every_evaluation_in_order(reader: RunReader) -> None:
     made = Image.open(io.BytesIO(film.gif(film.frames(reader, 1))))
     seen, times = [], []
     for i in range(made.n_frames):  # type: ignore[attr-defined]
@@ -48,7 +48,7 @@ def test_a_gif_shows_every_evaluation_in_order(reader: Reader) -> None:
     assert times[0] == times[1] and times[2] == pytest.approx(4 * times[0], abs=10)
 
 
-def test_an_mp4_shows_every_evaluation_and_rests_at_the_end(reader: Reader) -> None:
+def test_an_mp4_shows_every_evaluation_and_rests_at_the_end(reader: RunReader) -> None:
     av = pytest.importorskip("av", reason='a film as MP4 needs PyAV: pip install "gesso[viewer]"')
     data = film.mp4(film.frames(reader, 0))
     with av.open(io.BytesIO(data)) as opened:
@@ -59,19 +59,19 @@ def test_an_mp4_shows_every_evaluation_and_rests_at_the_end(reader: Reader) -> N
     assert max(seen[3:]) - min(seen[2:]) < 6
 
 
-def test_small_pictures_are_magnified_and_captioned(reader: Reader) -> None:
+def test_small_pictures_are_magnified_and_captioned(reader: RunReader) -> None:
     (first, *_) = film.frames(reader, 0)
     assert first.width == 384 and first.height == 128 + film.CAPTION
     below = np.asarray(first)[130:]
     assert below.min() < 160 < below.max()  # ink on paper
 
 
-def test_a_damaged_picture_is_grey_and_the_others_are_there(reader: Reader) -> None:
+def test_a_damaged_picture_is_grey_and_the_others_are_there(reader: RunReader) -> None:
     (reader.path / "samples/000002/000.png").write_bytes(b"no picture")
     assert [shade(frame) for frame in film.frames(reader, 0)] == [40, 200, 200]
 
 
-def test_a_sheet_has_a_row_for_each_prompt(reader: Reader) -> None:
+def test_a_sheet_has_a_row_for_each_prompt(reader: RunReader) -> None:
     made = Image.open(io.BytesIO(film.sheet(reader)))
     image = np.asarray(made.convert("RGB"))
     high, wide = 80 + 2 * pictures.LINE + pictures.GAP, 240 + pictures.GAP  # 24 × 8, ten times
@@ -85,7 +85,7 @@ def test_a_sheet_has_a_row_for_each_prompt(reader: Reader) -> None:
 
 
 def test_a_run_that_writes_has_no_film(tmp_path: Path) -> None:
-    reader = Reader(folders.make(tmp_path / "w", 1).path)
+    reader = RunReader(folders.make(tmp_path / "w", 1).path)
     with pytest.raises(NotShown, match="no prompt 0"):
         film.frames(reader, 0)
 
@@ -96,7 +96,7 @@ def inside(page: str) -> dict:
     return json.loads(found.group(1))
 
 
-def test_the_report_has_all_answers_and_pictures_inside(reader: Reader) -> None:
+def test_the_report_has_all_answers_and_pictures_inside(reader: RunReader) -> None:
     page = report.page({"one": reader})
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")  # nothing is fetched
     data = inside(page)
@@ -116,7 +116,7 @@ def test_the_report_of_a_long_run_is_of_bounded_size(tmp_path: Path) -> None:
     run = folders.make(tmp_path / "long", 40)
     for step in range(40):
         folders.evaluate(run, step, [f"prompt {i}" for i in range(30)])
-    data = inside(report.page({"long": Reader(run.path)}))
+    data = inside(report.page({"long": RunReader(run.path)}))
     evolution = data["answers"]["/api/evolution?run=long"]
     assert len(evolution["steps"]) == 12 and evolution["steps"][0::11] == [0, 39]
     assert len(evolution["prompts"]) == 24 and len(data["pictures"]["long"]) == 24 * 12
@@ -125,17 +125,17 @@ def test_the_report_of_a_long_run_is_of_bounded_size(tmp_path: Path) -> None:
 def test_a_prompt_cannot_end_the_script_it_lies_in(tmp_path: Path) -> None:
     run = folders.make(tmp_path / "one", 1, about="</script><script>alert(1)</script>")
     folders.evaluate(run, 0, ["</script><img src=x onerror=alert(1)>"])
-    page = report.page({"</title><script>": Reader(run.path)})
+    page = report.page({"</title><script>": RunReader(run.path)})
     assert "<img src=x" not in page and "<script>alert" not in page
     assert "</title><script>" not in page
-    assert "<title>gesso · &lt;b&gt;</title>" in report.page({"<b>": Reader(run.path)})
+    assert "<title>gesso · &lt;b&gt;</title>" in report.page({"<b>": RunReader(run.path)})
     data = inside(page)
     prompt = data["answers"]["/api/evolution?run=%3C%2Ftitle%3E%3Cscript%3E"]["prompts"][0]
     assert prompt["prompt"] == "</script><img src=x onerror=alert(1)>"
 
 
 def test_the_command_writes_the_report(
-    reader: Reader, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    reader: RunReader, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "out" / "r.html"
     assert cli.main(["view", str(reader.path), "--report", str(target)]) == 0
@@ -146,7 +146,7 @@ def test_the_command_writes_the_report(
 
 
 def test_a_report_of_nothing_or_over_a_folder_is_a_sentence(
-    reader: Reader, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    reader: RunReader, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "empty").mkdir()
     assert cli.main(["view", str(tmp_path / "empty"), "--report", str(tmp_path / "r.html")]) == 2
@@ -160,7 +160,7 @@ def test_a_report_of_nothing_or_over_a_folder_is_a_sentence(
 
 
 def test_captions_have_step_and_reward_in_order(
-    reader: Reader, monkeypatch: pytest.MonkeyPatch
+    reader: RunReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
     plain = film._captioned
@@ -174,7 +174,7 @@ def test_captions_have_step_and_reward_in_order(
     assert told == ["step 0   0.000", "step 2   0.200", "step 4   0.400"]
 
 
-def test_a_magnified_picture_keeps_its_pixels(reader: Reader) -> None:
+def test_a_magnified_picture_keeps_its_pixels(reader: RunReader) -> None:
     run = reader.path
     stripes: Any = np.zeros((8, 24, 3), np.uint8)
     stripes[:, ::2] = 255
@@ -196,7 +196,7 @@ def test_a_sheet_of_a_long_run_goes_to_its_end(
         return Image.new("RGB", (1, 1))
 
     monkeypatch.setattr(pictures, "sheet", sheet)
-    film.sheet(Reader(run.path))
+    film.sheet(RunReader(run.path))
     ((rows, titles),) = asked
     assert len(rows) == 24 and len(titles) == 12
     assert (titles[0], titles[-1]) == ("step 0", "step 26")
@@ -211,7 +211,7 @@ def test_the_report_has_the_pictures_that_were_shown(tmp_path: Path) -> None:
     Image.new("RGB", (1000, 500), "red").save(run.path / "groups" / name)
     group = {"group": 0, "prompt": "How many?", "shown": [name], "samples": [], "share": 0.0}
     (run.path / "groups" / "000002.jsonl").write_text(json.dumps(group) + "\n")
-    found = inside(report.page({"count": Reader(run.path)}))["pictures"]["count"]
+    found = inside(report.page({"count": RunReader(run.path)}))["pictures"]["count"]
     assert set(found) == {"samples/prompts/000-1.png", f"groups/{name}"}
     data = base64.b64decode(found[f"groups/{name}"].partition(",")[2])
     assert Image.open(io.BytesIO(data)).size == (384, 192), "small, to be sent"
@@ -222,15 +222,15 @@ def test_the_next_report_makes_only_pictures_that_changed(
 ) -> None:
     run, made, encode = site.writing(tmp_path / "count"), Thumbnails(), Mock(wraps=files.encode)
     monkeypatch.setattr(files, "encode", encode)
-    one, same = (report.page({"count": Reader(run.path)}, made) for _ in range(2))
+    one, same = (report.page({"count": RunReader(run.path)}, made) for _ in range(2))
     assert one == same and encode.call_count == 1
     file = run.path / "samples/prompts/000-1.png"
     Image.new("RGB", (40, 20), "red").save(file)
     os.utime(file, (0, 0))
-    assert report.page({"count": Reader(run.path)}, made) != one and encode.call_count == 2
+    assert report.page({"count": RunReader(run.path)}, made) != one and encode.call_count == 2
 
 
-def test_the_report_runs_its_own_script_and_no_other(reader: Reader) -> None:
+def test_the_report_runs_its_own_script_and_no_other(reader: RunReader) -> None:
     page = report.page({"one": reader})
     script = page.rpartition("<script>")[2].partition("</script>")[0]
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

@@ -71,11 +71,11 @@ class Batched(Protocol):
 def figures_of(row: Mapping[str, Any]) -> dict[str, float]:
     """The finite numbers of a row of metrics.jsonl, each with a group: "reward" is
     "train/reward", "eval/reward" stays."""
-    found = {key: value for key, value in row.items() if isinstance(value, (int, float))}
-    found["warnings"] = len(row.get("health", []))
+    numbers = {key: value for key, value in row.items() if isinstance(value, (int, float))}
+    numbers["warnings"] = len(row.get("health", []))
     return {
         key if "/" in key else f"train/{key}": float(value)
-        for key, value in found.items()
+        for key, value in numbers.items()
         if key != "step" and math.isfinite(value)
     }
 

@@ -21,16 +21,16 @@ class MLflow:
         from mlflow import MlflowClient
 
         self.dir = setup.run
-        own = f"sqlite:///{setup.folder.resolve() / 'mlflow.db'}"
-        uri = setup.settings.uri or os.environ.get("MLFLOW_TRACKING_URI") or own
+        local_uri = f"sqlite:///{setup.folder.resolve() / 'mlflow.db'}"
+        uri = setup.settings.uri or os.environ.get("MLFLOW_TRACKING_URI") or local_uri
         self.client = MlflowClient(tracking_uri=uri)
         project = setup.settings.project
-        found = self.client.get_experiment_by_name(project)
+        known = self.client.get_experiment_by_name(project)
         # A database has no place for pictures, and MLflow would take the working directory.
         files = (
             (setup.folder / "artifacts").resolve().as_uri() if uri.startswith("sqlite") else None
         )
-        experiment = found.experiment_id if found else self.client.create_experiment(project, files)
+        experiment = known.experiment_id if known else self.client.create_experiment(project, files)
         if setup.id is None:
             self.id = self.client.create_run(experiment, run_name=setup.name).info.run_id
             self._parameters(setup.config)
@@ -79,10 +79,10 @@ class MLflow:
 
 
 def _flat(config: Mapping[str, Any], above: str = "") -> list[tuple[str, Any]]:
-    found = []
+    pairs = []
     for key, value in config.items():
         if isinstance(value, Mapping):
-            found += _flat(value, f"{above}{key}.")
+            pairs += _flat(value, f"{above}{key}.")
         else:
-            found.append((f"{above}{key}", value))
-    return found
+            pairs.append((f"{above}{key}", value))
+    return pairs

@@ -1,8 +1,8 @@
-"""Trackers as the run sees them: told that there is news, never waited for.
+"""Trackers as the run sees them: notified of new rows, never waited for.
 
-Each is a process with a thread beside it here. The thread passes commands on one at a time and
-waits for the answer; the run only leaves a word for it. A tracker that raises, dies or gives no
-answer for `patience` seconds is told of once and switched off; the run goes on.
+Each is a process with a thread here. The thread passes commands on one at a time and waits for the
+answer; the run only queues them. A tracker that raises, dies or gives no answer for `patience`
+seconds is reported once and switched off; the run goes on.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from gesso.config import Tracker as Settings
 from gesso.track.progress import Display
 from gesso.track.trackers.base import file_name
 
-TOLD = 300  # characters of an error that a note repeats
+MAX_REASON = 300  # characters of an error that a note repeats
 LEAVING = 5.0  # seconds a process may take to end after it has said that it is done
 
 
-class _Lost(Exception):
-    """The tracker is of no use any more; the reason in a few words."""
+class _TrackerLost(Exception):
+    """The tracker cannot be used any more; the reason in a few words."""
 
 
-class _Late(_Lost):
+class _TrackerLate(_TrackerLost):
     """It hangs."""
 
 
@@ -100,8 +100,8 @@ class Tracked:
         try:
             self._converse(_Pipe(process))
             _end(process)
-        except _Lost as error:
-            _end(process, 0.0 if isinstance(error, _Late) else LEAVING)
+        except _TrackerLost as error:
+            _end(process, 0.0 if isinstance(error, _TrackerLate) else LEAVING)
             self._give_up(str(error))
 
     def _converse(self, pipe: _Pipe) -> None:
@@ -121,18 +121,18 @@ class Tracked:
             limit = min(self.patience, self._deadline - time.monotonic())
             answer = pipe.receive(limit)
             if answer is None and limit < self.patience:
-                raise _Late(f"it was not done {self.patience:g} s after the run")
+                raise _TrackerLate(f"it was not done {self.patience:g} s after the run")
             if answer is None:
-                raise _Late(f"it gave no answer in {self.patience:g} s")
+                raise _TrackerLate(f"it gave no answer in {self.patience:g} s")
             if "error" in answer:
-                raise _Lost(answer["error"])
+                raise _TrackerLost(answer["error"])
             if any(kind in answer for kind in wanted):
                 return answer
 
     def _give_up(self, reason: str) -> None:
-        said = " ".join(reason.split())[:TOLD].rstrip(". ")
+        summary = " ".join(reason.split())[:MAX_REASON].rstrip(". ")
         self.tell(
-            f"tracker {self.name} is switched off: {said}; the run goes on, and a resumed run "
+            f"tracker {self.name} is switched off: {summary}; the run goes on, and a resumed run "
             f"gives it what it missed; more in {self.log}"
         )
 
@@ -150,7 +150,7 @@ class _Pipe:
             self.stdin.write(json.dumps(message).encode() + b"\n")
             self.stdin.flush()
         except OSError:
-            raise _Lost("its process died") from None
+            raise _TrackerLost("its process died") from None
 
     def receive(self, seconds: float) -> dict[str, Any] | None:
         """None: not in time."""
@@ -161,7 +161,7 @@ class _Pipe:
                 return None
             part = os.read(self.stdout.fileno(), 65536)
             if not part:
-                raise _Lost("its process died")
+                raise _TrackerLost("its process died")
             self._read += part
         line, _, self._read = self._read.partition(b"\n")
         return json.loads(line)

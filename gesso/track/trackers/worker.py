@@ -36,7 +36,7 @@ Answer = Callable[[Mapping[str, Any]], None]
 ROWS = 32  # in a batch, at most
 
 
-class Memory:
+class TrackerState:
     """What a tracker has of a run, on disk."""
 
     def __init__(self, file: Path) -> None:
@@ -79,24 +79,24 @@ def track(order: Mapping[str, Any], commands: Iterator[str], answer: Answer) -> 
     place = Path(settings.dir) if settings.dir else run / "trackers"
     folder = place / file_name(name)
     folder.mkdir(parents=True, exist_ok=True)
-    memory = Memory(run / "trackers" / f"{file_name(name)}.json")
+    state = TrackerState(run / "trackers" / f"{file_name(name)}.json")
     title = settings.name or run.resolve().name
-    setup = Setup(run, folder, title, order["config"], settings, memory.id)
+    setup = Setup(run, folder, title, order["config"], settings, state.id)
     tracker: Tracker | Batched = imports.load(order["reference"], "tracker")(setup)
-    memory.id = tracker.id
-    memory.keep()
+    state.id = tracker.id
+    state.keep()
     answer({"where": tracker.where})
     tail = Tail(run / "metrics.jsonl")
     for command in commands:
-        new = (row for row in tail.rows() if row["step"] > memory.step)
+        new = (row for row in tail.rows() if row["step"] > state.step)
         for rows in batches(run, new, ROWS if isinstance(tracker, Batched) else 1):
             if isinstance(tracker, Batched):
                 tracker.log_rows(rows)
             else:
                 tracker.log(rows[0].step, rows[0].figures, rows[0].samples)
-            memory.step = rows[-1].step
-            memory.keep()
-            answer({"step": memory.step})
+            state.step = rows[-1].step
+            state.keep()
+            answer({"step": state.step})
         if command == "news":
             answer({"idle": True})
     tracker.finish(command == "finish")

@@ -1,4 +1,4 @@
-"""What a run's log tells of how it is."""
+"""A run's state of health, and why it stopped, from its log."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from gesso.health import SERIOUS
 
 
 def health(kinds: Sequence[str], log: Sequence[str], reason: str) -> dict[str, Any]:
-    """green, amber or red, with the sentences that the run told."""
-    told = [_sentence(kind, log) for kind in kinds]
+    """green, amber or red, with the sentences that the run logged."""
+    sentences = [_sentence(kind, log) for kind in kinds]
     level = "green"
     if kinds:
         level = "red" if SERIOUS.intersection(kinds) else "amber"
     if reason:
-        level, told = "red", [reason, *told]
-    return {"level": level, "kinds": list(kinds), "sentences": told}
+        level, sentences = "red", [reason, *sentences]
+    return {"level": level, "kinds": list(kinds), "sentences": sentences}
 
 
 def _sentence(kind: str, log: Sequence[str]) -> str:
     mark = f"warning ({kind}): "
-    found = [line.split(mark, 1)[1] for line in log if mark in line]
-    return found[-1] if found else kind
+    sentences = [line.split(mark, 1)[1] for line in log if mark in line]
+    return sentences[-1] if sentences else kind
 
 
 def why_stopped(log: Sequence[str]) -> str:
