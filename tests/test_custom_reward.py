@@ -11,7 +11,7 @@ import pytest
 
 from gesso import cli
 from tests.rewards.servers import Misbehaving, Served
-from tests.rewards.test_judge import said
+from tests.rewards.test_judge import completion
 from tests.test_examples import EXAMPLES, ROOT, TINY, gesso_here, typed_in
 
 PAGE = (ROOT / "docs" / "custom-reward.md").read_text(encoding="utf-8")
@@ -91,7 +91,7 @@ def test_a_served_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_judge(tmp_path: Path) -> None:
-    answers = [said(f"It is a sign. Grade: {n}") for n in (7, 8, 9)] * 9
+    answers = [completion(f"It is a sign. Grade: {n}") for n in (7, 8, 9)] * 9
     with Misbehaving([answers[0], *answers]) as server:
         settings = (f'reward.0.urls=["{server.url}/v1"]', "reward.0.model=any", "max_failed=0.5")
         folder = tmp_path / "run"

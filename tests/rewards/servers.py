@@ -27,8 +27,8 @@ def grey(value: int, text: str = "a grey sign", size: tuple[int, int] = (8, 12))
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return found.getsockname()[1]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
 
 
 class Served(Started):

@@ -30,12 +30,12 @@ class Counting:
     random = False
 
     def __init__(self, seconds: float = 0.0) -> None:
-        self.asked: list[int] = []
+        self.requested: list[int] = []
         self.seconds = seconds
         self.broken = False
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
-        self.asked += [int(s.picture[0, 0, 0]) for s in samples]
+        self.requested += [int(s.picture[0, 0, 0]) for s in samples]
         await asyncio.sleep(self.seconds)
         if self.broken:
             raise RuntimeError("no")
@@ -45,7 +45,7 @@ class Counting:
         ]
 
     async def close(self) -> None:
-        self.asked = []
+        self.requested = []
 
 
 def values(scores: Sequence[Score]) -> list[float | None]:
@@ -59,11 +59,11 @@ def test_each_is_scored_once_and_answers_keep_their_order() -> None:
         assert values(await cached.score([grey(v) for v in (20, 10, 20, 30, 10)])) == [
             20, 10, 20, 30, 10,
         ]  # fmt: skip
-        assert inner.asked == [20, 10, 30] and cached.hits == 2
+        assert inner.requested == [20, 10, 30] and cached.hits == 2
         assert values(await cached.score([grey(v) for v in (30, 40, 10)])) == [30, 40, 10]
-        assert inner.asked == [20, 10, 30, 40] and cached.hits == 4
+        assert inner.requested == [20, 10, 30, 40] and cached.hits == 4
         await cached.close()
-        assert inner.asked == []
+        assert inner.requested == []
 
     asyncio.run(go())
 
@@ -74,7 +74,7 @@ def test_what_is_being_scored_is_waited_for() -> None:
         cached = CachedScorer(inner, "x")
         got = await asyncio.gather(*(cached.score([grey(50), grey(60 + i % 2)]) for i in range(6)))
         assert [values(scores) for scores in got] == [[50, 60 + i % 2] for i in range(6)]
-        assert sorted(inner.asked) == [50, 60, 61]
+        assert sorted(inner.requested) == [50, 60, 61]
 
     asyncio.run(go())
 
@@ -87,7 +87,7 @@ def test_whoever_gives_up_waiting_takes_nothing_from_the_others() -> None:
         await asyncio.sleep(0.05)
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(cached.score([grey(50)]), 0.05)
-        assert values(await first) == [50] and inner.asked == [50]
+        assert values(await first) == [50] and inner.requested == [50]
 
     asyncio.run(go())
 
@@ -98,7 +98,7 @@ def test_failures_are_not_kept() -> None:
         cached = CachedScorer(inner, "x")
         for _ in range(2):
             assert (await cached.score([grey(1)]))[0].error == "dark"
-        assert inner.asked == [1, 1]
+        assert inner.requested == [1, 1]
         inner.broken = True
         results = await asyncio.gather(
             cached.score([grey(70)]), cached.score([grey(70)]), return_exceptions=True
@@ -116,10 +116,10 @@ def test_the_oldest_unused_go_first() -> None:
         cached = CachedScorer(inner, "x", entries=3)
         for v in (10, 20, 30, 10, 40):  # 20 is the one not used for longest
             await cached.score([grey(v)])
-        inner.asked = []
+        inner.requested = []
         for v in (10, 30, 40, 20):
             await cached.score([grey(v)])
-        assert inner.asked == [20] and len(cached._scores) == 3
+        assert inner.requested == [20] and len(cached._scores) == 3
 
     asyncio.run(go())
 
@@ -187,7 +187,7 @@ def test_a_reward_that_says_nothing_is_not_random() -> None:
 
 def test_a_run_scores_no_picture_twice(recipe_data: dict, tmp_path: Path) -> None:
     """Weights that stand still draw the same held-out pictures at every evaluation."""
-    asked = {}
+    requested = {}
     for cache in (True, False):
         log = tmp_path / f"log-{cache}"
         entry = {"name": f"{HERE}:counted", "log": str(log), "cache": cache}
@@ -196,5 +196,5 @@ def test_a_run_scores_no_picture_twice(recipe_data: dict, tmp_path: Path) -> Non
         evaluations = [row for row in finished.rows() if "eval/reward" in row]
         assert len(evaluations) == 3
         assert len({row["eval/reward"] for row in evaluations}) == 1
-        asked[cache] = len(log.read_text().split())
-    assert asked == {True: 3 * 6 + 3, False: 3 * 6 + 3 * 3}
+        requested[cache] = len(log.read_text().split())
+    assert requested == {True: 3 * 6 + 3, False: 3 * 6 + 3 * 3}

@@ -51,9 +51,9 @@ def values(name: str, some: list[Sample], **options: object) -> list[float]:
 
 def error(name: str, **options: object) -> str:
     reward = base.load(assembly.REWARDS[name], {"device": "cpu", **options})
-    found = base.checked(reward, samples())[0].error
-    assert found is not None and "\n" not in found
-    return found
+    message = base.checked(reward, samples())[0].error
+    assert message is not None and "\n" not in message
+    return message
 
 
 @pytest.mark.parametrize("batch", [1, 3, 16])
@@ -131,8 +131,8 @@ def test_a_head_that_does_not_fit_is_refused(
     tensors = head(0)
     change(tensors)
     torch.save(tensors, tmp_path / "head.pth")
-    found = error("aesthetic", path=str(folder), head=str(tmp_path / "head.pth"))
-    assert found.endswith(f'of the head "{tmp_path}/head.pth" do not fit: {sentence}')
+    message = error("aesthetic", path=str(folder), head=str(tmp_path / "head.pth"))
+    assert message.endswith(f'of the head "{tmp_path}/head.pth" do not fit: {sentence}')
 
 
 @pytest.mark.gpu
@@ -156,8 +156,8 @@ def test_no_object_is_unpickled(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"layers.0.weight": Harmful()}, "head.pth")
-    found = error("aesthetic", path=str(folder), head=str(tmp_path / "head.pth"))
-    assert f"{tmp_path}/head.pth cannot be read: " in found
+    message = error("aesthetic", path=str(folder), head=str(tmp_path / "head.pth"))
+    assert f"{tmp_path}/head.pth cannot be read: " in message
     assert not Path("harm-was-done").exists()
     Path("page.pth").write_text("<!DOCTYPE html>")
     assert "page.pth cannot be read: " in error("aesthetic", path=str(folder), head="./page.pth")
@@ -324,8 +324,8 @@ def test_other_weights_than_those_of_hps_are_refused(
     tensors = dict(model.state_dict())
     change(tensors)
     torch.save({"state_dict": tensors}, tmp_path / "mine.pt")
-    found = error("hps", path=str(tmp_path), file="mine.pt", processor=str(folder))
-    assert sentence in found
+    message = error("hps", path=str(tmp_path), file="mine.pt", processor=str(folder))
+    assert sentence in message
 
 
 @pytest.mark.parametrize("name", ["clip-score", "aesthetic", "hps", "image-reward", "pickscore"])

@@ -146,12 +146,12 @@ def test_gdpo_leaves_out_what_does_not_apply() -> None:
 
     nan = math.nan
     partly = scored_rollout([[1.0, 5.0], [2.0, 9.0], [nan, 1.0], [nan, 3.0]], [0, 0, 1, 1])
-    found = Advantage(combine="gdpo")(partly)
+    advantages = Advantage(combine="gdpo")(partly)
     first = torch.tensor([-1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
     second = torch.tensor([-1.0, 1.0, -1.0, 1.0], dtype=torch.float64)
     total = first + second
     expected = (total - total.mean()) / total.std(correction=0)
-    torch.testing.assert_close(found, expected, atol=2e-3, rtol=0)
+    torch.testing.assert_close(advantages, expected, atol=2e-3, rtol=0)
     kept = Advantage(combine="gdpo", drop_flat=True).kept(
         scored_rollout([[nan, 1.0], [nan, 1.0], [nan, 1.0], [nan, 3.0]], [0, 0, 1, 1]), 1
     )

@@ -1,4 +1,4 @@
-"""docs/rewards.md tells of every reward, with every option and its default."""
+"""The table in docs/rewards.md lists every reward, with every option and its default."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ PAGE = Path(__file__).parents[2] / "docs" / "rewards.md"
 
 def rows() -> dict[str, list[str]]:
     """Reward → the cells of its row; rows with a column of options only."""
-    found = {}
+    cells_by_reward = {}
     for table in PAGE.read_text(encoding="utf-8").split("\n\n"):
         if table.startswith("| reward | value | range | needs | options | source |"):
             for line in table.splitlines()[2:]:
                 cells = re.split(r"(?<!\\)\|", line.strip("|"))
                 for name in re.findall(r"`([\w-]+)`", cells[0]):
-                    found[name] = cells
-    return found
+                    cells_by_reward[name] = cells
+    return cells_by_reward
 
 
 def local() -> list[str]:
@@ -40,10 +40,10 @@ def test_options_and_defaults(name: str) -> None:
     cells = rows()[name]
     assert ("◈" in cells[0]) == issubclass(kind, NetworkReward)
     shared = NetworkReward.model_fields if issubclass(kind, NetworkReward) else {}
-    told: dict[str, object] = dict.fromkeys(re.findall(r"`(\w+)`, required", cells[4]))
+    documented: dict[str, object] = dict.fromkeys(re.findall(r"`(\w+)`, required", cells[4]))
     for key, value in re.findall(r"`(\w+)` = `([^`]+)`", cells[4]):
-        told[key] = tomllib.loads(f"x = {value}")["x"]
-    assert told == {
+        documented[key] = tomllib.loads(f"x = {value}")["x"]
+    assert documented == {
         key: None if field.default is PydanticUndefined else field.default
         for key, field in kind.model_fields.items()
         if key not in shared

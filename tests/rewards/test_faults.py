@@ -186,23 +186,23 @@ def test_a_server_that_comes_back_is_used_again() -> None:
 def test_rests_grow_double_jitter_and_end() -> None:
     async def go() -> list[float]:
         one = ServerPool(["http://127.0.0.1:9"])
-        rests = []
+        backoffs = []
         for _ in range(14):
             now = asyncio.get_running_loop().time()
             one._back_off(one.servers[0], now)
-            rests.append(one.servers[0].retry_at - one.servers[0].failed_at)
+            backoffs.append(one.servers[0].retry_at - one.servers[0].failed_at)
         one._back_off(one.servers[0], now - 1)  # began before the last failure: no news
         assert one.servers[0].failures == 14
         one._back_off(one.servers[0], asyncio.get_running_loop().time(), requested=20.0)
-        rests.append(one.servers[0].retry_at - one.servers[0].failed_at)
-        return rests
+        backoffs.append(one.servers[0].retry_at - one.servers[0].failed_at)
+        return backoffs
 
-    *rests, asked = asyncio.run(go())
-    for i, rest in enumerate(rests):
+    *backoffs, requested = asyncio.run(go())
+    for i, rest in enumerate(backoffs):
         middle = min(30.0, 0.05 * 2**i)
         assert 0.5 * middle <= rest <= 1.5 * middle
-    assert len({round(r / min(30.0, 0.05 * 2**i), 6) for i, r in enumerate(rests)}) > 10
-    assert asked >= 20.0 - 1e-6
+    assert len({round(r / min(30.0, 0.05 * 2**i), 6) for i, r in enumerate(backoffs)}) > 10
+    assert requested >= 20.0 - 1e-6
 
 
 def test_a_server_may_ask_for_patience() -> None:
@@ -331,7 +331,7 @@ def test_one_of_two_servers_dies_for_good(calm: Path, recipe_data: dict, tmp_pat
 
 
 def workers_of(parent: int) -> list[int]:
-    found = []
+    steps = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             status = (folder / "status").read_text()
@@ -339,8 +339,8 @@ def workers_of(parent: int) -> list[int]:
         except OSError:
             continue
         if f"PPid:\t{parent}\n" in status and b"gesso.rewards.transport.worker" in command:
-            found.append(int(folder.name))
-    return found
+            steps.append(int(folder.name))
+    return steps
 
 
 def test_workers_killed_at_work_again_and_again(recipe_data: dict, tmp_path: Path) -> None:
@@ -364,8 +364,8 @@ def test_workers_killed_at_work_again_and_again(recipe_data: dict, tmp_path: Pat
 
     same(trained(data(log, 0.3), tmp_path / "killed", kill), calm)  # at work long enough
     assert len(killed) >= STEPS - 1
-    asked = [len(file.read_text().split()) for file in (tmp_path / "1", log)]
-    assert asked[0] == 3 * 4 + 6 * STEPS < asked[1]  # some were asked for again, none counted again
+    requested = [len(file.read_text().split()) for file in (tmp_path / "1", log)]
+    assert requested[0] == 3 * 4 + 6 * STEPS < requested[1]  # some were retried, none counted twice
 
 
 def test_a_server_that_only_misbehaves_stops_the_run_and_says_why(

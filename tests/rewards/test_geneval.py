@@ -374,11 +374,9 @@ def tiny_owl(folder: Path) -> Path:
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-def pixels_of(
-    picture: np.ndarray, size: tuple[int, int], plain_pixels: bool = False
-) -> torch.Tensor:
+def pixels_of(image: np.ndarray, size: tuple[int, int], plain_pixels: bool = False) -> torch.Tensor:
     """(1, 3, H, W): bilinear to (width, height), /255, and ImageNet's mean and std."""
-    resized = Image.fromarray(picture).resize(size, Image.Resampling.BILINEAR)
+    resized = Image.fromarray(image).resize(size, Image.Resampling.BILINEAR)
     pixels = np.asarray(resized, dtype=np.float64) / 255
     pixels = pixels if plain_pixels else (pixels - MEAN) / STD
     return torch.tensor(pixels.transpose(2, 0, 1)[None], dtype=torch.float32)
@@ -390,12 +388,12 @@ def corners(box: torch.Tensor, width: int, height: int) -> tuple[float, ...]:
 
 
 @torch.no_grad()
-def detr_by_hand(folder: Path, picture: np.ndarray, least: float) -> list[tuple]:
+def detr_by_hand(folder: Path, image: np.ndarray, least: float) -> list[tuple]:
     from transformers import DetrForObjectDetection
 
-    height, width = picture.shape[:2]
+    height, width = image.shape[:2]
     size = (64, 64 * height // width) if width < height else (64 * width // height, 64)
-    out = DetrForObjectDetection.from_pretrained(folder).eval()(pixels_of(picture, size))
+    out = DetrForObjectDetection.from_pretrained(folder).eval()(pixels_of(image, size))
     found = []
     for logits, box in zip(out.logits[0], out.pred_boxes[0], strict=True):
         score, label = logits.softmax(-1)[:-1].max(-1)
@@ -405,12 +403,12 @@ def detr_by_hand(folder: Path, picture: np.ndarray, least: float) -> list[tuple]
 
 
 @torch.no_grad()
-def rtdetr_by_hand(folder: Path, picture: np.ndarray, least: float) -> list[tuple]:
+def rtdetr_by_hand(folder: Path, image: np.ndarray, least: float) -> list[tuple]:
     from transformers import RTDetrForObjectDetection
 
-    height, width = picture.shape[:2]
+    height, width = image.shape[:2]
     model = RTDetrForObjectDetection.from_pretrained(folder).eval()
-    out = model(pixels_of(picture, (64, 64), plain_pixels=True))
+    out = model(pixels_of(image, (64, 64), plain_pixels=True))
     scores = out.logits[0].sigmoid()  # (queries, labels)
     best = sorted(((s.item(), i) for i, s in enumerate(scores.flatten())), reverse=True)
     return [
@@ -421,12 +419,12 @@ def rtdetr_by_hand(folder: Path, picture: np.ndarray, least: float) -> list[tupl
 
 
 @torch.no_grad()
-def mask2former_by_hand(folder: Path, picture: np.ndarray, least: float) -> list[tuple]:
+def mask2former_by_hand(folder: Path, image: np.ndarray, least: float) -> list[tuple]:
     from transformers import Mask2FormerForUniversalSegmentation
 
-    height, width = picture.shape[:2]
+    height, width = image.shape[:2]
     model = Mask2FormerForUniversalSegmentation.from_pretrained(folder).eval()
-    out = model(pixels_of(picture, (64, 64)))
+    out = model(pixels_of(image, (64, 64)))
     logits = torch.nn.functional.interpolate(
         out.masks_queries_logits, size=(384, 384), mode="bilinear", align_corners=False
     )[0]
@@ -453,23 +451,23 @@ KINDS = {
     "rtdetr": (tiny_rtdetr, rtdetr_by_hand, 0.3),
     "mask2former": (tiny_mask2former, mask2former_by_hand, 0.2),
 }
-ASKED = ["person", "tv", "computer mouse", "apple", "dog"]
-ASKED_LABEL = {0: "person", 2: "tv", 3: "computer mouse", 4: "apple", 5: "dog"}
+QUERIED = ["person", "tv", "computer mouse", "apple", "dog"]
+QUERIED_LABEL = {0: "person", 2: "tv", 3: "computer mouse", 4: "apple", 5: "dog"}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_detectors_see_what_plain_arithmetic_sees(kind: str, tmp_path: Path) -> None:
     make, by_arithmetic, least = KINDS[kind]
     folder = make(tmp_path)
-    pictures = [noise(48, 64, 5), noise(48, 64, 6)]
-    seeing = detectors.load_detector(str(folder), "cpu")
-    assert seeing.unknown([*ASKED, "zebra"]) == ["zebra"]
-    together = seeing.detect(pictures, [ASKED, ASKED[2:]], least)
-    for picture, asked, got in zip(pictures, [ASKED, ASKED[2:]], together, strict=True):
+    images = [noise(48, 64, 5), noise(48, 64, 6)]
+    detector = detectors.load_detector(str(folder), "cpu")
+    assert detector.unknown([*QUERIED, "zebra"]) == ["zebra"]
+    together = detector.detect(images, [QUERIED, QUERIED[2:]], least)
+    for image, names, got in zip(images, [QUERIED, QUERIED[2:]], together, strict=True):
         wanted = [
-            (ASKED_LABEL[label], score, box)
-            for label, score, box in by_arithmetic(folder, picture, least)
-            if ASKED_LABEL.get(label) in asked
+            (QUERIED_LABEL[label], score, box)
+            for label, score, box in by_arithmetic(folder, image, least)
+            if QUERIED_LABEL.get(label) in names
         ]
         wanted.sort(key=lambda one: -one[1])
         got = sorted(got, key=lambda d: -d.score)
@@ -479,7 +477,7 @@ def test_detectors_see_what_plain_arithmetic_sees(kind: str, tmp_path: Path) -> 
         for detection, (_, _, box) in zip(got, wanted, strict=True):
             assert detection.box == pytest.approx(box, abs=tolerance)
             if detection.mask is not None:
-                assert detection.mask.shape == picture.shape[:2] and detection.mask.any()
+                assert detection.mask.shape == image.shape[:2] and detection.mask.any()
     assert len({d.label for d in together[0]}) > 1, "too dull a detector to prove anything"
 
 
@@ -490,11 +488,11 @@ def test_a_gpu_sees_the_same(kind: str, tmp_path: Path) -> None:
     """Up to what convolutions in TF32 change."""
     make, _, least = KINDS[kind]
     folder = str(make(tmp_path))
-    pictures = [noise(48, 64, 5), noise(48, 64, 6)]
+    images = [noise(48, 64, 5), noise(48, 64, 6)]
     here, there = (
         [
             d
-            for row in detectors.load_detector(folder, name).detect(pictures, [ASKED] * 2, 0.0)
+            for row in detectors.load_detector(folder, name).detect(images, [QUERIED] * 2, 0.0)
             for d in row
         ]
         for name in ("cpu", "auto")
@@ -507,13 +505,13 @@ def test_a_gpu_sees_the_same(kind: str, tmp_path: Path) -> None:
 
 def test_owl_is_asked_by_name(tmp_path: Path) -> None:
     folder = tiny_owl(tmp_path)
-    seeing = detectors.load_detector(str(folder), "cpu")
-    assert seeing.unknown(["a purple unicorn"]) == []
-    picture, names = noise(48, 64, 5), ["dog", "zebra"]
-    (got,) = seeing.detect([picture], [names], 0.4)
+    detector = detectors.load_detector(str(folder), "cpu")
+    assert detector.unknown(["a purple unicorn"]) == []
+    image, names = noise(48, 64, 5), ["dog", "zebra"]
+    (got,) = detector.detect([image], [names], 0.4)
     from transformers import OwlViTForObjectDetection
 
-    resized = Image.fromarray(picture).resize((32, 32), Image.Resampling.BICUBIC)
+    resized = Image.fromarray(image).resize((32, 32), Image.Resampling.BICUBIC)
     mean, std = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
     pixels = ((np.asarray(resized, dtype=np.float64) / 255 - mean) / std).transpose(2, 0, 1)[None]
     ids = [ids_by_hand(f"a photo of a {name}")[0] for name in names]
@@ -540,14 +538,14 @@ def test_owlv2_measures_boxes_by_the_longer_side(tmp_path: Path) -> None:
     config = Owlv2Config.from_pretrained(folder)
     processor = Owlv2ImageProcessorPil(size={"height": 32, "width": 32})
     save(folder, Owlv2ForObjectDetection(config), processor)
-    seeing = sure(detectors.OpenVocabularyDetector, detectors.load_detector(str(folder), "cpu"))
-    picture = noise(48, 64, 5)
-    (got,) = seeing.detect([picture], [["dog", "zebra"]], 0.0)
-    pixels = seeing.processor(images=[Image.fromarray(picture)], return_tensors="pt")
+    detector = sure(detectors.OpenVocabularyDetector, detectors.load_detector(str(folder), "cpu"))
+    image = noise(48, 64, 5)
+    (got,) = detector.detect([image], [["dog", "zebra"]], 0.0)
+    pixels = detector.processor(images=[Image.fromarray(image)], return_tensors="pt")
     ids = [ids_by_hand(f"a photo of a {name}")[0] for name in ("dog", "zebra")]
     ids = torch.stack([torch.cat([i, i.new_full((77 - len(i),), END)]) for i in ids])
     with torch.no_grad():
-        out = seeing.model(input_ids=ids, pixel_values=pixels["pixel_values"])
+        out = detector.model(input_ids=ids, pixel_values=pixels["pixel_values"])
     above = out.logits[0].sigmoid().max(-1).values > 0
     wanted = [corners(box, 64, 64) for box in out.pred_boxes[0][above]]
     assert np.array([d.box for d in got]) == pytest.approx(np.array(wanted), abs=0.02)
@@ -607,18 +605,18 @@ def test_scores_end_to_end(kind: str, tmp_path: Path, clip_folder: Path) -> None
         f'the detector "{folder}" has no label for "zebra"; use one that has'
     )
     assert scores[3].error is not None and scores[3].error.startswith('no "tag" in the row')
-    seeing = detectors.load_detector(str(folder), "cpu")
+    detector = detectors.load_detector(str(folder), "cpu")
     for i in (0, 2, 4):
-        picture, wanted = samples[i].picture, metadata_of(samples[i].prompt)
+        image, wanted = samples[i].picture, metadata_of(samples[i].prompt)
         threshold = 0.9 if i == 4 else least
         found = [
-            Detection(ASKED_LABEL[label], box, score)
-            for label, score, box in by_arithmetic(folder, picture, threshold)
-            if label in ASKED_LABEL
+            Detection(QUERIED_LABEL[label], box, score)
+            for label, score, box in by_arithmetic(folder, image, threshold)
+            if label in QUERIED_LABEL
         ]
         masks = {
             (d.label, round(d.score, 3)): d.mask
-            for d in seeing.detect([picture], [ASKED], least)[0]
+            for d in detector.detect([image], [QUERIED], least)[0]
         }
         if i == 0:
             assert found
@@ -627,9 +625,7 @@ def test_scores_end_to_end(kind: str, tmp_path: Path, clip_folder: Path) -> None
                     d,
                     colour=colour_by_hand(
                         clip_folder,
-                        crop(
-                            picture, dataclasses.replace(d, mask=masks[d.label, round(d.score, 3)])
-                        ),
+                        crop(image, dataclasses.replace(d, mask=masks[d.label, round(d.score, 3)])),
                         d.label,
                     ),
                 )
@@ -643,26 +639,26 @@ def test_scores_end_to_end(kind: str, tmp_path: Path, clip_folder: Path) -> None
 
 def test_colours_by_clip_over_the_templates(clip_folder: Path) -> None:
     reward = Geneval(clip=str(clip_folder), batch=2, device="cpu")
-    pictures = [noise(48, 64, i) for i in range(4)]
-    found = [[Detection("apple", (5.4, 3, 40.6, 41), 0.9), seen("dog")] for _ in pictures]
-    got = reward._with_colours(pictures, found, [{"apple"}, {"apple"}, set(), {"apple", "dog"}])
+    images = [noise(48, 64, i) for i in range(4)]
+    found = [[Detection("apple", (5.4, 3, 40.6, 41), 0.9), seen("dog")] for _ in images]
+    got = reward._with_colours(images, found, [{"apple"}, {"apple"}, set(), {"apple", "dog"}])
     for i in (0, 1, 3):
-        assert got[i][0].colour == colour_by_hand(clip_folder, pictures[i][3:41, 5:41], "apple")
-    assert got[3][1].colour == colour_by_hand(clip_folder, pictures[3][:10, :10], "dog")
+        assert got[i][0].colour == colour_by_hand(clip_folder, images[i][3:41, 5:41], "apple")
+    assert got[3][1].colour == colour_by_hand(clip_folder, images[3][:10, :10], "dog")
     assert got[2] == found[2] and got[0][1].colour is None
 
 
 def test_what_colours_are_judged_on() -> None:
-    picture = noise(20, 30, 0)
+    image = noise(20, 30, 0)
     box = (4.0, 5.0, 9.0, 8.0)
-    assert (crop(picture, Detection("dog", box, 1.0)) == picture[5:8, 4:9]).all()
+    assert (crop(image, Detection("dog", box, 1.0)) == image[5:8, 4:9]).all()
     mask: np.ndarray = np.zeros((20, 30), dtype=bool)
     mask[6, 5] = True
-    masked = crop(picture, Detection("dog", box, 1.0, mask=mask))
-    assert (masked[1, 1] == picture[6, 5]).all() and (masked[0] == 0x99).all()
+    masked = crop(image, Detection("dog", box, 1.0, mask=mask))
+    assert (masked[1, 1] == image[6, 5]).all() and (masked[0] == 0x99).all()
     # beyond the rim, and thinner than a pixel
-    assert crop(picture, Detection("dog", (-3.0, -2.0, 50.0, 40.0), 1.0)).shape == (20, 30, 3)
-    assert crop(picture, Detection("dog", (29.9, 19.9, 30.0, 20.0), 1.0)).shape == (1, 1, 3)
+    assert crop(image, Detection("dog", (-3.0, -2.0, 50.0, 40.0), 1.0)).shape == (20, 30, 3)
+    assert crop(image, Detection("dog", (29.9, 19.9, 30.0, 20.0), 1.0)).shape == (1, 1, 3)
 
 
 def test_in_a_worker_process(tmp_path: Path, clip_folder: Path) -> None:

@@ -207,8 +207,8 @@ def test_only_loopback_is_served(echo: Served) -> None:
             probe.connect(("192.0.2.1", 9))  # sends nothing; tells our own address
         except OSError:
             pytest.skip("this machine has no address but loopback")
-        own = probe.getsockname()[0]
-    with pytest.raises(OSError), socket.create_connection((own, echo.port), timeout=3):
+        address = probe.getsockname()[0]
+    with pytest.raises(OSError), socket.create_connection((address, echo.port), timeout=3):
         pass
 
 

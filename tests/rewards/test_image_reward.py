@@ -236,8 +236,8 @@ def test_every_published_name_has_its_place_at_the_real_size() -> None:
             BlipTextConfig(encoder_hidden_size=1024, num_attention_heads=12),
             add_pooling_layer=False,
         )
-    own = {f"vision.{name}": tensor.shape for name, tensor in vision.state_dict().items()}
-    own |= {f"text.{name}": tensor.shape for name, tensor in text.state_dict().items()}
+    expected = {f"vision.{name}": tensor.shape for name, tensor in vision.state_dict().items()}
+    expected |= {f"text.{name}": tensor.shape for name, tensor in text.state_dict().items()}
     tiny = {name: shape for name, shape in shapes() if name.startswith("blip.")}
     grown = {
         name.replace(".blocks.2.", f".blocks.{i}.").replace(".layer.1.", f".layer.{i}."): shape
@@ -246,12 +246,12 @@ def test_every_published_name_has_its_place_at_the_real_size() -> None:
     }
     real = {WIDE: 1024, 3 * WIDE: 3072, 4 * WIDE: 4096, HIDDEN: 768, 4 * HIDDEN: 3072}
     renamed = image_reward.rename_blip({name: torch.zeros(0) for name in grown})
-    assert renamed.keys() == own.keys()
+    assert renamed.keys() == expected.keys()
     for name, shape in grown.items():
-        places = (own[new] for new in image_reward.rename_blip({name: torch.zeros(0)}))
-        for place in places:
+        candidates = (expected[new] for new in image_reward.rename_blip({name: torch.zeros(0)}))
+        for candidate in candidates:
             assert [real.get(n, 0) for n in shape if n in real] == [
-                n for n in place if n in real.values()
+                n for n in candidate if n in real.values()
             ], name
 
 

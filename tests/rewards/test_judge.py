@@ -39,7 +39,7 @@ def short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(kind.MODEL_ENV, raising=False)
 
 
-def said(content: Any, reason: str = "stop") -> str:
+def completion(content: Any, reason: str = "stop") -> str:
     """A fault: this answer instead of the right one."""
     message = {"role": "assistant", "content": content}
     return "body:" + json.dumps({"choices": [{"message": message, "finish_reason": reason}]})
@@ -115,9 +115,9 @@ def test_what_is_sent() -> None:
 
 def test_a_text_is_judged_without_a_picture(tmp_path: Path) -> None:
     (tmp_path / "q.txt").write_text("Is {text} the answer to {prompt}, {answer}?")
-    asks = Judge(urls=["http://x"], prompt=str(tmp_path / "q.txt"))
+    judge = Judge(urls=["http://x"], prompt=str(tmp_path / "q.txt"))
     sample = Sample(Prompt("2+2?", columns={"answer": 4}), None, 0, text="four")
-    request = json.loads(chat.ChatScorer(asks)._request(sample, "m"))
+    request = json.loads(chat.ChatScorer(judge)._request(sample, "m"))
     (part,) = request["messages"][0]["content"]
     assert part == {"type": "text", "text": "Is four the answer to 2+2?, 4?"}
 
@@ -147,10 +147,10 @@ WRONG = {
     "body:[1]": "expected a chat completion",
     'body:{"choices": []}': "expected a chat completion",
     'body:{"choices": [{"message": null}]}': "expected a chat completion",
-    said(None): "answered 'None'; expected text",
-    said(["Final Score: 4"]): "expected text",
-    said("I would rather not."): "says no score: …'I would rather not.'",
-    said("Final Score: 4", "length"): "cut at max_tokens",
+    completion(None): "answered 'None'; expected text",
+    completion(["Final Score: 4"]): "expected text",
+    completion("I would rather not."): "says no score: …'I would rather not.'",
+    completion("Final Score: 4", "length"): "cut at max_tokens",
 }
 
 
@@ -176,10 +176,10 @@ def test_addresses_and_models_from_the_environment(monkeypatch: pytest.MonkeyPat
             assembly.scorer(entry)
         monkeypatch.setenv(url, "http://a:1/v1, http://b:2")
         monkeypatch.setenv(model, "/models/x")
-        bench = assembly.scorer(entry)
-        assert isinstance(bench, chat.ChatScorer)
-        assert [s.url for s in bench.pool.servers] == ["http://a:1", "http://b:2"]
-        assert bench._model == "/models/x"
+        scorer = assembly.scorer(entry)
+        assert isinstance(scorer, chat.ChatScorer)
+        assert [s.url for s in scorer.pool.servers] == ["http://a:1", "http://b:2"]
+        assert scorer._model == "/models/x"
         monkeypatch.delenv(url)
         monkeypatch.delenv(model)
 
@@ -187,8 +187,8 @@ def test_addresses_and_models_from_the_environment(monkeypatch: pytest.MonkeyPat
 def test_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNIFIED_REWARD_VLLM_URL", "http://a:1/v1")
     monkeypatch.setenv("UNIFIED_REWARD_PATH", "other")
-    bench = chat.ChatScorer(UnifiedReward(urls=["http://b:2/v1"], model="mine"))
-    assert bench.pool.servers[0].url == "http://b:2" and bench._model == "mine"
+    scorer = chat.ChatScorer(UnifiedReward(urls=["http://b:2/v1"], model="mine"))
+    assert scorer.pool.servers[0].url == "http://b:2" and scorer._model == "mine"
 
 
 @pytest.mark.parametrize("models", [[], [{"id": "a"}, {"id": "b"}]])
@@ -209,8 +209,8 @@ def test_a_token_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match='token_env = "JUDGE_KEY"'):
         chat.ChatScorer(UnifiedReward(urls=["http://x"], token_env="JUDGE_KEY"))
     monkeypatch.setenv("JUDGE_KEY", "k")
-    bench = chat.ChatScorer(UnifiedReward(urls=["http://x"], token_env="JUDGE_KEY"))
-    assert bench.pool._headers["Authorization"] == "Bearer k"
+    scorer = chat.ChatScorer(UnifiedReward(urls=["http://x"], token_env="JUDGE_KEY"))
+    assert scorer.pool._headers["Authorization"] == "Bearer k"
 
 
 def test_a_question_of_ones_own(tmp_path: Path) -> None:
@@ -279,12 +279,14 @@ def test_the_page_names_every_judge_and_option() -> None:
         assert f"`{word}`" in section, word
     for kind in asking.values():
         assert kind.URL_ENV in section and kind.MODEL_ENV in section
-    told = re.findall(r"^\| `([\w`, ]+)` \| (?:`judge` only: )?(`.*?)(?:;.*)? \| ", section, re.M)
-    for keys, values in told:
+    documented = re.findall(
+        r"^\| `([\w`, ]+)` \| (?:`judge` only: )?(`.*?)(?:;.*)? \| ", section, re.M
+    )
+    for keys, values in documented:
         for key, value in zip(keys.split("`, `"), re.findall(r"`([^`]+)`", values), strict=True):
             default = Judge.model_fields[key].default
             assert tomllib.loads(f"x = {value}")["x"] == default, key
-    assert len(told) == 3
+    assert len(documented) == 3
     for command in re.findall(r"^\$ (gesso .*)", page, re.M):
         cli._parser().parse_args(command.split()[1:])
 

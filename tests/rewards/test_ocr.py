@@ -1,4 +1,4 @@
-"""OCR on pictures of known text: clean and degraded, one word, two, and more than was asked for."""
+"""OCR on images of known text: clean and degraded, one word, two, and more than the target."""
 
 from __future__ import annotations
 

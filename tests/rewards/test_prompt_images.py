@@ -1,4 +1,4 @@
-"""A prompt's pictures and messages reach the rewards: in this process, in others, over HTTP."""
+"""A prompt's images and messages reach the rewards: in this process, in others, over HTTP."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def encoded(value: int, kind: str = "PNG") -> bytes:
 
 
 DARK, BRIGHT = encoded(10), encoded(200, "BMP")
-ASKED = (
+MESSAGES = (
     {"role": "system", "content": [{"type": "text", "text": "雪"}]},
     {"role": "user", "content": [{"type": "image"}, {"type": "image"}]},
 )
 
 
 @pytest.fixture
-def asked(tmp_path: Path) -> Prompt:
+def prompt(tmp_path: Path) -> Prompt:
     """One picture as bytes, one as a file."""
     (tmp_path / "dark.png").write_bytes(DARK)
     images = (Picture(data=BRIGHT), Picture(path=str(tmp_path / "dark.png")))
-    return Prompt("which?", columns={"answer": 1}, where="a:1", images=images, messages=ASKED)
+    return Prompt("which?", columns={"answer": 1}, where="a:1", images=images, messages=MESSAGES)
 
 
-def asked_of(scorer: Scorer, samples: list[Sample]) -> list[Score]:
+def scores_of(scorer: Scorer, samples: list[Sample]) -> list[Score]:
     async def go() -> list[Score]:
         try:
             return await scorer.score(samples)
@@ -62,7 +62,7 @@ def asked_of(scorer: Scorer, samples: list[Sample]) -> list[Score]:
 def check_shown(scores: Sequence[Score]) -> None:
     seen, plain = scores
     assert seen.value == 200.0 and plain.value == -1.0
-    assert json.loads(seen.text) == [[BRIGHT.hex(), DARK.hex()], list(ASKED), "the left"]
+    assert json.loads(seen.text) == [[BRIGHT.hex(), DARK.hex()], list(MESSAGES), "the left"]
     assert json.loads(plain.text) == [[], [], ""]
 
 
@@ -76,19 +76,19 @@ def there_and_back(samples: Sequence[Sample]) -> list[Sample]:
     return got
 
 
-def test_pictures_cross_the_wire_among_pixels_and_texts(asked: Prompt) -> None:
+def test_pictures_cross_the_wire_among_pixels_and_texts(prompt: Prompt) -> None:
     drawn: np.ndarray = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
     other = Prompt("o", images=(Picture(data=encoded(7)),))
     samples = [
-        Sample(asked, None, 1, "the left"),
+        Sample(prompt, None, 1, "the left"),
         Sample(Prompt("p"), drawn, 2),
-        Sample(replace(asked, messages=()), drawn[:1], 3),
+        Sample(replace(prompt, messages=()), drawn[:1], 3),
         Sample(other, None, 4, ""),
     ]
     a, b, c, d = there_and_back(samples)
     assert [p.data for p in a.prompt.images] == [BRIGHT, DARK]
-    assert [p.path for p in a.prompt.images] == ["", asked.images[1].path]
-    assert a.prompt.messages == ASKED and (a.prompt.columns, a.prompt.where) == (
+    assert [p.path for p in a.prompt.images] == ["", prompt.images[1].path]
+    assert a.prompt.messages == MESSAGES and (a.prompt.columns, a.prompt.where) == (
         {"answer": 1},
         "a:1",
     )
@@ -123,28 +123,28 @@ def test_a_prompt_without_pictures_costs_nothing() -> None:
     assert row.keys() == {"prompt", "negative", "columns", "where", "seed", "image", "text"}
 
 
-def test_in_a_worker_process(asked: Prompt) -> None:
-    samples = [Sample(asked, None, 0, "the left"), Sample(Prompt("p"), None, 0, "")]
-    check_shown(asked_of(WorkerScorer(f"{HERE}:shown", {}, 1), samples))
+def test_in_a_worker_process(prompt: Prompt) -> None:
+    samples = [Sample(prompt, None, 0, "the left"), Sample(Prompt("p"), None, 0, "")]
+    check_shown(scores_of(WorkerScorer(f"{HERE}:shown", {}, 1), samples))
 
 
-def test_a_file_that_is_gone_fails_only_who_looks_at_it(asked: Prompt) -> None:
-    Path(asked.images[1].path).unlink()
-    first = replace(asked, images=asked.images[::-1])
+def test_a_file_that_is_gone_fails_only_who_looks_at_it(prompt: Prompt) -> None:
+    Path(prompt.images[1].path).unlink()
+    first = replace(prompt, images=prompt.images[::-1])
     samples = [Sample(first, None, 0, ""), Sample(Prompt("p"), None, 0, "")]
     assert [p.data for p in there_and_back(samples)[0].prompt.images] == [b"", BRIGHT]
-    scores = asked_of(WorkerScorer(f"{HERE}:shown", {}, 1, batch=1), samples)
+    scores = scores_of(WorkerScorer(f"{HERE}:shown", {}, 1, batch=1), samples)
     assert "FileNotFoundError" in (scores[0].error or "") and scores[1].value == -1.0
-    assert [s.value for s in asked_of(WorkerScorer(f"{HERE}:blind", {}, 1), samples)] == [2.0, 0.0]
+    assert [s.value for s in scores_of(WorkerScorer(f"{HERE}:blind", {}, 1), samples)] == [2.0, 0.0]
 
 
 # HTTP
 
 
-def test_over_http_and_by_multipart(asked: Prompt) -> None:
-    samples = [Sample(asked, None, 0, "the left"), Sample(Prompt("p"), None, 0, "")]
+def test_over_http_and_by_multipart(prompt: Prompt) -> None:
+    samples = [Sample(prompt, None, 0, "the left"), Sample(Prompt("p"), None, 0, "")]
     with served(f"{HERE}:shown") as one:
-        check_shown(asked_of(RemoteScorer(RemoteEntry(urls=[one.url])), samples))
+        check_shown(scores_of(RemoteScorer(RemoteEntry(urls=[one.url])), samples))
         sent = json.loads(protocol.pack_score_request(samples))["samples"]
         files = {"none": b""}  # httpx sends multipart only with a file
         data = {"samples": json.dumps(sent)}
@@ -152,18 +152,18 @@ def test_over_http_and_by_multipart(asked: Prompt) -> None:
         check_shown(protocol.read_scores(answer, 2))
 
 
-def test_a_request_holds_the_files_and_no_paths(asked: Prompt) -> None:
-    body = protocol.pack_score_request([Sample(asked, None, 0, "x")])
+def test_a_request_holds_the_files_and_no_paths(prompt: Prompt) -> None:
+    body = protocol.pack_score_request([Sample(prompt, None, 0, "x")])
     (row,) = json.loads(body)["samples"]
     assert [base64.b64decode(image) for image in row["images"]] == [BRIGHT, DARK]
-    assert row["messages"] == list(ASKED) and b"dark.png" not in body
+    assert row["messages"] == list(MESSAGES) and b"dark.png" not in body
     (got,) = protocol.read_score_request(body)
     assert got.prompt.images == (Picture(data=BRIGHT), Picture(data=DARK))
-    assert got.prompt.messages == ASKED
+    assert got.prompt.messages == MESSAGES
 
 
-def test_openrlhf_knows_no_pictures_of_prompts(asked: Prompt) -> None:
-    request = json.loads(protocol.pack_get_reward([Sample(asked, None, 0, "x")]))
+def test_openrlhf_knows_no_pictures_of_prompts(prompt: Prompt) -> None:
+    request = json.loads(protocol.pack_get_reward([Sample(prompt, None, 0, "x")]))
     assert request == {"query": ["which?x"], "prompts": ["which?"], "labels": [1]}
 
 
@@ -182,12 +182,12 @@ def test_a_server_opens_no_paths_and_no_bombs(image: str, sentence: str) -> None
         protocol.read_score_request(body)
 
 
-def test_a_file_that_is_gone_fails_its_request(asked: Prompt) -> None:
-    Path(asked.images[1].path).unlink()
+def test_a_file_that_is_gone_fails_its_request(prompt: Prompt) -> None:
+    Path(prompt.images[1].path).unlink()
     remote = RemoteScorer(RemoteEntry(urls=["http://127.0.0.1:9"], retries=0))
-    (score,) = asked_of(remote, [Sample(asked, None, 0, "")])
+    (score,) = scores_of(remote, [Sample(prompt, None, 0, "")])
     assert (
-        score.error == f"picture {asked.images[1].path} cannot be read: No such file or directory"
+        score.error == f"picture {prompt.images[1].path} cannot be read: No such file or directory"
     )
 
 
@@ -203,21 +203,21 @@ def test_pictures_weigh() -> None:
 # The cache
 
 
-def test_the_key_knows_pictures_and_messages(asked: Prompt) -> None:
+def test_the_key_knows_pictures_and_messages(prompt: Prompt) -> None:
     cached = CachedScorer(WorkerScorer(f"{HERE}:blind", {}, 1), "x")
-    bright, dark = asked.images
+    bright, dark = prompt.images
     prompts = [
-        asked,
-        replace(asked, images=(dark, bright)),
-        replace(asked, images=(bright,)),
-        replace(asked, images=(bright, Picture(path=f"{dark.path}.png"))),
-        replace(asked, images=(Picture(data=encoded(201, "BMP")), dark)),
-        replace(asked, images=()),
-        replace(asked, messages=()),
-        replace(asked, messages=ASKED[1:]),
-        replace(asked, messages=(), images=()),
+        prompt,
+        replace(prompt, images=(dark, bright)),
+        replace(prompt, images=(bright,)),
+        replace(prompt, images=(bright, Picture(path=f"{dark.path}.png"))),
+        replace(prompt, images=(Picture(data=encoded(201, "BMP")), dark)),
+        replace(prompt, images=()),
+        replace(prompt, messages=()),
+        replace(prompt, messages=MESSAGES[1:]),
+        replace(prompt, messages=(), images=()),
     ]
     keys = [cached.key(Sample(prompt, None, 0, "x")) for prompt in prompts]
     assert len(set(keys)) == len(prompts)
-    again = replace(asked, where="b:2", images=(Picture(data=bytes(bytearray(BRIGHT))), dark))
+    again = replace(prompt, where="b:2", images=(Picture(data=bytes(bytearray(BRIGHT))), dark))
     assert cached.key(Sample(again, None, 1, "x")) == keys[0]

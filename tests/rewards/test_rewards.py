@@ -109,7 +109,7 @@ def test_a_worker_that_dies_is_replaced_and_its_work_done_again(service, tmp_pat
 def test_a_worker_killed_from_outside(service) -> None:
     one = service(f"{USER}:brightness")
     assert one.submit([sample()]).result().scores[0].ok
-    (process,) = one.rewards[0].scorer._all
+    (process,) = one.rewards[0].scorer._alive
     os.kill(process.pid, signal.SIGKILL)
     assert one.submit([sample()]).result().scores[0].ok
 
@@ -124,7 +124,7 @@ def test_a_reward_that_hangs_times_out(service) -> None:
 def test_closing_ends_the_worker_processes(service) -> None:
     one = service(f"{USER}:brightness", count=2)
     one.submit([sample()] * 16).result()
-    processes = list(one.rewards[0].scorer._all)
+    processes = list(one.rewards[0].scorer._alive)
     assert processes
     one.close()
     for process in processes:

@@ -1,4 +1,4 @@
-"""What a hostile reader of the rewards stumbled over."""
+"""Rewards under odd conditions: broken details, dying workers, failed evaluations, limits."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_a_class_is_made_once_in_each_process(recipe_data: dict, tmp_path: Path)
     recipe_data["reward"] = [{"name": f"{USER}:Heavy", "log": str(log), "workers": 2}]
     recipe_data["steps"] = 1
     run.train(build.recipe_from(recipe_data), folder=tmp_path / "run", quiet=True)
-    made = log.read_text().split()
-    assert made.count(str(os.getpid())) == 1 and len(made) == len(set(made)) <= 3
+    pids = log.read_text().split()
+    assert pids.count(str(os.getpid())) == 1 and len(pids) == len(set(pids)) <= 3
 
 
 def test_a_worker_says_why_it_cannot_work() -> None:
@@ -78,10 +78,10 @@ def test_one_poisonous_sample_fails_alone() -> None:
 
 
 def test_patience_and_threads_of_a_worker() -> None:
-    place = assembly.scorer(RewardEntry(name="ocr", detect=False, patience=7.5, cache=False))
-    assert isinstance(place, WorkerScorer) and place.timeout == 7.5
-    place = assembly.scorer(RewardEntry(name="ocr", detect=False, cache=False))
-    assert isinstance(place, WorkerScorer) and place.timeout == 300.0
+    scorer = assembly.scorer(RewardEntry(name="ocr", detect=False, patience=7.5, cache=False))
+    assert isinstance(scorer, WorkerScorer) and scorer.timeout == 7.5
+    scorer = assembly.scorer(RewardEntry(name="ocr", detect=False, cache=False))
+    assert isinstance(scorer, WorkerScorer) and scorer.timeout == 300.0
 
 
 def test_a_worker_has_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,11 +177,11 @@ def test_a_port_out_of_range(capsys: pytest.CaptureFixture) -> None:
 
 def test_a_server_may_forbid_remembering() -> None:
     class Dice:
-        processes, hits, random, asked = 0, 0, True, 0
+        processes, hits, random, calls = 0, 0, True, 0
 
         async def score(self, samples: Sequence[Sample]) -> list[Score]:
-            self.asked += 1
-            return [Score(float(self.asked))] * len(samples)
+            self.calls += 1
+            return [Score(float(self.calls))] * len(samples)
 
         async def close(self) -> None: ...
 
@@ -207,8 +207,8 @@ def test_deqa_rates_from_1_to_5() -> None:
     assert one.value == 0.8 and one.parts == {"mine": 0.8, "mine/x": 1.0, "mine/raw": 4.0}
     assert two.error == "mine: rated 5.5, expected 1 to 5" and three.error == "mine: down"
     remote = RemoteEntry(urls=["http://127.0.0.1:9"])
-    place = assembly.scorer(RewardEntry(name="deqa", remote=remote, cache=False))
-    assert isinstance(place, deqa.ScaledScorer)
+    scorer = assembly.scorer(RewardEntry(name="deqa", remote=remote, cache=False))
+    assert isinstance(scorer, deqa.ScaledScorer)
 
 
 def test_gdpo_statistics_within_a_group_leave_out_what_does_not_apply() -> None:

@@ -1,4 +1,4 @@
-"""sign-colour on rendered signs and on the bundled model's own pictures."""
+"""sign-colour on rendered signs and on the bundled model's images."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tests.typed import sure
 from tools.zoo.render import draw
 
 
-def scored(image: np.ndarray, asked: str, word: str = "KITE") -> Score:
+def scored(image: np.ndarray, target: str, word: str = "KITE") -> Score:
     reward = base.load(assembly.REWARDS["sign-colour"], {})
-    return base.checked(reward, [Sample(Prompt(prompt_for(word, asked)), image, 0)])[0]
+    return base.checked(reward, [Sample(Prompt(prompt_for(word, target)), image, 0)])[0]
 
 
 @pytest.mark.parametrize("spoiling", [None, "tiny", "turned", "struck"])
@@ -24,9 +24,11 @@ def scored(image: np.ndarray, asked: str, word: str = "KITE") -> Score:
 def test_the_right_colour_is_near_1_and_every_other_near_0(colour: str, spoiling) -> None:
     for seed, word in enumerate(["KITE", "SILVER", "MOWN"]):
         image = draw(word, colour, random.Random(seed), spoiling)
-        values = {asked: scored(image, asked, word) for asked in COLOURS}
+        values = {target: scored(image, target, word) for target in COLOURS}
         assert sure(float, values[colour].value) > 0.88
-        assert all(sure(float, values[asked].value) < 0.1 for asked in COLOURS if asked != colour)
+        assert all(
+            sure(float, values[target].value) < 0.1 for target in COLOURS if target != colour
+        )
         assert all(score.text == colour for score in values.values())
         assert values[colour].parts["right"] == 1 and values[colour].parts["share"] > 0.5
         assert sum(score.parts["right"] for score in values.values()) == 1

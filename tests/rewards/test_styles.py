@@ -84,8 +84,8 @@ def test_the_styles_are_those_of_a_recipe() -> None:
 def test_easyr1_gets_a_list_and_its_overall_is_the_value(tmp_path: Path) -> None:
     file = file_of(tmp_path, EASYR1)
     reward = base.load(f"{file}:compute_score", {"most": 20}, style="easyr1")
-    found = base.checked(reward, [sample("4"), sample("5", 10)])
-    assert found == [Score(0.25, {"right": 1.0}), Score(0.5, {"right": 0.0})]
+    scores = base.checked(reward, [sample("4"), sample("5", 10)])
+    assert scores == [Score(0.25, {"right": 1.0}), Score(0.5, {"right": 0.0})]
 
 
 def test_easyr1_one_at_a_time_fails_alone(tmp_path: Path) -> None:
@@ -93,8 +93,8 @@ def test_easyr1_one_at_a_time_fails_alone(tmp_path: Path) -> None:
     older = file_of(
         tmp_path, SEQUENTIAL.partition("\n")[2], "older.py"
     )  # EasyR1 0.3.2 says nothing
-    for place in (file, older):
-        reward = base.load(f"{place}:compute_score", {}, style="easyr1")
+    for path in (file, older):
+        reward = base.load(f"{path}:compute_score", {}, style="easyr1")
         good, bad = base.checked(reward, [sample(), sample("worst")])
         assert good == Score(0.5) and bad.error == "raised RuntimeError: no"
 
@@ -140,9 +140,9 @@ def test_easyr1_needs_an_answer_and_a_text(tmp_path: Path) -> None:
     assert reason and reason.startswith("expected a column answer, target, label, ground_truth or")
     assert reason.endswith("found no such column among question")
     image = Sample(Prompt("a", columns={"answer": "4"}), np.zeros((2, 2, 3), np.uint8), 0)
-    found = base.checked(reward, [sample(), image, sample(question="x")])
-    assert found[0].value == 0.5 and found[1].error == "is an image; expected a text"
-    assert found[2].error == reason  # of a server's batch each fails alone
+    scores = base.checked(reward, [sample(), image, sample(question="x")])
+    assert scores[0].value == 0.5 and scores[1].error == "is an image; expected a text"
+    assert scores[2].error == reason  # of a server's batch each fails alone
     (uncounted,) = base.checked(reward, [sample("4", None)])
     assert uncounted.error == "raised KeyError: 'response_length'"  # OpenRLHF's protocol has none
 
@@ -157,8 +157,8 @@ def test_openrlhf_is_called_query_by_query(tmp_path: Path) -> None:
     )
     code = "import torch\nextra = {'a': torch.tensor(2.0), 'b': 3}\n" + code
     reward = base.load(f"{file_of(tmp_path, code)}:f", {"k": 1}, style="openrlhf")
-    found = base.checked(reward, [sample("four"), sample("five", n="x")])
-    assert found == [Score(0.5, {"a": 2.0, "b": 3.0, "scores": 1.0})] * 2
+    scores = base.checked(reward, [sample("four"), sample("five", n="x")])
+    assert scores == [Score(0.5, {"a": 2.0, "b": 3.0, "scores": 1.0})] * 2
     assert given(reward) == [
         [["2 + 2?four"], ["2 + 2?"], ["4"], {"k": 1}],
         [["2 + 2?five"], ["2 + 2?"], [""], {"k": 1}],  # OpenRLHF's label without a label_key
@@ -210,9 +210,9 @@ def test_trl_logs_become_details_and_text(tmp_path: Path) -> None:
         "    return [1.0] * len(completions)\n"
     )
     reward = base.load(f"{file_of(tmp_path, code)}:f", {}, style="trl")
-    found = base.checked(reward, [sample("a"), sample("b")])
-    assert [s.text for s in found] == ["read: A", "read: B"]
-    assert all(s.parts == {"share": 0.5} for s in found)
+    scores = base.checked(reward, [sample("a"), sample("b")])
+    assert [s.text for s in scores] == ["read: A", "read: B"]
+    assert all(s.parts == {"share": 0.5} for s in scores)
 
 
 def test_trl_async_calls_share_a_loop(tmp_path: Path) -> None:
@@ -347,10 +347,10 @@ def test_check_says_which_style_it_is(
     monkeypatch.setattr(sys, "path", [*sys.path])  # the command adds the folder
     name = "reward.0.name=rewards/mine.py:compute_score"
     assert cli.main(["check", "recipe.toml", name, "model.path=nowhere"]) == 2
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1 and "Traceback" not in told
-    assert 'takes (reward_inputs, most=10); style = "gesso" calls it with (samples, **' in told
-    assert 'did you mean style = "easyr1"?' in told
+    stderr = capsys.readouterr().err
+    assert stderr.count("\n") == 1 and "Traceback" not in stderr
+    assert 'takes (reward_inputs, most=10); style = "gesso" calls it with (samples, **' in stderr
+    assert 'did you mean style = "easyr1"?' in stderr
 
 
 def test_rewards_are_known_by_their_labels(
@@ -379,5 +379,5 @@ def test_a_run_by_a_path_and_a_style(text_recipe: Path, monkeypatch: pytest.Monk
     assert {f"eval/{label}", f"eval/{label}/right"} <= set(rows[1])
     recipe = run.recipe_of(run.RunFolder.open(text_recipe / "run"))
     assert recipe.reward[0].style == "easyr1"
-    asked = reward_entry("rewards/mine.py:compute_score,style=easyr1,most=20", recipe)
-    assert asked.style == "easyr1" and asked.options == {"most": 20}
+    entry = reward_entry("rewards/mine.py:compute_score,style=easyr1,most=20", recipe)
+    assert entry.style == "easyr1" and entry.options == {"most": 20}

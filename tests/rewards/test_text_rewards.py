@@ -1,4 +1,4 @@
-"""math, format, count, choice and overlong: replies by hand, gaming included."""
+"""math, format, count, choice and overlong: responses by hand, gaming included."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ from tests.rewards.test_pickscore import through_workers
 from tests.typed import sure
 
 
-def scored(name: str, reply: str, answer: object = None, **options: object) -> Score:
+def scored(name: str, response: str, answer: object = None, **options: object) -> Score:
     columns = {} if answer is None else {"answer": answer}
     reward = base.load(assembly.REWARDS[name], options)
-    return base.checked(reward, [Sample(Prompt("How many?", columns=columns), None, 0, reply)])[0]
+    sample = Sample(Prompt("How many?", columns=columns), None, 0, response)
+    return base.checked(reward, [sample])[0]
 
 
 def unfit(name: str, **columns: object) -> str | None:
@@ -28,7 +29,7 @@ def unfit(name: str, **columns: object) -> str | None:
 
 
 @pytest.mark.parametrize(
-    "answer, reply, value",
+    "answer, response, value",
     [
         ("42", r"So it is \boxed{42}.", 1),
         ("42", r"\boxed{42.0}", 1),
@@ -61,14 +62,14 @@ def unfit(name: str, **columns: object) -> str | None:
         ("42", r"\boxed{" + "1" * 600 + "}", 0),
     ],
 )
-def test_math(answer: object, reply: str, value: float) -> None:
-    score = scored("math", reply, answer)
+def test_math(answer: object, response: str, value: float) -> None:
+    score = scored("math", response, answer)
     assert score.error is None and score.value == value
 
 
 def test_math_says_what_it_saw() -> None:
     right, none, broken = (
-        scored("math", reply, "42") for reply in (r"\boxed{42}", "dunno", r"\boxed{\frac{}")
+        scored("math", response, "42") for response in (r"\boxed{42}", "dunno", r"\boxed{\frac{}")
     )
     assert right.text == "42" and right.parts == {"answered": 1.0}
     assert none.text == "no answer" and none.parts == {"answered": 0.0}
@@ -79,10 +80,10 @@ def test_math_says_what_it_saw() -> None:
 def test_a_gold_answer_that_cannot_be_parsed_is_never_a_reward(answer: object) -> None:
     reason = unfit("math", answer=answer)
     assert reason is not None and "answer" in reason and "\n" not in reason
-    reply = rf"\boxed{{{answer}}}"  # the very same text
+    response = rf"\boxed{{{answer}}}"  # the very same text
     (score,) = base.checked(
         base.load(assembly.REWARDS["math"], {}),
-        [Sample(Prompt("", columns={"answer": answer}), None, 0, reply)],
+        [Sample(Prompt("", columns={"answer": answer}), None, 0, response)],
     )
     assert score.value is None and score.error == reason
 
@@ -110,8 +111,8 @@ def test_an_answer_that_takes_forever_is_wrong_in_time() -> None:
 def test_an_answer_of_pages_is_none() -> None:
     """Whatever it would come to: parsing is slow and its cost grows with the length."""
     for ones, value in ((100, 1.0), (300, 0.0)):
-        said = rf"<answer>\boxed{{{'+'.join('1' * ones)}}}</answer>"
-        assert scored("math", said, str(ones)).value == value
+        answer = rf"<answer>\boxed{{{'+'.join('1' * ones)}}}</answer>"
+        assert scored("math", answer, str(ones)).value == value
 
 
 def test_without_math_verify_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +122,7 @@ def test_without_math_verify_one_sentence_says_so(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "reply, value",
+    "response, value",
     [
         ("<think>hm</think><answer>4</answer>", 1),
         ("\n<think>a\nb</think>\n\n<answer>\n4 < 5\n</answer>\n", 1),
@@ -145,21 +146,21 @@ def test_without_math_verify_one_sentence_says_so(monkeypatch: pytest.MonkeyPatc
         ("<Think>hm</Think><answer>4</answer>", 0),
     ],
 )
-def test_format(reply: str, value: float) -> None:
-    assert scored("format", reply).value == value
+def test_format(response: str, value: float) -> None:
+    assert scored("format", response).value == value
 
 
 def test_format_with_other_tags() -> None:
     reward = base.load(assembly.REWARDS["format"], {"think": "reasoning", "answer": "final"})
-    replies = ["<reasoning>x</reasoning><final>4</final>", "<think>x</think><answer>4</answer>"]
-    scores = base.checked(reward, [Sample(Prompt(""), None, 0, reply) for reply in replies])
+    responses = ["<reasoning>x</reasoning><final>4</final>", "<think>x</think><answer>4</answer>"]
+    scores = base.checked(reward, [Sample(Prompt(""), None, 0, response) for response in responses])
     assert [score.value for score in scores] == [1, 0]
     with pytest.raises(UserError, match="think"):
         base.load(assembly.REWARDS["format"], {"think": "a|b"})
 
 
 @pytest.mark.parametrize(
-    "said, exact, graded",
+    "answer, exact, graded",
     [
         ("4", 1, 1),
         (" +4 ", 1, 1),
@@ -177,11 +178,11 @@ def test_format_with_other_tags() -> None:
         ("9" * 5000, 0, 0),
     ],
 )
-def test_count(said: str, exact: float, graded: float) -> None:
-    reply = f"<think>3, no, 4</think><answer>{said}</answer>"
-    assert scored("count", reply, "4").value == exact
-    assert scored("count", reply, 4, graded=True).value == pytest.approx(graded)
-    assert scored("count", reply, 4).parts["exact"] == exact
+def test_count(answer: str, exact: float, graded: float) -> None:
+    response = f"<think>3, no, 4</think><answer>{answer}</answer>"
+    assert scored("count", response, "4").value == exact
+    assert scored("count", response, 4, graded=True).value == pytest.approx(graded)
+    assert scored("count", response, 4).parts["exact"] == exact
 
 
 def test_count_needs_its_tags_and_takes_the_last() -> None:
@@ -195,18 +196,18 @@ def test_count_needs_its_tags_and_takes_the_last() -> None:
 
 
 @pytest.mark.parametrize(
-    "said, value",
+    "answer, value",
     [
         ("B", 1), ("(B)", 1), ("B.", 1), ("B)", 1), ("B:", 1), (" B\n", 1),
         ("A", 0), ("b", 0), ("B or C", 0), ("AB", 0), ("B, C", 0), ("(B", 0), ("", 0),
         ("The answer is B", 0), ("Б", 0),
     ],
 )  # fmt: skip
-def test_choice(said: str, value: float) -> None:
-    reply = f"<think>A? No.</think><answer>{said}</answer>"
-    assert scored("choice", reply, "B").value == value
-    assert scored("choice", reply, "(B)").value == value
-    assert scored("choice", reply, "B").parts["answered"] == (said in ("A",) or value)
+def test_choice(answer: str, value: float) -> None:
+    response = f"<think>A? No.</think><answer>{answer}</answer>"
+    assert scored("choice", response, "B").value == value
+    assert scored("choice", response, "(B)").value == value
+    assert scored("choice", response, "B").parts["answered"] == (answer in ("A",) or value)
 
 
 def test_overlong_by_hand() -> None:
@@ -217,10 +218,10 @@ def test_overlong_by_hand() -> None:
 
 
 def test_overlong_counts_words_or_characters() -> None:
-    reply = "four words in all " * 4  # 16 words, 72 characters
-    words = scored("overlong", reply, limit=20, buffer=8, unit="words")
+    response = "four words in all " * 4  # 16 words, 72 characters
+    words = scored("overlong", response, limit=20, buffer=8, unit="words")
     assert words.value == pytest.approx(-0.5) and words.text == "16 words"
-    characters = scored("overlong", reply, limit=80, buffer=32, unit="characters")
+    characters = scored("overlong", response, limit=80, buffer=32, unit="characters")
     assert characters.value == pytest.approx(-0.75) and characters.parts == {"length": 72.0}
     assert scored("overlong", "", limit=20, buffer=8, unit="words").value == 0
     with pytest.raises(UserError, match="buffer = 30 must not exceed limit = 20"):
@@ -263,8 +264,8 @@ def test_texts_and_pictures_cross_the_wire() -> None:
 
 def test_texts_in_a_worker_process() -> None:
     some = [
-        Sample(Prompt("", columns={"answer": "1/2"}), None, i, reply)
-        for i, reply in enumerate([r"\boxed{0.5}", r"\boxed{0.4}", "no"])
+        Sample(Prompt("", columns={"answer": "1/2"}), None, i, response)
+        for i, response in enumerate([r"\boxed{0.5}", r"\boxed{0.4}", "no"])
     ]
     scores = through_workers(assembly.REWARDS["math"], {}, some)
     assert [s.value for s in scores] == [1, 0, 0]

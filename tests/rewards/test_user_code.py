@@ -207,9 +207,9 @@ def scored(code: str, folder: Path, style: str = "gesso") -> list[Score]:
         reward = base.load(f"{file}:score", {}, style=style)
         refused = assembly.PromptCheck({"mine": reward}).unfit(given[0].prompt)
         assert given[0].prompt.columns == {"answer": "4"}  # a reward may not change ours
-        found = [Score.failed(refused)] * 2 if refused else base.checked(reward, given)
+        scores = [Score.failed(refused)] * 2 if refused else base.checked(reward, given)
         assert len(given) == 2
-        return found
+        return scores
     except UserError as error:
         return [Score.failed(str(error))] * 2
 
@@ -305,17 +305,17 @@ def test_an_optional_reward_that_cannot_say_what_it_takes() -> None:
     given = [Sample(Prompt(text, where="t:1"), None, 0, "x") for text in texts]
     fit, raised, unfit, empty = asyncio.run(OptionalScorer(Fixed(), Moody(), "mine").score(given))
     assert fit == empty == Score(1.0) and unfit == Score(None)
-    told = "reward \"mine\": its unfit raised KeyError: 'mood' (asked about t:1: 'raise')"
-    assert raised.error == told
+    expected = "reward \"mine\": its unfit raised KeyError: 'mood' (asked about t:1: 'raise')"
+    assert raised.error == expected
     with pytest.raises(UserError, match="its unfit raised KeyError"):
         assembly.PromptCheck({"mine": Moody()}, ["mine"]).unfit(given[1].prompt)
 
 
 @pytest.mark.parametrize(("weight", "value"), [(1e300, 1e10), (-1e9, 1e9), (1.0, math.nan)])
 def test_a_weighted_sum_is_finite_or_a_failure(weight: float, value: float) -> None:
-    found = combine([("a", 1.0, Score(1.0)), ("b", weight, Score(value))])
-    assert found.error and found.error.startswith("b: its weight ") and not found.ok
-    assert "is beyond ±1e+15" in found.error
+    score = combine([("a", 1.0, Score(1.0)), ("b", weight, Score(value))])
+    assert score.error and score.error.startswith("b: its weight ") and not score.ok
+    assert "is beyond ±1e+15" in score.error
 
 
 def test_the_largest_reward_can_be_averaged_and_squared() -> None:

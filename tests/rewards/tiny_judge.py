@@ -54,8 +54,8 @@ def _teach(model: Any) -> None:
         model.get_input_embeddings().weight.copy_(torch.eye(len(SPECIAL + WORDS), WIDTH))
         head = torch.zeros(len(SPECIAL + WORDS), WIDTH)
         head[SPECIAL.index("</s>"), :] = 1.0
-        said = ["ASSISTANT:", *WORDS]
-        for word, following in zip(said, WORDS, strict=False):
+        words = ["ASSISTANT:", *WORDS]
+        for word, following in zip(words, WORDS, strict=False):
             head[(SPECIAL + WORDS).index(following), (SPECIAL + WORDS).index(word)] = 9.0
         model.get_output_embeddings().weight.copy_(head)
 
