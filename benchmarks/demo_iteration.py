@@ -62,7 +62,7 @@ PHASES: tuple[str, ...] = ("text encoders", "transformer", "decoder", "rest of s
 PHASES += ("waiting for scores", "update", "total")
 Proof = dict[str, tuple[float, float]]  # a difference and the most it may be, by name
 Times = dict[str, float]  # seconds of one iteration by phase
-KEPT = 0.85  # of a recorded ratio
+MIN_SHARE = 0.85  # of a recorded ratio
 
 
 def now() -> float:
@@ -84,7 +84,7 @@ def clock(pipe: Any) -> Counter[str]:
 
 
 class Gesso:
-    """The project's own classes; nothing is done over here."""
+    """The classes of the project, unchanged."""
 
     def __init__(self, job: Assembled) -> None:
         self.job, self.start = job, {n: t.clone() for n, t in job.learner.weights().items()}
@@ -111,7 +111,7 @@ class Gesso:
 
 
 class Unscored:
-    """In the place of the reward service: made-up scores at once."""
+    """Replaces the reward service: returns made-up scores at once."""
 
     processes = 0
 
@@ -268,8 +268,8 @@ class Plain:
         return self.pipe.transformer(x, timestep=timestep, return_dict=False, **parts)[0]
 
     def score(self, images: np.ndarray, prompts: Sequence[Prompt]) -> np.ndarray:
-        found = [self.ocr(np.ascontiguousarray(image[:, :, ::-1])) for image in images]
-        texts = [" ".join(result.txts or ()) for result in found]
+        results = [self.ocr(np.ascontiguousarray(image[:, :, ::-1])) for image in images]
+        texts = [" ".join(result.txts or ()) for result in results]
         pairs = zip(texts, prompts, strict=True)
         return np.array([spelling(text, target_of(prompt) or "") for text, prompt in pairs])
 
@@ -305,7 +305,7 @@ class Plain:
 def gradient_of(
     optimizer: torch.optim.Optimizer, update: Callable[[], float]
 ) -> tuple[float, Tensor]:
-    """The norm that an update reports, and the clipped gradient it hands to its optimizer."""
+    """The norm that an update reports, and the clipped gradient that the optimizer receives."""
     seen: list[Tensor] = []
     parameters = optimizer.param_groups[0]["params"]
     hook = optimizer.register_step_pre_hook(
@@ -326,7 +326,7 @@ def prove(ours: Gesso, plain: Plain) -> Proof:
     latents = torch.stack([torch.cat(x) for x in zip(*(b.latents for b in batches), strict=True)])
     logp = torch.stack([torch.cat(x) for x in zip(*(b.logp for b in batches), strict=True)])
     images = np.stack([s.image for s in rollout.samples]).astype(float)
-    own = np.concatenate([b.images for b in batches])
+    plain_images = np.concatenate([b.images for b in batches])
     steps = latents[trained.start : trained.stop + 1].transpose(0, 1)
     scores = plain.score(images.astype(np.uint8), [s.prompt for s in rollout.samples])
     given, rewards = rollout.rewards.numpy(), made_up(len(images))
@@ -340,10 +340,10 @@ def prove(ours: Gesso, plain: Plain) -> Proof:
     error = float((gradient - plain_gradient).norm() / plain_gradient.norm())
     return {
         "latents of the trained steps": (float((steps - rollout.paths.latents).abs().max()), 1e-4),
-        # Rounding of all steps: 1.5e-4 where products add up in another order (aarch64).
+        # Rounding of all steps: 1.5e-4 where matmuls sum in another order (aarch64).
         "latents at the end": (float((latents[-1] - rollout.paths.clean).abs().max()), 5e-4),
         "log-probs": (float((logp.T[:, list(trained)] - rollout.logp).abs().max()), 1e-4),
-        "pictures in [0, 1], mean": (float(np.abs(images - own).mean() / 255), 1e-4),
+        "pictures in [0, 1], mean": (float(np.abs(images - plain_images).mean() / 255), 1e-4),
         "rewards of the same pictures": (float(np.abs(scores - given).max()), 0.0),
         "gradient, relative": (error, 1e-3),
         "gradient norm, relative": (abs(norm / plain_norm - 1), 1e-3),
@@ -370,8 +370,8 @@ def iteration(side: Gesso | Plain, step: int, scored: bool) -> Times:
 
 
 class Side:
-    """One side in a process of its own, with the settings it would have alone: Gesso's are made at
-    `import gesso`, a plain script has torch's defaults. It works only when asked."""
+    """One side in a separate process with its usual settings: Gesso applies its own at
+    `import gesso`, a plain script has torch's defaults. It works only on request."""
 
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
         first = "gesso" if name == "gesso" else "torch"
@@ -445,14 +445,15 @@ def report(times: dict[str, list[Times]], images: int) -> dict[str, float]:
     return ratios
 
 
-def fallen(found: dict[str, float], recorded: dict[str, float]) -> list[str]:
-    """What is to be said of ratios that are more than 15% under the recorded ones, or missing."""
-    said = []
+def fallen(ratios: dict[str, float], recorded: dict[str, float]) -> list[str]:
+    """Messages about ratios that are missing or more than 15% below the recorded ones."""
+    messages = []
     for name, before in recorded.items():
-        now = found.get(name, 0.0)
-        if not now >= KEPT * before:  # nor NaN
-            said.append(f"{name}: {now:.2f}, recorded {before:.2f}, at least {KEPT * before:.2f}")
-    return said
+        now = ratios.get(name, 0.0)
+        if not now >= MIN_SHARE * before:  # nor NaN
+            least = MIN_SHARE * before
+            messages.append(f"{name}: {now:.2f}, recorded {before:.2f}, at least {least:.2f}")
+    return messages
 
 
 def recorded_here(file: Path) -> dict[str, float]:
@@ -497,12 +498,12 @@ def main() -> int:
         for side in sides.values():
             side.close()
     ratios = report(times, job.recipe.data.groups * plain.algorithm.group) if times else {}
-    said = fallen(ratios, recorded_here(options.recorded)) if options.recorded else []
-    for words in said:
-        print(f"SLOWER THAN IT WAS: {words}")
+    messages = fallen(ratios, recorded_here(options.recorded)) if options.recorded else []
+    for message in messages:
+        print(f"SLOWER THAN IT WAS: {message}")
     if options.json:
         options.json.write_text(json.dumps({**facts, "proof": proof, "times": times}, indent=1))
-    return 0 if agree and not said else 1
+    return 0 if agree and not messages else 1
 
 
 if __name__ == "__main__":

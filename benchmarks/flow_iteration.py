@@ -72,8 +72,8 @@ def matrix_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def counted(shape: Shape) -> tuple[float, float]:
-    """FLOPs of a row by torch's own counter on the meta device, forth and back, without adapters
-    beside the weights: to hold `flops` against."""
+    """Forward and backward FLOPs of a row by torch's counter on the meta device, without adapters:
+    a check of `flops`."""
     from diffusers import SD3Transformer2DModel
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -84,10 +84,10 @@ def counted(shape: Shape) -> tuple[float, float]:
         network = SD3Transformer2DModel(**shape.transformer)
         targets = ["attn.to_q", "attn.add_q_proj"]
         Policy(network, config.Lora(rank=1), targets, 0)
-        side, own = shape.size // 8, network.config
-        x, t = torch.empty(1, own.in_channels, side, side), torch.empty(1)
-        text = torch.empty(1, shape.tokens[1], own.joint_attention_dim)
-        pooled = torch.empty(1, own.pooled_projection_dim)
+        side, model_config = shape.size // 8, network.config
+        x, t = torch.empty(1, model_config.in_channels, side, side), torch.empty(1)
+        text = torch.empty(1, shape.tokens[1], model_config.joint_attention_dim)
+        pooled = torch.empty(1, model_config.pooled_projection_dim)
     totals = []
     with FlopCounterMode(display=False) as counter:
         out = network(x, text, pooled, t, return_dict=False)[0]
@@ -105,9 +105,9 @@ class Memory:
 
     def loading(self, side: str, load: Callable[[], Any]) -> Any:
         before = allocated()
-        made = load()
+        network = load()
         self.held[side] = allocated() - before
-        return made
+        return network
 
     def peak(self, side: str, work: Callable[[], Any]) -> tuple[Any, float]:
         other = sum(held for name, held in self.held.items() if name != side)
@@ -203,19 +203,19 @@ def starting(folder: Path, shape: Shape, device: torch.device, began: float) -> 
 def start_times(names: list[str], folder: Path, tiny: bool) -> dict[str, dict[str, float]]:
     """The first step of a new process, with nothing compiled yet and with what the process before
     left in torch's cache."""
-    found = {}
+    times = {}
     for name in names:
         command = [sys.executable, __file__, "--start", str(time.time())]
         command += ["--folder", str(folder), *(["--tiny"] if tiny else [])]
         output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        found[name] = json.loads(output.splitlines()[-1])
-        say(f"new process, {name}: {found[name]}")
-    return found
+        times[name] = json.loads(output.splitlines()[-1])
+        say(f"new process, {name}: {times[name]}")
+    return times
 
 
 def circumstances(commit: str) -> dict[str, str]:
     git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
-    found = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    commit_id = subprocess.run(git, capture_output=True, text=True).stdout.strip()
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     libraries = ("torch", "diffusers", "transformers", "peft")
     return {
@@ -223,7 +223,7 @@ def circumstances(commit: str) -> dict[str, str]:
         "hardware": f"{device}, {os.cpu_count()} cores",
         "versions": f"Python {platform.python_version()}, "
         + ", ".join(f"{name} {version(name)}" for name in libraries),
-        "commit": commit or f"gesso {gesso.__version__} {found}",
+        "commit": commit or f"gesso {gesso.__version__} {commit_id}",
         "command": shlex.join(["python", *sys.argv]),
     }
 
@@ -281,13 +281,13 @@ def proven(ours: Ours, theirs: Theirs) -> dict[str, tuple[float, float]]:
     try:
         return prove(ours, theirs)
     finally:
-        torch.backends.cudnn.allow_tf32 = True  # torch's own default, and the plain decoder's
+        torch.backends.cudnn.allow_tf32 = True  # torch's default, which the plain decoder uses
 
 
-def wanted(name: str, asked: list[str]) -> bool:
-    """Whether a row is asked for: by its name, or by a part of it that is no row's name."""
+def wanted(name: str, requested: list[str]) -> bool:
+    """Whether a row is requested: by its name, or by a part of it that is no row's name."""
     rows = cases(1)
-    return not asked or name in asked or any(a in name for a in asked if a not in rows)
+    return not requested or name in requested or any(a in name for a in requested if a not in rows)
 
 
 def write(options: argparse.Namespace, facts: dict[str, Any], rows: dict[str, Any]) -> None:
@@ -297,8 +297,8 @@ def write(options: argparse.Namespace, facts: dict[str, Any], rows: dict[str, An
     file = options.out / f"flow-{facts['date']}"
     file.with_suffix(".json").write_text(json.dumps(facts | {"rows": rows}, indent=1))
     lines = table(rows, options.shape, 1e12 * facts["peak TFLOP/s"]) if rows else []
-    told = [f"- {name}: {value}" for name, value in facts.items()]
-    file.with_suffix(".md").write_text("\n".join([*told, "", *lines, ""]))
+    header = [f"- {name}: {value}" for name, value in facts.items()]
+    file.with_suffix(".md").write_text("\n".join([*header, "", *lines, ""]))
 
 
 def main() -> int:

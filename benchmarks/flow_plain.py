@@ -45,8 +45,8 @@ class Plain:
         from peft import get_peft_model
 
         def load(kind: Any, part: str) -> Any:
-            made = kind.from_pretrained(folder, subfolder=part, torch_dtype=torch.float32)
-            return made.requires_grad_(False).to(device)
+            module = kind.from_pretrained(folder, subfolder=part, torch_dtype=torch.float32)
+            return module.requires_grad_(False).to(device)
 
         self.device = device
         self.dtype: torch.dtype | None = torch.bfloat16  # None: float32, to compare with
@@ -60,12 +60,12 @@ class Plain:
         self.optimizer = torch.optim.AdamW(self.trained, lr=3e-4, weight_decay=1e-4)
 
     def reset(self) -> None:
-        own = dict(self.network.named_parameters())
+        parameters = dict(self.network.named_parameters())
         with torch.no_grad():
             for name, tensor in self.start.items():
                 for adapter in ("default", "old"):
                     full = f"base_model.model.{name}".replace(".default.", f".{adapter}.")
-                    own[full].copy_(tensor)
+                    parameters[full].copy_(tensor)
 
     def precision(self) -> AbstractContextManager:
         if self.dtype is None:

@@ -16,14 +16,14 @@ from gesso.rollout import FlowContext, FlowTrace, Rollout
 from gesso.weights.policy import Policy
 
 
-def relative(found: Tensor, truth: Tensor) -> float:
-    return float((found - truth).norm() / truth.norm())
+def relative(value: Tensor, truth: Tensor) -> float:
+    return float((value - truth).norm() / truth.norm())
 
 
 def prove(ours: Ours, theirs: Theirs, images: int = 2) -> dict[str, tuple[float, float]]:
     """By name: how far ours and the plain side are from float32, on paths, log-probs and gradients.
     The plain side's distance is the floor: what half precision itself loses."""
-    found: dict[str, tuple[float, float]] = {}
+    proof: dict[str, tuple[float, float]] = {}
     plain = theirs.plain
     plain.reset()
     ours.model.policy.load(ours.start)
@@ -41,12 +41,12 @@ def prove(ours: Ours, theirs: Theirs, images: int = 2) -> dict[str, tuple[float,
             end = truth.latents[-1]
             drawn = ours.sample(algorithm, images).paths.clean
             apart = relative(theirs.sample(algorithm, images, True).latents[-1], end)
-            found["latents at the end"] = (relative(drawn, end), apart)
+            proof["latents at the end"] = (relative(drawn, end), apart)
             gaps = [float((replayed[0] - logp).abs().max()) for replayed in (mine, yours)]
-            found["log-probs, largest"] = (gaps[0], gaps[1])
-        found[f"gradient, {gradient}"] = (relative(mine[1], slope), relative(yours[1], slope))
-    found["gradient, one pass"] = in_one_pass(ours, theirs, images)
-    return found
+            proof["log-probs, largest"] = (gaps[0], gaps[1])
+        proof[f"gradient, {gradient}"] = (relative(mine[1], slope), relative(yours[1], slope))
+    proof["gradient, one pass"] = in_one_pass(ours, theirs, images)
+    return proof
 
 
 def in_one_pass(ours: Ours, theirs: Theirs, images: int) -> tuple[float, float]:

@@ -79,8 +79,8 @@ TINY = Shape(
 
 
 def flops(shape: Shape, backward: bool) -> float:
-    """Of one row: a forward pass, or the pass back to the adapters. An attention's way back costs
-    twice its way forth; nothing is counted for what is only computed again."""
+    """FLOPs of one row: a forward pass, or the backward pass to the adapters. Attention costs twice
+    as much backward as forward; recomputation is not counted."""
     c, (n, m) = shape.transformer, shape.tokens
     d = c["num_attention_heads"] * c["attention_head_dim"]
     total = 0.0 if backward else 2 * d * (c["joint_attention_dim"] * m + 4 * c["in_channels"] * n)
@@ -139,18 +139,20 @@ class Wordless(SD3):
     seconds: defaultdict[str, float]
 
     def encode(self, texts: Sequence[str]) -> Conditioning:
-        own, rows = self.transformer.config, []
+        net_config, rows = self.transformer.config, []
         for text in texts:
             noise = torch.Generator().manual_seed(seed_of(0, text))
             rows.append(
                 Conditioning(
-                    torch.randn(1, self.text_tokens, own.joint_attention_dim, generator=noise),
-                    torch.randn(1, own.pooled_projection_dim, generator=noise),
+                    torch.randn(
+                        1, self.text_tokens, net_config.joint_attention_dim, generator=noise
+                    ),
+                    torch.randn(1, net_config.pooled_projection_dim, generator=noise),
                 )
             )
-        found = Conditioning.stack(rows).to(self.device)
-        assert found.pooled is not None
-        return Conditioning(found.embeds.to(self.dtype), found.pooled.to(self.dtype))
+        cond = Conditioning.stack(rows).to(self.device)
+        assert cond.pooled is not None
+        return Conditioning(cond.embeds.to(self.dtype), cond.pooled.to(self.dtype))
 
     def decode(self, latents: Tensor) -> Tensor:
         started = now()
@@ -167,7 +169,7 @@ def now() -> float:
 
 @dataclass
 class Ours:
-    """Gesso's own classes; nothing is done over here."""
+    """Gesso's classes, unchanged."""
 
     model: Wordless
     shape: Shape
@@ -248,7 +250,7 @@ class Theirs:
         return cls(Plain(folder, ours.model.device, lora, ours.start), ours, cond, negative)
 
     def sample(self, algorithm: Algorithm, images: int, exact: bool) -> Batch:
-        """`exact`: noise of the same streams as ours, else from the device's own generator."""
+        """`exact`: noise of the same streams as ours, else from the device's generator."""
         shape, device = self.ours.shape, self.plain.device
         place = config.Model(path="", height=shape.size, width=shape.size)
         spec: Any = algorithm.spec(0, 0, place)
@@ -309,15 +311,16 @@ def cases(images: int) -> dict[str, Algorithm]:
 def arithmetic(shape: Shape, algorithm: Any, side: str) -> tuple[float, float]:
     """FLOPs that an image takes a side in sampling and in an update. With the gradient of one
     branch, ours has the other one's velocity from sampling; the plain side runs it both ways. In
-    one pass, the way back is part of sampling, and an update has none."""
-    there, back = flops(shape, False), flops(shape, True)
+    one pass, backward is part of sampling, and an update has none."""
+    forward, backward = flops(shape, False), flops(shape, True)
     if isinstance(algorithm, DiffusionNFT):  # current, old, reference
-        return algorithm.steps * there, algorithm.times * (3 * there + back)
+        return algorithm.steps * forward, algorithm.times * (3 * forward + backward)
     branches = 2 if algorithm.guidance > 1 else 1
     one = side == "ours" and algorithm.guidance_gradient == "conditional"
-    sampling, trained = algorithm.steps * branches * there, algorithm.terms_a_sample
+    sampling, trained = algorithm.steps * branches * forward, algorithm.terms_a_sample
     differentiated = 1 if one else branches
     if side == "ours" and algorithm.one_pass:
-        return sampling + trained * differentiated * back, 0.0
-    update = differentiated * (there + back) + (branches * there if algorithm.beta > 0 else 0)
+        return sampling + trained * differentiated * backward, 0.0
+    reference = branches * forward if algorithm.beta > 0 else 0
+    update = differentiated * (forward + backward) + reference
     return sampling, trained * update

@@ -74,15 +74,15 @@ def straight(xs: Sequence[float], ys: Sequence[float]) -> float:
     return float(torch.corrcoef(torch.stack([x, y]))[0, 1] ** 2)
 
 
-def draw(found: dict[str, dict[str, list[float]]], file: Path) -> None:
+def draw(results: dict[str, dict[str, list[float]]], file: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     axes: Any
-    figure, axes = pyplot.subplots(2, len(found), figsize=(3.2 * len(found), 5), squeeze=False)
-    for column, (name, points) in enumerate(found.items()):
+    figure, axes = pyplot.subplots(2, len(results), figsize=(3.2 * len(results), 5), squeeze=False)
+    for column, (name, points) in enumerate(results.items()):
         for row, (key, label) in enumerate((("seconds", "seconds"), ("mb", "MB"))):
             axis = axes[row][column]
             axis.plot(points["sizes"], points[key], "o-", markersize=4)
@@ -99,15 +99,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--picture", type=Path, default=Path("docs/images/growth.png"))
     parser.add_argument("--json", type=Path)
-    asked = parser.parse_args()
-    found: dict[str, dict[str, list[float]]] = {}
+    options = parser.parse_args()
+    results: dict[str, dict[str, list[float]]] = {}
     for line in LINES:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
-            points = found[line.what] = process.submit(measured, line).result()
+            points = results[line.what] = process.submit(measured, line).result()
         print(line.what, {key: [round(x, 2) for x in points[key]] for key in points}, flush=True)
-    if asked.json:
-        asked.json.write_text(json.dumps(found, indent=1))
-    draw(found, asked.picture)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+    draw(results, options.picture)
 
 
 if __name__ == "__main__":

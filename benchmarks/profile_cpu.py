@@ -4,8 +4,8 @@
 
 torch's profiler counts each operator without those it calls; *outside torch* is the rest of the
 clock: Python, tokenizers, pictures. Scores are made up. Run it with one thread on an idle machine.
-With `--wide` the bundled model that draws is so many times as wide, with random weights: products
-grow with the square of the width, everything else with the width.
+`--wide N` makes the bundled image model N times as wide, with random weights: matmuls grow
+with the square of the width, everything else with the width.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def widened(times: int, folder: Path) -> Path:
 
     absent = {"text_encoder_3": None, "tokenizer_3": None}
     pipe = StableDiffusion3Pipeline.from_pretrained(resolve_path(f"{ZOO}signs"), **absent)
-    own = dict(pipe.transformer.config)
+    config = dict(pipe.transformer.config)
     for key in ("num_attention_heads", "caption_projection_dim"):
-        own[key] *= times
+        config[key] *= times
     torch.manual_seed(0)
-    pipe.transformer = SD3Transformer2DModel.from_config(own)
+    pipe.transformer = SD3Transformer2DModel.from_config(config)
     pipe.save_pretrained(folder)
     return folder
 
@@ -58,13 +58,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=12, help="operators that are named")
     parser.add_argument("--wide", type=int, default=1, help="times the width of the bundled model")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
-    asked = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        if asked.wide > 1:
-            asked.overrides.append(f"model.path={widened(asked.wide, Path(folder))}")
-        for recipe in asked.recipe:
-            measure(recipe, asked.overrides, asked.rows)
+        if options.wide > 1:
+            options.overrides.append(f"model.path={widened(options.wide, Path(folder))}")
+        for recipe in options.recipe:
+            measure(recipe, options.overrides, options.rows)
 
 
 def measure(recipe: str, overrides: list[str], rows: int) -> None:
@@ -89,8 +89,8 @@ def report(recipe: str, seconds: float, events: list, rows: int) -> None:
     print(f"  matrix work in all: {matrix:.2f}, aim .80")
     others = [e for e in events if kind_of(e.key) == "other operators"]
     for event in sorted(others, key=lambda e: -e.self_cpu_time_total)[:rows]:
-        own = event.self_cpu_time_total / 1e6
-        print(f"    {event.key[:48]:<48} {own / seconds:.3f} {event.count:>7} calls")
+        self_seconds = event.self_cpu_time_total / 1e6
+        print(f"    {event.key[:48]:<48} {self_seconds / seconds:.3f} {event.count:>7} calls")
 
 
 if __name__ == "__main__":

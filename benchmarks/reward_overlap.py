@@ -2,9 +2,9 @@
 
     python benchmarks/reward_overlap.py [--rounds 7] [--json FILE] [key=value ...]
 
-The bundled task. `slow` below waits as a distant server would, so many seconds a picture that all
-pictures of a batch take as long as drawing them. Streamed: the pieces go to the reward as they are
-drawn, as in training. Serial: all are drawn, then all are scored. The two take turns.
+The bundled task. `slow` below waits like a distant server; scoring a batch takes as long as drawing
+it. Streamed: the pieces go to the reward as they are drawn, as in training.
+Serial: all are drawn, then all are scored. The two take turns.
 """
 
 from __future__ import annotations

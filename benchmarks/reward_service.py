@@ -26,16 +26,16 @@ from gesso.rewards.transport.remote import RemoteScorer
 from gesso.types import Prompt, Sample
 
 
-def pictures(count: int, size: int) -> list[Sample]:
+def synthetic_samples(count: int, size: int) -> list[Sample]:
     """Smooth, as drawn pictures are, and all different."""
     y, x = np.mgrid[0:size, 0:size] / size
-    made = []
+    samples = []
     for i in range(count):
         waves = [np.sin(6 * (x * (c + 1) + y * (3 - c)) + i * 0.37) for c in range(3)]
         image = (127 + 120 * np.stack(waves, 2)).astype(np.uint8)
         image[0, 0] = (i % 256, i // 256 % 256, 7)
-        made.append(Sample(Prompt(f"picture {i}"), image, i))
-    return made
+        samples.append(Sample(Prompt(f"picture {i}"), image, i))
+    return samples
 
 
 async def measure(url: str, samples: list[Sample], in_flight: int) -> dict[str, float]:
@@ -75,8 +75,8 @@ def main() -> None:
     try:
         assert server.stdout
         url = server.stdout.readline().rsplit(" ", 1)[1].strip()
-        samples = pictures(options.requests, options.size)
-        asyncio.run(measure(url, pictures(8, 64), 4))  # starts the reward's process
+        samples = synthetic_samples(options.requests, options.size)
+        asyncio.run(measure(url, synthetic_samples(8, 64), 4))  # starts the reward's process
         rounds = [
             ("new pictures", options.in_flight, samples),
             ("the same again", options.in_flight, samples),

@@ -113,38 +113,38 @@ def make_model(folder: Path, device: torch.device, dtype: torch.dtype) -> None:
     """Qwen2.5-VL-3B's shape with random weights; tokenizer and template of the bundled model."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    own = json.loads((ZOO / "config.json").read_text())
-    text = own["text_config"] | TEXT | {"max_window_layers": 36}
+    fields = json.loads((ZOO / "config.json").read_text())
+    text = fields["text_config"] | TEXT | {"max_window_layers": 36}
     text["rope_parameters"] |= {"mrope_section": [16, 24, 24], "rope_theta": 1e6}
     text.pop("layer_types")
-    own |= {"text_config": text, "vision_config": own["vision_config"] | SEES}
+    fields |= {"text_config": text, "vision_config": fields["vision_config"] | SEES}
     left_out = ("architectures", "dtype", "transformers_version")
-    made = Qwen2_5_VLConfig(**{k: v for k, v in own.items() if k not in left_out})
+    model_config = Qwen2_5_VLConfig(**{k: v for k, v in fields.items() if k not in left_out})
     torch.set_default_dtype(dtype)
     with device:
-        model = Qwen2_5_VLForConditionalGeneration(made)
+        model = Qwen2_5_VLForConditionalGeneration(model_config)
     torch.set_default_dtype(torch.float32)
     model.save_pretrained(folder, max_shard_size="20GB")
     for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
         shutil.copy(ZOO / name, folder)
     shutil.copy(ZOO / "generation_config.json", folder)
-    pictures = json.loads((ZOO / "preprocessor_config.json").read_text())
+    processor = json.loads((ZOO / "preprocessor_config.json").read_text())
     edges = {"longest_edge": FULL.pixels**2, "shortest_edge": 56 * 56}
-    pictures |= {"patch_size": 14, "size": edges}
-    (folder / "preprocessor_config.json").write_text(json.dumps(pictures))
+    processor |= {"patch_size": 14, "size": edges}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
 
 
 def prompts(size: Size) -> list[Prompt]:
     import numpy as np
     from PIL import Image
 
-    made = []
+    result = []
     for i in range(size.prompts):
         noise = np.random.default_rng(i).integers(0, 256, (size.pixels, size.pixels, 3), np.uint8)
         file = io.BytesIO()
         Image.fromarray(noise).save(file, "PNG")
-        made.append(Prompt(f"how many shapes? {i:03d}", images=(Picture(data=file.getvalue()),)))
-    return made
+        result.append(Prompt(f"how many shapes? {i:03d}", images=(Picture(data=file.getvalue()),)))
+    return result
 
 
 def ours(bench: Bench, **more: Any) -> VisionLanguage:
@@ -176,10 +176,10 @@ def theirs(bench: Bench, adapters: dict[str, Tensor] | None) -> Any:
     if adapters is not None:
         targets = sorted({name.split(".lora_")[0] for name in adapters})
         model.add_adapter(LoraConfig(r=32, lora_alpha=64, target_modules=targets))
-        own = dict(model.named_parameters())
+        parameters = dict(model.named_parameters())
         for name, tensor in adapters.items():
-            own[name].data = tensor.clone().float()
-            own[name].requires_grad_(True)
+            parameters[name].data = tensor.clone().float()
+            parameters[name].requires_grad_(True)
     return model.eval()
 
 
@@ -205,7 +205,7 @@ def ceilings(bench: Bench) -> None:
 
 
 def sample_ours(bench: Bench, model: VisionLanguage) -> list[Piece[TokenTrace]]:
-    size, asked = bench.size, prompts(bench.size)
+    size, batch_prompts = bench.size, prompts(bench.size)
     weights = sum(p.numel() for p in model.decoder.parameters()) * bench.dtype.itemsize
     pieces: list[Piece[TokenTrace]] = []
     for batch in size.batches:
@@ -216,7 +216,7 @@ def sample_ours(bench: Bench, model: VisionLanguage) -> list[Piece[TokenTrace]]:
         seeds = list(range(len(rows)))
 
         def call(tokens: int, sampler: Any = sampler, rows: Any = rows, seeds: Any = seeds) -> Any:
-            return list(sampler.sample(asked, rows, seeds, ReplySpec(tokens)))
+            return list(sampler.sample(batch_prompts, rows, seeds, ReplySpec(tokens)))
 
         first, _ = bench.timed(lambda: call(4))
         graphs = compiled()
@@ -242,12 +242,12 @@ def sample_ours(bench: Bench, model: VisionLanguage) -> list[Piece[TokenTrace]]:
 
 def inputs_of(bench: Bench, model: VisionLanguage, rows: list[int]) -> dict[str, Tensor]:
     """Prompts as transformers takes them, every repeat by itself: all are of one length."""
-    made = [model.encode(p) for p in prompts(bench.size)]
+    encoded = [model.encode(p) for p in prompts(bench.size)]
     batch = {
-        "input_ids": torch.stack([made[r].ids for r in rows]),
-        "mm_token_type_ids": torch.stack([made[r].kinds for r in rows]),
-        "pixel_values": torch.cat([made[r].pixels for r in rows]),
-        "image_grid_thw": torch.cat([made[r].grid for r in rows]),
+        "input_ids": torch.stack([encoded[r].ids for r in rows]),
+        "mm_token_type_ids": torch.stack([encoded[r].kinds for r in rows]),
+        "pixel_values": torch.cat([encoded[r].pixels for r in rows]),
+        "image_grid_thw": torch.cat([encoded[r].grid for r in rows]),
     }
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
     return {key: value.to(bench.device) for key, value in batch.items()}
@@ -310,11 +310,11 @@ def flops(bench: Bench, model: VisionLanguage, rollout: Rollout) -> float:
     linear = [p for n, p in model.decoder.layers.named_parameters() if n.endswith("weight")]
     adapters = sum(p.numel() for p in model.policy.trainable.values())
     layers = sum(p.numel() for p in linear if p.ndim == 2) - adapters
-    replies = int(rollout.mask.sum())
+    response_tokens = int(rollout.mask.sum())
     prompt_tokens = sum(len(p) for p in rollout.replies.prompts)
-    passed = prompt_tokens + replies - len(rollout.samples)
+    passed = prompt_tokens + response_tokens - len(rollout.samples)
     vocabulary = len(model.allowed) * model.decoder.config.hidden_size
-    return 4 * layers * passed + 6 * adapters * passed + 4 * vocabulary * replies
+    return 4 * layers * passed + 6 * adapters * passed + 4 * vocabulary * response_tokens
 
 
 def update_ours(bench: Bench, model: VisionLanguage, rollout: Rollout) -> None:
@@ -391,22 +391,22 @@ def update_theirs(bench: Bench, model: VisionLanguage, plain: Any, rollout: Roll
 
 
 def ratios(bench: Bench) -> None:
-    found, size = bench.figures, bench.size
+    figures, size = bench.figures, bench.size
     whole, least = len(size.rows), size.batches[0]
-    ours_all, update = found.get(f"ours_{whole}"), found.get("update_ours")
-    a, b = found.get(f"a_{whole}"), found.get(f"b_{whole}")
-    said: dict[str, float] = {}
+    ours_all, update = figures.get(f"ours_{whole}"), figures.get("update_ours")
+    a, b = figures.get(f"a_{whole}"), figures.get(f"b_{whole}")
+    values: dict[str, float] = {}
     if ours_all and a:
-        said["sampling, (a) / ours"] = a["seconds"] / ours_all["seconds"]
+        values["sampling, (a) / ours"] = a["seconds"] / ours_all["seconds"]
     if ours_all and b:
-        said["sampling, (b) / ours"] = b["seconds"] / ours_all["seconds"]
-    if (few := found.get(f"ours_{least}")) and (other := found.get(f"b_{least}")):
-        said[f"decoding {least} at once, (b) / ours"] = other["ms_a_step"] / few["ms_a_step"]
-    if ours_all and update and a and (padded := found.get("update_padded")):
+        values["sampling, (b) / ours"] = b["seconds"] / ours_all["seconds"]
+    if (few := figures.get(f"ours_{least}")) and (other := figures.get(f"b_{least}")):
+        values[f"decoding {least} at once, (b) / ours"] = other["ms_a_step"] / few["ms_a_step"]
+    if ours_all and update and a and (padded := figures.get("update_padded")):
         mine = ours_all["seconds"] + update["seconds"]
-        said["iteration, (a) / ours"] = (a["seconds"] + padded["seconds"]) / mine
-    found["ratios"] = said
-    bench.say("ratios:", {key: round(value, 2) for key, value in said.items()})
+        values["iteration, (a) / ours"] = (a["seconds"] + padded["seconds"]) / mine
+    figures["ratios"] = values
+    bench.say("ratios:", {key: round(value, 2) for key, value in values.items()})
 
 
 def circumstances(bench: Bench) -> dict[str, Any]:
@@ -441,8 +441,8 @@ def write(out: Path | None, figures: dict[str, Any]) -> None:
     facts = figures["circumstances"]
     file = out / f"token-{facts['date']}"
     file.with_suffix(".json").write_text(json.dumps(figures, indent=1))
-    told = [f"- {name}: {value}" for name, value in facts.items()]
-    file.with_suffix(".md").write_text("\n".join([*told, "", *table(figures), ""]))
+    header = [f"- {name}: {value}" for name, value in facts.items()]
+    file.with_suffix(".md").write_text("\n".join([*header, "", *table(figures), ""]))
 
 
 def run(bench: Bench, parts: list[str], out: Path | None) -> None:
@@ -491,23 +491,23 @@ def main() -> int:
         "--folder", type=Path, default=Path("/dev/shm/gesso-3b"), help="for weights"
     )
     parser.add_argument("--parts", default="ours,update,a,b", help="of: ours, update, a, b")
-    asked = parser.parse_args()
-    if not asked.tiny and not torch.cuda.is_available():
+    options = parser.parse_args()
+    if not options.tiny and not torch.cuda.is_available():
         parser.error("a CUDA device is needed; --tiny runs the same code without one")
-    device = torch.device("cpu" if asked.tiny else "cuda")
-    dtype = torch.float32 if asked.tiny else torch.bfloat16
-    size = TINY if asked.tiny else FULL
-    bench = Bench(ZOO if asked.tiny else asked.folder, size, device, dtype)
-    if not asked.tiny and not (asked.folder / "config.json").is_file():
-        asked.folder.mkdir(parents=True, exist_ok=True)
-        make_model(asked.folder, device, dtype)
+    device = torch.device("cpu" if options.tiny else "cuda")
+    dtype = torch.float32 if options.tiny else torch.bfloat16
+    size = TINY if options.tiny else FULL
+    bench = Bench(ZOO if options.tiny else options.folder, size, device, dtype)
+    if not options.tiny and not (options.folder / "config.json").is_file():
+        options.folder.mkdir(parents=True, exist_ok=True)
+        make_model(options.folder, device, dtype)
         bench.say("model made")
     bench.fresh()
     bench.figures["circumstances"] = circumstances(bench)
-    run(bench, asked.parts.split(","), asked.out)
+    run(bench, options.parts.split(","), options.out)
     wrong = [f"{part} failed" for part in bench.figures.get("failed", [])]
     for name, row in bench.figures.items():
-        if isinstance(row, dict) and row.get("compiled_later") and not asked.tiny:
+        if isinstance(row, dict) and row.get("compiled_later") and not options.tiny:
             wrong.append(f"{name}: {row['compiled_later']} graphs after the first iteration")
     gap = bench.figures.get("update_ours", {}).get("abs_dlogp", 0.0)
     if not gap <= GAP[dtype]:

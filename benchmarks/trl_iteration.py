@@ -83,7 +83,7 @@ def settings(overrides: Sequence[str], beta: float) -> Recipe:
 
 
 class Gesso:
-    """The project's own classes; nothing is done over here."""
+    """The classes of the project, unchanged."""
 
     def __init__(self, job: Assembled) -> None:
         assert isinstance(job.model, TransformerModel)
@@ -99,10 +99,10 @@ class Gesso:
         @functools.wraps(logp)
         def timed(*given: Any, **named: Any) -> Any:
             started = now()
-            found = logp(*given, **named)
+            result = logp(*given, **named)
             if not torch.is_grad_enabled():
                 self.seconds["log-probs"] += now() - started
-            return found
+            return result
 
         return timed
 
@@ -155,10 +155,10 @@ def processor(folder: Path) -> Any:
 def row_of(prompt: Prompt) -> dict[str, Any]:
     """A row as TRL's datasets have it: it puts the picture before the text by itself."""
     text = prompt.text.removeprefix("<image>")
-    pictures = [picture.open() for picture in prompt.images]
+    images = [picture.open() for picture in prompt.images]
     return {
         "prompt": [{"role": "user", "content": text}],
-        "images": pictures,
+        "images": images,
         "answer": prompt.columns["answer"],
     }
 
@@ -191,9 +191,9 @@ class Trl:
         trained = self.trainer.model.named_parameters()
         self.trained = {name: p for name, p in trained if p.requires_grad}
         self.start = {name: p.detach().clone() for name, p in self.trained.items()}
-        own = model.config
-        places = own.image_token_id, own.video_token_id
-        self.unwritten = [*places, own.vision_start_token_id, own.vision_end_token_id]
+        config = model.config
+        placeholders = config.image_token_id, config.video_token_id
+        self.unwritten = [*placeholders, config.vision_start_token_id, config.vision_end_token_id]
 
     @staticmethod
     def _arguments(recipe: Recipe, folder: str, batch: int | None) -> Any:
@@ -201,14 +201,14 @@ class Trl:
 
         chosen, optimizer = build.algorithm(recipe), recipe.optimizer
         assert isinstance(chosen, ReplyAlgorithm) and isinstance(chosen.surrogate, Clip)
-        replies = recipe.data.groups * chosen.group
-        if replies % (batch or replies):
-            raise UserError(f"--trl-batch {batch} does not divide {replies} replies")
+        responses = recipe.data.groups * chosen.group
+        if responses % (batch or responses):
+            raise UserError(f"--trl-batch {batch} does not divide {responses} replies")
         return GRPOConfig(
             output_dir=folder,
             num_generations=chosen.group,
-            per_device_train_batch_size=batch or replies,
-            gradient_accumulation_steps=replies // (batch or replies),
+            per_device_train_batch_size=batch or responses,
+            gradient_accumulation_steps=responses // (batch or responses),
             max_completion_length=chosen.max_tokens,
             temperature=chosen.temperature,
             epsilon=chosen.surrogate.low,
@@ -298,14 +298,14 @@ class Trl:
         @functools.wraps(method)
         def timed(*given: Any, **named: Any) -> Any:
             started = now()
-            found = method(*given, **named)
+            result = method(*given, **named)
             if phase != "log-probs" or not torch.is_grad_enabled():
                 self.seconds[phase] += now() - started
             if phase == "inputs":
                 self.seconds.setdefault("ready", now())
             if phase == "generate":
-                self.tokens = sum(map(len, found[1])) / len(found[1])
-            return found
+                self.tokens = sum(map(len, result[1])) / len(result[1])
+            return result
 
         return timed
 
@@ -404,17 +404,17 @@ def padded(rows: Sequence[Sequence[int]], side: str, value: int) -> tuple[Tensor
 
 
 def trl_logp(trl: Trl, inputs: dict[str, Any]) -> Tensor:
-    pictures = ("pixel_values", "image_grid_thw", "num_images", "mm_token_type_ids")
+    image_inputs = ("pixel_values", "image_grid_thw", "num_images", "mm_token_type_ids")
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
-    found, _, _ = trl.trainer._get_per_token_logps_and_entropies(
+    logp, _, _ = trl.trainer._get_per_token_logps_and_entropies(
         trl.trainer.model,
         ids,
         mask,
         inputs["completion_ids"].shape[1],
-        **{name: inputs[name] for name in pictures},
+        **{name: inputs[name] for name in image_inputs},
     )
-    return torch.where(inputs["completion_mask"].bool(), found, 0.0)
+    return torch.where(inputs["completion_mask"].bool(), logp, 0.0)
 
 
 def differences_of_inputs(rollout: Rollout, inputs: dict[str, Any]) -> Proof:
@@ -467,10 +467,10 @@ def trl_gradients(trl: Trl, inputs: dict[str, Any]) -> tuple[float, dict[str, Te
 
 def taken(parameters: dict[str, torch.nn.Parameter]) -> dict[str, Tensor]:
     """Their gradients, which they no longer have."""
-    found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     for p in parameters.values():
         p.grad = None
-    return found
+    return gradients
 
 
 def worst_of(mine: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
@@ -488,8 +488,8 @@ def agrees(proof: Proof) -> bool:
 
 
 class Side:
-    """One side in a process of its own, with the settings it would have alone: Gesso's are made at
-    `import gesso`, TRL's are torch's defaults. It works only when asked."""
+    """One side in a separate process with its usual settings: Gesso applies its own at
+    `import gesso`, TRL has torch's defaults. It works only on request."""
 
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
         first = "gesso" if name == "gesso" else "torch"
@@ -565,10 +565,10 @@ def report(times: dict[str, list[Times]]) -> None:
         print(f"{name:<15}" + "".join(f"{figure:>15.3f}" for figure in middle))
     for case in CASES:
         each = ratios(times, case)
-        told = [f"{p} {median(ratios(times, case, p)):.2f}" for p in ("generate", "update", "cpu")]
+        parts = [f"{p} {median(ratios(times, case, p)):.2f}" for p in ("generate", "update", "cpu")]
         print(
             f"trl / gesso, {case} lengths: {median(each):.2f} "
-            f"(rounds {min(each):.2f} to {max(each):.2f}; {', '.join(told)})"
+            f"(rounds {min(each):.2f} to {max(each):.2f}; {', '.join(parts)})"
         )
 
 

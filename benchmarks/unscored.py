@@ -37,7 +37,7 @@ class Iterations:
         self.resize(job.recipe.data.groups, {})
 
     def resize(self, groups: int, options: dict[str, Any]) -> None:
-        """Go on with so many prompts, and other options of the algorithm."""
+        """Continues with `groups` prompts and other options of the algorithm."""
         job = self.job
         data = job.recipe.data.model_copy(update={"groups": groups})
         recipe = job.recipe.model_copy(update={"data": data})

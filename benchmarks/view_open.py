@@ -81,8 +81,8 @@ def _evaluation(folder: Path, step: int, side: int) -> None:
     lines = []
     for i in range(PROMPTS):
         shade = Image.new("L", (side, side), (40 * i + step) % 256)
-        picture = Image.merge("RGB", (ground, shade, ground.rotate(90 * (i % 4))))
-        picture.save(folder / f"{i:03d}.png", compress_level=1)
+        image = Image.merge("RGB", (ground, shade, ground.rotate(90 * (i % 4))))
+        image.save(folder / f"{i:03d}.png", compress_level=1)
         reward = min(1.0, 0.3 + step / STEPS * (0.4 + i / PROMPTS))
         lines.append(
             {
@@ -108,11 +108,11 @@ def open_once(browser: Browser, root: Path, view: str) -> Opened:
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
         assert server.stdout is not None
-        found = re.search(r"http://\S+", server.stdout.readline())
-        assert found, "the server did not start"
+        address = re.search(r"http://\S+", server.stdout.readline())
+        assert address, "the server did not start"
         tab = browser.tab()
         before = cpu(server.pid), cpu(browser.process.pid)
-        tab.send("Page.navigate", url=f"{found[0]}/#/{view}")
+        tab.send("Page.navigate", url=f"{address[0]}/#/{view}")
         painted = tab.js(
             "new Promise((done) => { const look = () => {"
             f"if ({VIEWS[view]}) requestAnimationFrame(() => requestAnimationFrame(() => "
@@ -153,17 +153,17 @@ def main() -> int:
         if not (root / "large").exists():
             print("making the run folder …", flush=True)
             make(root / "large", options.side)
-        pictures = sum(1 for _ in (root / "large" / "samples").glob("*/*.png"))
-        print(f"{STEPS + 1:,} rows, {pictures:,} pictures; {platform.processor() or 'CPU'}")
+        images = sum(1 for _ in (root / "large" / "samples").glob("*/*.png"))
+        print(f"{STEPS + 1:,} rows, {images:,} pictures; {platform.processor() or 'CPU'}")
         browser = Browser(Path(folder) / "chromium")
         worst = 0.0
         for view in VIEWS:
-            found = [open_once(browser, root, view) for _ in range(options.rounds)]
-            seconds = statistics.median(one.seconds for one in found)
+            openings = [open_once(browser, root, view) for _ in range(options.rounds)]
+            seconds = statistics.median(one.seconds for one in openings)
             worst = max(worst, seconds)
-            each = ", ".join(f"{one.seconds:.2f}" for one in found)
-            server = statistics.median(one.server for one in found)
-            drawn = statistics.median(one.browser for one in found)
+            each = ", ".join(f"{one.seconds:.2f}" for one in openings)
+            server = statistics.median(one.server for one in openings)
+            drawn = statistics.median(one.browser for one in openings)
             clocks = f"CPU: server {server:.2f}, browser {drawn:.2f}"
             print(f"{view:<10} {seconds:.2f} s  ({each})  {clocks}", flush=True)
         browser.close()

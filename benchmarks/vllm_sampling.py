@@ -30,27 +30,29 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--dtype", default="float32")
-    asked = parser.parse_args()
-    section = config.TokenModel(name="causal", path=asked.folder, dtype=asked.dtype, max_prompt=64)
+    options = parser.parse_args()
+    section = config.TokenModel(
+        name="causal", path=options.folder, dtype=options.dtype, max_prompt=64
+    )
     model = Causal(section)
-    settings = config.Sampler(batch=asked.batch, engine="vllm")
-    longest = section.max_prompt + asked.tokens
+    settings = config.Sampler(batch=options.batch, engine="vllm")
+    longest = section.max_prompt + options.tokens
     engines: dict[str, Any] = {
-        "built-in": DecodingSampler(model, asked.batch),
+        "built-in": DecodingSampler(model, options.batch),
         "vllm": VllmSampler(model, settings, longest),
     }
     for sampler in engines.values():
-        rate(sampler, asked.batch, asked.tokens, 0)
+        rate(sampler, options.batch, options.tokens, 0)
     rates: dict[str, list[Rate]] = {name: [] for name in engines}
     for i in range(1, ROUNDS + 1):
         for name, sampler in engines.items():
-            rates[name].append(rate(sampler, asked.batch, asked.tokens, i))
+            rates[name].append(rate(sampler, options.batch, options.tokens, i))
     for clock in ("wall", "cpu"):
-        found = {name: [getattr(r, clock) for r in each] for name, each in rates.items()}
-        for name, values in found.items():
+        by_engine = {name: [getattr(r, clock) for r in each] for name, each in rates.items()}
+        for name, values in by_engine.items():
             low, middle, high = min(values), statistics.median(values), max(values)
             print(f"{clock:5}{name:9}{middle:8.0f} tokens/s  ({low:.0f} to {high:.0f})")
-        ratios = [v / b for v, b in zip(found["vllm"], found["built-in"], strict=True)]
+        ratios = [v / b for v, b in zip(by_engine["vllm"], by_engine["built-in"], strict=True)]
         low, middle, high = min(ratios), statistics.median(ratios), max(ratios)
         print(f"{clock:5}vllm / built-in: {middle:.2f}  ({low:.2f} to {high:.2f}, by rounds)")
     started = time.perf_counter()

@@ -134,9 +134,9 @@ def test_our_side_runs_without_trl(against_trl: ModuleType, replies: Assembled) 
     ours = against_trl.Gesso(replies)
     times = {case: ours.iteration(step, case) for step, case in enumerate(against_trl.CASES)}
     assert times["equal"]["tokens"] == 6  # nobody may end before the limit
-    for found in times.values():
-        *parts, total = (found[phase] for phase in against_trl.PHASES)
-        assert sum(parts) == pytest.approx(total) and found["log-probs"] == 0
+    for phases in times.values():
+        *parts, total = (phases[phase] for phase in against_trl.PHASES)
+        assert sum(parts) == pytest.approx(total) and phases["log-probs"] == 0
     ours.prepare("ragged")
     weights = replies.learner.weights()
     assert all(torch.equal(weights[name], start) for name, start in ours.start.items())
@@ -209,16 +209,16 @@ def test_a_profile_tells_matrix_work_from_the_rest(profile_cpu: ModuleType, kind
 
 
 def test_shares_of_a_profile(profile_cpu: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
-    """Of a second: an operator's own time counts, not that of those it calls."""
-    own = {"aten::mm": 0.2, "aten::conv2d": 0.1, "aten::gelu": 0.3}
-    own |= {"aten::_scaled_dot_product_attention": 0.15}
+    """Of a second: an operator counts without the operators that it calls."""
+    self_times = {"aten::mm": 0.2, "aten::conv2d": 0.1, "aten::gelu": 0.3}
+    self_times |= {"aten::_scaled_dot_product_attention": 0.15}
     events = [
         SimpleNamespace(key=key, self_cpu_time_total=1e6 * t, cpu_time_total=9e6, count=7)
-        for key, t in own.items()
+        for key, t in self_times.items()
     ]
     profile_cpu.report("demo", 1.0, events, 5)
-    told = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert told == [
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert printed == [
         ["demo:", "1.00", "s", "an", "iteration"],
         ["other", "operators", "0.30"],
         ["outside", "torch", "0.25"],
@@ -232,8 +232,8 @@ def test_shares_of_a_profile(profile_cpu: ModuleType, capsys: pytest.CaptureFixt
 
 def test_an_iteration_is_profiled(profile_cpu: ModuleType, capsys: Any, tmp_path: Path) -> None:
     profile_cpu.measure("demo-vlm", list(SMALL), rows=0)
-    told = capsys.readouterr().out
-    assert told.startswith("demo-vlm: ") and "products" in told and "outside torch" in told
+    printed = capsys.readouterr().out
+    assert printed.startswith("demo-vlm: ") and "products" in printed and "outside torch" in printed
     wide = json.loads((profile_cpu.widened(2, tmp_path) / "transformer/config.json").read_text())
     width = wide["num_attention_heads"] * wide["attention_head_dim"]
     assert width == wide["caption_projection_dim"] == 256
@@ -247,11 +247,11 @@ def test_growth_is_measured_at_the_sizes_it_tells(
         assert growth.straight([1, 2, 3], ys) == pytest.approx(r2)
     drawn: list[tuple[int, int]] = []
     loaded: list[int] = []
-    own = growth.iterations
+    iterations = growth.iterations
 
     @contextmanager
     def watched(recipe: str, overrides: Any) -> Iterator[Any]:
-        with own(recipe, [*SMALL, *overrides]) as once:
+        with iterations(recipe, [*SMALL, *overrides]) as once:
             update, accept = once.job.learner.update, once.job.cluster.sampler.accept
 
             def seen(rollout: Any, step: int) -> Any:
@@ -270,24 +270,24 @@ def test_growth_is_measured_at_the_sizes_it_tells(
 
     monkeypatch.setattr(growth, "iterations", watched)
     line = growth.Line("demo-vlm", "", (3, 5), 3, {"group": 2}, "max_tokens")
-    found = growth.measured(line)
+    points = growth.measured(line)
     assert drawn == [(6, 18), (6, 18), (6, 30), (6, 30)]  # no reply ends early
     assert loaded == [1, 2, 3, 4]
-    assert 0 < min(found["seconds"]) <= max(found["seconds"]) < 60 < found["mb"][0] < 24_000
-    growth.draw({"tokens": found}, tmp_path / "growth.png")
+    assert 0 < min(points["seconds"]) <= max(points["seconds"]) < 60 < points["mb"][0] < 24_000
+    growth.draw({"tokens": points}, tmp_path / "growth.png")
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_point_of_growth_is_the_second_iteration(
     growth: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, asked = [0.0], []
+    clock, sizes = [0.0], []
 
     class Once:
         calls = 0
 
         def resize(self, groups: int, options: dict[str, Any]) -> None:
-            asked.append((groups, options))
+            sizes.append((groups, options))
 
         def __call__(self) -> None:
             self.calls += 1
@@ -297,7 +297,7 @@ def test_a_point_of_growth_is_the_second_iteration(
     prompts, pictures, *_ = growth.LINES
     assert growth.point(Once(), prompts, 5)[0] == 3.0
     assert growth.point(Once(), pictures, 6)[0] == 3.0
-    assert asked == [(5, {"group": 4}), (2, {"group": 6})]
+    assert sizes == [(5, {"group": 4}), (2, {"group": 6})]
 
 
 @pytest.fixture(scope="module")
@@ -343,8 +343,8 @@ def test_the_command_of_a_result_can_be_pasted(
 def test_rows_are_chosen_by_name_or_by_a_part_of_it(flow_iteration: ModuleType) -> None:
     rows = flow_iteration.cases(1)
 
-    def chosen(*asked: str) -> list[str]:
-        return [name for name in rows if flow_iteration.wanted(name, list(asked))]
+    def chosen(*names: str) -> list[str]:
+        return [name for name in rows if flow_iteration.wanted(name, list(names))]
 
     assert chosen() == list(rows)
     assert chosen("Flow-GRPO", "NFT") == ["Flow-GRPO", "DiffusionNFT"]
@@ -352,7 +352,7 @@ def test_rows_are_chosen_by_name_or_by_a_part_of_it(flow_iteration: ModuleType) 
 
 
 @pytest.mark.parametrize(
-    "asked, wrong, done, status",
+    "parts, wrong, done, status",
     [
         ("cold,cached,proof,rows", "", ["cold", "cached", "proof", "rows"], 0),
         ("cold", "", ["cold"], 0),
@@ -367,25 +367,25 @@ def test_rows_are_chosen_by_name_or_by_a_part_of_it(flow_iteration: ModuleType) 
 )
 def test_parts_of_the_benchmark_are_run_by_name(
     flow_iteration: ModuleType,
-    asked: str,
+    parts: str,
     wrong: str,
     done: list[str],
     status: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing is timed where both sides differ; what is wrong is told by the exit status."""
-    found: list[str] = []
+    """Nothing is timed if both sides differ; the exit status reports what is wrong."""
+    calls: list[str] = []
 
     def starts(names: list[str], *_: object) -> dict[str, dict[str, float]]:
-        found.extend(names)
+        calls.extend(names)
         return {name: {"first step": 91.0 if wrong == "late" else 89.0} for name in names}
 
     def proven(*_: object) -> dict[str, tuple[float, float]]:
-        found.append("proof")
+        calls.append("proof")
         return {"gradient": (2.1 if wrong == "different" else 1.9, 1.0)}
 
     def measured(*_: object) -> dict[str, int]:
-        found.append("rows")
+        calls.append("rows")
         return {"compiled_later": int(wrong == "compiled again")}
 
     instead = {"start_times": starts, "proven": proven, "measure": measured}
@@ -396,13 +396,13 @@ def test_parts_of_the_benchmark_are_run_by_name(
     monkeypatch.setattr(flow_iteration, "matrix_peak", lambda *_: 1e12)
     monkeypatch.setattr(flow_iteration, "table", lambda *_: [])
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # it sets its own
-    monkeypatch.setattr(sys, "argv", ["", "--parts", asked, "--cases", "DiffusionNFT"])
+    monkeypatch.setattr(sys, "argv", ["", "--parts", parts, "--cases", "DiffusionNFT"])
     if status == 2:
         with pytest.raises(SystemExit, match="2"):
             flow_iteration.main()
     else:
         assert flow_iteration.main() == status
-    assert found == done
+    assert calls == done
 
 
 def test_arithmetic_is_what_torch_counts(flow_iteration: ModuleType) -> None:

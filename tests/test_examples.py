@@ -22,7 +22,7 @@ from gesso import build, cli, config
 from gesso.config.parsing import parse
 from gesso.config.tables import tomllib
 from gesso.run import train
-from tests.test_house import ROOMS
+from tests.test_layout import LAYERS
 from tests.waiting import LIMIT
 
 ROOT = Path(__file__).parent.parent
@@ -406,4 +406,4 @@ def test_the_guide_shows_every_action() -> None:
 def test_the_plan_names_every_room_in_order() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     table = text.partition("| room | what |")[2].split("\n\n")[0]
-    assert re.findall(r"^\| `(\w+)", table, re.MULTILINE) == ROOMS
+    assert re.findall(r"^\| `(\w+)", table, re.MULTILINE) == LAYERS

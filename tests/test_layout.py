@@ -1,4 +1,4 @@
-"""The plan of the house: imports point downward only, and light things stay light."""
+"""The layers of the package: imports point downward only, and light imports stay light."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from gesso.config import tables
 
 PACKAGE = Path(__file__).parent.parent / "gesso"
 TESTS = re.compile(r"\btests/[a-z0-9_/]+\.py")
-# From the roof to the cellar; a room may import the rooms after it and its own files.
-ROOMS = [
+# From top to bottom; a layer may import the layers after it and its own files.
+LAYERS = [
     "__main__",
     "cli", "check", "memory", "run", "loop", "viewer", "use", "health", "build", "families",
     "cluster", "learner", "samplers", "algorithms", "models", "weights", "rewards", "data",
@@ -27,32 +27,32 @@ ROOMS = [
 
 
 def imports_of(file: Path) -> set[str]:
-    """Rooms a file imports, wherever in the file; imports for type checkers count too."""
-    rooms = set()
+    """Layers that a file imports, anywhere in the file; imports for type checkers count too."""
+    layers = set()
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            rooms |= {a.name.split(".")[1] for a in node.names if a.name.startswith("gesso.")}
+            layers |= {a.name.split(".")[1] for a in node.names if a.name.startswith("gesso.")}
         elif isinstance(node, ast.ImportFrom) and node.module == "gesso":
-            rooms |= {a.name for a in node.names}
+            layers |= {a.name for a in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("gesso."):
-            rooms.add(node.module.split(".")[1])
-    return rooms
+            layers.add(node.module.split(".")[1])
+    return layers
 
 
 def test_imports_point_downward() -> None:
     for file in sorted(PACKAGE.rglob("*.py")):
-        room = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if room == "__init__":
+        layer = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if layer == "__init__":
             continue
-        assert room in ROOMS, f"{file} lies in no room; name it in ROOMS"
-        for other in imports_of(file) - {room}:
-            assert ROOMS.index(other) > ROOMS.index(room), f"{file} imports gesso.{other}"
+        assert layer in LAYERS, f"{file} is in no layer; add it to LAYERS"
+        for other in imports_of(file) - {layer}:
+            assert LAYERS.index(other) > LAYERS.index(layer), f"{file} imports gesso.{other}"
 
 
 def test_the_package_does_not_import_what_is_not_installed() -> None:
-    """The wheel holds `gesso` alone; tools, tests and benchmarks stay in the repository."""
-    folders = {path.name for path in PACKAGE.parent.iterdir() if path.is_dir()} - {PACKAGE.name}
-    assert {"tools", "tests", "benchmarks"} <= folders
+    """The wheel holds `gesso` alone; the other folders stay in the repository."""
+    folders = {"tools", "tests", "benchmarks", "docs", "examples"}
+    assert all((PACKAGE.parent / folder).is_dir() for folder in folders)
     for file in sorted(PACKAGE.rglob("*.py")):
         modules: set[str] = set()
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
