@@ -10,8 +10,8 @@ import torch
 from gesso import families
 from gesso.algorithms.base import Terms
 from gesso.config import Recipe
+from gesso.estimate import estimate
 from gesso.health import under_floor
-from gesso.memory import estimate
 from gesso.rollout import Rollout
 from gesso.run import Assembled, assemble
 from gesso.track.progress import SILENT, Progress

@@ -405,5 +405,5 @@ def test_the_guide_shows_every_action() -> None:
 
 def test_the_plan_names_every_room_in_order() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    table = text.partition("| room | what |")[2].split("\n\n")[0]
+    table = text.partition("| layer | what |")[2].split("\n\n")[0]
     assert re.findall(r"^\| `(\w+)", table, re.MULTILINE) == LAYERS

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
 import re
 import sys
 from collections.abc import Iterator
@@ -183,29 +181,3 @@ def test_the_families_share_the_bundled_models_out() -> None:
         assert one.name == name == one.section.family_name
         assert all(one.is_model(families.model_class(model)) for model in one.models)
         assert build.algorithm_class(one.default_algorithm).family == name
-        module, _, function = one.memory.partition(":")
-        assert callable(vars(importlib.import_module(module))[function])
-
-
-@pytest.mark.parametrize("package", ["use", "families", "config"])
-def test_modules_of_a_package_do_not_import_each_other_in_circles(package: str) -> None:
-    """Wherever the imports stand: in functions and for type checkers, too."""
-    folder = ROOT / "gesso" / package
-    names = {file.stem for file in folder.glob("*.py")} - {"__init__"}
-    edges = {name: imported(folder / f"{name}.py", package) & names for name in names}
-    while edges:  # leaves go, until only circles are left
-        leaves = {name for name, others in edges.items() if not others & set(edges)}
-        assert leaves, f"circular imports among {sorted(edges)}"
-        edges = {name: others for name, others in edges.items() if name not in leaves}
-
-
-def imported(file: Path, package: str) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and node.module == f"gesso.{package}":
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(
-            f"gesso.{package}."
-        ):
-            found.add(str(node.module).split(".")[2])
-    return found

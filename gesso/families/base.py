@@ -16,6 +16,7 @@ from gesso.types import Prompt
 if TYPE_CHECKING:
     from gesso.algorithms.base import Algorithm
     from gesso.data.prompts import LoadedData
+    from gesso.memory.meta import Load
     from gesso.models.tokens.critic import Critic
     from gesso.samplers.base import Sampler
     from gesso.track.progress import Progress
@@ -27,7 +28,6 @@ class Family(Protocol):
     name: FamilyName
     section: type[AnyModel]  # of `[model]`
     models: Mapping[str, str]  # bundled names → "module:Class"
-    memory: str  # "module:function" that tells `memory.estimate` what a run does
     verb: str  # "draw": for messages
     doing: str  # "drawing": for progress
     takes_images: bool  # whether a prompt may hold images
@@ -102,6 +102,9 @@ class Family(Protocol):
     def wraps_library(self, model: Any) -> bool:
         """Whether the model is one of diffusers or transformers, with Gesso's class around it: of
         these the memory can be estimated, and an export runs without Gesso."""
+
+    def memory_load(self, recipe: Recipe, algorithm: Algorithm, model: Any) -> Load:
+        """What a run does with memory; the model is on torch's meta device."""
 
     # Sampling from a loaded model
 

@@ -15,6 +15,7 @@ from gesso.types import Prompt
 if TYPE_CHECKING:
     from gesso.algorithms.base import Algorithm
     from gesso.data.prompts import LoadedData
+    from gesso.memory.meta import Load
     from gesso.models.flow.base import FlowModel
     from gesso.samplers.denoise import DenoisingSampler
     from gesso.track.progress import Progress
@@ -24,7 +25,6 @@ class FlowFamily:
     name: config.FamilyName = "draws"
     section: type[config.AnyModel] = config.Model
     models: Mapping[str, str] = classes.bundled("draws")
-    memory = "gesso.memory.flow:load"
     verb = "draw"
     doing = "drawing"
     takes_images = False
@@ -114,6 +114,11 @@ class FlowFamily:
         from gesso.models.flow.pipeline import PipelineModel
 
         return isinstance(model, PipelineModel)
+
+    def memory_load(self, recipe: Recipe, algorithm: Any, model: Any) -> Load:
+        from gesso.memory.flow import load
+
+        return load(model, algorithm, recipe)
 
     def unfit(self, model: FlowModel, prompt: Prompt) -> str | None:
         return None

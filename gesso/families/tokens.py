@@ -13,6 +13,7 @@ from gesso.types import Prompt, UserError
 if TYPE_CHECKING:
     from gesso.algorithms.base import Algorithm
     from gesso.data.prompts import LoadedData
+    from gesso.memory.meta import Load
     from gesso.models.tokens.base import TokenModel
     from gesso.models.tokens.critic import Critic
     from gesso.samplers.base import Sampler
@@ -24,7 +25,6 @@ class TokenFamily:
     name: config.FamilyName = "writes"
     section: type[config.AnyModel] = config.TokenModel
     models: Mapping[str, str] = classes.bundled("writes")
-    memory = "gesso.memory.tokens:load"
     verb = "write"
     doing = "writing"
     takes_images = True
@@ -135,6 +135,11 @@ class TokenFamily:
         from gesso.models.tokens.transformer import TransformerModel
 
         return isinstance(model, TransformerModel)
+
+    def memory_load(self, recipe: Recipe, algorithm: Any, model: Any) -> Load:
+        from gesso.memory.tokens import load
+
+        return load(model, algorithm, recipe)
 
     def unfit(self, model: TokenModel, prompt: Prompt) -> str | None:
         try:

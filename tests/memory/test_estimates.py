@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 
 from gesso import build, cli
 from gesso.check import memory
-from gesso.memory import estimate, flow, meta
+from gesso.estimate import estimate
+from gesso.memory import flow, meta
 from gesso.types import UserError
 from tests import tokens as writers
 from tests.typed import drawing

@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from gesso import build
 from gesso.config import Recipe
-from gesso.memory import estimate
+from gesso.estimate import estimate
 from gesso.run import assemble
 from gesso.types import Picture, Prompt, Score
 from tests import tokens as writers

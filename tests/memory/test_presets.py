@@ -9,7 +9,7 @@ import pytest
 from gesso import build
 from gesso.check import size_of
 from gesso.config import PACKAGE, Lora, TokenModel, tables
-from gesso.memory import estimate
+from gesso.estimate import estimate
 from gesso.models.tokens.causal import Causal
 from gesso.models.tokens.vision_language import VisionLanguage
 from tests.shapes import WRITERS, write_configs, write_writer

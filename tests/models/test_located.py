@@ -11,7 +11,7 @@ import pytest
 
 from gesso import build, cli
 from gesso.config import Model, TokenModel
-from gesso.memory import estimate
+from gesso.estimate import estimate
 from gesso.models.located import PIPELINE, TRANSFORMER, Kind, Located, locate
 from gesso.types import UserError
 
