@@ -20,7 +20,7 @@ from gesso.config import Strict
 from gesso.formulas import kl, objectives
 from gesso.formulas.aggregation import Mode, token_weights
 from gesso.models.tokens.base import TokenModel
-from gesso.models.tokens.packing import pack_replies
+from gesso.models.tokens.packing import pack_responses
 from gesso.rollout import Rollout, TokenTrace
 from gesso.types import ReplySpec, Which
 from gesso.weights.policy import Policy
@@ -121,7 +121,7 @@ def batches(trace: TokenTrace, budget: int) -> list[Tensor]:
     """Rows that fit into one pass of so many tokens, prompts included, each once."""
     prompts = [len(prompt) for prompt in trace.prompts]
     replies = trace.mask.sum(1).tolist()
-    parts = pack_replies(prompts, trace.row.tolist(), replies, budget)
+    parts = pack_responses(prompts, trace.row.tolist(), replies, budget)
     return [torch.tensor(part) for part in parts]
 
 
