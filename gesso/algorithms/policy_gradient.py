@@ -20,7 +20,7 @@ from gesso.config import Strict
 from gesso.formulas import kl, objectives
 from gesso.formulas.aggregation import Mode, token_weights
 from gesso.models.tokens.base import Critic, TokenModel
-from gesso.models.tokens.packing import pack_replies
+from gesso.models.tokens.packing import pack_responses
 from gesso.rollout import Rollout, TokenTrace
 from gesso.types import ReplySpec, Which
 from gesso.weights.policy import Policy
@@ -126,7 +126,7 @@ def batches(trace: TokenTrace, budget: int) -> list[Tensor]:
     """Rows whose tokens, prompts included, fit into one pass of `budget` tokens; each row once."""
     prompts = [len(prompt) for prompt in trace.prompts]
     responses = trace.mask.sum(1).tolist()
-    parts = pack_replies(prompts, trace.row.tolist(), responses, budget)
+    parts = pack_responses(prompts, trace.row.tolist(), responses, budget)
     return [torch.tensor(part) for part in parts]
 
 

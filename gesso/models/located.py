@@ -1,5 +1,5 @@
-"""Where a model's files lie, a folder or a name on the hub; every mistake in one sentence, told
-before a library tries to load what it cannot."""
+"""Where a model's files are: a folder, or a name on the hub. Every mistake raises one sentence
+before a library tries to load the model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from gesso.types import UserError
 
 @dataclass(frozen=True)
 class Kind:
-    """A library's way to keep a model."""
+    """A library's format of model folders."""
 
-    file: str  # that says what a folder holds
-    key: str  # in it: which class or architecture
+    file: str  # describes the folder
+    key: str  # in it: the class or architecture
     what: str
     does: str
 
@@ -29,7 +29,7 @@ TRANSFORMER = Kind("config.json", "model_type", "a folder of transformers", "wri
 @dataclass(frozen=True)
 class Located:
     source: str  # for the library: a folder, or a name on the hub
-    about: dict[str, Any]  # what the kind's file says
+    about: dict[str, Any]  # contents of the kind's file
 
 
 def locate(section: config.AnyModel, wanted: Kind) -> Located:
@@ -42,9 +42,9 @@ def locate(section: config.AnyModel, wanted: Kind) -> Located:
     if file.is_file():
         return Located(str(folder), _read(file, path))
     other = TRANSFORMER if wanted == PIPELINE else PIPELINE
-    if (folder / other.file).is_file() and other.key in (own := _read(folder / other.file, path)):
+    if (folder / other.file).is_file() and other.key in (about := _read(folder / other.file, path)):
         raise UserError(
-            f'model.path = "{path}" is {other.what} ({own[other.key]} in {other.file}), which '
+            f'model.path = "{path}" is {other.what} ({about[other.key]} in {other.file}), which '
             f'{other.does}, but model.name = "{section.name}" {wanted.does}: expected '
             f"{wanted.what} with {wanted.file}"
         )
@@ -56,17 +56,17 @@ def locate(section: config.AnyModel, wanted: Kind) -> Located:
 
 def _read(file: Path, path: str) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        about = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f'model.path = "{path}": {file.name} cannot be read: {error}') from error
-    if not isinstance(found, dict):
-        raise UserError(f'model.path = "{path}": {file.name} holds {found!r:.40}, expected {{…}}')
-    return found
+    if not isinstance(about, dict):
+        raise UserError(f'model.path = "{path}": {file.name} holds {about!r:.40}, expected {{…}}')
+    return about
 
 
 def _from_hub(name: str, wanted: Kind) -> Path:
-    """The file out of the hub's cache, or downloaded. The hub is asked once before: its own
-    libraries would knock for half a minute at a network that is not there."""
+    """The file from the hub's cache, or downloaded. A single request goes first: without a network
+    the hub's libraries would retry for half a minute."""
     from huggingface_hub import (
         get_hf_file_metadata,
         hf_hub_download,
@@ -94,7 +94,7 @@ def _from_hub(name: str, wanted: Kind) -> Path:
     except RemoteEntryNotFoundError as error:
         why = f"on the hub it has no {wanted.file}; expected {wanted.what}"
         raise UserError(f'model.path = "{name}": {why}') from error
-    except Exception as error:  # of whichever HTTP library it uses: that has changed twice
+    except Exception as error:  # of the hub's HTTP library, which has changed twice
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
             f'model.path = "{name}": no such folder here, and the hub cannot be reached '

@@ -165,9 +165,9 @@ def test_blocks_that_are_joined_still_share_their_graphs() -> None:
 
 
 def test_another_input_than_the_attentions_is_no_silent_mistake() -> None:
-    known = joined._Known(network(PICTURES)[0].transformer_blocks[0].attn)
+    projected = joined._Projected(network(PICTURES)[0].transformer_blocks[0].attn)
     x = torch.ones(1, 3, 16)
-    known.learn(joined.PICTURE, x)
-    assert known.to_q(x).shape == (1, 3, 16) and known.heads == 2
+    projected.compute(joined.IMAGE, x)
+    assert projected.to_q(x).shape == (1, 3, 16) and projected.heads == 2
     with pytest.raises(AssertionError, match="another input"):
-        known.to_k(x.clone())
+        projected.to_k(x.clone())

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gesso.config import Lora
 from gesso.models.tokens import attention, transformer
 from gesso.models.tokens import head as heads
-from gesso.models.tokens.packing import pack, pack_replies
+from gesso.models.tokens.packing import pack, pack_responses
 from gesso.models.tokens.pictures import Seen
 from gesso.rollout import TokenPrompt, TokenTrace
 from gesso.types import Picture, Prompt, UserError
@@ -770,11 +770,11 @@ def test_a_model_of_ours_is_not_called_directly(of: Any) -> None:
 
 def test_replies_are_packed_with_their_prompts() -> None:
     prompts, row, replies = [6, 2], [0, 1, 0, 1, 0], [3, 1, 3, 1, 3]
-    assert pack_replies(prompts, row, replies, 19) == [[0, 1, 2, 3, 4]]  # each prompt once
-    assert pack_replies(prompts, row, replies, 15) == [[0, 2, 4], [1, 3]]
-    assert pack_replies(prompts, row, replies, 12) == [[0, 2], [1, 3], [4]]
-    assert pack_replies(prompts, row, replies, 9) == [[0], [1, 3], [2], [4]]
-    assert pack_replies([50], [0, 0], [3, 3], 9) == [[0], [1]]  # too long for any batch: alone
+    assert pack_responses(prompts, row, replies, 19) == [[0, 1, 2, 3, 4]]  # each prompt once
+    assert pack_responses(prompts, row, replies, 15) == [[0, 2, 4], [1, 3]]
+    assert pack_responses(prompts, row, replies, 12) == [[0, 2], [1, 3], [4]]
+    assert pack_responses(prompts, row, replies, 9) == [[0], [1, 3], [2], [4]]
+    assert pack_responses([50], [0, 0], [3, 3], 9) == [[0], [1]]  # too long for any batch: alone
 
 
 def test_pack() -> None:

@@ -13,7 +13,7 @@ def pack(x: Tensor) -> Tensor:
 
 
 def unpack(tokens: Tensor, height: int, width: int) -> Tensor:
-    """The way back; height and width count latent cells."""
+    """The inverse of `pack`; height and width count latent cells."""
     n, _, channels = tokens.shape
     cells = tokens.reshape(n, height // 2, width // 2, channels // 4, 2, 2)
     return cells.permute(0, 3, 1, 4, 2, 5).reshape(n, channels // 4, height, width)

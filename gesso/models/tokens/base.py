@@ -1,10 +1,10 @@
-"""What a model that writes is to the rest of Gesso.
+"""The protocol of language models and vision-language models.
 
-`transformer.py` answers this protocol for any decoder of transformers; `causal.py` and
-`vision_language.py` say what differs between models that only read and models that see as well.
+`transformer.py` implements it for any decoder of transformers; `causal.py` and
+`vision_language.py` hold the differences between text-only models and models that take images.
 
-Shape legend, beside that of `types.py`:
-    T tokens of several sequences, one after another · R reply tokens among them · D width · V ids
+Shape legend, in addition to that of `types.py`:
+    T tokens of several sequences, concatenated · R response tokens among them · D width · V ids
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from gesso.weights.roles import RunnableWeights
 
 
 @dataclass(frozen=True)
-class ReplyLogp:
-    """Of every reply token, 0 outside the replies."""
+class ResponseLogp:
+    """Of every response token, 0 outside the responses."""
 
     logp: Tensor  # (N, S) float32, differentiable
     entropy: Tensor  # (N, S) float32, of the distribution the token was drawn from; detached
@@ -35,23 +35,23 @@ class ReplyLogp:
 
 @dataclass(frozen=True)
 class Read:
-    """A prompt that the model has read: all that is needed to write replies to it."""
+    """A prefilled prompt: all that is needed to generate responses to it."""
 
     keys: Sequence[Tensor]  # a layer: (heads, L, head width)
     values: Sequence[Tensor]
-    state: Tensor  # (D,) of its last token: from it comes the reply's first
-    position: int  # of the reply's first token
+    state: Tensor  # (D,) of its last token: predicts the response's first
+    position: int  # of the response's first token
 
 
 class Critic(Protocol):
     def values(self, trace: TokenTrace) -> Tensor:
-        """(N, S): what a reply is worth before each of its tokens, 0 outside; differentiable."""
+        """(N, S): the value of a response before each of its tokens, 0 outside; differentiable."""
 
 
 class TokenModel(Protocol):
     device: torch.device
-    end: frozenset[int]  # ids that end a reply
-    suppressed: Tensor  # ids that no reply holds: their probability is 0, in sampling and in `logp`
+    end: frozenset[int]  # ids that end a response
+    suppressed: Tensor  # ids that are never generated: probability 0, in sampling and in `logp`
     allowed: Tensor  # (V,) bool: the others
     max_prompt: int  # tokens
     max_positions: int | None  # tokens that its positions reach; None: no limit
@@ -66,15 +66,18 @@ class TokenModel(Protocol):
         """How many tokens `encode` would give, at little cost."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """A reply as text, without its special tokens."""
+        """A response as text, without its special tokens."""
 
-    def logp(self, trace: TokenTrace, temperature: float, weights: Which = "current") -> ReplyLogp:
-        """log softmax(logits / temperature) at every reply token, in one pass without padding.
+    def logp(
+        self, trace: TokenTrace, temperature: float, weights: Which = "current"
+    ) -> ResponseLogp:
+        """log softmax(logits / temperature) at every response token, in one pass without padding.
         Temperature 0 chooses the likeliest token and leaves the distribution as temperature 1
         does."""
 
     def hidden(self, trace: TokenTrace, weights: Which = "current") -> Tensor:
-        """(N, S, D): the last layer's state from which each reply token was drawn, 0 outside."""
+        """(N, S, D): the last layer's state from which each response token was drawn,
+        0 outside."""
 
     def save(self, folder: Path, merged: bool = False, shard: str = SHARD) -> None:
         """The current weights for plain transformers: a PEFT adapter, or the whole model in files
@@ -87,7 +90,7 @@ class TokenModel(Protocol):
         """Whether `step` may be recorded as a CUDA graph and replayed."""
 
     def writing(self, weights: Which) -> Callable[[], AbstractContextManager]:
-        """Makes the contexts in which the passes of one sampling call run: with those weights, in
+        """Creates the contexts in which the passes of one sampling call run: with those weights, in
         the model's precision."""
 
     def read(self, prompts: Sequence[TokenPrompt]) -> list[Read]:

@@ -1,4 +1,4 @@
-"""A critic: what a reply in the making is worth, token by token."""
+"""A critic: the value of a partial response, token by token."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class Trunk(Protocol):
 
 
 class Critic:
-    """A linear value head on states of the decoder. `trained` is apart from the policy's."""
+    """A linear value head on the decoder's states. `trained` shares nothing with the policy's
+    parameters."""
 
     def __init__(
         self, trunk: Trunk, trained: dict[str, nn.Parameter], width: int, lr: float, seed: int
@@ -33,11 +34,11 @@ class Critic:
         self.trained = trained | {"value.weight": self.head, "value.bias": self.bias}
 
     def values(self, trace: TokenTrace) -> Tensor:
-        """(n, S) float32, 0 outside the replies: the state before a token is what it is judged by,
-        so that the value does not depend on the token."""
+        """(n, S) float32, 0 outside the responses: computed from the state before each token, so
+        that the value does not depend on the token."""
         states = self.trunk.hidden(trace).float()
-        found = states @ self.head + self.bias
-        return torch.where(trace.mask.to(found.device), found, 0.0)
+        values = states @ self.head + self.bias
+        return torch.where(trace.mask.to(values.device), values, 0.0)
 
 
 class _Adapted:
@@ -62,11 +63,11 @@ def make(
 ) -> Critic:
     width = model.decoder.config.hidden_size
     if trunk == "copy":
-        own = type(model)(section, seed)
-        head = own.module.get_output_embeddings().weight  # predicts tokens, which a critic does not
-        tied = head is own.module.get_input_embeddings().weight
-        trained = {n: p for n, p in own.policy.trainable.items() if tied or p is not head}
-        return Critic(own, trained, width, lr, seed)
+        copy = type(model)(section, seed)
+        head = copy.module.get_output_embeddings().weight  # a critic predicts no tokens
+        tied = head is copy.module.get_input_embeddings().weight
+        trained = {n: p for n, p in copy.policy.trainable.items() if tied or p is not head}
+        return Critic(copy, trained, width, lr, seed)
     if model.policy.lora is None:
         raise UserError(
             'algorithm.critic.trunk = "lora" shares the policy\'s network, which a full fine-tune '

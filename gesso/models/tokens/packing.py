@@ -24,11 +24,11 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return sorted(sorted(batch) for batch in batches)
 
 
-def pack_replies(
-    prompts: Sequence[int], row: Sequence[int], replies: Sequence[int], budget: int
+def pack_responses(
+    prompts: Sequence[int], row: Sequence[int], responses: Sequence[int], budget: int
 ) -> list[list[int]]:
-    """The same for replies, of which each comes behind prompts[row[i]]: a batch passes a prompt
-    once for all replies to it, so these stay together as far as the budget lets them."""
+    """The same for responses, each of which follows prompts[row[i]]: a batch holds a prompt once
+    for all responses to it, so these stay together as far as the budget allows."""
     bundles: list[list[int]] = []
     lengths: list[int] = []
     by_prompt = defaultdict(list)
@@ -36,8 +36,8 @@ def pack_replies(
         by_prompt[r].append(i)
     for r, members in by_prompt.items():
         room = budget - prompts[r]
-        for part in pack([replies[i] for i in members], max(1, room)):
+        for part in pack([responses[i] for i in members], max(1, room)):
             bundles.append([members[i] for i in part])
-            lengths.append(prompts[r] + sum(replies[i] for i in bundles[-1]))
+            lengths.append(prompts[r] + sum(responses[i] for i in bundles[-1]))
     packed = pack(lengths, budget)
     return sorted(sorted(i for b in batch for i in bundles[b]) for batch in packed)

@@ -1,11 +1,11 @@
-"""One token more for every sequence: the arithmetic of transformers' decoder layers with a third of
-their operations.
+"""One decoding step: the arithmetic of transformers' decoder layers with a third of their
+operations.
 
-A step of few sequences takes as long as its weights take to be read and its kernels to be started.
-So projections of the same input are one matrix; and on CUDA what lies between two products is
-compiled into one kernel, and attention reads each sequence as far as it goes.
-`tests/samplers/test_stepping.py` holds it to transformers' own layers, for every kind of model that
-Gesso knows.
+A step of few sequences takes as long as reading its weights and launching its kernels. So
+projections of the same input are one matrix; on CUDA the operations between two GEMMs are compiled
+into one kernel, and attention reads each sequence up to its length.
+`tests/samplers/test_stepping.py` compares it with transformers' own layers, for every supported
+kind of model.
 
     n sequences · D width · H heads · G groups of heads that share keys · d head width
 """
@@ -26,7 +26,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], Tenso
 
 
 class Stepper:
-    """A decoder with the weights it has now; its own are not touched."""
+    """A decoder with its present weights, which are not modified."""
 
     def __init__(self, decoder: Any, dtype: torch.dtype, folding: LoraFolding) -> None:
         self.rotary = decoder.rotary_emb
@@ -37,13 +37,13 @@ class Stepper:
     def __call__(self, x: Tensor, positions: Tensor, cache: Any) -> Tensor:
         """Embeddings (n, D), positions as the decoder takes them, a `SlotCache` → states (n, D)."""
         cos, sin = self.rotary(x[:, None], positions)  # (n, 1, d)
-        if cos.ndim == 4:  # a row for time, height and width each, which text has in common
+        if cos.ndim == 4:  # rows for time, height and width, equal for text
             cos, sin = cos[0], sin[0]
         between = _between(x.device.type)
         x = x.contiguous()
         change = torch.zeros_like(x, dtype=self.dtype)
-        for layer, own in zip(self.layers, cache.layers, strict=True):
-            x, change = layer(x, change, cos, sin, own, between)
+        for layer, slots in zip(self.layers, cache.layers, strict=True):
+            x, change = layer(x, change, cos, sin, slots, between)
         return between.add_norm(x, change, self.weight, self.eps)[1]
 
 
@@ -57,22 +57,22 @@ class _Layer:
         self.out = joined([attention.o_proj], dtype, folding)
         self.gate_up = joined([mlp.gate_proj, mlp.up_proj], dtype, folding)
         self.down = joined([mlp.down_proj], dtype, folding)
-        self.norms: tuple[Tensor, Tensor] | None = None  # of queries and keys: Qwen3 has them
+        self.norms: tuple[Tensor, Tensor] | None = None  # of queries and keys, in Qwen3
         if isinstance(getattr(attention, "q_norm", None), nn.Module):
             self.norms = attention.q_norm.weight, attention.k_norm.weight
 
     def __call__(
         self,
         x: Tensor,
-        change: Tensor,  # (n, D) what the layer before adds to x
+        change: Tensor,  # (n, D) what the previous layer adds to x
         cos: Tensor,
         sin: Tensor,
-        own: Any,
+        slots: Any,
         between: Between,
     ) -> tuple[Tensor, Tensor]:
         x, normed = between.add_norm(x, change, self.before.weight, self.eps)
         heads = F.linear(normed, *self.qkv).view(len(x), -1, self.width)  # (n, H + 2 G, d)
-        keys, values, lengths = own.past
+        keys, values, lengths = slots.past
         groups = keys.shape[1]
         value = heads[:, -groups:]
         turned = between.turned(heads[:, :-groups], cos, sin, groups, self.norms, self.eps)
@@ -85,7 +85,7 @@ class _Layer:
 
 
 def fits(decoder: Any) -> bool:
-    """Whether its layers are of the kind that this file knows."""
+    """Whether this file implements its kind of layers."""
     return decoder.config.hidden_act == "silu"
 
 
@@ -105,11 +105,11 @@ def joined(
     return weight, biases[0] if len(biases) == 1 else torch.cat(biases)
 
 
-# Between two products
+# Between two GEMMs
 
 
 def add_norm(x: Tensor, change: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + change, and the same after RMSNorm in the precision of products."""
+    """x + change, and the same after RMSNorm in the precision of the GEMMs."""
     x = x + change
     return x, _normed(x, weight, eps).to(change.dtype)
 
@@ -151,8 +151,8 @@ def attend(
     lengths: Tensor,
     scale: float,
 ) -> Tensor:
-    """What `kernels.one_token` does, in torch: for one query a head, two products by hand are
-    faster on a CPU than `scaled_dot_product_attention`."""
+    """`kernels.one_token` in torch: for one query per head, two matrix multiplications are faster
+    on a CPU than `scaled_dot_product_attention`."""
     n, groups, capacity, width = keys.shape
     rows = torch.arange(n, device=keys.device)
     keys[rows, :, lengths], values[rows, :, lengths] = key, value

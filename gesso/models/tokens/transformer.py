@@ -23,7 +23,7 @@ from gesso.models.cudnn import settle_attention
 from gesso.models.located import TRANSFORMER, locate
 from gesso.models.tokens import head, loading, saving
 from gesso.models.tokens.attention import segments_of
-from gesso.models.tokens.base import Read, ReplyLogp
+from gesso.models.tokens.base import Read, ResponseLogp
 from gesso.models.tokens.stepping import Stepper, fits
 from gesso.rollout import TokenPrompt, TokenTrace
 from gesso.types import Prompt, UserError, Which
@@ -236,14 +236,16 @@ class TransformerModel(ABC):
         found = (p for m in linear for p in m.parameters(recurse=False))
         return [p for p in found if p is not embedding and p.dtype == torch.float32]
 
-    def logp(self, trace: TokenTrace, temperature: float, weights: Which = "current") -> ReplyLogp:
+    def logp(
+        self, trace: TokenTrace, temperature: float, weights: Which = "current"
+    ) -> ResponseLogp:
         mask = trace.mask.to(self.device)
         tokens = trace.tokens.to(self.device)[mask]  # (R,)
         with self.policy.using(weights), self.precision():
             states = self._reply_states(trace)
             logp, entropy = head.score(self._head, states, tokens, temperature, self.allowed)
         blank = torch.zeros(mask.shape, device=self.device)
-        return ReplyLogp(blank.masked_scatter(mask, logp), blank.masked_scatter(mask, entropy))
+        return ResponseLogp(blank.masked_scatter(mask, logp), blank.masked_scatter(mask, entropy))
 
     def hidden(self, trace: TokenTrace, weights: Which = "current") -> Tensor:
         mask = trace.mask.to(self.device)
