@@ -238,6 +238,25 @@ def test_giving_up_says_why() -> None:
     asyncio.run(go())
 
 
+def test_a_cancelled_request_does_not_take_a_turn() -> None:
+    async def go(released_first: bool) -> None:
+        one = ServerPool(["http://127.0.0.1:9"], in_flight=1)
+        server = await one._acquire()
+        waiting = [asyncio.ensure_future(one._acquire()) for _ in range(2)]
+        await asyncio.sleep(0.01)
+        if released_first:  # cancelled after its turn came, before it ran
+            one._release(server)
+        waiting[0].cancel()
+        await asyncio.sleep(0.01)
+        if not released_first:
+            one._release(server)
+        assert await asyncio.wait_for(waiting[1], LIMIT) is server
+        assert not one._waiting
+
+    for released_first in (False, True):
+        asyncio.run(go(released_first))
+
+
 # Training through it: the real loop, real processes, real SIGKILL.
 
 STEPS = 5

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import signal
@@ -119,6 +120,21 @@ def test_a_reward_that_hangs_times_out(service) -> None:
     scores = service(f"{USER}:hangs", timeout=1.5).submit([sample()]).result().scores
     assert scores[0].error == "mine: gave no answer in 1.5 s, 2 times"
     assert time.monotonic() - started < 300  # it sleeps 600
+
+
+def test_scores_of_a_cancelled_request_reach_nobody() -> None:
+    async def go() -> list[Score]:
+        workers = WorkerScorer(f"{USER}:slow_seeds", {}, 1)
+        try:
+            await workers.score([sample(seed=1)])  # the process is up
+            cancelled = asyncio.ensure_future(workers.score([sample(seed=2)]))
+            await asyncio.sleep(0.1)
+            cancelled.cancel()
+            return await workers.score([sample(seed=3)])
+        finally:
+            await workers.close()
+
+    assert [score.value for score in asyncio.run(go())] == [3.0]
 
 
 def test_closing_ends_the_worker_processes(service) -> None:

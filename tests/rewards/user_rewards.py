@@ -51,6 +51,11 @@ def hangs(samples: Sequence[Sample]) -> list[float]:
     return []
 
 
+def slow_seeds(samples: Sequence[Sample]) -> list[float]:
+    time.sleep(0.5)
+    return [float(s.seed) for s in samples]
+
+
 def some_fail(samples: Sequence[Sample]) -> list[Score]:
     return [Score.failed("too dark") if s.seed % 4 == 0 else Score(s.seed % 7 / 7) for s in samples]
 

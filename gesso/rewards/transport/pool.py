@@ -146,12 +146,21 @@ class ServerPool:
             backoffs = [s.retry_at for s in self.servers if s.retry_at > now]
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)
-            await asyncio.wait([turn], timeout=min(backoffs) - now if backoffs else None)
-            if not turn.done():
-                self._waiting.remove(turn)
+            try:
+                await asyncio.wait([turn], timeout=min(backoffs) - now if backoffs else None)
+            except asyncio.CancelledError:
+                if turn.done():
+                    self._wake_next()  # this request does not take its turn
+                raise
+            finally:
+                if not turn.done():
+                    self._waiting.remove(turn)
 
     def _release(self, server: ServerState) -> None:
         server.busy -= 1
+        self._wake_next()
+
+    def _wake_next(self) -> None:
         while self._waiting:
             turn = self._waiting.popleft()
             if not turn.done():

@@ -93,6 +93,11 @@ class WorkerScorer:
                 lost: _WorkerLost = _WorkerTimeout(f"gave no answer in {self.timeout:g} s")
             except (OSError, ValueError, asyncio.IncompleteReadError) as error:
                 lost = _WorkerLost(f"its worker died ({await self._status(process) or error})")
+            except asyncio.CancelledError:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()  # or the next samples would get the scores of these
+                process = None
+                raise
             await self._end(process)
             self.restarts += 1
             raise lost
