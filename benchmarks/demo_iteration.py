@@ -322,7 +322,7 @@ def prove(ours: Gesso, plain: Plain) -> Proof:
     ours.reset()
     plain.reset()
     rollout, batches = ours.gather(ours.sample(0, True)), plain.sample(0, True)
-    trained = rollout.paths.context.trained
+    trained = rollout.flow_trace.context.trained
     latents = torch.stack([torch.cat(x) for x in zip(*(b.latents for b in batches), strict=True)])
     logp = torch.stack([torch.cat(x) for x in zip(*(b.logp for b in batches), strict=True)])
     images = np.stack([s.image for s in rollout.samples]).astype(float)
@@ -339,9 +339,12 @@ def prove(ours: Gesso, plain: Plain) -> Proof:
     )
     error = float((gradient - plain_gradient).norm() / plain_gradient.norm())
     return {
-        "latents of the trained steps": (float((steps - rollout.paths.latents).abs().max()), 1e-4),
+        "latents of the trained steps": (
+            float((steps - rollout.flow_trace.latents).abs().max()),
+            1e-4,
+        ),
         # Rounding of all steps: 1.5e-4 where matmuls sum in another order (aarch64).
-        "latents at the end": (float((latents[-1] - rollout.paths.clean).abs().max()), 5e-4),
+        "latents at the end": (float((latents[-1] - rollout.flow_trace.clean).abs().max()), 5e-4),
         "log-probs": (float((logp.T[:, list(trained)] - rollout.logp).abs().max()), 1e-4),
         "pictures in [0, 1], mean": (float(np.abs(images - plain_images).mean() / 255), 1e-4),
         "rewards of the same pictures": (float(np.abs(scores - given).max()), 0.0),

@@ -39,7 +39,7 @@ def prove(ours: Ours, theirs: Theirs, images: int = 2) -> dict[str, tuple[float,
         yours = their_replay(theirs, truth, algorithm, images)
         if gradient == "both":
             end = truth.latents[-1]
-            drawn = ours.sample(algorithm, images).paths.clean
+            drawn = ours.sample(algorithm, images).flow_trace.clean
             apart = relative(theirs.sample(algorithm, images, True).latents[-1], end)
             proof["latents at the end"] = (relative(drawn, end), apart)
             gaps = [float((replayed[0] - logp).abs().max()) for replayed in (mine, yours)]
@@ -57,7 +57,7 @@ def in_one_pass(ours: Ours, theirs: Theirs, images: int) -> tuple[float, float]:
     terms = algorithm.terms(rollout, Prepared(advantages(images)))
     (algorithm.loss(ours.model, terms).loss.sum() / terms.total).backward()
     mine = taken(ours.model.policy)
-    trace, row = rollout.paths, rollout.paths.row
+    trace, row = rollout.flow_trace, rollout.flow_trace.row
     logps = dict(enumerate(rollout.logp.unbind(1)))
     steps = list(trace.latents.unbind(1))
     path = Batch(theirs.cond.rows(row), theirs.negative.rows(row), steps, logps, torch.empty(0))

@@ -38,7 +38,7 @@ from gesso.models.tokens.vision_language import VisionLanguage
 from gesso.rollout import Rollout, TokenTrace, widened
 from gesso.samplers.base import Piece
 from gesso.samplers.decode import DecodingSampler
-from gesso.types import Picture, Prompt, ReplySpec, Score
+from gesso.types import Picture, Prompt, ResponseSpec, Score
 
 ZOO = Path(__file__).parents[1] / "gesso" / "zoo" / "shapes"
 BANDWIDTH = 4.8e12  # bytes/s of an H200, by its maker
@@ -216,7 +216,7 @@ def sample_ours(bench: Bench, model: VisionLanguage) -> list[Piece[TokenTrace]]:
         seeds = list(range(len(rows)))
 
         def call(tokens: int, sampler: Any = sampler, rows: Any = rows, seeds: Any = seeds) -> Any:
-            return list(sampler.sample(batch_prompts, rows, seeds, ReplySpec(tokens)))
+            return list(sampler.sample(batch_prompts, rows, seeds, ResponseSpec(tokens)))
 
         first, _ = bench.timed(lambda: call(4))
         graphs = compiled()
@@ -311,7 +311,7 @@ def flops(bench: Bench, model: VisionLanguage, rollout: Rollout) -> float:
     adapters = sum(p.numel() for p in model.policy.trainable.values())
     layers = sum(p.numel() for p in linear if p.ndim == 2) - adapters
     response_tokens = int(rollout.mask.sum())
-    prompt_tokens = sum(len(p) for p in rollout.replies.prompts)
+    prompt_tokens = sum(len(p) for p in rollout.token_trace.prompts)
     passed = prompt_tokens + response_tokens - len(rollout.samples)
     vocabulary = len(model.allowed) * model.decoder.config.hidden_size
     return 4 * layers * passed + 6 * adapters * passed + 4 * vocabulary * response_tokens
@@ -367,7 +367,7 @@ def update_theirs(bench: Bench, model: VisionLanguage, plain: Any, rollout: Roll
     for k in range(5):
         rows = rollout.trace.row.tolist()[k % 2 * n : k % 2 * n + n]
         inputs = inputs_of(bench, model, rows)
-        tokens = rollout.replies.tokens[k % 2 * n : k % 2 * n + n]
+        tokens = rollout.token_trace.tokens[k % 2 * n : k % 2 * n + n]
         drawn = rollout.logp[k % 2 * n : k % 2 * n + n]
 
         def work(inputs: Any = inputs, tokens: Any = tokens, drawn: Any = drawn) -> Tensor:

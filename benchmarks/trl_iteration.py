@@ -36,7 +36,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from gesso import build
-from gesso.algorithms.policy_gradient import KL, Clip, PreparedResponses, ReplyAlgorithm
+from gesso.algorithms.policy_gradient import KL, Clip, PolicyGradient, PreparedResponses
 from gesso.config import Recipe, resolve_path
 from gesso.models.tokens.transformer import TransformerModel
 from gesso.rewards.text.count import Count
@@ -69,7 +69,7 @@ def settings(overrides: Sequence[str], beta: float) -> Recipe:
         plain += [f"algorithm.kl.beta={beta}"]
     recipe = build.recipe(RECIPE, [*plain, *overrides])
     chosen = build.algorithm(recipe)
-    assert isinstance(chosen, ReplyAlgorithm)
+    assert isinstance(chosen, PolicyGradient)
     kl = KL(beta=beta) if beta else None
     same = (chosen.name, chosen.surrogate, chosen.kl) == ("grpo", Clip(), kl)
     same = same and chosen.updates == chosen.epochs == 1 and chosen.aggregation in LOSSES
@@ -200,7 +200,7 @@ class Trl:
         from trl import GRPOConfig
 
         chosen, optimizer = build.algorithm(recipe), recipe.optimizer
-        assert isinstance(chosen, ReplyAlgorithm) and isinstance(chosen.surrogate, Clip)
+        assert isinstance(chosen, PolicyGradient) and isinstance(chosen.surrogate, Clip)
         responses = recipe.data.groups * chosen.group
         if responses % (batch or responses):
             raise UserError(f"--trl-batch {batch} does not divide {responses} replies")
@@ -344,7 +344,7 @@ def prove(ours: Gesso, trl: Trl, step: int = 0) -> Proof:
     prompts = [sample.prompt for sample in rollout.samples]
     inputs = trl_inputs(trl, prompts, rollout)
     with torch.no_grad():
-        now = ours.model.logp(rollout.replies, 1.0).logp
+        now = ours.model.logp(rollout.token_trace, 1.0).logp
         theirs = trl_logp(trl, inputs)
     generator = torch.Generator().manual_seed(0)
     moved = [torch.randn(now.shape, generator=generator) * 0.2 for _ in range(2)]
@@ -376,7 +376,7 @@ def trl_inputs(trl: Trl, prompts: Sequence[Prompt], rollout: Rollout) -> dict[st
     """A batch as TRL's loss takes it, its prompts through TRL's own preparation."""
     from trl.data_utils import prepare_multimodal_messages
 
-    trainer, trace = trl.trainer, rollout.replies
+    trainer, trace = trl.trainer, rollout.token_trace
     rows = [row_of(prompt) for prompt in prompts]
     messages = [prepare_multimodal_messages(row["prompt"], images=row["images"]) for row in rows]
     ids, _, fields = trainer._tokenize_prompts(messages)
@@ -419,7 +419,7 @@ def trl_logp(trl: Trl, inputs: dict[str, Any]) -> Tensor:
 
 def differences_of_inputs(rollout: Rollout, inputs: dict[str, Any]) -> Proof:
     """How far our prompts are from TRL's."""
-    trace = rollout.replies
+    trace = rollout.token_trace
     mine = [trace.prompts[i] for i in trace.row.tolist()]
     pairs = zip(inputs["prompt_ids"], inputs["prompt_mask"].bool(), strict=True)
     theirs = [ids[mask].tolist() for ids, mask in pairs]
@@ -441,7 +441,7 @@ def differences_of_optimizers(ours: Gesso, trl: Trl) -> float:
 
 
 def our_gradients(
-    ours: Gesso, algorithm: ReplyAlgorithm, rollout: Rollout, prepared: PreparedResponses
+    ours: Gesso, algorithm: PolicyGradient, rollout: Rollout, prepared: PreparedResponses
 ) -> tuple[float, dict[str, Tensor]]:
     """As the learner goes through a mini-batch, before its clip of the norm."""
     trained = ours.job.learner.policy.trainable

@@ -19,7 +19,7 @@ from gesso import config
 from gesso.models.tokens.causal import Causal
 from gesso.samplers.decode import DecodingSampler
 from gesso.samplers.vllm import VllmSampler
-from gesso.types import Prompt, ReplySpec
+from gesso.types import Prompt, ResponseSpec
 
 ROUNDS = 5
 
@@ -75,7 +75,7 @@ def rate(sampler: Any, batch: int, tokens: int, seed: int) -> Rate:
     row = [i // 8 for i in range(batch)]
     seeds = [seed * batch + i for i in range(batch)]
     started, used = time.perf_counter(), time.process_time()
-    pieces = list(sampler.sample(prompts, row, seeds, ReplySpec(tokens, 1.0)))
+    pieces = list(sampler.sample(prompts, row, seeds, ResponseSpec(tokens, 1.0)))
     written = sum(int(piece.trace.mask.sum()) for piece in pieces)
     return Rate(written / (time.perf_counter() - started), written / (time.process_time() - used))
 

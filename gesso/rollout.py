@@ -260,7 +260,7 @@ class Rollout:
         return Rollout(
             [*one.samples, *other.samples],
             torch.cat([one.group, other.group + first]),
-            TokenTrace.concat([one.replies, other.replies]),
+            TokenTrace.concat([one.token_trace, other.token_trace]),
             widened([one.logp, other.logp]),
             min(one.version, other.version),
             [*one.scores, *other.scores],
@@ -268,13 +268,13 @@ class Rollout:
         )
 
     @property
-    def paths(self) -> FlowTrace:
+    def flow_trace(self) -> FlowTrace:
         """The trace of a model that draws."""
         assert isinstance(self.trace, FlowTrace)
         return self.trace
 
     @property
-    def replies(self) -> TokenTrace:
+    def token_trace(self) -> TokenTrace:
         """The trace of a model that writes."""
         assert isinstance(self.trace, TokenTrace)
         return self.trace
@@ -282,7 +282,7 @@ class Rollout:
     @property
     def mask(self) -> Tensor:
         """(N, S) bool: True on the tokens of the replies."""
-        return self.replies.mask
+        return self.token_trace.mask
 
     @property
     def scored(self) -> Tensor:

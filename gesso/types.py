@@ -214,7 +214,7 @@ class SampleSpec:
 
 
 @dataclass(frozen=True)
-class ReplySpec:
+class ResponseSpec:
     """How replies are written. Temperature 0 is greedy."""
 
     max_tokens: int

@@ -109,7 +109,9 @@ def test_compiled_in_one_pass_the_update_is_that_of_two(
     torch.compiler.set_stance("default")
     one = rollout_of(model, algorithm)
     two = rollout_of(model, sure(FlowGRPO, algorithm).model_copy(update={"one_pass": False}))
-    assert torch.equal(one.paths.clean, two.paths.clean) and torch.equal(one.logp, two.logp)
+    assert torch.equal(one.flow_trace.clean, two.flow_trace.clean) and torch.equal(
+        one.logp, two.logp
+    )
     apart = distance(gradients(learner, one), gradients(learner, two))
     print(f"one pass and two, {gradient}: gradients {apart:.1e} apart")
     assert apart < 0.05
@@ -221,7 +223,7 @@ def test_nothing_is_compiled_after_the_first_iteration(tmp_path: Path) -> None:
     from gesso.config import Lora
     from gesso.rollout import TokenTrace
     from gesso.samplers.decode import DecodingSampler
-    from gesso.types import ReplySpec
+    from gesso.types import ResponseSpec
     from tests import tokens
     from tests.tokens import Tiny
 
@@ -232,7 +234,7 @@ def test_nothing_is_compiled_after_the_first_iteration(tmp_path: Path) -> None:
     sampler = DecodingSampler(model, 6)
     graphs = []
     for row, seed in (([0, 0, 1, 1, 2, 2], 0), ([2, 1, 1, 1, 0, 2], 50), ([0, 0, 0, 0, 0, 1], 90)):
-        pieces = list(sampler.sample(tiny.prompts, row, range(seed, seed + 6), ReplySpec(16)))
+        pieces = list(sampler.sample(tiny.prompts, row, range(seed, seed + 6), ResponseSpec(16)))
         trace = TokenTrace.concat([piece.trace for piece in pieces])
         with model.policy.folded():
             model.logp(trace, 1.0).logp.sum().backward()

@@ -601,7 +601,7 @@ def test_a_row_tells_the_distance_within_groups(recipe_data: dict, tmp_path: Pat
         rollout, _ = job.cluster.draw_step(0).result()
     finally:
         job.close()
-    clean, group = rollout.paths.clean, rollout.group.tolist()
+    clean, group = rollout.flow_trace.clean, rollout.group.tolist()
     apart = [
         float((clean[i] - clean[j]).square().mean().sqrt())
         for i in range(6)

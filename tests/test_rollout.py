@@ -42,7 +42,7 @@ def test_pieces_of_two_samplers_keep_their_own_conditioning(recipe_data: dict) -
 
 def test_pieces_of_one_call_share_their_context(recipe_data: dict) -> None:
     model, algorithm, _ = parts_of(build.recipe_from(recipe_data))
-    trace = rollout_of(model, algorithm).paths
+    trace = rollout_of(model, algorithm).flow_trace
     halves = [trace.rows(torch.arange(3)), trace.rows(torch.arange(3, 6))]
     assert FlowTrace.concat(halves).context is trace.context
 

@@ -75,9 +75,9 @@ def test_a_restored_state_is_all_there_is(recipe_data: dict) -> None:
 def test_nft_samples_with_the_old_policy(recipe_data: dict) -> None:
     recipe_data["algorithm"] = NFT
     model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
-    before = rollout_of(model, algorithm).paths.clean
+    before = rollout_of(model, algorithm).flow_trace.clean
     move(learner.policy, 1)
-    assert torch.equal(rollout_of(model, algorithm).paths.clean, before)
+    assert torch.equal(rollout_of(model, algorithm).flow_trace.clean, before)
 
 
 def test_nft_loss_has_its_kl_and_its_times(recipe_data: dict) -> None:
@@ -94,7 +94,7 @@ def test_nft_loss_has_its_kl_and_its_times(recipe_data: dict) -> None:
     torch.testing.assert_close(losses[1] - losses[0], result.stats["kl"], rtol=1e-3, atol=1e-5)
     times = terms.t.view(6, 2)
     assert (times[:, 0] != times[:, 1]).all() and len(terms.t.unique()) == 4
-    assert set(terms.t.tolist()) <= set(rollout.paths.context.sigmas[:-1].tolist())
+    assert set(terms.t.tolist()) <= set(rollout.flow_trace.context.sigmas[:-1].tolist())
 
 
 @pytest.mark.parametrize("name", ["flow-grpo", "diffusion-nft"])

@@ -21,7 +21,7 @@ from gesso.rollout import Rollout
 from gesso.run import assemble
 from gesso.samplers.decode import DecodingSampler
 from gesso.track.run_folder import RunFolder
-from gesso.types import ReplySpec, Score, StopRun, UserError
+from gesso.types import ResponseSpec, Score, StopRun, UserError
 from tests import tokens
 from tests.token_rewards import early
 from tests.tokens import Tiny, padded_logp, trace_of
@@ -237,7 +237,7 @@ def test_each_reply_is_compared_with_the_greedy_one(text: Tiny) -> None:
     assert len(rollout.samples) == 12 and all(s.seed != 0 for s in rollout.samples)
     sampler = DecodingSampler(writing(job.model), 8)
     asked = [rollout.samples[4 * g].prompt for g in range(3)]
-    (piece,) = sampler.sample(asked, [0, 1, 2], [7, 8, 9], ReplySpec(6, 0.0))
+    (piece,) = sampler.sample(asked, [0, 1, 2], [7, 8, 9], ResponseSpec(6, 0.0))
     order = sorted(range(3), key=lambda i: piece.index[i])
     values = early([piece.samples[i] for i in order])
     assert rollout.greedy is not None and len(set(values)) > 1
@@ -314,7 +314,7 @@ def test_groups_without_spread_are_replaced(
 
 def found_text(rollout: Rollout, i: int, length: int) -> str:
     known = tokens.tokenizer()
-    return known.decode(rollout.replies.tokens[i, :length].tolist(), skip_special_tokens=True)
+    return known.decode(rollout.token_trace.tokens[i, :length].tolist(), skip_special_tokens=True)
 
 
 def test_refills_end(text: Tiny, tmp_path: Path, trained_on: list[Rollout]) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gesso import config
 from gesso.rollout import Rollout, TokenTrace
-from gesso.types import ReplySpec, SampleSpec, Which
+from gesso.types import ResponseSpec, SampleSpec, Which
 from gesso.weights.policy import Policy
 
 R = TypeVar("R", bound="Rows")
@@ -112,13 +112,15 @@ class Algorithm(Protocol):
     def clip_range(self) -> float | None:
         """Width of the ratio's clip, which rounding must not exceed. None without a ratio."""
 
-    def spec(self, step: int, seed: int, model: Any) -> SampleSpec | ReplySpec:
+    def spec(self, step: int, seed: int, model: Any) -> SampleSpec | ResponseSpec:
         """How to sample batch `step`, which has this seed."""
 
-    def eval_spec(self, watched: config.Eval, model: Any, weights: Which) -> SampleSpec | ReplySpec:
+    def eval_spec(
+        self, watched: config.Eval, model: Any, weights: Which
+    ) -> SampleSpec | ResponseSpec:
         """How to sample for an evaluation."""
 
-    def greedy_spec(self) -> ReplySpec | None:
+    def greedy_spec(self) -> ResponseSpec | None:
         """How to sample the greedy response to a prompt, if its reward is the baseline."""
 
     def prepare(self, model: Any, rollout: Rollout, settings: config.Learner) -> Prepared:

@@ -73,7 +73,7 @@ class DiffusionNFT(FlowAlgorithm):
         )
 
     def terms(self, rollout: Rollout, prepared: Prepared) -> NoisedTerms:
-        trace = rollout.paths
+        trace = rollout.flow_trace
         n, times, device = len(trace.row), self.times, trace.row.device
         shape = trace.clean.shape[1:]
         index, noise = zip(*(self._noising(s.seed, shape) for s in rollout.samples), strict=True)

@@ -150,7 +150,7 @@ class FlowGRPO(FlowAlgorithm):
         if self.beta == 0:  # without a KL term a sample whose advantage is 0 has no gradient
             nonzero = advantages.nonzero()[:, 0]
             rollout, advantages = rollout.rows(nonzero), advantages[nonzero]
-        trace, negatives = rollout.paths, rollout.paths.negatives
+        trace, negatives = rollout.flow_trace, rollout.flow_trace.negatives
         advantages = advantages.float().to(trace.row.device)
         if trace.per_sample_grads is not None:
             return OnePassTerms(total, trace.per_sample_grads, advantages)

@@ -9,16 +9,16 @@ from __future__ import annotations
 from pydantic import Field
 
 from gesso.algorithms.credit import Credit
-from gesso.algorithms.policy_gradient import Clip, ReplyAlgorithm, SequenceClip, Surrogate, Weight
+from gesso.algorithms.policy_gradient import Clip, PolicyGradient, SequenceClip, Surrogate, Weight
 from gesso.formulas.aggregation import Mode
 
 
-class GRPO(ReplyAlgorithm):
+class GRPO(PolicyGradient):
     name: str = "grpo"
     surrogate: Surrogate = Clip(low=0.2, high=0.3, dual=3.0)
 
 
-class DrGRPO(ReplyAlgorithm):
+class DrGRPO(PolicyGradient):
     """Dr.GRPO (arXiv 2503.20783): the gradient is normalised neither by the spread of a group nor
     by the length of a response."""
 
@@ -27,7 +27,7 @@ class DrGRPO(ReplyAlgorithm):
     advantage: Credit = Credit(std="one")
 
 
-class DAPO(ReplyAlgorithm):
+class DAPO(PolicyGradient):
     """DAPO (arXiv 2503.14476): a higher upper clip, equal weight for every token, no KL, and groups
     without spread are replaced by new ones. The penalty for long responses is the reward
     `overlong`."""
@@ -39,7 +39,7 @@ class DAPO(ReplyAlgorithm):
     refills: int = Field(3, ge=0)
 
 
-class GSPO(ReplyAlgorithm):
+class GSPO(PolicyGradient):
     """GSPO (arXiv 2507.18071): one ratio per response."""
 
     name: str = "gspo"
@@ -47,7 +47,7 @@ class GSPO(ReplyAlgorithm):
     aggregation: Mode = "seq-mean-token-mean"
 
 
-class CISPO(ReplyAlgorithm):
+class CISPO(PolicyGradient):
     """CISPO (MiniMax-M1, arXiv 2506.13585): the ratio is a bounded weight, and every token keeps
     its gradient."""
 

@@ -1,6 +1,6 @@
 """Policy gradients for language models: advantage × ratio × surrogate × aggregation × KL.
 
-Every algorithm for tokens is a preset of `ReplyAlgorithm`; PPO adds a critic.
+Every algorithm for tokens is a preset of `PolicyGradient`; PPO adds a critic.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gesso.formulas.aggregation import Mode, token_weights
 from gesso.models.tokens.base import Critic, TokenModel
 from gesso.models.tokens.packing import pack_responses
 from gesso.rollout import Rollout, TokenTrace
-from gesso.types import ReplySpec, Which
+from gesso.types import ResponseSpec, Which
 from gesso.weights.policy import Policy
 
 
@@ -103,7 +103,7 @@ class PreparedResponses(Prepared):
 
 
 @dataclass(frozen=True)
-class ReplyTerms(Terms):
+class ResponseTerms(Terms):
     """One response each."""
 
     trace: TokenTrace
@@ -113,8 +113,8 @@ class ReplyTerms(Terms):
     def __len__(self) -> int:
         return len(self.trace.row)
 
-    def rows(self, index: Tensor) -> ReplyTerms:
-        return ReplyTerms(
+    def rows(self, index: Tensor) -> ResponseTerms:
+        return ResponseTerms(
             self.total, self.trace.rows(index), self.prepared.rows(index), self.weights[index]
         )
 
@@ -130,7 +130,7 @@ def batches(trace: TokenTrace, budget: int) -> list[Tensor]:
     return [torch.tensor(part) for part in parts]
 
 
-class ReplyAlgorithm(Strict):
+class PolicyGradient(Strict):
     name: str
     group: int = Field(8, ge=1)
     updates: int = Field(1, ge=1)
@@ -148,7 +148,7 @@ class ReplyAlgorithm(Strict):
     family: ClassVar[config.FamilyName] = "writes"
 
     @model_validator(mode="after")
-    def _possible(self) -> ReplyAlgorithm:
+    def _possible(self) -> PolicyGradient:
         if self.length is not None and self.aggregation != "constant":
             raise ValueError(f'length goes with aggregation = "constant", not "{self.aggregation}"')
         if self.refills and not self.advantage.drop_flat:
@@ -183,14 +183,16 @@ class ReplyAlgorithm(Strict):
         """What estimates values, where there is one."""
         return None
 
-    def spec(self, step: int, seed: int, model: config.AnyModel) -> ReplySpec:
-        return ReplySpec(self.max_tokens, self.temperature)
+    def spec(self, step: int, seed: int, model: config.AnyModel) -> ResponseSpec:
+        return ResponseSpec(self.max_tokens, self.temperature)
 
-    def eval_spec(self, watched: config.Eval, model: config.AnyModel, weights: Which) -> ReplySpec:
-        return ReplySpec(self.max_tokens, watched.temperature, weights)
+    def eval_spec(
+        self, watched: config.Eval, model: config.AnyModel, weights: Which
+    ) -> ResponseSpec:
+        return ResponseSpec(self.max_tokens, watched.temperature, weights)
 
-    def greedy_spec(self) -> ReplySpec | None:
-        return ReplySpec(self.max_tokens, 0.0) if self.advantage.baseline == "greedy" else None
+    def greedy_spec(self) -> ResponseSpec | None:
+        return ResponseSpec(self.max_tokens, 0.0) if self.advantage.baseline == "greedy" else None
 
     def prepare(
         self, model: TokenModel, rollout: Rollout, settings: config.Learner
@@ -223,17 +225,17 @@ class ReplyAlgorithm(Strict):
     ) -> Tensor:
         """(N, S) log-probs of the responses under these weights."""
         scored = torch.zeros_like(rollout.logp)
-        for part in batches(rollout.replies, settings.micro_tokens):
-            logp = model.logp(rollout.replies.rows(part), self.temperature, weights).logp
+        for part in batches(rollout.token_trace, settings.micro_tokens):
+            logp = model.logp(rollout.token_trace.rows(part), self.temperature, weights).logp
             scored[part, : logp.shape[1]] = logp.to(scored)
         return scored
 
-    def terms(self, rollout: Rollout, prepared: PreparedResponses) -> ReplyTerms:
+    def terms(self, rollout: Rollout, prepared: PreparedResponses) -> ResponseTerms:
         length = (self.length or self.max_tokens) if self.aggregation == "constant" else None
         weights = token_weights(rollout.mask, self.aggregation, length)
-        return ReplyTerms(1, rollout.replies, prepared, weights)
+        return ResponseTerms(1, rollout.token_trace, prepared, weights)
 
-    def loss(self, model: TokenModel, terms: ReplyTerms) -> TermLosses:
+    def loss(self, model: TokenModel, terms: ResponseTerms) -> TermLosses:
         prepared, mask = terms.prepared, terms.trace.mask
         scored = model.logp(terms.trace, self.temperature)
         logp = scored.logp
@@ -257,7 +259,7 @@ class ReplyAlgorithm(Strict):
         loss = (terms.weights * token_loss).sum(1)
         return TermLosses(loss + self.further(model, terms, stats), stats)
 
-    def further(self, model: TokenModel, terms: ReplyTerms, stats: dict[str, Tensor]) -> Tensor:
+    def further(self, model: TokenModel, terms: ResponseTerms, stats: dict[str, Tensor]) -> Tensor:
         """(T,) loss of a response in addition to the policy's: 0 without a critic."""
         return terms.weights.new_zeros(len(terms))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gesso import config
 from gesso.algorithms.credit import Credit
-from gesso.algorithms.policy_gradient import ReplyAlgorithm, ReplyTerms, batches
+from gesso.algorithms.policy_gradient import PolicyGradient, ResponseTerms, batches
 from gesso.config import Strict
 from gesso.formulas import advantages as adv
 from gesso.formulas import objectives
@@ -27,7 +27,7 @@ class CriticSection(Strict):
     clip: float | None = Field(None, gt=0)  # how far a value may move in an update; None: unbounded
 
 
-class PPO(ReplyAlgorithm):
+class PPO(PolicyGradient):
     name: str = "ppo"
     group: int = Field(1, ge=1)
     advantage: Credit = Credit(baseline="zero", std="one", per="token", whiten=True)
@@ -62,8 +62,8 @@ class PPO(ReplyAlgorithm):
         mask = rollout.mask
         values = torch.zeros_like(rollout.logp)
         with torch.no_grad():
-            for part in batches(rollout.replies, settings.micro_tokens):
-                predicted = self._critic.values(rollout.replies.rows(part))
+            for part in batches(rollout.token_trace, settings.micro_tokens):
+                predicted = self._critic.values(rollout.token_trace.rows(part))
                 values[part, : predicted.shape[1]] = predicted.to(values)
         rewards = adv.on_last(rollout.rewards.to(mask.device), mask)
         if penalty is not None:
@@ -74,7 +74,7 @@ class PPO(ReplyAlgorithm):
             advantages = adv.whiten(advantages, mask)
         return advantages, values, estimate.returns
 
-    def further(self, model: TokenModel, terms: ReplyTerms, stats: dict[str, Tensor]) -> Tensor:
+    def further(self, model: TokenModel, terms: ResponseTerms, stats: dict[str, Tensor]) -> Tensor:
         """The value loss. Critic and policy share no trained weights, so the two losses need no
         relative factor."""
         assert self._critic is not None, "`with_critic` gives it one"

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from gesso.algorithms.credit import Credit
-from gesso.algorithms.policy_gradient import ReplyAlgorithm
+from gesso.algorithms.policy_gradient import PolicyGradient
 
 
-class RLOO(ReplyAlgorithm):
+class RLOO(PolicyGradient):
     """RLOO (arXiv 2402.14740): each response against the mean of the others."""
 
     name: str = "rloo"
     advantage: Credit = Credit(baseline="others", std="one")
 
 
-class RLOOTokens(ReplyAlgorithm):
+class RLOOTokens(PolicyGradient):
     """RLOO as in OpenRLHF and LMM-R1: the advantage, clipped to ±10, is that of the last token, a
     KL in the reward is subtracted per token, and the returns are whitened over the batch."""
 
@@ -21,7 +21,7 @@ class RLOOTokens(ReplyAlgorithm):
     advantage: Credit = Credit(baseline="others", std="one", clip=10.0, per="token", whiten=True)
 
 
-class ReinforcePP(ReplyAlgorithm):
+class ReinforcePP(PolicyGradient):
     """REINFORCE++ (arXiv 2501.03262): no baseline except whitening over the batch."""
 
     name: str = "reinforce++"
@@ -35,7 +35,7 @@ class ReinforcePPBaseline(ReinforcePP):
     advantage: Credit = Credit(std="one", per="token", whiten=True)
 
 
-class ReMax(ReplyAlgorithm):
+class ReMax(PolicyGradient):
     """ReMax (arXiv 2310.10505): each response against the greedy one to the same prompt."""
 
     name: str = "remax"

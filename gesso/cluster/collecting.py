@@ -17,7 +17,7 @@ from gesso.rewards.transport.service import RewardService, Scored
 from gesso.rollout import Rollout, widened
 from gesso.samplers.base import Piece, Sampler
 from gesso.track.progress import Progress
-from gesso.types import Prompt, ReplySpec, Sample, SampleSpec, Score
+from gesso.types import Prompt, ResponseSpec, Sample, SampleSpec, Score
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Request:
     prompts: Sequence[Prompt]
     row: Sequence[int]
     seeds: Sequence[int]
-    spec: SampleSpec | ReplySpec
+    spec: SampleSpec | ResponseSpec
     label: str  # what it is drawn for
     held_out: bool = False  # scored by the evaluation's rewards
 

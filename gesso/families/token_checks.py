@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from gesso.config import AnyRecipe, Recipe
 from gesso.config.parsing import nearest
 from gesso.data import prompts
-from gesso.types import Prompt, ReplySpec, UserError
+from gesso.types import Prompt, ResponseSpec, UserError
 
 if TYPE_CHECKING:
     from gesso.algorithms.base import Algorithm
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def max_tokens(recipe: Recipe, algorithm: Algorithm) -> int:
     """Of a response in training."""
     spec = algorithm.spec(0, 0, recipe.model)
-    assert isinstance(spec, ReplySpec)
+    assert isinstance(spec, ResponseSpec)
     return spec.max_tokens
 
 

@@ -14,19 +14,19 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 
+from gesso.health.language import (
+    constant_length,
+    cut_replies,
+    entropy_collapse,
+    kl_explodes,
+    longer_replies,
+)
 from gesso.health.ratio import (
     clip_under_floor,
     ratio_not_one,
     sampler_mismatch,
     self_test,
     under_floor,
-)
-from gesso.health.responses import (
-    constant_length,
-    cut_replies,
-    entropy_collapse,
-    kl_explodes,
-    longer_replies,
 )
 from gesso.health.rows import (
     ERRORS,

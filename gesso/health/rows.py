@@ -47,11 +47,11 @@ class Facts:
     def of(recipe: Recipe, algorithm: Algorithm, held_out: int) -> Facts:
         """Watches the total, every reward with a weight of at least 0 (0: only
         monitored), and its share of exact answers. Other details of a reward need not rise."""
-        from gesso.algorithms.policy_gradient import ReplyAlgorithm
+        from gesso.algorithms.policy_gradient import PolicyGradient
 
         entries = recipe.eval_reward or recipe.reward
         parts = [f"eval/{entry.label}" for entry in entries if entry.weight >= 0]
-        lm_algorithm = algorithm if isinstance(algorithm, ReplyAlgorithm) else None
+        lm_algorithm = algorithm if isinstance(algorithm, PolicyGradient) else None
         return Facts(
             algorithm.clip_range,
             algorithm.updates * algorithm.epochs,

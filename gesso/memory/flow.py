@@ -85,7 +85,7 @@ def _update(model: Any, algorithm: Algorithm, recipe: Recipe) -> Callable[[], ob
 
 def _works(model: Any, algorithm: Algorithm, recipe: Recipe) -> dict[str, Callable[[], object]]:
     spec, batch = _spec(algorithm, recipe), recipe.sampler.batch
-    trace = _rollout(model, spec, batch).paths
+    trace = _rollout(model, spec, batch).flow_trace
     context, sigma = trace.context, torch.ones(batch, device=model.device)
 
     def draw() -> object:

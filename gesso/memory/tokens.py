@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gesso.algorithms.base import Algorithm
-from gesso.algorithms.policy_gradient import PreparedResponses, ReplyAlgorithm, ReplyTerms
+from gesso.algorithms.policy_gradient import PolicyGradient, PreparedResponses, ResponseTerms
 from gesso.config import Recipe
 from gesso.memory.functions import Autocast, Replaced
 from gesso.memory.meta import Load, nbytes, tensors_of
@@ -37,7 +37,7 @@ Work = Callable[[], object]
 
 
 def load(model: TransformerModel, algorithm: Algorithm, recipe: Recipe) -> Load:
-    assert isinstance(algorithm, ReplyAlgorithm)
+    assert isinstance(algorithm, PolicyGradient)
     trunk = _trunk(algorithm)
     models = [model, *([trunk] if trunk else [])]
     small = recipe.model.quantize is not None
@@ -81,7 +81,7 @@ def _host(models: Sequence[TransformerModel], recipe: Recipe) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size}
 
 
-def _trunk(algorithm: ReplyAlgorithm) -> TransformerModel | None:
+def _trunk(algorithm: PolicyGradient) -> TransformerModel | None:
     """The critic's network, where it has one of its own."""
     critic = algorithm.critic_network
     is_separate = isinstance(critic, Critic) and isinstance(critic.trunk, TransformerModel)
@@ -98,13 +98,13 @@ def _networks(
     return {"language model": whole - tower, "vision tower": tower, "critic": critic}
 
 
-def _stored(model: TransformerModel, algorithm: ReplyAlgorithm, recipe: Recipe) -> int:
+def _stored(model: TransformerModel, algorithm: PolicyGradient, recipe: Recipe) -> int:
     tokens = recipe.data.groups * algorithm.group * algorithm.max_tokens
     of_kl = STORED_OF_KL if algorithm.kl else 0
     return tokens * (STORED + of_kl + (STORED_OF_CRITIC if algorithm.critic_network else 0))
 
 
-def _update(model: TransformerModel, algorithm: ReplyAlgorithm, recipe: Recipe) -> Work:
+def _update(model: TransformerModel, algorithm: PolicyGradient, recipe: Recipe) -> Work:
     terms = _terms(model, algorithm, recipe)
 
     def update() -> object:
@@ -116,7 +116,7 @@ def _update(model: TransformerModel, algorithm: ReplyAlgorithm, recipe: Recipe) 
 
 
 def _works(
-    model: TransformerModel, algorithm: ReplyAlgorithm, recipe: Recipe
+    model: TransformerModel, algorithm: PolicyGradient, recipe: Recipe
 ) -> Iterator[tuple[str, Work]]:
     if recipe.sampler.engine == "built-in":  # another has a share of the device
         yield "writing", lambda: _write(model, algorithm, recipe)
@@ -131,7 +131,7 @@ def _works(
         yield "seeing a picture", see
 
 
-def _terms(model: TransformerModel, algorithm: ReplyAlgorithm, recipe: Recipe) -> ReplyTerms:
+def _terms(model: TransformerModel, algorithm: PolicyGradient, recipe: Recipe) -> ResponseTerms:
     """A full micro-batch: responses to different prompts, all of one length, so that the mask is
     all ones."""
     longest = model.max_prompt + algorithm.max_tokens
@@ -145,11 +145,11 @@ def _terms(model: TransformerModel, algorithm: ReplyAlgorithm, recipe: Recipe) -
     trace = TokenTrace(prompts, torch.arange(n), ids, mask, torch.zeros(n, dtype=torch.bool))
     fields = dataclasses.fields(PreparedResponses)
     prepared = PreparedResponses(*(torch.empty(n, response, device="meta") for _ in fields))
-    return ReplyTerms(1, trace, prepared, torch.empty(n, response, device="meta"))
+    return ResponseTerms(1, trace, prepared, torch.empty(n, response, device="meta"))
 
 
 @torch.no_grad()
-def _write(model: TransformerModel, algorithm: ReplyAlgorithm, recipe: Recipe) -> None:
+def _write(model: TransformerModel, algorithm: PolicyGradient, recipe: Recipe) -> None:
     """As `samplers/decode.py` does it: prompts are read, some at a time, into the slots of a cache,
     and a step of all slots is taken. In evaluation every slot has a prompt of its own."""
     samples = max(recipe.data.groups * algorithm.group, recipe.eval.prompts)

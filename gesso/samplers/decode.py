@@ -30,7 +30,7 @@ from gesso.samplers.base import Piece
 from gesso.samplers.drawing import drawn, drawn_from_raw
 from gesso.samplers.responses import Response, ResponseRequest
 from gesso.samplers.slots import SlotCache
-from gesso.types import Prompt, ReplySpec
+from gesso.types import Prompt, ResponseSpec
 from gesso.weights.publish import HeldWeights, Publication
 
 READ_AT_ONCE = 8192
@@ -48,14 +48,22 @@ class DecodingSampler:
         self.weights.accept(publication)
 
     def sample(
-        self, prompts: Sequence[Prompt], row: Sequence[int], seeds: Sequence[int], spec: ReplySpec
+        self,
+        prompts: Sequence[Prompt],
+        row: Sequence[int],
+        seeds: Sequence[int],
+        spec: ResponseSpec,
     ) -> Iterator[Piece[TokenTrace]]:
         """One response to prompts[row[i]] from seeds[i] for every i, in pieces as they finish."""
         with self.model.policy.folded(soon=spec.weights):
             yield from self._pieces(prompts, row, seeds, spec)
 
     def _pieces(
-        self, prompts: Sequence[Prompt], row: Sequence[int], seeds: Sequence[int], spec: ReplySpec
+        self,
+        prompts: Sequence[Prompt],
+        row: Sequence[int],
+        seeds: Sequence[int],
+        spec: ResponseSpec,
     ) -> Iterator[Piece[TokenTrace]]:
         encoded = responses.encode_prompts(self.model, prompts)
         request = ResponseRequest(prompts, encoded, row, seeds)
@@ -104,7 +112,7 @@ class _Decoding:
         prompts: Sequence[TokenPrompt],
         row: Sequence[int],
         seeds: Sequence[int],
-        spec: ReplySpec,
+        spec: ResponseSpec,
     ) -> None:
         self.sampler, self.model = sampler, sampler.model
         self.prompts, self.row, self.seeds, self.spec = prompts, row, seeds, spec

@@ -60,7 +60,7 @@ class DenoisingSampler:
             yield Piece(list(range(len(seeds))[part]), samples, trace, logp)
 
     def describe(self, rollout: Rollout) -> dict[str, float]:
-        return {"diversity": diversity.within_groups(rollout.paths.clean, rollout.group)}
+        return {"diversity": diversity.within_groups(rollout.flow_trace.clean, rollout.group)}
 
     def close(self) -> None:
         """Nothing to release."""

@@ -75,6 +75,6 @@ def describe(rollout: Rollout) -> dict[str, float]:
         "diversity": diversity.distinct([s.reply for s in rollout.samples], rollout.group),
         "reply/length": float(lengths.mean()),
         "reply/longest": float(lengths.max()),
-        "reply/cut": float(rollout.replies.cut.float().mean()),
+        "reply/cut": float(rollout.token_trace.cut.float().mean()),
         "reply/logp": float(rollout.logp.sum() / lengths.sum()),
     }

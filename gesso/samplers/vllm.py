@@ -32,7 +32,7 @@ from gesso.rollout import Rollout, TokenPrompt, TokenTrace
 from gesso.samplers import responses
 from gesso.samplers.base import Piece
 from gesso.samplers.responses import Response, ResponseRequest
-from gesso.types import Prompt, ReplySpec, UserError, Which
+from gesso.types import Prompt, ResponseSpec, UserError, Which
 from gesso.weights.publish import HeldWeights, Publication
 
 SUPPRESSED_BIAS = -100.0
@@ -64,7 +64,11 @@ class VllmSampler:
         self.loaded = None
 
     def sample(
-        self, prompts: Sequence[Prompt], row: Sequence[int], seeds: Sequence[int], spec: ReplySpec
+        self,
+        prompts: Sequence[Prompt],
+        row: Sequence[int],
+        seeds: Sequence[int],
+        spec: ResponseSpec,
     ) -> Generator[Piece[TokenTrace], None, None]:
         """One response to prompts[row[i]] from seeds[i] for every i, in pieces as they finish. If
         the generator is closed early, the remaining requests are aborted."""
@@ -118,7 +122,7 @@ class VllmSampler:
         self.engine.sleep(level=2)
         self.loaded = None
 
-    def _submit(self, request: ResponseRequest, spec: ReplySpec, waiting: set[str]) -> None:
+    def _submit(self, request: ResponseRequest, spec: ResponseSpec, waiting: set[str]) -> None:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 

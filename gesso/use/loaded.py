@@ -16,7 +16,7 @@ from gesso.track import bars
 from gesso.track.progress import SILENT, Progress
 from gesso.types import (
     Prompt,
-    ReplySpec,
+    ResponseSpec,
     Sample,
     SampleSpec,
     UserError,
@@ -121,7 +121,7 @@ class LoadedModel:
             progress.advance(len(piece.samples))
         return [samples[i] for i in range(len(row))]
 
-    def spec(self, drawing: Drawing, several: bool) -> SampleSpec | ReplySpec:
+    def spec(self, drawing: Drawing, several: bool) -> SampleSpec | ResponseSpec:
         options = {key: value for key, value in vars(drawing).items() if value is not None}
         weights = options.pop("weights")
         family = self.family

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gesso.config import ZOO, Model, TokenModel
-from gesso.types import Picture, Prompt, ReplySpec, SampleSpec, UserError
+from gesso.types import Picture, Prompt, ResponseSpec, SampleSpec, UserError
 from gesso.use.loaded import AS_EVALUATED, LoadedModel, picture_seeds
 
 EXAMPLE = "example.png"
@@ -88,7 +88,7 @@ def _base(path: str) -> str:
 def _writing(loaded: LoadedModel, section: TokenModel, example: Example, whole: bool) -> str:
     model: Any = loaded.model
     spec = loaded.spec(AS_EVALUATED, several=False)
-    assert isinstance(spec, ReplySpec)
+    assert isinstance(spec, ResponseSpec)
     prompt, _ = ask(loaded, example)
     half = section.dtype != "float32"
     dtype = f", dtype=torch.{section.dtype}" if half else ""

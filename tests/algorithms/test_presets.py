@@ -115,7 +115,7 @@ def moved_rollout(recipe_data: dict, name: str) -> tuple[Any, Any, Any, Rollout]
 
 def plain_transitions(model: Any, rollout: Rollout, n: int, j: int) -> tuple[Any, ...]:
     """μ now, the sampled x', σ and dt of trained step j of sample n, through plain diffusers."""
-    trace = rollout.paths
+    trace = rollout.flow_trace
     cond = trace.context.cond.rows(trace.row[n : n + 1])
     i = trace.context.trained[j]
     sigmas = trace.context.sigmas
@@ -140,7 +140,7 @@ def test_the_gradient_equals_a_plain_computation(recipe_data: dict, name: str) -
     for n in range(6):
         for j in range(3):
             mean, x_next, c, dt = plain_transitions(model, rollout, n, j)
-            old = rollout.paths.means[n : n + 1, j]
+            old = rollout.flow_trace.means[n : n + 1, j]
             normal = torch.distributions.Normal
             change = (normal(mean, c).log_prob(x_next) - normal(old, c).log_prob(x_next)).mean()
             if name == "grpo-guard":
@@ -160,10 +160,12 @@ def test_stored_means_are_those_of_the_sampled_steps(recipe_data: dict) -> None:
     for n, j in ((0, 0), (4, 2)):
         with torch.no_grad():
             mean, x_next, c, _ = plain_transitions(model, rollout, n, j)
-        torch.testing.assert_close(rollout.paths.means[n : n + 1, j], mean, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            rollout.flow_trace.means[n : n + 1, j], mean, rtol=1e-4, atol=1e-4
+        )
         assert 0.5 < ((x_next - mean) / c).std() < 1.5  # what is left is the drawn noise
     plain = rollout_of(model, build.algorithm(build.recipe_from(recipe_data)))
-    assert plain.paths.means.shape[1] == 0  # nobody asked
+    assert plain.flow_trace.means.shape[1] == 0  # nobody asked
 
 
 def test_the_mask_of_dppo_acts_and_its_limit_counts(recipe_data: dict) -> None:
@@ -414,7 +416,7 @@ def test_the_loop_moves_and_draws_windows(recipe_data: dict) -> None:
             drawn = [job.cluster.draw_step(step, 1, 1).result()[0] for step in range(7)]
         finally:
             job.close()
-        starts[name] = [rollout.paths.context.trained.start for rollout in drawn]
+        starts[name] = [rollout.flow_trace.context.trained.start for rollout in drawn]
     assert starts["mix-grpo"] == [0, 0, 0, 1, 1, 1, 2]
     assert len(set(starts["flow-grpo-fast"])) == 2
 

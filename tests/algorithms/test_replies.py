@@ -14,13 +14,13 @@ import torch
 
 from gesso import build
 from gesso.algorithms.credit import Credit
-from gesso.algorithms.policy_gradient import ReplyAlgorithm
+from gesso.algorithms.policy_gradient import PolicyGradient
 from gesso.algorithms.ppo import PPO
 from gesso.config import Learner as LearnerSection
 from gesso.rollout import Rollout, TokenPrompt, TokenTrace
 from gesso.types import Prompt, Sample, Score, UserError
 from tests import tokens
-from tests.replies import (
+from tests.responses import (
     ROWS,
     Hand,
     Parts,
@@ -98,18 +98,18 @@ def expected_of(
     """Of a full fine-tune, the critic's with a trunk that is a copy."""
     plain = plain_like(tiny, parts.model)
     suppressed = parts.model.suppressed
-    logp = plain_logp(plain, rollout.replies, suppressed)
+    logp = plain_logp(plain, rollout.token_trace, suppressed)
     reference = values = None
     if hand.kl:
         with torch.no_grad():
-            reference = plain_logp(plain_like(tiny), rollout.replies, suppressed)
+            reference = plain_logp(plain_like(tiny), rollout.token_trace, suppressed)
     owners = {n: p for n, p in plain.named_parameters() if n in parts.model.policy.trainable}
     if parts.critic is not None:
         trunk = plain_like(tiny, parts.critic.trunk)
         trunk.lm_head = torch.nn.Identity()
         head = parts.critic.head.detach().double().requires_grad_()
         bias = parts.critic.bias.detach().double().requires_grad_()
-        values = plain_values(trunk, head, bias, rollout.replies)
+        values = plain_values(trunk, head, bias, rollout.token_trace)
         own = dict(trunk.named_parameters()) | {"value.weight": head, "value.bias": bias}
         owners |= {f"beside.{n}": own[n] for n in parts.critic.trained}
     loss = loss_by_hand(hand, rollout, logp, reference, values, advantages)
@@ -240,9 +240,9 @@ def test_lora_against_peft(text: Tiny, tmp_path: Path) -> None:
     loss, found = loss_and_gradient(parts, rollout)
     parts.model.save(tmp_path)
     plain = PeftModel.from_pretrained(text.plain(), str(tmp_path), is_trainable=True).double()
-    logp = plain_logp(plain, rollout.replies, parts.model.suppressed)
+    logp = plain_logp(plain, rollout.token_trace, parts.model.suppressed)
     with torch.no_grad(), plain.disable_adapter():
-        reference = plain_logp(plain, rollout.replies, parts.model.suppressed)
+        reference = plain_logp(plain, rollout.token_trace, parts.model.suppressed)
     hand = replace(HANDS["grpo"], kl=("loss", 0.3, "k3"))
     expected = loss_by_hand(hand, rollout, logp, reference)
     expected.backward()
@@ -256,10 +256,10 @@ def test_the_value_loss_is_clipped_where_values_have_moved(text: Tiny) -> None:
     parts, rollout = prepared_parts(text, "ppo", critic={"clip": 0.05})
     with torch.no_grad():
         prepared = parts.algorithm.prepare(parts.model, rollout, LearnerSection())
-        before = parts.critic.values(rollout.replies)
+        before = parts.critic.values(rollout.token_trace)
         torch.testing.assert_close(before, prepared.values)
         moved(parts.critic.trained, 0.02, seed=12)
-        now = parts.critic.values(rollout.replies)
+        now = parts.critic.values(rollout.token_trace)
     terms = parts.algorithm.terms(rollout, prepared)
     total, cut = 0.0, 0
     lengths = rollout.mask.sum(1).tolist()
@@ -319,14 +319,14 @@ def test_any_split_gives_the_same_gradient(folders: Path, name: str, lora: bool,
 def record(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """The replies of every mini-batch, as they come."""
     used: list[list[int]] = []
-    honest = ReplyAlgorithm.terms
+    honest = PolicyGradient.terms
 
     def terms(self: Any, rollout: Rollout, prepared: Any) -> Any:
         used.append([s.seed for s in rollout.samples])
         assert len(prepared.advantages) == len(rollout.samples)
         return honest(self, rollout, prepared)
 
-    monkeypatch.setattr(ReplyAlgorithm, "terms", terms)
+    monkeypatch.setattr(PolicyGradient, "terms", terms)
     return used
 
 
@@ -399,8 +399,8 @@ def test_metrics_count_tokens_of_replies_only(text: Tiny) -> None:
     prepared = parts.algorithm.prepare(parts.model, rollout, LearnerSection())
     mask = rollout.mask
     with torch.no_grad():
-        now = parts.model.logp(rollout.replies, 0.8)
-        reference = parts.model.logp(rollout.replies, 0.8, "reference").logp
+        now = parts.model.logp(rollout.token_trace, 0.8)
+        reference = parts.model.logp(rollout.token_trace, 0.8, "reference").logp
     gap = (now.logp - rollout.logp)[mask]
     metrics = parts.learner.update(rollout, 0).metrics
     expected = {

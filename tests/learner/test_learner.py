@@ -66,7 +66,7 @@ def test_the_gradient_equals_a_plain_computation(recipe_data: dict) -> None:
     rewards = rollout.rewards
     mean = torch.stack([rewards[:3].mean()] * 3 + [rewards[3:].mean()] * 3)
     advantages = (rewards - mean) / (rewards.std(correction=0) + 1e-4)
-    pipe, trace = model.pipe, rollout.paths
+    pipe, trace = model.pipe, rollout.flow_trace
     sigmas, negative = trace.context.sigmas, trace.context.negative
     assert negative is not None
     total = torch.zeros(())
@@ -254,7 +254,10 @@ def test_the_reference_never_moves_and_costs_nothing_with_lora(recipe_data: dict
         recipe_data["model"]["lora"] = lora
         model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
         rollout = rollout_of(model, algorithm)
-        x, cond = rollout.paths.clean, rollout.paths.context.cond.rows(rollout.paths.row)
+        x, cond = (
+            rollout.flow_trace.clean,
+            rollout.flow_trace.context.cond.rows(rollout.flow_trace.row),
+        )
         sigma = torch.full((6,), 0.5)
         with torch.no_grad():
             base = model.velocity(x, sigma, cond)

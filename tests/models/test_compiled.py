@@ -60,10 +60,10 @@ def test_every_pass_has_a_known_size(data: dict, again: bool) -> None:
     model.compiled, model.sizes = True, (8, 16)
     counted = Counted(model)
     even = rollout_of(model, algorithm)  # batches of 4 and 2 samples, two branches
-    assert not even.paths.clean.requires_grad
+    assert not even.flow_trace.clean.requires_grad
     found = gradient(learner, even)
     assert set(counted.rows) == {8, 16}
-    assert (even.paths.clean - plain.paths.clean).abs().max() < 1e-4
+    assert (even.flow_trace.clean - plain.flow_trace.clean).abs().max() < 1e-4
     assert (found - expected).norm() < 1e-3 * expected.norm()
 
 
@@ -395,7 +395,7 @@ def test_flux_folded_and_compiled(data: dict, tmp_path: Path) -> None:
     compile_blocks(model.transformer, model.blocks, backend="aot_eager")
     model.compiled = True
     rollout = rollout_of(model, algorithm, batch=6)
-    assert (rollout.paths.clean - beside.paths.clean).abs().max() < 1e-4
+    assert (rollout.flow_trace.clean - beside.flow_trace.clean).abs().max() < 1e-4
     metrics = learner.update(rollout, 0).metrics
     assert metrics["update/first_abs_dlogp_max"] == 0.0 and metrics["update/grad_norm"] > 0
 

@@ -11,7 +11,7 @@ import torch
 
 from gesso.types import UserError
 from tests import tokens
-from tests.replies import Parts, loss_and_gradient, moved, parts_of, plain_like, rollout_of
+from tests.responses import Parts, loss_and_gradient, moved, parts_of, plain_like, rollout_of
 from tests.tokens import Tiny, padded_logits, padded_logp
 
 LORA = {"rank": 4, "alpha": 12}
@@ -62,7 +62,7 @@ def worn(module: torch.nn.Module) -> set[str]:
 def test_a_value_does_not_depend_on_the_token_it_judges(tiny: Tiny, kind: str) -> None:
     """But on all that comes before it, and on nothing of the neighbours."""
     parts = made(tiny, kind)
-    trace = rollout_of(parts.model, tiny.prompts).replies
+    trace = rollout_of(parts.model, tiny.prompts).token_trace
     before = parts.critic.values(trace)
     assert before.shape == trace.tokens.shape and before.dtype == torch.float32
     assert not before[~trace.mask].any() and before[trace.mask].std() > 0.1
@@ -81,7 +81,7 @@ def test_a_value_does_not_depend_on_the_token_it_judges(tiny: Tiny, kind: str) -
 @torch.no_grad()
 def test_values_are_a_linear_head_on_the_last_states(tiny: Tiny) -> None:
     parts = made(tiny, "copy")
-    trace = rollout_of(parts.model, tiny.prompts).replies
+    trace = rollout_of(parts.model, tiny.prompts).token_trace
     trunk = plain_like(tiny, parts.critic.trunk).float()
     trunk.lm_head = torch.nn.Identity()
     expected = padded_logits(trunk, trace, 0) @ parts.critic.head + parts.critic.bias
@@ -95,7 +95,7 @@ def test_a_trunk_of_adapters_is_the_base_with_the_critics_own(tiny: Tiny, tmp_pa
     from peft import PeftModel
 
     parts = made(tiny, "lora")
-    trace = rollout_of(parts.model, tiny.prompts).replies
+    trace = rollout_of(parts.model, tiny.prompts).token_trace
     found = parts.critic.values(trace)
     own = {n.replace(".critic.", ".default."): p for n, p in parts.critic.trained.items()}
     policy = {n: p.data.clone() for n, p in parts.model.policy.trainable.items()}
@@ -112,7 +112,7 @@ def test_a_trunk_of_adapters_is_the_base_with_the_critics_own(tiny: Tiny, tmp_pa
 
 def test_neither_loss_moves_the_others_weights(tiny: Tiny, kind: str) -> None:
     parts = made(tiny, kind)
-    trace = rollout_of(parts.model, tiny.prompts).replies
+    trace = rollout_of(parts.model, tiny.prompts).token_trace
     policy, critic = parts.model.policy.trainable, parts.critic.trained
     assert not {id(p) for p in policy.values()} & {id(p) for p in critic.values()}
     parts.critic.values(trace).square().sum().backward()
@@ -139,7 +139,7 @@ def test_a_new_critic_changes_nothing_of_the_policy(tiny: Tiny) -> None:
     )
     names = alone.model.policy.trainable.keys()
     assert beside.model.policy.trainable.keys() == names
-    trace = rollout_of(alone.model, tiny.prompts).replies
+    trace = rollout_of(alone.model, tiny.prompts).token_trace
     for found in (alone, beside):
         moved(found.model.policy.trainable, 0.05)
     for weights in ("current", "reference"):
@@ -273,7 +273,7 @@ def test_an_export_holds_the_policy_alone(tiny: Tiny, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
     parts = made(tiny, "lora")
-    trace = rollout_of(parts.model, tiny.prompts).replies
+    trace = rollout_of(parts.model, tiny.prompts).token_trace
     with torch.no_grad():
         before = parts.model.logp(trace, 1.0).logp
     parts.model.save(tmp_path / "lora")
@@ -326,7 +326,7 @@ def test_the_start_comes_from_the_seed_alone(folders: Path) -> None:
 def test_in_half_precision(tiny: Tiny, kind: str) -> None:
     parts = made(tiny, kind, model={"dtype": "bfloat16"})
     rollout = rollout_of(parts.model, tiny.prompts)
-    values = parts.critic.values(rollout.replies)
+    values = parts.critic.values(rollout.token_trace)
     assert values.dtype == torch.float32
     assert {p.dtype for p in parts.critic.trained.values()} == {torch.float32}
     _, found = loss_and_gradient(parts, rollout)

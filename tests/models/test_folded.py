@@ -41,7 +41,7 @@ def layers_of(policy: Policy) -> list[FoldedLinear]:
 
 
 def velocity(model: Any, rollout: Rollout, weights: Any = "current") -> torch.Tensor:
-    trace = rollout.paths
+    trace = rollout.flow_trace
     with torch.no_grad():
         cond = trace.context.cond.rows(trace.row)
         return model.velocity(trace.clean, torch.full((6,), 0.5), cond, weights)
@@ -421,7 +421,7 @@ def test_the_negative_branch_is_not_run_twice(data: dict) -> None:
     model, algorithm, learner = parts_of(build.recipe_from(data))
     stirred(model)
     rollout = rollout_of(model, algorithm, batch=6)
-    assert rollout.paths.negatives is not None and rollout.paths.negatives.shape[1] == 2
+    assert rollout.flow_trace.negatives is not None and rollout.flow_trace.negatives.shape[1] == 2
     counted = Counted(model)
     known = gradient(learner, rollout)
     assert counted.rows == [6, 6, 6]  # 3 samples × 2 steps an update; by the second, moved

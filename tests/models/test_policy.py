@@ -48,7 +48,7 @@ def test_other_weights_take_their_place_and_leave_it(recipe_data: dict) -> None:
     recipe_data["learner"] |= {"ema": {"every": 1, "decay": 0.5}}
     model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
     rollout = rollout_of(model, algorithm)
-    x, cond = rollout.paths.clean, rollout.paths.context.cond.rows(rollout.paths.row)
+    x, cond = rollout.flow_trace.clean, rollout.flow_trace.context.cond.rows(rollout.flow_trace.row)
     sigma = torch.full((6,), 0.5)
     for step in range(3):
         learner.update(rollout, step)

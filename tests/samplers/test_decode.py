@@ -16,7 +16,7 @@ from gesso.rollout import TokenTrace, widened
 from gesso.samplers.base import Piece
 from gesso.samplers.decode import DecodingSampler
 from gesso.samplers.drawing import _first_above, inverse_cdf
-from gesso.types import ReplySpec
+from gesso.types import ResponseSpec
 from gesso.weights.publish import Publication
 from tests import tokens
 from tests.tokens import Tiny, stirred
@@ -24,7 +24,7 @@ from tests.tokens import Tiny, stirred
 ROWS = [0, 0, 0, 1, 1, 1, 1, 2, 2, 0, 2]
 SEEDS = list(range(100, 100 + len(ROWS)))
 LONGEST = 24
-SPEC = ReplySpec(LONGEST, temperature=0.9)
+SPEC = ResponseSpec(LONGEST, temperature=0.9)
 LORA = Lora(rank=4, alpha=12)
 
 
@@ -59,7 +59,7 @@ def joined(pieces: Sequence[Piece[TokenTrace]]) -> Piece[TokenTrace]:
     )
 
 
-def draw(sampler: DecodingSampler, tiny: Tiny, spec: ReplySpec = SPEC) -> Piece[TokenTrace]:
+def draw(sampler: DecodingSampler, tiny: Tiny, spec: ResponseSpec = SPEC) -> Piece[TokenTrace]:
     return joined(list(sampler.sample(tiny.prompts, ROWS, SEEDS, spec)))
 
 
@@ -89,7 +89,7 @@ def test_a_reply_does_not_depend_on_the_batch(tiny: Tiny) -> None:
 def test_log_probs_are_the_learners(tiny: Tiny) -> None:
     model = tiny.model()
     for temperature in (1.0, 0.6, 0.0):
-        piece = draw(DecodingSampler(model, 4), tiny, ReplySpec(LONGEST, temperature))
+        piece = draw(DecodingSampler(model, 4), tiny, ResponseSpec(LONGEST, temperature))
         assert piece.logp.dtype == torch.float32
         found = model.logp(piece.trace, temperature).logp
         assert gap(found, piece.logp) <= 1e-5
@@ -129,7 +129,7 @@ def test_weights_rounded_once_are_those_of_autocast(of: Any) -> None:
 @torch.no_grad()
 def test_greedy_is_transformers_own(tiny: Tiny) -> None:
     model, plain = tiny.model(), tiny.plain()
-    piece = draw(DecodingSampler(model, 4), tiny, ReplySpec(LONGEST, 0.0))
+    piece = draw(DecodingSampler(model, 4), tiny, ResponseSpec(LONGEST, 0.0))
     for i, r in enumerate(ROWS):
         prompt = piece.trace.prompts[r]
         inputs = {"input_ids": prompt.ids[None], "attention_mask": torch.ones(1, len(prompt))}
@@ -170,7 +170,7 @@ def test_a_reply_that_ends_at_the_limit_is_not_cut(of: Any) -> None:
     ended = next(i for i in range(len(ROWS)) if not trace.cut[i] and trace.mask[i].sum() > 1)
     length = int(trace.mask[ended].sum())
     for limit, cut in ((length, False), (length - 1, True)):
-        other = draw(DecodingSampler(model, 4), tiny, ReplySpec(limit, 0.9)).trace
+        other = draw(DecodingSampler(model, 4), tiny, ResponseSpec(limit, 0.9)).trace
         assert bool(other.cut[ended]) == cut and int(other.mask[ended].sum()) == limit
 
 
@@ -179,7 +179,7 @@ def test_one_token_replies(of: Any) -> None:
     tiny = of("qwen3")
     model = tiny.model()
     model.step = None
-    piece = draw(DecodingSampler(model, 2), tiny, ReplySpec(1))
+    piece = draw(DecodingSampler(model, 2), tiny, ResponseSpec(1))
     assert piece.trace.tokens.shape == (len(ROWS), 1)
     assert gap(model.logp(piece.trace, 1.0).logp, piece.logp) <= 1e-5
 
@@ -224,7 +224,7 @@ def test_a_slot_holds_the_longest_prompt_with_its_reply(of: Any) -> None:
     with torch.no_grad():
         read = model.read(encoded[:1])[0]
     for more in range(1, 66):
-        decoding = _Decoding(DecodingSampler(model, 1), encoded, [0], [1], ReplySpec(more))
+        decoding = _Decoding(DecodingSampler(model, 1), encoded, [0], [1], ResponseSpec(more))
         columns = len(decoding._new_cache(read).place.columns)
         assert longest + more <= columns < longest + more + 64 and columns % 64 == 0
 
@@ -239,7 +239,7 @@ def test_writing_compiles_nothing(of: Any, monkeypatch: Any) -> None:
     graphs.clear()
     tiny = of("qwen3")
     model = tiny.model(lora=LORA, compile=True)
-    draw(DecodingSampler(model, 4), tiny, ReplySpec(3))
+    draw(DecodingSampler(model, 4), tiny, ResponseSpec(3))
     assert model.compiled and graphs["unique_graphs"] == 0
 
 
@@ -293,7 +293,7 @@ def test_whoever_takes_a_piece_runs_undisturbed(of: Any) -> None:
     model.policy.snapshot("ema")
     stirred(model)
     before = {name: p.data_ptr() for name, p in model.policy.trainable.items()}
-    spec = ReplySpec(8, 1.0, weights="ema")
+    spec = ResponseSpec(8, 1.0, weights="ema")
     for _ in DecodingSampler(model, 2).sample(tiny.prompts, ROWS, SEEDS, spec):
         assert torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu")
         assert {name: p.data_ptr() for name, p in model.policy.trainable.items()} == before
@@ -307,7 +307,7 @@ def test_which_weights_write(of: Any) -> None:
     stirred(model)
     plain = draw(DecodingSampler(base, 4), tiny)
     for which in ("reference", "ema"):
-        found = draw(DecodingSampler(model, 4), tiny, ReplySpec(LONGEST, 0.9, which))
+        found = draw(DecodingSampler(model, 4), tiny, ResponseSpec(LONGEST, 0.9, which))
         assert torch.equal(found.trace.tokens, plain.trace.tokens)
         assert gap(found.logp, plain.logp) <= 1e-5  # with adapters beside the weights
     sampler = DecodingSampler(model, 4)
@@ -331,7 +331,7 @@ def test_suppressed_ids_are_never_drawn(tiny: Tiny) -> None:
     bias[pushed] = 50.0
     head.register_forward_hook(lambda _, __, out: out + bias)
     for temperature in (1.5, 0.0):
-        piece = draw(DecodingSampler(model, 4), tiny, ReplySpec(LONGEST, temperature))
+        piece = draw(DecodingSampler(model, 4), tiny, ResponseSpec(LONGEST, temperature))
         assert not set(piece.trace.tokens[piece.trace.mask].tolist()) & set(pushed)
         assert torch.isfinite(piece.logp).all()
 
@@ -390,7 +390,7 @@ def test_tokens_follow_their_probabilities(of: Any) -> None:
     model = tiny.model()
     n = 3000
     sampler = DecodingSampler(model, 500)
-    spec = ReplySpec(2, 1.0)
+    spec = ResponseSpec(2, 1.0)
     piece = joined(list(sampler.sample(tiny.prompts, [1] * n, [7 * i for i in range(n)], spec)))
     pairs, counts = piece.trace.tokens.unique(dim=0, return_counts=True)
     once = [piece.trace.tokens.tolist().index(pair) for pair in pairs.tolist()]

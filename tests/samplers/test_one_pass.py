@@ -64,11 +64,13 @@ def compared(data: dict, batch: int = 4, rewards: Sequence[float] = REWARDS) -> 
         rollout = replace(rollout, scores=[Score(r, {"made-up": r}) for r in rewards])
         counted = Counted(model)
         found.append((rollout, gradients(learner, rollout)))
-        assert bool(counted.rows) != one and (rollout.paths.per_sample_grads is not None) == one
-        assert not rollout.logp.requires_grad and not rollout.paths.clean.requires_grad
+        assert (
+            bool(counted.rows) != one and (rollout.flow_trace.per_sample_grads is not None) == one
+        )
+        assert not rollout.logp.requires_grad and not rollout.flow_trace.clean.requires_grad
     (two_passes, expected), (one_pass, gradient) = found
-    assert torch.equal(one_pass.paths.clean, two_passes.paths.clean)
-    assert torch.equal(one_pass.paths.latents, two_passes.paths.latents)
+    assert torch.equal(one_pass.flow_trace.clean, two_passes.flow_trace.clean)
+    assert torch.equal(one_pass.flow_trace.latents, two_passes.flow_trace.latents)
     assert torch.equal(one_pass.logp, two_passes.logp)
     assert distance(gradient, expected) < 1e-5
     return expected
@@ -225,15 +227,15 @@ def test_nothing_is_left_behind(data: dict) -> None:
     assert all(p.grad is None for p in policy.trainable.values())
     with pytest.raises(AssertionError, match="only folded adapters"), policy.per_sample_grads(2):
         raise NotImplementedError
-    assert rollout.aged().paths.per_sample_grads is None
-    found = gradients(learner, replace(rollout, trace=replace(rollout.paths, negatives=None)))
+    assert rollout.aged().flow_trace.per_sample_grads is None
+    found = gradients(learner, replace(rollout, trace=replace(rollout.flow_trace, negatives=None)))
     assert distance(gradients(learner, rollout.aged()), found) < 1e-5  # as in two passes
 
 
 def test_gradients_go_with_their_samples(data: dict) -> None:
     """By reference: a rollout's are gigabytes."""
     model, algorithm, _ = parts_of(build.recipe_from(data))
-    trace = rollout_of(model, algorithm).paths
+    trace = rollout_of(model, algorithm).flow_trace
     whole = trace.per_sample_grads
     assert whole is not None and len(whole) == 6
     picked = trace.rows(torch.tensor([4, 1])).per_sample_grads

@@ -18,7 +18,7 @@ from gesso.rollout import TokenTrace
 from gesso.samplers.base import Piece
 from gesso.samplers.decode import DecodingSampler
 from gesso.samplers.vllm import VllmSampler, one_token_per_image
-from gesso.types import Prompt, ReplySpec, UserError
+from gesso.types import Prompt, ResponseSpec, UserError
 from gesso.weights.publish import Publication
 from tests import tokens
 from tests.samplers.test_decode import gap, joined
@@ -27,7 +27,7 @@ from tests.tokens import Tiny, stirred
 HEAD = 32  # vLLM has no attention on a CPU for narrower heads
 ROWS = [0, 0, 1, 1, 1, 2, 2, 0, 2]
 SEEDS = list(range(100, 100 + len(ROWS)))
-GREEDY, WARM = ReplySpec(24, temperature=0.0), ReplySpec(24, temperature=0.8)
+GREEDY, WARM = ResponseSpec(24, temperature=0.0), ResponseSpec(24, temperature=0.8)
 SETTINGS = config.Sampler(batch=4, engine="vllm")
 LORA = config.Lora(rank=4, alpha=12)
 CLOSE = 1e-4  # greedy, without adapters, measured: 2e-7 to 4e-6
@@ -68,7 +68,7 @@ class Both:
     vllm: VllmSampler
 
     def greedy(self, sampler: Any, weights: Any = "current") -> Piece[TokenTrace]:
-        spec = ReplySpec(GREEDY.max_tokens, 0.0, weights)
+        spec = ResponseSpec(GREEDY.max_tokens, 0.0, weights)
         return joined(list(sampler.sample(self.tiny.prompts, [0, 1, 2], [0, 0, 0], spec)))
 
     def warm(self) -> Piece[TokenTrace]:
