@@ -38,7 +38,7 @@ def fixed(monkeypatch: Any) -> list[int]:
         return plain(self, x, *args)
 
     monkeypatch.setattr(decode, "_Decoding", decode._FixedShapeDecoding)
-    monkeypatch.setattr(TransformerModel, "steps_itself", True)
+    monkeypatch.setattr(TransformerModel, "uses_stepper", True)
     monkeypatch.setattr(stepping.Stepper, "__call__", counted)
     return turns
 
@@ -53,7 +53,7 @@ def test_fixed_turns_write_the_same_replies(tiny: Tiny, monkeypatch: Any, fixed:
         assert set(fixed) == {3, len(ROWS)}
         fixed.clear()
         monkeypatch.setattr(decode, "_Decoding", decode._FixedShapeDecoding.__base__)
-        monkeypatch.setattr(TransformerModel, "steps_itself", False)
+        monkeypatch.setattr(TransformerModel, "uses_stepper", False)
         plain = draw(DecodingSampler(model, 4), tiny)
         assert not fixed
         for piece in found.values():
@@ -63,7 +63,7 @@ def test_fixed_turns_write_the_same_replies(tiny: Tiny, monkeypatch: Any, fixed:
             assert gap(piece.logp, plain.logp) <= 1e-4
             assert gap(model.logp(piece.trace, 0.9).logp, piece.logp) <= 2e-4
         monkeypatch.setattr(decode, "_Decoding", decode._FixedShapeDecoding)
-        monkeypatch.setattr(TransformerModel, "steps_itself", True)
+        monkeypatch.setattr(TransformerModel, "uses_stepper", True)
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])

@@ -1,7 +1,7 @@
-"""What a flow model is to the rest of Gesso, and what all of them share.
+"""The protocol of flow models, and what all of them share.
 
-A new pipeline of diffusers is one class that answers this protocol; it holds no loop and no
-log-prob. `pipeline.py` answers most of it for any diffusers pipeline.
+A new pipeline of diffusers is one class that implements this protocol; it holds no loop and no
+log-prob. `pipeline.py` implements most of it for any diffusers pipeline.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from gesso.weights.policy import Policy
 from gesso.weights.roles import RunnableWeights
 
 Guidance = Literal["negative", "embedded", "none"]
-"""How a model takes guidance: by a second pass over the negative prompt, as a number its network
-was trained with (distilled models), or not at all."""
+"""How a model takes guidance: by a second pass over the negative prompt, as an input of its network
+(distilled models), or not at all."""
 
 
 @dataclass(frozen=True)
 class Reader:
-    """A text encoder, as far as the length of prompts goes."""
+    """A text encoder and its limit on the length of prompts."""
 
     name: str
     limit: int  # tokens of a prompt that it sees
@@ -46,7 +46,7 @@ class FlowModel(Protocol):
 
     @property
     def readers(self) -> Sequence[Reader]:
-        """Its text encoders, each with what it sees of a prompt."""
+        """Its text encoders, each with its limit."""
 
     def encode(self, texts: Sequence[str]) -> Conditioning:
         """Prompts → (P, …) conditioning, as the pipeline itself would encode them."""
@@ -55,7 +55,7 @@ class FlowModel(Protocol):
         """(steps+1,) float32, from 1 down to 0."""
 
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
-        """(C, H, W) of a picture of that size, or a UserError saying which sizes fit."""
+        """(C, H, W) of an image of that size, or a UserError saying which sizes fit."""
 
     def velocity(
         self, x: Tensor, sigma: Tensor, cond: Conditioning, weights: Which = "current"
@@ -63,7 +63,7 @@ class FlowModel(Protocol):
         """x: (N, C, H, W), sigma: (N,), cond: N rows → v: (N, C, H, W) float32."""
 
     def filled(self, rows: int) -> int:
-        """How many rows the network runs with where so many are asked for."""
+        """How many rows the network runs with for a batch of `rows`."""
 
     def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
         """The two branches' velocities → the guided one."""
@@ -146,26 +146,26 @@ def unused_negatives(
 ) -> list[str]:
     """A sentence about negative prompts that guidance of 1 or less leaves unread; `key` is what
     sets the guidance."""
-    told = [p for p in prompts if p.negative]
-    if not told or guidance > 1 or model.guidance != "negative":
+    unread = [p for p in prompts if p.negative]
+    if not unread or guidance > 1 or model.guidance != "negative":
         return []
     return [
-        f"{len(told)} of {len(prompts)} prompts of {path} have a negative prompt, and {key} = "
-        f"{guidance:g} does not read it: only guidance above 1 does; the first is {told[0].where}"
+        f"{len(unread)} of {len(prompts)} prompts of {path} have a negative prompt, and {key} = "
+        f"{guidance:g} does not read it: only guidance above 1 does; the first is {unread[0].where}"
     ]
 
 
 def over_long(model: FlowModel, prompts: Sequence[Prompt], path: str) -> list[str]:
     """Sentences about prompts, negative ones too, whose end some text encoder does not see."""
-    told = []
+    sentences = []
     for reader in model.readers:
         counted = [(p, max(reader.tokens(p.text), reader.tokens(p.negative))) for p in prompts]
         long = [(p, tokens) for p, tokens in counted if tokens > reader.limit]
         if long:
             first, tokens = long[0]
-            told.append(
+            sentences.append(
                 f"{len(long)} of {len(prompts)} prompts of {path} are longer than the "
                 f"{reader.limit} tokens that {reader.name} takes: their ends are cut there; the "
                 f"first is {first.where} with {tokens}: {first.text[:60]}"
             )
-    return told
+    return sentences

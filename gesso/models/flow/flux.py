@@ -56,7 +56,7 @@ class Flux(PipelineModel):
             reader("CLIP", self.pipe.tokenizer_max_length, self.pipe.tokenizer),
         ]
 
-    @quiet()  # about prompts that are cut off the run tells once, in `over_long`
+    @quiet()  # `over_long` reports truncated prompts once
     @torch.no_grad()
     def encode(self, texts: Sequence[str]) -> Conditioning:
         embeds, pooled, _ = self.pipe.encode_prompt(

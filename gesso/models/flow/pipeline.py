@@ -1,5 +1,5 @@
-"""A diffusers pipeline as a flow model: loading, precision, latents, decoding and saving, once for
-all of them. A model's own file says what differs: how it encodes text and calls its transformer.
+"""A diffusers pipeline as a flow model: loading, precision, latents, decoding and saving, shared by
+all of them. A model's own file holds what differs: how it encodes text and calls its transformer.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ JOINT_ATTENTION = tuple(
         "to_add_out",
     )
 )
-"""Projections of an attention over picture and text at once, as diffusers names them."""
+"""Diffusers' names for the projections of a joint attention over image and text."""
 LIBRARIES = ("diffusers", "transformers")
-"""Whose classes a model's index may name: diffusers imports whatever it finds there."""
-ABSENT = [None, None]  # a part of the pipeline that a folder does not have
+"""Libraries whose classes a model's index may name: diffusers imports any class named there."""
+ABSENT = [None, None]  # a component that the folder does not have
 
 
 @dataclass(frozen=True)
 class TextLength:
-    """Tokens of a prompt: how many a model takes unless told otherwise, and between what bounds."""
+    """Tokens of a prompt that a model takes: by default, at least and at most."""
 
     default: int
     least: int
@@ -58,15 +58,15 @@ class TextLength:
 
 
 class PipelineModel(ABC):
-    """What the models of this folder have in common; everything is the pipeline's own."""
+    """What the models of this folder share; all networks are the pipeline's own."""
 
     pipeline: ClassVar[str]  # name of the class in diffusers
     lora_targets: ClassVar[Sequence[str]]
-    large: ClassVar[Sequence[str]]  # parts that are worth quantizing
+    large: ClassVar[Sequence[str]]  # components worth quantizing
     blocks: ClassVar[Sequence[str]] = ()  # classes of the transformer's repeated blocks
-    patch: ClassVar[int] = 2  # latent cells a token, in height and in width
-    packed: ClassVar[bool] = False  # the transformer wants tokens, it does not make them itself
-    even_sigmas: ClassVar[bool] = False  # the pipeline gives the scheduler 1, …, 1/steps
+    patch: ClassVar[int] = 2  # latent cells per token, in height and in width
+    packed: ClassVar[bool] = False  # the transformer takes tokens, not latents
+    even_sigmas: ClassVar[bool] = False  # the pipeline passes the scheduler 1, …, 1/steps
 
     def __init__(self, settings: config.Model, seed: int = 0, sizes: Sequence[int] = ()) -> None:
         self.path = settings.path
@@ -85,7 +85,7 @@ class PipelineModel(ABC):
             self.transformer.enable_gradient_checkpointing()
         folds = folds_lora(settings, self.device.type)
         self.policy = Policy(self.transformer, settings.lora, self.lora_targets, seed, folds=folds)
-        self.sizes = sizes  # rows that what is compiled is run with
+        self.sizes = sizes  # batch sizes of the compiled networks
         parameters = sum(p.numel() for p in self.transformer.parameters())
         self.compiled = speed.compiles(settings, self.device, parameters, self.blocks)
         if self.compiled:
@@ -100,7 +100,7 @@ class PipelineModel(ABC):
     def fill(
         self, x: Tensor, sigma: Tensor, cond: Conditioning
     ) -> tuple[Tensor, Tensor, Conditioning]:
-        """As many rows as the transformer was compiled for."""
+        """The batch padded to a size that the transformer is compiled for."""
         index = self._filling(len(x))
         return (x, sigma, cond) if index is None else (x[index], sigma[index], cond.rows(index))
 
@@ -112,7 +112,7 @@ class PipelineModel(ABC):
         return speed.filling(rows, self.sizes, self.device) if self.compiled else None
 
     def run(self, weights: Which, **inputs: Any) -> Tensor:
-        """A pass of the transformer with those weights."""
+        """A forward pass of the transformer with those weights."""
         with self.policy.using(weights), self.precision(), speed.one_graph(self.compiled):
             v = self.transformer(**inputs, return_dict=False)[0]
         return v if torch.is_grad_enabled() else v.detach()
@@ -121,24 +121,24 @@ class PipelineModel(ABC):
     @abstractmethod
     def text_lengths(self) -> TextLength: ...
 
-    def _text_length(self, asked: int | None) -> int:
-        own = self.text_lengths
-        if asked is None:
-            return own.default
-        if not own.least <= asked <= own.most:
+    def _text_length(self, length: int | None) -> int:
+        limits = self.text_lengths
+        if length is None:
+            return limits.default
+        if not limits.least <= length <= limits.most:
             raise UserError(
-                f"model.text_length = {asked}, but {self.path} takes "
-                f"{own.least} to {own.most} tokens; leave it out for its own {own.default}"
+                f"model.text_length = {length}, but {self.path} takes "
+                f"{limits.least} to {limits.most} tokens; leave it out for its own {limits.default}"
             )
-        return asked
+        return length
 
     def blank(self, rows: int) -> Conditioning:
         """Conditioning of that many prompts of full length, for its shapes."""
-        own, length = self.transformer.config, self.text_tokens
-        embeds = torch.empty(rows, length, own.joint_attention_dim, dtype=self.dtype)
+        settings, length = self.transformer.config, self.text_tokens
+        embeds = torch.empty(rows, length, settings.joint_attention_dim, dtype=self.dtype)
         pooled = None
-        if "pooled_projection_dim" in own:
-            pooled = torch.empty(rows, own.pooled_projection_dim, dtype=self.dtype)
+        if "pooled_projection_dim" in settings:
+            pooled = torch.empty(rows, settings.pooled_projection_dim, dtype=self.dtype)
         scale = torch.empty(rows) if self.guidance == "embedded" else None
         return Conditioning(embeds, pooled, guidance=scale).to(self.device)
 
@@ -173,30 +173,30 @@ class PipelineModel(ABC):
         return self._autocast
 
     def precision(self) -> AbstractContextManager:
-        """Float32 weights that are trained whole run in half precision by autocast; LoRA leaves
-        the frozen weights in the half precision they were loaded in."""
+        """A full fine-tune in half precision runs its float32 weights under autocast. With LoRA the
+        frozen weights already are in half precision."""
         if not self._autocast or self.device.type == "meta":
             return nullcontext()
         return torch.autocast(self.device.type, self.dtype)
 
     def sigmas(self, steps: int, height: int, width: int) -> Tensor:
-        """The pipeline's own schedule; a dynamic shift grows with the number of picture tokens."""
+        """The pipeline's own schedule; a dynamic shift grows with the number of image tokens."""
         from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
-        scheduler, own = self.pipe.scheduler, self.pipe.scheduler.config
-        asked: dict[str, Any] = {"num_inference_steps": steps}
+        scheduler, settings = self.pipe.scheduler, self.pipe.scheduler.config
+        schedule: dict[str, Any] = {"num_inference_steps": steps}
         if self.even_sigmas:
-            asked = {"sigmas": np.linspace(1.0, 1 / steps, steps)}
-        if own.use_dynamic_shifting:
+            schedule = {"sigmas": np.linspace(1.0, 1 / steps, steps)}
+        if settings.use_dynamic_shifting:
             _, h, w = self.latent_shape(height, width)
-            asked["mu"] = calculate_shift(
+            schedule["mu"] = calculate_shift(
                 h * w // self.patch**2,
-                own.base_image_seq_len,
-                own.max_image_seq_len,
-                own.base_shift,
-                own.max_shift,
+                settings.base_image_seq_len,
+                settings.max_image_seq_len,
+                settings.base_shift,
+                settings.max_shift,
             )
-        scheduler.set_timesteps(**asked, device="cpu")
+        scheduler.set_timesteps(**schedule, device="cpu")
         return scheduler.sigmas.float()
 
     def timestep(self, sigma: Tensor) -> Tensor:
@@ -265,7 +265,7 @@ class PipelineModel(ABC):
 
 
 def reader(name: str, limit: int, tokenizer: Any) -> Reader:
-    """Counts with the special tokens, and without the tokenizer's own remark about long texts."""
+    """Counts special tokens, too, and silences the tokenizer's warning about long texts."""
 
     def tokens(text: str) -> int:
         return len(tokenizer(text, truncation=False, verbose=False).input_ids)
@@ -278,8 +278,8 @@ def _round(size: int, factor: int) -> int:
 
 
 def _most_parameters(source: str) -> int:
-    """Of the transformer, before it is loaded: one takes a byte at least. What lies on the hub is
-    large."""
+    """Upper bound for the transformer before it is loaded, one byte each. A model on the hub counts
+    as large."""
     folder = Path(source) / "transformer"
     if not folder.is_dir():
         return speed.LARGE
@@ -287,11 +287,11 @@ def _most_parameters(source: str) -> int:
 
 
 def _load_pipeline(model: PipelineModel, settings: config.Model) -> Any:
-    """The pipeline with its networks in the model's dtype; a transformer that is trained whole in
-    float32, large parts in 4 bits if the recipe says so."""
+    """The pipeline with its networks in the model's dtype; a fully fine-tuned transformer in
+    float32, large components in 4 bits if the recipe says so."""
     source, options = _locate(model, settings)
     if speed.compiles(settings, model.device, _most_parameters(source), model.blocks):
-        speed.wake_compiler(model.device)  # not before: a wrong path is told at once
+        speed.wake_compiler(model.device)  # not earlier: a wrong path fails at once
     whole = settings.lora is None
     options["dtype"] = {
         "transformer": torch.float32 if whole else model.dtype,
@@ -313,7 +313,7 @@ def _load_pipeline(model: PipelineModel, settings: config.Model) -> Any:
 
 
 def _four_bits(model: PipelineModel) -> Any:
-    """NF4 by bitsandbytes, as diffusers asks for it."""
+    """NF4 by bitsandbytes."""
     if model.device.type != "cuda":
         raise UserError(
             f'model.quantize = "nf4" needs a CUDA device, found {model.device}; leave it out'
@@ -334,7 +334,7 @@ def _four_bits(model: PipelineModel) -> Any:
 
 
 def _empty_pipeline(model: PipelineModel, settings: config.Model) -> Any:
-    """The pipeline made from its configs alone: networks with shapes and no weights."""
+    """The pipeline built from its configs alone: networks with shapes and no values."""
     import diffusers
 
     source, parts = _locate(model, settings)
@@ -368,29 +368,28 @@ def _empty_part(
 
 
 def _locate(model: PipelineModel, settings: config.Model) -> tuple[str, dict[str, Any]]:
-    """What diffusers is to load, a folder or a hub name, and the parts it is to go without: those
-    that the index leaves out (T5, usually) diffusers wants to be told of again."""
-    found = locate(settings, PIPELINE)
-    kind = found.about.get(PIPELINE.key)
+    """The folder or hub name to load, and the absent components as arguments: diffusers needs those
+    that the index leaves out (usually T5) to be passed as None."""
+    located = locate(settings, PIPELINE)
+    kind = located.about.get(PIPELINE.key)
     if kind != model.pipeline:
         raise UserError(
             f'model.path = "{settings.path}" is a {kind} by its {PIPELINE.file}, but model.name = '
             f'"{settings.name}" expects a {model.pipeline}; change one of them'
         )
-    parts = {name: part for name, part in found.about.items() if isinstance(part, list)}
+    parts = {name: part for name, part in located.about.items() if isinstance(part, list)}
     for name, part in parts.items():
         if part != ABSENT and (len(part) != 2 or part[0] not in LIBRARIES):
             raise UserError(
                 f'model.path = "{settings.path}": {PIPELINE.file} has "{name}": '
                 f"{json.dumps(part)}; only classes of {' and '.join(LIBRARIES)} are loaded"
             )
-    return found.source, {name: None for name, part in parts.items() if part == ABSENT}
+    return located.source, {name: None for name, part in parts.items() if part == ABSENT}
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars, no talk of torchvision and of every try to reach the hub while a pipeline
-    loads; errors still show."""
+    """Hides progress bars and warnings while a pipeline loads; errors still show."""
     from diffusers.utils import logging as diffusers_logging
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging

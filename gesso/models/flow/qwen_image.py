@@ -53,7 +53,7 @@ class QwenImage(PipelineModel):
         whole = reader("Qwen2.5-VL", self.text_length, self.pipe.tokenizer)
         return [replace(whole, tokens=lambda text: whole.tokens(template.format(text)) - head)]
 
-    @quiet()  # about prompts that are cut off the run tells once, in `over_long`
+    @quiet()  # `over_long` reports truncated prompts once
     @torch.no_grad()
     def encode(self, texts: Sequence[str]) -> Conditioning:
         embeds, mask = self.pipe.encode_prompt(

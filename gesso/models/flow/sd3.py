@@ -43,7 +43,7 @@ class SD3(PipelineModel):
             return [clip]
         return [reader("T5", self.text_length, self.pipe.tokenizer_3), clip]
 
-    @quiet()  # about prompts that are cut off the run tells once, in `over_long`
+    @quiet()  # `over_long` reports truncated prompts once
     @torch.no_grad()
     def encode(self, texts: Sequence[str]) -> Conditioning:
         embeds, _, pooled, _ = self.pipe.encode_prompt(

@@ -1,8 +1,8 @@
 """A decoder of transformers as a token model: precision, the packed pass, log-probs and saving,
-once for all of them. `causal.py` and `vision_language.py` say what differs.
+shared by all of them. `causal.py` and `vision_language.py` hold what differs.
 
-Everything that a pass needs goes to the decoder as embeddings and positions; its own forward is
-used as it is. Shape legend in `base.py`.
+The decoder receives embeddings and positions; its own forward is unchanged. Shape legend in
+`base.py`.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from gesso.weights.merge import SHARD
 from gesso.weights.policy import Policy
 
 LARGE = 500_000_000
-"""Parameters from which on compiling its layers for updates is worth the minute it takes."""
+"""Parameters from which compiling the layers for updates is worth the minute it takes."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Every linear layer of a decoder layer, as transformers names them."""
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Prompts one after another, each with the replies to it behind it, on the model's device."""
+    """Concatenated prompts, each followed by the responses to it, on the model's device."""
 
     ids: Tensor  # (T,)
     positions: Tensor  # (rows, T)
     prompts: Sequence[TokenPrompt]
-    lengths: Sequence[Sequence[int]]  # of each prompt: its own, and those of its replies
+    lengths: Sequence[Sequence[int]]  # of each prompt: its length, then those of its responses
 
 
 class TransformerModel(ABC):
-    """What the models of this folder have in common; everything is transformers' own."""
+    """What the models of this folder share; all networks are transformers' own."""
 
     kinds: ClassVar[Mapping[str, str]]  # model types of transformers, and the makers' names
     auto: ClassVar[str]  # the Auto class that loads them
@@ -61,7 +61,7 @@ class TransformerModel(ABC):
         self.quantized = settings.quantize is not None
         self.source = locate(settings, TRANSFORMER).source
         self.module = loading.load(self, settings)
-        settle_attention(self.device)  # of a vision tower that is trained; all else has its own
+        settle_attention(self.device)  # for a trained vision tower
         self.tokenizer = loading.tokenizer(self.source, settings.path)
         self.template = self._template(settings)
         whole = settings.lora is None
@@ -75,19 +75,21 @@ class TransformerModel(ABC):
         if settings.lora is not None and settings.lora.path is not None:
             loading.load_adapter(self.policy, settings.lora.path)
         self.module.eval()  # adapters, too
-        self._stepper: Stepper | None = None  # while replies are written,
-        self._half_head: Tensor | None = None  # and where its head is also its embedding
+        self._stepper: Stepper | None = None  # while generating
+        self._half_head: Tensor | None = None  # the same, where head and embedding are tied
         self._checkpointed: list[nn.Module] = []
         if settings.gradient_checkpointing:
             self._checkpoint()
         large = sum(p.numel() for p in self.decoder.parameters()) >= LARGE
         self.compiled = self._pays(settings.compile, bool(settings.compile) or large)
         if self.compiled:
-            for layer in self.decoder.layers:  # alike, so the first one's code is all of theirs
+            for layer in self.decoder.layers:  # they share the first one's compiled code
                 layer.compile(dynamic=True)
         self.end = loading.end_ids(self.module, self.tokenizer)
         self.max_positions: int | None = loading.max_positions(self.decoder.config)
-        self.suppressed = torch.tensor(sorted(self._unwritable()), dtype=torch.long).to(self.device)
+        self.suppressed = torch.tensor(sorted(self._suppressed_ids()), dtype=torch.long).to(
+            self.device
+        )
 
     @property
     def suppressed(self) -> Tensor:
@@ -99,12 +101,12 @@ class TransformerModel(ABC):
         allowed = torch.ones(self._head.weight.shape[0], dtype=torch.bool, device=self.device)
         self.allowed = allowed.index_fill(0, ids, False)  # (V,)
 
-    # What differs between models that read and models that see
+    # What differs between text-only and vision-language models
 
     @property
     @abstractmethod
     def decoder(self) -> Any:
-        """The part of the module that makes states out of embeddings."""
+        """The part of the module from embeddings to hidden states."""
 
     @abstractmethod
     def encode(self, prompt: Prompt) -> TokenPrompt: ...
@@ -118,11 +120,11 @@ class TransformerModel(ABC):
 
     @abstractmethod
     def _positions(self, prompt: TokenPrompt) -> Tensor:
-        """(rows, L) on the CPU: the places of a prompt's tokens, as the decoder counts them."""
+        """(rows, L) on the CPU: the positions of a prompt's tokens, as the decoder counts them."""
 
     @abstractmethod
     def _embed(self, sequences: Sequences) -> dict[str, Any]:
-        """What the decoder takes: `inputs_embeds` (1, T, D), and more where pictures need it."""
+        """The decoder's inputs: `inputs_embeds` (1, T, D), and more for images."""
 
     @property
     def tower(self) -> nn.Module | None:
@@ -139,8 +141,8 @@ class TransformerModel(ABC):
         ids = torch.zeros(length, dtype=torch.long)
         return TokenPrompt(ids, torch.zeros_like(ids))
 
-    def _unwritable(self) -> set[int]:
-        """Rows of the embedding that no token has: checkpoints round their number up."""
+    def _suppressed_ids(self) -> set[int]:
+        """Rows of the embedding without a token: checkpoints round their number up."""
         return set(range(len(self.tokenizer), self._head.weight.shape[0]))
 
     # Text
@@ -169,8 +171,8 @@ class TransformerModel(ABC):
     # Passes
 
     def precision(self) -> AbstractContextManager:
-        """Float32 weights that are trained whole run in half precision by autocast; LoRA leaves
-        the frozen weights in the half precision they were loaded in."""
+        """A full fine-tune in half precision runs its float32 weights under autocast. With LoRA the
+        frozen weights already are in half precision."""
         return self._autocasting() if self._autocast else nullcontext()
 
     def use_autocast(self, autocasting: Callable[[], AbstractContextManager]) -> None:
@@ -187,26 +189,26 @@ class TransformerModel(ABC):
         """Float32 weights under autocast: a full fine-tune in half precision."""
         return self._autocast
 
-    def _pays(self, asked: bool | None, possible: bool) -> bool:
-        """What the recipe says, or CUDA in half precision."""
+    def _pays(self, setting: bool | None, possible: bool) -> bool:
+        """The recipe's setting, or by default CUDA in half precision."""
         fast = self.device.type == "cuda" and self.dtype != torch.float32
         possible = possible and not self.quantized and self.device.type != "meta"
-        return possible and (fast if asked is None else asked)
+        return possible and (fast if setting is None else setting)
 
     @property
-    def steps_itself(self) -> bool:
-        """Whether `stepping.py` takes the place of transformers' layers while replies are written:
-        on a CPU, and on CUDA in half precision, where no adapter lies beside the weights."""
-        bare = self.policy.folds == (self.policy.lora is not None)
-        return self._pays(self.device.type == "cpu" or None, bare) and fits(self.decoder)
+    def uses_stepper(self) -> bool:
+        """Whether `stepping.py` replaces transformers' layers while generating: on a CPU, and on
+        CUDA in half precision, if all adapters are folded."""
+        all_folded = self.policy.folds == (self.policy.lora is not None)
+        return self._pays(self.device.type == "cpu" or None, all_folded) and fits(self.decoder)
 
     def writing(self, weights: Which) -> Callable[[], AbstractContextManager]:
-        """Autocast rounds a float32 weight to half precision in every pass; what it would make of
-        the linear layers is kept here instead, for the length of a sampling call."""
+        """Autocast rounds float32 weights to half precision in every pass; here the linear layers'
+        are rounded once per sampling call."""
         with self.policy.using(weights):
             rounded = {p: p.data.to(self.dtype) for p in self._rounded_by_autocast()}
             stepper = None
-            if self.steps_itself:
+            if self.uses_stepper:
                 stepper = Stepper(self.decoder, self.dtype, self.policy.folding)
             tied = self._head.weight is self.module.get_input_embeddings().weight
             output = self._head.weight.data.to(self.dtype) if tied and self._autocast else None
@@ -228,13 +230,13 @@ class TransformerModel(ABC):
         return prepared
 
     def _rounded_by_autocast(self) -> list[nn.Parameter]:
-        """Weights of linear layers; not of a head that is the embedding, too, which is not."""
+        """Weights of linear layers, except a head that is tied to the embedding."""
         if not self._autocast:
             return []
         linear = [m for m in self.module.modules() if isinstance(m, nn.Linear)]
         embedding = self.module.get_input_embeddings().weight
-        found = (p for m in linear for p in m.parameters(recurse=False))
-        return [p for p in found if p is not embedding and p.dtype == torch.float32]
+        parameters = (p for m in linear for p in m.parameters(recurse=False))
+        return [p for p in parameters if p is not embedding and p.dtype == torch.float32]
 
     def logp(
         self, trace: TokenTrace, temperature: float, weights: Which = "current"
@@ -242,7 +244,7 @@ class TransformerModel(ABC):
         mask = trace.mask.to(self.device)
         tokens = trace.tokens.to(self.device)[mask]  # (R,)
         with self.policy.using(weights), self.precision():
-            states = self._reply_states(trace)
+            states = self._response_states(trace)
             logp, entropy = head.score(self._head, states, tokens, temperature, self.allowed)
         blank = torch.zeros(mask.shape, device=self.device)
         return ResponseLogp(blank.masked_scatter(mask, logp), blank.masked_scatter(mask, entropy))
@@ -250,29 +252,30 @@ class TransformerModel(ABC):
     def hidden(self, trace: TokenTrace, weights: Which = "current") -> Tensor:
         mask = trace.mask.to(self.device)
         with self.policy.using(weights), self.precision():
-            states = self._reply_states(trace)
+            states = self._response_states(trace)
         blank = states.new_zeros(*mask.shape, states.shape[-1])
         return blank.masked_scatter(mask[..., None], states)
 
-    def _reply_states(self, trace: TokenTrace) -> Tensor:
-        """(R, D): of the tokens before each reply token, in the order of the mask. The last token
-        of a reply predicts nothing and is left out of the pass."""
-        rows, replies, lengths = trace.row.tolist(), trace.tokens.cpu(), trace.mask.sum(1).tolist()
+    def _response_states(self, trace: TokenTrace) -> Tensor:
+        """(R, D): of the tokens before each response token, in the order of the mask. The last
+        token of a response predicts nothing and is left out of the pass."""
+        rows, lengths = trace.row.tolist(), trace.mask.sum(1).tolist()
+        responses = trace.tokens.cpu()
         picked = [i for i, length in enumerate(lengths) if length]
         if not picked:
             return torch.zeros(0, self.decoder.config.hidden_size, device=self.device)
-        of_prompt: dict[int, list[int]] = {}  # prompt → rows of replies to it
+        of_prompt: dict[int, list[int]] = {}  # prompt → rows of the responses to it
         for i in picked:
             of_prompt.setdefault(rows[i], []).append(i)
         sequences = self._sequences(
             [trace.prompts[r] for r in of_prompt],
-            [[replies[i, : lengths[i] - 1] for i in its] for its in of_prompt.values()],
+            [[responses[i, : lengths[i] - 1] for i in members] for members in of_prompt.values()],
         )
         wanted, start = {}, 0
-        for its, (length, *after) in zip(of_prompt.values(), sequences.lengths, strict=True):
+        for members, (length, *after) in zip(of_prompt.values(), sequences.lengths, strict=True):
             start += length
-            last = torch.tensor([start - 1])  # of the prompt: every reply begins with it
-            for i, more in zip(its, after, strict=True):
+            last = torch.tensor([start - 1])  # of the prompt: predicts each response's first
+            for i, more in zip(members, after, strict=True):
                 wanted[i] = torch.cat([last, torch.arange(start, start + more)])
                 start += more
         with self._recomputing():
@@ -280,26 +283,26 @@ class TransformerModel(ABC):
         return states[torch.cat([wanted[i] for i in picked]).to(self.device)]
 
     def _sequences(
-        self, prompts: Sequence[TokenPrompt], replies: Sequence[Sequence[Tensor]]
+        self, prompts: Sequence[TokenPrompt], responses: Sequence[Sequence[Tensor]]
     ) -> Sequences:
-        """Each prompt with the beginnings of replies to it; text goes on where the prompt ended."""
+        """Each prompt with the beginnings of its responses; positions continue after the prompt."""
         ids, positions, lengths = [], [], []
-        for prompt, own in zip(prompts, replies, strict=True):
+        for prompt, own_responses in zip(prompts, responses, strict=True):
             before = self._positions(prompt)
             first = before.max() + 1
-            after = [(first + torch.arange(len(r))).expand(len(before), -1) for r in own]
-            ids += [prompt.ids, *own]
+            after = [(first + torch.arange(len(r))).expand(len(before), -1) for r in own_responses]
+            ids += [prompt.ids, *own_responses]
             positions += [before, *after]
-            lengths.append([len(prompt), *map(len, own)])
+            lengths.append([len(prompt), *map(len, own_responses)])
         device = self.device
         joined = torch.cat(positions, 1)
         return Sequences(torch.cat(ids).to(device), joined.to(device), prompts, lengths)
 
     def _states(self, sequences: Sequences, cache: Any = None) -> Tensor:
-        """(T, D): the decoder's last states of sequences that do not see each other."""
+        """(T, D): the decoder's last hidden states; sequences do not attend to each other."""
         embedded = self._embed(sequences)
         if self.compiled and torch.is_grad_enabled():
-            embedded["inputs_embeds"].requires_grad_()  # the first layer is like the others
+            embedded["inputs_embeds"].requires_grad_()  # as in the other layers: one graph
         out = self.decoder(
             **embedded,
             position_ids=self._rows(sequences.positions[:, None]),
@@ -319,13 +322,13 @@ class TransformerModel(ABC):
 
         cache = DynamicCache()
         sequences = self._sequences(prompts, [[]] * len(prompts))
-        with torch.compiler.set_stance("force_eager"):  # each layer's place in a cache is its own
+        with torch.compiler.set_stance("force_eager"):  # else every layer is recompiled
             states = self._states(sequences, cache)
         read, start = [], 0
         starts = sequences.positions.cpu()
         for length in map(len, prompts):
             part = slice(start, start + length)
-            # Under autocast some come in float32, which attention would round as it uses them.
+            # Under autocast some are in float32, and attention would round them at every use.
             keys = [layer.keys[0, :, part].to(self.dtype) for layer in cache.layers]
             values = [layer.values[0, :, part].to(self.dtype) for layer in cache.layers]
             position = int(starts[:, part].max()) + 1
@@ -335,13 +338,13 @@ class TransformerModel(ABC):
 
     def step(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
         embeds = self.module.get_input_embeddings()(tokens)
-        places = self._rows(positions[None, :, None])
+        position_ids = self._rows(positions[None, :, None])
         if self._stepper is not None:
-            return self._stepper(embeds, places, cache)
+            return self._stepper(embeds, position_ids, cache)
         with torch.compiler.set_stance("force_eager"):  # as in `read`
             out = self.decoder(
                 inputs_embeds=embeds[:, None],
-                position_ids=places,
+                position_ids=position_ids,
                 attention_mask=mask[:, None, None],
                 past_key_values=cache,
                 use_cache=True,
@@ -373,9 +376,9 @@ class TransformerModel(ABC):
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
-        """transformers checkpoints layers that are in training mode only, and takes their cache
-        away. So the layers themselves are for the length of a differentiated pass, but nothing in
-        them: no dropout comes with it."""
+        """transformers checkpoints only layers in training mode, and takes their cache away. So the
+        layers themselves are in training mode during a differentiated pass, but not their
+        submodules: dropout stays off."""
         active = self._checkpointed if torch.is_grad_enabled() else []
         for layer in active:
             layer.training = True

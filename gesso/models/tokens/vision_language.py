@@ -117,10 +117,14 @@ class VisionLanguage(TransformerModel):
         linear = [name for name, part in tower.named_modules() if isinstance(part, nn.Linear)]
         return [*PROJECTIONS, *(f"{TOWER}.{name}" for name in linear)], ""
 
-    def _unwritable(self) -> set[int]:
+    def _suppressed_ids(self) -> set[int]:
         own = self.module.config
         places = own.image_token_id, own.video_token_id
-        return super()._unwritable() | {*places, own.vision_start_token_id, own.vision_end_token_id}
+        return super()._suppressed_ids() | {
+            *places,
+            own.vision_start_token_id,
+            own.vision_end_token_id,
+        }
 
     def encode(self, prompt: Prompt) -> TokenPrompt:
         between = self._between_pictures(prompt)
