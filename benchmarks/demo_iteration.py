@@ -36,7 +36,7 @@ from torch import Tensor
 from gesso import build
 from gesso.algorithms.advantage import Advantage
 from gesso.algorithms.flow_grpo import FlowGRPO
-from gesso.cluster.collecting import DrawnStep
+from gesso.cluster.collecting import PendingStep
 from gesso.cluster.local import Local
 from gesso.config import Model, Recipe, resolve_path
 from gesso.formulas.text import spelling
@@ -97,10 +97,10 @@ class Gesso:
     def reset(self) -> None:
         self.job.learner.policy.load(self.start)
 
-    def sample(self, step: int, scored: bool) -> DrawnStep:
+    def sample(self, step: int, scored: bool) -> PendingStep:
         return (self.job.cluster if scored else self.unscored).draw_step(step)
 
-    def gather(self, drawn: DrawnStep) -> Rollout:
+    def gather(self, drawn: PendingStep) -> Rollout:
         return drawn.result()[0]
 
     def update(self, rollout: Rollout, step: int) -> float:

@@ -33,7 +33,7 @@ from gesso import config
 from gesso.algorithms.grpo import GRPO
 from gesso.learner.learner import Learner
 from gesso.models.tokens import head
-from gesso.models.tokens.pictures import Seen
+from gesso.models.tokens.feature_cache import FeatureCache
 from gesso.models.tokens.vision_language import VisionLanguage
 from gesso.rollout import Rollout, TokenTrace, widened
 from gesso.samplers.base import Piece
@@ -223,7 +223,7 @@ def sample_ours(bench: Bench, model: VisionLanguage) -> list[Piece[TokenTrace]]:
         short, _ = bench.timed(lambda: call(4))
         long, _ = bench.timed(lambda: call(size.tokens))
         step = (long - short) / (size.tokens - 4) * batch / len(rows)
-        model.seen = Seen()  # pictures are new in every iteration
+        model.feature_cache = FeatureCache()  # pictures are new in every iteration
         seconds, pieces = bench.timed(lambda: call(size.tokens))
         bench.figures[f"ours_{batch}"] = {
             "tokens_per_s": len(rows) * size.tokens / seconds,

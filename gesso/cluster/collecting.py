@@ -43,7 +43,7 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class PendingSamples:
     """Samples that are drawn and still being scored."""
 
     request: Request
@@ -90,12 +90,12 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class DrawnStep:
+class PendingStep:
     """The samples of one step, and where the algorithm compares with it the greedy sample of each
     group."""
 
-    samples: Drawn
-    greedy: Drawn | None
+    samples: PendingSamples
+    greedy: PendingSamples | None
 
     def result(self) -> tuple[Rollout, Timing]:
         rollout, timing = self.samples.result()
@@ -110,7 +110,7 @@ def draw(
     rewards: RewardService,
     weights: Mapping[str, float],
     progress: Progress,
-) -> Drawn:
+) -> PendingSamples:
     """Returns when all samples are drawn; their scores may still be on the way."""
     progress.phase(f"sampling {request.label}", len(request.row))
     started = time.perf_counter()
@@ -121,7 +121,7 @@ def draw(
         progress.advance(len(piece.samples))
     ended = time.perf_counter()
     version = sampler.weights.version
-    return Drawn(request, pieces, futures, version, weights, started, ended, progress)
+    return PendingSamples(request, pieces, futures, version, weights, started, ended, progress)
 
 
 def _compared(rollout: Rollout, greedy: Rollout) -> Rollout:
@@ -139,6 +139,6 @@ def _compared(rollout: Rollout, greedy: Rollout) -> Rollout:
     return replace(rollout, scores=scores, greedy=torch.tensor(values, dtype=torch.float64))
 
 
-def samples_and_scores(drawn: Drawn) -> tuple[list[Sample], list[Score]]:
+def samples_and_scores(drawn: PendingSamples) -> tuple[list[Sample], list[Score]]:
     rollout, _ = drawn.result()
     return list(rollout.samples), list(rollout.scores)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gesso.algorithms.base import Algorithm
 from gesso.cluster import collecting
-from gesso.cluster.collecting import Drawn, DrawnStep, Request, Timing
+from gesso.cluster.collecting import PendingSamples, PendingStep, Request, Timing
 from gesso.cluster.host import peak_memory, sharing_cores
 from gesso.cluster.protocol import Batch, ScoresFailed
 from gesso.cluster.scores import reward_metrics
@@ -31,7 +31,7 @@ class LocalBatch:
 
     cluster: Local
     step: int
-    drawn: DrawnStep | None = None
+    drawn: PendingStep | None = None
     error: UserError | StopRun | None = None
 
     def draw(self) -> None:
@@ -92,7 +92,7 @@ class Local:
 
     def draw_step(
         self, step: int, groups: int | None = None, group: int | None = None
-    ) -> DrawnStep:
+    ) -> PendingStep:
         """Batch `step`: `groups` prompts, `group` samples of each; None: as in the recipe."""
         prompts = self.stream.batch(step, groups or self.recipe.data.groups)
         label = f"batch {step + 1}"
@@ -100,9 +100,11 @@ class Local:
         drawn = self._draw(request)
         spec = self.algorithm.greedy_spec()
         if spec is None:
-            return DrawnStep(drawn, None)
+            return PendingStep(drawn, None)
         rows, seeds = range(len(prompts)), [0] * len(prompts)
-        return DrawnStep(drawn, self._draw(Request(prompts, rows, seeds, spec, f"{label}, greedy")))
+        return PendingStep(
+            drawn, self._draw(Request(prompts, rows, seeds, spec, f"{label}, greedy"))
+        )
 
     def _request(
         self,
@@ -119,7 +121,7 @@ class Local:
         spec = self.algorithm.spec(step, seed_of(seed, "spec", step), self.recipe.model)
         return Request(prompts, row, seeds, spec, label)
 
-    def _draw(self, request: Request) -> Drawn:
+    def _draw(self, request: Request) -> PendingSamples:
         """With the weights published last, or not at all."""
         if request.spec.weights not in self._published.copies:
             raise StopRun(f'the weights "{request.spec.weights}" were not published to the sampler')
@@ -165,7 +167,7 @@ class Local:
                 rollout = Rollout.join(kept, more)
         return rollout, float(drawn)
 
-    def draw_refill(self, step: int, attempt: int, groups: int) -> Drawn:
+    def draw_refill(self, step: int, attempt: int, groups: int) -> PendingSamples:
         """More groups for batch `step`, of prompts from a stream of their own."""
         stream = Stream(self.stream.parts, seed_of(self.recipe.seed, "refill", attempt))
         prompts = stream.batch(step, self.recipe.data.groups)[:groups]

@@ -13,7 +13,7 @@ from gesso.types import UserError
 
 
 @dataclass(frozen=True)
-class Kind:
+class ModelFormat:
     """A library's format of model folders."""
 
     file: str  # describes the folder
@@ -22,8 +22,8 @@ class Kind:
     does: str
 
 
-PIPELINE = Kind("model_index.json", "_class_name", "a diffusers pipeline folder", "draws")
-TRANSFORMER = Kind("config.json", "model_type", "a folder of transformers", "writes")
+PIPELINE = ModelFormat("model_index.json", "_class_name", "a diffusers pipeline folder", "draws")
+TRANSFORMER = ModelFormat("config.json", "model_type", "a folder of transformers", "writes")
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Located:
     about: dict[str, Any]  # contents of the kind's file
 
 
-def locate(section: config.AnyModel, wanted: Kind) -> Located:
+def locate(section: config.AnyModel, wanted: ModelFormat) -> Located:
     path = section.path
     folder = config.resolve_path(path)
     is_hub_name = path.count("/") == 1 and not folder.parent.is_dir()
@@ -64,7 +64,7 @@ def _read(file: Path, path: str) -> dict[str, Any]:
     return about
 
 
-def _from_hub(name: str, wanted: Kind) -> Path:
+def _from_hub(name: str, wanted: ModelFormat) -> Path:
     """The file from the hub's cache, or downloaded. A single request goes first: without a network
     the hub's libraries would retry for half a minute."""
     from huggingface_hub import (

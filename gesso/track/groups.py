@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 
-class Scored(Protocol):
+class ScoredSamples(Protocol):
     """The samples of a batch, their scores, and the number of each sample's group."""
 
     @property
@@ -39,7 +39,9 @@ class Scored(Protocol):
 LARGEST = 256  # px: larger pictures are kept at this size
 
 
-def save(run: Path, step: int, batch: Scored, advantages: Sequence[float], keep: int) -> None:
+def save(
+    run: Path, step: int, batch: ScoredSamples, advantages: Sequence[float], keep: int
+) -> None:
     """`advantages`: of each sample. `keep`: groups with images or responses."""
     import torch
 
@@ -64,7 +66,7 @@ def save(run: Path, step: int, batch: Scored, advantages: Sequence[float], keep:
 def _group(
     group: int,
     rows: Sequence[int],
-    batch: Scored,
+    batch: ScoredSamples,
     advantages: Sequence[float],
     shares: Sequence[float],
 ) -> dict[str, Any]:

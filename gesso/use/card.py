@@ -32,7 +32,7 @@ FOLD = 700  # characters of a reply that are shown
 
 
 @dataclass(frozen=True)
-class Facts:
+class CardFacts:
     """What the card is written from."""
 
     loaded: LoadedModel
@@ -74,7 +74,7 @@ def write(
     assert run is not None, "only runs are exported"
     rows = [row for row in run.rows() if row["step"] <= loaded.source.step]
     whole = not folders.is_adapter(aside)
-    facts = Facts(loaded, folder, whole, rows, _shown(run, loaded.source.step), hashes)
+    facts = CardFacts(loaded, folder, whole, rows, _shown(run, loaded.source.step), hashes)
     parts = [
         _front(facts),
         _head(facts),
@@ -102,7 +102,7 @@ def _shown(run: RunFolder, step: int) -> dict[int, list[Shown]]:
 # The front matter
 
 
-def _front(facts: Facts) -> str:
+def _front(facts: CardFacts) -> str:
     from huggingface_hub import ModelCardData
 
     recipe = facts.recipe
@@ -145,7 +145,7 @@ def license_of(path: str) -> str | None:
 # What it is, and what it learnt
 
 
-def _head(facts: Facts) -> str:
+def _head(facts: CardFacts) -> str:
     recipe, source = facts.recipe, facts.source
     about = f"{_md(recipe.about)}\n\n" if recipe.about else ""
     lora = recipe.model.lora
@@ -171,7 +171,7 @@ def _base(recipe: Recipe) -> str:
     return f"`{path}`" + (" (bundled with Gesso)" if path.startswith(ZOO) else "")
 
 
-def _result(facts: Facts, aside: Path) -> str:
+def _result(facts: CardFacts, aside: Path) -> str:
     evals = [row for row in facts.rows if row.get("eval/reward") is not None]
     if not evals:
         return "## What it learnt\n\nThe run was not evaluated before this step."
@@ -206,7 +206,7 @@ def _result(facts: Facts, aside: Path) -> str:
 # Samples
 
 
-def _samples(facts: Facts, aside: Path) -> str:
+def _samples(facts: CardFacts, aside: Path) -> str:
     if not facts.shown:
         return ""
     first, last = min(facts.shown), max(facts.shown)
@@ -220,7 +220,7 @@ def _samples(facts: Facts, aside: Path) -> str:
 
 
 def _sheet(
-    facts: Facts, pairs: Sequence[tuple[Shown, Shown]], steps: tuple[int, int], aside: Path
+    facts: CardFacts, pairs: Sequence[tuple[Shown, Shown]], steps: tuple[int, int], aside: Path
 ) -> str:
     """A picture of pictures, and its prompts as text: not every letter can be drawn."""
     ends = steps if steps[0] != steps[1] else steps[:1]
@@ -250,7 +250,7 @@ def _cell(run: RunFolder, step: int, row: Shown) -> Cell:
 
 
 def _replies(
-    facts: Facts, pairs: Sequence[tuple[Shown, Shown]], steps: tuple[int, int], aside: Path
+    facts: CardFacts, pairs: Sequence[tuple[Shown, Shown]], steps: tuple[int, int], aside: Path
 ) -> str:
     parts = []
     for number, (before, after) in enumerate(pairs, 1):
@@ -272,7 +272,7 @@ def _replies(
 # How to use it, and how it came about
 
 
-def _use(facts: Facts, aside: Path) -> str:
+def _use(facts: CardFacts, aside: Path) -> str:
     example = _example(facts)
     if example.picture is not None:
         shutil.copyfile(example.picture, aside / usage.EXAMPLE)
@@ -294,7 +294,7 @@ def _use(facts: Facts, aside: Path) -> str:
     )
 
 
-def _example(facts: Facts) -> usage.Example:
+def _example(facts: CardFacts) -> usage.Example:
     """The first prompt of the evaluations that one picture or none goes with."""
     folder = facts.run.path / "samples" / "prompts"
     for rows in facts.shown.values():
@@ -305,7 +305,7 @@ def _example(facts: Facts) -> usage.Example:
     return usage.Example("a photo of a cat" if facts.draws else "What is 3 + 4?")
 
 
-def _go_on(facts: Facts) -> str:
+def _go_on(facts: CardFacts) -> str:
     key = "model.path" if facts.whole else "model.lora.path"
     return (
         "## Go on training\n\n"
@@ -314,7 +314,7 @@ def _go_on(facts: Facts) -> str:
     )
 
 
-def _made(facts: Facts) -> str:
+def _made(facts: CardFacts) -> str:
     recipe = facts.recipe
     rewards = "\n".join(
         f"- `{entry.name}`, weight {entry.weight:g}" + _options(entry.options)
@@ -371,7 +371,7 @@ def commit() -> str | None:
     return head.stdout.strip() if head is not None else None
 
 
-def _files(facts: Facts) -> str:
+def _files(facts: CardFacts) -> str:
     lines = "\n".join(
         f"| {name} | {size:,} | `{digest}` |" for name, (size, digest) in facts.hashes.items()
     )

@@ -12,26 +12,26 @@ import pytest
 from gesso import build, cli
 from gesso.config import Model, TokenModel
 from gesso.estimate import estimate
-from gesso.models.located import PIPELINE, TRANSFORMER, Kind, Located, locate
+from gesso.models.located import PIPELINE, TRANSFORMER, Located, ModelFormat, locate
 from gesso.types import UserError
 
 HUB = "makers/model"
 
 
-def section(path: Path | str, kind: Kind) -> Model | TokenModel:
+def section(path: Path | str, kind: ModelFormat) -> Model | TokenModel:
     if kind == PIPELINE:
         return Model(name="sd3", path=str(path))
     return TokenModel(name="vision-language", path=str(path))
 
 
-def refused(path: Path | str, kind: Kind, sentence: str) -> None:
+def refused(path: Path | str, kind: ModelFormat, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence) as caught:
         locate(section(path, kind), kind)
     assert str(caught.value).startswith(f'model.path = "{path}"')
     assert "\n" not in str(caught.value)
 
 
-def folder(place: Path, kind: Kind, content: str) -> Path:
+def folder(place: Path, kind: ModelFormat, content: str) -> Path:
     place.mkdir()
     (place / kind.file).write_text(content)
     return place

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gesso.config import Lora
 from gesso.models.tokens import attention, transformer
 from gesso.models.tokens import head as heads
+from gesso.models.tokens.feature_cache import FeatureCache
 from gesso.models.tokens.packing import pack, pack_responses
-from gesso.models.tokens.pictures import Seen
 from gesso.rollout import TokenPrompt, TokenTrace
 from gesso.types import Picture, Prompt, UserError
 from tests import tokens
@@ -82,7 +82,7 @@ def test_a_model_that_sees_reads_text_alone(seeing: Tiny) -> None:
     model = seeing.model()
     trace = trace_of(model, tokens.prompts(sees=False), ROWS)
     expected = padded_logp(seeing.plain(), trace, 0.7, model.suppressed)
-    assert gap(model.logp(trace, 0.7).logp, expected) <= 1e-5 and model.looks == 0
+    assert gap(model.logp(trace, 0.7).logp, expected) <= 1e-5 and model.encoded_images == 0
 
 
 def gradient(logp: torch.Tensor, of: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
@@ -362,13 +362,13 @@ def test_all_segments_at_once(seeing: Tiny, lora: Lora | None, monkeypatch: Any)
     monkeypatch.setattr(transformer, "segments_of", attention.Flat.of)
     model._pays = lambda *_: True
     looks: list[int] = []
-    look = model._look
+    look = model._run_tower
 
     def counted(pixels: Any, grids: Any) -> Any:
         looks.append(len(grids))
         return look(pixels, grids)
 
-    model._look = counted
+    model._run_tower = counted
     found = model.logp(trace, 1.0).logp
     assert looks == [3]
     error = (found - expected).detach().abs()
@@ -435,10 +435,10 @@ def test_the_tower_is_trained_when_asked_for(seeing: Tiny, lora: Lora | None) ->
     found = gradient(model.logp(trace, 1.0).logp, model.policy.trainable)
     in_tower = [g for name, g in found.items() if "visual" in name]
     assert in_tower and max(float(g.abs().max()) for g in in_tower) > 1e-3
-    assert model.looks == 3
+    assert model.encoded_images == 3
     with torch.no_grad():
         model.logp(trace, 1.0)
-    assert model.looks == 6  # its features change with it
+    assert model.encoded_images == 6  # its features change with it
     if lora is None:
         plain = seeing.plain()
         every = dict(plain.named_parameters())
@@ -458,7 +458,7 @@ def test_a_frozen_tower_sees_each_picture_once(seeing: Tiny) -> None:
         model.logp(trace, 1.0, "reference")
         again = replace(trace, prompts=[model.encode(p) for p in seeing.prompts])
         model.logp(again.rows(torch.tensor([3, 1])), 1.0)
-    assert model.looks == 3
+    assert model.encoded_images == 3
 
 
 def test_pictures_seen_longest_ago_are_forgotten() -> None:
@@ -471,7 +471,7 @@ def test_pictures_seen_longest_ago_are_forgotten() -> None:
 
         return seen.features(bytes([number]), look)
 
-    seen = Seen(limit=2 * 16)
+    seen = FeatureCache(limit=2 * 16)
     for number in (1, 2, 1, 3, 1, 2):
         assert see(number)[0] == number
     assert made == [1, 2, 3, 2]
@@ -479,7 +479,7 @@ def test_pictures_seen_longest_ago_are_forgotten() -> None:
 
 def test_a_picture_is_known_by_its_patches_and_their_shape() -> None:
     ids, pixels = torch.zeros(1, dtype=torch.long), torch.zeros(4, 3)
-    seen = Seen()
+    seen = FeatureCache()
 
     def keys(pixels: torch.Tensor, *grid: list[int]) -> list[bytes]:
         return seen.keys(TokenPrompt(ids, ids, pixels, torch.tensor(grid)))

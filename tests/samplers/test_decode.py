@@ -195,7 +195,7 @@ def test_every_prompt_is_read_once_and_every_picture_seen_once(tiny: Tiny) -> No
         model.logp(piece.trace, 0.9, "reference")
     draw(sampler, tiny)
     assert sampler.read == 6
-    assert not tiny.sees or model.looks == 3
+    assert not tiny.sees or model.encoded_images == 3
 
 
 def test_a_prompt_is_kept_no_longer_than_it_is_wanted(of: Any) -> None:

@@ -1,9 +1,8 @@
-"""Attention over sequences that lie one after another, through transformers' own extension point
-for attention functions.
+"""Attention over packed sequences, registered as an attention function of transformers.
 
-transformers' SDPA finds packed sequences by their positions and then masks a dense T × T product:
-it pays for every pair of tokens of different samples. Here every sequence sees itself alone, so
-that packing costs what its sequences cost, and nothing can leak from one to another.
+transformers' SDPA finds packed sequences by their positions and then masks a dense T × T matrix:
+it computes every pair of tokens of different samples. Here every sequence attends to itself only:
+packing costs no more than its sequences, and nothing leaks from one to another.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ def register() -> str:
 
 
 Trees = Sequence[Sequence[int]]
-"""Of prompts one after another, each with replies to it behind it: its length, its replies'."""
+"""Lengths of packed prompts, each followed by the lengths of its responses."""
 
 
 def segments_of(trees: Trees, device: torch.device, dtype: torch.dtype) -> Segments:
-    """Prompts and replies of one pass, as they are best attended to there."""
+    """Prompts and responses of one pass, in the layout that is fastest on this device."""
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         return Flat.of(trees, device, dtype)
     return Groups.of(trees, device)
@@ -45,8 +44,8 @@ def segments_of(trees: Trees, device: torch.device, dtype: torch.dtype) -> Segme
 
 @dataclass(frozen=True)
 class Flat:
-    """Where each segment's queries and keys begin, and which tokens its keys are of: a reply's are
-    its prompt's and its own."""
+    """Where each segment's queries and keys begin, and which tokens its keys are of: a response's
+    are its prompt's and its own."""
 
     queries: Tensor  # (segments + 1,) int32
     keys: Tensor
@@ -63,8 +62,8 @@ class Flat:
             for i, length in enumerate(tree):
                 if not length:
                     continue
-                own = torch.arange(start, start + length)
-                seen = torch.cat([prompt, own]) if i else own
+                response = torch.arange(start, start + length)
+                seen = torch.cat([prompt, response]) if i else response
                 queries.append(queries[-1] + length)
                 keys.append(keys[-1] + len(seen))
                 tokens.append(seen)
@@ -85,12 +84,12 @@ class Flat:
 
 @dataclass(frozen=True)
 class Groups:
-    """Segments of like shape go through one product. Shorter ones are filled up at their ends,
-    where nothing that is causal looks, to less than twice their length."""
+    """Segments of similar shape share one call. Shorter ones are padded at their ends, where causal
+    attention does not look, to less than twice their length."""
 
     shapes: Sequence[tuple[int, int, int]]  # of each group: segments, queries and keys of each
     queries: Tensor  # which token each query of a group is, group after group,
-    keys: Tensor  # and each key: a reply's are its prompt's and its own
+    keys: Tensor  # and each key: a response's are its prompt's and its own
     places: Tensor  # (T,) where among the queries a token is
 
     @staticmethod
@@ -109,11 +108,11 @@ class Groups:
         for (past, _), segments in groups.items():
             new = max(length for _, _, length in segments)
             shapes.append((len(segments), new, past + new))
-            for prompt, own, length in segments:
-                filled = own + torch.arange(new).clamp(max=length - 1)
+            for prompt, begin, length in segments:
+                filled = begin + torch.arange(new).clamp(max=length - 1)
                 queries.append(filled)
                 keys += [prompt + torch.arange(past), filled]
-                places[own : own + length] = before + torch.arange(length)
+                places[begin : begin + length] = before + torch.arange(length)
                 before += new
         index = [torch.cat(queries), torch.cat(keys), places]
         return Groups(shapes, *(i.to(device) for i in index))
@@ -143,9 +142,9 @@ def attend(
     segments: Segments | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each prompt, and of each reply over its prompt and itself; or,
-    without segments, of one new token a row over what the mask leaves of its past. A prompt is
-    passed once, however many replies it has."""
+    """Causal attention within each prompt, and of each response over its prompt and itself;
+    without segments, of one new token per row over its unmasked past. A prompt is passed once,
+    however many responses it has."""
     if segments is None:
         return _one_token(query, key, value, attention_mask, scaling), None
     return segments.attend(query, key, value, scaling), None
@@ -162,7 +161,7 @@ def attend_windows(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Of every token of a picture over its window."""
+    """Of every token of an image over its window."""
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     at, most = cu_seq_lens_q.to(torch.int32), int(max_length_q)
     return _flash(q, k, v, at, at, most, most, False, scaling)[None], None
@@ -182,10 +181,10 @@ def _flash(
     """torch's own flash attention of segments. Causal, the last of a segment's keys belongs to the
     last of its queries."""
     starts = queries, keys, most_queries, most_keys
-    found = torch.ops.aten._flash_attention_forward(
+    outputs = torch.ops.aten._flash_attention_forward(
         query, key, value, *starts, 0.0, causal, False, scale=scaling
     )
-    return found[0]
+    return outputs[0]
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
@@ -208,7 +207,7 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) ->
 def _one_token(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """The heads of a group are so many queries over the same keys, which need not be repeated."""
+    """The heads of a group become queries over the same keys, which need not be repeated."""
     n, heads, length, d = query.shape
     if mask is None or length != 1:
         raise ValueError(

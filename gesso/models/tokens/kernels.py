@@ -1,5 +1,5 @@
-"""Attention of one new token a sequence over its own past, in Triton: every sequence is read as far
-as it goes, not as far as its slot, and the heads that share keys share the reading of them.
+"""Attention of one new token per sequence over its past, in Triton. Each sequence is read up to its
+length, not up to the capacity of its slot, and heads that share keys share the loads of them.
 
     n sequences · H heads · G groups of heads that share keys and values · d head width
 """
@@ -65,7 +65,7 @@ def _one_token(
     values += n * values_n + group * values_g
     top = tl.sum(q.to(tl.float32) * k_new.to(tl.float32)[None, :], 1) * scale
     total = tl.full((ROWS,), 1.0, tl.float32)
-    found = tl.zeros((ROWS, COLUMNS), tl.float32) + v_new.to(tl.float32)[None, :]
+    output = tl.zeros((ROWS, COLUMNS), tl.float32) + v_new.to(tl.float32)[None, :]
     for start in range(0, past, AT_ONCE):
         at = start + tl.arange(0, AT_ONCE)
         seen = (at < past)[:, None] & real[None, :]
@@ -77,10 +77,10 @@ def _one_token(
         share = tl.exp2(score - higher[:, None])
         fade = tl.exp2(top - higher)
         total = total * fade + tl.sum(share, 1)
-        found = found * fade[:, None] + tl.dot(share.to(v.dtype), v, input_precision="ieee")
+        output = output * fade[:, None] + tl.dot(share.to(v.dtype), v, input_precision="ieee")
         top = higher
     tl.store(keys + past * keys_t + columns, k_new.to(keys.dtype.element_ty), real)
     tl.store(values + past * values_t + columns, v_new.to(values.dtype.element_ty), real)
-    found = found / total[:, None]
+    output = output / total[:, None]
     place = out + n * (tl.num_programs(1) * SHARING * WIDTH)
-    tl.store(place + heads[:, None] * WIDTH + columns[None, :], found.to(q.dtype), inside)
+    tl.store(place + heads[:, None] * WIDTH + columns[None, :], output.to(q.dtype), inside)

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from gesso import config
 from gesso.models.tokens import loading
 from gesso.models.tokens.attention import WINDOWS
+from gesso.models.tokens.feature_cache import FeatureCache, images_of
 from gesso.models.tokens.packing import pack
-from gesso.models.tokens.pictures import Seen, pictures_of
 from gesso.models.tokens.transformer import PROJECTIONS, Sequences, TransformerModel, distinct
 from gesso.rollout import TokenPrompt
 from gesso.types import Prompt, UserError
@@ -34,7 +34,7 @@ PROCESSORS = {
     "qwen3_vl": "Qwen3VLProcessor",
 }
 TOWER = "model.visual"
-LOOK_AT_ONCE = 32768
+PATCHES_PER_PASS = 32768
 """Patches of pictures that go through the tower together on a GPU."""
 TEMPLATE_TOKENS = 8
 """Least number of a prompt's tokens that are not image tokens: the chat template's."""
@@ -50,11 +50,11 @@ class VisionLanguage(TransformerModel):
     other = "causal"
 
     def __init__(self, settings: config.TokenModel, seed: int = 0) -> None:
-        self.seen: Seen | None = None if settings.train_vision else Seen()
-        self.looks = 0  # pictures that went through the vision tower
+        self.feature_cache: FeatureCache | None = None if settings.train_vision else FeatureCache()
+        self.encoded_images = 0  # pictures that went through the vision tower
         super().__init__(settings, seed)
         tower = self.module.get_submodule(TOWER)
-        if self.seen is not None:
+        if self.feature_cache is not None:
             for parameter in tower.parameters():
                 parameter.data = parameter.data.to(self.dtype)  # a frozen part needs no float32
 
@@ -73,7 +73,7 @@ class VisionLanguage(TransformerModel):
 
     @property
     def feature_cache_limit(self) -> int:
-        return 0 if self.seen is None else self.seen.limit
+        return 0 if self.feature_cache is None else self.feature_cache.limit
 
     def blank(self, length: int) -> TokenPrompt:
         """One image, as large as the image processor lets it be and as fits, then text."""
@@ -102,13 +102,13 @@ class VisionLanguage(TransformerModel):
 
         kind = getattr(transformers, PROCESSORS[self.module.config.model_type])
         pixels = {"min_pixels": settings.min_pixels, "max_pixels": settings.max_pixels}
-        asked = {name: value for name, value in pixels.items() if value is not None}
+        given = {name: value for name, value in pixels.items() if value is not None}
         with loading.readable(settings.path, "its image processor cannot be read"), loading.quiet():
             self.images = transformers.AutoImageProcessor.from_pretrained(
-                self.source, backend="pil", trust_remote_code=False, **asked
+                self.source, backend="pil", trust_remote_code=False, **given
             )
-            found = kind.get_processor_dict(self.source)[0].get("chat_template")
-        return loading.chat_template(found or self.tokenizer.chat_template, settings.path)
+            template = kind.get_processor_dict(self.source)[0].get("chat_template")
+        return loading.chat_template(template or self.tokenizer.chat_template, settings.path)
 
     def _trained(self, settings: config.TokenModel) -> tuple[list[str], str]:
         if not settings.train_vision:
@@ -118,12 +118,12 @@ class VisionLanguage(TransformerModel):
         return [*PROJECTIONS, *(f"{TOWER}.{name}" for name in linear)], ""
 
     def _suppressed_ids(self) -> set[int]:
-        own = self.module.config
-        places = own.image_token_id, own.video_token_id
+        config = self.module.config
         return super()._suppressed_ids() | {
-            *places,
-            own.vision_start_token_id,
-            own.vision_end_token_id,
+            config.image_token_id,
+            config.video_token_id,
+            config.vision_start_token_id,
+            config.vision_end_token_id,
         }
 
     def encode(self, prompt: Prompt) -> TokenPrompt:
@@ -168,12 +168,12 @@ class VisionLanguage(TransformerModel):
             return None, None
         with _usable(prompt):
             opened = [picture.open() for picture in prompt.images]
-            made = self.images(images=opened, return_tensors="pt")
-        return made["pixel_values"], made["image_grid_thw"]
+            inputs = self.images(images=opened, return_tensors="pt")
+        return inputs["pixel_values"], inputs["image_grid_thw"]
 
     def _positions(self, prompt: TokenPrompt) -> Tensor:
         """In time, height and width. A fourth row, which transformers' own attention needs to tell
-        packed sequences apart, is not needed: ours is told their lengths."""
+        packed sequences apart, is not needed: ours gets their lengths."""
         places, _ = self.module.model.get_rope_index(
             prompt.ids[None], mm_token_type_ids=prompt.kinds[None], image_grid_thw=prompt.grid
         )
@@ -184,16 +184,16 @@ class VisionLanguage(TransformerModel):
 
     def _embed(self, sequences: Sequences) -> dict[str, Any]:
         embeds = self.module.get_input_embeddings()(sequences.ids)[None]  # (1, T, D)
-        self._look_ahead(distinct(sequences.prompts).values())
-        looked = {
+        self._encode_new_images(distinct(sequences.prompts).values())
+        encoded = {
             key: self.features(prompt)
             for key, prompt in distinct(sequences.prompts).items()
             if prompt.grid is not None
         }
-        if not looked:
+        if not encoded:
             return {"inputs_embeds": embeds}
-        found = [looked[id(p)] for p in sequences.prompts if id(p) in looked]
-        features = torch.cat(found, 1).to(self.device, embeds.dtype)  # (1 + deep, places, D)
+        per_prompt = [encoded[id(p)] for p in sequences.prompts if id(p) in encoded]
+        features = torch.cat(per_prompt, 1).to(self.device, embeds.dtype)  # (1 + deep, places, D)
         kinds = []
         for prompt, (_, *after) in zip(sequences.prompts, sequences.lengths, strict=True):
             kinds += [prompt.kinds, torch.zeros(sum(after), dtype=torch.long)]
@@ -203,27 +203,27 @@ class VisionLanguage(TransformerModel):
         return {"inputs_embeds": embeds, **(deep if len(features) > 1 else {})}
 
     def features(self, prompt: TokenPrompt) -> Tensor:
-        """Its pictures' (1 + deep, tokens, D): what goes in their places, and DeepStack's layers.
-        On a CPU pictures go through the tower one by one: together, their last bits would depend on
-        each other, and a resumed run would drift from an undisturbed one."""
+        """Of its images, (1 + deep, tokens, D): their embeddings, and DeepStack's layers.
+        On a CPU images go through the tower one by one: in a batch their last bits would depend on
+        each other, and a resumed run would differ from an uninterrupted one."""
         assert prompt.grid is not None
-        return torch.cat([self._see(prompt, i) for i in range(len(prompt.grid))], 1)
+        return torch.cat([self._image_features(prompt, i) for i in range(len(prompt.grid))], 1)
 
     def tower_features(self, prompt: TokenPrompt) -> list[Tensor]:
         """Of each of its images, in one pass of the tower and without the cache."""
         assert prompt.pixels is not None and prompt.grid is not None
-        return self._look(prompt.pixels, prompt.grid)
+        return self._run_tower(prompt.pixels, prompt.grid)
 
-    def _see(self, prompt: TokenPrompt, i: int) -> Tensor:
-        if self.seen is not None and self.device.type == "meta":
+    def _image_features(self, prompt: TokenPrompt, i: int) -> Tensor:
+        if self.feature_cache is not None and self.device.type == "meta":
             assert prompt.grid is not None
             return self._cached_shape(prompt.grid[i])
-        pixels, grid = pictures_of(prompt)[i]
-        if self.seen is None:
-            return self._look(pixels, grid[None])[0]
-        key = self.seen.keys(prompt)[i]
+        pixels, grid = images_of(prompt)[i]
+        if self.feature_cache is None:
+            return self._run_tower(pixels, grid[None])[0]
+        key = self.feature_cache.keys(prompt)[i]
         with torch.no_grad():
-            return self.seen.features(key, lambda: self._look(pixels, grid[None])[0])
+            return self.feature_cache.features(key, lambda: self._run_tower(pixels, grid[None])[0])
 
     def _cached_shape(self, grid: Tensor) -> Tensor:
         """What the cache would hold of an image: on the meta device it has no content to be found
@@ -234,30 +234,30 @@ class VisionLanguage(TransformerModel):
         return torch.empty(size, dtype=self.dtype, device=self.device)
 
     @torch.no_grad()
-    def _look_ahead(self, prompts: Iterable[TokenPrompt]) -> None:
-        """On a GPU one picture is too little work: those that were not seen yet go through the
-        tower together, and what they came with is of no more weight there than the last bit."""
-        if self.seen is None or not self._pays(None, True):
+    def _encode_new_images(self, prompts: Iterable[TokenPrompt]) -> None:
+        """On a GPU one image is too little work: those that are not cached go through the tower
+        together. Their neighbours change no more than the last bit."""
+        if self.feature_cache is None or not self._pays(None, True):
             return
-        seeing = [prompt for prompt in prompts if prompt.grid is not None]
+        with_images = [prompt for prompt in prompts if prompt.grid is not None]
         with ThreadPoolExecutor() as pool:
-            keys = pool.map(self.seen.keys, seeing)
+            keys = pool.map(self.feature_cache.keys, with_images)
         new = {
-            key: picture
-            for prompt, its in zip(seeing, keys, strict=True)
-            for key, picture in zip(its, pictures_of(prompt), strict=True)
-            if key not in self.seen
+            key: image
+            for prompt, image_keys in zip(with_images, keys, strict=True)
+            for key, image in zip(image_keys, images_of(prompt), strict=True)
+            if key not in self.feature_cache
         }
-        for part in pack([len(pixels) for pixels, _ in new.values()], LOOK_AT_ONCE):
+        for part in pack([len(pixels) for pixels, _ in new.values()], PATCHES_PER_PASS):
             some = [list(new)[i] for i in part]
             pixels, grids = zip(*(new[key] for key in some), strict=True)
-            found = self._look(torch.cat(pixels), torch.stack(grids))
-            for key, features in zip(some, found, strict=True):
-                self.seen.keep(key, features)
+            encoded = self._run_tower(torch.cat(pixels), torch.stack(grids))
+            for key, features in zip(some, encoded, strict=True):
+                self.feature_cache.add(key, features)
 
-    def _look(self, pixels: Tensor, grids: Tensor) -> list[Tensor]:
-        """Of every picture, (1 + deep, tokens, D)."""
-        self.looks += len(grids)
+    def _run_tower(self, pixels: Tensor, grids: Tensor) -> list[Tensor]:
+        """Of every image, (1 + deep, tokens, D)."""
+        self.encoded_images += len(grids)
         # transformers computes with the numbers in a grid, and the meta device has none.
         sizes = grids if self.device.type == "meta" else grids.to(self.device)
         with self._all_windows_at_once():
@@ -272,16 +272,16 @@ class VisionLanguage(TransformerModel):
 
     @contextmanager
     def _all_windows_at_once(self) -> Iterator[None]:
-        """For the length of a look only: by its name transformers would search it on the hub when
-        a model is made."""
-        own = self.module.get_submodule(TOWER).config
-        before = own._attn_implementation
+        """Within a pass of the tower only: when a model is constructed, transformers would search
+        this name on the hub."""
+        config = self.module.get_submodule(TOWER).config
+        before = config._attn_implementation
         try:
             if self._pays(None, True):
-                own._attn_implementation = WINDOWS
+                config._attn_implementation = WINDOWS
             yield
         finally:
-            own._attn_implementation = before
+            config._attn_implementation = before
 
 
 @contextmanager

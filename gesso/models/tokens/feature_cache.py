@@ -1,0 +1,59 @@
+"""Features of a frozen vision tower, cached so that it encodes each image once."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from gesso.rollout import TokenPrompt
+
+
+class FeatureCache:
+    """Features by an image's content, on the CPU up to `limit` bytes; the least recently used go
+    first. Sampling, old, reference and update passes share them."""
+
+    def __init__(self, limit: int = 4 * 2**30) -> None:
+        self.limit = limit
+        self._bytes = 0
+        self._features: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._keys = WeakTensorKeyDictionary()  # a prompt's pixels → keys of its images
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._features
+
+    def features(self, key: bytes, encode: Callable[[], Tensor]) -> Tensor:
+        if key not in self._features:
+            self.add(key, encode())
+        self._features.move_to_end(key)
+        return self._features[key]
+
+    def add(self, key: bytes, features: Tensor) -> None:
+        self._features[key] = features.cpu()
+        self._bytes += self._features[key].nbytes
+        while self._bytes > self.limit and len(self._features) > 1:
+            self._bytes -= self._features.popitem(last=False)[1].nbytes
+
+    def keys(self, prompt: TokenPrompt) -> list[bytes]:
+        """Of its images. Hashing reads megabytes, so it is done once per prompt."""
+        if prompt.pixels not in self._keys:
+            images = images_of(prompt)
+            self._keys[prompt.pixels] = [_digest(pixels, grid) for pixels, grid in images]
+        return self._keys[prompt.pixels]
+
+
+def images_of(prompt: TokenPrompt) -> list[tuple[Tensor, Tensor]]:
+    """Patches (P, values) and grid (3,) of each."""
+    assert prompt.pixels is not None and prompt.grid is not None
+    patches = prompt.pixels.split(prompt.grid.prod(-1).tolist())
+    return list(zip(patches, prompt.grid, strict=True))
+
+
+def _digest(pixels: Tensor, grid: Tensor) -> bytes:
+    """Of an image as the image processor left it; the same patches in another shape differ."""
+    digest = hashlib.blake2b(str(grid.tolist()).encode(), digest_size=16)
+    digest.update(pixels.contiguous().numpy().data)
+    return digest.digest()
