@@ -281,7 +281,7 @@ def test_the_front_matter_names_a_base_of_the_hub(tmp_path: Path) -> None:
     import yaml
 
     recipe = build.recipe("sd35-ocr")
-    facts = card.Facts(Trained(ModelSource("run", recipe), None), tmp_path, False, [], {}, {})
+    facts = card.CardFacts(Trained(ModelSource("run", recipe), None), tmp_path, False, [], {}, {})
     told = yaml.safe_load(card._front(facts).strip("-"))
     assert told["base_model"] == recipe.model.path == "stabilityai/stable-diffusion-3.5-medium"
     assert told["base_model_relation"] == "adapter" and "license" not in told
