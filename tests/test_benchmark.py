@@ -272,7 +272,7 @@ def test_growth_is_measured_at_the_sizes_it_tells(
     line = growth.Line("demo-vlm", "", (3, 5), 3, {"group": 2}, "max_tokens")
     points = growth.measured(line)
     assert drawn == [(6, 18), (6, 18), (6, 30), (6, 30)]  # no reply ends early
-    assert loaded == [1, 2, 3, 4]
+    assert loaded == [0, 1, 2, 0, 3, 4]  # 0: what each size begins with
     assert 0 < min(points["seconds"]) <= max(points["seconds"]) < 60 < points["mb"][0] < 24_000
     growth.draw({"tokens": points}, tmp_path / "growth.png")
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")

@@ -71,7 +71,7 @@ def test_check_warns_of_a_clip_under_the_noise_floor(recipe: Recipe) -> None:
     from gesso import build
     from gesso.check import Findings, _ratio
 
-    job = SimpleNamespace(algorithm=build.algorithm(recipe))  # clip .2
+    job = SimpleNamespace(recipe=recipe, algorithm=build.algorithm(recipe))  # clip .2
     for gap, warnings in ((1e-3, 0), (0.5, 1)):
         found = Findings()
         _ratio(job, gap, found)  # type: ignore[arg-type]

@@ -342,7 +342,7 @@ def test_a_refill_is_of_its_step_and_attempt_alone(text: Tiny) -> None:
     def drawn(
         step: int, attempt: int, groups: int = 2, of: Any = job
     ) -> list[tuple[str, int, str]]:
-        found, _ = of.cluster.refill(step, attempt, groups).result()
+        found, _ = of.cluster.draw_refill(step, attempt, groups).result()
         assert found.group.tolist() == [g for g in range(groups) for _ in range(4)]
         return [(s.prompt.text, s.seed, s.reply) for s in found.samples]
 

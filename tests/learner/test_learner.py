@@ -165,7 +165,7 @@ def test_no_step_while_a_sampler_is_half_way(folding_data: dict) -> None:
         [Prompt("a")], [0, 0], [1, 2], algorithm.spec(0, 0, SIZE)
     )
     next(pieces)
-    with pytest.raises(AssertionError, match="midway"):
+    with pytest.raises(AssertionError, match="in the middle of a batch"):
         learner.update(rollout, 0)
     assert len(list(pieces)) == 1
     learner.update(rollout, 0)

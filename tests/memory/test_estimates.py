@@ -91,7 +91,7 @@ def test_drawing_in_one_pass_counts_the_way_back() -> None:
 def test_check_says_what_it_takes(capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["check", "demo", "--memory"]) == 0
     out = capsys.readouterr().out
-    assert "memory   about 462 MB at the peak" in out
+    assert "memory   about 461 MB at the peak" in out
     assert "a reference, old or averaged policy is a copy of 14 MB each" in out
 
 

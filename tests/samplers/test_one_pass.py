@@ -225,7 +225,7 @@ def test_nothing_is_left_behind(data: dict) -> None:
     rollout = rollout_of(model, algorithm)
     assert all(layer.per_sample_adapter is None for layer in policy.folding.layers.values())
     assert all(p.grad is None for p in policy.trainable.values())
-    with pytest.raises(AssertionError, match="only folded adapters"), policy.per_sample_grads(2):
+    with pytest.raises(AssertionError, match="need folded adapters"), policy.per_sample_grads(2):
         raise NotImplementedError
     assert rollout.aged().flow_trace.per_sample_grads is None
     found = gradients(learner, replace(rollout, trace=replace(rollout.flow_trace, negatives=None)))

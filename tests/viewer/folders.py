@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image
 
-from gesso.rollout import FlowTrace, Rollout
+from gesso.cluster.protocol import Batch
 from gesso.track import groups
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Sample, Score
@@ -53,20 +52,13 @@ def evaluate(run: RunFolder, step: int, prompts: list[str], shade: int = 100) ->
     run.save_samples(step, samples, scores)
 
 
-def batch(run: RunFolder, step: int, credit: list[float], keep: int = 4) -> None:
+def batch(run: RunFolder, step: int, advantages: list[float], keep: int = 4) -> None:
     """Groups of two, of a training step."""
-    samples = [Sample(Prompt(f"prompt {i // 2}"), picture(10 * i), i) for i in range(len(credit))]
-    scores = [Score(value=abs(c), parts={"ocr": abs(c)}) for c in credit]
-    rollout = Rollout(
-        samples,
-        torch.arange(len(credit)) // 2,
-        object.__new__(FlowTrace),  # not looked at
-        torch.zeros(len(credit), 1),
-        0,
-        scores,
-        {"ocr": 1.0},
-    )
-    groups.save(run.path, step, rollout, torch.tensor(credit), keep)
+    rows = range(len(advantages))
+    samples = [Sample(Prompt(f"prompt {i // 2}"), picture(10 * i), i) for i in rows]
+    scores = [Score(value=abs(a), parts={"ocr": abs(a)}) for a in advantages]
+    drawn = Batch(step - 1, 0, samples, scores, [i // 2 for i in rows], metrics={}, notes=[])
+    groups.save(run.path, step, drawn, advantages, keep)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
