@@ -87,7 +87,7 @@ class Gesso:
     """The classes of the project, unchanged."""
 
     def __init__(self, job: Assembled) -> None:
-        self.job, self.start = job, {n: t.clone() for n, t in job.learner.weights().items()}
+        self.job, self.start = job, {n: t.clone() for n, t in job.learner.policy.tensors().items()}
         assert isinstance(job.model, SD3)
         self.clock = clock(job.model.pipe)
         unscored = cast(RewardService, Unscored())

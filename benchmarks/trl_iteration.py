@@ -88,7 +88,7 @@ class Gesso:
     def __init__(self, job: Assembled) -> None:
         assert isinstance(job.model, TransformerModel)
         self.job, self.model = job, job.model
-        self.start = {name: t.clone() for name, t in job.learner.weights().items()}
+        self.start = {name: t.clone() for name, t in job.learner.policy.tensors().items()}
         self.written = self.model.suppressed  # ids that no reply holds, by default
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.model.logp = self._timed(self.model.logp)  # type: ignore[method-assign]

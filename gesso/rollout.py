@@ -53,7 +53,9 @@ class Conditioning:
         import torch
 
         length = max(row.embeds.shape[1] for row in rows)
-        columns = zip(*(row._padded(length)._tensors for row in rows), strict=True)
+        columns = list(zip(*(row._padded(length)._tensors for row in rows), strict=True))
+        for column in columns:
+            assert len({tensor is None for tensor in column}) == 1, "some prompts lack a tensor"
         return Conditioning(*(None if c[0] is None else torch.cat(c) for c in columns))
 
     def _padded(self, length: int) -> Conditioning:

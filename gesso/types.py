@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 if TYPE_CHECKING:
     import numpy as np
@@ -187,6 +187,8 @@ class OnePass:
 @dataclass(frozen=True)
 class SampleSpec:
     """How a batch is drawn. Steps in `stochastic` follow `rule`, the others the ODE `solver`."""
+
+    max_tokens: ClassVar[None] = None  # images have none
 
     steps: int
     height: int

@@ -117,7 +117,7 @@ def test_a_recipe_the_plain_side_cannot_do_is_refused(
     data = job.recipe.model_dump() | {"algorithm": guided.model_dump()}
     other = build.recipe_from(data)
     with pytest.raises(UserError, match="guidance"):
-        benchmark.Plain(Assembled(**(vars(job) | {"recipe": other})), job.learner.weights())
+        benchmark.Plain(Assembled(**(vars(job) | {"recipe": other})), job.learner.policy.tensors())
 
 
 SMALL = ("data.groups=2", "algorithm.group=2", "algorithm.max_tokens=6", "sampler.batch=4")
@@ -138,7 +138,7 @@ def test_our_side_runs_without_trl(against_trl: ModuleType, replies: Assembled) 
         *parts, total = (phases[phase] for phase in against_trl.PHASES)
         assert sum(parts) == pytest.approx(total) and phases["log-probs"] == 0
     ours.prepare("ragged")
-    weights = replies.learner.weights()
+    weights = replies.learner.policy.tensors()
     assert all(torch.equal(weights[name], start) for name, start in ours.start.items())
     assert ours.model.suppressed.tolist() == ours.written.tolist()
 

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from gesso import build
 from gesso.algorithms.base import Prepared
 from gesso.algorithms.diffusion_nft import NoisedTerms
-from gesso.rollout import FlowTrace, TokenPrompt, TokenTrace
+from gesso.rollout import Conditioning, FlowTrace, Rollout, TokenPrompt, TokenTrace
 from gesso.samplers.denoise import DenoisingSampler
-from gesso.types import Prompt
+from gesso.types import Prompt, Score
 from tests.conftest import PROMPTS
 from tests.rollouts import SIZE, parts_of, rollout_of
 from tests.typed import sure
 
 
-def test_pieces_of_two_samplers_keep_their_own_conditioning(recipe_data: dict) -> None:
+@pytest.mark.parametrize("gradient", ["both", "conditional"])
+def test_pieces_of_two_samplers_keep_their_own_conditioning(
+    recipe_data: dict, gradient: str
+) -> None:
     """Each sampler knows its own prompts only; replay gives the log-probs that each of them saw."""
-    recipe_data["algorithm"] |= {"guidance": 3.0}
-    model, algorithm, _ = parts_of(build.recipe_from(recipe_data))
+    recipe_data["algorithm"] |= {"guidance": 3.0, "guidance_gradient": gradient}
+    recipe = build.recipe_from(recipe_data)
+    model, algorithm, learner = parts_of(recipe)
     spec = algorithm.spec(0, 0, SIZE)
     prompts = [Prompt(text) for text in PROMPTS]
     pieces = [
@@ -38,6 +43,18 @@ def test_pieces_of_two_samplers_keep_their_own_conditioning(recipe_data: dict) -
         assert mine is not None and expected is not None
         assert torch.equal(mine.rows(joined.row).embeds, expected.rows(whole.trace.row).embeds)
     torch.testing.assert_close(joined.clean, whole.trace.clean)  # other batches round otherwise
+    assert (joined.negatives is not None) == (gradient == "conditional")
+    rollout = Rollout(
+        samples=[sample for piece in pieces for sample in piece.samples],
+        group=torch.tensor([0, 0, 0]),
+        trace=joined,
+        logp=torch.cat([piece.logp for piece in pieces]),
+        version=0,
+        scores=[Score(float(i)) for i in range(3)],
+        weights={"made-up": 1.0},
+    )
+    metrics = learner.update(rollout, 0).metrics
+    assert metrics["update/first_abs_dlogp_max"] < 1e-4
 
 
 def test_pieces_of_one_call_share_their_context(recipe_data: dict) -> None:
@@ -45,6 +62,14 @@ def test_pieces_of_one_call_share_their_context(recipe_data: dict) -> None:
     trace = rollout_of(model, algorithm).flow_trace
     halves = [trace.rows(torch.arange(3)), trace.rows(torch.arange(3, 6))]
     assert FlowTrace.concat(halves).context is trace.context
+
+
+def test_conditioning_that_only_some_prompts_have_is_an_error() -> None:
+    embeds, mask = torch.zeros(1, 2, 3), torch.ones(1, 2, dtype=torch.bool)
+    for rows in ([Conditioning(embeds), Conditioning(embeds, mask=mask)],) * 2:
+        with pytest.raises(AssertionError, match="some prompts lack a tensor"):
+            Conditioning.stack(rows)
+        rows.reverse()
 
 
 def piece_of(prompts: list[TokenPrompt], row: list[int], length: int) -> TokenTrace:

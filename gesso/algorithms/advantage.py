@@ -22,6 +22,11 @@ class Advantage(Strict):
     clip: float = Field(5.0, gt=0)
     drop_flat: bool = False  # drop samples whose advantage is 0, from the denominator, too
 
+    @property
+    def compares(self) -> bool:
+        """Whether a sample is compared with the others of its prompt."""
+        return True
+
     def __call__(self, rollout: Rollout) -> Tensor:
         """(N,) float64, within ± clip."""
         if self.combine == "gdpo":

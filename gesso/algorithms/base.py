@@ -66,7 +66,11 @@ class TermLosses:
     stats: Mapping[str, Tensor]  # flat, without gradient: one value per term or token
 
 
-class Advantage(Protocol):
+class AdvantageEstimator(Protocol):
+    @property
+    def compares(self) -> bool:
+        """Whether a sample is compared with the others of its prompt."""
+
     @property
     def drop_flat(self) -> bool:
         """Whether groups without spread are dropped."""
@@ -98,7 +102,7 @@ class Algorithm(Protocol):
         """Further batches that may be sampled to replace groups without spread."""
 
     @property
-    def advantage(self) -> Advantage: ...
+    def advantage(self) -> AdvantageEstimator: ...
 
     @property
     def needs(self) -> frozenset[Which]:

@@ -48,6 +48,11 @@ class Credit(Strict):
             raise ValueError('gamma discounts from token to token; it needs per = "token"')
         return self
 
+    @property
+    def compares(self) -> bool:
+        """Whether a response is compared with the others to its prompt."""
+        return self.baseline in ("mean", "others")
+
     def __call__(self, rollout: Rollout, penalty: Tensor | None = None) -> Tensor:
         """(N, S) float64, 0 outside the responses. penalty: (N, S) β·KL of each token."""
         mask = rollout.mask

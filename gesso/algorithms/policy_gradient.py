@@ -19,7 +19,7 @@ from gesso.algorithms.credit import Credit
 from gesso.config import Strict
 from gesso.formulas import kl, objectives
 from gesso.formulas.aggregation import Mode, token_weights
-from gesso.models.tokens.base import Critic, TokenModel
+from gesso.models.tokens.base import TokenModel, ValueFunction
 from gesso.models.tokens.packing import pack_responses
 from gesso.rollout import Rollout, TokenTrace
 from gesso.types import ResponseSpec, Which
@@ -179,7 +179,7 @@ class PolicyGradient(Strict):
         return self.surrogate.range
 
     @property
-    def critic_network(self) -> Critic | None:
+    def critic_network(self) -> ValueFunction | None:
         """What estimates values, where there is one."""
         return None
 

@@ -14,7 +14,7 @@ from gesso.algorithms.policy_gradient import PolicyGradient, ResponseTerms, batc
 from gesso.config import Strict
 from gesso.formulas import advantages as adv
 from gesso.formulas import objectives
-from gesso.models.tokens.base import Critic, TokenModel
+from gesso.models.tokens.base import TokenModel, ValueFunction
 from gesso.rollout import Rollout
 
 
@@ -33,16 +33,16 @@ class PPO(PolicyGradient):
     advantage: Credit = Credit(baseline="zero", std="one", per="token", whiten=True)
     lam: float = Field(0.95, ge=0, le=1)
     critic: CriticSection = CriticSection()
-    _critic: Critic | None = PrivateAttr(None)
+    _critic: ValueFunction | None = PrivateAttr(None)
 
-    def with_critic(self, critic: Critic) -> PPO:
+    def with_critic(self, critic: ValueFunction) -> PPO:
         """The same algorithm, with the values of this critic."""
         copy = self.model_copy()
         copy._critic = critic
         return copy
 
     @property
-    def critic_network(self) -> Critic | None:
+    def critic_network(self) -> ValueFunction | None:
         return self._critic
 
     @model_validator(mode="after")

@@ -66,6 +66,7 @@ class Local:
         self.progress = progress
         self._queue: deque[LocalBatch] = deque()  # to be drawn, in order
         self._rollouts: dict[int, Rollout] = {}  # collected and not yet learned from, by step
+        self._changed = False  # whether the weights are newer than the last publication
         self._reward_weights = {entry.label: entry.weight for entry in recipe.reward}
         self.publish(0)
 
@@ -123,6 +124,8 @@ class Local:
 
     def _draw(self, request: Request) -> PendingSamples:
         """With the weights published last, or not at all."""
+        if self._changed:
+            raise StopRun("the weights have changed since they were last published to the sampler")
         if request.spec.weights not in self._published.copies:
             raise StopRun(f'the weights "{request.spec.weights}" were not published to the sampler')
         self.sampler.weights.verify(self._published)
@@ -199,6 +202,7 @@ class Local:
 
     def update(self, batch: Batch, step: int) -> Update:
         self.draw_queued()  # with the weights of before
+        self._changed = True
         update = self.learner.update(self._rollouts.pop(batch.step), step)
         update.metrics["cached"] = self.rewards.new_hits()
         update.metrics["memory/gb"] = peak_memory(self.sampler.model.device)
@@ -209,6 +213,7 @@ class Local:
         self._published: Publication = publish(self.learner.policy, self._drawn_with(), version)
         self.sampler.accept(self._published)
         self.sampler.weights.verify(self._published)
+        self._changed = False
 
     def _drawn_with(self) -> set[Which]:
         """The copies of the weights that batches and evaluations are drawn with."""
@@ -228,6 +233,7 @@ class Local:
         write_tensors(folder, self.learner.state())
 
     def restore(self, folder: Path) -> None:
+        self._changed = True
         self.learner.restore(read_tensors(folder))
 
     def close(self) -> None:

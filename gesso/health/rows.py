@@ -47,11 +47,8 @@ class Facts:
     def of(recipe: Recipe, algorithm: Algorithm, held_out: int) -> Facts:
         """Watches the total, every reward with a weight of at least 0 (0: only
         monitored), and its share of exact answers. Other details of a reward need not rise."""
-        from gesso.algorithms.policy_gradient import PolicyGradient
-
         entries = recipe.eval_reward or recipe.reward
         parts = [f"eval/{entry.label}" for entry in entries if entry.weight >= 0]
-        lm_algorithm = algorithm if isinstance(algorithm, PolicyGradient) else None
         return Facts(
             algorithm.clip_range,
             algorithm.updates * algorithm.epochs,
@@ -59,9 +56,9 @@ class Facts:
             held_out,
             watched=("eval/reward", *parts, *(f"{part}/exact" for part in parts)),
             separate_eval=bool(recipe.eval_reward),
-            compares=lm_algorithm is None or lm_algorithm.advantage.baseline in ("mean", "others"),
+            compares=algorithm.advantage.compares,
             groups=recipe.data.groups,
-            max_tokens=lm_algorithm.max_tokens if lm_algorithm else None,
+            max_tokens=algorithm.spec(0, 0, recipe.model).max_tokens,
         )
 
 

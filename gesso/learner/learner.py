@@ -23,7 +23,7 @@ from gesso.formulas import advantages as adv
 from gesso.formulas import averages
 from gesso.rollout import Rollout
 from gesso.track.progress import SILENT, Progress
-from gesso.types import Weights, seed_of
+from gesso.types import seed_of
 from gesso.weights.copies import differences
 from gesso.weights.policy import Policy
 
@@ -89,9 +89,6 @@ class Learner:
             self.policy.snapshot(copy)
         if settings.ema:
             self.policy.snapshot("ema")
-
-    def weights(self) -> Weights:
-        return self.policy.tensors("current")
 
     def update(self, rollout: Rollout, step: int) -> Update:
         """All optimizer steps of iteration `step` (from 0). Every sample must have a score."""
@@ -183,7 +180,7 @@ class Learner:
         ema = self.settings.ema
         if ema and self.optimizer_steps % ema.every == 0:
             decay = averages.ema_decay(self.optimizer_steps, ema.decay)
-            averages.blend_(self.policy.copies["ema"], self.weights(), decay)
+            averages.blend_(self.policy.copies["ema"], self.policy.tensors(), decay)
 
     def state(self) -> dict[str, Tensor]:
         """Everything that an exact resume needs, as flat names → tensors."""

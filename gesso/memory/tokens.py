@@ -44,7 +44,7 @@ def load(model: TransformerModel, algorithm: Algorithm, recipe: Recipe) -> Load:
     autocast = _autocast(models)
     return Load(
         networks=_networks(model, trunk, small),
-        stored=_stored(model, algorithm, recipe),
+        stored=_stored(algorithm, recipe),
         tensors=tensors_of(m.module for m in models),
         update=autocast(_update(model, algorithm, recipe)),
         works={name: autocast(work) for name, work in _works(model, algorithm, recipe)},
@@ -98,7 +98,7 @@ def _networks(
     return {"language model": whole - tower, "vision tower": tower, "critic": critic}
 
 
-def _stored(model: TransformerModel, algorithm: PolicyGradient, recipe: Recipe) -> int:
+def _stored(algorithm: PolicyGradient, recipe: Recipe) -> int:
     tokens = recipe.data.groups * algorithm.group * algorithm.max_tokens
     of_kl = STORED_OF_KL if algorithm.kl else 0
     return tokens * (STORED + of_kl + (STORED_OF_CRITIC if algorithm.critic_network else 0))

@@ -53,15 +53,14 @@ class VllmSampler:
         self.batch = settings.batch
         self.weights = HeldWeights(model.policy)
         self.sleeps = model.device.type == "cuda"
-        self.loaded: Which | None = None  # the engine's weights; None: outdated or none
+        self.loaded: tuple[int, Which] | None = None  # version and copy that the engine holds
         self.engine = _start(model, settings, longest, seed)
         if self.sleeps:
             self._sleep()
 
     def accept(self, publication: Publication) -> None:
-        """The engine takes them from the module with the next call."""
+        """The engine takes them from the module with the next call: it holds another version."""
         self.weights.accept(publication)
-        self.loaded = None
 
     def sample(
         self,
@@ -107,10 +106,10 @@ class VllmSampler:
         if self.sleeps:
             torch.cuda.empty_cache()  # torch still reserves what the learner freed
             self.engine.wake_up(tags=["weights"])
-        if self.loaded != which:
+        if self.loaded != (self.weights.version, which):
             weights = self.model.policy.plain(which)
             self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-            self.loaded = which
+            self.loaded = self.weights.version, which
         if self.sleeps:
             self.engine.wake_up(tags=["kv_cache"])
         self.engine.reset_prefix_cache()

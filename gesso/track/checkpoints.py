@@ -78,6 +78,8 @@ class Checkpoints:
             self._rename(temporary, self.path(step))
         except Exception as error:  # safetensors wraps a full disk in its own error type
             shutil.rmtree(temporary, ignore_errors=True)
+            if out_of_memory(error):
+                raise
             steps = self.steps()
             raise StopRun(
                 f"could not save the checkpoint of step {step} in {self.folder}: {error}; "

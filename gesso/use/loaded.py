@@ -57,6 +57,11 @@ class LoadedModel:
         return families.of(self.recipe)
 
     @property
+    def writes(self) -> bool:
+        """Whether it is a language model."""
+        return self.gives_text
+
+    @property
     def gives_text(self) -> bool:
         """Whether its samples are texts; else they are images."""
         return self.recipe.model.output == "text"

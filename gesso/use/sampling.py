@@ -200,11 +200,11 @@ def report(
                 lines += [*head, sample.reply, *([scored.strip()] if scored else [])]
             else:
                 lines.append(f"{files[key]}{scored}")
-            rows.append(_row(drawn, i, j, sample, score) | _where(drawn, files.get(key), sample))
+            rows.append(_row(drawn, j, sample, score) | _where(drawn, files.get(key), sample))
     return "\n".join(lines), {"samples": rows}
 
 
-def _row(drawn: Drawn, i: int, j: int, sample: Sample, score: Score | None) -> dict[str, Any]:
+def _row(drawn: Drawn, j: int, sample: Sample, score: Score | None) -> dict[str, Any]:
     row = {
         "model": drawn.source.name,
         "prompt": sample.prompt.text,

@@ -339,11 +339,11 @@ def test_a_batch_without_any_spread_teaches_nothing_and_breaks_nothing(
 ) -> None:
     data = with_algorithm(recipe_data, name, advantage={"drop_flat": True})
     model, algorithm, learner = parts_of(build.recipe_from(data))
-    before = {n: t.clone() for n, t in learner.weights().items()}
+    before = {n: t.clone() for n, t in learner.policy.tensors().items()}
     rollout = flat(rollout_of(model, algorithm), [0.5] * 6)
     metrics = learner.update(rollout, 0).metrics
     assert metrics["advantage/used"] == 0 and metrics["update/grad_norm"] == 0
-    assert all(tensor.equal(before[n]) for n, tensor in learner.weights().items())
+    assert all(tensor.equal(before[n]) for n, tensor in learner.policy.tensors().items())
     assert learner.optimizer_steps == 0
 
 

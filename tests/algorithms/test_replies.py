@@ -335,13 +335,13 @@ def test_passes_and_updates(text: Tiny, monkeypatch: pytest.MonkeyPatch) -> None
     options = {"name": "grpo", "updates": 3, "epochs": 2}
     parts = parts_of(text, options)
     rollout = rollout_of(parts.model, text.prompts)
-    before = {n: w.clone() for n, w in parts.learner.weights().items()}
+    before = {n: w.clone() for n, w in parts.learner.policy.tensors().items()}
     parts.learner.update(rollout, 4)
     assert parts.learner.optimizer_steps == 6 and [len(u) for u in used] == [3] * 6
     passes = [list(chain(*used[:3])), list(chain(*used[3:]))]
     assert all(sorted(p) == list(range(9)) for p in passes)
     assert passes[0] != passes[1] and passes[0] != list(range(9))
-    assert any(not torch.equal(w, before[n]) for n, w in parts.learner.weights().items())
+    assert any(not torch.equal(w, before[n]) for n, w in parts.learner.policy.tensors().items())
     first = list(used)
     used.clear()
     parts_of(text, options).learner.update(rollout, 4)

@@ -13,6 +13,7 @@ import torch
 from gesso import build, run
 from gesso.cluster.local import Local
 from gesso.cluster.protocol import Batch
+from gesso.config import Recipe
 from gesso.learner.learner import Update
 from gesso.samplers.denoise import DenoisingSampler
 from gesso.track.displays import display
@@ -49,13 +50,17 @@ class Apart(DenoisingSampler):
         super().__init__(drawing(build.model(recipe)), recipe.sampler.batch)
 
 
-def train_apart(data: dict, folder: Path, sampler: type[Apart] = Apart) -> RunFolder:
-    recipe = build.recipe_from(data)
+def apart(recipe: Recipe, sampler: type[Apart] = Apart) -> run.Assembled:
     job = run.assemble(recipe)
     cluster = job.cluster
     parts = (recipe, job.learner, sampler(recipe), cluster.rewards, cluster.stream)
-    job = dataclasses.replace(job, cluster=Local(*parts))
-    return run._run(job, RunFolder.create(folder, recipe.model_dump()), display(quiet=True))
+    return dataclasses.replace(job, cluster=Local(*parts))
+
+
+def train_apart(data: dict, folder: Path, sampler: type[Apart] = Apart) -> RunFolder:
+    recipe = build.recipe_from(data)
+    folder_of_run = RunFolder.create(folder, recipe.model_dump())
+    return run._run(apart(recipe, sampler), folder_of_run, display(quiet=True))
 
 
 @pytest.mark.parametrize("lag", [0, 1])
@@ -68,6 +73,39 @@ def test_a_sampler_apart_trains_the_same_run(nft_data: dict, tmp_path: Path, lag
     expected, state = final_state(together.path), final_state(apart.path)
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[name], expected[name]) for name in state)
+
+
+def test_a_resumed_run_publishes_what_it_restored(nft_data: dict, tmp_path: Path) -> None:
+    whole = train_apart(nft_data, tmp_path / "whole")
+    train_apart(nft_data | {"steps": 2}, tmp_path / "run")
+    recipe = build.recipe_from(nft_data)
+    again = run._run(apart(recipe), RunFolder.open(tmp_path / "run"), display(quiet=True))
+    assert comparable(again.rows())[-1] == comparable(whole.rows())[-1]
+    expected, state = final_state(whole.path), final_state(again.path)
+    assert all(torch.equal(state[name], expected[name]) for name in expected)
+
+
+def test_weights_that_change_after_they_were_published_stop_the_run(nft_data: dict) -> None:
+    job = apart(build.recipe_from(nft_data))
+    try:
+        job.cluster.collect(0).result()
+        pending = job.cluster.collect(1)
+        copies = sure(Policy, job.cluster.sampler.model.policy).copies
+        next(iter(copies["old"].values())).mul_(1.01)
+        with pytest.raises(StopRun, match="weights are not version 0"):
+            pending.result()
+    finally:
+        job.close()
+
+
+def test_nothing_is_drawn_between_an_update_and_its_publication(job: Any) -> None:
+    job.cluster.update(job.cluster.collect(0).result(), 0)
+    with pytest.raises(StopRun, match="have changed since they were last published"):
+        job.cluster.collect(1).result()
+    with pytest.raises(StopRun, match="have changed since they were last published"):
+        job.cluster.evaluate(job.eval_prompts, "current")
+    job.cluster.publish(1)
+    assert job.cluster.collect(2).result().version == 1
 
 
 class Stale(Apart):

@@ -277,9 +277,9 @@ def test_nft_old_policy_follows_its_schedule(recipe_data: dict) -> None:
     for step, (taken, decay) in enumerate([(1, 0.001), (2, 0.002), (3, 0.003), (400, 0.4)]):
         learner.optimizer_steps = taken - 1  # counted in optimizer steps, as in the authors' code
         learner.update(rollout_of(model, algorithm, step), step)
-        old = decay * old + (1 - decay) * learner.weights()[name]
+        old = decay * old + (1 - decay) * learner.policy.tensors()[name]
         torch.testing.assert_close(learner.policy.copies["old"][name], old)
-        assert not torch.equal(old, learner.weights()[name])
+        assert not torch.equal(old, learner.policy.tensors()[name])
 
 
 def test_nft_old_policy_counts_every_update_of_an_iteration(recipe_data: dict) -> None:
@@ -288,7 +288,7 @@ def test_nft_old_policy_counts_every_update_of_an_iteration(recipe_data: dict) -
     name = next(iter(learner.policy.trainable))
     before = learner.policy.copies["old"][name].clone()
     learner.update(rollout_of(model, algorithm), 0)
-    expected = 0.003 * before + 0.997 * learner.weights()[name]
+    expected = 0.003 * before + 0.997 * learner.policy.tensors()[name]
     torch.testing.assert_close(learner.policy.copies["old"][name], expected)
 
 
@@ -298,13 +298,13 @@ def test_ema_counts_optimizer_steps_not_micro_batches(recipe_data: dict) -> None
         recipe_data["learner"] = {"micro_batch": size, "ema": {"decay": 0.9, "every": 2}}
         recipe_data["algorithm"] |= {"updates": 2}
         model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
-        start = {n: w.clone() for n, w in learner.weights().items()}
+        start = {n: w.clone() for n, w in learner.policy.tensors().items()}
         learner.update(rollout_of(model, algorithm), 0)
         assert learner.optimizer_steps == 2
         averages.append(learner.policy.copies["ema"])
         decay = 3 / 12  # (1 + 2) / (10 + 2)
         for name, value in learner.policy.copies["ema"].items():
-            expected = decay * start[name] + (1 - decay) * learner.weights()[name]
+            expected = decay * start[name] + (1 - decay) * learner.policy.tensors()[name]
             torch.testing.assert_close(value, expected)
 
 
@@ -316,9 +316,9 @@ def test_warmup_and_learning_rate_zero(recipe_data: dict) -> None:
     assert rates == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 1e-3])
     recipe_data["optimizer"] = {"lr": 0.0}
     model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
-    start = {n: w.clone() for n, w in learner.weights().items()}
+    start = {n: w.clone() for n, w in learner.policy.tensors().items()}
     learner.update(rollout_of(model, algorithm), 0)
-    assert all(torch.equal(w, start[n]) for n, w in learner.weights().items())
+    assert all(torch.equal(w, start[n]) for n, w in learner.policy.tensors().items())
 
 
 def test_a_step_that_is_not_finite_is_not_taken(
@@ -326,7 +326,7 @@ def test_a_step_that_is_not_finite_is_not_taken(
 ) -> None:
     model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
     rollout = rollout_of(model, algorithm)
-    start = {n: w.clone() for n, w in learner.weights().items()}
+    start = {n: w.clone() for n, w in learner.policy.tensors().items()}
     honest = type(algorithm).loss
 
     def broken(self: Algorithm, model: object, terms: object) -> TermLosses:
@@ -336,7 +336,7 @@ def test_a_step_that_is_not_finite_is_not_taken(
     monkeypatch.setattr(type(algorithm), "loss", broken)
     metrics = learner.update(rollout, 0).metrics
     assert metrics["update/skipped"] == 1 and math.isnan(metrics["update/grad_norm"])
-    assert all(torch.equal(w, start[n]) for n, w in learner.weights().items())
+    assert all(torch.equal(w, start[n]) for n, w in learner.policy.tensors().items())
     assert learner.optimizer_steps == 0
 
 
@@ -382,7 +382,7 @@ def test_a_batch_without_any_spread_moves_nothing_and_does_not_crash(recipe_data
     recipe_data["optimizer"] = {"weight_decay": 0.0}
     model, algorithm, learner = parts_of(build.recipe_from(recipe_data))
     rollout = dataclasses.replace(rollout_of(model, algorithm), scores=[Score(0.5)] * 6)
-    start = {n: w.clone() for n, w in learner.weights().items()}
+    start = {n: w.clone() for n, w in learner.policy.tensors().items()}
     metrics = learner.update(rollout, 0).metrics
     assert metrics["advantage/flat_groups"] == 1 and metrics["update/grad_norm"] == 0
-    assert all(torch.equal(w, start[n]) for n, w in learner.weights().items())
+    assert all(torch.equal(w, start[n]) for n, w in learner.policy.tensors().items())

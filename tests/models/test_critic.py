@@ -183,14 +183,14 @@ def test_a_critic_learns_beside_a_reference(tiny: Tiny, kind: str) -> None:
     assert {n.removeprefix("beside.") for n in found if n.startswith("beside.")} == set(
         parts.critic.trained
     )
-    policy = {n: w.clone() for n, w in parts.learner.weights().items()}
+    policy = {n: w.clone() for n, w in parts.learner.policy.tensors().items()}
     critic = {n: p.detach().clone() for n, p in parts.critic.trained.items()}
     errors = []
     for step in range(8):
         metrics = parts.learner.update(rollout, step).metrics
         errors.append(metrics["update/value_error"])
     assert errors[-1] < 0.9 * errors[0]
-    assert any(not torch.equal(w, policy[n]) for n, w in parts.learner.weights().items())
+    assert any(not torch.equal(w, policy[n]) for n, w in parts.learner.policy.tensors().items())
     assert all(
         not torch.equal(p, critic[n]) for n, p in parts.critic.trained.items() if not quiet(n)
     )
@@ -223,9 +223,9 @@ def test_a_critic_that_is_not_finite_stops_the_step(tiny: Tiny, value: float) ->
     parts = made(tiny, "copy")
     rollout = rollout_of(parts.model, tiny.prompts)
     parts.critic.bias.data.fill_(value)
-    before = {n: w.clone() for n, w in parts.learner.weights().items()}
+    before = {n: w.clone() for n, w in parts.learner.policy.tensors().items()}
     assert parts.learner.update(rollout, 0).metrics["update/skipped"] == 1
-    assert all(torch.equal(w, before[n]) for n, w in parts.learner.weights().items())
+    assert all(torch.equal(w, before[n]) for n, w in parts.learner.policy.tensors().items())
 
 
 def test_a_checkpoint_holds_the_critic_and_its_adam(tiny: Tiny, kind: str) -> None:

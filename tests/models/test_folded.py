@@ -49,7 +49,7 @@ def velocity(model: Any, rollout: Rollout, weights: Any = "current") -> torch.Te
 
 def gradient(learner: Any, rollout: Rollout, update: int = 0) -> torch.Tensor:
     """Of that optimizer step; the weights are put back."""
-    before = {n: t.clone() for n, t in learner.weights().items()}
+    before = {n: t.clone() for n, t in learner.policy.tensors().items()}
     seen: list[torch.Tensor] = []
     parameters = learner.policy.trainable.values()
     hook = learner.optimizer.register_step_pre_hook(

@@ -279,11 +279,11 @@ def test_a_batch_without_spread_moves_nothing(data: dict) -> None:
     model, algorithm, learner = parts_of(build.recipe_from(data))
     rollout = rollout_of(model, algorithm)
     learner.update(rollout, 0)
-    before = {name: t.clone() for name, t in learner.weights().items()}
+    before = {name: t.clone() for name, t in learner.policy.tensors().items()}
     even = replace(rollout, scores=[Score(0.5, {"made-up": 0.5})] * 6, version=1)
     metrics = learner.update(even, 1).metrics
     assert metrics["update/grad_norm"] == 0
-    assert all(torch.equal(t, before[name]) for name, t in learner.weights().items())
+    assert all(torch.equal(t, before[name]) for name, t in learner.policy.tensors().items())
 
 
 def test_a_run_and_a_resumed_one(data: dict, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class Read:
     position: int  # of the response's first token
 
 
-class Critic(Protocol):
+class ValueFunction(Protocol):
     def values(self, trace: TokenTrace) -> Tensor:
         """(N, S): the value of a response before each of its tokens, 0 outside; differentiable."""
 
