@@ -169,13 +169,14 @@ class TokenPrompt:
 
 @dataclass(frozen=True)
 class TokenTrace:
-    """What training needs to see of how N replies came about. S is the longest reply; a reply is a
-    row of `tokens` as far as `mask` goes and ends with the model's end token, unless it was cut."""
+    """What training needs to see of how N responses were made. S is the longest one. A response is
+    a row of `tokens` as far as `mask` goes; it ends with the model's end token, unless it was
+    cut."""
 
     prompts: Sequence[TokenPrompt]  # P
     row: Tensor  # (N,): sample → prompt
     tokens: Tensor  # (N, S) long
-    mask: Tensor  # (N, S) bool: True on the reply, from its first token without a gap
+    mask: Tensor  # (N, S) bool: True on the response, from its first token without a gap
     cut: Tensor  # (N,) bool: stopped by the limit of length
 
     def rows(self, index: Tensor) -> TokenTrace:
@@ -232,7 +233,7 @@ class Rollout:
     version: int  # of the weights that made it
     scores: Sequence[Score]  # N
     weights: Mapping[str, float]  # of the rewards, by name
-    greedy: Tensor | None = None  # (N,) float64: reward of the greedy reply to the same prompt
+    greedy: Tensor | None = None  # (N,) float64: reward of the greedy response to the same prompt
 
     def rows(self, index: Tensor) -> Rollout:
         picked = index.tolist()
@@ -283,7 +284,7 @@ class Rollout:
 
     @property
     def mask(self) -> Tensor:
-        """(N, S) bool: True on the tokens of the replies."""
+        """(N, S) bool: True on the tokens of the responses."""
         return self.token_trace.mask
 
     @property

@@ -15,6 +15,7 @@ import gesso
 from gesso import build, cli, config, families, run
 from gesso.check import check
 from gesso.config import tables
+from gesso.families import classes
 from gesso.types import UserError
 from gesso.use.source import find
 from gesso.viewer.reading import family
@@ -179,5 +180,5 @@ def test_the_families_share_the_bundled_models_out() -> None:
     assert sorted(found) == sorted(config.MODELS)
     for name, one in families.BY_NAME.items():
         assert one.name == name == one.section.family_name
-        assert all(one.is_model(families.model_class(model)) for model in one.models)
+        assert all(one.is_model(classes.load(one, model)) for model in one.models)
         assert build.algorithm_class(one.default_algorithm).family == name

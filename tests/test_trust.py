@@ -18,6 +18,7 @@ import tomli_w
 import gesso
 from gesso import build, cli, families, imports
 from gesso.config import TokenModel
+from gesso.families import classes
 from gesso.rewards.transport.workers import WorkerScorer
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Sample, UserError
@@ -248,7 +249,7 @@ def test_code_beside_a_language_model_is_ignored(
     monkeypatch.setattr("builtins.input", lambda text="": "y")  # whoever asks is told yes
     name = "causal" if kind == "qwen2" else "vision-language"
     with contextlib.suppress(UserError):
-        families.model_class(name)(TokenModel(name=name, path=str(folder)), 0)
+        classes.load(families.BY_NAME["writes"], name)(TokenModel(name=name, path=str(folder)), 0)
     assert not (workplace / MARK).exists()
 
 

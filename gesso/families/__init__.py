@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gesso import imports
-from gesso.config import FAMILIES, MODELS, AnyRecipe, FamilyName
+from gesso.config import FAMILIES, AnyRecipe, FamilyName
 from gesso.config.parsing import named
 from gesso.families import classes
 from gesso.families.base import Family
@@ -19,11 +19,6 @@ BY_NAME: Mapping[str, Family] = {"draws": FlowFamily(), "writes": TokenFamily()}
 
 def of(recipe: AnyRecipe) -> Family:
     return BY_NAME[recipe.model.family_name]
-
-
-def model_class(name: str) -> Any:
-    """The class of a bundled model."""
-    return classes.load(BY_NAME[MODELS[name].family], name)
 
 
 def with_family(data: Mapping[str, Any], where: str) -> Mapping[str, Any]:
