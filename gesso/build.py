@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -156,6 +157,11 @@ def algorithm_class(name: str) -> type[Any]:
             raise UserError(
                 f'algorithm "{name}" must derive from gesso.config.Strict and have a family, one '
                 f"of {', '.join(FAMILIES)}"
+            )
+        if "generator" in inspect.signature(kind.terms).parameters:
+            raise UserError(
+                f'algorithm "{name}": expected terms(rollout, prepared), got one with a generator, '
+                "as before Gesso drew from the seeds of rollout.samples alone; leave it out"
             )
     return kind
 

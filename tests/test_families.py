@@ -182,3 +182,17 @@ def test_the_families_share_the_bundled_models_out() -> None:
         assert one.name == name == one.section.family_name
         assert all(one.is_model(classes.load(one, model)) for model in one.models)
         assert build.algorithm_class(one.default_algorithm).family == name
+
+
+def test_an_algorithm_of_an_earlier_version_gets_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("earlier.py").write_text(
+        "from gesso.algorithms.flow_grpo import FlowGRPO\n"
+        "class Mine(FlowGRPO):\n"
+        "    def terms(self, rollout, prepared, generator):\n"
+        "        return super().terms(rollout, prepared)\n"
+    )
+    with pytest.raises(UserError, match=r"expected terms\(rollout, prepared\), got one with a gen"):
+        build.algorithm_class("earlier.py:Mine")
