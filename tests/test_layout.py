@@ -21,7 +21,7 @@ LAYERS = [
     "__main__",
     "cli", "check", "estimate", "run", "loop", "viewer", "use", "health", "build", "families",
     "memory", "cluster", "learner", "samplers", "algorithms", "models", "weights", "rewards",
-    "data", "track", "zoo", "formulas", "config", "serving", "imports",
+    "data", "track", "zoo", "formulas", "config", "serving", "imports", "quiet",
     "rollout", "types",
 ]  # fmt: skip
 

@@ -12,7 +12,8 @@ from gesso.algorithms.base import Algorithm, Prepared
 from gesso.config import Recipe
 from gesso.memory.meta import Load, nbytes, tensors_of
 from gesso.models.flow.guidance import guided
-from gesso.models.flow.pipeline import PipelineModel, quiet
+from gesso.models.flow.pipeline import PipelineModel
+from gesso.quiet import quiet
 from gesso.rollout import FlowContext, FlowTrace, Rollout
 from gesso.types import Prompt, Sample, SampleSpec, Score
 from gesso.weights.folding_rule import estimated_to_fold
@@ -23,7 +24,7 @@ def load(model: PipelineModel, algorithm: Algorithm, recipe: Recipe) -> Load:
     networks["weights with the LoRA in them"] = _folded(model, algorithm, recipe)
     if model.runs_in_half:  # autocast keeps the weights a second time, in half precision
         networks["weights in half precision"] = model.policy.size * 2
-        with quiet():
+        with quiet("diffusers"):
             model.policy.module.to(model.dtype)
     samples = recipe.data.groups * algorithm.group
     return Load(

@@ -13,9 +13,9 @@ from gesso.models.flow.pipeline import (
     JOINT_ATTENTION,
     PipelineModel,
     TextLength,
-    quiet,
     reader,
 )
+from gesso.quiet import quiet
 from gesso.rollout import Conditioning
 from gesso.types import Which
 
@@ -56,7 +56,7 @@ class Flux(PipelineModel):
             reader("CLIP", self.pipe.tokenizer_max_length, self.pipe.tokenizer),
         ]
 
-    @quiet()  # `over_long` reports truncated prompts once
+    @quiet("diffusers")  # `over_long` reports truncated prompts once
     @torch.no_grad()
     def encode(self, texts: Sequence[str]) -> Conditioning:
         embeds, pooled, _ = self.pipe.encode_prompt(

@@ -7,8 +7,8 @@ from __future__ import annotations
 import importlib.util
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +23,7 @@ from gesso.models.flow import compiled as speed
 from gesso.models.flow.adapter import load_adapter
 from gesso.models.flow.base import Guidance, Reader
 from gesso.models.located import PIPELINE, locate
+from gesso.quiet import quiet
 from gesso.rollout import Conditioning
 from gesso.types import UserError, Which
 from gesso.weights.folding_rule import folds_lora
@@ -92,7 +93,7 @@ class PipelineModel(ABC):
             speed.compile_blocks(self.transformer, self.blocks)
             speed.compile_decoder(self.pipe.vae.decoder)
         if settings.lora is not None and settings.lora.path is not None:
-            with quiet():
+            with quiet("diffusers"):
                 load_adapter(self.pipe, self.policy, settings.lora.path)
         self._autocast = whole and self.dtype != torch.float32
         self.quantized = settings.quantize is not None
@@ -248,7 +249,7 @@ class PipelineModel(ABC):
     def save(self, folder: Path, merged: bool = False, shard: str = SHARD) -> None:
         """LoRA weights as diffusers' `load_lora_weights` reads them; or, of a full fine-tune or
         with `merged`, the whole pipeline with the adapter folded into its weights."""
-        with quiet():
+        with quiet("diffusers"):
             if self.policy.lora is None:
                 self.pipe.save_pretrained(folder, max_shard_size=shard)
             elif merged:
@@ -300,7 +301,7 @@ def _load_pipeline(model: PipelineModel, settings: config.Model) -> Any:
     if settings.quantize is not None:
         options["quantization_config"] = _four_bits(model)
     try:
-        with quiet():
+        with quiet("diffusers"):
             import diffusers
 
             kind = getattr(diffusers, model.pipeline)
@@ -339,7 +340,7 @@ def _empty_pipeline(model: PipelineModel, settings: config.Model) -> Any:
 
     source, parts = _locate(model, settings)
     try:
-        with quiet():
+        with quiet("diffusers"):
             index = diffusers.DiffusionPipeline.load_config(source)
             for name, entry in index.items():
                 if isinstance(entry, list | tuple) and entry[0] is not None:
@@ -385,26 +386,3 @@ def _locate(model: PipelineModel, settings: config.Model) -> tuple[str, dict[str
                 f"{json.dumps(part)}; only classes of {' and '.join(LIBRARIES)} are loaded"
             )
     return located.source, {name: None for name, part in parts.items() if part == ABSENT}
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Hides progress bars and warnings while a pipeline loads; errors still show."""
-    from diffusers.utils import logging as diffusers_logging
-    from huggingface_hub.utils import logging as hub_logging
-    from transformers.utils import logging as transformers_logging
-
-    bars = (diffusers_logging, transformers_logging)
-    libraries = (*bars, hub_logging)
-    levels = [library.get_verbosity() for library in libraries]
-    for library in libraries:
-        library.set_verbosity_error()
-    for library in bars:
-        library.disable_progress_bar()
-    try:
-        yield
-    finally:
-        for library, level in zip(libraries, levels, strict=True):
-            library.set_verbosity(level)
-        for library in bars:
-            library.enable_progress_bar()

@@ -14,9 +14,9 @@ from gesso.models.flow.pipeline import (
     JOINT_ATTENTION,
     PipelineModel,
     TextLength,
-    quiet,
     reader,
 )
+from gesso.quiet import quiet
 from gesso.rollout import Conditioning
 from gesso.types import Which
 
@@ -53,7 +53,7 @@ class QwenImage(PipelineModel):
         whole = reader("Qwen2.5-VL", self.text_length, self.pipe.tokenizer)
         return [replace(whole, tokens=lambda text: whole.tokens(template.format(text)) - head)]
 
-    @quiet()  # `over_long` reports truncated prompts once
+    @quiet("diffusers")  # `over_long` reports truncated prompts once
     @torch.no_grad()
     def encode(self, texts: Sequence[str]) -> Conditioning:
         embeds, mask = self.pipe.encode_prompt(

@@ -12,9 +12,9 @@ from gesso.models.flow.pipeline import (
     JOINT_ATTENTION,
     PipelineModel,
     TextLength,
-    quiet,
     reader,
 )
+from gesso.quiet import quiet
 from gesso.rollout import Conditioning
 from gesso.types import Which
 
@@ -43,7 +43,7 @@ class SD3(PipelineModel):
             return [clip]
         return [reader("T5", self.text_length, self.pipe.tokenizer_3), clip]
 
-    @quiet()  # `over_long` reports truncated prompts once
+    @quiet("diffusers")  # `over_long` reports truncated prompts once
     @torch.no_grad()
     def encode(self, texts: Sequence[str]) -> Conditioning:
         embeds, _, pooled, _ = self.pipe.encode_prompt(

@@ -15,6 +15,7 @@ from safetensors import SafetensorError
 from gesso import config
 from gesso.models.adapter_checks import check_alpha, check_modules, check_rank
 from gesso.models.tokens import attention
+from gesso.quiet import quiet
 from gesso.types import UserError
 from gesso.weights.policy import Policy
 
@@ -204,21 +205,3 @@ def readable(path: str, what: str) -> Iterator[None]:
     except ERRORS as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f'model.path = "{path}": {what}: {reason}') from error
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Hides progress bars and warnings while a model loads; errors still show."""
-    from huggingface_hub.utils import logging as hub
-    from transformers.utils import logging
-
-    level, hub_level = logging.get_verbosity(), hub.get_verbosity()
-    logging.set_verbosity_error()
-    hub.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        hub.set_verbosity(hub_level)
-        logging.enable_progress_bar()

@@ -25,6 +25,7 @@ from gesso.models.tokens import head, loading, saving
 from gesso.models.tokens.attention import segments_of
 from gesso.models.tokens.base import Read, ResponseLogp
 from gesso.models.tokens.stepping import Stepper, fits
+from gesso.quiet import quiet
 from gesso.rollout import TokenPrompt, TokenTrace
 from gesso.types import Prompt, UserError, Which
 from gesso.weights.folding_rule import folds_lora
@@ -393,7 +394,7 @@ class TransformerModel(ABC):
     def save(self, folder: Path, merged: bool = False, shard: str = SHARD) -> None:
         """A PEFT adapter that `PeftModel.from_pretrained` reads; or, of a full fine-tune or with
         `merged`, a whole folder as the model came in, adapters folded into its weights."""
-        with loading.quiet():
+        with quiet():
             if self.policy.lora is None:
                 saving.save_whole(self, folder, shard)
             elif not merged:

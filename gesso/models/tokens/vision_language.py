@@ -25,6 +25,7 @@ from gesso.models.tokens.attention import WINDOWS
 from gesso.models.tokens.feature_cache import FeatureCache, images_of
 from gesso.models.tokens.packing import pack
 from gesso.models.tokens.transformer import PROJECTIONS, Sequences, TransformerModel, distinct
+from gesso.quiet import quiet
 from gesso.rollout import TokenPrompt
 from gesso.types import Prompt, UserError
 
@@ -103,7 +104,7 @@ class VisionLanguage(TransformerModel):
         kind = getattr(transformers, PROCESSORS[self.module.config.model_type])
         pixels = {"min_pixels": settings.min_pixels, "max_pixels": settings.max_pixels}
         given = {name: value for name, value in pixels.items() if value is not None}
-        with loading.readable(settings.path, "its image processor cannot be read"), loading.quiet():
+        with loading.readable(settings.path, "its image processor cannot be read"), quiet():
             self.images = transformers.AutoImageProcessor.from_pretrained(
                 self.source, backend="pil", trust_remote_code=False, **given
             )

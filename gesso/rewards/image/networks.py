@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from gesso.config import Strict
+from gesso.quiet import quiet
 from gesso.rewards.image.checkpoints import first_line
 from gesso.types import Prompt, Sample, Score, UserError
 
@@ -70,7 +70,7 @@ def load_pretrained(kind: Any, path: str, **options: Any) -> Any:
     if path.startswith((".", "/", "~")) and not folder.is_dir():
         raise UserError(f'{kind.__name__} cannot be loaded from "{path}": no such folder')
     try:
-        with _quiet():
+        with quiet():
             if kind.__name__.startswith("Auto"):
                 options["trust_remote_code"] = False  # or transformers prompts on the terminal
             return kind.from_pretrained(str(folder), **options)
@@ -80,24 +80,6 @@ def load_pretrained(kind: Any, path: str, **options: Any) -> Any:
             f'{kind.__name__} cannot be loaded from "{path}": {reason} '
             "(expected a folder, or a name of the hub that is cached or can be reached)"
         ) from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hides progress bars, weight reports and retries of the hub; errors still show."""
-    from huggingface_hub.utils import logging as hub
-    from transformers.utils import logging
-
-    level, hub_level = logging.get_verbosity(), hub.get_verbosity()
-    logging.set_verbosity_error()
-    hub.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        hub.set_verbosity(hub_level)
-        logging.enable_progress_bar()
 
 
 def load_network(kind: Any, path: str) -> Any:
