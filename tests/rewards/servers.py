@@ -53,15 +53,38 @@ def served(*arguments: str, **more: Any) -> Iterator[Served]:
         one.end()
 
 
+class Rendezvous:
+    """Nobody passes before `n` have arrived, over any number of servers (each has its own loop)."""
+
+    def __init__(self, n: int) -> None:
+        self._n = n
+        self._arrived = 0
+        self._lock = threading.Lock()
+
+    async def wait(self) -> None:
+        with self._lock:
+            round_end = (self._arrived // self._n + 1) * self._n
+            self._arrived += 1
+        while self._arrived < round_end:
+            await asyncio.sleep(0.001)
+
+
 class Misbehaving:
     """HTTP by hand. Each request takes the next fault of `faults`; after the last, "ok".
 
     A right answer is the pictures' brightness, or what a judge would say of it, so that no score
     can be taken for another's."""
 
-    def __init__(self, faults: Sequence[str] = (), delay: float = 0.0, port: int = 0) -> None:
+    def __init__(
+        self,
+        faults: Sequence[str] = (),
+        delay: float = 0.0,
+        port: int = 0,
+        rendezvous: Rendezvous | None = None,
+    ) -> None:
         self.faults = list(faults)
         self.delay = delay
+        self.rendezvous = rendezvous
         self.requests: list[dict[str, Any]] = []  # bodies, in order of arrival
         self.heads: list[str] = []
         self.answered: list[float] = []  # brightness of every picture that was answered for
@@ -116,6 +139,8 @@ class Misbehaving:
         self.most = max(self.most, self._now)
         try:
             await asyncio.sleep(self.delay)
+            if self.rendezvous:
+                await self.rendezvous.wait()
             await self._misbehave(fault, self._right(path, body), writer)
         finally:
             self._now -= 1

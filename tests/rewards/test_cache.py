@@ -29,14 +29,15 @@ class Counting:
     processes = hits = 0
     random = False
 
-    def __init__(self, seconds: float = 0.0) -> None:
+    def __init__(self) -> None:
         self.requested: list[int] = []
-        self.seconds = seconds
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
         self.broken = False
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
         self.requested += [int(s.picture[0, 0, 0]) for s in samples]
-        await asyncio.sleep(self.seconds)
+        await self.may_answer.wait()
         if self.broken:
             raise RuntimeError("no")
         return [
@@ -70,9 +71,16 @@ def test_each_is_scored_once_and_answers_keep_their_order() -> None:
 
 def test_what_is_being_scored_is_waited_for() -> None:
     async def go() -> None:
-        inner = Counting(0.1)
+        inner = Counting()
+        inner.may_answer.clear()
         cached = CachedScorer(inner, "x")
-        got = await asyncio.gather(*(cached.score([grey(50), grey(60 + i % 2)]) for i in range(6)))
+        waiting = [
+            asyncio.ensure_future(cached.score([grey(50), grey(60 + i % 2)])) for i in range(6)
+        ]
+        while sorted(inner.requested) != [50, 60, 61]:
+            await asyncio.sleep(0)
+        inner.may_answer.set()
+        got = await asyncio.gather(*waiting)
         assert [values(scores) for scores in got] == [[50, 60 + i % 2] for i in range(6)]
         assert sorted(inner.requested) == [50, 60, 61]
 
@@ -81,12 +89,15 @@ def test_what_is_being_scored_is_waited_for() -> None:
 
 def test_whoever_gives_up_waiting_takes_nothing_from_the_others() -> None:
     async def go() -> None:
-        inner = Counting(0.2)
+        inner = Counting()
+        inner.may_answer.clear()
         cached = CachedScorer(inner, "x")
         first = asyncio.ensure_future(cached.score([grey(50)]))
-        await asyncio.sleep(0.05)
+        while not inner.requested:
+            await asyncio.sleep(0)
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(cached.score([grey(50)]), 0.05)
+        inner.may_answer.set()
         assert values(await first) == [50] and inner.requested == [50]
 
     asyncio.run(go())

@@ -23,7 +23,7 @@ from gesso.rewards.transport.remote import RemoteScorer
 from gesso.track.run_folder import RunFolder
 from gesso.types import Sample, Score
 from tests.conftest import small_recipe
-from tests.rewards.servers import Misbehaving, Served, free_port, grey
+from tests.rewards.servers import Misbehaving, Rendezvous, Served, free_port, grey
 from tests.test_loop import comparable, final_state
 from tests.waiting import LIMIT, until
 
@@ -115,7 +115,8 @@ def test_nobody_is_there() -> None:
 
 
 def test_load_is_spread_and_bounded() -> None:
-    with Misbehaving(delay=0.1) as one, Misbehaving(delay=0.1) as two:
+    full = Rendezvous(6)  # an answer comes only when both servers have all they may have
+    with Misbehaving(rendezvous=full) as one, Misbehaving(rendezvous=full) as two:
         scores, _ = ask([one.url, two.url], GREYS * 4, batch=1, in_flight=3)
         assert [s.value for s in scores] == VALUES * 4
         assert one.most == two.most == 3
@@ -123,7 +124,8 @@ def test_load_is_spread_and_bounded() -> None:
 
 
 def test_few_requests_are_spread_too() -> None:
-    with Misbehaving(delay=0.1) as one, Misbehaving(delay=0.1) as two:
+    full = Rendezvous(6)
+    with Misbehaving(rendezvous=full) as one, Misbehaving(rendezvous=full) as two:
         ask([one.url, two.url], batch=1)  # 6 at once, where 32 could be in flight
         assert len(one.requests) == len(two.requests) == 3
     with Misbehaving() as one, Misbehaving() as two:
