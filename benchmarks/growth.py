@@ -4,7 +4,7 @@
 
 Seconds are those that the process has a core for, with one thread, so other processes hardly
 matter; memory is the most that it has held so far, which Gesso keeps: sizes grow, and every line
-has a process of its own. Scores are made up; replies do not end early.
+has a process of its own. Scores are made up; responses do not end early.
 """
 
 from __future__ import annotations
@@ -40,7 +40,14 @@ LINES = [
     Line("demo", "prompts of 4 pictures", range(1, 9), None, {"group": 4}, None),
     Line("demo", "pictures a prompt", range(2, 17, 2), 2, {}, "group"),
     Line("demo", "denoising steps, 8 pictures", range(6, 21, 2), 2, {"group": 4}, "steps"),
-    Line("demo-vlm", "tokens a reply, 32 replies", range(8, 65, 8), 8, {"group": 4}, "max_tokens"),
+    Line(
+        "demo-vlm",
+        "tokens a response, 32 responses",
+        range(8, 65, 8),
+        8,
+        {"group": 4},
+        "max_tokens",
+    ),
 ]
 
 
@@ -107,7 +114,7 @@ def main() -> None:
         print(line.what, {key: [round(x, 2) for x in points[key]] for key in points}, flush=True)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
-    draw(results, options.picture)
+    draw(results, options.pixels)
 
 
 if __name__ == "__main__":

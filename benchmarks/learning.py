@@ -3,7 +3,7 @@
     python benchmarks/learning.py --out runs/learning            # runs what is not there yet
     python benchmarks/learning.py --out runs/learning --pictures docs/images
     python benchmarks/learning.py --out runs/algorithms --arms control demo-grpo … --seeds 0 1
-    python benchmarks/learning.py --out runs/replies --arms control-vlm demo-vlm demo-vlm-ppo …
+    python benchmarks/learning.py --out runs/responses --arms control-vlm demo-vlm demo-vlm-ppo …
 
 Every arm is `gesso train RECIPE seed=S …` in a process of its own, one after another; a run that
 was cut off is resumed. A control has learning rate 0 and fewer steps: its weights cannot change.

@@ -16,7 +16,7 @@ from typing import Any
 
 def slow(samples: Sequence[Any], seconds: float) -> list[float]:
     time.sleep(seconds * len(samples))
-    return [float(sample.picture.mean()) / 255 for sample in samples]
+    return [float(sample.pixels.mean()) / 255 for sample in samples]
 
 
 def main() -> None:

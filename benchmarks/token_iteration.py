@@ -1,12 +1,12 @@
 """One iteration of GRPO with LoRA on a model that sees and writes: 64 prompts with a picture, 8
-replies each of 256 tokens. See README.md.
+responses each of 256 tokens. See README.md.
 
     python benchmarks/token_iteration.py [--out FOLDER]       # a CUDA device: Qwen2.5-VL-3B's shape
     python benchmarks/token_iteration.py --tiny               # the same code on a CPU, in a minute
 
-Weights are random, so replies are of one length by force. (a) is transformers' `generate` with its
-default cache on a PEFT model and a padded update with all logits of a micro-batch, as TRL does it;
-(b) `generate` with a static cache, compiled, without adapters; (c) Gesso.
+Weights are random, so all responses are forced to one length. (a) is transformers' `generate` with
+its default cache on a PEFT model and a padded update with all logits of a micro-batch, as TRL
+does it; (b) `generate` with a static cache, compiled, without adapters; (c) Gesso.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from gesso.models.tokens.vision_language import VisionLanguage
 from gesso.rollout import Rollout, TokenTrace, widened
 from gesso.samplers.base import Piece
 from gesso.samplers.decode import DecodingSampler
-from gesso.types import Picture, Prompt, ResponseSpec, Score
+from gesso.types import Prompt, PromptImage, ResponseSpec, Score
 
 ZOO = Path(__file__).parents[1] / "gesso" / "zoo" / "shapes"
 BANDWIDTH = 4.8e12  # bytes/s of an H200, by its maker
@@ -61,7 +61,7 @@ class Size:
     pixels: int  # height and width of a picture
     batches: list[int]  # slots of our sampler
     micro_tokens: int
-    padded: int  # replies of (a)'s micro-batch
+    padded: int  # responses of (a)'s micro-batch
 
     @property
     def rows(self) -> list[int]:
@@ -143,12 +143,14 @@ def prompts(size: Size) -> list[Prompt]:
         noise = np.random.default_rng(i).integers(0, 256, (size.pixels, size.pixels, 3), np.uint8)
         file = io.BytesIO()
         Image.fromarray(noise).save(file, "PNG")
-        result.append(Prompt(f"how many shapes? {i:03d}", images=(Picture(data=file.getvalue()),)))
+        result.append(
+            Prompt(f"how many shapes? {i:03d}", images=(PromptImage(data=file.getvalue()),))
+        )
     return result
 
 
 def ours(bench: Bench, **more: Any) -> VisionLanguage:
-    """With adapters that matter, every id writable and no reply that ends early."""
+    """With adapters that matter, every id writable and no response that ends early."""
     name: Any = str(bench.dtype).removeprefix("torch.")
     lora = config.Lora(rank=32, alpha=64)
     settings = config.TokenModel(
@@ -466,7 +468,7 @@ def run(bench: Bench, parts: list[str], out: Path | None) -> None:
     rollout = rollout_of(bench, pieces) if pieces else None
     if rollout is not None:
         part("update", lambda: update_ours(bench, model, rollout))
-    orders = size.rows, size.rows[:: size.group]  # all at once, and one reply a prompt
+    orders = size.rows, size.rows[:: size.group]  # all at once, and one response a prompt
     if "a" in parts:
         plain = theirs(bench, {name: p.data for name, p in model.policy.trainable.items()})
         if rollout is not None:

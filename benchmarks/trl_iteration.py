@@ -49,7 +49,7 @@ LOSSES = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "constant": "dr_g
 """Our aggregations and TRL's names for them."""
 LIBRARIES = ("torch", "transformers", "trl", "accelerate", "datasets", "numpy")
 PHASES = ("generate", "rewards", "log-probs", "update", "rest", "total")
-FURTHER = {"cpu": "CPU seconds", "tokens": "tokens a reply"}
+FURTHER = {"cpu": "CPU seconds", "tokens": "tokens a response"}
 CASES = ("equal", "ragged")
 CLOCK = "wall"
 Proof = dict[str, tuple[float, float]]  # a difference and the most it may be, by name
@@ -89,7 +89,7 @@ class Gesso:
         assert isinstance(job.model, TransformerModel)
         self.job, self.model = job, job.model
         self.start = {name: t.clone() for name, t in job.learner.policy.tensors().items()}
-        self.written = self.model.suppressed  # ids that no reply holds, by default
+        self.written = self.model.suppressed  # ids that no response holds, by default
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.model.logp = self._timed(self.model.logp)  # type: ignore[method-assign]
 
@@ -107,7 +107,7 @@ class Gesso:
         return timed
 
     def prepare(self, case: str) -> None:
-        """The start weights, and replies that end where they like or not before the limit."""
+        """The start weights, and responses that end where they like or not before the limit."""
         self.job.learner.policy.load(self.start)
         more = sorted(self.model.end) if case == "equal" else []
         self.model.suppressed = torch.cat([self.written, self.written.new_tensor(more)])
@@ -203,7 +203,7 @@ class Trl:
         assert isinstance(chosen, PolicyGradient) and isinstance(chosen.surrogate, Clip)
         responses = recipe.data.groups * chosen.group
         if responses % (batch or responses):
-            raise UserError(f"--trl-batch {batch} does not divide {responses} replies")
+            raise UserError(f"--trl-batch {batch} does not divide {responses} responses")
         return GRPOConfig(
             output_dir=folder,
             num_generations=chosen.group,
@@ -333,9 +333,9 @@ def _until_enough() -> Iterator[None]:
 
 
 def prove(ours: Gesso, trl: Trl, step: int = 0) -> Proof:
-    """What both sides make of one frozen batch: replies that we drew, with made-up advantages, and
-    old and reference log-probs moved at random, so that the clip and the KL have something to do.
-    TRL keeps ids from being sampled and leaves them in the log-probs; here no side leaves any out.
+    """What both sides make of one frozen batch: responses that we drew, with made-up advantages,
+    and old and reference log-probs moved at random, so that the clip and the KL have something to
+    do. TRL keeps ids from being sampled and leaves them in the log-probs; here no side leaves any out.
     """
     ours.prepare("ragged")
     trl.prepare("ragged")
@@ -577,7 +577,7 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="torch threads of each side")
     parser.add_argument("--beta", type=float, default=0.0, help="of a KL to the start weights")
-    parser.add_argument("--trl-batch", type=int, help="replies a pass of TRL's update (all)")
+    parser.add_argument("--trl-batch", type=int, help="responses a pass of TRL's update (all)")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--json", type=Path, help="write every round's figures to this file")
     parser.add_argument("--side", choices=("gesso", "trl"), help=argparse.SUPPRESS)

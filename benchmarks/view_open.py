@@ -87,7 +87,7 @@ def _evaluation(folder: Path, step: int, side: int) -> None:
         lines.append(
             {
                 "index": i, "prompt": f"picture number {i} of a run that is large", "seed": i,
-                "image": f"{folder.name}/{i:03d}.png", "shown": [], "reply": "", "answer": None,
+                "image": f"{folder.name}/{i:03d}.png", "shown": [], "response": "", "answer": None,
                 "reward": reward, "parts": {"ocr": reward}, "text": "READ", "error": None,
             }
         )  # fmt: skip

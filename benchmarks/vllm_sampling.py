@@ -70,7 +70,7 @@ class Rate:
 
 
 def rate(sampler: Any, batch: int, tokens: int, seed: int) -> Rate:
-    """Of one call: as many replies as fit at a time, in groups of 8."""
+    """Of one call: as many responses as fit at a time, in groups of 8."""
     prompts = [Prompt(f"what is {i} + {i}?") for i in range(-(-batch // 8))]
     row = [i // 8 for i in range(batch)]
     seeds = [seed * batch + i for i in range(batch)]

@@ -52,7 +52,7 @@ def shoot(tab: Tab, url: str) -> None:
     tab.picture(IMAGES / "view-wipe.png")
     one = "document.querySelectorAll('.stage img').length === 2"
     take("prompt", "evolution?run=demo-001&prompt=0", one)
-    take("replies", "evolution?run=demo-vlm-001", "document.querySelector('.turn.now mark')")
+    take("responses", "evolution?run=demo-vlm-001", "document.querySelector('.turn.now mark')")
     take("curves", f"curves?{BOTH}", "document.querySelectorAll('.line').length > 8")
     take("groups", "groups?run=demo-001", "document.querySelectorAll('.sample img').length > 4")
     take("notes", f"notes?{BOTH}", "document.querySelectorAll('.note-card').length === 2")

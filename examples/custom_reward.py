@@ -12,7 +12,7 @@ from gesso.types import Prompt, Sample, Score
 
 def contrast(samples: Sequence[Sample], best: float = 80.0) -> list[float]:
     """Spread of the brightness; `best` and above is worth 1."""
-    return [min(1.0, float(s.picture.mean(2).std()) / best) for s in samples]
+    return [min(1.0, float(s.pixels.mean(2).std()) / best) for s in samples]
 
 
 class LikeReference:
@@ -27,7 +27,7 @@ class LikeReference:
         return None if "sign" in prompt.text else "is not about a sign"
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        return [self.one(sample.picture) for sample in samples]
+        return [self.one(sample.pixels) for sample in samples]
 
     def one(self, picture: np.ndarray) -> Score:
         if picture.std() == 0:

@@ -14,7 +14,7 @@ def redness(samples: Sequence[Sample], margin: int = 120) -> list[float]:
     """
     scores = []
     for sample in samples:
-        red, green, blue = sample.picture.astype(int).transpose(2, 0, 1)  # (height, width) each
+        red, green, blue = sample.pixels.astype(int).transpose(2, 0, 1)  # (height, width) each
         share = float(((red > green + margin) & (red > blue + margin)).mean())
         scores.append(share if "red" in sample.prompt.text.split() else 1 - share)
     return scores

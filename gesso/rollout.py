@@ -256,7 +256,7 @@ class Rollout:
 
     @staticmethod
     def join(one: Rollout, other: Rollout) -> Rollout:
-        """Replies of two sampling calls; no group of one is a group of the other."""
+        """Responses of two sampling calls; no group of one is a group of the other."""
         import torch
 
         first = int(one.group.max()) + 1 if len(one.group) else 0

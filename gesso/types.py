@@ -23,7 +23,7 @@ Weights = Mapping[str, "Tensor"]
 """The trained tensors by name; a transfer with a missing or extra name raises."""
 
 
-PICTURE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 """Formats that are only decoded; Pillow supports others, some of which run programs."""
 
 
@@ -66,7 +66,7 @@ def seed_of(*parts: int | str) -> int:
 
 
 @dataclass(frozen=True)
-class Picture:
+class PromptImage:
     """An image of a prompt, not yet decoded: the path of a file, or its content."""
 
     path: str = ""
@@ -77,7 +77,7 @@ class Picture:
         from PIL import Image
 
         source = io.BytesIO(self.data) if self.data else self.path
-        with Image.open(source, formats=PICTURE_FORMATS) as image:
+        with Image.open(source, formats=IMAGE_FORMATS) as image:
             return image.convert("RGB")
 
     @property
@@ -86,7 +86,7 @@ class Picture:
         from PIL import Image
 
         source = io.BytesIO(self.data) if self.data else self.path
-        with Image.open(source, formats=PICTURE_FORMATS) as image:
+        with Image.open(source, formats=IMAGE_FORMATS) as image:
             return image.height, image.width
 
     def read(self) -> bytes:
@@ -113,7 +113,7 @@ class Prompt:
     negative: str = ""
     columns: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""  # "train.txt:17", for error messages
-    images: tuple[Picture, ...] = ()
+    images: tuple[PromptImage, ...] = ()
     messages: tuple[Mapping[str, Any], ...] = ()
 
 
@@ -129,14 +129,14 @@ class Sample:
     tokens: int | None = None  # length of the text in the model's tokens
 
     @property
-    def picture(self) -> np.ndarray:
+    def pixels(self) -> np.ndarray:
         """`image`, or an error if there is none."""
         if self.image is None:
             raise UserError("this sample is a text; expected a picture to look at")
         return self.image
 
     @property
-    def reply(self) -> str:
+    def response(self) -> str:
         """`text`, or an error if there is none. An empty response is a response."""
         if self.text is None:
             raise UserError("this sample is a picture; expected a text to read")
@@ -217,7 +217,7 @@ class SampleSpec:
 
 @dataclass(frozen=True)
 class ResponseSpec:
-    """How replies are written. Temperature 0 is greedy."""
+    """How responses are written. Temperature 0 is greedy."""
 
     max_tokens: int
     temperature: float = 1.0

@@ -1,5 +1,5 @@
-"""Replies to real prompts with made-up scores, and the losses of every algorithm for them written
-down once more: plain transformers in float64, padded, and Python loops over replies and tokens.
+"""Responses to real prompts with made-up scores, and the losses of every algorithm for them written
+down once more: plain transformers in float64, padded, and Python loops over responses and tokens.
 
 Nothing here calls gesso.formulas or reads a default of an algorithm.
 """
@@ -63,7 +63,7 @@ def moved(tensors: Any, scale: float = 0.02, seed: int = 7) -> None:
 
 
 def rollout_of(model: Any, asked: list[Prompt], spread: float = 0.25, seed: int = 5) -> Rollout:
-    """9 replies of 1 to 9 tokens in groups of 3. They were drawn by a policy whose log-probs lie
+    """9 responses of 1 to 9 tokens in groups of 3. They were drawn by a policy whose log-probs lie
     `spread` beside the current ones: many ratios are clipped."""
     trace = trace_of(model, asked, ROWS, seed)
     with torch.no_grad():
@@ -72,7 +72,7 @@ def rollout_of(model: Any, asked: list[Prompt], spread: float = 0.25, seed: int 
     drawn = now + spread * torch.randn(now.shape, generator=generator)
     second = [r * r - 0.5 * r for r in REWARDS]
     return Rollout(
-        samples=[Sample(asked[r], None, i, f"reply {i}") for i, r in enumerate(ROWS)],
+        samples=[Sample(asked[r], None, i, f"response {i}") for i, r in enumerate(ROWS)],
         group=torch.tensor(ROWS),
         trace=trace,
         logp=torch.where(trace.mask, drawn, 0.0),
@@ -114,7 +114,7 @@ def plain_like(tiny: Tiny, model: Any = None) -> Any:
 
 
 def plain_logp(plain: Any, trace: TokenTrace, suppressed: Tensor) -> list[list[Tensor]]:
-    """Of each token of each reply."""
+    """Of each token of each response."""
     trace = _double(trace)
     logits = padded_logits(plain, trace, 0) / TEMPERATURE
     allowed = [v for v in range(logits.shape[-1]) if v not in suppressed.tolist()]
@@ -221,7 +221,7 @@ def advantages_by_hand(
 
 
 def token_loss(hand: Hand, logp: Tensor, old: float, advantage: float, mean: float) -> Tensor:
-    """`mean`: of log ρ over the reply."""
+    """`mean`: of log ρ over the response."""
     kind, *bounds = hand.surrogate
     if kind == "sequence":
         low, high = bounds
@@ -258,7 +258,7 @@ def loss_by_hand(
     values: list[list[Tensor]] | None = None,
     advantages: list[list[float]] | None = None,
 ) -> Tensor:
-    """Of one update with all replies, before any weight has moved since `logp` and `values`."""
+    """Of one update with all responses, before any weight has moved since `logp` and `values`."""
     lengths = [len(row) for row in logp]
     drawn = [rollout.logp[i, :n].double().tolist() for i, n in enumerate(lengths)]
     old = drawn if hand.cap is None else floats(logp)

@@ -124,21 +124,21 @@ SMALL = ("data.groups=2", "algorithm.group=2", "algorithm.max_tokens=6", "sample
 
 
 @pytest.fixture
-def replies(against_trl: ModuleType) -> Iterator[Assembled]:
+def responses(against_trl: ModuleType) -> Iterator[Assembled]:
     job = assemble(against_trl.settings(SMALL, beta=0.0))
     yield job
     job.close()
 
 
-def test_our_side_runs_without_trl(against_trl: ModuleType, replies: Assembled) -> None:
-    ours = against_trl.Gesso(replies)
+def test_our_side_runs_without_trl(against_trl: ModuleType, responses: Assembled) -> None:
+    ours = against_trl.Gesso(responses)
     times = {case: ours.iteration(step, case) for step, case in enumerate(against_trl.CASES)}
     assert times["equal"]["tokens"] == 6  # nobody may end before the limit
     for phases in times.values():
         *parts, total = (phases[phase] for phase in against_trl.PHASES)
         assert sum(parts) == pytest.approx(total) and phases["log-probs"] == 0
     ours.prepare("ragged")
-    weights = replies.learner.policy.tensors()
+    weights = responses.learner.policy.tensors()
     assert all(torch.equal(weights[name], start) for name, start in ours.start.items())
     assert ours.model.suppressed.tolist() == ours.written.tolist()
 
@@ -163,10 +163,10 @@ def test_what_trl_does_otherwise_is_refused(against_trl: ModuleType) -> None:
 
 
 @pytest.mark.slow
-def test_trl_has_the_same_loss_and_gradients(against_trl: ModuleType, replies: Assembled) -> None:
+def test_trl_has_the_same_loss_and_gradients(against_trl: ModuleType, responses: Assembled) -> None:
     pytest.importorskip("trl", reason='TRL is not installed; run pip install -e ".[bench]"')
-    ours = against_trl.Gesso(replies)
-    trl = against_trl.Trl(replies.recipe, replies.cluster.stream.batch(0, 2))
+    ours = against_trl.Gesso(responses)
+    trl = against_trl.Trl(responses.recipe, responses.cluster.stream.batch(0, 2))
     proof = against_trl.prove(ours, trl)
     assert against_trl.agrees(proof), proof
 
@@ -256,7 +256,7 @@ def test_growth_is_measured_at_the_sizes_it_tells(
 
             def seen(rollout: Any, step: int) -> Any:
                 assert once.job.learner.algorithm.max_tokens == rollout.mask.shape[1]
-                assert not once.job.model.end  # replies this short would hardly end by themselves
+                assert not once.job.model.end  # responses this short would hardly end by themselves
                 drawn.append((len(rollout.samples), int(rollout.mask.sum())))
                 return update(rollout, step)
 
@@ -271,7 +271,7 @@ def test_growth_is_measured_at_the_sizes_it_tells(
     monkeypatch.setattr(growth, "iterations", watched)
     line = growth.Line("demo-vlm", "", (3, 5), 3, {"group": 2}, "max_tokens")
     points = growth.measured(line)
-    assert drawn == [(6, 18), (6, 18), (6, 30), (6, 30)]  # no reply ends early
+    assert drawn == [(6, 18), (6, 18), (6, 30), (6, 30)]  # no response ends early
     assert loaded == [0, 1, 2, 0, 3, 4]  # 0: what each size begins with
     assert 0 < min(points["seconds"]) <= max(points["seconds"]) < 60 < points["mb"][0] < 24_000
     growth.draw({"tokens": points}, tmp_path / "growth.png")

@@ -235,18 +235,18 @@ def test_the_guide_lists_the_defaults_of_the_presets() -> None:
         for key in ("group", "steps", "noise", "guidance", "timestep_fraction", "clip", "beta"):
             assert float(told[key]) == getattr(kind, key), (told["name"], key)
     named = {row.split("`")[1] for row in rows}
-    assert named == of_family("draws") - {"flow-grpo", "diffusion-nft"}
+    assert named == of_family("flow") - {"flow-grpo", "diffusion-nft"}
 
 
 def of_family(family: str) -> set[str]:
     return {name for name in build.ALGORITHMS if build.algorithm_class(name).family == family}
 
 
-def test_the_guide_lists_the_settings_of_the_algorithms_for_replies() -> None:
+def test_the_guide_lists_the_settings_of_the_algorithms_for_responses() -> None:
     text = GUIDE.read_text(encoding="utf-8")
     table = text.partition("| name | `group` | `surrogate` |")[2].split("\n\n")[0]
     rows = [[cell.strip(" `") for cell in row.split("|")[1:-1]] for row in table.splitlines()[2:]]
-    assert {row[0] for row in rows} == of_family("writes")
+    assert {row[0] for row in rows} == of_family("language")
     for name, group, surrogate, aggregation, advantage in rows:
         kind = build.algorithm_class(name)()
         assert (int(group), aggregation) == (kind.group, kind.aggregation), name
@@ -280,8 +280,8 @@ def test_no_section_of_a_recipe_is_forgotten() -> None:
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a model that writes, with everything an algorithm for replies can have."""
-    folder = tmp_path_factory.mktemp("writes") / "run"
+    """A run of a model that writes, with everything an algorithm for responses can have."""
+    folder = tmp_path_factory.mktemp("language") / "run"
     options = [
         "name=ppo", "group=2", "max_tokens=8", "advantage.drop_flat=true", "refills=1",
         "kl.beta=0.01", "importance_cap=2.0",
@@ -307,7 +307,13 @@ def test_the_guide_explains_every_metric(workplace: Path, written: Path) -> None
     }
     draws, writes = metrics(workplace / "runs" / "demo-001"), metrics(written)
     assert {"update/ratio", "eval/NAME/DETAIL"} <= draws
-    assert {"reply/cut", "update/importance", "update/value", "update/kl", "refilled"} <= writes
+    assert {
+        "response/truncated",
+        "update/importance",
+        "update/value",
+        "update/kl",
+        "refilled",
+    } <= writes
     assert draws | writes <= explained, (draws | writes) - explained
     absent = {"update/drift"}  # of DiffusionNFT
     assert explained <= draws | writes | absent, explained - draws - writes - absent

@@ -45,7 +45,7 @@ class Wrong:
     family = "sings"
 
 class Says(Both):
-    family = "writes"
+    family = "language"
 """
 
 
@@ -81,10 +81,10 @@ def test_a_language_model_of_the_users(
 ) -> None:
     (workplace / "mine.toml").write_text(tomli_w.dumps(writing))
     recipe = build.recipe("mine.toml")
-    assert isinstance(recipe.model, config.TokenModel) and recipe.model.family == "writes"
+    assert isinstance(recipe.model, config.TokenModel) and recipe.model.family == "language"
     trained = run.train(recipe, folder="run", quiet=True)
     stored = tables.read_toml(trained.path / "config.toml")["model"]
-    assert (stored["name"], stored["family"]) == ("my_models:Trimmed", "writes")
+    assert (stored["name"], stored["family"]) == ("my_models:Trimmed", "language")
     (response,) = gesso.load("run").sample("how many?")
     assert type(gesso.load("run").model).__name__ == "Trimmed" and response == response.strip()
     capsys.readouterr()
@@ -112,10 +112,10 @@ def test_with_a_critic_too(writing: dict[str, Any]) -> None:
 def test_a_flow_model_of_the_users(recipe_data: dict[str, Any], workplace: Path) -> None:
     data = with_model(recipe_data, name="my_flow:Mine") | {"steps": 1}
     recipe = build.recipe_from(data)
-    assert isinstance(recipe.model, config.Model) and recipe.model.family == "draws"
+    assert isinstance(recipe.model, config.Model) and recipe.model.family == "flow"
     assert build.model(recipe).sizes == (4, 6, 8, 12)
     trained = run.train(recipe, folder="run", quiet=True)
-    assert tables.read_toml(trained.path / "config.toml")["model"]["family"] == "draws"
+    assert tables.read_toml(trained.path / "config.toml")["model"]["family"] == "flow"
     assert gesso.load("run").sample("a red sign")[0].size == (96, 32)
     facts = dict(check(recipe).facts)
     assert "parameters in the transformer" in facts["model"] and "memory" in facts
@@ -125,16 +125,16 @@ def test_a_run_is_read_without_its_code(writing: dict[str, Any], workplace: Path
     made = runs.make(writing, workplace / "run")
     sys.modules.pop("my_models")
     (workplace / "my_models.py").write_text("raise RuntimeError('imported')")
-    assert find(made.path).recipe.model.family_name == "writes"
+    assert find(made.path).recipe.model.family_name == "language"
     stored = tables.read_toml(made.path / "config.toml")
-    assert family(stored) == "writes" and "my_models" not in sys.modules
+    assert family(stored) == "language" and "my_models" not in sys.modules
 
 
 def test_an_old_run_folder_of_a_flow_model(recipe_data: dict[str, Any], workplace: Path) -> None:
     """Folders from before the key: a model of the user's was one that draws."""
     made = runs.make(with_model(recipe_data, name="my_flow:Mine"), workplace / "run")
     file = made.path / "config.toml"
-    old = file.read_text().replace('family = "draws"\n', "")
+    old = file.read_text().replace('family = "flow"\n', "")
     assert "family" not in old
     file.write_text(old)
     assert gesso.load(made.path).sample("oak")[0].size == (96, 32)
@@ -143,23 +143,23 @@ def test_an_old_run_folder_of_a_flow_model(recipe_data: dict[str, Any], workplac
 def test_bundled_models_need_no_family(recipe_data: dict[str, Any]) -> None:
     recipe = build.recipe_from(with_model(recipe_data, name="sd3"))
     assert recipe.model.family is None
-    stated = build.recipe_from(with_model(recipe_data, name="sd3", family="draws"))
-    assert families.of(stated).name == "draws"
+    stated = build.recipe_from(with_model(recipe_data, name="sd3", family="flow"))
+    assert families.of(stated).name == "flow"
 
 
 BAD = [
     (
-        {"name": "sd3", "family": "writes"},
-        'family = "writes", but name = "sd3" draws; leave',
+        {"name": "sd3", "family": "language"},
+        'family = "language", but name = "sd3" draws; leave',
     ),
-    ({"name": "causal", "family": "draws"}, 'family = "draws", but name = "causal" writes; leave'),
-    ({"family": "draw"}, "expected one of 'draws', 'writes'"),
-    ({"name": "my_models:Trimmed", "family": "draws"}, 'but the class "my_models:Trimmed" writes'),
+    ({"name": "causal", "family": "flow"}, 'family = "flow", but name = "causal" writes; leave'),
+    ({"family": "draw"}, "expected one of 'flow', 'writes'"),
+    ({"name": "my_models:Trimmed", "family": "flow"}, 'but the class "my_models:Trimmed" writes'),
     ({"name": "my_others:Nothing"}, "does not show its family, by one of velocity"),
     ({"name": "my_others:Both"}, "does not show its family, by one of velocity"),
     ({"name": "my_others:Half"}, "has no encode, length, decode, hidden …; expected the methods"),
-    ({"name": "my_others:Half", "family": "draws"}, 'class "my_others:Half" writes; leave'),
-    ({"name": "my_others:Nothing", "family": "writes"}, "methods of gesso's TokenModel"),
+    ({"name": "my_others:Half", "family": "flow"}, 'class "my_others:Half" writes; leave'),
+    ({"name": "my_others:Nothing", "family": "language"}, "methods of gesso's TokenModel"),
     ({"name": "my_others:Wrong"}, 'has family = "sings"; expected one of draws, writes'),
     ({"name": "my_others:Says"}, "methods of gesso's TokenModel"),
     ({"name": "my_others:OTHER"}, 'has no "OTHER"'),

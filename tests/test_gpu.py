@@ -196,7 +196,7 @@ def test_attention_of_one_token(shape: tuple[int, ...], dtype: torch.dtype) -> N
 
 
 def test_flash_attention_of_segments() -> None:
-    """All at once against group by group, with gradients; a reply of no tokens among them."""
+    """All at once against group by group, with gradients; a response of no tokens among them."""
     from gesso.models.tokens import attention
 
     trees = [[37, 5, 0, 130], [300], [12, 12, 12]]

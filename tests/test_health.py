@@ -185,7 +185,7 @@ def test_reward_hacking() -> None:
     _, kind, text = only(history(40, eval__ocr__exact=falling))
     assert kind == "reward-hacking" and "eval/ocr/exact fell from 0.57 to 0.45" in text
     assert "look at the pictures" in text
-    assert "look at the replies" in only(writing(40, eval__ocr__exact=falling), WRITES)[2]
+    assert "look at the responses" in only(writing(40, eval__ocr__exact=falling), WRITES)[2]
 
 
 def test_what_is_no_reward_hacking() -> None:
@@ -305,9 +305,9 @@ def writing(steps: int, **changes: Callable[[int], Any]) -> list[Row]:
     """Rows as a good run of a model that writes has them."""
     usual = {
         "diversity": 0.6,
-        "reply__length": 100.0,
-        "reply__longest": 180.0,
-        "reply__cut": 0.02,
+        "response__length": 100.0,
+        "response__max_length": 180.0,
+        "response__truncated": 0.02,
         "update__entropy": 0.4,
         "update__kl": 0.01,
         "update__first_clipped": 0.0,
@@ -360,21 +360,21 @@ def test_sampler_mismatch() -> None:
     assert kinds(writing(20, update__importance=always(0.97)), facts) == []
 
 
-def test_cut_replies() -> None:
-    step, kind, text = only(writing(20, reply__cut=always(0.4)), WRITES)
-    assert (step, kind) == (5, "cut-replies")
-    assert "40% of the replies are cut at algorithm.max_tokens = 32" in text
-    assert kinds(writing(20, reply__cut=always(0.25)), WRITES) == []
-    assert kinds(writing(20, reply__cut=lambda s: 0.9 * (s % 5 in (1, 3))), WRITES) == []
+def test_truncated_responses() -> None:
+    step, kind, text = only(writing(20, response__truncated=always(0.4)), WRITES)
+    assert (step, kind) == (5, "truncated-responses")
+    assert "40% of the responses are cut at algorithm.max_tokens = 32" in text
+    assert kinds(writing(20, response__truncated=always(0.25)), WRITES) == []
+    assert kinds(writing(20, response__truncated=lambda s: 0.9 * (s % 5 in (1, 3))), WRITES) == []
 
 
-def test_longer_replies() -> None:
-    grows = {"reply__length": lambda s: 100.0 + 3 * s, "reply__longest": always(900.0)}
+def test_longer_responses() -> None:
+    grows = {"response__length": lambda s: 100.0 + 3 * s, "response__max_length": always(900.0)}
     step, kind, text = only(writing(60, **grows, **STUCK), WRITES)
-    assert kind == "longer-replies" and 20 < step <= 40
+    assert kind == "longer-responses" and 20 < step <= 40
     assert re.search(r"grew from 1\d\d to \d+ tokens while for \d\d steps the reward has not", text)
     assert kinds(writing(60, **grows), WRITES) == []  # the reward rises with them
-    slowly = {"reply__length": lambda s: 100.0 + 0.7 * s}
+    slowly = {"response__length": lambda s: 100.0 + 0.7 * s}
     assert kinds(writing(60, **slowly, **STUCK), WRITES) == []
 
 
@@ -388,23 +388,25 @@ def test_entropy_collapse() -> None:
     assert kinds(writing(60, update__entropy=always(0.01), **STUCK), WRITES) == []  # always so
 
 
-def test_replies_that_are_one_reply() -> None:
+def test_responses_that_are_one_response() -> None:
     step, kind, text = only(writing(60, diversity=lambda s: 0.6 * 0.9**s, **STUCK), WRITES)
     assert kind == "diversity" and step == 20  # when the reward is known to stand
     assert re.search(
-        r"9% of the replies to one prompt are distinct, where at the start 44% were", text
+        r"9% of the responses to one prompt are distinct, where at the start 44% were", text
     )
     assert "picture" not in text
 
 
 def test_constant_length() -> None:
-    same = {"reply__longest": lambda s: 180.0 if s < 10 else 101.0}
+    same = {"response__max_length": lambda s: 180.0 if s < 10 else 101.0}
     step, kind, text = only(writing(60, **same, **STUCK), WRITES)
     assert (step, kind) == (20, "constant-length")
-    assert "all replies are 100 tokens long" in text and "1.8 times the mean" in text
+    assert "all responses are 100 tokens long" in text and "1.8 times the mean" in text
     assert kinds(writing(60, **same), WRITES) == []
-    assert kinds(writing(60, reply__longest=always(101.0), **STUCK), WRITES) == []
-    assert kinds(writing(60, **same, **STUCK, reply__cut=always(1.0)), WRITES) == ["cut-replies"]
+    assert kinds(writing(60, response__max_length=always(101.0), **STUCK), WRITES) == []
+    assert kinds(writing(60, **same, **STUCK, response__truncated=always(1.0)), WRITES) == [
+        "truncated-responses"
+    ]
 
 
 def test_kl_explodes() -> None:
@@ -438,7 +440,7 @@ def test_without_a_comparison_within_groups_flat_ones_are_no_symptom() -> None:
     assert kinds(spread, facts) == ["saturated"] and kinds(spread, WRITES) == []
 
 
-def test_what_an_algorithm_for_replies_tells() -> None:
+def test_what_an_algorithm_for_responses_tells() -> None:
     recipe = build.recipe("demo-vlm")
 
     def facts(**options: Any) -> Facts:

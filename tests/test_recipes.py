@@ -376,7 +376,7 @@ EASYR1: Settings = {
     "algorithm.advantage.std": "group",
     "algorithm.advantage.combine": "sum",
     "algorithm.advantage.clip": None,
-    "algorithm.advantage.per": "reply",
+    "algorithm.advantage.per": "response",
     "algorithm.advantage.gamma": 1.0,
     "algorithm.advantage.whiten": False,
     "algorithm.advantage.drop_flat": False,
@@ -466,7 +466,7 @@ WRITERS: dict[str, Settings] = {
     "qwen25-vl-3b-math": EASYR1 | LMM_R1 | NO_KL,
     "qwen25-math-7b-dapo": EASYR1 | DAPO | EASYR1_LORA | NO_KL,
 }
-# Replies an optimizer step.
+# Responses an optimizer step.
 REPLIES = {
     "qwen25-vl-3b-geo3k": 640,
     "qwen25-vl-7b-geo3k": 640,
@@ -552,7 +552,7 @@ def test_batches_are_whole(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_updates_have_the_replies_of_the_source(name: str) -> None:
+def test_updates_have_the_responses_of_the_source(name: str) -> None:
     recipe = build.recipe(name)
     chosen = build.algorithm(recipe)
     assert recipe.data.groups * chosen.group == REPLIES[name] * chosen.updates

@@ -53,8 +53,8 @@ def test_evaluation_and_load_take_the_averaged_weights(recipe_data: dict, tmp_pa
 
     kept = sorted((tmp_path / "run" / "samples" / "000002").iterdir())
     assert len(kept) == 2 and len(samples) == 3  # eval.shown of eval.prompts
-    assert Image.open(kept[0]).tobytes() == samples[0].picture.tobytes()
-    assert samples[0].picture.tobytes() != current[0].picture.tobytes()
+    assert Image.open(kept[0]).tobytes() == samples[0].pixels.tobytes()
+    assert samples[0].pixels.tobytes() != current[0].pixels.tobytes()
 
 
 def test_a_restored_state_is_all_there_is(recipe_data: dict) -> None:

@@ -128,7 +128,7 @@ def test_a_model_that_sees_answers_about_a_picture(tmp_path: Path, studio: Studi
     result = studio.draw(
         found.path, PlaygroundRequest(run="run", prompt="how many?", image=image), heard
     )
-    assert isinstance(result["base"][0]["reply"], str) and len(result["trained"]) == 1
+    assert isinstance(result["base"][0]["response"], str) and len(result["trained"]) == 1
     # There is no right answer to a question of one's own: it is told, and nothing is made up.
     assert "reward" not in result["base"][0]
     assert heard.notes == [

@@ -64,7 +64,7 @@ def seeing(folders: Path) -> Tiny:
 
 
 def data_of(tiny: Tiny, algorithm: dict[str, Any], **sections: Any) -> dict[str, Any]:
-    """3 prompts × 4 replies of up to 6 letters."""
+    """3 prompts × 4 responses of up to 6 letters."""
     root = tiny.folder.parent
     name = "vision-language" if tiny.sees else "causal"
     train = str(root / ("seen.jsonl" if tiny.sees else "text.txt"))
@@ -207,7 +207,7 @@ def test_a_run_and_what_it_says(seeing: Tiny, tmp_path: Path, trained_on: list[R
         assert row["age"] == 0 and row["update/first_abs_dlogp_max"] < 1e-4
         assert len(rollout.samples) == 12 and rollout.group.tolist() == sorted([0, 1, 2] * 4)
         assert row["reward"] == pytest.approx(float(rollout.rewards.mean()))
-        assert row["reply/length"] == pytest.approx(float(rollout.mask.sum(1).float().mean()))
+        assert row["response/length"] == pytest.approx(float(rollout.mask.sum(1).float().mean()))
         values = [float(r) for r in early(rollout.samples)]
         assert rollout.rewards.tolist() == pytest.approx(values)  # each has its own score
         for i, g in enumerate(rollout.group.tolist()):
@@ -215,7 +215,7 @@ def test_a_run_and_what_it_says(seeing: Tiny, tmp_path: Path, trained_on: list[R
     prompts = [[r.samples[i].prompt.text for i in (0, 4, 8)] for r in trained_on]
     assert len({tuple(p) for p in prompts}) == 3  # other prompts at every step
     shown = (tmp_path / "run" / "samples" / "000003.jsonl").read_text().splitlines()
-    assert len(shown) == 3 and "reply" in json.loads(shown[0])
+    assert len(shown) == 3 and "response" in json.loads(shown[0])
 
 
 def test_lag_one(text: Tiny, tmp_path: Path) -> None:
@@ -225,10 +225,10 @@ def test_lag_one(text: Tiny, tmp_path: Path) -> None:
     assert rows[1]["update/first_abs_dlogp_max"] < 1e-4 < rows[2]["update/first_abs_dlogp_max"]
 
 
-# Greedy replies to compare with
+# Greedy responses to compare with
 
 
-def test_each_reply_is_compared_with_the_greedy_one(text: Tiny) -> None:
+def test_each_response_is_compared_with_the_greedy_one(text: Tiny) -> None:
     job = assemble(build.recipe_from(data_of(text, {"name": "remax"})))
     try:
         rollout, _ = job.cluster.draw_step(1).result()
@@ -247,7 +247,7 @@ def test_each_reply_is_compared_with_the_greedy_one(text: Tiny) -> None:
     assert torch.allclose(found, torch.where(rollout.mask, expected[:, None], 0.0))
 
 
-def test_nobody_else_draws_greedy_replies(text: Tiny) -> None:
+def test_nobody_else_draws_greedy_responses(text: Tiny) -> None:
     job = assemble(build.recipe_from(data_of(text, {"name": "grpo"})))
     try:
         drawn = job.cluster.draw_step(0)
@@ -256,7 +256,7 @@ def test_nobody_else_draws_greedy_replies(text: Tiny) -> None:
         job.close()
 
 
-def test_a_greedy_reply_without_a_score_fails_its_group(
+def test_a_greedy_response_without_a_score_fails_its_group(
     text: Tiny, tmp_path: Path, trained_on: list[Rollout]
 ) -> None:
     asked = tmp_path / "bad.txt"
@@ -271,9 +271,9 @@ def test_a_greedy_reply_without_a_score_fails_its_group(
     assert len(rollout.samples) == 8 and rollout.greedy is not None
     assert not rollout.greedy.isnan().any()
     assert not any("bad" in s.prompt.text for s in rollout.samples)
-    told = "4 of 12 scores failed, last: the greedy reply it is compared with failed: "
+    told = "4 of 12 scores failed, last: the greedy response it is compared with failed: "
     assert told in (log := (tmp_path / "run" / "log.txt").read_text()) and "no answer" in log
-    with pytest.raises(StopRun, match=r"4 of 12 scores failed .*the greedy reply it is compared"):
+    with pytest.raises(StopRun, match=r"4 of 12 scores failed .*the greedy response it is"):
         go(data | {"max_failed": 0.2}, tmp_path / "stopped")
 
 
@@ -307,7 +307,7 @@ def test_groups_without_spread_are_replaced(
             assert len({s.prompt.text for s in own}) == 1  # a group is one prompt's still
         lengths = rollout.mask.sum(1)
         texts = [found_text(rollout, i, int(n)) for i, n in enumerate(lengths)]
-        assert texts == [s.reply for s in rollout.samples]  # tokens are still their own
+        assert texts == [s.response for s in rollout.samples]  # tokens are still their own
         assert row["update/first_abs_dlogp_max"] < 1e-4  # and log-probs, and prompts
         assert len({s.seed for s in rollout.samples}) == 12
 
@@ -344,13 +344,14 @@ def test_a_refill_is_of_its_step_and_attempt_alone(text: Tiny) -> None:
     ) -> list[tuple[str, int, str]]:
         found, _ = of.cluster.draw_refill(step, attempt, groups).result()
         assert found.group.tolist() == [g for g in range(groups) for _ in range(4)]
-        return [(s.prompt.text, s.seed, s.reply) for s in found.samples]
+        return [(s.prompt.text, s.seed, s.response) for s in found.samples]
 
     try:
         first = drawn(2, 1)
         assert drawn(2, 1) == first and drawn(2, 1, groups=1) == first[:4]
         batch = [
-            (s.prompt.text, s.seed, s.reply) for s in job.cluster.draw_step(2).result()[0].samples
+            (s.prompt.text, s.seed, s.response)
+            for s in job.cluster.draw_step(2).result()[0].samples
         ]
         seeds = [{seed for _, seed, _ in each} for each in (
             first, drawn(2, 2), drawn(3, 1), batch, drawn(2, 1, of=other))]  # fmt: skip

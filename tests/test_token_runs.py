@@ -24,7 +24,7 @@ from gesso.rewards import assembly, base
 from gesso.rewards.transport import protocol, wire
 from gesso.rollout import Rollout, TokenTrace
 from gesso.samplers import decode
-from gesso.samplers import responses as replies
+from gesso.samplers import responses as responses
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Sample, Score, StopRun, UserError
 from tests import tokens
@@ -166,7 +166,7 @@ def test_a_prompt_of_exactly_max_prompt_tokens_is_taken(root: Path, tmp_path: Pa
         job.close()
 
 
-def test_replies_beyond_what_the_model_was_made_for_are_refused(root: Path, tmp_path: Path) -> None:
+def test_responses_beyond_the_models_positions_are_refused(root: Path, tmp_path: Path) -> None:
     train = write(tmp_path / "a.jsonl", rows(tmp_path, 2))
     job = run.assemble(recipe(root, train))
     model = writing(job.model)
@@ -177,7 +177,7 @@ def test_replies_beyond_what_the_model_was_made_for_are_refused(root: Path, tmp_
     fits = made_for - longest
     run.assemble(recipe(root, train, algorithm={"max_tokens": fits})).close()
     sentence = (
-        f"the longest prompt has {longest} tokens and a reply may have algorithm.max_tokens = "
+        f"the longest prompt has {longest} tokens and a response may have algorithm.max_tokens = "
         f"{fits + 1}, together {made_for + 1}, but .* was made for {made_for} .*; lower "
         f"algorithm.max_tokens to {fits}, or model.max_prompt"
     )
@@ -229,19 +229,19 @@ def trace_of(lengths: list[int], cut: list[bool]) -> TokenTrace:
 def rollout_of(
     trace: TokenTrace, values: list[dict[str, float]], weights: dict[str, float]
 ) -> Rollout:
-    samples = [Sample(Prompt("?"), None, i, f"reply {i}") for i in range(len(values))]
+    samples = [Sample(Prompt("?"), None, i, f"response {i}") for i in range(len(values))]
     scores = [Score(sum(weights[n] * v for n, v in parts.items()), parts) for parts in values]
     group = torch.arange(len(values)) // 2
     logp = torch.where(trace.mask, -2.0, 0.0)
     return Rollout(samples, group, trace, logp, 0, scores, weights)
 
 
-def test_figures_of_replies_by_hand() -> None:
+def test_figures_of_responses_by_hand() -> None:
     trace = trace_of([1, 3, 4, 4], [False, False, False, True])
-    told = replies.describe(rollout_of(trace, [{"a": 1.0}] * 4, {"a": 1.0}))
-    assert told["reply/length"] == 3.0 and told["reply/longest"] == 4.0
-    assert told["reply/cut"] == 0.25
-    assert told["reply/logp"] == pytest.approx(-2.0)  # a token's, not a place's
+    told = responses.describe(rollout_of(trace, [{"a": 1.0}] * 4, {"a": 1.0}))
+    assert told["response/length"] == 3.0 and told["response/max_length"] == 4.0
+    assert told["response/truncated"] == 0.25
+    assert told["response/logp"] == pytest.approx(-2.0)  # a token's, not a place's
 
 
 def test_flat_groups_may_be_judged_by_one_reward() -> None:
@@ -356,8 +356,8 @@ def scored(name: str, sample: Sample, **options: Any) -> Score:
 )
 def test_the_answer_may_stand_in_another_column(name: str, right: str) -> None:
     want = "B" if name == "choice" else "4"
-    reply = f"<think></think><answer>{right}</answer>"
-    sample = Sample(Prompt("?", columns={"solution": want}), None, 0, reply)
+    response = f"<think></think><answer>{right}</answer>"
+    sample = Sample(Prompt("?", columns={"solution": want}), None, 0, response)
     assert scored(name, sample, column="solution").value == 1
     reward = base.load(assembly.REWARDS[name], {})
     reason = reward.unfit(sample.prompt)
@@ -367,12 +367,12 @@ def test_the_answer_may_stand_in_another_column(name: str, right: str) -> None:
 
 
 def test_a_template_that_opens_the_thought() -> None:
-    """DeepSeek-R1's distills: the prompt ends in <think>, the reply begins within it."""
-    reply = "so it is 3\n</think>\n<answer>3</answer>"
-    sample = Sample(Prompt("?"), None, 0, reply)
+    """DeepSeek-R1's distills: the prompt ends in <think>, the response begins within it."""
+    response = "so it is 3\n</think>\n<answer>3</answer>"
+    sample = Sample(Prompt("?"), None, 0, response)
     assert scored("format", sample).value == 0
     assert scored("format", sample, opened=True).value == 1
-    for wrong in (f"<think>{reply}", f"a</think>{reply}", "<answer>3</answer>"):
+    for wrong in (f"<think>{response}", f"a</think>{response}", "<answer>3</answer>"):
         assert scored("format", Sample(Prompt("?"), None, 0, wrong), opened=True).value == 0
 
 
@@ -395,7 +395,7 @@ def test_overlong_counts_the_tokens_of_whoever_wrote_them(root: Path, tmp_path: 
 def test_right_means_whole() -> None:
     from gesso.track.samples import Shown
 
-    row = {"index": 0, "prompt": "?", "seed": 0, "image": "", "text": "", "reply": "x"}
+    row = {"index": 0, "prompt": "?", "seed": 0, "image": "", "text": "", "response": "x"}
     for value, right in ((1.0, True), (0.9, False), (0.0, False)):
         shown = Shown.of(row | {"parts": {"count": value, "count/exact": value}})
         assert shown is not None and shown.right is right

@@ -249,7 +249,7 @@ def test_code_beside_a_language_model_is_ignored(
     monkeypatch.setattr("builtins.input", lambda text="": "y")  # whoever asks is told yes
     name = "causal" if kind == "qwen2" else "vision-language"
     with contextlib.suppress(UserError):
-        classes.load(families.BY_NAME["writes"], name)(TokenModel(name=name, path=str(folder)), 0)
+        classes.load(families.BY_NAME["language"], name)(TokenModel(name=name, path=str(folder)), 0)
     assert not (workplace / MARK).exists()
 
 

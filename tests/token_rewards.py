@@ -1,4 +1,4 @@
-"""Rewards of replies as users write them. Imported by worker processes."""
+"""Rewards of responses as users write them. Imported by worker processes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from gesso.types import Sample, Score
 
 def early(samples: Sequence[Sample]) -> list[float]:
     """The share of letters from the first half of the alphabet."""
-    return [sum(c in "abcdefghijklm" for c in s.reply) / max(1, len(s.reply)) for s in samples]
+    return [
+        sum(c in "abcdefghijklm" for c in s.response) / max(1, len(s.response)) for s in samples
+    ]
 
 
 def some_flat(samples: Sequence[Sample]) -> list[float]:
-    """The same; but replies to a prompt that says so are all worth the same."""
+    """The same; but responses to a prompt that says so are all worth the same."""
     return [
         0.5 if "flat" in s.prompt.text else r for s, r in zip(samples, early(samples), strict=True)
     ]
@@ -29,7 +31,7 @@ def some_fail(samples: Sequence[Sample]) -> list[Score]:
 
 
 def greedy_fails(samples: Sequence[Sample]) -> list[Score]:
-    """Greedy replies have seed 0."""
+    """Greedy responses have seed 0."""
     values = zip(samples, early(samples), strict=True)
     return [
         Score.failed("no answer") if s.seed == 0 and "bad" in s.prompt.text else Score(r)
@@ -38,4 +40,4 @@ def greedy_fails(samples: Sequence[Sample]) -> list[Score]:
 
 
 def length(samples: Sequence[Sample]) -> list[float]:
-    return [float(len(s.reply)) for s in samples]
+    return [float(len(s.response)) for s in samples]

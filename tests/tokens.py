@@ -12,7 +12,7 @@ from typing import Any
 
 from gesso import config
 from gesso.rollout import TokenTrace
-from gesso.types import Picture, Prompt
+from gesso.types import Prompt, PromptImage
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789 .,:?!+-=\n"
 END, STOP = "<|im_end|>", "<|endoftext|>"
@@ -49,7 +49,7 @@ def build(name: str, folder: Path, head: int = 8) -> Path:
     return folder
 
 
-def picture(height: int, width: int, seed: int = 0) -> Picture:
+def picture(height: int, width: int, seed: int = 0) -> PromptImage:
     """Noise, as a PNG in memory."""
     import numpy as np
     from PIL import Image
@@ -57,7 +57,7 @@ def picture(height: int, width: int, seed: int = 0) -> Picture:
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(pixels).save(buffer, "PNG")
-    return Picture(data=buffer.getvalue())
+    return PromptImage(data=buffer.getvalue())
 
 
 def prompts(sees: bool) -> list[Prompt]:
@@ -246,7 +246,7 @@ def stirred(model: Any) -> Any:
 
 
 def trace_of(model: Any, asked: Sequence[Prompt], row: Sequence[int], seed: int = 0) -> TokenTrace:
-    """Replies of 1 to 9 letters, drawn without the model."""
+    """Responses of 1 to 9 letters, drawn without the model."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -259,14 +259,16 @@ def trace_of(model: Any, asked: Sequence[Prompt], row: Sequence[int], seed: int 
 
 def padded_logits(plain: Any, trace: TokenTrace, pad: int) -> Any:
     """(N, S, V): transformers' own forward over a padded batch, pictures as pixels, at the places
-    that predict the replies; whatever lies outside of them is not looked at."""
+    that predict the responses; whatever lies outside of them is not looked at."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
     chosen = [trace.prompts[r] for r in trace.row.tolist()]
-    replies = [t[m] for t, m in zip(trace.tokens, trace.mask, strict=True)]
-    whole = [torch.cat([p.ids, reply]) for p, reply in zip(chosen, replies, strict=True)]
-    kinds = [torch.cat([p.kinds, 0 * reply]) for p, reply in zip(chosen, replies, strict=True)]
+    responses = [t[m] for t, m in zip(trace.tokens, trace.mask, strict=True)]
+    whole = [torch.cat([p.ids, response]) for p, response in zip(chosen, responses, strict=True)]
+    kinds = [
+        torch.cat([p.kinds, 0 * response]) for p, response in zip(chosen, responses, strict=True)
+    ]
     inputs = {
         "input_ids": pad_sequence(whole, batch_first=True, padding_value=pad),
         "attention_mask": pad_sequence([torch.ones_like(w) for w in whole], batch_first=True),
@@ -284,7 +286,7 @@ def padded_logits(plain: Any, trace: TokenTrace, pad: int) -> Any:
 
 
 def padded_logp(plain: Any, trace: TokenTrace, temperature: float, suppressed: Any) -> Any:
-    """(N, S), 0 outside the replies."""
+    """(N, S), 0 outside the responses."""
     logits = padded_logits(plain, trace, 0).float() / temperature
     logits = logits.index_fill(-1, suppressed, float("-inf"))
     logp = logits.log_softmax(-1).gather(-1, trace.tokens[..., None])[..., 0]

@@ -6,10 +6,10 @@ or each token has the discounted sum from there on.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 from torch import Tensor
 
 from gesso.config import Strict
@@ -19,18 +19,23 @@ from gesso.rollout import Rollout
 EPSILON = 1e-6  # as in the reference code for tokens; flow models use 1e-4
 
 
+def _per(value: Any) -> Any:
+    """Runs of earlier versions have "reply" in their config.toml."""
+    return "response" if value == "reply" else value
+
+
 class Credit(Strict):
     """baseline: the `mean` of the group, the mean of the `others` in it, the reward of the prompt's
-    `greedy` response, or `zero`. std: the divisor of the difference. per: with `reply`, all tokens
-    of a response have its advantage, and a KL in the reward is subtracted from the reward before
-    the statistics; with `token`, the advantage is that of the last token, a KL is subtracted at its
-    token, and every token has the sum from there on, discounted by gamma."""
+    `greedy` response, or `zero`. std: the divisor of the difference. per: with `response`, all
+    tokens of a response have its advantage, and a KL in the reward is subtracted from the reward
+    before the statistics; with `token`, the advantage is that of the last token, a KL is subtracted
+    at its token, and every token has the sum from there on, discounted by gamma."""
 
     baseline: Literal["mean", "others", "greedy", "zero"] = "mean"
     std: Literal["group", "global", "one"] = "group"
     combine: Literal["sum", "gdpo"] = "sum"  # as in algorithms/advantage.py
     clip: float | None = Field(None, gt=0)  # of a response's advantage
-    per: Literal["reply", "token"] = "reply"
+    per: Annotated[Literal["response", "token"], BeforeValidator(_per)] = "response"
     gamma: float = Field(1.0, gt=0, le=1)
     whiten: bool = False  # over all tokens of the batch
     drop_flat: bool = False  # drop groups without spread, from the denominator, too
@@ -44,7 +49,7 @@ class Credit(Strict):
             raise ValueError('combine = "gdpo" has baseline = "mean" and std = "group"')
         if self.flat_by is not None and not self.drop_flat:
             raise ValueError("flat_by says which groups drop_flat drops; set drop_flat = true")
-        if self.gamma != 1 and self.per == "reply":
+        if self.gamma != 1 and self.per == "response":
             raise ValueError('gamma discounts from token to token; it needs per = "token"')
         return self
 
@@ -57,12 +62,12 @@ class Credit(Strict):
         """(N, S) float64, 0 outside the responses. penalty: (N, S) β·KL of each token."""
         mask = rollout.mask
         rewards = rollout.rewards.to(mask.device)
-        if penalty is not None and self.per == "reply":
+        if penalty is not None and self.per == "response":
             rewards = rewards - penalty.double().sum(1)
         of_responses = self._of_responses(rollout, rewards)
         if self.clip is not None:
             of_responses = of_responses.clamp(-self.clip, self.clip)
-        if self.per == "reply":
+        if self.per == "response":
             advantages = torch.where(mask, of_responses[:, None], 0.0)
         else:
             advantages = adv.on_last(of_responses, mask)

@@ -40,7 +40,7 @@ class FlowAlgorithm(config.Strict):
     updates: int = Field(2, ge=1)
     advantage: Advantage = Advantage()
 
-    family: ClassVar[config.FamilyName] = "draws"
+    family: ClassVar[config.FamilyName] = "flow"
     epochs: ClassVar[int] = 1
     refills: ClassVar[int] = 0
 

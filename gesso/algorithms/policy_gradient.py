@@ -145,7 +145,7 @@ class PolicyGradient(Strict):
     importance_cap: float | None = Field(None, gt=0)  # of weights for a sampler of another engine
     refills: int = Field(0, ge=0)
 
-    family: ClassVar[config.FamilyName] = "writes"
+    family: ClassVar[config.FamilyName] = "language"
 
     @model_validator(mode="after")
     def _possible(self) -> PolicyGradient:
@@ -155,15 +155,15 @@ class PolicyGradient(Strict):
             raise ValueError("refills replace dropped groups; set advantage.drop_flat = true")
         compares = self.advantage.baseline in ("mean", "others") or self.advantage.drop_flat
         if self.group == 1 and compares:
-            raise ValueError("the replies of a group are compared with each other; use group = 2")
+            raise ValueError("the responses of a group are compared with each other; use group = 2")
         in_reward = self.kl is not None and self.kl.place == "reward"
-        if in_reward and self.advantage.combine == "gdpo" and self.advantage.per == "reply":
+        if in_reward and self.advantage.combine == "gdpo" and self.advantage.per == "response":
             raise ValueError(
                 'combine = "gdpo" takes each reward by itself and has no place for a KL in their '
                 'sum; use kl.place = "loss", or advantage.per = "token"'
             )
         if self.greedy_spec() and self.refills:
-            raise ValueError("refills are not for a baseline of greedy replies; set refills = 0")
+            raise ValueError("refills are not for a baseline of greedy responses; set refills = 0")
         return self
 
     @property

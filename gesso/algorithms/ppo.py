@@ -52,7 +52,7 @@ class PPO(PolicyGradient):
                 'the critic is the baseline: advantage has baseline = "zero", per = "token"'
             )
         if self.advantage.clip is not None:
-            raise ValueError("advantage.clip is for a reply's advantage; PPO has one a token")
+            raise ValueError("advantage.clip is for a response's advantage; PPO has one a token")
         return self
 
     def estimate(

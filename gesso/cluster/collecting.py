@@ -132,7 +132,7 @@ def _compared(rollout: Rollout, greedy: Rollout) -> Rollout:
     scores = [
         score
         if baseline.ok
-        else Score.failed(f"the greedy reply it is compared with failed: {baseline.error}")
+        else Score.failed(f"the greedy response it is compared with failed: {baseline.error}")
         for score, baseline in zip(rollout.scores, baselines, strict=True)
     ]
     values = [math.nan if b.value is None else b.value for b in baselines]

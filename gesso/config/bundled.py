@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-FamilyName = Literal["draws", "writes"]
+FamilyName = Literal["flow", "language"]
 """Flow models, through diffusers; language and vision-language models, through transformers."""
 FAMILIES: tuple[FamilyName, ...] = get_args(FamilyName)
 
@@ -17,9 +17,11 @@ class BundledModel:
 
 
 MODELS = {
-    "sd3": BundledModel("draws", "gesso.models.flow.sd3:SD3"),
-    "flux": BundledModel("draws", "gesso.models.flow.flux:Flux"),
-    "qwen-image": BundledModel("draws", "gesso.models.flow.qwen_image:QwenImage"),
-    "vision-language": BundledModel("writes", "gesso.models.tokens.vision_language:VisionLanguage"),
-    "causal": BundledModel("writes", "gesso.models.tokens.causal:Causal"),
+    "sd3": BundledModel("flow", "gesso.models.flow.sd3:SD3"),
+    "flux": BundledModel("flow", "gesso.models.flow.flux:Flux"),
+    "qwen-image": BundledModel("flow", "gesso.models.flow.qwen_image:QwenImage"),
+    "vision-language": BundledModel(
+        "language", "gesso.models.tokens.vision_language:VisionLanguage"
+    ),
+    "causal": BundledModel("language", "gesso.models.tokens.causal:Causal"),
 }

@@ -99,7 +99,7 @@ class AnyModel(Strict):
 class Model(AnyModel):
     """A flow model."""
 
-    family_name: ClassVar[FamilyName] = "draws"
+    family_name: ClassVar[FamilyName] = "flow"
     output: ClassVar[Literal["image", "text"]] = "image"
 
     name: str = "sd3"
@@ -111,7 +111,7 @@ class Model(AnyModel):
 class TokenModel(AnyModel):
     """A language or vision-language model."""
 
-    family_name: ClassVar[FamilyName] = "writes"
+    family_name: ClassVar[FamilyName] = "language"
     output: ClassVar[Literal["image", "text"]] = "text"
 
     name: str = "vision-language"
@@ -191,7 +191,7 @@ class Vllm(Strict):
 
 
 class Sampler(Strict):
-    batch: int = Field(16, ge=1, le=MAX_SAMPLES)  # pictures drawn, or replies written, at a time
+    batch: int = Field(16, ge=1, le=MAX_SAMPLES)  # pictures drawn, or responses written, at a time
     engine: Literal["built-in", "vllm"] = "built-in"
     vllm: Vllm = Vllm()
 
@@ -307,15 +307,15 @@ def family(section: Any) -> FamilyName:
     if isinstance(section, AnyModel):
         return section.family_name
     if not isinstance(section, Mapping):
-        return "draws"
+        return "flow"
     name, stated = section.get("name"), section.get("family")
     if isinstance(name, str) and name in MODELS:
         return MODELS[name].family
-    return stated if stated in FAMILIES else "draws"
+    return stated if stated in FAMILIES else "flow"
 
 
-Draws = Annotated[Model, Tag("draws")]
-Writes = Annotated[TokenModel, Tag("writes")]
+Draws = Annotated[Model, Tag("flow")]
+Writes = Annotated[TokenModel, Tag("language")]
 ModelSection = Annotated[Draws | Writes, Discriminator(family)]
 
 

@@ -1,4 +1,4 @@
-"""Values of a row → Picture, and whether they can be decoded.
+"""Values of a row → PromptImage, and whether they can be decoded.
 
 a path            relative to the folder of the data, else to the working folder; file://… too
 bytes             of an image file; {"bytes", "path"} as `datasets` and parquet store images
@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from gesso.types import PICTURE_FORMATS, Picture, Prompt, UserError
+from gesso.types import IMAGE_FORMATS, Prompt, PromptImage, UserError
 
 FILE, WEB, DATA = "file://", ("http://", "https://"), "data:"
 MAX_PATH = 1024  # characters of a path; a longer text is base64
@@ -29,7 +29,7 @@ class InvalidRow(UserError):
     """The row cannot be used; it is skipped, reported and counted."""
 
 
-def load_images(values: Sequence[Any], folder: Path | None) -> tuple[Picture, ...]:
+def load_images(values: Sequence[Any], folder: Path | None) -> tuple[PromptImage, ...]:
     images = []
     for i, value in enumerate(values, 1):
         try:
@@ -39,17 +39,17 @@ def load_images(values: Sequence[Any], folder: Path | None) -> tuple[Picture, ..
     return tuple(images)
 
 
-def _image(value: Any, folder: Path | None) -> Picture:
+def _image(value: Any, folder: Path | None) -> PromptImage:
     if isinstance(value, dict) and ("bytes" in value or "path" in value):
         value = value.get("path") if value.get("bytes") is None else value["bytes"]
     if isinstance(value, bytes) and value:
-        return Picture(data=value)
+        return PromptImage(data=value)
     if isinstance(value, str) and value:
         return _from_text(value, folder)
     raise InvalidRow(f"expected a path, bytes or base64, got {short(value)}")
 
 
-def _from_text(text: str, folder: Path | None) -> Picture:
+def _from_text(text: str, folder: Path | None) -> PromptImage:
     if text.startswith(WEB):
         raise InvalidRow(
             f"{short(text)} lies on the web, where a run does not look; download the pictures and "
@@ -60,17 +60,17 @@ def _from_text(text: str, folder: Path | None) -> Picture:
         data = _decoded(code)
         if not data:
             raise InvalidRow(f"expected base64 after {short(kind + ';base64,')}, got {short(code)}")
-        return Picture(data=data)
+        return PromptImage(data=data)
     paths = [text]
     if text.startswith(FILE):
         plain = text.removeprefix(FILE)
         paths = [plain, urllib.parse.unquote(plain)]
     for name in paths:
         if path := _file(name, folder):
-            return Picture(path=path)
+            return PromptImage(path=path)
     data = _decoded(text)
     if data and (data.startswith(SIGNATURES) or len(text) > MAX_PATH):
-        return Picture(data=data)
+        return PromptImage(data=data)
     if len(text) > MAX_PATH:
         raise InvalidRow(f"expected a path or base64, got {short(text)}")
     searched = f", neither in {folder} nor from here" if folder else ""
@@ -111,17 +111,17 @@ def _first_fault(reasons: Sequence[str | None]) -> str | None:
     return next(faults, None)
 
 
-def _fault(picture: Picture) -> str | None:
+def _fault(picture: PromptImage) -> str | None:
     from PIL import Image, UnidentifiedImageError
 
     name = picture.path or f"{len(picture.data):,} bytes"
     try:
         source = io.BytesIO(picture.data) if picture.data else picture.path
-        with Image.open(source, formats=PICTURE_FORMATS) as image:
+        with Image.open(source, formats=IMAGE_FORMATS) as image:
             image.draft("RGB", (1, 1))  # faster: a JPEG is decoded at an eighth of its size
             image.load()  # verify() would check only headers and checksums
     except UnidentifiedImageError:
-        return f"{name}: no picture; expected one of {', '.join(PICTURE_FORMATS)}"
+        return f"{name}: no picture; expected one of {', '.join(IMAGE_FORMATS)}"
     except Exception as error:  # damaged files make Pillow fail in many ways
         return f"{name} cannot be decoded: {first_line(error)}"
     return None

@@ -19,7 +19,7 @@ from gesso.data.chat import ChatFormat
 from gesso.data.images import InvalidRow, faults
 from gesso.data.readers import Reading, read
 from gesso.data.rows import prompt_of, weight_of
-from gesso.types import Picture, Prompt, UserError, seed_of
+from gesso.types import Prompt, PromptImage, UserError, seed_of
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ def overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> str | None:
     )
 
 
-def _identity(prompt: Prompt) -> tuple[str, str, tuple[Picture, ...]]:
+def _identity(prompt: Prompt) -> tuple[str, str, tuple[PromptImage, ...]]:
     """What two rows that ask the same thing share: many pictures come with one question."""
     return prompt.text, json.dumps(prompt.messages), prompt.images
 

@@ -14,7 +14,7 @@ from gesso.families.flow import FlowFamily
 from gesso.families.tokens import TokenFamily
 from gesso.types import UserError
 
-BY_NAME: Mapping[str, Family] = {"draws": FlowFamily(), "writes": TokenFamily()}
+BY_NAME: Mapping[str, Family] = {"flow": FlowFamily(), "language": TokenFamily()}
 
 
 def of(recipe: AnyRecipe) -> Family:
@@ -48,7 +48,7 @@ def _user_family(kind: Any, name: str, stated: FamilyName | None, where: str) ->
         raise UserError(
             f'{where}: model "{name}" does not show its family, by one of velocity (draws) and '
             "logp (writes); expected the methods of gesso's FlowModel or of its TokenModel, or "
-            'model.family = "draws" or "writes"'
+            'model.family = "flow" or "language"'
         )
     chosen = stated or family
     assert chosen is not None

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class FlowFamily:
-    name: config.FamilyName = "draws"
+    name: config.FamilyName = "flow"
     section: type[config.AnyModel] = config.Model
-    models: Mapping[str, str] = classes.bundled("draws")
+    models: Mapping[str, str] = classes.bundled("flow")
     verb = "draw"
     doing = "drawing"
     takes_images = False

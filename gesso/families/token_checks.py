@@ -86,7 +86,7 @@ def _check_positions(recipe: Recipe, algorithm: Algorithm, model: TokenModel, lo
     fits = max(positions - longest, 0)
     lower = f"algorithm.max_tokens to {fits}" if fits else "algorithm.max_tokens"
     raise UserError(
-        f"the longest prompt has {longest} tokens and a reply may have algorithm.max_tokens = "
+        f"the longest prompt has {longest} tokens and a response may have algorithm.max_tokens = "
         f"{most}, together {longest + most}, but {recipe.model.path} was made for {positions} "
         f"(max_position_embeddings in its config.json); lower {lower}, or model.max_prompt to "
         "leave out the longest prompts"

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class TokenFamily:
-    name: config.FamilyName = "writes"
+    name: config.FamilyName = "language"
     section: type[config.AnyModel] = config.TokenModel
-    models: Mapping[str, str] = classes.bundled("writes")
+    models: Mapping[str, str] = classes.bundled("language")
     verb = "write"
     doing = "writing"
     takes_images = True

@@ -16,10 +16,10 @@ from statistics import fmean, median
 
 from gesso.health.language import (
     constant_length,
-    cut_replies,
     entropy_collapse,
     kl_explodes,
-    longer_replies,
+    longer_responses,
+    truncated_responses,
 )
 from gesso.health.ratio import (
     clip_under_floor,
@@ -133,8 +133,8 @@ def diversity(rows: Sequence[Row], facts: Facts) -> str | None:
     if facts.writes:
         since = stalled(rows)
         return since and (
-            f"{now:.0%} of the replies to one prompt are distinct, where at the start {then:.0%} "
-            f"were, {since}: the model writes one reply over and over; use a higher "
+            f"{now:.0%} of the responses to one prompt are distinct, where at the start {then:.0%} "
+            f"were, {since}: the model writes one response over and over; use a higher "
             "algorithm.temperature, a lower optimizer.lr or a KL (algorithm.kl)"
         )
     return (
@@ -175,7 +175,7 @@ def reward_hacking(rows: Sequence[Row], facts: Facts) -> str | None:
                 f"since step {rows[last[0]]['step']} the training reward rose from "
                 f"{trained[0]:.3g} to {trained[-1]:.3g} while held-out {figure} fell from "
                 f"{before:.3g} to {now:.3g}: the model pleases the reward in a way that does not "
-                f"carry over; look at the {'replies' if facts.writes else 'pictures'} in "
+                f"carry over; look at the {'responses' if facts.writes else 'pictures'} in "
                 "report.html, go back to an earlier step, or reward what was lost"
             )
     return None
@@ -190,8 +190,8 @@ CHECKS: dict[str, Callable[[Sequence[Row], Facts], str | None]] = {
     "clipping-most": clipping_most,
     "diversity": diversity,
     "reward-hacking": reward_hacking,
-    "cut-replies": cut_replies,
-    "longer-replies": longer_replies,
+    "truncated-responses": truncated_responses,
+    "longer-responses": longer_responses,
     "entropy-collapse": entropy_collapse,
     "constant-length": constant_length,
     "kl-explodes": kl_explodes,

@@ -15,27 +15,27 @@ FAR = 1.0  # nats a token from the reference: on average e times as likely as un
 LEAP, NEAR = 5.0, 0.1  # times the KL of the SPAN rows before; ignored below NEAR nats
 
 
-def cut_replies(rows: Sequence[Row], facts: Facts) -> str | None:
-    shares = recent(rows, "reply/cut")
+def truncated_responses(rows: Sequence[Row], facts: Facts) -> str | None:
+    shares = recent(rows, "response/truncated")
     if not shares or median(shares) <= CUT:
         return None
     return (
-        f"{median(shares):.0%} of the replies are cut at algorithm.max_tokens = "
-        f"{facts.max_tokens}, and a cut reply seldom has its answer: raise max_tokens, ask for "
+        f"{median(shares):.0%} of the responses are cut at algorithm.max_tokens = "
+        f"{facts.max_tokens}, and a cut response seldom has its answer: raise max_tokens, ask for "
         "less in data.system or data.template, or add the reward overlong"
     )
 
 
-def longer_replies(rows: Sequence[Row], facts: Facts) -> str | None:
+def longer_responses(rows: Sequence[Row], facts: Facts) -> str | None:
     same = plateau(rows)
-    lengths = [n for row in same if (n := row.get("reply/length")) is not None]
+    lengths = [n for row in same if (n := row.get("response/length")) is not None]
     if not same or len(lengths) < len(same):
         return None
     then, now = fmean(lengths[:SPAN]), fmean(lengths[-SPAN:])
     if now <= LONGER * then:
         return None
     return (
-        f"replies grew from {then:.0f} to {now:.0f} tokens {stalled(rows)}: what is added is not "
+        f"responses grew from {then:.0f} to {now:.0f} tokens {stalled(rows)}: what is added is not "
         'paid for; use aggregation = "token-mean" or "constant", the reward overlong, or a lower '
         "algorithm.max_tokens"
     )
@@ -56,19 +56,22 @@ def entropy_collapse(rows: Sequence[Row], facts: Facts) -> str | None:
 
 def constant_length(rows: Sequence[Row], facts: Facts) -> str | None:
     """The mean length equals the longest only if all responses are equally long."""
-    lengths, longest = then_and_now(rows, "reply/length"), then_and_now(rows, "reply/longest")
+    lengths, longest = (
+        then_and_now(rows, "response/length"),
+        then_and_now(rows, "response/max_length"),
+    )
     then, now = (
         mean / top if mean and top else None for mean, top in zip(lengths, longest, strict=True)
     )
     since = stalled(rows)
     if then is None or now is None or then > VARIED or now < CONSTANT or not since:
         return None
-    if cut_replies(rows, facts):  # all have the maximal length
+    if truncated_responses(rows, facts):  # all have the maximal length
         return None
     return (
-        f"all replies are {lengths[1]:.0f} tokens long, where at the start the longest had "
+        f"all responses are {lengths[1]:.0f} tokens long, where at the start the longest had "
         f"{1 / then:.1f} times the mean, {since}: the model recites one form; look at the "
-        "replies in report.html, lower optimizer.lr, or add a KL (algorithm.kl)"
+        "responses in report.html, lower optimizer.lr, or add a KL (algorithm.kl)"
     )
 
 

@@ -22,8 +22,8 @@ class ModelFormat:
     does: str
 
 
-PIPELINE = ModelFormat("model_index.json", "_class_name", "a diffusers pipeline folder", "draws")
-TRANSFORMER = ModelFormat("config.json", "model_type", "a folder of transformers", "writes")
+PIPELINE = ModelFormat("model_index.json", "_class_name", "a diffusers pipeline folder", "flow")
+TRANSFORMER = ModelFormat("config.json", "model_type", "a folder of transformers", "language")
 
 
 @dataclass(frozen=True)

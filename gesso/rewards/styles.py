@@ -94,7 +94,7 @@ class OpenRLHF(FunctionReward):
 
     def _one(self, sample: Sample) -> Score:
         prompt, label = sample.prompt.text, label_of(sample.prompt)
-        query = prompt + sample.reply
+        query = prompt + sample.response
         answer = self.function([query], [prompt], ["" if label is None else label], **self.options)
         if not isinstance(answer, Mapping):
             answer = {"rewards": answer}
@@ -188,7 +188,7 @@ def _reward_input(sample: Sample) -> dict[str, Any]:
     label = label_of(sample.prompt)
     number = isinstance(label, int | float) and not isinstance(label, bool)
     ground_truth = as_text(label) if number else label
-    inputs = {"response": sample.reply, "ground_truth": ground_truth}
+    inputs = {"response": sample.response, "ground_truth": ground_truth}
     return inputs if sample.tokens is None else inputs | {"response_length": sample.tokens}
 
 

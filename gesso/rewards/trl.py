@@ -21,7 +21,7 @@ from gesso.rewards.functions import (
 )
 from gesso.rewards.labels import among_columns
 from gesso.rewards.untrusted import clean_text, score_list
-from gesso.types import PICTURE_FORMATS, Prompt, Sample, Score, UserError
+from gesso.types import IMAGE_FORMATS, Prompt, Sample, Score, UserError
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -190,12 +190,12 @@ def _content(message: Mapping[str, Any], images: Any) -> Any:
 
 def _completion(sample: Sample) -> Any:
     if not sample.prompt.messages:
-        return sample.reply
-    return [{"role": "assistant", "content": sample.reply}]
+        return sample.response
+    return [{"role": "assistant", "content": sample.response}]
 
 
 def _lazy_image(data: bytes) -> Image:
     """Pillow decodes it on first access."""
     from PIL import Image
 
-    return Image.open(io.BytesIO(data), formats=PICTURE_FORMATS)
+    return Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)

@@ -72,9 +72,9 @@ def piece_size(batch: int) -> int:
 def describe(rollout: Rollout) -> dict[str, float]:
     lengths = rollout.mask.sum(1).float()
     return {
-        "diversity": diversity.distinct([s.reply for s in rollout.samples], rollout.group),
-        "reply/length": float(lengths.mean()),
-        "reply/longest": float(lengths.max()),
-        "reply/cut": float(rollout.token_trace.cut.float().mean()),
-        "reply/logp": float(rollout.logp.sum() / lengths.sum()),
+        "diversity": diversity.distinct([s.response for s in rollout.samples], rollout.group),
+        "response/length": float(lengths.mean()),
+        "response/max_length": float(lengths.max()),
+        "response/truncated": float(rollout.token_trace.cut.float().mean()),
+        "response/logp": float(rollout.logp.sum() / lengths.sum()),
     }

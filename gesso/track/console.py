@@ -142,7 +142,7 @@ class Console:
         key = held_out_key(row)
         named = [("reward", "reward"), (key, "held-out")]
         figures = [f"{name} {short(row[key])}" for key, name in named if key in row]
-        figures += [*_update(row), *_replies(row), *_speed(row), *_health(row)]
+        figures += [*_update(row), *_responses(row), *_speed(row), *_health(row)]
         return figures + ([f"{clock(self.left)} left"] if self.left is not None else [])
 
     def _print(self, text: str) -> None:
@@ -172,8 +172,8 @@ class Console:
             table.add_row("held-out", " → ".join(short(value) for value in self.held_out))
         if _update(self.last):
             table.add_row("update", "  ".join(_update(self.last)))
-        if _replies(self.last):
-            table.add_row("replies", "  ".join(_replies(self.last)))
+        if _responses(self.last):
+            table.add_row("responses", "  ".join(_responses(self.last)))
         if _speed(self.last):
             table.add_row("speed", "  ".join([*_speed(self.last), *_tokens(self.last)]))
         if _health(self.last):
@@ -271,16 +271,18 @@ def _update(row: Mapping[str, Any]) -> list[str]:
     return figures + (["update skipped"] if row.get("update/skipped") else [])
 
 
-def _replies(row: Mapping[str, Any]) -> list[str]:
-    """Of a model that writes: tokens of the mean reply, and the share that ran into the limit."""
-    figures = [f"length {row['reply/length']:.0f}"] if "reply/length" in row else []
-    return figures + ([f"cut {short(row['reply/cut'])}"] if row.get("reply/cut") else [])
+def _responses(row: Mapping[str, Any]) -> list[str]:
+    """Language models: mean tokens per response, and the share that reached max_tokens."""
+    figures = [f"length {row['response/length']:.0f}"] if "response/length" in row else []
+    return figures + (
+        [f"cut {short(row['response/truncated'])}"] if row.get("response/truncated") else []
+    )
 
 
 def _tokens(row: Mapping[str, Any]) -> list[str]:
-    if "samples_per_s" not in row or "reply/length" not in row:
+    if "samples_per_s" not in row or "response/length" not in row:
         return []
-    return [f"{row['samples_per_s'] * row['reply/length']:.0f} tokens/s"]
+    return [f"{row['samples_per_s'] * row['response/length']:.0f} tokens/s"]
 
 
 def _speed(row: Mapping[str, Any]) -> list[str]:

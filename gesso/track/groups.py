@@ -5,7 +5,7 @@ groups/000010/003-07.webp    sample 7 of group 3, small
 groups/000010/003-shown-1.webp    what a model that sees was shown
 
 A sample's share is |its advantage| / Σ |advantages| of the batch: on-policy that is its weight in
-the policy gradient. Rows of all groups have the figures; the first few have pictures or replies.
+the policy gradient. Rows of all groups have the figures; the first few have pictures or responses.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _keep(folder: Path, row: dict[str, Any], samples: Sequence[Sample]) -> None:
             entry["image"] = f"{folder.name}/{row['group']:03d}-{k:02d}.webp"
             _small(Image.fromarray(sample.image)).save(folder.parent / entry["image"], quality=90)
         else:
-            entry["reply"] = sample.text
+            entry["response"] = sample.text
 
 
 def _small(picture: Image.Image) -> Image.Image:

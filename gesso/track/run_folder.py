@@ -22,9 +22,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gesso.track import older_names
 from gesso.track.atomic import flush, write_atomic
 from gesso.track.checkpoints import Checkpoints
 from gesso.track.figures import parsed, short
+from gesso.track.older_names import renamed
 from gesso.types import Prompt, Sample, Score, UserError, bad_text
 
 if TYPE_CHECKING:
@@ -179,7 +181,7 @@ class RunFolder:
                     "seed": sample.seed,
                     "image": image,
                     "shown": self._save_shown(i, sample.prompt),
-                    "reply": sample.text or "",
+                    "response": sample.text or "",
                     "answer": sample.prompt.columns.get("answer"),
                     "reward": score.value,
                     "parts": dict(score.parts),
@@ -241,7 +243,7 @@ class RunFolder:
 
 def _row(line: bytes, expected: int | None = None) -> dict[str, Any]:
     """A line of metrics.jsonl, of the step `expected`; a ValueError says what is wrong with it."""
-    row = parsed(line)
+    row = renamed(parsed(line), older_names.METRICS)
     step = row.get("step")
     if type(step) is not int or expected not in (None, step):
         wanted = "a whole number" if expected is None else expected

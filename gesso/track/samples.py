@@ -9,9 +9,18 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from gesso.track import older_names
+from gesso.track.older_names import renamed
+
 KEYS = {"index": int, "prompt": str, "seed": int, "image": str, "parts": dict, "text": str}
 # Rows of folders that older versions wrote lack some keys.
-ABSENT: dict[str, Any] = {"shown": [], "reply": None, "answer": None, "reward": None, "error": None}
+ABSENT: dict[str, Any] = {
+    "shown": [],
+    "response": None,
+    "answer": None,
+    "reward": None,
+    "error": None,
+}
 
 
 @dataclass(frozen=True)
@@ -23,7 +32,7 @@ class Shown:
     seed: int
     image: str  # "" of a model that writes
     shown: tuple[str, ...]  # files of the prompt's own pictures
-    reply: str
+    response: str
     answer: str  # "" without one
     reward: float | None
     parts: Mapping[str, float]
@@ -33,13 +42,13 @@ class Shown:
     @staticmethod
     def of(row: Mapping[str, Any]) -> Shown | None:
         """None: the row is damaged."""
-        row = {**ABSENT, **row}
+        row = {**ABSENT, **renamed(row, older_names.SAMPLES)}
         names, parts, reward, answer = row["shown"], row.get("parts"), row["reward"], row["answer"]
         whole = all(isinstance(row.get(key), kind) for key, kind in KEYS.items())
         whole = whole and isinstance(names, list) and all(isinstance(n, str) for n in names)
         whole = whole and all(isinstance(v, (int, float)) for v in (parts or {}).values())
-        whole = whole and (row["reply"] is None or isinstance(row["reply"], str))
-        if not whole or (not row["image"] and row["reply"] is None):
+        whole = whole and (row["response"] is None or isinstance(row["response"], str))
+        if not whole or (not row["image"] and row["response"] is None):
             return None
         scored = isinstance(reward, (int, float)) and math.isfinite(reward)
         return Shown(
@@ -48,7 +57,7 @@ class Shown:
             row["seed"],
             row["image"],
             tuple(names),
-            row["reply"] or "",
+            row["response"] or "",
             "" if answer is None else answer if isinstance(answer, str) else json.dumps(answer),
             float(reward) if scored else None,
             row["parts"],

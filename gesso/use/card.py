@@ -22,13 +22,13 @@ from gesso.track.samples import Shown
 from gesso.types import UserError
 from gesso.use import folders, usage
 from gesso.use.loaded import LoadedModel
-from gesso.use.pictures import Cell, Row, curve, sheet
+from gesso.use.sheets import Cell, Row, curve, sheet
 from gesso.use.source import ModelSource
 
 CURVE, SHEET = "curve.png", "samples.png"
-PICTURES, REPLIES = 8, 4  # prompts shown
+IMAGES, RESPONSES = 8, 4  # prompts shown
 LIBRARIES = ("torch", "diffusers", "transformers", "peft", "safetensors")
-FOLD = 700  # characters of a reply that are shown
+FOLD = 700  # characters of a response that are shown
 
 
 @dataclass(frozen=True)
@@ -215,8 +215,8 @@ def _samples(facts: CardFacts, aside: Path) -> str:
     head = f"## Samples\n\nThe first prompts of the evaluation, none chosen, at step {first}"
     head += f" and step {last}, from the same seeds." if last != first else "."
     if facts.draws:
-        return f"{head}\n\n{_sheet(facts, pairs[:PICTURES], (first, last), aside)}"
-    return f"{head}\n\n{_replies(facts, pairs[:REPLIES], (first, last), aside)}"
+        return f"{head}\n\n{_sheet(facts, pairs[:IMAGES], (first, last), aside)}"
+    return f"{head}\n\n{_responses(facts, pairs[:RESPONSES], (first, last), aside)}"
 
 
 def _sheet(
@@ -249,7 +249,7 @@ def _cell(run: RunFolder, step: int, row: Shown) -> Cell:
         return Cell(None, f"{row.image} cannot be read")
 
 
-def _replies(
+def _responses(
     facts: CardFacts, pairs: Sequence[tuple[Shown, Shown]], steps: tuple[int, int], aside: Path
 ) -> str:
     parts = []
@@ -264,7 +264,7 @@ def _replies(
                 lines += [f"![picture {k} of the prompt]({copy})", ""]
         for step, row in dict(zip(steps, (before, after), strict=True)).items():
             reward = "no score" if row.reward is None else f"reward {row.reward:.3f}"
-            lines += [f"step {step}, {reward}:", _fenced(row.reply)]
+            lines += [f"step {step}, {reward}:", _fenced(row.response)]
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
@@ -274,10 +274,10 @@ def _replies(
 
 def _use(facts: CardFacts, aside: Path) -> str:
     example = _example(facts)
-    if example.picture is not None:
-        shutil.copyfile(example.picture, aside / usage.EXAMPLE)
-    same = "picture" if facts.draws else "reply"
-    looking = f" --image {usage.EXAMPLE}" if example.picture is not None else ""
+    if example.image is not None:
+        shutil.copyfile(example.image, aside / usage.EXAMPLE)
+    same = "picture" if facts.draws else "response"
+    looking = f" --image {usage.EXAMPLE}" if example.image is not None else ""
     command = _fenced(f"gesso sample DIR {shlex.quote(example.prompt)}{looking}")
     if not facts.loaded.family.wraps_library(facts.loaded.model):
         return f"## Use it\n\nWith this folder as DIR:\n\n{command}"

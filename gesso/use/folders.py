@@ -111,7 +111,7 @@ def _without_training(sections: dict[str, Any]) -> dict[str, Any]:
 
 def _defaults(folder: Path, base: str) -> dict[str, Any]:
     """What a model is by its files, and how its own library would sample from it."""
-    flow, tokens = families.BY_NAME["draws"], families.BY_NAME["writes"]
+    flow, tokens = families.BY_NAME["flow"], families.BY_NAME["language"]
     index = _json(base, "model_index.json", folder)
     if index is not None:
         name = _name(folder, base, _stated(index, "_class_name", base), flow)

@@ -83,8 +83,8 @@ class LoadedModel:
         from PIL import Image
 
         drawing = Drawing(steps, guidance, temperature)
-        samples = self.draw([self.ask(prompt, images)], [0] * n, picture_seeds(seed, n), drawing)
-        return [s.reply if self.gives_text else Image.fromarray(s.picture) for s in samples]
+        samples = self.draw([self.ask(prompt, images)], [0] * n, sample_seeds(seed, n), drawing)
+        return [s.response if self.gives_text else Image.fromarray(s.pixels) for s in samples]
 
     def ask(self, text: str, images: Sequence[str | Path | bytes] = ()) -> Prompt:
         """A prompt that a person typed, formed as the rows of the recipe's data are."""
@@ -182,6 +182,6 @@ def _eager(recipe: AnyRecipe) -> AnyRecipe:
     return recipe.model_copy(update={"model": eager})
 
 
-def picture_seeds(seed: int, n: int) -> list[int]:
+def sample_seeds(seed: int, n: int) -> list[int]:
     """Of n samples of one prompt, whatever other prompts there are."""
     return [seed_of(seed, "picture", i) for i in range(n)]

@@ -55,7 +55,7 @@ def _row(name: str, sample: Sample, score: Score, image: str | None) -> dict[str
         "prompt": sample.prompt.text,
         "seed": sample.seed,
         "image": image,
-        "reply": sample.text,
+        "response": sample.text,
         "reward": score.value if score.ok else None,
         "parts": dict(score.parts),
         "text": score.text,
@@ -67,15 +67,14 @@ def _sheet(evaluations: Sequence[Evaluation]) -> Any:
     """The first sample of the first prompts, the models side by side."""
     from PIL import Image
 
-    from gesso.use.pictures import Cell, Row, sheet
+    from gesso.use.sheets import Cell, Row, sheet
 
     per = len(evaluations[0].samples) // len(evaluations[0].prompts)
     rows = []
     for p, prompt in enumerate(evaluations[0].prompts[:SHOWN]):
         i = p * per
         cells = [
-            Cell(Image.fromarray(f.samples[i].picture), caption_of(f.scores[i]))
-            for f in evaluations
+            Cell(Image.fromarray(f.samples[i].pixels), caption_of(f.scores[i])) for f in evaluations
         ]
         rows.append(Row(prompt.text, cells))
     return sheet(rows, [one.name for one in evaluations])

@@ -16,7 +16,7 @@ from gesso.rewards import assembly
 from gesso.track.progress import SILENT, Progress
 from gesso.types import Prompt, Sample, Score, UserError
 from gesso.use.evaluate import drawn_and_scored, free, reward_entry
-from gesso.use.loaded import AS_EVALUATED, Drawing, LoadedModel, open_model, picture_seeds
+from gesso.use.loaded import AS_EVALUATED, Drawing, LoadedModel, open_model, sample_seeds
 from gesso.use.notes import Once
 from gesso.use.source import ModelSource
 
@@ -80,7 +80,7 @@ def _drawn(
 ) -> Drawn:
     prompts = _prompts(loaded, wanted, progress)
     row = [i for i in range(len(prompts)) for _ in range(wanted.n)]
-    seeds = picture_seeds(wanted.seed, wanted.n) * len(prompts)
+    seeds = sample_seeds(wanted.seed, wanted.n) * len(prompts)
     scores: list[Score] = []
     if rewards is None:
         samples = loaded.draw(prompts, row, seeds, wanted.drawing, progress)
@@ -129,7 +129,7 @@ def _save(drawn_all: Sequence[Drawn], folder: Path) -> dict[tuple[str, int, int]
             metadata = {"prompt": sample.prompt.text, "seed": seed, "model": drawn.source.name}
             for key, value in metadata.items():
                 about.add_itxt(key, value)
-            Image.fromarray(sample.picture).save(file, pnginfo=about)
+            Image.fromarray(sample.pixels).save(file, pnginfo=about)
             files[drawn.source.name, i, j] = file
     return files
 
@@ -153,13 +153,13 @@ def _sheet(drawn_all: Sequence[Drawn]) -> Any:
     """Of one model a row a prompt; of several a row a picture, the models side by side."""
     from PIL import Image
 
-    from gesso.use.pictures import Cell, Row, sheet
+    from gesso.use.sheets import Cell, Row, sheet
 
     def cell(drawn: Drawn, i: int) -> Cell:
         caption = (
             caption_of(drawn.scores[i]) if drawn.scores else f"seed {drawn.seed}-{i % drawn.n}"
         )
-        return Cell(Image.fromarray(drawn.samples[i].picture), caption)
+        return Cell(Image.fromarray(drawn.samples[i].pixels), caption)
 
     first = drawn_all[0]
     count = len(first.samples)
@@ -197,7 +197,7 @@ def report(
             scored = "" if score is None else f"  {caption_of(score)}"
             if drawn.texts:
                 head = [f"# {drawn.source.name}: {sample.prompt.text}"] if many and j == 0 else []
-                lines += [*head, sample.reply, *([scored.strip()] if scored else [])]
+                lines += [*head, sample.response, *([scored.strip()] if scored else [])]
             else:
                 lines.append(f"{files[key]}{scored}")
             rows.append(_row(drawn, j, sample, score) | _where(drawn, files.get(key), sample))
@@ -218,4 +218,4 @@ def _row(drawn: Drawn, j: int, sample: Sample, score: Score | None) -> dict[str,
 
 
 def _where(drawn: Drawn, file: Path | None, sample: Sample) -> dict[str, Any]:
-    return {"reply": sample.reply} if drawn.texts else {"file": str(file)}
+    return {"response": sample.response} if drawn.texts else {"file": str(file)}

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from gesso.config import ZOO, Model, TokenModel
-from gesso.types import Picture, Prompt, ResponseSpec, SampleSpec, UserError
-from gesso.use.loaded import AS_EVALUATED, LoadedModel, picture_seeds
+from gesso.types import Prompt, PromptImage, ResponseSpec, SampleSpec, UserError
+from gesso.use.loaded import AS_EVALUATED, LoadedModel, sample_seeds
 
 EXAMPLE = "example.png"
 TEMPLATED = "add_generation_prompt=True, tokenize=False"
@@ -21,17 +21,17 @@ class Example:
     """A prompt of the run's evaluations, and the picture that it is asked about."""
 
     prompt: str
-    picture: Path | None = None
+    image: Path | None = None
 
 
 def ask(loaded: LoadedModel, example: Example) -> tuple[Prompt, bool]:
     """The prompt as Gesso would ask it, and whether it could: a template may lie elsewhere by now,
     or want columns that a prompt alone has not. Then it is as a person would ask it."""
-    pictures = [example.picture] if example.picture else []
+    pictures = [example.image] if example.image else []
     try:
         return loaded.ask(example.prompt, pictures), True
     except UserError:
-        return Prompt(example.prompt, images=tuple(Picture(str(p)) for p in pictures)), False
+        return Prompt(example.prompt, images=tuple(PromptImage(str(p)) for p in pictures)), False
 
 
 def code(loaded: LoadedModel, example: Example, whole: bool) -> str:
@@ -57,7 +57,7 @@ def _drawing(loaded: LoadedModel, section: Model, prompt: str, whole: bool) -> s
     elif model.guidance != "none":
         call += [f"guidance_scale={spec.guidance:g}"]
     call += [f"max_sequence_length={model.text_length}"]
-    (seed,) = picture_seeds(0, 1)
+    (seed,) = sample_seeds(0, 1)
     lines = [
         *(["import importlib.resources", ""] if section.path.startswith(ZOO) and not whole else []),
         "import torch",
@@ -93,7 +93,7 @@ def _writing(loaded: LoadedModel, section: TokenModel, example: Example, whole: 
     half = section.dtype != "float32"
     dtype = f", dtype=torch.{section.dtype}" if half else ""
     loads = f"{model.auto}.from_pretrained({'folder' if whole else 'base'}{dtype})"
-    sees = example.picture is not None
+    sees = example.image is not None
     names = ["AutoTokenizer", model.auto, *(["AutoImageProcessor"] if sees else [])]
     zoo = section.path.startswith(ZOO) and not whole
     lines = [
@@ -113,11 +113,11 @@ def _writing(loaded: LoadedModel, section: TokenModel, example: Example, whole: 
         *(_looking(section) if sees else _reading()),
         "inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}",
         *_never(loaded),
-        "reply = model.generate(",
+        "response = model.generate(",
         f"    **inputs, max_new_tokens={spec.max_tokens}, do_sample=False, suppress_tokens=never",
         ")",
-        'reply = reply[0, inputs["input_ids"].shape[1] :]',
-        "print(tokenizer.decode(reply, skip_special_tokens=True))",
+        'response = response[0, inputs["input_ids"].shape[1] :]',
+        "print(tokenizer.decode(response, skip_special_tokens=True))",
     ]
     return "\n".join(lines)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gesso.types import UserError
-from gesso.use import pictures
+from gesso.use import sheets
 from gesso.viewer.files import NotShown, picture
 from gesso.viewer.reading import RunReader
 from gesso.viewer.thinning import spread
@@ -76,18 +76,18 @@ def sheet(reader: RunReader) -> bytes:
     if not drawn:
         raise NotShown(f"{reader.path.name} has no pictures to make a sheet of")
     rows = [
-        pictures.Row(_one_line(p["prompt"]), [_cell(reader.path, p["cells"][i]) for i in places])
+        sheets.Row(_one_line(p["prompt"]), [_cell(reader.path, p["cells"][i]) for i in places])
         for p in drawn
     ]
     data = io.BytesIO()
-    pictures.sheet(rows, [f"step {evolution['steps'][i]}" for i in places]).save(data, "png")
+    sheets.sheet(rows, [f"step {evolution['steps'][i]}" for i in places]).save(data, "png")
     return data.getvalue()
 
 
-def _cell(run: Path, cell: dict[str, Any] | None) -> pictures.Cell:
+def _cell(run: Path, cell: dict[str, Any] | None) -> sheets.Cell:
     if not cell or "image" not in cell:
-        return pictures.Cell(None, "not drawn")
-    return pictures.Cell(_open(run, cell["image"]), _score(cell))
+        return sheets.Cell(None, "not drawn")
+    return sheets.Cell(_open(run, cell["image"]), _score(cell))
 
 
 def _open(run: Path, name: str) -> Image.Image:

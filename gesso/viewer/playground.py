@@ -29,8 +29,8 @@ class PlaygroundRequest(Strict):
 
 class PlaygroundBackend(Protocol):
     def draw(self, run: Path, request: PlaygroundRequest, progress: Progress) -> dict[str, Any]:
-        """{"base": cells, "trained": cells, "step": …}; a cell has `image` (a data URI) or `reply`,
-        and `reward`, `parts`, `text`, `error` as samples have."""
+        """{"base": cells, "trained": cells, "step": …}; a cell has `image` (a data URI) or
+        `response`, and `reward`, `parts`, `text`, `error` as samples have."""
 
     def close(self) -> None:
         """The server ends: release the model and the reward processes."""

@@ -20,8 +20,10 @@ from statistics import fmean
 from typing import Any
 
 from gesso.config import family as config_family
+from gesso.track import older_names
 from gesso.track.console import held_out_key
 from gesso.track.figures import lines, series
+from gesso.track.older_names import renamed
 from gesso.track.run_folder import recipe_name
 from gesso.track.samples import Shown
 from gesso.viewer.files import NotShown, picture
@@ -103,6 +105,7 @@ class RunReader:
         if not isinstance(step, int) or _absurd(step):
             self._bad.append(f"metrics.jsonl: a damaged line after step {self._newest}, left out")
             return
+        row = renamed(row, older_names.METRICS)
         row = {key: value for key, value in row.items() if not _absurd(value)}
         if row["step"] <= self._newest and self._rows:
             del self._rows[bisect_left([r["step"] for r in self._rows], row["step"]) :]
@@ -319,6 +322,7 @@ class RunReader:
             if not all(isinstance(sample, dict) for sample in samples):
                 continue
             row["shown"] = [f"groups/{name}" for name in shown]
+            row["samples"] = samples = [renamed(s, older_names.SAMPLES) for s in samples]
             for sample in samples:
                 if "image" in sample:
                     sample["image"] = f"groups/{sample['image']}"
@@ -327,7 +331,7 @@ class RunReader:
 
 
 def family(config: Mapping[str, Any]) -> str:
-    """ "draws" or "writes"; a config of another version may not tell, and then it draws."""
+    """ "flow" or "language"; a config of another version may not tell, and then it draws."""
     return config_family(config.get("model", {}))
 
 
@@ -336,7 +340,7 @@ def _cell(row: Shown) -> dict[str, Any]:
     if row.image:
         cell["image"] = f"samples/{row.image}"
     else:
-        cell["reply"] = row.reply
+        cell["response"] = row.response
     details = {"text": row.text, "error": row.error, "right": row.right}
     return cell | {key: value for key, value in details.items() if value not in ("", None)}
 

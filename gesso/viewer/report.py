@@ -23,7 +23,7 @@ from gesso.viewer.thinning import spread
 PAGE = Path(__file__).parent / "page"
 STYLES = ("style.css", "views.css")
 SCRIPTS = (
-    "core.js", "charts.js", "film.js", "runs.js", "evolution.js", "replies.js",
+    "core.js", "charts.js", "film.js", "runs.js", "evolution.js", "responses.js",
     "curves.js", "groups.js", "play.js", "notes.js", "app.js",
 )  # fmt: skip
 PARTS = (*STYLES, *SCRIPTS)

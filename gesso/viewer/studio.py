@@ -14,7 +14,7 @@ from gesso import build
 from gesso.rewards import assembly
 from gesso.track.progress import Progress
 from gesso.types import Prompt, Sample, Score, UserError, Which
-from gesso.use.loaded import Drawing, LoadedModel, open_model, picture_seeds
+from gesso.use.loaded import Drawing, LoadedModel, open_model, sample_seeds
 from gesso.use.notes import Once
 from gesso.use.source import find
 from gesso.viewer.playground import PlaygroundRequest
@@ -43,7 +43,7 @@ class Studio:
         prompt = ready.trained.ask(request.prompt, _pictures(request))
         if request.answer:
             prompt = replace(prompt, columns={**prompt.columns, "answer": request.answer})
-        rows, seeds = [0] * request.n, picture_seeds(request.seed, request.n)
+        rows, seeds = [0] * request.n, sample_seeds(request.seed, request.n)
         drawn: list[Sample] = []
         for which in SIDES:
             drawing = Drawing(weights=which)
@@ -108,7 +108,7 @@ def _pictures(request: PlaygroundRequest) -> list[bytes]:
 def _cell(sample: Sample, score: Score | None) -> dict[str, Any]:
     from PIL import Image
 
-    cell: dict[str, Any] = {"reply": sample.text}
+    cell: dict[str, Any] = {"response": sample.text}
     if sample.image is not None:
         data = io.BytesIO()
         Image.fromarray(sample.image).save(data, "png")

@@ -46,7 +46,7 @@ def with_algorithm(recipe_data: dict, name: str, **more: Any) -> dict:
 
 
 def test_every_algorithm_of_the_table_is_tried_here() -> None:
-    draws = {n for n in build.ALGORITHMS if build.algorithm_class(n).family == "draws"}
+    draws = {n for n in build.ALGORITHMS if build.algorithm_class(n).family == "flow"}
     assert FAMILY.keys() == draws
 
 

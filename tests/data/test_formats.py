@@ -21,7 +21,7 @@ from gesso.config.parsing import parse
 from gesso.data import prompts, readers
 from gesso.data.chat import ChatFormat
 from gesso.data.prompts import Stream
-from gesso.types import Picture, Prompt, UserError
+from gesso.types import Prompt, PromptImage, UserError
 from tests.data.test_readers import cache_apart  # noqa: F401
 
 
@@ -94,12 +94,12 @@ def check_easyr1(prompts: Sequence[Prompt], name: str) -> None:
         "",
         {"answer": "3", "level": 2},
         f"{name}:1",
-        (Picture(data=RED),),
+        (PromptImage(data=RED),),
         (user(IMAGE, text("Find $x$.")),),
     )
     assert two.text == "Compare with now." and two.images == (
-        Picture(data=RED),
-        Picture(data=BLUE),
+        PromptImage(data=RED),
+        PromptImage(data=BLUE),
     )
     assert two.messages == (user(text("Compare "), IMAGE, text("\nwith "), IMAGE, text(" now.")),)
     assert [image.open().getpixel((0, 0)) for image in two.images] == [(255, 0, 0), (0, 0, 254)]
@@ -186,11 +186,11 @@ def test_lmm_r1(folder: Path, kind: str) -> None:
     ]
     file = folder / f"lmm.{kind}"
     jsonl(file, *rows) if kind == "jsonl" else file.write_text(json.dumps(rows))
-    red = Picture(path=str(folder / "red.png"))
+    red = PromptImage(path=str(folder / "red.png"))
     prompts = read(file)
     assert [(p.text, p.images) for p in prompts] == [
         ("How many?", (red,)),
-        ("See ?", (Picture(data=BLUE),)),
+        ("See ?", (PromptImage(data=BLUE),)),
         ("What?", (red,)),
         ("Which?", (red,)),
         ("2+2?", ()),
@@ -218,7 +218,7 @@ def test_trl(folder: Path) -> None:
         {"prompt": json.dumps(talk[1:2]), "images": ["red.png"]},
         {"prompt": [user(text("Why?")), talk[2], user(text("So?"))], "images": ["red.png"]},
     ]
-    red, blue = Picture(str(folder / "red.png")), Picture(str(folder / "blue.jpg"))
+    red, blue = PromptImage(str(folder / "red.png")), PromptImage(str(folder / "blue.jpg"))
     a, b, c, d, e, f = read(jsonl(folder / "trl.jsonl", *rows))
     assert (a.text, a.images, a.columns) == ("What is it?", (red,), {"solution": "red"})
     assert a.messages == (user(IMAGE, text("What is it?")),)
@@ -255,7 +255,7 @@ def test_trl_in_a_table(tmp_path: Path) -> None:
     parquet.write_table(pa.Table.from_pylist([{"prompt": [user(part)]}]), tmp_path / "b.parquet")
     assert [p.path for p in read(tmp_path / "b.parquet")[0].images] == [str(tmp_path / "red.png")]
     one, other = read(tmp_path / "a.parquet")
-    assert one.messages == (user(IMAGE, text("What?")),) and one.images == (Picture(data=RED),)
+    assert one.messages == (user(IMAGE, text("What?")),) and one.images == (PromptImage(data=RED),)
     assert other.messages == (user(text("2+2?")),) and other.images == ()
 
 
@@ -298,17 +298,17 @@ def test_all_that_may_stand_for_a_picture(folder: Path, monkeypatch: pytest.Monk
     (folder / "data" / "in data.png").write_bytes(RED)
     (folder / "data" / "red.png").write_bytes(BLUE)  # nearer than the one of the same name here
     code = base64.b64encode(RED).decode()
-    values: dict[Any, Picture] = {
-        "in data.png": Picture(str(folder / "data/in data.png")),
-        "red.png": Picture(str(folder / "data/red.png")),
-        "blue.jpg": Picture("blue.jpg"),
-        str(folder / "blue.jpg"): Picture(str(folder / "blue.jpg")),
-        "file://in data.png": Picture(str(folder / "data/in data.png")),
-        f"file://{folder}/data/in%20data.png": Picture(str(folder / "data/in data.png")),
-        code: Picture(data=RED),
-        f"{code[:40]}\n{code[40:]}": Picture(data=RED),
-        f"data:image/png;base64,{code}": Picture(data=RED),
-        base64.b64encode(BLUE).decode(): Picture(data=BLUE),
+    values: dict[Any, PromptImage] = {
+        "in data.png": PromptImage(str(folder / "data/in data.png")),
+        "red.png": PromptImage(str(folder / "data/red.png")),
+        "blue.jpg": PromptImage("blue.jpg"),
+        str(folder / "blue.jpg"): PromptImage(str(folder / "blue.jpg")),
+        "file://in data.png": PromptImage(str(folder / "data/in data.png")),
+        f"file://{folder}/data/in%20data.png": PromptImage(str(folder / "data/in data.png")),
+        code: PromptImage(data=RED),
+        f"{code[:40]}\n{code[40:]}": PromptImage(data=RED),
+        f"data:image/png;base64,{code}": PromptImage(data=RED),
+        base64.b64encode(BLUE).decode(): PromptImage(data=BLUE),
     }
     rows: list[dict] = [{"problem": "<image>", "images": [value]} for value in values]
     rows.append({"problem": "<image>", "images": {"path": "red.png"}})

@@ -19,7 +19,7 @@ from gesso.data.prompts import (
     overlap,
     pass_by_weight,
 )
-from gesso.types import Picture, Prompt, UserError, seed_of
+from gesso.types import Prompt, PromptImage, UserError, seed_of
 
 
 def named(name: str, count: int, weight: float | None = None) -> list[Prompt]:
@@ -179,7 +179,7 @@ def test_overlap_is_counted() -> None:
 def test_one_question_about_another_picture_is_another_prompt() -> None:
     def about(path: str, role: str = "user") -> Prompt:
         messages = ({"role": role, "content": [{"type": "image"}]},)
-        return Prompt("how many?", images=(Picture(path),), messages=messages)
+        return Prompt("how many?", images=(PromptImage(path),), messages=messages)
 
     assert overlap([about("a.png")], [about("b.png"), about("a.png", "tool")]) is None
     assert "1 of 2" in (overlap([about("a.png")], [about("b.png"), about("a.png")]) or "")

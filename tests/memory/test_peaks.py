@@ -16,7 +16,7 @@ from gesso import build
 from gesso.config import Recipe
 from gesso.estimate import estimate
 from gesso.run import assemble
-from gesso.types import Picture, Prompt, Score
+from gesso.types import Prompt, PromptImage, Score
 from tests import tokens as writers
 from tests.typed import writing
 
@@ -147,7 +147,7 @@ def writing_recipe(variant: str, folder: Path) -> Recipe:
     recipe = build.recipe("demo-vlm", [*common, *changes])
     made = writing(build.model(recipe))
     row = json.loads(asked.read_text().splitlines()[0])
-    pictures = tuple(Picture(path=folder / p) for p in row.get("images", []))
+    pictures = tuple(PromptImage(path=folder / p) for p in row.get("images", []))
     prompt = Prompt(row["problem"].removeprefix("<image>"), images=pictures)
     return build.recipe("demo-vlm", [*common, *changes, f"model.max_prompt={made.length(prompt)}"])
 

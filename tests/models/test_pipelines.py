@@ -138,9 +138,9 @@ def test_without_noise_it_is_diffusers_own_pipeline(tiny: Tiny, size: tuple[int,
         ours = draw(model, tiny, spec)
         assert gap(ours.trace.clean, tiny.latents(pipe, scale, size)) < 2e-5  # measured: 4e-6
         for sample, picture in zip(ours.samples, tiny.call(pipe, scale, size, "pil"), strict=True):
-            difference = sample.picture.astype(int) - np.asarray(picture).astype(int)
-            assert sample.picture.shape == (*size, 3) and abs(difference).max() <= 1
-            assert sample.picture.std() > 10  # not a grey patch
+            difference = sample.pixels.astype(int) - np.asarray(picture).astype(int)
+            assert sample.pixels.shape == (*size, 3) and abs(difference).max() <= 1
+            assert sample.pixels.std() > 10  # not a grey patch
         drawn.append(ours.trace.clean)
     first = drawn[0]
     assert gap(first[1], first[2]) > 0.1  # seeds matter,

@@ -20,7 +20,7 @@ from gesso.models.tokens import head as heads
 from gesso.models.tokens.feature_cache import FeatureCache
 from gesso.models.tokens.packing import pack, pack_responses
 from gesso.rollout import TokenPrompt, TokenTrace
-from gesso.types import Picture, Prompt, UserError
+from gesso.types import Prompt, PromptImage, UserError
 from tests import tokens
 from tests.tokens import Tiny, padded_logits, padded_logp, picture, stirred, trace_of
 
@@ -60,7 +60,7 @@ def gap(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @torch.no_grad()
 def test_packed_is_padded(tiny: Tiny) -> None:
-    """Replies of different lengths to prompts without, with one and with two pictures at once."""
+    """Responses of different lengths to prompts without, with one and with two pictures at once."""
     model, plain = tiny.model(), tiny.plain()
     trace = trace_of(model, tiny.prompts, ROWS)
     for temperature in (1.0, 0.7):
@@ -86,7 +86,7 @@ def test_a_model_that_sees_reads_text_alone(seeing: Tiny) -> None:
 
 
 def gradient(logp: torch.Tensor, of: dict[str, torch.nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Of a weighted sum, so that every reply token counts by itself."""
+    """Of a weighted sum, so that every response token counts by itself."""
     weight = torch.arange(1.0, logp.numel() + 1).view_as(logp).sin()
     (logp * weight).sum().backward()
     return {name: p.grad for name, p in of.items() if p.grad is not None}
@@ -208,7 +208,7 @@ def test_full_logits_never_exist(of: Any, lora: Lora | None, monkeypatch: Any) -
     tiny = of("qwen2.5-vl")
     model = stirred(tiny.model(lora=lora)) if lora else tiny.model()
     trace = trace_of(model, tiny.prompts, ROWS)
-    replies = int(trace.mask.sum())
+    responses = int(trace.mask.sum())
     expected = gradient(model.logp(trace, 0.7).logp, model.policy.trainable)
     for p in model.policy.trainable.values():
         p.grad = None
@@ -218,12 +218,12 @@ def test_full_logits_never_exist(of: Any, lora: Lora | None, monkeypatch: Any) -
     monkeypatch.setattr("gesso.models.tokens.head.LOGITS", 4 * head.weight.shape[0])
     found = gradient(model.logp(trace, 0.7).logp, model.policy.trainable)
     passes = 2 if lora is None else 1  # a frozen head's gradient is known with its logits
-    assert max(sizes) == 4 and sum(sizes) == passes * replies
+    assert max(sizes) == 4 and sum(sizes) == passes * responses
     assert_same_gradient(found, expected)
     sizes.clear()
     with torch.no_grad():
         model.logp(trace, 0.7)
-    assert max(sizes) == 4 and sum(sizes) == replies
+    assert max(sizes) == 4 and sum(sizes) == responses
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
@@ -303,8 +303,8 @@ def dense(q: Any, k: Any, v: Any, queries: Any, keys: Any, *rest: Any) -> torch.
 
 
 def test_segments_laid_flat(monkeypatch: Any) -> None:
-    """Against one by one; a reply of no tokens takes no keys. Lengths are rounded up, each kind by
-    itself: longer ones than the kernel is told of it would not look at."""
+    """Against one by one; a response of no tokens takes no keys. Lengths are rounded up, each kind
+    by itself: longer ones than the kernel is told of it would not look at."""
     trees = [[200, 100, 0, 30], [12]]
     flat = attention.Flat.of(trees, torch.device("cpu"), torch.bfloat16)
     assert (flat.most_queries, flat.most_keys) == (256, 512)
@@ -320,8 +320,8 @@ def test_segments_laid_flat(monkeypatch: Any) -> None:
 
 def test_segments_in_groups() -> None:
     """Against every token by itself, with gradients. Prompts of 12 and 9 tokens go together; of the
-    replies to the first one, those of 3 and 2; nobody looks at what fills up the shorter ones, and
-    nothing beyond the last token is there to fill with."""
+    responses to the first one, those of 3 and 2; nobody looks at what fills up the shorter ones,
+    and nothing beyond the last token is there to fill with."""
     trees = [[12, 3, 0, 5, 2], [9, 1], [9]]
     groups = attention.Groups.of(trees, torch.device("cpu"))
     assert sorted(groups.shapes) == [(1, 1, 10), (1, 5, 17), (2, 3, 15), (3, 12, 12)]
@@ -351,7 +351,7 @@ def test_segments_in_groups() -> None:
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 def test_all_segments_at_once(seeing: Tiny, lora: Lora | None, monkeypatch: Any) -> None:
-    """The way of CUDA: prompts, replies and windows of pictures in one call each, the same as one
+    """The way of CUDA: prompts, responses and windows of pictures in one call each, the same as one
     by one; pictures look together."""
     one_by_one = seeing.model(dtype="bfloat16", lora=lora)
     trace = trace_of(one_by_one, seeing.prompts, ROWS)
@@ -559,19 +559,19 @@ def test_text_in_and_out(tiny: Tiny) -> None:
     shown = model.tokenizer.decode(prompt.ids)
     assert shown == "<|im_start|>user\nhow many?<|im_end|>\n<|im_start|>assistant\n"
     assert prompt.pixels is None and not prompt.kinds.any()
-    reply = model.tokenizer("two dots.").input_ids
+    response = model.tokenizer("two dots.").input_ids
     ends = [model.tokenizer.convert_tokens_to_ids(t) for t in (tokens.END, tokens.STOP)]
-    assert model.decode([*reply, ends[0]]) == "two dots." and model.end == set(ends)
+    assert model.decode([*response, ends[0]]) == "two dots." and model.end == set(ends)
 
 
 def test_lengths_without_reading_pixels(tiny: Tiny, monkeypatch: Any) -> None:
     model = tiny.model()
     expected = [len(model.encode(prompt)) for prompt in tiny.prompts]
-    monkeypatch.setattr(Picture, "open", None)
+    monkeypatch.setattr(PromptImage, "open", None)
     assert [model.length(prompt) for prompt in tiny.prompts] == expected
     if tiny.sees:
         with pytest.raises(UserError, match="d:4: a picture cannot be used"):
-            model.length(Prompt("?", images=(Picture("no.png"),), where="d:4"))
+            model.length(Prompt("?", images=(PromptImage("no.png"),), where="d:4"))
 
 
 def test_sizes_of_pictures(of: Any) -> None:
@@ -587,8 +587,16 @@ def test_sizes_of_pictures(of: Any) -> None:
 @pytest.mark.parametrize(
     "name, prompt, told",
     [
-        ("qwen2", Prompt("?", images=(Picture("a.png"),), where="d:3"), "d:3: a picture, but Qwen"),
-        ("qwen2.5-vl", Prompt("?", images=(Picture("no.png"),), where="d:4"), "d:4: a picture can"),
+        (
+            "qwen2",
+            Prompt("?", images=(PromptImage("a.png"),), where="d:3"),
+            "d:3: a picture, but Qwen",
+        ),
+        (
+            "qwen2.5-vl",
+            Prompt("?", images=(PromptImage("no.png"),), where="d:4"),
+            "d:4: a picture can",
+        ),
         ("qwen3-vl", Prompt("<|image_pad|>", where="d:5"), "d:5: 0 pictures, but 1 places"),
         (
             "qwen2-vl",
@@ -676,7 +684,7 @@ def test_an_adapter_for_peft(tiny: Tiny, tmp_path: Path) -> None:
     plain = PeftModel.from_pretrained(tiny.plain(), str(tmp_path))
     assert (
         same_as_plain(model, plain, trace) <= 2e-5
-    )  # two ways of rounding: a prompt is passed once here, once a reply there
+    )  # two ways of rounding: a prompt is passed once here, once a response there
     again = tiny.model(lora=replace_path(tmp_path))
     with torch.no_grad():
         assert torch.equal(again.logp(trace, 1.0).logp, model.logp(trace, 1.0).logp)
@@ -768,12 +776,12 @@ def test_a_model_of_ours_is_not_called_directly(of: Any) -> None:
 # Packing
 
 
-def test_replies_are_packed_with_their_prompts() -> None:
-    prompts, row, replies = [6, 2], [0, 1, 0, 1, 0], [3, 1, 3, 1, 3]
-    assert pack_responses(prompts, row, replies, 19) == [[0, 1, 2, 3, 4]]  # each prompt once
-    assert pack_responses(prompts, row, replies, 15) == [[0, 2, 4], [1, 3]]
-    assert pack_responses(prompts, row, replies, 12) == [[0, 2], [1, 3], [4]]
-    assert pack_responses(prompts, row, replies, 9) == [[0], [1, 3], [2], [4]]
+def test_responses_are_packed_with_their_prompts() -> None:
+    prompts, row, responses = [6, 2], [0, 1, 0, 1, 0], [3, 1, 3, 1, 3]
+    assert pack_responses(prompts, row, responses, 19) == [[0, 1, 2, 3, 4]]  # each prompt once
+    assert pack_responses(prompts, row, responses, 15) == [[0, 2, 4], [1, 3]]
+    assert pack_responses(prompts, row, responses, 12) == [[0, 2], [1, 3], [4]]
+    assert pack_responses(prompts, row, responses, 9) == [[0], [1, 3], [2], [4]]
     assert pack_responses([50], [0, 0], [3, 3], 9) == [[0], [1]]  # too long for any batch: alone
 
 

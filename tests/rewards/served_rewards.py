@@ -32,13 +32,13 @@ def echo(samples: Sequence[Sample]) -> list[Score]:
 def counted(samples: Sequence[Sample], log: str, seconds: float = 0.0) -> list[float]:
     """One line in `log` for every sample it is asked for."""
     with open(log, "a") as file:
-        file.writelines(f"{int(s.picture[0, 0, 0])}\n" for s in samples)
+        file.writelines(f"{int(s.pixels[0, 0, 0])}\n" for s in samples)
     time.sleep(seconds)
-    return [float(s.picture.mean()) / 255 for s in samples]
+    return [float(s.pixels.mean()) / 255 for s in samples]
 
 
 def fails_when_dark(samples: Sequence[Sample]) -> list[Score]:
-    return [Score(1.0) if s.picture.mean() > 9 else Score.failed("too dark") for s in samples]
+    return [Score(1.0) if s.pixels.mean() > 9 else Score.failed("too dark") for s in samples]
 
 
 def shown(samples: Sequence[Sample]) -> list[Score]:
@@ -76,4 +76,4 @@ class Noisy:
 
 def quality(samples: Sequence[Sample]) -> list[float]:
     """From 1 to 5, as a quality model says it."""
-    return [1 + 4 * float(s.picture.mean()) / 255 for s in samples]
+    return [1 + 4 * float(s.pixels.mean()) / 255 for s in samples]

@@ -206,4 +206,4 @@ class Misbehaving:
 
 
 def _brightness(sample: Sample) -> float:
-    return float(sample.picture.mean()) / 255
+    return float(sample.pixels.mean()) / 255

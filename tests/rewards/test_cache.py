@@ -36,12 +36,12 @@ class Counting:
         self.broken = False
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
-        self.requested += [int(s.picture[0, 0, 0]) for s in samples]
+        self.requested += [int(s.pixels[0, 0, 0]) for s in samples]
         await self.may_answer.wait()
         if self.broken:
             raise RuntimeError("no")
         return [
-            Score(float(s.picture.mean())) if s.picture.mean() > 9 else Score.failed("dark")
+            Score(float(s.pixels.mean())) if s.pixels.mean() > 9 else Score.failed("dark")
             for s in samples
         ]
 
@@ -163,7 +163,7 @@ def test_the_key_holds_all_that_a_score_may_depend_on() -> None:
     assert cached.key(elsewhere) == cached.key(first)
     assert CachedScorer(Counting(), "y").key(first) != cached.key(first)
     flipped = replace(first, image=np.arange(72, dtype=np.uint8).reshape(4, 6, 3)[:, ::-1])
-    whole = replace(first, image=np.ascontiguousarray(flipped.picture))
+    whole = replace(first, image=np.ascontiguousarray(flipped.pixels))
     assert cached.key(flipped) == cached.key(whole)  # a view is what it shows
 
 

@@ -59,7 +59,7 @@ def error(name: str, **options: object) -> str:
 @pytest.mark.parametrize("batch", [1, 3, 16])
 def test_clip_score_is_the_logit_over_30(folder: Path, batch: int) -> None:
     got = values("clip-score", samples(), path=str(folder), batch=batch)
-    wanted = [logit_by_hand(folder, s.prompt.text, s.picture) / 30 for s in samples()]
+    wanted = [logit_by_hand(folder, s.prompt.text, s.pixels) / 30 for s in samples()]
     assert got == pytest.approx(wanted, abs=2e-5)
     assert np.std(got) > 0.01
 
@@ -103,7 +103,7 @@ def test_aesthetic_is_the_head_on_the_unit_embedding(
     file = tmp_path / f"head.{kind}"
     (torch.save if kind == "pth" else save_file)(head(0), file)
     got = values("aesthetic", samples(), path=str(folder), head=str(file), batch=2)
-    wanted = [beauty_by_hand(folder, head(0), s.picture) for s in samples()]
+    wanted = [beauty_by_hand(folder, head(0), s.pixels) for s in samples()]
     assert got == pytest.approx(wanted, abs=1e-4)
     assert np.std(got) > 0.05
 
@@ -111,7 +111,7 @@ def test_aesthetic_is_the_head_on_the_unit_embedding(
 def test_aesthetic_takes_its_head_from_a_folder(folder: Path, tmp_path: Path) -> None:
     torch.save(head(1), tmp_path / "sac+logos+ava1-l14-linearMSE.pth")
     got = values("aesthetic", samples()[:1], path=str(folder), head=str(tmp_path))
-    assert got == pytest.approx([beauty_by_hand(folder, head(1), samples()[0].picture)], abs=1e-4)
+    assert got == pytest.approx([beauty_by_hand(folder, head(1), samples()[0].pixels)], abs=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_hps_is_the_cosine_of_the_published_weights(open_clip: tuple[OpenClip, P
     model, folder = open_clip
     got = values("hps", samples(), path=str(folder), processor=str(folder), batch=2)
     wanted = [
-        model.score(ids_by_hand(s.prompt.text), in_a_black_square(s.picture)[None])
+        model.score(ids_by_hand(s.prompt.text), in_a_black_square(s.pixels)[None])
         for s in samples()
     ]
     assert got == pytest.approx(wanted, abs=2e-5)
@@ -287,7 +287,7 @@ def test_hps_takes_a_model_of_transformers(folder: Path) -> None:
     square = [Sample(Prompt("a red kite"), noise(48, 48, 1), 0)]
     got = values("hps", square, path=str(folder), processor=str(folder), file="")
     assert got == pytest.approx(
-        [logit_by_hand(folder, "a red kite", square[0].picture) / np.exp(3.0)], abs=2e-6
+        [logit_by_hand(folder, "a red kite", square[0].pixels) / np.exp(3.0)], abs=2e-6
     )
 
 

@@ -607,7 +607,7 @@ def test_scores_end_to_end(kind: str, tmp_path: Path, clip_folder: Path) -> None
     assert scores[3].error is not None and scores[3].error.startswith('no "tag" in the row')
     detector = detectors.load_detector(str(folder), "cpu")
     for i in (0, 2, 4):
-        image, wanted = samples[i].picture, metadata_of(samples[i].prompt)
+        image, wanted = samples[i].pixels, metadata_of(samples[i].prompt)
         threshold = 0.9 if i == 4 else least
         found = [
             Detection(QUERIED_LABEL[label], box, score)

@@ -26,7 +26,7 @@ from gesso.config import RemoteEntry
 from gesso.rewards import assembly
 from gesso.rewards.transport import protocol, serve
 from gesso.rewards.transport.remote import RemoteScorer
-from gesso.types import Picture, Prompt, Sample, Score, UserError
+from gesso.types import Prompt, PromptImage, Sample, Score, UserError
 from tests.rewards.servers import ROOT, Misbehaving, Served, grey, served
 from tests.rewards.test_faults import workers_of
 from tests.typed import sure
@@ -86,7 +86,9 @@ def test_openrlhf_as_their_clients_send_it(echo: Served) -> None:
 def test_openrlhf_as_their_servers_get_it() -> None:
     samples = [
         Sample(Prompt("2+2?", columns={"answer": "4"}), None, 0, text="it is 4"),
-        Sample(Prompt("5?", images=(Picture(path="5.png"),)), None, 0, text=""),  # no field for it
+        Sample(
+            Prompt("5?", images=(PromptImage(path="5.png"),)), None, 0, text=""
+        ),  # no field for it
     ]
     assert json.loads(protocol.pack_get_reward(samples)) == {
         "query": ["2+2?it is 4", "5?"], "prompts": ["2+2?", "5?"], "labels": ["4", None],
@@ -115,7 +117,7 @@ def png_of(image: np.ndarray) -> bytes:
 
 def test_multipart(echo: Served) -> None:
     def post(samples: list[dict], *values: int) -> httpx.Response:
-        files = [("image", ("x.png", png_of(grey(v).picture))) for v in values]
+        files = [("image", ("x.png", png_of(grey(v).pixels))) for v in values]
         data = {"samples": json.dumps(samples)}
         url = f"{echo.url}/score"
         return httpx.post(url, data=data, files=files or {"none": b""}, headers=TOKEN)

@@ -192,7 +192,7 @@ def options(folder: Path) -> dict:
 
 def wanted() -> list[float]:
     plain = Plain(published())
-    return [plain.score(ids_by_hand(s.prompt.text), pixels_by_hand(s.picture)) for s in samples()]
+    return [plain.score(ids_by_hand(s.prompt.text), pixels_by_hand(s.pixels)) for s in samples()]
 
 
 @pytest.mark.parametrize("batch", [1, 3, 16])

@@ -110,7 +110,7 @@ def test_what_is_sent() -> None:
     assert text["text"].startswith("Caption: [a sign, {prompt} 100%]")
     assert image["image_url"]["url"].startswith("data:image/png;base64,")
     sent = protocol.decode_image(protocol.from_base64(image["image_url"]["url"]))
-    assert (sent == sample.picture).all()
+    assert (sent == sample.pixels).all()
 
 
 def test_a_text_is_judged_without_a_picture(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_token_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_question_of_ones_own(tmp_path: Path) -> None:
-    (tmp_path / "q.txt").write_text('How {colour} is "{prompt}"? Reply {"score": n}')
+    (tmp_path / "q.txt").write_text('How {colour} is "{prompt}"? Response {"score": n}')
     options = {"prompt": str(tmp_path / "q.txt"), "pattern": r'"score": (\d+)', "highest": 10.0}
     reward = base.load(assembly.REWARDS["judge"], options | {"urls": ["http://x"], "lowest": 0.0})
     assert isinstance(reward, Judge)
@@ -222,7 +222,7 @@ def test_a_question_of_ones_own(tmp_path: Path) -> None:
     prompt = Prompt("a sign", columns={"colour": "red"})
     assert reward.unfit(prompt) is None
     question = reward.question(Sample(prompt, grey(1).image, 0))
-    assert question == 'How red is "a sign"? Reply {"score": n}'
+    assert question == 'How red is "a sign"? Response {"score": n}'
     assert reward.read('{"score": 7}', grey(1)).value == 0.7
 
 

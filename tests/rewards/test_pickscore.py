@@ -111,7 +111,7 @@ def test_it_is_the_scaled_cosine_over_26(folder: Path, batch: int) -> None:
     options = {"path": str(folder), "processor": str(folder), "batch": batch, "device": "cpu"}
     reward = base.load(assembly.REWARDS["pickscore"], options)
     got = [score.value for score in base.checked(reward, samples())]
-    wanted = [logit_by_hand(folder, s.prompt.text, s.picture) / 26 for s in samples()]
+    wanted = [logit_by_hand(folder, s.prompt.text, s.pixels) / 26 for s in samples()]
     assert got == pytest.approx(wanted, abs=2e-5)
     assert np.std(got) > 0.01
     assert max(abs(sure(float, value)) for value in got) <= np.exp(3.0) / 26
@@ -138,7 +138,7 @@ def test_in_a_worker_process(folder: Path) -> None:
     options = {"path": str(folder), "processor": str(folder), "device": "cpu"}
     scores = through_workers(assembly.REWARDS["pickscore"], options, samples())
     assert [s.value for s in scores] == pytest.approx(
-        [logit_by_hand(folder, s.prompt.text, s.picture) / 26 for s in samples()], abs=2e-5
+        [logit_by_hand(folder, s.prompt.text, s.pixels) / 26 for s in samples()], abs=2e-5
     )
     assert scores[0].parts == {"mine": scores[0].value}
 
@@ -151,7 +151,7 @@ def test_a_gpu_gives_the_same(folder: Path) -> None:
         assembly.REWARDS["pickscore"], {"path": str(folder), "processor": str(folder)}
     )
     got = [score.value for score in base.checked(reward, samples())]
-    wanted = [logit_by_hand(folder, s.prompt.text, s.picture) / 26 for s in samples()]
+    wanted = [logit_by_hand(folder, s.prompt.text, s.pixels) / 26 for s in samples()]
     assert got == pytest.approx(wanted, abs=0.01)
 
 

@@ -21,7 +21,7 @@ from gesso.rewards.transport import protocol, wire
 from gesso.rewards.transport.cache import CachedScorer
 from gesso.rewards.transport.remote import RemoteScorer
 from gesso.rewards.transport.workers import WorkerScorer
-from gesso.types import Picture, Prompt, Sample, Score, UserError
+from gesso.types import Prompt, PromptImage, Sample, Score, UserError
 from tests.rewards.servers import grey, served
 from tests.rewards.test_http import bomb
 
@@ -45,7 +45,7 @@ MESSAGES = (
 def prompt(tmp_path: Path) -> Prompt:
     """One picture as bytes, one as a file."""
     (tmp_path / "dark.png").write_bytes(DARK)
-    images = (Picture(data=BRIGHT), Picture(path=str(tmp_path / "dark.png")))
+    images = (PromptImage(data=BRIGHT), PromptImage(path=str(tmp_path / "dark.png")))
     return Prompt("which?", columns={"answer": 1}, where="a:1", images=images, messages=MESSAGES)
 
 
@@ -78,7 +78,7 @@ def there_and_back(samples: Sequence[Sample]) -> list[Sample]:
 
 def test_pictures_cross_the_wire_among_pixels_and_texts(prompt: Prompt) -> None:
     drawn: np.ndarray = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
-    other = Prompt("o", images=(Picture(data=encoded(7)),))
+    other = Prompt("o", images=(PromptImage(data=encoded(7)),))
     samples = [
         Sample(prompt, None, 1, "the left"),
         Sample(Prompt("p"), drawn, 2),
@@ -92,20 +92,20 @@ def test_pictures_cross_the_wire_among_pixels_and_texts(prompt: Prompt) -> None:
         {"answer": 1},
         "a:1",
     )
-    assert b.prompt == Prompt("p") and (b.picture == drawn).all()
+    assert b.prompt == Prompt("p") and (b.pixels == drawn).all()
     assert c.prompt.images == a.prompt.images and c.prompt.messages == ()
-    assert (c.picture == drawn[:1]).all() and d.prompt == other and d.text == ""
+    assert (c.pixels == drawn[:1]).all() and d.prompt == other and d.text == ""
 
 
 def test_a_picture_of_a_group_is_read_and_crosses_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    reads: list[Picture] = []
+    reads: list[PromptImage] = []
 
-    def read(self: Picture) -> bytes:
+    def read(self: PromptImage) -> bytes:
         reads.append(self)
         return self.data
 
-    monkeypatch.setattr(Picture, "read", read)
-    big = Prompt("x", images=(Picture(data=BRIGHT * 1000), Picture(data=DARK)))
+    monkeypatch.setattr(PromptImage, "read", read)
+    big = Prompt("x", images=(PromptImage(data=BRIGHT * 1000), PromptImage(data=DARK)))
     one = len(wire.pack_samples([Sample(big, None, 0, "")]))
     assert len(wire.pack_samples([Sample(big, None, i, "") for i in range(8)])) < one + 2000
     assert len(reads) == 4  # two, each time
@@ -117,7 +117,7 @@ def test_a_prompt_without_pictures_costs_nothing() -> None:
     header, pixels = frame.split(b"\n", 1)
     assert pixels == bytes(6) and json.loads(header) == {"samples": [
         {"text": "a", "negative": "b", "columns": {"c": 1}, "where": "d:1", "seed": 5,
-         "reply": None, "tokens": None, "shape": [1, 2, 3]},
+         "response": None, "tokens": None, "shape": [1, 2, 3]},
     ]}  # fmt: skip
     (row,) = json.loads(protocol.pack_score_request([sample]))["samples"]
     assert row.keys() == {"prompt", "negative", "columns", "where", "seed", "image", "text"}
@@ -158,7 +158,7 @@ def test_a_request_holds_the_files_and_no_paths(prompt: Prompt) -> None:
     assert [base64.b64decode(image) for image in row["images"]] == [BRIGHT, DARK]
     assert row["messages"] == list(MESSAGES) and b"dark.png" not in body
     (got,) = protocol.read_score_request(body)
-    assert got.prompt.images == (Picture(data=BRIGHT), Picture(data=DARK))
+    assert got.prompt.images == (PromptImage(data=BRIGHT), PromptImage(data=DARK))
     assert got.prompt.messages == MESSAGES
 
 
@@ -193,8 +193,8 @@ def test_a_file_that_is_gone_fails_its_request(prompt: Prompt) -> None:
 
 def test_pictures_weigh() -> None:
     """What takes long to pack is packed in a thread."""
-    light, heavy = Picture(data=b"x" * 9), Picture(data=b"x" * protocol.OFFLOAD_BYTES)
-    for images, aside in (((light,), False), ((heavy,), True), ((Picture(path="x"),), True)):
+    light, heavy = PromptImage(data=b"x" * 9), PromptImage(data=b"x" * protocol.OFFLOAD_BYTES)
+    for images, aside in (((light,), False), ((heavy,), True), ((PromptImage(path="x"),), True)):
         weight = protocol.payload_bytes([Sample(Prompt("", images=images), None, 0, "")])
         assert (weight >= protocol.OFFLOAD_BYTES) == aside
     assert protocol.payload_bytes([grey(1)]) == 8 * 12 * 3
@@ -210,8 +210,8 @@ def test_the_key_knows_pictures_and_messages(prompt: Prompt) -> None:
         prompt,
         replace(prompt, images=(dark, bright)),
         replace(prompt, images=(bright,)),
-        replace(prompt, images=(bright, Picture(path=f"{dark.path}.png"))),
-        replace(prompt, images=(Picture(data=encoded(201, "BMP")), dark)),
+        replace(prompt, images=(bright, PromptImage(path=f"{dark.path}.png"))),
+        replace(prompt, images=(PromptImage(data=encoded(201, "BMP")), dark)),
         replace(prompt, images=()),
         replace(prompt, messages=()),
         replace(prompt, messages=MESSAGES[1:]),
@@ -219,5 +219,5 @@ def test_the_key_knows_pictures_and_messages(prompt: Prompt) -> None:
     ]
     keys = [cached.key(Sample(prompt, None, 0, "x")) for prompt in prompts]
     assert len(set(keys)) == len(prompts)
-    again = replace(prompt, where="b:2", images=(Picture(data=bytes(bytearray(BRIGHT))), dark))
+    again = replace(prompt, where="b:2", images=(PromptImage(data=bytes(bytearray(BRIGHT))), dark))
     assert cached.key(Sample(again, None, 1, "x")) == keys[0]

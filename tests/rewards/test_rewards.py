@@ -63,7 +63,7 @@ def test_wire_round_trip() -> None:
     frame = io.BytesIO(wire.pack_samples(samples))
     got = wire.read_samples(frame.readline(), frame.read)
     assert [s.prompt for s in got] == [s.prompt for s in samples]
-    assert all((a.picture == b.picture).all() for a, b in zip(got, samples, strict=True))
+    assert all((a.pixels == b.pixels).all() for a, b in zip(got, samples, strict=True))
     assert got[1].seed == 2**62
     scores = [Score(0.5, {"exact": 1.0}, "KITE"), Score.failed("no")]
     assert wire.read_scores(wire.pack_scores(scores)) == scores

@@ -258,7 +258,7 @@ def test_texts_and_pictures_cross_the_wire() -> None:
     got = wire.read_samples(frame.readline(), frame.read)
     assert [s.text for s in got] == ["<answer>4</answer>\n雪", None, ""]
     assert got[0].image is None
-    assert (got[1].picture == image).all() and got[2].picture.shape == (1, 4, 3)
+    assert (got[1].pixels == image).all() and got[2].pixels.shape == (1, 4, 3)
     assert [s.seed for s in got] == [1, 2, 3] and got[0].prompt == some[0].prompt
 
 

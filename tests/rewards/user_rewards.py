@@ -12,7 +12,7 @@ from gesso.types import Prompt, Sample, Score
 
 
 def brightness(samples: Sequence[Sample], scale: float = 1.0) -> list[float]:
-    return [scale * float(s.picture.mean()) / 255 for s in samples]
+    return [scale * float(s.pixels.mean()) / 255 for s in samples]
 
 
 def sees_everything(samples: Sequence[Sample]) -> list[Score]:
@@ -61,7 +61,7 @@ def some_fail(samples: Sequence[Sample]) -> list[Score]:
 
 
 def numpy_scores(samples: Sequence[Sample]) -> list[Score]:
-    return [Score(s.picture.mean(dtype="float32"), {"max": s.picture.max()}) for s in samples]
+    return [Score(s.pixels.mean(dtype="float32"), {"max": s.pixels.max()}) for s in samples]
 
 
 def not_a_number(samples: Sequence[Sample]) -> list[str]:
@@ -101,7 +101,7 @@ class Stateful:
 
 def of_words(samples: Sequence[Sample], word: str) -> list[float | None]:
     """Applies to prompts that hold `word` only."""
-    return [float(s.picture.mean()) / 255 if word in s.prompt.text else None for s in samples]
+    return [float(s.pixels.mean()) / 255 if word in s.prompt.text else None for s in samples]
 
 
 def constant(samples: Sequence[Sample], value: float) -> list[float]:

@@ -67,7 +67,7 @@ def gap(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).detach().abs().max())
 
 
-def test_a_reply_does_not_depend_on_the_batch(tiny: Tiny) -> None:
+def test_a_response_does_not_depend_on_the_batch(tiny: Tiny) -> None:
     model = tiny.model()
     first = draw(DecodingSampler(model, 1), tiny)
     assert first.index == list(range(len(ROWS))) and len(set(first.trace.mask.sum(1).tolist())) > 3
@@ -147,23 +147,23 @@ def test_greedy_is_transformers_own(tiny: Tiny) -> None:
         assert ours.tolist() == theirs[0, len(prompt) :].tolist()
 
 
-def test_replies_end_where_they_end(tiny: Tiny) -> None:
+def test_responses_end_where_they_end(tiny: Tiny) -> None:
     model = tiny.model()
     piece = draw(DecodingSampler(model, 4), tiny)
     trace = piece.trace
     for i, sample in enumerate(piece.samples):
-        reply = trace.tokens[i][trace.mask[i]].tolist()
-        assert not set(reply[:-1]) & model.end
-        assert bool(trace.cut[i]) == (reply[-1] not in model.end)
-        assert len(reply) == LONGEST or not trace.cut[i]
-        assert sample.text == model.decode(reply) and sample.image is None
+        response = trace.tokens[i][trace.mask[i]].tolist()
+        assert not set(response[:-1]) & model.end
+        assert bool(trace.cut[i]) == (response[-1] not in model.end)
+        assert len(response) == LONGEST or not trace.cut[i]
+        assert sample.text == model.decode(response) and sample.image is None
         assert sample.prompt is not None and sample.seed == SEEDS[i]
         assert sample.prompt.text == tiny.prompts[ROWS[i]].text
     assert 0 < int(trace.cut.sum()) < len(ROWS) and trace.row.tolist() == ROWS
     assert not trace.tokens[~trace.mask].any() and not piece.logp[~trace.mask].any()
 
 
-def test_a_reply_that_ends_at_the_limit_is_not_cut(of: Any) -> None:
+def test_a_response_that_ends_at_the_limit_is_not_cut(of: Any) -> None:
     tiny = of("qwen3")
     model = tiny.model()
     trace = draw(DecodingSampler(model, 4), tiny).trace
@@ -174,7 +174,7 @@ def test_a_reply_that_ends_at_the_limit_is_not_cut(of: Any) -> None:
         assert bool(other.cut[ended]) == cut and int(other.mask[ended].sum()) == limit
 
 
-def test_one_token_replies(of: Any) -> None:
+def test_one_token_responses(of: Any) -> None:
     """All finish as they enter: nothing is ever fed."""
     tiny = of("qwen3")
     model = tiny.model()
@@ -214,8 +214,8 @@ def test_a_prompt_is_kept_no_longer_than_it_is_wanted(of: Any) -> None:
     assert set(decoding.prefilled) == {0, 1}
 
 
-def test_a_slot_holds_the_longest_prompt_with_its_reply(of: Any) -> None:
-    """On CUDA the last token of a reply is fed, too: a place less would be one too few."""
+def test_a_slot_holds_the_longest_prompt_with_its_response(of: Any) -> None:
+    """On CUDA the last token of a response is fed, too: a place less would be one too few."""
     from gesso.samplers.decode import _Decoding
 
     model = of("qwen2").model()
@@ -266,7 +266,7 @@ def test_a_step_costs_what_its_sequences_cost(of: Any) -> None:
         assert len(set(rows)) > 1
 
 
-def test_pieces_come_as_replies_finish(of: Any) -> None:
+def test_pieces_come_as_responses_finish(of: Any) -> None:
     tiny = of("qwen2")
     model = tiny.model()
     fed: list[int] = []

@@ -63,7 +63,7 @@ def test_without_noise_it_is_diffusers_own_pipeline(recipe: Recipe) -> None:
         ).sample
         pictures = model.pipe.image_processor.postprocess(pictures.detach(), output_type="np")
         for sample, picture in zip(ours.samples, pictures, strict=True):
-            assert abs(sample.picture / 255.0 - picture).max() <= 1 / 255 + 1e-6
+            assert abs(sample.pixels / 255.0 - picture).max() <= 1 / 255 + 1e-6
 
 
 def test_replay_gives_the_log_probs_of_sampling(recipe_data: dict) -> None:

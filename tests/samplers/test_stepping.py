@@ -43,8 +43,8 @@ def fixed(monkeypatch: Any) -> list[int]:
     return turns
 
 
-def test_fixed_turns_write_the_same_replies(tiny: Tiny, monkeypatch: Any, fixed: Any) -> None:
-    """Slots are used again, replies end early and late, and the host looks a turn behind."""
+def test_fixed_turns_write_the_same_responses(tiny: Tiny, monkeypatch: Any, fixed: Any) -> None:
+    """Slots are used again, responses end early and late, and the host looks a turn behind."""
     for lora in (None, LORA):
         model = tiny.model(lora=lora, fold=lora is not None)
         if lora:
@@ -81,7 +81,7 @@ def test_the_weights_that_were_asked_for_write(
     assert not torch.equal(draw(DecodingSampler(model, 64), tiny).trace.mask, before.trace.mask)
 
 
-def test_a_slot_without_a_reply_stays_where_it_is(
+def test_a_slot_without_a_response_stays_where_it_is(
     tmp_path: Path, fixed: Any, monkeypatch: Any
 ) -> None:
     """It is fed like the others; were it to move on, it would leave its room in the cache."""
@@ -97,9 +97,9 @@ def test_a_slot_without_a_reply_stays_where_it_is(
     monkeypatch.setattr(decode._FixedShapeDecoding, "_enter", entering)
     piece = draw(DecodingSampler(model, 64), tiny)
     prompts = [len(piece.trace.prompts[r]) for r in ROWS]
-    replies = piece.trace.mask.sum(1).tolist()
+    responses = piece.trace.mask.sum(1).tolist()
     lengths = writing[0].cache.place.lengths.tolist()
-    assert lengths == [p + r - 1 for p, r in zip(prompts, replies, strict=True)]
+    assert lengths == [p + r - 1 for p, r in zip(prompts, responses, strict=True)]
 
 
 def test_the_host_looks_a_turn_behind() -> None:

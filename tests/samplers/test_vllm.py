@@ -75,7 +75,7 @@ class Both:
         return joined(list(self.vllm.sample(self.tiny.prompts, ROWS, SEEDS, WARM)))
 
     def agree(self, weights: Any = "current") -> bool:
-        """Whether both write the same greedy replies, with the same log-probs."""
+        """Whether both write the same greedy responses, with the same log-probs."""
         ours = self.greedy(DecodingSampler(self.model, 4), weights)
         other = self.greedy(self.vllm, weights)
         same = ours.trace.tokens.shape == other.trace.tokens.shape
@@ -102,7 +102,7 @@ def adapted(of: Callable[[str], Tiny]) -> Iterator[Both]:
 
 
 @needs_vllm
-def test_greedy_replies_are_the_built_in_samplers(both: Both) -> None:
+def test_greedy_responses_are_the_built_in_samplers(both: Both) -> None:
     ours, other = both.greedy(DecodingSampler(both.model, 4)), both.greedy(both.vllm)
     assert torch.equal(ours.trace.tokens, other.trace.tokens)
     assert torch.equal(ours.trace.mask, other.trace.mask)
@@ -132,7 +132,7 @@ def test_seeds_say_what_is_drawn(both: Both) -> None:
     assert [s.seed for s in first.samples] == SEEDS
     assert len({s.text for s in first.samples}) > len(ROWS) // 2
     pieces = list(both.vllm.sample(both.tiny.prompts, ROWS, SEEDS, WARM))
-    assert len(pieces) > 1  # rewards start before the last reply is written
+    assert len(pieces) > 1  # rewards start before the last response is written
 
 
 @needs_vllm

@@ -69,17 +69,17 @@ def test_plain_leaves_absent_and_empty_values_out() -> None:
     assert file.getvalue() == "step 1/20  drift 0.00123\n"
 
 
-def test_replies_have_a_length_and_may_be_cut() -> None:
+def test_responses_have_a_length_and_may_be_cut() -> None:
     row = {
         "step": 3,
         "reward": 0.5,
         "update/entropy": 0.412,
-        "reply/length": 120.6,
-        "reply/cut": 0.0,
+        "response/length": 120.6,
+        "response/truncated": 0.0,
     }
     console, file = plain()
     console.row(row | {"samples_per_s": 4.0})
-    console.row(row | {"reply/cut": 0.25})
+    console.row(row | {"response/truncated": 0.25})
     assert file.getvalue().splitlines() == [
         "step 3/20  reward .50  entropy .41  length 121  4.0 samples/s",
         "step 3/20  reward .50  entropy .41  length 121  cut .25",
@@ -87,9 +87,9 @@ def test_replies_have_a_length_and_may_be_cut() -> None:
     live, _ = terminal(width=60)
     with live:
         live.start(0, 20)
-        live.row(row | {"samples_per_s": 4.0, "reply/cut": 0.25})
+        live.row(row | {"samples_per_s": 4.0, "response/truncated": 0.25})
     drawn = live.out.export_text()
-    assert re.search(r"replies +length 121  cut .25", drawn)
+    assert re.search(r"responses +length 121  cut .25", drawn)
     assert re.search(r"speed +4.0 samples/s  482 tokens/s", drawn)
 
 

@@ -13,7 +13,8 @@ from gesso.track.samples import Shown
 
 ROW: dict[str, Any] = {
     "index": 0, "prompt": "How many?", "seed": 7, "image": "", "shown": ["prompts/000-1.png"],
-    "reply": "3", "answer": "3", "reward": 1.0, "parts": {"count": 1.0}, "text": "3", "error": None,
+    "response": "3", "answer": "3", "reward": 1.0, "parts": {"count": 1.0}, "text": "3",
+    "error": None,
 }  # fmt: skip
 
 
@@ -47,13 +48,14 @@ def test_whole_lines_are_read_and_others_named(tmp_path: Path) -> None:
 
 def test_a_whole_row() -> None:
     shown = Shown.of(ROW)
-    assert shown is not None and (shown.reply, shown.answer, shown.reward) == ("3", "3", 1.0)
+    assert shown is not None and (shown.response, shown.answer, shown.reward) == ("3", "3", 1.0)
     assert shown.shown == ("prompts/000-1.png",) and shown.error == ""
 
 
 @pytest.mark.parametrize(
     "damage",
-    [{"shown": "a.png"}, {"shown": [3]}, {"reply": 7}, {"reply": None}, {"parts": {"count": "x"}},
+    [{"shown": "a.png"}, {"shown": [3]}, {"response": 7}, {"response": None},
+     {"parts": {"count": "x"}},
      {"index": "0"}, {"prompt": None}, {"parts": None}],
 )  # fmt: skip
 def test_a_damaged_row_is_none(damage: dict) -> None:
@@ -61,10 +63,10 @@ def test_a_damaged_row_is_none(damage: dict) -> None:
 
 
 def test_rows_of_older_folders() -> None:
-    """They have neither `shown` nor `reply` nor `answer`."""
-    old = {k: v for k, v in ROW.items() if k not in ("shown", "reply", "answer")}
+    """They have neither `shown` nor `response` nor `answer`."""
+    old = {k: v for k, v in ROW.items() if k not in ("shown", "response", "answer")}
     shown = Shown.of(old | {"image": "000000/000.png"})
-    assert shown is not None and (shown.shown, shown.reply, shown.answer) == ((), "", "")
+    assert shown is not None and (shown.shown, shown.response, shown.answer) == ((), "", "")
 
 
 def test_a_score_that_is_none_and_an_answer_that_is_no_text() -> None:

@@ -253,7 +253,7 @@ def test_mlflow(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     assert table["data"][0] == [0, 'a sign | "KITE"', "", "", "0.750"]
 
 
-def test_replies_and_what_was_missed(folder: RunFolder) -> None:
+def test_responses_and_what_was_missed(folder: RunFolder) -> None:
     """All at once, of a model that writes; rows that were there before a tracker are logged too."""
     for name in NAMES:
         needs(name)

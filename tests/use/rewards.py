@@ -17,6 +17,6 @@ def brightness(samples: Sequence[Sample]) -> list[Score]:
     return [
         Score.failed("no oaks")
         if sample.prompt.text == "oak"
-        else Score(float(sample.picture.mean()) / 255)
+        else Score(float(sample.pixels.mean()) / 255)
         for sample in samples
     ]

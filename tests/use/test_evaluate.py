@@ -100,7 +100,7 @@ def test_it_is_what_the_run_measured(recipe_data: dict, tmp_path: Path) -> None:
     from PIL import Image
 
     kept = Image.open(tmp_path / "run" / "samples" / "000002" / "001.png")
-    assert kept.tobytes() == found[0].samples[1].picture.tobytes()
+    assert kept.tobytes() == found[0].samples[1].pixels.tobytes()
 
 
 def test_more_samples_have_seeds_of_their_own(run: Path) -> None:
@@ -108,7 +108,7 @@ def test_more_samples_have_seeds_of_their_own(run: Path) -> None:
     one, two = (trained.evaluate([LENGTH], ["oak", "a cat"], n=n, seed=4) for n in (1, 3))
     assert [s.seed for s in two.samples[::3]] == [s.seed for s in one.samples]
     assert len({s.seed for s in two.samples}) == 6
-    again = two.samples[3].picture.astype(int) - one.samples[1].picture
+    again = two.samples[3].pixels.astype(int) - one.samples[1].pixels
     assert abs(again).max() <= 1  # a batch of another size rounds otherwise
     assert two.values() == [3.0] * 3 + [5.0] * 3 and two.interval().mean == 4
     with pytest.raises(UserError, match="at least one sample of one prompt, got n = 0"):
@@ -176,7 +176,7 @@ def test_prompts_that_only_one_of_two_takes(folders: Path, tmp_path: Path) -> No
     asked = EvaluationRequest(("format",), ["how many?", "word " * 20])
     with pytest.raises(UserError, match="do not take the same prompts; leave this one out"):
         evaluate_all([find(wide), find(narrow)], asked)
-    several = gesso.load(wide).evaluate(n=4)  # greedy replies would all be the same
+    several = gesso.load(wide).evaluate(n=4)  # greedy responses would all be the same
     assert len({sample.text for sample in several.samples[:4]}) > 1
 
 

@@ -21,7 +21,7 @@ import gesso
 from gesso import build, cli
 from gesso.types import SampleSpec, UserError
 from gesso.use import card
-from gesso.use.loaded import AS_EVALUATED, picture_seeds
+from gesso.use.loaded import AS_EVALUATED, sample_seeds
 from gesso.use.source import ModelSource
 from gesso.use.trained import Trained, load
 from tests import pipelines, tokens
@@ -68,8 +68,8 @@ def drawn(trained: Any, prompt: str) -> tuple[np.ndarray, torch.Tensor]:
     spec = trained.spec(AS_EVALUATED, several=False)
     assert isinstance(spec, SampleSpec) and spec.guidance in (1.0, 2.5)
     sampler = build.built_in_sampler(trained.recipe, trained.model)
-    (piece,) = sampler.sample([trained.ask(prompt)], [0], picture_seeds(0, 1), spec)
-    return piece.samples[0].picture, piece.trace.clean
+    (piece,) = sampler.sample([trained.ask(prompt)], [0], sample_seeds(0, 1), spec)
+    return piece.samples[0].pixels, piece.trace.clean
 
 
 DRAWN = [(name, form) for name in ("bundled", "flux-dev", "qwen-image") for form in FORMS]
@@ -103,7 +103,7 @@ def test_pictures_of_plain_diffusers(
         runs.TOLD, height=spec.height, width=spec.width, num_inference_steps=spec.steps,
         max_sequence_length=data["model"]["text_length"], output_type="np",
         **(scale or {"guidance_scale": spec.guidance}),
-        generator=torch.Generator().manual_seed(picture_seeds(0, 1)[0]),
+        generator=torch.Generator().manual_seed(sample_seeds(0, 1)[0]),
     ).images[0]  # fmt: skip
     assert abs(exact * 255 - ours).max() <= 0.5 + 255 * PICTURE_GAP  # ours is this, rounded
     again = load(folder)
@@ -115,7 +115,7 @@ LOGP_GAP = 1e-5
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["qwen2", "qwen2.5-vl"])
-def test_log_probs_and_replies_of_plain_transformers(
+def test_log_probs_and_responses_of_plain_transformers(
     name: str, form: str, folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ) -> None:  # fmt: skip
@@ -334,7 +334,7 @@ def test_a_template_that_wants_more_than_a_prompt(
     text = (folder / "README.md").read_text()
     assert "data.template of the recipe stood around each question" in text
     assert "gesso sample" not in text and '"content": "what is 3 + 4?"' in text
-    assert as_the_card_says(folder, monkeypatch)["reply"] is not None
+    assert as_the_card_says(folder, monkeypatch)["response"] is not None
 
 
 def test_base_and_license_of_the_card(tmp_path: Path) -> None:

@@ -85,9 +85,9 @@ def test_a_model_of_transformers(folders: Path, written: Path) -> None:
     plain, named = load(folders / "qwen2", overrides=short), tokens.Tiny("qwen2", folders / "qwen2")
     base = open_model(find(written).base)
     assert plain.recipe.model.name == "causal"
-    (reply,) = plain.sample("how many?")
-    assert base.sample("how many?")[0].startswith(reply)
-    assert len(reply) <= 6 and named.sees is False
+    (response,) = plain.sample("how many?")
+    assert base.sample("how many?")[0].startswith(response)
+    assert len(response) <= 6 and named.sees is False
 
 
 def test_an_adapter_of_others(
@@ -207,7 +207,7 @@ def test_scores_a_file_of_prompts_and_a_sheet(
     assert result["event"] == "result" and sample["reward"] is None and sample["error"]
 
 
-def test_replies(written: Path, capsys: pytest.CaptureFixture) -> None:
+def test_responses(written: Path, capsys: pytest.CaptureFixture) -> None:
     greedy = load(written).sample("how many?")[0]
     assert out(capsys, "sample", written, "how many?", "--quiet") == greedy + "\n"
     warm = out(capsys, "sample", written, "how many?", "--temperature", "2", "--quiet")
@@ -288,7 +288,7 @@ def test_a_picture_depends_on_its_prompt_and_seed_and_nothing_else(run: Path) ->
     both = draw_all([find(run)], Wanted(prompts=("one", "two"), n=2, seed=5))[0].samples
     assert [s.seed for s in both[:2]] == [s.seed for s in both[2:]] == [s.seed for s in alone]
     for one, other in zip(both[2:], alone, strict=True):  # a batch of another size rounds otherwise
-        assert abs(one.picture.astype(int) - other.picture).max() <= 1
+        assert abs(one.pixels.astype(int) - other.pixels).max() <= 1
 
 
 def test_the_terms_of_the_base_go_with_it(tmp_path: Path) -> None:

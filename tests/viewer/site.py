@@ -103,13 +103,13 @@ def writing(path: Path) -> RunFolder:
         0: ["<think>about 4</think> <answer>4</answer>", 0, "5", "<b>six</b>"],
         2: ["<think>about 5</think> <answer>5</answer>", 1, "5", "<b>six</b>"],
     }
-    for step, (reply, right, answer, other) in said.items():
+    for step, (response, right, answer, other) in said.items():
         both = [
-            ("How many?", ["prompts/000-1.png"], reply, answer, right),
+            ("How many?", ["prompts/000-1.png"], response, answer, right),
             ("And now?", [], other, "6", 1),
         ]
         rows = [
-            {"index": i, "prompt": prompt, "seed": i, "image": "", "shown": shown, "reply": text,
+            {"index": i, "prompt": prompt, "seed": i, "image": "", "shown": shown, "response": text,
              "answer": wanted, "reward": ok, "parts": {"count": ok, "count/exact": ok}, "text": ""}
             for i, (prompt, shown, text, wanted, ok) in enumerate(both)
         ]  # fmt: skip

@@ -17,7 +17,6 @@ import pytest
 from PIL import Image
 
 from gesso import cli
-from gesso.use import pictures
 from gesso.viewer import files, film, report
 from gesso.viewer.files import NotShown, Thumbnails
 from gesso.viewer.reading import RunReader
@@ -74,11 +73,11 @@ def test_a_damaged_picture_is_grey_and_the_others_are_there(reader: RunReader) -
 def test_a_sheet_has_a_row_for_each_prompt(reader: RunReader) -> None:
     made = Image.open(io.BytesIO(film.sheet(reader)))
     image = np.asarray(made.convert("RGB"))
-    high, wide = 80 + 2 * pictures.LINE + pictures.GAP, 240 + pictures.GAP  # 24 × 8, ten times
-    top = pictures.GAP + pictures.LINE
-    assert image.shape[:2] == (top + 2 * high, pictures.GAP + 3 * wide)
+    high, wide = 80 + 2 * sheets.LINE + sheets.GAP, 240 + sheets.GAP  # 24 × 8, ten times
+    top = sheets.GAP + sheets.LINE
+    assert image.shape[:2] == (top + 2 * high, sheets.GAP + 3 * wide)
     seen = [
-        [image[top + pictures.LINE + 5 + i * high, 20 + place * wide, 0] for place in range(3)]
+        [image[top + sheets.LINE + 5 + i * high, 20 + place * wide, 0] for place in range(3)]
         for i in range(2)
     ]
     assert seen == [[40, 120, 200], [41, 121, 201]]
@@ -195,7 +194,7 @@ def test_a_sheet_of_a_long_run_goes_to_its_end(
         asked.append(given)
         return Image.new("RGB", (1, 1))
 
-    monkeypatch.setattr(pictures, "sheet", sheet)
+    monkeypatch.setattr(sheets, "sheet", sheet)
     film.sheet(RunReader(run.path))
     ((rows, titles),) = asked
     assert len(rows) == 24 and len(titles) == 12

@@ -155,7 +155,7 @@ def test_prompts_are_filtered_by_what_became_of_them(tab: Tab, site: Site) -> No
     tab.wait("document.querySelectorAll('.card').length === 1")
 
 
-def test_html_in_prompts_and_replies_is_text(tab: Tab, site: Site) -> None:
+def test_html_in_prompts_and_responses_is_text(tab: Tab, site: Site) -> None:
     tab.open(f"{site.url}/#/evolution?run=signs&prompt=2")
     tab.wait("document.querySelector('h1')")
     assert tab.text("h1") == NASTY
@@ -165,14 +165,14 @@ def test_html_in_prompts_and_replies_is_text(tab: Tab, site: Site) -> None:
     assert tab.js("window.hacked") is None
     assert tab.count("main script, main [onerror]") == 0
     tab.go("#/evolution?run=count")
-    tab.wait("document.querySelectorAll('.reply-card').length === 2")
-    assert "<b>six</b>" in tab.text(".replies") and tab.count(".says b") == 0
+    tab.wait("document.querySelectorAll('.response-card').length === 2")
+    assert "<b>six</b>" in tab.text(".responses") and tab.count(".says b") == 0
 
 
 def test_answers_over_steps_with_what_changed(tab: Tab, site: Site) -> None:
     tab.open(f"{site.url}/#/evolution?run=count")
     tab.wait("document.querySelector('.turn.now mark')")
-    card = ".reply-card:first-child"
+    card = ".response-card:first-child"
     assert tab.texts(f"{card} mark") == ["5", "5"], "only the words that are new"
     assert "wanted 5" in tab.text(card) and tab.count(f"{card} .shown img") == 1
     assert tab.count(f"{card} .square.wrong") == 1 and tab.count(f"{card} .square.right") == 1

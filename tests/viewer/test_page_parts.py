@@ -19,7 +19,7 @@ def record(name: str, **more: Any) -> dict[str, Any]:
     held_out = {"key": "eval/reward", "first": 0.1, "now": 0.9, "best": 0.95}
     return {
         "id": name, "name": name, "about": "", "recipe": "", "algorithm": "grpo", "model": "m",
-        "family": "draws", "seed": 0, "steps": 10, "left": None, "state": "finished", "health": OK,
+        "family": "flow", "seed": 0, "steps": 10, "left": None, "state": "finished", "health": OK,
         "changed": 1.0, "step": 4, "reward": 0.25, "best": 0.75, "held_out": held_out,
         "samples_per_s": 1.0, "seconds": 5.0, "spark": [], **more,
     }  # fmt: skip
@@ -110,7 +110,7 @@ def prompts(*rewards: Sequence[float | None], **cell: Any) -> str:
 
 def test_the_first_card_has_those_that_rose_most(still: Tab) -> None:
     gains = [0.1, 0.5, -0.2, 0.9, 0.3, 0.0, 0.7, 0.6]
-    rows = prompts(*([0.1, 0.1 + gain] for gain in gains), reply="x")
+    rows = prompts(*([0.1, 0.1 + gain] for gain in gains), response="x")
     wall = still.js(
         f"firstWall('signs', {{steps: [0, 2], prompts: {rows}, size: null}})"
         ".map((a) => a.querySelector('.pair-prompt').textContent).join()"
@@ -243,8 +243,8 @@ def test_groups_tell_halves_and_sides(still: Tab) -> None:
     assert bars == [["plus", "50%", "50%"], ["minus", "25%", "25%"]]
     card = still.js("""(() => {
         const group = {prompt: "p", shown: [], share: 0.4, mean: 0.25, std: 0.5, samples: [
-            {reward: 0, advantage: -1, share: 0.1, reply: "x"},
-            {reward: 1, advantage: 1, share: 0.3, reply: "y"}]};
+            {reward: 0, advantage: -1, share: 0.1, response: "x"},
+            {reward: 1, advantage: 1, share: 0.3, response: "y"}]};
         const node = groupCard("signs", group, 0, 0.8, 1);
         const said = (at) => node.querySelector(at).textContent;
         return [node.querySelector(".share-track i").style.width, said(".group-figures"),
@@ -256,7 +256,7 @@ def test_groups_tell_halves_and_sides(still: Tab) -> None:
 def test_the_playground_shows_base_before_trained(still: Tab) -> None:
     told = still.js("""(() => {
         Object.assign(playing, {asked: {prompt: "p", seed: 5}, mode: "side"});
-        const cells = (reply, reward) => [{reply, reward, parts: {}, text: ""}];
+        const cells = (response, reward) => [{response, reward, parts: {}, text: ""}];
         const [base, trained] = [cells("before", 0.25), cells("after", 0.75)];
         const made = playResult({step: 4, notes: ["not <scored>"], base, trained});
         return h("div", {}, made).textContent;
@@ -265,15 +265,15 @@ def test_the_playground_shows_base_before_trained(still: Tab) -> None:
     assert told.index("before") < told.index("after") and told.index("base") < told.index("after")
 
 
-def test_replies_alike_are_told_once_and_new_words_marked(still: Tab) -> None:
-    cells = [{"reply": r, "reward": 0} for r in ("one two", "one two", "one three")]
+def test_responses_alike_are_told_once_and_new_words_marked(still: Tab) -> None:
+    cells = [{"response": r, "reward": 0} for r in ("one two", "one two", "one three")]
     found = {"cells": cells}
     turns = still.js(
         f"turnsOf({json.dumps(found)}, {{steps: [0, 2, 4]}}).map((t) => [t.from, t.to])"
     )
     assert turns == [[0, 1], [2, 2]]
     marked = still.js(
-        "[...replyText('one three', 'one two').querySelectorAll('mark')].map((m) => m.textContent)"
+        "[...responseText('one three', 'one two').querySelectorAll('mark')].map(m => m.textContent)"
     )
     assert marked == ["three"]
 

@@ -26,7 +26,7 @@ def test_a_line_of_the_table(tmp_path: Path) -> None:
     assert told["samples_per_s"] == 12.0 and told["seconds"] == 10.0
     assert told["state"] == "running" and told["left"] == pytest.approx(2.0 * 6)
     assert told["health"] == {"level": "green", "kinds": [], "sentences": []}
-    assert told["family"] == "draws" and told["recipe"] == ""
+    assert told["family"] == "flow" and told["recipe"] == ""
 
 
 def test_best_is_not_the_latest(tmp_path: Path) -> None:
@@ -155,17 +155,17 @@ def test_evolution_has_a_cell_for_every_prompt_and_evaluation(tmp_path: Path) ->
     assert two["cells"][0]["image"] == "samples/000000/001.png" and two["cells"][1] is None
 
 
-def test_evolution_of_replies(tmp_path: Path) -> None:
+def test_evolution_of_responses(tmp_path: Path) -> None:
     run = folders.make(tmp_path / "a", 2, model={"name": "causal", "path": "x"})
-    for step, reply in ((0, "There are 3."), (2, "<answer>3</answer>")):
-        sample = Sample(Prompt("How many?", columns={"answer": "3"}), None, 1, reply)
+    for step, response in ((0, "There are 3."), (2, "<answer>3</answer>")):
+        sample = Sample(Prompt("How many?", columns={"answer": "3"}), None, 1, response)
         parts = {"count": step / 2, "count/exact": step / 2}
         run.save_samples(step, [sample], [Score(step / 2, parts)])
     reader = RunReader(run.path)
-    assert reader.summary()["family"] == "writes"
+    assert reader.summary()["family"] == "language"
     (row,) = reader.evolution()["prompts"]
     assert row["answer"] == "3"
-    assert [cell["reply"] for cell in row["cells"]] == ["There are 3.", "<answer>3</answer>"]
+    assert [cell["response"] for cell in row["cells"]] == ["There are 3.", "<answer>3</answer>"]
     assert [cell["right"] for cell in row["cells"]] == [False, True]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gesso.types import Picture, Prompt
+from gesso.types import Prompt, PromptImage
 from gesso.zoo import limits, scenes, words
 from tools.zoo.evaluate_shapes import question_of, read_rows
 from tools.zoo.sign_prompts import pseudo_words
@@ -78,7 +78,7 @@ def test_questions_of_the_shapes_model(question: str, reason: str | None) -> Non
 def test_a_question_needs_its_picture() -> None:
     known = limits.of("zoo:shapes")
     assert known is not None
-    question, picture = "How many red stars are there?", Picture("shapes.png")
+    question, picture = "How many red stars are there?", PromptImage("shapes.png")
     assert known.note([Prompt(question, images=(picture,))]) is None
     assert str(known.note([Prompt(question)])).startswith(
         "The question comes with no pictures. The"

@@ -96,8 +96,8 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rows", type=int, default=400, help="of gesso/zoo/questions/eval.jsonl")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--show", type=int, default=0, help="print this many replies")
-    parser.add_argument("--sheet", type=Path, help="save the pictures of those replies here")
+    parser.add_argument("--show", type=int, default=0, help="print this many responses")
+    parser.add_argument("--sheet", type=Path, help="save the pictures of those responses here")
     args = parser.parse_args()
     rows = read_rows("eval")[: args.rows]
     responses = ask(load_vlm(args.folder), rows, args.temperature)

@@ -97,7 +97,7 @@ def _config(model: Architecture, path: str) -> Any:
     if "sliding_attention" in (layers or []):
         raise UserError(
             f'model.path = "{path}" uses sliding windows of attention, which are not supported; '
-            "set use_sliding_window to false in its config.json if replies stay within the window"
+            "set use_sliding_window to false in its config.json if responses stay within the window"
         )
     return model_config
 

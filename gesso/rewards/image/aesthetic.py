@@ -34,7 +34,7 @@ class Aesthetic(networks.NetworkReward):
         clip = load_clip(self.path, self.path, self.device)
         head = _head(self.path, self.head, self.device)
         with torch.inference_mode():
-            return head(clip.images([s.picture for s in samples]))[:, 0].tolist()
+            return head(clip.images([s.pixels for s in samples]))[:, 0].tolist()
 
 
 @networks.once

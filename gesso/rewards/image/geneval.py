@@ -245,7 +245,7 @@ class Geneval(networks.NetworkReward):
 
     def _scores(self, samples: Sequence[Sample], detector: Detector) -> list[Score]:
         wanted = [metadata_of(s.prompt) for s in samples]
-        images = [s.picture for s in samples]
+        images = [s.pixels for s in samples]
         lowest = min(self.threshold, self.counting_threshold)
         raw = detector.detect(images, [w.names for w in wanted], lowest)
         selected = [

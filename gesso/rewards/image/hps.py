@@ -38,7 +38,7 @@ class Hps(networks.NetworkReward):
         else:
             clip = load_clip(self.path, self.processor, self.device)
         side = clip.model.config.vision_config.image_size
-        images = [pad_to_square(s.picture, side) for s in samples]
+        images = [pad_to_square(s.pixels, side) for s in samples]
         return clip.cosines([s.prompt.text for s in samples], images).tolist()
 
 

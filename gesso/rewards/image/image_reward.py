@@ -49,7 +49,7 @@ class BlipPreferenceModel:
     def values(self, samples: Sequence[Sample]) -> list[float]:
         import torch
 
-        images = networks.to_pil([s.picture for s in samples])
+        images = networks.to_pil([s.pixels for s in samples])
         pixels = self.processor(images=images, return_tensors="pt")
         tokens = self.tokenizer(
             [s.prompt.text for s in samples],

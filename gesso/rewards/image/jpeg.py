@@ -33,5 +33,5 @@ def _kilobytes(sample: Sample) -> float:
     from PIL import Image
 
     buffer = io.BytesIO()
-    Image.fromarray(sample.picture).save(buffer, format="JPEG", quality=95)
+    Image.fromarray(sample.pixels).save(buffer, format="JPEG", quality=95)
     return buffer.tell() / 1000

@@ -29,7 +29,7 @@ class Ocr(Strict):
         return None if target_of(prompt) else "no double-quoted word to read"
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        return [spelling_score(self.read(sample.picture), sample.prompt) for sample in samples]
+        return [spelling_score(self.read(sample.pixels), sample.prompt) for sample in samples]
 
     def read(self, image: np.ndarray) -> str:
         """All text in an RGB image, in reading order, lines joined by spaces."""

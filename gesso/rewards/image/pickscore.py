@@ -23,5 +23,5 @@ class PickScore(networks.NetworkReward):
 
     def _values(self, samples: Sequence[Sample]) -> list[float]:
         clip = load_clip(self.path, self.processor, self.device)
-        cosines = clip.cosines([s.prompt.text for s in samples], [s.picture for s in samples])
+        cosines = clip.cosines([s.prompt.text for s in samples], [s.pixels for s in samples])
         return (clip.model.logit_scale.exp() * cosines / 26).tolist()

@@ -37,7 +37,7 @@ class SignColour(Strict):
         target = target_colour(sample.prompt)
         if target is None:
             return Score.failed(self.unfit(sample.prompt) or "")
-        shares = colour_shares(sample.picture)
+        shares = colour_shares(sample.pixels)
         seen = max(shares, key=shares.__getitem__)
         board = {name: s for name, s in shares.items() if name == seen or name not in _LETTERS}
         value = board.get(target, 0.0) / sum(board.values())

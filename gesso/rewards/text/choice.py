@@ -36,7 +36,7 @@ class Choice(Strict):
         if reason := self.unfit(sample.prompt):
             return Score.failed(reason)
         expected = letter(answers.expected_answer(sample.prompt, self.column))
-        answer = answers.last_tagged(sample.reply, self.tag)
+        answer = answers.last_tagged(sample.response, self.tag)
         choice = letter(answer)
         details = {"answered": float(choice is not None)}
         return Score(float(choice == expected), details, answer or "no answer")

@@ -38,7 +38,7 @@ class Count(Strict):
         expected = number(answers.expected_answer(sample.prompt, self.column))
         if expected is None:
             return Score.failed(answers.missing_answer(sample.prompt, self.column, "4"))
-        answer = answers.last_tagged(sample.reply, self.tag)
+        answer = answers.last_tagged(sample.response, self.tag)
         count = number(answer)
         exact = float(count == expected)
         error = None if count is None else abs(count - expected) / max(abs(expected), 1)

@@ -28,7 +28,7 @@ class Format(Strict):
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         pattern = self._pattern()
-        return [Score(float(bool(pattern.fullmatch(s.reply)))) for s in samples]
+        return [Score(float(bool(pattern.fullmatch(s.response)))) for s in samples]
 
     def _pattern(self) -> re.Pattern[str]:
         plain = rf"(?:(?!</?(?:{self.think}|{self.answer})>).)*"  # any text without these tags

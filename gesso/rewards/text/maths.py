@@ -48,7 +48,7 @@ class Math(Strict):
     def _score(self, sample: Sample) -> Score:
         if reason := self.unfit(sample.prompt):
             return Score.failed(reason)
-        answer = extract_answer(sample.reply, self.tag)
+        answer = extract_answer(sample.response, self.tag)
         expressions = parse_latex(answer, self.timeout) if answer else []
         gold = parse_latex(answers.expected_answer(sample.prompt, self.column) or "", self.timeout)
         right = bool(expressions) and _math_verify().verify(

@@ -36,7 +36,7 @@ class Overlong(Strict):
         return [self._score(sample) for sample in samples]
 
     def _score(self, sample: Sample) -> Score:
-        response = sample.reply
+        response = sample.response
         length = len(response.split()) if self.unit == "words" else len(response)
         if self.unit == "tokens":
             if sample.tokens is None:

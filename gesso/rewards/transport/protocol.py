@@ -29,7 +29,7 @@ from gesso.config import Strict
 from gesso.config.parsing import parse
 from gesso.rewards.base import plain
 from gesso.rewards.labels import LABEL_COLUMNS, label_of
-from gesso.types import PICTURE_FORMATS, Picture, Prompt, Sample, Score, UserError
+from gesso.types import IMAGE_FORMATS, Prompt, PromptImage, Sample, Score, UserError
 
 OFFLOAD_BYTES = 2**17  # about 2 ms of work
 MAX_PIXELS = 2**26  # of all images of a request together: one of 8192 × 8192
@@ -132,20 +132,20 @@ def check_pixels(images: Iterable[bytes | None]) -> None:
         )
 
 
-def prompt_image(data: bytes) -> Picture:
+def prompt_image(data: bytes) -> PromptImage:
     """Checked for format and size, not decoded: few rewards look at it."""
     from PIL import Image
 
     try:
-        with Image.open(io.BytesIO(data), formats=PICTURE_FORMATS) as image:
+        with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
             width, height = image.size
     except Exception as error:  # as above
         reason = f"{type(error).__name__}: {error}"
-        expected = f"expected one of {PICTURE_FORMATS}"
+        expected = f"expected one of {IMAGE_FORMATS}"
         raise UserError(f"a prompt's picture cannot be read ({reason}); {expected}") from None
     if width * height > MAX_PIXELS:
         raise UserError(f"a prompt's picture of {width}×{height} is above {MAX_PIXELS:,} pixels")
-    return Picture(data=data)
+    return PromptImage(data=data)
 
 
 def from_base64(text: str) -> bytes:

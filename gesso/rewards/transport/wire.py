@@ -1,10 +1,10 @@
 """Samples and scores as bytes: one JSON line, then the images as raw bytes. No pickle.
 
-`samples` frame:  {"samples": [{"text", "negative", "columns", "where", "seed", "reply", "tokens",
-                  "shape"}, …]} and a line break, then the pixels; a null "reply" or "shape" means
-                  no text or no image. A prompt with messages or images has "messages" and "images":
-                  for each its path and its index into "pictures", the lengths of the files that
-                  follow the pixels, each once. The index is null where the file is gone: opening
+`samples` frame:  {"samples": [{"text", "negative", "columns", "where", "seed", "response",
+                  "tokens", "shape"}, …]} and a line break, then the pixels; a null "response" or
+                  "shape" means no text or no image. A prompt with messages or images has
+                  "messages" and "images": for each its path and its index into "pictures",
+                  the lengths of the files that follow the pixels, each once. The index is null where the file is gone: opening
                   it raises.
 `scores` frame:   {"scores": [{"value", "parts", "text", "error"}, …]}\\n
 """
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from gesso.types import Picture, Prompt, Sample, Score, UserError
+from gesso.types import Prompt, PromptImage, Sample, Score, UserError
 
 
 def pack_samples(samples: Sequence[Sample]) -> bytes:
@@ -32,9 +32,9 @@ def pack_samples(samples: Sequence[Sample]) -> bytes:
     return b"".join([json.dumps(header).encode(), b"\n", *pixels, *files.values()])
 
 
-def _files(samples: Sequence[Sample]) -> dict[Picture, bytes]:
+def _files(samples: Sequence[Sample]) -> dict[PromptImage, bytes]:
     """The content of the prompts' images, each once: samples of a group share them."""
-    contents: dict[Picture, bytes] = {}
+    contents: dict[PromptImage, bytes] = {}
     for image in dict.fromkeys(i for sample in samples for i in sample.prompt.images):
         try:
             contents[image] = image.read()
@@ -43,7 +43,7 @@ def _files(samples: Sequence[Sample]) -> dict[Picture, bytes]:
     return contents
 
 
-def _row(sample: Sample, indices: dict[Picture, int]) -> dict[str, Any]:
+def _row(sample: Sample, indices: dict[PromptImage, int]) -> dict[str, Any]:
     prompt = sample.prompt
     row: dict[str, Any] = {
         "text": prompt.text,
@@ -51,7 +51,7 @@ def _row(sample: Sample, indices: dict[Picture, int]) -> dict[str, Any]:
         "columns": prompt.columns,
         "where": prompt.where,
         "seed": sample.seed,
-        "reply": sample.text,
+        "response": sample.text,
         "tokens": sample.tokens,
         "shape": None if sample.image is None else sample.image.shape,
     }
@@ -70,7 +70,7 @@ def read_samples(header: bytes, read: Callable[[int], bytes]) -> list[Sample]:
     samples = []
     for row, image in zip(rows, images, strict=True):
         prompt_images = [
-            Picture(path, b"" if index is None else files[index])
+            PromptImage(path, b"" if index is None else files[index])
             for path, index in row.get("images", [])
         ]
         prompt = Prompt(
@@ -81,7 +81,7 @@ def read_samples(header: bytes, read: Callable[[int], bytes]) -> list[Sample]:
             tuple(prompt_images),
             tuple(row.get("messages", [])),
         )
-        samples.append(Sample(prompt, image, row["seed"], row["reply"], row["tokens"]))
+        samples.append(Sample(prompt, image, row["seed"], row["response"], row["tokens"]))
     return samples
 
 

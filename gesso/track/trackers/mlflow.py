@@ -59,8 +59,8 @@ class MLflow:
                     image = opened.convert("RGB")
                 self.client.log_image(self.id, image, key=f"samples/{sample.index:03d}", step=step)
         if samples:
-            columns = ["index", "prompt", "reply", "wanted", "reward"]
-            data = [[s.index, s.prompt, s.reply, s.answer, score(s)] for s in samples]
+            columns = ["index", "prompt", "response", "wanted", "reward"]
+            data = [[s.index, s.prompt, s.response, s.answer, score(s)] for s in samples]
             table = {"columns": columns, "data": data}
             self.client.log_dict(self.id, table, f"samples/{step:06d}.json")
 

@@ -47,7 +47,7 @@ class SwanLab:
             if s.image
         ]
         written = [
-            swanlab.Text(f"{s.prompt}\n\n{s.reply}\n\nwanted: {s.answer}", caption=score(s))
+            swanlab.Text(f"{s.prompt}\n\n{s.response}\n\nwanted: {s.answer}", caption=score(s))
             for s in samples
             if not s.image
         ]

@@ -67,9 +67,9 @@ def _image(run: Path, sample: Shown) -> Any:
 
 
 def _table(samples: Sequence[Shown]) -> str:
-    lines = ["| | prompt | reply | wanted | reward |", "|-|-|-|-|-|"]
+    lines = ["| | prompt | response | wanted | reward |", "|-|-|-|-|-|"]
     for s in samples:
-        cells = [f"{s.index:03d}", s.prompt, s.reply, s.answer, score(s)]
+        cells = [f"{s.index:03d}", s.prompt, s.response, s.answer, score(s)]
         lines.append("| " + " | ".join(map(_cell, cells)) + " |")
     return "\n".join(lines)
 

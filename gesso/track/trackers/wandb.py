@@ -52,8 +52,8 @@ class Wandb:
         ]
         if drawn or not samples:
             return {"samples": drawn} if drawn else {}
-        table = wandb.Table(columns=["prompt", "picture", "reply", "wanted", "reward"])
+        table = wandb.Table(columns=["prompt", "picture", "response", "wanted", "reward"])
         for s in samples:
             seen = wandb.Image(picture(self.dir, s.shown[0])) if s.shown else None
-            table.add_data(s.prompt, seen, s.reply, s.answer, s.reward)
+            table.add_data(s.prompt, seen, s.response, s.answer, s.reward)
         return {"samples": table}

@@ -22,6 +22,8 @@ from typing import Any, TextIO
 
 from gesso import imports
 from gesso.config import Tracker as Settings
+from gesso.track import older_names
+from gesso.track.older_names import renamed
 from gesso.track.trackers.base import (
     Batched,
     Logged,
@@ -69,7 +71,7 @@ class Tail:
                 if not line.endswith(b"\n"):
                     return
                 self.at += len(line)
-                yield json.loads(line)
+                yield renamed(json.loads(line), older_names.METRICS)
 
 
 def track(order: Mapping[str, Any], commands: Iterator[str], answer: Answer) -> None:

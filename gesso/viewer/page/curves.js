@@ -24,10 +24,10 @@ const KNOWN = {
     ["Diversity", "how different the samples of one prompt are", "diversity"],
     ["|Advantage|", "mean over the batch", "advantage/abs_mean"],
   ],
-  Replies: [
-    ["Reply length", "mean, in tokens", "reply/length"],
-    ["Longest reply", "in tokens", "reply/longest"],
-    ["Cut replies", "share that ran into the limit", "reply/cut"],
+  Responses: [
+    ["Response length", "mean, in tokens", "response/length"],
+    ["Longest response", "in tokens", "response/max_length"],
+    ["Cut responses", "share that ran into the limit", "response/truncated"],
   ],
   "Speed and memory": [
     ["Samples a second", "", "samples_per_s"],

@@ -76,7 +76,7 @@ function buildEvolution(found) {
   evo.timeline = new Timeline(found.steps, evo.values, (i) => moveTo(i));
   evo.place = h("div", { class: "content" });
   put(root, large ? largeHead(large) : h("div", { class: "bar" }, h("h2", {}, "Evolution"), runPicker(), h("span", { class: "grow" }), exports()), transport(), large ? null : filters(), evo.place);
-  if (large) evo.content = evo.draws ? new LargePicture(run, found, large) : new LargeReply(run, found, large);
+  if (large) evo.content = evo.draws ? new LargePicture(run, found, large) : new LargeResponse(run, found, large);
   else buildContent();
   if (large) evo.place.replaceChildren(evo.content.node);
   moveTo(evo.at, true);
@@ -90,7 +90,7 @@ function buildContent() {
   if (evo.content && evo.content.close) evo.content.close();
   const words = evo.words.toLowerCase().split(/\s+/).filter(Boolean);
   const prompts = evo.found.prompts.filter((p) => (evo.course === "all" || courseOf(p) === evo.course) && words.every((w) => p.prompt.toLowerCase().includes(w)));
-  const kind = evo.draws ? { now: PictureGrid, wipe: PictureGrid, film: FilmStrips }[evo.mode] : ReplyCards;
+  const kind = evo.draws ? { now: PictureGrid, wipe: PictureGrid, film: FilmStrips }[evo.mode] : ResponseCards;
   evo.content = prompts.length ? new kind(evo.run, evo.found, prompts, evo.mode) : { node: nothing("No prompt is like that."), to() {} };
   evo.place.replaceChildren(evo.content.node);
   evo.content.to(evo.at);

@@ -133,7 +133,7 @@ function courseOf(prompt) {
   return by > 5e-4 ? "better" : by < -5e-4 ? "worse" : "same";
 }
 
-// The reward under a picture or a reply, with a mark where right and wrong are told apart.
+// The reward under a picture or a response, with a mark where right and wrong are told apart.
 function rewardOf(cell, before) {
   if (!cell) return h("span", { class: "reward" }, "–");
   if (cell.reward === null || cell.reward === undefined) return h("span", { class: "reward bad", title: cell.error || "" }, "no score");

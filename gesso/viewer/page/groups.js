@@ -123,19 +123,19 @@ function rewardDots(rewards) {
 
 function groupBody(run, group, reach) {
   const sorted = group.samples.map((x, i) => ({ ...x, i })).sort((a, b) => b.advantage - a.advantage);
-  const bare = sorted.every((x) => x.image === undefined && x.reply === undefined);
+  const bare = sorted.every((x) => x.image === undefined && x.response === undefined);
   const seen = (group.shown || []).length ? h("div", { class: "shown" }, group.shown.map((name, k) => picture(run, name, `picture ${k + 1} of the prompt: ${group.prompt}`, 192, null))) : null;
-  const writes = sorted.some((x) => x.reply !== undefined);
+  const writes = sorted.some((x) => x.response !== undefined);
   return [
     h("div", { class: "group-top" }, seen, h("div", { class: "stat" }, histogram(sorted.map((x) => x.reward).filter((v) => v !== null), 160, 40), h("span", {}, "rewards of the group"))),
-    h("div", { class: "group-rest" }, bare ? h("p", { class: "soft" }, "Of this group only the figures were kept: pictures and replies are kept of the groups with the largest shares (save.groups).") : null,
+    h("div", { class: "group-rest" }, bare ? h("p", { class: "soft" }, "Of this group only the figures were kept: pictures and responses are kept of the groups with the largest shares (save.groups).") : null,
     h("div", { class: writes ? "samples said" : bare ? "samples bare" : "samples" }, sorted.map((x) => sampleCard(run, group, x, reach)))),
   ];
 }
 
 function sampleCard(run, group, sample, reach) {
   const what = sample.image ? picture(run, sample.image, `sample ${sample.i + 1}: ${group.prompt}, reward ${figure(sample.reward)}`, 192, null)
-    : sample.reply === undefined ? null : replyText(sample.reply);
+    : sample.response === undefined ? null : responseText(sample.response);
   return h("div", { class: "sample" }, what,
     h("div", { class: "sample-figures" }, h("span", { class: "reward" }, figure(sample.reward)), sample.text ? h("span", { class: "read" }, "read ", h("q", {}, sample.text)) : null,
       h("span", { class: "grow" }), h("span", { class: "soft", title: "share of the gradient" }, percent(sample.share))),

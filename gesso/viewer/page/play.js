@@ -9,7 +9,7 @@ views.playground = {
   needsServer: true,
   show(root) {
     playing.root = root;
-    const run = mainRun(), { family, limits } = runs.get(run), sees = family === "writes";
+    const run = mainRun(), { family, limits } = runs.get(run), sees = family === "language";
     if (playing.run !== run) Object.assign(playing, { run, result: null, prompt: "", answer: "", image: "", imageName: "" });
     const set = (name, read) => (e) => { playing[name] = read(e.target); };
     const prompt = h("textarea", { rows: 3, required: true, maxlength: 20000, id: "play-prompt", value: playing.prompt, oninput: set("prompt", (t) => t.value),
@@ -23,7 +23,7 @@ views.playground = {
     } },
     h("label", { for: "play-prompt" }, sees ? "Question" : "Prompt"), prompt, limits ? h("small", { id: "play-limits" }, limits) : null,
     sees ? [pictureField(), h("label", { class: "field" }, "Wanted answer, to score with", h("input", { type: "text", id: "play-answer", maxlength: 2000, value: playing.answer, oninput: set("answer", (t) => t.value) }))] : null,
-    h("div", { class: "row" }, number("Seed", "seed", 0, 2 ** 31 - 1), number(sees ? "Replies" : "Pictures", "n", 1, 16)),
+    h("div", { class: "row" }, number("Seed", "seed", 0, 2 ** 31 - 1), number(sees ? "Responses" : "Pictures", "n", 1, 16)),
     h("label", { class: "check" }, h("input", { type: "checkbox", checked: playing.score, onchange: set("score", (t) => t.checked) }), "score with the run's rewards"),
     h("div", { class: "row" }, playing.button, button("Another seed", () => {
       playing.seed = Math.floor(Math.random() * 2 ** 31);
@@ -149,5 +149,5 @@ function playPair(base, trained, i, host) {
     return h("figure", { class: "play-pair" }, both, h("figcaption", {}, label("base", base), label("trained", trained)));
   }
   return h("figure", { class: "play-pair words" },
-    h("div", {}, label("base", base), replyText(base.reply || "")), h("div", {}, label("trained", trained), replyText(trained.reply || "", base.reply || "")));
+    h("div", {}, label("base", base), responseText(base.response || "")), h("div", {}, label("trained", trained), responseText(trained.response || "", base.response || "")));
 }

@@ -202,7 +202,7 @@ function firstWall(run, found) {
       const cell = p.cells[i];
       const what = cell.image
         ? picture(run, cell.image, `${p.prompt}, step ${found.steps[i]}`, 192, found.size)
-        : h("span", { class: "reply" }, cell.reply || "empty");
+        : h("span", { class: "response" }, cell.response || "empty");
       return h("figure", {}, what, h("figcaption", {}, h("span", {}, `step ${found.steps[i]}`), rewardOf(cell)));
     });
     const seen = p.shown.length ? picture(run, p.shown[0], `picture of the prompt ${p.prompt}`, 96, null, { class: "seen" }) : null;

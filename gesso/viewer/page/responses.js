@@ -1,8 +1,8 @@
 "use strict";
 // The evolution of a model that writes: picture, question, wanted answer, and what it replied.
 
-const DIFF = 250_000; // pairs of words compared at most; longer replies are shown without marks
-const ALIKE = 0.4; // of two replies; beneath it they are different, and marks would cover everything
+const DIFF = 250_000; // pairs of words compared at most; longer responses are shown without marks
+const ALIKE = 0.4; // of two responses; beneath it they are different, and marks would cover everything
 
 const wordsOf = (text) => text.match(/\s+|[\p{L}\p{N}_]+|[^\s\p{L}\p{N}_]/gu) || [];
 
@@ -34,10 +34,10 @@ function newWords(before, now) {
   return told;
 }
 
-function replyText(reply, before) {
-  if (!reply.trim()) return h("div", { class: "says soft" }, "empty");
-  const told = before === undefined || before === reply ? null : newWords(before, reply);
-  if (!told) return h("div", { class: "says" }, reply);
+function responseText(response, before) {
+  if (!response.trim()) return h("div", { class: "says soft" }, "empty");
+  const told = before === undefined || before === response ? null : newWords(before, response);
+  if (!told) return h("div", { class: "says" }, response);
   return h("div", { class: "says" }, told.map(([word, isNew]) => (isNew && word.trim() ? h("mark", {}, word) : word)));
 }
 
@@ -59,11 +59,11 @@ function seenPictures(run, prompt, width) {
   return h("div", { class: "shown" }, prompt.shown.map((name, i) => picture(run, name, `picture ${i + 1} of the prompt: ${prompt.prompt}`, width, null)));
 }
 
-class ReplyCards {
+class ResponseCards {
   constructor(run, found, prompts) {
     Object.assign(this, { run, found, at: 0, seen: new Set() });
     this.cards = prompts.map((p) => this.card(p));
-    this.node = h("div", { class: "replies" }, this.cards.map((c) => c.node));
+    this.node = h("div", { class: "responses" }, this.cards.map((c) => c.node));
     const come = (card) => { this.seen.add(card); this.update(card); };
     this.eyes = nearing(this.cards, come, (card) => this.seen.delete(card));
   }
@@ -71,8 +71,8 @@ class ReplyCards {
   card(prompt) {
     const first = prompt.cells[0], now = h("div", { class: "turn now" });
     const squares = course(prompt, this.found, moveTo);
-    const then = h("div", { class: "turn then" }, h("div", { class: "when" }, `step ${this.found.steps[0]}`, rewardOf(first)), first ? replyText(first.reply || "") : h("div", { class: "says soft" }, "none kept"));
-    const node = h("article", { class: "reply-card" }, seenPictures(this.run, prompt, 192),
+    const then = h("div", { class: "turn then" }, h("div", { class: "when" }, `step ${this.found.steps[0]}`, rewardOf(first)), first ? responseText(first.response || "") : h("div", { class: "says soft" }, "none kept"));
+    const node = h("article", { class: "response-card" }, seenPictures(this.run, prompt, 192),
       h("div", { class: "talk" },
         h("div", { class: "ask" }, h("a", { href: addressOf("evolution", { prompt: prompt.index }), "data-prompt": prompt.index }, prompt.prompt), wanted(prompt)),
         then, now, h("div", { class: "squares" }, squares)));
@@ -83,7 +83,7 @@ class ReplyCards {
     const cell = prompt.cells[this.at], first = prompt.cells[0];
     then.hidden = this.at === 0;
     put(now, h("div", { class: "when" }, `step ${this.found.steps[this.at]}`, rewardOf(cell, first)),
-      cell ? replyText(cell.reply || "", first ? first.reply : undefined) : h("div", { class: "says soft" }, "none kept"));
+      cell ? responseText(cell.response || "", first ? first.response : undefined) : h("div", { class: "says soft" }, "none kept"));
     squares.forEach((square, i) => square.classList.toggle("here", i === this.at));
   }
 
@@ -96,14 +96,14 @@ class ReplyCards {
 }
 
 // One question with all its answers; equal ones after one another are told once.
-class LargeReply {
+class LargeResponse {
   constructor(run, found, prompt) {
     Object.assign(this, { found, prompt });
     this.turns = turnsOf(prompt, found).map(({ from, to, cell, before }) => {
       const when = from === to ? `step ${found.steps[from]}` : `steps ${found.steps[from]} to ${found.steps[to]}`;
       const node = h("li", { class: cell && cell.right !== undefined ? (cell.right ? "is-right" : "is-wrong") : "" },
         h("div", { class: "when" }, button(when, () => moveTo(to), { class: "plain" }), rewardOf(cell, before), cell && cell.text ? h("span", { class: "read" }, "read ", h("q", {}, cell.text)) : null),
-        cell ? replyText(cell.reply || "", before ? before.reply : undefined) : h("div", { class: "says soft" }, "none kept"));
+        cell ? responseText(cell.response || "", before ? before.response : undefined) : h("div", { class: "says soft" }, "none kept"));
       return { from, to, node };
     });
     this.facts = h("div", { class: "large-facts" });
@@ -121,7 +121,7 @@ function turnsOf(prompt, found) {
   const turns = [];
   found.steps.forEach((_, i) => {
     const cell = prompt.cells[i], last = turns[turns.length - 1];
-    const same = last && (last.cell ? cell && cell.reply === last.cell.reply && cell.reward === last.cell.reward : !cell);
+    const same = last && (last.cell ? cell && cell.response === last.cell.response && cell.reward === last.cell.reward : !cell);
     if (same) last.to = i;
     else turns.push({ from: i, to: i, cell, before: last ? last.cell : null });
   });

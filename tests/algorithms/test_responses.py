@@ -1,4 +1,4 @@
-"""Every algorithm for replies: its loss and gradient against plain transformers and Python loops,
+"""Every algorithm for responses: its loss and gradient against plain transformers and Python loops,
 its advantages against numbers worked out by hand."""
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def tiny(request: pytest.FixtureRequest, folders: Path) -> Tiny:
 
 def test_every_algorithm_of_the_table_is_tried_here() -> None:
     assert HANDS.keys() == {
-        n for n in build.ALGORITHMS if build.algorithm_class(n).family == "writes"
+        n for n in build.ALGORITHMS if build.algorithm_class(n).family == "language"
     }
 
 
@@ -158,7 +158,9 @@ def test_kl_in_the_loss(text: Tiny, estimator: str) -> None:
 
 @pytest.mark.parametrize("estimator", KINDS)
 @pytest.mark.parametrize("name", ["grpo", "rloo", "remax", "rloo-tokens", "reinforce++", "ppo"])
-def test_kl_in_the_reward_of_a_reply_or_of_a_token(text: Tiny, name: str, estimator: str) -> None:
+def test_kl_in_the_reward_of_a_response_or_of_a_token(
+    text: Tiny, name: str, estimator: str
+) -> None:
     kl = {"place": "reward", "beta": 0.3, "estimator": estimator}
     hand = replace(HANDS[name], kl=("reward", 0.3, estimator))
     parts, rollout = compare(text, name, hand, kl=kl)
@@ -317,7 +319,7 @@ def test_any_split_gives_the_same_gradient(folders: Path, name: str, lora: bool,
 
 
 def record(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
-    """The replies of every mini-batch, as they come."""
+    """The responses of every mini-batch, as they come."""
     used: list[list[int]] = []
     honest = PolicyGradient.terms
 
@@ -351,7 +353,7 @@ def test_passes_and_updates(text: Tiny, monkeypatch: pytest.MonkeyPatch) -> None
     assert used != first
 
 
-def test_advantages_belong_to_their_replies_however_shuffled(text: Tiny) -> None:
+def test_advantages_belong_to_their_responses_however_shuffled(text: Tiny) -> None:
     """Two updates of a pass, with a learning rate of 0, are the two halves of one gradient."""
     whole = parts_of(text, {"name": "grpo", "aggregation": "seq-mean-token-sum"})
     rollout = rollout_of(whole.model, text.prompts)
@@ -393,7 +395,7 @@ def loss_and_gradient_of_kept(parts: Parts, rollout: Rollout) -> tuple[float, An
     return 0.0, found
 
 
-def test_metrics_count_tokens_of_replies_only(text: Tiny) -> None:
+def test_metrics_count_tokens_of_responses_only(text: Tiny) -> None:
     kl = {"place": "loss", "beta": 0.3, "estimator": "k1"}
     parts, rollout = prepared_parts(text, "grpo", kl=kl)
     prepared = parts.algorithm.prepare(parts.model, rollout, LearnerSection())
@@ -421,7 +423,7 @@ LENGTHS = [2, 1, 3, 1, 2]
 GROUP = [0, 0, 0, 1, 1]
 VALUES = [1.0, 0.0, 0.0, 2.0, 4.0]
 TABLE = {
-    # rewards 1 0 0 | 2 4, replies of 2 1 3 | 1 2 tokens; greedy replies .5 | 3
+    # rewards 1 0 0 | 2 4, responses of 2 1 3 | 1 2 tokens; greedy responses .5 | 3
     "grpo": [1.154699, -0.577349, -0.577349, -0.707106, 0.707106],
     "dapo": [1.154699, -0.577349, -0.577349, -0.707106, 0.707106],
     "gspo": [1.154699, -0.577349, -0.577349, -0.707106, 0.707106],
@@ -439,7 +441,7 @@ TABLE = {
 
 
 def scored(rewards: list[float]) -> Rollout:
-    """Scores of replies whose words do not matter."""
+    """Scores of responses whose words do not matter."""
     mask = torch.arange(3) < torch.tensor(LENGTHS)[:, None]
     ids = torch.zeros(4, dtype=torch.long)
     trace = TokenTrace(
@@ -482,7 +484,7 @@ def test_kl_and_discount_by_hand() -> None:
     found = Credit(**bare, per="token", gamma=0.5)(rollout, penalty)
     assert found[2].tolist() == pytest.approx([-0.1 - 0.1 - 0.1, -0.2 - 0.2, -0.4])
     assert found[4].tolist() == pytest.approx([2.0, 4.0, 0.0])  # the last token's, discounted
-    found = Credit(**bare, per="reply")(rollout, penalty)
+    found = Credit(**bare, per="response")(rollout, penalty)
     assert found[2].tolist() == pytest.approx([-0.7] * 3)
     found = Credit(std="one")(rollout, penalty)  # before the group's mean is taken
     assert found[:3, 0].tolist() == pytest.approx([0.9, -0.1, -0.8])
@@ -504,7 +506,7 @@ class Opinion:
 
 
 def test_generalised_advantages_by_hand() -> None:
-    """λ = ½, γ = 1. Reply 0: δ = (.6−.2, 1−.6), A = (.4+.2, .4); reply 4: δ = (2−1, 4−2)."""
+    """λ = ½, γ = 1. Response 0: δ = (.6−.2, 1−.6), A = (.4+.2, .4); response 4: δ = (2−1, 4−2)."""
     values = [[0.2, 0.6, 9.0], [0.5, 9.0, 9.0], [0.0, 0.0, 0.0], [1.0, 9.0, 9.0], [1.0, 2.0, 9.0]]
     algorithm = PPO(lam=0.5, advantage=Credit(baseline="zero", std="one", per="token"))
     algorithm = algorithm.with_critic(Opinion(values))
@@ -601,11 +603,11 @@ BAD = [
     ({"name": "grpo", "refills": 1}, "set advantage.drop_flat = true"),
     (
         {"name": "remax", "refills": 1, "advantage": {"drop_flat": True}},
-        "refills are not for a baseline of greedy replies",
+        "refills are not for a baseline of greedy responses",
     ),
-    ({"name": "ppo", "advantage": {"per": "reply"}}, "the critic is the baseline"),
+    ({"name": "ppo", "advantage": {"per": "response"}}, "the critic is the baseline"),
     ({"name": "ppo", "advantage": {"baseline": "mean"}}, "the critic is the baseline"),
-    ({"name": "ppo", "advantage": {"clip": 5.0}}, "advantage.clip is for a reply's advantage"),
+    ({"name": "ppo", "advantage": {"clip": 5.0}}, "advantage.clip is for a response's advantage"),
     (
         {"name": "grpo", "advantage": {"combine": "gdpo"}, "kl": {"place": "reward"}},
         "has no place for a KL",

@@ -23,7 +23,7 @@ FINE = 3  # curves are drawn so much larger and shrunk: Pillow's lines have step
 
 @dataclass(frozen=True)
 class Cell:
-    picture: Image | None  # None: there is none, and the caption says why
+    image: Image | None  # None: there is none, and the caption says why
     caption: str = ""
 
 
@@ -37,7 +37,7 @@ def sheet(rows: Sequence[Row], columns: Sequence[str] = ()) -> Image:
     """A row of pictures under each label; `columns` stand over all of them."""
     from PIL import Image, ImageDraw
 
-    scaled = [[_scaled(cell.picture) for cell in row.cells] for row in rows]
+    scaled = [[_scaled(cell.image) for cell in row.cells] for row in rows]
     sizes = [p.size for line in scaled for p in line if p is not None] or [(CELL, CELL // 2)]
     width = max(w for w, _ in sizes) + GAP
     height = max(h for _, h in sizes) + 2 * LINE + GAP

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gesso.use.pictures import COLOURS, FAINT, Cell, Row, curve, plain, sheet
+from gesso.use.sheets import COLOURS, FAINT, Cell, Row, curve, plain, sheet
 
 
 def colours(picture: Image.Image) -> set[tuple[int, ...]]:
