@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 from gesso import cli
+from gesso.use import sheets
 from gesso.viewer import files, film, report
 from gesso.viewer.files import NotShown, Thumbnails
 from gesso.viewer.reading import RunReader
