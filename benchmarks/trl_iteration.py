@@ -335,7 +335,7 @@ def _until_enough() -> Iterator[None]:
 def prove(ours: Gesso, trl: Trl, step: int = 0) -> Proof:
     """What both sides make of one frozen batch: responses that we drew, with made-up advantages,
     and old and reference log-probs moved at random, so that the clip and the KL have something to
-    do. TRL keeps ids from being sampled and leaves them in the log-probs; here no side leaves any out.
+    do. TRL keeps ids from being sampled and leaves them in the log-probs; here no side does.
     """
     ours.prepare("ragged")
     trl.prepare("ragged")

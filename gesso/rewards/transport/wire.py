@@ -4,8 +4,8 @@
                   "tokens", "shape"}, …]} and a line break, then the pixels; a null "response" or
                   "shape" means no text or no image. A prompt with messages or images has
                   "messages" and "images": for each its path and its index into "pictures",
-                  the lengths of the files that follow the pixels, each once. The index is null where the file is gone: opening
-                  it raises.
+                  the lengths of the files that follow the pixels, each once. The index is
+                  null where the file is gone: opening it raises.
 `scores` frame:   {"scores": [{"value", "parts", "text", "error"}, …]}\\n
 """
 
