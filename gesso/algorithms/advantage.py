@@ -18,9 +18,15 @@ class Advantage(Strict):
     reward normalised in its group, summed by weight, normalised over the batch."""
 
     combine: Literal["sum", "gdpo"] = "sum"
-    std: Literal["global", "group"] = "global"  # what a sum is divided by
+    """How several rewards are combined. "sum": add the weighted rewards, then normalise. "gdpo":
+    normalise each reward within its group first, so that no reward dominates."""
+    std: Literal["global", "group"] = "global"
+    """Divide by the standard deviation of the whole batch ("global") or of the group ("group")."""
     clip: float = Field(5.0, gt=0)
-    drop_flat: bool = False  # drop samples whose advantage is 0, from the denominator, too
+    """Advantages are clipped to ± clip."""
+    drop_flat: bool = False
+    """Drop samples with zero advantage (above all groups without reward spread) from the loss, the
+    KL and the denominator."""
 
     @property
     def compares(self) -> bool:

@@ -25,21 +25,28 @@ def _per(value: Any) -> Any:
 
 
 class Credit(Strict):
-    """baseline: the `mean` of the group, the mean of the `others` in it, the reward of the prompt's
-    `greedy` response, or `zero`. std: the divisor of the difference. per: with `response`, all
-    tokens of a response have its advantage, and a KL in the reward is subtracted from the reward
-    before the statistics; with `token`, the advantage is that of the last token, a KL is subtracted
-    at its token, and every token has the sum from there on, discounted by gamma."""
+    """Advantages of responses and of their tokens."""
 
     baseline: Literal["mean", "others", "greedy", "zero"] = "mean"
+    """Baseline: the group "mean", the mean of the "others", the "greedy" response, or "zero"."""
     std: Literal["group", "global", "one"] = "group"
-    combine: Literal["sum", "gdpo"] = "sum"  # as in algorithms/advantage.py
-    clip: float | None = Field(None, gt=0)  # of a response's advantage
+    """Divide by the standard deviation of the "group", of the batch ("global"), or by "one"."""
+    combine: Literal["sum", "gdpo"] = "sum"
+    """How several rewards are combined: "sum" or "gdpo", as for flow models."""
+    clip: float | None = Field(None, gt=0)
+    """Clip a response's advantage to ± clip. None: no clipping."""
     per: Annotated[Literal["response", "token"], BeforeValidator(_per)] = "response"
+    """Credit per "response": all tokens share the response's advantage, and a KL in the reward is
+    subtracted before normalisation. Per "token": the reward is placed on the last token, a KL at
+    its own token, and each token receives the discounted sum from there on."""
     gamma: float = Field(1.0, gt=0, le=1)
-    whiten: bool = False  # over all tokens of the batch
-    drop_flat: bool = False  # drop groups without spread, from the denominator, too
-    flat_by: str | None = None  # the reward whose spread decides that; None: their sum
+    """Discount per token."""
+    whiten: bool = False
+    """Normalise to mean 0 and variance 1 over all tokens of the batch."""
+    drop_flat: bool = False
+    """Drop groups without reward spread, also from the denominator."""
+    flat_by: str | None = None
+    """Reward whose spread decides about `drop_flat`. None: the total. DAPO uses accuracy."""
 
     @model_validator(mode="after")
     def _possible(self) -> Credit:

@@ -37,11 +37,17 @@ class NoisedTerms(FlowTerms):
 class DiffusionNFT(FlowAlgorithm):
     name: str = "diffusion-nft"
     steps: int = Field(10, ge=1, le=config.MAX_STEPS)
-    times: int = Field(9, ge=1)  # trained times per sample, out of the sampler's
+    """Denoising steps in training, by the old policy, without noise or guidance."""
+    times: int = Field(9, ge=1)
+    """Noise levels trained per sample, out of the sampler's."""
     beta: float = Field(0.1, gt=0)
-    kl: float = Field(1e-4, ge=0)  # weight of mean (v − v_ref)²
-    decay: Literal[1, 2] = 1  # schedule of the old policy
+    """Distance of the two mixture policies from the old policy."""
+    kl: float = Field(1e-4, ge=0)
+    """Weight of mean (v − v_ref)²."""
+    decay: Literal[1, 2] = 1
+    """Decay schedule of the old policy, see the formulas page."""
     solver: Solver = "dpm2"
+    """ODE solver: "dpm2" (second order) or "euler"."""
 
     @model_validator(mode="after")
     def _possible(self) -> DiffusionNFT:

@@ -36,9 +36,13 @@ class FlowTerms(Terms):
 
 class FlowAlgorithm(config.Strict):
     name: str
+    """Name of the algorithm."""
     group: int = Field(24, ge=1)
+    """Samples per prompt."""
     updates: int = Field(2, ge=1)
+    """Optimizer steps per rollout."""
     advantage: Advantage = Advantage()
+    """Advantage settings."""
 
     family: ClassVar[config.FamilyName] = "flow"
     epochs: ClassVar[int] = 1

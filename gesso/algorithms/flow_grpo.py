@@ -34,9 +34,14 @@ class Window(Strict):
     after `every` iterations, and wraps (MixGRPO)."""
 
     size: int = Field(3, ge=1)
+    """Number of consecutive steps."""
     low: int = Field(0, ge=0)
+    """First step the window may start at."""
     high: int = Field(5, ge=1)
+    """The window ends before this step."""
     every: int | None = Field(None, ge=1)
+    """None: the window position is drawn at random per batch. A number: it advances by one step
+    after this many iterations and wraps around (MixGRPO)."""
 
     def place(self, step: int, seed: int) -> range:
         offsets = self.high - self.size - self.low + 1
@@ -64,17 +69,33 @@ class StepTerms(FlowTerms):
 class FlowGRPO(FlowAlgorithm):
     name: str = "flow-grpo"
     advantage: Advantage = Advantage(drop_flat=True)
+    """Advantage settings."""
     steps: int = Field(10, ge=1, le=config.MAX_STEPS)
+    """Denoising steps in training."""
     rule: Literal["flow-sde", "cps", "dance"] = "flow-sde"
+    """SDE step: "flow-sde"; "cps", which leaves no residual noise in the images; or "dance", with
+    constant noise strength."""
     noise: float = Field(0.7, ge=0)
-    guidance: float = Field(4.5, ge=0)  # 1: off
+    """Noise level a (η for `dance`); above 0, at most 1 for `cps`."""
+    guidance: float = Field(4.5, ge=0)
+    """Classifier-free guidance scale, in sampling and in the update. 1 disables it and halves the
+    cost."""
     guidance_gradient: GuidanceGradient = "both"
-    timestep_fraction: float = Field(0.99, gt=0, le=1)  # of the steps, from the first: trained
+    """Branches that are differentiated: "both", or "conditional", with about half the memory and
+    time of an update."""
+    timestep_fraction: float = Field(0.99, gt=0, le=1)
+    """Fraction of steps to train, counted from the first."""
     window: Window | None = None
-    same_noise: bool = False  # a group starts from one noise
+    """Restrict noise and training to a window of steps; the others are Euler ODE steps."""
+    same_noise: bool = False
+    """All samples of a group start from the same initial noise."""
     clip: float = Field(1e-4, gt=0)
-    beta: float = Field(0.04, ge=0)  # weight of the KL to the reference
-    one_pass: bool = False  # take gradients while sampling: an update runs no network
+    """The ratio is clipped to 1 ± clip."""
+    beta: float = Field(0.04, ge=0)
+    """Weight of the KL to the reference model. 0 saves a forward pass."""
+    one_pass: bool = False
+    """Compute gradients while sampling, so that the update runs no network. See the algorithms
+    page."""
 
     keeps_means: ClassVar[bool] = False  # the surrogate needs the means of the sampled steps
 

@@ -31,9 +31,14 @@ class Clip(Strict):
     tokens with a negative advantage."""
 
     kind: Literal["clip"] = "clip"
+    """PPO's clipped ratio per token."""
     low: float = Field(0.2, gt=0, lt=1)
+    """The ratio is clipped below at 1 − low."""
     high: float = Field(0.2, gt=0)
+    """The ratio is clipped above at 1 + high."""
     dual: float | None = Field(None, gt=1)
+    """Dual clip: bounds the loss of tokens with negative advantage at this multiple of it. None:
+    off."""
 
     @property
     def range(self) -> float | None:
@@ -49,8 +54,11 @@ class SequenceClip(Strict):
     """GSPO: one ratio per response, the geometric mean of its tokens' ratios."""
 
     kind: Literal["sequence"] = "sequence"
+    """GSPO: one ratio per response, the geometric mean of the token ratios."""
     low: float = Field(3e-4, gt=0, lt=1)
+    """The ratio is clipped below at 1 − low."""
     high: float = Field(4e-4, gt=0)
+    """The ratio is clipped above at 1 + high."""
 
     @property
     def range(self) -> float | None:
@@ -66,8 +74,11 @@ class Weight(Strict):
     """CISPO: a policy gradient weighted by the bounded ratio. The bounds are ratios."""
 
     kind: Literal["weight"] = "weight"
+    """CISPO: the detached, bounded ratio weights a policy gradient."""
     lower: float = Field(0.0, ge=0)
+    """Lower bound of the ratio."""
     upper: float = Field(5.0, gt=1)
+    """Upper bound of the ratio."""
 
     @property
     def range(self) -> float | None:
@@ -86,8 +97,11 @@ class KL(Strict):
     """Distance to the reference policy, token by token."""
 
     place: Literal["loss", "reward"] = "loss"
+    """Add the KL to the "loss" or subtract it from the "reward"."""
     beta: float = Field(0.01, gt=0)
+    """Weight of the KL."""
     estimator: kl.Estimator = "k3"
+    """KL estimator: "k1", "k2" or "k3"."""
 
 
 @dataclass(frozen=True)
@@ -132,18 +146,35 @@ def batches(trace: TokenTrace, budget: int) -> list[Tensor]:
 
 class PolicyGradient(Strict):
     name: str
+    """Name of the algorithm."""
     group: int = Field(8, ge=1)
+    """Responses per prompt."""
     updates: int = Field(1, ge=1)
+    """Optimizer steps per pass over the responses."""
     epochs: int = Field(1, ge=1)
-    max_tokens: int = Field(1024, ge=1)  # of a response; longer ones are cut
+    """Passes over the responses."""
+    max_tokens: int = Field(1024, ge=1)
+    """Maximum response length; longer responses are truncated."""
     temperature: float = Field(1.0, gt=0)
+    """Sampling temperature; log-probs are of the same distribution. Top-p and top-k are not
+    offered: they would bias every ratio."""
     surrogate: Surrogate = Clip()
+    """Policy objective: clip, sequence or weight."""
     aggregation: Mode = "token-mean"
-    length: int | None = Field(None, ge=1)  # what "constant" divides by; None: max_tokens
+    """From token losses to one loss: "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", or
+    "constant" (sum divided by `length`)."""
+    length: int | None = Field(None, ge=1)
+    """Divisor of "constant". None: max_tokens."""
     kl: KL | None = None
+    """KL to the reference model. None: no KL."""
     advantage: Credit = Credit()
-    importance_cap: float | None = Field(None, gt=0)  # of weights for a sampler of another engine
+    """Advantage settings."""
+    importance_cap: float | None = Field(None, gt=0)
+    """Weight tokens by min(π_learner / π_sampler, cap), to correct for a sampler with another
+    engine or precision. None: off."""
     refills: int = Field(0, ge=0)
+    """How often groups without reward spread are replaced by groups of new prompts (DAPO). Requires
+    `advantage.drop_flat`."""
 
     family: ClassVar[config.FamilyName] = "language"
 

@@ -19,20 +19,28 @@ from gesso.rollout import Rollout
 
 
 class CriticSection(Strict):
-    """`copy`: a value head on a separate network, initialised from the policy. `lora`: a value head
-    on separate adapters of the policy's network, which a LoRA policy leaves frozen; nearly free."""
+    """The value function of PPO."""
 
     trunk: Literal["copy", "lora"] = "copy"
+    """Network under the value head. "copy": a separate network with a value head, initialised from
+    the policy. "lora": separate adapters in the policy's network, which must itself be trained with
+    LoRA."""
     lr: float = Field(1e-5, ge=0)
-    clip: float | None = Field(None, gt=0)  # how far a value may move in an update; None: unbounded
+    """Learning rate of the critic."""
+    clip: float | None = Field(None, gt=0)
+    """Maximum change of a value per update. None: unbounded."""
 
 
 class PPO(PolicyGradient):
     name: str = "ppo"
     group: int = Field(1, ge=1)
+    """Responses per prompt."""
     advantage: Credit = Credit(baseline="zero", std="one", per="token", whiten=True)
+    """Advantage settings."""
     lam: float = Field(0.95, ge=0, le=1)
+    """λ of GAE."""
     critic: CriticSection = CriticSection()
+    """Critic settings."""
     _critic: ValueFunction | None = PrivateAttr(None)
 
     def with_critic(self, critic: ValueFunction) -> PPO:

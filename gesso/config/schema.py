@@ -50,9 +50,16 @@ class Strict(BaseModel):
 
 class Lora(Strict):
     rank: int = Field(32, ge=1)
+    """Rank of the adapter matrices."""
     alpha: int = Field(64, ge=1)
-    targets: list[str] | None = None  # None: the model's own list
-    path: str | None = None  # start from this adapter, in diffusers' format
+    """The adapter is scaled by alpha / rank."""
+    targets: list[str] | None = None
+    """Names of the modules to adapt. None: the model's default list (attention; for FLUX.1 and
+    Qwen-Image also the feed-forward layers; for language models all linear layers)."""
+    path: str | None = None
+    """Start from this adapter: a folder or .safetensors file in diffusers' format, with the
+    modules, rank and alpha given here. The KL reference stays the base model. Resuming, sampling
+    and exporting need the file too."""
 
 
 class AnyModel(Strict):
@@ -62,15 +69,34 @@ class AnyModel(Strict):
     output: ClassVar[Literal["image", "text"]]  # what a sample is
 
     name: str
+    """Model class."""
     path: str
+    """A diffusers or transformers folder, a Hugging Face hub name, or "zoo:NAME" for a bundled
+    model."""
     dtype: Dtype = "float32"
+    """Compute dtype: "float32", "bfloat16" or "float16". Trained weights stay in float32. With
+    `lora` the frozen weights are stored in this dtype; full fine-tuning uses autocast. There is no
+    loss scaling, so prefer bfloat16 to float16."""
     device: str = "auto"
-    quantize: Literal["nf4"] | None = None  # the large frozen parts in 4 bits
-    gradient_checkpointing: bool = False  # activations are computed again instead of kept
-    lora: Lora | None = None  # None: full fine-tuning
-    compile: bool | None = None  # block by block; None: where it pays
-    fold: bool | None = None  # LoRA into the weights while these are frozen; None: where it pays
-    family: FamilyName | None = None  # of a model of your own; None: by its class
+    """A torch device, or "auto": CUDA when available, otherwise the CPU."""
+    quantize: Literal["nf4"] | None = None
+    """With "nf4" the large frozen weights are stored in 4 bits (QLoRA). Requires CUDA, `lora` and
+    the extra gesso[quantize]."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of storing them: same gradient, less
+    memory, one extra forward pass."""
+    lora: Lora | None = None
+    """LoRA settings. None: full fine-tuning."""
+    compile: bool | None = None
+    """Compile the transformer block by block; the first step takes about a minute longer. None: on
+    CUDA for 500 M parameters or more (language models: in half precision). Not available with
+    `quantize`."""
+    fold: bool | None = None
+    """Merge the LoRA into the weights while they are constant (sampling, and between optimizer
+    steps). Costs one more copy of the adapted weights. None: on CUDA (language models: in half
+    precision)."""
+    family: FamilyName | None = None
+    """Family of a custom model class: "flow" or "language". None: inferred from the class."""
 
     @model_validator(mode="after")
     def _possible(self) -> AnyModel:
@@ -103,9 +129,16 @@ class Model(AnyModel):
     output: ClassVar[Literal["image", "text"]] = "image"
 
     name: str = "sd3"
+    """Model class: "sd3" (Stable Diffusion 3 and 3.5), "flux" (FLUX.1 dev and schnell),
+    "qwen-image", or "module:Class" for a custom model."""
     height: int = Field(512, ge=8, le=MAX_SIDE)
+    """Image height in pixels."""
     width: int = Field(512, ge=8, le=MAX_SIDE)
-    text_length: int | None = Field(None, ge=0)  # tokens of a prompt; None: the model's own
+    """Image width in pixels."""
+    text_length: int | None = Field(None, ge=0)
+    """Maximum number of prompt tokens. None: the pipeline's default (SD3 128, FLUX.1 dev 512,
+    FLUX.1 schnell 256, Qwen-Image 512). Use 0 for SD3 checkpoints without T5, such as the bundled
+    model."""
 
 
 class TokenModel(AnyModel):
@@ -115,10 +148,20 @@ class TokenModel(AnyModel):
     output: ClassVar[Literal["image", "text"]] = "text"
 
     name: str = "vision-language"
-    max_prompt: int = Field(2048, ge=1)  # tokens; longer prompts are left out, and counted
-    min_pixels: int | None = Field(None, ge=1)  # of a picture; None: the image processor's own
+    """Model class: "vision-language" (Qwen2-VL, Qwen2.5-VL, Qwen3-VL), "causal" (Llama 3, Qwen2,
+    Qwen2.5, Qwen3), or "module:Class" for a custom model. Must be set: the default of `model.name`
+    is an image model."""
+    max_prompt: int = Field(2048, ge=1)
+    """Maximum prompt length in tokens, image tokens included. Longer prompts are dropped and
+    counted before the run. The longest prompt plus `algorithm.max_tokens` must fit the model's
+    positions."""
+    min_pixels: int | None = Field(None, ge=1)
+    """Smaller prompt images are enlarged. None: the image processor's setting."""
     max_pixels: int | None = Field(None, ge=1)
-    train_vision: bool = False  # the vision tower too; frozen, it sees each picture once
+    """Larger prompt images are reduced. None: the image processor's setting."""
+    train_vision: bool = False
+    """Also train the vision tower. When frozen, it encodes each image once for sampling, reference
+    and update."""
 
     @model_validator(mode="after")
     def _bounded(self) -> TokenModel:
@@ -132,13 +175,19 @@ class DataSource(Strict):
     """Where prompts come from; `data/readers.py` knows the formats."""
 
     path: str = Field(min_length=1)
-    column: str | None = None  # that holds the prompt; None: the first that data/rows.py knows
-    images: str | None = None  # that holds the pictures; None: "images" or "image"
-    drop: list[str] = []  # columns that are not read
+    """A file, a folder, "folder@split" or "hub:owner/name@split"."""
+    column: str | None = None
+    """Column with the prompt. None: the first of `prompt`, `problem`, `message`, `messages`,
+    `question` that exists."""
+    images: str | None = None
+    """Column with the prompt's images. None: `images` or `image`."""
+    drop: list[str] = []
+    """Columns to skip when reading."""
 
 
 class TrainDataSource(DataSource):
-    weight: float = Field(1.0, gt=0)  # how often it is drawn, relative to the other sources
+    weight: float = Field(1.0, gt=0)
+    """Sampling weight of this source relative to the others."""
 
 
 def _sources(value: Any) -> Any:
@@ -154,10 +203,17 @@ def _sources(value: Any) -> Any:
 
 class Data(Strict):
     train: Annotated[list[TrainDataSource], BeforeValidator(_sources)] = Field(min_length=1)
+    """Training prompts: a path, or one `[[data.train]]` table per source."""
     eval: Annotated[list[DataSource], BeforeValidator(_sources)] = Field(min_length=1)
-    groups: int = Field(48, ge=1, le=MAX_SAMPLES)  # prompts a step
-    template: str | None = Field(None, min_length=1)  # jinja, or a file of it, around the question
-    system: str | None = Field(None, min_length=1)  # the message before it, where a row has none
+    """Held-out prompts: a path, or one `[[data.eval]]` table per set. Sets are interleaved, so the
+    first `eval.prompts` contain some of each."""
+    groups: int = Field(48, ge=1, le=MAX_SAMPLES)
+    """Prompts per step; each is sampled `algorithm.group` times."""
+    template: str | None = Field(None, min_length=1)
+    """Jinja template applied to every prompt of a language model, or the path of a file with
+    one."""
+    system: str | None = Field(None, min_length=1)
+    """System message for rows that have none."""
 
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -165,35 +221,54 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 
 class Optimizer(Strict):
     lr: float = Field(3e-4, ge=0)
-    betas: tuple[Beta, Beta] = Field((0.9, 0.999), strict=False)  # TOML has lists only
+    """Learning rate."""
+    betas: tuple[Beta, Beta] = Field((0.9, 0.999), strict=False)
+    """AdamW betas."""
     weight_decay: float = Field(1e-4, ge=0)
+    """AdamW weight decay."""
     eps: float = Field(1e-8, gt=0)
-    max_norm: float = Field(1.0, gt=0)  # of the gradient
-    warmup: int = Field(0, ge=0)  # optimizer steps of linear warm-up
+    """AdamW epsilon."""
+    max_norm: float = Field(1.0, gt=0)
+    """Gradient norm for clipping."""
+    warmup: int = Field(0, ge=0)
+    """Optimizer steps of linear warm-up."""
 
 
 class Ema(Strict):
     decay: float = Field(0.9, ge=0, lt=1)
-    every: int = Field(8, ge=1)  # optimizer steps
+    """Maximum decay; the effective decay is lower during the first updates."""
+    every: int = Field(8, ge=1)
+    """Optimizer steps between EMA updates."""
 
 
 class Learner(Strict):
-    micro_batch: int = Field(8, ge=1)  # terms (sample × step) a forward-backward pass
-    micro_tokens: int = Field(8192, ge=1)  # the same for models that write: tokens, prompts too
-    ema: Ema | None = None  # evaluation and export use the averaged weights when there are any
+    micro_batch: int = Field(8, ge=1)
+    """Flow models: terms (sample × denoising step) per forward-backward pass. Changes memory and
+    speed, not the gradient."""
+    micro_tokens: int = Field(8192, ge=1)
+    """Language models: tokens per forward-backward pass, prompts included. Responses are packed
+    without padding."""
+    ema: Ema | None = None
+    """EMA settings. When set, evaluation, `sample` and `export` use the averaged weights."""
 
 
 class Vllm(Strict):
     """Options of the engine "vllm"; the rest follows from the recipe."""
 
-    gpu_memory: float = Field(0.4, gt=0, lt=1)  # share of the GPU that it has while it samples
-    enforce_eager: bool = False  # no compiling, no CUDA graphs: starts sooner, writes slower
+    gpu_memory: float = Field(0.4, gt=0, lt=1)
+    """Fraction of GPU memory vLLM may use while sampling; it is released before the update."""
+    enforce_eager: bool = False
+    """Disable vLLM's compilation and CUDA graphs: faster start, slower generation. Always on for
+    CPUs."""
 
 
 class Sampler(Strict):
-    batch: int = Field(16, ge=1, le=MAX_SAMPLES)  # pictures drawn, or responses written, at a time
+    batch: int = Field(16, ge=1, le=MAX_SAMPLES)
+    """Images or responses generated at a time."""
     engine: Literal["built-in", "vllm"] = "built-in"
+    """Sampling engine: "built-in", or "vllm" for language models."""
     vllm: Vllm = Vllm()
+    """Options of the vLLM engine."""
 
     @model_validator(mode="after")
     def _possible(self) -> Sampler:
@@ -203,18 +278,27 @@ class Sampler(Strict):
 
 
 class Eval(Strict):
-    every: int = Field(10, ge=0)  # steps; 0: only before and after
+    every: int = Field(10, ge=0)
+    """Steps between evaluations. 0: only before the first and after the last step."""
     prompts: int = Field(64, ge=1)
-    shown: int = Field(24, ge=0)  # pictures kept of each evaluation
-    steps: int = Field(40, ge=1, le=MAX_STEPS)  # of a model that draws
-    guidance: float | None = Field(None, ge=0)  # the same; None: as in training
-    temperature: float = Field(0.0, ge=0)  # of a model that writes; 0: greedy
+    """Number of held-out prompts used, counted from the first."""
+    shown: int = Field(24, ge=0)
+    """Samples saved per evaluation."""
+    steps: int = Field(40, ge=1, le=MAX_STEPS)
+    """Flow models: denoising steps in evaluations."""
+    guidance: float | None = Field(None, ge=0)
+    """Flow models: guidance scale in evaluations; 1 disables guidance. None: as in training."""
+    temperature: float = Field(0.0, ge=0)
+    """Language models: sampling temperature in evaluations; 0 is greedy."""
 
 
 class Save(Strict):
     every: int = Field(10, ge=1)
+    """Steps between checkpoints. The last step and an interrupted run are always saved."""
     keep: int = Field(2, ge=1)
-    groups: int = Field(4, ge=0)  # of a training step before each evaluation, kept to look at
+    """Number of checkpoints to keep."""
+    groups: int = Field(4, ge=0)
+    """Training groups saved before each evaluation, to inspect in the viewer. 0: none."""
 
 
 def _all_named(value: Any) -> Any:
@@ -232,12 +316,18 @@ class Tracker(Strict):
     """Options of the services of `track`; each takes those that it knows."""
 
     project: str = Field("gesso", min_length=1)
-    name: str | None = Field(None, min_length=1)  # of the run; None: its folder's
-    offline: bool = False  # W&B and SwanLab write files, which can be uploaded later
-    dir: str | None = Field(None, min_length=1)  # for their files; None: in the run folder
-    uri: str | None = Field(None, min_length=1)  # MLflow's store; None: MLFLOW_TRACKING_URI, or
-    # a database in the run folder
-    patience: float = Field(60.0, gt=0)  # seconds without an answer until one is switched off
+    """Project or experiment name."""
+    name: str | None = Field(None, min_length=1)
+    """Run name. None: the name of the run folder."""
+    offline: bool = False
+    """W&B and SwanLab write files that can be uploaded later."""
+    dir: str | None = Field(None, min_length=1)
+    """Folder for tracker files. None: `trackers/` in the run folder."""
+    uri: str | None = Field(None, min_length=1)
+    """MLflow server or store. None: `MLFLOW_TRACKING_URI`, or a database in the run folder."""
+    patience: float = Field(60.0, gt=0)
+    """Seconds without a response after which a tracker is disabled; also the maximum wait at the
+    end of a run."""
 
 
 class Named(BaseModel):
@@ -245,6 +335,7 @@ class Named(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="allow", strict=True, allow_inf_nan=False)
     name: str
+    """Name, or "module:Name" for custom code."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -265,22 +356,37 @@ class RemoteEntry(Strict):
     """Servers that score: `gesso serve-reward`, or others that speak one of the protocols."""
 
     urls: Urls = Field(min_length=1)
+    """Server addresses; each request goes to the server with the fewest requests in flight."""
     protocol: Literal["gesso", "openrlhf"] = "gesso"
-    token_env: str | None = None  # the environment variable that holds the token
-    timeout: float = Field(60.0, gt=0)  # seconds of one attempt
+    """Protocol: "gesso", or "openrlhf" for the `/get_reward` endpoint of OpenRLHF and LMM-R1."""
+    token_env: str | None = None
+    """Environment variable with the bearer token. The token itself is never written to a run."""
+    timeout: float = Field(60.0, gt=0)
+    """Seconds per attempt."""
     retries: int = Field(6, ge=0)
-    in_flight: int = Field(16, ge=1)  # requests at a time, for each server
-    batch: int = Field(4, ge=1)  # samples a request
+    """Further attempts after transport errors, 429 and 5xx."""
+    in_flight: int = Field(16, ge=1)
+    """Maximum concurrent requests per server."""
+    batch: int = Field(4, ge=1)
+    """Samples per request."""
 
 
 class RewardEntry(Named):
     weight: float = Field(1.0, ge=-1e9, le=1e9)
-    style: Literal["gesso", "easyr1", "openrlhf", "trl"] = "gesso"  # how a function is called
-    workers: int = Field(1, ge=1, le=1024)  # processes
-    patience: float = Field(300.0, gt=0)  # seconds a worker may take for a few samples
-    optional: bool = False  # prompts it cannot score are left to the other rewards
-    cache: bool = True  # the same sample is scored once; off for rewards that are random
-    remote: RemoteEntry | None = None  # None: it runs here
+    """Weight in the total reward, Σ weight · value."""
+    style: Literal["gesso", "easyr1", "openrlhf", "trl"] = "gesso"
+    """Calling convention of a custom function: "gesso", "easyr1", "openrlhf" or "trl"."""
+    workers: int = Field(1, ge=1, le=1024)
+    """Worker processes."""
+    patience: float = Field(300.0, gt=0)
+    """Seconds a worker may take for a batch of samples, loading included."""
+    optional: bool = False
+    """If true, prompts this reward cannot score are scored by the other rewards only; otherwise
+    they are dropped."""
+    cache: bool = True
+    """Score identical samples once. Rewards marked random are never cached."""
+    remote: RemoteEntry | None = None
+    """Servers that compute the reward. None: local worker processes."""
 
     @property
     def label(self) -> str:
@@ -321,23 +427,44 @@ ModelSection = Annotated[Draws | Writes, Discriminator(family)]
 
 class Recipe(Strict):
     about: str = ""
-    source: str = ""  # where the settings come from
+    """One-line description."""
+    source: str = ""
+    """Where the settings come from: paper or reference configuration."""
     seed: int = Field(0, ge=0)
+    """Seed of everything random in the run."""
     steps: int = Field(100, ge=0)
-    lag: Literal[0, 1] = 0  # 0: on-policy; 1: samples may be one update old
-    max_failed: float = Field(0.2, ge=0, le=1)  # share of a batch's scores that may fail
+    """Training iterations: sample, score, update."""
+    lag: Literal[0, 1] = 0
+    """0: on-policy. 1: scoring of the next batch overlaps with the update, and samples may be one
+    update old."""
+    max_failed: float = Field(0.2, ge=0, le=1)
+    """Maximum fraction of a batch's scores that may fail before the run stops."""
     model: ModelSection
+    """The model to train."""
     data: Data
+    """Training and held-out prompts."""
     algorithm: Named
+    """`name` and the options of that algorithm."""
     reward: list[RewardEntry] = Field(min_length=1)
-    eval_reward: list[RewardEntry] = []  # what evaluations are scored by; none: `reward`
+    """One `[[reward]]` table per reward. All keys other than those below are options of the reward
+    itself."""
+    eval_reward: list[RewardEntry] = []
+    """Rewards for evaluations, same format as `reward`. Empty: `reward`."""
     optimizer: Optimizer = Optimizer()
+    """AdamW settings."""
     learner: Learner = Learner()
+    """Batching of the update, and EMA."""
     sampler: Sampler = Sampler()
+    """Batching and engine of sampling."""
     eval: Eval = Eval()
+    """Evaluations: same prompts and seeds each time, without SDE noise."""
     save: Save = Save()
-    track: Annotated[list[str], BeforeValidator(_all_named)] = ["console"]  # displays and trackers
+    """Checkpoints and saved samples."""
+    track: Annotated[list[str], BeforeValidator(_all_named)] = ["console"]
+    """Displays and trackers: "console", "tensorboard", "wandb", "swanlab", "mlflow", or
+    "module:Name"."""
     tracker: Tracker = Tracker()
+    """Options of the trackers."""
 
     @model_validator(mode="after")
     def _possible(self) -> Recipe:
