@@ -1,5 +1,6 @@
 # make demo    sets up everything, then trains the bundled model
 # make test    sets up everything, then runs linters and all tests
+# make docs    builds the documentation site in site/
 # Both make their own environment in .venv; PYTHON picks the interpreter (3.10 or newer).
 
 PYTHON ?= python3
@@ -15,10 +16,10 @@ CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 1)
 WORKERS ?= $(shell [ $(CORES) -gt 4 ] && echo 4 || echo $(CORES))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-fast test-vllm lint bench bench-gpu setup clean help
+.PHONY: demo test test-fast test-vllm lint docs bench bench-gpu setup clean help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -3
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -4
 
 demo: $(VENV)/.run
 	@echo "==> Training the bundled model to write words that can be read"
@@ -55,6 +56,12 @@ lint: $(VENV)/.dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+# The reference pages are generated from the code; a broken link or a missing page fails the build.
+docs: $(VENV)/.dev
+	@$(BIN)/python -m tools.reference
+	@$(BIN)/mkdocs build --strict --quiet
+	@echo "site/index.html"
 
 # Fails where Gesso's lead over a plain script has fallen by more than 15%; on an idle machine.
 bench: $(VENV)/.dev
