@@ -98,7 +98,7 @@ def usable(reading: Reading, path: str) -> tuple[list[Prompt], str | None]:
         return reading.prompts, None
     example = f"the first is {reading.left_out[0]}"
     if not reading.prompts:
-        raise UserError(f"{path} has no usable prompt; {example}")
+        raise UserError(f"no prompt of {path} can be used; {example}")
     count, total = len(reading.left_out), len(reading.left_out) + len(reading.prompts)
     return reading.prompts, f"{count} of {total} prompts of {path} are skipped; {example}"
 
@@ -147,7 +147,7 @@ def fit(
     rejected = [f"{p.where}: {reason}: {p.text[:60]}" for p, reason in reasons if reason]
     example = f"the first is {rejected[0]}"
     if not kept:
-        raise UserError(f"{path} has no usable prompt: all {why}; {example}")
+        raise UserError(f"no prompt of {path} can be used: they {why}; {example}")
     count = f"{len(rejected)} of {len(prompts)}"
     report.add_note(f"{count} prompts of {path} {why} and are skipped; {example}")
     report.left_out.extend(rejected)

@@ -222,7 +222,7 @@ def _extra(module: str, path: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise UserError(f'{path} needs {package}: pip install "gesso[data]"') from error
+        raise UserError(f'{path} requires {package}: pip install "gesso[data]"') from error
 
 
 def _check_same_columns(files: Sequence[Path], names: Sequence[str], source: DataSource) -> None:
