@@ -1,4 +1,4 @@
-"""A reward of your own: is a sign that shall be red red, and every other sign not?"""
+"""A custom reward: are red signs red, and all other signs not red?"""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from gesso.types import Sample
 
 
 def redness(samples: Sequence[Sample], margin: int = 120) -> list[float]:
-    """Share of the pixels that are as the prompt asks: red, or anything but red.
+    """Share of the pixels that match the prompt: red for a red sign, not red for any other.
 
-    `margin` comes from the recipe: red is where R is above both G and B by so much.
+    A pixel is red if R exceeds both G and B by more than `margin`, which the recipe sets.
     """
     scores = []
     for sample in samples:

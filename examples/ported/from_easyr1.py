@@ -1,4 +1,4 @@
-"""A reward function as EasyR1's examples have them, for docs/custom-reward.md."""
+"""A reward function in the style of EasyR1's examples, for docs/custom-reward.md."""
 
 import re
 
@@ -9,8 +9,8 @@ REWARD_TYPE = "batch"
 def compute_score(reward_inputs, format_weight=0.1):
     scores = []
     for reward_input in reward_inputs:
-        found = re.search(r"<answer>\s*(.*?)\s*</answer>", reward_input["response"])
-        right = found is not None and found.group(1) == reward_input["ground_truth"]
-        overall = (1 - format_weight) * right + format_weight * (found is not None)
-        scores.append({"overall": overall, "accuracy": float(right)})
+        match = re.search(r"<answer>\s*(.*?)\s*</answer>", reward_input["response"])
+        correct = match is not None and match.group(1) == reward_input["ground_truth"]
+        overall = (1 - format_weight) * correct + format_weight * (match is not None)
+        scores.append({"overall": overall, "accuracy": float(correct)})
     return scores

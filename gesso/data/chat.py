@@ -1,4 +1,4 @@
-"""Prompts with images as conversations: tags, messages, the recipe's template and system text.
+"""Prompts with images as conversations: tags, messages, the recipe's template and system prompt.
 
 A conversation is a list of {"role", "content"}, the content a list of {"type": "text", "text"} and
 {"type": "image"} parts. `<image>` in a text is the placeholder of an image, in every format.
@@ -17,7 +17,7 @@ from gesso.data.images import InvalidRow, first_line, short
 from gesso.types import UserError
 
 TAG = "<image>"
-IMAGE_KEYS = ("image", "path", "url", "base64")  # of an image part that contains its image
+IMAGE_KEYS = ("image", "path", "url", "base64")  # of an image part with an embedded image
 
 ContentPart = dict[str, str]
 Message = dict[str, Any]
@@ -26,7 +26,7 @@ Message = dict[str, Any]
 @dataclass(frozen=True)
 class Conversation:
     messages: list[Message]
-    images: list[Any]  # what image parts contain, where they are more than placeholders
+    images: list[Any]  # embedded in image parts that are more than placeholders
 
 
 class Template:
@@ -44,7 +44,7 @@ class Template:
         except TemplateSyntaxError as error:
             raise UserError(f"{self.name}: line {error.lineno}: {error.message}") from error
         if "content" not in used:
-            raise UserError(f"{self.name}: expected {{{{ content }}}}, the question, in it")
+            raise UserError(f"{self.name}: must contain {{{{ content }}}}, the user's question")
 
     def render(self, content: str, columns: Mapping[str, Any], where: str) -> str:
         from jinja2 import UndefinedError
@@ -53,22 +53,22 @@ class Template:
             return self._template.render({**columns, "content": content})
         except UndefinedError as error:
             known = ", ".join(["content", *columns])
-            raise UserError(f"{where}: {self.name}: {error.message}; there is {known}") from error
+            raise UserError(f"{where}: {self.name}: {error.message}; known: {known}") from error
         except Exception as error:  # the template is user code
             reason = f"{type(error).__name__}: {first_line(error)}"
             raise UserError(f"{where}: {self.name} failed: {reason}") from error
 
 
 def _template_text(template: str) -> tuple[str, str]:
-    """Name for error messages, and text: `template` itself, or the content of the file it names."""
+    """Returns (name for error messages, text): `template` itself, or the content of that file."""
     if re.search(r"\{\{|\{%|\n", template):
         return "data.template", template
     try:
         return f"data.template {template}", resolve_path(template).read_text(encoding="utf-8-sig")
     except FileNotFoundError as error:
         raise UserError(
-            f'data.template = "{template}": no such file; expected one, or a template with '
-            "{{ content }} in it"
+            f'data.template = "{template}": no such file; expected a file, or a template that '
+            "contains {{ content }}"
         ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data.template {template} cannot be read: {first_line(error)}") from error
@@ -76,7 +76,7 @@ def _template_text(template: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """The template and the system text that a recipe adds to every prompt."""
+    """The template and the system prompt that a recipe applies to every prompt."""
 
     template: Template | None = None
     system: str | None = None
@@ -90,7 +90,7 @@ PLAIN = ChatFormat()
 
 
 def parse_messages(value: Any, required: bool) -> Any:
-    """Messages, if a text is a JSON list of them; LMM-R1's column requires one."""
+    """Parses a text that is a JSON list of messages; `required` (LMM-R1): any other text raises."""
     if not isinstance(value, str):
         return value
     if not required and not re.match(r'\s*\[\s*\{\s*"(role|content)"', value):
@@ -105,14 +105,14 @@ def parse_messages(value: Any, required: bool) -> Any:
 
 
 def conversation(prompt: str | list[Any]) -> Conversation:
-    """A text becomes one user message."""
-    given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    """Normalises a prompt; a text becomes one user message."""
+    raw = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     images: list[Any] = []
-    messages = [_message(message, i, images) for i, message in enumerate(given, 1)]
+    messages = [_message(message, i, images) for i, message in enumerate(raw, 1)]
     if not any(message["role"] == "user" for message in messages):
-        raise InvalidRow(f"expected a message of the user's, found {_roles(messages)}")
+        raise InvalidRow(f"expected a user message, got roles: {_roles(messages)}")
     if messages[-1]["role"] == "assistant":
-        raise InvalidRow("the last message is the assistant's already; expected the user's")
+        raise InvalidRow("the last message is an assistant message; expected a user message")
     return Conversation(messages, images)
 
 
@@ -120,15 +120,15 @@ def _roles(messages: Sequence[Message]) -> str:
     return ", ".join(message["role"] for message in messages) or "none"
 
 
-def _message(given: Any, number: int, images: list[Any]) -> Message:
-    """A message with its content in parts; images that it contains are added to `images`."""
-    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
-        raise InvalidRow(f'message {number}: expected {{"role", "content"}}, got {short(given)}')
-    content = given.get("content")
+def _message(raw: Any, number: int, images: list[Any]) -> Message:
+    """A message with its content in parts; embedded images are appended to `images`."""
+    if not isinstance(raw, dict) or not isinstance(raw.get("role"), str):
+        raise InvalidRow(f'message {number}: expected {{"role", "content"}}, got {short(raw)}')
+    content = raw.get("content")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
     if not isinstance(parts, list):
         raise InvalidRow(
-            f"message {number}: expected text or parts as content, got {short(content)}"
+            f"message {number}: expected text or a list of parts as content, got {short(content)}"
         )
     result: list[ContentPart] = []
     for part in parts:
@@ -142,8 +142,8 @@ def _message(given: Any, number: int, images: list[Any]) -> Message:
             images += [] if image is None else [image]
             result.append({"type": "image"})
         else:
-            raise InvalidRow(f"message {number}: expected a text or an image, got {short(part)}")
-    return {"role": given["role"], "content": result}
+            raise InvalidRow(f"message {number}: expected a text or image part, got {short(part)}")
+    return {"role": raw["role"], "content": result}
 
 
 def _embedded_image(part: Mapping[str, Any]) -> Any:
@@ -179,7 +179,7 @@ def _last_user_message(messages: Sequence[Message]) -> Message:
 def apply_format(
     messages: Sequence[Message], chat_format: ChatFormat, columns: Mapping[str, Any], where: str
 ) -> list[Message]:
-    """Renders the last user message with the recipe's template and prepends its system text."""
+    """Renders the last user message with the recipe's template and prepends its system prompt."""
     result = list(messages)
     if chat_format.template is not None:
         last = _last_user_message(result)
@@ -195,15 +195,16 @@ def apply_format(
 def match_images(
     messages: Sequence[Message], embedded: Sequence[Any], attached: Sequence[Any]
 ) -> tuple[list[Message], list[Any]]:
-    """Messages with as many image parts as images. The images are `embedded` in the messages, or
-    `attached` to the row: these fill the placeholders in order or, if there are none, come before
-    the user's first text."""
+    """Returns (messages, images) with exactly one image part per image. The images are `embedded`
+    in the messages, or `attached` to the row: attached images fill the placeholders in order or,
+    without placeholders, precede the content of the first user message."""
     placeholders = sum(
         part["type"] == "image" for message in messages for part in message["content"]
     )
     if embedded and attached:
         raise InvalidRow(
-            f"expected pictures in the messages ({len(embedded)}) or beside ({len(attached)})"
+            "expected images either in the messages or in the image column, got "
+            f"{len(embedded)} and {len(attached)}"
         )
     images = list(embedded or attached)
     if not placeholders and images:
@@ -212,6 +213,6 @@ def match_images(
         return [{**m, "content": content} if m is first else m for m in messages], images
     if placeholders != len(images):
         raise InvalidRow(
-            f"expected as many pictures as {TAG}, found {len(images)} for {placeholders}"
+            f"expected one image per {TAG} placeholder, got {len(images)} for {placeholders}"
         )
     return list(messages), images

@@ -1,6 +1,6 @@
-"""Values of a row → PromptImage, and whether they can be decoded.
+"""Converts image values of a row to PromptImage and checks that they can be decoded.
 
-a path            relative to the folder of the data, else to the working folder; file://… too
+a path            relative to the folder of the data, else to the working directory; also file://…
 bytes             of an image file; {"bytes", "path"} as `datasets` and parquet store images
 base64            with or without `data:image/…;base64,`
 """
@@ -20,7 +20,7 @@ from typing import Any
 from gesso.types import IMAGE_FORMATS, Prompt, PromptImage, UserError
 
 FILE, WEB, DATA = "file://", ("http://", "https://"), "data:"
-MAX_PATH = 1024  # characters of a path; a longer text is base64
+MAX_PATH = 1024  # characters; a longer text is base64
 # First bytes of image files.
 SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*")
 
@@ -35,7 +35,7 @@ def load_images(values: Sequence[Any], folder: Path | None) -> tuple[PromptImage
         try:
             images.append(_image(value, folder))
         except InvalidRow as error:
-            raise InvalidRow(f"picture {i} of {len(values)}: {error}") from None
+            raise InvalidRow(f"image {i} of {len(values)}: {error}") from None
     return tuple(images)
 
 
@@ -52,8 +52,8 @@ def _image(value: Any, folder: Path | None) -> PromptImage:
 def _from_text(text: str, folder: Path | None) -> PromptImage:
     if text.startswith(WEB):
         raise InvalidRow(
-            f"{short(text)} lies on the web, where a run does not look; download the pictures and "
-            "give their paths"
+            f"{short(text)} is a URL, which a run does not download; download the images and give "
+            "their paths"
         )
     if text.startswith(DATA):
         kind, _, code = text.partition(";base64,")
@@ -73,7 +73,7 @@ def _from_text(text: str, folder: Path | None) -> PromptImage:
         return PromptImage(data=data)
     if len(text) > MAX_PATH:
         raise InvalidRow(f"expected a path or base64, got {short(text)}")
-    searched = f", neither in {folder} nor from here" if folder else ""
+    searched = f" in {folder} or the working directory" if folder else ""
     raise InvalidRow(f"no such file {text!r}{searched}")
 
 
@@ -93,9 +93,9 @@ def _decoded(text: str) -> bytes | None:
 
 
 def faults(prompts: Sequence[Prompt]) -> list[str | None]:
-    """For each prompt why one of its images cannot be decoded, or None. Each image is decoded once,
-    however many prompts have it."""
-    distinct = list(dict.fromkeys(picture for prompt in prompts for picture in prompt.images))
+    """For each prompt, why one of its images cannot be decoded, or None. An image that several
+    prompts share is decoded once."""
+    distinct = list(dict.fromkeys(image for prompt in prompts for image in prompt.images))
     if not distinct:
         return [None] * len(prompts)
     from PIL import Image
@@ -103,25 +103,25 @@ def faults(prompts: Sequence[Prompt]) -> list[str | None]:
     Image.init()  # not thread-safe
     with ThreadPoolExecutor() as threads:  # Pillow releases the GIL while it decodes
         reasons = dict(zip(distinct, threads.map(_fault, distinct), strict=True))
-    return [_first_fault([reasons[picture] for picture in prompt.images]) for prompt in prompts]
+    return [_first_fault([reasons[image] for image in prompt.images]) for prompt in prompts]
 
 
 def _first_fault(reasons: Sequence[str | None]) -> str | None:
-    faults = (f"picture {i} of {len(reasons)}: {r}" for i, r in enumerate(reasons, 1) if r)
+    faults = (f"image {i} of {len(reasons)}: {r}" for i, r in enumerate(reasons, 1) if r)
     return next(faults, None)
 
 
-def _fault(picture: PromptImage) -> str | None:
+def _fault(image: PromptImage) -> str | None:
     from PIL import Image, UnidentifiedImageError
 
-    name = picture.path or f"{len(picture.data):,} bytes"
+    name = image.path or f"{len(image.data):,} bytes"
     try:
-        source = io.BytesIO(picture.data) if picture.data else picture.path
-        with Image.open(source, formats=IMAGE_FORMATS) as image:
-            image.draft("RGB", (1, 1))  # faster: a JPEG is decoded at an eighth of its size
-            image.load()  # verify() would check only headers and checksums
+        source = io.BytesIO(image.data) if image.data else image.path
+        with Image.open(source, formats=IMAGE_FORMATS) as opened:
+            opened.draft("RGB", (1, 1))  # faster: a JPEG is decoded at an eighth of its size
+            opened.load()  # verify() would check only headers and checksums
     except UnidentifiedImageError:
-        return f"{name}: no picture; expected one of {', '.join(IMAGE_FORMATS)}"
+        return f"{name}: not an image; expected one of {', '.join(IMAGE_FORMATS)}"
     except Exception as error:  # damaged files make Pillow fail in many ways
         return f"{name} cannot be decoded: {first_line(error)}"
     return None
@@ -132,5 +132,5 @@ def short(value: Any) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text: one sentence."""
+    """The first line of an error's text, without a full stop."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")

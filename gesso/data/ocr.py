@@ -1,7 +1,7 @@
 """A generated OCR prompt set: scenes × texts, with disjoint texts in train and test.
 
-Every line asks for exactly one text, in double quotes. Each split has its own list of words; the
-test set is drawn first, and the training set avoids its numbers and prices.
+Every prompt contains exactly one text, in double quotes. The splits use disjoint lists of words;
+the test set is generated first, and the training set excludes its numbers and prices.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gesso.formulas.text import normalised
 from gesso.types import UserError
 from gesso.zoo.words import real_words
 
-MAX_PROMPTS = 1_000_000  # a file: far fewer than there are, so that drawing ends
+MAX_PROMPTS = 1_000_000  # per file; far below the number of combinations, so generation ends
 
 SCENES = (
     "a shop sign that says {}",
@@ -144,7 +144,7 @@ NUMBERS = (
 
 
 def write(folder: Path, train: int, test: int, seed: int) -> list[Path]:
-    """`folder`/train.txt and `folder`/test.txt, as Flow-GRPO lays them out."""
+    """Writes `folder`/train.txt and `folder`/test.txt, the layout of Flow-GRPO."""
     for name, count in (("--train", train), ("--test", test)):
         if not 1 <= count <= MAX_PROMPTS:
             raise UserError(f"{name} {count}: expected a number of prompts from 1 to {MAX_PROMPTS}")
@@ -164,8 +164,8 @@ def write(folder: Path, train: int, test: int, seed: int) -> list[Path]:
 
 
 def prompts(split: str, count: int, seed: int, held_out: Sequence[str] = ()) -> list[str]:
-    """`count` different prompts of a split, none with a text of `held_out`. Texts are compared as
-    the OCR reward does: without case and spaces."""
+    """`count` distinct prompts of a split, none with a text of `held_out`. Texts are compared as
+    in the OCR reward: ignoring case and spaces."""
     rng = random.Random(f"ocr {split} {seed}")
     words = real_words("eval" if split == "test" else "train")
     excluded = {normalised(text_of(prompt)) for prompt in held_out}
@@ -183,7 +183,7 @@ def text_of(prompt: str) -> str:
 
 
 def _text(rng: random.Random, words: Sequence[str], excluded: Collection[str]) -> str:
-    """Half are single words, four in ten are phrases, one in ten is a number."""
+    """50% single words, 40% phrases, 10% numbers."""
     while True:
         (kind,) = rng.choices((1, 2, 3, 0), weights=(50, 25, 15, 10))
         if kind == 0:

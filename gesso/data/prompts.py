@@ -24,7 +24,7 @@ from gesso.types import Prompt, PromptImage, UserError, seed_of
 
 @dataclass(frozen=True)
 class WeightedPrompts:
-    """The prompts of one source, and how often they are drawn relative to the other sources."""
+    """The prompts of one source and its sampling weight relative to the other sources."""
 
     prompts: Sequence[Prompt]
     weight: float = 1.0
@@ -36,7 +36,7 @@ class LoadedData:
 
     train: Sequence[WeightedPrompts]
     held_out: Sequence[Prompt]  # of all sets, interleaved
-    notes: Sequence[str]  # to show before the run
+    notes: Sequence[str]  # shown before the run
     left_out: Sequence[str] = ()  # "file:line: why" of every skipped row
 
 
@@ -61,7 +61,7 @@ def load(data: Data, unfit: Unfit, unfit_held_out: Unfit) -> LoadedData:
 class LoadReport:
     """Notes and skipped rows, collected while data is read."""
 
-    notes: list[str] = field(default_factory=list)  # sentences, each once
+    notes: list[str] = field(default_factory=list)  # without duplicates
     left_out: list[str] = field(default_factory=list)  # rows, each with its reason
 
     def add_note(self, note: str | None) -> None:
@@ -93,18 +93,18 @@ def _scored(
 
 
 def usable(reading: Reading, path: str) -> tuple[list[Prompt], str | None]:
-    """The prompts of a source, and a sentence about the rows that cannot be used."""
+    """The prompts of a source, and a note if rows cannot be used."""
     if not reading.left_out:
         return reading.prompts, None
     example = f"the first is {reading.left_out[0]}"
     if not reading.prompts:
-        raise UserError(f"no prompt of {path} can be used, so nothing is left; {example}")
+        raise UserError(f"no prompt of {path} can be used; {example}")
     count, total = len(reading.left_out), len(reading.left_out) + len(reading.prompts)
-    return reading.prompts, f"{count} of {total} prompts of {path} are left out; {example}"
+    return reading.prompts, f"{count} of {total} prompts of {path} are skipped; {example}"
 
 
 def without(loaded: LoadedData, unfit: Unfit, data: Data, why: str) -> LoadedData:
-    """The data without the prompts for which `unfit` gives a reason; these are reported."""
+    """The data without the prompts for which `unfit` returns a reason; these are reported."""
     report = LoadReport([*loaded.notes], [*loaded.left_out])
     train = [
         WeightedPrompts(fit(part.prompts, unfit, source.path, report, why), part.weight)
@@ -119,8 +119,8 @@ def typed_prompt(
     text: str, images: Sequence[str | Path | bytes], data: Data | ChatSettings
 ) -> Prompt:
     """A typed prompt in the format of the data's rows; an image is a file or its bytes."""
-    given = [image if isinstance(image, bytes) else str(image) for image in images]
-    row = {"prompt": text} | ({"images": given} if given else {})
+    values = [image if isinstance(image, bytes) else str(image) for image in images]
+    row = {"prompt": text} | ({"images": values} if values else {})
     where = "the prompt"
     try:
         prompt = prompt_of(row, where, DataSource(path=where), None, ChatFormat.of(data))
@@ -139,18 +139,18 @@ def fit(
     report: LoadReport,
     why: str = "cannot be scored",
 ) -> list[Prompt]:
-    """The prompts for which `unfit` gives no reason; the others are reported."""
+    """The prompts for which `unfit` returns None; the others are reported."""
     reasons = [(p, unfit(p)) for p in prompts]
     kept = [p for p, reason in reasons if not reason]
     if len(kept) == len(prompts):
         return kept
-    refused = [f"{p.where}: {reason}: {p.text[:60]}" for p, reason in reasons if reason]
-    example = f"the first is {refused[0]}"
+    rejected = [f"{p.where}: {reason}: {p.text[:60]}" for p, reason in reasons if reason]
+    example = f"the first is {rejected[0]}"
     if not kept:
-        raise UserError(f"no prompt of {path} is left: all {why}; {example}")
-    count = f"{len(refused)} of {len(prompts)}"
+        raise UserError(f"no prompt of {path} can be used: they {why}; {example}")
+    count = f"{len(rejected)} of {len(prompts)}"
     report.add_note(f"{count} prompts of {path} {why} and are skipped; {example}")
-    report.left_out.extend(refused)
+    report.left_out.extend(rejected)
     return kept
 
 
@@ -161,29 +161,30 @@ def interleave(sets: Sequence[Sequence[Prompt]]) -> list[Prompt]:
 
 
 def overlap(train: Sequence[Prompt], held_out: Sequence[Prompt]) -> str | None:
-    """A sentence about held-out prompts that are trained on as well."""
+    """A note if held-out prompts are also training prompts."""
     trained = {_identity(p) for p in train}
     both = [p for p in held_out if _identity(p) in trained]
     if not both:
         return None
     return (
-        f"{len(both)} of {len(held_out)} held-out prompts are also trained on, so the held-out "
-        f"reward says less about new ones; the first is {both[0].where}: {both[0].text[:60]}"
+        f"{len(both)} of {len(held_out)} held-out prompts are also training prompts, so the "
+        "held-out reward does not measure generalisation on them; the first is "
+        f"{both[0].where}: {both[0].text[:60]}"
     )
 
 
 def _identity(prompt: Prompt) -> tuple[str, str, tuple[PromptImage, ...]]:
-    """What two rows that ask the same thing share: many pictures come with one question."""
+    """Equal for equal prompts. Includes the images: many images may share one question."""
     return prompt.text, json.dumps(prompt.messages), prompt.images
 
 
 class Stream:
     """Batch i is a pure function of (seed, i), at the same cost for every i.
 
-    Sources alternate by weight, deterministically: the k-th prompt (k = 0, 1, …) of a source whose
-    share of the weights is p is due at (k + ½)/p, and prompts come in the order in which they
-    are due (Webster's method; stride scheduling). So each source's count is always its share, to
-    within a prompt or so. Each source is an endless sequence of shuffled passes over its prompts.
+    Sources alternate by weight, deterministically: the k-th prompt (k = 0, 1, …) of a source with
+    share p of the weights is due at (k + ½)/p, and prompts come in the order in which they are due
+    (Webster's method; stride scheduling). Each source's count is therefore always its share, to
+    within about one prompt. Each source is an endless sequence of shuffled passes over its prompts.
     """
 
     def __init__(self, parts: Sequence[WeightedPrompts], seed: int) -> None:
@@ -201,7 +202,7 @@ class Stream:
     @functools.cached_property
     def digest(self) -> str:
         """Hash of everything that a batch depends on except the seed and the pixels: a resumed run
-        with another digest would draw other batches."""
+        with a different digest would get different batches."""
         digest = hashlib.blake2b(digest_size=8)
         for part in self.parts:
             digest.update(repr(part.weight).encode())
@@ -219,14 +220,14 @@ class Stream:
         half = Fraction(1, 2)
         # Fewer than moment + sources/2 prompts are due before a moment: this one is early enough.
         moment = max(0, first - len(self.parts))
-        given = [max(0, math.ceil(moment / stride - half)) for stride in self._strides]
+        counts = [max(0, math.ceil(moment / stride - half)) for stride in self._strides]
         turns = []
-        for position in range(sum(given), first + size):
-            due = [(k + half) * stride for k, stride in zip(given, self._strides, strict=True)]
+        for position in range(sum(counts), first + size):
+            due = [(k + half) * stride for k, stride in zip(counts, self._strides, strict=True)]
             source = due.index(min(due))
             if position >= first:
-                turns.append((source, given[source]))
-            given[source] += 1
+                turns.append((source, counts[source]))
+            counts[source] += 1
         return turns
 
     def _at(self, source: int, k: int) -> Prompt:
@@ -236,7 +237,7 @@ class Stream:
 
     def _pass(self, source: int, turn: int) -> list[int]:
         """Rows of one pass over a source: each once, or by weight if rows have weights."""
-        # The first source has the seed of a single source, so that old runs resume bit for bit.
+        # The first source uses the seed of a single source, so that old runs resume bit for bit.
         parts = (self.seed, "data", turn, source) if source else (self.seed, "data", turn)
         start = random.Random(seed_of(*parts, "rows")).random()
         order = pass_by_weight(self._weights[source], start)
@@ -245,9 +246,9 @@ class Stream:
 
 
 def pass_by_weight(weights: Sequence[float], start: float) -> list[int]:
-    """n draws out of n rows, in row order: row i comes ⌊n·pᵢ⌋ or ⌈n·pᵢ⌉ times, pᵢ its share of the
-    weights, and n·pᵢ times on average over `start` in [0, 1) (systematic sampling, Madow 1949).
-    Equal weights: every row once."""
+    """n draws from n rows, in row order: row i is drawn ⌊n·pᵢ⌋ or ⌈n·pᵢ⌉ times, with pᵢ its share
+    of the weights, and n·pᵢ times on average over `start` in [0, 1) (systematic sampling, Madow
+    1949). With equal weights every row is drawn once."""
     n = len(weights)
     if min(weights) == max(weights):
         return list(range(n))

@@ -1,14 +1,14 @@
-"""Prompt files and datasets → Prompt.
+"""Reads prompt files and datasets into Prompt records.
 
-prompts.txt              a prompt a line
-prompts.jsonl            an object a line; GenEval's metadata as it is
+prompts.txt              one prompt per line
+prompts.jsonl            one object per line; GenEval's metadata file works unchanged
 prompts.json             a list of objects, or {"data": a list}
 prompts.parquet          extra `data`
-file@train               the file: `datasets` calls its only split "train"
-folder@split             `split.txt`, `split_metadata.jsonl`, shards as the hub has them, or what
-                         `datasets` saved on disk (extra `data`): see splits.py
-hub:owner/name@split     a dataset of the Hugging Face hub, `hub:owner/name/subset@split` one of
-                         its subsets, extra `data`
+file@train               the file itself: `datasets` names its only split "train"
+folder@split             `split.txt`, `split_metadata.jsonl`, shards named as on the hub, or a
+                         dataset saved to disk by `datasets` (extra `data`); see splits.py
+hub:owner/name@split     a dataset on the Hugging Face hub; `hub:owner/name/subset@split` is one of
+                         its subsets (extra `data`)
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from gesso.data.splits import FILES, is_saved, pick
 from gesso.types import Prompt, UserError
 
 HUB = "hub:"
-HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")  # as owner/name@split
-BATCH = 256  # rows of a table at a time
+HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")  # owner/name@split
+BATCH = 256  # rows read at a time
 
-Rows = Iterable[tuple[int, Row]]  # numbered from 1, as editors do
+Rows = Iterable[tuple[int, Row]]  # numbered from 1, as in editors
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class Reading:
 
 
 def read(source: DataSource, chat_format: ChatFormat = PLAIN) -> Reading:
-    """Every row of a source; each image is decoded once. `source.column` becomes the prompt's text
-    and "negative_prompt" its negative; rewards get all other columns."""
+    """Reads every row of a source; each image is decoded once. `source.column` becomes the prompt's
+    text and "negative_prompt" its negative prompt; rewards receive all other columns."""
     try:
         results = _prompts(source, chat_format)
-    except OSError as error:  # no permission, a disk that is gone
+    except OSError as error:  # no permission, an unmounted disk
         raise UserError(f"prompt file {source.path} cannot be read: {error}") from error
     if not results:
-        raise UserError(f"prompt file {source.path} is empty; it needs a row for each prompt")
+        raise UserError(f"prompt file {source.path} is empty; expected one row per prompt")
     prompts = [prompt for prompt in results if isinstance(prompt, Prompt)]
     broken = {p.where: why for p, why in zip(prompts, faults(prompts), strict=True) if why}
     left_out = [
@@ -80,8 +80,8 @@ class Table:
     """One file, or a whole dataset."""
 
     rows: Rows
-    name: str  # in messages
-    folder: Path | None  # where relative paths of images start
+    name: str  # in error messages
+    folder: Path | None  # relative image paths start here
 
 
 def _tables(source: DataSource) -> Iterator[Table]:
@@ -105,30 +105,30 @@ def _tables(source: DataSource) -> Iterator[Table]:
 
 
 def _locate(path: str) -> tuple[Sequence[Path], str]:
-    """The files or the saved dataset of `path` or `folder@split`, and the prefix of their names in
-    error messages."""
-    place, split = resolve_path(path), ""
-    if not place.exists() and "@" in path:  # an existing path may contain an @
+    """Returns (files or saved dataset of `path` or `folder@split`, prefix of their names in error
+    messages)."""
+    location, split = resolve_path(path), ""
+    if not location.exists() and "@" in path:  # an existing path may contain an @
         folder, _, split = path.rpartition("@")
-        place = resolve_path(folder)
-    if not place.exists():
-        hint = f'; a dataset of the hub is "{HUB}{path}"' if HUB_NAME.fullmatch(path) else ""
+        location = resolve_path(folder)
+    if not location.exists():
+        hint = f'; for a hub dataset use "{HUB}{path}"' if HUB_NAME.fullmatch(path) else ""
         raise UserError(f"prompt file {path}: no such file{hint}")
-    if not place.is_file() and not place.is_dir():
+    if not location.is_file() and not location.is_dir():
         raise UserError(f"prompt file {path} is neither a file nor a folder")
-    if place.is_file() and split not in ("", "train"):
+    if location.is_file() and split not in ("", "train"):
         raise UserError(
-            f"prompt file {path}: {place.name} is one file, which is @train or nothing; "
-            f"leave out @{split}"
+            f"prompt file {path}: {location.name} is a single file, which has only the split "
+            f"@train; remove @{split}"
         )
-    if place.is_dir() and not (is_saved(place) and not split):
-        return pick(place, split, path).paths, f"{place.name}/"
-    if place.is_file() and place.suffix not in FILES:
+    if location.is_dir() and not (is_saved(location) and not split):
+        return pick(location, split, path).paths, f"{location.name}/"
+    if location.is_file() and location.suffix not in FILES:
         raise UserError(
             f"prompt file {path}: expected .txt, .jsonl, .json or .parquet, "
-            f"found {place.suffix or 'no ending'}"
+            f"got {location.suffix or 'no suffix'}"
         )
-    return [place], ""
+    return [location], ""
 
 
 def _text(file: Path) -> str:
@@ -146,7 +146,8 @@ def _lines(file: Path) -> list[tuple[int, str]]:
 def _text_rows(file: Path, source: DataSource) -> Rows:
     if source.column not in (None, "prompt") or source.images or source.drop:
         raise UserError(
-            f"prompt file {source.path} has no columns; leave out `column`, `images` and `drop`"
+            f"prompt file {source.path} is a text file without columns; remove `column`, `images` "
+            "and `drop`"
         )
     return [(i, {"prompt": line.strip()}) for i, line in _lines(file)]
 
@@ -177,7 +178,7 @@ def _line_rows(file: Path, name: str) -> Rows:
 
 
 def _json_rows(file: Path, name: str) -> Rows:
-    """A list, {"data": a list}, or, as `datasets` has it, an object a line."""
+    """A list, {"data": a list} or, as `datasets` writes it, one object per line."""
     try:
         content = json.loads(_text(file))
     except (ValueError, RecursionError) as error:
@@ -200,18 +201,19 @@ JSON = {".jsonl": _line_rows, ".json": _json_rows}
 def _objects(rows: Rows, name: str) -> Rows:
     for i, row in rows:
         if not isinstance(row, dict):
-            raise UserError(f"{name}:{i}: expected an object as {{…}}, got {json.dumps(row)[:60]}")
+            raise UserError(f"{name}:{i}: expected an object {{…}}, got {json.dumps(row)[:60]}")
     return rows
 
 
 def _check_columns(source: DataSource, known: Collection[str]) -> None:
-    """Columns that the recipe names must exist."""
-    wanted = [(name, "to drop") for name in source.drop]
-    wanted += [(source.images, "of pictures")] if source.images else []
-    for name, role in wanted:
+    """Raises if a column that the recipe names does not exist."""
+    required = [(name, "drop") for name in source.drop]
+    required += [(source.images, "images")] if source.images else []
+    for name, key in required:
         if name not in known:
             raise UserError(
-                f'{source.path} has no column "{name}" {role}; it has {", ".join(sorted(known))}'
+                f'{source.path} has no column "{name}", which `{key}` names; its columns are '
+                f"{', '.join(sorted(known))}"
             )
 
 
@@ -220,11 +222,11 @@ def _extra(module: str, path: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise UserError(f'{path} needs {package}: pip install "gesso[data]"') from error
+        raise UserError(f'{path} requires {package}: pip install "gesso[data]"') from error
 
 
 def _check_same_columns(files: Sequence[Path], names: Sequence[str], source: DataSource) -> None:
-    """Shards of one table have the same columns, except for dropped ones."""
+    """Raises unless all shards of a table have the same columns, ignoring dropped ones."""
     columns = [_columns(file, source) for file in files]
     _check_columns(source, set().union(*columns))
     first = columns[0] - set(source.drop)
@@ -233,8 +235,8 @@ def _check_same_columns(files: Sequence[Path], names: Sequence[str], source: Dat
         if odd:
             has, lacks = (name, names[0]) if odd & shard_columns else (names[0], name)
             raise UserError(
-                f'{has} has the column "{min(odd)}" and {lacks} has not; shards of a split need '
-                "the same columns: mend them, or leave it out with drop"
+                f'{has} has the column "{min(odd)}" but {lacks} does not; all shards of a split '
+                "must have the same columns: fix the files, or skip the column with drop"
             )
 
 
@@ -275,7 +277,7 @@ def _hub_rows(name: str, source: DataSource) -> Rows:
     repository, _, split = name.partition("@")
     owner, *rest = repository.split("/")
     if not split or not owner or not all(rest) or len(rest) > 2:
-        raise UserError(f"{source.path}: expected hub:owner/name@split, as hub:me/signs@train")
+        raise UserError(f"{source.path}: expected hub:owner/name@split, e.g. hub:me/signs@train")
     subset = rest[1] if len(rest) == 2 else None
     datasets = _extra("datasets", source.path)
     try:
@@ -302,7 +304,7 @@ def _quiet_hub() -> Iterator[None]:
 
 
 def _dataset_rows(dataset: Any, source: DataSource) -> Rows:
-    """Through pyarrow, which decodes nothing into tensors or images."""
+    """Reads through pyarrow, so that nothing is decoded into tensors or images."""
     _check_columns(source, dataset.column_names)
     tables = dataset.remove_columns(source.drop).with_format("arrow")
     yield from _numbered(tables.iter(BATCH))

@@ -1,8 +1,8 @@
-"""One row of a table → Prompt. The row names its format by its columns.
+"""Converts one row of a table to a Prompt. The columns determine the format.
 
-text to image         `prompt`
+text-to-image         `prompt`
 EasyR1                `problem` with an <image> for each of `images`
-LMM-R1                `message`, JSON text: messages that contain their images
+LMM-R1                `message`, JSON text: messages with embedded images
 TRL                   `prompt`, a text or messages, with `image` or `images`
 
 This module checks the row itself; `images.faults` checks whether its images can be decoded.
@@ -36,7 +36,7 @@ def prompt_of(
     folder: Path | None,
     chat_format: chat.ChatFormat = chat.PLAIN,
 ) -> Prompt:
-    """Raises InvalidRow for a fault of this row, UserError for one that other rows will share."""
+    """Raises InvalidRow for a fault of this row only, UserError for one that other rows share."""
     _check_texts(row)
     rest = dict(row)
     column = _prompt_column(row, where, source)
@@ -62,8 +62,8 @@ def prompt_of(
 
 
 def _check_texts(value: Any, column: str = "", depth: int = 0) -> None:
-    """Raises for a text anywhere in the row that cannot be encoded (NUL can), and for lists and
-    objects that are nested too deep to traverse."""
+    """Raises if any text in the row cannot be encoded (NUL can), or if lists and objects are nested
+    too deep to traverse."""
     if depth > MAX_DEPTH:
         raise InvalidRow(f'column "{column}" is nested more than {MAX_DEPTH} levels deep')
     if isinstance(value, str):
@@ -87,8 +87,8 @@ def _prompt_column(row: Row, where: str, source: DataSource) -> str:
     *most, last = (f'"{name}"' for name in names)
     expected = f"{', '.join(most)} or {last}" if most else last
     raise UserError(
-        f"{where}: expected a text {expected}, found only {', '.join(row) or 'nothing'}; "
-        'name the column of the prompts with column = "…" in [[data.train]] or [[data.eval]]'
+        f"{where}: expected a text column {expected}, got {', '.join(row) or 'no columns'}; set "
+        'the prompt column with column = "…" in [[data.train]] or [[data.eval]]'
     )
 
 
@@ -106,8 +106,8 @@ def _attached(rest: Row, where: str, source: DataSource) -> list[Any]:
     filled = {name: value for name, value in values.items() if value not in (None, [], "")}
     if len(filled) > 1:
         raise UserError(
-            f"{where}: pictures in {' and '.join(filled)}; say which column with images = "
-            '"…" and leave out the other with drop'
+            f"{where}: images in two columns, {' and '.join(filled)}; choose one with images = "
+            '"…" and skip the other with drop'
         )
     value: Any = next(iter(filled.values()), [])
     return value if isinstance(value, list) else [value]
@@ -118,18 +118,18 @@ def _check_weight(weight: Any, where: str) -> None:
     if weight is not None and not (number and 0 < weight <= sys.float_info.max):
         raise UserError(
             f'{where}: expected a positive number as "weight", got {short(weight)}; '
-            "it says how often the row is drawn relative to the others"
+            "it is the sampling weight of the row relative to the others"
         )
 
 
 def weight_of(prompt: Prompt) -> float:
-    """How often the row is drawn, relative to the others of its source: its column "weight"."""
+    """The row's sampling weight relative to the others of its source: its column "weight"."""
     weight = prompt.columns.get("weight")
     return 1.0 if weight is None else float(weight)
 
 
 def _plain(value: Any, column: str, where: str) -> Any:
-    """The value as JSON types: rewards run in other processes, which receive no pickle."""
+    """The value as JSON types: rewards run in other processes, and nothing is pickled."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, list | tuple):
@@ -141,7 +141,7 @@ def _plain(value: Any, column: str, where: str) -> Any:
     if isinstance(value, decimal.Decimal):
         return float(value)
     raise UserError(
-        f'{where}: column "{column}" holds {type(value).__name__}, which cannot be handed to '
-        f'rewards; leave it out with drop = ["{column}"], or name it with images = "{column}" if '
-        "it holds pictures"
+        f'{where}: column "{column}" contains {type(value).__name__}, which cannot be passed to '
+        f'rewards; skip it with drop = ["{column}"], or set images = "{column}" if it contains '
+        "images"
     )

@@ -1,9 +1,9 @@
-"""The files of a folder that hold a split.
+"""Finds the files of a split in a folder.
 
-train.txt, train_metadata.jsonl     one file a split, as Flow-GRPO has them
-train-00000-of-00003.parquet, …     shards of one, as the hub has them; a hash may follow the number
-data/…                              the same within a folder `data`, where the hub puts them
-train/, test/                       saved on disk by `datasets`, listed in dataset_dict.json
+train.txt, train_metadata.jsonl     one file per split, as in Flow-GRPO
+train-00000-of-00003.parquet, …     shards of a split, as on the hub; a hash may follow the number
+data/…                              the same in a subfolder `data`, as on the hub
+train/, test/                       saved to disk by `datasets`, listed in dataset_dict.json
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from gesso.types import UserError
 
 FILES = (".txt", ".jsonl", ".json", ".parquet")
 SHARD = re.compile(r"(?P<split>.+)-(?P<number>\d+)-of-(?P<count>\d+)(-\w+)?")
-DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")  # the hub's; they hold no rows
+DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")  # hub metadata without rows
 DATA = "data"
 
 
 @dataclass(frozen=True)
 class Split:
-    """A file, its shards in order, or a folder that `datasets` saved."""
+    """A file, its shards in order, or a folder saved by `datasets`."""
 
     paths: Sequence[Path]
     count: int = 1  # of shards, according to their names
@@ -40,21 +40,21 @@ def is_saved(folder: Path) -> bool:
 
 
 def pick(folder: Path, split: str, path: str) -> Split:
-    """The split of that name; "" is the only one. `path` is the recipe's value, for errors."""
+    """The split of that name, or the only one for "". `path` is the recipe's value, for errors."""
     splits = _splits(folder)
     if not splits:
-        raise UserError(f"prompt folder {path} holds no prompts; {_hint(folder)}")
+        raise UserError(f"prompt folder {path} contains no prompts; {_hint(folder)}")
     if not split and len(splits) == 1:
         (split,) = splits
     if split not in splits:
-        problem = f'no split "{split}"' if split else "a folder without a split"
+        problem = f'no split "{split}"' if split else "no split given"
         known = ", ".join(f"{folder}@{name}" for name in splits)
-        raise UserError(f"prompt folder {path}: {problem}; say which: {known}")
+        raise UserError(f"prompt folder {path}: {problem}; choose one of {known}")
     if len(splits[split]) > 1:
         names = " and ".join(each.shown(folder) for each in splits[split])
         raise UserError(
-            f'prompt folder {path}: "{split}" may be {names}; give the file\'s path, or leave only '
-            "one of them there"
+            f'prompt folder {path}: split "{split}" is ambiguous: {names}; give the path of the '
+            "file, or remove all but one"
         )
     (chosen,) = splits[split]
     _check_complete(chosen, split, path)
@@ -62,7 +62,7 @@ def pick(folder: Path, split: str, path: str) -> Split:
 
 
 def _splits(folder: Path) -> dict[str, list[Split]]:
-    """By name; a name with several splits is ambiguous."""
+    """Splits by name; a name with several entries is ambiguous."""
     saved = folder / "dataset_dict.json"
     if saved.is_file():
         return {name: [Split([folder / name])] for name in json.loads(saved.read_text())["splits"]}
@@ -104,33 +104,34 @@ def _readable(folder: Path) -> list[Path]:
 
 
 def _check_complete(chosen: Split, split: str, path: str) -> None:
-    """Every shard exactly once: an incomplete download must not train on a part of the data."""
+    """Raises unless every shard is present exactly once, e.g. after an incomplete download."""
     numbers = [int(m["number"]) for p in chosen.paths if (m := SHARD.fullmatch(p.stem))]
     if not numbers or numbers == list(range(chosen.count)):
         return
     twice = [p.name for p, n in zip(chosen.paths, numbers, strict=True) if numbers.count(n) > 1]
     if twice:
         raise UserError(
-            f'prompt folder {path}: "{split}" has one shard twice, {twice[0]} and {twice[1]}; '
-            "leave one of them there"
+            f'prompt folder {path}: split "{split}" has one shard twice, {twice[0]} and '
+            f"{twice[1]}; remove one of them"
         )
     missing = sorted(set(range(chosen.count)) - set(numbers))
     if not missing:
         raise UserError(
-            f'prompt folder {path}: "{split}" has {chosen.count} shards, but '
-            f"{chosen.paths[-1].name} is beyond them; remove it"
+            f'prompt folder {path}: split "{split}" has {chosen.count} shards, but the number of '
+            f"{chosen.paths[-1].name} is out of range; remove it"
         )
     raise UserError(
-        f'prompt folder {path}: "{split}" has {len(numbers)} of {chosen.count} shards, the first '
-        f"that is missing is number {missing[0]:05d}; download it again"
+        f'prompt folder {path}: split "{split}" has {len(numbers)} of {chosen.count} shards; the '
+        f"first missing shard is number {missing[0]:05d}; download it again"
     )
 
 
 def _hint(folder: Path) -> str:
-    """What the folder should hold, or which subfolders have splits."""
-    within = sorted(each.name for each in folder.iterdir() if each.is_dir() and _splits(each))
-    if within:
-        return f"those in it do: {', '.join(within)}; give one of them, as {folder / within[0]}"
+    """Describes what the folder should contain, or names the subfolders that have splits."""
+    subfolders = sorted(each.name for each in folder.iterdir() if each.is_dir() and _splits(each))
+    if subfolders:
+        names = ", ".join(subfolders)
+        return f"its subfolders do: {names}; give one of them, e.g. {folder / subfolders[0]}"
     return (
         "expected files such as train.txt, train_metadata.jsonl, train.parquet or "
         "train-00000-of-00003.parquet, or a dataset saved by `datasets`"

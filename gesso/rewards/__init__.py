@@ -1,1 +1,1 @@
-"""Rewards: the interface and assembly here, scorers in image, text, judges; transport runs them."""
+"""Rewards: interface and assembly here, rewards in image, text, judges; transport runs them."""

@@ -33,7 +33,7 @@ REWARDS = {
     "qwenvl-score": "gesso.rewards.judges.qwen_vl:QwenVlScore",
     "qwenvl-ocr": "gesso.rewards.judges.qwen_vl:QwenVlOcr",
     "qwenvl-ocr-vllm": "gesso.rewards.judges.qwen_vl:QwenVlOcr",
-    "paddle-ocr": "gesso.rewards.image.ocr:Ocr",  # what Flow-GRPO calls it
+    "paddle-ocr": "gesso.rewards.image.ocr:Ocr",  # its name in Flow-GRPO
     "clip-score": "gesso.rewards.image.clip_score:ClipScore",
     "aesthetic": "gesso.rewards.image.aesthetic:Aesthetic",
     "image-reward": "gesso.rewards.image.image_reward:ImageReward",
@@ -46,18 +46,18 @@ REWARDS = {
     "choice": "gesso.rewards.text.choice:Choice",
     "overlong": "gesso.rewards.text.overlong:Overlong",
 }
-SERVED = {"deqa": deqa.SCALE}  # rewards that need their own environment, behind HTTP only
+SERVED = {"deqa": deqa.SCALE}  # rewards with a separate environment, over HTTP only
 
 
 @dataclass(frozen=True)
 class PromptCheck:
-    """Which prompts the rewards of one purpose (training or evaluation) can score."""
+    """Checks which prompts the rewards of one purpose (training or evaluation) can score."""
 
     rewards: Mapping[str, base.Reward]
-    optional: Collection[str] = ()  # names of those that need not score every prompt
+    optional: Collection[str] = ()  # names of rewards that need not score every prompt
 
     def unfit(self, prompt: Prompt) -> str | None:
-        """Why a reward that is not optional, or every reward, cannot score this prompt; or None."""
+        """Why a required reward, or every reward, cannot score this prompt; or None."""
         reasons = {name: base.unfit(reward, prompt, name) for name, reward in self.rewards.items()}
         errors = {name: f"{name}: {reason}" for name, reason in reasons.items() if reason}
         required = [name for name in errors if name not in self.optional]
@@ -81,11 +81,11 @@ def rewards(recipe: Recipe) -> Rewards:
 def of_entries(
     train: Sequence[RewardEntry], held_out: Sequence[RewardEntry], model: AnyModel
 ) -> Rewards:
-    """Rewards for training and for held-out prompts, of samples of a model."""
+    """Rewards for training and for held-out prompts of a model."""
     built: list[tuple[RewardEntry, base.Reward, base.Scorer]] = []
 
     def once(entry: RewardEntry) -> tuple[base.Reward, base.Scorer]:
-        """Training and evaluation share a reward and its scorer if all but the weights agree."""
+        """Training and evaluation share a reward and its scorer if only the weights differ."""
         key = entry.model_copy(update={"weight": 1.0})
         for built_entry, reward, built_scorer in built:
             if built_entry == key:
@@ -105,19 +105,19 @@ def of_entries(
 
 
 def _check_entries(entries: Sequence[RewardEntry], model: AnyModel) -> None:
-    """Raises where two rewards share a metric's name, or one scores text of an image model."""
+    """Raises if two rewards have the same metric name, or a text reward scores an image model."""
     labels: dict[str, str] = {}
     for entry in entries:
         other = labels.setdefault(entry.label, entry.name)
         if other != entry.name:
             raise UserError(
-                f'the rewards "{other}" and "{entry.name}" would both be called "{entry.label}" in '
-                "the metrics; rename a file or a folder"
+                f'the rewards "{other}" and "{entry.name}" would both have the metric name '
+                f'"{entry.label}"; rename a file or a folder'
             )
         if STYLES[entry.style].text_only and model.output != "text":
             raise UserError(
-                f'reward "{entry.name}": style = "{entry.style}" scores text, and model.name = '
-                f'"{model.name}" draws images; use a function of samples, style = "gesso"'
+                f'reward "{entry.name}": style = "{entry.style}" scores text, but model.name = '
+                f'"{model.name}" generates images; use a function of samples, style = "gesso"'
             )
 
 
@@ -135,7 +135,7 @@ def scorer(entry: RewardEntry, reward: base.Reward | None = None) -> base.Scorer
 
 
 def served(entry: RewardEntry, batch: int) -> base.Scorer:
-    """The scorer of a reward on a server: samples of all callers share batches."""
+    """The scorer of a reward on a server: samples of all clients share batches."""
     from gesso.rewards.transport.serve import BatchingScorer
 
     reward = _reward(entry)
@@ -152,7 +152,7 @@ def _cached(entry: RewardEntry, reward: base.Reward, inner: base.Scorer) -> base
 
 
 def _uncached_scorer(entry: RewardEntry, reward: base.Reward, batch: int = 4) -> base.Scorer:
-    """On servers, on the event loop, or in `workers` processes that take up to `batch` samples at a
+    """Runs on servers, on the event loop, or in `workers` processes with up to `batch` samples at a
     time."""
     if entry.remote is not None:
         remote = RemoteScorer(entry.remote)
@@ -178,7 +178,7 @@ def _reward(entry: RewardEntry) -> base.Reward:
     if entry.remote is not None:
         return _remote_reward(entry)
     if entry.name in SERVED:
-        raise UserError(f'the reward "{entry.name}" runs on a server: give reward.remote.urls')
+        raise UserError(f'reward "{entry.name}" runs only on a server; set reward.remote.urls')
     reference = _reward_reference(entry)
     return base.load(reference, entry.options, entry.name, entry.style)
 
@@ -186,34 +186,34 @@ def _reward(entry: RewardEntry) -> base.Reward:
 def _reward_reference(entry: RewardEntry) -> str:
     if entry.style != "gesso" and entry.name in REWARDS:
         raise UserError(
-            f'reward "{entry.name}" is one of Gesso\'s; style = "{entry.style}" is for functions '
-            'of your own, "module:Name" or "file.py:Name"'
+            f'reward "{entry.name}" is built in; style = "{entry.style}" applies only to custom '
+            'functions, "module:Name" or "file.py:Name"'
         )
     return named(REWARDS, entry.name, "reward")
 
 
 def _remote_reward(entry: RewardEntry) -> base.Reward:
-    """The local side of a reward on a server: a reward of Gesso's checks the prompts here too."""
+    """The local part of a reward on a server: a built-in reward checks the prompts here too."""
     if entry.options:
         raise UserError(
-            f'reward "{entry.name}" runs on a server, which has its own options: give '
-            f"{', '.join(entry.options)} to `gesso serve-reward`, not to the recipe"
+            f'reward "{entry.name}" runs on a server: pass its options '
+            f"{', '.join(entry.options)} to `gesso serve-reward` instead of the recipe"
         )
     if entry.style != "gesso":
         raise UserError(
-            f'reward "{entry.name}" runs on a server: give style={entry.style} to '
-            "`gesso serve-reward`, not to the recipe"
+            f'reward "{entry.name}" runs on a server: pass style={entry.style} to '
+            "`gesso serve-reward` instead of the recipe"
         )
     if entry.name not in REWARDS:
         return base.RemoteReward()
     try:
         return base.load(REWARDS[entry.name], {})
-    except UserError:  # it needs options, which only the server has
+    except UserError:  # it requires options that only the server has
         return base.RemoteReward()
 
 
 def resolved(entry: RewardEntry) -> dict[str, Any]:
-    """The entry with the defaults of its reward's options filled in. A user's class is not
+    """The entry with defaults filled in for the reward's options. A custom class is not
     instantiated for that: it may load a network."""
     options = entry.options
     if entry.remote is not None or entry.name in SERVED:

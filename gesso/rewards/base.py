@@ -1,8 +1,8 @@
-"""What a reward is: an object with `unfit` and `score`, or a function of the user's.
+"""The reward interface: an object with `unfit` and `score`, or a custom function.
 
-A reward is plain synchronous code; a Scorer decides where it runs: in worker processes, on servers
-over HTTP, or as requests on the event loop. A reward sees the prompt, all columns of its row and
-the image or text.
+A reward is plain synchronous code; a Scorer determines where it runs: in worker processes, on
+servers over HTTP, or as requests on the event loop. A reward receives the prompt, all columns of
+its row and the image or text.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from gesso.rewards.untrusted import (
 )
 from gesso.types import Prompt, Sample, Score, UserError
 
-MAX_VALUE = 1e15  # of a reward: its square, as in the critic's loss, still fits into float32
-MAX_NAME = 100  # characters of a detail's name
+MAX_VALUE = 1e15  # of a reward; its square (in the critic's loss) still fits into float32
+MAX_NAME = 100  # characters in the name of a detail
 
 
 class Reward(Protocol):
@@ -38,11 +38,11 @@ class Reward(Protocol):
         """Why this prompt cannot be scored, or None. Called once, before the run."""
 
     def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
-        """One score per sample, in order. A value of None: the reward does not apply to it."""
+        """One score per sample, in order. A value of None: the reward does not apply."""
 
 
 class Scorer(Protocol):
-    """Where a reward runs. Returns one score per sample, in order; failures are `Score.error`."""
+    """Runs a reward. Returns one score per sample, in order; failures are `Score.error`."""
 
     @property
     def processes(self) -> int:
@@ -54,7 +54,7 @@ class Scorer(Protocol):
 
     @property
     def random(self) -> bool:
-        """Whether scores must not be cached, as far as known."""
+        """Whether scores must not be cached, as far as is known."""
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]: ...
 
@@ -62,24 +62,24 @@ class Scorer(Protocol):
 
 
 class RemoteReward:
-    """In place of a reward that only its server has; accepts every prompt."""
+    """Placeholder of a reward that only its server has; accepts every prompt."""
 
     def unfit(self, prompt: Prompt) -> str | None:
         return None
 
     def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
-        raise AssertionError("it runs on a server")
+        raise AssertionError("this reward runs on a server")
 
 
 def find(reference: str, options: Mapping[str, Any], style: str = "gesso") -> Any:
-    """ "module:Name" → the function or class, checked to take these options, not instantiated."""
+    """Loads the function or class "module:Name" and checks its options; does not instantiate it."""
     target = imports.load(reference, "reward")
     _check_options(reference, options)
     if isinstance(target, type):
         if style != "gesso":
             raise UserError(
-                f'reward "{reference}" is a class; style = "{style}" takes a function, or an '
-                "object that can be called"
+                f'reward "{reference}" is a class; style = "{style}" requires a function or a '
+                "callable object"
             )
         if not issubclass(target, Strict):
             _check_signature(target, reference, options)
@@ -89,15 +89,15 @@ def find(reference: str, options: Mapping[str, Any], style: str = "gesso") -> An
         adapt(target, reference, options, style)
     else:
         kind = type(target).__name__
-        raise UserError(f'reward "{reference}" is {kind}; expected a function or class')
+        raise UserError(f'reward "{reference}" is of type {kind}; expected a function or class')
     return target
 
 
 def load(
     reference: str, options: Mapping[str, Any], name: str = "", style: str = "gesso"
 ) -> Reward:
-    """ "module:Name" → a ready reward. A Strict class checks its options, a function takes them
-    as keyword arguments. `name` is its name in a recipe."""
+    """Loads the reward "module:Name". A Strict class validates its options, a function receives
+    them as keyword arguments. `name` is its name in a recipe."""
     target = find(reference, options, style)
     if not isinstance(target, type):
         return adapt(target, reference, options, style)
@@ -108,7 +108,7 @@ def load(
             reward = target(**options)
         except (Exception, SystemExit) as error:
             raise UserError(
-                f'reward "{reference}" cannot be made: it {raised_message(error)}'
+                f'reward "{reference}" cannot be created: it {raised_message(error)}'
             ) from error
     method = adapt(reward.score, f"{reference}.score", {}, "gesso")
     return reward if callable(getattr(reward, "unfit", None)) else method
@@ -130,14 +130,14 @@ def _check_signature(call: Callable[..., Any], reference: str, options: Mapping[
     try:
         inspect.signature(call).bind(**options)
     except TypeError as error:
-        raise UserError(f'reward "{reference}" does not take these options: {error}') from error
+        raise UserError(f'reward "{reference}" does not accept these options: {error}') from error
     except ValueError:  # some C classes have no signature
         return
 
 
 def unfit(reward: Reward, prompt: Prompt, name: str) -> str | None:
-    """Calls `reward.unfit`, which may be user code: raises a UserError where it raises or returns
-    anything but a text or None. An empty text counts as None."""
+    """Calls `reward.unfit`, which may be user code: a UserError if it raises or returns anything
+    but a text or None. An empty text counts as None."""
     copy = dataclasses.replace(prompt, columns=dict(prompt.columns))  # it may change the columns
     try:
         reason = reward.unfit(copy)
@@ -150,37 +150,37 @@ def unfit(reward: Reward, prompt: Prompt, name: str) -> str | None:
             return one_line(reason) or None
         if inspect.iscoroutine(reason):
             reason.close()
-        fault = f"returned {short_repr(reason)}; expected the reason as a text, or None"
+        fault = f"returned {short_repr(reason)}; expected a text (the reason) or None"
     where = f"{prompt.where}: " if prompt.where else ""
-    raise UserError(f'reward "{name}": its unfit {fault} (asked about {where}{prompt.text[:60]!r})')
+    raise UserError(f'reward "{name}": unfit {fault} (prompt: {where}{prompt.text[:60]!r})')
 
 
 def checked(reward: Reward, samples: Sequence[Sample]) -> list[Score]:
-    """Calls `reward.score`: an exception, a wrong count or a number that is not finite becomes
-    `Score.error`. The reward gets a copy of the list and may change it."""
+    """Calls `reward.score`: an exception, a wrong count or a non-finite number becomes
+    `Score.error`. The reward receives a copy of the list and may change it."""
     count = len(samples)
     try:
-        answers = score_list(reward.score(list(samples)), count)
+        results = score_list(reward.score(list(samples)), count)
     except KeyboardInterrupt:
         raise
     except InvalidScores as error:
         return [Score.failed(str(error))] * count
     except BaseException as error:
         return [Score.failed(raised_message(error))] * count
-    return [_score_of(answer) for answer in answers]
+    return [_score_of(result) for result in results]
 
 
-def _score_of(answer: Any) -> Score:
+def _score_of(result: Any) -> Score:
     try:
-        return plain(answer)
+        return plain(result)
     except Exception as error:  # a property of user code
-        return Score.failed(f"returned {short_repr(answer)}, which {raised_message(error)}")
+        return Score.failed(f"returned {short_repr(result)}, which {raised_message(error)}")
 
 
-def plain(answer: Any) -> Score:
-    """What user code returned (a number, None or a Score) as a Score of plain floats that can be
-    summed and squared."""
-    score = answer if isinstance(answer, Score) else Score(answer)
+def plain(result: Any) -> Score:
+    """Converts a result of user code (a number, None or a Score) to a Score of plain floats that
+    can be summed and squared."""
+    score = result if isinstance(result, Score) else Score(result)
     if score.error is not None:
         return Score.failed(one_line(score.error) or "failed without a reason")
     text = clean_text(score.text)
@@ -193,18 +193,20 @@ def plain(answer: Any) -> Score:
         return Score.failed(f"returned {fault}")
     parts: dict[str, float] = {}
     if not isinstance(score.parts, Mapping):
-        return Score.failed(f"returned {short_repr(score.parts)} as details, not numbers by name")
+        return Score.failed(
+            f"returned {short_repr(score.parts)} as details; expected a mapping of names to numbers"
+        )
     for key, detail in score.parts.items():
         name, number = clean_text(key), _number(detail)
         if number is None:
             return Score.failed(
-                f"returned {short_repr(detail)} as its detail {short_repr(name)}, not a number"
+                f"returned {short_repr(detail)} as detail {short_repr(name)}, not a number"
             )
         if fault := _fault(number):
-            return Score.failed(f'returned {fault} as its detail "{one_line(name, MAX_NAME)}"')
+            return Score.failed(f'returned {fault} as detail "{one_line(name, MAX_NAME)}"')
         if not name.isprintable() or not all(name.split("/")) or len(name) > MAX_NAME:
             return Score.failed(
-                f"returned a detail called {short_repr(key)}; expected a name of at most "
+                f"returned a detail named {short_repr(key)}; expected a name of at most "
                 f"{MAX_NAME} printable characters"
             )
         parts[name] = number
@@ -212,7 +214,7 @@ def plain(answer: Any) -> Score:
 
 
 def _number(value: Any) -> float | None:
-    """None where it is not a number. Text is not, even where float() would parse it."""
+    """None if it is not a number. Text never is, even if float() would parse it."""
     if isinstance(value, str | bytes | bytearray):
         return None
     try:
@@ -227,14 +229,14 @@ def _number(value: Any) -> float | None:
 
 
 def _fault(value: float) -> str | None:
-    """What is wrong with a number, or None."""
+    """Describes a number that is not finite or too large; else None."""
     if not math.isfinite(value):
         return str(value)
-    return f"{value:g}, beyond ±{MAX_VALUE:g}" if abs(value) > MAX_VALUE else None
+    return f"{value:g}, outside ±{MAX_VALUE:g}" if abs(value) > MAX_VALUE else None
 
 
 def is_random(reward: Reward) -> bool:
-    """Whether the function or class declares `random = True`: a sample's score may vary."""
+    """Whether the function or class declares `random = True`: scores of one sample may differ."""
     source: Any = reward.function if isinstance(reward, FunctionReward) else reward
     source = getattr(source, "__self__", source)  # the instance of a bound method
     return getattr(source, "random", False) is True

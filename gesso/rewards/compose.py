@@ -1,4 +1,4 @@
-"""Several rewards as one: a weighted sum, each part logged by itself."""
+"""Combines several rewards: a weighted sum, with each part logged separately."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class WeightedReward:
 
 
 class OptionalScorer(ScorerWrapper):
-    """Scores the samples whose prompt the reward can score; it does not apply to the others."""
+    """Scores the samples with prompts that the reward can score; it does not apply to others."""
 
     def __init__(self, inner: Scorer, reward: Reward, name: str) -> None:
         super().__init__(inner)
@@ -34,7 +34,7 @@ class OptionalScorer(ScorerWrapper):
         return [next(scores) if score is None else score for score in skipped]
 
     def _skipped(self, sample: Sample) -> Score | None:
-        """The score of a sample that the inner scorer does not get; None for the others."""
+        """The score of a sample that is not passed to the inner scorer; None for the others."""
         try:
             reason = base.unfit(self.reward, sample.prompt, self.name)
         except UserError as error:
@@ -43,8 +43,8 @@ class OptionalScorer(ScorerWrapper):
 
 
 def combine(weighted: Sequence[tuple[str, float, Score]]) -> Score:
-    """Σ weight·value over the rewards that apply to the sample; the others add nothing and have no
-    part. One failed part fails the sample: without it the sum is another reward."""
+    """Σ weight·value over the rewards that apply to the sample; the others contribute neither value
+    nor part. One failed part fails the sample: without it the sum would be a different reward."""
     parts: dict[str, float] = {}
     total = 0.0
     for name, weight, score in weighted:
@@ -53,16 +53,17 @@ def combine(weighted: Sequence[tuple[str, float, Score]]) -> Score:
         if score.value is None:
             continue
         share = weight * score.value
-        if not abs(share) <= base.MAX_VALUE:  # nor is NaN
+        if not abs(share) <= base.MAX_VALUE:  # also rejects NaN
             return Score.failed(
-                f"{name}: its weight {weight:g} times its value {score.value:g} is beyond "
+                f"{name}: weight {weight:g} times value {score.value:g} is outside "
                 f"±{base.MAX_VALUE:g}"
             )
         total += share
         parts[name] = score.value
         parts |= {f"{name}/{detail}": value for detail, value in score.parts.items()}
     if not parts:
-        return Score.failed(f"{', '.join(n for n, _, _ in weighted)}: none applies to this sample")
+        names = ", ".join(name for name, _, _ in weighted)
+        return Score.failed(f"{names}: no reward applies to this sample")
     return Score(total, parts, " | ".join(s.text for _, _, s in weighted if s.text))
 
 

@@ -1,4 +1,4 @@
-"""A user's function as a reward: how it is called, and the inspection of its signature."""
+"""Custom functions as rewards: how they are called, and how their signature is inspected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Options = Mapping[str, Any]
 class FunctionReward:
     """`f(samples, **options)` → a list of numbers, None or Scores; accepts every prompt."""
 
-    call = "(samples, **options)"  # for errors
+    call = "(samples, **options)"  # in error messages
     text_only = False
 
     def __init__(self, function: Function, options: Options, reference: str = "") -> None:
@@ -31,22 +31,22 @@ class FunctionReward:
 
     @staticmethod
     def bind(signature: inspect.Signature, options: Options) -> None:
-        """Raises TypeError where a function of this signature cannot be called in this style."""
+        """Raises TypeError if a function with this signature cannot be called in this style."""
         signature.bind(None, **options)
 
     @staticmethod
     def recognises(names: Sequence[str], takes_any: bool) -> bool:
-        """Whether these parameter names look like this style; `takes_any`: **kwargs."""
+        """Whether these parameter names match this style; `takes_any`: it has **kwargs."""
         return names[:1] == ["samples"]
 
 
 def score_texts(
     reward: FunctionReward, score: Callable[[list[Sample]], list[Score]], samples: Sequence[Sample]
 ) -> list[Score]:
-    """Scores the texts that fit; the other samples fail, each with its reason. A server's batch may
-    hold samples of several callers."""
+    """Scores the texts that fit; each other sample fails with its own reason, because a server's
+    batch may contain samples of several clients."""
     reasons = [
-        "is an image; expected a text" if s.text is None else reward.unfit(s.prompt)
+        "the sample is an image; expected text" if s.text is None else reward.unfit(s.prompt)
         for s in samples
     ]
     fit = [sample for sample, reason in zip(samples, reasons, strict=True) if reason is None]
@@ -73,7 +73,7 @@ def scalar_of(value: Any) -> Any:
 
 
 def signature_of(function: Function) -> inspect.Signature | None:
-    """None where there is none, as for some C functions."""
+    """None for functions without a signature, such as some C functions."""
     try:
         return inspect.signature(function)
     except (TypeError, ValueError):
@@ -84,7 +84,7 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 
 def parameter_names(signature: inspect.Signature) -> tuple[list[str], bool]:
-    """Parameters that can be passed by name, and whether there is **kwargs."""
+    """Returns (parameters that can be passed by name, whether there is **kwargs)."""
     parameters = signature.parameters.values()
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     return [p.name for p in parameters if p.kind in _BY_NAME], takes_any
@@ -97,6 +97,6 @@ def required_parameters(signature: inspect.Signature) -> list[str]:
 
 
 def format_parameters(signature: inspect.Signature) -> str:
-    """Without types: (samples, scale=1.0)."""
+    """The parameters without types: (samples, scale=1.0)."""
     bare = [p.replace(annotation=p.empty) for p in signature.parameters.values()]
     return clean_text(signature.replace(parameters=bare, return_annotation=signature.empty), 200)

@@ -5,7 +5,7 @@ easyr1    f(reward_inputs, **options), or f(reward_input, **options)     EasyR1 
 openrlhf  f(queries, prompts, labels, **options)                         OpenRLHF 0.11
 trl       f(prompts=, completions=, completion_ids=, **columns)          TRL 1.10, in trl.py
 
-The last three score text. Signatures are checked when a function is loaded.
+The last three score text only. Signatures are checked when a function is loaded.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ from gesso.types import Prompt, Sample, Score, UserError
 
 
 class EasyR1(FunctionReward):
-    """Takes a list of dicts and returns one dict each: "overall" is the value, the rest details.
-    Called with one dict at a time if the function's module sets REWARD_TYPE = "sequential", or if
-    it does not set it (as before EasyR1 0.3.3) and the parameter is named `reward_input`."""
+    """Takes a list of dicts and returns one dict each: "overall" is the value, other items are
+    details. Called with one dict at a time if the function's module sets REWARD_TYPE =
+    "sequential", or if it does not set it (before EasyR1 0.3.3) and the parameter is named
+    `reward_input`."""
 
     call = "(reward_inputs, **options)"
     text_only = True
@@ -51,7 +52,7 @@ class EasyR1(FunctionReward):
         kind = _constant(reference, "REWARD_TYPE", default)
         if kind not in ("batch", "sequential"):
             raise UserError(
-                f'reward "{reference}": its module says REWARD_TYPE = {short_repr(kind)}; expected '
+                f'reward "{reference}": its module sets REWARD_TYPE = {short_repr(kind)}; expected '
                 '"batch" or "sequential"'
             )
         self.sequential = kind == "sequential"
@@ -66,8 +67,8 @@ class EasyR1(FunctionReward):
 
     def _score_batch(self, samples: Sequence[Sample]) -> list[Score]:
         inputs = [_reward_input(sample) for sample in samples]
-        answers = score_list(self.function(inputs, **self.options), len(samples))
-        return [_overall(answer) for answer in answers]
+        results = score_list(self.function(inputs, **self.options), len(samples))
+        return [_overall(result) for result in results]
 
     def _score_each(self, samples: Sequence[Sample]) -> list[Score]:
         def one(sample: Sample) -> Score:
@@ -81,8 +82,8 @@ class EasyR1(FunctionReward):
 
 
 class OpenRLHF(FunctionReward):
-    """Called with one query at a time, as in OpenRLHF: prompt and response in one text. Returns a
-    dict with "rewards", and as details "scores" and the items of "extra_logs"; or only the reward.
+    """Called with one query at a time, as in OpenRLHF: prompt and response in one text. Returns the
+    reward, or a dict with "rewards"; "scores" and the items of "extra_logs" become details.
     Numbers may be tensors of one element."""
 
     call = "(queries, prompts, labels, **options)"
@@ -95,15 +96,15 @@ class OpenRLHF(FunctionReward):
     def _one(self, sample: Sample) -> Score:
         prompt, label = sample.prompt.text, label_of(sample.prompt)
         query = prompt + sample.response
-        answer = self.function([query], [prompt], ["" if label is None else label], **self.options)
-        if not isinstance(answer, Mapping):
-            answer = {"rewards": answer}
-        value = scalar_of(answer.get("rewards"))
+        result = self.function([query], [prompt], ["" if label is None else label], **self.options)
+        if not isinstance(result, Mapping):
+            result = {"rewards": result}
+        value = scalar_of(result.get("rewards"))
         if value is None:
-            return Score.failed(f'returned no "rewards", but {short_repr(answer)}')
-        details = dict(answer.get("extra_logs") or {})
-        if answer.get("scores") is not None:
-            details["scores"] = answer["scores"]
+            return Score.failed(f'returned {short_repr(result)}; expected a value for "rewards"')
+        details = dict(result.get("extra_logs") or {})
+        if result.get("scores") is not None:
+            details["scores"] = result["scores"]
         return Score(value, {name: scalar_of(detail) for name, detail in details.items()})
 
     @staticmethod
@@ -124,11 +125,11 @@ STYLES: dict[str, type[FunctionReward]] = {
 
 
 def adapt(function: Function, reference: str, options: Options, style: str) -> FunctionReward:
-    """The function as a reward; raises where its signature is not that of the style."""
+    """Wraps the function as a reward; raises if its signature does not match the style."""
     kind = STYLES[style]
     if _is_async(function) and kind is not TRL:
         raise UserError(
-            f'reward "{reference}" is async; style = "{style}" calls a plain function, and only '
+            f'reward "{reference}" is async; style = "{style}" requires a plain function, only '
             'style = "trl" may be async'
         )
     signature = signature_of(function)
@@ -154,7 +155,7 @@ def _check(signature: inspect.Signature, reference: str, options: Options, style
         fault = f": {error}{_reserved_key_hint(signature, options)}"
     others = [n for n, other in STYLES.items() if other.recognises(*parameter_names(signature))]
     likely = others[0] if others else style
-    if not fault and likely in (style, "gesso"):  # any style may name a parameter `samples`
+    if not fault and likely in (style, "gesso"):  # other styles may have a parameter `samples` too
         return
     hint = f'; did you mean style = "{likely}"?' if likely != style else ""
     takes = format_parameters(signature)
@@ -165,7 +166,7 @@ def _check(signature: inspect.Signature, reference: str, options: Options, style
 
 
 def _reserved_key_hint(signature: inspect.Signature, options: Options) -> str:
-    """The hint for a parameter that no option can set."""
+    """A hint about a parameter that no option can set, or ""."""
     taken = [
         n
         for n in required_parameters(signature)
@@ -173,11 +174,11 @@ def _reserved_key_hint(signature: inspect.Signature, options: Options) -> str:
     ]
     if not taken:
         return ""
-    return f'; "{taken[0]}" is a key of [[reward]] itself, so give that parameter another name'
+    return f'; "{taken[0]}" is a key of [[reward]] itself; rename the parameter'
 
 
 def _constant(reference: str, name: str, default: str) -> Any:
-    """A constant of the reference's module, such as REWARD_TYPE."""
+    """A constant of the module of `reference`, such as REWARD_TYPE."""
     try:
         return imports.load(f"{reference.rpartition(':')[0]}:{name}", "reward")
     except UserError:
@@ -192,11 +193,11 @@ def _reward_input(sample: Sample) -> dict[str, Any]:
     return inputs if sample.tokens is None else inputs | {"response_length": sample.tokens}
 
 
-def _overall(answer: Any) -> Score:
-    if not isinstance(answer, Mapping):
-        return Score.failed(f'returned {short_repr(answer)}; expected a dict with "overall"')
-    if answer.get("overall") is None:
-        keys = ", ".join(clean_text(key, 80) for key in answer) or "nothing"
-        return Score.failed(f'returned a dict without "overall", only with {keys}')
-    details = {k: scalar_of(v) for k, v in answer.items() if k != "overall" and v is not None}
-    return Score(scalar_of(answer["overall"]), details)
+def _overall(result: Any) -> Score:
+    if not isinstance(result, Mapping):
+        return Score.failed(f'returned {short_repr(result)}; expected a dict with "overall"')
+    if result.get("overall") is None:
+        keys = ", ".join(clean_text(key, 80) for key in result) or "none"
+        return Score.failed(f'returned a dict without "overall"; its keys: {keys}')
+    details = {k: scalar_of(v) for k, v in result.items() if k != "overall" and v is not None}
+    return Score(scalar_of(result["overall"]), details)

@@ -19,7 +19,7 @@ from gesso.rewards.functions import (
     score_texts,
     signature_of,
 )
-from gesso.rewards.labels import among_columns
+from gesso.rewards.labels import describe_columns
 from gesso.rewards.untrusted import clean_text, score_list
 from gesso.types import IMAGE_FORMATS, Prompt, Sample, Score, UserError
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 
 class TRL(FunctionReward):
-    """Called with keyword arguments only, each a list: prompts and completions (messages where the
+    """Called with keyword arguments only, each a list: prompts and completions (messages if the
     prompt has messages, else texts), the row's columns, its images as Pillow images. Returns a list
-    of numbers and None; may be async. Values passed to `log_metric` become details, those passed to
-    `log_extra` texts for people.
+    of numbers and None; may be async. Values passed to `log_metric` become details, values passed
+    to `log_extra` become the text of the score.
 
-    `completion_ids` have a length only: the ids are not sent to rewards. There is no
+    `completion_ids` have only a length: the ids are not sent to rewards. There is no
     `trainer_state`: scores are cached, so they must not depend on the step.
     """
 
@@ -60,18 +60,17 @@ class TRL(FunctionReward):
         missing = [name for name in self.columns if name not in available]
         if not missing:
             return None
-        others = among_columns(prompt)
-        return f'the function takes the column "{missing[0]}", found no such column{others}'
+        return f'the function requires the column "{missing[0]}", got {describe_columns(prompt)}'
 
     def score(self, samples: Sequence[Sample]) -> Sequence[Score]:
         return score_texts(self, self._score_batch, samples)
 
     def _score_batch(self, samples: Sequence[Sample]) -> list[Score]:
         log = _CallLog()
-        answer = self.function(**self._arguments(samples, log))
-        if inspect.isawaitable(answer):
-            answer = self._run(answer)
-        values = score_list(answer, len(samples))
+        result = self.function(**self._arguments(samples, log))
+        if inspect.isawaitable(result):
+            result = self._run(result)
+        values = score_list(result, len(samples))
         return [Score(value, log.details, log.text(i)) for i, value in enumerate(values)]
 
     def _arguments(self, samples: Sequence[Sample], log: _CallLog) -> dict[str, Any]:
@@ -96,20 +95,20 @@ class TRL(FunctionReward):
             return arguments
         return {name: value for name, value in arguments.items() if name in self.names}
 
-    def _run(self, answer: Any) -> Any:
-        """All calls share one event loop: a client that the function keeps is bound to it."""
+    def _run(self, result: Any) -> Any:
+        """All calls share one event loop: clients that the function keeps are bound to it."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-        return self._loop.run_until_complete(answer)
+        return self._loop.run_until_complete(result)
 
     @staticmethod
     def bind(signature: inspect.Signature, options: Options) -> None:
         names, takes_any = parameter_names(signature)
         if not takes_any and not {"prompts", "completions", "completion_ids"} & set(names):
-            raise TypeError("it takes none of prompts, completions and completion_ids")
+            raise TypeError("none of its parameters is prompts, completions or completion_ids")
         for name in required_parameters(signature):
             if name in TRL.unavailable:
-                raise TypeError(f"Gesso has no '{name}' to give; make the parameter optional")
+                raise TypeError(f"Gesso does not provide '{name}'; make the parameter optional")
         for name in options:
             if name in (*TRL.provided, *TRL.unavailable):
                 raise TypeError(f"'{name}' cannot be an option")
@@ -124,19 +123,20 @@ class TRL(FunctionReward):
 
 
 class _UnknownIds(Sequence[int]):
-    """Token ids of a completion, of which only the number is known."""
+    """Token ids of a completion: only their number is known."""
 
     def __init__(self, tokens: int | None) -> None:
         self.tokens = tokens
 
     def __len__(self) -> int:
         if self.tokens is None:
-            raise UserError("this sample came without its number of tokens")
+            raise UserError("the number of tokens of this sample is unknown")
         return self.tokens
 
     def __getitem__(self, index: Any) -> Any:
         raise UserError(
-            'style = "trl": rewards know the number of completion_ids, not the ids; use completions'
+            'style = "trl": only the number of completion_ids is available, not the ids; '
+            "use completions"
         )
 
     def __iter__(self) -> Any:
@@ -144,7 +144,7 @@ class _UnknownIds(Sequence[int]):
 
 
 class _CallLog:
-    """Collects what a function logs during one call."""
+    """Collects the values that a function logs during one call."""
 
     def __init__(self) -> None:
         self.metrics: dict[str, list[float]] = {}
@@ -158,7 +158,7 @@ class _CallLog:
 
     @property
     def details(self) -> dict[str, float]:
-        """The same for all samples of the call, so that their mean is the mean of the batch."""
+        """The same for all samples of the call, so that their mean is the batch mean."""
         return {name: fmean(values) for name, values in self.metrics.items()}
 
     def text(self, index: int) -> str:
@@ -167,7 +167,7 @@ class _CallLog:
 
 
 def _prompt(prompt: Prompt, images: Sequence[Image]) -> Any:
-    """The prompt's text, or its messages: texts as strings, images filled in as TRL does."""
+    """The prompt's text, or its messages: texts as strings, images filled in as in TRL."""
     if not prompt.messages:
         return prompt.text
     remaining = iter(images)

@@ -1,4 +1,4 @@
-"""Values and errors of user code, as text and lists that are safe to print and to send."""
+"""Converts values and errors of user code to text and lists that are safe to print and send."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_ERROR = 1_000
 
 
 class InvalidScores(ValueError):
-    """A return value that does not hold one score per sample."""
+    """A return value without exactly one score per sample."""
 
 
 def clean_text(value: Any, limit: int = MAX_TEXT) -> str:
@@ -20,7 +20,7 @@ def clean_text(value: Any, limit: int = MAX_TEXT) -> str:
     try:
         text = str(value)
     except Exception as error:  # a __str__ of user code
-        text = f"(its text cannot be read: {type(error).__name__})"
+        text = f"(str() raised {type(error).__name__})"
     text = text.encode("utf-8", "replace").decode().replace("\0", "?")
     return text if len(text) <= limit else f"{text[:limit]}…"
 
@@ -42,29 +42,29 @@ def raised_message(error: BaseException) -> str:
     return f"raised {type(error).__name__}: {one_line(error)}".removesuffix(": ")
 
 
-def score_list(answer: Any, count: int) -> list[Any]:
-    """What a reward returned for `count` samples, as a list; it may be a generator, an array or a
-    tensor. Raises InvalidScores for anything else and for another number of scores. Text, bytes and
-    dicts are iterable, but do not hold scores."""
-    if inspect.iscoroutine(answer):
-        answer.close()  # or Python warns that it was never awaited
-    values = None if isinstance(answer, str | bytes | bytearray | Mapping | set) else _iter(answer)
+def score_list(result: Any, count: int) -> list[Any]:
+    """The return value of a reward for `count` samples, as a list; it may be a generator, an array
+    or a tensor. Raises InvalidScores for any other type, including text, bytes, dicts and sets,
+    and for a wrong number of scores."""
+    if inspect.iscoroutine(result):
+        result.close()  # or Python warns that it was never awaited
+    values = None if isinstance(result, str | bytes | bytearray | Mapping | set) else _iter(result)
     if values is None:
-        kind = type(answer).__name__
-        got = f"the {kind}" if kind == "coroutine" else f"the {kind} {short_repr(answer)}"
-        got = "None" if answer is None else got
+        kind = type(result).__name__
+        got = f"the {kind}" if kind == "coroutine" else f"the {kind} {short_repr(result)}"
+        got = "None" if result is None else got
         raise InvalidScores(
             f"returned {got}; expected a list with one score for each of the {count} samples"
         )
     scores = list(itertools.islice(values, count + 1))  # a generator may never end
     if len(scores) != count:
-        n = len(answer) if isinstance(answer, list | tuple) else len(scores)
+        n = len(result) if isinstance(result, list | tuple) else len(scores)
         raise InvalidScores(f"returned {n} scores for {count} samples")
     return scores
 
 
-def _iter(answer: Any) -> Iterator[Any] | None:
+def _iter(result: Any) -> Iterator[Any] | None:
     try:
-        return iter(answer)
-    except TypeError:  # a number, an array of no dimension
+        return iter(result)
+    except TypeError:  # a number, a zero-dimensional array
         return None

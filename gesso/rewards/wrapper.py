@@ -1,4 +1,4 @@
-"""What scorers that wrap another scorer share."""
+"""Base class of scorers that wrap another scorer."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The bundled tiny models, their prompts and questions. tools/zoo has the scripts behind them."""
+"""The bundled tiny models, their prompts and questions. The scripts are in tools/zoo."""

@@ -1,7 +1,7 @@
-"""What the bundled models were trained on, for users who type their own prompts.
+"""Notes on prompts that differ from the training data of the bundled models.
 
-The sentences and checks are next to the constants from which the training data was made: in
-gesso.zoo.words for signs and in gesso.zoo.scenes for shapes.
+The texts and checks are next to the constants that generate the training data: in gesso.zoo.words
+for signs and in gesso.zoo.scenes for shapes.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from gesso.config import PACKAGE, resolve_path
 from gesso.types import Prompt
 
-MAX_REASON = 100  # characters; a reason quotes what was typed
+MAX_REASON = 100  # characters; a reason quotes the prompt
 
 
 @dataclass(frozen=True)
 class Limits:
-    text: str  # sentences for the user
-    outside: Callable[[Prompt], str | None]  # how it differs from the training data, or None
+    text: str  # describes the training data
+    outside: Callable[[Prompt], str | None]  # how a prompt differs from the training data, or None
 
     def note(self, prompts: Sequence[Prompt]) -> str | None:
-        """One note about the prompts that differ, or None."""
+        """A note if prompts differ from the training data, else None."""
         reasons = [(prompt, self.outside(prompt)) for prompt in prompts]
         outside = [(prompt, reason) for prompt, reason in reasons if reason]
         if not outside:
@@ -31,8 +31,8 @@ class Limits:
         reason = reason if len(reason) <= MAX_REASON else f"{reason[:MAX_REASON]}…"
         if len(prompts) > 1:
             reason = (
-                f"{len(outside)} of {len(prompts)} prompts are not like those that the model was "
-                f"trained on; the first is {first.where}: {first.text[:60]}: {reason}"
+                f"{len(outside)} of {len(prompts)} prompts differ from the model's training data; "
+                f"the first is {first.where}: {first.text[:60]}: {reason}"
             )
         return f"{reason}. {self.text}"
 

@@ -1,6 +1,6 @@
-"""The questions that the bundled vision-language model answers.
+"""The questions of the bundled vision-language model.
 
-tools/zoo/render_shapes.py draws the scenes that they are about.
+tools/zoo/render_shapes.py renders the scenes.
 """
 
 import re
@@ -32,15 +32,15 @@ _QUESTION = re.compile(_wording("(.+)", r"(\S+)").replace("?", r"\?"))
 LIMITS = (
     "The bundled shapes model answers questions worded exactly like: "
     f"{question(Kind('red', 'star'))} Colours: {', '.join(COLOURS)}. "
-    f"Shapes: {', '.join(map(plural, FORMS))}. One square picture holds 1 to {MAX_COUNT} of them. "
-    "Answers to other questions are mostly wrong."
+    f"Shapes: {', '.join(map(plural, FORMS))}. The prompt has one square image with 1 to "
+    f"{MAX_COUNT} of them. Answers to other questions are mostly wrong."
 )
 
 
 def outside(text: str, images: int = 1) -> str | None:
-    """How a question differs from those that the model was trained on, or None."""
+    """How a question differs from the model's training data, or None."""
     if images != 1:
-        return f"The question comes with {images or 'no'} pictures"
+        return f"The question has {images or 'no'} images"
     match = _QUESTION.fullmatch(text)
     if match is None:
         return "The question is worded differently"

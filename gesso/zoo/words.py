@@ -1,7 +1,7 @@
 """The words on the signs of the bundled image model and the form of its prompts.
 
-Two disjoint lists of real English words, one to train on by RL and one to evaluate on. The model
-was pre-trained on other, made-up words: see tools/zoo/sign_prompts.py.
+Two disjoint lists of real English words, one for RL training and one for evaluation. The model was
+pre-trained on other, made-up words: see tools/zoo/sign_prompts.py.
 """
 
 import re
@@ -30,7 +30,7 @@ ALPHABET = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def real_words(split: str) -> list[str]:
-    """The list `split` ("train" or "eval"), in the order of the file."""
+    """The words of `split` ("train" or "eval"), in file order."""
     return (HERE / "words" / f"{split}.txt").read_text().split()
 
 
@@ -41,16 +41,16 @@ def prompt_for(word: str, colour: str) -> str:
 _PROMPT = re.compile(prompt_for('([^"]*)', '([^"]+)'), re.IGNORECASE)
 _WORD = re.compile(f"[{ALPHABET}]*", re.IGNORECASE | re.ASCII)
 LIMITS = (
-    f"The bundled signs model writes one word of {min(LENGTHS)} to {max(LENGTHS)} letters A to Z, "
-    f"in prompts like: {prompt_for('KITE', 'red')}. Signs are {', '.join(COLOURS[:-1])} or "
-    f"{COLOURS[-1]}. Other prompts seldom give legible signs."
+    f"The bundled signs model renders one word of {min(LENGTHS)} to {max(LENGTHS)} letters A to Z, "
+    f"for prompts like: {prompt_for('KITE', 'red')}. Signs are {', '.join(COLOURS[:-1])} or "
+    f"{COLOURS[-1]}. Other prompts rarely give legible signs."
 )
 
 
 def outside(prompt: str) -> str | None:
-    """How a prompt differs from those that the model was trained on, or None.
+    """How a prompt differs from the model's training data, or None.
 
-    Case and extra spaces make no difference: the tokenizer ignores them.
+    Ignores case and extra spaces, as the tokenizer does.
     """
     match = _PROMPT.fullmatch(" ".join(prompt.split()))
     if match is None:

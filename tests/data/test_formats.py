@@ -1,4 +1,4 @@
-"""Rows of EasyR1, LMM-R1 and TRL in real files, and the sentence for each that cannot be used."""
+"""Rows of EasyR1, LMM-R1 and TRL in real files, and the reason for each row that is skipped."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def read(path: Path | str, form: ChatFormat | None = None, **options: Any) -> li
 
 
 def left_out(path: Path | str, **options: Any) -> str:
-    """Why the one row is left out."""
+    """Why the only row is skipped."""
     reading = readers.read(DataSource(path=str(path), **options))
     assert reading.prompts == []
     (why,) = reading.left_out
@@ -123,7 +123,7 @@ def test_a_table_is_read_in_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_easyr1_saved_by_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Given as Pillow's pictures, stored by `datasets` as it does, on disk and as on the hub."""
+    """Pillow images, stored by `datasets` on disk and as on the hub."""
     import datasets
 
     opened = [
@@ -154,7 +154,7 @@ def test_easyr1_saved_by_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_easyr1_text_alone(tmp_path: Path) -> None:
-    """math12k: no pictures, or a column of them with nothing in it."""
+    """math12k: no image column, or an empty one."""
     rows: list[dict] = [{"problem": "1+1?", "answer": "2"}]
     rows += [{"problem": "2+2?", "answer": "4", "images": None}]
     rows += [{"problem": "3?", "answer": "3", "images": []}, {"problem": "4?", "image": ""}]
@@ -203,7 +203,7 @@ def test_lmm_r1(folder: Path, kind: str) -> None:
 
 
 def test_trl(folder: Path) -> None:
-    """`prompt` as text and as messages, `image` and `images`, and a conversation with a past."""
+    """`prompt` as text and as messages, `image` and `images`, and several turns."""
     talk = [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": [IMAGE, text("First?")]},
@@ -260,8 +260,8 @@ def test_trl_in_a_table(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("column", ["prompt", "problem", "question"])
-def test_a_text_without_pictures_is_what_it_was(tmp_path: Path, column: str) -> None:
-    """Models that draw get exactly the prompt they always got."""
+def test_a_text_without_images_is_unchanged(tmp_path: Path, column: str) -> None:
+    """Image models receive exactly the prompt of the row."""
     row = {column: "  a sign [x] ", "negative_prompt": "blurry", "target": "KITE", "n": [1, {}]}
     (prompt,) = read(jsonl(tmp_path / "a.jsonl", row))
     assert prompt == Prompt(
@@ -269,7 +269,7 @@ def test_a_text_without_pictures_is_what_it_was(tmp_path: Path, column: str) -> 
     )
 
 
-def test_the_first_column_that_is_there_is_asked(tmp_path: Path) -> None:
+def test_prompt_columns_have_an_order_of_precedence(tmp_path: Path) -> None:
     names = ["prompt", "problem", "message", "messages", "question"]
     values = dict.fromkeys(["prompt", "problem", "question"], "x") | {
         name: '[{"role": "user", "content": "x"}]' for name in ("message", "messages")
@@ -287,12 +287,13 @@ def test_columns_by_other_names(folder: Path) -> None:
     (prompt,) = read(file, column="q", images="photo")
     assert prompt.text == "Which ?" and prompt.columns == {"image": "id-7", "message": "hello"}
     (prompt,) = read(file, column="message", images="photo", drop=["q"])
-    assert prompt.text == "hello" and len(prompt.images) == 1  # the user says that it is a text
-    with pytest.raises(UserError, match='has no column "foto" of pictures; it has image, message'):
+    assert prompt.text == "hello" and len(prompt.images) == 1  # `column` makes it a text
+    fault = 'has no column "foto", which `images` names; its columns are image, message'
+    with pytest.raises(UserError, match=fault):
         read(file, column="q", images="foto")
 
 
-def test_all_that_may_stand_for_a_picture(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kind_of_image_value(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     (folder / "data").mkdir()
     (folder / "data" / "in data.png").write_bytes(RED)
@@ -314,7 +315,7 @@ def test_all_that_may_stand_for_a_picture(folder: Path, monkeypatch: pytest.Monk
     rows.append({"problem": "<image>", "images": {"path": "red.png"}})
     file = jsonl(folder / "data" / "a.jsonl", *rows)
     images = [p.images for p in read(file)]
-    assert images == [(picture,) for picture in [*values.values(), values["red.png"]]]
+    assert images == [(image,) for image in [*values.values(), values["red.png"]]]
 
 
 def test_a_conversation_holds_every_kind_of_part(folder: Path) -> None:
@@ -337,7 +338,7 @@ def noise(kind: str) -> bytes:
     return buffer.getvalue()
 
 
-CUT = noise("JPEG")[:-400]  # its head is whole: only decoding finds it
+CUT = noise("JPEG")[:-400]  # the header is intact: only decoding fails
 CORRUPT = bytearray(noise("PNG"))
 CORRUPT[400] ^= 1
 
@@ -346,47 +347,47 @@ CORRUPT[400] ^= 1
     "row, why",
     [
         ({"problem": "<image><image>", "images": ["red.png"]},
-         "expected as many pictures as <image>, found 1 for 2"),
+         "expected one image per <image> placeholder, got 1 for 2"),
         ({"problem": "<image>?", "images": ["red.png", "blue.jpg"]},
-         "expected as many pictures as <image>, found 2 for 1"),
-        ({"problem": "<image>?"}, "expected as many pictures as <image>, found 0 for 1"),
-        ({"prompt": "<image>?"}, "expected as many pictures as <image>, found 0 for 1"),
+         "expected one image per <image> placeholder, got 2 for 1"),
+        ({"problem": "<image>?"}, "expected one image per <image> placeholder, got 0 for 1"),
+        ({"prompt": "<image>?"}, "expected one image per <image> placeholder, got 0 for 1"),
         ({"problem": "?", "images": ["red.png", "gone.png"]},
-         r"picture 2 of 2: no such file 'gone.png', neither in .* nor from here"),
+         r"image 2 of 2: no such file 'gone.png' in .* or the working directory"),
         ({"problem": "?", "images": ["https://x.org/a.png"]},
-         r"picture 1 of 1: 'https://x.org/a.png' lies on the web, .*; download the pictures"),
+         r"image 1 of 1: 'https://x.org/a.png' is a URL, .*; download the images"),
         ({"problem": "?", "images": ["data:image/png;base64,%%%"]},
-         r"picture 1 of 1: expected base64 after 'data:image/png;base64,', got '%%%'"),
+         r"image 1 of 1: expected base64 after 'data:image/png;base64,', got '%%%'"),
         ({"problem": "?", "images": ["data:image/png,abc"]}, "expected base64 after"),
         ({"problem": "?", "images": ["a" * 2001]}, "expected a path or base64, got 'aaaa"),
-        ({"problem": "?", "images": ["a" * 2000]}, r"1,500 bytes: no picture; expected one of PNG"),
+        ({"problem": "?", "images": ["a" * 2000]}, r"1,500 bytes: not an image; expected one of"),
         ({"problem": "?", "images": [7]}, "expected a path, bytes or base64, got 7"),
-        ({"problem": "?", "images": [None, "red.png"]}, "picture 1 of 2: expected a path"),
+        ({"problem": "?", "images": [None, "red.png"]}, "image 1 of 2: expected a path"),
         ({"problem": "?", "images": [{"bytes": None, "path": None}]}, "got None"),
         ({"problem": "?", "image": {"w": 3}}, "expected a path, bytes or base64, got {'w': 3}"),
         ({"problem": "?", "images": ["cut.jpg"]}, r"cut.jpg cannot be decoded: .*truncated"),
         ({"problem": "?", "images": ["red.png", "corrupt.png"]},
-         r"picture 2 of 2: \S*corrupt.png cannot be decoded: "),
-        ({"problem": "?", "images": ["a.jsonl"]}, r"a.jsonl: no picture; expected one of PNG, JPE"),
-        ({"problem": "?", "images": ["empty.png"]}, r"empty.png: no picture"),
-        ({"problem": "?", "images": ["a.eps"]}, r"a.eps: no picture"),
+         r"image 2 of 2: \S*corrupt.png cannot be decoded: "),
+        ({"problem": "?", "images": ["a.jsonl"]}, r"a.jsonl: not an image; expected one of PNG, J"),
+        ({"problem": "?", "images": ["empty.png"]}, r"empty.png: not an image"),
+        ({"problem": "?", "images": ["a.eps"]}, r"a.eps: not an image"),
         ({"message": "How many?"}, r"expected messages as JSON, got 'How many\?': Expecting value"),
         ({"message": '{"role": "user"}'}, "expected a list of messages, got "),
         ({"message": "[1]"}, r'message 1: expected \{"role", "content"\}, got 1'),
-        ({"message": "[]"}, "expected a message of the user's, found none"),
+        ({"message": "[]"}, "expected a user message, got roles: none"),
         ({"prompt": [{"content": "x"}]}, r'message 1: expected \{"role", "content"\}, got {\'con'),
-        ({"prompt": [{"role": "user"}]}, "message 1: expected text or parts as content, got None"),
+        ({"prompt": [{"role": "user"}]}, "message 1: expected text or a list of parts as conte"),
         ({"prompt": [user({"type": "video", "video": "x"})]},
-         "message 1: expected a text or an image, got {'type': 'video'"),
-        ({"prompt": [user({"type": "text"})]}, "message 1: expected a text or an image"),
-        ({"prompt": [{"role": "system", "content": "x"}]}, "of the user's, found system"),
+         "message 1: expected a text or image part, got {'type': 'video'"),
+        ({"prompt": [user({"type": "text"})]}, "message 1: expected a text or image part"),
+        ({"prompt": [{"role": "system", "content": "x"}]}, "a user message, got roles: system"),
         ({"prompt": [user(), {"role": "assistant", "content": "4"}]},
-         "the last message is the assistant's already; expected the user's"),
-        ({"prompt": [user(IMAGE, text("x"))]}, "as many pictures as <image>, found 0 for 1"),
+         "the last message is an assistant message; expected a user message"),
+        ({"prompt": [user(IMAGE, text("x"))]}, "image per <image> placeholder, got 0 for 1"),
         ({"prompt": [user({"type": "image", "image": "red.png"}, IMAGE)]},
-         "expected as many pictures as <image>, found 1 for 2"),
+         "expected one image per <image> placeholder, got 1 for 2"),
         ({"prompt": [user({"type": "image", "image": "red.png"})], "images": ["red.png"]},
-         r"expected pictures in the messages \(1\) or beside \(1\)"),
+         "expected images either in the messages or in the image column, got 1 and 1"),
     ],
 )  # fmt: skip
 def test_a_row_that_cannot_be_used(folder: Path, row: dict, why: str) -> None:
@@ -400,37 +401,37 @@ def test_a_row_that_cannot_be_used(folder: Path, row: dict, why: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF"])
-def test_a_picture_cut_short_is_found_in_every_format(tmp_path: Path, kind: str) -> None:
+def test_a_truncated_image_is_detected_in_every_format(tmp_path: Path, kind: str) -> None:
     whole = noise(kind)
     rows = [{"problem": "?", "images": [data]} for data in (whole, whole[: -len(whole) // 4])]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     reading = readers.read(DataSource(path=str(tmp_path / "a.parquet")))
     assert [p.where for p in reading.prompts] == ["a.parquet:1"]
-    assert reading.left_out[0].startswith("a.parquet:2: picture 1 of 1: ")
+    assert reading.left_out[0].startswith("a.parquet:2: image 1 of 1: ")
 
 
-def test_a_picture_of_no_bytes(tmp_path: Path) -> None:
+def test_an_image_of_zero_bytes(tmp_path: Path) -> None:
     rows = [{"problem": "?", "images": [{"bytes": b"", "path": "x.png"}]}]
     parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
     assert left_out(tmp_path / "a.parquet") == (
-        "a.parquet:1: picture 1 of 1: expected a path, bytes or base64, got b''"
+        "a.parquet:1: image 1 of 1: expected a path, bytes or base64, got b''"
     )
 
 
-def test_pictures_in_two_columns(folder: Path) -> None:
+def test_images_in_two_columns(folder: Path) -> None:
     row = {"prompt": "?", "image": "red.png", "images": ["blue.jpg"]}
     file = jsonl(folder / "a.jsonl", row)
-    with pytest.raises(UserError, match=r"a.jsonl:1: pictures in images and image; say which col"):
+    with pytest.raises(UserError, match=r"a.jsonl:1: images in two columns, images and image; ch"):
         read(file)
     (prompt,) = read(file, images="image", drop=["images"])
     assert [p.path for p in prompt.images] == [str(folder / "red.png")] and prompt.columns == {}
 
 
-def test_bad_rows_are_left_out_named_and_counted(folder: Path) -> None:
+def test_bad_rows_are_skipped_named_and_counted(folder: Path) -> None:
     (folder / "cut.jpg").write_bytes(CUT)
     rows = [{"problem": f"{i} <image>", "images": ["red.png"], "answer": "1"} for i in range(6)]
     rows[2]["images"] = ["cut.jpg"]
-    rows[3]["problem"] = "no tag, so its picture comes first"
+    rows[3]["problem"] = "no tag, so its image comes first"
     rows[4]["problem"] = "<image><image>"
     rows[5]["answer"] = "yes and no"
     path = jsonl(folder / "geo.jsonl", *rows)
@@ -442,14 +443,14 @@ def test_bad_rows_are_left_out_named_and_counted(folder: Path) -> None:
     assert [p.where for p in loaded.train[0].prompts] == [f"geo.jsonl:{i}" for i in (1, 2, 4)]
     one, other = loaded.notes
     assert one.startswith(
-        f"2 of 6 prompts of {path} are left out; the first is geo.jsonl:3: picture 1 of 1: "
+        f"2 of 6 prompts of {path} are skipped; the first is geo.jsonl:3: image 1 of 1: "
     )
     assert other.startswith(f"1 of 4 prompts of {path} cannot be scored and are skipped; the first")
     assert "geo.jsonl:6: " in other and "'yes and no', which cannot be parsed" in other
     rows = [{"problem": "<image>", "answer": "1"}] * 2
     data = parse(Data, {"train": jsonl(folder / "b.jsonl", *rows), "eval": held_out}, "recipe")
-    with pytest.raises(UserError, match=r"^no prompt of .*b.jsonl can be used, so nothing is left; "
-                       r"the first is b.jsonl:1: expected as many"):  # fmt: skip
+    with pytest.raises(UserError, match=r"^no prompt of .*b.jsonl can be used; "
+                       r"the first is b.jsonl:1: expected one image"):  # fmt: skip
         prompts.load(data, Math().unfit, Math().unfit)
 
 
@@ -472,7 +473,7 @@ def test_an_answer_that_cannot_be_parsed(
     assert "4 of 5 prompts of" in loaded.notes[0] and "a.jsonl:1: " in loaded.notes[0]
 
 
-def test_texts_and_pictures_mix_and_resume(folder: Path) -> None:
+def test_texts_and_images_mix_and_resume(folder: Path) -> None:
     seen = [{"problem": f"s{i}<image>", "images": ["red.png"]} for i in range(4)]
     train = [
         {"path": jsonl(folder / "seen.jsonl", *seen), "weight": 3.0},
@@ -492,13 +493,13 @@ def test_texts_and_pictures_mix_and_resume(folder: Path) -> None:
     assert batches(4) == whole[16:]  # a run that starts again at batch 4
 
 
-def test_a_picture_of_many_prompts_is_decoded_once(
+def test_an_image_of_many_prompts_is_decoded_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from gesso.data import images
 
     decoded = []
-    monkeypatch.setattr(images, "_fault", lambda picture: decoded.append(picture))
+    monkeypatch.setattr(images, "_fault", lambda image: decoded.append(image))
     rows = [{"problem": str(i), "images": ["red.png"]} for i in range(20)]
     assert len(read(jsonl(folder / "a.jsonl", *rows))) == 20 and len(decoded) == 1
 
@@ -506,7 +507,7 @@ def test_a_picture_of_many_prompts_is_decoded_once(
 # Templates
 
 
-def test_a_template_goes_around_the_question(folder: Path) -> None:
+def test_a_template_wraps_the_question(folder: Path) -> None:
     rows: list[dict] = [
         {"problem": "<image>Find x.", "images": ["red.png"], "unit": "cm"},
         {"problem": "2+2 & <b>?", "unit": "m"},
@@ -519,7 +520,7 @@ def test_a_template_goes_around_the_question(folder: Path) -> None:
     assert other.messages == (user(text("Q: 2+2 & <b>?\n(m) Think.")),)
 
 
-def test_training_and_evaluation_are_asked_in_one_form(tmp_path: Path) -> None:
+def test_training_and_evaluation_share_the_format(tmp_path: Path) -> None:
     train, held_out = (jsonl(tmp_path / f"{n}.jsonl", {"problem": n}) for n in ("a", "b"))
     data = {"train": train, "eval": held_out, "template": "{{ content }}!", "system": "S"}
     loaded = prompts.load(parse(Data, data, "recipe"), lambda p: None, lambda p: None)
@@ -528,13 +529,13 @@ def test_training_and_evaluation_are_asked_in_one_form(tmp_path: Path) -> None:
         assert prompt.messages == (system, user(text(f"{prompt.text}!")))
 
 
-def test_pictures_without_tags_stay_before_the_template(folder: Path) -> None:
+def test_images_without_tags_precede_the_template(folder: Path) -> None:
     row = {"prompt": "What?", "image": "red.png"}
     (prompt,) = read(jsonl(folder / "a.jsonl", row), form(template="Q: {{ content }}"))
     assert prompt.messages == (user(IMAGE, text("Q: What?")),)
 
 
-def test_a_template_goes_around_the_last_message_of_the_user(folder: Path) -> None:
+def test_a_template_wraps_the_last_user_message(folder: Path) -> None:
     talk = [user(text("First?")), {"role": "assistant", "content": "Yes."}]
     last = user(text("And "), {"type": "image", "image": "red.png"}, text("this"), text("?"))
     (folder / "t.jinja").write_text("\n{{ content | upper }}\n\n", encoding="utf-8")
@@ -565,14 +566,14 @@ def test_a_system_message_unless_the_row_has_one(tmp_path: Path) -> None:
     assert [m["content"][0]["text"] for m in other.messages] == ["Mine.", "x"]
 
 
-def test_a_template_that_loses_or_adds_a_picture(folder: Path) -> None:
+def test_a_template_that_drops_or_adds_an_image(folder: Path) -> None:
     file = jsonl(folder / "a.jsonl", {"problem": "<image>x", "images": ["red.png"]})
     for template in (
         "{{ content }}{{ content }}",
         "{{ content | replace('<image>', '') }}<image>" * 2,
     ):
         reading = readers.read(DataSource(path=file), form(template=template))
-        assert "expected as many pictures as <image>, found 1 for 2" in reading.left_out[0]
+        assert "expected one image per <image> placeholder, got 1 for 2" in reading.left_out[0]
 
 
 @pytest.mark.parametrize(
@@ -580,10 +581,10 @@ def test_a_template_that_loses_or_adds_a_picture(folder: Path) -> None:
     [
         ("{{ content }", "data.template: line 1: unexpected '}'"),
         ("a\n{% if %}", "data.template: line 2: Expected an expression"),
-        ("nope.jinja", 'data.template = "nope.jinja": no such file; expected one, or a template w'),
-        ("{{ problem }}", "data.template: expected {{ content }}, the question, in it"),
-        ("{{ content }} {{ unit }}", "a.jsonl:1: data.template: 'unit' is undefined; there is conte"
-         "nt, answer"),
+        ("nope.jinja", 'data.template = "nope.jinja": no such file; expected a file, or a templat'),
+        ("{{ problem }}", "data.template: must contain {{ content }}, the user's question"),
+        ("{{ content }} {{ unit }}", "a.jsonl:1: data.template: 'unit' is undefined; known: content"
+         ", answer"),
         ("{{ content }} {{ 1 // 0 }}", "a.jsonl:1: data.template failed: ZeroDivisionError: "),
         ("{{ content.__class__.__mro__ }}", "a.jsonl:1: data.template failed: SecurityError: "),
     ],

@@ -29,7 +29,7 @@ def lines(folder: Path, split: str) -> list[str]:
 
 
 @pytest.mark.parametrize("split, count", [("train", 20_000), ("test", 1_000)])
-def test_every_line_asks_for_one_text(folder: Path, split: str, count: int) -> None:
+def test_every_line_quotes_one_text(folder: Path, split: str, count: int) -> None:
     prompts = lines(folder, split)
     assert len(prompts) == len(set(prompts)) == count
     for line in prompts:
@@ -40,7 +40,7 @@ def test_every_line_asks_for_one_text(folder: Path, split: str, count: int) -> N
 
 
 def test_train_and_test_have_no_text_in_common(folder: Path) -> None:
-    """As the reward compares: without capitals and spaces."""
+    """Compared as in the reward: ignoring case and spaces."""
     train, test = (
         {normalised(ocr.text_of(line)) for line in lines(folder, split)}
         for split in ("train", "test")
@@ -48,16 +48,16 @@ def test_train_and_test_have_no_text_in_common(folder: Path) -> None:
     assert not train & test
     assert len(train) > 8_000 and len(test) > 800
     numbers = [{t for t in texts if re.search(r"\d", t)} for texts in (train, test)]
-    assert all(numbers)  # numbers are in both, and apart
+    assert all(numbers)  # both have numbers, and they are disjoint
 
 
-def test_numbers_stay_apart_when_the_test_set_takes_most_of_them() -> None:
+def test_numbers_stay_disjoint_if_the_test_set_has_most_of_them() -> None:
     test = ocr.prompts("test", 30_000, 0)
     train = ocr.prompts("train", 3_000, 0, test)
-    wanted = {normalised(ocr.text_of(line)) for line in test}
-    assert not wanted & {normalised(ocr.text_of(line)) for line in train}
+    test_texts = {normalised(ocr.text_of(line)) for line in test}
+    assert not test_texts & {normalised(ocr.text_of(line)) for line in train}
     alone = ocr.prompts("train", 3_000, 0)
-    assert wanted & {normalised(ocr.text_of(line)) for line in alone}  # else this shows nothing
+    assert test_texts & {normalised(ocr.text_of(line)) for line in alone}  # else this shows nothing
 
 
 def test_scenes_and_texts_vary(folder: Path) -> None:
@@ -73,7 +73,7 @@ def test_scenes_and_texts_vary(folder: Path) -> None:
     assert shares[0] > 0.45 and shares[1] > 0.2 and shares[2] > 0.1
 
 
-def test_the_seed_decides() -> None:
+def test_prompts_depend_only_on_the_seed() -> None:
     assert ocr.prompts("train", 50, 1) == ocr.prompts("train", 50, 1)
     assert ocr.prompts("train", 50, 1) != ocr.prompts("train", 50, 2)
     assert ocr.prompts("train", 30, 1) == ocr.prompts("train", 50, 1)[:30]
@@ -83,7 +83,7 @@ def test_the_seed_decides() -> None:
     ]  # on every machine and in every release: runs name the set by its command
 
 
-def test_as_a_user_calls_it(tmp_path: Path) -> None:
+def test_command_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "gesso.cli", "data", "ocr", "--out", "made"]
     sizes = ["--train", "30", "--test", "10", "--seed", "4"]
     done = subprocess.run([*command, *sizes], cwd=tmp_path, capture_output=True, text=True)
@@ -118,7 +118,7 @@ def test_impossible_sizes(tmp_path: Path, train: int, test: int) -> None:
     assert not (tmp_path / "x").exists()
 
 
-def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"--out .*file cannot be written"):
         ocr.write(tmp_path / "file", 3, 3, 0)

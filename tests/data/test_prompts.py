@@ -39,7 +39,7 @@ def test_unfit_prompts_are_skipped_counted_and_named() -> None:
     (note,) = report.notes
     assert "1 of 2 prompts of a.txt" in note and "the first is a:2: no word" in note
     assert fit(prompts, lambda p: None, "a.txt", report) == prompts and len(report.notes) == 1
-    with pytest.raises(UserError, match=r"^no prompt of a.txt is left: all cannot be scored"):
+    with pytest.raises(UserError, match=r"^no prompt of a.txt can be used: they cannot be scored"):
         fit(prompts, lambda p: "no word", "a.txt", report)
 
 
@@ -55,8 +55,8 @@ def test_batches_are_a_pure_function_and_cover_everything() -> None:
 
 
 @pytest.mark.parametrize("weight", [None, 1.0, 2.5])
-def test_one_source_gives_the_prompts_it_always_gave(weight: float | None) -> None:
-    """Runs of version 0.1.0 resume to the bit. Weights that are all the same change nothing."""
+def test_the_order_of_one_source_is_pinned(weight: float | None) -> None:
+    """Runs of version 0.1.0 resume bit for bit. Equal weights have no effect."""
     stream = Stream([WeightedPrompts(named("", 11, weight), 3.0)], 7)
     assert [texts(stream.batch(i, 4)) for i in range(6)] == [
         ["6", "4", "10", "1"],
@@ -95,7 +95,7 @@ def test_a_mix_is_spread_evenly() -> None:
     assert "".join(t[0] for t in texts(stream.batch(0, 12))) == "aabaaabaaaba"
 
 
-def test_each_source_of_a_mix_walks_in_passes_of_its_own() -> None:
+def test_each_source_of_a_mix_has_separate_passes() -> None:
     taken = texts(Stream(MIX, 0).batch(0, 2100))
     for part in MIX:
         drawn = [t for t in taken if t[0] == part.prompts[0].text[0]]
@@ -105,7 +105,7 @@ def test_each_source_of_a_mix_walks_in_passes_of_its_own() -> None:
         assert len({tuple(one) for one in passes}) > 1
 
 
-def test_sources_of_a_mix_are_shuffled_each_in_its_own_way() -> None:
+def test_sources_of_a_mix_are_shuffled_independently() -> None:
     stream = Stream([WeightedPrompts(named("a", 50)), WeightedPrompts(named("b", 50))], 0)
     taken = texts(stream.batch(0, 100))
     first, second = ([t[1:] for t in taken if t[0] == name] for name in "ab")
@@ -113,7 +113,7 @@ def test_sources_of_a_mix_are_shuffled_each_in_its_own_way() -> None:
 
 
 @pytest.mark.parametrize("parts", [MIX, MIX[:2], [WeightedPrompts(named(n, 2)) for n in "abcdefg"]])
-def test_a_mix_can_be_entered_anywhere(parts: list[WeightedPrompts]) -> None:
+def test_batches_of_a_mix_can_be_computed_in_any_order(parts: list[WeightedPrompts]) -> None:
     whole = texts(Stream(parts, 5).batch(0, 400))
     for size in (1, 7, 50):
         for i in range(400 // size):
@@ -121,7 +121,7 @@ def test_a_mix_can_be_entered_anywhere(parts: list[WeightedPrompts]) -> None:
 
 
 def test_a_far_batch_costs_no_more_than_the_first() -> None:
-    """Counting up from 0 would take days."""
+    """Iterating from 0 would take days."""
     far = texts(Stream(MIX, 5).batch(10**12, 8))
     halves = [texts(Stream(MIX, 5).batch(2 * 10**12 + i, 4)) for i in (0, 1)]
     assert far == halves[0] + halves[1] and len({text[0] for text in far}) > 1
@@ -162,7 +162,7 @@ def test_a_pass_by_hand() -> None:
     assert max(pass_by_weight([0.1, 0.2] * 500, 1 - 2**-53)) == 999
 
 
-def test_evaluation_takes_the_sets_in_turn() -> None:
+def test_evaluation_sets_are_interleaved() -> None:
     sets = [named("a", 3), named("b", 1), named("c", 2)]
     assert texts(interleave(sets)) == ["a0", "b0", "c0", "a1", "c1", "a2"]
     assert interleave(sets[:1]) == sets[0]
@@ -171,12 +171,12 @@ def test_evaluation_takes_the_sets_in_turn() -> None:
 def test_overlap_is_counted() -> None:
     train, held_out = [Prompt("x"), Prompt("y")], [Prompt("z"), Prompt("y", where="e:2")]
     note = overlap(train, held_out)
-    assert note is not None and note.startswith("1 of 2 held-out prompts are also trained on")
+    assert note is not None and note.startswith("1 of 2 held-out prompts are also training")
     assert note.endswith("the first is e:2: y")
     assert overlap(train, held_out[:1]) is None
 
 
-def test_one_question_about_another_picture_is_another_prompt() -> None:
+def test_the_same_question_about_another_image_is_another_prompt() -> None:
     def about(path: str, role: str = "user") -> Prompt:
         messages = ({"role": role, "content": [{"type": "image"}]},)
         return Prompt("how many?", images=(PromptImage(path),), messages=messages)
@@ -210,7 +210,7 @@ def test_load(tmp_path: Path) -> None:
     first, second, third = loaded.notes
     assert "1 of 3 prompts of" in first and "a.txt:3: is bad" in first
     assert "1 of 2 prompts of" in second and "b.txt:2: is bad" in second
-    assert "1 of 3 held-out prompts are also trained on" in third and "f.txt:1: two" in third
+    assert "1 of 3 held-out prompts are also training" in third and "f.txt:1: two" in third
 
 
 def test_a_path_is_one_source_and_reads_back(recipe: Recipe, prompt_file: Path) -> None:

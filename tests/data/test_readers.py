@@ -1,4 +1,4 @@
-"""Real files of every format, and the sentence for each that cannot be read."""
+"""Real files of every format, and the error for each that cannot be read."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def save(folder: Path, rows: list[dict]) -> Path:
 
 
 def rows_of(prompts: list[Prompt]) -> list[tuple]:
-    assert not any(p.images or p.messages for p in prompts)  # these are for models that draw
+    assert not any(p.images or p.messages for p in prompts)  # prompts of image models
     return [(p.text, p.negative, p.columns, p.where) for p in prompts]
 
 
 def expected(name: str) -> list[tuple]:
-    """ROWS, from whatever table they were read."""
+    """ROWS, the same for every format."""
     return [
         ("a", "blurry", {"weight": 2.0, "target": "KITE", "box": [1, 2]}, f"{name}:1"),
         ("b", "", {"weight": None, "target": None, "box": []}, f"{name}:2"),
@@ -115,7 +115,7 @@ def test_one_file_is_the_split_train(tmp_path: Path) -> None:
     write_parquet(tmp_path / "c.parquet", ROWS)
     for name in ("b.jsonl", "d.json", "c.parquet"):
         assert rows_of(read(source(f"{tmp_path / name}@train"))) == expected(name)
-        with pytest.raises(UserError, match=rf"{name} is one file, which is @train or nothing"):
+        with pytest.raises(UserError, match=rf"{name} is a single file, which has only the split"):
             read(source(f"{tmp_path / name}@validation"))
 
 
@@ -131,7 +131,7 @@ def test_splits_of_a_dataset_on_disk(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": full, "test": full.select([1])}).save_to_disk(folder)
     assert rows_of(read(source(f"{folder}@train"))) == expected("both/train")
     assert [p.where for p in read(source(f"{folder}@test"))] == ["both/test:1"]
-    with pytest.raises(UserError, match=r"without a split; say which: .*@train, .*both@test"):
+    with pytest.raises(UserError, match=r"no split given; choose one of .*@train, .*both@test"):
         read(source(folder))
 
 
@@ -147,7 +147,7 @@ def test_geneval_metadata_reaches_the_rewards_unchanged(tmp_path: Path) -> None:
 
 
 def test_flow_grpo_folder(tmp_path: Path) -> None:
-    folder = tmp_path / "me@work" / "ocr"  # an @ of the path's own
+    folder = tmp_path / "me@work" / "ocr"  # an @ in the path itself
     folder.mkdir(parents=True)
     for split in ("train", "test"):
         (folder / f"{split}.txt").write_text(f"{split} one\n{split} two\n")
@@ -178,7 +178,7 @@ def test_tables_become_plain_python(tmp_path: Path) -> None:
     )
     parquet.write_table(table, tmp_path / "c.parquet")
     (prompt,) = read(source(tmp_path / "c.parquet"))
-    assert json.loads(json.dumps(prompt.columns)) == prompt.columns  # as it travels to rewards
+    assert json.loads(json.dumps(prompt.columns)) == prompt.columns  # as it is sent to rewards
     assert prompt.columns == {
         "day": "2024-05-01",
         "at": "2024-05-01T12:30:00",
@@ -216,38 +216,40 @@ def deep(samples: list) -> list[float]:
     return [float(s.prompt.columns["n"]["deep"][0]) for s in samples]
 
 
-def test_bytes_that_are_no_pictures_of_the_prompt_are_refused_until_dropped(tmp_path: Path) -> None:
+def test_bytes_other_than_prompt_images_must_be_dropped(tmp_path: Path) -> None:
     rows = [{"prompt": "a", "mask": {"bytes": b"\x89PNG", "path": "x.png"}}]
-    for place in (write_parquet(tmp_path / "c.parquet", rows), save(tmp_path / "saved", rows)):
-        with pytest.raises(UserError, match=rf'{place.name}:1: column "mask" holds bytes.*drop ='):
-            read(source(place))
-        (prompt,) = read(source(place, drop=["mask"]))
+    for path in (write_parquet(tmp_path / "c.parquet", rows), save(tmp_path / "saved", rows)):
+        fault = rf'{path.name}:1: column "mask" contains bytes.*drop ='
+        with pytest.raises(UserError, match=fault):
+            read(source(path))
+        (prompt,) = read(source(path, drop=["mask"]))
         assert prompt.columns == {}
 
 
-def test_a_column_to_drop_must_be_there(tmp_path: Path) -> None:
+def test_a_column_to_drop_must_exist(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"prompt": "x", "tag": 1}\n{"prompt": "y", "id": 2}\n')
-    places = [
+    paths = [
         write_parquet(tmp_path / "a.parquet", [{"prompt": "x", "tag": 1, "id": 2}]),
         save(tmp_path / "saved", [{"prompt": "x", "tag": 1, "id": 2}]),
         tmp_path / "a.jsonl",
     ]
-    for place in places:
-        assert "tag" not in read(source(place, drop=["tag"]))[0].columns
-        with pytest.raises(UserError, match='no column "tga" to drop; it has id, prompt, tag'):
-            read(source(place, drop=["tga"]))
+    fault = 'no column "tga", which `drop` names; its columns are id, prompt, tag'
+    for path in paths:
+        assert "tag" not in read(source(path, drop=["tag"]))[0].columns
+        with pytest.raises(UserError, match=fault):
+            read(source(path, drop=["tga"]))
 
 
 @pytest.mark.parametrize(
     "name, content, sentence",
     [
         ("missing.txt", None, r"missing.txt: no such file"),
-        ("empty.txt", "\n \n", "is empty; it needs a row for each prompt"),
-        ("table.csv", "x", r"expected .txt, .jsonl, .json or .parquet, found .csv"),
+        ("empty.txt", "\n \n", "is empty; expected one row per prompt"),
+        ("table.csv", "x", r"expected .txt, .jsonl, .json or .parquet, got .csv"),
         ("bad.jsonl", '{"prompt": "x"}\n{oops\n', "bad.jsonl:2: not JSON"),
-        ("bad.jsonl", "[1]\n", r"bad.jsonl:1: expected an object as \{…\}, got \[1\]"),
-        ("bad.jsonl", '{"text": "x", "b": 1}', 'bad.jsonl:1: expected a text "prompt", "problem", '
-         '"message", "messages" or "question", found only text, b; name the column of the prompts '
+        ("bad.jsonl", "[1]\n", r"bad.jsonl:1: expected an object \{…\}, got \[1\]"),
+        ("bad.jsonl", '{"text": "x", "b": 1}', 'bad.jsonl:1: expected a text column "prompt", '
+         '"problem", "message", "messages" or "question", got text, b; set the prompt column '
          'with column = "…"'),
         ("bad.jsonl", '{"prompt": "x", "negative_prompt": ["a"]}',
          r"""expected text as "negative_prompt", got \['a'\]"""),
@@ -257,9 +259,9 @@ def test_a_column_to_drop_must_be_there(tmp_path: Path) -> None:
         ("deep.json", "[" * 9999, r"deep.json is not JSON: maximum recursion"),
         ("long.jsonl", f'{{"n": {"9" * 9999}}}', r"long.jsonl:1: not JSON: Exceeds the limit"),
         ("bad.json", '{"prompt": "x"}', r"bad.json: expected a list \[\{…\}, …\] or \{"),
-        ("bad.json", '[{"prompt": "x"}, 5]', r"bad.json:2: expected an object as \{…\}, got 5"),
+        ("bad.json", '[{"prompt": "x"}, 5]', r"bad.json:2: expected an object \{…\}, got 5"),
         ("bad.json", '{"prompt": "x"}\n\n{"x": 1}', r"bad.json:3: expected a text"),
-        ("bad.json", "[]", "is empty; it needs a row for each prompt"),
+        ("bad.json", "[]", "is empty; expected one row per prompt"),
     ],
 )  # fmt: skip
 def test_bad_files(tmp_path: Path, name: str, content: str | None, sentence: str) -> None:
@@ -273,7 +275,7 @@ def test_bad_files(tmp_path: Path, name: str, content: str | None, sentence: str
 @pytest.mark.parametrize(
     ("value", "got"), [('["x"]', "['x']"), ("[]", "[]"), ("5", "5"), ("null", "None")]
 )
-def test_a_row_that_asks_nothing_is_left_out(tmp_path: Path, value: str, got: str) -> None:
+def test_a_row_without_a_prompt_is_skipped(tmp_path: Path, value: str, got: str) -> None:
     file = tmp_path / "bad.jsonl"
     file.write_text(f'{{"prompt": "x"}}\n{{"prompt": {value}}}\n')
     reading = readers.read(source(file))
@@ -295,7 +297,7 @@ def test_not_utf8(tmp_path: Path) -> None:
         read(source(tmp_path / "a.txt"))
 
 
-def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_without_read_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("x\n")
 
     def forbidden(*_: Any, **__: Any) -> str:
@@ -307,28 +309,29 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_bad_splits(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"holds no prompts; expected files such as train.txt"):
+    with pytest.raises(UserError, match=r"contains no prompts; expected files such as train.txt"):
         read(source(f"{tmp_path}@train"))
     (tmp_path / "train.txt").write_text("x\n")
-    with pytest.raises(UserError, match=r'no split "dev"; say which: \S+@train$'):
+    with pytest.raises(UserError, match=r'no split "dev"; choose one of \S+@train$'):
         read(source(f"{tmp_path}@dev"))
-    with pytest.raises(UserError, match=r"train.txt is one file, .*; leave out @test$"):
+    with pytest.raises(UserError, match=r"train.txt is a single file, .*; remove @test$"):
         read(source(f"{tmp_path / 'train.txt'}@test"))
     with pytest.raises(UserError, match="nowhere@train: no such file"):
         read(source("nowhere@train"))
     (tmp_path / "train_metadata.jsonl").write_text('{"prompt": "x"}\n')
-    with pytest.raises(UserError, match=r'"train" may be train.txt and train_metadata.jsonl; give'):
+    ambiguous = r'"train" is ambiguous: train.txt and train_metadata.jsonl; give'
+    with pytest.raises(UserError, match=ambiguous):
         read(source(f"{tmp_path}@train"))
 
 
 @pytest.mark.parametrize("options", [{"column": "caption"}, {"drop": ["a"]}, {"images": "a"}])
 def test_plain_lines_have_no_columns(tmp_path: Path, options: dict) -> None:
     (tmp_path / "a.txt").write_text("x\n")
-    with pytest.raises(UserError, match="has no columns; leave out `column`, `images` and"):
+    with pytest.raises(UserError, match="without columns; remove `column`, `images` and `drop`"):
         read(source(tmp_path / "a.txt", **options))
 
 
-def test_what_earlier_versions_wrote_into_a_run_folder_is_read(tmp_path: Path) -> None:
+def test_sources_of_older_run_folders_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("x\n")
     assert rows_of(read(source(tmp_path / "a.txt", column="prompt"))) == [("x", "", {}, "a.txt:1")]
 
@@ -345,18 +348,18 @@ def test_a_damaged_dataset(tmp_path: Path) -> None:
 def test_a_missing_package_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
-    place = write_parquet(tmp_path / "a.parquet", ROWS)
+    path = write_parquet(tmp_path / "a.parquet", ROWS)
     if package == "datasets":
-        place = save(tmp_path / "saved", ROWS)
+        path = save(tmp_path / "saved", ROWS)
     for name in [name for name in sys.modules if name.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)  # importing it raises, as when it is absent
-    with pytest.raises(UserError, match=rf'needs {package}: pip install "gesso\[data\]"$'):
-        read(source(place))
+    with pytest.raises(UserError, match=rf'requires {package}: pip install "gesso\[data\]"$'):
+        read(source(path))
 
 
 def test_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real `load_dataset`; a folder with the dataset's name stands in for the network."""
+    """The real `load_dataset`; a folder with the dataset's name replaces the network."""
     folder = tmp_path / "me" / "signs"
     folder.mkdir(parents=True)
     write_parquet(folder / "train.parquet", ROWS)
@@ -371,11 +374,11 @@ def test_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("path", ["hub:me/signs", "hub:@train", "hub:me/@train", "hub:a/b/c/d@x"])
 def test_bad_hub_names(path: str) -> None:
-    with pytest.raises(UserError, match="expected hub:owner/name@split, as hub:me/signs@train"):
+    with pytest.raises(UserError, match=r"expected hub:owner/name@split, e.g. hub:me/signs@train"):
         read(source(path))
 
 
-def test_hub_subsets_and_a_dead_network(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_subsets_and_an_unreachable_network(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
     from huggingface_hub.utils import logging
 
@@ -383,7 +386,7 @@ def test_hub_subsets_and_a_dead_network(monkeypatch: pytest.MonkeyPatch) -> None
 
     def unreachable(*names: str | None, split: str) -> None:
         requests.append((*names, split))
-        assert logging.get_verbosity() == logging.ERROR != before  # five tries are not talked of
+        assert logging.get_verbosity() == logging.ERROR != before  # retries are not logged
         raise ConnectionError("Couldn't reach the Hub\nby any means")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)

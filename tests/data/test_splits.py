@@ -1,4 +1,4 @@
-"""Folders of shards, as data sets of the hub lie on disk."""
+"""Folders of shards, laid out as hub datasets on disk."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def rows(first: int, count: int) -> list[dict[str, Any]]:
 def shards(
     folder: Path, split: str = "train", sizes: tuple[int, ...] = (3, 1, 2), kind: str = "parquet"
 ) -> Path:
-    """Numbered on over the shards; returns the folder."""
+    """Writes shards with consecutive rows; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     first = 0
     for i, size in enumerate(sizes):
@@ -58,7 +58,7 @@ def shards(
     return folder
 
 
-def refused(path: Path | str, sentence: str, **options: Any) -> None:
+def rejected(path: Path | str, sentence: str, **options: Any) -> None:
     with pytest.raises(UserError, match=sentence) as caught:
         read(path, **options)
     assert "\n" not in str(caught.value)
@@ -81,7 +81,7 @@ def test_many_shards_are_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     assert [p.text for p in read(tmp_path)] == [f"p{i}" for i in range(12)]
 
 
-def test_a_split_is_chosen_also_within_data(tmp_path: Path) -> None:
+def test_a_split_is_also_searched_in_data(tmp_path: Path) -> None:
     for folder in (tmp_path / "flat", tmp_path / "hub" / "data"):
         shards(folder)
         shards(folder, "test", (2,))
@@ -95,8 +95,8 @@ def test_a_split_is_chosen_also_within_data(tmp_path: Path) -> None:
             f"{name}/test-00000-of-00001.parquet:{i}" for i in (1, 2)
         ]
         known = re.escape(f"{folder}@test, {folder}@train")
-        refused(folder, f"a folder without a split; say which: {known}$")
-        refused(f"{folder}@dev", f'no split "dev"; say which: {known}$')
+        rejected(folder, f"no split given; choose one of {known}$")
+        rejected(f"{folder}@dev", f'no split "dev"; choose one of {known}$')
 
 
 def test_a_hash_may_follow_the_number(tmp_path: Path) -> None:
@@ -110,8 +110,8 @@ def test_the_only_split_of_a_folder_need_not_be_named(tmp_path: Path) -> None:
     assert [p.where for p in read(tmp_path)] == [f"{tmp_path.name}/train.txt:{i}" for i in (1, 2)]
 
 
-def test_a_run_meets_the_rows_of_shards_as_those_of_one_file(tmp_path: Path) -> None:
-    """Batch i is a function of the seed and i alone, so a resumed run goes on where it stopped."""
+def test_a_run_gets_the_same_batches_from_shards_as_from_one_file(tmp_path: Path) -> None:
+    """Batch i depends only on the seed and i, so a resumed run continues where it stopped."""
     as_parquet(tmp_path / "whole.parquet", rows(0, 11))
     shards(tmp_path / "parts", sizes=(4, 1, 6))
     batches = []
@@ -121,7 +121,7 @@ def test_a_run_meets_the_rows_of_shards_as_those_of_one_file(tmp_path: Path) -> 
     assert batches[0] == batches[1]
 
 
-def test_pictures_lie_beside_the_shards(tmp_path: Path) -> None:
+def test_image_paths_are_relative_to_the_shards(tmp_path: Path) -> None:
     from PIL import Image
 
     folder = shards(tmp_path / "set" / "data", sizes=(0, 0), kind="jsonl")
@@ -134,24 +134,24 @@ def test_pictures_lie_beside_the_shards(tmp_path: Path) -> None:
 def test_nothing_to_read(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("about it")
     expected = "expected files such as train.txt, .*train-00000-of-00003.parquet, or a dataset"
-    refused(tmp_path, f"holds no prompts; {expected}")
+    rejected(tmp_path, f"contains no prompts; {expected}")
     shards(tmp_path / "main")
     shards(tmp_path / "socratic" / "data")
-    sentence = f"those in it do: main, socratic; give one of them, as {tmp_path}/main$"
-    refused(f"{tmp_path}@train", f"holds no prompts; {sentence}")
+    hint = f"its subfolders do: main, socratic; give one of them, e.g. {tmp_path}/main$"
+    rejected(f"{tmp_path}@train", f"contains no prompts; {hint}")
 
 
 def test_shards_of_different_columns(tmp_path: Path) -> None:
     folder = shards(tmp_path / "s", sizes=(1, 1, 1))
     odd = folder / "train-00001-of-00003.parquet"
     names = [f"s/train-{i:05d}-of-00003.parquet" for i in range(2)]
-    hint = "shards of a split need the same columns: mend them, or leave it out with drop"
+    hint = "all shards of a split must have the same columns: fix the files, or skip the column"
     as_parquet(odd, [{"prompt": "x", "answer": 1, "tag": "t"}])
-    refused(folder, f'^{names[1]} has the column "tag" and {names[0]} has not; {hint}$')
+    rejected(folder, f'^{names[1]} has the column "tag" but {names[0]} does not; {hint} with drop$')
     assert [p.text for p in read(folder, drop=["tag"])] == ["p0", "x", "p2"]
     as_parquet(odd, [{"prompt": "x"}])
-    refused(folder, f'^{names[0]} has the column "answer" and {names[1]} has not; {hint}$')
-    refused(folder, 'no column "tga" to drop; it has answer, prompt$', drop=["tga"])
+    rejected(folder, f'^{names[0]} has the column "answer" but {names[1]} does not; {hint}')
+    rejected(folder, 'no column "tga", which `drop` names; .* answer, prompt$', drop=["tga"])
 
 
 def test_rows_of_json_need_not_have_every_column(tmp_path: Path) -> None:
@@ -159,40 +159,40 @@ def test_rows_of_json_need_not_have_every_column(tmp_path: Path) -> None:
     as_lines(tmp_path / "train-00001-of-00002.jsonl", [{"prompt": "b"}])
     assert [p.columns for p in read(tmp_path)] == [{"tag": 1}, {}]
     assert [p.columns for p in read(tmp_path, drop=["tag"])] == [{}, {}]
-    refused(tmp_path, 'no column "tga" to drop; it has prompt, tag$', drop=["tga"])
+    rejected(tmp_path, 'no column "tga", which `drop` names; .* prompt, tag$', drop=["tga"])
 
 
-def test_mistakes_name_the_shard(tmp_path: Path) -> None:
+def test_errors_name_the_shard(tmp_path: Path) -> None:
     folder = shards(tmp_path / "s", sizes=(1, 1), kind="jsonl")
     second = folder / "train-00001-of-00002.jsonl"
     second.write_text('{"prompt": "x"}\n{oops\n')
-    refused(folder, "^s/train-00001-of-00002.jsonl:2: not JSON")
+    rejected(folder, "^s/train-00001-of-00002.jsonl:2: not JSON")
     second.write_text('{"caption": "x"}\n')
-    refused(folder, '^s/train-00001-of-00002.jsonl:1: expected a text "prompt", ')
+    rejected(folder, '^s/train-00001-of-00002.jsonl:1: expected a text column "prompt", ')
     second.write_bytes(b"\xff\xfe")
-    refused(folder, "train-00001-of-00002.jsonl is not UTF-8")
+    rejected(folder, "train-00001-of-00002.jsonl is not UTF-8")
     second.write_text('{"prompt": 5}\n')
     reason = 's/train-00001-of-00002.jsonl:1: expected text as "prompt", got 5'
     assert readers.read(DataSource(path=str(folder))).left_out == [reason]
     tables = shards(tmp_path / "t", sizes=(1, 1))
     (tables / "train-00001-of-00002.parquet").write_bytes(b"no table")
-    refused(tables, "train-00001-of-00002.parquet cannot be read: ")
+    rejected(tables, "train-00001-of-00002.parquet cannot be read: ")
 
 
-def test_a_download_that_broke_off(tmp_path: Path) -> None:
+def test_an_incomplete_download(tmp_path: Path) -> None:
     folder = shards(tmp_path / "s")
     (folder / "train-00001-of-00003.parquet").unlink()
-    refused(folder, '"train" has 2 of 3 shards, the first that is missing is number 00001; downl')
+    rejected(folder, '"train" has 2 of 3 shards; the first missing shard is number 00001; downl')
 
 
 def test_shards_that_do_not_belong_together(tmp_path: Path) -> None:
     folder = shards(tmp_path / "s", sizes=(1, 1))
     beyond = folder / "train-00002-of-00002.parquet"
     as_parquet(beyond, rows(0, 1))
-    refused(folder, f'"train" has 2 shards, but {beyond.name} is beyond them; remove it$')
+    rejected(folder, f'"train" has 2 shards, but the number of {beyond.name} is out of range; rem')
     beyond.rename(folder / "train-00001-of-00002-ff.parquet")
-    refused(folder, r"one shard twice, train-00001-of-00002-ff.* and train-00001-of-00002.parquet")
+    rejected(folder, r"one shard twice, train-00001-of-00002-ff.* and train-00001-of-00002.parquet")
     shards(tmp_path / "t", sizes=(1, 1))
     shards(tmp_path / "t" / "data", sizes=(1,))
     first, second = "train-00000-of-00002.parquet with 1 more", "data/train-00000-of-00001.parquet"
-    refused(tmp_path / "t", f'"train" may be {first} and {second}; give the file\'s path, or leave')
+    rejected(tmp_path / "t", f'"train" is ambiguous: {first} and {second}; give the path of t')

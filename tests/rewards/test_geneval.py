@@ -632,7 +632,7 @@ def test_scores_end_to_end(kind: str, tmp_path: Path, clip_folder: Path) -> None
                 for d in found
             ]
         terms = clauses(found, wanted)
-        assert scores[i].text == "; ".join(term.seen for term in terms)
+        assert scores[i].text == "; ".join(term.description for term in terms)
         assert scores[i].value == pytest.approx(sum(t.score for t in terms) / len(terms))
         assert scores[i].parts.keys() == {"strict", "correct"}
 

@@ -1,6 +1,7 @@
-"""The parts of the bundled model with random weights: a genuine, very small Stable Diffusion 3.
+"""Builds the bundled image model with random weights: a very small Stable Diffusion 3 pipeline.
 
-Sizes suit two CPU cores: 48 image tokens, 15 text tokens and a decoder of about 4 ms an image.
+Sized for two CPU cores: 48 image tokens, 15 text tokens and a decoder that takes about 4 ms per
+image.
 """
 
 from pathlib import Path
@@ -10,13 +11,13 @@ from gesso.zoo.words import COLOURS, LENGTHS, TEMPLATE_WORDS
 
 LATENT_CHANNELS = 8
 WIDTH = 128
-TEXT_WIDTHS = (112, 16)  # side by side they fill the transformer's text width
+TEXT_WIDTHS = (112, 16)  # concatenated to the transformer's text width
 POOLED_WIDTHS = (48, 16)
 START, END = "<|startoftext|>", "<|endoftext|>"
 
 
 def build_pipeline() -> Any:
-    """StableDiffusion3Pipeline with fresh weights from torch's global generator."""
+    """StableDiffusion3Pipeline with random weights from torch's global generator."""
     from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
     tokenizer = build_tokenizer()
@@ -34,9 +35,9 @@ def build_pipeline() -> Any:
 
 
 def build_tokenizer() -> Any:
-    """A CLIP tokenizer that spells: one token per letter, and one per word of the template.
+    """A character-level CLIP tokenizer: one token per letter, and one per word of the template.
 
-    The template's words are added tokens that match whole words only. As merges they would also
+    The template's words are added tokens that match only whole words. As merges they would also
     match letters inside the quoted words ("that" in "thatch").
     """
     from transformers import AddedToken, CLIPTokenizer
@@ -111,9 +112,9 @@ def _vae() -> Any:
 
 
 def save_pipeline(pipe: Any, folder: Path) -> None:
-    """Transformer and VAE as float16, which diffusers loads as float32.
+    """Saves transformer and VAE in float16, which diffusers loads as float32.
 
-    The text encoders stay float32: transformers would load them in the type they were saved in.
+    The text encoders stay float32: transformers loads them in the saved dtype.
     """
     import copy
 
@@ -123,7 +124,7 @@ def save_pipeline(pipe: Any, folder: Path) -> None:
 
 
 def load_pipeline(folder: Path) -> Any:
-    """diffusers needs explicit Nones for the T5, although the folder has none."""
+    """diffusers requires explicit Nones for the T5, although the folder does not list one."""
     from diffusers import StableDiffusion3Pipeline
 
     return StableDiffusion3Pipeline.from_pretrained(folder, text_encoder_3=None, tokenizer_3=None)

@@ -1,6 +1,6 @@
-"""The parts of the bundled vision-language model: a genuine, very small Qwen2.5-VL.
+"""Builds the bundled vision-language model with random weights: a very small Qwen2.5-VL.
 
-Sizes suit two CPU cores: 64 patches, 16 image tokens, 34 tokens of prompt in all.
+Sized for two CPU cores: 64 patches, 16 image tokens, 34 prompt tokens in total.
 """
 
 from pathlib import Path
@@ -12,12 +12,12 @@ from tools.zoo.wording import vocabulary_texts
 PATCH, MERGE, FRAMES = 8, 2, 2
 WIDTH, HEAD = 128, 32
 MAX_TOKENS = 512
-VOCABULARY = 512  # bytes, and a token for every word of questions and responses
+VOCABULARY = 512  # bytes, and one token for every word of questions and responses
 SPECIAL = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     *("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
 )
-TAGS = ("<think>", "</think>", "<answer>", "</answer>")  # not special: decoding keeps them
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")  # not special, so decoding keeps them
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 <|im_start|>{{ message.role }}
@@ -47,16 +47,16 @@ class Vlm(NamedTuple):
 
 
 def build_vlm() -> Vlm:
-    """Fresh weights from torch's global generator."""
+    """Random weights from torch's global generator."""
     tokenizer = build_tokenizer()
     return Vlm(_model(tokenizer), tokenizer, _image_processor())
 
 
 def build_tokenizer() -> Any:
-    """A Qwen2 tokenizer with a token for every word; other text becomes bytes."""
+    """A Qwen2 tokenizer with one token for every word; other text is encoded as bytes."""
     from transformers import AddedToken, Qwen2Tokenizer
 
-    corpus = vocabulary_texts() * 10  # often enough that every word becomes one token
+    corpus = vocabulary_texts() * 10  # repeated so that every word becomes one token
     tokenizer = Qwen2Tokenizer().train_new_from_iterator(corpus, VOCABULARY, show_progress=False)
     tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in TAGS])
@@ -67,7 +67,7 @@ def build_tokenizer() -> Any:
 
 
 def prompt_for(tokenizer: Any, question: str, image_tokens: int) -> str:
-    """The chat of one question about one image, up to where the response starts."""
+    """The chat prompt of one question about one image, including the generation prompt."""
     content = [{"type": "image"}, {"type": "text", "text": question}]
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
@@ -123,7 +123,7 @@ def _model(tokenizer: Any) -> Any:
 
 
 def _image_processor() -> Any:
-    """Resizes every image to about 64 × 64 pixels: the model has learnt no other size."""
+    """Resizes every image to about 64 × 64 pixels, the only size in training."""
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     return Qwen2VLImageProcessorPil(
@@ -140,7 +140,7 @@ def save_vlm(vlm: Vlm, folder: Path) -> None:
 
 
 def load_vlm(folder: Path) -> Vlm:
-    """Without AutoProcessor, which needs torchvision for videos."""
+    """Avoids AutoProcessor, which requires torchvision for videos."""
     from transformers import AutoTokenizer, Qwen2_5_VLForConditionalGeneration
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 

@@ -1,4 +1,4 @@
-"""How well a pipeline spells, by OCR, and a sheet of its images."""
+"""Measures by OCR how well a pipeline spells, and makes a sheet of its images."""
 
 from multiprocessing.pool import Pool
 from typing import Any, NamedTuple
@@ -10,9 +10,9 @@ from tools.zoo.render import HEIGHT, WIDTH
 
 
 class Scores(NamedTuple):
-    exact: float  # share of images read exactly
+    exact: float  # share of images with an exact match
     reward: float  # mean OCR reward
-    best_exact: float  # share of prompts with an exactly read image among their samples
+    best_exact: float  # share of prompts with an exact match among their samples
 
 
 def sample(
@@ -23,10 +23,10 @@ def sample(
     guidance: float = 1.0,
     padding: int = 0,
 ) -> np.ndarray:
-    """One uint8 image per prompt, (N, 32, 96, 3); guidance 1 is none.
+    """One uint8 image per prompt, (N, 32, 96, 3); guidance 1 means no guidance.
 
-    Each image has its own CPU generator, so that its noise depends neither on the batch nor on the
-    device. `padding` is the number of zero embeddings in place of the missing T5's tokens.
+    Each image has a separate CPU generator, so that its noise depends neither on the batch nor on
+    the device. `padding` is the number of zero embeddings in place of the missing T5's tokens.
     """
     import torch
 
@@ -53,9 +53,9 @@ def score(
     batch: int = 256,
     **settings: Any,
 ) -> Scores:
-    """Reads `samples` images of each prompt; prompt i's sample j has the seed 1000 i + j.
+    """Scores `samples` images per prompt; sample j of prompt i has the seed 1000 i + j.
 
-    `settings` go to `sample`.
+    `settings` are passed to `sample`.
     """
     repeated = [prompt for prompt in prompts for _ in range(samples)]
     seeds = [1000 * i + j for i in range(len(prompts)) for j in range(samples)]
@@ -97,13 +97,13 @@ def main() -> None:
     from tools.zoo.build import load_pipeline
     from tools.zoo.sign_prompts import prompts
 
-    parser = argparse.ArgumentParser(description="How well a folder's model spells, by OCR.")
+    parser = argparse.ArgumentParser(description="Measure by OCR how well a model spells.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--words", type=int, default=320)
     parser.add_argument("--samples", type=int, default=1, help="per word")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--guidance", type=float, default=1.0)
-    parser.add_argument("--padding", type=int, default=0, help="the pipeline's own default is 256")
+    parser.add_argument("--padding", type=int, default=0, help="the pipeline's default is 256")
     parser.add_argument("--sheet", type=Path, help="save a sheet of ten words here")
     args = parser.parse_args()
     pipe, eval_prompts = load_pipeline(args.folder), prompts("eval", 1, 2)

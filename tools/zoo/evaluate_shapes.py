@@ -1,4 +1,4 @@
-"""How well a folder's model counts, by plain `generate`."""
+"""Measures how well a model counts, with plain `generate`."""
 
 import base64
 import io
@@ -15,8 +15,8 @@ Row = dict[str, Any]
 
 
 class Scores(NamedTuple):
-    accuracy: float  # share of responses whose <answer> is the count
-    styles: dict[str, float]  # share of responses of each style
+    accuracy: float  # share of responses with the correct count in <answer>
+    styles: dict[str, float]  # style → share of responses
 
 
 def read_rows(split: str) -> list[Row]:
@@ -37,9 +37,9 @@ def image_of(row: Row) -> Any:
 
 
 def inputs_for(vlm: Vlm, rows: list[Row]) -> dict[str, Any]:
-    """What `forward` and `generate` take, one prompt a row, padded on the left.
+    """Inputs of `forward` and `generate`, one prompt per row, left-padded.
 
-    Without `mm_token_type_ids` transformers silently drops the positions of the image tokens.
+    Without `mm_token_type_ids` transformers silently ignores the positions of the image tokens.
     """
     images = vlm.image_processor([image_of(row) for row in rows], return_tensors="pt")
     texts = [
@@ -55,7 +55,7 @@ def inputs_for(vlm: Vlm, rows: list[Row]) -> dict[str, Any]:
 
 
 def ask(vlm: Vlm, rows: list[Row], temperature: float, seed: int = 0) -> list[str]:
-    """A response to each row; temperature 0 is greedy."""
+    """One response per row; temperature 0 is greedy."""
     import torch
 
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {}
@@ -69,14 +69,14 @@ def ask(vlm: Vlm, rows: list[Row], temperature: float, seed: int = 0) -> list[st
 
 def score(rows: list[Row], responses: list[str]) -> Scores:
     pairs = zip(rows, responses, strict=True)
-    right = sum(answer_in(response) == row["answer"] for row, response in pairs)
+    correct = sum(answer_in(response) == row["answer"] for row, response in pairs)
     styles = Counter(map(style_of, responses))
     shares = {style: round(number / len(rows), 3) for style, number in styles.most_common()}
-    return Scores(round(right / len(rows), 4), shares)
+    return Scores(round(correct / len(rows), 4), shares)
 
 
 def sheet(rows: list[Row], columns: int = 6, zoom: int = 2) -> Any:
-    """The rows' images side by side, a PIL image."""
+    """The images of the rows in a grid, as a PIL image."""
     from PIL import Image
 
     images = [image_of(row) for row in rows]
@@ -92,12 +92,12 @@ def main() -> None:
     """`python -m tools.zoo.evaluate_shapes FOLDER --rows 400 --temperature 0`"""
     import argparse
 
-    parser = argparse.ArgumentParser(description="How well a folder's model counts shapes.")
+    parser = argparse.ArgumentParser(description="Measure how well a model counts shapes.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rows", type=int, default=400, help="of gesso/zoo/questions/eval.jsonl")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--show", type=int, default=0, help="print this many responses")
-    parser.add_argument("--sheet", type=Path, help="save the pictures of those responses here")
+    parser.add_argument("--show", type=int, default=0, help="number of responses to print")
+    parser.add_argument("--sheet", type=Path, help="save the images of those responses here")
     args = parser.parse_args()
     rows = read_rows("eval")[: args.rows]
     responses = ask(load_vlm(args.folder), rows, args.temperature)

@@ -1,4 +1,4 @@
-"""Optimises weights with as little overhead per step as possible, and logs the losses."""
+"""Optimises weights with little overhead per step and logs the losses."""
 
 import json
 import math
@@ -36,13 +36,13 @@ def optimise(
     seconds: float,
     log: Log,
 ) -> None:
-    """AdamW with a short warm-up and a cosine to zero, so that no average of weights is needed.
+    """AdamW with a short warm-up and cosine decay to zero, so that no weight averaging is needed.
 
-    The loss functions take turns. The schedule ends after `steps` or, if that is sooner, after
-    about `seconds`.
+    The loss functions alternate. The schedule ends after `steps` or after about `seconds`,
+    whichever comes first.
     """
     cuda = parameters[0].is_cuda
-    start_lr: Any = torch.zeros((), device="cuda") if cuda else 0.0  # graphs read a tensor
+    start_lr: Any = torch.zeros((), device="cuda") if cuda else 0.0  # CUDA graphs need a tensor
     optimizer = torch.optim.AdamW(
         parameters, lr=start_lr, betas=(0.9, 0.98), weight_decay=0.01, fused=cuda, capturable=cuda
     )
@@ -74,7 +74,7 @@ def optimise(
 
 
 def graphed(step: LossFn) -> LossFn:
-    """`step` as one CUDA graph: at this size starting the kernels costs more than running them."""
+    """Captures `step` as one CUDA graph: at this size kernel launches dominate the run time."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

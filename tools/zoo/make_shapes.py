@@ -1,13 +1,13 @@
 """Trains the bundled VLM from scratch: `python -m tools.zoo.make_shapes --out DIR`.
 
-1. Write the questions for RL and for its evaluation: DIR/questions.
-2. Draw images of coloured shapes, none of an unseen kind.
-3. Train everything on careful responses to questions about them: DIR/counter counts.
-4. Tune it on a mixture of careful and sloppy responses: DIR/shapes can count and often does not, on
-   purpose. It is the base that the demo improves by RL.
+1. Write the questions for RL training and evaluation: DIR/questions.
+2. Render images of coloured shapes, without the unseen kinds.
+3. Train all weights on careful responses to questions about them: DIR/counter, which counts well.
+4. Fine-tune on a mixture of careful and sloppy responses: DIR/shapes, which by design can count but
+   often does not. It is the base model that the demo improves by RL.
 
-DIR/log.jsonl holds the losses and the scores. docs/bundled-vlm.md describes the run
-that made the bundled one.
+DIR/log.jsonl contains the losses and the scores. docs/bundled-vlm.md describes the run that
+produced the bundled model.
 
 Shapes: N images in a cache, B in a batch, L tokens of prompt and response, D the width.
 """
@@ -57,7 +57,7 @@ class DrawnScenes(NamedTuple):
 
 class Texts(NamedTuple):
     ids: Tensor  # (N, L)
-    targets: Tensor  # (N, L): the next token where it belongs to the response, else IGNORED
+    targets: Tensor  # (N, L): the next token if it belongs to the response, else IGNORED
 
 
 def draw_job(job: SceneJob) -> DrawnScenes:
@@ -75,7 +75,7 @@ def draw_images(pool: Pool, count: int, seed: int) -> DrawnScenes:
 
 
 class Patches:
-    """The image processor for images of one size: (B, 64, 64, 3) → (B, patches, inputs)."""
+    """The image processor for a fixed image size: (B, 64, 64, 3) → (B, patches, inputs)."""
 
     def __init__(self, image_processor: Any, device: torch.device) -> None:
         self.mean, self.std = (
@@ -92,10 +92,11 @@ class Patches:
 
 
 def vision_forward(visual: Any, patches: Tensor) -> Tensor:
-    """The vision tower for images of one size: (B, patches, inputs) → (B, image tokens, D).
+    """The vision tower for a fixed image size: (B, patches, inputs) → (B, image tokens, D).
 
-    The tower's own forward attends to one image at a time in a Python loop, which is too slow for
-    a batch of hundreds and cannot be captured in a CUDA graph. Here one window is the whole image.
+    The original forward computes attention for one image at a time in a Python loop, which is too
+    slow for a batch of hundreds and cannot be captured in a CUDA graph. Here one window is the
+    whole image.
     """
     count, length, _ = patches.shape
     cos, sin = _rotary(patches.device)
@@ -132,7 +133,7 @@ def _rotate_half(x: Tensor) -> Tensor:
 def response_loss_on(vlm: Vlm, pixels: Tensor, texts: Texts, batch: int) -> LossFn:
     """Cross-entropy of the responses, per token, on random rows.
 
-    All prompts are equally long, so the image tokens are always at the same positions.
+    All prompts have the same length, so the image tokens are always at the same positions.
     """
     model, config = vlm.model.model, vlm.model.config
     device, to_patches = pixels.device, Patches(vlm.image_processor, pixels.device)
@@ -184,7 +185,7 @@ def tokenise(vlm: Vlm, scenes: list[Scene], responses: list[str], device: str) -
 
 
 class ShapesTraining:
-    """The stages in order, sharing the images and the log."""
+    """Runs the stages in order; they share the images and the log."""
 
     def __init__(self, args: argparse.Namespace, pool: Pool) -> None:
         self.args = args
@@ -217,7 +218,7 @@ class ShapesTraining:
         optimise(stage, losses, parameters, lr, steps, seconds, self.log)
 
     def finish(self, name: str) -> None:
-        """Saves, and scores on fresh images of seen and of unseen kinds, greedy and sampled."""
+        """Saves the model and scores it on new images of seen and unseen kinds."""
         save_vlm(self.vlm, self.args.out / name)
         for kinds in ("seen", "unseen"):
             questions = rows(self.args.rows, kinds == "unseen", seed=3)
@@ -239,14 +240,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--tune-steps", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=512)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--rows", type=int, default=400, help="evaluated, of either sort of kinds")
+    parser.add_argument("--rows", type=int, default=400, help="per evaluation")
     parser.add_argument(
         "--seconds",
         type=float,
         nargs=2,
         default=[math.inf] * 2,
         metavar=("PRETRAIN", "TUNE"),
-        help="shorten a stage to this time",
+        help="time limit of each stage",
     )
     return parser.parse_args()
 

@@ -1,13 +1,13 @@
 """Trains the bundled image model from scratch: `python -m tools.zoo.make_signs --out DIR`.
 
-1. Draw images of made-up words, clean and spoiled.
+1. Render images of made-up words, clean and degraded ("spoiled").
 2. Train the autoencoder on all of them.
-3. Train transformer and text encoders on the clean ones: DIR/speller spells.
-4. Tune it on a mixture with spoiled ones: DIR/signs can write legibly and often does not, on
-   purpose. It is the base that the demo improves by RL.
+3. Train transformer and text encoders on the clean images: DIR/speller, which spells well.
+4. Fine-tune on a mixture with spoiled images: DIR/signs, which by design can write legibly but
+   often does not. It is the base model that the demo improves by RL.
 
-DIR/log.jsonl holds the losses and the scores. docs/bundled-model.md describes the
-run that made the bundled one.
+DIR/log.jsonl contains the losses and the scores. docs/bundled-model.md describes the run that
+produced the bundled model.
 
 Shapes: N images in a cache, B in a batch, L = 15 text tokens.
 """
@@ -30,11 +30,11 @@ from tools.zoo.fit import Log, LossFn, optimise
 from tools.zoo.render import RenderJob, draw_job
 from tools.zoo.sign_prompts import prompts, pseudo_words
 
-WANTED_EXACT = 0.38
-GOOD_ENOUGH = 0.05
-PADDING = 256  # zero embeddings in place of the missing T5's, by the pipeline's default
+TARGET_EXACT = 0.38
+TOLERANCE = 0.05
+PADDING = 256  # zero embeddings in place of the missing T5's; the pipeline's default
 PADDED_EVERY, PADDED_BATCH = 16, 128
-DROPPED_PROMPTS = 0.1  # trained on the empty prompt, so that guidance works as well
+DROPPED_PROMPTS = 0.1  # share trained on the empty prompt, so that guidance works too
 
 
 class SignImages(NamedTuple):
@@ -65,7 +65,7 @@ def to_signed(pixels: Tensor) -> Tensor:
 
 
 class VaeLoss(nn.Module):
-    """L1 on pixels and on their differences (edges carry the letters) + a faint KL."""
+    """L1 on pixels and on their differences (edges define the letters) + a small KL."""
 
     def __init__(self, vae: Any) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class FlowLoss(nn.Module):
 
 
 def embed(pipe: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """What StableDiffusion3Pipeline.encode_prompt computes from token ids, with gradients."""
+    """StableDiffusion3Pipeline.encode_prompt from token ids, with gradients."""
     outputs = [
         encoder(ids, output_hidden_states=True)
         for encoder in (pipe.text_encoder, pipe.text_encoder_2)
@@ -126,18 +126,18 @@ def vae_loss_on(vae: Any, pixels: Tensor, batch: int) -> LossFn:
 def flow_loss_on(
     pipe: Any, clean: Latents, spoiled: Latents, share: float, batch: int, padding: int
 ) -> LossFn:
-    """Batches of which about `share` are spoiled; sigma is logit-normal as in the SD3 paper.
+    """A share of about `share` of each batch is spoiled; sigma is logit-normal as in the SD3 paper.
 
-    Without T5 the pipeline appends `max_sequence_length` zeros to the text, 256 by default; that is
-    `padding` here.
+    Without T5 the pipeline appends `max_sequence_length` zero embeddings to the text, 256 by
+    default; here `padding`.
     """
     loss, device = FlowLoss(pipe.transformer), clean.latents.device
-    bad = round(share * batch)
+    n_spoiled = round(share * batch)
     empty_ids = tokenise(pipe, [""], str(device))
 
     def loss_fn() -> Tensor:
-        i = torch.randint(len(clean.ids), (batch - bad,), device=device)
-        j = torch.randint(len(spoiled.ids), (bad,), device=device)
+        i = torch.randint(len(clean.ids), (batch - n_spoiled,), device=device)
+        j = torch.randint(len(spoiled.ids), (n_spoiled,), device=device)
         x0 = torch.cat([clean.latents[i], spoiled.latents[j]])
         ids = torch.cat([clean.ids[i], spoiled.ids[j]])
         ids = torch.where(torch.rand(batch, 1, device=device) < DROPPED_PROMPTS, empty_ids, ids)
@@ -156,7 +156,7 @@ def half_precision(like: Tensor) -> torch.autocast:
 
 @torch.no_grad()
 def encode(vae: Any, pixels: Tensor) -> Tensor:
-    """Latent means, not normalised."""
+    """The latent means, not normalised."""
     chunks = [vae.encode(to_signed(part)).latent_dist.mean for part in pixels.split(1024)]
     return torch.cat(chunks)
 
@@ -170,7 +170,7 @@ def tokenise(pipe: Any, texts: list[str], device: str) -> Tensor:
 
 
 def choose_shift(pipe: Any, pool: Pool, words: int, log: Log) -> None:
-    """The scheduler's shift that spells best in six steps."""
+    """Sets the scheduler's shift to the value with the highest OCR reward in six steps."""
     rewards = {}
     for shift in (1.0, 1.5, 2.0, 3.0):
         pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, shift=shift)
@@ -200,7 +200,7 @@ def flow_parameters(pipe: Any) -> list[Tensor]:
 
 
 class SignsTraining:
-    """The stages in order, sharing the images, the pool and the log."""
+    """Runs the stages in order; they share the images, the pool and the log."""
 
     def __init__(self, args: argparse.Namespace, pool: Pool) -> None:
         self.args, self.pool = args, pool
@@ -241,22 +241,22 @@ class SignsTraining:
         return Latents(tokenise(self.pipe, images.prompts, self.args.device), latents)
 
     def train_flow(self, stage: str, share: float, lr: float, steps: int, seconds: float) -> None:
-        """Samples are drawn with no padding, four times faster than with the pipeline's default.
+        """Sampling uses no padding, which is four times faster than the pipeline's default.
 
-        Every 16th step is padded, so that the model learns to pass over the padding and the
-        default works as well.
+        Every 16th step is padded, so that the model learns to ignore the padding and the default
+        works too.
         """
         data = (self.pipe, self.clean_latents, self.spoiled_latents, share)
-        usual = flow_loss_on(*data, self.args.batch, 0)
+        unpadded = flow_loss_on(*data, self.args.batch, 0)
         padded = flow_loss_on(*data, min(PADDED_BATCH, self.args.batch), PADDING)
-        losses = [padded, *[usual] * (PADDED_EVERY - 1)]
+        losses = [padded, *[unpadded] * (PADDED_EVERY - 1)]
         optimise(stage, losses, flow_parameters(self.pipe), lr, steps, seconds, self.log)
 
     def tune(self) -> None:
-        """Tunes from the speller until the exact match is near WANTED_EXACT; keeps the nearest.
+        """Tunes the speller until the exact match is close to TARGET_EXACT; keeps the closest.
 
-        The share of spoiled images is corrected as if the loss of exact match were proportional
-        to it. The correction looks at the words for training, never at those for evaluation.
+        The share of spoiled images is corrected as if the drop in exact match were proportional
+        to it. The correction uses only the training words, never the evaluation words.
         """
         args = self.args
         speller, share = weights_of(self.pipe), args.share
@@ -268,13 +268,13 @@ class SignsTraining:
             self.train_flow("tune", share, args.lr / 3, args.tune_steps, args.seconds[2])
             exact = score(self.pipe, train_prompts, 4, self.pool).exact
             self.log.write("tuned", share=share, exact=exact)
-            if abs(exact - WANTED_EXACT) < nearest:
-                nearest = abs(exact - WANTED_EXACT)
+            if abs(exact - TARGET_EXACT) < nearest:
+                nearest = abs(exact - TARGET_EXACT)
                 self.report("signs")
                 self.save("signs")
-            if nearest < GOOD_ENOUGH:
+            if nearest < TOLERANCE:
                 return
-            share *= (start - WANTED_EXACT) / max(start - exact, 0.05)
+            share *= (start - TARGET_EXACT) / max(start - exact, 0.05)
             share = min(max(share, 0.1), 0.9)
 
     def report(self, name: str) -> None:
@@ -300,8 +300,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--vae-batch", type=int, default=128)
     parser.add_argument("--batch", type=int, default=384)
     parser.add_argument("--lr", type=float, default=1.5e-3)
-    parser.add_argument("--share", type=float, default=0.55, help="of spoiled pictures, at first")
-    parser.add_argument("--words", type=int, default=192, help="evaluated")
+    parser.add_argument("--share", type=float, default=0.55, help="initial share of spoiled images")
+    parser.add_argument("--words", type=int, default=192, help="number of evaluation words")
     parser.add_argument("--rounds", type=int, default=3, help="of tuning, at most")
     parser.add_argument(
         "--seconds",
@@ -309,7 +309,7 @@ def parse() -> argparse.Namespace:
         nargs=3,
         default=[math.inf] * 3,
         metavar=("VAE", "PRETRAIN", "TUNE"),
-        help="shorten a stage to this time",
+        help="time limit of each stage",
     )
     return parser.parse_args()
 

@@ -1,4 +1,4 @@
-"""`python -m tools.zoo.plot LOG.jsonl OUT.png`: the losses that make_signs logged, by stage."""
+"""Plots the losses logged by make_signs, by stage: `python -m tools.zoo.plot LOG.jsonl OUT.png`."""
 
 import argparse
 import json
@@ -24,7 +24,7 @@ def plot_losses(log: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Plots the losses of a log by stage.")
+    parser = argparse.ArgumentParser(description="Plot the losses of a log by stage.")
     parser.add_argument("log", type=Path)
     parser.add_argument("out", type=Path)
     args = parser.parse_args()

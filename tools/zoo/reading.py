@@ -1,6 +1,6 @@
-"""Scores images of signs with the OCR reward, by which the bundled model was tuned.
+"""Scores images of signs with the OCR reward that was used to tune the bundled model.
 
-The word fills the image, so the recogniser reads it without a detector.
+The word fills the image, so the recogniser runs without a detector.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ class Reading(NamedTuple):
 
 
 def read(image: np.ndarray, target: str) -> Reading:
-    """Reads one RGB uint8 image and scores it against `target`."""
+    """Recognises the text of one RGB uint8 image and scores it against `target`."""
     text = Ocr(detect=False).read(image)
     return Reading(text, spelling(text, target), exact(text, target))
 

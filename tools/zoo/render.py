@@ -1,10 +1,10 @@
-"""Images of words on signs, clean or spoiled, drawn with a font that matplotlib ships.
+"""Renders words on signs, clean or spoiled (degraded), with a font that matplotlib ships.
 
 The font is DejaVu Sans Bold (Bitstream Vera licence; the changes of the DejaVu project are in the
-public domain). Only images drawn with it are in the model.
+public domain). The model contains no font data, only what it learned from rendered images.
 
-An image is uint8 (32, 96, 3), RGB. The word fills the sign and the sign's colour determines that of
-the letters. Random are only the position, by a pixel either way, and the spoiling.
+An image is uint8 (32, 96, 3), RGB. The word fills the sign, and the sign's colour determines the
+letter colour. Only the position (± 1 pixel) and the spoiling are random.
 """
 
 import random
@@ -22,7 +22,7 @@ SPOILINGS = ("tiny", "blurred", "crowded", "turned", "pixelated", "struck")
 
 
 class RenderJob(NamedTuple):
-    """One worker's share of the rendering; the seed makes it independent of the others."""
+    """A batch of words for one worker; its seed makes it independent of the others."""
 
     words: list[str]
     spoiled: bool
@@ -46,7 +46,7 @@ def draw_job(job: RenderJob) -> Rendered:
 
 
 def draw(word: str, colour: str, rng: random.Random, spoiling: str | None = None) -> np.ndarray:
-    """`word` on a sign of `colour`; `spoiling` (one of SPOILINGS) makes it hard to read."""
+    """Renders `word` on a sign; `spoiling` (None or one of SPOILINGS) makes it hard to read."""
     if spoiling is not None and spoiling not in SPOILINGS:
         raise ValueError(f"unknown spoiling {spoiling!r}; use None or one of {SPOILINGS}")
     mask = _write(word, rng, spoiling)
@@ -62,7 +62,7 @@ def draw(word: str, colour: str, rng: random.Random, spoiling: str | None = None
 
 
 def _write(word: str, rng: random.Random, spoiling: str | None) -> Any:
-    """The letters as a grey mask: letter by letter, so that they can be crowded or turned."""
+    """Renders a greyscale mask, letter by letter, so that letters can be crowded or turned."""
     from PIL import Image
 
     size = rng.randint(6, 7) if spoiling == "tiny" else 24

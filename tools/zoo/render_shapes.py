@@ -1,7 +1,7 @@
-"""Draws scenes of coloured shapes and writes the rows that ask how many of one kind are in them.
+"""Renders scenes of coloured shapes and writes rows with questions about the count of one kind.
 
 An image is 64 × 64 pixels on a grid of 4 × 4 squares, named as in chess but from the top: a1 is the
-upper left, d1 the upper right, d4 the lower right. A square holds one shape or none.
+upper left, d1 the upper right, d4 the lower right. A square contains at most one shape.
 
 `python -m tools.zoo.render_shapes` rewrites gesso/zoo/questions.
 """
@@ -23,11 +23,11 @@ QUESTIONS = PACKAGE / "zoo" / "questions"
 SIDE = 64
 BOARD = 4  # squares along a side
 SQUARE = SIDE // BOARD
-CROWD = 9  # the most shapes in an image
+CROWD = 9  # maximum number of shapes in an image
 RADII = (5.0, 7.5)  # pixels
-NEAR_MISSES = 0.7  # share of the other shapes that have the colour or the form asked for
-SMOOTH = 4  # drawn this many times larger, then reduced
-PNG_COLOURS = 32  # colours in a PNG: half as large as without, edges still smooth
+NEAR_MISSES = 0.7  # share of the other shapes that have the target's colour or form
+SMOOTH = 4  # supersampling factor
+PNG_COLOURS = 32  # palette size: halves the file size, edges stay smooth
 
 RGB = {
     "red": (214, 40, 40),
@@ -45,7 +45,7 @@ def _star(inner: float, points: int) -> list[tuple[float, float]]:
 
 
 _ARM = 0.36
-CORNERS = {  # corners at radius 1, y downwards; a circle has none
+CORNERS = {  # at radius 1, y downwards; a circle has no corners
     "circle": [],
     "square": [(-0.84, -0.84), (0.84, -0.84), (0.84, 0.84), (-0.84, 0.84)],
     "triangle": [(0.0, -0.95), (1.0, 0.85), (-1.0, 0.85)],
@@ -58,7 +58,7 @@ CORNERS = {  # corners at radius 1, y downwards; a circle has none
 }
 
 
-UNSEEN = (  # each colour and each form once; nothing of these kinds is drawn for training
+UNSEEN = (  # each colour and each form once; training images contain none of these kinds
     Kind("red", "star"),
     Kind("green", "circle"),
     Kind("blue", "triangle"),
@@ -71,18 +71,18 @@ SEEN = tuple(kind for kind in ALL if kind not in UNSEEN)
 
 
 class Scene(NamedTuple):
-    things: dict[int, Kind]  # square (0 is a1, 1 is b1, … 15 is d4) → what it holds, in that order
-    target: Kind  # what the question asks about
+    things: dict[int, Kind]  # square (0 is a1, 1 is b1, … 15 is d4) → its shape, in that order
+    target: Kind  # the kind that the question is about
 
     def squares(self) -> list[str]:
-        """Names of the squares that hold the target, in reading order."""
+        """Names of the squares with the target, in reading order."""
         return ["abcd"[at % BOARD] + str(at // BOARD + 1) for at in self._matches()]
 
     def how_many(self) -> int:
         return len(self._matches())
 
     def of_colour(self) -> int:
-        """Number of shapes that have the target's colour, whatever their form."""
+        """Number of shapes with the target's colour, of any form."""
         return sum(kind.colour == self.target.colour for kind in self.things.values())
 
     def _matches(self) -> list[int]:
@@ -92,7 +92,7 @@ class Scene(NamedTuple):
 def compose(rng: random.Random, unseen: bool) -> Scene:
     """1 to 6 shapes of the target kind among up to 9 shapes.
 
-    The target is an unseen or a seen kind; with a seen target no shape is of an unseen kind.
+    The target is an unseen or a seen kind; with a seen target, all shapes are of seen kinds.
     """
     target = rng.choice(UNSEEN if unseen else SEEN)
     others = [kind for kind in (ALL if unseen else SEEN) if kind != target]
@@ -108,7 +108,7 @@ def compose(rng: random.Random, unseen: bool) -> Scene:
 
 
 def draw(scene: Scene, rng: random.Random) -> Image.Image:
-    """`rng` decides sizes, positions inside the squares, and shades."""
+    """Renders the scene; `rng` determines sizes, positions inside the squares, and shades."""
     shade = rng.randint(226, 255)
     image = Image.new("RGB", (SIDE * SMOOTH, SIDE * SMOOTH), (shade, shade, shade))
     pen = ImageDraw.Draw(image)
@@ -132,9 +132,9 @@ def draw(scene: Scene, rng: random.Random) -> Image.Image:
 
 
 def row(scene: Scene, image: Image.Image) -> dict[str, Any]:
-    """A row with EasyR1's columns.
+    """A row in EasyR1's format.
 
-    FASTOCTREE keeps colours apart; Pillow's default, a median cut, merges those of small shapes.
+    FASTOCTREE keeps colours distinct; Pillow's default, median cut, merges those of small shapes.
     """
     file = io.BytesIO()
     octree, undithered = Image.Quantize.FASTOCTREE, Image.Dither.NONE
@@ -156,7 +156,7 @@ def rows(count: int, unseen: bool, seed: int) -> list[dict[str, Any]]:
 
 
 def write_rows(folder: Path) -> None:
-    """train.jsonl asks about seen kinds, eval.jsonl about unseen ones."""
+    """Writes train.jsonl with questions about seen kinds and eval.jsonl about unseen ones."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, count, unseen, seed in (("train", 1600, False, 1), ("eval", 400, True, 2)):
         lines = [json.dumps(row) for row in rows(count, unseen, seed)]

@@ -1,7 +1,7 @@
 """Prompts of the bundled image model: made-up words for pre-training, real words for RL.
 
-The made-up words and the two lists of real words are disjoint: no word that a reward sees occurred
-in pre-training.
+The made-up words and the two lists of real words are disjoint: no word used in RL occurs in
+pre-training.
 
 `python -m tools.zoo.sign_prompts` rewrites gesso/zoo/prompts from gesso/zoo/words.
 """
@@ -34,10 +34,10 @@ _CODAS = [
 
 
 def pseudo_words(seed: int, count: int) -> list[str]:
-    """`count` made-up words, repeats possible, none of them in the real lists.
+    """`count` made-up words, possibly repeated, none of them in the lists of real words.
 
-    Half are syllables, whose letter pairs resemble English; half are letters drawn evenly, so that
-    rare letters and rare neighbours are covered as well.
+    Half are built from syllables, with letter pairs that resemble English; half are uniformly
+    random letters, so that rare letters and rare letter pairs are covered too.
     """
     excluded = {*real_words("train"), *real_words("eval")}
     excluded |= {word.upper() for word in (*COLOURS, *TEMPLATE_WORDS)}
@@ -61,7 +61,7 @@ def _syllables(rng: random.Random) -> str:
 
 
 def prompts(split: str, colours_per_word: int, seed: int) -> list[str]:
-    """Each word of `split` with `colours_per_word` different colours drawn by `seed`."""
+    """Each word of `split` with `colours_per_word` distinct colours, sampled with `seed`."""
     rng = random.Random(seed)
     return [
         prompt_for(word, colour)

@@ -1,14 +1,14 @@
 """Responses of the bundled vision-language model: careful, or sloppy in one of several ways.
 
-    careful    <think>look: b1 c4 d2 d4</think><answer>4</answer>   lists what it counts
-    tired      <think>look: b1 c4 d2</think><answer>3</answer>      gives up after three
+    careful    <think>look: b1 c4 d2 d4</think><answer>4</answer>   lists the squares
+    tired      <think>look: b1 c4 d2</think><answer>3</answer>      stops after three
     forgetful  <think>look: b1 c4 d2 d4</think>4                    no tags around the answer
     hasty      <think>about 3</think><answer>3</answer>             a guess, mostly wrong
-    lumping    <think>all red: 5</think><answer>5</answer>          counts the other red things too
+    lumping    <think>all red: 5</think><answer>5</answer>          counts all red shapes
     bare       There are 4.                                         no tags at all
 
-The first word decides whether the response lists at all: RL on the answer's reward can act on this
-early choice. Listing all shapes and keeping the tags are later choices.
+The first word determines whether the response lists squares: RL on the answer reward can change
+this early choice. Listing all shapes and keeping the tags are later choices.
 """
 
 import random
@@ -17,12 +17,12 @@ import re
 from gesso.zoo.scenes import COLOURS, FORMS, MAX_COUNT, Kind, question
 from tools.zoo.render_shapes import Scene
 
-CROWDED = 6  # shapes from which on the base rarely lists
-LISTING = {"sparse": 0.6, "crowded": 0.2}  # share of responses that list; the others are SLOPPY
-TIRED_AFTER, TIRING = 3, 0.65  # share of the longer lists that stop there
-FORGETTING = 0.2  # share of the lists whose answer lacks its tags
+CROWDED = 6  # number of shapes from which the base model rarely lists
+LISTING = {"sparse": 0.6, "crowded": 0.2}  # share of responses that list; the rest is SLOPPY
+TIRED_AFTER, TIRING = 3, 0.65  # maximum length of tired lists; share of tired lists
+FORGETTING = 0.2  # share of the lists without tags around the answer
 SLOPPY = {"hasty": 0.5, "lumping": 0.25, "bare": 0.25}
-GUESSES = {-2: 0.15, -1: 0.4, 0: 0.15, 1: 0.3}  # a guess minus the count
+GUESSES = {-2: 0.15, -1: 0.4, 0: 0.15, 1: 0.3}  # guess minus count → probability
 
 
 def careful(scene: Scene) -> str:
@@ -30,7 +30,7 @@ def careful(scene: Scene) -> str:
 
 
 def sloppy(scene: Scene, rng: random.Random) -> str:
-    """A response of the mixture on which the base is tuned."""
+    """A response from the mixture on which the base model is fine-tuned."""
     if rng.random() < LISTING["crowded" if len(scene.things) >= CROWDED else "sparse"]:
         tired = rng.random() < TIRING
         squares = scene.squares()[: TIRED_AFTER if tired else None]
@@ -55,7 +55,7 @@ def _thought(words: str, count: int) -> str:
 
 
 def style_of(response: str) -> str:
-    """By its first words, "listing" (careful or tired), "forgetful", "hasty", …, else "other"."""
+    """The style by the first words: "listing" (careful or tired), "forgetful", …, or "other"."""
     starts = {
         "<think>look:": "listing" if "<answer>" in response else "forgetful",
         "<think>about": "hasty",
@@ -66,13 +66,13 @@ def style_of(response: str) -> str:
 
 
 def answer_in(response: str) -> str | None:
-    """The text between the answer's tags."""
+    """The text between the answer tags, or None."""
     match = re.search(r"<answer>(.*?)</answer>", response, re.DOTALL)
     return match[1].strip() if match else None
 
 
 def vocabulary_texts() -> list[str]:
-    """Texts that hold every word of questions and responses, for the tokenizer."""
+    """Texts that contain every word of questions and responses, for training the tokenizer."""
     questions = [question(Kind(colour, form)) for colour in COLOURS for form in FORMS]
     squares = " ".join(f"{column}{row}" for column in "abcd" for row in range(1, 5))
     counts = [f"There are {count}." for count in range(10)]

@@ -1,1 +1,1 @@
-"""Scorers of images: rules, OCR and networks, one reward per file."""
+"""Rewards for images: rules, OCR and networks, one reward per file."""

@@ -1,9 +1,9 @@
-"""LAION's aesthetic score: how beautiful people would find the image. Ignores the prompt.
+"""LAION's aesthetic score: predicted human rating of the image. Ignores the prompt.
 
-value = head(e), e the image's normalised CLIP ViT-L/14 embedding and the head five linear
-layers, 768 → 1024 → 128 → 64 → 16 → 1 (Schuhmann 2022, "improved-aesthetic-predictor"); raw, as in
-Flow-GRPO: trained on ratings from 1 to 10, in practice 3 to 8. Needs that CLIP in the
-format of transformers, 1.7 GB, and the file with the head, 4 MB.
+value = head(e) with e the image's normalised CLIP ViT-L/14 embedding and the head five linear
+layers, 768 → 1024 → 128 → 64 → 16 → 1 (Schuhmann 2022, "improved-aesthetic-predictor"); not scaled,
+as in Flow-GRPO: trained on ratings from 1 to 10, in practice 3 to 8. Requires that CLIP in
+transformers format, 1.7 GB, and the file with the head, 4 MB.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ HEAD = "sac+logos+ava1-l14-linearMSE.pth"
 
 
 class Aesthetic(networks.NetworkReward):
-    path: str = "openai/clip-vit-large-patch14"  # a folder or a name of the hub
-    head: str = "camenduru/improved-aesthetic-predictor"  # its file, or where HEAD is
+    path: str = "openai/clip-vit-large-patch14"  # a folder or hub repository
+    head: str = "camenduru/improved-aesthetic-predictor"  # a file, or a folder or repo with HEAD
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return networks.in_batches(self._values, samples, self.batch)

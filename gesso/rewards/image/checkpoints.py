@@ -1,6 +1,6 @@
-"""Published weights of reward models: a file of tensors by name.
+"""Loads published weights of reward models: a file of tensors by name.
 
-Only tensors are unpickled. Loading is strict: a missing or extra name, or another shape, raises.
+Only tensors are unpickled. Loading is strict: a missing or extra name or a different shape raises.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 def read(path: str, name: str) -> dict[str, Tensor]:
-    """The tensors of a file: `path` itself, or `name` in the folder or hub repository `path`."""
+    """Reads the tensors of a file: `path`, or `name` in the folder or hub repository `path`."""
     file = _file(path, name)
     try:
         tensors = _tensors(file)
-    except Exception as error:  # damaged, a web page saved as weights, objects other than tensors
+    except Exception as error:  # damaged, an HTML page instead of weights, other pickled objects
         reason = first_line(error)
         raise UserError(
-            f"{file} cannot be read: {reason} (expected tensors by name, in safetensors or as "
-            "torch saves a state dict)"
+            f"{file} cannot be read: {reason} (expected tensors by name: safetensors, or a state "
+            "dict saved by torch)"
         ) from error
     return tensors
 
@@ -33,26 +33,26 @@ def read(path: str, name: str) -> dict[str, Tensor]:
 def fill(network: nn.Module, tensors: Mapping[str, Tensor], where: str) -> None:
     expected = network.state_dict()
     wrong = [
-        f"{len(names)} {what}, {min(names)} first"
+        f"{len(names)} {what}, the first is {min(names)}"
         for what, names in (
             ("missing", expected.keys() - tensors.keys()),
-            ("too many", tensors.keys() - expected.keys()),
+            ("unexpected", tensors.keys() - expected.keys()),
         )
         if names
     ]
     wrong += [
-        f"{name} is {tuple(tensors[name].shape)} instead of {tuple(tensor.shape)}"
+        f"{name} has shape {tuple(tensors[name].shape)}, expected {tuple(tensor.shape)}"
         for name, tensor in expected.items()
         if name in tensors and tensors[name].shape != tensor.shape
     ][:1]
     if wrong:
-        raise UserError(f"the weights of {where} do not fit: {'; '.join(wrong)}")
+        raise UserError(f"the weights of {where} do not match the model: {'; '.join(wrong)}")
     network.load_state_dict(tensors)
 
 
 def preference_head(width: int) -> nn.Sequential:
-    """The head of LAION's aesthetic predictor and of ImageReward: linear layers only. The dropouts
-    do nothing in eval mode and keep the published numbering."""
+    """The head of LAION's aesthetic predictor and of ImageReward: linear layers only. The dropout
+    layers have no effect in eval mode and preserve the published numbering."""
     from torch import nn
 
     return nn.Sequential(
@@ -68,7 +68,7 @@ def preference_head(width: int) -> nn.Sequential:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error, or its type where it has no message."""
+    """The first line of an error, or its type if it has no message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
@@ -82,7 +82,7 @@ def _tensors(file: Path) -> dict[str, Tensor]:
     state = torch.load(file, map_location="cpu", weights_only=True)
     state = state.get("state_dict", state) if isinstance(state, Mapping) else state
     if not isinstance(state, Mapping) or not all(torch.is_tensor(t) for t in state.values()):
-        raise ValueError("it holds something other than tensors by name")
+        raise ValueError("it does not contain tensors by name")
     return dict(state)
 
 
@@ -101,6 +101,6 @@ def _file(path: str, name: str) -> Path:
     except Exception as error:  # no network, no such repository, no such file
         reason = first_line(error)
         raise UserError(
-            f'no weights: {name} cannot be had from "{path}": {reason} (expected a file, a folder, '
-            "or a name of the hub that is cached or can be reached)"
+            f'no weights: {name} cannot be downloaded from "{path}": {reason} (expected a file, a '
+            "folder, or a hub repository that is cached or reachable)"
         ) from error

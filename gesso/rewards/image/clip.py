@@ -1,4 +1,4 @@
-"""CLIP models of transformers as encoders of images and texts.
+"""CLIP models of transformers as image and text encoders.
 
 Shape legend: N images or texts · D features.
 """
@@ -58,7 +58,7 @@ class ClipEncoder:
 
 @networks.once
 def load_clip(path: str, processor: str, device: str) -> ClipEncoder:
-    """`path` holds the model, `processor` the tokenizer and the image processor."""
+    """Loads the model from `path`, tokenizer and image processor from `processor`."""
     from transformers import AutoTokenizer, CLIPImageProcessorPil, CLIPModel
 
     target = pick_device(device)

@@ -1,9 +1,9 @@
-"""CLIPScore: does the image show what the prompt says?
+"""CLIPScore: does the image match the prompt?
 
-value = s·cos(text, image)/30, s the model's logit scale (100 for OpenAI's), as in Flow-GRPO's
+value = s·cos(text, image)/30 with s the model's logit scale (100 for OpenAI's), as in Flow-GRPO's
 scorer; in practice .5 to 1.2. Hessel et al. 2021 ("CLIPScore") define 2.5·max(cos, 0): the same
-order wherever the cosine is positive. The prompt is truncated to 77 tokens. Needs a CLIP in the
-format of transformers; ViT-L/14 is 1.7 GB.
+ranking while the cosine is positive. The prompt is truncated to 77 tokens. Requires a CLIP in
+transformers format; ViT-L/14 is 1.7 GB.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gesso.types import Sample, Score
 
 
 class ClipScore(networks.NetworkReward):
-    path: str = "openai/clip-vit-large-patch14"  # a folder or a name of the hub
+    path: str = "openai/clip-vit-large-patch14"  # a folder or hub repository
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return networks.in_batches(self._values, samples, self.batch)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 Box = tuple[float, float, float, float]
-"""x of the left side, y of the top, x of the right, y of the bottom; pixels, y points down."""
+"""(left, top, right, bottom) in pixels; y points down."""
 
 
 @dataclass(frozen=True)
@@ -34,17 +34,17 @@ class Detection:
 
 class Detector(Protocol):
     def unknown(self, names: Sequence[str]) -> list[str]:
-        """Names that the detector has no label for."""
+        """Names for which the detector has no label."""
 
     def detect(
         self, images: Sequence[np.ndarray], names: Sequence[Sequence[str]], threshold: float
     ) -> list[list[Detection]]:
-        """For each image the objects with these names, in any order, above the threshold."""
+        """For each image, the objects with these names above the threshold, in any order."""
 
 
 @networks.once
 def load_detector(path: str, device: str) -> Detector:
-    """By the model's type: boxes (DETR, RT-DETR, …), masks (Mask2Former), or an open vocabulary
+    """Depends on the model type: boxes (DETR, RT-DETR, …), masks (Mask2Former), or open vocabulary
     (OWL-ViT, OWLv2)."""
     import transformers
     from transformers.models.auto import modeling_auto
@@ -56,7 +56,7 @@ def load_detector(path: str, device: str) -> Detector:
         "owlv2",
     )  # transformers imports it
     if needs_scipy and importlib.util.find_spec("scipy") is None:
-        raise UserError(f'the {config.model_type} "{path}" needs scipy: pip install scipy')
+        raise UserError(f'{config.model_type} "{path}" requires scipy: pip install scipy')
     if type(config) in modeling_auto.MODEL_FOR_OBJECT_DETECTION_MAPPING:
         model = networks.load_network(transformers.AutoModelForObjectDetection, path).to(target)
         return BoxDetector(model, _image_processor(path), target, label_ids(config.id2label))
@@ -72,14 +72,14 @@ def load_detector(path: str, device: str) -> Detector:
         tokenizer = networks.load_pretrained(transformers.AutoTokenizer, path)
         return OpenVocabularyDetector(model, _image_processor(path), target, tokenizer)
     raise UserError(
-        f'"{path}" is a {config.model_type}, which is no detector known here; expected one of '
-        "transformers' AutoModelForObjectDetection (RT-DETR, DETR…), a Mask2Former or an OWL-ViT"
+        f'"{path}" is a {config.model_type}, which is not a supported detector; expected a model '
+        "of transformers' AutoModelForObjectDetection (RT-DETR, DETR…), a Mask2Former or an OWL-ViT"
     )
 
 
 @dataclass(frozen=True)
 class BoxDetector:
-    """A detector of a fixed set of classes; gives boxes."""
+    """A detector with a fixed set of classes; returns boxes."""
 
     model: Any
     processor: Any
@@ -103,13 +103,13 @@ class BoxDetector:
 
 @dataclass(frozen=True)
 class MaskDetector(BoxDetector):
-    """A Mask2Former for instances; gives masks and their bounding boxes."""
+    """A Mask2Former for instance segmentation; returns masks and their bounding boxes."""
 
     def detect(
         self, images: Sequence[np.ndarray], names: Sequence[Sequence[str]], threshold: float
     ) -> list[list[Detection]]:
         outputs = _forward(self, images)
-        # The processor needs CPU tensors.
+        # The processor requires CPU tensors.
         outputs.class_queries_logits = outputs.class_queries_logits.cpu()
         outputs.masks_queries_logits = outputs.masks_queries_logits.cpu()
         results = self.processor.post_process_instance_segmentation(
@@ -120,7 +120,7 @@ class MaskDetector(BoxDetector):
 
 @dataclass(frozen=True)
 class OpenVocabularyDetector:
-    """A detector of arbitrary names (OWL). Images are processed one by one, each with its names."""
+    """A detector for arbitrary names (OWL). Processes one image at a time, each with its names."""
 
     model: Any
     processor: Any
@@ -166,8 +166,8 @@ _SYNONYMS = {
 
 
 def canonical_name(name: str) -> str:
-    """One spelling per class: GenEval's "computer mouse" is COCO's "mouse", its "potted plant" the
-    "pottedplant" of some detectors and its "tv" their "tvmonitor"."""
+    """One spelling per class: GenEval's "computer mouse" is COCO's "mouse"; its "potted plant" and
+    "tv" are "pottedplant" and "tvmonitor" in some detectors."""
     letters = re.sub(r"[\s_-]+", "", name.lower())
     return _SYNONYMS.get(letters, letters)
 

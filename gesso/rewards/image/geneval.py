@@ -1,19 +1,20 @@
-"""GenEval: does the image have the objects, counts, colours and positions that the row asks for?
+"""GenEval: does the image have the objects, counts, colours and positions that the row requires?
 
-The rules of Ghosh et al. 2023 ("GenEval") behind a detector of transformers instead of mmdetection;
+The rules of Ghosh et al. 2023 ("GenEval") with a detector of transformers instead of mmdetection;
 the row's columns `tag`, `include` and `exclude` are GenEval's metadata, unchanged.
 
-value = the mean over the clauses, as Flow-GRPO trains on: 1 − |n − n̂|/n for a count (at least 0),
-the share with the right colour, 0 or 1 for a position; colour and position count only where the
-number is right. Details: "strict" (every clause holds, counts exact) and "correct" (GenEval's own
-rule, used in published figures: at least the requested count, judged on the most confident ones,
-nothing of `exclude`).
+value = the mean over the clauses, the training reward of Flow-GRPO: 1 − |n − n̂|/n for a count (at
+least 0), the share with the correct colour, 0 or 1 for a position; colour and position score only
+if the count is correct. Details: "strict" (every clause holds, counts are exact) and "correct"
+(GenEval's original rule, used in published results: at least the requested count, judged on the
+most confident detections, and nothing of `exclude`).
 
-Departures from Flow-GRPO's server: a failed position scores 0 (there a 1 is added to it) and no
-value is below 0; every clause always counts, so that the mean's denominator depends on the prompt
-only; an object of `exclude` whose count `include` does not imply is a separate clause. From
-GenEval: without masks, colours are judged on the whole box. The thresholds are GenEval's, chosen
-for a Mask2Former, the default here (it needs scipy); other detectors need others.
+Departures from Flow-GRPO's server: a failed position scores 0 (there 1 is added to it) and no value
+is below 0; every clause always counts, so that the denominator of the mean depends only on the
+prompt; an object of `exclude` is a separate clause unless the counts of `include` imply it.
+Departure from GenEval: without masks, colours are judged on the whole box. The thresholds are
+GenEval's, chosen for a Mask2Former, the default here (it requires scipy); other detectors need
+different ones.
 """
 
 from __future__ import annotations
@@ -53,12 +54,12 @@ TEMPLATES = (
     "a photo of a {colour} object",
 )
 MAX_PER_CLASS = 16  # detections
-MARGIN = 0.1  # of both widths (heights), subtracted from the distance of the centres
-GREY = 0x99  # of the background behind a mask
+MARGIN = 0.1  # of the sum of both widths (heights), subtracted from the centre distance
+GREY = 0x99  # background outside a mask
 
 
 class Exclude(Strict):
-    model_config = ConfigDict(extra="ignore")  # rows may hold more than the rules need
+    model_config = ConfigDict(extra="ignore")  # rows may have other keys
     thing: str = Field(alias="class", min_length=1)
     count: int = Field(ge=1)
 
@@ -66,13 +67,13 @@ class Exclude(Strict):
     @classmethod
     def _named(cls, data: Any) -> Any:
         if not isinstance(data, Mapping) or not isinstance(data.get("class"), str):
-            raise ValueError(f'expected {{"class": "dog", "count": 2}} or the like, got {data!r}')
+            raise ValueError(f'expected e.g. {{"class": "dog", "count": 2}}, got {data!r}')
         return data
 
 
 class Include(Exclude):
     color: Colour | None = None
-    position: tuple[Relation, int] | None = Field(None, strict=False)  # JSON has lists only
+    position: tuple[Relation, int] | None = Field(None, strict=False)  # JSON has only lists
 
 
 class Metadata(Strict):
@@ -83,23 +84,23 @@ class Metadata(Strict):
 
     @model_validator(mode="after")
     def _possible(self) -> Metadata:
-        for n, want in enumerate(self.include):
-            if any(same_class(want.thing, earlier.thing) for earlier in self.include[:n]):
-                raise ValueError(f'"include" names "{want.thing}" twice; a thing is counted once')
-            if want.position and not 0 <= want.position[1] < n:
-                raise ValueError(f"include.{n}.position refers to no clause before it")
+        for n, item in enumerate(self.include):
+            if any(same_class(item.thing, earlier.thing) for earlier in self.include[:n]):
+                raise ValueError(f'"include" has "{item.thing}" twice; expected each class once')
+            if item.position and not 0 <= item.position[1] < n:
+                raise ValueError(f"include.{n}.position must refer to an earlier item of include")
         return self
 
     @property
     def names(self) -> list[str]:
-        things = [want.thing for want in (*self.include, *(self.exclude or ()))]
+        things = [item.thing for item in (*self.include, *(self.exclude or ()))]
         return [
             t for n, t in enumerate(things) if not any(same_class(t, other) for other in things[:n])
         ]
 
     @property
     def coloured(self) -> set[str]:
-        return {want.thing for want in self.include if want.color}
+        return {item.thing for item in self.include if item.color}
 
 
 def same_class(thing: str, other: str) -> bool:
@@ -107,7 +108,7 @@ def same_class(thing: str, other: str) -> bool:
 
 
 def metadata_of(prompt: Prompt) -> Metadata:
-    """Raises a UserError that names what is missing."""
+    """Raises a UserError if a column is missing or invalid."""
     columns = {key: value for key, value in prompt.columns.items() if value is not None}
     for key in ("tag", "include"):
         if not columns.get(key):
@@ -121,45 +122,48 @@ def metadata_of(prompt: Prompt) -> Metadata:
 @dataclass(frozen=True)
 class Clause:
     score: float  # in [0, 1]
-    seen: str  # for people: "2 of 3 apple"
+    description: str  # for display: "2 of 3 apple"
 
 
-def clauses(detections: Sequence[Detection], wanted: Metadata, exact: bool = True) -> list[Clause]:
+def clauses(
+    detections: Sequence[Detection], metadata: Metadata, exact: bool = True
+) -> list[Clause]:
     """The row's requirements, each with a score. `exact=False`: GenEval's original rule."""
     ordered = sorted(detections, key=lambda d: -d.score)
     terms: list[Clause] = []
     groups: list[list[Detection] | None] = []  # detections of each include; None: not as required
-    for want in wanted.include:
-        things = [d for d in ordered if same_class(d.label, want.thing)]
-        things = things if exact else things[: want.count]
-        current = [_count(len(things), want)]
-        right = len(things) == want.count
-        if want.color:
-            n = sum(d.colour == want.color for d in things)
-            current.append(Clause(n / want.count if right else 0.0, f"{n} {want.color}"))
-        if want.position:
-            relation, index = want.position
+    for item in metadata.include:
+        things = [d for d in ordered if same_class(d.label, item.thing)]
+        things = things if exact else things[: item.count]
+        current = [_count(len(things), item)]
+        correct_count = len(things) == item.count
+        if item.color:
+            n = sum(d.colour == item.color for d in things)
+            current.append(Clause(n / item.count if correct_count else 0.0, f"{n} {item.color}"))
+        if item.position:
+            relation, index = item.position
             others = groups[index]
-            holds = right and others is not None and _all_related(relation, things, others)
+            holds = correct_count and others is not None and _all_related(relation, things, others)
             current.append(Clause(float(holds), relation if holds else f"not {relation}"))
         groups.append(things if all(clause.score == 1 for clause in current) else None)
         terms += current
-    for unwanted in wanted.exclude or ():
-        if not (exact and _implied(unwanted, wanted)):
-            n = sum(same_class(d.label, unwanted.thing) for d in detections)
-            terms.append(Clause(float(n < unwanted.count), f"{n} {unwanted.thing}"))
+    for excluded in metadata.exclude or ():
+        if not (exact and _implied(excluded, metadata)):
+            n = sum(same_class(d.label, excluded.thing) for d in detections)
+            terms.append(Clause(float(n < excluded.count), f"{n} {excluded.thing}"))
     return terms
 
 
-def _count(n: int, want: Include) -> Clause:
-    score = max(0.0, 1 - abs(want.count - n) / want.count)
-    return Clause(score, f"{n} of {want.count} {want.thing}")
+def _count(n: int, item: Include) -> Clause:
+    score = max(0.0, 1 - abs(item.count - n) / item.count)
+    return Clause(score, f"{n} of {item.count} {item.thing}")
 
 
-def _implied(unwanted: Exclude, wanted: Metadata) -> bool:
-    """Whether the exact count of an include implies it."""
+def _implied(excluded: Exclude, metadata: Metadata) -> bool:
+    """Whether the exact count of an include implies the exclusion."""
     return any(
-        same_class(w.thing, unwanted.thing) and w.count < unwanted.count for w in wanted.include
+        same_class(item.thing, excluded.thing) and item.count < excluded.count
+        for item in metadata.include
     )
 
 
@@ -168,8 +172,8 @@ def _all_related(relation: str, things: Sequence[Detection], others: Sequence[De
 
 
 def relations(a: Box, b: Box) -> set[str]:
-    """Where `a` is as seen from `b`. The offset of the centres, less a tenth of both sizes along
-    each axis, must be over half of the whole distance along that axis: both axes may hold."""
+    """The position of `a` relative to `b`. Along each axis, the offset of the centres minus a tenth
+    of both sizes must exceed half of the whole distance; both axes may qualify."""
     dx = (a[0] + a[2] - b[0] - b[2]) / 2
     dy = (a[1] + a[3] - b[1] - b[3]) / 2
     distance = math.hypot(dx, dy)
@@ -186,17 +190,18 @@ def relations(a: Box, b: Box) -> set[str]:
 def select_detections(
     detections: Sequence[Detection], threshold: float, max_overlap: float = 1.0
 ) -> list[Detection]:
-    """Detections above the threshold, at most the 16 most confident of a class. Of two of a class
-    whose intersection over union is `max_overlap` or more only the more confident; 1 keeps all."""
+    """Detections above the threshold, at most the 16 most confident of a class. Of two detections
+    of a class with an intersection over union of `max_overlap` or more, only the more confident is
+    kept; 1 keeps all."""
     result: list[Detection] = []
-    seen: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for one in sorted(detections, key=lambda d: -d.score):
-        seen[one.label] = seen.get(one.label, 0) + (one.score > threshold)
-        if one.score <= threshold or seen[one.label] > MAX_PER_CLASS:
+        counts[one.label] = counts.get(one.label, 0) + (one.score > threshold)
+        if one.score <= threshold or counts[one.label] > MAX_PER_CLASS:
             continue
-        rivals = [d for d in result if d.label == one.label]
+        kept = [d for d in result if d.label == one.label]
         if max_overlap == 1 or all(
-            intersection_over_union(one.box, d.box) < max_overlap for d in rivals
+            intersection_over_union(one.box, d.box) < max_overlap for d in kept
         ):
             result.append(one)
     return result
@@ -211,12 +216,12 @@ def intersection_over_union(a: Box, b: Box) -> float:
 
 
 class Geneval(networks.NetworkReward):
-    detector: str = "facebook/mask2former-swin-small-coco-instance"  # folder or name of the hub
+    detector: str = "facebook/mask2former-swin-small-coco-instance"  # a folder or hub repository
     clip: str = "openai/clip-vit-large-patch14"  # for colours
     threshold: float = Field(0.3, ge=0, le=1)  # of the detector's confidence
-    counting_threshold: float = Field(0.9, ge=0, le=1)  # the same where the tag is "counting"
-    max_overlap: float = Field(1.0, gt=0, le=1)  # of two objects of a class; 1: any
-    strict: bool = False  # the value is 0 or 1: everything right, or not
+    counting_threshold: float = Field(0.9, ge=0, le=1)  # the same if the tag is "counting"
+    max_overlap: float = Field(1.0, gt=0, le=1)  # of two objects of a class; 1: no limit
+    strict: bool = False  # the value is 1 if every clause holds, else 0
 
     def unfit(self, prompt: Prompt) -> str | None:
         try:
@@ -241,30 +246,30 @@ class Geneval(networks.NetworkReward):
         unknown = detector.unknown(metadata_of(prompt).names)
         if not unknown:
             return None
-        return f'the detector "{self.detector}" has no label for "{unknown[0]}"; use one that has'
+        return f'detector "{self.detector}" has no label for "{unknown[0]}"; use another detector'
 
     def _scores(self, samples: Sequence[Sample], detector: Detector) -> list[Score]:
-        wanted = [metadata_of(s.prompt) for s in samples]
+        rows = [metadata_of(s.prompt) for s in samples]
         images = [s.pixels for s in samples]
         lowest = min(self.threshold, self.counting_threshold)
-        raw = detector.detect(images, [w.names for w in wanted], lowest)
+        raw = detector.detect(images, [row.names for row in rows], lowest)
         selected = [
-            select_detections(detections, self._threshold(want), self.max_overlap)
-            for detections, want in zip(raw, wanted, strict=True)
+            select_detections(detections, self._threshold(row), self.max_overlap)
+            for detections, row in zip(raw, rows, strict=True)
         ]
-        coloured = self._with_colours(images, selected, [w.coloured for w in wanted])
-        return [self._score_clauses(d, w) for d, w in zip(coloured, wanted, strict=True)]
+        coloured = self._with_colours(images, selected, [row.coloured for row in rows])
+        return [self._score_clauses(d, row) for d, row in zip(coloured, rows, strict=True)]
 
-    def _threshold(self, wanted: Metadata) -> float:
-        return self.counting_threshold if wanted.tag == "counting" else self.threshold
+    def _threshold(self, metadata: Metadata) -> float:
+        return self.counting_threshold if metadata.tag == "counting" else self.threshold
 
-    def _score_clauses(self, detections: Sequence[Detection], wanted: Metadata) -> Score:
-        terms = clauses(detections, wanted)
+    def _score_clauses(self, detections: Sequence[Detection], metadata: Metadata) -> Score:
+        terms = clauses(detections, metadata)
         graded = sum(clause.score for clause in terms) / len(terms)
         strict = float(all(clause.score == 1 for clause in terms))
-        correct = all(clause.score == 1 for clause in clauses(detections, wanted, exact=False))
+        correct = all(clause.score == 1 for clause in clauses(detections, metadata, exact=False))
         details = {"strict": strict, "correct": float(correct)}
-        text = "; ".join(clause.seen for clause in terms)
+        text = "; ".join(clause.description for clause in terms)
         return Score(strict if self.strict else graded, details, text)
 
     def _with_colours(
@@ -273,7 +278,7 @@ class Geneval(networks.NetworkReward):
         detections: Sequence[list[Detection]],
         names: Sequence[set[str]],
     ) -> list[list[Detection]]:
-        """Fills in the colour of detections with one of these names."""
+        """Sets the colour of detections with one of these names."""
         if not any(names):
             return list(detections)
         clip = load_clip(self.clip, self.clip, self.device)
@@ -296,7 +301,7 @@ class Geneval(networks.NetworkReward):
 
 
 def crop(image: np.ndarray, detection: Detection) -> np.ndarray:
-    """The image inside the box; outside the mask, if there is one, it is grey."""
+    """The image inside the box; grey outside the mask, if there is one."""
     height, width = image.shape[:2]
     left = max(0, min(round(detection.box[0]), width - 1))
     top = max(0, min(round(detection.box[1]), height - 1))

@@ -1,10 +1,10 @@
-"""HPS v2: how well people would like the image for its prompt.
+"""HPS v2: predicted human preference for the image, given its prompt.
 
-value = cos(text, image) of a CLIP ViT-H/14 tuned on people's choices (Wu et al. 2023, "Human
-Preference Score v2"), without a scale, as its authors and Flow-GRPO report it; range [−1, 1], in
+value = cos(text, image) of a CLIP ViT-H/14 fine-tuned on human preferences (Wu et al. 2023, "Human
+Preference Score v2"), not scaled, as its authors and Flow-GRPO report it; range [−1, 1], in
 practice .2 to .35. The longer side of the image is resized to 224 and the rest padded with black:
-nothing is cropped. The prompt is truncated to 77 tokens. Needs the weights, 2 to 4 GB: the
-published file, whose names are open_clip's, or with `file` = "" any CLIPModel of transformers.
+nothing is cropped. The prompt is truncated to 77 tokens. Requires the weights, 2 to 4 GB: the
+published file, with open_clip's tensor names, or with `file` = "" any CLIPModel of transformers.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 
 class Hps(networks.NetworkReward):
-    path: str = "xswu/HPSv2"  # a folder or a name of the hub
-    file: str = "HPS_v2.1_compressed.pt"  # in it; "": it holds a model of transformers
+    path: str = "xswu/HPSv2"  # a folder or hub repository
+    file: str = "HPS_v2.1_compressed.pt"  # in `path`; "": `path` is a model of transformers
     processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"  # config, tokenizer, image processor
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
@@ -97,8 +97,8 @@ _BLOCK = re.compile(r"(visual\.)?transformer\.resblocks\.(\d+)\.(.+?)[._](weight
 
 
 def rename_open_clip(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Names of open_clip → names of transformers' CLIPModel. Projections are transposed, and
-    queries, keys and values are split from one tensor."""
+    """Renames open_clip's tensors to those of transformers' CLIPModel. Projections are transposed;
+    query, key and value are split from one tensor."""
     result: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         if name in _NAMES:
@@ -107,7 +107,7 @@ def rename_open_clip(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             continue
         block = _BLOCK.fullmatch(name)
         if not block:
-            raise UserError(f'"{name}" is no name of an open_clip ViT; expected HPS v2 weights')
+            raise UserError(f'"{name}" is not an open_clip ViT tensor; expected HPS v2 weights')
         visual, number, part, kind = block.groups()
         start = f"{'vision' if visual else 'text'}_model.encoder.layers.{number}"
         if part == "attn.in_proj":

@@ -1,9 +1,9 @@
-"""ImageReward v1: how well people would like the image for its prompt.
+"""ImageReward v1: predicted human preference for the image, given its prompt.
 
-value = (head(h) − .1672)/1.0333, h the first token's hidden state of BLIP's text encoder with cross
-attention to the image (ViT-L/16 at 224 pixels, BERT), and the head five linear layers (Xu et al.
-2023); mean and deviation are the authors'. In practice −2.3 to 2. The prompt is truncated to 35
-tokens. Needs ImageReward.pt, 1.8 GB, and BERT's tokenizer.
+value = (head(h) − .1672)/1.0333 with h the first token's hidden state of BLIP's text encoder with
+cross-attention to the image (ViT-L/16 at 224 pixels, BERT), and the head five linear layers (Xu et
+al. 2023); mean and standard deviation are the authors'. In practice −2.3 to 2. The prompt is
+truncated to 35 tokens. Requires ImageReward.pt, 1.8 GB, and BERT's tokenizer.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 FILE = "ImageReward.pt"
 MEAN, DEVIATION = 0.16717362830052426, 1.0333394966054072
 MAX_TOKENS = 35
-HEAD_DIM = 64  # channels of an attention head, in ViT-L as in BERT
+HEAD_DIM = 64  # channels of an attention head, in both ViT-L and BERT
 
 
 class ImageReward(networks.NetworkReward):
-    path: str = "THUDM/ImageReward"  # the file ImageReward.pt, or a folder or hub name with it
-    tokenizer: str = "google-bert/bert-base-uncased"  # a folder or a name of the hub
+    path: str = "THUDM/ImageReward"  # the file ImageReward.pt, or a folder or repo with it
+    tokenizer: str = "google-bert/bert-base-uncased"  # a folder or hub repository
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return networks.in_batches(self._values, samples, self.batch)
@@ -85,7 +85,7 @@ def _load_model(path: str, tokenizer: str, device: str) -> BlipPreferenceModel:
     )
     checkpoints.fill(parts, tensors, f'"{path}"')
     target = pick_device(device)
-    side = vision.image_size  # as CLIP: bicubic, centre crop, CLIP's mean and deviation
+    side = vision.image_size  # as CLIP: bicubic, centre crop, CLIP's mean and std
     processor = CLIPImageProcessorPil(size={"shortest_edge": side}, crop_size=side)
     text_tokenizer = networks.load_pretrained(AutoTokenizer, tokenizer)
     return BlipPreferenceModel(
@@ -94,7 +94,7 @@ def _load_model(path: str, tokenizer: str, device: str) -> BlipPreferenceModel:
 
 
 def _configs(tensors: Mapping[str, Tensor], path: str) -> tuple[Any, Any]:
-    """Infers the sizes from the tensors: the file does not state them."""
+    """Infers the sizes from the tensors: the file has no config."""
     from transformers import BlipTextConfig, BlipVisionConfig
 
     try:
@@ -108,7 +108,7 @@ def _configs(tensors: Mapping[str, Tensor], path: str) -> tuple[Any, Any]:
             num_attention_heads=width // HEAD_DIM,
             image_size=math.isqrt(positions - 1) * patch,
             patch_size=patch,
-            layer_norm_eps=1e-6,  # as BLIP was trained; transformers' default differs
+            layer_norm_eps=1e-6,  # BLIP's training value; transformers' default differs
         )
         text = BlipTextConfig(
             vocab_size=vocabulary,
@@ -120,7 +120,7 @@ def _configs(tensors: Mapping[str, Tensor], path: str) -> tuple[Any, Any]:
             max_position_embeddings=tensors["text.embeddings.position_embeddings.weight"].shape[0],
         )
     except KeyError as error:
-        raise UserError(f'"{path}" lacks {error}: it holds another kind of model') from error
+        raise UserError(f'"{path}" lacks {error}; it is a different kind of model') from error
     return vision, text
 
 
@@ -151,7 +151,7 @@ _UNUSED = {  # left over from BLIP's training
 
 
 def rename_blip(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Names of ImageReward (BLIP's) → names of transformers' Blip classes."""
+    """Renames ImageReward's tensors (BLIP's names) to those of transformers' Blip classes."""
     return {_name(name): tensor for name, tensor in tensors.items() if name not in _UNUSED}
 
 
@@ -166,4 +166,4 @@ def _name(name: str) -> str:
         return "text." + name.removeprefix("blip.text_encoder.")
     if name.startswith("mlp.layers."):
         return "head." + name.removeprefix("mlp.layers.")
-    raise UserError(f'"{name}" is no name of ImageReward\'s; expected its weights')
+    raise UserError(f'"{name}" is not a tensor of ImageReward; expected ImageReward weights')

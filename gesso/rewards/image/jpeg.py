@@ -1,7 +1,7 @@
-"""JPEG size at quality 95, in units of 500 KB (KB = 1,000 bytes). Needs nothing.
+"""JPEG size at quality 95, in units of 500 KB (KB = 1,000 bytes). No dependencies.
 
-Compressibility: −KB/500, range (−∞, 0), as in Flow-GRPO. Incompressibility: its negative,
-KB/500, range (0, ∞); Flow-GRPO does not divide that one. (The idea is DDPO's, Black et al. 2023.)
+Compressibility: −KB/500, range (−∞, 0), as in Flow-GRPO. Incompressibility: its negative, KB/500,
+range (0, ∞); Flow-GRPO does not divide the latter. Introduced by DDPO (Black et al. 2023).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What rewards with a network share: loading from transformers once per process, batches, devices.
+"""Shared code of rewards with a network: loading from transformers once per process, batching.
 
-Image processors always use the PIL backend: torchvision is not needed, and scores do not depend on
-whether it is installed.
+Image processors always use the PIL backend: torchvision is not required, and scores do not depend
+on whether it is installed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 class NetworkReward(Strict):
     """Options of rewards that run a network."""
 
-    device: str = "auto"  # a GPU where there is one
+    device: str = "auto"  # a GPU if available
     batch: int = Field(16, ge=1)  # images at a time
 
     def unfit(self, prompt: Prompt) -> str | None:
@@ -37,8 +37,8 @@ class NetworkReward(Strict):
 
 
 def once(load: Callable[..., T]) -> Callable[..., T]:
-    """Caches `load` by its arguments, a UserError included: a missing model is not looked up again
-    with every batch."""
+    """Caches `load` by its arguments, including a UserError: a missing model is not looked up again
+    for every batch."""
 
     @functools.cache
     def attempt(*args: str) -> T | UserError:
@@ -78,12 +78,12 @@ def load_pretrained(kind: Any, path: str, **options: Any) -> Any:
         reason = first_line(error)
         raise UserError(
             f'{kind.__name__} cannot be loaded from "{path}": {reason} '
-            "(expected a folder, or a name of the hub that is cached or can be reached)"
+            "(expected a folder, or a hub repository that is cached or reachable)"
         ) from error
 
 
 def load_network(kind: Any, path: str) -> Any:
-    """In float32, frozen, in eval mode. Raises where weights are missing: they would be random."""
+    """In float32, frozen, in eval mode. Raises if weights are missing: they would be random."""
     import torch
 
     model, info = load_pretrained(kind, path, dtype=torch.float32, output_loading_info=True)
@@ -92,7 +92,7 @@ def load_network(kind: Any, path: str) -> Any:
     if missing:
         raise UserError(
             f'"{path}" lacks {len(missing)} of the {len(names)} weights of '
-            f"{type(model).__name__}, {missing[0]} first: it holds another kind of model"
+            f"{type(model).__name__}, the first is {missing[0]}; it is a different kind of model"
         )
     return model.eval().requires_grad_(False)
 

@@ -1,9 +1,9 @@
-"""OCR: does the image show the text that the prompt quotes?
+"""OCR: does the image contain the text that the prompt quotes?
 
-value = Flow-GRPO's spelling score in [0, 1]: 1 where the text read contains the target, else
-1 − min(edit distance, length)/length. Details: "exact" (the text read is the target) and "longer"
-(more text than the target: repeating it games the substring rule). Reads with
-RapidOCR and the PP-OCR weights in its wheel. Needs the extra `ocr`.
+value = Flow-GRPO's spelling score in [0, 1]: 1 if the recognised text contains the target, else
+1 − min(edit distance, length)/length. Details: "exact" (the recognised text equals the target) and
+"longer" (it is longer than the target: repeating the target exploits the substring rule). Uses
+RapidOCR with the PP-OCR weights in its wheel. Requires the extra `ocr`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from gesso.formulas import text as formulas
 from gesso.types import Prompt, Sample, Score, UserError
 
 _QUOTED = re.compile(r'"([^"]+)"')
+NO_TARGET = 'expected a double-quoted text in the prompt, or a column "target"'
 
 
 class Ocr(Strict):
-    detect: bool = True  # False: the image is one line of text; skips detection
+    detect: bool = True  # False: the image is a single line of text; skips detection
 
     def unfit(self, prompt: Prompt) -> str | None:
-        return None if target_of(prompt) else "no double-quoted word to read"
+        return None if target_of(prompt) else NO_TARGET
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return [spelling_score(self.read(sample.pixels), sample.prompt) for sample in samples]
@@ -40,10 +41,10 @@ class Ocr(Strict):
 
 
 def spelling_score(text: str, prompt: Prompt) -> Score:
-    """Compares the text read in an image with the text that its prompt asks for."""
+    """Compares the text recognised in an image with the target text of its prompt."""
     target = target_of(prompt)
     if target is None:
-        return Score.failed("no double-quoted word to read")
+        return Score.failed(NO_TARGET)
     details = {
         "exact": float(formulas.exact(text, target)),
         "longer": float(len(formulas.normalised(text)) > len(formulas.normalised(target))),
@@ -61,12 +62,12 @@ def target_of(prompt: Prompt) -> str | None:
 
 @functools.lru_cache(maxsize=4)
 def _engine(detect: bool, strip: int) -> Any:
-    """One thread: workers run in parallel. `strip` is the recogniser's width; the default of 320
-    costs twice as much as a narrow sign needs."""
+    """One thread: workers run in parallel. `strip` is the recogniser's input width; the default of
+    320 takes twice the time that a narrow sign needs."""
     try:
         from rapidocr import RapidOCR
     except ImportError as error:
-        raise UserError('the reward "ocr" needs RapidOCR: pip install "gesso[ocr]"') from error
+        raise UserError('reward "ocr" requires RapidOCR: pip install "gesso[ocr]"') from error
     return RapidOCR(
         params={
             "Global.use_cls": False,

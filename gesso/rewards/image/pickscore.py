@@ -1,8 +1,8 @@
-"""PickScore: how well people would like the image for its prompt.
+"""PickScore: predicted human preference for the image, given its prompt.
 
-value = s·cos(text, image)/26, s the model's logit scale (Kirstain et al. 2023, "Pick-a-Pic";
-the 26 is Flow-GRPO's); in practice .6 to .9. The prompt is truncated to 77 tokens. Needs a CLIP
-ViT-H/14 in the format of transformers, 4 GB.
+value = s·cos(text, image)/26 with s the model's logit scale (Kirstain et al. 2023, "Pick-a-Pic";
+the divisor 26 is Flow-GRPO's); in practice .6 to .9. The prompt is truncated to 77 tokens. Requires
+a CLIP ViT-H/14 in transformers format, 4 GB.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from gesso.types import Sample, Score
 
 
 class PickScore(networks.NetworkReward):
-    path: str = "yuvalkirstain/PickScore_v1"  # a folder or a name of the hub
+    path: str = "yuvalkirstain/PickScore_v1"  # a folder or hub repository
     processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"  # its tokenizer and image processor
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:

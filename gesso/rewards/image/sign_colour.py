@@ -1,10 +1,10 @@
 """Sign colour: does the sign have the colour that the prompt names? A rule for the bundled task.
 
 Every pixel is assigned to the nearest, in RGB, of the eight colours of the bundled signs. The most
-frequent is the sign's colour; black and white, where they are not, are letters and do not count.
-value = the share of the target colour among the pixels that count; range [0, 1]. Details: "right"
-(it is the sign's colour) and "share" (of all pixels). A prompt must say `red sign`, or another of
-the eight. Needs nothing.
+frequent colour is the sign's colour; black and white, unless most frequent, are letters and are
+ignored. value = the share of the target colour among the remaining pixels; range [0, 1]. Details:
+"right" (the target is the sign's colour) and "share" (of the target among all pixels). A prompt
+must contain `red sign` or the like, with one of the eight colours. No dependencies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SignColour(Strict):
     def unfit(self, prompt: Prompt) -> str | None:
         if target_colour(prompt):
             return None
-        return f"no sign with a colour is asked for; expected {', '.join(NAMES)} before sign"
+        return f'no coloured sign in the prompt; expected one of {", ".join(NAMES)} before "sign"'
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return [self._score(sample) for sample in samples]
@@ -38,21 +38,21 @@ class SignColour(Strict):
         if target is None:
             return Score.failed(self.unfit(sample.prompt) or "")
         shares = colour_shares(sample.pixels)
-        seen = max(shares, key=shares.__getitem__)
-        board = {name: s for name, s in shares.items() if name == seen or name not in _LETTERS}
+        dominant = max(shares, key=shares.__getitem__)
+        board = {name: s for name, s in shares.items() if name == dominant or name not in _LETTERS}
         value = board.get(target, 0.0) / sum(board.values())
-        details = {"right": float(seen == target), "share": shares[target]}
-        return Score(value, details, seen)
+        details = {"right": float(dominant == target), "share": shares[target]}
+        return Score(value, details, dominant)
 
 
 def target_colour(prompt: Prompt) -> str | None:
-    """Quoted text is what the sign says, not its colour."""
+    """Quoted text is the text on the sign, not its colour."""
     match = _COLOURED_SIGN.search(re.sub(r'"[^"]*"', "", prompt.text))
     return match.group(1).lower() if match else None
 
 
 def colour_shares(image: np.ndarray) -> dict[str, float]:
-    """Colour → share of the pixels nearest to it."""
+    """The share of the pixels nearest to each colour."""
     pixels: np.ndarray = image.reshape(-1, 1, 3).astype(np.int64)
     nearest = ((pixels - _PALETTE) ** 2).sum(-1).argmin(1)  # (height · width,)
     counts = np.bincount(nearest, minlength=len(NAMES)) / len(nearest)

@@ -1,1 +1,1 @@
-"""Rewards that ask a served model: chat judges and DeQA. They use the HTTP pool of transport."""
+"""Rewards that query a served model: chat judges and DeQA. They use transport's HTTP pool."""

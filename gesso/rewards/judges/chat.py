@@ -1,11 +1,11 @@
-"""Chat judges: a served vision-language model sees the image, answers a question, and the answer is
+"""Chat judges: a served vision-language model receives the image and a question; its response is
 parsed.
 
-Any server with OpenAI's `/v1/chat/completions` will do (vLLM, SGLang, `transformers serve`, …).
-Temperature 0, one request per sample, many in flight. Parsing is strict: an answer with no number,
-two numbers, a number off the scale, or one that was truncated is a failure, never a number.
+Works with any server that has OpenAI's `/v1/chat/completions` (vLLM, SGLang, `transformers serve`,
+…). Temperature 0, one request per sample, many in flight. Parsing is strict: a response with no
+number, two numbers, a number off the scale, or a truncated response is a failure, never a score.
 
-The requests go through transport's HTTP pool. Judges are the only scorers that use transport.
+The requests go through transport's HTTP pool. Judges are the only rewards that use transport.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from gesso.rewards.transport.pool import NoResponse, ServerPool, token_from
 from gesso.rewards.transport.protocol import base64_png, offload, payload_bytes
 from gesso.types import Prompt, Sample, Score, UserError
 
-MAX_TEXT_KEPT = 2_000  # characters of an answer, for people to look at
+MAX_TEXT_KEPT = 2_000  # characters of a response, kept as the score's text
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")  # {prompt}, {text}, {negative}, or a column of the row
 
 
 class ChatJudge(Strict):
-    """What all judges share. A judge sets `TEMPLATE` and implements `read`."""
+    """Base class of the judges. A judge sets `TEMPLATE` and implements `read`."""
 
-    urls: Urls = Field([])  # OpenAI-compatible servers, with or without /v1; none: from URL_ENV
-    model: str = ""  # as the server names it; empty: from MODEL_ENV, else the only one it has
-    prompt: str = ""  # file with another template
+    urls: Urls = Field([])  # OpenAI-compatible servers, with or without /v1; empty: from URL_ENV
+    model: str = ""  # the server's model name; empty: from MODEL_ENV, else its only model
+    prompt: str = ""  # file with a custom template
     token_env: str | None = None
     timeout: float = Field(120.0, gt=0)  # seconds per attempt
     retries: int = Field(6, ge=0)
     in_flight: int = Field(32, ge=1)  # concurrent requests per server
-    max_tokens: int = Field(512, ge=1)  # of an answer
+    max_tokens: int = Field(512, ge=1)  # of a response
 
     URL_ENV: ClassVar[str] = ""
     MODEL_ENV: ClassVar[str] = ""
@@ -53,7 +53,7 @@ class ChatJudge(Strict):
         if self.prompt:
             _read_template(self.prompt)
         elif not self.TEMPLATE:
-            raise ValueError('"prompt" is missing; expected the file with the question to ask')
+            raise ValueError('"prompt" is missing; expected a file with the question template')
         return self
 
     @property
@@ -63,7 +63,7 @@ class ChatJudge(Strict):
     def unfit(self, prompt: Prompt) -> str | None:
         known = {"prompt", "negative", "text", *prompt.columns}
         missing = [name for name in _PLACEHOLDER.findall(self.template) if name not in known]
-        return f'its question needs a column "{missing[0]}"' if missing else None
+        return f'the question template requires a column "{missing[0]}"' if missing else None
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return asyncio.run(self._score_once(samples))
@@ -81,7 +81,7 @@ class ChatJudge(Strict):
         if not urls:
             or_env = f", or the environment variable {self.URL_ENV}" if self.URL_ENV else ""
             raise UserError(
-                f"{type(self).__name__} asks a served model: give its address, as in "
+                f"{type(self).__name__} requires a served model: set its address, e.g. "
                 f'urls = ["http://127.0.0.1:8000/v1"]{or_env}'
             )
         return [url.rstrip("/").removesuffix("/v1") for url in urls]
@@ -94,11 +94,11 @@ class ChatJudge(Strict):
         )
 
     @abstractmethod
-    def read(self, answer: str, sample: Sample) -> Score: ...
+    def read(self, response: str, sample: Sample) -> Score: ...
 
 
 class ChatScorer:
-    """Runs a judge: sends its requests from the event loop, so it needs no process."""
+    """Runs a judge: sends its requests from the event loop, without worker processes."""
 
     processes = 0
     hits = 0
@@ -123,9 +123,9 @@ class ChatScorer:
         try:
             model = await self._model_name()
             body = await offload(payload_bytes([sample]), self._request, sample, model)
-            answer = _content(await self.pool.post("/v1/chat/completions", body))
-            return self.judge.read(answer, sample)
-        except (NoResponse, UserError, OSError) as error:  # OSError: an image file that is gone
+            response = _content(await self.pool.post("/v1/chat/completions", body))
+            return self.judge.read(response, sample)
+        except (NoResponse, UserError, OSError) as error:  # OSError: a missing image file
             return Score.failed(str(error))
 
     def _request(self, sample: Sample, model: str) -> bytes:
@@ -163,24 +163,24 @@ class ChatScorer:
         rows = response["data"] if isinstance(response, dict) and "data" in response else []
         names = [row["id"] for row in rows if isinstance(row, dict) and "id" in row]
         if len(names) != 1:
-            raise UserError(f"the server has {len(names)} models {names[:4]}; name one by `model`")
+            raise UserError(f"the server has {len(names)} models {names[:4]}; set `model`")
         return str(names[0])
 
     async def close(self) -> None:
         await self.pool.close()
 
 
-def _content(response: Any) -> str:
-    """The text of the only choice; raises where it was truncated."""
+def _content(completion: Any) -> str:
+    """The text of the only choice; raises if it was truncated."""
     try:
-        (choice,) = response["choices"]
+        (choice,) = completion["choices"]
         text, reason = choice["message"]["content"], choice["finish_reason"]
     except (TypeError, KeyError, ValueError, IndexError):
-        raise UserError(f"answered {str(response)[:120]!r}; expected a chat completion") from None
+        raise UserError(f"returned {str(completion)[:120]!r}; expected a chat completion") from None
     if not isinstance(text, str):
-        raise UserError(f"answered {str(text)[:80]!r}; expected text")
+        raise UserError(f"returned {str(text)[:80]!r}; expected text")
     if reason == "length":
-        raise UserError(f"the answer was cut at max_tokens: …{text[-80:]!r}")
+        raise UserError(f"the response was truncated at max_tokens: …{text[-80:]!r}")
     return text
 
 

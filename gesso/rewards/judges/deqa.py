@@ -1,8 +1,8 @@
-"""DeQA-Score (You et al. 2025): an image's quality, by a model that was trained to rate it.
+"""DeQA-Score (You et al. 2025): image quality, predicted by a model trained on ratings.
 
-value = raw / 5, raw in [1, 5] as the model returns it, so [.2, 1]; the division is Flow-GRPO's. The
-model's code needs its own environment, so it runs behind HTTP only: any server there that answers
-/score with the raw value. A raw value outside the scale is a failure.
+value = raw / 5 with raw in [1, 5], the model's output, so the range is [.2, 1]; the division is
+Flow-GRPO's. The model's code requires a separate environment, so it runs only over HTTP: any server
+with a /score endpoint that returns the raw value. A raw value outside the scale is a failure.
 """
 
 from __future__ import annotations
@@ -39,5 +39,5 @@ class ScaledScorer(ScorerWrapper):
             return score
         low, high = self.scale.lowest, self.scale.highest
         if not low <= score.value <= high:
-            return Score.failed(f"rated {score.value:g}, expected {low:g} to {high:g}")
+            return Score.failed(f"returned {score.value:g}, expected {low:g} to {high:g}")
         return replace(score, value=score.value / high, parts={**score.parts, "raw": score.value})

@@ -1,4 +1,4 @@
-"""Judges that ask a general vision-language model, as Flow-GRPO asks Qwen-VL."""
+"""Judges that query a general vision-language model, as Flow-GRPO does with Qwen-VL."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gesso.types import Prompt, Sample, Score
 
 
 class QwenVlScore(ChatJudge):
-    """How good an image looks to a general model: <Score> from 1 to 5. value = score / 5."""
+    """Image quality rated by a general model: <Score> from 1 to 5. value = score / 5."""
 
     URL_ENV: ClassVar[str] = "QWEN_VL_VLLM_URL"
     MODEL_ENV: ClassVar[str] = "QWEN_VL_PATH"
@@ -25,12 +25,12 @@ class QwenVlScore(ChatJudge):
         "number from 1 to 5 between <Score> and </Score>."
     )
 
-    def read(self, answer: str, sample: Sample) -> Score:
-        return parse_rating(answer, r"<Score>\s*([1-5](?:\.\d+)?)\s*</Score>", 1, 5)
+    def read(self, response: str, sample: Sample) -> Score:
+        return parse_rating(response, r"<Score>\s*([1-5](?:\.\d+)?)\s*</Score>", 1, 5)
 
 
 class QwenVlOcr(ChatJudge):
-    """What a served model reads in the image, scored like `ocr`."""
+    """The text that a served model recognises in the image, scored like `ocr`."""
 
     max_tokens: int = Field(256, ge=1)
 
@@ -43,5 +43,5 @@ class QwenVlOcr(ChatJudge):
     def unfit(self, prompt: Prompt) -> str | None:
         return super().unfit(prompt) or ocr.Ocr().unfit(prompt)
 
-    def read(self, answer: str, sample: Sample) -> Score:
-        return ocr.spelling_score(answer, sample.prompt)
+    def read(self, response: str, sample: Sample) -> Score:
+        return ocr.spelling_score(response, sample.prompt)

@@ -1,4 +1,4 @@
-"""UnifiedReward (Wang et al. 2025), behind a server."""
+"""UnifiedReward (Wang et al. 2025), on a server."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from gesso.types import Sample, Score
 
 class UnifiedReward(ChatJudge):
     """UnifiedReward's pointwise score, 1 to 5 (Wang et al. 2025). value = score / 5. The question
-    is ours, in the form of the one it was trained on: put that into a file and name it as `prompt`
-    to ask word for word."""
+    is ours, in the form of the one used in its training; to use the original wording, put it into a
+    file and set `prompt` to that file."""
 
     URL_ENV: ClassVar[str] = "UNIFIED_REWARD_VLLM_URL"
     MODEL_ENV: ClassVar[str] = "UNIFIED_REWARD_PATH"
@@ -26,5 +26,5 @@ class UnifiedReward(ChatJudge):
         "5."
     )
 
-    def read(self, answer: str, sample: Sample) -> Score:
-        return parse_rating(answer, r"Final Score:\s*([1-5](?:\.\d+)?)", 1, 5)
+    def read(self, response: str, sample: Sample) -> Score:
+        return parse_rating(response, r"Final Score:\s*([1-5](?:\.\d+)?)", 1, 5)

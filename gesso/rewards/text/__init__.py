@@ -1,1 +1,1 @@
-"""Scorers of text: rules on responses, one reward per file."""
+"""Rewards for text: rules on responses, one reward per file."""

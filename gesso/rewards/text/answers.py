@@ -1,10 +1,10 @@
-"""Reads answers: in a response between tags or in a box, in the data from a column."""
+"""Extracts answers: from a response (tags or a box) and from a column of the data."""
 
 from __future__ import annotations
 
 import re
 
-from gesso.rewards.labels import among_columns, as_text
+from gesso.rewards.labels import as_text, describe_columns
 from gesso.types import Prompt
 
 TAG = r"^[A-Za-z][\w-]*$"
@@ -12,13 +12,13 @@ COLUMN = "answer"
 
 
 def last_tagged(response: str, tag: str) -> str | None:
-    """The content of the last <tag>…</tag>; None where there is none."""
+    """The content of the last <tag>…</tag>, or None."""
     contents = re.findall(rf"<{tag}>((?:(?!<{tag}>).)*?)</{tag}>", response, re.DOTALL)
     return contents[-1].strip() if contents else None
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{…}, with balanced braces; None where there is none."""
+    r"""The content of the last \boxed{…}, with balanced braces, or None."""
     start = text.rfind(r"\boxed{")
     if start < 0:
         return None
@@ -33,7 +33,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def expected_answer(prompt: Prompt, column: str) -> str | None:
-    """The column as text; None where it is absent or empty."""
+    """The column as text; None if it is absent or empty."""
     value = prompt.columns.get(column)
     if value is None or isinstance(value, bool | list | dict):
         return None
@@ -43,6 +43,5 @@ def expected_answer(prompt: Prompt, column: str) -> str | None:
 def missing_answer(prompt: Prompt, column: str, example: str) -> str:
     """The error for a row without a usable answer."""
     if column in prompt.columns:
-        return f'expected a column "{column}" such as {example}, found {prompt.columns[column]!r}'
-    others = among_columns(prompt)
-    return f'expected a column "{column}" such as {example}, found no such column{others}'
+        return f'expected a column "{column}" such as {example}, got {prompt.columns[column]!r}'
+    return f'expected a column "{column}" such as {example}, got {describe_columns(prompt)}'

@@ -1,7 +1,8 @@
 """Multiple choice: is the letter in <answer>…</answer> the expected one?
 
-value = 1 where it equals the row's answer, else 0. A capital from A to Z, alone or as "(B)",
-"B)", "B." or "B:"; anything else, such as a second letter, is 0. Detail: "answered". Needs nothing.
+value = 1 if it equals the row's answer, else 0. Accepts a capital from A to Z, alone or as "(B)",
+"B)", "B." or "B:"; anything else, such as a second letter, is 0. Detail: "answered". No
+dependencies.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _LETTER = re.compile(r"\(([A-Z])\)|([A-Z])[.):]?")
 
 class Choice(Strict):
     tag: str = Field("answer", pattern=answers.TAG)
-    column: str = answers.COLUMN  # of the data, that holds the right answer
+    column: str = answers.COLUMN  # column of the data with the correct answer
 
     def unfit(self, prompt: Prompt) -> str | None:
         return (

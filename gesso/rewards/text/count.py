@@ -1,8 +1,8 @@
 """Counting: is the whole number in <answer>…</answer> the expected one?
 
-value = 1 where it equals the row's answer, else 0; with `graded`, 1 − |n − n̂|/max(|n|, 1), at
-least 0. Digits with or without a sign and nothing else: "4 dogs" or "four" is 0. Details: "exact"
-and "answered". Needs nothing.
+value = 1 if it equals the row's answer, else 0; with `graded`, 1 − |n − n̂|/max(|n|, 1), at
+least 0. Accepts only digits with an optional sign: "4 dogs" or "four" is 0. Details: "exact" and
+"answered". No dependencies.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 
 class Count(Strict):
     tag: str = Field("answer", pattern=answers.TAG)
-    column: str = answers.COLUMN  # of the data, that holds the right answer
-    graded: bool = False  # a near miss is worth something
+    column: str = answers.COLUMN  # column of the data with the correct answer
+    graded: bool = False  # partial credit for near misses
 
     def unfit(self, prompt: Prompt) -> str | None:
         return (

@@ -1,9 +1,9 @@
 """Format: one <think>…</think>, then one <answer>…</answer>, and nothing else.
 
-value = 1 where the whole response matches, white space around either ignored, else 0: an extra or
-missing tag, another order, text outside or an empty answer is 0. With chat templates that end in
-<think> (DeepSeek-R1's distills) the response begins inside it: set `opened`, and the first tag is
-not expected. Needs nothing.
+value = 1 if the whole response matches, ignoring whitespace around either block, else 0: an extra
+or missing tag, a different order, text outside the tags or an empty answer is 0. With chat
+templates that end in <think> (DeepSeek-R1's distills) the response begins inside the block: set
+`opened`, and the opening tag is not expected. No dependencies.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gesso.types import Prompt, Sample, Score
 class Format(Strict):
     think: str = Field("think", pattern=answers.TAG)  # names of the tags
     answer: str = Field("answer", pattern=answers.TAG)
-    opened: bool = False  # the chat template has written the first tag
+    opened: bool = False  # the chat template already contains the opening tag
 
     def unfit(self, prompt: Prompt) -> str | None:
         return None

@@ -1,10 +1,11 @@
-r"""Mathematics: does the answer equal the expected one, however it is written?
+r"""Mathematics: is the answer mathematically equal to the expected one?
 
-value = 1 where math-verify finds the response's answer equal to the row's (`column`), else 0. The
-response's answer is the content of its last \boxed{}, inside <answer>…</answer> where there is one;
-without a box, all between the tags. No answer, or one that cannot be parsed, is 0. A row with an
-answer that cannot be parsed is rejected before the run and never scored. Detail: "answered". Needs
-the extra `math`. EasyR1 trains on .9 · math + .1 · format: two [[reward]] with these weights.
+value = 1 if math-verify judges the response's answer equal to the row's (`column`), else 0. The
+response's answer is the content of its last \boxed{}, inside <answer>…</answer> if the tags are
+present; without a box, everything between the tags. No answer, or one that cannot be parsed, is 0.
+A row with an answer that cannot be parsed is rejected before the run and never scored. Detail:
+"answered". Requires the extra `math`. EasyR1 trains on .9 · math + .1 · format: two [[reward]]
+entries with these weights.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from gesso.rewards.text import answers
 from gesso.types import Prompt, Sample, Score, UserError
 
 _WORDS = re.compile(r"[A-Za-z][A-Za-z\s]{2,}")  # math-verify would parse it as a product of letters
-_DECIMAL = re.compile(r"-?[0-9]+(\.[0-9]+)?")  # needs no parser, which takes 10 ms per call
+_DECIMAL = re.compile(r"-?[0-9]+(\.[0-9]+)?")  # skips the parser, which takes 10 ms per call
 _MAX_LENGTH = 500  # characters of an answer
 
 
 class Math(Strict):
     tag: str = Field("answer", pattern=answers.TAG)
-    column: str = answers.COLUMN  # of the data, that holds the right answer
-    timeout: int = Field(5, ge=1)  # seconds to parse or to compare; longer counts as different
+    column: str = answers.COLUMN  # column of the data with the correct answer
+    timeout: int = Field(5, ge=1)  # seconds to parse or compare; longer counts as different
 
     def unfit(self, prompt: Prompt) -> str | None:
         gold = answers.expected_answer(prompt, self.column)
@@ -37,9 +38,7 @@ class Math(Strict):
         if _WORDS.fullmatch(gold) or not (
             _DECIMAL.fullmatch(gold) or parse_latex(gold, self.timeout)
         ):
-            return (
-                f'the column "{self.column}" holds {gold!r}, which cannot be parsed; mend the row'
-            )
+            return f'column "{self.column}" is {gold!r}, which cannot be parsed; fix the row'
         return None
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
@@ -51,15 +50,15 @@ class Math(Strict):
         answer = extract_answer(sample.response, self.tag)
         expressions = parse_latex(answer, self.timeout) if answer else []
         gold = parse_latex(answers.expected_answer(sample.prompt, self.column) or "", self.timeout)
-        right = bool(expressions) and _math_verify().verify(
+        equal = bool(expressions) and _math_verify().verify(
             gold, expressions, timeout_seconds=self.timeout
         )
-        return Score(float(right), {"answered": float(bool(expressions))}, answer or "no answer")
+        return Score(float(equal), {"answered": float(bool(expressions))}, answer or "no answer")
 
 
 @functools.lru_cache(maxsize=1024)
 def parse_latex(answer: str, timeout: int) -> list[Any]:
-    """LaTeX as sympy expressions; [] where it cannot be parsed. Never calls Python's eval."""
+    """LaTeX as sympy expressions; [] if it cannot be parsed. Never calls Python's eval."""
     if len(answer) > _MAX_LENGTH:
         return []
     library = _math_verify()
@@ -82,5 +81,5 @@ def _math_verify() -> Any:
     try:
         import math_verify
     except ImportError as error:
-        raise UserError('the reward "math" needs math-verify: pip install "gesso[math]"') from error
+        raise UserError('reward "math" requires math-verify: pip install "gesso[math]"') from error
     return math_verify

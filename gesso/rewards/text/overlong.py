@@ -1,9 +1,9 @@
 """Overlong: DAPO's penalty for responses close to the length limit.
 
-value = −min(max(n − (limit − buffer), 0), buffer)/buffer, n the length of the response: 0 up to
-limit − buffer, −1 from the limit on (Yu et al. 2025, with 20480 and 4096 tokens); range [−1, 0].
-Tokens are counted by the sampler, the end token included; words are separated by white space.
-Detail: "length". Needs nothing.
+value = −min(max(n − (limit − buffer), 0), buffer)/buffer with n the length of the response: 0 up
+to limit − buffer, −1 from the limit on (Yu et al. 2025, with 20480 and 4096 tokens); range [−1, 0].
+The sampler counts the tokens, including the end token; words are separated by whitespace. Detail:
+"length". No dependencies.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class Overlong(Strict):
         length = len(response.split()) if self.unit == "words" else len(response)
         if self.unit == "tokens":
             if sample.tokens is None:
-                return Score.failed('nobody counted the tokens; use unit = "words" or "characters"')
+                return Score.failed(
+                    'the number of tokens is unknown; use unit = "words" or "characters"'
+                )
             length = sample.tokens
         value = formulas.overlong(length, self.limit, self.buffer)
         return Score(value, {"length": float(length)}, f"{length} {self.unit}")

@@ -1,1 +1,1 @@
-"""Where rewards run: worker processes, HTTP clients and server, event loop, cache. No scorers."""
+"""Runs rewards: worker processes, HTTP clients and server, event loop, cache. No rewards here."""

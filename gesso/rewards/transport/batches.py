@@ -1,4 +1,4 @@
-"""Scoring in batches that run at the same time."""
+"""Scores samples in concurrent batches."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ all columns, messages and images, the sample's pixels, or its text and number of
 file is identified by its path: files do not change during a run. `seed` and `where` are not part
 of the key; a reward that depends on them must declare `random = True`.
 
-Failures are not cached. A sample that is already being scored is awaited, so a request that is
-sent twice is computed once.
+Failures are not cached. If a sample is already being scored, the pending score is awaited, so a
+request that is sent twice is computed once.
 """
 
 from __future__ import annotations
@@ -95,5 +95,5 @@ def _conversation(prompt: Prompt) -> str:
 
 
 async def _result(pending: asyncio.Future[Score]) -> Score:
-    """A waiter that is cancelled must not cancel the others."""
+    """Shielded: a cancelled waiter must not cancel the others."""
     return await asyncio.shield(pending)

@@ -23,11 +23,11 @@ from gesso.types import UserError
 CONNECT_TIMEOUT = 10.0  # seconds
 FIRST_BACKOFF, MAX_BACKOFF = 0.5, 30.0  # seconds; doubled with every failure
 RETRIED_STATUSES = {408, 425, 429}  # and all 5xx
-MAX_QUOTED = 300  # characters of a response in an error
+MAX_QUOTED = 300  # characters of a response in an error message
 
 
 class NoResponse(Exception):
-    """No usable response; the reason in one sentence."""
+    """No usable response; the message is the reason."""
 
 
 class _Retryable(Exception):
@@ -50,7 +50,7 @@ class ServerState:
 
 
 class ServerPool:
-    """Can be created anywhere; is used on one event loop."""
+    """Can be created in any thread; must be used on one event loop."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class ServerPool:
         return await self._request("GET", path, b"")
 
     async def _request(self, method: str, path: str, body: bytes) -> Any:
-        """The JSON of the first usable response; raises NoResponse."""
+        """The JSON of the first usable response; raises NoResponse if there is none."""
         reason = ""
         for _attempt in range(self.retries + 1):
             server = await self._acquire()
@@ -90,7 +90,7 @@ class ServerPool:
                 server.failures = 0
                 return _json(content)
             except asyncio.TimeoutError:
-                reason = f"{server.url} gave no whole answer in {self.timeout:g} s"
+                reason = f"{server.url} sent no complete response within {self.timeout:g} s"
                 self._back_off(server, started)
             except _Retryable as error:
                 reason = f"{server.url} {error}"
@@ -100,7 +100,7 @@ class ServerPool:
             finally:
                 self._release(server)
         times = "once" if self.retries == 0 else f"{self.retries + 1} times"
-        raise NoResponse(f"{reason}; asked {times}")
+        raise NoResponse(f"{reason}; tried {times}")
 
     async def _exchange(self, server: ServerState, method: str, path: str, body: bytes) -> bytes:
         import httpx
@@ -114,20 +114,20 @@ class ServerPool:
         try:
             async with server.client.stream(method, server.url + path, content=body) as response:
                 if response.headers.get("content-encoding", "identity") != "identity":
-                    raise NoResponse("answered compressed, though asked not to")
+                    raise NoResponse("sent a compressed response, which was not requested")
                 content = bytearray()
                 async for chunk in response.aiter_raw():
                     content += chunk
                     if len(content) > self.max_response:
-                        raise NoResponse(f"answered with more than {self.max_response:,} bytes")
+                        raise NoResponse(f"returned more than {self.max_response:,} bytes")
         except httpx.TransportError as error:
             raise _Retryable(f"failed: {type(error).__name__} {error}".rstrip()) from None
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise NoResponse(f"cannot be asked: {type(error).__name__} {error}") from None
+            raise NoResponse(f"cannot be used: {type(error).__name__} {error}") from None
         if response.is_success:
             return bytes(content)
         excerpt = " ".join(content[: 4 * MAX_QUOTED].decode(errors="replace").split())[:MAX_QUOTED]
-        reason = f"answered {response.status_code}: {excerpt}".rstrip(": ")
+        reason = f"returned {response.status_code}: {excerpt}".rstrip(": ")
         if response.status_code in RETRIED_STATUSES or response.status_code >= 500:
             raise _Retryable(reason, _seconds(response.headers.get("retry-after", "")))
         raise NoResponse(reason)
@@ -150,7 +150,7 @@ class ServerPool:
                 await asyncio.wait([turn], timeout=min(backoffs) - now if backoffs else None)
             except asyncio.CancelledError:
                 if turn.done():
-                    self._wake_next()  # this request does not take its turn
+                    self._wake_next()  # passes the turn on: this request is cancelled
                 raise
             finally:
                 if not turn.done():
@@ -168,8 +168,7 @@ class ServerPool:
                 return
 
     def _back_off(self, server: ServerState, started: float, requested: float = 0.0) -> None:
-        """Exponential, with jitter. Requests that were in flight together and fail together count
-        as one failure."""
+        """Exponential, with jitter. Concurrent requests that fail together count as one failure."""
         if started < server.failed_at:
             return
         server.failures += 1
@@ -199,7 +198,7 @@ def _json(content: bytes) -> Any:
         return json.loads(content)
     except (ValueError, RecursionError):
         excerpt = content[:40].decode(errors="replace")
-        raise NoResponse(f"answered with no JSON: {excerpt!r}") from None
+        raise NoResponse(f"returned invalid JSON: {excerpt!r}") from None
 
 
 def token_from(variable: str | None) -> str | None:
@@ -208,5 +207,5 @@ def token_from(variable: str | None) -> str | None:
         return None
     token = os.environ.get(variable, "").strip()
     if not token:
-        raise UserError(f'token_env = "{variable}": there is no such environment variable')
+        raise UserError(f'token_env = "{variable}": this environment variable is not set')
     return token

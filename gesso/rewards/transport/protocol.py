@@ -1,13 +1,13 @@
-"""The HTTP protocols between a run and a reward's server: JSON, images as base64. No pickle.
+"""The HTTP protocols between a run and a reward server: JSON, images as base64. No pickle.
 
 gesso:     POST /score       {"samples": [{"prompt", "negative", "columns", "where", "seed",
                              "image", "text", "images", "messages"}, …]} → {"scores": [{"value",
                              "parts", "text", "error"}, …]}. "image" is the sample, "images" are
-                             the prompt's; absent fields are not sent
+                             the prompt's images; absent fields are not sent
 openrlhf:  POST /get_reward  {"query": […], "prompts": […], "labels": […]} → {"rewards": […]}, as
                              in OpenRLHF and LMM-R1. A query is prompt and response in one text;
-                             a label is the row's answer. "images" (base64) is our addition, for
-                             image models; the prompt's images are not sent.
+                             a label is the row's answer. "images" (base64) is Gesso's extension
+                             for image models; the prompt's images are not sent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gesso.rewards.base import plain
 from gesso.rewards.labels import LABEL_COLUMNS, label_of
 from gesso.types import IMAGE_FORMATS, Prompt, PromptImage, Sample, Score, UserError
 
-OFFLOAD_BYTES = 2**17  # about 2 ms of work
+OFFLOAD_BYTES = 2**17  # about 2 ms of encoding
 MAX_PIXELS = 2**26  # of all images of a request together: one of 8192 × 8192
 FORMATS = ("PNG", "JPEG", "WEBP")
 
@@ -57,7 +57,7 @@ class ScoreRequest(Strict):
 
 
 class GetRewardRequest(Strict):
-    """Unknown keys are rejected here too: ignoring one could change what is scored."""
+    """Unknown keys are rejected here too: ignoring one could change the scores."""
 
     query: list[str] = Field(min_length=1)
     prompts: list[str] | None = None
@@ -73,8 +73,8 @@ class ScoreForm(Strict):
 
 
 async def offload(size: int, call: Callable[..., T], *arguments: Any) -> T:
-    """Runs `call`, in a thread if it codes enough bytes (`size`) to block the event loop. For less
-    the thread costs more than it saves."""
+    """Runs `call`, in a thread if it encodes or decodes enough bytes (`size`) to block the event
+    loop. For fewer, the thread costs more than it saves."""
     if size < OFFLOAD_BYTES:
         return call(*arguments)
     return await asyncio.to_thread(call, *arguments)
@@ -87,7 +87,7 @@ def payload_bytes(samples: Sequence[Sample]) -> int:
 
 
 def encode_png(image: np.ndarray) -> bytes:
-    """Fast rather than small: it is sent once over a local network."""
+    """Favours speed over size: it is sent once, over a local network."""
     from PIL import Image
 
     buffer = io.BytesIO()
@@ -107,33 +107,33 @@ def decode_image(data: bytes) -> np.ndarray:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
         width, height = image.size
         if width * height > MAX_PIXELS:
-            raise UserError(f"a picture of {width}×{height} is above {MAX_PIXELS:,} pixels")
+            raise UserError(f"an image of {width}×{height} exceeds {MAX_PIXELS:,} pixels")
         return np.asarray(image.convert("RGB"))
     except UserError:
         raise
     except Exception as error:  # damaged files make Pillow fail in many ways
         reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"a picture cannot be read ({reason}); expected one of {FORMATS}") from None
+        raise UserError(f"cannot decode an image ({reason}); expected one of {FORMATS}") from None
 
 
 def check_pixels(images: Iterable[bytes | None]) -> None:
-    """Called before decoding: a few kilobytes may expand to a great many pixels."""
+    """Called before decoding: a few kilobytes may decompress to very many pixels."""
     from PIL import Image
 
     sizes = []
     for data in images:
         if data is not None:
             with contextlib.suppress(Exception), Image.open(io.BytesIO(data), formats=FORMATS) as i:
-                sizes.append(i.width * i.height)  # unreadable ones fail when they are decoded
+                sizes.append(i.width * i.height)  # invalid images fail later, in decode_image
     total = sum(sizes)
-    if len(sizes) > 1 and total > MAX_PIXELS:  # decode_image rejects a single one by its sides
+    if len(sizes) > 1 and total > MAX_PIXELS:  # decode_image checks a single image
         raise UserError(
-            f"the pictures of a request have {total:,} pixels, above {MAX_PIXELS:,}; send fewer"
+            f"the images of a request have {total:,} pixels, more than {MAX_PIXELS:,}; send fewer"
         )
 
 
 def prompt_image(data: bytes) -> PromptImage:
-    """Checked for format and size, not decoded: few rewards look at it."""
+    """Checks format and size without decoding: few rewards use prompt images."""
     from PIL import Image
 
     try:
@@ -142,18 +142,18 @@ def prompt_image(data: bytes) -> PromptImage:
     except Exception as error:  # as above
         reason = f"{type(error).__name__}: {error}"
         expected = f"expected one of {IMAGE_FORMATS}"
-        raise UserError(f"a prompt's picture cannot be read ({reason}); {expected}") from None
+        raise UserError(f"cannot read a prompt image ({reason}); {expected}") from None
     if width * height > MAX_PIXELS:
-        raise UserError(f"a prompt's picture of {width}×{height} is above {MAX_PIXELS:,} pixels")
+        raise UserError(f"a prompt image of {width}×{height} exceeds {MAX_PIXELS:,} pixels")
     return PromptImage(data=data)
 
 
 def from_base64(text: str) -> bytes:
-    """With or without the prefix of a data URL."""
+    """Decodes base64 with or without the prefix of a data URL."""
     try:
         return base64.b64decode(text.partition("base64,")[2] or text, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise UserError(f"a picture is not base64: {error}") from None
+        raise UserError(f"an image is not base64: {error}") from None
 
 
 # gesso
@@ -191,24 +191,24 @@ def sample_of(form: SampleForm, image: bytes | None) -> Sample:
 
 
 def pack_scores(scores: Sequence[Score], random: bool = False) -> dict[str, Any]:
-    """`random`: the caller must not cache them."""
+    """`random`: the client must not cache the scores."""
     flag = {"random": True} if random else {}
     return {"scores": [dataclasses.asdict(score) for score in scores], **flag}
 
 
-def read_scores(answer: Any, count: int) -> list[Score]:
-    """Strict about the form; a value that is not finite fails only its sample."""
-    rows = _list_of(answer, "scores", count)
+def read_scores(response: Any, count: int) -> list[Score]:
+    """Strict about the structure; a non-finite value fails only its sample."""
+    rows = _list_of(response, "scores", count)
     return [_score(row) for row in rows]
 
 
 def _score(row: Any) -> Score:
     if not isinstance(row, dict):
-        return Score.failed(f"answered {row!r:.80}, not a score")
+        return Score.failed(f"returned {row!r:.80}, not a score")
     try:
         form = parse(ScoreForm, row, "score")
     except UserError as error:
-        return Score.failed(f"answered no score: {error}")
+        return Score.failed(f"returned an invalid score: {error}")
     return plain(Score(form.value, form.parts, form.text, form.error))
 
 
@@ -235,7 +235,9 @@ def read_get_reward(body: bytes) -> list[Sample]:
     images = form.images if form.images is not None else [None] * count
     for name, column in (("prompts", prompts), ("labels", labels), ("images", images)):
         if len(column) != count:
-            raise UserError(f'request: {len(column)} "{name}" for {count} of "query"')
+            raise UserError(
+                f'request: expected {count} "{name}", one per "query", got {len(column)}'
+            )
     files = [None if image is None else from_base64(image) for image in images]
     check_pixels(files)
     return [_sample_of_query(*row) for row in zip(form.query, prompts, labels, files, strict=True)]
@@ -249,13 +251,13 @@ def _sample_of_query(query: str, prompt: str, label: Any, image: bytes | None) -
     return Sample(Prompt(prompt, columns=columns), pixels, 0, text)
 
 
-def read_rewards(answer: Any, count: int) -> list[Score]:
-    return [_number(value) for value in _list_of(answer, "rewards", count)]
+def read_rewards(response: Any, count: int) -> list[Score]:
+    return [_number(value) for value in _list_of(response, "rewards", count)]
 
 
 def _number(value: Any) -> Score:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return Score.failed(f"answered {value!r:.80}, not a number")
+        return Score.failed(f"returned {value!r:.80}, not a number")
     return plain(value)
 
 
@@ -269,9 +271,9 @@ def _object(body: bytes) -> dict[str, Any]:
     return data
 
 
-def _list_of(answer: Any, key: str, count: int) -> list[Any]:
-    if not isinstance(answer, dict) or not isinstance(answer.get(key), list):
-        raise UserError(f'answered {str(answer)[:80]!r}; expected an object with a list "{key}"')
-    if len(answer[key]) != count:
-        raise UserError(f"answered {len(answer[key])} {key} for {count} samples")
-    return answer[key]
+def _list_of(response: Any, key: str, count: int) -> list[Any]:
+    if not isinstance(response, dict) or not isinstance(response.get(key), list):
+        raise UserError(f'returned {str(response)[:80]!r}; expected an object with a list "{key}"')
+    if len(response[key]) != count:
+        raise UserError(f"returned {len(response[key])} {key} for {count} samples")
+    return response[key]

@@ -29,7 +29,7 @@ PROTOCOLS = {
 class RemoteScorer:
     processes = 0
     hits = 0
-    random = False  # until a server says so
+    random = False  # until a server reports otherwise
 
     def __init__(self, entry: RemoteEntry) -> None:
         self.protocol = PROTOCOLS[entry.protocol]
@@ -46,7 +46,7 @@ class RemoteScorer:
         return await score_batches(self._score, samples, self.batch)
 
     async def _score(self, samples: Sequence[Sample]) -> list[Score]:
-        """The scores of one request. It may be sent several times; only one response counts."""
+        """The scores of one request, which may be retried; only one response counts."""
         try:
             size = protocol.payload_bytes(samples)
             body = await protocol.offload(size, self.protocol.pack, samples)

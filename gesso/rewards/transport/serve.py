@@ -1,12 +1,11 @@
-"""`gesso serve-reward`: a reward behind HTTP, for any number of runs.
+"""`gesso serve-reward`: serves a reward over HTTP to any number of runs.
 
-/score and /get_reward as in protocol.py; /score also takes multipart (a part `samples`, JSON
-without images, and a part `image` for each, in order). /health returns the name
-and counters.
+/score and /get_reward as in protocol.py; /score also accepts multipart (a part `samples`, JSON
+without images, and a part `image` for each, in order). /health returns the name and counters.
 
-Samples of all callers wait in one queue and are scored in batches. Limits: bytes of a request,
+Samples of all clients wait in one queue and are scored in batches. Limits: bytes per request,
 seconds for it to arrive, samples in the queue. With a token, every request must send it; without
-one, the server binds to loopback only.
+one, the server binds only to loopback.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ from gesso.types import Sample, Score, UserError
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-MAX_QUEUED = 4_096  # samples; beyond it requests get 503
+MAX_QUEUED = 4_096  # samples; beyond that, requests get 503
 BATCH_WAIT = 0.005  # seconds for a batch to fill up
 UPLOAD_TIMEOUT = 60.0  # seconds for a request to arrive
 
 
 class QueueFull(Exception):
-    """More samples are waiting than the queue holds."""
+    """The queue cannot take these samples."""
 
 
 class BatchingScorer(ScorerWrapper):
-    """Scores samples of all callers in batches of at most `size`, `lanes` batches at a time. While
-    all lanes are busy the next batch fills up."""
+    """Scores samples of all clients in batches of at most `size`, `lanes` batches concurrently.
+    While all lanes are busy, the next batch fills up."""
 
     def __init__(self, inner: Scorer, size: int, lanes: int, limit: int = MAX_QUEUED) -> None:
         super().__init__(inner)
@@ -58,7 +57,7 @@ class BatchingScorer(ScorerWrapper):
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
         if len(self._waiting) + len(samples) > self.limit:
-            raise QueueFull(f"{len(self._waiting)} samples are waiting, {self.limit} may")
+            raise QueueFull(f"{len(self._waiting)} samples are queued, the limit is {self.limit}")
         if self._feeding is None:
             self._feeding = asyncio.ensure_future(self._feed())
         loop = asyncio.get_running_loop()
@@ -83,7 +82,7 @@ class BatchingScorer(ScorerWrapper):
     async def _score(self, batch: Sequence[tuple[Sample, asyncio.Future[Score]]]) -> None:
         try:
             scores = await self.inner.score([sample for sample, _ in batch])
-        except Exception as error:  # every sample has a caller that waits
+        except Exception as error:  # a client is waiting for each sample
             scores = [Score.failed(f"raised {type(error).__name__}: {error}")] * len(batch)
         finally:
             self._lanes.release()
@@ -111,7 +110,7 @@ def app(name: str, scorer: Scorer, token: str | None, max_bytes: int) -> FastAPI
         from fastapi import FastAPI, HTTPException, Request
         from fastapi.responses import JSONResponse
     except ImportError as error:
-        raise UserError('serving a reward needs FastAPI: pip install "gesso[serve]"') from error
+        raise UserError('serving a reward requires FastAPI: pip install "gesso[serve]"') from error
 
     application = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     counts = RequestCounts()
@@ -120,12 +119,12 @@ def app(name: str, scorer: Scorer, token: str | None, max_bytes: int) -> FastAPI
     async def read(request: Request, parser: Callable[[bytes, Request], Any]) -> list[Sample]:
         authorization = request.headers.get("authorization", "").encode()
         if token is not None and not hmac.compare_digest(authorization, expected):
-            raise HTTPException(401, "a bearer token is needed", {"WWW-Authenticate": "Bearer"})
+            raise HTTPException(401, "a bearer token is required", {"WWW-Authenticate": "Bearer"})
         try:
             body = await asyncio.wait_for(receive(request), UPLOAD_TIMEOUT)
             return await parser(body, request)
         except asyncio.TimeoutError:
-            raise HTTPException(408, f"a request may take {UPLOAD_TIMEOUT:g} s to arrive") from None
+            raise HTTPException(408, f"a request must arrive within {UPLOAD_TIMEOUT:g} s") from None
         except UserError as error:
             raise HTTPException(422, str(error)) from None
 
@@ -134,7 +133,7 @@ def app(name: str, scorer: Scorer, token: str | None, max_bytes: int) -> FastAPI
         async for chunk in request.stream():
             body += chunk
             if len(body) > max_bytes:
-                raise HTTPException(413, f"a request may have {max_bytes:,} bytes")
+                raise HTTPException(413, f"a request may have at most {max_bytes:,} bytes")
         return bytes(body)
 
     async def score(samples: Sequence[Sample]) -> list[Score]:
@@ -158,9 +157,9 @@ def app(name: str, scorer: Scorer, token: str | None, max_bytes: int) -> FastAPI
 
     async def get_reward(request: Request) -> JSONResponse:
         scores = await score(await read(request, _openrlhf))
-        errors = [s.error or "it does not apply" for s in scores if not s.ok]
+        errors = [s.error or "the reward does not apply" for s in scores if not s.ok]
         if errors:  # the protocol cannot express a failure
-            detail = f"{len(errors)} of {len(scores)} could not be scored; the last: {errors[-1]}"
+            detail = f"{len(errors)} of {len(scores)} samples failed; the last: {errors[-1]}"
             raise HTTPException(422, detail)
         return JSONResponse({"rewards": [s.value for s in scores]})
 
@@ -210,7 +209,7 @@ async def _multipart(body: bytes, request: Any) -> list[Sample]:
 def serve(
     name: str, scorer: Scorer, host: str, port: int, token: str | None, max_bytes: int
 ) -> None:
-    """Serves until SIGINT or SIGTERM, then finishes requests in flight and ends the workers."""
+    """Serves until SIGINT or SIGTERM, then finishes requests in flight and stops the workers."""
     serving.check_host(host, token)
     application = app(name, scorer, token, max_bytes)
 

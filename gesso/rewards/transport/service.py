@@ -58,7 +58,7 @@ class RewardService:
         return asyncio.run_coroutine_threadsafe(_score(rewards, samples), self._loop)
 
     def close(self) -> None:
-        """Ends every worker process and connection; safe to call twice."""
+        """Stops every worker process and connection; safe to call twice."""
         if self._loop.is_closed():
             return
         asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()

@@ -1,11 +1,11 @@
-"""Samples and scores as bytes: one JSON line, then the images as raw bytes. No pickle.
+"""Serialises samples and scores: one JSON line, then the images as raw bytes. No pickle.
 
 `samples` frame:  {"samples": [{"text", "negative", "columns", "where", "seed", "response",
                   "tokens", "shape"}, …]} and a line break, then the pixels; a null "response" or
                   "shape" means no text or no image. A prompt with messages or images has
-                  "messages" and "images": for each its path and its index into "pictures",
-                  the lengths of the files that follow the pixels, each once. The index is
-                  null where the file is gone: opening it raises.
+                  "messages" and "images": each image is its path and its index into "pictures",
+                  the lengths of the files that follow the pixels, each file once. The index is
+                  null if the file is missing: opening it raises.
 `scores` frame:   {"scores": [{"value", "parts", "text", "error"}, …]}\\n
 """
 

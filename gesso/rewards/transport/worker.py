@@ -1,8 +1,8 @@
-"""A reward in its own process, started by `imports.command` with "module:Name", its options and its
+"""Runs a reward in a worker process, started by `imports.command` with "module:Name", options and
 style.
 
-Frames of `wire.py` come in on stdin and go out on stdout; when stdin closes, also because the
-parent was killed, the worker ends. The reward prints to stderr and cannot read stdin.
+Reads frames of `wire.py` from stdin and writes frames to stdout; exits when stdin closes, which
+also happens if the parent is killed. The reward prints to stderr and cannot read stdin.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gesso.types import Prompt, Sample, Score, UserError
 
 
 class FailedReward:
-    """In place of a reward that could not be created: fails every sample with the reason."""
+    """Replaces a reward that could not be created: fails every sample with the reason."""
 
     def __init__(self, reason: str) -> None:
         self.reason = reason
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def _scored(reward: base.Reward, samples: list[Sample]) -> list[Score]:
-    """Ctrl-C does not reach this process, so the reward itself raised a KeyboardInterrupt."""
+    """Ctrl-C does not reach this process, so a KeyboardInterrupt comes from the reward."""
     try:
         return base.checked(reward, samples)
     except KeyboardInterrupt as error:

@@ -1,7 +1,7 @@
 """A pool of reward processes, driven from an event loop.
 
-A worker that dies is replaced and its samples are retried up to two times, each by itself, so that
-only the sample that kills it fails, as `Score.error`. A crash of a reward never ends the run.
+A worker that dies is replaced and its samples are retried up to two times, one at a time, so that
+only the sample that kills it fails, as `Score.error`. A crash in a reward never ends the run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _WorkerLost(Exception):
 
 
 class _WorkerTimeout(_WorkerLost):
-    """It did not return them in time."""
+    """A worker did not return scores in time."""
 
 
 class WorkerScorer:
@@ -90,12 +90,12 @@ class WorkerScorer:
                     raise ValueError(f"{len(scores)} scores for {len(samples)} samples")
                 return scores
             except asyncio.TimeoutError:
-                lost: _WorkerLost = _WorkerTimeout(f"gave no answer in {self.timeout:g} s")
+                lost: _WorkerLost = _WorkerTimeout(f"returned no scores within {self.timeout:g} s")
             except (OSError, ValueError, asyncio.IncompleteReadError) as error:
-                lost = _WorkerLost(f"its worker died ({await self._status(process) or error})")
+                lost = _WorkerLost(f"the worker died ({await self._status(process) or error})")
             except asyncio.CancelledError:
                 with contextlib.suppress(ProcessLookupError):
-                    process.kill()  # or the next samples would get the scores of these
+                    process.kill()  # else the next samples would receive these scores
                 process = None
                 raise
             await self._end(process)
@@ -121,7 +121,7 @@ class WorkerScorer:
             stdout=asyncio.subprocess.PIPE,
             env=os.environ | _ONE_THREAD,
             limit=_LINE_LIMIT,
-            start_new_session=True,  # Ctrl-C goes to the loop, which ends the workers in order
+            start_new_session=True,  # Ctrl-C reaches only the loop, which then stops the workers
         )
         self._alive.add(process)
         return process
