@@ -293,15 +293,15 @@ def test_prompts_are_read_in_passes_of_bounded_length(
     job = run.assemble(recipe(root, train, sampler={"batch": 8}, data={"groups": 4}))
     passes: list[list[int]] = []
     model = writing(job.model)
-    honest = type(model).read
+    original = type(model).prefill
 
     def watched(self: Any, prompts: Any) -> Any:
         passes.append([len(prompt) for prompt in prompts])
-        return honest(self, prompts)
+        return original(self, prompts)
 
-    monkeypatch.setattr(type(model), "read", watched)
+    monkeypatch.setattr(type(model), "prefill", watched)
     for bound in (10_000, 2 * max(map(model.length, job.cluster.stream.prompts))):
-        monkeypatch.setattr(decode, "READ_AT_ONCE", bound)
+        monkeypatch.setattr(decode, "PREFILL_TOKENS", bound)
         passes.clear()
         job.cluster.draw_step(0).result()
         assert sum(map(len, passes)) == 4

@@ -1,4 +1,4 @@
-"""How flow algorithms turn rewards into advantages."""
+"""Advantages of the flow algorithms, computed from rewards."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Advantage(Strict):
 
     @property
     def compares(self) -> bool:
-        """Whether a sample is compared with the others of its prompt."""
+        """Whether a sample is compared with the other samples of its prompt."""
         return True
 
     def __call__(self, rollout: Rollout) -> Tensor:

@@ -2,8 +2,8 @@
 
 The learner splits a rollout into mini-batches (one optimizer step each) and those into
 micro-batches of *terms*: (sample, step) pairs of a flow model or responses of a language model. An
-algorithm defines the terms and their losses; it never sees an optimizer, and the learner never sees
-a formula.
+algorithm defines the terms and their losses. It does not use the optimizer, and the learner does
+not use formulas.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class TermLosses:
 class AdvantageEstimator(Protocol):
     @property
     def compares(self) -> bool:
-        """Whether a sample is compared with the others of its prompt."""
+        """Whether a sample is compared with the other samples of its prompt."""
 
     @property
     def drop_flat(self) -> bool:
@@ -106,7 +106,7 @@ class Algorithm(Protocol):
 
     @property
     def needs(self) -> frozenset[Which]:
-        """Copies of the weights that it uses in addition to the current ones."""
+        """Copies of the weights that the algorithm uses in addition to the current weights."""
 
     @property
     def terms_a_sample(self) -> int:
@@ -114,28 +114,29 @@ class Algorithm(Protocol):
 
     @property
     def clip_range(self) -> float | None:
-        """Width of the ratio's clip, which rounding must not exceed. None without a ratio."""
+        """Clip range of the ratio, which rounding errors must not exceed. None without a ratio."""
 
     def spec(self, step: int, seed: int, model: Any) -> SampleSpec | ResponseSpec:
-        """How to sample batch `step`, which has this seed."""
+        """Sampling spec of batch `step`, which has this seed."""
 
     def eval_spec(
         self, watched: config.Eval, model: Any, weights: Which
     ) -> SampleSpec | ResponseSpec:
-        """How to sample for an evaluation."""
+        """Sampling spec of an evaluation."""
 
     def greedy_spec(self) -> ResponseSpec | None:
-        """How to sample the greedy response to a prompt, if its reward is the baseline."""
+        """Sampling spec of the greedy response to a prompt, if its reward is the baseline."""
 
     def prepare(self, model: Any, rollout: Rollout, settings: config.Learner) -> Prepared:
-        """Advantages, and all else that is the same for all updates of this rollout."""
+        """Advantages, and everything else that is shared by all updates of this rollout."""
 
     def terms(self, rollout: Rollout, prepared: Any) -> Terms:
-        """All terms of these samples. What is random about them comes from the samples' seeds, so
-        that it does not depend on how a batch is cut."""
+        """All terms of these samples. Their randomness comes from the samples' seeds, so that it
+        does not depend on how a batch is split."""
 
     def loss(self, model: Any, terms: Any) -> TermLosses:
         """Loss of each term, independent of the other terms of its micro-batch."""
 
     def finish(self, policy: Policy, optimizer_steps: int) -> None:
-        """After the last update of an iteration; `optimizer_steps` were taken so far in the run."""
+        """Called after the last update of an iteration, when the run has taken `optimizer_steps`
+        optimizer steps."""

@@ -1,7 +1,7 @@
-"""How the rewards of responses become the advantages of their tokens.
+"""Token advantages, computed from the rewards of responses.
 
-Three choices cover the field: the baseline, the divisor, and whether a response has one advantage
-or each token has the discounted sum from there on.
+Published methods differ in three choices: the baseline, the divisor, and whether all tokens of a
+response share one advantage or each token has the discounted sum from there on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ EPSILON = 1e-6  # as in the reference code for tokens; flow models use 1e-4
 
 
 def _per(value: Any) -> Any:
-    """Runs of earlier versions have "reply" in their config.toml."""
+    """Accepts "reply", which runs of earlier versions have in their config.toml."""
     return "response" if value == "reply" else value
 
 
@@ -51,18 +51,18 @@ class Credit(Strict):
     @model_validator(mode="after")
     def _possible(self) -> Credit:
         if self.baseline != "mean" and self.std != "one":
-            raise ValueError(f'std = "{self.std}" goes with baseline = "mean"; use std = "one"')
+            raise ValueError(f'std = "{self.std}" requires baseline = "mean"; use std = "one"')
         if self.combine == "gdpo" and (self.baseline, self.std) != ("mean", "group"):
-            raise ValueError('combine = "gdpo" has baseline = "mean" and std = "group"')
+            raise ValueError('combine = "gdpo" requires baseline = "mean" and std = "group"')
         if self.flat_by is not None and not self.drop_flat:
-            raise ValueError("flat_by says which groups drop_flat drops; set drop_flat = true")
+            raise ValueError("flat_by has no effect without drop_flat; set drop_flat = true")
         if self.gamma != 1 and self.per == "response":
-            raise ValueError('gamma discounts from token to token; it needs per = "token"')
+            raise ValueError('gamma discounts from token to token; it requires per = "token"')
         return self
 
     @property
     def compares(self) -> bool:
-        """Whether a response is compared with the others to its prompt."""
+        """Whether a response is compared with the other responses to its prompt."""
         return self.baseline in ("mean", "others")
 
     def __call__(self, rollout: Rollout, penalty: Tensor | None = None) -> Tensor:
@@ -95,7 +95,7 @@ class Credit(Strict):
         if self.baseline == "others":
             return adv.leave_one_out(rewards, group)
         if self.baseline == "greedy":
-            assert rollout.greedy is not None, "the cluster samples it for this baseline"
+            assert rollout.greedy is not None, "the cluster samples greedy responses for this"
             return rewards - rollout.greedy.to(rewards.device)
         return rewards
 

@@ -1,6 +1,6 @@
-"""DanceGRPO (arXiv 2505.07818): noise of one strength at every step, a group that starts from the
-same noise, no KL. Steps, noise and group are the authors' for FLUX.1-dev; the recipes
-have all of their settings."""
+"""DanceGRPO (arXiv 2505.07818): the same noise scale at every step, one initial noise per group, no
+KL. Steps, noise and group size are the authors' for FLUX.1-dev; the recipes contain all of their
+settings."""
 
 from __future__ import annotations
 

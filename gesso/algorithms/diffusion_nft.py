@@ -1,8 +1,8 @@
-"""DiffusionNFT (arXiv 2509.16117): learns on the forward process from clean samples and rewards.
+"""DiffusionNFT (arXiv 2509.16117): trains on the forward process, from clean samples and rewards.
 
-No trajectory, no log-prob, no guidance: samples come from an ODE under a slow *old* policy, and
-the loss pulls the velocity towards good samples and away from bad ones. Defaults are mostly
-the authors' for SD3.5-M; the recipes have all of their settings.
+No trajectory, no log-prob, no guidance: an ODE under a slowly updated *old* policy generates the
+samples, and the loss moves the velocity towards good samples and away from bad ones. Most defaults
+are the authors' for SD3.5-M; the recipes contain all of their settings.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class DiffusionNFT(FlowAlgorithm):
     def _possible(self) -> DiffusionNFT:
         if self.times > self.steps:
             raise ValueError(
-                f"times = {self.times} is more than the {self.steps} steps they are taken from"
+                f"times = {self.times} must be at most steps = {self.steps}; "
+                "trained times are sampled from the steps without replacement"
             )
         return self
 
@@ -95,8 +96,8 @@ class DiffusionNFT(FlowAlgorithm):
         )
 
     def _noising(self, seed: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
-        """Schedule indices (times,) and noise (times, C, H, W) of one sample, from its own seed:
-        the same however the batch is cut."""
+        """Schedule indices (times,) and noise (times, C, H, W) of one sample. They depend only on
+        the sample's seed, not on how the batch is split."""
         generator = torch.Generator().manual_seed(seed_of(seed, "noising"))
         index = torch.rand(self.steps, generator=generator).argsort()[: self.times]
         return index, torch.randn(self.times, *shape, generator=generator)

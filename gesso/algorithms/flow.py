@@ -1,4 +1,4 @@
-"""What all algorithms for flow models share."""
+"""Base class and terms of the algorithms for flow models."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gesso.types import SampleSpec, Which
 @dataclass(frozen=True)
 class FlowTerms(Terms):
     """T terms. Every tensor has the leading dimension T, which may be less than `total`: terms
-    without gradient are left out."""
+    without gradient are omitted."""
 
     context: FlowContext
     row: Tensor  # (T,): term → row of the context's conditioning
@@ -60,7 +60,7 @@ class FlowAlgorithm(config.Strict):
         )
 
     def greedy_spec(self) -> None:
-        """None: images are compared within their group."""
+        """None: images are compared only within their group."""
 
     def prepare(self, model: FlowModel, rollout: Rollout, settings: config.Learner) -> Prepared:
         return Prepared(self.advantage(rollout))

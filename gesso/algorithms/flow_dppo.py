@@ -1,5 +1,5 @@
-"""Flow-DPPO: instead of clipping the ratio, a term is masked if its step has moved too far (in KL)
-from the sampled step and the gradient would move it further."""
+"""Flow-DPPO: the ratio is not clipped; a term is masked if its step has moved too far (in KL) from
+the sampled step and the gradient would move it further."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FlowDPPO(FlowGRPO):
 
     @property
     def clip_range(self) -> float | None:
-        return None  # the ratio clips nothing, so its rounding does not matter
+        return None  # the ratio is not clipped, so its rounding errors do not matter
 
     def surrogate(
         self, step: flow_steps.Transition, logp: Tensor, terms: StepTerms

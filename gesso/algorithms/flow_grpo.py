@@ -1,7 +1,7 @@
 """Flow-GRPO (arXiv 2505.05470): GRPO over the stochastic denoising steps of a flow model.
 
-Defaults are the authors' for SD3.5-M with the OCR reward. The algorithms in the neighbouring
-files are presets of it: another window, another step rule, another surrogate.
+Defaults are the authors' for SD3.5-M with the OCR reward. The other flow algorithms with log-probs
+are presets of it, with another window, step rule or surrogate.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class FlowGRPO(FlowAlgorithm):
         w = self.window
         if self.noise == 0:
             raise ValueError(
-                f"noise = 0 leaves no stochastic step, and {self.name} learns from log-probs; "
+                f"noise = 0 makes every step deterministic, and {self.name} requires log-probs; "
                 "use noise > 0, or an algorithm without log-probs such as diffusion-nft"
             )
         if w and not w.low + w.size <= w.high <= self.steps:
@@ -115,11 +115,11 @@ class FlowGRPO(FlowAlgorithm):
         last_trained = w.high if w else self.terms_a_sample
         if last_trained < 1:
             raise ValueError(
-                f"timestep_fraction = {self.timestep_fraction} of {self.steps} steps trains none; "
-                f"use at least {1 / self.steps:g}"
+                f"timestep_fraction = {self.timestep_fraction} of {self.steps} steps is less than "
+                f"one step; use at least {1 / self.steps:g}"
             )
         if self.rule == "cps" and self.noise > 1:
-            raise ValueError(f"CPS takes a noise of at most 1, got {self.noise:g}")
+            raise ValueError(f"CPS requires noise of at most 1, got {self.noise:g}")
         if self.rule == "cps" and last_trained == self.steps:
             raise ValueError(
                 "the last CPS step has no noise and cannot be trained; "
@@ -168,7 +168,7 @@ class FlowGRPO(FlowAlgorithm):
 
     def terms(self, rollout: Rollout, prepared: Prepared) -> StepTerms | OnePassTerms:
         total, advantages = rollout.logp.numel(), prepared.advantages
-        if self.beta == 0:  # without a KL term a sample whose advantage is 0 has no gradient
+        if self.beta == 0:  # without a KL term, a sample with advantage 0 has no gradient
             nonzero = advantages.nonzero()[:, 0]
             rollout, advantages = rollout.rows(nonzero), advantages[nonzero]
         trace, negatives = rollout.flow_trace, rollout.flow_trace.negatives
@@ -218,7 +218,7 @@ class FlowGRPO(FlowAlgorithm):
     def surrogate(
         self, step: flow_steps.Transition, logp: Tensor, terms: StepTerms
     ) -> objectives.Surrogate:
-        """The policy-gradient loss of each term; the one method in which presets differ."""
+        """The policy-gradient loss of each term; the only method that presets override."""
         return objectives.clipped(logp, terms.old_logp, terms.advantage, self.clip, self.clip)
 
     def _transition(
@@ -226,7 +226,8 @@ class FlowGRPO(FlowAlgorithm):
     ) -> flow_steps.Transition:
         context = terms.context
         cond = context.cond.rows(terms.row)
-        # Without a gradient, the negative branch of the current weights is the sampler's.
+        # If the negative branch has no gradient, its velocity under the current weights is the
+        # one that the sampler stored.
         stored = terms.negative if weights == "current" and terms.negative.numel() else None
         negative = context.negative if stored is None else None
         v = guided(

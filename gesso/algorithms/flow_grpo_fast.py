@@ -1,5 +1,5 @@
 """Flow-GRPO-Fast (Flow-GRPO's authors): only a short window of steps is stochastic, stored and
-trained; the others are ODE steps. Defaults are the authors' with CPS and without guidance."""
+trained; the other steps are ODE steps. Defaults are the authors' with CPS and without guidance."""
 
 from __future__ import annotations
 

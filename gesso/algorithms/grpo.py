@@ -1,7 +1,7 @@
 """GRPO (arXiv 2402.03300) for language models, and variants that differ in one choice.
 
-The surrogate of `grpo` is EasyR1's; the others follow their papers or first implementations. None
-has a KL by default; recipes add it.
+The surrogate of `grpo` follows EasyR1; the others follow their papers or first implementations. By
+default there is no KL; recipes add it.
 """
 
 from __future__ import annotations

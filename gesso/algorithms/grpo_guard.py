@@ -1,6 +1,6 @@
-"""GRPO-Guard (arXiv 2510.22319): a ratio that is centred at 1 at every noise level, and steps that
-have equal weight. The clip is the authors' for SD3.5-M with the OCR reward; the recipes have
-all of their settings."""
+"""GRPO-Guard (arXiv 2510.22319): a ratio that is centred at 1 at every noise level, and equal
+weight for every step. The clip range is the authors' for SD3.5-M with the OCR reward; the recipes
+contain all of their settings."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class GRPOGuard(FlowGRPO):
     def surrogate(
         self, step: flow_steps.Transition, logp: Tensor, terms: StepTerms
     ) -> objectives.Surrogate:
-        """Each step's loss is divided by −dt. A peer omits this, and the short first steps hardly
-        count there."""
+        """Each step's loss is divided by −dt. Another implementation omits this, which gives the
+        short first steps almost no weight."""
         divergence = kl.gaussian_divergence(step.mean, terms.old_mean, step.std)
         surrogate = objectives.guarded(
             logp, terms.old_logp, terms.advantage, divergence, step.std.flatten(), self.clip

@@ -1,6 +1,6 @@
-"""MixGRPO (arXiv 2507.21802): a window of SDE steps that moves through the schedule as training
-goes on, from the noisy end to the clean one, and wraps. Window and noise are the
-authors'; the recipes have all of their settings."""
+"""MixGRPO (arXiv 2507.21802): a window of SDE steps that moves through the schedule during
+training, from noisy steps to clean ones, and wraps around. Window and noise are the authors'; the
+recipes contain all of their settings."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Training with gradients that were taken while sampling, without a pass of the update's own.
+"""Training with gradients that were computed during sampling: updates run no forward or backward.
 
-Where the ratio is 1 and there is no KL term, a term's loss is linear in its advantage:
-∇(−A·ratio) = −A·∇logp. Sampling takes ∇logp of each sample before its reward is known
-(`gesso/samplers/one_pass.py`); the update weighs them by the advantages.
+If the ratio is 1 and there is no KL term, the loss of a term is linear in its advantage:
+∇(−A·ratio) = −A·∇logp. Sampling computes ∇logp of each sample before its reward is known
+(`gesso/samplers/one_pass.py`); the update weights these gradients by the advantages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class OnePassTerms(Terms):
         return self.total
 
     def micro_batches(self, settings: config.Learner) -> Sequence[Tensor]:
-        """All at once: no network is run."""
+        """One micro-batch: no network is run."""
         return [torch.arange(len(self.per_sample_grads))] if self.per_sample_grads else []
 
     def rows(self, index: Tensor) -> OnePassTerms:
@@ -40,7 +40,7 @@ class OnePassTerms(Terms):
         return OnePassTerms(self.total, grads, self.advantage[index])
 
     def loss(self, policy: RunnableWeights) -> Tensor:
-        """−Σ A_i·⟨∇logp_i, θ⟩: where the ratio is 1, it has the surrogate's gradient."""
+        """−Σ A_i·⟨∇logp_i, θ⟩, which has the gradient of the surrogate at a ratio of 1."""
         grads = self.per_sample_grads
         first, *others = self.advantage.tolist()
         weighted = torch._foreach_mul(list(grads[0].values()), first)  # few, large kernels
@@ -50,7 +50,7 @@ class OnePassTerms(Terms):
 
 
 class InnerProduct(torch.autograd.Function):
-    """⟨w, θ⟩ over lists of tensors. Its gradient is w itself: no slices of one long vector."""
+    """⟨w, θ⟩ over lists of tensors. Its gradient is w itself, without slicing a flat vector."""
 
     @staticmethod
     def forward(ctx: Any, weights: Sequence[Tensor], *parameters: Tensor) -> Tensor:
@@ -63,22 +63,22 @@ class InnerProduct(torch.autograd.Function):
 
 
 def check_one_pass(name: str, only_the_ratio: bool, updates: int, beta: float) -> None:
-    """Raise a ValueError unless every loss of this algorithm is linear in its advantage.
+    """Raises a ValueError unless every loss of this algorithm is linear in its advantage.
 
-    only_the_ratio: its surrogate is a function of the ratio and the advantage alone.
+    only_the_ratio: the surrogate is a function of only the ratio and the advantage.
     """
     if not only_the_ratio:
         raise ValueError(
-            f"one_pass = true takes gradients at a ratio of 1, and {name} has a surrogate "
-            "that is more than the ratio; leave one_pass out, or use flow-grpo"
+            f"one_pass = true computes gradients at a ratio of 1, but the surrogate of {name} "
+            "depends on more than the ratio; remove one_pass, or use flow-grpo"
         )
     if updates != 1:
         raise ValueError(
-            "one_pass = true takes gradients with the weights that draw, so a rollout gives "
-            f"one optimizer step, got updates = {updates}; set updates = 1"
+            "one_pass = true computes gradients with the weights that sample, so a rollout "
+            f"allows one optimizer step, got updates = {updates}; set updates = 1"
         )
     if beta > 0:
         raise ValueError(
-            "one_pass = true has no pass for a KL to the reference, got "
+            "one_pass = true does not support a KL to the reference, got "
             f"beta = {beta:g}; set beta = 0"
         )

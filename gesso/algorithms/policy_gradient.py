@@ -106,10 +106,10 @@ class KL(Strict):
 
 @dataclass(frozen=True)
 class PreparedResponses(Prepared):
-    """One value per token of a rollout. Tensors that the algorithm does not use are (N, 0)."""
+    """One value per token of a rollout. Tensors not used by the algorithm have shape (N, 0)."""
 
     old: Tensor  # (N, S) log-probs in the ratio's denominator
-    importance: Tensor  # (N, S) weights that correct for a sampler of another engine
+    importance: Tensor  # (N, S) weights that correct for a sampler with another engine
     gap: Tensor  # (N, S) |log-prob of the learner − that of the sampler|, with `importance`
     reference: Tensor  # (N, S) log-probs of the reference policy
     values: Tensor  # (N, S) of the critic
@@ -118,11 +118,11 @@ class PreparedResponses(Prepared):
 
 @dataclass(frozen=True)
 class ResponseTerms(Terms):
-    """One response each."""
+    """One response per term."""
 
     trace: TokenTrace
     prepared: PreparedResponses
-    weights: Tensor  # (T, S): of each token in the loss of the whole mini-batch
+    weights: Tensor  # (T, S): of each token, in the loss of the whole mini-batch
 
     def __len__(self) -> int:
         return len(self.trace.row)
@@ -137,7 +137,7 @@ class ResponseTerms(Terms):
 
 
 def batches(trace: TokenTrace, budget: int) -> list[Tensor]:
-    """Rows whose tokens, prompts included, fit into one pass of `budget` tokens; each row once."""
+    """Micro-batches of rows whose tokens, including prompts, fit into `budget`; each row once."""
     prompts = [len(prompt) for prompt in trace.prompts]
     responses = trace.mask.sum(1).tolist()
     parts = pack_responses(prompts, trace.row.tolist(), responses, budget)
@@ -181,20 +181,24 @@ class PolicyGradient(Strict):
     @model_validator(mode="after")
     def _possible(self) -> PolicyGradient:
         if self.length is not None and self.aggregation != "constant":
-            raise ValueError(f'length goes with aggregation = "constant", not "{self.aggregation}"')
+            raise ValueError(
+                f'length requires aggregation = "constant", got aggregation = "{self.aggregation}"'
+            )
         if self.refills and not self.advantage.drop_flat:
             raise ValueError("refills replace dropped groups; set advantage.drop_flat = true")
         compares = self.advantage.baseline in ("mean", "others") or self.advantage.drop_flat
         if self.group == 1 and compares:
-            raise ValueError("the responses of a group are compared with each other; use group = 2")
+            raise ValueError(
+                "the responses of a group are compared with each other; use group = 2 or more"
+            )
         in_reward = self.kl is not None and self.kl.place == "reward"
         if in_reward and self.advantage.combine == "gdpo" and self.advantage.per == "response":
             raise ValueError(
-                'combine = "gdpo" takes each reward by itself and has no place for a KL in their '
-                'sum; use kl.place = "loss", or advantage.per = "token"'
+                'combine = "gdpo" normalises each reward separately and does not support a KL in '
+                'their sum; use kl.place = "loss", or advantage.per = "token"'
             )
         if self.greedy_spec() and self.refills:
-            raise ValueError("refills are not for a baseline of greedy responses; set refills = 0")
+            raise ValueError('refills do not support baseline = "greedy"; set refills = 0')
         return self
 
     @property
@@ -211,7 +215,7 @@ class PolicyGradient(Strict):
 
     @property
     def critic_network(self) -> ValueFunction | None:
-        """What estimates values, where there is one."""
+        """The critic, if the algorithm has one."""
         return None
 
     def spec(self, step: int, seed: int, model: config.AnyModel) -> ResponseSpec:
@@ -246,7 +250,7 @@ class PolicyGradient(Strict):
     def estimate(
         self, model: TokenModel, rollout: Rollout, penalty: Tensor | None, settings: config.Learner
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Advantages (N, S), and a critic's values and returns."""
+        """Advantages (N, S), and the values and returns of the critic."""
         unused = rollout.logp.new_empty(len(rollout.logp), 0)
         return self.advantage(rollout, penalty), unused, unused
 
@@ -291,7 +295,7 @@ class PolicyGradient(Strict):
         return TermLosses(loss + self.further(model, terms, stats), stats)
 
     def further(self, model: TokenModel, terms: ResponseTerms, stats: dict[str, Tensor]) -> Tensor:
-        """(T,) loss of a response in addition to the policy's: 0 without a critic."""
+        """(T,) loss per response in addition to the policy loss; 0 without a critic."""
         return terms.weights.new_zeros(len(terms))
 
     def finish(self, policy: Policy, optimizer_steps: int) -> None:

@@ -44,7 +44,7 @@ class PPO(PolicyGradient):
     _critic: ValueFunction | None = PrivateAttr(None)
 
     def with_critic(self, critic: ValueFunction) -> PPO:
-        """The same algorithm, with the values of this critic."""
+        """A copy of this algorithm that uses `critic`."""
         copy = self.model_copy()
         copy._critic = critic
         return copy
@@ -57,16 +57,20 @@ class PPO(PolicyGradient):
     def _critic_is_the_baseline(self) -> PPO:
         if (self.advantage.baseline, self.advantage.per) != ("zero", "token"):
             raise ValueError(
-                'the critic is the baseline: advantage has baseline = "zero", per = "token"'
+                "the critic is the baseline, so PPO requires "
+                'advantage.baseline = "zero" and advantage.per = "token"'
             )
         if self.advantage.clip is not None:
-            raise ValueError("advantage.clip is for a response's advantage; PPO has one a token")
+            raise ValueError(
+                "advantage.clip applies to one advantage per response, and PPO has one per token; "
+                "remove advantage.clip"
+            )
         return self
 
     def estimate(
         self, model: TokenModel, rollout: Rollout, penalty: Tensor | None, settings: config.Learner
     ) -> tuple[Tensor, Tensor, Tensor]:
-        assert self._critic is not None, "`with_critic` gives it one"
+        assert self._critic is not None, "call `with_critic` first"
         mask = rollout.mask
         values = torch.zeros_like(rollout.logp)
         with torch.no_grad():
@@ -84,8 +88,8 @@ class PPO(PolicyGradient):
 
     def further(self, model: TokenModel, terms: ResponseTerms, stats: dict[str, Tensor]) -> Tensor:
         """The value loss. Critic and policy share no trained weights, so the two losses need no
-        relative factor."""
-        assert self._critic is not None, "`with_critic` gives it one"
+        coefficient."""
+        assert self._critic is not None, "call `with_critic` first"
         prepared, mask = terms.prepared, terms.trace.mask
         values = self._critic.values(terms.trace)
         loss = objectives.value_loss(values, prepared.values, prepared.returns, self.critic.clip)

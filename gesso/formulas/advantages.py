@@ -1,9 +1,9 @@
 """Advantages from rewards. rewards: (N,), group: (N,) integer ids.
 
-For token models also per token, (N, S) padded on the right: mask is True on response tokens, which
-start at 0, at least one a row (gaps in them are skipped). Everything is float64 without
-gradient, and 0 outside the mask. Statistics are over the whole batch: take them before it is cut
-into mini-batches or ranks.
+For language models also per token, (N, S) padded on the right: mask is True on response tokens,
+which start at 0, at least one per row (gaps between them are skipped). Everything is float64
+without gradient, and 0 outside the mask. Statistics cover the whole batch: compute them before it
+is split into mini-batches or over ranks.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def group_relative(
     """(r − mean of its group) / (std + epsilon), float64; `correction` is the std's ddof.
 
     std="global" divides by the standard deviation of the whole batch (Flow-GRPO's default for
-    SD3.5), "group" by the group's own, "none" by nothing (Dr.GRPO, arXiv 2503.20783: a std weighs
-    prompts by how hard they are). The defaults are Flow-GRPO's, population std and 1e-4; GRPO for
-    tokens (arXiv 2402.03300) has "group", correction 1 and 1e-6 in the reference codes.
+    SD3.5), "group" by the std of the group, "none" does not divide (Dr.GRPO, arXiv 2503.20783: a
+    std weights prompts by their difficulty). The defaults are Flow-GRPO's, population std and 1e-4;
+    GRPO for tokens (arXiv 2402.03300) has "group", correction 1 and 1e-6 in the reference codes.
     A group of one or of equal rewards has no signal: the advantage is exactly 0.
     """
     rewards = rewards.double()
@@ -46,24 +46,24 @@ def group_relative(
         advantages = centred / (rewards.std(correction=degrees) + epsilon)
     else:
         squares = torch.zeros_like(count).index_add_(0, row, centred.square())
-        variance = squares / (count - correction)  # 0/0 in a group of one, left out below
+        variance = squares / (count - correction)  # 0/0 in a group of one, masked below
         advantages = centred / (variance.sqrt()[row] + epsilon)
     return torch.where(_flat(rewards, row)[row], 0.0, advantages)
 
 
 def leave_one_out(rewards: Tensor, group: Tensor) -> Tensor:
-    """RLOO (arXiv 2402.14740): r − (Σr − r)/(G − 1), the baseline being the mean of the others;
-    G/(G − 1) times r − mean. The advantage is exactly 0 in a group of one, which has no others, and
-    in a group of equal rewards.
+    """RLOO (arXiv 2402.14740): r − (Σr − r)/(G − 1): the baseline is the mean of the others. Equal
+    to G/(G − 1) times r − mean. The advantage is exactly 0 in a group of one, which has no others,
+    and in a group of equal rewards.
 
-    OpenRLHF's and LMM-R1's RLOO goes on from here: clamped to ±10, `on_last`, −β·k1 at each token,
-    `to_go` with γ = 1, and in LMM-R1 `whiten`.
+    RLOO in OpenRLHF and LMM-R1 adds: clamp to ±10, `on_last`, −β·k1 at each token, `to_go` with
+    γ = 1, and in LMM-R1 `whiten`.
     """
     rewards = rewards.double()
     _, row = group.unique(return_inverse=True)
     count = torch.bincount(row).double()  # (G,)
     total = torch.zeros_like(count).index_add_(0, row, rewards)
-    others = (total[row] - rewards) / (count[row] - 1)  # 0/0 in a group of one, left out below
+    others = (total[row] - rewards) / (count[row] - 1)  # 0/0 in a group of one, masked below
     return torch.where(_flat(rewards, row)[row], 0.0, rewards - others)
 
 
@@ -78,7 +78,8 @@ def to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     """(N, S): R_t = r_t + γ·R_{t+1} over response tokens only, 0 after the last. rewards: (N, S).
 
     REINFORCE++ (arXiv 2501.03262) is this over `on_last` minus β·KL at each token, then `whiten`;
-    its -baseline variant takes the group's mean off the rewards first ("none" of `group_relative`).
+    its -baseline variant first subtracts the group mean from the rewards (`group_relative` with
+    std="none").
     """
     rewards = rewards.detach().double()
     returns = torch.zeros_like(rewards)
@@ -91,11 +92,11 @@ def to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
 def whiten(values: Tensor, mask: Tensor) -> Tensor:
     """(N, S): (x − mean) / √max(variance, 1e-8) over all response tokens of the batch together, so
-    a long response weighs more; 0 outside the mask.
+    that a long response has more weight; 0 outside the mask.
 
-    The variance is the population's (divided by the number of tokens), as in OpenRLHF; verl takes
-    the unbiased one plus 1e-8 and refuses a single token. Equal values, and so a single token, give
-    0 exactly.
+    The variance is the population variance (divided by the number of tokens), as in OpenRLHF; verl
+    uses the unbiased one plus 1e-8 and rejects a single token. Equal values, and therefore a single
+    token, give exactly 0.
     """
     inside = values.detach().double()[mask]  # (tokens,)
     centred = inside - inside.sum() / len(inside)
@@ -118,8 +119,8 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
     δ_t = r_t + γ·V_{t+1} − V_t, A_t = δ_t + γλ·A_{t+1}, returns = A + V. rewards, values: (N, S).
 
     The value after the last response token is 0, whatever the critic predicts for the padding.
-    Returns are computed before any `whiten`: whitened ones would have another scale. The caller
-    whitens the advantages alone.
+    Returns are computed before any `whiten`, which would change their scale. The caller whitens
+    only the advantages.
     """
     rewards, values = rewards.detach().double(), values.detach().double()
     advantages = torch.zeros_like(rewards)
@@ -134,10 +135,11 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float)
 
 
 def gdpo(rewards: Tensor, weights: Tensor, group: Tensor) -> Tensor:
-    """GDPO (arXiv 2601.05242) for several rewards, (N, R) with weights (R,): each is normalised
-    within its group by the group's own std, then the weighted sum over the whole batch. A reward of
-    a large scale no longer dominates, as it does in a sum of raw rewards. NaN means that a reward
-    does not apply to the sample: it is excluded from that reward's statistics and gets 0.
+    """GDPO (arXiv 2601.05242) for several rewards, (N, R) with weights (R,): each reward is
+    normalised within its group by the group std, then the weighted sum is normalised over the whole
+    batch. A reward with a large scale does not dominate, as it does in a sum of raw rewards. NaN
+    means that a reward does not apply to the sample: it is excluded from that reward's statistics
+    and contributes 0.
     """
     each = torch.zeros_like(rewards, dtype=torch.float64)
     for i, column in enumerate(rewards.double().unbind(1)):
@@ -149,28 +151,29 @@ def gdpo(rewards: Tensor, weights: Tensor, group: Tensor) -> Tensor:
 
 
 def flat_groups(rewards: Tensor, group: Tensor) -> float:
-    """Share of the groups whose rewards are all equal and so carry no signal."""
+    """Fraction of groups in which all rewards are equal, so that they carry no signal."""
     _, row = group.unique(return_inverse=True)
     return float(_flat(rewards.double(), row).double().mean())
 
 
 def with_spread(rewards: Tensor, group: Tensor, multiple: int) -> Tensor:
-    """Indices, in order, of the samples whose group has some spread in some reward (N, R), topped
-    up to a multiple of `multiple`. Empty when no group has any. NaN: the reward does not apply."""
+    """Indices, in order, of the samples whose group has spread in at least one reward (N, R),
+    padded to a multiple of `multiple`. Empty when no group has spread. NaN: the reward does not
+    apply."""
     _, row = group.unique(return_inverse=True)
     flat = torch.stack([_flat(column.double(), row) for column in rewards.unbind(1)]).all(0)[row]
-    return _topped_up(~flat, multiple)
+    return _padded(~flat, multiple)
 
 
 def nonzero(advantages: Tensor, multiple: int) -> Tensor:
-    """Indices, in order, of the samples whose advantage (N,) is not 0, topped up to a multiple of
+    """Indices, in order, of the samples whose advantage (N,) is not 0, padded to a multiple of
     `multiple`. Empty when all are 0."""
-    return _topped_up(advantages != 0, multiple)
+    return _padded(advantages != 0, multiple)
 
 
-def _topped_up(chosen: Tensor, multiple: int) -> Tensor:
-    """Indices of the chosen samples and of as many others as make a multiple of `multiple`
-    (mini-batches × ranks, so that all get equally many)."""
+def _padded(chosen: Tensor, multiple: int) -> Tensor:
+    """Indices of the chosen samples, and of other samples up to a multiple of `multiple`
+    (mini-batches × ranks, so that all have the same size)."""
     kept = chosen.nonzero()[:, 0]
     if len(kept) == 0:
         return kept
@@ -179,7 +182,7 @@ def _topped_up(chosen: Tensor, multiple: int) -> Tensor:
 
 
 def _flat(rewards: Tensor, row: Tensor) -> Tensor:
-    """(G,) bool: all rewards of the group are equal; NaN is no reward."""
+    """(G,) bool: all rewards of the group are equal, ignoring NaN."""
     groups = int(row.max()) + 1
     low = rewards.new_full((groups,), float("inf"))
     high = rewards.new_full((groups,), float("-inf"))

@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def ema_decay(n: int, limit: float) -> float:
-    """min((1+n)/(10+n), limit): short memory at first. n counts optimizer steps, from 1."""
+    """min((1+n)/(10+n), limit): a short average at first. n counts optimizer steps, from 1."""
     return min((1 + n) / (10 + n), limit)
 
 

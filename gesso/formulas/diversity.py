@@ -1,4 +1,4 @@
-"""How different the samples of one prompt are. x: (N, …), group: (N,) integer ids."""
+"""Diversity of the samples of one prompt. x: (N, …), group: (N,) integer ids."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 
 def within_groups(x: Tensor, group: Tensor) -> float:
-    """Mean over the groups of the mean over a group's pairs (a, b) of sqrt(mean (a − b)²).
+    """Mean over groups of the mean over the pairs (a, b) of a group of sqrt(mean (a − b)²).
 
-    The root mean square over the elements does not depend on the size of x: two independent
-    standard normal samples lie √2 apart at any resolution. Every group counts the same, whatever
-    its size; a group of one has no pair and is left out; NaN when all have.
+    The root mean square over elements does not depend on the size of x: the distance between two
+    independent standard normal samples is √2 at any resolution. Every group has equal weight,
+    whatever its size. A group of one has no pair and is skipped; NaN if every group is skipped.
     float32, one group at a time.
     """
     distances = []
@@ -26,8 +26,8 @@ def within_groups(x: Tensor, group: Tensor) -> float:
 
 
 def distinct(texts: Sequence[str], group: Tensor) -> float:
-    """Mean over the groups of (different texts − 1) / (texts − 1): 0 where all are the same, 1
-    where no two are. A group of one is left out; NaN when all are."""
+    """Mean over groups of (distinct texts − 1) / (texts − 1): 0 if all texts are the same, 1 if all
+    are distinct. A group of one is skipped; NaN if every group is skipped."""
     shares = []
     for g in group.unique().tolist():
         members = [text for text, h in zip(texts, group.tolist(), strict=True) if h == g]

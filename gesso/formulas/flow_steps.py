@@ -1,8 +1,9 @@
-"""One denoising step of a flow-matching model: one function samples it and recomputes its log-prob.
+"""One denoising step of a flow-matching model: the same function samples it and recomputes its
+log-prob.
 
 σ runs from 1 (noise) to 0 (image); a step goes from σ to σ' with dt = σ' − σ < 0; v is the
-model's velocity (noise − image). x, v: (N, C, H, W); σ, σ': (N,), so that one batch may hold
-different steps of a trajectory. Everything is float32, whatever the model runs in.
+model's velocity (noise − image). x, v: (N, C, H, W); σ, σ': (N,), so that one batch may contain
+different steps of a trajectory. Everything is float32, regardless of the model's precision.
 """
 
 from __future__ import annotations
@@ -19,20 +20,20 @@ _LOG_2PI = math.log(2 * math.pi)
 
 @dataclass(frozen=True)
 class Transition:
-    """Distribution of x' given x: N(mean, std²) per element, and how its log-prob is counted."""
+    """Distribution of x' given x: N(mean, std²) per element, and how its log-prob is computed."""
 
     mean: Tensor  # (N, C, H, W)
     std: Tensor  # (N, 1, 1, 1); 0 where the step is deterministic
     s: Tensor  # (N, 1, 1, 1): the rule's noise scale; Flow-SDE's std is s·√−dt
-    full_density: bool  # False: −(x'−μ)² alone, as CPS's reference counts it
+    full_density: bool  # False: only −(x'−μ)², as in the reference code of CPS
 
     def draw(self, noise: Tensor) -> Tensor:
         return self.mean + self.std * noise
 
     def logp(self, x_next: Tensor) -> Tensor:
         """(N,): mean over C,H,W of the log-density (Flow-GRPO's authors report that the
-        sum is unstable). Gradients reach the mean, never x'. A deterministic step has no density:
-        its log-prob is 0 without gradient, so that no NaN reaches the loss."""
+        sum is unstable). Gradients flow to the mean, never to x'. A deterministic step has no
+        density: its log-prob is 0 without gradient, so that no NaN reaches the loss."""
         error = (x_next.detach() - self.mean).square()
         if self.full_density:
             std = torch.where(self.std > 0, self.std, 1.0)
@@ -52,7 +53,7 @@ def flow_sde(
     μ = x(1 + s²dt/2σ) + v(1 + s²(1−σ)/2σ)dt, std = s√−dt.
 
     Departure, as in the authors' code: σ = 1 in 1−σ is replaced by σ_1, the schedule's second
-    entry, since s would be infinite there. With a = 0 this is the Euler step exactly.
+    entry, since s would be infinite there. With a = 0 this is exactly the Euler step.
     """
     dt = sigma_next - sigma
     s2 = noise**2 * sigma / (1 - torch.where(sigma == 1, sigma_1, sigma))
@@ -64,8 +65,8 @@ def cps(
     x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_1: Tensor, noise: float
 ) -> Transition:
     """Coefficients-preserving sampling (Flow-CPS, arXiv 2509.05952): s = σ'·sin(aπ/2),
-    μ = (1−σ')x̂0 + √(σ'²−s²)·x̂1, std = s; the noise level after the step is σ' exactly, so
-    the images stay clean. The reference's log-prob is mean(−(x'−μ)²), without 1/2s².
+    μ = (1−σ')x̂0 + √(σ'²−s²)·x̂1, std = s; the noise level after the step is exactly σ', so no
+    noise remains in the images. The reference code's log-prob is mean(−(x'−μ)²), without 1/2s².
     """
     clean, pure_noise = x - sigma * v, x + (1 - sigma) * v
     std = sigma_next * math.sin(noise * math.pi / 2)
@@ -103,12 +104,13 @@ class Clean:
 def dpm2(
     x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, before: Clean | None
 ) -> tuple[Tensor, Clean]:
-    """DPM-Solver++(2M) (arXiv 2211.01095) for a flow: second order with one velocity a step, from
-    the predictions of the clean image now and `before`. With λ = log((1−σ)/σ), h = λ' − λ and
-    r = (λ − λ_before)/h:  x' = (σ'/σ)·x + ((1−σ') − (σ'/σ)(1−σ))·D,  D = x̂0 + (x̂0 − x̂0_before)/2r.
+    """DPM-Solver++(2M) (arXiv 2211.01095) for a flow: second order with one velocity per step, from
+    the current prediction of the clean image and the one `before`. With λ = log((1−σ)/σ),
+    h = λ' − λ and r = (λ − λ_before)/h:
+    x' = (σ'/σ)·x + ((1−σ') − (σ'/σ)(1−σ))·D,  D = x̂0 + (x̂0 − x̂0_before)/2r.
 
-    The first step, and steps next to σ = 1 or σ' = 0 where λ is infinite, have D = x̂0: the Euler
-    step exactly.
+    The first step, and steps next to σ = 1 or σ' = 0 where λ is infinite, have D = x̂0, which is
+    exactly the Euler step.
     """
     now, end = _column(sigma.float()), _column(sigma_next.float())
     clean = x - now * v
@@ -135,7 +137,7 @@ def transition(
     sigma_1: float | Tensor,
     noise: float,
 ) -> Transition:
-    """The step of rule `rule`. Sampling draws from it; training recomputes the log-prob with it."""
+    """The step under `rule`. Sampling draws from it; training recomputes log-probs with it."""
     second = torch.as_tensor(sigma_1, dtype=torch.float32, device=x.device)
     return RULES[rule](
         x.float(), v.float(), _column(sigma.float()), _column(sigma_next.float()), second, noise

@@ -3,7 +3,7 @@
 Samples of one prompt are not independent, so the bootstrap resamples prompts, each with all its
 samples.
 
-Shape legend: P prompts · B bootstrap draws
+Shape legend: P prompts · B bootstrap resamples
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MAX_INDICES = 2**22  # prompts drawn at a time
+MAX_INDICES = 2**22  # prompt indices drawn at a time
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ def clustered(
 ) -> Interval:
     """Mean over all samples and its percentile interval by the cluster bootstrap.
 
-    sums, counts: (P,), of each prompt's values. m = Σ_p sums_p / Σ_p counts_p; each of B draws
-    takes P prompts with replacement and gives m_b the same way. The standard error is the spread of
-    the m_b, the interval their (1 ± level)/2 quantiles (Efron and Tibshirani 1993, ch. 13;
-    clusters: Davison and Hinkley 1997, 3.8). Prompts without a value are left out. Values that are
-    all equal give an interval of width 0, which is overconfident.
+    sums, counts: (P,), of each prompt's values. m = Σ_p sums_p / Σ_p counts_p; each of the B draws
+    resamples P prompts with replacement and computes m_b the same way. The standard error is the
+    standard deviation of the m_b, the interval their (1 ± level)/2 quantiles (Efron and Tibshirani
+    1993, ch. 13; clusters: Davison and Hinkley 1997, 3.8). Prompts without a value are skipped.
+    If all values are equal, the interval has width 0, which is overconfident.
     """
     kept = counts > 0
     sums, counts = sums[kept].double(), counts[kept].double()

@@ -1,4 +1,4 @@
-"""Distances between policies."""
+"""KL divergences between policies."""
 
 from __future__ import annotations
 
@@ -14,31 +14,33 @@ EXPONENT = 20.0
 
 
 def gaussian_step(mean: Tensor, mean_ref: Tensor, s: Tensor) -> Tensor:
-    """Flow-GRPO: mean over C,H,W of (μ − μ_ref)² / 2s², one value a step (N,).
+    """Flow-GRPO: mean over C,H,W of (μ − μ_ref)² / 2s², one value per step (N,).
 
-    s is the step's noise scale *without* √−dt: the authors leave dt out on purpose.
+    s is the step's noise scale *without* √−dt: the authors omit dt on purpose.
     """
     return _distance(mean, mean_ref, s)
 
 
 def gaussian_divergence(mean: Tensor, mean_old: Tensor, std: Tensor) -> Tensor:
-    """KL between two steps of one noise, per element: mean over C,H,W of (μ − μ_old)² / 2c²,
-    c = std of the step *with* √−dt. One value a step (N,)."""
+    """KL between two steps with the same std, per element: mean over C,H,W of (μ − μ_old)² / 2c²,
+    c = std of the step *with* √−dt. One value per step (N,)."""
     return _distance(mean, mean_old, std)
 
 
 def estimate(logp: Tensor, ref_logp: Tensor, kind: Estimator) -> Tensor:
-    """Estimates of KL(π‖π_ref) from one drawn token each (Schulman, "Approximating KL divergence"):
-    k1 = ℓ − ℓ_ref, k2 = ½·k1², k3 = e^−k1 + k1 − 1. Any shape; no gradient to the reference.
+    """Estimates of KL(π‖π_ref), each from one sampled token (Schulman, "Approximating KL
+    divergence"): k1 = ℓ − ℓ_ref, k2 = ½·k1², k3 = e^−k1 + k1 − 1. Any shape; no gradient to the
+    reference.
 
-    As a *value*, in the reward or a metric: k1 and k3 have mean KL exactly, k2 does not; k3 is
-    never negative. As a *loss*, differentiated at fixed on-policy tokens: k2's gradient has the
-    mean ∇KL(π‖π_ref); k3's has ∇KL(π_ref‖π), another divergence with the same minimum; k1's has
-    mean 0 and does nothing but add noise.
+    As a *value*, in the reward or a metric: k1 and k3 are unbiased, k2 is not; k3 is never
+    negative. As a *loss*, differentiated at fixed on-policy tokens: the gradient of k2 has the
+    expectation ∇KL(π‖π_ref); that of k3 has ∇KL(π_ref‖π), another divergence with the same minimum;
+    that of k1 has expectation 0 and only adds noise.
 
-    The exponent is clamped at 20, beyond which k3 is constant without gradient. The references
-    also clamp k1 at +20. That side cannot overflow, and the clamp would drop the gradient of tokens
-    that have drifted furthest from the reference, so it is omitted, as is verl's clamp of k3 at 10.
+    The exponent is clamped at 20, beyond which k3 is constant without gradient. The reference codes
+    also clamp k1 at +20. That side cannot overflow, and the clamp would drop the gradient of the
+    tokens that have drifted furthest from the reference, so it is omitted, as is verl's clamp of k3
+    at 10.
     """
     k1 = wide(logp) - wide(ref_logp).detach()
     if kind == "k1":
@@ -48,7 +50,7 @@ def estimate(logp: Tensor, ref_logp: Tensor, kind: Estimator) -> Tensor:
     if kind == "k3":
         exponent = (-k1).clamp(max=EXPONENT)
         return torch.expm1(exponent) - exponent  # exp(x) − 1 would round a small KL to 0
-    raise ValueError(f"no estimator {kind!r} of KL; there are k1, k2 and k3")
+    raise ValueError(f"unknown KL estimator {kind!r}; use k1, k2 or k3")
 
 
 def _distance(mean: Tensor, other: Tensor, scale: Tensor) -> Tensor:

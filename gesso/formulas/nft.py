@@ -1,4 +1,4 @@
-"""DiffusionNFT (arXiv 2509.16117): contrast two mixtures of the current and the old velocity.
+"""DiffusionNFT (arXiv 2509.16117): contrasts two mixtures of the current and the old velocity.
 
 x_t = (1−t)·x0 + t·ε. v, v_old, x0, x_t: (N, C, H, W); t, reward: (N,).
 """
@@ -47,7 +47,7 @@ def _weighted(guess: Tensor, x0: Tensor) -> Tensor:
 
 
 def old_decay(step: int, schedule: int) -> float:
-    """d of old ← d·old + (1−d)·θ after an iteration that ended with optimizer step `step`, counted
+    """d in old ← d·old + (1−d)·θ after an iteration that ended with optimizer step `step`, counted
     from 1 as in the authors' code.
 
     Schedule 1: min(.001·step, .5). Schedule 2: 0 until 75, then min(.0075(step−75), .999).

@@ -1,7 +1,8 @@
-"""Policy-gradient objectives over log-probs. All tensors share one shape, one entry a term.
+"""Policy-gradient objectives over log-probs. All tensors share one shape, one entry per term.
 
-For token models a term is a token, (N, S); an advantage may also be (N, 1). Log-probs must be
-finite outside the mask too (0, say): the weights of `aggregation` are 0 there, but 0·NaN is not.
+For language models a term is a token, (N, S); an advantage may also be (N, 1). Log-probs must be
+finite outside the mask too (for example 0): the weights of `aggregation` are 0 there, but 0·NaN is
+NaN.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class Surrogate:
-    loss: Tensor  # one value a term, to be minimised
+    loss: Tensor  # one value per term, to be minimised
     ratio: Tensor  # detached
-    clipped: Tensor  # bool: clipped or masked, so the term gives no gradient
+    clipped: Tensor  # bool: clipped or masked, so the term has no gradient
 
 
 def clipped(
@@ -39,11 +40,12 @@ def token_clipped(
     dual: float | None = None,
 ) -> Surrogate:
     """PPO's clip (arXiv 1707.06347) for tokens: max(−A·ρ, −A·clip(ρ, 1−low, 1+high)),
-    ρ = exp(ℓ − ℓ_old); low ≠ high is DAPO's clip-higher (2503.14476). With `dual` = c > 1 a term of
-    A < 0 costs at most c·|A| (dual clip, 1912.09729): ρ has no other bound on that side.
+    ρ = exp(ℓ − ℓ_old); low ≠ high is DAPO's clip-higher (2503.14476). With `dual` = c > 1 the loss
+    of a term with A < 0 is at most c·|A| (dual clip, 1912.09729): ρ has no other bound on that
+    side.
 
-    Departure, as in verl: log ρ is clamped to ±20, so that no token is infinite; a token beyond
-    gives no gradient and counts as clipped.
+    Departure, as in verl: log ρ is clamped to ±20, so that no loss is infinite; a token beyond
+    that range has no gradient and counts as clipped.
     """
     return _token_clip(wide(logp) - wide(old_logp).detach(), advantage, low, high, dual)
 
@@ -51,12 +53,12 @@ def token_clipped(
 def sequence_clipped(
     logp: Tensor, old_logp: Tensor, advantage: Tensor, mask: Tensor, low: float, high: float
 ) -> Surrogate:
-    """GSPO (arXiv 2507.18071), in its token form, eq. 14: PPO's clip of one ratio a sequence,
-    s = exp(mean over the response of ℓ − ℓ_old), given to each token as sg[s]·exp(ℓ − sg[ℓ]).
+    """GSPO (arXiv 2507.18071), in its token form, eq. 14: PPO's clip of one ratio per sequence,
+    s = exp(mean over the response of ℓ − ℓ_old), applied to each token as sg[s]·exp(ℓ − sg[ℓ]).
 
-    Its value is s and its gradient s·∇ℓ, so each token may have its own advantage; with one
-    advantage a sequence and "seq-mean-token-mean" the gradient is that of clip(s)·A, GSPO's eq. 5.
-    A mean changes less than a token does: 3e-4 and 4e-4 are the authors' low and high.
+    Its value is s and its gradient s·∇ℓ, so each token may have a separate advantage; with one
+    advantage per sequence and "seq-mean-token-mean" the gradient is that of clip(s)·A, GSPO's
+    eq. 5. A mean varies less than single tokens: the authors use low = 3e-4 and high = 4e-4.
     Outside the mask the ratio is 1. log s is clamped to ±20 (verl: to 10, and each token too).
     """
     logp = wide(logp)
@@ -70,11 +72,11 @@ def cispo(
     logp: Tensor, old_logp: Tensor, advantage: Tensor, lower: float, upper: float
 ) -> Surrogate:
     """CISPO (MiniMax-M1, arXiv 2506.13585), eq. 4: −sg[clip(ρ, lower, upper)]·A·ℓ. The weight is
-    bounded and every token keeps its gradient, −weight·A: none counts as clipped, and `ratio` shows
+    bounded and every token keeps its gradient, −weight·A: none counts as clipped; `ratio` shows
     how many weights are at a bound. log ρ is clamped to ±20.
 
     The bounds are values of ρ itself. The paper writes 1 − ε and 1 + ε; some codes take ε and
-    others the bound, under one name. "No lower bound", as its authors ran it, is lower = 0.
+    others the bound, under the same name. "No lower bound", the authors' setting, is lower = 0.
     """
     logp = wide(logp)
     log_ratio = (logp - wide(old_logp)).detach().clamp(-LOG_RATIO, LOG_RATIO)
@@ -85,18 +87,18 @@ def cispo(
 
 def importance(learner_logp: Tensor, sampler_logp: Tensor, cap: float) -> Tensor:
     """Truncated importance weights (Ionides 2008) min(exp(ℓ_learner − ℓ_sampler), cap), without
-    gradient: what a term's loss is multiplied by when the sampler (another engine, another
-    precision) drew from a policy that is not quite the learner's. Both log-probs are of the weights
-    before the update. The cap, usually 2, bounds the variance; the price is a bias against tokens
-    that the sampler draws too rarely.
+    gradient. They multiply the loss of a term if the sampler (another engine, another precision)
+    sampled from a policy that differs slightly from the learner's. Both log-probs are of the
+    weights before the update. The cap, usually 2, bounds the variance, at the cost of a bias
+    against tokens that the sampler samples too rarely.
     """
     return torch.exp(wide(learner_logp) - wide(sampler_logp)).clamp(max=cap).detach()
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:
-    """PPO's value loss, one value a token: ½·max((v − R)², (clip(v, v_old − c, v_old + c) − R)²).
-    A value that moved by more than c and is nearer to its return than the clipped one gets no
-    gradient; one that moved away keeps it. clip None: ½(v − R)²."""
+    """PPO's value loss, one per token: ½·max((v − R)², (clip(v, v_old − c, v_old + c) − R)²).
+    A value that moved by more than c and is closer to its return than the clipped value has no
+    gradient; one that moved away keeps its gradient. clip None: ½(v − R)²."""
     values, returns = wide(values), returns.detach()
     error = (values - returns).square()
     if clip is not None:
@@ -118,8 +120,8 @@ def guarded(
     step's standard deviation and b = mean (μ−μ_old)²/2c², the `divergence` of the term.
 
     On a Gaussian step r = exp(mean ε·(μ−μ_old)): its logarithm has mean 0 and the same scale at
-    every noise level, so that one clip range serves all steps. The reference averages b over the
-    whole batch by mistake (its author agrees); here each term has its own.
+    every noise level, so that one clip range suits all steps. The reference code averages b over
+    the whole batch by mistake (confirmed by its author); here b is computed per term.
     """
     return clipped(
         (logp - old_logp + divergence) * std, torch.zeros_like(logp), advantage, clip, clip
@@ -130,7 +132,7 @@ def masked(
     logp: Tensor, old_logp: Tensor, advantage: Tensor, divergence: Tensor, limit: float
 ) -> Surrogate:
     """Flow-DPPO: −A·r, but a term whose step has moved by `divergence` ≥ limit and would be pushed
-    further (r > 1 with A > 0, or r < 1 with A < 0) gives no gradient."""
+    further (r > 1 with A > 0, or r < 1 with A < 0) has no gradient."""
     ratio = torch.exp(logp - old_logp)
     further = ((ratio > 1) & (advantage > 0)) | ((ratio < 1) & (advantage < 0))
     dropped = (further & (divergence >= limit)).detach()

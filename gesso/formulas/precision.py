@@ -7,16 +7,16 @@ from torch import Tensor
 
 
 def wide(x: Tensor) -> Tensor:
-    """float32 at least: half precision is widened, float64 stays."""
+    """At least float32: half precision is widened, float64 is unchanged."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def dithered(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A float32 matrix x, or a batch of them, in `dtype`. bfloat16 rounds up or down by comparing
-    the position of x between its two neighbours with a fixed threshold of each element, from Weyl's
-    sequence i·φ mod 1. Round-to-nearest drops updates smaller than half a ULP; dithering preserves
-    them on average. Values that bfloat16 represents exactly are unchanged. Other types round to the
-    nearest."""
+    """Converts a float32 matrix x, or a batch of matrices, to `dtype`. For bfloat16, the position
+    of x between its two neighbours is compared with a fixed threshold per element, from Weyl's
+    sequence i·φ mod 1, to round up or down. Round-to-nearest drops updates smaller than half a ULP;
+    dithering preserves them on average. Values that bfloat16 represents exactly are unchanged.
+    Other dtypes use round-to-nearest."""
     if dtype != torch.bfloat16:
         return x.to(dtype)
     matrix = x.shape[-2:]

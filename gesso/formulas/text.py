@@ -1,10 +1,10 @@
-"""Scores of text against a target."""
+"""Scores that compare text with a target."""
 
 from __future__ import annotations
 
 
 def levenshtein(a: str, b: str) -> int:
-    """Insertions, deletions and substitutions that turn a into b."""
+    """Number of insertions, deletions and substitutions that turn a into b."""
     previous = list(range(len(b) + 1))
     for i, x in enumerate(a, 1):
         current = [i]
@@ -15,13 +15,13 @@ def levenshtein(a: str, b: str) -> int:
 
 
 def normalised(text: str) -> str:
-    """As Flow-GRPO compares text: without spaces, lower case."""
+    """Without spaces and in lower case, as Flow-GRPO compares text."""
     return text.replace(" ", "").lower()
 
 
 def spelling(text: str, target: str) -> float:
     """Flow-GRPO's OCR reward: 1 when the target is contained in the text, else
-    1 − min(lev, len)/len. Repeated text can game the substring rule, but not `exact`.
+    1 − min(lev, len)/len. Repeated text can exploit the substring rule, but not `exact`.
     """
     text, target = normalised(text), normalised(target)
     if target in text:

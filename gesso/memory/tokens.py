@@ -22,7 +22,7 @@ from gesso.models.tokens.critic import Critic
 from gesso.models.tokens.transformer import TransformerModel
 from gesso.models.tokens.vision_language import VisionLanguage
 from gesso.rollout import TokenTrace
-from gesso.samplers.decode import READ_AT_ONCE
+from gesso.samplers.decode import PREFILL_TOKENS
 from gesso.samplers.drawing import inverse_cdf
 from gesso.samplers.slots import SlotCache
 from gesso.weights.folding_rule import estimated_to_fold
@@ -157,17 +157,17 @@ def _write(model: TransformerModel, algorithm: PolicyGradient, recipe: Recipe) -
     prompts = max(min(slots, recipe.eval.prompts), math.ceil(slots / algorithm.group))
     prompt = model.blank(model.max_prompt)
     max_length = -(-(model.max_prompt + algorithm.max_tokens) // 64) * 64
-    with model.writing("current")():
+    with model.generating("current")():
         copies = _folded(model, recipe) or _joined(model, recipe)
-        like = model.read([prompt])[0]
+        like = model.prefill([prompt])[0]
         cache = SlotCache(like, slots, max_length)
-        at_once = min(prompts, max(1, READ_AT_ONCE // model.max_prompt))
+        at_once = min(prompts, max(1, PREFILL_TOKENS // model.max_prompt))
         kept = [
             torch.empty_like(tensor)
             for _ in range(prompts - at_once)
             for tensor in (*like.keys, *like.values)
         ]
-        read = model.read([prompt] * at_once)
+        read = model.prefill([prompt] * at_once)
         del read, kept  # they have entered the cache
         one = torch.zeros(slots, dtype=torch.long, device="meta")
         states = model.step(one, one, cache.place.mask, cache)

@@ -17,8 +17,8 @@ Trace = TypeVar("Trace", FlowTrace, TokenTrace)
 
 @dataclass(frozen=True)
 class Piece(Generic[Trace]):
-    """Finished samples. Pieces arrive while the others are still being sampled, and not always in
-    order: `index` holds their positions in the call."""
+    """Finished samples. Pieces arrive while other samples are still being generated, and not always
+    in order: `index` contains their positions in the call."""
 
     index: list[int]  # n
     samples: list[Sample]  # n
@@ -31,15 +31,15 @@ class Sampler(Protocol):
     weights: HeldWeights
 
     def accept(self, publication: Publication) -> None:
-        """Draw with this version of the weights from now on."""
+        """Uses this version of the weights from now on."""
 
     def sample(
         self, prompts: Sequence[Prompt], row: Sequence[int], seeds: Sequence[int], spec: Any
     ) -> Iterator[Piece]:
-        """One sample of prompts[row[i]] from seeds[i] for every i, as an algorithm's spec says."""
+        """One sample of prompts[row[i]] from seeds[i] for every i, under an algorithm's spec."""
 
     def describe(self, rollout: Rollout) -> dict[str, float]:
-        """Metrics of these samples, apart from their rewards."""
+        """Metrics of these samples, except their rewards."""
 
     def close(self) -> None:
-        """Release all resources but the model."""
+        """Releases all resources except the model."""

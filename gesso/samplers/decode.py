@@ -1,16 +1,16 @@
-"""The one decoding loop, for every language model.
+"""The decoding loop of all language models.
 
-Each distinct prompt is prefilled once, and its keys and values are copied to every sample of it.
-`batch` slots hold the running sequences: when one finishes, a waiting one takes its slot.
+Each distinct prompt is prefilled once, and its keys and values are copied to all of its samples.
+`batch` slots contain the running sequences: when one finishes, a waiting one takes its slot.
 
-Each sample has its own seed: every token is found by inverting the cumulative distribution of
+Each sample has a seed: every token is sampled by inverting the cumulative distribution of
 softmax(logits / temperature) at a uniform number, drawn on the CPU for its position. So a response
-does not depend on the batch, the slot, the neighbours or the device. There is no top-p and no
-top-k: tokens would come from another distribution than the one whose log-probs are trained, and
-every ratio would be biased.
+does not depend on the batch, the slot, the other samples or the device. There is no top-p and no
+top-k: tokens would come from a different distribution than the one whose log-probs are trained,
+and every ratio would be biased.
 
-Temperature 0 is greedy: the likeliest token, with its log-prob at temperature 1, as in the model's
-`logp`.
+Temperature 0 is greedy: the most likely token, with its log-prob at temperature 1, as in the
+model's `logp`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gesso.models.tokens.base import Read, TokenModel
+from gesso.models.tokens.base import PrefilledPrompt, TokenModel
 from gesso.models.tokens.packing import pack
 from gesso.rollout import Rollout, TokenPrompt, TokenTrace
 from gesso.samplers import responses
@@ -33,7 +33,7 @@ from gesso.samplers.slots import SlotCache
 from gesso.types import Prompt, ResponseSpec
 from gesso.weights.publish import HeldWeights, Publication
 
-READ_AT_ONCE = 8192
+PREFILL_TOKENS = 8192
 """Maximum number of prompt tokens in one prefill pass."""
 
 
@@ -42,7 +42,7 @@ class DecodingSampler:
         self.model = model
         self.batch = batch
         self.weights = HeldWeights(model.policy)
-        self.read = 0  # prompts that went through the model
+        self.prefilled_prompts = 0  # counted over all calls
 
     def accept(self, publication: Publication) -> None:
         self.weights.accept(publication)
@@ -69,7 +69,7 @@ class DecodingSampler:
         request = ResponseRequest(prompts, encoded, row, seeds)
         kind = _FixedShapeDecoding if self.model.device.type == "cuda" else _Decoding
         decoding = kind(self, encoded, row, seeds, spec)
-        prepared = self.model.writing(spec.weights)
+        prepared = self.model.generating(spec.weights)
         while decoding.unfinished:
             # Both contexts end before the piece is yielded: they must not apply to the caller.
             with torch.no_grad(), prepared():
@@ -84,7 +84,7 @@ class DecodingSampler:
 
 
 class _Buffers:
-    """For every slot: the tokens drawn so far, and the uniform numbers for drawing them."""
+    """For every slot: the tokens sampled so far, and the uniform numbers to sample them."""
 
     def __init__(self, slots: int, longest: int, device: torch.device) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.long) -> Tensor:
@@ -93,7 +93,7 @@ class _Buffers:
         self.tokens = zeros(slots, longest)
         self.logp = zeros(slots, longest, dtype=torch.float32)
         self.uniform = zeros(slots, longest, dtype=torch.float64)
-        self.count = zeros(slots)  # tokens drawn
+        self.count = zeros(slots)  # tokens sampled
         self.last = zeros(slots)  # next input token
         self.position = zeros(slots)  # position of that token
 
@@ -103,8 +103,8 @@ class _Buffers:
 
 
 class _Decoding:
-    """All responses of one sampling call. The cost of a step follows its running sequences: they
-    occupy the first slots, and the cache is read up to the longest of them."""
+    """All responses of one sampling call. The cost of a step depends only on the running sequences:
+    they occupy the first slots, and the cache is read up to the longest of them."""
 
     def __init__(
         self,
@@ -121,17 +121,17 @@ class _Decoding:
         self.free = list(range(slots))
         self.running: dict[int, int] = {}  # slot → sample
         self.finished: list[Response] = []
-        self.pending = Counter(row)  # prompt → number of its samples that still wait
-        self.prefilled: dict[int, Read] = {}  # prompts with samples that still wait
+        self.pending = Counter(row)  # prompt → number of its waiting samples
+        self.prefilled: dict[int, PrefilledPrompt] = {}  # prompts with waiting samples
         self.buffers = _Buffers(slots, spec.max_tokens, self.model.device)
-        self.cache: SlotCache | None = None  # made with the first prompt, which has its shape
+        self.cache: SlotCache | None = None  # created with the first prompt, which gives the shape
 
     @property
     def unfinished(self) -> bool:
         return bool(self.waiting or self.running)
 
     def advance(self, at_least: int) -> list[Response]:
-        """Decode until `at_least` responses are finished, or all."""
+        """Decodes until `at_least` responses are finished, or all."""
         while self.unfinished and len(self.finished) < at_least:
             if self.waiting and self.free:
                 self._enter()
@@ -141,7 +141,7 @@ class _Decoding:
         return finished
 
     def _enter(self) -> None:
-        """Assign free slots to waiting samples; their prompts give the first tokens."""
+        """Assigns free slots to waiting samples; their prompts give the first tokens."""
         n = min(len(self.waiting), len(self.free))
         samples = [self.waiting.popleft() for _ in range(n)]
         self.free.sort()
@@ -153,39 +153,39 @@ class _Decoding:
         for r in dict.fromkeys(rows):
             same = [slot for slot, row in zip(slots, rows, strict=True) if row == r]
             cache.fill(same, self.prefilled[r])
-        read = [self.prefilled[r] for r in rows]
+        prompts = [self.prefilled[r] for r in rows]
         buffers, at = self.buffers, self._index(slots)
         uniform = torch.stack([_uniform(self.seeds[i], self.spec.max_tokens) for i in samples])
         buffers.uniform[at] = uniform.to(self.model.device)
         buffers.count[at] = 0
-        buffers.position[at] = self._index([prompt.position - 1 for prompt in read])
+        buffers.position[at] = self._index([prompt.position - 1 for prompt in prompts])
         self._release(rows)
-        self._begin(slots, torch.stack([prompt.state for prompt in read]))
+        self._begin(slots, torch.stack([prompt.state for prompt in prompts]))
 
     def _begin(self, slots: list[int], states: Tensor) -> None:
-        """Draw the first tokens of responses from the last states of their prompts."""
+        """Samples the first tokens of responses from the last states of their prompts."""
         self._draw(slots, states)
 
     def _prefill(self, rows: list[int]) -> None:
         new = [r for r in rows if r not in self.prefilled]
-        for part in pack([len(self.prompts[r]) for r in new], READ_AT_ONCE):
+        for part in pack([len(self.prompts[r]) for r in new], PREFILL_TOKENS):
             some = [new[i] for i in part]
-            read = self.model.read([self.prompts[r] for r in some])
-            self.prefilled |= zip(some, read, strict=True)
-            self.sampler.read += len(some)
+            prefilled = self.model.prefill([self.prompts[r] for r in some])
+            self.prefilled |= zip(some, prefilled, strict=True)
+            self.sampler.prefilled_prompts += len(some)
 
-    def _new_cache(self, like: Read) -> SlotCache:
+    def _new_cache(self, like: PrefilledPrompt) -> SlotCache:
         longest = max(map(len, self.prompts)) + self.spec.max_tokens
-        capacity = -(-longest // 64) * 64  # a multiple that suits CUDA's kernels
+        capacity = -(-longest // 64) * 64  # a multiple that CUDA kernels prefer
         return SlotCache(like, len(self.buffers.count), capacity)
 
     def _release(self, rows: list[int]) -> None:
-        """Drop prompts that no waiting sample needs."""
+        """Drops prompts that no waiting sample needs."""
         self.pending.subtract(rows)
-        self.prefilled = {r: read for r, read in self.prefilled.items() if self.pending[r]}
+        self.prefilled = {r: prompt for r, prompt in self.prefilled.items() if self.pending[r]}
 
     def _step(self) -> None:
-        """One more token for every running sequence."""
+        """Samples one token for every running sequence."""
         assert self.cache is not None
         place = self.cache.place
         self._compact()
@@ -198,7 +198,7 @@ class _Decoding:
         self._draw(slots, states[at])
 
     def _compact(self) -> None:
-        """Move sequences of the last slots into free ones: no sample is left to take those."""
+        """Moves sequences of the last slots into free ones that no waiting sample will take."""
         assert self.cache is not None
         n = len(self.running)
         holes = [slot for slot in sorted(self.free) if slot < n]
@@ -215,7 +215,7 @@ class _Decoding:
         return self.model.step(last, position, place.mask, self.cache)
 
     def _draw(self, slots: list[int], states: Tensor) -> None:
-        """Draw the next token of these slots; finished responses leave them."""
+        """Samples the next token of these slots; finished responses free them."""
         buffers, spec = self.buffers, self.spec
         at = self._index(slots)
         count = buffers.count[at]
@@ -241,10 +241,10 @@ class _Decoding:
 
 
 class _FixedShapeDecoding(_Decoding):
-    """The same on CUDA, where every turn has the same shape, so that it is recorded once and
-    replayed. A turn draws a token from every slot's state and feeds it, so prompts and responses
-    are treated alike. Results of idle slots are ignored. The host reads the results of the turn
-    before, so that the device never waits for it."""
+    """The same on CUDA, where every turn has the same shape, so that it is captured once as a CUDA
+    graph and replayed. A turn samples a token from the state of every slot and feeds it back, so
+    prompts and responses are handled in the same way. Results of idle slots are ignored. The host
+    reads the results of the previous turn, so that the device never waits for it."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -252,16 +252,16 @@ class _FixedShapeDecoding(_Decoding):
         self.idle = torch.ones(slots, dtype=torch.bool, device=device)
         self.end = torch.tensor(sorted(self.model.end), device=device)
         self.state = torch.empty(0)  # (slots, D) of the last token of each
-        # Lengths of finished responses, else 0; and the tokens last drawn.
+        # Lengths of finished responses, else 0; and the tokens sampled last.
         self.report = torch.zeros(2, slots, dtype=torch.long, device=device)
         self.turn: Callable[[], None] = self._turn
         self.readback = _Readback(self.report)
 
-    def _new_cache(self, like: Read) -> SlotCache:
+    def _new_cache(self, like: PrefilledPrompt) -> SlotCache:
         self.cache = super()._new_cache(like)
         self.state = like.state.new_zeros(len(self.idle), *like.state.shape)
         if self.model.recordable:
-            self.turn = recorded(self._turn)  # while all slots are idle, and nothing changes
+            self.turn = recorded(self._turn)  # all slots are idle, so no buffer changes
         return self.cache
 
     def _begin(self, slots: list[int], states: Tensor) -> None:
@@ -300,7 +300,7 @@ class _FixedShapeDecoding(_Decoding):
 
 
 class _Readback:
-    """Copies each turn's report to the host and returns that of the turn before."""
+    """Copies each turn's report to the host and returns the report of the previous turn."""
 
     def __init__(self, report: Tensor) -> None:
         self.report = report
@@ -310,7 +310,7 @@ class _Readback:
         self.turns = 0
 
     def discard(self) -> None:
-        """Drop the copy under way: other samples have taken the slots that it is about."""
+        """Drops the pending copy: other samples have taken the slots that it describes."""
         self.turns = 0
 
     def __call__(self) -> list[list[int]] | None:
@@ -333,8 +333,8 @@ def _uniform(seed: int, length: int) -> Tensor:
 
 
 def recorded(turn: Callable[[], None]) -> Callable[[], None]:
-    """The turn as a CUDA graph, which launches its hundreds of small kernels at once. Inputs and
-    outputs must stay in place. The turn runs three times in here."""
+    """Captures the turn as a CUDA graph, which launches its hundreds of small kernels at once.
+    Inputs and outputs must keep their addresses. The turn runs three times in here."""
     warmup = torch.cuda.Stream()
     warmup.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(warmup):

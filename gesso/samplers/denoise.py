@@ -1,7 +1,7 @@
-"""The one denoising loop, for every flow model.
+"""The denoising loop of all flow models.
 
-Each sample's noise comes from its own seed, so an image does not depend on how the batch is split,
-on the device or on the other samples.
+Each sample's noise comes from the seed of that sample, so an image does not depend on how the batch
+is split, on the device or on the other samples.
 """
 
 from __future__ import annotations
@@ -77,8 +77,9 @@ class DenoisingSampler:
             part = groups[at : at + self.batch]
             noise = self._noise([seed_of(first[r], "group") for r in part], spec)
             steps = range(spec.stochastic.start)
-            walk = _walk(self.model, context, self._rows(part), noise.draw(), steps, spec, noise)
-            starts |= dict(zip(part, walk.x, strict=True))
+            rows, x = self._rows(part), noise.draw()
+            denoised = _denoise(self.model, context, rows, x, steps, spec, noise)
+            starts |= dict(zip(part, denoised.x, strict=True))
         return starts
 
     def _sample(
@@ -96,8 +97,9 @@ class DenoisingSampler:
             x = torch.stack([starts[r] for r in row])
             steps = range(spec.stochastic.start, spec.steps)
         rows = self._rows(row)
-        walk = _walk(self.model, context, rows, x, steps, spec, noise)
-        return walk.recorded.trace(context, rows, walk.x), walk.recorded.logp(walk.x)
+        denoised = _denoise(self.model, context, rows, x, steps, spec, noise)
+        x, recorded = denoised.x, denoised.recorded
+        return recorded.trace(context, rows, x), recorded.logp(x)
 
     def _noise(self, seeds: Sequence[int], spec: SampleSpec) -> _Noise:
         shape = self.model.latent_shape(spec.height, spec.width)
@@ -108,14 +110,14 @@ class DenoisingSampler:
 
 
 @dataclass(frozen=True)
-class _Walk:
-    """Where some samples arrived, and what was recorded on the way."""
+class _Denoised:
+    """The final latents of some samples, and their recorded steps."""
 
     x: Tensor  # (n, C, H, W)
     recorded: Recorded
 
 
-def _walk(
+def _denoise(
     model: FlowModel,
     context: FlowContext,
     rows: Tensor,
@@ -123,13 +125,13 @@ def _walk(
     steps: range,
     spec: SampleSpec,
     noise: _Noise,
-) -> _Walk:
-    """Run these steps of the schedule, starting at x."""
+) -> _Denoised:
+    """Runs these steps of the schedule, starting at x."""
     cond = context.cond.rows(rows)
     negative = context.negative.rows(rows) if context.negative else None
     recorder = _recorder(model, negative, spec)
-    before: flow_steps.Clean | None = None  # what a multistep solver remembers
-    with recorder.walk(len(x)):
+    before: flow_steps.Clean | None = None  # previous prediction, for multistep solvers
+    with recorder.recording(len(x)):
         for i in steps:
             trained = i in spec.trained
             sigma, sigma_next = context.sigmas[i : i + 2, None].expand(2, len(x))
@@ -157,7 +159,7 @@ def _walk(
                     x, before = flow_steps.dpm2(x, v.velocity, sigma, sigma_next, before)
                 else:
                     x = flow_steps.euler(x, v.velocity, sigma, sigma_next)
-    return _Walk(x, recorder.recorded)
+    return _Denoised(x, recorder.recorded)
 
 
 def _recorder(model: FlowModel, negative: Conditioning | None, spec: SampleSpec) -> StepRecorder:
@@ -177,7 +179,7 @@ class _Noise:
         self.device = device
 
     def draw(self) -> Tensor:
-        pinned = self.device.type == "cuda"  # without it the copy would block
+        pinned = self.device.type == "cuda"  # otherwise the copy would block
         rows = torch.empty(len(self.streams), *self.shape, pin_memory=pinned)
         for row, stream in zip(rows, self.streams, strict=True):
             row.normal_(generator=stream)

@@ -1,6 +1,6 @@
-"""The next token of every sequence, from its logits and a uniform number.
+"""Samples the next token of every sequence from its logits and a uniform number.
 
-n sequences · V ids · C blocks of them
+n sequences · V ids · C blocks of ids
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 from gesso.models.tokens.head import tempered
 
 BLOCK = 128
-"""Ids per block: the search goes over blocks first, then within one."""
+"""Ids per block: the search runs over blocks first, then within one."""
 
 
 def drawn(logits: Tensor, uniform: Tensor, greedy: bool) -> tuple[Tensor, Tensor]:
@@ -40,7 +40,7 @@ def drawn_from_raw(
 
 def inverse_cdf(logits: Tensor, uniform: Tensor) -> Tensor:
     """(n, V) logits, (n,) float64 in [0, 1) → (n,) ids: the first whose cumulative probability
-    exceeds the uniform number. An id of probability 0 is never chosen. Sums are float64, and only
+    exceeds the uniform number. An id with probability 0 is never chosen. Sums are float64, and only
     block sums are cumulated over all ids: a scan over all 152,000 ids of a row is slow."""
     n, ids = logits.shape
     shares = (logits - logits.amax(-1, keepdim=True)).exp()
@@ -56,7 +56,8 @@ def inverse_cdf(logits: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _first_above(cumulated: Tensor, below: Tensor, shares: Tensor) -> Tensor:
-    """(n, 1): the first index above `below`; if rounding leaves none, the last with a share."""
+    """(n, 1): the first index above `below`; if rounding leaves none, the last with a non-zero
+    share."""
     index = torch.arange(shares.shape[1], device=shares.device)
     last = torch.where(shares > 0, index, 0).amax(-1, keepdim=True)
     return torch.minimum((cumulated <= below).sum(-1, keepdim=True), last)

@@ -1,4 +1,4 @@
-"""Per-sample gradients taken while sampling. `gesso/algorithms/one_pass.py` trains with them."""
+"""Per-sample gradients computed during sampling; `gesso/algorithms/one_pass.py` uses them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from gesso.types import Weights
 
 
 class OnePassRecorder:
-    """Records a trajectory and the gradient of each sample's summed log-probs, over all rows that
-    the sample has in a pass."""
+    """Records a trajectory and the gradient of each sample's summed log-probs, over all rows of the
+    sample in a pass."""
 
     def __init__(self, model: FlowModel, rows_per_sample: int) -> None:
         self.model = model
@@ -25,9 +25,9 @@ class OnePassRecorder:
         self.recorded = self.trajectory.recorded
 
     @contextmanager
-    def walk(self, samples: int) -> Iterator[None]:
-        """Every pass runs with per-sample weights, differentiated or not: a compiled network has
-        one graph for all."""
+    def recording(self, samples: int) -> Iterator[None]:
+        """Every pass runs with per-sample weights, differentiated or not, so that a compiled
+        network has a single graph."""
         rows = self.model.filled(self.rows_per_sample * samples)
         paired = rows % self.rows_per_sample == 0  # all rows of a sample share its weights
         copies = rows // self.rows_per_sample if paired else rows
@@ -46,8 +46,8 @@ class OnePassRecorder:
 
 
 def per_sample_grads(weights: Mapping[str, Tensor], samples: int, copies: int) -> list[Weights]:
-    """The gradient of each sample. weights: (≥ samples·copies, …) each, `copies` of a sample next
-    to each other; the gradients of those beyond belong to rows that only fill the batch."""
+    """The gradient of each sample. weights: (≥ samples·copies, …) each, with the `copies` of a
+    sample adjacent; the remaining gradients belong to rows that pad the batch."""
     grads = {}
     for name, weight in weights.items():
         grad = weight.grad

@@ -1,7 +1,7 @@
-"""What a denoising walk records of its trained steps.
+"""Records the trained steps of the denoising loop.
 
-The loop in `denoise.py` reports every trained step to a recorder and does not know which one it is.
-This file has the plain recorder; `one_pass.py` has the one that also takes gradients.
+The loop in `denoise.py` passes every trained step to a recorder and does not depend on its type.
+This file contains the plain recorder; `one_pass.py` the one that also computes gradients.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class TrainedStep:
     x_next: Tensor  # (n, C, H, W)
     mean: Tensor  # (n, C, H, W)
     logp: Tensor  # (n,)
-    negative: Tensor | None  # (n, C, H, W): velocity of the negative branch, where it ran alone
+    negative: Tensor | None  # (n, C, H, W): velocity of the negative branch, if run separately
 
 
 @dataclass
 class Recorded:
-    """The trained steps of one walk, in order."""
+    """The trained steps of one trajectory, in order."""
 
     latents: list[Tensor] = field(default_factory=list)  # S+1, or none
     means: list[Tensor] = field(default_factory=list)
@@ -58,23 +58,23 @@ class Recorded:
 class StepRecorder(Protocol):
     recorded: Recorded
 
-    def walk(self, samples: int) -> AbstractContextManager[None]:
-        """The context of all steps of a walk of `samples` samples."""
+    def recording(self, samples: int) -> AbstractContextManager[None]:
+        """The context of all steps of `samples` samples."""
 
     def trained_step(self) -> AbstractContextManager[object]:
-        """The context of one trained step, from its network pass to its `record`."""
+        """The context of one trained step, from its forward pass to its `record`."""
 
     def record(self, step: TrainedStep) -> None: ...
 
 
 class TrajectoryRecorder:
-    """Records latents, log-probs and, if asked for, means."""
+    """Records latents, log-probs and, if requested, means."""
 
     def __init__(self, means: bool = False) -> None:
         self.means = means
         self.recorded = Recorded()
 
-    def walk(self, samples: int) -> AbstractContextManager[None]:
+    def recording(self, samples: int) -> AbstractContextManager[None]:
         return nullcontext()
 
     def trained_step(self) -> AbstractContextManager[object]:

@@ -1,4 +1,4 @@
-"""What all samplers of language models share, whatever engine generates the responses."""
+"""Shared by all samplers of language models, whichever engine generates the responses."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ResponseRequest:
 
 
 def encode_prompts(model: TokenModel, prompts: Sequence[Prompt]) -> list[TokenPrompt]:
-    """In threads where there are images: each takes milliseconds, mostly outside of Python."""
+    """Uses threads if there are images: each takes milliseconds, mostly outside of Python."""
     if not any(prompt.images for prompt in prompts):
         return [model.encode(prompt) for prompt in prompts]
     with ThreadPoolExecutor() as pool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from gesso.models.tokens.base import Read
+from gesso.models.tokens.base import PrefilledPrompt
 
 
 class Place:
@@ -20,7 +20,7 @@ class Place:
         self.lengths = torch.zeros(slots, dtype=torch.long, device=device)
         self.rows = torch.arange(slots, device=device)
         self.columns = torch.arange(capacity, device=device)
-        self.running = slots  # number of slots, from the first, that take part in a step
+        self.running = slots  # number of slots, from the first, that a step runs
         self.reach = capacity  # number of columns that a step reads
 
     @property
@@ -31,7 +31,7 @@ class Place:
 
 class SlotLayer(CacheLayerMixin):
     """Buffers of fixed size, (slots, heads, capacity, head width), and a write position per slot.
-    They start as zeros: masked entries must be finite, too."""
+    They are initialised to zeros, since masked entries must be finite, too."""
 
     is_sliding = False
 
@@ -47,8 +47,8 @@ class SlotLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Add one token per running slot, (running, heads, 1, head width); return what the mask
-        covers."""
+        """Adds one token per running slot, (running, heads, 1, head width); returns the keys and
+        values that the mask covers."""
         keys, values, at = self.past
         rows = self.place.rows[: len(at)]
         keys[rows, :, at] = key_states[:, :, 0].to(keys.dtype)
@@ -73,9 +73,9 @@ class SlotLayer(CacheLayerMixin):
 
 class SlotCache(Cache):
     """One `SlotLayer` per layer, views of two buffers (layers, slots, heads, capacity, head width).
-    Slots are filled from prefilled prompts, and moved."""
+    Slots can be filled from prefilled prompts, and moved."""
 
-    def __init__(self, like: Read, slots: int, capacity: int) -> None:
+    def __init__(self, like: PrefilledPrompt, slots: int, capacity: int) -> None:
         self.place = Place(slots, capacity, like.state.device)
 
         def buffer(like: Sequence[Tensor]) -> Tensor:
@@ -86,8 +86,8 @@ class SlotCache(Cache):
         pairs = zip(self.keys, self.values, strict=True)
         super().__init__(layers=[SlotLayer(k, v, self.place) for k, v in pairs])
 
-    def fill(self, slots: Sequence[int], prompt: Read) -> None:
-        """Copy a prompt into these slots."""
+    def fill(self, slots: Sequence[int], prompt: PrefilledPrompt) -> None:
+        """Copies a prompt into these slots."""
         length = prompt.keys[0].shape[1]
         index = torch.tensor(slots, device=prompt.state.device)
         self.keys[:, index, :, :length] = torch.stack(list(prompt.keys))[:, None]

@@ -1,17 +1,17 @@
 """vLLM as an engine for language models, in this process and on the learner's device.
 
-The engine has its own implementation of the model and its own copy of the weights. It starts
-without weights and loads them from the module before it samples, with adapters folded in; nothing
-is written to disk. On a GPU it sleeps between calls: it frees its memory for the learner and drops
-its weights.
+The engine has a separate implementation of the model and a separate copy of the weights. It starts
+without weights and loads them from the module before sampling, with adapters merged; nothing is
+written to disk. On a GPU it sleeps between calls: it frees its memory for the learner and drops its
+weights.
 
-Prompts are passed as token ids, the same that the learner uses. Images are passed as features of
-our vision tower, so there is no second image processor.
+Prompts are passed as the token ids that the learner uses. Images are passed as features of our
+vision tower, so there is no second image processor.
 
-Each sample has its own seed, but not the tokens that the built-in sampler draws from it. Log-probs
-come with the tokens, of softmax(logits / temperature) as in `decode.py`. Other kernels round them
-differently, by about 1e-6 in float32 and much more in half precision; `algorithm.importance_cap`
-corrects the ratio for it.
+Each sample has a seed, but its tokens differ from those that the built-in sampler gives for that
+seed. Log-probs of softmax(logits / temperature) are returned with the tokens, as in `decode.py`.
+vLLM's kernels round them differently, by about 1e-6 in float32 and much more in half precision;
+`algorithm.importance_cap` corrects the ratio for this.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class VllmSampler:
             self._sleep()
 
     def accept(self, publication: Publication) -> None:
-        """The engine takes them from the module with the next call: it holds another version."""
+        """The engine loads the new version from the module in the next call."""
         self.weights.accept(publication)
 
     def sample(
@@ -95,14 +95,14 @@ class VllmSampler:
         return responses.describe(rollout)
 
     def close(self) -> None:
-        """Release the engine's memory. This sampler cannot be used afterwards."""
+        """Releases the engine's memory. This sampler cannot be used afterwards."""
         from vllm.distributed import cleanup_dist_env_and_memory
 
         del self.engine
         cleanup_dist_env_and_memory()
 
     def _wake(self, which: Which) -> None:
-        """Restore memory, load weights, then clear caches that were computed with other weights."""
+        """Restores memory, loads weights, then clears caches computed with other weights."""
         if self.sleeps:
             torch.cuda.empty_cache()  # torch still reserves what the learner freed
             self.engine.wake_up(tags=["weights"])
@@ -136,7 +136,7 @@ class VllmSampler:
                 stop_token_ids=sorted(self.model.end),
                 ignore_eos=True,  # only the ids above stop a response
                 logit_bias=bias,
-                logprobs=0,  # of the drawn token
+                logprobs=0,  # of the sampled token
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
@@ -158,9 +158,7 @@ class VllmSampler:
     def _response(self, output: Any, request: ResponseRequest) -> Response:
         index, completion = int(output.request_id), output.outputs[0]
         prompt = request.encoded[request.row[index]].ids.tolist()
-        assert output.prompt_token_ids == prompt, (
-            "vLLM has read another prompt than the learner will"
-        )
+        assert output.prompt_token_ids == prompt, "vLLM's prompt differs from the learner's"
         tokens = list(completion.token_ids)
         pairs = zip(completion.logprobs, tokens, strict=True)
         logp = [logprobs[token].logprob for logprobs, token in pairs]
@@ -174,7 +172,7 @@ class VllmSampler:
 
 
 def one_token_per_image(prompt: TokenPrompt, merge: int) -> Tensor:
-    """A prompt's ids with one token for each image; vLLM itself repeats it for every feature."""
+    """The ids of a prompt with one token per image; vLLM repeats it for every feature."""
     assert prompt.grid is not None
     sizes = prompt.grid.prod(-1) // merge**2
     positions = prompt.kinds.nonzero()[:, 0]
@@ -186,8 +184,8 @@ def one_token_per_image(prompt: TokenPrompt, merge: int) -> Tensor:
 def check_installed() -> None:
     if importlib.util.find_spec("vllm") is None:
         raise UserError(
-            'sampler.engine = "vllm", but vLLM is not installed: pip install "gesso[vllm]" into an '
-            'environment of its own, or leave the key out for the engine "built-in"'
+            'sampler.engine = "vllm", but vLLM is not installed; run pip install "gesso[vllm]" in '
+            'a separate environment, or remove the key to use the engine "built-in"'
         )
 
 
@@ -195,14 +193,14 @@ def _start(model: TransformerModel, settings: config.Sampler, longest: int, seed
     check_installed()
     if model.device.type not in ("cpu", "cuda") or model.device.index:
         raise UserError(
-            f'sampler.engine = "vllm" runs on a CPU or on the first GPU, not on {model.device}; '
-            "choose another GPU by CUDA_VISIBLE_DEVICES"
+            f'sampler.engine = "vllm" runs only on a CPU or on the first GPU, got {model.device}; '
+            "select another GPU with CUDA_VISIBLE_DEVICES"
         )
     max_positions = model.decoder.config.max_position_embeddings
     if longest > max_positions:
         raise UserError(
-            f"model.max_prompt + algorithm.max_tokens = {longest}, but the model was made for "
-            f"{max_positions} tokens, and vLLM takes no more; lower model.max_prompt"
+            f"model.max_prompt + algorithm.max_tokens = {longest}, but vLLM accepts at most the "
+            f"model's max_position_embeddings of {max_positions} tokens; lower model.max_prompt"
         )
     on_gpu = model.device.type == "cuda"
     memory: dict[str, Any] = {"kv_cache_memory_bytes": CPU_CACHE, "enforce_eager": True}
@@ -236,9 +234,9 @@ def _start(model: TransformerModel, settings: config.Sampler, longest: int, seed
 
 @contextmanager
 def _process_state_restored() -> Iterator[None]:
-    """Restore what vLLM changes while it starts. It is configured by the environment and changes
-    more of it, which processes of the run, such as a judge's vLLM, would inherit. On a CPU it also
-    replaces torch.set_num_threads, which the learner needs."""
+    """Restores the process state that vLLM changes when it starts. vLLM is configured by
+    environment variables and changes others, which subprocesses of the run, such as a judge's vLLM,
+    would inherit. On a CPU it also replaces torch.set_num_threads, which the learner needs."""
     environment = dict(os.environ)
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, which has the weights
@@ -254,7 +252,7 @@ def _process_state_restored() -> Iterator[None]:
 
 
 def _image_options(model: TransformerModel) -> dict[str, Any]:
-    """With a limit of 0 images vLLM loads no vision tower. DeepStack's features need one."""
+    """With a limit of 0 images vLLM loads no vision tower. DeepStack features require one."""
     if not isinstance(model, VisionLanguage):
         return {}
     limits = {"video": 0} if model.deep else {"video": 0, "image": 0}

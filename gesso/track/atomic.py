@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, even if the process is killed or the disk is full."""
+"""Atomic file writes: complete or not at all, even if the process is killed or the disk is full."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 
 def flush(path: Path) -> None:
-    """A file or a folder, to the disk."""
+    """Flushes a file or a folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -11,14 +11,14 @@ from typing import Any
 from gesso.config import resolve_path
 from gesso.track.progress import Progress
 
-LOADING = "Loading weights"  # what transformers calls it
-LOOK = 1.0  # seconds between two looks at what has been downloaded
+LOADING = "Loading weights"  # description of transformers' progress bar
+POLL = 1.0  # seconds between two checks of the downloaded size
 
 
 @contextmanager
 def loading(progress: Progress, name: str, path: str) -> Iterator[None]:
-    """While a model of that path (`model.path` of a recipe) is loaded: counts the
-    bytes of a download and the tensors that transformers reads."""
+    """Reports progress while the model at that path (`model.path` of a recipe) is loaded: the bytes
+    of a download and the tensors that transformers reads."""
     progress.phase(f"loading {name}")
     with _downloads(progress, name, path), _tensors(progress, name):
         yield
@@ -26,7 +26,7 @@ def loading(progress: Progress, name: str, path: str) -> Iterator[None]:
 
 @contextmanager
 def _tensors(progress: Progress, name: str) -> Iterator[None]:
-    """By transformers' tqdm hook; older versions have none."""
+    """Uses the tqdm hook of transformers, which older versions do not have."""
     from transformers.utils import logging
 
     set_hook = getattr(logging, "set_tqdm_hook", None)
@@ -51,13 +51,13 @@ def _counted(items: Any, progress: Progress, name: str) -> Iterator[Any]:
     for item in items:
         yield item
         progress.advance()
-    progress.phase(f"loading {name}")  # a pipeline has other parts to come
+    progress.phase(f"loading {name}")  # a pipeline has further components
 
 
 @contextmanager
 def _downloads(progress: Progress, name: str, path: str) -> Iterator[None]:
-    """A model of the hub goes file by file into a folder of the cache: its size is polled,
-    since no library reports all its downloads in one place."""
+    """Polls the size of the cache folder that a model is downloaded into, since no library reports
+    all its downloads in one place."""
     folder = _in_cache(path)
     if folder is None:
         yield
@@ -75,8 +75,8 @@ def _downloads(progress: Progress, name: str, path: str) -> Iterator[None]:
 
 
 def _in_cache(path: str) -> Path | None:
-    """The folder that a model of the hub is downloaded into; None where the path cannot name one.
-    Loading raises for a path that is wrong."""
+    """The folder that a model is downloaded into from the hub; None if the path cannot be a hub
+    name. Loading raises for a wrong path."""
     if resolve_path(path).exists() or path.count("/") != 1:
         return None
     from huggingface_hub import constants
@@ -92,14 +92,14 @@ def _in_cache(path: str) -> Path | None:
 
 @contextmanager
 def compiling(progress: Progress) -> Iterator[None]:
-    """Notes once that torch compiles: why a phase takes longer than usual."""
+    """Notes once that torch compiles, which makes a phase take longer than usual."""
     from torch._dynamo.callback import callback_handler
 
     reported: list[object] = []
 
     def report(event: object) -> None:
         if not reported:
-            progress.note("compiling: what runs for the first time takes longer than the next time")
+            progress.note("compiling with torch.compile: first passes take longer than later ones")
         reported.append(event)
 
     callback_handler.register_start_callback(report)
@@ -111,7 +111,7 @@ def compiling(progress: Progress) -> Iterator[None]:
 
 def _follow(folder: Path, progress: Progress, name: str, ended: threading.Event) -> None:
     size, reported = _size(folder), False
-    while not ended.wait(LOOK):
+    while not ended.wait(POLL):
         before, size = size, _size(folder)
         if size > before:
             if not reported:
@@ -121,7 +121,7 @@ def _follow(folder: Path, progress: Progress, name: str, ended: threading.Event)
 
 
 def _size(folder: Path) -> int:
-    """Files come and go while it is counted."""
+    """Total size of the files; they may appear and disappear meanwhile."""
     total = 0
     for file in folder.glob("*"):
         try:

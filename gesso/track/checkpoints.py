@@ -1,12 +1,11 @@
-"""Checkpoints of a run: saved whole or not at all, verified when they are read.
+"""Checkpoints of a run: saved atomically, verified when they are read.
 
-checkpoints/000010/learner.safetensors    tensors by name, or a file of each rank (shards.py)
+checkpoints/000010/learner.safetensors    tensors by name, or one file per rank (shards.py)
 checkpoints/000010/state.json             step, seed, data, ranks, and digests of the content
 
-A tensor's name is "table/name". state.json has a digest of every table ("tables"), so that reading
-one of them verifies what was read and reads nothing more, and a digest of everything else in
-state.json. Checkpoints that an earlier version wrote have none; of those only types and step are
-checked.
+A tensor's name is "table/name". state.json has a digest of every table ("tables"), so that a single
+table can be read and verified without the others, and a digest of everything else in state.json.
+Checkpoints of earlier versions have no digests; only their types and step are checked.
 """
 
 from __future__ import annotations
@@ -29,21 +28,21 @@ from gesso.types import StopRun, UserError, out_of_memory
 if TYPE_CHECKING:
     from torch import Tensor
 
-NAME = re.compile(r"[0-9]{6,12}")  # str.isdigit() takes digits of other scripts too
+NAME = re.compile(r"[0-9]{6,12}")  # str.isdigit() accepts digits of other scripts, too
 STATE = "state.json"
 DIGESTS = "digests.json"  # in the temporary folder only
 KINDS = {"step": int, "seed": int, "data": str, "ranks": int, "tables": dict, "digest": str}
-WORDS = {int: "a whole number", str: "text", dict: "an object"}
+WORDS = {int: "an integer", str: "a string", dict: "an object"}
 EMPTY = "it is empty"
 NONE_LEFT = (
-    "there is no complete checkpoint before it; restore the file from a copy, or start the run "
+    "there is no earlier complete checkpoint; restore the file from a backup, or start the run "
     "again in a new folder"
 )
-THREADS = 8  # that hash tensors, at most
+THREADS = 8  # maximum number of threads that hash tensors
 
 
 class _Damaged(Exception):
-    """Which file, and what is wrong with it."""
+    """The message names the file and the damage."""
 
 
 class Checkpoints:
@@ -51,11 +50,12 @@ class Checkpoints:
         self.folder = folder
 
     def steps(self) -> list[int]:
-        """Of the complete checkpoints, the oldest first."""
+        """Steps of the complete checkpoints, oldest first."""
         return sorted(int(path.name) for path in self._named() if not _lacks(path))
 
     def left_out(self, after: int) -> list[str]:
-        """About what has the name of a later checkpoint and is none; empty folders are no news."""
+        """Messages about later entries that are named like a checkpoint but are not complete; empty
+        folders are ignored."""
         odd = {path: _lacks(path) for path in sorted(self._named()) if int(path.name) > after}
         reasons = {path: reason for path, reason in odd.items() if reason not in ("", EMPTY)}
         return [f"{path} is not a complete checkpoint: {why}" for path, why in reasons.items()]
@@ -66,8 +66,9 @@ class Checkpoints:
     def save(
         self, step: int, write: Callable[[Path], None], about: Mapping[str, Any], keep: int
     ) -> None:
-        """`write` puts the tensors into a temporary folder by `write_tensors`. state.json follows,
-        then all is renamed. The oldest beyond `keep` go only after the new one is there."""
+        """`write` writes the tensors to a temporary folder with `write_tensors`. state.json
+        follows, then the folder is renamed. The oldest checkpoints beyond `keep` are deleted only
+        after the new one is complete."""
         temporary = self.folder / f".saving-{step:06d}"
         try:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -76,23 +77,24 @@ class Checkpoints:
             state = sealed({"step": step, **about, "tables": _take_digests(temporary)})
             write_atomic(temporary / STATE, json.dumps(state).encode())
             self._rename(temporary, self.path(step))
-        except Exception as error:  # safetensors wraps a full disk in its own error type
+        except Exception as error:  # safetensors wraps a full disk in another error type
             shutil.rmtree(temporary, ignore_errors=True)
             if out_of_memory(error):
                 raise
             steps = self.steps()
             raise StopRun(
                 f"could not save the checkpoint of step {step} in {self.folder}: {error}; "
-                f"the last complete one is {f'step {steps[-1]}' if steps else 'none'}; "
-                f"make room and run `gesso train --resume {self.folder.parent}`"
+                f"the last complete checkpoint is {f'step {steps[-1]}' if steps else 'none'}; "
+                f"free disk space and run `gesso train --resume {self.folder.parent}`"
             ) from error
         for old in self.steps()[:-keep]:
             path = self.path(old)
-            if not path.is_symlink():  # the user's own
+            if not path.is_symlink():  # a link was created by the user
                 shutil.rmtree(path)
 
     def _rename(self, temporary: Path, final: Path) -> None:
-        """`final` is never a half-deleted folder. What is not a checkpoint is not deleted."""
+        """`final` is never a partly deleted folder. Anything that is not a complete checkpoint is
+        renamed, not deleted."""
         old = self.folder / f".old-{final.name}"
         shutil.rmtree(old, ignore_errors=True)
         if not _lacks(final):
@@ -104,8 +106,8 @@ class Checkpoints:
         flush(self.folder)
 
     def load(self, step: int, table: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Tensors whose names begin with `table` ("ema/"; "" for all), and `meta`. A checkpoint
-        that is damaged is a UserError that offers another one."""
+        """Tensors whose names begin with `table` ("ema/"; "" for all), and `meta`. A damaged
+        checkpoint raises a UserError that suggests another one."""
         try:
             return self._verified(step, table)
         except _Damaged as error:
@@ -113,7 +115,7 @@ class Checkpoints:
             raise UserError(f"{error}; {advice}") from error
 
     def meta(self, step: int) -> dict[str, Any]:
-        """What state.json says, with "verified" instead of its digests: whether it has any."""
+        """Contents of state.json, with "verified" (whether it has digests) instead of digests."""
         try:
             state = _state(self.path(step) / STATE, step)
         except _Damaged as error:
@@ -121,7 +123,7 @@ class Checkpoints:
         return _without_digests(state)
 
     def remedy(self, before: int) -> str:
-        """How to resume a run with damage that the checkpoints before this step do not have."""
+        """Advice on resuming the run from an undamaged checkpoint before this step."""
         steps = self.steps()
         last = max((step for step in steps if step < before and self._opens(step)), default=None)
         if last is None:
@@ -133,14 +135,14 @@ class Checkpoints:
         return f"delete the {which} to resume from step {last}"
 
     def _others(self, damaged: int) -> str:
-        """Which checkpoints can be read instead."""
+        """Advice on which checkpoints can be read instead."""
         good = [step for step in self.steps() if step != damaged and self._opens(step)]
         if not good:
             return NONE_LEFT
         return f"choose another step: {', '.join(map(str, good))} (--step {good[-1]})"
 
     def _opens(self, step: int) -> bool:
-        """Whether state.json is right and the tensors' header can be read."""
+        """Whether state.json is valid and the header of the tensors can be read."""
         try:
             self._verified(step, "optimizer_steps")
         except _Damaged:
@@ -154,35 +156,35 @@ class Checkpoints:
         file = folder / (shards.ONE if ranks == 1 else "*.safetensors")
         try:
             tensors = shards.read(folder, ranks, table)
-        except Exception as error:  # safetensors has an error type of its own
+        except Exception as error:  # safetensors has a separate error type
             if out_of_memory(error):
                 raise
             raise _Damaged(f"{file} cannot be read: {_first_line(error)}") from error
         if expected is not None:
-            wanted = {table.removesuffix("/")} & expected.keys() if table else expected.keys()
+            selected = {table.removesuffix("/")} & expected.keys() if table else expected.keys()
             computed = digests(tensors)
-            for name in sorted(wanted | computed.keys()):
+            for name in sorted(selected | computed.keys()):
                 if problem := _problem(computed.get(name), expected.get(name)):
                     raise _Damaged(f"{file} is damaged: the table {short(name)} {problem}")
         return tensors, _without_digests(state)
 
     def _named(self) -> list[Path]:
-        """What has the name of a checkpoint."""
+        """Entries that are named like a checkpoint."""
         if not os.path.lexists(self.folder):
             return []
         try:
             names = [name for name in os.listdir(self.folder) if NAME.fullmatch(name)]
-        except OSError as error:  # a file, a link that leads nowhere, or not ours to read
+        except OSError as error:  # a file, a broken link, or no permission
             raise UserError(
-                f"{self.folder} cannot be read: {error.strerror}; expected the folder of the run's "
-                "checkpoints: restore it"
+                f"{self.folder} cannot be read: {error.strerror}; expected the checkpoint folder "
+                "of the run; restore it"
             ) from error
         return [self.folder / name for name in names if name == f"{int(name):06d}"]
 
 
 def write_tensors(folder: Path, state: Mapping[str, Tensor]) -> None:
-    """The tensors of a checkpoint, by "table/name", and their digests, which `Checkpoints.save`
-    takes over into state.json."""
+    """Writes the tensors of a checkpoint, by "table/name", and their digests, which
+    `Checkpoints.save` moves to state.json."""
     from safetensors.torch import save_file
 
     on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
@@ -194,13 +196,14 @@ def write_tensors(folder: Path, state: Mapping[str, Tensor]) -> None:
 
 
 def read_tensors(folder: Path, table: str = "") -> dict[str, Tensor]:
-    """Of a checkpoint's folder, verified, whether one process wrote it or several ranks: those
-    whose names begin with `table`. One that is damaged is a UserError that offers another."""
+    """The verified tensors of a checkpoint folder whose names begin with `table`, written by one
+    process or by several ranks. A damaged checkpoint raises a UserError that suggests another."""
     return Checkpoints(folder.parent).load(int(folder.name), table)[0]
 
 
 def _take_digests(folder: Path) -> dict[str, str]:
-    """What `write_tensors` left in the folder; a finished checkpoint has them in state.json."""
+    """Reads and removes the digests that `write_tensors` wrote; a finished checkpoint has them in
+    state.json."""
     file = folder / DIGESTS
     tables = json.loads(file.read_text("utf-8"))
     file.unlink()
@@ -208,9 +211,9 @@ def _take_digests(folder: Path) -> dict[str, str]:
 
 
 def digests(state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Of every table, over the sorted (name, dtype, shape, bytes) of its tensors."""
+    """Digest of every table, over the sorted (name, dtype, shape, bytes) of its tensors."""
     names = sorted(state)
-    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:  # hashing frees the GIL
+    with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
         hashes = list(pool.map(lambda name: _hash(state[name]), names))
     tables: dict[str, Any] = {}
     for name, content in zip(names, hashes, strict=True):
@@ -222,7 +225,7 @@ def digests(state: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _hash(tensor: Tensor) -> str:
-    """Of a tensor's bytes, where they are: views only, no copy."""
+    """Hash of a tensor's bytes, without copying them."""
     import torch
 
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
@@ -230,7 +233,7 @@ def _hash(tensor: Tensor) -> str:
 
 
 def sealed(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """state.json with the digest of everything else in it."""
+    """state.json with a digest of all its other values."""
     rest = {key: value for key, value in meta.items() if key != "digest"}
     text = json.dumps(rest, sort_keys=True, separators=(",", ":"))
     return {**rest, "digest": hashlib.blake2b(text.encode(), digest_size=16).hexdigest()}
@@ -248,7 +251,7 @@ def _state(file: Path, step: int) -> dict[str, Any]:
 
 
 def _without_digests(state: Mapping[str, Any]) -> dict[str, Any]:
-    """With "verified" instead: whether there are digests of the tables."""
+    """Replaces the digests by "verified": whether there are digests of the tables."""
     meta = {key: value for key, value in state.items() if key not in ("tables", "digest")}
     return meta | {"verified": "tables" in state}
 
@@ -260,12 +263,12 @@ def _check(meta: Mapping[str, Any], step: int) -> None:
     if "step" not in meta:
         raise ValueError('"step" is missing')
     if meta["step"] != step:
-        raise ValueError(f'"step" is {short(meta["step"])}, expected {step} as the folder says')
+        raise ValueError(f'"step" is {short(meta["step"])}, expected {step} from the folder name')
     if "digest" in meta:
         if sealed(meta)["digest"] != meta["digest"]:
-            raise ValueError("its digest does not match what it says")
+            raise ValueError("its digest does not match its content")
     elif odd := sorted(meta.keys() - KINDS.keys() | meta.keys() & {"tables"}):
-        raise ValueError(f'it has {short(odd[0])} and no "digest"')
+        raise ValueError(f'it has {short(odd[0])} but no "digest"')
 
 
 def _first_line(error: Exception) -> str:
@@ -282,7 +285,7 @@ def _problem(digest: str | None, expected: str | None) -> str:
 
 
 def _lacks(path: Path) -> str:
-    """What keeps a folder from being a complete checkpoint; "": nothing."""
+    """Why a folder is not a complete checkpoint; "" if it is one."""
     try:
         names = os.listdir(path)
     except OSError as error:

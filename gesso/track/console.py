@@ -1,4 +1,4 @@
-"""Progress in the terminal: a live display, or plain lines where there is none."""
+"""Progress in the terminal: a live display, or plain lines if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from rich.text import Text
 
 from gesso.track.progress import Clock
 
-RECENT = 10  # rows whose mean time/step gives the time left
+RECENT = 10  # rows whose mean time/step estimates the remaining time
 HISTORY = 32  # rewards in the sparkline
 BARS = "▁▂▃▄▅▆▇█"
-REPORT_AFTER = 5.0  # seconds of a phase before a plain line reports it, and between such lines
-MAX_PAUSE = 30.0  # seconds between such lines, however long it takes
+REPORT_AFTER = 5.0  # seconds until a plain line reports a phase, and minimum between such lines
+MAX_PAUSE = 30.0  # maximum seconds between such lines
 
 
 class Console:
-    """Some `phase`s; of a run `start`, then for each step some `phase`s and a `row`; at last
-    `stop`. A terminal shows phases as they go; elsewhere a line reports one that takes long."""
+    """Call order: any number of `phase`s; for a run `start`, then per step some `phase`s and a
+    `row`; finally `stop`. A terminal shows phases live; otherwise a line reports long phases."""
 
     def __init__(self, out: rich.console.Console | None = None, aside: bool = False) -> None:
         self.out = out if out is not None else rich.console.Console(stderr=aside)
-        self.total: int | None = None  # steps of the run; None: it is no run
+        self.total: int | None = None  # steps of the run; None: not a run
         self.step = 0
         self.last: Mapping[str, Any] = {}
-        self.held_out: list[float] = []  # the first and the latest
+        self.held_out: list[float] = []  # the first and the latest value
         self.rewards: deque[float] = deque(maxlen=HISTORY)
         self.times: deque[float] = deque(maxlen=RECENT)
         self.doing: Clock | None = None
         self.live: Live | None = None
-        self._reported = 0.0  # when a line last reported the phase
+        self._reported = 0.0  # time of the last line about the phase
         self._ticker: _Ticker | None = None
-        self._lock = threading.RLock()  # again: Ctrl-C notes something in the middle of anything
+        self._lock = threading.RLock()  # reentrant: Ctrl-C may print a note at any point
 
     def __enter__(self) -> Console:
         return self
@@ -51,26 +51,26 @@ class Console:
         self.stop()
 
     def start(self, step: int, total: int) -> None:
-        """A run begins, or goes on after `step` steps."""
+        """A run starts, or resumes after `step` steps."""
         self.step, self.total = step, total
         self._begin()
         self._draw()
 
     def phase(self, text: str, total: int = 0) -> None:
-        """What is being done from now on."""
+        """Starts a phase."""
         with self._lock:
             self.doing, self._reported = Clock(text, total), time.monotonic()
         self._begin()
         self._draw()
 
     def advance(self, done: int = 1) -> None:
-        """Shown at the next drawing, or the next line."""
+        """Shown at the next refresh or in the next line."""
         with self._lock:
             if self.doing is not None:
                 self.doing.done += done
 
     def result(self, text: str, data: Mapping[str, Any]) -> None:
-        """On stdout, whatever the display is on."""
+        """Printed to stdout, even if the display is on stderr."""
         self.stop()
         print(text, flush=True)
 
@@ -90,25 +90,24 @@ class Console:
         self._draw()
 
     def note(self, text: str) -> None:
-        """Stays above the live display."""
+        """Printed permanently above the live display."""
         self._print(text)
 
     def stop(self) -> None:
-        """Leave the last figures of a run, and the terminal as it was; a second call does
-        nothing."""
+        """Prints the final values of a run and restores the terminal; may be called twice."""
         if self._ticker is not None:
             self._ticker.stop()
             self._ticker = None
         if self.live is None:
             return
         live, self.live = self.live, None
-        live.stop()  # takes away what it drew
+        live.stop()  # erases the live display
         if self.total is not None:
             done = self.step >= self.total
             self.out.print(self._view("done" if done else f"stopped after step {self.step}"))
 
     def _begin(self) -> None:
-        """A live display where it can be drawn, else a thread that reports long phases."""
+        """Starts a live display if possible, otherwise a thread that reports long phases."""
         if self.live is not None or self._ticker is not None:
             return
         can_draw = self.out.is_terminal and not self.out.is_dumb_terminal
@@ -119,7 +118,7 @@ class Console:
             self._ticker = _Ticker(self)
 
     def report(self) -> None:
-        """A line about the phase, where one is due."""
+        """Prints a line about the phase if one is due."""
         with self._lock:
             doing, now = self.doing, time.monotonic()
             if doing is None:
@@ -132,13 +131,14 @@ class Console:
 
     @property
     def left(self) -> float | None:
-        """Seconds to go by the mean of the last rows; None before the first and at the end."""
+        """Estimated remaining seconds, from the mean of the last rows; None before the first row
+        and at the end."""
         if not self.times or self.total is None or self.step >= self.total:
             return None
         return sum(self.times) / len(self.times) * (self.total - self.step)
 
     def _figures(self, row: Mapping[str, Any]) -> list[str]:
-        """What a plain line says of a row; what the row lacks is left out."""
+        """The values of a row for a plain line; missing values are omitted."""
         key = held_out_key(row)
         named = [("reward", "reward"), (key, "held-out")]
         figures = [f"{name} {short(row[key])}" for key, name in named if key in row]
@@ -146,7 +146,7 @@ class Console:
         return figures + ([f"{clock(self.left)} left"] if self.left is not None else [])
 
     def _print(self, text: str) -> None:
-        """As it is: no markup, no wrapping, and nothing that a terminal would obey."""
+        """Prints verbatim: no markup, no wrapping, no control characters."""
         safe = "".join(c if c.isprintable() or c in "\n\t" else "�" for c in text)
         safe = safe.encode(self.out.encoding, "replace").decode(self.out.encoding)
         self.out.print(Text(safe), soft_wrap=True)
@@ -156,7 +156,7 @@ class Console:
             self.live.update(self._view())
 
     def _view(self, end: str = "") -> RenderableType:
-        """Built anew at each change, so that the drawing thread never sees half a change."""
+        """Rebuilt at each change, so that the rendering thread never sees a partial update."""
         doing = Text(end) if end else _Doing(self.doing) if self.doing else Text("")
         if self.total is None:
             return doing
@@ -182,7 +182,7 @@ class Console:
 
 
 class _Doing:
-    """A phase as it is at the time of drawing: what, how far, how long still."""
+    """A phase at render time: text, progress and remaining time."""
 
     def __init__(self, doing: Clock) -> None:
         self.doing = doing
@@ -199,7 +199,7 @@ class _Doing:
 
 
 class _Ticker:
-    """Looks once a second whether a line is due, on a thread of its own."""
+    """A thread that checks once per second whether a line is due."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -217,7 +217,7 @@ class _Ticker:
 
 
 def how_far(doing: Clock) -> str:
-    """`128/320, 0:12 left`; where nobody knows how much there is, how long it has gone on."""
+    """`128/320, 0:12 left`; if the total is unknown, the elapsed time."""
     if not doing.total:
         return (
             clock(doing.seconds)
@@ -231,20 +231,20 @@ def how_far(doing: Clock) -> str:
 
 
 def amount(count: int) -> str:
-    """320, 45M, 1.2G: what is counted by the million are bytes."""
+    """320, 45M, 1.2G: only bytes reach millions."""
     if count < 10**6:
         return str(count)
     return f"{count / 1e6:.0f}M" if count < 10**9 else f"{count / 1e9:.1f}G"
 
 
 def held_out_key(keys: Iterable[str]) -> str:
-    """The figure a run is judged by: the share of exact answers where there is one."""
+    """Key of the main held-out metric: the fraction of exact answers if there is one."""
     exact = sorted(key for key in keys if key.startswith("eval/") and key.endswith("/exact"))
     return exact[0] if exact else "eval/reward"
 
 
 def clock(seconds: float) -> str:
-    """2:10, or 1:02:10 from an hour up."""
+    """2:10, or 1:02:10 from one hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
@@ -256,7 +256,7 @@ def short(value: float) -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """One block a value, from the least to the greatest; a blank for one that is no number."""
+    """One block per value, scaled from minimum to maximum; a blank for a non-finite value."""
     finite = [v for v in values if math.isfinite(v)] or [0.0]
     low, span = min(finite), (max(finite) - min(finite)) or 1.0
     top = len(BARS) - 1
@@ -272,10 +272,10 @@ def _update(row: Mapping[str, Any]) -> list[str]:
 
 
 def _responses(row: Mapping[str, Any]) -> list[str]:
-    """Language models: mean tokens per response, and the share that reached max_tokens."""
+    """Language models: mean tokens per response, and the fraction that reached max_tokens."""
     figures = [f"length {row['response/length']:.0f}"] if "response/length" in row else []
     return figures + (
-        [f"cut {short(row['response/truncated'])}"] if row.get("response/truncated") else []
+        [f"truncated {short(row['response/truncated'])}"] if row.get("response/truncated") else []
     )
 
 
@@ -291,5 +291,5 @@ def _speed(row: Mapping[str, Any]) -> list[str]:
 
 
 def _health(row: Mapping[str, Any]) -> list[str]:
-    """Warnings that hold; what they mean was told in a note, and docs/health.md has it."""
+    """Names of the active health warnings; a note and docs/health.md explain them."""
     return [f"! {', '.join(row['health'])}"] if row.get("health") else []

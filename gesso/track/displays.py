@@ -1,4 +1,4 @@
-"""Which display a command's options select."""
+"""Selects the display from a command's options."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from gesso.track.progress import Display, Json, Silent
 
 
 def display(quiet: bool = False, as_json: bool = False, aside: bool = True) -> Display:
-    """The one for `--quiet` and `--json`. `aside`: progress goes to stderr, since stdout belongs
-    to the result, which may be piped on."""
+    """The display for `--quiet` and `--json`. `aside`: progress goes to stderr, since stdout is for
+    the result, which may be piped."""
     if as_json:
         return Json()
     if quiet:

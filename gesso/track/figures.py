@@ -1,4 +1,4 @@
-"""Figures of a run's files: rows of a .jsonl, the series of a key, round marks for an axis."""
+"""Values from a run's files: rows of a .jsonl, the series of a key, ticks of an axis."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ T = TypeVar("T")
 
 
 def series(rows: Sequence[Row], key: str) -> Points:
-    """(step, value) of every row that has a finite `key`."""
+    """(step, value) of every row with a finite value of `key`."""
     points = [(row["step"], row[key]) for row in rows if key in row]
     return [(s, v) for s, v in points if isinstance(v, (int, float)) and math.isfinite(v)]
 
 
 def ticks(low: float, high: float, parts: int) -> list[float]:
-    """Round values around low … high, at least two; from 0 where that costs little room."""
+    """Round values that cover low … high, at least two; starting at 0 if that adds little space."""
     if high - low <= 1e-9 * max(abs(low), abs(high)):
         low, high = (low - abs(low) * 0.1, high + abs(high) * 0.1) if low else (0.0, 1.0)
     elif 0 < low < high / 2:
@@ -32,15 +32,15 @@ def ticks(low: float, high: float, parts: int) -> list[float]:
 
 
 def parsed(text: bytes) -> dict[str, Any]:
-    """A JSON object; a ValueError says in plain words what is there instead. A whole number that no
-    float holds becomes infinity."""
+    """Parses a JSON object, or raises a ValueError that describes what was found instead. An
+    integer that exceeds the range of a float becomes infinity."""
     if not text.strip():
         raise ValueError("missing or empty")
     try:
         value = json.loads(text.decode("utf-8"), parse_int=_whole)
     except UnicodeDecodeError:
         raise ValueError("not valid UTF-8") from None
-    except (ValueError, RecursionError):  # the latter: brackets in brackets in brackets
+    except (ValueError, RecursionError):  # the latter for deeply nested brackets
         raise ValueError("not valid JSON") from None
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, got {short(value)}")
@@ -52,13 +52,13 @@ def _whole(digits: str) -> int | float:
 
 
 def short(value: Any) -> str:
-    """A value for a message: one line, whatever it is."""
+    """A value for a message, on one line and of limited length."""
     text = json.dumps(value)
     return text if len(text) <= 40 else f"{text[:39]}…"
 
 
 def lines(file: Path, parse: Callable[[Row], T | None], damaged: list[str]) -> list[T]:
-    """The whole rows of a .jsonl; those that `parse` makes nothing of are named in `damaged`."""
+    """The complete rows of a .jsonl; rows that `parse` rejects are reported in `damaged`."""
     rows = []
     for number, line in enumerate(file.read_bytes().splitlines(True) if file.is_file() else [], 1):
         try:
@@ -66,7 +66,7 @@ def lines(file: Path, parse: Callable[[Row], T | None], damaged: list[str]) -> l
         except ValueError:
             row = None
         if row is None:
-            damaged.append(f"{file.name}, line {number}: half-written or damaged, left out")
+            damaged.append(f"{file.name}, line {number}: incomplete or damaged, skipped")
         else:
             rows.append(row)
     return rows

@@ -1,11 +1,12 @@
-"""The groups of one training step: where its gradient came from.
+"""The groups of one training step, and their contributions to the gradient.
 
-groups/000010.jsonl      one row a group of the batch of step 10, the largest share first
-groups/000010/003-07.webp    sample 7 of group 3, small
-groups/000010/003-shown-1.webp    what a model that sees was shown
+groups/000010.jsonl      one row per group of the batch of step 10, the largest share first
+groups/000010/003-07.webp    sample 7 of group 3, downscaled
+groups/000010/003-shown-1.webp    prompt image of a vision-language model
 
 A sample's share is |its advantage| / Σ |advantages| of the batch: on-policy that is its weight in
-the policy gradient. Rows of all groups have the figures; the first few have pictures or responses.
+the policy gradient. Rows of all groups have the values; the first few also have images or
+responses.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ScoredSamples(Protocol):
-    """The samples of a batch, their scores, and the number of each sample's group."""
+    """The samples of a batch, their scores, and the index of each sample's group."""
 
     @property
     def samples(self) -> Sequence[Sample]: ...
@@ -36,13 +37,13 @@ class ScoredSamples(Protocol):
     def group(self) -> Sequence[int]: ...
 
 
-LARGEST = 256  # px: larger pictures are kept at this size
+MAX_SIZE = 256  # px: larger images are downscaled to this size
 
 
 def save(
     run: Path, step: int, batch: ScoredSamples, advantages: Sequence[float], keep: int
 ) -> None:
-    """`advantages`: of each sample. `keep`: groups with images or responses."""
+    """`advantages`: one per sample. `keep`: number of groups with images or responses."""
     import torch
 
     folder = run / "groups" / f"{step:06d}"
@@ -54,10 +55,10 @@ def save(
         members.setdefault(group, []).append(i)
     order = sorted(members, key=lambda g: -sum(shares[i] for i in members[g]))
     lines = []
-    for place, group in enumerate(order):
+    for rank, group in enumerate(order):
         rows = members[group]
         row = _group(group, rows, batch, advantages, shares)
-        if place < keep:
+        if rank < keep:
             _keep(folder, row, [batch.samples[i] for i in rows])
         lines.append(json.dumps(row) + "\n")
     write_atomic(folder.with_suffix(".jsonl"), "".join(lines).encode())
@@ -97,9 +98,9 @@ def _keep(folder: Path, row: dict[str, Any], samples: Sequence[Sample]) -> None:
     from PIL import Image
 
     folder.mkdir(exist_ok=True)
-    for k, picture in enumerate(samples[0].prompt.images, 1):
+    for k, image in enumerate(samples[0].prompt.images, 1):
         name = f"{folder.name}/{row['group']:03d}-shown-{k}.webp"
-        _small(picture.open()).save(folder.parent / name)
+        _small(image.open()).save(folder.parent / name)
         row.setdefault("shown", []).append(name)
     for k, (entry, sample) in enumerate(zip(row["samples"], samples, strict=True)):
         if sample.image is not None:
@@ -109,7 +110,7 @@ def _keep(folder: Path, row: dict[str, Any], samples: Sequence[Sample]) -> None:
             entry["response"] = sample.text
 
 
-def _small(picture: Image.Image) -> Image.Image:
-    small = picture.convert("RGB")
-    small.thumbnail((LARGEST, LARGEST))
+def _small(image: Image.Image) -> Image.Image:
+    small = image.convert("RGB")
+    small.thumbnail((MAX_SIZE, MAX_SIZE))
     return small

@@ -1,4 +1,4 @@
-"""Keys that earlier versions wrote into run folders, and their names today."""
+"""Keys in run folders of earlier versions, and their current names."""
 
 from __future__ import annotations
 

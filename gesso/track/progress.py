@@ -1,8 +1,8 @@
-"""Progress of long actions, and the displays that show it.
+"""Progress of long operations, and the displays that show it.
 
-Anything that takes long gets a `Progress`, and calls `phase` when it begins something and `advance`
-as it proceeds. The calls are cheap: one per piece, batch or file, never one per token. They may
-come from any thread.
+A long operation takes a `Progress` and calls `phase` when it starts a phase and `advance` as it
+proceeds. The calls are cheap: one per piece, batch or file, never one per token. They may come from
+any thread.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from typing import Any, Protocol, TextIO
 
 class Progress(Protocol):
     def phase(self, text: str, total: int = 0) -> None:
-        """What is being done from now on, and how much of it there is; 0: unknown."""
+        """Starts a phase of `total` units; 0: unknown."""
 
     def advance(self, done: int = 1) -> None:
-        """`done` more of the phase is done."""
+        """`done` more units of the phase are done."""
 
     def note(self, text: str) -> None:
-        """A sentence that stays visible."""
+        """A message that stays visible."""
 
 
 class Watcher(Progress, Protocol):
     """Follows a training run."""
 
     def start(self, step: int, total: int) -> None:
-        """The run begins, or goes on after `step` of `total` steps."""
+        """The run starts, or resumes after `step` of `total` steps."""
 
     def row(self, row: Mapping[str, Any]) -> None:
-        """A row of metrics; it and the samples of its evaluation are in the run folder by now."""
+        """A row of metrics; it and the samples of its evaluation are already in the run folder."""
 
 
 class Display(Watcher, Protocol):
-    """What a command shows. Used in a `with`, so that the terminal is restored."""
+    """The output of a command. A context manager, so that the terminal is restored."""
 
     def result(self, text: str, data: Mapping[str, Any]) -> None:
-        """The command's result: as text for a person, as data for a program."""
+        """The result of the command: text for users, data for programs."""
 
     def __enter__(self) -> Display: ...
     def __exit__(self, *_: object) -> None: ...
 
 
 class Silent:
-    """Nothing but the result."""
+    """Shows only the result."""
 
     def start(self, step: int, total: int) -> None: ...
     def phase(self, text: str, total: int = 0) -> None: ...
@@ -69,7 +69,7 @@ SILENT = Silent()
 
 
 class Clock:
-    """How far a phase is, and by its own pace how long it will take."""
+    """Progress of a phase, and its remaining time at the current rate."""
 
     def __init__(self, text: str, total: int = 0) -> None:
         self.text = text
@@ -83,21 +83,22 @@ class Clock:
 
     @property
     def left(self) -> float | None:
-        """Seconds to go; None while nothing is known, and at the end."""
+        """Estimated remaining seconds; None before the first `advance` and at the end."""
         if not 0 < self.done < self.total:
             return None
         return self.seconds / self.done * (self.total - self.done)
 
 
 class Json:
-    """Events, one JSON object a line: phase, progress (at most one a second), row, note, result."""
+    """Events as one JSON object per line: phase, progress (at most one per second), row, note,
+    result."""
 
     def __init__(self, out: TextIO | None = None, every: float = 1.0) -> None:
         self.out = out if out is not None else sys.stdout
         self.every = every
         self.doing = Clock("")
-        self._reported = 0.0  # when progress was last written
-        self._lock = threading.RLock()  # again: Ctrl-C notes something in the middle of anything
+        self._reported = 0.0  # time of the last progress event
+        self._lock = threading.RLock()  # reentrant: Ctrl-C may write a note at any point
 
     def __enter__(self) -> Json:
         return self
@@ -132,7 +133,7 @@ class Json:
         self._event("result", data)
 
     def error(self, text: str, code: int) -> None:
-        """Why the command ends, and its exit status."""
+        """The error that ends the command, and its exit status."""
         self._event("error", {"text": text, "code": code})
 
     def _event(self, kind: str, data: Mapping[str, Any]) -> None:
@@ -143,7 +144,7 @@ class Json:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN: a figure that does not exist is null."""
+    """JSON has no NaN: non-finite values become null."""
     if isinstance(value, Mapping):
         return {key: _plain(v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):

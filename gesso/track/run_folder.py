@@ -1,14 +1,16 @@
-"""A run's folder: the one place that resume, the report and every later tool read.
+"""The folder of a run, which resume, the report and all other tools read.
 
-config.toml              the recipe, resolved: every value that was in force
-metrics.jsonl            one row a step; row 0 is the evaluation before training
-samples/000010.jsonl     one row a sample of the evaluation after step 10, same prompts and
-samples/000010/007.png   seeds every time; its picture, of a model that draws
-samples/prompts/007-1.png    what a model that sees is shown with prompt 7
+config.toml              the resolved recipe: every effective value
+metrics.jsonl            one row per step; row 0 is the evaluation before training
+samples/000010.jsonl     one row per sample of the evaluation after step 10, with the same
+                         prompts and seeds at every evaluation
+samples/000010/007.png   its image, for image models
+samples/prompts/007-1.png    image of prompt 7, for vision-language models
 groups/000010.jsonl      the groups of a training step (groups.py), with some of their samples
-checkpoints/000010/      tensors and state.json, written aside, then renamed (checkpoints.py)
+checkpoints/000010/      tensors and state.json, written to a temporary folder, then renamed
+                         (checkpoints.py)
 log.txt                  warnings and notes, with the step
-trackers/wandb.json      of each tracker its id of the run and the last step that it has
+trackers/wandb.json      per tracker: its id of the run and the last logged step
 report.html
 """
 
@@ -33,20 +35,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-NAMED = "# recipe "  # the first line of config.toml, and behind it the recipe's name
+NAMED = "# recipe "  # start of the first line of config.toml, before the name of the recipe
 
 
 def recipe_name(config: str) -> str:
-    """The name a run was started by, from the text of its config.toml; "" where it has none."""
+    """The recipe name of a run, from the text of its config.toml; "" if there is none."""
     first = config.partition("\n")[0]
     return first.removeprefix(NAMED) if first.startswith(NAMED) else ""
 
 
 def must_be_possible(folder: Path, what: str) -> None:
-    """Raises for a folder that would lie within a file, before minutes are spent."""
-    nearest = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    """Raises early if a parent of the folder is a file."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not nearest.is_dir():
-        raise UserError(f"{what} {folder} cannot be made: {nearest.name} is a file")
+        raise UserError(f"{what} {folder} cannot be created: {nearest.name} is a file")
 
 
 class RunFolder:
@@ -62,25 +64,25 @@ class RunFolder:
             raise UserError(f"run folder {str(path)!r} {fault}")
         try:
             taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
-        except OSError as error:  # a name that is too long, a folder one may not look into
-            raise UserError(f"run folder {path} cannot be made: {error.strerror}") from error
+        except OSError as error:  # a name that is too long, or a folder without permission
+            raise UserError(f"run folder {path} cannot be created: {error.strerror}") from error
         if taken and not (path / "config.toml").is_file():
             raise UserError(f"{path} exists and is not a run; choose another folder with --run")
         if taken:
             raise UserError(
-                f"run folder {path} exists already; go on with it by "
-                f"`gesso train --resume {path}`, or choose another with --run"
+                f"run folder {path} already exists; resume it with "
+                f"`gesso train --resume {path}`, or choose another folder with --run"
             )
         must_be_possible(path, "run folder")
 
     @staticmethod
     def create(path: Path, config: Mapping[str, Any], recipe: str = "") -> RunFolder:
-        """`recipe`: the name it was started by."""
+        """`recipe`: the name of its recipe."""
         RunFolder.must_be_new(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"run folder {path} cannot be made: {error}") from error
+            raise UserError(f"run folder {path} cannot be created: {error}") from error
         run = RunFolder(path)
         run.write_config(config, recipe)
         return run
@@ -92,7 +94,7 @@ class RunFolder:
         return RunFolder(path)
 
     def write_config(self, config: Mapping[str, Any], recipe: str | None = None) -> None:
-        """None: the recipe's name is the one that was written before."""
+        """recipe None: the recipe name of the existing config.toml is kept."""
         import tomli_w
 
         file = self.path / "config.toml"
@@ -102,7 +104,7 @@ class RunFolder:
         write_atomic(file, (head + tomli_w.dumps(_without_none(config))).encode())
 
     def rows(self) -> list[dict[str, Any]]:
-        """All complete rows; a half-written last line (a killed run) is left out."""
+        """All complete rows; an incomplete last line (of a killed run) is skipped."""
         rows = []
         for number, line in enumerate(self._lines(), 1):
             try:
@@ -110,15 +112,15 @@ class RunFolder:
             except ValueError as error:
                 raise UserError(
                     f"{self.metrics_file}, line {number} is damaged: {error}; restore the file "
-                    "from a copy, or delete that line"
+                    "from a backup, or delete that line"
                 ) from error
         return rows
 
     def history(self, step: int) -> list[dict[str, Any]]:
-        """The rows 0 to `step`, as a run that is resumed from there needs them. Later lines are
-        not looked at: it writes them again."""
+        """The rows 0 to `step`, for a run that is resumed from there. Later lines are not checked,
+        since the run writes them again."""
         rows = []
-        lines = [*self._lines(), b""]  # a row that is missing is an empty line
+        lines = [*self._lines(), b""]  # a missing row is an empty line
         for expected, line in enumerate(lines[: step + 1]):
             try:
                 rows.append(_row(line, expected))
@@ -130,15 +132,15 @@ class RunFolder:
         return rows
 
     def _lines(self) -> list[bytes]:
-        """Of metrics.jsonl, those that end."""
+        """The complete lines of metrics.jsonl."""
         if not os.path.lexists(self.metrics_file):
             return []
         try:
             return self.metrics_file.read_bytes().split(b"\n")[:-1]
         except OSError as error:
             raise UserError(
-                f"{self.metrics_file} cannot be read: {error.strerror}; expected the file of the "
-                "run's metrics: restore it"
+                f"{self.metrics_file} cannot be read: {error.strerror}; expected the metrics file "
+                "of the run; restore it"
             ) from error
 
     def append(self, row: Mapping[str, Any]) -> None:
@@ -146,7 +148,8 @@ class RunFolder:
             file.write(json.dumps(row).encode() + b"\n")
 
     def rewind(self, step: int | None) -> int:
-        """Drop the rows after `step` (None: all): a resumed run writes them again. How many."""
+        """Drops the rows after `step` (None: all), which a resumed run writes again. Returns their
+        number."""
         lines = self._lines()
         kept = lines[: 0 if step is None else step + 1]
         write_atomic(self.metrics_file, b"".join(line + b"\n" for line in kept))
@@ -157,7 +160,7 @@ class RunFolder:
             file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}\n")
 
     def noted(self, text: str) -> bool:
-        """Whether log.txt has exactly this note, of any time."""
+        """Whether log.txt contains exactly this note, at any time."""
         file = self.path / "log.txt"
         lines = file.read_text("utf-8", "replace").splitlines() if file.exists() else []
         return any(line.split(" ", 2)[2:] == [text] for line in lines)
@@ -193,22 +196,22 @@ class RunFolder:
         write_atomic(folder.with_suffix(".jsonl"), body.encode())
 
     def _save_shown(self, index: int, prompt: Prompt) -> list[str]:
-        """A prompt's own pictures, written once: they are the same at every evaluation."""
+        """Saves the images of a prompt, once: they are the same at every evaluation."""
         folder = self.path / "samples" / "prompts"
         names = []
-        for k, picture in enumerate(prompt.images, 1):
+        for k, image in enumerate(prompt.images, 1):
             folder.mkdir(exist_ok=True)
             names.append(f"{folder.name}/{index:03d}-{k}.png")
             if not (folder.parent / names[-1]).exists():
-                picture.open().save(folder.parent / names[-1])
+                image.open().save(folder.parent / names[-1])
         return names
 
     def save(
         self, step: int, write: Callable[[Path], None], about: Mapping[str, Any], keep: int
     ) -> None:
-        """A checkpoint, whole or not at all. `write` puts its tensors into a folder by
-        `checkpoints.write_tensors`, `about` goes into state.json. The metrics are on disk before
-        it."""
+        """Saves a checkpoint atomically. `write` writes its tensors to a folder with
+        `checkpoints.write_tensors`, `about` goes into state.json. The metrics are flushed to disk
+        first."""
         if self.metrics_file.exists():
             flush(self.metrics_file)
         self._saved.save(step, write, about, keep)
@@ -219,11 +222,12 @@ class RunFolder:
 
     @property
     def steps(self) -> list[int]:
-        """Of the complete checkpoints, the oldest first."""
+        """Steps of the complete checkpoints, oldest first."""
         return self._saved.steps()
 
     def left_out(self) -> list[str]:
-        """What has the name of a checkpoint after the newest complete one, and why it is none."""
+        """Messages about entries named like a checkpoint after the newest complete one, with the
+        reason why each is incomplete."""
         latest = self.latest()
         return self._saved.left_out(-1 if latest is None else latest)
 
@@ -232,35 +236,35 @@ class RunFolder:
         return self._saved.path(step)
 
     def meta(self, step: int) -> dict[str, Any]:
-        """What state.json of a checkpoint says, and whether it can be "verified"."""
+        """Contents of a checkpoint's state.json, and whether it can be "verified"."""
         return self._saved.meta(step)
 
     def load(self, step: int, table: str = "") -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """A checkpoint, verified, whether one process wrote it or several ranks; of its tensors
-        those whose names begin with `table`."""
+        """The verified tensors of a checkpoint whose names begin with `table`, and its state;
+        written by one process or by several ranks."""
         return self._saved.load(step, table)
 
 
 def _row(line: bytes, expected: int | None = None) -> dict[str, Any]:
-    """A line of metrics.jsonl, of the step `expected`; a ValueError says what is wrong with it."""
+    """Parses a line of metrics.jsonl, of step `expected`; a ValueError describes any damage."""
     row = renamed(parsed(line), older_names.METRICS)
     step = row.get("step")
     if type(step) is not int or expected not in (None, step):
-        wanted = "a whole number" if expected is None else expected
-        raise ValueError(f'"step" is {short(step)}, expected {wanted}')
+        valid = "an integer" if expected is None else expected
+        raise ValueError(f'"step" is {short(step)}, expected {valid}')
     if expected is not None and not _is_number(row.get("time/step")):
         raise ValueError(f'"time/step" is {short(row.get("time/step"))}, expected a number')
     for key, value in row.items():
         if key == "health":
             if not isinstance(value, list) or not all(isinstance(kind, str) for kind in value):
-                raise ValueError(f'"health" is {short(value)}, expected a list of texts')
+                raise ValueError(f'"health" is {short(value)}, expected a list of strings')
         elif value is not None and not _is_number(value):
             raise ValueError(f"{short(key)} is {short(value)}, expected a number")
     return row
 
 
 def _is_number(value: Any) -> bool:
-    """Neither infinite nor NaN, and not so long that no float holds it."""
+    """Finite, not NaN, and within the range of a float."""
     return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
 
 

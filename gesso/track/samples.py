@@ -1,4 +1,4 @@
-"""What an evaluation kept of a sample: a row of samples/000010.jsonl."""
+"""A sample of an evaluation: a row of samples/000010.jsonl."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gesso.track import older_names
 from gesso.track.older_names import renamed
 
 KEYS = {"index": int, "prompt": str, "seed": int, "image": str, "parts": dict, "text": str}
-# Rows of folders that older versions wrote lack some keys.
+# Defaults for keys that rows of older versions lack.
 ABSENT: dict[str, Any] = {
     "shown": [],
     "response": None,
@@ -30,18 +30,18 @@ class Shown:
     index: int
     prompt: str
     seed: int
-    image: str  # "" of a model that writes
-    shown: tuple[str, ...]  # files of the prompt's own pictures
+    image: str  # "" for language models
+    shown: tuple[str, ...]  # files of the prompt's images
     response: str
-    answer: str  # "" without one
+    answer: str  # "" if there is none
     reward: float | None
     parts: Mapping[str, float]
-    text: str  # what a reward read or said
+    text: str  # text that a reward read or returned
     error: str
 
     @staticmethod
     def of(row: Mapping[str, Any]) -> Shown | None:
-        """None: the row is damaged."""
+        """None if the row is damaged."""
         row = {**ABSENT, **renamed(row, older_names.SAMPLES)}
         names, parts, reward, answer = row["shown"], row.get("parts"), row["reward"], row["answer"]
         whole = all(isinstance(row.get(key), kind) for key, kind in KEYS.items())
@@ -67,8 +67,9 @@ class Shown:
 
     @cached_property
     def right(self) -> bool | None:
-        """None where no reward tells right from wrong: neither a detail `exact`, nor one of the
-        rewards that look for an answer (which have a detail `answered`, and are 1 or less)."""
+        """Whether the answer is correct; None if no reward determines this: there is neither a
+        detail `exact` nor a reward that extracts an answer (which has a detail `answered`, and is
+        at most 1)."""
         values = [value for name, value in self.parts.items() if name.endswith("/exact")]
         rewards = [n.removesuffix("/answered") for n in self.parts if n.endswith("/answered")]
         values = values or [self.parts[name] for name in rewards if name in self.parts]

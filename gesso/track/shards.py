@@ -1,11 +1,11 @@
-"""The tensors of a checkpoint, whoever wrote it.
+"""Reads the tensors of a checkpoint, written by one process or by several ranks.
 
-One process writes one file, learner.safetensors. Several ranks write a file each, as
-torch.distributed.checkpoint's HuggingFaceStorageWriter does with save_distributed=True: safetensors
-again, whose header says where in the whole tensor a shard lies. That format was chosen because it
-needs no pickle, no rank waits for another, and torch's own reader puts the parts together for any
-number of ranks. Names are those of the one file ("current/…", "ema/…"). state.json says how many
-"ranks" there were: a tensor whose last shard is missing looks whole.
+One process writes one file, learner.safetensors. Several ranks write one file each, in the format
+of torch.distributed.checkpoint's HuggingFaceStorageWriter with save_distributed=True: safetensors,
+with the offset of each shard in the header. That format was chosen because it needs no pickle, no
+rank waits for another, and torch's reader combines the shards for any number of ranks. Tensor names
+are the same as in the single file ("current/…", "ema/…"). state.json has the number of "ranks",
+since a tensor whose last shard is missing looks complete.
 """
 
 from __future__ import annotations
@@ -22,42 +22,44 @@ ONE = "learner.safetensors"
 
 
 def files(folder: Path) -> list[Path]:
-    """Those that hold tensors."""
+    """The files with tensors."""
     return sorted(folder.glob("*.safetensors"))
 
 
 def read(folder: Path, ranks: int, table: str = "") -> dict[str, Tensor]:
-    """Tensors whose names begin with `table`, and no others: the moments of the optimizer weigh
-    more than what they are for."""
+    """Only tensors whose names begin with `table`: the optimizer states are larger than the
+    weights."""
     if ranks == 1:
         return _whole(folder / ONE, table)
     if len(files(folder)) != ranks:
-        raise ValueError(f"{ranks} ranks wrote it, and it has {len(files(folder))} of their files")
-    return _put_together(folder, table)
+        raise ValueError(f"expected files of {ranks} ranks, got {len(files(folder))}")
+    return _combined(folder, table)
 
 
 def _whole(file: Path, table: str) -> dict[str, Tensor]:
     from safetensors import safe_open
 
     with safe_open(file, "pt") as opened:
-        wanted = [name for name in opened.keys() if name.startswith(table)]  # noqa: SIM118
-        return {name: opened.get_tensor(name) for name in wanted}
+        names = [name for name in opened.keys() if name.startswith(table)]  # noqa: SIM118
+        return {name: opened.get_tensor(name) for name in names}
 
 
-def _put_together(folder: Path, table: str) -> dict[str, Tensor]:
+def _combined(folder: Path, table: str) -> dict[str, Tensor]:
     import torch
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
     reader = HuggingFaceStorageReader(str(folder))
-    known: dict[str, Any] = reader.read_metadata().state_dict_metadata
-    wanted = {name: info for name, info in known.items() if name.startswith(table)}
+    metadata: dict[str, Any] = reader.read_metadata().state_dict_metadata
+    selected = {name: info for name, info in metadata.items() if name.startswith(table)}
     state: dict[str, Any] = {}
-    for name, info in wanted.items():
-        held = sum(prod(chunk.sizes) for chunk in info.chunks)
-        if held != prod(info.size):
-            raise ValueError(f"{name} is not whole: {held} of {prod(info.size)} values are there")
+    for name, info in selected.items():
+        present = sum(prod(chunk.sizes) for chunk in info.chunks)
+        if present != prod(info.size):
+            raise ValueError(
+                f"{name} is incomplete: expected {prod(info.size)} values, got {present}"
+            )
         state[name] = torch.empty(info.size, dtype=info.properties.dtype)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # that is meant
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended
         load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
     return state

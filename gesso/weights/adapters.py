@@ -1,4 +1,4 @@
-"""Switching PEFT's adapters: all of them off, or another one, such as a critic's, on."""
+"""Switches PEFT adapters: all of them off, or another one, such as a critic's, on."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gesso.weights.trainable import ADAPTER, initialised_from
 
 
 def add_adapter(module: nn.Module, name: str, seed: int) -> dict[str, nn.Parameter]:
-    """A second LoRA of the same shape as the policy's. It is off, except within `using_adapter`.
-    Returns its parameters, float32 and trainable."""
+    """Adds a second LoRA of the same shape as the policy's. It is inactive outside of
+    `using_adapter`. Returns its parameters, float32 and trainable."""
     before = {n for n, _ in module.named_parameters()}
     with initialised_from(seed, module), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Already found a `peft_config`")  # intended here
@@ -29,8 +29,8 @@ def add_adapter(module: nn.Module, name: str, seed: int) -> dict[str, nn.Paramet
 
 @contextmanager
 def using_adapter(module: nn.Module, name: str) -> Iterator[None]:
-    """Run the module with that adapter in place of the policy's. A differentiated pass must not be
-    recomputed after this block, as gradient checkpointing does."""
+    """Runs the module with that adapter instead of the policy's. A differentiated pass must not be
+    recomputed after this block, so gradient checkpointing must be off."""
     try:
         _activate(module, name)
         yield
@@ -40,7 +40,7 @@ def using_adapter(module: nn.Module, name: str) -> Iterator[None]:
 
 @contextmanager
 def adapters_off(module: nn.Module) -> Iterator[None]:
-    """Run the module with its frozen weights alone."""
+    """Runs the module with its frozen weights only."""
     with _same_trainable(module):
         try:
             module.disable_adapters()
@@ -60,8 +60,8 @@ def _activate(module: nn.Module, name: str) -> None:
 
 @contextmanager
 def _same_trainable(module: nn.Module) -> Iterator[None]:
-    """PEFT freezes the adapters that it switches off. Afterwards every parameter that required a
-    gradient before requires one again."""
+    """PEFT freezes the adapters that it switches off. This restores `requires_grad` of every
+    parameter that was trainable before."""
     trainable = [p for p in module.parameters() if p.requires_grad]
     try:
         yield

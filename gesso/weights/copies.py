@@ -1,7 +1,7 @@
-"""Named copies of the trained tensors: "old", "ema", and a full fine-tune's "reference".
+"""Named copies of the trained tensors: "old", "ema", and for a full fine-tune "reference".
 
-A copy takes the place of the current weights for the length of a `with` block. Pointers are
-exchanged and nothing is copied, so the module, compiled or not, runs unchanged.
+A copy replaces the current weights inside a `with` block. Pointers are exchanged and no data is
+copied, so the module, compiled or not, runs unchanged.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class NamedCopies:
         return self.copies[which]
 
     def snapshot(self, which: Which) -> None:
-        """Start a copy of that name from the current weights."""
+        """Creates or overwrites a copy of that name with the current weights."""
         self.copies[which] = {name: p.detach().clone() for name, p in self.trainable.items()}
 
     def load(self, weights: Weights, which: Which = "current") -> None:
-        """Copy values in. Strict: a missing or an extra name, or another shape, raises."""
+        """Copies values in. Strict: a missing or extra name, or another shape, raises."""
         tensors = self.tensors(which)
         expected = {name: tensor.shape for name, tensor in tensors.items()}
         if differ := differences(expected, {name: t.shape for name, t in weights.items()}):
@@ -43,7 +43,7 @@ class NamedCopies:
 
     @contextmanager
     def exchanged(self, which: Which) -> Iterator[None]:
-        """The parameters point to a copy's tensors, and afterwards to the current ones again."""
+        """The parameters point to the tensors of a copy; afterwards to the current ones again."""
         current = {name: p.data for name, p in self.trainable.items()}
         try:
             for name, tensor in self.tensors(which).items():
@@ -55,13 +55,13 @@ class NamedCopies:
 
 
 def differences(expected: Mapping[str, torch.Size], got: Mapping[str, torch.Size]) -> str:
-    """How the shapes of named tensors differ, in words: how many, and the first of each kind. ""
-    where they agree."""
+    """Describes how the shapes of named tensors differ: the number of tensors and the first name of
+    each kind of difference. Returns "" if they agree."""
     both = expected.keys() & got.keys()
     kinds = {
         "missing": expected.keys() - got.keys(),
         "unexpected": got.keys() - expected.keys(),
-        "of another shape": {name for name in both if expected[name] != got[name]},
+        "of a different shape": {name for name in both if expected[name] != got[name]},
     }
     words = []
     for kind, names in kinds.items():

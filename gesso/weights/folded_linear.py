@@ -1,7 +1,7 @@
 """A LoRA layer that can run with its adapter folded into the weight.
 
-An adapter next to its weight costs two thin GEMMs and an addition per layer, a tenth of a forward
-pass on a GPU. As long as no weight changes, W + s·BA is one matrix.
+A separate adapter costs two thin GEMMs and an addition per layer, a tenth of a forward pass on a
+GPU. As long as no weight changes, W + s·BA can be stored as one matrix.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gesso.formulas.precision import dithered
 from gesso.weights.trainable import ADAPTER
 
 FOLD_AT_ONCE = 2**26
-"""Weight values that are folded at once: half a gigabyte in addition to the result."""
+"""Weight values that are folded at once; they need half a gigabyte in addition to the result."""
 
 
 class FoldedLinear(lora.Linear):
@@ -28,7 +28,7 @@ class FoldedLinear(lora.Linear):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.folded: Tensor | None = None  # (out, in)
-        # (N, rank, in), (N, out, rank): within `per_sample_grads`
+        # (N, rank, in), (N, out, rank); set within `per_sample_grads`
         self.per_sample_adapter: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -47,8 +47,9 @@ class FoldedLinear(lora.Linear):
 
 @torch.no_grad()
 def fold(layers: Sequence[FoldedLinear]) -> list[Tensor]:
-    """W + s·BA of each layer, in the weight's own precision. Layers of one shape are folded
-    together: one by one, a large network's take longer to launch than to compute."""
+    """W + s·BA of each layer, in the precision of the weight. Layers of the same shape are folded
+    together: for single layers of a large network, kernel launches would take longer than the
+    computation."""
     alike = defaultdict(list)
     for i, layer in enumerate(layers):
         alike[layer.frozen.shape, layer.frozen.dtype, layer.scaling[ADAPTER]].append(i)
@@ -60,13 +61,13 @@ def fold(layers: Sequence[FoldedLinear]) -> list[Tensor]:
             weights = torch.stack([layers[i].frozen for i in part]).float()
             a, b = map(torch.stack, zip(*(layers[i].adapter for i in part), strict=True))
             weights.baddbmm_(b, a, alpha=scale)
-            # Each with a storage of its own: compiled code is specialised to it.
+            # Each has a separate storage: compiled code is specialised to it.
             folded |= zip(part, torch.unbind_copy(dithered(weights, dtype)), strict=True)
     return [folded[i] for i in range(len(layers))]
 
 
 def apply_to_one_input(layers: Sequence[FoldedLinear], x: Tensor) -> Sequence[Tensor]:
-    """The output of each of some layers for the same input."""
+    """The output of each layer for the same input."""
     if any(layer.folded is None for layer in layers):
         return [layer(x) for layer in layers]
     scales = [layer.scaling[ADAPTER] for layer in layers]
@@ -78,9 +79,9 @@ def apply_to_one_input(layers: Sequence[FoldedLinear], x: Tensor) -> Sequence[Te
 
 class FoldedLinearFunction(torch.autograd.Function):
     """y = xWᵀ + bias for W = W0 + s·BA, of one or several layers with the same input. Gradients
-    reach x, A and B: with g = ∂L/∂y they are gW, s·(gB)ᵀx and s·gᵀ(xAᵀ), as if the adapter had run
-    next to the weight; the layers' gradients of x are summed within one GEMM. A and B may be
-    expanded N times: then the gradient of each Nth of x's rows is kept apart."""
+    flow to x, A and B: with g = ∂L/∂y they are gW, s·(gB)ᵀx and s·gᵀ(xAᵀ), the same as for a
+    separate adapter; the layers' gradients of x are summed within one GEMM. A and B may be
+    expanded N times: then their gradients are separate for each of N equal parts of x's rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, scales: Sequence[float], *tensors: Any) -> tuple[Tensor, ...]:
@@ -95,14 +96,14 @@ class FoldedLinearFunction(torch.autograd.Function):
         x, *saved = ctx.saved_tensors
         n = len(grads)
         weights, a, b = (saved[i : i + n] for i in range(0, 3 * n, n))
-        # One layout for all GEMMs that read it, else a compiler copies it for each.
+        # One layout for all GEMMs that read it; otherwise the compiler copies it for each.
         inputs = x.reshape(-1, x.shape[-1])  # (M, in)
         grad = _cat([g.reshape(-1, g.shape[-1]) for g in grads], 1)  # (M, out of all)
         grad_x = (grad @ _cat(weights, 0)).view(x.shape) if ctx.needs_input_grad[0] else None
         rows: tuple[int, ...] = (-1,)  # or (N, -1)
         if a[0].ndim == 3:
             samples = len(a[0])
-            assert len(x) % samples == 0, f"{len(x)} rows, adapters for {samples}"
+            assert len(x) % samples == 0, f"{len(x)} rows, adapters for {samples} samples"
             rows, a, b = (samples, -1), [t[0] for t in a], [t[0] for t in b]
         ranks = [len(t) for t in a]
         grads_by_layer = grad.split([len(t) for t in b], 1)

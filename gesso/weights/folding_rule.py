@@ -1,4 +1,4 @@
-"""Whether a model folds its LoRA into the weights. Decided here and nowhere else."""
+"""Decides whether a model folds its LoRA into the weights; the only place that does so."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from gesso import config
 
 
 def folds_lora(section: config.AnyModel, device_type: str) -> bool:
-    """`model.fold`, or without it whether folding pays: on CUDA, for token models in half precision
-    only. Quantized weights cannot hold an adapter, and weights on the meta device hold nothing."""
+    """`model.fold`, or if unset whether folding is faster: on CUDA, for language models only in
+    half precision. An adapter cannot be folded into quantized weights, and weights on the meta
+    device have no values."""
     if section.lora is None or section.quantize is not None or device_type == "meta":
         return False
     if section.fold is not None:
@@ -18,7 +19,7 @@ def folds_lora(section: config.AnyModel, device_type: str) -> bool:
 
 
 def estimated_to_fold(section: config.AnyModel, one_pass: bool = False) -> bool:
-    """The same for a memory estimate, which does not know the device: a GPU, unless the recipe is
-    in float32 and does not take one-pass gradients, which need folded adapters."""
+    """The same for a memory estimate, which has no device. It assumes a GPU, unless the recipe is
+    in float32 without one-pass gradients, which require folded adapters."""
     on_gpu = section.dtype != "float32" or one_pass
     return folds_lora(section, "cuda" if on_gpu else "cpu")

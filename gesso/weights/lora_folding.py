@@ -1,7 +1,7 @@
-"""LoRA adapters folded into the weights, for as long as no weight changes.
+"""LoRA adapters folded into the weights while no weight changes.
 
-While sampling, and between two optimizer steps, W + s·BA is one matrix per layer. Sampling and
-training then run with the very same matrix, so the ratio stays 1.
+During sampling, and between two optimizer steps, W + s·BA is one matrix per layer. Sampling and
+training then use the same matrix, so the ratio stays 1.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # PEFT takes a second to import, and a full fine-tune does no
 
 
 class LoraFolding:
-    """The folded matrices of a module's layers, and which of them the layers point to."""
+    """The folded matrices of a module's layers, and which of them the layers use."""
 
     def __init__(self, layers: Mapping[str, FoldedLinear], copies: NamedCopies) -> None:
         self.layers = dict(layers)
@@ -29,7 +29,7 @@ class LoraFolding:
         self._copies = copies
         self._index = {layer: i for i, layer in enumerate(self.layers.values())}
         self._matrices: dict[Which, list[Tensor]] | None = None  # one per layer; None: not active
-        self._pointed: Which | None = None  # the weights whose matrices the layers point to
+        self._pointed: Which | None = None  # weights whose matrices the layers point to
 
     @property
     def active(self) -> bool:
@@ -37,15 +37,15 @@ class LoraFolding:
 
     @property
     def matrices(self) -> Mapping[Which, Sequence[Tensor]]:
-        """Those folded so far, by the weights they are of; none outside of `folded`."""
+        """The matrices folded so far, by weights; empty outside of `folded`."""
         return self._matrices or {}
 
     @contextmanager
     def folded(self, soon: Which | None = None) -> Iterator[None]:
-        """All weights, including copies, stay constant inside this context. Matrices are folded
-        when `using` first needs them, each as large as its weight; those of `soon` at once, so that
-        a GPU folds them while the host prepares other things. The weights themselves are never
-        touched."""
+        """All weights, including copies, stay constant inside this context. Matrices, each as large
+        as its weight, are folded when `using` first needs them; those of `soon` immediately, so
+        that a GPU folds them while the host does other work. The weights themselves are never
+        modified."""
         if not self.enabled or self.active:
             yield
             return
@@ -60,7 +60,7 @@ class LoraFolding:
 
     @contextmanager
     def using(self, which: Which) -> Iterator[None]:
-        """The layers run with those weights' matrices."""
+        """The layers run with the matrices of those weights."""
         before = self._pointed
         self._point(which)
         try:
@@ -73,7 +73,7 @@ class LoraFolding:
     def join(self, layers: Sequence[nn.Module], dtype: torch.dtype) -> Tensor:
         """The matrices of layers that share an input as one (sum of outputs, inputs) tensor. Folded
         layers then point to views of it, so that their matrices are stored once. A layer without
-        an adapter takes part with its weight."""
+        an adapter contributes its weight."""
         matrices = [self._matrix(layer).detach().to(dtype) for layer in layers]
         if len(matrices) == 1:  # needs no copy
             return matrices[0]
@@ -86,14 +86,14 @@ class LoraFolding:
 
     def _matrix(self, layer: nn.Module) -> Tensor:
         if layer not in self._index:
-            assert type(layer) is nn.Linear, f"{type(layer).__name__} has an adapter of its own"
+            assert type(layer) is nn.Linear, f"{type(layer).__name__} has an unfolded adapter"
             return layer.weight
         assert layer.folded is not None, "joined outside of `folded`"
         return layer.folded
 
     def _point(self, which: Which | None) -> None:
-        """Every layer to its matrix under those weights; None: to the frozen weight and the
-        adapter, as PEFT runs them."""
+        """Points every layer to its matrix under those weights. None: the layer runs its frozen
+        weight and a separate adapter, as in PEFT."""
         if which == self._pointed:
             return
         matrices: Sequence[Tensor | None] = [None] * len(self.layers)

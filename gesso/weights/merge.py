@@ -1,5 +1,5 @@
-"""Weights without PEFT: adapters merged into the module's own tensors, for saving and for other
-engines; and the adapter alone, as PEFT writes it."""
+"""Weights without PEFT: adapters merged into the tensors of the module, for saving and for other
+engines; and the adapter alone, in PEFT's format."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from gesso.weights.trainable import ADAPTER
 
 SHARD = "5GB"
-"""Largest file of a saved model, in the notation of diffusers and transformers."""
+"""Maximum file size of a saved model, in the notation of diffusers and transformers."""
 
 
 @contextmanager
 def merged(module: nn.Module, layers: Mapping[str, Any]) -> Iterator[None]:
-    """The module with plain layers in place of PEFT's `layers`, adapters merged into their weights:
-    plain diffusers or transformers can save and load it. Afterwards the frozen weights are as
-    before, to the bit."""
+    """Inside this context PEFT's `layers` are plain layers with the adapters merged into their
+    weights, so that diffusers or transformers can save the module. Afterwards the frozen weights
+    are restored bit for bit."""
     weights = {name: layer.get_base_layer().weight.data for name, layer in layers.items()}
     try:
         for name, layer in layers.items():
@@ -37,8 +37,8 @@ def merged(module: nn.Module, layers: Mapping[str, Any]) -> Iterator[None]:
 def plain_tensors(
     module: nn.Module, layers: Mapping[str, Any], with_adapters: bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the module by the name it has without PEFT, adapters merged in. One at a
-    time, so that merging never takes a second copy of them all."""
+    """Every tensor of the module by its name without PEFT, adapters merged in. One at a time, so
+    that merging never needs a second copy of all weights."""
     with torch.no_grad():
         for name, tensor in module.state_dict().items():
             layer, is_base, suffix = name.rpartition(".base_layer.")
@@ -50,7 +50,7 @@ def plain_tensors(
 
 
 def lora_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, object]]:
-    """The policy's adapter as PEFT writes it: tensors, and the config that gives them meaning."""
+    """The policy's adapter in PEFT's format: tensors and LoRA config."""
     from peft import get_peft_model_state_dict
 
     return get_peft_model_state_dict(module), module.peft_config[ADAPTER].to_dict()

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 def per_sample_grads(
     layers: Mapping[str, FoldedLinear], trainable: Mapping[str, nn.Parameter], samples: int
 ) -> Iterator[dict[str, Tensor]]:
-    """For passes of `samples` samples, each of which is one row or several adjacent ones. Yields
-    the trained weights by name, expanded to (samples, …) without copying: a backward pass leaves
-    each sample's gradient in their `grad`."""
+    """For passes over `samples` samples, each with one row or several adjacent rows. Yields the
+    trained weights by name, expanded to (samples, …) without copying; backward writes the gradient
+    of each sample to their `grad`."""
     expanded = {
         name: p.detach().expand(samples, *p.shape).requires_grad_() for name, p in trainable.items()
     }

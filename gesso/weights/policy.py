@@ -1,5 +1,5 @@
-"""The trained weights of a module, and the other weights it can run with: the composition of this
-package's pieces. `roles.py` says what a sampler sees of it."""
+"""The trained weights of a module, and the other weights that it can run with; combines the modules
+of this package. `roles.py` defines the interface for samplers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Policy:
         frozen: str = "",
         folds: bool = False,
     ) -> None:
-        """`frozen` names a part of the module that is never trained. `folds`: within `folded` the
-        adapters are folded into the weights."""
+        """`frozen` names a submodule that is never trained. `folds`: within `folded` the adapters
+        are folded into the weights."""
         self.module = module
         self.lora = lora
         linear_layer = _folded_linear() if folds and lora is not None else None
@@ -52,17 +52,17 @@ class Policy:
         return self._copies.tensors(which)
 
     def load(self, weights: Weights, which: Which = "current") -> None:
-        """Copy values in. Strict: a missing or an extra name, or another shape, raises."""
+        """Copies values in. Strict: a missing or extra name, or another shape, raises."""
         self._copies.load(weights, which)
 
     def snapshot(self, which: Which) -> None:
-        """Start a copy of that name from the current weights. The reference of a LoRA policy needs
-        none: it is the module with its adapters off."""
+        """Creates or overwrites a copy of that name with the current weights. The reference of a
+        LoRA policy needs no copy: it is the module with its adapters off."""
         if which != "reference" or self.lora is None:
             self._copies.snapshot(which)
 
     def using(self, which: Which) -> AbstractContextManager[None]:
-        """Run the module with those weights. Only "current" may be differentiated."""
+        """Runs the module with those weights. Only "current" may be differentiated."""
         if self.is_folded:
             return self.folding.using(which)
         if which == "current":
@@ -80,48 +80,49 @@ class Policy:
 
     @property
     def is_folded(self) -> bool:
-        """Whether adapters are folded somewhere, and no weight may change."""
+        """Whether adapters are folded, so that no weight may change."""
         return self.folding.active
 
     def folded(self, soon: Which | None = None) -> AbstractContextManager[None]:
         """All weights, including copies, stay constant inside this context. A policy that folds
-        runs with its adapters folded into the weights; `soon` names those it folds at once."""
+        runs with its adapters folded into the weights; `soon` names the weights that it folds
+        immediately."""
         return self.folding.folded(soon)
 
     def per_sample_grads(self, samples: int) -> AbstractContextManager[dict[str, Tensor]]:
-        """Within `folded`, for passes of `samples` samples, each of which is one row or several
-        adjacent ones. Yields the trained weights by name, (samples, …): a backward pass leaves each
-        sample's gradient in their `grad`."""
-        assert self.is_folded, "per-sample gradients need folded adapters"
+        """Within `folded`, for passes over `samples` samples, each with one row or several adjacent
+        rows. Yields the trained weights by name, (samples, …); backward writes the gradient of each
+        sample to their `grad`."""
+        assert self.is_folded, "per-sample gradients require folded adapters"
         return per_sample_grads(self.folding.layers, self.trainable, samples)
 
     # A second adapter
 
     def add_adapter(self, name: str, seed: int) -> dict[str, nn.Parameter]:
-        """LoRA of the same shape for something else to train, such as a critic. It is off, except
-        within `using_adapter`."""
-        self.folding.enabled = False  # which adapter is folded would change within a pass
+        """Adds a LoRA of the same shape for another trained model, such as a critic. It is inactive
+        outside of `using_adapter`."""
+        self.folding.enabled = False  # the folded adapter would change within a pass
         return adapters.add_adapter(self.module, name, seed)
 
     def using_adapter(self, name: str) -> AbstractContextManager[None]:
-        """Run the module with that adapter in place of the policy's. A differentiated pass must not
-        be recomputed after this block, as gradient checkpointing does."""
+        """Runs the module with that adapter instead of the policy's. A differentiated pass must not
+        be recomputed after this block, so gradient checkpointing must be off."""
         return adapters.using_adapter(self.module, name)
 
     # Weights without PEFT
 
     def lora_state(self) -> tuple[dict[str, Tensor], dict[str, object]]:
-        """The adapter as PEFT writes it: tensors, and the config that gives them meaning."""
+        """The adapter in PEFT's format: tensors and LoRA config."""
         return merge.lora_state(self.module)
 
     def merged(self) -> AbstractContextManager[None]:
-        """The module with its adapters merged into plain layers: what diffusers and transformers
-        can save and load. Afterwards the frozen weights are as before, to the bit."""
+        """Inside this context the adapters are merged into plain layers, so that diffusers and
+        transformers can save the module. Afterwards the frozen weights are restored bit for bit."""
         return merge.merged(self.module, self._lora_layers)
 
     def plain(self, which: Which) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the module by the name it has without PEFT, adapters merged in. For an
-        engine with its own code of the module's architecture."""
+        """Every tensor of the module by its name without PEFT, adapters merged in. For engines with
+        a separate implementation of the architecture."""
         adapted = which != "reference" or self.lora is None
         with self.using(which):
             yield from merge.plain_tensors(self.module, self._lora_layers, adapted)

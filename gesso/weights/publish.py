@@ -1,10 +1,10 @@
-"""How new weights reach the samplers.
+"""Transfer of new weights from the learner to the samplers.
 
-After an update the learner publishes a version: every copy of the weights that a sampler may draw
-with ("current", DiffusionNFT's "old", an evaluation's "ema"), and a digest of them all. A sampler
-that shares the learner's module holds them already, and nothing travels. Any other sampler copies
-them, and its own digest is checked then and before every batch: a stale, missing or damaged tensor
-stops the run instead of training on samples of unknown weights.
+After an update the learner publishes a version: every copy of the weights that a sampler may use
+("current", DiffusionNFT's "old", an evaluation's "ema"), and a digest of all of them. A sampler
+that shares the learner's module already has them, and no data is transferred. Any other sampler
+copies them, and the digest of its copies is checked then and before every batch: a stale, missing
+or damaged tensor stops the run instead of training on samples of unknown weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from gesso.types import StopRun, Weights, Which
 
 CHUNK = 2**22
-"""Elements that are hashed at once: they are widened to 64 bits."""
+"""Elements that are hashed at once, since they are widened to 64 bits."""
 
 
 class Readable(Protocol):
@@ -44,26 +44,26 @@ class Writable(Readable, Protocol):
 
 @dataclass(frozen=True)
 class Publication:
-    """One version of the weights: the learner's own tensors, not copies of them."""
+    """One version of the weights: the learner's tensors, not copies of them."""
 
     version: int
     copies: Mapping[Which, Weights]
 
     @cached_property
     def digest(self) -> str:
-        """Computed when somebody asks; nobody does where nothing travels."""
+        """Computed on first use; not needed if no data is transferred."""
         return digest(self.copies)
 
 
 def publish(policy: Readable, copies: Collection[Which], version: int) -> Publication:
-    """The weights as they are now. Adapters that are off need no copy: a LoRA policy's
-    "reference" is never published."""
+    """Publishes the current values of the weights. The "reference" of a LoRA policy is the module
+    with its adapters off and is never published."""
     return Publication(version, {which: policy.tensors(which) for which in sorted(copies)})
 
 
 class HeldWeights:
-    """The published weights that a sampler holds. This is the only way in which they change: a
-    sampler sees its model's policy by a type that cannot change it."""
+    """The published weights that a sampler holds. Only this class changes them: the sampler has
+    read-only access to its model's policy, by type."""
 
     def __init__(self, policy: Readable) -> None:
         self._policy = cast(Writable, policy)
@@ -71,11 +71,11 @@ class HeldWeights:
 
     @property
     def version(self) -> int:
-        """0 before anything was published."""
+        """0 before the first publication."""
         return 0 if self._publication is None else self._publication.version
 
     def accept(self, publication: Publication) -> None:
-        """Take over a version; copies values unless the module is the learner's own."""
+        """Loads a version; copies values unless the module is shared with the learner."""
         try:
             for which, tensors in publication.copies.items():
                 if which != "current" and which not in self._policy.copies:
@@ -83,7 +83,7 @@ class HeldWeights:
                 self._policy.load(tensors, which)
         except ValueError as error:
             raise StopRun(
-                f"the sampler cannot take version {publication.version} of the weights: {error}"
+                f"the sampler cannot load version {publication.version} of the weights: {error}"
             ) from error
         self._publication = publication
 
@@ -92,15 +92,15 @@ class HeldWeights:
         if self._publication is None or self.version != publication.version:
             raise StopRun(
                 f"the sampler holds version {self.version} of the weights, expected version "
-                f"{publication.version}; the samples would not be those of the trained policy"
+                f"{publication.version}; its samples would not come from the trained policy"
             )
         held = {which: self._policy.tensors(which) for which in publication.copies}
         if _shared(held, publication.copies):
             return
         if digest(held) != publication.digest:
             raise StopRun(
-                f"the sampler's weights are not version {publication.version} as the learner "
-                f"published it: digest {digest(held)}, expected {publication.digest}"
+                f"the sampler's weights differ from version {publication.version} published by the "
+                f"learner: got digest {digest(held)}, expected {publication.digest}"
             )
 
 
@@ -114,8 +114,8 @@ def _shared(held: Mapping[Which, Weights], published: Mapping[Which, Weights]) -
 
 
 def digest(copies: Mapping[Which, Weights]) -> str:
-    """Of names, types, shapes and bits of all tensors; the same on every device. It finds faults,
-    not forgeries."""
+    """Digest of the names, dtypes, shapes and bits of all tensors; the same on every device. It
+    detects errors, not tampering."""
     content = [
         [which, name, str(tensor.dtype), list(tensor.shape), _checksum(tensor)]
         for which, tensors in sorted(copies.items())
@@ -127,8 +127,8 @@ def digest(copies: Mapping[Which, Weights]) -> str:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """Σ (2i + 1)·bits_i modulo 2⁶⁴: integers, so that the order of the sum does not matter. The
-    weights are odd: a change of any one element changes the sum."""
+    """Σ (2i + 1)·bits_i modulo 2⁶⁴: integers, so that the order of summation does not matter. The
+    factors are odd, so that a change of any single element changes the sum."""
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = tensor.detach().contiguous().view(integer[tensor.element_size()]).flatten()
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)

@@ -1,4 +1,4 @@
-"""Who may do what with weights, by type: samplers and losses run with them, the learner changes
+"""Access to weights, enforced by types: samplers and losses run with them, the learner changes
 them."""
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from gesso.types import Weights, Which
 
 
 class RunnableWeights(Protocol):
-    """What a sampler and a loss may do. `Policy` can also change the weights."""
+    """Interface for samplers and losses. `Policy` can also change the weights."""
 
     @property
     def lora(self) -> Lora | None: ...
 
     @property
     def trainable(self) -> Mapping[str, nn.Parameter]:
-        """To differentiate with respect to them."""
+        """The parameters to differentiate with respect to."""
 
     @property
     def size(self) -> int:
@@ -29,15 +29,15 @@ class RunnableWeights(Protocol):
 
     @property
     def is_folded(self) -> bool:
-        """Whether this is within `folded`, where no weight may change."""
+        """Whether `folded` is active, so that no weight may change."""
 
     def tensors(self, which: Which = "current") -> Weights: ...
 
     def using(self, which: Which) -> AbstractContextManager[None]:
-        """Run the module with those weights. Only "current" may be differentiated."""
+        """Runs the module with those weights. Only "current" may be differentiated."""
 
     def folded(self, soon: Which | None = None) -> AbstractContextManager[None]:
-        """No weight changes within."""
+        """All weights stay constant inside this context."""
 
     def per_sample_grads(self, samples: int) -> AbstractContextManager[dict[str, Tensor]]: ...
 

@@ -1,4 +1,4 @@
-"""Which parameters of a module are trained: all of them, or LoRA adapters that PEFT inserts."""
+"""Selects the trained parameters of a module: all of them, or LoRA adapters inserted by PEFT."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def select_trainable(
     frozen: str,
     linear_layer: type[nn.Module] | None,
 ) -> dict[str, nn.Parameter]:
-    """Freezes the module but for what is trained, and returns that by name, in float32. `frozen`
-    names a part of the module that is never trained ("": none). `linear_layer` takes the place of
-    PEFT's own layer for linear ones."""
+    """Freezes all other parameters of the module and returns the trained ones by name, in float32.
+    `frozen` names a submodule that is never trained ("": none). `linear_layer` replaces PEFT's
+    class for linear layers."""
     module.requires_grad_(False)
     if lora is None:
         module.requires_grad_(True)
@@ -42,7 +42,7 @@ def select_trainable(
 
 
 def lora_layers(module: nn.Module) -> dict[str, Any]:
-    """The layers that carry adapters, PEFT's own objects, by name."""
+    """The layers with adapters, which are PEFT objects, by name."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = module.named_modules()
@@ -52,8 +52,8 @@ def lora_layers(module: nn.Module) -> dict[str, Any]:
 @contextmanager
 def initialised_from(seed: int, module: nn.Module) -> Iterator[None]:
     """New adapters are initialised from `seed`, not from global state. Adapters of a module on the
-    meta device are created there: they have no values, and drawing some would take longer than
-    everything else about the module."""
+    meta device are created there: they have no values, and sampling initial values would take
+    longer than building the rest of the module."""
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         if all(parameter.is_meta for parameter in module.parameters()):
@@ -87,6 +87,6 @@ def _insert_lora(
             module.add_adapter(config)
         except ValueError as error:  # PEFT matched no module
             raise UserError(
-                f"model.lora.targets = {targets} names no module of {type(module).__name__}; "
-                "leave it out for the model's own list"
+                f"model.lora.targets = {targets} matches no module of {type(module).__name__}; "
+                "remove it to use the model's default targets"
             ) from error

@@ -149,7 +149,7 @@ def test_a_new_critic_changes_nothing_of_the_policy(tiny: Tiny) -> None:
     with torch.no_grad():
         moved(beside.critic.trained)
         assert torch.equal(beside.model.logp(trace, 1.0).logp, alone.model.logp(trace, 1.0).logp)
-        parts = [p.model.read([trace.prompts[0]])[0].state for p in (alone, beside)]
+        parts = [p.model.prefill([trace.prompts[0]])[0].state for p in (alone, beside)]
     assert torch.equal(*parts)  # what is sampled from
 
 

@@ -373,8 +373,8 @@ def test_all_segments_at_once(seeing: Tiny, lora: Lora | None, monkeypatch: Any)
     assert looks == [3]
     error = (found - expected).detach().abs()
     assert float(error.sum() / trace.mask.sum()) <= 0.03 and float(error.max()) <= 0.25
-    with torch.no_grad(), model.policy.folded(), model.writing("current")():
-        model.read(trace.prompts[:2])  # through a cache, which mixes precisions
+    with torch.no_grad(), model.policy.folded(), model.generating("current")():
+        model.prefill(trace.prompts[:2])  # through a cache, which mixes precisions
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])

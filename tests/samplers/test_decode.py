@@ -189,12 +189,12 @@ def test_every_prompt_is_read_once_and_every_picture_seen_once(tiny: Tiny) -> No
     model = tiny.model(lora=LORA)
     sampler = DecodingSampler(model, 3)
     piece = draw(sampler, tiny)
-    assert sampler.read == 3
+    assert sampler.prefilled_prompts == 3
     model.logp(piece.trace, 0.9).logp.sum().backward()
     with torch.no_grad():
         model.logp(piece.trace, 0.9, "reference")
     draw(sampler, tiny)
-    assert sampler.read == 6
+    assert sampler.prefilled_prompts == 6
     assert not tiny.sees or model.encoded_images == 3
 
 
@@ -222,7 +222,7 @@ def test_a_slot_holds_the_longest_prompt_with_its_response(of: Any) -> None:
     encoded = [model.encode(p) for p in of("qwen2").prompts]
     longest = max(map(len, encoded))
     with torch.no_grad():
-        read = model.read(encoded[:1])[0]
+        read = model.prefill(encoded[:1])[0]
     for more in range(1, 66):
         decoding = _Decoding(DecodingSampler(model, 1), encoded, [0], [1], ResponseSpec(more))
         columns = len(decoding._new_cache(read).place.columns)

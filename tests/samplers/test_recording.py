@@ -21,7 +21,7 @@ def latents(value: float) -> Tensor:
 def recorded(means: bool, negative: bool) -> Recorded:
     """Two steps, from 0 over 1 to 2; the means are 10 and 11, the negative branch's 20 and 21."""
     recorder = TrajectoryRecorder(means)
-    with recorder.walk(2):
+    with recorder.recording(2):
         for i in range(2):
             with recorder.trained_step():
                 logp = torch.tensor([i, -i], dtype=torch.float32)

@@ -122,7 +122,7 @@ def test_folded_weights_are_kept_once(tmp_path: Path, fixed: Any) -> None:
     attention = model.decoder.layers[0].self_attn
     with model.policy.folded(), model.policy.using("current"):
         before = attention.k_proj.folded
-        model.writing("current")
+        model.generating("current")
         after = [attention.q_proj.folded, attention.k_proj.folded]
         assert torch.equal(before, after[1]) and before.data_ptr() != after[1].data_ptr()
         assert len({w.untyped_storage().data_ptr() for w in after}) == 1
@@ -135,7 +135,7 @@ def test_on_a_cpu_it_writes_where_no_adapter_lies_beside_the_weights(tmp_path: P
     tiny = Tiny("qwen2", tokens.build("qwen2", tmp_path / "qwen2"))
     for lora, fold, own in ((None, None, True), (LORA, True, True), (LORA, None, False)):
         model = tiny.model(lora=lora, fold=fold)
-        with model.policy.folded(), model.writing("current")():
+        with model.policy.folded(), model.generating("current")():
             assert (model._stepper is not None) == own
 
 

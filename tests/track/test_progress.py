@@ -268,7 +268,7 @@ def test_compiling_is_told_once() -> None:
 
 def test_a_download_counts_what_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr(bars, "LOOK", 0.02)
+    monkeypatch.setattr(bars, "POLL", 0.02)
     folder = tmp_path / "models--org--name" / "blobs"
     folder.mkdir(parents=True)
     (folder / "there").write_bytes(b"x" * 100)  # of an earlier try

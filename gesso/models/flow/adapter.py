@@ -1,4 +1,4 @@
-"""Start from a LoRA that was trained before: `model.lora.path`."""
+"""Loads a previously trained LoRA to start from: `model.lora.path`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ PREFIX = "transformer."
 
 
 def load_adapter(pipe: Any, policy: Policy, path: str) -> None:
-    """The weights of an adapter in diffusers' format become the policy's current ones.
+    """Loads an adapter in diffusers' format as the current weights of the policy.
 
-    Strict: modules, rank and alpha must be those of the recipe, or a UserError says what differs.
-    The reference policy stays the base model, with the adapter off.
+    Strict: modules, rank and alpha must match the recipe, otherwise a UserError reports the
+    difference. The reference policy is still the base model, with the adapter off.
     """
     assert policy.lora is not None
     file = _file(path)
@@ -47,7 +47,7 @@ def _file(path: str) -> Path:
         if len(files) != 1:
             raise UserError(
                 f'model.lora.path = "{path}": expected one .safetensors file in that folder, '
-                f"found {len(files)}"
+                f"got {len(files)}"
             )
         return files[0]
     if not file.is_file():
@@ -56,8 +56,8 @@ def _file(path: str) -> Path:
 
 
 def _settings(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """PEFT's settings as diffusers wrote them next to the weights; adapters that other libraries
-    wrote have none."""
+    """PEFT's settings, which diffusers stores with the weights; adapters saved by other libraries
+    have none."""
     return {
         key.removeprefix(PREFIX): value
         for key, value in (metadata or {}).items()

@@ -1,7 +1,8 @@
-"""The protocol of flow models, and what all of them share.
+"""The protocol of flow models, and code that all of them share.
 
-A new pipeline of diffusers is one class that implements this protocol; it holds no loop and no
-log-prob. `pipeline.py` implements most of it for any diffusers pipeline.
+A new diffusers pipeline is added as one class that implements this protocol; it contains no
+denoising loop and no log-probs. `pipeline.py` implements most of the protocol for any diffusers
+pipeline.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from gesso.weights.policy import Policy
 from gesso.weights.roles import RunnableWeights
 
 Guidance = Literal["negative", "embedded", "none"]
-"""How a model takes guidance: by a second pass over the negative prompt, as an input of its network
-(distilled models), or not at all."""
+"""How a model supports guidance: by a second pass over the negative prompt, as an input of its
+network (distilled models), or not at all."""
 
 
 @dataclass(frozen=True)
-class Reader:
-    """A text encoder and its limit on the length of prompts."""
+class TextEncoder:
+    """A text encoder and its maximum prompt length."""
 
     name: str
-    limit: int  # tokens of a prompt that it sees
-    tokens: Callable[[str], int]
+    limit: int  # maximum number of prompt tokens; the rest is truncated
+    tokens: Callable[[str], int]  # number of tokens of a text
 
 
 class FlowModel(Protocol):
@@ -45,8 +46,7 @@ class FlowModel(Protocol):
     def guidance(self) -> Guidance: ...
 
     @property
-    def readers(self) -> Sequence[Reader]:
-        """Its text encoders, each with its limit."""
+    def text_encoders(self) -> Sequence[TextEncoder]: ...
 
     def encode(self, texts: Sequence[str]) -> Conditioning:
         """Prompts → (P, …) conditioning, as the pipeline itself would encode them."""
@@ -55,7 +55,7 @@ class FlowModel(Protocol):
         """(steps+1,) float32, from 1 down to 0."""
 
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
-        """(C, H, W) of an image of that size, or a UserError saying which sizes fit."""
+        """(C, H, W) of an image of that size, or a UserError with the supported sizes."""
 
     def velocity(
         self, x: Tensor, sigma: Tensor, cond: Conditioning, weights: Which = "current"
@@ -63,31 +63,32 @@ class FlowModel(Protocol):
         """x: (N, C, H, W), sigma: (N,), cond: N rows → v: (N, C, H, W) float32."""
 
     def filled(self, rows: int) -> int:
-        """How many rows the network runs with for a batch of `rows`."""
+        """Number of rows that the network runs for a batch of `rows`, including padding."""
 
     def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
-        """The two branches' velocities → the guided one."""
+        """Velocities of the two branches → the guided velocity."""
 
     def decode(self, latents: Tensor) -> Tensor:
         """(N, C, H, W) → (N, height, width, 3) uint8 on the CPU."""
 
     def save(self, folder: Path, merged: bool = False, shard: str = SHARD) -> None:
-        """The current weights for plain diffusers: LoRA weights, or the whole pipeline, in files of
+        """Saves the current weights for diffusers: LoRA weights, or the whole pipeline, in files of
         at most `shard`."""
 
 
 class TrainableFlowModel(FlowModel, Protocol):
-    """The same for the learner and for loading, which may change its weights."""
+    """The same for the learner and for loading, which may change the weights."""
 
     @property
     def policy(self) -> Policy: ...
 
 
 class PromptCache:
-    """Text embeddings, computed once per prompt and kept on the CPU up to `limit` bytes.
+    """Text embeddings, computed once per prompt and cached on the CPU up to `limit` bytes.
 
-    Each prompt is encoded alone: in a batch its last bits would depend on its neighbours, and a
-    resumed run, which meets the prompts in another order, would drift from an undisturbed one.
+    Each prompt is encoded alone: in a batch its last bits would depend on the other prompts, and a
+    resumed run, which encodes the prompts in another order, would diverge from an uninterrupted
+    one.
     """
 
     def __init__(self, model: FlowModel, limit: int = 2**30) -> None:
@@ -100,8 +101,8 @@ class PromptCache:
     def conditions(
         self, prompts: Sequence[Prompt], guidance: float
     ) -> tuple[Conditioning, Conditioning | None]:
-        """(P, …) on the model's device: the prompts, and their negatives where they are needed.
-        As in diffusers, guidance of 1 or less is none."""
+        """(P, …) on the model's device: the prompts, and the negative prompts if needed. As in
+        diffusers, guidance of 1 or less is off."""
         cond = self([p.text for p in prompts])
         if self.model.guidance == "embedded":
             scale = torch.full((len(prompts),), guidance, device=self.model.device)
@@ -130,42 +131,43 @@ def check_guidance(model: FlowModel, guidance: float, prompts: Sequence[Prompt])
     """Raises a UserError for guidance or negative prompts that this model would ignore."""
     if model.guidance == "none" and guidance != 1:
         raise UserError(
-            f"this model takes no guidance (it was distilled without), got guidance = {guidance:g};"
-            " set algorithm.guidance and eval.guidance to 1.0"
+            "this model does not support guidance (it was distilled without it), got "
+            f"guidance = {guidance:g}; set algorithm.guidance and eval.guidance to 1.0"
         )
     negative = next((p for p in prompts if p.negative), None)
     if negative is not None and model.guidance != "negative":
         raise UserError(
-            f"{negative.where}: a negative prompt, but this model has no branch for one; "
-            "leave negative_prompt out of the data"
+            f"{negative.where}: this model does not support negative prompts; "
+            "remove negative_prompt from the data"
         )
 
 
 def unused_negatives(
     model: FlowModel, guidance: float, prompts: Sequence[Prompt], path: str, key: str
 ) -> list[str]:
-    """A sentence about negative prompts that guidance of 1 or less leaves unread; `key` is what
-    sets the guidance."""
-    unread = [p for p in prompts if p.negative]
-    if not unread or guidance > 1 or model.guidance != "negative":
+    """A warning about negative prompts that are ignored because guidance is 1 or less; `key` is the
+    config key of the guidance."""
+    negative = [p for p in prompts if p.negative]
+    if not negative or guidance > 1 or model.guidance != "negative":
         return []
     return [
-        f"{len(unread)} of {len(prompts)} prompts of {path} have a negative prompt, and {key} = "
-        f"{guidance:g} does not read it: only guidance above 1 does; the first is {unread[0].where}"
+        f"{len(negative)} of {len(prompts)} prompts of {path} have a negative prompt, which is "
+        f"ignored because {key} = {guidance:g}; negative prompts require guidance above 1; the "
+        f"first is {negative[0].where}"
     ]
 
 
 def over_long(model: FlowModel, prompts: Sequence[Prompt], path: str) -> list[str]:
-    """Sentences about prompts, negative ones too, whose end some text encoder does not see."""
-    sentences = []
-    for reader in model.readers:
-        counted = [(p, max(reader.tokens(p.text), reader.tokens(p.negative))) for p in prompts]
-        long = [(p, tokens) for p, tokens in counted if tokens > reader.limit]
+    """Warnings about prompts and negative prompts that a text encoder truncates."""
+    warnings = []
+    for encoder in model.text_encoders:
+        counted = [(p, max(encoder.tokens(p.text), encoder.tokens(p.negative))) for p in prompts]
+        long = [(p, tokens) for p, tokens in counted if tokens > encoder.limit]
         if long:
             first, tokens = long[0]
-            sentences.append(
-                f"{len(long)} of {len(prompts)} prompts of {path} are longer than the "
-                f"{reader.limit} tokens that {reader.name} takes: their ends are cut there; the "
-                f"first is {first.where} with {tokens}: {first.text[:60]}"
+            warnings.append(
+                f"{len(long)} of {len(prompts)} prompts of {path} exceed the limit of "
+                f"{encoder.limit} tokens of {encoder.name} and are truncated; the first is "
+                f"{first.where} with {tokens} tokens: {first.text[:60]}"
             )
-    return sentences
+    return warnings

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gesso.models.flow.base import Guidance, Reader
+from gesso.models.flow.base import Guidance, TextEncoder
 from gesso.models.flow.packing import pack, unpack
 from gesso.models.flow.pipeline import (
     JOINT_ATTENTION,
     PipelineModel,
     TextLength,
-    reader,
+    text_encoder,
 )
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
@@ -21,8 +21,8 @@ from gesso.types import Which
 
 
 class Flux(PipelineModel):
-    """T5 for the text, CLIP for its summary. Both are distilled: dev takes the guidance scale as
-    an input of its network, schnell takes none."""
+    """T5 encodes the text, CLIP gives the pooled embedding. Both models are distilled: in dev the
+    guidance scale is an input of the network, schnell has no guidance."""
 
     pipeline = "FluxPipeline"
     large = ("transformer", "text_encoder_2")
@@ -30,7 +30,7 @@ class Flux(PipelineModel):
     packed = True
     even_sigmas = True
     # Flow-GRPO's list for FLUX.1 dev (there with rank 64, alpha 128); `attn.to_q`, `to_k` and
-    # `to_v` also lie in the single-stream blocks.
+    # `to_v` also match in the single-stream blocks.
     lora_targets = (
         *JOINT_ATTENTION,
         "ff.net.0.proj",
@@ -45,15 +45,15 @@ class Flux(PipelineModel):
 
     @property
     def text_lengths(self) -> TextLength:
-        """Of T5, by the two models' cards; CLIP's summary sees the first 77 tokens."""
+        """Lengths for T5, from the model cards; CLIP encodes the first 77 tokens."""
         most = 512 if self.guidance == "embedded" else 256
         return TextLength(default=most, least=1, most=most)
 
     @property
-    def readers(self) -> list[Reader]:
+    def text_encoders(self) -> list[TextEncoder]:
         return [
-            reader("T5", self.text_length, self.pipe.tokenizer_2),
-            reader("CLIP", self.pipe.tokenizer_max_length, self.pipe.tokenizer),
+            text_encoder("T5", self.text_length, self.pipe.tokenizer_2),
+            text_encoder("CLIP", self.pipe.tokenizer_max_length, self.pipe.tokenizer),
         ]
 
     @quiet("diffusers")  # `over_long` reports truncated prompts once

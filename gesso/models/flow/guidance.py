@@ -1,5 +1,4 @@
-"""Classifier-free guidance (arXiv 2207.12598): written once, for sampling, replay and the memory
-estimate."""
+"""Classifier-free guidance (arXiv 2207.12598), for sampling, training and the memory estimate."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from gesso.types import GuidanceGradient, Which
 @dataclass(frozen=True)
 class Guided:
     velocity: Tensor  # (N, C, H, W)
-    negative: Tensor | None = None  # (N, C, H, W): the negative branch's, where it has no gradient
+    negative: Tensor | None = None  # (N, C, H, W): of the negative branch, if without gradient
 
 
 def guided(
@@ -32,9 +31,9 @@ def guided(
 ) -> Guided:
     """The velocity at (x, σ) under guidance.
 
-    No `negative`: one pass. gradient="both" differentiates both branches (the newest reference);
-    "conditional" runs the negative branch without gradient (the older one; half the memory). A
-    stored `negative_velocity` replaces the pass over `negative`.
+    No `negative`: one pass. gradient="both" differentiates both branches (as in the newest
+    reference code); "conditional" runs the negative branch without gradient (as in the older one;
+    half the memory). A stored `negative_velocity` replaces the pass over `negative`.
     """
     if negative_velocity is not None:
         unconditional = negative_velocity
@@ -50,7 +49,7 @@ def guided(
 
 
 def rows_per_sample(negative: Conditioning | None, gradient: GuidanceGradient) -> int:
-    """Rows that a sample has in a pass of the network which is differentiated."""
+    """Number of rows of a sample in a differentiated pass of the network."""
     return 2 if negative is not None and gradient == "both" else 1
 
 
@@ -63,7 +62,7 @@ def _both(
     weights: Which,
 ) -> tuple[Tensor, Tensor]:
     """Velocities of the negative and of the positive branch, from one pass. The two rows of a
-    sample are neighbours: `Policy.per_sample_grads` sums their gradients."""
+    sample are adjacent, so that `Policy.per_sample_grads` sums their gradients."""
     pairs = torch.arange(2 * len(x), device=x.device).view(2, -1).T.flatten()
     conditions = Conditioning.stack([negative, cond]).rows(pairs)
     v = model.velocity(x.repeat_interleave(2, 0), sigma.repeat_interleave(2), conditions, weights)

@@ -1,8 +1,8 @@
-"""An attention's projections of one input, computed together.
+"""Computes the query, key and value projections of an attention layer together.
 
-Queries, keys and values have the same input, and in backward their gradients are summed there:
-three GEMMs become one, and the adapters read the input once for all three. The attention's own
-code runs unchanged and receives the precomputed projections.
+The projections have the same input, and backward sums their gradients there: three GEMMs become
+one, and the adapters read the input once for all three. The attention code of diffusers runs
+unchanged and receives the precomputed projections.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ TEXT = ("add_q_proj", "add_k_proj", "add_v_proj")
 
 
 def join_projections(network: nn.Module) -> None:
-    """In every attention where all three projections of the image or of the text have adapters that
-    fold. An attention whose `forward` was replaced stays as it is."""
+    """Applies to every attention layer in which all three projections of the image or of the text
+    have foldable adapters. A layer whose `forward` was already replaced is unchanged."""
     for module in network.modules():
         untouched = "forward" not in vars(module)
         if untouched and any(_joinable(module, names) for names in (IMAGE, TEXT)):
@@ -34,7 +34,7 @@ def _joinable(module: Any, names: Sequence[str]) -> bool:
     return all(isinstance(getattr(module, name, None), FoldedLinear) for name in names)
 
 
-@cache  # one function for all attentions of a class
+@cache  # one function for all attention layers of a class
 def _joining(plain: Callable[..., Any]) -> Callable[..., Any]:
     def forward(attention: Any, hidden_states: Tensor, *more: Any, **named: Any) -> Any:
         projected = _Projected(attention)
@@ -46,7 +46,7 @@ def _joining(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Projected:
-    """An attention with precomputed projections."""
+    """An attention layer with precomputed projections."""
 
     def __init__(self, attention: Any) -> None:
         self.attention = attention
@@ -62,5 +62,5 @@ class _Projected:
 
 
 def _precomputed(x: Tensor, y: Tensor, given: Tensor) -> Tensor:
-    assert given is x, "a projection of another input than its attention's"
+    assert given is x, "the projection is applied to another tensor than the attention's input"
     return y

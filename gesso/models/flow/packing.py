@@ -1,4 +1,4 @@
-"""Latents as tokens: FLUX and Qwen-Image see 2×2 latent cells as one token of 4C numbers."""
+"""Latents as tokens: FLUX and Qwen-Image pack 2×2 latent cells into one token of 4C values."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def pack(x: Tensor) -> Tensor:
-    """(N, C, H, W) → (N, HW/4, 4C), row by row; within a token channel first, then the cell."""
+    """(N, C, H, W) → (N, HW/4, 4C), row by row; within a token, channel first, then cell."""
     n, c, h, w = x.shape
     cells = x.reshape(n, c, h // 2, 2, w // 2, 2).permute(0, 2, 4, 1, 3, 5)
     return cells.reshape(n, (h // 2) * (w // 2), 4 * c)

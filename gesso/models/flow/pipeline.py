@@ -1,5 +1,6 @@
 """A diffusers pipeline as a flow model: loading, precision, latents, decoding and saving, shared by
-all of them. A model's own file holds what differs: how it encodes text and calls its transformer.
+all pipelines. The file of each model contains the differences: text encoding and the call of its
+transformer.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from gesso import config
 from gesso.models.cudnn import settle_attention
 from gesso.models.flow import compiled as speed
 from gesso.models.flow.adapter import load_adapter
-from gesso.models.flow.base import Guidance, Reader
+from gesso.models.flow.base import Guidance, TextEncoder
 from gesso.models.located import PIPELINE, locate
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
@@ -31,7 +32,7 @@ from gesso.weights.merge import SHARD
 from gesso.weights.policy import Policy
 
 JOINT_ATTENTION = tuple(
-    f"attn.{name}"  # bare names would also hit attn2 of SD3.5
+    f"attn.{name}"  # bare names would also match attn2 of SD3.5
     for name in (
         "to_q",
         "to_k",
@@ -45,13 +46,13 @@ JOINT_ATTENTION = tuple(
 )
 """Diffusers' names for the projections of a joint attention over image and text."""
 LIBRARIES = ("diffusers", "transformers")
-"""Libraries whose classes a model's index may name: diffusers imports any class named there."""
+"""Libraries whose classes model_index.json may name: diffusers imports any class named there."""
 ABSENT = [None, None]  # a component that the folder does not have
 
 
 @dataclass(frozen=True)
 class TextLength:
-    """Tokens of a prompt that a model takes: by default, at least and at most."""
+    """Number of prompt tokens that a model supports: default, minimum and maximum."""
 
     default: int
     least: int
@@ -59,14 +60,14 @@ class TextLength:
 
 
 class PipelineModel(ABC):
-    """What the models of this folder share; all networks are the pipeline's own."""
+    """Base class of the models in this folder; all networks are those of the pipeline."""
 
     pipeline: ClassVar[str]  # name of the class in diffusers
     lora_targets: ClassVar[Sequence[str]]
     large: ClassVar[Sequence[str]]  # components worth quantizing
     blocks: ClassVar[Sequence[str]] = ()  # classes of the transformer's repeated blocks
     patch: ClassVar[int] = 2  # latent cells per token, in height and in width
-    packed: ClassVar[bool] = False  # the transformer takes tokens, not latents
+    packed: ClassVar[bool] = False  # the input of the transformer is tokens, not latents
     even_sigmas: ClassVar[bool] = False  # the pipeline passes the scheduler 1, …, 1/steps
 
     def __init__(self, settings: config.Model, seed: int = 0, sizes: Sequence[int] = ()) -> None:
@@ -128,13 +129,13 @@ class PipelineModel(ABC):
             return limits.default
         if not limits.least <= length <= limits.most:
             raise UserError(
-                f"model.text_length = {length}, but {self.path} takes "
-                f"{limits.least} to {limits.most} tokens; leave it out for its own {limits.default}"
+                f"model.text_length = {length}, but {self.path} supports {limits.least} to "
+                f"{limits.most} tokens; remove it to use the default of {limits.default}"
             )
         return length
 
     def blank(self, rows: int) -> Conditioning:
-        """Conditioning of that many prompts of full length, for its shapes."""
+        """Uninitialised conditioning of `rows` prompts of full length, for its shapes."""
         settings, length = self.transformer.config, self.text_tokens
         embeds = torch.empty(rows, length, settings.joint_attention_dim, dtype=self.dtype)
         pooled = None
@@ -145,7 +146,7 @@ class PipelineModel(ABC):
 
     @property
     def text_tokens(self) -> int:
-        """Of a prompt, as the transformer gets them."""
+        """Number of text tokens that the transformer receives for a prompt."""
         return self.text_length
 
     @property
@@ -154,7 +155,7 @@ class PipelineModel(ABC):
 
     @property
     @abstractmethod
-    def readers(self) -> list[Reader]: ...
+    def text_encoders(self) -> list[TextEncoder]: ...
 
     @abstractmethod
     def encode(self, texts: Sequence[str]) -> Conditioning: ...
@@ -175,13 +176,13 @@ class PipelineModel(ABC):
 
     def precision(self) -> AbstractContextManager:
         """A full fine-tune in half precision runs its float32 weights under autocast. With LoRA the
-        frozen weights already are in half precision."""
+        frozen weights are already in half precision."""
         if not self._autocast or self.device.type == "meta":
             return nullcontext()
         return torch.autocast(self.device.type, self.dtype)
 
     def sigmas(self, steps: int, height: int, width: int) -> Tensor:
-        """The pipeline's own schedule; a dynamic shift grows with the number of image tokens."""
+        """The schedule of the pipeline; a dynamic shift grows with the number of image tokens."""
         from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
         scheduler, settings = self.pipe.scheduler, self.pipe.scheduler.config
@@ -201,7 +202,7 @@ class PipelineModel(ABC):
         return scheduler.sigmas.float()
 
     def timestep(self, sigma: Tensor) -> Tensor:
-        """σ times 1000, rounded to the network's precision as FLUX's and Qwen's pipelines do."""
+        """σ times 1000, rounded to the network's precision as in the pipelines of diffusers."""
         return (sigma * self.pipe.scheduler.config.num_train_timesteps).to(self.dtype)
 
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
@@ -210,20 +211,20 @@ class PipelineModel(ABC):
         if height % factor or width % factor:
             fit = f"{_round(height, factor)}×{_round(width, factor)}"
             raise UserError(
-                f"pictures of {height}×{width} do not fit {self.path}: "
+                f"{self.path} does not support images of {height}×{width}: "
                 f"height and width must be multiples of {factor}; use {fit}"
             )
         most = getattr(self.transformer.config, "pos_embed_max_size", None)  # SD3 has one
         if most is not None and max(height, width) > most * factor:
             raise UserError(
-                f"pictures of {height}×{width} do not fit {self.path}: its position embeddings "
-                f"reach up to {most * factor} pixels a side"
+                f"{self.path} does not support images of {height}×{width}: its position embeddings "
+                f"are limited to {most * factor} pixels per side"
             )
         return self.channels, height // scale, width // scale
 
     @property
     def channels(self) -> int:
-        """Of the latents, before they are packed into tokens."""
+        """Number of channels of the latents, before they are packed into tokens."""
         return self.transformer.config.in_channels // (self.patch**2 if self.packed else 1)
 
     @torch.no_grad()
@@ -242,13 +243,13 @@ class PipelineModel(ABC):
     def _check_mergeable(self) -> None:
         if self.quantized:
             raise UserError(
-                "weights in 4 bits cannot take up an adapter without loss; export the LoRA itself, "
-                "and merge it into the full weights with diffusers' fuse_lora"
+                "an adapter cannot be merged into 4-bit weights without loss; export the LoRA "
+                "alone and merge it into the full-precision weights with diffusers' fuse_lora"
             )
 
     def save(self, folder: Path, merged: bool = False, shard: str = SHARD) -> None:
-        """LoRA weights as diffusers' `load_lora_weights` reads them; or, of a full fine-tune or
-        with `merged`, the whole pipeline with the adapter folded into its weights."""
+        """LoRA weights for diffusers' `load_lora_weights`; or, for a full fine-tune or with
+        `merged`, the whole pipeline with the adapter merged into its weights."""
         with quiet("diffusers"):
             if self.policy.lora is None:
                 self.pipe.save_pretrained(folder, max_shard_size=shard)
@@ -261,17 +262,17 @@ class PipelineModel(ABC):
                 self.pipe.save_lora_weights(
                     folder,
                     transformer_lora_layers=layers,
-                    transformer_lora_adapter_metadata=metadata,  # else diffusers forgets alpha
+                    transformer_lora_adapter_metadata=metadata,  # otherwise alpha is not stored
                 )
 
 
-def reader(name: str, limit: int, tokenizer: Any) -> Reader:
-    """Counts special tokens, too, and silences the tokenizer's warning about long texts."""
+def text_encoder(name: str, limit: int, tokenizer: Any) -> TextEncoder:
+    """Its count includes special tokens; the tokenizer's warning about long texts is silenced."""
 
     def tokens(text: str) -> int:
         return len(tokenizer(text, truncation=False, verbose=False).input_ids)
 
-    return Reader(name, limit, tokens)
+    return TextEncoder(name, limit, tokens)
 
 
 def _round(size: int, factor: int) -> int:
@@ -279,8 +280,8 @@ def _round(size: int, factor: int) -> int:
 
 
 def _most_parameters(source: str) -> int:
-    """Upper bound for the transformer before it is loaded, one byte each. A model on the hub counts
-    as large."""
+    """Upper bound of the transformer's parameters before it is loaded, at one byte each. A model on
+    the hub counts as large."""
     folder = Path(source) / "transformer"
     if not folder.is_dir():
         return speed.LARGE
@@ -289,10 +290,10 @@ def _most_parameters(source: str) -> int:
 
 def _load_pipeline(model: PipelineModel, settings: config.Model) -> Any:
     """The pipeline with its networks in the model's dtype; a fully fine-tuned transformer in
-    float32, large components in 4 bits if the recipe says so."""
+    float32, large components in 4 bits if the recipe sets model.quantize."""
     source, options = _locate(model, settings)
     if speed.compiles(settings, model.device, _most_parameters(source), model.blocks):
-        speed.wake_compiler(model.device)  # not earlier: a wrong path fails at once
+        speed.wake_compiler(model.device)  # not earlier: a wrong path fails immediately
     whole = settings.lora is None
     options["dtype"] = {
         "transformer": torch.float32 if whole else model.dtype,
@@ -317,10 +318,13 @@ def _four_bits(model: PipelineModel) -> Any:
     """NF4 by bitsandbytes."""
     if model.device.type != "cuda":
         raise UserError(
-            f'model.quantize = "nf4" needs a CUDA device, found {model.device}; leave it out'
+            f'model.quantize = "nf4" requires a CUDA device, got {model.device}; '
+            "remove model.quantize"
         )
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError('model.quantize = "nf4" needs bitsandbytes: pip install "gesso[quantize]"')
+        raise UserError(
+            'model.quantize = "nf4" requires bitsandbytes: pip install "gesso[quantize]"'
+        )
     from diffusers import PipelineQuantizationConfig
 
     return PipelineQuantizationConfig(
@@ -335,7 +339,7 @@ def _four_bits(model: PipelineModel) -> Any:
 
 
 def _empty_pipeline(model: PipelineModel, settings: config.Model) -> Any:
-    """The pipeline built from its configs alone: networks with shapes and no values."""
+    """The pipeline built from its configs only: networks with shapes but no values."""
     import diffusers
 
     source, parts = _locate(model, settings)
@@ -356,7 +360,7 @@ def _empty_pipeline(model: PipelineModel, settings: config.Model) -> Any:
 def _empty_part(
     library: str, name: str, source: str, folder: str, model: PipelineModel, settings: config.Model
 ) -> Any:
-    kind = getattr(importlib.import_module(library), name)  # `_locate` has checked the library
+    kind = getattr(importlib.import_module(library), name)  # `_locate` checked the library
     if not issubclass(kind, torch.nn.Module):
         return kind.from_pretrained(source, subfolder=folder)
     with torch.device("meta"):
@@ -369,14 +373,14 @@ def _empty_part(
 
 
 def _locate(model: PipelineModel, settings: config.Model) -> tuple[str, dict[str, Any]]:
-    """The folder or hub name to load, and the absent components as arguments: diffusers needs those
-    that the index leaves out (usually T5) to be passed as None."""
+    """The folder or hub name to load, and the absent components as arguments: diffusers requires
+    components that are null in model_index.json (usually T5) to be passed as None."""
     located = locate(settings, PIPELINE)
     kind = located.about.get(PIPELINE.key)
     if kind != model.pipeline:
         raise UserError(
-            f'model.path = "{settings.path}" is a {kind} by its {PIPELINE.file}, but model.name = '
-            f'"{settings.name}" expects a {model.pipeline}; change one of them'
+            f'model.path = "{settings.path}" is a {kind} according to its {PIPELINE.file}, but '
+            f'model.name = "{settings.name}" expects a {model.pipeline}; change one of them'
         )
     parts = {name: part for name, part in located.about.items() if isinstance(part, list)}
     for name, part in parts.items():

@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gesso.models.flow.base import Reader
+from gesso.models.flow.base import TextEncoder
 from gesso.models.flow.packing import pack, unpack
 from gesso.models.flow.pipeline import (
     JOINT_ATTENTION,
     PipelineModel,
     TextLength,
-    reader,
+    text_encoder,
 )
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
@@ -22,8 +22,9 @@ from gesso.types import Which
 
 
 class QwenImage(PipelineModel):
-    """Qwen2.5-VL reads the prompt inside a template; prompts keep their own lengths, so batches
-    carry a mask. Guidance by a negative prompt, with the length of each token's velocity kept."""
+    """Qwen2.5-VL encodes the prompt inside a template; prompts are not padded to a fixed length, so
+    batches have a mask. Guidance uses a negative prompt and preserves the norm of each token's
+    velocity."""
 
     pipeline = "QwenImagePipeline"
     large = ("transformer", "text_encoder")
@@ -43,14 +44,14 @@ class QwenImage(PipelineModel):
         return TextLength(default=512, least=1, most=self.pipe.tokenizer_max_length)
 
     @property
-    def readers(self) -> list[Reader]:
-        """Tokens with the end of the template, which the network sees, without its head, which is
-        cut."""
+    def text_encoders(self) -> list[TextEncoder]:
+        """The count includes the end of the template, which the transformer receives, but not its
+        start, which is dropped."""
         template, head = (
             self.pipe.prompt_template_encode,
             self.pipe.prompt_template_encode_start_idx,
         )
-        whole = reader("Qwen2.5-VL", self.text_length, self.pipe.tokenizer)
+        whole = text_encoder("Qwen2.5-VL", self.text_length, self.pipe.tokenizer)
         return [replace(whole, tokens=lambda text: whole.tokens(template.format(text)) - head)]
 
     @quiet("diffusers")  # `over_long` reports truncated prompts once
@@ -59,7 +60,7 @@ class QwenImage(PipelineModel):
         embeds, mask = self.pipe.encode_prompt(
             prompt=list(texts), device=self.device, max_sequence_length=self.text_length
         )
-        if mask is None:  # the pipeline's way to say that nothing is padded
+        if mask is None:  # the pipeline returns None if nothing is padded
             mask = embeds.new_ones(embeds.shape[:2])
         return Conditioning(embeds, mask=mask.bool())
 
@@ -67,7 +68,7 @@ class QwenImage(PipelineModel):
         self, x: Tensor, sigma: Tensor, cond: Conditioning, weights: Which = "current"
     ) -> Tensor:
         n, _, h, w = x.shape
-        # no mask where none is needed: faster attention, and what the pipeline does
+        # Without padding no mask is passed, as in the pipeline: attention is faster.
         mask = None if cond.mask is None or bool(cond.mask.all()) else cond.mask
         v = self.run(
             weights,
@@ -80,14 +81,13 @@ class QwenImage(PipelineModel):
         return unpack(v, h, w).float()
 
     def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
-        """v = u + scale·(c − u), then every token of v gets the length that c has there."""
+        """v = u + scale·(c − u); then every token of v is rescaled to the norm of c there."""
         v = pack(super().guide(negative, positive, scale))
         length = pack(positive).norm(dim=-1, keepdim=True)
         return unpack(v * (length / v.norm(dim=-1, keepdim=True)), *positive.shape[-2:])
 
     def pixels(self, latents: Tensor) -> Tensor:
-        """The decoder is one for videos: a picture is one frame, and every channel has its own
-        mean and spread."""
+        """The VAE is a video VAE: an image is one frame, and mean and std are given per channel."""
         vae = self.pipe.vae
         mean, std = (
             latents.new_tensor(values).view(-1, 1, 1)

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gesso.models.flow.base import Reader
+from gesso.models.flow.base import TextEncoder
 from gesso.models.flow.pipeline import (
     JOINT_ATTENTION,
     PipelineModel,
     TextLength,
-    reader,
+    text_encoder,
 )
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
@@ -20,16 +20,17 @@ from gesso.types import Which
 
 
 class SD3(PipelineModel):
-    """Two CLIP encoders and T5 side by side; guidance by a negative prompt."""
+    """Two CLIP text encoders and T5; guidance by a negative prompt."""
 
     pipeline = "StableDiffusion3Pipeline"
     large = ("transformer", "text_encoder_3")
     blocks = ("JointTransformerBlock",)
-    lora_targets = JOINT_ATTENTION  # of Flow-GRPO: 18,776,064 parameters at rank 32 in SD3.5-M
+    lora_targets = JOINT_ATTENTION  # as in Flow-GRPO: 18,776,064 parameters, rank 32, SD3.5-M
 
     @property
     def text_lengths(self) -> TextLength:
-        """Of T5, 128 as Flow-GRPO trains; CLIP sees 77. Without T5 that many zeros, or none."""
+        """Lengths for T5, by default 128 as in Flow-GRPO; CLIP encodes 77 tokens. Without T5 its
+        embeddings are zeros of that length, which may be 0."""
         return TextLength(default=128, least=0 if self.pipe.tokenizer_3 is None else 1, most=512)
 
     @property
@@ -37,11 +38,11 @@ class SD3(PipelineModel):
         return self.pipe.tokenizer_max_length + self.text_length
 
     @property
-    def readers(self) -> list[Reader]:
-        clip = reader("CLIP", self.pipe.tokenizer_max_length, self.pipe.tokenizer)
+    def text_encoders(self) -> list[TextEncoder]:
+        clip = text_encoder("CLIP", self.pipe.tokenizer_max_length, self.pipe.tokenizer)
         if self.pipe.tokenizer_3 is None:
             return [clip]
-        return [reader("T5", self.text_length, self.pipe.tokenizer_3), clip]
+        return [text_encoder("T5", self.text_length, self.pipe.tokenizer_3), clip]
 
     @quiet("diffusers")  # `over_long` reports truncated prompts once
     @torch.no_grad()

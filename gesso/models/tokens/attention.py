@@ -1,8 +1,8 @@
 """Attention over packed sequences, registered as an attention function of transformers.
 
-transformers' SDPA finds packed sequences by their positions and then masks a dense T × T matrix:
-it computes every pair of tokens of different samples. Here every sequence attends to itself only:
-packing costs no more than its sequences, and nothing leaks from one to another.
+transformers' SDPA detects packed sequences by their positions and then masks a dense T × T matrix:
+it computes every pair of tokens of different samples. Here every sequence attends only to itself:
+packing adds no cost, and no information leaks between sequences.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor
 
 NAME = "gesso"
 WINDOWS = "gesso_flash"
-"""Vision towers hand all their windows to an attention with "flash" in its name, and loop over them
-for any other."""
+"""Vision towers pass all their windows to an attention function with "flash" in its name, and loop
+over the windows for any other."""
 SEGMENTS = 64
-"""What their number is rounded up to, by empty ones."""
+"""The number of segments is padded to a multiple of this, with empty segments."""
 
 
 def register() -> str:
-    """Make both known to transformers; the name is what `attn_implementation` takes."""
+    """Registers both functions in transformers; returns the name for `attn_implementation`."""
     from transformers import AttentionInterface
 
     AttentionInterface.register(NAME, attend)
@@ -36,7 +36,7 @@ Trees = Sequence[Sequence[int]]
 
 
 def segments_of(trees: Trees, device: torch.device, dtype: torch.dtype) -> Segments:
-    """Prompts and responses of one pass, in the layout that is fastest on this device."""
+    """The prompts and responses of one pass, in the fastest layout for this device."""
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
         return Flat.of(trees, device, dtype)
     return Groups.of(trees, device)
@@ -44,15 +44,18 @@ def segments_of(trees: Trees, device: torch.device, dtype: torch.dtype) -> Segme
 
 @dataclass(frozen=True)
 class Flat:
-    """Where each segment's queries and keys begin, and which tokens its keys are of: a response's
-    are its prompt's and its own."""
+    """Offsets of the queries and keys of each segment, and the token indices of the keys. The keys
+    of a response are those of its prompt and of the response itself.
+
+    Maximum lengths and the number of segments are rounded up: values that change from pass to pass
+    would cause recompilation."""
 
     queries: Tensor  # (segments + 1,) int32
     keys: Tensor
     tokens: Tensor  # (keys,) of all segments
-    most_queries: int  # of a segment; rounded up, as the number of segments is: what changes from
-    most_keys: int  # pass to pass would be compiled anew
-    dtype: torch.dtype  # half precision; under autocast some of what comes is not
+    most_queries: int  # per segment
+    most_keys: int
+    dtype: torch.dtype  # half precision; under autocast some inputs are float32
 
     @staticmethod
     def of(trees: Trees, device: torch.device, dtype: torch.dtype) -> Flat:
@@ -84,13 +87,13 @@ class Flat:
 
 @dataclass(frozen=True)
 class Groups:
-    """Segments of similar shape share one call. Shorter ones are padded at their ends, where causal
-    attention does not look, to less than twice their length."""
+    """Segments of similar shape share one call. Shorter ones are padded at their ends, which causal
+    attention ignores, to less than twice their length."""
 
-    shapes: Sequence[tuple[int, int, int]]  # of each group: segments, queries and keys of each
-    queries: Tensor  # which token each query of a group is, group after group,
-    keys: Tensor  # and each key: a response's are its prompt's and its own
-    places: Tensor  # (T,) where among the queries a token is
+    shapes: Sequence[tuple[int, int, int]]  # per group: segments, queries and keys of a segment
+    queries: Tensor  # token index of each query, group after group
+    keys: Tensor  # token index of each key; a response has the keys of its prompt and itself
+    places: Tensor  # (T,) index of each token among the queries
 
     @staticmethod
     def of(trees: Trees, device: torch.device) -> Groups:
@@ -142,9 +145,9 @@ def attend(
     segments: Segments | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each prompt, and of each response over its prompt and itself;
-    without segments, of one new token per row over its unmasked past. A prompt is passed once,
-    however many responses it has."""
+    """Causal attention within each prompt, and from each response to its prompt and itself;
+    without segments, from one new token per row to its unmasked past. A prompt is passed once for
+    all of its responses."""
     if segments is None:
         return _one_token(query, key, value, attention_mask, scaling), None
     return segments.attend(query, key, value, scaling), None
@@ -161,7 +164,7 @@ def attend_windows(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Of every token of an image over its window."""
+    """Attention from every token of an image to its window."""
     q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
     at, most = cu_seq_lens_q.to(torch.int32), int(max_length_q)
     return _flash(q, k, v, at, at, most, most, False, scaling)[None], None
@@ -178,8 +181,8 @@ def _flash(
     causal: bool,
     scaling: float | None,
 ) -> Tensor:
-    """torch's own flash attention of segments. Causal, the last of a segment's keys belongs to the
-    last of its queries."""
+    """Torch's flash attention over segments. If causal, the last key of a segment belongs to its
+    last query."""
     starts = queries, keys, most_queries, most_keys
     outputs = torch.ops.aten._flash_attention_forward(
         query, key, value, *starts, 0.0, causal, False, scale=scaling
@@ -188,7 +191,7 @@ def _flash(
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
-    """The queries are the last of the keys' tokens."""
+    """The queries are the last tokens of the keys."""
     new, past = query.shape[2], key.shape[2] - query.shape[2]
     mask = None
     if past and new > 1:
@@ -207,12 +210,12 @@ def _causal(query: Tensor, key: Tensor, value: Tensor, scaling: float | None) ->
 def _one_token(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None
 ) -> Tensor:
-    """The heads of a group become queries over the same keys, which need not be repeated."""
+    """The heads of a group become queries to the same keys, which need not be repeated."""
     n, heads, length, d = query.shape
     if mask is None or length != 1:
         raise ValueError(
-            "a model that Gesso loaded was called directly; load the folder with transformers' "
-            "Auto classes to use it outside of Gesso"
+            "a model loaded by Gesso was called directly; to use it outside of Gesso, load the "
+            "folder with transformers' Auto classes"
         )
     grouped = query.reshape(n, key.shape[1], -1, d)
     out = torch.nn.functional.scaled_dot_product_attention(

@@ -1,5 +1,5 @@
-"""Models that read and write text: Llama 3, Qwen2, Qwen2.5, Qwen3 and what was distilled into
-them (DeepSeek-R1), through transformers' AutoModelForCausalLM."""
+"""Text-only language models: Llama 3, Qwen2, Qwen2.5, Qwen3 and models distilled into them
+(DeepSeek-R1), through transformers' AutoModelForCausalLM."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Causal(TransformerModel):
     def encode(self, prompt: Prompt) -> TokenPrompt:
         if prompt.images:
             raise UserError(
-                f"{prompt.where}: a picture, but {type(self.module).__name__} only reads; "
-                'use a model that sees, with model.name = "vision-language"'
+                f"{prompt.where}: got an image, but {type(self.module).__name__} takes only text; "
+                'use a vision-language model, with model.name = "vision-language"'
             )
         messages = prompt.messages or ({"role": "user", "content": prompt.text},)
         text = self._chat([_plain(message, prompt.where) for message in messages], prompt.where)
@@ -57,10 +57,12 @@ class Causal(TransformerModel):
 
 
 def _plain(message: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Templates of text models take a message's content as one text."""
+    """The chat templates of text-only models expect the content of a message as one string."""
     content = message["content"]
     if isinstance(content, str):
         return dict(message)
     if odd := next((part for part in content if part["type"] != "text"), None):
-        raise UserError(f'{where}: a message holds a part of type "{odd["type"]}", expected "text"')
+        raise UserError(
+            f'{where}: a message contains a part of type "{odd["type"]}", expected "text"'
+        )
     return {**message, "content": "".join(part["text"] for part in content)}

@@ -18,8 +18,7 @@ class Trunk(Protocol):
 
 
 class Critic:
-    """A linear value head on the decoder's states. `trained` shares nothing with the policy's
-    parameters."""
+    """A linear value head on the decoder's states. `trained` and the policy share no parameters."""
 
     def __init__(
         self, trunk: Trunk, trained: dict[str, nn.Parameter], width: int, lr: float, seed: int
@@ -28,7 +27,7 @@ class Critic:
         self.lr = lr
         device = next(iter(trained.values())).device
         generator = torch.Generator().manual_seed(seed)
-        start = torch.randn(width, generator=generator) / (width + 1)  # as OpenRLHF's
+        start = torch.randn(width, generator=generator) / (width + 1)  # as in OpenRLHF
         self.head = nn.Parameter(start.to(device))
         self.bias = nn.Parameter(torch.zeros((), device=device))
         self.trained = trained | {"value.weight": self.head, "value.bias": self.bias}
@@ -42,7 +41,7 @@ class Critic:
 
 
 class _Adapted:
-    """The policy's own network, with the critic's adapters in place of the policy's."""
+    """The policy's network with the critic's adapters instead of the policy's."""
 
     NAME = "critic"
 
@@ -71,12 +70,12 @@ def make(
     if model.policy.lora is None:
         raise UserError(
             'algorithm.critic.trunk = "lora" shares the policy\'s network, which a full fine-tune '
-            'changes; set model.lora.rank, or take trunk = "copy"'
+            'changes; set model.lora.rank, or use trunk = "copy"'
         )
     if section.gradient_checkpointing:
         raise UserError(
-            'algorithm.critic.trunk = "lora" does not go with model.gradient_checkpointing, which '
-            'computes activations again with the policy\'s adapters on; take trunk = "copy"'
+            'algorithm.critic.trunk = "lora" does not support model.gradient_checkpointing, which '
+            'would recompute activations with the policy\'s adapters; use trunk = "copy"'
         )
     trained = model.policy.add_adapter(_Adapted.NAME, seed)
     return Critic(_Adapted(model), trained, width, lr, seed)

@@ -1,4 +1,4 @@
-"""Features of a frozen vision tower, cached so that it encodes each image once."""
+"""Caches the features of a frozen vision tower, so that it encodes each image once."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gesso.rollout import TokenPrompt
 
 
 class FeatureCache:
-    """Features by an image's content, on the CPU up to `limit` bytes; the least recently used go
-    first. Sampling, old, reference and update passes share them."""
+    """Features by image content, on the CPU up to `limit` bytes; the least recently used are
+    evicted first. Sampling, old, reference and update passes share them."""
 
     def __init__(self, limit: int = 4 * 2**30) -> None:
         self.limit = limit
@@ -38,7 +38,7 @@ class FeatureCache:
             self._bytes -= self._features.popitem(last=False)[1].nbytes
 
     def keys(self, prompt: TokenPrompt) -> list[bytes]:
-        """Of its images. Hashing reads megabytes, so it is done once per prompt."""
+        """Keys of the prompt's images. Hashing reads megabytes, so it is done once per prompt."""
         if prompt.pixels not in self._keys:
             images = images_of(prompt)
             self._keys[prompt.pixels] = [_digest(pixels, grid) for pixels, grid in images]
@@ -46,14 +46,15 @@ class FeatureCache:
 
 
 def images_of(prompt: TokenPrompt) -> list[tuple[Tensor, Tensor]]:
-    """Patches (P, values) and grid (3,) of each."""
+    """Patches (P, values) and grid (3,) of each image."""
     assert prompt.pixels is not None and prompt.grid is not None
     patches = prompt.pixels.split(prompt.grid.prod(-1).tolist())
     return list(zip(patches, prompt.grid, strict=True))
 
 
 def _digest(pixels: Tensor, grid: Tensor) -> bytes:
-    """Of an image as the image processor left it; the same patches in another shape differ."""
+    """Digest of an image after the image processor; the grid is included, so that the same patches
+    in another shape differ."""
     digest = hashlib.blake2b(str(grid.tolist()).encode(), digest_size=16)
     digest.update(pixels.contiguous().numpy().data)
     return digest.digest()

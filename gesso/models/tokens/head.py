@@ -1,5 +1,5 @@
-"""From the decoder's states to log-probs and entropies, a few positions at a time: the logits of
-all positions, 600 KB each for 152,000 ids, never exist together.
+"""Computes log-probs and entropies from the decoder's states, a few positions at a time: the logits
+of all positions, 600 KB each for 152,000 ids, are never in memory together.
 
     R positions · D width · V ids
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 LOGITS = 2**26
-"""That exist at a time: 256 MB in float32, 440 positions of 152,000 ids."""
+"""Maximum number of logits in memory: 256 MB in float32, 440 positions of 152,000 ids."""
 
 Scores = tuple[Tensor, Tensor]  # (R,) log-probs, differentiable, and entropies, which are not
 
@@ -31,7 +31,7 @@ def tempered(raw: Tensor, temperature: float, allowed: Tensor) -> Tensor:
 def score(
     head: nn.Module, states: Tensor, tokens: Tensor, temperature: float, allowed: Tensor
 ) -> Scores:
-    """(R, D) states and the (R,) ids that came after them."""
+    """(R, D) states and the (R,) ids that follow them."""
     rows = max(1, LOGITS // len(allowed))
     if type(head) is nn.Linear and head.bias is None and not head.weight.requires_grad:
         return FrozenHead.apply(states, head, tokens, temperature, allowed, rows)
@@ -65,9 +65,9 @@ def scored(
 
 
 class FrozenHead(torch.autograd.Function):
-    """Scores of a head that is not trained. Their gradient is known up to a factor a position while
-    the logits are still there: ∂logp/∂state = (W[token] − Σ p W) / temperature. So nothing of size
-    V is kept, and nothing is computed twice."""
+    """Scores of a head that is not trained. Their gradient is computed in forward, up to a factor
+    per position: ∂logp/∂state = (W[token] − Σ p W) / temperature. So no tensor of size V is saved,
+    and nothing is computed twice."""
 
     @staticmethod
     def forward(
@@ -79,15 +79,15 @@ class FrozenHead(torch.autograd.Function):
         allowed: Tensor,
         rows: int,
     ) -> Scores:
-        logps, entropies, pulls = [], [], []
-        of = _scored(states.device.type)
+        logps, entropies, grads = [], [], []
+        compute = _scored(states.device.type)
         for some, ids in zip(states.split(rows), tokens.split(rows), strict=True):
-            logp, entropy, shares = of(head(some), ids, temperature, allowed)
+            logp, entropy, shares = compute(head(some), ids, temperature, allowed)
             logps.append(logp)
             entropies.append(entropy)
             if ctx.needs_input_grad[0]:
-                pulls.append(head.weight[ids] - shares @ head.weight)
-        ctx.save_for_backward(*pulls)
+                grads.append(head.weight[ids] - shares @ head.weight)
+        ctx.save_for_backward(*grads)
         ctx.divisor = temperature or 1.0
         entropy = torch.cat(entropies)
         ctx.mark_non_differentiable(entropy)
@@ -95,24 +95,24 @@ class FrozenHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        pull = torch.cat(ctx.saved_tensors)
-        to_states = (pull * (grad / ctx.divisor)[:, None]).to(pull.dtype)
-        return to_states, None, None, None, None, None
+        logit_grad = torch.cat(ctx.saved_tensors)
+        state_grad = (logit_grad * (grad / ctx.divisor)[:, None]).to(logit_grad.dtype)
+        return state_grad, None, None, None, None, None
 
 
 @cache
 def _scored(device: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """On CUDA its dozen passes over the logits are compiled into three, once for any number of
-    rows."""
+    """`scored`; on CUDA its dozen passes over the logits are compiled into three, once for any
+    number of rows."""
     if device != "cuda":
         return scored
     compiled = torch.compile(scored)
 
-    def of(raw: Tensor, tokens: Tensor, *more: Any) -> tuple[Tensor, Tensor, Tensor]:
-        if len(raw) < 2:  # of one row torch would make a graph of its own, in whichever iteration
+    def compute(raw: Tensor, tokens: Tensor, *more: Any) -> tuple[Tensor, Tensor, Tensor]:
+        if len(raw) < 2:  # torch would compile a separate graph for one row, in any iteration
             return scored(raw, tokens, *more)
         for rows in (raw, tokens):
             torch._dynamo.maybe_mark_dynamic(rows, 0)
         return compiled(raw, tokens, *more)
 
-    return of
+    return compute

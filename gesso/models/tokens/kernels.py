@@ -1,5 +1,5 @@
-"""Attention of one new token per sequence over its past, in Triton. Each sequence is read up to its
-length, not up to the capacity of its slot, and heads that share keys share the loads of them.
+"""Attention from one new token per sequence to its past, in Triton. Each sequence is read up to its
+length, not up to the capacity of its slot, and heads that share keys load them once.
 
     n sequences · H heads · G groups of heads that share keys and values · d head width
 """
@@ -11,12 +11,12 @@ import triton.language as tl
 from torch import Tensor
 
 AT_ONCE = 64
-"""Tokens of the past that are read at a time."""
+"""Past tokens that are read at a time."""
 
 
 def one_token(
     query: Tensor,  # (n, H, d)
-    key: Tensor,  # (n, G, d): of the new token; written into the cache behind the past
+    key: Tensor,  # (n, G, d): of the new token; written into the cache after the past
     value: Tensor,
     keys: Tensor,  # (n, G, capacity, d)
     values: Tensor,
@@ -48,8 +48,8 @@ def _one_token(
     SHARING: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """A program a sequence and group. Softmax in base 2, `scale` holds log2(e); the new token comes
-    first, so that the running maximum is a number from the start."""
+    """One program per sequence and group. Softmax in base 2, `scale` includes log2(e); the new
+    token is processed first, so that the running maximum is always finite."""
     n = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     rows = tl.arange(0, ROWS)

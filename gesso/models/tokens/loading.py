@@ -1,4 +1,4 @@
-"""Models of transformers from folders or the hub. Every mistake raises one clear sentence."""
+"""Loads transformers models from folders or the hub. Every error is raised as one sentence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ERRORS = (OSError, ValueError, KeyError, TypeError, ImportError, SafetensorError
 
 
 class Architecture(Protocol):
-    """What a class of models loads, from where and onto which device."""
+    """What a model class loads, from where and onto which device."""
 
     device: torch.device
     dtype: torch.dtype
@@ -31,7 +31,7 @@ class Architecture(Protocol):
 
     @property
     def kinds(self) -> Mapping[str, str]:
-        """Model types of transformers, and the makers' names."""
+        """Model types of transformers, and their display names."""
 
     @property
     def auto(self) -> str:
@@ -39,12 +39,12 @@ class Architecture(Protocol):
 
     @property
     def other(self) -> str:
-        """model.name for those that this class does not load."""
+        """model.name for model types that this class does not load."""
 
 
 def load(model: Architecture, settings: config.TokenModel) -> Any:
-    """The module on its device: in float32 for a full fine-tune, else in the model's dtype, or in
-    4 bits if the recipe says so."""
+    """The module on its device: in float32 for a full fine-tune, otherwise in the model's dtype, or
+    in 4 bits if the recipe sets model.quantize."""
     import transformers
 
     auto = getattr(transformers, model.auto)
@@ -68,14 +68,14 @@ def load(model: Architecture, settings: config.TokenModel) -> Any:
         )
     if missing := sorted(report["missing_keys"]):
         raise UserError(
-            f'model.path = "{settings.path}": {len(missing)} weights of its {type(module).__name__}'
-            f" are not in the folder, the first {missing[0]}; download it again"
+            f'model.path = "{settings.path}": {len(missing)} weights of {type(module).__name__} '
+            f"are missing, the first is {missing[0]}; download the model again"
         )
     return module if settings.quantize is not None else module.to(model.device)
 
 
 def _attention(model_config: Any) -> Any:
-    """Ours for the decoder; a vision tower keeps SDPA."""
+    """Our attention for the decoder, SDPA for a vision tower."""
     name = attention.register()
     if model_config.get_text_config() == model_config:
         return name
@@ -91,32 +91,35 @@ def _config(model: Architecture, path: str) -> Any:
         known = ", ".join(model.kinds.values())
         raise UserError(
             f'model.path = "{path}" is a {model_config.model_type}, expected one of {known}; '
-            f'for other models see model.name = "{model.other}"'
+            f'for other model types use model.name = "{model.other}"'
         )
     layers = getattr(model_config.get_text_config(), "layer_types", None)  # Llama's has none
     if "sliding_attention" in (layers or []):
         raise UserError(
-            f'model.path = "{path}" uses sliding windows of attention, which are not supported; '
-            "set use_sliding_window to false in its config.json if responses stay within the window"
+            f'model.path = "{path}" uses sliding-window attention, which is not supported; set '
+            "use_sliding_window to false in its config.json if responses stay within the window"
         )
     return model_config
 
 
 def _four_bits(model: Architecture) -> Any:
-    """NF4 by bitsandbytes; vision tower and head stay as they are."""
+    """NF4 by bitsandbytes; vision tower and head are not quantized."""
     if model.device.type != "cuda":
         raise UserError(
-            f'model.quantize = "nf4" needs a CUDA device, found {model.device}; leave it out'
+            f'model.quantize = "nf4" requires a CUDA device, got {model.device}; '
+            "remove model.quantize"
         )
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError('model.quantize = "nf4" needs bitsandbytes: pip install "gesso[quantize]"')
+        raise UserError(
+            'model.quantize = "nf4" requires bitsandbytes: pip install "gesso[quantize]"'
+        )
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_compute_dtype=model.dtype,
-        llm_int8_skip_modules=["visual", "lm_head"],  # its name for modules of any quantization
+        llm_int8_skip_modules=["visual", "lm_head"],  # applies to 4-bit quantization, too
     )
 
 
@@ -125,32 +128,32 @@ def tokenizer(source: str, path: str) -> Any:
 
     with readable(path, "its tokenizer cannot be read"), quiet():
         loaded = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-    if len(loaded) < 2:  # transformers creates an empty one where the files are missing
+    if len(loaded) < 2:  # transformers creates an empty one if the files are missing
         raise UserError(
-            f'model.path = "{path}": its tokenizer has no words; is tokenizer.json there?'
+            f'model.path = "{path}": its tokenizer has no vocabulary; is tokenizer.json missing?'
         )
     return loaded
 
 
 def chat_template(template_or_table: Any, path: str) -> str:
-    """One template, or a UserError: a base model has none, and a guess would be wrong."""
+    """The chat template, or a UserError: a base model has none, and a guess would be wrong."""
     template = template_or_table
     if isinstance(template_or_table, dict):
         template = template_or_table.get("default")
     if not template:
         raise UserError(
             f'model.path = "{path}" has no chat template, so it is a base model; use its '
-            "-Instruct variant, or put a chat_template.jinja into the folder"
+            "-Instruct variant, or add a chat_template.jinja to the folder"
         )
     return template
 
 
 def max_positions(decoder_config: Any) -> int:
-    """Tokens that a decoder's positions reach, by its config as transformers reads it.
+    """Maximum number of positions of a decoder, from its config as transformers interprets it.
 
-    `max_position_embeddings` is the length after RoPE scaling where the config also states the
-    length before (`original_max_position_embeddings`: llama3, longrope, yarn). Where the two are
-    equal or the second is absent, it is the length before, to be multiplied by the factor.
+    `max_position_embeddings` is the length after RoPE scaling if the config also has the length
+    before (`original_max_position_embeddings`: llama3, longrope, yarn). If the two are equal or the
+    second is absent, it is the length before scaling and is multiplied by the factor.
     """
     rope = decoder_config.rope_parameters or {}
     stated: int = decoder_config.max_position_embeddings
@@ -169,9 +172,9 @@ def end_ids(module: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def load_adapter(policy: Policy, path: str) -> None:
-    """The weights of a PEFT adapter become the policy's current ones. Strict: modules, rank and
-    alpha must be those of the recipe, or a UserError says what differs. The reference policy stays
-    the base model, with the adapter off."""
+    """Loads a PEFT adapter as the current weights of the policy. Strict: modules, rank and alpha
+    must match the recipe, otherwise a UserError reports the difference. The reference policy is
+    still the base model, with the adapter off."""
     from peft import PeftConfig
     from peft.utils import load_peft_weights
 

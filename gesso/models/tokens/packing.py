@@ -1,4 +1,4 @@
-"""Sequences of different lengths in batches of few tokens, without padding."""
+"""Packs sequences of different lengths into batches with a token budget, without padding."""
 
 from __future__ import annotations
 
@@ -8,35 +8,35 @@ from collections.abc import Sequence
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Indices in batches of at most `budget` tokens, by first-fit decreasing: the longest first,
-    each into the first batch with room for it. A sequence longer than the budget has a batch of
-    its own. Within a batch, and between batches by their first index, the order is that given."""
+    each into the first batch with enough space. A sequence longer than the budget gets a separate
+    batch. The indices of a batch are sorted, and batches are sorted by their first index."""
     assert budget >= 1
     batches: list[list[int]] = []
-    room: list[int] = []
+    space: list[int] = []
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        at = next((b for b, free in enumerate(room) if free >= lengths[i]), None)
+        at = next((b for b, free in enumerate(space) if free >= lengths[i]), None)
         if at is None:
             batches.append([i])
-            room.append(budget - lengths[i])
+            space.append(budget - lengths[i])
         else:
             batches[at].append(i)
-            room[at] -= lengths[i]
+            space[at] -= lengths[i]
     return sorted(sorted(batch) for batch in batches)
 
 
 def pack_responses(
     prompts: Sequence[int], row: Sequence[int], responses: Sequence[int], budget: int
 ) -> list[list[int]]:
-    """The same for responses, each of which follows prompts[row[i]]: a batch holds a prompt once
-    for all responses to it, so these stay together as far as the budget allows."""
+    """The same for responses, each of which follows prompts[row[i]]: a batch contains a prompt once
+    for all its responses, so these stay together as far as the budget allows."""
     bundles: list[list[int]] = []
     lengths: list[int] = []
     by_prompt = defaultdict(list)
     for i, r in enumerate(row):
         by_prompt[r].append(i)
     for r, members in by_prompt.items():
-        room = budget - prompts[r]
-        for part in pack([responses[i] for i in members], max(1, room)):
+        space = budget - prompts[r]
+        for part in pack([responses[i] for i in members], max(1, space)):
             bundles.append([members[i] for i in part])
             lengths.append(prompts[r] + sum(responses[i] for i in bundles[-1]))
     packed = pack(lengths, budget)

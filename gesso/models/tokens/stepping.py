@@ -1,11 +1,11 @@
 """One decoding step: the arithmetic of transformers' decoder layers with a third of their
 operations.
 
-A step of few sequences takes as long as reading its weights and launching its kernels. So
+The time of a step with few sequences is that of reading the weights and launching the kernels. So
 projections of the same input are one matrix; on CUDA the operations between two GEMMs are compiled
 into one kernel, and attention reads each sequence up to its length.
-`tests/samplers/test_stepping.py` compares it with transformers' own layers, for every supported
-kind of model.
+`tests/samplers/test_stepping.py` compares it with the layers of transformers, for every supported
+model type.
 
     n sequences · D width · H heads · G groups of heads that share keys · d head width
 """
@@ -26,7 +26,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], Tenso
 
 
 class Stepper:
-    """A decoder with its present weights, which are not modified."""
+    """A decoder with its current weights, which are not modified."""
 
     def __init__(self, decoder: Any, dtype: torch.dtype, folding: LoraFolding) -> None:
         self.rotary = decoder.rotary_emb
@@ -35,16 +35,16 @@ class Stepper:
         self.dtype = dtype
 
     def __call__(self, x: Tensor, positions: Tensor, cache: Any) -> Tensor:
-        """Embeddings (n, D), positions as the decoder takes them, a `SlotCache` → states (n, D)."""
+        """Embeddings (n, D), positions in the decoder's layout, a `SlotCache` → states (n, D)."""
         cos, sin = self.rotary(x[:, None], positions)  # (n, 1, d)
         if cos.ndim == 4:  # rows for time, height and width, equal for text
             cos, sin = cos[0], sin[0]
-        between = _between(x.device.type)
+        ops = _ops(x.device.type)
         x = x.contiguous()
         change = torch.zeros_like(x, dtype=self.dtype)
         for layer, slots in zip(self.layers, cache.layers, strict=True):
-            x, change = layer(x, change, cos, sin, slots, between)
-        return between.add_norm(x, change, self.weight, self.eps)[1]
+            x, change = layer(x, change, cos, sin, slots, ops)
+        return ops.add_norm(x, change, self.weight, self.eps)[1]
 
 
 class _Layer:
@@ -64,35 +64,35 @@ class _Layer:
     def __call__(
         self,
         x: Tensor,
-        change: Tensor,  # (n, D) what the previous layer adds to x
+        change: Tensor,  # (n, D) residual of the previous layer, to be added to x
         cos: Tensor,
         sin: Tensor,
         slots: Any,
-        between: Between,
+        ops: Ops,
     ) -> tuple[Tensor, Tensor]:
-        x, normed = between.add_norm(x, change, self.before.weight, self.eps)
+        x, normed = ops.add_norm(x, change, self.before.weight, self.eps)
         heads = F.linear(normed, *self.qkv).view(len(x), -1, self.width)  # (n, H + 2 G, d)
         keys, values, lengths = slots.past
         groups = keys.shape[1]
         value = heads[:, -groups:]
-        turned = between.turned(heads[:, :-groups], cos, sin, groups, self.norms, self.eps)
-        query, key = turned[:, :-groups], turned[:, -groups:]
-        seen = between.attend(query, key, value, keys, values, lengths, self.scale)
-        change = F.linear(seen, *self.out)
-        x, normed = between.add_norm(x, change, self.after.weight, self.eps)
-        gated = between.gated(F.linear(normed, *self.gate_up))
+        rotated = ops.rotated(heads[:, :-groups], cos, sin, groups, self.norms, self.eps)
+        query, key = rotated[:, :-groups], rotated[:, -groups:]
+        attended = ops.attend(query, key, value, keys, values, lengths, self.scale)
+        change = F.linear(attended, *self.out)
+        x, normed = ops.add_norm(x, change, self.after.weight, self.eps)
+        gated = ops.gated(F.linear(normed, *self.gate_up))
         return x, F.linear(gated, *self.down)
 
 
 def fits(decoder: Any) -> bool:
-    """Whether this file implements its kind of layers."""
+    """Whether this file implements the layers of this decoder."""
     return decoder.config.hidden_act == "silu"
 
 
 def joined(
     layers: Sequence[Any], dtype: torch.dtype, folding: LoraFolding
 ) -> tuple[Tensor, Tensor | None]:
-    """Linear layers of one input as one: weight and bias. Adapters must be folded."""
+    """Joint weight and bias of linear layers with the same input. Adapters must be folded."""
     weight = folding.join(layers, dtype)
     plain = [layer if type(layer) is nn.Linear else layer.base_layer for layer in layers]
     if all(layer.bias is None for layer in plain):
@@ -105,16 +105,16 @@ def joined(
     return weight, biases[0] if len(biases) == 1 else torch.cat(biases)
 
 
-# Between two GEMMs
+# Operations between two GEMMs
 
 
 def add_norm(x: Tensor, change: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + change, and the same after RMSNorm in the precision of the GEMMs."""
+    """x + change, and its RMSNorm in the precision of the GEMMs."""
     x = x + change
     return x, _normed(x, weight, eps).to(change.dtype)
 
 
-def turned(
+def rotated(
     heads: Tensor,  # (n, H + G, d): queries, then keys
     cos: Tensor,  # (n, 1, d)
     sin: Tensor,
@@ -122,7 +122,7 @@ def turned(
     norms: tuple[Tensor, Tensor] | None,
     eps: float,
 ) -> Tensor:
-    """Rotary embeddings, after the norms of queries and keys where a model has them."""
+    """Applies rotary embeddings, after the norms of queries and keys if the model has them."""
     dtype = heads.dtype
     if norms is not None:
         query = _normed(heads[:, :-groups], norms[0], eps)
@@ -162,19 +162,19 @@ def attend(
     return (scores.softmax(-1) @ values).reshape(n, -1)
 
 
-class Between(NamedTuple):
+class Ops(NamedTuple):
     add_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
-    turned: Callable[..., Tensor]
+    rotated: Callable[..., Tensor]
     gated: Callable[[Tensor], Tensor]
     attend: Attend
 
 
 @cache
-def _between(device: str) -> Between:
-    """Compiled and with our kernel on CUDA; elsewhere as written above."""
+def _ops(device: str) -> Ops:
+    """On CUDA compiled and with our attention kernel; elsewhere the functions above."""
     if device != "cuda":
-        return Between(add_norm, turned, gated, attend)
+        return Ops(add_norm, rotated, gated, attend)
     from gesso.models.tokens.kernels import one_token
 
     compiled: Any = torch.compile
-    return Between(compiled(add_norm), compiled(turned), compiled(gated), one_token)
+    return Ops(compiled(add_norm), compiled(rotated), compiled(gated), one_token)

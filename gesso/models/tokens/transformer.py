@@ -1,8 +1,7 @@
-"""A decoder of transformers as a token model: precision, the packed pass, log-probs and saving,
-shared by all of them. `causal.py` and `vision_language.py` hold what differs.
+"""A decoder of transformers as a language model: precision, the packed forward pass, log-probs and
+saving, shared by all models. `causal.py` and `vision_language.py` contain the differences.
 
-The decoder receives embeddings and positions; its own forward is unchanged. Shape legend in
-`base.py`.
+The decoder receives embeddings and positions; its forward is unchanged. Shape legend in `base.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from gesso.models.cudnn import settle_attention
 from gesso.models.located import TRANSFORMER, locate
 from gesso.models.tokens import head, loading, saving
 from gesso.models.tokens.attention import segments_of
-from gesso.models.tokens.base import Read, ResponseLogp
+from gesso.models.tokens.base import PrefilledPrompt, ResponseLogp
 from gesso.models.tokens.stepping import Stepper, fits
 from gesso.quiet import quiet
 from gesso.rollout import TokenPrompt, TokenTrace
@@ -33,27 +32,28 @@ from gesso.weights.merge import SHARD
 from gesso.weights.policy import Policy
 
 LARGE = 500_000_000
-"""Parameters from which compiling the layers for updates is worth the minute it takes."""
+"""Number of parameters from which compiling the layers for updates, which takes a minute, is
+worthwhile."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""Every linear layer of a decoder layer, as transformers names them."""
+"""Names of all linear layers of a decoder layer in transformers."""
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Concatenated prompts, each followed by the responses to it, on the model's device."""
+    """Concatenated prompts, each followed by its responses, on the model's device."""
 
     ids: Tensor  # (T,)
     positions: Tensor  # (rows, T)
     prompts: Sequence[TokenPrompt]
-    lengths: Sequence[Sequence[int]]  # of each prompt: its length, then those of its responses
+    lengths: Sequence[Sequence[int]]  # per prompt: its length, then those of its responses
 
 
 class TransformerModel(ABC):
-    """What the models of this folder share; all networks are transformers' own."""
+    """Base class of the models in this folder; all networks are those of transformers."""
 
-    kinds: ClassVar[Mapping[str, str]]  # model types of transformers, and the makers' names
+    kinds: ClassVar[Mapping[str, str]]  # model types of transformers, and their display names
     auto: ClassVar[str]  # the Auto class that loads them
-    other: ClassVar[str]  # model.name for those that this class does not load
+    other: ClassVar[str]  # model.name for model types that this class does not load
 
     def __init__(self, settings: config.TokenModel, seed: int = 0) -> None:
         self.device = config.pick_device(settings.device, "model.device")
@@ -68,7 +68,7 @@ class TransformerModel(ABC):
         whole = settings.lora is None
         self._autocast = whole and self.dtype != torch.float32
         self._autocasting: Callable[[], AbstractContextManager] = nullcontext
-        if self.device.type != "meta":  # torch has no autocast for it
+        if self.device.type != "meta":  # where torch has no autocast
             self._autocasting = partial(torch.autocast, self.device.type, self.dtype)
         targets, frozen = self._trained(settings)
         folds = folds_lora(settings, self.device.type)
@@ -77,14 +77,14 @@ class TransformerModel(ABC):
             loading.load_adapter(self.policy, settings.lora.path)
         self.module.eval()  # adapters, too
         self._stepper: Stepper | None = None  # while generating
-        self._half_head: Tensor | None = None  # the same, where head and embedding are tied
+        self._half_head: Tensor | None = None  # the same, if head and embedding are tied
         self._checkpointed: list[nn.Module] = []
         if settings.gradient_checkpointing:
             self._checkpoint()
         large = sum(p.numel() for p in self.decoder.parameters()) >= LARGE
         self.compiled = self._pays(settings.compile, bool(settings.compile) or large)
         if self.compiled:
-            for layer in self.decoder.layers:  # they share the first one's compiled code
+            for layer in self.decoder.layers:  # they share the compiled code of the first layer
                 layer.compile(dynamic=True)
         self.end = loading.end_ids(self.module, self.tokenizer)
         self.max_positions: int | None = loading.max_positions(self.decoder.config)
@@ -102,7 +102,7 @@ class TransformerModel(ABC):
         allowed = torch.ones(self._head.weight.shape[0], dtype=torch.bool, device=self.device)
         self.allowed = allowed.index_fill(0, ids, False)  # (V,)
 
-    # What differs between text-only and vision-language models
+    # Differences between text-only and vision-language models
 
     @property
     @abstractmethod
@@ -117,33 +117,33 @@ class TransformerModel(ABC):
 
     @abstractmethod
     def _trained(self, settings: config.TokenModel) -> tuple[list[str], str]:
-        """The modules that LoRA adapts, and the part that is never trained ("": none)."""
+        """The target modules of LoRA, and the submodule that is never trained ("": none)."""
 
     @abstractmethod
     def _positions(self, prompt: TokenPrompt) -> Tensor:
-        """(rows, L) on the CPU: the positions of a prompt's tokens, as the decoder counts them."""
+        """(rows, L) on the CPU: the positions of a prompt's tokens for the decoder."""
 
     @abstractmethod
     def _embed(self, sequences: Sequences) -> dict[str, Any]:
-        """The decoder's inputs: `inputs_embeds` (1, T, D), and more for images."""
+        """The decoder's inputs: `inputs_embeds` (1, T, D), and others for images."""
 
     @property
     def tower(self) -> nn.Module | None:
-        """The vision tower, where there is one."""
+        """The vision tower, if there is one."""
         return None
 
     @property
     def feature_cache_limit(self) -> int:
-        """Most bytes of image features that are cached in the host's memory."""
+        """Maximum number of bytes of image features cached in host memory."""
         return 0
 
     def blank(self, length: int) -> TokenPrompt:
-        """A prompt of that many tokens, without content: for estimates."""
+        """A prompt of `length` tokens without content, for estimates."""
         ids = torch.zeros(length, dtype=torch.long)
         return TokenPrompt(ids, torch.zeros_like(ids))
 
     def _suppressed_ids(self) -> set[int]:
-        """Rows of the embedding without a token: checkpoints round their number up."""
+        """Ids without a token: checkpoints pad the embedding to a larger number of rows."""
         return set(range(len(self.tokenizer), self._head.weight.shape[0]))
 
     # Text
@@ -166,23 +166,23 @@ class TransformerModel(ABC):
             )
         except TemplateError as error:
             raise UserError(
-                f"{where}: the model's chat template does not take this conversation: {error}"
+                f"{where}: the model's chat template rejects this conversation: {error}"
             ) from error
 
     # Passes
 
     def precision(self) -> AbstractContextManager:
         """A full fine-tune in half precision runs its float32 weights under autocast. With LoRA the
-        frozen weights already are in half precision."""
+        frozen weights are already in half precision."""
         return self._autocasting() if self._autocast else nullcontext()
 
     def use_autocast(self, autocasting: Callable[[], AbstractContextManager]) -> None:
-        """Takes the place of torch.autocast in `precision`."""
+        """Replaces torch.autocast in `precision`."""
         self._autocasting = autocasting
 
     @property
     def recordable(self) -> bool:
-        """Kernels of 4-bit weights are not known to work in a CUDA graph."""
+        """False for 4-bit weights, whose kernels were not tested in a CUDA graph."""
         return self.device.type == "cuda" and not self.quantized
 
     @property
@@ -191,21 +191,21 @@ class TransformerModel(ABC):
         return self._autocast
 
     def _pays(self, setting: bool | None, possible: bool) -> bool:
-        """The recipe's setting, or by default CUDA in half precision."""
+        """The recipe's setting; by default true on CUDA in half precision."""
         fast = self.device.type == "cuda" and self.dtype != torch.float32
         possible = possible and not self.quantized and self.device.type != "meta"
         return possible and (fast if setting is None else setting)
 
     @property
     def uses_stepper(self) -> bool:
-        """Whether `stepping.py` replaces transformers' layers while generating: on a CPU, and on
+        """Whether `stepping.py` replaces transformers' layers during generation: on a CPU, and on
         CUDA in half precision, if all adapters are folded."""
         all_folded = self.policy.folds == (self.policy.lora is not None)
         return self._pays(self.device.type == "cpu" or None, all_folded) and fits(self.decoder)
 
-    def writing(self, weights: Which) -> Callable[[], AbstractContextManager]:
-        """Autocast rounds float32 weights to half precision in every pass; here the linear layers'
-        are rounded once per sampling call."""
+    def generating(self, weights: Which) -> Callable[[], AbstractContextManager]:
+        """Autocast rounds float32 weights to half precision in every pass; here those of linear
+        layers are rounded once per sampling call."""
         with self.policy.using(weights):
             rounded = {p: p.data.to(self.dtype) for p in self._rounded_by_autocast()}
             stepper = None
@@ -231,7 +231,7 @@ class TransformerModel(ABC):
         return prepared
 
     def _rounded_by_autocast(self) -> list[nn.Parameter]:
-        """Weights of linear layers, except a head that is tied to the embedding."""
+        """Weights of linear layers, except for a head that is tied to the embedding."""
         if not self._autocast:
             return []
         linear = [m for m in self.module.modules() if isinstance(m, nn.Linear)]
@@ -258,43 +258,43 @@ class TransformerModel(ABC):
         return blank.masked_scatter(mask[..., None], states)
 
     def _response_states(self, trace: TokenTrace) -> Tensor:
-        """(R, D): of the tokens before each response token, in the order of the mask. The last
-        token of a response predicts nothing and is left out of the pass."""
+        """(R, D): the state of the token before each response token, in the order of the mask. The
+        last token of a response predicts nothing and is not part of the pass."""
         rows, lengths = trace.row.tolist(), trace.mask.sum(1).tolist()
         responses = trace.tokens.cpu()
         picked = [i for i, length in enumerate(lengths) if length]
         if not picked:
             return torch.zeros(0, self.decoder.config.hidden_size, device=self.device)
-        of_prompt: dict[int, list[int]] = {}  # prompt → rows of the responses to it
+        of_prompt: dict[int, list[int]] = {}  # prompt → rows of its responses
         for i in picked:
             of_prompt.setdefault(rows[i], []).append(i)
         sequences = self._sequences(
             [trace.prompts[r] for r in of_prompt],
             [[responses[i, : lengths[i] - 1] for i in members] for members in of_prompt.values()],
         )
-        wanted, start = {}, 0
+        indices, start = {}, 0
         for members, (length, *after) in zip(of_prompt.values(), sequences.lengths, strict=True):
             start += length
-            last = torch.tensor([start - 1])  # of the prompt: predicts each response's first
+            last = torch.tensor([start - 1])  # of the prompt: predicts the first response token
             for i, more in zip(members, after, strict=True):
-                wanted[i] = torch.cat([last, torch.arange(start, start + more)])
+                indices[i] = torch.cat([last, torch.arange(start, start + more)])
                 start += more
         with self._recomputing():
             states = self._states(sequences)
-        return states[torch.cat([wanted[i] for i in picked]).to(self.device)]
+        return states[torch.cat([indices[i] for i in picked]).to(self.device)]
 
     def _sequences(
         self, prompts: Sequence[TokenPrompt], responses: Sequence[Sequence[Tensor]]
     ) -> Sequences:
-        """Each prompt with the beginnings of its responses; positions continue after the prompt."""
+        """Each prompt followed by its responses, whose positions continue after the prompt."""
         ids, positions, lengths = [], [], []
-        for prompt, own_responses in zip(prompts, responses, strict=True):
+        for prompt, group in zip(prompts, responses, strict=True):
             before = self._positions(prompt)
             first = before.max() + 1
-            after = [(first + torch.arange(len(r))).expand(len(before), -1) for r in own_responses]
-            ids += [prompt.ids, *own_responses]
+            after = [(first + torch.arange(len(r))).expand(len(before), -1) for r in group]
+            ids += [prompt.ids, *group]
             positions += [before, *after]
-            lengths.append([len(prompt), *map(len, own_responses)])
+            lengths.append([len(prompt), *map(len, group)])
         device = self.device
         joined = torch.cat(positions, 1)
         return Sequences(torch.cat(ids).to(device), joined.to(device), prompts, lengths)
@@ -315,34 +315,35 @@ class TransformerModel(ABC):
         return out.last_hidden_state[0]
 
     def _rows(self, positions: Tensor) -> Tensor:
-        """(rows, n, length) → as the decoder takes them."""
+        """(rows, n, length) → the layout that the decoder expects."""
         return positions
 
-    def read(self, prompts: Sequence[TokenPrompt]) -> list[Read]:
+    def prefill(self, prompts: Sequence[TokenPrompt]) -> list[PrefilledPrompt]:
         from transformers import DynamicCache
 
         cache = DynamicCache()
         sequences = self._sequences(prompts, [[]] * len(prompts))
-        with torch.compiler.set_stance("force_eager"):  # else every layer is recompiled
+        with torch.compiler.set_stance("force_eager"):  # otherwise every layer is recompiled
             states = self._states(sequences, cache)
-        read, start = [], 0
+        prefilled, start = [], 0
         starts = sequences.positions.cpu()
         for length in map(len, prompts):
             part = slice(start, start + length)
-            # Under autocast some are in float32, and attention would round them at every use.
+            # Under autocast some are in float32, and attention would round them in every step.
             keys = [layer.keys[0, :, part].to(self.dtype) for layer in cache.layers]
             values = [layer.values[0, :, part].to(self.dtype) for layer in cache.layers]
             position = int(starts[:, part].max()) + 1
-            read.append(Read(keys, values, states[start + length - 1], position))
+            state = states[start + length - 1]
+            prefilled.append(PrefilledPrompt(keys, values, state, position))
             start += length
-        return read
+        return prefilled
 
     def step(self, tokens: Tensor, positions: Tensor, mask: Tensor, cache: Any) -> Tensor:
         embeds = self.module.get_input_embeddings()(tokens)
         position_ids = self._rows(positions[None, :, None])
         if self._stepper is not None:
             return self._stepper(embeds, position_ids, cache)
-        with torch.compiler.set_stance("force_eager"):  # as in `read`
+        with torch.compiler.set_stance("force_eager"):  # as in `prefill`
             out = self.decoder(
                 inputs_embeds=embeds[:, None],
                 position_ids=position_ids,
@@ -352,7 +353,7 @@ class TransformerModel(ABC):
             )
         return out.last_hidden_state[:, 0]
 
-    # From states to log-probs
+    # Logits
 
     def raw_logits(self, states: Tensor) -> Tensor:
         if self._half_head is not None:
@@ -377,7 +378,7 @@ class TransformerModel(ABC):
 
     @contextmanager
     def _recomputing(self) -> Iterator[None]:
-        """transformers checkpoints only layers in training mode, and takes their cache away. So the
+        """transformers checkpoints only layers in training mode, and removes their cache. So the
         layers themselves are in training mode during a differentiated pass, but not their
         submodules: dropout stays off."""
         active = self._checkpointed if torch.is_grad_enabled() else []
@@ -392,8 +393,8 @@ class TransformerModel(ABC):
     # Saving
 
     def save(self, folder: Path, merged: bool = False, shard: str = SHARD) -> None:
-        """A PEFT adapter that `PeftModel.from_pretrained` reads; or, of a full fine-tune or with
-        `merged`, a whole folder as the model came in, adapters folded into its weights."""
+        """A PEFT adapter for `PeftModel.from_pretrained`; or, for a full fine-tune or with
+        `merged`, a complete model folder with the adapters merged into the weights."""
         with quiet():
             if self.policy.lora is None:
                 saving.save_whole(self, folder, shard)
@@ -403,8 +404,9 @@ class TransformerModel(ABC):
                 saving.save_companions(self, folder, without=("config.json",))  # of the base model
             elif self.quantized:
                 raise UserError(
-                    "weights in 4 bits cannot take up an adapter without loss; export the LoRA "
-                    "itself, and merge it into the full weights with PEFT's merge_and_unload"
+                    "an adapter cannot be merged into 4-bit weights without loss; export the LoRA "
+                    "alone and merge it into the full-precision weights with PEFT's "
+                    "merge_and_unload"
                 )
             else:
                 with self.policy.merged():
@@ -412,5 +414,5 @@ class TransformerModel(ABC):
 
 
 def distinct(prompts: Sequence[TokenPrompt]) -> dict[int, TokenPrompt]:
-    """By identity: the samples of a group share their prompt's record."""
+    """Distinct prompts by identity: the samples of a group share one prompt object."""
     return {id(prompt): prompt for prompt in prompts}

@@ -1,10 +1,10 @@
-"""Models that see and write: Qwen2-VL, Qwen2.5-VL and Qwen3-VL, through transformers'
+"""Vision-language models: Qwen2-VL, Qwen2.5-VL and Qwen3-VL, through transformers'
 AutoModelForImageTextToText.
 
-Pictures take part as embeddings: the vision tower's features are put in the place of the picture
-tokens, and Qwen3-VL's decoder also adds features of the tower's earlier layers to its own first
-ones (DeepStack). Tokens have a place in time, height and width (mrope); transformers' own
-`get_rope_index` counts them.
+The features of the vision tower replace the embeddings of the image tokens, and Qwen3-VL's decoder
+also adds features of earlier layers of the tower to the outputs of its first layers (DeepStack).
+Tokens have positions in time, height and width (M-RoPE), computed by transformers'
+`get_rope_index`.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ PROCESSORS = {
 }
 TOWER = "model.visual"
 PATCHES_PER_PASS = 32768
-"""Patches of pictures that go through the tower together on a GPU."""
+"""Maximum number of image patches in one pass of the tower on a GPU."""
 TEMPLATE_TOKENS = 8
-"""Least number of a prompt's tokens that are not image tokens: the chat template's."""
+"""Minimum number of tokens of a prompt that are not image tokens: those of the chat template."""
 
 
 class VisionLanguage(TransformerModel):
@@ -52,12 +52,12 @@ class VisionLanguage(TransformerModel):
 
     def __init__(self, settings: config.TokenModel, seed: int = 0) -> None:
         self.feature_cache: FeatureCache | None = None if settings.train_vision else FeatureCache()
-        self.encoded_images = 0  # pictures that went through the vision tower
+        self.encoded_images = 0  # number of images encoded by the vision tower
         super().__init__(settings, seed)
         tower = self.module.get_submodule(TOWER)
         if self.feature_cache is not None:
             for parameter in tower.parameters():
-                parameter.data = parameter.data.to(self.dtype)  # a frozen part needs no float32
+                parameter.data = parameter.data.to(self.dtype)  # a frozen tower needs no float32
 
     @property
     def decoder(self) -> Any:
@@ -65,7 +65,7 @@ class VisionLanguage(TransformerModel):
 
     @property
     def deep(self) -> bool:
-        """Whether its decoder takes features of several layers of the tower (DeepStack)."""
+        """Whether the decoder uses features of several layers of the tower (DeepStack)."""
         return self.module.config.model_type == "qwen3_vl"
 
     @property
@@ -77,7 +77,7 @@ class VisionLanguage(TransformerModel):
         return 0 if self.feature_cache is None else self.feature_cache.limit
 
     def blank(self, length: int) -> TokenPrompt:
-        """One image, as large as the image processor lets it be and as fits, then text."""
+        """One image of the maximum size that the processor allows and that fits, then text."""
         text_only = super().blank(length)
         images, config = self.images, self.module.config
         pixels_per_token = (images.patch_size * images.merge_size) ** 2
@@ -96,9 +96,9 @@ class VisionLanguage(TransformerModel):
         return TokenPrompt(ids, (ids == config.image_token_id).long(), patches, grid)
 
     def _template(self, settings: config.TokenModel) -> str:
-        """The processor's, which knows of pictures, before the tokenizer's. The image processor is
-        made here as well; transformers' processors of both want torchvision for videos, so text
-        and pictures are put together here."""
+        """The processor's chat template, which supports images, otherwise the tokenizer's. This
+        also creates the image processor. The combined processors of transformers require
+        torchvision for videos, so this class combines text and images itself."""
         import transformers
 
         kind = getattr(transformers, PROCESSORS[self.module.config.model_type])
@@ -128,57 +128,58 @@ class VisionLanguage(TransformerModel):
         }
 
     def encode(self, prompt: Prompt) -> TokenPrompt:
-        between = self._between_pictures(prompt)
+        texts = self._texts_between_images(prompt)
         pixels, grid = self._patches(prompt)
-        ids = self._ids(between, [] if grid is None else grid.prod(-1).tolist())
+        ids = self._ids(texts, [] if grid is None else grid.prod(-1).tolist())
         return TokenPrompt(ids, (ids == self.module.config.image_token_id).long(), pixels, grid)
 
     def length(self, prompt: Prompt) -> int:
-        """Of pictures only the sizes are read."""
-        between = self._between_pictures(prompt)
+        """Reads only the sizes of images."""
+        texts = self._texts_between_images(prompt)
         with _usable(prompt):
-            sizes = [picture.size for picture in prompt.images]
+            sizes = [image.size for image in prompt.images]
             patches = [self.images.get_number_of_image_patches(*size, {}) for size in sizes]
-        return len(self._ids(between, patches))
+        return len(self._ids(texts, patches))
 
-    def _between_pictures(self, prompt: Prompt) -> list[str]:
-        """The conversation, cut where its pictures are."""
+    def _texts_between_images(self, prompt: Prompt) -> list[str]:
+        """The conversation, split at its images."""
         parts = [*({"type": "image"} for _ in prompt.images), {"type": "text", "text": prompt.text}]
         messages = prompt.messages or ({"role": "user", "content": parts},)
-        between = self._chat(messages, prompt.where).split(self._place)
-        if len(between) - 1 != len(prompt.images):
+        texts = self._chat(messages, prompt.where).split(self._image_token)
+        if len(texts) - 1 != len(prompt.images):
             raise UserError(
-                f"{prompt.where}: {len(prompt.images)} pictures, but {len(between) - 1} places for "
-                f'them; give one {{"type": "image"}} part for each, and no {self._place} in a text'
+                f"{prompt.where}: got {len(prompt.images)} images, but {len(texts) - 1} image "
+                'placeholders; use one {"type": "image"} part per image, and no '
+                f"{self._image_token} in text"
             )
-        return between
+        return texts
 
     @property
-    def _place(self) -> str:
+    def _image_token(self) -> str:
         return self.tokenizer.convert_ids_to_tokens(self.module.config.image_token_id)
 
-    def _ids(self, between: list[str], patches: list[int]) -> Tensor:
-        """As transformers' processors do: each picture's token is repeated for every place of its
-        features, before the text is cut into tokens."""
-        places = [self._place * (n // self.images.merge_size**2) for n in patches]
-        text = "".join(part for pair in zip_longest(between, places, fillvalue="") for part in pair)
+    def _ids(self, texts: list[str], patches: list[int]) -> Tensor:
+        """As in transformers' processors, the image token is repeated for every feature of its
+        image before the text is tokenized."""
+        images = [self._image_token * (n // self.images.merge_size**2) for n in patches]
+        text = "".join(part for pair in zip_longest(texts, images, fillvalue="") for part in pair)
         return self.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
 
     def _patches(self, prompt: Prompt) -> tuple[Tensor | None, Tensor | None]:
         if not prompt.images:
             return None, None
         with _usable(prompt):
-            opened = [picture.open() for picture in prompt.images]
+            opened = [image.open() for image in prompt.images]
             inputs = self.images(images=opened, return_tensors="pt")
         return inputs["pixel_values"], inputs["image_grid_thw"]
 
     def _positions(self, prompt: TokenPrompt) -> Tensor:
-        """In time, height and width. A fourth row, which transformers' own attention needs to tell
-        packed sequences apart, is not needed: ours gets their lengths."""
-        places, _ = self.module.model.get_rope_index(
+        """Positions in time, height and width. The fourth row, from which transformers' attention
+        detects packed sequences, is not needed: our attention receives their lengths."""
+        positions, _ = self.module.model.get_rope_index(
             prompt.ids[None], mm_token_type_ids=prompt.kinds[None], image_grid_thw=prompt.grid
         )
-        return places[:, 0]
+        return positions[:, 0]
 
     def _rows(self, positions: Tensor) -> Tensor:
         return positions.expand(3, -1, -1)
@@ -194,24 +195,24 @@ class VisionLanguage(TransformerModel):
         if not encoded:
             return {"inputs_embeds": embeds}
         per_prompt = [encoded[id(p)] for p in sequences.prompts if id(p) in encoded]
-        features = torch.cat(per_prompt, 1).to(self.device, embeds.dtype)  # (1 + deep, places, D)
+        features = torch.cat(per_prompt, 1).to(self.device, embeds.dtype)  # (1 + deep, tokens, D)
         kinds = []
         for prompt, (_, *after) in zip(sequences.prompts, sequences.lengths, strict=True):
             kinds += [prompt.kinds, torch.zeros(sum(after), dtype=torch.long)]
-        places = (torch.cat(kinds) == 1)[None].to(self.device)  # (1, T)
-        embeds = embeds.masked_scatter(places[..., None], features[0])
-        deep = {"visual_pos_masks": places, "deepstack_visual_embeds": list(features[1:])}
+        is_image = (torch.cat(kinds) == 1)[None].to(self.device)  # (1, T)
+        embeds = embeds.masked_scatter(is_image[..., None], features[0])
+        deep = {"visual_pos_masks": is_image, "deepstack_visual_embeds": list(features[1:])}
         return {"inputs_embeds": embeds, **(deep if len(features) > 1 else {})}
 
     def features(self, prompt: TokenPrompt) -> Tensor:
-        """Of its images, (1 + deep, tokens, D): their embeddings, and DeepStack's layers.
-        On a CPU images go through the tower one by one: in a batch their last bits would depend on
-        each other, and a resumed run would differ from an uninterrupted one."""
+        """Features of the prompt's images, (1 + deep, tokens, D): embeddings and DeepStack layers.
+        On a CPU images are encoded one by one: in a batch their last bits would depend on each
+        other, and a resumed run would differ from an uninterrupted one."""
         assert prompt.grid is not None
         return torch.cat([self._image_features(prompt, i) for i in range(len(prompt.grid))], 1)
 
     def tower_features(self, prompt: TokenPrompt) -> list[Tensor]:
-        """Of each of its images, in one pass of the tower and without the cache."""
+        """Features of each image of the prompt, in one pass of the tower and without the cache."""
         assert prompt.pixels is not None and prompt.grid is not None
         return self._run_tower(prompt.pixels, prompt.grid)
 
@@ -227,8 +228,8 @@ class VisionLanguage(TransformerModel):
             return self.feature_cache.features(key, lambda: self._run_tower(pixels, grid[None])[0])
 
     def _cached_shape(self, grid: Tensor) -> Tensor:
-        """What the cache would hold of an image: on the meta device it has no content to be found
-        by."""
+        """An empty tensor with the shape of an image's features: on the meta device an image has no
+        content to look up in the cache."""
         deep = self.module.config.vision_config.to_dict().get("deepstack_visual_indexes", ())
         tokens = int(grid.prod()) // self.images.merge_size**2
         size = 1 + len(deep), tokens, self.decoder.config.hidden_size
@@ -236,8 +237,8 @@ class VisionLanguage(TransformerModel):
 
     @torch.no_grad()
     def _encode_new_images(self, prompts: Iterable[TokenPrompt]) -> None:
-        """On a GPU one image is too little work: those that are not cached go through the tower
-        together. Their neighbours change no more than the last bit."""
+        """On a GPU a single image is too little work, so images that are not cached are encoded
+        together. Other images in a batch change at most the last bit."""
         if self.feature_cache is None or not self._pays(None, True):
             return
         with_images = [prompt for prompt in prompts if prompt.grid is not None]
@@ -257,24 +258,24 @@ class VisionLanguage(TransformerModel):
                 self.feature_cache.add(key, features)
 
     def _run_tower(self, pixels: Tensor, grids: Tensor) -> list[Tensor]:
-        """Of every image, (1 + deep, tokens, D)."""
+        """Features of every image, (1 + deep, tokens, D)."""
         self.encoded_images += len(grids)
-        # transformers computes with the numbers in a grid, and the meta device has none.
+        # transformers computes with the values of the grid, which do not exist on the meta device.
         sizes = grids if self.device.type == "meta" else grids.to(self.device)
         with self._all_windows_at_once():
-            seen = self.module.model.get_image_features(
+            output = self.module.model.get_image_features(
                 pixels.to(self.device), sizes, return_dict=True
             )
-        deep = seen.get("deepstack_features") or []
-        layers = (seen.pooler_output, *deep)  # of each picture, or all together: it has varied
+        deep = output.get("deepstack_features") or []
+        layers = (output.pooler_output, *deep)  # per image or concatenated, depending on version
         joined = torch.stack([x if isinstance(x, Tensor) else torch.cat(x) for x in layers])
-        places = grids.prod(-1) // self.images.merge_size**2
-        return list(joined.split(places.tolist(), dim=1))
+        tokens = grids.prod(-1) // self.images.merge_size**2
+        return list(joined.split(tokens.tolist(), dim=1))
 
     @contextmanager
     def _all_windows_at_once(self) -> Iterator[None]:
-        """Within a pass of the tower only: when a model is constructed, transformers would search
-        this name on the hub."""
+        """Set only within a pass of the tower: when a model is constructed, transformers would look
+        up this name on the hub."""
         config = self.module.get_submodule(TOWER).config
         before = config._attn_implementation
         try:
@@ -290,4 +291,4 @@ def _usable(prompt: Prompt) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        raise UserError(f"{prompt.where}: a picture cannot be used: {error}") from error
+        raise UserError(f"{prompt.where}: an image cannot be used: {error}") from error

@@ -1,1 +1,1 @@
-"""Where the figures and samples of a run go beside its folder: one small class a service."""
+"""Trackers, which log the metrics and samples of a run to other services: one class per service."""

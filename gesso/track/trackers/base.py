@@ -1,7 +1,8 @@
-"""What a tracker is: a class that is made with a `Setup` and has `where`, `id`, `log`, `finish`.
+"""The tracker protocol: a class that is constructed with a `Setup` and has `where`, `id`, `log` and
+`finish`.
 
-It lives in a process of its own (`worker.py`), so it may block, print and raise as it likes, and it
-reads what it logs from the run folder. A class of the user's own is named as "module:Name".
+It runs in a separate process (`worker.py`), so it may block, print and raise, and it gets what it
+logs from the run folder. User-defined classes are given as "module:Name".
 """
 
 from __future__ import annotations
@@ -21,34 +22,34 @@ from gesso.track.samples import Shown
 @dataclass(frozen=True)
 class Setup:
     run: Path
-    folder: Path  # for the tracker's own files; made already
+    folder: Path  # for files of the tracker; exists already
     name: str  # of the run
     config: Mapping[str, Any]  # the resolved recipe
     settings: Settings
-    id: str | None  # that the service gave the run in an earlier sitting
+    id: str | None  # assigned by the service before the run was resumed
 
 
 def file_name(tracker: str) -> str:
-    """ "module:Name" or "folder/file.py:Name" as a part of a path."""
+    """ "module:Name" or "folder/file.py:Name" as a path component."""
     return re.sub(r"[^\w.+-]+", ".", tracker).strip(".")
 
 
 class Tracker(Protocol):
-    id: str  # by which the run is found again when it is resumed
-    where: str  # an address or a folder, for a person to look at
+    id: str  # identifies the run when it is resumed
+    where: str  # a URL or a folder, shown to the user
 
     def __init__(self, setup: Setup) -> None: ...
 
     def log(self, step: int, figures: Mapping[str, float], samples: Sequence[Shown]) -> None:
-        """All that there is of one step; samples only after an evaluation."""
+        """All data of one step; samples only after an evaluation."""
 
     def finish(self, ok: bool) -> None:
-        """Everything is to be on disk or at the server when this returns."""
+        """All data must be on disk or at the server when this returns."""
 
 
 @dataclass(frozen=True)
 class Logged:
-    """All that there is of one step; samples only after an evaluation."""
+    """All data of one step; samples only after an evaluation."""
 
     step: int
     figures: Mapping[str, float]
@@ -57,8 +58,8 @@ class Logged:
 
 @runtime_checkable
 class Batched(Protocol):
-    """As Tracker, of a service that is slow by the call: it gets several rows in one where several
-    are waiting, at most one of them with samples, and that the last."""
+    """Like Tracker, for a service with slow calls: it gets all waiting rows in one call. Only the
+    last of them may have samples."""
 
     id: str
     where: str
@@ -69,8 +70,8 @@ class Batched(Protocol):
 
 
 def figures_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers of a row of metrics.jsonl, each with a group: "reward" is
-    "train/reward", "eval/reward" stays."""
+    """The finite numbers of a row of metrics.jsonl, each with a group: "reward" becomes
+    "train/reward", "eval/reward" is unchanged."""
     numbers = {key: value for key, value in row.items() if isinstance(value, (int, float))}
     numbers["warnings"] = len(row.get("health", []))
     return {
@@ -81,7 +82,7 @@ def figures_of(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def samples_of(run: Path, step: int) -> list[Shown]:
-    """What the evaluation after `step` kept; nothing where there was none."""
+    """Samples of the evaluation after `step`; empty if there was none."""
     file = run / "samples" / f"{step:06d}.jsonl"
     if not file.is_file():
         return []
@@ -89,8 +90,8 @@ def samples_of(run: Path, step: int) -> list[Shown]:
     return [row for row in rows if row is not None]
 
 
-def picture(run: Path, name: str) -> str:
-    """The path of a picture that a sample names."""
+def image_path(run: Path, name: str) -> str:
+    """The path of an image of a sample."""
     return str(run / "samples" / name)
 
 

@@ -1,4 +1,4 @@
-"""MLflow: a server, or a database and files of its own in the run folder."""
+"""MLflow: a server, or a database and files in the run folder."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gesso.track.samples import Shown
-from gesso.track.trackers.base import Logged, Setup, picture, score
+from gesso.track.trackers.base import Logged, Setup, image_path, score
 
-LONGEST = 500  # characters of a parameter's value that every version takes
-MANY = 100  # parameters that every server takes at a time
-METRICS = 1_000  # metrics, likewise
+MAX_VALUE = 500  # characters of a parameter's value that every version accepts
+MAX_PARAMS = 100  # parameters per call that every server accepts
+MAX_METRICS = 1_000  # metrics per call that every server accepts
 
 
 class MLflow:
@@ -26,7 +26,7 @@ class MLflow:
         self.client = MlflowClient(tracking_uri=uri)
         project = setup.settings.project
         known = self.client.get_experiment_by_name(project)
-        # A database has no place for pictures, and MLflow would take the working directory.
+        # A database cannot store images; by default MLflow would use the working directory.
         files = (
             (setup.folder / "artifacts").resolve().as_uri() if uri.startswith("sqlite") else None
         )
@@ -40,13 +40,13 @@ class MLflow:
         self.where = uri
 
     def log_rows(self, rows: Sequence[Logged]) -> None:
-        """A database takes much longer over a call than over a metric in it."""
+        """Batched, since a database takes much longer per call than per metric."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
         metrics = [Metric(key, x, now, row.step) for row in rows for key, x in row.figures.items()]
-        for at in range(0, len(metrics), METRICS):
-            self.client.log_batch(self.id, metrics=metrics[at : at + METRICS])
+        for at in range(0, len(metrics), MAX_METRICS):
+            self.client.log_batch(self.id, metrics=metrics[at : at + MAX_METRICS])
         for row in rows:
             self._samples(row.step, row.samples)
 
@@ -55,11 +55,11 @@ class MLflow:
 
         for sample in samples:
             if sample.image:
-                with Image.open(picture(self.dir, sample.image)) as opened:
+                with Image.open(image_path(self.dir, sample.image)) as opened:
                     image = opened.convert("RGB")
                 self.client.log_image(self.id, image, key=f"samples/{sample.index:03d}", step=step)
         if samples:
-            columns = ["index", "prompt", "response", "wanted", "reward"]
+            columns = ["index", "prompt", "response", "answer", "reward"]
             data = [[s.index, s.prompt, s.response, s.answer, score(s)] for s in samples]
             table = {"columns": columns, "data": data}
             self.client.log_dict(self.id, table, f"samples/{step:06d}.json")
@@ -68,13 +68,13 @@ class MLflow:
         self.client.set_terminated(self.id, "FINISHED" if ok else "FAILED")
 
     def _parameters(self, config: Mapping[str, Any]) -> None:
-        """The recipe, flat by dotted keys, as far as a parameter may be long; and whole as a
+        """Logs the recipe as parameters with dotted keys and truncated values, and complete as a
         file."""
         from mlflow.entities import Param
 
-        flat = [Param(key, str(value)[:LONGEST]) for key, value in _flat(config)]
-        for at in range(0, len(flat), MANY):
-            self.client.log_batch(self.id, params=flat[at : at + MANY])
+        flat = [Param(key, str(value)[:MAX_VALUE]) for key, value in _flat(config)]
+        for at in range(0, len(flat), MAX_PARAMS):
+            self.client.log_batch(self.id, params=flat[at : at + MAX_PARAMS])
         self.client.log_dict(self.id, dict(config), "config.json")
 
 

@@ -1,8 +1,8 @@
-"""Trackers as the run sees them: notified of new rows, never waited for.
+"""Trackers on the side of the run: notified of new rows, without waiting for them.
 
-Each is a process with a thread here. The thread passes commands on one at a time and waits for the
-answer; the run only queues them. A tracker that raises, dies or gives no answer for `patience`
-seconds is reported once and switched off; the run goes on.
+Each tracker is a process with a thread here. The thread sends commands one at a time and waits for
+the response; the run only queues them. A tracker that raises, dies or does not respond for
+`patience` seconds is reported once and disabled; the run continues.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from gesso.config import Tracker as Settings
 from gesso.track.progress import Display
 from gesso.track.trackers.base import file_name
 
-MAX_REASON = 300  # characters of an error that a note repeats
-LEAVING = 5.0  # seconds a process may take to end after it has said that it is done
+MAX_REASON = 300  # characters of an error that a note includes
+EXIT_TIME = 5.0  # seconds a process may take to exit after it reported "done"
 
 
 class _TrackerLost(Exception):
-    """The tracker cannot be used any more; the reason in a few words."""
+    """The tracker cannot be used any more; the message is the reason."""
 
 
 class _TrackerLate(_TrackerLost):
-    """It hangs."""
+    """The tracker hangs."""
 
 
 class Tracked:
-    """One tracker. `tell` is called from its thread."""
+    """One tracker. `note` is called from its thread."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Tracked:
         run: Path,
         config: Mapping[str, Any],
         settings: Settings,
-        tell: Callable[[str], None],
+        note: Callable[[str], None],
     ) -> None:
         self.name = name
         self.order = {
@@ -58,9 +58,9 @@ class Tracked:
         }
         self.log = run / "trackers" / f"{file_name(name)}.log"
         self.patience = settings.patience
-        self.tell = tell
+        self.note = note
         self._commands: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._waiting = threading.Event()  # set: it will look for news anyway
+        self._waiting = threading.Event()  # set: a "news" command is already queued
         self._deadline = float("inf")
         self._thread = threading.Thread(target=self._serve, daemon=True)
 
@@ -75,14 +75,14 @@ class Tracked:
             self._commands.put("news")
 
     def finish(self, ok: bool) -> None:
-        """Let it come to an end; `join` waits for that."""
+        """Requests the tracker to finish; `join` waits for it."""
         self._deadline = time.monotonic() + self.patience
         self._commands.put("finish" if ok else "fail")
 
     def join(self) -> None:
-        """Until it has finished or its time is over."""
+        """Waits until the tracker has finished or its patience is exceeded."""
         if self._thread.is_alive():
-            self._thread.join(max(0.0, self._deadline - time.monotonic()) + 2 * LEAVING)
+            self._thread.join(max(0.0, self._deadline - time.monotonic()) + 2 * EXIT_TIME)
 
     def _serve(self) -> None:
         try:
@@ -93,47 +93,47 @@ class Tracked:
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
-                    start_new_session=True,  # Ctrl-C is for the run, which tells it
+                    start_new_session=True,  # Ctrl-C goes to the run, which stops the tracker
                 )
         except OSError as error:
             return self._give_up(str(error))
         try:
-            self._converse(_Pipe(process))
+            self._communicate(_Pipe(process))
             _end(process)
         except _TrackerLost as error:
-            _end(process, 0.0 if isinstance(error, _TrackerLate) else LEAVING)
+            _end(process, 0.0 if isinstance(error, _TrackerLate) else EXIT_TIME)
             self._give_up(str(error))
 
-    def _converse(self, pipe: _Pipe) -> None:
+    def _communicate(self, pipe: _Pipe) -> None:
         pipe.send(self.order)
-        self.tell(f"{self.name}: {self._hear(pipe, 'where')['where']}")
+        self.note(f"{self.name}: {self._receive(pipe, 'where')['where']}")
         while True:
             command = self._commands.get()
             if command == "news":
                 self._waiting.clear()
             pipe.send(command)
-            if "done" in self._hear(pipe, "idle", "done"):
+            if "done" in self._receive(pipe, "idle", "done"):
                 return
 
-    def _hear(self, pipe: _Pipe, *wanted: str) -> dict[str, Any]:
-        """The first answer of those kinds; others show that it is alive."""
+    def _receive(self, pipe: _Pipe, *kinds: str) -> dict[str, Any]:
+        """The first response of one of these kinds; others only show that it is alive."""
         while True:
             limit = min(self.patience, self._deadline - time.monotonic())
             answer = pipe.receive(limit)
             if answer is None and limit < self.patience:
-                raise _TrackerLate(f"it was not done {self.patience:g} s after the run")
+                raise _TrackerLate(f"it did not finish within {self.patience:g} s after the run")
             if answer is None:
-                raise _TrackerLate(f"it gave no answer in {self.patience:g} s")
+                raise _TrackerLate(f"it did not respond within {self.patience:g} s")
             if "error" in answer:
                 raise _TrackerLost(answer["error"])
-            if any(kind in answer for kind in wanted):
+            if any(kind in answer for kind in kinds):
                 return answer
 
     def _give_up(self, reason: str) -> None:
         summary = " ".join(reason.split())[:MAX_REASON].rstrip(". ")
-        self.tell(
-            f"tracker {self.name} is switched off: {summary}; the run goes on, and a resumed run "
-            f"gives it what it missed; more in {self.log}"
+        self.note(
+            f"tracker {self.name} is disabled: {summary}; the run continues, and a resumed run "
+            f"logs the missing rows; see {self.log}"
         )
 
 
@@ -153,7 +153,7 @@ class _Pipe:
             raise _TrackerLost("its process died") from None
 
     def receive(self, seconds: float) -> dict[str, Any] | None:
-        """None: not in time."""
+        """None on timeout."""
         until = time.monotonic() + seconds
         while b"\n" not in self._read:
             left = max(0.0, until - time.monotonic())
@@ -167,8 +167,8 @@ class _Pipe:
         return json.loads(line)
 
 
-def _end(process: subprocess.Popen[bytes], seconds: float = LEAVING) -> None:
-    """It ends by itself; what hangs is killed, with whatever it has started."""
+def _end(process: subprocess.Popen[bytes], seconds: float = EXIT_TIME) -> None:
+    """Waits for the process to exit; after the timeout kills it and its subprocesses."""
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -195,7 +195,7 @@ class Watchers:
             tracker.news()
 
     def finish(self, ok: bool) -> None:
-        """Wait for the trackers, each until its patience is over."""
+        """Waits for the trackers, each at most for its patience."""
         if self.trackers:
             self.phase(f"finishing {', '.join(t.name for t in self.trackers)}", len(self.trackers))
         for tracker in self.trackers:

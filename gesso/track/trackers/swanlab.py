@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gesso.track.samples import Shown
-from gesso.track.trackers.base import Setup, caption, picture, score
+from gesso.track.trackers.base import Setup, caption, image_path, score
 
 
 class SwanLab:
@@ -41,21 +41,21 @@ class SwanLab:
     def _media(self, samples: Sequence[Shown]) -> dict[str, Any]:
         import swanlab
 
-        drawn = [
-            swanlab.Image(picture(self.dir, s.image), caption=caption(s))
+        images = [
+            swanlab.Image(image_path(self.dir, s.image), caption=caption(s))
             for s in samples
             if s.image
         ]
-        written = [
-            swanlab.Text(f"{s.prompt}\n\n{s.response}\n\nwanted: {s.answer}", caption=score(s))
+        texts = [
+            swanlab.Text(f"{s.prompt}\n\n{s.response}\n\nanswer: {s.answer}", caption=score(s))
             for s in samples
             if not s.image
         ]
-        return ({"samples": drawn} if drawn else {}) | ({"samples": written} if written else {})
+        return ({"samples": images} if images else {}) | ({"samples": texts} if texts else {})
 
 
 def _url(run: Any) -> str | None:
-    """None where it does not go online, by the recipe or by SWANLAB_MODE."""
+    """None if it is offline, by the recipe or by SWANLAB_MODE."""
     try:
         return run.url
     except ValueError:

@@ -1,6 +1,6 @@
 """TensorBoard: event files in the run folder, for `tensorboard --logdir runs`.
 
-Written with tensorboard's own records: torch's writer would load torch a second time.
+Written with the classes of tensorboard: torch's writer would import torch a second time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gesso.track.samples import Shown
-from gesso.track.trackers.base import Setup, picture, score
+from gesso.track.trackers.base import Setup, image_path, score
 
 
 class TensorBoard:
@@ -21,7 +21,7 @@ class TensorBoard:
 
         self.run = setup.run
         self.id = setup.name
-        # A folder that several runs share needs one inside it for each.
+        # A folder shared by several runs needs one subfolder per run.
         self.where = str(setup.folder / setup.name if setup.settings.dir else setup.folder)
         self.writer = EventFileWriter(self.where)
         if setup.id is None:
@@ -49,12 +49,12 @@ class TensorBoard:
 
 
 def _image(run: Path, sample: Shown) -> Any:
-    """One tag a prompt, so that its slider shows the prompt over training."""
+    """One tag per prompt, so that its slider shows the prompt over training."""
     from PIL import Image
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.image import metadata
 
-    path = Path(picture(run, sample.image))
+    path = Path(image_path(run, sample.image))
     with Image.open(path) as opened:
         width, height = opened.size
     about = metadata.create_summary_metadata(
@@ -67,7 +67,7 @@ def _image(run: Path, sample: Shown) -> Any:
 
 
 def _table(samples: Sequence[Shown]) -> str:
-    lines = ["| | prompt | response | wanted | reward |", "|-|-|-|-|-|"]
+    lines = ["| | prompt | response | answer | reward |", "|-|-|-|-|-|"]
     for s in samples:
         cells = [f"{s.index:03d}", s.prompt, s.response, s.answer, score(s)]
         lines.append("| " + " | ".join(map(_cell, cells)) + " |")

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gesso.track.samples import Shown
-from gesso.track.trackers.base import Setup, caption, picture
+from gesso.track.trackers.base import Setup, caption, image_path
 
-# No error reports to others, no list of installed packages, no account of machine and command.
+# No error reports, no list of installed packages, no metadata about machine and command.
 QUIET = {
     "WANDB_ERROR_REPORTING": "false",
     "WANDB_X_SAVE_REQUIREMENTS": "false",
@@ -19,14 +19,14 @@ QUIET = {
 
 class Wandb:
     def __init__(self, setup: Setup) -> None:
-        os.environ |= QUIET | {"WANDB_X_STATS_PID": str(os.getppid())}  # the run's, not this one
+        os.environ |= QUIET | {"WANDB_X_STATS_PID": str(os.getppid())}  # of the run
         import wandb
 
         self.dir = setup.run
         self.run = wandb.init(
             project=setup.settings.project,
             name=setup.name,
-            dir=str(setup.folder.parent),  # it makes a folder "wandb" in there
+            dir=str(setup.folder.parent),  # wandb creates a folder "wandb" in it
             config=dict(setup.config),
             mode="offline" if setup.settings.offline else None,
             id=setup.id,
@@ -47,13 +47,15 @@ class Wandb:
     def _media(self, samples: Sequence[Shown]) -> dict[str, Any]:
         import wandb
 
-        drawn = [
-            wandb.Image(picture(self.dir, s.image), caption=caption(s)) for s in samples if s.image
+        images = [
+            wandb.Image(image_path(self.dir, s.image), caption=caption(s))
+            for s in samples
+            if s.image
         ]
-        if drawn or not samples:
-            return {"samples": drawn} if drawn else {}
-        table = wandb.Table(columns=["prompt", "picture", "response", "wanted", "reward"])
+        if images or not samples:
+            return {"samples": images} if images else {}
+        table = wandb.Table(columns=["prompt", "image", "response", "answer", "reward"])
         for s in samples:
-            seen = wandb.Image(picture(self.dir, s.shown[0])) if s.shown else None
-            table.add_data(s.prompt, seen, s.response, s.answer, s.reward)
+            image = wandb.Image(image_path(self.dir, s.shown[0])) if s.shown else None
+            table.add_data(s.prompt, image, s.response, s.answer, s.reward)
         return {"samples": table}

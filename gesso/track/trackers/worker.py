@@ -1,11 +1,12 @@
-"""A tracker in its own process, started by `imports.command`.
+"""A tracker in a separate process, started by `imports.command`.
 
-Lines of JSON come in on stdin and go out on stdout. The first says what to track; then "news" (the
-run folder has a new row), "finish" or "fail". When stdin closes without either, because the run was
-killed, the tracker is finished as failed. What the tracker prints goes to stderr, a log file.
+It receives lines of JSON on stdin and sends lines on stdout. The first line describes what to
+track; then follow "news" (the run folder has a new row), "finish" or "fail". If stdin closes
+without either, because the run was killed, the tracker is finished as failed. Output of the tracker
+goes to stderr, a log file.
 
-`trackers/NAME.json` in the run folder remembers the tracker's own id of the run and the last step
-that it has: a resumed run goes on with both, and what a tracker missed it gets then.
+`trackers/NAME.json` in the run folder stores the tracker's id of the run and the last logged step:
+a resumed run continues from both, and logs the rows that the tracker missed.
 """
 
 from __future__ import annotations
@@ -35,28 +36,28 @@ from gesso.track.trackers.base import (
 )
 
 Answer = Callable[[Mapping[str, Any]], None]
-ROWS = 32  # in a batch, at most
+ROWS = 32  # maximum number of rows in a batch
 
 
 class TrackerState:
-    """What a tracker has of a run, on disk."""
+    """The state of a tracker for a run, on disk."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
         self.id: str | None = None
-        self.step = -1  # the last that it has
+        self.step = -1  # last logged step
         if file.is_file():
-            known = json.loads(file.read_text("utf-8"))
-            self.id, self.step = known["id"], known["step"]
+            saved = json.loads(file.read_text("utf-8"))
+            self.id, self.step = saved["id"], saved["step"]
 
-    def keep(self) -> None:
-        aside = self.file.with_name(f".{self.file.name}.new")
-        aside.write_text(json.dumps({"id": self.id, "step": self.step}), "utf-8")
-        os.replace(aside, self.file)
+    def save(self) -> None:
+        temporary = self.file.with_name(f".{self.file.name}.new")
+        temporary.write_text(json.dumps({"id": self.id, "step": self.step}), "utf-8")
+        os.replace(temporary, self.file)
 
 
 class Tail:
-    """The rows of metrics.jsonl as they come, each once; a half-written one waits."""
+    """The new rows of metrics.jsonl, each once; an incomplete line is read later."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -75,18 +76,18 @@ class Tail:
 
 
 def track(order: Mapping[str, Any], commands: Iterator[str], answer: Answer) -> None:
-    """Make the tracker, bring it up to date at every command, and finish it."""
+    """Creates the tracker, logs new rows at every command, and finishes it."""
     run, name = Path(order["run"]), order["name"]
     settings = Settings(**order["settings"])
-    place = Path(settings.dir) if settings.dir else run / "trackers"
-    folder = place / file_name(name)
+    parent = Path(settings.dir) if settings.dir else run / "trackers"
+    folder = parent / file_name(name)
     folder.mkdir(parents=True, exist_ok=True)
     state = TrackerState(run / "trackers" / f"{file_name(name)}.json")
     title = settings.name or run.resolve().name
     setup = Setup(run, folder, title, order["config"], settings, state.id)
     tracker: Tracker | Batched = imports.load(order["reference"], "tracker")(setup)
     state.id = tracker.id
-    state.keep()
+    state.save()
     answer({"where": tracker.where})
     tail = Tail(run / "metrics.jsonl")
     for command in commands:
@@ -97,7 +98,7 @@ def track(order: Mapping[str, Any], commands: Iterator[str], answer: Answer) -> 
             else:
                 tracker.log(rows[0].step, rows[0].figures, rows[0].samples)
             state.step = rows[-1].step
-            state.keep()
+            state.save()
             answer({"step": state.step})
         if command == "news":
             answer({"idle": True})
@@ -106,8 +107,8 @@ def track(order: Mapping[str, Any], commands: Iterator[str], answer: Answer) -> 
 
 
 def batches(run: Path, rows: Iterable[Mapping[str, Any]], most: int) -> Iterator[list[Logged]]:
-    """So many rows together, and none after one with samples: those may take long by themselves,
-    and an answer is awaited after each batch."""
+    """Batches of at most `most` rows. A row with samples ends its batch: it may take long, and the
+    run expects a response after each batch."""
     batch: list[Logged] = []
     for row in rows:
         batch.append(Logged(row["step"], figures_of(row), samples_of(run, row["step"])))
@@ -118,9 +119,10 @@ def batches(run: Path, rows: Iterable[Mapping[str, Any]], most: int) -> Iterator
         yield batch
 
 
-def heard(lines: TextIO, patience: float) -> Iterator[str]:
-    """Commands, read on a thread of their own until "finish" or "fail". When they end without
-    either, the run was killed: a tracker that hangs must not stay behind for ever."""
+def commands_from(lines: TextIO, patience: float) -> Iterator[str]:
+    """Commands up to "finish" or "fail", read on a separate thread. If the lines end without
+    either, the run was killed: the process then exits after `patience` seconds, even if the tracker
+    hangs."""
     commands: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def listen() -> None:
@@ -140,18 +142,18 @@ def main() -> None:
     lines = os.fdopen(os.dup(0), "r", encoding="utf-8")
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)  # nobody is there to be asked for a key
+    os.dup2(nothing, 0)  # there is no user to prompt for an API key
     os.dup2(2, 1)
 
     def answer(message: Mapping[str, Any]) -> None:
-        with suppress(BrokenPipeError):  # the run was killed: what is heard next is its end
+        with suppress(BrokenPipeError):  # the run was killed: the next command will be "fail"
             answers.write(json.dumps(message) + "\n")
             answers.flush()
 
     try:
         order = json.loads(lines.readline())
-        track(order, heard(lines, order["settings"]["patience"]), answer)
-    except BaseException as error:  # whatever a package raises: the run must hear of it
+        track(order, commands_from(lines, order["settings"]["patience"]), answer)
+    except BaseException as error:  # packages may raise anything; the run must be notified
         answer({"error": f"{type(error).__name__}: {error}"})
         raise
 
