@@ -6,7 +6,7 @@
 4. Tune it on a mixture of careful and sloppy responses: DIR/shapes can count and often does not, on
    purpose. It is the base that the demo improves by RL.
 
-DIR/log.jsonl holds the losses and the scores. docs/bundled-vlm.md describes the run
+DIR/log.jsonl holds the losses and the scores. docs/explanation/bundled-models.md describes the run
 that made the bundled one.
 
 Shapes: N images in a cache, B in a batch, L tokens of prompt and response, D the width.

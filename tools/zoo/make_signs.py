@@ -6,7 +6,7 @@
 4. Tune it on a mixture with spoiled ones: DIR/signs can write legibly and often does not, on
    purpose. It is the base that the demo improves by RL.
 
-DIR/log.jsonl holds the losses and the scores. docs/bundled-model.md describes the
+DIR/log.jsonl holds the losses and the scores. docs/explanation/bundled-models.md describes the
 run that made the bundled one.
 
 Shapes: N images in a cache, B in a batch, L = 15 text tokens.
