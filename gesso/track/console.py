@@ -291,5 +291,5 @@ def _speed(row: Mapping[str, Any]) -> list[str]:
 
 
 def _health(row: Mapping[str, Any]) -> list[str]:
-    """Warnings that hold; what they mean was told in a note, and docs/health.md has it."""
+    """Warnings that hold; a note has explained them, as does docs/reference/health.md."""
     return [f"! {', '.join(row['health'])}"] if row.get("health") else []
