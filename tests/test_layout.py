@@ -143,6 +143,6 @@ def test_torchvision_stays_out() -> None:
 
 def test_the_docs_name_tests_that_are_there() -> None:
     root = PACKAGE.parent
-    pages = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("benchmarks/*.md")]
+    pages = [*root.glob("*.md"), *root.glob("docs/**/*.md"), *root.glob("benchmarks/*.md")]
     named = {name for page in pages for name in TESTS.findall(page.read_text(encoding="utf-8"))}
     assert named and not [name for name in sorted(named) if not (root / name).exists()]

@@ -1,4 +1,4 @@
-"""What docs/trust.md promises: whose code runs when, and where modules are found."""
+"""What docs/explanation/security.md states: whose code runs when, and where modules are found."""
 
 from __future__ import annotations
 

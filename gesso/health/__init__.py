@@ -3,7 +3,7 @@
 Every kind of warning is a pure function of the rows so far: a sentence (observation, meaning,
 remedy), or None. `Health` takes the rows one by one and returns the new warnings. Replaying the
 rows of a run folder restores its state, so that a resumed run warns like an uninterrupted one.
-docs/health.md explains every kind.
+docs/reference/health.md explains every kind.
 """
 
 from __future__ import annotations

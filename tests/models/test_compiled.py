@@ -442,7 +442,8 @@ def test_large_ones_are_compiled_on_cuda_by_themselves(data: dict) -> None:
 
 
 def test_the_recipe_of_the_page_on_performance() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "performance.md").read_text(encoding="utf-8")
+    docs = Path(__file__).parents[2] / "docs"
+    page = (docs / "explanation" / "performance.md").read_text(encoding="utf-8")
     section = page.split("```toml\n")[1].split("```")[0]
     found = Model.model_validate(tomllib.loads(section)["model"])
     assert found.compile and found.fold and found.lora is not None

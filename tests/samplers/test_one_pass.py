@@ -344,7 +344,8 @@ def test_on_a_cpu_folding_must_be_asked_for(capsys: pytest.CaptureFixture) -> No
 
 
 def test_the_recipe_of_the_page_on_algorithms(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+    docs = Path(__file__).parents[2] / "docs"
+    page = (docs / "explanation" / "algorithms.md").read_text(encoding="utf-8")
     file = tmp_path / "mine.toml"
     file.write_text(page.split("### One pass")[1].split("```toml\n")[1].split("```")[0])
     small = ["steps=1", "data.groups=1", "algorithm.group=4", "sampler.batch=4", "eval.prompts=1"]
