@@ -1,4 +1,4 @@
-"""A reward of your own: is a sign that shall be red red, and every other sign not?"""
+"""A custom reward: red signs should be red, and all other signs should not."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from gesso.types import Sample
 
 
 def redness(samples: Sequence[Sample], margin: int = 120) -> list[float]:
-    """Share of the pixels that are as the prompt asks: red, or anything but red.
+    """Fraction of the pixels that match the prompt: red, or anything but red.
 
-    `margin` comes from the recipe: red is where R is above both G and B by so much.
+    A pixel is red if R exceeds both G and B by `margin`, which the recipe sets.
     """
     scores = []
     for sample in samples:

@@ -1,8 +1,8 @@
-"""Draw with an exported run in plain diffusers; Gesso is not imported.
+"""Sample from an exported run in plain diffusers; Gesso is not imported.
 
 gesso export runs/demo-001 --to signs-rl
-python plain_diffusers.py signs-rl               # a full fine-tune: a whole pipeline
-python plain_diffusers.py signs-lora BASE_MODEL  # a LoRA: its weights, and the base model
+python plain_diffusers.py signs-rl               # full fine-tuning: a whole pipeline
+python plain_diffusers.py signs-lora BASE_MODEL  # LoRA: its weights and the base model
 """
 
 import sys
@@ -16,12 +16,12 @@ is_lora = (folder / "pytorch_lora_weights.safetensors").is_file()
 base = sys.argv[2] if is_lora else folder
 pipe = StableDiffusion3Pipeline.from_pretrained(
     base,
-    text_encoder_3=None,  # the bundled model has no T5; leave both out for SD3.5
+    text_encoder_3=None,  # the bundled model has no T5; remove both lines for SD3.5
     tokenizer_3=None,
 )
 if is_lora:
     pipe.load_lora_weights(folder)
-picture = pipe(
+image = pipe(
     'a red sign that says "KITE"',
     height=32,
     width=96,
@@ -30,5 +30,5 @@ picture = pipe(
     max_sequence_length=0,  # as text_length in the recipe
     generator=torch.Generator().manual_seed(0),
 ).images[0]
-picture.save("plain.png")
+image.save("plain.png")
 print("plain.png")

@@ -1,4 +1,4 @@
-"""A reward function as EasyR1's examples have them, for docs/custom-reward.md."""
+"""A reward function as in EasyR1's examples, for docs/how-to/write-a-reward.md."""
 
 import re
 
