@@ -1,4 +1,4 @@
-"""Custom rewards, for docs/custom-reward.md: a function, and a class with state."""
+"""Custom rewards for docs/how-to/write-a-reward.md: a function, and a class with state."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ from gesso.types import Prompt, Sample, Score
 
 
 def contrast(samples: Sequence[Sample], best: float = 80.0) -> list[float]:
-    """Standard deviation of the brightness, divided by `best`; at most 1."""
+    """Standard deviation of the brightness; `best` and above score 1."""
     return [min(1.0, float(s.pixels.mean(2).std()) / best) for s in samples]
 
 
 class LikeReference:
-    """Similarity of the colours to those of a reference image; 1 for identical colours."""
+    """Overlap of the colour histograms of a sample and a reference image, in [0, 1]."""
 
     def __init__(self, path: str, bins: int = 4) -> None:
         self.bins = bins
-        self.reference = self.shares(np.asarray(Image.open(path).convert("RGB")))  # read once
+        self.reference = self.histogram(np.asarray(Image.open(path).convert("RGB")))
 
     def unfit(self, prompt: Prompt) -> str | None:
-        """Called once for every prompt, before the run."""
+        """Called once per prompt, before the run."""
         return None if "sign" in prompt.text else "is not about a sign"
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        return [self.one(sample.pixels) for sample in samples]
+        return [self.score_one(sample.pixels) for sample in samples]
 
-    def one(self, image: np.ndarray) -> Score:
+    def score_one(self, image: np.ndarray) -> Score:
         if image.std() == 0:
-            return Score.failed("the image is blank")  # a failure, not an invented value
-        common = np.minimum(self.shares(image), self.reference)
-        return Score(float(common.sum()), {"colours": float((common > 0).sum())})
+            return Score.failed("the image is blank")  # a failure, not a made-up number
+        overlap = np.minimum(self.histogram(image), self.reference)
+        return Score(float(overlap.sum()), {"colours": float((overlap > 0).sum())})
 
-    def shares(self, image: np.ndarray) -> np.ndarray:
-        """Share of the pixels in each cell of colour space."""
+    def histogram(self, image: np.ndarray) -> np.ndarray:
+        """Fraction of the pixels in each cell of the colour space."""
         cells: np.ndarray = image.reshape(-1, 3).astype(int) * self.bins // 256  # (pixels, 3)
         index = cells @ [self.bins**2, self.bins, 1]
         return np.bincount(index, minlength=self.bins**3) / len(index)

@@ -1,4 +1,4 @@
-"""Train and sample from Python: `python from_python.py [key=value ...]`."""
+"""Train, then sample, from Python: `python from_python.py [key=value ...]`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A custom reward: are red signs red, and all other signs not red?"""
+"""A custom reward: red signs should be red, and all other signs should not."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from gesso.types import Sample
 
 
 def redness(samples: Sequence[Sample], margin: int = 120) -> list[float]:
-    """Share of the pixels that match the prompt: red for a red sign, not red for any other.
+    """Fraction of the pixels that match the prompt: red, or anything but red.
 
-    A pixel is red if R exceeds both G and B by more than `margin`, which the recipe sets.
+    A pixel is red if R exceeds both G and B by `margin`, which the recipe sets.
     """
     scores = []
     for sample in samples:

@@ -1,8 +1,8 @@
-"""Sample from an exported run in plain diffusers, without importing Gesso.
+"""Sample from an exported run in plain diffusers; Gesso is not imported.
 
 gesso export runs/demo-001 --to signs-rl
-python plain_diffusers.py signs-rl               # a full fine-tune: a complete pipeline
-python plain_diffusers.py signs-lora BASE_MODEL  # a LoRA: adapter weights and the base model
+python plain_diffusers.py signs-rl               # full fine-tuning: a whole pipeline
+python plain_diffusers.py signs-lora BASE_MODEL  # LoRA: its weights and the base model
 """
 
 import sys
@@ -16,7 +16,7 @@ is_lora = (folder / "pytorch_lora_weights.safetensors").is_file()
 base = sys.argv[2] if is_lora else folder
 pipe = StableDiffusion3Pipeline.from_pretrained(
     base,
-    text_encoder_3=None,  # the bundled model has no T5; remove both arguments for SD3.5
+    text_encoder_3=None,  # the bundled model has no T5; remove both lines for SD3.5
     tokenizer_3=None,
 )
 if is_lora:

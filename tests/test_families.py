@@ -23,7 +23,7 @@ from tests import tokens
 from tests.use import runs
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "add-a-model.md"
+PAGE = ROOT / "docs" / "how-to" / "add-a-model.md"
 FLOW = """
 from gesso.models.flow.sd3 import SD3
 
@@ -52,7 +52,8 @@ class Says(Both):
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A working folder with modules of the user's; that of a language model is the docs' own."""
-    section = PAGE.read_text(encoding="utf-8").partition("## A model of your own")[2]
+    text = PAGE.read_text(encoding="utf-8")
+    section = text.partition("## Subclass an existing model")[2].partition("\n## ")[0]
     (code,) = re.findall("```python\n(.*?)```", section, re.DOTALL)
     (tmp_path / "my_models.py").write_text(code)
     (tmp_path / "my_flow.py").write_text(FLOW)

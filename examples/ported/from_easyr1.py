@@ -1,4 +1,4 @@
-"""A reward function in the style of EasyR1's examples, for docs/custom-reward.md."""
+"""A reward function as in EasyR1's examples, for docs/how-to/write-a-reward.md."""
 
 import re
 

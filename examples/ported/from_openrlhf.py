@@ -1,4 +1,4 @@
-"""A reward function for OpenRLHF's --reward.remote_url, for docs/custom-reward.md."""
+"""A reward function for OpenRLHF's --reward.remote_url, for docs/how-to/write-a-reward.md."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A reward function for TRL's GRPOTrainer, for docs/custom-reward.md."""
+"""A reward function for TRL's GRPOTrainer, for docs/how-to/write-a-reward.md."""
 
 
 def brief(prompts, completions, completion_ids, answer, log_extra=None, **kwargs):

@@ -291,5 +291,5 @@ def _speed(row: Mapping[str, Any]) -> list[str]:
 
 
 def _health(row: Mapping[str, Any]) -> list[str]:
-    """Names of the active health warnings; a note and docs/health.md explain them."""
+    """Names of the active health warnings; a note and docs/reference/health.md explain them."""
     return [f"! {', '.join(row['health'])}"] if row.get("health") else []

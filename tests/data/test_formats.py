@@ -608,8 +608,9 @@ def test_a_bad_template_in_a_file_is_named(tmp_path: Path) -> None:
         form(template=str(tmp_path))
 
 
-def test_the_rows_of_the_guide_are_read(tmp_path: Path) -> None:
-    guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text(encoding="utf-8")
+def test_the_rows_of_the_page_are_read(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2] / "docs" / "how-to" / "prompts.md"
+    guide = page.read_text(encoding="utf-8")
     rows = "".join(re.findall(r"^```json\n(.*?)^```$", guide, re.DOTALL | re.MULTILINE))
     (snippet,) = re.findall(r"^\[data\]\n(?:(?!```).)*^template = .*?(?=^```$)", guide, re.S | re.M)
     (tmp_path / "figures").mkdir()
@@ -617,9 +618,9 @@ def test_the_rows_of_the_guide_are_read(tmp_path: Path) -> None:
     (tmp_path / "guide.jsonl").write_text(rows, encoding="utf-8")
     chat_format = ChatFormat.of(parse(Data, toml(snippet)["data"], "guide"))
     parsed = read(tmp_path / "guide.jsonl", chat_format)
-    assert [p.text for p in parsed] == ["Find $x$.", *["How many?"] * 3, "What is $1 + 1$?"]
-    assert [len(p.images) for p in parsed] == [1, 1, 1, 1, 0]
-    assert parsed[0].messages[1]["content"] == [
+    assert [p.text for p in parsed] == ["a red sign", "Find $x$.", *["How many?"] * 3]
+    assert [len(p.images) for p in parsed] == [0, 1, 1, 1, 1]
+    assert parsed[1].messages[1]["content"] == [
         IMAGE,
         text("Find $x$.\nReason between <think> and </think>, then give the answer in \\boxed{}."),
     ]

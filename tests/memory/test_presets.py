@@ -15,7 +15,7 @@ from gesso.models.tokens.vision_language import VisionLanguage
 from tests.shapes import WRITERS, write_configs, write_writer
 
 GIB = 2**30
-GUIDE = PACKAGE.parent / "docs/guide.md"
+GUIDE = PACKAGE.parent / "docs/reference/settings.md"
 
 
 @pytest.fixture(scope="module")

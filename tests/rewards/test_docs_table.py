@@ -1,4 +1,4 @@
-"""The table in docs/rewards.md lists every reward, with every option and its default."""
+"""The table in docs/reference/rewards.md lists every reward, with every option and its default."""
 
 from __future__ import annotations
 

@@ -15,10 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from gesso import build, imports, run
+from gesso import build, run
 from gesso.config import RewardEntry
 from gesso.config.parsing import parse
-from gesso.config.tables import tomllib
 from gesso.rewards import assembly, base
 from gesso.rewards.judges import chat
 from gesso.rewards.judges.judge import Judge, parse_rating
@@ -263,32 +262,6 @@ def test_a_judge_may_be_served(tmp_path: Path) -> None:
     ):
         scores = ask(one.url, [grey(0), grey(255)])
     assert [s.value for s in scores] == [0.2, 1.0]
-
-
-def test_the_page_names_every_judge_and_option() -> None:
-    from gesso import cli
-
-    page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
-    section = page.partition("### Judges")[2].partition("### The cache")[0]
-    kinds = {
-        name: imports.load(reference, "reward") for name, reference in assembly.REWARDS.items()
-    }
-    asking = {name: kind for name, kind in kinds.items() if issubclass(kind, chat.ChatJudge)}
-    assert len(asking) == 6
-    for word in {*asking, *Judge.model_fields}:
-        assert f"`{word}`" in section, word
-    for kind in asking.values():
-        assert kind.URL_ENV in section and kind.MODEL_ENV in section
-    documented = re.findall(
-        r"^\| `([\w`, ]+)` \| (?:`judge` only: )?(`.*?)(?:;.*)? \| ", section, re.M
-    )
-    for keys, values in documented:
-        for key, value in zip(keys.split("`, `"), re.findall(r"`([^`]+)`", values), strict=True):
-            default = Judge.model_fields[key].default
-            assert tomllib.loads(f"x = {value}")["x"] == default, key
-    assert len(documented) == 3
-    for command in re.findall(r"^\$ (gesso .*)", page, re.M):
-        cli._parser().parse_args(command.split()[1:])
 
 
 @contextmanager

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import shlex
 import time
 from pathlib import Path
 
-from gesso import cli
 from gesso.viewer import report
 from tests.viewer import folders
 from tests.viewer.browser import Browser, Tab
@@ -255,14 +253,6 @@ def test_the_report_works_from_the_disk(tab: Tab, pages: Path, tmp_path: Path) -
     )
     assert asked == 0, "nothing is fetched"
     assert tab.js("window.hacked") is None
-
-
-def test_the_commands_of_the_document_are_commands() -> None:
-    text = (Path(cli.__file__).parents[1] / "docs" / "viewer.md").read_text()
-    commands = re.findall(r"^(?:\w+=\S+ )?gesso (view.*?)(?: +#.*)?$", text, re.M)
-    assert len(commands) == 4
-    for command in commands:
-        cli._parser().parse_args(shlex.split(command))
 
 
 def test_hidden_pages_ask_for_nothing(tab: Tab, site: Site) -> None:
