@@ -32,6 +32,7 @@ from gesso.algorithms.ppo import PPO, CriticSection
 from gesso.config import tables
 from gesso.rewards import assembly
 from gesso.rewards.image.networks import NetworkReward
+from gesso.rewards.judges.chat import ChatJudge
 from gesso.track.metrics import METRICS
 
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"
@@ -225,26 +226,37 @@ def metrics() -> str:
     ) + "\n"  # fmt: skip
 
 
+SHARED: dict[type[BaseModel], str] = {
+    NetworkReward: "Options of network rewards",
+    ChatJudge: "Options of judges",
+}
+
+
 def rewards() -> str:
-    kinds = {name: imports.load(where, "model") for name, where in assembly.REWARDS.items()}
-    shared = tuple(NetworkReward.model_fields)
+    names: dict[type[BaseModel], list[str]] = {}
+    for name, where in assembly.REWARDS.items():
+        names.setdefault(imports.load(where, "model"), []).append(name)
     parts = [
         "# Rewards",
         NOTE,
         "The bundled rewards with their options, which are keys of a `[[reward]]` table next to "
-        "`name` and `weight`. Rewards marked *network* also have the options in the last section.",
+        "`name` and `weight`. The options that all network rewards or all judges share are listed "
+        "at the end.",
     ]
-    for name, kind in kinds.items():
-        network = issubclass(kind, NetworkReward)
-        parts += [
-            f"## {name}",
-            inspect.cleandoc(kind.__doc__ or "") + (" *Network.*" if network else ""),
-        ]
-        without = shared if network else ()
+    for kind, aliases in names.items():
+        base = next((base for base in SHARED if issubclass(kind, base)), None)
+        without = tuple(base.model_fields) if base else ()
+        note = f" [{SHARED[base]}](#{slug(SHARED[base])})." if base else ""
+        parts += [f"## {', '.join(aliases)}", inspect.cleandoc(kind.__doc__ or "") + note]
         if set(kind.model_fields) - set(without):
             parts += [key_table(kind, without)]
-    parts += ["## Options of network rewards", key_table(NetworkReward)]
+    for base, heading in SHARED.items():
+        parts += [f"## {heading}", key_table(base)]
     return "\n\n".join(parts) + "\n"
+
+
+def slug(heading: str) -> str:
+    return heading.lower().replace(" ", "-")
 
 
 def health_page() -> str:

@@ -22,8 +22,13 @@ HEAD = "sac+logos+ava1-l14-linearMSE.pth"
 
 
 class Aesthetic(networks.NetworkReward):
-    path: str = "openai/clip-vit-large-patch14"  # a folder or hub repository
-    head: str = "camenduru/improved-aesthetic-predictor"  # a file, or a folder or repo with HEAD
+    """LAION aesthetic predictor on the CLIP embedding of the image (Schuhmann 2022), typically 3 to
+    8. Ignores the prompt."""
+
+    path: str = "openai/clip-vit-large-patch14"
+    """CLIP folder or hub name."""
+    head: str = "camenduru/improved-aesthetic-predictor"
+    """Hub name or .pth/.safetensors file of the head."""
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return networks.in_batches(self._values, samples, self.batch)

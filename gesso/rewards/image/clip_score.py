@@ -16,7 +16,11 @@ from gesso.types import Sample, Score
 
 
 class ClipScore(networks.NetworkReward):
-    path: str = "openai/clip-vit-large-patch14"  # a folder or hub repository
+    """Logit scale · cos(prompt, image) / 30 (Hessel et al. 2021), typically 0.5 to 1.2. Prompts are
+    truncated at 77 tokens."""
+
+    path: str = "openai/clip-vit-large-patch14"
+    """Model folder or hub name."""
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return networks.in_batches(self._values, samples, self.batch)

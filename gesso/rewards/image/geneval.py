@@ -216,12 +216,24 @@ def intersection_over_union(a: Box, b: Box) -> float:
 
 
 class Geneval(networks.NetworkReward):
-    detector: str = "facebook/mask2former-swin-small-coco-instance"  # a folder or hub repository
-    clip: str = "openai/clip-vit-large-patch14"  # for colours
-    threshold: float = Field(0.3, ge=0, le=1)  # of the detector's confidence
-    counting_threshold: float = Field(0.9, ge=0, le=1)  # the same if the tag is "counting"
-    max_overlap: float = Field(1.0, gt=0, le=1)  # of two objects of a class; 1: no limit
-    strict: bool = False  # the value is 1 if every clause holds, else 0
+    """Mean over the conditions in the row's `tag`, `include` and `exclude` columns: counts as 1 −
+    |n − n̂| / n, at least 0; colours; positions (Ghosh et al. 2023, Flow-GRPO). Range [0, 1].
+    Requires the extra `geneval`. `geneval/strict`: all conditions hold with exact counts.
+    `geneval/correct`: GenEval's published rule, where additional objects are allowed unless
+    excluded."""
+
+    detector: str = "facebook/mask2former-swin-small-coco-instance"
+    """Detector: Mask2Former, DETR, RT-DETR or OWL from transformers."""
+    clip: str = "openai/clip-vit-large-patch14"
+    """CLIP model that classifies colours."""
+    threshold: float = Field(0.3, ge=0, le=1)
+    """Minimum detection confidence."""
+    counting_threshold: float = Field(0.9, ge=0, le=1)
+    """Minimum confidence for prompts tagged `counting`."""
+    max_overlap: float = Field(1.0, gt=0, le=1)
+    """Below 1, the weaker of two boxes of the same class with a larger IoU is dropped."""
+    strict: bool = False
+    """True: the value is 0 or 1."""
 
     def unfit(self, prompt: Prompt) -> str | None:
         try:

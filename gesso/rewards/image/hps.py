@@ -25,9 +25,15 @@ if TYPE_CHECKING:
 
 
 class Hps(networks.NetworkReward):
-    path: str = "xswu/HPSv2"  # a folder or hub repository
-    file: str = "HPS_v2.1_compressed.pt"  # in `path`; "": `path` is a model of transformers
-    processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"  # config, tokenizer, image processor
+    """cos(prompt, image) of HPS v2.1 (Wu et al. 2023), typically 0.2 to 0.35. Uses the whole image;
+    the other CLIP rewards use its centre square."""
+
+    path: str = "xswu/HPSv2"
+    """Folder or hub name."""
+    file: str = "HPS_v2.1_compressed.pt"
+    """Weight file in `path`; "" if `path` is a transformers model."""
+    processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+    """Processor folder or hub name."""
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return networks.in_batches(self._values, samples, self.batch)

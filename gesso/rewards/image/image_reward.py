@@ -29,8 +29,13 @@ HEAD_DIM = 64  # channels of an attention head, in both ViT-L and BERT
 
 
 class ImageReward(networks.NetworkReward):
-    path: str = "THUDM/ImageReward"  # the file ImageReward.pt, or a folder or repo with it
-    tokenizer: str = "google-bert/bert-base-uncased"  # a folder or hub repository
+    """(head(BLIP(prompt, image)) − 0.1672) / 1.0333 (Xu et al. 2023), typically −2.3 to 2. Prompts
+    are truncated at 35 tokens."""
+
+    path: str = "THUDM/ImageReward"
+    """Hub name or file of the weights."""
+    tokenizer: str = "google-bert/bert-base-uncased"
+    """Tokenizer folder or hub name."""
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return networks.in_batches(self._values, samples, self.batch)

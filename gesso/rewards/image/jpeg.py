@@ -14,6 +14,8 @@ from gesso.types import Prompt, Sample, Score
 
 
 class JpegCompressibility(Strict):
+    """−kilobytes / 500 as JPEG at quality 95 (Black et al. 2023)."""
+
     def unfit(self, prompt: Prompt) -> str | None:
         return None
 
@@ -22,6 +24,8 @@ class JpegCompressibility(Strict):
 
 
 class JpegIncompressibility(Strict):
+    """Kilobytes / 500 as JPEG at quality 95 (Black et al. 2023)."""
+
     def unfit(self, prompt: Prompt) -> str | None:
         return None
 

@@ -29,8 +29,10 @@ T = TypeVar("T")
 class NetworkReward(Strict):
     """Options of rewards that run a network."""
 
-    device: str = "auto"  # a GPU if available
-    batch: int = Field(16, ge=1)  # images at a time
+    device: str = "auto"
+    """Device of the network; "auto" selects CUDA when available."""
+    batch: int = Field(16, ge=1)
+    """Images per forward pass."""
 
     def unfit(self, prompt: Prompt) -> str | None:
         return None

@@ -24,7 +24,13 @@ NO_TARGET = 'expected a double-quoted text in the prompt, or a column "target"'
 
 
 class Ocr(Strict):
-    detect: bool = True  # False: the image is a single line of text; skips detection
+    """1 if the recognised text contains the quoted word of the prompt, otherwise 1 − min(edit
+    distance, length) / length; spaces and case are ignored (Flow-GRPO). Range [0, 1]. Requires the
+    extra `ocr`. `ocr/exact`: the recognised text equals the word. `ocr/longer`: more text than
+    requested was recognised."""
+
+    detect: bool = True
+    """False: treat the whole image as one line of text and skip detection."""
 
     def unfit(self, prompt: Prompt) -> str | None:
         return None if target_of(prompt) else NO_TARGET

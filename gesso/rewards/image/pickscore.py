@@ -15,8 +15,13 @@ from gesso.types import Sample, Score
 
 
 class PickScore(networks.NetworkReward):
-    path: str = "yuvalkirstain/PickScore_v1"  # a folder or hub repository
-    processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"  # its tokenizer and image processor
+    """Logit scale · cos(prompt, image) / 26 (Kirstain et al. 2023), typically 0.6 to 0.9. Prompts
+    are truncated at 77 tokens."""
+
+    path: str = "yuvalkirstain/PickScore_v1"
+    """Model folder or hub name."""
+    processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+    """Processor folder or hub name."""
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return networks.in_batches(self._values, samples, self.batch)

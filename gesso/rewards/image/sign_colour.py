@@ -25,6 +25,9 @@ _COLOURED_SIGN = re.compile(rf"\b({'|'.join(NAMES)}) sign\b", re.IGNORECASE)
 
 
 class SignColour(Strict):
+    """Share of the pixels, letters excluded, whose nearest colour is the one the prompt names. For
+    the bundled model. Range [0, 1]. `sign-colour/right`: that colour is the most frequent one."""
+
     def unfit(self, prompt: Prompt) -> str | None:
         if target_colour(prompt):
             return None

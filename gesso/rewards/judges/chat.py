@@ -35,14 +35,24 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")  # {prompt}, {text}, {negative}, or a co
 class ChatJudge(Strict):
     """Base class of the judges. A judge sets `TEMPLATE` and implements `read`."""
 
-    urls: Urls = Field([])  # OpenAI-compatible servers, with or without /v1; empty: from URL_ENV
-    model: str = ""  # the server's model name; empty: from MODEL_ENV, else its only model
-    prompt: str = ""  # file with a custom template
+    urls: Urls = Field([])
+    """Addresses of OpenAI-compatible servers, with or without /v1. Empty: from an environment
+    variable (see the reward)."""
+    model: str = ""
+    """Model name. Empty: from an environment variable (see the reward), otherwise the only model
+    served."""
+    prompt: str = ""
+    """File with the question; "" uses the built-in one. Required for `judge`."""
     token_env: str | None = None
-    timeout: float = Field(120.0, gt=0)  # seconds per attempt
+    """Environment variable with the bearer token."""
+    timeout: float = Field(120.0, gt=0)
+    """Seconds per attempt."""
     retries: int = Field(6, ge=0)
-    in_flight: int = Field(32, ge=1)  # concurrent requests per server
-    max_tokens: int = Field(512, ge=1)  # of a response
+    """Further attempts after transport errors, 429 and 5xx."""
+    in_flight: int = Field(32, ge=1)
+    """Maximum concurrent requests per server."""
+    max_tokens: int = Field(512, ge=1)
+    """Maximum length of the judge's response."""
 
     URL_ENV: ClassVar[str] = ""
     MODEL_ENV: ClassVar[str] = ""

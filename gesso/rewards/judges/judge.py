@@ -11,11 +11,15 @@ from gesso.types import Sample, Score
 
 
 class Judge(ChatJudge):
-    """A custom question: `prompt` is its file, `pattern` matches the number in the response."""
+    """A custom question to a served model: `prompt` is the file with the question, `pattern`
+    extracts the score, which is scaled from [lowest, highest] to [0, 1]."""
 
     pattern: str = r"Final Score:\s*(-?\d+(?:\.\d+)?)"
+    """Regular expression; its first group is the score."""
     lowest: float = 1.0
-    highest: float = 5.0  # the value is the number / highest
+    """Score that maps to 0."""
+    highest: float = 5.0
+    """Score that maps to 1."""
 
     @model_validator(mode="after")
     def _has_scale(self) -> Judge:

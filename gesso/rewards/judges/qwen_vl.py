@@ -13,7 +13,8 @@ from gesso.types import Prompt, Sample, Score
 
 
 class QwenVlScore(ChatJudge):
-    """Image quality rated by a general model: <Score> from 1 to 5. value = score / 5."""
+    """Image quality according to a served VLM: its score from 1 to 5, divided by 5. Environment:
+    `QWEN_VL_VLLM_URL`, `QWEN_VL_PATH`."""
 
     URL_ENV: ClassVar[str] = "QWEN_VL_VLLM_URL"
     MODEL_ENV: ClassVar[str] = "QWEN_VL_PATH"
@@ -30,9 +31,11 @@ class QwenVlScore(ChatJudge):
 
 
 class QwenVlOcr(ChatJudge):
-    """The text that a served model recognises in the image, scored like `ocr`."""
+    """The text that a served VLM reads in the image, scored like `ocr`. Environment:
+    `QWEN_VL_OCR_VLLM_URL`, `QWEN_VL_OCR_PATH`."""
 
     max_tokens: int = Field(256, ge=1)
+    """Maximum length of the judge's response."""
 
     URL_ENV: ClassVar[str] = "QWEN_VL_OCR_VLLM_URL"
     MODEL_ENV: ClassVar[str] = "QWEN_VL_OCR_PATH"

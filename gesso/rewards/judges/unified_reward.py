@@ -10,9 +10,9 @@ from gesso.types import Sample, Score
 
 
 class UnifiedReward(ChatJudge):
-    """UnifiedReward's pointwise score, 1 to 5 (Wang et al. 2025). value = score / 5. The question
-    is ours, in the form of the one used in its training; to use the original wording, put it into a
-    file and set `prompt` to that file."""
+    """UnifiedReward's pointwise score divided by 5 (Wang et al. 2025). The question has the form of
+    its training data; put the exact wording into a file and set `prompt` to use it. Environment:
+    `UNIFIED_REWARD_VLLM_URL`, `UNIFIED_REWARD_PATH`."""
 
     URL_ENV: ClassVar[str] = "UNIFIED_REWARD_VLLM_URL"
     MODEL_ENV: ClassVar[str] = "UNIFIED_REWARD_PATH"

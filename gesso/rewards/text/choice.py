@@ -20,8 +20,13 @@ _LETTER = re.compile(r"\(([A-Z])\)|([A-Z])[.):]?")
 
 
 class Choice(Strict):
+    """1 if the letter in the last answer tag equals the reference, otherwise 0; accepts `B`, `(B)`,
+    `B)`, `B.` and `B:`."""
+
     tag: str = Field("answer", pattern=answers.TAG)
-    column: str = answers.COLUMN  # column of the data with the correct answer
+    """Tag around the answer."""
+    column: str = answers.COLUMN
+    """Column with the reference answer."""
 
     def unfit(self, prompt: Prompt) -> str | None:
         return (

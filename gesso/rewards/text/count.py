@@ -20,9 +20,15 @@ _NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 
 
 class Count(Strict):
+    """1 if the whole number in the last answer tag equals the reference, otherwise 0.
+    `count/answered`: a number could be read."""
+
     tag: str = Field("answer", pattern=answers.TAG)
-    column: str = answers.COLUMN  # column of the data with the correct answer
-    graded: bool = False  # partial credit for near misses
+    """Tag around the answer."""
+    column: str = answers.COLUMN
+    """Column with the reference answer."""
+    graded: bool = False
+    """True: 1 − |n − n̂| / max(|n|, 1), at least 0."""
 
     def unfit(self, prompt: Prompt) -> str | None:
         return (

@@ -19,9 +19,15 @@ from gesso.types import Prompt, Sample, Score
 
 
 class Format(Strict):
-    think: str = Field("think", pattern=answers.TAG)  # names of the tags
+    """1 if the response is one reasoning block and one answer block and nothing else, otherwise 0
+    (DeepSeek-R1)."""
+
+    think: str = Field("think", pattern=answers.TAG)
+    """Tag of the reasoning."""
     answer: str = Field("answer", pattern=answers.TAG)
-    opened: bool = False  # the chat template already contains the opening tag
+    """Tag of the answer."""
+    opened: bool = False
+    """The chat template already opens the reasoning tag, as DeepSeek-R1's distilled models do."""
 
     def unfit(self, prompt: Prompt) -> str | None:
         return None

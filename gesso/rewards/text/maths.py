@@ -27,9 +27,16 @@ _MAX_LENGTH = 500  # characters of an answer
 
 
 class Math(Strict):
+    r"""1 if the response's answer equals the reference answer mathematically, otherwise 0, by
+    math-verify. The answer is the last `\boxed{}` in the last answer tag, or in the response if
+    there is no tag. Requires the extra `math`. `math/answered`: an answer could be parsed."""
+
     tag: str = Field("answer", pattern=answers.TAG)
-    column: str = answers.COLUMN  # column of the data with the correct answer
-    timeout: int = Field(5, ge=1)  # seconds to parse or compare; longer counts as different
+    """Tag around the answer."""
+    column: str = answers.COLUMN
+    """Column with the reference answer."""
+    timeout: int = Field(5, ge=1)
+    """Seconds to parse or compare an answer."""
 
     def unfit(self, prompt: Prompt) -> str | None:
         gold = answers.expected_answer(prompt, self.column)

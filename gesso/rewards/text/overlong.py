@@ -19,9 +19,15 @@ from gesso.types import Prompt, Sample, Score
 
 
 class Overlong(Strict):
+    """Length penalty of DAPO (Yu et al. 2025): −min(max(n − (limit − buffer), 0), buffer) / buffer.
+    Range [−1, 0]."""
+
     limit: int = Field(ge=1)
+    """Length at which the penalty reaches −1."""
     buffer: int = Field(ge=1)
+    """Length over which the penalty grows from 0 to −1."""
     unit: Literal["tokens", "words", "characters"] = "tokens"
+    """"tokens", "words" or "characters"."""
 
     @model_validator(mode="after")
     def _fits(self) -> Overlong:
