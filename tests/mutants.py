@@ -30,7 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("gesso", "tests", "tools", "docs", "examples", "benchmarks", "pyproject.toml", "README.md")
+COPIED = (
+    "gesso", "tests", "tools", "docs", "examples", "benchmarks", "pyproject.toml", "README.md",
+)  # fmt: skip
 PRELOADED = (
     "torch", "numpy", "PIL.Image", "pydantic", "httpx", "fastapi.testclient", "pytest", "peft",
     "transformers", "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
