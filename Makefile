@@ -1,6 +1,7 @@
 # make demo    sets up everything, then trains the bundled model
 # make test    sets up everything, then runs linters and all tests
-# Both make their own environment in .venv; PYTHON picks the interpreter (3.10 or newer).
+# make mutants breaks the code on purpose, line by line: a test must fail each time (minutes)
+# All make their own environment in .venv; PYTHON picks the interpreter (3.10 or newer).
 
 PYTHON ?= python3
 VENV := .venv
@@ -15,10 +16,10 @@ CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 1)
 WORKERS ?= $(shell [ $(CORES) -gt 4 ] && echo 4 || echo $(CORES))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-fast test-vllm lint bench bench-gpu setup clean help
+.PHONY: demo test test-fast test-vllm mutants lint bench bench-gpu setup clean help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -3
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -4
 
 demo: $(VENV)/.run
 	@echo "==> Training the bundled model to write words that can be read"
@@ -33,6 +34,9 @@ test: lint
 
 test-fast: $(VENV)/.dev
 	@$(PYTEST) -m "not slow"
+
+mutants: $(VENV)/.dev
+	@$(BIN)/python -m tests.mutants
 
 # vLLM pins other versions than we do: it gets an environment of its own, with gesso in it. On a CPU
 # two of its dependencies break it, and a third needs stubs of two operators.
