@@ -1,7 +1,8 @@
-# make demo    sets up everything, then trains the bundled model
-# make test    sets up everything, then runs linters and all tests
+# make demo    installs everything, then trains the bundled model
+# make test    installs everything, then runs linters and all tests
 # make docs    builds the documentation site in site/
-# Both make their own environment in .venv; PYTHON picks the interpreter (3.10 or newer).
+# make mutants breaks the code on purpose, one line at a time; a test must fail each time
+# All use an environment in .venv; PYTHON selects the interpreter (3.10 or newer).
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,19 +11,19 @@ VLLM := .venv-vllm
 # A machine with an NVIDIA driver gets torch's CUDA build, any other the CPU build.
 PIN := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-# Tests run file by file in a process a core, each with one thread: two busy processes with two
-# threads each are many times slower. Files keep their order, so that those of minutes do not come last.
+# Test files are distributed over one process per core, each with one thread: two processes with two
+# threads each are many times slower. Files keep their order, so that the slowest do not run last.
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 1)
 WORKERS ?= $(shell [ $(CORES) -gt 4 ] && echo 4 || echo $(CORES))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-fast test-vllm lint docs bench bench-gpu setup clean help
+.PHONY: demo test test-fast test-vllm mutants lint docs bench bench-gpu setup clean help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -4
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
 
 demo: $(VENV)/.run
-	@echo "==> Training the bundled model to write words that can be read"
+	@echo "==> Training the bundled model to write legible words"
 	@$(BIN)/gesso train demo
 	@echo
 	@echo "Look at it in a browser: $(BIN)/gesso view"
@@ -35,7 +36,10 @@ test: lint
 test-fast: $(VENV)/.dev
 	@$(PYTEST) -m "not slow"
 
-# vLLM pins other versions than we do: it gets an environment of its own, with gesso in it. On a CPU
+mutants: $(VENV)/.dev
+	@$(BIN)/python -m tests.mutants
+
+# vLLM pins other versions, so it gets a separate environment with gesso installed. On a CPU
 # two of its dependencies break it, and a third needs stubs of two operators.
 test-vllm: $(VLLM)/.run
 	@echo "==> Running the tests that need vLLM"
@@ -63,11 +67,11 @@ docs: $(VENV)/.dev
 	@$(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"
 
-# Fails where Gesso's lead over a plain script has fallen by more than 15%; on an idle machine.
+# Fails if the speedup over a plain script fell by more than 15%. Needs an idle machine.
 bench: $(VENV)/.dev
 	@$(BIN)/python benchmarks/demo_iteration.py --recorded benchmarks/recorded.json
 
-# On a CUDA device: dated tables in benchmarks/results. One that fails does not keep the other back.
+# On a CUDA device: tables in benchmarks/results. The second runs even if the first fails.
 bench-gpu: $(VENV)/.dev
 	@flow=0; $(BIN)/python benchmarks/flow_iteration.py --out benchmarks/results || flow=$$?; \
 		$(BIN)/python benchmarks/token_iteration.py --out benchmarks/results && exit $$flow
@@ -75,7 +79,7 @@ bench-gpu: $(VENV)/.dev
 setup: $(VENV)/.dev
 
 $(VENV)/.run: pyproject.toml constraints-cpu.txt | $(BIN)/python
-	@echo "==> Installing gesso and what it needs into $(VENV) (a minute or two, about 1.2 GB)"
+	@echo "==> Installing gesso and its dependencies into $(VENV) (a minute or two, about 1.2 GB)"
 	@$(PIP) $(PIN) -e ".[ocr,viewer]"
 	@touch $@
 
@@ -86,7 +90,7 @@ $(VENV)/.dev: pyproject.toml constraints-cpu.txt | $(BIN)/python
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "gesso needs Python 3.10 or newer; run make PYTHON=python3.11")'
-	@echo "==> Making an environment in $(VENV)"
+	@echo "==> Creating an environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
 clean:

@@ -1,5 +1,5 @@
-"""The command line as a user meets it: in a process of its own, but where an action is tried a
-second time and only what it does is new."""
+"""The command line. Training runs in a new process, as a user starts it; the other actions run in
+this one, where torch and diffusers are imported already."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ import tomli_w
 
 from gesso import cli
 from gesso.config import Recipe
+from tests.typed import sure
 from tests.waiting import LIMIT
 
 
-def gesso(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "gesso.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=LIMIT)
+@pytest.fixture(autouse=True)
+def same_import_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command changes it."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
 
 
 @pytest.fixture
@@ -28,19 +30,20 @@ def recipe_file(recipe_data: dict, tmp_path: Path) -> str:
     return str(file)
 
 
-def test_recipes_are_listed() -> None:
-    lines = gesso("recipes").stdout.splitlines()
+def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("demo ") and any(line.startswith("demo-nft ") for line in lines)
     assert all("  " in line for line in lines)  # a name and what it is about
 
 
-def test_check_tries_everything(recipe_file: str) -> None:
-    done = gesso("check", recipe_file)
-    assert done.returncode == 0, done.stderr
+def test_check_tries_everything(recipe_file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", recipe_file]) == 0
+    lines = capsys.readouterr().out.splitlines()
     for word in ("recipe", "data", "model", "rewards", "ratio", "memory", "time"):
-        assert any(line.startswith(word) for line in done.stdout.splitlines()), word
-    assert "3 training prompts, 3 held-out" in done.stdout
-    (warning,) = (line for line in done.stdout.splitlines() if line.startswith("warning"))
+        assert any(line.startswith(word) for line in lines), word
+    assert any("3 training prompts, 3 held-out" in line for line in lines)
+    (warning,) = (line for line in lines if line.startswith("warning"))
     assert "3 of 3 held-out prompts are also trained on" in warning  # one file for both
 
 
@@ -63,8 +66,8 @@ def test_negative_prompts_that_guidance_leaves_unread_are_noted(
         chosen = data | {"algorithm": algorithm, "eval": {"guidance": eval_guidance, "steps": 4}}
         job = assemble(build.recipe_from(chosen))
         job.close()
-        told = [note for note in job.notes if "have a negative prompt, and" in note]
-        assert [note.partition(" and ")[2].partition(" = ")[0] for note in told] == keys
+        notes = [note for note in job.notes if "have a negative prompt, and" in note]
+        assert [note.partition(" and ")[2].partition(" = ")[0] for note in notes] == keys
 
 
 def test_check_warns_of_a_clip_under_the_noise_floor(recipe: Recipe) -> None:
@@ -84,16 +87,17 @@ def test_check_finds_a_reward_that_fails(
 ) -> None:
     reward = 'reward=[{name="tests.rewards.user_rewards:raises"}]'
     assert cli.main(["check", recipe_file, reward]) == 2
-    told = capsys.readouterr().err
-    assert "a reward failed on" in told and "no such model" in told
+    message = capsys.readouterr().err
+    assert "a reward failed on" in message and "no such model" in message
 
 
 def test_train_sample_export_and_resume(
     recipe_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = str(tmp_path / "run")
-    done = gesso("train", recipe_file, "--run", run, "steps=2")  # overrides may come last
-    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-m", "gesso.cli", "train", recipe_file, "--run", run, "steps=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
     assert "step 2/2" in done.stdout and f"report  {run}/report.html" in done.stdout
     assert "held-out" in done.stdout
     capsys.readouterr()
@@ -102,9 +106,9 @@ def test_train_sample_export_and_resume(
     assert cli.main(["sample", run, "a sign", "--n", "2", "--out", str(tmp_path / "pictures")]) == 0
     sampled = capsys.readouterr().out.split()
     assert [Path(line).exists() for line in sampled] == [True, True]
-    exported = gesso("export", run, "--to", str(tmp_path / "out"), "--quiet")
-    assert exported.returncode == 0 and (tmp_path / "out" / "model_index.json").exists()
-    assert exported.stderr == ""
+    assert cli.main(["export", run, "--to", str(tmp_path / "out"), "--quiet"]) == 0
+    assert (tmp_path / "out" / "model_index.json").exists()
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(
@@ -121,10 +125,15 @@ def test_train_sample_export_and_resume(
         (["train", "demo", "data.train=missing.txt", "--run", "RUN"], "missing.txt: no such file"),
     ],
 )
-def test_mistakes_are_one_sentence(arguments: list[str], sentence: str, tmp_path: Path) -> None:
-    done = gesso(*[str(tmp_path / "run") if a == "RUN" else a for a in arguments])
-    assert done.returncode == 2
-    assert sentence in done.stderr and "Traceback" not in done.stderr
+def test_mistakes_are_one_sentence(
+    arguments: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = cli.main([str(tmp_path / "run") if a == "RUN" else a for a in arguments])
+    except SystemExit as error:  # argparse
+        status = sure(int, error.code)
+    message = capsys.readouterr().err
+    assert status == 2 and sentence in message and "Traceback" not in message
     assert not (tmp_path / "run").exists()  # nothing is left behind
 
 

@@ -88,6 +88,19 @@ def test_overrides_reach_their_place() -> None:
     assert recipe.about == "x y"
 
 
+def test_the_last_of_two_overrides_wins() -> None:
+    recipe = build.recipe("demo", ["optimizer.lr=1e-3", "optimizer.lr=1e-5"])
+    assert recipe.optimizer.lr == 1e-5
+
+
+@pytest.mark.parametrize("key", ["name", "kind"])
+def test_a_table_of_another_kind_takes_no_option_of_its_base(key: str) -> None:
+    base = {"surrogate": {key: "clip", "low": 0.2}, "lr": 1.0}
+    other, same = {"surrogate": {key: "cispo"}}, {"surrogate": {key: "clip", "high": 0.3}}
+    assert tables.over(base, other) == {"surrogate": {key: "cispo"}, "lr": 1.0}
+    assert tables.over(base, same)["surrogate"] == {key: "clip", "low": 0.2, "high": 0.3}
+
+
 def test_frozen() -> None:
     recipe = build.recipe("demo")
     with pytest.raises(pydantic.ValidationError):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -125,7 +123,7 @@ def test_killed_anywhere_and_resumed_it_ends_the_same(
     recipe_data: dict, tmp_path: Path, algorithm: str
 ) -> None:
     """SIGKILL before the first row, between rows, while a checkpoint is being written and just
-    after one; the end is the same to the bit, and that of a process which shares nothing."""
+    after one; the end is the same to the bit, and that of a run in another process."""
     if algorithm == "diffusion-nft":
         recipe_data["algorithm"] = {
             "name": algorithm, "group": 3, "steps": 4, "times": 2, "updates": 2,
@@ -136,8 +134,7 @@ def test_killed_anywhere_and_resumed_it_ends_the_same(
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(tomli_w.dumps(recipe_data))
     calm, folder, output = tmp_path / "calm", tmp_path / "killed", tmp_path / "output.txt"
-    alone = [sys.executable, "-m", "gesso.cli", "train", str(recipe), "--run", str(calm), "--quiet"]
-    subprocess.run(alone, check=True, timeout=LIMIT)
+    go(recipe_data, calm)
 
     metrics, checkpoints = folder / "metrics.jsonl", folder / "checkpoints"
     moments: list[Callable[[], bool]] = [

@@ -8,7 +8,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -81,10 +81,13 @@ class Misbehaving:
         delay: float = 0.0,
         port: int = 0,
         rendezvous: Rendezvous | None = None,
+        hold: Callable[[], bool] = lambda: True,
     ) -> None:
+        """`hold`: no answer before it is true."""
         self.faults = list(faults)
         self.delay = delay
         self.rendezvous = rendezvous
+        self.hold = hold
         self.requests: list[dict[str, Any]] = []  # bodies, in order of arrival
         self.heads: list[str] = []
         self.answered: list[float] = []  # brightness of every picture that was answered for
@@ -141,6 +144,8 @@ class Misbehaving:
             await asyncio.sleep(self.delay)
             if self.rendezvous:
                 await self.rendezvous.wait()
+            while not self.hold():
+                await asyncio.sleep(0.001)
             await self._misbehave(fault, self._right(path, body), writer)
         finally:
             self._now -= 1

@@ -10,7 +10,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from gesso import build, config
+from gesso import build, cli, config, serving
 from gesso.config import RemoteEntry
 from gesso.rewards import assembly
 from gesso.rewards.transport import protocol, serve
@@ -214,12 +213,6 @@ def test_only_loopback_is_served(echo: Served) -> None:
         pass
 
 
-def gesso(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "gesso.cli", "serve-reward", *arguments]
-    env = os.environ | environment
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=env, cwd=ROOT)
-
-
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
@@ -234,14 +227,26 @@ def gesso(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
         (("deqa", "--port", "0"), 'the reward "deqa" runs on a server'),
     ],
 )
-def test_mistakes_are_one_sentence(arguments: tuple[str, ...], sentence: str) -> None:
-    done = gesso(*arguments)
-    assert done.returncode == 2 and sentence in done.stderr and "Traceback" not in done.stderr
+def test_mistakes_are_one_sentence(
+    arguments: tuple[str, ...],
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the command changes it
+    monkeypatch.setattr(serving, "_serve", None)  # it must not come so far
+    assert cli.main(["serve-reward", *arguments]) == 2
+    message = capsys.readouterr().err
+    assert sentence in message and "Traceback" not in message
 
 
-def test_a_port_that_is_taken(echo: Served) -> None:
-    done = gesso("ocr", "--port", str(echo.port))
-    assert done.returncode == 2 and "cannot listen on 127.0.0.1" in done.stderr
+def test_a_port_that_is_taken(
+    echo: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(serving, "_serve", None)
+    assert cli.main(["serve-reward", "ocr", "--port", str(echo.port)]) == 2
+    assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("one", [signal.SIGINT, signal.SIGTERM])
@@ -317,10 +322,12 @@ def test_the_queue_fills_while_the_lanes_are_busy_and_has_an_end() -> None:
         slow = Slow()
         batcher = serve.BatchingScorer(slow, size=4, lanes=1, limit=10)
         first = asyncio.ensure_future(batcher.score([grey(0)]))
-        await asyncio.sleep(0.05)
+        while not slow.sizes:
+            await asyncio.sleep(0.001)
         others = [asyncio.ensure_future(batcher.score([grey(i)])) for i in range(1, 11)]
-        await asyncio.sleep(0.05)
-        assert slow.sizes == [1] and batcher.waiting == 10
+        while batcher.waiting < 10:
+            await asyncio.sleep(0.001)
+        assert slow.sizes == [1]
         with pytest.raises(serve.QueueFull, match="10 samples are waiting, 10 may"):
             await batcher.score([grey(99)])
         slow.go.set()
@@ -336,7 +343,7 @@ def test_the_queue_fills_while_the_lanes_are_busy_and_has_an_end() -> None:
 
 
 def test_a_batch_waits_a_little_for_company(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "BATCH_WAIT", 0.3)
+    monkeypatch.setattr(serve, "BATCH_WAIT", 1.0)
 
     async def go() -> None:
         slow = Slow()

@@ -7,7 +7,7 @@ import io
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +18,7 @@ from gesso import build
 from gesso.rewards import assembly, base
 from gesso.rewards.compose import WeightedReward, combine
 from gesso.rewards.transport import wire
+from gesso.rewards.transport.batches import score_batches
 from gesso.rewards.transport.service import RewardService
 from gesso.rewards.transport.workers import WorkerScorer
 from gesso.types import Prompt, Sample, Score, UserError
@@ -120,6 +121,21 @@ def test_a_reward_that_hangs_times_out(service) -> None:
     scores = service(f"{USER}:hangs", timeout=1.5).submit([sample()]).result().scores
     assert scores[0].error == "mine: gave no answer in 1.5 s, 2 times"
     assert time.monotonic() - started < 300  # it sleeps 600
+
+
+def test_scores_keep_the_order_of_their_samples_whichever_batch_is_ready_first() -> None:
+    async def go() -> list[Score]:
+        last = asyncio.Event()
+
+        async def score(batch: Sequence[Sample]) -> list[Score]:
+            if batch[-1].seed == 6:
+                last.set()
+            await last.wait()
+            return [Score(float(each.seed)) for each in batch]
+
+        return await score_batches(score, [sample(seed=i) for i in range(7)], 3)
+
+    assert [score.value for score in asyncio.run(go())] == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_scores_of_a_cancelled_request_reach_nobody() -> None:

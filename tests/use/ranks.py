@@ -1,11 +1,18 @@
 """One rank of several: shards the bundled transformer with FSDP2, takes a checkpoint's weights, and
-writes them as a checkpoint of several ranks. `python -m tests.use.ranks RANK RANKS FROM TO`."""
+writes them as a checkpoint of several ranks."""
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
+
+from gesso.config import PACKAGE
+
+IMPORTED = [
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "diffusers.models.transformers.transformer_sd3",
+]
 
 
 def main(rank: int, ranks: int, source: Path, target: Path) -> None:
@@ -24,7 +31,9 @@ def main(rank: int, ranks: int, source: Path, target: Path) -> None:
     store = f"file://{target.parent / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
-    transformer = SD3Transformer2DModel.from_pretrained("gesso/zoo/signs", subfolder="transformer")
+    transformer = SD3Transformer2DModel.from_pretrained(
+        PACKAGE / "zoo" / "signs", subfolder="transformer"
+    )
     for block in transformer.transformer_blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(transformer, mesh=mesh)
@@ -42,7 +51,3 @@ def main(rank: int, ranks: int, source: Path, target: Path) -> None:
         (target / "state.json").write_text(json.dumps(sealed(meta | {"ranks": ranks})))
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from gesso.track.run_folder import RunFolder
 from gesso.types import UserError
 from gesso.use.trained import load
 from tests.typed import sure
-from tests.use import runs
+from tests.use import ranks, runs
 from tests.waiting import LIMIT
 
 ROOT = Path(__file__).parents[2]
@@ -34,12 +33,16 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, RunFolder
     (several.path / "config.toml").write_bytes((one.path / "config.toml").read_bytes())
     source, target = one.checkpoints / "000004", several.checkpoints / "000004"
     target.mkdir(parents=True)
-    command = [sys.executable, "-m", "tests.use.ranks"]
+    context = multiprocessing.get_context("forkserver")  # both share its imports
+    context.set_forkserver_preload(ranks.IMPORTED)
     started = [
-        subprocess.Popen([*command, str(rank), "2", str(source), str(target)], cwd=ROOT)
-        for rank in range(2)
+        context.Process(target=ranks.main, args=(rank, 2, source, target)) for rank in range(2)
     ]
-    assert [process.wait(LIMIT) for process in started] == [0, 0]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join(LIMIT)
+    assert [process.exitcode for process in started] == [0, 0]
     return one, several
 
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from pathlib import Path
 
 import numpy as np
@@ -39,15 +38,16 @@ def test_best_is_not_the_latest(tmp_path: Path) -> None:
 
 def test_a_run_that_writes_no_more_has_stopped(tmp_path: Path) -> None:
     reader = RunReader(folders.make(tmp_path / "a", 4).path)
-    assert reader.summary(time.time() + 59)["state"] == "running"
-    late = reader.summary(time.time() + 61)
+    written = reader.summary()["changed"]
+    assert reader.summary(written + 59)["state"] == "running"
+    late = reader.summary(written + 61)
     assert late["state"] == "stopped" and late["left"] is None
     run = folders.make(tmp_path / "slow", 1)
     run.append(folders.row(2, **{"time/step": 100.0}))
-    assert (
-        RunReader(run.path).summary(time.time() + 499)["state"] == "running"
-    )  # a step takes 100 s
-    assert RunReader(run.path).summary(time.time() + 501)["state"] == "stopped"
+    slow = RunReader(run.path)  # a step takes 100 s
+    written = slow.summary()["changed"]
+    assert slow.summary(written + 499)["state"] == "running"
+    assert slow.summary(written + 501)["state"] == "stopped"
     assert RunReader(folders.make(tmp_path / "b", 10).path).summary()["state"] == "finished"
 
 

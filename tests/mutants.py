@@ -1,0 +1,887 @@
+"""Breaks the code on purpose, one line at a time: some test must fail each time.
+
+    python -m tests.mutants                  all of them, two at a time
+    python -m tests.mutants kl cache-key     those whose name contains one of these words
+    python -m tests.mutants --list           names, files and tests
+
+Every mutant replaces a text that occurs once in its file and names the tests that must notice. Each
+selection of tests runs first without any mutant and must pass. The tree is copied to a temporary
+folder; this one is not touched. The process imports torch, diffusers and transformers once and is
+forked for every run. Exit status 1: a mutant survived, no longer applies, or a selection fails by
+itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import compileall
+import importlib
+import os
+import py_compile
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = (
+    "gesso", "tests", "tools", "docs", "examples", "benchmarks", "pyproject.toml", "README.md",
+)  # fmt: skip
+PRELOADED = (
+    "torch", "numpy", "PIL.Image", "pydantic", "httpx", "fastapi.testclient", "pytest", "peft",
+    "transformers", "diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3",
+)  # fmt: skip
+LIMIT = 600.0  # seconds of one run; a mutant that makes its tests hang is noticed
+SHOWN = 3000  # characters of pytest's output
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    file: str
+    old: str  # occurs exactly once
+    new: str
+    tests: str  # arguments of pytest
+
+
+MUTANTS = [
+    # Formulas: steps and samplers
+    Mutant(
+        "step-logp-variance",
+        "gesso/formulas/flow_steps.py",
+        "-error / (2 * std.square())",
+        "-error / std.square()",
+        "tests/formulas/test_flow_steps.py",
+    ),
+    Mutant(
+        "step-logp-sum",
+        "gesso/formulas/flow_steps.py",
+        "density, 0.0).flatten(1).mean(1)",
+        "density, 0.0).flatten(1).sum(1)",
+        "tests/formulas/test_flow_steps.py",
+    ),
+    Mutant(
+        "step-sde-sigma-1",
+        "gesso/formulas/flow_steps.py",
+        "torch.where(sigma == 1, sigma_1, sigma)",
+        "torch.where(sigma == 1, 0.99, sigma)",
+        "tests/formulas/test_flow_steps.py",
+    ),
+    Mutant(
+        "step-sde-drift",
+        "gesso/formulas/flow_steps.py",
+        "v * (1 + s2 * (1 - sigma) / (2 * sigma)) * dt",
+        "v * (1 + s2 / (2 * sigma)) * dt",
+        "tests/formulas/test_flow_steps.py",
+    ),
+    Mutant(
+        "step-cps-noise",
+        "gesso/formulas/flow_steps.py",
+        "math.sin(noise * math.pi / 2)",
+        "noise",
+        "tests/formulas/test_flow_steps.py",
+    ),
+    Mutant(
+        "step-dpm2-order",
+        "gesso/formulas/flow_steps.py",
+        "(clean - before.x) / (2 * r)",
+        "(clean - before.x) / r",
+        "tests/formulas/test_flow_steps.py",
+    ),
+    # Formulas: advantages
+    Mutant(
+        "advantage-std-correction",
+        "gesso/formulas/advantages.py",
+        "degrees = min(correction, len(rewards) - 1)",
+        "degrees = 1",
+        "tests/formulas/test_advantages.py",
+    ),
+    Mutant(
+        "advantage-epsilon",
+        "gesso/formulas/advantages.py",
+        "EPSILON = 1e-4",
+        "EPSILON = 1e-8",
+        "tests/formulas/test_advantages.py",
+    ),
+    Mutant(
+        "advantage-leave-one-out",
+        "gesso/formulas/advantages.py",
+        "/ (count[row] - 1)",
+        "/ count[row]",
+        "tests/formulas/test_advantages.py",
+    ),
+    Mutant(
+        "advantage-gae-lambda",
+        "gesso/formulas/advantages.py",
+        "delta + gamma * lam * next_advantage",
+        "delta + gamma * next_advantage",
+        "tests/formulas/test_token_advantages.py",
+    ),
+    # Formulas: objectives, KL, aggregation, NFT
+    Mutant(
+        "clip-direction",
+        "gesso/formulas/objectives.py",
+        "torch.maximum(free, bound)",
+        "torch.minimum(free, bound)",
+        "tests/formulas/test_objectives.py",
+    ),
+    Mutant(
+        "clip-higher-and-lower",
+        "gesso/formulas/objectives.py",
+        "ratio.clamp(1 - low, 1 + high)",
+        "ratio.clamp(1 - high, 1 + low)",
+        "tests/formulas/test_objectives.py tests/formulas/test_token_objectives.py",
+    ),
+    Mutant(
+        "clip-dual-sign",
+        "gesso/formulas/objectives.py",
+        "capped = (advantage < 0)",
+        "capped = (advantage > 0)",
+        "tests/formulas/test_token_objectives.py",
+    ),
+    Mutant(
+        "gspo-mean-over-padding",
+        "gesso/formulas/objectives.py",
+        "log_ratio.sum(1, keepdim=True) / mask.sum(1, keepdim=True)",
+        "log_ratio.mean(1, keepdim=True)",
+        "tests/formulas/test_token_objectives.py",
+    ),
+    Mutant(
+        "value-loss-clip",
+        "gesso/formulas/objectives.py",
+        "torch.maximum(error, (clipped_values",
+        "torch.minimum(error, (clipped_values",
+        "tests/formulas/test_token_objectives.py",
+    ),
+    Mutant(
+        "kl-k3-sign",
+        "gesso/formulas/kl.py",
+        "exponent = (-k1).clamp",
+        "exponent = k1.clamp",
+        "tests/formulas/test_kl.py",
+    ),
+    Mutant(
+        "kl-gaussian-variance",
+        "gesso/formulas/kl.py",
+        "(2 * scale.square())",
+        "scale.square()",
+        "tests/formulas/test_objectives.py",
+    ),
+    Mutant(
+        "aggregation-by-sequence",
+        "gesso/formulas/aggregation.py",
+        "weights / (rows * tokens)",
+        "weights / tokens.sum()",
+        "tests/formulas/test_aggregation.py",
+    ),
+    Mutant(
+        "nft-negative-branch",
+        "gesso/formulas/nft.py",
+        "(1 + beta) * v_old - beta * v",
+        "(1 - beta) * v_old + beta * v",
+        "tests/formulas/test_nft.py",
+    ),
+    Mutant(
+        "nft-old-policy-decay",
+        "gesso/formulas/nft.py",
+        "min(0.001 * step, 0.5)",
+        "min(0.001 * step, 0.9)",
+        "tests/formulas/test_nft.py",
+    ),
+    Mutant(
+        "nft-samples-with-current-weights",
+        "gesso/algorithms/diffusion_nft.py",
+        'weights="old",',
+        'weights="current",',
+        "tests/test_settings.py -k old_policy",
+    ),
+    Mutant(
+        "ema-decay",
+        "gesso/formulas/averages.py",
+        "to(tensor.dtype), 1 - decay)",
+        "to(tensor.dtype), decay)",
+        "tests/formulas/test_objectives.py",
+    ),
+    Mutant(
+        "dithering-threshold",
+        "gesso/formulas/precision.py",
+        ".bitwise_and_(0xFFFF)",
+        ".bitwise_and_(0x7FFF)",
+        "tests/formulas/test_precision.py",
+    ),
+    # Samplers
+    Mutant(
+        "sampler-seed-per-sample",
+        "gesso/samplers/denoise.py",
+        "torch.Generator().manual_seed(seed) for seed in seeds]",
+        "torch.Generator().manual_seed(seeds[0]) for seed in seeds]",
+        "tests/samplers/test_denoise.py -k cut",
+    ),
+    Mutant(
+        "sampler-window",
+        "gesso/samplers/denoise.py",
+        "if i in spec.stochastic:",
+        "if i in range(spec.stochastic.stop):",
+        "tests/samplers/test_denoise.py -k window",
+    ),
+    Mutant(
+        "sampler-guidance-scale",
+        "gesso/models/flow/pipeline.py",
+        "return negative + scale * (positive - negative)",
+        "return positive + scale * (positive - negative)",
+        "tests/samplers/test_denoise.py -k diffusers_own",
+    ),
+    Mutant(
+        "sampler-even-sigmas",
+        "gesso/models/flow/pipeline.py",
+        "np.linspace(1.0, 1 / steps, steps)",
+        "np.linspace(1.0, 0.0, steps)",
+        "tests/models/test_pipelines.py -k 'diffusers_own and flux-dev'",
+    ),
+    Mutant(
+        "decoder-seed-per-sample",
+        "gesso/samplers/decode.py",
+        "_uniform(self.seeds[i], self.spec.max_tokens)",
+        "_uniform(self.seeds[0], self.spec.max_tokens)",
+        "tests/samplers/test_decode.py -k depend",
+    ),
+    # Weights
+    Mutant(
+        "folding-scale",
+        "gesso/weights/folded_linear.py",
+        "weights.baddbmm_(b, a, alpha=scale)",
+        "weights.baddbmm_(b, a)",
+        "tests/models/test_folded.py -k one_by_one",
+    ),
+    Mutant(
+        "folding-gradient-scale",
+        "gesso/weights/folded_linear.py",
+        "(t.to(a[0].dtype) * s for t, s in scaled)",
+        "(t.to(a[0].dtype) for t, s in scaled)",
+        "tests/models/test_folded.py -k plain_autograd",
+    ),
+    Mutant(
+        "copies-not-exchanged",
+        "gesso/weights/copies.py",
+        "in self.tensors(which).items():",
+        "in self.tensors().items():",
+        "tests/models/test_policy.py -k take_their_place",
+    ),
+    Mutant(
+        "snapshot-shares-memory",
+        "gesso/weights/copies.py",
+        "name: p.detach().clone()",
+        "name: p.detach()",
+        "tests/models/test_policy.py",
+    ),
+    Mutant(
+        "publish-checksum-position",
+        "gesso/weights/publish.py",
+        "(part * (2 * index + 1)).sum()",
+        "part.sum()",
+        "tests/weights/test_publish.py",
+    ),
+    Mutant(
+        "publish-digest-not-compared",
+        "gesso/weights/publish.py",
+        "if digest(held) != publication.digest:",
+        "if digest(held) == publication.digest and False:",
+        "tests/weights/test_publish.py",
+    ),
+    Mutant(
+        "merged-without-adapter",
+        "gesso/weights/merge.py",
+        "weight.float() + layer.get_delta_weight(ADAPTER).float()",
+        "weight.float()",
+        "tests/use/test_export.py -k plain_diffusers",
+    ),
+    # Learner
+    Mutant(
+        "learner-denominator",
+        "gesso/learner/learner.py",
+        "result.loss.sum() / terms.total",
+        "result.loss.mean()",
+        "tests/learner/test_learner.py -k micro_batches",
+    ),
+    Mutant(
+        "learner-gradient-clipping",
+        "gesso/learner/learner.py",
+        'clip_grad_norm_(group["params"], self.schedule.max_norm)',
+        'get_total_norm([p.grad for p in group["params"] if p.grad is not None])',
+        "tests/test_settings.py -k adamw",
+    ),
+    Mutant(
+        "learner-non-finite-step-taken",
+        "gesso/learner/learner.py",
+        'if finite and max(norms) < float("inf") else None',
+        "",
+        "tests/learner/test_learner.py -k not_finite",
+    ),
+    Mutant(
+        "learner-warmup",
+        "gesso/learner/learner.py",
+        "(self.optimizer_steps + 1) / warmup",
+        "self.optimizer_steps / warmup",
+        "tests/learner/test_learner.py -k warmup",
+    ),
+    Mutant(
+        "learner-ema-every-step",
+        "gesso/learner/learner.py",
+        "self.optimizer_steps % ema.every == 0",
+        "self.optimizer_steps",
+        "tests/learner/test_learner.py -k ema",
+    ),
+    Mutant(
+        "learner-restores-no-moments",
+        "gesso/learner/learner.py",
+        "key: tensors[name].clone().to(p.device)",
+        "key: torch.zeros_like(tensors[name])",
+        "tests/learner/test_learner.py -k restores",
+    ),
+    Mutant(
+        "learner-restores-no-step-count",
+        "gesso/learner/learner.py",
+        'self.optimizer_steps = int(state["optimizer_steps"])',
+        "self.optimizer_steps = 0",
+        "tests/learner/test_learner.py -k restores",
+    ),
+    # Cluster and loop
+    Mutant(
+        "cluster-draws-after-the-update",
+        "gesso/cluster/local.py",
+        "        self.draw_queued()",
+        "        pass",
+        "tests/cluster/test_local.py -k collect_returns",
+    ),
+    Mutant(
+        "cluster-draws-unpublished-weights",
+        "gesso/cluster/local.py",
+        "if self._changed:",
+        "if False:",
+        "tests/cluster/test_local.py -k publication",
+    ),
+    Mutant(
+        "cluster-refills-nothing",
+        "gesso/cluster/local.py",
+        "missing = groups - len(kept.group.unique())",
+        "missing = 0",
+        "tests/test_token_loop.py -k refill",
+    ),
+    Mutant(
+        "cluster-pieces-out-of-order",
+        "gesso/cluster/collecting.py",
+        "rollout = rollout.rows(index.argsort())",
+        "pass",
+        "tests/test_token_loop.py -k what_it_says",
+    ),
+    Mutant(
+        "cluster-max-failed",
+        "gesso/cluster/local.py",
+        "if share > allowed or",
+        "if share >= 1 or",
+        "tests/rewards/test_robustness.py -k share",
+    ),
+    Mutant(
+        "cluster-failed-greedy-baseline",
+        "gesso/cluster/collecting.py",
+        "if baseline.ok",
+        "if True",
+        "tests/test_token_loop.py -k greedy",
+    ),
+    Mutant(
+        "loop-lag",
+        "gesso/loop.py",
+        "len(pending) <= self.recipe.lag and",
+        "len(pending) < 1 and",
+        "tests/test_loop.py -k lag_one",
+    ),
+    Mutant(
+        "loop-resumes-without-publishing",
+        "gesso/loop.py",
+        "self.cluster.publish(latest)",
+        "self.cluster.publish(0)",
+        "tests/cluster/test_local.py -k resumed",
+    ),
+    Mutant(
+        "loop-stops-after-non-finite-steps",
+        "gesso/loop.py",
+        "MAX_SKIPPED = 3",
+        "MAX_SKIPPED = 4",
+        "tests/test_loop.py -k not_finite",
+    ),
+    # Run folder and checkpoints
+    Mutant(
+        "atomic-write",
+        "gesso/track/atomic.py",
+        'path.with_name(f".{path.name}.new")',
+        "path",
+        "tests/track/test_atomic.py",
+    ),
+    Mutant(
+        "checkpoint-kept",
+        "gesso/track/checkpoints.py",
+        "for old in self.steps()[:-keep]:",
+        "for old in self.steps()[:-1]:",
+        "tests/track/test_checkpoints.py",
+    ),
+    Mutant(
+        "checkpoint-tensors-not-verified",
+        "gesso/track/checkpoints.py",
+        "computed = digests(tensors)",
+        "computed = dict(expected)",
+        "tests/track/test_damaged.py -k every_flipped_bit",
+    ),
+    Mutant(
+        "checkpoint-state-not-verified",
+        "gesso/track/checkpoints.py",
+        'if sealed(meta)["digest"] != meta["digest"]:',
+        "if False:",
+        "tests/track/test_damaged.py -k every_flipped_bit",
+    ),
+    Mutant(
+        "metrics-half-written-line",
+        "gesso/track/run_folder.py",
+        'split(b"\\n")[:-1]',
+        'split(b"\\n")',
+        "tests/track/test_damaged.py -k 'rows'",
+    ),
+    # Rewards
+    Mutant(
+        "reward-failed-part-is-left-out",
+        "gesso/rewards/compose.py",
+        "if score.error is not None:",
+        "if False:",
+        "tests/rewards/test_rewards.py -k weighted_sum",
+    ),
+    Mutant(
+        "reward-infinite",
+        "gesso/rewards/base.py",
+        "if not math.isfinite(value):",
+        "if False:",
+        "tests/rewards/test_robustness.py -k numbers_that_are_none",
+    ),
+    Mutant(
+        "reward-number-as-text",
+        "gesso/rewards/base.py",
+        "if isinstance(value, str | bytes | bytearray):",
+        "if False:",
+        "tests/rewards/test_user_code.py -k 'hostile_reward'",
+    ),
+    Mutant(
+        "cache-key-without-options",
+        "gesso/rewards/transport/cache.py",
+        "self.identity = identity.encode()",
+        'self.identity = b""',
+        "tests/rewards/test_cache.py",
+    ),
+    Mutant(
+        "cache-keeps-failures",
+        "gesso/rewards/transport/cache.py",
+        "if score.error is None and not self.inner.random:",
+        "if not self.inner.random:",
+        "tests/rewards/test_cache.py -k failures",
+    ),
+    Mutant(
+        "cache-order-of-scores",
+        "gesso/rewards/transport/cache.py",
+        "return [scores[key] for key in keys]",
+        "return [scores[key] for key in sorted(keys)]",
+        "tests/rewards/test_cache.py -k order",
+    ),
+    Mutant(
+        "workers-order-of-scores",
+        "gesso/rewards/transport/batches.py",
+        "for batch in scored for score in batch]",
+        "for batch in reversed(scored) for score in batch]",
+        "tests/rewards/test_rewards.py -k order",
+    ),
+    Mutant(
+        "workers-fail-together",
+        "gesso/rewards/transport/workers.py",
+        "[score for sample in samples for score in await self._retry([sample], 2)]",
+        "await self._retry(samples, 2)",
+        "tests/rewards/test_robustness.py -k poisonous",
+    ),
+    Mutant(
+        "pool-retries-500",
+        "gesso/rewards/transport/pool.py",
+        "response.status_code >= 500",
+        "response.status_code > 599",
+        "tests/rewards/test_faults.py -k may_pass",
+    ),
+    Mutant(
+        "pool-in-flight",
+        "gesso/rewards/transport/pool.py",
+        "if s.busy < self.in_flight]",
+        "]",
+        "tests/rewards/test_faults.py -k spread_and_bounded",
+    ),
+    Mutant(
+        "pool-attempts",
+        "gesso/rewards/transport/pool.py",
+        "in range(self.retries + 1):",
+        "in range(self.retries):",
+        "tests/rewards/test_faults.py -k attempts_and_seconds",
+    ),
+    Mutant(
+        "reward-server-token",
+        "gesso/rewards/transport/serve.py",
+        "if token is not None and not hmac",
+        "if token is None and not hmac",
+        "tests/rewards/test_http.py -k no_token",
+    ),
+    # Config and data
+    Mutant(
+        "config-unknown-key",
+        "gesso/config/schema.py",
+        'frozen=True, extra="forbid"',
+        'frozen=True, extra="ignore"',
+        "tests/test_config.py -k every_mistake",
+    ),
+    Mutant(
+        "config-override-order",
+        "gesso/config/tables.py",
+        "for override in overrides:",
+        "for override in reversed(overrides):",
+        "tests/test_config.py -k overrides",
+    ),
+    Mutant(
+        "config-base-of-another-kind",
+        "gesso/config/tables.py",
+        'for key in ("name", "kind")):',
+        'for key in ("name",)):',
+        "tests/test_config.py -k 'base or kind'",
+    ),
+    Mutant(
+        "data-weights-of-sources",
+        "gesso/data/prompts.py",
+        "[total / Fraction(part.weight) for part in parts]",
+        "[Fraction(len(parts)) for part in parts]",
+        "tests/data/test_prompts.py -k mix",
+    ),
+    Mutant(
+        "data-sources-shuffled-alike",
+        "gesso/data/prompts.py",
+        '(self.seed, "data", turn, source) if source else',
+        '(self.seed, "data", turn) if source else',
+        "tests/data/test_prompts.py -k mix",
+    ),
+    Mutant(
+        "data-held-out-overlap",
+        "gesso/data/prompts.py",
+        "if _identity(p) in trained]",
+        "if p in train]",
+        "tests/data/test_prompts.py -k 'overlap or question'",
+    ),
+    Mutant(
+        "data-shard-order",
+        "gesso/data/splits.py",
+        "for _, file in sorted(files)]",
+        "for _, file in files]",
+        "tests/data/test_splits.py -k order",
+    ),
+    Mutant(
+        "data-missing-shard",
+        "gesso/data/splits.py",
+        "if not numbers or numbers == list(range(chosen.count)):",
+        "if not numbers or numbers:",
+        "tests/data/test_splits.py -k broke_off",
+    ),
+    # Health
+    Mutant(
+        "health-flat-groups",
+        "gesso/health/__init__.py",
+        "FLAT = 0.5",
+        "FLAT = 0.95",
+        "tests/test_health.py -k test_flat_groups",
+    ),
+    Mutant(
+        "health-warns-again",
+        "gesso/health/__init__.py",
+        "now - self._seen[s.kind] > AWAY]",
+        "now - self._seen[s.kind] > 0]",
+        "tests/test_health.py -k away",
+    ),
+    Mutant(
+        "health-ratio",
+        "gesso/health/ratio.py",
+        'DISAGREE = {"float32": 0.01,',
+        'DISAGREE = {"float32": 1.0,',
+        "tests/test_health.py -k ratio_not_one",
+    ),
+    # Viewer, use, memory, trust, command line
+    Mutant(
+        "viewer-path-traversal",
+        "gesso/viewer/files.py",
+        "if not PICTURE.fullmatch(name):",
+        "if not name:",
+        "tests/viewer/test_server.py -k nothing_but_pictures",
+    ),
+    Mutant(
+        "viewer-links",
+        "gesso/viewer/files.py",
+        "if any(step.is_symlink() for step in steps) or",
+        "if",
+        "tests/viewer/test_server.py -k links_out",
+    ),
+    Mutant(
+        "viewer-token",
+        "gesso/viewer/server.py",
+        "return hmac.compare_digest(given.encode(), token.encode())",
+        "return True",
+        "tests/viewer/test_server.py -k token",
+    ),
+    Mutant(
+        "viewer-other-origin",
+        "gesso/viewer/server.py",
+        "if origin and request.method",
+        "if not origin and request.method",
+        "tests/viewer/test_server.py -k another_page",
+    ),
+    Mutant(
+        "server-host",
+        "gesso/serving.py",
+        "if not is_loopback(host) and not token:",
+        "if not host:",
+        "tests/viewer/test_server.py -k another_host",
+    ),
+    Mutant(
+        "use-averaged-weights",
+        "gesso/use/source.py",
+        'return "ema" if requested != "current" and',
+        'return "ema" if requested == "ema" and',
+        "tests/test_settings.py -k averaged",
+    ),
+    Mutant(
+        "export-precision",
+        "gesso/use/export.py",
+        "t.to(kind) if t.is_floating_point() else t",
+        "t",
+        "tests/use/test_export.py -k another_precision",
+    ),
+    Mutant(
+        "memory-adam",
+        "gesso/estimate.py",
+        '"optimizer": 2 * trained,',
+        '"optimizer": trained,',
+        "tests/memory/test_estimates.py -k full_fine_tune",
+    ),
+    Mutant(
+        "memory-folded-old-policy",
+        "gesso/memory/flow.py",
+        'policies = 2 if "old" in algorithm.needs else 1',
+        "policies = 1",
+        "tests/memory/test_estimates.py -k folding",
+    ),
+    Mutant(
+        "trust-code-of-a-run",
+        "gesso/viewer/studio.py",
+        "code = {} if self.trust_code else",
+        "code = {} if True else",
+        "tests/test_trust.py -k 'playground or page_over'",
+    ),
+    Mutant(
+        "trust-working-folder-first",
+        "gesso/imports.py",
+        'return [entry for entry in sys.path if entry not in ("", folder)] + [folder]',
+        'return [folder] + [entry for entry in sys.path if entry not in ("", folder)]',
+        "tests/test_trust.py -k beside_files",
+    ),
+    Mutant(
+        "cli-resume-changes-the-recipe",
+        "gesso/cli.py",
+        'key != "steps" or',
+        "not key or",
+        "tests/test_cli.py -k mistakes",
+    ),
+    Mutant(
+        "cli-unknown-argument",
+        "gesso/cli.py",
+        'unknown = any(r.startswith("-") for r in rest) or',
+        "unknown =",
+        "tests/test_cli.py tests/test_bad_input.py -k 'mistakes or unknown'",
+    ),
+]
+
+
+def occurrences(mutant: Mutant) -> int:
+    return (ROOT / mutant.file).read_text("utf-8").count(mutant.old)
+
+
+def copy_of_the_tree(folder: Path) -> None:
+    ignored = shutil.ignore_patterns("__pycache__", ".git", "runs", "results")
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=ignored)
+        else:
+            shutil.copy2(source, folder / name)
+    # Compared with the source by content: a mutant may be as long as the text it replaces.
+    hashed = py_compile.PycInvalidationMode.CHECKED_HASH
+    compileall.compile_dir(folder / "gesso", quiet=1, invalidation_mode=hashed)
+
+
+def use_copy(folder: Path) -> None:
+    """This process, a fork, and those it starts import the copy."""
+    os.environ["PYTHONPATH"] = str(folder)
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    sys.dont_write_bytecode = True
+    elsewhere = folder.with_suffix(".cwd")  # Gesso puts the working folder last on the import path
+    elsewhere.mkdir(exist_ok=True)
+    os.chdir(elsewhere)
+    sys.path[:] = [str(folder), *(p for p in sys.path if p and Path(p).resolve() != ROOT)]
+    for name in [n for n in sys.modules if n == "tests" or n.startswith("tests.")]:
+        del sys.modules[name]
+    assert not any(n == "gesso" or n.startswith("gesso.") for n in sys.modules)
+
+
+def assert_copy_is_imported(folder: Path) -> None:
+    """Here, and in a new interpreter."""
+    import gesso
+
+    command = [sys.executable, "-c", "import gesso; print(gesso.__file__)"]
+    child = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    for file in (gesso.__file__, child):
+        assert Path(str(file)).is_relative_to(folder), f"imported {file}, expected the copy"
+
+
+@dataclass
+class Run:
+    """pytest over a selection in a forked process."""
+
+    pid: int
+    copy: Path
+    tests: str
+    mutant: Mutant | None
+    started: float
+    output: Path
+
+    def finished(self) -> int | None:
+        """pytest's exit status; None while it runs, 1 if it had to be killed."""
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if pid:
+            return os.waitstatus_to_exitcode(status)
+        if time.monotonic() - self.started < LIMIT:
+            return None
+        os.killpg(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        return 1
+
+
+def start(copy: Path, tests: str, mutant: Mutant | None) -> Run:
+    output = copy.with_suffix(".txt")
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid:
+        return Run(pid, copy, tests, mutant, time.monotonic(), output)
+    status = 70
+    try:
+        os.setsid()
+        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        use_copy(copy)
+        if mutant is None:
+            assert_copy_is_imported(copy)
+        import pytest
+
+        words = [str(copy / w) if w.startswith("tests/") else w for w in shlex.split(tests)]
+        options = ["-x", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        where = ["--rootdir", str(copy), "-c", str(copy / "pyproject.toml")]
+        status = int(pytest.main([*options, *where, *words]))
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def run_all(
+    work: Sequence[tuple[str, Mutant | None]], copies: Sequence[Path]
+) -> Iterator[tuple[Run, int, float]]:
+    """Every run with its exit status and seconds, as they finish."""
+    waiting, free = list(work), list(copies)
+    running: list[Run] = []
+    try:
+        while waiting or running:
+            while waiting and free:
+                tests, mutant = waiting.pop(0)
+                copy = free.pop()
+                if mutant is not None:
+                    replace(copy / mutant.file, mutant.old, mutant.new)
+                running.append(start(copy, tests, mutant))
+            for run in list(running):
+                status = run.finished()
+                if status is None:
+                    continue
+                running.remove(run)
+                free.append(run.copy)
+                if run.mutant is not None:
+                    shutil.copy2(ROOT / run.mutant.file, run.copy / run.mutant.file)
+                yield run, status, time.monotonic() - run.started
+            time.sleep(0.02)
+    finally:
+        for run in running:
+            os.killpg(run.pid, signal.SIGKILL)
+            os.waitpid(run.pid, 0)
+
+
+def replace(file: Path, old: str, new: str) -> None:
+    file.write_text(file.read_text("utf-8").replace(old, new), "utf-8")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants")
+    parser.add_argument("words", nargs="*", help="only mutants whose name contains one of these")
+    parser.add_argument("-j", type=int, default=2, help="runs at a time")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--verbose", action="store_true", help="show why pytest failed")
+    options = parser.parse_args()
+    chosen = [m for m in MUTANTS if not options.words or any(w in m.name for w in options.words)]
+    if options.list:
+        for mutant in chosen:
+            print(f"{mutant.name:<36} {mutant.file:<40} {mutant.tests}")
+        return 0
+    os.environ["OMP_NUM_THREADS"] = "1"
+    gone = [m for m in chosen if occurrences(m) != 1]
+    for mutant in gone:
+        print(f"{mutant.name}: its text occurs {occurrences(mutant)} times in {mutant.file}")
+    chosen = [m for m in chosen if m not in gone]
+    for module in PRELOADED:
+        importlib.import_module(module)
+    failed, survived, noticed = list[str](), list[str](), 0
+    with tempfile.TemporaryDirectory(prefix="gesso-mutants-") as folder:
+        copies = [Path(folder).resolve() / f"copy{i}" for i in range(options.j)]
+        for copy in copies:
+            copy.mkdir()
+            copy_of_the_tree(copy)
+        selections = list(dict.fromkeys(m.tests for m in chosen))
+        print(f"{len(selections)} selections of tests without a mutant", flush=True)
+        for run, status, seconds in run_all([(tests, None) for tests in selections], copies):
+            if status != 0:
+                failed.append(run.tests)
+                print(f"FAILED (status {status}) {seconds:5.1f} s  {run.tests}")
+                print(run.output.read_text("utf-8", "replace")[-SHOWN:], flush=True)
+        work = [(m.tests, m) for m in chosen if m.tests not in failed]
+        for run, status, seconds in run_all(work, copies):
+            assert run.mutant is not None
+            words = {0: "SURVIVED", 1: "noticed"}.get(status, f"BROKEN (status {status})")
+            print(f"{words:<10} {seconds:5.1f} s  {run.mutant.name}", flush=True)
+            noticed += status == 1
+            if status != 1:
+                survived.append(run.mutant.name)
+            if options.verbose or status not in (0, 1):
+                print(run.output.read_text("utf-8", "replace")[-SHOWN:], flush=True)
+    print(f"{noticed} of {len(chosen) + len(gone)} mutants noticed")
+    return 1 if gone or failed or survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
