@@ -271,7 +271,9 @@ def _parser() -> argparse.ArgumentParser:
 
     data = _add_action(actions, "data", "generate a prompt set")
     kinds = data.add_subparsers(title="kinds", required=True, metavar="KIND")
-    ocr = _add_action(kinds, "ocr", "generate prompts for images that contain text, for the reward ocr")
+    ocr = _add_action(
+        kinds, "ocr", "generate prompts for images that contain text, for the reward ocr"
+    )
     ocr.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="folder for train.txt and test.txt"
     )

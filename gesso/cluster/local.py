@@ -191,8 +191,8 @@ class Local:
         share, allowed = failed / whole, self.recipe.max_failed
         if share > allowed or (len(good) < 2 and not refill):
             raise ScoresFailed(
-                f"{failed} of {whole} scores failed ({share:.0%}; max_failed allows {allowed:.0%}); "
-                f"last error: {last}",
+                f"{failed} of {whole} scores failed ({share:.0%}); max_failed allows "
+                f"{allowed:.0%}; last error: {last}",
                 notes,
             )
         return rollout.rows(good)

@@ -345,9 +345,7 @@ class Recipe(Strict):
             names = [entry.name for entry in entries]
             for name in names:
                 if names.count(name) > 1:
-                    raise ValueError(
-                        f'{key} "{name}" is listed twice; merge the entries into one'
-                    )
+                    raise ValueError(f'{key} "{name}" is listed twice; merge the entries into one')
         return self
 
 

@@ -153,8 +153,8 @@ class _Shape(NamedTuple):
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
 
-# Operators take and return values and flat lists of values, without deeper nesting. torch's pytrees,
-# which handle any nesting, took most of the time of an estimate.
+# Operators take and return values and flat lists of values, without deeper nesting. torch's
+# pytrees, which handle any nesting, took most of the time of an estimate.
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
