@@ -98,7 +98,7 @@ class Gesso:
         self.job.learner.policy.load(self.start)
 
     def sample(self, step: int, scored: bool) -> PendingStep:
-        return (self.job.cluster if scored else self.unscored).draw_step(step)
+        return (self.job.cluster if scored else self.unscored).sample_step(step)
 
     def gather(self, drawn: PendingStep) -> Rollout:
         return drawn.result()[0]

@@ -55,7 +55,7 @@ def main() -> None:
 
     def streamed(job: Assembled, step: int) -> float:
         started = time.perf_counter()
-        job.cluster.draw_step(step).result()
+        job.cluster.sample_step(step).result()
         return time.perf_counter() - started
 
     def serial(job: Assembled, step: int) -> tuple[float, float]:
@@ -70,7 +70,7 @@ def main() -> None:
 
         started = time.perf_counter()
         job.cluster.rewards = Later()  # type: ignore[assignment]
-        job.cluster.draw_step(step)
+        job.cluster.sample_step(step)
         job.cluster.rewards = service
         drawn = time.perf_counter()
         for future in [service.submit(samples) for samples in held]:

@@ -116,7 +116,7 @@ class Gesso:
     def iteration(self, step: int, case: str) -> Times:
         self.prepare(case)
         used, started = time.process_time(), now()
-        drawn = self.job.cluster.draw_step(step)
+        drawn = self.job.cluster.sample_step(step)
         generated = now()
         rollout, _ = drawn.result()
         scored = now()
@@ -339,7 +339,7 @@ def prove(ours: Gesso, trl: Trl, step: int = 0) -> Proof:
     """
     ours.prepare("ragged")
     trl.prepare("ragged")
-    rollout, _ = ours.job.cluster.draw_step(step).result()
+    rollout, _ = ours.job.cluster.sample_step(step).result()
     ours.model.suppressed = ours.written[:0]
     prompts = [sample.prompt for sample in rollout.samples]
     inputs = trl_inputs(trl, prompts, rollout)

@@ -1,9 +1,9 @@
-"""Gesso: RL post-training for models that draw and models that see.
+"""Gesso: RL post-training for flow-matching image models and (vision-)language models.
 
     run = gesso.train("demo")
     gesso.load(run.path).sample('a red sign that says "KITE"')[0].save("kite.png")
 
-`import gesso` is instant: the heavy imports happen in the calls.
+`import gesso` is instant: torch and other heavy packages are imported by the functions.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# OpenMP reads this once, when torch is first imported: threads that wait must not spin, or reward
-# workers beside them on the same cores slow both down many times over.
+# OpenMP reads this once, when torch is first imported. Waiting threads must not spin: with reward
+# workers on the same cores, spinning slows both down many times over.
 if "torch" not in sys.modules:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -36,7 +36,7 @@ def train(
 
 
 def resume(folder: str | Path, quiet: bool = False) -> RunFolder:
-    """Go on with a run that was stopped or killed."""
+    """Continue a run that was stopped or killed."""
     from gesso import run
 
     return run.resume(folder, quiet)
@@ -48,8 +48,8 @@ def load(
     weights: str | None = None,
     overrides: Sequence[str] = (),
 ) -> Trained:
-    """The model of a run folder, the untrained model of a recipe (`gesso.load("demo")`), or a
-    folder that Gesso, diffusers or transformers saved; to draw from, to evaluate, to export."""
+    """Load the model of a run folder, the untrained model of a recipe (`gesso.load("demo")`), or a
+    folder saved by Gesso, diffusers or transformers; to sample from, evaluate or export."""
     from gesso.use import trained
 
     return trained.load(source, step, weights, overrides)

@@ -1,9 +1,9 @@
-"""`python -m gesso`: the command line without its script, as torchrun and debuggers start it."""
+"""`python -m gesso`: the command line without the installed script, for torchrun and debuggers."""
 
 import os
 import sys
 
-if sys.path[0] == os.getcwd():  # -m put it there: a random.py in it would break torch
+if sys.path[0] == os.getcwd():  # added by -m; a local random.py would shadow Python's
     del sys.path[0]  # main() appends it
 
 from gesso.cli import main

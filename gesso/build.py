@@ -1,5 +1,5 @@
-"""Names in a recipe → objects: algorithms and trackers by the tables here, models by
-`config/bundled.py`, rewards by `rewards/assembly.py`; user code as "module:Name"."""
+"""Names in a recipe → objects. Algorithms and trackers are listed here, models in
+`config/bundled.py`, rewards in `rewards/assembly.py`; user code is named "module:Name"."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ TRACKERS = {
     "swanlab": "gesso.track.trackers.swanlab:SwanLab",
     "mlflow": "gesso.track.trackers.mlflow:MLflow",
 }
-SHOWN = ("console", "jsonl")  # what `track` may name beside them; metrics.jsonl is always written
+SHOWN = ("console", "jsonl")  # also allowed in `track`; metrics.jsonl is always written
 
 
 def recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -101,9 +101,8 @@ def _check_family(recipe: AnyRecipe, where: str) -> None:
     if other != family.name:
         fit = [name for name in ALGORITHMS if algorithm_class(name).family == family.name]
         raise UserError(
-            f'{where}: algorithm "{recipe.algorithm.name}" is for models that '
-            f"{families.BY_NAME[other].verb}, and model.name = "
-            f'"{recipe.model.name}" {family.name}; use one of {", ".join(fit)}'
+            f'{where}: algorithm "{recipe.algorithm.name}" is for {other} models, but model.name = '
+            f'"{recipe.model.name}" is a {family.name} model; use one of {", ".join(fit)}'
         )
 
 
@@ -111,15 +110,14 @@ def _check_track(names: Sequence[str], where: str) -> None:
     known = [*SHOWN, *TRACKERS]
     for name in names:
         if ":" not in name and name not in known:
-            raise UserError(f'{where}: no tracker "{name}"{nearest(name, known)}')
+            raise UserError(f'{where}: unknown tracker "{name}"{nearest(name, known)}')
         if names.count(name) > 1:
-            raise UserError(f'{where}: track has "{name}" twice; once is enough')
+            raise UserError(f'{where}: track lists "{name}" more than once; remove the duplicate')
 
 
 def algorithm(recipe: AnyRecipe) -> Algorithm:
-    """A section of the recipe's options changes the keys that it names, and keeps the others of the
-    algorithm's own default: to set one key of `advantage` does not reset the rest. "none" removes
-    a key."""
+    """The algorithm with the options of the recipe. A subsection such as `advantage` changes only
+    the keys that it sets; the others keep the algorithm's defaults. "none" removes a key."""
     entry = recipe.algorithm
     kind = algorithm_class(entry.name)
     default = {"name": entry.name} | _sections(kind)
@@ -128,7 +126,7 @@ def algorithm(recipe: AnyRecipe) -> Algorithm:
 
 
 def _sections(kind: type[BaseModel]) -> dict[str, Any]:
-    """The sections of an algorithm, by default."""
+    """The default subsections of an algorithm."""
     return {
         name: field.default.model_dump(exclude_none=True)
         for name, field in kind.model_fields.items()
@@ -137,8 +135,8 @@ def _sections(kind: type[BaseModel]) -> dict[str, Any]:
 
 
 def _filled(algorithm: Any) -> dict[str, Any]:
-    """All options of an algorithm, to build the same one again: a key that a section has by default
-    and this one has not is "none"."""
+    """All options of an algorithm, from which the same one can be built again: a default key that
+    was removed is "none"."""
     options: dict[str, Any] = algorithm.model_dump(exclude_none=True)
     for name, default in _sections(type(algorithm)).items():
         section = options.get(name)
@@ -155,13 +153,14 @@ def algorithm_class(name: str) -> type[Any]:
         imports.check_class(kind, Algorithm, f'algorithm "{name}"')
         if not issubclass(kind, Strict) or imports.attribute(kind, "family") not in FAMILIES:
             raise UserError(
-                f'algorithm "{name}" must derive from gesso.config.Strict and have a family, one '
-                f"of {', '.join(FAMILIES)}"
+                f'algorithm "{name}" must derive from gesso.config.Strict and have an attribute '
+                f"family, one of {', '.join(FAMILIES)}"
             )
         if "generator" in inspect.signature(kind.terms).parameters:
             raise UserError(
-                f'algorithm "{name}": expected terms(rollout, prepared), got one with a generator, '
-                "as before Gesso drew from the seeds of rollout.samples alone; leave it out"
+                f'algorithm "{name}": expected terms(rollout, prepared), got a parameter '
+                "`generator`, which earlier versions of Gesso passed; remove it and use the seeds "
+                "of rollout.samples"
             )
     return kind
 
@@ -171,16 +170,17 @@ def model(recipe: AnyRecipe) -> Any:
 
 
 def add_critic(recipe: Recipe, algorithm: Algorithm, model: Any) -> tuple[Algorithm, Critic | None]:
-    """The algorithm with the critic that it asks for, and that critic."""
+    """The algorithm with its critic, and the critic; None for an algorithm without one."""
     return families.of(recipe).add_critic(recipe, algorithm, model)
 
 
 def check_trackers(recipe: Recipe) -> None:
-    """Raises where a tracker's package is not installed."""
+    """Raises if the package of a tracker is not installed."""
     for name in recipe.track:
         if name in TRACKERS and not imports.is_installed(name):
             raise UserError(
-                f'track has "{name}", whose package is not here: pip install "gesso[{name}]"'
+                f'track lists "{name}", but its package is not installed: pip install '
+                f'"gesso[{name}]"'
             )
         if imports.is_user_code(name):
             _check_tracker(name)
@@ -194,27 +194,29 @@ def _check_tracker(name: str) -> None:
     imports.check_class(kind, Batched if batched else Tracker, f'tracker "{name}"')
 
 
-def trackers(recipe: Recipe, run: Path, tell: Callable[[str], None]) -> list[Tracked]:
-    """The services of `track`; they start when the run does."""
+def trackers(recipe: Recipe, run: Path, notify: Callable[[str], None]) -> list[Tracked]:
+    """The trackers of `track`; they start together with the run."""
     names = [name for name in recipe.track if name not in SHOWN]
     config = recipe.model_dump()
     return [
-        Tracked(name, TRACKERS.get(name, name), run, config, recipe.tracker, tell) for name in names
+        Tracked(name, TRACKERS.get(name, name), run, config, recipe.tracker, notify)
+        for name in names
     ]
 
 
 def sampler(recipe: Recipe, algorithm: Algorithm, model: Any) -> Sampler:
-    """The engine of the recipe, which samples in a run."""
+    """The sampler for training: the engine that the recipe selects."""
     return families.of(recipe).sampler(recipe, algorithm, model)
 
 
 def built_in_sampler(recipe: AnyRecipe, model: Any) -> Sampler:
-    """Gesso's own loop over the model, which needs no other engine."""
+    """Gesso's sampling loop over the model, without an external engine."""
     return families.of(recipe).built_in_sampler(recipe, model)
 
 
 def user_code(recipe: AnyRecipe) -> list[tuple[str, str]]:
-    """Code outside Gesso that a recipe names: ("reward", "my_reward:redness"). Imports nothing."""
+    """Code outside Gesso that a recipe refers to: ("reward", "my_reward:redness"). Imports
+    nothing."""
     names = [("model", recipe.model.name), ("algorithm", recipe.algorithm.name)]
     if isinstance(recipe, Recipe):
         entries = (*recipe.reward, *recipe.eval_reward)
@@ -224,8 +226,8 @@ def user_code(recipe: AnyRecipe) -> list[tuple[str, str]]:
 
 
 def announce_code(recipe: AnyRecipe, place: str | Path, *kinds: str) -> None:
-    """Called before code of these kinds is imported, for a recipe that may be somebody else's. It
-    goes to stderr whatever the display: neither a foreign file nor --quiet can switch it off."""
+    """Lists code of these kinds on stderr before it is imported, for recipes that may come from
+    someone else. Always printed: neither the recipe nor --quiet can disable it."""
     code = ", ".join(f'{what} "{name}"' for what, name in user_code(recipe) if what in kinds)
     if code:
         print(f"{place} runs code that is not part of Gesso: {code}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""`gesso check`: everything a run needs, tried once, before the run."""
+"""`gesso check`: runs everything that a training run needs once, before the run."""
 
 from __future__ import annotations
 
@@ -47,27 +47,27 @@ def check(recipe: Recipe, progress: Progress = SILENT) -> Findings:
         progress.phase("comparing replay with sampling")
         _ratio(job, replay_gap(job, rollout), findings)
         progress.phase("trying an update")
-        seconds_a_term = _trial_update(job, rollout)
-        progress.phase("working out the memory")
+        seconds_per_term = _trial_update(job, rollout)
+        progress.phase("estimating memory")
         if family.wraps_library(job.model):
             findings.facts += memory(recipe)
         else:
             findings.fact(
-                "memory", "not worked out: the model is neither diffusers' nor transformers'"
+                "memory", "not estimated: the model is neither from diffusers nor transformers"
             )
         _measured(job, findings)
-        _time(job, seconds_a_term, seconds, findings)
+        _time(job, seconds_per_term, seconds, findings)
     finally:
         job.close()
     return findings
 
 
 def _small_batch(job: Assembled) -> tuple[Rollout, float]:
-    """One batch of the sampler drawn as training would, one sample a prompt, and seconds per
-    sample. Drawn twice: the first also pays for loading and encoding."""
+    """One sampler batch, sampled as in training with one sample per prompt, and the seconds per
+    sample. Sampled twice: the first time includes loading and encoding."""
     samples = min(job.recipe.sampler.batch, job.recipe.data.groups * job.algorithm.group)
-    job.cluster.draw_step(0, groups=samples, group=1).result()
-    rollout, timing = job.cluster.draw_step(0, groups=samples, group=1).result()
+    job.cluster.sample_step(0, groups=samples, group=1).result()
+    rollout, timing = job.cluster.sample_step(0, groups=samples, group=1).result()
     return rollout, timing.sample / len(rollout.samples)
 
 
@@ -77,13 +77,13 @@ def _rewards(rollout: Rollout, findings: Findings) -> None:
             raise UserError(f"a reward failed on {sample.prompt.text[:60]!r}: {score.error}")
     example, prompt = rollout.scores[0], rollout.samples[0].prompt.text[:60]
     parts = ", ".join(f"{name} {value:.3g}" for name, value in example.parts.items())
-    findings.fact("rewards", f"all answered; {prompt!r} scored {parts}")
+    findings.fact("rewards", f"no failures; example: {prompt!r} scored {parts}")
 
 
 def replay_gap(job: Assembled, rollout: Rollout) -> float | None:
-    """Largest |Δ log-prob| between drawing a step and scoring it again with the same weights: the
-    noise floor of the ratio. None for an algorithm without log-probs, or that scores nothing
-    again."""
+    """Largest |Δ log-prob| between sampling a step and replaying it with the same weights: the
+    noise floor of the ratio. None for an algorithm that has no log-probs or does not recompute
+    them."""
     if rollout.logp.shape[1] == 0:
         return None
     terms = _terms(job, rollout)
@@ -98,7 +98,7 @@ def replay_gap(job: Assembled, rollout: Rollout) -> float | None:
 
 
 def _terms(job: Assembled, rollout: Rollout) -> Terms:
-    """As if every sample had an advantage of 1."""
+    """The terms of the rollout with every advantage set to 1."""
     prepared = job.algorithm.prepare(job.model, rollout, job.recipe.learner)
     equal = replace(prepared, advantages=torch.ones_like(prepared.advantages))
     return job.algorithm.terms(rollout, equal)
@@ -108,18 +108,18 @@ def _ratio(job: Assembled, gap: float | None, findings: Findings) -> None:
     if gap is None:
         findings.fact("ratio", "not used by this algorithm")
         return
-    findings.fact("ratio", f"replay differs from sampling by at most {gap:.1e}")
+    findings.fact("ratio", f"log-probs of sampling and replay differ by at most {gap:.1e}")
     clip = job.algorithm.clip_range
     if clip is not None and clip < gap and families.of(job.recipe).tight_clip:
         findings.warnings.append(under_floor(clip, gap))
 
 
 def _trial_update(job: Assembled, rollout: Rollout) -> float:
-    """Seconds a term, of one forward and backward pass of a micro-batch."""
+    """Seconds per term for the forward and backward pass of one micro-batch."""
     terms = _terms(job, rollout)
     terms = terms.rows(terms.micro_batches(job.recipe.learner)[0])
     with job.learner.policy.folded():
-        job.algorithm.loss(job.model, terms).loss.sum().backward()  # the first pays for starting up
+        job.algorithm.loss(job.model, terms).loss.sum().backward()  # warm-up
         started = time.perf_counter()
         job.algorithm.loss(job.model, terms).loss.sum().backward()
         _wait(job)
@@ -134,49 +134,54 @@ def _wait(job: Assembled) -> None:
 
 
 def _measured(job: Assembled, findings: Findings) -> None:
-    """On CUDA the trial above has shown the peak of everything but the optimizer's state."""
+    """On CUDA, the measured peak of the trial plus the optimizer state, which it did not
+    allocate."""
     if job.model.device.type == "cuda":
         state = 2 * sum(p.nbytes for p in job.learner.policy.trainable.values())
         peak = torch.cuda.max_memory_allocated(job.model.device) + state
         _, total = torch.cuda.mem_get_info(job.model.device)
-        findings.fact("", f"measured: {size_of(peak)}, of {size_of(total)} on this device")
+        findings.fact("", f"measured: {size_of(peak)} of {size_of(total)} on this device")
 
 
 def memory(recipe: Recipe) -> list[tuple[str, str]]:
-    """The report of `gesso check --memory`: needs the model's configs, no weights, no device."""
+    """The report of `gesso check --memory`. Needs the model's configs, neither weights nor a
+    device."""
     estimated = estimate(recipe)
     lasting = ", ".join(f"{name} {size_of(size)}" for name, size in estimated.lasting.items())
     passing = ", ".join(f"{name} {size_of(size)}" for name, size in estimated.passing.items())
     facts = [
         ("memory", f"about {size_of(estimated.peak)} at the peak"),
-        ("", f"all the time: {lasting}"),
-        ("", f"one at a time: {passing}"),
+        ("", f"always allocated: {lasting}"),
+        ("", f"temporary, one at a time: {passing}"),
     ]
     if recipe.sampler.engine == "vllm":
         share = recipe.sampler.vllm.gpu_memory
-        facts.append(("", f"while it samples, vLLM has {share:.0%} of the device for itself"))
+        facts.append(("", f"vLLM reserves {share:.0%} of the device memory while sampling"))
     if estimated.host:
         kept = ", ".join(f"{name} {size_of(size)}" for name, size in estimated.host.items())
-        facts.append(("", f"in the host's memory: {kept}"))
+        facts.append(("", f"host memory: {kept}"))
     if recipe.model.lora is None:
         copy = size_of(estimated.copy)
-        text = f"full fine-tuning: a reference, old or averaged policy is a copy of {copy} each"
-        facts.append(("", f"{text}; a LoRA needs none for its reference"))
+        text = (
+            f"full fine-tuning: each reference, old or averaged policy is a copy of {copy}; a LoRA "
+            "needs no copy for its reference"
+        )
+        facts.append(("", text))
     return facts
 
 
-def _time(job: Assembled, seconds_a_term: float, sampling: float, findings: Findings) -> None:
+def _time(job: Assembled, seconds_per_term: float, sampling: float, findings: Findings) -> None:
     recipe = job.recipe
     samples = recipe.data.groups * job.algorithm.group
-    step = samples * (sampling + job.algorithm.terms_a_sample * seconds_a_term)
+    step = samples * (sampling + job.algorithm.terms_a_sample * seconds_per_term)
     cost = families.of(recipe).eval_cost(recipe, job.algorithm)
     evaluation = len(job.eval_prompts) * sampling * cost
     evaluations = 2 + (recipe.steps - 1) // recipe.eval.every if recipe.eval.every else 2
     total = recipe.steps * step + evaluations * evaluation
     findings.fact(
         "time",
-        f"about {_duration(step)} a step, {_duration(total)} in all on this machine, "
-        "if scoring keeps up with sampling",
+        f"about {_duration(step)} per step and {_duration(total)} in total on this machine, if "
+        "scoring keeps up with sampling",
     )
 
 

@@ -1,4 +1,4 @@
-"""The command line. Heavy things are imported where an action needs them."""
+"""The command line. Heavy packages are imported by the actions that need them."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"error: an argument {fault}: {argument!r:.60}", file=sys.stderr)
             return 2
     options, rest = parser.parse_known_args(arguments)
-    if rest:  # argparse takes a list only right behind what comes before; we take it anywhere
+    if rest:  # argparse accepts a positional list only in one place; we accept it anywhere
         unknown = any(r.startswith("-") for r in rest) or options.more is None
         if unknown or (options.more == "overrides" and any("=" not in r for r in rest)):
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
         vars(options)[options.more] += rest
     try:
-        sys.path[:] = imports.import_path()  # user code is found in the working folder, last
+        sys.path[:] = imports.import_path()  # the working folder comes last
         options.action(options)
         sys.stdout.flush()
     except UserError as error:
@@ -39,10 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except StopRun as error:
         return _failed(options, f"stopped: {error}", 3)
     except (MemoryError, RuntimeError) as error:
-        if (sentence := out_of_memory(error)) is None:
+        if (message := out_of_memory(error)) is None:
             raise
-        return _failed(options, f"error: {sentence}", 3)
-    except BrokenPipeError:  # `gesso recipes | head`: the reader has what it wanted
+        return _failed(options, f"error: {message}", 3)
+    except BrokenPipeError:  # `gesso recipes | head`: the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -60,128 +60,305 @@ def _failed(options: argparse.Namespace, text: str, code: int) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="gesso", description="RL post-training for models that draw and models that see."
+        prog="gesso",
+        description="RL post-training for flow-matching image models and (vision-)language models.",
     )
-    parser.set_defaults(json=False, more=None)  # `more`: the list that arguments may be added to
+    parser.set_defaults(json=False, more=None)  # `more`: the list that extra arguments go to
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
 
-    train = actions.add_parser("train", help="train a recipe, or resume a run")
-    train.add_argument("recipe", nargs="?", help="a bundled recipe's name or a TOML file")
-    train.add_argument("overrides", nargs="*", metavar="key=value", help="as optimizer.lr=1e-4")
-    train.add_argument("--run", type=Path, help="run folder (default: runs/RECIPE-001 and so on)")
-    train.add_argument("--resume", type=Path, metavar="RUN", help="go on with this run")
+    train = _add_action(actions, "train", "train a recipe, or resume a run")
+    train.add_argument("recipe", nargs="?", help="name of a bundled recipe, or a TOML file")
+    train.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="override a key of the recipe, e.g. optimizer.lr=1e-4",
+    )
+    train.add_argument(
+        "--run",
+        type=Path,
+        metavar="DIR",
+        help="new run folder (default: runs/RECIPE-001, runs/RECIPE-002, ...)",
+    )
+    train.add_argument(
+        "--resume",
+        type=Path,
+        metavar="RUN",
+        help="continue this run from its newest checkpoint; only steps=N may be changed",
+    )
     _add_output(train)
     train.set_defaults(action=_train, more="overrides")
 
-    check = actions.add_parser("check", help="try everything a recipe needs, without training")
-    check.add_argument("recipe")
-    check.add_argument("overrides", nargs="*", metavar="key=value")
+    check = _add_action(
+        actions, "check", "run every part of a recipe once without training, and estimate its cost"
+    )
+    check.add_argument("recipe", help="name of a bundled recipe, or a TOML file")
     check.add_argument(
-        "--memory", action="store_true", help="only say how much memory it takes; loads no weights"
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="override a key of the recipe, e.g. optimizer.lr=1e-4",
+    )
+    check.add_argument(
+        "--memory",
+        action="store_true",
+        help="only estimate the peak memory; needs neither the weights nor a GPU",
     )
     _add_output(check)
     check.set_defaults(action=_check, more="overrides")
 
-    recipes = actions.add_parser("recipes", help="list the bundled recipes")
+    recipes = _add_action(actions, "recipes", "list the bundled recipes")
     recipes.set_defaults(action=_recipes)
 
-    sample = actions.add_parser("sample", help="draw from a run, a recipe's base or a folder")
-    sample.add_argument("source", metavar="RUN_OR_MODEL")
-    sample.add_argument("prompts", nargs="*", metavar="PROMPT")
-    sample.add_argument("--prompts", dest="file", type=Path, metavar="FILE", help="more of them")
-    sample.add_argument("--n", type=int, default=1, help="samples of each prompt")
-    sample.add_argument("--seed", type=int, default=0)
-    sample.add_argument(
-        "--image", type=Path, action="append", default=[], help="to look at; may be given again"
+    sample = _add_action(
+        actions, "sample", "generate images or responses with a run, a recipe or a model folder"
     )
-    sample.add_argument("--out", type=Path, default=Path("."), help="folder for the pictures")
-    sample.add_argument("--sheet", type=Path, metavar="FILE", help="all pictures in one")
-    sample.add_argument("--base", action="store_true", help="and from what it was trained from")
-    _add_drawing(sample, "score the samples; may be given again")
+    sample.add_argument(
+        "source",
+        metavar="RUN_OR_MODEL",
+        help="a run folder, a recipe (its untrained model), an export, or a model folder of "
+        "diffusers or transformers",
+    )
+    sample.add_argument("prompts", nargs="*", metavar="PROMPT", help="text of a prompt")
+    sample.add_argument(
+        "--prompts",
+        dest="file",
+        type=Path,
+        metavar="FILE",
+        help="read more prompts from this file, in any format that data.train accepts",
+    )
+    sample.add_argument("--n", type=int, default=1, help="samples per prompt (default: 1)")
+    sample.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+    sample.add_argument(
+        "--image",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="input image for a vision-language model; repeat it for several images",
+    )
+    sample.add_argument(
+        "--out",
+        type=Path,
+        default=Path("."),
+        metavar="DIR",
+        help="folder for the generated images (default: the working folder)",
+    )
+    sample.add_argument(
+        "--sheet", type=Path, metavar="FILE", help="also save all images as one contact sheet"
+    )
+    sample.add_argument(
+        "--base",
+        action="store_true",
+        help="also sample from the base model, before any training",
+    )
+    _add_sampling(sample, "score the samples with this reward; may be repeated")
     sample.set_defaults(action=_sample, more="prompts")
 
-    evaluate = actions.add_parser("eval", help="score held-out prompts, and compare models")
-    evaluate.add_argument("source", metavar="RUN_OR_MODEL")
-    evaluate.add_argument("others", nargs="*", metavar="OTHER", help="to compare the first with")
-    evaluate.add_argument("--base", action="store_true", help="compare with what it came from")
-    evaluate.add_argument("--prompts", type=Path, metavar="FILE", help="default: the held-out ones")
-    evaluate.add_argument("--first", type=int, metavar="N", help="only so many prompts")
-    evaluate.add_argument("--n", type=int, default=1, help="samples of each prompt")
-    evaluate.add_argument("--seed", type=int, help="default: the recipe's")
-    evaluate.add_argument("--out", type=Path, metavar="DIR", help="figures, samples and pictures")
-    _add_drawing(evaluate, "default: those of the recipe; may be given again")
+    evaluate = _add_action(
+        actions, "eval", "score held-out prompts with confidence intervals, and compare models"
+    )
+    evaluate.add_argument(
+        "source",
+        metavar="RUN_OR_MODEL",
+        help="a run folder, a recipe (its untrained model), an export, or a model folder of "
+        "diffusers or transformers",
+    )
+    evaluate.add_argument(
+        "others",
+        nargs="*",
+        metavar="OTHER",
+        help="more runs or models; the first one is compared with each of them",
+    )
+    evaluate.add_argument(
+        "--base",
+        action="store_true",
+        help="also compare with the base model, before any training",
+    )
+    evaluate.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="prompt file (default: data.eval of the recipe)",
+    )
+    evaluate.add_argument(
+        "--first",
+        type=int,
+        metavar="N",
+        help="use only the first N prompts (default: eval.prompts of the recipe; all of --prompts)",
+    )
+    evaluate.add_argument("--n", type=int, default=1, help="samples per prompt (default: 1)")
+    evaluate.add_argument("--seed", type=int, help="random seed (default: that of the recipe)")
+    evaluate.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="new folder for the results: eval.json, samples.jsonl, and images",
+    )
+    _add_sampling(
+        evaluate, "score with this reward (default: the rewards of the recipe); may be repeated"
+    )
     evaluate.set_defaults(action=_eval, more="others")
 
-    export = actions.add_parser("export", help="write a run's weights for plain diffusers and peft")
-    export.add_argument("source", type=Path, metavar="RUN")
-    export.add_argument("--to", type=Path, required=True, metavar="DIR")
-    export.add_argument("--merged", action="store_true", help="fold a LoRA in: a whole model")
-    export.add_argument("--shard-size", metavar="SIZE", help="largest file (default: 5GB)")
-    export.add_argument("--dtype", help="float32, bfloat16 or float16; default: as they are")
+    export = _add_action(
+        actions, "export", "save the weights of a run for diffusers, transformers or PEFT"
+    )
+    export.add_argument("source", type=Path, metavar="RUN", help="run folder")
+    export.add_argument(
+        "--to", type=Path, required=True, metavar="DIR", help="new folder for the weights"
+    )
+    export.add_argument(
+        "--merged",
+        action="store_true",
+        help="merge the LoRA into the base weights and save the whole model",
+    )
+    export.add_argument(
+        "--shard-size", metavar="SIZE", help="maximum size per weight file (default: 5GB)"
+    )
+    export.add_argument(
+        "--dtype",
+        metavar="DTYPE",
+        help="convert to float32, bfloat16 or float16 (default: no conversion)",
+    )
     _add_checkpoint(export)
     export.set_defaults(action=_export)
 
-    view = actions.add_parser("view", help="look at runs in a browser, while they go on or later")
-    view.add_argument("runs", nargs="?", type=Path, default=Path("runs"), metavar="RUNS")
-    view.add_argument("--port", type=int, default=7860, help="0: any free one")
-    view.add_argument("--host", default="127.0.0.1", help="another needs --token-env")
-    view.add_argument("--token-env", metavar="NAME", help="environment variable with the token")
+    view = _add_action(actions, "view", "show runs in a browser, during training or afterwards")
+    view.add_argument(
+        "runs",
+        nargs="?",
+        type=Path,
+        default=Path("runs"),
+        metavar="RUNS",
+        help="a run folder, or a folder of runs (default: runs)",
+    )
+    view.add_argument(
+        "--port", type=int, default=7860, help="port; 0 for any free port (default: 7860)"
+    )
+    _add_access(view)
     view.add_argument(
         "--trust-code",
         action="store_true",
-        help='let the playground import "module:Name" code that runs name',
+        help='allow the playground to import "module:Name" code that a run refers to',
     )
     view.add_argument(
-        "--report", type=Path, metavar="FILE", help="write it all into one HTML file; no server"
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="write everything to one HTML file instead of starting a server",
     )
     view.set_defaults(action=_view)
 
-    serve = actions.add_parser("serve-reward", help="serve a reward over HTTP")
-    serve.add_argument("name", metavar="NAME", help='a reward, or "module:name" of your own')
-    serve.add_argument("overrides", nargs="*", metavar="key=value", help="its options")
-    serve.add_argument("--port", type=int, required=True, help="0: any free one")
-    serve.add_argument("--host", default="127.0.0.1", help="another needs --token-env")
-    serve.add_argument("--token-env", metavar="NAME", help="environment variable with the token")
-    serve.add_argument("--workers", type=int, default=1, help="processes")
-    serve.add_argument("--batch", type=int, default=16, help="samples a process takes at a time")
-    serve.add_argument("--max-mb", type=int, default=64, help="of a request")
+    serve = _add_action(actions, "serve-reward", "serve a reward over HTTP")
+    serve.add_argument(
+        "name", metavar="NAME", help='name of a bundled reward, or your code as "module:name"'
+    )
+    serve.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="set an option of the reward"
+    )
+    serve.add_argument("--port", type=int, required=True, help="port; 0 for any free port")
+    _add_access(serve)
+    serve.add_argument(
+        "--workers", type=int, default=1, help="number of worker processes (default: 1)"
+    )
+    serve.add_argument(
+        "--batch", type=int, default=16, help="maximum samples per call of a worker (default: 16)"
+    )
+    serve.add_argument(
+        "--max-mb", type=int, default=64, help="maximum size of a request in MiB (default: 64)"
+    )
     serve.set_defaults(action=_serve_reward, more="overrides")
 
-    data = actions.add_parser("data", help="make a prompt set")
+    data = _add_action(actions, "data", "generate a prompt set")
     kinds = data.add_subparsers(title="kinds", required=True, metavar="KIND")
-    ocr = kinds.add_parser("ocr", help="scenes with a text to write, for the reward ocr")
-    ocr.add_argument("--out", type=Path, required=True, metavar="DIR")
-    ocr.add_argument("--train", type=int, default=20_000, help="prompts in DIR/train.txt")
-    ocr.add_argument("--test", type=int, default=1_000, help="prompts in DIR/test.txt")
-    ocr.add_argument("--seed", type=int, default=0)
+    ocr = _add_action(
+        kinds, "ocr", "generate prompts for images that contain text, for the reward ocr"
+    )
+    ocr.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder for train.txt and test.txt"
+    )
+    ocr.add_argument(
+        "--train", type=int, default=20_000, help="prompts in DIR/train.txt (default: 20000)"
+    )
+    ocr.add_argument(
+        "--test", type=int, default=1_000, help="prompts in DIR/test.txt (default: 1000)"
+    )
+    ocr.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     ocr.set_defaults(action=_data_ocr)
     return parser
 
 
-def _add_checkpoint(action: argparse.ArgumentParser) -> None:
-    """Which weights of a run, and changes of its recipe."""
-    action.add_argument("--step", type=int, help="checkpoint (default: the newest)")
-    action.add_argument("--weights", choices=["ema", "current"], help="default: ema if there are")
+def _add_action(actions: Any, name: str, about: str) -> argparse.ArgumentParser:
+    """`about` is shown by `gesso --help` and by `gesso NAME --help`."""
+    parser: argparse.ArgumentParser = actions.add_parser(
+        name, help=about, description=f"{about[0].upper()}{about[1:]}."
+    )
+    return parser
+
+
+def _add_access(action: argparse.ArgumentParser) -> None:
+    """Options of a server: who may connect."""
     action.add_argument(
-        "--set", action="append", default=[], metavar="key=value", help="as model.device=cpu"
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default: 127.0.0.1); any other than loopback needs --token-env",
+    )
+    action.add_argument(
+        "--token-env",
+        metavar="NAME",
+        help="environment variable that holds the token which clients must send",
+    )
+
+
+def _add_checkpoint(action: argparse.ArgumentParser) -> None:
+    """Options that choose a checkpoint of a run and change its recipe."""
+    action.add_argument(
+        "--step", type=int, help="step of the run's checkpoint (default: the newest)"
+    )
+    action.add_argument(
+        "--weights",
+        choices=["ema", "current"],
+        help="averaged or current weights of the checkpoint (default: ema if the run has them)",
+    )
+    action.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="key=value",
+        help="override a key of the recipe, e.g. model.device=cpu; may be repeated",
     )
     _add_output(action)
 
 
-def _add_drawing(action: argparse.ArgumentParser, rewards: str) -> None:
-    """How samples are drawn, and what scores them."""
+def _add_sampling(action: argparse.ArgumentParser, rewards: str) -> None:
+    """Options of sampling and scoring."""
     action.add_argument("--reward", action="append", default=[], metavar="NAME", help=rewards)
-    action.add_argument("--steps", type=int, help="of a model that draws")
-    action.add_argument("--guidance", type=float, help="of a model that draws")
-    action.add_argument("--temperature", type=float, help="of a model that writes; 0: greedy")
+    action.add_argument(
+        "--steps",
+        type=int,
+        help="denoising steps, image models only (default: eval.steps of the recipe)",
+    )
+    action.add_argument(
+        "--guidance",
+        type=float,
+        help="guidance scale, image models only (default: eval.guidance of the recipe)",
+    )
+    action.add_argument(
+        "--temperature",
+        type=float,
+        help="sampling temperature, language models only; 0 is greedy (default: eval.temperature "
+        "of the recipe; 1 instead of 0 for several samples per prompt)",
+    )
     _add_checkpoint(action)
 
 
 def _add_output(action: argparse.ArgumentParser) -> None:
-    """How an action reports its progress; `_display` builds it."""
+    """Options for progress output; `_display` reads them."""
     how = action.add_mutually_exclusive_group()
-    how.add_argument("--quiet", action="store_true", help="nothing but the result and errors")
-    how.add_argument("--json", action="store_true", help="progress and result as JSON, by lines")
+    how.add_argument("--quiet", action="store_true", help="print only the result and errors")
+    how.add_argument(
+        "--json", action="store_true", help="print progress and the result as JSON lines"
+    )
 
 
 def _display(options: argparse.Namespace) -> progress.Display:
@@ -197,20 +374,20 @@ def _train(options: argparse.Namespace) -> None:
     elif options.recipe:
         finished = run.train(options.recipe, options.overrides, options.run, options.quiet, shown)
     else:
-        raise UserError("train what? give a recipe (see `gesso recipes`) or --resume RUN")
+        raise UserError("train expects a recipe (see `gesso recipes`) or --resume RUN")
     text, data = _summary(finished.path, finished.rows(), run.recipe_of(finished).steps)
     (shown or progress.SILENT).result(text, data)
 
 
 def _new_steps(options: argparse.Namespace) -> int | None:
-    """What `--resume RUN steps=60` may change of a run: how far it goes."""
+    """The new number of steps in `--resume RUN steps=60`; nothing else may be changed."""
     given = [o for o in (options.recipe, *options.overrides) if o]
     if not given and not options.run:
         return None
     key, _, value = given[0].partition("=") if given else ("", "", "")
     if len(given) > 1 or options.run or key != "steps" or not value.isdigit():
         raise UserError(
-            "--resume takes recipe and folder from the run; only steps=N may be given with it"
+            "--resume uses the recipe and the folder of the run; only steps=N may be changed"
         )
     return int(value)
 
@@ -238,13 +415,15 @@ def _summary(path: Path, rows: Sequence[dict], steps: int) -> tuple[str, dict[st
             if key == "eval/failed" and not last[key]:
                 continue
             name = key.removeprefix("eval/")
-            lines.append(f"  {name:<22} {_figure(first.get(key)):>9} {_figure(last[key]):>11}")
+            lines.append(f"  {name:<22} {_number(first.get(key)):>9} {_number(last[key]):>11}")
     if done < steps:
-        lines.append(f"\nstopped after step {done} of {steps}; go on: gesso train --resume {path}")
+        lines.append(
+            f"\nstopped after step {done} of {steps}; to continue: gesso train --resume {path}"
+        )
     return "\n".join([*lines, f"\nrun     {path}", f"report  {report}"]), data
 
 
-def _figure(value: float | None) -> str:
+def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
 
 
@@ -255,8 +434,8 @@ def _check(options: argparse.Namespace) -> None:
     recipe = build.recipe(options.recipe, options.overrides)
     with _display(options) as shown:
         findings = Findings(memory(recipe)) if options.memory else check(recipe, shown)
-        fits = f"{options.recipe}: every key is known, every value fits"
-        facts = [("recipe", fits), *findings.facts, *(("warning", w) for w in findings.warnings)]
+        valid = f"{options.recipe}: all keys and values are valid"
+        facts = [("recipe", valid), *findings.facts, *(("warning", w) for w in findings.warnings)]
         lines = [f"{name:<8} {fact}" for name, fact in facts]
         shown.result("\n".join(lines), {"facts": facts})
 
@@ -275,21 +454,21 @@ def _sample(options: argparse.Namespace) -> None:
     from gesso.use.loaded import Drawing
 
     if options.out.exists() and not options.out.is_dir():
-        raise UserError(f"sample wants a folder for --out; {options.out} is a file")
+        raise UserError(f"sample expects a folder as --out, got the file {options.out}")
     must_be_possible(options.out, "folder")
     source = _source(options)
     sources = [source.base, source] if options.base else [source]
     drawing = Drawing(options.steps, options.guidance, options.temperature)
-    wanted = sampling.Wanted(
+    request = sampling.SampleRequest(
         options.prompts, options.file, options.image, options.n, options.seed, options.reward,
         drawing,
     )  # fmt: skip
     with _display(options) as display:
-        drawn = sampling.draw_all(sources, wanted, display)
-        files = {} if drawn[0].texts else sampling.save(drawn, options.out)
+        results = sampling.sample_all(sources, request, display)
+        files = {} if results[0].texts else sampling.save(results, options.out)
         if options.sheet is not None:
-            sampling.save_sheet(drawn, options.sheet)
-        display.result(*sampling.report(drawn, files))
+            sampling.save_sheet(results, options.sheet)
+        display.result(*sampling.report(results, files))
 
 
 def _source(options: argparse.Namespace) -> ModelSource:
@@ -346,7 +525,7 @@ def _view(options: argparse.Namespace) -> None:
             raise UserError(f"{options.report} cannot be written: {error}") from error
         return
     if not 0 <= options.port < 2**16:
-        raise UserError(f"view wants --port from 0 to 65535, got {options.port}")
+        raise UserError(f"view expects --port from 0 to 65535, got {options.port}")
     token = token_from(options.token_env)
     studio = Studio(options.trust_code)
     server.serve(options.runs, studio, options.host, options.port, token)
@@ -357,10 +536,12 @@ def _serve_reward(options: argparse.Namespace) -> None:
     from gesso.rewards.transport.pool import token_from
     from gesso.rewards.transport.serve import serve
 
-    if min(options.workers, options.batch, options.max_mb) < 1:
-        raise UserError("serve-reward wants --workers, --batch and --max-mb of at least 1")
+    for name in ("workers", "batch", "max_mb"):
+        if (value := vars(options)[name]) < 1:
+            option = name.replace("_", "-")
+            raise UserError(f"serve-reward expects --{option} of at least 1, got {value}")
     if not 0 <= options.port < 2**16:
-        raise UserError(f"serve-reward wants --port from 0 to 65535, got {options.port}")
+        raise UserError(f"serve-reward expects --port from 0 to 65535, got {options.port}")
     entry = assembly.reward_entry(options.name, options.overrides, options.workers)
     scorer = assembly.served(entry, options.batch)
     token, limit = token_from(options.token_env), options.max_mb * 2**20
@@ -372,7 +553,7 @@ def _data_ocr(options: argparse.Namespace) -> None:
 
     for file in ocr.write(options.out, options.train, options.test, options.seed):
         print(file)
-    print(f'in a recipe: data.train = "{options.out}@train", data.eval = "{options.out}@test"')
+    print(f'use in a recipe: data.train = "{options.out}@train", data.eval = "{options.out}@test"')
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Estimates the device memory of a recipe, without weights and without the device.
 
-The networks are built on torch's meta device, which has shapes and no numbers. What a run does with
-them (an update of one micro-batch, sampling one batch) runs there once, and every tensor is counted
-from its allocation to its end. Not included: the allocator's rounding, the CUDA context (some
-hundred MB), and rewards, which run in other processes.
+The networks are built on torch's meta device, where tensors have shapes but no values. The work of
+a run (updating with one micro-batch, sampling one batch) is executed there once, and every tensor
+is counted from its allocation until it is freed. Not included: the allocator's rounding, the CUDA
+context (a few hundred MB), and rewards, which run in other processes.
 
-The families say what a run does (`memory/flow.py`, `memory/tokens.py`).
+Each family defines the work of a run (`memory/flow.py`, `memory/tokens.py`).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from gesso.config import Recipe
 from gesso.memory.meta import peak
 from gesso.types import UserError
 
-MASTER = 4  # bytes: trained weights, their gradients and both of Adam's moments are float32
+MASTER = 4  # bytes: trained weights, their gradients and both Adam moments are float32
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. `lasting` is allocated all the time; of `passing` one at a time: gradients are freed
-    before the next batch is sampled. `host` is the most that is kept in the host's memory."""
+    """Bytes. `lasting` is always allocated; of `passing` only one entry at a time, as gradients are
+    freed before the next batch is sampled. `host` is an upper bound for host memory."""
 
     lasting: dict[str, int]
     passing: dict[str, int]
     host: dict[str, int]
-    copy: int  # of the policy's trained weights, once
+    copy: int  # one copy of the policy's trained weights
 
     @property
     def peak(self) -> int:
@@ -46,8 +46,8 @@ def estimate(recipe: Recipe) -> Memory:
     critic_parameters = critic.trained if critic is not None else {}
     if not family.wraps_library(model):
         raise UserError(
-            f'memory of model "{recipe.model.name}" cannot be worked out: only of diffusers '
-            "pipelines that derive from PipelineModel, and of transformers' models"
+            f'cannot estimate the memory of model "{recipe.model.name}": expected a diffusers '
+            "pipeline derived from PipelineModel, or a model of transformers"
         )
     load = family.memory_load(recipe, algorithm, model)
     policy = model.policy
@@ -60,11 +60,11 @@ def estimate(recipe: Recipe) -> Memory:
         "copies of the trained weights": len(policy.copies) * policy.size * MASTER,
         "stored samples": load.stored,
     }
-    there = [*load.tensors, *(t for copy in policy.copies.values() for t in copy.values())]
+    allocated = [*load.tensors, *(t for copy in policy.copies.values() for t in copy.values())]
     for parameter in (*policy.trainable.values(), *critic_parameters.values()):
-        parameter.grad = torch.empty_like(parameter)  # as they are from the second micro-batch on
-        there += [parameter, parameter.grad]
-    passing = {"update with gradients": trained + peak(there, load.update)}
-    passing |= {name: peak(there, work) for name, work in load.works.items()}
+        parameter.grad = torch.empty_like(parameter)  # exists from the second micro-batch on
+        allocated += [parameter, parameter.grad]
+    passing = {"update with gradients": trained + peak(allocated, load.update)}
+    passing |= {name: peak(allocated, work) for name, work in load.works.items()}
     nonzero = {name: size for name, size in lasting.items() if size}
     return Memory(nonzero, passing, load.host, policy.size * MASTER)

@@ -1,7 +1,7 @@
 """Importing by name: user code, installed packages, and subprocesses with the same import path.
 
-User code is named "module:Name", or "file.py:Name" for a file by its path. The working folder comes
-last on the import path, so that a file there cannot shadow a module that Python or a package needs.
+User code is named "module:Name", or "path/file.py:Name" for a file. The working folder is the last
+entry of the import path, so that a file there cannot shadow a module of Python or of a package.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ def import_path() -> list[str]:
     try:
         folder = os.getcwd()
     except FileNotFoundError as error:
-        raise UserError("the working folder does not exist any more; change to another") from error
+        raise UserError("the working folder no longer exists; change to another one") from error
     return [entry for entry in sys.path if entry not in ("", folder)] + [folder]
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """Runs `module`'s main() in another process with this import path. `python -m` would put the
-    working folder first; its option -P needs Python 3.11."""
+    """The command that runs `main()` of `module` in another process with this import path.
+    `python -m` would put the working folder first; its option -P needs Python 3.11."""
     code = f"import sys; sys.path[:] = {import_path()!r}; from {module} import main; main()"
     return [sys.executable, "-c", code, *arguments]
 
@@ -43,8 +43,8 @@ def is_user_code(name: str) -> bool:
 
 
 def is_installed(package: str) -> bool:
-    """Whether it can be imported; a folder of that name without code, such as the one that `wandb`
-    leaves in the working folder, does not count."""
+    """Whether the package can be imported. A folder of that name without code, such as the one that
+    wandb creates in the working folder, does not count."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None
 
@@ -54,7 +54,7 @@ def load(reference: str, what: str) -> Any:
     module_name, _, name = reference.rpartition(":")
     if not module_name or not name:
         raise UserError(
-            f'{what} "{reference}": expected "module:Name" or "file.py:Name", with a name on both '
+            f'{what} "{reference}": expected "module:Name" or "file.py:Name", with text on both '
             "sides of the colon"
         )
     try:
@@ -84,7 +84,7 @@ def _from_file(path: Path) -> ModuleType:
     if unique in sys.modules:
         return sys.modules[unique]
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
+        raise FileNotFoundError(f"no such file: {path}")
     spec = importlib.util.spec_from_file_location(unique, path)
     assert spec is not None and spec.loader is not None, "the suffix is .py"
     module = importlib.util.module_from_spec(spec)
@@ -112,8 +112,8 @@ def _shadowed(module_name: str) -> str:
         return ""
     instead = f', or write "{file.name}:Name"' if local == file else ""
     return (
-        f"; {local.relative_to(Path.cwd())} in this folder has the same name as a module that "
-        f"Python finds first; rename it{instead}"
+        f"; {local.relative_to(Path.cwd())} in the working folder has the same name as another "
+        f"module, which Python imports first; rename it{instead}"
     )
 
 
@@ -134,12 +134,12 @@ def check_is_class(kind: Any, what: str) -> None:
     if not isinstance(kind, type):
         raise UserError(f"{what} is a {type(kind).__name__}; expected a class")
     if attribute(kind, "_is_protocol"):
-        raise UserError(f"{what} is a protocol; expected a class that can be made")
+        raise UserError(f"{what} is a protocol; expected a class that can be instantiated")
 
 
 def attribute(kind: type, name: str) -> Any:
-    """Of a class of the user's; None: it has none."""
+    """An attribute of a user's class, or None."""
     try:
         return getattr(kind, name, None)
-    except Exception:  # a metaclass of the user's
+    except Exception:  # raised by a user's metaclass
         return None

@@ -1,8 +1,8 @@
 """The only training loop.
 
-Batch i is a pure function of (seed, i), sampling is first in first out, and everything that is
-random takes its seed from the step: a run that is killed and resumed repeats the lost steps to the
-bit. lag = 0 is on-policy; lag = 1 keeps a second batch in flight, scored while the learner works.
+Batch i is a pure function of (seed, i), sampling is first in, first out, and all randomness is
+seeded by the step: a run that is killed and resumed repeats the lost steps bit for bit. lag = 0 is
+on-policy; lag = 1 keeps a second batch in flight, which is scored while the learner updates.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gesso.track.progress import Watcher
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, StopRun, UserError, Which
 
-MAX_SKIPPED = 3  # iterations in a row whose every update was not finite
+MAX_SKIPPED = 3  # consecutive iterations in which no update was finite
 
 
 @dataclass
@@ -39,9 +39,9 @@ class Loop:
     should_stop: Callable[[], bool]
     after_restore: Callable[[], object] = lambda: None
     after_eval: Callable[[], object] = lambda: None
-    _spent: float = 0.0  # seconds, over all sittings of the run
-    _skipped: int = 0  # iterations in a row without any update
-    _tested: bool = False  # whether this sitting has compared sampling with replay
+    _spent: float = 0.0  # seconds, including those before a resume
+    _skipped: int = 0  # consecutive iterations without any update
+    _tested: bool = False  # whether this process has compared sampling with replay
     _health: Health = field(init=False)
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class Loop:
         self._health = Health(Facts.of(self.recipe, self.algorithm, held_out))
 
     def train(self) -> None:
-        """From the newest checkpoint (0 when fresh) to the last step, or to the first stop."""
+        """From the newest checkpoint (0 for a new run) to the last step, or until it is stopped."""
         self.watcher.phase("starting")
         step = self._restore()
         self.after_restore()
@@ -77,7 +77,7 @@ class Loop:
             self._save(step)
 
     def _collected(self, pending: Pending, step: int) -> Batch:
-        """The oldest batch. Where it cannot be drawn or scored, the run is saved and ends."""
+        """The oldest batch. If it cannot be sampled or scored, the run is saved and stops."""
         try:
             with self._saving(step):
                 batch = pending.result()
@@ -86,7 +86,7 @@ class Loop:
                 self._note(note)
             self._save(step)
             raise StopRun(
-                f"{error}; mend the reward and run `gesso train --resume {self.run.path}`"
+                f"{error}; fix the reward and run `gesso train --resume {self.run.path}`"
             ) from error
         for note in batch.notes:
             self._note(note)
@@ -94,19 +94,19 @@ class Loop:
 
     @contextmanager
     def _saving(self, step: int) -> Iterator[None]:
-        """A prompt that cannot be drawn any more, its image deleted since the data was read, ends
-        the run; what was learned until `step` is saved."""
+        """Saves the run at `step` and stops it if a prompt can no longer be sampled, e.g. because
+        its image was deleted after the data was read."""
         try:
             yield
         except UserError as error:
             if step > (self.run.latest() or 0):
                 self._save(step)
             raise StopRun(
-                f"{error}; mend it and run `gesso train --resume {self.run.path}`"
+                f"{error}; fix it and run `gesso train --resume {self.run.path}`"
             ) from error
 
     def _update(self, batch: Batch, step: int, started: float) -> dict[str, Any]:
-        """Learn from one batch and publish the weights; returns the row of metrics."""
+        """Update from one batch and publish the weights; returns the row of metrics."""
         age = step - batch.version
         assert 0 <= age <= self.recipe.lag, f"samples are {age} updates old"
         update = self.cluster.update(batch, step)
@@ -125,20 +125,20 @@ class Loop:
         return step == self.recipe.steps or bool(every and step % every == 0)
 
     def _restore(self) -> int:
-        """Take up the newest checkpoint. Everything is read and verified before a file changes."""
+        """Load the newest checkpoint. Everything is read and verified before a file changes."""
         latest, left_out = self.run.latest(), self.run.left_out()
         if latest is None and left_out:
             raise UserError(
-                f"{left_out[0]}, and no other is left; restore it from a copy, or delete it to "
-                "train from step 0 again"
+                f"{left_out[0]}, and there is no other checkpoint; restore it from a backup, or "
+                "delete it to train again from step 0"
             )
         for reason in left_out:
-            self._note(f"{reason}; it is left out")
+            self._note(f"{reason}; it is ignored")
         if latest is None:
             if dropped := self.run.rewind(None):
                 self._note(
-                    f"there is no complete checkpoint: the run starts from step 0 again, and the "
-                    f"{dropped} rows of metrics.jsonl are written again"
+                    f"there is no complete checkpoint: the run starts again from step 0, and the "
+                    f"{dropped} rows of metrics.jsonl are replaced"
                 )
             return 0
         meta = self.run.meta(latest)
@@ -149,7 +149,7 @@ class Loop:
         except ValueError as error:
             raise UserError(
                 f"{self.run.path / 'config.toml'} does not match the checkpoint of step {latest}: "
-                f"{error}; restore config.toml, or the model that it names "
+                f"{error}; restore config.toml, or the model it refers to "
                 f"({self.recipe.model.path}); the run was not changed"
             ) from error
         self.run.history(latest)
@@ -158,42 +158,42 @@ class Loop:
         self._note(f"resumed after step {latest}")
         if not meta.pop("verified"):
             self._note(
-                f"the checkpoint of step {latest} has no digests, as before Gesso wrote them: its "
-                "content was not verified"
+                f"the checkpoint of step {latest} has no digests (an older version of Gesso wrote "
+                "it): its content was not verified"
             )
         if meta.get("seed", self.recipe.seed) != self.recipe.seed:
             self._note(
-                f"seed = {self.recipe.seed} in config.toml, but this run began with seed = "
-                f"{meta['seed']}: from here on its batches are others"
+                f"seed = {self.recipe.seed} in config.toml, but this run started with seed = "
+                f"{meta['seed']}: batches differ from here on"
             )
         if meta.get("data", self.cluster.prompts_digest) != self.cluster.prompts_digest:
             self._note(
-                "the training prompts are not those that this run began with: from here on batches "
-                "are drawn from the new ones, and some may come again before all have come"
+                "the training prompts have changed since this run started: batches now use the new "
+                "prompts, and some may repeat before all have been used"
             )
         return latest
 
     def _save(self, step: int) -> None:
         self.watcher.phase("saving")
-        about = {"seed": self.recipe.seed, "data": self.cluster.prompts_digest}
-        self.run.save(step, self.cluster.save, about, self.recipe.save.keep)
+        meta = {"seed": self.recipe.seed, "data": self.cluster.prompts_digest}
+        self.run.save(step, self.cluster.save, meta, self.recipe.save.keep)
 
     def _record(self, row: dict[str, Any], started: float, evaluate: bool) -> None:
         failure: StopRun | None = None
         if evaluate:
             try:
                 row |= self._evaluate(row["step"])
-            except StopRun as error:  # first everything is written down
+            except StopRun as error:  # raised again once the row is written
                 failure = error
         row["time/step"] = time.perf_counter() - started
         self._spent += row["time/step"]
         row["time/total"] = self._spent
         written = {key: _plain(value) for key, value in row.items()}
-        news = self._health.feed(written)
+        new_warnings = self._health.feed(written)
         row["health"] = self._health.active
         self.run.append(written | {"health": row["health"]})
         self.watcher.row(row)
-        for symptom in news:
+        for symptom in new_warnings:
             text = f"step {row['step']}: warning ({symptom.kind}): {symptom.text}"
             self._note(text, again=False)
         if failure is not None:
@@ -212,11 +212,11 @@ class Loop:
         errors = [score.error for score in scores if not score.ok]
         if errors:
             failed = f"{len(errors)} of {len(scores)} scores of the evaluation failed"
-            self._note(f"step {step}: {failed}, last: {errors[-1]}")
+            self._note(f"step {step}: {failed}; last error: {errors[-1]}")
             if len(errors) > self.recipe.max_failed * len(scores):
                 raise StopRun(
-                    f"{failed} (max_failed = {self.recipe.max_failed:.0%} are allowed); "
-                    f"the last error: {errors[-1]}; mend the reward and run "
+                    f"{failed}; max_failed allows {self.recipe.max_failed:.0%}; "
+                    f"last error: {errors[-1]}; fix the reward and run "
                     f"`gesso train --resume {self.run.path}`"
                 )
         shown = self.recipe.eval.shown
@@ -229,17 +229,19 @@ class Loop:
             self._skipped = 0
             return
         self._skipped += 1
-        self._note(f"step {row['step']}: loss or gradient not finite; the update was not taken")
+        self._note(f"step {row['step']}: loss or gradient is not finite; the update was skipped")
         if self._skipped == MAX_SKIPPED:
             raise StopRun(
-                f"the loss or its gradient was not finite in {MAX_SKIPPED} iterations in a row; "
-                f"no such update was taken; try a lower optimizer.lr than "
-                f"{self.recipe.optimizer.lr:g} or another dtype than {self.recipe.model.dtype}"
+                f"the loss or its gradient was not finite in {MAX_SKIPPED} consecutive "
+                "iterations; these updates were skipped; try a lower optimizer.lr than "
+                f"{self.recipe.optimizer.lr:g} or a model.dtype other than "
+                f"{self.recipe.model.dtype}"
             )
 
     def _self_test(self, update: Mapping[str, float]) -> None:
-        """On-policy, before the first optimizer step, replay must give what sampling gave. Told
-        once a sitting; where it plainly does not, the run ends before anything is saved."""
+        """On-policy, before the first optimizer step, replay must reproduce the log-probs of
+        sampling. Reported once per process; if they clearly differ, the run stops before anything
+        is saved."""
         verdict = self_test(update, self._health.facts)
         if verdict is None:
             return
@@ -249,13 +251,13 @@ class Loop:
         self._note(verdict.text)
 
     def _note(self, text: str, again: bool = True) -> None:
-        """`again`: also into a log that has this note already, since a resumed run repeats the
-        steps after its checkpoint."""
+        """`again`: write the note even if the log already has it. A resumed run repeats the steps
+        after its checkpoint."""
         if again or not self.run.noted(text):
             self.run.note(text)
         self.watcher.note(text)
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN: a figure that does not exist is null."""
+    """JSON has no NaN: a value that is not finite becomes null."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

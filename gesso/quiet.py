@@ -11,8 +11,8 @@ HUB = "huggingface_hub"  # has no switch for progress bars
 
 @contextmanager
 def quiet(*libraries: str) -> Iterator[None]:
-    """Hides progress bars, warnings and retries of transformers, the hub and further `libraries`;
-    errors still show."""
+    """Hides progress bars, warnings and retry messages of transformers, huggingface_hub and further
+    `libraries`; errors are still shown."""
     names = ("transformers", *libraries)
     bars = [importlib.import_module(f"{name}.utils.logging") for name in names]
     loggers = [*bars, importlib.import_module(f"{HUB}.utils.logging")]

@@ -1,6 +1,6 @@
-"""Samples with all that is known of how they came about: Conditioning, traces, Rollout.
+"""Samples and how they were generated: Conditioning, traces, Rollout.
 
-Shape legend, used all over the project:
+Shape legend, used throughout the project:
     N samples · P prompts · S trained steps · C,H,W latent channels, height, width · L,D text
 """
 
@@ -22,13 +22,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Conditioning:
-    """Encoded prompts, one row each, and what else the model conditions on. A model leaves out
-    what it does not use; prompts of different lengths need a mask."""
+    """Encoded prompts, one row each, and further conditioning. Tensors that a model does not use
+    are None; prompts of different lengths need a mask."""
 
     embeds: Tensor  # (P, L, D)
     pooled: Tensor | None = None  # (P, D')
     mask: Tensor | None = None  # (P, L) bool: False is padding
-    guidance: Tensor | None = None  # (P,): the scale, where the network itself takes it
+    guidance: Tensor | None = None  # (P,): the scale, for networks with guidance embeddings
 
     def rows(self, index: Tensor) -> Conditioning:
         return self._map(lambda tensor: tensor[index])
@@ -49,7 +49,7 @@ class Conditioning:
 
     @staticmethod
     def stack(rows: Sequence[Conditioning]) -> Conditioning:
-        """One after another, padded to the longest prompt among them."""
+        """Concatenates the rows, padded to the longest prompt."""
         import torch
 
         length = max(row.embeds.shape[1] for row in rows)
@@ -74,18 +74,19 @@ class Conditioning:
 
 @dataclass(frozen=True)
 class FlowContext:
-    """What all samples of one sampling call share."""
+    """What the samples of one sampling call share."""
 
     sigmas: Tensor  # (n+1,): the whole schedule, from 1 down to 0
     trained: range  # the S schedule indices that are trained
     cond: Conditioning  # (P, …)
-    negative: Conditioning | None  # (P, …) when guided
+    negative: Conditioning | None  # (P, …); None without guidance
 
     @staticmethod
     def joined(
         contexts: Sequence[FlowContext], rows: Sequence[Tensor]
     ) -> tuple[FlowContext, list[Tensor]]:
-        """One context for pieces of several, and each piece's rows in it."""
+        """Joins the contexts of several pieces; returns the joint context and the rows of each
+        piece in it."""
         import torch
 
         distinct, starts = _distinct(contexts, lambda context: len(context.cond.embeds))
@@ -108,18 +109,18 @@ class FlowContext:
 
 @dataclass(frozen=True)
 class FlowTrace:
-    """What a flow model's training needs to see of how N samples came about.
+    """How a flow model generated N samples, as far as training needs it.
 
-    `latents[:, i]` and `latents[:, i + 1]` are the two ends of trained step i; an algorithm that
-    needs no trajectory has S = 0. `clean` is the end of the whole path.
+    `latents[:, i]` and `latents[:, i + 1]` are the input and the output of trained step i; an
+    algorithm that needs no trajectory has S = 0. `clean` is the final latent.
     """
 
     context: FlowContext
     row: Tensor  # (N,): sample → row of the context's conditioning
     latents: Tensor  # (N, S+1, C, H, W), or (N, 0, C, H, W) when no step is trained
-    means: Tensor  # (N, S, C, H, W): of the trained steps; (N, 0, C, H, W) when nobody asked
+    means: Tensor  # (N, S, C, H, W): of the trained steps; (N, 0, C, H, W) if not recorded
     clean: Tensor  # (N, C, H, W)
-    negatives: Tensor | None = None  # (N, S, C, H, W): velocities of the negative branch there
+    negatives: Tensor | None = None  # (N, S, C, H, W): velocities of the negative branch
     per_sample_grads: Sequence[Weights] | None = None  # N: of each sample's summed log-probs
 
     def rows(self, index: Tensor) -> FlowTrace:
@@ -136,8 +137,8 @@ class FlowTrace:
 
     @staticmethod
     def concat(pieces: Sequence[FlowTrace]) -> FlowTrace:
-        """Pieces of one batch, in order. Those of one sampling call share a context; those of
-        several samplers keep each its own conditioning."""
+        """Pieces of one batch, in order. Pieces of one sampling call share a context; pieces of
+        several samplers each keep their conditioning."""
         import torch
 
         context, rows = FlowContext.joined([p.context for p in pieces], [p.row for p in pieces])
@@ -156,12 +157,12 @@ class FlowTrace:
 
 @dataclass(frozen=True)
 class TokenPrompt:
-    """A prompt as a model that writes reads it, on the CPU."""
+    """A tokenized prompt for a language model, on the CPU."""
 
     ids: Tensor  # (L,) long
-    kinds: Tensor  # (L,) long: 0 text, 1 a place of a picture's features (mm_token_type_ids)
-    pixels: Tensor | None = None  # (patches, …) as the image processor gives them, all pictures
-    grid: Tensor | None = None  # (pictures, 3) long: patches in time, height and width
+    kinds: Tensor  # (L,) long: mm_token_type_ids, 0 text, 1 placeholder of image features
+    pixels: Tensor | None = None  # (patches, …): pixel_values of all images
+    grid: Tensor | None = None  # (images, 3) long: patches in time, height and width
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -169,15 +170,15 @@ class TokenPrompt:
 
 @dataclass(frozen=True)
 class TokenTrace:
-    """What training needs to see of how N responses were made. S is the longest one. A response is
-    a row of `tokens` as far as `mask` goes; it ends with the model's end token, unless it was
-    cut."""
+    """How N responses were generated, as far as training needs it. S is the length of the longest
+    one. A response is the part of a row of `tokens` where `mask` is True; it ends with the model's
+    EOS token, unless it was truncated."""
 
     prompts: Sequence[TokenPrompt]  # P
     row: Tensor  # (N,): sample → prompt
     tokens: Tensor  # (N, S) long
-    mask: Tensor  # (N, S) bool: True on the response, from its first token without a gap
-    cut: Tensor  # (N,) bool: stopped by the limit of length
+    mask: Tensor  # (N, S) bool: True on the response, contiguous from its first token
+    cut: Tensor  # (N,) bool: truncated at the maximum length
 
     def rows(self, index: Tensor) -> TokenTrace:
         return TokenTrace(
@@ -186,8 +187,8 @@ class TokenTrace:
 
     @staticmethod
     def concat(pieces: Sequence[TokenTrace]) -> TokenTrace:
-        """Pieces of one batch, in order, padded to the longest response. Those of one sampling
-        call share their prompts; those of several keep each its own."""
+        """Pieces of one batch, in order, padded to the longest response. Pieces of one sampling
+        call share their prompts; pieces of several calls each keep theirs."""
         import torch
 
         distinct, starts = _distinct([p.prompts for p in pieces], len)
@@ -201,19 +202,19 @@ class TokenTrace:
 
 
 def _distinct(shared: Sequence[T], size: Callable[[T], int]) -> tuple[list[T], list[int]]:
-    """What several pieces refer to, each object once, and where each piece's begins when they are
-    laid one after another."""
-    start_of: dict[int, int] = {}
+    """The distinct objects that pieces share, and for each piece the offset of its object in their
+    concatenation."""
+    offsets: dict[int, int] = {}
     distinct: list[T] = []
-    for one in shared:
-        if id(one) not in start_of:
-            start_of[id(one)] = sum(size(other) for other in distinct)
-            distinct.append(one)
-    return distinct, [start_of[id(one)] for one in shared]
+    for item in shared:
+        if id(item) not in offsets:
+            offsets[id(item)] = sum(size(other) for other in distinct)
+            distinct.append(item)
+    return distinct, [offsets[id(item)] for item in shared]
 
 
 def widened(pieces: Sequence[Tensor]) -> Tensor:
-    """(n, s) tensors of different s → (Σ n, max s), with zeros on the right."""
+    """(n, s) tensors of different s → (Σ n, max s), zero-padded on the right."""
     import torch
     from torch.nn.functional import pad
 
@@ -223,40 +224,40 @@ def widened(pieces: Sequence[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Rollout:
-    """N samples with all that happened to them. Downstream of the sampler nobody asks which kind
-    of model made it: S is denoising steps for a flow model and tokens for a language model."""
+    """N samples with their traces, log-probs and scores. The record is the same for both families:
+    S counts denoising steps for a flow model and tokens for a language model."""
 
     samples: Sequence[Sample]  # N
-    group: Tensor  # (N,): id of the prompt's group, given at sampling
+    group: Tensor  # (N,): id of the prompt's group, assigned at sampling
     trace: FlowTrace | TokenTrace
     logp: Tensor  # (N, S)
-    version: int  # of the weights that made it
+    version: int  # of the weights that generated it
     scores: Sequence[Score]  # N
     weights: Mapping[str, float]  # of the rewards, by name
     greedy: Tensor | None = None  # (N,) float64: reward of the greedy response to the same prompt
 
     def rows(self, index: Tensor) -> Rollout:
-        picked = index.tolist()
+        selected = index.tolist()
         return Rollout(
-            [self.samples[i] for i in picked],
+            [self.samples[i] for i in selected],
             self.group[index],
             self.trace.rows(index),
             self.logp[index],
             self.version,
-            [self.scores[i] for i in picked],
+            [self.scores[i] for i in selected],
             self.weights,
             None if self.greedy is None else self.greedy[index],
         )
 
     def aged(self) -> Rollout:
-        """Without what only held for the weights it was drawn with."""
+        """Without what is only valid for the weights that generated it."""
         if not isinstance(self.trace, FlowTrace):
             return self
         return replace(self, trace=replace(self.trace, negatives=None, per_sample_grads=None))
 
     @staticmethod
     def join(one: Rollout, other: Rollout) -> Rollout:
-        """Responses of two sampling calls; no group of one is a group of the other."""
+        """Joins the responses of two sampling calls, whose groups are disjoint."""
         import torch
 
         first = int(one.group.max()) + 1 if len(one.group) else 0
@@ -272,13 +273,13 @@ class Rollout:
 
     @property
     def flow_trace(self) -> FlowTrace:
-        """The trace of a model that draws."""
+        """The trace of a flow model."""
         assert isinstance(self.trace, FlowTrace)
         return self.trace
 
     @property
     def token_trace(self) -> TokenTrace:
-        """The trace of a model that writes."""
+        """The trace of a language model."""
         assert isinstance(self.trace, TokenTrace)
         return self.trace
 
@@ -297,15 +298,15 @@ class Rollout:
 
     @property
     def rewards(self) -> Tensor:
-        """(N,) float64. Only for rollouts whose every sample is scored."""
+        """(N,) float64. Only for rollouts in which every sample has a score."""
         import torch
 
         return torch.tensor([score.value for score in self.scores], dtype=torch.float64)
 
     @property
     def components(self) -> Tensor:
-        """(N, R) float64: every reward by itself, unweighted, in the order of `weights`. NaN where
-        it does not apply."""
+        """(N, R) float64: each reward separately, unweighted, in the order of `weights`. NaN where
+        a reward does not apply."""
         import torch
 
         rows = [[s.parts.get(name, math.nan) for name in self.weights] for s in self.scores]

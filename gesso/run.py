@@ -1,5 +1,5 @@
-"""A run from the outside: start it, resume it. The CLI and Python users call the same functions; to
-draw from it and to export it, `use/` has more of them."""
+"""Starts and resumes runs. The CLI and the Python API call the same functions; those that sample
+from a run, evaluate it or export it are in `use/`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ REPORT = "report.html"
 
 @dataclass(frozen=True)
 class Assembled:
-    """A recipe's objects, ready to work together."""
+    """The objects that a recipe describes, connected and ready to train."""
 
     recipe: Recipe
     algorithm: Algorithm
@@ -46,16 +46,16 @@ class Assembled:
     cluster: Local
     rewards: Rewards
     eval_prompts: Sequence[Prompt]
-    notes: Sequence[str]  # about the data, to be told before the run
-    left_out: Sequence[str] = ()  # rows of it, each with its reason
+    notes: Sequence[str]  # about data and settings, shown before the run
+    left_out: Sequence[str] = ()  # skipped rows of the data, each with its reason
 
     def close(self) -> None:
         self.cluster.close()
 
 
 def assemble(recipe: Recipe, progress: Progress = SILENT) -> Assembled:
-    """Read the data, load the model, connect the rewards; cheap things first, so that a mistake
-    shows before the weights are loaded."""
+    """Read the data, load the model, connect the rewards. Cheap steps come first, so that errors
+    show before the weights are loaded."""
     family, algorithm = families.of(recipe), build.algorithm(recipe)
     family.check_machine(recipe, algorithm)
     build.check_trackers(recipe)
@@ -87,8 +87,8 @@ def assemble(recipe: Recipe, progress: Progress = SILENT) -> Assembled:
     if len(held_out) < recipe.eval.prompts:
         sources = " and ".join(source.path for source in recipe.data.eval)
         notes.append(
-            f"eval.prompts = {recipe.eval.prompts}, but {sources} has {len(held_out)}: "
-            "all of them are used"
+            f"eval.prompts = {recipe.eval.prompts}, but {sources} has only {len(held_out)} "
+            "prompts; all of them are used"
         )
     return Assembled(
         recipe, algorithm, model, learner, cluster, rewards, held_out, notes, data.left_out
@@ -102,20 +102,20 @@ def train(
     quiet: bool = False,
     shown: Display | None = None,
 ) -> RunFolder:
-    """Train a recipe (bundled name, TOML file or Recipe) into a new run folder. `shown`: where
-    progress is told instead of the console."""
+    """Train a recipe (bundled name, TOML file or Recipe) into a new run folder. `shown` displays
+    the progress instead of the console."""
     name, called = "run", ""
     if isinstance(recipe, str):
         name = called = Path(recipe).stem
         recipe = build.recipe(recipe, overrides)
     elif overrides:
         raise UserError(
-            "overrides go with a recipe's name; change a Recipe by model_copy(update=…)"
+            "overrides require a recipe's name or file; change a Recipe with model_copy(update=…)"
         )
     path = Path(folder) if folder is not None else _next_folder(name)
     RunFolder.must_be_new(path)
     with _shown(recipe, quiet, shown) as display:
-        job = assemble(recipe, display)  # before the folder is made: a mistake leaves nothing
+        job = assemble(recipe, display)  # before the folder is created: an error leaves none
         return _run(job, RunFolder.create(path, recipe.model_dump(), called), display)
 
 
@@ -125,12 +125,15 @@ def resume(
     steps: int | None = None,
     shown: Display | None = None,
 ) -> RunFolder:
-    """Go on from the newest complete checkpoint of a run, to its last step or to `steps`."""
+    """Continue from the newest complete checkpoint of a run to its last step, or to `steps`."""
     run = RunFolder.open(Path(folder))
     recipe = recipe_of(run)
     if steps is not None:
         if steps < (run.latest() or 0):
-            raise UserError(f"{run.path} is at step {run.latest()} already; steps={steps} is less")
+            raise UserError(
+                f"{run.path} is already at step {run.latest()}; expected steps of at least "
+                f"{run.latest()}, got steps={steps}"
+            )
         recipe = recipe.model_copy(update={"steps": steps})
     with _shown(recipe, quiet, shown) as display:
         build.announce_code(recipe, run.path, "model", "algorithm", "reward", "tracker")
@@ -138,21 +141,21 @@ def resume(
 
 
 def _shown(recipe: Recipe, quiet: bool, shown: Display | None) -> Display:
-    """A run without "console" in `track` is a quiet one."""
+    """A run without "console" in `track` is quiet."""
     return (
         shown if shown is not None else display(quiet or "console" not in recipe.track, aside=False)
     )
 
 
 def _run(job: Assembled, run: RunFolder, display: Display, changed: bool = False) -> RunFolder:
-    """`changed`: the recipe is not the one in the folder. A folder that is damaged stays as it is
-    but for log.txt: the rest is written after the checkpoint was restored."""
+    """`changed`: the recipe differs from config.toml in the folder. In a damaged folder only
+    log.txt changes: everything else is written after the checkpoint has been restored."""
     from gesso.loop import Loop
     from gesso.viewer import files, report
 
-    pictures = files.Thumbnails()  # of reports, one after every evaluation
+    thumbnails = files.Thumbnails()  # shared by the reports, one after each evaluation
 
-    def tell(text: str) -> None:
+    def notify(text: str) -> None:
         run.note(text)
         display.note(text)
 
@@ -164,10 +167,10 @@ def _run(job: Assembled, run: RunFolder, display: Display, changed: bool = False
         if changed:
             run.write_config(job.recipe.model_dump())
 
-    watchers = Watchers(display, build.trackers(job.recipe, run.path, tell))
+    watchers = Watchers(display, build.trackers(job.recipe, run.path, notify))
     try:
-        for note in [*job.notes, *_listed(job, run)]:
-            tell(note)
+        for note in [*job.notes, *_list_skipped(job, run)]:
+            notify(note)
         with _interruptible(display) as should_stop, bars.compiling(display):
             loop = Loop(
                 recipe=job.recipe,
@@ -178,7 +181,7 @@ def _run(job: Assembled, run: RunFolder, display: Display, changed: bool = False
                 watcher=watchers,
                 should_stop=should_stop,
                 after_restore=begin,
-                after_eval=lambda: report.write(run.path, run.path / REPORT, pictures),
+                after_eval=lambda: report.write(run.path, run.path / REPORT, thumbnails),
             )
             loop.train()
         ok = True
@@ -186,38 +189,38 @@ def _run(job: Assembled, run: RunFolder, display: Display, changed: bool = False
         last = run.latest()
         raise StopRun(
             f"could not write to {run.path}: {error}; the last complete checkpoint is "
-            f"{f'step {last}' if last is not None else 'none'}; make room and run "
+            f"{f'step {last}' if last is not None else 'none'}; free disk space and run "
             f"`gesso train --resume {run.path}`"
         ) from error
     except StopRun as error:
-        run.note(f"stopped: {error}")  # for whoever looks at the folder later
+        run.note(f"stopped: {error}")  # into the run's log
         raise
     except (MemoryError, RuntimeError) as error:
-        if (sentence := out_of_memory(error)) is None:
+        if (message := out_of_memory(error)) is None:
             raise
-        run.note(f"stopped: {sentence}")
+        run.note(f"stopped: {message}")
         raise StopRun(
-            f"{sentence}; where other programs hold the memory, `gesso train --resume {run.path}` "
-            "goes on once they have ended"
+            f"{message}; if other programs use the memory, wait until they have ended and run "
+            f"`gesso train --resume {run.path}`"
         ) from error
     finally:
         job.close()
         try:
             if begun:
-                report.write(run.path, run.path / REPORT, pictures)
+                report.write(run.path, run.path / REPORT, thumbnails)
         except OSError as error:  # must not hide why the run stopped
-            display.note(f"no report.html: {error}")
+            display.note(f"could not write {run.path / REPORT}: {error}")
         watchers.finish(ok)
     return run
 
 
-def _listed(job: Assembled, run: RunFolder) -> list[str]:
-    """Every row that was left out goes into a file; the notes name the first of each kind."""
+def _list_skipped(job: Assembled, run: RunFolder) -> list[str]:
+    """Writes every skipped row to a file; the notes name only the first of each kind."""
     if not job.left_out:
         return []
     file = run.path / "left-out.txt"
     file.write_text("".join(f"{line}\n" for line in job.left_out), "utf-8")
-    return [f"all {len(job.left_out)} rows that were left out: {file}"]
+    return [f"all {len(job.left_out)} skipped rows are listed in {file}"]
 
 
 def _next_folder(name: str) -> Path:
@@ -229,14 +232,14 @@ def _next_folder(name: str) -> Path:
 
 @contextmanager
 def _interruptible(progress: Progress) -> Iterator[Any]:
-    """The first Ctrl-C ends the run after the current step, the second at once."""
+    """The first Ctrl-C stops the run after the current step, the second one immediately."""
     stop = threading.Event()
 
     def handle(number: int, frame: Any) -> None:
         if stop.is_set():
             raise KeyboardInterrupt
         stop.set()
-        progress.note("stopping after this step; Ctrl-C again stops at once")
+        progress.note("stopping after this step; press Ctrl-C again to stop immediately")
 
     if threading.current_thread() is not threading.main_thread():
         yield stop.is_set

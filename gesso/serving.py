@@ -1,4 +1,4 @@
-"""Shared by all servers: the check of the host, start and shutdown."""
+"""Shared by all HTTP servers: host check, start and shutdown."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def check_host(host: str, token: str | None) -> None:
     """Raises unless `host` is loopback or there is a token."""
     if not is_loopback(host) and not token:
         raise UserError(
-            f"--host {host} lets other machines in: give --token-env NAME, a variable that holds a "
-            "token which they must send"
+            f"--host {host} accepts connections from other machines: add --token-env NAME, the "
+            "environment variable that holds the token which clients must send"
         )
 
 
@@ -45,8 +45,8 @@ def serve(
     started: Callable[[str], object],
     ended: Callable[[], Awaitable[None]] = nothing,
 ) -> None:
-    """Serves until SIGINT or SIGTERM, then answers the requests in flight. `started` is called with
-    the address; `ended` is awaited last."""
+    """Serves until SIGINT or SIGTERM, then finishes the requests in flight. `started` is called
+    with the address; `ended` is awaited last."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listening = socket.create_server((host, port), family=family, backlog=512)
@@ -67,7 +67,8 @@ async def _serve(
     class Server(uvicorn.Server):
         @contextlib.contextmanager
         def capture_signals(self) -> Iterator[None]:
-            """Disabled for the handlers below: uvicorn's raise the signal again after shutdown."""
+            """Disabled in favour of the handlers below: uvicorn's raise the signal again after
+            shutdown."""
             yield
 
     settings = uvicorn.Config(

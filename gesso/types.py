@@ -1,5 +1,5 @@
-"""Records shared by all packages: inputs (Prompt, specs), results (Sample, Score), errors. The
-records of how samples were drawn are in rollout.py."""
+"""Records shared by all packages: inputs (Prompt, specs), results (Sample, Score), errors. Records
+of how samples were generated are in rollout.py."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Weights = Mapping[str, "Tensor"]
 
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Formats that are only decoded; Pillow supports others, some of which run programs."""
+"""Image formats that are accepted. Pillow supports more, some of which run external programs."""
 
 
 class UserError(ValueError):
@@ -44,7 +44,7 @@ def out_of_memory(error: BaseException) -> str | None:
     reason = text.splitlines()[0] if text else type(error).__name__
     return (
         f"out of memory ({reason:.200}); lower sampler.batch, learner.micro_batch or the size of "
-        "the samples; `gesso check RECIPE --memory` estimates what a recipe takes"
+        "the samples; `gesso check RECIPE --memory` estimates the memory of a recipe"
     )
 
 
@@ -67,13 +67,13 @@ def seed_of(*parts: int | str) -> int:
 
 @dataclass(frozen=True)
 class PromptImage:
-    """An image of a prompt, not yet decoded: the path of a file, or its content."""
+    """An input image of a prompt, not yet decoded: the path of a file, or its content."""
 
     path: str = ""
     data: bytes = field(default=b"", repr=False)
 
     def open(self) -> Image:
-        """Decoded, as RGB."""
+        """The decoded image, as RGB."""
         from PIL import Image
 
         source = io.BytesIO(self.data) if self.data else self.path
@@ -96,17 +96,17 @@ class PromptImage:
         try:
             return Path(self.path).read_bytes()
         except OSError as error:
-            raise UserError(f"picture {self.path} cannot be read: {error.strerror}") from error
+            raise UserError(f"image {self.path} cannot be read: {error.strerror}") from error
 
 
 @dataclass(frozen=True)
 class Prompt:
     """One row of the user's data; `columns` holds the row's other columns.
 
-    `messages` is the conversation that a language model continues, in the form that chat templates
-    take: {"role", "content"}, the content a list of {"type": "text", "text"} and {"type": "image"}
-    parts, one image part for each of `images`, in order. Without messages the conversation is one
-    user message: the images, then the text.
+    `messages` is the conversation that a language model continues, in the format of chat templates:
+    {"role", "content"}, where the content is a list of {"type": "text", "text"} and
+    {"type": "image"} parts, with one image part for each of `images`, in order. Without messages
+    the conversation is one user message: the images, then the text.
     """
 
     text: str
@@ -119,8 +119,8 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sample:
-    """One finished sample, as a reward sees it: an image model's image or a language model's
-    response."""
+    """One finished sample, as passed to rewards: the image of an image model or the response of a
+    language model."""
 
     prompt: Prompt
     image: np.ndarray | None  # (height, width, 3) uint8, RGB
@@ -132,24 +132,24 @@ class Sample:
     def pixels(self) -> np.ndarray:
         """`image`, or an error if there is none."""
         if self.image is None:
-            raise UserError("this sample is a text; expected a picture to look at")
+            raise UserError("this sample is a text; expected an image")
         return self.image
 
     @property
     def response(self) -> str:
         """`text`, or an error if there is none. An empty response is a response."""
         if self.text is None:
-            raise UserError("this sample is a picture; expected a text to read")
+            raise UserError("this sample is an image; expected a text")
         return self.text
 
 
 @dataclass(frozen=True)
 class Score:
-    """The result of a reward. A failure is `error`, never a number; no value and no error means
-    that the reward does not apply to this sample.
+    """The result of a reward. A failure is reported in `error`, never as a number; neither value
+    nor error means that the reward does not apply to this sample.
 
-    `parts` names every contribution ("ocr", "jpeg") and detail ("ocr/exact"); `text` is shown to
-    people: what a reward read or answered.
+    `parts` has every contribution ("ocr", "jpeg") and detail ("ocr/exact"); `text` is displayed
+    with the sample: what a reward recognized or a judge answered.
     """
 
     value: float | None
@@ -168,12 +168,12 @@ class Score:
 
 Solver = Literal["euler", "dpm2"]
 GuidanceGradient = Literal["both", "conditional"]
-"""Which branches of guidance are differentiated."""
+"""The guidance branches through which gradients flow."""
 
 
 @dataclass(frozen=True)
 class Trajectory:
-    """Record the latents and log-probs of the trained steps, and their means if asked for."""
+    """Record the latents and log-probs of the trained steps, and optionally their means."""
 
     means: bool = False
 
@@ -186,9 +186,10 @@ class OnePass:
 
 @dataclass(frozen=True)
 class SampleSpec:
-    """How a batch is drawn. Steps in `stochastic` follow `rule`, the others the ODE `solver`."""
+    """How images are sampled. Steps in `stochastic` use the SDE `rule`, the others the ODE
+    `solver`."""
 
-    max_tokens: ClassVar[None] = None  # images have none
+    max_tokens: ClassVar[None] = None  # images have no tokens
 
     steps: int
     height: int
@@ -200,24 +201,24 @@ class SampleSpec:
     solver: Solver = "euler"
     guidance: float = 1.0
     weights: Which = "current"
-    same_noise: bool = False  # a group starts from one noise; its first ODE steps are run once
-    guidance_gradient: GuidanceGradient = "both"  # "conditional": the trace has the negative branch
-    record: Trajectory | OnePass = Trajectory()  # what the trace has of the trained steps
+    same_noise: bool = False  # one initial noise per group; its first ODE steps run once
+    guidance_gradient: GuidanceGradient = "both"  # "conditional": records the negative branch
+    record: Trajectory | OnePass = Trajectory()  # what is recorded of the trained steps
 
     @property
     def means(self) -> bool:
-        """Whether the trace has the means of the trained steps."""
+        """Whether the trace contains the means of the trained steps."""
         return isinstance(self.record, Trajectory) and self.record.means
 
     @property
     def per_sample_grads(self) -> bool:
-        """Whether the trace has the gradient of each sample's summed log-probs."""
+        """Whether the trace contains the gradient of each sample's summed log-probs."""
         return isinstance(self.record, OnePass)
 
 
 @dataclass(frozen=True)
 class ResponseSpec:
-    """How responses are written. Temperature 0 is greedy."""
+    """How responses are generated. Temperature 0 is greedy decoding."""
 
     max_tokens: int
     temperature: float = 1.0

@@ -79,7 +79,7 @@ def test_check_warns_of_a_clip_under_the_noise_floor(recipe: Recipe) -> None:
         found = Findings()
         _ratio(job, gap, found)  # type: ignore[arg-type]
         assert len(found.warnings) == warnings
-    assert "clip = 0.2 lies under the noise floor of the ratio, 5.0e-01" in found.warnings[0]
+    assert "clip = 0.2 is below the noise floor of the ratio, 5.0e-01" in found.warnings[0]
 
 
 def test_check_finds_a_reward_that_fails(
@@ -114,13 +114,13 @@ def test_train_sample_export_and_resume(
 @pytest.mark.parametrize(
     "arguments, sentence",
     [
-        (["train"], "error: train what?"),
-        (["train", "nope"], 'error: no recipe "nope"'),
+        (["train"], "error: train expects a recipe"),
+        (["train", "nope"], 'error: unknown recipe "nope"'),
         (["train", "demo", "optimizer.lrr=1"], 'error: recipe demo: unknown key "optimizer.lrr"'),
         (["train", "--resume", "/nowhere"], "error: /nowhere is not a run folder"),
-        (["train", "--resume", "/nowhere", "optimizer.lr=1"], "only steps=N may be given"),
+        (["train", "--resume", "/nowhere", "optimizer.lr=1"], "only steps=N may be changed"),
         (["export", "demo", "--to", "x"], "error: demo is not a run folder"),
-        (["sample", "nope", "a sign"], 'error: no recipe "nope"'),
+        (["sample", "nope", "a sign"], 'error: unknown recipe "nope"'),
         (["train", "demo", "--runn", "x"], "unrecognized arguments: --runn"),
         (["train", "demo", "data.train=missing.txt", "--run", "RUN"], "missing.txt: no such file"),
     ],

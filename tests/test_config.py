@@ -12,18 +12,18 @@ from gesso.types import UserError
 BAD = [
     ("optimizer.lrr=1", 'unknown key "optimizer.lrr"; did you mean "lr"? allowed: lr, betas'),
     ("stepz=1", 'unknown key "stepz"; did you mean "steps"?'),
-    ("steps=many", "\"steps\" = 'many' does not fit; expected a whole number"),
-    ("steps=1.5", '"steps" = 1.5 does not fit'),
+    ("steps=many", "\"steps\" = 'many' is not valid; expected an integer"),
+    ("steps=1.5", '"steps" = 1.5 is not valid'),
     ("steps=-1", "greater than or equal to 0"),
     ("model.dtype=int8", "expected one of 'float32', 'bfloat16', 'float16'"),
-    ("algorithm.name=flow-grop", 'no algorithm "flow-grop"; did you mean "flow-grpo"?'),
+    ("algorithm.name=flow-grop", 'unknown algorithm "flow-grop"; did you mean "flow-grpo"?'),
     ("algorithm.grop=3", 'algorithm flow-grpo: unknown key "grop"; did you mean "group"?'),
     ("algorithm.rule=ddim", "expected one of 'flow-sde', 'cps'"),
     ("algorithm.window.size=9", "does not fit into 6 steps; low + size <= high <= steps"),
     ("algorithm.noise=0", "noise = 0 leaves no stochastic step"),
-    ("model.name=sd9", 'no model "sd9"; did you mean "sd3"?'),
+    ("model.name=sd9", 'unknown model "sd9"; did you mean "sd3"?'),
     ("reward.0.detekt=true", 'reward ocr: unknown key "detekt"; did you mean "detect"?'),
-    ("reward.0.name=5", '"reward.0.name" = 5 does not fit'),
+    ("reward.0.name=5", '"reward.0.name" = 5 is not valid'),
     ("reward=[]", "at least 1 item"),
     ("model.lora.rank=x", '"model.lora.rank"'),
     ("optimizer.lr=inf", "finite number"),
@@ -31,18 +31,18 @@ BAD = [
     ("reward.0.weight=nan", "finite number"),
     ("nokey", "expected key=value"),
     ("steps.deep=3", "is a value, not a table"),
-    ("reward.7.weight=1", 'there is no "7"'),
+    ("reward.7.weight=1", 'no table or list entry "7"'),
 ]
 
 BAD_OF_WRITERS = [
-    ("model.name=causl", 'no model "causl"; did you mean "causal"?'),
-    ("model.name=5", '"model.name" = 5 does not fit; expected text'),
+    ("model.name=causl", 'unknown model "causl"; did you mean "causal"?'),
+    ("model.name=5", '"model.name" = 5 is not valid; expected a string in quotes'),
     ("model.max_promt=3", 'unknown key "model.max_promt"; did you mean "max_prompt"?'),
     ("algorithm.surrogate.lwo=1", 'unknown key "surrogate.lwo"; did you mean "low"?'),
     ("algorithm.surrogate.clip=1", 'unknown key "surrogate.clip"; allowed: kind, low, high, dual'),
     ("algorithm.surrogate.draws=1", 'unknown key "surrogate.draws"; allowed: kind, low, high'),
     ('algorithm.surrogate={kind="sequence", dual=3}', '"surrogate.dual"; allowed: kind, low, high'),
-    ("algorithm.surrogate.low=2", '"surrogate.low" = 2 does not fit; expected a number (input'),
+    ("algorithm.surrogate.low=2", '"surrogate.low" = 2 is not valid; expected a number (input'),
     ("algorithm.surrogate.kind=clipp", "expected tags: 'clip', 'sequence', 'weight'"),
 ]
 
@@ -110,7 +110,7 @@ def test_frozen() -> None:
 
 
 def test_no_such_recipe() -> None:
-    with pytest.raises(UserError, match='no recipe "demoo"; did you mean "demo'):
+    with pytest.raises(UserError, match='unknown recipe "demoo"; did you mean "demo'):
         build.recipe("demoo")
     with pytest.raises(UserError, match=r"^recipe mine/geo\.toml: no such file$"):
         build.recipe("mine/geo.toml")
@@ -148,7 +148,7 @@ def test_a_batch_that_cannot_be_split_into_its_updates() -> None:
 
 
 # micro_batch of the demo (288 terms an update) → the sentence
-MICRO = [(96, None), (288, None), (1000, None), (100, "the last holds 88; .* = 96 or 144")]
+MICRO = [(96, None), (288, None), (1000, None), (100, "the last one has 88; .* = 96 or 144")]
 
 
 @pytest.mark.parametrize("size, sentence", MICRO)
@@ -177,5 +177,5 @@ def test_a_recipe_over_a_base(tmp_path) -> None:
     with pytest.raises(UserError, match="has itself as its base"):
         build.recipe(str(tmp_path / "loop.toml"))
     (tmp_path / "lost.toml").write_text('base = "nowhere"\n')
-    with pytest.raises(UserError, match='no recipe "nowhere"'):
+    with pytest.raises(UserError, match='unknown recipe "nowhere"'):
         build.recipe(str(tmp_path / "lost.toml"))

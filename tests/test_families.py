@@ -94,7 +94,7 @@ def test_a_language_model_of_the_users(
     assert shown.out == f"{response}\n" and 'model "my_models:Trimmed"' in shown.err
     folder = gesso.load("run").export("exported")
     assert gesso.load(folder).sample("how many?") == [response]
-    with pytest.raises(UserError, match=r"this model writes; steps is for models that draw"):
+    with pytest.raises(UserError, match=r"steps is for flow models, but this is a language model"):
         gesso.load("run").sample("how many?", steps=3)
 
 
@@ -151,17 +151,26 @@ def test_bundled_models_need_no_family(recipe_data: dict[str, Any]) -> None:
 BAD = [
     (
         {"name": "sd3", "family": "language"},
-        'family = "language", but name = "sd3" draws; leave',
+        'family = "language", but name = "sd3" is a flow model; remove',
     ),
-    ({"name": "causal", "family": "flow"}, 'family = "flow", but name = "causal" writes; leave'),
-    ({"family": "draw"}, "expected one of 'flow', 'writes'"),
-    ({"name": "my_models:Trimmed", "family": "flow"}, 'but the class "my_models:Trimmed" writes'),
-    ({"name": "my_others:Nothing"}, "does not show its family, by one of velocity"),
-    ({"name": "my_others:Both"}, "does not show its family, by one of velocity"),
+    (
+        {"name": "causal", "family": "flow"},
+        'name = "causal" is a language model; remove',
+    ),
+    ({"family": "draw"}, "expected one of 'flow', 'language'"),
+    (
+        {"name": "my_models:Trimmed", "family": "flow"},
+        '"my_models:Trimmed" is a language model',
+    ),
+    ({"name": "my_others:Nothing"}, "cannot determine the family of model"),
+    ({"name": "my_others:Both"}, "cannot determine the family of model"),
     ({"name": "my_others:Half"}, "has no encode, length, decode, hidden …; expected the methods"),
-    ({"name": "my_others:Half", "family": "flow"}, 'class "my_others:Half" writes; leave'),
+    (
+        {"name": "my_others:Half", "family": "flow"},
+        '"my_others:Half" is a language model',
+    ),
     ({"name": "my_others:Nothing", "family": "language"}, "methods of gesso's TokenModel"),
-    ({"name": "my_others:Wrong"}, 'has family = "sings"; expected one of draws, writes'),
+    ({"name": "my_others:Wrong"}, 'has family = "sings"; expected one of flow, language'),
     ({"name": "my_others:Says"}, "methods of gesso's TokenModel"),
     ({"name": "my_others:OTHER"}, 'has no "OTHER"'),
 ]
@@ -195,5 +204,5 @@ def test_an_algorithm_of_an_earlier_version_gets_a_sentence(
         "    def terms(self, rollout, prepared, generator):\n"
         "        return super().terms(rollout, prepared)\n"
     )
-    with pytest.raises(UserError, match=r"expected terms\(rollout, prepared\), got one with a gen"):
+    with pytest.raises(UserError, match=r"terms\(rollout, prepared\), got a parameter `generator`"):
         build.algorithm_class("earlier.py:Mine")

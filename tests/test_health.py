@@ -94,7 +94,7 @@ def test_a_healthy_run_is_silent() -> None:
 def test_clip_under_floor() -> None:
     step, kind, text = only(history(40, update__first_abs_dlogp_max=always(2e-4)))
     assert (step, kind) == (1, "clip-under-floor")
-    assert "algorithm.clip = 0.0001 lies under the noise floor of the ratio, 2.0e-04" in text
+    assert "algorithm.clip = 0.0001 is below the noise floor of the ratio, 2.0e-04" in text
     assert kinds(history(40, update__first_abs_dlogp_max=always(1e-4))) == []
     old = history(40, update__first_abs_dlogp_max=always(2e-4), age=always(1))
     assert kinds(old) == []  # the policy has moved: that is no floor
@@ -147,7 +147,7 @@ def test_old_samples() -> None:
     late = {"age": always(1), "update__abs_dlogp": always(6e-4)}
     step, kind, text = only(history(40, **late, update__clipped=always(0.38)))
     assert (step, kind) == (5, "old-samples")
-    assert "1 update old and 38% of their terms" in text and "moved by 6.0e-04" in text
+    assert "1 update old and 38% of their terms" in text and "changed by 6.0e-04" in text
     assert kinds(history(40, **late, update__clipped=always(0.2))) == []
     assert kinds(history(40, update__clipped=always(0.38))) == []  # on-policy, updates = 1
 
@@ -157,7 +157,7 @@ def test_clipping_most() -> None:
     rows = history(40, update__clipped=always(0.3), update__abs_dlogp=always(1e-3))
     step, kind, text = only(rows, with_facts(updates=2))
     assert (step, kind) == (5, "clipping-most")
-    assert "after the first of 2 optimizer steps 60% of the terms" in text
+    assert "after the first of 2 optimizer steps, 60% of the terms" in text
     assert kinds(rows, with_facts(updates=8)) == []
     assert kinds(history(40, update__clipped=always(0.17)), with_facts(updates=2)) == []
     assert kinds(history(40, age=always(1), update__clipped=always(0.24)), FACTS) == []
@@ -166,7 +166,7 @@ def test_clipping_most() -> None:
 def test_diversity() -> None:
     step, kind, text = only(history(40, diversity=lambda s: 0.8 * 0.9**s))
     assert kind == "diversity" and 13 <= step <= 18
-    assert re.search(r"lie 0\.\d+ apart, 2\d% of the 0\.\d+ at the start", text)
+    assert re.search(r"is 0\.\d+, 2\d% of the 0\.\d+ at the start", text)
     assert kinds(history(40, diversity=lambda s: max(0.8 * 0.9**s, 0.25))) == []
     assert kinds(history(40, diversity=lambda s: 0.8 if s % 7 else 0.01)) == []
     assert kinds(history(40, diversity=always(None))) == []  # groups of one
@@ -184,8 +184,8 @@ def test_reward_hacking() -> None:
     assert "held-out eval/reward fell from 0.6 to 0.51" in text
     _, kind, text = only(history(40, eval__ocr__exact=falling))
     assert kind == "reward-hacking" and "eval/ocr/exact fell from 0.57 to 0.45" in text
-    assert "look at the pictures" in text
-    assert "look at the responses" in only(writing(40, eval__ocr__exact=falling), WRITES)[2]
+    assert "inspect the images" in text
+    assert "inspect the responses" in only(writing(40, eval__ocr__exact=falling), WRITES)[2]
 
 
 def test_what_is_no_reward_hacking() -> None:
@@ -261,11 +261,11 @@ def test_what_is_watched(recipe_data: dict) -> None:
 @pytest.mark.parametrize(
     ("gap", "mean", "dtype", "verdict"),
     [
-        (1.2e-7, 1e-8, "float32", "at most 1.2e-07, clip 0.0001: fine"),
-        (1e-3, 1e-4, "float32", "at most 1.0e-03, clip 0.0001: that is too much"),
-        (0.5, 1e-4, "float32", "that is too much"),  # one term: a warning, no reason to stop
-        (1e-7, 0.5, "float32", "fine"),  # a later optimizer step moved far: not the replay's fault
-        (0.05, 0.02, "bfloat16", "that is too much"),
+        (1.2e-7, 1e-8, "float32", "at most 1.2e-07, clip 0.0001: ok"),
+        (1e-3, 1e-4, "float32", "at most 1.0e-03, clip 0.0001: too large"),
+        (0.5, 1e-4, "float32", "too large"),  # one term: a warning, no reason to stop
+        (1e-7, 0.5, "float32", "ok"),  # a later optimizer step moved far: not the replay's fault
+        (0.05, 0.02, "bfloat16", "too large"),
         (0.05, 0.02, "float32", None),
         (0.5, 0.2, "bfloat16", None),
     ],
@@ -278,7 +278,7 @@ def test_self_test(gap: float, mean: float, dtype: str, verdict: str | None) -> 
 
 
 @pytest.mark.parametrize(
-    ("share", "verdict"), [(0.0, "0% clipped: fine"), (0.03, "3% clipped: that is too much")]
+    ("share", "verdict"), [(0.0, "0% clipped: ok"), (0.03, "3% clipped: too large")]
 )
 def test_self_test_of_tokens(share: float, verdict: str) -> None:
     row = {
@@ -288,7 +288,10 @@ def test_self_test_of_tokens(share: float, verdict: str) -> None:
     }
     result = self_test(row, with_facts(clip=3e-4, max_tokens=32, dtype="bfloat16"))
     assert result is not None and not result.broken
-    assert result.text == f"self-test: replay differs from sampling by at most 4.0e-01, {verdict}"
+    assert (
+        result.text
+        == f"self-test: log-probs of sampling and replay differ by at most 4.0e-01, {verdict}"
+    )
 
 
 def test_self_test_waits_for_log_probs() -> None:
@@ -339,7 +342,7 @@ def test_the_floor_of_tokens_is_the_share_that_rounding_clips() -> None:
 def test_the_ratio_of_tokens_is_judged_by_its_mean() -> None:
     broken = {"update__first_abs_dlogp_max": always(3.0), "update__abs_dlogp": always(0.02)}
     step, kind, text = only(writing(20, **broken), WRITES)
-    assert (step, kind) == (1, "ratio-not-one") and "differ by 0.02 on average, which" in text
+    assert (step, kind) == (1, "ratio-not-one") and "differ by 0.02 on average, more" in text
     moved = {"update__first_abs_dlogp_max": always(1e-6), "update__abs_dlogp": always(0.02)}
     assert kinds(writing(20, **moved), WRITES) == []  # by the optimizer steps after the first
 
@@ -363,7 +366,7 @@ def test_sampler_mismatch() -> None:
 def test_truncated_responses() -> None:
     step, kind, text = only(writing(20, response__truncated=always(0.4)), WRITES)
     assert (step, kind) == (5, "truncated-responses")
-    assert "40% of the responses are cut at algorithm.max_tokens = 32" in text
+    assert "40% of the responses are truncated at algorithm.max_tokens = 32" in text
     assert kinds(writing(20, response__truncated=always(0.25)), WRITES) == []
     assert kinds(writing(20, response__truncated=lambda s: 0.9 * (s % 5 in (1, 3))), WRITES) == []
 
@@ -372,7 +375,7 @@ def test_longer_responses() -> None:
     grows = {"response__length": lambda s: 100.0 + 3 * s, "response__max_length": always(900.0)}
     step, kind, text = only(writing(60, **grows, **STUCK), WRITES)
     assert kind == "longer-responses" and 20 < step <= 40
-    assert re.search(r"grew from 1\d\d to \d+ tokens while for \d\d steps the reward has not", text)
+    assert re.search(r"grew from 1\d\d to \d+ tokens while the reward has not risen for \d\d", text)
     assert kinds(writing(60, **grows), WRITES) == []  # the reward rises with them
     slowly = {"response__length": lambda s: 100.0 + 0.7 * s}
     assert kinds(writing(60, **slowly, **STUCK), WRITES) == []
@@ -392,7 +395,7 @@ def test_responses_that_are_one_response() -> None:
     step, kind, text = only(writing(60, diversity=lambda s: 0.6 * 0.9**s, **STUCK), WRITES)
     assert kind == "diversity" and step == 20  # when the reward is known to stand
     assert re.search(
-        r"9% of the responses to one prompt are distinct, where at the start 44% were", text
+        r"9% of the responses to one prompt are distinct, compared with 44% at the start", text
     )
     assert "picture" not in text
 
@@ -401,7 +404,7 @@ def test_constant_length() -> None:
     same = {"response__max_length": lambda s: 180.0 if s < 10 else 101.0}
     step, kind, text = only(writing(60, **same, **STUCK), WRITES)
     assert (step, kind) == (20, "constant-length")
-    assert "all responses are 100 tokens long" in text and "1.8 times the mean" in text
+    assert "all responses have 100 tokens" in text and "1.8 times the mean" in text
     assert kinds(writing(60, **same), WRITES) == []
     assert kinds(writing(60, response__max_length=always(101.0), **STUCK), WRITES) == []
     assert kinds(writing(60, **same, **STUCK, response__truncated=always(1.0)), WRITES) == [
@@ -411,7 +414,10 @@ def test_constant_length() -> None:
 
 def test_kl_explodes() -> None:
     step, kind, text = only(writing(60, update__kl=lambda s: 0.05 if s < 30 else 0.4), WRITES)
-    assert (step, kind) == (32, "kl-explodes") and "is 0.4 nats a token, after 0.05" in text
+    assert (step, kind) == (
+        32,
+        "kl-explodes",
+    ) and "0.4 nats per token, compared with 0.05" in text
     assert kinds(writing(60, update__kl=lambda s: 1e-3 if s < 30 else 0.09), WRITES) == []
     assert kinds(writing(60, update__kl=lambda s: 0.01 * s), WRITES) == []  # by and by
     creeping = writing(60, update__kl=lambda s: 0.03 * s)
@@ -497,10 +503,10 @@ def test_every_sitting_tests_itself(recipe_data: dict, tmp_path: Path) -> None:
     go(recipe_data | {"steps": 2}, tmp_path / "run")
     run.resume(tmp_path / "run", quiet=True, steps=3)
     first, second = notes(tmp_path / "run", "self-test")
-    pattern = r"self-test: replay differs from sampling by at most \d\.\de[-+]\d+, clip 0.2: fine"
+    pattern = r"self-test: log-probs of .* differ by at most \d\.\de[-+]\d+, clip 0.2: ok"
     assert re.fullmatch(pattern, first) and re.fullmatch(pattern, second)
     page = (tmp_path / "run" / "report.html").read_text()
-    assert "self-test: replay differs" in page and '"diversity"' in page
+    assert "self-test: log-probs of sampling" in page and '"diversity"' in page
 
 
 def test_an_algorithm_without_log_probs_has_nothing_to_test(
@@ -553,8 +559,8 @@ def test_a_clip_far_under_the_floor_is_a_warning(
     rows = go(recipe_data, tmp_path / "run").rows()
     assert [row["health"] for row in rows] == [[], *[["clip-under-floor"]] * 3]
     test, warning = notes(tmp_path / "run")[-2:]
-    assert "at most 2.0e-03, clip 1e-05: that is too much" in test
-    assert warning.startswith("step 1: warning (clip-under-floor): algorithm.clip = 1e-05 lies")
+    assert "at most 2.0e-03, clip 1e-05: too large" in test
+    assert warning.startswith("step 1: warning (clip-under-floor): algorithm.clip = 1e-05 is below")
 
 
 def test_a_constant_reward_through_kill_and_resume(recipe_data: dict, tmp_path: Path) -> None:
@@ -593,7 +599,7 @@ def test_a_row_tells_the_distance_within_groups(recipe_data: dict, tmp_path: Pat
     row = train(recipe, folder=tmp_path / "run", quiet=True).rows()[1]
     job = assemble(recipe)
     try:
-        rollout, _ = job.cluster.draw_step(0).result()
+        rollout, _ = job.cluster.sample_step(0).result()
     finally:
         job.close()
     clean, group = rollout.flow_trace.clean, rollout.group.tolist()

@@ -98,7 +98,7 @@ def test_both_sides_are_what_each_would_draw_alone(
     assert later["step"] == 3
     assert not np.array_equal(pixels(later["trained"][0]), trained[0])
     assert np.array_equal(pixels(later["base"][0]), base[0])
-    with pytest.raises(UserError, match="it takes no picture"):
+    with pytest.raises(UserError, match="whose prompts contain no images"):
         studio.draw(found.path, ask.model_copy(update={"image": "aGk="}), heard)
 
 

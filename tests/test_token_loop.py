@@ -181,7 +181,7 @@ def test_a_run_that_goes_on_with_other_prompts_says_so(seeing: Tiny, tmp_path: P
     first, asked = tmp_path / "run", tmp_path / "asked.jsonl"
     folder = seeing.folder.parent
     rows = [json.loads(line) for line in (folder / "seen.jsonl").read_text().splitlines()]
-    told = "the training prompts are not those that this run began with"
+    told = "the training prompts have changed since this run started"
 
     def write(chosen: list[dict[str, Any]]) -> None:
         each = [r | {"images": [str(folder / name) for name in r["images"]]} for r in chosen]
@@ -231,7 +231,7 @@ def test_lag_one(text: Tiny, tmp_path: Path) -> None:
 def test_each_response_is_compared_with_the_greedy_one(text: Tiny) -> None:
     job = assemble(build.recipe_from(data_of(text, {"name": "remax"})))
     try:
-        rollout, _ = job.cluster.draw_step(1).result()
+        rollout, _ = job.cluster.sample_step(1).result()
     finally:
         job.close()
     assert len(rollout.samples) == 12 and all(s.seed != 0 for s in rollout.samples)
@@ -250,7 +250,7 @@ def test_each_response_is_compared_with_the_greedy_one(text: Tiny) -> None:
 def test_nobody_else_draws_greedy_responses(text: Tiny) -> None:
     job = assemble(build.recipe_from(data_of(text, {"name": "grpo"})))
     try:
-        drawn = job.cluster.draw_step(0)
+        drawn = job.cluster.sample_step(0)
         assert drawn.greedy is None and drawn.result()[0].greedy is None
     finally:
         job.close()
@@ -271,9 +271,9 @@ def test_a_greedy_response_without_a_score_fails_its_group(
     assert len(rollout.samples) == 8 and rollout.greedy is not None
     assert not rollout.greedy.isnan().any()
     assert not any("bad" in s.prompt.text for s in rollout.samples)
-    told = "4 of 12 scores failed, last: the greedy response it is compared with failed: "
+    told = "4 of 12 scores failed, last: scoring the greedy baseline compared with failed: "
     assert told in (log := (tmp_path / "run" / "log.txt").read_text()) and "no answer" in log
-    with pytest.raises(StopRun, match=r"4 of 12 scores failed .*the greedy response it is"):
+    with pytest.raises(StopRun, match=r"4 of 12 scores failed .*scoring the greedy baseline"):
         go(data | {"max_failed": 0.2}, tmp_path / "stopped")
 
 
@@ -342,7 +342,7 @@ def test_a_refill_is_of_its_step_and_attempt_alone(text: Tiny) -> None:
     def drawn(
         step: int, attempt: int, groups: int = 2, of: Any = job
     ) -> list[tuple[str, int, str]]:
-        found, _ = of.cluster.draw_refill(step, attempt, groups).result()
+        found, _ = of.cluster.sample_refill(step, attempt, groups).result()
         assert found.group.tolist() == [g for g in range(groups) for _ in range(4)]
         return [(s.prompt.text, s.seed, s.response) for s in found.samples]
 
@@ -351,7 +351,7 @@ def test_a_refill_is_of_its_step_and_attempt_alone(text: Tiny) -> None:
         assert drawn(2, 1) == first and drawn(2, 1, groups=1) == first[:4]
         batch = [
             (s.prompt.text, s.seed, s.response)
-            for s in job.cluster.draw_step(2).result()[0].samples
+            for s in job.cluster.sample_step(2).result()[0].samples
         ]
         seeds = [{seed for _, seed, _ in each} for each in (
             first, drawn(2, 2), drawn(3, 1), batch, drawn(2, 1, of=other))]  # fmt: skip
@@ -389,7 +389,7 @@ def test_too_many_failed_scores_in_a_refill_stop_the_run(
     from gesso.cluster.local import Local
     from gesso.rewards.transport.service import Scored
 
-    honest = Local.draw_refill
+    honest = Local.sample_refill
 
     def failing(self: Local, step: int, attempt: int, groups: int) -> Any:
         drawn = honest(self, step, attempt, groups)
@@ -399,7 +399,7 @@ def test_too_many_failed_scores_in_a_refill_stop_the_run(
             futures[-1].set_result(Scored([Score.failed("gone")] * len(piece.samples), 0.0, 1.0))
         return replace(drawn, futures=futures)
 
-    monkeypatch.setattr(Local, "draw_refill", failing)
+    monkeypatch.setattr(Local, "sample_refill", failing)
     data = dapo(text, "all-flat.txt", 2, steps=2)
     with pytest.raises(StopRun, match=r"12 of 12 scores failed .*gesso train --resume"):
         go(data, tmp_path / "run")
@@ -443,11 +443,11 @@ def test_sections_of_the_other_family(text: Tiny) -> None:
     drawn = data_of(text, {"name": "flow-grpo"}) | {"model": {"path": "x"}}
     drawn["algorithm"] = {"name": "flow-grpo", "group": 4, "updates": 1}
     with pytest.raises(
-        UserError, match=r"is for models that write, and model.name = \"sd3\" draws"
+        UserError, match=r"is for language models, but model.name = \"sd3\" is a flow"
     ):
         build.recipe_from(drawn | {"algorithm": {"name": "ppo", "lam": 0.9}})
     drawn["data"] |= {"template": "{{ question }}"}
-    with pytest.raises(UserError, match=r"data.template and data.system are for models"):
+    with pytest.raises(UserError, match=r"data.template and data.system are for language models"):
         build.recipe_from(drawn)
     data = data_of(text, {"name": "grpo", "updates": 5})
     with pytest.raises(UserError, match="12 samples cannot be split into 5 updates"):

@@ -136,7 +136,7 @@ def test_rows_that_the_model_does_not_take_are_left_out_and_all_listed(
     ]
     log = (folder.path / "log.txt").read_text()
     assert "1 of 5 prompts" in log and "2 of 4 prompts" in log and "do not fit the model" in log
-    assert "all 3 rows that were left out: " in log
+    assert "all 3 skipped rows are listed in " in log
 
 
 def test_held_out_prompts_that_do_not_fit_are_left_out_too() -> None:
@@ -262,7 +262,7 @@ def test_flat_groups_may_be_judged_by_one_reward() -> None:
 
 def test_the_reward_that_judges_flat_groups_must_be_there(root: Path) -> None:
     algorithm = {"name": "dapo", "group": 2, "advantage": {"flat_by": "maths"}}
-    with pytest.raises(UserError, match='flat_by = "maths" is none of the rewards'):
+    with pytest.raises(UserError, match='flat_by = "maths" is not one of the rewards'):
         recipe(root, "a.jsonl", algorithm=algorithm)
 
 
@@ -303,7 +303,7 @@ def test_prompts_are_read_in_passes_of_bounded_length(
     for bound in (10_000, 2 * max(map(model.length, job.cluster.stream.prompts))):
         monkeypatch.setattr(decode, "PREFILL_TOKENS", bound)
         passes.clear()
-        job.cluster.draw_step(0).result()
+        job.cluster.sample_step(0).result()
         assert sum(map(len, passes)) == 4
         assert all(sum(lengths) <= bound for lengths in passes)
         assert (len(passes) > 1) == (bound < 10_000)
@@ -332,7 +332,7 @@ def test_with_an_importance_cap_the_distance_to_the_sampler_is_told(
 
 
 def test_pixel_bounds_that_cross() -> None:
-    with pytest.raises(ValueError, match="min_pixels = 100 must not exceed max_pixels = 10"):
+    with pytest.raises(ValueError, match="min_pixels = 100 must be at most max_pixels = 10"):
         TokenModel(path="x", min_pixels=100, max_pixels=10)
 
 
@@ -387,7 +387,7 @@ def test_overlong_counts_the_tokens_of_whoever_wrote_them(root: Path, tmp_path: 
     assert protocol.read_score_request(protocol.pack_score_request([sample]))[0].tokens == 16
     train = write(tmp_path / "a.jsonl", rows(tmp_path, 2))
     job = run.assemble(recipe(root, train))
-    rollout, _ = job.cluster.draw_step(0).result()
+    rollout, _ = job.cluster.sample_step(0).result()
     job.close()
     assert [s.tokens for s in rollout.samples] == rollout.mask.sum(1).tolist()
 

@@ -101,14 +101,14 @@ def test_a_module_that_is_shadowed_gets_one_sentence(workplace: Path) -> None:
 
 BROKEN_MODULES = [
     ("nothing_here:f", "No module named 'nothing_here'"),
-    ("nothing/here.py:f", "there is no file"),
+    ("nothing/here.py:f", "no such file"),
     ("fails:f", "ZeroDivisionError"),
     ("exits.py:f", "SystemExit: 3"),
     ("mine:absent", 'has no "absent"'),
-    ("mine:", "a name on both sides"),
-    (":f", "a name on both sides"),
-    ("mine", "a name on both sides"),
-    ("folder.py:f", "there is no file"),
+    ("mine:", "text on both sides"),
+    (":f", "text on both sides"),
+    ("mine", "text on both sides"),
+    ("folder.py:f", "no such file"),
 ]
 
 
@@ -264,4 +264,4 @@ def test_a_working_folder_that_is_gone(workplace: Path, capsys: pytest.CaptureFi
     os.chdir(workplace / "gone")
     (workplace / "gone").rmdir()
     assert cli.main(["recipes"]) == 2
-    assert "the working folder does not exist any more" in capsys.readouterr().err
+    assert "the working folder no longer exists" in capsys.readouterr().err

@@ -1,6 +1,7 @@
-"""Drawing samples and scoring them at the same time.
+"""Sampling and scoring at the same time.
 
-Every finished piece goes to the rewards at once, so that scoring overlaps with drawing.
+Every finished piece is submitted to the rewards immediately, so that scoring overlaps with
+sampling.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ class Request:
     row: Sequence[int]
     seeds: Sequence[int]
     spec: SampleSpec | ResponseSpec
-    label: str  # what it is drawn for
-    held_out: bool = False  # scored by the evaluation's rewards
+    label: str  # for progress: "batch 3", "the evaluation"
+    held_out: bool = False  # scored with the evaluation's rewards
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one batch: drawing it, scoring it, both at once, and waiting for the scores."""
+    """Seconds of one batch: sampling, scoring, their overlap, and waiting for the last scores."""
 
     sample: float
     score: float
@@ -44,7 +45,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class PendingSamples:
-    """Samples that are drawn and still being scored."""
+    """Finished samples that are still being scored."""
 
     request: Request
     pieces: Sequence[Piece]
@@ -91,7 +92,7 @@ class PendingSamples:
 
 @dataclass(frozen=True)
 class PendingStep:
-    """The samples of one step, and where the algorithm compares with it the greedy sample of each
+    """The samples of one step and, for algorithms with a greedy baseline, the greedy sample of each
     group."""
 
     samples: PendingSamples
@@ -100,18 +101,18 @@ class PendingStep:
     def result(self) -> tuple[Rollout, Timing]:
         rollout, timing = self.samples.result()
         if self.greedy is not None:
-            rollout = _compared(rollout, self.greedy.result()[0])
+            rollout = _with_baseline(rollout, self.greedy.result()[0])
         return rollout, timing
 
 
-def draw(
+def sample(
     request: Request,
     sampler: Sampler,
     rewards: RewardService,
     weights: Mapping[str, float],
     progress: Progress,
 ) -> PendingSamples:
-    """Returns when all samples are drawn; their scores may still be on the way."""
+    """Returns when all samples are finished; some may still be being scored."""
     progress.phase(f"sampling {request.label}", len(request.row))
     started = time.perf_counter()
     pieces, futures = [], []
@@ -124,21 +125,21 @@ def draw(
     return PendingSamples(request, pieces, futures, version, weights, started, ended, progress)
 
 
-def _compared(rollout: Rollout, greedy: Rollout) -> Rollout:
-    """Each sample with the reward of its group's greedy one. A sample whose greedy one has no score
-    has none either."""
-    of_group = dict(zip(greedy.group.tolist(), greedy.scores, strict=True))
-    baselines = [of_group[g] for g in rollout.group.tolist()]
+def _with_baseline(rollout: Rollout, greedy: Rollout) -> Rollout:
+    """The rollout with the reward of each group's greedy sample. A sample fails if its greedy
+    baseline has no score."""
+    score_of = dict(zip(greedy.group.tolist(), greedy.scores, strict=True))
+    baselines = [score_of[g] for g in rollout.group.tolist()]
     scores = [
         score
         if baseline.ok
-        else Score.failed(f"the greedy response it is compared with failed: {baseline.error}")
+        else Score.failed(f"scoring the greedy baseline of its prompt failed: {baseline.error}")
         for score, baseline in zip(rollout.scores, baselines, strict=True)
     ]
     values = [math.nan if b.value is None else b.value for b in baselines]
     return replace(rollout, scores=scores, greedy=torch.tensor(values, dtype=torch.float64))
 
 
-def samples_and_scores(drawn: PendingSamples) -> tuple[list[Sample], list[Score]]:
-    rollout, _ = drawn.result()
+def samples_and_scores(pending: PendingSamples) -> tuple[list[Sample], list[Score]]:
+    rollout, _ = pending.result()
     return list(rollout.samples), list(rollout.scores)

@@ -1,4 +1,4 @@
-"""What a process does about the machine it runs on: threads, freed memory, peak memory."""
+"""Settings and measurements of the host: threads, malloc, peak memory."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ def peak_memory(device: torch.device) -> float:
 
 @contextmanager
 def sharing_cores(device: torch.device, workers: int) -> Iterator[None]:
-    """While reward workers run on the same cores, waiting torch threads must not spin. Where they
-    do (torch was imported before gesso), leave every worker a core: spinning threads that outnumber
-    the cores run many times slower."""
+    """While reward workers run on the same cores, waiting torch threads must not spin. If they do
+    (torch was imported before gesso), leave one core per worker: more spinning threads than cores
+    run many times slower."""
     passive = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
     on_cpu = device.type == "cpu"
     if on_cpu:
@@ -50,9 +50,9 @@ def sharing_cores(device: torch.device, workers: int) -> Iterator[None]:
 
 @functools.cache
 def _keep_freed_memory() -> None:
-    """On a CPU every forward pass frees and allocates the same hundred megabytes. glibc returns
-    them to the system in between, and the page faults take a tenth of an iteration; with these
-    settings it keeps them. Other C libraries have no such settings and need none."""
+    """On a CPU every forward pass frees and allocates the same hundred megabytes. By default glibc
+    returns them to the system in between, and the page faults take a tenth of an iteration; with
+    these settings it keeps them. Other C libraries neither have nor need such settings."""
     if sys.platform != "linux":
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -1,4 +1,4 @@
-"""Everything in this process: sampling and updates here, rewards in worker processes."""
+"""A cluster of one process: sampling and updates in this process, rewards in workers."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from gesso.weights.publish import Publication, publish
 
 @dataclass
 class LocalBatch:
-    """A batch of `Local`: queued, then drawn, then scored."""
+    """A batch of `Local`: queued, then sampled, then scored."""
 
     cluster: Local
     step: int
-    drawn: PendingStep | None = None
+    pending: PendingStep | None = None
     error: UserError | StopRun | None = None
 
-    def draw(self) -> None:
-        """Errors are kept for `result`: this also runs while another batch is waited for."""
+    def sample(self) -> None:
+        """Errors are kept for `result`: this also runs while waiting for another batch."""
         try:
-            self.drawn = self.cluster.draw_step(self.step)
+            self.pending = self.cluster.sample_step(self.step)
         except (UserError, StopRun) as error:
             self.error = error
 
     def result(self) -> Batch:
-        self.cluster.draw_queued()
+        self.cluster.sample_queued()
         if self.error is not None:
             raise self.error
         return self.cluster.finish(self)
@@ -64,9 +64,9 @@ class Local:
         self.rewards = rewards
         self.stream = stream
         self.progress = progress
-        self._queue: deque[LocalBatch] = deque()  # to be drawn, in order
-        self._rollouts: dict[int, Rollout] = {}  # collected and not yet learned from, by step
-        self._changed = False  # whether the weights are newer than the last publication
+        self._queue: deque[LocalBatch] = deque()  # to be sampled, in order
+        self._rollouts: dict[int, Rollout] = {}  # collected and not yet trained on, by step
+        self._changed = False  # whether the weights are newer than those published last
         self._reward_weights = {entry.label: entry.weight for entry in recipe.reward}
         self.publish(0)
 
@@ -81,31 +81,30 @@ class Local:
     # Collecting
 
     def collect(self, step: int) -> LocalBatch:
-        """Sampling and updating take turns in this process: a batch is drawn when somebody waits
-        for one, and at the latest before the next update."""
+        """Sampling and updating take turns in this process: a queued batch is sampled when the loop
+        waits for a result, and at the latest before the next update."""
         batch = LocalBatch(self, step)
         self._queue.append(batch)
         return batch
 
-    def draw_queued(self) -> None:
+    def sample_queued(self) -> None:
         while self._queue:
-            self._queue.popleft().draw()
+            self._queue.popleft().sample()
 
-    def draw_step(
+    def sample_step(
         self, step: int, groups: int | None = None, group: int | None = None
     ) -> PendingStep:
-        """Batch `step`: `groups` prompts, `group` samples of each; None: as in the recipe."""
+        """Batch `step`: `groups` prompts with `group` samples each; None: as in the recipe."""
         prompts = self.stream.batch(step, groups or self.recipe.data.groups)
         label = f"batch {step + 1}"
         request = self._request(prompts, step, group or self.algorithm.group, ("sample",), label)
-        drawn = self._draw(request)
+        pending = self._sample(request)
         spec = self.algorithm.greedy_spec()
         if spec is None:
-            return PendingStep(drawn, None)
+            return PendingStep(pending, None)
         rows, seeds = range(len(prompts)), [0] * len(prompts)
-        return PendingStep(
-            drawn, self._draw(Request(prompts, rows, seeds, spec, f"{label}, greedy"))
-        )
+        greedy = Request(prompts, rows, seeds, spec, f"{label}, greedy")
+        return PendingStep(pending, self._sample(greedy))
 
     def _request(
         self,
@@ -115,29 +114,29 @@ class Local:
         purpose: tuple[str | int, ...],
         label: str,
     ) -> Request:
-        """`group` samples of each prompt, as the algorithm draws batch `step`."""
+        """`group` samples of each prompt, as the algorithm samples batch `step`."""
         seed = self.recipe.seed
         row = [i for i in range(len(prompts)) for _ in range(group)]
         seeds = [seed_of(seed, *purpose, step, i) for i in range(len(row))]
         spec = self.algorithm.spec(step, seed_of(seed, "spec", step), self.recipe.model)
         return Request(prompts, row, seeds, spec, label)
 
-    def _draw(self, request: Request) -> PendingSamples:
-        """With the weights published last, or not at all."""
+    def _sample(self, request: Request) -> PendingSamples:
+        """Samples with the weights published last; raises if the sampler has others."""
         if self._changed:
             raise StopRun("the weights have changed since they were last published to the sampler")
         if request.spec.weights not in self._published.copies:
             raise StopRun(f'the weights "{request.spec.weights}" were not published to the sampler')
         self.sampler.weights.verify(self._published)
         with sharing_cores(self.sampler.model.device, self.rewards.processes):
-            return collecting.draw(
+            return collecting.sample(
                 request, self.sampler, self.rewards, self._reward_weights, self.progress
             )
 
     def finish(self, batch: LocalBatch) -> Batch:
-        """Wait for the scores, leave out samples without one, replace groups without spread."""
-        assert batch.drawn is not None
-        rollout, timing = batch.drawn.result()
+        """Wait for the scores, drop samples without a score, replace flat groups."""
+        assert batch.pending is not None
+        rollout, timing = batch.pending.result()
         metrics = reward_metrics(rollout.scores) | self.sampler.describe(rollout)
         notes: list[str] = []
         rollout = self._without_failed(rollout, batch.step, notes)
@@ -155,45 +154,45 @@ class Local:
         )
 
     def _refill(self, rollout: Rollout, step: int, notes: list[str]) -> tuple[Rollout, float]:
-        """New groups in place of those without spread, in at most `refills` attempts; and how many
-        groups were drawn."""
-        groups, drawn = self.recipe.data.groups, 0
+        """Replaces flat groups, in at most `refills` attempts; also returns the number of sampled
+        groups."""
+        groups, sampled = self.recipe.data.groups, 0
         for attempt in range(1, self.algorithm.refills + 1):
             kept = rollout.rows(self.algorithm.advantage.kept(rollout, 1))
             missing = groups - len(kept.group.unique())
             if missing == 0:
                 break
-            more, _ = self.draw_refill(step, attempt, missing).result()
-            drawn += missing
+            more, _ = self.sample_refill(step, attempt, missing).result()
+            sampled += missing
             more = self._without_failed(more, step, notes, refill=True)
             if len(more.samples):
                 rollout = Rollout.join(kept, more)
-        return rollout, float(drawn)
+        return rollout, float(sampled)
 
-    def draw_refill(self, step: int, attempt: int, groups: int) -> PendingSamples:
-        """More groups for batch `step`, of prompts from a stream of their own."""
+    def sample_refill(self, step: int, attempt: int, groups: int) -> PendingSamples:
+        """More groups for batch `step`, with prompts from a separate stream."""
         stream = Stream(self.stream.parts, seed_of(self.recipe.seed, "refill", attempt))
         prompts = stream.batch(step, self.recipe.data.groups)[:groups]
-        purpose, label = ("refill", attempt), f"{groups} groups more"
-        return self._draw(self._request(prompts, step, self.algorithm.group, purpose, label))
+        purpose, label = ("refill", attempt), f"{groups} more groups"
+        return self._sample(self._request(prompts, step, self.algorithm.group, purpose, label))
 
     def _without_failed(
         self, rollout: Rollout, step: int, notes: list[str], refill: bool = False
     ) -> Rollout:
-        """Samples without a score leave the batch; too many of them are an error. Those of a
-        refill, which may be a single group, count against the size of a whole batch."""
+        """Drops samples without a score; too many of them are an error. In a refill, which may be a
+        single group, their share is relative to the size of a whole batch."""
         good, total = rollout.scored, len(rollout.scores)
         failed = total - len(good)
         if not failed:
             return rollout
         last = [s.error for s in rollout.scores if s.error is not None][-1]
-        notes.append(f"step {step + 1}: {failed} of {total} scores failed, last: {last}")
+        notes.append(f"step {step + 1}: {failed} of {total} scores failed; last error: {last}")
         whole = self.recipe.data.groups * self.algorithm.group if refill else total
         share, allowed = failed / whole, self.recipe.max_failed
         if share > allowed or (len(good) < 2 and not refill):
             raise ScoresFailed(
-                f"{failed} of {whole} scores failed ({share:.0%}; max_failed = {allowed:.0%} are "
-                f"allowed); the last error: {last}",
+                f"{failed} of {whole} scores failed ({share:.0%}); max_failed allows "
+                f"{allowed:.0%}; last error: {last}",
                 notes,
             )
         return rollout.rows(good)
@@ -201,7 +200,7 @@ class Local:
     # Learning
 
     def update(self, batch: Batch, step: int) -> Update:
-        self.draw_queued()  # with the weights of before
+        self.sample_queued()  # with the weights before this update
         self._changed = True
         update = self.learner.update(self._rollouts.pop(batch.step), step)
         update.metrics["cached"] = self.rewards.new_hits()
@@ -209,14 +208,14 @@ class Local:
         return update
 
     def publish(self, version: int) -> None:
-        assert not self._queue, "batches are drawn with the weights they were collected for"
-        self._published: Publication = publish(self.learner.policy, self._drawn_with(), version)
+        assert not self._queue, "queued batches must be sampled before new weights are published"
+        self._published: Publication = publish(self.learner.policy, self._sampled_with(), version)
         self.sampler.accept(self._published)
         self.sampler.weights.verify(self._published)
         self._changed = False
 
-    def _drawn_with(self) -> set[Which]:
-        """The copies of the weights that batches and evaluations are drawn with."""
+    def _sampled_with(self) -> set[Which]:
+        """The copies of the weights that batches and evaluations are sampled with."""
         specs = [self.algorithm.spec(0, 0, self.recipe.model), self.algorithm.greedy_spec()]
         training = {spec.weights for spec in specs if spec is not None}
         return training | {"ema" if self.recipe.learner.ema else "current"}
@@ -227,7 +226,7 @@ class Local:
         request = Request(
             prompts, range(len(prompts)), seeds, spec, "the evaluation", held_out=True
         )
-        return collecting.samples_and_scores(self._draw(request))
+        return collecting.samples_and_scores(self._sample(request))
 
     def save(self, folder: Path) -> None:
         write_tensors(folder, self.learner.state())

@@ -1,8 +1,7 @@
-"""All that the training loop sees of where a run's work happens.
+"""The interface between the training loop and the processes that do its work.
 
-`Local` does it in this process. Whatever else comes answers the same protocol. No tensor passes
-through the loop: samples, scores and figures do; traces, weights and optimizer state stay where
-they were made.
+`Local` works in this process; other implementations follow the same protocol. The loop handles
+samples, scores and metrics, never tensors: traces, weights and optimizer state stay in the cluster.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from gesso.types import Prompt, Sample, Score, Which
 
 @dataclass(frozen=True)
 class Batch:
-    """The scored samples of one step. Their traces stay in the cluster under `step`."""
+    """The scored samples of one step. The cluster keeps their traces under `step`."""
 
     step: int
-    version: int  # of the weights that drew it
+    version: int  # of the weights that generated it
     samples: Sequence[Sample]  # N, those that are trained on
     scores: Sequence[Score]  # N
-    group: Sequence[int]  # N: samples of one prompt have one number
-    metrics: Mapping[str, float]  # of all that was drawn, and the seconds it took
+    group: Sequence[int]  # N: samples of one prompt share a number
+    metrics: Mapping[str, float]  # of all samples, including dropped ones, and timings
     notes: Sequence[str]  # for the log: scores that failed
 
 
@@ -38,38 +37,38 @@ class ScoresFailed(Exception):
 
 
 class Pending(Protocol):
-    """A batch that is being drawn and scored."""
+    """A batch that is being sampled and scored."""
 
     def result(self) -> Batch:
-        """Waits for its last score. Raises what went wrong: a UserError for a prompt that cannot be
-        drawn, ScoresFailed."""
+        """Waits for its last score. Raises a UserError for a prompt that cannot be sampled, or
+        ScoresFailed."""
 
 
 class Cluster(Protocol):
     @property
     def prompts_digest(self) -> str:
-        """Of the training prompts: whether a resumed run draws from those it began with."""
+        """Digest of the training prompts, to detect changes when a run is resumed."""
 
     def collect(self, step: int) -> Pending:
-        """Start batch `step` with the weights published last. Returns at once; batches are drawn
-        in the order of these calls, before the next update."""
+        """Start batch `step` with the weights published last. Returns immediately; batches are
+        sampled in the order of these calls, before the next update."""
 
     def update(self, batch: Batch, step: int) -> Update:
-        """Learn from a collected batch: all optimizer steps of iteration `step`."""
+        """Train on a collected batch: all optimizer steps of iteration `step`."""
 
     def publish(self, version: int) -> None:
-        """Give the samplers every copy of the weights that they draw with. Raises StopRun where a
-        sampler holds anything else afterwards."""
+        """Send the samplers every copy of the weights that they use. Raises StopRun if a sampler
+        has other weights afterwards."""
 
     def evaluate(self, prompts: Sequence[Prompt], which: Which) -> tuple[list[Sample], list[Score]]:
-        """One sample of each prompt with those weights, always from the same seeds."""
+        """One sample of each prompt with the weights `which`, always from the same seeds."""
 
     def save(self, folder: Path) -> None:
         """Write weights and optimizer state into an existing folder."""
 
     def restore(self, folder: Path) -> None:
-        """Read them back. Raises a ValueError, and changes nothing, where they do not match the
-        model. The samplers get them by `publish`."""
+        """Read them back. Raises a ValueError, and changes nothing, if they do not match the model.
+        The samplers receive them through `publish`."""
 
     def close(self) -> None:
-        """End every process that this started."""
+        """Stop every process that this cluster started."""

@@ -1,4 +1,4 @@
-"""Figures of a batch's scores."""
+"""Metrics of a batch's scores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from gesso.types import Score
 
 
 def reward_metrics(scores: Sequence[Score]) -> dict[str, float]:
-    """Of a training batch."""
+    """Reward metrics of a training batch."""
     means = {
         name if name == "reward" else f"reward/{name}": value
         for name, value in mean_scores(scores).items()

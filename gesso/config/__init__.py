@@ -1,5 +1,5 @@
-"""A recipe: its sections (`schema`), read from TOML (`tables`), parsed (`parsing`), checked against
-each other (`compatibility`); and the bundled models (`bundled`)."""
+"""Recipes: sections (`schema`), TOML files (`tables`), validation (`parsing`), consistency checks
+(`compatibility`), and the bundled models (`bundled`)."""
 
 from gesso.config.bundled import FAMILIES, MODELS, BundledModel, FamilyName
 from gesso.config.schema import (

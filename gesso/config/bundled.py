@@ -1,4 +1,4 @@
-"""The bundled models: the one table of their names, families and classes."""
+"""The table of bundled models: names, families and classes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 FamilyName = Literal["flow", "language"]
-"""Flow models, through diffusers; language and vision-language models, through transformers."""
+"""Flow models (diffusers); language and vision-language models (transformers)."""
 FAMILIES: tuple[FamilyName, ...] = get_args(FamilyName)
 
 

@@ -1,5 +1,5 @@
-"""Checks of a recipe that concern no family: its device, and how its batches are cut. Those of a
-family are in `families/`."""
+"""Checks of a recipe that apply to both families: the device, and the sizes of batches. The checks
+of each family are in `families/`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gesso.types import UserError
 
 
 class Batches(Protocol):
-    """How an algorithm cuts a rollout."""
+    """How an algorithm splits a rollout."""
 
     @property
     def group(self) -> int: ...
@@ -23,24 +23,26 @@ class Batches(Protocol):
 
 
 def check_device(recipe: AnyRecipe, where: str) -> None:
-    """Gesso itself puts models on torch's meta device, to estimate their memory."""
+    """Rejects torch's meta device, which Gesso uses internally to estimate memory."""
     device = recipe.model.device
     if device.partition(":")[0] == "meta":
         raise UserError(
-            f'{where}: model.device = "{device}" has shapes and no values; use "auto", "cpu" or '
-            '"cuda"'
+            f'{where}: model.device = "{device}" cannot hold values; use "auto", "cpu" or "cuda"'
         )
 
 
 def check_sizes(recipe: Recipe, algorithm: Batches, where: str) -> None:
-    """All updates of a rollout must be equally large, and refills of the step's own weights."""
+    """All updates of a rollout must have the same size, and refills must be on-policy."""
     if algorithm.refills and recipe.lag:
-        raise UserError(f"{where}: refills draw anew for this step's weights; use lag = 0")
+        raise UserError(
+            f"{where}: algorithm.refills = {algorithm.refills} samples again with the weights of "
+            f"the current step and requires lag = 0, got lag = {recipe.lag}"
+        )
     samples, updates = recipe.data.groups * algorithm.group, algorithm.updates
     if samples > MAX_SAMPLES:
         raise UserError(
             f"{where}: data.groups × algorithm.group = {recipe.data.groups} × {algorithm.group} = "
-            f"{samples:,} samples a step; at most {MAX_SAMPLES:,} are held in memory"
+            f"{samples:,} samples per step; the maximum is {MAX_SAMPLES:,}"
         )
     if samples % updates:
         divisors = [n for n in range(1, samples + 1) if samples % n == 0]

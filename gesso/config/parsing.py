@@ -1,4 +1,4 @@
-"""Tables of a recipe → typed sections; every mistake is answered in one sentence."""
+"""Tables of a recipe → typed sections; every error is reported in one sentence."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ from gesso import imports
 from gesso.types import UserError, bad_text
 
 S = TypeVar("S", bound=BaseModel)
-MAX_DEPTH = 32  # tables and lists within each other
+MAX_DEPTH = 32  # of nested tables and lists
 MAX_LISTED = 12  # names that an error lists in full
 
 
 def parse(kind: type[S], data: Mapping[str, Any], where: str) -> S:
-    """`data` as `kind`, or a UserError of one sentence that names the key, what is allowed and
-    the nearest match."""
+    """`data` as `kind`, or a UserError with the key, the allowed values and the nearest match."""
     check_values(data, where)
     try:
         return kind.model_validate(dict(data))
     except ValidationError as error:
-        raise UserError(_sentence(kind, error, where)) from None
+        raise UserError(_message(kind, error, where)) from None
 
 
 def check_values(data: Any, where: str, path: tuple[str, ...] = ()) -> None:
-    """Raises for what TOML and Python can hold and files, paths and tensors cannot."""
+    """Raises for values that are valid in TOML and Python but not in files, paths or tensors."""
     key = ".".join(path[:MAX_DEPTH])
     if len(path) > MAX_DEPTH:
         raise UserError(f'{where}: "{key}" is nested more than {MAX_DEPTH} levels deep')
@@ -47,7 +46,7 @@ def check_values(data: Any, where: str, path: tuple[str, ...] = ()) -> None:
         raise UserError(f'{where}: "{key}" = {data:.3e} does not fit into 64 bits')
 
 
-def _sentence(kind: type[BaseModel], error: ValidationError, where: str) -> str:
+def _message(kind: type[BaseModel], error: ValidationError, where: str) -> str:
     first = error.errors(include_url=False)[0]
     path = [str(part) for part in first["loc"]]
     key = ".".join(_walk(kind, path)[1])
@@ -60,19 +59,19 @@ def _sentence(kind: type[BaseModel], error: ValidationError, where: str) -> str:
     if first["type"] == "value_error":
         reason = str(first["ctx"]["error"])
         return f"{where}: {key + ': ' if key else ''}{reason}"
-    says_only_the_type = first["type"].endswith("_type") or first["type"] == "literal_error"
-    message = "" if says_only_the_type else first["msg"]
-    return f'{where}: "{key}" = {got!r:.80} does not fit; {_expected(kind, path, message)}'
+    only_type = first["type"].endswith("_type") or first["type"] == "literal_error"
+    message = "" if only_type else first["msg"]
+    return f'{where}: "{key}" = {got!r:.80} is not valid; {_expected(kind, path, message)}'
 
 
 def nearest(word: str, known: Iterable[str], listing: str = "") -> str:
-    """`; did you mean "x"? allowed: …`. Of a long list only the five nearest, and `listing`, the
-    command that shows all of it."""
+    """`; did you mean "x"? allowed: …`. For a long list only the five nearest, and `listing`, the
+    command that prints all of it."""
     known = list(known)
     match = difflib.get_close_matches(word, known, n=5, cutoff=0.5)
     hint = f'; did you mean "{match[0]}"?' if match else ";"
     if not listing or len(known) <= MAX_LISTED:
-        return f"{hint} allowed: {', '.join(known) or 'nothing'}"
+        return f"{hint} allowed: {', '.join(known) or '(none)'}"
     similar = f" similar: {', '.join(match[1:])};" if match[1:] else ""
     return f"{hint}{similar} `{listing}` lists all {len(known)}"
 
@@ -89,12 +88,12 @@ def _expected(kind: type[BaseModel], path: list[str], message: str = "") -> str:
             annotation = _element(annotation, int(index))
         expected = f"expected {_describe(annotation)}"
     else:
-        expected = "expected something else"
+        expected = "expected another value"
     return f"{expected} ({message[0].lower() + message[1:]})" if message else expected
 
 
 def _element(annotation: Any, index: int) -> Any:
-    """Of a list or tuple, or of the one in a union, the annotation of an element."""
+    """The annotation of an element of a list or tuple, or of the list in a union."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):
         lists = [a for a in args if typing.get_origin(a) in (list, tuple)]
@@ -111,24 +110,24 @@ def _describe(annotation: Any) -> str:
     if origin is Literal:
         return "one of " + ", ".join(repr(a) for a in args)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join("nothing" if a is type(None) else _describe(a) for a in args)
+        return " or ".join("no value" if a is type(None) else _describe(a) for a in args)
     if origin is tuple:
         return f"a list of {len(args)}: {', '.join(_describe(a) for a in args)}"
     if origin is list:
-        return f"a list, each {_describe(args[0])}"
+        return f"a list in which each element is {_describe(args[0])}"
     if origin is not None:
         return "a table"
-    names = {int: "a whole number", float: "a number", str: "text in quotes", bool: "true or false"}
+    names = {int: "an integer", float: "a number", str: "a string in quotes", bool: "true or false"}
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return f"a table with {', '.join(annotation.model_fields)}"
     return names.get(annotation, str(annotation))
 
 
 def _walk(kind: type[BaseModel], path: list[str]) -> tuple[type[BaseModel] | None, list[str]]:
-    """The section at the end of a path of pydantic's; and the path as a recipe has it, without
-    what pydantic calls the members of a union."""
+    """The section at the end of a pydantic error path, and the path as written in a recipe, without
+    the names that pydantic inserts for members of a union."""
     at: type[BaseModel] | None = kind
-    members: dict[str, type[BaseModel]] = {}  # of the union that the last part of the path is
+    members: dict[str, type[BaseModel]] = {}  # of the union at the last part of the path
     written = []
     for part in path:
         if part in members:
@@ -149,7 +148,7 @@ def _walk(kind: type[BaseModel], path: list[str]) -> tuple[type[BaseModel] | Non
 
 
 def _tagged(annotation: Any) -> dict[str, type[BaseModel]]:
-    """Of a union of Annotated[Kind, Tag(…)], the kinds by their tags."""
+    """The kinds of a union of Annotated[Kind, Tag(…)], by their tags."""
     parts = [typing.get_args(part) for part in typing.get_args(annotation)]
     return {part[1].tag: part[0] for part in parts if len(part) == 2 and isinstance(part[1], Tag)}
 
@@ -163,9 +162,11 @@ def _fields(kind: type[BaseModel], path: list[str]) -> list[str]:
 
 
 def named(table: Mapping[str, str], name: str, what: str) -> str:
-    """The reference behind a name in a recipe; a name with a colon is one itself."""
+    """The reference of a name in a recipe; a name with a colon is already a reference."""
     if imports.is_user_code(name):
         return name
     if name not in table:
-        raise UserError(f'no {what} "{name}"{nearest(name, table)}, or "module:Name" of your own')
+        raise UserError(
+            f'unknown {what} "{name}"{nearest(name, table)}, or "module:Name" for your code'
+        )
     return table[name]

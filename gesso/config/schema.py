@@ -1,7 +1,7 @@
-"""The sections of a recipe. Typed, frozen and strict; every mistake is answered in one sentence.
+"""The sections of a recipe: typed, frozen and strict.
 
-A recipe is TOML. The sections below are fixed; `algorithm` and each `reward` carry a `name` and
-the options of the class behind it, which `build.py` looks up; `parsing.py` checks both.
+A recipe is TOML. The sections below are fixed; `algorithm` and each `reward` have a `name` and
+the options of the class of that name, which `build.py` looks up; `parsing.py` validates both.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 PACKAGE = Path(__file__).parent.parent
 ZOO = "zoo:"
-"""Prefix of paths inside the package: "zoo:signs" is the bundled model."""
+"""Prefix of paths inside the package: "zoo:signs" is a bundled model."""
 
 MAX_SIDE = 16_384  # pixels
-MAX_STEPS = 1_000  # denoising steps; flow models are trained on as many times
-MAX_SAMPLES = 1_000_000  # that are held in memory at once
+MAX_STEPS = 1_000  # denoising steps; flow models are trained with as many timesteps
+MAX_SAMPLES = 1_000_000  # in memory at once
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -102,22 +102,22 @@ class AnyModel(Strict):
     def _possible(self) -> AnyModel:
         if self.family not in (None, self.family_name):
             raise ValueError(
-                f'family = "{self.family}", but name = "{self.name}" {self.family_name}; leave '
-                "family out"
+                f'family = "{self.family}", but name = "{self.name}" is a {self.family_name} '
+                "model; remove family"
             )
         if self.quantize is not None and self.lora is None:
             raise ValueError(
-                f'quantize = "{self.quantize}" freezes the weights, so it trains LoRA only; '
+                f'quantize = "{self.quantize}" freezes the weights, so only a LoRA can be trained; '
                 "set model.lora.rank"
             )
         if self.fold and (self.lora is None or self.quantize is not None):
             raise ValueError(
-                "fold = true folds a LoRA into weights that are not quantized; set model.lora.rank "
-                "and leave quantize out, or leave fold out"
+                "fold = true needs a LoRA and weights that are not quantized; set model.lora.rank "
+                "and remove quantize, or remove fold"
             )
         if self.compile and self.quantize is not None:
             raise ValueError(
-                f'compile = true does not go with quantize = "{self.quantize}"; leave one out'
+                f'compile = true does not support quantize = "{self.quantize}"; remove one of them'
             )
         return self
 
@@ -167,7 +167,7 @@ class TokenModel(AnyModel):
     def _bounded(self) -> TokenModel:
         low, high = self.min_pixels, self.max_pixels
         if low is not None and high is not None and low > high:
-            raise ValueError(f"min_pixels = {low} must not exceed max_pixels = {high}")
+            raise ValueError(f"min_pixels = {low} must be at most max_pixels = {high}")
         return self
 
 
@@ -191,13 +191,13 @@ class TrainDataSource(DataSource):
 
 
 def _sources(value: Any) -> Any:
-    """A path alone is a list of one source."""
+    """A single path is a list of one source."""
     if isinstance(value, list):
         return value
     if isinstance(value, str):
         return [{"path": value}]
     raise ValueError(
-        f"expected a path in quotes, or a list of tables as [[data.train]] makes, got {value!r}"
+        f"expected a path in quotes, or a list of tables such as [[data.train]], got {value!r}"
     )
 
 
@@ -273,7 +273,7 @@ class Sampler(Strict):
     @model_validator(mode="after")
     def _possible(self) -> Sampler:
         if self.engine != "vllm" and self.vllm != Vllm():
-            raise ValueError(f'sampler.vllm goes with engine = "vllm", not "{self.engine}"')
+            raise ValueError(f'sampler.vllm requires engine = "vllm", got "{self.engine}"')
         return self
 
 
@@ -302,12 +302,12 @@ class Save(Strict):
 
 
 def _all_named(value: Any) -> Any:
-    """A name alone could mean "this too" or "this and no display": the list says which."""
+    """Rejects a single name: it could mean "in addition to the console" or "instead of it"."""
     if isinstance(value, str):
         with_display = '["console"]' if value == "console" else f'["console", "{value}"]'
         raise ValueError(
             f'expected a list of all displays and trackers, got "{value}"; write track = '
-            f"{with_display}, and leave console out for a run without a display"
+            f"{with_display}, without console for a run without a display"
         )
     return value
 
@@ -345,7 +345,7 @@ class Named(BaseModel):
 def web_addresses(urls: list[str]) -> list[str]:
     for url in urls:
         if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", url):
-            raise ValueError(f'"{url}" is no address; expected one such as http://127.0.0.1:8000')
+            raise ValueError(f'"{url}" is not a URL; expected one such as http://127.0.0.1:8000')
     return urls
 
 
@@ -402,14 +402,14 @@ class RewardEntry(Named):
         if not self.name.isprintable() or not self.label.strip():
             raise ValueError(f"name = {self.name!r:.60}: expected a name of printable characters")
         if self.label in ("reward", "failed", "std", "max", "at_max"):
-            raise ValueError(f'name = "{self.name}": the metrics have another figure of that name')
+            raise ValueError(f'name = "{self.name}": this name is reserved for another metric')
         return self
 
 
 def family(section: Any) -> FamilyName:
-    """The family of a `[model]` section, parsed or not. Of a bundled model the name decides; a
-    model of the user's whose section does not say counts as a flow model, as in run folders that
-    were written before sections had the key."""
+    """The family of a `[model]` section, parsed or not. For a bundled model the name decides; a
+    user's model whose section has no `family` counts as a flow model, as in run folders written
+    before the key existed."""
     if isinstance(section, AnyModel):
         return section.family_name
     if not isinstance(section, Mapping):
@@ -472,9 +472,7 @@ class Recipe(Strict):
             names = [entry.name for entry in entries]
             for name in names:
                 if names.count(name) > 1:
-                    raise ValueError(
-                        f'{key} "{name}" is listed twice; give it one entry and weight'
-                    )
+                    raise ValueError(f'{key} "{name}" is listed twice; merge the entries into one')
         return self
 
 
@@ -502,15 +500,15 @@ AnyRecipe = Recipe | ModelRecipe
 
 
 def resolve_path(path: str) -> Path:
-    """`zoo:…` → inside the package; anything else as the user wrote it."""
+    """`zoo:…` → inside the package; any other path unchanged, apart from `~`."""
     if path.startswith(ZOO):
         return PACKAGE / "zoo" / path.removeprefix(ZOO)
     return Path(os.path.expanduser(path))
 
 
 def pick_device(name: str, key: str = "device") -> torch.device:
-    """`auto` is CUDA where there is any; for a device that cannot be used the error names its
-    key."""
+    """`auto` is CUDA if available. `key` is the recipe's key, for the error about a device that
+    cannot be used."""
     import torch
 
     if name == "auto":
@@ -518,7 +516,7 @@ def pick_device(name: str, key: str = "device") -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
-    except Exception as error:  # each backend has its own
+    except Exception as error:  # each backend raises its own type
         reason = str(error).splitlines()[0].partition(". ")[0]
-        raise UserError(f'{key} = "{name}" cannot be used here: {reason:.160}') from error
+        raise UserError(f'{key} = "{name}" is not available: {reason:.160}') from error
     return device

@@ -1,5 +1,5 @@
-"""A recipe as tables of text and numbers: read from TOML, laid over its base, changed by overrides.
-What the names in it mean, `build.py` knows."""
+"""A recipe as nested tables: read from TOML, merged with its base, changed by overrides. `build.py`
+resolves the names in it."""
 
 from __future__ import annotations
 
@@ -18,63 +18,68 @@ else:
     import tomli as tomllib
 
 RECIPES = PACKAGE / "recipes"
-NOTHING = "none"  # as a value in a recipe over a base, or in an override: the key goes. No option
-# of an algorithm may have a value of that name
+NOTHING = "none"  # in a recipe with a base, or in an override, this value removes the key. No
+# option of an algorithm may have it as a value
 
 
 def bundled_recipes() -> dict[str, str]:
-    """Name → what it is about."""
+    """Name → description."""
     paths = sorted(RECIPES.glob("*.toml"), key=lambda path: path.stem)
     return {path.stem: read_toml(path)["about"] for path in paths}
 
 
 def read_recipe(source: str, above: tuple[Path, ...]) -> dict[str, Any]:
-    """A recipe's own tables over those of its `base`, a bundled name or a file beside it."""
+    """The tables of a recipe, merged with those of its `base`: a bundled name, or a file relative
+    to the recipe."""
     if not source:
-        raise UserError("the recipe's name is empty; `gesso recipes` lists the bundled ones")
+        raise UserError("the recipe's name is empty; `gesso recipes` lists the bundled recipes")
     path = RECIPES / f"{source}.toml"
     try:
         if not path.is_file():
             path = above[-1].parent / source if above else Path(source)
         is_dir = path.is_dir()
-    except OSError as error:  # a name that is too long, a folder one may not look into
+    except OSError as error:  # a name that is too long, a folder without permission
         raise UserError(f"recipe {source:.80}: {error.strerror}") from error
     if is_dir:
-        raise UserError(f"recipe {path} is a folder; expected a TOML file or a bundled name")
+        raise UserError(
+            f"recipe {path} is a folder; expected a TOML file or the name of a bundled recipe"
+        )
     if not path.is_file() and path.suffix == ".toml":
         raise UserError(f"recipe {path}: no such file")
     if not path.is_file():
         known = nearest(source, bundled_recipes(), "gesso recipes")
-        raise UserError(f'no recipe "{source}"{known}; or give a TOML file')
+        raise UserError(f'unknown recipe "{source}"{known}; a TOML file is also accepted')
     if path in above:
-        raise UserError(f"recipe {path.stem} has itself as its base")
+        raise UserError(f"recipe {path.stem} has itself as its base; change or remove base")
     data = read_toml(path)
     base = data.pop("base", None)
     if base is None:
         return data
     if not isinstance(base, str):
-        raise UserError(f'recipe {path.stem}: "base" = {base!r} does not fit; expected a name')
+        raise UserError(
+            f'recipe {path.stem}: "base" = {base!r} is not valid; expected a name or a file'
+        )
     merged = over(read_recipe(base, (*above, path)), data)
     kept = {"algorithm": merged["algorithm"]} if "algorithm" in merged else {}
-    return without_nothing(merged) | kept  # what an algorithm has without it, `algorithm` knows
+    return without_nothing(merged) | kept  # `build.algorithm` handles "none" in this table
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except RecursionError:
-        raise UserError(f"{path}: its tables or lists are nested too deep") from None
-    except ValueError as error:  # not UTF-8, not TOML, a number of thousands of digits
+        raise UserError(f"{path}: tables or lists are nested too deeply") from None
+    except ValueError as error:  # not UTF-8, not TOML, a number with thousands of digits
         raise UserError(f"{path} is not valid TOML: {error}") from error
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
-    check_values(content, str(path))  # before anything walks through it
+    check_values(content, str(path))
     return content
 
 
 def over(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`changes` on top of `base`, table by table. A table of another name or kind takes none
-    of the base's options."""
+    """`changes` merged into `base`, table by table. A table with another name or kind takes no
+    options from the base."""
     if any(changes.get(key, base.get(key)) != base.get(key) for key in ("name", "kind")):
         return dict(changes)
     merged = dict(base)
@@ -94,24 +99,28 @@ def without_nothing(table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changed(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """A recipe's tables with `key=value` overrides put in."""
+    """A recipe's tables with `key=value` overrides applied."""
     for override in overrides:
         _put(data, override)
     return data
 
 
 def _put(data: dict[str, Any], override: str) -> None:
-    """`a.b=value` into nested tables; a number in the key picks from a list, `none` removes."""
+    """Sets `a.b=value` in nested tables; a number in the key is a list index, `none` removes the
+    key."""
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise UserError(f'override "{override}": expected key=value, as in optimizer.lr=1e-4')
+        raise UserError(f'override "{override}": expected key=value, e.g. optimizer.lr=1e-4')
     *path, last = key.strip().split(".")
     node: Any = data
     for part in path:
         node = _child(node, part, key)
     if isinstance(node, list):
         if not last.isdigit() or int(last) >= len(node):
-            raise UserError(f'override "{override}": {".".join(path)} has {len(node)} entries')
+            raise UserError(
+                f'override "{override}": {".".join(path)} is a list of {len(node)}; expected an '
+                f"index from 0 to {len(node) - 1}, got {last}"
+            )
         node[int(last)] = _value(text)
     elif not isinstance(node, dict):
         raise UserError(f'override "{override}": {".".join(path)} is a value, not a table')
@@ -126,11 +135,11 @@ def _child(node: Any, part: str, key: str) -> Any:
         return node[int(part)]
     if isinstance(node, dict):
         return node.setdefault(part, {})
-    raise UserError(f'override "{key}": there is no "{part}" to set something in')
+    raise UserError(f'override "{key}": there is no table or list entry "{part}"')
 
 
 def _value(text: str) -> Any:
-    """A TOML value where it is one, else text: `lr=1e-4`, `name=ocr`, `betas=[0.9, 0.99]`."""
+    """A TOML value if it parses, else a string: `lr=1e-4`, `name=ocr`, `betas=[0.9, 0.99]`."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The two families of models, and which of them a recipe or a class belongs to."""
+"""The two model families, and the family of a recipe or a model class."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def of(recipe: AnyRecipe) -> Family:
 
 
 def with_family(data: Mapping[str, Any], where: str) -> Mapping[str, Any]:
-    """A recipe's tables with `model.family` filled in, where the model is the user's code. Imports
-    that code: only for a recipe that the user gave, not for a run folder."""
+    """A recipe's tables with `model.family` filled in for a model in user code. Imports that code:
+    only for a recipe that the user passed, not for a run folder."""
     section = data.get("model")
     if not isinstance(section, Mapping) or not isinstance(name := section.get("name"), str):
         return data
@@ -41,14 +41,14 @@ def _user_family(kind: Any, name: str, stated: FamilyName | None, where: str) ->
     family = classes.family_of(kind, name, BY_NAME)
     if stated is not None and family is not None and stated != family:
         raise UserError(
-            f'{where}: model.family = "{stated}", but the class "{name}" {family}; leave '
-            "model.family out"
+            f'{where}: model.family = "{stated}", but the class "{name}" is a {family} model; '
+            "remove model.family"
         )
     if stated is None and family is None:
         raise UserError(
-            f'{where}: model "{name}" does not show its family, by one of velocity (draws) and '
-            "logp (writes); expected the methods of gesso's FlowModel or of its TokenModel, or "
-            'model.family = "flow" or "language"'
+            f'{where}: cannot determine the family of model "{name}": expected either a method '
+            "velocity (flow model) or a method logp (language model), as in gesso's protocols "
+            'FlowModel and TokenModel; or set model.family = "flow" or "language"'
         )
     chosen = stated or family
     assert chosen is not None

@@ -1,4 +1,4 @@
-"""Model classes: the bundled ones, and those of the user's."""
+"""Model classes: bundled ones and users' own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def bundled(family: FamilyName) -> dict[str, str]:
 
 
 def load(family: Family, name: str) -> Any:
-    """The class behind `model.name`. One of the user's must have the methods of the family."""
+    """The class of `model.name`. A user's class must implement the protocol of the family."""
     kind = imports.load(named(REFERENCES, name, "model"), "model")
     if imports.is_user_code(name):
         imports.check_class(kind, family.protocol(), f'model "{name}"')
@@ -30,8 +30,8 @@ def load(family: Family, name: str) -> Any:
 
 
 def family_of(kind: Any, name: str, families: Mapping[str, Family]) -> FamilyName | None:
-    """The family of a class of the user's: its attribute `family`, or else the methods that it has.
-    None: neither decides."""
+    """The family of a user's class, by its attribute `family` or by its methods. None if neither
+    decides."""
     stated = imports.attribute(kind, "family")
     if isinstance(stated, str):
         if stated not in families:

@@ -1,4 +1,4 @@
-"""Flow models, which draw: through diffusers."""
+"""Flow models, which generate images: through diffusers."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from gesso.samplers.denoise import DenoisingSampler
     from gesso.track.progress import Progress
 
+REQUEST = "this request"  # used instead of a file name in notes
+
 
 class FlowFamily:
     name: config.FamilyName = "flow"
     section: type[config.AnyModel] = config.Model
     models: Mapping[str, str] = classes.bundled("flow")
-    verb = "draw"
-    doing = "drawing"
+    activity = "generating images"
     takes_images = False
     foreign_options: Sequence[str] = ("temperature",)
     default_algorithm = "flow-grpo"
@@ -41,8 +42,8 @@ class FlowFamily:
         return imports.attribute(kind, "velocity") is not None
 
     def model(self, recipe: AnyRecipe) -> FlowModel:
-        """A constructor that takes `sizes` gets the numbers of rows that its network will run with,
-        to compile for these."""
+        """A constructor with a parameter `sizes` receives the batch sizes that its network will run
+        with, to compile for them."""
         from gesso.models.flow.compiled import sizes
 
         kind = classes.load(self, recipe.model.name)
@@ -56,7 +57,7 @@ class FlowFamily:
         return DenoisingSampler(model, recipe.sampler.batch)
 
     def sampler(self, recipe: Recipe, algorithm: Algorithm, model: FlowModel) -> DenoisingSampler:
-        return self.built_in_sampler(recipe, model)  # `check_model` has refused other engines
+        return self.built_in_sampler(recipe, model)  # `check_model` rejects other engines
 
     def add_critic(
         self, recipe: Recipe, algorithm: Algorithm, model: FlowModel
@@ -127,14 +128,9 @@ class FlowFamily:
         from gesso.models.flow.base import check_guidance, unused_negatives
 
         check_guidance(model, spec.guidance, prompts)
-        return unused_negatives(model, spec.guidance, prompts, _these(prompts), "guidance")
+        return unused_negatives(model, spec.guidance, prompts, REQUEST, "guidance")
 
     def truncated(self, model: FlowModel, prompts: Sequence[Prompt]) -> list[str]:
         from gesso.models.flow.base import over_long
 
-        return over_long(model, prompts, _these(prompts))
-
-
-def _these(prompts: Sequence[Prompt]) -> str:
-    """In the place of a file's name, in notes."""
-    return "these" if len(prompts) > 1 else "one"
+        return over_long(model, prompts, REQUEST)

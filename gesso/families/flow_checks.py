@@ -14,53 +14,53 @@ if TYPE_CHECKING:
 
 
 def sample_spec(recipe: AnyRecipe, algorithm: Algorithm) -> SampleSpec:
-    """How the first batch of training is drawn."""
+    """How the first training batch is sampled."""
     spec = algorithm.spec(0, 0, recipe.model)
     assert isinstance(spec, SampleSpec)
     return spec
 
 
 def one_pass(recipe: Recipe, algorithm: Algorithm) -> bool:
-    """Whether gradients are computed while sampling."""
+    """Whether per-sample gradients are computed during sampling."""
     return sample_spec(recipe, algorithm).per_sample_grads
 
 
 def check_model(recipe: AnyRecipe, where: str) -> None:
     if recipe.data.template or recipe.data.system:
         raise UserError(
-            f"{where}: data.template and data.system are for models that write, and model.name = "
-            f'"{recipe.model.name}" draws; leave them out'
+            f"{where}: data.template and data.system are for language models, but model.name = "
+            f'"{recipe.model.name}" is a flow model; remove them'
         )
     if recipe.sampler.engine != "built-in":
         raise UserError(
-            f'{where}: sampler.engine = "{recipe.sampler.engine}" is for models that write, and '
-            f'model.name = "{recipe.model.name}" draws; leave it out'
+            f'{where}: sampler.engine = "{recipe.sampler.engine}" is for language models, but '
+            f'model.name = "{recipe.model.name}" is a flow model; remove it'
         )
 
 
 def check_one_pass(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
-    """Gradients that are computed while sampling are those of a LoRA, folded into the weights that
-    draw."""
+    """Per-sample gradients during sampling need a LoRA that is folded into the sampler's
+    weights."""
     if not one_pass(recipe, algorithm):
         return
     section, lag = recipe.model, recipe.lag
     wrong = {
-        f"lag = {lag}, which learns with later weights than draw; set lag = 0": lag > 0,
-        "a full fine-tune; set model.lora.rank": section.lora is None,
-        f'quantize = "{section.quantize}"; leave model.quantize out': section.quantize is not None,
-        "fold = false; leave model.fold out, or set it to true": section.fold is False,
+        f"lag = {lag}, which updates newer weights than it samples with; set lag = 0": lag > 0,
+        "full fine-tuning; set model.lora.rank": section.lora is None,
+        f'quantize = "{section.quantize}"; remove model.quantize': section.quantize is not None,
+        "fold = false; remove model.fold, or set it to true": section.fold is False,
     }
-    for got, is_so in wrong.items():
-        if is_so:
+    for got, applies in wrong.items():
+        if applies:
             raise UserError(
-                f"{where}: algorithm.one_pass = true takes each sample's gradient while it is "
-                f"drawn, of a LoRA that is folded into the weights, got {got}"
+                f"{where}: algorithm.one_pass = true computes per-sample gradients during sampling "
+                f"and needs a LoRA that is folded into the weights, got {got}"
             )
 
 
 def check_folds(recipe: Recipe, algorithm: Algorithm) -> None:
-    """Raises where gradients are computed while sampling, on a device that does not fold adapters
-    by default."""
+    """Raises if gradients are computed during sampling on a device that does not fold adapters by
+    default."""
     if not one_pass(recipe, algorithm):
         return
     from gesso.weights.folding_rule import folds_lora
@@ -69,14 +69,14 @@ def check_folds(recipe: Recipe, algorithm: Algorithm) -> None:
     device = pick_device(recipe.model.device, "model.device")
     if not folds_lora(recipe.model, device.type):
         raise UserError(
-            "algorithm.one_pass = true needs adapters that are folded into the weights, which on "
-            f'device "{device}" they are only if asked for; set model.fold = true'
+            "algorithm.one_pass = true needs adapters that are folded into the weights, which is "
+            f'not the default on device "{device}"; set model.fold = true'
         )
 
 
 def ragged(recipe: Recipe, algorithm: Algorithm) -> list[str]:
-    """At most one note: micro-batches that do not come out even. Gradients that are computed while
-    sampling need no micro-batches."""
+    """At most one note: the micro-batches do not divide the update evenly. Gradients that are
+    computed during sampling need no micro-batches."""
     if one_pass(recipe, algorithm):
         return []
     terms = recipe.data.groups * algorithm.group // algorithm.updates * algorithm.terms_a_sample
@@ -87,15 +87,16 @@ def ragged(recipe: Recipe, algorithm: Algorithm) -> list[str]:
     below, above = max(n for n in divisors if n < size), min(n for n in divisors if n > size)
     return [
         f"an update has {terms} terms (samples × steps), which micro-batches of {size} do not "
-        f"divide: the last holds {terms % size}; learner.micro_batch = {below} or {above} would fit"
+        f"divide evenly: the last one has {terms % size}; use learner.micro_batch = {below} or "
+        f"{above}"
     ]
 
 
 def check_data(
     recipe: Recipe, algorithm: Algorithm, model: FlowModel, data: LoadedData
 ) -> list[str]:
-    """Raises for sizes, guidance and negative prompts that the model does not take; returns notes
-    about negative prompts that are not used, and about prompts whose ends it does not see."""
+    """Raises for sizes, guidance and negative prompts that the model does not accept; returns notes
+    about negative prompts that are not used and prompts that are truncated."""
     from gesso.models.flow.base import check_guidance, over_long, unused_negatives
 
     spec = sample_spec(recipe, algorithm)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def max_tokens(recipe: Recipe, algorithm: Algorithm) -> int:
-    """Of a response in training."""
+    """The maximum length of a response in training."""
     spec = algorithm.spec(0, 0, recipe.model)
     assert isinstance(spec, ResponseSpec)
     return spec.max_tokens
@@ -25,13 +25,13 @@ def max_tokens(recipe: Recipe, algorithm: Algorithm) -> int:
 def check_model(recipe: AnyRecipe, where: str) -> None:
     if recipe.model.quantize is not None and recipe.sampler.engine != "built-in":
         raise UserError(
-            f'{where}: sampler.engine = "{recipe.sampler.engine}" takes whole weights, and '
-            f'model.quantize = "{recipe.model.quantize}" has none; leave one of them out'
+            f'{where}: sampler.engine = "{recipe.sampler.engine}" needs unquantized weights, got '
+            f'model.quantize = "{recipe.model.quantize}"; remove one of them'
         )
 
 
 def check_judge(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
-    """Groups without spread may be found by one of the rewards, which the recipe must have."""
+    """The reward that decides which groups are flat must be one of the recipe's."""
     from gesso.algorithms.credit import Credit
 
     advantage = algorithm.advantage
@@ -39,7 +39,7 @@ def check_judge(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
     labels = [entry.label for entry in recipe.reward]
     if reward is not None and reward not in labels:
         raise UserError(
-            f'{where}: algorithm.advantage.flat_by = "{reward}" is none of the rewards'
+            f'{where}: algorithm.advantage.flat_by = "{reward}" is not one of the rewards'
             f"{nearest(reward, labels)}"
         )
 
@@ -58,14 +58,14 @@ def fit(
         progress.advance()
         try:
             tokens = model.length(prompt)
-        except UserError as error:  # an image too narrow, a token that stands for images
+        except UserError as error:  # an image too narrow, an image token in the text
             return str(error).removeprefix(f"{prompt.where}: ")
         reason = too_long(model, tokens)
         lengths.append(0 if reason else tokens)
         return reason
 
     count = sum(len(part.prompts) for part in data.train) + len(data.held_out)
-    progress.phase("measuring prompts", count)
+    progress.phase("tokenizing prompts", count)
     fitting = prompts.without(data, unfit, recipe.data, "do not fit the model")
     _check_positions(recipe, algorithm, model, max(lengths))
     return fitting
@@ -78,8 +78,8 @@ def too_long(model: TokenModel, tokens: int) -> str | None:
 
 
 def _check_positions(recipe: Recipe, algorithm: Algorithm, model: TokenModel, longest: int) -> None:
-    """Raises where a response may grow beyond the model's positions: from there on the model
-    produces noise, and would be trained on it."""
+    """Raises if a response can exceed the model's positions: beyond them the model generates noise
+    and would be trained on it."""
     positions, most = model.max_positions, max_tokens(recipe, algorithm)
     if positions is None or longest + most <= positions:
         return
@@ -87,7 +87,7 @@ def _check_positions(recipe: Recipe, algorithm: Algorithm, model: TokenModel, lo
     lower = f"algorithm.max_tokens to {fits}" if fits else "algorithm.max_tokens"
     raise UserError(
         f"the longest prompt has {longest} tokens and a response may have algorithm.max_tokens = "
-        f"{most}, together {longest + most}, but {recipe.model.path} was made for {positions} "
+        f"{most}, in total {longest + most}, but {recipe.model.path} supports only {positions} "
         f"(max_position_embeddings in its config.json); lower {lower}, or model.max_prompt to "
-        "leave out the longest prompts"
+        "skip the longest prompts"
     )

@@ -1,4 +1,4 @@
-"""Language and vision-language models, which write: through transformers."""
+"""Language and vision-language models: through transformers."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ class TokenFamily:
     name: config.FamilyName = "language"
     section: type[config.AnyModel] = config.TokenModel
     models: Mapping[str, str] = classes.bundled("language")
-    verb = "write"
-    doing = "writing"
+    activity = "generating responses"
     takes_images = True
     foreign_options: Sequence[str] = ("steps", "guidance")
     default_algorithm = "grpo"
@@ -56,8 +55,8 @@ class TokenFamily:
 
         if not isinstance(model, TransformerModel):
             raise UserError(
-                f'sampler.engine = "{recipe.sampler.engine}" loads models of transformers, and '
-                f'model "{recipe.model.name}" does not derive from TransformerModel; leave it out'
+                f'sampler.engine = "{recipe.sampler.engine}" loads models of transformers, but '
+                f'model "{recipe.model.name}" does not derive from TransformerModel; remove it'
             )
         longest = model.max_prompt + token_checks.max_tokens(recipe, algorithm)
         return VllmSampler(model, recipe.sampler, longest, recipe.seed)
@@ -74,9 +73,8 @@ class TokenFamily:
 
         if not isinstance(model, TransformerModel):
             raise UserError(
-                f'algorithm "{recipe.algorithm.name}" has a critic, which only models that derive '
-                f'from TransformerModel can have, and "{recipe.model.name}" does not; use another '
-                "algorithm"
+                f'algorithm "{recipe.algorithm.name}" has a critic, which requires a model derived '
+                f'from TransformerModel; "{recipe.model.name}" is not; use another algorithm'
             )
         assert isinstance(recipe.model, config.TokenModel)
         options = algorithm.critic
@@ -96,7 +94,7 @@ class TokenFamily:
             vllm.check_installed()
 
     def notes(self, recipe: Recipe, algorithm: Algorithm) -> list[str]:
-        return []  # responses are packed by their tokens
+        return []  # micro-batches are packed by tokens
 
     def fit(
         self,
@@ -144,7 +142,7 @@ class TokenFamily:
     def unfit(self, model: TokenModel, prompt: Prompt) -> str | None:
         try:
             return token_checks.too_long(model, model.length(prompt))
-        except UserError as error:  # an image too narrow, a token that stands for images
+        except UserError as error:  # an image too narrow, an image token in the text
             return str(error).removeprefix(f"{prompt.where}: ")
 
     def check_prompts(self, model: TokenModel, prompts: Sequence[Prompt], spec: Any) -> list[str]:
@@ -154,4 +152,4 @@ class TokenFamily:
         return []
 
     def truncated(self, model: TokenModel, prompts: Sequence[Prompt]) -> list[str]:
-        return []  # `check_prompts` has refused those that are too long
+        return []  # `check_prompts` rejects prompts that are too long

@@ -1,6 +1,6 @@
-"""Warnings about a run, computed from the rows of metrics.jsonl alone.
+"""Warnings about a run, computed only from the rows of metrics.jsonl.
 
-Every kind of warning is a pure function of the rows so far: a sentence (observation, meaning,
+Every kind of warning is a pure function of the rows so far: a sentence (observation, likely cause,
 remedy), or None. `Health` takes the rows one by one and returns the new warnings. Replaying the
 rows of a run folder restores its state, so that a resumed run warns like an uninterrupted one.
 docs/reference/health.md explains every kind.
@@ -43,18 +43,18 @@ from gesso.health.rows import (
 __all__ = ["CHECKS", "SERIOUS", "Facts", "Health", "Symptom", "self_test", "under_floor"]
 
 AWAY = 20  # rows without a warning before it is reported again
-FLAT = 0.5  # of the groups: above it most samples carry no signal
-TOP = 0.95  # of the samples at the best reward, if samples of one prompt are not compared
+FLAT = 0.5  # share of flat groups above which most samples have no signal
+TOP = 0.95  # share of samples at the best reward, if samples of one prompt are not compared
 # PPO's clip is one-sided: it drops terms that left the range in the direction of their advantage,
-# about half of those that an update on other samples moved out of it: at a share of .25 half of all
-# terms are out, at .5 all. Measured on the demo, whose clip is 1e-4, one run each: .38 at
-# lag 1, held-out reward .65 → .67 in 20 steps where lag 0 gives .93; .37 in the second optimizer
-# step of updates = 2, reward .67 in steps 6 to 8 where updates = 1 gives .77.
-OLD = 0.25  # at the first optimizer step, where each clipped term is a wasted sample
-CLIPPED = 0.35  # after it, where some clipping is intended
-COLLAPSED = 0.3  # of the distance at the start; the demo keeps .75 and learns well
-EVALS = 4  # evaluations compared, the later half with the earlier
-GIVEN_BACK = 0.25  # of the range that a held-out figure has had; a fall must exceed it
+# about half of those that an update on other samples moved out of the range. At a share of .25 half
+# of all terms are outside, at .5 all. Measured on the demo with a clip of 1e-4, one run each: .38
+# at lag 1, held-out reward .65 → .67 in 20 steps where lag 0 reaches .93; .37 in the second
+# optimizer step of updates = 2, reward .67 in steps 6 to 8 where updates = 1 reaches .77.
+OLD = 0.25  # share at the first optimizer step, where each clipped term is a wasted sample
+CLIPPED = 0.35  # share after the first optimizer step, where some clipping is intended
+COLLAPSED = 0.3  # share of the diversity at the start; the demo keeps .75 and learns well
+EVALS = 4  # evaluations: the later half is compared with the earlier half
+GIVEN_BACK = 0.25  # share of the range of a held-out metric that a drop must exceed
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class Symptom:
 
 
 def saturated(rows: Sequence[Row], facts: Facts) -> str | None:
-    """Most groups are flat, at the largest reward of the run. A reward that never varied is not
-    saturated: that is `flat_groups`. If the algorithm does not compare samples of one prompt, the
-    groups are ignored."""
+    """Most groups are flat at the largest reward of the run. A reward that never varied is reported
+    by `flat_groups` instead. Groups are ignored if the algorithm does not compare samples of one
+    prompt."""
     flat = flat_shares(rows, facts)
     shares, tops = recent(rows, "reward/at_max"), recent(rows, "reward/max")
     if not flat or not shares or median(shares) < (SATURATED if facts.compares else TOP):
@@ -76,11 +76,11 @@ def saturated(rows: Sequence[Row], facts: Facts) -> str | None:
     best = max(top for row in rows if (top := row.get("reward/max")) is not None)
     if min(tops) < best or not any(row.get("reward/std") for row in rows):
         return None
-    equal = f", and in {median(flat):.0%} of the groups all have the same" * facts.compares
+    equal = f", and in {median(flat):.0%} of the groups all rewards are equal" * facts.compares
     return (
         f"{median(shares):.0%} of the samples have the largest reward of the run, {best:.3g}"
-        f"{equal}: it has little left to teach; stop here, or take harder prompts or a stricter "
-        "reward"
+        f"{equal}: the reward is saturated and gives little signal; stop the run, or use harder "
+        "prompts or a stricter reward"
     )
 
 
@@ -88,29 +88,31 @@ def flat_groups(rows: Sequence[Row], facts: Facts) -> str | None:
     shares = flat_shares(rows, facts)
     if not facts.compares or not shares or median(shares) <= FLAT or saturated(rows, facts):
         return None
-    more = "a higher algorithm.temperature" if facts.writes else "more noise"
+    more = "a higher algorithm.temperature" if facts.is_language else "more sampling noise"
     return (
-        f"in {median(shares):.0%} of the groups all samples scored the same (the last {WINDOW} "
-        "steps): such prompts teach nothing; use a reward with finer steps, prompts that succeed "
-        f"now and then, a larger algorithm.group or {more}"
+        f"in {median(shares):.0%} of the groups all samples have the same reward (median of the "
+        f"last {WINDOW} steps): such groups have zero advantages and give no gradient; use a "
+        "finer-grained reward, prompts that the model solves only sometimes, a larger "
+        f"algorithm.group or {more}"
     )
 
 
 def old_samples(rows: Sequence[Row], facts: Facts) -> str | None:
-    """At lag 1 terms can be outside the clip range before the first optimizer step."""
+    """At lag 1, terms can be outside the clip range before the first optimizer step."""
     ages, shares = recent(rows, "age"), recent(rows, "update/clipped")
     gaps = recent(rows, "update/abs_dlogp")
     if not ages or not shares or not gaps or min(ages) < 1 or median(shares) <= OLD:
         return None
     return (
-        f"samples are {max(ages):g} update old and {median(shares):.0%} of their terms are clipped "
-        f"away, log-probs having moved by {median(gaps):.1e} since: they are too old for steps of "
-        f"this size; use lag = 0, a lower optimizer.lr or a wider {facts.clip_name}"
+        f"samples are {max(ages):g} update old and {median(shares):.0%} of their terms are "
+        f"clipped; their log-probs have changed by {median(gaps):.1e} on average since sampling: "
+        "the samples are too off-policy for updates of this size; use lag = 0, a lower "
+        f"optimizer.lr or a wider {facts.clip_name}"
     )
 
 
 def clipping_most(rows: Sequence[Row], facts: Facts) -> str | None:
-    """On-policy, the first optimizer step cannot clip; the share is that of the other steps."""
+    """On-policy, the first optimizer step cannot clip; the share is that of the later steps."""
     ages, shares = recent(rows, "age"), recent(rows, "update/clipped")
     if facts.updates < 2 or not ages or not shares or max(ages) > 0:
         return None
@@ -118,34 +120,35 @@ def clipping_most(rows: Sequence[Row], facts: Facts) -> str | None:
     if share <= CLIPPED:
         return None
     return (
-        f"after the first of {facts.updates} optimizer steps {min(share, 1):.0%} of the terms are "
-        "clipped away: one step already leaves the clip's range; lower optimizer.lr, take a wider "
-        f"{facts.clip_name}, or save the time with algorithm.updates = 1"
+        f"after the first of {facts.updates} optimizer steps, {min(share, 1):.0%} of the terms are "
+        "clipped: a single optimizer step moves the policy out of the clip range; lower "
+        f"optimizer.lr, use a wider {facts.clip_name}, or set algorithm.updates = 1 to save the "
+        "ineffective steps"
     )
 
 
 def diversity(rows: Sequence[Row], facts: Facts) -> str | None:
-    """For language models: the share of distinct responses. It also falls when a model becomes
-    confident of the right answer, so the reward must have stopped rising as well."""
+    """For language models, diversity is the share of distinct responses. It also falls when a model
+    becomes confident of the right answer, so the reward must have stopped rising as well."""
     then, now = then_and_now(rows, "diversity")
     if then is None or now is None or now >= COLLAPSED * then:
         return None
-    if facts.writes:
+    if facts.is_language:
         since = stalled(rows)
         return since and (
-            f"{now:.0%} of the responses to one prompt are distinct, where at the start {then:.0%} "
-            f"were, {since}: the model writes one response over and over; use a higher "
-            "algorithm.temperature, a lower optimizer.lr or a KL (algorithm.kl)"
+            f"{now:.0%} of the responses to one prompt are distinct, compared with {then:.0%} at "
+            f"the start, {since}: the model is collapsing to one response per prompt; use a higher "
+            "algorithm.temperature, a lower optimizer.lr or a KL penalty (algorithm.kl)"
         )
     return (
-        f"samples of one prompt lie {now:.3g} apart, {now / then:.0%} of "
-        f"the {then:.3g} at the start: the model draws one picture over and over; take "
-        "fewer steps, a lower optimizer.lr or more weight on the KL"
+        f"the mean distance between samples of one prompt is {now:.3g}, {now / then:.0%} of the "
+        f"{then:.3g} at the start: the model is collapsing to one image per prompt; train for "
+        "fewer steps, or use a lower optimizer.lr or a larger KL weight"
     )
 
 
 def reward_hacking(rows: Sequence[Row], facts: Facts) -> str | None:
-    """Over the last four evaluations the training reward rose, and a held-out figure is lower in
+    """Over the last four evaluations the training reward rose, and a held-out metric is lower in
     both of the later two than in both of the earlier two, by clearly more than noise."""
     evals = [i for i, row in enumerate(rows) if row.get("eval/reward") is not None]
     last = evals[-EVALS:]
@@ -161,22 +164,22 @@ def reward_hacking(rows: Sequence[Row], facts: Facts) -> str | None:
     rising = trained[0] == min(trained) and trained[-1] == max(trained)
     if not rising or trained[-1] - trained[0] <= error:
         return None
-    for figure in facts.watched:
-        values = [v for i in evals if (v := rows[i].get(figure)) is not None]
+    for metric in facts.watched:
+        values = [v for i in evals if (v := rows[i].get(metric)) is not None]
         if len(values) < len(evals):
             continue
         early, late = values[-EVALS : -EVALS // 2], values[-EVALS // 2 :]
         before, now = fmean(early), fmean(late)
-        total = figure == "eval/reward" and not facts.separate_eval
+        total = metric == "eval/reward" and not facts.separate_eval
         noise = error if total else _error_of_share(values, facts.held_out)
         margin = max(ERRORS * noise, GIVEN_BACK * (max(values) - min(values)))
         if max(late) < min(early) and before - now > margin:
             return (
                 f"since step {rows[last[0]]['step']} the training reward rose from "
-                f"{trained[0]:.3g} to {trained[-1]:.3g} while held-out {figure} fell from "
-                f"{before:.3g} to {now:.3g}: the model pleases the reward in a way that does not "
-                f"carry over; look at the {'responses' if facts.writes else 'pictures'} in "
-                "report.html, go back to an earlier step, or reward what was lost"
+                f"{trained[0]:.3g} to {trained[-1]:.3g} while held-out {metric} fell from "
+                f"{before:.3g} to {now:.3g}: the model exploits the reward without generalising; "
+                f"inspect the {'responses' if facts.is_language else 'images'} in report.html, "
+                "go back to an earlier step, or add a reward for what got worse"
             )
     return None
 
@@ -198,7 +201,7 @@ CHECKS: dict[str, Callable[[Sequence[Row], Facts], str | None]] = {
     "sampler-mismatch": sampler_mismatch,
 }
 
-# Kinds after which a run's metrics are misleading, or the run is failing.
+# Kinds that mean that the metrics of a run are misleading, or that the run is failing.
 SERIOUS = frozenset(
     {"ratio-not-one", "sampler-mismatch", "reward-hacking", "entropy-collapse", "kl-explodes"}
 )
@@ -207,12 +210,12 @@ SERIOUS = frozenset(
 class Health:
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
-        self.active: list[str] = []  # kinds that hold at the newest row
+        self.active: list[str] = []  # kinds that apply to the newest row
         self._rows: list[Row] = []
-        self._seen: dict[str, int] = {}  # kind → number of the latest row at which it held
+        self._seen: dict[str, int] = {}  # kind → number of the latest row that it applied to
 
     def feed(self, row: Row) -> list[Symptom]:
-        """The new warnings of this row, a row of metrics.jsonl."""
+        """Adds a row of metrics.jsonl and returns its new warnings."""
         self._rows.append(row)
         now = len(self._rows)
         symptoms = [
@@ -227,8 +230,8 @@ class Health:
 
 
 def _error_of_share(values: Sequence[float], n: int) -> float:
-    """Standard error of an evaluation's mean whose n values lie in 0 … 1: sqrt(p(1−p)/n) at most.
-    0 for another figure, whose spread is not in the rows."""
+    """Upper bound of the standard error of an evaluation's mean over n values in [0, 1]:
+    sqrt(p(1−p)/n). 0 for other metrics, whose spread is not in the rows."""
     if min(values) < 0 or max(values) > 1:
         return 0.0
     return max(math.sqrt(p * (1 - p) / n) for p in values[-EVALS:])

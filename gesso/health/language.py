@@ -1,4 +1,4 @@
-"""Symptoms of language models. Rows of other models have none of these metrics."""
+"""Warnings for language models. Rows of image models do not have these metrics."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from statistics import fmean, median
 
 from gesso.health.rows import SPAN, WINDOW, Facts, Row, plateau, recent, stalled, then_and_now
 
-CUT = 0.25  # of the responses stopped by max_tokens: these teach little but to be brief
-LONGER = 1.5  # times the length at which the reward was the same
-FADED = 0.1  # of the entropy at the start
-VARIED, CONSTANT = 0.9, 0.98  # mean length over the longest: at the start below, now above
-FAR = 1.0  # nats a token from the reference: on average e times as likely as under it
-LEAP, NEAR = 5.0, 0.1  # times the KL of the SPAN rows before; ignored below NEAR nats
+CUT = 0.25  # share of truncated responses, which teach the model little except brevity
+LONGER = 1.5  # times the length at the start of the reward's plateau
+FADED = 0.1  # share of the entropy at the start
+VARIED, CONSTANT = 0.9, 0.98  # mean length / longest: below VARIED at the start, now above CONSTANT
+FAR = 1.0  # nats per token: on average e times as likely as under the reference
+LEAP, NEAR = 5.0, 0.1  # times the KL of the SPAN rows before; ignored below NEAR nats per token
 
 
 def truncated_responses(rows: Sequence[Row], facts: Facts) -> str | None:
@@ -20,9 +20,10 @@ def truncated_responses(rows: Sequence[Row], facts: Facts) -> str | None:
     if not shares or median(shares) <= CUT:
         return None
     return (
-        f"{median(shares):.0%} of the responses are cut at algorithm.max_tokens = "
-        f"{facts.max_tokens}, and a cut response seldom has its answer: raise max_tokens, ask for "
-        "less in data.system or data.template, or add the reward overlong"
+        f"{median(shares):.0%} of the responses are truncated at algorithm.max_tokens = "
+        f"{facts.max_tokens}: truncated responses rarely contain an answer; raise "
+        "algorithm.max_tokens, ask for shorter responses in data.system or data.template, or add "
+        "the reward overlong"
     )
 
 
@@ -35,9 +36,9 @@ def longer_responses(rows: Sequence[Row], facts: Facts) -> str | None:
     if now <= LONGER * then:
         return None
     return (
-        f"responses grew from {then:.0f} to {now:.0f} tokens {stalled(rows)}: what is added is not "
-        'paid for; use aggregation = "token-mean" or "constant", the reward overlong, or a lower '
-        "algorithm.max_tokens"
+        f"responses grew from {then:.0f} to {now:.0f} tokens {stalled(rows)}: the additional "
+        'length does not improve the reward; use algorithm.aggregation = "token-mean" or '
+        '"constant", the reward overlong, or a lower algorithm.max_tokens'
     )
 
 
@@ -47,15 +48,15 @@ def entropy_collapse(rows: Sequence[Row], facts: Facts) -> str | None:
     if then is None or now is None or now >= FADED * then or not since:
         return None
     return (
-        f"the entropy of a token fell from {then:.2g} to {now:.2g} {since}: the model is sure of "
-        "what it writes and tries nothing new; raise the clip's upper bound "
+        f"the entropy per token fell from {then:.2g} to {now:.2g} {since}: the policy is nearly "
+        "deterministic and no longer explores; raise the upper clip bound "
         "(algorithm.surrogate.high) or algorithm.temperature, lower optimizer.lr, or go back to an "
         "earlier step"
     )
 
 
 def constant_length(rows: Sequence[Row], facts: Facts) -> str | None:
-    """The mean length equals the longest only if all responses are equally long."""
+    """The mean length equals the longest one only if all responses have the same length."""
     lengths, longest = (
         then_and_now(rows, "response/length"),
         then_and_now(rows, "response/max_length"),
@@ -66,28 +67,29 @@ def constant_length(rows: Sequence[Row], facts: Facts) -> str | None:
     since = stalled(rows)
     if then is None or now is None or then > VARIED or now < CONSTANT or not since:
         return None
-    if truncated_responses(rows, facts):  # all have the maximal length
+    if truncated_responses(rows, facts):  # all have the maximum length
         return None
     return (
-        f"all responses are {lengths[1]:.0f} tokens long, where at the start the longest had "
-        f"{1 / then:.1f} times the mean, {since}: the model recites one form; look at the "
-        "responses in report.html, lower optimizer.lr, or add a KL (algorithm.kl)"
+        f"all responses have {lengths[1]:.0f} tokens, whereas at the start the longest had "
+        f"{1 / then:.1f} times the mean length, {since}: the model repeats one fixed format; "
+        "inspect the responses in report.html, lower optimizer.lr, or add a KL penalty "
+        "(algorithm.kl)"
     )
 
 
 def kl_explodes(rows: Sequence[Row], facts: Facts) -> str | None:
-    """For language models: the KL of image models has other units."""
+    """Only for language models: the KL of image models has other units."""
     now = recent(rows, "update/kl")
     before = [
         v for row in rows[-WINDOW - SPAN : -WINDOW] if (v := row.get("update/kl")) is not None
     ]
-    if not facts.writes or not now or len(before) < SPAN:
+    if not facts.is_language or not now or len(before) < SPAN:
         return None
     usual = median(before)
     if median(now) <= min(FAR, max(NEAR, LEAP * usual)):
         return None
     return (
-        f"the KL to the reference is {median(now):.2g} nats a token, after {usual:.2g} in the "
-        f"{SPAN} steps before: the policy runs away from its start; raise algorithm.kl.beta, "
-        "lower optimizer.lr, or go back to an earlier step"
+        f"the KL to the reference is {median(now):.2g} nats per token, compared with {usual:.2g} "
+        f"in the {SPAN} steps before: the policy is diverging from the reference; raise "
+        "algorithm.kl.beta, lower optimizer.lr, or go back to an earlier step"
     )

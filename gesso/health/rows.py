@@ -15,38 +15,38 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 
-WINDOW = 5  # rows whose median is judged, since single steps are noisy
-SPAN = 10  # rows whose mean reward is compared with that of the rows before
+WINDOW = 5  # rows of which the median is used, since single steps are noisy
+SPAN = 10  # rows of which the mean reward is compared with that of the rows before
 ERRORS = 2.0  # standard errors that a difference must exceed
-SATURATED = 0.75  # of the samples at the best reward: then most flat groups are at the top
+SATURATED = 0.75  # share of samples at the best reward above which most flat groups are at the top
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the rows do not contain."""
+    """Facts about a run that its rows do not contain."""
 
     clip: float | None  # half the width of the ratio's range; None without a ratio
-    updates: int  # optimizer steps a row
+    updates: int  # optimizer steps per row
     dtype: str
-    held_out: int  # prompts of an evaluation
+    held_out: int  # prompts per evaluation
     watched: tuple[str, ...] = ("eval/reward",)  # metrics that should rise
     separate_eval: bool = False  # evaluations have separate rewards
-    compares: bool = True  # a sample is compared with the others of its prompt
-    groups: int = 1  # prompts a step
-    max_tokens: int | None = None  # of a response; None for image models
+    compares: bool = True  # advantages compare samples of the same prompt
+    groups: int = 1  # prompts per step
+    max_tokens: int | None = None  # per response; None for image models
 
     @property
-    def writes(self) -> bool:
+    def is_language(self) -> bool:
         return self.max_tokens is not None
 
     @property
     def clip_name(self) -> str:
-        return "clip in algorithm.surrogate" if self.writes else "algorithm.clip"
+        return "clip in algorithm.surrogate" if self.is_language else "algorithm.clip"
 
     @staticmethod
     def of(recipe: Recipe, algorithm: Algorithm, held_out: int) -> Facts:
-        """Watches the total, every reward with a weight of at least 0 (0: only
-        monitored), and its share of exact answers. Other details of a reward need not rise."""
+        """Watches the total, every reward with a weight of at least 0 (0: monitored only), and its
+        share of exact answers. Other details of a reward need not rise."""
         entries = recipe.eval_reward or recipe.reward
         parts = [f"eval/{entry.label}" for entry in entries if entry.weight >= 0]
         return Facts(
@@ -63,7 +63,7 @@ class Facts:
 
 
 def recent(rows: Sequence[Row], key: str) -> list[float]:
-    """Values of the last WINDOW rows; empty unless each has one."""
+    """Values of the last WINDOW rows; empty unless every row has one."""
     values = [v for row in rows[-WINDOW:] if (v := row.get(key)) is not None]
     return values if len(values) == WINDOW else []
 
@@ -85,8 +85,8 @@ def flat_shares(rows: Sequence[Row], facts: Facts) -> list[float]:
 
 
 def plateau(rows: Sequence[Row]) -> Sequence[Row]:
-    """The newest rows over which the reward did not rise by more than noise: as many blocks of
-    SPAN as possible, at least two, else none. Also none if most samples have the best reward."""
+    """The newest rows over which the reward did not rise by more than noise: as many blocks of SPAN
+    as possible, at least two. Empty otherwise, or if most samples have the best reward."""
     scored = [row for row in rows if row.get("reward") is not None]
     now = [row["reward"] for row in scored[-SPAN:]]
     start = len(scored) - SPAN
@@ -103,10 +103,10 @@ def plateau(rows: Sequence[Row]) -> Sequence[Row]:
 
 
 def stalled(rows: Sequence[Row]) -> str | None:
-    """The plateau in words."""
+    """A description of the plateau, for messages."""
     same = plateau(rows)
     reward = fmean(row["reward"] for row in same[-SPAN:]) if same else None
-    return f"while for {len(same)} steps the reward has not risen ({reward:.3g})" if same else None
+    return f"while the reward has not risen for {len(same)} steps ({reward:.3g})" if same else None
 
 
 def floor(row: Row) -> float | None:

@@ -1,8 +1,8 @@
 """One update of the policy from one rollout, for any algorithm.
 
-A mini-batch is a set of samples and gives one optimizer step; it is worked through in micro-batches
-of terms. Losses are summed and divided by the terms of the whole mini-batch, so that 1, 2 or 8
-micro-batches give the same gradient. A critic is trained with the policy, at its own learning
+A mini-batch is a set of samples and gives one optimizer step; it is processed in micro-batches of
+terms. Losses are summed and divided by the number of terms of the whole mini-batch, so that 1, 2 or
+8 micro-batches give the same gradient. A critic is trained with the policy, at a separate learning
 rate.
 """
 
@@ -27,11 +27,11 @@ from gesso.types import seed_of
 from gesso.weights.copies import differences
 from gesso.weights.policy import Policy
 
-MAX_REPORTED = {"abs_dlogp", "sampler_gap"}  # the maximum is reported beside the mean
+MAX_REPORTED = {"abs_dlogp", "sampler_gap"}  # the maximum is reported in addition to the mean
 
 
 class Trainable(Protocol):
-    """What the learner needs of a model."""
+    """The part of a model that the learner uses."""
 
     @property
     def policy(self) -> Policy: ...
@@ -39,14 +39,14 @@ class Trainable(Protocol):
 
 @dataclass(frozen=True)
 class Update:
-    """What one iteration of updates reports."""
+    """The result of one iteration of updates."""
 
     metrics: dict[str, float]
-    advantages: list[float]  # of each sample; of a token algorithm, the mean over its tokens
+    advantages: list[float]  # per sample; for per-token advantages, the mean over the tokens
 
 
 class ExtraParameters(Protocol):
-    """Parameters that are trained with the policy and are not part of it: a critic's."""
+    """Parameters that are trained with the policy but are not part of it, such as a critic's."""
 
     trained: dict[str, nn.Parameter]
     lr: float
@@ -105,10 +105,10 @@ class Learner:
         norms: list[float] = []
         skipped = 0
         first: dict[str, float] = {}  # before the first optimizer step
-        fresh = rollout.version == step  # drawn with the weights as they are
+        fresh = rollout.version == step  # sampled with the current weights
         for rows in self._mini_batches(kept, generator):
-            drawn = rollout.rows(rows) if fresh else rollout.rows(rows).aged()
-            terms = self.algorithm.terms(drawn, prepared.rows(rows))
+            mini_batch = rollout.rows(rows) if fresh else rollout.rows(rows).aged()
+            terms = self.algorithm.terms(mini_batch, prepared.rows(rows))
             norm = self._accumulate(terms, stats)
             if "abs_dlogp" in stats and not first:
                 first["first_abs_dlogp_max"] = float(torch.cat(stats["abs_dlogp"]).max())
@@ -121,7 +121,7 @@ class Learner:
                 fresh = False
         self.optimizer.zero_grad(set_to_none=True)
         self.algorithm.finish(self.policy, self.optimizer_steps)
-        norms += [] if len(kept) else [0.0]  # no group has any spread: nothing to learn from
+        norms += [] if len(kept) else [0.0]  # all groups are flat: there is no gradient
         metrics = {f"update/{name}": float(torch.cat(v).mean()) for name, v in stats.items()}
         for name in MAX_REPORTED & stats.keys():
             metrics[f"update/{name}_max"] = float(torch.cat(stats[name]).max())
@@ -139,17 +139,17 @@ class Learner:
         return Update(metrics, _by_sample(advantages, rollout))
 
     def _mini_batches(self, kept: Tensor, generator: torch.Generator) -> Iterator[Tensor]:
-        """Rows of a rollout, shuffled anew for every pass over it."""
+        """Rows of a rollout, reshuffled for every epoch."""
         for _ in range(self.algorithm.epochs):
             order = kept[torch.randperm(len(kept), generator=generator)]
             if len(order):
                 yield from order.tensor_split(min(self.algorithm.updates, len(order)))
 
     def _accumulate(self, terms: Terms, stats: dict[str, list[Tensor]]) -> float | None:
-        """Gradient of the mini-batch's mean loss into .grad; its norm, or None when the loss or
-        the gradient is not finite: such a step is not taken."""
+        """Accumulates the gradient of the mini-batch's mean loss in .grad. Returns its norm, or
+        None if the loss or the gradient is not finite: such a step is skipped."""
         self.optimizer.zero_grad(set_to_none=True)
-        losses = []  # checked at the end: reading one synchronizes with the device
+        losses = []  # checked at the end, since reading a value synchronizes with the device
         with self.policy.folded():
             for index in terms.micro_batches(self.settings):
                 part = terms.rows(index)
@@ -169,7 +169,7 @@ class Learner:
 
     def _step(self) -> None:
         assert not self.policy.is_folded, (
-            "a sampler in the middle of a batch would go on with older weights"
+            "a sampler in the middle of a batch would continue with older weights"
         )
         warmup = self.schedule.warmup
         rise = min(1.0, (self.optimizer_steps + 1) / warmup) if warmup else 1.0
@@ -183,7 +183,7 @@ class Learner:
             averages.blend_(self.policy.copies["ema"], self.policy.tensors(), decay)
 
     def state(self) -> dict[str, Tensor]:
-        """Everything that an exact resume needs, as flat names → tensors."""
+        """Everything that an exact resume needs, as a flat mapping of names to tensors."""
         state = {f"current/{name}": p.data for name, p in self.policy.trainable.items()}
         for copy, tensors in self.policy.copies.items():
             state |= {f"{copy}/{name}": tensor for name, tensor in tensors.items()}
@@ -201,8 +201,8 @@ class Learner:
         return self.policy.trainable | {f"beside.{name}": p for name, p in extra.items()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Strict: a ValueError says which tensors are missing, unexpected or of another shape; then
-        nothing was changed."""
+        """Strict: raises a ValueError that lists missing tensors, unexpected tensors and wrong
+        shapes, and changes nothing in that case."""
         expected = {k: t.shape for k, t in self.state().items() if not k.startswith("adam.")}
         for name, p in self._all.items():
             moments = {"step": torch.Size(), "exp_avg": p.shape, "exp_avg_sq": p.shape}
@@ -231,7 +231,7 @@ class Learner:
 
 
 def _by_sample(advantages: Tensor, rollout: Rollout) -> list[float]:
-    """N: of advantages (N, S) per token, the mean over each response."""
+    """(N,): for per-token advantages (N, S), the mean over each response."""
     if advantages.ndim == 2:
         mask = rollout.mask.to(advantages)
         advantages = (advantages * mask).sum(1) / mask.sum(1).clamp(min=1)

@@ -1,4 +1,4 @@
-"""Memory of image models: an update, a sampling step, decoding."""
+"""Memory of flow models: an update, a denoising step, VAE decoding."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from gesso.weights.folding_rule import estimated_to_fold
 
 def load(model: PipelineModel, algorithm: Algorithm, recipe: Recipe) -> Load:
     networks = _networks(model, recipe)
-    networks["weights with the LoRA in them"] = _folded(model, algorithm, recipe)
-    if model.runs_in_half:  # autocast keeps the weights a second time, in half precision
+    networks["folded weights"] = _folded(model, algorithm, recipe)
+    if model.runs_in_half:  # autocast keeps a second copy of the weights in half precision
         networks["weights in half precision"] = model.policy.size * 2
         with quiet("diffusers"):
             model.policy.module.to(model.dtype)
@@ -44,20 +44,20 @@ def _spec(algorithm: Algorithm, recipe: Recipe) -> SampleSpec:
 
 
 def _networks(model: PipelineModel, recipe: Recipe) -> dict[str, int]:
-    sizes = {"transformer": 0, "text encoders": 0, "decoder": 0}
+    sizes = {"transformer": 0, "text encoders": 0, "VAE": 0}
     for name, part in model.pipe.components.items():
         if not isinstance(part, nn.Module):
             continue
-        small = name in model.large and recipe.model.quantize is not None
-        place = {"transformer": "transformer", "vae": "decoder"}.get(name, "text encoders")
-        sizes[place] += nbytes(part, [part] if small else [])
+        quantized = name in model.large and recipe.model.quantize is not None
+        label = {"transformer": "transformer", "vae": "VAE"}.get(name, "text encoders")
+        sizes[label] += nbytes(part, [part] if quantized else [])
     return sizes
 
 
 def _folded(model: PipelineModel, algorithm: Algorithm, recipe: Recipe) -> int:
-    """What `model.fold` keeps on a GPU in every pass: the adapted weights once more, and again for
-    an old policy, which an update runs beside the current one. A recipe in float32 that does not
-    ask for it is taken for one of a CPU, where nothing is folded."""
+    """The copy of the adapted weights that `model.fold` keeps on a GPU, and a second one for an old
+    policy, which an update also runs. A float32 recipe that does not set `model.fold` is assumed to
+    run on a CPU, where nothing is folded."""
     if not estimated_to_fold(recipe.model, _spec(algorithm, recipe).per_sample_grads):
         return 0
     names = {name.split(".lora_")[0] for name in model.policy.trainable}
@@ -67,7 +67,7 @@ def _folded(model: PipelineModel, algorithm: Algorithm, recipe: Recipe) -> int:
 
 
 def _stored(model: Any, spec: SampleSpec, samples: int) -> int:
-    """Latents of the trained steps of a whole rollout, and gradients a sample, in float32."""
+    """Latents of the trained steps of a whole rollout, and per-sample gradients, in float32."""
     c, h, w = model.latent_shape(spec.height, spec.width)
     steps = len(spec.trained)
     tensors = 1 + (steps + 1 if steps else 0) + (steps if spec.means else 0)
@@ -89,7 +89,7 @@ def _works(model: Any, algorithm: Algorithm, recipe: Recipe) -> dict[str, Callab
     trace = _rollout(model, spec, batch).flow_trace
     context, sigma = trace.context, torch.ones(batch, device=model.device)
 
-    def draw() -> object:
+    def denoise() -> object:
         cond = context.cond.rows(trace.row)
         negative = context.negative.rows(trace.row) if context.negative else None
         branches = model, trace.clean, sigma, cond, negative, spec.guidance
@@ -103,11 +103,11 @@ def _works(model: Any, algorithm: Algorithm, recipe: Recipe) -> dict[str, Callab
     def decode() -> object:
         return model.pixels(trace.clean)
 
-    return {"drawing": draw, "decoding": decode}
+    return {"denoising": denoise, "decoding": decode}
 
 
 def _rollout(model: Any, spec: SampleSpec, n: int) -> Rollout:
-    """n samples as the sampler would leave them, without numbers."""
+    """n samples as the sampler returns them, with shapes only."""
     shape, steps = model.latent_shape(spec.height, spec.width), len(spec.trained)
 
     def latents(count: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Functions of torch that the meta device lacks, or does unlike other devices."""
+"""Replacements for torch functions that the meta device lacks or implements differently."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Function = Callable[..., Any]
 
 
 class Replaced(TorchFunctionMode):
-    """Calls others in the place of some of torch's functions, wherever they are called from."""
+    """Replaces some of torch's functions, wherever they are called from."""
 
     def __init__(self, replacements: Mapping[Function, Function]) -> None:
         super().__init__()
@@ -32,8 +32,8 @@ class Replaced(TorchFunctionMode):
 
 
 def _backward(loss: Tensor) -> None:
-    """`loss.backward()` by the engine itself: torch switches function modes off while one of its
-    own functions runs, and gradient checkpointing runs layers again in the backward pass."""
+    """`loss.backward()` through the autograd engine: torch disables function modes inside its own
+    functions, and gradient checkpointing runs layers again in the backward pass."""
     engine = torch.autograd.Variable._execution_engine
     ones = torch.ones_like(loss)
     engine.run_backward(
@@ -49,9 +49,9 @@ def fused_attention(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """scaled_dot_product_attention as devices have it: no attention matrix is materialized."""
+    """scaled_dot_product_attention as on real devices: no attention matrix is materialized."""
     dtype = value.dtype
-    bias = None if attn_mask is None else attn_mask.to(dtype)  # devices add it, as a number
+    bias = None if attn_mask is None else attn_mask.to(dtype)  # added to the scores
     return _FusedAttention.apply(query.to(dtype), key.to(dtype), value, bias)
 
 
@@ -70,12 +70,12 @@ class _FusedAttention(torch.autograd.Function):
 
 
 class Autocast:
-    """torch.autocast for linear layers: a weight is rounded once within `region`, and lives until
-    its end or as long as the backward pass needs it. `linear` replaces torch's."""
+    """torch.autocast for linear layers: a weight is cast once within `region`, and freed at its end
+    or when the backward pass no longer needs it. `linear` replaces torch's."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._rounded: dict[int, Tensor] = {}  # by the id of the parameter
+        self._cast_weights: dict[int, Tensor] = {}  # by the id of the parameter
         self._in_region = False
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -87,9 +87,9 @@ class Autocast:
             return tensor
         if not (self._in_region and isinstance(tensor, nn.Parameter)):
             return tensor.to(self.dtype)
-        if id(tensor) not in self._rounded:
-            self._rounded[id(tensor)] = tensor.to(self.dtype)
-        return self._rounded[id(tensor)]
+        if id(tensor) not in self._cast_weights:
+            self._cast_weights[id(tensor)] = tensor.to(self.dtype)
+        return self._cast_weights[id(tensor)]
 
     @contextmanager
     def region(self) -> Iterator[None]:
@@ -100,4 +100,4 @@ class Autocast:
         finally:
             if outermost:
                 self._in_region = False
-                self._rounded.clear()
+                self._cast_weights.clear()

@@ -1,4 +1,4 @@
-"""Counts live bytes on torch's meta device: each tensor from its allocation to its end."""
+"""Counts live bytes on torch's meta device: each tensor from its allocation until it is freed."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ from torch.utils._pytree import tree_map_only
 
 from gesso.memory.functions import Replaced, fused_attention
 
-NF4_BYTES = 0.5 + 4 / 64  # a weight: four bits, and a float32 scale for every 64 of them
+NF4_BYTES = 0.5 + 4 / 64  # per weight: four bits, and a float32 scale per 64 weights
 
 
 @dataclass(frozen=True)
 class Load:
     """What one recipe allocates and runs, with its networks on the meta device."""
 
-    networks: dict[str, int]  # bytes by part; what the recipe quantizes counts as if it were
+    networks: dict[str, int]  # bytes per part; quantized parts count with their quantized size
     stored: int  # bytes of a whole rollout
     tensors: list[Tensor]  # allocated before any work
     update: Callable[[], object]  # of one micro-batch, from the loss to the gradients
-    works: dict[str, Callable[[], object]]  # what else a run does, each once, at full size
-    host: dict[str, int]  # bytes kept in the host's memory
+    works: dict[str, Callable[[], object]]  # the other work of a run, once each, at full size
+    host: dict[str, int]  # bytes in host memory
 
 
 def nbytes(part: nn.Module, quantized: Iterable[nn.Module] = ()) -> int:
-    """Of a network's weights and buffers, frozen linear layers within `quantized` in 4 bits."""
+    """Bytes of a network's weights and buffers, with frozen linear layers inside `quantized` in 4
+    bits."""
     total = sum(t.nbytes for t in (*part.parameters(), *part.buffers()))
     frozen = [
         layer.weight
-        for whole in quantized
-        for layer in whole.modules()
+        for module in quantized
+        for layer in module.modules()
         if isinstance(layer, nn.Linear) and not layer.weight.requires_grad
     ]
     return total - sum(int(w.nbytes - w.numel() * NF4_BYTES) for w in frozen)
@@ -46,10 +47,10 @@ def tensors_of(modules: Iterable[nn.Module]) -> list[Tensor]:
     return [t for module in modules for t in (*module.parameters(), *module.buffers())]
 
 
-def peak(there: Iterable[Tensor], work: Callable[[], object]) -> int:
-    """Most bytes that are allocated at once by `work`, besides `there`."""
-    known = {t.untyped_storage()._cdata for t in there}
-    # On the meta device torch would materialize every attention matrix; devices do not.
+def peak(allocated: Iterable[Tensor], work: Callable[[], object]) -> int:
+    """Peak number of bytes that `work` allocates in addition to `allocated`."""
+    known = {t.untyped_storage()._cdata for t in allocated}
+    # On the meta device torch would materialize every attention matrix; real devices do not.
     fused = Replaced({nn.functional.scaled_dot_product_attention: fused_attention})
     with fused, _Live(known) as live:
         work()
@@ -63,17 +64,17 @@ class _Live(TorchDispatchMode):
         super().__init__()
         self.now = self.peak = 0
         self.known = known
-        self.set: dict[int, int] = {}  # storage of a mask → how many of its flags are
-        self.results: dict[Any, Any] = {}  # operator and its inputs' shapes → shapes of its results
+        self.set: dict[int, int] = {}  # storage of a mask → number of True values
+        self.results: dict[Any, Any] = {}  # operator and input shapes → output shapes
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        with torch._C.DisableTorchFunction():  # function modes would see every `is_meta` in here
+        with torch._C.DisableTorchFunction():  # else function modes intercept every `is_meta`
             result = self._run(function, args, kwargs or {})
             for tensor in _tensors((result,)):
                 if tensor.is_meta:
-                    self._see(tensor.untyped_storage())
+                    self._count_storage(tensor.untyped_storage())
         return result
 
     def _run(self, function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -83,7 +84,7 @@ class _Live(TorchDispatchMode):
         if function is torch.ops.aten.index.Tensor and first.is_meta:
             mask = args[1][0]
             if mask is not None and mask.dtype == torch.bool:
-                return first.new_empty(self._count(mask), *first.shape[mask.ndim :])
+                return first.new_empty(self._selected(mask), *first.shape[mask.ndim :])
         if function is torch.ops.aten._to_copy.default:
             target = torch.device(kwargs.get("device") or first.device).type
             if (first.device.type, target) == ("meta", "cpu"):
@@ -97,13 +98,13 @@ class _Live(TorchDispatchMode):
         if mixed and function is not torch.ops.aten.copy_.default:
             args, kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
             tensors = _tensors((*args, *kwargs.values()))
-        return self._again(function, args, kwargs, tensors)
+        return self._cached(function, args, kwargs, tensors)
 
-    def _again(
+    def _cached(
         self, function: Any, args: Any, kwargs: dict[str, Any], tensors: list[Tensor]
     ) -> Any:
-        """Caches result shapes: layers are alike, and torch takes longer to infer shapes than a
-        lookup does."""
+        """Caches output shapes: layers repeat, and a lookup is faster than torch's shape
+        inference."""
         if _aliases(function):
             return function(*args, **kwargs)
         key = function, _key(args), *((name, _key(value)) for name, value in kwargs.items())
@@ -117,21 +118,22 @@ class _Live(TorchDispatchMode):
             self.results[key] = [_Shape.of(tensor) for tensor in result]
         return result
 
-    def _count(self, mask: Tensor) -> int:
+    def _selected(self, mask: Tensor) -> int:
+        """Number of elements that a boolean mask selects."""
         if mask.device.type == "cpu":
             return int(mask.sum())
         return self.set.get(mask.untyped_storage()._cdata, mask.numel())
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
+    def _count_storage(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key in self.known:
             return
         self.known.add(key)
         self.now += size
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._gone, key, size)
+        weakref.finalize(storage, self._freed, key, size)
 
-    def _gone(self, key: int, size: int) -> None:
+    def _freed(self, key: int, size: int) -> None:
         self.known.discard(key)
         self.set.pop(key, None)
         self.now -= size
@@ -151,8 +153,8 @@ class _Shape(NamedTuple):
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
 
-# Operators take and give values and flat lists of values, no deeper: torch's pytrees, which know of
-# every nesting, took most of an estimate's time.
+# Operators take and return values and flat lists of values, without deeper nesting. torch's
+# pytrees, which handle any nesting, took most of the time of an estimate.
 
 
 def _tensors(values: Iterable[Any]) -> list[Tensor]:
@@ -166,7 +168,7 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
 
 
 def _key(value: Any) -> Any:
-    """What of an operator's input its result's shape can depend on."""
+    """The part of an operator's input that determines the shape of its output."""
     if isinstance(value, Tensor):
         return _Shape.of(value)
     if isinstance(value, list | tuple):
@@ -176,15 +178,15 @@ def _key(value: Any) -> Any:
 
 @functools.cache
 def _aliases(function: Any) -> bool:
-    """Whether it writes to an input, or may give one back: a view."""
+    """Whether an operator modifies an input or may return a view of one."""
     return any(argument.alias_info is not None for argument in function._schema.arguments)
 
 
-def _are_new(results: Sequence[Any], given: Iterable[Tensor]) -> bool:
-    """Tensors of the meta device alone, in storages of their own."""
+def _are_new(results: Sequence[Any], inputs: Iterable[Tensor]) -> bool:
+    """Whether all results are meta tensors in separate storages, which no input shares."""
     if not results or not all(isinstance(t, Tensor) and t.is_meta for t in results):
         return False
     storages = {t.untyped_storage()._cdata for t in results}
     return len(storages) == len(results) and storages.isdisjoint(
-        t.untyped_storage()._cdata for t in given
+        t.untyped_storage()._cdata for t in inputs
     )

@@ -1,7 +1,7 @@
-"""Memory of language models: an update, a batch of responses, and an image.
+"""Memory of language models: an update, decoding a batch, and encoding an image.
 
-Prompts and responses have the greatest length that the recipe allows, and a prompt is an image as
-far as possible. So this is an upper bound; a run usually takes less.
+Prompts and responses have the maximum length that the recipe allows, and prompts consist of as many
+image tokens as possible. So this is an upper bound; a run usually takes less.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ def load(model: TransformerModel, algorithm: Algorithm, recipe: Recipe) -> Load:
     assert isinstance(algorithm, PolicyGradient)
     trunk = _trunk(algorithm)
     models = [model, *([trunk] if trunk else [])]
-    small = recipe.model.quantize is not None
+    quantized = recipe.model.quantize is not None
     autocast = _autocast(models)
     return Load(
-        networks=_networks(model, trunk, small),
+        networks=_networks(model, trunk, quantized),
         stored=_stored(algorithm, recipe),
         tensors=tensors_of(m.module for m in models),
         update=autocast(_update(model, algorithm, recipe)),
@@ -53,7 +53,7 @@ def load(model: TransformerModel, algorithm: Algorithm, recipe: Recipe) -> Load:
 
 
 def _autocast(models: Sequence[TransformerModel]) -> Callable[[Work], Work]:
-    """What runs some work under autocast, which torch does not have for the meta device."""
+    """A wrapper that runs work under autocast, which torch lacks for the meta device."""
     if not models[0].runs_in_half:
         return lambda work: work
     autocast = Autocast(models[0].dtype)
@@ -75,26 +75,26 @@ def _host(models: Sequence[TransformerModel], recipe: Recipe) -> dict[str, int]:
     prompts = max(recipe.data.groups, recipe.eval.prompts)
     pixels = models[0].blank(models[0].max_prompt).pixels
     sizes = {
-        "features of pictures, up to": sum(model.feature_cache_limit for model in models),
-        "pixels of pictures, up to": 0 if pixels is None else prompts * pixels.nbytes,
+        "image features, up to": sum(model.feature_cache_limit for model in models),
+        "image pixels, up to": 0 if pixels is None else prompts * pixels.nbytes,
     }
     return {name: size for name, size in sizes.items() if size}
 
 
 def _trunk(algorithm: PolicyGradient) -> TransformerModel | None:
-    """The critic's network, where it has one of its own."""
+    """The critic's network, if it is separate from the policy's."""
     critic = algorithm.critic_network
     is_separate = isinstance(critic, Critic) and isinstance(critic.trunk, TransformerModel)
     return critic.trunk if is_separate else None  # type: ignore[union-attr]
 
 
 def _networks(
-    model: TransformerModel, trunk: TransformerModel | None, small: bool
+    model: TransformerModel, trunk: TransformerModel | None, quantized: bool
 ) -> dict[str, int]:
-    """Vision tower and head are never quantized."""
-    whole = nbytes(model.module, [model.decoder] if small else [])
+    """Vision tower and LM head are never quantized."""
+    whole = nbytes(model.module, [model.decoder] if quantized else [])
     tower = nbytes(model.tower) if model.tower is not None else 0
-    critic = nbytes(trunk.module, [trunk.decoder] if small else []) if trunk else 0
+    critic = nbytes(trunk.module, [trunk.decoder] if quantized else []) if trunk else 0
     return {"language model": whole - tower, "vision tower": tower, "critic": critic}
 
 
@@ -118,22 +118,22 @@ def _update(model: TransformerModel, algorithm: PolicyGradient, recipe: Recipe) 
 def _works(
     model: TransformerModel, algorithm: PolicyGradient, recipe: Recipe
 ) -> Iterator[tuple[str, Work]]:
-    if recipe.sampler.engine == "built-in":  # another has a share of the device
-        yield "writing", lambda: _write(model, algorithm, recipe)
+    if recipe.sampler.engine == "built-in":  # other engines reserve a share of the device
+        yield "decoding", lambda: _decode(model, algorithm, recipe)
     prompt = model.blank(model.max_prompt)
     if isinstance(model, VisionLanguage) and prompt.grid is not None:
 
         @torch.no_grad()
-        def see() -> object:
+        def encode() -> object:
             with model.precision():
                 return model.tower_features(prompt)
 
-        yield "seeing a picture", see
+        yield "encoding an image", encode
 
 
 def _terms(model: TransformerModel, algorithm: PolicyGradient, recipe: Recipe) -> ResponseTerms:
-    """A full micro-batch: responses to different prompts, all of one length, so that the mask is
-    all ones."""
+    """A full micro-batch: responses to different prompts, all of the same length, so that the mask
+    is all ones."""
     longest = model.max_prompt + algorithm.max_tokens
     most = recipe.data.groups * algorithm.group // algorithm.updates * longest
     tokens = min(max(recipe.learner.micro_tokens, longest), most)
@@ -149,9 +149,9 @@ def _terms(model: TransformerModel, algorithm: PolicyGradient, recipe: Recipe) -
 
 
 @torch.no_grad()
-def _write(model: TransformerModel, algorithm: PolicyGradient, recipe: Recipe) -> None:
-    """As `samplers/decode.py` does it: prompts are read, some at a time, into the slots of a cache,
-    and a step of all slots is taken. In evaluation every slot has a prompt of its own."""
+def _decode(model: TransformerModel, algorithm: PolicyGradient, recipe: Recipe) -> None:
+    """As in `samplers/decode.py`: prefills prompts, a few at a time, into the slots of a KV cache,
+    and decodes one token for all slots. In evaluation every slot has a different prompt."""
     samples = max(recipe.data.groups * algorithm.group, recipe.eval.prompts)
     slots = min(recipe.sampler.batch, samples)
     prompts = max(min(slots, recipe.eval.prompts), math.ceil(slots / algorithm.group))
@@ -177,8 +177,8 @@ def _write(model: TransformerModel, algorithm: PolicyGradient, recipe: Recipe) -
 
 
 def _folded(model: TransformerModel, recipe: Recipe) -> list[Tensor]:
-    """The weights with their adapters in them, as `model.fold` keeps them. A recipe in float32 that
-    does not ask for it is taken for one of a CPU, where nothing is folded."""
+    """The folded copy of the adapted weights that `model.fold` keeps. A float32 recipe that does
+    not set `model.fold` is assumed to run on a CPU, where nothing is folded."""
     if not estimated_to_fold(recipe.model):
         return []
     names = {name.split(".lora_")[0] for name in model.policy.trainable}
@@ -187,8 +187,8 @@ def _folded(model: TransformerModel, recipe: Recipe) -> list[Tensor]:
 
 
 def _joined(model: TransformerModel, recipe: Recipe) -> list[Tensor]:
-    """The weights that `stepping.py` concatenates. None with a LoRA: folded weights are counted
-    already, and without folding `stepping.py` is not used."""
+    """The weights that `stepping.py` concatenates. Empty with a LoRA: folded weights are already
+    counted, and without folding `stepping.py` is not used."""
     if recipe.model.quantize is not None or recipe.model.lora is not None:
         return []
     parts = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")

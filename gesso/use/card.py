@@ -1,5 +1,5 @@
-"""The README.md of an export, as the Hugging Face hub reads it: what it is, what it learnt, how to
-use it, how it was made. With a curve, and the same prompts before and after."""
+"""The model card (README.md) of an export, in the format of the Hugging Face Hub: description,
+results with a curve, samples before and after training, usage, training details."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ from gesso.use.source import ModelSource
 CURVE, SHEET = "curve.png", "samples.png"
 IMAGES, RESPONSES = 8, 4  # prompts shown
 LIBRARIES = ("torch", "diffusers", "transformers", "peft", "safetensors")
-FOLD = 700  # characters of a response that are shown
+FOLD = 700  # longer responses are truncated to this number of characters
 
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What the card is written from."""
+    """The content of a model card."""
 
     loaded: LoadedModel
-    folder: Path  # that the export will be
+    folder: Path  # of the finished export
     whole: bool  # all weights, not an adapter
-    rows: Sequence[Mapping[str, Any]]  # of metrics.jsonl, as far as the exported step
-    shown: Mapping[int, Sequence[Shown]]  # the first and the last evaluation with samples
+    rows: Sequence[Mapping[str, Any]]  # of metrics.jsonl, up to the exported step
+    shown: Mapping[int, Sequence[Shown]]  # samples of the first and the last evaluation
     hashes: Mapping[str, tuple[int, str]]
 
     @property
@@ -57,19 +57,20 @@ class CardFacts:
         return self.source.run
 
     @property
-    def draws(self) -> bool:
+    def has_images(self) -> bool:
+        """Whether samples are images rather than texts."""
         return self.recipe.model.output == "image"
 
     @property
-    def figure(self) -> str:
-        """The metric that a run is judged by."""
+    def metric(self) -> str:
+        """The main held-out metric of the run."""
         return held_out_key(key for row in self.rows for key in row)
 
 
 def write(
     loaded: LoadedModel, aside: Path, folder: Path, hashes: Mapping[str, tuple[int, str]]
 ) -> None:
-    """README.md and its pictures into `aside`, which becomes `folder`."""
+    """Writes README.md and its images to `aside`, which is later renamed to `folder`."""
     run = loaded.source.run
     assert run is not None, "only runs are exported"
     rows = [row for row in run.rows() if row["step"] <= loaded.source.step]
@@ -80,9 +81,9 @@ def write(
         _head(facts),
         _result(facts, aside),
         _samples(facts, aside),
-        _use(facts, aside),
-        _go_on(facts),
-        _made(facts),
+        _usage(facts, aside),
+        _continue(facts),
+        _details(facts),
         _files(facts),
     ]
     text = "\n\n".join(part for part in parts if part)
@@ -90,7 +91,7 @@ def write(
 
 
 def _shown(run: RunFolder, step: int) -> dict[int, list[Shown]]:
-    """The first and the last evaluation up to `step` that kept samples."""
+    """Samples of the first and the last evaluation up to `step` that saved any."""
     stored = (run.path / "samples").glob("*.jsonl")
     files = {int(f.stem): f for f in stored if re.fullmatch("[0-9]{6,12}", f.stem)}
     steps = sorted(s for s in files if s <= step)
@@ -128,7 +129,7 @@ def _is_hub_name(path: str) -> bool:
 
 
 def license_of(path: str) -> str | None:
-    """By the card of the base model, where it lies here; that of the bundled ones is Gesso's."""
+    """The license in the card of a local base model; bundled models have Gesso's license."""
     if path.startswith(ZOO):
         return "apache-2.0"
     card = resolve_path(path) / "README.md"
@@ -139,10 +140,10 @@ def license_of(path: str) -> str | None:
     try:
         return ModelCard.load(card).data.to_dict().get("license")
     except ValueError as error:
-        raise UserError(f"{card}: its front matter is not valid YAML: {error}") from error
+        raise UserError(f"{card}: the front matter is not valid YAML: {error}") from error
 
 
-# What it is, and what it learnt
+# Description and results
 
 
 def _head(facts: CardFacts) -> str:
@@ -152,15 +153,15 @@ def _head(facts: CardFacts) -> str:
     if lora is None:
         what = f"All weights of {_base(recipe)}, fine-tuned"
     elif facts.whole:
-        what = f"{_base(recipe)} with a LoRA of rank {lora.rank} folded into its weights"
+        what = f"{_base(recipe)} with a LoRA of rank {lora.rank} merged into its weights"
     else:
-        what = f"A LoRA of rank {lora.rank}, alpha {lora.alpha}, for {_base(recipe)}"
-    averaged = ", averaged over training (EMA)" if source.table == "ema" else ""
+        what = f"A LoRA of rank {lora.rank} and alpha {lora.alpha} for {_base(recipe)}"
+    averaged = " These are the averaged (EMA) weights." if source.table == "ema" else ""
     names = " and ".join(f"`{entry.name}`" for entry in recipe.reward)
     return (
         f"# {_md(facts.folder.resolve().name)}\n\n{about}{what}. Trained by reinforcement learning "
         f"(`{recipe.algorithm.name}`) on the reward{'s' if len(recipe.reward) > 1 else ''} {names} "
-        f"for {source.step} of {recipe.steps} steps with Gesso{averaged}."
+        f"for {source.step} of {recipe.steps} steps with Gesso.{averaged}"
     )
 
 
@@ -174,7 +175,7 @@ def _base(recipe: Recipe) -> str:
 def _result(facts: CardFacts, aside: Path) -> str:
     evals = [row for row in facts.rows if row.get("eval/reward") is not None]
     if not evals:
-        return "## What it learnt\n\nThe run was not evaluated before this step."
+        return "## Results\n\nThe run was not evaluated before this step."
     first, last = evals[0], evals[-1]
     keys = [key for key in last if key.startswith("eval/") and last[key] is not None]
     keys = [key for key in keys if key != "eval/failed" or last[key]]
@@ -187,20 +188,20 @@ def _result(facts: CardFacts, aside: Path) -> str:
         lines.append(f"| {_md(key.removeprefix('eval/'))} | {shown} | {last[key]:.3f} |")
     sources = " and ".join(f"`{source.path}`" for source in facts.recipe.data.eval)
     text = (
-        f"On the first {facts.recipe.eval.prompts} prompts of {sources} (all, where it has fewer), "
-        "one sample each, always from the same seeds."
+        f"Evaluated on the first {facts.recipe.eval.prompts} prompts of {sources} (all, if there "
+        "are fewer), with one sample each, always from the same seeds."
     )
     if facts.recipe.learner.ema is not None and facts.source.table == "current":
-        text += " These figures are of the averaged weights; the ones here are the current ones."
+        text += " These results are for the averaged weights; this folder has the current weights."
     if last["step"] != facts.source.step:
-        text += f" The last evaluation before step {facts.source.step} is of step {last['step']}."
-    key = facts.figure
+        text += f" The last evaluation up to step {facts.source.step} was at step {last['step']}."
+    key = facts.metric
     twin = "reward" if key == "eval/reward" else key.replace("eval/", "reward/", 1)
     lines_of = {"held-out": figures.series(facts.rows, key)}
     lines_of["training"] = figures.series(facts.rows, twin)
     curve(key.removeprefix("eval/"), lines_of).save(aside / CURVE)
-    picture = f"![{_md(key.removeprefix('eval/'))} over the steps of training]({CURVE})"
-    return "\n".join(["## What it learnt", "", picture, "", *lines, "", text])
+    image = f"![{_md(key.removeprefix('eval/'))} over training steps]({CURVE})"
+    return "\n".join(["## Results", "", image, "", *lines, "", text])
 
 
 # Samples
@@ -212,9 +213,9 @@ def _samples(facts: CardFacts, aside: Path) -> str:
     first, last = min(facts.shown), max(facts.shown)
     before = {row.index: row for row in facts.shown[first]}
     pairs = [(before.get(row.index, row), row) for row in facts.shown[last]]
-    head = f"## Samples\n\nThe first prompts of the evaluation, none chosen, at step {first}"
+    head = f"## Samples\n\nThe first prompts of the evaluation, without selection, at step {first}"
     head += f" and step {last}, from the same seeds." if last != first else "."
-    if facts.draws:
+    if facts.has_images:
         return f"{head}\n\n{_sheet(facts, pairs[:IMAGES], (first, last), aside)}"
     return f"{head}\n\n{_responses(facts, pairs[:RESPONSES], (first, last), aside)}"
 
@@ -222,7 +223,7 @@ def _samples(facts: CardFacts, aside: Path) -> str:
 def _sheet(
     facts: CardFacts, pairs: Sequence[tuple[Shown, Shown]], steps: tuple[int, int], aside: Path
 ) -> str:
-    """A picture of pictures, and its prompts as text: not every letter can be drawn."""
+    """A contact sheet, and its prompts as text, since its font does not support all characters."""
     ends = steps if steps[0] != steps[1] else steps[:1]
     rows = [
         Row(f"{i}. {pair[0].prompt}", [_cell(facts.run, s, shown) for s, shown in _of(ends, pair)])
@@ -230,7 +231,7 @@ def _sheet(
     ]
     sheet(rows, [f"step {step}" for step in ends]).save(aside / SHEET)
     prompts = "\n".join(f"{i}. {_md(pair[0].prompt)}" for i, pair in enumerate(pairs, 1))
-    return f"![pictures before and after]({SHEET})\n\n{prompts}"
+    return f"![images before and after training]({SHEET})\n\n{prompts}"
 
 
 def _of(steps: Sequence[int], pair: Sequence[Shown]) -> list[tuple[int, Shown]]:
@@ -241,11 +242,11 @@ def _cell(run: RunFolder, step: int, row: Shown) -> Cell:
     from PIL import Image
 
     reward = "no score" if row.reward is None else f"{row.reward:.3f}"
-    read = f'   read "{row.text}"' if row.text else ""
+    text = f'   "{row.text}"' if row.text else ""
     try:
         with Image.open(run.path / "samples" / f"{step:06d}" / Path(row.image).name) as opened:
-            return Cell(opened.convert("RGB"), reward + read)
-    except Exception:  # Pillow has a dozen types for damaged files; the others still show
+            return Cell(opened.convert("RGB"), reward + text)
+    except Exception:  # Pillow raises many types for damaged files; show the others anyway
         return Cell(None, f"{row.image} cannot be read")
 
 
@@ -254,67 +255,67 @@ def _responses(
 ) -> str:
     parts = []
     for number, (before, after) in enumerate(pairs, 1):
-        wanted = f" (wanted: {_md(after.answer)})" if after.answer else ""
-        lines = [f"**{_md(after.prompt)}**{wanted}", ""]
+        answer = f" (expected answer: {_md(after.answer)})" if after.answer else ""
+        lines = [f"**{_md(after.prompt)}**{answer}", ""]
         for k, name in enumerate(after.shown, 1):
             file = facts.run.path / "samples" / "prompts" / Path(name).name
             if file.is_file():
                 copy = f"prompt-{number}-{k}.png"
                 shutil.copyfile(file, aside / copy)
-                lines += [f"![picture {k} of the prompt]({copy})", ""]
+                lines += [f"![image {k} of the prompt]({copy})", ""]
         for step, row in dict(zip(steps, (before, after), strict=True)).items():
             reward = "no score" if row.reward is None else f"reward {row.reward:.3f}"
-            lines += [f"step {step}, {reward}:", _fenced(row.response)]
+            lines += [f"Step {step}, {reward}:", _fenced(row.response)]
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
 
-# How to use it, and how it came about
+# Usage and training details
 
 
-def _use(facts: CardFacts, aside: Path) -> str:
+def _usage(facts: CardFacts, aside: Path) -> str:
     example = _example(facts)
     if example.image is not None:
         shutil.copyfile(example.image, aside / usage.EXAMPLE)
-    same = "picture" if facts.draws else "response"
-    looking = f" --image {usage.EXAMPLE}" if example.image is not None else ""
-    command = _fenced(f"gesso sample DIR {shlex.quote(example.prompt)}{looking}")
+    output = "image" if facts.has_images else "response"
+    option = f" --image {usage.EXAMPLE}" if example.image is not None else ""
+    command = _fenced(f"gesso sample DIR {shlex.quote(example.prompt)}{option}")
     if not facts.loaded.family.wraps_library(facts.loaded.model):
-        return f"## Use it\n\nWith this folder as DIR:\n\n{command}"
+        return f"## Usage\n\nWith Gesso, where DIR is this folder:\n\n{command}"
     code = usage.code(facts.loaded, example, facts.whole)
-    _, as_trained = usage.ask(facts.loaded, example)
+    _, as_trained = usage.prompt_of(facts.loaded, example)
     if not as_trained:
         return (
-            f"## Use it\n\n{_fenced(code, 'python')}\n\nIn training, data.template of the recipe "
-            "stood around each question; it is not in these lines."
+            f"## Usage\n\n{_fenced(code, 'python')}\n\nDuring training, prompts were formatted "
+            "with `data.template` of the recipe; this code does not apply it."
         )
     return (
-        f"## Use it\n\n{_fenced(code, 'python')}\n\nThat is the {same} that Gesso gives, with this "
-        f"folder as DIR:\n\n{command}"
+        f"## Usage\n\n{_fenced(code, 'python')}\n\nGesso generates the same {output}, where DIR is "
+        f"this folder:\n\n{command}"
     )
 
 
 def _example(facts: CardFacts) -> usage.Example:
-    """The first prompt of the evaluations that one picture or none goes with."""
+    """The first prompt of the evaluations with at most one image."""
     folder = facts.run.path / "samples" / "prompts"
     for rows in facts.shown.values():
         for row in rows:
             files = [folder / Path(name).name for name in row.shown]
             if len(files) <= 1 and all(file.is_file() for file in files):
                 return usage.Example(row.prompt, files[0] if files else None)
-    return usage.Example("a photo of a cat" if facts.draws else "What is 3 + 4?")
+    return usage.Example("a photo of a cat" if facts.has_images else "What is 3 + 4?")
 
 
-def _go_on(facts: CardFacts) -> str:
+def _continue(facts: CardFacts) -> str:
     key = "model.path" if facts.whole else "model.lora.path"
     return (
-        "## Go on training\n\n"
-        f"From its run, `{facts.run.path.resolve().name}`: `gesso train --resume RUN steps=N`. "
+        "## Continue training\n\n"
+        f"From the run, `{facts.run.path.resolve().name}`: `gesso train --resume RUN steps=N`. "
         f"From this folder, DIR, with its recipe: `gesso train DIR/recipe.toml {key}=DIR`."
     )
 
 
-def _made(facts: CardFacts) -> str:
+def _details(facts: CardFacts) -> str:
     recipe = facts.recipe
     rewards = "\n".join(
         f"- `{entry.name}`, weight {entry.weight:g}" + _options(entry.options)
@@ -326,11 +327,11 @@ def _made(facts: CardFacts) -> str:
     table = {
         "algorithm": f"`{recipe.algorithm.name}`",
         "learning rate": f"{recipe.optimizer.lr:g}",
-        "prompts a step × samples": f"{recipe.data.groups} × {recipe.algorithm.options['group']}",
+        "prompts per step × samples": f"{recipe.data.groups} × {recipe.algorithm.options['group']}",
         "seed": recipe.seed,
-        "trained on": paths[0],
-        "evaluated on": paths[1],
-        "settings from": _md(recipe.source),
+        "training prompts": paths[0],
+        "evaluation prompts": paths[1],
+        "source of the settings": _md(recipe.source),
         "exported with": ", ".join(f"{name} {version}" for name, version in versions().items()),
         "git commit": commit(),
     }
@@ -338,7 +339,7 @@ def _made(facts: CardFacts) -> str:
         f"| {name} | {value} |" for name, value in table.items() if value not in ("", None)
     )
     return (
-        "## How it was made\n\nAll settings are in [recipe.toml](recipe.toml).\n\n"
+        "## Training details\n\nAll settings are in [recipe.toml](recipe.toml).\n\n"
         f"| | |\n|---|---|\n{lines}\n\nRewards:\n\n{rewards}"
     )
 
@@ -349,13 +350,13 @@ def _options(options: Mapping[str, Any]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries that exported it; a run folder does not name those that trained it."""
+    """Versions at the time of export; a run folder does not record those of the training."""
     installed = {name: importlib.metadata.version(name) for name in LIBRARIES}
-    return {"gesso": gesso.__version__} | installed  # Gesso itself may run uninstalled
+    return {"gesso": gesso.__version__} | installed  # Gesso itself need not be installed
 
 
 def commit() -> str | None:
-    """Of Gesso, where it runs from a checkout of its own."""
+    """The git commit of Gesso, if it runs from a git checkout."""
 
     def git(*arguments: str) -> subprocess.CompletedProcess[str] | None:
         command = ["git", "-C", str(PACKAGE), *arguments]
@@ -379,12 +380,12 @@ def _files(facts: CardFacts) -> str:
 
 
 def _md(text: str) -> str:
-    """As text, whatever it holds; on one line, also within a table."""
+    """Escapes text for Markdown, on one line, also within a table."""
     return re.sub(r"([\\`*_{}\[\]<>#|!&])", r"\\\1", " ".join(text.split()))
 
 
 def _fenced(text: str, language: str = "") -> str:
-    """A code block that its content cannot end."""
+    """A code block whose fence is longer than any run of backticks in its content."""
     shown = text if language or len(text) <= FOLD else text[:FOLD] + " …"
     longest = max((len(run) for run in re.findall("`+", shown)), default=0)
     fence = "`" * max(3, longest + 1)

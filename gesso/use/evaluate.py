@@ -1,4 +1,4 @@
-"""Scores of held-out prompts with confidence intervals: of one model, or of several on the same
+"""Scores on held-out prompts with confidence intervals, for one model or several on the same
 prompts and seeds, with their differences."""
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ TOTAL = "reward"
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """What to evaluate on. Empty or None: as the recipe says."""
+    """What to evaluate. Empty or None: as in the recipe."""
 
     rewards: tuple[str, ...] = ()  # names, or "name,option=value"
     prompts: str | Path | Sequence[str] = ()  # a file, or texts
-    n: int = 1  # samples a prompt
+    n: int = 1  # samples per prompt
     seed: int | None = None
     first: int | None = None  # number of prompts, from the first
     drawing: Drawing = AS_EVALUATED
@@ -43,10 +43,10 @@ class EvaluationRequest:
         first = 1 if self.first is None else self.first
         if min(self.n, first) < 1:
             name, got = ("n", self.n) if self.n < 1 else ("first", first)
-            raise UserError(f"evaluate at least one sample of one prompt, got {name} = {got}")
+            raise UserError(f"eval expects {name} of at least 1, got {name} = {got}")
         if self.n > MAX_SAMPLES:
             raise UserError(
-                f"evaluate at most {MAX_SAMPLES:,} samples of a prompt, got n = {self.n}"
+                f"eval expects n of at most {MAX_SAMPLES:,} samples per prompt, got n = {self.n}"
             )
 
 
@@ -62,28 +62,28 @@ class Evaluation:
 
     @property
     def errors(self) -> list[str]:
-        """Why samples have no score."""
+        """The errors of samples without a score."""
         bad = (score for score in self.scores if not score.ok)
-        return [score.error or "the reward gave no finite number" for score in bad]
+        return [score.error or "the reward returned no finite number" for score in bad]
 
     @cached_property
     def figures(self) -> list[str]:
-        """Names of what was measured; the total first, where it is not the only reward."""
+        """Names of the metrics; the total comes first if there are several rewards."""
         names = list(dict.fromkeys(n for score in self.scores if score.ok for n in score.parts))
         rewards = [name for name in names if "/" not in name]
         return names if len(rewards) == 1 else [TOTAL, *names]
 
     def values(self, figure: str = TOTAL) -> list[float | None]:
-        """N; None where a sample has no score, or the reward does not apply to it."""
+        """N values; None where a sample has no score, or the reward does not apply to it."""
         return [_value(score, figure) for score in self.scores]
 
     def interval(self, figure: str = TOTAL) -> Interval:
-        """Mean, standard error and 95% interval, from prompts drawn anew."""
+        """Mean, standard error and 95% interval by the bootstrap over prompts."""
         return _over_prompts(self.values(figure), self.row, len(self.prompts))
 
     def minus(self, other: Evaluation, figure: str = TOTAL) -> tuple[Interval, int]:
-        """The mean difference over samples of the same prompt and seed that have both scores, and
-        how many such pairs there are."""
+        """The mean difference over samples of the same prompt and seed that both have scores, and
+        the number of such pairs."""
         assert [p.text for p in self.prompts] == [p.text for p in other.prompts]
         pairs = zip(self.values(figure), other.values(figure), strict=True)
         values = [None if a is None or b is None else a - b for a, b in pairs]
@@ -96,10 +96,10 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Scoring:
-    """By which rewards, on which prompts and from which seed models are evaluated."""
+    """Rewards, prompts and seed of an evaluation."""
 
     rewards: Sequence[RewardEntry]
-    sources: Sequence[DataSource]  # none where the request has texts
+    sources: Sequence[DataSource]  # empty if the request has texts
     texts: Sequence[str]
     first: int | None
     seed: int
@@ -108,7 +108,7 @@ class Scoring:
 def evaluate(
     loaded: LoadedModel, request: EvaluationRequest, progress: Progress = SILENT
 ) -> Evaluation:
-    """One model that is loaded already."""
+    """Evaluates one loaded model."""
     scoring = _scoring(loaded.source, request)
     rewards = assembly.of_entries(scoring.rewards, scoring.rewards, loaded.recipe.model)
     try:
@@ -120,10 +120,10 @@ def evaluate(
 def evaluate_all(
     sources: Sequence[ModelSource], request: EvaluationRequest, progress: Progress = SILENT
 ) -> list[Evaluation]:
-    """Several models on the prompts, rewards and seeds of the first: each is loaded, sampled from
-    and released before the next."""
+    """Evaluates several models on the prompts, rewards and seeds of the first. Each is loaded,
+    sampled from and released before the next."""
     if len({source.recipe.model.family_name for source in sources}) > 1:
-        raise UserError("one of these models draws and another writes; compare those of one kind")
+        raise UserError("cannot compare flow models with language models; compare one kind only")
     progress, scoring = Once(progress), _scoring(sources[0], request)
     section = sources[0].recipe.model
     rewards = assembly.of_entries(scoring.rewards, scoring.rewards, section)
@@ -140,17 +140,18 @@ def evaluate_all(
     return evaluations
 
 
-def _check_same(one: Evaluation, other: Evaluation) -> None:
-    texts = [{prompt.text for prompt in each.prompts} for each in (one, other)]
+def _check_same(first: Evaluation, other: Evaluation) -> None:
+    texts = [{prompt.text for prompt in each.prompts} for each in (first, other)]
     if texts[0] != texts[1]:
-        odd = min(texts[0] ^ texts[1])
+        prompt = min(texts[0] ^ texts[1])
         raise UserError(
-            f"{one.name} and {other.name} do not take the same prompts; leave this one out: {odd!r}"
+            f"{first.name} and {other.name} do not accept the same prompts; remove this prompt: "
+            f"{prompt!r}"
         )
 
 
 def free() -> None:
-    """Release the memory of models that nobody refers to any more."""
+    """Release the memory of models that are no longer referenced."""
     import torch
 
     gc.collect()
@@ -165,22 +166,22 @@ def _scoring(source: ModelSource, request: EvaluationRequest) -> Scoring:
     missing = [name for name, given in options.items() if not given and training is None]
     if missing:
         raise UserError(
-            f"{source.name} says nothing of {' and '.join(missing)}, as a run or a recipe would; "
-            "give --prompts FILE and --reward NAME"
+            f"{source.name} has no recipe, so {' and '.join(missing)} must be specified; add "
+            "--prompts FILE and --reward NAME"
         )
     entries = [reward_entry(name, training) for name in request.rewards]
     sources: Sequence[DataSource] = ()
     texts: Sequence[str] = ()
     first = request.first
     if not request.prompts:
-        assert training is not None, "it would be missing"
+        assert training is not None, "checked above"
         sources, first = training.data.eval, first or training.eval.prompts
     elif isinstance(request.prompts, str | Path):
         sources = [DataSource(path=str(request.prompts))]
     else:
         texts = request.prompts
     if not entries:
-        assert training is not None, "it would be missing"
+        assert training is not None, "checked above"
         source.announce_code("reward")
         entries = training.eval_reward or training.reward
     seed = source.recipe.seed if request.seed is None else request.seed
@@ -188,8 +189,8 @@ def _scoring(source: ModelSource, request: EvaluationRequest) -> Scoring:
 
 
 def reward_entry(text: str, recipe: Recipe | None) -> RewardEntry:
-    """A reward by its name: as the recipe has it if it does, else by itself, its options behind
-    commas: "ocr,detect=false"."""
+    """A reward by its name: the entry of the recipe if there is one, else a new entry with options
+    after commas: "ocr,detect=false"."""
     name, *options = text.split(",")
     entries = () if recipe is None else (*recipe.eval_reward, *recipe.reward)
     for entry in entries:
@@ -209,13 +210,13 @@ def _evaluate(
     prompts = _prompts(loaded, scoring, rewards, progress)
     row = [i for i in range(len(prompts)) for _ in range(request.n)]
     seeds = [eval_seed(scoring.seed, i, j) for i in range(len(prompts)) for j in range(request.n)]
-    samples, scores = drawn_and_scored(
+    samples, scores = sample_and_score(
         loaded, rewards.service, prompts, row, seeds, request.drawing, progress
     )
     return Evaluation(loaded.source.name, prompts, samples, scores, row)
 
 
-def drawn_and_scored(
+def sample_and_score(
     loaded: LoadedModel,
     service: RewardService,
     prompts: Sequence[Prompt],
@@ -224,7 +225,7 @@ def drawn_and_scored(
     drawing: Drawing,
     progress: Progress,
 ) -> tuple[list[Sample], list[Score]]:
-    """As `LoadedModel.draw`; finished samples are scored while the rest is drawn."""
+    """As `LoadedModel.draw`; finished samples are scored while the others are generated."""
     futures: dict[tuple[int, ...], Any] = {}
 
     def submit(piece: Any) -> None:
@@ -240,17 +241,17 @@ def drawn_and_scored(
 
 
 def eval_seed(seed: int, prompt: int, sample: int) -> int:
-    """The first sample of each prompt is the one that the run's own evaluations draw."""
+    """The first sample of each prompt has the seed of the evaluations during training."""
     return seed_of(seed, "eval", prompt, sample) if sample else seed_of(seed, "eval", prompt)
 
 
 def _prompts(
     loaded: LoadedModel, scoring: Scoring, rewards: assembly.Rewards, progress: Progress
 ) -> list[Prompt]:
-    """Those of the first model, formed as this one's data are."""
+    """The prompts of the request, formatted as in the recipe of this model."""
     unfit = rewards.held_out.unfit
     if scoring.texts:
-        path, report = "these", data.LoadReport()
+        path, report = "this request", data.LoadReport()
         texts = [
             replace(loaded.ask(text), where=f"prompt {i}")
             for i, text in enumerate(scoring.texts, 1)
@@ -287,32 +288,32 @@ def _over_prompts(values: Iterable[float | None], row: Sequence[int], prompts: i
 def table(evaluations: Sequence[Evaluation]) -> str:
     """For a terminal. The first is compared with each of the others."""
     first = evaluations[0]
-    per = len(first.samples) // len(first.prompts)
+    n = len(first.samples) // len(first.prompts)
     lines = [
-        f"{len(first.prompts)} prompts × {per}; 95% intervals by drawing prompts anew",
+        f"{len(first.prompts)} prompts × {n} samples; 95% bootstrap intervals over prompts",
         "",
-        f"{'':<34}{'mean':>9}{'± error':>10}   95% interval",
+        f"{'':<34}{'mean':>9}{'std error':>10}   95% interval",
     ]
-    for one in evaluations:
-        lines.append(f"{one.name}  {_failed(one)}")
-        lines += [_line(figure, one.interval(figure)) for figure in one.figures]
+    for evaluation in evaluations:
+        lines.append(f"{evaluation.name}  {_failed(evaluation)}")
+        lines += [_line(figure, evaluation.interval(figure)) for figure in evaluation.figures]
     for other in evaluations[1:]:
-        lines += ["", f"{first.name} minus {other.name}, sample by sample"]
+        lines += ["", f"{first.name} minus {other.name}, paired by prompt and seed"]
         for figure in (name for name in first.figures if name in other.figures):
             interval, pairs = first.minus(other, figure)
             note = f"  {pairs} pairs" if pairs < len(first.samples) else ""
             lines.append(_line(figure, interval, "+") + note)
-    for one in evaluations:
-        if one.errors:
-            lines += ["", f"{one.name}: the last error: {one.errors[-1]}"]
+    for evaluation in evaluations:
+        if evaluation.errors:
+            lines += ["", f"{evaluation.name}: last error: {evaluation.errors[-1]}"]
     return "\n".join(lines)
 
 
-def _failed(one: Evaluation) -> str:
-    count, total = len(one.errors), len(one.samples)
+def _failed(evaluation: Evaluation) -> str:
+    count, total = len(evaluation.errors), len(evaluation.samples)
     if count == 0:
         return f"(0 of {total} scores failed)"
-    return f"({count} of {total} scores failed, {count / total:.1%}: they count in no figure)"
+    return f"({count} of {total} scores failed, {count / total:.1%}; they are excluded)"
 
 
 def _line(figure: str, interval: Interval, sign: str = "") -> str:
@@ -326,7 +327,7 @@ def _line(figure: str, interval: Interval, sign: str = "") -> str:
 
 
 def summary(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
-    """The same for a program. A figure that does not exist is null."""
+    """The same as data. A value that does not exist is null."""
 
     def numbers(interval: Interval) -> dict[str, Any]:
         values = vars(interval)
@@ -335,12 +336,12 @@ def summary(evaluations: Sequence[Evaluation]) -> dict[str, Any]:
     first = evaluations[0]
     models = [
         {
-            "name": one.name,
-            "samples": len(one.samples),
-            "failed": len(one.errors),
-            "figures": {name: numbers(one.interval(name)) for name in one.figures},
+            "name": each.name,
+            "samples": len(each.samples),
+            "failed": len(each.errors),
+            "figures": {name: numbers(each.interval(name)) for name in each.figures},
         }
-        for one in evaluations
+        for each in evaluations
     ]
     differences = []
     for other in evaluations[1:]:

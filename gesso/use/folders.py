@@ -1,7 +1,7 @@
-"""A folder of a model → the recipe to load it and draw from it.
+"""A model folder → the recipe to load it and sample from it.
 
-Gesso's own exports carry the recipe of their run, recipe.toml. The files of other folders say what
-the model is; the rest (steps, guidance, size) is as their library has it by default.
+Exports of Gesso contain the recipe of their run, recipe.toml. For other folders the model is
+determined from their files; the rest (steps, guidance, size) are the defaults of their library.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ RECIPE = "recipe.toml"
 LORA = "pytorch_lora_weights.safetensors"
 ADAPTER = "adapter_config.json"
 UNTRAINED = {"rank": 1, "alpha": 1}
-"""A LoRA that adds nothing: with one, the weights of a folder stay frozen, in their own precision;
-without one, a model is loaded to be trained whole, in float32."""
+"""A LoRA without effect: with it the weights of a folder stay frozen, in their stored precision;
+without it a model is loaded for full fine-tuning, in float32."""
 TRAINING = set(Recipe.model_fields) - set(ModelRecipe.model_fields)
 DATA = set(Data.model_fields) - set(ChatSettings.model_fields)
-"""Keys that only training has. Overrides of a comparison go to all its models: what is meant for a
-run has no meaning for a folder."""
+"""Keys that only training uses. The overrides of a comparison apply to all its models; those that
+only a run has are ignored for a folder."""
 
 
 @dataclass(frozen=True)
 class FolderRecipe:
     recipe: AnyRecipe
-    untrained: AnyRecipe | None  # of the model that it was trained from, where the folder says
+    untrained: AnyRecipe | None  # of the base model, if the folder refers to one
 
 
 def recipe_of(folder: Path, overrides: Sequence[str] = ()) -> FolderRecipe:
@@ -57,17 +57,17 @@ def recipe_of(folder: Path, overrides: Sequence[str] = ()) -> FolderRecipe:
     if (folder / "config.json").is_file():
         return _foreign(folder, {"path": str(folder), "lora": dict(UNTRAINED)}, overrides)
     raise UserError(
-        f"{folder} is nothing to draw from: expected a run (config.toml), a pipeline of diffusers "
+        f"{folder} contains no model: expected a run (config.toml), a diffusers pipeline "
         f"(model_index.json), a LoRA ({LORA} or {ADAPTER}) or a model of transformers "
-        "(config.json) in it"
+        "(config.json)"
     )
 
 
 def _exported(folder: Path, overrides: Sequence[str]) -> FolderRecipe:
-    """An export of Gesso's: samples as its run did, from the weights of this folder."""
+    """An export of Gesso: the settings of its run, with the weights of this folder."""
     where = str(folder / RECIPE)
     data = tables.changed(tables.read_toml(folder / RECIPE), overrides)
-    untrained = parse(Recipe, data, where)  # as a run's: nothing that it names is imported yet
+    untrained = parse(Recipe, data, where)  # as for a run: user code is not imported yet
     model = untrained.model.model_dump(exclude_none=True)
     if is_adapter(folder):
         model["lora"]["path"] = str(folder)
@@ -82,15 +82,15 @@ def is_adapter(folder: Path) -> bool:
 
 
 def _foreign(folder: Path, model: dict[str, Any], overrides: Sequence[str]) -> FolderRecipe:
-    """A recipe without training, around a model's section."""
+    """A recipe without training for a `[model]` section."""
     import torch
 
     model["dtype"] = "bfloat16" if torch.cuda.is_available() else "float32"
     sections = tables.changed({"model": model}, overrides)
     if sections["model"]["path"] is None:
         raise UserError(
-            f"{folder} is an adapter and does not say of which model: no base_model in a README.md;"
-            " give the folder of its base by --set model.path=DIR"
+            f"{folder} is an adapter without a known base model: expected base_model in its "
+            "README.md; set the base model with --set model.path=DIR"
         )
     for section, defaults in _defaults(folder, sections["model"]["path"]).items():
         sections[section] = defaults | sections.get(section, {})
@@ -110,7 +110,7 @@ def _without_training(sections: dict[str, Any]) -> dict[str, Any]:
 
 
 def _defaults(folder: Path, base: str) -> dict[str, Any]:
-    """What a model is by its files, and how its own library would sample from it."""
+    """The model's name, determined from its files, and the sampling defaults of its library."""
     flow, tokens = families.BY_NAME["flow"], families.BY_NAME["language"]
     index = _json(base, "model_index.json", folder)
     if index is not None:
@@ -120,32 +120,32 @@ def _defaults(folder: Path, base: str) -> dict[str, Any]:
     if config is None:
         raise UserError(
             f"{folder}: its base model {base} has neither model_index.json nor config.json; "
-            "give the folder of its base by --set model.path=DIR"
+            "set the base model with --set model.path=DIR"
         )
     name = _name(folder, base, _stated(config, "model_type", base), tokens)
     return {"model": {"name": name}, "algorithm": {"name": tokens.default_algorithm}}
 
 
 def _name(folder: Path, base: str, kind: str, family: Family) -> str:
-    """model.name of what diffusers or transformers calls `kind`."""
+    """model.name for a pipeline class of diffusers or a model type of transformers."""
     kinds = {name: family.library_kinds(name) for name in family.models}
     for name, known in kinds.items():
         if kind in known:
             return name
-    expected = ", ".join(one for known in kinds.values() for one in known)
-    raise UserError(f"{folder}: {base} is a {kind}, expected one of {expected}")
+    expected = ", ".join(name for known in kinds.values() for name in known)
+    raise UserError(f"{folder}: {base} is a {kind}; expected one of {expected}")
 
 
-def _stated(about: dict[str, Any], key: str, base: str) -> str:
-    if not isinstance(about.get(key), str):
+def _stated(config: dict[str, Any], key: str, base: str) -> str:
+    if not isinstance(config.get(key), str):
         raise UserError(
-            f'{base}: its config says {about.get(key)!r:.40} as "{key}"; expected a name'
+            f'{base}: expected a string as "{key}" in its config, got {config.get(key)!r:.40}'
         )
-    return about[key]
+    return config[key]
 
 
 def _as_diffusers(folder: Path, base: str, name: str, family: Family) -> dict[str, Any]:
-    """Steps, guidance and size that the pipeline has by default."""
+    """The pipeline's default steps, guidance and size."""
     import diffusers
 
     (pipeline,) = family.library_kinds(name)
@@ -158,7 +158,7 @@ def _as_diffusers(folder: Path, base: str, name: str, family: Family) -> dict[st
     if network.get("guidance_embeds") is False:  # FLUX.1 schnell
         scale = 1.0
     blocks = vae["block_out_channels"] if "block_out_channels" in vae else vae["dim_mult"]
-    side = network.get("sample_size", 128) * 2 ** (len(blocks) - 1)  # 128 as diffusers has it
+    side = network.get("sample_size", 128) * 2 ** (len(blocks) - 1)  # 128: diffusers' default
     return {
         "model": {"name": name, "height": side, "width": side},
         "algorithm": {"name": family.default_algorithm, "guidance": float(scale)},
@@ -167,7 +167,7 @@ def _as_diffusers(folder: Path, base: str, name: str, family: Family) -> dict[st
 
 
 def _json(base: str, file: str, folder: Path) -> dict[str, Any] | None:
-    """A file of a folder, or of a model of the hub; None: it has no such file."""
+    """A JSON file of a folder or of a model on the Hub; None if there is no such file."""
     path = resolve_path(base)
     if not path.is_dir():
         downloaded = _from_hub(base, file, folder)
@@ -186,7 +186,7 @@ def _read(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from error
     if not isinstance(content, dict):
-        raise UserError(f"{file} holds {content!r:.40}; expected an object")
+        raise UserError(f"{file}: expected a JSON object, got {content!r:.40}")
     return content
 
 
@@ -200,19 +200,19 @@ def _from_hub(base: str, file: str, folder: Path) -> Path | None:
         return None
     except (OSError, HFValidationError) as error:
         raise UserError(
-            f'{folder} belongs to "{base}", which is neither a folder here nor to be had from the '
-            "hub; give the folder of its base by --set model.path=DIR"
+            f'the base model "{base}" of {folder} is neither a local folder nor could it be loaded '
+            "from the Hub; set the base model with --set model.path=DIR"
         ) from error
 
 
 def _peft(folder: Path) -> dict[str, Any]:
-    about = _read(folder / ADAPTER)
-    if missing := [key for key in ("r", "lora_alpha") if key not in about]:
+    config = _read(folder / ADAPTER)
+    if missing := [key for key in ("r", "lora_alpha") if key not in config]:
         raise UserError(f'{folder / ADAPTER} has no "{missing[0]}"; expected a LoRA of PEFT')
-    lora = {"rank": about["r"], "alpha": about["lora_alpha"], "path": str(folder)}
-    if isinstance(about.get("target_modules"), list):
-        lora["targets"] = sorted(about["target_modules"])
-    return {"path": _base(folder, about.get("base_model_name_or_path")), "lora": lora}
+    lora = {"rank": config["r"], "alpha": config["lora_alpha"], "path": str(folder)}
+    if isinstance(config.get("target_modules"), list):
+        lora["targets"] = sorted(config["target_modules"])
+    return {"path": _base(folder, config.get("base_model_name_or_path")), "lora": lora}
 
 
 def _diffusers_lora(folder: Path) -> dict[str, Any]:
@@ -225,8 +225,8 @@ def _diffusers_lora(folder: Path) -> dict[str, Any]:
         raise UserError(f"{folder / LORA} cannot be read: {error}") from error
     if "transformer.r" not in header:
         raise UserError(
-            f"{folder / LORA} does not say its rank and alpha (it was saved without the adapter's "
-            "metadata); write a recipe with model.lora.rank, alpha and path, and give that"
+            f"{folder / LORA} has no rank and alpha (it was saved without adapter metadata); write "
+            "a recipe with model.lora.rank, alpha and path, and use that instead"
         )
     lora = {"rank": header["transformer.r"], "alpha": header["transformer.lora_alpha"]}
     targets = sorted(header["transformer.target_modules"])
@@ -237,7 +237,7 @@ def _diffusers_lora(folder: Path) -> dict[str, Any]:
 
 
 def _base(folder: Path, stated: str | None) -> str | None:
-    """The model an adapter belongs to: by its config, or by its card."""
+    """The base model of an adapter, from its config or its model card."""
     card = folder / "README.md"
     if stated or not card.is_file():
         return stated

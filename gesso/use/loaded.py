@@ -1,4 +1,4 @@
-"""A model with the weights of a run, a recipe or a folder: load it, and sample from it."""
+"""Loads the model of a run, a recipe or a folder, and samples from it."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Drawing:
-    """How samples are drawn; None: as the recipe's evaluations."""
+    """Sampling options; None: as in the recipe's evaluations."""
 
-    steps: int | None = None  # of a model that draws
-    guidance: float | None = None
-    temperature: float | None = None  # of a model that writes; 0: greedy
-    weights: Which = "current"  # "reference": untrained, of a model opened with its base
+    steps: int | None = None  # denoising steps, image models only
+    guidance: float | None = None  # guidance scale, image models only
+    temperature: float | None = None  # language models only; 0: greedy
+    weights: Which = "current"  # "reference": the untrained weights, if opened with `base`
 
 
 AS_EVALUATED = Drawing()
@@ -63,7 +63,7 @@ class LoadedModel:
 
     @property
     def gives_text(self) -> bool:
-        """Whether its samples are texts; else they are images."""
+        """Whether samples are texts rather than images."""
         return self.recipe.model.output == "text"
 
     def sample(
@@ -77,9 +77,9 @@ class LoadedModel:
         guidance: float | None = None,
         temperature: float | None = None,
     ) -> list[Any]:
-        """n samples of one prompt: images (PIL), or texts (str) of a language model, which may see
-        the images of those files. By the evaluation settings of the recipe, except that several
-        texts are not greedy: they would all be equal."""
+        """n samples of one prompt: images (PIL), or texts (str) from a language model. `images` are
+        input images for a vision-language model. Uses the evaluation settings of the recipe, except
+        that several texts are sampled at temperature 1 instead of 0, where all would be equal."""
         from PIL import Image
 
         drawing = Drawing(steps, guidance, temperature)
@@ -87,21 +87,23 @@ class LoadedModel:
         return [s.response if self.gives_text else Image.fromarray(s.pixels) for s in samples]
 
     def ask(self, text: str, images: Sequence[str | Path | bytes] = ()) -> Prompt:
-        """A prompt that a person typed, formed as the rows of the recipe's data are."""
+        """A prompt from a text, formatted like the rows of the recipe's data."""
         if images and not self.family.takes_images:
-            raise UserError("this model draws; it takes no pictures to look at")
+            raise UserError(
+                "this is a flow model, whose prompts contain no images; remove the input images"
+            )
         return prompts.typed_prompt(text, images, self.recipe.data)
 
     def fitting(
         self, candidates: Sequence[Prompt], path: str, report: prompts.LoadReport
     ) -> list[Prompt]:
-        """The rows of a file that the model takes; `report` names the others."""
-        why = "do not fit the model"
+        """The rows of a file that the model accepts; `report` lists the others."""
+        reason = "do not fit the model"
 
         def unfit(prompt: Prompt) -> str | None:
             return self.family.unfit(self.model, prompt)
 
-        return prompts.fit(candidates, unfit, path, report, why)
+        return prompts.fit(candidates, unfit, path, report, reason)
 
     def draw(
         self,
@@ -112,12 +114,12 @@ class LoadedModel:
         progress: Progress = SILENT,
         each: Callable[[Piece], object] = lambda piece: None,
     ) -> list[Sample]:
-        """A sample of prompts[row[i]] from seeds[i] for every i. `each` is called with finished
-        pieces while the rest is still being drawn."""
+        """A sample of prompts[row[i]] from seeds[i] for every i. `each` is called with every piece
+        as soon as it is finished."""
         spec = self.spec(drawing, several=len(set(row)) < len(row))
         self._check(prompts, spec, progress)
-        progress.phase(f"{self.family.doing} with {self.source.name}", len(row))
-        # No engine is started for a few samples.
+        progress.phase(f"{self.family.activity} with {self.source.name}", len(row))
+        # External engines are too slow to start for a few samples.
         sampler = build.built_in_sampler(self.recipe, self.model)
         samples: dict[int, Sample] = {}
         for piece in sampler.sample(prompts, row, seeds, spec):
@@ -132,10 +134,9 @@ class LoadedModel:
         family = self.family
         for option in family.foreign_options:
             if option in options:
-                (other,) = (f for f in families.BY_NAME.values() if f.name != family.name)
+                (other,) = (name for name in families.BY_NAME if name != family.name)
                 raise UserError(
-                    f"this model {family.name}; {option} is for models that {other.verb}, leave it "
-                    "out"
+                    f"{option} is for {other} models, but this is a {family.name} model; remove it"
                 )
         section = self.recipe.eval
         if several and section.temperature == 0:
@@ -144,8 +145,8 @@ class LoadedModel:
         return build.algorithm(self.recipe).eval_spec(section, self.recipe.model, weights)
 
     def _check(self, prompts: Sequence[Prompt], spec: Any, progress: Progress) -> None:
-        """Raises for what the model does not take. Notes the parts of prompts that it does not
-        read, and prompts unlike those that a bundled model was trained on."""
+        """Raises for prompts that the model does not accept. Adds notes about parts of prompts that
+        it ignores, and prompts unlike the training data of a bundled model."""
         notes = self.family.check_prompts(self.model, prompts, spec)
         unlike = outside(self.source, prompts)
         for note in [*notes, *(unlike or self.family.truncated(self.model, prompts))]:
@@ -153,7 +154,7 @@ class LoadedModel:
 
 
 def open_model(source: ModelSource, progress: Progress = SILENT, base: bool = False) -> LoadedModel:
-    """`base`: keeps a copy of the untrained weights, to sample from these as well."""
+    """`base`: keep a copy of the untrained weights, to sample from them as well."""
     source.announce_code("model", "algorithm")
     with bars.loading(progress, source.name, source.recipe.model.path):
         model = build.model(_eager(source.recipe))
@@ -168,14 +169,15 @@ def open_model(source: ModelSource, progress: Progress = SILENT, base: bool = Fa
         except ValueError as error:
             raise UserError(
                 f"{source.run.path / 'config.toml'} does not match the checkpoint of step "
-                f"{source.step}: {error}; restore config.toml, or the model that it names "
+                f"{source.step}: {error}; restore config.toml, or the model it refers to "
                 f"({source.recipe.model.path})"
             ) from error
     return LoadedModel(source, model)
 
 
 def _eager(recipe: AnyRecipe) -> AnyRecipe:
-    """Compiles only where the recipe asks for it: that takes a minute, a few samples take less."""
+    """Compiles only if the recipe sets `model.compile`: compilation takes a minute, a few samples
+    less."""
     if recipe.model.compile is not None:
         return recipe
     eager = recipe.model.model_copy(update={"compile": False})
@@ -183,5 +185,5 @@ def _eager(recipe: AnyRecipe) -> AnyRecipe:
 
 
 def sample_seeds(seed: int, n: int) -> list[int]:
-    """Of n samples of one prompt, whatever other prompts there are."""
-    return [seed_of(seed, "picture", i) for i in range(n)]
+    """Seeds of n samples of one prompt, independent of other prompts."""
+    return [seed_of(seed, "picture", i) for i in range(n)]  # another word would change all samples

@@ -1,4 +1,4 @@
-"""Notes about prompts, each delivered once."""
+"""Notes about prompts, without repetition."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from gesso.zoo import limits
 
 
 class Once:
-    """Passes every note on once: two models that draw the same prompts give the same notes."""
+    """Passes each note on only once: models that sample the same prompts produce the same notes."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -30,8 +30,8 @@ class Once:
 
 
 def outside(source: ModelSource, prompts: Sequence[Prompt]) -> list[str]:
-    """At most one note: prompts unlike those that a bundled model was trained on. An export with
-    all its weights says what it was trained from."""
+    """At most one note: prompts unlike the training data of a bundled model. A full export keeps
+    the path of its base model in its recipe."""
     origin = source.untrained or source.recipe
     known = limits.of(origin.model.path)
     note = known.note(prompts) if known is not None else None

@@ -1,4 +1,4 @@
-"""What `gesso eval --out` leaves: figures, every sample with its score, pictures and a sheet."""
+"""The files of `gesso eval --out`: metrics, every sample with its score, images, contact sheet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ SHOWN = 24  # prompts on the sheet
 
 
 def write(evaluations: Sequence[Evaluation], folder: Path) -> None:
-    """eval.json, samples.jsonl; of models that draw pictures/MODEL/PROMPT-SAMPLE.png, sheet.png."""
+    """eval.json, samples.jsonl; for image models also pictures/MODEL/PROMPT-SAMPLE.png and
+    sheet.png."""
     try:
         _write(evaluations, folder)
     except OSError as error:
@@ -25,12 +26,13 @@ def write(evaluations: Sequence[Evaluation], folder: Path) -> None:
 def _write(evaluations: Sequence[Evaluation], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
-    for number, one in enumerate(evaluations):
-        for i, (sample, score) in enumerate(zip(one.samples, one.scores, strict=True)):
-            place = f"{one.row[i]:04d}-{i % (len(one.samples) // len(one.prompts))}"
-            file = _save(sample, folder / "pictures" / str(number) / f"{place}.png")
+    for number, result in enumerate(evaluations):
+        n = len(result.samples) // len(result.prompts)
+        for i, (sample, score) in enumerate(zip(result.samples, result.scores, strict=True)):
+            name = f"{result.row[i]:04d}-{i % n}.png"
+            file = _save(sample, folder / "pictures" / str(number) / name)
             image = str(file.relative_to(folder)) if file else None
-            lines.append(json.dumps(_row(one.name, sample, score, image)) + "\n")
+            lines.append(json.dumps(_row(result.name, sample, score, image)) + "\n")
     (folder / "samples.jsonl").write_text("".join(lines), encoding="utf-8")
     (folder / "eval.json").write_text(
         json.dumps(summary(evaluations), indent=2) + "\n", encoding="utf-8"
@@ -69,12 +71,12 @@ def _sheet(evaluations: Sequence[Evaluation]) -> Any:
 
     from gesso.use.sheets import Cell, Row, sheet
 
-    per = len(evaluations[0].samples) // len(evaluations[0].prompts)
+    n = len(evaluations[0].samples) // len(evaluations[0].prompts)
     rows = []
     for p, prompt in enumerate(evaluations[0].prompts[:SHOWN]):
-        i = p * per
+        i = p * n
         cells = [
-            Cell(Image.fromarray(f.samples[i].pixels), caption_of(f.scores[i])) for f in evaluations
+            Cell(Image.fromarray(e.samples[i].pixels), caption_of(e.scores[i])) for e in evaluations
         ]
         rows.append(Row(prompt.text, cells))
-    return sheet(rows, [one.name for one in evaluations])
+    return sheet(rows, [evaluation.name for evaluation in evaluations])

@@ -1,5 +1,5 @@
-"""Samples of some prompts from one model or several, with the same seeds: drawn, scored if
-requested, and written to files whose names say what they are."""
+"""`gesso sample`: samples the same prompts and seeds from one model or several, scores them if
+requested, and saves the images under descriptive names."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from gesso.data.chat import ChatFormat
 from gesso.rewards import assembly
 from gesso.track.progress import SILENT, Progress
 from gesso.types import Prompt, Sample, Score, UserError
-from gesso.use.evaluate import drawn_and_scored, free, reward_entry
+from gesso.use.evaluate import free, reward_entry, sample_and_score
 from gesso.use.loaded import AS_EVALUATED, Drawing, LoadedModel, open_model, sample_seeds
 from gesso.use.notes import Once
 from gesso.use.source import ModelSource
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SampleRequest:
     prompts: Sequence[str] = ()
-    file: Path | None = None  # of more prompts
-    images: Sequence[Path] = ()  # to look at, with each of `prompts`
+    file: Path | None = None  # with more prompts
+    images: Sequence[Path] = ()  # input images of each of `prompts`
     n: int = 1
     seed: int = 0
     rewards: Sequence[str] = ()
@@ -33,69 +33,72 @@ class Wanted:
 
     def __post_init__(self) -> None:
         if not 1 <= self.n <= MAX_SAMPLES:
-            raise UserError(f"sample wants --n from 1 to {MAX_SAMPLES:,}, got {self.n}")
+            raise UserError(f"sample expects --n from 1 to {MAX_SAMPLES:,}, got {self.n}")
         if not self.prompts and self.file is None:
-            raise UserError("sample wants a prompt, or --prompts FILE")
+            raise UserError("sample expects a prompt, or --prompts FILE")
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """n samples of each prompt, prompt by prompt."""
+class ModelSamples:
+    """n samples of each prompt from one model, prompt by prompt."""
 
     source: ModelSource
     texts: bool  # the samples are texts; else images
     n: int
     seed: int
     samples: Sequence[Sample]
-    scores: Sequence[Score]  # none without rewards
+    scores: Sequence[Score]  # empty without rewards
 
     def __iter__(self) -> Iterator[tuple[int, int, Sample, Score | None]]:
-        """(prompt, which of its n, sample, score)"""
+        """(index of the prompt, index among its n samples, sample, score)"""
         for i, sample in enumerate(self.samples):
             yield *divmod(i, self.n), sample, self.scores[i] if self.scores else None
 
 
-def draw_all(
-    sources: Sequence[ModelSource], wanted: Wanted, progress: Progress = SILENT
-) -> list[Drawn]:
+def sample_all(
+    sources: Sequence[ModelSource], request: SampleRequest, progress: Progress = SILENT
+) -> list[ModelSamples]:
     """Each model is loaded, sampled from and released before the next."""
     progress, first = Once(progress), sources[0]
-    entries = [reward_entry(name, first.training) for name in wanted.rewards]
+    entries = [reward_entry(name, first.training) for name in request.rewards]
     rewards = assembly.of_entries(entries, entries, first.recipe.model) if entries else None
-    drawn = []
+    results = []
     try:
         for source in sources:
             loaded = open_model(source, progress)
-            drawn.append(_drawn(loaded, wanted, rewards, progress))
+            results.append(_sample(loaded, request, rewards, progress))
             del loaded
             free()
     finally:
         if rewards is not None:
             rewards.service.close()
-    return drawn
+    return results
 
 
-def _drawn(
-    loaded: LoadedModel, wanted: Wanted, rewards: assembly.Rewards | None, progress: Progress
-) -> Drawn:
-    prompts = _prompts(loaded, wanted, progress)
-    row = [i for i in range(len(prompts)) for _ in range(wanted.n)]
-    seeds = sample_seeds(wanted.seed, wanted.n) * len(prompts)
+def _sample(
+    loaded: LoadedModel,
+    request: SampleRequest,
+    rewards: assembly.Rewards | None,
+    progress: Progress,
+) -> ModelSamples:
+    prompts = _prompts(loaded, request, progress)
+    row = [i for i in range(len(prompts)) for _ in range(request.n)]
+    seeds = sample_seeds(request.seed, request.n) * len(prompts)
     scores: list[Score] = []
     if rewards is None:
-        samples = loaded.draw(prompts, row, seeds, wanted.drawing, progress)
+        samples = loaded.draw(prompts, row, seeds, request.drawing, progress)
     else:
-        samples, scores = drawn_and_scored(
-            loaded, rewards.service, prompts, row, seeds, wanted.drawing, progress
+        samples, scores = sample_and_score(
+            loaded, rewards.service, prompts, row, seeds, request.drawing, progress
         )
-    return Drawn(loaded.source, loaded.gives_text, wanted.n, wanted.seed, samples, scores)
+    return ModelSamples(loaded.source, loaded.gives_text, request.n, request.seed, samples, scores)
 
 
-def _prompts(loaded: LoadedModel, wanted: Wanted, progress: Progress) -> list[Prompt]:
-    prompts = [loaded.ask(text, wanted.images) for text in wanted.prompts]
-    if wanted.file is None:
+def _prompts(loaded: LoadedModel, request: SampleRequest, progress: Progress) -> list[Prompt]:
+    prompts = [loaded.ask(text, request.images) for text in request.prompts]
+    if request.file is None:
         return prompts
-    source = DataSource(path=str(wanted.file))
+    source = DataSource(path=str(request.file))
     form = ChatFormat.of(loaded.recipe.data)
     more, report = data.from_sources([source], form, lambda prompt: None)
     more = loaded.fitting(more, source.path, report)
@@ -104,33 +107,33 @@ def _prompts(loaded: LoadedModel, wanted: Wanted, progress: Progress) -> list[Pr
     return prompts + more
 
 
-def save(drawn_all: Sequence[Drawn], folder: Path) -> dict[tuple[str, int, int], Path]:
-    """Pictures into files; (model, prompt, which) → file. The name says prompt, seed and model; so
-    does what PNG keeps beside the pixels."""
+def save(results: Sequence[ModelSamples], folder: Path) -> dict[tuple[str, int, int], Path]:
+    """Saves the images; returns (model, prompt, sample) → file. File name and PNG metadata contain
+    prompt, seed and model."""
     try:
-        return _save(drawn_all, folder)
+        return _save(results, folder)
     except OSError as error:
-        raise UserError(f"pictures cannot be written to {folder}: {error}") from error
+        raise UserError(f"images cannot be written to {folder}: {error}") from error
 
 
-def _save(drawn_all: Sequence[Drawn], folder: Path) -> dict[tuple[str, int, int], Path]:
+def _save(results: Sequence[ModelSamples], folder: Path) -> dict[tuple[str, int, int], Path]:
     from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
     folder.mkdir(parents=True, exist_ok=True)
     files = {}
-    for drawn in drawn_all:
-        several = len(drawn.samples) > drawn.n
-        for i, j, sample, _ in drawn:
+    for result in results:
+        several = len(result.samples) > result.n
+        for i, j, sample, _ in result:
             number = f"{i + 1:03d}-" if several else ""
-            seed = f"seed{drawn.seed}-{j}"
-            file = folder / f"{number}{slug(sample.prompt.text)}_{seed}_{drawn.source.label}.png"
-            about = PngInfo()
-            metadata = {"prompt": sample.prompt.text, "seed": seed, "model": drawn.source.name}
+            seed = f"seed{result.seed}-{j}"
+            file = folder / f"{number}{slug(sample.prompt.text)}_{seed}_{result.source.label}.png"
+            info = PngInfo()
+            metadata = {"prompt": sample.prompt.text, "seed": seed, "model": result.source.name}
             for key, value in metadata.items():
-                about.add_itxt(key, value)
-            Image.fromarray(sample.pixels).save(file, pnginfo=about)
-            files[drawn.source.name, i, j] = file
+                info.add_itxt(key, value)
+            Image.fromarray(sample.pixels).save(file, pnginfo=info)
+            files[result.source.name, i, j] = file
     return files
 
 
@@ -139,35 +142,35 @@ def slug(text: str, most: int = 48) -> str:
     return "-".join(words)[:most].strip("-") or "prompt"
 
 
-def save_sheet(drawn_all: Sequence[Drawn], file: Path) -> None:
-    if drawn_all[0].texts:
-        raise UserError("this model writes; a sheet is of pictures, leave out --sheet")
+def save_sheet(results: Sequence[ModelSamples], file: Path) -> None:
+    if results[0].texts:
+        raise UserError("--sheet is for image models, but this is a language model; remove it")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        _sheet(drawn_all).save(file)
+        _sheet(results).save(file)
     except (OSError, ValueError) as error:
         raise UserError(f"the sheet {file} cannot be written: {error}") from error
 
 
-def _sheet(drawn_all: Sequence[Drawn]) -> Any:
-    """Of one model a row a prompt; of several a row a picture, the models side by side."""
+def _sheet(results: Sequence[ModelSamples]) -> Any:
+    """For one model one row per prompt; for several one row per sample, the models side by side."""
     from PIL import Image
 
     from gesso.use.sheets import Cell, Row, sheet
 
-    def cell(drawn: Drawn, i: int) -> Cell:
-        caption = (
-            caption_of(drawn.scores[i]) if drawn.scores else f"seed {drawn.seed}-{i % drawn.n}"
-        )
-        return Cell(Image.fromarray(drawn.samples[i].pixels), caption)
+    def cell(result: ModelSamples, i: int) -> Cell:
+        seed = f"seed {result.seed}-{i % result.n}"
+        caption = caption_of(result.scores[i]) if result.scores else seed
+        return Cell(Image.fromarray(result.samples[i].pixels), caption)
 
-    first = drawn_all[0]
+    first = results[0]
     count = len(first.samples)
-    if len(drawn_all) > 1:
+    if len(results) > 1:
         rows = [
-            Row(first.samples[i].prompt.text, [cell(d, i) for d in drawn_all]) for i in range(count)
+            Row(first.samples[i].prompt.text, [cell(result, i) for result in results])
+            for i in range(count)
         ]
-        return sheet(rows, [drawn.source.name for drawn in drawn_all])
+        return sheet(rows, [result.source.name for result in results])
     starts = range(0, count, first.n)
     return sheet(
         [
@@ -180,35 +183,35 @@ def _sheet(drawn_all: Sequence[Drawn]) -> Any:
 
 def caption_of(score: Score) -> str:
     if not score.ok:
-        return f"no score: {score.error or 'it does not apply'}"
+        return f"no score: {score.error or 'the reward does not apply'}"
     parts = [f"{name} {value:.3f}" for name, value in score.parts.items() if "/" not in name]
     return ", ".join(parts)
 
 
 def report(
-    drawn_all: Sequence[Drawn], files: dict[tuple[str, int, int], Path]
+    results: Sequence[ModelSamples], files: dict[tuple[str, int, int], Path]
 ) -> tuple[str, dict[str, Any]]:
-    """What the command answers: lines for a person, and the same for a program."""
+    """The output of the command: lines of text, and the same as data."""
     lines, rows = [], []
-    many = len(drawn_all) > 1 or len(drawn_all[0].samples) > drawn_all[0].n
-    for drawn in drawn_all:
-        for i, j, sample, score in drawn:
-            key = drawn.source.name, i, j
+    many = len(results) > 1 or len(results[0].samples) > results[0].n
+    for result in results:
+        for i, j, sample, score in result:
+            key = result.source.name, i, j
             scored = "" if score is None else f"  {caption_of(score)}"
-            if drawn.texts:
-                head = [f"# {drawn.source.name}: {sample.prompt.text}"] if many and j == 0 else []
+            if result.texts:
+                head = [f"# {result.source.name}: {sample.prompt.text}"] if many and j == 0 else []
                 lines += [*head, sample.response, *([scored.strip()] if scored else [])]
             else:
                 lines.append(f"{files[key]}{scored}")
-            rows.append(_row(drawn, j, sample, score) | _where(drawn, files.get(key), sample))
+            rows.append(_row(result, j, sample, score) | _where(result, files.get(key), sample))
     return "\n".join(lines), {"samples": rows}
 
 
-def _row(drawn: Drawn, j: int, sample: Sample, score: Score | None) -> dict[str, Any]:
+def _row(result: ModelSamples, j: int, sample: Sample, score: Score | None) -> dict[str, Any]:
     row = {
-        "model": drawn.source.name,
+        "model": result.source.name,
         "prompt": sample.prompt.text,
-        "seed": drawn.seed,
+        "seed": result.seed,
         "sample": j,
     }
     if score is None:
@@ -217,5 +220,5 @@ def _row(drawn: Drawn, j: int, sample: Sample, score: Score | None) -> dict[str,
     return row | {"reward": value, "parts": dict(score.parts), "error": score.error}
 
 
-def _where(drawn: Drawn, file: Path | None, sample: Sample) -> dict[str, Any]:
-    return {"response": sample.response} if drawn.texts else {"file": str(file)}
+def _where(result: ModelSamples, file: Path | None, sample: Sample) -> dict[str, Any]:
+    return {"response": sample.response} if result.texts else {"file": str(file)}

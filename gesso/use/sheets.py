@@ -1,5 +1,5 @@
-"""Pictures to look at: a contact sheet, and curves over the steps of a run. Made by Pillow alone,
-whose own font knows ASCII and little else."""
+"""Contact sheets, and curves over the steps of a run. Rendered with Pillow only; its default font
+supports little more than ASCII."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from gesso.track.figures import Points, ticks
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-CELL = 240  # px: small pictures are magnified by a whole factor to about this, large ones shrunk
-LARGEST = 384
-GAP, LINE = 12, 20  # px between pictures, and of a line of text
+CELL = 240  # px: small images are enlarged by an integer factor to at most this size
+LARGEST = 384  # px: larger images are shrunk to this size
+GAP, LINE = 12, 20  # px between images, and per line of text
 PAPER, INK, FAINT, GRID = "#ffffff", "#17171a", "#6b6b73", "#e4e4e9"
 COLOURS = ("#c2410c", "#1d4ed8", "#15803d", "#a21caf")
-FINE = 3  # curves are drawn so much larger and shrunk: Pillow's lines have steps
+FINE = 3  # supersampling factor of curves, since Pillow's lines are not antialiased
 
 
 @dataclass(frozen=True)
 class Cell:
-    image: Image | None  # None: there is none, and the caption says why
+    image: Image | None  # None if there is no image; the caption gives the reason
     caption: str = ""
 
 
@@ -34,7 +34,7 @@ class Row:
 
 
 def sheet(rows: Sequence[Row], columns: Sequence[str] = ()) -> Image:
-    """A row of pictures under each label; `columns` stand over all of them."""
+    """A row of images under each label; `columns` are the headings."""
     from PIL import Image, ImageDraw
 
     scaled = [[_scaled(cell.image) for cell in row.cells] for row in rows]
@@ -45,37 +45,37 @@ def sheet(rows: Sequence[Row], columns: Sequence[str] = ()) -> Image:
     top = GAP + (LINE if columns else 0)
     image = Image.new("RGB", (GAP + width * across, top + height * len(rows)), PAPER)
     pen = ImageDraw.Draw(image)
-    for place, title in enumerate(columns):
-        pen.text((GAP + place * width, GAP // 2), _fit(title, width, 15), fill=INK, font=_font(15))
-    for row, pictures in zip(rows, scaled, strict=True):
+    for column, title in enumerate(columns):
+        pen.text((GAP + column * width, GAP // 2), _fit(title, width, 15), fill=INK, font=_font(15))
+    for row, images in zip(rows, scaled, strict=True):
         pen.text((GAP, top), _fit(row.label, width * across, 13), fill=INK, font=_font(13))
-        for place, (cell, picture) in enumerate(zip(row.cells, pictures, strict=True)):
-            left, below = GAP + place * width, top + LINE
-            if picture is not None:
-                image.paste(picture, (left, below))
-                below += picture.height
+        for column, (cell, cell_image) in enumerate(zip(row.cells, images, strict=True)):
+            left, below = GAP + column * width, top + LINE
+            if cell_image is not None:
+                image.paste(cell_image, (left, below))
+                below += cell_image.height
             caption = _fit(cell.caption, width, 13)
             pen.text((left, below + 2), caption, fill=FAINT, font=_font(13))
         top += height
     return image
 
 
-def _scaled(picture: Image | None) -> Image | None:
+def _scaled(image: Image | None) -> Image | None:
     from PIL.Image import Resampling
 
-    if picture is None:
+    if image is None:
         return None
-    longest = max(picture.size)
+    longest = max(image.size)
     if longest > LARGEST:
         factor = LARGEST / longest
-        size = max(1, round(picture.width * factor)), max(1, round(picture.height * factor))
-        return picture.resize(size, Resampling.LANCZOS)
+        size = max(1, round(image.width * factor)), max(1, round(image.height * factor))
+        return image.resize(size, Resampling.LANCZOS)
     zoom = max(1, CELL // longest)
-    return picture.resize((picture.width * zoom, picture.height * zoom), Resampling.NEAREST)
+    return image.resize((image.width * zoom, image.height * zoom), Resampling.NEAREST)
 
 
 def curve(title: str, lines: Mapping[str, Points], size: tuple[int, int] = (640, 320)) -> Image:
-    """Values over steps, a colour for each line, its first and last value written out."""
+    """Values over steps, one colour per line, labelled with the last value."""
     from PIL import Image, ImageDraw
     from PIL.Image import Resampling
 
@@ -127,17 +127,17 @@ def _digits(gap: float) -> int:
 
 
 def plain(text: str) -> str:
-    """In the letters that the font has; a "?" for each other."""
+    """The text in characters that the font supports, with "?" for all others."""
     marks = {"→": "->", "–": "-", "—": "-", "−": "-", "…": "...", "“": '"', "”": '"', "’": "'"}
-    for mark, plain in marks.items():
-        text = text.replace(mark, plain)
+    for mark, ascii_mark in marks.items():
+        text = text.replace(mark, ascii_mark)
     letters = unicodedata.normalize("NFKD", " ".join(text.split()))
     letters = "".join(c for c in letters if not unicodedata.combining(c))
     return letters.encode("ascii", "replace").decode()
 
 
 def _fit(text: str, width: int, size: int) -> str:
-    """Cut to so many pixels."""
+    """The text, shortened to `width` pixels."""
     text, font = plain(text), _font(size)
     if font.getlength(text) <= width - GAP:
         return text

@@ -1,5 +1,5 @@
-"""What can be sampled from: a run, a recipe, a folder of a model. Recognised here, before anything
-heavy is loaded."""
+"""What can be sampled from: a run, a recipe or a model folder. Resolved here, before anything heavy
+is loaded."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from gesso.types import UserError
 from gesso.use import folders
 
 Table = Literal["ema", "current"]
-"""Which weights of a checkpoint."""
+"""Averaged or current weights of a checkpoint."""
 
 
 @dataclass(frozen=True)
 class ModelSource:
     name: str  # in tables and file names: "runs/demo-001 step 40"
-    recipe: AnyRecipe  # how to load it and to sample from it
-    untrained: AnyRecipe | None = None  # of what it was trained from; None: unknown
+    recipe: AnyRecipe  # how to load it and sample from it
+    untrained: AnyRecipe | None = None  # of the base model; None: unknown
     run: RunFolder | None = None
     step: int = 0
     table: Table = "current"
 
     @property
     def training(self) -> Recipe | None:
-        """The recipe with its data and rewards; None: a folder that Gesso did not write."""
+        """The recipe with its data and rewards; None for a folder not written by Gesso."""
         return self.recipe if isinstance(self.recipe, Recipe) else None
 
     @property
     def label(self) -> str:
-        """For file names."""
+        """The name in file names."""
         if self.run is None:
             kind, path = (
                 ("base-", self.name[5:]) if self.name.startswith("base ") else ("", self.name)
@@ -48,17 +48,15 @@ class ModelSource:
         return f"{name}-current" if kept else name
 
     def announce_code(self, *kinds: str) -> None:
-        """For a run or an export, which may be somebody else's; a recipe the user has written."""
+        """For a run or an export, which may come from someone else; not for the user's recipe."""
         if self.run is not None or self.untrained is not None:
             build.announce_code(self.recipe, self.name, *kinds)
 
     @property
     def base(self) -> ModelSource:
-        """What it was trained from: the first step of a run, before any update."""
+        """The base model: the weights of a run before any update."""
         if self.untrained is None:
-            raise UserError(
-                f"{self.name} is not known to come from another model; leave out --base"
-            )
+            raise UserError(f"the base model of {self.name} is unknown; remove --base")
         return ModelSource(f"base {self.untrained.model.path}", self.untrained)
 
 
@@ -68,26 +66,29 @@ def find(
     table: str | None = None,
     overrides: Sequence[str] = (),
 ) -> ModelSource:
-    """`step` and `table` choose among the checkpoints of a run: the newest, and its averaged
-    weights where it has any, unless told otherwise. `overrides` change its recipe."""
+    """`step` and `table` select a checkpoint of a run and its weights; by default the newest one,
+    with averaged weights if it has any. `overrides` change its recipe."""
     path = Path(os.path.expanduser(what))
     if os.path.isfile(path / "config.toml"):
         return _of_run(RunFolder.open(path), step, table, overrides)
     if step is not None or table is not None:
-        raise UserError(f"--step and --weights choose among a run's checkpoints; {what} is no run")
+        raise UserError(
+            f"--step and --weights select a checkpoint of a run, but {what} is not a run; remove "
+            "them"
+        )
     if os.path.isdir(path):  # never raises, as Path.is_dir may
         folder = folders.recipe_of(path, overrides)
         return ModelSource(str(what), folder.recipe, folder.untrained)
     if _looks_like_a_folder(str(what)):
         raise UserError(
-            f"{what}: no such folder; expected a run, a recipe, or a folder of diffusers or "
-            "transformers (a model of the hub is downloaded first)"
+            f"{what}: no such folder; expected a run, a recipe, or a model folder of diffusers or "
+            "transformers (download models of the Hub first)"
         )
     return ModelSource(str(what), build.recipe(str(what), overrides))
 
 
 def recipe_of(run: RunFolder, overrides: Sequence[str] = ()) -> Recipe:
-    """The resolved recipe of a run; its rewards need not be installed to read it."""
+    """The resolved recipe of a run. The packages of its rewards need not be installed."""
     path = run.path / "config.toml"
     return parse(Recipe, tables.changed(tables.read_toml(path), overrides), str(path))
 
@@ -98,10 +99,11 @@ def _of_run(
     recipe = recipe_of(run, overrides)
     steps = run.steps
     if not steps:
-        raise UserError(f"{run.path} has no checkpoint yet; train it further, or give its recipe")
+        raise UserError(f"{run.path} has no checkpoint yet; train it further, or use its recipe")
     if step is not None and step not in steps:
         raise UserError(
-            f"{run.path} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}"
+            f"{run.path} has no checkpoint of step {step}; expected one of "
+            f"{', '.join(map(str, steps))}"
         )
     chosen = steps[-1] if step is None else step
     source = ModelSource(f"{run.path} step {chosen}", recipe, recipe, run=run, step=chosen)
@@ -110,11 +112,11 @@ def _of_run(
 
 def _table(run: RunFolder, recipe: Recipe, requested: str | None) -> Table:
     if requested not in (None, "ema", "current"):
-        raise UserError(f'weights are "ema" or "current", got "{requested}"')
+        raise UserError(f'expected weights "ema" or "current", got "{requested}"')
     if requested == "ema" and recipe.learner.ema is None:
         raise UserError(
-            f"{run.path} kept no averaged weights (its recipe has no learner.ema); "
-            "leave out --weights for the current ones"
+            f"{run.path} has no averaged weights (its recipe has no learner.ema); remove --weights "
+            "to use the current weights"
         )
     return "ema" if requested != "current" and recipe.learner.ema is not None else "current"
 

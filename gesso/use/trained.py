@@ -1,4 +1,4 @@
-"""A loaded model with everything that can be done with it: sample, evaluate, export."""
+"""A loaded model that can be sampled from, evaluated and exported."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Trained(LoadedModel):
         drawing: Drawing = AS_EVALUATED,
         progress: Progress = SILENT,
     ) -> evaluate.Evaluation:
-        """Draw and score held-out prompts. Rewards, prompts and seed are those of the recipe unless
-        given: names of rewards, a prompt file or a list of prompts."""
+        """Sample and score held-out prompts. Rewards (names), prompts (a file or a list) and seed
+        default to those of the recipe."""
         request = evaluate.EvaluationRequest(tuple(rewards), prompts, n, seed, first, drawing)
         return evaluate.evaluate(self, request, progress)
 
@@ -35,8 +35,9 @@ class Trained(LoadedModel):
         dtype: str | None = None,
         progress: Progress = SILENT,
     ) -> Path:
-        """LoRA in the format of diffusers or PEFT; or a whole pipeline or model, of a full
-        fine-tune or with `merged`, the LoRA folded into its weights. With a model card."""
+        """Save the LoRA in the format of diffusers or PEFT; or the whole pipeline or model after
+        full fine-tuning, or with `merged`, which merges the LoRA into the base weights. With a
+        model card."""
         return export.export(self, Path(folder), export.Form(merged, shard, dtype), progress)
 
 
@@ -47,8 +48,8 @@ def load(
     overrides: Sequence[str] = (),
     progress: Progress = SILENT,
 ) -> Trained:
-    """A run folder, at its newest checkpoint or at `step`, with its averaged weights where it has
-    them or with `weights` ("ema", "current"); the untrained model of a recipe; or a folder that
-    Gesso, diffusers or transformers saved. `overrides` change its recipe: `["eval.steps=20"]`."""
+    """Load a run folder at its newest checkpoint or at `step`, with `weights` ("ema", "current";
+    default: averaged weights if it has any); the untrained model of a recipe; or a folder saved by
+    Gesso, diffusers or transformers. `overrides` change its recipe: `["eval.steps=20"]`."""
     loaded = open_model(find(source, step, weights, overrides), progress)
     return Trained(loaded.source, loaded.model)

@@ -1,5 +1,5 @@
-"""The lines that use an export in plain diffusers, transformers and PEFT, for its card. They give
-what `gesso sample` gives; a test runs them."""
+"""The usage code of a model card, for diffusers, transformers and PEFT. It generates the same
+samples as `gesso sample`; a test runs it."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ TEMPLATED = "add_generation_prompt=True, tokenize=False"
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt of the run's evaluations, and the picture that it is asked about."""
+    """A prompt of the run's evaluations, and its image."""
 
     prompt: str
     image: Path | None = None
 
 
-def ask(loaded: LoadedModel, example: Example) -> tuple[Prompt, bool]:
-    """The prompt as Gesso would ask it, and whether it could: a template may lie elsewhere by now,
-    or want columns that a prompt alone has not. Then it is as a person would ask it."""
-    pictures = [example.image] if example.image else []
+def prompt_of(loaded: LoadedModel, example: Example) -> tuple[Prompt, bool]:
+    """The example formatted with the recipe's template, and True; or unformatted, and False, if the
+    template file is missing or needs columns that the example does not have."""
+    images = [example.image] if example.image else []
     try:
-        return loaded.ask(example.prompt, pictures), True
+        return loaded.ask(example.prompt, images), True
     except UserError:
-        return Prompt(example.prompt, images=tuple(PromptImage(str(p)) for p in pictures)), False
+        return Prompt(example.prompt, images=tuple(PromptImage(str(p)) for p in images)), False
 
 
 def code(loaded: LoadedModel, example: Example, whole: bool) -> str:
-    """`whole`: the folder holds all weights, not an adapter."""
+    """`whole`: the folder contains all weights, not an adapter."""
     section = loaded.recipe.model
     if isinstance(section, Model):
-        return _drawing(loaded, section, example.prompt, whole)
-    return _writing(loaded, section, example, whole)
+        return _image_code(loaded, section, example.prompt, whole)
+    return _text_code(loaded, section, example, whole)
 
 
-def _drawing(loaded: LoadedModel, section: Model, prompt: str, whole: bool) -> str:
+def _image_code(loaded: LoadedModel, section: Model, prompt: str, whole: bool) -> str:
     model: Any = loaded.model
     spec = loaded.spec(AS_EVALUATED, several=False)
     assert isinstance(spec, SampleSpec)
@@ -50,7 +50,7 @@ def _drawing(loaded: LoadedModel, section: Model, prompt: str, whole: bool) -> s
     absent = [name for name, part in parts.items() if part is None and name not in optional]
     half = section.dtype != "float32"
     arguments = [f"{name}=None" for name in absent] + [f"dtype=torch.{section.dtype}"] * half
-    options = "".join(f", {one}" for one in arguments)
+    options = "".join(f", {argument}" for argument in arguments)
     call = [f"height={spec.height}, width={spec.width}", f"num_inference_steps={spec.steps}"]
     if model.pipeline == "QwenImagePipeline":
         call += [f'negative_prompt="", true_cfg_scale={spec.guidance:g}']
@@ -63,17 +63,17 @@ def _drawing(loaded: LoadedModel, section: Model, prompt: str, whole: bool) -> s
         "import torch",
         f"from diffusers import {model.pipeline}",
         "",
-        'folder = "."  # this one, or its name on the hub',
+        'folder = "."  # this folder, or its name on the Hub',
         *([] if whole else [f"base = {_base(section.path)}"]),
         f"pipe = {model.pipeline}.from_pretrained({'folder' if whole else 'base'}{options})",
         *([] if whole else ["pipe.load_lora_weights(folder)"]),
         *(['pipe.to("cuda")'] if half else []),
-        "picture = pipe(",
+        "image = pipe(",
         f"    {prompt!r},",
-        *(f"    {one}," for one in call),
-        f"    generator=torch.Generator().manual_seed({seed}),  # gesso's seed 0",
+        *(f"    {argument}," for argument in call),
+        f"    generator=torch.Generator().manual_seed({seed}),  # seed 0 of gesso sample",
         ").images[0]",
-        'picture.save("picture.png")',
+        'image.save("image.png")',
     ]
     return "\n".join(lines)
 
@@ -85,36 +85,37 @@ def _base(path: str) -> str:
     return repr(path)
 
 
-def _writing(loaded: LoadedModel, section: TokenModel, example: Example, whole: bool) -> str:
+def _text_code(loaded: LoadedModel, section: TokenModel, example: Example, whole: bool) -> str:
     model: Any = loaded.model
     spec = loaded.spec(AS_EVALUATED, several=False)
     assert isinstance(spec, ResponseSpec)
-    prompt, _ = ask(loaded, example)
+    prompt, _ = prompt_of(loaded, example)
     half = section.dtype != "float32"
     dtype = f", dtype=torch.{section.dtype}" if half else ""
     loads = f"{model.auto}.from_pretrained({'folder' if whole else 'base'}{dtype})"
-    sees = example.image is not None
-    names = ["AutoTokenizer", model.auto, *(["AutoImageProcessor"] if sees else [])]
+    has_image = example.image is not None
+    names = ["AutoTokenizer", model.auto, *(["AutoImageProcessor"] if has_image else [])]
     zoo = section.path.startswith(ZOO) and not whole
     lines = [
         *(["import importlib.resources", ""] if zoo else []),
         *(["import torch"] if half else []),
         *([] if whole else ["from peft import PeftModel"]),
-        *(["from PIL import Image"] if sees else []),
+        *(["from PIL import Image"] if has_image else []),
         f"from transformers import {', '.join(sorted(names))}",
         "",
-        'folder = "."  # this one, or its name on the hub',
+        'folder = "."  # this folder, or its name on the Hub',
         *([] if whole else [f"base = {_base(section.path)}"]),
         f"model = {loads if whole else f'PeftModel.from_pretrained({loads}, folder)'}",
         *(['model.to("cuda")'] if half else []),
         "tokenizer = AutoTokenizer.from_pretrained(folder)",
         f"messages = {json.dumps(_messages(prompt), ensure_ascii=False)}",
         f"text = tokenizer.apply_chat_template(messages, {TEMPLATED})",
-        *(_looking(section) if sees else _reading()),
+        *(_image_inputs(section) if has_image else _text_inputs()),
         "inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}",
-        *_never(loaded),
+        *_suppressed(loaded),
         "response = model.generate(",
-        f"    **inputs, max_new_tokens={spec.max_tokens}, do_sample=False, suppress_tokens=never",
+        f"    **inputs, max_new_tokens={spec.max_tokens}, do_sample=False,",
+        "    suppress_tokens=suppressed,",
         ")",
         'response = response[0, inputs["input_ids"].shape[1] :]',
         "print(tokenizer.decode(response, skip_special_tokens=True))",
@@ -122,21 +123,21 @@ def _writing(loaded: LoadedModel, section: TokenModel, example: Example, whole: 
     return "\n".join(lines)
 
 
-def _never(loaded: LoadedModel) -> list[str]:
-    """What Gesso lets no model write, so that plain `generate` does not either."""
+def _suppressed(loaded: LoadedModel) -> list[str]:
+    """Tokens that Gesso never generates, to be suppressed in `generate` as well."""
     lines = [
-        "# ids that no token has, and places of pictures, are never written",
+        "# As in Gesso, do not generate padding ids of the vocabulary or image tokens.",
         "vocabulary = model.get_input_embeddings().weight.shape[0]",
-        "never = [*range(len(tokenizer), vocabulary)]",
+        "suppressed = [*range(len(tokenizer), vocabulary)]",
     ]
     if loaded.family.sees(loaded.model):
         kinds = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
-        lines.append(f"never += [getattr(model.config, kind) for kind in {kinds}]")
+        lines.append(f"suppressed += [getattr(model.config, kind) for kind in {kinds}]")
     return lines
 
 
 def _messages(prompt: Prompt) -> list[Any]:
-    """As chat templates take them: those of models that only read know texts alone."""
+    """In the format of chat templates; those of text-only models expect plain strings."""
     parts = [*({"type": "image"} for _ in prompt.images), {"type": "text", "text": prompt.text}]
     messages = prompt.messages or ({"role": "user", "content": parts},)
     if prompt.images:
@@ -148,21 +149,21 @@ def _text(content: Any) -> str:
     return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
-def _reading() -> list[str]:
+def _text_inputs() -> list[str]:
     return ['inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")']
 
 
-def _looking(section: TokenModel) -> list[str]:
-    """What AutoProcessor does, which wants torchvision for videos."""
+def _image_inputs(section: TokenModel) -> list[str]:
+    """The same as AutoProcessor, which needs torchvision for videos."""
     bounds = {"min_pixels": section.min_pixels, "max_pixels": section.max_pixels}
     limits = "".join(f", {name}={value}" for name, value in bounds.items() if value is not None)
     return [
-        "# What AutoProcessor would do; that one wants torchvision.",
-        f'look = AutoImageProcessor.from_pretrained(folder, backend="pil"{limits})',
-        f'seen = look([Image.open("{EXAMPLE}").convert("RGB")], return_tensors="pt")',
-        'places = int(seen["image_grid_thw"].prod()) // look.merge_size**2',
-        "place = tokenizer.convert_ids_to_tokens(model.config.image_token_id)",
-        "text = text.replace(place, place * places)",
-        'inputs = {**tokenizer(text, add_special_tokens=False, return_tensors="pt"), **seen}',
+        "# The same as AutoProcessor, which needs torchvision.",
+        f'processor = AutoImageProcessor.from_pretrained(folder, backend="pil"{limits})',
+        f'pixels = processor([Image.open("{EXAMPLE}").convert("RGB")], return_tensors="pt")',
+        'n_tokens = int(pixels["image_grid_thw"].prod()) // processor.merge_size**2',
+        "image_token = tokenizer.convert_ids_to_tokens(model.config.image_token_id)",
+        "text = text.replace(image_token, image_token * n_tokens)",
+        'inputs = {**tokenizer(text, add_special_tokens=False, return_tensors="pt"), **pixels}',
         'inputs["mm_token_type_ids"] = (inputs["input_ids"] == model.config.image_token_id).int()',
     ]

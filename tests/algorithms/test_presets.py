@@ -413,7 +413,7 @@ def test_the_loop_moves_and_draws_windows(recipe_data: dict) -> None:
     for name in ("mix-grpo", "flow-grpo-fast"):
         job = assemble(build.recipe_from(with_algorithm(recipe_data, name)))
         try:
-            drawn = [job.cluster.draw_step(step, 1, 1).result()[0] for step in range(7)]
+            drawn = [job.cluster.sample_step(step, 1, 1).result()[0] for step in range(7)]
         finally:
             job.close()
         starts[name] = [rollout.flow_trace.context.trained.start for rollout in drawn]

@@ -629,5 +629,5 @@ def test_mistakes_are_one_sentence(text: Tiny, algorithm: dict, sentence: str) -
 
 
 def test_refills_do_not_go_with_lag(text: Tiny) -> None:
-    with pytest.raises(UserError, match="refills draw anew for this step's weights; use lag = 0"):
+    with pytest.raises(UserError, match=r"refills = .* requires lag = 0, got lag = 1"):
         recipe_of(text, {"name": "dapo"}, lag=1)

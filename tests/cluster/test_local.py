@@ -146,7 +146,7 @@ def test_collect_returns_at_once_and_batches_are_drawn_in_order_before_the_updat
     job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[Any] = []
-    draw, update = Local.draw_step, job.learner.update
+    draw, update = Local.sample_step, job.learner.update
 
     def drawing_step(self: Local, step: int) -> Any:
         events.append(step)
@@ -156,7 +156,7 @@ def test_collect_returns_at_once_and_batches_are_drawn_in_order_before_the_updat
         events.append(f"update {step}")
         return update(rollout, step)
 
-    monkeypatch.setattr(Local, "draw_step", drawing_step)
+    monkeypatch.setattr(Local, "sample_step", drawing_step)
     monkeypatch.setattr(job.learner, "update", updating)
     first, second = job.cluster.collect(0), job.cluster.collect(1)
     assert events == []
@@ -173,14 +173,14 @@ def test_collect_returns_at_once_and_batches_are_drawn_in_order_before_the_updat
 def test_a_batch_that_cannot_be_drawn_does_not_lose_the_one_before(
     job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    draw = Local.draw_step
+    draw = Local.sample_step
 
     def failing(self: Local, step: int) -> Any:
         if step == 1:
             raise StopRun("gone")
         return draw(self, step)
 
-    monkeypatch.setattr(Local, "draw_step", failing)
+    monkeypatch.setattr(Local, "sample_step", failing)
     first, second = job.cluster.collect(0), job.cluster.collect(1)
     job.cluster.update(first.result(), 0)
     with pytest.raises(StopRun, match="gone"):

@@ -229,7 +229,7 @@ def test_a_path_is_one_source_and_reads_back(recipe: Recipe, prompt_file: Path) 
         ('data.train=[{path="x", wieght=1}]', 'unknown key "data.train.0.wieght"; did you'),
         ('data.eval=[{path="x", weight=1.0}]', 'unknown key "data.eval.0.weight"'),
         ('data.train=[{path="x", weight=0}]', "greater than 0"),
-        ('data.train=[{weight=1}]', '"data.train.0.path" is missing; expected text in quotes'),
+        ('data.train=[{weight=1}]', '"data.train.0.path" is missing; expected a string in quotes'),
         ('data.train=""', "at least 1 character"),
     ],
 )  # fmt: skip

@@ -37,7 +37,7 @@ def test_folding_takes_the_adapted_weights_once_more() -> None:
         section = recipe.model.model_copy(update={"device": "meta", "quantize": None})
         model = build.model(recipe.model_copy(update={"model": section}))
         found = flow.load(drawing(model), build.algorithm(recipe), recipe)
-        return found.networks["weights with the LoRA in them"]
+        return found.networks["folded weights"]
 
     half = "model.dtype=bfloat16"
     whole = build.recipe("demo", ["model.lora.rank=4", half, "model.fold=true", "model.device=cpu"])
@@ -65,11 +65,11 @@ def test_gradients_of_each_sample_are_stored_and_drawing_keeps_what_an_update_wo
     )
     size = two.copy  # of the adapter, in float32
     assert one.lasting["stored samples"] - two.lasting["stored samples"] == 96 * size
-    kept = "weights with the LoRA in them"
+    kept = "folded weights"
     assert one.lasting[kept] == two.lasting[kept]
-    drawing = one.passing["drawing"]  # a batch gathers where its gradients will be stored
+    drawing = one.passing["denoising"]  # a batch gathers where its gradients will be stored
     updating = two.passing["update with gradients"] - size
-    assert drawing == pytest.approx(updating, rel=0.1) and drawing > 2 * two.passing["drawing"]
+    assert drawing == pytest.approx(updating, rel=0.1) and drawing > 2 * two.passing["denoising"]
     told = one.passing["update with gradients"]  # weighed, twice as a vector, and the gradient
     assert told == pytest.approx(4 * size, rel=0.01)
     folded = estimate(build.recipe("demo", [*common[:1], "algorithm.one_pass=true"])).lasting
@@ -85,14 +85,14 @@ def test_drawing_in_one_pass_counts_the_way_back() -> None:
         for said in ("false", "true")
     )
     updating = two.passing["update with gradients"] - two.copy
-    assert one.passing["drawing"] == pytest.approx(updating, rel=0.1)
+    assert one.passing["denoising"] == pytest.approx(updating, rel=0.1)
 
 
 def test_check_says_what_it_takes(capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["check", "demo", "--memory"]) == 0
     out = capsys.readouterr().out
     assert "memory   about 461 MB at the peak" in out
-    assert "a reference, old or averaged policy is a copy of 14 MB each" in out
+    assert "each reference, old or averaged policy is a copy of 14 MB" in out
 
 
 def test_memory_of_a_model_that_is_not_there() -> None:
@@ -117,7 +117,7 @@ def test_a_critic_of_its_own_sees_for_itself_and_is_no_copy_of_the_policy() -> N
     beside = estimate(build.recipe("demo-vlm-ppo", small))
     assert beside.copy == without.copy == without.lasting["optimizer"] // 2
     assert beside.copy < beside.lasting["optimizer"] // 2
-    assert beside.host["features of pictures, up to"] == 8 * GIB
+    assert beside.host["image features, up to"] == 8 * GIB
 
 
 def test_prompts_too_short_for_a_picture(tmp_path: Path) -> None:
@@ -134,7 +134,7 @@ def test_another_engine_has_memory_of_its_own(tmp_path: Path) -> None:
     recipe = build.recipe("demo-vlm", [*common, "sampler.engine=vllm"])
     assert set(estimate(recipe).passing) == {"update with gradients"}
     told = [text for _, text in memory(recipe)]
-    assert "while it samples, vLLM has 40% of the device for itself" in told
+    assert "vLLM reserves 40% of the device memory while sampling" in told
 
 
 def test_a_full_fine_tune_of_a_writer_keeps_a_copy_and_a_lora_none(tmp_path: Path) -> None:
@@ -185,7 +185,7 @@ def test_an_operator_is_remembered_with_all_that_its_result_depends_on() -> None
 
 
 def test_quantizing_needs_lora_and_a_cuda_device() -> None:
-    with pytest.raises(UserError, match="freezes the weights, so it trains LoRA only"):
+    with pytest.raises(UserError, match="freezes the weights, so only a LoRA can be trained"):
         build.recipe("demo", ["model.quantize=nf4"])
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="needs a CUDA device, found cpu"):

@@ -51,4 +51,4 @@ def test_autocast_rounds_a_weight_once_in_a_region() -> None:
             layer(x)
 
     assert peak([x, layer.weight], twice) == half + x.nbytes
-    assert not autocast._rounded
+    assert not autocast._cast_weights

@@ -27,13 +27,13 @@ def measured_peak(recipe: Recipe) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
         job = assemble(recipe)
         try:
-            rollout, _ = job.cluster.draw_step(0).result()
+            rollout, _ = job.cluster.sample_step(0).result()
             name = recipe.reward[0].name
             scores = [Score(i % 5, {name: i % 5}) for i in range(len(rollout.samples))]
             for step in range(2):  # only from the second on Adam has its state
                 job.learner.update(replace(rollout, scores=scores, version=step), step)
             del rollout  # as in the loop
-            job.cluster.draw_step(1).result()
+            job.cluster.sample_step(1).result()
         finally:
             job.close()
     # As torch recorded them; its own tables of events, or a trace in a file, take far longer.

@@ -402,13 +402,13 @@ def test_flux_folded_and_compiled(data: dict, tmp_path: Path) -> None:
 
 def test_what_cannot_be(data: dict, tmp_path: Path) -> None:
     data["model"] |= {"lora": None}
-    with pytest.raises(UserError, match=r"fold = true folds a LoRA .* set model.lora.rank"):
+    with pytest.raises(UserError, match=r"fold = true needs a LoRA .* set model.lora.rank"):
         build.recipe_from(data)
     data["model"] |= {"lora": {"rank": 4}, "quantize": "nf4"}
-    with pytest.raises(UserError, match=r"fold = true folds .* not quantized"):
+    with pytest.raises(UserError, match=r"fold = true needs .* not quantized"):
         build.recipe_from(data)
     data["model"] |= {"fold": None, "compile": True}
-    with pytest.raises(UserError, match=r'compile = true does not go with quantize = "nf4"'):
+    with pytest.raises(UserError, match=r'compile = true does not support quantize = "nf4"'):
         build.recipe_from(data)
     del data["model"]["quantize"]
     other = pipelines.build("qwen-image", tmp_path / "qwen")

@@ -100,7 +100,7 @@ def test_a_broken_pipeline_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", ["nonsense", "cuda:77"])
 def test_a_device_that_is_not_there(device: str) -> None:
-    with pytest.raises(UserError, match=f'model.device = "{device}" cannot be used here'):
+    with pytest.raises(UserError, match=f'model.device = "{device}" is not available'):
         SD3(Model(path="zoo:signs", device=device))
 
 

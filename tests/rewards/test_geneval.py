@@ -228,8 +228,8 @@ def test_counting_has_its_own_threshold() -> None:
         ({"tag": "colors", "include": []}, 'no "include" in the row'),
         ({"tag": "x", "include": [{"count": 1}]}, 'include.0: expected {"class": "dog"'),
         ({"tag": "x", "include": [{"class": "dog"}]}, '"include.0.count" is missing'),
-        ({"tag": "x", "include": [want("dog", 0)]}, '"include.0.count" = 0 does not fit'),
-        ({"tag": "x", "include": [want("dog", color="grey")]}, "'grey' does not fit"),
+        ({"tag": "x", "include": [want("dog", 0)]}, '"include.0.count" = 0 is not valid'),
+        ({"tag": "x", "include": [want("dog", color="grey")]}, "'grey' is not valid"),
         (
             {"tag": "x", "include": [want("dog", position=["above", 0])]},
             "include.0.position refers to no clause before it",

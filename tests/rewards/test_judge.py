@@ -233,7 +233,7 @@ def test_a_question_of_ones_own(tmp_path: Path) -> None:
         ({"prompt": "README.md", "pattern": "("}, "is no regular expression"),
         ({"prompt": "README.md", "pattern": "score"}, "has 0 groups; expected 1"),
         ({"prompt": "README.md", "lowest": 5.0}, "lowest must lie below highest"),
-        ({"prompt": "README.md", "urls": ["x"]}, '"x" is no address'),
+        ({"prompt": "README.md", "urls": ["x"]}, '"x" is not a URL'),
         ({"prompt": "README.md", "temperature": 1}, 'unknown key "temperature"'),
     ],
 )

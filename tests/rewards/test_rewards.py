@@ -195,7 +195,7 @@ def test_a_class_with_state() -> None:
 @pytest.mark.parametrize(
     "name, sentence",
     [
-        ("nope", 'no reward "nope"'),
+        ("nope", 'unknown reward "nope"'),
         ("ocrr", 'did you mean "ocr"'),
         ("no_such_module:f", "cannot be imported"),
         (f"{USER}:nothing", 'has no "nothing"'),

@@ -363,7 +363,7 @@ def test_rewards_are_known_by_their_labels(
     dropped = ["algorithm.advantage.drop_flat=true", f"algorithm.advantage.flat_by={label}"]
     job = run.assemble(build.recipe("recipe.toml", [*overrides, *dropped]))
     try:
-        rollout, _ = job.cluster.draw_step(0).result()
+        rollout, _ = job.cluster.sample_step(0).result()
         assert list(rollout.weights) == [label] and not rollout.components.isnan().any()
         assert f"eval/{label}" in Facts.of(job.recipe, job.algorithm, 2).watched
     finally:

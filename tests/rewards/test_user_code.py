@@ -326,10 +326,10 @@ def test_the_largest_reward_can_be_averaged_and_squared() -> None:
 
 
 ENTRIES: list[tuple[dict[str, Any], str]] = [
-    ({"weight": 1e300}, 'weight" = 1e+300 does not fit'),
-    ({"workers": 10**9}, 'workers" = 1000000000 does not fit'),
+    ({"weight": 1e300}, 'weight" = 1e+300 is not valid'),
+    ({"workers": 10**9}, 'workers" = 1000000000 is not valid'),
     ({"style": "verl"}, "expected one of 'gesso', 'easyr1', 'openrlhf', 'trl'"),
-    ({"name": "max", "remote": REMOTE}, "the metrics have another figure of that name"),
+    ({"name": "max", "remote": REMOTE}, "this name is reserved for another metric"),
     ({"name": "a\nb", "remote": REMOTE}, "expected a name of printable characters"),
     ({"name": "", "remote": REMOTE}, "expected a name of printable characters"),
     ({"style": "easyr1"}, 'is one of Gesso\'s; style = "easyr1" is for functions of your'),

@@ -316,10 +316,10 @@ REFUSED = {
     "algorithm.beta=0.04": "has no pass for a KL to the reference, got beta = 0.04; set beta = 0",
     "algorithm.name=grpo-guard": "a ratio of 1, and grpo-guard has a surrogate that is more than",
     "algorithm.name=flow-dppo": "a ratio of 1, and flow-dppo has a surrogate that is more than",
-    "lag=1": r"got lag = 1, which learns with later weights than draw; set lag = 0",
-    "model.lora=none": "got a full fine-tune; set model.lora.rank",
-    "model.quantize=nf4": 'got quantize = "nf4"; leave model.quantize out',
-    "model.fold=false": "got fold = false; leave model.fold out, or set it to true",
+    "lag=1": r"got lag = 1, which updates newer weights than it samples with; set lag = 0",
+    "model.lora=none": "got full fine-tuning; set model.lora.rank",
+    "model.quantize=nf4": 'got quantize = "nf4"; remove model.quantize',
+    "model.fold=false": "got fold = false; remove model.fold, or set it to true",
 }
 
 

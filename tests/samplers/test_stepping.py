@@ -153,9 +153,9 @@ def test_two_adapters_are_not_folded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"fold": True}, r"fold = true folds a LoRA.*set model\.lora\.rank"),
+        ({"fold": True}, r"fold = true needs a LoRA.*set model\.lora\.rank"),
         ({"fold": True, "lora": LORA, "quantize": "nf4"}, "not quantized"),
-        ({"compile": True, "lora": LORA, "quantize": "nf4"}, "compile = true does not go with"),
+        ({"compile": True, "lora": LORA, "quantize": "nf4"}, "compile = true does not support"),
     ],
 )
 def test_what_cannot_be_folded_or_compiled(settings: dict[str, Any], says: str) -> None:

@@ -263,13 +263,13 @@ def test_vllm_is_missing(of: Callable[[str], Tiny], tmp_path: Path) -> None:
 
 
 def test_recipes_that_cannot_be(recipe_data: dict) -> None:
-    with pytest.raises(UserError, match=r'engine = "vllm" is for models that write.* draws'):
+    with pytest.raises(UserError, match=r'engine = "vllm" is for language models.* a flow model'):
         build.recipe_from(recipe_data | {"sampler": {"engine": "vllm"}})
-    with pytest.raises(UserError, match='goes with engine = "vllm"'):
+    with pytest.raises(UserError, match='requires engine = "vllm"'):
         build.recipe_from(recipe_data | {"sampler": {"vllm": {"gpu_memory": 0.5}}})
     model = {"name": "causal", "path": "x", "quantize": "nf4", "lora": {"rank": 4}}
     writes = recipe_data | {"model": model, "algorithm": {"name": "grpo", "group": 3}}
-    with pytest.raises(UserError, match="takes whole weights"):
+    with pytest.raises(UserError, match="needs unquantized weights"):
         build.recipe_from(writes | {"sampler": {"engine": "vllm"}})
 
 

@@ -232,7 +232,7 @@ BOTH = "delete the folders 000002, 000003 in {run}/checkpoints to resume from st
 NONE_LEFT = "there is no complete checkpoint before it; restore the file from a copy, or start the"
 DIGEST = "is damaged: its digest does not match what it says"
 UNFIT = f"{CONFIG} does not match the checkpoint of step 3: "
-RESTORE = "restore config.toml, or the model that it names ("
+RESTORE = "restore config.toml, or the model it refers to ("
 OTHERS = both(gone("checkpoints/000001"), gone("checkpoints/000002"))
 NFT = {"name": "diffusion-nft", "group": 3, "steps": 4, "times": 2, "updates": 1}
 REFUSED: list[tuple[str, Damage, str, str]] = [
@@ -296,8 +296,8 @@ REFUSED: list[tuple[str, Damage, str, str]] = [
      f"{TENSORS} cannot be read", BOTH),
     ("none left", both(cut(TENSORS, 9), OTHERS), f"{TENSORS} cannot be read", NONE_LEFT),
     ("one left, incomplete", both(gone(STATE), OTHERS),
-     f"{NEWEST} is not a complete checkpoint: it has no state.json, and no other is left",
-     "or delete it to train from step 0 again"),
+     f"{NEWEST} is not a complete checkpoint: it has no state.json, and there is no other",
+     "or delete it to train again from step 0"),
     ("checkpoints are a file", a_file("checkpoints"),
      "checkpoints cannot be read: Not a directory", "expected the folder of the run's"),
     ("checkpoints in a loop", a_link("checkpoints", "checkpoints"),
@@ -355,8 +355,8 @@ REFUSED: list[tuple[str, Damage, str, str]] = [
 
 # Name, damage, the step that is resumed after, and what log.txt says.
 
-LEFT_OUT = "is not a complete checkpoint: it {}; it is left out"
-AGAIN = "there is no complete checkpoint: the run starts from step 0 again"
+LEFT_OUT = "is not a complete checkpoint: it {}; it is ignored"
+AGAIN = "there is no complete checkpoint: the run starts again from step 0"
 UNVERIFIED = "the checkpoint of step 3 has no digests"
 NINTH = "checkpoints/000009"
 SAMPLES = b"\xff\n" + DEEP + b'\n{"reward": ' + LONG[:999] + b"}\n"
@@ -379,7 +379,7 @@ TAKEN: list[tuple[str, Damage, int, str]] = [
     ("without digests", state(True), 3, UNVERIFIED),
     ("without digests and data", state(True, data=None, seed=None), 3, UNVERIFIED),
     ("another seed", config(lambda c: c.update(seed=7)), 3,
-     "seed = 7 in config.toml, but this run began with seed = 0"),
+     "seed = 7 in config.toml, but this run started with seed = 0"),
     ("samples", both(gone(NEWEST), put("samples/000000.jsonl", SAMPLES)), 2, ""),
     ("groups", both(new("groups"), put("groups/000001.jsonl", b"\xff\n[1]\n")), 3, ""),
     ("a checkpoint by a link", both(moved(NEWEST, "x"), a_link(NEWEST, "../x")), 3, ""),
@@ -596,7 +596,7 @@ def test_folders_that_are_no_checkpoints_are_neither_counted_nor_deleted(folder:
         (folder / "checkpoints" / name).mkdir()
     (folder / "checkpoints/000004").mkdir()
     (folder / "checkpoints/000004/precious.txt").write_text("x")
-    with pytest.raises(UserError, match="is at step 3 already; steps=2 is less"):
+    with pytest.raises(UserError, match=r"is already at step 3; .* got steps=2"):
         run.resume(folder, steps=2)
     config(lambda c: c.update(save={"every": 1, "keep": 1}))(folder)
     found = run.resume(folder, quiet=True, steps=4)

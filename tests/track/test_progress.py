@@ -84,7 +84,7 @@ def test_a_model_that_writes_tells_too(tmp_path: Path) -> None:
     run.train("demo-vlm", few, tmp_path / "run", shown=seen)
     assert complete(seen), seen.phases
     assert seen.counted["sampling batch 1"] == 16 and seen.counted["updating"] == 32
-    assert seen.counted["measuring prompts"] == 2000
+    assert seen.counted["tokenizing prompts"] == 2000
     assert seen.counted["loading weights of zoo:shapes"] > 50
 
 

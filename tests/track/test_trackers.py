@@ -450,10 +450,10 @@ def test_names_are_checked_before_anything_is_loaded(
         ):
             of(name)  # a bare name must not switch the display off unasked
     with pytest.raises(
-        UserError, match='no tracker "wandbb"; did you mean "wandb"\\? allowed: con'
+        UserError, match='unknown tracker "wandbb"; did you mean "wandb"\\? allowed: con'
     ):
         of(["console", "wandbb"])
-    with pytest.raises(UserError, match='track has "wandb" twice'):
+    with pytest.raises(UserError, match='track lists "wandb" more than once'):
         of(["wandb", "wandb"])
     with pytest.raises(UserError, match=r'unknown key "tracker\.projct"; did you mean "project"'):
         build.recipe_from(recipe_data | {"tracker": {"projct": "x"}})

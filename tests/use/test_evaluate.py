@@ -80,7 +80,7 @@ def test_differences_are_between_samples_of_one_seed() -> None:
     torn = made("b", [[None, *row[1:]] for row in base])
     difference, pairs = a.minus(torn)
     assert pairs == 8 and difference.mean == pytest.approx(1.05)
-    assert "8 pairs" in table([a, torn]) and "a minus b, sample by sample" in table([a, b])
+    assert "8 pairs" in table([a, torn]) and "a minus b, paired by prompt" in table([a, b])
 
 
 def test_samples_of_a_prompt_are_no_independent_evidence() -> None:
@@ -127,7 +127,7 @@ def test_from_the_command_line(run: Path, tmp_path: Path, capsys: pytest.Capture
 
     told = said("--base", "--out", tmp_path / "out", "--n", "2")
     assert "3 prompts × 2" in told and "(2 of 6 scores failed, 33.3%" in told
-    assert f"{run} step 4 minus base {find(run).recipe.model.path}, sample by sample" in told
+    assert f"{run} step 4 minus base {find(run).recipe.model.path}, paired by prompt" in told
     data = json.loads((tmp_path / "out" / "eval.json").read_text())
     assert [m["failed"] for m in data["models"]] == [2, 2] and data["prompts"] == 3
     (difference,) = data["differences"]
@@ -157,13 +157,13 @@ def test_what_cannot_be_evaluated(
 
     told = said(folders / "sd3")
     assert "says nothing of prompts and rewards, as a run or a recipe would; give --prompts" in told
-    assert "says nothing of rewards" in said(folders / "sd3", "--prompts", runs.PROMPTS)
-    assert "one of these models draws and another writes" in said(run, folders / "qwen2")
-    assert 'no reward "ocrr"; did you mean "ocr"?' in said(run, "--reward", "ocrr")
+    assert "has no recipe, so rewards must" in said(folders / "sd3", "--prompts", runs.PROMPTS)
+    assert "cannot compare flow models with language models" in said(run, folders / "qwen2")
+    assert 'unknown reward "ocrr"; did you mean "ocr"?' in said(run, "--reward", "ocrr")
     assert "no such file" in said(run, "--prompts", tmp_path / "none.txt")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "kept").touch()
-    assert "exists already; choose an empty one" in said(run, "--out", tmp_path / "full")
+    assert "already exists; choose a new or empty folder" in said(run, "--out", tmp_path / "full")
     within = tmp_path / "full" / "kept" / "more"
     assert f"folder {within} cannot be made: kept is a file" in said(run, "--out", within)
 
@@ -174,7 +174,7 @@ def test_prompts_that_only_one_of_two_takes(folders: Path, tmp_path: Path) -> No
     data = runs.writes(tiny, True, {"name": "grpo"}, max_prompt=20)
     narrow = runs.make(data, tmp_path / "narrow").path
     asked = EvaluationRequest(("format",), ["how many?", "word " * 20])
-    with pytest.raises(UserError, match="do not take the same prompts; leave this one out"):
+    with pytest.raises(UserError, match="do not accept the same prompts; remove this prompt"):
         evaluate_all([find(wide), find(narrow)], asked)
     several = gesso.load(wide).evaluate(n=4)  # greedy responses would all be the same
     assert len({sample.text for sample in several.samples[:4]}) > 1

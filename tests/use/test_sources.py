@@ -16,7 +16,7 @@ from gesso.config import Lora, Model, Recipe
 from gesso.types import UserError
 from gesso.use import export
 from gesso.use.loaded import open_model
-from gesso.use.sampling import Wanted, draw_all
+from gesso.use.sampling import SampleRequest, sample_all
 from gesso.use.source import find
 from gesso.use.trained import load
 from gesso.weights.policy import Policy
@@ -101,7 +101,7 @@ def test_an_adapter_of_others(
     for folder in (drawn, said):
         (folder / "recipe.toml").unlink()
     base = f"model.path={folders / 'sd3'}"
-    with pytest.raises(UserError, match=r"does not say of which model.*--set model\.path=DIR"):
+    with pytest.raises(UserError, match=r"without a known base model.*--set model\.path=DIR"):
         find(drawn)
     found = load(drawn, overrides=[*asked, base])
     expected = load(run).sample("a red cat")[0]
@@ -111,7 +111,7 @@ def test_an_adapter_of_others(
     (drawn / "README.md").write_text(card.replace("---\n", "---\nbase_model: owner/sd3\n", 1))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(
-        UserError, match='"owner/sd3", which is neither a folder here nor to be had'
+        UserError, match=r'"owner/sd3" of .* is neither a local folder nor could it be'
     ):
         find(drawn)
     assert find(drawn, overrides=[base]).recipe.model.path == str(folders / "sd3")
@@ -127,10 +127,10 @@ def test_folders_that_are_nothing_to_draw_from(
     def said(*what: Any) -> str:
         return refused(capsys, "sample", *what, "a cat", "--quiet")
 
-    assert "is nothing to draw from: expected a run (config.toml), a pipeline" in said(tmp_path)
+    assert "contains no model: expected a run (config.toml), a diffusers pipeline" in said(tmp_path)
     assert "no such folder; expected a run, a recipe" in said(tmp_path / "nowhere")
-    assert 'no recipe "demoo"; did you mean "demo"?' in said("demoo")
-    assert "--step and --weights choose among a run's checkpoints" in said("demo", "--step", "4")
+    assert 'unknown recipe "demoo"; did you mean "demo"?' in said("demoo")
+    assert "select a checkpoint of a run, but demo is not a run" in said("demo", "--step", "4")
     (tmp_path / "model_index.json").write_text('{"_class_name": "StableVideoPipeline"}')
     told = said(tmp_path)
     assert "is a StableVideoPipeline, expected one of StableDiffusion3Pipeline, FluxPip" in told
@@ -263,29 +263,29 @@ def test_options_of_the_other_family(
     def said(*what: Any) -> str:
         return refused(capsys, "sample", *what, "--quiet")
 
-    assert "this model draws; temperature is for models that write" in (
+    assert "temperature is for language models, but this is a flow model" in (
         said(run, "oak", "--temperature", "1")
     )
-    assert "this model writes; steps is for models that draw" in said(written, "a", "--steps", "2")
-    assert "this model writes; a sheet is of pictures" in (
+    assert "steps is for flow models, but this is" in said(written, "a", "--steps", "2")
+    assert "--sheet is for image models, but this is a language model" in (
         said(written, "a", "--sheet", tmp_path / "s.png")
     )
-    assert "takes no pictures to look at" in said(run, "oak", "--image", "x.png")
-    assert "wants a prompt, or --prompts FILE" in said(run)
+    assert "whose prompts contain no images" in said(run, "oak", "--image", "x.png")
+    assert "expects a prompt, or --prompts FILE" in said(run)
     assert "--n from 1 to 1,000,000, got 0" in said(run, "oak", "--n", "0")
-    assert '"steps" = 0 does not fit' in said(run, "oak", "--steps", "0")
+    assert '"steps" = 0 is not valid' in said(run, "oak", "--steps", "0")
     (tmp_path / "taken").touch()
-    assert "wants a folder for --out" in said(run, "oak", "--out", tmp_path / "taken")
+    assert "expects a folder as --out" in said(run, "oak", "--out", tmp_path / "taken")
     within = tmp_path / "taken" / "more"
     assert f"folder {within} cannot be made: taken is a file" in said(run, "oak", "--out", within)
-    assert "is not known to come from another model" in said("demo", "oak", "--base")
+    assert "the base model of demo is unknown" in said("demo", "oak", "--base")
     long = "word " * 300
     assert "more than model.max_prompt = 256" in said(written, long)
 
 
 def test_a_picture_depends_on_its_prompt_and_seed_and_nothing_else(run: Path) -> None:
-    alone = draw_all([find(run)], Wanted(prompts=("two",), n=2, seed=5))[0].samples
-    both = draw_all([find(run)], Wanted(prompts=("one", "two"), n=2, seed=5))[0].samples
+    alone = sample_all([find(run)], SampleRequest(prompts=("two",), n=2, seed=5))[0].samples
+    both = sample_all([find(run)], SampleRequest(prompts=("one", "two"), n=2, seed=5))[0].samples
     assert [s.seed for s in both[:2]] == [s.seed for s in both[2:]] == [s.seed for s in alone]
     for one, other in zip(both[2:], alone, strict=True):  # a batch of another size rounds otherwise
         assert abs(one.pixels.astype(int) - other.pixels).max() <= 1

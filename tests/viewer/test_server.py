@@ -215,7 +215,7 @@ def test_with_a_token_nothing_is_told_without_it(runs: Path, studio: Studio) -> 
 
 
 def test_another_host_needs_a_token(runs: Path, studio: Studio) -> None:
-    with pytest.raises(UserError, match=r"--host 0\.0\.0\.0 lets other machines in"):
+    with pytest.raises(UserError, match=r"--host 0\.0\.0\.0 accepts connections"):
         server.serve(runs, studio, "0.0.0.0", 0, None)
 
 
@@ -261,7 +261,7 @@ def test_a_playground_that_fails_says_why_and_goes_on(client: TestClient, studio
     ("sent", "told"),
     [
         ({"run": "one"}, '"prompt" is missing'),
-        ({**ASK, "n": 99}, '"n" = 99 does not fit'),
+        ({**ASK, "n": 99}, '"n" = 99 is not valid'),
         ({**ASK, "guidance": 2}, 'unknown key "guidance"'),
     ],
 )
