@@ -15,7 +15,14 @@ from gesso.track.run_folder import RunFolder, must_be_possible
 from gesso.types import StopRun, UserError, bad_text, out_of_memory
 
 if TYPE_CHECKING:
+    from gesso.config.tables import RecipeTables
     from gesso.use.source import ModelSource
+
+HEADINGS = {
+    "demo": "demos, with bundled models",
+    "flow": "image models",
+    "language": "language and vision-language models",
+}  # of `gesso recipes`
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -69,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("recipe", nargs="?", help="a bundled recipe's name or a TOML file")
     train.add_argument("overrides", nargs="*", metavar="key=value", help="as optimizer.lr=1e-4")
     train.add_argument("--run", type=Path, help="run folder (default: runs/RECIPE-001 and so on)")
+    _add_card(train)
     train.add_argument("--resume", type=Path, metavar="RUN", help="go on with this run")
     _add_output(train)
     train.set_defaults(action=_train, more="overrides")
@@ -76,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     check = actions.add_parser("check", help="try everything a recipe needs, without training")
     check.add_argument("recipe")
     check.add_argument("overrides", nargs="*", metavar="key=value")
+    _add_card(check)
     check.add_argument(
         "--memory", action="store_true", help="only say how much memory it takes; loads no weights"
     )
@@ -158,6 +167,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_card(action: argparse.ArgumentParser) -> None:
+    action.add_argument(
+        "--card", type=int, metavar="GB", help="GPU memory: one of the recipe's sizes, as 24"
+    )
+
+
 def _add_checkpoint(action: argparse.ArgumentParser) -> None:
     """Which weights of a run, and changes of its recipe."""
     action.add_argument("--step", type=int, help="checkpoint (default: the newest)")
@@ -195,7 +210,9 @@ def _train(options: argparse.Namespace) -> None:
     if options.resume:
         finished = run.resume(options.resume, options.quiet, _new_steps(options), shown)
     elif options.recipe:
-        finished = run.train(options.recipe, options.overrides, options.run, options.quiet, shown)
+        finished = run.train(
+            options.recipe, options.overrides, options.run, options.quiet, shown, options.card
+        )
     else:
         raise UserError("train what? give a recipe (see `gesso recipes`) or --resume RUN")
     text, data = _summary(finished.path, finished.rows(), run.recipe_of(finished).steps)
@@ -204,6 +221,8 @@ def _train(options: argparse.Namespace) -> None:
 
 def _new_steps(options: argparse.Namespace) -> int | None:
     """What `--resume RUN steps=60` may change of a run: how far it goes."""
+    if options.card is not None:
+        raise UserError("--card cannot change a run, which keeps its recipe; leave --card out")
     given = [o for o in (options.recipe, *options.overrides) if o]
     if not given and not options.run:
         return None
@@ -251,12 +270,16 @@ def _figure(value: float | None) -> str:
 def _check(options: argparse.Namespace) -> None:
     from gesso import build
     from gesso.check import Findings, check, memory
+    from gesso.config.tables import read_recipe
 
-    recipe = build.recipe(options.recipe, options.overrides)
+    recipe = build.recipe(options.recipe, options.overrides, options.card)
     with _display(options) as shown:
         findings = Findings(memory(recipe)) if options.memory else check(recipe, shown)
-        fits = f"{options.recipe}: every key is known, every value fits"
+        card = "" if options.card is None else f" --card {options.card}"
+        fits = f"{options.recipe}{card}: every key is known, every value fits"
         facts = [("recipe", fits), *findings.facts, *(("warning", w) for w in findings.warnings)]
+        if options.memory and not card and (sizes := read_recipe(options.recipe).sizes):
+            facts.append(("sizes", f"--card {sizes}"))
         lines = [f"{name:<8} {fact}" for name, fact in facts]
         shown.result("\n".join(lines), {"facts": facts})
 
@@ -264,10 +287,24 @@ def _check(options: argparse.Namespace) -> None:
 def _recipes(options: argparse.Namespace) -> None:
     from gesso.config import tables
 
-    recipes = tables.bundled_recipes()
-    width = max(map(len, recipes))
-    for name, about in recipes.items():
-        print(f"{name:<{width}}  {about}")
+    bundled = [tables.read_recipe(name) for name in tables.bundled_recipes()]
+    for kind, heading in HEADINGS.items():
+        recipes = [recipe for recipe in bundled if _kind(recipe) == kind]
+        name_width = max(len(recipe.name) for recipe in recipes)
+        about_width = max(len(recipe.recipe["about"]) for recipe in recipes)
+        print(f"{heading}:")
+        for recipe in recipes:
+            about = f"{recipe.recipe['about']:<{about_width}}"
+            cards = f"cards {recipe.sizes} GB" if recipe.cards else ""
+            print(f"  {recipe.name:<{name_width}}  {about}  {cards}".rstrip())
+
+
+def _kind(bundled: RecipeTables) -> str:
+    """One of HEADINGS."""
+    from gesso.config import ZOO, family
+
+    model = bundled.recipe["model"]
+    return "demo" if model["path"].startswith(ZOO) else family(model)
 
 
 def _sample(options: argparse.Namespace) -> None:

@@ -1,10 +1,12 @@
-"""A recipe as tables of text and numbers: read from TOML, laid over its base, changed by overrides.
-What the names in it mean, `build.py` knows."""
+"""A recipe as plain tables: read from TOML, merged over its base, fitted to a GPU by a card table,
+changed by overrides. `build.py` resolves the names in it."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +24,64 @@ NOTHING = "none"  # as a value in a recipe over a base, or in an override: the k
 # of an algorithm may have a value of that name
 
 
+@dataclass(frozen=True)
+class RecipeTables:
+    """A recipe merged over its base, and its sizes: for a GPU of N GB, the keys that differ.
+
+    A recipe inherits the card tables of its base; its own table for the same size is merged over
+    the inherited one. The order is base, recipe, card (inherited, own), key=value overrides.
+    """
+
+    name: str
+    recipe: dict[str, Any]
+    cards: dict[int, dict[str, Any]]
+
+    @property
+    def sizes(self) -> str:
+        return ", ".join(map(str, self.cards))
+
+    def for_card(self, card: int | None) -> dict[str, Any]:
+        """The recipe's tables with one of its sizes merged in; None: without any."""
+        if card is None:
+            return self.recipe
+        if not self.cards:
+            raise UserError(
+                f"recipe {self.name} has no card tables; leave --card out, or add a table "
+                f"[card.{card}] in a recipe file of your own"
+            )
+        if card not in self.cards:
+            raise UserError(
+                f"recipe {self.name} has no card {card!r}; use --card with one of {self.sizes}"
+            )
+        about, size = self.recipe.get("about", ""), dict(self.cards[card])
+        if isinstance(about, str) and isinstance(size.get("about"), str):
+            size["about"] = f"{about} {card} GB: {size['about']}".lstrip()
+        return _merged(self.recipe, size)
+
+
 def bundled_recipes() -> dict[str, str]:
     """Name → what it is about."""
     paths = sorted(RECIPES.glob("*.toml"), key=lambda path: path.stem)
     return {path.stem: read_toml(path)["about"] for path in paths}
 
 
-def read_recipe(source: str, above: tuple[Path, ...]) -> dict[str, Any]:
+def read_recipe(source: str, above: tuple[Path, ...] = ()) -> RecipeTables:
     """A recipe's own tables over those of its `base`, a bundled name or a file beside it."""
+    path = _file(source, above)
+    data = read_toml(path)
+    cards = _cards(data.pop("card", {}), path.stem)
+    base = data.pop("base", None)
+    if base is None:
+        return RecipeTables(path.stem, data, dict(sorted(cards.items())))
+    if not isinstance(base, str):
+        raise UserError(f'recipe {path.stem}: "base" = {base!r} does not fit; expected a name')
+    below = read_recipe(base, (*above, path))
+    for card, table in below.cards.items():
+        cards[card] = over(table, cards.get(card, {}))
+    return RecipeTables(path.stem, _merged(below.recipe, data), dict(sorted(cards.items())))
+
+
+def _file(source: str, above: tuple[Path, ...]) -> Path:
     if not source:
         raise UserError("the recipe's name is empty; `gesso recipes` lists the bundled ones")
     path = RECIPES / f"{source}.toml"
@@ -37,26 +89,64 @@ def read_recipe(source: str, above: tuple[Path, ...]) -> dict[str, Any]:
         if not path.is_file():
             path = above[-1].parent / source if above else Path(source)
         is_dir = path.is_dir()
-    except OSError as error:  # a name that is too long, a folder one may not look into
+    except OSError as error:  # a name that is too long, a folder without permission
         raise UserError(f"recipe {source:.80}: {error.strerror}") from error
     if is_dir:
         raise UserError(f"recipe {path} is a folder; expected a TOML file or a bundled name")
     if not path.is_file() and path.suffix == ".toml":
         raise UserError(f"recipe {path}: no such file")
     if not path.is_file():
-        known = nearest(source, bundled_recipes(), "gesso recipes")
-        raise UserError(f'no recipe "{source}"{known}; or give a TOML file')
+        known = bundled_recipes()
+        raise UserError(_renamed(source, known, bool(above)) or _unknown(source, known))
     if path in above:
         raise UserError(f"recipe {path.stem} has itself as its base")
-    data = read_toml(path)
-    base = data.pop("base", None)
-    if base is None:
-        return data
-    if not isinstance(base, str):
-        raise UserError(f'recipe {path.stem}: "base" = {base!r} does not fit; expected a name')
-    merged = over(read_recipe(base, (*above, path)), data)
+    return path
+
+
+def _unknown(source: str, known: Mapping[str, str]) -> str:
+    return f'no recipe "{source}"{nearest(source, known, "gesso recipes")}; or give a TOML file'
+
+
+def _renamed(source: str, known: Mapping[str, str], as_base: bool) -> str | None:
+    """For the names that sizes had when each was a recipe, such as flux-pickscore-24gb."""
+    old = re.fullmatch(r"(.+)-([1-9][0-9]{0,3})gb", source)
+    if old is None or old[1] not in known or int(old[2]) not in read_recipe(old[1]).cards:
+        return None
+    train = f"`gesso train {old[1]} --card {old[2]}`"
+    use = f'base = "{old[1]}", and --card {old[2]} to train it' if as_base else train
+    return f'no recipe "{source}"; use {use}'
+
+
+def _cards(tables: Any, name: str) -> dict[int, dict[str, Any]]:
+    """The `[card.N]` tables of one file, checked as far as they can be without the recipe."""
+    if not isinstance(tables, dict):
+        raise UserError(
+            f'recipe {name}: "card" = {tables!r:.80} does not fit; expected tables, as [card.24]'
+        )
+    for key, table in tables.items():
+        if not re.fullmatch("[1-9][0-9]{0,3}", key):
+            raise UserError(
+                f'recipe {name}: "card.{key:.40}" is not a size; expected GB of GPU memory, a '
+                "positive whole number as in [card.24]"
+            )
+        if not isinstance(table, dict):
+            raise UserError(
+                f'recipe {name}: "card.{key}" = {table!r:.80} does not fit; expected a table of '
+                f"keys that differ, [card.{key}]"
+            )
+        for unfit in ("card", "base"):
+            if unfit in table:
+                raise UserError(
+                    f'recipe {name}: "card.{key}.{unfit}" is not allowed; write "{unfit}" at the '
+                    "top level of the recipe"
+                )
+    return {int(key): table for key, table in tables.items()}
+
+
+def _merged(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = over(base, changes)
     kept = {"algorithm": merged["algorithm"]} if "algorithm" in merged else {}
-    return without_nothing(merged) | kept  # what an algorithm has without it, `algorithm` knows
+    return without_nothing(merged) | kept  # `build.algorithm` removes those of the algorithm
 
 
 def read_toml(path: Path) -> dict[str, Any]:
