@@ -27,12 +27,17 @@ if "torch" not in sys.modules:
 
 
 def train(
-    recipe: str, *overrides: str, folder: str | Path | None = None, quiet: bool = False
+    recipe: str,
+    *overrides: str,
+    folder: str | Path | None = None,
+    quiet: bool = False,
+    card: int | None = None,
 ) -> RunFolder:
-    """Train a bundled recipe or a TOML file: `gesso.train("demo", "steps=5", folder="my-run")`."""
+    """Train a bundled recipe or a TOML file: `gesso.train("demo", "steps=5", folder="my-run")`, or
+    with its settings for a 24 GB GPU: `gesso.train("flux-pickscore", card=24)`."""
     from gesso import run
 
-    return run.train(recipe, overrides, folder, quiet)
+    return run.train(recipe, overrides, folder, quiet, card=card)
 
 
 def resume(folder: str | Path, quiet: bool = False) -> RunFolder:

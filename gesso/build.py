@@ -53,10 +53,17 @@ TRACKERS = {
 SHOWN = ("console", "jsonl")  # also allowed in `track`; metrics.jsonl is always written
 
 
-def recipe(source: str, overrides: Sequence[str] = ()) -> Recipe:
-    """A bundled recipe's name or a TOML file, with `key=value` overrides by dotted keys."""
-    data = changed(read_recipe(source, ()), overrides)
-    return recipe_from(data, f"recipe {Path(source).stem}")
+def recipe(source: str, overrides: Sequence[str] = (), card: int | None = None) -> Recipe:
+    """A bundled recipe's name or a TOML file, its size for a GPU of `card` GB, and `key=value`
+    overrides by dotted keys."""
+    data = changed(read_recipe(source).for_card(card), overrides)
+    if "card" in data:
+        raise UserError(
+            'overrides cannot set "card"; choose one of the recipe\'s sizes by --card, and change '
+            "its keys themselves, as in data.groups=8"
+        )
+    size = "" if card is None else f" with card.{card}"
+    return recipe_from(data, f"recipe {Path(source).stem}{size}")
 
 
 def recipe_from(data: Mapping[str, Any], where: str = "recipe") -> Recipe:

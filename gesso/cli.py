@@ -15,7 +15,14 @@ from gesso.track.run_folder import RunFolder, must_be_possible
 from gesso.types import StopRun, UserError, bad_text, out_of_memory
 
 if TYPE_CHECKING:
+    from gesso.config.tables import RecipeTables
     from gesso.use.source import ModelSource
+
+HEADINGS = {
+    "demo": "demos, with bundled models",
+    "flow": "image models",
+    "language": "language and vision-language models",
+}  # of `gesso recipes`
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -80,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="new run folder (default: runs/RECIPE-001, runs/RECIPE-002, ...)",
     )
+    _add_card(train)
     train.add_argument(
         "--resume",
         type=Path,
@@ -99,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="key=value",
         help="override a key of the recipe, e.g. optimizer.lr=1e-4",
     )
+    _add_card(check)
     check.add_argument(
         "--memory",
         action="store_true",
@@ -288,6 +297,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_card(action: argparse.ArgumentParser) -> None:
+    action.add_argument(
+        "--card",
+        type=int,
+        metavar="GB",
+        help="use the recipe's settings for a GPU with this much memory, e.g. 24",
+    )
+
+
 def _add_action(actions: Any, name: str, about: str) -> argparse.ArgumentParser:
     """`about` is shown by `gesso --help` and by `gesso NAME --help`."""
     parser: argparse.ArgumentParser = actions.add_parser(
@@ -372,7 +390,9 @@ def _train(options: argparse.Namespace) -> None:
     if options.resume:
         finished = run.resume(options.resume, options.quiet, _new_steps(options), shown)
     elif options.recipe:
-        finished = run.train(options.recipe, options.overrides, options.run, options.quiet, shown)
+        finished = run.train(
+            options.recipe, options.overrides, options.run, options.quiet, shown, options.card
+        )
     else:
         raise UserError("train expects a recipe (see `gesso recipes`) or --resume RUN")
     text, data = _summary(finished.path, finished.rows(), run.recipe_of(finished).steps)
@@ -381,6 +401,8 @@ def _train(options: argparse.Namespace) -> None:
 
 def _new_steps(options: argparse.Namespace) -> int | None:
     """The new number of steps in `--resume RUN steps=60`; nothing else may be changed."""
+    if options.card is not None:
+        raise UserError("--card cannot change a run, which keeps its recipe; leave --card out")
     given = [o for o in (options.recipe, *options.overrides) if o]
     if not given and not options.run:
         return None
@@ -430,12 +452,16 @@ def _number(value: float | None) -> str:
 def _check(options: argparse.Namespace) -> None:
     from gesso import build
     from gesso.check import Findings, check, memory
+    from gesso.config.tables import read_recipe
 
-    recipe = build.recipe(options.recipe, options.overrides)
+    recipe = build.recipe(options.recipe, options.overrides, options.card)
     with _display(options) as shown:
         findings = Findings(memory(recipe)) if options.memory else check(recipe, shown)
-        valid = f"{options.recipe}: all keys and values are valid"
+        card = "" if options.card is None else f" --card {options.card}"
+        valid = f"{options.recipe}{card}: all keys and values are valid"
         facts = [("recipe", valid), *findings.facts, *(("warning", w) for w in findings.warnings)]
+        if options.memory and not card and (sizes := read_recipe(options.recipe).sizes):
+            facts.append(("sizes", f"--card {sizes}"))
         lines = [f"{name:<8} {fact}" for name, fact in facts]
         shown.result("\n".join(lines), {"facts": facts})
 
@@ -443,10 +469,24 @@ def _check(options: argparse.Namespace) -> None:
 def _recipes(options: argparse.Namespace) -> None:
     from gesso.config import tables
 
-    recipes = tables.bundled_recipes()
-    width = max(map(len, recipes))
-    for name, about in recipes.items():
-        print(f"{name:<{width}}  {about}")
+    bundled = [tables.read_recipe(name) for name in tables.bundled_recipes()]
+    for kind, heading in HEADINGS.items():
+        recipes = [recipe for recipe in bundled if _kind(recipe) == kind]
+        name_width = max(len(recipe.name) for recipe in recipes)
+        about_width = max(len(recipe.recipe["about"]) for recipe in recipes)
+        print(f"{heading}:")
+        for recipe in recipes:
+            about = f"{recipe.recipe['about']:<{about_width}}"
+            cards = f"cards {recipe.sizes} GB" if recipe.cards else ""
+            print(f"  {recipe.name:<{name_width}}  {about}  {cards}".rstrip())
+
+
+def _kind(bundled: RecipeTables) -> str:
+    """One of HEADINGS."""
+    from gesso.config import ZOO, family
+
+    model = bundled.recipe["model"]
+    return "demo" if model["path"].startswith(ZOO) else family(model)
 
 
 def _sample(options: argparse.Namespace) -> None:

@@ -101,16 +101,20 @@ def train(
     folder: str | Path | None = None,
     quiet: bool = False,
     shown: Display | None = None,
+    card: int | None = None,
 ) -> RunFolder:
     """Train a recipe (bundled name, TOML file or Recipe) into a new run folder. `shown` displays
-    the progress instead of the console."""
+    the progress instead of the console. `card`: GPU memory in GB, one of the recipe's sizes."""
     name, called = "run", ""
     if isinstance(recipe, str):
         name = called = Path(recipe).stem
-        recipe = build.recipe(recipe, overrides)
-    elif overrides:
+        if card is not None:
+            name, called = f"{name}-{card}gb", f"{called} --card {card}"
+        recipe = build.recipe(recipe, overrides, card)
+    elif overrides or card is not None:
         raise UserError(
-            "overrides require a recipe's name or file; change a Recipe with model_copy(update=…)"
+            "overrides and card require a recipe's name or file; change a Recipe with "
+            "model_copy(update=…)"
         )
     path = Path(folder) if folder is not None else _next_folder(name)
     RunFolder.must_be_new(path)

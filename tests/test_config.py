@@ -120,8 +120,8 @@ def test_no_such_recipe() -> None:
 def test_every_bundled_recipe_loads_and_is_short(name: str) -> None:
     recipe = build.recipe(name)
     assert recipe.about
-    lines = (tables.RECIPES / f"{name}.toml").read_text().splitlines()
-    assert len([line for line in lines if line.strip()]) < 50
+    text = (tables.RECIPES / f"{name}.toml").read_text(encoding="utf-8").partition("\n[card.")[0]
+    assert len([line for line in text.splitlines() if line.strip()]) < 50
 
 
 def test_a_resolved_recipe_says_everything_and_reads_back(tmp_path) -> None:

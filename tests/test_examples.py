@@ -193,7 +193,7 @@ def test_recipes_load(block: pages.Block, modules: Path) -> None:
         sys.path.append(str(modules))
         for name in bases:
             try:
-                build.recipe_from(data if whole else over(read_recipe(name, ()), data))
+                build.recipe_from(data if whole else over(read_recipe(name).recipe, data))
             except UserError as error:
                 errors.append(f"{name}: {error}")
     assert len(errors) < len(bases), errors

@@ -1,10 +1,12 @@
-"""A recipe as nested tables: read from TOML, merged with its base, changed by overrides. `build.py`
-resolves the names in it."""
+"""A recipe as nested tables: read from TOML, merged with its base, fitted to a GPU by a card table,
+changed by overrides. `build.py` resolves the names in it."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +24,67 @@ NOTHING = "none"  # in a recipe with a base, or in an override, this value remov
 # option of an algorithm may have it as a value
 
 
+@dataclass(frozen=True)
+class RecipeTables:
+    """A recipe merged over its base, and its sizes: for a GPU of N GB, the keys that differ.
+
+    A recipe inherits the card tables of its base; its own table for the same size is merged over
+    the inherited one. The order is base, recipe, card (inherited, own), key=value overrides.
+    """
+
+    name: str
+    recipe: dict[str, Any]
+    cards: dict[int, dict[str, Any]]
+
+    @property
+    def sizes(self) -> str:
+        return ", ".join(map(str, self.cards))
+
+    def for_card(self, card: int | None) -> dict[str, Any]:
+        """The recipe's tables with one of its sizes merged in; None: without any."""
+        if card is None:
+            return self.recipe
+        if not self.cards:
+            raise UserError(
+                f"recipe {self.name} has no card tables; leave --card out, or add a table "
+                f"[card.{card}] in a recipe file of your own"
+            )
+        if card not in self.cards:
+            raise UserError(
+                f"recipe {self.name} has no card {card!r}; use --card with one of {self.sizes}"
+            )
+        about, size = self.recipe.get("about", ""), dict(self.cards[card])
+        if isinstance(about, str) and isinstance(size.get("about"), str):
+            size["about"] = f"{about} {card} GB: {size['about']}".lstrip()
+        return _merged(self.recipe, size)
+
+
 def bundled_recipes() -> dict[str, str]:
     """Name → description."""
     paths = sorted(RECIPES.glob("*.toml"), key=lambda path: path.stem)
     return {path.stem: read_toml(path)["about"] for path in paths}
 
 
-def read_recipe(source: str, above: tuple[Path, ...]) -> dict[str, Any]:
+def read_recipe(source: str, above: tuple[Path, ...] = ()) -> RecipeTables:
     """The tables of a recipe, merged with those of its `base`: a bundled name, or a file relative
     to the recipe."""
+    path = _file(source, above)
+    data = read_toml(path)
+    cards = _cards(data.pop("card", {}), path.stem)
+    base = data.pop("base", None)
+    if base is None:
+        return RecipeTables(path.stem, data, dict(sorted(cards.items())))
+    if not isinstance(base, str):
+        raise UserError(
+            f'recipe {path.stem}: "base" = {base!r} is not valid; expected a name or a file'
+        )
+    below = read_recipe(base, (*above, path))
+    for card, table in below.cards.items():
+        cards[card] = over(table, cards.get(card, {}))
+    return RecipeTables(path.stem, _merged(below.recipe, data), dict(sorted(cards.items())))
+
+
+def _file(source: str, above: tuple[Path, ...]) -> Path:
     if not source:
         raise UserError("the recipe's name is empty; `gesso recipes` lists the bundled recipes")
     path = RECIPES / f"{source}.toml"
@@ -47,19 +101,56 @@ def read_recipe(source: str, above: tuple[Path, ...]) -> dict[str, Any]:
     if not path.is_file() and path.suffix == ".toml":
         raise UserError(f"recipe {path}: no such file")
     if not path.is_file():
-        known = nearest(source, bundled_recipes(), "gesso recipes")
-        raise UserError(f'unknown recipe "{source}"{known}; a TOML file is also accepted')
+        known = bundled_recipes()
+        raise UserError(_renamed(source, known, bool(above)) or _unknown(source, known))
     if path in above:
         raise UserError(f"recipe {path.stem} has itself as its base; change or remove base")
-    data = read_toml(path)
-    base = data.pop("base", None)
-    if base is None:
-        return data
-    if not isinstance(base, str):
+    return path
+
+
+def _unknown(source: str, known: Mapping[str, str]) -> str:
+    known_names = nearest(source, known, "gesso recipes")
+    return f'unknown recipe "{source}"{known_names}; a TOML file is also accepted'
+
+
+def _renamed(source: str, known: Mapping[str, str], as_base: bool) -> str | None:
+    """For the names that sizes had when each was a recipe, such as flux-pickscore-24gb."""
+    old = re.fullmatch(r"(.+)-([1-9][0-9]{0,3})gb", source)
+    if old is None or old[1] not in known or int(old[2]) not in read_recipe(old[1]).cards:
+        return None
+    train = f"`gesso train {old[1]} --card {old[2]}`"
+    use = f'base = "{old[1]}", and --card {old[2]} to train it' if as_base else train
+    return f'unknown recipe "{source}"; use {use}'
+
+
+def _cards(tables: Any, name: str) -> dict[int, dict[str, Any]]:
+    """The `[card.N]` tables of one file, checked as far as they can be without the recipe."""
+    if not isinstance(tables, dict):
         raise UserError(
-            f'recipe {path.stem}: "base" = {base!r} is not valid; expected a name or a file'
+            f'recipe {name}: "card" = {tables!r:.80} is not valid; expected tables, [card.24]'
         )
-    merged = over(read_recipe(base, (*above, path)), data)
+    for key, table in tables.items():
+        if not re.fullmatch("[1-9][0-9]{0,3}", key):
+            raise UserError(
+                f'recipe {name}: "card.{key:.40}" is not a size; expected GB of GPU memory, a '
+                "positive whole number as in [card.24]"
+            )
+        if not isinstance(table, dict):
+            raise UserError(
+                f'recipe {name}: "card.{key}" = {table!r:.80} is not valid; expected a table of '
+                f"keys that differ, [card.{key}]"
+            )
+        for unfit in ("card", "base"):
+            if unfit in table:
+                raise UserError(
+                    f'recipe {name}: "card.{key}.{unfit}" is not allowed; write "{unfit}" at the '
+                    "top level of the recipe"
+                )
+    return {int(key): table for key, table in tables.items()}
+
+
+def _merged(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    merged = over(base, changes)
     kept = {"algorithm": merged["algorithm"]} if "algorithm" in merged else {}
     return without_nothing(merged) | kept  # `build.algorithm` handles "none" in this table
 
