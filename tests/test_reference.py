@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from gesso import build, config, run
+from gesso import build, config, health, run
 from gesso.track.metrics import METRICS
 from tools import reference
 
@@ -42,6 +42,14 @@ def test_every_section_of_a_recipe_has_a_table() -> None:
         and kind.__module__.startswith(config.__name__)
     }
     assert declared - internal <= set(reference.SECTIONS.values())
+
+
+def test_every_warning_has_a_condition() -> None:
+    assert [kind for kind, check in health.CHECKS.items() if not check.__doc__] == []
+
+
+def test_every_command_option_has_a_help_text() -> None:
+    assert not re.search(r"`: \.?$", reference.PAGES["commands.md"](), re.MULTILINE)
 
 
 def test_every_algorithm_is_listed() -> None:

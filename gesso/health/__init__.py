@@ -64,9 +64,9 @@ class Symptom:
 
 
 def saturated(rows: Sequence[Row], facts: Facts) -> str | None:
-    """Most groups are flat at the largest reward of the run. A reward that never varied is reported
-    by `flat_groups` instead. Groups are ignored if the algorithm does not compare samples of one
-    prompt."""
+    """Most samples have the largest reward of the run, and more than half of the groups are flat at
+    it. A reward that never varied is reported by `flat-groups` instead; groups are ignored if the
+    algorithm does not compare samples of one prompt."""
     flat = flat_shares(rows, facts)
     shares, tops = recent(rows, "reward/at_max"), recent(rows, "reward/max")
     if not flat or not shares or median(shares) < (SATURATED if facts.compares else TOP):
@@ -85,6 +85,7 @@ def saturated(rows: Sequence[Row], facts: Facts) -> str | None:
 
 
 def flat_groups(rows: Sequence[Row], facts: Facts) -> str | None:
+    """In more than half of the groups all samples have the same reward."""
     shares = flat_shares(rows, facts)
     if not facts.compares or not shares or median(shares) <= FLAT or saturated(rows, facts):
         return None
@@ -98,7 +99,8 @@ def flat_groups(rows: Sequence[Row], facts: Facts) -> str | None:
 
 
 def old_samples(rows: Sequence[Row], facts: Facts) -> str | None:
-    """At lag 1, terms can be outside the clip range before the first optimizer step."""
+    """At `lag = 1`, more than 25% of the terms are clipped. Terms can then be outside the clip
+    range before the first optimizer step."""
     ages, shares = recent(rows, "age"), recent(rows, "update/clipped")
     gaps = recent(rows, "update/abs_dlogp")
     if not ages or not shares or not gaps or min(ages) < 1 or median(shares) <= OLD:
@@ -112,7 +114,8 @@ def old_samples(rows: Sequence[Row], facts: Facts) -> str | None:
 
 
 def clipping_most(rows: Sequence[Row], facts: Facts) -> str | None:
-    """On-policy, the first optimizer step cannot clip; the share is that of the later steps."""
+    """After the first optimizer step of an on-policy batch, more than 35% of the terms are clipped.
+    The first step itself cannot clip."""
     ages, shares = recent(rows, "age"), recent(rows, "update/clipped")
     if facts.updates < 2 or not ages or not shares or max(ages) > 0:
         return None
@@ -128,8 +131,9 @@ def clipping_most(rows: Sequence[Row], facts: Facts) -> str | None:
 
 
 def diversity(rows: Sequence[Row], facts: Facts) -> str | None:
-    """For language models, diversity is the share of distinct responses. It also falls when a model
-    becomes confident of the right answer, so the reward must have stopped rising as well."""
+    """Diversity fell below 30% of its initial value. For language models the reward must have
+    stopped rising as well: the share of distinct responses also falls when a model becomes
+    confident of the right answer."""
     then, now = then_and_now(rows, "diversity")
     if then is None or now is None or now >= COLLAPSED * then:
         return None

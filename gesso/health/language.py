@@ -16,6 +16,7 @@ LEAP, NEAR = 5.0, 0.1  # times the KL of the SPAN rows before; ignored below NEA
 
 
 def truncated_responses(rows: Sequence[Row], facts: Facts) -> str | None:
+    """More than 25% of the responses are truncated at `algorithm.max_tokens`."""
     shares = recent(rows, "response/truncated")
     if not shares or median(shares) <= CUT:
         return None
@@ -28,6 +29,7 @@ def truncated_responses(rows: Sequence[Row], facts: Facts) -> str | None:
 
 
 def longer_responses(rows: Sequence[Row], facts: Facts) -> str | None:
+    """Responses became 1.5 times as long while the reward did not rise."""
     same = plateau(rows)
     lengths = [n for row in same if (n := row.get("response/length")) is not None]
     if not same or len(lengths) < len(same):
@@ -43,6 +45,7 @@ def longer_responses(rows: Sequence[Row], facts: Facts) -> str | None:
 
 
 def entropy_collapse(rows: Sequence[Row], facts: Facts) -> str | None:
+    """The entropy fell below 10% of its initial value and the reward stopped rising."""
     then, now = then_and_now(rows, "update/entropy")
     since = stalled(rows)
     if then is None or now is None or now >= FADED * then or not since:
@@ -56,7 +59,7 @@ def entropy_collapse(rows: Sequence[Row], facts: Facts) -> str | None:
 
 
 def constant_length(rows: Sequence[Row], facts: Facts) -> str | None:
-    """The mean length equals the longest one only if all responses have the same length."""
+    """All responses have the same length, unlike at the start, and the reward stopped rising."""
     lengths, longest = (
         then_and_now(rows, "response/length"),
         then_and_now(rows, "response/max_length"),
@@ -78,7 +81,7 @@ def constant_length(rows: Sequence[Row], facts: Facts) -> str | None:
 
 
 def kl_explodes(rows: Sequence[Row], facts: Facts) -> str | None:
-    """Only for language models: the KL of image models has other units."""
+    """Language models: the KL per token is above 1 nat, or 5 times that of the steps before."""
     now = recent(rows, "update/kl")
     before = [
         v for row in rows[-WINDOW - SPAN : -WINDOW] if (v := row.get("update/kl")) is not None

@@ -31,7 +31,8 @@ for language models the mean over the tokens must stay below this limit."""
 
 
 def clip_under_floor(rows: Sequence[Row], facts: Facts) -> str | None:
-    """On-policy, before the first optimizer step, the ratio is 1 except for rounding."""
+    """Rounding alone leads to clipping: on-policy, before the first optimizer step, the ratio is 1
+    except for rounding."""
     gap = floor(rows[-1])
     if facts.clip is None or gap is None or ratio_not_one(rows, facts):
         return None
@@ -56,6 +57,7 @@ def under_floor(clip: float, gap: float) -> str:
 
 
 def ratio_not_one(rows: Sequence[Row], facts: Facts) -> str | None:
+    """Log-probs of sampling and replay with the same weights differ by more than rounding."""
     gap, mean = floor(rows[-1]), rows[-1].get("update/abs_dlogp")
     if facts.is_language and gap is not None and mean is not None:
         gap = min(gap, mean)  # a rare token can differ a lot; see `sampler_mismatch`
