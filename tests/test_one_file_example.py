@@ -150,7 +150,7 @@ def test_samples_and_log_probs_are_equal(example: ModuleType, iteration: Iterati
 def test_images_are_equal(example: ModuleType, iteration: Iteration) -> None:
     images = example.decode(iteration.pipe, iteration.rollout.flow_trace.clean)
     for image, sample in zip(images, iteration.rollout.samples, strict=True):
-        assert (image == sample.picture).all()
+        assert (image == sample.pixels).all()
 
 
 def test_advantages_are_equal(example: ModuleType, iteration: Iteration) -> None:
