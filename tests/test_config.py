@@ -20,7 +20,7 @@ BAD = [
     ("algorithm.grop=3", 'algorithm flow-grpo: unknown key "grop"; did you mean "group"?'),
     ("algorithm.rule=ddim", "expected one of 'flow-sde', 'cps'"),
     ("algorithm.window.size=9", "does not fit into 6 steps; low + size <= high <= steps"),
-    ("algorithm.noise=0", "noise = 0 leaves no stochastic step"),
+    ("algorithm.noise=0", "noise = 0 makes every step deterministic"),
     ("model.name=sd9", 'no model "sd9"; did you mean "sd3"?'),
     ("reward.0.detekt=true", 'reward ocr: unknown key "detekt"; did you mean "detect"?'),
     ("reward.0.name=5", '"reward.0.name" = 5 does not fit'),
@@ -63,7 +63,7 @@ def test_impossible_combinations() -> None:
     cps = ["algorithm.window=none", "algorithm.rule=cps", "algorithm.timestep_fraction=1.0"]
     with pytest.raises(UserError, match="last CPS step has no noise"):
         build.recipe("demo", cps)
-    with pytest.raises(UserError, match="trains none"):
+    with pytest.raises(UserError, match="is less than one step"):
         build.recipe("demo", ["algorithm.window=none", "algorithm.timestep_fraction=0.1"])
     with pytest.raises(UserError, match="more than the 3 steps"):
         build.recipe("demo", ['algorithm={name="diffusion-nft", steps=3, times=4}'])
