@@ -77,7 +77,7 @@ CASES = [
     (f"check {'x' * 300}", "File name too long"),
     (f"check {'x' * 300}.toml", "File name too long"),
     # devices and code
-    ("check demo model.height=512", "reach up to 96 pixels a side"),
+    ("check demo model.height=512", "limited to 96 pixels per side"),
     (f"check demo seed={'9' * 5000}", '"seed" ='),
     ("check digits.toml", "not valid TOML"),
     ("check dotted.toml", "nested more than 32 levels deep"),

@@ -142,8 +142,8 @@ def test_run_folders_that_cannot_be_made(tmp_path: Path) -> None:
 
     (tmp_path / "file").touch()
     for path, sentence in (
-        (tmp_path / ("r" * 300), "cannot be made: File name too long"),
-        (tmp_path / "file" / "run", "cannot be made: file is a file"),
+        (tmp_path / ("r" * 300), "cannot be created: File name too long"),
+        (tmp_path / "file" / "run", "cannot be created: file is a file"),
         (tmp_path / "file", "exists and is not a run"),
     ):
         with pytest.raises(UserError, match=sentence):

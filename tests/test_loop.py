@@ -294,7 +294,7 @@ def test_a_full_disk_while_saving_loses_nothing(
         real(tensors, path)
 
     monkeypatch.setattr(safetensors.torch, "save_file", full)
-    with pytest.raises(StopRun, match=r"No space left .* last complete one is step 2; make room"):
+    with pytest.raises(StopRun, match=r"No space left .* complete checkpoint is step 2; free disk"):
         go(recipe_data | {"steps": 4}, tmp_path / "run")
     found = RunFolder.open(tmp_path / "run")
     assert found.latest() == 2

@@ -72,7 +72,7 @@ def test_both_sides_are_what_each_would_draw_alone(
     found = run.train(build.recipe_from(recipe_data), folder=tmp_path / "run", quiet=True)
     heard = Heard()
     ask = PlaygroundRequest(run="run", prompt=PROMPT, seed=4, n=2)
-    result = studio.draw(found.path, ask, heard)
+    result = studio.generate(found.path, ask, heard)
     assert result["step"] == 2 and "scoring" in heard.phases
     assert any("loading" in phase for phase in heard.phases)
     assert [done for phase, done in heard.phases.items() if "drawing" in phase] == [2]
@@ -89,17 +89,17 @@ def test_both_sides_are_what_each_would_draw_alone(
         assert cell["parts"] == {"jpeg-incompressibility": cell["reward"]}
 
     heard = Heard()  # the second time everything is loaded
-    again = studio.draw(found.path, ask.model_copy(update={"score": False}), heard)
+    again = studio.generate(found.path, ask.model_copy(update={"score": False}), heard)
     assert not any("loading" in phase for phase in heard.phases)
     assert np.array_equal(pixels(again["trained"][0]), trained[0])
     assert "reward" not in again["trained"][0]
     run.resume(found.path, quiet=True, steps=3)  # it goes on: the playground follows
-    later = studio.draw(found.path, ask, Heard())
+    later = studio.generate(found.path, ask, Heard())
     assert later["step"] == 3
     assert not np.array_equal(pixels(later["trained"][0]), trained[0])
     assert np.array_equal(pixels(later["base"][0]), base[0])
     with pytest.raises(UserError, match="whose prompts contain no images"):
-        studio.draw(found.path, ask.model_copy(update={"image": "aGk="}), heard)
+        studio.generate(found.path, ask.model_copy(update={"image": "aGk="}), heard)
 
 
 def test_a_model_that_sees_answers_about_a_picture(tmp_path: Path, studio: Studio) -> None:
@@ -125,7 +125,7 @@ def test_a_model_that_sees_answers_about_a_picture(tmp_path: Path, studio: Studi
     found = run.train(recipe, folder=tmp_path / "run", quiet=True)
     image = base64.b64encode(picture.read()).decode()
     heard = Heard()
-    result = studio.draw(
+    result = studio.generate(
         found.path, PlaygroundRequest(run="run", prompt="how many?", image=image), heard
     )
     assert isinstance(result["base"][0]["response"], str) and len(result["trained"]) == 1
@@ -135,9 +135,9 @@ def test_a_model_that_sees_answers_about_a_picture(tmp_path: Path, studio: Studi
         'not scored: count: expected a column "answer" such as 4, found no such column'
     ]
     ask = PlaygroundRequest(run="run", prompt="how many?", image=image, answer="3")
-    assert "count" in studio.draw(found.path, ask, Heard())["base"][0]["parts"]
-    with pytest.raises(UserError, match="not base64"):
-        studio.draw(found.path, PlaygroundRequest(run="run", prompt="?", image="no!"), heard)
+    assert "count" in studio.generate(found.path, ask, Heard())["base"][0]["parts"]
+    with pytest.raises(UserError, match="not valid base64"):
+        studio.generate(found.path, PlaygroundRequest(run="run", prompt="?", image="no!"), heard)
 
 
 def test_the_playground_says_what_the_bundled_model_was_not_trained_on(tmp_path: Path) -> None:
@@ -169,4 +169,4 @@ def test_a_run_without_a_checkpoint(recipe_data: dict, tmp_path: Path, studio: S
     recipe = build.recipe_from(recipe_data)
     found = RunFolder.create(tmp_path / "run", recipe.model_dump())
     with pytest.raises(UserError, match="has no checkpoint yet"):
-        studio.draw(found.path, PlaygroundRequest(run="run", prompt=PROMPT), Heard())
+        studio.generate(found.path, PlaygroundRequest(run="run", prompt=PROMPT), Heard())

@@ -158,7 +158,7 @@ def test_the_page_over_somebody_elses_run_runs_none_of_its_code(
     assert "theirs" in (workplace / "page.html").read_text()
     ask, heard = PlaygroundRequest(run="theirs", prompt=PROMPT, seed=1, n=1), Heard()
     studio = Studio()
-    drawn = studio.draw(foreign_run.path, ask, heard)
+    drawn = studio.generate(foreign_run.path, ask, heard)
     studio.close()
     assert drawn["trained"][0]["image"] and "reward" not in drawn["trained"][0]
     assert any("--trust-code" in note for note in heard.notes)
@@ -175,7 +175,7 @@ def test_the_playground_refuses_a_model_or_algorithm_of_the_runs_own(
     (workplace / MARK).unlink(missing_ok=True)  # building the recipe has imported the reward
     sys.modules.pop("mine", None)
     with pytest.raises(UserError, match=f'the {key} "mine:Thing" .* --trust-code'):
-        Studio().draw(
+        Studio().generate(
             foreign_run.path, PlaygroundRequest(run="theirs", prompt=PROMPT, seed=1, n=1), Heard()
         )
     assert not (workplace / MARK).exists()
@@ -184,7 +184,7 @@ def test_the_playground_refuses_a_model_or_algorithm_of_the_runs_own(
 def test_a_trusted_page_scores_by_the_runs_own_reward(foreign_run: RunFolder) -> None:
     studio = Studio(trust_code=True)
     ask = PlaygroundRequest(run="theirs", prompt=PROMPT, seed=1, n=1)
-    drawn = studio.draw(foreign_run.path, ask, Heard())
+    drawn = studio.generate(foreign_run.path, ask, Heard())
     studio.close()
     assert drawn["trained"][0]["reward"] == 0.5
 

@@ -1,11 +1,11 @@
-"""The web page over run folders: `gesso view`. It reads what runs have written and changes nothing.
+"""The web page for run folders: `gesso view`. It only reads run folders.
 
-reading.py    a run folder → plain figures, as far as it is written, damaged parts named
-files.py      which files of a run may be shown, and small versions of its pictures
+reading.py    a run folder as plain data; incomplete and damaged parts are skipped and reported
+files.py      access to the images of a run, and thumbnails
 film.py       an evolution as GIF, MP4 or contact sheet
-server.py     the same over HTTP
-playground.py  requests to draw, one job at a time; studio.py draws
-status.py     how a run is, from its log
-report.py     the page with everything inside: one file to send to somebody
-page/         what the browser gets
+server.py     the HTTP server
+playground.py  generation requests, one job at a time; studio.py runs them
+status.py     the health of a run, from its log
+report.py     the page as a single self-contained HTML file
+page/         files for the browser
 """

@@ -1,6 +1,6 @@
-"""Which runs and files may be shown. A run is one of those found under the folder that was given;
-a file is a picture that a run writes, by the names it writes. Nothing else can be asked for: no
-path is built from what a browser sends but by matching it, and links are not followed."""
+"""Controls which runs and files can be requested: runs found under the given folder, and images
+with the file names that runs use. Nothing else is accessible: a path from a request is used only if
+it matches these names, and links are not followed."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from pathlib import Path
 
 from gesso.types import UserError
 
-DEPTH = 3  # folders between the one given and a run
-PICTURE = re.compile(
+DEPTH = 3  # maximum number of folders between the given folder and a run
+IMAGE_NAME = re.compile(
     r"samples/\d{6,}/\d{3,}\.png"
     r"|samples/prompts/\d{3,}-\d+\.png"
     r"|groups/\d{6,}/\d{3,}-(\d{2,}|shown-\d+)\.webp"
 )
-WIDTHS = (96, 192, 384)  # of small versions; others are not made
-KEPT = 64 * 2**20  # bytes of small versions that are remembered
-PIXELS = 64 * 2**20  # of a picture that is opened; a bomb has more
+WIDTHS = (96, 192, 384)  # supported widths of thumbnails
+CACHE_BYTES = 64 * 2**20  # of cached thumbnails
+MAX_PIXELS = 64 * 2**20  # of an image that is opened; decompression bombs have more
 
 
 class NotShown(Exception):
-    """There is no such file, or it is none that may be shown."""
+    """There is no such file, or it may not be served."""
 
 
 def find_runs(root: Path) -> dict[str, Path]:
-    """Runs under `root` by their path from there; or `root` itself where it is a run."""
+    """Runs under `root` by their relative path; or `root` itself if it is a run."""
     if not root.is_dir():
-        raise UserError(f"no folder {root}; expected the folder of runs, or one run")
+        raise UserError(f"folder {root} does not exist; expected a folder of runs, or one run")
     if (root / "config.toml").is_file():
         return {root.resolve().name: root}
     runs: dict[str, Path] = {}
@@ -47,29 +47,29 @@ def find_runs(root: Path) -> dict[str, Path]:
     return runs
 
 
-def picture(run: Path, name: str) -> Path:
-    """The file of a picture of this run."""
-    if not PICTURE.fullmatch(name):
-        raise NotShown(f"no picture {name!r} in a run folder")
+def image_file(run: Path, name: str) -> Path:
+    """The file of an image of this run."""
+    if not IMAGE_NAME.fullmatch(name):
+        raise NotShown(f"{name!r} is not the name of an image in a run folder")
     path = run / name
     steps = [path, *list(path.parents)[: len(Path(name).parts) - 1]]
     if any(step.is_symlink() for step in steps) or not path.is_file():
-        raise NotShown(f"no picture {name} in {run.name}")
+        raise NotShown(f"no image {name} in {run.name}")
     return path
 
 
 class Thumbnails:
-    """Small versions of pictures, made when first asked for; the latest are remembered."""
+    """Thumbnails of images, created on first use and cached up to `limit` bytes."""
 
-    def __init__(self, limit: int = KEPT) -> None:
+    def __init__(self, limit: int = CACHE_BYTES) -> None:
         self.limit = limit
         self._made: OrderedDict[tuple[Path, int, int], bytes] = OrderedDict()
         self._size = 0
 
     def get(self, path: Path, width: int) -> bytes:
-        """WebP of this width, or of the picture's own if that is less."""
+        """WebP of this width, or of the width of the image if that is smaller."""
         if width not in WIDTHS:
-            raise NotShown(f"no pictures of width {width}; there are {WIDTHS}")
+            raise NotShown(f"thumbnails of width {width} are not supported; use one of {WIDTHS}")
         key = (path, path.stat().st_mtime_ns, width)
         if key in self._made:
             self._made.move_to_end(key)
@@ -83,17 +83,19 @@ class Thumbnails:
 
 
 def encode(path: Path, width: int) -> bytes:
-    """A picture decoded and encoded anew, so that nothing else can come along."""
+    """An image, decoded and re-encoded, so that no other file content is served."""
     from PIL import Image
 
     try:
         with Image.open(path) as opened:
-            if opened.width * opened.height > PIXELS:
-                raise NotShown(f"{path.name} has {opened.width} × {opened.height} pixels: too many")
+            if opened.width * opened.height > MAX_PIXELS:
+                raise NotShown(
+                    f"{path.name} has {opened.width} × {opened.height} pixels, which is too many"
+                )
             image = opened.convert("RGB")
     except NotShown:
         raise
-    except Exception as error:  # Pillow answers a damaged file with a dozen types
+    except Exception as error:  # Pillow raises a dozen types for damaged files
         raise NotShown(f"{path.name} cannot be read: {error}") from error
     small = image.width <= width
     if not small:

@@ -1,4 +1,5 @@
-"""An evolution to take away: a film of one prompt (GIF or MP4), or a sheet of all of them."""
+"""An evolution for download: an animation of one prompt (GIF or MP4), or a contact sheet of all
+prompts."""
 
 from __future__ import annotations
 
@@ -10,34 +11,34 @@ from typing import TYPE_CHECKING, Any
 
 from gesso.types import UserError
 from gesso.use import sheets
-from gesso.viewer.files import NotShown, picture
+from gesso.viewer.files import NotShown, image_file
 from gesso.viewer.reading import RunReader
 from gesso.viewer.thinning import spread
 
 if TYPE_CHECKING:
     from PIL import Image
 
-FILM = 384  # px: of a film's; smaller ones are magnified by a whole factor
-CAPTION = 22  # px under a picture
-PER_SECOND = 3  # pictures of a film
-REST = 4  # times as long is the last one shown
-ROWS, COLUMNS = 24, 12  # of a sheet, at most
+FILM = 384  # px: width of frames; smaller images are magnified by an integer factor
+CAPTION = 22  # px: height of the caption below an image
+PER_SECOND = 3  # frames per second
+REST = 4  # duration of the last frame, in frames
+ROWS, COLUMNS = 24, 12  # maximum size of a contact sheet
 PAPER, FAINT = (255, 255, 255), (110, 110, 110)
 
 
 def frames(reader: RunReader, prompt: int) -> list[Image.Image]:
-    """Pictures of one prompt over training, with step and reward under each."""
+    """Images of one prompt over training, with step and reward below each."""
     evolution = reader.evolution()
     of_index = [row for row in evolution["prompts"] if row["index"] == prompt]
     if not of_index:
-        raise NotShown(f"no prompt {prompt} among the samples of {reader.path.name}")
+        raise NotShown(f"{reader.path.name} has no samples of prompt {prompt}")
     captioned = []
     for step, cell in zip(evolution["steps"], of_index[0]["cells"], strict=True):
         if cell and "image" in cell:
             shown = _as_wide(_open(reader.path, cell["image"]), FILM)
             captioned.append(_captioned(shown, f"step {step}   {_score(cell)}"))
     if not captioned:
-        raise NotShown(f"prompt {prompt} of {reader.path.name} has no pictures to make a film of")
+        raise NotShown(f"prompt {prompt} of {reader.path.name} has no images for an animation")
     widest = max(frame.width for frame in captioned), max(frame.height for frame in captioned)
     return [_even(frame, *widest) for frame in captioned]
 
@@ -51,11 +52,11 @@ def gif(frames: Sequence[Image.Image]) -> bytes:
 
 
 def mp4(frames: Sequence[Image.Image]) -> bytes:
-    """H.264, as browsers and chat programs play it."""
+    """H.264, which browsers and messengers play."""
     try:
         import av
     except ImportError as error:
-        raise UserError('a film as MP4 needs PyAV: pip install "gesso[viewer]"') from error
+        raise UserError('MP4 export requires PyAV: pip install "gesso[viewer]"') from error
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "film.mp4"
         with av.open(str(path), "w") as film:
@@ -69,40 +70,40 @@ def mp4(frames: Sequence[Image.Image]) -> bytes:
 
 
 def sheet(reader: RunReader) -> bytes:
-    """All prompts: a row each, the evaluations from left to right; as PNG."""
+    """All prompts, one per row, with the evaluations from left to right; as PNG."""
     evolution = reader.evolution()
-    places = spread(range(len(evolution["steps"])), COLUMNS)
-    drawn = [p for p in evolution["prompts"] if any(c and "image" in c for c in p["cells"])][:ROWS]
-    if not drawn:
-        raise NotShown(f"{reader.path.name} has no pictures to make a sheet of")
+    columns = spread(range(len(evolution["steps"])), COLUMNS)
+    prompts = [p for p in evolution["prompts"] if any(c and "image" in c for c in p["cells"])]
+    if not prompts:
+        raise NotShown(f"{reader.path.name} has no images for a contact sheet")
     rows = [
-        sheets.Row(_one_line(p["prompt"]), [_cell(reader.path, p["cells"][i]) for i in places])
-        for p in drawn
+        sheets.Row(_one_line(p["prompt"]), [_cell(reader.path, p["cells"][i]) for i in columns])
+        for p in prompts[:ROWS]
     ]
     data = io.BytesIO()
-    sheets.sheet(rows, [f"step {evolution['steps'][i]}" for i in places]).save(data, "png")
+    sheets.sheet(rows, [f"step {evolution['steps'][i]}" for i in columns]).save(data, "png")
     return data.getvalue()
 
 
 def _cell(run: Path, cell: dict[str, Any] | None) -> sheets.Cell:
     if not cell or "image" not in cell:
-        return sheets.Cell(None, "not drawn")
+        return sheets.Cell(None, "no image")
     return sheets.Cell(_open(run, cell["image"]), _score(cell))
 
 
 def _open(run: Path, name: str) -> Image.Image:
-    """Grey where it cannot be read."""
+    """A grey image if the file cannot be read."""
     from PIL import Image
 
     try:
-        with Image.open(picture(run, name)) as opened:
+        with Image.open(image_file(run, name)) as opened:
             return opened.convert("RGB")
-    except Exception:  # a damaged picture must not cost the others their film; it shows as grey
+    except Exception:  # a damaged image must not prevent the export of the others
         return Image.new("RGB", (FILM // 2, FILM // 4), (200, 200, 200))
 
 
 def _as_wide(image: Image.Image, width: int) -> Image.Image:
-    """Down smoothly, up by a whole factor."""
+    """Downscales smoothly, upscales by an integer factor."""
     from PIL import Image
 
     if image.width > width:
@@ -122,7 +123,7 @@ def _captioned(image: Image.Image, text: str) -> Image.Image:
 
 
 def _even(image: Image.Image, width: int, height: int) -> Image.Image:
-    """On paper of this size, made even: H.264 takes no other."""
+    """On a canvas of this size, rounded up to even numbers as H.264 requires."""
     from PIL import Image
 
     canvas = Image.new("RGB", (width + width % 2, height + height % 2), PAPER)

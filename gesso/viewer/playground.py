@@ -1,6 +1,6 @@
-"""The playground: its requests, its one job at a time, and the protocol of what draws.
+"""The playground: its requests, its single job, and the protocol of its backend.
 
-The server is given a `PlaygroundBackend`; `studio.py` has the one of `gesso view`.
+The server takes a `PlaygroundBackend`; `studio.py` implements the one of `gesso view`.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ class PlaygroundRequest(Strict):
     prompt: str = Field(min_length=1, max_length=20_000)
     seed: int = Field(0, ge=0, lt=2**31)
     n: int = Field(1, ge=1, le=16)
-    image: str = ""  # base64 of a picture to look at, for a model that sees
-    answer: str = Field("", max_length=2_000)  # the wanted one, for rewards that look for it
-    score: bool = True  # by the run's rewards, too
+    image: str = ""  # base64 of the prompt image, for vision-language models
+    answer: str = Field("", max_length=2_000)  # the expected answer, for rewards that use one
+    score: bool = True  # whether to compute the run's rewards
 
 
 class PlaygroundBackend(Protocol):
-    def draw(self, run: Path, request: PlaygroundRequest, progress: Progress) -> dict[str, Any]:
+    def generate(self, run: Path, request: PlaygroundRequest, progress: Progress) -> dict[str, Any]:
         """{"base": cells, "trained": cells, "step": …}; a cell has `image` (a data URI) or
-        `response`, and `reward`, `parts`, `text`, `error` as samples have."""
+        `response`, and `reward`, `parts`, `text`, `error` like samples."""
 
     def close(self) -> None:
-        """The server ends: release the model and the reward processes."""
+        """Called when the server stops: releases the model and the reward processes."""
 
 
 @dataclass
 class PlaygroundJob:
-    """What the playground is doing, or did last; the `Progress` of its backend."""
+    """The current or last job of the playground; the `Progress` of its backend."""
 
     state: str = "idle"  # idle, busy, done, failed
     doing: str = ""
@@ -68,7 +68,7 @@ class PlaygroundJob:
 
 
 class Playground:
-    """Runs one job at a time in its own thread, so that a model is in memory once."""
+    """Runs one job at a time in a thread, so that only one model is in memory."""
 
     def __init__(self, backend: PlaygroundBackend) -> None:
         self.backend = backend
@@ -77,16 +77,16 @@ class Playground:
 
     def start(self, run: Path, request: PlaygroundRequest) -> dict[str, Any]:
         if self.job.state == "busy":
-            raise UserError("the playground is still drawing; wait for it to end")
+            raise UserError("the playground is busy with another request; wait for it to finish")
         self.job = PlaygroundJob("busy", "starting")
         self._worker.submit(self._work, self.job, run, request)
         return self.job.snapshot()
 
     def _work(self, job: PlaygroundJob, run: Path, request: PlaygroundRequest) -> None:
         try:
-            job.result |= self.backend.draw(run, request, job)
+            job.result |= self.backend.generate(run, request, job)
             job.state = "done"
-        except Exception as error:  # shown in the page; the server goes on
+        except Exception as error:  # shown on the page; the server continues
             plain = isinstance(error, UserError)
             message = str(error) if plain else f"{type(error).__name__}: {error}"
             job.result = {"error": message}

@@ -1,8 +1,8 @@
-"""A run folder as plain figures, ready for JSON: who it is, its curves, samples and groups.
+"""A run folder as plain data for JSON: summary, curves, samples and groups.
 
-The folder may be growing, half-written, damaged or of another version. What cannot be read is left
-out and named in `damaged`; nothing here raises for what lies in a run folder. Metrics are read
-once and then only as far as the file has grown.
+The folder may be growing, incomplete, damaged or of another version. Unreadable parts are skipped
+and reported in `damaged`; no content of a run folder raises an exception here. Metrics are read
+incrementally.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gesso.track.figures import lines, series
 from gesso.track.older_names import renamed
 from gesso.track.run_folder import recipe_name
 from gesso.track.samples import Shown
-from gesso.viewer.files import NotShown, picture
+from gesso.viewer.files import NotShown, image_file
 from gesso.viewer.status import health, why_stopped
 from gesso.viewer.thinning import thin, thinned
 from gesso.zoo import limits
@@ -36,11 +36,12 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-RECENT = 10  # rows whose mean time tells the time left
-STILL = 60.0  # seconds without a new row before a run counts as stopped, or
-PATIENCE = 5.0  # so many times its steps' own time
-NOTES = 300  # lines of log.txt, the newest
-TRIES = 20  # pictures opened to learn their size
+RECENT = 10  # rows whose mean time estimates the remaining time
+# A run counts as stopped after this many seconds without a new row,
+STILL = 60.0
+PATIENCE = 5.0  # or this many times the duration of its steps, whichever is longer
+NOTES = 300  # newest lines of log.txt
+TRIES = 20  # maximum number of images opened to determine their size
 
 STEP = re.compile(r"[0-9]{6,12}")
 
@@ -48,7 +49,7 @@ Row = dict[str, Any]
 
 
 class RunReader:
-    """Of one run folder; safe to be asked by several threads."""
+    """Reads one run folder; thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -56,17 +57,17 @@ class RunReader:
         self._rows: list[Row] = []
         self._metrics: tuple[int, int] = (0, 0)  # inode of metrics.jsonl, and bytes read of it
         self._bad: list[str] = []
-        self._known: tuple[tuple[int, int], dict[str, Any]] = ((-1, 0), {})  # figures of _file
+        self._cached: tuple[tuple[int, int], dict[str, Any]] = ((-1, 0), {})  # for _figures
         self._evaluations: dict[Path, tuple[tuple[int, int], list[Shown], list[str]]] = {}
 
     def rows(self) -> list[Row]:
-        """Metrics in the order of their steps; of a step written twice the later."""
+        """Metrics in the order of their steps; if a step was written twice, the later row."""
         with self._lock:
             self._read_metrics()
             return list(self._rows)
 
     def _file_of(self, name: str) -> Path | None:
-        """A file of this run that may be read: links lead elsewhere and are not followed."""
+        """A file of this run, or None; links are not followed."""
         path = self.path / name
         steps = [path, *list(path.parents)[: len(Path(name).parts) - 1]]
         return None if any(step.is_symlink() for step in steps) or not path.is_file() else path
@@ -84,7 +85,7 @@ class RunReader:
     def _read_on(self, file: Path) -> None:
         status = file.stat()
         inode, done = self._metrics
-        if status.st_ino != inode or status.st_size < done:  # a resumed run wrote it anew
+        if status.st_ino != inode or status.st_size < done:  # a resumed run rewrote it
             self._rows, self._bad, done = [], [], 0
         if status.st_size > done:
             with file.open("rb") as opened:
@@ -103,7 +104,7 @@ class RunReader:
             row = None
         step = row.get("step") if isinstance(row, dict) else None
         if not isinstance(step, int) or _absurd(step):
-            self._bad.append(f"metrics.jsonl: a damaged line after step {self._newest}, left out")
+            self._bad.append(f"metrics.jsonl: a damaged line after step {self._newest}, skipped")
             return
         row = renamed(row, older_names.METRICS)
         row = {key: value for key, value in row.items() if not _absurd(value)}
@@ -132,21 +133,21 @@ class RunReader:
         return self.text("log.txt").splitlines()[-NOTES:]
 
     def damaged(self) -> list[str]:
-        """Sentences about what could not be read."""
+        """Messages about unreadable parts."""
         self.rows()
-        sentences = list(self._bad)
+        messages = list(self._bad)
         try:
             tomllib.loads(self.text("config.toml"))
         except tomllib.TOMLDecodeError as error:
-            sentences.append(f"config.toml cannot be read: {error}")
+            messages.append(f"config.toml cannot be read: {error}")
         for _, _, bad in list(self._evaluations.values()):
-            sentences += bad
-        return sentences
+            messages += bad
+        return messages
 
     def summary(self, now: float | None = None) -> dict[str, Any]:
-        """A line of the table of runs."""
-        config, known, log = self.config(), self._figures(), self.log()
-        steps, step, times = _number(config.get("steps")), known["step"], known["times"]
+        """A row of the table of runs."""
+        config, figures, log = self.config(), self._figures(), self.log()
+        steps, step, times = _number(config.get("steps")), figures["step"], figures["times"]
         state = self._state(step, steps, times, time.time() if now is None else now)
         reason = why_stopped(log)
         state = "stopped" if reason and state == "running" else state
@@ -162,16 +163,16 @@ class RunReader:
             "steps": steps,
             "left": fmean(times) * (steps - step) if times and state == "running" else None,
             "state": state,
-            "health": health(known["health"], log, reason),
+            "health": health(figures["health"], log, reason),
             "changed": self._changed(),
-            **known["row"],
+            **figures["row"],
         }
 
     def _figures(self) -> dict[str, Any]:
-        """What the table tells of the metrics; worked out anew only when they have grown."""
+        """Values from the metrics for the table; recomputed only when the metrics have grown."""
         rows = self.rows()
-        if self._known[0] == self._metrics:
-            return self._known[1]
+        if self._cached[0] == self._metrics:
+            return self._cached[1]
         stamp = self._metrics
         key = held_out_key(self.keys())
         train, held_out = series(rows, "reward"), series(rows, key)
@@ -197,13 +198,13 @@ class RunReader:
             "times": [v for _, v in series(rows[1:], "time/step")][-RECENT:],
             "health": _texts(rows[-1].get("health")) if rows else [],
         }
-        self._known = (stamp, figures)
+        self._cached = (stamp, figures)
         return figures
 
     def _state(self, step: int, steps: int | None, times: Sequence[float], now: float) -> str:
-        """By its files alone. A run says nowhere that it was killed: one that writes no more has
+        """From its files only. A killed run leaves no record, so a run without new rows counts as
         stopped."""
-        if steps is None:  # of another version, or damaged
+        if steps is None:  # another version, or damaged
             return "unknown"
         if step >= steps:
             return "finished"
@@ -216,11 +217,11 @@ class RunReader:
             try:
                 newest = max(newest, (self.path / name).stat().st_mtime)
             except OSError:
-                continue  # not there yet
+                continue  # does not exist yet
         return newest
 
     def details(self) -> dict[str, Any]:
-        """All that is known of the run but its pictures and curves."""
+        """All data of the run except images and curves."""
         return {
             **self.summary(),
             "keys": self.keys(),
@@ -231,11 +232,11 @@ class RunReader:
         }
 
     def curves(self, keys: Sequence[str], points: int) -> dict[str, Any]:
-        """Series of these keys, at most `points` long, against steps, samples and seconds."""
+        """Series of these keys with at most `points` points, over steps, samples and seconds."""
         rows = self.rows()
-        a_step = _samples_a_step(self.config())
+        per_step = _samples_per_step(self.config())
         seconds = dict(series(rows, "time/total"))
-        drawn = {}
+        curves = {}
         for key in keys:
             points_of_key = series(rows, key)
             line = thinned(points_of_key, points)
@@ -243,12 +244,12 @@ class RunReader:
                 steps = line["step"]
                 line["count"] = len(points_of_key)
                 line["seconds"] = [seconds.get(s) for s in steps]
-                line["samples"] = [s * a_step for s in steps] if a_step else [None] * len(steps)
-                drawn[key] = line
-        return {"series": drawn, "step": rows[-1]["step"] if rows else 0}
+                line["samples"] = [s * per_step for s in steps] if per_step else [None] * len(steps)
+                curves[key] = line
+        return {"series": curves, "step": rows[-1]["step"] if rows else 0}
 
     def keys(self) -> list[str]:
-        """Of all figures that have a number anywhere."""
+        """All keys with a number in at least one row."""
         keys: dict[str, None] = {}
         for row in self.rows():
             for key in row.keys() - keys.keys():
@@ -257,54 +258,54 @@ class RunReader:
         return sorted(keys)
 
     def evolution(self) -> dict[str, Any]:
-        """The same prompts and seeds at every evaluation: prompts once, then a row of cells each,
-        one a step, null where nothing was kept."""
-        kept = self._read_evaluations()
-        steps = sorted(kept)
+        """The same prompts and seeds at every evaluation: each prompt with a row of cells, one per
+        step, null if no sample was saved."""
+        evaluations = self._read_evaluations()
+        steps = sorted(evaluations)
         prompts: dict[tuple[int, str, int], dict[str, Any]] = {}
-        for place, step in enumerate(steps):
-            for row in kept[step]:
-                who = (row.index, row.prompt, row.seed)
-                if who not in prompts:
-                    prompts[who] = {
+        for column, step in enumerate(steps):
+            for row in evaluations[step]:
+                key = (row.index, row.prompt, row.seed)
+                if key not in prompts:
+                    prompts[key] = {
                         "index": row.index,
                         "prompt": row.prompt,
-                        "seed": str(row.seed),  # beyond what a number in a browser holds
+                        "seed": str(row.seed),  # may exceed the integer range of JavaScript
                         "answer": row.answer,
                         "shown": [f"samples/{name}" for name in row.shown],
                         "cells": [None] * len(steps),
                     }
-                prompts[who]["cells"][place] = _cell(row)
-        ordered = [prompts[who] for who in sorted(prompts)]
+                prompts[key]["cells"][column] = _cell(row)
+        ordered = [prompts[key] for key in sorted(prompts)]
         return {"steps": steps, "prompts": ordered, "size": self._size(ordered)}
 
     def _size(self, prompts: Sequence[Row]) -> list[int] | None:
-        """Of the first picture that can be read, so that the page keeps room for them all."""
+        """Size of the first readable image, so that the page can reserve space for all images."""
         from PIL import Image
 
         cells = (cell for prompt in prompts for cell in prompt["cells"])
         for name in [cell["image"] for cell in cells if cell and "image" in cell][:TRIES]:
             try:
-                with Image.open(picture(self.path, name)) as opened:
+                with Image.open(image_file(self.path, name)) as opened:
                     return [opened.width, opened.height]
             except (NotShown, OSError, Image.DecompressionBombError):
-                continue  # damaged, gone or absurd: the next will do
+                continue  # damaged, missing or too large: try the next
         return None
 
     def _read_evaluations(self) -> dict[int, list[Shown]]:
         files = [self._file_of(f"samples/{step:06d}.jsonl") for step in self._steps("samples")]
         with self._lock:
-            kept = [file for file in files if file is not None]
-            for file in kept:
+            present = [file for file in files if file is not None]
+            for file in present:
                 status = file.stat()
                 stamp = (status.st_mtime_ns, status.st_size)
                 if file not in self._evaluations or self._evaluations[file][0] != stamp:
                     bad: list[str] = []
                     self._evaluations[file] = (stamp, lines(file, Shown.of, bad), bad)
-            return {int(file.stem): self._evaluations[file][1] for file in kept}
+            return {int(file.stem): self._evaluations[file][1] for file in present}
 
     def _steps(self, folder: str) -> list[int]:
-        """Of the files 000010.jsonl in there."""
+        """Steps of the files named like 000010.jsonl in the folder."""
         names = (file.stem for file in (self.path / folder).glob("*.jsonl"))
         return sorted(int(name) for name in names if STEP.fullmatch(name))
 
@@ -312,13 +313,13 @@ class RunReader:
         return self._steps("groups")
 
     def groups(self, step: int) -> list[Row]:
-        """The groups of one training step, as groups.py wrote them; pictures under groups/."""
+        """The groups of one training step, written by groups.py; images are under groups/."""
         groups = []
         for line in self.text(f"groups/{step:06d}.jsonl").splitlines():
             row = _loads(line) or {}
             samples, shown = row.get("samples"), row.get("shown", [])
             if not isinstance(samples, list) or not isinstance(shown, list):
-                continue  # half-written: a run that was killed in it writes it again
+                continue  # incomplete: a resumed run writes it again
             if not all(isinstance(sample, dict) for sample in samples):
                 continue
             row["shown"] = [f"groups/{name}" for name in shown]
@@ -331,7 +332,7 @@ class RunReader:
 
 
 def family(config: Mapping[str, Any]) -> str:
-    """ "flow" or "language"; a config of another version may not tell, and then it draws."""
+    """ "flow" or "language"; "flow" if a config of another version does not state it."""
     return config_family(config.get("model", {}))
 
 
@@ -358,12 +359,12 @@ def _texts(value: Any) -> list[str]:
 
 
 def _absurd(value: Any) -> bool:
-    """A whole number that no float holds: nobody wrote it as a figure."""
+    """An integer beyond the range of a float, which cannot be a metric."""
     return isinstance(value, int) and abs(value) > 10**300
 
 
 def _number(value: Any) -> Any:
-    """The value where it is a finite number, else None."""
+    """The value if it is a finite number, otherwise None."""
     plain = isinstance(value, (int, float)) and not isinstance(value, bool)
     return value if plain and math.isfinite(value) else None
 
@@ -373,7 +374,7 @@ def _name(config: Mapping[str, Any], section: str, key: str) -> str:
     return str(table.get(key, "")) if isinstance(table, dict) else ""
 
 
-def _samples_a_step(config: Mapping[str, Any]) -> int | None:
+def _samples_per_step(config: Mapping[str, Any]) -> int | None:
     data, algorithm = config.get("data"), config.get("algorithm")
     if not isinstance(data, dict) or not isinstance(algorithm, dict):
         return None

@@ -1,6 +1,5 @@
-"""The page with everything inside: one HTML file to send to somebody. It is the same page; what it
-would ask the server for lies in it, under the same addresses. Pictures are embedded small, and of
-long runs not all of them."""
+"""The page as a single self-contained HTML file. It is the same page with the server's responses
+embedded under the same addresses. Images are downscaled, and long runs are thinned out."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from urllib.parse import urlencode
 
 from gesso.track.atomic import write_atomic
 from gesso.types import UserError
-from gesso.viewer.files import NotShown, Thumbnails, find_runs, picture
+from gesso.viewer.files import NotShown, Thumbnails, find_runs, image_file
 from gesso.viewer.reading import RunReader
 from gesso.viewer.thinning import spread
 
@@ -27,23 +26,23 @@ SCRIPTS = (
     "curves.js", "groups.js", "play.js", "notes.js", "app.js",
 )  # fmt: skip
 PARTS = (*STYLES, *SCRIPTS)
-WIDTH = 384  # px of embedded pictures
-PROMPTS, EVALUATIONS, GROUP_STEPS = 24, 12, 6  # that go into the file, at most
-POINTS = 500  # of a curve
+WIDTH = 384  # px: width of embedded images
+PROMPTS, EVALUATIONS, GROUP_STEPS = 24, 12, 6  # maximum numbers in the file
+POINTS = 500  # maximum number of points per curve
 
 
 def index() -> str:
-    """The page as the server gives it."""
+    """The page as the server sends it."""
     scripts = "".join(f'<script src="{name}" defer></script>' for name in SCRIPTS)
     styles = "".join(f'<link rel="stylesheet" href="{name}">' for name in STYLES)
     return _page("gesso", styles + scripts, "")
 
 
 def page(runs: Mapping[str, RunReader], thumbnails: Thumbnails | None = None) -> str:
-    """The page with these runs inside. `thumbnails` remembers its pictures for the next one."""
+    """The page with these runs embedded. `thumbnails` caches images for later calls."""
     thumbnails = Thumbnails() if thumbnails is None else thumbnails
-    pictures = {name: _pictures(reader, thumbnails) for name, reader in runs.items()}
-    inside = {"answers": _answers(runs), "pictures": pictures}
+    images = {name: _images(reader, thumbnails) for name, reader in runs.items()}
+    inside = {"answers": _answers(runs), "pictures": images}
     data = as_json(inside).replace("<", "\\u003c")
     style = "\n".join((PAGE / name).read_text("utf-8") for name in STYLES)
     script = "\n".join((PAGE / name).read_text("utf-8") for name in SCRIPTS)
@@ -61,11 +60,11 @@ def page(runs: Mapping[str, RunReader], thumbnails: Thumbnails | None = None) ->
 
 
 def write(root: Path, target: Path, thumbnails: Thumbnails | None = None) -> Path:
-    """The runs under a folder, or the one it is, as one file. Whoever writes it again and again
-    gives `thumbnails`, which remembers its pictures."""
+    """Writes the runs under a folder, or the run in it, to one file. `thumbnails` caches images
+    for callers that write the report repeatedly."""
     readers = {name: RunReader(path) for name, path in find_runs(root).items()}
     if not readers:
-        raise UserError(f"no run under {root}; train one first, as `gesso train demo`")
+        raise UserError(f"no run under {root}; train one first, for example `gesso train demo`")
     if target.is_dir():
         raise UserError(f"{target} is a folder; expected the name of an HTML file")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +73,7 @@ def write(root: Path, target: Path, thumbnails: Thumbnails | None = None) -> Pat
 
 
 def as_json(value: Any) -> str:
-    """A number that is none becomes null: browsers do not read NaN."""
+    """JSON in which non-finite numbers are null, since browsers do not parse NaN."""
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False)
     except ValueError:
@@ -100,7 +99,7 @@ def _page(title: str, head: str, end: str) -> str:
 
 
 def _answers(runs: Mapping[str, RunReader]) -> dict[str, Any]:
-    """Address → what the server would answer."""
+    """Address → response of the server."""
     table: list[Any] = []
     answers: dict[str, Any] = {}
     for name, reader in runs.items():
@@ -120,32 +119,32 @@ def _address(path: str, **query: Any) -> str:
 
 
 def _shorter(evolution: dict[str, Any]) -> dict[str, Any]:
-    places = spread(range(len(evolution["steps"])), EVALUATIONS)
+    columns = spread(range(len(evolution["steps"])), EVALUATIONS)
     prompts = [
-        {**prompt, "cells": [prompt["cells"][i] for i in places]}
+        {**prompt, "cells": [prompt["cells"][i] for i in columns]}
         for prompt in evolution["prompts"][:PROMPTS]
     ]
     return {
-        "steps": [evolution["steps"][i] for i in places],
+        "steps": [evolution["steps"][i] for i in columns],
         "prompts": prompts,
         "size": evolution["size"],
     }
 
 
-def _pictures(reader: RunReader, thumbnails: Thumbnails) -> dict[str, str]:
-    """Every picture that the answers name, as a data URI; a damaged one is left out and shows as
-    missing."""
+def _images(reader: RunReader, thumbnails: Thumbnails) -> dict[str, str]:
+    """Every image in the responses, as a data URI; damaged images are skipped and the page shows
+    them as unreadable."""
     uris = {}
-    for name in _named(reader):
+    for name in _image_names(reader):
         try:
-            data = thumbnails.get(picture(reader.path, name), WIDTH)
+            data = thumbnails.get(image_file(reader.path, name), WIDTH)
         except NotShown:
             continue
         uris[name] = f"data:image/webp;base64,{base64.b64encode(data).decode()}"
     return uris
 
 
-def _named(reader: RunReader) -> Iterator[str]:
+def _image_names(reader: RunReader) -> Iterator[str]:
     for prompt in _shorter(reader.evolution())["prompts"]:
         yield from prompt["shown"]
         yield from (cell["image"] for cell in prompt["cells"] if cell and "image" in cell)

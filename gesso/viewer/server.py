@@ -1,14 +1,14 @@
-"""The page over HTTP. Loopback needs no token; anybody else must bring one, which becomes a cookie.
+"""The page over HTTP. Loopback needs no token; other clients must send one, which becomes a cookie.
 
-GET  /api/runs                       the table
+GET  /api/runs                       the table of runs
 GET  /api/run?run=ID                 one run: its keys, notes, config, damage
-GET  /api/curves?run=ID&keys=a,b     series, thinned
+GET  /api/curves?run=ID&keys=a,b     series, thinned out
 GET  /api/evolution?run=ID           prompts × evaluations
 GET  /api/groups?run=ID&step=10      the groups of a training step
-GET  /picture?run=ID&name=…&width=…  a picture, small if a width is given
-GET  /film?run=ID&prompt=0&kind=gif  an evolution to take away: gif, mp4; kind=sheet: all prompts
-GET  /report?run=ID&run=ID           the page with these runs inside, one file
-POST /api/play                       draw in the playground; GET /api/play says how far it is
+GET  /picture?run=ID&name=…&width=…  an image, or a thumbnail if a width is given
+GET  /film?run=ID&prompt=0&kind=gif  an evolution for download: gif, mp4; kind=sheet: all prompts
+GET  /report?run=ID&run=ID           the page with these runs embedded, as one file
+POST /api/play                       generate in the playground; GET /api/play returns its progress
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gesso import serving
 from gesso.config.parsing import parse
 from gesso.types import UserError
 from gesso.viewer import film, report
-from gesso.viewer.files import NotShown, Thumbnails, find_runs, picture
+from gesso.viewer.files import NotShown, Thumbnails, find_runs, image_file
 from gesso.viewer.playground import Playground, PlaygroundBackend, PlaygroundRequest
 from gesso.viewer.reading import RunReader
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 PAGE = Path(__file__).parent / "page"
 ASSETS = {f"/{name}": PAGE / name for name in report.PARTS}
-POINTS = 1_000  # of a curve, at most
+POINTS = 1_000  # maximum number of points per curve
 COOKIE = "gesso-token"
-BODY = 32 * 2**20  # bytes of a question to the playground, its picture included
+BODY = 32 * 2**20  # maximum bytes of a playground request, including its image
 NUMBER = re.compile(r"[0-9]{1,12}")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -51,7 +51,7 @@ HEADERS = {
 
 
 class Library:
-    """The runs under one folder; new ones are found when asked."""
+    """The runs under one folder; each lookup includes new runs."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -68,11 +68,11 @@ class Library:
     def run(self, name: str) -> RunReader:
         reader = self._readers.get(name) or self.readers().get(name)
         if reader is None:
-            raise NotShown(f"no run {name!r} under {self.root.name}")
+            raise NotShown(f"run {name!r} does not exist under {self.root.name}")
         return reader
 
     def table(self) -> list[dict[str, Any]]:
-        """The newest first."""
+        """Rows of all runs, newest first."""
         rows = [{"id": name, **reader.summary()} for name, reader in self.readers().items()]
         return sorted(rows, key=lambda row: -row["changed"])
 
@@ -83,25 +83,25 @@ def app(root: Path, backend: PlaygroundBackend, token: str | None) -> FastAPI:
         from fastapi.responses import JSONResponse, RedirectResponse, Response
         from starlette.concurrency import run_in_threadpool
     except ImportError as error:
-        raise UserError('the page needs FastAPI: pip install "gesso[viewer]"') from error
+        raise UserError('`gesso view` requires FastAPI: pip install "gesso[viewer]"') from error
 
     server = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     library = Library(root)
-    library.readers()  # a wrong folder raises now
+    library.readers()  # raises for a wrong folder
     server.state.library = library
     playground = Playground(backend)
 
     @server.middleware("http")
-    async def guard(request: Request, go_on: Callable[[Request], Any]) -> Response:
+    async def guard(request: Request, call_next: Callable[[Request], Any]) -> Response:
         given = request.query_params.get("token", "")
         if token and request.url.path == "/" and _same(given, token):
-            answer: Response = RedirectResponse("/", 303)
-            answer.set_cookie(COOKIE, token, httponly=True, samesite="strict")
+            response: Response = RedirectResponse("/", 303)
+            response.set_cookie(COOKIE, token, httponly=True, samesite="strict")
         else:
-            refused = _refused(request, token)
-            answer = Response(refused, 403) if refused else await go_on(request)
-        answer.headers.update({k: v for k, v in HEADERS.items() if k not in answer.headers})
-        return answer
+            reason = _rejection(request, token)
+            response = Response(reason, 403) if reason else await call_next(request)
+        response.headers.update({k: v for k, v in HEADERS.items() if k not in response.headers})
+        return response
 
     @server.exception_handler(NotShown)
     async def missing(request: Request, error: NotShown) -> Response:
@@ -112,15 +112,15 @@ def app(root: Path, backend: PlaygroundBackend, token: str | None) -> FastAPI:
         return JSONResponse({"error": str(error)}, 422)
 
     def get(path: str, answer: Callable[[Any], Any]) -> None:
-        """A route whose plain answer is JSON, worked out beside the event loop. A browser that
-        has the same already gets 304."""
+        """A route whose plain result is sent as JSON, computed outside of the event loop. A browser
+        with the same version in its cache gets 304."""
 
         async def route(request: Request) -> Response:
             result = await run_in_threadpool(answer, request.query_params)
             response = result if isinstance(result, Response) else _json(result)
             tag = response.headers.get("etag", "")
-            known = tag and tag == request.headers.get("if-none-match")
-            return Response(status_code=304, headers={"etag": tag}) if known else response
+            cached = tag and tag == request.headers.get("if-none-match")
+            return Response(status_code=304, headers={"etag": tag}) if cached else response
 
         server.add_route(path, route, methods=["GET"])
 
@@ -136,10 +136,10 @@ def app(root: Path, backend: PlaygroundBackend, token: str | None) -> FastAPI:
         keys = [key for key in query.get("keys", "").split(",") if key]
         return library.run(query.get("run", "")).curves(keys, POINTS)
 
-    def shown(query: Any) -> Response:
-        path = picture(library.run(query.get("run", "")).path, query.get("name", ""))
+    def image(query: Any) -> Response:
+        path = image_file(library.run(query.get("run", "")).path, query.get("name", ""))
         width, now = query.get("width", ""), path.stat()
-        tag = {"ETag": f'"{now.st_mtime_ns:x}-{now.st_size:x}-{width}"'}  # a run may be done anew
+        tag = {"ETag": f'"{now.st_mtime_ns:x}-{now.st_size:x}-{width}"'}  # a run may be repeated
         if width:
             data = library.thumbnails.get(path, _whole(width, "width"))
             return Response(data, media_type="image/webp", headers=tag)
@@ -152,7 +152,7 @@ def app(root: Path, backend: PlaygroundBackend, token: str | None) -> FastAPI:
             return _file(film.sheet(reader), "image/png", f"{reader.path.name}-sheet.png")
         makers = {"gif": (film.gif, "image/gif"), "mp4": (film.mp4, "video/mp4")}
         if kind not in makers:
-            raise NotShown(f'kind = "{kind}" is no film; there are gif, mp4 and sheet')
+            raise NotShown(f'kind = "{kind}" is not supported; use gif, mp4 or sheet')
         make, media = makers[kind]
         prompt = _whole(query.get("prompt", "0"), "prompt")
         data = make(film.frames(reader, prompt))
@@ -169,13 +169,13 @@ def app(root: Path, backend: PlaygroundBackend, token: str | None) -> FastAPI:
 
     async def play(request: Request) -> Response:
         if int(request.headers.get("content-length", BODY + 1)) > BODY:
-            raise UserError(f"a question may have {BODY:,} bytes")
+            raise UserError(f"playground: a request must have at most {BODY:,} bytes")
         try:
             given = json.loads(await request.body())
         except (ValueError, RecursionError) as error:
             raise UserError(f"playground: expected JSON ({error})") from None
         if not isinstance(given, dict):
-            raise UserError("playground: expected an object {…}")
+            raise UserError("playground: expected a JSON object")
         play_request = parse(PlaygroundRequest, given, "playground")
         run = library.run(play_request.run).path
         return _json(playground.start(run, play_request))
@@ -189,24 +189,24 @@ def app(root: Path, backend: PlaygroundBackend, token: str | None) -> FastAPI:
     get("/api/evolution", lambda query: library.run(query.get("run", "")).evolution())
     get("/api/groups", groups)
     get("/api/play", lambda query: playground.job.snapshot())
-    get("/picture", shown)
+    get("/picture", image)
     get("/film", film_of)
     get("/report", whole)
     server.add_route("/api/play", play, methods=["POST"])
     return server
 
 
-def _refused(request: Request, token: str | None) -> str:
-    """Why this request is not answered, or ""."""
+def _rejection(request: Request, token: str | None) -> str:
+    """Why this request is rejected, or ""."""
     if token:
         given = request.cookies.get(COOKIE) or request.headers.get("authorization", "")
         if not _same(given.removeprefix("Bearer "), token):
-            return "a token is needed: open the address that `gesso view` printed"
+            return "a token is required; open the address that `gesso view` printed"
     elif not serving.is_loopback(_hostname(request.headers.get("host", ""))):
-        return "only this machine may ask, by its own name: open http://127.0.0.1 or localhost"
+        return "only requests to a loopback address are allowed; use http://127.0.0.1 or localhost"
     origin = request.headers.get("origin")
     if origin and request.method != "GET" and urlsplit(origin).netloc != request.headers["host"]:
-        return "another page may not ask this one to do something"
+        return "cross-origin requests are not allowed"
     return ""
 
 
@@ -217,7 +217,7 @@ def _same(given: str, token: str) -> bool:
 def _hostname(host: str) -> str:
     try:
         return urlsplit(f"//{host}").hostname or ""
-    except ValueError:  # a bracket that does not close
+    except ValueError:  # an unclosed bracket
         return ""
 
 
@@ -237,17 +237,17 @@ def _file(data: bytes, kind: str, name: str) -> Any:
 
 def _whole(text: str, name: str) -> int:
     if not NUMBER.fullmatch(text):
-        raise NotShown(f"{name} = {text[:20]!r} does not fit; expected a whole number")
+        raise NotShown(f"{name}: expected an integer, got {text[:20]!r}")
     return int(text)
 
 
 def serve(root: Path, backend: PlaygroundBackend, host: str, port: int, token: str | None) -> None:
-    """Until SIGINT or SIGTERM."""
+    """Serves until SIGINT or SIGTERM."""
     serving.check_host(host, token)
     server = app(root, backend, token)
 
     def started(address: str) -> None:
-        # read now what the first page will ask for
+        # load the data of the first page in advance
         threading.Thread(target=server.state.library.table, daemon=True).start()
         print(f"{root} at {address}{f'/?token={token}' if token else ''}", flush=True)
 

@@ -1,4 +1,4 @@
-"""A run's state of health, and why it stopped, from its log."""
+"""The health of a run, and why it stopped, from its log."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from gesso.health import SERIOUS
 
 
 def health(kinds: Sequence[str], log: Sequence[str], reason: str) -> dict[str, Any]:
-    """green, amber or red, with the sentences that the run logged."""
-    sentences = [_sentence(kind, log) for kind in kinds]
+    """Green, amber or red, with the messages that the run logged."""
+    sentences = [_message(kind, log) for kind in kinds]
     level = "green"
     if kinds:
         level = "red" if SERIOUS.intersection(kinds) else "amber"
@@ -19,14 +19,14 @@ def health(kinds: Sequence[str], log: Sequence[str], reason: str) -> dict[str, A
     return {"level": level, "kinds": list(kinds), "sentences": sentences}
 
 
-def _sentence(kind: str, log: Sequence[str]) -> str:
-    mark = f"warning ({kind}): "
-    sentences = [line.split(mark, 1)[1] for line in log if mark in line]
-    return sentences[-1] if sentences else kind
+def _message(kind: str, log: Sequence[str]) -> str:
+    prefix = f"warning ({kind}): "
+    messages = [line.split(prefix, 1)[1] for line in log if prefix in line]
+    return messages[-1] if messages else kind
 
 
 def why_stopped(log: Sequence[str]) -> str:
-    """Why the run stopped, or "": the last that it noted, but for trackers that end after it."""
+    """Why the run stopped, or "": its last note, ignoring trackers, which finish after it."""
     for line in reversed(log):
         text = "".join(line.split(" ", 2)[2:])  # after the date and the time
         if not text.startswith("tracker "):

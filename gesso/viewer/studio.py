@@ -1,4 +1,4 @@
-"""What draws for the playground: samples of a run's base and trained weights, with the same seeds,
+"""The backend of the playground: samples from a run's base and trained weights with the same seeds,
 scored by the run's rewards. The model and rewards of the last run stay loaded."""
 
 from __future__ import annotations
@@ -26,47 +26,49 @@ SIDES: tuple[Which, Which] = ("reference", "current")  # base and trained
 class LoadedRun:
     path: Path
     trained: LoadedModel
-    rewards: assembly.Rewards | None  # None: they are user code, which is not trusted
+    rewards: assembly.Rewards | None  # None: they include user code that is not trusted
 
 
 class Studio:
-    """`trust_code`: whether code that a run names as "module:Name" may be imported. The page shows
-    runs of others, too, and a click must not run their code."""
+    """`trust_code`: whether user code that a run refers to as "module:Name" may be imported. The
+    page may also show runs of other users, and a click must not run their code."""
 
     def __init__(self, trust_code: bool = False) -> None:
         self.trust_code = trust_code
         self._loaded: LoadedRun | None = None
 
-    def draw(self, path: Path, request: PlaygroundRequest, progress: Progress) -> dict[str, Any]:
-        progress = Once(progress)  # both sides draw the same prompt
-        ready = self._load(path, progress)
-        prompt = ready.trained.ask(request.prompt, _pictures(request))
+    def generate(
+        self, path: Path, request: PlaygroundRequest, progress: Progress
+    ) -> dict[str, Any]:
+        progress = Once(progress)  # both sides use the same prompt
+        loaded = self._load(path, progress)
+        prompt = loaded.trained.ask(request.prompt, _images(request))
         if request.answer:
             prompt = replace(prompt, columns={**prompt.columns, "answer": request.answer})
         rows, seeds = [0] * request.n, sample_seeds(request.seed, request.n)
-        drawn: list[Sample] = []
+        samples: list[Sample] = []
         for which in SIDES:
             drawing = Drawing(weights=which)
-            drawn += ready.trained.draw([prompt], rows, seeds, drawing, progress)
-        scores = (
-            self._score(ready, prompt, drawn, progress) if request.score else [None] * len(drawn)
-        )
-        cells = [_cell(sample, score) for sample, score in zip(drawn, scores, strict=True)]
-        step = ready.trained.source.step
+            samples += loaded.trained.draw([prompt], rows, seeds, drawing, progress)
+        scores: Sequence[Score | None] = [None] * len(samples)
+        if request.score:
+            scores = self._score(loaded, prompt, samples, progress)
+        cells = [_cell(sample, score) for sample, score in zip(samples, scores, strict=True)]
+        step = loaded.trained.source.step
         return {"step": step, "base": cells[: request.n], "trained": cells[request.n :]}
 
     def _load(self, path: Path, progress: Progress) -> LoadedRun:
         source = find(path)
-        known = self._loaded
-        if known is not None and (known.path, known.trained.source.step) == (path, source.step):
-            return known
+        last = self._loaded
+        if last is not None and (last.path, last.trained.source.step) == (path, source.step):
+            return last
         self.close()
         code = {} if self.trust_code else dict(build.user_code(source.recipe))
         for what in ("model", "algorithm"):
             if what in code:
                 raise UserError(
-                    f'the {what} "{code[what]}" of this run is not part of Gesso; if you trust its '
-                    "code, start the page with `gesso view --trust-code`"
+                    f'the {what} "{code[what]}" of this run is user code; if you trust it, start '
+                    "the page with `gesso view --trust-code`"
                 )
         trained = open_model(source, progress, base=True)
         assert source.training is not None, "the page shows runs"
@@ -75,19 +77,19 @@ class Studio:
         return self._loaded
 
     def _score(
-        self, ready: LoadedRun, prompt: Prompt, drawn: Sequence[Sample], progress: Progress
+        self, loaded: LoadedRun, prompt: Prompt, samples: Sequence[Sample], progress: Progress
     ) -> Sequence[Score | None]:
-        if ready.rewards is None:
+        if loaded.rewards is None:
             progress.note(
-                "not scored: a reward of this run is not part of Gesso; if you trust its code, "
-                "start the page with `gesso view --trust-code`"
+                "not scored: a reward of this run is user code; if you trust it, start the page "
+                "with `gesso view --trust-code`"
             )
-            return [None] * len(drawn)
-        if refused := ready.rewards.held_out.unfit(prompt):
-            progress.note(f"not scored: {refused}")
-            return [None] * len(drawn)
+            return [None] * len(samples)
+        if reason := loaded.rewards.held_out.unfit(prompt):
+            progress.note(f"not scored: {reason}")
+            return [None] * len(samples)
         progress.phase("scoring")
-        return ready.rewards.service.submit(drawn, held_out=True).result().scores
+        return loaded.rewards.service.submit(samples, held_out=True).result().scores
 
     def close(self) -> None:
         if self._loaded is not None:
@@ -96,13 +98,13 @@ class Studio:
             self._loaded = None
 
 
-def _pictures(request: PlaygroundRequest) -> list[bytes]:
+def _images(request: PlaygroundRequest) -> list[bytes]:
     if not request.image:
         return []
     try:
         return [base64.b64decode(request.image, validate=True)]
     except ValueError as error:
-        raise UserError(f"the picture is not base64: {error}") from None
+        raise UserError(f"the image is not valid base64: {error}") from None
 
 
 def _cell(sample: Sample, score: Score | None) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Long series and lists, made short enough to look at."""
+"""Reduces long series and lists to a limited number of items."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 
 def thin(points: Sequence[tuple[int, float]], most: int) -> list[tuple[int, float]]:
-    """At most so many points: the last of each of equal stretches."""
+    """At most `most` points: the last of each of equally long segments."""
     size = max(1, math.ceil(len(points) / most))
     return list(points[::-1][::size][::-1])
 
 
 def thinned(points: Sequence[tuple[int, float]], most: int) -> dict[str, Any]:
-    """Points as columns. More than `most` become the means of equal stretches, with the least and
-    the greatest of each."""
+    """Points as columns. More than `most` points are reduced to the means of equally long segments,
+    with the minimum and maximum of each."""
     if len(points) <= most:
         return {"step": [s for s, _ in points], "y": [v for _, v in points]} if points else {}
     edges = [round(i * len(points) / most) for i in range(most + 1)]
@@ -31,7 +31,7 @@ def thinned(points: Sequence[tuple[int, float]], most: int) -> dict[str, Any]:
 
 
 def spread(items: Sequence[int], most: int) -> list[int]:
-    """At most so many of them, the first and the last always, evenly."""
+    """At most `most` evenly spaced items, including the first and the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]

@@ -359,9 +359,9 @@ def test_gdpo_reaches_the_advantages(recipe_data: dict) -> None:
 
 
 BAD = [
-    ({"name": "flow-grpo", "noise": 0.0}, "noise = 0 leaves no stochastic step"),
+    ({"name": "flow-grpo", "noise": 0.0}, "noise = 0 makes every step deterministic"),
     ({"name": "flow-grpo-fast", "steps": 3}, r"window of 3 steps in \[0, 5\) does not fit into 3"),
-    ({"name": "flow-grpo-fast", "noise": 1.2}, "CPS takes a noise of at most 1"),
+    ({"name": "flow-grpo-fast", "noise": 1.2}, "CPS requires noise of at most 1"),
     ({"name": "mix-grpo", "window": {"every": 0}}, "greater than or equal to 1"),
     ({"name": "grpo-guard", "rule": "cps"}, "expected one of 'flow-sde', 'dance'"),
     ({"name": "flow-dppo", "window": {"size": 9, "high": 5}}, "window of 9 steps"),
@@ -479,7 +479,7 @@ def test_a_negative_prompt_in_the_training_set_alone(recipe_data: dict, tmp_path
     eval_file.write_text("a dog\n")
     recipe_data["model"] = {"name": "flux", "path": str(folder), "height": 32, "width": 32}
     recipe_data["data"] |= {"train": str(train_file), "eval": str(eval_file)}
-    with pytest.raises(UserError, match=r"train.jsonl:1: a negative prompt, but this model has no"):
+    with pytest.raises(UserError, match=r"train.jsonl:1: this model does not support negative"):
         assemble(build.recipe_from(recipe_data))
 
 

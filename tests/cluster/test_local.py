@@ -92,7 +92,7 @@ def test_weights_that_change_after_they_were_published_stop_the_run(nft_data: di
         pending = job.cluster.collect(1)
         copies = sure(Policy, job.cluster.sampler.model.policy).copies
         next(iter(copies["old"].values())).mul_(1.01)
-        with pytest.raises(StopRun, match="weights are not version 0"):
+        with pytest.raises(StopRun, match="weights differ from version 0"):
             pending.result()
     finally:
         job.close()

@@ -47,24 +47,26 @@ def test_a_folder_of_the_other_family(tmp_path: Path) -> None:
     drawn = folder(tmp_path / "a", PIPELINE, '{"_class_name": "FluxPipeline"}')
     refused(
         drawn, TRANSFORMER,
-        r"is a diffusers pipeline folder \(FluxPipeline in model_index.json\), which draws, but "
-        'model.name = "vision-language" writes: expected a folder of transformers with config.json',
+        r"is a diffusers pipeline folder \(FluxPipeline in model_index.json\), a flow model, but "
+        'model.name = "vision-language" is a language model: expected a transformers model folder '
+        "with config.json",
     )  # fmt: skip
     written = folder(tmp_path / "b", TRANSFORMER, '{"model_type": "qwen2_5_vl"}')
     refused(
         written, PIPELINE,
-        r"is a folder of transformers \(qwen2_5_vl in config.json\), which writes, but model.name "
-        '= "sd3" draws: expected a diffusers pipeline folder with model_index.json',
+        r"is a transformers model folder \(qwen2_5_vl in config.json\), a language model, but "
+        'model.name = "sd3" is a flow model: expected a diffusers pipeline folder with '
+        "model_index.json",
     )  # fmt: skip
     part = folder(tmp_path / "c", TRANSFORMER, '{"_class_name": "SD3Transformer2DModel"}')
-    refused(part, PIPELINE, "found a folder without one$")  # a pipeline's part has a config, too
-    refused(tmp_path / "d", PIPELINE, "found no such folder$")
-    refused(Path("~nobody-of-that-name/d"), PIPELINE, "found no such folder$")
+    refused(part, PIPELINE, "folder does not contain it$")  # a pipeline's part has a config, too
+    refused(tmp_path / "d", PIPELINE, "but the folder does not exist$")
+    refused(Path("~nobody-of-that-name/d"), PIPELINE, "but the folder does not exist$")
 
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
-    [("{", "model_index.json cannot be read: "), ("[1]", r"holds \[1\], expected \{…\}$")],
+    [("{", "model_index.json cannot be read: "), ("[1]", r"\[1\], expected a JSON object$")],
 )
 def test_a_damaged_folder(tmp_path: Path, content: str, sentence: str) -> None:
     refused(folder(tmp_path / "a", PIPELINE, content), PIPELINE, sentence)
@@ -74,8 +76,8 @@ def test_a_pipeline_of_another_kind(tmp_path: Path) -> None:
     """Before diffusers tries: it would tell of parts, or raise."""
     made = folder(tmp_path / "flux", PIPELINE, '{"_class_name": "FluxPipeline"}')
     sentence = (
-        'flux" is a FluxPipeline by its model_index.json, but model.name = "sd3" expects a '
-        "StableDiffusion3Pipeline; change one of them$"
+        'flux" is a FluxPipeline according to its model_index.json, but model.name = "sd3" expects '
+        "a StableDiffusion3Pipeline; change one of them$"
     )
     recipe = build.recipe("demo", [f"model.path={made}"])
     for load in (build.model, estimate):
@@ -117,8 +119,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[Exception]
 def test_the_hub_is_out_of_reach(hub: Callable[[Exception], None], capsys: Any) -> None:
     hub(ConnectionError("[Errno -2] Name or service not known"))
     sentence = (
-        r"no such folder here, and the hub cannot be reached \(\[Errno -2\] Name or service not "
-        r"known\); check the network, or download the model elsewhere and give its folder$"
+        r"no such local folder, and the hub cannot be reached \(\[Errno -2\] Name or service not "
+        r"known\); check the network, or set model.path to a downloaded copy of the model$"
     )
     for kind in (PIPELINE, TRANSFORMER):
         refused(HUB, kind, sentence)
@@ -131,9 +133,9 @@ def test_the_hub_is_out_of_reach(hub: Callable[[Exception], None], capsys: Any) 
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [
-        ("GatedRepoError", "its terms must be accepted on the hub, and a token of that account be"),
-        ("RepositoryNotFoundError", "no such model on the hub; a private one needs HF_TOKEN$"),
-        ("RemoteEntryNotFoundError", "on the hub it has no config.json; expected a folder of tran"),
+        ("GatedRepoError", "the model is gated; accept its terms on the hub and set HF_TOKEN"),
+        ("RepositoryNotFoundError", "no such model on the hub; a private one requires HF_TOKEN$"),
+        ("RemoteEntryNotFoundError", "the model on the hub has no config.json; expected a transf"),
         ("OfflineModeIsEnabled", r"hub cannot be reached \(a page of words\); check the network"),
     ],
 )

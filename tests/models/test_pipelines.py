@@ -297,11 +297,13 @@ def test_an_adapter_that_does_not_fit(of: Any, tmp_path: Path) -> None:
             tiny.model(lora=Lora(**(fitting | changes)))
         return str(error.value)
 
-    assert "has rank 4 in single_transformer_blocks.0.attn.to_k, the recipe says 8; set " in (
+    assert "has rank 4 in single_transformer_blocks.0.attn.to_k, but the recipe has rank 8" in (
         sentence(told, rank=8)
     )
-    assert "has alpha 12, the recipe says 4; set model.lora.alpha = 12" in sentence(told, alpha=4)
-    assert "does not say its alpha, which then counts as alpha 4" in sentence(silent)
+    assert "has alpha 12, but the recipe has alpha 4; set model.lora.alpha = 12" in (
+        sentence(told, alpha=4)
+    )
+    assert "has alpha 4 (not stored, so alpha = rank)" in sentence(silent)
     assert "has single_transformer_blocks.0.attn.to_k.lora_A.weight, which the recipe does not" in (
         sentence(told, targets=["attn.to_q"])
     )
@@ -309,7 +311,7 @@ def test_an_adapter_that_does_not_fit(of: Any, tmp_path: Path) -> None:
         sentence(told, targets=["attn.to_q", "attn.to_k", "attn.to_v"])
     )
     assert "no such file or folder" in sentence(tmp_path / "nowhere")
-    assert "expected one .safetensors file in that folder, found 0" in sentence(tmp_path)
+    assert "expected one .safetensors file in that folder, got 0" in sentence(tmp_path)
     (tmp_path / "broken.safetensors").write_bytes(b"nonsense")
     assert "cannot read it" in sentence(tmp_path / "broken.safetensors")
     tiny.model(lora=Lora(rank=4, alpha=4, targets=targets, path=str(silent)))
@@ -375,17 +377,15 @@ def test_a_run_is_told_before_it_starts(of: Any, tmp_path: Path) -> None:
     schnell = of("flux-schnell")
     for section in ("algorithm", "eval"):
         data = small_recipe(schnell, tmp_path, **{section: {"guidance": 3.5}})
-        with pytest.raises(UserError, match=r"takes no guidance .* got guidance = 3.5"):
+        with pytest.raises(UserError, match=r"does not support guidance .* got guidance = 3.5"):
             assemble(build.recipe_from(data))
     job = assemble(build.recipe_from(small_recipe(schnell, tmp_path, model={"text_length": 12})))
     job.close()
-    assert (
-        sum("1 of 2 prompts of" in n and "longer than the 12 tokens" in n for n in job.notes) == 1
-    )
+    assert sum("1 of 2 prompts of" in n and "the limit of 12 tokens" in n for n in job.notes) == 1
 
 
 def test_sizes_that_do_not_fit(tiny: Tiny) -> None:
-    with pytest.raises(UserError, match=r"18×41 do not fit .* multiples of 4; use 16×40"):
+    with pytest.raises(UserError, match=r"18×41: .* multiples of 4; use 16×40"):
         tiny.model().latent_shape(18, 41)
 
 
@@ -395,12 +395,10 @@ def test_guidance_that_would_be_ignored(of: Any) -> None:
     check_guidance(schnell, 1.0, plain)
     check_guidance(dev, 3.5, plain)
     check_guidance(of("qwen-image").model(), 4.0, negative)
-    with pytest.raises(UserError, match=r"takes no guidance .* got guidance = 3.5"):
+    with pytest.raises(UserError, match=r"does not support guidance .* got guidance = 3.5"):
         check_guidance(schnell, 3.5, plain)
     for model in (schnell, dev):
-        with pytest.raises(
-            UserError, match=r"train.jsonl:7: a negative prompt, but this model has"
-        ):
+        with pytest.raises(UserError, match=r"train.jsonl:7: this model does not support negative"):
             check_guidance(model, 1.0, negative)
 
 
@@ -408,8 +406,9 @@ def test_negative_prompts_that_are_not_read_are_told(of: Any) -> None:
     asked = [Prompt("a cat"), Prompt("a cat", "a dog", where="train.jsonl:7")]
     model = of("sd3").model()
     assert unused_negatives(model, 1.0, asked, "train.jsonl", "algorithm.guidance") == [
-        "1 of 2 prompts of train.jsonl have a negative prompt, and algorithm.guidance = 1 does not "
-        "read it: only guidance above 1 does; the first is train.jsonl:7"
+        "1 of 2 prompts of train.jsonl have a negative prompt, which is ignored because "
+        "algorithm.guidance = 1; negative prompts require guidance above 1; the first is "
+        "train.jsonl:7"
     ]
     assert unused_negatives(model, 1.5, asked, "train.jsonl", "algorithm.guidance") == []
     assert unused_negatives(model, 1.0, asked[:1], "train.jsonl", "algorithm.guidance") == []
@@ -432,19 +431,19 @@ def test_text_lengths(
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     own, most, around = LENGTHS[tiny.name]
     model = tiny.model(text_length=None)
-    long_reader, *others = model.readers
+    long_reader, *others = model.text_encoders
     assert long_reader.limit == own and long_reader.tokens("abc") == 3 + around
     assert [r.name for r in others] == (["CLIP"] if tiny.name in BOTH else [])
     fits, long = Prompt("a" * (own - around)), Prompt("b" * (own - around + 1), where="p.txt:2")
     assert over_long(model, [Prompt("ab", where="p.txt:1")], "p.txt") == []
-    assert not any(f"the {own} tokens" in told for told in over_long(model, [fits], "p.txt"))
+    assert not any(f"limit of {own} tokens" in told for told in over_long(model, [fits], "p.txt"))
     told = over_long(model, [fits, long, fits], "p.txt")
-    assert f"1 of 3 prompts of p.txt are longer than the {own} tokens that " in told[0]
-    assert f"p.txt:2 with {own + 1}: bbb" in told[0]
+    assert f"1 of 3 prompts of p.txt exceed the limit of {own} tokens of " in told[0]
+    assert f"p.txt:2 with {own + 1} tokens: bbb" in told[0]
     negative = Prompt("ab", long.text, where="p.txt:4")
     assert "p.txt:4 with" in over_long(model, [fits, negative], "p.txt")[0]
     if tiny.name in BOTH:  # 16 tokens here, 77 in the real ones: cut long before T5 is
-        assert "3 of 3 prompts of p.txt are longer than the 16 tokens that CLIP takes" in told[1]
+        assert "3 of 3 prompts of p.txt exceed the limit of 16 tokens of CLIP" in told[1]
     assert "Token indices" not in caplog.text  # the tokenizer's own remark, which we make better
     with pytest.raises(UserError, match=f"text_length = {most + 1}, but .* to {most} tokens"):
         tiny.model(text_length=most + 1)

@@ -29,7 +29,7 @@ def test_weight_transfer_is_strict(recipe_data: dict) -> None:
     name, tensor = weights.popitem()
     with pytest.raises(ValueError, match="1 tensor is missing, first"):
         policy.load(weights)
-    with pytest.raises(ValueError, match=r"1 tensor is of another shape, first .*: expected "):
+    with pytest.raises(ValueError, match=r"1 tensor is of a different shape, first .*: expected "):
         policy.load(weights | {name: tensor[:1]})
 
 

@@ -570,7 +570,7 @@ def test_lengths_without_reading_pixels(tiny: Tiny, monkeypatch: Any) -> None:
     monkeypatch.setattr(PromptImage, "open", None)
     assert [model.length(prompt) for prompt in tiny.prompts] == expected
     if tiny.sees:
-        with pytest.raises(UserError, match="d:4: a picture cannot be used"):
+        with pytest.raises(UserError, match="d:4: an image cannot be used"):
             model.length(Prompt("?", images=(PromptImage("no.png"),), where="d:4"))
 
 
@@ -590,23 +590,23 @@ def test_sizes_of_pictures(of: Any) -> None:
         (
             "qwen2",
             Prompt("?", images=(PromptImage("a.png"),), where="d:3"),
-            "d:3: a picture, but Qwen",
+            "d:3: got an image, but Qwen",
         ),
         (
             "qwen2.5-vl",
             Prompt("?", images=(PromptImage("no.png"),), where="d:4"),
-            "d:4: a picture can",
+            "d:4: an image can",
         ),
-        ("qwen3-vl", Prompt("<|image_pad|>", where="d:5"), "d:5: 0 pictures, but 1 places"),
+        ("qwen3-vl", Prompt("<|image_pad|>", where="d:5"), "d:5: got 0 images, but 1 image place"),
         (
             "qwen2-vl",
             Prompt("?", images=(picture(8, 8),), messages=({"role": "user", "content": "?"},)),
-            "1 pictures, but 0 places",
+            "got 1 images, but 0 image placeholders",
         ),
         (
             "llama",
             Prompt("?", messages=({"role": "user", "content": [{"type": "image"}]},), where="d:6"),
-            'd:6: a message holds a part of type "image"',
+            'd:6: a message contains a part of type "image"',
         ),
     ],
 )
@@ -639,15 +639,15 @@ def test_folders_that_cannot_be_used(of: Any, tmp_path: Path) -> None:
     told(replace(text, folder=sees.folder), 'is a qwen2_5_vl.*model.name = "vision-language"')
     told(replace(sees, folder=text.folder), 'is a qwen2, expected.*model.name = "causal"')
     told(text, "needs a CUDA device", quantize="nf4", lora=LORA)
-    told(text, "names no module of Qwen2ForCausalLM", lora=Lora(targets=["to_q"]))
-    told(sees, "names no module", lora=Lora(targets=["qkv"]))  # the tower's alone
+    told(text, "matches no module of Qwen2ForCausalLM", lora=Lora(targets=["to_q"]))
+    told(sees, "matches no module", lora=Lora(targets=["qkv"]))  # the tower's alone
     base = broken(text.folder, tmp_path / "base")
     (base / "chat_template.jinja").unlink()
     told(replace(text, folder=base), "no chat template, so it is a base model; use its -Instruct")
     window = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
     types = {"layer_types": ["sliding_attention"] * 3}
     windows = broken(text.folder, tmp_path / "windows", **window, **types)
-    told(replace(text, folder=windows), "sliding windows")
+    told(replace(text, folder=windows), "sliding-window attention")
     deeper = broken(of("llama").folder, tmp_path / "deeper", num_hidden_layers=4)
     told(replace(text, folder=deeper), "9 weights of its LlamaForCausalLM are not in the folder")
     (base / "config.json").write_text("{")
@@ -658,7 +658,7 @@ def test_folders_that_cannot_be_used(of: Any, tmp_path: Path) -> None:
     mute = broken(text.folder, tmp_path / "mute")
     for file in mute.glob("tokenizer*"):
         file.unlink()
-    told(replace(text, folder=mute), r"its tokenizer has no words; is tokenizer\.json there\?")
+    told(replace(text, folder=mute), r"has no vocabulary; is tokenizer\.json missing\?")
 
 
 def test_shapes_without_weights(tiny: Tiny) -> None:
@@ -813,5 +813,5 @@ def test_four_bits(of: Any, name: str) -> None:
     trace = trace_of(model, tiny.prompts, ROWS)
     found = gradient(model.logp(trace, 1.0).logp.cpu(), model.policy.trainable)
     assert found and all(torch.isfinite(g).all() for g in found.values())
-    with pytest.raises(UserError, match="weights in 4 bits"):
+    with pytest.raises(UserError, match="into 4-bit weights"):
         model.save(Path("/nowhere"), merged=True)

@@ -225,7 +225,7 @@ def test_nothing_is_left_behind(data: dict) -> None:
     rollout = rollout_of(model, algorithm)
     assert all(layer.per_sample_adapter is None for layer in policy.folding.layers.values())
     assert all(p.grad is None for p in policy.trainable.values())
-    with pytest.raises(AssertionError, match="need folded adapters"), policy.per_sample_grads(2):
+    with pytest.raises(AssertionError, match="require folded adapters"), policy.per_sample_grads(2):
         raise NotImplementedError
     assert rollout.aged().flow_trace.per_sample_grads is None
     found = gradients(learner, replace(rollout, trace=replace(rollout.flow_trace, negatives=None)))
@@ -311,11 +311,11 @@ def test_check_tries_it(data: dict) -> None:
 
 
 REFUSED = {
-    "algorithm.updates=2": "takes gradients with the weights that draw, so a rollout gives one "
-    "optimizer step, got updates = 2; set updates = 1",
-    "algorithm.beta=0.04": "has no pass for a KL to the reference, got beta = 0.04; set beta = 0",
-    "algorithm.name=grpo-guard": "a ratio of 1, and grpo-guard has a surrogate that is more than",
-    "algorithm.name=flow-dppo": "a ratio of 1, and flow-dppo has a surrogate that is more than",
+    "algorithm.updates=2": "computes gradients with the weights that sample, so a rollout allows "
+    "one optimizer step, got updates = 2; set updates = 1",
+    "algorithm.beta=0.04": "does not support a KL to the reference, got beta = 0.04; set beta = 0",
+    "algorithm.name=grpo-guard": "but the surrogate of grpo-guard depends on more than the ratio",
+    "algorithm.name=flow-dppo": "but the surrogate of flow-dppo depends on more than the ratio",
     "lag=1": r"got lag = 1, which updates newer weights than it samples with; set lag = 0",
     "model.lora=none": "got full fine-tuning; set model.lora.rank",
     "model.quantize=nf4": 'got quantize = "nf4"; remove model.quantize',

@@ -82,14 +82,14 @@ def test_responses_have_a_length_and_may_be_cut() -> None:
     console.row(row | {"response/truncated": 0.25})
     assert file.getvalue().splitlines() == [
         "step 3/20  reward .50  entropy .41  length 121  4.0 samples/s",
-        "step 3/20  reward .50  entropy .41  length 121  cut .25",
+        "step 3/20  reward .50  entropy .41  length 121  truncated .25",
     ]
     live, _ = terminal(width=60)
     with live:
         live.start(0, 20)
         live.row(row | {"samples_per_s": 4.0, "response/truncated": 0.25})
     drawn = live.out.export_text()
-    assert re.search(r"responses +length 121  cut .25", drawn)
+    assert re.search(r"responses +length 121  truncated .25", drawn)
     assert re.search(r"speed +4.0 samples/s  482 tokens/s", drawn)
 
 

@@ -229,31 +229,31 @@ def renamed(tensors: dict[str, torch.Tensor], old: str, new: str) -> None:
 
 OFFERED = f"delete the folder {{run}}/{NEWEST} to resume from step 2"
 BOTH = "delete the folders 000002, 000003 in {run}/checkpoints to resume from step 1"
-NONE_LEFT = "there is no complete checkpoint before it; restore the file from a copy, or start the"
-DIGEST = "is damaged: its digest does not match what it says"
+NONE_LEFT = "there is no earlier complete checkpoint; restore the file from a backup, or start the"
+DIGEST = "is damaged: its digest does not match its content"
 UNFIT = f"{CONFIG} does not match the checkpoint of step 3: "
 RESTORE = "restore config.toml, or the model it refers to ("
 OTHERS = both(gone("checkpoints/000001"), gone("checkpoints/000002"))
 NFT = {"name": "diffusion-nft", "group": 3, "steps": 4, "times": 2, "updates": 1}
 REFUSED: list[tuple[str, Damage, str, str]] = [
     # state.json
-    ("another step", state(step=2), f'{STATE} is damaged: "step" is 2, expected 3 as', OFFERED),
+    ("another step", state(step=2), f'{STATE} is damaged: "step" is 2, expected 3 from', OFFERED),
     ("a later step", state(step=4), '"step" is 4, expected 3', OFFERED),
     ("folder renamed", moved(NEWEST, "checkpoints/000005"),
      '000005/state.json is damaged: "step" is 3, expected 5', "000005 to resume from step 2"),
-    ("step is true", state(step=True), '"step" is true, expected a whole number', OFFERED),
-    ("step is text", state(step="3"), '"step" is "3", expected a whole number', OFFERED),
+    ("step is true", state(step=True), '"step" is true, expected an integer', OFFERED),
+    ("step is text", state(step="3"), '"step" is "3", expected an integer', OFFERED),
     ("step is NaN", state(step=float("nan")), '"step" is NaN', OFFERED),
     ("step is long", replaced(STATE, b'"step": 3', b'"step": ' + LONG), '"step" is Inf', OFFERED),
     ("no step", state(step=None), f'{STATE} is damaged: "step" is missing', OFFERED),
-    ("seed is a list", state(seed=[0]), '"seed" is [0], expected a whole number', OFFERED),
+    ("seed is a list", state(seed=[0]), '"seed" is [0], expected an integer', OFFERED),
     ("another seed", state(seed=7), f"{STATE} {DIGEST}", OFFERED),
-    ("data is a number", state(data=3), '"data" is 3, expected text', OFFERED),
+    ("data is a number", state(data=3), '"data" is 3, expected a string', OFFERED),
     ("two ranks", state(ranks=2), f"{STATE} {DIGEST}", OFFERED),
     ("tables are text", state(tables="x"), '"tables" is "x", expected an object', OFFERED),
     ("no tables", state(tables=None), f"{STATE} {DIGEST}", OFFERED),
-    ("no digest", state(digest=None), 'is damaged: it has "tables" and no "digest"', OFFERED),
-    ("digest renamed", replaced(STATE, b'"digest"', b'"dhgest"'), 'and no "digest"', OFFERED),
+    ("no digest", state(digest=None), 'is damaged: it has "tables" but no "digest"', OFFERED),
+    ("digest renamed", replaced(STATE, b'"digest"', b'"dhgest"'), 'but no "digest"', OFFERED),
     ("no JSON", put(STATE, b"{"), f"{STATE} is damaged: not valid JSON", OFFERED),
     ("UTF-16", put(STATE, '{"step": 3}'.encode("utf-16")), "damaged: not valid UTF-8", OFFERED),
     ("deep JSON", put(STATE, DEEP), f"{STATE} is damaged: not valid JSON", OFFERED),
@@ -299,11 +299,11 @@ REFUSED: list[tuple[str, Damage, str, str]] = [
      f"{NEWEST} is not a complete checkpoint: it has no state.json, and there is no other",
      "or delete it to train again from step 0"),
     ("checkpoints are a file", a_file("checkpoints"),
-     "checkpoints cannot be read: Not a directory", "expected the folder of the run's"),
+     "checkpoints cannot be read: Not a directory", "expected the checkpoint folder of the run"),
     ("checkpoints in a loop", a_link("checkpoints", "checkpoints"),
-     "checkpoints cannot be read: Too many levels", "expected the folder of the run's"),
+     "checkpoints cannot be read: Too many levels", "expected the checkpoint folder of the run"),
     ("checkpoints elsewhere", a_link("checkpoints", "/no/such/disk"),
-     "checkpoints cannot be read: No such file", "checkpoints: restore it"),
+     "checkpoints cannot be read: No such file", "of the run; restore it"),
     # metrics.jsonl
     ("row, UTF-8", line(3, b'{"step": 2, "\xff": 1}\n'), "3 is damaged: not valid UTF-8", BOTH),
     ("row, no JSON", line(3, b"kite\n"), f"{METRICS}, line 3 is damaged: not valid JSON", BOTH),
@@ -332,7 +332,7 @@ REFUSED: list[tuple[str, Damage, str, str]] = [
     ("without LoRA", config(lambda c: c["model"].pop("lora")),
      UNFIT + '66 tensors are missing, first "current/context_embedder.bias"; 120 t', RESTORE),
     ("another rank", config(lambda c: c["model"]["lora"].update(rank=3)),
-     f'90 tensors are of another shape, first "{first("adam.exp_avg")}": expected (3, ', RESTORE),
+     f'90 tensors are of a different shape, first "{first("adam.exp_avg")}": expected (3', RESTORE),
     ("EMA", config(lambda c: c["learner"].update(ema={})),
      f'tensors are missing, first "{first("ema")}"', RESTORE),
     ("an algorithm with old weights", config(lambda c: c.update(algorithm=NFT)),
@@ -532,7 +532,7 @@ ROWS: list[tuple[bytes, str]] = [
     (b"\xff\n", "not valid UTF-8"),
     (DEEP + b"\n", "not valid JSON"),
     (b"3\n", "expected a JSON object, got 3"),
-    (b'{"a": 1}\n', '"step" is null, expected a whole number'),
+    (b'{"a": 1}\n', '"step" is null, expected an integer'),
     (b'{"step": 2, "eval/reward": {}}\n', '"eval/reward" is {}, expected a number'),
     (b'{"step": 2, "a\\nb": "\\ud800"}\n', '"a\\nb" is "\\ud800", expected a number'),
     (b'{"step": 2, "x": ' + LONG + b"}\n", '"x" is Infinity, expected a number'),
@@ -544,7 +544,7 @@ def test_reading_rows_is_one_sentence(folder: Path, content: bytes, what: str) -
     line(3, content)(folder)
     with pytest.raises(UserError) as caught:
         RunFolder.open(folder).rows()
-    advice = "restore the file from a copy, or delete that line"
+    advice = "restore the file from a backup, or delete that line"
     assert str(caught.value) == f"{folder / METRICS}, line 3 is damaged: {what}; {advice}"
 
 
@@ -552,7 +552,7 @@ def test_reading_rows_is_one_sentence(folder: Path, content: bytes, what: str) -
 READING: list[tuple[str, Damage, list[str], str]] = [
     ("row", line(3, b"kite\n"), [], f"{METRICS}, line 3 is damaged: not valid JSON; restore the"),
     ("tensors", cut(TENSORS, 999), [], "header length; choose another step: 1, 2 (--step 2)"),
-    ("state", state(step=2), [], "expected 3 as the folder says; choose another step: 1, 2 (--st"),
+    ("state", state(step=2), [], "expected 3 from the folder name; choose another step: 1, 2"),
     ("an empty folder", new(NINTH), ["--step", "9"],
      "has no checkpoint of step 9; it has 1, 2, 3"),
     ("without LoRA", config(lambda c: c["model"].pop("lora")), [],

@@ -42,7 +42,7 @@ def test_whole_lines_are_read_and_others_named(tmp_path: Path) -> None:
     file.write_bytes(b'{"a": 1}\n[2]\n{"a": 3}\n{"a": 4')
     damaged: list[str] = []
     assert figures.lines(file, lambda row: row.get("a"), damaged) == [1, 3]
-    assert damaged == [f"a.jsonl, line {n}: half-written or damaged, left out" for n in (2, 4)]
+    assert damaged == [f"a.jsonl, line {n}: incomplete or damaged, skipped" for n in (2, 4)]
     assert figures.lines(tmp_path / "none.jsonl", dict, damaged) == [] and len(damaged) == 2
 
 

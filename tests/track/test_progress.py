@@ -306,7 +306,7 @@ def test_the_command_line_in_json_and_in_silence(
     out, err = capsys.readouterr()
     event = json.loads(out)
     assert err == "" and (event["event"], event["code"]) == ("error", 2)
-    assert "exists already" in event["text"]
+    assert "already exists" in event["text"]
     assert cli.main(["train", "--resume", folder, "--quiet"]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("\nheld-out") and out.endswith("report.html\n") and err == ""

@@ -165,7 +165,7 @@ def test_what_cannot_be_evaluated(
     (tmp_path / "full" / "kept").touch()
     assert "already exists; choose a new or empty folder" in said(run, "--out", tmp_path / "full")
     within = tmp_path / "full" / "kept" / "more"
-    assert f"folder {within} cannot be made: kept is a file" in said(run, "--out", within)
+    assert f"folder {within} cannot be created: kept is a file" in said(run, "--out", within)
 
 
 def test_prompts_that_only_one_of_two_takes(folders: Path, tmp_path: Path) -> None:

@@ -147,7 +147,9 @@ def test_folders_that_are_nothing_to_draw_from(
     (moved / "config.toml").write_text(config)
     told = said(moved)
     assert "config.toml does not match the checkpoint of step 4: " in told
-    assert "tensors are of another shape, first " in told and ": expected (8, 16), got (4," in told
+    assert (
+        "tensors are of a different shape, first " in told and ": expected (8, 16), got (4," in told
+    )
 
 
 # gesso sample
@@ -277,7 +279,9 @@ def test_options_of_the_other_family(
     (tmp_path / "taken").touch()
     assert "expects a folder as --out" in said(run, "oak", "--out", tmp_path / "taken")
     within = tmp_path / "taken" / "more"
-    assert f"folder {within} cannot be made: taken is a file" in said(run, "oak", "--out", within)
+    assert f"folder {within} cannot be created: taken is a file" in said(
+        run, "oak", "--out", within
+    )
     assert "the base model of demo is unknown" in said("demo", "oak", "--base")
     long = "word " * 300
     assert "more than model.max_prompt = 256" in said(written, long)

@@ -31,7 +31,7 @@ class Studio:
         self.note = ""
         self.asked: list[PlaygroundRequest] = []
 
-    def draw(self, run: Path, request: PlaygroundRequest, progress: Any) -> dict[str, Any]:
+    def generate(self, run: Path, request: PlaygroundRequest, progress: Any) -> dict[str, Any]:
         self.asked.append(request)
         progress.phase("drawing", 4)
         progress.advance(1)

@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 from gesso.viewer import files
-from gesso.viewer.files import NotShown, Thumbnails, encode, find_runs, picture
+from gesso.viewer.files import NotShown, Thumbnails, encode, find_runs, image_file
 from gesso.viewer.reading import RunReader
 from tests.viewer import folders
 
@@ -25,8 +25,8 @@ def test_a_name_that_only_begins_like_a_picture_is_none(tmp_path: Path) -> None:
     beside = tmp_path / "samples/000004/000.png.key"
     beside.parent.mkdir(parents=True)
     beside.write_text("secret")
-    with pytest.raises(NotShown, match="no picture"):
-        picture(tmp_path, "samples/000004/000.png.key")
+    with pytest.raises(NotShown, match="is not the name of an image"):
+        image_file(tmp_path, "samples/000004/000.png.key")
 
 
 def test_a_folder_of_samples_behind_a_link_is_not_read(tmp_path: Path) -> None:
@@ -47,8 +47,8 @@ def test_small_pictures_are_sent_exactly_and_bombs_not_at_all(
     Image.fromarray(noise).save(tmp_path / "a.png")
     sent = Image.open(io.BytesIO(encode(tmp_path / "a.png", 96))).convert("RGB")
     assert np.array_equal(np.asarray(sent), noise)
-    monkeypatch.setattr(files, "PIXELS", 8 * 24 - 1)
-    with pytest.raises(NotShown, match="24 × 8 pixels: too many"):
+    monkeypatch.setattr(files, "MAX_PIXELS", 8 * 24 - 1)
+    with pytest.raises(NotShown, match="24 × 8 pixels, which is too many"):
         encode(tmp_path / "a.png", 96)
 
 

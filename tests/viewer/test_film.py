@@ -86,7 +86,7 @@ def test_a_sheet_has_a_row_for_each_prompt(reader: RunReader) -> None:
 
 def test_a_run_that_writes_has_no_film(tmp_path: Path) -> None:
     reader = RunReader(folders.make(tmp_path / "w", 1).path)
-    with pytest.raises(NotShown, match="no prompt 0"):
+    with pytest.raises(NotShown, match="no samples of prompt 0"):
         film.frames(reader, 0)
 
 
@@ -142,7 +142,7 @@ def test_the_command_writes_the_report(
     assert str(target) in capsys.readouterr().out
     assert inside(target.read_text())["answers"]["/api/runs"][0]["id"] == "one"
     assert cli.main(["view", str(tmp_path / "gone"), "--report", str(target)]) == 2
-    assert "no folder" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err
 
 
 def test_a_report_of_nothing_or_over_a_folder_is_a_sentence(
@@ -156,7 +156,7 @@ def test_a_report_of_nothing_or_over_a_folder_is_a_sentence(
     assert not list(tmp_path.glob(".*.new"))
     (tmp_path / "file").touch()
     assert cli.main(["view", str(reader.path), "--report", str(tmp_path / "file" / "r.html")]) == 2
-    assert "cannot be made: file is a file" in capsys.readouterr().err
+    assert "cannot be created: file is a file" in capsys.readouterr().err
 
 
 def test_captions_have_step_and_reward_in_order(

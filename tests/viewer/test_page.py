@@ -19,7 +19,7 @@ def test_runs_are_a_table_that_sorts_filters_and_compares(tab: Tab, site: Site) 
     assert tab.count("tr[data-run]") == 3
     row = "tr[data-run=signs]"
     told = tab.text(row)
-    for part in ("signs", "writes words", "flow-grpo", "zoo:signs", "0.400", "4 / 10", "well"):
+    for part in ("signs", "writes words", "flow-grpo", "zoo:signs", "0.400", "4 / 10", "healthy"):
         assert part in told, f"{part} is not in {told}"
     tab.click("[data-keep='sort reward']")
     tab.click("[data-keep='sort reward']")
@@ -41,7 +41,7 @@ def test_runs_are_a_table_that_sorts_filters_and_compares(tab: Tab, site: Site) 
     tab.js("history.back()")
     tab.wait("place.view === 'runs' && document.querySelectorAll('tr[data-run]').length === 3")
     tab.click("[data-keep='health signs']")
-    assert "Nothing to report" in tab.text(".more")
+    assert "No active warnings" in tab.text(".more")
 
 
 def test_the_slider_moves_all_pictures_and_the_address(tab: Tab, site: Site) -> None:
@@ -100,7 +100,7 @@ def test_before_and_after_are_wiped_by_mouse_and_keys(tab: Tab, site: Site) -> N
     assert tab.text(".card .under").split() == ["0.400", "→", "0.900", "▲", "0.500"]
     box = tab.box(".wipe")
     middle = box["y"] + box["height"] / 2
-    cut = "document.querySelector('.pictures').style.getPropertyValue('--cut')"
+    cut = "document.querySelector('.images').style.getPropertyValue('--cut')"
     tab.drag(
         (box["x"] + box["width"] / 2, middle),
         (box["x"] + box["width"] * 0.3, middle),
@@ -115,7 +115,7 @@ def test_before_and_after_are_wiped_by_mouse_and_keys(tab: Tab, site: Site) -> N
     tab.key("ArrowRight")
     assert tab.js(cut) == "21%"
     assert tab.js("evo.at") == 2, "the wipe's keys are not the slider's"
-    tab.js("document.querySelector('[data-keep=find]').focus(); buildEvolution(evo.found)")
+    tab.js("document.querySelector('[data-keep=find]').focus(); buildEvolution(evo.data)")
     assert tab.js(cut) == "21%" and tab.js("document.activeElement.dataset.keep") == "find"
 
 
@@ -145,12 +145,12 @@ def test_film_strips_and_one_prompt_large(tab: Tab, site: Site) -> None:
 def test_prompts_are_filtered_by_what_became_of_them(tab: Tab, site: Site) -> None:
     tab.open(f"{site.url}/#/evolution?run=signs")
     tab.wait("document.querySelectorAll('.card').length === 3")
-    for course, prompt in [("learnt", 0), ("lost", 1), ("wrong", 2)]:
+    for course, prompt in [("learned", 0), ("lost", 1), ("wrong", 2)]:
         tab.click(f".filters input[value={course}]")
         tab.wait("document.querySelectorAll('.card').length === 1")
         assert PROMPTS[prompt] in tab.text(".card")
     tab.click(".filters input[value=all]")
-    tab.js("document.querySelector('[aria-label=\"find a prompt\"]').focus()")
+    tab.js("document.querySelector('[aria-label=\"search prompts\"]').focus()")
     tab.type("elm")
     tab.wait("document.querySelectorAll('.card').length === 1")
 
@@ -166,7 +166,7 @@ def test_html_in_prompts_and_responses_is_text(tab: Tab, site: Site) -> None:
     assert tab.count("main script, main [onerror]") == 0
     tab.go("#/evolution?run=count")
     tab.wait("document.querySelectorAll('.response-card').length === 2")
-    assert "<b>six</b>" in tab.text(".responses") and tab.count(".says b") == 0
+    assert "<b>six</b>" in tab.text(".responses") and tab.count(".response-text b") == 0
 
 
 def test_answers_over_steps_with_what_changed(tab: Tab, site: Site) -> None:
@@ -174,11 +174,11 @@ def test_answers_over_steps_with_what_changed(tab: Tab, site: Site) -> None:
     tab.wait("document.querySelector('.turn.now mark')")
     card = ".response-card:first-child"
     assert tab.texts(f"{card} mark") == ["5", "5"], "only the words that are new"
-    assert "wanted 5" in tab.text(card) and tab.count(f"{card} .shown img") == 1
+    assert "expected 5" in tab.text(card) and tab.count(f"{card} .prompt-images img") == 1
     assert tab.count(f"{card} .square.wrong") == 1 and tab.count(f"{card} .square.right") == 1
     tab.click(f"{card} .square:first-child")
     tab.wait("document.querySelectorAll('.turn.now mark').length === 0")
-    tab.click(f"{card} .ask a")
+    tab.click(f"{card} .question a")
     tab.wait("document.querySelectorAll('.turns li').length === 2")
     tab.go("#/evolution?run=count&prompt=1")
     tab.wait("document.querySelectorAll('.turns li').length === 1")
@@ -211,7 +211,7 @@ def test_curves_of_several_runs(tab: Tab, site: Site) -> None:
     assert "step 4" in tip and "signs, held-out" in tip and "count, training" in tip
     tab.js(f"document.querySelector('{first} .chart').focus()")
     tab.key("ArrowLeft")
-    assert "step 3" in tab.text("#said") or "step 4" in tab.text("#said")
+    assert "step 3" in tab.text("#announcer") or "step 4" in tab.text("#announcer")
     tab.click(".check:last-child input")
     tab.wait("document.querySelector('.values table')")
     assert "0.500" in tab.text(f"{first} .values"), "the held-out reward at step 4"
@@ -246,7 +246,7 @@ def test_groups_show_where_the_gradient_came_from(tab: Tab, site: Site) -> None:
     tab.wait("[...document.images].every((i) => i.complete)")  # nothing moves under the mouse
     tab.click(".group:nth-child(2) summary")
     tab.wait("document.querySelector('.group:nth-child(2) .sample')")
-    assert "only the figures were kept" in tab.text(".group:nth-child(2)")
+    assert "Only the values of this group were saved" in tab.text(".group:nth-child(2)")
     tab.js("document.activeElement.blur()")
     tab.key("ArrowLeft")
     tab.wait("document.querySelector('.groups-transport').innerText.includes('step 2')")
@@ -274,7 +274,7 @@ def test_the_playground_draws_both_and_tells_what_goes_wrong(
     assert (asked.prompt, asked.seed, asked.n, asked.score) == (PROMPTS[0], 0, 4, True)
     artist.error = UserError("no checkpoint <yet>")
     tab.click("button[type=submit]")
-    tab.wait("document.querySelector('.trouble')?.innerText === 'no checkpoint <yet>'")
+    tab.wait("document.querySelector('.error')?.innerText === 'no checkpoint <yet>'")
     artist.error = None
 
 

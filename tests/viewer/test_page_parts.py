@@ -58,7 +58,7 @@ def test_a_line_tells_now_and_best_time_left_and_health(still: Tab) -> None:
     }
     assert cell["reward"].split() == ["0.250", "best", "0.750"]
     assert cell["held"] == "0.100→0.900" and cell["left"] == "1:02:03 left"
-    assert cell["health"].split() == ["trouble", "running"] and cell["step"] == "4 / 10"
+    assert cell["health"].split() == ["problem", "running"] and cell["step"] == "4 / 10"
     assert still.js("document.querySelector('.c-health .health').className") == "health red"
     assert still.js("document.querySelector('.c-step .progress i').style.width") == "40%"
     assert still.js("document.querySelector('td.c-health button').title") == sad["sentences"][0]
@@ -69,7 +69,7 @@ def test_a_line_tells_now_and_best_time_left_and_health(still: Tab) -> None:
 def test_a_run_of_another_version_is_well_only_if_nothing_says_otherwise(still: Tab) -> None:
     amber = {"level": "amber", "kinds": ["x"], "sentences": ["x"]}
     show(still, record("a", state="unknown"), record("b", state="unknown", health=amber))
-    assert [text.split()[0] for text in still.texts("td.c-health")] == ["unknown", "look"]
+    assert [text.split()[0] for text in still.texts("td.c-health")] == ["unknown", "warning"]
 
 
 def test_sorting_goes_down_up_and_back_and_the_unknown_comes_last(still: Tab) -> None:
@@ -121,10 +121,10 @@ def test_the_first_card_has_those_that_rose_most(still: Tab) -> None:
 def test_what_became_of_a_prompt(still: Tab) -> None:
     told = still.js(
         "[[0, 1], [1, 0], [1, 1], [0, 0], [1, 0, 1], [0, 1, 0]].map((rights) =>"
-        "courseOf({cells: rights.map((r) => ({reward: 0, right: Boolean(r)}))})).join()"
+        "trendOf({cells: rights.map((r) => ({reward: 0, right: Boolean(r)}))})).join()"
     )
-    assert told == "learnt,lost,right,wrong,wavering,wavering"
-    told = still.js(f"{prompts([0.1, 0.2], [0.2, 0.1], [0.2, 0.9, 0.2])}.map(courseOf).join()")
+    assert told == "learned,lost,right,wrong,mixed,mixed"
+    told = still.js(f"{prompts([0.1, 0.2], [0.2, 0.1], [0.2, 0.9, 0.2])}.map(trendOf).join()")
     assert told == "better,worse,same"
 
 
@@ -135,7 +135,7 @@ def test_times_and_figures_as_text(still: Tab) -> None:
 
 def test_pictures_come_late_small_and_crisp(still: Tab) -> None:
     made = still.js("""[[24, 8], [1024, 512], null].map((size) => {
-        const img = picture("signs", "samples/000000/000.png", "alt", 192, size);
+        const img = imageNode("signs", "samples/000000/000.png", "alt", 192, size);
         const crisp = img.classList.contains("pixels");
         return [img.loading, img.src.includes("width=192"), crisp, img.alt];
     })""")
@@ -230,8 +230,8 @@ def test_panels_know_parts_from_spread(still: Tab) -> None:
     found = {title: [(p["train"], p["held"]) for p in panels] for title, panels in made.items()}
     assert found["Reward"] == [("reward", "eval/reward"), ("reward/ocr", "eval/ocr")]
     assert found["Update"] == [("update/kl", None)]
-    assert found["Spread of groups"] == [("reward/std", None)]
-    assert found["Everything else"] == [("odd/one", None)]
+    assert found["Group statistics"] == [("reward/std", None)]
+    assert found["Other metrics"] == [("odd/one", None)]
 
 
 def test_groups_tell_halves_and_sides(still: Tab) -> None:
@@ -255,7 +255,7 @@ def test_groups_tell_halves_and_sides(still: Tab) -> None:
 
 def test_the_playground_shows_base_before_trained(still: Tab) -> None:
     told = still.js("""(() => {
-        Object.assign(playing, {asked: {prompt: "p", seed: 5}, mode: "side"});
+        Object.assign(playing, {request: {prompt: "p", seed: 5}, mode: "side"});
         const cells = (response, reward) => [{response, reward, parts: {}, text: ""}];
         const [base, trained] = [cells("before", 0.25), cells("after", 0.75)];
         const made = playResult({step: 4, notes: ["not <scored>"], base, trained});
@@ -305,17 +305,18 @@ def test_rewards_and_their_marks(still: Tab) -> None:
     })"""
     )
     assert told == [
-        ["0.900▲ 0.400", "mark-right", "right", "change up"],
-        ["0.100▼ 0.400", "mark-wrong", "wrong", "change down"],
+        ["0.900▲ 0.400", "mark-right", "correct", "change up"],
+        ["0.100▼ 0.400", "mark-wrong", "incorrect", "change down"],
         ["no score", None, None, None],
     ]
     squares = still.js("""(() => {
         const cells = [{reward: 0, right: false}, {reward: 1, right: true}, null, {reward: 0.5}];
-        return course({cells}, {steps: [0, 2, 4, 6]}, () => {}).map((b) => b.className + b.title);
+        return rewardSquares({cells}, {steps: [0, 2, 4, 6]}, () => {})
+            .map((b) => b.className + b.title);
     })()""")
     assert squares == [
-        "square wrongstep 0: wrong, reward 0", "square rightstep 2: right, reward 1.000",
-        "square nonestep 4: none kept", "square scoredstep 6: reward 0.500",
+        "square wrongstep 0: incorrect, reward 0", "square rightstep 2: correct, reward 1.000",
+        "square nonestep 4: not saved", "square scoredstep 6: reward 0.500",
     ]  # fmt: skip
 
 

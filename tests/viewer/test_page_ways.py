@@ -138,11 +138,15 @@ def test_rows_do_not_jump_and_new_ones_come_first(walker: Tab, site: Site) -> No
     walker.js("""(async () => {
         const rows = [...runs.values()].reverse();
         load = async () => [...rows, {...rows[0], id: "new"}];
-        await news();
+        await pollRuns();
     })()""")
     assert walker.js(order) == f"new,{was}"
-    for error, told in (("new Refused('no')", "The server refuses: no."), ("0", "does not answer")):
-        walker.js(f"(async () => {{ load = async () => {{ throw {error}; }}; await news(); }})()")
+    for error, told in (
+        ("new RequestError('no')", "The server rejected the request: no."),
+        ("0", "does not respond"),
+    ):
+        failing = f"load = async () => {{ throw {error}; }}"
+        walker.js(f"(async () => {{ {failing}; await pollRuns(); }})()")
         assert told in walker.text("#banner")
         walker.js("banner.hidden = true")
     walker.js("document.querySelector('[aria-label=\"filter runs\"]').focus()")
@@ -160,14 +164,14 @@ def test_the_playground_asks_what_the_form_says(walker: Tab, site: Site, artist:
             field.value = value;
             field.dispatchEvent(new Event("input"));
         }
-        document.querySelector(".ask-form input[type=checkbox]").click();
-        document.querySelector(".ask-form").requestSubmit();
+        document.querySelector(".play-form input[type=checkbox]").click();
+        document.querySelector(".play-form").requestSubmit();
     })()""")
     walker.wait("document.querySelectorAll('.play-pair').length === 2")
     asked = artist.asked[-1]
     assert (asked.seed, asked.n, asked.score) == (7, 2, False)
     assert walker.texts(".play-pair:first-child figcaption > span")[0].startswith("base")
     assert "0.250" in walker.texts(".play-pair:first-child figcaption > span")[0]
-    walker.click(".ask-form .row button[type=button]")
-    walker.wait("playing.asked.seed !== 7 && playing.result")
+    walker.click(".play-form .row button[type=button]")
+    walker.wait("playing.request.seed !== 7 && playing.result")
     assert artist.asked[-1].seed == walker.js("playing.seed") != 7

@@ -120,9 +120,9 @@ def test_damage_is_named_and_the_rest_is_read(tmp_path: Path) -> None:
     assert [row["step"] for row in reader.rows()] == [0, 1, 2, 4]
     assert len(reader.evolution()["prompts"]) == 2
     assert reader.damaged() == [
-        "metrics.jsonl: a damaged line after step 2, left out",
-        "metrics.jsonl: a damaged line after step 2, left out",
-        "000002.jsonl, line 3: half-written or damaged, left out",
+        "metrics.jsonl: a damaged line after step 2, skipped",
+        "metrics.jsonl: a damaged line after step 2, skipped",
+        "000002.jsonl, line 3: incomplete or damaged, skipped",
     ]
 
 

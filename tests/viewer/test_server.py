@@ -54,7 +54,7 @@ def test_runs_are_found_at_any_of_three_depths(runs: Path) -> None:
     assert list(find_runs(runs)) == ["deep/er/two", "one"]
     assert list(find_runs(runs / "one")) == ["one"]
     assert find_runs(runs.parent / "runs" / "one" / "samples") == {}
-    with pytest.raises(UserError, match=r"no folder .*gone; expected the folder of runs"):
+    with pytest.raises(UserError, match=r"folder .*gone does not exist; expected a folder of runs"):
         find_runs(runs / "gone")
 
 
@@ -179,13 +179,13 @@ def test_a_corrupt_picture_is_a_sentence(client: TestClient, runs: Path) -> None
 
 def test_wrong_questions_are_sentences(client: TestClient) -> None:
     answer = client.get("/api/groups", params={"run": "one", "step": "x"})
-    assert answer.status_code == 404 and "expected a whole number" in answer.json()["error"]
+    assert answer.status_code == 404 and "expected an integer" in answer.json()["error"]
     answer = client.get("/film", params={"run": "one", "kind": "avi"})
-    assert answer.json()["error"] == 'kind = "avi" is no film; there are gif, mp4 and sheet'
+    assert answer.json()["error"] == 'kind = "avi" is not supported; use gif, mp4 or sheet'
     answer = client.get("/film", params={"run": "one", "prompt": "9"})
-    assert answer.json()["error"] == "no prompt 9 among the samples of one"
+    assert answer.json()["error"] == "one has no samples of prompt 9"
     answer = client.get("/film", params={"run": "deep/er/two", "kind": "sheet"})
-    assert answer.json()["error"] == "two has no pictures to make a sheet of"
+    assert answer.json()["error"] == "two has no images for a contact sheet"
 
 
 def test_without_a_token_only_this_machine_by_its_own_name(runs: Path, studio: Studio) -> None:
@@ -238,7 +238,7 @@ def test_the_playground_tells_how_far_it_is_and_what_came_of_it(
     seen = client.get("/api/play").json()
     assert (seen["state"], seen["share"], seen["result"]) == ("busy", 0.25, {})
     answer = client.post("/api/play", json=ASK)
-    assert answer.status_code == 422 and "still drawing" in answer.json()["error"]
+    assert answer.status_code == 422 and "is busy" in answer.json()["error"]
     studio.go.set()
     assert wait(client, "done")["result"]["trained"][0]["reward"] == 0.75
     assert studio.asked[0].seed == 5
@@ -385,7 +385,7 @@ def test_odd_requests_are_refused(client: TestClient, runs: Path, studio: Studio
     assert client.get("/api/runs", headers={"Host": "[::1"}).status_code == 403
     large = {"Content-Length": str(server.BODY + 1)}
     answer = client.post("/api/play", content=b"{}", headers=large)
-    assert "a question may have" in answer.json()["error"]
+    assert "a request must have at most" in answer.json()["error"]
     with TestClient(server.app(runs, studio, "s3cret"), base_url="http://10.0.0.1") as other:
         assert other.get("/?token=é").status_code == 403
 

@@ -86,7 +86,7 @@ def test_a_sampler_that_holds_anything_else_stops_the_run(
     sampler.accept(publication)
     sampler.verify(publication)
     fault(other, learner)
-    with pytest.raises(StopRun, match="weights are not version 1 as the learner published"):
+    with pytest.raises(StopRun, match="weights differ from version 1 published by the learner"):
         sampler.verify(publication)
 
 
@@ -100,7 +100,7 @@ def test_an_older_version_stops_the_run() -> None:
 
 def test_weights_of_another_model_stop_the_run() -> None:
     odd = Publication(1, {"current": {"c": torch.zeros(2)}})
-    with pytest.raises(StopRun, match="cannot take version 1 of the weights: weights do not fit"):
+    with pytest.raises(StopRun, match="cannot load version 1 of the weights: weights do not fit"):
         HeldWeights(policy()).accept(odd)
 
 

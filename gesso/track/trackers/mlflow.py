@@ -59,7 +59,7 @@ class MLflow:
                     image = opened.convert("RGB")
                 self.client.log_image(self.id, image, key=f"samples/{sample.index:03d}", step=step)
         if samples:
-            columns = ["index", "prompt", "response", "answer", "reward"]
+            columns = ["index", "prompt", "response", "expected", "reward"]
             data = [[s.index, s.prompt, s.response, s.answer, score(s)] for s in samples]
             table = {"columns": columns, "data": data}
             self.client.log_dict(self.id, table, f"samples/{step:06d}.json")

@@ -47,7 +47,7 @@ class SwanLab:
             if s.image
         ]
         texts = [
-            swanlab.Text(f"{s.prompt}\n\n{s.response}\n\nanswer: {s.answer}", caption=score(s))
+            swanlab.Text(f"{s.prompt}\n\n{s.response}\n\nexpected: {s.answer}", caption=score(s))
             for s in samples
             if not s.image
         ]

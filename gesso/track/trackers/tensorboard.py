@@ -67,7 +67,7 @@ def _image(run: Path, sample: Shown) -> Any:
 
 
 def _table(samples: Sequence[Shown]) -> str:
-    lines = ["| | prompt | response | answer | reward |", "|-|-|-|-|-|"]
+    lines = ["| | prompt | response | expected | reward |", "|-|-|-|-|-|"]
     for s in samples:
         cells = [f"{s.index:03d}", s.prompt, s.response, s.answer, score(s)]
         lines.append("| " + " | ".join(map(_cell, cells)) + " |")

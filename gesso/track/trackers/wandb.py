@@ -54,7 +54,7 @@ class Wandb:
         ]
         if images or not samples:
             return {"samples": images} if images else {}
-        table = wandb.Table(columns=["prompt", "image", "response", "answer", "reward"])
+        table = wandb.Table(columns=["prompt", "image", "response", "expected", "reward"])
         for s in samples:
             image = wandb.Image(image_path(self.dir, s.shown[0])) if s.shown else None
             table.add_data(s.prompt, image, s.response, s.answer, s.reward)

@@ -1,14 +1,14 @@
 "use strict";
-// Drawings from figures: lines over training with a crosshair, sparklines, histograms.
+// Charts: curves over training with a crosshair, sparklines, histograms.
 
 // 1, 2 or 5 times a power of ten, about `count` of them between low and high.
 function ticksOf(low, high, count) {
   const raw = (high - low) / Math.max(1, count);
   const power = 10 ** Math.floor(Math.log10(raw));
   const unit = [1, 2, 5, 10].find((m) => m * power >= raw * 0.999) * power;
-  const found = [];
-  for (let k = Math.ceil(low / unit - 1e-9); k * unit <= high + unit * 1e-9; k += 1) found.push(k * unit);
-  return { values: found, unit };
+  const values = [];
+  for (let k = Math.ceil(low / unit - 1e-9); k * unit <= high + unit * 1e-9; k += 1) values.push(k * unit);
+  return { values, unit };
 }
 
 function tickText(value, unit) {
@@ -20,21 +20,21 @@ function tickText(value, unit) {
   return value.toFixed(Math.max(0, -exponent(unit)));
 }
 
-// Of ten; a value that a rounding error put under its power counts to it.
+// Decimal exponent; tolerates rounding errors just below a power of ten.
 const exponent = (value) => Math.floor(Math.log10(Math.abs(value)) + 1e-9);
 
-// Exponential mean, without the pull of its beginning.
+// Exponential moving average, corrected for its initial bias.
 function smoothed(values, weight) {
   if (!weight) return values;
-  let sum = 0, of = 0;
+  let sum = 0, total = 0;
   return values.map((v) => {
     sum = weight * sum + (1 - weight) * v;
-    of = weight * of + (1 - weight);
-    return sum / of;
+    total = weight * total + (1 - weight);
+    return sum / total;
   });
 }
 
-// Place of the point nearest to x; xs ascend.
+// Index of the point nearest to x; xs are ascending.
 function nearest(xs, x) {
   let low = 0, high = xs.length - 1;
   while (high - low > 1) {
@@ -54,7 +54,7 @@ function extent(values) {
   return [low, high];
 }
 
-// Charts that belong together show one crosshair.
+// A crosshair that several charts share.
 class Crosshair {
   constructor() { this.charts = new Set(); }
   set(x, owner) { for (const chart of this.charts) chart.mark(x, chart === owner); }
@@ -75,18 +75,18 @@ class Chart {
     }, this.svg, this.tip);
     this.width = 0;
     cross.charts.add(this);
-    this.seen = new ResizeObserver(([entry]) => {
+    this.observer = new ResizeObserver(([entry]) => {
       const width = Math.floor(entry.contentRect.width);
       if (width && width !== this.width) {
         this.width = width;
         this.draw();
       }
     });
-    this.seen.observe(this.node);
+    this.observer.observe(this.node);
   }
 
   close() {
-    this.seen.disconnect();
+    this.observer.disconnect();
     this.cross.charts.delete(this);
   }
 
@@ -101,9 +101,9 @@ class Chart {
     const xs = extent(this.lines.flatMap((l) => [l.x[0], l.x[l.x.length - 1]]));
     let [low, high] = extent(this.lines.flatMap((l) => [...extent(l.low || l.y), ...extent(l.high || l.y)]));
     if (this.log) [low, high] = [Math.log10(low), Math.log10(high)];
-    const room = (high - low) * 0.06 || Math.abs(high) * 0.1 || 0.1;
-    const share = !this.log && low >= 0 && high <= 1; // shares end at 0 and 1
-    [low, high] = [share ? Math.max(0, low - room) : low - room, share ? Math.min(1.02, high + room) : high + room];
+    const margin = (high - low) * 0.06 || Math.abs(high) * 0.1 || 0.1;
+    const fraction = !this.log && low >= 0 && high <= 1; // fractions are limited to 0 … 1
+    [low, high] = [fraction ? Math.max(0, low - margin) : low - margin, fraction ? Math.min(1.02, high + margin) : high + margin];
     if (!this.log && low < 0 && Math.min(...this.lines.map((l) => extent(l.low || l.y)[0])) >= 0) low = 0;
     if (xs[0] === xs[1]) xs[1] = xs[0] + 1;
     const inner = [this.width - MARGIN.left - MARGIN.right, this.height - MARGIN.top - MARGIN.bottom];
@@ -117,9 +117,9 @@ class Chart {
   draw() {
     this.svg.replaceChildren();
     this.svg.setAttribute("width", this.width);
-    this.node.setAttribute("aria-label", this.told());
+    this.node.setAttribute("aria-label", this.description());
     if (!this.lines.length) {
-      this.svg.append(s("text", { class: "none", x: this.width / 2, y: this.height / 2, "text-anchor": "middle" }, "not known of these runs"));
+      this.svg.append(s("text", { class: "none", x: this.width / 2, y: this.height / 2, "text-anchor": "middle" }, "no data for these runs"));
       return;
     }
     const { xs, ys } = this.scale();
@@ -153,22 +153,22 @@ class Chart {
     return d;
   }
 
-  // Evaluations are means already, and few: a running mean would only lag behind them.
-  calmer(line) { return smoothed(line.y, line.kind === "held" ? 0 : this.smooth); }
+  // Evaluations are few and already means: smoothing would only add lag.
+  smoothedY(line) { return smoothed(line.y, line.kind === "held" ? 0 : this.smooth); }
 
   line(line) {
     const group = s("g", { class: `line ${line.kind}`, stroke: line.colour, fill: line.colour });
     if (line.low) {
-      const there = this.path(line.x, line.high);
-      const back = this.path([...line.x].reverse(), [...line.low].reverse());
-      group.append(s("path", { class: "band", d: `${there}L${back.slice(1)}Z` }));
+      const upper = this.path(line.x, line.high);
+      const lower = this.path([...line.x].reverse(), [...line.low].reverse());
+      group.append(s("path", { class: "band", d: `${upper}L${lower.slice(1)}Z` }));
     }
-    const calmer = this.calmer(line);
-    if (calmer !== line.y) group.append(s("path", { class: "raw", d: this.path(line.x, line.y) }));
-    group.append(s("path", { class: "mean", d: this.path(line.x, calmer) }));
+    const ys = this.smoothedY(line);
+    if (ys !== line.y) group.append(s("path", { class: "raw", d: this.path(line.x, line.y) }));
+    group.append(s("path", { class: "mean", d: this.path(line.x, ys) }));
     if (line.x.length <= 40) {
       const r = line.kind === "held" ? 3 : line.x.length === 1 ? 3 : 0;
-      if (r) line.x.forEach((x, i) => group.append(s("circle", { cx: this.x(x), cy: this.y(calmer[i]), r })));
+      if (r) line.x.forEach((x, i) => group.append(s("circle", { cx: this.x(x), cy: this.y(ys[i]), r })));
     }
     return group;
   }
@@ -180,39 +180,39 @@ class Chart {
   }
 
   key(event) {
-    const way = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (!way || !this.lines.length) {
+    const direction = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (!direction || !this.lines.length) {
       if (event.key === "Escape") this.cross.set(null, this);
       return;
     }
     event.preventDefault();
     event.stopPropagation();
     const longest = this.lines.reduce((a, b) => (b.x.length > a.x.length ? b : a)).x;
-    const now = this.at === null ? (way > 0 ? -1 : longest.length) : nearest(longest, this.at);
-    const next = Math.min(longest.length - 1, Math.max(0, now + way * (event.shiftKey ? 10 : 1)));
+    const now = this.at === null ? (direction > 0 ? -1 : longest.length) : nearest(longest, this.at);
+    const next = Math.min(longest.length - 1, Math.max(0, now + direction * (event.shiftKey ? 10 : 1)));
     this.cross.set(longest[next], this);
-    say(`${this.title}, ${this.tip.innerText.replace(/\n/g, ", ")}`);
+    announce(`${this.title}, ${this.tip.innerText.replace(/\n/g, ", ")}`);
   }
 
-  mark(x, own) {
+  mark(x, isOwner) {
     this.at = x;
-    this.tip.hidden = !own || x === null;
+    this.tip.hidden = !isOwner || x === null;
     if (!this.mark_) return;
     this.mark_.replaceChildren();
     if (x === null || !this.lines.length) return;
-    const found = this.lines.map((line) => {
+    const points = this.lines.map((line) => {
       const i = nearest(line.x, x);
-      return { line, i, x: line.x[i], y: this.calmer(line)[i] };
+      return { line, i, x: line.x[i], y: this.smoothedY(line)[i] };
     });
-    const close = found.reduce((a, b) => (Math.abs(b.x - x) < Math.abs(a.x - x) ? b : a)).x;
+    const close = points.reduce((a, b) => (Math.abs(b.x - x) < Math.abs(a.x - x) ? b : a)).x;
     const px = Math.round(this.x(close)) + 0.5;
     this.mark_.append(s("line", { x1: px, x2: px, y1: MARGIN.top, y2: this.height - MARGIN.bottom }));
-    for (const { line, x: at, y } of found) this.mark_.append(s("circle", { cx: this.x(at), cy: this.y(y), r: 3.5, fill: line.colour }));
-    if (own) this.tell(close, px, found);
+    for (const { line, x: at, y } of points) this.mark_.append(s("circle", { cx: this.x(at), cy: this.y(y), r: 3.5, fill: line.colour }));
+    if (isOwner) this.showTip(close, px, points);
   }
 
-  tell(x, px, found) {
-    const rows = found.map(({ line, i, x: at, y }) => h("div", { class: "tip-row" },
+  showTip(x, px, points) {
+    const rows = points.map(({ line, i, x: at, y }) => h("div", { class: "tip-row" },
       h("i", { class: `key ${line.kind}`, vars: { "--c": line.colour } }),
       h("span", {}, at === x ? line.label : `${line.label} (${this.xText(at)})`), h("b", {}, figure(y)),
       line.low ? h("small", {}, `${figure(line.low[i])} to ${figure(line.high[i])}`) : null));
@@ -221,13 +221,13 @@ class Chart {
     this.tip.style.setProperty("left", `${Math.max(0, Math.min(left, this.width - this.tip.offsetWidth))}px`);
   }
 
-  told() {
+  description() {
     const each = this.lines.map((l) => `${l.label}: ${figure(l.y[0])} to ${figure(l.y[l.y.length - 1])}`);
-    return `${this.title}. ${each.join("; ")}. Arrow keys read the values.`;
+    return `${this.title}. ${each.join("; ")}. Use the arrow keys to read the values.`;
   }
 }
 
-// A line of some figures in a small box, its end marked.
+// A small line chart of some values, with the last one marked.
 function sparkline(values, stroke, width = 96, height = 26, label = "") {
   const box = s("svg", { class: "spark", width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": label });
   if (values.length < 2) return box;
@@ -254,7 +254,7 @@ function histogram(values, width = 180, height = 54) {
   bins.forEach((n, i) => {
     const tall = n ? Math.max(3, (n / most) * height) : 1;
     box.append(s("rect", { class: n ? "some" : "none", x: i * wide + 1, y: height - tall, width: wide - 2, height: tall, rx: 1.5 },
-      s("title", {}, `${n} from ${figure(low + (i * (high - low)) / bins.length)}`)));
+      s("title", {}, `${n} samples from ${figure(low + (i * (high - low)) / bins.length)}`)));
   });
   box.append(s("text", { x: 1, y: height + 12 }, figure(low)), s("text", { x: width - 1, y: height + 12, "text-anchor": "end" }, figure(high)));
   box.setAttribute("aria-label", `rewards of ${values.length} samples from ${figure(extent(values)[0])} to ${figure(extent(values)[1])}`);

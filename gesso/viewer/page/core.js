@@ -1,7 +1,7 @@
 "use strict";
-// What every view needs: elements, figures as text, the server's answers, the address, the theme.
-// The same scripts make the live page and the report: there the answers lie inside the file.
-// Text from runs becomes text nodes only; nothing here or elsewhere parses a string as HTML.
+// Shared by all views: elements, numbers as text, server requests, the address, the theme.
+// The live page and the report use the same scripts; the report embeds the server's responses.
+// Text from runs is only inserted as text nodes; no script parses a string as HTML.
 
 const views = {}; // name → {title, show(root), refresh(), key(event), leave()}
 
@@ -51,7 +51,7 @@ function icon(name) {
 
 const button = (label, onclick, props = {}) => h("button", { type: "button", onclick, ...props }, label);
 
-// One of several, shown side by side; arrow keys come with radio buttons.
+// One of several options, side by side; radio buttons support the arrow keys.
 let radios = 0;
 function choice(label, options, chosen, onpick) {
   const name = `choice-${(radios += 1)}`;
@@ -61,13 +61,13 @@ function choice(label, options, chosen, onpick) {
         type: "radio", name, value, checked: value === chosen, onchange: () => onpick(value),
       }),
       h("span", {}, text)));
-  return h("fieldset", { class: "choice" }, h("legend", { class: "aside" }, label), items);
+  return h("fieldset", { class: "choice" }, h("legend", { class: "visually-hidden" }, label), items);
 }
 
-const nothing = (...told) => h("div", { class: "nothing" }, told.map((t) => h("p", {}, t)));
-const loading = () => h("div", { class: "loading", role: "status" }, "Reading the run …");
+const emptyState = (...texts) => h("div", { class: "empty" }, texts.map((t) => h("p", {}, t)));
+const loading = () => h("div", { class: "loading", role: "status" }, "Loading the run …");
 
-// Figures as text ----------------------------------------------------------------------------
+// Numbers as text ----------------------------------------------------------------------------
 
 function figure(x) {
   if (x === null || x === undefined || !Number.isFinite(x)) return "–";
@@ -88,25 +88,25 @@ function clock(seconds) {
 }
 
 const percent = (x) => `${(100 * x).toFixed(x < 0.0995 ? 1 : 0)}%`;
-const many = (n, one, more = `${one}s`) => `${n.toLocaleString("en")} ${n === 1 ? one : more}`;
+const plural = (n, one, more = `${one}s`) => `${n.toLocaleString("en")} ${n === 1 ? one : more}`;
 
 function change(from, to) {
   if (from === null || to === null || from === undefined || to === undefined) return null;
   const by = to - from;
   if (Math.abs(by) < 5e-4) return null;
-  const way = by > 0 ? "up" : "down";
-  return h("span", { class: `change ${way}` }, `${by > 0 ? "▲" : "▼"} ${figure(Math.abs(by))}`);
+  const direction = by > 0 ? "up" : "down";
+  return h("span", { class: `change ${direction}` }, `${by > 0 ? "▲" : "▼"} ${figure(Math.abs(by))}`);
 }
 
-// The server's answers -----------------------------------------------------------------------
+// Server requests ----------------------------------------------------------------------------
 
 const inside = document.getElementById("inside") && JSON.parse(document.getElementById("inside").textContent);
 const isReport = Boolean(inside);
-const answersInside = new Map();
+const embedded = new Map();
 if (isReport) {
   for (const [at, answer] of Object.entries(inside.answers)) {
     const [path, query] = at.split("?");
-    answersInside.set(address(path, Object.fromEntries(new URLSearchParams(query || ""))), answer);
+    embedded.set(address(path, Object.fromEntries(new URLSearchParams(query || ""))), answer);
   }
 }
 
@@ -115,74 +115,74 @@ function address(path, params = {}) {
   return query ? `${path}?${query}` : path;
 }
 
-class Refused extends Error {}
+class RequestError extends Error {}
 
 async function load(path, params = {}) {
   if (isReport) {
-    const { keys, ...asked } = params; // the file has all keys of a run's curves
-    const found = answersInside.get(address(path, asked));
-    if (found === undefined) throw new Refused("this report does not have it");
-    return found;
+    const { keys, ...rest } = params; // the file has all keys of a run's curves
+    const answer = embedded.get(address(path, rest));
+    if (answer === undefined) throw new RequestError("not included in this report");
+    return answer;
   }
-  return answered(await fetch(address(path.slice(1), params)));
+  return parsed(await fetch(address(path.slice(1), params)));
 }
 
-async function answered(response) {
+async function parsed(response) {
   const kind = response.headers.get("content-type") || "";
   const body = kind.startsWith("application/json") ? await response.json() : await response.text();
   if (response.ok) return body;
-  throw new Refused(body.error || (typeof body === "string" && body) || `the server answered ${response.status}`);
+  throw new RequestError(body.error || (typeof body === "string" && body) || `HTTP status ${response.status}`);
 }
 
-// What was loaded stays until the run has changed.
-const kept = new Map();
+// Responses are cached until the run has changed.
+const cache = new Map();
 function loadOnce(path, params) {
   const run = runs.get(params.run);
   const stamp = run ? `${run.step} ${run.changed}` : "";
   const at = address(path, params);
-  const known = kept.get(at);
-  if (known && known.stamp === stamp) return known.answer;
+  const cached = cache.get(at);
+  if (cached && cached.stamp === stamp) return cached.answer;
   const answer = load(path, params);
-  kept.set(at, { stamp, answer });
-  answer.catch(() => kept.delete(at));
-  if (kept.size > 60) kept.delete(kept.keys().next().value);
+  cache.set(at, { stamp, answer });
+  answer.catch(() => cache.delete(at));
+  if (cache.size > 60) cache.delete(cache.keys().next().value);
   return answer;
 }
 
-const WIDTHS = [96, 192, 384]; // that the server makes; a report has the largest
+const WIDTHS = [96, 192, 384]; // thumbnails of the server; a report has the largest
 
-function widthFor(wanted) {
-  return isReport ? 384 : WIDTHS.find((w) => w >= wanted * Math.min(devicePixelRatio, 2));
+function widthFor(displayWidth) {
+  return isReport ? 384 : WIDTHS.find((w) => w >= displayWidth * Math.min(devicePixelRatio, 2));
 }
 
-// `size`: the picture's own; what is small anyway is sent as it is.
-function pictureUrl(run, name, wanted, size) {
+// `size`: [width, height] of the image; small images are sent unscaled.
+function imageUrl(run, name, displayWidth, size) {
   if (isReport) return (inside.pictures[run] || {})[name] || "";
-  const width = size && size[0] <= WIDTHS[2] ? undefined : widthFor(wanted);
+  const width = size && size[0] <= WIDTHS[2] ? undefined : widthFor(displayWidth);
   return address("picture", width ? { run, name, width } : { run, name });
 }
 
-// `size`: the picture's own [width, height], where it is known. Small pictures are magnified crisply.
+// `size`: [width, height] of the image, if known. Small images are magnified without smoothing.
 const TINY = 160;
-function picture(run, name, alt, wanted, size, props = {}) {
+function imageNode(run, name, alt, displayWidth, size, props = {}) {
   const img = h("img", { alt, loading: "lazy", decoding: "async", draggable: "false", ...props });
   if (size) {
     img.width = size[0];
     img.height = size[1];
     if (Math.max(...size) <= TINY) img.classList.add("pixels");
   }
-  img.addEventListener("error", () => img.replaceWith(gone(alt)));
+  img.addEventListener("error", () => img.replaceWith(unreadable(alt)));
   img.addEventListener("load", () => {
-    const own = img.naturalWidth < (widthFor(wanted) || Infinity); // not one that was made small
-    if (own && Math.max(img.naturalWidth, img.naturalHeight) <= TINY) img.classList.add("pixels");
+    const original = img.naturalWidth < (widthFor(displayWidth) || Infinity); // not a thumbnail
+    if (original && Math.max(img.naturalWidth, img.naturalHeight) <= TINY) img.classList.add("pixels");
   });
-  const url = pictureUrl(run, name, wanted, size);
-  if (!url) return gone(alt);
+  const url = imageUrl(run, name, displayWidth, size);
+  if (!url) return unreadable(alt);
   img.src = url;
   return img;
 }
 
-const gone = (alt) => h("div", { class: "gone", role: "img", "aria-label": `${alt}: cannot be read` }, "cannot be read");
+const unreadable = (alt) => h("div", { class: "unreadable", role: "img", "aria-label": `${alt}: cannot be read` }, "cannot be read");
 
 // The address: #/view?run=…&tick=…&… ----------------------------------------------------------
 
@@ -208,32 +208,32 @@ function addressOf(view, changes) {
 
 const go = (view, changes = {}) => { location.hash = addressOf(view, changes); };
 
-// A new address for the same view, without a step in the history.
+// Changes the address of the same view without a history entry.
 function adjust(changes) {
-  const own = Object.fromEntries([...place.params].filter(([k]) => k !== "tick"));
-  history.replaceState(null, "", addressOf(place.view, { ...own, ...changes }));
+  const current = Object.fromEntries([...place.params].filter(([k]) => k !== "tick"));
+  history.replaceState(null, "", addressOf(place.view, { ...current, ...changes }));
   readPlace();
 }
 
-// Runs: which there are, which are ticked, their colours -----------------------------------------
+// Runs: all, the selected ones, their colours --------------------------------------------------
 
-const runs = new Map(); // id → a line of the table, in its order
+const runs = new Map(); // id → a row of the table, in its order
 const COLOURS = 8;
-let pinned; // the run that is shown while none is asked for: the newest when the page was opened
-const colours = new Map(); // id → its place in the palette, as long as it is ticked
+let pinned; // the default run: the newest when the page was opened
+const colours = new Map(); // id → its index in the palette, while it is selected
 
 function ticked() {
-  const asked = [...place.params.getAll("tick"), place.params.get("run")];
-  const wanted = [...new Set(asked)].filter((id) => runs.has(id)); // the one shown is among them
-  if (wanted.length) return wanted;
+  const requested = [...place.params.getAll("tick"), place.params.get("run")];
+  const selected = [...new Set(requested)].filter((id) => runs.has(id)); // includes the main run
+  if (selected.length) return selected;
   if (!runs.has(pinned)) [pinned] = runs.keys();
   return pinned === undefined ? [] : [pinned];
 }
 
 function colour(id) {
-  const shown = ticked();
-  if (!shown.includes(id)) return "var(--faint)";
-  for (const known of [...colours.keys()]) if (!shown.includes(known)) colours.delete(known);
+  const selected = ticked();
+  if (!selected.includes(id)) return "var(--faint)";
+  for (const other of [...colours.keys()]) if (!selected.includes(other)) colours.delete(other);
   if (!colours.has(id)) {
     const taken = new Set(colours.values());
     let free = 0;
@@ -243,42 +243,42 @@ function colour(id) {
   return `var(--run-${colours.get(id)})`;
 }
 
-// The run that a view of one run shows.
+// The run of views that show a single run.
 function mainRun() {
-  const asked = place.params.get("run");
-  return runs.has(asked) ? asked : ticked()[0];
+  const requested = place.params.get("run");
+  return runs.has(requested) ? requested : ticked()[0];
 }
 
 function runPicker() {
-  const shown = new Set([...ticked(), mainRun()]);
+  const selected = new Set([...ticked(), mainRun()]);
   const pick = (id) => go(place.view, { run: id });
-  const options = [...shown].map((id) => [id, [dot(id), id], runs.get(id).about]);
+  const options = [...selected].map((id) => [id, [dot(id), id], runs.get(id).about]);
   if (options.length === 1) return h("span", { class: "the-run" }, dot(mainRun()), mainRun());
   return choice("Run", options, mainRun(), pick);
 }
 
 const dot = (id) => h("i", { class: "dot", vars: { "--c": colour(id) }, "aria-hidden": "true" });
 
-// Calls `come` with what nears the screen and `go` with what leaves it: things that have a `node`.
-function nearing(things, come, go = () => {}) {
-  const eyes = new IntersectionObserver((entries) => {
+// Calls `enter` with items whose `node` comes near the viewport and `leave` with those that leave it.
+function whenNear(items, enter, leave = () => {}) {
+  const observer = new IntersectionObserver((entries) => {
     for (const { target, isIntersecting } of entries) {
-      const thing = things.find((t) => t.node === target);
-      if (isIntersecting) come(thing);
-      else go(thing);
+      const item = items.find((t) => t.node === target);
+      if (isIntersecting) enter(item);
+      else leave(item);
     }
   }, { rootMargin: "300px" });
-  for (const { node } of things) eyes.observe(node);
-  return eyes;
+  for (const { node } of items) observer.observe(node);
+  return observer;
 }
 
-// The theme, and other small things to remember ------------------------------------------------
+// The theme and other stored settings ----------------------------------------------------------
 
 function remembered(name) {
   try {
     return localStorage.getItem(`gesso-${name}`);
   } catch {
-    return null; // a browser may keep nothing for a page; then the default holds
+    return null; // storage may be disabled; then the default applies
   }
 }
 
@@ -297,8 +297,8 @@ const isDark = () => {
 
 if (remembered("theme")) document.documentElement.dataset.theme = remembered("theme");
 
-const calm = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
+const reducedMotion = () => matchMedia("(prefers-reduced-motion: reduce)").matches;
 
-function say(text) {
-  document.getElementById("said").textContent = text;
+function announce(text) {
+  document.getElementById("announcer").textContent = text;
 }

@@ -1,35 +1,35 @@
 "use strict";
-// The same prompts and seeds over training: slider, film strips, before and after; one prompt large.
+// The same prompts and seeds over training: slider, film strips, before / after; one prompt enlarged.
 
 const SPEEDS = [["0.5", "½×"], ["1", "1×"], ["2", "2×"], ["4", "4×"]];
-const PACE = 700; // ms a step at speed 1
-const PATIENCE = 2000; // ms that playing waits for pictures
+const PACE = 700; // ms per step at speed 1
+const PATIENCE = 2000; // maximum ms that the animation waits for images
 
-const evo = { run: null, found: null, at: 0, mode: "now", course: "all", words: "", playing: false, speed: "1", content: null };
+const evo = { run: null, data: null, at: 0, mode: "now", trend: "all", words: "", playing: false, speed: "1", content: null };
 
 views.evolution = {
   title: "Evolution",
   async show(root) {
     evo.root = root;
     const run = mainRun();
-    if (evo.run !== run) Object.assign(evo, { run, course: "all", words: "" });
-    let found;
+    if (evo.run !== run) Object.assign(evo, { run, trend: "all", words: "" });
+    let data;
     try {
-      const waiting = setTimeout(() => { if (shown === views.evolution) root.replaceChildren(loading()); }, 150);
-      found = await loadOnce("/api/evolution", { run }).finally(() => clearTimeout(waiting));
+      const waiting = setTimeout(() => { if (activeView === views.evolution) root.replaceChildren(loading()); }, 150);
+      data = await loadOnce("/api/evolution", { run }).finally(() => clearTimeout(waiting));
     } catch (error) {
-      root.replaceChildren(nothing(`The samples of ${run} cannot be shown: ${error.message}.`));
+      root.replaceChildren(emptyState(`The samples of ${run} cannot be shown: ${error.message}.`));
       return;
     }
-    if (shown !== views.evolution || mainRun() !== run) return;
-    buildEvolution(found);
+    if (activeView !== views.evolution || mainRun() !== run) return;
+    buildEvolution(data);
   },
   async refresh() {
-    const found = await loadOnce("/api/evolution", { run: evo.run }).catch(() => null);
-    if (!found || shown !== this || found === evo.found) return;
-    const grown = evo.found && found.steps.length - evo.found.steps.length;
-    if (evo.found && !grown && JSON.stringify(found) === JSON.stringify(evo.found)) return;
-    buildEvolution(found);
+    const data = await loadOnce("/api/evolution", { run: evo.run }).catch(() => null);
+    if (!data || activeView !== this || data === evo.data) return;
+    const grown = evo.data && data.steps.length - evo.data.steps.length;
+    if (evo.data && !grown && JSON.stringify(data) === JSON.stringify(evo.data)) return;
+    buildEvolution(data);
   },
   leave() {
     evo.playing = false;
@@ -44,7 +44,7 @@ views.evolution = {
     else if (event.key === "ArrowRight") moveTo(evo.at + 1);
     else if (event.key === "ArrowLeft") moveTo(evo.at - 1);
     else if (event.key === "Home") moveTo(0);
-    else if (event.key === "End") moveTo(evo.found.steps.length - 1);
+    else if (event.key === "End") moveTo(evo.data.steps.length - 1);
     else if (large && event.key === "ArrowDown") neighbour(1);
     else if (large && event.key === "ArrowUp") neighbour(-1);
     else return false;
@@ -52,36 +52,36 @@ views.evolution = {
   },
 };
 
-function buildEvolution(found) {
+function buildEvolution(data) {
   if (evo.content && evo.content.close) evo.content.close();
   const focus = document.activeElement && document.activeElement.dataset.keep;
   const high = scrollY;
-  evo.found = found;
+  evo.data = data;
   const { root, run } = evo;
-  if (!found.prompts.length) {
+  if (!data.prompts.length) {
     root.replaceChildren(h("div", { class: "bar" }, h("h2", {}, "Evolution"), h("span", { class: "grow" }), runPicker()),
-      nothing("No evaluation has saved samples yet.", "They appear here as soon as the first one is done."));
+      emptyState("No evaluation has saved samples yet.", "Samples appear here after the first evaluation."));
     evo.timeline = null;
     return;
   }
-  const wanted = place.params.get("step");
-  const asked = wanted === null ? -1 : found.steps.indexOf(Number(wanted));
-  evo.at = asked >= 0 ? asked : found.steps.length - 1; // without a step: the newest, and so it stays
-  evo.draws = found.prompts.some((p) => p.cells.some((c) => c && c.image));
+  const step = place.params.get("step");
+  const requested = step === null ? -1 : data.steps.indexOf(Number(step));
+  evo.at = requested >= 0 ? requested : data.steps.length - 1; // without a step: always the newest
+  evo.hasImages = data.prompts.some((p) => p.cells.some((c) => c && c.image));
   const index = place.params.get("prompt");
-  const large = index === null ? null : found.prompts.find((p) => String(p.index) === index);
+  const large = index === null ? null : data.prompts.find((p) => String(p.index) === index);
   evo.large = large;
-  const over = large ? [large] : found.prompts;
-  evo.values = found.steps.map((_, i) => mean(rewardsAt(over, i)));
-  evo.timeline = new Timeline(found.steps, evo.values, (i) => moveTo(i));
+  const over = large ? [large] : data.prompts;
+  evo.values = data.steps.map((_, i) => mean(rewardsAt(over, i)));
+  evo.timeline = new Timeline(data.steps, evo.values, (i) => moveTo(i));
   evo.place = h("div", { class: "content" });
   put(root, large ? largeHead(large) : h("div", { class: "bar" }, h("h2", {}, "Evolution"), runPicker(), h("span", { class: "grow" }), exports()), transport(), large ? null : filters(), evo.place);
-  if (large) evo.content = evo.draws ? new LargePicture(run, found, large) : new LargeResponse(run, found, large);
+  if (large) evo.content = evo.hasImages ? new LargeImage(run, data, large) : new LargeResponse(run, data, large);
   else buildContent();
   if (large) evo.place.replaceChildren(evo.content.node);
   moveTo(evo.at, true);
   showPlaying();
-  scrollTo(0, high); // news must not move the page
+  scrollTo(0, high); // new data must not scroll the page
   const again = focus && root.querySelector(`[data-keep="${focus}"]`);
   if (again) again.focus({ preventScroll: true });
 }
@@ -89,9 +89,9 @@ function buildEvolution(found) {
 function buildContent() {
   if (evo.content && evo.content.close) evo.content.close();
   const words = evo.words.toLowerCase().split(/\s+/).filter(Boolean);
-  const prompts = evo.found.prompts.filter((p) => (evo.course === "all" || courseOf(p) === evo.course) && words.every((w) => p.prompt.toLowerCase().includes(w)));
-  const kind = evo.draws ? { now: PictureGrid, wipe: PictureGrid, film: FilmStrips }[evo.mode] : ResponseCards;
-  evo.content = prompts.length ? new kind(evo.run, evo.found, prompts, evo.mode) : { node: nothing("No prompt is like that."), to() {} };
+  const prompts = evo.data.prompts.filter((p) => (evo.trend === "all" || trendOf(p) === evo.trend) && words.every((w) => p.prompt.toLowerCase().includes(w)));
+  const kind = evo.hasImages ? { now: ImageGrid, wipe: ImageGrid, film: FilmStrips }[evo.mode] : ResponseCards;
+  evo.content = prompts.length ? new kind(evo.run, evo.data, prompts, evo.mode) : { node: emptyState("No prompts match the filter."), to() {} };
   evo.place.replaceChildren(evo.content.node);
   evo.content.to(evo.at);
 }
@@ -105,41 +105,41 @@ function transport() {
 
 function filters() {
   const counts = {};
-  for (const p of evo.found.prompts) counts[courseOf(p)] = (counts[courseOf(p)] || 0) + 1;
-  const there = COURSES.filter(([name]) => counts[name]);
-  const options = [["all", `All ${evo.found.prompts.length}`], ...there.map(([name, title, note]) => [name, `${title} ${counts[name]}`, note])];
-  const modes = [["now", "Pictures"], ["wipe", "Before | after"], ["film", "Film strips"]];
-  const search = h("input", { type: "search", placeholder: "Find a prompt …", "aria-label": "find a prompt", "data-keep": "find", value: evo.words, oninput: (e) => { evo.words = e.target.value; buildContent(); } });
+  for (const p of evo.data.prompts) counts[trendOf(p)] = (counts[trendOf(p)] || 0) + 1;
+  const present = TRENDS.filter(([name]) => counts[name]);
+  const options = [["all", `All ${evo.data.prompts.length}`], ...present.map(([name, title, note]) => [name, `${title} ${counts[name]}`, note])];
+  const modes = [["now", "Images"], ["wipe", "Before / after"], ["film", "Film strips"]];
+  const search = h("input", { type: "search", placeholder: "Search prompts …", "aria-label": "search prompts", "data-keep": "find", value: evo.words, oninput: (e) => { evo.words = e.target.value; buildContent(); } });
   return h("div", { class: "bar filters" },
-    evo.draws ? choice("Show", modes, evo.mode, (m) => { evo.mode = m; buildContent(); }) : null,
-    choice("Prompts", options, evo.course, (c) => { evo.course = c; buildContent(); }), h("span", { class: "grow" }), search);
+    evo.hasImages ? choice("Show", modes, evo.mode, (m) => { evo.mode = m; buildContent(); }) : null,
+    choice("Prompts", options, evo.trend, (t) => { evo.trend = t; buildContent(); }), h("span", { class: "grow" }), search);
 }
 
 function exports(prompt) {
-  if (isReport || !evo.draws) return null;
+  if (isReport || !evo.hasImages) return null;
   const link = (kind, text, title) => h("a", { class: "button", href: address("film", { run: evo.run, kind, ...(prompt ? { prompt: prompt.index } : {}) }), download: "", title }, icon("down"), text);
   if (!prompt) return link("sheet", "Contact sheet", "all prompts over training as one PNG");
   return [link("gif", "GIF", "this prompt over training"), link("mp4", "MP4", "this prompt over training")];
 }
 
-function moveTo(wanted, quiet = false) {
-  const last = evo.found.steps.length - 1;
-  evo.at = Math.max(0, Math.min(last, wanted));
+function moveTo(index, quiet = false) {
+  const last = evo.data.steps.length - 1;
+  evo.at = Math.max(0, Math.min(last, index));
   evo.timeline.set(evo.at);
   const now = evo.values[evo.at];
   evo.read.replaceChildren(
-    h("span", { class: "big" }, `step ${evo.found.steps[evo.at]}`),
+    h("span", { class: "big" }, `step ${evo.data.steps[evo.at]}`),
     h("span", { class: "soft" }, `${evo.large ? "reward" : "mean reward"} ${figure(now)} `, evo.at ? change(evo.values[0], now) : null));
   evo.content.to(evo.at);
-  if (!quiet) adjust({ step: evo.at === last ? null : evo.found.steps[evo.at] });
+  if (!quiet) adjust({ step: evo.at === last ? null : evo.data.steps[evo.at] });
 }
 
 async function setPlaying(on) {
   evo.playing = on;
   const turn = (evo.turn = (evo.turn || 0) + 1);
   showPlaying();
-  if (on && evo.at === evo.found.steps.length - 1) moveTo(0);
-  while (evo.playing && evo.turn === turn && evo.at < evo.found.steps.length - 1) {
+  if (on && evo.at === evo.data.steps.length - 1) moveTo(0);
+  while (evo.playing && evo.turn === turn && evo.at < evo.data.steps.length - 1) {
     const rest = new Promise((done) => { setTimeout(done, PACE / Number(evo.speed)); });
     const late = new Promise((done) => { setTimeout(done, PATIENCE); });
     await Promise.all([rest, Promise.race([late, evo.content.ready ? evo.content.ready(evo.at + 1) : null])]);
@@ -157,39 +157,39 @@ function showPlaying() {
 }
 
 function neighbour(by) {
-  const all = evo.found.prompts, next = all[all.indexOf(evo.large) + by];
+  const all = evo.data.prompts, next = all[all.indexOf(evo.large) + by];
   if (next) go("evolution", { prompt: next.index, step: place.params.get("step") });
 }
 
 function largeHead(prompt) {
-  const all = evo.found.prompts, at = all.indexOf(prompt);
+  const all = evo.data.prompts, at = all.indexOf(prompt);
   const step = (by, name, text) => button(icon(name), () => neighbour(by), { class: "round", "aria-label": text, disabled: !all[at + by] });
   return h("div", { class: "bar" },
     h("a", { class: "button", href: addressOf("evolution", { step: place.params.get("step") }) }, icon("left"), "All prompts"),
-    h("span", { class: "soft" }, `prompt ${at + 1} of ${all.length}`), step(-1, "left", "the prompt before"), step(1, "right", "the next prompt"),
+    h("span", { class: "soft" }, `prompt ${at + 1} of ${all.length}`), step(-1, "left", "previous prompt"), step(1, "right", "next prompt"),
     h("span", { class: "grow" }), exports(prompt));
 }
 
 const altOf = (prompt, step, cell) => `${prompt.prompt}, step ${step}${cell && cell.reward !== null ? `, reward ${figure(cell.reward)}` : ""}`;
 
-// All prompts at the slider's step; or the first step wiped against it.
-class PictureGrid {
-  constructor(run, found, prompts, mode) {
-    Object.assign(this, { run, found, mode, at: 0, seen: new Set() });
-    this.node = h("div", { class: "pictures" });
+// All prompts at the selected step, optionally compared with the first step by a wipe.
+class ImageGrid {
+  constructor(run, data, prompts, mode) {
+    Object.assign(this, { run, data, mode, at: 0, visible: new Set() });
+    this.node = h("div", { class: "images" });
     this.cards = prompts.map((p) => this.card(p));
     this.node.append(...this.cards.map((c) => c.node));
-    const come = (card) => { this.seen.add(card); this.update(card); };
-    this.eyes = nearing(this.cards, come, (card) => this.seen.delete(card));
+    const enter = (card) => { this.visible.add(card); this.update(card); };
+    this.observer = whenNear(this.cards, enter, (card) => this.visible.delete(card));
   }
 
   card(prompt) {
-    const slot = new Slot(this.run, this.found.size, 384);
-    const first = this.mode === "wipe" ? new Slot(this.run, this.found.size, 384) : null;
+    const slot = new Slot(this.run, this.data.size, 384);
+    const first = this.mode === "wipe" ? new Slot(this.run, this.data.size, 384) : null;
     const under = h("div", { class: "under" }), read = h("div", { class: "read" });
-    const shape = this.found.size ? { "--ratio": `${this.found.size[0]} / ${this.found.size[1]}` } : {};
+    const shape = this.data.size ? { "--ratio": `${this.data.size[0]} / ${this.data.size[1]}` } : {};
     const link = () => addressOf("evolution", { prompt: prompt.index, step: place.params.get("step") });
-    const frame = first ? wipe(first.node, slot.node, [`step ${this.found.steps[0]}`, "the slider's step"], this.node) : slot.node;
+    const frame = first ? wipe(first.node, slot.node, [`step ${this.data.steps[0]}`, "the selected step"], this.node) : slot.node;
     const words = h("span", { class: "prompt" }, prompt.prompt);
     const node = first
       ? h("div", { class: "card" }, frame, h("a", { href: link(), class: "words" }, words), under, read)
@@ -200,9 +200,9 @@ class PictureGrid {
   }
 
   update(card) {
-    const { prompt, slot, first, under, read, node } = card, cell = prompt.cells[this.at], step = this.found.steps[this.at];
+    const { prompt, slot, first, under, read, node } = card, cell = prompt.cells[this.at], step = this.data.steps[this.at];
     slot.show(cell, altOf(prompt, step, cell));
-    if (first) first.show(prompt.cells[0], altOf(prompt, this.found.steps[0], prompt.cells[0]));
+    if (first) first.show(prompt.cells[0], altOf(prompt, this.data.steps[0], prompt.cells[0]));
     node.classList.toggle("is-wrong", Boolean(cell && cell.right === false));
     put(under, first ? [rewardOf(prompt.cells[0]), h("span", { class: "to" }, "→")] : null, rewardOf(cell, prompt.cells[0]));
     put(read, cell && cell.text ? ["read ", h("q", {}, cell.text)] : null);
@@ -210,31 +210,31 @@ class PictureGrid {
 
   to(at) {
     this.at = at;
-    for (const card of this.seen) this.update(card);
+    for (const card of this.visible) this.update(card);
   }
 
   ready(at) {
-    return Promise.all([...this.seen].map(({ prompt, slot }) => {
+    return Promise.all([...this.visible].map(({ prompt, slot }) => {
       const cell = prompt.cells[at];
-      return cell && cell.image ? decoded(pictureUrl(this.run, cell.image, slot.wanted, slot.size)) : null;
+      return cell && cell.image ? decoded(imageUrl(this.run, cell.image, slot.displayWidth, slot.size)) : null;
     }));
   }
 
-  close() { this.eyes.disconnect(); }
+  close() { this.observer.disconnect(); }
 }
 
-// A row a prompt, a picture an evaluation. Rows are made when they come near the screen.
+// One row per prompt, one image per evaluation. Rows are built when they come near the viewport.
 class FilmStrips {
-  constructor(run, found, prompts) {
-    Object.assign(this, { run, found, at: 0 });
-    const shape = found.size ? { "--ratio": `${found.size[0]} / ${found.size[1]}` } : {};
+  constructor(run, data, prompts) {
+    Object.assign(this, { run, data, at: 0 });
+    const shape = data.size ? { "--ratio": `${data.size[0]} / ${data.size[1]}` } : {};
     this.rows = prompts.map((prompt) => ({
       prompt, node: h("div", { class: "film-row", vars: shape }, h("a", { class: "prompt", href: addressOf("evolution", { prompt: prompt.index }) }, prompt.prompt)),
     }));
     this.node = h("div", { class: "films" }, this.rows.map((r) => r.node));
-    this.eyes = nearing(this.rows, (row) => {
+    this.observer = whenNear(this.rows, (row) => {
       if (row.strip) return;
-      row.strip = filmStrip(run, found, row.prompt);
+      row.strip = filmStrip(run, data, row.prompt);
       row.node.append(row.strip.node);
       row.strip.to(this.at);
     });
@@ -245,13 +245,13 @@ class FilmStrips {
     for (const { strip } of this.rows) if (strip) strip.to(at);
   }
 
-  close() { this.eyes.disconnect(); }
+  close() { this.observer.disconnect(); }
 }
 
-function filmStrip(run, found, prompt) {
-  const frames = found.steps.map((step, i) => {
+function filmStrip(run, data, prompt) {
+  const frames = data.steps.map((step, i) => {
     const cell = prompt.cells[i];
-    const what = cell && cell.image ? picture(run, cell.image, altOf(prompt, step, cell), 192, found.size) : h("div", { class: "gone" }, "none kept");
+    const what = cell && cell.image ? imageNode(run, cell.image, altOf(prompt, step, cell), 192, data.size) : h("div", { class: "unreadable" }, "not saved");
     return h("button", { type: "button", class: "frame", title: cell && cell.text ? `read “${cell.text}”` : "", onclick: () => moveTo(i) }, what, h("span", { class: "cap" }, h("span", {}, `step ${step}`), rewardOf(cell)));
   });
   const node = h("div", { class: "strip" }, frames);
@@ -261,38 +261,38 @@ function filmStrip(run, found, prompt) {
       frame.setAttribute("aria-current", i === at ? "step" : "false");
     });
     const frame = frames[at], left = frame.offsetLeft - node.clientWidth / 2 + frame.offsetWidth / 2;
-    node.scrollTo({ left, behavior: calm() ? "auto" : "smooth" });
+    node.scrollTo({ left, behavior: reducedMotion() ? "auto" : "smooth" });
   };
   return { node, to };
 }
 
-// One prompt: a large wipe of the first step against the slider's, facts, the film strip.
-class LargePicture {
-  constructor(run, found, prompt) {
-    Object.assign(this, { run, found, prompt });
-    const wanted = 1200;
-    this.before = new Slot(run, found.size, wanted);
-    this.after = new Slot(run, found.size, wanted);
-    const stage = h("div", { class: "stage", vars: found.size ? { "--ratio": `${found.size[0]} / ${found.size[1]}`, "--own": found.size[0] / found.size[1] } : {} });
+// One prompt: a large wipe between the first and the selected step, details, the film strip.
+class LargeImage {
+  constructor(run, data, prompt) {
+    Object.assign(this, { run, data, prompt });
+    const displayWidth = 1200;
+    this.before = new Slot(run, data.size, displayWidth);
+    this.after = new Slot(run, data.size, displayWidth);
+    const stage = h("div", { class: "stage", vars: data.size ? { "--ratio": `${data.size[0]} / ${data.size[1]}`, "--aspect": data.size[0] / data.size[1] } : {} });
     this.tags = h("div", { class: "tags" });
-    stage.append(wipe(this.before.node, this.after.node, [`step ${found.steps[0]}`, "the slider's step"], stage), this.tags);
+    stage.append(wipe(this.before.node, this.after.node, [`step ${data.steps[0]}`, "the selected step"], stage), this.tags);
     this.facts = h("div", { class: "large-facts" });
-    this.strip = filmStrip(run, found, prompt);
-    if (found.size) this.strip.node.style.setProperty("--ratio", `${found.size[0]} / ${found.size[1]}`);
+    this.strip = filmStrip(run, data, prompt);
+    if (data.size) this.strip.node.style.setProperty("--ratio", `${data.size[0]} / ${data.size[1]}`);
     this.node = h("div", { class: "large" }, h("h1", { class: "prompt" }, prompt.prompt), h("div", { class: "large-two" }, stage, this.facts), this.strip.node);
   }
 
   to(at) {
-    const { prompt, found } = this, first = prompt.cells[0], cell = prompt.cells[at], step = found.steps[at];
-    this.before.show(first, altOf(prompt, found.steps[0], first));
+    const { prompt, data } = this, first = prompt.cells[0], cell = prompt.cells[at], step = data.steps[at];
+    this.before.show(first, altOf(prompt, data.steps[0], first));
     this.after.show(cell, altOf(prompt, step, cell));
-    this.tags.replaceChildren(h("span", {}, `step ${found.steps[0]}`, rewardOf(first)), h("span", {}, `step ${step}`, rewardOf(cell, first)));
+    this.tags.replaceChildren(h("span", {}, `step ${data.steps[0]}`, rewardOf(first)), h("span", {}, `step ${step}`, rewardOf(cell, first)));
     put(this.facts, partsOf(cell), h("dl", { class: "facts" }, h("dt", {}, "seed"), h("dd", {}, prompt.seed)));
     this.strip.to(at);
   }
 
   ready(at) {
     const cell = this.prompt.cells[at];
-    return cell && cell.image ? decoded(pictureUrl(this.run, cell.image, this.after.wanted, this.found.size)) : null;
+    return cell && cell.image ? decoded(imageUrl(this.run, cell.image, this.after.displayWidth, this.data.size)) : null;
   }
 }

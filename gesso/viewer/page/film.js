@@ -1,21 +1,22 @@
 "use strict";
-// Parts of the evolution: slots for pictures, the wipe, the timeline with its slider.
+// Components of the evolution view: image slots, the wipe, the timeline with its slider.
 
-// A place for one picture at a time. The next is decoded before it takes the place: no flicker.
+// A container for one image. The next image is decoded before it replaces the current one, to avoid
+// flicker.
 class Slot {
-  constructor(run, size, wanted) {
-    Object.assign(this, { run, size, wanted, url: null });
+  constructor(run, size, displayWidth) {
+    Object.assign(this, { run, size, displayWidth, url: null });
     this.node = h("div", { class: "slot" });
   }
 
   async show(cell, alt) {
-    const url = cell && cell.image ? pictureUrl(this.run, cell.image, this.wanted, this.size) : "";
+    const url = cell && cell.image ? imageUrl(this.run, cell.image, this.displayWidth, this.size) : "";
     if (url === this.url) return;
     this.url = url;
     const img = url && (await decoded(url));
-    if (this.url !== url) return; // asked for another one meanwhile
+    if (this.url !== url) return; // another image was requested meanwhile
     if (!img) {
-      this.node.replaceChildren(cell ? gone(alt) : h("div", { class: "gone" }, "none kept"));
+      this.node.replaceChildren(cell ? unreadable(alt) : h("div", { class: "unreadable" }, "not saved"));
       return;
     }
     const present = this.node.querySelector("img");
@@ -39,13 +40,13 @@ async function decoded(url) {
     await img.decode();
     return img;
   } catch {
-    return null; // the file is damaged or gone; the slot says so
+    return null; // the file is damaged or missing; the slot shows this
   }
 }
 
-// Two nodes over one another: the first left of the cut, the second right of it. The cut is the
-// variable --cut of `host`, so that several wipes may move together.
-let cutAt = 50; // percent, kept from one wipe to the next
+// Two overlaid nodes: the first is visible left of the cut, the second right of it. The cut is the
+// variable --cut of `host`, so that several wipes can move together.
+let cutAt = 50; // percent, shared by all wipes
 function wipe(before, after, names, host) {
   const set = (share) => {
     cutAt = Math.round(100 * Math.min(1, Math.max(0, share)));
@@ -54,7 +55,7 @@ function wipe(before, after, names, host) {
   };
   host.style.setProperty("--cut", `${cutAt}%`);
   const range = h("input", {
-    type: "range", min: 0, max: 100, value: cutAt, "aria-label": `wipe between ${names[0]} and ${names[1]}`,
+    type: "range", min: 0, max: 100, value: cutAt, "aria-label": `compare ${names[0]} with ${names[1]}`,
     oninput: (e) => set(e.target.value / 100),
   });
   const drag = (event) => {
@@ -70,13 +71,13 @@ function wipe(before, after, names, host) {
 const mean = (values) => (values.length ? values.reduce((a, b) => a + b, 0) / values.length : null);
 const rewardsAt = (prompts, i) => prompts.map((p) => p.cells[i] && p.cells[i].reward).filter((v) => v !== null && v !== undefined);
 
-// The slider over evaluations, under the curve of the rewards.
+// The slider over evaluations, below the reward curve.
 class Timeline {
   constructor(steps, values, onmove) {
     this.steps = steps;
     const last = Math.max(1, steps.length - 1);
     this.range = h("input", {
-      type: "range", min: 0, max: steps.length - 1, step: 1, "aria-label": "step of training", class: "step-slider", "data-keep": "slider",
+      type: "range", min: 0, max: steps.length - 1, step: 1, "aria-label": "training step", class: "step-slider", "data-keep": "slider",
       oninput: (e) => onmove(Number(e.target.value)),
     });
     this.marker = h("i", { class: "marker", "aria-hidden": "true" });
@@ -91,13 +92,13 @@ class Timeline {
   }
 
   hill(values, last) {
-    const there = values.map((v, i) => [i, v]).filter(([, v]) => v !== null);
+    const points = values.map((v, i) => [i, v]).filter(([, v]) => v !== null);
     const box = s("svg", { viewBox: "0 0 1000 100", preserveAspectRatio: "none", "aria-hidden": "true" });
-    if (there.length < 2) return box;
-    const [low, high] = extent(there.map(([, v]) => v));
+    if (points.length < 2) return box;
+    const [low, high] = extent(points.map(([, v]) => v));
     const y = (v) => (high > low ? 92 - ((v - low) / (high - low)) * 80 : 50);
-    const d = there.map(([i, v], k) => `${k ? "L" : "M"}${((1000 * i) / last).toFixed(1)} ${y(v).toFixed(1)}`).join("");
-    box.append(s("path", { class: "under", d: `${d}L${(1000 * there[there.length - 1][0]) / last} 100L${(1000 * there[0][0]) / last} 100Z` }), s("path", { class: "top", d }));
+    const d = points.map(([i, v], k) => `${k ? "L" : "M"}${((1000 * i) / last).toFixed(1)} ${y(v).toFixed(1)}`).join("");
+    box.append(s("path", { class: "under", d: `${d}L${(1000 * points[points.length - 1][0]) / last} 100L${(1000 * points[0][0]) / last} 100Z` }), s("path", { class: "top", d }));
     return box;
   }
 
@@ -108,32 +109,32 @@ class Timeline {
   }
 }
 
-// What has become of a prompt between the first evaluation and the last.
-const COURSES = [
-  ["learnt", "Learnt", "wrong at first, right at last"],
-  ["lost", "Lost", "right at first, wrong at last"],
-  ["right", "Always right", "right at every evaluation"],
-  ["wrong", "Always wrong", "wrong at every evaluation"],
-  ["wavering", "Wavering", "ends as it began, but was otherwise in between"],
-  ["better", "Better", "a higher reward at last than at first"],
-  ["worse", "Worse", "a lower reward at last than at first"],
-  ["same", "Same", "the same reward at last as at first"],
+// How the result of a prompt changed between the first evaluation and the last.
+const TRENDS = [
+  ["learned", "Learned", "incorrect in the first evaluation, correct in the last"],
+  ["lost", "Lost", "correct in the first evaluation, incorrect in the last"],
+  ["right", "Always correct", "correct in every evaluation"],
+  ["wrong", "Always incorrect", "incorrect in every evaluation"],
+  ["mixed", "Mixed", "same result in the first and the last evaluation, different in between"],
+  ["better", "Better", "higher reward in the last evaluation than in the first"],
+  ["worse", "Worse", "lower reward in the last evaluation than in the first"],
+  ["same", "Same", "same reward in the first and the last evaluation"],
 ];
 
-function courseOf(prompt) {
+function trendOf(prompt) {
   const cells = prompt.cells.filter(Boolean);
-  const told = cells.filter((c) => c.right !== undefined).map((c) => c.right);
-  if (told.length) {
-    const first = told[0], last = told[told.length - 1];
-    if (first !== last) return last ? "learnt" : "lost";
-    return told.every((r) => r === first) ? (first ? "right" : "wrong") : "wavering";
+  const correct = cells.filter((c) => c.right !== undefined).map((c) => c.right);
+  if (correct.length) {
+    const first = correct[0], last = correct[correct.length - 1];
+    if (first !== last) return last ? "learned" : "lost";
+    return correct.every((r) => r === first) ? (first ? "right" : "wrong") : "mixed";
   }
   const scored = cells.map((c) => c.reward).filter((v) => v !== null);
   const by = scored.length ? scored[scored.length - 1] - scored[0] : 0;
   return by > 5e-4 ? "better" : by < -5e-4 ? "worse" : "same";
 }
 
-// The reward under a picture or a response, with a mark where right and wrong are told apart.
+// The reward below an image or a response, with a mark if it is known to be correct or incorrect.
 function rewardOf(cell, before) {
   if (!cell) return h("span", { class: "reward" }, "–");
   if (cell.reward === null || cell.reward === undefined) return h("span", { class: "reward bad", title: cell.error || "" }, "no score");
@@ -142,15 +143,15 @@ function rewardOf(cell, before) {
 
 function mark(cell) {
   if (!cell || cell.right === undefined) return null;
-  return h("span", { class: `mark-${cell.right ? "right" : "wrong"}`, role: "img", "aria-label": cell.right ? "right" : "wrong" }, icon(cell.right ? "tick" : "cross"));
+  return h("span", { class: `mark-${cell.right ? "right" : "wrong"}`, role: "img", "aria-label": cell.right ? "correct" : "incorrect" }, icon(cell.right ? "tick" : "cross"));
 }
 
-// Of several rewards each by itself, and what a reward read.
+// The components of the reward, and the text that a reward read.
 function partsOf(cell) {
   if (!cell) return null;
   const parts = Object.entries(cell.parts || {});
   const rows = parts.map(([name, value]) => [h("dt", {}, name), h("dd", {}, figure(value))]);
-  if (cell.text) rows.push([h("dt", {}, "the reward read"), h("dd", {}, h("q", {}, cell.text))]);
+  if (cell.text) rows.push([h("dt", {}, "text read by the reward"), h("dd", {}, h("q", {}, cell.text))]);
   if (cell.error) rows.push([h("dt", {}, "error"), h("dd", { class: "bad" }, cell.error)]);
   return rows.length ? h("dl", { class: "facts" }, rows) : null;
 }

@@ -1,5 +1,5 @@
 "use strict";
-// One training step opened up: which groups of samples the gradient came from, and why.
+// One training step in detail: the contributions of the groups to the gradient.
 
 const grouped = { run: null, step: null, open: new Set() };
 
@@ -9,19 +9,19 @@ views.groups = {
     grouped.root = root;
     const run = mainRun();
     if (grouped.run !== run) Object.assign(grouped, { run, open: new Set() });
-    let told;
+    let details;
     try {
-      told = await loadOnce("/api/run", { run });
+      details = await loadOnce("/api/run", { run });
     } catch (error) {
-      put(root, nothing(`The groups of ${run} cannot be shown: ${error.message}.`));
+      put(root, emptyState(`The groups of ${run} cannot be shown: ${error.message}.`));
       return;
     }
-    if (shown !== this || mainRun() !== run) return;
-    await drawGroups(run, told.group_steps);
+    if (activeView !== this || mainRun() !== run) return;
+    await drawGroups(run, details.group_steps);
   },
   async refresh() {
-    const told = await loadOnce("/api/run", { run: grouped.run }).catch(() => null);
-    if (told && shown === this && told.group_steps.join() !== grouped.steps.join()) await drawGroups(grouped.run, told.group_steps);
+    const details = await loadOnce("/api/run", { run: grouped.run }).catch(() => null);
+    if (details && activeView === this && details.group_steps.join() !== grouped.steps.join()) await drawGroups(grouped.run, details.group_steps);
   },
   key(event) {
     if (event.target.matches("input, select") || !grouped.steps || !grouped.steps.length) return false;
@@ -43,20 +43,20 @@ async function drawGroups(run, steps) {
   grouped.steps = steps;
   const head = h("div", { class: "bar" }, h("h2", {}, "Groups"), runPicker());
   if (!steps.length) {
-    put(root, head, nothing("No training step has been opened up yet.", "A run keeps the groups of its first step and of those that end in an evaluation (save.groups)."));
+    put(root, head, emptyState("No groups have been saved yet.", "A run saves the groups of its first step and of each step with an evaluation (save.groups)."));
     return;
   }
-  const asked = Number(place.params.get("step"));
-  const step = place.params.has("step") && steps.includes(asked) ? asked : steps[steps.length - 1];
+  const requested = Number(place.params.get("step"));
+  const step = place.params.has("step") && steps.includes(requested) ? requested : steps[steps.length - 1];
   grouped.step = step;
-  let found;
+  let groups;
   try {
-    found = await loadOnce("/api/groups", { run, step });
+    groups = await loadOnce("/api/groups", { run, step });
   } catch (error) {
-    put(root, head, nothing(`Step ${step} cannot be shown: ${error.message}.`));
+    put(root, head, emptyState(`Step ${step} cannot be shown: ${error.message}.`));
     return;
   }
-  if (shown !== views.groups || grouped.step !== step) return;
+  if (activeView !== views.groups || grouped.step !== step) return;
   const focused = document.activeElement && document.activeElement.matches(".group-step");
   const at = steps.indexOf(step);
   const slider = h("input", {
@@ -65,23 +65,23 @@ async function drawGroups(run, steps) {
   });
   const label = h("span", { class: "big" }, `step ${step}`);
   const move = (by, name, text) => button(icon(name), () => pickStep(steps[at + by]), { class: "round", "aria-label": text, disabled: steps[at + by] === undefined });
-  const all = found.flatMap((g) => g.samples);
-  const most = Math.max(...found.map((g) => g.share), 1e-9);
-  const reach = Math.max(...all.map((x) => Math.abs(x.advantage)), 1e-9);
+  const all = groups.flatMap((g) => g.samples);
+  const maxShare = Math.max(...groups.map((g) => g.share), 1e-9);
+  const maxAdvantage = Math.max(...all.map((x) => Math.abs(x.advantage)), 1e-9);
   put(root, head,
-    h("div", { class: "transport groups-transport" }, move(-1, "left", "the step before"), slider, move(1, "right", "the next step"), label),
-    h("div", { class: "intro" }, h("div", {}, h("p", { class: "lead" }, "A sample's share is the size of its advantage over the sum of the batch's: on-policy, its weight in the gradient. Groups whose samples all got the same reward give none."),
-    h("div", { class: "stats" }, stat("samples", String(all.length)), stat("groups", String(found.length)),
-      stat("groups without gradient", String(found.filter((g) => g.share < 1e-9).length)), stat("half of the gradient from", many(halfOf(found), "group")))),
+    h("div", { class: "transport groups-transport" }, move(-1, "left", "previous step"), slider, move(1, "right", "next step"), label),
+    h("div", { class: "intro" }, h("div", {}, h("p", { class: "lead" }, "A sample's share is its absolute advantage divided by the sum over the batch; on-policy, this is its weight in the gradient. Groups with equal rewards contribute no gradient."),
+    h("div", { class: "stats" }, stat("samples", String(all.length)), stat("groups", String(groups.length)),
+      stat("groups without gradient", String(groups.filter((g) => g.share < 1e-9).length)), stat("for half of the gradient", plural(halfOf(groups), "group")))),
       h("div", { class: "stat" }, histogram(all.map((x) => x.reward).filter((v) => v !== null)), h("span", {}, "rewards of the batch"))),
-    h("div", { class: "groups" }, found.map((g, i) => groupCard(run, g, i, most, reach))));
+    h("div", { class: "groups" }, groups.map((g, i) => groupCard(run, g, i, maxShare, maxAdvantage))));
   scrollTo(0, high);
   if (focused) slider.focus({ preventScroll: true });
 }
 
 const stat = (name, value) => h("div", { class: "stat" }, h("b", {}, value), h("span", {}, name));
 
-// How many of the groups, the largest first, make half of the gradient.
+// Number of groups, largest first, that make up half of the gradient.
 function halfOf(groups) {
   let sum = 0, n = 0;
   for (const share of groups.map((g) => g.share).sort((a, b) => b - a)) {
@@ -92,11 +92,11 @@ function halfOf(groups) {
   return n;
 }
 
-function groupCard(run, group, place_, most, reach) {
+function groupCard(run, group, rank, maxShare, maxAdvantage) {
   const key = group.prompt;
-  const open = grouped.open.has(key) || (grouped.open.size === 0 && place_ === 0);
+  const open = grouped.open.has(key) || (grouped.open.size === 0 && rank === 0);
   const body = h("div", { class: "group-body" });
-  const fillBody = () => { if (!body.childElementCount) put(body, groupBody(run, group, reach)); };
+  const fillBody = () => { if (!body.childElementCount) put(body, groupBody(run, group, maxAdvantage)); };
   const rewards = group.samples.map((x) => x.reward).filter((v) => v !== null);
   const node = h("details", { class: "group", open, ontoggle: () => {
     if (node.open) {
@@ -104,14 +104,14 @@ function groupCard(run, group, place_, most, reach) {
       fillBody();
     } else grouped.open.delete(key);
   } }, h("summary", {},
-    h("span", { class: "group-share" }, h("b", {}, percent(group.share)), h("span", { class: "share-track" }, h("i", { vars: { width: `${(100 * group.share) / most}%` } }))),
-    h("span", { class: "group-prompt" }, group.prompt, group.answer === null || group.answer === undefined ? null : h("span", { class: "wanted" }, "wanted ", h("b", {}, typeof group.answer === "string" ? group.answer : JSON.stringify(group.answer)))),
+    h("span", { class: "group-share" }, h("b", {}, percent(group.share)), h("span", { class: "share-track" }, h("i", { vars: { width: `${(100 * group.share) / maxShare}%` } }))),
+    h("span", { class: "group-prompt" }, group.prompt, group.answer === null || group.answer === undefined ? null : h("span", { class: "expected" }, "expected ", h("b", {}, typeof group.answer === "string" ? group.answer : JSON.stringify(group.answer)))),
     h("span", { class: "group-figures" }, `${figure(group.mean)} ± ${figure(group.std)}`), rewardDots(rewards)), body);
   if (open) fillBody();
   return node;
 }
 
-// Every sample a dot, from the least reward to the greatest.
+// One dot per sample on the scale of rewards.
 function rewardDots(rewards) {
   const box = s("svg", { class: "dots", width: 120, height: 18, viewBox: "0 0 120 18", role: "img", "aria-label": `rewards ${rewards.map(figure).join(", ")}` });
   let [low, high] = extent(rewards);
@@ -121,28 +121,28 @@ function rewardDots(rewards) {
   return box;
 }
 
-function groupBody(run, group, reach) {
+function groupBody(run, group, maxAdvantage) {
   const sorted = group.samples.map((x, i) => ({ ...x, i })).sort((a, b) => b.advantage - a.advantage);
   const bare = sorted.every((x) => x.image === undefined && x.response === undefined);
-  const seen = (group.shown || []).length ? h("div", { class: "shown" }, group.shown.map((name, k) => picture(run, name, `picture ${k + 1} of the prompt: ${group.prompt}`, 192, null))) : null;
-  const writes = sorted.some((x) => x.response !== undefined);
+  const images = (group.shown || []).length ? h("div", { class: "prompt-images" }, group.shown.map((name, k) => imageNode(run, name, `image ${k + 1} of the prompt: ${group.prompt}`, 192, null))) : null;
+  const hasResponses = sorted.some((x) => x.response !== undefined);
   return [
-    h("div", { class: "group-top" }, seen, h("div", { class: "stat" }, histogram(sorted.map((x) => x.reward).filter((v) => v !== null), 160, 40), h("span", {}, "rewards of the group"))),
-    h("div", { class: "group-rest" }, bare ? h("p", { class: "soft" }, "Of this group only the figures were kept: pictures and responses are kept of the groups with the largest shares (save.groups).") : null,
-    h("div", { class: writes ? "samples said" : bare ? "samples bare" : "samples" }, sorted.map((x) => sampleCard(run, group, x, reach)))),
+    h("div", { class: "group-top" }, images, h("div", { class: "stat" }, histogram(sorted.map((x) => x.reward).filter((v) => v !== null), 160, 40), h("span", {}, "rewards of the group"))),
+    h("div", { class: "group-rest" }, bare ? h("p", { class: "soft" }, "Only the values of this group were saved; images and responses are saved for the groups with the largest shares (save.groups).") : null,
+    h("div", { class: hasResponses ? "samples with-text" : bare ? "samples bare" : "samples" }, sorted.map((x) => sampleCard(run, group, x, maxAdvantage)))),
   ];
 }
 
-function sampleCard(run, group, sample, reach) {
-  const what = sample.image ? picture(run, sample.image, `sample ${sample.i + 1}: ${group.prompt}, reward ${figure(sample.reward)}`, 192, null)
+function sampleCard(run, group, sample, maxAdvantage) {
+  const what = sample.image ? imageNode(run, sample.image, `sample ${sample.i + 1}: ${group.prompt}, reward ${figure(sample.reward)}`, 192, null)
     : sample.response === undefined ? null : responseText(sample.response);
   return h("div", { class: "sample" }, what,
     h("div", { class: "sample-figures" }, h("span", { class: "reward" }, figure(sample.reward)), sample.text ? h("span", { class: "read" }, "read ", h("q", {}, sample.text)) : null,
       h("span", { class: "grow" }), h("span", { class: "soft", title: "share of the gradient" }, percent(sample.share))),
-    h("div", { class: "diverging", title: `advantage ${figure(sample.advantage)}` }, advantageBar(sample.advantage, reach), h("span", {}, `${sample.advantage > 0 ? "+" : ""}${figure(sample.advantage)}`)));
+    h("div", { class: "diverging", title: `advantage ${figure(sample.advantage)}` }, advantageBar(sample.advantage, maxAdvantage), h("span", {}, `${sample.advantage > 0 ? "+" : ""}${figure(sample.advantage)}`)));
 }
 
-function advantageBar(value, reach) {
-  const share = Math.min(1, Math.abs(value) / reach) * 50;
+function advantageBar(value, maximum) {
+  const share = Math.min(1, Math.abs(value) / maximum) * 50;
   return h("span", { class: "track" }, h("i", { class: value >= 0 ? "plus" : "minus", vars: { width: `${share}%`, left: value >= 0 ? "50%" : `${50 - share}%` } }));
 }
