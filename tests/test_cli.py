@@ -121,6 +121,7 @@ def test_train_sample_export_and_resume(
         (["export", "demo", "--to", "x"], "error: demo is not a run folder"),
         (["sample", "nope", "a sign"], 'error: unknown recipe "nope"'),
         (["train", "demo", "--runn", "x"], "unrecognized arguments: --runn"),
+        (["sample", "nope", "a sign", "--sede=1"], "unrecognized arguments: --sede=1"),
         (["train", "demo", "data.train=missing.txt", "--run", "RUN"], "missing.txt: no such file"),
     ],
 )

@@ -29,7 +29,8 @@ UNREPEATABLE = ("time/", "memory/", "samples_per_s")
 def record(name: str, folder: Path) -> dict[str, Any]:
     """Train, and return all that must not change."""
     recipe, _, lag = name.rpartition("-lag")
-    settings = ["steps=3", "data.groups=2", "eval.prompts=4", "save.every=3", f"lag={lag}"]
+    settings = ["steps=3", "data.groups=2", "algorithm.group=4", "eval.prompts=4", "save.every=3"]
+    settings += ["reward.0.workers=1", f"lag={lag}"]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sums of several threads are cut in other places
     try:
