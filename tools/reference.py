@@ -12,6 +12,7 @@ import ast
 import inspect
 import json
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
@@ -177,21 +178,33 @@ def settings() -> str:
 
 
 def commands() -> str:
-    return page("Commands", *command_parts("gesso", cli._parser()))
+    """Options of several commands are listed once, at the end."""
+    found = [*actions("gesso", cli._parser())]
+    lines = Counter(line for _, _, arguments in found for line in arguments)
+    shared = [line for line, count in lines.items() if count > 1]
+    parts = []
+    for name, about, arguments in found:
+        parts += [f"## {name}", sentence(about)]
+        parts += ["\n".join(f"- {line}" for line in arguments if line not in shared)]
+        also = [
+            line.partition(": ")[0].split(" ")[0].strip("`") for line in arguments if line in shared
+        ]
+        if also:
+            parts += [f"Also {', '.join(f'`{option}`' for option in also)}."]
+    listed = "\n".join(f"- {line}" for line in shared)
+    return page("Commands", *filter(None, parts), "## Options of several commands", listed)
 
 
-def command_parts(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
-    subparsers = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-    for group in subparsers:
-        helps = {action.dest: action.help or "" for action in group._choices_actions}
-        for word, child in group.choices.items():
-            inner = any(isinstance(a, argparse._SubParsersAction) for a in child._actions)
-            if not inner:
-                yield f"## {name} {word}"
-                yield sentence(helps[word])
-                arguments = [argument(a) for a in child._actions if a.dest != "help"]
-                yield "\n".join(f"- {name}: {text}" for name, text in arguments)
-            yield from command_parts(f"{name} {word}", child)
+def actions(name: str, parser: argparse.ArgumentParser) -> Iterator[tuple[str, str, list[str]]]:
+    """Every command with its help text and its arguments."""
+    for group in parser._actions:
+        if isinstance(group, argparse._SubParsersAction):
+            helps = {action.dest: action.help or "" for action in group._choices_actions}
+            for word, child in group.choices.items():
+                if not any(isinstance(a, argparse._SubParsersAction) for a in child._actions):
+                    own = [a for a in child._actions if a.dest != "help"]
+                    yield f"{name} {word}", helps[word], [": ".join(argument(a)) for a in own]
+                yield from actions(f"{name} {word}", child)
 
 
 def sentence(text: str) -> str:
