@@ -125,6 +125,8 @@ def table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
 def key_list(kind: type[BaseModel], without: Sequence[str] = ()) -> str:
     docs = field_docs(kind)
     fields = {key: field for key, field in kind.model_fields.items() if key not in without}
+    if kind in PRESETS or kind in (DiffusionNFT, PPO):
+        del fields["name"]  # in the heading
     return "\n".join(
         f"- **`{key}`** ({default(field.default)}): {docs[key]}" for key, field in fields.items()
     )
@@ -153,7 +155,7 @@ def preset_table(base: type[BaseModel]) -> str:
         differing = {k: v for k, v in flat(kind()).items() if k != "name" and usual.get(k) != v}
         if kind is PPO:
             differing = {k: v for k, v in differing.items() if not k.startswith(("critic", "lam"))}
-        shown = (f"`{k} = {'none' if v is None else json.dumps(v)}`" for k, v in differing.items())
+        shown = (f"`{k}={'none' if v is None else json.dumps(v)}`" for k, v in differing.items())
         rows.append((f"`{name}`", ", ".join(shown)))
     return f"{sentence}\n\n{table(('name', 'differs in'), iter(rows))}"
 
