@@ -464,7 +464,7 @@ MUTANTS = [
         "gesso/rewards/base.py",
         "if not math.isfinite(value):",
         "if False:",
-        "tests/rewards/test_robustness.py -k numbers_that_are_none",
+        "tests/rewards/test_robustness.py -k invalid_details",
     ),
     Mutant(
         "reward-number-as-text",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -80,12 +79,19 @@ def test_ratios_are_those_of_the_same_kind_of_processor(
     assert "nothing of riscv64, only of x86_64, aarch64" in capsys.readouterr().out
 
 
+@pytest.fixture
+def token_iteration() -> Iterator[ModuleType]:
+    yield from script("token_iteration")
+
+
 @pytest.mark.slow
-def test_an_iteration_of_writers(tmp_path: Path) -> None:
+def test_an_iteration_of_writers(
+    token_iteration: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On the bundled model: both sides run, their log-probs meet, and nothing failed."""
-    script = Path(__file__).parent.parent / "benchmarks" / "token_iteration.py"
-    command = [sys.executable, str(script), "--tiny", "--parts", "ours,update,a", "--out"]
-    subprocess.run([*command, str(tmp_path)], check=True, capture_output=True)
+    options = ["--tiny", "--parts", "ours,update,a", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["token_iteration.py", *options])
+    assert token_iteration.main() == 0
     figures = json.loads(next(tmp_path.glob("token-*.json")).read_text())
     assert figures["update_padded"]["gap_to_our_sampler_max"] <= 1e-4
     assert figures["update_ours"]["first_abs_dlogp_max"] <= 1e-4

@@ -210,7 +210,7 @@ def test_a_figure_without_known_spread_must_give_back_a_quarter_of_its_range() -
     assert kinds(steeper, facts) == ["reward-hacking"]
 
 
-def test_told_once_until_it_has_been_away() -> None:
+def test_a_warning_is_repeated_only_after_it_has_been_away() -> None:
     def flat(step: int) -> float:
         return 0.9 if step < 30 or 35 <= step < 50 or step >= 80 else 0.0
 

@@ -193,7 +193,7 @@ def test_a_run_folder_that_exists_is_left_alone(recipe_data: dict, tmp_path: Pat
     assert [p.name for p in tmp_path.iterdir()] == ["precious.txt"]
 
 
-def test_resume_of_something_else(tmp_path: Path) -> None:
+def test_resuming_what_is_not_a_run_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a run folder"):
         run.resume(tmp_path)
 

@@ -61,7 +61,7 @@ def test_copies_of_a_sample_are_no_evidence() -> None:
     assert once == eight
 
 
-def test_what_there_is_nothing_to_tell_of() -> None:
+def test_intervals_without_a_value_and_of_one_prompt() -> None:
     assert math.isnan(clustered(torch.zeros(0), torch.zeros(0)).mean)
     one = clustered(torch.tensor([3.0]), torch.tensor([4.0]))
     assert one.mean == 0.75 and math.isnan(one.error) and math.isnan(one.low)

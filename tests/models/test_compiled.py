@@ -75,7 +75,7 @@ def test_filled_rows_repeat_the_last() -> None:
     assert filling(3, (3, 5), here) is None  # full
 
 
-def test_a_decoder_is_filled_and_cut_again(data: dict) -> None:
+def test_decoder_batches_are_padded_and_trimmed(data: dict) -> None:
     """Of a compiled network."""
     model = drawing(build.model(build.recipe_from(data)))
     noise = torch.Generator().manual_seed(0)
@@ -125,7 +125,7 @@ def test_compile_means_the_decoder_too(data: dict, monkeypatch: pytest.MonkeyPat
     made["compile_decoder"].assert_called_once_with(model.pipe.vae.decoder)
 
 
-def test_flux_is_filled_and_cut_again(data: dict, tmp_path: Path) -> None:
+def test_flux_batches_are_padded_and_trimmed(data: dict, tmp_path: Path) -> None:
     data["model"] |= {"name": "flux", "path": str(pipelines.build("flux-dev", tmp_path / "flux"))}
     model = drawing(build.model(build.recipe_from(data)))
     cond = replace(model.encode(["a", "b", "c"]), guidance=torch.tensor([1.0, 3.5, 7.0]))
@@ -156,12 +156,11 @@ def test_a_pass_without_gradient_keeps_nothing() -> None:
     assert weight.grad is not None
 
 
-@pytest.mark.parametrize("gradient", ["both", pytest.param("conditional", marks=pytest.mark.slow)])
-def test_blocks_are_compiled_once(data: dict, gradient: str) -> None:
+def test_blocks_are_compiled_once(data: dict) -> None:
     """Three kinds of block, one size: sampling, reference and training share three graphs, and
     replay meets sampling to the bit. The backend stops before code is made, which takes minutes
     on a CPU; tests/test_gpu.py has the real one."""
-    data["algorithm"] |= {"guidance_gradient": gradient, "beta": 0.04}
+    data["algorithm"]["beta"] = 0.04
     data["sampler"] = {"batch": 6}
     model, algorithm, learner = parts_of(build.recipe_from(data))
     stirred(model)
@@ -240,7 +239,7 @@ def test_gelu_by_a_sigmoid_is_gelu_by_a_tanh(dtype: torch.dtype, error: float) -
         assert bool(((mine - theirs).abs() <= error * theirs.abs().clamp(min=1)).all())
 
 
-def test_what_compiled_blocks_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_blocks_get_our_gelu_and_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another GELU only in the place of one by a tanh; our way to ask inductor, or another one."""
     from diffusers.models.activations import GELU
 
@@ -297,29 +296,28 @@ def test_wide_rows_are_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_inductor_compiles_by_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The real one, on a CPU, with the way back; and not by what others have left in its cache."""
+def test_inductor_compiles_with_our_backend_and_its_own_cache_entries(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The real one, on a CPU, forward (tests/test_gpu.py runs it backward too); and not by what
+    others have left in its cache."""
 
     def norm(x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.layer_norm(x, x.shape[-1:]).sin()
 
-    def passed(backend: Any) -> list[torch.Tensor]:
+    def passed(backend: Any) -> torch.Tensor:
         torch._dynamo.reset()
-        y = torch.compile(norm, fullgraph=True, dynamic=False, backend=backend)(x)
-        return [y, torch.autograd.grad(y.square().sum(), x)[0]]
+        return torch.compile(norm, fullgraph=True, dynamic=False, backend=backend)(x)
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    x = torch.randn(3, 1536, requires_grad=True)
-    y = norm(x)
-    expected = y, torch.autograd.grad(y.square().sum(), x)[0]
+    x = torch.randn(3, 1536)
     passed("inductor")
-    for known in (False, True):  # forth and back
+    for known in (False, True):
         torch._dynamo.utils.counters.clear()
-        for mine, theirs in zip(passed(inductor), expected, strict=True):
-            assert torch.allclose(mine, theirs, atol=1e-4)
+        assert torch.allclose(passed(inductor), norm(x), atol=1e-4)
         counted = torch._dynamo.utils.counters["inductor"]
-        found = [counted[f"fxgraph_cache_{what}"] for what in ("hit", "miss")]
-        assert found == ([2, 0] if known else [0, 2])
+        hit_and_miss = [counted[f"fxgraph_cache_{what}"] for what in ("hit", "miss")]
+        assert hit_and_miss == ([1, 0] if known else [0, 1])
 
 
 def test_the_compiler_wakes_before_a_model_that_needs_it_is_loaded(
@@ -367,7 +365,7 @@ def test_what_is_known_of_a_size_before_loading(
     assert pipeline._most_parameters(str(tmp_path)) == 7
 
 
-def test_the_compiler_can_be_woken() -> None:
+def test_compiler_processes_start_for_cuda_only() -> None:
     """For a GPU; a CPU's kernels are compiled without those processes."""
     code = """
 import torch
@@ -400,7 +398,7 @@ def test_flux_folded_and_compiled(data: dict, tmp_path: Path) -> None:
     assert metrics["update/first_abs_dlogp_max"] == 0.0 and metrics["update/grad_norm"] > 0
 
 
-def test_what_cannot_be(data: dict, tmp_path: Path) -> None:
+def test_settings_of_folding_and_compiling_that_are_refused(data: dict, tmp_path: Path) -> None:
     data["model"] |= {"lora": None}
     with pytest.raises(UserError, match=r"fold = true needs a LoRA .* set model.lora.rank"):
         build.recipe_from(data)

@@ -153,7 +153,7 @@ def test_a_new_critic_changes_nothing_of_the_policy(tiny: Tiny) -> None:
     assert torch.equal(*parts)  # what is sampled from
 
 
-def test_what_is_worn_is_taken_off_again(tiny: Tiny) -> None:
+def test_using_adapter_restores_the_policys_adapter(tiny: Tiny) -> None:
     parts = made(tiny, "lora")
     policy, module = parts.model.policy, parts.model.module
     trained = flags(module)

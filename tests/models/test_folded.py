@@ -115,7 +115,7 @@ def still_learner(learner: Any) -> Any:
     return learner
 
 
-def test_within_another_standing_stands_what_was_folded(data: dict) -> None:
+def test_nested_folded_contexts_share_their_matrices(data: dict) -> None:
     model, _, _ = parts_of(build.recipe_from(data))
     policy = stirred(model).policy
 
@@ -139,7 +139,7 @@ def test_within_another_standing_stands_what_was_folded(data: dict) -> None:
     assert has([None] * len(before))
 
 
-def test_what_is_wanted_soon_is_folded_at_once(data: dict) -> None:
+def test_soon_folds_those_weights_at_once(data: dict) -> None:
     """And not yet put in place: a sampler's pieces are waited for by others."""
     _, _, learner = parts_of(build.recipe_from(data))
     policy = learner.policy

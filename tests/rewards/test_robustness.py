@@ -48,7 +48,7 @@ def some(n: int) -> list[Sample]:
     return [Sample(Prompt("a"), PICTURE, seed) for seed in range(10, 10 + n)]
 
 
-def test_details_and_numbers_that_are_none() -> None:
+def test_invalid_details_and_numbers() -> None:
     found = [base.plain(answer) for answer in user_rewards.odd_details([])]
     assert found[0].error == 'returned nan as its detail "x"'
     assert found[1].error and found[2].error and "not a number" in found[2].error

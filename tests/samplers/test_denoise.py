@@ -129,7 +129,7 @@ def as_rollout(piece: Piece) -> Rollout:
 
 @pytest.mark.parametrize("fold", [False, True])
 @pytest.mark.parametrize("weights", ["ema", "reference"])
-def test_whoever_takes_a_piece_finds_the_policy_as_it_was(
+def test_between_pieces_the_policy_is_unchanged(
     folding_data: dict, weights: Which, fold: bool
 ) -> None:
     """A generator stands still where it yields, and may never go on: within `using` the trained

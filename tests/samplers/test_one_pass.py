@@ -118,19 +118,13 @@ def test_with_activations_computed_again(data: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    "gradient, name, graphs",
-    [
-        ("both", "sd35", 3),
-        pytest.param("conditional", "sd35", 3, marks=pytest.mark.slow),
-        pytest.param("both", "flux-dev", 4, marks=pytest.mark.slow),
-    ],
+    "name, graphs", [("sd35", 3), pytest.param("flux-dev", 4, marks=pytest.mark.slow)]
 )
 def test_compiled_all_passes_share_their_graphs(
-    data: dict, gradient: str, name: str, graphs: int, tmp_path: Path
+    data: dict, name: str, graphs: int, tmp_path: Path
 ) -> None:
     """As many as two passes take: of steps with gradient and without, of batches that are full and
     that are filled up. Rows that fill leave nothing in the gradient."""
-    data["algorithm"]["guidance_gradient"] = gradient
     if name != "sd35":
         data["model"] |= {"name": "flux", "path": str(pipelines.build(name, tmp_path / "flux"))}
     expected = compared(data)

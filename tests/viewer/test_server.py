@@ -201,7 +201,7 @@ def test_without_a_token_only_this_machine_by_its_own_name(runs: Path, studio: S
             assert client.get("/api/runs").status_code == code, host
 
 
-def test_with_a_token_nothing_is_told_without_it(runs: Path, studio: Studio) -> None:
+def test_requests_without_the_token_are_refused(runs: Path, studio: Studio) -> None:
     with TestClient(server.app(runs, studio, "s3cret"), base_url="http://10.0.0.1") as client:
         for path in ("/", "/core.js", "/api/runs", "/?token=wrong", "/api/runs?token=s3cret"):
             assert client.get(path).status_code == 403, path
@@ -370,7 +370,7 @@ def test_a_part_that_is_no_number_is_null(client: TestClient, runs: Path) -> Non
 
 
 @pytest.mark.parametrize("number", ["²", "9" * 5000, "-1", "1.5", "٣"])
-def test_numbers_that_are_none(client: TestClient, number: str) -> None:
+def test_invalid_numbers(client: TestClient, number: str) -> None:
     for path, key in (("/api/groups", "step"), ("/film", "prompt")):
         answer = client.get(path, params={"run": "one", key: number})
         assert answer.status_code == 404 and len(answer.text) < 200

@@ -1,8 +1,8 @@
 """The bundled image model: files, words, images and, marked slow, how well it spells."""
 
-import multiprocessing
 import random
 from collections import Counter
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +106,6 @@ def test_a_misread_word_gets_part_of_the_reward() -> None:
 def test_bundled_model_has_headroom(pipe) -> None:
     from tools.zoo.evaluate import score
 
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
+    with ThreadPool(2) as pool:
         scores = score(pipe, prompts("eval", 1, 2)[:96], samples=1, pool=pool, batch=32)
     assert 0.28 <= scores.exact <= 0.50
