@@ -188,5 +188,5 @@ def test_quantizing_needs_lora_and_a_cuda_device() -> None:
     with pytest.raises(UserError, match="freezes the weights, so only a LoRA can be trained"):
         build.recipe("demo", ["model.quantize=nf4"])
     if not torch.cuda.is_available():
-        with pytest.raises(UserError, match="needs a CUDA device, found cpu"):
+        with pytest.raises(UserError, match="requires a CUDA device, got cpu"):
             build.model(build.recipe("demo", ["model.quantize=nf4", "model.lora.rank=4"]))

@@ -147,7 +147,7 @@ def test_a_pass_without_gradient_keeps_nothing() -> None:
     with torch.no_grad(), one_graph(True):
         y = (weight * torch.ones(3)).exp()
     assert y.requires_grad and not torch.is_inference_mode_enabled()
-    with pytest.raises(AssertionError, match="saved nothing"):
+    with pytest.raises(AssertionError, match="no tensors were saved"):
         y.sum().backward()
     with torch.no_grad(), one_graph(False):
         assert not weight.exp().requires_grad
@@ -411,7 +411,7 @@ def test_settings_of_folding_and_compiling_that_are_refused(data: dict, tmp_path
     del data["model"]["quantize"]
     other = pipelines.build("qwen-image", tmp_path / "qwen")
     data["model"] |= {"name": "qwen-image", "path": str(other), "fold": None, "compile": True}
-    with pytest.raises(UserError, match=r"model.compile = true .* needs prompts of one length"):
+    with pytest.raises(UserError, match=r"compile = true .* requires prompts of equal length"):
         build.model(build.recipe_from(data))
 
 

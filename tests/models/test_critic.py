@@ -336,10 +336,10 @@ def test_in_half_precision(tiny: Tiny, kind: str) -> None:
 def test_trunks_that_cannot_be(folders: Path) -> None:
     tiny = Tiny("qwen2", folders / "qwen2")
     shared = {"name": "ppo", "critic": {"trunk": "lora"}}
-    with pytest.raises(UserError, match=r"set model.lora.rank, or take trunk = \"copy\"") as first:
+    with pytest.raises(UserError, match=r"set model.lora.rank, or use trunk = \"copy\"") as first:
         parts_of(tiny, shared)
     again = {"lora": LORA, "gradient_checkpointing": True}
-    with pytest.raises(UserError, match=r"does not go with model.gradient_checkpointing") as second:
+    with pytest.raises(UserError, match=r"does not support model.gradient_check") as second:
         parts_of(tiny, shared, model=again)
     assert all("\n" not in str(e.value) for e in (first, second))
     alone = made(tiny, "copy", model={"gradient_checkpointing": True})

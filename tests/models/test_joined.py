@@ -169,5 +169,5 @@ def test_another_input_than_the_attentions_is_no_silent_mistake() -> None:
     x = torch.ones(1, 3, 16)
     projected.compute(joined.IMAGE, x)
     assert projected.to_q(x).shape == (1, 3, 16) and projected.heads == 2
-    with pytest.raises(AssertionError, match="another input"):
+    with pytest.raises(AssertionError, match="another tensor"):
         projected.to_k(x.clone())

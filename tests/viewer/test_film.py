@@ -201,7 +201,7 @@ def test_a_sheet_of_a_long_run_goes_to_its_end(
     assert len(rows) == 24 and len(titles) == 12
     assert (titles[0], titles[-1]) == ("step 0", "step 26")
     assert [rows[0].cells[i].caption for i in (0, -1)] == ["0.000", "2.600"]
-    assert (rows[2].cells[0].caption, rows[2].cells[-1].caption) == ("not drawn", "2.600")
+    assert (rows[2].cells[0].caption, rows[2].cells[-1].caption) == ("no image", "2.600")
 
 
 def test_the_report_has_the_pictures_that_were_shown(tmp_path: Path) -> None:

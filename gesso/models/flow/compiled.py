@@ -82,7 +82,7 @@ def compile_blocks(
     # It warns about in-place operators, which these blocks do not use.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     blocks = [module for module in network.modules() if type(module).__name__ in names]
-    assert blocks, f"{type(network).__name__} has none of {names}"
+    assert blocks, f"{type(network).__name__} has no modules of the classes {names}"
     for module in network.modules():
         if isinstance(module, activations.GELU) and module.approximate == "tanh":
             module.gelu = gelu

@@ -93,7 +93,7 @@ def _config(model: Architecture, path: str) -> Any:
             f'model.path = "{path}" is a {model_config.model_type}, expected one of {known}; '
             f'for other model types use model.name = "{model.other}"'
         )
-    layers = getattr(model_config.get_text_config(), "layer_types", None)  # Llama's has none
+    layers = getattr(model_config.get_text_config(), "layer_types", None)  # absent for Llama
     if "sliding_attention" in (layers or []):
         raise UserError(
             f'model.path = "{path}" uses sliding-window attention, which is not supported; set '
