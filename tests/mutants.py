@@ -539,7 +539,7 @@ MUTANTS = [
     # Config and data
     Mutant(
         "config-unknown-key",
-        "gesso/config/schema.py",
+        "gesso/config/base.py",
         'frozen=True, extra="forbid"',
         'frozen=True, extra="ignore"',
         "tests/test_config.py -k every_mistake",

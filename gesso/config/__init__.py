@@ -1,45 +1,40 @@
-"""Recipes: sections (`schema`), TOML files (`tables`), validation (`parsing`), consistency checks
-(`compatibility`), and the bundled models (`bundled`)."""
+"""Recipes: sections (`base`, `model`, `schema`), TOML files (`tables`), validation (`parsing`),
+consistency checks (`compatibility`), and the bundled models (`bundled`)."""
 
-from gesso.config.bundled import FAMILIES, MODELS, BundledModel, FamilyName
-from gesso.config.schema import (
+from gesso.config.base import (
     MAX_SAMPLES,
     MAX_SIDE,
     MAX_STEPS,
     PACKAGE,
     ZOO,
-    AnyModel,
+    Dtype,
+    Named,
+    Strict,
+    pick_device,
+    resolve_path,
+)
+from gesso.config.bundled import FAMILIES, MODELS, BundledModel, FamilyName
+from gesso.config.model import AnyModel, Lora, Model, ModelSection, TokenModel, family
+from gesso.config.schema import (
     AnyRecipe,
     Beta,
     ChatSettings,
     Data,
     DataSource,
-    Draws,
-    Dtype,
     Ema,
     Eval,
     Learner,
-    Lora,
-    Model,
     ModelRecipe,
-    ModelSection,
-    Named,
     Optimizer,
     Recipe,
     RemoteEntry,
     RewardEntry,
     Sampler,
     Save,
-    Strict,
-    TokenModel,
     Tracker,
     TrainDataSource,
     Urls,
     Vllm,
-    Writes,
-    family,
-    pick_device,
-    resolve_path,
     web_addresses,
 )
 
@@ -58,7 +53,6 @@ __all__ = [
     "ChatSettings",
     "Data",
     "DataSource",
-    "Draws",
     "Dtype",
     "Ema",
     "Eval",
@@ -81,7 +75,6 @@ __all__ = [
     "TrainDataSource",
     "Urls",
     "Vllm",
-    "Writes",
     "family",
     "pick_device",
     "resolve_path",

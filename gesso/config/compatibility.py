@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from gesso.config.schema import MAX_SAMPLES, AnyRecipe, Recipe
+from gesso.config.base import MAX_SAMPLES
+from gesso.config.schema import AnyRecipe, Recipe
 from gesso.types import UserError
 
 

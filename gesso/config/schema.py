@@ -6,169 +6,13 @@ the options of the class of that name, which `build.py` looks up; `parsing.py` v
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from gesso.config.bundled import FAMILIES, MODELS, FamilyName
-from gesso.types import UserError
-
-if TYPE_CHECKING:
-    import torch
-
-PACKAGE = Path(__file__).parent.parent
-ZOO = "zoo:"
-"""Prefix of paths inside the package: "zoo:signs" is a bundled model."""
-
-MAX_SIDE = 16_384  # pixels
-MAX_STEPS = 1_000  # denoising steps; flow models are trained with as many timesteps
-MAX_SAMPLES = 1_000_000  # in memory at once
-
-Dtype = Literal["float32", "bfloat16", "float16"]
-
-
-class Strict(BaseModel):
-    """Frozen, no unknown keys, no silent conversion from text to number."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=()
-    )
-
-
-class Lora(Strict):
-    rank: int = Field(32, ge=1)
-    """Rank of the adapter matrices."""
-    alpha: int = Field(64, ge=1)
-    """The adapter is scaled by alpha / rank."""
-    targets: list[str] | None = None
-    """Names of the modules to adapt. None: the model's default list (attention; for FLUX.1 and
-    Qwen-Image also the feed-forward layers; for language models all linear layers)."""
-    path: str | None = None
-    """Start from this adapter: a folder or .safetensors file in diffusers' format, with the
-    modules, rank and alpha given here. The KL reference stays the base model. Resuming, sampling
-    and exporting need the file too."""
-
-
-class AnyModel(Strict):
-    """Keys that the sections of both families share."""
-
-    family_name: ClassVar[FamilyName]
-    output: ClassVar[Literal["image", "text"]]  # what a sample is
-
-    name: str
-    """Model class."""
-    path: str
-    """A diffusers or transformers folder, a Hugging Face hub name, or "zoo:NAME" for a bundled
-    model."""
-    dtype: Dtype = "float32"
-    """Compute dtype: "float32", "bfloat16" or "float16". Trained weights stay in float32. With
-    `lora` the frozen weights are stored in this dtype; full fine-tuning uses autocast. There is no
-    loss scaling, so prefer bfloat16 to float16."""
-    device: str = "auto"
-    """A torch device, or "auto": CUDA when available, otherwise the CPU."""
-    quantize: Literal["nf4"] | None = None
-    """With "nf4" the large frozen weights are stored in 4 bits (QLoRA). Requires CUDA, `lora` and
-    the extra gesso[quantize]."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass instead of storing them: same gradient, less
-    memory, one extra forward pass."""
-    lora: Lora | None = None
-    """LoRA settings. None: full fine-tuning."""
-    compile: bool | None = None
-    """Compile the transformer block by block; the first step takes about a minute longer. None: on
-    CUDA for 500 M parameters or more (language models: in half precision). Not available with
-    `quantize`."""
-    fold: bool | None = None
-    """Merge the LoRA into the weights while they are constant (sampling, and between optimizer
-    steps). Costs one more copy of the adapted weights. None: on CUDA (language models: in half
-    precision)."""
-    family: FamilyName | None = None
-    """Family of a custom model class: "flow" or "language". None: inferred from the class."""
-
-    @model_validator(mode="after")
-    def _possible(self) -> AnyModel:
-        if self.family not in (None, self.family_name):
-            raise ValueError(
-                f'family = "{self.family}", but name = "{self.name}" is a {self.family_name} '
-                "model; remove family"
-            )
-        if self.quantize is not None and self.lora is None:
-            raise ValueError(
-                f'quantize = "{self.quantize}" freezes the weights, so only a LoRA can be trained; '
-                "set model.lora.rank"
-            )
-        if self.fold and (self.lora is None or self.quantize is not None):
-            raise ValueError(
-                "fold = true needs a LoRA and weights that are not quantized; set model.lora.rank "
-                "and remove quantize, or remove fold"
-            )
-        if self.compile and self.quantize is not None:
-            raise ValueError(
-                f'compile = true does not support quantize = "{self.quantize}"; remove one of them'
-            )
-        return self
-
-
-class Model(AnyModel):
-    """A flow model."""
-
-    family_name: ClassVar[FamilyName] = "flow"
-    output: ClassVar[Literal["image", "text"]] = "image"
-
-    name: str = "sd3"
-    """Model class: "sd3" (Stable Diffusion 3 and 3.5), "flux" (FLUX.1 dev and schnell),
-    "qwen-image", or "module:Class" for a custom model."""
-    height: int = Field(512, ge=8, le=MAX_SIDE)
-    """Image height in pixels."""
-    width: int = Field(512, ge=8, le=MAX_SIDE)
-    """Image width in pixels."""
-    text_length: int | None = Field(None, ge=0)
-    """Maximum number of prompt tokens. None: the pipeline's default (SD3 128, FLUX.1 dev 512,
-    FLUX.1 schnell 256, Qwen-Image 512). Use 0 for SD3 checkpoints without T5, such as the bundled
-    model."""
-
-
-class TokenModel(AnyModel):
-    """A language or vision-language model."""
-
-    family_name: ClassVar[FamilyName] = "language"
-    output: ClassVar[Literal["image", "text"]] = "text"
-
-    name: str = "vision-language"
-    """Model class: "vision-language" (Qwen2-VL, Qwen2.5-VL, Qwen3-VL), "causal" (Llama 3, Qwen2,
-    Qwen2.5, Qwen3), or "module:Class" for a custom model. Must be set: the default of `model.name`
-    is an image model."""
-    max_prompt: int = Field(2048, ge=1)
-    """Maximum prompt length in tokens, image tokens included. Longer prompts are dropped and
-    counted before the run. The longest prompt plus `algorithm.max_tokens` must fit the model's
-    positions."""
-    min_pixels: int | None = Field(None, ge=1)
-    """Smaller prompt images are enlarged. None: the image processor's setting."""
-    max_pixels: int | None = Field(None, ge=1)
-    """Larger prompt images are reduced. None: the image processor's setting."""
-    train_vision: bool = False
-    """Also train the vision tower. When frozen, it encodes each image once for sampling, reference
-    and update."""
-
-    @model_validator(mode="after")
-    def _bounded(self) -> TokenModel:
-        low, high = self.min_pixels, self.max_pixels
-        if low is not None and high is not None and low > high:
-            raise ValueError(f"min_pixels = {low} must be at most max_pixels = {high}")
-        return self
+from gesso.config.base import MAX_SAMPLES, MAX_STEPS, Named, Strict
+from gesso.config.model import ModelSection
 
 
 class DataSource(Strict):
@@ -181,7 +25,7 @@ class DataSource(Strict):
     `question` that exists."""
     images: str | None = None
     """Column with the prompt's images. None: `images` or `image`."""
-    drop: list[str] = []
+    drop: list[str] = Field([])
     """Columns to skip when reading."""
 
 
@@ -330,18 +174,6 @@ class Tracker(Strict):
     end of a run."""
 
 
-class Named(BaseModel):
-    """A name and the options that belong to it; what the options may be, `build.py` knows."""
-
-    model_config = ConfigDict(frozen=True, extra="allow", strict=True, allow_inf_nan=False)
-    name: str
-    """Name, or "module:Name" for custom code."""
-
-    @property
-    def options(self) -> dict[str, Any]:
-        return dict(self.__pydantic_extra__ or {})
-
-
 def web_addresses(urls: list[str]) -> list[str]:
     for url in urls:
         if not re.fullmatch(r"https?://[^\s/]+(/\S*)?", url):
@@ -406,25 +238,6 @@ class RewardEntry(Named):
         return self
 
 
-def family(section: Any) -> FamilyName:
-    """The family of a `[model]` section, parsed or not. For a bundled model the name decides; a
-    user's model whose section has no `family` counts as a flow model, as in run folders written
-    before the key existed."""
-    if isinstance(section, AnyModel):
-        return section.family_name
-    if not isinstance(section, Mapping):
-        return "flow"
-    name, stated = section.get("name"), section.get("family")
-    if isinstance(name, str) and name in MODELS:
-        return MODELS[name].family
-    return stated if stated in FAMILIES else "flow"
-
-
-Draws = Annotated[Model, Tag("flow")]
-Writes = Annotated[TokenModel, Tag("language")]
-ModelSection = Annotated[Draws | Writes, Discriminator(family)]
-
-
 class Recipe(Strict):
     about: str = ""
     """One-line description."""
@@ -448,7 +261,7 @@ class Recipe(Strict):
     reward: list[RewardEntry] = Field(min_length=1)
     """One `[[reward]]` table per reward. All keys other than those below are options of the reward
     itself."""
-    eval_reward: list[RewardEntry] = []
+    eval_reward: list[RewardEntry] = Field([])
     """Rewards for evaluations, same format as `reward`. Empty: `reward`."""
     optimizer: Optimizer = Optimizer()
     """AdamW settings."""
@@ -460,7 +273,7 @@ class Recipe(Strict):
     """Evaluations: same prompts and seeds each time, without SDE noise."""
     save: Save = Save()
     """Checkpoints and saved samples."""
-    track: Annotated[list[str], BeforeValidator(_all_named)] = ["console"]
+    track: Annotated[list[str], BeforeValidator(_all_named)] = Field(["console"])
     """Displays and trackers: "console", "tensorboard", "wandb", "swanlab", "mlflow", or
     "module:Name"."""
     tracker: Tracker = Tracker()
@@ -497,26 +310,3 @@ class ModelRecipe(Strict):
 
 
 AnyRecipe = Recipe | ModelRecipe
-
-
-def resolve_path(path: str) -> Path:
-    """`zoo:…` → inside the package; any other path unchanged, apart from `~`."""
-    if path.startswith(ZOO):
-        return PACKAGE / "zoo" / path.removeprefix(ZOO)
-    return Path(os.path.expanduser(path))
-
-
-def pick_device(name: str, key: str = "device") -> torch.device:
-    """`auto` is CUDA if available. `key` is the recipe's key, for the error about a device that
-    cannot be used."""
-    import torch
-
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except Exception as error:  # each backend raises its own type
-        reason = str(error).splitlines()[0].partition(". ")[0]
-        raise UserError(f'{key} = "{name}" is not available: {reason:.160}') from error
-    return device
