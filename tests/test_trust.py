@@ -92,7 +92,7 @@ def test_workers_find_their_modules_beside_files_named_like_standard_ones(workpl
 
 def test_a_module_that_is_shadowed_gets_one_sentence(workplace: Path) -> None:
     (workplace / "math.py").write_text("def score(samples): return [1.0] * len(samples)\n")
-    with pytest.raises(UserError, match=r'math\.py in this folder .* write "math\.py:Name"'):
+    with pytest.raises(UserError, match=r'math\.py in the working folder .* write "math\.py:Name"'):
         imports.load("math:score", "reward")
     assert imports.load("math.py:score", "reward")([0, 0]) == [1.0, 1.0]
     assert imports.load("math:sqrt", "reward")(4) == 2  # Python's own, as named

@@ -125,7 +125,7 @@ def test_prompts_too_short_for_a_picture(tmp_path: Path) -> None:
     found = estimate(
         build.recipe("demo-vlm", [f"model.path={folder}", "model.max_prompt=4", "sampler.batch=2"])
     )
-    assert set(found.passing) == {"update with gradients", "writing"}
+    assert set(found.passing) == {"update with gradients", "decoding"}
 
 
 def test_another_engine_has_memory_of_its_own(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_what_writing_keeps_beside_the_weights(tmp_path: Path) -> None:
     joined = adapted - sum(size for name, size in layers.items() if name.endswith(apart))
 
     def told(*more: str) -> int:
-        return estimate(build.recipe("demo-vlm", [*common, *more])).passing["writing"]
+        return estimate(build.recipe("demo-vlm", [*common, *more])).passing["decoding"]
 
     lora = "model.lora.rank=4"
     for dtype, size, own in (("bfloat16", 2, "true"), ("float32", 4, "false")):
