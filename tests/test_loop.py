@@ -118,18 +118,13 @@ def wait_for(condition: Callable[[], bool], process: ForkServerProcess, output: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", ["flow-grpo", "diffusion-nft"])
-def test_killed_anywhere_and_resumed_it_ends_the_same(
-    recipe_data: dict, tmp_path: Path, algorithm: str
-) -> None:
-    """SIGKILL before the first row, between rows, while a checkpoint is being written and just
-    after one; the end is the same to the bit, and that of a run in another process."""
-    if algorithm == "diffusion-nft":
-        recipe_data["algorithm"] = {
-            "name": algorithm, "group": 3, "steps": 4, "times": 2, "updates": 2,
-        }  # fmt: skip
+def test_killed_anywhere_and_resumed_it_ends_the_same(recipe_data: dict, tmp_path: Path) -> None:
+    """SIGKILL before the first checkpoint, while one is being written, and with rows that are newer
+    than the last one; the end is the same to the bit, and that of a run in another process. What
+    each algorithm keeps in a checkpoint is tested where it is resumed in one process."""
     recipe_data |= {"steps": 6, "learner": {"micro_batch": 6, "ema": {"every": 2}}}
     recipe_data["save"] = {"every": 2, "keep": 2}
+    recipe_data["eval"]["every"] = 0
     recipe_data["model"]["path"] = "zoo:signs"  # takes long enough to save to be killed meanwhile
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(tomli_w.dumps(recipe_data))
@@ -138,14 +133,10 @@ def test_killed_anywhere_and_resumed_it_ends_the_same(
 
     metrics, checkpoints = folder / "metrics.jsonl", folder / "checkpoints"
     moments: list[Callable[[], bool]] = [
-        lambda: (folder / "config.toml").exists(),
         lambda: metrics.exists() and metrics.read_bytes().count(b"\n") >= 2,
         lambda: any(checkpoints.glob(".saving-*")),
-        lambda: (checkpoints / "000004").exists(),
         lambda: metrics.read_bytes().count(b"\n") >= 6,
     ]
-    if algorithm == "diffusion-nft":  # the moments are the loop's; its own are the weights it keeps
-        moments = moments[1:3]
     for i, moment in enumerate(moments):
         what = ("--resume", folder) if i else (recipe, "--run", folder)
         with forked.gesso("train", *what, "--quiet", output=output) as process:

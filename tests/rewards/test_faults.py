@@ -261,7 +261,7 @@ def test_a_cancelled_request_does_not_take_a_turn() -> None:
 
 # Training through it: the real loop, real processes, real SIGKILL.
 
-STEPS = 5
+STEPS = 3
 
 
 def trained(data: dict, folder: Path, beside: Callable[[RunFolder], None] | None = None) -> Path:
@@ -383,10 +383,10 @@ def test_workers_killed_at_work_again_and_again(recipe_data: dict, tmp_path: Pat
                 os.kill(process, signal.SIGKILL)
                 killed.append(process)
 
-    same(trained(data(log, 0.3), tmp_path / "killed", kill), calm)  # at work long enough
+    same(trained(data(log, 0.2), tmp_path / "killed", kill), calm)  # at work long enough
     assert len(killed) >= STEPS - 1
     requested = [len(file.read_text().split()) for file in (tmp_path / "1", log)]
-    assert requested[0] == 3 * 4 + 6 * STEPS < requested[1]  # some were retried, none counted twice
+    assert requested[0] == 3 * 3 + 6 * STEPS < requested[1]  # some were retried, none counted twice
 
 
 def test_a_server_that_only_misbehaves_stops_the_run_and_says_why(
@@ -412,7 +412,7 @@ def test_a_run_through_every_fault_that_passes(recipe_data: dict, tmp_path: Path
             data["reward"][0]["remote"]["urls"] = [server.url]
             runs.append(trained(data, tmp_path / name))
             if plan:
-                assert len(faults * 30) - len(server.faults) > 40  # many were met
+                assert len(faults * 30) - len(server.faults) > 30  # many were met
     same(*runs)
 
 
