@@ -41,7 +41,7 @@ def test_check_tries_everything(recipe_file: str) -> None:
         assert any(line.startswith(word) for line in done.stdout.splitlines()), word
     assert "3 training prompts, 3 held-out" in done.stdout
     (warning,) = (line for line in done.stdout.splitlines() if line.startswith("warning"))
-    assert "3 of 3 held-out prompts are also trained on" in warning  # one file for both
+    assert "3 of 3 held-out prompts are also training prompts" in warning  # one file for both
 
 
 def test_negative_prompts_that_guidance_leaves_unread_are_noted(

@@ -98,7 +98,7 @@ def test_a_judge(tmp_path: Path) -> None:
         arguments = ("judge.toml", *TINY, *settings, "--run", str(folder), "--quiet")
         gesso_here("train", *arguments, cwd=EXAMPLES)
         question = server.requests[0]["messages"][0]["content"][1]["text"]
-    assert question.startswith("The picture was drawn for this prompt: a ")
+    assert question.startswith("The image was generated for this prompt: a ")
     assert question.endswith("Grade: n\n")
     row = last_row(folder)
     assert 0.7 <= row["reward/judge"] <= 0.9 and row["failed"] == 0
@@ -118,7 +118,7 @@ def test_the_class_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     half[:, :3] = (200, 30, 30)  # the reference's ground, 85% of it
     pictures: list[np.ndarray] = [half * 0, half]
     blank, near = base.checked(reward, [Sample(Prompt("a sign"), p, 0) for p in pictures])
-    assert blank.error == "the picture is blank"
+    assert blank.error == "the image is blank"
     assert near.value == 0.5 and near.parts == {"colours": 1.0}
 
 
