@@ -43,7 +43,7 @@ def test_check_tries_everything(recipe_file: str, capsys: pytest.CaptureFixture[
         assert any(line.startswith(word) for line in lines), word
     assert any("3 training prompts, 3 held-out" in line for line in lines)
     (warning,) = (line for line in lines if line.startswith("warning"))
-    assert "3 of 3 held-out prompts are also trained on" in warning  # one file for both
+    assert "3 of 3 held-out prompts are also training prompts" in warning  # one file for both
 
 
 def test_negative_prompts_that_guidance_leaves_unread_are_noted(

@@ -334,7 +334,7 @@ def test_unquoted_prompts_are_skipped_and_reported(recipe_data: dict, tmp_path: 
     recipe_data |= {"steps": 1, "reward": [{"name": "ocr", "detect": False}]}
     go(recipe_data, tmp_path / "run")
     log = (tmp_path / "run" / "log.txt").read_text()
-    assert "1 of 3 prompts" in log and "p.txt:2: ocr: no double-quoted word" in log
+    assert "1 of 3 prompts" in log and "p.txt:2: ocr: expected a double-quoted text" in log
 
 
 def test_load_and_sample_take_the_trained_weights(recipe_data: dict, tmp_path: Path) -> None:

@@ -132,7 +132,7 @@ def test_a_model_that_sees_answers_about_a_picture(tmp_path: Path, studio: Studi
     # There is no right answer to a question of one's own: it is told, and nothing is made up.
     assert "reward" not in result["base"][0]
     assert heard.notes == [
-        'not scored: count: expected a column "answer" such as 4, found no such column'
+        'not scored: count: expected a column "answer" such as 4, got no columns'
     ]
     ask = PlaygroundRequest(run="run", prompt="how many?", image=image, answer="3")
     assert "count" in studio.generate(found.path, ask, Heard())["base"][0]["parts"]

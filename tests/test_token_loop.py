@@ -435,7 +435,7 @@ def test_prompts_that_are_too_long_are_left_out_and_told(
     assert "tokens, more than model.max_prompt = 40" in log
     assert {s.prompt.text for r in trained_on for s in r.samples} == {"one?", "two?", "three?"}
     data["model"]["max_prompt"] = 5
-    with pytest.raises(UserError, match=r"no prompt of .* is left: all do not fit the model"):
+    with pytest.raises(UserError, match=r"no prompt of .* can be used: they do not fit the model"):
         go(data, tmp_path / "none")
 
 

@@ -43,7 +43,7 @@ class FunctionReward:
 def score_texts(
     reward: FunctionReward, score: Callable[[list[Sample]], list[Score]], samples: Sequence[Sample]
 ) -> list[Score]:
-    """Scores the texts that fit; each other sample fails with its own reason, because a server's
+    """Scores the texts that fit; each other sample fails with a reason, because a server's
     batch may contain samples of several clients."""
     reasons = [
         "the sample is an image; expected text" if s.text is None else reward.unfit(s.prompt)

@@ -1,4 +1,4 @@
-"""Rewards that tell how they were called, for the tests over HTTP and of the cache."""
+"""Rewards that report how they were called, for the tests over HTTP and of the cache."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def echo(samples: Sequence[Sample]) -> list[Score]:
 
 
 def counted(samples: Sequence[Sample], log: str, seconds: float = 0.0) -> list[float]:
-    """One line in `log` for every sample it is asked for."""
+    """Writes one line to `log` for every sample."""
     with open(log, "a") as file:
         file.writelines(f"{int(s.pixels[0, 0, 0])}\n" for s in samples)
     time.sleep(seconds)
@@ -42,7 +42,7 @@ def fails_when_dark(samples: Sequence[Sample]) -> list[Score]:
 
 
 def shown(samples: Sequence[Sample]) -> list[Score]:
-    """How bright the prompt's first picture is, and all that is known of them, as text."""
+    """Brightness of the prompt's first image; all images and messages as text."""
     import numpy as np
 
     return [
@@ -56,7 +56,7 @@ def shown(samples: Sequence[Sample]) -> list[Score]:
 
 
 def blind(samples: Sequence[Sample]) -> list[float]:
-    """Counts the prompt's pictures and looks at none."""
+    """Counts the prompt's images without opening them."""
     return [float(len(s.prompt.images)) for s in samples]
 
 
@@ -75,5 +75,5 @@ class Noisy:
 
 
 def quality(samples: Sequence[Sample]) -> list[float]:
-    """From 1 to 5, as a quality model says it."""
+    """From 1 to 5, like a quality model."""
     return [1 + 4 * float(s.pixels.mean()) / 255 for s in samples]

@@ -1,4 +1,4 @@
-"""Servers for the tests: `gesso serve-reward` as a process, and one that misbehaves on purpose."""
+"""Servers for the tests: `gesso serve-reward` as a process, and one with injected faults."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def served(*arguments: str, **more: Any) -> Iterator[Served]:
 
 
 class Rendezvous:
-    """Nobody passes before `n` have arrived, over any number of servers (each has its own loop)."""
+    """A barrier for `n` requests, over any number of servers (each has a separate loop)."""
 
     def __init__(self, n: int) -> None:
         self._n = n
@@ -70,10 +70,11 @@ class Rendezvous:
 
 
 class Misbehaving:
-    """HTTP by hand. Each request takes the next fault of `faults`; after the last, "ok".
+    """A hand-written HTTP server. Each request takes the next fault of `faults`; after the last,
+    "ok".
 
-    A right answer is the pictures' brightness, or what a judge would say of it, so that no score
-    can be taken for another's."""
+    A correct response has the brightness of the images, or a judge's rating of it, so that scores
+    of different samples differ."""
 
     def __init__(
         self,
@@ -90,8 +91,8 @@ class Misbehaving:
         self.hold = hold
         self.requests: list[dict[str, Any]] = []  # bodies, in order of arrival
         self.heads: list[str] = []
-        self.answered: list[float] = []  # brightness of every picture that was answered for
-        self.most = 0  # requests at once
+        self.scored: list[float] = []  # brightness of every image that was scored
+        self.most = 0  # concurrent requests
         self._now = 0
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
@@ -165,7 +166,7 @@ class Misbehaving:
         else:
             values = [_brightness(s) for s in protocol.read_score_request(body)]
             answer = {"scores": [{"value": value} for value in values]}
-        self.answered += values
+        self.scored += values
         return answer
 
     async def _misbehave(

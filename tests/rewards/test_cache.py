@@ -1,4 +1,4 @@
-"""The same sample is scored once; what differs in any way is not the same."""
+"""Identical samples are scored once; any difference gives another key."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HERE = "tests.rewards.served_rewards"
 
 
 class Counting:
-    """Brightness, with a list of what it was asked for; dark ones fail."""
+    """Brightness, with a record of the requested samples; dark ones fail."""
 
     processes = hits = 0
     random = False
@@ -53,7 +53,7 @@ def values(scores: Sequence[Score]) -> list[float | None]:
     return [score.value for score in scores]
 
 
-def test_each_is_scored_once_and_answers_keep_their_order() -> None:
+def test_each_sample_is_scored_once_and_scores_keep_their_order() -> None:
     async def go() -> None:
         inner = Counting()
         cached = CachedScorer(inner, "x")
@@ -69,7 +69,7 @@ def test_each_is_scored_once_and_answers_keep_their_order() -> None:
     asyncio.run(go())
 
 
-def test_what_is_being_scored_is_waited_for() -> None:
+def test_pending_scores_are_awaited() -> None:
     async def go() -> None:
         inner = Counting()
         inner.may_answer.clear()
@@ -87,7 +87,7 @@ def test_what_is_being_scored_is_waited_for() -> None:
     asyncio.run(go())
 
 
-def test_whoever_gives_up_waiting_takes_nothing_from_the_others() -> None:
+def test_a_cancelled_waiter_does_not_cancel_the_others() -> None:
     async def go() -> None:
         inner = Counting()
         inner.may_answer.clear()
@@ -103,7 +103,7 @@ def test_whoever_gives_up_waiting_takes_nothing_from_the_others() -> None:
     asyncio.run(go())
 
 
-def test_failures_are_not_kept() -> None:
+def test_failures_are_not_cached() -> None:
     async def go() -> None:
         inner = Counting()
         cached = CachedScorer(inner, "x")
@@ -121,11 +121,11 @@ def test_failures_are_not_kept() -> None:
     asyncio.run(go())
 
 
-def test_the_oldest_unused_go_first() -> None:
+def test_the_least_recently_used_are_evicted() -> None:
     async def go() -> None:
         inner = Counting()
         cached = CachedScorer(inner, "x", entries=3)
-        for v in (10, 20, 30, 10, 40):  # 20 is the one not used for longest
+        for v in (10, 20, 30, 10, 40):  # 20 is the least recently used
             await cached.score([grey(v)])
         inner.requested = []
         for v in (10, 30, 40, 20):
@@ -135,27 +135,27 @@ def test_the_oldest_unused_go_first() -> None:
     asyncio.run(go())
 
 
-def picture(height: int, width: int) -> np.ndarray:
+def black(height: int, width: int) -> np.ndarray:
     return np.zeros((height, width, 3), dtype=np.uint8)
 
 
 DIFFERENT: list[Sample] = [
-    Sample(Prompt("a", "n", {"c": 1}), picture(4, 6), 0),
-    Sample(Prompt("b", "n", {"c": 1}), picture(4, 6), 0),
-    Sample(Prompt("a", "m", {"c": 1}), picture(4, 6), 0),
-    Sample(Prompt("an", "", {"c": 1}), picture(4, 6), 0),
-    Sample(Prompt("a", "n", {"c": 2}), picture(4, 6), 0),
-    Sample(Prompt("a", "n", {"d": 1}), picture(4, 6), 0),
-    Sample(Prompt("a", "n", {"c": "1"}), picture(4, 6), 0),
-    Sample(Prompt("a", "n", {"c": 1}), picture(6, 4), 0),  # the same bytes
-    Sample(Prompt("a", "n", {"c": 1}), picture(4, 6) + np.uint8(1), 0),
-    Sample(Prompt("a", "n", {"c": 1}), picture(4, 6), 0, text=""),
+    Sample(Prompt("a", "n", {"c": 1}), black(4, 6), 0),
+    Sample(Prompt("b", "n", {"c": 1}), black(4, 6), 0),
+    Sample(Prompt("a", "m", {"c": 1}), black(4, 6), 0),
+    Sample(Prompt("an", "", {"c": 1}), black(4, 6), 0),
+    Sample(Prompt("a", "n", {"c": 2}), black(4, 6), 0),
+    Sample(Prompt("a", "n", {"d": 1}), black(4, 6), 0),
+    Sample(Prompt("a", "n", {"c": "1"}), black(4, 6), 0),
+    Sample(Prompt("a", "n", {"c": 1}), black(6, 4), 0),  # the same bytes
+    Sample(Prompt("a", "n", {"c": 1}), black(4, 6) + np.uint8(1), 0),
+    Sample(Prompt("a", "n", {"c": 1}), black(4, 6), 0, text=""),
     Sample(Prompt("a", "n", {"c": 1}), None, 0, text=""),
     Sample(Prompt("a", "n", {"c": 1}), None, 0, text="yes"),
 ]
 
 
-def test_the_key_holds_all_that_a_score_may_depend_on() -> None:
+def test_the_key_includes_everything_a_score_may_depend_on() -> None:
     cached = CachedScorer(Counting(), "x")
     assert len({cached.key(s) for s in DIFFERENT}) == len(DIFFERENT)
     first = DIFFERENT[0]
@@ -164,7 +164,7 @@ def test_the_key_holds_all_that_a_score_may_depend_on() -> None:
     assert CachedScorer(Counting(), "y").key(first) != cached.key(first)
     flipped = replace(first, image=np.arange(72, dtype=np.uint8).reshape(4, 6, 3)[:, ::-1])
     whole = replace(first, image=np.ascontiguousarray(flipped.pixels))
-    assert cached.key(flipped) == cached.key(whole)  # a view is what it shows
+    assert cached.key(flipped) == cached.key(whole)  # a view equals its copy
 
 
 @pytest.mark.parametrize(
@@ -177,7 +177,7 @@ def test_the_key_holds_all_that_a_score_may_depend_on() -> None:
         ({"name": "jpeg-compressibility"}, True),
     ],
 )
-def test_random_rewards_are_not_remembered(entry: dict[str, Any], kept: bool) -> None:
+def test_random_rewards_are_not_cached(entry: dict[str, Any], kept: bool) -> None:
     scorer = assembly.scorer(parse(RewardEntry, entry, "reward"))
     assert isinstance(scorer, CachedScorer) == kept
     inner = scorer.inner if isinstance(scorer, CachedScorer) else scorer
@@ -191,13 +191,13 @@ def test_options_are_part_of_the_key() -> None:
     assert one.key(grey(1)) != two.key(grey(1))
 
 
-def test_a_reward_that_says_nothing_is_not_random() -> None:
+def test_a_reward_is_not_random_by_default() -> None:
     assert not base.is_random(base.load(f"{HERE}:echo", {}))
     assert base.is_random(base.load(f"{HERE}:noisy", {}))
 
 
-def test_a_run_scores_no_picture_twice(recipe_data: dict, tmp_path: Path) -> None:
-    """Weights that stand still draw the same held-out pictures at every evaluation."""
+def test_a_run_scores_no_image_twice(recipe_data: dict, tmp_path: Path) -> None:
+    """With constant weights every evaluation samples the same held-out images."""
     requested = {}
     for cache in (True, False):
         log = tmp_path / f"log-{cache}"

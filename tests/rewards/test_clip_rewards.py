@@ -1,5 +1,5 @@
 """clip-score, aesthetic and hps with tiny random weights, against plain computations. HPS's file
-has open_clip's names: a plain open_clip ViT stands here beside transformers'."""
+has open_clip's names, so this file has a plain open_clip ViT to compare with transformers'."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def error(name: str, **options: object) -> str:
 @pytest.mark.parametrize("batch", [1, 3, 16])
 def test_clip_score_is_the_logit_over_30(folder: Path, batch: int) -> None:
     got = values("clip-score", samples(), path=str(folder), batch=batch)
-    wanted = [logit_by_hand(folder, s.prompt.text, s.pixels) / 30 for s in samples()]
-    assert got == pytest.approx(wanted, abs=2e-5)
+    expected = [logit_by_hand(folder, s.prompt.text, s.pixels) / 30 for s in samples()]
+    assert got == pytest.approx(expected, abs=2e-5)
     assert np.std(got) > 0.01
 
 
@@ -80,13 +80,13 @@ def head(seed: int) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def beauty_by_hand(folder: Path, tensors: dict[str, torch.Tensor], picture: np.ndarray) -> float:
+def beauty_by_hand(folder: Path, tensors: dict[str, torch.Tensor], image: np.ndarray) -> float:
     from transformers import CLIPModel
 
     model = CLIPModel.from_pretrained(folder).eval()
     with torch.no_grad():
-        seen = model.vision_model(pixel_values=by_hand(picture)[None]).pooler_output
-        x = model.visual_projection(seen)[0].double()
+        pooled = model.vision_model(pixel_values=by_hand(image)[None]).pooler_output
+        x = model.visual_projection(pooled)[0].double()
     x = x / x.square().sum().sqrt()
     for number in (0, 2, 4, 6, 7):
         weight, bias = (tensors[f"layers.{number}.{kind}"].double() for kind in ("weight", "bias"))
@@ -103,8 +103,8 @@ def test_aesthetic_is_the_head_on_the_unit_embedding(
     file = tmp_path / f"head.{kind}"
     (torch.save if kind == "pth" else save_file)(head(0), file)
     got = values("aesthetic", samples(), path=str(folder), head=str(file), batch=2)
-    wanted = [beauty_by_hand(folder, head(0), s.pixels) for s in samples()]
-    assert got == pytest.approx(wanted, abs=1e-4)
+    expected = [beauty_by_hand(folder, head(0), s.pixels) for s in samples()]
+    assert got == pytest.approx(expected, abs=1e-4)
     assert np.std(got) > 0.05
 
 
@@ -117,28 +117,29 @@ def test_aesthetic_takes_its_head_from_a_folder(folder: Path, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "change, sentence",
     [
-        (lambda t: t.pop("layers.4.bias"), "1 missing, 4.bias first"),
-        (lambda t: t.update({"layers.9.bias": torch.zeros(1)}), "1 too many, 9.bias first"),
+        (lambda t: t.pop("layers.4.bias"), "1 missing, the first is 4.bias"),
+        (
+            lambda t: t.update({"layers.9.bias": torch.zeros(1)}),
+            "1 unexpected, the first is 9.bias",
+        ),
         (
             lambda t: t.update({"layers.0.weight": torch.zeros(1024, 768)}),
-            "0.weight is (1024, 768) instead of (1024, 12)",
+            "0.weight has shape (1024, 768), expected (1024, 12)",
         ),
     ],
 )
-def test_a_head_that_does_not_fit_is_refused(
-    folder: Path, tmp_path: Path, change, sentence: str
-) -> None:
+def test_an_invalid_head_is_rejected(folder: Path, tmp_path: Path, change, sentence: str) -> None:
     tensors = head(0)
     change(tensors)
     torch.save(tensors, tmp_path / "head.pth")
     message = error("aesthetic", path=str(folder), head=str(tmp_path / "head.pth"))
-    assert message.endswith(f'of the head "{tmp_path}/head.pth" do not fit: {sentence}')
+    assert message.endswith(f'the head "{tmp_path}/head.pth" do not match the model: {sentence}')
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_gives_the_same(folder: Path, tmp_path: Path) -> None:
-    """Up to what TF32 changes."""
+    """Up to TF32."""
     torch.save(head(0), tmp_path / "head.pth")
     for name, more in (("clip-score", {}), ("aesthetic", {"head": str(tmp_path / "head.pth")})):
         options = {"path": str(folder), **more}
@@ -163,14 +164,12 @@ def test_no_object_is_unpickled(
     assert "page.pth cannot be read: " in error("aesthetic", path=str(folder), head="./page.pth")
 
 
-def test_a_head_that_is_not_there(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_head(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     missing = error("aesthetic", path=str(folder), head=str(tmp_path))
     assert "or sac+logos+ava1-l14-linearMSE.pth in that folder" in missing
     far = error("aesthetic", path=str(folder))
-    assert 'cannot be had from "camenduru/improved-aesthetic-predictor": ' in far
+    assert 'cannot be downloaded from "camenduru/improved-aesthetic-predictor": ' in far
 
 
 class Block(nn.Module):
@@ -220,7 +219,7 @@ class Visual(nn.Module):
 
 
 class OpenClip(nn.Module):
-    """Twenty lines of open_clip's CLIP: the names of its tensors and what they do."""
+    """A minimal open_clip CLIP with the same tensor names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +233,7 @@ class OpenClip(nn.Module):
         self.ln_final = nn.LayerNorm(width)
         for name, tensor in self.named_parameters():
             if "bias" in name or "ln_" in name:
-                nn.init.normal_(tensor, 0.5)  # nothing may be confused with a neighbour
+                nn.init.normal_(tensor, 0.5)  # so that no two tensors can be confused
 
     def score(self, ids: torch.Tensor, pixels: torch.Tensor) -> float:
         length = ids.shape[1]
@@ -260,11 +259,11 @@ def open_clip(tmp_path_factory: pytest.TempPathFactory) -> tuple[OpenClip, Path]
     return model, folder
 
 
-def in_a_black_square(picture: np.ndarray) -> torch.Tensor:
+def in_a_black_square(image: np.ndarray) -> torch.Tensor:
     """(3, SIDE, SIDE): longest side to SIDE by bicubic, black around it, /255, mean and std."""
-    height, width = picture.shape[:2]
+    height, width = image.shape[:2]
     high, wide = round(SIDE * height / max(height, width)), round(SIDE * width / max(height, width))
-    resized = Image.fromarray(picture).resize((wide, high), Image.Resampling.BICUBIC)
+    resized = Image.fromarray(image).resize((wide, high), Image.Resampling.BICUBIC)
     pixels = np.zeros((SIDE, SIDE, 3))
     top, left = (SIDE - high) // 2, (SIDE - wide) // 2
     pixels[top : top + high, left : left + wide] = np.asarray(resized)
@@ -275,11 +274,11 @@ def in_a_black_square(picture: np.ndarray) -> torch.Tensor:
 def test_hps_is_the_cosine_of_the_published_weights(open_clip: tuple[OpenClip, Path]) -> None:
     model, folder = open_clip
     got = values("hps", samples(), path=str(folder), processor=str(folder), batch=2)
-    wanted = [
+    expected = [
         model.score(ids_by_hand(s.prompt.text), in_a_black_square(s.pixels)[None])
         for s in samples()
     ]
-    assert got == pytest.approx(wanted, abs=2e-5)
+    assert got == pytest.approx(expected, abs=2e-5)
     assert np.std(got) > 0.01
 
 
@@ -291,7 +290,7 @@ def test_hps_takes_a_model_of_transformers(folder: Path) -> None:
     )
 
 
-def test_the_whole_picture_counts_for_hps() -> None:
+def test_hps_uses_the_whole_image() -> None:
     wide: np.ndarray = np.full((10, 40, 3), 200, dtype=np.uint8)
     wide[:, :2] = 0
     got = hps.pad_to_square(wide, 20)
@@ -305,19 +304,19 @@ def test_the_whole_picture_counts_for_hps() -> None:
 @pytest.mark.parametrize(
     "change, sentence",
     [
-        (lambda t: t.pop("visual.proj"), "1 missing, visual_projection.weight first"),
+        (lambda t: t.pop("visual.proj"), "1 missing, the first is visual_projection.weight"),
         (
             lambda t: t.pop("transformer.resblocks.1.attn.in_proj_bias"),
-            "3 missing, text_model.encoder.layers.1.self_attn.k_proj.bias first",
+            "3 missing, the first is text_model.encoder.layers.1.self_attn.k_proj.bias",
         ),
-        (lambda t: t.update(extra=torch.zeros(1)), '"extra" is no name of an open_clip ViT'),
+        (lambda t: t.update(extra=torch.zeros(1)), '"extra" is not an open_clip ViT tensor'),
         (
             lambda t: t.update({"visual.transformer.resblocks.0.extra.bias": torch.zeros(1)}),
-            "1 too many, vision_model.encoder.layers.0.extra.bias first",
+            "1 unexpected, the first is vision_model.encoder.layers.0.extra.bias",
         ),
     ],
 )
-def test_other_weights_than_those_of_hps_are_refused(
+def test_weights_other_than_hps_are_rejected(
     open_clip: tuple[OpenClip, Path], tmp_path: Path, change, sentence: str
 ) -> None:
     model, folder = open_clip
@@ -329,18 +328,18 @@ def test_other_weights_than_those_of_hps_are_refused(
 
 
 @pytest.mark.parametrize("name", ["clip-score", "aesthetic", "hps", "image-reward", "pickscore"])
-def test_every_prompt_is_fit_and_no_weights_are_needed_to_say_so(name: str) -> None:
+def test_every_prompt_is_fit_without_loading_weights(name: str) -> None:
     assert base.load(assembly.REWARDS[name], {}).unfit(Prompt("")) is None
 
 
-def test_a_text_is_no_picture(folder: Path) -> None:
+def test_text_is_not_an_image(folder: Path) -> None:
     reward = base.load(assembly.REWARDS["clip-score"], {"path": str(folder), "device": "cpu"})
     (score,) = base.checked(reward, [Sample(Prompt("a kite"), None, 0, text="a kite")])
     assert score.value is None
     assert score.error == "raised UserError: this sample is a text; expected a picture to look at"
 
 
-def test_a_network_gets_as_many_pictures_at_once_as_it_takes(folder: Path) -> None:
+def test_networks_score_in_larger_batches(folder: Path) -> None:
     def at_once(name: str, **options: Any) -> int:
         return sure(
             WorkerScorer, assembly.scorer(RewardEntry(name=name, cache=False, **options))

@@ -1,4 +1,4 @@
-"""Several rewards at once: some that do not apply, others for the evaluation alone."""
+"""Several rewards at once: some that do not apply, some only for evaluation."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from gesso.types import Prompt, Score, UserError
 from tests.rollouts import scored_rollout
 
 USER = "tests.rewards.user_rewards"
-NOT_HERE = Score(None)
+NOT_APPLICABLE = Score(None)
 
 
-def test_none_is_no_failure_and_no_number() -> None:
-    assert base.plain(None) == base.plain(Score(None)) == NOT_HERE
-    assert not NOT_HERE.ok and NOT_HERE.error is None
-    assert wire.read_scores(wire.pack_scores([NOT_HERE])) == [NOT_HERE]
-    assert protocol.read_scores(protocol.pack_scores([NOT_HERE]), 1) == [NOT_HERE]
-    (half,) = protocol.read_scores({"scores": [{"parts": {}}]}, 1)  # half an answer is a failure
+def test_none_is_neither_a_failure_nor_a_number() -> None:
+    assert base.plain(None) == base.plain(Score(None)) == NOT_APPLICABLE
+    assert not NOT_APPLICABLE.ok and NOT_APPLICABLE.error is None
+    assert wire.read_scores(wire.pack_scores([NOT_APPLICABLE])) == [NOT_APPLICABLE]
+    assert protocol.read_scores(protocol.pack_scores([NOT_APPLICABLE]), 1) == [NOT_APPLICABLE]
+    (half,) = protocol.read_scores({"scores": [{"parts": {}}]}, 1)  # incomplete: a failure
     assert half.error and "value" in half.error
 
 
-def test_the_sum_is_over_what_applies() -> None:
+def test_the_sum_is_over_the_rewards_that_apply() -> None:
     one, two = Score(0.5, {"exact": 1.0}, "read KITE"), Score(0.25)
     both = combine([("ocr", 2.0, one), ("jpeg", 4.0, two)])
     assert both.value == 2.0 and both.parts == {"ocr": 0.5, "ocr/exact": 1.0, "jpeg": 0.25}
-    alone = combine([("ocr", 2.0, one), ("geneval", 4.0, NOT_HERE)])
+    alone = combine([("ocr", 2.0, one), ("geneval", 4.0, NOT_APPLICABLE)])
     assert alone.value == 1.0 and alone.parts == {"ocr": 0.5, "ocr/exact": 1.0}
     failed = combine([("ocr", 2.0, one), ("geneval", 4.0, Score.failed("no server"))])
     assert not failed.ok and failed.error == "geneval: no server"
-    none = combine([("ocr", 1.0, NOT_HERE), ("geneval", 1.0, NOT_HERE)])
-    assert not none.ok and none.error == "ocr, geneval: none applies to this sample"
+    none = combine([("ocr", 1.0, NOT_APPLICABLE), ("geneval", 1.0, NOT_APPLICABLE)])
+    assert not none.ok and none.error == "ocr, geneval: no reward applies to this sample"
 
 
-def test_components_know_what_does_not_apply() -> None:
+def test_components_are_nan_where_a_reward_does_not_apply() -> None:
     rollout = scored_rollout([[1.0, 2.0], [3.0, 4.0]], [0, 0])
     rollout.scores[1].parts.pop("0")  # type: ignore[attr-defined]
     assert math.isnan(rollout.components[1, 0])
@@ -55,7 +55,7 @@ def rows_of(data: dict, folder: Path) -> list[dict]:
 
 
 def test_a_reward_for_some_prompts_only(recipe_data: dict, tmp_path: Path) -> None:
-    """Prompts of two kinds in a batch: each is judged by the rewards that apply to it."""
+    """Prompts of two kinds in a batch: each is scored by the rewards that apply to it."""
     recipe_data["reward"] = [
         {"name": f"{USER}:of_words", "word": "KITE"},
         {"name": f"{USER}:brightness"},
@@ -70,7 +70,7 @@ def test_a_reward_for_some_prompts_only(recipe_data: dict, tmp_path: Path) -> No
         assert row["reward"] == pytest.approx(sum(row["parts"].values()))
 
 
-def test_evaluation_has_rewards_of_its_own(recipe_data: dict, tmp_path: Path) -> None:
+def test_evaluation_has_separate_rewards(recipe_data: dict, tmp_path: Path) -> None:
     recipe_data["steps"] = 1
     recipe_data["eval_reward"] = [
         {"name": "jpeg-compressibility", "weight": 2.0},
@@ -100,7 +100,7 @@ def test_a_reward_of_both_purposes_runs_once(recipe_data: dict) -> None:
         rewards.service.close()
 
 
-def test_each_purpose_asks_for_prompts_it_can_score(recipe_data: dict, tmp_path: Path) -> None:
+def test_each_purpose_checks_its_prompts(recipe_data: dict, tmp_path: Path) -> None:
     unquoted = tmp_path / "plain.txt"
     unquoted.write_text("a red sign\na blue sign\n")
     recipe_data["data"]["train"] = str(unquoted)
@@ -108,11 +108,11 @@ def test_each_purpose_asks_for_prompts_it_can_score(recipe_data: dict, tmp_path:
     job = run.assemble(build.recipe_from(recipe_data))  # OCR could not score the training prompts
     job.close()
     recipe_data["reward"], recipe_data["eval_reward"] = recipe_data["eval_reward"], []
-    with pytest.raises(UserError, match="no double-quoted word"):
+    with pytest.raises(UserError, match="expected a double-quoted text"):
         run.assemble(build.recipe_from(recipe_data))
 
 
-def test_servers_and_judges_take_no_core(recipe_data: dict) -> None:
+def test_servers_and_judges_use_no_process(recipe_data: dict) -> None:
     remote = {"urls": ["http://127.0.0.1:9"]}
     recipe_data["reward"] = [
         {"name": "ocr", "remote": remote, "workers": 5},
@@ -131,17 +131,17 @@ def test_a_reward_listed_twice(recipe_data: dict) -> None:
         build.recipe_from(recipe_data)
 
 
-def test_what_the_cache_gave_is_in_the_row(recipe_data: dict, tmp_path: Path) -> None:
-    """With a rate of 0 every evaluation draws the same pictures: scored once."""
+def test_cache_hits_are_logged(recipe_data: dict, tmp_path: Path) -> None:
+    """With a learning rate of 0 every evaluation samples the same images: scored once."""
     recipe_data["optimizer"] = {"lr": 0.0}
     recipe_data["eval"]["every"] = 1
     recipe_data["steps"] = 3
     rows = rows_of(recipe_data, tmp_path / "run")
-    # the evaluation after step 1 repeats that of step 0, and is told in the row after it
+    # the evaluation after step 1 repeats that of step 0; its hits are in the next row
     assert [row.get("cached") for row in rows] == [None, 0, 3, 3]
 
 
-def test_gdpo_leaves_out_what_does_not_apply() -> None:
+def test_gdpo_ignores_rewards_that_do_not_apply() -> None:
     from gesso.algorithms.advantage import Advantage
 
     nan = math.nan
@@ -158,6 +158,7 @@ def test_gdpo_leaves_out_what_does_not_apply() -> None:
     assert kept.tolist() == [2, 3]
 
 
-def test_a_prompt_is_unfit_where_a_reward_says_so() -> None:
-    readers = assembly.PromptCheck({"ocr": base.load(assembly.REWARDS["ocr"], {"detect": False})})
-    assert readers.unfit(Prompt("a sign")) == "ocr: no double-quoted word to read"
+def test_a_prompt_is_unfit_if_a_reward_rejects_it() -> None:
+    check = assembly.PromptCheck({"ocr": base.load(assembly.REWARDS["ocr"], {"detect": False})})
+    expected = 'ocr: expected a double-quoted text in the prompt, or a column "target"'
+    assert check.unfit(Prompt("a sign")) == expected

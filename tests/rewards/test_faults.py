@@ -1,5 +1,5 @@
-"""What can go wrong between a run and its rewards, done to it on purpose. The misbehaving server is
-the only thing here that is not real."""
+"""Faults between a run and its rewards, injected on purpose. Only the misbehaving server is not
+real."""
 
 from __future__ import annotations
 
@@ -53,34 +53,34 @@ def ask(
 
 @pytest.mark.parametrize("protocol", ["gesso", "openrlhf"])
 @pytest.mark.parametrize("fault", ["hang", "500 Oh", "502 Oh", "429 Slow", "close", "half", "drip"])
-def test_what_may_pass_is_tried_again(fault: str, protocol: str) -> None:
-    timeout = 1.0 if fault in ("hang", "drip") else 60.0  # only these wait for it
+def test_transient_faults_are_retried(fault: str, protocol: str) -> None:
+    timeout = 1.0 if fault in ("hang", "drip") else 60.0  # only these reach the timeout
     with Misbehaving([fault, fault]) as server:
         scores, _ = ask([server.url], protocol=protocol, timeout=timeout)
-        assert [s.value for s in scores] == VALUES  # each its own, once, in order
+        assert [s.value for s in scores] == VALUES  # each once, in order
         assert len(server.requests) == 3
 
 
 FINAL = {
-    "count": "answered 5 (scores|rewards) for 6 samples",
-    "truncated": "answered with no JSON",
-    "garbage": "answered with more than 4,194,304 bytes",
-    "404 No": 'answered 404: {"detail": "not today"}',
-    "301 Moved": "answered 301",
-    "body:[]": r"answered '\[\]'; expected an object with a list",
-    "body:<html>": "answered with no JSON: '<html>'",
+    "count": "returned 5 (scores|rewards) for 6 samples",
+    "truncated": "returned invalid JSON",
+    "garbage": "returned more than 4,194,304 bytes",
+    "404 No": 'returned 404: {"detail": "not today"}',
+    "301 Moved": "returned 301",
+    "body:[]": r"returned '\[\]'; expected an object with a list",
+    "body:<html>": "returned invalid JSON: '<html>'",
     'body:{"scores": 3, "rewards": "x"}': "expected an object with a list",
-    "body:" + "[" * 100_000: "answered with no JSON",
-    "body:": "answered with no JSON: ''",
+    "body:" + "[" * 100_000: "returned invalid JSON",
+    "body:": "returned invalid JSON: ''",
 }
 
 
 @pytest.mark.parametrize("protocol", ["gesso", "openrlhf"])
 @pytest.mark.parametrize("fault", FINAL, ids=lambda fault: fault[:24])
-def test_a_wrong_answer_is_an_error_never_a_number(fault: str, protocol: str) -> None:
+def test_an_invalid_response_is_an_error(fault: str, protocol: str) -> None:
     with Misbehaving([fault]) as server:
         scores, _ = ask([server.url], protocol=protocol)
-        assert len(server.requests) == 1  # asking again would not help
+        assert len(server.requests) == 1  # a retry would not help
     assert all(s.value is None and not s.ok for s in scores) and len(scores) == 6
     with pytest.raises(AssertionError, match=FINAL[fault]):
         raise AssertionError(scores[0].error)
@@ -88,34 +88,34 @@ def test_a_wrong_answer_is_an_error_never_a_number(fault: str, protocol: str) ->
 
 @pytest.mark.parametrize("protocol", ["gesso", "openrlhf"])
 @pytest.mark.parametrize("fault", ["NaN", "Infinity", "1e999", "null", "true", '"0.5"'])
-def test_a_value_that_is_no_number_fails_its_sample_alone(fault: str, protocol: str) -> None:
+def test_an_invalid_value_fails_only_its_sample(fault: str, protocol: str) -> None:
     with Misbehaving([fault]) as server:
         scores, _ = ask([server.url], protocol=protocol)
     assert scores[0].value is None
-    says_none = (fault, protocol) == ("null", "gesso")  # our protocol's word for "does not apply"
-    assert (scores[0].error is None) == says_none
+    not_applicable = (fault, protocol) == ("null", "gesso")  # null: the reward does not apply
+    assert (scores[0].error is None) == not_applicable
     assert [s.value for s in scores[1:]] == VALUES[1:]
 
 
 @pytest.mark.parametrize("fault", ["hang", "drip", "500 Oh", "close"])
-def test_attempts_and_seconds_have_an_end(fault: str) -> None:
+def test_attempts_and_time_are_limited(fault: str) -> None:
     started = time.monotonic()
     slow = fault in ("hang", "drip")
     with Misbehaving([fault] * 99) as server:
         scores, _ = ask([server.url], timeout=0.4 if slow else 60.0, retries=2)
         # On a busy machine 0.4 s may pass before the server reads the request.
         assert len(server.requests) == 3 or (slow and len(server.requests) < 3)
-    assert all(s.error and s.error.endswith("; asked 3 times") for s in scores)
+    assert all(s.error and s.error.endswith("; tried 3 times") for s in scores)
     assert time.monotonic() - started < 120  # a hang alone takes 600
 
 
-def test_nobody_is_there() -> None:
+def test_no_server() -> None:
     scores, _ = ask([f"http://127.0.0.1:{free_port()}"], retries=1)
     assert all("ConnectError" in str(s.error) for s in scores)
 
 
 def test_load_is_spread_and_bounded() -> None:
-    full = Rendezvous(6)  # an answer comes only when both servers have all they may have
+    full = Rendezvous(6)  # a response comes only when both servers are at their limit
     with Misbehaving(rendezvous=full) as one, Misbehaving(rendezvous=full) as two:
         scores, _ = ask([one.url, two.url], GREYS * 4, batch=1, in_flight=3)
         assert [s.value for s in scores] == VALUES * 4
@@ -126,7 +126,7 @@ def test_load_is_spread_and_bounded() -> None:
 def test_few_requests_are_spread_too() -> None:
     full = Rendezvous(6)
     with Misbehaving(rendezvous=full) as one, Misbehaving(rendezvous=full) as two:
-        ask([one.url, two.url], batch=1)  # 6 at once, where 32 could be in flight
+        ask([one.url, two.url], batch=1)  # 6 concurrent, of 32 possible
         assert len(one.requests) == len(two.requests) == 3
     with Misbehaving() as one, Misbehaving() as two:
 
@@ -148,17 +148,17 @@ def test_a_slow_server_gets_less() -> None:
 
 
 @pytest.mark.parametrize("fault", ["500 Oh", "close", "hang"])
-def test_a_dead_server_is_left_alone(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_server_is_not_used(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("FIRST_BACKOFF", "MAX_BACKOFF"):
         monkeypatch.setattr(pool, name, 300.0)
     with Misbehaving([fault] * 99) as dead, Misbehaving(delay=0.01) as alive:
         started = time.monotonic()
         settings = {"batch": 1, "in_flight": 2, "timeout": 2.0}
         scores, remote = ask([dead.url, alive.url], GREYS * 8, **settings)
-        assert time.monotonic() - started < 120  # nobody waited for the dead one: 150 at least
+        assert time.monotonic() - started < 120  # waiting for the dead one takes at least 150
         assert [s.value for s in scores] == VALUES * 8
         assert len(dead.requests) == 2 and len(alive.requests) == 48
-    assert remote.pool.servers[0].failures == 1  # two that fell together are one failure
+    assert remote.pool.servers[0].failures == 1  # two concurrent failures count as one
 
 
 def test_a_server_that_comes_back_is_used_again() -> None:
@@ -171,7 +171,7 @@ def test_a_server_that_comes_back_is_used_again() -> None:
         with Misbehaving(port=port):
             before = await remote.score(GREYS)
         late = asyncio.get_running_loop().run_in_executor(None, later)
-        after = await remote.score(GREYS)  # sent while nobody is there
+        after = await remote.score(GREYS)  # sent while there is no server
         await remote.close()
         (await late).end()
         return before, after
@@ -185,7 +185,7 @@ def test_a_server_that_comes_back_is_used_again() -> None:
     assert remote.pool.servers[0].failures == 0
 
 
-def test_rests_grow_double_jitter_and_end() -> None:
+def test_backoff_doubles_with_jitter_up_to_a_limit() -> None:
     async def go() -> list[float]:
         one = ServerPool(["http://127.0.0.1:9"])
         backoffs = []
@@ -193,21 +193,21 @@ def test_rests_grow_double_jitter_and_end() -> None:
             now = asyncio.get_running_loop().time()
             one._back_off(one.servers[0], now)
             backoffs.append(one.servers[0].retry_at - one.servers[0].failed_at)
-        one._back_off(one.servers[0], now - 1)  # began before the last failure: no news
+        one._back_off(one.servers[0], now - 1)  # began before the last failure: ignored
         assert one.servers[0].failures == 14
         one._back_off(one.servers[0], asyncio.get_running_loop().time(), requested=20.0)
         backoffs.append(one.servers[0].retry_at - one.servers[0].failed_at)
         return backoffs
 
     *backoffs, requested = asyncio.run(go())
-    for i, rest in enumerate(backoffs):
+    for i, backoff in enumerate(backoffs):
         middle = min(30.0, 0.05 * 2**i)
-        assert 0.5 * middle <= rest <= 1.5 * middle
+        assert 0.5 * middle <= backoff <= 1.5 * middle
     assert len({round(r / min(30.0, 0.05 * 2**i), 6) for i, r in enumerate(backoffs)}) > 10
     assert requested >= 20.0 - 1e-6
 
 
-def test_a_server_may_ask_for_patience() -> None:
+def test_retry_after() -> None:
     with Misbehaving(["429 Slow\r\nRetry-After: 1"]) as server:
         started = time.monotonic()
         scores, _ = ask([server.url])
@@ -215,22 +215,22 @@ def test_a_server_may_ask_for_patience() -> None:
         assert time.monotonic() - started >= 1.0
 
 
-def test_an_answer_that_got_lost_counts_once() -> None:
-    """The server did the work, the answer was cut: it does it again, and one answer counts."""
+def test_a_lost_response_counts_once() -> None:
+    """The response is cut after the server scored the samples: it scores again, and one counts."""
     with Misbehaving(["half", "close"]) as server:
         scores, _ = ask([server.url])
-        assert len(server.answered) == 18
+        assert len(server.scored) == 18
     assert [s.value for s in scores] == VALUES
 
 
-def test_compressed_answers_are_refused() -> None:
+def test_compressed_responses_are_rejected() -> None:
     with Misbehaving(["200 OK\r\nContent-Encoding: gzip"]) as server:
         scores, _ = ask([server.url])
         assert "accept-encoding: identity" in server.heads[0].lower()
     assert "compressed" in str(scores[0].error)
 
 
-def test_giving_up_says_why() -> None:
+def test_the_final_error_has_a_reason() -> None:
     async def go() -> None:
         one = ServerPool(["http://127.0.0.1:9"], retries=0)
         with pytest.raises(NoResponse, match=r"http://127.0.0.1:9 failed: ConnectError .*once"):
@@ -240,7 +240,7 @@ def test_giving_up_says_why() -> None:
     asyncio.run(go())
 
 
-def test_a_cancelled_request_does_not_take_a_turn() -> None:
+def test_a_cancelled_request_passes_its_turn_on() -> None:
     async def go(released_first: bool) -> None:
         one = ServerPool(["http://127.0.0.1:9"], in_flight=1)
         server = await one._acquire()
@@ -259,13 +259,13 @@ def test_a_cancelled_request_does_not_take_a_turn() -> None:
         asyncio.run(go(released_first))
 
 
-# Training through it: the real loop, real processes, real SIGKILL.
+# Training through faults: the real loop, real processes, real SIGKILL.
 
 STEPS = 3
 
 
 def trained(data: dict, folder: Path, beside: Callable[[RunFolder], None] | None = None) -> Path:
-    """A whole run, with something happening beside it."""
+    """A whole run, with `beside` running in a thread."""
     failures: list[BaseException] = []
 
     def watch() -> None:
@@ -294,7 +294,7 @@ def rows_there(folder: RunFolder, count: int) -> Callable[[], bool]:
 
 
 def same(one: Path, other: Path) -> None:
-    """The same rows and, to the bit, the same weights: nothing lost, nothing counted twice."""
+    """The same rows and, bit for bit, the same weights: nothing lost, nothing counted twice."""
     rows, expected = (comparable(RunFolder.open(f).rows()) for f in (one, other))
     assert rows == expected and len(rows) == STEPS + 1
     a, b = final_state(one), final_state(other)
@@ -310,7 +310,7 @@ def remote_data(data: dict, *urls: str) -> dict:
 def calm(
     pipeline_folder: Path, prompt_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """Scored here, in a worker process."""
+    """Scored on this machine, in a worker process."""
     return trained(small_recipe(pipeline_folder, prompt_file), tmp_path_factory.mktemp("c") / "run")
 
 
@@ -352,7 +352,7 @@ def test_one_of_two_servers_dies_for_good(calm: Path, recipe_data: dict, tmp_pat
 
 
 def workers_of(parent: int) -> list[int]:
-    steps = []
+    processes = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             status = (folder / "status").read_text()
@@ -360,8 +360,8 @@ def workers_of(parent: int) -> list[int]:
         except OSError:
             continue
         if f"PPid:\t{parent}\n" in status and b"gesso.rewards.transport.worker" in command:
-            steps.append(int(folder.name))
-    return steps
+            processes.append(int(folder.name))
+    return processes
 
 
 def test_workers_killed_at_work_again_and_again(recipe_data: dict, tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ def test_workers_killed_at_work_again_and_again(recipe_data: dict, tmp_path: Pat
     assert requested[0] == 3 * 3 + 6 * STEPS < requested[1]  # some were retried, none counted twice
 
 
-def test_a_server_that_only_misbehaves_stops_the_run_and_says_why(
+def test_a_server_that_always_fails_stops_the_run_with_a_reason(
     recipe_data: dict, tmp_path: Path
 ) -> None:
     from gesso.types import StopRun
@@ -401,8 +401,8 @@ def test_a_server_that_only_misbehaves_stops_the_run_and_says_why(
         trained(remote_data(recipe_data, server.url), tmp_path / "run")
 
 
-def test_a_run_through_every_fault_that_passes(recipe_data: dict, tmp_path: Path) -> None:
-    """Half of all requests go wrong in some way, and the run is the calm one to the bit."""
+def test_a_run_with_transient_faults(recipe_data: dict, tmp_path: Path) -> None:
+    """Half of all requests fail, and the run equals the run without faults bit for bit."""
     data = remote_data(recipe_data, "")
     data["reward"][0]["remote"] |= {"timeout": 0.5, "retries": 12}
     runs = []
@@ -416,11 +416,11 @@ def test_a_run_through_every_fault_that_passes(recipe_data: dict, tmp_path: Path
     same(*runs)
 
 
-def test_a_run_goes_on_through_answers_that_are_wrong(recipe_data: dict, tmp_path: Path) -> None:
-    """What asking again would not mend fails its samples alone; a drip is asked again."""
+def test_a_run_continues_after_invalid_responses(recipe_data: dict, tmp_path: Path) -> None:
+    """Faults that a retry would not fix fail only their samples; a drip is retried."""
     data = remote_data(recipe_data, "") | {"max_failed": 0.5}
     data["reward"][0] |= {"cache": False}
-    data["reward"][0]["remote"] |= {"timeout": 3.0}  # of the drip; the others answer at once
+    data["reward"][0]["remote"] |= {"timeout": 3.0}  # for the drip; the others respond at once
     wrong = ["NaN", "Infinity", "count", "garbage", "truncated"]
     apart = [fault for one in wrong for fault in (*["ok"] * 4, one)]
     with Misbehaving(["ok", "drip", *apart]) as server:

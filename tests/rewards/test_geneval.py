@@ -1,4 +1,4 @@
-"""GenEval: the rules on hand-made detections, the detectors against plain computations."""
+"""GenEval: the rules on hand-written detections, the detectors against plain computations."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ CAT = seen("cat")
         (ONE_DOG, [DOG], (1, 1, 1)),
         (ONE_DOG, [], (0, 0, 0)),
         (ONE_DOG, [seen("cat")], (0, 0, 0)),
-        (ONE_DOG, [DOG, seen("dog", x=20)], (0, 0, 1)),  # GenEval takes more than asked for
+        (ONE_DOG, [DOG, seen("dog", x=20)], (0, 0, 1)),  # GenEval accepts more than requested
         (ONE_DOG, [DOG, seen("cat")], (1, 1, 1)),
         (DOG_AND_TV, [DOG, seen("tv")], (1, 1, 1)),
         (DOG_AND_TV, [DOG], (0.5, 0, 0)),
@@ -105,11 +105,11 @@ CAT = seen("cat")
         (RED, [seen("apple", "green")], (0.5, 0, 0)),
         (RED, [seen("dog", "red")], (0, 0, 0)),
         (RED, [seen("apple", "red"), seen("apple", "red")], (0, 0, 1)),
-        # only the most confident apple is looked at by GenEval
+        # GenEval considers only the most confident apple
         (RED, [seen("apple", "green", score=0.5), seen("apple", "red")], (0, 0, 1)),
         (RED, [seen("apple", "green"), seen("apple", "red", score=0.5)], (0, 0, 0)),
         (BESIDE, [CAT, seen("dog", x=30)], (1, 1, 1)),
-        (BESIDE, [CAT, seen("dog", x=-30)], (2 / 3, 0, 0)),  # a failed position pays nothing
+        (BESIDE, [CAT, seen("dog", x=-30)], (2 / 3, 0, 0)),  # a failed position scores 0
         (BESIDE, [CAT, seen("dog", x=3)], (2 / 3, 0, 0)),  # too close
         (BESIDE, [CAT], (1 / 3, 0, 0)),
         (BESIDE, [seen("dog", x=30)], (1 / 3, 0, 0)),  # nothing to be right of
@@ -134,14 +134,14 @@ def test_a_colour_is_shared_among_several() -> None:
     assert verdict(prompt, *apples[:3]) == (pytest.approx((3 / 4 + 0) / 2), 0, 0)
 
 
-def test_what_is_beside_a_thing_of_the_wrong_colour() -> None:
+def test_a_position_relative_to_an_object_of_the_wrong_colour() -> None:
     prompt = row("position", want("cat", color="black"), want("dog", position=["right of", 0]))
     there = seen("dog", x=30)
     assert verdict(prompt, seen("cat", "black"), there) == (1, 1, 1)
     assert verdict(prompt, seen("cat", "white"), there) == (0.5, 0, 0)  # 1, 0, 1, 0
 
 
-def test_all_of_several_must_be_there() -> None:
+def test_positions_hold_for_all_of_several_objects() -> None:
     prompt = row("position", want("cat", 2), want("dog", 2, position=["below", 0]))
     cats = [seen("cat"), seen("cat", x=15)]
     assert verdict(prompt, *cats, seen("dog", y=40), seen("dog", x=15, y=40)) == (1, 1, 1)
@@ -149,19 +149,19 @@ def test_all_of_several_must_be_there() -> None:
     assert verdict(prompt, *cats, seen("dog", y=40), straggler) == (pytest.approx(2 / 3), 0, 0)
 
 
-def test_something_unwanted_is_a_clause() -> None:
+def test_an_excluded_object_is_a_clause() -> None:
     prompt = row("single_object", want("dog"), exclude=[want("cat")])
     assert verdict(prompt, DOG) == (1, 1, 1)
     assert verdict(prompt, DOG, seen("cat")) == (0.5, 0, 0)
     two = row("single_object", want("dog"), exclude=[want("cat", 2)])
     assert verdict(two, DOG, seen("cat")) == (1, 1, 1)
     assert verdict(two, DOG, seen("cat"), seen("cat")) == (0.5, 0, 0)
-    # an exact count does not settle this one: two dogs, but fewer than two
+    # the exact count does not imply this one: two dogs, but fewer than two
     impossible = row("counting", want("dog", 2), exclude=[want("dog", 2)])
     assert verdict(impossible, DOG, DOG) == (0.5, 0, 0)
 
 
-def test_what_was_seen_in_words() -> None:
+def test_the_text_of_a_score() -> None:
     apples = [seen("apple", "red"), seen("apple", "green")]
     prompt = row("colors", want("apple", 3, color="red"), exclude=[want("cat")])
     assert (
@@ -172,7 +172,7 @@ def test_what_was_seen_in_words() -> None:
 
 
 @pytest.mark.parametrize(
-    "dx, dy, found",
+    "dx, dy, expected",
     [
         (-30, 0, {"left of"}),
         (30, 0, {"right of"}),
@@ -187,9 +187,9 @@ def test_what_was_seen_in_words() -> None:
         (3, 3, set()),  # 1 of 4.2
     ],
 )
-def test_positions_by_hand(dx: float, dy: float, found: set) -> None:
+def test_positions_by_hand(dx: float, dy: float, expected: set) -> None:
     box = (100.0, 100.0, 110.0, 110.0)
-    assert relations((100 + dx, 100 + dy, 110 + dx, 110 + dy), box) == found
+    assert relations((100 + dx, 100 + dy, 110 + dx, 110 + dy), box) == expected
 
 
 def test_large_things_must_be_further_apart() -> None:
@@ -199,7 +199,7 @@ def test_large_things_must_be_further_apart() -> None:
     assert relations((40.0, -8.0, 60.0, 2.0), large) == {"above"}  # inside: 8 − .1·20 > 4
 
 
-def test_what_is_kept() -> None:
+def test_selection_of_detections() -> None:
     crowd = [seen("dog", x=20 * i, score=0.25 + i / 64) for i in range(20)]
     assert [d.score for d in select_detections(crowd, 0.1)] == sorted(
         (d.score for d in crowd), reverse=True
@@ -214,7 +214,7 @@ def test_what_is_kept() -> None:
     assert intersection_over_union((0, 0, 0, 0), (0, 0, 0, 0)) == 0
 
 
-def test_counting_has_its_own_threshold() -> None:
+def test_counting_has_a_separate_threshold() -> None:
     reward = Geneval()
     assert reward._threshold(metadata_of(THREE)) == 0.9
     assert reward._threshold(metadata_of(ONE_DOG)) == 0.3
@@ -226,13 +226,13 @@ def test_counting_has_its_own_threshold() -> None:
         ({}, 'no "tag" in the row; expected GenEval metadata'),
         ({"tag": "colors"}, 'no "include" in the row; expected GenEval metadata'),
         ({"tag": "colors", "include": []}, 'no "include" in the row'),
-        ({"tag": "x", "include": [{"count": 1}]}, 'include.0: expected {"class": "dog"'),
+        ({"tag": "x", "include": [{"count": 1}]}, 'include.0: expected e.g. {"class": "dog"'),
         ({"tag": "x", "include": [{"class": "dog"}]}, '"include.0.count" is missing'),
         ({"tag": "x", "include": [want("dog", 0)]}, '"include.0.count" = 0 is not valid'),
         ({"tag": "x", "include": [want("dog", color="grey")]}, "'grey' is not valid"),
         (
             {"tag": "x", "include": [want("dog", position=["above", 0])]},
-            "include.0.position refers to no clause before it",
+            "include.0.position must refer to an earlier item of include",
         ),
         (
             {"tag": "x", "include": [want("cat"), want("dog", position=["near", 0])]},
@@ -242,7 +242,7 @@ def test_counting_has_its_own_threshold() -> None:
         ({"tag": "x", "include": [want("tv")], "exclude": [{"class": "dog"}]}, "exclude.0.count"),
     ],
 )
-def test_rows_that_cannot_be_judged(columns: dict, sentence: str) -> None:
+def test_invalid_rows(columns: dict, sentence: str) -> None:
     reason = Geneval().unfit(Prompt("a dog", columns=columns))
     assert reason is not None and sentence in reason and "\n" not in reason
     with pytest.raises(UserError):
@@ -478,14 +478,14 @@ def test_detectors_see_what_plain_arithmetic_sees(kind: str, tmp_path: Path) -> 
             assert detection.box == pytest.approx(box, abs=tolerance)
             if detection.mask is not None:
                 assert detection.mask.shape == image.shape[:2] and detection.mask.any()
-    assert len({d.label for d in together[0]}) > 1, "too dull a detector to prove anything"
+    assert len({d.label for d in together[0]}) > 1, "the detector returns only one label"
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_gpu_sees_the_same(kind: str, tmp_path: Path) -> None:
-    """Up to what convolutions in TF32 change."""
+def test_a_gpu_gives_the_same(kind: str, tmp_path: Path) -> None:
+    """Up to TF32 convolutions."""
     make, _, least = KINDS[kind]
     folder = str(make(tmp_path))
     images = [noise(48, 64, 5), noise(48, 64, 6)]
@@ -503,7 +503,7 @@ def test_a_gpu_sees_the_same(kind: str, tmp_path: Path) -> None:
     assert [d.score for d in there] == pytest.approx([d.score for d in here], abs=0.01)
 
 
-def test_owl_is_asked_by_name(tmp_path: Path) -> None:
+def test_owl_is_queried_by_name(tmp_path: Path) -> None:
     folder = tiny_owl(tmp_path)
     detector = detectors.load_detector(str(folder), "cpu")
     assert detector.unknown(["a purple unicorn"]) == []
@@ -551,12 +551,10 @@ def test_owlv2_measures_boxes_by_the_longer_side(tmp_path: Path) -> None:
     assert np.array([d.box for d in got]) == pytest.approx(np.array(wanted), abs=0.02)
 
 
-def test_a_detector_that_needs_scipy_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_detector_that_requires_scipy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "mask2former"}', encoding="utf-8")
     monkeypatch.setattr(detectors.importlib.util, "find_spec", lambda name, package=None: None)
-    with pytest.raises(UserError, match="needs scipy: pip install scipy"):
+    with pytest.raises(UserError, match="requires scipy: pip install scipy"):
         detectors.load_detector(str(tmp_path), "cpu")
 
 
@@ -602,7 +600,7 @@ def test_scores_end_to_end(kind: str, tmp_path: Path, clip_folder: Path) -> None
     ]
     scores = base.checked(base.load(assembly.REWARDS["geneval"], options), samples)
     assert scores[1].error == (
-        f'the detector "{folder}" has no label for "zebra"; use one that has'
+        f'detector "{folder}" has no label for "zebra"; use another detector'
     )
     assert scores[3].error is not None and scores[3].error.startswith('no "tag" in the row')
     detector = detectors.load_detector(str(folder), "cpu")
@@ -648,7 +646,7 @@ def test_colours_by_clip_over_the_templates(clip_folder: Path) -> None:
     assert got[2] == found[2] and got[0][1].colour is None
 
 
-def test_what_colours_are_judged_on() -> None:
+def test_crops_for_colours() -> None:
     image = noise(20, 30, 0)
     box = (4.0, 5.0, 9.0, 8.0)
     assert (crop(image, Detection("dog", box, 1.0)) == image[5:8, 4:9]).all()
@@ -656,7 +654,7 @@ def test_what_colours_are_judged_on() -> None:
     mask[6, 5] = True
     masked = crop(image, Detection("dog", box, 1.0, mask=mask))
     assert (masked[1, 1] == image[6, 5]).all() and (masked[0] == 0x99).all()
-    # beyond the rim, and thinner than a pixel
+    # outside the image, and thinner than a pixel
     assert crop(image, Detection("dog", (-3.0, -2.0, 50.0, 40.0), 1.0)).shape == (20, 30, 3)
     assert crop(image, Detection("dog", (29.9, 19.9, 30.0, 20.0), 1.0)).shape == (1, 1, 3)
 
@@ -670,7 +668,7 @@ def test_in_a_worker_process(tmp_path: Path, clip_folder: Path) -> None:
     assert scores[0].parts.keys() == {"mine", "mine/strict", "mine/correct"}
 
 
-def test_models_that_are_not_there_or_no_detectors(clip_folder: Path, tmp_path: Path) -> None:
+def test_missing_models_and_other_kinds(clip_folder: Path, tmp_path: Path) -> None:
     def error_of(**options: Any) -> str:
         reward = base.load(assembly.REWARDS["geneval"], options)
         error = base.checked(reward, [Sample(RED, noise(32, 32, 0), 0)])[0].error
@@ -678,6 +676,6 @@ def test_models_that_are_not_there_or_no_detectors(clip_folder: Path, tmp_path: 
         return error
 
     assert error_of(detector="/no/such").endswith('from "/no/such": no such folder')
-    assert "is a clip, which is no detector known here" in error_of(detector=str(clip_folder))
+    assert "is a clip, which is not a supported detector" in error_of(detector=str(clip_folder))
     folder = str(tiny_detr(tmp_path))
     assert "CLIPModel cannot be loaded from" in error_of(detector=folder, clip="/no/such")

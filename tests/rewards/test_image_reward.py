@@ -1,5 +1,5 @@
-"""ImageReward with tiny random weights under the published names, against a plain BLIP that is
-written out here: equations over those names, nothing of transformers."""
+"""ImageReward with tiny random weights under the published names, against a plain BLIP written here
+from the equations, without transformers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.rewards.test_pickscore import MEAN, STD, noise, through_workers
 from tests.typed import sure
 
 SIDE, PATCH = 64, 16
-WIDE, HIDDEN = 128, 192  # of the picture's tokens, 2 heads of 64; of the text's, 3
+WIDE, HIDDEN = 128, 192  # widths of image tokens (2 heads of 64) and text tokens (3 heads)
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *string.ascii_lowercase]
 VOCAB = [*WORDS, *(f"##{letter}" for letter in string.ascii_lowercase)]
 Tensors = dict[str, torch.Tensor]
@@ -66,7 +66,7 @@ def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
         for name in ("attention.output", "crossattention.output", "output"):
             yield f"{layer}.{name}.LayerNorm.weight", (HIDDEN,)
             yield f"{layer}.{name}.LayerNorm.bias", (HIDDEN,)
-    for name, width in (("vision_proj", WIDE), ("text_proj", HIDDEN)):  # idle
+    for name, width in (("vision_proj", WIDE), ("text_proj", HIDDEN)):  # unused
         yield f"blip.{name}.weight", (256, width)
         yield f"blip.{name}.bias", (256,)
     widths = [HIDDEN, 1024, 128, 64, 16, 1]
@@ -81,7 +81,7 @@ def published() -> Tensors:
     for name, shape in shapes():
         spread = 2 / np.sqrt(np.prod(shape[1:])) if len(shape) in (2, 4) else 0.5
         if "_embed" in name or "cls_token" in name:
-            spread /= 200  # so faint that the epsilon of the first norm is felt
+            spread /= 200  # so small that the epsilon of the first norm matters
         tensors[name] = spread * torch.randn(shape, generator=generator)
     tensors["blip.text_encoder.embeddings.position_ids"] = torch.arange(40)[None]
     return tensors
@@ -101,7 +101,7 @@ class Plain:
         return x * self.t[f"{name}.weight"] + self.t[f"{name}.bias"]
 
     def attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Over heads of 64; all keys may be looked at."""
+        """Heads of 64, without a mask."""
         heads = []
         for first in range(0, q.shape[-1], 64):
             part = slice(first, first + 64)
@@ -123,7 +123,7 @@ class Plain:
         return self.norm(x, f"{eye}.norm", 1e-6)
 
     def read(self, ids: list[int], seen: torch.Tensor) -> torch.Tensor:
-        """Without padding: what is masked does not exist."""
+        """Without padding, so nothing is masked."""
         start = "blip.text_encoder.embeddings"
         x = self.t[f"{start}.word_embeddings.weight"][ids]
         x = x + self.t[f"{start}.position_embeddings.weight"][: len(ids)]
@@ -157,11 +157,11 @@ def ids_by_hand(text: str) -> list[int]:
     return [2, *letters[:33], 3]
 
 
-def pixels_by_hand(picture: np.ndarray) -> torch.Tensor:
-    """(3, SIDE, SIDE): shortest side to SIDE by bicubic, the middle, CLIP's mean and deviation."""
-    height, width = picture.shape[:2]
+def pixels_by_hand(image: np.ndarray) -> torch.Tensor:
+    """(3, SIDE, SIDE): shortest side to SIDE by bicubic, centre crop, CLIP's mean and std."""
+    height, width = image.shape[:2]
     size = int(width * SIDE / min(height, width)), int(height * SIDE / min(height, width))
-    resized = Image.fromarray(picture).resize(size, Image.Resampling.BICUBIC)
+    resized = Image.fromarray(image).resize(size, Image.Resampling.BICUBIC)
     left, top = (size[0] - SIDE) // 2, (size[1] - SIDE) // 2
     pixels = np.asarray(resized.crop((left, top, left + SIDE, top + SIDE)), dtype=np.float64)
     return torch.tensor(((pixels / 255 - MEAN) / STD).transpose(2, 0, 1))
@@ -190,35 +190,35 @@ def options(folder: Path) -> dict:
     return {"path": str(folder), "tokenizer": str(folder), "device": "cpu"}
 
 
-def wanted() -> list[float]:
+def by_equations() -> list[float]:
     plain = Plain(published())
     return [plain.score(ids_by_hand(s.prompt.text), pixels_by_hand(s.pixels)) for s in samples()]
 
 
 @pytest.mark.parametrize("batch", [1, 3, 16])
-def test_it_is_what_the_equations_say(folder: Path, batch: int) -> None:
+def test_values_follow_the_equations(folder: Path, batch: int) -> None:
     reward = base.load(assembly.REWARDS["image-reward"], {**options(folder), "batch": batch})
     scores = base.checked(reward, samples())
     assert [s.error for s in scores] == [None] * 5
-    assert [s.value for s in scores] == pytest.approx(wanted(), abs=2e-4)
+    assert [s.value for s in scores] == pytest.approx(by_equations(), abs=2e-4)
     assert np.std([s.value for s in scores]) > 0.01
 
 
 def test_in_a_worker_process(folder: Path) -> None:
     scores = through_workers(assembly.REWARDS["image-reward"], options(folder), samples())
-    assert [s.value for s in scores] == pytest.approx(wanted(), abs=2e-4)
+    assert [s.value for s in scores] == pytest.approx(by_equations(), abs=2e-4)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_gives_the_same(folder: Path) -> None:
-    """Up to what TF32 changes."""
+    """Up to TF32."""
     reward = base.load(assembly.REWARDS["image-reward"], {**options(folder), "device": "auto"})
     got = [score.value for score in base.checked(reward, samples())]
-    assert got == pytest.approx(wanted(), abs=0.05)
+    assert got == pytest.approx(by_equations(), abs=0.05)
 
 
-def test_every_published_name_has_its_place_at_the_real_size() -> None:
+def test_every_published_name_is_mapped_at_the_real_size() -> None:
     """On the meta device: BLIP ViT-L and BERT-base, 24 and 12 layers, as ImageReward-v1.0."""
     from transformers import BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
@@ -258,27 +258,27 @@ def test_every_published_name_has_its_place_at_the_real_size() -> None:
 @pytest.mark.parametrize(
     "change, sentence",
     [
-        (lambda t: t.pop("mlp.layers.7.bias"), "1 missing, head.7.bias first"),
+        (lambda t: t.pop("mlp.layers.7.bias"), "1 missing, the first is head.7.bias"),
         (
             lambda t: t.pop("blip.text_encoder.encoder.layer.1.crossattention.self.key.weight"),
-            "1 missing, text.encoder.layer.1.crossattention.self.key.weight first",
+            "1 missing, the first is text.encoder.layer.1.crossattention.self.key.weight",
         ),
         (
             lambda t: t.update({"blip.text_encoder.pooler.dense.bias": torch.zeros(HIDDEN)}),
-            "1 too many, text.pooler.dense.bias first",
+            "1 unexpected, the first is text.pooler.dense.bias",
         ),
-        (lambda t: t.update(extra=torch.zeros(1)), '"extra" is no name of ImageReward\'s'),
+        (lambda t: t.update(extra=torch.zeros(1)), '"extra" is not a tensor of ImageReward'),
         (
             lambda t: t.pop("blip.visual_encoder.pos_embed"),
-            "lacks 'vision.embeddings.position_embedding': it holds another kind of model",
+            "lacks 'vision.embeddings.position_embedding'; it is a different kind of model",
         ),
         (
             lambda t: t.update({"mlp.layers.6.weight": torch.zeros(16, 63)}),
-            "head.6.weight is (16, 63) instead of (16, 64)",
+            "head.6.weight has shape (16, 63), expected (16, 64)",
         ),
     ],
 )
-def test_other_weights_are_refused(folder: Path, tmp_path: Path, change, sentence: str) -> None:
+def test_other_weights_are_rejected(folder: Path, tmp_path: Path, change, sentence: str) -> None:
     tensors = published()
     change(tensors)
     torch.save(tensors, tmp_path / "ImageReward.pt")
@@ -287,9 +287,11 @@ def test_other_weights_are_refused(folder: Path, tmp_path: Path, change, sentenc
     assert sentence in error and "\n" not in error
 
 
-def test_the_idle_tensors_may_be_left_out(folder: Path, tmp_path: Path) -> None:
+def test_unused_tensors_are_optional(folder: Path, tmp_path: Path) -> None:
     tensors = {name: t for name, t in published().items() if name not in image_reward._UNUSED}
     file = tmp_path / "slim.pt"
     torch.save(tensors, file)
     reward = base.load(assembly.REWARDS["image-reward"], {**options(folder), "path": str(file)})
-    assert base.checked(reward, samples()[:1])[0].value == pytest.approx(wanted()[0], abs=2e-4)
+    assert base.checked(reward, samples()[:1])[0].value == pytest.approx(
+        by_equations()[0], abs=2e-4
+    )

@@ -1,5 +1,5 @@
-"""Judges over OpenAI's chat protocol: a server that misbehaves, and `transformers serve` and vLLM
-with real models, tiny, as processes of their own."""
+"""Judges over OpenAI's chat protocol: a misbehaving server, and `transformers serve` and vLLM with
+tiny real models, as separate processes."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def short_rests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def completion(content: Any, reason: str = "stop") -> str:
-    """A fault: this answer instead of the right one."""
+    """A fault: this response instead of the correct one."""
     message = {"role": "assistant", "content": content}
     return "body:" + json.dumps({"choices": [{"message": message, "finish_reason": reason}]})
 
 
 @pytest.mark.parametrize(
-    "answer, value",
+    "response, value",
     [
         ("Final Score: 4", 0.8),
         ("cat (object): 1\nFinal Score:3.5\n", 0.7),
@@ -64,11 +64,11 @@ def completion(content: Any, reason: str = "stop") -> str:
         ("Final Score: 2, no, Final Score: 3", None),
     ],
 )
-def test_scores_are_read_strictly(answer: str, value: float | None) -> None:
-    got = UnifiedReward().read(answer, grey(1))
+def test_scores_are_parsed_strictly(response: str, value: float | None) -> None:
+    got = UnifiedReward().read(response, grey(1))
     assert got.value == value and (got.error is None) == (value is not None)
     if value is not None:
-        assert got.text == answer
+        assert got.text == response
 
 
 def test_the_score_tag() -> None:
@@ -78,9 +78,9 @@ def test_the_score_tag() -> None:
         assert not read(wrong, grey(1)).ok
 
 
-def test_a_pattern_that_finds_no_number_or_one_off_the_scale() -> None:
-    assert "is no number" in str(parse_rating("grade: B", r"grade: (\w)", 0, 10).error)
-    assert parse_rating("-3", r"(-?\d+)", 0, 10).error == "the answer's score -3 is not in [0, 10]"
+def test_a_pattern_that_matches_no_number_or_one_off_the_scale() -> None:
+    assert "is not a number" in str(parse_rating("grade: B", r"grade: (\w)", 0, 10).error)
+    assert parse_rating("-3", r"(-?\d+)", 0, 10).error == "the score -3 is not in [0, 10]"
     assert parse_rating("7", r"(-?\d+)", 0, 10).value == 0.7
 
 
@@ -91,10 +91,10 @@ def test_ocr_by_a_judge_is_the_ocr_formula() -> None:
     assert (exact.value, exact.parts) == (1.0, {"exact": 1.0, "longer": 0.0})
     assert near.value == 0.75 and near.text == "KIT"
     assert more.value == 1.0 and more.parts == {"exact": 0.0, "longer": 1.0}
-    assert reward.unfit(Prompt("a sign")) == "no double-quoted word to read"
+    assert str(reward.unfit(Prompt("a sign"))).startswith("expected a double-quoted text")
 
 
-def test_what_is_sent() -> None:
+def test_the_request() -> None:
     with Misbehaving() as server:
         sample = Sample(Prompt("a sign, {prompt} 100%"), grey(51).image, 0)
         (score,) = UnifiedReward(urls=[f"{server.url}/v1/"]).score([sample])
@@ -102,7 +102,7 @@ def test_what_is_sent() -> None:
             score.value == pytest.approx((1 + 4 * 0.2) / 5) and score.text == "Final Score: 1.8000"
         )
         models, request = server.requests
-    assert models == {"path": "/v1/models"} and request["model"] == "tiny"  # the only one it has
+    assert models == {"path": "/v1/models"} and request["model"] == "tiny"  # its only model
     assert request["temperature"] == 0 and request["stream"] is False
     assert request["max_tokens"] == 512
     image, text = request["messages"][0]["content"]
@@ -112,7 +112,7 @@ def test_what_is_sent() -> None:
     assert (sent == sample.pixels).all()
 
 
-def test_a_text_is_judged_without_a_picture(tmp_path: Path) -> None:
+def test_a_text_is_judged_without_an_image(tmp_path: Path) -> None:
     (tmp_path / "q.txt").write_text("Is {text} the answer to {prompt}, {answer}?")
     judge = Judge(urls=["http://x"], prompt=str(tmp_path / "q.txt"))
     sample = Sample(Prompt("2+2?", columns={"answer": 4}), None, 0, text="four")
@@ -121,7 +121,7 @@ def test_a_text_is_judged_without_a_picture(tmp_path: Path) -> None:
     assert part == {"type": "text", "text": "Is four the answer to 2+2?, 4?"}
 
 
-def test_many_in_flight_each_with_its_own_answer() -> None:
+def test_concurrent_requests_keep_their_responses_apart() -> None:
     samples = [grey(v) for v in range(0, 256, 8)]
     with Misbehaving(delay=0.1) as server:
         scores = UnifiedReward(urls=[server.url], model="tiny", in_flight=8).score(samples)
@@ -131,30 +131,30 @@ def test_many_in_flight_each_with_its_own_answer() -> None:
 
 
 @pytest.mark.parametrize("fault", ["500 Oh", "429 Slow", "close", "half", "hang"])
-def test_what_may_pass_is_asked_again(fault: str) -> None:
-    timeout = 1.0 if fault == "hang" else 60.0  # only a hang waits for it
+def test_transient_faults_are_retried(fault: str) -> None:
+    timeout = 1.0 if fault == "hang" else 60.0  # only a hang reaches the timeout
     with Misbehaving([fault, fault]) as server:
         (score,) = UnifiedReward(urls=[server.url], model="m", timeout=timeout).score([grey(255)])
         assert score.value == 1.0 and len(server.requests) == 3
 
 
 WRONG = {
-    "400 Bad": "answered 400",
+    "400 Bad": "returned 400",
     "garbage": "more than 4,194,304 bytes",
-    "truncated": "no JSON",
+    "truncated": "invalid JSON",
     "body:{}": "expected a chat completion",
     "body:[1]": "expected a chat completion",
     'body:{"choices": []}': "expected a chat completion",
     'body:{"choices": [{"message": null}]}': "expected a chat completion",
-    completion(None): "answered 'None'; expected text",
+    completion(None): "returned 'None'; expected text",
     completion(["Final Score: 4"]): "expected text",
-    completion("I would rather not."): "says no score: …'I would rather not.'",
-    completion("Final Score: 4", "length"): "cut at max_tokens",
+    completion("I would rather not."): "contains no score: …'I would rather not.'",
+    completion("Final Score: 4", "length"): "truncated at max_tokens",
 }
 
 
 @pytest.mark.parametrize("fault", WRONG, ids=lambda fault: fault[:40])
-def test_a_wrong_answer_is_an_error_never_a_number(fault: str) -> None:
+def test_an_invalid_response_is_an_error(fault: str) -> None:
     with Misbehaving([fault]) as server:
         (score,) = UnifiedReward(urls=[server.url], model="m").score([grey(255)])
         assert len(server.requests) == 1
@@ -171,7 +171,7 @@ def test_addresses_and_models_from_the_environment(monkeypatch: pytest.MonkeyPat
     }
     for name, (url, model) in names.items():
         entry = parse(RewardEntry, {"name": name, "cache": False}, "reward")
-        with pytest.raises(UserError, match=f"asks a served model: .* variable {url}"):
+        with pytest.raises(UserError, match=f"requires a served model: .* variable {url}"):
             assembly.scorer(entry)
         monkeypatch.setenv(url, "http://a:1/v1, http://b:2")
         monkeypatch.setenv(model, "/models/x")
@@ -191,20 +191,20 @@ def test_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("models", [[], [{"id": "a"}, {"id": "b"}]])
-def test_a_server_with_no_or_several_models_must_be_told_which(models: list) -> None:
+def test_a_server_with_no_or_several_models_requires_a_name(models: list) -> None:
     with Misbehaving(["body:" + json.dumps({"data": models})] * 2) as server:
         (score,) = UnifiedReward(urls=[server.url]).score([grey(1)])
     assert f"the server has {len(models)} models" in str(score.error)
 
 
-def test_the_model_is_asked_for_once() -> None:
+def test_the_model_is_looked_up_once() -> None:
     with Misbehaving(["500 Oh"]) as server:
         scores = UnifiedReward(urls=[server.url]).score([grey(v) for v in range(5)])
         assert all(s.ok for s in scores)
         assert sum(r == {"path": "/v1/models"} for r in server.requests) == 2  # one failed
 
 
-def test_a_token_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match='token_env = "JUDGE_KEY"'):
         chat.ChatScorer(UnifiedReward(urls=["http://x"], token_env="JUDGE_KEY"))
     monkeypatch.setenv("JUDGE_KEY", "k")
@@ -212,12 +212,13 @@ def test_a_token_goes_along(monkeypatch: pytest.MonkeyPatch) -> None:
     assert scorer.pool._headers["Authorization"] == "Bearer k"
 
 
-def test_a_question_of_ones_own(tmp_path: Path) -> None:
+def test_a_custom_question(tmp_path: Path) -> None:
     (tmp_path / "q.txt").write_text('How {colour} is "{prompt}"? Response {"score": n}')
     options = {"prompt": str(tmp_path / "q.txt"), "pattern": r'"score": (\d+)', "highest": 10.0}
     reward = base.load(assembly.REWARDS["judge"], options | {"urls": ["http://x"], "lowest": 0.0})
     assert isinstance(reward, Judge)
-    assert reward.unfit(Prompt("a sign")) == 'its question needs a column "colour"'
+    reason = reward.unfit(Prompt("a sign"))
+    assert reason == 'the question template requires a column "colour"'
     prompt = Prompt("a sign", columns={"colour": "red"})
     assert reward.unfit(prompt) is None
     question = reward.question(Sample(prompt, grey(1).image, 0))
@@ -230,16 +231,14 @@ def test_a_question_of_ones_own(tmp_path: Path) -> None:
     [
         ({}, '"prompt" is missing'),
         ({"prompt": "/no/such/file"}, "prompt = '/no/such/file' cannot be read"),
-        ({"prompt": "README.md", "pattern": "("}, "is no regular expression"),
+        ({"prompt": "README.md", "pattern": "("}, "is not a regular expression"),
         ({"prompt": "README.md", "pattern": "score"}, "has 0 groups; expected 1"),
-        ({"prompt": "README.md", "lowest": 5.0}, "lowest must lie below highest"),
+        ({"prompt": "README.md", "lowest": 5.0}, "lowest must be less than highest"),
         ({"prompt": "README.md", "urls": ["x"]}, '"x" is not a URL'),
         ({"prompt": "README.md", "temperature": 1}, 'unknown key "temperature"'),
     ],
 )
-def test_a_judge_that_does_not_fit(
-    options: dict, sentence: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_invalid_judge(options: dict, sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(Path(__file__).parent.parent.parent)
     with pytest.raises(UserError, match=re.escape(sentence)):
         base.load(assembly.REWARDS["judge"], options)
@@ -266,7 +265,7 @@ def test_a_judge_may_be_served(tmp_path: Path) -> None:
 
 @contextmanager
 def openai_server(*command: str | Path) -> Iterator[str]:
-    """A server process of somebody else's on loopback, from when it answers until the end of the
+    """A third-party server process on loopback, from its first response until the end of the
     test."""
     port = free_port()
     offline = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"}
@@ -298,15 +297,15 @@ def transformers_serve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tup
 
 
 @pytest.mark.slow
-def test_a_real_server_answers(transformers_serve: tuple[str, str]) -> None:
+def test_a_real_server(transformers_serve: tuple[str, str]) -> None:
     url, model = transformers_serve
     samples = [grey(v, size=(32, 96)) for v in range(0, 250, 50)]
     scores = UnifiedReward(urls=[url], model=model).score(samples)
     assert [(s.value, s.text) for s in scores] == [(0.8, "Final Score: 4")] * 5
     (cut,) = UnifiedReward(urls=[url], model=model, max_tokens=2).score(samples[:1])
-    assert cut.value is None and "cut at max_tokens: …'Final Score:'" in str(cut.error)
+    assert cut.value is None and "truncated at max_tokens: …'Final Score:'" in str(cut.error)
     (unread,) = QwenVlScore(urls=[url], model=model).score(samples[:1])
-    assert "says no score: …'Final Score: 4'" in str(unread.error)
+    assert "contains no score: …'Final Score: 4'" in str(unread.error)
     four = Sample(Prompt('a sign that says "FinalScore:4"'), samples[0].image, 0)
     (read,) = QwenVlOcr(urls=[url], model=model).score([four])
     assert read.value == 1.0 and read.parts["exact"] == 1.0
@@ -324,9 +323,9 @@ def test_training_by_a_real_server(
 
 
 @pytest.mark.vllm
-def test_vllm_answers(tmp_path: Path) -> None:
-    """vLLM's own server, in its own environment: `make test-vllm`. It judges a text: here its
-    models that see would need torchvision."""
+def test_vllm(tmp_path: Path) -> None:
+    """vLLM's server, in a separate environment: `make test-vllm`. It judges a text: its
+    vision-language models would require torchvision here."""
     python = os.environ.get("GESSO_VLLM_PYTHON")
     if not python:
         pytest.skip("needs an environment with vLLM: make test-vllm")
@@ -339,4 +338,4 @@ def test_vllm_answers(tmp_path: Path) -> None:
         scores = UnifiedReward(urls=[url], prompt=str(tmp_path / "q.txt")).score(samples)
         assert [s.value for s in scores] == [0.8] * 24, scores[0]
         (cut,) = UnifiedReward(urls=[url], max_tokens=2).score(samples[:1])
-        assert cut.value is None and "cut at max_tokens" in str(cut.error)
+        assert cut.value is None and "truncated at max_tokens" in str(cut.error)

@@ -1,4 +1,4 @@
-"""Imports within gesso.rewards: no cycles, and scorers and transport do not know each other."""
+"""Imports within gesso.rewards: no cycles, and rewards and transport do not import each other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODULES = {module_name(file): file for file in PACKAGE.rglob("*.py")}
 
 
 def imports_of(module: str) -> set[str]:
-    """Modules of the package that it imports, inside functions and for type checkers too."""
+    """Modules of the package that it imports, including in functions and for type checkers."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -51,7 +51,7 @@ def test_no_module_imports_itself() -> None:
     assert not [module for module in GRAPH if module in reachable(module)]
 
 
-def test_subpackages_reach_only_what_they_may() -> None:
+def test_subpackages_import_only_allowed_ones() -> None:
     allowed = {
         "image": {"", "image"},
         "text": {"", "text"},
@@ -64,11 +64,11 @@ def test_subpackages_reach_only_what_they_may() -> None:
             assert reached <= allowed[subpackage(module)], module
 
 
-def test_only_assembly_knows_all() -> None:
+def test_only_assembly_imports_all() -> None:
     for module in GRAPH:
         if not subpackage(module) and module not in (ROOT, f"{ROOT}.assembly"):
             assert {subpackage(other) for other in reachable(module)} <= {""}, module
 
 
-def test_the_graph_can_see() -> None:
+def test_the_graph_includes_local_imports() -> None:
     assert f"{ROOT}.transport.serve" in GRAPH[f"{ROOT}.assembly"]  # imported in a function

@@ -54,15 +54,15 @@ def reward(detect: bool = True) -> base.Reward:
     return base.load(assembly.REWARDS["ocr"], {"detect": detect})
 
 
-def read(picture: np.ndarray, target: str, detect: bool = True) -> Score:
-    sample = Sample(Prompt(f'a sign that says "{target}"'), picture, 0)
+def read(image: np.ndarray, target: str, detect: bool = True) -> Score:
+    sample = Sample(Prompt(f'a sign that says "{target}"'), image, 0)
     (score,) = base.checked(reward(detect), [sample])
     assert score.error is None
     return score
 
 
 def agrees(score: Score, target: str) -> bool:
-    """Value and details are what the formula makes of the text that was read."""
+    """Whether value and details follow from the recognised text by the formula."""
     longer = len(normalised(score.text)) > len(normalised(target))
     exact = normalised(score.text) == normalised(target)
     return score.value == spelling(score.text, target) and score.parts == {
@@ -72,7 +72,7 @@ def agrees(score: Score, target: str) -> bool:
 
 
 @pytest.mark.parametrize("how", DEGRADED)
-def test_words_are_read_however_they_look(how: str) -> None:
+def test_degraded_words_are_recognised(how: str) -> None:
     look, share = DEGRADED[how]
     scores = {word: read(paint(word, **look), word) for word in WORDS}
     assert all(agrees(score, word) for word, score in scores.items())
@@ -80,20 +80,20 @@ def test_words_are_read_however_they_look(how: str) -> None:
     assert exact >= share if share else exact < 0.6
 
 
-def test_nothing_can_be_read_where_nothing_is_left() -> None:
+def test_nothing_is_recognised_in_a_blurred_image() -> None:
     score = read(paint("KITE", blur=14), "KITE")
     assert score.value == 0 and score.text == "" and agrees(score, "KITE")
 
 
 def test_half_readable_signs_score_in_between() -> None:
-    """Signs of the bundled task, spoiled: some read, some misread, all by the formula."""
+    """Spoiled signs of the bundled task: some read, some misread, all scored by the formula."""
     words = ["KITE", "BRIDGE", "GARDEN", "SILVER", "WINDOW", "MARBLE"]
     signs = [
         (word, draw(word, "blue", random.Random(i), spoiling))
         for i, word in enumerate(words)
         for spoiling in ("struck", "crowded", "turned")
     ]
-    scores = [read(picture, word, detect=False) for word, picture in signs]
+    scores = [read(image, word, detect=False) for word, image in signs]
     assert all(agrees(score, word) for score, (word, _) in zip(scores, signs, strict=True))
     values = [sure(float, score.value) for score in scores]
     assert sum(0 < value < 1 for value in values) >= 5
@@ -118,21 +118,21 @@ def test_two_words_and_two_lines() -> None:
         ("", "KITE", 0.0),
     ],
 )
-def test_other_text_than_asked_for(drawn: str, target: str, value: float) -> None:
+def test_text_other_than_the_target(drawn: str, target: str, value: float) -> None:
     score = read(paint(drawn), target)
     assert agrees(score, target)
     assert score.value == pytest.approx(value)
     assert score.parts["exact"] == 0
 
 
-def test_the_share_of_answers_longer_than_the_target_is_reported() -> None:
-    """What `reward/ocr/longer` shows in a run: the mean over the batch."""
-    pictures = [paint("KITE"), paint("KITES"), paint("KITE KITE"), paint("KIT")]
-    longer = [read(picture, "KITE").parts["longer"] for picture in pictures]
+def test_text_longer_than_the_target_is_reported() -> None:
+    """The metric `reward/ocr/longer` of a run is the mean over the batch."""
+    images = [paint("KITE"), paint("KITES"), paint("KITE KITE"), paint("KIT")]
+    longer = [read(image, "KITE").parts["longer"] for image in images]
     assert longer == [0, 1, 1, 0] and np.mean(longer) == 0.5
 
 
-def test_what_flow_grpo_calls_it() -> None:
+def test_the_name_in_flow_grpo() -> None:
     assert assembly.REWARDS["paddle-ocr"] == assembly.REWARDS["ocr"]
     named = base.load(assembly.REWARDS["paddle-ocr"], {"detect": False})
     assert named.unfit(Prompt('says "KITE"')) is None

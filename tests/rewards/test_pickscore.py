@@ -40,7 +40,7 @@ def tiny_clip(folder: Path, seed: int = 0) -> Path:
         text_config={**sides, **text, "num_hidden_layers": 2, "max_position_embeddings": 77},
         vision_config={**sides, "num_hidden_layers": 2, "image_size": SIDE, "patch_size": 8},
         projection_dim=12,
-        initializer_factor=20.0,  # so that texts and pictures differ
+        initializer_factor=20.0,  # so that texts and images differ
     )
     model = CLIPModel(config)
     model.logit_scale.data.fill_(3.0)
@@ -51,12 +51,12 @@ def tiny_clip(folder: Path, seed: int = 0) -> Path:
     return folder
 
 
-def by_hand(picture: np.ndarray) -> torch.Tensor:
+def by_hand(image: np.ndarray) -> torch.Tensor:
     """(3, SIDE, SIDE): shortest side to SIDE by bicubic, the centre, /255, mean and std."""
-    height, width = picture.shape[:2]
+    height, width = image.shape[:2]
     scale = SIDE / min(height, width)
     size = int(width * scale), int(height * scale)
-    resized = Image.fromarray(picture).resize(size, Image.Resampling.BICUBIC)
+    resized = Image.fromarray(image).resize(size, Image.Resampling.BICUBIC)
     left, top = (size[0] - SIDE) // 2, (size[1] - SIDE) // 2
     pixels = np.asarray(resized.crop((left, top, left + SIDE, top + SIDE)), dtype=np.float64)
     return torch.tensor(((pixels / 255 - MEAN) / STD).transpose(2, 0, 1), dtype=torch.float32)
@@ -69,17 +69,17 @@ def ids_by_hand(text: str) -> torch.Tensor:
     return torch.tensor([[START, *ids[:75], END]])
 
 
-def logit_by_hand(folder: Path, text: str, picture: np.ndarray) -> float:
+def logit_by_hand(folder: Path, text: str, image: np.ndarray) -> float:
     from transformers import CLIPModel
 
     model = CLIPModel.from_pretrained(folder).eval()
     with torch.no_grad():
-        output = model(input_ids=ids_by_hand(text), pixel_values=by_hand(picture)[None])
+        output = model(input_ids=ids_by_hand(text), pixel_values=by_hand(image)[None])
     return output.logits_per_image.item()
 
 
 def noise(height: int, width: int, seed: int) -> np.ndarray:
-    """A picture with something to see at several scales."""
+    """An image with structure at several scales."""
     coarse = np.random.default_rng(seed).integers(0, 256, (5, 4, 3), dtype=np.uint8)
     return np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC))
 
@@ -111,8 +111,8 @@ def test_it_is_the_scaled_cosine_over_26(folder: Path, batch: int) -> None:
     options = {"path": str(folder), "processor": str(folder), "batch": batch, "device": "cpu"}
     reward = base.load(assembly.REWARDS["pickscore"], options)
     got = [score.value for score in base.checked(reward, samples())]
-    wanted = [logit_by_hand(folder, s.prompt.text, s.pixels) / 26 for s in samples()]
-    assert got == pytest.approx(wanted, abs=2e-5)
+    expected = [logit_by_hand(folder, s.prompt.text, s.pixels) / 26 for s in samples()]
+    assert got == pytest.approx(expected, abs=2e-5)
     assert np.std(got) > 0.01
     assert max(abs(sure(float, value)) for value in got) <= np.exp(3.0) / 26
 
@@ -125,13 +125,11 @@ def test_a_prompt_is_cut_at_77_tokens(folder: Path) -> None:
     torch.testing.assert_close(longer, clip.texts(["a" * 75 + "xyz" * 50])[0])
 
 
-def test_pictures_are_prepared_without_torchvision(folder: Path) -> None:
+def test_images_are_processed_without_torchvision(folder: Path) -> None:
     clip = load_clip(str(folder), str(folder), "cpu")
-    for picture in (noise(48, 64, 1), noise(33, 200, 2), noise(20, 20, 3)):
-        pixels = clip.processor(images=[Image.fromarray(picture)], return_tensors="pt")
-        torch.testing.assert_close(
-            pixels["pixel_values"][0], by_hand(picture), atol=1e-5, rtol=1e-5
-        )
+    for image in (noise(48, 64, 1), noise(33, 200, 2), noise(20, 20, 3)):
+        pixels = clip.processor(images=[Image.fromarray(image)], return_tensors="pt")
+        torch.testing.assert_close(pixels["pixel_values"][0], by_hand(image), atol=1e-5, rtol=1e-5)
 
 
 def test_in_a_worker_process(folder: Path) -> None:
@@ -146,16 +144,16 @@ def test_in_a_worker_process(folder: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_gives_the_same(folder: Path) -> None:
-    """Up to what convolutions in TF32 change."""
+    """Up to TF32 convolutions."""
     reward = base.load(
         assembly.REWARDS["pickscore"], {"path": str(folder), "processor": str(folder)}
     )
     got = [score.value for score in base.checked(reward, samples())]
-    wanted = [logit_by_hand(folder, s.prompt.text, s.pixels) / 26 for s in samples()]
-    assert got == pytest.approx(wanted, abs=0.01)
+    expected = [logit_by_hand(folder, s.prompt.text, s.pixels) / 26 for s in samples()]
+    assert got == pytest.approx(expected, abs=0.01)
 
 
-def test_a_missing_model_is_one_sentence_and_looked_for_once(
+def test_a_missing_model_is_reported_and_looked_up_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -163,7 +161,7 @@ def test_a_missing_model_is_one_sentence_and_looked_for_once(
     assert score.value is None
     start = 'mine: raised UserError: CLIPModel cannot be loaded from "yuvalkirstain/PickScore_v1": '
     assert score.error.startswith(start) and "\n" not in score.error
-    assert score.error.endswith("cached or can be reached)")
+    assert score.error.endswith("cached or reachable)")
 
     reward = base.load(
         assembly.REWARDS["pickscore"], {"path": "/no/such", "processor": str(folder)}
@@ -174,7 +172,7 @@ def test_a_missing_model_is_one_sentence_and_looked_for_once(
     assert base.checked(reward, samples())[0].error == first
 
 
-def test_another_kind_of_model_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_another_kind_of_model_is_rejected(folder: Path, tmp_path: Path) -> None:
     from transformers import CLIPTextConfig, CLIPTextModel
 
     config = CLIPTextConfig(
@@ -186,16 +184,16 @@ def test_another_kind_of_model_is_refused(folder: Path, tmp_path: Path) -> None:
     )
     error = sure(str, base.checked(reward, samples())[0].error)
     assert error.startswith("raised UserError: ") and "\n" not in error
-    assert "weights of CLIPModel, logit_scale first: it holds another kind of model" in error
+    assert "weights of CLIPModel, the first is logit_scale; it is a different kind of m" in error
 
 
-def test_a_device_that_is_not_there(folder: Path) -> None:
+def test_a_missing_device(folder: Path) -> None:
     options = {"path": str(folder), "processor": str(folder), "device": "cuda:77"}
     reward = base.load(assembly.REWARDS["pickscore"], options)
     error = sure(str, base.checked(reward, samples())[0].error)
     assert 'device = "cuda:77" is not available' in error
 
 
-def test_it_takes_every_prompt_and_needs_no_weights_for_that() -> None:
+def test_it_accepts_every_prompt_without_loading_weights() -> None:
     reward = base.load(assembly.REWARDS["pickscore"], {})
     assert reward.unfit(Prompt("")) is None

@@ -1,4 +1,4 @@
-"""A prompt's images and messages reach the rewards: in this process, in others, over HTTP."""
+"""Images and messages of a prompt reach the rewards: in worker processes and over HTTP."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MESSAGES = (
 
 @pytest.fixture
 def prompt(tmp_path: Path) -> Prompt:
-    """One picture as bytes, one as a file."""
+    """One image as bytes, one as a file."""
     (tmp_path / "dark.png").write_bytes(DARK)
     images = (PromptImage(data=BRIGHT), PromptImage(path=str(tmp_path / "dark.png")))
     return Prompt("which?", columns={"answer": 1}, where="a:1", images=images, messages=MESSAGES)
@@ -60,23 +60,23 @@ def scores_of(scorer: Scorer, samples: list[Sample]) -> list[Score]:
 
 
 def check_shown(scores: Sequence[Score]) -> None:
-    seen, plain = scores
-    assert seen.value == 200.0 and plain.value == -1.0
-    assert json.loads(seen.text) == [[BRIGHT.hex(), DARK.hex()], list(MESSAGES), "the left"]
+    shown, plain = scores
+    assert shown.value == 200.0 and plain.value == -1.0
+    assert json.loads(shown.text) == [[BRIGHT.hex(), DARK.hex()], list(MESSAGES), "the left"]
     assert json.loads(plain.text) == [[], [], ""]
 
 
 # The wire to worker processes
 
 
-def there_and_back(samples: Sequence[Sample]) -> list[Sample]:
+def round_trip(samples: Sequence[Sample]) -> list[Sample]:
     frame = io.BytesIO(wire.pack_samples(samples))
     got = wire.read_samples(frame.readline(), frame.read)
     assert frame.read() == b""
     return got
 
 
-def test_pictures_cross_the_wire_among_pixels_and_texts(prompt: Prompt) -> None:
+def test_prompt_images_over_the_wire_with_pixels_and_texts(prompt: Prompt) -> None:
     drawn: np.ndarray = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
     other = Prompt("o", images=(PromptImage(data=encoded(7)),))
     samples = [
@@ -85,7 +85,7 @@ def test_pictures_cross_the_wire_among_pixels_and_texts(prompt: Prompt) -> None:
         Sample(replace(prompt, messages=()), drawn[:1], 3),
         Sample(other, None, 4, ""),
     ]
-    a, b, c, d = there_and_back(samples)
+    a, b, c, d = round_trip(samples)
     assert [p.data for p in a.prompt.images] == [BRIGHT, DARK]
     assert [p.path for p in a.prompt.images] == ["", prompt.images[1].path]
     assert a.prompt.messages == MESSAGES and (a.prompt.columns, a.prompt.where) == (
@@ -97,7 +97,7 @@ def test_pictures_cross_the_wire_among_pixels_and_texts(prompt: Prompt) -> None:
     assert (c.pixels == drawn[:1]).all() and d.prompt == other and d.text == ""
 
 
-def test_a_picture_of_a_group_is_read_and_crosses_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_of_a_group_is_read_and_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[PromptImage] = []
 
     def read(self: PromptImage) -> bytes:
@@ -111,7 +111,7 @@ def test_a_picture_of_a_group_is_read_and_crosses_once(monkeypatch: pytest.Monke
     assert len(reads) == 4  # two, each time
 
 
-def test_a_prompt_without_pictures_costs_nothing() -> None:
+def test_a_prompt_without_images_has_no_overhead() -> None:
     sample = Sample(Prompt("a", "b", {"c": 1}, "d:1"), np.zeros((1, 2, 3), np.uint8), 5)
     frame = wire.pack_samples([sample])
     header, pixels = frame.split(b"\n", 1)
@@ -128,11 +128,11 @@ def test_in_a_worker_process(prompt: Prompt) -> None:
     check_shown(scores_of(WorkerScorer(f"{HERE}:shown", {}, 1), samples))
 
 
-def test_a_file_that_is_gone_fails_only_who_looks_at_it(prompt: Prompt) -> None:
+def test_a_missing_file_fails_only_rewards_that_open_it(prompt: Prompt) -> None:
     Path(prompt.images[1].path).unlink()
     first = replace(prompt, images=prompt.images[::-1])
     samples = [Sample(first, None, 0, ""), Sample(Prompt("p"), None, 0, "")]
-    assert [p.data for p in there_and_back(samples)[0].prompt.images] == [b"", BRIGHT]
+    assert [p.data for p in round_trip(samples)[0].prompt.images] == [b"", BRIGHT]
     scores = scores_of(WorkerScorer(f"{HERE}:shown", {}, 1, batch=1), samples)
     assert "FileNotFoundError" in (scores[0].error or "") and scores[1].value == -1.0
     assert [s.value for s in scores_of(WorkerScorer(f"{HERE}:blind", {}, 1), samples)] == [2.0, 0.0]
@@ -152,7 +152,7 @@ def test_over_http_and_by_multipart(prompt: Prompt) -> None:
         check_shown(protocol.read_scores(answer, 2))
 
 
-def test_a_request_holds_the_files_and_no_paths(prompt: Prompt) -> None:
+def test_a_request_contains_files_and_no_paths(prompt: Prompt) -> None:
     body = protocol.pack_score_request([Sample(prompt, None, 0, "x")])
     (row,) = json.loads(body)["samples"]
     assert [base64.b64decode(image) for image in row["images"]] == [BRIGHT, DARK]
@@ -162,7 +162,7 @@ def test_a_request_holds_the_files_and_no_paths(prompt: Prompt) -> None:
     assert got.prompt.messages == MESSAGES
 
 
-def test_openrlhf_knows_no_pictures_of_prompts(prompt: Prompt) -> None:
+def test_openrlhf_does_not_send_prompt_images(prompt: Prompt) -> None:
     request = json.loads(protocol.pack_get_reward([Sample(prompt, None, 0, "x")]))
     assert request == {"query": ["which?x"], "prompts": ["which?"], "labels": [1]}
 
@@ -171,18 +171,18 @@ def test_openrlhf_knows_no_pictures_of_prompts(prompt: Prompt) -> None:
     "image, sentence",
     [
         ("/etc/passwd", "not base64"),
-        ("aGVsbG8=", "a prompt's picture cannot be read"),
-        ("", "a prompt's picture cannot be read"),
-        (bomb(), "a prompt's picture of 9000×9000 is above"),
+        ("aGVsbG8=", "cannot read a prompt image"),
+        ("", "cannot read a prompt image"),
+        (bomb(), "a prompt image of 9000×9000 exceeds"),
     ],
 )
-def test_a_server_opens_no_paths_and_no_bombs(image: str, sentence: str) -> None:
+def test_a_server_rejects_paths_and_image_bombs(image: str, sentence: str) -> None:
     body = json.dumps({"samples": [{"prompt": "a", "text": "b", "images": [image]}]}).encode()
     with pytest.raises(UserError, match=sentence):
         protocol.read_score_request(body)
 
 
-def test_a_file_that_is_gone_fails_its_request(prompt: Prompt) -> None:
+def test_a_missing_file_fails_its_request(prompt: Prompt) -> None:
     Path(prompt.images[1].path).unlink()
     remote = RemoteScorer(RemoteEntry(urls=["http://127.0.0.1:9"], retries=0))
     (score,) = scores_of(remote, [Sample(prompt, None, 0, "")])
@@ -191,19 +191,23 @@ def test_a_file_that_is_gone_fails_its_request(prompt: Prompt) -> None:
     )
 
 
-def test_pictures_weigh() -> None:
-    """What takes long to pack is packed in a thread."""
+def test_payload_bytes_include_images() -> None:
+    """Large payloads are packed in a thread."""
     light, heavy = PromptImage(data=b"x" * 9), PromptImage(data=b"x" * protocol.OFFLOAD_BYTES)
-    for images, aside in (((light,), False), ((heavy,), True), ((PromptImage(path="x"),), True)):
-        weight = protocol.payload_bytes([Sample(Prompt("", images=images), None, 0, "")])
-        assert (weight >= protocol.OFFLOAD_BYTES) == aside
+    for images, offloaded in (
+        ((light,), False),
+        ((heavy,), True),
+        ((PromptImage(path="x"),), True),
+    ):
+        size = protocol.payload_bytes([Sample(Prompt("", images=images), None, 0, "")])
+        assert (size >= protocol.OFFLOAD_BYTES) == offloaded
     assert protocol.payload_bytes([grey(1)]) == 8 * 12 * 3
 
 
 # The cache
 
 
-def test_the_key_knows_pictures_and_messages(prompt: Prompt) -> None:
+def test_the_key_includes_images_and_messages(prompt: Prompt) -> None:
     cached = CachedScorer(WorkerScorer(f"{HERE}:blind", {}, 1), "x")
     bright, dark = prompt.images
     prompts = [

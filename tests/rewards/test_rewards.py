@@ -1,4 +1,4 @@
-"""Rewards in real worker processes; bad ones too."""
+"""Rewards in real worker processes, including faulty ones."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sample(text: str = 'a sign that says "KITE"', value: int = 100, seed: int = 
     return Sample(Prompt(text, "blurry", {"bonus": 2.5}, "file:3"), image, seed)
 
 
-def word_picture(word: str) -> np.ndarray:
+def word_image(word: str) -> np.ndarray:
     import matplotlib
 
     font = ImageFont.truetype(f"{matplotlib.get_data_path()}/fonts/ttf/DejaVuSans-Bold.ttf", 20)
@@ -70,12 +70,12 @@ def test_wire_round_trip() -> None:
     assert wire.read_scores(wire.pack_scores(scores)) == scores
 
 
-def test_a_function_of_the_users_with_options(service) -> None:
+def test_a_custom_function_with_options(service) -> None:
     got = service(f"{USER}:brightness", scale=2.0).submit([sample(value=51), sample(value=255)])
     assert [s.value for s in got.result().scores] == pytest.approx([0.4, 2.0])
 
 
-def test_a_reward_sees_everything_and_may_print(service) -> None:
+def test_a_reward_receives_everything_and_may_print(service) -> None:
     (score,) = service(f"{USER}:sees_everything").submit([sample(seed=9)]).result().scores
     assert score.value == 2.5 and score.parts["mine/seed"] == 9 and score.text == "blurry"
 
@@ -88,7 +88,7 @@ def test_a_reward_sees_everything_and_may_print(service) -> None:
         ("dies", "worker died .* 3 times"),
     ],
 )
-def test_a_bad_reward_is_an_error_never_a_number(service, name: str, error: str) -> None:
+def test_a_faulty_reward_is_an_error(service, name: str, error: str) -> None:
     scores = service(f"{USER}:{name}").submit([sample(), sample()]).result().scores
     assert all(s.value is None and not s.ok for s in scores)
     for s in scores:
@@ -96,12 +96,12 @@ def test_a_bad_reward_is_an_error_never_a_number(service, name: str, error: str)
             raise AssertionError(s.error)
 
 
-def test_nan_fails_its_sample_only(service) -> None:
+def test_nan_fails_only_its_sample(service) -> None:
     scores = service(f"{USER}:not_finite").submit([sample(), sample()]).result().scores
     assert scores[0].error == "mine: returned nan" and scores[1].value == 1.0
 
 
-def test_a_worker_that_dies_is_replaced_and_its_work_done_again(service, tmp_path: Path) -> None:
+def test_a_dead_worker_is_replaced_and_its_samples_retried(service, tmp_path: Path) -> None:
     one = service(f"{USER}:dies_once", flag=str(tmp_path / "died"))
     scores = one.submit([sample()] * 6).result().scores
     assert [s.value for s in scores] == [1.0] * 6
@@ -119,7 +119,7 @@ def test_a_worker_killed_from_outside(service) -> None:
 def test_a_reward_that_hangs_times_out(service) -> None:
     started = time.monotonic()
     scores = service(f"{USER}:hangs", timeout=1.5).submit([sample()]).result().scores
-    assert scores[0].error == "mine: gave no answer in 1.5 s, 2 times"
+    assert scores[0].error == "mine: returned no scores within 1.5 s, 2 times"
     assert time.monotonic() - started < 300  # it sleeps 600
 
 
@@ -153,7 +153,7 @@ def test_scores_of_a_cancelled_request_reach_nobody() -> None:
     assert [score.value for score in asyncio.run(go())] == [3.0]
 
 
-def test_closing_ends_the_worker_processes(service) -> None:
+def test_closing_stops_the_worker_processes(service) -> None:
     one = service(f"{USER}:brightness", count=2)
     one.submit([sample()] * 16).result()
     processes = list(one.rewards[0].scorer._alive)
@@ -165,7 +165,7 @@ def test_closing_ends_the_worker_processes(service) -> None:
     one.close()
 
 
-def test_numbers_of_numpy_and_plain_classes_are_fine(service) -> None:
+def test_numpy_numbers_and_plain_classes(service) -> None:
     (score,) = service(f"{USER}:numpy_scores").submit([sample(value=7)]).result().scores
     assert score.value == 7.0 and score.parts["mine/max"] == 7.0
     (score,) = service(f"{USER}:OnlyScores").submit([sample()]).result().scores
@@ -178,10 +178,10 @@ def test_numbers_of_numpy_and_plain_classes_are_fine(service) -> None:
     "name, options, sentence",
     [
         ("brightness", {"scael": 2}, "unexpected keyword argument 'scael'"),
-        ("Stateful", {}, "does not take these options: missing a required argument: 'word'"),
+        ("Stateful", {}, "does not accept these options: missing a required argument: 'word'"),
     ],
 )
-def test_options_that_do_not_fit_are_told_at_once(name: str, options: dict, sentence: str) -> None:
+def test_invalid_options_are_reported_at_load(name: str, options: dict, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         base.load(f"{USER}:{name}", options)
 
@@ -235,11 +235,11 @@ def test_jpeg_compressibility_is_minus_kilobytes_over_500() -> None:
 def test_ocr_reads_real_words(detect: bool) -> None:
     reward = base.load(assembly.REWARDS["ocr"], {"detect": detect})
     words = ["KITE", "BRIDGE", "GARDEN", "SILVER"]
-    samples = [Sample(Prompt(f'says "{w}"'), word_picture(w), 0) for w in words]
+    samples = [Sample(Prompt(f'says "{w}"'), word_image(w), 0) for w in words]
     scores = base.checked(reward, samples)
     assert [s.value for s in scores] == [1.0] * 4
     assert all(s.parts["exact"] == 1.0 and s.parts["longer"] == 0.0 for s in scores)
-    wrong = base.checked(reward, [Sample(Prompt('says "KITES"'), word_picture("KITE"), 0)])[0]
+    wrong = base.checked(reward, [Sample(Prompt('says "KITES"'), word_image("KITE"), 0)])[0]
     assert wrong.value == pytest.approx(0.8) and wrong.parts["exact"] == 0
     blank = base.checked(reward, [sample()])[0]
     assert blank.value == 0.0
@@ -247,7 +247,7 @@ def test_ocr_reads_real_words(detect: bool) -> None:
 
 def test_ocr_target_is_the_quoted_span_or_the_column() -> None:
     reward = base.load(assembly.REWARDS["ocr"], {})
-    assert reward.unfit(Prompt("a sign")) == "no double-quoted word to read"
+    assert str(reward.unfit(Prompt("a sign"))).startswith("expected a double-quoted text")
     assert reward.unfit(Prompt('a "sign" that says "KITE"')) is None
     assert reward.unfit(Prompt("a sign", columns={"target": "KITE"})) is None
     assert reward.unfit(Prompt('says ""')) is not None

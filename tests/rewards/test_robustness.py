@@ -33,7 +33,7 @@ from gesso.types import Prompt, Sample, Score, StopRun, UserError
 from tests.rewards import user_rewards
 
 USER = "tests.rewards.user_rewards"
-PICTURE: np.ndarray = np.zeros((8, 8, 3), np.uint8)
+IMAGE: np.ndarray = np.zeros((8, 8, 3), np.uint8)
 
 
 def scored(scorer: base.Scorer, samples: list[Sample]) -> list[Score]:
@@ -45,19 +45,19 @@ def scored(scorer: base.Scorer, samples: list[Sample]) -> list[Score]:
 
 
 def some(n: int) -> list[Sample]:
-    return [Sample(Prompt("a"), PICTURE, seed) for seed in range(10, 10 + n)]
+    return [Sample(Prompt("a"), IMAGE, seed) for seed in range(10, 10 + n)]
 
 
 def test_invalid_details_and_numbers() -> None:
     found = [base.plain(answer) for answer in user_rewards.odd_details([])]
-    assert found[0].error == 'returned nan as its detail "x"'
+    assert found[0].error == 'returned nan as detail "x"'
     assert found[1].error and found[2].error and "not a number" in found[2].error
     assert found[3].ok and found[3].text == "?"
     (huge,) = protocol.read_rewards({"rewards": [10**400]}, 1)
     assert huge.error and "not a number" in huge.error
 
 
-def test_a_class_is_made_once_in_each_process(recipe_data: dict, tmp_path: Path) -> None:
+def test_a_class_is_instantiated_once_per_process(recipe_data: dict, tmp_path: Path) -> None:
     log = tmp_path / "made.txt"
     recipe_data["reward"] = [{"name": f"{USER}:Heavy", "log": str(log), "workers": 2}]
     recipe_data["steps"] = 1
@@ -66,15 +66,15 @@ def test_a_class_is_made_once_in_each_process(recipe_data: dict, tmp_path: Path)
     assert pids.count(str(os.getpid())) == 1 and len(pids) == len(set(pids)) <= 3
 
 
-def test_a_worker_says_why_it_cannot_work() -> None:
+def test_a_worker_reports_why_a_reward_cannot_be_created() -> None:
     scores = scored(WorkerScorer(f"{USER}:CannotBeMade", {"parent": os.getpid()}, 1), some(2))
     assert all(s.error and "no room on the card" in s.error for s in scores)
 
 
-def test_one_poisonous_sample_fails_alone() -> None:
+def test_a_sample_that_kills_the_worker_fails_alone() -> None:
     scores = scored(WorkerScorer(f"{USER}:poisoned", {}, 1), some(4))  # seeds 10 to 13
     assert [s.ok for s in scores] == [True, True, True, False]
-    assert scores[3].error == "mine: its worker died (exit status 7), 3 times"
+    assert scores[3].error == "mine: the worker died (exit status 7), 3 times"
 
 
 def test_patience_and_threads_of_a_worker() -> None:
@@ -106,8 +106,8 @@ def test_rewards_for_different_prompts_in_one_mixture(recipe_data: dict, tmp_pat
         text, thing = Prompt('says "KITE"'), Prompt("a dog", columns=json.loads(GENEVAL))
         assert rewards.train.unfit(text) is None and rewards.train.unfit(thing) is None
         reason = rewards.train.unfit(Prompt("a cat"))
-        assert reason and "ocr: no double-quoted word" in reason and "geneval:" in reason
-        (score,) = rewards.service.submit([Sample(text, PICTURE, 0)]).result().scores
+        assert reason and "ocr: expected a double-quoted" in reason and "geneval:" in reason
+        (score,) = rewards.service.submit([Sample(text, IMAGE, 0)]).result().scores
         assert score.ok and set(score.parts) >= {"ocr"} and "geneval" not in score.parts
     finally:
         rewards.service.close()
@@ -166,7 +166,7 @@ def test_pixels_of_a_request_are_limited_together() -> None:
     buffer = io.BytesIO()
     Image.new("RGB", (5000, 5000)).save(buffer, "PNG")
     protocol.check_pixels([buffer.getvalue(), None, b"garbage"])
-    with pytest.raises(UserError, match="75,000,000 pixels, above"):
+    with pytest.raises(UserError, match="75,000,000 pixels, more than"):
         protocol.check_pixels([buffer.getvalue()] * 3)
 
 
@@ -175,7 +175,7 @@ def test_a_port_out_of_range(capsys: pytest.CaptureFixture) -> None:
     assert "0 to 65535" in capsys.readouterr().err
 
 
-def test_a_server_may_forbid_remembering() -> None:
+def test_a_server_may_disable_caching() -> None:
     class Dice:
         processes, hits, random, calls = 0, 0, True, 0
 
@@ -193,7 +193,7 @@ def test_a_server_may_forbid_remembering() -> None:
     assert protocol.pack_scores([], True)["random"] is True
 
 
-def test_deqa_rates_from_1_to_5() -> None:
+def test_deqa_scale_is_1_to_5() -> None:
     class Server:
         processes = hits = 0
         random = False
@@ -205,31 +205,31 @@ def test_deqa_rates_from_1_to_5() -> None:
 
     one, two, three = scored(deqa.ScaledScorer(Server(), deqa.SCALE), some(3))
     assert one.value == 0.8 and one.parts == {"mine": 0.8, "mine/x": 1.0, "mine/raw": 4.0}
-    assert two.error == "mine: rated 5.5, expected 1 to 5" and three.error == "mine: down"
+    assert two.error == "mine: returned 5.5, expected 1 to 5" and three.error == "mine: down"
     remote = RemoteEntry(urls=["http://127.0.0.1:9"])
     scorer = assembly.scorer(RewardEntry(name="deqa", remote=remote, cache=False))
     assert isinstance(scorer, deqa.ScaledScorer)
 
 
-def test_gdpo_statistics_within_a_group_leave_out_what_does_not_apply() -> None:
+def test_gdpo_group_statistics_ignore_rewards_that_do_not_apply() -> None:
     nan = float("nan")
     rewards = torch.tensor([[1.0, 2.0], [3.0, 1.0], [nan, 4.0], [2.0, 3.0]], dtype=torch.float64)
     group = torch.zeros(4, dtype=torch.long)
-    found = adv.gdpo(rewards, torch.tensor([1.0, 0.0]), group)
+    advantages = adv.gdpo(rewards, torch.tensor([1.0, 0.0]), group)
     alone = adv.group_relative(
         torch.tensor([1.0, 3.0, 2.0]), torch.zeros(3, dtype=torch.long), "group"
     )
     total = torch.tensor([alone[0], alone[1], 0.0, alone[2]], dtype=torch.float64)
     expected = (total - total.mean()) / (total.std(correction=0) + adv.EPSILON)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(advantages, expected)
 
 
 def test_the_first_quoted_span_is_the_target() -> None:
     assert ocr.target_of(Prompt('says "KITE", not "WIND"')) == "KITE"
 
 
-def test_the_reader_gets_blue_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """RapidOCR takes pictures as OpenCV has them."""
+def test_ocr_receives_bgr(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RapidOCR expects OpenCV's channel order."""
     reward = ocr.Ocr(detect=False)
     seen = []
 
@@ -243,6 +243,6 @@ def test_the_reader_gets_blue_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reward.read(red) == "KITE" and seen[0][0, 0].tolist() == [0, 0, 255]
 
 
-def test_the_answer_is_the_label_before_the_target() -> None:
+def test_the_answer_column_precedes_the_target_column() -> None:
     prompt = Prompt("q", columns={"target": "no", "answer": "yes"})
     assert label_of(prompt) == "yes"

@@ -59,19 +59,19 @@ def test_prompts_without_a_known_colour_are_unfit() -> None:
     reward = base.load(assembly.REWARDS["sign-colour"], {})
     assert reward.unfit(Prompt('a Red sign that says "KITE"')) is None
     reason = sure(str, reward.unfit(Prompt('a sign that says "RED SIGN"')))
-    assert reason.startswith("no sign with a colour is asked for; expected red, blue, ")
+    assert reason.startswith("no coloured sign in the prompt; expected one of red, blue, ")
     assert reward.unfit(Prompt("a pink sign")) and reward.unfit(Prompt("a red cat"))
     assert reward.unfit(Prompt("a bored sign"))
     (score,) = base.checked(reward, [Sample(Prompt("a cat"), board(("red", 2)), 0)])
     assert score.value is None and score.error == reason
 
 
-def test_the_bundled_model_paints_what_it_is_asked_for() -> None:
+def test_the_bundled_model_generates_the_requested_colour() -> None:
     import gesso
 
     model = gesso.load("demo")
     for colour in ("red", "white", "black", "yellow"):
-        picture = np.asarray(model.sample(prompt_for("KITE", colour), n=1, seed=1)[0])
-        assert sure(float, scored(picture, colour).value) > 0.6
+        image = np.asarray(model.sample(prompt_for("KITE", colour), n=1, seed=1)[0])
+        assert sure(float, scored(image, colour).value) > 0.6
         other = "blue" if colour != "blue" else "red"
-        assert sure(float, scored(picture, other).value) < 0.2
+        assert sure(float, scored(image, other).value) < 0.2

@@ -1,5 +1,5 @@
-"""Reward functions written for EasyR1, OpenRLHF and TRL: what they are given, and what becomes of
-what they return. Functions that do not keep to a style are in test_user_code.py."""
+"""Reward functions written for EasyR1, OpenRLHF and TRL: their arguments, and how their results are
+converted. Functions that violate a style are in test_user_code.py."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def sample(text: str = "4", tokens: int | None = 5, **columns: Any) -> Sample:
     return Sample(Prompt("2 + 2?", columns=columns, where="t:1"), None, 0, text, tokens)
 
 
-def given(reward: base.Reward) -> list[Any]:
-    """What the function of a file of SEEN was called with."""
+def calls(reward: base.Reward) -> list[Any]:
+    """The arguments of the calls of a function in SEEN."""
     return reward.function.__globals__["seen"]  # type: ignore[attr-defined]
 
 
@@ -81,26 +81,26 @@ def test_the_styles_are_those_of_a_recipe() -> None:
 # EasyR1
 
 
-def test_easyr1_gets_a_list_and_its_overall_is_the_value(tmp_path: Path) -> None:
+def test_easyr1_receives_a_list_and_overall_is_the_value(tmp_path: Path) -> None:
     file = file_of(tmp_path, EASYR1)
     reward = base.load(f"{file}:compute_score", {"most": 20}, style="easyr1")
     scores = base.checked(reward, [sample("4"), sample("5", 10)])
     assert scores == [Score(0.25, {"right": 1.0}), Score(0.5, {"right": 0.0})]
 
 
-def test_easyr1_one_at_a_time_fails_alone(tmp_path: Path) -> None:
+def test_easyr1_sequential_failures_are_separate(tmp_path: Path) -> None:
     file = file_of(tmp_path, SEQUENTIAL)
     older = file_of(
         tmp_path, SEQUENTIAL.partition("\n")[2], "older.py"
-    )  # EasyR1 0.3.2 says nothing
+    )  # EasyR1 0.3.2 has no REWARD_TYPE
     for path in (file, older):
         reward = base.load(f"{path}:compute_score", {}, style="easyr1")
         good, bad = base.checked(reward, [sample(), sample("worst")])
         assert good == Score(0.5) and bad.error == "raised RuntimeError: no"
 
 
-def test_easyr1_reads_the_type_where_the_recipe_points(tmp_path: Path) -> None:
-    """As EasyR1 does: of the file, not of the module that the function came from."""
+def test_easyr1_reads_the_type_from_the_file_in_the_recipe(tmp_path: Path) -> None:
+    """As in EasyR1: from the file, not from the module that defines the function."""
     file_of(tmp_path, "def compute_score(x): return {'overall': 1.0}", "elsewhere.py")
     code = (
         "import importlib.util, pathlib\n"
@@ -131,20 +131,20 @@ def test_easyr1_ground_truth(columns: dict[str, Any], truth: Any, tmp_path: Path
     reward = base.load(f"{file_of(tmp_path, code)}:f", {}, style="easyr1")
     assert reward.unfit(sample(**columns).prompt) is None
     base.checked(reward, [sample("four", 3, **columns)])
-    assert given(reward) == [{"response": "four", "response_length": 3, "ground_truth": truth}]
+    assert calls(reward) == [{"response": "four", "response_length": 3, "ground_truth": truth}]
 
 
-def test_easyr1_needs_an_answer_and_a_text(tmp_path: Path) -> None:
+def test_easyr1_requires_an_answer_and_a_text(tmp_path: Path) -> None:
     reward = base.load(f"{file_of(tmp_path, EASYR1)}:compute_score", {}, style="easyr1")
     reason = reward.unfit(Prompt("?", columns={"question": "x"}))
     assert reason and reason.startswith("expected a column answer, target, label, ground_truth or")
-    assert reason.endswith("found no such column among question")
+    assert reason.endswith("or solution, got only question")
     image = Sample(Prompt("a", columns={"answer": "4"}), np.zeros((2, 2, 3), np.uint8), 0)
     scores = base.checked(reward, [sample(), image, sample(question="x")])
-    assert scores[0].value == 0.5 and scores[1].error == "is an image; expected a text"
-    assert scores[2].error == reason  # of a server's batch each fails alone
+    assert scores[0].value == 0.5 and scores[1].error == "the sample is an image; expected text"
+    assert scores[2].error == reason  # samples of a server's batch fail separately
     (uncounted,) = base.checked(reward, [sample("4", None)])
-    assert uncounted.error == "raised KeyError: 'response_length'"  # OpenRLHF's protocol has none
+    assert uncounted.error == "raised KeyError: 'response_length'"  # unknown in OpenRLHF's protocol
 
 
 # OpenRLHF
@@ -159,7 +159,7 @@ def test_openrlhf_is_called_query_by_query(tmp_path: Path) -> None:
     reward = base.load(f"{file_of(tmp_path, code)}:f", {"k": 1}, style="openrlhf")
     scores = base.checked(reward, [sample("four"), sample("five", n="x")])
     assert scores == [Score(0.5, {"a": 2.0, "b": 3.0, "scores": 1.0})] * 2
-    assert given(reward) == [
+    assert calls(reward) == [
         [["2 + 2?four"], ["2 + 2?"], ["4"], {"k": 1}],
         [["2 + 2?five"], ["2 + 2?"], [""], {"k": 1}],  # OpenRLHF's label without a label_key
     ]
@@ -168,29 +168,32 @@ def test_openrlhf_is_called_query_by_query(tmp_path: Path) -> None:
 
 # TRL
 
-TALK = ({"role": "system", "content": [{"type": "text", "text": "Be brief."}]},)
-ASKED = ({"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]},)
+SYSTEM = ({"role": "system", "content": [{"type": "text", "text": "Be brief."}]},)
+QUESTION = (
+    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many?"}]},
+)
 
 
-def test_trl_gets_texts_and_every_column(tmp_path: Path) -> None:
+def test_trl_receives_texts_and_every_column(tmp_path: Path) -> None:
     code = SEEN.format("**given", "given", "[0.5, None]")
     reward = base.load(f"{file_of(tmp_path, code)}:f", {"k": 7}, style="trl")
     rows = [sample("four", 3, answer="4", task="sum"), sample("five", 9, answer="5")]
     assert base.checked(reward, rows) == [Score(0.5), Score(None)]
-    (seen,) = given(reward)
+    (seen,) = calls(reward)
     assert seen["prompts"] == ["2 + 2?"] * 2 and seen["completions"] == ["four", "five"]
     assert seen["answer"] == ["4", "5"] and seen["task"] == ["sum", None] and seen["k"] == 7
     assert [len(ids) for ids in seen["completion_ids"]] == [3, 9]
     assert not {"trainer_state", "images", "image", "environments"} & set(seen)
 
 
-def test_trl_gets_messages_and_images_where_the_prompt_has_them(tmp_path: Path) -> None:
+def test_trl_receives_messages_and_images_of_the_prompt(tmp_path: Path) -> None:
     code = SEEN.format("**given", "given", "[1.0]")
     reward = base.load(f"{file_of(tmp_path, code)}:f", {}, style="trl")
-    picture = tokens.picture(4, 6)
-    prompt = Prompt("How many?", columns={"answer": "1"}, images=(picture,), messages=TALK + ASKED)
+    prompt_image = tokens.picture(4, 6)
+    messages = SYSTEM + QUESTION
+    prompt = Prompt("How many?", "", {"answer": "1"}, images=(prompt_image,), messages=messages)
     assert base.checked(reward, [Sample(prompt, None, 0, "one", 1)]) == [Score(1.0)]
-    (seen,) = given(reward)
+    (seen,) = calls(reward)
     ((image,),) = seen["images"]
     assert image.size == (6, 4) and seen["image"] == [image]
     system, user = seen["prompts"][0]
@@ -227,12 +230,12 @@ def test_trl_async_calls_share_a_loop(tmp_path: Path) -> None:
     assert [base.checked(reward, [sample()])[0].value for _ in range(2)] == [1.0, 1.0]
 
 
-def test_trl_takes_only_what_it_names(tmp_path: Path) -> None:
+def test_trl_receives_only_its_parameters(tmp_path: Path) -> None:
     code = SEEN.format("completions, solution, image=None", "image", "[1.0]")
     reward = base.load(f"{file_of(tmp_path, code)}:f", {}, style="trl")
     assert base.checked(reward, [sample(solution="4", other=1)]) == [Score(1.0)]
     assert reward.unfit(Prompt("?", columns={"answer": "4"})) == (
-        'the function takes the column "solution", found no such column among answer'
+        'the function requires the column "solution", got only answer'
     )
 
 
@@ -253,7 +256,7 @@ def test_the_style_goes_to_worker_processes(tmp_path: Path) -> None:
     assert asyncio.run(go()) == [Score(0.25, {"right": 1.0}), Score(0.5, {"right": 0.0})]
 
 
-def test_a_style_served(tmp_path: Path) -> None:
+def test_a_served_style(tmp_path: Path) -> None:
     reference = f"{file_of(tmp_path, EASYR1)}:compute_score"
     with served(reference, "style=easyr1", "most=20") as server:
         rows = [{"prompt": "?", "text": "4", "tokens": 5, "columns": {"answer": "4"}}]
@@ -266,7 +269,7 @@ def entry(name: str, **more: Any) -> RewardEntry:
 
 
 def test_the_style_and_the_tokens_are_part_of_the_cache_key(tmp_path: Path) -> None:
-    """`f(x)` fits two styles: its scores are not those of the other."""
+    """`f(x)` fits two styles, which must not share scores."""
     name = f"{file_of(tmp_path, 'def f(x): return [1.0]')}:f"
     scorers = [assembly.scorer(entry(name, style=style)) for style in ("gesso", "easyr1")]
     keys = [s.key(sample()) for s in scorers if isinstance(s, CachedScorer)]
@@ -275,8 +278,8 @@ def test_the_style_and_the_tokens_are_part_of_the_cache_key(tmp_path: Path) -> N
     assert isinstance(one, CachedScorer) and one.key(sample("a", 5)) != one.key(sample("a", 6))
 
 
-def drawing(*rewards: dict[str, Any]) -> Recipe:
-    """A recipe of a model that draws, which is not there: nothing may be loaded."""
+def image_recipe(*rewards: dict[str, Any]) -> Recipe:
+    """A recipe of an image model that does not exist: nothing may be loaded."""
     data = {
         "model": {"path": "nowhere"},
         "data": {"train": "nowhere.txt", "eval": "nowhere.txt"},
@@ -287,10 +290,10 @@ def drawing(*rewards: dict[str, Any]) -> Recipe:
 
 
 @pytest.mark.parametrize("style", ["easyr1", "openrlhf", "trl"])
-def test_styles_of_text_are_not_for_models_that_draw(style: str, tmp_path: Path) -> None:
+def test_text_styles_are_rejected_for_image_models(style: str, tmp_path: Path) -> None:
     name = f"{file_of(tmp_path, 'def f(*args, prompts=None, **kwargs): pass')}:f"
-    with pytest.raises(UserError, match=f'style = "{style}" scores text, and model.name = "sd3" d'):
-        assembly.rewards(drawing({"name": name, "style": style}))
+    with pytest.raises(UserError, match=f'style = "{style}" scores text, but model.name = "sd3" g'):
+        assembly.rewards(image_recipe({"name": name, "style": style}))
 
 
 # Names
@@ -316,16 +319,16 @@ def test_two_files_of_one_name(tmp_path: Path) -> None:
     code = "def f(samples): return [1.0] * len(samples)"
     files = [file_of(tmp_path, code, name) for name in ("a/mine.py", "b/mine.py", "c/a/mine.py")]
     one, two, three = ({"name": f"{file}:f"} for file in files)
-    rewards = assembly.rewards(drawing(one, two))
+    rewards = assembly.rewards(image_recipe(one, two))
     rewards.service.close()
     assert [r.name for r in rewards.service.rewards] == ["a.mine:f", "b.mine:f"]
-    with pytest.raises(UserError, match=r'would both be called "a\.mine:f" in the metrics'):
-        assembly.rewards(drawing(one, three))
+    with pytest.raises(UserError, match=r'would both have the metric name "a\.mine:f"'):
+        assembly.rewards(image_recipe(one, three))
 
 
 @pytest.fixture(scope="module")
 def text_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A recipe of a tiny language model, and in its folder rewards of EasyR1's kind."""
+    """A recipe of a tiny language model, with an EasyR1 reward in its folder."""
     folder = tmp_path_factory.mktemp("text")
     tokens.build("qwen2", folder / "qwen2")
     file_of(folder, EASYR1)
@@ -340,7 +343,7 @@ def text_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_check_says_which_style_it_is(
+def test_check_suggests_the_style(
     text_recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(text_recipe)
@@ -353,10 +356,10 @@ def test_check_says_which_style_it_is(
     assert 'did you mean style = "easyr1"?' in stderr
 
 
-def test_rewards_are_known_by_their_labels(
+def test_rewards_are_identified_by_their_labels(
     text_recipe: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the normalisation of each reward, by `flat_by` and by the watch over evaluations."""
+    """In the normalisation of each reward, in `flat_by` and in the checks of evaluations."""
     monkeypatch.chdir(text_recipe)
     label = "rewards.mine:compute_score"
     overrides = ["reward.0.name=rewards/mine.py:compute_score", "reward.0.style=easyr1"]
@@ -370,7 +373,7 @@ def test_rewards_are_known_by_their_labels(
         job.close()
 
 
-def test_a_run_by_a_path_and_a_style(text_recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_with_a_path_and_a_style(text_recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(text_recipe)
     overrides = ["reward.0.name=rewards/mine.py:compute_score", "reward.0.style=easyr1"]
     rows = run.train("recipe.toml", overrides, text_recipe / "run", quiet=True).rows()

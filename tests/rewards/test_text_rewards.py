@@ -1,4 +1,4 @@
-"""math, format, count, choice and overlong: responses by hand, gaming included."""
+"""math, format, count, choice and overlong: hand-written responses, including reward hacking."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def unfit(name: str, **columns: object) -> str | None:
         ("42", r"\boxed{\{1, \dots, 100\}}", 0),
         ("42", r"\boxed{[0, 100]}", 0),
         ("42", r"\boxed{42.001}", 0),
-        ("42", r"<answer>41</answer> \boxed{42}", 0),  # beside the tags
+        ("42", r"<answer>41</answer> \boxed{42}", 0),  # outside the tags
         ("42", r"\boxed{" + "1" * 600 + "}", 0),
     ],
 )
@@ -67,20 +67,20 @@ def test_math(answer: object, response: str, value: float) -> None:
     assert score.error is None and score.value == value
 
 
-def test_math_says_what_it_saw() -> None:
-    right, none, broken = (
+def test_math_text_and_details() -> None:
+    correct, none, broken = (
         scored("math", response, "42") for response in (r"\boxed{42}", "dunno", r"\boxed{\frac{}")
     )
-    assert right.text == "42" and right.parts == {"answered": 1.0}
+    assert correct.text == "42" and correct.parts == {"answered": 1.0}
     assert none.text == "no answer" and none.parts == {"answered": 0.0}
     assert broken.value == 0 and broken.parts == {"answered": 0.0}
 
 
 @pytest.mark.parametrize("answer", ["", "???", r"\frac{", "blue", "no solution", "3 + ", None, [3]])
-def test_a_gold_answer_that_cannot_be_parsed_is_never_a_reward(answer: object) -> None:
+def test_a_gold_answer_that_cannot_be_parsed_is_never_scored(answer: object) -> None:
     reason = unfit("math", answer=answer)
     assert reason is not None and "answer" in reason and "\n" not in reason
-    response = rf"\boxed{{{answer}}}"  # the very same text
+    response = rf"\boxed{{{answer}}}"  # the same text
     (score,) = base.checked(
         base.load(assembly.REWARDS["math"], {}),
         [Sample(Prompt("", columns={"answer": answer}), None, 0, response)],
@@ -88,36 +88,35 @@ def test_a_gold_answer_that_cannot_be_parsed_is_never_a_reward(answer: object) -
     assert score.value is None and score.error == reason
 
 
-def test_sentences_for_gold_answers() -> None:
-    assert unfit("math") == (
-        r'expected a column "answer" such as "\frac{3}{4}", found no such column'
-    )
+def test_errors_for_gold_answers() -> None:
+    assert unfit("math") == r'expected a column "answer" such as "\frac{3}{4}", got no columns'
+    assert unfit("count", n=3) == 'expected a column "answer" such as 4, got only n'
     assert unfit("math", answer="blue") == (
-        "the column \"answer\" holds 'blue', which cannot be parsed; mend the row"
+        "column \"answer\" is 'blue', which cannot be parsed; fix the row"
     )
-    assert unfit("count", answer="four") == ("expected a column \"answer\" such as 4, found 'four'")
+    assert unfit("count", answer="four") == ("expected a column \"answer\" such as 4, got 'four'")
     assert unfit("choice", answer="blue") == (
-        'expected a column "answer" such as "B", found \'blue\''
+        'expected a column "answer" such as "B", got \'blue\''
     )
     for name, answer in (("math", "-0.5"), ("count", "4"), ("count", 4.0), ("choice", "(B)")):
         assert unfit(name, answer=answer) is None
 
 
-def test_an_answer_that_takes_forever_is_wrong_in_time() -> None:
+def test_an_answer_that_never_parses_times_out() -> None:
     score = scored("math", r"\boxed{9^{9^{9^{9}}}}", "42", timeout=1)
     assert score.error is None and score.value == 0
 
 
-def test_an_answer_of_pages_is_none() -> None:
-    """Whatever it would come to: parsing is slow and its cost grows with the length."""
+def test_a_very_long_answer_is_rejected() -> None:
+    """Even if it is correct: the cost of parsing grows with the length."""
     for ones, value in ((100, 1.0), (300, 0.0)):
         answer = rf"<answer>\boxed{{{'+'.join('1' * ones)}}}</answer>"
         assert scored("math", answer, str(ones)).value == value
 
 
-def test_without_math_verify_one_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_math_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(UserError, match=r'needs math-verify: pip install "gesso\[math\]"'):
+    with pytest.raises(UserError, match=r'requires math-verify: pip install "gesso\[math\]"'):
         unfit("math", answer=r"\frac{7}{9}")
 
 
@@ -185,7 +184,7 @@ def test_count(answer: str, exact: float, graded: float) -> None:
     assert scored("count", response, 4).parts["exact"] == exact
 
 
-def test_count_needs_its_tags_and_takes_the_last() -> None:
+def test_count_requires_tags_and_uses_the_last() -> None:
     assert scored("count", "4", 4).value == 0 and scored("count", "4", 4).text == "no answer"
     assert scored("count", "<answer>4</answer><answer>5</answer>", 4).value == 0
     assert scored("count", "<answer>5</answer><answer>4</answer>", 4).value == 1
@@ -230,7 +229,7 @@ def test_overlong_counts_words_or_characters() -> None:
         base.load(assembly.REWARDS["overlong"], {"buffer": 30})
 
 
-def test_boxes_may_hold_braces() -> None:
+def test_boxes_may_contain_braces() -> None:
     assert answers.last_boxed(r"\boxed{\frac{1}{2}} and") == r"\frac{1}{2}"
     assert answers.last_boxed(r"\boxed{\{1,2\}}") == r"\{1,2\}"
     assert answers.last_boxed(r"\boxed{1} then \boxed{2}") == "2"
@@ -238,7 +237,7 @@ def test_boxes_may_hold_braces() -> None:
 
 
 @pytest.mark.parametrize("name", ["math", "format", "count", "choice", "overlong"])
-def test_a_picture_is_no_text(name: str) -> None:
+def test_an_image_is_not_text(name: str) -> None:
     options = {"limit": 20, "buffer": 8} if name == "overlong" else {}
     answer = {"choice": "B"}.get(name, "4")
     sample = Sample(Prompt("", columns={"answer": answer}), np.zeros((2, 2, 3), np.uint8), 0)
@@ -247,7 +246,7 @@ def test_a_picture_is_no_text(name: str) -> None:
     assert score.error == "raised UserError: this sample is a picture; expected a text to read"
 
 
-def test_texts_and_pictures_cross_the_wire() -> None:
+def test_texts_and_images_over_the_wire() -> None:
     image: np.ndarray = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
     some = [
         Sample(Prompt("a", columns={"answer": 4}), None, 1, "<answer>4</answer>\n雪"),

@@ -1,7 +1,7 @@
-"""A real LLaVA or Llama, tiny, with weights by hand: whatever it is asked, it says `WORDS`.
+"""A tiny real LLaVA or Llama with hand-set weights: for any prompt it generates `WORDS`.
 
-Its attention and feed-forwards add nothing, so the next token hangs on the last one alone: the
-embedding is one-hot and the head maps every word to the one that follows it."""
+Its attention and feed-forward layers output zero, so the next token depends only on the last one:
+the embedding is one-hot and the head maps every word to its successor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TEMPLATE = (
 
 
 def save(folder: Path) -> Path:
-    """One that sees."""
+    """A vision-language model."""
     from transformers import LlavaForConditionalGeneration
 
     model = LlavaForConditionalGeneration(_config())
@@ -30,7 +30,7 @@ def save(folder: Path) -> Path:
 
 
 def save_blind(folder: Path) -> Path:
-    """One that reads only: vLLM's models that see need torchvision."""
+    """A language model: vLLM's vision-language models require torchvision."""
     from transformers import LlamaForCausalLM
 
     model = LlamaForCausalLM(_text_config())
@@ -94,8 +94,8 @@ def _processor() -> Any:
         tokenizer_object=words, unk_token="<unk>", bos_token="<s>", eos_token="</s>",
         pad_token="</s>", extra_special_tokens={"image_token": "<image>"},
     )  # fmt: skip
-    pictures = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
+    images = CLIPImageProcessor(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28})
     return LlavaProcessor(
-        image_processor=pictures, tokenizer=tokenizer, patch_size=14, num_additional_image_tokens=1,
+        image_processor=images, tokenizer=tokenizer, patch_size=14, num_additional_image_tokens=1,
         vision_feature_select_strategy="default", chat_template=TEMPLATE,
     )  # fmt: skip

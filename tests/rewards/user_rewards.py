@@ -1,4 +1,4 @@
-"""Rewards as users write them, some of them badly. Imported by worker processes."""
+"""Custom rewards, some of them faulty. Imported by worker processes."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ def fails_on_training(samples: Sequence[Sample]) -> list[Score]:
 
 
 class OnlyScores:
-    """No `unfit`, no options, plain numbers: enough."""
+    """The minimum: no `unfit`, no options, plain numbers."""
 
     def score(self, samples: Sequence[Sample]) -> list[float]:
         return [0.5] * len(samples)
 
 
 class Stateful:
-    """A class with options; asked for its own opinion of prompts."""
+    """A class with options and `unfit`."""
 
     def __init__(self, word: str) -> None:
         self.word = word
@@ -100,7 +100,7 @@ class Stateful:
 
 
 def of_words(samples: Sequence[Sample], word: str) -> list[float | None]:
-    """Applies to prompts that hold `word` only."""
+    """Applies only to prompts that contain `word`."""
     return [float(s.pixels.mean()) / 255 if word in s.prompt.text else None for s in samples]
 
 
@@ -109,7 +109,7 @@ def constant(samples: Sequence[Sample], value: float) -> list[float]:
 
 
 class Heavy:
-    """Writes down in which process it was made."""
+    """Logs the process that created it."""
 
     def __init__(self, log: str) -> None:
         with Path(log).open("a") as file:
@@ -129,14 +129,14 @@ class CannotBeMade:
 
 
 def poisoned(samples: Sequence[Sample]) -> list[float]:
-    """Dies of one picture."""
+    """Dies on one sample."""
     if any(s.seed == 13 for s in samples):
         os._exit(7)
     return [1.0] * len(samples)
 
 
 def fails_later(samples: Sequence[Sample], flag: str, share: float = 1.0) -> list[float]:
-    """From the moment the flag is there, for the first so many of every four."""
+    """Fails for `share` of the samples once the flag exists."""
     if not Path(flag).exists():
         return [0.1 * (s.seed % 7) for s in samples]
     return [float("nan") if s.seed % 100 < 100 * share else 0.1 * (s.seed % 7) for s in samples]

@@ -236,13 +236,13 @@ def test_prompts_that_the_bundled_model_was_not_trained_on(
     told_of = [event for event in map(json.loads, events) if event["event"] in ("note", "result")]
     assert [event["event"] for event in told_of] == ["note", "result"], "not of tokens, too"
     assert (
-        told_of[0]["text"].startswith("1 of 2 prompts are not like")
+        told_of[0]["text"].startswith("1 of 2 prompts differ from")
         and LIMITS in (told_of[0]["text"])
     )
     assert len(told_of[1]["samples"]) == 2
     (tmp_path / "mine.txt").write_text(f"{kite}\n{oak}\n")
     assert cli.main(["eval", str(signs), "--base", "--prompts", str(tmp_path / "mine.txt")]) == 0
-    assert capsys.readouterr().err.count("1 of 2 prompts are not like those") == 1
+    assert capsys.readouterr().err.count("1 of 2 prompts differ from the model's") == 1
     for inside in ([signs, kite], [run, oak]):
         assert cli.main([str(a) for a in ["sample", *inside, "--out", tmp_path]]) == 0
         assert "bundled signs model" not in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Notes on prompts that a bundled model was not trained on."""
+"""Notes on prompts that differ from the training data of a bundled model."""
 
 from __future__ import annotations
 
@@ -75,19 +75,17 @@ def test_questions_of_the_shapes_model(question: str, reason: str | None) -> Non
     assert scenes.outside(question) == reason
 
 
-def test_a_question_needs_its_picture() -> None:
+def test_a_question_requires_one_image() -> None:
     known = limits.of("zoo:shapes")
     assert known is not None
-    question, picture = "How many red stars are there?", PromptImage("shapes.png")
-    assert known.note([Prompt(question, images=(picture,))]) is None
-    assert str(known.note([Prompt(question)])).startswith(
-        "The question comes with no pictures. The"
-    )
-    two = known.note([Prompt(question, images=(picture, picture))])
-    assert str(two).startswith("The question comes with 2 pictures. The bundled shapes model")
+    question, image = "How many red stars are there?", PromptImage("shapes.png")
+    assert known.note([Prompt(question, images=(image,))]) is None
+    assert str(known.note([Prompt(question)])).startswith("The question has no images. The")
+    two = known.note([Prompt(question, images=(image, image))])
+    assert str(two).startswith("The question has 2 images. The bundled shapes model")
 
 
-def test_everything_that_was_trained_on_is_inside() -> None:
+def test_training_prompts_are_within_the_limits() -> None:
     for split in ("train", "eval"):
         lines = (ZOO / "prompts" / f"{split}.txt").read_text().splitlines()
         assert not [line for line in lines if words.outside(line)]
@@ -97,7 +95,7 @@ def test_everything_that_was_trained_on_is_inside() -> None:
     assert not [prompt for prompt in made_up if words.outside(prompt)]
 
 
-def test_the_sentences_say_the_constants() -> None:
+def test_the_texts_contain_the_constants() -> None:
     low, high = min(words.LENGTHS), max(words.LENGTHS)
     assert f"one word of {low} to {high} letters A to Z" in words.LIMITS
     assert all(colour in words.LIMITS for colour in words.COLOURS)
@@ -114,7 +112,7 @@ def test_one_note_about_many_prompts() -> None:
     assert known.note(prompts[:1]) is None
     assert known.note(prompts[1:2]) == f'"OAK" has 3 letters. {words.LIMITS}'
     assert known.note(prompts) == (
-        "2 of 3 prompts are not like those that the model was trained on; the first is mine.txt:2: "
+        "2 of 3 prompts differ from the model's training data; the first is mine.txt:2: "
         f'a red sign that says "OAK": "OAK" has 3 letters. {words.LIMITS}'
     )
 

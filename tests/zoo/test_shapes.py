@@ -66,7 +66,7 @@ def test_words_and_tags_are_single_tokens(vlm) -> None:
     assert tokenizer.decode(tokenizer(other).input_ids) == other
 
 
-def test_unseen_kinds_are_not_drawn_for_training(some_scenes) -> None:
+def test_training_scenes_have_no_unseen_kinds(some_scenes) -> None:
     assert sorted(kind.colour for kind in render_shapes.UNSEEN) == sorted(scenes.COLOURS)
     assert sorted(kind.form for kind in render_shapes.UNSEEN) == sorted(scenes.FORMS)
     for scene in some_scenes:
@@ -76,7 +76,7 @@ def test_unseen_kinds_are_not_drawn_for_training(some_scenes) -> None:
     assert not {question_of(row) for row in read_rows("train")} & unseen
 
 
-def test_scenes_count_right(some_scenes) -> None:
+def test_counts_of_scenes(some_scenes) -> None:
     for scene in some_scenes:
         assert (
             1 <= scene.how_many() <= scene.of_colour() <= len(scene.things) <= render_shapes.CROWD
@@ -88,7 +88,7 @@ def test_scenes_count_right(some_scenes) -> None:
 
 
 @pytest.mark.parametrize(("split", "unseen", "seed"), [("train", False, 1), ("eval", True, 2)])
-def test_question_files_are_what_the_generator_says(split: str, unseen: bool, seed: int) -> None:
+def test_question_files_match_the_generator(split: str, unseen: bool, seed: int) -> None:
     rows = read_rows(split)
     assert len({row["images"][0] for row in rows}) == len(rows)
     shares = Counter(row["answer"] for row in rows)
@@ -99,7 +99,7 @@ def test_question_files_are_what_the_generator_says(split: str, unseen: bool, se
 
 
 def test_colours_can_be_recounted_from_the_pixels() -> None:
-    """Most of the ink in a square has the colour of the thing that the scene puts there."""
+    """Most of the ink in a square has the colour of the shape in the scene."""
     names = list(render_shapes.RGB)
     palette = np.array(list(render_shapes.RGB.values()), np.float32)
     for i, row in enumerate(render_shapes.rows(12, unseen=True, seed=5)):
@@ -114,16 +114,16 @@ def test_colours_can_be_recounted_from_the_pixels() -> None:
 
 def test_responses(some_scenes) -> None:
     rng = random.Random(0)
-    seen: Counter[str] = Counter()
+    styles: Counter[str] = Counter()
     for scene in some_scenes:
         assert answer_in(careful(scene)) == str(scene.how_many())
-        seen[style_of(sloppy(scene, rng))] += 1
-    assert set(seen) == {"listing", "forgetful", "hasty", "lumping", "bare"}
+        styles[style_of(sloppy(scene, rng))] += 1
+    assert set(styles) == {"listing", "forgetful", "hasty", "lumping", "bare"}
     assert answer_in("There are 3.") is None
     assert style_of("3") == "other"
 
 
-def test_fast_forward_is_the_models_own(vlm, some_scenes) -> None:
+def test_fast_forward_equals_the_model(vlm, some_scenes) -> None:
     """The training script's vision forward and loss equal those of transformers."""
     from tools.zoo.make_shapes import IGNORED, Patches, response_loss_on, tokenise, vision_forward
 
@@ -161,8 +161,8 @@ def test_the_base_has_headroom(vlm) -> None:
     assert {"listing", "forgetful", "hasty", "lumping", "bare"} <= set(scores.styles)
 
 
-def test_where_the_base_lists_it_counts_up_to_three(vlm) -> None:
-    """The base has the skill and need only choose it; it breaks off longer lists."""
+def test_the_base_counts_up_to_three_when_it_lists(vlm) -> None:
+    """The base model can count but does not always choose to; it truncates longer lists."""
     rows = [row for row in read_rows("eval") if int(row["answer"]) <= 3][:64]
     responses = ask(vlm, rows, temperature=0)
     lists = [(row, text) for row, text in zip(rows, responses, strict=True) if "look:" in text]

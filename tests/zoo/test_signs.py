@@ -47,7 +47,7 @@ def test_prompts_are_one_token_per_letter(pipe) -> None:
     assert len(ids) == pipe.tokenizer.model_max_length
 
 
-def test_word_sets_are_disjoint_and_alike() -> None:
+def test_word_sets_are_disjoint_and_similar() -> None:
     train, evaluation = words.real_words("train"), words.real_words("eval")
     assert min(len(train), len(evaluation)) >= 400
     assert len({*train, *evaluation}) == len(train) + len(evaluation)
@@ -72,7 +72,7 @@ def test_prompt_files_match_word_files(split: str, colours: int) -> None:
 
 
 @pytest.mark.parametrize(("split", "colours", "seed"), [("train", 2, 1), ("eval", 1, 2)])
-def test_prompt_files_are_what_the_generator_writes(split: str, colours: int, seed: int) -> None:
+def test_prompt_files_match_the_generator(split: str, colours: int, seed: int) -> None:
     lines = (ZOO / "prompts" / f"{split}.txt").read_text().splitlines()
     assert lines == prompts(split, colours, seed)
 
@@ -92,7 +92,7 @@ def test_ocr_reads_clean_words_on_every_colour() -> None:
         assert read(render.draw(word, colour, rng), word).exact, (colour, word)
 
 
-def test_unknown_spoiling_is_refused() -> None:
+def test_unknown_spoiling_is_rejected() -> None:
     with pytest.raises(ValueError, match="unknown spoiling 'smudged'"):
         render.draw("KITE", "red", random.Random(0), "smudged")
 

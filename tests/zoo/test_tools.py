@@ -1,4 +1,4 @@
-"""The scripts that made the bundled models can be imported from the repository's root."""
+"""The scripts of the bundled models can be imported from the repository root."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_every_module_can_be_imported() -> None:
 
 
 @pytest.mark.parametrize("name", ["evaluate", "evaluate_shapes", "plot"])
-def test_scripts_explain_themselves(name: str) -> None:
+def test_scripts_have_help(name: str) -> None:
     command = [sys.executable, "-m", f"tools.zoo.{name}", "--help"]
     shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert shown.startswith(f"usage: {name}.py")
