@@ -378,7 +378,7 @@ MUTANTS = [
         "gesso/cluster/collecting.py",
         "rollout = rollout.rows(index.argsort())",
         "pass",
-        "tests/test_token_loop.py -k what_it_says",
+        "tests/cluster/test_local.py -k order_of_the_request",
     ),
     Mutant(
         "cluster-max-failed",

@@ -108,6 +108,22 @@ def test_nothing_is_drawn_between_an_update_and_its_publication(job: Any) -> Non
     assert job.cluster.collect(2).result().version == 1
 
 
+def test_samples_come_in_the_order_of_the_request_whichever_piece_is_finished_first(
+    job: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = job.cluster.draw_step(0).result()
+    sample = job.cluster.sampler.sample
+    monkeypatch.setattr(
+        job.cluster.sampler, "sample", lambda *request: reversed([*sample(*request)])
+    )
+    rollout, _ = job.cluster.draw_step(0).result()
+    assert [s.seed for s in rollout.samples] == [s.seed for s in expected.samples]
+    assert rollout.group.tolist() == expected.group.tolist()
+    assert rollout.scores == expected.scores
+    assert torch.equal(rollout.logp, expected.logp)
+    assert torch.equal(rollout.flow_trace.clean, expected.flow_trace.clean)
+
+
 class Stale(Apart):
     """Takes the first versions, then goes on with what it has."""
 
