@@ -141,7 +141,7 @@ def test_few_requests_are_spread_too() -> None:
 
 
 def test_a_slow_server_gets_less() -> None:
-    with Misbehaving() as fast, Misbehaving(hold=lambda: len(fast.answered) >= 40) as slow:
+    with Misbehaving() as fast, Misbehaving(hold=lambda: len(fast.scored) >= 40) as slow:
         scores, _ = ask([slow.url, fast.url], GREYS * 8, batch=1, in_flight=2)
         assert [s.value for s in scores] == VALUES * 8
         assert len(slow.requests) < len(fast.requests) / 3
