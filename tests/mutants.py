@@ -649,7 +649,7 @@ MUTANTS = [
         "gesso/serving.py",
         "if not is_loopback(host) and not token:",
         "if not host:",
-        "tests/viewer/test_server.py -k another_host",
+        "tests/rewards/test_http.py -k mistakes",
     ),
     Mutant(
         "use-averaged-weights",
