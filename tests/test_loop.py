@@ -310,7 +310,7 @@ def test_a_full_disk_anywhere_else_is_one_sentence_too(
     monkeypatch.setattr(
         report, "write", lambda path, to, made: full() if (path / "x").exists() else to
     )
-    with pytest.raises(StopRun, match=r"could not write to .* No space left .* is step 1; make"):
+    with pytest.raises(StopRun, match=r"could not write to .* No space left .* is step 1; free"):
         go(recipe_data, tmp_path / "run")
     (tmp_path / "run" / "x").touch()  # now the report cannot be written either: same sentence
     with pytest.raises(StopRun, match="could not write to"):

@@ -271,7 +271,7 @@ def test_a_greedy_response_without_a_score_fails_its_group(
     assert len(rollout.samples) == 8 and rollout.greedy is not None
     assert not rollout.greedy.isnan().any()
     assert not any("bad" in s.prompt.text for s in rollout.samples)
-    told = "4 of 12 scores failed, last: scoring the greedy baseline compared with failed: "
+    told = "4 of 12 scores failed; last error: scoring the greedy baseline of its prompt failed: "
     assert told in (log := (tmp_path / "run" / "log.txt").read_text()) and "no answer" in log
     with pytest.raises(StopRun, match=r"4 of 12 scores failed .*scoring the greedy baseline"):
         go(data | {"max_failed": 0.2}, tmp_path / "stopped")

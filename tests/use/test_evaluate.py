@@ -60,8 +60,8 @@ def test_a_failure_is_never_a_number() -> None:
     assert one.interval().mean == pytest.approx(1.5 / 3)
     assert one.errors == ["it fell over"] * 3 and one.figures == ["ocr"]
     told = table([one])
-    assert "(3 of 6 scores failed, 50.0%: they count in no figure)" in told
-    assert "one: the last error: it fell over" in told
+    assert "(3 of 6 scores failed, 50.0%; they are excluded)" in told
+    assert "one: last error: it fell over" in told
     nothing = made("nothing", [[None], [None]])
     assert nothing.figures == ["reward"] and math.isnan(nothing.interval().mean)
     assert "–" in table([nothing]) and summary([nothing])["models"][0]["failed"] == 2
@@ -111,7 +111,7 @@ def test_more_samples_have_seeds_of_their_own(run: Path) -> None:
     again = two.samples[3].pixels.astype(int) - one.samples[1].pixels
     assert abs(again).max() <= 1  # a batch of another size rounds otherwise
     assert two.values() == [3.0] * 3 + [5.0] * 3 and two.interval().mean == 4
-    with pytest.raises(UserError, match="at least one sample of one prompt, got n = 0"):
+    with pytest.raises(UserError, match="eval expects n of at least 1, got n = 0"):
         trained.evaluate([LENGTH], ["oak"], n=0)
     with pytest.raises(UserError, match="at least one sample of one prompt, got first = 0"):
         trained.evaluate([LENGTH], ["oak"], first=0)
@@ -156,7 +156,7 @@ def test_what_cannot_be_evaluated(
         return capsys.readouterr().err.splitlines()[-1]
 
     told = said(folders / "sd3")
-    assert "says nothing of prompts and rewards, as a run or a recipe would; give --prompts" in told
+    assert "has no recipe, so prompts and rewards must be specified; add --prompts" in told
     assert "has no recipe, so rewards must" in said(folders / "sd3", "--prompts", runs.PROMPTS)
     assert "cannot compare flow models with language models" in said(run, folders / "qwen2")
     assert 'unknown reward "ocrr"; did you mean "ocr"?' in said(run, "--reward", "ocrr")

@@ -262,7 +262,7 @@ def test_the_card_is_one_that_the_hub_reads(run: Path, lora_run: Path, tmp_path:
     text = told.text
     assert text.strip().startswith("# signs-rl\n\nA tiny one, for tests.")
     assert "| reward | 0.250 | 0.750 |" in text.replace("jpeg-compressibility", "reward")
-    assert "rank 4, alpha 12" in text and "jpeg-compressibility" in text
+    assert "rank 4 and alpha 12" in text and "jpeg-compressibility" in text
     for library in ("gesso", "torch", "diffusers", "transformers", "peft"):
         assert re.search(rf"{library} \d", text), library
     for name, digest in re.findall(r"^\| (\S+\.safetensors) \| [\d,]+ \| `(\w+)` \|$", text, re.M):
@@ -395,7 +395,7 @@ def test_what_cannot_be_exported(
     bare.mkdir()
     shutil.copyfile(run / "config.toml", bare / "config.toml")
     assert "has no checkpoint yet" in said(bare)
-    with pytest.raises(UserError, match="demo is no run"):
+    with pytest.raises(UserError, match="demo is not a run"):
         load("demo").export(tmp_path / "out")
 
 
@@ -422,7 +422,7 @@ def test_a_full_disk_leaves_nothing(
 
     monkeypatch.setattr(card, "write", full)  # the last thing that is written
     (tmp_path / "out").mkdir()
-    with pytest.raises(UserError, match=r"could not export to .*out: .*No space left.*make room"):
+    with pytest.raises(UserError, match=r"could not export to .*out: .*No space left.*free disk"):
         load(run).export(tmp_path / "out")
     assert list(tmp_path.iterdir()) == [tmp_path / "out"] and not list((tmp_path / "out").iterdir())
     monkeypatch.undo()

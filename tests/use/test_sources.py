@@ -133,12 +133,12 @@ def test_folders_that_are_nothing_to_draw_from(
     assert "select a checkpoint of a run, but demo is not a run" in said("demo", "--step", "4")
     (tmp_path / "model_index.json").write_text('{"_class_name": "StableVideoPipeline"}')
     told = said(tmp_path)
-    assert "is a StableVideoPipeline, expected one of StableDiffusion3Pipeline, FluxPip" in told
+    assert "is a StableVideoPipeline; expected one of StableDiffusion3Pipeline, FluxPip" in told
     (tmp_path / "model_index.json").write_text("{")
     assert "is not valid JSON" in said(tmp_path)
     (tmp_path / "model_index.json").unlink()
     (tmp_path / "config.json").write_text('{"model_type": "mamba"}')
-    assert "is a mamba, expected one of" in said(tmp_path)
+    assert "is a mamba; expected one of" in said(tmp_path)
     (tmp_path / "pytorch_lora_weights.safetensors").write_bytes(b"nonsense")
     assert "pytorch_lora_weights.safetensors cannot be read" in said(tmp_path)
     moved = tmp_path / "moved"
