@@ -126,7 +126,7 @@ CASES = [
     ("check demo data.train=infinite.jsonl", 'expected a positive number as "weight"'),
     ("eval demo --prompts surrogate.jsonl", "not valid Unicode"),
     # folders
-    ("check demo --memory model.path=list", "holds [1], expected {…}"),
+    ("check demo --memory model.path=list", "contains [1], expected a JSON object"),
     ("check demo --memory model.path=brace", "cannot be read"),
     ("check demo --memory model.path=custom", "expects a StableDiffusion3Pipeline"),
     ("check demo --memory model.path=absent", "its configs cannot be read"),
@@ -134,7 +134,7 @@ CASES = [
     ("check demo model.path=absent", "diffusers cannot load it"),
     ("check demo model.path=number", "diffusers cannot load it"),
     ("check demo-vlm model.path=kind", "its config.json cannot be read"),
-    ("check demo-vlm model.path=array", "holds [], expected {…}"),
+    ("check demo-vlm model.path=array", "contains [], expected a JSON object"),
     ("sample list x", "expected a JSON object, got [1]"),
     ("sample brace x", "not valid JSON"),
     ("sample custom x", "expected a string as \"_class_name\""),

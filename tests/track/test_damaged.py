@@ -261,7 +261,7 @@ REFUSED: list[tuple[str, Damage, str, str]] = [
     ("empty state", put(STATE, b""), f"{STATE} is damaged: missing or empty", OFFERED),
     ("state is a folder", a_folder(STATE), f"{STATE} cannot be read: Is a directory", OFFERED),
     ("earlier, another step", state(True, step=2), '"step" is 2, expected 3', OFFERED),
-    ("earlier, another type", state(True, step="3"), '"step" is "3", expected a whole', OFFERED),
+    ("earlier, another type", state(True, step="3"), '"step" is "3", expected an int', OFFERED),
     # Tensors
     ("cut", cut(TENSORS, 90_000), f"{TENSORS} cannot be read: ", OFFERED),
     ("cut in the header", cut(TENSORS, 1000), f"{TENSORS} cannot be read: ", OFFERED),
@@ -342,7 +342,7 @@ REFUSED: list[tuple[str, Damage, str, str]] = [
     ("without a critic", tensors(lambda t: t.update({"beside/head": torch.ones(3)}), True),
      '1 tensor is unexpected, first "beside/head"', RESTORE),
     ("another shape", tensors(lambda t: t.update({first("current"): torch.ones(3)}), True),
-     f'another shape, first "{first("current")}": expected (2, 128), got (3,)', RESTORE),
+     f'different shape, first "{first("current")}": expected (2, 128), got (3,)', RESTORE),
     ("half a moment", tensors(lambda t: t.pop(first("adam.exp_avg")), True),
      f'1 tensor is missing, first "{first("adam.exp_avg")}"', RESTORE),
     ("a moment's name", tensors(lambda t: renamed(t, first("adam.step"), "adam.step/x"), True),
