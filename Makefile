@@ -60,7 +60,7 @@ lint: $(VENV)/.dev
 bench: $(VENV)/.dev
 	@$(BIN)/python benchmarks/demo_iteration.py --recorded benchmarks/recorded.json
 
-# On a CUDA device: dated tables in benchmarks/results. One that fails does not keep the other back.
+# On a CUDA device: writes benchmarks/results/flow.md and token.md. If one fails, the other still runs.
 bench-gpu: $(VENV)/.dev
 	@flow=0; $(BIN)/python benchmarks/flow_iteration.py --out benchmarks/results || flow=$$?; \
 		$(BIN)/python benchmarks/token_iteration.py --out benchmarks/results && exit $$flow
