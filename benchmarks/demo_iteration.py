@@ -1,15 +1,15 @@
-"""One iteration (sample, score, update) by Gesso against the same iteration as a plain script.
+"""Compares one iteration (sample, score, update) of Gesso and of a plain script.
 
     python benchmarks/demo_iteration.py [--recipe demo] [--rounds 5] [--json FILE] [key=value ...]
 
-The plain side is diffusers, autograd and a thread pool for the reward, as in Flow-GRPO's script.
-Both sides must first be seen to compute the same thing; if they do not, the exit status is 1 and
-nothing is timed. benchmarks/README.md says how to read the figures.
+The plain side uses diffusers, autograd and a thread pool for the reward, as in Flow-GRPO's script.
+Before timing, both sides must give the same results on one batch; if they do not, the exit status
+is 1 and nothing is timed. benchmarks/README.md explains the output.
 """
 
 from __future__ import annotations
 
-import gesso  # before torch: it settles how OpenMP's threads wait
+import gesso  # before torch: sets how OpenMP threads wait
 
 # isort: split
 import argparse
@@ -60,7 +60,7 @@ PLAIN_DOES["advantage"] = Advantage().model_dump()
 LIBRARIES = ("torch", "diffusers", "transformers", "peft", "numpy", "onnxruntime", "rapidocr")
 PHASES: tuple[str, ...] = ("text encoders", "transformer", "decoder", "rest of sampling")
 PHASES += ("waiting for scores", "update", "total")
-Proof = dict[str, tuple[float, float]]  # a difference and the most it may be, by name
+Proof = dict[str, tuple[float, float]]  # name → difference and its limit
 Times = dict[str, float]  # seconds of one iteration by phase
 MIN_SHARE = 0.85  # of a recorded ratio
 
@@ -72,7 +72,7 @@ def now() -> float:
 
 
 def clock(pipe: Any) -> Counter[str]:
-    """Counts the seconds spent inside a pipeline's networks: one instrument for both sides."""
+    """Measures the seconds inside a pipeline's networks by hooks, the same for both sides."""
     seconds: Counter[str] = Counter()
     encoders = (pipe.text_encoder, pipe.text_encoder_2, pipe.text_encoder_3)
     networks = [("text encoders", e) for e in encoders if e is not None]
@@ -84,7 +84,7 @@ def clock(pipe: Any) -> Counter[str]:
 
 
 class Gesso:
-    """The classes of the project, unchanged."""
+    """Gesso's classes, unchanged."""
 
     def __init__(self, job: Assembled) -> None:
         self.job, self.start = job, {n: t.clone() for n, t in job.learner.policy.tensors().items()}
@@ -111,7 +111,7 @@ class Gesso:
 
 
 class Unscored:
-    """Replaces the reward service: returns made-up scores at once."""
+    """Replaces the reward service: returns synthetic scores immediately."""
 
     processes = 0
 
@@ -123,20 +123,20 @@ class Unscored:
 
 
 def made_up(n: int) -> np.ndarray:
-    """Rewards that differ, so that every sample has an advantage and a gradient."""
+    """Distinct rewards, so that every sample has an advantage and a gradient."""
     return np.random.default_rng(0).random(n)
 
 
 @dataclass
 class Batch:
-    """One batch of the plain script: all latents and log-probs are kept, trained or not."""
+    """One batch of the plain script; it stores latents and log-probs of all steps."""
 
     embeds: Tensor  # (N, L, D)
     pooled: Tensor  # (N, D')
     latents: list[Tensor]  # steps+1 of (N, C, H, W)
     logp: list[Tensor]  # steps of (N,)
     images: np.ndarray  # (N, height, width, 3) uint8
-    rewards: Callable[[], np.ndarray]  # (N,); waits where it must
+    rewards: Callable[[], np.ndarray]  # (N,); waits for scoring
 
 
 Gathered = tuple[list[Batch], np.ndarray]  # and all rewards
@@ -145,7 +145,7 @@ Gathered = tuple[list[Batch], np.ndarray]  # and all rewards
 def sde_step(
     x: Tensor, v: Tensor, sigmas: Tensor, i: int, level: float, x_next: Tensor | Callable
 ) -> tuple[Tensor, Tensor]:
-    """Flow-GRPO's step i to a given x', or drawn with noise from a call: (x', log-prob (N,))."""
+    """Flow-GRPO's step i to a given x' or with noise from a call: (x', log-prob (N,))."""
     sigma, dt = sigmas[i], sigmas[i + 1] - sigmas[i]
     s = level * torch.sqrt(sigma / (1 - (sigmas[1] if sigma == 1 else sigma)))
     mean = x * (1 + s**2 / (2 * sigma) * dt) + v * (1 + s**2 * (1 - sigma) / (2 * sigma)) * dt
@@ -156,7 +156,7 @@ def sde_step(
 
 
 def recogniser(recipe: Recipe) -> Any:
-    """With the settings of gesso/rewards/image/ocr.py, but onnxruntime's default threads."""
+    """With the settings of gesso/rewards/image/ocr.py and onnxruntime's default threads."""
     from rapidocr import RapidOCR
 
     detect, model = recipe.reward[0].options["detect"], recipe.model
@@ -169,7 +169,7 @@ def recogniser(recipe: Recipe) -> Any:
 
 
 class Plain:
-    """The iteration as a script has it: one prompt's group a batch, one denoising step a pass."""
+    """A plain script: one prompt's group per batch, one denoising step per pass."""
 
     def __init__(
         self, job: Assembled, start: Weights, batch: int | None = None, reward: str = "threads"
@@ -184,13 +184,18 @@ class Plain:
         options, kind = self.recipe.algorithm.options, self.recipe.algorithm.name
         fits = kind == "flow-grpo" and all(options[k] == v for k, v in PLAIN_DOES.items())
         if not fits or [r.name for r in self.recipe.reward] != ["ocr"] or self.recipe.learner.ema:
-            raise UserError(f"the plain side does flow-grpo with {PLAIN_DOES}, ocr and no EMA only")
+            raise UserError(
+                f"expected flow-grpo with {PLAIN_DOES}, the reward ocr and no EMA: the plain side "
+                "supports nothing else"
+            )
         assert isinstance(job.algorithm, FlowGRPO) and isinstance(job.model, SD3)
         assert isinstance(job.recipe.model, Model)
         self.algorithm, self.batch = job.algorithm, batch or job.algorithm.group
         self.model = job.recipe.model
         if self.recipe.model.dtype != "float32" or len(self.plan(0)[0]) % self.batch:
-            raise UserError("the plain side needs float32 and a --plain-batch that divides all")
+            raise UserError(
+                "the plain side needs float32 and a --plain-batch that divides its samples"
+            )
         absent = {name: None for name, part in job.model.pipe.components.items() if part is None}
         path = resolve_path(self.recipe.model.path)
         self.pipe = StableDiffusion3Pipeline.from_pretrained(path, **absent).to(self.device)
@@ -285,7 +290,7 @@ class Plain:
         rows = bounded.view(-1, self.batch).to(self.device)
         accumulation = len(batches) * len(spec.trained)
         for b, advantage in zip(batches, rows, strict=True):
-            if not advantage.any():  # a flat group: Flow-GRPO's script leaves it out, too
+            if not advantage.any():  # equal rewards: Flow-GRPO's script skips it, too
                 continue
             for i in spec.trained:
                 x, x_next = b.latents[i], b.latents[i + 1]
@@ -305,7 +310,7 @@ class Plain:
 def gradient_of(
     optimizer: torch.optim.Optimizer, update: Callable[[], float]
 ) -> tuple[float, Tensor]:
-    """The norm that an update reports, and the clipped gradient that the optimizer receives."""
+    """The gradient norm that an update reports, and the clipped gradient the optimizer receives."""
     seen: list[Tensor] = []
     parameters = optimizer.param_groups[0]["params"]
     hook = optimizer.register_step_pre_hook(
@@ -317,8 +322,8 @@ def gradient_of(
 
 
 def prove(ours: Gesso, plain: Plain) -> Proof:
-    """What both sides make of batch 0. The gradient is taken with made-up rewards: an untrained
-    model's are all 0 and would hide it."""
+    """Compares both sides on batch 0. The gradient is computed with synthetic rewards: those of an
+    untrained model are all 0."""
     ours.reset()
     plain.reset()
     rollout, batches = ours.gather(ours.sample(0, True)), plain.sample(0, True)
@@ -346,8 +351,8 @@ def prove(ours: Gesso, plain: Plain) -> Proof:
         # Rounding of all steps: 1.5e-4 where matmuls sum in another order (aarch64).
         "latents at the end": (float((latents[-1] - rollout.flow_trace.clean).abs().max()), 5e-4),
         "log-probs": (float((logp.T[:, list(trained)] - rollout.logp).abs().max()), 1e-4),
-        "pictures in [0, 1], mean": (float(np.abs(images - plain_images).mean() / 255), 1e-4),
-        "rewards of the same pictures": (float(np.abs(scores - given).max()), 0.0),
+        "images in [0, 1], mean": (float(np.abs(images - plain_images).mean() / 255), 1e-4),
+        "rewards of the same images": (float(np.abs(scores - given).max()), 0.0),
         "gradient, relative": (error, 1e-3),
         "gradient norm, relative": (abs(norm / plain_norm - 1), 1e-3),
     }
@@ -400,12 +405,12 @@ def serve(side: Gesso | Plain) -> None:
 
 
 def measure(sides: dict[str, Side], rounds: int) -> dict[str, list[Times]]:
-    """Both sides in turns, scored and unscored; the order is swapped every round."""
+    """Alternates between the sides, scored and unscored; the order is swapped every round."""
     times: dict[str, list[Times]] = defaultdict(list)
     for i in range(rounds + 1):  # round 0 warms up
         for scored in (True, False):
             for name in sorted(sides, reverse=i % 2 == 1):
-                step = 1 + 2 * i + scored  # never seen before: no prompt is in a cache
+                step = 1 + 2 * i + scored  # new prompts every time: none is cached
                 taken = sides[name].iteration(step, scored)
                 if i:
                     times[name + " unscored" * (not scored)].append(taken)
@@ -431,7 +436,7 @@ def circumstances(threads: int) -> dict[str, str]:
 
 
 def report(times: dict[str, list[Times]], images: int) -> dict[str, float]:
-    """Prints the table; gives the ratios."""
+    """Prints the table and returns the ratios."""
     columns = sorted(times, key=lambda name: ("unscored" in name, name))
     print("\nseconds, median" + "".join(f"{name:>17}" for name in columns))
     middle = {c: {p: median(t[p] for t in times[c]) for p in PHASES} for c in columns}
@@ -453,17 +458,19 @@ def fallen(ratios: dict[str, float], recorded: dict[str, float]) -> list[str]:
     messages = []
     for name, before in recorded.items():
         now = ratios.get(name, 0.0)
-        if not now >= MIN_SHARE * before:  # nor NaN
+        if not now >= MIN_SHARE * before:  # also catches NaN
             least = MIN_SHARE * before
             messages.append(f"{name}: {now:.2f}, recorded {before:.2f}, at least {least:.2f}")
     return messages
 
 
 def recorded_here(file: Path) -> dict[str, float]:
-    """Of this kind of processor: how far ahead Gesso is depends on it."""
+    """Ratios for this kind of processor; they depend on it."""
     known, here = json.loads(file.read_text()), platform.machine()
     if here not in known:
-        print(f"{file} has nothing of {here}, only of {', '.join(known)}: nothing to compare with")
+        print(
+            f"{file} has no ratios for {here}, only for {', '.join(known)}: nothing to compare with"
+        )
     return known.get(here, {})
 
 
@@ -471,9 +478,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recipe", default="demo")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--json", type=Path, help="write every round's figures to this file")
-    parser.add_argument("--recorded", type=Path, help="ratios that must not fall by 15%%")
-    parser.add_argument("--plain-batch", type=int, help="pictures a batch (default: a group)")
+    parser.add_argument("--json", type=Path, help="file for the times of every round")
+    parser.add_argument("--recorded", type=Path, help="ratios; fails if one drops by 15%%")
+    parser.add_argument("--plain-batch", type=int, help="images per batch (default: one group)")
     parser.add_argument("--plain-reward", choices=("threads", "serial"), default="threads")
     parser.add_argument("--side", choices=("gesso", "plain"), help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
@@ -489,7 +496,7 @@ def main() -> int:
         print("\n".join(f"{name:<9} {fact}" for name, fact in facts.items()))
         proof = prove(ours, plain)
         agree = agrees(proof)
-        print(f"\nboth sides compute {'the same' if agree else 'DIFFERENT THINGS'}; differences:")
+        print(f"\nresults of both sides {'agree' if agree else 'DIFFER'}; differences:")
         for name, (difference, limit) in proof.items():
             print(f"  {name:<32} {difference:.1e}, at most {limit:.0e}")
     finally:
@@ -503,7 +510,7 @@ def main() -> int:
     ratios = report(times, job.recipe.data.groups * plain.algorithm.group) if times else {}
     messages = fallen(ratios, recorded_here(options.recorded)) if options.recorded else []
     for message in messages:
-        print(f"SLOWER THAN IT WAS: {message}")
+        print(f"SLOWER THAN RECORDED: {message}")
     if options.json:
         options.json.write_text(json.dumps({**facts, "proof": proof, "times": times}, indent=1))
     return 0 if agree and not messages else 1

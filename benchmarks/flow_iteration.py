@@ -1,16 +1,16 @@
-"""One iteration of a flow model of SD3.5-M's shape by Gesso and by a plain script, in turns.
+"""Compares one iteration of a flow model of SD3.5-M's shape by Gesso and by a plain script.
 
-    python benchmarks/flow_iteration.py [--rounds 3] [--out FOLDER] [--cases NAME ...]
-        [--parts cold,cached,proof,rows] [--tiny]
+    python benchmarks/flow_iteration.py [--rounds 3] [--out FOLDER] [--name flow]
+        [--cases NAME ...] [--parts cold,cached,proof,rows] [--tiny]
 
-Random weights of the real classes, 512², 10 steps, guidance 4.5, LoRA of rank 32, a group of 16.
-Both sides are first seen to compute the same thing; if they do not, the exit status is 1 and
-nothing is timed. benchmarks/README.md says how to read the figures.
+Random weights of the real classes, 512², 10 steps, guidance 4.5, LoRA rank 32, a group of 16.
+Before timing, both sides must give the same results; if they do not, the exit status is 1 and
+nothing is timed. benchmarks/README.md explains the output.
 """
 
 from __future__ import annotations
 
-import gesso  # before torch: it settles how OpenMP's threads wait
+import gesso  # before torch: sets how OpenMP threads wait
 
 # isort: split
 import argparse
@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))  # for whoever imports this file
+sys.path.insert(0, str(Path(__file__).parent))  # for tests, which import this file
 from flow_proof import prove
 from flow_sides import (
     MEDIUM,
@@ -50,9 +50,9 @@ from flow_sides import (
 
 from gesso.algorithms.base import Algorithm
 
-SLACK = 2.0  # times the plain side's distance from float32
+SLACK = 2.0  # times the plain side's error against float32
 FIRST_STEP = 90.0  # seconds
-PARTS = ("cold", "cached", "proof", "rows")  # new processes' first steps; the same thing; times
+PARTS = ("cold", "cached", "proof", "rows")  # first step of new processes; same results; times
 
 
 def say(text: str) -> None:
@@ -60,7 +60,7 @@ def say(text: str) -> None:
 
 
 def matrix_peak(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a large product."""
+    """FLOP/s of a large matrix multiplication."""
     n = 8192 if device.type == "cuda" else 512
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
     rounds = 20 if device.type == "cuda" else 2
@@ -72,8 +72,8 @@ def matrix_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def counted(shape: Shape) -> tuple[float, float]:
-    """Forward and backward FLOPs of a row by torch's counter on the meta device, without adapters:
-    a check of `flops`."""
+    """Forward and backward FLOPs of a row by torch's counter on the meta device, without adapters;
+    a test compares `flops` with it."""
     from diffusers import SD3Transformer2DModel
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -98,7 +98,7 @@ def counted(shape: Shape) -> tuple[float, float]:
 
 
 class Memory:
-    """The most that a side takes, without what the other side holds."""
+    """Peak memory of one side, without what the other side has allocated."""
 
     def __init__(self) -> None:
         self.held: dict[str, int] = {}
@@ -127,17 +127,17 @@ def allocated() -> int:
 def measure(
     name: str, algorithm: Algorithm, ours: Ours, theirs: Theirs, memory: Memory, rounds: int
 ) -> dict[str, Any]:
-    """A row: both sides in turns, the order swapped every round. The first iteration of a side
-    warms up, ours compiles in it; afterwards nothing may be compiled."""
+    """One row: alternates between the sides, the order is swapped every round. The first iteration
+    of a side warms up, and compiles on our side; later ones must not compile anything."""
     learner = ours.learner(algorithm)
     first, metrics = ours.iteration(learner)
-    gap = metrics.get("update/first_abs_dlogp_max")  # none where no step is scored again
+    gap = metrics.get("update/first_abs_dlogp_max")  # None if no step is scored again
     replay = "nothing replayed" if gap is None else f"replay gap {gap:.1e}"
     say(f"{name}: first iteration {first['total']:.1f} s, {replay}")
     graphs = compiled()
     times: dict[str, list[Times]] = {"ours": [], "plain": []}
     peaks = {"ours": 0.0, "plain": 0.0}
-    for i in range(rounds + 1):  # of the plain side round 0 warms up, and ours is measured for it
+    for i in range(rounds + 1):  # round 0 warms up the plain side; ours is not counted either
         for side in ("plain", "ours") if i % 2 else ("ours", "plain"):
             work: Callable[[], Times] = (
                 (lambda: ours.iteration(learner)[0])
@@ -159,7 +159,7 @@ def measure(
 
 
 def compiled() -> int:
-    """Graphs so far."""
+    """Number of compiled graphs so far."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
@@ -189,8 +189,8 @@ def table(rows: dict[str, Any], shape: Shape, peak: float) -> list[str]:
 
 
 def starting(folder: Path, shape: Shape, device: torch.device, began: float) -> dict[str, float]:
-    """Seconds from the start of the process until the model is there and until the first step is
-    done, and what the first step takes longer than the second: compiling, above all."""
+    """Seconds from the start of the process until the model is loaded and until the first step is
+    done, and the difference between the first and the second step: mostly compilation."""
     ours = Ours.load(folder, shape, device)
     loaded = time.time() - began
     learner = ours.learner(cases(shape.images)["Flow-GRPO"])
@@ -201,8 +201,8 @@ def starting(folder: Path, shape: Shape, device: torch.device, began: float) -> 
 
 
 def start_times(names: list[str], folder: Path, tiny: bool) -> dict[str, dict[str, float]]:
-    """The first step of a new process, with nothing compiled yet and with what the process before
-    left in torch's cache."""
+    """The first step of a new process, with an empty compile cache and with the one that the
+    previous process filled."""
     times = {}
     for name in names:
         command = [sys.executable, __file__, "--start", str(time.time())]
@@ -237,7 +237,7 @@ def run(options: argparse.Namespace, folder: Path, device: torch.device) -> int:
         facts["first step after s"] = start_times(starts, folder, options.tiny)
     rows = compare(options, folder, device, facts) if {"proof", "rows"} & {*options.parts} else {}
     write(options, facts, rows)
-    wrong = [] if facts.get("agree", True) else ["both sides compute different things"]
+    wrong = [] if facts.get("agree", True) else ["the results of both sides differ"]
     for name, row in rows.items():
         if row["compiled_later"]:
             wrong.append(f"{name}: {row['compiled_later']} graphs after the first iteration")
@@ -251,7 +251,7 @@ def run(options: argparse.Namespace, folder: Path, device: torch.device) -> int:
 def compare(
     options: argparse.Namespace, folder: Path, device: torch.device, facts: dict[str, Any]
 ) -> dict[str, Any]:
-    """Both sides, first that they compute the same, then row by row; `facts` learns of it."""
+    """Checks that both sides agree, then measures row by row; adds the outcome to `facts`."""
     shape = options.shape
     memory = Memory()
     ours = memory.loading("ours", lambda: Ours.load(folder, shape, device))
@@ -261,7 +261,7 @@ def compare(
     if "proof" in options.parts:
         facts["proof"] = proof = proven(ours, theirs)
         facts["agree"] = agree = all(mine <= SLACK * floor for mine, floor in proof.values())
-        print(f"both sides compute {'the same' if agree else 'DIFFERENT THINGS'}; from float32:")
+        print(f"results of both sides {'agree' if agree else 'DIFFER'}; error against float32:")
         for name, (mine, floor) in proof.items():
             print(f"  {name:<24} ours {mine:.1e}, plain {floor:.1e}")
     peak = matrix_peak(device, ours.model.dtype)
@@ -271,21 +271,21 @@ def compare(
     for name, algorithm in cases(shape.images).items() if timed else ():
         if wanted(name, options.cases):
             rows[name] = measure(name, algorithm, ours, theirs, memory, options.rounds)
-            write(options, facts, rows)  # a run that is cut short leaves what it has
+            write(options, facts, rows)  # an interrupted run keeps its results
     print("\n".join(table(rows, shape, peak)))
     return rows
 
 
 def proven(ours: Ours, theirs: Theirs) -> dict[str, tuple[float, float]]:
-    torch.backends.cudnn.allow_tf32 = False  # float32 is to be float32
+    torch.backends.cudnn.allow_tf32 = False  # the reference must be true float32
     try:
         return prove(ours, theirs)
     finally:
-        torch.backends.cudnn.allow_tf32 = True  # torch's default, which the plain decoder uses
+        torch.backends.cudnn.allow_tf32 = True  # torch's default, for the plain decoder
 
 
 def wanted(name: str, requested: list[str]) -> bool:
-    """Whether a row is requested: by its name, or by a part of it that is no row's name."""
+    """Whether a row is requested, by its name or by a part of it that is not the name of a row."""
     rows = cases(1)
     return not requested or name in requested or any(a in name for a in requested if a not in rows)
 
@@ -294,7 +294,7 @@ def write(options: argparse.Namespace, facts: dict[str, Any], rows: dict[str, An
     if options.out is None:
         return
     options.out.mkdir(parents=True, exist_ok=True)
-    file = options.out / f"flow-{facts['date']}"
+    file = options.out / options.name
     file.with_suffix(".json").write_text(json.dumps(facts | {"rows": rows}, indent=1))
     lines = table(rows, options.shape, 1e12 * facts["peak TFLOP/s"]) if rows else []
     header = [f"- {name}: {value}" for name, value in facts.items()]
@@ -304,18 +304,23 @@ def write(options: argparse.Namespace, facts: dict[str, Any], rows: dict[str, An
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--out", type=Path, help="folder for a dated table and its figures")
-    parser.add_argument("--cases", nargs="*", default=[], help="rows by name, or by a part of it")
-    parser.add_argument("--commit", default="", help="what to call the code that is measured")
-    parser.add_argument("--anyway", action="store_true", help="time what is not the same, too")
-    parser.add_argument("--parts", default=",".join(PARTS), help="which of them, in this order")
-    parser.add_argument("--tiny", action="store_true", help="minutes on a CPU; proves no speed")
+    parser.add_argument("--out", type=Path, help="folder for NAME.md and NAME.json")
+    parser.add_argument(
+        "--name", default="flow", help="of these files; an older result is replaced"
+    )
+    parser.add_argument("--cases", nargs="*", default=[], help="rows, by name or by a part of it")
+    parser.add_argument("--commit", default="", help="name of the measured code")
+    parser.add_argument(
+        "--anyway", action="store_true", help="time the rows even if results differ"
+    )
+    parser.add_argument("--parts", default=",".join(PARTS), help="parts to run, in this order")
+    parser.add_argument("--tiny", action="store_true", help="minutes on a CPU; not for times")
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--start", type=float, help=argparse.SUPPRESS)
     options = parser.parse_args()
     for part in options.cases:
         if not any(part in name for name in cases(1)):
-            parser.error(f"--cases {part}: no row has that in its name; rows are {[*cases(1)]}")
+            parser.error(f"--cases {part}: no row has this in its name; rows are {[*cases(1)]}")
     options.shape = TINY if options.tiny else MEDIUM
     options.parts = options.parts.split(",")
     if odd := set(options.parts) - {*PARTS}:
@@ -325,7 +330,7 @@ def main() -> int:
         print(json.dumps(starting(options.folder, options.shape, device, options.start)))
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"  # empty, and ours alone
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/compiled"  # empty and private
         return run(options, Path(folder) / "pipeline", device)
 
 

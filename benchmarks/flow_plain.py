@@ -1,8 +1,8 @@
-"""An iteration of a flow model as Flow-GRPO's script writes it: one side of flow_iteration.py.
+"""The plain side of flow_iteration.py: one iteration as Flow-GRPO's script runs it.
 
-Float32 weights under autocast, PEFT's adapters beside the weights, nothing compiled, both branches
-of guidance in one batch, one step of a batch a pass, the decoder in float32. The formulas of steps
-and losses are Gesso's, so that both sides compute the same thing; how networks run is this file's.
+Float32 weights under autocast, PEFT adapters, no compilation, both guidance branches in one batch,
+one denoising step of a batch per pass, the decoder in float32. Step and loss formulas are Gesso's,
+so that both sides compute the same; this file decides how the networks run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Noise = Callable[[], Tensor]
 
 @dataclass
 class Batch:
-    """What is kept of some samples: every step's latents and log-prob."""
+    """Latents and log-probs of all steps, for some samples."""
 
     cond: Conditioning
     negative: Conditioning
@@ -49,7 +49,7 @@ class Plain:
             return module.requires_grad_(False).to(device)
 
         self.device = device
-        self.dtype: torch.dtype | None = torch.bfloat16  # None: float32, to compare with
+        self.dtype: torch.dtype | None = torch.bfloat16  # None: float32, the reference
         self.vae = load(AutoencoderKL, "vae")
         self.network = get_peft_model(load(SD3Transformer2DModel, "transformer"), lora)
         self.network.add_adapter("old", lora)
@@ -99,7 +99,7 @@ class Plain:
         sigmas: Tensor,
         noise: Noise,
     ) -> Batch:
-        """One batch, not yet decoded."""
+        """One batch of latents."""
         x = noise()
         batch = Batch(cond, negative, [x], {}, torch.empty(0))
         if spec.weights == "old":
@@ -137,7 +137,7 @@ class Plain:
         spec: SampleSpec,
         sigmas: Tensor,
     ) -> None:
-        """All steps of all batches into one optimizer step."""
+        """One optimizer step over all denoising steps of all batches."""
         if isinstance(algorithm, DiffusionNFT):
             self._nft(batches, advantages, algorithm, sigmas)
         else:
@@ -152,7 +152,7 @@ class Plain:
     def step_loss(
         self, batch: Batch, advantage: Tensor, algorithm: FlowGRPO, i: int, sigmas: Tensor
     ) -> Tensor:
-        """(N,): step i of every sample."""
+        """(N,): the loss of step i of every sample."""
         step = self._transition(batch, algorithm, i, sigmas)
         logp = step.logp(batch.latents[i + 1])
         clip = algorithm.clip

@@ -1,4 +1,4 @@
-"""The proof that both sides of flow_iteration.py compute the same thing."""
+"""Checks that both sides of flow_iteration.py compute the same."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def relative(value: Tensor, truth: Tensor) -> float:
 
 
 def prove(ours: Ours, theirs: Theirs, images: int = 2) -> dict[str, tuple[float, float]]:
-    """By name: how far ours and the plain side are from float32, on paths, log-probs and gradients.
-    The plain side's distance is the floor: what half precision itself loses."""
+    """Name → error of ours and of the plain side against float32, for latents, log-probs and
+    gradients. The plain side's error is the reference: the loss of half precision itself."""
     proof: dict[str, tuple[float, float]] = {}
     plain = theirs.plain
     plain.reset()
@@ -50,8 +50,8 @@ def prove(ours: Ours, theirs: Theirs, images: int = 2) -> dict[str, tuple[float,
 
 
 def in_one_pass(ours: Ours, theirs: Theirs, images: int) -> tuple[float, float]:
-    """How far the gradient that sampling has taken is from float32's of the same path, and how far
-    the plain side's is."""
+    """Error of the gradient computed during sampling against float32 on the same path, and of the
+    plain side's."""
     algorithm = FlowGRPO(beta=0.0, group=images, updates=1, one_pass=True)
     rollout = ours.sample(algorithm, images)
     terms = algorithm.terms(rollout, Prepared(advantages(images)))
@@ -71,7 +71,7 @@ def in_one_pass(ours: Ours, theirs: Theirs, images: int) -> tuple[float, float]:
 def their_replay(
     theirs: Theirs, batch: Batch, algorithm: FlowGRPO, images: int
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs (N, S) of a given path, and the gradient of the loss."""
+    """Log-probs (N, S) of given latents, and the gradient of the loss."""
     plain, sigmas = theirs.plain, theirs.sigmas(algorithm.steps)
     advantage = advantages(images).to(plain.device)
     plain.reset()
@@ -112,7 +112,7 @@ def our_replay(ours: Ours, batch: Batch, algorithm: FlowGRPO) -> tuple[Tensor, T
 
 
 def taken(policy: Policy) -> Tensor:
-    """The gradient, which is gone afterwards."""
+    """Returns the gradient and clears it."""
     grads = sorted((n, p.grad.flatten()) for n, p in policy.trainable.items() if p.grad is not None)
     for p in policy.trainable.values():
         p.grad = None

@@ -34,18 +34,18 @@ Times = dict[str, float]
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the networks and of an iteration."""
+    """Sizes of the networks and of an iteration."""
 
     transformer: dict[str, Any]
     decoder: dict[str, Any]
-    size: int  # pixels of a side
-    text: int  # T5's tokens of a prompt; CLIP has 77
+    size: int  # pixels per side
+    text: int  # T5 tokens per prompt; CLIP has 77
     images: int
     dtype: config.Dtype
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Of a picture, and of a prompt."""
+        """Tokens of an image and of a prompt."""
         return (self.size // 16) ** 2, 77 + self.text
 
 
@@ -79,8 +79,8 @@ TINY = Shape(
 
 
 def flops(shape: Shape, backward: bool) -> float:
-    """FLOPs of one row: a forward pass, or the backward pass to the adapters. Attention costs twice
-    as much backward as forward; recomputation is not counted."""
+    """FLOPs of one row: forward, or backward to the adapters. Attention costs twice as much in
+    backward as in forward; recomputation is not counted."""
     c, (n, m) = shape.transformer, shape.tokens
     d = c["num_attention_heads"] * c["attention_head_dim"]
     total = 0.0 if backward else 2 * d * (c["joint_attention_dim"] * m + 4 * c["in_channels"] * n)
@@ -89,9 +89,9 @@ def flops(shape: Shape, backward: bool) -> float:
         last, dual = i == c["num_layers"] - 1, i in c["dual_attention_layers"]
         linear = 24 * d * d * n + (6 if last else 24) * d * d * m + 8 * d * d * n * dual
         attention = 4 * (n + m) ** 2 * d + 4 * n * n * d * dual
-        thin = 8 * d * 32 * (4 * n + (3 if last else 4) * m)  # of the adapters' gradients
+        thin = 8 * d * 32 * (4 * n + (3 if last else 4) * m)  # for the adapters' gradients
         modulation = 2 * d * d * ((9 if dual else 6) + (2 if last else 6))
-        if backward and i == 0:  # nothing before it is trained
+        if backward and i == 0:  # no trained weights before it
             linear -= 6 * d * d * (n + m) + 8 * d * d * n * dual
             attention -= 4 * n * n * d * dual
         total += linear + (2 * attention + thin if backward else attention + modulation)
@@ -99,8 +99,8 @@ def flops(shape: Shape, backward: bool) -> float:
 
 
 def write_pipeline(shape: Shape, folder: Path, device: torch.device) -> None:
-    """Weights with which picture, text and time all matter to the velocity, as in a trained
-    network, rounded to what both sides can hold."""
+    """Weights with which the velocity depends on image, text and time, as in a trained network,
+    rounded to a precision that both sides can represent."""
     from diffusers import (
         AutoencoderKL,
         FlowMatchEulerDiscreteScheduler,
@@ -134,7 +134,7 @@ def write_pipeline(shape: Shape, folder: Path, device: torch.device) -> None:
 
 
 class Wordless(SD3):
-    """Made-up embeddings of the real shapes stand in for the text encoders."""
+    """Random embeddings of the real shapes replace the text encoders."""
 
     seconds: defaultdict[str, float]
 
@@ -178,7 +178,7 @@ class Ours:
     def __post_init__(self) -> None:
         noise = torch.Generator().manual_seed(1)
         for name, tensor in self.model.policy.tensors().items():
-            if "lora_B" in name:  # an adapter that does something
+            if "lora_B" in name:  # an adapter with an effect
                 tensor.copy_(0.01 * torch.randn(tensor.shape, generator=noise))
         self.start = {n: t.clone() for n, t in self.model.policy.tensors().items()}
         self.sampler = DenoisingSampler(self.model, self.shape.images)
@@ -237,7 +237,7 @@ def made_up(n: int) -> Tensor:
 class Theirs:
     plain: Plain
     ours: Ours
-    cond: Conditioning  # of one row each: what a prompt is encoded to is no part of an iteration
+    cond: Conditioning  # one row each: encoding prompts is not part of an iteration
     negative: Conditioning
 
     @classmethod
@@ -250,7 +250,7 @@ class Theirs:
         return cls(Plain(folder, ours.model.device, lora, ours.start), ours, cond, negative)
 
     def sample(self, algorithm: Algorithm, images: int, exact: bool) -> Batch:
-        """`exact`: noise of the same streams as ours, else from the device's generator."""
+        """`exact`: the same noise as ours; otherwise from the device's generator."""
         shape, device = self.ours.shape, self.plain.device
         place = config.Model(path="", height=shape.size, width=shape.size)
         spec: Any = algorithm.spec(0, 0, place)
@@ -290,8 +290,8 @@ def advantages(images: int) -> Tensor:
 
 
 def cases(images: int) -> dict[str, Algorithm]:
-    """Rows of the table. The KL costs both sides one more pass; the rows above it are without. One
-    pass is ours alone: the plain side updates as ever."""
+    """Rows of the table. KL costs both sides one more forward; the rows above have none. One-pass
+    training exists on our side only: the plain side updates as in the other rows."""
     common: dict[str, Any] = {"group": images, "updates": 1}
     return {
         "Flow-GRPO": FlowGRPO(beta=0.0, **common),
@@ -309,9 +309,9 @@ def cases(images: int) -> dict[str, Algorithm]:
 
 
 def arithmetic(shape: Shape, algorithm: Any, side: str) -> tuple[float, float]:
-    """FLOPs that an image takes a side in sampling and in an update. With the gradient of one
-    branch, ours has the other one's velocity from sampling; the plain side runs it both ways. In
-    one pass, backward is part of sampling, and an update has none."""
+    """FLOPs per image of one side, in sampling and in an update. With the gradient of one branch,
+    ours reuses the other branch's velocity from sampling; the plain side runs forward and backward
+    of both. In one-pass training, backward is part of sampling, and the update has none."""
     forward, backward = flops(shape, False), flops(shape, True)
     if isinstance(algorithm, DiffusionNFT):  # current, old, reference
         return algorithm.steps * forward, algorithm.times * (3 * forward + backward)

@@ -1,10 +1,10 @@
-"""Time and memory of an iteration against its sizes, 8 points each, in a picture.
+"""Plots time and memory of an iteration against its sizes, 8 points each.
 
     python benchmarks/growth.py [--picture docs/images/growth.png] [--json FILE]
 
-Seconds are those that the process has a core for, with one thread, so other processes hardly
-matter; memory is the most that it has held so far, which Gesso keeps: sizes grow, and every line
-has a process of its own. Scores are made up; responses do not end early.
+Seconds are CPU seconds of the process with one thread, so that other processes hardly matter.
+Memory is the peak of the process so far; Gesso keeps freed memory, so sizes grow, and every line
+has its own process. Scores are synthetic; responses do not end early.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from unscored import Iterations, iterations
 
 from gesso.models.tokens.transformer import TransformerModel
 
-RULES = 'reward=[{name="jpeg-compressibility"}]'  # starts no recogniser; scores are made up anyway
+RULES = 'reward=[{name="jpeg-compressibility"}]'  # loads no OCR model; scores are synthetic anyway
 
 
 class Line(NamedTuple):
     recipe: str
     what: str
     sizes: Sequence[int]
-    groups: int | None  # what does not vary; None: it is what varies
+    groups: int | None  # fixed; None: the prompts vary
     options: dict[str, Any]
-    varies: str | None  # an option of the algorithm
+    varies: str | None  # the algorithm's option that varies
 
 
 LINES = [
-    Line("demo", "prompts of 4 pictures", range(1, 9), None, {"group": 4}, None),
-    Line("demo", "pictures a prompt", range(2, 17, 2), 2, {}, "group"),
-    Line("demo", "denoising steps, 8 pictures", range(6, 21, 2), 2, {"group": 4}, "steps"),
+    Line("demo", "prompts, 4 images each", range(1, 9), None, {"group": 4}, None),
+    Line("demo", "images per prompt", range(2, 17, 2), 2, {}, "group"),
+    Line("demo", "denoising steps, 8 images", range(6, 21, 2), 2, {"group": 4}, "steps"),
     Line(
         "demo-vlm",
-        "tokens a response, 32 responses",
+        "tokens per response, 32 responses",
         range(8, 65, 8),
         8,
         {"group": 4},
@@ -52,7 +52,7 @@ LINES = [
 
 
 def point(once: Iterations, line: Line, size: int) -> tuple[float, float]:
-    """Seconds and MB."""
+    """CPU seconds and MB."""
     options = line.options | ({line.varies: size} if line.varies else {})
     once.resize(size if line.groups is None else line.groups, options)
     once()
@@ -114,7 +114,7 @@ def main() -> None:
         print(line.what, {key: [round(x, 2) for x in points[key]] for key in points}, flush=True)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
-    draw(results, options.pixels)
+    draw(results, options.picture)
 
 
 if __name__ == "__main__":

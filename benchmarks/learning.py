@@ -1,12 +1,12 @@
-"""Does it learn? Recipes over seeds against an untrained control, as a table and a picture.
+"""Trains recipes over several seeds and an untrained control; prints a table and plots curves.
 
-    python benchmarks/learning.py --out runs/learning            # runs what is not there yet
+    python benchmarks/learning.py --out runs/learning            # runs that are missing
     python benchmarks/learning.py --out runs/learning --pictures docs/images
     python benchmarks/learning.py --out runs/algorithms --arms control demo-grpo … --seeds 0 1
     python benchmarks/learning.py --out runs/responses --arms control-vlm demo-vlm demo-vlm-ppo …
 
-Every arm is `gesso train RECIPE seed=S …` in a process of its own, one after another; a run that
-was cut off is resumed. A control has learning rate 0 and fewer steps: its weights cannot change.
+Every arm is `gesso train RECIPE seed=S …` in its own process, one after another; an interrupted run
+is resumed. A control has learning rate 0 and fewer steps: its weights cannot change.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ COLOURS = dict.fromkeys(ARMS, "#888888") | {
 
 
 def run_arm(arm: str, seed: int, out: Path) -> list[dict]:
-    """The metrics of one run; trained here unless it is complete already."""
+    """The metrics of one run; trains it unless it is complete."""
     folder = out / f"{arm}-seed{seed}"
     if complete(folder):
         return rows_of(folder)
@@ -74,7 +74,7 @@ def rows_of(folder: Path) -> list[dict]:
 
 
 def held_out(rows: list[dict]) -> list[tuple[dict, float]]:
-    """The rows with an evaluation, and the figure the run is judged by."""
+    """Rows with an evaluation, and the metric that is compared."""
     key = held_out_key(rows[0])
     return [(row, row[key]) for row in rows if key in row]
 
@@ -90,7 +90,7 @@ def table(results: dict[str, dict[int, list[dict]]]) -> str:
                 f"| {arm} | {seed} | {before:.3f} | {after:.3f} | {after - before:+.3f} "
                 f"| {rows[-1]['step']} | {rows[-1]['time/total']:.0f} |"
             )
-        mean = f"**{statistics.fmean(changes):+.3f}** (least {min(changes):+.3f})"
+        mean = f"**{statistics.fmean(changes):+.3f}** (min {min(changes):+.3f})"
         lines.append(f"| **{arm}** | mean | | | {mean} | | |")
     for control in CONTROLS.keys() & results.keys():
         befores = [held_out(rows)[0][1] for rows in results[control].values()]
@@ -100,7 +100,7 @@ def table(results: dict[str, dict[int, list[dict]]]) -> str:
 
 
 def spent(rows: list[dict], step: int) -> float:
-    """Seconds of sampling, scoring and updating up to that step."""
+    """Seconds of sampling, scoring and updating up to a step."""
     return sum(r["time/step"] - r.get("time/eval", 0.0) for r in rows if 0 < r["step"] <= step)
 
 
@@ -124,7 +124,7 @@ def plot(results: dict[str, dict[int, list[dict]]], file: Path) -> None:
                     label=arm if i == 0 else None,
                 )
     axes[0].set(xlabel="steps", ylabel="held-out exact match", ylim=(0, 1))
-    axes[1].set(xlabel="seconds of training, evaluation left out")
+    axes[1].set(xlabel="seconds of training, without evaluation")
     axes[1].legend(frameon=False, fontsize=8, ncol=2, loc="lower right")
     for axis in axes:
         axis.grid(alpha=0.3)
@@ -134,7 +134,7 @@ def plot(results: dict[str, dict[int, list[dict]]], file: Path) -> None:
 
 
 def sheet(run: Path, file: Path, count: int = 16) -> None:
-    """The same prompts and seeds before and after, two columns of pairs."""
+    """The same prompts and seeds before and after training, in two columns of pairs."""
     from PIL import Image, ImageDraw, ImageFont
 
     steps = sorted(path for path in (run / "samples").iterdir() if path.is_dir())
@@ -162,7 +162,7 @@ def main() -> None:
         "--arms", nargs="+", choices=list(ARMS), default=["control", "demo", "demo-nft"]
     )
     parser.add_argument("--pictures", type=Path, help="folder for the curves and a sample sheet")
-    parser.add_argument("--name", default="learning", help="of the curves' picture")
+    parser.add_argument("--name", default="learning", help="file name of the curves")
     options = parser.parse_args()
     results: dict[str, dict[int, list[dict]]] = {arm: {} for arm in options.arms}
     for seed in options.seeds:

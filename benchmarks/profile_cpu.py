@@ -1,9 +1,9 @@
-"""Where an iteration spends its time on a CPU: in matrix products and convolutions, or elsewhere.
+"""Profiles an iteration on a CPU: matrix multiplications, convolutions, and the rest.
 
     python benchmarks/profile_cpu.py [--recipe demo demo-vlm] [--rows 12] [--wide 2] [key=value ...]
 
-torch's profiler counts each operator without those it calls; *outside torch* is the rest of the
-clock: Python, tokenizers, pictures. Scores are made up. Run it with one thread on an idle machine.
+torch's profiler counts the self time of each operator; *outside torch* is the rest of the wall
+time: Python, tokenizers, images. Scores are synthetic. Run it with one thread on an idle machine.
 `--wide N` makes the bundled image model N times as wide, with random weights: matmuls grow
 with the square of the width, everything else with the width.
 """
@@ -23,7 +23,7 @@ from unscored import iterations
 from gesso.config import ZOO, resolve_path
 
 KINDS = {
-    "products": ("mm", "addmm", "bmm", "baddbmm", "addbmm", "linear"),
+    "matmuls": ("mm", "addmm", "bmm", "baddbmm", "addbmm", "linear"),
     "convolutions": ("convolution", "conv"),
     "attention": ("scaled_dot_product",),
 }
@@ -38,7 +38,7 @@ def kind_of(operator: str) -> str:
 
 
 def widened(times: int, folder: Path) -> Path:
-    """The bundled pipeline with a transformer of more heads."""
+    """The bundled pipeline with more attention heads."""
     from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 
     absent = {"text_encoder_3": None, "tokenizer_3": None}
@@ -55,8 +55,8 @@ def widened(times: int, folder: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--recipe", nargs="*", default=["demo", "demo-vlm"])
-    parser.add_argument("--rows", type=int, default=12, help="operators that are named")
-    parser.add_argument("--wide", type=int, default=1, help="times the width of the bundled model")
+    parser.add_argument("--rows", type=int, default=12, help="operators to list")
+    parser.add_argument("--wide", type=int, default=1, help="multiple of the bundled model's width")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -82,11 +82,11 @@ def report(recipe: str, seconds: float, events: list, rows: int) -> None:
     for event in events:
         shares[kind_of(event.key)] += event.self_cpu_time_total / 1e6 / seconds
     shares["outside torch"] = 1 - sum(shares.values())
-    print(f"{recipe}: {seconds:.2f} s an iteration")
+    print(f"{recipe}: {seconds:.2f} s per iteration")
     for kind, share in sorted(shares.items(), key=lambda pair: -pair[1]):
         print(f"  {kind:<16} {share:.2f}")
-    matrix = shares["products"] + shares["convolutions"] + shares["attention"]
-    print(f"  matrix work in all: {matrix:.2f}, aim .80")
+    matrix = shares["matmuls"] + shares["convolutions"] + shares["attention"]
+    print(f"  matrix operations: {matrix:.2f}, target .80")
     others = [e for e in events if kind_of(e.key) == "other operators"]
     for event in sorted(others, key=lambda e: -e.self_cpu_time_total)[:rows]:
         self_seconds = event.self_cpu_time_total / 1e6

@@ -1,10 +1,10 @@
-"""Does scoring hide behind sampling? A reward that takes as long as sampling, streamed and serial.
+"""Compares scoring that overlaps with sampling and scoring after it, with an equally slow reward.
 
     python benchmarks/reward_overlap.py [--rounds 7] [--json FILE] [key=value ...]
 
-The bundled task. `slow` below waits like a distant server; scoring a batch takes as long as drawing
-it. Streamed: the pieces go to the reward as they are drawn, as in training.
-Serial: all are drawn, then all are scored. The two take turns.
+Uses the demo task. `slow` below waits like a remote server; scoring a batch takes as long as
+sampling it. Streamed: each part of a batch is scored when it is sampled, as in training. Serial:
+the whole batch is sampled, then scored. The two alternate.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def slow(samples: Sequence[Any], seconds: float) -> list[float]:
 
 
 def main() -> None:
-    import gesso  # noqa: F401  before torch: it settles how OpenMP's threads wait
+    import gesso  # noqa: F401  before torch: sets how OpenMP threads wait
 
     # isort: split
     import argparse
@@ -48,7 +48,7 @@ def main() -> None:
     options = parser.parse_args()
 
     def job_with(seconds: float) -> Assembled:
-        # Eight pieces: with the demo's three, a third of the batch is drawn before scoring begins.
+        # Eight parts: with the demo's three, a third of the batch is sampled before scoring starts.
         pieces = ["sampler.batch=12"] if options.recipe == "demo" else []
         entry = f'reward=[{{name = "reward_overlap:slow", seconds = {seconds}, cache = false}}]'
         return assemble(build.recipe(options.recipe, [*pieces, *options.overrides, entry]))
@@ -59,7 +59,7 @@ def main() -> None:
         return time.perf_counter() - started
 
     def serial(job: Assembled, step: int) -> tuple[float, float]:
-        """Seconds of drawing and of scoring, one after the other."""
+        """Seconds of sampling, then of scoring."""
         service, held = job.cluster.rewards, []
 
         class Later:
@@ -96,7 +96,7 @@ def main() -> None:
     longer = max(sample, score)
     ratios = [t / max(a, b) for a, b, t in rows]
     print(
-        f"{options.recipe}: {pictures} pictures a batch, {job.recipe.sampler.batch} a piece, "
+        f"{options.recipe}: {pictures} images per batch, {job.recipe.sampler.batch} per part, "
         f"{torch.get_num_threads()} torch threads, {platform.machine()}, torch {torch.__version__}"
     )
     print(f"sampling alone   {sample:6.2f} s\nscoring alone    {score:6.2f} s")

@@ -1,10 +1,10 @@
-"""Requests against a local reward service: throughput and latency.
+"""Measures throughput and latency of a local reward service.
 
     python benchmarks/reward_service.py [--requests 1000] [--in-flight 16] [--size 512]
 
-Starts `gesso serve-reward` on loopback and asks it as a run would, one picture a request: first
-all pictures new, then the same ones again (the cache answers), then those one by one. Latency is
-from the picture in memory to its score.
+Starts `gesso serve-reward` on loopback and sends requests as a run would, one image per request:
+new images, then the same images again (answered from the cache), then the same, one at a time.
+Latency is from the image in memory to its score.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gesso.types import Prompt, Sample
 
 
 def synthetic_samples(count: int, size: int) -> list[Sample]:
-    """Smooth, as drawn pictures are, and all different."""
+    """Smooth, as generated images are, and all different."""
     y, x = np.mgrid[0:size, 0:size] / size
     samples = []
     for i in range(count):
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--reward", default="jpeg-compressibility")
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--in-flight", type=int, default=16)
-    parser.add_argument("--size", type=int, default=512, help="pixels a side")
+    parser.add_argument("--size", type=int, default=512, help="pixels per side")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -80,10 +80,10 @@ def main() -> None:
         rounds = [
             ("new pictures", options.in_flight, samples),
             ("the same again", options.in_flight, samples),
-            ("the same, one by one", 1, samples[: options.requests // 4]),
+            ("the same, one at a time", 1, samples[: options.requests // 4]),
         ]
         print(
-            f"{options.requests} requests of one {options.size}×{options.size} picture, "
+            f"{options.requests} requests of one {options.size}×{options.size} image, "
             f"{options.in_flight} in flight, {options.reward}, {options.workers} worker(s), "
             f"{platform.machine()}, Python {platform.python_version()}"
         )

@@ -1,12 +1,13 @@
-"""One iteration of GRPO with LoRA on a model that sees and writes: 64 prompts with a picture, 8
-responses each of 256 tokens. See README.md.
+"""Compares one GRPO iteration with LoRA on a vision-language model: 64 prompts with an image, 8
+responses each of 256 tokens. benchmarks/README.md explains the output.
 
-    python benchmarks/token_iteration.py [--out FOLDER]       # a CUDA device: Qwen2.5-VL-3B's shape
-    python benchmarks/token_iteration.py --tiny               # the same code on a CPU, in a minute
+    python benchmarks/token_iteration.py [--out FOLDER] [--name token]  # on CUDA: Qwen2.5-VL-3B
+    python benchmarks/token_iteration.py --tiny  # the same code on a CPU, in a minute
 
-Weights are random, so all responses are forced to one length. (a) is transformers' `generate` with
-its default cache on a PEFT model and a padded update with all logits of a micro-batch, as TRL
-does it; (b) `generate` with a static cache, compiled, without adapters; (c) Gesso.
+Weights are random, so all responses are forced to the same length. (a) is transformers' `generate`
+with its default cache on a PEFT model, and a padded update that computes all logits of a
+micro-batch, as TRL does; (b) `generate` with a static cache, compiled, without adapters; ours is
+Gesso.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ from gesso.samplers.decode import DecodingSampler
 from gesso.types import Prompt, PromptImage, ResponseSpec, Score
 
 ZOO = Path(__file__).parents[1] / "gesso" / "zoo" / "shapes"
-BANDWIDTH = 4.8e12  # bytes/s of an H200, by its maker
-GAP = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # of log-probs, sampler to learner, on average
+BANDWIDTH = 4.8e12  # bytes/s of an H200, according to NVIDIA
+GAP = {torch.float32: 1e-5, torch.bfloat16: 0.05}  # mean |Δ log-prob| between sampler and learner
 TEXT = dict(
     hidden_size=2048, num_hidden_layers=36, num_attention_heads=16, num_key_value_heads=2,
     intermediate_size=11008, max_position_embeddings=32768, vocab_size=151936,
@@ -58,10 +59,10 @@ class Size:
     prompts: int
     group: int
     tokens: int
-    pixels: int  # height and width of a picture
-    batches: list[int]  # slots of our sampler
+    pixels: int  # height and width of an image
+    batches: list[int]  # batch sizes of our sampler
     micro_tokens: int
-    padded: int  # responses of (a)'s micro-batch
+    padded: int  # responses per micro-batch of (a)
 
     @property
     def rows(self) -> list[int]:
@@ -110,7 +111,7 @@ class Bench:
 
 
 def make_model(folder: Path, device: torch.device, dtype: torch.dtype) -> None:
-    """Qwen2.5-VL-3B's shape with random weights; tokenizer and template of the bundled model."""
+    """Qwen2.5-VL-3B's shape with random weights, and the bundled model's tokenizer and template."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     fields = json.loads((ZOO / "config.json").read_text())
@@ -150,7 +151,7 @@ def prompts(size: Size) -> list[Prompt]:
 
 
 def ours(bench: Bench, **more: Any) -> VisionLanguage:
-    """With adapters that matter, every id writable and no response that ends early."""
+    """With adapters that have an effect, no suppressed ids, and responses that do not end early."""
     name: Any = str(bench.dtype).removeprefix("torch.")
     lora = config.Lora(rank=32, alpha=64)
     settings = config.TokenModel(
@@ -167,7 +168,7 @@ def ours(bench: Bench, **more: Any) -> VisionLanguage:
 
 
 def theirs(bench: Bench, adapters: dict[str, Tensor] | None) -> Any:
-    """Plain transformers; with adapters, as PEFT runs them."""
+    """Plain transformers, with PEFT adapters if given."""
     from peft import LoraConfig
     from transformers import AutoModelForImageTextToText
 
@@ -189,14 +190,14 @@ def theirs(bench: Bench, adapters: dict[str, Tensor] | None) -> Any:
 
 
 def compiled() -> int:
-    """Graphs that torch.compile has made so far."""
+    """Number of graphs that torch.compile has built so far."""
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"]
 
 
 def ceilings(bench: Bench) -> None:
-    """What this device does on one large product."""
+    """FLOP/s of one large matrix multiplication on this device."""
     n = 8192 if bench.device.type == "cuda" else 256
     a, b = (torch.randn(n, n, device=bench.device, dtype=bench.dtype) for _ in "ab")
     for _ in range(3):
@@ -225,7 +226,7 @@ def sample_ours(bench: Bench, model: VisionLanguage) -> list[Piece[TokenTrace]]:
         short, _ = bench.timed(lambda: call(4))
         long, _ = bench.timed(lambda: call(size.tokens))
         step = (long - short) / (size.tokens - 4) * batch / len(rows)
-        model.feature_cache = FeatureCache()  # pictures are new in every iteration
+        model.feature_cache = FeatureCache()  # images are new in every iteration
         seconds, pieces = bench.timed(lambda: call(size.tokens))
         bench.figures[f"ours_{batch}"] = {
             "tokens_per_s": len(rows) * size.tokens / seconds,
@@ -243,7 +244,7 @@ def sample_ours(bench: Bench, model: VisionLanguage) -> list[Piece[TokenTrace]]:
 
 
 def inputs_of(bench: Bench, model: VisionLanguage, rows: list[int]) -> dict[str, Tensor]:
-    """Prompts as transformers takes them, every repeat by itself: all are of one length."""
+    """Inputs of transformers, one row per response; all prompts have the same length."""
     encoded = [model.encode(p) for p in prompts(bench.size)]
     batch = {
         "input_ids": torch.stack([encoded[r].ids for r in rows]),
@@ -264,8 +265,8 @@ def sample_theirs(
     few: int,
     **how: Any,
 ) -> None:
-    """`few` tokens are timed, and the rest are reckoned at the pace of these: early steps, whose
-    cache is short, so the reckoning is in favour of `generate`."""
+    """Times `few` tokens and extrapolates to all of them. The early steps have a short cache, so
+    this favours `generate`."""
     bench.fresh()
     n, few = len(rows), min(few, bench.size.tokens // 2)
     inputs = inputs_of(bench, model, rows)
@@ -307,8 +308,8 @@ def rollout_of(bench: Bench, pieces: list[Piece[TokenTrace]]) -> Rollout:
 
 
 def flops(bench: Bench, model: VisionLanguage, rollout: Rollout) -> float:
-    """What the update cannot do without: forward, and the gradient to activations and adapters;
-    frozen weights get none. Prompts once a group. Attention and vision are left out."""
+    """The necessary FLOPs of the update: forward, and gradients of activations and adapters, not of
+    frozen weights; prompts once per group. Attention and the vision tower are not counted."""
     linear = [p for n, p in model.decoder.layers.named_parameters() if n.endswith("weight")]
     adapters = sum(p.numel() for p in model.policy.trainable.values())
     layers = sum(p.numel() for p in linear if p.ndim == 2) - adapters
@@ -332,7 +333,7 @@ def update_ours(bench: Bench, model: VisionLanguage, rollout: Rollout) -> None:
     bench.fresh()
     again, _ = bench.timed(lambda: learner.update(rollout, 1).metrics)
     hook.remove()
-    assert max(rows) * len(model.allowed) <= head.LOGITS, "more logits at a time than promised"
+    assert max(rows) * len(model.allowed) <= head.LOGITS, "more than head.LOGITS at a time"
     needed = flops(bench, model, rollout)
     rate = needed / again / 1e12
     bench.figures["update_ours"] = {
@@ -350,7 +351,7 @@ def update_ours(bench: Bench, model: VisionLanguage, rollout: Rollout) -> None:
 
 
 def padded_logp(plain: Any, inputs: dict[str, Tensor], tokens: Tensor) -> Tensor:
-    """(n, S), by way of all logits, as TRL takes them."""
+    """(n, S), from all logits, as in TRL."""
     n, length = tokens.shape
     more = {
         "input_ids": torch.cat([inputs["input_ids"], tokens], 1),
@@ -362,7 +363,7 @@ def padded_logp(plain: Any, inputs: dict[str, Tensor], tokens: Tensor) -> Tensor
 
 
 def update_theirs(bench: Bench, model: VisionLanguage, plain: Any, rollout: Rollout) -> None:
-    """Two micro-batches warm up, three are timed, and all are reckoned by these."""
+    """Two micro-batches warm up, three are timed; the total is extrapolated from these."""
     bench.fresh()
     n = bench.size.padded
     times, gaps = [], []
@@ -435,19 +436,18 @@ def table(figures: dict[str, Any]) -> list[str]:
     return [*lines, "", *(f"- {k}: {v:.2f}" for k, v in figures.get("ratios", {}).items())]
 
 
-def write(out: Path | None, figures: dict[str, Any]) -> None:
-    """After every part: a run that is cut short leaves what it has."""
-    if out is None:
+def write(file: Path | None, figures: dict[str, Any]) -> None:
+    """Called after every part, so that an interrupted run keeps its results."""
+    if file is None:
         return
-    out.mkdir(parents=True, exist_ok=True)
+    file.parent.mkdir(parents=True, exist_ok=True)
     facts = figures["circumstances"]
-    file = out / f"token-{facts['date']}"
     file.with_suffix(".json").write_text(json.dumps(figures, indent=1))
     header = [f"- {name}: {value}" for name, value in facts.items()]
     file.with_suffix(".md").write_text("\n".join([*header, "", *table(figures), ""]))
 
 
-def run(bench: Bench, parts: list[str], out: Path | None) -> None:
+def run(bench: Bench, parts: list[str], file: Path | None) -> None:
     size = bench.size
 
     def part(name: str, work: Callable[[], Any]) -> Any:
@@ -455,11 +455,11 @@ def run(bench: Bench, parts: list[str], out: Path | None) -> None:
             return None
         try:
             return work()
-        except Exception:  # told at the end; what was measured stays
+        except Exception:  # reported at the end; other parts go on
             traceback.print_exc()
             bench.figures.setdefault("failed", []).append(name)
         finally:
-            write(out, bench.figures)
+            write(file, bench.figures)
 
     ceilings(bench)
     model = ours(bench)
@@ -468,7 +468,7 @@ def run(bench: Bench, parts: list[str], out: Path | None) -> None:
     rollout = rollout_of(bench, pieces) if pieces else None
     if rollout is not None:
         part("update", lambda: update_ours(bench, model, rollout))
-    orders = size.rows, size.rows[:: size.group]  # all at once, and one response a prompt
+    orders = size.rows, size.rows[:: size.group]  # all at once, and one response per prompt
     if "a" in parts:
         plain = theirs(bench, {name: p.data for name, p in model.policy.trainable.items()})
         if rollout is not None:
@@ -482,13 +482,16 @@ def run(bench: Bench, parts: list[str], out: Path | None) -> None:
         for rows in orders:
             part("b", partial(sample_theirs, bench, "b", plain, model, rows, 32, **how))
     ratios(bench)
-    write(out, bench.figures)
+    write(file, bench.figures)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tiny", action="store_true", help="the bundled model; proves no speed")
-    parser.add_argument("--out", type=Path, help="folder for a dated table and its figures")
+    parser.add_argument("--tiny", action="store_true", help="the bundled model; not for times")
+    parser.add_argument("--out", type=Path, help="folder for NAME.md and NAME.json")
+    parser.add_argument(
+        "--name", default="token", help="of these files; an older result is replaced"
+    )
     parser.add_argument(
         "--folder", type=Path, default=Path("/dev/shm/gesso-3b"), help="for weights"
     )
@@ -506,7 +509,7 @@ def main() -> int:
         bench.say("model made")
     bench.fresh()
     bench.figures["circumstances"] = circumstances(bench)
-    run(bench, options.parts.split(","), options.out)
+    run(bench, options.parts.split(","), options.out and options.out / options.name)
     wrong = [f"{part} failed" for part in bench.figures.get("failed", [])]
     for name, row in bench.figures.items():
         if isinstance(row, dict) and row.get("compiled_later") and not options.tiny:

@@ -1,16 +1,16 @@
-"""One iteration of GRPO on the bundled vision-language model, by Gesso and by TRL's GRPOTrainer.
+"""Compares one GRPO iteration of Gesso and of TRL's GRPOTrainer on the bundled VLM.
 
     pip install -e ".[bench]"
     python benchmarks/trl_iteration.py [--rounds 5] [--threads 1] [--json FILE] [key=value ...]
 
-Same weights, prompts, pictures, group, lengths, loss, optimizer and threads. Both sides must first
-be seen to have the same loss and gradients on one frozen batch; if they do not, the exit status is
-1 and nothing is timed. benchmarks/README.md says how to read the figures.
+Both sides have the same weights, prompts, images, group, lengths, loss, optimizer and threads.
+Before timing, they must give the same loss and gradients on one frozen batch; if they do not, the
+exit status is 1 and nothing is timed. benchmarks/README.md explains the output.
 """
 
 from __future__ import annotations
 
-import gesso  # before torch: it settles how OpenMP's threads wait
+import gesso  # before torch: sets how OpenMP threads wait
 
 # isort: split
 import argparse
@@ -49,20 +49,20 @@ LOSSES = {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "constant": "dr_g
 """Our aggregations and TRL's names for them."""
 LIBRARIES = ("torch", "transformers", "trl", "accelerate", "datasets", "numpy")
 PHASES = ("generate", "rewards", "log-probs", "update", "rest", "total")
-FURTHER = {"cpu": "CPU seconds", "tokens": "tokens a response"}
+FURTHER = {"cpu": "CPU seconds", "tokens": "tokens per response"}
 CASES = ("equal", "ragged")
 CLOCK = "wall"
-Proof = dict[str, tuple[float, float]]  # a difference and the most it may be, by name
-Times = dict[str, float]  # of one iteration: seconds by phase, and what FURTHER names
+Proof = dict[str, tuple[float, float]]  # name → difference and its limit
+Times = dict[str, float]  # of one iteration: seconds by phase, and the keys of FURTHER
 
 
 def now() -> float:
-    """Seconds: of the wall's clock, or, where the machine is busy, of this process's CPU time."""
+    """Seconds: wall time, or, on a busy machine, CPU time of this process."""
     return time.process_time() if CLOCK == "cpu" else time.perf_counter()
 
 
 def settings(overrides: Sequence[str], beta: float) -> Recipe:
-    """The recipe with PPO's plain clip, which is what TRL has by default."""
+    """The recipe with PPO's symmetric clip, TRL's default."""
     plain = ["algorithm.surrogate.low=0.2", "algorithm.surrogate.high=0.2"]
     plain += ['algorithm.surrogate.dual="none"']
     if beta:
@@ -76,25 +76,25 @@ def settings(overrides: Sequence[str], beta: float) -> Recipe:
     same = same and recipe.model.dtype == "float32" and recipe.model.lora is None
     if not same or [entry.name for entry in recipe.reward] != ["count"] or recipe.learner.ema:
         raise UserError(
-            "both sides do grpo with one update an iteration, a clip of .2, the reward count, "
+            "expected grpo with one update per iteration, a clip of .2, the reward count, "
             f"float32, no LoRA, no EMA and an aggregation of {', '.join(LOSSES)}"
         )
     return recipe
 
 
 class Gesso:
-    """The classes of the project, unchanged."""
+    """Gesso's classes, unchanged."""
 
     def __init__(self, job: Assembled) -> None:
         assert isinstance(job.model, TransformerModel)
         self.job, self.model = job, job.model
         self.start = {name: t.clone() for name, t in job.learner.policy.tensors().items()}
-        self.written = self.model.suppressed  # ids that no response holds, by default
+        self.written = self.model.suppressed  # ids that are not sampled by default
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.model.logp = self._timed(self.model.logp)  # type: ignore[method-assign]
 
     def _timed(self, logp: Callable) -> Callable:
-        """Log-probs without a gradient are those of a reference."""
+        """Log-probs without gradient belong to a reference policy."""
 
         @functools.wraps(logp)
         def timed(*given: Any, **named: Any) -> Any:
@@ -107,7 +107,7 @@ class Gesso:
         return timed
 
     def prepare(self, case: str) -> None:
-        """The start weights, and responses that end where they like or not before the limit."""
+        """Resets the weights; responses end freely (ragged) or only at the limit (equal)."""
         self.job.learner.policy.load(self.start)
         more = sorted(self.model.end) if case == "equal" else []
         self.model.suppressed = torch.cat([self.written, self.written.new_tensor(more)])
@@ -132,7 +132,7 @@ class Gesso:
 
 
 def processor(folder: Path) -> Any:
-    """transformers' own for this model, less its part for videos, which wants torchvision."""
+    """transformers' processor without its video part, which needs torchvision."""
     from transformers import (
         AutoImageProcessor,
         AutoTokenizer,
@@ -153,7 +153,7 @@ def processor(folder: Path) -> Any:
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
-    """A row as TRL's datasets have it: it puts the picture before the text by itself."""
+    """A row of a TRL dataset; TRL puts the image before the text."""
     text = prompt.text.removeprefix("<image>")
     images = [picture.open() for picture in prompt.images]
     return {
@@ -164,9 +164,9 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
 
 
 class Trl:
-    """GRPOTrainer as it comes, with the settings of the recipe; its phases are timed from outside.
+    """GRPOTrainer, unchanged, with the recipe's settings; its phases are timed from outside.
 
-    `train` runs its loop; `commands` says what to do next, and each step's times go to `tell`.
+    `train` runs its loop; `commands` yields the next step, and `tell` receives each step's times.
     """
 
     def __init__(self, recipe: Recipe, prompts: Sequence[Prompt], batch: int | None = None) -> None:
@@ -255,8 +255,8 @@ class Trl:
         self.seconds.clear()
 
     def train(self, commands: Iterator[tuple[int, str]], tell: Callable[[Times], None]) -> None:
-        """Its training loop, which runs a step for every command. Commands count steps from 0, as
-        the rows of the dataset do."""
+        """Runs TRL's training loop, one step per command. Commands count steps from 0, as the
+        rows of the dataset do."""
         from transformers import TrainerCallback
 
         side = self
@@ -287,7 +287,7 @@ class Trl:
             self.trainer.train()
 
     def _time_phases(self) -> None:
-        """Seconds in some of its methods."""
+        """Seconds spent in some of its methods."""
         trainer = self.trainer
         names = {"_generate": "generate", "_calculate_rewards": "rewards"}
         names |= {"_prepare_inputs": "inputs", "_get_per_token_logps_and_entropies": "log-probs"}
@@ -310,7 +310,7 @@ class Trl:
         return timed
 
     def _times(self, started: float, ended: float) -> Times:
-        """Before the update: the batch's loading, padding, and the pictures' second processing."""
+        """Before the update: loading, padding and the second image processing of a batch."""
         inner = [self.seconds[name] for name in PHASES[:3]]
         update = ended - self.seconds["ready"]
         rest = ended - started - update - sum(inner)
@@ -319,7 +319,7 @@ class Trl:
 
 
 class _Enough(Exception):
-    """No more commands: ends the trainer's loop."""
+    """Ends the trainer's loop."""
 
 
 def _until_enough() -> Iterator[None]:
@@ -333,9 +333,9 @@ def _until_enough() -> Iterator[None]:
 
 
 def prove(ours: Gesso, trl: Trl, step: int = 0) -> Proof:
-    """What both sides make of one frozen batch: responses that we drew, with made-up advantages,
-    and old and reference log-probs moved at random, so that the clip and the KL have something to
-    do. TRL keeps ids from being sampled and leaves them in the log-probs; here no side does.
+    """Compares both sides on one frozen batch: our responses with synthetic advantages, and old and
+    reference log-probs with random offsets, so that clip and KL have an effect. TRL never samples
+    suppressed ids and keeps them in the log-probs; here neither side suppresses any.
     """
     ours.prepare("ragged")
     trl.prepare("ragged")
@@ -373,7 +373,7 @@ def prove(ours: Gesso, trl: Trl, step: int = 0) -> Proof:
 
 
 def trl_inputs(trl: Trl, prompts: Sequence[Prompt], rollout: Rollout) -> dict[str, Any]:
-    """A batch as TRL's loss takes it, its prompts through TRL's own preparation."""
+    """A batch for TRL's loss; prompts go through TRL's own preparation."""
     from trl.data_utils import prepare_multimodal_messages
 
     trainer, trace = trl.trainer, rollout.token_trace
@@ -418,7 +418,7 @@ def trl_logp(trl: Trl, inputs: dict[str, Any]) -> Tensor:
 
 
 def differences_of_inputs(rollout: Rollout, inputs: dict[str, Any]) -> Proof:
-    """How far our prompts are from TRL's."""
+    """Number of prompts whose tokens or images differ from TRL's."""
     trace = rollout.token_trace
     mine = [trace.prompts[i] for i in trace.row.tolist()]
     pairs = zip(inputs["prompt_ids"], inputs["prompt_mask"].bool(), strict=True)
@@ -430,7 +430,7 @@ def differences_of_inputs(rollout: Rollout, inputs: dict[str, Any]) -> Proof:
 
 
 def differences_of_optimizers(ours: Gesso, trl: Trl) -> float:
-    """Settings that differ, and parameters that only one side trains."""
+    """Number of settings that differ and of parameters that only one side trains."""
     mine, theirs = ours.job.learner.optimizer, trl.trainer.create_optimizer()
     names = ("lr", "betas", "eps", "weight_decay", "fused", "amsgrad")
     of_mine = [[g[n] for n in names] for g in mine.param_groups for p in g["params"]]
@@ -443,7 +443,7 @@ def differences_of_optimizers(ours: Gesso, trl: Trl) -> float:
 def our_gradients(
     ours: Gesso, algorithm: PolicyGradient, rollout: Rollout, prepared: PreparedResponses
 ) -> tuple[float, dict[str, Tensor]]:
-    """As the learner goes through a mini-batch, before its clip of the norm."""
+    """As the learner does for a mini-batch, before clipping the norm."""
     trained = ours.job.learner.policy.trainable
     terms = algorithm.terms(rollout, prepared)
     total = 0.0
@@ -466,7 +466,7 @@ def trl_gradients(trl: Trl, inputs: dict[str, Any]) -> tuple[float, dict[str, Te
 
 
 def taken(parameters: dict[str, torch.nn.Parameter]) -> dict[str, Tensor]:
-    """Their gradients, which they no longer have."""
+    """Returns the gradients and clears them."""
     gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
     for p in parameters.values():
         p.grad = None
@@ -510,7 +510,7 @@ class Side:
 
 
 def serve(side: Gesso | Trl) -> None:
-    answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no answer
+    answers, sys.stdout = sys.stdout, sys.stderr  # skips lines printed by libraries
     commands = ((step, case) for step, case in map(json.loads, sys.stdin))
     tell = functools.partial(print, file=answers, flush=True)
     if isinstance(side, Trl):
@@ -521,7 +521,7 @@ def serve(side: Gesso | Trl) -> None:
 
 
 def measure(sides: dict[str, Side], rounds: int) -> dict[str, list[Times]]:
-    """Both sides in turns, each case; the order is swapped every round."""
+    """Alternates between the sides, for each case; the order is swapped every round."""
     times: dict[str, list[Times]] = defaultdict(list)
     for i in range(rounds + 1):  # round 0 warms up
         for j, case in enumerate(CASES):
@@ -552,7 +552,7 @@ def circumstances(threads: int) -> dict[str, str]:
 
 
 def ratios(times: dict[str, list[Times]], case: str, key: str = "total") -> list[float]:
-    """TRL's time over ours, round by round."""
+    """TRL's time divided by ours, for each round."""
     pairs = zip(times[f"trl {case}"], times[f"gesso {case}"], strict=True)
     return [theirs[key] / ours[key] for theirs, ours in pairs]
 
@@ -575,11 +575,11 @@ def report(times: dict[str, list[Times]]) -> None:
 def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1, help="torch threads of each side")
-    parser.add_argument("--beta", type=float, default=0.0, help="of a KL to the start weights")
-    parser.add_argument("--trl-batch", type=int, help="responses a pass of TRL's update (all)")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads per side")
+    parser.add_argument("--beta", type=float, default=0.0, help="KL to the initial weights")
+    parser.add_argument("--trl-batch", type=int, help="responses per TRL pass (all)")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
-    parser.add_argument("--json", type=Path, help="write every round's figures to this file")
+    parser.add_argument("--json", type=Path, help="file for the times of every round")
     parser.add_argument("--side", choices=("gesso", "trl"), help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     return parser.parse_args(arguments)
@@ -610,7 +610,7 @@ def main() -> int:
         print("\n".join(f"{name:<9} {fact}" for name, fact in facts.items()))
         proof = prove(Gesso(job), trl)
         agree = agrees(proof)
-        print(f"\nboth sides compute {'the same' if agree else 'DIFFERENT THINGS'}; differences:")
+        print(f"\nresults of both sides {'agree' if agree else 'DIFFER'}; differences:")
         for name, (difference, limit) in proof.items():
             print(f"  {name:<42} {difference:.1e}, at most {limit:.0e}")
     finally:

@@ -1,4 +1,4 @@
-"""Iterations of a recipe with made-up scores, for the scripts that look at the iteration itself."""
+"""Iterations of a recipe with synthetic scores, for scripts that measure sampling and updates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from gesso.types import Sample, Score
 
 
 class Unscored:
-    """In the place of the reward service: scores that differ, at once."""
+    """Replaces the reward service: returns distinct scores immediately."""
 
     processes = 0
 
@@ -49,8 +49,8 @@ class Iterations:
         self.cluster = Local(recipe, job.learner, sampler, unscored, stream)
 
     def __call__(self) -> None:
-        """Draws and learns once; prompts are new every time."""
-        rollout, _ = self.cluster.sample_step(self.step).result()
+        """Samples and updates once; prompts are new every time."""
+        rollout, _ = self.cluster.draw_step(self.step).result()
         self.job.learner.update(rollout, self.step)
         self.cluster.publish(self.step + 1)
         self.step += 1

@@ -1,13 +1,13 @@
-"""How long `gesso view` takes to open a large run: 10,000 rows of metrics and 5,000 pictures.
+"""Measures how long `gesso view` takes to open a large run: 10,000 rows of metrics, 5,000 images.
 
     python benchmarks/view_open.py [--rounds 3] [--side 256] [--keep FOLDER]
 
-Makes the run folder (always the same, in a temporary folder unless --keep names one), and for every
-round and view starts a new server and opens the view in a new tab of Chromium. The time is the
-page's own clock, from the start of the navigation until what the view is for has been painted:
-Runs: the table. Evolution: every picture of the first screenful. Curves: the first chart's line.
-The bar is 2 s; the exit status is 1 where a median is above it. Beside it stand the CPU seconds of
-server and browser until then: on a busy machine they tell more.
+Creates the run folder (always the same, in a temporary folder unless --keep names one); for every
+round and view it starts a new server and opens the view in a new tab of Chromium. The time is
+measured in the page, from the start of navigation until the main content is painted. Runs: the
+table. Evolution: all images visible without scrolling. Curves: the first chart's line. The limit is
+2 s; the exit status is 1 if a median exceeds it. CPU seconds of server and browser are printed as
+well; on a busy machine they are more reliable.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 
 from tests.viewer.browser import Browser, find  # noqa: E402
 
-STEPS, EVERY, PROMPTS = 9_999, 101, 50  # 10,000 rows; 100 evaluations of 50 pictures
+STEPS, EVERY, PROMPTS = 9_999, 101, 50  # 10,000 rows; 100 evaluations of 50 images
 BAR = 2.0  # seconds
 VIEWS = {
     "runs": "document.querySelector('tr[data-run]')",
@@ -49,7 +49,7 @@ FIGURES = (
 
 
 def make(run: Path, side: int) -> None:
-    """A run folder as a run would have written it."""
+    """Writes a run folder as a run does."""
     run.mkdir(parents=True)
     (run / "config.toml").write_text(
         f'about = "large"\nseed = 0\nsteps = {STEPS}\n[model]\nname = "sd3"\npath = "large"\n'
@@ -103,7 +103,7 @@ class Opened:
 
 
 def open_once(browser: Browser, root: Path, view: str) -> Opened:
-    """From the navigation's start to the useful paint, of a server that is new."""
+    """From the start of navigation to the main content, with a new server."""
     command = [sys.executable, "-m", "gesso.cli", "view", str(root), "--port", "0"]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     try:
@@ -127,7 +127,7 @@ def open_once(browser: Browser, root: Path, view: str) -> Opened:
 
 
 def cpu(pid: int) -> float:
-    """CPU seconds of a process and of those it started."""
+    """CPU seconds of a process and its children."""
     import psutil
 
     process = psutil.Process(pid)
@@ -142,19 +142,19 @@ def cpu(pid: int) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--side", type=int, default=256, help="px of the square pictures")
-    parser.add_argument("--keep", type=Path, help="make the run folder here, or take it from here")
+    parser.add_argument("--side", type=int, default=256, help="side of the square images in pixels")
+    parser.add_argument("--keep", type=Path, help="create the run folder here, or reuse it")
     options = parser.parse_args()
     if find() is None:
-        print("no Chromium on the path: apt-get install chromium", file=sys.stderr)
+        print("Chromium was not found; run apt-get install chromium", file=sys.stderr)
         return 1
     with tempfile.TemporaryDirectory() as folder:
         root = options.keep or Path(folder) / "runs"
         if not (root / "large").exists():
-            print("making the run folder …", flush=True)
+            print("creating the run folder …", flush=True)
             make(root / "large", options.side)
         images = sum(1 for _ in (root / "large" / "samples").glob("*/*.png"))
-        print(f"{STEPS + 1:,} rows, {images:,} pictures; {platform.processor() or 'CPU'}")
+        print(f"{STEPS + 1:,} rows, {images:,} images; {platform.processor() or 'CPU'}")
         browser = Browser(Path(folder) / "chromium")
         worst = 0.0
         for view in VIEWS:

@@ -1,10 +1,10 @@
-"""Tokens a second of the built-in sampler and of vLLM, with the same model, prompts and weights.
+"""Compares tokens per second of the built-in sampler and vLLM, with the same model and prompts.
 
     .venv-vllm/bin/python benchmarks/vllm_sampling.py FOLDER [--batch 64] [--tokens 128]
 
-FOLDER is a text model of transformers. Both engines take turns. On a busy machine seconds on the
-clock say little: on a CPU read the tokens a second of CPU time, with OMP_NUM_THREADS=1. Run it with
-the Python of an environment that has vLLM.
+FOLDER is a text model of transformers. The engines alternate. On a busy machine wall time is not
+reliable: on a CPU use the tokens per second of CPU time, with OMP_NUM_THREADS=1. Run it with the
+Python of an environment that has vLLM.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class Rate:
-    """Tokens a second: on the clock, and of this process's CPU time."""
+    """Tokens per second: of wall time, and of this process's CPU time."""
 
     wall: float
     cpu: float
 
 
 def rate(sampler: Any, batch: int, tokens: int, seed: int) -> Rate:
-    """Of one call: as many responses as fit at a time, in groups of 8."""
+    """Prompts of one call: responses in groups of 8, as many as fit into a batch."""
     prompts = [Prompt(f"what is {i} + {i}?") for i in range(-(-batch // 8))]
     row = [i // 8 for i in range(batch)]
     seeds = [seed * batch + i for i in range(batch)]

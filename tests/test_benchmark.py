@@ -1,4 +1,4 @@
-"""The benchmarks' two sides compute the same thing; how long they take is not tested."""
+"""Both sides of each benchmark compute the same; their speed is not tested."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_ratios_are_those_of_the_same_kind_of_processor(
     assert capsys.readouterr().out == ""
     monkeypatch.setattr(benchmark.platform, "machine", lambda: "riscv64")
     assert benchmark.recorded_here(file) == {}
-    assert "nothing of riscv64, only of x86_64, aarch64" in capsys.readouterr().out
+    assert "no ratios for riscv64, only for x86_64, aarch64" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -92,12 +92,12 @@ def test_an_iteration_of_writers(
     options = ["--tiny", "--parts", "ours,update,a", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["token_iteration.py", *options])
     assert token_iteration.main() == 0
-    figures = json.loads(next(tmp_path.glob("token-*.json")).read_text())
+    figures = json.loads((tmp_path / "token.json").read_text())
     assert figures["update_padded"]["gap_to_our_sampler_max"] <= 1e-4
     assert figures["update_ours"]["first_abs_dlogp_max"] <= 1e-4
     assert figures["update_ours"]["compiled_later"] == 0
     assert "iteration, (a) / ours" in figures["ratios"]
-    assert "| update_ours |" in next(tmp_path.glob("token-*.md")).read_text()
+    assert "| update_ours |" in (tmp_path / "token.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_the_report_compares_rounds(
 
 
 def test_what_trl_does_otherwise_is_refused(against_trl: ModuleType) -> None:
-    with pytest.raises(UserError, match="both sides do grpo"):
+    with pytest.raises(UserError, match="expected grpo with one update"):
         against_trl.settings(["algorithm.updates=2"], beta=0.0)
 
 
@@ -201,7 +201,7 @@ def growth(beside: None) -> Iterator[ModuleType]:
 
 
 KINDS = {
-    "products": ["mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "mkl::_mkl_linear"],
+    "matmuls": ["mm", "addmm", "bmm", "baddbmm", "addbmm", "linear", "mkl::_mkl_linear"],
     "convolutions": ["mkldnn_convolution", "mkldnn::_convolution_pointwise"],
     "attention": ["_scaled_dot_product_flash_attention_for_cpu_backward"],
     "other operators": ["gelu", "mul", "add", "cat", "native_layer_norm", "multinomial", "copy_"],
@@ -225,13 +225,13 @@ def test_shares_of_a_profile(profile_cpu: ModuleType, capsys: pytest.CaptureFixt
     profile_cpu.report("demo", 1.0, events, 5)
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert printed == [
-        ["demo:", "1.00", "s", "an", "iteration"],
+        ["demo:", "1.00", "s", "per", "iteration"],
         ["other", "operators", "0.30"],
         ["outside", "torch", "0.25"],
-        ["products", "0.20"],
+        ["matmuls", "0.20"],
         ["attention", "0.15"],
         ["convolutions", "0.10"],
-        ["matrix", "work", "in", "all:", "0.45,", "aim", ".80"],
+        ["matrix", "operations:", "0.45,", "target", ".80"],
         ["aten::gelu", "0.300", "7", "calls"],
     ]
 
@@ -239,7 +239,7 @@ def test_shares_of_a_profile(profile_cpu: ModuleType, capsys: pytest.CaptureFixt
 def test_an_iteration_is_profiled(profile_cpu: ModuleType, capsys: Any, tmp_path: Path) -> None:
     profile_cpu.measure("demo-vlm", list(SMALL), rows=0)
     printed = capsys.readouterr().out
-    assert printed.startswith("demo-vlm: ") and "products" in printed and "outside torch" in printed
+    assert printed.startswith("demo-vlm: ") and "matmuls" in printed and "outside torch" in printed
     wide = json.loads((profile_cpu.widened(2, tmp_path) / "transformer/config.json").read_text())
     width = wide["num_attention_heads"] * wide["attention_head_dim"]
     assert width == wide["caption_projection_dim"] == 256
@@ -344,6 +344,31 @@ def test_the_command_of_a_result_can_be_pasted(
     given = ["benchmarks/flow_iteration.py", "--cases", "Flow-GRPO, one pass"]
     monkeypatch.setattr(sys, "argv", given)
     assert shlex.split(flow_iteration.circumstances("")["command"]) == ["python", *given]
+
+
+def test_results_have_stable_names(
+    flow_iteration: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flow_iteration, "table", lambda *_: ["| a | table |"])
+    for name in ("flow", "flow-starts"):
+        options = SimpleNamespace(out=tmp_path, name=name, shape=None)
+        flow_iteration.write(options, {"date": "2026-11-16", "peak TFLOP/s": 1.0}, {"row": {}})
+        assert json.loads((tmp_path / f"{name}.json").read_text())["date"] == "2026-11-16"
+        text = (tmp_path / f"{name}.md").read_text()
+        assert "- date: 2026-11-16" in text and "| a | table |" in text
+
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+
+
+def test_results_carry_no_date_in_their_names_and_are_linked() -> None:
+    readme = (RESULTS.parent / "README.md").read_text(encoding="utf-8")
+    files = sorted(RESULTS.iterdir())
+    assert files and not [file.name for file in files if any(c.isdigit() for c in file.name)]
+    for file in files:
+        if file.suffix == ".md":
+            assert "- date: 20" in file.read_text(encoding="utf-8")
+            assert f"(results/{file.name})" in readme, f"{file.name} is not linked"
 
 
 def test_rows_are_chosen_by_name_or_by_a_part_of_it(flow_iteration: ModuleType) -> None:

@@ -65,8 +65,8 @@ def test_negative_prompts_that_guidance_leaves_unread_are_noted(
         chosen = data | {"algorithm": algorithm, "eval": {"guidance": eval_guidance, "steps": 4}}
         job = assemble(build.recipe_from(chosen))
         job.close()
-        notes = [note for note in job.notes if "have a negative prompt, and" in note]
-        assert [note.partition(" and ")[2].partition(" = ")[0] for note in notes] == keys
+        notes = [note for note in job.notes if "have a negative prompt, which" in note]
+        assert [note.partition(" because ")[2].partition(" = ")[0] for note in notes] == keys
 
 
 def test_check_warns_of_a_clip_under_the_noise_floor(recipe: Recipe) -> None:
