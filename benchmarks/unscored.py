@@ -50,7 +50,7 @@ class Iterations:
 
     def __call__(self) -> None:
         """Samples and updates once; prompts are new every time."""
-        rollout, _ = self.cluster.draw_step(self.step).result()
+        rollout, _ = self.cluster.sample_step(self.step).result()
         self.job.learner.update(rollout, self.step)
         self.cluster.publish(self.step + 1)
         self.step += 1
