@@ -46,31 +46,15 @@ def shoot(tab: Tab, url: str) -> None:
     cards = "document.querySelectorAll('.card img').length > 8"
     take("runs", f"runs?{BOTH}&run=demo-001", "document.querySelectorAll('.pair img').length > 8")
     take("evolution", "evolution?run=demo-001", cards)
-    tab.click(".filters input[value=wipe]")
-    tab.wait(cards)
-    tab.settle(0.6)
-    tab.picture(IMAGES / "view-wipe.png")
-    one = "document.querySelectorAll('.stage img').length === 2"
-    take("prompt", "evolution?run=demo-001&prompt=0", one)
     take("responses", "evolution?run=demo-vlm-001", "document.querySelector('.turn.now mark')")
     take("curves", f"curves?{BOTH}", "document.querySelectorAll('.line').length > 8")
     take("groups", "groups?run=demo-001", "document.querySelectorAll('.sample img').length > 4")
-    take("notes", f"notes?{BOTH}", "document.querySelectorAll('.note-card').length === 2")
     tab.open(f"{url}/#/playground?run=demo-001")
     tab.wait("document.getElementById('play-prompt')?.value")
     tab.click("button[type=submit]")
     tab.wait("document.querySelectorAll('.play-pair img').length > 4", PLAYED)
     tab.settle(0.6)
     tab.picture(IMAGES / "view-playground.png")
-    tab.prefer(prefers_color_scheme="dark")
-    take("dark", "evolution?run=demo-001", cards)
-    tab.size(400, 860)
-    take("phone", "evolution?run=demo-001", "document.querySelectorAll('.card img').length > 1")
-    tab.prefer(prefers_color_scheme="light")
-    tab.open(f"{url}/#/runs?{BOTH}&run=demo-001")
-    tab.js("document.querySelector('.bar h2').scrollIntoView()")
-    tab.settle(0.6)
-    tab.picture(IMAGES / "view-phone-runs.png")
 
 
 def main() -> int:

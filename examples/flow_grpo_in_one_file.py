@@ -2,7 +2,7 @@
 
     python examples/flow_grpo_in_one_file.py          # one or two minutes on two CPU cores
 
-Each iteration draws G images for each of P prompts with stochastic denoising steps, scores them,
+Each iteration samples G images for each of P prompts with stochastic denoising steps, scores them,
 compares each image with the others of its prompt, and makes the steps that led to better ones more
 likely. Guidance, LoRA and EMA are left out. tests/test_one_file_example.py shows that Gesso
 computes the same numbers.
@@ -65,7 +65,7 @@ class Rollout:
 
 @torch.no_grad()
 def encode(pipe: Pipeline, prompts: Sequence[str], group: int) -> Text:
-    """(N, L, D), (N, D'): each prompt G times in a row. SD3 can do without T5: length 0."""
+    """(N, L, D), (N, D'): each prompt G times in a row. No T5: its sequence length is 0."""
     embeds, _, pooled, _ = pipe.encode_prompt(
         list(prompts), None, None, do_classifier_free_guidance=False, max_sequence_length=0
     )

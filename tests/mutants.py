@@ -353,9 +353,9 @@ MUTANTS = [
     ),
     # Cluster and loop
     Mutant(
-        "cluster-draws-after-the-update",
+        "cluster-samples-after-the-update",
         "gesso/cluster/local.py",
-        "        self.draw_queued()",
+        "        self.sample_queued()  # with the weights before this update",
         "        pass",
         "tests/cluster/test_local.py -k collect_returns",
     ),
@@ -506,14 +506,14 @@ MUTANTS = [
         "gesso/rewards/transport/workers.py",
         "[score for sample in samples for score in await self._retry([sample], 2)]",
         "await self._retry(samples, 2)",
-        "tests/rewards/test_robustness.py -k poisonous",
+        "tests/rewards/test_robustness.py -k fails_alone",
     ),
     Mutant(
         "pool-retries-500",
         "gesso/rewards/transport/pool.py",
         "response.status_code >= 500",
         "response.status_code > 599",
-        "tests/rewards/test_faults.py -k may_pass",
+        "tests/rewards/test_faults.py -k transient_faults_are_retried",
     ),
     Mutant(
         "pool-in-flight",
@@ -527,7 +527,7 @@ MUTANTS = [
         "gesso/rewards/transport/pool.py",
         "in range(self.retries + 1):",
         "in range(self.retries):",
-        "tests/rewards/test_faults.py -k attempts_and_seconds",
+        "tests/rewards/test_faults.py -k attempts_and_time",
     ),
     Mutant(
         "reward-server-token",
@@ -591,7 +591,7 @@ MUTANTS = [
         "gesso/data/splits.py",
         "if not numbers or numbers == list(range(chosen.count)):",
         "if not numbers or numbers:",
-        "tests/data/test_splits.py -k broke_off",
+        "tests/data/test_splits.py -k incomplete_download",
     ),
     # Health
     Mutant(
@@ -619,7 +619,7 @@ MUTANTS = [
     Mutant(
         "viewer-path-traversal",
         "gesso/viewer/files.py",
-        "if not PICTURE.fullmatch(name):",
+        "if not IMAGE_NAME.fullmatch(name):",
         "if not name:",
         "tests/viewer/test_server.py -k nothing_but_pictures",
     ),
@@ -661,7 +661,7 @@ MUTANTS = [
     Mutant(
         "export-precision",
         "gesso/use/export.py",
-        "t.to(kind) if t.is_floating_point() else t",
+        "t.to(torch_dtype) if t.is_floating_point() else t",
         "t",
         "tests/use/test_export.py -k another_precision",
     ),

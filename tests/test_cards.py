@@ -111,8 +111,8 @@ MISTAKES = [
     ("[card]\n24 = 8\n", 'recipe mine: "card.24" = 8 does not fit; expected a table of keys that'),
     ("[card.24.card.48]\nseed = 1\n", '"card.24.card" is not allowed; write "card" at the top'),
     ('[card.24]\nbase = "demo"\n', '"card.24.base" is not allowed; write "base" at the top level'),
-    ("", "recipe mine has no card tables; leave --card out, or add a table [card.24]"),
-    ("[card.32]\nseed = 1\n[card.8]\nseed = 1\n", "no card 24; use --card with one of 8, 32"),
+    ("", "recipe mine has no card tables; leave --card out, or add a [card.24] table"),
+    ("[card.32]\nseed = 1\n[card.8]\nseed = 1\n", "of 24 GB; use --card with one of 8, 32"),
 ]  # fmt: skip
 
 
@@ -136,7 +136,7 @@ def test_without_a_card_only_the_form_of_card_tables_is_checked(tmp_path: Path) 
 @pytest.mark.parametrize(
     "command, sentence",
     [
-        ("train flux-pickscore --card 32", "has no card 32; use --card with one of 24, 48, 80"),
+        ("train flux-pickscore --card 32", "for a GPU of 32 GB; use --card with one of 24, 48, 80"),
         ("train demo --card 24", "recipe demo has no card tables; leave --card out"),
         ("train demo --card big", "argument --card: invalid int value: 'big'"),
         ("train flux-pickscore card=24", 'overrides cannot set "card"; choose one of'),

@@ -105,12 +105,18 @@ def default(value: Any) -> str:
     if value is PydanticUndefined:
         return "required"
     if isinstance(value, BaseModel):
-        return "section"
+        usual = type(value)()
+        differing = {k: v for k, v in flat(value).items() if flat(usual)[k] != v and k != "kind"}
+        return ", ".join(["section", *(f"`{k}={shown(v)}`" for k, v in differing.items())])
     if value is None:
         return "none"
     if isinstance(value, float):
         return f"`{value!r}`"
     return f"`{json.dumps(value, ensure_ascii=False)}`"
+
+
+def shown(value: Any) -> str:
+    return "none" if value is None else json.dumps(value)
 
 
 def cell(text: str) -> str:
@@ -130,6 +136,11 @@ def key_list(kind: type[BaseModel], without: Sequence[str] = ()) -> str:
     return "\n".join(
         f"- **`{key}`** ({default(field.default)}): {docs[key]}" for key, field in fields.items()
     )
+
+
+TABLES = """- **`base`** (none): Recipe to start from: a bundled name, or a file.
+- **`card.N`** (none): Keys that differ on a GPU with N GB; selected with `--card N`."""
+"""Keys that are merged before a recipe is parsed."""
 
 
 def flat(settings: BaseModel) -> dict[str, Any]:
@@ -155,8 +166,8 @@ def preset_table(base: type[BaseModel]) -> str:
         differing = {k: v for k, v in flat(kind()).items() if k != "name" and usual.get(k) != v}
         if kind is PPO:
             differing = {k: v for k, v in differing.items() if not k.startswith(("critic", "lam"))}
-        shown = (f"`{k}={'none' if v is None else json.dumps(v)}`" for k, v in differing.items())
-        rows.append((f"`{name}`", ", ".join(shown)))
+        listed = (f"`{k}={shown(v)}`" for k, v in differing.items())
+        rows.append((f"`{name}`", ", ".join(listed)))
     return f"{sentence}\n\n{table(('name', 'differs in'), iter(rows))}"
 
 
@@ -173,7 +184,7 @@ def settings() -> str:
             of = next(name for name, each in SECTIONS.items() if each is base)
             parts += [f"The keys of `{of.removeprefix('algorithm: ')}`, and:"]
         shared = set(base.model_fields) - set(vars(kind).get("__annotations__", {})) if base else ()
-        parts += [key_list(kind, tuple(shared))]
+        parts += [key_list(kind, tuple(shared)) + (f"\n{TABLES}" if kind is config.Recipe else "")]
         if kind in PRESETS:
             parts += [preset_table(kind)]
     return page("Settings", *parts)
@@ -293,7 +304,12 @@ def health_page() -> str:
 
 
 def recipes() -> str:
-    listed = (f"- **`{name}`**: {about}" for name, about in tables.bundled_recipes().items())
+    bundled = (tables.read_recipe(name) for name in tables.bundled_recipes())
+    listed = (
+        f"- **`{each.name}`**: {each.recipe['about']}"
+        + (f" `--card {'|'.join(map(str, each.cards))}`" if each.cards else "")
+        for each in bundled
+    )
     return page(
         "Recipes",
         "The bundled recipes, for `gesso train NAME`. Where their settings come from: "

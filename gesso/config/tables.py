@@ -46,12 +46,13 @@ class RecipeTables:
             return self.recipe
         if not self.cards:
             raise UserError(
-                f"recipe {self.name} has no card tables; leave --card out, or add a table "
-                f"[card.{card}] in a recipe file of your own"
+                f"recipe {self.name} has no card tables; leave --card out, or add a "
+                f"[card.{card}] table to your own recipe file"
             )
         if card not in self.cards:
             raise UserError(
-                f"recipe {self.name} has no card {card!r}; use --card with one of {self.sizes}"
+                f"recipe {self.name} has no settings for a GPU of {card!r} GB; use --card with one "
+                f"of {self.sizes}"
             )
         about, size = self.recipe.get("about", ""), dict(self.cards[card])
         if isinstance(about, str) and isinstance(size.get("about"), str):

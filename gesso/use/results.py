@@ -15,7 +15,7 @@ SHOWN = 24  # prompts on the sheet
 
 
 def write(evaluations: Sequence[Evaluation], folder: Path) -> None:
-    """eval.json, samples.jsonl; for image models also pictures/MODEL/PROMPT-SAMPLE.png and
+    """eval.json, samples.jsonl; for image models also images/N/PROMPT-SAMPLE.png and
     sheet.png."""
     try:
         _write(evaluations, folder)
@@ -30,7 +30,7 @@ def _write(evaluations: Sequence[Evaluation], folder: Path) -> None:
         n = len(result.samples) // len(result.prompts)
         for i, (sample, score) in enumerate(zip(result.samples, result.scores, strict=True)):
             name = f"{result.row[i]:04d}-{i % n}.png"
-            file = _save(sample, folder / "pictures" / str(number) / name)
+            file = _save(sample, folder / "images" / str(number) / name)
             image = str(file.relative_to(folder)) if file else None
             lines.append(json.dumps(_row(result.name, sample, score, image)) + "\n")
     (folder / "samples.jsonl").write_text("".join(lines), encoding="utf-8")

@@ -489,5 +489,5 @@ def test_shapes_and_sizes_are_told_before_anything_is_drawn(recipe_data: dict) -
     job.close()
     assert any("micro-batches of 7 do not divide" in note for note in job.notes)
     recipe_data["model"]["height"] = 33
-    with pytest.raises(UserError, match="pictures of 33×96 do not fit"):
+    with pytest.raises(UserError, match="does not support images of 33×96"):
         assemble(build.recipe_from(recipe_data))

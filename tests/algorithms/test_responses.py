@@ -593,7 +593,7 @@ def test_options_are_turned_off_in_overrides_and_over_a_base(text: Tiny, tmp_pat
 
 
 BAD = [
-    ({"name": "flow-grpo"}, "is for models that draw, and model.name .* use one of grpo, dr-grpo"),
+    ({"name": "flow-grpo"}, "is for flow models, but model.name .* use one of grpo, dr-grpo"),
     ({"name": "rloo", "advantage": {"std": "group"}}, 'std = "group" requires baseline = "mean"'),
     ({"name": "grpo", "advantage": {"combine": "gdpo", "std": "one"}}, '"gdpo" requires baseline'),
     ({"name": "grpo", "advantage": {"gamma": 0.9}}, 'gamma discounts .* requires per = "token"'),

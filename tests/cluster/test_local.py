@@ -111,12 +111,12 @@ def test_nothing_is_drawn_between_an_update_and_its_publication(job: Any) -> Non
 def test_samples_come_in_the_order_of_the_request_whichever_piece_is_finished_first(
     job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected, _ = job.cluster.draw_step(0).result()
+    expected, _ = job.cluster.sample_step(0).result()
     sample = job.cluster.sampler.sample
     monkeypatch.setattr(
         job.cluster.sampler, "sample", lambda *request: reversed([*sample(*request)])
     )
-    rollout, _ = job.cluster.draw_step(0).result()
+    rollout, _ = job.cluster.sample_step(0).result()
     assert [s.seed for s in rollout.samples] == [s.seed for s in expected.samples]
     assert rollout.group.tolist() == expected.group.tolist()
     assert rollout.scores == expected.scores

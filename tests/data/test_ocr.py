@@ -91,7 +91,7 @@ def test_command_line(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == [
         "made/train.txt",
         "made/test.txt",
-        'in a recipe: data.train = "made@train", data.eval = "made@test"',
+        'use in a recipe: data.train = "made@train", data.eval = "made@test"',
     ]
     test = read(DataSource(path=f"{tmp_path / 'made'}@test")).prompts
     assert [p.text for p in test] == ocr.prompts("test", 10, 4)

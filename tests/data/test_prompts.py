@@ -223,7 +223,7 @@ def test_a_path_is_one_source_and_reads_back(recipe: Recipe, prompt_file: Path) 
 @pytest.mark.parametrize(
     "override, sentence",
     [
-        ("data.train=5", "data.train: expected a path in quotes, or a list of tables as [[data."),
+        ("data.train=5", "data.train: expected a path in quotes, or a list of tables such as"),
         ("data.train=[]", "at least 1 item"),
         ("data.eval=[]", "at least 1 item"),
         ('data.train=[{path="x", wieght=1}]', 'unknown key "data.train.0.wieght"; did you'),

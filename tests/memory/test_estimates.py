@@ -102,7 +102,7 @@ def test_memory_of_a_model_that_is_not_there() -> None:
 
 def test_memory_of_sizes_that_do_not_fit() -> None:
     for change, sentence in (
-        ("model.height=33", "pictures of 33×96 do not fit zoo:signs: height and width must be"),
+        ("model.height=33", "zoo:signs does not support images of 33×96: height and width must be"),
         ("model.text_length=9999", "model.text_length = 9999, but zoo:signs takes 0 to 512"),
     ):
         with pytest.raises(UserError, match=sentence):

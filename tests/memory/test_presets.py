@@ -155,8 +155,8 @@ def test_writers_in_four_bits_keep_head_and_tower(shapes: Path) -> None:
     # 512 prompts of 7 × 8 places, each four patches of 2 × 3 × 14 × 14 values in float32
     pixels = 512 * 7 * 8 * 4 * (2 * 3 * 14 * 14) * 4
     assert small.host == {
-        "features of pictures, up to": 4 * GIB,
-        "pixels of pictures, up to": pixels,
+        "image features, up to": 4 * GIB,
+        "image pixels, up to": pixels,
     }
 
 

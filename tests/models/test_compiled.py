@@ -340,7 +340,7 @@ def test_the_compiler_wakes_before_a_model_that_needs_it_is_loaded(
     order.wake.assert_called_once_with(torch.device("cpu"))
     order.reset_mock()
     data["model"]["path"] = "/no/such/folder"  # told at once: what is awake delays a process's end
-    with pytest.raises(UserError, match="no such folder"):
+    with pytest.raises(UserError, match="the folder does not exist"):
         build.model(build.recipe_from(data))
     assert not order.mock_calls
 

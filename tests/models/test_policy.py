@@ -86,8 +86,10 @@ def test_an_export_gives_the_same_picture_in_plain_diffusers(
     assert (picture(plain, tmp_path) - expected).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("path, found", [("/no/such", "no such folder"), (".", "without one")])
-def test_a_folder_that_is_no_pipeline(path: str, found: str) -> None:
+@pytest.mark.parametrize(
+    "path, found", [("/no/such", "does not exist"), (".", "does not contain it")]
+)
+def test_a_folder_without_a_pipeline(path: str, found: str) -> None:
     with pytest.raises(UserError, match=found):
         SD3(Model(path=path))
 

@@ -48,7 +48,7 @@ def test_the_page_shows_what_is_printed(
         elif not shown.startswith("…"):
             assert printed == re.sub(r"-step\d+", f"-step{runs.STEPS[-1]}", shown), command
     written = {file.name for file in (workplace / "compared").iterdir()}
-    assert written == {"eval.json", "samples.jsonl", "pictures", "sheet.png"}
+    assert written == {"eval.json", "samples.jsonl", "images", "sheet.png"}
     assert (workplace / "kite.png").is_file()
     (python,) = pages.blocks("python", PAGE)
     left: dict = {}

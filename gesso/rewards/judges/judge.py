@@ -12,14 +12,14 @@ from gesso.types import Sample, Score
 
 class Judge(ChatJudge):
     """A custom question to a served model: `prompt` is the file with the question, `pattern`
-    extracts the score, which is scaled from [lowest, highest] to [0, 1]."""
+    extracts the score. The value is score / highest; a score outside [lowest, highest] fails."""
 
     pattern: str = r"Final Score:\s*(-?\d+(?:\.\d+)?)"
     """Regular expression; its first group is the score."""
     lowest: float = 1.0
-    """Score that maps to 0."""
+    """Lowest valid score."""
     highest: float = 5.0
-    """Score that maps to 1."""
+    """Highest valid score."""
 
     @model_validator(mode="after")
     def _has_scale(self) -> Judge:
