@@ -336,7 +336,7 @@ def test_text_is_not_an_image(folder: Path) -> None:
     reward = base.load(assembly.REWARDS["clip-score"], {"path": str(folder), "device": "cpu"})
     (score,) = base.checked(reward, [Sample(Prompt("a kite"), None, 0, text="a kite")])
     assert score.value is None
-    assert score.error == "raised UserError: this sample is a text; expected a picture to look at"
+    assert score.error == "raised UserError: this sample is a text; expected an image"
 
 
 def test_networks_score_in_larger_batches(folder: Path) -> None:

@@ -396,7 +396,7 @@ def test_a_server_that_always_fails_stops_the_run_with_a_reason(
 
     with (
         Misbehaving(["NaN"] * 999) as server,
-        pytest.raises(StopRun, match=r"3 of 3 scores of the evaluation failed .* returned nan"),
+        pytest.raises(StopRun, match=r"3 of 3 scores of the evaluation failed; .* returned nan"),
     ):
         trained(remote_data(recipe_data, server.url), tmp_path / "run")
 
