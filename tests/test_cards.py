@@ -98,7 +98,7 @@ MISTAKES = [
      'mean "groups"?'),
     ('[card.24]\nstepz = 3\n', 'with card.24: unknown key "stepz"; did you mean "steps"?'),
     ('[card.24.algorithm]\ngrop = 3\n', 'unknown key "grop"; did you mean "group"?'),
-    ('[card.24]\ndata.groups = "8"\n', "with card.24: \"data.groups\" = '8' does not fit"),
+    ('[card.24]\ndata.groups = "8"\n', "with card.24: \"data.groups\" = '8' is not valid"),
     ("[card.24gb]\nseed = 1\n", 'recipe mine: "card.24gb" is not a size; expected GB of GPU'),
     ("[card.0]\nseed = 1\n", '"card.0" is not a size'),
     ("[card.-24]\nseed = 1\n", '"card.-24" is not a size'),
@@ -106,9 +106,9 @@ MISTAKES = [
     ('[card."24.5"]\nseed = 1\n', '"card.24.5" is not a size'),
     ("[card.small]\nseed = 1\n", '"card.small" is not a size'),
     (f"[card.{'9' * 5000}]\nseed = 1\n", "is not a size"),
-    ("card = 24\n", 'recipe mine: "card" = 24 does not fit; expected tables, as [card.24]'),
-    ("[[card]]\nseed = 1\n", 'recipe mine: "card" = [{\'seed\': 1}] does not fit'),
-    ("[card]\n24 = 8\n", 'recipe mine: "card.24" = 8 does not fit; expected a table of keys that'),
+    ("card = 24\n", 'recipe mine: "card" = 24 is not valid; expected tables, [card.24]'),
+    ("[[card]]\nseed = 1\n", 'recipe mine: "card" = [{\'seed\': 1}] is not valid'),
+    ("[card]\n24 = 8\n", 'recipe mine: "card.24" = 8 is not valid; expected a table of keys that'),
     ("[card.24.card.48]\nseed = 1\n", '"card.24.card" is not allowed; write "card" at the top'),
     ('[card.24]\nbase = "demo"\n', '"card.24.base" is not allowed; write "base" at the top level'),
     ("", "recipe mine has no card tables; leave --card out, or add a [card.24] table"),
@@ -145,14 +145,14 @@ def test_without_a_card_only_the_form_of_card_tables_is_checked(tmp_path: Path) 
         ("train --resume RUN steps=60 --card 24", "--card cannot change a run"),
         (
             "train flux-pickscore-24gb",
-            'no recipe "flux-pickscore-24gb"; use `gesso train flux-pickscore --card 24`',
+            'unknown recipe "flux-pickscore-24gb"; use `gesso train flux-pickscore --card 24`',
         ),
         (
             "check qwen25-vl-3b-clevr-80gb --memory",
             "use `gesso train qwen25-vl-3b-clevr --card 80`",
         ),
         ("train flux-pickscore-25gb", 'did you mean "flux-pickscore"?'),
-        ("train demo-24gb", 'no recipe "demo-24gb"; did you mean "demo'),
+        ("train demo-24gb", 'unknown recipe "demo-24gb"; did you mean "demo'),
     ],
 )
 def test_mistakes_on_the_command_line(
@@ -173,7 +173,7 @@ def test_a_base_that_was_a_size_is_explained(tmp_path: Path) -> None:
 
 
 def test_a_recipe_object_takes_no_card() -> None:
-    with pytest.raises(UserError, match="overrides and card go with a recipe's name"):
+    with pytest.raises(UserError, match="overrides and card require a recipe's name"):
         run.train(build.recipe("demo"), card=24)
 
 
@@ -188,7 +188,7 @@ def test_check_lists_the_sizes(
     assert capsys.readouterr().out.splitlines()[-1] == "sizes    --card 24, 48"
     assert cli.main(["check", file, "--memory", "--card", "24"]) == 0
     shown = capsys.readouterr().out
-    assert f"{file} --card 24: every key is known" in shown and "\nsizes" not in shown
+    assert f"{file} --card 24: all keys and values are valid" in shown and "\nsizes" not in shown
 
 
 def test_recipes_are_listed_with_their_cards(capsys: pytest.CaptureFixture[str]) -> None:

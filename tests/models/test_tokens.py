@@ -634,11 +634,14 @@ def test_folders_that_cannot_be_used(of: Any, tmp_path: Path) -> None:
             tiny.model(**settings)
 
     text, sees = of("qwen2"), of("qwen2.5-vl")
-    told(replace(text, folder=tmp_path / "none"), "expected a transformers model folder .* does not exist")
+    told(
+        replace(text, folder=tmp_path / "none"),
+        "expected a transformers model folder .* does not exist",
+    )
     told(replace(text, folder=tmp_path), "the folder does not contain it")
     told(replace(text, folder=sees.folder), 'is a qwen2_5_vl.*model.name = "vision-language"')
     told(replace(sees, folder=text.folder), 'is a qwen2, expected.*model.name = "causal"')
-    told(text, "needs a CUDA device", quantize="nf4", lora=LORA)
+    told(text, "requires a CUDA device", quantize="nf4", lora=LORA)
     told(text, "matches no module of Qwen2ForCausalLM", lora=Lora(targets=["to_q"]))
     told(sees, "matches no module", lora=Lora(targets=["qkv"]))  # the tower's alone
     base = broken(text.folder, tmp_path / "base")
@@ -802,7 +805,7 @@ def test_pack() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a CUDA device")
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 @pytest.mark.parametrize("name", ["qwen2", "qwen2.5-vl"])
 def test_four_bits(of: Any, name: str) -> None:

@@ -186,9 +186,7 @@ def test_a_missing_file_fails_its_request(prompt: Prompt) -> None:
     Path(prompt.images[1].path).unlink()
     remote = RemoteScorer(RemoteEntry(urls=["http://127.0.0.1:9"], retries=0))
     (score,) = scores_of(remote, [Sample(prompt, None, 0, "")])
-    assert (
-        score.error == f"picture {prompt.images[1].path} cannot be read: No such file or directory"
-    )
+    assert score.error == f"image {prompt.images[1].path} cannot be read: No such file or directory"
 
 
 def test_payload_bytes_include_images() -> None:

@@ -130,7 +130,7 @@ def test_the_share_that_may_fail(
     recipe_data |= {"steps": 1, "max_failed": 0.25}
     recipe = build.recipe_from(recipe_data)
     if stops:
-        with pytest.raises(StopRun, match="max_failed = 25%"):
+        with pytest.raises(StopRun, match="max_failed allows 25%"):
             run.train(recipe, folder=tmp_path / "run", quiet=True)
     else:
         rows = run.train(recipe, folder=tmp_path / "run", quiet=True).rows()

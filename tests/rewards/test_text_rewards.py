@@ -243,7 +243,7 @@ def test_an_image_is_not_text(name: str) -> None:
     sample = Sample(Prompt("", columns={"answer": answer}), np.zeros((2, 2, 3), np.uint8), 0)
     (score,) = base.checked(base.load(assembly.REWARDS[name], options), [sample])
     assert score.value is None
-    assert score.error == "raised UserError: this sample is a picture; expected a text to read"
+    assert score.error == "raised UserError: this sample is an image; expected a text"
 
 
 def test_texts_and_images_over_the_wire() -> None:
