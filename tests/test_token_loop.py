@@ -547,7 +547,7 @@ def test_rows_that_the_model_does_not_take_are_left_out_of_samples_and_evaluatio
         assert main([action, str(recipe), "--prompts", str(asked)]) == 0
         said = capsys.readouterr().err
         assert f"1 of 2 prompts of {asked} do not fit the model and are skipped" in said
-        assert "asked.jsonl:2: a picture cannot be used: absolute aspect ratio" in said
+        assert "asked.jsonl:2: an image cannot be used: absolute aspect ratio" in said
 
 
 # Learning

@@ -72,7 +72,7 @@ def test_files_named_like_standard_modules_break_no_command(
         shadowed(tmp_path)
         command = [str(Path(sys.executable).with_name("gesso"))]
     done = subprocess.run([*command, "recipes"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.startswith("demo "), done.stderr
+    assert done.returncode == 0 and done.stdout.startswith("demos"), done.stderr
 
 
 def test_workers_find_their_modules_beside_files_named_like_standard_ones(workplace: Path) -> None:

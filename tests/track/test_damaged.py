@@ -554,7 +554,7 @@ READING: list[tuple[str, Damage, list[str], str]] = [
     ("tensors", cut(TENSORS, 999), [], "header length; choose another step: 1, 2 (--step 2)"),
     ("state", state(step=2), [], "expected 3 from the folder name; choose another step: 1, 2"),
     ("an empty folder", new(NINTH), ["--step", "9"],
-     "has no checkpoint of step 9; it has 1, 2, 3"),
+     "has no checkpoint of step 9; expected one of 1, 2, 3"),
     ("without LoRA", config(lambda c: c["model"].pop("lora")), [],
      UNFIT + 'weights do not fit: 66 tensors are missing, first "context_embedder.bias"; 30 te'),
     ("EMA", config(lambda c: c["learner"].update(ema={})), [],

@@ -113,7 +113,7 @@ def test_more_samples_have_seeds_of_their_own(run: Path) -> None:
     assert two.values() == [3.0] * 3 + [5.0] * 3 and two.interval().mean == 4
     with pytest.raises(UserError, match="eval expects n of at least 1, got n = 0"):
         trained.evaluate([LENGTH], ["oak"], n=0)
-    with pytest.raises(UserError, match="at least one sample of one prompt, got first = 0"):
+    with pytest.raises(UserError, match="eval expects first of at least 1, got first = 0"):
         trained.evaluate([LENGTH], ["oak"], first=0)
 
 
