@@ -5,7 +5,8 @@
 Each iteration samples G images for each of P prompts with stochastic denoising steps, scores them,
 compares each image with the others of its prompt, and makes the steps that led to better ones more
 likely. Guidance, LoRA and EMA are left out. tests/test_one_file_example.py shows that Gesso
-computes the same numbers.
+computes the same numbers. The reward printed for an iteration depends on its prompts; the
+held-out one is always for the same prompts and noise.
 
 Shapes: P prompts, G samples per prompt, N = P·G samples, T steps, C,H,W latents, L,D text.
 σ goes from 1 (noise) to 0 (image) in steps of dt < 0; the network predicts v = noise − image.
@@ -41,9 +42,9 @@ class Config:  # every field is an option of the command line
     width: int = 96
     seed: int = 0
     iterations: int = 15
-    groups: int = 6  # P
-    group: int = 8  # G
-    steps: int = 5  # T
+    groups: int = 6  # P: prompts per iteration
+    group: int = 8  # G: samples per prompt
+    steps: int = 5  # T: denoising steps
     noise: float = 0.7  # a: noise level of the SDE
     updates: int = 2  # optimizer steps per iteration, each on its share of the samples
     clip: float = 1e-4  # ε: small, as log-probs are means over C,H,W
@@ -123,20 +124,21 @@ def reward(images: np.ndarray) -> Tensor:
 
 
 def advantages(rewards: Tensor) -> Tensor:
-    """(P, G) → (P, G): (r − mean of its group) / (std + 1e-4), clamped to ±5. The std is that of
-    the whole batch, as in the authors' code."""
+    """Flow-GRPO's advantages, (P, G) → (P, G): (r − mean of its group) / (std + 1e-4), clamped to
+    ±5. The std is that of the whole batch, as in the authors' code."""
     centred = rewards - rewards.mean(1, keepdim=True)
     return (centred / (rewards.std(correction=0) + 1e-4)).clamp(-5, 5)
 
 
 def surrogate(logp: Tensor, old_logp: Tensor, adv: Tensor, clip: float) -> Tensor:
-    """(N,): PPO's clipped loss, max(−A·r, −A·clip(r, 1−ε, 1+ε)) with r = π(x'|x) / π_old(x'|x)."""
+    """The clipped loss of PPO (arXiv 1707.06347), (N,): max(−A·r, −A·clip(r, 1−ε, 1+ε)) with the
+    ratio r = π(x'|x) / π_old(x'|x)."""
     ratio = torch.exp(logp - old_logp)
     return torch.maximum(-adv * ratio, -adv * ratio.clamp(1 - clip, 1 + clip))
 
 
 def kl(mean: Tensor, mean_ref: Tensor, s: Tensor) -> Tensor:
-    """(N,): (μ − μ_ref)² / 2s², averaged over C,H,W. Without |dt|, as in the authors' code."""
+    """Flow-GRPO's KL, (N,): (μ − μ_ref)² / 2s², mean over C,H,W, without |dt| as in their code."""
     return ((mean - mean_ref) ** 2 / (2 * s**2)).flatten(1).mean(1)
 
 
@@ -175,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     held_out, prompts = encode(pipe, prompts[:8], 1), prompts[8:]
     generator = torch.Generator().manual_seed(config.seed)
     fixed = torch.randn(config.steps + 1, 8, *shape, generator=generator)
-    before = decode(pipe, sample(policy, held_out, sigmas, fixed, 0.0).latents[:, -1])
+    before = after = decode(pipe, sample(policy, held_out, sigmas, fixed, 0.0).latents[:, -1])
     print(f"held-out reward before training: {reward(before).mean():.3f}")
     for k in range(config.iterations):
         chosen = torch.randperm(len(prompts), generator=generator)[: config.groups]  # (P,)

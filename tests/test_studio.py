@@ -75,7 +75,7 @@ def test_both_sides_are_what_each_would_draw_alone(
     result = studio.generate(found.path, ask, heard)
     assert result["step"] == 2 and "scoring" in heard.phases
     assert any("loading" in phase for phase in heard.phases)
-    assert [done for phase, done in heard.phases.items() if "sampling" in phase] == [2]
+    assert [done for phase, done in heard.phases.items() if "generating images" in phase] == [2]
     trained = [pixels(cell) for cell in result["trained"]]
     assert all(
         np.array_equal(a, b) for a, b in zip(trained, drawn_by(found.path, 2, 4), strict=True)

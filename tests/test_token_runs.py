@@ -178,7 +178,7 @@ def test_responses_beyond_the_models_positions_are_refused(root: Path, tmp_path:
     run.assemble(recipe(root, train, algorithm={"max_tokens": fits})).close()
     sentence = (
         f"the longest prompt has {longest} tokens and a response may have algorithm.max_tokens = "
-        f"{fits + 1}, together {made_for + 1}, but .* was made for {made_for} .*; lower "
+        f"{fits + 1}, in total {made_for + 1}, but .* supports only {made_for} .*; lower "
         f"algorithm.max_tokens to {fits}, or model.max_prompt"
     )
     for start in (run.assemble, check):

@@ -71,5 +71,5 @@ def test_adapters_that_are_not_folded_cannot_be_joined() -> None:
     layer, _ = adapted(torch.float32, 0.3)
     with pytest.raises(AssertionError, match="outside of `folded`"):
         folding(layer).join([layer], torch.float32)
-    with pytest.raises(AssertionError, match="FoldedLinear has an adapter"):
+    with pytest.raises(AssertionError, match="FoldedLinear has an unfolded adapter"):
         folding().join([layer], torch.float32)
