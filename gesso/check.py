@@ -46,7 +46,7 @@ def check(recipe: Recipe, progress: Progress = SILENT) -> Findings:
         _rewards(rollout, findings)
         progress.phase("comparing replay with sampling")
         _ratio(job, replay_gap(job, rollout), findings)
-        progress.phase("trying an update")
+        progress.phase("running a trial update")
         seconds_per_term = _trial_update(job, rollout)
         progress.phase("estimating memory")
         if family.wraps_library(job.model):

@@ -1,4 +1,4 @@
-"""Model classes: bundled ones and users' own."""
+"""Model classes, bundled and user-defined."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def flat_groups(rows: Sequence[Row], facts: Facts) -> str | None:
     more = "a higher algorithm.temperature" if facts.is_language else "more sampling noise"
     return (
         f"in {median(shares):.0%} of the groups all samples have the same reward (median of the "
-        f"last {WINDOW} steps): such groups have zero advantages and give no gradient; use a "
+        f"last {WINDOW} steps): such groups have zero advantages and no policy gradient; use a "
         "finer-grained reward, prompts that the model solves only sometimes, a larger "
         f"algorithm.group or {more}"
     )
