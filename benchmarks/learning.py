@@ -1,7 +1,7 @@
 """Trains recipes over several seeds and an untrained control; prints a table and plots curves.
 
     python benchmarks/learning.py --out runs/learning            # runs that are missing
-    python benchmarks/learning.py --out runs/learning --pictures docs/images
+    python benchmarks/learning.py --out runs/learning --images docs/images
     python benchmarks/learning.py --out runs/algorithms --arms control demo-grpo … --seeds 0 1
     python benchmarks/learning.py --out runs/responses --arms control-vlm demo-vlm demo-vlm-ppo …
 
@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument(
         "--arms", nargs="+", choices=list(ARMS), default=["control", "demo", "demo-nft"]
     )
-    parser.add_argument("--pictures", type=Path, help="folder for the curves and a sample sheet")
+    parser.add_argument("--images", type=Path, help="folder for the curves and a sample sheet")
     parser.add_argument("--name", default="learning", help="file name of the curves")
     options = parser.parse_args()
     results: dict[str, dict[int, list[dict]]] = {arm: {} for arm in options.arms}
@@ -169,10 +169,10 @@ def main() -> None:
         for arm in options.arms:
             results[arm][seed] = run_arm(arm, seed, options.out)
     print(table(results))
-    if options.pictures:
-        plot(results, options.pictures / f"{options.name}.png")
+    if options.images:
+        plot(results, options.images / f"{options.name}.png")
         if "demo" in results:
-            sheet(options.out / f"demo-seed{options.seeds[0]}", options.pictures / "demo.png")
+            sheet(options.out / f"demo-seed{options.seeds[0]}", options.images / "demo.png")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The command line. Heavy packages are imported by the actions that need them."""
+"""The command line. Heavy packages are imported by the commands that need them."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def _parser() -> argparse.ArgumentParser:
         description="RL post-training for flow-matching image models and (vision-)language models.",
     )
     parser.set_defaults(json=False, more=None)  # `more`: the list that extra arguments go to
-    actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
-    train = _add_action(actions, "train", "train a recipe, or resume a run")
+    train = _add_command(commands, "train", "train a recipe, or resume a run")
     train.add_argument("recipe", nargs="?", help="name of a bundled recipe, or a TOML file")
     train.add_argument(
         "overrides",
@@ -97,8 +97,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_output(train)
     train.set_defaults(action=_train, more="overrides")
 
-    check = _add_action(
-        actions, "check", "run every part of a recipe once without training, and estimate its cost"
+    check = _add_command(
+        commands, "check", "run every part of a recipe once without training, and estimate its cost"
     )
     check.add_argument("recipe", help="name of a bundled recipe, or a TOML file")
     check.add_argument(
@@ -116,11 +116,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_output(check)
     check.set_defaults(action=_check, more="overrides")
 
-    recipes = _add_action(actions, "recipes", "list the bundled recipes")
+    recipes = _add_command(commands, "recipes", "list the bundled recipes")
     recipes.set_defaults(action=_recipes)
 
-    sample = _add_action(
-        actions, "sample", "generate images or responses with a run, a recipe or a model folder"
+    sample = _add_command(
+        commands, "sample", "generate images or responses with a run, a recipe or a model folder"
     )
     sample.add_argument(
         "source",
@@ -164,8 +164,8 @@ def _parser() -> argparse.ArgumentParser:
     _add_sampling(sample, "score the samples with this reward; may be repeated")
     sample.set_defaults(action=_sample, more="prompts")
 
-    evaluate = _add_action(
-        actions, "eval", "score held-out prompts with confidence intervals, and compare models"
+    evaluate = _add_command(
+        commands, "eval", "score held-out prompts with confidence intervals, and compare models"
     )
     evaluate.add_argument(
         "source",
@@ -209,8 +209,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     evaluate.set_defaults(action=_eval, more="others")
 
-    export = _add_action(
-        actions, "export", "save the weights of a run for diffusers, transformers or PEFT"
+    export = _add_command(
+        commands, "export", "save the weights of a run for diffusers, transformers or PEFT"
     )
     export.add_argument("source", type=Path, metavar="RUN", help="run folder")
     export.add_argument(
@@ -232,7 +232,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_checkpoint(export)
     export.set_defaults(action=_export)
 
-    view = _add_action(actions, "view", "show runs in a browser, during training or afterwards")
+    view = _add_command(commands, "view", "show runs in a browser, during training or afterwards")
     view.add_argument(
         "runs",
         nargs="?",
@@ -258,7 +258,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     view.set_defaults(action=_view)
 
-    serve = _add_action(actions, "serve-reward", "serve a reward over HTTP")
+    serve = _add_command(commands, "serve-reward", "serve a reward over HTTP")
     serve.add_argument(
         "name", metavar="NAME", help='name of a bundled reward, or your code as "module:name"'
     )
@@ -278,9 +278,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve.set_defaults(action=_serve_reward, more="overrides")
 
-    data = _add_action(actions, "data", "generate a prompt set")
+    data = _add_command(commands, "data", "generate a prompt set")
     kinds = data.add_subparsers(title="kinds", required=True, metavar="KIND")
-    ocr = _add_action(
+    ocr = _add_command(
         kinds, "ocr", "generate prompts for images that contain text, for the reward ocr"
     )
     ocr.add_argument(
@@ -306,9 +306,9 @@ def _add_card(action: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_action(actions: Any, name: str, about: str) -> argparse.ArgumentParser:
+def _add_command(commands: Any, name: str, about: str) -> argparse.ArgumentParser:
     """`about` is shown by `gesso --help` and by `gesso NAME --help`."""
-    parser: argparse.ArgumentParser = actions.add_parser(
+    parser: argparse.ArgumentParser = commands.add_parser(
         name, help=about, description=f"{about[0].upper()}{about[1:]}."
     )
     return parser

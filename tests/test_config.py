@@ -42,7 +42,10 @@ BAD_OF_WRITERS = [
     ("algorithm.surrogate.clip=1", 'unknown key "surrogate.clip"; allowed: kind, low, high, dual'),
     ("algorithm.surrogate.draws=1", 'unknown key "surrogate.draws"; allowed: kind, low, high'),
     ('algorithm.surrogate={kind="sequence", dual=3}', '"surrogate.dual"; allowed: kind, low, high'),
-    ("algorithm.surrogate.low=2", '"surrogate.low" = 2 is not valid; expected a number (input'),
+    (
+        "algorithm.surrogate.low=2",
+        '"surrogate.low" = 2 is not valid; expected a number less than or equal to 1',
+    ),
     ("algorithm.surrogate.kind=clipp", "expected tags: 'clip', 'sequence', 'weight'"),
 ]
 

@@ -89,6 +89,11 @@ def _expected(kind: type[BaseModel], path: list[str], message: str = "") -> str:
         expected = f"expected {_describe(annotation)}"
     else:
         expected = "expected another value"
+    limit = message.removeprefix("Input should be ")
+    if limit.startswith(("a ", "an ")):  # "a finite number"
+        return f"expected {limit}"
+    if limit != message:  # "greater than 0"
+        return f"{expected} {limit}"
     return f"{expected} ({message[0].lower() + message[1:]})" if message else expected
 
 

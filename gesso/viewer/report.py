@@ -42,7 +42,7 @@ def page(runs: Mapping[str, RunReader], thumbnails: Thumbnails | None = None) ->
     """The page with these runs embedded. `thumbnails` caches images for later calls."""
     thumbnails = Thumbnails() if thumbnails is None else thumbnails
     images = {name: _images(reader, thumbnails) for name, reader in runs.items()}
-    inside = {"answers": _answers(runs), "pictures": images}
+    inside = {"answers": _answers(runs), "images": images}
     data = as_json(inside).replace("<", "\\u003c")
     style = "\n".join((PAGE / name).read_text("utf-8") for name in STYLES)
     script = "\n".join((PAGE / name).read_text("utf-8") for name in SCRIPTS)

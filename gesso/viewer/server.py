@@ -5,7 +5,7 @@ GET  /api/run?run=ID                 one run: its keys, notes, config, damage
 GET  /api/curves?run=ID&keys=a,b     series, thinned out
 GET  /api/evolution?run=ID           prompts × evaluations
 GET  /api/groups?run=ID&step=10      the groups of a training step
-GET  /picture?run=ID&name=…&width=…  an image, or a thumbnail if a width is given
+GET  /image?run=ID&name=…&width=…    an image, or a thumbnail if a width is given
 GET  /film?run=ID&prompt=0&kind=gif  an evolution for download: gif, mp4; kind=sheet: all prompts
 GET  /report?run=ID&run=ID           the page with these runs embedded, as one file
 POST /api/play                       generate in the playground; GET /api/play returns its progress
@@ -189,7 +189,7 @@ def app(root: Path, backend: PlaygroundBackend, token: str | None) -> FastAPI:
     get("/api/evolution", lambda query: library.run(query.get("run", "")).evolution())
     get("/api/groups", groups)
     get("/api/play", lambda query: playground.job.snapshot())
-    get("/picture", image)
+    get("/image", image)
     get("/film", film_of)
     get("/report", whole)
     server.add_route("/api/play", play, methods=["POST"])

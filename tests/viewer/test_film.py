@@ -100,7 +100,7 @@ def test_the_report_has_all_answers_and_pictures_inside(reader: RunReader) -> No
     page = report.page({"one": reader})
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")  # nothing is fetched
     data = inside(page)
-    answers, pictures = data["answers"], data["pictures"]["one"]
+    answers, pictures = data["answers"], data["images"]["one"]
     assert [row["id"] for row in answers["/api/runs"]] == ["one"]
     assert answers["/api/curves?run=one"]["series"]["reward"]["y"] == [0.1, 0.2, 0.3, 0.4]
     evolution = answers["/api/evolution?run=one"]
@@ -119,7 +119,7 @@ def test_the_report_of_a_long_run_is_of_bounded_size(tmp_path: Path) -> None:
     data = inside(report.page({"long": RunReader(run.path)}))
     evolution = data["answers"]["/api/evolution?run=long"]
     assert len(evolution["steps"]) == 12 and evolution["steps"][0::11] == [0, 39]
-    assert len(evolution["prompts"]) == 24 and len(data["pictures"]["long"]) == 24 * 12
+    assert len(evolution["prompts"]) == 24 and len(data["images"]["long"]) == 24 * 12
 
 
 def test_a_prompt_cannot_end_the_script_it_lies_in(tmp_path: Path) -> None:
@@ -211,7 +211,7 @@ def test_the_report_has_the_pictures_that_were_shown(tmp_path: Path) -> None:
     Image.new("RGB", (1000, 500), "red").save(run.path / "groups" / name)
     group = {"group": 0, "prompt": "How many?", "shown": [name], "samples": [], "share": 0.0}
     (run.path / "groups" / "000002.jsonl").write_text(json.dumps(group) + "\n")
-    found = inside(report.page({"count": RunReader(run.path)}))["pictures"]["count"]
+    found = inside(report.page({"count": RunReader(run.path)}))["images"]["count"]
     assert set(found) == {"samples/prompts/000-1.png", f"groups/{name}"}
     data = base64.b64decode(found[f"groups/{name}"].partition(",")[2])
     assert Image.open(io.BytesIO(data)).size == (384, 192), "small, to be sent"

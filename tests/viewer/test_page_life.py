@@ -33,7 +33,7 @@ def test_a_run_of_another_version_and_damage(tab: Tab, site: Site) -> None:
     )
     tab.go("#/curves?tick=odd")
     tab.wait("document.querySelector('.panel .line')")
-    assert all("/picture?" in told for told in tab.complaints), tab.complaints
+    assert all("/image?" in told for told in tab.complaints), tab.complaints
     tab.complaints.clear()  # a browser says itself that a picture could not be had
 
 

@@ -96,7 +96,7 @@ def test_a_run_that_begins_later_is_found(client: TestClient, runs: Path) -> Non
 
 
 def picture(client: TestClient, name: str, **query: Any) -> Any:
-    return client.get("/picture", params={"run": "one", "name": name, **query})
+    return client.get("/image", params={"run": "one", "name": name, **query})
 
 
 def test_pictures_whole_and_small(client: TestClient, runs: Path) -> None:
@@ -148,7 +148,7 @@ def test_nothing_but_pictures_of_runs_can_be_read(client: TestClient, name: str)
 @pytest.mark.parametrize("run", ["..", "../runs/one", "/", "one/../one", "", ".", "one/samples"])
 def test_only_runs_that_were_found_can_be_named(client: TestClient, run: str) -> None:
     query = {"run": run, "name": "samples/000004/000.png"}
-    assert client.get("/picture", params=query).status_code == 404
+    assert client.get("/image", params=query).status_code == 404
     assert client.get("/api/evolution", params={"run": run}).status_code == 404
 
 
@@ -318,12 +318,12 @@ def test_texts_behind_links_are_not_read(client: TestClient, runs: Path, tmp_pat
 
 def test_a_picture_that_was_drawn_anew_is_sent_anew(client: TestClient, runs: Path) -> None:
     query = {"run": "one", "name": "samples/000004/000.png", "width": "96"}
-    first = client.get("/picture", params=query)
+    first = client.get("/image", params=query)
     assert first.headers["cache-control"] == "no-cache"
     same = {"If-None-Match": first.headers["etag"]}
-    assert client.get("/picture", params=query, headers=same).status_code == 304
+    assert client.get("/image", params=query, headers=same).status_code == 304
     Image.new("RGB", (24, 8), "red").save(runs / "one/samples/000004/000.png")
-    again = client.get("/picture", params=query, headers=same)
+    again = client.get("/image", params=query, headers=same)
     assert again.status_code == 200 and again.content != first.content
 
 

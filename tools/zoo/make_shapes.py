@@ -194,9 +194,9 @@ class ShapesTraining:
         torch.set_float32_matmul_precision("high")
         self.log = Log(args.out / "log.jsonl")
         write_rows(args.out / "questions")
-        drawn = draw_images(pool, args.pictures, args.seed)
+        drawn = draw_images(pool, args.images, args.seed)
         self.scenes, self.pixels = drawn.scenes, torch.from_numpy(drawn.pixels).to(args.device)
-        self.log.write("drawn", pictures=args.pictures)
+        self.log.write("drawn", images=args.images)
 
     def run(self) -> None:
         args, rng = self.args, random.Random(self.args.seed)
@@ -235,7 +235,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--pictures", type=int, default=160_000)
+    parser.add_argument("--images", type=int, default=160_000)
     parser.add_argument("--steps", type=int, default=12_000, help="of pre-training")
     parser.add_argument("--tune-steps", type=int, default=2000)
     parser.add_argument("--batch", type=int, default=512)

@@ -208,9 +208,9 @@ class SignsTraining:
         torch.manual_seed(args.seed)
         torch.set_float32_matmul_precision("high")
         self.log = Log(args.out / "log.jsonl")
-        self.clean = draw_images(pool, args.pictures, False, args.seed + 1, args.device)
-        self.spoiled = draw_images(pool, args.pictures, True, args.seed + 2, args.device)
-        self.log.write("drawn", pictures=2 * args.pictures)
+        self.clean = draw_images(pool, args.images, False, args.seed + 1, args.device)
+        self.spoiled = draw_images(pool, args.images, True, args.seed + 2, args.device)
+        self.log.write("drawn", images=2 * args.images)
 
     def run(self) -> None:
         args = self.args
@@ -293,7 +293,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--pictures", type=int, default=120_000, help="clean ones; as many spoiled")
+    parser.add_argument("--images", type=int, default=120_000, help="clean ones; as many spoiled")
     parser.add_argument("--vae-steps", type=int, default=6000)
     parser.add_argument("--steps", type=int, default=26_000, help="of pre-training")
     parser.add_argument("--tune-steps", type=int, default=3000)

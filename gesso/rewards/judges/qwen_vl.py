@@ -19,7 +19,7 @@ class QwenVlScore(ChatJudge):
     URL_ENV: ClassVar[str] = "QWEN_VL_VLLM_URL"
     MODEL_ENV: ClassVar[str] = "QWEN_VL_PATH"
     TEMPLATE: ClassVar[str] = (
-        "You judge how good generated pictures look, on this scale:\n"
+        "You judge how good generated images look, on this scale:\n"
         "1: bad, broken or hard to make out. 2: poor, with plain flaws. 3: fair, ordinary. "
         "4: good, clear and well composed. 5: excellent, as by a professional.\n"
         "First weigh its strengths and flaws between <Thought> and </Thought>. Then give one "

@@ -18,11 +18,11 @@ class UnifiedReward(ChatJudge):
     MODEL_ENV: ClassVar[str] = "UNIFIED_REWARD_PATH"
     TEMPLATE: ClassVar[str] = (
         "Caption: [{prompt}]\n"
-        "The picture was generated from this caption. Rate it by two things: whether it shows what "
+        "The image was generated from this caption. Rate it by two things: whether it shows what "
         "the caption says (objects, their attributes and relations), and how good it looks (sharp, "
         "detailed, right colours, pleasing).\n"
         "List the elements of the caption, one a line, as 'element (type): value', where value is "
-        "1 if the picture has it and 0 if not. Then end with 'Final Score:' and a number from 1 to "
+        "1 if the image has it and 0 if not. Then end with 'Final Score:' and a number from 1 to "
         "5."
     )
 

@@ -3,7 +3,7 @@
 `samples` frame:  {"samples": [{"text", "negative", "columns", "where", "seed", "response",
                   "tokens", "shape"}, …]} and a line break, then the pixels; a null "response" or
                   "shape" means no text or no image. A prompt with messages or images has
-                  "messages" and "images": each image is its path and its index into "pictures",
+                  "messages" and "images": each image is its path and its index into "files",
                   the lengths of the files that follow the pixels, each file once. The index is
                   null if the file is missing: opening it raises.
 `scores` frame:   {"scores": [{"value", "parts", "text", "error"}, …]}\\n
@@ -27,7 +27,7 @@ def pack_samples(samples: Sequence[Sample]) -> bytes:
     rows = [_row(sample, indices) for sample in samples]
     header: dict[str, Any] = {"samples": rows}
     if files:
-        header["pictures"] = [len(data) for data in files.values()]
+        header["files"] = [len(data) for data in files.values()]
     pixels = [np.ascontiguousarray(s.image).tobytes() for s in samples if s.image is not None]
     return b"".join([json.dumps(header).encode(), b"\n", *pixels, *files.values()])
 
@@ -66,7 +66,7 @@ def read_samples(header: bytes, read: Callable[[int], bytes]) -> list[Sample]:
     frame = json.loads(header)
     rows = frame["samples"]
     images = [None if row["shape"] is None else _pixels(row["shape"], read) for row in rows]
-    files = [read(length) for length in frame.get("pictures", [])]
+    files = [read(length) for length in frame.get("files", [])]
     samples = []
     for row, image in zip(rows, images, strict=True):
         prompt_images = [

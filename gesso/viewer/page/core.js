@@ -157,9 +157,9 @@ function widthFor(displayWidth) {
 
 // `size`: [width, height] of the image; small images are sent unscaled.
 function imageUrl(run, name, displayWidth, size) {
-  if (isReport) return (inside.pictures[run] || {})[name] || "";
+  if (isReport) return (inside.images[run] || {})[name] || "";
   const width = size && size[0] <= WIDTHS[2] ? undefined : widthFor(displayWidth);
-  return address("picture", width ? { run, name, width } : { run, name });
+  return address("image", width ? { run, name, width } : { run, name });
 }
 
 // `size`: [width, height] of the image, if known. Small images are magnified without smoothing.
