@@ -18,11 +18,11 @@ TRAINED = {
 
 @pytest.fixture(scope="module")
 def control(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """Held-out reward of the untrained model under three seeds."""
+    """Held-out reward of the untrained model under two seeds; trained runs start with a third."""
     folder = tmp_path_factory.mktemp("control")
     runs = [
         run.train("demo", [*SHORT, "steps=0", f"seed={s}"], folder / str(s), quiet=True)
-        for s in range(3)
+        for s in (1, 2)
     ]
     return [each.rows()[0]["eval/reward"] for each in runs]
 
@@ -33,9 +33,9 @@ def test_the_held_out_reward_rises_beyond_the_controls_spread(
     recipe: str, control: list[float], tmp_path: Path
 ) -> None:
     rows = run.train(recipe, [*SHORT, *TRAINED[recipe]], tmp_path / "run", quiet=True).rows()
-    rise = rows[-1]["eval/reward"] - rows[0]["eval/reward"]
-    spread = max(control) - min(control)
-    assert rows[0]["eval/reward"] == pytest.approx(control[0])  # it starts from the same model
+    untrained = [*control, rows[0]["eval/reward"]]
+    rise = rows[-1]["eval/reward"] - untrained[-1]
+    spread = max(untrained) - min(untrained)
     assert rise > spread, f"rose by {rise:.3f}, the control's seeds differ by {spread:.3f}"
     assert rows[-1]["eval/ocr/exact"] > rows[0]["eval/ocr/exact"]
 
