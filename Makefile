@@ -11,10 +11,11 @@ VLLM := .venv-vllm
 # A machine with an NVIDIA driver gets torch's CUDA build, any other the CPU build.
 PIN := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-# Test files are distributed over one process per core, each with one thread: two processes with two
-# threads each are many times slower. Files keep their order, so that the slowest do not run last.
+# Test files are distributed over one process more than there are cores, as some tests wait for
+# servers, each with one thread: two processes with two threads each are many times slower. Files
+# keep their order, so that the slowest do not run last.
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 1)
-WORKERS ?= $(shell [ $(CORES) -gt 4 ] && echo 4 || echo $(CORES))
+WORKERS ?= $(shell [ $(CORES) -gt 3 ] && echo 4 || echo $$(($(CORES) + 1)))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-fast test-vllm mutants lint docs bench bench-gpu setup clean help
