@@ -44,7 +44,7 @@ BAD_OF_WRITERS = [
     ('algorithm.surrogate={kind="sequence", dual=3}', '"surrogate.dual"; allowed: kind, low, high'),
     (
         "algorithm.surrogate.low=2",
-        '"surrogate.low" = 2 is not valid; expected a number less than or equal to 1',
+        '"surrogate.low" = 2 is not valid; expected a number less than 1',
     ),
     ("algorithm.surrogate.kind=clipp", "expected tags: 'clip', 'sequence', 'weight'"),
 ]

@@ -23,6 +23,7 @@ from gesso.samplers.decode import DecodingSampler
 from gesso.track.run_folder import RunFolder
 from gesso.types import ResponseSpec, Score, StopRun, UserError
 from tests import tokens
+from tests.cut_run import cut_after
 from tests.token_rewards import early
 from tests.tokens import Tiny, padded_logp, trace_of
 from tests.typed import writing
@@ -157,8 +158,7 @@ def test_a_resumed_run_ends_as_an_undisturbed_one(folders: Path, name: str, tmp_
         data["data"]["train"] = str(folders / "flat.txt")
     recipe = build.recipe_from(data)
     whole = run.train(recipe, folder=tmp_path / "whole", quiet=True)
-    run.train(recipe.model_copy(update={"steps": 1}), folder=tmp_path / "cut", quiet=True)
-    cut = run.resume(tmp_path / "cut", quiet=True, steps=2)
+    cut = run.resume(cut_after(whole, 1, tmp_path / "cut"), quiet=True)
     assert comparable(cut.rows()) == comparable(whole.rows())
     state = state_of(whole)
     assert same(state, state_of(cut))

@@ -20,6 +20,7 @@ from gesso.samplers.denoise import DenoisingSampler
 from gesso.types import Prompt, SampleSpec, Score, UserError
 from tests import pipelines
 from tests.conftest import PROMPTS
+from tests.cut_run import cut_after
 from tests.rollouts import SIZE, parts_of, rollout_of, scored_rollout
 from tests.typed import sure
 
@@ -398,8 +399,7 @@ def test_a_resumed_run_ends_as_an_undisturbed_one(
         data["algorithm"]["decay"] = 2
     recipe = build.recipe_from(data)
     whole = train(recipe, folder=tmp_path / "whole", quiet=True)
-    train(recipe.model_copy(update={"steps": 1}), folder=tmp_path / "cut", quiet=True)
-    cut = resume(tmp_path / "cut", quiet=True, steps=2)
+    cut = resume(cut_after(whole, 1, tmp_path / "cut"), quiet=True)
     first, second = whole.load(2)[0], cut.load(2)[0]
     assert first.keys() == second.keys() and any(key.startswith("ema/") for key in first)
     assert all(tensor.equal(second[key]) for key, tensor in first.items())

@@ -62,29 +62,20 @@ def cards(name: str) -> list[int]:
     return list(tables.read_recipe(name).cards)
 
 
-# The recipes of the page; other algorithms on the same models inherit their card tables.
+# The recipes of the page. Others inherit their card tables.
 MAIN = ["sd35-ocr", "flux-pickscore", "qwen-image-ocr"]
 MAIN += [name for name in tables.bundled_recipes() if name.startswith(tuple(WRITERS))]
-OTHERS = [n for n in tables.bundled_recipes() if n.startswith("sd35-ocr-")]  # an algorithm each
+ALGORITHMS = ["sd35-ocr-nft", "sd35-ocr-guard", "sd35-ocr-fast"]  # other work than sd35-ocr's
+# An estimate takes seconds: those of the page are computed anew for the smallest card of every
+# recipe, for one that trains all weights, and for two of the largest cards.
+CHECKED = [(name, 24) for name in MAIN]
+CHECKED += [("qwen25-vl-3b-math", None), ("sd35-ocr", 80), ("flux-pickscore", 80)]
 
 
 def test_there_are_cards_for_every_model() -> None:
     assert {model_of(name) for name in MAIN} == {*IMAGE, *WRITERS}
     for name in MAIN:
         assert cards(name) == ([24, 48, 80] if model_of(name) in IMAGE else [24, 80])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name, card",
-    [*((name, card) for name in MAIN for card in cards(name)), *((name, 24) for name in OTHERS)],
-)
-def test_recipes_fit_their_cards(name: str, card: int, shapes: Path) -> None:
-    """With a tenth of the card to spare for the CUDA context and the allocator's gaps. Of recipes
-    that inherit their card tables the smallest card stands for all."""
-    memory = estimated(name, card, shapes)
-    size = card * GIB
-    assert 0.4 * size < memory.peak < 0.9 * size, {k: v / 1e9 for k, v in memory.lasting.items()}
 
 
 class Row(NamedTuple):
@@ -108,21 +99,32 @@ def rows() -> list[Row]:
     return found
 
 
-def test_the_page_has_a_row_for_every_card() -> None:
+def fits(peak: float, card: int) -> bool:
+    """With a tenth of the card to spare for the CUDA context and the allocator's gaps."""
+    return 0.4 * card * GIB < peak < 0.9 * card * GIB
+
+
+def test_the_page_has_a_row_for_every_card_that_fits() -> None:
     found = [(row.recipe, row.card) for row in rows()]
     assert len(set(found)) == len(found), "a row is there twice"
     missing = {(name, card) for name in MAIN for card in cards(name)} - set(found)
     assert not missing, f"{PAGE.name} has no row for {sorted(missing)}"
+    for row in rows():
+        if row.card is not None:
+            assert fits(float(row.estimate.removesuffix(" GB")) * 1e9, row.card), row
 
 
 @pytest.mark.slow
-def test_the_page_has_the_estimates(shapes: Path) -> None:
-    wrong = [
-        f"{row}: {size}"
-        for row in rows()
-        if (size := size_of(estimated(row.recipe, row.card, shapes).peak)) != row.estimate
-    ]
-    assert not wrong, f"{PAGE.name} has other figures; expected after the colon: {wrong}"
+@pytest.mark.parametrize("name, card", CHECKED)
+def test_the_page_has_the_estimate(name: str, card: int | None, shapes: Path) -> None:
+    [row] = [row for row in rows() if (row.recipe, row.card) == (name, card)]
+    assert size_of(estimated(name, card, shapes).peak) == row.estimate
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_other_algorithms_fit_the_smallest_card(name: str, shapes: Path) -> None:
+    assert fits(estimated(name, 24, shapes).peak, 24)
 
 
 def test_sizes_of_writers_are_the_published_ones(shapes: Path) -> None:
@@ -172,7 +174,7 @@ def test_sizes_are_the_published_ones(shapes: Path) -> None:
 
 
 def test_quantized_parts_count_as_four_bits(shapes: Path) -> None:
-    whole = estimated("flux-pickscore", 48, shapes).lasting
+    whole = estimated("flux-pickscore", 80, shapes).lasting
     small = estimated("flux-pickscore", 24, shapes).lasting
     assert small["transformer"] < 0.33 * whole["transformer"]
     assert small["text encoders"] < 0.33 * whole["text encoders"]

@@ -19,6 +19,7 @@ from gesso.run import assemble, resume, train
 from gesso.types import Score, UserError
 from gesso.weights.folded_linear import fold
 from tests import pipelines
+from tests.cut_run import cut_after
 from tests.models.test_folded import Counted, adapted, stirred
 from tests.rollouts import REWARDS, parts_of, rollout_of
 
@@ -282,11 +283,10 @@ def test_a_batch_without_spread_moves_nothing(data: dict) -> None:
 
 def test_a_run_and_a_resumed_one(data: dict, tmp_path: Path) -> None:
     """To the bit; no row speaks of a ratio, for there is none."""
-    recipe = build.recipe_from(data | {"steps": 3, "optimizer": {"lr": 1e-3}})
+    recipe = build.recipe_from(data | {"steps": 2, "optimizer": {"lr": 1e-3}})
     whole = train(recipe, folder=tmp_path / "whole", quiet=True)
-    train(recipe.model_copy(update={"steps": 1}), folder=tmp_path / "cut", quiet=True)
-    cut = resume(tmp_path / "cut", quiet=True, steps=3)
-    first, second = whole.load(3)[0], cut.load(3)[0]
+    cut = resume(cut_after(whole, 1, tmp_path / "cut"), quiet=True)
+    first, second = whole.load(2)[0], cut.load(2)[0]
     assert first.keys() == second.keys()
     assert all(tensor.equal(second[key]) for key, tensor in first.items())
     assert build.algorithm(recipe).clip_range is None
