@@ -68,7 +68,7 @@ MAIN += [name for name in tables.bundled_recipes() if name.startswith(tuple(WRIT
 ALGORITHMS = ["sd35-ocr-nft", "sd35-ocr-guard", "sd35-ocr-fast"]  # other work than sd35-ocr's
 # An estimate takes seconds: those of the page are computed anew for the smallest card of every
 # recipe, for one that trains all weights, and for two of the largest cards.
-CHECKED = [(name, 24) for name in MAIN]
+CHECKED: list[tuple[str, int | None]] = [(name, 24) for name in MAIN]
 CHECKED += [("qwen25-vl-3b-math", None), ("sd35-ocr", 80), ("flux-pickscore", 80)]
 
 
