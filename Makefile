@@ -10,7 +10,9 @@ BIN := $(VENV)/bin
 VLLM := .venv-vllm
 # A machine with an NVIDIA driver gets torch's CUDA build, any other the CPU build.
 PIN := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Of 23,000 modules most are never imported: each is compiled when it first is, and kept.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 # Test files are distributed over one process more than there are cores, as some tests wait for
 # servers, each with one thread: two processes with two threads each are many times slower. Files
 # keep their order, so that the slowest do not run last.
