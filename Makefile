@@ -10,9 +10,7 @@ BIN := $(VENV)/bin
 VLLM := .venv-vllm
 # A machine with an NVIDIA driver gets torch's CUDA build, any other the CPU build.
 PIN := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
-# pip compiles 23,000 modules on one core, which is most of its time; COMPILE uses all cores.
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
-COMPILE := $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true # some are templates, not code
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # Test files are distributed over one process more than there are cores, as some tests wait for
 # servers, each with one thread: two processes with two threads each are many times slower. Files
 # keep their order, so that the slowest do not run last.
@@ -84,13 +82,11 @@ setup: $(VENV)/.dev
 $(VENV)/.run: pyproject.toml constraints-cpu.txt | $(BIN)/python
 	@echo "==> Installing gesso and its dependencies into $(VENV) (a minute or two, about 1.2 GB)"
 	@$(PIP) $(PIN) -e ".[ocr,viewer]"
-	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml constraints-cpu.txt | $(BIN)/python
 	@echo "==> Installing gesso with its test tools into $(VENV) (a minute or two, about 1.3 GB)"
 	@$(PIP) $(PIN) -e ".[dev]"
-	@$(COMPILE)
 	@touch $@ $(VENV)/.run
 
 $(BIN)/python:
