@@ -103,7 +103,7 @@ def encode(path: Path, width: int) -> bytes:
         image = image.resize((width, height), Image.Resampling.LANCZOS)
     data = io.BytesIO()
     if small and image.width * image.height < 2**16:
-        image.save(data, "webp", lossless=True, method=0)  # the default takes 30 times as long
+        image.save(data, "webp", lossless=True, method=0)  # the default is 20 times slower or more
     else:
         image.save(data, "webp", quality=85)
     return data.getvalue()
