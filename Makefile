@@ -10,7 +10,9 @@ BIN := $(VENV)/bin
 VLLM := .venv-vllm
 # A machine with an NVIDIA driver gets torch's CUDA build, any other the CPU build.
 PIN := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# Modules are compiled and cached when they are first imported, a sixth of all that is installed.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 # Test files are distributed over one process more than there are cores, as some tests wait for
 # servers, each with one thread: two processes with two threads each are many times slower. Files
 # keep their order, so that the slowest do not run last.
@@ -93,6 +95,7 @@ $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "gesso needs Python 3.10 or newer; run make PYTHON=python3.11")'
 	@echo "==> Creating an environment in $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) --upgrade pip  # that of Python 3.11 takes twice as long to resolve versions
 
 clean:
 	rm -rf $(VENV)
