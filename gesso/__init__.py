@@ -25,6 +25,9 @@ __version__ = "0.1.0"
 if "torch" not in sys.modules:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+# The size of cuBLAS's workspace on recent GPUs, which torch's deterministic mode wants to be fixed.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 
 def train(
     recipe: str,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
+from torch import Tensor
 
 from gesso import families
 from gesso.algorithms.base import Terms
 from gesso.config import Recipe
 from gesso.estimate import estimate
 from gesso.health import under_floor
+from gesso.models.repeatable import deterministic_algorithms
 from gesso.rollout import Rollout
 from gesso.run import Assembled, assemble
 from gesso.track.progress import SILENT, Progress
@@ -47,7 +50,8 @@ def check(recipe: Recipe, progress: Progress = SILENT) -> Findings:
         progress.phase("comparing replay with sampling")
         _ratio(job, replay_gap(job, rollout), findings)
         progress.phase("running a trial update")
-        seconds_per_term = _trial_update(job, rollout)
+        seconds_per_term, repeatable = _trial_update(job, rollout)
+        findings.fact("repeats", _repeats(recipe, repeatable))
         progress.phase("estimating memory")
         if family.wraps_library(job.model):
             findings.facts += memory(recipe)
@@ -114,18 +118,38 @@ def _ratio(job: Assembled, gap: float | None, findings: Findings) -> None:
         findings.warnings.append(under_floor(clip, gap))
 
 
-def _trial_update(job: Assembled, rollout: Rollout) -> float:
-    """Seconds per term for the forward and backward pass of one micro-batch."""
+def _trial_update(job: Assembled, rollout: Rollout) -> tuple[float, bool]:
+    """Seconds per term for the forward and backward pass of one micro-batch, and whether a second
+    pass gives the same gradient."""
     terms = _terms(job, rollout)
     terms = terms.rows(terms.micro_batches(job.recipe.learner)[0])
-    with job.learner.policy.folded():
-        job.algorithm.loss(job.model, terms).loss.sum().backward()  # warm-up
-        started = time.perf_counter()
-        job.algorithm.loss(job.model, terms).loss.sum().backward()
-        _wait(job)
-        seconds = time.perf_counter() - started
-    job.learner.optimizer.zero_grad(set_to_none=True)
-    return seconds / len(terms)
+    gradients = []
+    with job.learner.policy.folded(), deterministic_algorithms(job.model):
+        for _ in range(2):  # the first one includes compilation
+            started = time.perf_counter()
+            job.algorithm.loss(job.model, terms).loss.sum().backward()
+            _wait(job)
+            seconds = time.perf_counter() - started
+            gradients.append(_bits(job.learner.policy.trainable))
+            job.learner.optimizer.zero_grad(set_to_none=True)
+    return seconds / len(terms), gradients[0] == gradients[1]
+
+
+def _bits(parameters: Mapping[str, Tensor]) -> dict[str, int]:
+    """A checksum of every gradient, which are float32."""
+    return {
+        name: int(parameter.grad.view(torch.int32).sum(dtype=torch.int64))
+        for name, parameter in parameters.items()
+        if parameter.grad is not None
+    }
+
+
+def _repeats(recipe: Recipe, equal_gradients: bool) -> str:
+    if recipe.sampler.engine == "vllm":
+        return "no: vLLM does not promise equal samples"
+    if not equal_gradients:
+        return "no: two backward passes over the same samples gave different gradients"
+    return "yes, to the bit, on the same kind of device with the same versions"
 
 
 def _wait(job: Assembled) -> None:

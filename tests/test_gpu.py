@@ -146,6 +146,56 @@ def test_gradients_are_those_of_plain_attention(
     assert apart < 0.05
 
 
+def qkv(length: int, head_size: int, layout: str) -> list[torch.Tensor]:
+    """Query, key, value and a gradient, as the networks have them."""
+    torch.manual_seed(length)
+    n, heads = 2, 3
+    sizes = {
+        "heads first": (n, heads, length, head_size),
+        "tokens first": (n, length, heads, head_size),
+        "part of a joined projection": (n, length, 2, heads, head_size),
+    }
+    tensors = [torch.randn(sizes[layout], device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    if layout == "part of a joined projection":
+        tensors = [x[:, :, 1] for x in tensors]
+    return tensors if layout == "heads first" else [x.transpose(1, 2) for x in tensors]
+
+
+@pytest.mark.parametrize("layout", ["heads first", "tokens first", "part of a joined projection"])
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_attention_of_compiled_networks(head_size: int, layout: str) -> None:
+    """Against float32, and the same every time; lengths that fill the kernels' blocks and not."""
+    from gesso.models.flow.attention import attention
+
+    for length in (2, 7, 64, 77, 154, 333, 1024, 1178, 1536, 2049):
+        query, key, value, grad = qkv(length, head_size, layout)
+        inputs = [x.requires_grad_() for x in (query, key, value)]
+        results = []
+        for _ in range(3):
+            untidy()
+            out = attention(*inputs)[0]
+            results.append([out.detach(), *torch.autograd.grad(out, inputs, grad)])
+        assert all(
+            torch.equal(a, b) for other in results for a, b in zip(other, results[0], strict=True)
+        )
+        wide = [x.detach().float().requires_grad_() for x in inputs]
+        with sdpa_kernel(SDPBackend.MATH):
+            expected = torch.nn.functional.scaled_dot_product_attention(*wide)
+            grads = torch.autograd.grad(expected, wide, grad.float())
+        for a, b in zip(results[0], (expected.detach(), *grads), strict=True):
+            assert float((a.float() - b).norm() / b.norm()) < 1e-2, length
+
+
+def test_very_small_scores_have_finite_gradients() -> None:
+    """exp(−logsumexp) overflows, and the last block is not full."""
+    from gesso.models.flow.attention import attention
+
+    query, key, value, grad = qkv(77, 64, "tokens first")
+    inputs = [x.detach().requires_grad_() for x in (query.abs() * 20, -key.abs() * 20, value)]
+    grads = torch.autograd.grad(attention(*inputs)[0], inputs, grad)
+    assert all(bool(g.isfinite().all()) for g in grads)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
 @pytest.mark.parametrize("name", KINDS)
 def test_four_bits(name: str, recipe_data: dict, tmp_path: Path) -> None:

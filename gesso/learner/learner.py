@@ -21,6 +21,7 @@ from gesso import config
 from gesso.algorithms.base import Algorithm, Terms
 from gesso.formulas import advantages as adv
 from gesso.formulas import averages
+from gesso.models.repeatable import deterministic_algorithms
 from gesso.rollout import Rollout
 from gesso.track.progress import SILENT, Progress
 from gesso.types import seed_of
@@ -95,7 +96,8 @@ class Learner:
         started = time.perf_counter()
         generator = torch.Generator().manual_seed(seed_of(self.seed, "update", step))
         self.progress.phase("preparing the update")
-        prepared = self.algorithm.prepare(self.model, rollout, self.settings)
+        with deterministic_algorithms(self.model):
+            prepared = self.algorithm.prepare(self.model, rollout, self.settings)
         advantages = prepared.advantages
         inside = advantages if advantages.ndim == 1 else advantages[rollout.mask]
         kept = self.algorithm.advantage.kept(rollout, self.algorithm.updates)
@@ -150,7 +152,7 @@ class Learner:
         None if the loss or the gradient is not finite: such a step is skipped."""
         self.optimizer.zero_grad(set_to_none=True)
         losses = []  # checked at the end, since reading a value synchronizes with the device
-        with self.policy.folded():
+        with self.policy.folded(), deterministic_algorithms(self.model):
             for index in terms.micro_batches(self.settings):
                 part = terms.rows(index)
                 result = self.algorithm.loss(self.model, part)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gesso.models.flow.base import FlowModel
+from gesso.models.repeatable import deterministic_algorithms
 from gesso.samplers.recording import TrainedStep, TrajectoryRecorder
 from gesso.types import Weights
 
@@ -31,7 +32,8 @@ class OnePassRecorder:
         rows = self.model.filled(self.rows_per_sample * samples)
         paired = rows % self.rows_per_sample == 0  # all rows of a sample share its weights
         copies = rows // self.rows_per_sample if paired else rows
-        with self.model.policy.per_sample_grads(copies) as weights:
+        grads = self.model.policy.per_sample_grads(copies)
+        with grads as weights, deterministic_algorithms(self.model):
             yield
         self.recorded.per_sample_grads = per_sample_grads(
             weights, samples, 1 if paired else self.rows_per_sample

@@ -279,7 +279,7 @@ def test_wide_rows_are_held_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     told = Mock(return_value="what runs")
     monkeypatch.setattr(compile_fx, "compile_fx", told)
     monkeypatch.setattr(compile_fx, "compile_fx_inner", answers)
-    graph, inputs = Mock(), [torch.ones(2)]
+    graph, inputs = torch.fx.symbolic_trace(torch.nn.Identity()), [torch.ones(2)]
     assert inductor(graph, inputs) == "what runs" and told.call_args.args == (graph, inputs)
     forth_or_back = told.call_args.kwargs["inner_compile"]
     wide = [True, True, True, True, False, False]

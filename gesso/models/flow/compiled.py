@@ -25,6 +25,8 @@ from torch.utils.checkpoint import (
 
 from gesso import config
 from gesso.formulas.precision import wide
+from gesso.models.flow.attention import replace_attention
+from gesso.models.repeatable import KERNELS
 from gesso.types import UserError
 
 LARGE = 500_000_000
@@ -93,7 +95,9 @@ def compile_blocks(
 
 
 def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
-    """Torch's inductor, set to read wide rows only once, in forward and backward."""
+    """Torch's inductor, with our attention, set to read wide rows only once, in forward and
+    backward."""
+    from torch._inductor import config as inductor_config
     from torch._inductor.choices import InductorChoices
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.runtime.hints import ReductionHint
@@ -115,11 +119,12 @@ def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
     # Torch's disk caches do not take these choices into account; the tag separates the kernels.
     tagged_cache = partial(torch.compiler.config.patch, cache_key_tag=f"rows of {ROW} at once")
 
-    def compiled(*args: Any, **kwargs: Any) -> Any:
-        with V.set_choices_handler(Choices()), tagged_cache():  # backward is compiled later
+    def compiled(*args: Any, **kwargs: Any) -> Any:  # of backward: later
+        with V.set_choices_handler(Choices()), tagged_cache(), inductor_config.patch(KERNELS):
             return compile_fx_inner(*args, **kwargs)
 
-    with tagged_cache():
+    replace_attention(graph)
+    with tagged_cache(), inductor_config.patch(KERNELS):
         return compile_fx(graph, inputs, inner_compile=compiled)
 
 
@@ -134,9 +139,10 @@ def compile_decoder(decoder: nn.Module, backend: str | Callable[..., Any] = "ind
     """Compiles the residual blocks, except at the resolution of the latents: the operations between
     convolutions take half of the decoding time, little of it at low resolution. Other types of
     decoders have no such blocks."""
+    options = KERNELS if backend == "inductor" else None
     for larger in getattr(decoder, "up_blocks", ())[1:]:
         for block in larger.resnets:
-            block.compile(fullgraph=True, dynamic=False, backend=backend)
+            block.compile(fullgraph=True, dynamic=False, backend=backend, options=options)
 
 
 def _lean(forward: Callable[..., Any], *inputs: Any, **more: Any) -> Any:
@@ -158,7 +164,7 @@ def _contexts() -> Any:
 
 
 def _save_or_recompute(_: Any, operator: Any, *inputs: Any, **more: Any) -> CheckpointPolicy:
-    name = str(operator).removeprefix("aten.").partition(".")[0]
+    name = str(operator).split(".")[1]  # aten.mm.default
     expensive = name in GEMMS or "attention" in name
     return CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE
 

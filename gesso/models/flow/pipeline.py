@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from gesso import config
-from gesso.models.cudnn import settle_attention
 from gesso.models.flow import compiled as speed
 from gesso.models.flow.adapter import load_adapter
+from gesso.models.flow.attention import has_kernels
 from gesso.models.flow.base import Guidance, TextEncoder
 from gesso.models.located import PIPELINE, locate
+from gesso.models.repeatable import settle_attention
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
 from gesso.types import UserError, Which
@@ -81,7 +82,7 @@ class PipelineModel(ABC):
             if isinstance(part, torch.nn.Module):
                 part.requires_grad_(False).eval()
         self.transformer = self.pipe.transformer
-        settle_attention(self.device, self.transformer.config.attention_head_dim)
+        settle_attention(self.device)
         self.text_length = self._text_length(settings.text_length)
         if settings.gradient_checkpointing:
             self.transformer.enable_gradient_checkpointing()
@@ -93,6 +94,9 @@ class PipelineModel(ABC):
         if self.compiled:
             speed.compile_blocks(self.transformer, self.blocks)
             speed.compile_decoder(self.pipe.vae.decoder)
+        head_size = self.transformer.config.attention_head_dim
+        replaced = self.compiled and has_kernels(self.device, self.dtype, head_size)
+        self.strict = self.device.type == "cuda" and not replaced
         if settings.lora is not None and settings.lora.path is not None:
             with quiet("diffusers"):
                 load_adapter(self.pipe, self.policy, settings.lora.path)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from gesso.models.repeatable import KERNELS
+
 LOGITS = 2**26
 """Maximum number of logits in memory: 256 MB in float32, 440 positions of 152,000 ids."""
 
@@ -106,7 +108,7 @@ def _scored(device: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     number of rows."""
     if device != "cuda":
         return scored
-    compiled = torch.compile(scored)
+    compiled = torch.compile(scored, options=KERNELS)
 
     def compute(raw: Tensor, tokens: Tensor, *more: Any) -> tuple[Tensor, Tensor, Tensor]:
         if len(raw) < 2:  # torch would compile a separate graph for one row, in any iteration

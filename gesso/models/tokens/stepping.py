@@ -13,13 +13,14 @@ model type.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gesso.models.repeatable import KERNELS
 from gesso.weights.lora_folding import LoraFolding
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
@@ -176,5 +177,5 @@ def _ops(device: str) -> Ops:
         return Ops(add_norm, rotated, gated, attend)
     from gesso.models.tokens.kernels import one_token
 
-    compiled: Any = torch.compile
+    compiled: Any = partial(torch.compile, options=KERNELS)
     return Ops(compiled(add_norm), compiled(rotated), compiled(gated), one_token)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from gesso import config
-from gesso.models.cudnn import settle_attention
 from gesso.models.located import TRANSFORMER, locate
+from gesso.models.repeatable import KERNELS, settle_attention
 from gesso.models.tokens import head, loading, saving
 from gesso.models.tokens.attention import segments_of
 from gesso.models.tokens.base import PrefilledPrompt, ResponseLogp
@@ -63,6 +63,7 @@ class TransformerModel(ABC):
         self.source = locate(settings, TRANSFORMER).source
         self.module = loading.load(self, settings)
         settle_attention(self.device)  # for a trained vision tower
+        self.strict = self.device.type == "cuda"
         self.tokenizer = loading.tokenizer(self.source, settings.path)
         self.template = self._template(settings)
         whole = settings.lora is None
@@ -85,7 +86,7 @@ class TransformerModel(ABC):
         self.compiled = self._pays(settings.compile, bool(settings.compile) or large)
         if self.compiled:
             for layer in self.decoder.layers:  # they share the compiled code of the first layer
-                layer.compile(dynamic=True)
+                layer.compile(dynamic=True, options=KERNELS)
         self.end = loading.end_ids(self.module, self.tokenizer)
         self.max_positions: int | None = loading.max_positions(self.decoder.config)
         self.suppressed = torch.tensor(sorted(self._suppressed_ids()), dtype=torch.long).to(

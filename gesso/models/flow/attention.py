@@ -1,0 +1,119 @@
+"""Attention of compiled networks on a GPU: cuDNN's forward, and a backward of our own.
+
+The backward passes of cuDNN and of torch's flash attention add up the gradient of the query in an
+order that changes from run to run. With a head size of 128 some of cuDNN's gradients are also not
+finite (cuDNN 9.19, H200).
+"""
+
+from __future__ import annotations
+
+import operator
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+HEAD_SIZES = (64, 128)
+PLAIN = functional.scaled_dot_product_attention
+
+
+@torch.library.custom_op("gesso::attention", mutates_args=())
+def attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """All (n, H, s, d) → softmax(q kᵀ / √d) v like the query, and (n, H, s) the logarithms of the
+    softmax's denominators."""
+    out, logsumexp, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query, key, value, None, True
+    )
+    told = torch.empty_like(query, device="meta").stride()
+    if out.stride() != told:
+        out = torch.empty_strided(out.shape, told, dtype=out.dtype, device=out.device).copy_(out)
+    return out, logsumexp.reshape(query.shape[:-1])
+
+
+@attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("gesso::attention_backward", mutates_args=())
+def attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    from gesso.models.flow.attention_kernels import attention_grads
+
+    return attention_grads(grad, query, key, value, out, logsumexp)
+
+
+@attention_backward.register_fake
+def _(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor, Tensor, Tensor]:
+    return attention_backward(grad, *ctx.saved_tensors)
+
+
+attention.register_autograd(_backward, setup_context=_save)
+
+
+def has_kernels(device: torch.device, dtype: torch.dtype, head_size: int) -> bool:
+    return (
+        device.type == "cuda"
+        and torch.cuda.get_device_capability(device) >= (8, 0)
+        and find_spec("triton") is not None
+        and dtype in (torch.bfloat16, torch.float16)
+        and head_size in HEAD_SIZES
+    )
+
+
+def replace_attention(traced: torch.fx.GraphModule) -> None:
+    """In a graph traced by dynamo: every attention without a mask for which there are kernels.
+    Checkpointed functions are graphs within the graph."""
+    for module in traced.modules():
+        if isinstance(module, torch.fx.GraphModule):
+            for node in module.graph.find_nodes(op="call_function", target=PLAIN):
+                _replace(module.graph, node)
+            module.recompile()
+
+
+def _replace(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
+    inputs = _plain_inputs(*node.args, **node.kwargs)
+    if inputs is None or not _supported(node, inputs):
+        return
+    with graph.inserting_before(node):
+        dtype = node.meta["example_value"].dtype  # autocast may lower that of the inputs
+        cast = [graph.call_method("to", (x, dtype)) for x in inputs]
+        both = graph.call_function(torch.ops.gesso.attention.default, tuple(cast))
+        out = graph.call_function(operator.getitem, (both, 0))
+    node.replace_all_uses_with(out)
+    graph.erase_node(node)
+
+
+def _plain_inputs(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> tuple[Any, Any, Any] | None:
+    """The inputs of `scaled_dot_product_attention`, or None if an option is used."""
+    plain = attn_mask is None and not dropout_p and not is_causal and scale is None
+    return (query, key, value) if plain and not enable_gqa else None
+
+
+def _supported(node: torch.fx.Node, inputs: tuple[Any, Any, Any]) -> bool:
+    out = node.meta["example_value"]
+    equal = all(x.meta["example_value"].shape == out.shape for x in inputs)
+    return equal and has_kernels(out.device, out.dtype, out.shape[-1])
