@@ -5,12 +5,21 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch._C._autograd import _disable_profiler, _enable_profiler, _prepare_profiler
+from torch._C._profiler import (
+    ProfilerActivity,
+    ProfilerConfig,
+    ProfilerState,
+    RecordScope,
+    _ExperimentalConfig,
+)
 
 from gesso import build
 from gesso.config import Recipe
@@ -21,10 +30,39 @@ from tests import tokens as writers
 from tests.typed import writing
 
 
+@contextmanager
+def memory_events() -> Iterator[list[int]]:
+    """The bytes of every allocation and, negative, of every release, in order. Filled at the end.
+
+    `torch.profiler.profile` records every operator as well, which takes longer than the run.
+    """
+    sizes: list[int] = []
+    no_operators = {RecordScope.LITE_INTERPRETER}
+    config = ProfilerConfig(
+        ProfilerState.KINETO,
+        False,  # report_input_shapes
+        True,  # profile_memory
+        False,  # with_stack
+        False,  # with_flops
+        False,  # with_modules
+        _ExperimentalConfig(),
+    )
+    activities = {ProfilerActivity.CPU}
+    _prepare_profiler(config, activities)
+    _enable_profiler(config, activities, no_operators)  # type: ignore[call-arg]
+    try:
+        yield sizes
+    finally:
+        events = _disable_profiler().events()
+    assert all(e.name() == "[memory]" for e in events)
+    events.sort(key=lambda e: e.start_ns())
+    sizes += [e.nbytes() for e in events]  # type: ignore[attr-defined]
+
+
 def measured_peak(recipe: Recipe) -> int:
     """Most bytes that torch has handed out at once, from loading to the batch after two updates."""
     gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+    with memory_events() as sizes:
         job = assemble(recipe)
         try:
             rollout, _ = job.cluster.sample_step(0).result()
@@ -36,17 +74,14 @@ def measured_peak(recipe: Recipe) -> int:
             job.cluster.sample_step(1).result()
         finally:
             job.close()
-    # As torch recorded them; its own tables of events, or a trace in a file, take far longer.
-    events = [e for e in watched.profiler.kineto_results.events() if e.name() == "[memory]"]
-    changes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
-    return max(itertools.accumulate(changes))
+    return max(itertools.accumulate(sizes))
 
 
 # An eighth of the demo's sizes: still several full micro-batches, the second of which meets
 # gradients. The scores are made up: rewards run in other processes and take no memory here.
 EIGHTH = [
     "algorithm.group=6", "data.groups=2", "learner.micro_batch=12", "sampler.batch=4",
-    "eval.prompts=1",
+    "algorithm.steps=3", "algorithm.window={size=3, low=0, high=3}", "eval.prompts=1",
     'reward=[{name="jpeg-compressibility"}]',
 ]  # fmt: skip
 VARIANTS = {
@@ -59,7 +94,7 @@ VARIANTS = {
     ],
     "guided": ["algorithm.guidance=3.0", "learner.micro_batch=6"],
     "nft": [
-        'algorithm={name="diffusion-nft", group=12, steps=6, times=2}',
+        'algorithm={name="diffusion-nft", group=12, steps=2, times=2}',
         "data.groups=4",  # two times a sample, not three steps: a micro-batch of 48 twice
         "learner.micro_batch=48",
     ],

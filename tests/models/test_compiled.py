@@ -308,6 +308,8 @@ def test_inductor_compiles_with_our_backend_and_its_own_cache_entries(
         return torch.compile(norm, fullgraph=True, dynamic=False, backend=backend)(x)
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    # No vectorized code: g++ compiles a test program per instruction set, which takes most time.
+    monkeypatch.setattr(torch._inductor.config.cpp, "vec_isa_ok", False)
     x = torch.randn(3, 1536)
     passed("inductor")
     for known in (False, True):
