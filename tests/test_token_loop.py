@@ -372,7 +372,7 @@ def test_failed_scores_within_a_refill(
     asked.write_text("\n".join(f"{kinds[i % 3]}{q}" for i, q in enumerate(QUESTIONS)) + "\n")
     data = dapo(text, "flat.txt", 4, max_failed=0.99, reward=[{"name": f"{REWARDS}:some_fail"}])
     data["data"]["train"] = str(asked)
-    found = go(data | {"steps": 3}, tmp_path / "run")
+    found = go(data | {"steps": 5}, tmp_path / "run")
     assert sum(row["refilled"] for row in found.rows()[1:]) > 3
     assert (found.path / "log.txt").read_text().count("4 of 4 scores failed") >= 1  # a whole refill
     for rollout in trained_on:
