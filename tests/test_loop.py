@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from unittest.mock import Mock
@@ -20,11 +22,25 @@ from gesso.track.run_folder import RunFolder
 from gesso.types import StopRun, UserError
 from gesso.viewer import files
 from tests import forked
+from tests.conftest import small_recipe
 from tests.typed import sure
 from tests.waiting import LIMIT, until
 
 USER = "tests.rewards.user_rewards"
 NOT_TIMED = ("time/", "memory/", "samples_per_s")
+
+
+def shortened(pipeline_folder: Path, prompt_file: Path) -> dict:
+    """Of 2 denoising steps; evaluations of 2 prompts, before and after the run."""
+    data = small_recipe(pipeline_folder, prompt_file)
+    data["algorithm"]["steps"] = 2
+    data["eval"] = {"every": 0, "prompts": 2, "steps": 2}
+    return data
+
+
+@pytest.fixture
+def recipe_data(pipeline_folder: Path, prompt_file: Path) -> dict:
+    return shortened(pipeline_folder, prompt_file)
 
 
 def comparable(rows: list[dict]) -> list[dict]:
@@ -35,19 +51,39 @@ def go(data: dict, folder: Path) -> RunFolder:
     return run.train(build.recipe_from(data), folder=folder, quiet=True)
 
 
+@dataclass(frozen=True)
+class Finished:
+    run: RunFolder
+    encoded: list[tuple]  # images of all reports
+
+
 def final_state(folder: Path) -> dict[str, torch.Tensor]:
     found = RunFolder.open(folder)
     state, _ = found.load(sure(int, found.latest()))
     return state
 
 
-def test_a_run_and_its_folder(
-    recipe_data: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, encode = tmp_path / "run", Mock(wraps=files.encode)
-    monkeypatch.setattr(files, "encode", encode)
-    finished = go(recipe_data, folder)
-    rows = finished.rows()
+@pytest.fixture(scope="module")
+def evaluated(pipeline_folder: Path, prompt_file: Path) -> dict:
+    """A recipe with an evaluation during the run, whose batches have several parts."""
+    data = shortened(pipeline_folder, prompt_file)
+    data["eval"]["every"] = 2
+    data["sampler"] = {"batch": 2}
+    return data
+
+
+@pytest.fixture(scope="module")
+def finished(evaluated: dict, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """A run that several tests read."""
+    encode = Mock(wraps=files.encode)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "encode", encode)
+        found = go(evaluated, tmp_path_factory.mktemp("finished") / "run")
+    return Finished(found, [call.args for call in encode.call_args_list])
+
+
+def test_a_run_and_its_folder(finished: Finished) -> None:
+    folder, rows = finished.run.path, finished.run.rows()
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert [("eval/reward" in row) for row in rows] == [True, False, True, True]
     assert all(row["update/abs_dlogp_max"] < 1e-5 for row in rows[1:])  # ratio 1 on-policy
@@ -57,9 +93,9 @@ def test_a_run_and_its_folder(
     ]  # fmt: skip
     assert sorted(p.name for p in (folder / "checkpoints").iterdir()) == ["000002", "000003"]
     assert "<html" in (folder / "report.html").read_text()
-    made = [call.args for call in encode.call_args_list]
+    made = finished.encoded
     assert len(made) == len(set(made)) > 0  # for all reports together, each picture once
-    assert run.recipe_of(finished).algorithm.options["clip"] == 0.2
+    assert run.recipe_of(finished.run).algorithm.options["clip"] == 0.2
     first, last = ((folder / f"samples/{s:06d}.jsonl").read_text() for s in (0, 3))
     seeds = [[json.loads(line)["seed"] for line in text.splitlines()] for text in (first, last)]
     assert seeds[0] == seeds[1]
@@ -71,6 +107,7 @@ def test_a_clip_range_under_the_noise_floor_is_told_once(
     from gesso.formulas.flow_steps import Transition
 
     recipe_data["algorithm"]["clip"] = 1e-5
+    recipe_data["steps"] = 2
     honest = Transition.logp  # as a model in low precision would: replay is off by 1e-3
     monkeypatch.setattr(
         Transition, "logp", lambda self, x: honest(self, x) + 1e-3 * torch.is_grad_enabled()
@@ -80,9 +117,8 @@ def test_a_clip_range_under_the_noise_floor_is_told_once(
     assert log.count("clip = 1e-05 is below the noise floor of the ratio, 1.0e-03") == 1
 
 
-def test_scoring_overlaps_with_sampling(recipe_data: dict, tmp_path: Path) -> None:
-    recipe_data["sampler"] = {"batch": 2}
-    for row in go(recipe_data, tmp_path / "run").rows()[1:]:
+def test_scoring_overlaps_with_sampling(finished: Finished) -> None:
+    for row in finished.run.rows()[1:]:
         assert 0 < row["time/overlap"] <= min(row["time/sample"], row["time/score"]) + 1e-6
 
 
@@ -92,7 +128,7 @@ def test_lag_one_trains_on_samples_one_update_old(
 ) -> None:
     if algorithm == "diffusion-nft":
         recipe_data["algorithm"] = {
-            "name": algorithm, "group": 3, "steps": 4, "times": 2, "updates": 1,
+            "name": algorithm, "group": 3, "steps": 2, "times": 2, "updates": 1,
         }  # fmt: skip
     rows = go(recipe_data | {"lag": 1}, tmp_path / "run").rows()
     assert [row["age"] for row in rows[1:]] == [0, 1, 1]
@@ -101,13 +137,15 @@ def test_lag_one_trains_on_samples_one_update_old(
         assert rows[2]["update/abs_dlogp_max"] > 1e-5  # the policy moved on: the ratio is not 1
 
 
-def test_the_same_seed_gives_the_same_run(recipe_data: dict, tmp_path: Path) -> None:
-    recipe_data["steps"] = 2
-    one, two = go(recipe_data, tmp_path / "1"), go(recipe_data, tmp_path / "2")
-    go(recipe_data | {"seed": 1}, tmp_path / "3")
-    assert comparable(one.rows()) == comparable(two.rows())
-    a, b, c = (final_state(tmp_path / n) for n in "123")
+def test_the_same_seed_gives_the_same_run(
+    finished: Finished, evaluated: dict, tmp_path: Path
+) -> None:
+    again = go(evaluated, tmp_path / "again")
+    other = go(evaluated | {"seed": 1, "steps": 2}, tmp_path / "other")
+    assert comparable(finished.run.rows()) == comparable(again.rows())
+    a, b = final_state(finished.run.path), final_state(again.path)
     assert all(torch.equal(a[k], b[k]) for k in a)
+    a, c = (found.load(2)[0] for found in (finished.run, other))
     assert any(not torch.equal(a[k], c[k]) for k in a)
 
 
@@ -125,7 +163,6 @@ def test_killed_anywhere_and_resumed_it_ends_the_same(recipe_data: dict, tmp_pat
     each algorithm keeps in a checkpoint is tested where it is resumed in one process."""
     recipe_data |= {"steps": 4, "learner": {"micro_batch": 6, "ema": {"every": 2}}}
     recipe_data["save"] = {"every": 2, "keep": 2}
-    recipe_data["eval"]["every"] = 0
     recipe_data["model"]["path"] = "zoo:signs"  # takes long enough to save to be killed meanwhile
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(tomli_w.dumps(recipe_data))
@@ -161,7 +198,6 @@ def test_killed_anywhere_and_resumed_it_ends_the_same(recipe_data: dict, tmp_pat
 @pytest.mark.slow
 def test_ctrl_c_stops_cleanly_and_resume_goes_on(recipe_data: dict, tmp_path: Path) -> None:
     recipe_data |= {"steps": 200, "save": {"every": 100, "keep": 1}}
-    recipe_data["eval"]["every"] = 0
     recipe, folder, output = (tmp_path / name for name in ("recipe.toml", "run", "output.txt"))
     recipe.write_text(tomli_w.dumps(recipe_data))
     metrics = folder / "metrics.jsonl"
@@ -192,7 +228,7 @@ def test_resuming_what_is_not_a_run_folder(tmp_path: Path) -> None:
 
 def test_a_reward_that_always_fails_stops_the_run(recipe_data: dict, tmp_path: Path) -> None:
     recipe_data["reward"] = [{"name": f"{USER}:raises"}]
-    with pytest.raises(StopRun, match=r"3 of 3 scores of the evaluation failed.*no such model"):
+    with pytest.raises(StopRun, match=r"2 of 2 scores of the evaluation failed.*no such model"):
         go(recipe_data, tmp_path / "run")
     assert (tmp_path / "run" / "report.html").exists()
 
@@ -223,8 +259,7 @@ def test_some_failed_scores_leave_the_batch_and_are_counted(
 
     monkeypatch.setattr(Learner, "update", update)
     recipe_data |= {"reward": [{"name": f"{USER}:some_fail"}], "max_failed": 0.9}
-    finished = go(recipe_data, tmp_path / "run")
-    rows = finished.rows()[1:]
+    rows = go(recipe_data | {"steps": 2}, tmp_path / "run").rows()[1:]
     assert sum(row["failed"] for row in rows) > 0
     assert trained_on == [6 - row["failed"] for row in rows]  # never as a number
     assert all(row["update/grad_norm"] is not None for row in rows)
@@ -238,16 +273,14 @@ def test_details_that_differ_between_samples(recipe_data: dict, tmp_path: Path) 
     assert row[f"reward/{USER}:details_differ/even"] == 2.0
 
 
-def test_a_finished_run_can_go_further(recipe_data: dict, tmp_path: Path) -> None:
-    recipe_data["eval"]["every"] = 1
-    whole = go(recipe_data | {"steps": 2}, tmp_path / "whole")
-    go(recipe_data | {"steps": 1}, tmp_path / "run")
-    further = run.resume(tmp_path / "run", quiet=True, steps=2)
-    assert run.recipe_of(further).steps == 2
-    with pytest.raises(UserError, match=r"is already at step 2; .* got steps=1"):
+def test_a_finished_run_can_go_further(finished: Finished, evaluated: dict, tmp_path: Path) -> None:
+    go(evaluated | {"steps": 2}, tmp_path / "run")
+    further = run.resume(tmp_path / "run", quiet=True, steps=3)
+    assert run.recipe_of(further).steps == 3
+    with pytest.raises(UserError, match=r"is already at step 3; .* got steps=1"):
         run.resume(tmp_path / "run", steps=1)
-    assert comparable(further.rows()) == comparable(whole.rows())
-    a, b = final_state(tmp_path / "whole"), final_state(tmp_path / "run")
+    assert comparable(further.rows()) == comparable(finished.run.rows())
+    a, b = final_state(finished.run.path), final_state(tmp_path / "run")
     assert all(torch.equal(a[k], b[k]) for k in a)
 
 
@@ -281,20 +314,20 @@ def test_a_full_disk_while_saving_loses_nothing(
 
     def full(tensors: dict, path: Path) -> None:
         calls.append(path)
-        if len(calls) == 3:
+        if len(calls) == 2:
             Path(path).write_bytes(b"half a checkpoint")
             raise OSError(28, "No space left on device")
         real(tensors, path)
 
     monkeypatch.setattr(safetensors.torch, "save_file", full)
-    with pytest.raises(StopRun, match=r"No space left .* complete checkpoint is step 2; free disk"):
-        go(recipe_data | {"steps": 4}, tmp_path / "run")
+    with pytest.raises(StopRun, match=r"No space left .* complete checkpoint is step 1; free disk"):
+        go(recipe_data | {"steps": 2}, tmp_path / "run")
     found = RunFolder.open(tmp_path / "run")
-    assert found.latest() == 2
+    assert found.latest() == 1
     assert not list(found.checkpoints.glob(".*"))
     monkeypatch.setattr(safetensors.torch, "save_file", real)
     run.resume(tmp_path / "run", quiet=True)
-    assert [row["step"] for row in found.rows()] == [0, 1, 2, 3, 4]
+    assert [row["step"] for row in found.rows()] == [0, 1, 2]
 
 
 def test_a_full_disk_anywhere_else_is_one_sentence_too(
@@ -313,17 +346,17 @@ def test_a_full_disk_anywhere_else_is_one_sentence_too(
         report, "write", lambda path, to, made: full() if (path / "x").exists() else to
     )
     with pytest.raises(StopRun, match=r"could not write to .* No space left .* is step 1; free"):
-        go(recipe_data, tmp_path / "run")
+        go(recipe_data | {"steps": 2}, tmp_path / "run")
     (tmp_path / "run" / "x").touch()  # now the report cannot be written either: same sentence
     with pytest.raises(StopRun, match="could not write to"):
         run.resume(tmp_path / "run", quiet=True)
     monkeypatch.undo()
-    assert len(run.resume(tmp_path / "run", quiet=True).rows()) == 4
+    assert len(run.resume(tmp_path / "run", quiet=True).rows()) == 3
 
 
-def test_a_damaged_checkpoint_is_named(recipe_data: dict, tmp_path: Path) -> None:
-    finished = go(recipe_data, tmp_path / "run")
-    file = finished.checkpoints / "000003" / "learner.safetensors"
+def test_a_damaged_checkpoint_is_named(finished: Finished, tmp_path: Path) -> None:
+    shutil.copytree(finished.run.path, tmp_path / "run")
+    file = tmp_path / "run" / "checkpoints" / "000003" / "learner.safetensors"
     file.write_bytes(file.read_bytes()[:1000])
     with pytest.raises(UserError, match=r"3/learner\.safetensors cannot .* to resume from step 2"):
         run.resume(tmp_path / "run", quiet=True)
@@ -339,13 +372,11 @@ def test_unquoted_prompts_are_skipped_and_reported(recipe_data: dict, tmp_path: 
     assert "1 of 3 prompts" in log and "p.txt:2: ocr: expected a double-quoted text" in log
 
 
-def test_load_and_sample_take_the_trained_weights(recipe_data: dict, tmp_path: Path) -> None:
-    recipe_data["optimizer"] = {"lr": 1e-2}
-    go(recipe_data, tmp_path / "run")
-    trained = run.load(tmp_path / "run")
+def test_load_and_sample_take_the_trained_weights(finished: Finished) -> None:
+    trained = run.load(finished.run.path)
     first, again = (trained.sample('a red sign that says "KITE"', n=2, seed=3) for _ in range(2))
     assert first[0].size == (96, 32)
     assert first[0].tobytes() == again[0].tobytes() != first[1].tobytes()
-    state = final_state(tmp_path / "run")
+    state = final_state(finished.run.path)
     for name, weight in trained.model.policy.tensors().items():
         assert torch.equal(weight, state[f"current/{name}"])

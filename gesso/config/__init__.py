@@ -1,5 +1,13 @@
 """Recipes: sections (`base`, `model`, `schema`), TOML files (`tables`), validation (`parsing`),
-consistency checks (`compatibility`), and the bundled models (`bundled`)."""
+consistency checks (`compatibility`), and the bundled models (`bundled`).
+
+The sections are imported on first access: pydantic takes 0.1 s to compile them, and the worker
+processes of rewards do not need them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 from gesso.config.base import (
     MAX_SAMPLES,
@@ -14,29 +22,31 @@ from gesso.config.base import (
     resolve_path,
 )
 from gesso.config.bundled import FAMILIES, MODELS, BundledModel, FamilyName
-from gesso.config.model import AnyModel, Lora, Model, ModelSection, TokenModel, family
-from gesso.config.schema import (
-    AnyRecipe,
-    Beta,
-    ChatSettings,
-    Data,
-    DataSource,
-    Ema,
-    Eval,
-    Learner,
-    ModelRecipe,
-    Optimizer,
-    Recipe,
-    RemoteEntry,
-    RewardEntry,
-    Sampler,
-    Save,
-    Tracker,
-    TrainDataSource,
-    Urls,
-    Vllm,
-    web_addresses,
-)
+
+if TYPE_CHECKING:
+    from gesso.config.model import AnyModel, Lora, Model, ModelSection, TokenModel, family
+    from gesso.config.schema import (
+        AnyRecipe,
+        Beta,
+        ChatSettings,
+        Data,
+        DataSource,
+        Ema,
+        Eval,
+        Learner,
+        ModelRecipe,
+        Optimizer,
+        Recipe,
+        RemoteEntry,
+        RewardEntry,
+        Sampler,
+        Save,
+        Tracker,
+        TrainDataSource,
+        Urls,
+        Vllm,
+        web_addresses,
+    )
 
 __all__ = [
     "FAMILIES",
@@ -80,3 +90,12 @@ __all__ = [
     "resolve_path",
     "web_addresses",
 ]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from gesso.config import model, schema
+
+        return (vars(model) | vars(schema))[name]

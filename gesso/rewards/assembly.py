@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gesso.config import AnyModel, Recipe, RewardEntry
+from gesso.config import AnyModel, Recipe, RewardEntry, Strict
 from gesso.config.parsing import named, parse
 from gesso.config.tables import changed
 from gesso.rewards import base
@@ -221,7 +221,7 @@ def resolved(entry: RewardEntry) -> dict[str, Any]:
     else:
         reference = _reward_reference(entry)
         target = base.find(reference, options, entry.style)
-        if isinstance(target, type) and issubclass(target, base.Strict):
+        if isinstance(target, type) and issubclass(target, Strict):
             reward = base.load(reference, options, entry.name)
             options = reward.model_dump(exclude_none=True)  # type: ignore[attr-defined]
     return entry.model_dump(exclude_none=True) | options

@@ -15,8 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from gesso import imports
-from gesso.config import Strict
-from gesso.config.parsing import parse
 from gesso.rewards.functions import FunctionReward
 from gesso.rewards.styles import adapt
 from gesso.rewards.untrusted import (
@@ -76,6 +74,8 @@ def find(reference: str, options: Mapping[str, Any], style: str = "gesso") -> An
     target = imports.load(reference, "reward")
     _check_options(reference, options)
     if isinstance(target, type):
+        from gesso.config import Strict  # imports pydantic, which functions do not need
+
         if style != "gesso":
             raise UserError(
                 f'reward "{reference}" is a class; style = "{style}" requires a function or a '
@@ -101,6 +101,9 @@ def load(
     target = find(reference, options, style)
     if not isinstance(target, type):
         return adapt(target, reference, options, style)
+    from gesso.config import Strict
+    from gesso.config.parsing import parse
+
     if issubclass(target, Strict):
         reward: Any = parse(target, options, f"reward {name or reference}")
     else:

@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gesso import imports
-from gesso.config import RewardEntry
 from gesso.rewards.functions import (
     Function,
     FunctionReward,
@@ -167,6 +166,8 @@ def _check(signature: inspect.Signature, reference: str, options: Options, style
 
 def _reserved_key_hint(signature: inspect.Signature, options: Options) -> str:
     """A hint about a parameter that no option can set, or ""."""
+    from gesso.config import RewardEntry
+
     taken = [
         n
         for n in required_parameters(signature)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import io
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,8 @@ from gesso.rewards.untrusted import clean_text, score_list
 from gesso.types import IMAGE_FORMATS, Prompt, Sample, Score, UserError
 
 if TYPE_CHECKING:
+    import asyncio
+
     from PIL.Image import Image
 
 
@@ -98,6 +99,8 @@ class TRL(FunctionReward):
     def _run(self, result: Any) -> Any:
         """All calls share one event loop: clients that the function keeps are bound to it."""
         if self._loop is None:
+            import asyncio
+
             self._loop = asyncio.new_event_loop()
         return self._loop.run_until_complete(result)
 

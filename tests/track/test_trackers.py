@@ -27,7 +27,6 @@ from gesso.types import Prompt, Sample, Score, UserError
 from tests.waiting import until
 
 BAD = "tests.track.bad_trackers"
-NAMES = ["tensorboard", "wandb", "swanlab", "mlflow"]
 CONFIG = {"seed": 3, "model": {"path": "zoo:signs"}, "reward": [{"name": "ocr"}]}
 RED: np.ndarray = np.full((8, 16, 3), (255, 0, 0), np.uint8)
 BLUE: np.ndarray = np.full((8, 16, 3), (0, 0, 255), np.uint8)
@@ -125,25 +124,30 @@ def wandb_history(folder: Path) -> list[dict[str, Any]]:
 
 
 def two_sittings(folder: RunFolder, name: str, **settings: Any) -> list[str]:
-    """Steps 0 to 2; then the run is resumed after step 1, so that step 2 comes again, and 3."""
+    """Steps 0 to 2, and the run fails; then it is resumed after step 1, so that step 2 comes again,
+    before the tracker is there, and 3; at last an evaluation as of a model that writes."""
 
     def first() -> None:
         drawn(folder, 0)
         folder.append(row(1, broken=float("nan"), **{"update/ratio": None}))
         drawn(folder, 2)
 
-    told = sitting(folder, name, write=first, **settings)
+    told = sitting(folder, name, write=first, ok=False, **settings)
     folder.rewind(1)
+    folder.append(row(2))
 
     def second() -> None:
-        folder.append(row(2))
         folder.append(row(3, health=["flat-groups"]))
+        written(folder, 4)
 
-    return told + sitting(folder, name, write=second, **settings)
+    told += sitting(folder, name, write=second, **settings)
+    state = json.loads((folder.path / "trackers" / f"{name}.json").read_text())
+    assert state["step"] == 4
+    return told
 
 
 LATE = "it did not (respond within 3 s|finish within 3 s after the run);"
-REWARDS = [(0, 0.0), (1, 0.25), (2, 0.5), (3, 0.75)]
+REWARDS = [(0, 0.0), (1, 0.25), (2, 0.5), (3, 0.75), (4, 1.0)]
 
 
 def test_tensorboard(folder: RunFolder) -> None:
@@ -155,8 +159,10 @@ def test_tensorboard(folder: RunFolder) -> None:
     found = EventAccumulator(str(folder.path / "trackers/tensorboard"), {"images": 0, "tensors": 0})
     found.Reload()
     assert [(e.step, e.value) for e in found.Scalars("train/reward")] == REWARDS
-    assert [(e.step, e.value) for e in found.Scalars("eval/reward")] == [(0, 0.5), (2, 0.75)]
-    assert [e.value for e in found.Scalars("train/warnings")] == [0, 0, 0, 1]
+    assert [(e.step, e.value) for e in found.Scalars("eval/reward")] == [
+        (0, 0.5), (2, 0.75), (4, 1.0),
+    ]  # fmt: skip
+    assert [e.value for e in found.Scalars("train/warnings")] == [0, 0, 0, 1, 0]
     tags = found.Tags()
     assert tags["images"] == ["samples/000", "samples/001"]
     assert not {"train/broken", "update/ratio", "train/step"} & set(tags["scalars"])
@@ -165,7 +171,8 @@ def test_tensorboard(folder: RunFolder) -> None:
     png = (folder.path / "samples/000002/000.png").read_bytes()
     assert images[1].encoded_image_string == png
     assert found.SummaryMetadata("samples/001").summary_description == "a sea"
-    (table, _) = [e.tensor_proto.string_val[0].decode() for e in found.Tensors("samples")]
+    (table, _, said) = [e.tensor_proto.string_val[0].decode() for e in found.Tensors("samples")]
+    assert "| 000 | how many? | two \\| 2 \\| | 2 | 1.000 |" in said
     assert '| 000 | a sign \\| "KITE" |  |  | 0.500 |' in table
     assert "| 001 | a sea |  |  | no score: no letters |" in table
     (config,) = [e.tensor_proto.string_val[0].decode() for e in found.Tensors("config")]
@@ -180,7 +187,7 @@ def test_wandb(folder: RunFolder) -> None:
     assert len({path.name.rpartition("-")[2] for path in runs}) == 1  # one id: one run, synced
     rows = wandb_history(folder.path)
     assert [(r["_step"], r["train/reward"]) for r in rows] == REWARDS
-    assert [r.get("eval/reward") for r in rows] == [0.5, None, 0.75, None]
+    assert [r.get("eval/reward") for r in rows] == [0.5, None, 0.75, None, 1.0]
     assert "train/broken" not in rows[1] and "update/ratio" not in rows[1]
     assert rows[0]["samples/captions"] == [
         'a sign | "KITE" | 0.500',
@@ -188,6 +195,9 @@ def test_wandb(folder: RunFolder) -> None:
     ]
     first = runs[0] / "files" / rows[2]["samples/filenames"][1]
     assert first.read_bytes() == (folder.path / "samples/000002/001.png").read_bytes()
+    assert rows[4]["samples/_type"] == "table-file"
+    (file,) = runs[1].glob("files/media/table/*.json")
+    assert json.loads(file.read_text())["data"] == [["how many?", None, "two\n| 2 |", "2", 1.0]]
     log = next(runs[0].glob("*.wandb"))
     head = next(r.run for r in wandb_records(log) if r.HasField("run"))
     config = {u.key: json.loads(u.value_json) for u in head.config.update}
@@ -215,11 +225,13 @@ def test_swanlab(folder: RunFolder) -> None:
     rewards = [(s.step, s.value.number) for s in scalars if s.key == "train/reward"]
     assert rewards == REWARDS and "train/broken" not in {s.key for s in scalars}
     assert [(m.key, m.step, len(m.value.items)) for m in media] == [
-        ("samples", 0, 2), ("samples", 2, 2),
+        ("samples", 0, 2), ("samples", 2, 2), ("samples", 4, 1),
     ]  # fmt: skip
     assert media[0].value.items[1].caption == "a sea | no score: no letters"
     picture = files[0].parent / "media/image" / media[0].value.items[0].filename
     assert picture.stat().st_size == media[0].value.items[0].size
+    (text,) = files[1].parent.glob("media/text/*.txt")
+    assert text.read_text() == "how many?\n\ntwo\n| 2 |\n\nexpected: 2"
     assert len({s.id for s in starts}) == 1 and {s.project for s in starts} == {"gesso"}
     assert "zoo:signs" in (files[0].parent / "files/config.yaml").read_text()
     assert not (files[0].parent / "files/requirements.txt").exists()
@@ -250,28 +262,19 @@ def test_mlflow(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = client.download_artifacts(name, "samples/000002.json", str(folder.path.parent))
     table = json.loads(Path(kept).read_text())
     assert table["data"][0] == [0, 'a sign | "KITE"', "", "", "0.750"]
+    kept = client.download_artifacts(name, "samples/000004.json", str(folder.path.parent))
+    assert json.loads(Path(kept).read_text())["data"] == [
+        [0, "how many?", "two\n| 2 |", "2", "1.000"],
+    ]  # fmt: skip
 
 
-def test_responses_and_what_was_missed(folder: RunFolder) -> None:
-    """All at once, of a model that writes; rows that were there before a tracker are logged too."""
-    for name in NAMES:
-        needs(name)
+def test_mlflow_has_a_database_unless_told_otherwise(folder: RunFolder) -> None:
+    needs("mlflow")
     written(folder, 0)
-    sitting(folder, *NAMES, ok=False)
+    sitting(folder, "mlflow", ok=False)
     trackers = folder.path / "trackers"
-    assert [json.loads((trackers / f"{n}.json").read_text())["step"] for n in NAMES] == [0] * 4
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    found = EventAccumulator(str(trackers / "tensorboard")).Reload()
-    (table,) = [e.tensor_proto.string_val[0].decode() for e in found.Tensors("samples")]
-    assert "| 000 | how many? | two \\| 2 \\| | 2 | 1.000 |" in table
-    (logged,) = wandb_history(folder.path)
-    assert logged["samples/_type"] == "table-file"
-    (file,) = (trackers / "wandb").glob("offline-run-*/files/media/table/*.json")
-    assert json.loads(file.read_text())["data"] == [["how many?", None, "two\n| 2 |", "2", 1.0]]
-    (text,) = (trackers / "swanlab").glob("run-*/media/text/*.txt")
-    assert text.read_text() == "how many?\n\ntwo\n| 2 |\n\nexpected: 2"
-    (kept,) = (trackers / "mlflow").glob("artifacts/*/artifacts/samples/000000.json")
+    assert json.loads((trackers / "mlflow.json").read_text())["step"] == 0
+    (kept,) = trackers.glob("mlflow/artifacts/*/artifacts/samples/000000.json")
     assert json.loads(kept.read_text())["data"] == [[0, "how many?", "two\n| 2 |", "2", "1.000"]]
 
 
@@ -421,7 +424,8 @@ def test_a_run_that_is_killed_before_it_hears_an_answer(folder: RunFolder) -> No
 def test_a_run_with_trackers_goes_to_its_end_and_on(recipe_data: dict, tmp_path: Path) -> None:
     """With a real loop: one tracker fails at step 1; after resume it gets what it missed."""
     trackers = [f"{BAD}:FailsInLog", f"{BAD}:Records"]
-    data = recipe_data | {"track": trackers, "steps": 2}
+    data = recipe_data | {"track": trackers, "steps": 2, "eval": {"every": 0, "prompts": 1}}
+    data["algorithm"]["steps"] = 2
     finished = run.train(build.recipe_from(data), folder=tmp_path / "run")
     assert [r["step"] for r in finished.rows()] == [0, 1, 2]
     log = (finished.path / "log.txt").read_text()

@@ -3,13 +3,13 @@ gives what Gesso gives."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-import os
 import re
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ import torch
 
 import gesso
 from gesso import build, cli
+from gesso.config import Lora, TokenModel
+from gesso.models.tokens.vision_language import VisionLanguage
 from gesso.types import SampleSpec, UserError
 from gesso.use import card
-from gesso.use.loaded import AS_EVALUATED, sample_seeds
+from gesso.use.loaded import AS_EVALUATED, open_model, sample_seeds
 from gesso.use.source import ModelSource
 from gesso.use.trained import Trained, load
 from tests import pipelines, tokens
@@ -72,6 +74,40 @@ def drawn(trained: Any, prompt: str) -> tuple[np.ndarray, torch.Tensor]:
     return piece.samples[0].pixels, piece.trace.clean
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """A run, and what it draws."""
+
+    run: Path
+    text_length: int
+    spec: SampleSpec
+    pixels: np.ndarray
+    latents: torch.Tensor
+
+
+@pytest.fixture(scope="module")
+def drawn_run(
+    folders: Path, pipeline_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, bool], Drawn]:
+    """Adapters are exported in two forms, from one run."""
+
+    @functools.cache
+    def made(name: str, lora: bool) -> Drawn:
+        path = pipeline_folder if name == "bundled" else pipeline(name, folders)
+        data = runs.draws("sd3" if name == "bundled" else name, path, lora)
+        if name == "bundled":
+            data["model"] |= {"height": 32, "width": 96, "text_length": 0}
+        run = runs.make(data, tmp_path_factory.mktemp("drawn") / "run", 0.03 if lora else 0.01).path
+        trained = load(run)
+        ours, latents = drawn(trained, runs.TOLD)
+        untrained, _ = drawn(open_model(trained.source.base), runs.TOLD)
+        assert abs(ours.astype(int) - untrained).max() > 8  # training has moved it
+        spec = sure(SampleSpec, trained.spec(AS_EVALUATED, several=False))
+        return Drawn(run, data["model"]["text_length"], spec, ours, latents)
+
+    return made
+
+
 DRAWN = [(name, form) for name in ("bundled", "flux-dev", "qwen-image") for form in FORMS]
 
 
@@ -79,66 +115,67 @@ DRAWN = [(name, form) for name in ("bundled", "flux-dev", "qwen-image") for form
 def test_pictures_of_plain_diffusers(
     name: str,
     form: str,
-    folders: Path,
-    pipeline_folder: Path,
+    drawn_run: Callable[[str, bool], Drawn],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     lora, flags = FORMS[form]
-    path = pipeline_folder if name == "bundled" else pipeline(name, folders)
-    data = runs.draws("sd3" if name == "bundled" else name, path, lora)
-    if name == "bundled":
-        data["model"] |= {"height": 32, "width": 96, "text_length": 0}
-    run = runs.make(data, tmp_path / "run", 0.03 if lora else 0.01).path
-    trained, base = load(run), load(run).source.base
-    ours, latents = drawn(trained, runs.TOLD)
-    untrained, _ = drawn(gesso.use.loaded.open_model(base), runs.TOLD)
-    assert abs(ours.astype(int) - untrained).max() > 8  # training has moved it
-    folder = export(run, tmp_path / "out", *flags)
+    made = drawn_run(name, lora)
+    folder = export(made.run, tmp_path / "out", *flags)
     left = as_the_card_says(folder, monkeypatch)
-    assert abs(np.asarray(left["image"]).astype(int) - ours).max() <= 1
-    spec = sure(SampleSpec, trained.spec(AS_EVALUATED, several=False))
+    assert abs(np.asarray(left["image"]).astype(int) - made.pixels).max() <= 1
+    spec = made.spec
     scale = {"true_cfg_scale": 2.5, "negative_prompt": ""} if name == "qwen-image" else {}
     exact = left["pipe"](
         runs.TOLD, height=spec.height, width=spec.width, num_inference_steps=spec.steps,
-        max_sequence_length=data["model"]["text_length"], output_type="np",
+        max_sequence_length=made.text_length, output_type="np",
         **(scale or {"guidance_scale": spec.guidance}),
         generator=torch.Generator().manual_seed(sample_seeds(0, 1)[0]),
     ).images[0]  # fmt: skip
-    assert abs(exact * 255 - ours).max() <= 0.5 + 255 * PICTURE_GAP  # ours is this, rounded
-    again = load(folder)
-    assert abs(drawn(again, runs.TOLD)[1] - latents).max() <= 1e-5 * latents.abs().max()
+    assert abs(exact * 255 - made.pixels).max() <= 0.5 + 255 * PICTURE_GAP  # ours is this, rounded
+    again = drawn(load(folder), runs.TOLD)[1]
+    assert abs(again - made.latents).max() <= 1e-5 * made.latents.abs().max()
 
 
 LOGP_GAP = 1e-5
 
 
+@pytest.fixture(scope="module")
+def written_run(
+    folders: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, bool], Path]:
+    @functools.cache
+    def made(name: str, lora: bool) -> Path:
+        data = runs.writes(tiny(name, folders), lora, {"name": "grpo"})
+        return runs.make(data, tmp_path_factory.mktemp("written") / "run").path
+
+    return made
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", ["qwen2", "qwen2.5-vl"])
 def test_log_probs_and_responses_of_plain_transformers(
-    name: str, form: str, folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture,
+    name: str, form: str, folders: Path, written_run: Callable[[str, bool], Path], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture,
 ) -> None:  # fmt: skip
     lora, flags = FORMS[form]
     model = tiny(name, folders)
-    run = runs.make(runs.writes(model, lora, {"name": "grpo"}), tmp_path / "run").path
+    run = written_run(name, lora)
     folder = export(run, tmp_path / "out", *flags)
-    trained = load(run)
+    trained, exported = load(run), load(folder)
     capsys.readouterr()
     left = as_the_card_says(folder, monkeypatch)
     printed = capsys.readouterr().out.removesuffix("\n")
     seen = [folder / "example.png"] if model.sees else []
     asked = "how many dots?" if model.sees else "what is 3 + 4?"
-    assert (
-        [printed] == trained.sample(asked, images=seen) == load(folder).sample(asked, images=seen)
-    )
+    assert [printed] == trained.sample(asked, images=seen) == exported.sample(asked, images=seen)
     writer = writing(trained.model)
     trace = trace_of(writer, model.prompts, [0, 1, 1, 2])
     with torch.no_grad():
         ours = writer.logp(trace, 1.0).logp
         theirs = padded_logp(left["model"], trace, 1.0, writer.suppressed)
         base = padded_logp(model.plain(), trace, 1.0, writer.suppressed)
-        again = writing(load(folder).model).logp(trace, 1.0).logp
+        again = writing(exported.model).logp(trace, 1.0).logp
     assert (ours - base).abs().max() > 0.1  # training has moved it
     assert (ours - theirs).abs().max() <= LOGP_GAP  # measured: 4.3e-6
     assert (ours - again).abs().max() <= LOGP_GAP
@@ -313,11 +350,10 @@ def test_damaged_samples_cost_the_card_nothing_else(run: Path, tmp_path: Path) -
     assert "## Samples" not in text and "a photo of a cat" in text
 
 
-def test_what_a_model_said_cannot_break_the_card(folders: Path, tmp_path: Path) -> None:
-    data = runs.writes(tiny("qwen2.5-vl", folders), True, {"name": "grpo"})
-    text = (
-        export(runs.make(data, tmp_path / "run").path, tmp_path / "out") / "README.md"
-    ).read_text()
+def test_what_a_model_said_cannot_break_the_card(
+    written_run: Callable[[str, bool], Path], tmp_path: Path
+) -> None:
+    text = (export(written_run("qwen2.5-vl", True), tmp_path / "out") / "README.md").read_text()
     assert "````\n<b>two</b> | `dots` ```\n````" in text  # a fence longer than any inside
     assert card._md("a|b <script> *x* `y`") == r"a\|b \<script\> \*x\* \`y\`"
     assert "![image 1 of the prompt](prompt-1-1.png)" in text
@@ -458,27 +494,18 @@ def test_four_bits_are_merged_into_the_full_weights_only(
     assert again.recipe.model.quantize is None
 
 
-OF_THE_HUB = """
-import sys
-from pathlib import Path
-from gesso.config import Lora, TokenModel
-from gesso.models.tokens.vision_language import VisionLanguage
-
-lora = Lora(rank=2, alpha=2)
-VisionLanguage(TokenModel(path="owner/tiny", lora=lora), 0).save(Path(sys.argv[1]))
-"""
-
-
 @pytest.mark.slow
-def test_a_model_of_the_hub_keeps_its_processor(folders: Path, tmp_path: Path) -> None:
+def test_a_model_of_the_hub_keeps_its_processor(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It has no folder to copy from, only what the hub's cache holds."""
     cache = tmp_path / "hub" / "models--owner--tiny"
     shutil.copytree(tiny("qwen2.5-vl", folders).folder, cache / "snapshots" / "abc")
     (cache / "refs").mkdir()
     (cache / "refs" / "main").write_text("abc")
-    environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    environment.pop("HF_HUB_CACHE", None)
-    command = [sys.executable, "-c", OF_THE_HUB, str(tmp_path / "out")]
-    subprocess.run(command, env=environment, check=True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    section = TokenModel(path="owner/tiny", lora=Lora(rank=2, alpha=2))
+    VisionLanguage(section, 0).save(tmp_path / "out")
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert names >= {"preprocessor_config.json", "tokenizer.json", "generation_config.json"}

@@ -26,6 +26,13 @@ from tests.typed import sure
 from tests.use import runs
 
 
+@pytest.fixture(autouse=True)
+def no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collecting garbage takes longer than sampling from these models."""
+    for module in ("sampling", "evaluate"):
+        monkeypatch.setattr(f"gesso.use.{module}.free", lambda: None)
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("sources")

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from gesso.types import Prompt, PromptImage, Sample, Score, UserError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 def pack_samples(samples: Sequence[Sample]) -> bytes:
@@ -28,7 +30,7 @@ def pack_samples(samples: Sequence[Sample]) -> bytes:
     header: dict[str, Any] = {"samples": rows}
     if files:
         header["files"] = [len(data) for data in files.values()]
-    pixels = [np.ascontiguousarray(s.image).tobytes() for s in samples if s.image is not None]
+    pixels = [s.image.tobytes() for s in samples if s.image is not None]
     return b"".join([json.dumps(header).encode(), b"\n", *pixels, *files.values()])
 
 
@@ -86,7 +88,9 @@ def read_samples(header: bytes, read: Callable[[int], bytes]) -> list[Sample]:
 
 
 def _pixels(shape: Sequence[int], read: Callable[[int], bytes]) -> np.ndarray:
-    return np.frombuffer(read(int(np.prod(shape))), dtype=np.uint8).reshape(shape)
+    import numpy as np  # not needed by rewards of text
+
+    return np.frombuffer(read(math.prod(shape)), dtype=np.uint8).reshape(shape)
 
 
 def pack_scores(scores: Sequence[Score]) -> bytes:
