@@ -707,6 +707,42 @@ MUTANTS = [
         "unknown =",
         "tests/test_cli.py -k mistakes",
     ),
+    # Repeatable runs on a GPU
+    Mutant(
+        "attention-of-the-outer-graph-only",
+        "gesso/models/flow/attention.py",
+        "for module in traced.modules():",
+        "for module in [traced]:",
+        "tests/models/test_repeatable.py -k compiled_blocks",
+    ),
+    Mutant(
+        "kernels-chosen-by-timing",
+        "gesso/models/repeatable.py",
+        '{"deterministic": True}',
+        '{"deterministic": False}',
+        "tests/models/test_repeatable.py -k timing",
+    ),
+    Mutant(
+        "update-without-deterministic-algorithms",
+        "gesso/learner/learner.py",
+        "with self.policy.folded(), deterministic_algorithms(self.model):",
+        "with self.policy.folded():",
+        "tests/models/test_repeatable.py -k strict_models",
+    ),
+    Mutant(
+        "one-pass-without-deterministic-algorithms",
+        "gesso/samplers/one_pass.py",
+        "with grads as weights, deterministic_algorithms(self.model):",
+        "with grads as weights:",
+        "tests/models/test_repeatable.py -k strict_models",
+    ),
+    Mutant(
+        "check-always-repeats",
+        "gesso/check.py",
+        "gradients[0] == gradients[1]",
+        "True",
+        "tests/test_cli.py -k repeats",
+    ),
 ]
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import tomli_w
@@ -39,7 +41,7 @@ def test_recipes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_check_tries_everything(recipe_file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", recipe_file]) == 0
     lines = capsys.readouterr().out.splitlines()
-    for word in ("recipe", "data", "model", "rewards", "ratio", "memory", "time"):
+    for word in ("recipe", "data", "model", "rewards", "ratio", "repeats  yes", "memory", "time"):
         assert any(line.startswith(word) for line in lines), word
     assert any("3 training prompts, 3 held-out" in line for line in lines)
     (warning,) = (line for line in lines if line.startswith("warning"))
@@ -67,6 +69,26 @@ def test_negative_prompts_that_guidance_leaves_unread_are_noted(
         job.close()
         notes = [note for note in job.notes if "have a negative prompt, which" in note]
         assert [note.partition(" because ")[2].partition(" = ")[0] for note in notes] == keys
+
+
+def test_check_repeats_a_gradient(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here with a loss that is another one every time."""
+    from gesso.algorithms.flow_grpo import FlowGRPO
+    from gesso.check import _repeats, check
+
+    plain, calls = FlowGRPO.loss, []
+
+    def loss(self: FlowGRPO, *args: Any) -> Any:
+        calls.append(args)
+        result = plain(self, *args)
+        return replace(result, loss=result.loss * len(calls))
+
+    monkeypatch.setattr(FlowGRPO, "loss", loss)
+    assert dict(check(recipe).facts)["repeats"].startswith("no: two backward passes")
+    vllm = recipe.model_copy(
+        update={"sampler": recipe.sampler.model_copy(update={"engine": "vllm"})}
+    )
+    assert _repeats(vllm, True).startswith("no: vLLM")
 
 
 def test_check_warns_of_a_clip_under_the_noise_floor(recipe: Recipe) -> None:
