@@ -14,7 +14,7 @@ from gesso.algorithms.base import Terms
 from gesso.config import Recipe
 from gesso.estimate import estimate
 from gesso.health import under_floor
-from gesso.models.repeatable import deterministic_algorithms
+from gesso.models.repeatable import deterministic_algorithms, kernel_options
 from gesso.rollout import Rollout
 from gesso.run import Assembled, assemble
 from gesso.track.progress import SILENT, Progress
@@ -51,7 +51,7 @@ def check(recipe: Recipe, progress: Progress = SILENT) -> Findings:
         _ratio(job, replay_gap(job, rollout), findings)
         progress.phase("running a trial update")
         seconds_per_term, repeatable = _trial_update(job, rollout)
-        findings.fact("repeats", _repeats(recipe, repeatable))
+        findings.fact("repeats", _repeats(job, repeatable))
         progress.phase("estimating memory")
         if family.wraps_library(job.model):
             findings.facts += memory(recipe)
@@ -144,11 +144,13 @@ def _bits(parameters: Mapping[str, Tensor]) -> dict[str, int]:
     }
 
 
-def _repeats(recipe: Recipe, equal_gradients: bool) -> str:
-    if recipe.sampler.engine == "vllm":
+def _repeats(job: Assembled, equal_gradients: bool) -> str:
+    if job.recipe.sampler.engine == "vllm":
         return "no: vLLM does not promise equal samples"
     if not equal_gradients:
         return "no: two backward passes over the same samples gave different gradients"
+    if job.model.device.type == "cuda" and not kernel_options():
+        return f"no: torch {torch.__version__} chooses compiled kernels by timing them"
     return "yes, to the bit, on the same kind of device with the same versions"
 
 

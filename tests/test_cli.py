@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import tomli_w
+import torch
 
 from gesso import cli
 from gesso.config import Recipe
@@ -85,10 +86,13 @@ def test_check_repeats_a_gradient(recipe: Recipe, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(FlowGRPO, "loss", loss)
     assert dict(check(recipe).facts)["repeats"].startswith("no: two backward passes")
-    vllm = recipe.model_copy(
-        update={"sampler": recipe.sampler.model_copy(update={"engine": "vllm"})}
-    )
-    assert _repeats(vllm, True).startswith("no: vLLM")
+    sampler = recipe.sampler.model_copy(update={"engine": "vllm"})
+    job: Any = SimpleNamespace(recipe=recipe.model_copy(update={"sampler": sampler}))
+    assert _repeats(job, True).startswith("no: vLLM")
+    job = SimpleNamespace(recipe=recipe, model=SimpleNamespace(device=torch.device("cuda")))
+    assert _repeats(job, True).startswith("yes")
+    monkeypatch.setattr("gesso.check.kernel_options", dict)  # as of an older torch
+    assert _repeats(job, True).startswith("no: torch")
 
 
 def test_check_warns_of_a_clip_under_the_noise_floor(recipe: Recipe) -> None:

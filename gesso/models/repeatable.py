@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 
-KERNELS: dict[str, str | int | bool | Callable[..., object]] = {"deterministic": True}
-"""Options of `torch.compile`. By default inductor times several configurations of a reduction and
-takes the fastest, so the order of summation can differ between processes. The environment variable
-TORCHINDUCTOR_DETERMINISTIC is not enough: dynamo resets it after the first graph (torch 2.11)."""
+
+@cache
+def kernel_options() -> dict[str, str | int | bool | Callable[..., object]]:
+    """Options of `torch.compile`; empty if this version of torch has none. By default inductor
+    times several configurations of a reduction and takes the fastest, so the order of summation
+    can differ between processes. The environment variable TORCHINDUCTOR_DETERMINISTIC is not
+    enough: dynamo resets it after the first graph (torch 2.11)."""
+    from torch._inductor import config
+
+    return {"deterministic": True} if hasattr(config, "deterministic") else {}
 
 
 def settle_attention(device: torch.device) -> None:

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from gesso.models.repeatable import KERNELS
+from gesso.models.repeatable import kernel_options
 from gesso.models.tokens.head import tempered
 
 BLOCK = 128
@@ -36,7 +36,7 @@ def drawn_from_raw(
     ) -> tuple[Tensor, Tensor]:
         return drawn(tempered(raw, temperature, allowed), uniform, temperature == 0)
 
-    return torch.compile(draw, options=KERNELS) if device == "cuda" else draw
+    return torch.compile(draw, options=kernel_options()) if device == "cuda" else draw
 
 
 def inverse_cdf(logits: Tensor, uniform: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
 from gesso import config
 from gesso.formulas.precision import wide
 from gesso.models.flow.attention import replace_attention
-from gesso.models.repeatable import KERNELS
+from gesso.models.repeatable import kernel_options
 from gesso.types import UserError
 
 LARGE = 500_000_000
@@ -118,13 +118,14 @@ def inductor(graph: torch.fx.GraphModule, inputs: Sequence[Tensor]) -> Any:
 
     # Torch's disk caches do not take these choices into account; the tag separates the kernels.
     tagged_cache = partial(torch.compiler.config.patch, cache_key_tag=f"rows of {ROW} at once")
+    by_rule = partial(inductor_config.patch, kernel_options())
 
     def compiled(*args: Any, **kwargs: Any) -> Any:  # of backward: later
-        with V.set_choices_handler(Choices()), tagged_cache(), inductor_config.patch(KERNELS):
+        with V.set_choices_handler(Choices()), tagged_cache(), by_rule():
             return compile_fx_inner(*args, **kwargs)
 
     replace_attention(graph)
-    with tagged_cache(), inductor_config.patch(KERNELS):
+    with tagged_cache(), by_rule():
         return compile_fx(graph, inputs, inner_compile=compiled)
 
 
@@ -139,7 +140,7 @@ def compile_decoder(decoder: nn.Module, backend: str | Callable[..., Any] = "ind
     """Compiles the residual blocks, except at the resolution of the latents: the operations between
     convolutions take half of the decoding time, little of it at low resolution. Other types of
     decoders have no such blocks."""
-    options = KERNELS if backend == "inductor" else None
+    options = kernel_options() if backend == "inductor" else None
     for larger in getattr(decoder, "up_blocks", ())[1:]:
         for block in larger.resnets:
             block.compile(fullgraph=True, dynamic=False, backend=backend, options=options)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gesso.models.repeatable import KERNELS
+from gesso.models.repeatable import kernel_options
 
 LOGITS = 2**26
 """Maximum number of logits in memory: 256 MB in float32, 440 positions of 152,000 ids."""
@@ -108,7 +108,7 @@ def _scored(device: str) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
     number of rows."""
     if device != "cuda":
         return scored
-    compiled = torch.compile(scored, options=KERNELS)
+    compiled = torch.compile(scored, options=kernel_options())
 
     def compute(raw: Tensor, tokens: Tensor, *more: Any) -> tuple[Tensor, Tensor, Tensor]:
         if len(raw) < 2:  # torch would compile a separate graph for one row, in any iteration

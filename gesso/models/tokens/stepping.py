@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gesso.models.repeatable import KERNELS
+from gesso.models.repeatable import kernel_options
 from gesso.weights.lora_folding import LoraFolding
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
@@ -177,5 +177,5 @@ def _ops(device: str) -> Ops:
         return Ops(add_norm, rotated, gated, attend)
     from gesso.models.tokens.kernels import one_token
 
-    compiled: Any = partial(torch.compile, options=KERNELS)
+    compiled: Any = partial(torch.compile, options=kernel_options())
     return Ops(compiled(add_norm), compiled(rotated), compiled(gated), one_token)

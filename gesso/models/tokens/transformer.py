@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from gesso import config
 from gesso.models.located import TRANSFORMER, locate
-from gesso.models.repeatable import KERNELS, settle_attention
+from gesso.models.repeatable import kernel_options, settle_attention
 from gesso.models.tokens import head, loading, saving
 from gesso.models.tokens.attention import segments_of
 from gesso.models.tokens.base import PrefilledPrompt, ResponseLogp
@@ -86,7 +86,7 @@ class TransformerModel(ABC):
         self.compiled = self._pays(settings.compile, bool(settings.compile) or large)
         if self.compiled:
             for layer in self.decoder.layers:  # they share the compiled code of the first layer
-                layer.compile(dynamic=True, options=KERNELS)
+                layer.compile(dynamic=True, options=kernel_options())
         self.end = loading.end_ids(self.module, self.tokenizer)
         self.max_positions: int | None = loading.max_positions(self.decoder.config)
         self.suppressed = torch.tensor(sorted(self._suppressed_ids()), dtype=torch.long).to(
