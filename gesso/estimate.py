@@ -15,9 +15,11 @@ from dataclasses import dataclass
 import torch
 
 from gesso import build, families
-from gesso.config import Recipe
+from gesso.algorithms.base import Algorithm
+from gesso.config import AnyModel, Recipe
 from gesso.memory.meta import peak
 from gesso.types import UserError
+from gesso.weights.folding_rule import estimated_to_fold
 
 MASTER = 4  # bytes: trained weights, their gradients and both Adam moments are float32
 
@@ -37,10 +39,19 @@ class Memory:
         return sum(self.lasting.values()) + max(self.passing.values())
 
 
+def _on_meta(section: AnyModel, algorithm: Algorithm) -> AnyModel:
+    """The meta device has no 4-bit weights; what else depends on them is settled here."""
+    one_pass = getattr(algorithm, "one_pass", False)
+    settled: dict[str, object] = {"fold": estimated_to_fold(section, one_pass)}
+    if section.quantize is not None:
+        settled |= {"quantize": None, "compile": False}
+    return section.model_copy(update={"device": "meta", **settled})
+
+
 def estimate(recipe: Recipe) -> Memory:
-    section = recipe.model.model_copy(update={"device": "meta", "quantize": None})
-    bare = recipe.model_copy(update={"model": section})
-    model, algorithm = build.model(bare), build.algorithm(recipe)
+    algorithm = build.algorithm(recipe)
+    bare = recipe.model_copy(update={"model": _on_meta(recipe.model, algorithm)})
+    model = build.model(bare)
     family = families.of(recipe)
     algorithm, critic = family.add_critic(bare, algorithm, model)
     critic_parameters = critic.trained if critic is not None else {}

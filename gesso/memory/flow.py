@@ -16,12 +16,10 @@ from gesso.models.flow.pipeline import PipelineModel
 from gesso.quiet import quiet
 from gesso.rollout import FlowContext, FlowTrace, Rollout
 from gesso.types import Prompt, Sample, SampleSpec, Score
-from gesso.weights.folding_rule import estimated_to_fold
 
 
 def load(model: PipelineModel, algorithm: Algorithm, recipe: Recipe) -> Load:
     networks = _networks(model, recipe)
-    networks["folded weights"] = _folded(model, algorithm, recipe)
     if model.runs_in_half:  # autocast keeps a second copy of the weights in half precision
         networks["weights in half precision"] = model.policy.size * 2
         with quiet("diffusers"):
@@ -54,18 +52,6 @@ def _networks(model: PipelineModel, recipe: Recipe) -> dict[str, int]:
     return sizes
 
 
-def _folded(model: PipelineModel, algorithm: Algorithm, recipe: Recipe) -> int:
-    """The copy of the adapted weights that `model.fold` keeps on a GPU, and a second one for an old
-    policy, which an update also runs. A float32 recipe that does not set `model.fold` is assumed to
-    run on a CPU, where nothing is folded."""
-    if not estimated_to_fold(recipe.model, _spec(algorithm, recipe).per_sample_grads):
-        return 0
-    names = {name.split(".lora_")[0] for name in model.policy.trainable}
-    layers = (model.transformer.get_submodule(name) for name in names)
-    policies = 2 if "old" in algorithm.needs else 1
-    return policies * sum(layer.base_layer.weight.nbytes for layer in layers)
-
-
 def _stored(model: Any, spec: SampleSpec, samples: int) -> int:
     """Latents of the trained steps of a whole rollout, and per-sample gradients, in float32."""
     c, h, w = model.latent_shape(spec.height, spec.width)
@@ -81,7 +67,12 @@ def _update(model: Any, algorithm: Algorithm, recipe: Recipe) -> Callable[[], ob
     rollout = _rollout(model, _spec(algorithm, recipe), micro)
     terms = algorithm.terms(rollout, Prepared(torch.ones(micro)))
     first = terms.rows(terms.micro_batches(recipe.learner)[0])
-    return lambda: algorithm.loss(model, first).loss.sum().backward()
+
+    def update() -> None:
+        with model.policy.folded():
+            algorithm.loss(model, first).loss.sum().backward()
+
+    return update
 
 
 def _works(model: Any, algorithm: Algorithm, recipe: Recipe) -> dict[str, Callable[[], object]]:
@@ -93,15 +84,16 @@ def _works(model: Any, algorithm: Algorithm, recipe: Recipe) -> dict[str, Callab
         cond = context.cond.rows(trace.row)
         negative = context.negative.rows(trace.row) if context.negative else None
         branches = model, trace.clean, sigma, cond, negative, spec.guidance
-        with torch.set_grad_enabled(spec.per_sample_grads):
+        with model.policy.folded(), torch.set_grad_enabled(spec.per_sample_grads):
             v = guided(*branches, gradient=spec.guidance_gradient).velocity
-        if spec.per_sample_grads:
-            v.sum().backward()
+            if spec.per_sample_grads:
+                v.sum().backward()
         return v
 
     @torch.no_grad()
     def decode() -> object:
-        return model.pixels(trace.clean)
+        with model.policy.folded("current"):
+            return model.pixels(trace.clean)
 
     return {"denoising": denoise, "decoding": decode}
 

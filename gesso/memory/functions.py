@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from gesso.models.flow.attention import attention
+
 Function = Callable[..., Any]
 
 
@@ -49,8 +51,11 @@ def fused_attention(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """scaled_dot_product_attention as on real devices: no attention matrix is materialized."""
+    """scaled_dot_product_attention as on real devices: no attention matrix is materialized. The
+    operator has a name, by which compiled blocks know that its output is saved."""
     dtype = value.dtype
+    if attn_mask is None:
+        return attention(query.to(dtype), key.to(dtype), value)[0]
     bias = None if attn_mask is None else attn_mask.to(dtype)  # added to the scores
     return _FusedAttention.apply(query.to(dtype), key.to(dtype), value, bias)
 

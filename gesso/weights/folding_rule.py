@@ -7,9 +7,8 @@ from gesso import config
 
 def folds_lora(section: config.AnyModel, device_type: str) -> bool:
     """`model.fold`, or if unset whether folding is faster: on CUDA, for language models only in
-    half precision. An adapter cannot be folded into quantized weights, and weights on the meta
-    device have no values."""
-    if section.lora is None or section.quantize is not None or device_type == "meta":
+    half precision. An adapter cannot be folded into quantized weights."""
+    if section.lora is None or section.quantize is not None:
         return False
     if section.fold is not None:
         return section.fold

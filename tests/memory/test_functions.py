@@ -33,7 +33,12 @@ def test_a_function_is_replaced_in_the_backward_pass_too() -> None:
 
 def test_no_attention_matrix_is_counted() -> None:
     x = torch.empty(1, 1, 1000, 4, device="meta")
-    assert peak([x], lambda: functional.scaled_dot_product_attention(x, x, x)) == x.nbytes
+    row_sums = x.nbytes // 4  # float32, for backward
+    plain = peak([x], lambda: functional.scaled_dot_product_attention(x, x, x))
+    assert plain == x.nbytes + row_sums
+    mask = torch.empty(1, 1, 1000, 1000, device="meta", dtype=x.dtype)
+    masked = peak([x, mask], lambda: functional.scaled_dot_product_attention(x, x, x, mask))
+    assert masked == x.nbytes
 
 
 def test_autocast_rounds_a_weight_once_in_a_region() -> None:

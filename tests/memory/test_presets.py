@@ -72,6 +72,19 @@ CHECKED: list[tuple[str, int | None]] = [(name, 24) for name in MAIN]
 CHECKED += [("qwen25-vl-3b-math", None), ("sd35-ocr", 80), ("flux-pickscore", 80)]
 
 
+# Peaks on an H200 with random weights (torch 2.11), and the number of samples of those runs.
+MEASURED = {"sd35-ocr": (38.3e9, 48), "flux-pickscore": (60.7e9, 12)}
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_the_estimate_of_a_compiled_run_meets_the_measured_peak(name: str, shapes: Path) -> None:
+    measured, samples = MEASURED[name]
+    memory, recipe = estimated(name, 80, shapes), build.recipe(name, [], 80)
+    stored = memory.lasting["stored samples"]
+    of_all = recipe.data.groups * build.algorithm(recipe).group
+    assert memory.peak - stored + stored * samples // of_all == pytest.approx(measured, rel=0.1)
+
+
 def test_there_are_cards_for_every_model() -> None:
     assert {model_of(name) for name in MAIN} == {*IMAGE, *WRITERS}
     for name in MAIN:

@@ -432,7 +432,9 @@ def test_large_ones_are_compiled_on_cuda_by_themselves(data: dict) -> None:
     assert not compiles(four_bits, cuda, large, blocks) and not folds_lora(four_bits, "cuda")
     asked = auto.model_copy(update={"compile": True, "fold": True})
     assert compiles(asked, cpu, small, blocks) and folds_lora(asked, "cpu")
-    assert not compiles(asked, meta, small, blocks) and not folds_lora(asked, "meta")
+    half = auto.model_copy(update={"dtype": "bfloat16"})  # estimates assume a GPU for it
+    assert compiles(half, meta, large, blocks) and not compiles(half, meta, small, blocks)
+    assert compiles(asked, meta, small, blocks) and not compiles(auto, meta, large, blocks)
 
 
 def test_the_recipe_of_the_page_on_performance() -> None:

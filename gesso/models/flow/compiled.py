@@ -47,17 +47,17 @@ values twice, and rows of more than 64 if their layout is unknown."""
 def compiles(
     settings: config.Model, device: torch.device, parameters: int, blocks: Sequence[str]
 ) -> bool:
-    """`model.compile`, or if unset whether compiling is worthwhile for this model and device."""
+    """`model.compile`, or if unset whether compiling is worthwhile for this model and device. The
+    meta device is that of a memory estimate, which assumes a GPU for half precision."""
     if settings.compile and not blocks:
         raise UserError(
             f'model.compile = true is not supported with model.name = "{settings.name}": it '
             "requires prompts of equal length; remove model.compile"
         )
     if settings.compile is not None:
-        return settings.compile and device.type != "meta"
-    if not blocks or settings.quantize is not None or device.type != "cuda":
-        return False
-    return parameters >= LARGE
+        return settings.compile
+    on_gpu = device.type == "cuda" or (device.type == "meta" and settings.dtype != "float32")
+    return bool(blocks) and on_gpu and settings.quantize is None and parameters >= LARGE
 
 
 def wake_compiler(device: torch.device) -> None:
@@ -74,7 +74,8 @@ def compile_blocks(
     network: nn.Module, names: Sequence[str], backend: str | Callable[..., Any] | None = None
 ) -> None:
     """Compiles the modules of those classes, by default with `inductor` below. Beyond the maximum
-    number of graphs torch would silently continue without compiling; this raises instead."""
+    number of graphs torch would silently continue without compiling; this raises instead. On the
+    meta device the blocks are not compiled, but save the same tensors for backward."""
     from diffusers.models import activations
 
     from gesso.models.flow.joined import join_projections
@@ -85,11 +86,16 @@ def compile_blocks(
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     blocks = [module for module in network.modules() if type(module).__name__ in names]
     assert blocks, f"{type(network).__name__} has no modules of the classes {names}"
-    for module in network.modules():
-        if isinstance(module, activations.GELU) and module.approximate == "tanh":
-            module.gelu = gelu
     join_projections(network)
-    run = torch.compile(_lean, fullgraph=True, dynamic=False, backend=backend or inductor)
+    run: Callable[..., Any] = _lean
+    if next(network.parameters()).is_meta:
+        if getattr(network, "gradient_checkpointing", False):
+            return  # saves less than these blocks would
+    else:
+        for module in network.modules():
+            if isinstance(module, activations.GELU) and module.approximate == "tanh":
+                module.gelu = gelu  # in compiled code one kernel
+        run = torch.compile(_lean, fullgraph=True, dynamic=False, backend=backend or inductor)
     for block in blocks:
         block.forward = partial(run, block.forward)
 

@@ -93,7 +93,8 @@ class PipelineModel(ABC):
         self.compiled = speed.compiles(settings, self.device, parameters, self.blocks)
         if self.compiled:
             speed.compile_blocks(self.transformer, self.blocks)
-            speed.compile_decoder(self.pipe.vae.decoder)
+            if self.device.type != "meta":
+                speed.compile_decoder(self.pipe.vae.decoder)
         head_size = self.transformer.config.attention_head_dim
         replaced = self.compiled and has_kernels(self.device, self.dtype, head_size)
         self.strict = self.device.type == "cuda" and not replaced
@@ -119,7 +120,8 @@ class PipelineModel(ABC):
 
     def run(self, weights: Which, **inputs: Any) -> Tensor:
         """A forward pass of the transformer with those weights."""
-        with self.policy.using(weights), self.precision(), speed.one_graph(self.compiled):
+        one_graph = self.compiled and self.device.type != "meta"
+        with self.policy.using(weights), self.precision(), speed.one_graph(one_graph):
             v = self.transformer(**inputs, return_dict=False)[0]
         return v if torch.is_grad_enabled() else v.detach()
 
