@@ -13,14 +13,18 @@ VAE_SCALE = 2  # pixels a latent cell: pictures are multiples of 4
 CHANNELS = 4  # of the latents
 
 
-def build(name: str, folder: Path, scale: int = 1) -> Path:
+def build(name: str, folder: Path, scale: int = 1, **layers: int) -> Path:
     """Save the pipeline of that name to a folder, its transformer and its text encoders `scale`
-    times as wide as they must be."""
+    times as wide as they must be, its transformer with `num_layers` or `num_single_layers`, if
+    given."""
     import torch
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         pipe = BUILDERS[name](scale)
+        if layers:
+            settings = dict(pipe.transformer.config) | layers
+            pipe.register_modules(transformer=type(pipe.transformer).from_config(settings))
         _liven(pipe.transformer)
     pipe.save_pretrained(folder)
     return folder

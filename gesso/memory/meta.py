@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -60,19 +60,24 @@ def peak(allocated: Iterable[Tensor], work: Callable[[], object]) -> int:
 class _Live(TorchDispatchMode):
     """Counts storages on the meta device."""
 
+    # operator and input shapes → output shapes; shared, as the works of a run use the same layers
+    results: ClassVar[dict[Any, Any]] = {}
+
     def __init__(self, known: set[int]) -> None:
         super().__init__()
         self.now = self.peak = 0
         self.known = known
         self.set: dict[int, int] = {}  # storage of a mask → number of True values
-        self.results: dict[Any, Any] = {}  # operator and input shapes → output shapes
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         with torch._C.DisableTorchFunction():  # else function modes intercept every `is_meta`
-            result = self._run(function, args, kwargs or {})
-            for tensor in _tensors((result,)):
+            if _only_views(function):
+                result = function(*args, **(kwargs or {}))
+            else:
+                result = self._run(function, args, kwargs or {})
+            for tensor in (result,) if isinstance(result, Tensor) else _tensors((result,)):
                 if tensor.is_meta:
                     self._count_storage(tensor.untyped_storage())
         return result
@@ -94,8 +99,7 @@ class _Live(TorchDispatchMode):
                 self.set[moved.untyped_storage()._cdata] = int(first.sum())
                 return moved
         tensors = _tensors((*args, *kwargs.values()))
-        mixed = len({tensor.is_meta for tensor in tensors}) == 2
-        if mixed and function is not torch.ops.aten.copy_.default:
+        if not _same_kind(tensors) and function is not torch.ops.aten.copy_.default:
             args, kwargs = tree_map_only(Tensor, lambda t: t.to("meta"), (args, kwargs))
             tensors = _tensors((*args, *kwargs.values()))
         return self._cached(function, args, kwargs, tensors)
@@ -108,8 +112,8 @@ class _Live(TorchDispatchMode):
         if _aliases(function):
             return function(*args, **kwargs)
         key = function, _key(args), *((name, _key(value)) for name, value in kwargs.items())
-        if key in self.results:
-            shapes = self.results[key]
+        shapes = self.results.get(key)
+        if shapes is not None:
             return shapes.like() if isinstance(shapes, _Shape) else [s.like() for s in shapes]
         result = function(*args, **kwargs)
         if isinstance(result, Tensor) and _are_new([result], tensors):
@@ -170,10 +174,28 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
 def _key(value: Any) -> Any:
     """The part of an operator's input that determines the shape of its output."""
     if isinstance(value, Tensor):
-        return _Shape.of(value)
+        return value.shape, value.stride(), value.dtype, value.device
     if isinstance(value, list | tuple):
         return tuple(map(_key, value))
     return type(value), value
+
+
+def _same_kind(tensors: Sequence[Tensor]) -> bool:
+    """Whether all or none are on the meta device."""
+    return all(t.is_meta == tensors[0].is_meta for t in tensors[1:])
+
+
+@functools.cache
+def _only_views(function: Any) -> bool:
+    """Whether an operator returns views of one tensor, and does nothing else."""
+    schema = function._schema
+    tensors = [a for a in schema.arguments if "Tensor" in str(a.type)]
+    alias = tensors[0].alias_info if len(tensors) == 1 else None
+    return (
+        alias is not None
+        and not alias.is_write
+        and all(value.alias_info is not None for value in schema.returns)
+    )
 
 
 @functools.cache

@@ -12,6 +12,7 @@ from torch import nn
 
 from gesso.config import Lora
 from gesso.types import UserError
+from gesso.weights.empty import on_meta
 
 ADAPTER = "default"
 """PEFT's name of the adapter that the policy trains."""
@@ -52,12 +53,11 @@ def lora_layers(module: nn.Module) -> dict[str, Any]:
 @contextmanager
 def initialised_from(seed: int, module: nn.Module) -> Iterator[None]:
     """New adapters are initialised from `seed`, not from global state. Adapters of a module on the
-    meta device are created there: they have no values, and sampling initial values would take
-    longer than building the rest of the module."""
+    meta device are created there, without initialisation."""
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         if all(parameter.is_meta for parameter in module.parameters()):
-            stack.enter_context(torch.device("meta"))
+            stack.enter_context(on_meta())
         torch.manual_seed(seed)
         yield
 

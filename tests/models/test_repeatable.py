@@ -181,9 +181,10 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library._destroy()
 
 
-def test_compiled_blocks_use_it(folding_data: dict, on_cpu: None) -> None:
-    """Blocks are checkpointed, and compiled by the backend of a GPU but for the last stage. Both
-    outputs of attention are saved; velocities and gradients are those of torch's attention."""
+def test_compiled_blocks_use_it(folding_data: dict, on_cpu: None, tmp_path: Path) -> None:
+    """A block with both kinds of attention of SD3.5, checkpointed, and compiled by the backend of a
+    GPU but for the last stage. Both outputs of attention are saved; velocities and gradients are
+    those of torch's attention."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -202,6 +203,7 @@ def test_compiled_blocks_use_it(folding_data: dict, on_cpu: None) -> None:
         )
 
     folding_data["learner"] = {"micro_batch": 6}
+    folding_data["model"]["path"] = str(pipelines.build("sd35", tmp_path / "sd35", num_layers=1))
     model, algorithm, learner = parts_of(build.recipe_from(folding_data))
     stirred(model)
     rollout = rollout_of(model, algorithm)

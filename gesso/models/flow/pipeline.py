@@ -28,6 +28,7 @@ from gesso.models.repeatable import settle_attention
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
 from gesso.types import UserError, Which
+from gesso.weights.empty import on_meta
 from gesso.weights.folding_rule import folds_lora
 from gesso.weights.merge import SHARD
 from gesso.weights.policy import Policy
@@ -369,7 +370,7 @@ def _empty_part(
     kind = getattr(importlib.import_module(library), name)  # `_locate` checked the library
     if not issubclass(kind, torch.nn.Module):
         return kind.from_pretrained(source, subfolder=folder)
-    with torch.device("meta"):
+    with on_meta():
         if library == "diffusers":
             part = kind.from_config(kind.load_config(source, subfolder=folder))
         else:

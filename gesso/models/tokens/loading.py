@@ -17,6 +17,7 @@ from gesso.models.adapter_checks import check_alpha, check_modules, check_rank
 from gesso.models.tokens import attention
 from gesso.quiet import quiet
 from gesso.types import UserError
+from gesso.weights.empty import on_meta
 from gesso.weights.policy import Policy
 
 ERRORS = (OSError, ValueError, KeyError, TypeError, ImportError, SafetensorError)
@@ -54,7 +55,7 @@ def load(model: Architecture, settings: config.TokenModel) -> Any:
         "attn_implementation": _attention(model_config),
     }
     if model.device.type == "meta":
-        with torch.device("meta"):
+        with on_meta():
             return auto.from_config(model_config, **options)
     if settings.quantize is not None:
         options |= {"quantization_config": _four_bits(model), "device_map": {"": model.device}}
