@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,14 +22,20 @@ from gesso.models.flow.pipeline import PipelineModel
 from gesso.rollout import FlowTrace, Rollout
 from gesso.samplers.denoise import DenoisingSampler, Piece
 from gesso.types import Prompt, SampleSpec, Score, UserError
+from gesso.weights.empty import on_meta
 from gesso.weights.policy import Policy
 from tests import pipelines
 
 PROMPTS = [Prompt("a red cat", "dull"), Prompt("a cat on a wall"), Prompt("oak", "an oak tree")]
 ROWS, SEEDS = [0, 1, 1, 2], [11, 12, 13, 14]
 SIZES = [(24, 16), (16, 40)]  # height, width: 24 and 40 tokens
-STEPS = 4
+STEPS = 3
 BOTH = ("sd35", "flux-dev", "flux-schnell")  # have T5 and CLIP
+LAYERS = {  # enough for every kind of block
+    "sd3": {"num_layers": 2},
+    "flux-dev": {"num_layers": 1, "num_single_layers": 1},
+    "flux-schnell": {"num_layers": 1, "num_single_layers": 1},
+}
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,17 @@ class Tiny:
         text = {"text_length": 16} | settings
         kind = imports.load(classes.REFERENCES[self.kind], "model")
         return kind(Model(name=self.kind, path=str(self.folder), **text), seed=1)
+
+    @functools.cache  # noqa: B019
+    def plain_model(self) -> Any:
+        """Shared: tests do not change it."""
+        return self.model()
+
+    @functools.cache  # noqa: B019
+    def adapted(self) -> tuple[Any, torch.Tensor]:
+        """A model with an adapter that does something, and latents of it. Shared as well."""
+        model = stirred(self.model(lora=Lora(rank=4, alpha=12)))
+        return model, without_noise(model, self, self.scales[-1], SIZES[0])
 
     def pipe(self, folder: Path | None = None) -> Any:
         """Plain diffusers."""
@@ -95,12 +113,18 @@ class Tiny:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("pipelines")
     for name in pipelines.BUILDERS:
-        pipelines.build(name, root / name)
+        pipelines.build(name, root / name, **LAYERS.get(name, {}))
     return root
 
 
 @pytest.fixture(params=pipelines.BUILDERS)
 def tiny(request: pytest.FixtureRequest, folders: Path) -> Tiny:
+    return Tiny(request.param, folders / request.param)
+
+
+@pytest.fixture(params=["sd35", "flux-dev", "qwen-image"])
+def one_each(request: pytest.FixtureRequest, folders: Path) -> Tiny:
+    """One pipeline of each class, with the most parts: for what is the same code in the others."""
     return Tiny(request.param, folders / request.param)
 
 
@@ -128,11 +152,15 @@ def gap(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).abs().max())
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_without_noise_it_is_diffusers_own_pipeline(tiny: Tiny, size: tuple[int, int]) -> None:
+def test_without_noise_it_is_diffusers_own_pipeline(tiny: Tiny) -> None:
     """Same prompts, seeds and steps; the pipeline draws its own noise from the seeds."""
-    model, pipe = tiny.model(), tiny.pipe()
-    drawn = []
+    pipe = tiny.pipe()
+    for size in SIZES:
+        check_against(pipe, tiny, size)
+
+
+def check_against(pipe: Any, tiny: Tiny, size: tuple[int, int]) -> None:
+    model, drawn = tiny.plain_model(), []
     for scale in tiny.scales:
         spec = SampleSpec(steps=STEPS, height=size[0], width=size[1], guidance=scale)
         ours = draw(model, tiny, spec)
@@ -149,7 +177,7 @@ def test_without_noise_it_is_diffusers_own_pipeline(tiny: Tiny, size: tuple[int,
 
 def test_prompts_and_times_matter(tiny: Tiny) -> None:
     """Else the tests here would prove little."""
-    model = tiny.model()
+    model = tiny.plain_model()
     cond, _ = PromptCache(model).conditions(tiny.prompts, tiny.scales[-1])
     x = torch.randn(1, *model.latent_shape(*SIZES[0]), generator=torch.Generator().manual_seed(0))
     x = x.expand(3, -1, -1, -1)
@@ -164,7 +192,7 @@ def test_prompts_and_times_matter(tiny: Tiny) -> None:
     "name, differs", [("flux-dev", True), ("qwen-image", True), ("sd3", False)]
 )
 def test_the_shift_follows_the_size(of: Any, name: str, differs: bool) -> None:
-    model = of(name).model()
+    model = of(name).plain_model()
     small, large = (model.sigmas(STEPS, *size) for size in SIZES)
     assert small[0] == 1 and small[-1] == 0 and len(small) == STEPS + 1
     assert (gap(small, large) > 0.01) == differs
@@ -238,10 +266,9 @@ def stirred(model: Any) -> Any:
     return model
 
 
-def test_our_lora_in_plain_diffusers(tiny: Tiny, tmp_path: Path) -> None:
-    model = stirred(tiny.model(lora=Lora(rank=4, alpha=12)))
-    scale, size = tiny.scales[-1], SIZES[0]
-    ours = without_noise(model, tiny, scale, size)
+def test_our_lora_in_plain_diffusers(one_each: Tiny, tmp_path: Path) -> None:
+    tiny, scale, size = one_each, one_each.scales[-1], SIZES[0]
+    model, ours = tiny.adapted()
     model.save(tmp_path)
     pipe = tiny.pipe()
     assert gap(tiny.latents(pipe, scale, size), ours) > 0.05
@@ -267,7 +294,8 @@ def plain_lora(
     return pipe
 
 
-def test_a_lora_of_plain_diffusers_in_ours(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_lora_of_plain_diffusers_in_ours(one_each: Tiny, tmp_path: Path) -> None:
+    tiny = one_each
     kind = imports.load(classes.REFERENCES[tiny.kind], "model")
     pipe = plain_lora(tiny, tmp_path, list(kind.lora_targets))
     scale, size = tiny.scales[-1], SIZES[0]
@@ -279,7 +307,7 @@ def test_a_lora_of_plain_diffusers_in_ours(tiny: Tiny, tmp_path: Path) -> None:
     x, sigma = torch.randn(1, *model.latent_shape(*size)), torch.tensor([0.5])
     with torch.no_grad():
         reference = model.velocity(x, sigma, cond, "reference")
-        assert gap(reference, tiny.model().velocity(x, sigma, cond)) < 1e-6
+        assert gap(reference, tiny.plain_model().velocity(x, sigma, cond)) < 1e-6
         assert gap(reference, model.velocity(x, sigma, cond)) > 0.05
 
 
@@ -317,11 +345,13 @@ def test_an_adapter_that_does_not_fit(of: Any, tmp_path: Path) -> None:
     tiny.model(lora=Lora(rank=4, alpha=4, targets=targets, path=str(silent)))
 
 
-def test_a_merged_export_needs_no_peft(tiny: Tiny, tmp_path: Path) -> None:
-    model = stirred(tiny.model(lora=Lora(rank=4, alpha=12)))
+@pytest.mark.parametrize("name", ["sd3", "sd35", "flux-dev", "qwen-image"])
+def test_a_merged_export_needs_no_peft(of: Any, name: str, tmp_path: Path) -> None:
+    """SD3 with and without T5."""
+    tiny = of(name)
+    model, ours = tiny.adapted()
     before = {name: t.clone() for name, t in model.transformer.state_dict().items()}
     scale, size = tiny.scales[-1], SIZES[0]
-    ours = without_noise(model, tiny, scale, size)
     model.save(tmp_path, merged=True)
     pipe = tiny.pipe(tmp_path)
     assert not any("lora" in name for name, _ in pipe.transformer.named_parameters())
@@ -386,15 +416,15 @@ def test_a_run_is_told_before_it_starts(of: Any, tmp_path: Path) -> None:
 
 def test_sizes_that_do_not_fit(tiny: Tiny) -> None:
     with pytest.raises(UserError, match=r"18×41: .* multiples of 4; use 16×40"):
-        tiny.model().latent_shape(18, 41)
+        tiny.plain_model().latent_shape(18, 41)
 
 
 def test_guidance_that_would_be_ignored(of: Any) -> None:
     plain, negative = [Prompt("a cat")], [Prompt("a cat", "a dog", where="train.jsonl:7")]
-    schnell, dev = of("flux-schnell").model(), of("flux-dev").model()
+    schnell, dev = of("flux-schnell").plain_model(), of("flux-dev").plain_model()
     check_guidance(schnell, 1.0, plain)
     check_guidance(dev, 3.5, plain)
-    check_guidance(of("qwen-image").model(), 4.0, negative)
+    check_guidance(of("qwen-image").plain_model(), 4.0, negative)
     with pytest.raises(UserError, match=r"does not support guidance .* got guidance = 3.5"):
         check_guidance(schnell, 3.5, plain)
     for model in (schnell, dev):
@@ -404,7 +434,7 @@ def test_guidance_that_would_be_ignored(of: Any) -> None:
 
 def test_negative_prompts_that_are_not_read_are_told(of: Any) -> None:
     asked = [Prompt("a cat"), Prompt("a cat", "a dog", where="train.jsonl:7")]
-    model = of("sd3").model()
+    model = of("sd3").plain_model()
     assert unused_negatives(model, 1.0, asked, "train.jsonl", "algorithm.guidance") == [
         "1 of 2 prompts of train.jsonl have a negative prompt, which is ignored because "
         "algorithm.guidance = 1; negative prompts require guidance above 1; the first is "
@@ -412,7 +442,7 @@ def test_negative_prompts_that_are_not_read_are_told(of: Any) -> None:
     ]
     assert unused_negatives(model, 1.5, asked, "train.jsonl", "algorithm.guidance") == []
     assert unused_negatives(model, 1.0, asked[:1], "train.jsonl", "algorithm.guidance") == []
-    dev = of("flux-dev").model()  # which refuses them
+    dev = of("flux-dev").plain_model()  # which refuses them
     assert unused_negatives(dev, 1.0, asked, "train.jsonl", "algorithm.guidance") == []
 
 
@@ -495,7 +525,7 @@ PINNED = {
 @pytest.mark.parametrize("name", COUNTS)
 def test_lora_hits_the_modules_of_the_reference(name: str) -> None:
     kind, width, rank, units = COUNTS[name]
-    with torch.device("meta"):
+    with on_meta():
         targets = imports.load(classes.REFERENCES[kind], "model").lora_targets
         policy = Policy(real(name), Lora(rank=rank, alpha=2 * rank), targets, seed=0)
     assert policy.size == rank * width * units == PINNED[name]
@@ -528,7 +558,8 @@ def gradient(model: Any, tiny: Tiny) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("lora", [None, Lora(rank=4, alpha=12)], ids=["full", "lora"])
-def test_checkpointing_gives_the_same_gradient(tiny: Tiny, lora: Lora | None) -> None:
+def test_checkpointing_gives_the_same_gradient(one_each: Tiny, lora: Lora | None) -> None:
+    tiny = one_each
     kept, again = tiny.model(lora=lora), tiny.model(lora=lora, gradient_checkpointing=True)
     if lora is not None:
         stirred(kept), stirred(again)
@@ -538,7 +569,8 @@ def test_checkpointing_gives_the_same_gradient(tiny: Tiny, lora: Lora | None) ->
     assert all(gap(found[name], g) <= 1e-6 for name, g in expected.items())
 
 
-def test_lora_in_bfloat16(tiny: Tiny) -> None:
+def test_lora_in_bfloat16(one_each: Tiny) -> None:
+    tiny = one_each
     model = stirred(tiny.model(dtype="bfloat16", lora=Lora(rank=4, alpha=12)))
     frozen = {
         n: p for n, p in model.transformer.named_parameters() if n not in model.policy.trainable
@@ -549,8 +581,9 @@ def test_lora_in_bfloat16(tiny: Tiny) -> None:
     assert {g.dtype for g in gradient(model, tiny).values()} == {torch.float32}
 
 
-def test_a_full_fine_tune_in_bfloat16(tiny: Tiny) -> None:
+def test_a_full_fine_tune_in_bfloat16(one_each: Tiny) -> None:
     """Float32 weights, products in bfloat16 by autocast."""
+    tiny = one_each
     model = tiny.model(dtype="bfloat16")
     assert {p.dtype for p in model.transformer.parameters()} == {torch.float32}
     seen: set[torch.dtype] = set()
