@@ -3,6 +3,7 @@ as their makers save them: every kind that Gesso knows, small enough for two CPU
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 from collections.abc import Callable, Sequence
@@ -225,6 +226,15 @@ class Tiny:
         kind = VisionLanguage if self.sees else Causal
         where = {"path": str(self.folder), "device": "cpu"}
         return kind(config.TokenModel(**(where | settings)), seed)
+
+    @functools.cache  # noqa: B019
+    def unchanged(self) -> Any:
+        """Shared by tests that change neither weights nor settings of it."""
+        return self.model()
+
+    @functools.cache  # noqa: B019
+    def plain_unchanged(self) -> Any:
+        return self.plain()
 
     def plain(self, folder: Path | None = None) -> Any:
         """As a user of transformers would load it."""

@@ -65,12 +65,12 @@ class Tiny:
         kind = imports.load(classes.REFERENCES[self.kind], "model")
         return kind(Model(name=self.kind, path=str(self.folder), **text), seed=1)
 
-    @functools.cache
+    @functools.cache  # noqa: B019
     def plain_model(self) -> Any:
         """Shared: tests do not change it."""
         return self.model()
 
-    @functools.cache
+    @functools.cache  # noqa: B019
     def adapted(self) -> tuple[Any, torch.Tensor]:
         """A model with an adapter that does something, and latents of it. Shared as well."""
         model = stirred(self.model(lora=Lora(rank=4, alpha=12)))

@@ -61,7 +61,7 @@ def gap(a: torch.Tensor, b: torch.Tensor) -> float:
 @torch.no_grad()
 def test_packed_is_padded(tiny: Tiny) -> None:
     """Responses of different lengths to prompts without, with one and with two pictures at once."""
-    model, plain = tiny.model(), tiny.plain()
+    model, plain = tiny.unchanged(), tiny.plain_unchanged()
     trace = trace_of(model, tiny.prompts, ROWS)
     for temperature in (1.0, 0.7):
         found = model.logp(trace, temperature)
@@ -81,7 +81,7 @@ def test_packed_is_padded(tiny: Tiny) -> None:
 def test_a_model_that_sees_reads_text_alone(seeing: Tiny) -> None:
     model = seeing.model()
     trace = trace_of(model, tokens.prompts(sees=False), ROWS)
-    expected = padded_logp(seeing.plain(), trace, 0.7, model.suppressed)
+    expected = padded_logp(seeing.plain_unchanged(), trace, 0.7, model.suppressed)
     assert gap(model.logp(trace, 0.7).logp, expected) <= 1e-5 and model.encoded_images == 0
 
 
@@ -114,7 +114,7 @@ def test_packed_gradients_are_padded_gradients(tiny: Tiny) -> None:
 @torch.no_grad()
 def test_neighbours_do_not_leak(tiny: Tiny) -> None:
     """transformers' own packing does, silently, when it is given three rows of positions."""
-    model = tiny.model()
+    model = tiny.unchanged()
     trace = trace_of(model, tiny.prompts, ROWS)
     first = model.logp(trace, 1.0).logp
     for changed in range(len(ROWS)):
@@ -132,7 +132,7 @@ def test_neighbours_do_not_leak(tiny: Tiny) -> None:
 
 @torch.no_grad()
 def test_every_picture_matters_where_it_is(seeing: Tiny) -> None:
-    model = seeing.model()
+    model = seeing.unchanged()
     trace = trace_of(model, seeing.prompts, ROWS)
     first = model.logp(trace, 1.0).logp
     prompt = seeing.prompts[2]
@@ -144,7 +144,7 @@ def test_every_picture_matters_where_it_is(seeing: Tiny) -> None:
 
 
 def test_places_in_time_height_and_width(seeing: Tiny) -> None:
-    model = seeing.model()
+    model = seeing.unchanged()
     prompt = model.encode(seeing.prompts[1])  # one picture of 8 × 12 patches: 4 × 6 places
     places = model._positions(prompt)
     start = int(prompt.kinds.argmax())
@@ -159,7 +159,7 @@ def test_places_in_time_height_and_width(seeing: Tiny) -> None:
 
 
 def test_an_empty_row_has_no_log_prob(of: Any) -> None:
-    model = of("qwen2").model()
+    model = of("qwen2").unchanged()
     trace = trace_of(model, of("qwen2").prompts, ROWS)
     mask = trace.mask.clone()
     mask[1] = False
@@ -174,8 +174,8 @@ def test_an_empty_row_has_no_log_prob(of: Any) -> None:
 
 @torch.no_grad()
 def test_suppressed_ids_have_no_probability(tiny: Tiny) -> None:
-    model = tiny.model()
-    own = {tiny.model().tokenizer.convert_tokens_to_ids(t) for t in tokens.VISION}
+    model = tiny.unchanged()
+    own = {tiny.unchanged().tokenizer.convert_tokens_to_ids(t) for t in tokens.VISION}
     size = model.module.get_output_embeddings().weight.shape[0]
     padding = set(range(size - tokens.PADDED, size))
     assert set(model.suppressed.tolist()) == padding | (own if tiny.sees else set())
@@ -396,7 +396,7 @@ def test_checkpointing_gives_the_same_gradient(tiny: Tiny, lora: Lora | None) ->
 
 @torch.no_grad()
 def test_adapters_are_in_the_decoder_and_off_for_the_reference(tiny: Tiny) -> None:
-    base, model = tiny.model(), tiny.model(lora=LORA)
+    base, model = tiny.unchanged(), tiny.model(lora=LORA)
     trace = trace_of(model, tiny.prompts, ROWS)
     names = {name.split(".lora_")[0] for name in model.policy.trainable}
     own = {name for name, _ in model.module.named_modules()}
@@ -445,7 +445,9 @@ def test_the_tower_is_trained_when_asked_for(seeing: Tiny, lora: Lora | None) ->
         padded = padded_logp(plain, trace, 1.0, model.suppressed)
         assert_same_gradient(found, gradient(padded, every))
         return
-    linear = {n for n, m in seeing.plain().named_modules() if isinstance(m, torch.nn.Linear)}
+    linear = {
+        n for n, m in seeing.plain_unchanged().named_modules() if isinstance(m, torch.nn.Linear)
+    }
     adapted = {name.split(".lora_")[0] for name in model.policy.trainable}
     assert adapted == linear - {"lm_head"}
 
@@ -496,7 +498,7 @@ BFLOAT16_GAP = 0.3
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
 def test_bfloat16(tiny: Tiny, lora: Lora | None) -> None:
-    model, exact = tiny.model(dtype="bfloat16", lora=lora), tiny.model()
+    model, exact = tiny.model(dtype="bfloat16", lora=lora), tiny.unchanged()
     trained = {p.dtype for p in model.policy.trainable.values()}
     rest = {p.dtype for n, p in model.module.named_parameters() if n not in model.policy.trainable}
     assert trained == {torch.float32} and rest <= {torch.bfloat16}
@@ -554,7 +556,7 @@ def test_prompts_are_encoded_as_the_processor_does(seeing: Tiny) -> None:
 
 
 def test_text_in_and_out(tiny: Tiny) -> None:
-    model = tiny.model()
+    model = tiny.unchanged()
     prompt = model.encode(Prompt("how many?"))
     shown = model.tokenizer.decode(prompt.ids)
     assert shown == "<|im_start|>user\nhow many?<|im_end|>\n<|im_start|>assistant\n"
@@ -565,7 +567,7 @@ def test_text_in_and_out(tiny: Tiny) -> None:
 
 
 def test_lengths_without_reading_pixels(tiny: Tiny, monkeypatch: Any) -> None:
-    model = tiny.model()
+    model = tiny.unchanged()
     expected = [len(model.encode(prompt)) for prompt in tiny.prompts]
     monkeypatch.setattr(PromptImage, "open", None)
     assert [model.length(prompt) for prompt in tiny.prompts] == expected
@@ -612,7 +614,7 @@ def test_sizes_of_pictures(of: Any) -> None:
 )
 def test_prompts_that_cannot_be_used(of: Any, name: str, prompt: Prompt, told: str) -> None:
     with pytest.raises(UserError, match=told):
-        of(name).model().encode(prompt)
+        of(name).unchanged().encode(prompt)
 
 
 # Folders in and out
@@ -691,6 +693,12 @@ def test_an_adapter_for_peft(tiny: Tiny, tmp_path: Path) -> None:
     again = tiny.model(lora=replace_path(tmp_path))
     with torch.no_grad():
         assert torch.equal(again.logp(trace, 1.0).logp, model.logp(trace, 1.0).logp)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen2.5-vl"])
+def test_an_adapter_that_does_not_fit(of: Any, name: str, tmp_path: Path) -> None:
+    tiny = of(name)
+    tiny.model(lora=LORA).save(tmp_path)
     other = {"rank 4": Lora(rank=8, alpha=12), "alpha 12": Lora(rank=4, alpha=8)}
     for told, lora in other.items():
         with pytest.raises(UserError, match=told):
@@ -722,7 +730,7 @@ def test_a_folder_for_transformers(tiny: Tiny, lora: Lora | None, tmp_path: Path
         before = model.logp(trace, 1.0).logp
     model.save(tmp_path, merged=True)
     plain = tiny.plain(tmp_path)
-    assert type(plain) is type(tiny.plain())
+    assert type(plain) is type(tiny.plain_unchanged())
     assert same_as_plain(model, plain, trace) <= 1e-4  # a merged weight is rounded again
     assert plain.generation_config.eos_token_id == [*sorted(model.end)]
     assert "gesso" not in (tmp_path / "config.json").read_text()
@@ -752,7 +760,7 @@ def test_a_template_in_a_file_of_the_processor(of: Any, tmp_path: Path) -> None:
     (old / "chat_template.json").write_text(json.dumps({"chat_template": tokens.TEMPLATE}))
     model = replace(tiny, folder=old).model()
     for prompt in tiny.prompts:
-        assert torch.equal(model.encode(prompt).ids, tiny.model().encode(prompt).ids)
+        assert torch.equal(model.encode(prompt).ids, tiny.unchanged().encode(prompt).ids)
     model.save(tmp_path / "new")
     assert AutoTokenizer.from_pretrained(tmp_path / "new").chat_template == tokens.TEMPLATE
 
@@ -771,7 +779,7 @@ def test_a_full_fine_tune_in_half_precision_is_saved_whole(of: Any, tmp_path: Pa
 
 def test_a_model_of_ours_is_not_called_directly(of: Any) -> None:
     """Its attention knows no padding: better no answer than a wrong one."""
-    model = of("llama").model()
+    model = of("llama").unchanged()
     with pytest.raises(ValueError, match="load the folder with transformers"):
         model.module(torch.zeros(2, 3, dtype=torch.long))
 
