@@ -53,12 +53,13 @@ class Conditioning:
         import torch
 
         length = max(row.embeds.shape[1] for row in rows)
-        columns = list(zip(*(row._padded(length)._tensors for row in rows), strict=True))
+        columns = list(zip(*(row.padded(length)._tensors for row in rows), strict=True))
         for column in columns:
             assert len({tensor is None for tensor in column}) == 1, "some prompts lack a tensor"
         return Conditioning(*(None if c[0] is None else torch.cat(c) for c in columns))
 
-    def _padded(self, length: int) -> Conditioning:
+    def padded(self, length: int) -> Conditioning:
+        """Padded to that number of tokens."""
         from torch.nn.functional import pad
 
         missing = length - self.embeds.shape[1]

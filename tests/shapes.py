@@ -1,9 +1,11 @@
-"""The published sizes of SD3.5-M, FLUX.1-dev, Qwen-Image, Qwen2.5-VL and Qwen2.5-7B as folders of
-configs, no weights."""
+"""The published sizes of SD3.5-M and -L, FLUX.1-dev, Qwen-Image, Qwen2.5-VL and Qwen2.5-7B: folders
+of configs without weights, or with random ones."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +31,69 @@ def write_configs(name: str, folder: Path) -> Path:
     return folder
 
 
+def write_pipeline(name: str, folder: Path, device: torch.device) -> Path:
+    """The pipeline with random weights in bfloat16, made on the device. T5-XXL, which several have,
+    is stored once, beside the folder."""
+    with _bfloat16_on(device):
+        pipe = SIZES[name]()
+    pipe.save_config(folder)
+    for part_name, part in pipe.components.items():
+        target = folder / part_name
+        if isinstance(part, transformers.T5EncoderModel):
+            shared = folder.parent / "t5"
+            target.symlink_to(shared, target_is_directory=True)
+            if shared.exists():
+                continue
+            target = shared
+        if isinstance(part, torch.nn.Module):
+            draw_weights(part)
+        if part is not None:
+            part.save_pretrained(target)
+    return folder
+
+
+@contextmanager
+def _bfloat16_on(device: torch.device) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with device:
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@torch.no_grad()
+def draw_weights(network: torch.nn.Module) -> None:
+    """Outputs have the magnitude of inputs, and depend on all of them."""
+    torch.manual_seed(0)
+    for name, parameter in network.named_parameters():
+        if parameter.ndim > 1:
+            gain = 0.5 if name.startswith("proj_out") else 1.0
+            parameter.normal_(std=gain / math.sqrt(parameter[0].numel()))
+        elif name.endswith("bias"):
+            parameter.normal_(std=0.02)
+        else:
+            parameter.fill_(1.0)
+
+
 def _sd35_medium() -> Any:
+    dual = {"dual_attention_layers": tuple(range(13))}
+    return _sd35(num_layers=24, heads=24, pos_embed_max_size=384, **dual)
+
+
+def _sd35_large() -> Any:
+    return _sd35(num_layers=38, heads=38, pos_embed_max_size=192)
+
+
+def _sd35(heads: int, **sizes: Any) -> Any:
     from diffusers import SD3Transformer2DModel, StableDiffusion3Pipeline
 
     return StableDiffusion3Pipeline(
         transformer=SD3Transformer2DModel(
-            sample_size=128, patch_size=2, in_channels=16, num_layers=24, attention_head_dim=64,
-            num_attention_heads=24, joint_attention_dim=4096, caption_projection_dim=1536,
-            pooled_projection_dim=2048, out_channels=16, pos_embed_max_size=384,
-            dual_attention_layers=tuple(range(13)), qk_norm="rms_norm",
+            sample_size=128, patch_size=2, in_channels=16, attention_head_dim=64,
+            num_attention_heads=heads, joint_attention_dim=4096, caption_projection_dim=64 * heads,
+            pooled_projection_dim=2048, out_channels=16, qk_norm="rms_norm", **sizes,
         ),
         scheduler=pipelines._scheduler(shift=3.0),
         vae=_vae(),
@@ -93,6 +149,7 @@ def _qwen_image() -> Any:
 
 SIZES: dict[str, Callable[[], Any]] = {
     "sd35": _sd35_medium,
+    "sd35-large": _sd35_large,
     "flux": _flux_dev,
     "qwen-image": _qwen_image,
 }
@@ -148,6 +205,19 @@ def write_writer(name: str, folder: Path) -> Path:
     config.architectures = [f"{kind}ForConditionalGeneration"]
     config.save_pretrained(folder)
     tokens.save_pretrained(folder)
+    return folder
+
+
+def write_weights(name: str, folder: Path, device: torch.device) -> Path:
+    """The same with random weights in bfloat16, made on the device."""
+    write_writer(name, folder)
+    kind, _ = WRITERS[name]
+    ends = "ForCausalLM" if kind == "Qwen2" else "ForConditionalGeneration"
+    config = getattr(transformers, f"{kind}Config").from_pretrained(folder)
+    with _bfloat16_on(device):
+        model = getattr(transformers, kind + ends)(config)
+    draw_weights(model)
+    model.save_pretrained(folder)
     return folder
 
 

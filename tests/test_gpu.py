@@ -60,7 +60,8 @@ def test_replay_meets_sampling(recipe_data: dict, dtype: str, lora: dict | None)
 
 
 @pytest.mark.parametrize(
-    "name, gradient", [("sd35", "both"), ("sd35", "conditional"), ("flux-dev", "both")]
+    "name, gradient",
+    [("sd35", "both"), ("sd35", "conditional"), ("flux-dev", "both"), ("qwen-image", "both")],
 )
 def test_compiled_and_folded_the_ratio_is_one(
     recipe_data: dict, tmp_path: Path, name: str, gradient: str
@@ -163,24 +164,31 @@ def qkv(length: int, head_size: int, layout: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("layout", ["heads first", "tokens first", "part of a joined projection"])
 @pytest.mark.parametrize("head_size", [64, 128])
-def test_attention_of_compiled_networks(head_size: int, layout: str) -> None:
-    """Against float32, and the same every time; lengths that fill the kernels' blocks and not."""
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_of_compiled_networks(masked: bool, head_size: int, layout: str) -> None:
+    """Against float32, and the same every time; lengths that fill the kernels' blocks and not. The
+    mask excludes all keys of the first blocks."""
     from gesso.models.flow.attention import attention
 
     for length in (2, 7, 64, 77, 154, 333, 1024, 1178, 1536, 2049):
         query, key, value, grad = qkv(length, head_size, layout)
+        mask = None
+        if masked:
+            mask = torch.rand(2, 1, 1, length, device="cuda") < 0.7
+            mask[..., : min(300, length // 2)] = False
+            mask[..., -1] = True
         inputs = [x.requires_grad_() for x in (query, key, value)]
         results = []
         for _ in range(3):
             untidy()
-            out = attention(*inputs)[0]
+            out = attention(*inputs, mask)[0]
             results.append([out.detach(), *torch.autograd.grad(out, inputs, grad)])
         assert all(
             torch.equal(a, b) for other in results for a, b in zip(other, results[0], strict=True)
         )
         wide = [x.detach().float().requires_grad_() for x in inputs]
         with sdpa_kernel(SDPBackend.MATH):
-            expected = torch.nn.functional.scaled_dot_product_attention(*wide)
+            expected = torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=mask)
             grads = torch.autograd.grad(expected, wide, grad.float())
         for a, b in zip(results[0], (expected.detach(), *grads), strict=True):
             assert float((a.float() - b).norm() / b.norm()) < 1e-2, length

@@ -44,9 +44,8 @@ def recipe(name: str, folder: Path, prompts: Path) -> Path:
     else:
         model = pipelines.build(name, folder / "model", 8)
         size = {"height": 64, "width": 64, "text_length": 16}
-        compiles = name != "qwen-image"
         table["model"] = common | size | {
-            "name": KINDS[name], "path": str(model), "compile": compiles, "fold": compiles,
+            "name": KINDS[name], "path": str(model), "compile": True, "fold": True,
         }  # fmt: skip
         table["algorithm"] = {
             "name": "flow-grpo", "group": 3, "steps": 4, "guidance": 3.0, "beta": 0.04,

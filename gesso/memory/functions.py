@@ -54,24 +54,8 @@ def fused_attention(
     """scaled_dot_product_attention as on real devices: no attention matrix is materialized. The
     operator has a name, by which compiled blocks know that its output is saved."""
     dtype = value.dtype
-    if attn_mask is None:
-        return attention(query.to(dtype), key.to(dtype), value)[0]
     bias = None if attn_mask is None else attn_mask.to(dtype)  # added to the scores
-    return _FusedAttention.apply(query.to(dtype), key.to(dtype), value, bias)
-
-
-class _FusedAttention(torch.autograd.Function):
-    """Shapes only. It saves its inputs and its output for the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        out = torch.empty_like(query)
-        ctx.save_for_backward(query, key, value, out, *([] if bias is None else [bias]))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (*(torch.empty_like(t) for t in ctx.saved_tensors[:3]), None)
+    return attention(query.to(dtype), key.to(dtype), value, bias)[0]
 
 
 class Autocast:

@@ -32,6 +32,8 @@ from gesso.models.flow.compiled import (
     sizes,
     wake_compiler,
 )
+from gesso.models.flow.qwen_image import _as_real, _rotate
+from gesso.models.flow.sd3 import SD3
 from gesso.types import UserError
 from gesso.weights.folding_rule import folds_lora
 from tests import pipelines
@@ -380,15 +382,25 @@ def test_compiler_processes_start_for_cuda_only(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.slow
-def test_flux_folded_and_compiled(data: dict, tmp_path: Path) -> None:
-    """Two kinds of block, one each; the adapter lies in their feed-forwards, too."""
-    folder = pipelines.build("flux-dev", tmp_path / "flux", num_layers=1, num_single_layers=1)
-    data["model"] |= {"name": "flux", "path": str(folder)}
+@pytest.mark.parametrize(
+    "name, kind, sizes",
+    [
+        ("flux-dev", "flux", {"num_layers": 1, "num_single_layers": 1}),
+        ("qwen-image", "qwen-image", {"num_layers": 2}),
+    ],
+)
+def test_folded_and_compiled(
+    name: str, kind: str, sizes: dict[str, int], data: dict, tmp_path: Path
+) -> None:
+    """The adapter lies in the feed-forwards, too. Prompts of Qwen-Image are padded and masked."""
+    folder = pipelines.build(name, tmp_path / name, **sizes)
+    data["model"] |= {"name": kind, "path": str(folder)}
     data["sampler"] = {"batch": 6}
     model, algorithm, learner = parts_of(build.recipe_from(data))
     stirred(model)
     beside = rollout_of(model, algorithm, batch=6)
     torch._dynamo.reset()
+    model.before_compiling()
     compile_blocks(model.transformer, model.blocks, backend="eager")
     model.compiled = True
     rollout = rollout_of(model, algorithm, batch=6)
@@ -397,7 +409,24 @@ def test_flux_folded_and_compiled(data: dict, tmp_path: Path) -> None:
     assert metrics["update/first_abs_dlogp_max"] == 0.0 and metrics["update/grad_norm"] > 0
 
 
-def test_settings_of_folding_and_compiling_that_are_refused(data: dict, tmp_path: Path) -> None:
+def test_rotation_of_real_numbers_is_that_of_complex_ones() -> None:
+    from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb_qwen as plain
+
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 3, 8)
+    angles = torch.randn(5, 4)
+    rotation = torch.polar(torch.ones(5, 4), angles)
+    pairs, _ = _as_real(None, None, (rotation, rotation))
+    original = Mock(side_effect=plain)
+    expected = plain(x, rotation, use_real=False)
+    assert torch.allclose(_rotate(original, x, pairs, use_real=False), expected, atol=1e-6)
+    assert torch.equal(_rotate(original, x, rotation, use_real=False), expected)
+    assert original.call_count == 1  # for complex numbers
+
+
+def test_settings_of_folding_and_compiling_that_are_refused(
+    data: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
     data["model"] |= {"lora": None}
     with pytest.raises(UserError, match=r"fold = true needs a LoRA .* set model.lora.rank"):
         build.recipe_from(data)
@@ -408,9 +437,8 @@ def test_settings_of_folding_and_compiling_that_are_refused(data: dict, tmp_path
     with pytest.raises(UserError, match=r'compile = true does not support quantize = "nf4"'):
         build.recipe_from(data)
     del data["model"]["quantize"]
-    other = pipelines.build("qwen-image", tmp_path / "qwen")
-    data["model"] |= {"name": "qwen-image", "path": str(other), "fold": None, "compile": True}
-    with pytest.raises(UserError, match=r"compile = true .* requires prompts of equal length"):
+    monkeypatch.setattr(SD3, "blocks", ())
+    with pytest.raises(UserError, match=r"compile = true .* does not name the blocks to compile"):
         build.model(build.recipe_from(data))
 
 

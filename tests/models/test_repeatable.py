@@ -137,33 +137,49 @@ CALLS = {
     "masked": lambda q, k, v: functional.scaled_dot_product_attention(
         q, k, v, attn_mask=torch.ones(5, 5, dtype=torch.bool)
     ),
+    "keys masked": lambda q, k, v: functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=torch.ones(2, 1, 1, 5, dtype=torch.bool)
+    ),
+    "biased": lambda q, k, v: functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=torch.ones(2, 1, 1, 5)
+    ),
 }
+REPLACED = ("plain", "by name", "keys masked")
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_attention_without_options_is_replaced(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_replaced_if_there_are_kernels(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     graph = traced(CALLS[call], *(torch.randn(2, 3, 5, 64) for _ in range(3)))
     replace_attention(graph)
     assert "gesso" not in graph.code, "on a CPU"
-    monkeypatch.setattr(attention, "_supported", lambda node, inputs: True)
+    monkeypatch.setattr(attention, "has_kernels", lambda *place: True)
     replace_attention(graph)
-    assert ("gesso.attention" in graph.code) == (call in ("plain", "by name"))
+    assert ("gesso.attention" in graph.code) == (call in REPLACED)
 
 
 def like(memory_layout: Tensor, values: Tensor) -> Tensor:
     return torch.empty_like(memory_layout).copy_(values)
 
 
-def reference(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def masked_scores(query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
     scores = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
+    return scores if mask is None else scores.masked_fill(~mask, float("-inf"))
+
+
+def reference(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    scores = masked_scores(query, key, mask)
     return like(query, scores.softmax(-1) @ value), scores.logsumexp(-1)
 
 
-def reference_grads(grad: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
+def reference_grads(grad: Tensor, *saved: Any) -> tuple[Tensor, ...]:
     """From what forward has saved, as the kernels compute it."""
-    query, key, value, out, logsumexp = saved
+    query, key, value, mask, out, logsumexp = saved
     scale = query.shape[-1] ** -0.5
-    shares = (query @ key.transpose(-1, -2) * scale - logsumexp[..., None]).exp()
+    shares = (masked_scores(query, key, mask) - logsumexp[..., None]).exp()
     slopes = grad @ value.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)
     scores = shares * slopes * scale
     dq, dk = scores @ key, scores.transpose(-1, -2) @ query
@@ -173,7 +189,7 @@ def reference_grads(grad: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Stand-ins for the kernels, which run on a GPU only."""
-    monkeypatch.setattr(attention, "_supported", lambda node, inputs: True)
+    monkeypatch.setattr(attention, "has_kernels", lambda *place: True)
     library = torch.library.Library("gesso", "IMPL")
     library.impl("attention", reference, "CPU")
     library.impl("attention_backward", reference_grads, "CPU")
@@ -181,10 +197,13 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library._destroy()
 
 
-def test_compiled_blocks_use_it(folding_data: dict, on_cpu: None, tmp_path: Path) -> None:
-    """A block with both kinds of attention of SD3.5, checkpointed, and compiled by the backend of a
-    GPU but for the last stage. Both outputs of attention are saved; velocities and gradients are
-    those of torch's attention."""
+@pytest.mark.parametrize("name, kind", [("sd35", "sd3"), ("qwen-image", "qwen-image")])
+def test_compiled_blocks_use_it(
+    name: str, kind: str, folding_data: dict, on_cpu: None, tmp_path: Path
+) -> None:
+    """A block with both kinds of attention of SD3.5, or with a mask of the keys, checkpointed, and
+    compiled by the backend of a GPU but for the last stage. Both outputs of attention are saved;
+    gradients are those of torch's attention."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -203,13 +222,16 @@ def test_compiled_blocks_use_it(folding_data: dict, on_cpu: None, tmp_path: Path
         )
 
     folding_data["learner"] = {"micro_batch": 6}
-    folding_data["model"]["path"] = str(pipelines.build("sd35", tmp_path / "sd35", num_layers=1))
+    folder = str(pipelines.build(name, tmp_path / name, num_layers=1))
+    folding_data["model"] |= {"name": kind, "path": folder}
     model, algorithm, learner = parts_of(build.recipe_from(folding_data))
     stirred(model)
     rollout = rollout_of(model, algorithm)
     expected = gradient(learner, rollout)
     torch._dynamo.reset()
+    model.before_compiling()
     compiled.compile_blocks(model.transformer, model.blocks, backend)
+    model.compiled = True
     found = gradient(learner, rollout)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     backward = [code for code in graphs if "attention_backward" in code]

@@ -1,4 +1,5 @@
-"""Attention of compiled networks on a GPU: cuDNN's forward, and a backward of our own.
+"""Attention of compiled networks on a GPU: cuDNN's forward, or with a mask of the keys one of our
+own, and a backward of our own.
 
 The backward passes of cuDNN and of torch's flash attention add up the gradient of the query in an
 order that changes from run to run. With a head size of 128 some of cuDNN's gradients are also not
@@ -20,9 +21,15 @@ PLAIN = functional.scaled_dot_product_attention
 
 
 @torch.library.custom_op("gesso::attention", mutates_args=())
-def attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """All (n, H, s, d) → softmax(q kᵀ / √d) v like the query, and (n, H, s) the logarithms of the
-    softmax's denominators."""
+    softmax's denominators. `mask` is (n, 1, 1, s) bool: False excludes a key."""
+    if mask is not None:
+        from gesso.models.flow.attention_kernels import masked_attention
+
+        return masked_attention(query, key, value, mask)
     out, logsumexp, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         query, key, value, None, True
     )
@@ -33,33 +40,47 @@ def attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor
 
 
 @attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     return torch.empty_like(query), query.new_empty(query.shape[:-1], dtype=torch.float32)
 
 
 @torch.library.custom_op("gesso::attention_backward", mutates_args=())
 def attention_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from gesso.models.flow.attention_kernels import attention_grads
 
-    return attention_grads(grad, query, key, value, out, logsumexp)
+    return attention_grads(grad, query, key, value, mask, out, logsumexp)
 
 
 @attention_backward.register_fake
 def _(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    out: Tensor,
+    logsumexp: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs, *output)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor, Tensor, Tensor]:
-    return attention_backward(grad, *ctx.saved_tensors)
+def _backward(ctx: Any, grad: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    return *attention_backward(grad, *ctx.saved_tensors), None
 
 
 attention.register_autograd(_backward, setup_context=_save)
@@ -76,7 +97,7 @@ def has_kernels(device: torch.device, dtype: torch.dtype, head_size: int) -> boo
 
 
 def replace_attention(traced: torch.fx.GraphModule) -> None:
-    """In a graph traced by dynamo: every attention without a mask for which there are kernels.
+    """In a graph traced by dynamo: every attention for which there are kernels.
     Checkpointed functions are graphs within the graph."""
     for module in traced.modules():
         if isinstance(module, torch.fx.GraphModule):
@@ -86,19 +107,19 @@ def replace_attention(traced: torch.fx.GraphModule) -> None:
 
 
 def _replace(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    inputs = _plain_inputs(*node.args, **node.kwargs)
+    inputs = _inputs(*node.args, **node.kwargs)
     if inputs is None or not _supported(node, inputs):
         return
     with graph.inserting_before(node):
         dtype = node.meta["example_value"].dtype  # autocast may lower that of the inputs
-        cast = [graph.call_method("to", (x, dtype)) for x in inputs]
-        both = graph.call_function(torch.ops.gesso.attention.default, tuple(cast))
+        cast = [graph.call_method("to", (x, dtype)) for x in inputs[:3]]
+        both = graph.call_function(torch.ops.gesso.attention.default, (*cast, inputs[3]))
         out = graph.call_function(operator.getitem, (both, 0))
     node.replace_all_uses_with(out)
     graph.erase_node(node)
 
 
-def _plain_inputs(
+def _inputs(
     query: Any,
     key: Any,
     value: Any,
@@ -107,13 +128,20 @@ def _plain_inputs(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> tuple[Any, Any, Any] | None:
-    """The inputs of `scaled_dot_product_attention`, or None if an option is used."""
-    plain = attn_mask is None and not dropout_p and not is_causal and scale is None
-    return (query, key, value) if plain and not enable_gqa else None
+) -> tuple[Any, Any, Any, Any] | None:
+    """The tensors of `scaled_dot_product_attention`, or None if an option is used."""
+    plain = not dropout_p and not is_causal and scale is None and not enable_gqa
+    return (query, key, value, attn_mask) if plain else None
 
 
-def _supported(node: torch.fx.Node, inputs: tuple[Any, Any, Any]) -> bool:
+def _supported(node: torch.fx.Node, inputs: tuple[Any, Any, Any, Any]) -> bool:
     out = node.meta["example_value"]
-    equal = all(x.meta["example_value"].shape == out.shape for x in inputs)
-    return equal and has_kernels(out.device, out.dtype, out.shape[-1])
+    *qkv, mask = inputs
+    equal = all(x.meta["example_value"].shape == out.shape for x in qkv)
+    of_keys = mask is None or _is_key_mask(mask.meta["example_value"], out)
+    return equal and of_keys and has_kernels(out.device, out.dtype, out.shape[-1])
+
+
+def _is_key_mask(mask: Tensor, out: Tensor) -> bool:
+    n, _, length, _ = out.shape
+    return mask.dtype == torch.bool and mask.shape == (n, 1, 1, length)

@@ -51,8 +51,8 @@ def compiles(
     meta device is that of a memory estimate, which assumes a GPU for half precision."""
     if settings.compile and not blocks:
         raise UserError(
-            f'model.compile = true is not supported with model.name = "{settings.name}": it '
-            "requires prompts of equal length; remove model.compile"
+            f'model.compile = true is not supported with model.name = "{settings.name}", which '
+            "does not name the blocks to compile; remove model.compile"
         )
     if settings.compile is not None:
         return settings.compile
@@ -146,10 +146,13 @@ def compile_decoder(decoder: nn.Module, backend: str | Callable[..., Any] = "ind
     """Compiles the residual blocks, except at the resolution of the latents: the operations between
     convolutions take half of the decoding time, little of it at low resolution. Other types of
     decoders have no such blocks."""
+    from diffusers.models.resnet import ResnetBlock2D
+
     options = kernel_options() if backend == "inductor" else None
     for larger in getattr(decoder, "up_blocks", ())[1:]:
         for block in larger.resnets:
-            block.compile(fullgraph=True, dynamic=False, backend=backend, options=options)
+            if isinstance(block, ResnetBlock2D):
+                block.compile(fullgraph=True, dynamic=False, backend=backend, options=options)
 
 
 def _lean(forward: Callable[..., Any], *inputs: Any, **more: Any) -> Any:

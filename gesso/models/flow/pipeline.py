@@ -93,6 +93,7 @@ class PipelineModel(ABC):
         parameters = sum(p.numel() for p in self.transformer.parameters())
         self.compiled = speed.compiles(settings, self.device, parameters, self.blocks)
         if self.compiled:
+            self.before_compiling()
             speed.compile_blocks(self.transformer, self.blocks)
             if self.device.type != "meta":
                 speed.compile_decoder(self.pipe.vae.decoder)
@@ -104,6 +105,10 @@ class PipelineModel(ABC):
                 load_adapter(self.pipe, self.policy, settings.lora.path)
         self._autocast = whole and self.dtype != torch.float32
         self.quantized = settings.quantize is not None
+
+    def before_compiling(self) -> None:
+        """Replaces code of the transformer that compiles badly."""
+        return
 
     def fill(
         self, x: Tensor, sigma: Tensor, cond: Conditioning

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,12 +24,13 @@ from gesso.types import Which
 
 
 class QwenImage(PipelineModel):
-    """Qwen2.5-VL encodes the prompt inside a template; prompts are not padded to a fixed length, so
-    batches have a mask. Guidance uses a negative prompt and preserves the norm of each token's
-    velocity."""
+    """Qwen2.5-VL encodes the prompt inside a template. Prompts have different lengths, so batches
+    have a mask; compiled blocks need prompts padded to one length. Guidance uses a negative prompt
+    and preserves the norm of each token's velocity."""
 
     pipeline = "QwenImagePipeline"
     large = ("transformer", "text_encoder")
+    blocks = ("QwenImageTransformerBlock",)
     packed = True
     even_sigmas = True
     # Flow-GRPO's list for Qwen-Image-Edit, the same network (there with rank 64, alpha 128).
@@ -67,9 +70,14 @@ class QwenImage(PipelineModel):
     def velocity(
         self, x: Tensor, sigma: Tensor, cond: Conditioning, weights: Which = "current"
     ) -> Tensor:
+        rows = len(x)
+        x, sigma, cond = self.fill(x, sigma, cond)
         n, _, h, w = x.shape
-        # Without padding no mask is passed, as in the pipeline: attention is faster.
-        mask = None if cond.mask is None or bool(cond.mask.all()) else cond.mask
+        if self.compiled:
+            cond = cond.padded(self.text_length)
+            mask = cond.mask
+        else:  # without padding no mask is passed, as in the pipeline: attention is faster
+            mask = None if cond.mask is None or bool(cond.mask.all()) else cond.mask
         v = self.run(
             weights,
             hidden_states=pack(x).to(self.dtype),
@@ -78,7 +86,17 @@ class QwenImage(PipelineModel):
             encoder_hidden_states_mask=mask,
             img_shapes=[[(1, h // 2, w // 2)]] * n,
         )  # (N, HW/4, 4C)
-        return unpack(v, h, w).float()
+        return unpack(v[:rows], h, w).float()
+
+    def blank(self, rows: int) -> Conditioning:
+        cond = super().blank(rows)
+        mask = torch.ones(rows, self.text_length, dtype=torch.bool, device=self.device)
+        return replace(cond, mask=mask) if self.compiled else cond
+
+    def before_compiling(self) -> None:
+        """Inductor has no kernels for complex numbers."""
+        self.transformer.pos_embed.register_forward_hook(_as_real)
+        _rotate_real_numbers()
 
     def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
         """v = u + scale·(c − u); then every token of v is rescaled to the norm of c there."""
@@ -95,3 +113,24 @@ class QwenImage(PipelineModel):
         )
         frames = (latents * std + mean).unsqueeze(2).to(vae.dtype)  # (N, C, 1, H, W)
         return vae.decode(frames, return_dict=False)[0][:, :, 0]
+
+
+def _as_real(_: Any, inputs: Any, rotations: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """(s, d / 2) complex → (s, d / 2, 2)."""
+    return tuple(map(torch.view_as_real, rotations))
+
+
+@cache
+def _rotate_real_numbers() -> None:
+    from diffusers.models.transformers import transformer_qwenimage as network
+
+    network.apply_rotary_emb_qwen = partial(_rotate, network.apply_rotary_emb_qwen)
+
+
+def _rotate(original: Any, x: Tensor, rotation: Any, use_real: bool = True, *more: Any) -> Tensor:
+    """Rotary position embedding of x (n, s, H, d) by complex numbers given as pairs."""
+    if use_real or rotation.is_complex():  # of a network that is not compiled
+        return original(x, rotation, use_real, *more)
+    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = rotation[:, None].unbind(-1)
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(3).type_as(x)
