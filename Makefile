@@ -1,6 +1,7 @@
 # make demo    installs everything, then trains the bundled model
 # make test    installs everything, then runs linters and all tests
 # make docs    builds the documentation site in site/
+# make test-gpu runs the tests of a CUDA device, then models of real size: all, or MODELS="flux-dev …"
 # make mutants breaks the code on purpose, one line at a time; a test must fail each time
 # All use an environment in .venv; PYTHON selects the interpreter (3.10 or newer).
 
@@ -20,10 +21,10 @@ CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 1)
 WORKERS ?= $(shell [ $(CORES) -gt 3 ] && echo 4 || echo $$(($(CORES) + 1)))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-fast test-vllm mutants lint docs bench bench-gpu setup clean help
+.PHONY: demo test test-fast test-gpu test-vllm mutants lint docs bench bench-gpu setup clean help
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile | head -5
+	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
 
 demo: $(VENV)/.run
 	@echo "==> Training the bundled model to write legible words"
@@ -38,6 +39,11 @@ test: lint
 
 test-fast: $(VENV)/.dev
 	@$(PYTEST) -m "not slow"
+
+# Each model takes up to 10 minutes and 60 GB of disk in the folder for temporary files.
+test-gpu: $(VENV)/.dev
+	@$(if $(MODELS),,$(BIN)/python -m pytest -m gpu)
+	@$(BIN)/python -m tests.real_size $(MODELS)
 
 mutants: $(VENV)/.dev
 	@$(BIN)/python -m tests.mutants

@@ -191,7 +191,8 @@ def test_attention_of_compiled_networks(masked: bool, head_size: int, layout: st
             expected = torch.nn.functional.scaled_dot_product_attention(*wide, attn_mask=mask)
             grads = torch.autograd.grad(expected, wide, grad.float())
         for a, b in zip(results[0], (expected.detach(), *grads), strict=True):
-            assert float((a.float() - b).norm() / b.norm()) < 1e-2, length
+            # With one key left its gradient is 0, and that of the kernels a rounding error.
+            assert float((a.float() - b).norm()) < 1e-2 * float(b.norm()) + 1e-4, length
 
 
 def test_very_small_scores_have_finite_gradients() -> None:
