@@ -14,6 +14,7 @@ from gesso.check import memory
 from gesso.estimate import estimate
 from gesso.memory import meta
 from gesso.types import UserError
+from gesso.weights import folded_linear
 from tests import tokens as writers
 
 GIB = 2**30
@@ -45,6 +46,13 @@ def test_folding_takes_the_adapted_weights_once_more() -> None:
     assert decoding(half) == separate + matrices
     in_float32 = decoding()  # on a CPU, unless folding is requested
     assert decoding("model.fold=true") == in_float32 + 2 * matrices
+
+
+def test_an_update_folds_an_old_policy_too() -> None:
+    common = ["model.lora.rank=4", "model.fold=true", 'algorithm={name="diffusion-nft"}']
+    with patch.object(folded_linear, "fold", wraps=folded_linear.fold) as fold:
+        estimate(build.recipe("demo", [*common, "learner.micro_batch=1", "sampler.batch=1"]))
+    assert fold.call_count == 2 + 1 + 1  # for an update, a denoising step and decoding
 
 
 def test_compiled_blocks_are_estimated_to_save_less() -> None:

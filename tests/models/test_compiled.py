@@ -12,6 +12,7 @@ import pytest
 import torch
 from diffusers import AutoencoderKL, AutoencoderTiny
 from diffusers.models.resnet import ResnetBlock2D
+from torch import Tensor
 
 from gesso import build
 from gesso.algorithms.flow_grpo import FlowGRPO
@@ -34,7 +35,7 @@ from gesso.models.flow.compiled import (
 )
 from gesso.models.flow.qwen_image import _as_real, _rotate
 from gesso.models.flow.sd3 import SD3
-from gesso.types import UserError
+from gesso.types import UserError, Which
 from gesso.weights.folding_rule import folds_lora
 from tests import pipelines
 from tests.models.test_folded import Counted, gradient, stirred
@@ -390,7 +391,12 @@ def test_compiler_processes_start_for_cuda_only(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_folded_and_compiled(
-    name: str, kind: str, sizes: dict[str, int], data: dict, tmp_path: Path
+    name: str,
+    kind: str,
+    sizes: dict[str, int],
+    data: dict,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The adapter lies in the feed-forwards, too. Prompts of Qwen-Image are padded and masked."""
     folder = pipelines.build(name, tmp_path / name, **sizes)
@@ -403,10 +409,20 @@ def test_folded_and_compiled(
     model.before_compiling()
     compile_blocks(model.transformer, model.blocks, backend="eager")
     model.compiled = True
+    lengths = set()
+    run = model.run
+
+    def noted(weights: Which, **inputs: Any) -> Tensor:
+        mask = inputs.get("encoder_hidden_states_mask")
+        lengths.add(None if mask is None else mask.shape[1])
+        return run(weights, **inputs)
+
+    monkeypatch.setattr(model, "run", noted)
     rollout = rollout_of(model, algorithm, batch=6)
     assert (rollout.flow_trace.clean - beside.flow_trace.clean).abs().max() < 1e-4
     metrics = learner.update(rollout, 0).metrics
     assert metrics["update/first_abs_dlogp_max"] == 0.0 and metrics["update/grad_norm"] > 0
+    assert lengths in ({None}, {model.text_length})
 
 
 def test_rotation_of_real_numbers_is_that_of_complex_ones() -> None:
