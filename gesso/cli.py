@@ -456,7 +456,7 @@ def _check(options: argparse.Namespace) -> None:
 
     recipe = build.recipe(options.recipe, options.overrides, options.card)
     with _display(options) as shown:
-        findings = Findings(memory(recipe)) if options.memory else check(recipe, shown)
+        findings = Findings(memory(recipe, shown)) if options.memory else check(recipe, shown)
         card = "" if options.card is None else f" --card {options.card}"
         valid = f"{options.recipe}{card}: all keys and values are valid"
         facts = [("recipe", valid), *findings.facts, *(("warning", w) for w in findings.warnings)]

@@ -103,6 +103,9 @@ class Family(Protocol):
         """Whether the class wraps a model of diffusers or transformers. The memory of such models
         can be estimated, and their exports run without Gesso."""
 
+    def max_prompt(self, recipe: Recipe) -> int | None:
+        """The limit on a prompt's tokens; None if all prompts are padded to one length."""
+
     def memory_load(self, recipe: Recipe, algorithm: Algorithm, model: Any) -> Load:
         """The memory and the work of a run; the model is on torch's meta device."""
 

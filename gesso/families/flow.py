@@ -116,6 +116,9 @@ class FlowFamily:
 
         return isinstance(model, PipelineModel)
 
+    def max_prompt(self, recipe: Recipe) -> int | None:
+        return None
+
     def memory_load(self, recipe: Recipe, algorithm: Any, model: Any) -> Load:
         from gesso.memory.flow import load
 

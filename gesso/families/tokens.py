@@ -134,6 +134,10 @@ class TokenFamily:
 
         return isinstance(model, TransformerModel)
 
+    def max_prompt(self, recipe: Recipe) -> int | None:
+        assert isinstance(recipe.model, config.TokenModel)
+        return recipe.model.max_prompt
+
     def memory_load(self, recipe: Recipe, algorithm: Any, model: Any) -> Load:
         from gesso.memory.tokens import load
 
