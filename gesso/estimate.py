@@ -25,6 +25,7 @@ from gesso.track.progress import SILENT, Progress
 from gesso.types import UserError
 from gesso.weights.folding_rule import estimated_to_fold
 
+USABLE = 0.9  # of a GPU's memory; the CUDA context and the allocator's gaps take the rest
 MASTER = 4  # bytes: trained weights, their gradients and both Adam moments are float32
 
 
@@ -50,6 +51,11 @@ def _on_meta(section: AnyModel, algorithm: Algorithm) -> AnyModel:
     if section.quantize is not None:
         settled |= {"quantize": None, "compile": False}
     return section.model_copy(update={"device": "meta", **settled})
+
+
+def usable(card: int) -> float:
+    """Bytes that a run may take on a GPU of `card` GB."""
+    return USABLE * card * 2**30
 
 
 class Assumed(NamedTuple):
