@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from gesso.track.progress import Progress
 
 
-MICRO_TOKENS = 1024  # fitted micro-batches are multiples of this
+MICRO_TOKENS, MAX_MICRO_TOKENS = 1024, 32 * 1024
+"""Fitted micro-batches are multiples of the first. Matrix multiplications of more tokens than the
+second are no faster."""
 
 
 class TokenFamily:
@@ -144,11 +146,11 @@ class TokenFamily:
         return recipe.model.max_prompt
 
     def batch_sizes(self, recipe: Recipe, algorithm: Algorithm) -> Sequence[BatchSize]:
-        """Responses at a time, and tokens per pass: from one response to all of an update."""
+        """Responses at a time, and tokens per pass: at least one response, at most an update."""
         assert isinstance(recipe.model, config.TokenModel)
         longest = recipe.model.max_prompt + token_checks.max_tokens(recipe, algorithm)
         samples = recipe.data.groups * algorithm.group
-        most = samples // algorithm.updates * longest
+        most = min(samples // algorithm.updates * longest, max(longest, MAX_MICRO_TOKENS))
         first, last = (math.ceil(n / MICRO_TOKENS) for n in (longest, most))
         tokens = [n * MICRO_TOKENS for n in range(first, last + 1)]
         micro = BatchSize(("learner.micro_tokens",), tokens)
