@@ -103,11 +103,12 @@ def _with(recipe: Recipe, settings: Mapping[str, int]) -> Recipe:
 
 def _too_large(recipe: Recipe, settings: Mapping[str, int], peak: int, card: int) -> str:
     model, algorithm = recipe.model, build.algorithm(recipe)
+    one_pass = getattr(algorithm, "one_pass", False)  # which needs a folded LoRA
     remedies = {
         "model.gradient_checkpointing=true": not model.gradient_checkpointing,
         "model.lora.rank=16": model.lora is None,
-        "model.fold=false": estimated_to_fold(model),
-        "model.quantize=nf4": model.lora is not None and model.quantize is None,
+        "model.fold=false": estimated_to_fold(model) and not one_pass,
+        "model.quantize=nf4": model.lora and model.quantize is None and not one_pass,
         f"data.groups below {recipe.data.groups}": recipe.data.groups > algorithm.updates,
     }
     given = " ".join(f"{key}={value}" for key, value in settings.items())

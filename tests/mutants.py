@@ -673,11 +673,11 @@ MUTANTS = [
         "tests/memory/test_estimates.py -k full_fine_tune",
     ),
     Mutant(
-        "memory-folded-old-policy",
-        "gesso/memory/flow.py",
-        'policies = 2 if "old" in algorithm.needs else 1',
-        "policies = 1",
-        "tests/memory/test_estimates.py -k folding",
+        "memory-longest-prompt",
+        "gesso/families/token_checks.py",
+        "longest=max(lengths)",
+        "longest=min(lengths)",
+        "tests/memory/test_estimates.py -k longest",
     ),
     Mutant(
         "trust-code-of-a-run",
