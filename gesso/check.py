@@ -12,7 +12,7 @@ from torch import Tensor
 from gesso import families
 from gesso.algorithms.base import Terms
 from gesso.config import Recipe
-from gesso.estimate import estimate
+from gesso.estimate import Assumed, assuming, estimate, with_data
 from gesso.health import under_floor
 from gesso.models.repeatable import deterministic_algorithms, kernel_options
 from gesso.rollout import Rollout
@@ -54,7 +54,7 @@ def check(recipe: Recipe, progress: Progress = SILENT) -> Findings:
         findings.fact("repeats", _repeats(job, repeatable))
         progress.phase("estimating memory")
         if family.wraps_library(job.model):
-            findings.facts += memory(recipe)
+            findings.facts += _memory(assuming(recipe, job.longest_prompt))
         else:
             findings.fact(
                 "memory", "not estimated: the model is neither from diffusers nor transformers"
@@ -169,9 +169,16 @@ def _measured(job: Assembled, findings: Findings) -> None:
         findings.fact("", f"measured: {size_of(peak)} of {size_of(total)} on this device")
 
 
-def memory(recipe: Recipe) -> list[tuple[str, str]]:
+def memory(recipe: Recipe, progress: Progress = SILENT) -> list[tuple[str, str]]:
     """The report of `gesso check --memory`. Needs the model's configs, neither weights nor a
-    device."""
+    device; of a language model it reads local data."""
+    assumed = with_data(recipe, progress)
+    progress.phase("estimating memory")
+    return _memory(assumed)
+
+
+def _memory(assumed: Assumed) -> list[tuple[str, str]]:
+    recipe = assumed.recipe
     estimated = estimate(recipe)
     lasting = ", ".join(f"{name} {size_of(size)}" for name, size in estimated.lasting.items())
     passing = ", ".join(f"{name} {size_of(size)}" for name, size in estimated.passing.items())
@@ -180,6 +187,8 @@ def memory(recipe: Recipe) -> list[tuple[str, str]]:
         ("", f"always allocated: {lasting}"),
         ("", f"temporary, one at a time: {passing}"),
     ]
+    if assumed.prompts:
+        facts.append(("", f"assuming {assumed.prompts}"))
     if recipe.sampler.engine == "vllm":
         share = recipe.sampler.vllm.gpu_memory
         facts.append(("", f"vLLM reserves {share:.0%} of the device memory while sampling"))

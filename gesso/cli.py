@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from gesso.track.run_folder import RunFolder, must_be_possible
 from gesso.types import StopRun, UserError, bad_text, out_of_memory
 
 if TYPE_CHECKING:
+    from gesso.config import Recipe
     from gesso.config.tables import RecipeTables
     from gesso.use.source import ModelSource
 
@@ -108,10 +110,17 @@ def _parser() -> argparse.ArgumentParser:
         help="override a key of the recipe, e.g. optimizer.lr=1e-4",
     )
     _add_card(check)
-    check.add_argument(
+    what = check.add_mutually_exclusive_group()
+    what.add_argument(
         "--memory",
         action="store_true",
         help="only estimate the peak memory; needs neither the weights nor a GPU",
+    )
+    what.add_argument(
+        "--fit",
+        type=int,
+        metavar="GB",
+        help="only find the largest batches for a GPU with this much memory, by estimates",
     )
     _add_output(check)
     check.set_defaults(action=_check, more="overrides")
@@ -455,8 +464,10 @@ def _check(options: argparse.Namespace) -> None:
     from gesso.config.tables import read_recipe
 
     recipe = build.recipe(options.recipe, options.overrides, options.card)
+    if options.fit is not None:
+        return _fit(options, recipe)
     with _display(options) as shown:
-        findings = Findings(memory(recipe)) if options.memory else check(recipe, shown)
+        findings = Findings(memory(recipe, shown)) if options.memory else check(recipe, shown)
         card = "" if options.card is None else f" --card {options.card}"
         valid = f"{options.recipe}{card}: all keys and values are valid"
         facts = [("recipe", valid), *findings.facts, *(("warning", w) for w in findings.warnings)]
@@ -464,6 +475,24 @@ def _check(options: argparse.Namespace) -> None:
             facts.append(("sizes", f"--card {sizes}"))
         lines = [f"{name:<8} {fact}" for name, fact in facts]
         shown.result("\n".join(lines), {"facts": facts})
+
+
+def _fit(options: argparse.Namespace, recipe: Recipe) -> None:
+    from gesso.check import size_of
+    from gesso.fitting import fit
+
+    with _display(options) as shown:
+        fitted = fit(recipe, options.fit, shown)
+        card = [] if options.card is None else ["--card", str(options.card)]
+        others = [o for o in options.overrides if o.partition("=")[0] not in fitted.settings]
+        command = ["gesso", "train", options.recipe, *card, *others, *fitted.overrides]
+        facts = [
+            ("fit", shlex.join(command)),
+            ("memory", f"about {size_of(fitted.memory.peak)} at the peak"),
+        ]
+        facts += [("", f"assuming {fitted.prompts}")] if fitted.prompts else []
+        lines = [f"{name:<8} {fact}" for name, fact in facts]
+        shown.result("\n".join(lines), {"facts": facts, "overrides": fitted.overrides})
 
 
 def _recipes(options: argparse.Namespace) -> None:

@@ -11,16 +11,21 @@ Each family defines the work of a run (`memory/flow.py`, `memory/tokens.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 
 from gesso import build, families
 from gesso.algorithms.base import Algorithm
 from gesso.config import AnyModel, Recipe
+from gesso.data import prompts
+from gesso.data.readers import why_not_local
 from gesso.memory.meta import peak
+from gesso.track.progress import SILENT, Progress
 from gesso.types import UserError
 from gesso.weights.folding_rule import estimated_to_fold
 
+USABLE = 0.9  # of a GPU's memory; the CUDA context and the allocator's gaps take the rest
 MASTER = 4  # bytes: trained weights, their gradients and both Adam moments are float32
 
 
@@ -48,18 +53,63 @@ def _on_meta(section: AnyModel, algorithm: Algorithm) -> AnyModel:
     return section.model_copy(update={"device": "meta", **settled})
 
 
-def estimate(recipe: Recipe) -> Memory:
+def usable(card: int) -> float:
+    """Bytes that a run may take on a GPU of `card` GB."""
+    return USABLE * card * 2**30
+
+
+class Assumed(NamedTuple):
+    """A recipe as it is estimated, and what that assumes about the prompts."""
+
+    recipe: Recipe
+    prompts: str = ""  # empty if all prompts are padded to one length
+
+
+def assuming(recipe: Recipe, longest: int | None) -> Assumed:
+    """The recipe with the longest prompt of its data, in tokens, as the limit on prompts: it
+    decides the size of the KV cache."""
+    if longest is None:
+        return Assumed(recipe)
+    section = recipe.model.model_copy(update={"max_prompt": longest})
+    paths = " and ".join(dict.fromkeys(s.path for s in (*recipe.data.train, *recipe.data.eval)))
+    text = f"prompts of at most {longest} tokens, as in {paths}"
+    return Assumed(recipe.model_copy(update={"model": section}), text)
+
+
+def with_data(recipe: Recipe, progress: Progress = SILENT) -> Assumed:
+    """The same, with the data of a language model read if it is on this machine. Prompts that
+    cannot be scored count too: rewards are not started."""
+    family = families.of(recipe)
+    limit = family.max_prompt(recipe)
+    if limit is None:
+        return Assumed(recipe)
+    reasons = (why_not_local(s.path) for s in (*recipe.data.train, *recipe.data.eval))
+    if missing := next((reason for reason in reasons if reason), None):
+        return Assumed(recipe, f"prompts of model.max_prompt = {limit} tokens: {missing}")
+    progress.phase("loading data")
+    data = prompts.load(recipe.data, lambda prompt: None, lambda prompt: None)
+    _, algorithm, model = _bare(recipe)
+    return assuming(recipe, family.fit(recipe, algorithm, model, data, progress).longest)
+
+
+def _bare(recipe: Recipe) -> tuple[Recipe, Algorithm, Any]:
+    """The recipe for the meta device, its algorithm and its model."""
     algorithm = build.algorithm(recipe)
     bare = recipe.model_copy(update={"model": _on_meta(recipe.model, algorithm)})
     model = build.model(bare)
-    family = families.of(recipe)
-    algorithm, critic = family.add_critic(bare, algorithm, model)
-    critic_parameters = critic.trained if critic is not None else {}
-    if not family.wraps_library(model):
+    if not families.of(recipe).wraps_library(model):
         raise UserError(
             f'cannot estimate the memory of model "{recipe.model.name}": expected a diffusers '
             "pipeline derived from PipelineModel, or a model of transformers"
         )
+    return bare, algorithm, model
+
+
+def estimate(recipe: Recipe) -> Memory:
+    bare, algorithm, model = _bare(recipe)
+    family = families.of(recipe)
+    algorithm, critic = family.add_critic(bare, algorithm, model)
+    critic_parameters = critic.trained if critic is not None else {}
     load = family.memory_load(recipe, algorithm, model)
     policy = model.policy
     trained = (policy.size + sum(p.numel() for p in critic_parameters.values())) * MASTER

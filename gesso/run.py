@@ -48,6 +48,7 @@ class Assembled:
     eval_prompts: Sequence[Prompt]
     notes: Sequence[str]  # about data and settings, shown before the run
     left_out: Sequence[str] = ()  # skipped rows of the data, each with its reason
+    longest_prompt: int | None = None  # tokens; only of language models
 
     def close(self) -> None:
         self.cluster.close()
@@ -91,8 +92,9 @@ def assemble(recipe: Recipe, progress: Progress = SILENT) -> Assembled:
             "prompts; all of them are used"
         )
     return Assembled(
-        recipe, algorithm, model, learner, cluster, rewards, held_out, notes, data.left_out
-    )
+        recipe, algorithm, model, learner, cluster, rewards, held_out, notes, data.left_out,
+        data.longest,
+    )  # fmt: skip
 
 
 def train(

@@ -701,6 +701,13 @@ MUTANTS = [
         "tests/models/test_compiled.py -k 'folded_and_compiled and qwen'",
     ),
     Mutant(
+        "memory-longest-prompt",
+        "gesso/families/token_checks.py",
+        "longest=max(lengths)",
+        "longest=min(lengths)",
+        "tests/memory/test_estimates.py -k longest",
+    ),
+    Mutant(
         "trust-code-of-a-run",
         "gesso/viewer/studio.py",
         "code = {} if self.trust_code else",

@@ -475,6 +475,7 @@ def test_check(seeing: Tiny, name: str, more: dict) -> None:
     facts = dict(found.facts)
     assert {"data", "model", "rewards", "ratio", "memory", "time"} <= facts.keys()
     assert float(facts["ratio"].rsplit(" ", 1)[1]) < 1e-4
+    assert any(text.startswith("assuming prompts of at most ") for _, text in found.facts)
 
 
 def ppo_run(tiny: Tiny, lora: dict[str, int] | None, folder: Path) -> RunFolder:

@@ -38,6 +38,7 @@ class LoadedData:
     held_out: Sequence[Prompt]  # of all sets, interleaved
     notes: Sequence[str]  # shown before the run
     left_out: Sequence[str] = ()  # "file:line: why" of every skipped row
+    longest: int | None = None  # tokens of the longest prompt; only of language models
 
 
 Unfit = Callable[[Prompt], str | None]

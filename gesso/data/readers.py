@@ -62,6 +62,17 @@ def read(source: DataSource, chat_format: ChatFormat = PLAIN) -> Reading:
     return Reading([prompt for prompt in prompts if prompt.where not in broken], left_out)
 
 
+def why_not_local(path: str) -> str | None:
+    """Why the prompts of a source cannot be read without the network, or None."""
+    if path.startswith(HUB):
+        return f"{path} is not read"
+    try:
+        places = [resolve_path(path), resolve_path(path.rpartition("@")[0] or path)]
+        return None if any(place.exists() for place in places) else f"{path} does not exist"
+    except OSError:  # `read` says why
+        return None
+
+
 def _prompts(source: DataSource, chat_format: ChatFormat) -> list[Prompt | str]:
     """The prompt of each row, or why there is none."""
     results: list[Prompt | str] = []

@@ -8,6 +8,7 @@ depends on neither family nor its classes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gesso.config import AnyModel, AnyRecipe, Eval, FamilyName, Recipe
@@ -20,6 +21,14 @@ if TYPE_CHECKING:
     from gesso.models.tokens.critic import Critic
     from gesso.samplers.base import Sampler
     from gesso.track.progress import Progress
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """A size that changes memory and speed, not the result of an update."""
+
+    keys: Sequence[str]  # of the recipe; all have the same value
+    values: Sequence[int]  # sensible ones, ascending
 
 
 class Family(Protocol):
@@ -102,6 +111,12 @@ class Family(Protocol):
     def wraps_library(self, model: Any) -> bool:
         """Whether the class wraps a model of diffusers or transformers. The memory of such models
         can be estimated, and their exports run without Gesso."""
+
+    def max_prompt(self, recipe: Recipe) -> int | None:
+        """The limit on a prompt's tokens; None if all prompts are padded to one length."""
+
+    def batch_sizes(self, recipe: Recipe, algorithm: Algorithm) -> Sequence[BatchSize]:
+        """The sizes that can be fitted to a GPU."""
 
     def memory_load(self, recipe: Recipe, algorithm: Algorithm, model: Any) -> Load:
         """The memory and the work of a run; the model is on torch's meta device."""

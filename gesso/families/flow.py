@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from gesso import config, imports
 from gesso.config import AnyRecipe, Eval, Recipe
 from gesso.families import classes, flow_checks
+from gesso.families.base import BatchSize
 from gesso.types import Prompt
 
 if TYPE_CHECKING:
@@ -115,6 +116,16 @@ class FlowFamily:
         from gesso.models.flow.pipeline import PipelineModel
 
         return isinstance(model, PipelineModel)
+
+    def max_prompt(self, recipe: Recipe) -> int | None:
+        return None
+
+    def batch_sizes(self, recipe: Recipe, algorithm: Algorithm) -> Sequence[BatchSize]:
+        """One size for sampling and training, which then round alike in half precision. It divides
+        the samples of an update, so that all batches are full."""
+        samples = recipe.data.groups * algorithm.group // algorithm.updates
+        divisors = [n for n in range(1, samples + 1) if samples % n == 0]
+        return [BatchSize(("sampler.batch", "learner.micro_batch"), divisors)]
 
     def memory_load(self, recipe: Recipe, algorithm: Any, model: Any) -> Load:
         from gesso.memory.flow import load

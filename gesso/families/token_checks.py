@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gesso.config import AnyRecipe, Recipe
@@ -51,7 +52,7 @@ def fit(
     data: prompts.LoadedData,
     progress: Progress,
 ) -> prompts.LoadedData:
-    """The prompts that are short enough for the model."""
+    """The prompts that are short enough for the model, and the length of the longest."""
     lengths: list[int] = []
 
     def unfit(prompt: Prompt) -> str | None:
@@ -68,7 +69,7 @@ def fit(
     progress.phase("tokenizing prompts", count)
     fitting = prompts.without(data, unfit, recipe.data, "do not fit the model")
     _check_positions(recipe, algorithm, model, max(lengths))
-    return fitting
+    return replace(fitting, longest=max(lengths))
 
 
 def too_long(model: TokenModel, tokens: int) -> str | None:

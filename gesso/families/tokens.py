@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gesso import config, imports
 from gesso.config import AnyRecipe, Eval, Recipe
 from gesso.families import classes, token_checks
+from gesso.families.base import BatchSize
 from gesso.types import Prompt, UserError
 
 if TYPE_CHECKING:
@@ -19,6 +21,11 @@ if TYPE_CHECKING:
     from gesso.samplers.base import Sampler
     from gesso.samplers.decode import DecodingSampler
     from gesso.track.progress import Progress
+
+
+MICRO_TOKENS, MAX_MICRO_TOKENS = 1024, 32 * 1024
+"""Fitted micro-batches are multiples of the first. Matrix multiplications of more tokens than the
+second are no faster."""
 
 
 class TokenFamily:
@@ -133,6 +140,24 @@ class TokenFamily:
         from gesso.models.tokens.transformer import TransformerModel
 
         return isinstance(model, TransformerModel)
+
+    def max_prompt(self, recipe: Recipe) -> int | None:
+        assert isinstance(recipe.model, config.TokenModel)
+        return recipe.model.max_prompt
+
+    def batch_sizes(self, recipe: Recipe, algorithm: Algorithm) -> Sequence[BatchSize]:
+        """Responses at a time, and tokens per pass: at least one response, at most an update."""
+        assert isinstance(recipe.model, config.TokenModel)
+        longest = recipe.model.max_prompt + token_checks.max_tokens(recipe, algorithm)
+        samples = recipe.data.groups * algorithm.group
+        most = min(samples // algorithm.updates * longest, max(longest, MAX_MICRO_TOKENS))
+        first, last = (math.ceil(n / MICRO_TOKENS) for n in (longest, most))
+        tokens = [n * MICRO_TOKENS for n in range(first, last + 1)]
+        micro = BatchSize(("learner.micro_tokens",), tokens)
+        if recipe.sampler.engine != "built-in":  # it has its own batches
+            return [micro]
+        slots = sorted({n for n in (1, 2, 4, *range(8, samples, 8), samples) if n <= samples})
+        return [BatchSize(("sampler.batch",), slots), micro]
 
     def memory_load(self, recipe: Recipe, algorithm: Any, model: Any) -> Load:
         from gesso.memory.tokens import load

@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 
 from gesso import build, cli
 from gesso.check import memory
-from gesso.estimate import estimate
+from gesso.estimate import estimate, with_data
 from gesso.memory import meta
-from gesso.types import UserError
+from gesso.types import Prompt, UserError
 from gesso.weights import folded_linear
 from tests import tokens as writers
 
@@ -143,6 +143,7 @@ def test_prompts_too_short_for_a_picture(tmp_path: Path) -> None:
 def test_another_engine_has_memory_of_its_own(tmp_path: Path) -> None:
     folder = writers.build("qwen2", tmp_path / "m")
     common = [f"model.path={folder}", "model.name=causal", "model.max_prompt=32"]
+    common += on("hub:a/b@train", "hub:a/b@test")  # the demo's questions have images
     recipe = build.recipe("demo-vlm", [*common, "sampler.engine=vllm"])
     assert set(estimate(recipe).passing) == {"update with gradients"}
     told = [text for _, text in memory(recipe)]
@@ -197,6 +198,69 @@ def test_an_operator_is_remembered_with_all_that_its_result_depends_on(
             view = torch.ops.aten._unsafe_view(x, [2, 2])  # though it says that it is none
             assert view.untyped_storage()._cdata == x.untyped_storage()._cdata
     assert len(meta._Live.results) == 4
+
+
+@pytest.fixture(scope="module")
+def small_writer(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = writers.build("qwen2", tmp_path_factory.mktemp("writer") / "m")
+    changes = [f"model.path={folder}", "model.name=causal", "model.max_prompt=256"]
+    return [*changes, "learner.micro_tokens=64", "sampler.batch=2", "algorithm.max_tokens=8"]
+
+
+def on(*paths: Path | str) -> list[str]:
+    """Trains on one file and evaluates on the other."""
+    return [f"data.{part}={path}" for part, path in zip(("train", "eval"), paths, strict=True)]
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    (folder / name).write_text(text, encoding="utf-8")
+    return folder / name
+
+
+def test_prompts_are_as_long_as_the_longest_of_the_data(
+    small_writer: list[str], tmp_path: Path
+) -> None:
+    short = written(tmp_path, "short.txt", "how many\n")
+    long = written(tmp_path, "long.txt", f"how many\n{'a' * 100}\n{'b' * 999}\n")
+    recipe = build.recipe("demo-vlm", [*small_writer, *on(short, long)])
+    assumed = with_data(recipe)
+    model = build.model(recipe)
+    tokens = model.length(Prompt("a" * 100))
+    assert 100 < tokens < 256 < model.length(Prompt("b" * 999))  # which is skipped
+    assert assumed.prompts == f"prompts of at most {tokens} tokens, as in {short} and {long}"
+    stated = build.recipe("demo-vlm", [*small_writer, f"model.max_prompt={tokens}"])
+    assert estimate(assumed.recipe) == estimate(stated)
+    assert estimate(stated).peak < estimate(recipe).peak
+    assert any(assumed.prompts in text for _, text in memory(recipe))
+    assert with_data(build.recipe("demo")).prompts == ""  # pads all prompts to one length
+
+
+def test_data_that_is_not_here_is_not_read(small_writer: list[str], tmp_path: Path) -> None:
+    here = written(tmp_path, "here.txt", "how many\n")
+    for path, why in (("hub:a/b@train", "is not read"), ("./no.txt", "does not exist")):
+        recipe = build.recipe("demo-vlm", [*small_writer, *on(here, path)])
+        told = f"prompts of model.max_prompt = 256 tokens: {path} {why}"
+        assert with_data(recipe) == (recipe, told)
+
+
+@pytest.mark.parametrize(
+    "name, text, sentence",
+    [
+        ("a.jsonl", "{", "a.jsonl"),
+        ("a.txt", "", "a.txt is empty; expected one row per prompt"),
+        ("a.txt", "a" * 999, "more than model.max_prompt = 256"),
+        ("a.csv", "a", "expected .txt, .jsonl, .json or .parquet, got .csv"),
+    ],
+)
+def test_broken_data_is_one_sentence(
+    name: str, text: str, sentence: str, small_writer: list[str], tmp_path: Path,
+    capsys: pytest.CaptureFixture,
+) -> None:  # fmt: skip
+    path = written(tmp_path, name, text)
+    words = ["check", "demo-vlm", "--memory", "--quiet", *small_writer, *on(path, path)]
+    assert cli.main(words) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and sentence in told and told.count("\n") == 1
 
 
 def test_quantizing_needs_lora_and_a_cuda_device() -> None:
