@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,12 @@ PROMPTS = [
     'a blue sign that says "WIND"',
     'a red sign that says "OAK"',
 ]
+
+
+def pytest_collection_finish() -> None:
+    """Garbage collection skips everything imported so far: a tenth of the CPU time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
