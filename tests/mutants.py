@@ -723,7 +723,7 @@ MUTANTS = [
     ),
     Mutant(
         "cli-resume-changes-the-recipe",
-        "gesso/cli.py",
+        "gesso/commands.py",
         'key != "steps" or',
         "not key or",
         "tests/test_cli.py -k mistakes",

@@ -145,7 +145,10 @@ def test_train_sample_export_and_resume(
         (["train", "--resume", "/nowhere"], "error: /nowhere is not a run folder"),
         (["train", "--resume", "/nowhere", "optimizer.lr=1"], "only steps=N may be changed"),
         (["export", "demo", "--to", "x"], "error: demo is not a run folder"),
-        (["sample", "nope", "a sign"], 'error: unknown recipe "nope"'),
+        (
+            ["sample", "nope", "a sign"],
+            'error: nope is neither a run nor a model folder; unknown recipe "nope"',
+        ),
         (["train", "demo", "--runn", "x"], "unrecognized arguments: --runn"),
         (["sample", "nope", "a sign", "--sede=1"], "unrecognized arguments: --sede=1"),
         (["train", "demo", "data.train=missing.txt", "--run", "RUN"], "missing.txt: no such file"),

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from gesso import build, cli, config
+from gesso import arguments, build, cli, config
 from gesso.config.parsing import parse
 from gesso.config.tables import over, read_recipe, tomllib
 from gesso.types import UserError
@@ -135,14 +135,14 @@ def test_the_example_reward_compares_red_with_the_prompt(monkeypatch: pytest.Mon
 COMMANDS = pages.commands()
 
 
-@pytest.mark.parametrize("arguments", [c for _, c in COMMANDS], ids=[w for w, _ in COMMANDS])
-def test_commands_parse(arguments: list[str]) -> None:
-    cli._parser().parse_args(arguments)
+@pytest.mark.parametrize("words", [c for _, c in COMMANDS], ids=[w for w, _ in COMMANDS])
+def test_commands_parse(words: list[str]) -> None:
+    arguments.parser().parse_args(words)
 
 
 def test_the_pages_show_every_action() -> None:
-    actions: Any = cli._parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
-    assert {arguments[0] for _, arguments in COMMANDS} == set(actions)
+    subparsers: Any = arguments.parser()._subparsers
+    assert {words[0] for _, words in COMMANDS} == set(subparsers._group_actions[0].choices)
 
 
 def plain(code: str) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from gesso import build, cli, config, health, imports
+from gesso import build, config, health, imports
 from gesso.algorithms.advantage import Advantage
 from gesso.algorithms.credit import Credit
 from gesso.algorithms.diffusion_nft import DiffusionNFT
@@ -29,6 +29,7 @@ from gesso.algorithms.flow_grpo import FlowGRPO, Window
 from gesso.algorithms.grpo import GRPO
 from gesso.algorithms.policy_gradient import KL, Clip, SequenceClip, Weight
 from gesso.algorithms.ppo import PPO, CriticSection
+from gesso.arguments import parser
 from gesso.config import tables
 from gesso.rewards import assembly
 from gesso.rewards.image.networks import NetworkReward
@@ -192,7 +193,7 @@ def settings() -> str:
 
 def commands() -> str:
     """Options of several commands are listed once, at the end."""
-    found = [*actions("gesso", cli._parser())]
+    found = [*actions("gesso", parser())]
     lines = Counter(line for _, _, arguments in found for line in arguments)
     shared = [line for line, count in lines.items() if count > 1]
     parts = []

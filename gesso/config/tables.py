@@ -60,6 +60,10 @@ class RecipeTables:
         return _merged(self.recipe, size)
 
 
+class UnknownRecipe(UserError):
+    """Neither the name of a bundled recipe nor a file."""
+
+
 def bundled_recipes() -> dict[str, str]:
     """Name → description."""
     paths = sorted(RECIPES.glob("*.toml"), key=lambda path: path.stem)
@@ -103,7 +107,7 @@ def _file(source: str, above: tuple[Path, ...]) -> Path:
         raise UserError(f"recipe {path}: no such file")
     if not path.is_file():
         known = bundled_recipes()
-        raise UserError(_renamed(source, known, bool(above)) or _unknown(source, known))
+        raise UnknownRecipe(_renamed(source, known, bool(above)) or _unknown(source, known))
     if path in above:
         raise UserError(f"recipe {path.stem} has itself as its base; change or remove base")
     return path

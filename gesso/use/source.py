@@ -84,7 +84,10 @@ def find(
             f"{what}: no such folder; expected a run, a recipe, or a model folder of diffusers or "
             "transformers (download models of the Hub first)"
         )
-    return ModelSource(str(what), build.recipe(str(what), overrides))
+    try:
+        return ModelSource(str(what), build.recipe(str(what), overrides))
+    except tables.UnknownRecipe as error:
+        raise UserError(f"{what} is neither a run nor a model folder; {error}") from error
 
 
 def recipe_of(run: RunFolder, overrides: Sequence[str] = ()) -> Recipe:

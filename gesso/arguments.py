@@ -1,0 +1,349 @@
+"""The arguments of every command, and their help."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from gesso import commands
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="gesso",
+        description="RL post-training for flow-matching image models and (vision-)language models.",
+    )
+    parser.set_defaults(json=False, more=None)  # `more`: the list that extra arguments go to
+    subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for add in (_train, _check, _recipes, _sample, _eval, _export, _view, _serve_reward, _data):
+        add(subparsers)
+    return parser
+
+
+def _train(subparsers: Any) -> None:
+    train = _add_command(subparsers, "train", "train a recipe, or resume a run")
+    train.add_argument("recipe", nargs="?", help="name of a bundled recipe, or a TOML file")
+    train.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="override a key of the recipe, e.g. optimizer.lr=1e-4",
+    )
+    train.add_argument(
+        "--run",
+        type=Path,
+        metavar="DIR",
+        help="new run folder (default: runs/RECIPE-001, runs/RECIPE-002, ...)",
+    )
+    _add_card(train)
+    train.add_argument(
+        "--resume",
+        type=Path,
+        metavar="RUN",
+        help="continue this run from its newest checkpoint; only steps=N may be changed",
+    )
+    _add_output(train)
+    train.set_defaults(action=commands.train, more="overrides")
+
+
+def _check(subparsers: Any) -> None:
+    about = "run every part of a recipe once without training, and estimate its cost"
+    check = _add_command(subparsers, "check", about)
+    check.add_argument("recipe", help="name of a bundled recipe, or a TOML file")
+    check.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="override a key of the recipe, e.g. optimizer.lr=1e-4",
+    )
+    _add_card(check)
+    what = check.add_mutually_exclusive_group()
+    what.add_argument(
+        "--memory",
+        action="store_true",
+        help="only estimate the peak memory; needs neither the weights nor a GPU",
+    )
+    what.add_argument(
+        "--fit",
+        type=int,
+        metavar="GB",
+        help="only find the largest batches for a GPU with this much memory, by estimates",
+    )
+    _add_output(check)
+    check.set_defaults(action=commands.check, more="overrides")
+
+
+def _recipes(subparsers: Any) -> None:
+    recipes = _add_command(subparsers, "recipes", "list the bundled recipes")
+    recipes.set_defaults(action=commands.recipes)
+
+
+def _sample(subparsers: Any) -> None:
+    sample = _add_command(
+        subparsers, "sample", "generate images or responses with a run, a recipe or a model folder"
+    )
+    sample.add_argument(
+        "source",
+        metavar="RUN_OR_MODEL",
+        help="a run folder, a recipe (its untrained model), an export, or a model folder of "
+        "diffusers or transformers",
+    )
+    sample.add_argument("prompts", nargs="*", metavar="PROMPT", help="text of a prompt")
+    sample.add_argument(
+        "--prompts",
+        dest="file",
+        type=Path,
+        metavar="FILE",
+        help="read more prompts from this file, in any format that data.train accepts",
+    )
+    sample.add_argument("--n", type=int, default=1, help="samples per prompt (default: 1)")
+    sample.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+    sample.add_argument(
+        "--image",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="input image for a vision-language model; repeat it for several images",
+    )
+    sample.add_argument(
+        "--out",
+        type=Path,
+        default=Path("."),
+        metavar="DIR",
+        help="folder for the generated images (default: the working folder)",
+    )
+    sample.add_argument(
+        "--sheet", type=Path, metavar="FILE", help="also save all images as one contact sheet"
+    )
+    sample.add_argument(
+        "--base",
+        action="store_true",
+        help="also sample from the base model, before any training",
+    )
+    _add_sampling(sample, "score the samples with this reward; may be repeated")
+    sample.set_defaults(action=commands.sample, more="prompts")
+
+
+def _eval(subparsers: Any) -> None:
+    evaluate = _add_command(
+        subparsers, "eval", "score held-out prompts with confidence intervals, and compare models"
+    )
+    evaluate.add_argument(
+        "source",
+        metavar="RUN_OR_MODEL",
+        help="a run folder, a recipe (its untrained model), an export, or a model folder of "
+        "diffusers or transformers",
+    )
+    evaluate.add_argument(
+        "others",
+        nargs="*",
+        metavar="OTHER",
+        help="more runs or models; the first one is compared with each of them",
+    )
+    evaluate.add_argument(
+        "--base",
+        action="store_true",
+        help="also compare with the base model, before any training",
+    )
+    evaluate.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="prompt file (default: data.eval of the recipe)",
+    )
+    evaluate.add_argument(
+        "--first",
+        type=int,
+        metavar="N",
+        help="use only the first N prompts (default: eval.prompts of the recipe; all of --prompts)",
+    )
+    evaluate.add_argument("--n", type=int, default=1, help="samples per prompt (default: 1)")
+    evaluate.add_argument("--seed", type=int, help="random seed (default: that of the recipe)")
+    evaluate.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="new folder for the results: eval.json, samples.jsonl, and images",
+    )
+    _add_sampling(
+        evaluate, "score with this reward (default: the rewards of the recipe); may be repeated"
+    )
+    evaluate.set_defaults(action=commands.evaluate, more="others")
+
+
+def _export(subparsers: Any) -> None:
+    export = _add_command(
+        subparsers, "export", "save the weights of a run for diffusers, transformers or PEFT"
+    )
+    export.add_argument("source", type=Path, metavar="RUN", help="run folder")
+    export.add_argument(
+        "--to", type=Path, required=True, metavar="DIR", help="new folder for the weights"
+    )
+    export.add_argument(
+        "--merged",
+        action="store_true",
+        help="merge the LoRA into the base weights and save the whole model",
+    )
+    export.add_argument(
+        "--shard-size", metavar="SIZE", help="maximum size per weight file (default: 5GB)"
+    )
+    export.add_argument(
+        "--dtype",
+        metavar="DTYPE",
+        help="convert to float32, bfloat16 or float16 (default: no conversion)",
+    )
+    _add_checkpoint(export)
+    export.set_defaults(action=commands.export)
+
+
+def _view(subparsers: Any) -> None:
+    view = _add_command(subparsers, "view", "show runs in a browser, during training or afterwards")
+    view.add_argument(
+        "runs",
+        nargs="?",
+        type=Path,
+        default=Path("runs"),
+        metavar="RUNS",
+        help="a run folder, or a folder of runs (default: runs)",
+    )
+    view.add_argument(
+        "--port", type=int, default=7860, help="port; 0 for any free port (default: 7860)"
+    )
+    _add_access(view)
+    view.add_argument(
+        "--trust-code",
+        action="store_true",
+        help='allow the playground to import "module:Name" code that a run refers to',
+    )
+    view.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE",
+        help="write everything to one HTML file instead of starting a server",
+    )
+    view.set_defaults(action=commands.view)
+
+
+def _serve_reward(subparsers: Any) -> None:
+    serve = _add_command(subparsers, "serve-reward", "serve a reward over HTTP")
+    serve.add_argument(
+        "name", metavar="NAME", help='name of a bundled reward, or your code as "module:name"'
+    )
+    serve.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="set an option of the reward"
+    )
+    serve.add_argument("--port", type=int, required=True, help="port; 0 for any free port")
+    _add_access(serve)
+    serve.add_argument(
+        "--workers", type=int, default=1, help="number of worker processes (default: 1)"
+    )
+    serve.add_argument(
+        "--batch", type=int, default=16, help="maximum samples per call of a worker (default: 16)"
+    )
+    serve.add_argument(
+        "--max-mb", type=int, default=64, help="maximum size of a request in MiB (default: 64)"
+    )
+    serve.set_defaults(action=commands.serve_reward, more="overrides")
+
+
+def _data(subparsers: Any) -> None:
+    data = _add_command(subparsers, "data", "generate a prompt set")
+    kinds = data.add_subparsers(title="kinds", required=True, metavar="KIND")
+    ocr = _add_command(
+        kinds, "ocr", "generate prompts for images that contain text, for the reward ocr"
+    )
+    ocr.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder for train.txt and test.txt"
+    )
+    ocr.add_argument(
+        "--train", type=int, default=20_000, help="prompts in DIR/train.txt (default: 20000)"
+    )
+    ocr.add_argument(
+        "--test", type=int, default=1_000, help="prompts in DIR/test.txt (default: 1000)"
+    )
+    ocr.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+    ocr.set_defaults(action=commands.data_ocr)
+
+
+def _add_card(action: argparse.ArgumentParser) -> None:
+    action.add_argument(
+        "--card",
+        type=int,
+        metavar="GB",
+        help="use the recipe's settings for a GPU with this much memory, e.g. 24",
+    )
+
+
+def _add_command(subparsers: Any, name: str, about: str) -> argparse.ArgumentParser:
+    """`about` is shown by `gesso --help` and by `gesso NAME --help`."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(
+        name, help=about, description=f"{about[0].upper()}{about[1:]}."
+    )
+    return parser
+
+
+def _add_access(action: argparse.ArgumentParser) -> None:
+    """Options of a server: who may connect."""
+    action.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on (default: 127.0.0.1); any other than loopback needs --token-env",
+    )
+    action.add_argument(
+        "--token-env",
+        metavar="NAME",
+        help="environment variable that holds the token which clients must send",
+    )
+
+
+def _add_checkpoint(action: argparse.ArgumentParser) -> None:
+    """Options that choose a checkpoint of a run and change its recipe."""
+    action.add_argument(
+        "--step", type=int, help="step of the run's checkpoint (default: the newest)"
+    )
+    action.add_argument(
+        "--weights",
+        choices=["ema", "current"],
+        help="averaged or current weights of the checkpoint (default: ema if the run has them)",
+    )
+    action.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="key=value",
+        help="override a key of the recipe, e.g. model.device=cpu; may be repeated",
+    )
+    _add_output(action)
+
+
+def _add_sampling(action: argparse.ArgumentParser, rewards: str) -> None:
+    """Options of sampling and scoring."""
+    action.add_argument("--reward", action="append", default=[], metavar="NAME", help=rewards)
+    action.add_argument(
+        "--steps",
+        type=int,
+        help="denoising steps, image models only (default: eval.steps of the recipe)",
+    )
+    action.add_argument(
+        "--guidance",
+        type=float,
+        help="guidance scale, image models only (default: eval.guidance of the recipe)",
+    )
+    action.add_argument(
+        "--temperature",
+        type=float,
+        help="sampling temperature, language models only; 0 is greedy (default: eval.temperature "
+        "of the recipe; 1 instead of 0 for several samples per prompt)",
+    )
+    _add_checkpoint(action)
+
+
+def _add_output(action: argparse.ArgumentParser) -> None:
+    """Options for progress output; `_display` reads them."""
+    how = action.add_mutually_exclusive_group()
+    how.add_argument("--quiet", action="store_true", help="print only the result and errors")
+    how.add_argument(
+        "--json", action="store_true", help="print progress and the result as JSON lines"
+    )

@@ -1,0 +1,261 @@
+"""The commands of the command line. Heavy packages are imported by those that need them."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gesso.track import displays, progress
+from gesso.track.run_folder import RunFolder, must_be_possible
+from gesso.types import UserError
+
+if TYPE_CHECKING:
+    from gesso.config import Recipe
+    from gesso.config.tables import RecipeTables
+    from gesso.use.source import ModelSource
+
+HEADINGS = {
+    "demo": "demos, with bundled models",
+    "flow": "image models",
+    "language": "language and vision-language models",
+}  # of `gesso recipes`
+
+
+def _display(options: argparse.Namespace) -> progress.Display:
+    return displays.display(options.quiet, options.json)
+
+
+def train(options: argparse.Namespace) -> None:
+    from gesso import run
+
+    shown = progress.Json() if options.json else None
+    if options.resume:
+        finished = run.resume(options.resume, options.quiet, _new_steps(options), shown)
+    elif options.recipe:
+        finished = run.train(
+            options.recipe, options.overrides, options.run, options.quiet, shown, options.card
+        )
+    else:
+        raise UserError("train expects a recipe (see `gesso recipes`) or --resume RUN")
+    text, data = _summary(finished.path, finished.rows(), run.recipe_of(finished).steps)
+    (shown or progress.SILENT).result(text, data)
+
+
+def _new_steps(options: argparse.Namespace) -> int | None:
+    """The new number of steps in `--resume RUN steps=60`; nothing else may be changed."""
+    if options.card is not None:
+        raise UserError("--card cannot change a run, which keeps its recipe; leave --card out")
+    given = [o for o in (options.recipe, *options.overrides) if o]
+    if not given and not options.run:
+        return None
+    key, _, value = given[0].partition("=") if given else ("", "", "")
+    if len(given) > 1 or options.run or key != "steps" or not value.isdigit():
+        raise UserError(
+            "--resume uses the recipe and the folder of the run; only steps=N may be changed"
+        )
+    return int(value)
+
+
+def _summary(path: Path, rows: Sequence[dict], steps: int) -> tuple[str, dict[str, Any]]:
+    evals = [row for row in rows if "eval/reward" in row]
+    done = rows[-1]["step"] if rows else 0
+    report = path / "report.html"
+    data = {
+        "run": str(path),
+        "report": str(report),
+        "step": done,
+        "steps": steps,
+        "last": evals[-1] if evals else None,
+    }
+    lines = []
+    if len(evals) > 1:
+        first, last = evals[0], evals[-1]
+        lines.append(
+            "\nheld-out".ljust(26)
+            + f"step {first['step']}".rjust(9)
+            + f"step {last['step']}".rjust(12)
+        )
+        for key in (k for k in last if k.startswith("eval/")):
+            if key == "eval/failed" and not last[key]:
+                continue
+            name = key.removeprefix("eval/")
+            lines.append(f"  {name:<22} {_number(first.get(key)):>9} {_number(last[key]):>11}")
+    if done < steps:
+        lines.append(
+            f"\nstopped after step {done} of {steps}; to continue: gesso train --resume {path}"
+        )
+    return "\n".join([*lines, f"\nrun     {path}", f"report  {report}"]), data
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def check(options: argparse.Namespace) -> None:
+    from gesso import build
+    from gesso.check import Findings, check, memory
+    from gesso.config.tables import read_recipe
+
+    recipe = build.recipe(options.recipe, options.overrides, options.card)
+    if options.fit is not None:
+        return _fit(options, recipe)
+    with _display(options) as shown:
+        findings = Findings(memory(recipe, shown)) if options.memory else check(recipe, shown)
+        card = "" if options.card is None else f" --card {options.card}"
+        valid = f"{options.recipe}{card}: all keys and values are valid"
+        facts = [("recipe", valid), *findings.facts, *(("warning", w) for w in findings.warnings)]
+        if options.memory and not card and (sizes := read_recipe(options.recipe).sizes):
+            facts.append(("sizes", f"--card {sizes}"))
+        lines = [f"{name:<8} {fact}" for name, fact in facts]
+        shown.result("\n".join(lines), {"facts": facts})
+
+
+def _fit(options: argparse.Namespace, recipe: Recipe) -> None:
+    from gesso.check import size_of
+    from gesso.fitting import fit
+
+    with _display(options) as shown:
+        fitted = fit(recipe, options.fit, shown)
+        card = [] if options.card is None else ["--card", str(options.card)]
+        others = [o for o in options.overrides if o.partition("=")[0] not in fitted.settings]
+        command = ["gesso", "train", options.recipe, *card, *others, *fitted.overrides]
+        facts = [
+            ("fit", shlex.join(command)),
+            ("memory", f"about {size_of(fitted.memory.peak)} at the peak"),
+        ]
+        facts += [("", f"assuming {fitted.prompts}")] if fitted.prompts else []
+        lines = [f"{name:<8} {fact}" for name, fact in facts]
+        shown.result("\n".join(lines), {"facts": facts, "overrides": fitted.overrides})
+
+
+def recipes(options: argparse.Namespace) -> None:
+    from gesso.config import tables
+
+    bundled = [tables.read_recipe(name) for name in tables.bundled_recipes()]
+    for kind, heading in HEADINGS.items():
+        recipes = [recipe for recipe in bundled if _kind(recipe) == kind]
+        name_width = max(len(recipe.name) for recipe in recipes)
+        about_width = max(len(recipe.recipe["about"]) for recipe in recipes)
+        print(f"{heading}:")
+        for recipe in recipes:
+            about = f"{recipe.recipe['about']:<{about_width}}"
+            cards = f"cards {recipe.sizes} GB" if recipe.cards else ""
+            print(f"  {recipe.name:<{name_width}}  {about}  {cards}".rstrip())
+
+
+def _kind(bundled: RecipeTables) -> str:
+    """One of HEADINGS."""
+    from gesso.config import ZOO, family
+
+    model = bundled.recipe["model"]
+    return "demo" if model["path"].startswith(ZOO) else family(model)
+
+
+def sample(options: argparse.Namespace) -> None:
+    from gesso.use import sampling
+    from gesso.use.loaded import Drawing
+
+    if options.out.exists() and not options.out.is_dir():
+        raise UserError(f"sample expects a folder as --out, got the file {options.out}")
+    must_be_possible(options.out, "folder")
+    source = _source(options)
+    sources = [source.base, source] if options.base else [source]
+    drawing = Drawing(options.steps, options.guidance, options.temperature)
+    request = sampling.SampleRequest(
+        options.prompts, options.file, options.image, options.n, options.seed, options.reward,
+        drawing,
+    )  # fmt: skip
+    with _display(options) as display:
+        results = sampling.sample_all(sources, request, display)
+        files = {} if results[0].texts else sampling.save(results, options.out)
+        if options.sheet is not None:
+            sampling.save_sheet(results, options.sheet)
+        display.result(*sampling.report(results, files))
+
+
+def _source(options: argparse.Namespace) -> ModelSource:
+    from gesso.use.source import find
+
+    return find(options.source, options.step, options.weights, options.set)
+
+
+def evaluate(options: argparse.Namespace) -> None:
+    from gesso.use import evaluate, results
+    from gesso.use.export import must_be_free
+    from gesso.use.loaded import Drawing
+    from gesso.use.source import find
+
+    first = _source(options)
+    others = [find(other, overrides=options.set) for other in options.others]
+    sources = [first, *others, *([first.base] if options.base else [])]
+    drawing = Drawing(options.steps, options.guidance, options.temperature)
+    rewards, prompts = tuple(options.reward), options.prompts or ()
+    request = evaluate.EvaluationRequest(
+        rewards, prompts, options.n, options.seed, options.first, drawing
+    )
+    if options.out is not None:
+        must_be_free(options.out, "folder")
+    with _display(options) as display:
+        evaluations = evaluate.evaluate_all(sources, request, display)
+        if options.out is not None:
+            results.write(evaluations, options.out)
+        display.result(evaluate.table(evaluations), evaluate.summary(evaluations))
+
+
+def export(options: argparse.Namespace) -> None:
+    from gesso.use.export import Form, check, export
+    from gesso.use.loaded import open_model
+
+    RunFolder.open(options.source)
+    source, form = _source(options), Form(options.merged, options.shard_size, options.dtype)
+    check(source, options.to, form)
+    with _display(options) as display:
+        folder = export(open_model(source, display), options.to, form, display)
+        display.result(str(folder), {"folder": str(folder)})
+
+
+def view(options: argparse.Namespace) -> None:
+    from gesso.rewards.transport.pool import token_from
+    from gesso.viewer import report, server
+    from gesso.viewer.studio import Studio
+
+    if options.report:
+        must_be_possible(options.report.parent, "folder")
+        try:
+            print(report.write(options.runs, options.report))
+        except OSError as error:
+            raise UserError(f"{options.report} cannot be written: {error}") from error
+        return
+    if not 0 <= options.port < 2**16:
+        raise UserError(f"view expects --port from 0 to 65535, got {options.port}")
+    token = token_from(options.token_env)
+    studio = Studio(options.trust_code)
+    server.serve(options.runs, studio, options.host, options.port, token)
+
+
+def serve_reward(options: argparse.Namespace) -> None:
+    from gesso.rewards import assembly
+    from gesso.rewards.transport.pool import token_from
+    from gesso.rewards.transport.serve import serve
+
+    for name in ("workers", "batch", "max_mb"):
+        if (value := vars(options)[name]) < 1:
+            option = name.replace("_", "-")
+            raise UserError(f"serve-reward expects --{option} of at least 1, got {value}")
+    if not 0 <= options.port < 2**16:
+        raise UserError(f"serve-reward expects --port from 0 to 65535, got {options.port}")
+    entry = assembly.reward_entry(options.name, options.overrides, options.workers)
+    scorer = assembly.served(entry, options.batch)
+    token, limit = token_from(options.token_env), options.max_mb * 2**20
+    serve(entry.name, scorer, options.host, options.port, token, limit)
+
+
+def data_ocr(options: argparse.Namespace) -> None:
+    from gesso.data import ocr
+
+    for file in ocr.write(options.out, options.train, options.test, options.seed):
+        print(file)
+    print(f'use in a recipe: data.train = "{options.out}@train", data.eval = "{options.out}@test"')
