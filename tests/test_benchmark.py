@@ -8,6 +8,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 
 from gesso import build
 from gesso.algorithms.flow_grpo import FlowGRPO
+from gesso.config import Model
 from gesso.run import Assembled, assemble
 from gesso.types import UserError
 from tests.typed import sure
@@ -193,6 +195,21 @@ def beside(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def profile_cpu(beside: None) -> Iterator[ModuleType]:
     yield from script("profile_cpu")
+
+
+@pytest.fixture
+def yardstick(beside: None) -> Iterator[ModuleType]:
+    yield from script("yardstick")
+
+
+def test_the_published_share_of_peak_needs_one_branch(yardstick: ModuleType) -> None:
+    """With both branches of guidance it would be .62 of an H20's peak."""
+    shape = replace(yardstick.MEDIUM, size=384)
+    found = yardstick.report(shape, {"samples/s": 21.0, "peak": 794e12})
+    assert found["published share of peak"] == pytest.approx(0.308, abs=1e-3)
+    assert found["ratio"] == pytest.approx(21 / 794e12 / (7680 / 3600 / 148e12))
+    fast = yardstick.algorithm()
+    assert len(fast.spec(0, 0, Model(path="")).trained) == 3 and fast.updates == 2
 
 
 @pytest.fixture
