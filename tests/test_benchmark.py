@@ -198,7 +198,7 @@ def profile_cpu(beside: None) -> Iterator[ModuleType]:
 
 
 @pytest.fixture
-def yardstick(beside: None) -> Iterator[ModuleType]:
+def yardstick() -> Iterator[ModuleType]:
     yield from script("yardstick")
 
 

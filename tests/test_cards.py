@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import gesso
-from gesso import build, cli, run
+from gesso import build, cli, commands, run
 from gesso.config import tables
 from gesso.track.run_folder import RunFolder, recipe_name
 from gesso.types import UserError
@@ -193,7 +193,7 @@ def test_recipes_are_listed_with_their_cards(capsys: pytest.CaptureFixture[str])
     assert cli.main(["recipes"]) == 0
     lines = capsys.readouterr().out.splitlines()
     headings = [line for line in lines if not line.startswith("  ")]
-    assert headings == [f"{heading}:" for heading in cli.HEADINGS.values()]
+    assert headings == [f"{heading}:" for heading in commands.HEADINGS.values()]
     names = [line.split()[0] for line in lines if line.startswith("  ")]
     assert sorted(names) == sorted(BUNDLED)
     (flux,) = (line for line in lines if line.split()[0] == "flux-pickscore")
