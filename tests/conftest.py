@@ -63,13 +63,16 @@ def sd35_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def folding_data(recipe_data: dict, sd35_folder: Path) -> dict:
+def folding_data(sd35_folder: Path, prompt_file: Path) -> dict:
+    return folding_recipe(sd35_folder, prompt_file)
+
+
+def folding_recipe(sd35_folder: Path, prompt_file: Path) -> dict:
     """SD3.5's kind of blocks, with an adapter that is folded into the weights."""
-    recipe_data["model"] |= {
-        "path": str(sd35_folder), "text_length": 16, "lora": {"rank": 4, "alpha": 8}, "fold": True,
-    }  # fmt: skip
-    recipe_data["algorithm"] |= {"guidance": 4.5, "steps": 3}
-    return recipe_data
+    data = small_recipe(sd35_folder, prompt_file)
+    data["model"] |= {"text_length": 16, "lora": {"rank": 4, "alpha": 8}, "fold": True}
+    data["algorithm"] |= {"guidance": 4.5, "steps": 3}
+    return data
 
 
 def small_recipe(pipeline_folder: Path, prompt_file: Path) -> dict:

@@ -21,19 +21,37 @@ from gesso.track.run_folder import RunFolder
 from gesso.types import StopRun
 from gesso.weights.policy import Policy
 from gesso.weights.publish import Publication
+from tests.conftest import small_recipe
+from tests.cut_run import cut_after
 from tests.test_loop import comparable, final_state
 from tests.typed import drawing, sure
 
-NFT = {"name": "diffusion-nft", "group": 3, "steps": 4, "times": 2, "updates": 2}
+NFT = {"name": "diffusion-nft", "group": 3, "steps": 2, "times": 2, "updates": 2}
+
+
+def nft_recipe(pipeline_folder: Path, prompt_file: Path) -> dict:
+    """Draws with "old", evaluates with "ema": neither is the current policy."""
+    data = small_recipe(pipeline_folder, prompt_file)
+    data["algorithm"] = NFT
+    data["optimizer"] = {"lr": 1e-2}
+    data["learner"] |= {"ema": {"every": 1, "decay": 0.5}}
+    data["eval"] |= {"prompts": 2, "steps": 2}
+    return data
 
 
 @pytest.fixture
-def nft_data(recipe_data: dict) -> dict:
-    """Draws with "old", evaluates with "ema": neither is the current policy."""
-    recipe_data["algorithm"] = NFT
-    recipe_data["optimizer"] = {"lr": 1e-2}
-    recipe_data["learner"] |= {"ema": {"every": 1, "decay": 0.5}}
-    return recipe_data
+def nft_data(pipeline_folder: Path, prompt_file: Path) -> dict:
+    return nft_recipe(pipeline_folder, prompt_file)
+
+
+@pytest.fixture(scope="module")
+def run_apart(
+    pipeline_folder: Path, prompt_file: Path, tmp_path_factory: pytest.TempPathFactory
+) -> RunFolder:
+    """Of `nft_data` as it is, with a sampler apart; only read."""
+    return train_apart(
+        nft_recipe(pipeline_folder, prompt_file), tmp_path_factory.mktemp("apart") / "run"
+    )
 
 
 @pytest.fixture
@@ -64,24 +82,26 @@ def train_apart(data: dict, folder: Path, sampler: type[Apart] = Apart) -> RunFo
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_a_sampler_apart_trains_the_same_run(nft_data: dict, tmp_path: Path, lag: int) -> None:
+def test_a_sampler_apart_trains_the_same_run(
+    nft_data: dict, run_apart: RunFolder, tmp_path: Path, lag: int
+) -> None:
     """DiffusionNFT's "old" and the evaluation's "ema" reach it, in time, to the bit."""
     nft_data["lag"] = lag
     together = run.train(build.recipe_from(nft_data), folder=tmp_path / "shared", quiet=True)
-    apart = train_apart(nft_data, tmp_path / "apart")
+    apart = train_apart(nft_data, tmp_path / "apart") if lag else run_apart
     assert comparable(apart.rows()) == comparable(together.rows())
     expected, state = final_state(together.path), final_state(apart.path)
     assert state.keys() == expected.keys()
     assert all(torch.equal(state[name], expected[name]) for name in state)
 
 
-def test_a_resumed_run_publishes_what_it_restored(nft_data: dict, tmp_path: Path) -> None:
-    whole = train_apart(nft_data, tmp_path / "whole")
-    train_apart(nft_data | {"steps": 2}, tmp_path / "run")
-    recipe = build.recipe_from(nft_data)
-    again = run._run(apart(recipe), RunFolder.open(tmp_path / "run"), display(quiet=True))
-    assert comparable(again.rows())[-1] == comparable(whole.rows())[-1]
-    expected, state = final_state(whole.path), final_state(again.path)
+def test_a_resumed_run_publishes_what_it_restored(
+    nft_data: dict, run_apart: RunFolder, tmp_path: Path
+) -> None:
+    cut = RunFolder.open(cut_after(run_apart, 2, tmp_path / "run"))
+    again = run._run(apart(build.recipe_from(nft_data)), cut, display(quiet=True))
+    assert comparable(again.rows())[-1] == comparable(run_apart.rows())[-1]
+    expected, state = final_state(run_apart.path), final_state(again.path)
     assert all(torch.equal(state[name], expected[name]) for name in expected)
 
 

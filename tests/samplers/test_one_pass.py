@@ -19,6 +19,7 @@ from gesso.run import assemble, resume, train
 from gesso.types import Score, UserError
 from gesso.weights.folded_linear import fold
 from tests import pipelines
+from tests.conftest import folding_recipe
 from tests.cut_run import cut_after
 from tests.models.test_folded import Counted, adapted, stirred
 from tests.rollouts import REWARDS, parts_of, rollout_of
@@ -26,10 +27,27 @@ from tests.rollouts import REWARDS, parts_of, rollout_of
 Gradients = dict[str, torch.Tensor]
 
 
+@pytest.fixture(scope="module")
+def sd35_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers: the first has a second attention, the last does not return the text."""
+    return pipelines.build("sd35", tmp_path_factory.mktemp("sd35") / "sd35", num_layers=2)
+
+
+def one_pass_recipe(sd35_folder: Path, prompt_file: Path) -> dict:
+    data = folding_recipe(sd35_folder, prompt_file)
+    data["algorithm"]["one_pass"] = True
+    return data
+
+
 @pytest.fixture
-def data(folding_data: dict) -> dict:
-    folding_data["algorithm"]["one_pass"] = True
-    return folding_data
+def data(sd35_folder: Path, prompt_file: Path) -> dict:
+    return one_pass_recipe(sd35_folder, prompt_file)
+
+
+@pytest.fixture(scope="module")
+def expected(sd35_folder: Path, prompt_file: Path) -> Gradients:
+    """The gradient in two passes, and in one, of `data` as it is."""
+    return compared(one_pass_recipe(sd35_folder, prompt_file))
 
 
 def gradients(learner: Any, rollout: Rollout) -> Gradients:
@@ -81,7 +99,6 @@ FAST = {"name": "flow-grpo-fast", "group": 3, "steps": 4, "updates": 1, "clip": 
 FAST |= {"window": {"size": 2, "low": 1, "high": 3}}
 DANCE = {"name": "dance-grpo", "group": 3, "steps": 3, "updates": 1, "guidance": 4.5, "clip": 0.2}
 VARIANTS: dict[str, dict[str, Any]] = {
-    "both": {"guidance_gradient": "both"},
     "conditional": {"guidance_gradient": "conditional"},
     "unguided": {"guidance": 1.0},
     "a window": FAST,
@@ -92,7 +109,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_an_update_is_that_of_two_passes(data: dict, variant: str) -> None:
-    """Two groups, in batches of 4 and 2."""
+    """Two groups, in batches of 4 and 2. The fixture `expected` is one more variant: both branches,
+    every step."""
     own = VARIANTS[variant]
     data["algorithm"] = own if "name" in own else data["algorithm"] | own
     compared(data)
@@ -118,17 +136,18 @@ def test_with_activations_computed_again(data: dict) -> None:
     compared(data, batch=6)
 
 
-@pytest.mark.parametrize(
-    "name, graphs", [("sd35", 3), pytest.param("flux-dev", 4, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("name", ["sd35", pytest.param("flux-dev", marks=pytest.mark.slow)])
 def test_compiled_all_passes_share_their_graphs(
-    data: dict, name: str, graphs: int, tmp_path: Path
+    data: dict, name: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
-    """As many as two passes take: of steps with gradient and without, of batches that are full and
-    that are filled up. Rows that fill leave nothing in the gradient."""
-    if name != "sd35":
-        data["model"] |= {"name": "flux", "path": str(pipelines.build(name, tmp_path / "flux"))}
-    expected = compared(data)
+    """One per block, as many as two passes take: of steps with gradient and without, of batches
+    that are full and that are filled up. Rows that fill leave nothing in the gradient."""
+    if name == "sd35":
+        expected = request.getfixturevalue("expected")
+    else:
+        path = pipelines.build(name, tmp_path / "flux", num_layers=1, num_single_layers=1)
+        data["model"] |= {"name": "flux", "path": str(path)}
+        expected = compared(data)
     model, algorithm, learner = parts_of(build.recipe_from(data))
     stirred(model)
     torch._dynamo.reset()
@@ -140,15 +159,14 @@ def test_compiled_all_passes_share_their_graphs(
     for step in range(2):
         rollout = rollout_of(model, algorithm)
         assert distance(gradients(learner, rollout), expected) < 1e-5
-        assert counters["unique_graphs"] == graphs, step
+        assert counters["unique_graphs"] == 2, step
     assert set(counted.rows) == {10}
 
 
 @pytest.mark.parametrize("rows", [8, 10, 11])
-def test_a_batch_that_is_filled_up(data: dict, rows: int) -> None:
+def test_a_batch_that_is_filled_up(data: dict, expected: Gradients, rows: int) -> None:
     """4 samples in two branches, then 2. Where an odd number of rows is run, the two of a sample
     gather by themselves first."""
-    expected = compared(data)
     model, algorithm, learner = parts_of(build.recipe_from(data))
     stirred(model)
     model.compiled, model.sizes = True, (rows,)  # filled as if it were compiled
@@ -283,6 +301,7 @@ def test_a_batch_without_spread_moves_nothing(data: dict) -> None:
 
 def test_a_run_and_a_resumed_one(data: dict, tmp_path: Path) -> None:
     """To the bit; no row speaks of a ratio, for there is none."""
+    data["eval"] |= {"every": 0, "prompts": 1, "steps": 1}
     recipe = build.recipe_from(data | {"steps": 2, "optimizer": {"lr": 1e-3}})
     whole = train(recipe, folder=tmp_path / "whole", quiet=True)
     cut = resume(cut_after(whole, 1, tmp_path / "cut"), quiet=True)
@@ -343,6 +362,7 @@ def test_the_recipe_of_the_page_on_algorithms(tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(page.split("### One pass")[1].split("```toml\n")[1].split("```")[0])
     small = ["steps=1", "data.groups=1", "algorithm.group=4", "sampler.batch=4", "eval.prompts=1"]
+    small += ["eval.steps=1"]
     small += ['reward=[{name="jpeg-compressibility"}]', "model.device=cpu"]
     run = train(build.recipe(str(file), small), folder=tmp_path / "run", quiet=True)
     assert list(run.rows())[-1]["update/grad_norm"] > 0
