@@ -6,6 +6,7 @@ Nothing here calls gesso.formulas or reads a default of an algorithm.
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -105,7 +106,7 @@ class Hand:
 
 def plain_like(tiny: Tiny, model: Any = None) -> Any:
     """transformers' own module in float64, with the current weights of a full fine-tune."""
-    plain = tiny.plain().double()
+    plain = copy.deepcopy(tiny.plain_unchanged()).double()
     if model is not None:
         state = {n: t.detach().double() for n, t in model.policy.tensors().items()}
         missing = plain.load_state_dict(state, strict=False)
@@ -117,13 +118,15 @@ def plain_logp(plain: Any, trace: TokenTrace, suppressed: Tensor) -> list[list[T
     """Of each token of each response."""
     trace = _double(trace)
     logits = padded_logits(plain, trace, 0) / TEMPERATURE
-    allowed = [v for v in range(logits.shape[-1]) if v not in suppressed.tolist()]
+    allowed = torch.ones(logits.shape[-1], dtype=torch.bool)
+    allowed[suppressed] = False
+    every = logits[..., allowed]
     found = []
     for i, length in enumerate(trace.mask.sum(1).tolist()):
         row = []
         for t in range(length):
-            every = logits[i, t, allowed]
-            row.append(logits[i, t, trace.tokens[i, t]] - torch.log(torch.exp(every).sum()))
+            sum_exp = torch.exp(every[i, t]).sum()
+            row.append(logits[i, t, trace.tokens[i, t]] - torch.log(sum_exp))
         found.append(row)
     return found
 

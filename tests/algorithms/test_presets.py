@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from gesso.run import assemble, resume, train
 from gesso.samplers.denoise import DenoisingSampler
 from gesso.types import Prompt, SampleSpec, Score, UserError
 from tests import pipelines
-from tests.conftest import PROMPTS
+from tests.conftest import PROMPTS, small_recipe
 from tests.cut_run import cut_after
 from tests.rollouts import SIZE, parts_of, rollout_of, scored_rollout
 from tests.typed import sure
@@ -35,6 +37,7 @@ FAMILY: dict[str, dict[str, Any]] = {
     "diffusion-nft": {"times": 3},
 }
 RATIO = [name for name in FAMILY if name != "diffusion-nft"]
+LORA = {"rank": 4, "alpha": 8}
 
 
 @pytest.fixture(params=FAMILY)
@@ -51,22 +54,12 @@ def test_every_algorithm_of_the_table_is_tried_here() -> None:
     assert FAMILY.keys() == draws
 
 
-@pytest.mark.parametrize("name", RATIO)
-def test_replay_equals_sampling(recipe_data: dict, name: str) -> None:
-    model, algorithm, _ = parts_of(build.recipe_from(with_algorithm(recipe_data, name)))
-    rollout = rollout_of(model, algorithm, seed=3)
-    terms = algorithm.terms(rollout, Prepared(torch.ones(6)))
-    with torch.no_grad():
-        stats = algorithm.loss(model, terms).stats
-    assert len(terms) == rollout.logp.numel() > 0
-    assert stats["abs_dlogp"].max() < 1e-5
-    assert (stats["ratio"] - 1).abs().max() < 1e-5
-    assert rollout.logp.std() > 1e-4  # not trivially equal
+# Adapters do not depend on the algorithm: one with a reference policy, one without.
+UPDATED = [(name, None) for name in RATIO] + [("flow-grpo", LORA), ("flow-grpo-fast", LORA)]
 
 
-@pytest.mark.parametrize("name", RATIO)
-@pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8}], ids=["full", "lora"])
-def test_an_update_prefers_the_better_samples(
+@pytest.mark.parametrize("name, lora", UPDATED)
+def test_replay_equals_sampling_and_an_update_prefers_the_better_samples(
     recipe_data: dict, name: str, lora: dict | None
 ) -> None:
     """One update lowers the loss that its rollout asks for. (NFT's moves its old policy with it;
@@ -77,29 +70,38 @@ def test_an_update_prefers_the_better_samples(
     model, algorithm, learner = parts_of(build.recipe_from(data))
     rollout = rollout_of(model, algorithm, seed=3)
     terms = algorithm.terms(rollout, Prepared(algorithm.advantage(rollout)))
+    with torch.no_grad():
+        before = algorithm.loss(model, terms)
+    assert len(terms) == rollout.logp.numel() > 0
+    assert before.stats["abs_dlogp"].max() < 1e-5
+    assert (before.stats["ratio"] - 1).abs().max() < 1e-5
+    assert rollout.logp.std() > 1e-4  # not trivially equal
 
-    def loss() -> float:
-        with torch.no_grad():
-            return float(algorithm.loss(model, terms).loss.sum())
-
-    before = loss()
     metrics = learner.update(rollout, 0).metrics
     assert metrics["update/grad_norm"] > 0 and metrics["update/skipped"] == 0
-    assert loss() < before - 1e-6
+    with torch.no_grad():
+        after = algorithm.loss(model, terms)
+    assert float(after.loss.sum()) < float(before.loss.sum()) - 1e-6
 
 
 def test_micro_batches_give_the_same_gradient(any_data: dict) -> None:
+    model, algorithm, learner = parts_of(build.recipe_from(any_data))
+    rollout = rollout_of(model, algorithm, seed=3)
+    terms = algorithm.terms(rollout, Prepared(algorithm.advantage(rollout)))
     found = []
     for size in (1, 5, 64):
-        any_data["learner"] = {"micro_batch": size}
-        model, algorithm, learner = parts_of(build.recipe_from(any_data))
-        rollout = rollout_of(model, algorithm, seed=3)
-        terms = algorithm.terms(rollout, Prepared(algorithm.advantage(rollout)))
+        learner.settings = learner.settings.model_copy(update={"micro_batch": size})
         learner._accumulate(terms, defaultdict(list))
         found.append(torch.cat([p.grad.flatten() for p in learner.policy.trainable.values()]))
     assert found[0].norm() > 0
     for other in found[1:]:
         assert (other - found[0]).norm() <= 1e-4 * found[0].norm()
+
+
+@pytest.fixture(scope="module")
+def moved(pipeline_folder: Path, prompt_file: Path) -> Callable[[str], tuple[Any, ...]]:
+    """Shared by tests that change neither weights nor settings."""
+    return cache(lambda name: moved_rollout(small_recipe(pipeline_folder, prompt_file), name))
 
 
 def moved_rollout(recipe_data: dict, name: str) -> tuple[Any, Any, Any, Rollout]:
@@ -129,11 +131,14 @@ def plain_transitions(model: Any, rollout: Rollout, n: int, j: int) -> tuple[Any
 
 
 @pytest.mark.parametrize("name", ["grpo-guard", "flow-dppo"])
-def test_the_gradient_equals_a_plain_computation(recipe_data: dict, name: str) -> None:
-    model, algorithm, learner, rollout = moved_rollout(recipe_data, name)
+def test_the_gradient_equals_a_plain_computation(
+    moved: Callable[[str], tuple[Any, ...]], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, algorithm, learner, rollout = moved(name)
     advantages = algorithm.advantage(rollout)
     terms = algorithm.terms(rollout, Prepared(advantages))
-    learner.schedule = learner.schedule.model_copy(update={"max_norm": 1e9})
+    unclipped = learner.schedule.model_copy(update={"max_norm": 1e9})
+    monkeypatch.setattr(learner, "schedule", unclipped)
     learner._accumulate(terms, defaultdict(list))
     got = torch.cat([p.grad.flatten() for p in learner.policy.trainable.values()])
 
@@ -169,8 +174,10 @@ def test_stored_means_are_those_of_the_sampled_steps(recipe_data: dict) -> None:
     assert plain.flow_trace.means.shape[1] == 0  # nobody asked
 
 
-def test_the_mask_of_dppo_acts_and_its_limit_counts(recipe_data: dict) -> None:
-    model, algorithm, _, rollout = moved_rollout(recipe_data, "flow-dppo")
+def test_the_mask_of_dppo_acts_and_its_limit_counts(
+    moved: Callable[[str], tuple[Any, ...]],
+) -> None:
+    model, algorithm, _, rollout = moved("flow-dppo")
     terms = algorithm.terms(rollout, Prepared(algorithm.advantage(rollout)))
     strict = algorithm.model_copy(update={"clip": 1e-12})
     with torch.no_grad():
@@ -281,19 +288,32 @@ def flat(rollout: Rollout, values: list[float]) -> Rollout:
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_flat_groups_leave_batch_and_denominator(recipe_data: dict, name: str) -> None:
+    data = with_algorithm(recipe_data, name, advantage={"std": "group"})
+    data["learner"] = {"micro_batch": 64}
+    model, algorithm, learner = parts_of(build.recipe_from(data))
+    rollout = rollout_of(model, algorithm, seed=3)
+    learner.schedule = learner.schedule.model_copy(update={"max_norm": 1e9})
+    learner._step = lambda: None  # type: ignore[method-assign]
     gradients = []
+    base: Any = algorithm
     for drop in (False, True):
-        data = with_algorithm(recipe_data, name, advantage={"drop_flat": drop, "std": "group"})
-        data["learner"] = {"micro_batch": 64}
-        model, algorithm, learner = parts_of(build.recipe_from(data))
-        rollout = flat(rollout_of(model, algorithm, seed=3), [0.1, 0.9, 0.4, 0.5, 0.5, 0.5])
-        learner.schedule = learner.schedule.model_copy(update={"max_norm": 1e9, "lr": 0.0})
-        metrics = learner.update(rollout, 0).metrics
+        advantage = base.advantage.model_copy(update={"drop_flat": drop})
+        learner.algorithm = base.model_copy(update={"advantage": advantage})
+        some_flat = flat(rollout, [0.1, 0.9, 0.4, 0.5, 0.5, 0.5])
+        metrics = learner.update(some_flat, 0).metrics
         assert metrics["advantage/used"] == (0.5 if drop else 1.0)
         gradients.append(metrics["update/grad_norm"])
     assert gradients[1] > 0
     if name in RATIO and name != "flow-grpo":  # without a KL term the same sum over half as many
         assert gradients[1] == pytest.approx(2 * gradients[0], rel=1e-3)
+
+    # A batch without any spread teaches nothing and breaks nothing.
+    del learner._step
+    before = {n: t.clone() for n, t in learner.policy.tensors().items()}
+    metrics = learner.update(flat(rollout, [0.5] * 6), 0).metrics
+    assert metrics["advantage/used"] == 0 and metrics["update/grad_norm"] == 0
+    assert all(tensor.equal(before[n]) for n, tensor in learner.policy.tensors().items())
+    assert learner.optimizer_steps == 0
 
 
 def test_samples_without_advantage_leave_loss_kl_and_divisor(recipe_data: dict) -> None:
@@ -334,20 +354,6 @@ def test_what_stays_is_topped_up_to_equal_mini_batches() -> None:
     assert adv.nonzero(torch.zeros(4), 2).tolist() == []
 
 
-@pytest.mark.parametrize("name", FAMILY)
-def test_a_batch_without_any_spread_teaches_nothing_and_breaks_nothing(
-    recipe_data: dict, name: str
-) -> None:
-    data = with_algorithm(recipe_data, name, advantage={"drop_flat": True})
-    model, algorithm, learner = parts_of(build.recipe_from(data))
-    before = {n: t.clone() for n, t in learner.policy.tensors().items()}
-    rollout = flat(rollout_of(model, algorithm), [0.5] * 6)
-    metrics = learner.update(rollout, 0).metrics
-    assert metrics["advantage/used"] == 0 and metrics["update/grad_norm"] == 0
-    assert all(tensor.equal(before[n]) for n, tensor in learner.policy.tensors().items())
-    assert learner.optimizer_steps == 0
-
-
 def test_gdpo_reaches_the_advantages(recipe_data: dict) -> None:
     rollout = scored_rollout([[0.0, 0.3], [1.0, 0.1], [0.2, 0.9], [0.2, 0.1]], group=[0, 0, 1, 1])
     summed = build.algorithm(build.recipe_from(recipe_data)).advantage(rollout)
@@ -378,12 +384,10 @@ def test_mistakes_are_one_sentence(recipe_data: dict, algorithm: dict, sentence:
     assert "\n" not in str(caught.value)
 
 
-LORA = {"rank": 4, "alpha": 8}
 RESUMED = [
     ("diffusion-nft", None),
     ("diffusion-nft", LORA),
     ("mix-grpo", LORA),
-    ("grpo-guard", None),
 ]
 
 
@@ -421,9 +425,11 @@ def test_the_loop_moves_and_draws_windows(recipe_data: dict) -> None:
     assert len(set(starts["flow-grpo-fast"])) == 2
 
 
-def test_the_limit_of_dppo_is_held_against_the_whole_noise(recipe_data: dict) -> None:
+def test_the_limit_of_dppo_is_held_against_the_whole_noise(
+    moved: Callable[[str], tuple[Any, ...]],
+) -> None:
     """The divergence is counted with √−dt: a limit between it and the one without tells."""
-    model, algorithm, _, rollout = moved_rollout(recipe_data, "flow-dppo")
+    model, algorithm, _, rollout = moved("flow-dppo")
     terms = algorithm.terms(rollout, Prepared(algorithm.advantage(rollout)))
     with torch.no_grad():
         step = algorithm._transition(model, terms, "current")

@@ -85,7 +85,6 @@ EIGHTH = [
     'reward=[{name="jpeg-compressibility"}]',
 ]  # fmt: skip
 VARIANTS = {
-    "demo": [],
     "lora": ["model.lora.rank=16", "algorithm.beta=0.1", "learner.ema.every=1"],
     "reference, checkpointed": [
         "algorithm.beta=0.1",
@@ -117,8 +116,6 @@ def test_the_estimate_meets_the_measured_peak(variant: str) -> None:
 
 # Models that write: `small` is wide enough for its activations to count, the others see.
 WRITING = {
-    "full": ("small", []),
-    "lora, checkpointed": ("small", ["model.lora.rank=8", "model.gradient_checkpointing=true"]),
     "reference, checkpointed": (
         "small",
         [
@@ -143,7 +140,10 @@ WRITING = {
             "learner.micro_tokens=256",
         ],
     ),
-    "seeing, with deepstack": ("qwen3-vl", ["model.lora.rank=4"]),
+    "seeing, with deepstack, checkpointed": (
+        "qwen3-vl",
+        ["model.lora.rank=4", "model.gradient_checkpointing=true"],
+    ),
 }
 
 

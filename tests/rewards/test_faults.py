@@ -262,6 +262,7 @@ def test_a_cancelled_request_passes_its_turn_on() -> None:
 # Training through faults: the real loop, real processes, real SIGKILL.
 
 STEPS = 3
+COUNTED = "tests.rewards.served_rewards:counted"  # brightness, as `Misbehaving` scores
 
 
 def trained(data: dict, folder: Path, beside: Callable[[RunFolder], None] | None = None) -> Path:
@@ -303,49 +304,45 @@ def same(one: Path, other: Path) -> None:
 
 def remote_data(data: dict, *urls: str) -> dict:
     remote = {"urls": list(urls), "timeout": 20.0, "retries": 12, "batch": 1}
-    return data | {"reward": [{"name": "jpeg-compressibility", "remote": remote}]}
+    return data | {"reward": [{"name": COUNTED, "remote": remote}]}
+
+
+def local_data(data: dict, log: Path, seconds: float = 0.0) -> dict:
+    entry = {"name": COUNTED, "log": str(log), "seconds": seconds, "workers": 2}
+    return data | {"reward": [entry]}
 
 
 @pytest.fixture(scope="module")
 def calm(
     pipeline_folder: Path, prompt_file: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
-    """Scored on this machine, in a worker process."""
-    return trained(small_recipe(pipeline_folder, prompt_file), tmp_path_factory.mktemp("c") / "run")
+    """Scored on this machine, in two worker processes. `log` beside it has a line per sample."""
+    folder = tmp_path_factory.mktemp("calm")
+    data = local_data(small_recipe(pipeline_folder, prompt_file), folder / "log")
+    return trained(data, folder / "run")
 
 
-def test_a_server_that_dies_mid_run_and_comes_back(
+def test_one_of_two_servers_dies_for_good_and_the_other_comes_back(
     calm: Path, recipe_data: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "FIRST_BACKOFF", 0.3)
-    servers = [Served("jpeg-compressibility")]
+    reward = COUNTED, f"log={tmp_path / 'log'}"
+    servers = [Served(*reward) for _ in range(2)]
 
     def kill_and_return(folder: RunFolder) -> None:
         until(rows_there(folder, 1))
         os.kill(servers[0].process.pid, signal.SIGKILL)
-        servers[0].process.wait()
+        until(rows_there(folder, 2))  # the other one has scored a step by itself
+        os.kill(servers[1].process.pid, signal.SIGKILL)
+        servers[1].process.wait()
         time.sleep(0.5)
-        servers.append(Served("jpeg-compressibility", port=servers[0].port))
-
-    try:
-        data = remote_data(recipe_data, servers[0].url)
-        same(trained(data, tmp_path / "killed", kill_and_return), calm)
-        assert httpx.get(f"{servers[1].url}/health").json()["scored"] > 0  # the second one worked
-    finally:
-        for server in servers:
-            server.end()
-
-
-def test_one_of_two_servers_dies_for_good(calm: Path, recipe_data: dict, tmp_path: Path) -> None:
-    servers = [Served("jpeg-compressibility") for _ in range(2)]
-
-    def kill(folder: RunFolder) -> None:
-        until(rows_there(folder, 1))
-        os.kill(servers[0].process.pid, signal.SIGKILL)
+        servers.append(Served(*reward, port=servers[1].port))
 
     try:
         data = remote_data(recipe_data, *(server.url for server in servers))
-        same(trained(data, tmp_path / "killed", kill), calm)
+        data["reward"][0]["remote"] |= {"retries": 24}  # 12 of each server
+        same(trained(data, tmp_path / "killed", kill_and_return), calm)
+        assert httpx.get(f"{servers[2].url}/health").json()["scored"] > 0  # the last one worked
     finally:
         for server in servers:
             server.end()
@@ -364,14 +361,10 @@ def workers_of(parent: int) -> list[int]:
     return processes
 
 
-def test_workers_killed_at_work_again_and_again(recipe_data: dict, tmp_path: Path) -> None:
-    def data(log: Path, seconds: float) -> dict:
-        name = "tests.rewards.served_rewards:counted"
-        entry = {"name": name, "log": str(log), "seconds": seconds, "workers": 2}
-        return recipe_data | {"reward": [entry]}
-
-    calm = trained(data(tmp_path / "1", 0.0), tmp_path / "calm")
-    log = tmp_path / "2"
+def test_workers_killed_at_work_again_and_again(
+    calm: Path, recipe_data: dict, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
     killed = []
 
     def kill(folder: RunFolder) -> None:
@@ -383,9 +376,10 @@ def test_workers_killed_at_work_again_and_again(recipe_data: dict, tmp_path: Pat
                 os.kill(process, signal.SIGKILL)
                 killed.append(process)
 
-    same(trained(data(log, 0.2), tmp_path / "killed", kill), calm)  # at work long enough
+    data = local_data(recipe_data, log, 0.2)  # at work long enough
+    same(trained(data, tmp_path / "killed", kill), calm)
     assert len(killed) >= STEPS - 1
-    requested = [len(file.read_text().split()) for file in (tmp_path / "1", log)]
+    requested = [len(file.read_text().split()) for file in (calm.parent / "log", log)]
     assert requested[0] == 3 * 3 + 6 * STEPS < requested[1]  # some were retried, none counted twice
 
 
@@ -401,19 +395,14 @@ def test_a_server_that_always_fails_stops_the_run_with_a_reason(
         trained(remote_data(recipe_data, server.url), tmp_path / "run")
 
 
-def test_a_run_with_transient_faults(recipe_data: dict, tmp_path: Path) -> None:
+def test_a_run_with_transient_faults(calm: Path, recipe_data: dict, tmp_path: Path) -> None:
     """Half of all requests fail, and the run equals the run without faults bit for bit."""
-    data = remote_data(recipe_data, "")
-    data["reward"][0]["remote"] |= {"timeout": 0.5, "retries": 12}
-    runs = []
-    faults = ["ok", "500 Oh", "close", "ok", "half", "429 Slow", "ok", "ok", "hang", "ok"]
-    for name, plan in (("calm", []), ("rough", faults * 30)):
-        with Misbehaving(plan) as server:
-            data["reward"][0]["remote"]["urls"] = [server.url]
-            runs.append(trained(data, tmp_path / name))
-            if plan:
-                assert len(faults * 30) - len(server.faults) > 30  # many were met
-    same(*runs)
+    faults = ["ok", "500 Oh", "close", "ok", "half", "429 Slow", "ok", "ok", "hang", "ok"] * 30
+    with Misbehaving(faults) as server:
+        data = remote_data(recipe_data, server.url)
+        data["reward"][0]["remote"] |= {"timeout": 0.5, "retries": 12}
+        same(trained(data, tmp_path / "rough"), calm)
+        assert len(faults) - len(server.faults) > 30  # many were met
 
 
 def test_a_run_continues_after_invalid_responses(recipe_data: dict, tmp_path: Path) -> None:
