@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gesso import build, cli, run
+from gesso import build, cli, commands, run
 from gesso.types import StopRun, UserError
 
 SD3 = "StableDiffusion3Pipeline"
@@ -213,7 +213,7 @@ def test_too_little_memory_is_one_sentence(
     def full(options: object) -> None:
         raise error
 
-    monkeypatch.setattr(cli, "_recipes", full)
+    monkeypatch.setattr(commands, "recipes", full)
     assert cli.main(["recipes"]) == 3
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "out of memory" in said and words in said
@@ -223,7 +223,7 @@ def test_other_errors_of_ours_keep_their_traceback(monkeypatch: pytest.MonkeyPat
     def broken(options: object) -> None:
         raise RuntimeError("a mistake of ours")
 
-    monkeypatch.setattr(cli, "_recipes", broken)
+    monkeypatch.setattr(commands, "recipes", broken)
     with pytest.raises(RuntimeError, match="a mistake of ours"):
         cli.main(["recipes"])
 
