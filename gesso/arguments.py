@@ -23,13 +23,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _train(subparsers: Any) -> None:
     train = _add_command(subparsers, "train", "train a recipe, or resume a run")
-    train.add_argument("recipe", nargs="?", help="name of a bundled recipe, or a TOML file")
-    train.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="override a key of the recipe, e.g. optimizer.lr=1e-4",
-    )
+    _add_recipe(train, optional=True)
     train.add_argument(
         "--run",
         type=Path,
@@ -50,13 +44,7 @@ def _train(subparsers: Any) -> None:
 def _check(subparsers: Any) -> None:
     about = "run every part of a recipe once without training, and estimate its cost"
     check = _add_command(subparsers, "check", about)
-    check.add_argument("recipe", help="name of a bundled recipe, or a TOML file")
-    check.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="override a key of the recipe, e.g. optimizer.lr=1e-4",
-    )
+    _add_recipe(check)
     _add_card(check)
     what = check.add_mutually_exclusive_group()
     what.add_argument(
@@ -265,6 +253,17 @@ def _data(subparsers: Any) -> None:
     )
     ocr.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     ocr.set_defaults(action=commands.data_ocr)
+
+
+def _add_recipe(action: argparse.ArgumentParser, optional: bool = False) -> None:
+    number = "?" if optional else None
+    action.add_argument("recipe", nargs=number, help="name of a bundled recipe, or a TOML file")
+    action.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="override a key of the recipe, e.g. optimizer.lr=1e-4",
+    )
 
 
 def _add_card(action: argparse.ArgumentParser) -> None:
