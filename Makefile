@@ -33,7 +33,11 @@ demo: $(VENV)/.run
 	@echo "Look at it in a browser: $(BIN)/gesso view"
 	@echo "The command is $(BIN)/gesso; \`source $(BIN)/activate\` lets you call it gesso."
 
-test: lint
+# Beside the linters, one process imports everything: the first import compiles modules, and the test
+# processes would all do that at the same time.
+test: $(VENV)/.dev
+	@$(BIN)/python -m pytest --collect-only > /dev/null 2>&1 & \
+		$(MAKE) --no-print-directory lint && wait
 	@echo "==> Running all tests, $(WORKERS) at a time"
 	@$(PYTEST)
 

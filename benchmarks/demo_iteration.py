@@ -91,7 +91,7 @@ class Gesso:
         assert isinstance(job.model, SD3)
         self.clock = clock(job.model.pipe)
         unscored = cast(RewardService, Unscored())
-        parts = (job.recipe, job.learner, job.cluster.sampler, unscored, job.cluster.stream)
+        parts = (job.recipe, job.learner, job.local.sampler, unscored, job.cluster.stream)
         self.unscored = Local(*parts)
 
     def reset(self) -> None:

@@ -44,7 +44,7 @@ class Iterations:
         assert isinstance(job.algorithm, Strict)
         algorithm = job.algorithm.model_copy(update=options)
         job.learner.algorithm = algorithm
-        sampler, stream = job.cluster.sampler, job.cluster.stream
+        sampler, stream = job.local.sampler, job.cluster.stream
         unscored = cast(RewardService, Unscored())
         self.cluster = Local(recipe, job.learner, sampler, unscored, stream)
 

@@ -21,8 +21,11 @@ from gesso.types import UserError
 
 if TYPE_CHECKING:
     from gesso.algorithms.base import Algorithm
+    from gesso.learner.learner import Learner
     from gesso.models.tokens.critic import Critic
+    from gesso.ranks import Ranks
     from gesso.samplers.base import Sampler
+    from gesso.track.progress import Progress
 
 ALGORITHMS = {
     "flow-grpo": "gesso.algorithms.flow_grpo:FlowGRPO",
@@ -179,6 +182,26 @@ def model(recipe: AnyRecipe) -> Any:
 def add_critic(recipe: Recipe, algorithm: Algorithm, model: Any) -> tuple[Algorithm, Critic | None]:
     """The algorithm with its critic, and the critic; None for an algorithm without one."""
     return families.of(recipe).add_critic(recipe, algorithm, model)
+
+
+def learner(
+    recipe: Recipe, algorithm: Algorithm, model: Any, progress: Progress, ranks: Ranks | None = None
+) -> tuple[Algorithm, Learner]:
+    """The learner, and the algorithm with its critic if it has one."""
+    from gesso.learner.learner import Learner
+    from gesso.ranks import ALONE
+
+    algorithm, critic = add_critic(recipe, algorithm, model)
+    return algorithm, Learner(
+        model,
+        algorithm,
+        recipe.optimizer,
+        recipe.learner,
+        recipe.seed,
+        critic,
+        progress,
+        ranks or ALONE,
+    )
 
 
 def check_trackers(recipe: Recipe) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -9,9 +10,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from gesso import families
+from gesso import build, families
 from gesso.algorithms.base import Terms
-from gesso.config import Recipe
+from gesso.cluster.placement import Placement, place
+from gesso.config import Cluster, Recipe
 from gesso.estimate import Assumed, assuming, estimate, with_data
 from gesso.health import under_floor
 from gesso.models.repeatable import deterministic_algorithms, kernel_options
@@ -33,9 +35,16 @@ class Findings:
 def check(recipe: Recipe, progress: Progress = SILENT) -> Findings:
     """Raises a UserError at the first thing that would stop the run."""
     findings, family = Findings(), families.of(recipe)
-    job = assemble(recipe, progress)
+    placement = place(recipe, build.algorithm(recipe))
+    alone = recipe.model_copy(update={"cluster": Cluster()})  # each worker does the same
+    threads = torch.get_num_threads()
+    job = assemble(alone, progress)
     try:
+        if placement is not None:
+            torch.set_num_threads(placement.threads)
         findings.warnings += job.notes
+        if placement is not None:
+            findings.fact("workers", str(placement))
         prompts = len(job.cluster.stream.prompts)
         findings.fact("data", f"{prompts} training prompts, {len(job.eval_prompts)} held-out")
         policy = job.learner.policy
@@ -54,14 +63,17 @@ def check(recipe: Recipe, progress: Progress = SILENT) -> Findings:
         findings.fact("repeats", _repeats(job, repeatable))
         progress.phase("estimating memory")
         if family.wraps_library(job.model):
-            findings.facts += _memory(assuming(recipe, job.longest_prompt))
+            facts = _memory(assuming(recipe, job.longest_prompt))
+            each = " in each worker" if placement is not None else ""
+            findings.facts += [(facts[0][0], facts[0][1] + each), *facts[1:]]
         else:
             findings.fact(
                 "memory", "not estimated: the model is neither from diffusers nor transformers"
             )
         _measured(job, findings)
-        _time(job, seconds_per_term, seconds, findings)
+        _time(job, seconds_per_term, seconds, findings, placement)
     finally:
+        torch.set_num_threads(threads)
         job.close()
     return findings
 
@@ -70,8 +82,8 @@ def _small_batch(job: Assembled) -> tuple[Rollout, float]:
     """One sampler batch, sampled as in training with one sample per prompt, and the seconds per
     sample. Sampled twice: the first time includes loading and encoding."""
     samples = min(job.recipe.sampler.batch, job.recipe.data.groups * job.algorithm.group)
-    job.cluster.sample_step(0, groups=samples, group=1).result()
-    rollout, timing = job.cluster.sample_step(0, groups=samples, group=1).result()
+    job.local.sample_step(0, groups=samples, group=1).result()
+    rollout, timing = job.local.sample_step(0, groups=samples, group=1).result()
     return rollout, timing.sample / len(rollout.samples)
 
 
@@ -205,12 +217,24 @@ def _memory(assumed: Assumed) -> list[tuple[str, str]]:
     return facts
 
 
-def _time(job: Assembled, seconds_per_term: float, sampling: float, findings: Findings) -> None:
+def _time(
+    job: Assembled,
+    seconds_per_term: float,
+    sampling: float,
+    findings: Findings,
+    placement: Placement | None,
+) -> None:
     recipe = job.recipe
     samples = recipe.data.groups * job.algorithm.group
-    step = samples * (sampling + job.algorithm.terms_a_sample * seconds_per_term)
+    # Workers take parts of a batch in turns.
+    shares = (
+        1.0
+        if placement is None
+        else math.ceil(placement.parts / placement.workers) / placement.parts
+    )
+    step = samples * shares * (sampling + job.algorithm.terms_a_sample * seconds_per_term)
     cost = families.of(recipe).eval_cost(recipe, job.algorithm)
-    evaluation = len(job.eval_prompts) * sampling * cost
+    evaluation = len(job.eval_prompts) * shares * sampling * cost
     evaluations = 2 + (recipe.steps - 1) // recipe.eval.every if recipe.eval.every else 2
     total = recipe.steps * step + evaluations * evaluation
     findings.fact(

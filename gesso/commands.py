@@ -33,7 +33,8 @@ def train(options: argparse.Namespace) -> None:
 
     shown = progress.Json() if options.json else None
     if options.resume:
-        finished = run.resume(options.resume, options.quiet, _new_steps(options), shown)
+        steps, cluster = _changes(options)
+        finished = run.resume(options.resume, options.quiet, steps, shown, cluster)
     elif options.recipe:
         finished = run.train(
             options.recipe, options.overrides, options.run, options.quiet, shown, options.card
@@ -44,19 +45,21 @@ def train(options: argparse.Namespace) -> None:
     (shown or progress.SILENT).result(text, data)
 
 
-def _new_steps(options: argparse.Namespace) -> int | None:
-    """The new number of steps in `--resume RUN steps=60`; nothing else may be changed."""
+def _changes(options: argparse.Namespace) -> tuple[int | None, list[str]]:
+    """The new number of steps and the changes of the cluster in `--resume RUN steps=60
+    cluster.workers=4`; nothing else may be changed."""
     if options.card is not None:
         raise UserError("--card cannot change a run, which keeps its recipe; leave --card out")
     given = [o for o in (options.recipe, *options.overrides) if o]
-    if not given and not options.run:
-        return None
-    key, _, value = given[0].partition("=") if given else ("", "", "")
-    if len(given) > 1 or options.run or key != "steps" or not value.isdigit():
+    steps = [o.removeprefix("steps=") for o in given if o.startswith("steps=")]
+    cluster = [o for o in given if o.startswith("cluster.") and "=" in o]
+    known = len(steps) + len(cluster) == len(given) and len(steps) < 2
+    if options.run or not known or not all(value.isdigit() for value in steps):
         raise UserError(
-            "--resume uses the recipe and the folder of the run; only steps=N may be changed"
+            "--resume uses the recipe and the folder of the run; only steps=N and the keys of "
+            "cluster may be changed"
         )
-    return int(value)
+    return int(steps[0]) if steps else None, cluster
 
 
 def _summary(path: Path, rows: Sequence[dict], steps: int) -> tuple[str, dict[str, Any]]:

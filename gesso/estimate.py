@@ -23,10 +23,11 @@ from gesso.data.readers import why_not_local
 from gesso.memory.meta import peak
 from gesso.track.progress import SILENT, Progress
 from gesso.types import UserError
-from gesso.weights.folding_rule import estimated_to_fold
+from gesso.weights.folding_rule import estimated_on_gpu, estimated_to_fold
 
 USABLE = 0.9  # of a GPU's memory; the CUDA context and the allocator's gaps take the rest
 MASTER = 4  # bytes: trained weights, their gradients and both Adam moments are float32
+EXACT_SUM = 16  # bytes per trained value on a CPU, where gradients are summed exactly
 
 
 @dataclass(frozen=True)
@@ -122,10 +123,16 @@ def estimate(recipe: Recipe) -> Memory:
         "stored samples": load.stored,
     }
     allocated = [*load.tensors, *(t for copy in policy.copies.values() for t in copy.values())]
-    for parameter in (*policy.trainable.values(), *critic_parameters.values()):
-        parameter.grad = torch.empty_like(parameter)  # exists from the second micro-batch on
-        allocated += [parameter, parameter.grad]
-    passing = {"update with gradients": trained + peak(allocated, load.update)}
+    parameters = [*policy.trainable.values(), *critic_parameters.values()]
+    allocated += parameters
+    sums = trained  # of the gradients of all micro-batches
+    if not estimated_on_gpu(recipe.model, getattr(algorithm, "one_pass", False)):
+        sums *= EXACT_SUM // MASTER
+    else:
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+            allocated.append(parameter.grad)
+    passing = {"update with gradients": sums + peak(allocated, load.update)}
     passing |= {name: peak(allocated, work) for name, work in load.works.items()}
     nonzero = {name: size for name, size in lasting.items() if size}
     return Memory(nonzero, passing, load.host, policy.size * MASTER)

@@ -265,7 +265,7 @@ class Rollout:
         return Rollout(
             [*one.samples, *other.samples],
             torch.cat([one.group, other.group + first]),
-            TokenTrace.concat([one.token_trace, other.token_trace]),
+            type(one.trace).concat([one.trace, other.trace]),  # type: ignore[list-item]
             widened([one.logp, other.logp]),
             min(one.version, other.version),
             [*one.scores, *other.scores],

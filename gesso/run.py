@@ -7,11 +7,12 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gesso import build, families
+from gesso.cluster.processes import WorkerLost
 from gesso.config import Recipe
 from gesso.data import prompts
 from gesso.rewards import assembly
@@ -28,6 +29,7 @@ from gesso.use.trained import load as load
 
 if TYPE_CHECKING:
     from gesso.algorithms.base import Algorithm
+    from gesso.cluster.driver import Driver
     from gesso.cluster.local import Local
     from gesso.learner.learner import Learner
 
@@ -41,14 +43,29 @@ class Assembled:
 
     recipe: Recipe
     algorithm: Algorithm
-    model: Any  # of the recipe's family
-    learner: Learner
-    cluster: Local
+    cluster: Driver
     rewards: Rewards
     eval_prompts: Sequence[Prompt]
     notes: Sequence[str]  # about data and settings, shown before the run
     left_out: Sequence[str] = ()  # skipped rows of the data, each with its reason
     longest_prompt: int | None = None  # tokens; only of language models
+
+    @property
+    def learner(self) -> Learner:
+        """Of a cluster in this process."""
+        return self.local.learner
+
+    @property
+    def model(self) -> Any:
+        """Of a cluster in this process; its type depends on the recipe's family."""
+        return self.local.learner.model
+
+    @property
+    def local(self) -> Local:
+        from gesso.cluster.local import Local
+
+        assert isinstance(self.cluster, Local), "the model is held by worker processes"
+        return self.cluster
 
     def close(self) -> None:
         self.cluster.close()
@@ -65,21 +82,8 @@ def assemble(recipe: Recipe, progress: Progress = SILENT) -> Assembled:
         progress.phase("loading data")
         data = prompts.load(recipe.data, rewards.train.unfit, rewards.held_out.unfit)
         progress.phase("importing torch")
-        from gesso.cluster.local import Local
-        from gesso.learner.learner import Learner
-
-        with bars.loading(progress, recipe.model.path, recipe.model.path):
-            model = build.model(recipe)
-        data = family.fit(recipe, algorithm, model, data, progress)
-        algorithm, critic = build.add_critic(recipe, algorithm, model)
-        learner = Learner(
-            model, algorithm, recipe.optimizer, recipe.learner, recipe.seed, critic, progress
-        )
-        if recipe.sampler.engine != "built-in":
-            progress.phase(f"starting {recipe.sampler.engine}")
-        sampler = build.sampler(recipe, algorithm, model)
-        stream = prompts.Stream(data.train, recipe.seed)
-        cluster = Local(recipe, learner, sampler, rewards.service, stream, progress)
+        connect = _in_this_process if recipe.cluster.workers is None else _in_workers
+        cluster, data = connect(recipe, algorithm, rewards, data, progress)
     except BaseException:
         rewards.service.close()
         raise
@@ -92,9 +96,51 @@ def assemble(recipe: Recipe, progress: Progress = SILENT) -> Assembled:
             "prompts; all of them are used"
         )
     return Assembled(
-        recipe, algorithm, model, learner, cluster, rewards, held_out, notes, data.left_out,
-        data.longest,
-    )  # fmt: skip
+        recipe, cluster.algorithm, cluster, rewards, held_out, notes, data.left_out, data.longest
+    )
+
+
+def _in_this_process(
+    recipe: Recipe,
+    algorithm: Algorithm,
+    rewards: Rewards,
+    data: prompts.LoadedData,
+    progress: Progress,
+) -> tuple[Driver, prompts.LoadedData]:
+    from gesso.cluster.local import Local
+
+    with bars.loading(progress, recipe.model.path, recipe.model.path):
+        model = build.model(recipe)
+    data = families.of(recipe).fit(recipe, algorithm, model, data, progress)
+    algorithm, learner = build.learner(recipe, algorithm, model, progress)
+    if recipe.sampler.engine != "built-in":
+        progress.phase(f"starting {recipe.sampler.engine}")
+    sampler = build.sampler(recipe, algorithm, model)
+    stream = prompts.Stream(data.train, recipe.seed)
+    return Local(recipe, learner, sampler, rewards.service, stream, progress), data
+
+
+def _in_workers(
+    recipe: Recipe,
+    algorithm: Algorithm,
+    rewards: Rewards,
+    data: prompts.LoadedData,
+    progress: Progress,
+) -> tuple[Driver, prompts.LoadedData]:
+    from gesso.cluster import workers
+    from gesso.cluster.placement import place
+
+    placement = place(recipe, algorithm)
+    assert placement is not None
+    processes = workers.start(recipe, placement, progress)
+    try:
+        data = workers.fit(processes, data)
+        stream = prompts.Stream(data.train, recipe.seed)
+        cluster = workers.Workers(recipe, algorithm, processes, rewards.service, stream, progress)
+    except BaseException:
+        processes.close()
+        raise
+    return cluster, replace(data, notes=[*data.notes, str(placement)])
 
 
 def train(
@@ -130,10 +176,12 @@ def resume(
     quiet: bool = False,
     steps: int | None = None,
     shown: Display | None = None,
+    overrides: Sequence[str] = (),
 ) -> RunFolder:
-    """Continue from the newest complete checkpoint of a run to its last step, or to `steps`."""
+    """Continue from the newest complete checkpoint of a run to its last step, or to `steps`.
+    `overrides` change the cluster, as in "cluster.workers=4"."""
     run = RunFolder.open(Path(folder))
-    recipe = recipe_of(run)
+    recipe = recipe_of(run, overrides)
     if steps is not None:
         if steps < (run.latest() or 0):
             raise UserError(
@@ -143,7 +191,9 @@ def resume(
         recipe = recipe.model_copy(update={"steps": steps})
     with _shown(recipe, quiet, shown) as display:
         build.announce_code(recipe, run.path, "model", "algorithm", "reward", "tracker")
-        return _run(assemble(recipe, display), run, display, changed=steps is not None)
+        return _run(
+            assemble(recipe, display), run, display, changed=steps is not None or bool(overrides)
+        )
 
 
 def _shown(recipe: Recipe, quiet: bool, shown: Display | None) -> Display:
@@ -198,6 +248,9 @@ def _run(job: Assembled, run: RunFolder, display: Display, changed: bool = False
             f"{f'step {last}' if last is not None else 'none'}; free disk space and run "
             f"`gesso train --resume {run.path}`"
         ) from error
+    except WorkerLost as error:
+        run.note(f"stopped: {error}")
+        raise StopRun(f"{error}; run `gesso train --resume {run.path}`") from error
     except StopRun as error:
         run.note(f"stopped: {error}")  # into the run's log
         raise

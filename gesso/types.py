@@ -201,7 +201,7 @@ class SampleSpec:
     solver: Solver = "euler"
     guidance: float = 1.0
     weights: Which = "current"
-    same_noise: bool = False  # one initial noise per group; its first ODE steps run once
+    same_noise: bool = False  # one initial noise per group, whose first ODE steps its samples share
     guidance_gradient: GuidanceGradient = "both"  # "conditional": records the negative branch
     record: Trajectory | OnePass = Trajectory()  # what is recorded of the trained steps
 

@@ -354,21 +354,21 @@ MUTANTS = [
     # Cluster and loop
     Mutant(
         "cluster-samples-after-the-update",
-        "gesso/cluster/local.py",
+        "gesso/cluster/driver.py",
         "        self.sample_queued()  # with the weights before this update",
         "        pass",
         "tests/cluster/test_local.py -k collect_returns",
     ),
     Mutant(
         "cluster-draws-unpublished-weights",
-        "gesso/cluster/local.py",
+        "gesso/cluster/driver.py",
         "if self._changed:",
         "if False:",
         "tests/cluster/test_local.py -k publication",
     ),
     Mutant(
         "cluster-refills-nothing",
-        "gesso/cluster/local.py",
+        "gesso/cluster/driver.py",
         "missing = groups - len(kept.group.unique())",
         "missing = 0",
         "tests/test_token_loop.py -k refill",
@@ -382,7 +382,7 @@ MUTANTS = [
     ),
     Mutant(
         "cluster-max-failed",
-        "gesso/cluster/local.py",
+        "gesso/cluster/driver.py",
         "if share > allowed or",
         "if share >= 1 or",
         "tests/rewards/test_robustness.py -k share",
@@ -621,7 +621,7 @@ MUTANTS = [
         "gesso/viewer/files.py",
         "if not IMAGE_NAME.fullmatch(name):",
         "if not name:",
-        "tests/viewer/test_server.py -k nothing_but_pictures",
+        "tests/viewer/test_server.py -k nothing_but_images",
     ),
     Mutant(
         "viewer-links",
@@ -712,7 +712,7 @@ MUTANTS = [
         "gesso/viewer/studio.py",
         "code = {} if self.trust_code else",
         "code = {} if True else",
-        "tests/test_trust.py -k 'playground or page_over'",
+        "tests/test_trust.py -k 'playground or page_of_a_foreign'",
     ),
     Mutant(
         "trust-working-folder-first",
@@ -724,8 +724,8 @@ MUTANTS = [
     Mutant(
         "cli-resume-changes-the-recipe",
         "gesso/commands.py",
-        'key != "steps" or',
-        "not key or",
+        "if options.run or not known or",
+        "if options.run or",
         "tests/test_cli.py -k mistakes",
     ),
     Mutant(
@@ -770,6 +770,63 @@ MUTANTS = [
         "gradients[0] == gradients[1]",
         "True",
         "tests/test_cli.py -k repeats",
+    ),
+    # Workers
+    Mutant(
+        "exact-sum-fine",
+        "gesso/learner/gradient_sum.py",
+        "add_(fine.double(), alpha=1 / FINE)",
+        "add_(fine.double(), alpha=0)",
+        "tests/learner/test_gradient_sum.py",
+    ),
+    Mutant(
+        "exact-sum-largest",
+        "gesso/learner/gradient_sum.py",
+        "~(values.abs().max() < LARGEST)",
+        "values.abs().max() > LARGEST",
+        "tests/learner/test_gradient_sum.py",
+    ),
+    Mutant(
+        "deal-costs",
+        "gesso/ranks.py",
+        "key=lambda i: (-costs[i], i)",
+        "key=lambda i: i",
+        "tests/learner/test_gradient_sum.py",
+    ),
+    Mutant(
+        "ranks-finite",
+        "gesso/learner/learner.py",
+        "finite = total.write() and not not_finite",
+        "finite = not not_finite or total.write()",
+        "tests/learner/test_learner.py",
+    ),
+    Mutant(
+        "parts-whole-prompts",
+        "gesso/samplers/base.py",
+        "while row[stop - 1] == row[stop]:",
+        "while False:",
+        "tests/samplers/test_decode.py -k cut_at_prompts",
+    ),
+    Mutant(
+        "workers-digests",
+        "gesso/cluster/workers.py",
+        "if found != digests[0]:",
+        "if not found:",
+        "tests/cluster/test_workers.py -k different_weights",
+    ),
+    Mutant(
+        "workers-piece-order",
+        "gesso/worker.py",
+        "index = [starts[i] + j for i, j in rows]",
+        "index = sorted(starts[i] + j for i, j in rows)",
+        "tests/cluster/test_workers.py -k failed",
+    ),
+    Mutant(
+        "workers-life",
+        "gesso/worker.py",
+        "    os.read(life, 1)\n    os._exit(1)",
+        "    os.read(life, 1)",
+        "tests/cluster/test_workers.py -k busy_worker",
     ),
 ]
 

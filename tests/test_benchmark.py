@@ -57,7 +57,7 @@ def job(request: pytest.FixtureRequest, recipe_data: dict[str, Any]) -> Iterator
     job.close()
 
 
-def test_a_lead_that_fell_is_told(benchmark: ModuleType) -> None:
+def test_a_lead_that_fell_is_reported(benchmark: ModuleType) -> None:
     recorded = {"a": 2.0, "b": 1.0}
     assert benchmark.fallen({"a": 1.71, "b": 3.0, "c": 0.1}, recorded) == []
     assert benchmark.fallen({"a": 1.69, "b": 0.86}, recorded) == [
@@ -87,7 +87,7 @@ def token_iteration() -> Iterator[ModuleType]:
 
 
 @pytest.mark.slow
-def test_an_iteration_of_writers(
+def test_an_iteration_of_language_models(
     token_iteration: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the bundled model: both sides run, their log-probs meet, and nothing failed."""
@@ -226,7 +226,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_profile_tells_matrix_work_from_the_rest(profile_cpu: ModuleType, kind: str) -> None:
+def test_a_profile_separates_matrix_work_from_the_rest(profile_cpu: ModuleType, kind: str) -> None:
     names = [name if "::" in name else f"aten::{name}" for name in KINDS[kind]]
     assert {profile_cpu.kind_of(name) for name in names} == {kind}
 
@@ -262,7 +262,7 @@ def test_an_iteration_is_profiled(profile_cpu: ModuleType, capsys: Any, tmp_path
     assert width == wide["caption_projection_dim"] == 256
 
 
-def test_growth_is_measured_at_the_sizes_it_tells(
+def test_growth_is_measured_at_the_reported_sizes(
     growth: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert all(len(line.sizes) == 8 for line in growth.LINES)

@@ -74,7 +74,7 @@ def test_impossible_combinations() -> None:
         build.recipe("demo", ['reward=[{name="ocr"}, {name="ocr"}]'])
 
 
-def test_evaluation_is_guided_as_training_unless_told_otherwise() -> None:
+def test_evaluation_is_guided_as_training_by_default() -> None:
     assert build.recipe("demo", ["algorithm.guidance=3.0"]).eval.guidance == 3.0
     assert build.recipe("demo", ["eval.guidance=2.0"]).eval.guidance == 2.0
     assert build.recipe("demo-nft").eval.guidance == 1.0

@@ -77,7 +77,7 @@ def writing(workplace: Path) -> dict[str, Any]:
     return with_model(data, name="my_models:Trimmed") | {"steps": 1, "eval": {"prompts": 1}}
 
 
-def test_a_language_model_of_the_users(
+def test_a_custom_language_model(
     writing: dict[str, Any], workplace: Path, capsys: pytest.CaptureFixture
 ) -> None:
     (workplace / "mine.toml").write_text(tomli_w.dumps(writing))
@@ -110,7 +110,7 @@ def test_with_a_critic_too(writing: dict[str, Any]) -> None:
     assert "update/value" in rows[-1]
 
 
-def test_a_flow_model_of_the_users(recipe_data: dict[str, Any], workplace: Path) -> None:
+def test_a_custom_flow_model(recipe_data: dict[str, Any], workplace: Path) -> None:
     data = with_model(recipe_data, name="my_flow:Mine") | {"steps": 1}
     recipe = build.recipe_from(data)
     assert isinstance(recipe.model, config.Model) and recipe.model.family == "flow"

@@ -33,7 +33,7 @@ def rows_of(run: RunFolder) -> list[dict]:
     return list(run.rows())
 
 
-def test_a_run_on_cuda_draws_what_the_cpu_draws(recipe_data: dict, tmp_path: Path) -> None:
+def test_a_run_on_cuda_samples_what_the_cpu_samples(recipe_data: dict, tmp_path: Path) -> None:
     """Noise comes from the CPU's generator on both, so the pictures agree."""
     rewards = {}
     for device in ("cpu", "cuda"):

@@ -426,7 +426,7 @@ def test_kl_explodes() -> None:
     assert kinds(writing(60, update__kl=lambda s: 5.0 * (s % 7 == 0)), WRITES) == []
 
 
-def test_groups_that_were_drawn_again_count_as_flat() -> None:
+def test_groups_that_were_sampled_again_count_as_flat() -> None:
     """32 more groups for 16 that have some spread: two thirds were flat."""
     step, kind, text = only(writing(20, refilled=always(32.0)), WRITES)
     assert (step, kind) == (5, "flat-groups") and "in 70% of the groups" in text
@@ -446,7 +446,7 @@ def test_without_a_comparison_within_groups_flat_ones_are_no_symptom() -> None:
     assert kinds(spread, facts) == ["saturated"] and kinds(spread, WRITES) == []
 
 
-def test_what_an_algorithm_for_responses_tells() -> None:
+def test_what_an_algorithm_for_responses_reports() -> None:
     recipe = build.recipe("demo-vlm")
 
     def facts(**options: Any) -> Facts:
@@ -471,6 +471,15 @@ def test_a_real_run_of_a_model_that_writes_is_silent() -> None:
         rows, with_facts(clip=0.2, groups=16, held_out=64, max_tokens=32)
     ):
         assert symptom.kind == "saturated" and rows[step]["reward"] > 0.9
+
+
+def test_idle_workers() -> None:
+    step, kind, text = only(history(20, cluster__idle=lambda s: 0.1 if s < 10 else 0.3))
+    assert kind == "idle-workers" and step > 10
+    assert "idle in 30%" in text and "learner.micro_batch" in text
+    language = writing(20, cluster__idle=lambda s: 0.3)
+    assert "learner.micro_tokens" in only(language, WRITES)[2]
+    assert kinds(history(20, cluster__idle=lambda s: 0.19)) == []
 
 
 def rows_of(name: str) -> list[Row]:
@@ -591,7 +600,7 @@ def test_the_page_has_a_remedy_for_every_kind() -> None:
     assert set(re.findall(r"^\| `([a-z-]+)` \|", table, re.MULTILINE)) == set(CHECKS)
 
 
-def test_a_row_tells_the_distance_within_groups(recipe_data: dict, tmp_path: Path) -> None:
+def test_a_row_reports_the_distance_within_groups(recipe_data: dict, tmp_path: Path) -> None:
     """Through the loop, against a plain double loop over the same batch drawn again."""
     from gesso.run import assemble, train
 

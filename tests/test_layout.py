@@ -19,10 +19,10 @@ TESTS = re.compile(r"\btests/[a-z0-9_/]+\.py")
 # From top to bottom; a layer may import the layers after it and its own files.
 LAYERS = [
     "__main__",
-    "cli", "arguments", "commands", "fitting", "check", "estimate", "run", "loop", "viewer", "use",
-    "health", "build",
+    "cli", "arguments", "commands", "fitting", "check", "estimate", "run", "worker", "loop",
+    "viewer", "use", "health", "build",
     "families", "memory", "cluster", "learner", "samplers", "algorithms", "models", "weights",
-    "rewards", "data", "track", "zoo", "formulas", "config", "serving", "imports", "quiet",
+    "ranks", "rewards", "data", "track", "zoo", "formulas", "config", "serving", "imports", "quiet",
     "rollout", "types",
 ]  # fmt: skip
 

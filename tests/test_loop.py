@@ -101,7 +101,7 @@ def test_a_run_and_its_folder(finished: Finished) -> None:
     assert seeds[0] == seeds[1]
 
 
-def test_a_clip_range_under_the_noise_floor_is_told_once(
+def test_a_clip_range_under_the_noise_floor_is_reported_once(
     recipe_data: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from gesso.formulas.flow_steps import Transition

@@ -115,7 +115,7 @@ def test_advantages_are_bounded(recipe_data: dict) -> None:
     assert algorithm.advantage(rollout).abs().max() == 0.25
 
 
-def test_windows_are_drawn_from_their_range() -> None:
+def test_windows_are_sampled_from_their_range() -> None:
     algorithm = sure(FlowGRPO, build.algorithm(build.recipe("demo")))
     windows = {algorithm.spec(0, seed, SIZE).trained for seed in range(60)}
     assert windows == {range(0, 3), range(1, 4), range(2, 5)}

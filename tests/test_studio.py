@@ -102,7 +102,7 @@ def test_both_sides_are_what_each_would_draw_alone(
         studio.generate(found.path, ask.model_copy(update={"image": "aGk="}), heard)
 
 
-def test_a_model_that_sees_answers_about_a_picture(tmp_path: Path, studio: Studio) -> None:
+def test_a_vision_language_model_answers_about_an_image(tmp_path: Path, studio: Studio) -> None:
     tokens.build("qwen2.5-vl", tmp_path / "model")
     picture = tokens.picture(16, 24)
     (tmp_path / "0.png").write_bytes(picture.read())

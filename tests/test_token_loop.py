@@ -247,7 +247,7 @@ def test_each_response_is_compared_with_the_greedy_one(text: Tiny) -> None:
     assert torch.allclose(found, torch.where(rollout.mask, expected[:, None], 0.0))
 
 
-def test_nobody_else_draws_greedy_responses(text: Tiny) -> None:
+def test_only_remax_samples_greedy_responses(text: Tiny) -> None:
     job = assemble(build.recipe_from(data_of(text, {"name": "grpo"})))
     try:
         drawn = job.cluster.sample_step(0)
@@ -423,7 +423,7 @@ def test_failed_scores_leave_the_batch(
         assert all(math.isfinite(row["update/grad_norm"]) for row in rows)
 
 
-def test_prompts_that_are_too_long_are_left_out_and_told(
+def test_prompts_that_are_too_long_are_left_out_and_reported(
     text: Tiny, tmp_path: Path, trained_on: list[Rollout]
 ) -> None:
     asked = tmp_path / "p.txt"

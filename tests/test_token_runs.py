@@ -90,7 +90,7 @@ def test_a_png_whose_pixels_are_broken_is_found_before_the_run(tmp_path: Path) -
     assert "a.jsonl:2: image 1 of 1: " in reading.left_out[0]
 
 
-def test_a_picture_that_vanishes_ends_the_run_and_loses_nothing(
+def test_an_image_that_vanishes_ends_the_run_and_loses_nothing(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from gesso.learner.learner import Learner, Update
@@ -310,7 +310,7 @@ def test_prompts_are_read_in_passes_of_bounded_length(
     job.close()
 
 
-def test_with_an_importance_cap_the_distance_to_the_sampler_is_told(
+def test_with_an_importance_cap_the_distance_to_the_sampler_is_reported(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from gesso.learner.learner import Learner, Update
@@ -376,7 +376,7 @@ def test_a_template_that_opens_the_thought() -> None:
         assert scored("format", Sample(Prompt("?"), None, 0, wrong), opened=True).value == 0
 
 
-def test_overlong_counts_the_tokens_of_whoever_wrote_them(root: Path, tmp_path: Path) -> None:
+def test_overlong_counts_the_tokens_of_the_model(root: Path, tmp_path: Path) -> None:
     sample = Sample(Prompt("?"), None, 0, "a b c", tokens=16)
     assert scored("overlong", sample, limit=20, buffer=8).value == pytest.approx(-0.5)
     untold = scored("overlong", Sample(Prompt("?"), None, 0, "a b c"), limit=20, buffer=8)
@@ -401,7 +401,7 @@ def test_right_means_whole() -> None:
         assert shown is not None and shown.right is right
 
 
-def test_a_missing_picture_is_missing_whatever_its_name(tmp_path: Path) -> None:
+def test_a_missing_image_is_missing_whatever_its_name(tmp_path: Path) -> None:
     """`abcd` is base64 of three bytes, and of no picture."""
     file = write(tmp_path / "a.jsonl", [{"prompt": "?", "images": ["abcd"]}, *rows(tmp_path, 1)])
     assert "no such file 'abcd'" in read(DataSource(path=file)).left_out[0]

@@ -138,7 +138,7 @@ INDEXES = [
 
 @pytest.mark.parametrize("index", INDEXES)
 @pytest.mark.parametrize("options", [[], ["--memory"]])
-def test_a_model_folder_imports_nothing_of_its_own(
+def test_a_model_folder_imports_no_code(
     index: dict, options: list[str], workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (workplace / "evil.py").write_text(USER_MODULE)
@@ -151,7 +151,7 @@ def test_a_model_folder_imports_nothing_of_its_own(
     assert not (workplace / MARK).exists()
 
 
-def test_the_page_over_somebody_elses_run_runs_none_of_its_code(
+def test_the_page_of_a_foreign_run_runs_none_of_its_code(
     foreign_run: RunFolder, workplace: Path
 ) -> None:
     assert cli.main(["view", "runs", "--report", "page.html"]) == 0

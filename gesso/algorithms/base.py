@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 from torch import Tensor
 
 from gesso import config
+from gesso.ranks import ALONE, Ranks
 from gesso.rollout import Rollout, TokenTrace
 from gesso.types import ResponseSpec, SampleSpec, Which
 from gesso.weights.policy import Policy
@@ -58,6 +59,10 @@ class Terms(Rows, ABC):
     @abstractmethod
     def micro_batches(self, settings: config.Learner) -> Sequence[Tensor]:
         """Indices of the terms that go through one forward and backward pass together."""
+
+    def cost(self, index: Tensor) -> float:
+        """Work of a micro-batch relative to the others, by which ranks divide them."""
+        return len(index)
 
 
 @dataclass(frozen=True)
@@ -127,8 +132,11 @@ class Algorithm(Protocol):
     def greedy_spec(self) -> ResponseSpec | None:
         """Sampling spec of the greedy response to a prompt, if its reward is the baseline."""
 
-    def prepare(self, model: Any, rollout: Rollout, settings: config.Learner) -> Prepared:
-        """Advantages, and everything else that is shared by all updates of this rollout."""
+    def prepare(
+        self, model: Any, rollout: Rollout, settings: config.Learner, ranks: Ranks = ALONE
+    ) -> Prepared:
+        """Advantages, and everything else that is shared by all updates of this rollout. `ranks`
+        divide its passes through the network."""
 
     def terms(self, rollout: Rollout, prepared: Any) -> Terms:
         """All terms of these samples. Their randomness comes from the samples' seeds, so that it

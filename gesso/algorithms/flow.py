@@ -14,6 +14,7 @@ from gesso import config
 from gesso.algorithms.advantage import Advantage
 from gesso.algorithms.base import Prepared, Terms
 from gesso.models.flow.base import FlowModel
+from gesso.ranks import ALONE, Ranks
 from gesso.rollout import FlowContext, Rollout
 from gesso.types import SampleSpec, Which
 
@@ -62,5 +63,11 @@ class FlowAlgorithm(config.Strict):
     def greedy_spec(self) -> None:
         """None: images are compared only within their group."""
 
-    def prepare(self, model: FlowModel, rollout: Rollout, settings: config.Learner) -> Prepared:
+    def prepare(
+        self,
+        model: FlowModel,
+        rollout: Rollout,
+        settings: config.Learner,
+        ranks: Ranks = ALONE,
+    ) -> Prepared:
         return Prepared(self.advantage(rollout))

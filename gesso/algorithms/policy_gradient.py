@@ -5,7 +5,7 @@ Every algorithm for tokens is a preset of `PolicyGradient`; PPO adds a critic.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -21,6 +21,7 @@ from gesso.formulas import kl, objectives
 from gesso.formulas.aggregation import Mode, token_weights
 from gesso.models.tokens.base import TokenModel, ValueFunction
 from gesso.models.tokens.packing import pack_responses
+from gesso.ranks import ALONE, Ranks, fill
 from gesso.rollout import Rollout, TokenTrace
 from gesso.types import ResponseSpec, Which
 from gesso.weights.policy import Policy
@@ -135,6 +136,9 @@ class ResponseTerms(Terms):
     def micro_batches(self, settings: config.Learner) -> Sequence[Tensor]:
         return batches(self.trace, settings.micro_tokens)
 
+    def cost(self, index: Tensor) -> float:
+        return _tokens(self.trace, index)
+
 
 def batches(trace: TokenTrace, budget: int) -> list[Tensor]:
     """Micro-batches of rows whose tokens, including prompts, fit into `budget`; each row once."""
@@ -142,6 +146,25 @@ def batches(trace: TokenTrace, budget: int) -> list[Tensor]:
     responses = trace.mask.sum(1).tolist()
     parts = pack_responses(prompts, trace.row.tolist(), responses, budget)
     return [torch.tensor(part) for part in parts]
+
+
+def by_response(
+    compute: Callable[[TokenTrace], Tensor],
+    rollout: Rollout,
+    settings: config.Learner,
+    ranks: Ranks,
+) -> Tensor:
+    """(N, S): one value per token, computed for packed responses."""
+    trace = rollout.token_trace
+    values, parts = torch.zeros_like(rollout.logp), batches(trace, settings.micro_tokens)
+    fill(values, parts, [_tokens(trace, p) for p in parts], lambda p: compute(trace.rows(p)), ranks)
+    return values
+
+
+def _tokens(trace: TokenTrace, index: Tensor) -> float:
+    """Tokens of these responses and of their prompts, each prompt once."""
+    prompts = sum(len(trace.prompts[row]) for row in set(trace.row[index].tolist()))
+    return prompts + float(trace.mask[index].sum())
 
 
 class PolicyGradient(Strict):
@@ -230,25 +253,36 @@ class PolicyGradient(Strict):
         return ResponseSpec(self.max_tokens, 0.0) if self.advantage.baseline == "greedy" else None
 
     def prepare(
-        self, model: TokenModel, rollout: Rollout, settings: config.Learner
+        self,
+        model: TokenModel,
+        rollout: Rollout,
+        settings: config.Learner,
+        ranks: Ranks = ALONE,
     ) -> PreparedResponses:
         sampled = rollout.logp
         unused = sampled.new_empty(len(sampled), 0)
         old, importance, gap = sampled, unused, unused
         if self.importance_cap is not None:
-            old = self._score(model, rollout, "current", settings)
+            old = self._score(model, rollout, "current", settings, ranks)
             importance = objectives.importance(old, sampled, self.importance_cap)
             gap = (old - sampled).abs()
-        reference = self._score(model, rollout, "reference", settings) if self.kl else unused
+        reference = unused
+        if self.kl:
+            reference = self._score(model, rollout, "reference", settings, ranks)
         penalty = None
         if self.kl and self.kl.place == "reward":
             penalty = self.kl.beta * kl.estimate(old, reference, self.kl.estimator)
             penalty = torch.where(rollout.mask, penalty, 0.0)
-        advantages, values, returns = self.estimate(model, rollout, penalty, settings)
+        advantages, values, returns = self.estimate(model, rollout, penalty, settings, ranks)
         return PreparedResponses(advantages, old, importance, gap, reference, values, returns)
 
     def estimate(
-        self, model: TokenModel, rollout: Rollout, penalty: Tensor | None, settings: config.Learner
+        self,
+        model: TokenModel,
+        rollout: Rollout,
+        penalty: Tensor | None,
+        settings: config.Learner,
+        ranks: Ranks = ALONE,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Advantages (N, S), and the values and returns of the critic."""
         unused = rollout.logp.new_empty(len(rollout.logp), 0)
@@ -256,14 +290,19 @@ class PolicyGradient(Strict):
 
     @torch.no_grad()
     def _score(
-        self, model: TokenModel, rollout: Rollout, weights: Which, settings: config.Learner
+        self,
+        model: TokenModel,
+        rollout: Rollout,
+        weights: Which,
+        settings: config.Learner,
+        ranks: Ranks,
     ) -> Tensor:
         """(N, S) log-probs of the responses under these weights."""
-        scored = torch.zeros_like(rollout.logp)
-        for part in batches(rollout.token_trace, settings.micro_tokens):
-            logp = model.logp(rollout.token_trace.rows(part), self.temperature, weights).logp
-            scored[part, : logp.shape[1]] = logp.to(scored)
-        return scored
+
+        def logp(trace: TokenTrace) -> Tensor:
+            return model.logp(trace, self.temperature, weights).logp
+
+        return by_response(logp, rollout, settings, ranks)
 
     def terms(self, rollout: Rollout, prepared: PreparedResponses) -> ResponseTerms:
         length = (self.length or self.max_tokens) if self.aggregation == "constant" else None

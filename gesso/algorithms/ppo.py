@@ -10,11 +10,12 @@ from torch import Tensor
 
 from gesso import config
 from gesso.algorithms.credit import Credit
-from gesso.algorithms.policy_gradient import PolicyGradient, ResponseTerms, batches
+from gesso.algorithms.policy_gradient import PolicyGradient, ResponseTerms, by_response
 from gesso.config import Strict
 from gesso.formulas import advantages as adv
 from gesso.formulas import objectives
 from gesso.models.tokens.base import TokenModel, ValueFunction
+from gesso.ranks import ALONE, Ranks
 from gesso.rollout import Rollout
 
 
@@ -68,15 +69,17 @@ class PPO(PolicyGradient):
         return self
 
     def estimate(
-        self, model: TokenModel, rollout: Rollout, penalty: Tensor | None, settings: config.Learner
+        self,
+        model: TokenModel,
+        rollout: Rollout,
+        penalty: Tensor | None,
+        settings: config.Learner,
+        ranks: Ranks = ALONE,
     ) -> tuple[Tensor, Tensor, Tensor]:
         assert self._critic is not None, "call `with_critic` first"
         mask = rollout.mask
-        values = torch.zeros_like(rollout.logp)
         with torch.no_grad():
-            for part in batches(rollout.token_trace, settings.micro_tokens):
-                predicted = self._critic.values(rollout.token_trace.rows(part))
-                values[part, : predicted.shape[1]] = predicted.to(values)
+            values = by_response(self._critic.values, rollout, settings, ranks)
         rewards = adv.on_last(rollout.rewards.to(mask.device), mask)
         if penalty is not None:
             rewards = rewards - penalty.double()

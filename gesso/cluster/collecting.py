@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, replace
 
@@ -16,7 +16,7 @@ import torch
 
 from gesso.rewards.transport.service import RewardService, Scored
 from gesso.rollout import Rollout, widened
-from gesso.samplers.base import Piece, Sampler
+from gesso.samplers.base import Piece
 from gesso.track.progress import Progress
 from gesso.types import Prompt, ResponseSpec, Sample, SampleSpec, Score
 
@@ -30,7 +30,7 @@ class Request:
     seeds: Sequence[int]
     spec: SampleSpec | ResponseSpec
     label: str  # for progress: "batch 3", "the evaluation"
-    held_out: bool = False  # scored with the evaluation's rewards
+    step: int | None = None  # of training; None: an evaluation, scored with its rewards
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ class PendingStep:
 
 def sample(
     request: Request,
-    sampler: Sampler,
+    generated: Iterable[Piece],
+    version: int,
     rewards: RewardService,
     weights: Mapping[str, float],
     progress: Progress,
@@ -116,12 +117,11 @@ def sample(
     progress.phase(f"sampling {request.label}", len(request.row))
     started = time.perf_counter()
     pieces, futures = [], []
-    for piece in sampler.sample(request.prompts, request.row, request.seeds, request.spec):
+    for piece in generated:
         pieces.append(piece)
-        futures.append(rewards.submit(piece.samples, request.held_out))
+        futures.append(rewards.submit(piece.samples, request.step is None))
         progress.advance(len(piece.samples))
     ended = time.perf_counter()
-    version = sampler.weights.version
     return PendingSamples(request, pieces, futures, version, weights, started, ended, progress)
 
 

@@ -36,7 +36,7 @@ def sharing_cores(device: torch.device, workers: int) -> Iterator[None]:
     passive = os.environ.get("OMP_WAIT_POLICY", "").upper() == "PASSIVE"
     on_cpu = device.type == "cpu"
     if on_cpu:
-        _keep_freed_memory()
+        keep_freed_memory()
     if passive or not on_cpu:
         yield
         return
@@ -49,7 +49,7 @@ def sharing_cores(device: torch.device, workers: int) -> Iterator[None]:
 
 
 @functools.cache
-def _keep_freed_memory() -> None:
+def keep_freed_memory() -> None:
     """On a CPU every forward pass frees and allocates the same hundred megabytes. By default glibc
     returns them to the system in between, and the page faults take a tenth of an iteration; with
     these settings it keeps them. Other C libraries neither have nor need such settings."""

@@ -2,53 +2,25 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
-from gesso.algorithms.base import Algorithm
-from gesso.cluster import collecting
-from gesso.cluster.collecting import PendingSamples, PendingStep, Request, Timing
+from gesso.cluster.collecting import Request
+from gesso.cluster.driver import Driver
 from gesso.cluster.host import peak_memory, sharing_cores
-from gesso.cluster.protocol import Batch, ScoresFailed
-from gesso.cluster.scores import reward_metrics
 from gesso.config import Recipe
 from gesso.data.prompts import Stream
 from gesso.learner.learner import Learner, Update
 from gesso.rewards.transport.service import RewardService
 from gesso.rollout import Rollout
-from gesso.samplers.base import Sampler
+from gesso.samplers.base import Piece, Sampler
 from gesso.track.checkpoints import read_tensors, write_tensors
 from gesso.track.progress import SILENT, Progress
-from gesso.types import Prompt, Sample, Score, StopRun, UserError, Which, seed_of
+from gesso.types import Which
 from gesso.weights.publish import Publication, publish
 
 
-@dataclass
-class LocalBatch:
-    """A batch of `Local`: queued, then sampled, then scored."""
-
-    cluster: Local
-    step: int
-    pending: PendingStep | None = None
-    error: UserError | StopRun | None = None
-
-    def sample(self) -> None:
-        """Errors are kept for `result`: this also runs while waiting for another batch."""
-        try:
-            self.pending = self.cluster.sample_step(self.step)
-        except (UserError, StopRun) as error:
-            self.error = error
-
-    def result(self) -> Batch:
-        self.cluster.sample_queued()
-        if self.error is not None:
-            raise self.error
-        return self.cluster.finish(self)
-
-
-class Local:
+class Local(Driver):
     def __init__(
         self,
         recipe: Recipe,
@@ -58,187 +30,36 @@ class Local:
         stream: Stream,
         progress: Progress = SILENT,
     ) -> None:
-        self.recipe = recipe
+        super().__init__(recipe, learner.algorithm, rewards, stream, progress)
         self.learner = learner
         self.sampler = sampler
-        self.rewards = rewards
-        self.stream = stream
-        self.progress = progress
-        self._queue: deque[LocalBatch] = deque()  # to be sampled, in order
-        self._rollouts: dict[int, Rollout] = {}  # collected and not yet trained on, by step
-        self._changed = False  # whether the weights are newer than those published last
-        self._reward_weights = {entry.label: entry.weight for entry in recipe.reward}
         self.publish(0)
 
-    @property
-    def algorithm(self) -> Algorithm:
-        return self.learner.algorithm
-
-    @property
-    def prompts_digest(self) -> str:
-        return self.stream.digest
-
-    # Collecting
-
-    def collect(self, step: int) -> LocalBatch:
-        """Sampling and updating take turns in this process: a queued batch is sampled when the loop
-        waits for a result, and at the latest before the next update."""
-        batch = LocalBatch(self, step)
-        self._queue.append(batch)
-        return batch
-
-    def sample_queued(self) -> None:
-        while self._queue:
-            self._queue.popleft().sample()
-
-    def sample_step(
-        self, step: int, groups: int | None = None, group: int | None = None
-    ) -> PendingStep:
-        """Batch `step`: `groups` prompts with `group` samples each; None: as in the recipe."""
-        prompts = self.stream.batch(step, groups or self.recipe.data.groups)
-        label = f"batch {step + 1}"
-        request = self._request(prompts, step, group or self.algorithm.group, ("sample",), label)
-        pending = self._sample(request)
-        spec = self.algorithm.greedy_spec()
-        if spec is None:
-            return PendingStep(pending, None)
-        rows, seeds = range(len(prompts)), [0] * len(prompts)
-        greedy = Request(prompts, rows, seeds, spec, f"{label}, greedy")
-        return PendingStep(pending, self._sample(greedy))
-
-    def _request(
-        self,
-        prompts: Sequence[Prompt],
-        step: int,
-        group: int,
-        purpose: tuple[str | int, ...],
-        label: str,
-    ) -> Request:
-        """`group` samples of each prompt, as the algorithm samples batch `step`."""
-        seed = self.recipe.seed
-        row = [i for i in range(len(prompts)) for _ in range(group)]
-        seeds = [seed_of(seed, *purpose, step, i) for i in range(len(row))]
-        spec = self.algorithm.spec(step, seed_of(seed, "spec", step), self.recipe.model)
-        return Request(prompts, row, seeds, spec, label)
-
-    def _sample(self, request: Request) -> PendingSamples:
-        """Samples with the weights published last; raises if the sampler has others."""
-        if self._changed:
-            raise StopRun("the weights have changed since they were last published to the sampler")
-        if request.spec.weights not in self._published.copies:
-            raise StopRun(f'the weights "{request.spec.weights}" were not published to the sampler')
-        self.sampler.weights.verify(self._published)
+    def generate(self, request: Request) -> Iterator[Piece]:
+        self.sampler.weights.verify(self._publication)
         with sharing_cores(self.sampler.model.device, self.rewards.processes):
-            return collecting.sample(
-                request, self.sampler, self.rewards, self._reward_weights, self.progress
+            yield from self.sampler.sample(
+                request.prompts, request.row, request.seeds, request.spec
             )
 
-    def finish(self, batch: LocalBatch) -> Batch:
-        """Wait for the scores, drop samples without a score, replace flat groups."""
-        assert batch.pending is not None
-        rollout, timing = batch.pending.result()
-        metrics = reward_metrics(rollout.scores) | self.sampler.describe(rollout)
-        notes: list[str] = []
-        rollout = self._without_failed(rollout, batch.step, notes)
-        if self.algorithm.refills:
-            rollout, metrics["refilled"] = self._refill(rollout, batch.step, notes)
-        self._rollouts[batch.step] = rollout
-        return Batch(
-            batch.step,
-            rollout.version,
-            rollout.samples,
-            rollout.scores,
-            rollout.group.tolist(),
-            metrics | _seconds(timing),
-            notes,
-        )
+    def describe(self, rollout: Rollout) -> dict[str, float]:
+        return self.sampler.describe(rollout)
 
-    def _refill(self, rollout: Rollout, step: int, notes: list[str]) -> tuple[Rollout, float]:
-        """Replaces flat groups, in at most `refills` attempts; also returns the number of sampled
-        groups."""
-        groups, sampled = self.recipe.data.groups, 0
-        for attempt in range(1, self.algorithm.refills + 1):
-            kept = rollout.rows(self.algorithm.advantage.kept(rollout, 1))
-            missing = groups - len(kept.group.unique())
-            if missing == 0:
-                break
-            more, _ = self.sample_refill(step, attempt, missing).result()
-            sampled += missing
-            more = self._without_failed(more, step, notes, refill=True)
-            if len(more.samples):
-                rollout = Rollout.join(kept, more)
-        return rollout, float(sampled)
-
-    def sample_refill(self, step: int, attempt: int, groups: int) -> PendingSamples:
-        """More groups for batch `step`, with prompts from a separate stream."""
-        stream = Stream(self.stream.parts, seed_of(self.recipe.seed, "refill", attempt))
-        prompts = stream.batch(step, self.recipe.data.groups)[:groups]
-        purpose, label = ("refill", attempt), f"{groups} more groups"
-        return self._sample(self._request(prompts, step, self.algorithm.group, purpose, label))
-
-    def _without_failed(
-        self, rollout: Rollout, step: int, notes: list[str], refill: bool = False
-    ) -> Rollout:
-        """Drops samples without a score; too many of them are an error. In a refill, which may be a
-        single group, their share is relative to the size of a whole batch."""
-        good, total = rollout.scored, len(rollout.scores)
-        failed = total - len(good)
-        if not failed:
-            return rollout
-        last = [s.error for s in rollout.scores if s.error is not None][-1]
-        notes.append(f"step {step + 1}: {failed} of {total} scores failed; last error: {last}")
-        whole = self.recipe.data.groups * self.algorithm.group if refill else total
-        share, allowed = failed / whole, self.recipe.max_failed
-        if share > allowed or (len(good) < 2 and not refill):
-            raise ScoresFailed(
-                f"{failed} of {whole} scores failed ({share:.0%}); max_failed allows "
-                f"{allowed:.0%}; last error: {last}",
-                notes,
-            )
-        return rollout.rows(good)
-
-    # Learning
-
-    def update(self, batch: Batch, step: int) -> Update:
-        self.sample_queued()  # with the weights before this update
-        self._changed = True
-        update = self.learner.update(self._rollouts.pop(batch.step), step)
-        update.metrics["cached"] = self.rewards.new_hits()
+    def train(self, rollout: Rollout, step: int) -> Update:
+        update = self.learner.update(rollout, step)
         update.metrics["memory/gb"] = peak_memory(self.sampler.model.device)
         return update
 
-    def publish(self, version: int) -> None:
-        assert not self._queue, "queued batches must be sampled before new weights are published"
-        self._published: Publication = publish(self.learner.policy, self._sampled_with(), version)
-        self.sampler.accept(self._published)
-        self.sampler.weights.verify(self._published)
-        self._changed = False
-
-    def _sampled_with(self) -> set[Which]:
-        """The copies of the weights that batches and evaluations are sampled with."""
-        specs = [self.algorithm.spec(0, 0, self.recipe.model), self.algorithm.greedy_spec()]
-        training = {spec.weights for spec in specs if spec is not None}
-        return training | {"ema" if self.recipe.learner.ema else "current"}
-
-    def evaluate(self, prompts: Sequence[Prompt], which: Which) -> tuple[list[Sample], list[Score]]:
-        spec = self.algorithm.eval_spec(self.recipe.eval, self.recipe.model, which)
-        seeds = [seed_of(self.recipe.seed, "eval", i) for i in range(len(prompts))]
-        request = Request(
-            prompts, range(len(prompts)), seeds, spec, "the evaluation", held_out=True
-        )
-        return collecting.samples_and_scores(self._sample(request))
+    def send(self, copies: Collection[Which], version: int) -> None:
+        self._publication: Publication = publish(self.learner.policy, copies, version)
+        self.sampler.accept(self._publication)
+        self.sampler.weights.verify(self._publication)
 
     def save(self, folder: Path) -> None:
         write_tensors(folder, self.learner.state())
 
-    def restore(self, folder: Path) -> None:
-        self._changed = True
+    def load(self, folder: Path) -> None:
         self.learner.restore(read_tensors(folder))
 
-    def close(self) -> None:
-        self.rewards.close()
+    def stop(self) -> None:
         self.sampler.close()
-
-
-def _seconds(timing: Timing) -> dict[str, float]:
-    return {f"time/{name}": value for name, value in asdict(timing).items()}

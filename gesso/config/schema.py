@@ -121,6 +121,22 @@ class Sampler(Strict):
         return self
 
 
+def _workers(value: Any) -> Any:
+    number = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if value is None or value == "auto" or number:
+        return value
+    got = f'"{value}"' if isinstance(value, str) else str(value).lower()
+    raise ValueError(f'expected a number of at least 1 or "auto", got {got}')
+
+
+class Cluster(Strict):
+    workers: Annotated[int | Literal["auto"] | None, BeforeValidator(_workers)] = None
+    """Worker processes, one per device, which divide sampling and updates. "auto": one per visible
+    GPU. None: no worker processes; everything runs in this process."""
+    patience: float = Field(1800.0, gt=0)
+    """Seconds without a sign of a worker that has work, after which the run stops."""
+
+
 class Eval(Strict):
     every: int = Field(10, ge=0)
     """Steps between evaluations. 0: only before the first and after the last step."""
@@ -269,6 +285,8 @@ class Recipe(Strict):
     """Batching of the update, and EMA."""
     sampler: Sampler = Sampler()
     """Batching and engine of sampling."""
+    cluster: Cluster = Cluster()
+    """The processes that sample and learn."""
     eval: Eval = Eval()
     """Evaluations: same prompts and seeds each time, without SDE noise."""
     save: Save = Save()

@@ -54,6 +54,7 @@ OLD = 0.25  # share at the first optimizer step, where each clipped term is a wa
 CLIPPED = 0.35  # share after the first optimizer step, where some clipping is intended
 COLLAPSED = 0.3  # share of the diversity at the start; the demo keeps .75 and learns well
 EVALS = 4  # evaluations: the later half is compared with the earlier half
+IDLE = 0.2  # share of the time in which a worker has nothing to do
 GIVEN_BACK = 0.25  # share of the range of a held-out metric that a drop must exceed
 
 
@@ -188,6 +189,20 @@ def reward_hacking(rows: Sequence[Row], facts: Facts) -> str | None:
     return None
 
 
+def idle_workers(rows: Sequence[Row], facts: Facts) -> str | None:
+    """Workers have nothing to do in more than 20% of sampling and updates."""
+    shares = recent(rows, "cluster/idle")
+    if not shares or median(shares) <= IDLE:
+        return None
+    micro = "learner.micro_tokens" if facts.is_language else "learner.micro_batch"
+    return (
+        f"workers are idle in {median(shares):.0%} of the time of sampling and updates (median of "
+        f"the last {WINDOW} steps): the parts of a batch do not divide evenly; lower sampler.batch "
+        f"or {micro}, so that there are more parts, use more prompts per step (data.groups), or "
+        "fewer workers"
+    )
+
+
 CHECKS: dict[str, Callable[[Sequence[Row], Facts], str | None]] = {
     "clip-under-floor": clip_under_floor,
     "ratio-not-one": ratio_not_one,
@@ -203,6 +218,7 @@ CHECKS: dict[str, Callable[[Sequence[Row], Facts], str | None]] = {
     "constant-length": constant_length,
     "kl-explodes": kl_explodes,
     "sampler-mismatch": sampler_mismatch,
+    "idle-workers": idle_workers,
 }
 
 # Kinds that mean that the metrics of a run are misleading, or that the run is failing.

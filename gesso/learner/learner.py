@@ -21,7 +21,9 @@ from gesso import config
 from gesso.algorithms.base import Algorithm, Terms
 from gesso.formulas import advantages as adv
 from gesso.formulas import averages
+from gesso.learner.gradient_sum import gradient_sum
 from gesso.models.repeatable import deterministic_algorithms
+from gesso.ranks import ALONE, Ranks, deal
 from gesso.rollout import Rollout
 from gesso.track.progress import SILENT, Progress
 from gesso.types import seed_of
@@ -63,7 +65,9 @@ class Learner:
         seed: int,
         extra: ExtraParameters | None = None,
         progress: Progress = SILENT,
+        ranks: Ranks = ALONE,
     ) -> None:
+        self.ranks = ranks
         self.model = model
         self.policy = model.policy
         self.algorithm = algorithm
@@ -97,7 +101,7 @@ class Learner:
         generator = torch.Generator().manual_seed(seed_of(self.seed, "update", step))
         self.progress.phase("preparing the update")
         with deterministic_algorithms(self.model):
-            prepared = self.algorithm.prepare(self.model, rollout, self.settings)
+            prepared = self.algorithm.prepare(self.model, rollout, self.settings, self.ranks)
         advantages = prepared.advantages
         inside = advantages if advantages.ndim == 1 else advantages[rollout.mask]
         kept = self.algorithm.advantage.kept(rollout, self.algorithm.updates)
@@ -151,18 +155,31 @@ class Learner:
         """Accumulates the gradient of the mini-batch's mean loss in .grad. Returns its norm, or
         None if the loss or the gradient is not finite: such a step is skipped."""
         self.optimizer.zero_grad(set_to_none=True)
+        parts = terms.micro_batches(self.settings)
+        owners = deal([terms.cost(index) for index in parts], self.ranks.count)
+        total = gradient_sum(list(self._all.values()))
+        mine: dict[int, dict[str, Tensor]] = {}
         losses = []  # checked at the end, since reading a value synchronizes with the device
         with self.policy.folded(), deterministic_algorithms(self.model):
-            for index in terms.micro_batches(self.settings):
-                part = terms.rows(index)
-                result = self.algorithm.loss(self.model, part)
-                total = result.loss.sum() / terms.total
-                losses.append(total.detach())
-                total.backward()
-                for name, value in result.stats.items():
-                    stats[name].append(value)
-                self.progress.advance(len(part))
-        finite = not losses or bool(torch.stack(losses).isfinite().all())
+            for i, index in enumerate(parts):
+                if owners[i] == self.ranks.rank:
+                    result = self.algorithm.loss(self.model, part := terms.rows(index))
+                    loss = result.loss.sum() / terms.total
+                    losses.append(loss.detach())
+                    loss.backward()
+                    total.add()
+                    mine[i] = dict(result.stats)
+                    self.progress.advance(len(part))
+                else:
+                    self.progress.advance(len(index))
+        for values in self.ranks.merge(mine, owners):
+            for name, value in values.items():
+                stats[name].append(value)
+        device = next(iter(self._all.values())).device
+        not_finite = sum(~loss.isfinite() for loss in losses) + torch.zeros((), device=device)
+        if self.ranks.count > 1:
+            self.ranks.sum([*total.buffers(), not_finite])
+        finite = total.write() and not not_finite
         norms = [
             float(torch.nn.utils.clip_grad_norm_(group["params"], self.schedule.max_norm))
             for group in self.optimizer.param_groups

@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import Tensor
 
 from gesso.rollout import FlowTrace, Rollout, TokenTrace
-from gesso.types import Prompt, Sample
+from gesso.types import Prompt, ResponseSpec, Sample, SampleSpec
 from gesso.weights.publish import HeldWeights, Publication
 
 Trace = TypeVar("Trace", FlowTrace, TokenTrace)
@@ -26,6 +26,22 @@ class Piece(Generic[Trace]):
     logp: Tensor  # (n, S)
 
 
+def parts(row: Sequence[int], batch: int, spec: SampleSpec | ResponseSpec) -> list[range]:
+    """How a call is cut into batches on a CPU, and into the work of several workers. The last bits
+    of a sample depend on the others in its batch, so every cluster cuts in the same way. The
+    responses to one prompt stay together if they fit, as they share its prefill."""
+    found: list[range] = []
+    start = 0
+    while start < len(row):
+        stop = min(start + batch, len(row))
+        if isinstance(spec, ResponseSpec) and stop < len(row) and row[stop] != row[start]:
+            while row[stop - 1] == row[stop]:
+                stop -= 1
+        found.append(range(start, stop))
+        start = stop
+    return found
+
+
 class Sampler(Protocol):
     model: Any
     weights: HeldWeights
@@ -33,10 +49,20 @@ class Sampler(Protocol):
     def accept(self, publication: Publication) -> None:
         """Uses this version of the weights from now on."""
 
+    def shared(self, prompts: Sequence[Prompt], spec: Any) -> Any:
+        """What the traces of all samples of a call share: the encoded prompts."""
+
     def sample(
-        self, prompts: Sequence[Prompt], row: Sequence[int], seeds: Sequence[int], spec: Any
+        self,
+        prompts: Sequence[Prompt],
+        row: Sequence[int],
+        seeds: Sequence[int],
+        spec: Any,
+        shared: Any = None,
+        only: range | None = None,
     ) -> Iterator[Piece]:
-        """One sample of prompts[row[i]] from seeds[i] for every i, under an algorithm's spec."""
+        """One sample of prompts[row[i]] from seeds[i] for every i, under an algorithm's spec.
+        `only`: for one of the `parts` of the call. `shared`: if it has been computed before."""
 
     def describe(self, rollout: Rollout) -> dict[str, float]:
         """Metrics of these samples, except their rewards."""

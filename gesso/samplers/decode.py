@@ -1,7 +1,8 @@
 """The decoding loop of all language models.
 
 Each distinct prompt is prefilled once, and its keys and values are copied to all of its samples.
-`batch` slots contain the running sequences: when one finishes, a waiting one takes its slot.
+`batch` slots contain the running sequences. On a GPU, where every slot is always computed, a
+waiting sequence takes the slot of a finished one; on a CPU the batches of a call follow each other.
 
 Each sample has a seed: every token is sampled by inverting the cumulative distribution of
 softmax(logits / temperature) at a uniform number, drawn on the CPU for its position. So a response
@@ -26,7 +27,7 @@ from gesso.models.tokens.base import PrefilledPrompt, TokenModel
 from gesso.models.tokens.packing import pack
 from gesso.rollout import Rollout, TokenPrompt, TokenTrace
 from gesso.samplers import responses
-from gesso.samplers.base import Piece
+from gesso.samplers.base import Piece, parts
 from gesso.samplers.drawing import drawn, drawn_from_raw
 from gesso.samplers.responses import Response, ResponseRequest
 from gesso.samplers.slots import SlotCache
@@ -44,8 +45,16 @@ class DecodingSampler:
         self.weights = HeldWeights(model.policy)
         self.prefilled_prompts = 0  # counted over all calls
 
+    @property
+    def continuous(self) -> bool:
+        """Whether waiting sequences take the slots of finished ones."""
+        return self.model.device.type == "cuda"
+
     def accept(self, publication: Publication) -> None:
         self.weights.accept(publication)
+
+    def shared(self, prompts: Sequence[Prompt], spec: ResponseSpec) -> Sequence[TokenPrompt]:
+        return responses.encode_prompts(self.model, prompts)
 
     def sample(
         self,
@@ -53,22 +62,21 @@ class DecodingSampler:
         row: Sequence[int],
         seeds: Sequence[int],
         spec: ResponseSpec,
+        shared: Sequence[TokenPrompt] | None = None,
+        only: range | None = None,
     ) -> Iterator[Piece[TokenTrace]]:
         """One response to prompts[row[i]] from seeds[i] for every i, in pieces as they finish."""
+        encoded = shared or self.shared(prompts, spec)
+        cut = [range(len(seeds))] if self.continuous else parts(row, self.batch, spec)
         with self.model.policy.folded(soon=spec.weights):
-            yield from self._pieces(prompts, row, seeds, spec)
+            for part in [only] if only else cut:
+                request = ResponseRequest(prompts, encoded, row, seeds, part)
+                yield from self._pieces(request, spec)
 
-    def _pieces(
-        self,
-        prompts: Sequence[Prompt],
-        row: Sequence[int],
-        seeds: Sequence[int],
-        spec: ResponseSpec,
-    ) -> Iterator[Piece[TokenTrace]]:
-        encoded = responses.encode_prompts(self.model, prompts)
-        request = ResponseRequest(prompts, encoded, row, seeds)
+    def _pieces(self, request: ResponseRequest, spec: ResponseSpec) -> Iterator[Piece[TokenTrace]]:
         kind = _FixedShapeDecoding if self.model.device.type == "cuda" else _Decoding
-        decoding = kind(self, encoded, row, seeds, spec)
+        rows, seeds = request.rows_and_seeds
+        decoding = kind(self, request.encoded, rows, seeds, spec)
         prepared = self.model.generating(spec.weights)
         while decoding.unfinished:
             # Both contexts end before the piece is yielded: they must not apply to the caller.

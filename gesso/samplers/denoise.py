@@ -17,7 +17,7 @@ from gesso.formulas import diversity, flow_steps
 from gesso.models.flow.base import FlowModel, PromptCache
 from gesso.models.flow.guidance import guided, rows_per_sample
 from gesso.rollout import Conditioning, FlowContext, FlowTrace, Rollout
-from gesso.samplers.base import Piece
+from gesso.samplers.base import Piece, parts
 from gesso.samplers.one_pass import OnePassRecorder
 from gesso.samplers.recording import Recorded, StepRecorder, TrainedStep, TrajectoryRecorder
 from gesso.types import OnePass, Prompt, Sample, SampleSpec, seed_of
@@ -35,29 +35,35 @@ class DenoisingSampler:
         self.weights.accept(publication)
 
     @torch.no_grad()
-    def sample(
-        self, prompts: Sequence[Prompt], row: Sequence[int], seeds: Sequence[int], spec: SampleSpec
-    ) -> Iterator[Piece[FlowTrace]]:
-        """One sample of prompts[row[i]] from seeds[i] for every i, in pieces of `batch`."""
-        with self.model.policy.folded(soon=spec.weights):
-            yield from self._pieces(prompts, row, seeds, spec)
-
-    def _pieces(
-        self, prompts: Sequence[Prompt], row: Sequence[int], seeds: Sequence[int], spec: SampleSpec
-    ) -> Iterator[Piece[FlowTrace]]:
+    def shared(self, prompts: Sequence[Prompt], spec: SampleSpec) -> FlowContext:
         cond, negative = self.embeddings.conditions(prompts, spec.guidance)
         sigmas = self.model.sigmas(spec.steps, spec.height, spec.width).to(self.model.device)
-        context = FlowContext(sigmas, spec.trained, cond, negative)
-        starts = self._shared_starts(context, row, seeds, spec) if spec.same_noise else None
-        for start in range(0, len(seeds), self.batch):
-            part = slice(start, start + self.batch)
-            trace, logp = self._sample(context, row[part], seeds[part], spec, starts)
-            images = self.model.decode(trace.clean).numpy()
-            samples = [
-                Sample(prompts[r], image, seed)
-                for r, image, seed in zip(row[part], images, seeds[part], strict=True)
-            ]
-            yield Piece(list(range(len(seeds))[part]), samples, trace, logp)
+        return FlowContext(sigmas, spec.trained, cond, negative)
+
+    @torch.no_grad()
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        row: Sequence[int],
+        seeds: Sequence[int],
+        spec: SampleSpec,
+        shared: FlowContext | None = None,
+        only: range | None = None,
+    ) -> Iterator[Piece[FlowTrace]]:
+        """One sample of prompts[row[i]] from seeds[i] for every i, in pieces of `batch`."""
+        context = shared or self.shared(prompts, spec)
+        of_group = {r: seed for r, seed in reversed(list(zip(row, seeds, strict=True)))}
+        with self.model.policy.folded(soon=spec.weights):
+            for index in [only] if only else parts(row, self.batch, spec):
+                rows, own = [row[i] for i in index], [seeds[i] for i in index]
+                starts = self._starts(context, rows, of_group, spec) if spec.same_noise else None
+                trace, logp = self._sample(context, rows, own, spec, starts)
+                images = self.model.decode(trace.clean).numpy()
+                samples = [
+                    Sample(prompts[r], image, seed)
+                    for r, image, seed in zip(rows, images, own, strict=True)
+                ]
+                yield Piece(list(index), samples, trace, logp)
 
     def describe(self, rollout: Rollout) -> dict[str, float]:
         return {"diversity": diversity.within_groups(rollout.flow_trace.clean, rollout.group)}
@@ -65,22 +71,17 @@ class DenoisingSampler:
     def close(self) -> None:
         """Nothing to release."""
 
-    def _shared_starts(
-        self, context: FlowContext, row: Sequence[int], seeds: Sequence[int], spec: SampleSpec
+    def _starts(
+        self, context: FlowContext, row: Sequence[int], seeds: Mapping[int, int], spec: SampleSpec
     ) -> dict[int, Tensor]:
         """Group → the latent at which its samples diverge: the group's noise after the ODE steps
-        before the first stochastic one. These run once per group, however the batch is split."""
-        first = {r: seed for r, seed in reversed(list(zip(row, seeds, strict=True)))}
-        groups = list(first)
-        starts: dict[int, Tensor] = {}
-        for at in range(0, len(groups), self.batch):
-            part = groups[at : at + self.batch]
-            noise = self._noise([seed_of(first[r], "group") for r in part], spec)
-            steps = range(spec.stochastic.start)
-            rows, x = self._rows(part), noise.draw()
-            denoised = _denoise(self.model, context, rows, x, steps, spec, noise)
-            starts |= dict(zip(part, denoised.x, strict=True))
-        return starts
+        before the first stochastic one. These run once for all samples of a group in a piece."""
+        groups = list(dict.fromkeys(row))
+        noise = self._noise([seed_of(seeds[r], "group") for r in groups], spec)
+        steps = range(spec.stochastic.start)
+        rows, x = self._rows(groups), noise.draw()
+        denoised = _denoise(self.model, context, rows, x, steps, spec, noise)
+        return dict(zip(groups, denoised.x, strict=True))
 
     def _sample(
         self,

@@ -19,7 +19,7 @@ from gesso.types import Prompt, Sample
 
 @dataclass(frozen=True)
 class Response:
-    index: int  # of the sample in the call
+    index: int  # of the sample in the request's range
     tokens: Tensor  # (s,)
     logp: Tensor  # (s,)
     cut: bool
@@ -27,16 +27,21 @@ class Response:
 
 @dataclass(frozen=True)
 class ResponseRequest:
-    """One sampling call: a response to prompts[row[i]] from seeds[i] for every i."""
+    """A response to prompts[row[i]] from seeds[i] for every i of a range."""
 
     prompts: Sequence[Prompt]
     encoded: Sequence[TokenPrompt]
     row: Sequence[int]
     seeds: Sequence[int]
+    index: range
+
+    @property
+    def rows_and_seeds(self) -> tuple[list[int], list[int]]:
+        return [self.row[i] for i in self.index], [self.seeds[i] for i in self.index]
 
     def piece(self, responses: Sequence[Response], model: TokenModel) -> Piece[TokenTrace]:
         device = model.device
-        index = [response.index for response in responses]
+        index = [self.index[response.index] for response in responses]
         lengths = torch.tensor([len(response.tokens) for response in responses], device=device)
         tokens = pad_sequence([response.tokens for response in responses], batch_first=True)
         trace = TokenTrace(
@@ -49,8 +54,8 @@ class ResponseRequest:
         ids = tokens.tolist()
         texts = [model.decode(row[: len(r.tokens)]) for row, r in zip(ids, responses, strict=True)]
         samples = [
-            Sample(self.prompts[self.row[r.index]], None, self.seeds[r.index], text, len(r.tokens))
-            for r, text in zip(responses, texts, strict=True)
+            Sample(self.prompts[self.row[i]], None, self.seeds[i], text, len(r.tokens))
+            for i, r, text in zip(index, responses, texts, strict=True)
         ]
         logp = pad_sequence([response.logp for response in responses], batch_first=True)
         return Piece(index, samples, trace, logp)

@@ -62,17 +62,22 @@ class VllmSampler:
         """The engine loads the new version from the module in the next call."""
         self.weights.accept(publication)
 
+    def shared(self, prompts: Sequence[Prompt], spec: ResponseSpec) -> Sequence[TokenPrompt]:
+        return responses.encode_prompts(self.model, prompts)
+
     def sample(
         self,
         prompts: Sequence[Prompt],
         row: Sequence[int],
         seeds: Sequence[int],
         spec: ResponseSpec,
+        shared: Sequence[TokenPrompt] | None = None,
+        only: range | None = None,
     ) -> Generator[Piece[TokenTrace], None, None]:
         """One response to prompts[row[i]] from seeds[i] for every i, in pieces as they finish. If
         the generator is closed early, the remaining requests are aborted."""
-        encoded = [self.model.encode(prompt) for prompt in prompts]
-        request = ResponseRequest(prompts, encoded, row, seeds)
+        encoded = shared or self.shared(prompts, spec)
+        request = ResponseRequest(prompts, encoded, row, seeds, only or range(len(seeds)))
         waiting: set[str] = set()  # request ids: the indices of their samples
         finished: list[Response] = []
         self._wake(spec.weights)
@@ -126,9 +131,9 @@ class VllmSampler:
         from vllm.sampling_params import RequestOutputKind
 
         bias = dict.fromkeys(self.model.suppressed.tolist(), SUPPRESSED_BIAS)
-        rows = dict.fromkeys(request.row)
-        prompts = {r: self._prompt(request.encoded[r], spec.weights) for r in rows}
-        for i, (r, seed) in enumerate(zip(request.row, request.seeds, strict=True)):
+        rows, seeds = request.rows_and_seeds
+        prompts = {r: self._prompt(request.encoded[r], spec.weights) for r in dict.fromkeys(rows)}
+        for i, (r, seed) in enumerate(zip(rows, seeds, strict=True)):
             params = SamplingParams(
                 temperature=spec.temperature,
                 seed=seed,
@@ -157,7 +162,7 @@ class VllmSampler:
 
     def _response(self, output: Any, request: ResponseRequest) -> Response:
         index, completion = int(output.request_id), output.outputs[0]
-        prompt = request.encoded[request.row[index]].ids.tolist()
+        prompt = request.encoded[request.row[request.index[index]]].ids.tolist()
         assert output.prompt_token_ids == prompt, "vLLM's prompt differs from the learner's"
         tokens = list(completion.token_ids)
         pairs = zip(completion.logprobs, tokens, strict=True)

@@ -106,6 +106,12 @@ METRICS = {
         "GPU: peak allocated memory of this step. CPU: peak memory of the process so far.",
         "Constant after the first steps.",
     ),
+    "cluster/idle": Metric(
+        "Mean share of the time of sampling and updates in which a worker computes nothing.",
+        "Below 0.2.",
+    ),
+    "cluster/idle/RANK": Metric("The same of one worker."),
+    "cluster/sent_gb": Metric("GB that the workers send each other: samples and gradients."),
     "time/sample": Metric("Seconds from the first to the last sample."),
     "time/score": Metric("Seconds from the first to the last score."),
     "time/overlap": Metric(

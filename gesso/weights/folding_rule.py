@@ -18,7 +18,11 @@ def folds_lora(section: config.AnyModel, device_type: str) -> bool:
 
 
 def estimated_to_fold(section: config.AnyModel, one_pass: bool = False) -> bool:
-    """The same for a memory estimate, which has no device. It assumes a GPU, unless the recipe is
-    in float32 without one-pass gradients, which require folded adapters."""
-    on_gpu = section.dtype != "float32" or one_pass
-    return folds_lora(section, "cuda" if on_gpu else "cpu")
+    """The same for a memory estimate."""
+    return folds_lora(section, "cuda" if estimated_on_gpu(section, one_pass) else "cpu")
+
+
+def estimated_on_gpu(section: config.AnyModel, one_pass: bool = False) -> bool:
+    """A memory estimate has no device. It assumes a GPU, unless the recipe is in float32 without
+    one-pass gradients, which require folded adapters."""
+    return section.dtype != "float32" or one_pass

@@ -178,7 +178,7 @@ def test_kl_in_the_reward_of_a_response_or_of_a_token(
     assert (one.advantages - other.advantages).abs().max() > 0.05  # it counts
 
 
-def test_kl_to_the_reference_of_a_model_that_sees(folders: Path) -> None:
+def test_kl_to_the_reference_of_a_vision_language_model(folders: Path) -> None:
     tiny = Tiny("qwen2.5-vl", folders / "qwen2.5-vl")
     kl = {"place": "loss", "beta": 0.3, "estimator": "k3"}
     compare(tiny, "grpo", replace(HANDS["grpo"], kl=("loss", 0.3, "k3")), kl=kl)

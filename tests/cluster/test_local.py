@@ -110,7 +110,7 @@ def test_weights_that_change_after_they_were_published_stop_the_run(nft_data: di
     try:
         job.cluster.collect(0).result()
         pending = job.cluster.collect(1)
-        copies = sure(Policy, job.cluster.sampler.model.policy).copies
+        copies = sure(Policy, job.local.sampler.model.policy).copies
         next(iter(copies["old"].values())).mul_(1.01)
         with pytest.raises(StopRun, match="weights differ from version 0"):
             pending.result()
@@ -118,7 +118,7 @@ def test_weights_that_change_after_they_were_published_stop_the_run(nft_data: di
         job.close()
 
 
-def test_nothing_is_drawn_between_an_update_and_its_publication(job: Any) -> None:
+def test_nothing_is_sampled_between_an_update_and_its_publication(job: Any) -> None:
     job.cluster.update(job.cluster.collect(0).result(), 0)
     with pytest.raises(StopRun, match="have changed since they were last published"):
         job.cluster.collect(1).result()
@@ -132,10 +132,8 @@ def test_samples_come_in_the_order_of_the_request_whichever_piece_is_finished_fi
     job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, _ = job.cluster.sample_step(0).result()
-    sample = job.cluster.sampler.sample
-    monkeypatch.setattr(
-        job.cluster.sampler, "sample", lambda *request: reversed([*sample(*request)])
-    )
+    sample = job.local.sampler.sample
+    monkeypatch.setattr(job.local.sampler, "sample", lambda *request: reversed([*sample(*request)]))
     rollout, _ = job.cluster.sample_step(0).result()
     assert [s.seed for s in rollout.samples] == [s.seed for s in expected.samples]
     assert rollout.group.tolist() == expected.group.tolist()
@@ -173,12 +171,12 @@ def test_a_sampler_with_other_weights_stops_the_run(
     assert len(rows) <= 2  # nothing was learned from its samples
 
 
-def test_weights_that_were_not_published_are_not_drawn_with(job: Any) -> None:
+def test_weights_that_were_not_published_are_not_sampled_with(job: Any) -> None:
     with pytest.raises(StopRun, match='"old" were not published'):
         job.cluster.evaluate(job.eval_prompts, "old")
 
 
-def test_collect_returns_at_once_and_batches_are_drawn_in_order_before_the_update(
+def test_collect_returns_at_once_and_batches_are_sampled_in_order_before_the_update(
     job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[Any] = []
@@ -206,7 +204,7 @@ def test_collect_returns_at_once_and_batches_are_drawn_in_order_before_the_updat
     assert job.cluster.collect(3).result().version == 1
 
 
-def test_a_batch_that_cannot_be_drawn_does_not_lose_the_one_before(
+def test_a_batch_that_cannot_be_sampled_does_not_lose_the_previous_one(
     job: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     draw = Local.sample_step
@@ -255,5 +253,5 @@ def test_no_tensor_passes_through_the_loop(
     run.train(build.recipe_from(nft_data), folder=tmp_path / "run", quiet=True)
     assert {Batch, Update} <= {type(value) for value in seen}
     assert tensors_in(Update({}, [torch.ones(1)])) and not tensors_in(
-        [value for value in seen if type(value).__name__ != "LocalBatch"]
+        [value for value in seen if type(value).__name__ != "DriverBatch"]
     )

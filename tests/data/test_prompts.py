@@ -127,7 +127,7 @@ def test_a_far_batch_costs_no_more_than_the_first() -> None:
     assert far == halves[0] + halves[1] and len({text[0] for text in far}) > 1
 
 
-def test_rows_are_drawn_by_weight() -> None:
+def test_rows_are_sampled_by_weight() -> None:
     """Four rows of weight 1, one of 4, one of ½: shares of 8½."""
     weights = [1.0, 1.0, 4.0, 1.0, 1.0, 0.5]
     prompts = [Prompt(str(i), columns={"weight": w}) for i, w in enumerate(weights)]

@@ -43,7 +43,7 @@ def test_the_resolution_does_not_matter() -> None:
         assert diversity.within_groups(x, torch.zeros(6)) == pytest.approx(2**0.5, rel=0.02)
 
 
-def test_pictures_close_together_keep_their_distance() -> None:
+def test_images_close_together_keep_their_distance() -> None:
     """Computed from differences: far from 0 and in bfloat16 nothing cancels."""
     x = torch.full((2, 8), 256.0, dtype=torch.bfloat16)
     x[1] += 2

@@ -141,7 +141,7 @@ def test_nft_runs_three_policies(folding_data: dict, fold: bool, again: bool) ->
 
 
 @pytest.mark.parametrize("kl", [0.0, 0.1])
-def test_nft_runs_no_reference_that_nobody_asked_for(
+def test_nft_runs_no_unused_reference(
     recipe_data: dict, kl: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe_data["algorithm"] = NFT | {"kl": kl}

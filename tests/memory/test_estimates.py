@@ -103,7 +103,7 @@ def test_drawing_in_one_pass_counts_the_way_back() -> None:
 def test_check_says_what_it_takes(capsys: pytest.CaptureFixture) -> None:
     assert cli.main(["check", "demo", "--memory"]) == 0
     out = capsys.readouterr().out
-    assert "memory   about 461 MB at the peak" in out
+    assert "memory   about 503 MB at the peak" in out
     assert "each reference, old or averaged policy is a copy of 14 MB" in out
 
 
@@ -121,7 +121,7 @@ def test_memory_of_sizes_that_do_not_fit() -> None:
             estimate(build.recipe("demo", [change]))
 
 
-def test_a_critic_of_its_own_sees_for_itself_and_is_no_copy_of_the_policy() -> None:
+def test_a_separate_critic_has_its_own_vision_tower() -> None:
     """A reference copies the policy, not what is trained beside it."""
     small = ["model.max_prompt=32", "algorithm.max_tokens=8", "learner.micro_tokens=64"]
     small += ["sampler.batch=2", "eval.prompts=1"]
@@ -132,7 +132,7 @@ def test_a_critic_of_its_own_sees_for_itself_and_is_no_copy_of_the_policy() -> N
     assert beside.host["image features, up to"] == 8 * GIB
 
 
-def test_prompts_too_short_for_a_picture(tmp_path: Path) -> None:
+def test_prompts_too_short_for_an_image(tmp_path: Path) -> None:
     folder = writers.build("qwen2.5-vl", tmp_path / "m")
     found = estimate(
         build.recipe("demo-vlm", [f"model.path={folder}", "model.max_prompt=4", "sampler.batch=2"])
@@ -140,7 +140,7 @@ def test_prompts_too_short_for_a_picture(tmp_path: Path) -> None:
     assert set(found.passing) == {"update with gradients", "decoding"}
 
 
-def test_another_engine_has_memory_of_its_own(tmp_path: Path) -> None:
+def test_another_engine_has_separate_memory(tmp_path: Path) -> None:
     folder = writers.build("qwen2", tmp_path / "m")
     common = [f"model.path={folder}", "model.name=causal", "model.max_prompt=32"]
     common += on("hub:a/b@train", "hub:a/b@test")  # the demo's questions have images
@@ -150,7 +150,7 @@ def test_another_engine_has_memory_of_its_own(tmp_path: Path) -> None:
     assert "vLLM reserves 40% of the device memory while sampling" in told
 
 
-def test_a_full_fine_tune_of_a_writer_keeps_a_copy_and_a_lora_none(tmp_path: Path) -> None:
+def test_a_full_fine_tune_of_a_language_model_keeps_a_copy_and_a_lora_none(tmp_path: Path) -> None:
     folder = writers.build("qwen2", tmp_path / "m")
     common = [f"model.path={folder}", "model.name=causal", "algorithm.kl.beta=0.1"]
     common += ["model.max_prompt=32", "learner.micro_tokens=64", "sampler.batch=2"]
@@ -160,7 +160,7 @@ def test_a_full_fine_tune_of_a_writer_keeps_a_copy_and_a_lora_none(tmp_path: Pat
     assert "copies of the trained weights" not in lora
 
 
-def test_what_writing_keeps_beside_the_weights(tmp_path: Path) -> None:
+def test_what_decoding_keeps_beside_the_weights(tmp_path: Path) -> None:
     """With a LoRA that is folded, the adapted weights once more; with one that lies beside them,
     nothing; trained whole, what is joined."""
     folder = writers.build("qwen2", tmp_path / "m")

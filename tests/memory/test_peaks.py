@@ -196,7 +196,9 @@ def writing_recipe(variant: str, folder: Path) -> Recipe:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", WRITING)
-def test_the_estimate_for_writers_meets_the_measured_peak(variant: str, tmp_path: Path) -> None:
+def test_the_estimate_for_language_models_meets_the_measured_peak(
+    variant: str, tmp_path: Path
+) -> None:
     recipe = writing_recipe(variant, tmp_path)
     told, seen = estimate(recipe).peak, measured_peak(recipe)
     assert told == pytest.approx(seen, rel=0.2), f"{told / 1e6:.1f} MB for {seen / 1e6:.1f} MB"

@@ -171,7 +171,7 @@ def test_other_algorithms_fit_the_smallest_card(name: str, shapes: Path) -> None
     assert fits(estimated(name, 24, shapes).peak, 24)
 
 
-def test_sizes_of_writers_are_the_published_ones(shapes: Path) -> None:
+def test_sizes_of_language_models_are_the_published_ones(shapes: Path) -> None:
     """In bfloat16; the adapters are counted apart, in float32."""
     published = {
         "qwen25-vl-3b": 3_754_622_976,
@@ -187,7 +187,7 @@ def test_sizes_of_writers_are_the_published_ones(shapes: Path) -> None:
         assert sum(p.numel() for p in model.module.parameters()) - model.policy.size == size
 
 
-def test_writers_in_four_bits_keep_head_and_tower(shapes: Path) -> None:
+def test_language_models_in_four_bits_keep_head_and_tower(shapes: Path) -> None:
     path = f"model.path={shapes / 'qwen25-vl-7b'}"
     small_run = ["model.max_prompt=64", "algorithm.max_tokens=64", "learner.micro_tokens=128"]
     small_run += ["sampler.batch=2", "eval.prompts=1", path]

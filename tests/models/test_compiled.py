@@ -458,7 +458,7 @@ def test_settings_of_folding_and_compiling_that_are_refused(
         build.model(build.recipe_from(data))
 
 
-def test_on_a_cpu_neither_is_on_unless_asked_for(data: dict) -> None:
+def test_on_a_cpu_neither_is_on_unless_requested(data: dict) -> None:
     data["model"] |= {"fold": None, "device": "cpu"}
     model = drawing(build.model(build.recipe_from(data)))
     assert isinstance(build.algorithm(build.recipe_from(data)), FlowGRPO)

@@ -159,7 +159,7 @@ def test_soon_folds_those_weights_at_once(data: dict) -> None:
     assert not policy.is_folded
 
 
-def test_only_what_is_drawn_with_is_folded(data: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_is_sampled_with_is_folded(data: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     """A matrix takes the room of a weight: an averaged policy's pictures need the current one's
     no more than the other way round."""
     data["learner"] |= {"ema": {"every": 1}}
@@ -361,7 +361,7 @@ def test_rows_that_are_not_of_so_many_samples_are_no_silent_mistake() -> None:
         layer(torch.ones(3, 4, 96)).sum().backward()
 
 
-def test_a_folded_product_costs_nothing_that_nobody_asked_for() -> None:
+def test_a_folded_product_computes_only_requested_gradients() -> None:
     """One full product forth; back, another only if the input is differentiated. The rest is
     thin: 10 rows, rank 4."""
     from torch.utils.flop_counter import FlopCounterMode

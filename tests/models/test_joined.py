@@ -132,7 +132,7 @@ def test_what_does_not_fold_is_left_alone() -> None:
     assert all("forward" not in vars(part) for part in module.modules())
 
 
-def test_what_somebody_has_put_in_the_way_stays() -> None:
+def test_other_files_in_the_way_stay() -> None:
     module, policy = network(list(SD3.lora_targets))
     attention = module.transformer_blocks[0].attn
     spy = attention.forward = Mock(side_effect=attention.forward)

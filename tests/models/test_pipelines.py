@@ -401,7 +401,7 @@ def test_train_and_export_by_the_command_line(of: Any, tmp_path: Path, name: str
 # What does not fit, and what is said about it
 
 
-def test_a_run_is_told_before_it_starts(of: Any, tmp_path: Path) -> None:
+def test_a_run_is_reported_before_it_starts(of: Any, tmp_path: Path) -> None:
     from gesso.run import assemble
 
     schnell = of("flux-schnell")
@@ -432,7 +432,7 @@ def test_guidance_that_would_be_ignored(of: Any) -> None:
             check_guidance(model, 1.0, negative)
 
 
-def test_negative_prompts_that_are_not_read_are_told(of: Any) -> None:
+def test_negative_prompts_that_are_not_read_are_reported(of: Any) -> None:
     asked = [Prompt("a cat"), Prompt("a cat", "a dog", where="train.jsonl:7")]
     model = of("sd3").plain_model()
     assert unused_negatives(model, 1.0, asked, "train.jsonl", "algorithm.guidance") == [

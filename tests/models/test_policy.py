@@ -63,7 +63,7 @@ def test_other_weights_take_their_place_and_leave_it(recipe_data: dict) -> None:
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 16}])
-def test_an_export_gives_the_same_picture_in_plain_diffusers(
+def test_an_export_gives_the_same_image_in_plain_diffusers(
     recipe_data: dict, pipeline_folder: Path, tmp_path: Path, lora: dict | None
 ) -> None:
     from diffusers import StableDiffusion3Pipeline

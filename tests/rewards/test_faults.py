@@ -322,7 +322,7 @@ def calm(
     return trained(data, folder / "run")
 
 
-def test_one_of_two_servers_dies_for_good_and_the_other_comes_back(
+def test_one_of_two_servers_dies_and_the_other_recovers(
     calm: Path, recipe_data: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "FIRST_BACKOFF", 0.3)
@@ -361,9 +361,7 @@ def workers_of(parent: int) -> list[int]:
     return processes
 
 
-def test_workers_killed_at_work_again_and_again(
-    calm: Path, recipe_data: dict, tmp_path: Path
-) -> None:
+def test_workers_that_are_killed_repeatedly(calm: Path, recipe_data: dict, tmp_path: Path) -> None:
     log = tmp_path / "log"
     killed = []
 

@@ -456,7 +456,7 @@ QUERIED_LABEL = {0: "person", 2: "tv", 3: "computer mouse", 4: "apple", 5: "dog"
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_detectors_see_what_plain_arithmetic_sees(kind: str, tmp_path: Path) -> None:
+def test_detectors_agree_with_plain_arithmetic(kind: str, tmp_path: Path) -> None:
     make, by_arithmetic, least = KINDS[kind]
     folder = make(tmp_path)
     images = [noise(48, 64, 5), noise(48, 64, 6)]

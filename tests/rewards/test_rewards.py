@@ -138,7 +138,7 @@ def test_scores_keep_the_order_of_their_samples_whichever_batch_is_ready_first()
     assert [score.value for score in asyncio.run(go())] == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_scores_of_a_cancelled_request_reach_nobody() -> None:
+def test_scores_of_a_cancelled_request_are_dropped() -> None:
     async def go() -> list[Score]:
         workers = WorkerScorer(f"{USER}:slow_seeds", {}, 1)
         try:

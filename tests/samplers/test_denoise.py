@@ -106,7 +106,7 @@ def test_a_window_is_stochastic_and_the_rest_is_not(recipe: Recipe) -> None:
     assert (noisy.trace.latents[:, 0] - first).abs().max() < 1e-5
 
 
-def test_a_picture_does_not_depend_on_how_the_batch_is_cut(recipe: Recipe) -> None:
+def test_an_image_does_not_depend_on_how_the_batch_is_cut(recipe: Recipe) -> None:
     model, algorithm = drawing(build.model(recipe)), build.algorithm(recipe)
     spec = sure(SampleSpec, algorithm.spec(0, 1, SIZE))
     whole, cut = draw(DenoisingSampler(model, 5), spec), draw(DenoisingSampler(model, 2), spec)
@@ -151,7 +151,7 @@ def test_between_pieces_the_policy_is_unchanged(
         assert all(layer.folded is None for layer in policy.folding.layers.values())
 
 
-def test_weights_are_folded_before_noise_is_drawn(
+def test_weights_are_folded_before_noise_is_sampled(
     folding_data: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU folds while the CPU draws."""

@@ -345,7 +345,7 @@ def test_what_cannot_be_in_one_pass(change: str) -> None:
     assert REFUSED[change] in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_on_a_cpu_folding_must_be_asked_for(capsys: pytest.CaptureFixture) -> None:
+def test_on_a_cpu_folding_must_be_requested(capsys: pytest.CaptureFixture) -> None:
     """Before anything is loaded; and what was trained on a GPU can be looked at here."""
     recipe = build.recipe("demo", ["model.lora.rank=4", "algorithm.one_pass=true"])
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"device": "cpu"})})

@@ -38,6 +38,7 @@ def fixed(monkeypatch: Any) -> list[int]:
         return plain(self, x, *args)
 
     monkeypatch.setattr(decode, "_Decoding", decode._FixedShapeDecoding)
+    monkeypatch.setattr(DecodingSampler, "continuous", True)
     monkeypatch.setattr(TransformerModel, "uses_stepper", True)
     monkeypatch.setattr(stepping.Stepper, "__call__", counted)
     return turns
@@ -67,9 +68,7 @@ def test_fixed_turns_write_the_same_responses(tiny: Tiny, monkeypatch: Any, fixe
 
 
 @pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-def test_the_weights_that_were_asked_for_write(
-    lora: Lora | None, tmp_path: Path, fixed: Any
-) -> None:
+def test_the_weights_requested_write(lora: Lora | None, tmp_path: Path, fixed: Any) -> None:
     tiny = Tiny("qwen2", tokens.build("qwen2", tmp_path / "qwen2"))
     model = tiny.model(lora=lora, fold=lora is not None)
     model.policy.snapshot("ema")
@@ -102,7 +101,7 @@ def test_a_slot_without_a_response_stays_where_it_is(
     assert lengths == [p + r - 1 for p, r in zip(prompts, responses, strict=True)]
 
 
-def test_the_host_looks_a_turn_behind() -> None:
+def test_the_host_reads_one_turn_behind() -> None:
     """At what has arrived for certain; not at what slots told before others entered them."""
     told = torch.zeros(2, 1, dtype=torch.long)
     readback = decode._Readback(told)
@@ -131,7 +130,7 @@ def test_folded_weights_are_kept_once(tmp_path: Path, fixed: Any) -> None:
         assert attention.k_proj.folded is after[1]
 
 
-def test_on_a_cpu_it_writes_where_no_adapter_lies_beside_the_weights(tmp_path: Path) -> None:
+def test_on_a_cpu_decoding_without_adapters(tmp_path: Path) -> None:
     tiny = Tiny("qwen2", tokens.build("qwen2", tmp_path / "qwen2"))
     for lora, fold, own in ((None, None, True), (LORA, True, True), (LORA, None, False)):
         model = tiny.model(lora=lora, fold=fold)

@@ -126,7 +126,7 @@ def test_log_probs_are_the_learners(both: Both) -> None:
 
 
 @needs_vllm
-def test_seeds_say_what_is_drawn(both: Both) -> None:
+def test_seeds_say_what_is_sampled(both: Both) -> None:
     first, again = both.warm(), both.warm()
     assert [s.text for s in first.samples] == [s.text for s in again.samples]
     assert [s.seed for s in first.samples] == SEEDS
@@ -164,7 +164,7 @@ def test_other_weights_of_the_policy(both: Both) -> None:
 
 
 @needs_vllm
-def test_a_call_that_nobody_finishes_leaves_nothing(both: Both) -> None:
+def test_an_unfinished_call_leaves_nothing(both: Both) -> None:
     left = both.vllm.sample(both.tiny.prompts, ROWS, SEEDS, WARM)
     next(left)
     left.close()
@@ -173,7 +173,7 @@ def test_a_call_that_nobody_finishes_leaves_nothing(both: Both) -> None:
 
 
 @needs_vllm
-def test_a_large_picture(both: Both) -> None:
+def test_a_large_image(both: Both) -> None:
     if not both.tiny.sees:
         pytest.skip("a model that only reads")
     large = Prompt("what?", images=(tokens.picture(176, 176),))
@@ -290,7 +290,7 @@ def test_plain_weights_are_those_of_a_merged_export(
         assert off.keys() == base.keys() and all(torch.equal(base[n], t) for n, t in off.items())
 
 
-def test_one_place_for_each_picture(of: Callable[[str], Tiny]) -> None:
+def test_one_place_for_each_image(of: Callable[[str], Tiny]) -> None:
     tiny = of("qwen2.5-vl")
     model = tiny.model()
     place = model.module.config.image_token_id

@@ -85,6 +85,6 @@ def test_a_score_that_is_none_and_an_answer_that_is_no_text() -> None:
         ({"math": 0.0, "math/answered": 1.0, "format": 1.0}, False),
     ],
 )
-def test_right_or_wrong_where_a_reward_tells(parts: dict, right: bool | None) -> None:
+def test_right_or_wrong_where_a_reward_says_so(parts: dict, right: bool | None) -> None:
     shown = Shown.of(ROW | {"parts": parts})
     assert shown is not None and shown.right is right

@@ -55,7 +55,7 @@ def complete(seen: Recorder) -> bool:
     return all(done == total for _, total, done in seen.phases)
 
 
-def test_a_run_tells_how_far_it_is(recipe_data: dict, tmp_path: Path) -> None:
+def test_a_run_reports_how_far_it_is(recipe_data: dict, tmp_path: Path) -> None:
     """2 prompts × 3 samples, 3 of 4 steps trained, in two updates; 3 held-out prompts."""
     data = recipe_data | {"steps": 1, "lag": 0}
     data["algorithm"] |= {"updates": 2, "timestep_fraction": 0.75}
@@ -78,7 +78,7 @@ def test_a_run_tells_how_far_it_is(recipe_data: dict, tmp_path: Path) -> None:
     assert any(text.startswith("loading ") for text in told)
 
 
-def test_a_model_that_writes_tells_too(tmp_path: Path) -> None:
+def test_a_language_model_reports_too(tmp_path: Path) -> None:
     seen = Recorder()
     few = ["steps=1", "data.groups=2", "eval.prompts=4", "algorithm.epochs=2"]
     run.train("demo-vlm", few, tmp_path / "run", shown=seen)
@@ -141,7 +141,7 @@ class Still:
     def stop(self) -> None: ...
 
 
-def test_a_long_phase_is_told_of_without_any_further_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_phase_is_reported_without_any_further_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "REPORT_AFTER", 0.5)
     shown, file = plain()
     with shown:
@@ -247,7 +247,7 @@ def test_transformers_counts_in_our_display() -> None:
     ]
 
 
-def test_compiling_is_told_once() -> None:
+def test_compiling_is_reported_once() -> None:
     import torch
 
     class Noted(Recorder):
@@ -285,7 +285,7 @@ def test_a_download_counts_what_has_come(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("path", ["./gone", "/gone", "my models/a b"])
-def test_a_path_that_the_hub_cannot_have_is_left_to_whoever_loads_it(path: str) -> None:
+def test_a_path_that_the_hub_cannot_have_is_left_to_the_loader(path: str) -> None:
     with pytest.raises(UserError, match="no such folder"), bars.loading(Recorder(), "it", path):
         raise UserError("no such folder")
 

@@ -268,7 +268,7 @@ def test_mlflow(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
 
 
-def test_mlflow_has_a_database_unless_told_otherwise(folder: RunFolder) -> None:
+def test_mlflow_has_a_database_by_default(folder: RunFolder) -> None:
     needs("mlflow")
     written(folder, 0)
     sitting(folder, "mlflow", ok=False)
@@ -281,7 +281,7 @@ def test_mlflow_has_a_database_unless_told_otherwise(folder: RunFolder) -> None:
 @pytest.mark.parametrize(
     "name, words", [("wandb", "No API key configured"), ("swanlab", "no API key")]
 )
-def test_online_without_a_key_is_told_and_does_not_ask(
+def test_a_tracker_without_a_key_is_reported_and_does_not_prompt(
     folder: RunFolder, name: str, words: str
 ) -> None:
     needs(name)
@@ -289,7 +289,7 @@ def test_online_without_a_key_is_told_and_does_not_ask(
     assert told.startswith(f"tracker {name} is disabled: ") and words in told
 
 
-def test_online_without_a_network_is_given_up(
+def test_a_tracker_without_a_network_is_disabled(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needs("wandb")
@@ -322,7 +322,7 @@ def test_a_place_and_a_name_of_ones_own(folder: RunFolder, tmp_path: Path) -> No
         ("HangsAtEnd", LATE),
     ],
 )
-def test_a_tracker_that_fails_is_told_of_once(
+def test_a_tracker_that_fails_is_reported_once(
     folder: RunFolder, kind: str, reason: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for step in range(4):
@@ -421,7 +421,7 @@ def test_a_run_that_is_killed_before_it_hears_an_answer(folder: RunFolder) -> No
     assert [line[:2] for line in lines[1:]] == [["log", 0], ["log", 1], ["finish", False]]
 
 
-def test_a_run_with_trackers_goes_to_its_end_and_on(recipe_data: dict, tmp_path: Path) -> None:
+def test_a_run_with_trackers_finishes_and_resumes(recipe_data: dict, tmp_path: Path) -> None:
     """With a real loop: one tracker fails at step 1; after resume it gets what it missed."""
     trackers = [f"{BAD}:FailsInLog", f"{BAD}:Records"]
     data = recipe_data | {"track": trackers, "steps": 2, "eval": {"every": 0, "prompts": 1}}

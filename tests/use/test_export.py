@@ -112,7 +112,7 @@ DRAWN = [(name, form) for name in ("bundled", "flux-dev", "qwen-image") for form
 
 
 @pytest.mark.parametrize("name, form", [*DRAWN, ("sd35", "lora"), ("flux-schnell", "lora")])
-def test_pictures_of_plain_diffusers(
+def test_images_of_plain_diffusers(
     name: str,
     form: str,
     drawn_run: Callable[[str, bool], Drawn],
@@ -234,7 +234,7 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
     "flags, step, table",
     [([], 4, "ema"), (["--weights", "current"], 4, "current"), (["--step", "2"], 2, "ema")],
 )
-def test_the_weights_that_were_asked_for(
+def test_the_weights_requested(
     run: Path, flags: list[str], step: int, table: str, tmp_path: Path
 ) -> None:
     from gesso.track.run_folder import RunFolder
@@ -360,7 +360,7 @@ def test_what_a_model_said_cannot_break_the_card(
     assert (tmp_path / "out" / "prompt-1-1.png").is_file()
 
 
-def test_a_template_that_wants_more_than_a_prompt(
+def test_a_template_that_needs_more_than_a_prompt(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The card's lines still run, and say what is missing from them."""

@@ -17,7 +17,7 @@ def rgb(name: str) -> tuple[int, ...]:
     return tuple(int(name[i : i + 2], 16) for i in (1, 3, 5))
 
 
-def test_a_sheet_holds_every_picture_magnified_by_a_whole_factor() -> None:
+def test_a_sheet_holds_every_image_magnified_by_a_whole_factor() -> None:
     dots = [Image.new("RGB", (48, 24), colour) for colour in ("#ff0000", "#00ff00", "#0000ff")]
     made = sheet([Row("one", [Cell(d, "HHHH") for d in dots[:2]]), Row("two", [Cell(dots[2])])])
     pixels = np.asarray(made)
@@ -28,7 +28,7 @@ def test_a_sheet_holds_every_picture_magnified_by_a_whole_factor() -> None:
     assert rgb(FAINT) in colours(made)  # a caption
 
 
-def test_a_large_picture_is_shrunk_and_a_missing_one_told() -> None:
+def test_a_large_image_is_shrunk_and_a_missing_one_reported() -> None:
     made = sheet(
         [Row("a" * 500, [Cell(Image.new("RGB", (1024, 512), "#ff0000")), Cell(None, "gone")])]
     )

@@ -69,7 +69,7 @@ def refused(capsys: pytest.CaptureFixture, *arguments: Any) -> str:
 # A folder of diffusers or transformers
 
 
-def test_a_pipeline_draws_as_diffusers_would(folders: Path) -> None:
+def test_a_pipeline_samples_as_diffusers_would(folders: Path) -> None:
     recipe = find(folders / "sd3").recipe
     assert (recipe.model.name, sure(Model, recipe.model).height) == (
         "sd3",
@@ -162,9 +162,7 @@ def test_folders_that_are_nothing_to_draw_from(
 # gesso sample
 
 
-def test_pictures_have_honest_names(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
+def test_images_have_honest_names(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     from PIL import Image
     from PIL.PngImagePlugin import PngImageFile
 
@@ -294,7 +292,7 @@ def test_options_of_the_other_family(
     assert "more than model.max_prompt = 256" in said(written, long)
 
 
-def test_a_picture_depends_on_its_prompt_and_seed_and_nothing_else(run: Path) -> None:
+def test_an_image_depends_on_its_prompt_and_seed_and_nothing_else(run: Path) -> None:
     alone = sample_all([find(run)], SampleRequest(prompts=("two",), n=2, seed=5))[0].samples
     both = sample_all([find(run)], SampleRequest(prompts=("one", "two"), n=2, seed=5))[0].samples
     assert [s.seed for s in both[:2]] == [s.seed for s in both[2:]] == [s.seed for s in alone]
@@ -313,7 +311,7 @@ def test_the_terms_of_the_base_go_with_it(tmp_path: Path) -> None:
     assert (out / "LICENSE.md").read_text() == "theirs" and (out / "LICENSE").read_text() == "kept"
 
 
-def test_a_few_pictures_are_not_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_batches_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA a large model would be, and the first picture come after a minute."""
     asked: list[bool | None] = []
 

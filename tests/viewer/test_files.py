@@ -21,7 +21,7 @@ def test_folders_that_hold_no_runs_are_not_searched(tmp_path: Path) -> None:
     assert list(find_runs(tmp_path)) == ["a/b/c", "one"]
 
 
-def test_a_name_that_only_begins_like_a_picture_is_none(tmp_path: Path) -> None:
+def test_a_name_that_only_begins_like_an_image_is_none(tmp_path: Path) -> None:
     beside = tmp_path / "samples/000004/000.png.key"
     beside.parent.mkdir(parents=True)
     beside.write_text("secret")
@@ -40,7 +40,7 @@ def test_a_folder_of_samples_behind_a_link_is_not_read(tmp_path: Path) -> None:
     assert RunReader(run.path).evolution()["prompts"] == [] and RunReader(run.path).groups(2) == []
 
 
-def test_small_pictures_are_sent_exactly_and_bombs_not_at_all(
+def test_small_images_are_sent_exactly_and_bombs_not_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noise = np.random.default_rng(0).integers(0, 255, (8, 24, 3), np.uint8)
@@ -52,7 +52,7 @@ def test_small_pictures_are_sent_exactly_and_bombs_not_at_all(
         encode(tmp_path / "a.png", 96)
 
 
-def test_the_small_version_that_was_not_asked_for_longest_is_forgotten(tmp_path: Path) -> None:
+def test_the_small_version_least_recently_used_is_forgotten(tmp_path: Path) -> None:
     made = {}
     for name in "abc":
         made[name] = tmp_path / f"{name}.png"

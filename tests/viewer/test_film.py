@@ -59,14 +59,14 @@ def test_an_mp4_shows_every_evaluation_and_rests_at_the_end(reader: RunReader) -
     assert max(seen[3:]) - min(seen[2:]) < 6
 
 
-def test_small_pictures_are_magnified_and_captioned(reader: RunReader) -> None:
+def test_small_images_are_magnified_and_captioned(reader: RunReader) -> None:
     (first, *_) = film.frames(reader, 0)
     assert first.width == 384 and first.height == 128 + film.CAPTION
     below = np.asarray(first)[130:]
     assert below.min() < 160 < below.max()  # ink on paper
 
 
-def test_a_damaged_picture_is_grey_and_the_others_are_there(reader: RunReader) -> None:
+def test_a_damaged_image_is_grey_and_the_others_are_there(reader: RunReader) -> None:
     (reader.path / "samples/000002/000.png").write_bytes(b"no picture")
     assert [shade(frame) for frame in film.frames(reader, 0)] == [40, 200, 200]
 
@@ -96,7 +96,7 @@ def inside(page: str) -> dict:
     return json.loads(found.group(1))
 
 
-def test_the_report_has_all_answers_and_pictures_inside(reader: RunReader) -> None:
+def test_the_report_has_all_answers_and_images_inside(reader: RunReader) -> None:
     page = report.page({"one": reader})
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")  # nothing is fetched
     data = inside(page)
@@ -122,7 +122,7 @@ def test_the_report_of_a_long_run_is_of_bounded_size(tmp_path: Path) -> None:
     assert len(evolution["prompts"]) == 24 and len(data["images"]["long"]) == 24 * 12
 
 
-def test_a_prompt_cannot_end_the_script_it_lies_in(tmp_path: Path) -> None:
+def test_a_prompt_cannot_end_the_script_that_contains_it(tmp_path: Path) -> None:
     run = folders.make(tmp_path / "one", 1, about="</script><script>alert(1)</script>")
     folders.evaluate(run, 0, ["</script><img src=x onerror=alert(1)>"])
     page = report.page({"</title><script>": RunReader(run.path)})
@@ -174,7 +174,7 @@ def test_captions_have_step_and_reward_in_order(
     assert told == ["step 0   0.000", "step 2   0.200", "step 4   0.400"]
 
 
-def test_a_magnified_picture_keeps_its_pixels(reader: RunReader) -> None:
+def test_a_magnified_image_keeps_its_pixels(reader: RunReader) -> None:
     run = reader.path
     stripes: Any = np.zeros((8, 24, 3), np.uint8)
     stripes[:, ::2] = 255
@@ -183,7 +183,7 @@ def test_a_magnified_picture_keeps_its_pixels(reader: RunReader) -> None:
     assert set(np.unique(seen)) == {0, 255} and (seen[:, :16] == 255).all()
 
 
-def test_a_sheet_of_a_long_run_goes_to_its_end(
+def test_a_sheet_of_a_long_run_includes_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = folders.make(tmp_path / "long", 14)
@@ -204,7 +204,7 @@ def test_a_sheet_of_a_long_run_goes_to_its_end(
     assert (rows[2].cells[0].caption, rows[2].cells[-1].caption) == ("no image", "2.600")
 
 
-def test_the_report_has_the_pictures_that_were_shown(tmp_path: Path) -> None:
+def test_the_report_has_the_images_that_were_shown(tmp_path: Path) -> None:
     run = site.writing(tmp_path / "count")
     (run.path / "groups" / "000002").mkdir(parents=True)
     name = "000002/000-shown-1.webp"
@@ -217,7 +217,7 @@ def test_the_report_has_the_pictures_that_were_shown(tmp_path: Path) -> None:
     assert Image.open(io.BytesIO(data)).size == (384, 192), "small, to be sent"
 
 
-def test_the_next_report_makes_only_pictures_that_changed(
+def test_the_next_report_makes_only_images_that_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, made, encode = site.writing(tmp_path / "count"), Thumbnails(), Mock(wraps=files.encode)

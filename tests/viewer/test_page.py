@@ -44,7 +44,7 @@ def test_runs_are_a_table_that_sorts_filters_and_compares(tab: Tab, site: Site) 
     assert "No active warnings" in tab.text(".more")
 
 
-def test_the_slider_moves_all_pictures_and_the_address(tab: Tab, site: Site) -> None:
+def test_the_slider_moves_all_images_and_the_address(tab: Tab, site: Site) -> None:
     tab.open(f"{site.url}/#/evolution?run=signs")
     tab.wait("document.querySelectorAll('.card img').length === 3")
     assert "step 4" in tab.text(".readout") and "READ1" in tab.text(".card")
@@ -76,7 +76,7 @@ def test_it_plays_to_the_end_and_stops(tab: Tab, site: Site) -> None:
     tab.wait("document.querySelector('.card img').src.includes('000004')")
 
 
-def test_a_picture_that_comes_too_late_is_not_shown(tab: Tab, site: Site) -> None:
+def test_an_image_that_comes_too_late_is_not_shown(tab: Tab, site: Site) -> None:
     tab.open(site.url)
     shown = tab.js("""(async () => {
         const plain = decoded, cell = (step) => ({image: `samples/${step}/000.png`});
@@ -255,7 +255,7 @@ def test_groups_show_where_the_gradient_came_from(tab: Tab, site: Site) -> None:
     assert tab.texts(".stats .stat b")[1:] == ["2", "0", "1 group"], "none is without gradient"
 
 
-def test_the_playground_draws_both_and_tells_what_goes_wrong(
+def test_the_playground_samples_both_and_reports_what_goes_wrong(
     tab: Tab, site: Site, artist: Studio
 ) -> None:
     tab.open(f"{site.url}/#/playground?run=signs")
@@ -307,7 +307,7 @@ def test_the_playground_says_what_a_bundled_model_can_do(
     )
 
 
-def test_the_playground_of_a_model_that_sees(
+def test_the_playground_of_a_vision_language_model(
     tab: Tab, site: Site, artist: Studio, pages: Path
 ) -> None:
     tab.open(f"{site.url}/#/playground?run=count")

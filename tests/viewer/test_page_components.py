@@ -50,7 +50,7 @@ def names(tab: Tab) -> str:
     return tab.js("[...document.querySelectorAll('tr[data-run]')].map((r) => r.dataset.run).join()")
 
 
-def test_a_line_tells_now_and_best_time_left_and_health(still: Tab) -> None:
+def test_a_line_reports_now_and_best_time_left_and_health(still: Tab) -> None:
     sad = {"level": "red", "kinds": ["x"], "sentences": ["the loss is <b>gone</b>"]}
     show(still, record("a", state="running", left=3723.0, health=sad))
     cell = {
@@ -82,7 +82,7 @@ def test_sorting_goes_down_up_and_back_and_the_unknown_comes_last(still: Tab) ->
     assert names(still) == "a,b,c", "names begin at their beginning"
 
 
-def test_the_filter_wants_all_words_and_ticks_can_be_taken_away(still: Tab) -> None:
+def test_the_filter_requires_all_words_and_ticks_can_be_removed(still: Tab) -> None:
     show(still, record("signs", model="zoo:a"), record("count", algorithm="nft", model="zoo:a"))
     assert "run=count" in still.js("document.querySelector('[data-keep=\"open count\"]').hash")
     still.js("runsView.filter = 'zoo nft'; drawTable()")
@@ -133,7 +133,7 @@ def test_times_and_figures_as_text(still: Tab) -> None:
     assert still.js("[0.004, 0.0994, 0.5].map(percent).join()") == "0.4%,9.9%,50%"
 
 
-def test_pictures_come_late_small_and_crisp(still: Tab) -> None:
+def test_images_come_late_small_and_crisp(still: Tab) -> None:
     made = still.js("""[[24, 8], [1024, 512], null].map((size) => {
         const img = imageNode("signs", "samples/000000/000.png", "alt", 192, size);
         const crisp = img.classList.contains("pixels");
@@ -265,7 +265,7 @@ def test_the_playground_shows_base_before_trained(still: Tab) -> None:
     assert told.index("before") < told.index("after") and told.index("base") < told.index("after")
 
 
-def test_responses_alike_are_told_once_and_new_words_marked(still: Tab) -> None:
+def test_responses_alike_are_reported_once_and_new_words_marked(still: Tab) -> None:
     cells = [{"response": r, "reward": 0} for r in ("one two", "one two", "one three")]
     found = {"cells": cells}
     turns = still.js(

@@ -39,7 +39,7 @@ def test_the_slider_ends_where_the_run_does(walker: Tab, site: Site) -> None:
     assert sheet.endswith("film?run=signs&kind=sheet")
 
 
-def test_playing_waits_for_pictures_goes_at_its_speed_and_can_be_stopped(
+def test_playing_waits_for_images_goes_at_its_speed_and_can_be_stopped(
     walker: Tab, site: Site
 ) -> None:
     to(walker, site, "evolution?run=signs", "document.querySelectorAll('.card img').length === 3")

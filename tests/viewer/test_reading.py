@@ -54,7 +54,7 @@ def test_a_run_that_writes_no_more_has_stopped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kinds", "level"), [(["flat-groups"], "amber"), (["flat-groups", "kl-explodes"], "red")]
 )
-def test_health_has_the_sentence_that_was_told(
+def test_health_has_the_sentence_that_was_reported(
     tmp_path: Path, kinds: list[str], level: str
 ) -> None:
     run = folders.make(tmp_path / "a", 1)
@@ -242,7 +242,7 @@ def test_a_file_written_anew_is_read_anew_though_it_is_longer(tmp_path: Path) ->
     assert [row.get("reward") for row in reader.rows()] == [None] + [0.9] * 5
 
 
-def test_of_a_warning_told_twice_the_later_sentence_counts(tmp_path: Path) -> None:
+def test_of_a_warning_reported_twice_the_later_sentence_counts(tmp_path: Path) -> None:
     run = folders.make(tmp_path / "a", 1)
     for share in (50, 90):
         run.note(f"step 2: warning (flat-groups): {share}% are flat")
@@ -263,7 +263,7 @@ def test_time_left_goes_by_the_steps_alone(tmp_path: Path) -> None:
     assert RunReader(run.path).summary()["left"] == pytest.approx(2.0 * 8)
 
 
-def test_large_pictures_of_groups_are_kept_small(
+def test_large_images_of_groups_are_kept_small(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folders, "picture", lambda shade: np.full((300, 600, 3), shade, np.uint8))
@@ -302,7 +302,7 @@ def test_a_run_is_alive_while_it_writes_its_log(tmp_path: Path) -> None:
     assert reader.summary()["state"] == "running"
 
 
-def test_the_log_is_told_from_its_end(tmp_path: Path) -> None:
+def test_the_log_is_reported_from_its_end(tmp_path: Path) -> None:
     run = folders.make(tmp_path / "a", 1)
     (run.path / "log.txt").write_text("".join(f"line {i}\n" for i in range(1000)))
     told = RunReader(run.path).log()
@@ -326,7 +326,7 @@ def test_the_small_curve_is_of_training_and_ends_now(tmp_path: Path) -> None:
     assert len(spark) <= 40 and spark[-1] == 0.101 and max(spark) < 0.9
 
 
-def test_a_thinned_curve_tells_how_many_rows_it_is_of(tmp_path: Path) -> None:
+def test_a_thinned_curve_reports_how_many_rows_it_is_of(tmp_path: Path) -> None:
     line = RunReader(folders.make(tmp_path / "a", 9).path).curves(["reward"], 3)["series"]["reward"]
     assert len(line["y"]) == 3 and line["count"] == 9
 
@@ -343,7 +343,7 @@ def test_prompts_stay_in_order_and_apart_by_seed(tmp_path: Path) -> None:
     assert [(p["prompt"], p["seed"]) for p in found] == [("one", "7"), ("one", "8"), ("two", "8")]
 
 
-def test_the_size_is_of_a_picture_that_can_be_read(tmp_path: Path) -> None:
+def test_the_size_is_of_an_image_that_can_be_read(tmp_path: Path) -> None:
     run = folders.make(tmp_path / "a", 0)
     folders.evaluate(run, 0, ["one", "two"])
     (run.path / "samples/000000/000.png").write_bytes(b"no picture")

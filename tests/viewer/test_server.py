@@ -99,7 +99,7 @@ def picture(client: TestClient, name: str, **query: Any) -> Any:
     return client.get("/image", params={"run": "one", "name": name, **query})
 
 
-def test_pictures_whole_and_small(client: TestClient, runs: Path) -> None:
+def test_images_whole_and_small(client: TestClient, runs: Path) -> None:
     whole = picture(client, "samples/000004/000.png")
     assert whole.content == (runs / "one/samples/000004/000.png").read_bytes()
     assert whole.headers["content-type"] == "image/png"
@@ -111,7 +111,7 @@ def test_pictures_whole_and_small(client: TestClient, runs: Path) -> None:
     assert picture(client, "groups/000004/000-01.webp").headers["content-type"] == "image/webp"
 
 
-def test_a_small_version_follows_its_picture(tmp_path: Path) -> None:
+def test_a_small_version_follows_its_image(tmp_path: Path) -> None:
     file = tmp_path / "a.png"
     made = Thumbnails(limit=1)  # remembers the latest only
     for colour in ("red", "blue"):
@@ -140,7 +140,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_but_pictures_of_runs_can_be_read(client: TestClient, name: str) -> None:
+def test_nothing_but_images_of_runs_can_be_read(client: TestClient, name: str) -> None:
     answer = picture(client, name)
     assert answer.status_code == 404 and "error" in answer.json()
 
@@ -171,7 +171,7 @@ def test_encoded_paths_reach_nothing(client: TestClient) -> None:
         assert client.get(path).status_code == 404, path
 
 
-def test_a_corrupt_picture_is_a_sentence(client: TestClient, runs: Path) -> None:
+def test_a_corrupt_image_is_a_sentence(client: TestClient, runs: Path) -> None:
     (runs / "one/samples/000004/000.png").write_bytes(b"no picture")
     answer = picture(client, "samples/000004/000.png", width=96)
     assert answer.status_code == 404 and "cannot be read" in answer.json()["error"]
@@ -229,7 +229,7 @@ def wait(client: TestClient, state: str) -> dict[str, Any]:
 ASK = {"run": "one", "prompt": "a sign", "seed": 5}
 
 
-def test_the_playground_tells_how_far_it_is_and_what_came_of_it(
+def test_the_playground_reports_how_far_it_is_and_what_came_of_it(
     client: TestClient, studio: Studio
 ) -> None:
     studio.go.clear()
@@ -316,7 +316,7 @@ def test_texts_behind_links_are_not_read(client: TestClient, runs: Path, tmp_pat
     assert "0.123" not in client.get("/api/run", params={"run": "one"}).text
 
 
-def test_a_picture_that_was_drawn_anew_is_sent_anew(client: TestClient, runs: Path) -> None:
+def test_an_image_that_was_sampled_anew_is_sent_anew(client: TestClient, runs: Path) -> None:
     query = {"run": "one", "name": "samples/000004/000.png", "width": "96"}
     first = client.get("/image", params=query)
     assert first.headers["cache-control"] == "no-cache"
@@ -426,7 +426,7 @@ def test_the_name_of_a_file_cannot_leave_its_header() -> None:
     assert head["content-disposition"] == 'attachment; filename="a___Set-Cookie__x___.html"'
 
 
-def test_a_report_has_the_runs_that_were_asked_for(client: TestClient) -> None:
+def test_a_report_has_the_runs_requested(client: TestClient) -> None:
     page = client.get("/report", params={"run": "deep/er/two"})
     assert '"id":"deep/er/two"' in page.text and '"id":"one"' not in page.text
 

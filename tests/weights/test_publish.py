@@ -50,7 +50,7 @@ def test_a_shared_module_holds_what_is_published_and_nothing_is_hashed() -> None
     assert "digest" not in vars(publication)
 
 
-def test_a_sampler_of_its_own_gets_every_copy() -> None:
+def test_a_separate_sampler_receives_every_copy() -> None:
     learner, other = policy(0), policy(1)
     learner.snapshot("old")
     learner.current["a"] += 1
@@ -104,7 +104,7 @@ def test_weights_of_another_model_stop_the_run() -> None:
         HeldWeights(policy()).accept(odd)
 
 
-def test_a_digest_sees_every_bit_name_type_shape_and_copy() -> None:
+def test_a_digest_covers_every_bit_name_type_shape_and_copy() -> None:
     plain: dict[Which, Weights] = {"current": {"a": torch.arange(6.0).view(2, 3)}}
     values = plain["current"]["a"]
     changed = values.clone()

@@ -6,8 +6,8 @@
 4. Fine-tune on a mixture of careful and sloppy responses: DIR/shapes, which by design can count but
    often does not. It is the base model that the demo improves by RL.
 
-DIR/log.jsonl contains the losses and the scores. docs/explanation/bundled-models.md describes the
-run that produced the bundled model.
+DIR/log.jsonl contains the losses and the scores. tools/zoo/README.md describes the run
+that produced the bundled model.
 
 Shapes: N images in a cache, B in a batch, L tokens of prompt and response, D the width.
 """

@@ -1,0 +1,122 @@
+"""Messages between a driver and its workers: a JSON object and bytes. No pickle.
+
+A frame is the length of the JSON (8 bytes, big-endian), the JSON, whose "sizes" are the lengths of
+the byte strings, and the byte strings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gesso.rewards.transport import wire
+from gesso.types import (
+    OnePass,
+    Prompt,
+    PromptImage,
+    ResponseSpec,
+    Sample,
+    SampleSpec,
+    Trajectory,
+)
+
+
+class Channel:
+    """One end of a connected socket. Any thread may send; one thread receives."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        self._reader = connection.makefile("rb")
+        self._lock = threading.Lock()
+
+    def send(self, message: Mapping[str, Any], *data: bytes) -> None:
+        text = json.dumps({**message, "sizes": [len(part) for part in data]}).encode()
+        with self._lock:
+            self._socket.sendall(b"".join([len(text).to_bytes(8, "big"), text, *data]))
+
+    def receive(self) -> tuple[dict[str, Any], list[bytes]]:
+        """Raises EOFError when the other end has closed."""
+        message = json.loads(self._read(int.from_bytes(self._read(8), "big")))
+        return message, [self._read(size) for size in message.pop("sizes")]
+
+    def _read(self, size: int) -> bytes:
+        try:
+            data = self._reader.read(size)
+        except OSError as error:
+            raise EOFError from error
+        if len(data) != size:
+            raise EOFError
+        return data
+
+    def shut(self) -> None:
+        """Ends the connection: `receive` at both ends raises EOFError."""
+        with contextlib.suppress(OSError):  # already closed by the other end
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+
+def pack_prompts(prompts: Sequence[Prompt]) -> bytes:
+    """Images in files are sent as paths: workers are on the same machine."""
+    rows = [
+        {
+            "text": prompt.text,
+            "negative": prompt.negative,
+            "columns": prompt.columns,
+            "where": prompt.where,
+            "images": [(image.path, len(image.data)) for image in prompt.images],
+            "messages": prompt.messages,
+        }
+        for prompt in prompts
+    ]
+    content = [image.data for prompt in prompts for image in prompt.images]
+    return b"".join([json.dumps(rows).encode(), b"\n", *content])
+
+
+def read_prompts(data: bytes) -> list[Prompt]:
+    end = data.index(b"\n")
+    position, prompts = end + 1, []
+    for row in json.loads(data[:end]):
+        images = []
+        for path, size in row["images"]:
+            images.append(PromptImage(path, data[position : position + size]))
+            position += size
+        values = row | {"images": tuple(images), "messages": tuple(row["messages"])}
+        prompts.append(Prompt(**values))
+    return prompts
+
+
+def read_samples(data: bytes) -> list[Sample]:
+    header, _, rest = data.partition(b"\n")
+    position = 0
+
+    def read(size: int) -> bytes:
+        nonlocal position
+        position += size
+        return rest[position - size : position]
+
+    return wire.read_samples(header, read)
+
+
+def pack_spec(spec: SampleSpec | ResponseSpec) -> dict[str, Any]:
+    values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+    if isinstance(spec, ResponseSpec):
+        return {"tokens": values}
+    for name in ("stochastic", "trained"):
+        values[name] = [values[name].start, values[name].stop]
+    values["record"] = {"one_pass": True} if spec.per_sample_grads else {"means": spec.means}
+    return {"image": values}
+
+
+def read_spec(packed: Mapping[str, Any]) -> SampleSpec | ResponseSpec:
+    if "tokens" in packed:
+        return ResponseSpec(**packed["tokens"])
+    values = dict(packed["image"])
+    for name in ("stochastic", "trained"):
+        values[name] = range(*values[name])
+    record = values["record"]
+    values["record"] = OnePass() if "one_pass" in record else Trajectory(**record)
+    return SampleSpec(**values)

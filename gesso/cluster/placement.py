@@ -1,0 +1,107 @@
+"""Which worker runs where, decided before anything starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from gesso.algorithms.base import Algorithm
+from gesso.config import Recipe
+from gesso.samplers.base import parts
+from gesso.types import UserError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+THREADS = "OMP_NUM_THREADS"
+
+
+@dataclass(frozen=True)
+class Placement:
+    workers: int
+    gpus: tuple[str, ...]  # of each worker, as in CUDA_VISIBLE_DEVICES; empty: all on the CPU
+    threads: int  # of each worker: OMP_NUM_THREADS, or its share of the cores
+    parts: int  # into which the samples of a step are cut
+
+    def environment(self, rank: int) -> Mapping[str, str]:
+        return {THREADS: str(self.threads)} | ({VISIBLE: self.gpus[rank]} if self.gpus else {})
+
+    def __str__(self) -> str:
+        threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
+        where = f"GPU {', '.join(self.gpus)}" if self.gpus else f"CPU, {threads} each"
+        number = "1 worker process" if self.workers == 1 else f"{self.workers} worker processes"
+        return f"{number} ({where}); the samples of a step are cut into {self.parts} parts"
+
+
+def place(recipe: Recipe, algorithm: Algorithm) -> Placement | None:
+    """None without worker processes."""
+    wanted = recipe.cluster.workers
+    if wanted is None:
+        return None
+    gpus = _gpus(recipe)
+    if wanted == "auto":
+        wanted = len(gpus) or 1
+    if gpus and wanted > len(gpus):
+        raise UserError(
+            f"cluster.workers = {wanted}, but only {len(gpus)} GPUs are visible; use at most "
+            f'{len(gpus)}, or "auto"'
+        )
+    _check(recipe, algorithm, wanted)
+    count = len(_parts(recipe, algorithm, recipe.sampler.batch))
+    if count < wanted:
+        remedy = _remedy(recipe, algorithm, wanted)
+        raise UserError(
+            f"cluster.workers = {wanted}, but the samples of a step in batches of sampler.batch = "
+            f"{recipe.sampler.batch} are work for only {count}; {remedy}"
+        )
+    given = os.environ.get(THREADS, "")
+    threads = int(given) if given.isdigit() else max(1, (os.cpu_count() or 1) // wanted)
+    return Placement(wanted, gpus[:wanted], threads, count)
+
+
+def _parts(recipe: Recipe, algorithm: Algorithm, batch: int) -> list[range]:
+    """Of a step's samples, as samplers cut them."""
+    row = [i for i in range(recipe.data.groups) for _ in range(algorithm.group)]
+    return parts(row, batch, algorithm.spec(0, 0, recipe.model))
+
+
+def _remedy(recipe: Recipe, algorithm: Algorithm, workers: int) -> str:
+    samples = recipe.data.groups * algorithm.group
+    if samples < workers:
+        return f"use at most {samples} workers"
+    batch = samples // workers
+    while len(_parts(recipe, algorithm, batch)) < workers:
+        batch -= 1
+    return f"set sampler.batch = {batch} or less"
+
+
+def _gpus(recipe: Recipe) -> tuple[str, ...]:
+    """Of the machine, if the recipe's model runs on GPUs."""
+    device = recipe.model.device
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(
+            f'cluster.workers places one worker per device, but model.device = "{device}"; use '
+            f'"auto", "cpu" or "cuda", and select GPUs with {VISIBLE}'
+        )
+    if device == "cpu":
+        return ()
+    import torch
+
+    visible = os.environ.get(VISIBLE)
+    if not torch.cuda.is_available():
+        return ()
+    if visible is not None:
+        return tuple(name.strip() for name in visible.split(",") if name.strip())
+    return tuple(str(i) for i in range(torch.cuda.device_count()))
+
+
+def _check(recipe: Recipe, algorithm: Algorithm, workers: int) -> None:
+    if recipe.sampler.engine != "built-in":
+        raise UserError(
+            f'cluster.workers does not support sampler.engine = "{recipe.sampler.engine}" yet; '
+            "remove one of them"
+        )
+    if workers > 1 and getattr(algorithm, "one_pass", False):
+        raise UserError(
+            "algorithm.one_pass keeps a gradient per sample on the device that generated it and "
+            f"does not support cluster.workers = {workers}; remove one of them"
+        )

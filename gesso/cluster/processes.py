@@ -1,0 +1,240 @@
+"""Worker processes on this machine: started, watched and ended by the driver.
+
+Each worker has a socket for messages and a pipe that nobody writes to: when the driver ends, in
+whatever way, the pipe closes and the worker exits.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gesso import imports
+from gesso.cluster.channel import Channel
+from gesso.track.progress import Progress
+from gesso.types import StopRun, UserError, out_of_memory
+
+MODULE = "gesso.worker"
+GRACE = 2.0
+"""Seconds that workers have to end by themselves."""
+LAST_LINES = 8
+"""Lines of a worker's output that are repeated when it dies."""
+IDLE = "waiting for work"
+ERRORS: dict[str, type[Exception]] = {
+    "UserError": UserError,
+    "StopRun": StopRun,
+    "ValueError": ValueError,
+    "OSError": OSError,
+    "MemoryError": MemoryError,
+}
+"""Errors of a worker that the driver raises as they are; the first that applies."""
+
+
+class WorkerFailed(RuntimeError):
+    """An unexpected exception in a worker; the message has its stack trace."""
+
+
+class WorkerLost(StopRun):
+    """A worker has ended or does not answer."""
+
+
+@dataclass
+class Worker:
+    rank: int
+    process: subprocess.Popen[str]
+    channel: Channel
+    life: int  # file descriptor
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
+    doing: str = "starting"
+    heard: float = 0.0  # time of the last message
+
+
+@dataclass(frozen=True)
+class Message:
+    rank: int
+    content: dict[str, Any]
+    data: Sequence[bytes]
+
+
+class Processes:
+    def __init__(
+        self,
+        count: int,
+        environment: Callable[[int], Mapping[str, str]],
+        patience: float,
+        progress: Progress,
+    ) -> None:
+        """`environment`: variables of a rank's process. `patience`: seconds for which a worker
+        with a task may be silent. `progress` shows that of rank 0, and what any worker prints."""
+        self.count = count
+        self.patience = patience
+        self.progress = progress
+        self._printed: set[str] = set()
+        self._inbox: queue.Queue[Message | int] = queue.Queue()  # an int: this rank has ended
+        self.workers: list[Worker] = []
+        self._number = 0  # of the newest task
+        self._folder = tempfile.TemporaryDirectory(prefix="gesso-")
+        try:
+            for rank in range(count):
+                self.workers.append(self._start(rank, environment(rank)))
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, rank: int, environment: Mapping[str, str]) -> Worker:
+        ours, theirs = socket.socketpair()
+        watched, life = os.pipe()
+        process = subprocess.Popen(
+            imports.command(MODULE, str(theirs.fileno()), str(watched)),
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            pass_fds=[theirs.fileno(), watched],
+            start_new_session=True,  # Ctrl-C reaches only the driver, which then ends the workers
+        )
+        theirs.close()
+        os.close(watched)
+        worker = Worker(rank, process, Channel(ours), life, heard=time.monotonic())
+        for target in (self._read_messages, self._read_lines):
+            threading.Thread(target=target, args=(worker,), daemon=True).start()
+        return worker
+
+    def _read_messages(self, worker: Worker) -> None:
+        while True:
+            try:
+                content, data = worker.channel.receive()
+            except (EOFError, ValueError):
+                self._inbox.put(worker.rank)
+                return
+            worker.heard = time.monotonic()
+            if "doing" in content:
+                worker.doing = content["doing"]
+            elif "progress" in content:
+                method, *arguments = content["progress"]
+                if worker.rank == 0:
+                    getattr(self.progress, method)(*arguments)
+            else:
+                self._inbox.put(Message(worker.rank, content, data))
+
+    def _read_lines(self, worker: Worker) -> None:
+        assert worker.process.stdout is not None
+        for line in worker.process.stdout:
+            text = line.rstrip()
+            if not text:
+                continue
+            worker.lines.append(text)
+            if text not in self._printed:  # all ranks print the same warnings
+                self._printed.add(text)
+                self.progress.note(f"worker {worker.rank}: {text}")
+
+    def send(self, rank: int, task: str, content: Mapping[str, Any], *data: bytes) -> None:
+        worker = self.workers[rank]
+        worker.heard, worker.doing = time.monotonic(), f"beginning to {task}"
+        try:
+            worker.channel.send({"task": task, "number": self._number, **content}, *data)
+        except OSError:
+            self._raise_ended(rank)
+
+    def receive(self) -> Message:
+        """The next message of any worker. Raises what a worker raised, or a StopRun that names a
+        worker that has ended or does not answer."""
+        while True:
+            try:
+                message = self._inbox.get(timeout=1.0)
+            except queue.Empty:
+                self._check_patience()
+                continue
+            if isinstance(message, int):
+                self._raise_ended(message)
+            elif message.content.pop("number") == self._number:  # else of a task that was given up
+                if "raised" in message.content:
+                    _raise(message)
+                return message
+
+    def folder(self) -> str:
+        """A new folder, in which ranks find each other."""
+        return tempfile.mkdtemp(dir=self._folder.name)
+
+    def begin_task(self) -> None:
+        """Messages about earlier tasks are dropped from now on: of a task that failed in one
+        worker, the others may still send some."""
+        self._number += 1
+
+    def all(self, task: str, content: Mapping[str, Any], *data: bytes) -> list[dict[str, Any]]:
+        """The answers of all workers to one task, by rank."""
+        self.begin_task()
+        for rank in range(self.count):
+            self.send(rank, task, content, *data)
+        return self.answers()
+
+    def answers(self) -> list[dict[str, Any]]:
+        """Waits for an answer of every worker."""
+        answers: dict[int, dict[str, Any]] = {}
+        while len(answers) < self.count:
+            message = self.receive()
+            answers[message.rank] = message.content
+        return [answers[rank] for rank in range(self.count)]
+
+    def one(self, rank: int, task: str, content: Mapping[str, Any], *data: bytes) -> dict[str, Any]:
+        self.begin_task()
+        self.send(rank, task, content, *data)
+        return self.receive().content
+
+    def _check_patience(self) -> None:
+        now = time.monotonic()
+        silent = [w for w in self.workers if w.doing != IDLE and now - w.heard > self.patience]
+        # A worker that waits for the others is not the cause.
+        stuck = [w for w in silent if not w.doing.startswith("waiting")]
+        for worker in stuck or silent:
+            raise WorkerLost(
+                f"worker {worker.rank} has not answered for {self.patience:g} s while "
+                f"{worker.doing}; cluster.patience allows no more"
+            )
+
+    def _raise_ended(self, rank: int) -> None:
+        worker = self.workers[rank]
+        try:
+            code = worker.process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            how = "closed its connection"
+        else:
+            how = f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        last = f"; its last output: {' | '.join(worker.lines)}" if worker.lines else ""
+        raise WorkerLost(f"worker {rank} ended while {worker.doing} ({how}){last}")
+
+    def close(self) -> None:
+        """Ends all workers, at the latest after a few seconds."""
+        for worker in self.workers:
+            worker.channel.shut()
+            os.close(worker.life)
+        deadline = time.monotonic() + GRACE
+        for worker in self.workers:
+            try:
+                worker.process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()
+        self.workers = []
+        self._folder.cleanup()
+
+
+def _raise(message: Message) -> None:
+    kind, text = message.content["raised"], message.content["text"]
+    if kind in ERRORS:
+        raise ERRORS[kind](text)
+    if out_of_memory(RuntimeError(text)):
+        raise MemoryError(f"worker {message.rank}: {text}")
+    raise WorkerFailed(f"worker {message.rank} failed:\n{message.content['trace']}")

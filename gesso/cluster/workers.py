@@ -1,0 +1,211 @@
+"""A cluster of worker processes, one per device, each with the model, a sampler and a rank of the
+learner.
+
+Samples of a call are cut into parts, which idle workers take from a common queue. Before an update
+the workers exchange their samples, so that every rank has the whole rollout; the driver handles
+images, texts, scores and metrics only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gesso.algorithms.base import Algorithm
+from gesso.cluster.channel import pack_prompts, pack_spec, read_samples
+from gesso.cluster.collecting import Request
+from gesso.cluster.driver import Driver
+from gesso.cluster.placement import Placement
+from gesso.cluster.processes import Processes
+from gesso.cluster.remote_trace import RemoteTrace
+from gesso.config import Recipe
+from gesso.data.prompts import LoadedData, Stream, WeightedPrompts
+from gesso.learner.learner import Update
+from gesso.rewards.transport import wire
+from gesso.rewards.transport.service import RewardService
+from gesso.rollout import Rollout
+from gesso.samplers.base import Piece, parts
+from gesso.track.progress import SILENT, Progress
+from gesso.types import StopRun, Which
+
+
+class Workers(Driver):
+    def __init__(
+        self,
+        recipe: Recipe,
+        algorithm: Algorithm,
+        processes: Processes,
+        rewards: RewardService,
+        stream: Stream,
+        progress: Progress = SILENT,
+    ) -> None:
+        super().__init__(recipe, algorithm, rewards, stream, progress)
+        self.processes = processes
+        self._calls = 0
+        self._owners: dict[str, int] = {}  # piece → rank that sampled it
+        self._shared: set[str] = set()  # pieces that all ranks have
+        self._elapsed = 0.0  # seconds in which workers sampled or trained, in this step
+        self._busy = [0.0] * processes.count  # of these, the seconds in which each had work
+        self._sent = 0  # bytes of the samples that workers exchanged, in this step
+        self.publish(0)
+
+    def generate(self, request: Request) -> Iterator[Piece]:
+        self._calls += 1
+        key = f"{request.step}.{self._calls}"
+        call = {
+            "key": key,
+            "step": request.step,
+            "row": list(request.row),
+            "seeds": list(request.seeds),
+            "spec": pack_spec(request.spec),
+        }
+        self.processes.all("open", call, pack_prompts(request.prompts))
+        self.processes.begin_task()
+        waiting = deque(parts(request.row, self.recipe.sampler.batch, request.spec))
+        idle = deque(range(self.processes.count))
+        working: set[int] = set()
+        started = time.perf_counter()
+        while waiting or working:
+            while waiting and idle:
+                rank, part = idle.popleft(), waiting.popleft()
+                self.processes.send(rank, "sample", {"key": key, "only": [part.start, part.stop]})
+                working.add(rank)
+            message = self.processes.receive()
+            if "piece" in message.content:
+                name = message.content["piece"]
+                self._owners[name] = message.rank
+                yield self._piece(request, name, message.content["index"], message.data[0])
+            else:
+                if request.step is not None:
+                    self._busy[message.rank] += message.content["busy"]
+                working.remove(message.rank)
+                idle.append(message.rank)
+        if request.step is None:
+            self._forget(None)
+        else:
+            self._elapsed += time.perf_counter() - started
+
+    def _piece(self, request: Request, name: str, index: list[int], packed: bytes) -> Piece:
+        samples = [
+            replace(sample, prompt=request.prompts[request.row[i]])
+            for i, sample in zip(index, read_samples(packed), strict=True)
+        ]
+        trace: Any = RemoteTrace([name], [(name, i) for i in range(len(index))])
+        return Piece(index, samples, trace, torch.empty(len(index), 0))
+
+    def describe(self, rollout: Rollout) -> dict[str, float]:
+        content, scores = self._packed(rollout)
+        return self.processes.one(0, "describe", content, scores)["metrics"]
+
+    def train(self, rollout: Rollout, step: int) -> Update:
+        content, scores = self._packed(rollout)
+        started = time.perf_counter()
+        answers = self.processes.all("update", {"step": step, **content}, scores)
+        self._elapsed += time.perf_counter() - started
+        self._busy = [b + a["busy"] for b, a in zip(self._busy, answers, strict=True)]
+        metrics: dict[str, float] = answers[0]["metrics"]
+        metrics["memory/gb"] = max(answer["memory"] for answer in answers)
+        idle = [1 - busy / self._elapsed for busy in self._busy]
+        metrics["cluster/idle"] = sum(idle) / len(idle)
+        metrics |= {f"cluster/idle/{rank}": share for rank, share in enumerate(idle)}
+        sent = self._sent + sum(answer["sent"] for answer in answers)
+        metrics["cluster/sent_gb"] = sent / 1e9
+        self._busy, self._elapsed, self._sent = [0.0] * len(answers), 0.0, 0
+        self._forget(step)
+        return Update(metrics, answers[0]["advantages"])
+
+    def _packed(self, rollout: Rollout) -> tuple[dict[str, Any], bytes]:
+        """A rollout for the workers, after they have exchanged its samples."""
+        trace: Any = rollout.trace
+        missing = [name for name in trace.pieces if name not in self._shared]
+        if missing:
+            owners = [self._owners[name] for name in missing]
+            answers = self.processes.all("share", {"pieces": missing, "owners": owners})
+            self._sent += sum(answer["sent"] for answer in answers)
+            self._shared |= set(missing)
+        number = {name: i for i, name in enumerate(trace.pieces)}
+        content = {
+            "pieces": list(trace.pieces),
+            "rows": [(number[name], i) for name, i in trace.at],
+            "group": rollout.group.tolist(),
+            "version": rollout.version,
+            "weights": dict(rollout.weights),
+            "greedy": None if rollout.greedy is None else rollout.greedy.tolist(),
+        }
+        return content, wire.pack_scores(rollout.scores)
+
+    def _forget(self, step: int | None) -> None:
+        self.processes.all("forget", {"step": step})
+        dropped = {name for name in self._owners if name.startswith(f"{step}.")}
+        self._owners = {name: r for name, r in self._owners.items() if name not in dropped}
+        self._shared -= dropped
+
+    def send(self, copies: Collection[Which], version: int) -> None:
+        answers = self.processes.all("publish", {"copies": sorted(copies), "version": version})
+        digests = [answer["digest"] for answer in answers]
+        for rank, found in enumerate(digests):
+            if found != digests[0]:
+                raise StopRun(
+                    f"the weights of worker {rank} differ from those of worker 0 after version "
+                    f"{version}: got digest {found}, expected {digests[0]}"
+                )
+
+    def save(self, folder: Path) -> None:
+        self.processes.one(0, "save", {"folder": str(folder.resolve())})
+
+    def load(self, folder: Path) -> None:
+        self.processes.all("load", {"folder": str(folder.resolve())})
+
+    def stop(self) -> None:
+        self.processes.close()
+
+
+def start(recipe: Recipe, placement: Placement, progress: Progress) -> Processes:
+    """Starts the workers; each loads the model."""
+    progress.phase("starting workers")
+    processes = Processes(
+        placement.workers, placement.environment, recipe.cluster.patience, progress
+    )
+    try:
+        begin(processes, recipe)
+    except BaseException:
+        processes.close()
+        raise
+    return processes
+
+
+def begin(processes: Processes, recipe: Recipe) -> None:
+    """Builds the model and the learner in every worker, and connects the workers."""
+    content = {"recipe": recipe.model_dump(mode="json"), "count": processes.count}
+    processes.begin_task()
+    folder = processes.folder()
+    for rank in range(processes.count):
+        processes.send(rank, "start", {**content, "rank": rank, "folder": folder})
+    processes.answers()
+
+
+def fit(processes: Processes, data: LoadedData) -> LoadedData:
+    """The prompts that the model can use, as the first worker finds."""
+    prompts = [*(p for part in data.train for p in part.prompts), *data.held_out]
+    content = {
+        "train": [len(part.prompts) for part in data.train],
+        "weights": [part.weight for part in data.train],
+    }
+    found = processes.one(0, "fit", content, pack_prompts(prompts))
+    train = [
+        WeightedPrompts([prompts[i] for i in kept], part.weight)
+        for kept, part in zip(found["train"], data.train, strict=True)
+    ]
+    return LoadedData(
+        train,
+        [prompts[i] for i in found["held_out"]],
+        [*data.notes, *found["notes"]],
+        [*data.left_out, *found["left_out"]],
+        found["longest"],
+    )

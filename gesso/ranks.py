@@ -1,0 +1,171 @@
+"""The processes that share an update. Every rank has the whole rollout and all weights; the ranks
+divide the passes through the network, add up their gradients and take the same optimizer step."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Values = Mapping[str, Tensor]
+
+
+class Ranks(Protocol):
+    rank: int
+    count: int
+
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        """Adds up the tensors of all ranks, in place."""
+
+    def merge(self, parts: Mapping[int, Values], owners: Sequence[int]) -> list[Values]:
+        """All parts in order. Rank owners[i] passes part i and every rank receives it."""
+
+
+class Alone:
+    """One process without others."""
+
+    rank = 0
+    count = 1
+
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        """They are the sum."""
+
+    def merge(self, parts: Mapping[int, Values], owners: Sequence[int]) -> list[Values]:
+        return [parts[i] for i in range(len(owners))]
+
+
+ALONE = Alone()
+
+
+class Group:
+    """The ranks of torch's default process group."""
+
+    def __init__(self, device: torch.device) -> None:
+        from torch import distributed
+
+        self.distributed = distributed
+        self.device = device
+        self.rank = distributed.get_rank()
+        self.count = distributed.get_world_size()
+        self.waited = 0.0  # seconds in collectives
+        self.sent = 0  # bytes that this rank passed to collectives
+
+    def sum(self, tensors: Sequence[Tensor]) -> None:
+        """In one collective per dtype."""
+        if self.count == 1:
+            return
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+            flat = torch.cat([tensor.flatten() for tensor in alike])
+            with self._collective(flat.nbytes):
+                self.distributed.all_reduce(flat)
+            for tensor, total in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
+                tensor.copy_(total.view_as(tensor))
+
+    def merge(self, parts: Mapping[int, Values], owners: Sequence[int]) -> list[Values]:
+        merged: dict[int, dict[str, Tensor]] = {i: {} for i in range(len(owners))}
+        for rank in sorted(set(owners)):
+            mine = parts if rank == self.rank else {}
+            named = {f"{i}/{name}": t for i, values in mine.items() for name, t in values.items()}
+            for key, tensor in self.broadcast(rank, named)[0].items():
+                i, _, name = key.partition("/")
+                merged[int(i)][name] = tensor
+        return list(merged.values())
+
+    def broadcast(self, source: int, values: Values, about: Any = None) -> tuple[Values, Any]:
+        """The tensors of rank `source` by name, and anything that JSON can express, in three
+        collectives: the length of a header, the header, and all tensors as bytes."""
+        if self.count == 1:
+            return values, about
+        if self.rank == source:
+            columns = [(n, str(t.dtype), list(t.shape)) for n, t in values.items()]
+            header = _bytes(json.dumps([columns, about]), self.device)
+            body = [
+                t.to(self.device).contiguous().flatten().view(torch.uint8) for t in values.values()
+            ]
+            sent = torch.cat(body) if body else header[:0]
+        length = torch.tensor(len(header) if self.rank == source else 0, device=self.device)
+        self._broadcast(length, source)
+        if self.rank != source:
+            header = torch.empty(int(length), dtype=torch.uint8, device=self.device)
+        self._broadcast(header, source)
+        columns, about = json.loads(bytes(header.tolist()))
+        dtypes = [getattr(torch, dtype.removeprefix("torch.")) for _, dtype, _ in columns]
+        sizes = [
+            math.prod(shape) * dtype.itemsize
+            for (_, _, shape), dtype in zip(columns, dtypes, strict=True)
+        ]
+        if self.rank != source:
+            sent = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
+        if len(sent):
+            self._broadcast(sent, source)
+        if self.rank == source:
+            return values, about
+        received = {}
+        for (name, _, shape), dtype, part in zip(columns, dtypes, sent.split(sizes), strict=True):
+            received[name] = part.clone().view(dtype).view(shape)  # aligned, in its own memory
+        return received, about
+
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        with self._collective(tensor.nbytes if source == self.rank else 0):
+            self.distributed.broadcast(tensor, source)
+
+    @contextmanager
+    def _collective(self, size: int) -> Iterator[None]:
+        started = time.perf_counter()
+        self.before_waiting()
+        try:
+            yield
+            if self.device.type == "cuda":  # NCCL only enqueues the collective
+                torch.cuda.current_stream(self.device).synchronize()
+        finally:
+            self.after_waiting()
+            self.waited += time.perf_counter() - started
+            self.sent += size
+
+    def before_waiting(self) -> None:
+        """Called before this rank waits for the others."""
+
+    def after_waiting(self) -> None:
+        """Called when it goes on."""
+
+
+def _bytes(text: str, device: torch.device) -> Tensor:
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+
+
+def deal(costs: Sequence[float], ranks: int) -> list[int]:
+    """The rank of each part: the most expensive first, to the rank with the least work so far."""
+    load = [(0.0, rank) for rank in range(ranks)]
+    owners = [0] * len(costs)
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        work, rank = heapq.heappop(load)
+        owners[i] = rank
+        heapq.heappush(load, (work + costs[i], rank))
+    return owners
+
+
+def fill(
+    out: Tensor,
+    parts: Sequence[Tensor],
+    costs: Sequence[float],
+    compute: Callable[[Tensor], Tensor],
+    ranks: Ranks,
+) -> None:
+    """out[part, :s] = compute(part), of shape (n, s), for each part; every part is computed by one
+    rank and received by all."""
+    owners = deal(costs, ranks.count)
+    mine = {
+        i: {"rows": compute(part).to(out)}
+        for i, part in enumerate(parts)
+        if owners[i] == ranks.rank
+    }
+    for part, computed in zip(parts, ranks.merge(mine, owners), strict=True):
+        out[part, : computed["rows"].shape[1]] = computed["rows"]

@@ -1,0 +1,333 @@
+"""A worker process: model, sampler and one rank of the learner, built from a recipe.
+
+Started by `cluster/processes.py`. It answers one task after the other until the driver closes the
+connection; what it prints is read by the driver.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from gesso import build, families
+from gesso.cluster.channel import Channel, read_prompts, read_spec
+from gesso.cluster.host import keep_freed_memory, peak_memory
+from gesso.cluster.processes import ERRORS, IDLE
+from gesso.config import Recipe
+from gesso.data.prompts import LoadedData, WeightedPrompts
+from gesso.ranks import Group
+from gesso.rewards.transport import wire
+from gesso.rollout import FlowTrace, Rollout, TokenTrace, widened
+from gesso.samplers.base import Piece
+from gesso.track import bars
+from gesso.track.checkpoints import read_tensors, write_tensors
+from gesso.track.progress import Progress
+from gesso.types import Prompt, ResponseSpec, Sample, SampleSpec, Score
+from gesso.weights.publish import digest, publish
+
+NO_PROMPT = Prompt("")
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+
+
+def main() -> None:
+    connection, life = sys.argv[1:]
+    threading.Thread(target=_end_with_the_driver, args=(int(life),), daemon=True).start()
+    channel = Channel(socket.socket(fileno=int(connection)))
+    worker = Worker(channel)
+    while True:
+        try:
+            content, data = channel.receive()
+        except EOFError:
+            break
+        worker.number = content.pop("number")
+        try:
+            answer = worker.answer(content.pop("task"), content, data)
+        except BaseException as error:
+            answer = _raised(error)
+        channel.send({"doing": IDLE})
+        channel.send({"number": worker.number, **answer})
+    os._exit(0)  # without waiting for other ranks, whose connections may be gone
+
+
+def _end_with_the_driver(life: int) -> None:
+    """The driver holds the other end of this pipe: it closes when the driver ends."""
+    os.read(life, 1)
+    os._exit(1)
+
+
+def _raised(error: BaseException) -> dict[str, Any]:
+    known = [name for name, kind in ERRORS.items() if isinstance(error, kind)]
+    trace = "".join(traceback.format_exception(error))
+    return {"raised": known[0] if known else "", "text": str(error), "trace": trace}
+
+
+class _Reported:
+    """Progress, sent to the driver, which shows that of rank 0 and knows that the others work."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+
+    def phase(self, text: str, total: int = 0) -> None:
+        self.channel.send({"progress": ["phase", text, total]})
+
+    def advance(self, done: int = 1) -> None:
+        self.channel.send({"progress": ["advance", done]})
+
+    def note(self, text: str) -> None:
+        self.channel.send({"progress": ["note", text]})
+
+
+class _ReportingGroup(Group):
+    """Tells the driver when this rank waits for the others, so that it knows which one hangs."""
+
+    def __init__(self, device: torch.device, channel: Channel) -> None:
+        super().__init__(device)
+        self.channel = channel
+        self.doing = ""
+
+    def before_waiting(self) -> None:
+        self.channel.send({"doing": f"waiting for the other workers while {self.doing}"})
+
+    def after_waiting(self) -> None:
+        self.channel.send({"doing": self.doing})
+
+
+@dataclass
+class Request:
+    """A sampling call whose parts are sampled by several workers."""
+
+    step: int | None
+    prompts: Sequence[Prompt]
+    row: Sequence[int]
+    seeds: Sequence[int]
+    spec: SampleSpec | ResponseSpec
+    shared: Any = None  # of the sampler
+
+
+class Worker:
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self.number = 0  # of the current task
+        self.requests: dict[str, Request] = {}
+        self.pieces: dict[str, Piece] = {}  # by "request/first sample"
+
+    def answer(
+        self, task: str, content: Mapping[str, Any], data: Sequence[bytes]
+    ) -> dict[str, Any]:
+        doing = TASKS[task]
+        self.channel.send({"doing": doing})
+        if task != "start":
+            self.group.doing = doing
+        return getattr(self, task)(*data, **content)
+
+    def start(
+        self, recipe: Mapping[str, Any], rank: int, count: int, folder: str
+    ) -> dict[str, Any]:
+        self.rank = rank
+        self.progress: Progress = _Reported(self.channel)
+        self.recipe: Recipe = build.recipe_from(recipe)
+        self.algorithm = build.algorithm(self.recipe)
+        path = self.recipe.model.path
+        with bars.loading(self.progress, path, path):
+            self.model = build.model(self.recipe)
+        device: torch.device = self.model.device
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+        distributed.init_process_group(
+            BACKENDS[device.type],
+            store=distributed.FileStore(str(Path(folder) / f"store-{count}"), count),
+            rank=rank,
+            world_size=count,
+            timeout=timedelta(seconds=2 * self.recipe.cluster.patience),  # the driver stops first
+            device_id=device if device.type == "cuda" else None,
+        )
+        self.group = _ReportingGroup(device, self.channel)
+        self.algorithm, self.learner = build.learner(
+            self.recipe, self.algorithm, self.model, self.progress, self.group
+        )
+        self.sampler = build.sampler(self.recipe, self.algorithm, self.model)
+        self.group.doing = "connecting to the other workers"
+        self.group.sum([torch.zeros(1, device=device)])  # NCCL connects in the first collective
+        if device.type == "cpu":
+            keep_freed_memory()
+        return {}
+
+    def fit(self, packed: bytes, train: Sequence[int], weights: Sequence[float]) -> dict[str, Any]:
+        """The indices of the prompts that the model can use: `train` has the number of training
+        prompts of each source; the held-out prompts follow."""
+        prompts = read_prompts(packed)
+        index = {id(prompt): i for i, prompt in enumerate(prompts)}
+        parts, start = [], 0
+        for size, weight in zip(train, weights, strict=True):
+            parts.append(WeightedPrompts(prompts[start : start + size], weight))
+            start += size
+        data = LoadedData(parts, prompts[start:], [])
+        family = families.of(self.recipe)
+        data = family.fit(self.recipe, self.algorithm, self.model, data, self.progress)
+        return {
+            "train": [[index[id(p)] for p in part.prompts] for part in data.train],
+            "held_out": [index[id(p)] for p in data.held_out],
+            "notes": list(data.notes),
+            "left_out": list(data.left_out),
+            "longest": data.longest,
+        }
+
+    def open(
+        self,
+        packed: bytes,
+        key: str,
+        step: int | None,
+        row: Sequence[int],
+        seeds: Sequence[int],
+        spec: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        request = Request(step, read_prompts(packed), row, seeds, read_spec(spec))
+        request.shared = self.sampler.shared(request.prompts, request.spec)
+        self.requests[key] = request
+        return {}
+
+    def sample(self, key: str, only: Sequence[int]) -> dict[str, Any]:
+        """Sends every piece as it finishes."""
+        started = time.perf_counter()
+        request = self.requests[key]
+        for piece in self.sampler.sample(
+            request.prompts, request.row, request.seeds, request.spec, request.shared, range(*only)
+        ):
+            name = f"{key}/{piece.index[0]}"
+            bare = [replace(sample, prompt=NO_PROMPT) for sample in piece.samples]
+            message = {"number": self.number, "piece": name, "index": piece.index}
+            self.channel.send(message, wire.pack_samples(bare))
+            without_images = [replace(sample, image=None) for sample in piece.samples]
+            self.pieces[name] = replace(piece, samples=without_images)
+        return {"busy": time.perf_counter() - started}
+
+    def share(self, pieces: Sequence[str], owners: Sequence[int]) -> dict[str, Any]:
+        """Afterwards every rank has these pieces, without their images."""
+        sent = self.group.sent
+        for name, owner in zip(pieces, owners, strict=True):
+            mine = self.pieces[name] if owner == self.rank else None
+            own = {} if mine is None else _tensors(mine)
+            about = None
+            if mine is not None:
+                about = [mine.index, [(s.text, s.tokens) for s in mine.samples]]
+            values, about = self.group.broadcast(owner, own, about)
+            if mine is None:
+                self.pieces[name] = self._received(name, dict(values), *about)
+        return {"sent": self.group.sent - sent}
+
+    def _received(
+        self, name: str, values: dict[str, Tensor], index: list[int], texts: Sequence[Any]
+    ) -> Piece:
+        request = self.requests[name.partition("/")[0]]
+        samples = [
+            Sample(request.prompts[request.row[i]], None, request.seeds[i], text, tokens)
+            for i, (text, tokens) in zip(index, texts, strict=True)
+        ]
+        logp = values.pop("logp")
+        trace: Any  # of the model's family
+        if isinstance(request.spec, SampleSpec):
+            trace = FlowTrace(context=request.shared, **values)
+        else:
+            trace = TokenTrace(prompts=request.shared, **values)
+        return Piece(index, samples, trace, logp)
+
+    def describe(self, scores: bytes, **rollout: Any) -> dict[str, Any]:
+        return {"metrics": self.sampler.describe(self._rollout(scores, **rollout))}
+
+    def update(self, scores: bytes, step: int, **rollout: Any) -> dict[str, Any]:
+        started, waited, sent = time.perf_counter(), self.group.waited, self.group.sent
+        update = self.learner.update(self._rollout(scores, **rollout), step)
+        seconds = time.perf_counter() - started
+        return {
+            "metrics": update.metrics,
+            "advantages": update.advantages,
+            "busy": seconds - (self.group.waited - waited),
+            "sent": self.group.sent - sent,
+            "memory": peak_memory(self.model.device),
+        }
+
+    def _rollout(
+        self,
+        scores: bytes,
+        pieces: Sequence[str],
+        rows: Sequence[tuple[int, int]],
+        group: Sequence[int],
+        version: int,
+        weights: Mapping[str, float],
+        greedy: Sequence[float] | None,
+    ) -> Rollout:
+        """Row (i, j) is sample j of pieces[i]."""
+        held = [self.pieces[name] for name in pieces]
+        starts = [0]
+        for piece in held:
+            starts.append(starts[-1] + len(piece.index))
+        index = [starts[i] + j for i, j in rows]
+        samples = [sample for piece in held for sample in piece.samples]
+        at = torch.tensor(index, dtype=torch.long)
+        read: list[Score] = wire.read_scores(scores)
+        return Rollout(
+            samples=[samples[i] for i in index],
+            group=torch.tensor(group),
+            trace=type(held[0].trace).concat([piece.trace for piece in held]).rows(at),
+            logp=widened([piece.logp for piece in held])[at],
+            version=version,
+            scores=read,
+            weights=weights,
+            greedy=None if greedy is None else torch.tensor(greedy, dtype=torch.float64),
+        )
+
+    def forget(self, step: int | None) -> dict[str, Any]:
+        """Drops all samples of a step, or of an evaluation."""
+        keys = {key for key, request in self.requests.items() if request.step == step}
+        self.requests = {key: r for key, r in self.requests.items() if key not in keys}
+        self.pieces = {
+            name: p for name, p in self.pieces.items() if name.partition("/")[0] not in keys
+        }
+        return {}
+
+    def publish(self, copies: Sequence[Any], version: int) -> dict[str, Any]:
+        publication = publish(self.learner.policy, copies, version)
+        self.sampler.accept(publication)
+        self.sampler.weights.verify(publication)
+        return {"digest": digest(publication.copies) if self.group.count > 1 else ""}
+
+    def save(self, folder: str) -> dict[str, Any]:
+        write_tensors(Path(folder), self.learner.state())
+        return {}
+
+    def load(self, folder: str) -> dict[str, Any]:
+        self.learner.restore(read_tensors(Path(folder)))
+        return {}
+
+
+TASKS = {
+    "start": "loading the model",
+    "fit": "reading the prompts",
+    "open": "encoding prompts",
+    "sample": "sampling",
+    "share": "exchanging samples",
+    "describe": "describing samples",
+    "update": "updating",
+    "forget": "dropping samples",
+    "publish": "publishing weights",
+    "save": "saving",
+    "load": "loading a checkpoint",
+}  # task → what a worker is doing, for errors
+
+
+def _tensors(piece: Piece) -> dict[str, Tensor]:
+    trace: Any = piece.trace
+    values = {field.name: getattr(trace, field.name) for field in fields(trace)}
+    return {n: v for n, v in values.items() if isinstance(v, Tensor)} | {"logp": piece.logp}

@@ -1,0 +1,350 @@
+"""Worker processes: the same run on any number of them, and how they end."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from signal import SIGINT, SIGKILL, SIGSTOP, SIGTERM
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+
+from gesso import build, run
+from gesso.cluster import workers
+from gesso.cluster.placement import Placement, place
+from gesso.cluster.processes import Processes, WorkerFailed
+from gesso.config import Recipe
+from gesso.track.progress import SILENT, Progress
+from gesso.track.run_folder import RunFolder
+from gesso.types import StopRun, UserError
+from tests import tokens
+from tests.conftest import small_recipe
+from tests.test_loop import comparable, final_state
+from tests.waiting import Started, until
+
+MOST = 4
+
+
+class Borrowed(Processes):
+    """Some workers of a pool, which stay alive for the next run: to start one takes seconds."""
+
+    def __init__(self, pool: Processes, count: int, progress: Progress) -> None:
+        self.__dict__ = pool.__dict__  # messages of earlier runs are known by their numbers
+        self.count, self.progress = count, progress
+
+    def close(self) -> None:
+        """They stay."""
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Processes]:
+    processes = Processes(MOST, lambda rank: {"OMP_NUM_THREADS": "1"}, 300.0, SILENT)
+    yield processes
+    processes.close()
+
+
+@pytest.fixture
+def borrowing(pool: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(recipe: Recipe, placement: Placement, progress: Progress) -> Processes:
+        processes = Borrowed(pool, placement.workers, progress)
+        workers.begin(processes, recipe)
+        return processes
+
+    monkeypatch.setattr(workers, "start", start)
+
+
+@pytest.fixture(scope="module")
+def language(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("tokens")
+    tokens.build("qwen2", root / "qwen2")
+    (root / "prompts.txt").write_text("what is 2 + 3?\nhow many?\nhello there\nwhy?\n")
+    return root
+
+
+def language_recipe(root: Path, algorithm: dict[str, Any]) -> dict[str, Any]:
+    """3 prompts × 4 responses in batches of 2: 6 parts."""
+    prompts = str(root / "prompts.txt")
+    return {
+        "steps": 3,
+        "model": {"name": "causal", "path": str(root / "qwen2"), "device": "cpu"},
+        "data": {"train": prompts, "eval": prompts, "groups": 3},
+        "algorithm": {"group": 4, "max_tokens": 6, "updates": 2} | algorithm,
+        "reward": [{"name": "tests.token_rewards:early"}],
+        "optimizer": {"lr": 1e-2},
+        "learner": {"micro_tokens": 60},
+        "sampler": {"batch": 2},
+        "eval": {"every": 2, "prompts": 3},
+        "save": {"every": 1},
+    }
+
+
+def recipes(pipeline_folder: Path, prompt_file: Path, language: Path) -> dict[str, dict[str, Any]]:
+    flow = small_recipe(pipeline_folder, prompt_file)
+    flow["algorithm"] |= {"group": 5, "updates": 2, "beta": 0.01}
+    flow["sampler"] = {"batch": 2}  # 10 samples in 5 parts
+    flow["learner"] = {"micro_batch": 3}  # 15 terms
+    nft = small_recipe(pipeline_folder, prompt_file)
+    nft["algorithm"] = {"name": "diffusion-nft", "group": 3, "steps": 2, "times": 2, "updates": 2}
+    nft["learner"] = {"micro_batch": 2, "ema": {"every": 1, "decay": 0.5}}
+    nft["sampler"] = {"batch": 1}
+    return {
+        "flow-grpo": flow,
+        "diffusion-nft": nft,
+        "grpo with kl": language_recipe(language, {"name": "grpo", "kl": {"beta": 0.1}}),
+        "ppo": language_recipe(language, {"name": "ppo"}),
+        "failed scores": language_recipe(language, {"name": "grpo"})
+        | {"reward": [{"name": "tests.token_rewards:some_fail"}], "max_failed": 0.9},
+        "refills": language_recipe(
+            language,
+            {"name": "dapo", "updates": 1, "refills": 2},
+        )
+        | {"reward": [{"name": "tests.token_rewards:length"}]},
+    }
+
+
+COUNTS = {
+    "flow-grpo": (1, 2, MOST),
+    "diffusion-nft": (MOST,),
+    "grpo with kl": (MOST,),
+    "ppo": (2, MOST),
+    "failed scores": (2,),
+    "refills": (2,),
+}
+
+
+def go(data: dict[str, Any], folder: Path, count: int | None = None) -> RunFolder:
+    changed = data | {"cluster": {"workers": count}}
+    return run.train(build.recipe_from(changed), folder=folder, quiet=True)
+
+
+def without_cluster(rows: list[dict]) -> list[dict]:
+    return [
+        {key: value for key, value in row.items() if not key.startswith("cluster/")}
+        for row in comparable(rows)
+    ]
+
+
+def assert_equal(one: RunFolder, other: RunFolder) -> None:
+    assert without_cluster(one.rows()) == without_cluster(other.rows())
+    expected, state = final_state(one.path), final_state(other.path)
+    assert state.keys() == expected.keys()
+    assert [name for name in state if not torch.equal(state[name], expected[name])] == []
+
+
+@pytest.mark.usefixtures("borrowing")
+@pytest.mark.parametrize("name", COUNTS)
+def test_the_number_of_workers_does_not_change_a_bit(
+    pipeline_folder: Path, prompt_file: Path, language: Path, tmp_path: Path, name: str
+) -> None:
+    """Rows, weights and optimizer state after three steps, also without worker processes. Five and
+    six parts are not divisible by four workers."""
+    data = recipes(pipeline_folder, prompt_file, language)[name]
+    alone = go(data, tmp_path / "alone")
+    assert len(alone.rows()) == 4
+    for count in COUNTS[name]:
+        together = go(data, tmp_path / str(count), count)
+        assert_equal(alone, together)
+        row = together.rows()[-1]
+        idle = [row[f"cluster/idle/{rank}"] for rank in range(count)]
+        assert row["cluster/idle"] == pytest.approx(sum(idle) / count) and max(idle) < 1
+        assert (row["cluster/sent_gb"] > 0) == (count > 1)
+
+
+@pytest.mark.usefixtures("borrowing")
+def test_a_run_goes_on_with_another_number_of_workers(
+    pipeline_folder: Path, prompt_file: Path, language: Path, tmp_path: Path
+) -> None:
+    """2 → none → 4 workers, as `gesso train --resume RUN cluster.workers=4` changes it."""
+    data = recipes(pipeline_folder, prompt_file, language)["ppo"]
+    data["eval"]["every"] = 1  # as after the last step of each part
+    undisturbed = go(data, tmp_path / "undisturbed")
+    folder = go(data | {"steps": 1}, tmp_path / "changed", 2).path
+    run.resume(folder, quiet=True, steps=2, overrides=["cluster.workers=none"])
+    resumed = run.resume(folder, quiet=True, steps=3, overrides=[f"cluster.workers={MOST}"])
+    assert_equal(undisturbed, resumed)
+    assert run.recipe_of(resumed).cluster.workers == MOST
+
+
+def test_a_worker_that_is_killed_stops_the_run_and_the_other_workers(
+    language: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = language_recipe(language, {"name": "grpo"})
+    started: list[int] = []
+    honest = workers.Workers.train
+
+    def train(self: workers.Workers, rollout: Any, step: int) -> Any:
+        started[:] = [worker.process.pid for worker in self.processes.workers]
+        if step == 1:
+            self.processes.workers[1].process.kill()
+        return honest(self, rollout, step)
+
+    with monkeypatch.context() as patched, pytest.raises(StopRun) as raised:
+        patched.setattr(workers.Workers, "train", train)
+        go(data, tmp_path / "run", 2)
+    assert "worker 1 ended while" in str(raised.value)
+    assert "killed by SIGKILL" in str(raised.value)
+    assert f"run `gesso train --resume {tmp_path / 'run'}`" in str(raised.value)
+    assert [pid for pid in started if alive(pid)] == []
+    assert "worker 1 ended" in (tmp_path / "run" / "log.txt").read_text()
+    overrides = ["cluster.workers=none"]
+    resumed = run.resume(tmp_path / "run", quiet=True, overrides=overrides)
+    assert_equal(go(data, tmp_path / "alone"), resumed)
+
+
+@pytest.mark.parametrize("signals", [[SIGKILL], [SIGTERM], [SIGINT, SIGINT]])
+def test_workers_end_with_the_driver(language: Path, tmp_path: Path, signals: list[int]) -> None:
+    data = language_recipe(language, {"name": "grpo"}) | {"steps": 1000, "cluster": {"workers": 1}}
+    recipe, folder = tmp_path / "recipe.toml", tmp_path / "run"
+    recipe.write_bytes(tomli_w.dumps(data).encode())
+    driver = Started([sys.executable, "-m", "gesso", "train", recipe, "--run", folder])
+    driver.until(lambda: (folder / "checkpoints" / "000001").exists())
+    children = children_of(driver.process.pid)
+    assert any(is_worker(pid) for pid in children)
+    for number in signals:
+        driver.process.send_signal(number)
+        time.sleep(0.1)
+    driver.process.wait(5)
+    until(lambda: not any(alive(pid) for pid in children), limit=5)
+    assert RunFolder.open(folder).latest()
+
+
+def test_a_busy_worker_ends_with_the_driver(language: Path, tmp_path: Path) -> None:
+    """Here it reads a file that never ends, and does not look at its messages."""
+    os.mkfifo(tmp_path / "config.json")
+    recipe = build.recipe_from(language_recipe(language, {"name": "grpo"})).model_dump(mode="json")
+    recipe["model"]["path"] = str(tmp_path)
+    processes = Processes(1, lambda rank: {}, 60.0, SILENT)
+    try:
+        (worker,) = processes.workers
+        task = {"recipe": recipe, "rank": 0, "count": 1, "folder": str(tmp_path)}
+        processes.send(0, "start", task)
+        until(lambda: worker.doing == "loading the model")
+        assert worker.process.poll() is None
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), worker.life)  # as when the driver is gone
+        until(lambda: worker.process.poll() is not None, limit=5)
+    finally:
+        processes.close()
+
+
+def test_a_worker_that_does_not_answer_is_named() -> None:
+    processes = Processes(1, lambda rank: {}, 1.0, SILENT)
+    try:
+        processes.workers[0].process.send_signal(SIGSTOP)
+        processes.send(0, "forget", {"step": 0})
+        with pytest.raises(
+            StopRun, match=r"worker 0 has not answered for 1 s while beginning to forget"
+        ):
+            processes.receive()
+    finally:
+        processes.close()
+
+
+def test_messages_about_a_task_that_failed_are_dropped(pool: Processes) -> None:
+    """The first worker raises while others still answer; the next task gets its own answers."""
+    pool.count = MOST
+    with pytest.raises(WorkerFailed, match="KeyError: 'nonsense'"):
+        pool.all("nonsense", {})
+    assert pool.all("forget", {"step": 7}) == [{}] * MOST
+
+
+@pytest.mark.usefixtures("borrowing")
+def test_an_error_of_a_worker_is_the_drivers(language: Path, tmp_path: Path) -> None:
+    data = language_recipe(language, {"name": "grpo"})
+    data["model"]["path"] = str(language / "missing")
+    with pytest.raises(UserError) as alone:
+        go(data, tmp_path / "alone")
+    with pytest.raises(UserError) as raised:
+        go(data, tmp_path / "two", 2)
+    assert str(raised.value) == str(alone.value)
+    assert not (tmp_path / "two").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"cluster": {"workers": 7}},
+            "the samples of a step in batches of",
+        ),
+        ({"cluster": {"workers": 2}, "model": {"device": "cuda:1"}}, 'but model.device = "cuda:1"'),
+        ({"cluster": {"workers": 13}}, "use at most 12 workers"),
+        ({"cluster": {"workers": 5}, "sampler": {"batch": 4}}, "set sampler.batch = 2 or less"),
+        ({"cluster": {"workers": True}}, "got true"),
+        ({"cluster": {"workers": 0}}, "of at least 1"),
+        ({"cluster": {"workers": "all"}}, 'got "all"'),
+    ],
+)
+def test_impossible_placements(language: Path, changes: dict[str, Any], message: str) -> None:
+    data = language_recipe(language, {"name": "grpo"})
+    for section, values in changes.items():
+        data[section] = data.get(section, {}) | values
+    with pytest.raises(UserError, match=re.escape(message)):
+        recipe = build.recipe_from(data)
+        place(recipe, build.algorithm(recipe))
+
+
+@pytest.mark.usefixtures("borrowing")
+def test_samples_are_dropped_after_their_update(language: Path) -> None:
+    data = language_recipe(language, {"name": "grpo"}) | {"cluster": {"workers": 2}}
+    job = run.assemble(build.recipe_from(data))
+    try:
+        cluster = job.cluster
+        assert isinstance(cluster, workers.Workers)
+        first, second = cluster.collect(0), cluster.collect(1)
+        batch, later = first.result(), second.result()
+        cluster.evaluate(job.eval_prompts, "current")
+        cluster.update(batch, 0)
+        held = set(cluster._owners)
+        assert held and held == cluster._shared and all(name.startswith("1.") for name in held)
+        cluster.publish(1)
+        cluster.update(later, 1)
+        assert not cluster._owners and not cluster._shared
+    finally:
+        job.close()
+
+
+def test_workers_with_different_weights_stop_the_run(
+    pool: Processes, language: Path, monkeypatch: pytest.MonkeyPatch, borrowing: None
+) -> None:
+    """As after an error of the network, a GPU or a library."""
+    recipe = build.recipe_from(
+        language_recipe(language, {"name": "grpo"}) | {"cluster": {"workers": 2}}
+    )
+    job = run.assemble(recipe)
+    try:
+        honest = Processes.answers
+
+        def answers(self: Processes) -> list[dict[str, Any]]:
+            found = honest(self)
+            return [f | {"digest": f["digest"] + str(i)} for i, f in enumerate(found)]
+
+        monkeypatch.setattr(Processes, "answers", answers)
+        with pytest.raises(StopRun, match="weights of worker 1 differ from those of worker 0"):
+            job.cluster.publish(1)
+    finally:
+        job.close()
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+
+
+def is_worker(pid: int) -> bool:
+    return b"gesso.worker import" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def children_of(pid: int) -> list[int]:
+    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
+    return [int(line) for line in found.stdout.split()]
