@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,16 @@ def pytest_collection_finish() -> None:
     """Garbage collection skips everything imported so far: a tenth of the CPU time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def onednn() -> Iterator[None]:
+    """On processors without bfloat16, torch disables oneDNN for the rest of the process at the first
+    product in bfloat16. Later tests would then differ in last bits from other processes."""
+    import torch
+
+    yield
+    torch.backends.mkldnn.set_flags(True, _fp32_precision=None)
 
 
 @pytest.fixture(scope="session")
