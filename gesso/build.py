@@ -79,6 +79,7 @@ def recipe_from(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
     compatibility.check_device(recipe, where)
     family.check_model(recipe, where)
     compatibility.check_sizes(recipe, options, where)
+    compatibility.check_cluster(recipe, where)
     family.check(recipe, options, where)
     filled = recipe.model_dump() | {
         "eval": family.eval_section(recipe, options).model_dump(),
@@ -190,8 +191,11 @@ def learner(
     """The learner, and the algorithm with its critic if it has one."""
     from gesso.learner.learner import Learner
     from gesso.ranks import ALONE
+    from gesso.weights.layout import Layout
 
     algorithm, critic = add_critic(recipe, algorithm, model)
+    if ranks is not None and ranks.in_step:
+        model.shard(Layout.of(recipe.cluster, ranks.count))
     return algorithm, Learner(
         model,
         algorithm,

@@ -1,5 +1,6 @@
-"""The processes that share an update. Every rank has the whole rollout and all weights; the ranks
-divide the passes through the network, add up their gradients and take the same optimizer step."""
+"""The processes that share an update. Every rank has the whole rollout, and all weights or a part
+of each; the ranks divide the passes through the network, add up their gradients and take the same
+optimizer step."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -20,6 +22,8 @@ Values = Mapping[str, Tensor]
 class Ranks(Protocol):
     rank: int
     count: int
+    in_step: bool
+    """Whether every rank must run equally many passes, as those of sharded weights do."""
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """Adds up the tensors of all ranks, in place."""
@@ -33,6 +37,7 @@ class Alone:
 
     rank = 0
     count = 1
+    in_step = False
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """They are the sum."""
@@ -47,13 +52,14 @@ ALONE = Alone()
 class Group:
     """The ranks of torch's default process group."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, in_step: bool = False) -> None:
         from torch import distributed
 
         self.distributed = distributed
         self.device = device
         self.rank = distributed.get_rank()
         self.count = distributed.get_world_size()
+        self.in_step = in_step
         self.waited = 0.0  # seconds in collectives
         self.sent = 0  # bytes that this rank passed to collectives
 
@@ -141,15 +147,29 @@ def _bytes(text: str, device: torch.device) -> Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
 
 
-def deal(costs: Sequence[float], ranks: int) -> list[int]:
-    """The rank of each part: the most expensive first, to the rank with the least work so far."""
-    load = [(0.0, rank) for rank in range(ranks)]
+@dataclass(frozen=True)
+class Deal:
+    """The rank of each part, and the passes of this rank."""
+
+    owners: Sequence[int]
+    mine: Sequence[int]  # parts in order
+    spare: int  # passes whose results are dropped, so that all ranks run equally many
+
+
+def deal(costs: Sequence[float], ranks: Ranks) -> Deal:
+    """The most expensive part first, to the rank with the least work so far."""
+    most = math.ceil(len(costs) / ranks.count) if ranks.in_step else len(costs)
+    load = [(0.0, rank) for rank in range(ranks.count)]
     owners = [0] * len(costs)
+    dealt = [0] * ranks.count
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
         work, rank = heapq.heappop(load)
         owners[i] = rank
-        heapq.heappush(load, (work + costs[i], rank))
-    return owners
+        dealt[rank] += 1
+        if dealt[rank] < most:
+            heapq.heappush(load, (work + costs[i], rank))
+    mine = [i for i, owner in enumerate(owners) if owner == ranks.rank]
+    return Deal(owners, mine, max(dealt) - len(mine) if ranks.in_step else 0)
 
 
 def fill(
@@ -161,11 +181,9 @@ def fill(
 ) -> None:
     """out[part, :s] = compute(part), of shape (n, s), for each part; every part is computed by one
     rank and received by all."""
-    owners = deal(costs, ranks.count)
-    mine = {
-        i: {"rows": compute(part).to(out)}
-        for i, part in enumerate(parts)
-        if owners[i] == ranks.rank
-    }
-    for part, computed in zip(parts, ranks.merge(mine, owners), strict=True):
+    dealt = deal(costs, ranks)
+    mine = {i: {"rows": compute(parts[i]).to(out)} for i in dealt.mine}
+    for _ in range(dealt.spare):
+        compute(parts[0])
+    for part, computed in zip(parts, ranks.merge(mine, dealt.owners), strict=True):
         out[part, : computed["rows"].shape[1]] = computed["rows"]

@@ -36,6 +36,7 @@ from gesso.track.checkpoints import read_tensors, write_tensors
 from gesso.track.progress import Progress
 from gesso.types import Prompt, ResponseSpec, Sample, SampleSpec, Score
 from gesso.weights.publish import digest, publish
+from gesso.weights.shards import is_sharded, whole
 
 NO_PROMPT = Prompt("")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -92,8 +93,8 @@ class _Reported:
 class _ReportingGroup(Group):
     """Tells the driver when this rank waits for the others, so that it knows which one hangs."""
 
-    def __init__(self, device: torch.device, channel: Channel) -> None:
-        super().__init__(device)
+    def __init__(self, device: torch.device, channel: Channel, in_step: bool) -> None:
+        super().__init__(device, in_step)
         self.channel = channel
         self.doing = ""
 
@@ -153,7 +154,7 @@ class Worker:
             timeout=timedelta(seconds=2 * self.recipe.cluster.patience),  # the driver stops first
             device_id=device if device.type == "cuda" else None,
         )
-        self.group = _ReportingGroup(device, self.channel)
+        self.group = _ReportingGroup(device, self.channel, self.recipe.cluster.sharding is not None)
         self.algorithm, self.learner = build.learner(
             self.recipe, self.algorithm, self.model, self.progress, self.group
         )
@@ -195,23 +196,28 @@ class Worker:
     ) -> dict[str, Any]:
         request = Request(step, read_prompts(packed), row, seeds, read_spec(spec))
         request.shared = self.sampler.shared(request.prompts, request.spec)
+        if families.of(self.recipe).gathers_to_sample:
+            self.learner.policy.gather(request.spec.weights)
         self.requests[key] = request
         return {}
 
-    def sample(self, key: str, only: Sequence[int]) -> dict[str, Any]:
-        """Sends every piece as it finishes."""
+    def sample(self, key: str, only: Sequence[int], spare: bool) -> dict[str, Any]:
+        """Sends every piece as it finishes. Spare samples are dropped: this rank runs the passes in
+        which the others gather weights."""
         started = time.perf_counter()
         request = self.requests[key]
         for piece in self.sampler.sample(
             request.prompts, request.row, request.seeds, request.spec, request.shared, range(*only)
         ):
+            if spare:
+                continue
             name = f"{key}/{piece.index[0]}"
             bare = [replace(sample, prompt=NO_PROMPT) for sample in piece.samples]
             message = {"number": self.number, "piece": name, "index": piece.index}
             self.channel.send(message, wire.pack_samples(bare))
             without_images = [replace(sample, image=None) for sample in piece.samples]
             self.pieces[name] = replace(piece, samples=without_images)
-        return {"busy": time.perf_counter() - started}
+        return {"busy": 0.0 if spare else time.perf_counter() - started}
 
     def share(self, pieces: Sequence[str], owners: Sequence[int]) -> dict[str, Any]:
         """Afterwards every rank has these pieces, without their images."""
@@ -248,6 +254,7 @@ class Worker:
 
     def update(self, scores: bytes, step: int, **rollout: Any) -> dict[str, Any]:
         started, waited, sent = time.perf_counter(), self.group.waited, self.group.sent
+        self.learner.policy.release()
         update = self.learner.update(self._rollout(scores, **rollout), step)
         seconds = time.perf_counter() - started
         return {
@@ -298,16 +305,27 @@ class Worker:
         return {}
 
     def publish(self, copies: Sequence[Any], version: int) -> dict[str, Any]:
+        self.learner.policy.release()
         publication = publish(self.learner.policy, copies, version)
         self.sampler.accept(publication)
         self.sampler.weights.verify(publication)
-        return {"digest": digest(publication.copies) if self.group.count > 1 else ""}
+        shared = self.group.count > 1 and self.recipe.cluster.sharding != "all"
+        return {"digest": digest(publication.copies) if shared else ""}
 
     def save(self, folder: str) -> dict[str, Any]:
-        write_tensors(Path(folder), self.learner.state())
+        """Written by rank 0; every rank sends its part of sharded tensors."""
+        self.learner.policy.release()
+        state = {}
+        for name, tensor in self.learner.state().items():
+            values = whole(tensor)
+            if self.rank == 0:
+                state[name] = values.cpu() if is_sharded(tensor) else values
+        if self.rank == 0:
+            write_tensors(Path(folder), state)
         return {}
 
     def load(self, folder: str) -> dict[str, Any]:
+        self.learner.policy.release()
         self.learner.restore(read_tensors(Path(folder)))
         return {}
 

@@ -25,8 +25,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def onednn() -> Iterator[None]:
-    """On processors without bfloat16, torch disables oneDNN for the rest of the process at the first
-    product in bfloat16. Later tests would then differ in last bits from other processes."""
+    """On processors without bfloat16, torch disables oneDNN for the rest of the process at the
+    first product in bfloat16. Later tests would differ in last bits from other processes."""
     import torch
 
     yield

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from gesso import families
 from gesso.algorithms.base import Algorithm
 from gesso.cluster.channel import pack_prompts, pack_spec, read_samples
 from gesso.cluster.collecting import Request
@@ -47,6 +48,8 @@ class Workers(Driver):
     ) -> None:
         super().__init__(recipe, algorithm, rewards, stream, progress)
         self.processes = processes
+        sharded = recipe.cluster.sharding is not None
+        self._in_step = sharded and not families.of(recipe).gathers_to_sample
         self._calls = 0
         self._owners: dict[str, int] = {}  # piece → rank that sampled it
         self._shared: set[str] = set()  # pieces that all ranks have
@@ -67,14 +70,17 @@ class Workers(Driver):
         }
         self.processes.all("open", call, pack_prompts(request.prompts))
         self.processes.begin_task()
-        waiting = deque(parts(request.row, self.recipe.sampler.batch, request.spec))
-        idle = deque(range(self.processes.count))
+        cut = parts(request.row, self.recipe.sampler.batch, request.spec)
+        waiting, idle = deque(cut), deque(range(self.processes.count))
         working: set[int] = set()
         started = time.perf_counter()
         while waiting or working:
-            while waiting and idle:
-                rank, part = idle.popleft(), waiting.popleft()
-                self.processes.send(rank, "sample", {"key": key, "only": [part.start, part.stop]})
+            ready = not self._in_step or not working
+            while ready and idle and (waiting or self._in_step):
+                rank, spare = idle.popleft(), not waiting
+                part = cut[0] if spare else waiting.popleft()
+                call = {"key": key, "only": [part.start, part.stop], "spare": spare}
+                self.processes.send(rank, "sample", call)
                 working.add(rank)
             message = self.processes.receive()
             if "piece" in message.content:
@@ -157,7 +163,7 @@ class Workers(Driver):
                 )
 
     def save(self, folder: Path) -> None:
-        self.processes.one(0, "save", {"folder": str(folder.resolve())})
+        self.processes.all("save", {"folder": str(folder.resolve())})
 
     def load(self, folder: Path) -> None:
         self.processes.all("load", {"folder": str(folder.resolve())})

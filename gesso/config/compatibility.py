@@ -32,6 +32,39 @@ def check_device(recipe: AnyRecipe, where: str) -> None:
         )
 
 
+def check_cluster(recipe: Recipe, where: str) -> None:
+    """Rejects settings that sharded weights do not support."""
+    cluster, model = recipe.cluster, recipe.model
+    if cluster.sharding is None:
+        for key in ("shard_within", "offload"):
+            if getattr(cluster, key):
+                raise UserError(
+                    f"{where}: cluster.{key} requires cluster.sharding; set it or remove "
+                    f"cluster.{key}"
+                )
+        return
+    sharding = f'{where}: cluster.sharding = "{cluster.sharding}"'
+    if cluster.workers is None:
+        raise UserError(f'{sharding} requires cluster.workers; set it to a number or "auto"')
+    if (cluster.sharding == "base") != (model.lora is not None):
+        kind, other = ("base", "a full fine-tune") if model.lora is None else ("all", "a LoRA")
+        fit = {"base": "all", "all": "base"}[kind]
+        raise UserError(f'{sharding} does not fit {other}; use "{fit}"')
+    if model.quantize is not None:
+        raise UserError(f"{sharding} does not support model.quantize; remove one of them")
+    if model.fold:
+        raise UserError(
+            f"{sharding} does not support model.fold = true, which reads all weights outside of a "
+            "pass; remove one of them"
+        )
+    within = cluster.shard_within
+    if within is not None and isinstance(cluster.workers, int) and cluster.workers % within:
+        raise UserError(
+            f"{where}: cluster.shard_within = {within} must divide cluster.workers = "
+            f"{cluster.workers}"
+        )
+
+
 def check_sizes(recipe: Recipe, algorithm: Batches, where: str) -> None:
     """All updates of a rollout must have the same size, and refills must be on-policy."""
     if algorithm.refills and recipe.lag:

@@ -133,6 +133,15 @@ class Cluster(Strict):
     workers: Annotated[int | Literal["auto"] | None, BeforeValidator(_workers)] = None
     """Worker processes, one per device, which divide sampling and updates. "auto": one per visible
     GPU. None: no worker processes; everything runs in this process."""
+    sharding: Literal["base", "all"] | None = None
+    """Divides the weights of the trained network over the workers, by FSDP2. "base": the frozen
+    weights below a LoRA. "all", for a full fine-tune: also gradients, optimizer state and copies.
+    None: every worker has all weights."""
+    shard_within: int | None = Field(None, ge=1)
+    """Consecutive workers that divide the weights; each such group has all of them. None: all
+    workers are one group."""
+    offload: bool = False
+    """With sharding: keeps the divided weights in host memory, except for the block that runs."""
     patience: float = Field(1800.0, gt=0)
     """Seconds without a sign of a worker that has work, after which the run stops."""
 

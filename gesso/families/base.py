@@ -39,6 +39,7 @@ class Family(Protocol):
     models: Mapping[str, str]  # bundled names → "module:Class"
     activity: str  # "generating images": for progress
     takes_images: bool  # whether a prompt may contain images
+    gathers_to_sample: bool  # whether sampling needs all weights of a sharded model on each worker
     foreign_options: Sequence[str]  # sampling options that only the other family has
     default_algorithm: str  # for a folder without a recipe
     tight_clip: bool  # clip ranges can be as small as the rounding error of replayed log-probs

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from gesso import imports
-from gesso.config import MODELS, FamilyName
+from gesso.config import MODELS, AnyRecipe, FamilyName, Recipe
 from gesso.config.parsing import named
 from gesso.types import UserError
 
@@ -27,6 +28,18 @@ def load(family: Family, name: str) -> Any:
     if imports.is_user_code(name):
         imports.check_class(kind, family.protocol(), f'model "{name}"')
     return kind
+
+
+def built(kind: Any, recipe: AnyRecipe, **options: Any) -> Any:
+    """The model of a recipe; `options` are further arguments of its class."""
+    if isinstance(recipe, Recipe) and recipe.cluster.sharding is not None:
+        if "sharded" not in inspect.signature(kind).parameters:
+            raise UserError(
+                f'model "{recipe.model.name}" does not support cluster.sharding: its class has no '
+                "parameter `sharded`; remove cluster.sharding"
+            )
+        options["sharded"] = True
+    return kind(recipe.model, recipe.seed, **options)
 
 
 def family_of(kind: Any, name: str, families: Mapping[str, Family]) -> FamilyName | None:

@@ -30,6 +30,7 @@ class FlowFamily:
     models: Mapping[str, str] = classes.bundled("flow")
     activity = "generating images"
     takes_images = False
+    gathers_to_sample = False
     foreign_options: Sequence[str] = ("temperature",)
     default_algorithm = "flow-grpo"
     tight_clip = True
@@ -50,7 +51,7 @@ class FlowFamily:
         kind = classes.load(self, recipe.model.name)
         rows = sizes(recipe.sampler.batch, recipe.learner.micro_batch)
         more = {"sizes": rows} if "sizes" in inspect.signature(kind).parameters else {}
-        return kind(recipe.model, recipe.seed, **more)
+        return classes.built(kind, recipe, **more)
 
     def built_in_sampler(self, recipe: AnyRecipe, model: FlowModel) -> DenoisingSampler:
         from gesso.samplers.denoise import DenoisingSampler

@@ -34,6 +34,7 @@ class TokenFamily:
     models: Mapping[str, str] = classes.bundled("language")
     activity = "generating responses"
     takes_images = True
+    gathers_to_sample = True
     foreign_options: Sequence[str] = ("steps", "guidance")
     default_algorithm = "grpo"
     tight_clip = False
@@ -47,7 +48,8 @@ class TokenFamily:
         return imports.attribute(kind, "logp") is not None
 
     def model(self, recipe: AnyRecipe) -> TokenModel:
-        return classes.load(self, recipe.model.name)(recipe.model, recipe.seed)
+        kind = classes.load(self, recipe.model.name)
+        return classes.built(kind, recipe)
 
     def built_in_sampler(self, recipe: AnyRecipe, model: TokenModel) -> DecodingSampler:
         from gesso.samplers.decode import DecodingSampler

@@ -13,6 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from gesso.weights.shards import is_sharded
+
 COARSE, FINE = 2.0**24, 2.0**72
 """A value is a multiple of 1/COARSE and a remainder, which is rounded to a multiple of 1/FINE.
 Remainders are at most 2⁴⁷/FINE, so that 2¹⁶ of them fit into 64 bits."""
@@ -101,6 +103,8 @@ class FloatSum:
 
     @torch.no_grad()
     def buffers(self) -> Sequence[Tensor]:
+        if not self.parameters:
+            return []
         present = [float(p.grad is not None) for p in self.parameters]
         self._count = torch.tensor(present, device=self.parameters[0].device)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
@@ -117,6 +121,8 @@ class FloatSum:
 
 
 def gradient_sum(parameters: Sequence[nn.Parameter]) -> GradientSum:
-    """Exact on a CPU, where the passes themselves have the same bits in every process."""
+    """Exact on a CPU, where the passes themselves have the same bits in every process. Sharded
+    parameters are left to FSDP, which adds up their gradients over ranks in every backward pass."""
+    parameters = [p for p in parameters if not is_sharded(p)]
     exact = all(p.device.type == "cpu" and p.dtype == torch.float32 for p in parameters)
-    return ExactSum(parameters) if exact else FloatSum(parameters)
+    return ExactSum(parameters) if exact and parameters else FloatSum(parameters)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from gesso import config
 from gesso.algorithms.base import Algorithm, Terms
@@ -29,6 +30,7 @@ from gesso.track.progress import SILENT, Progress
 from gesso.types import seed_of
 from gesso.weights.copies import differences
 from gesso.weights.policy import Policy
+from gesso.weights.shards import divided_like, is_sharded, whole
 
 MAX_REPORTED = {"abs_dlogp", "sampler_gap"}  # the maximum is reported in addition to the mean
 
@@ -76,11 +78,16 @@ class Learner:
         self.seed = seed
         self.extra = extra
         self.progress = progress
-        groups: list[dict[str, Any]] = [{"params": list(self.policy.trainable.values())}]
-        self._rates = [optimizer.lr]
+        self._clipped = [list(self.policy.trainable.values())]  # together, by their norm
+        rates = [optimizer.lr]
         if extra is not None:
-            groups.append({"params": list(extra.trained.values())})
-            self._rates.append(extra.lr)
+            self._clipped.append(list(extra.trained.values()))
+            rates.append(extra.lr)
+        groups: list[dict[str, Any]] = [
+            {"params": alike, "peak": rate}
+            for parameters, rate in zip(self._clipped, rates, strict=True)
+            for alike in _alike(parameters)
+        ]
         self.optimizer = torch.optim.AdamW(
             groups,
             lr=optimizer.lr,
@@ -156,23 +163,24 @@ class Learner:
         None if the loss or the gradient is not finite: such a step is skipped."""
         self.optimizer.zero_grad(set_to_none=True)
         parts = terms.micro_batches(self.settings)
-        owners = deal([terms.cost(index) for index in parts], self.ranks.count)
+        dealt = deal([terms.cost(index) for index in parts], self.ranks)
         total = gradient_sum(list(self._all.values()))
         mine: dict[int, dict[str, Tensor]] = {}
         losses = []  # checked at the end, since reading a value synchronizes with the device
         with self.policy.folded(), deterministic_algorithms(self.model):
             for i, index in enumerate(parts):
-                if owners[i] == self.ranks.rank:
-                    result = self.algorithm.loss(self.model, part := terms.rows(index))
+                if i in dealt.mine:
+                    result = self.algorithm.loss(self.model, terms.rows(index))
                     loss = result.loss.sum() / terms.total
                     losses.append(loss.detach())
                     loss.backward()
                     total.add()
                     mine[i] = dict(result.stats)
-                    self.progress.advance(len(part))
-                else:
-                    self.progress.advance(len(index))
-        for values in self.ranks.merge(mine, owners):
+                self.progress.advance(len(index))
+            for _ in range(dealt.spare):
+                (0 * self.algorithm.loss(self.model, terms.rows(parts[0])).loss.sum()).backward()
+                total.add()
+        for values in self.ranks.merge(mine, dealt.owners):
             for name, value in values.items():
                 stats[name].append(value)
         device = next(iter(self._all.values())).device
@@ -180,10 +188,7 @@ class Learner:
         if self.ranks.count > 1:
             self.ranks.sum([*total.buffers(), not_finite])
         finite = total.write() and not not_finite
-        norms = [
-            float(torch.nn.utils.clip_grad_norm_(group["params"], self.schedule.max_norm))
-            for group in self.optimizer.param_groups
-        ]
+        norms = [_clip(parameters, self.schedule.max_norm) for parameters in self._clipped]
         return norms[0] if finite and max(norms) < float("inf") else None
 
     def _step(self) -> None:
@@ -192,8 +197,8 @@ class Learner:
         )
         warmup = self.schedule.warmup
         rise = min(1.0, (self.optimizer_steps + 1) / warmup) if warmup else 1.0
-        for group, rate in zip(self.optimizer.param_groups, self._rates, strict=True):
-            group["lr"] = rate * rise
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["peak"] * rise
         self.optimizer.step()
         self.optimizer_steps += 1
         ema = self.settings.ema
@@ -242,11 +247,36 @@ class Learner:
                 p.data.copy_(tables["beside"][name])
         for name, p in self._all.items():
             self.optimizer.state[p] = {
-                key: tensors[name].clone().to(p.device)
+                key: _moment(key, tensors[name], p)
                 for table, tensors in tables.items()
                 if (key := table.removeprefix("adam.")) != table and name in tensors
             }
         self.optimizer_steps = int(state["optimizer_steps"])
+
+
+def _alike(parameters: Sequence[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Sharded and other parameters, which torch cannot process in one call."""
+    sharded = [p for p in parameters if is_sharded(p)]
+    others = [p for p in parameters if not is_sharded(p)]
+    return [kind for kind in (sharded, others) if kind]
+
+
+def _clip(parameters: Sequence[nn.Parameter], max_norm: float) -> float:
+    """Clips gradients by the norm of all of them, which is returned."""
+    kinds = _alike([p for p in parameters if p.grad is not None])
+    norms = [whole(get_total_norm([p.grad for p in kind])) for kind in kinds]
+    if not norms:
+        return 0.0
+    norm = norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+    for kind in kinds:
+        clip_grads_with_norm_(kind, max_norm, norm)
+    return float(norm)
+
+
+def _moment(key: str, tensor: Tensor, parameter: nn.Parameter) -> Tensor:
+    """A part of Adam's state, where the parameter is."""
+    copy = tensor.clone()
+    return copy.to(parameter.device) if key == "step" else divided_like(copy, parameter)
 
 
 def _by_sample(advantages: Tensor, rollout: Rollout) -> list[float]:

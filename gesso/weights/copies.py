@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gesso.types import Weights, Which
+from gesso.weights.shards import local
 
 
 class NamedCopies:
@@ -38,7 +39,7 @@ class NamedCopies:
             raise ValueError(f"weights do not fit: {differ}")
         with torch.no_grad():
             for name, tensor in weights.items():
-                if tensors[name].data_ptr() != tensor.data_ptr():
+                if not same_memory(tensors[name], tensor):
                     tensors[name].copy_(tensor)
 
     @contextmanager
@@ -52,6 +53,11 @@ class NamedCopies:
         finally:
             for name, tensor in current.items():
                 self.trainable[name].data = tensor
+
+
+def same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors, or the local parts of two sharded tensors, are the same memory."""
+    return local(one).data_ptr() == local(other).data_ptr()
 
 
 def differences(expected: Mapping[str, torch.Size], got: Mapping[str, torch.Size]) -> str:

@@ -3,18 +3,24 @@ of this package. `roles.py` defines the interface for samplers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from gesso.config import Lora
 from gesso.types import Weights, Which
 from gesso.weights import adapters, merge
 from gesso.weights.copies import NamedCopies
+from gesso.weights.layout import Layout
 from gesso.weights.lora_folding import LoraFolding
 from gesso.weights.per_sample_grads import per_sample_grads
 from gesso.weights.trainable import lora_layers, select_trainable
+
+if TYPE_CHECKING:
+    from gesso.weights.sharding import Gathering
 
 
 class Policy:
@@ -35,7 +41,40 @@ class Policy:
         self.trainable = select_trainable(module, lora, targets, seed, frozen, linear_layer)
         self._copies = NamedCopies(self.trainable)
         self._lora_layers = lora_layers(module) if lora is not None else {}
+        self._gathering: Gathering | None = None  # of a sharded module
         self.folding = LoraFolding(self._lora_layers if folds else {}, self._copies)
+
+    # Sharding
+
+    def shard(
+        self,
+        root: nn.Module,
+        blocks: Sequence[nn.Module],
+        device: torch.device,
+        layout: Layout,
+        replicated: Collection[nn.Parameter] = (),
+    ) -> None:
+        """Divides the parameters of `root`, the module or a part of it, over ranks, before there is
+        an optimizer or a copy. Adapters and `replicated` parameters stay whole."""
+        from gesso.weights import sharding
+
+        assert not self.copies and not self.folds
+        adapters = [p for p in root.parameters() if p.requires_grad] if self.lora else []
+        sharding.shard(root, blocks, device, layout, {*adapters, *replicated})
+        if self.lora is None:
+            named = self.module.named_parameters()
+            self.trainable = {name: p for name, p in named if p.requires_grad}
+            self._copies = sharding.ShardedCopies(self.trainable)
+        self._gathering = sharding.Gathering(root, self._copies)
+
+    def gather(self, which: Which) -> None:
+        """Until `release`, the module of this rank has all weights. Every rank must call it."""
+        if self._gathering is not None:
+            self._gathering.gather(which)
+
+    def release(self) -> None:
+        if self._gathering is not None:
+            self._gathering.release()
 
     @property
     def size(self) -> int:
@@ -65,6 +104,9 @@ class Policy:
         """Runs the module with those weights. Only "current" may be differentiated."""
         if self.is_folded:
             return self.folding.using(which)
+        if self.lora is None and self._gathering is not None and self._gathering.which is not None:
+            assert which == self._gathering.which, "other weights are gathered"
+            return nullcontext()
         if which == "current":
             return nullcontext()
         if which == "reference" and self.lora is not None:

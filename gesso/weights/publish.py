@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from gesso.types import StopRun, Weights, Which
+from gesso.weights.copies import same_memory
 
 CHUNK = 2**22
 """Elements that are hashed at once, since they are widened to 64 bits."""
@@ -108,7 +109,7 @@ def _shared(held: Mapping[Which, Weights], published: Mapping[Which, Weights]) -
     """Whether these are the same tensors in memory."""
     return all(
         held[which].keys() == tensors.keys()
-        and all(held[which][name].data_ptr() == t.data_ptr() for name, t in tensors.items())
+        and all(same_memory(held[which][name], t) for name, t in tensors.items())
         for which, tensors in published.items()
     )
 

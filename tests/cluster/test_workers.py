@@ -119,8 +119,8 @@ COUNTS = {
 }
 
 
-def go(data: dict[str, Any], folder: Path, count: int | None = None) -> RunFolder:
-    changed = data | {"cluster": {"workers": count}}
+def go(data: dict[str, Any], folder: Path, count: int | None = None, **cluster: Any) -> RunFolder:
+    changed = data | {"cluster": {"workers": count, **cluster}}
     return run.train(build.recipe_from(changed), folder=folder, quiet=True)
 
 
@@ -170,6 +170,49 @@ def test_a_run_goes_on_with_another_number_of_workers(
     resumed = run.resume(folder, quiet=True, steps=3, overrides=[f"cluster.workers={MOST}"])
     assert_equal(undisturbed, resumed)
     assert run.recipe_of(resumed).cluster.workers == MOST
+
+
+@pytest.mark.usefixtures("borrowing")
+def test_sharding_the_frozen_weights_does_not_change_a_bit(
+    pipeline_folder: Path, prompt_file: Path, language: Path, tmp_path: Path
+) -> None:
+    """Two workers; then none; then two groups of two, which keep the weights in host memory."""
+    data = recipes(pipeline_folder, prompt_file, language)["flow-grpo"]
+    data["model"] |= {"lora": {"rank": 4, "alpha": 8}, "gradient_checkpointing": True}
+    data["eval"]["every"] = 1
+    undisturbed = go(data, tmp_path / "undisturbed")
+    folder = go(data | {"steps": 1}, tmp_path / "changed", 2, sharding="base").path
+    alone = ["cluster.workers=none", "cluster.sharding=none"]
+    run.resume(folder, quiet=True, steps=2, overrides=alone)
+    groups = [f"cluster.workers={MOST}", "cluster.sharding=base", "cluster.shard_within=2"]
+    resumed = run.resume(folder, quiet=True, steps=3, overrides=[*groups, "cluster.offload=true"])
+    assert_equal(undisturbed, resumed)
+
+
+@pytest.mark.usefixtures("borrowing")
+@pytest.mark.parametrize("name, count", [("diffusion-nft", 3), ("ppo", 2)])
+def test_sharding_all_weights_gives_the_same_update(
+    pipeline_folder: Path, prompt_file: Path, language: Path, tmp_path: Path, name: str, count: int
+) -> None:
+    """Gradients of ranks are summed in float32, in another order. Three ranks have to run passes
+    whose results are dropped. The second half runs without sharding, from the same checkpoint."""
+    data = recipes(pipeline_folder, prompt_file, language)[name] | {"steps": 2}
+    data["eval"]["every"] = 1
+    alone = go(data, tmp_path / "alone")
+    folder = go(data | {"steps": 1}, tmp_path / "sharded", count, sharding="all").path
+    overrides = ["cluster.workers=none", "cluster.sharding=none"]
+    sharded = run.resume(folder, quiet=True, steps=2, overrides=overrides)
+    for row, expected in zip(sharded.rows(), alone.rows(), strict=True):
+        compared = {key for key in expected if key.startswith(("reward", "update/"))}
+        assert {k: row[k] for k in compared} == pytest.approx(
+            {k: expected[k] for k in compared}, rel=1e-4, abs=1e-6
+        )
+    expected_state, state = final_state(alone.path), final_state(sharded.path)
+    assert state.keys() == expected_state.keys()
+    for key, tensor in state.items():
+        if not key.startswith("adam"):
+            other = expected_state[key].double()
+            assert (tensor.double() - other).norm() <= 1e-6 * other.norm(), key
 
 
 def test_a_worker_that_is_killed_stops_the_run_and_the_other_workers(

@@ -103,28 +103,44 @@ def test_only_a_cpu_sums_exactly() -> None:
     assert isinstance(gradient_sum.gradient_sum(half), FloatSum)
 
 
-def test_work_is_dealt_by_cost() -> None:
-    assert deal([1, 1, 1, 1], 2) == [0, 1, 0, 1]
-    assert deal([1, 2, 10, 3, 4], 2) == [1, 1, 0, 1, 1]
-    assert deal([], 3) == []
-    costs = [7.0, 3.0, 9.0, 1.0, 4.0, 4.0]
-    load = [sum(c for c, r in zip(costs, deal(costs, 3), strict=True) if r == n) for n in range(3)]
-    assert max(load) <= 10
-
-
 class Pair:
     """Two ranks, one after the other in this process: the second merges what the first left."""
 
-    count = 2
-
-    def __init__(self, rank: int, left: dict[int, Values]) -> None:
-        self.rank, self.left = rank, left
+    def __init__(
+        self, rank: int, left: dict[int, Values], in_step: bool = False, count: int = 2
+    ) -> None:
+        self.rank, self.left, self.in_step, self.count = rank, left, in_step, count
 
     def sum(self, tensors: object) -> None: ...
 
     def merge(self, parts: Mapping[int, Values], owners: Sequence[int]) -> list[Values]:
         self.left.update(parts)
         return [self.left[i] for i in range(len(owners))] if self.rank == 1 else []
+
+
+def owners(costs: list[float], ranks: int, in_step: bool = False) -> list[int]:
+    return list(deal(costs, Pair(0, {}, in_step, ranks)).owners)
+
+
+def test_work_is_dealt_by_cost() -> None:
+    assert owners([1, 1, 1, 1], 2) == [0, 1, 0, 1]
+    assert owners([1, 2, 10, 3, 4], 2) == [1, 1, 0, 1, 1]
+    assert owners([], 3) == []
+    costs = [7.0, 3.0, 9.0, 1.0, 4.0, 4.0]
+    load = [
+        sum(c for c, r in zip(costs, owners(costs, 3), strict=True) if r == n) for n in range(3)
+    ]
+    assert max(load) <= 10
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_ranks_in_step_run_equally_many_passes(ranks: int) -> None:
+    for costs in ([], [1.0], [1.0, 2.0, 10.0, 3.0, 4.0], [5.0] * 7):
+        dealt = [deal(costs, Pair(rank, {}, True, ranks)) for rank in range(ranks)]
+        assert len({len(d.mine) + d.spare for d in dealt}) == 1
+        assert sorted(i for d in dealt for i in d.mine) == list(range(len(costs)))
+        assert all(d.owners[i] == rank for rank, d in enumerate(dealt) for i in d.mine)
+    assert owners([1, 2, 10, 3, 4], 2, in_step=True) == [0, 1, 0, 1, 1]
 
 
 def test_ranks_fill_a_tensor_together() -> None:
@@ -148,3 +164,6 @@ def test_ranks_fill_a_tensor_together() -> None:
     assert seen == [[2, 0]]
     fill(second, parts, [2, 1, 1], compute, Pair(1, left))
     assert seen == [[2, 0], [1], [3]] and torch.equal(second, whole)
+    seen.clear()
+    fill(second, parts, [2, 1, 1], compute, Pair(1, left, in_step=True, count=2))
+    assert seen == [[1], [3]]

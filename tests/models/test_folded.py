@@ -116,7 +116,7 @@ def test_every_optimizer_step_folds_anew(data: dict) -> None:
 
 def still_learner(learner: Any) -> Any:
     """One whose steps move nothing."""
-    learner._rates = [0.0]
+    learner.optimizer.param_groups[0]["peak"] = 0.0
     return learner
 
 

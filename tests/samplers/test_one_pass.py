@@ -57,7 +57,7 @@ def gradients(learner: Any, rollout: Rollout) -> Gradients:
     hook = learner.optimizer.register_step_pre_hook(
         lambda *_: seen.append({n: p.grad for n, p in trained if p.grad is not None})
     )
-    learner._rates = [0.0]
+    learner.optimizer.param_groups[0]["peak"] = 0.0
     learner.schedule = learner.schedule.model_copy(update={"max_norm": 1e9})
     metrics = learner.update(rollout, 0).metrics
     hook.remove()

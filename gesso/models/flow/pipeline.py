@@ -30,6 +30,7 @@ from gesso.rollout import Conditioning
 from gesso.types import UserError, Which
 from gesso.weights.empty import on_meta
 from gesso.weights.folding_rule import folds_lora
+from gesso.weights.layout import Layout
 from gesso.weights.merge import SHARD
 from gesso.weights.policy import Policy
 
@@ -72,12 +73,19 @@ class PipelineModel(ABC):
     packed: ClassVar[bool] = False  # the input of the transformer is tokens, not latents
     even_sigmas: ClassVar[bool] = False  # the pipeline passes the scheduler 1, …, 1/steps
 
-    def __init__(self, settings: config.Model, seed: int = 0, sizes: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        settings: config.Model,
+        seed: int = 0,
+        sizes: Sequence[int] = (),
+        sharded: bool = False,
+    ) -> None:
         self.path = settings.path
         self.device = config.pick_device(settings.device, "model.device")
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         whole = settings.lora is None
         load = _empty_pipeline if self.device.type == "meta" else _load_pipeline
+        self.sharded = sharded  # `shard` follows, and moves the transformer to the device
         self.pipe = load(self, settings)
         for part in self.pipe.components.values():
             if isinstance(part, torch.nn.Module):
@@ -87,7 +95,7 @@ class PipelineModel(ABC):
         self.text_length = self._text_length(settings.text_length)
         if settings.gradient_checkpointing:
             self.transformer.enable_gradient_checkpointing()
-        folds = folds_lora(settings, self.device.type)
+        folds = folds_lora(settings, self.device.type) and not sharded
         self.policy = Policy(self.transformer, settings.lora, self.lora_targets, seed, folds=folds)
         self.sizes = sizes  # batch sizes of the compiled networks
         parameters = sum(p.numel() for p in self.transformer.parameters())
@@ -105,6 +113,12 @@ class PipelineModel(ABC):
                 load_adapter(self.pipe, self.policy, settings.lora.path)
         self._autocast = whole and self.dtype != torch.float32
         self.quantized = settings.quantize is not None
+
+    def shard(self, layout: Layout) -> None:
+        """Divides the transformer over ranks; text encoders and decoder stay whole."""
+        parts = self.transformer.modules()
+        blocks = [part for part in parts if type(part).__name__ in self.blocks]
+        self.policy.shard(self.transformer, blocks, self.device, layout)
 
     def before_compiling(self) -> None:
         """Replaces code of the transformer that compiles badly."""
@@ -318,7 +332,13 @@ def _load_pipeline(model: PipelineModel, settings: config.Model) -> Any:
             import diffusers
 
             kind = getattr(diffusers, model.pipeline)
-            return kind.from_pretrained(source, **options).to(model.device)
+            pipe = kind.from_pretrained(source, **options)
+            for name, part in pipe.components.items():
+                if isinstance(part, torch.nn.Module) and not (
+                    model.sharded and name == "transformer"
+                ):
+                    part.to(model.device)
+            return pipe
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise UserError(
             f'model.path = "{settings.path}": diffusers cannot load it as a {model.pipeline}: '

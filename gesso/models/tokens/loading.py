@@ -44,8 +44,8 @@ class Architecture(Protocol):
 
 
 def load(model: Architecture, settings: config.TokenModel) -> Any:
-    """The module on its device: in float32 for a full fine-tune, otherwise in the model's dtype, or
-    in 4 bits if the recipe sets model.quantize."""
+    """The module: in float32 for a full fine-tune, otherwise in the model's dtype; or on its device
+    in 4 bits, if the recipe sets model.quantize."""
     import transformers
 
     auto = getattr(transformers, model.auto)
@@ -72,7 +72,7 @@ def load(model: Architecture, settings: config.TokenModel) -> Any:
             f'model.path = "{settings.path}": {len(missing)} weights of {type(module).__name__} '
             f"are missing, the first is {missing[0]}; download the model again"
         )
-    return module if settings.quantize is not None else module.to(model.device)
+    return module
 
 
 def _attention(model_config: Any) -> Any:

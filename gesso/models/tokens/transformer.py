@@ -28,6 +28,7 @@ from gesso.quiet import quiet
 from gesso.rollout import TokenPrompt, TokenTrace
 from gesso.types import Prompt, UserError, Which
 from gesso.weights.folding_rule import folds_lora
+from gesso.weights.layout import Layout
 from gesso.weights.merge import SHARD
 from gesso.weights.policy import Policy
 
@@ -55,13 +56,15 @@ class TransformerModel(ABC):
     auto: ClassVar[str]  # the Auto class that loads them
     other: ClassVar[str]  # model.name for model types that this class does not load
 
-    def __init__(self, settings: config.TokenModel, seed: int = 0) -> None:
+    def __init__(self, settings: config.TokenModel, seed: int = 0, sharded: bool = False) -> None:
         self.device = config.pick_device(settings.device, "model.device")
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         self.max_prompt = settings.max_prompt
         self.quantized = settings.quantize is not None
         self.source = locate(settings, TRANSFORMER).source
         self.module = loading.load(self, settings)
+        if not self.quantized:
+            self._place(sharded)
         settle_attention(self.device)  # for a trained vision tower
         self.strict = self.device.type == "cuda"
         self.tokenizer = loading.tokenizer(self.source, settings.path)
@@ -72,7 +75,7 @@ class TransformerModel(ABC):
         if self.device.type != "meta":  # where torch has no autocast
             self._autocasting = partial(torch.autocast, self.device.type, self.dtype)
         targets, frozen = self._trained(settings)
-        folds = folds_lora(settings, self.device.type)
+        folds = folds_lora(settings, self.device.type) and not sharded
         self.policy = Policy(self.module, settings.lora, targets, seed, frozen, folds)
         if settings.lora is not None and settings.lora.path is not None:
             loading.load_adapter(self.policy, settings.lora.path)
@@ -92,6 +95,22 @@ class TransformerModel(ABC):
         self.suppressed = torch.tensor(sorted(self._suppressed_ids()), dtype=torch.long).to(
             self.device
         )
+
+    def _place(self, sharded: bool) -> None:
+        """The module on its device, except for layers that `shard` moves later."""
+        layers = self.decoder.layers
+        if sharded:
+            self.decoder.layers = nn.ModuleList()
+        self.module.to(self.device)
+        self.decoder.layers = layers
+
+    def shard(self, layout: Layout) -> None:
+        """Divides the decoder's layers over ranks. Embedding, head and vision tower are called
+        outside of the decoder and stay whole."""
+        layers = list(self.decoder.layers)
+        divided = {p for layer in layers for p in layer.parameters()}
+        others = [p for p in self.module.parameters() if p not in divided]
+        self.policy.shard(self.decoder, layers, self.device, layout, others)
 
     @property
     def suppressed(self) -> Tensor:

@@ -50,10 +50,10 @@ class VisionLanguage(TransformerModel):
     auto = "AutoModelForImageTextToText"
     other = "causal"
 
-    def __init__(self, settings: config.TokenModel, seed: int = 0) -> None:
+    def __init__(self, settings: config.TokenModel, seed: int = 0, sharded: bool = False) -> None:
         self.feature_cache: FeatureCache | None = None if settings.train_vision else FeatureCache()
         self.encoded_images = 0  # number of images encoded by the vision tower
-        super().__init__(settings, seed)
+        super().__init__(settings, seed, sharded)
         tower = self.module.get_submodule(TOWER)
         if self.feature_cache is not None:
             for parameter in tower.parameters():
