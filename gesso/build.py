@@ -195,7 +195,8 @@ def learner(
 
     algorithm, critic = add_critic(recipe, algorithm, model)
     if ranks is not None and ranks.in_step:
-        model.shard(Layout.of(recipe.cluster, ranks.count))
+        layout = Layout.of(recipe.cluster, ranks.count)
+        model.policy.shard(model.sharding, model.device, layout)
     return algorithm, Learner(
         model,
         algorithm,

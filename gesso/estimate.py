@@ -20,13 +20,14 @@ from gesso.algorithms.base import Algorithm
 from gesso.config import AnyModel, Recipe
 from gesso.data import prompts
 from gesso.data.readers import why_not_local
-from gesso.memory.meta import peak
+from gesso.memory.meta import MASTER, peak
+from gesso.memory.sharded import NOT_SHARDED, Shards
 from gesso.track.progress import SILENT, Progress
 from gesso.types import UserError
 from gesso.weights.folding_rule import estimated_on_gpu, estimated_to_fold
+from gesso.weights.layout import Layout
 
 USABLE = 0.9  # of a GPU's memory; the CUDA context and the allocator's gaps take the rest
-MASTER = 4  # bytes: trained weights, their gradients and both Adam moments are float32
 EXACT_SUM = 16  # bytes per trained value on a CPU, where gradients are summed exactly
 
 
@@ -45,10 +46,10 @@ class Memory:
         return sum(self.lasting.values()) + max(self.passing.values())
 
 
-def _on_meta(section: AnyModel, algorithm: Algorithm) -> AnyModel:
+def _on_meta(section: AnyModel, algorithm: Algorithm, folds: bool) -> AnyModel:
     """The meta device has no 4-bit weights; what else depends on them is settled here."""
     one_pass = getattr(algorithm, "one_pass", False)
-    settled: dict[str, object] = {"fold": estimated_to_fold(section, one_pass)}
+    settled: dict[str, object] = {"fold": folds and estimated_to_fold(section, one_pass)}
     if section.quantize is not None:
         settled |= {"quantize": None, "compile": False}
     return section.model_copy(update={"device": "meta", **settled})
@@ -96,7 +97,8 @@ def with_data(recipe: Recipe, progress: Progress = SILENT) -> Assumed:
 def _bare(recipe: Recipe) -> tuple[Recipe, Algorithm, Any]:
     """The recipe for the meta device, its algorithm and its model."""
     algorithm = build.algorithm(recipe)
-    bare = recipe.model_copy(update={"model": _on_meta(recipe.model, algorithm)})
+    section = _on_meta(recipe.model, algorithm, recipe.cluster.sharding is None)
+    bare = recipe.model_copy(update={"model": section})
     model = build.model(bare)
     if not families.of(recipe).wraps_library(model):
         raise UserError(
@@ -107,32 +109,57 @@ def _bare(recipe: Recipe) -> tuple[Recipe, Algorithm, Any]:
 
 
 def estimate(recipe: Recipe) -> Memory:
+    """Of each worker, if there are several."""
     bare, algorithm, model = _bare(recipe)
     family = families.of(recipe)
     algorithm, critic = family.add_critic(bare, algorithm, model)
     critic_parameters = critic.trained if critic is not None else {}
+    shards = _shards(recipe, model)
     load = family.memory_load(recipe, algorithm, model)
     policy = model.policy
-    trained = (policy.size + sum(p.numel() for p in critic_parameters.values())) * MASTER
     for copy in (*algorithm.needs, *(("ema",) if recipe.learner.ema else ())):
         policy.snapshot(copy)
+    parameters = [*policy.trainable.values(), *critic_parameters.values()]
+    trained = sum(p.numel() for p in parameters) * MASTER - shards.elsewhere(shards.trained)
+    copied = policy.size * MASTER - shards.elsewhere(shards.trained)
+    networks = dict(load.networks)
+    networks[next(iter(networks))] -= shards.elsewhere(shards.weights)
     lasting = {
-        **load.networks,
+        **networks,
         "optimizer": 2 * trained,
-        "copies of the trained weights": len(policy.copies) * policy.size * MASTER,
+        "copies of the trained weights": len(policy.copies) * copied,
         "stored samples": load.stored,
     }
     allocated = [*load.tensors, *(t for copy in policy.copies.values() for t in copy.values())]
-    parameters = [*policy.trainable.values(), *critic_parameters.values()]
     allocated += parameters
+    on_gpu = estimated_on_gpu(recipe.model, getattr(algorithm, "one_pass", False))
     sums = trained  # of the gradients of all micro-batches
-    if not estimated_on_gpu(recipe.model, getattr(algorithm, "one_pass", False)):
-        sums *= EXACT_SUM // MASTER
-    else:
-        for parameter in parameters:
+    if not on_gpu:
+        sums += sum(p.numel() for p in parameters if p not in shards) * (EXACT_SUM - MASTER)
+    for parameter in parameters:
+        if on_gpu or parameter in shards:
             parameter.grad = torch.empty_like(parameter)
             allocated.append(parameter.grad)
-    passing = {"update with gradients": sums + peak(allocated, load.update)}
-    passing |= {name: peak(allocated, work) for name, work in load.works.items()}
+    update = sums + peak(allocated, load.update) + shards.gathered_with_gradients
+    passing = {"update with gradients": update}
+    for name, work in load.works.items():
+        passing[name] = peak(allocated, work)
+        if family.gathers_to_sample:
+            passing[name] += shards.weights
+        elif name not in load.without_network:
+            passing[name] += shards.gathered
+    host = dict(load.host)
+    if shards.offload:
+        kept = shards.weights + (3 + len(policy.copies)) * shards.trained
+        host["sharded weights"] = kept // shards.ranks
     nonzero = {name: size for name, size in lasting.items() if size}
-    return Memory(nonzero, passing, load.host, policy.size * MASTER)
+    return Memory(nonzero, passing, host, policy.size * MASTER)
+
+
+def _shards(recipe: Recipe, model: Any) -> Shards:
+    cluster = recipe.cluster
+    if cluster.sharding is None:
+        return NOT_SHARDED
+    workers = cluster.workers if isinstance(cluster.workers, int) else torch.cuda.device_count()
+    layout = Layout.of(cluster, max(1, workers))
+    return Shards.of(model.sharding, model.policy.whole(model.sharding), layout)

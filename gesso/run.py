@@ -136,7 +136,11 @@ def _in_workers(
     try:
         data = workers.fit(processes, data)
         stream = prompts.Stream(data.train, recipe.seed)
-        cluster = workers.Workers(recipe, algorithm, processes, rewards.service, stream, progress)
+        sharded = recipe.cluster.sharding is not None
+        rounds = sharded and not families.of(recipe).gathers_to_sample
+        cluster = workers.Workers(
+            recipe, algorithm, processes, rewards.service, stream, progress, rounds
+        )
     except BaseException:
         processes.close()
         raise

@@ -21,6 +21,7 @@ class Placement:
     gpus: tuple[str, ...]  # of each worker, as in CUDA_VISIBLE_DEVICES; empty: all on the CPU
     threads: int  # of each worker: OMP_NUM_THREADS, or its share of the cores
     parts: int  # into which the samples of a step are cut
+    sharded: int = 1  # workers that divide the weights
 
     def environment(self, rank: int) -> Mapping[str, str]:
         return {THREADS: str(self.threads)} | ({VISIBLE: self.gpus[rank]} if self.gpus else {})
@@ -29,7 +30,8 @@ class Placement:
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
         where = f"GPU {', '.join(self.gpus)}" if self.gpus else f"CPU, {threads} each"
         number = "1 worker process" if self.workers == 1 else f"{self.workers} worker processes"
-        return f"{number} ({where}); the samples of a step are cut into {self.parts} parts"
+        weights = f"; {self.sharded} of them divide the weights" if self.sharded > 1 else ""
+        return f"{number} ({where}){weights}; the samples of a step are cut into {self.parts} parts"
 
 
 def place(recipe: Recipe, algorithm: Algorithm) -> Placement | None:
@@ -55,7 +57,8 @@ def place(recipe: Recipe, algorithm: Algorithm) -> Placement | None:
         )
     given = os.environ.get(THREADS, "")
     threads = int(given) if given.isdigit() else max(1, (os.cpu_count() or 1) // wanted)
-    return Placement(wanted, gpus[:wanted], threads, count)
+    sharded = 1 if recipe.cluster.sharding is None else recipe.cluster.shard_within or wanted
+    return Placement(wanted, gpus[:wanted], threads, count, sharded)
 
 
 def _parts(recipe: Recipe, algorithm: Algorithm, batch: int) -> list[range]:
@@ -100,8 +103,11 @@ def _check(recipe: Recipe, algorithm: Algorithm, workers: int) -> None:
             f'cluster.workers does not support sampler.engine = "{recipe.sampler.engine}" yet; '
             "remove one of them"
         )
-    if workers > 1 and getattr(algorithm, "one_pass", False):
+    within = recipe.cluster.shard_within
+    if within is not None and workers % within:
+        raise UserError(f"cluster.shard_within = {within} must divide the {workers} workers")
+    if (workers > 1 or recipe.cluster.sharding) and getattr(algorithm, "one_pass", False):
         raise UserError(
             "algorithm.one_pass keeps a gradient per sample on the device that generated it and "
-            f"does not support cluster.workers = {workers}; remove one of them"
+            f"supports neither cluster.workers = {workers} nor sharding; remove one of them"
         )

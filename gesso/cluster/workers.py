@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from gesso import families
 from gesso.algorithms.base import Algorithm
 from gesso.cluster.channel import pack_prompts, pack_spec, read_samples
 from gesso.cluster.collecting import Request
@@ -45,11 +44,12 @@ class Workers(Driver):
         rewards: RewardService,
         stream: Stream,
         progress: Progress = SILENT,
+        rounds: bool = False,
     ) -> None:
+        """`rounds`: workers sample in rounds, each of them with equally many passes."""
         super().__init__(recipe, algorithm, rewards, stream, progress)
         self.processes = processes
-        sharded = recipe.cluster.sharding is not None
-        self._in_step = sharded and not families.of(recipe).gathers_to_sample
+        self._rounds = rounds
         self._calls = 0
         self._owners: dict[str, int] = {}  # piece → rank that sampled it
         self._shared: set[str] = set()  # pieces that all ranks have
@@ -75,8 +75,8 @@ class Workers(Driver):
         working: set[int] = set()
         started = time.perf_counter()
         while waiting or working:
-            ready = not self._in_step or not working
-            while ready and idle and (waiting or self._in_step):
+            ready = not self._rounds or not working
+            while ready and idle and (waiting or self._rounds):
                 rank, spare = idle.popleft(), not waiting
                 part = cut[0] if spare else waiting.popleft()
                 call = {"key": key, "only": [part.start, part.stop], "spare": spare}

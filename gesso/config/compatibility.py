@@ -57,12 +57,6 @@ def check_cluster(recipe: Recipe, where: str) -> None:
             f"{sharding} does not support model.fold = true, which reads all weights outside of a "
             "pass; remove one of them"
         )
-    within = cluster.shard_within
-    if within is not None and isinstance(cluster.workers, int) and cluster.workers % within:
-        raise UserError(
-            f"{where}: cluster.shard_within = {within} must divide cluster.workers = "
-            f"{cluster.workers}"
-        )
 
 
 def check_sizes(recipe: Recipe, algorithm: Batches, where: str) -> None:

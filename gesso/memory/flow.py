@@ -21,7 +21,8 @@ from gesso.types import Prompt, Sample, SampleSpec, Score
 def load(model: PipelineModel, algorithm: Algorithm, recipe: Recipe) -> Load:
     networks = _networks(model, recipe)
     if model.runs_in_half:  # autocast keeps a second copy of the weights in half precision
-        networks["weights in half precision"] = model.policy.size * 2
+        by_block = recipe.cluster.sharding is not None and recipe.model.gradient_checkpointing
+        networks["weights in half precision"] = 0 if by_block else model.policy.size * 2
         with quiet("diffusers"):
             model.policy.module.to(model.dtype)
     samples = recipe.data.groups * algorithm.group
@@ -32,6 +33,7 @@ def load(model: PipelineModel, algorithm: Algorithm, recipe: Recipe) -> Load:
         update=_update(model, algorithm, recipe),
         works=_works(model, algorithm, recipe),
         host={},
+        without_network=frozenset({"decoding"}),
     )
 
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from gesso.memory.functions import Replaced, fused_attention
 
+MASTER = 4  # bytes: trained weights, their gradients and both Adam moments are float32
 NF4_BYTES = 0.5 + 4 / 64  # per weight: four bits, and a float32 scale per 64 weights
 
 
@@ -22,12 +23,13 @@ NF4_BYTES = 0.5 + 4 / 64  # per weight: four bits, and a float32 scale per 64 we
 class Load:
     """What one recipe allocates and runs, with its networks on the meta device."""
 
-    networks: dict[str, int]  # bytes per part; quantized parts count with their quantized size
+    networks: dict[str, int]  # bytes per part, the trained one first; quantized as stored
     stored: int  # bytes of a whole rollout
     tensors: list[Tensor]  # allocated before any work
     update: Callable[[], object]  # of one micro-batch, from the loss to the gradients
     works: dict[str, Callable[[], object]]  # the other work of a run, once each, at full size
     host: dict[str, int]  # bytes in host memory
+    without_network: frozenset[str] = frozenset()  # works that do not run the trained network
 
 
 def nbytes(part: nn.Module, quantized: Iterable[nn.Module] = ()) -> int:

@@ -1,10 +1,23 @@
-"""How ranks divide the weights."""
+"""What ranks divide, and how."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
 from gesso import config
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What ranks divide: a module, whose blocks are gathered one at a time. Parameters that are
+    used outside of its forward pass stay `whole`."""
+
+    module: nn.Module
+    blocks: Sequence[nn.Module]
+    whole: Sequence[nn.Parameter] = ()
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@ of this package. `roles.py` defines the interface for samplers."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from gesso.config import Lora
 from gesso.types import Weights, Which
 from gesso.weights import adapters, merge
 from gesso.weights.copies import NamedCopies
-from gesso.weights.layout import Layout
+from gesso.weights.layout import Layout, Sharding
 from gesso.weights.lora_folding import LoraFolding
 from gesso.weights.per_sample_grads import per_sample_grads
 from gesso.weights.trainable import lora_layers, select_trainable
@@ -46,26 +46,24 @@ class Policy:
 
     # Sharding
 
-    def shard(
-        self,
-        root: nn.Module,
-        blocks: Sequence[nn.Module],
-        device: torch.device,
-        layout: Layout,
-        replicated: Collection[nn.Parameter] = (),
-    ) -> None:
-        """Divides the parameters of `root`, the module or a part of it, over ranks, before there is
-        an optimizer or a copy. Adapters and `replicated` parameters stay whole."""
+    def shard(self, parts: Sharding, device: torch.device, layout: Layout) -> None:
+        """Divides the module, or a part of it, over ranks, before there is an optimizer or a copy.
+        Adapters stay whole."""
         from gesso.weights import sharding
 
         assert not self.copies and not self.folds
-        adapters = [p for p in root.parameters() if p.requires_grad] if self.lora else []
-        sharding.shard(root, blocks, device, layout, {*adapters, *replicated})
+        sharding.shard(parts, self.whole(parts), device, layout)
         if self.lora is None:
             named = self.module.named_parameters()
             self.trainable = {name: p for name, p in named if p.requires_grad}
             self._copies = sharding.ShardedCopies(self.trainable)
-        self._gathering = sharding.Gathering(root, self._copies)
+            self.folding = LoraFolding({}, self._copies)  # the other refers to whole weights
+        self._gathering = sharding.Gathering(parts.module, self._copies)
+
+    def whole(self, parts: Sharding) -> set[nn.Parameter]:
+        """Parameters that every rank has."""
+        trained = {p for p in parts.module.parameters() if p.requires_grad}
+        return {*parts.whole, *(trained if self.lora is not None else ())}
 
     def gather(self, which: Which) -> None:
         """Until `release`, the module of this rank has all weights. Every rank must call it."""

@@ -6,7 +6,7 @@ Adapters are never sharded: they are small, and the learner adds up their gradie
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 
 from gesso.types import Weights, Which
 from gesso.weights.copies import NamedCopies
-from gesso.weights.layout import Layout
+from gesso.weights.layout import Layout, Sharding
 from gesso.weights.shards import divided_like, local
 
 
@@ -28,35 +28,30 @@ def _mesh(layout: Layout, device: torch.device) -> DeviceMesh:
 
 
 def shard(
-    module: nn.Module,
-    blocks: Sequence[nn.Module],
-    device: torch.device,
-    layout: Layout,
-    replicated: Collection[nn.Parameter],
+    parts: Sharding, whole: Collection[nn.Parameter], device: torch.device, layout: Layout
 ) -> None:
     """Each block is gathered alone, everything else with the module, except for parameters that
-    stay `replicated`. The module must be called, not only its parts. Gradients are sums over
-    ranks."""
+    stay `whole`. Gradients are sums over ranks."""
     kept = OffloadPolicy()
     if layout.offload:
         kept = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     mesh = _mesh(layout, device)
-    for part in (*blocks, module):
+    for part in (*parts.blocks, parts.module):
         # Without its last argument the module itself would stay gathered after a forward pass, and
         # run the next one with these weights even if another copy was loaded.
         fully_shard(
             part,
             mesh=mesh,
-            ignored_params=set(replicated),
+            ignored_params=set(whole),
             offload_policy=kept,
             reshard_after_forward=True,
         )
-    for parameter in replicated:
+    for parameter in whole:
         parameter.data = parameter.data.to(device)
-    for part in sharded_parts(module):
+    for sharded in sharded_parts(parts.module):
         # By default gradients are averages over ranks; gloo has no product with a factor.
-        part.set_gradient_divide_factor(1.0)
-        part.set_force_sum_reduction_for_comms(True)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
 
 
 def sharded_parts(module: nn.Module) -> list[FSDPModule]:

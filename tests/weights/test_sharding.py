@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from torch import Tensor, distributed, nn
 from gesso.config import Lora
 from gesso.learner.gradient_sum import FloatSum, gradient_sum
 from gesso.types import Which
-from gesso.weights.layout import Layout
+from gesso.weights.layout import Layout, Sharding
 from gesso.weights.policy import Policy
 from gesso.weights.shards import divided_like, is_sharded, local, whole
 
@@ -51,7 +53,7 @@ def policies(offload: bool = False) -> tuple[Policy, Policy]:
     other.load_state_dict(one.state_dict())
     plain, sharded = (Policy(network, None, [], 0) for network in (one, other))
     layout = Layout(ranks=1, within=1, offload=offload)
-    sharded.shard(other, list(other.blocks), torch.device("cpu"), layout)
+    sharded.shard(Sharding(other, list(other.blocks)), torch.device("cpu"), layout)
     return plain, sharded
 
 
@@ -82,6 +84,16 @@ def test_the_same_values_and_gradients(offload: bool) -> None:
         assert torch.equal(whole(grad), parameter.grad)
 
 
+def test_whole_weights_are_freed() -> None:
+    network = Network()
+    policy = Policy(network, None, [], 0)
+    before = [weakref.ref(p.untyped_storage()) for p in network.parameters()]
+    layout = Layout(ranks=1, within=1, offload=False)
+    policy.shard(Sharding(network, list(network.blocks)), torch.device("cpu"), layout)
+    gc.collect()
+    assert [ref for ref in before if ref() is not None] == []
+
+
 def test_every_weight_is_that_of_the_copy() -> None:
     """FSDP ignores `parameter.data = …`, and would run the current weights. This includes weights
     outside of the blocks, which FSDP keeps gathered between passes by default."""
@@ -107,7 +119,7 @@ def test_a_pass_with_a_copy_leaves_the_gradient_alone() -> None:
         reference = run(policy, "old")
         (out - reference).square().sum().backward()
     for name, parameter in plain.trainable.items():
-        assert torch.equal(whole(sharded.trainable[name].grad), parameter.grad)  # type: ignore[arg-type]
+        assert torch.equal(whole(sharded.trainable[name].grad), parameter.grad)
 
 
 def test_gathered_weights_can_be_read_outside_of_a_pass() -> None:
@@ -155,7 +167,8 @@ def test_adapters_stay_whole(tmp_path: Path) -> None:
     )  # fmt: skip
     policy = Policy(network, Lora(rank=2, alpha=4), ["to_q"], 0)
     layout = Layout(ranks=1, within=1, offload=False)
-    policy.shard(network, list(network.transformer_blocks), torch.device("cpu"), layout)
+    parts = Sharding(network, list(network.transformer_blocks))
+    policy.shard(parts, torch.device("cpu"), layout)
     assert policy.trainable and not any(is_sharded(p) for p in policy.trainable.values())
     frozen = [p for p in network.parameters() if not p.requires_grad]
     assert all(is_sharded(p) for p in frozen)

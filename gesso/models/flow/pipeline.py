@@ -30,7 +30,7 @@ from gesso.rollout import Conditioning
 from gesso.types import UserError, Which
 from gesso.weights.empty import on_meta
 from gesso.weights.folding_rule import folds_lora
-from gesso.weights.layout import Layout
+from gesso.weights.layout import Sharding
 from gesso.weights.merge import SHARD
 from gesso.weights.policy import Policy
 
@@ -85,7 +85,7 @@ class PipelineModel(ABC):
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         whole = settings.lora is None
         load = _empty_pipeline if self.device.type == "meta" else _load_pipeline
-        self.sharded = sharded  # `shard` follows, and moves the transformer to the device
+        self.sharded = sharded  # the transformer is moved to the device later
         self.pipe = load(self, settings)
         for part in self.pipe.components.values():
             if isinstance(part, torch.nn.Module):
@@ -114,11 +114,12 @@ class PipelineModel(ABC):
         self._autocast = whole and self.dtype != torch.float32
         self.quantized = settings.quantize is not None
 
-    def shard(self, layout: Layout) -> None:
-        """Divides the transformer over ranks; text encoders and decoder stay whole."""
+    @property
+    def sharding(self) -> Sharding:
+        """The transformer; text encoders and decoder stay whole."""
         parts = self.transformer.modules()
         blocks = [part for part in parts if type(part).__name__ in self.blocks]
-        self.policy.shard(self.transformer, blocks, self.device, layout)
+        return Sharding(self.transformer, blocks)
 
     def before_compiling(self) -> None:
         """Replaces code of the transformer that compiles badly."""
@@ -205,7 +206,8 @@ class PipelineModel(ABC):
         frozen weights are already in half precision."""
         if not self._autocast or self.device.type == "meta":
             return nullcontext()
-        return torch.autocast(self.device.type, self.dtype)
+        # A cache of rounded weights would hold those of all blocks of a sharded transformer.
+        return torch.autocast(self.device.type, self.dtype, cache_enabled=not self.sharded)
 
     def sigmas(self, steps: int, height: int, width: int) -> Tensor:
         """The schedule of the pipeline; a dynamic shift grows with the number of image tokens."""

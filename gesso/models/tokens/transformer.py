@@ -28,7 +28,7 @@ from gesso.quiet import quiet
 from gesso.rollout import TokenPrompt, TokenTrace
 from gesso.types import Prompt, UserError, Which
 from gesso.weights.folding_rule import folds_lora
-from gesso.weights.layout import Layout
+from gesso.weights.layout import Sharding
 from gesso.weights.merge import SHARD
 from gesso.weights.policy import Policy
 
@@ -73,7 +73,9 @@ class TransformerModel(ABC):
         self._autocast = whole and self.dtype != torch.float32
         self._autocasting: Callable[[], AbstractContextManager] = nullcontext
         if self.device.type != "meta":  # where torch has no autocast
-            self._autocasting = partial(torch.autocast, self.device.type, self.dtype)
+            self._autocasting = partial(
+                torch.autocast, self.device.type, self.dtype, cache_enabled=not sharded
+            )
         targets, frozen = self._trained(settings)
         folds = folds_lora(settings, self.device.type) and not sharded
         self.policy = Policy(self.module, settings.lora, targets, seed, frozen, folds)
@@ -104,13 +106,14 @@ class TransformerModel(ABC):
         self.module.to(self.device)
         self.decoder.layers = layers
 
-    def shard(self, layout: Layout) -> None:
-        """Divides the decoder's layers over ranks. Embedding, head and vision tower are called
-        outside of the decoder and stay whole."""
+    @property
+    def sharding(self) -> Sharding:
+        """The decoder's layers. Embedding, head and vision tower are called outside of the decoder
+        and stay whole."""
         layers = list(self.decoder.layers)
         divided = {p for layer in layers for p in layer.parameters()}
         others = [p for p in self.module.parameters() if p not in divided]
-        self.policy.shard(self.decoder, layers, self.device, layout, others)
+        return Sharding(self.decoder, layers, others)
 
     @property
     def suppressed(self) -> Tensor:

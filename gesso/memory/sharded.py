@@ -1,0 +1,70 @@
+"""Memory of sharded weights: what each rank holds of them, and what it gathers while they run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from gesso.memory.meta import MASTER
+from gesso.weights.layout import Layout, Sharding
+
+GATHERED = 3
+"""Blocks in memory at once: the one that runs, and the next, which arrives as one tensor and is
+copied from it to the parameters."""
+GRADIENTS = 2
+"""Blocks of gradients at once: those of the block that runs, and the tensor that ranks add up."""
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Bytes of the parameters that ranks divide."""
+
+    parameters: frozenset[nn.Parameter]
+    weights: int
+    trained: int  # of these, the trained weights; also the size of gradients and copies
+    block: int  # the largest block
+    rest: int  # outside of the blocks; gathered in every pass
+    ranks: int
+    offload: bool
+
+    @classmethod
+    def of(cls, parts: Sharding, whole: Collection[nn.Parameter], layout: Layout) -> Shards:
+        """`whole` are the parameters that every rank has."""
+        divided = frozenset(parts.module.parameters()) - frozenset(whole)
+        blocks = [_bytes([p for p in block.parameters() if p in divided]) for block in parts.blocks]
+        total = _bytes(list(divided))
+        return cls(
+            divided,
+            total,
+            _bytes([p for p in divided if p.requires_grad]),
+            max(blocks, default=0),
+            total - sum(blocks),
+            layout.within,
+            layout.offload,
+        )
+
+    def __contains__(self, parameter: nn.Parameter) -> bool:
+        return parameter in self.parameters
+
+    def elsewhere(self, size: int) -> int:
+        """Of `size` divided bytes, those that are on other ranks or in host memory."""
+        return size if self.offload else size - size // self.ranks
+
+    @property
+    def gathered(self) -> int:
+        """In a pass without gradients."""
+        return self.rest + GATHERED * self.block
+
+    @property
+    def gathered_with_gradients(self) -> int:
+        """In a differentiated pass."""
+        return self.gathered + (self.rest + GRADIENTS * self.block if self.trained else 0)
+
+
+NOT_SHARDED = Shards(frozenset(), 0, 0, 0, 0, ranks=1, offload=False)
+
+
+def _bytes(parameters: Sequence[nn.Parameter]) -> int:
+    return sum(p.numel() * (MASTER if p.requires_grad else p.itemsize) for p in parameters)

@@ -1,0 +1,60 @@
+"""The memory of a sharded run, in a process group of one rank, which gathers as several do."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from gesso import build, run
+from gesso.check import size_of
+from gesso.config import PACKAGE, Recipe
+from gesso.estimate import estimate
+from gesso.ranks import Group
+from tests.memory.test_peaks import EIGHTH, measured_peak
+from tests.shapes import write_configs
+from tests.weights.test_sharding import group  # noqa: F401 a process group
+
+PAGE = PACKAGE.parent / "docs/how-to/several-devices.md"
+LORA = ["model.lora.rank=16", "cluster.sharding=base"]
+ALL = ["cluster.sharding=all", "learner.ema.every=1", "model.gradient_checkpointing=true"]
+
+
+def recipe(*overrides: str, workers: int = 1) -> Recipe:
+    return build.recipe("demo", [*EIGHTH, f"cluster.workers={workers}", *overrides])
+
+
+@pytest.mark.parametrize("overrides", [LORA, ALL], ids=["base", "all"])
+def test_the_estimate_meets_the_measured_peak(
+    overrides: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    learner = partial(build.learner, ranks=Group(torch.device("cpu"), in_step=True))
+    monkeypatch.setattr(build, "learner", learner)
+    monkeypatch.setattr(run, "_in_workers", run._in_this_process)
+    sharded = recipe(*overrides)
+    assert estimate(sharded).peak == pytest.approx(measured_peak(sharded), rel=0.1)
+
+
+def test_more_ranks_hold_less() -> None:
+    sizes = {n: estimate(recipe(*ALL, workers=n)) for n in (1, 2, 4)}
+    of = {n: sum(memory.lasting.values()) for n, memory in sizes.items()}
+    shared = (of[1] - of[2]) * 2  # weights, Adam, the reference and EMA of the whole transformer
+    assert of[1] - of[4] == pytest.approx(shared * 3 / 4, rel=1e-3)
+    within = estimate(recipe(*ALL, "cluster.shard_within=2", workers=4))
+    assert within.lasting == sizes[2].lasting
+    offloaded = estimate(recipe(*ALL, "cluster.offload=true", workers=2))
+    assert offloaded.peak < sizes[4].peak
+    assert offloaded.host["sharded weights"] > shared // 2
+
+
+def test_the_page_has_the_estimate(tmp_path: Path) -> None:
+    """One row of its table: an estimate takes seconds."""
+    row = next(row for row in PAGE.read_text().split("\n") if row.startswith("| FLUX.1-dev, LoRA"))
+    command, said = (cell.strip(" `") for cell in row.split("|")[3:5])
+    name, _, card, *overrides = command.removeprefix("gesso train ").split()
+    write_configs("flux", tmp_path / "flux")
+    path = f"model.path={tmp_path / 'flux'}"
+    memory = estimate(build.recipe(name, [path, *overrides], int(card)))
+    assert said == size_of(memory.peak)
