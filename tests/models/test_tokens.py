@@ -732,7 +732,8 @@ def test_a_folder_for_transformers(tiny: Tiny, lora: Lora | None, tmp_path: Path
     model.save(tmp_path, merged=True)
     plain = tiny.plain(tmp_path)
     assert type(plain) is type(tiny.plain_unchanged())
-    assert same_as_plain(model, plain, trace) <= 1e-4  # a merged weight is rounded again
+    # A merged weight is rounded again; both sides are up to 1e-4 from the same pass in float64.
+    assert same_as_plain(model, plain, trace) <= 3e-4
     assert plain.generation_config.eos_token_id == [*sorted(model.end)]
     assert "gesso" not in (tmp_path / "config.json").read_text()
     assert names_in(tmp_path) == names_in(tiny.folder)
