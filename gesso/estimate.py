@@ -114,7 +114,8 @@ def estimate(recipe: Recipe) -> Memory:
     family = families.of(recipe)
     algorithm, critic = family.add_critic(bare, algorithm, model)
     critic_parameters = critic.trained if critic is not None else {}
-    shards = _shards(recipe, model)
+    on_gpu = estimated_on_gpu(recipe.model, getattr(algorithm, "one_pass", False))
+    shards = _shards(recipe, model, on_gpu)
     load = family.memory_load(recipe, algorithm, model)
     policy = model.policy
     for copy in (*algorithm.needs, *(("ema",) if recipe.learner.ema else ())):
@@ -132,7 +133,6 @@ def estimate(recipe: Recipe) -> Memory:
     }
     allocated = [*load.tensors, *(t for copy in policy.copies.values() for t in copy.values())]
     allocated += parameters
-    on_gpu = estimated_on_gpu(recipe.model, getattr(algorithm, "one_pass", False))
     sums = trained  # of the gradients of all micro-batches
     if not on_gpu:
         sums += sum(p.numel() for p in parameters if p not in shards) * (EXACT_SUM - MASTER)
@@ -156,10 +156,10 @@ def estimate(recipe: Recipe) -> Memory:
     return Memory(nonzero, passing, host, policy.size * MASTER)
 
 
-def _shards(recipe: Recipe, model: Any) -> Shards:
+def _shards(recipe: Recipe, model: Any, on_gpu: bool) -> Shards:
     cluster = recipe.cluster
     if cluster.sharding is None:
         return NOT_SHARDED
     workers = cluster.workers if isinstance(cluster.workers, int) else torch.cuda.device_count()
     layout = Layout.of(cluster, max(1, workers))
-    return Shards.of(model.sharding, model.policy.whole(model.sharding), layout)
+    return Shards.of(model.sharding, model.policy.whole(model.sharding), layout, on_gpu)

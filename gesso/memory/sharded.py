@@ -10,9 +10,9 @@ from torch import nn
 from gesso.memory.meta import MASTER
 from gesso.weights.layout import Layout, Sharding
 
-GATHERED = 3
-"""Blocks in memory at once: the one that runs, and the next, which arrives as one tensor and is
-copied from it to the parameters."""
+ARRIVING = 2
+"""Blocks in memory while one arrives: it is received as one tensor, which is copied to the
+parameters. On a GPU the previous block runs meanwhile."""
 GRADIENTS = 2
 """Blocks of gradients at once: those of the block that runs, and the tensor that ranks add up."""
 
@@ -28,9 +28,12 @@ class Shards:
     rest: int  # outside of the blocks; gathered in every pass
     ranks: int
     offload: bool
+    overlaps: bool  # a block arrives while another one runs
 
     @classmethod
-    def of(cls, parts: Sharding, whole: Collection[nn.Parameter], layout: Layout) -> Shards:
+    def of(
+        cls, parts: Sharding, whole: Collection[nn.Parameter], layout: Layout, on_gpu: bool
+    ) -> Shards:
         """`whole` are the parameters that every rank has."""
         divided = frozenset(parts.module.parameters()) - frozenset(whole)
         blocks = [_bytes([p for p in block.parameters() if p in divided]) for block in parts.blocks]
@@ -43,6 +46,7 @@ class Shards:
             total - sum(blocks),
             layout.within,
             layout.offload,
+            on_gpu,
         )
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
@@ -55,7 +59,7 @@ class Shards:
     @property
     def gathered(self) -> int:
         """In a pass without gradients."""
-        return self.rest + GATHERED * self.block
+        return self.rest + (ARRIVING + self.overlaps) * self.block
 
     @property
     def gathered_with_gradients(self) -> int:
@@ -63,7 +67,7 @@ class Shards:
         return self.gathered + (self.rest + GRADIENTS * self.block if self.trained else 0)
 
 
-NOT_SHARDED = Shards(frozenset(), 0, 0, 0, 0, ranks=1, offload=False)
+NOT_SHARDED = Shards(frozenset(), 0, 0, 0, 0, ranks=1, offload=False, overlaps=False)
 
 
 def _bytes(parameters: Sequence[nn.Parameter]) -> int:

@@ -190,29 +190,28 @@ def test_sharding_the_frozen_weights_does_not_change_a_bit(
 
 
 @pytest.mark.usefixtures("borrowing")
-@pytest.mark.parametrize("name, count", [("diffusion-nft", 3), ("ppo", 2)])
+@pytest.mark.parametrize("name, count", [("diffusion-nft", MOST), ("ppo", 2)])
 def test_sharding_all_weights_gives_the_same_update(
     pipeline_folder: Path, prompt_file: Path, language: Path, tmp_path: Path, name: str, count: int
 ) -> None:
-    """Gradients of ranks are summed in float32, in another order. Three ranks have to run passes
-    whose results are dropped. The second half runs without sharding, from the same checkpoint."""
-    data = recipes(pipeline_folder, prompt_file, language)[name] | {"steps": 2}
-    data["eval"]["every"] = 1
+    """Gradients of ranks are summed in float32, in another order. Four ranks have to run passes
+    whose results are dropped: six parts, and three micro-batches."""
+    data = recipes(pipeline_folder, prompt_file, language)[name] | {"steps": 1}
     alone = go(data, tmp_path / "alone")
-    folder = go(data | {"steps": 1}, tmp_path / "sharded", count, sharding="all").path
-    overrides = ["cluster.workers=none", "cluster.sharding=none"]
-    sharded = run.resume(folder, quiet=True, steps=2, overrides=overrides)
-    for row, expected in zip(sharded.rows(), alone.rows(), strict=True):
-        compared = {key for key in expected if key.startswith(("reward", "update/"))}
-        assert {k: row[k] for k in compared} == pytest.approx(
-            {k: expected[k] for k in compared}, rel=1e-4, abs=1e-6
-        )
+    sharded = go(data, tmp_path / "sharded", count, sharding="all")
+    row, expected = sharded.rows()[-1], alone.rows()[-1]
+    compared = {key for key in expected if key.startswith(("reward", "update/"))}
+    assert {k: row[k] for k in compared} == pytest.approx(
+        {k: expected[k] for k in compared}, rel=1e-4, abs=1e-6
+    )
     expected_state, state = final_state(alone.path), final_state(sharded.path)
     assert state.keys() == expected_state.keys()
     for key, tensor in state.items():
-        if not key.startswith("adam"):
-            other = expected_state[key].double()
-            assert (tensor.double() - other).norm() <= 1e-6 * other.norm(), key
+        other = expected_state[key].double()
+        assert (tensor.double() - other).norm() <= 3e-6 * other.norm(), key
+    overrides = ["cluster.workers=none", "cluster.sharding=none"]
+    resumed = run.resume(sharded.path, quiet=True, steps=2, overrides=overrides)
+    assert resumed.rows()[-1]["step"] == 2
 
 
 def test_a_worker_that_is_killed_stops_the_run_and_the_other_workers(

@@ -23,7 +23,9 @@ ALL = ["cluster.sharding=all", "learner.ema.every=1", "model.gradient_checkpoint
 
 
 def recipe(*overrides: str, workers: int = 1) -> Recipe:
-    return build.recipe("demo", [*EIGHTH, f"cluster.workers={workers}", *overrides])
+    """Its micro-batches are small, so that weights decide the peak."""
+    changes = [*EIGHTH, "learner.micro_batch=3", f"cluster.workers={workers}", *overrides]
+    return build.recipe("demo", changes)
 
 
 @pytest.mark.parametrize("overrides", [LORA, ALL], ids=["base", "all"])
@@ -34,7 +36,7 @@ def test_the_estimate_meets_the_measured_peak(
     monkeypatch.setattr(build, "learner", learner)
     monkeypatch.setattr(run, "_in_workers", run._in_this_process)
     sharded = recipe(*overrides)
-    assert estimate(sharded).peak == pytest.approx(measured_peak(sharded), rel=0.1)
+    assert estimate(sharded).peak == pytest.approx(measured_peak(sharded), rel=0.075)
 
 
 def test_more_ranks_hold_less() -> None:
