@@ -27,6 +27,7 @@ from gesso.estimate import estimate
 from gesso.run import assemble
 from gesso.types import Prompt, PromptImage, Score
 from tests import tokens as writers
+from tests.conftest import fresh_pipeline
 from tests.typed import writing
 
 
@@ -110,11 +111,15 @@ VARIANTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fresh_pipeline(tmp_path_factory.mktemp("shallow"), {}, (16, 32, 48))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_estimate_meets_the_measured_peak(variant: str, pipeline_folder: Path) -> None:
-    shallow = f"model.path={pipeline_folder}"
-    recipe = build.recipe("demo", [shallow, *EIGHTH, *VARIANTS[variant]])
+def test_the_estimate_meets_the_measured_peak(variant: str, shallow: Path) -> None:
+    recipe = build.recipe("demo", [f"model.path={shallow}", *EIGHTH, *VARIANTS[variant]])
     told, seen = estimate(recipe).peak, measured_peak(recipe)
     assert told == pytest.approx(seen, rel=0.05), f"{told / 1e6:.1f} MB for {seen / 1e6:.1f} MB"
 
