@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,21 +36,28 @@ def onednn() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def pipeline_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The bundled architecture with two of its four heads and narrower convolutions."""
+    narrow = {"num_attention_heads": 2, "caption_projection_dim": 64}
+    return fresh_pipeline(tmp_path_factory.mktemp("pipeline"), narrow, (8, 16, 24))
+
+
+def fresh_pipeline(folder: Path, transformer: dict, channels: Sequence[int]) -> Path:
     """The bundled architecture with fresh weights whose velocity is not trivially small, and with
     two of its six layers: SD3 has two kinds, the last and the others."""
     import torch
 
     from tools.zoo.build import build_pipeline, save_pipeline
 
+    def changed(module: Any, changes: dict) -> Any:
+        return type(module).from_config(dict(module.config) | changes)
+
     with torch.random.fork_rng():
         torch.manual_seed(0)
         pipe = build_pipeline()
-        shallow = type(pipe.transformer).from_config(
-            dict(pipe.transformer.config) | {"num_layers": 2}
-        )
-    pipe.register_modules(transformer=shallow)
+        shallow = changed(pipe.transformer, {"num_layers": 2} | transformer)
+        vae = changed(pipe.vae, {"block_out_channels": channels})
+    pipe.register_modules(transformer=shallow, vae=vae)
     pipe.vae.register_to_config(shift_factor=0.1, scaling_factor=1.3)
-    folder = tmp_path_factory.mktemp("pipeline")
     save_pipeline(pipe, folder)
     return folder
 
@@ -82,6 +90,7 @@ def folding_recipe(sd35_folder: Path, prompt_file: Path) -> dict:
     """SD3.5's kind of blocks, with an adapter that is folded into the weights."""
     data = small_recipe(sd35_folder, prompt_file)
     data["model"] |= {"text_length": 16, "lora": {"rank": 4, "alpha": 8}, "fold": True}
+    data["model"] |= {"height": 16, "width": 48}
     data["algorithm"] |= {"guidance": 4.5, "steps": 3}
     return data
 

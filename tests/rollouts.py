@@ -23,6 +23,7 @@ from tests.conftest import PROMPTS
 from tests.typed import drawing
 
 SIZE = config.Model(path="", height=32, width=96)
+HALF = config.Model(path="", height=16, width=48)
 REWARDS = [0.1, 0.9, 0.4, 0.3, 0.3, 0.8]
 
 
@@ -32,9 +33,12 @@ def rollout_of(
     seed: int = 0,
     batch: int = 4,
     version: int = 0,
-    size: config.Model = SIZE,
+    size: config.Model | None = None,
 ) -> Rollout:
-    """2 prompts × 3 samples."""
+    """2 prompts × 3 samples, of 8×24 latent cells unless a size is given: tests/pipelines.py has
+    twice as many cells a pixel as the bundled model."""
+    if size is None:
+        size = SIZE if model.latent_shape(SIZE.height, SIZE.width)[1:] == (8, 24) else HALF
     sampler = DenoisingSampler(model, batch)
     row = [0, 0, 0, 1, 1, 1]
     pieces = list(

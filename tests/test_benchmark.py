@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from gesso import build
-from gesso.algorithms.flow_grpo import FlowGRPO
+from gesso.algorithms.flow_grpo import FlowGRPO, Window
 from gesso.config import Model
 from gesso.run import Assembled, assemble
 from gesso.types import UserError
@@ -91,6 +92,8 @@ def test_an_iteration_of_language_models(
     token_iteration: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the bundled model: both sides run, their log-probs meet, and nothing failed."""
+    small = replace(token_iteration.TINY, prompts=2, tokens=6, batches=[4], padded=2)
+    monkeypatch.setattr(token_iteration, "TINY", small)
     options = ["--tiny", "--parts", "ours,update,a", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["token_iteration.py", *options])
     assert token_iteration.main() == 0
@@ -333,20 +336,25 @@ def flow_iteration() -> Iterator[ModuleType]:
 def test_both_sides_of_a_large_flow_model_compute_the_same(
     flow_iteration: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a tiny one; ours runs in float32 here, so that it must meet the float32 run itself."""
+    """On a tiny one, in few steps: many CPUs have no fast bfloat16, in which the plain side runs.
+    Ours runs in float32 here, so that it must meet the float32 run itself."""
     b = flow_iteration
     cpu = torch.device("cpu")
-    b.write_pipeline(b.TINY, tmp_path, cpu)
-    ours = b.Ours.load(tmp_path, b.TINY, cpu)
-    assert ours.model.text_tokens == b.TINY.tokens[1]
+    shape = replace(b.TINY, images=2)
+    b.write_pipeline(shape, tmp_path, cpu)
+    ours = b.Ours.load(tmp_path, shape, cpu)
+    assert ours.model.text_tokens == shape.tokens[1]
     theirs = b.Theirs.load(tmp_path, ours)
+    monkeypatch.setattr(sys.modules["flow_proof"], "FlowGRPO", partial(FlowGRPO, steps=3))
     proof = b.prove(ours, theirs)
     assert all(mine < 1e-4 < floor for mine, floor in proof.values()), proof
 
     name = "Flow-GRPO-Fast"
-    row = b.measure(name, b.cases(b.TINY.images)[name], ours, theirs, b.Memory(), rounds=1)
+    short = {"steps": 4, "window": Window(size=2, low=0, high=3)}
+    algorithm = b.cases(shape.images)[name].model_copy(update=short)
+    row = b.measure(name, algorithm, ours, theirs, b.Memory(), rounds=1)
     assert row["compiled_later"] == 0 and row["gap"] == 0
-    assert "**" in b.table({name: row}, b.TINY, 1e12)[-1]
+    assert "**" in b.table({name: row}, shape, 1e12)[-1]
 
     wrong = {name: tensor + 0.05 for name, tensor in ours.start.items()}
     monkeypatch.setattr(theirs.plain, "start", wrong)
@@ -454,9 +462,12 @@ def test_parts_of_the_benchmark_are_run_by_name(
 
 
 def test_arithmetic_is_what_torch_counts(flow_iteration: ModuleType) -> None:
+    """With layers of all kinds: the first, with two attentions, with one, the last."""
     sides = sys.modules["flow_sides"]
     assert sides.MEDIUM.tokens == (1024, 77 + 128) and sides.TINY.tokens == (16, 77 + 4)
-    there, back = flow_iteration.counted(sides.MEDIUM)
-    assert sides.flops(sides.MEDIUM, backward=False) == pytest.approx(there, rel=0.001)
-    thin = 8 * 1536 * 32 * (24 * 4 * (1024 + 205) - 205)  # of rank 32; torch counts rank 1 there
-    assert sides.flops(sides.MEDIUM, backward=True) - thin == pytest.approx(back, rel=0.01)
+    layers = {"num_layers": 12, "dual_attention_layers": tuple(range(6))}
+    shape = replace(sides.MEDIUM, transformer=sides.MEDIUM.transformer | layers)
+    there, back = flow_iteration.counted(shape)
+    assert sides.flops(shape, backward=False) == pytest.approx(there, rel=0.001)
+    thin = 8 * 1536 * 32 * (12 * 4 * (1024 + 205) - 205)  # of rank 32; torch counts rank 1 there
+    assert sides.flops(shape, backward=True) - thin == pytest.approx(back, rel=0.01)

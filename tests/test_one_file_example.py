@@ -73,7 +73,7 @@ class Iteration:
 
 @pytest.fixture(
     scope="module",
-    params=[Case(), Case(beta=30.0), Case(shift=OFF_POLICY)],
+    params=[Case(), Case(beta=60.0), Case(shift=OFF_POLICY)],
     ids=["without KL", "with KL", "other log-probs"],
 )
 def iteration(
@@ -90,7 +90,7 @@ def iteration(
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():  # away from the reference, so that the KL has a gradient
         for parameter in pipe.transformer.parameters():
-            parameter.add_(0.01 * torch.randn(parameter.shape, generator=generator))
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=generator))
     learner.policy.load(dict(pipe.transformer.named_parameters()))
 
     weights: list[Weights] = []

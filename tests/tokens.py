@@ -114,9 +114,9 @@ def tokenizer(template: str | None = TEXT_TEMPLATE) -> Any:
     return made
 
 
-def _sizes(head: int) -> dict[str, Any]:
+def _sizes(head: int, layers: int = 2) -> dict[str, Any]:
     return {
-        "hidden_size": 4 * head, "intermediate_size": 48, "num_hidden_layers": 3,
+        "hidden_size": 4 * head, "intermediate_size": 48, "num_hidden_layers": layers,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1024,
         "head_dim": head,
     }  # fmt: skip
@@ -142,7 +142,12 @@ def _save(model: Any, tokens: Any, folder: Path) -> None:
 
 
 def _seeing(
-    kind: str, folder: Path, head: int, rope: dict[str, Any], vision: dict[str, Any]
+    kind: str,
+    folder: Path,
+    head: int,
+    rope: dict[str, Any],
+    vision: dict[str, Any],
+    layers: int = 2,
 ) -> None:
     import transformers
     from transformers import Qwen2VLImageProcessorPil
@@ -150,7 +155,7 @@ def _seeing(
     tokens = tokenizer(TEMPLATE)
     ids = {name: tokens.convert_tokens_to_ids(f"<|{name}|>") for name in ("image_pad", "video_pad")}
     rope = MROPE | {"mrope_section": [head // 4, head // 8, head // 8]} | rope
-    text = _sizes(head) | {"vocab_size": len(tokens) + PADDED, "rope_parameters": rope}
+    text = _sizes(head, layers) | {"vocab_size": len(tokens) + PADDED, "rope_parameters": rope}
     text |= {"eos_token_id": tokens.eos_token_id, "pad_token_id": tokens.pad_token_id}
     text |= {"bos_token_id": None}
     config = getattr(transformers, f"{kind}Config")(
@@ -190,7 +195,8 @@ def _qwen3_vl(folder: Path, head: int) -> None:
         "out_hidden_size": 4 * head, "num_position_embeddings": 64,
         "deepstack_visual_indexes": [0, 1],
     }  # fmt: skip
-    _seeing("Qwen3VL", folder, head, {"mrope_interleaved": True}, vision)
+    # One layer more than the vision tower adds features to.
+    _seeing("Qwen3VL", folder, head, {"mrope_interleaved": True}, vision, layers=3)
 
 
 BUILDERS: dict[str, Callable[[Path, int], None]] = {

@@ -41,10 +41,11 @@ def test_any_number_of_micro_batches_gives_the_same_gradient(
     if algorithm == "diffusion-nft":
         recipe_data["algorithm"] = NFT
     gradients = []
+    model, chosen, learner = parts_of(build.recipe_from(recipe_data))
+    rollout = rollout_of(model, chosen)
     for size in (18, 9, 3, 7):  # 1, 2 and 6 micro-batches, and ragged ones, of 18 terms
-        recipe_data["learner"] = {"micro_batch": size}
-        model, chosen, learner = parts_of(build.recipe_from(recipe_data))
-        gradients.append(gradient(learner, rollout_of(model, chosen)))
+        learner.settings = learner.settings.model_copy(update={"micro_batch": size})
+        gradients.append(gradient(learner, rollout))
     scale = max(g.abs().max() for g in gradients[0].values())
     assert scale > 0
     for other in gradients[1:]:

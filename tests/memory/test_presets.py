@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -118,6 +119,7 @@ class Row(NamedTuple):
     estimate: str
 
 
+@cache
 def rows() -> list[Row]:
     assert PAGE.is_file(), f"{PAGE} is missing; it has the table | recipe | card | estimate | how |"
     found = []

@@ -31,6 +31,13 @@ def tiny(request: pytest.FixtureRequest, folders: Path) -> Tiny:
     return Tiny(request.param, folders / request.param)
 
 
+@pytest.fixture(params=[("qwen2", "copy"), ("qwen2.5-vl", "copy-lora"), ("qwen2.5-vl", "lora")])
+def either(request: pytest.FixtureRequest, folders: Path) -> tuple[Tiny, str]:
+    """Every kind of critic once: for what takes long and does not depend on the model as well."""
+    name, kind = request.param
+    return Tiny(name, folders / name), kind
+
+
 @pytest.fixture(params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     return request.param
@@ -175,8 +182,9 @@ def test_using_adapter_restores_the_policys_adapter(tiny: Tiny) -> None:
     assert worn(module) == {"default"} and flags(module) == trained
 
 
-def test_a_critic_learns_beside_a_reference(tiny: Tiny, kind: str) -> None:
+def test_a_critic_learns_beside_a_reference(either: tuple[Tiny, str]) -> None:
     """PEFT freezes adapters when others are switched off; the learner must not notice."""
+    tiny, kind = either
     parts = made(tiny, kind, kl={"place": "reward", "estimator": "k1"})
     rollout = rollout_of(parts.model, tiny.prompts)
     _, found = loss_and_gradient(parts, rollout)
@@ -228,7 +236,8 @@ def test_a_critic_that_is_not_finite_stops_the_step(tiny: Tiny, value: float) ->
     assert all(torch.equal(w, before[n]) for n, w in parts.learner.policy.tensors().items())
 
 
-def test_a_checkpoint_holds_the_critic_and_its_adam(tiny: Tiny, kind: str) -> None:
+def test_a_checkpoint_holds_the_critic_and_its_adam(either: tuple[Tiny, str]) -> None:
+    tiny, kind = either
     parts = made(tiny, kind, False, updates=3, learner={"ema": {"every": 1}})
     rollout = rollout_of(parts.model, tiny.prompts)
     parts.learner.update(rollout, 0)
@@ -323,7 +332,8 @@ def test_the_start_comes_from_the_seed_alone(folders: Path) -> None:
     assert all(not p.any() for n, p in one.items() if "lora_B" in n)
 
 
-def test_in_half_precision(tiny: Tiny, kind: str) -> None:
+def test_in_half_precision(either: tuple[Tiny, str]) -> None:
+    tiny, kind = either
     parts = made(tiny, kind, model={"dtype": "bfloat16"})
     rollout = rollout_of(parts.model, tiny.prompts)
     values = parts.critic.values(rollout.token_trace)

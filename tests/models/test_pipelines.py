@@ -133,8 +133,9 @@ def of(folders: Path) -> Any:
     return lambda name: Tiny(name, folders / name)
 
 
-def draw(model: Any, tiny: Tiny, spec: SampleSpec, batch: int = 3) -> Piece:
-    pieces = list(DenoisingSampler(model, batch).sample(tiny.prompts, ROWS, SEEDS, spec))
+def draw(model: Any, tiny: Tiny, spec: SampleSpec, batch: int = 3, count: int = 4) -> Piece:
+    rows, seeds = ROWS[:count], SEEDS[:count]
+    pieces = list(DenoisingSampler(model, batch).sample(tiny.prompts, rows, seeds, spec))
     return Piece(
         [i for p in pieces for i in p.index],
         [s for p in pieces for s in p.samples],
@@ -198,25 +199,23 @@ def test_the_shift_follows_the_size(of: Any, name: str, differs: bool) -> None:
     assert (gap(small, large) > 0.01) == differs
 
 
-def replay_gap(
-    model: Any, tiny: Tiny, scale: float, batch: int, micro: int, moved: float = 0.0
-) -> float:
-    """Drawn in pieces of `batch`, scored again in pieces of `micro`; in between the weights may
-    move, to see that the figure tells."""
+def drawn(model: Any, tiny: Tiny, scale: float, batch: int, count: int) -> Rollout:
+    """The first `count` samples, in pieces of `batch`."""
     algorithm = FlowGRPO(steps=STEPS, guidance=scale, beta=0.0)
     size = Model(path="", height=SIZES[0][0], width=SIZES[0][1])
-    piece = draw(model, tiny, algorithm.spec(0, 0, size), batch)
+    piece = draw(model, tiny, algorithm.spec(0, 0, size), batch, count)
     assert piece.logp.dtype == torch.float32 and piece.logp.std() > 1e-3
-    noise = torch.Generator().manual_seed(5)
-    for tensor in model.policy.tensors().values():
-        tensor.add_(moved * torch.randn(tensor.shape, generator=noise))
-    scores = [Score(1.0)] * len(SEEDS)
-    rollout = Rollout(
-        piece.samples, torch.tensor(ROWS), piece.trace, piece.logp, 0, scores, {"none": 1.0}
-    )
+    rows, scores = torch.tensor(ROWS[:count]), [Score(1.0)] * count
+    return Rollout(piece.samples, rows, piece.trace, piece.logp, 0, scores, {"none": 1.0})
+
+
+def replay_gap(model: Any, rollout: Rollout, scale: float, micro: int) -> float:
+    """Scored again in pieces of `micro`."""
+    algorithm = FlowGRPO(steps=STEPS, guidance=scale, beta=0.0)
+    count = len(rollout.samples)
     with torch.no_grad():
-        terms = algorithm.terms(rollout, Prepared(torch.ones(len(SEEDS))))
-        assert len(terms) == len(SEEDS) * (STEPS - 1)
+        terms = algorithm.terms(rollout, Prepared(torch.ones(count)))
+        assert len(terms) == count * (STEPS - 1)
         parts = [terms.rows(slice(at, at + micro)) for at in range(0, len(terms), micro)]
         gaps = [algorithm.loss(model, part).stats["abs_dlogp"] for part in parts]
     return float(torch.cat(gaps).max())
@@ -224,11 +223,17 @@ def replay_gap(
 
 def check_replay(model: Any, tiny: Tiny, bound: float) -> None:
     """Guided and not; drawn alone and scored together, and the other way round: rounding depends
-    on the number of rows, most of all on whether there is more than one."""
-    guided = replay_gap(model, tiny, tiny.scales[-1], batch=3, micro=5)
-    alone = replay_gap(model, tiny, 1.0, batch=1, micro=12)
-    together = replay_gap(model, tiny, 1.0, batch=4, micro=1)
-    told = replay_gap(model, tiny, tiny.scales[-1], batch=3, micro=5, moved=0.02)
+    on the number of rows, most of all on whether there is more than one. At the end the weights
+    move, to see that the figure tells."""
+    scale = tiny.scales[-1]
+    rollout = drawn(model, tiny, scale, batch=3, count=4)
+    guided = replay_gap(model, rollout, scale, micro=5)
+    alone = replay_gap(model, drawn(model, tiny, 1.0, batch=1, count=2), 1.0, micro=12)
+    together = replay_gap(model, drawn(model, tiny, 1.0, batch=4, count=3), 1.0, micro=1)
+    noise = torch.Generator().manual_seed(5)
+    for tensor in model.policy.tensors().values():
+        tensor.add_(0.02 * torch.randn(tensor.shape, generator=noise))
+    told = replay_gap(model, rollout, scale, micro=5)
     assert max(guided, alone, together) < bound < told
 
 

@@ -74,7 +74,10 @@ def gap(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a - b).detach().abs().max())
 
 
-def test_a_response_does_not_depend_on_the_batch(tiny: Tiny) -> None:
+@pytest.mark.parametrize("name", ["qwen2", "qwen2.5-vl", "qwen3-vl"])
+def test_a_response_does_not_depend_on_the_batch(of: Any, name: str) -> None:
+    """With text alone, with positions in images, with features added to several layers."""
+    tiny = of(name)
     model = tiny.unchanged()
     first = draw(DecodingSampler(model, 1), tiny)
     assert first.index == list(range(len(ROWS))) and len(set(first.trace.mask.sum(1).tolist())) > 3

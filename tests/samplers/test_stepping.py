@@ -45,8 +45,9 @@ def fixed(monkeypatch: Any) -> list[int]:
 
 
 def test_fixed_turns_write_the_same_responses(tiny: Tiny, monkeypatch: Any, fixed: Any) -> None:
-    """Slots are used again, responses end early and late, and the host looks a turn behind."""
-    for lora in (None, LORA):
+    """Slots are used again, responses end early and late, and the host looks a turn behind.
+    Adapters are folded in the same way in every kind of model: here, in two."""
+    for lora in (None, LORA) if tiny.name in ("qwen2", "qwen3-vl") else (None,):
         model = tiny.model(lora=lora, fold=lora is not None)
         if lora:
             stirred(model)

@@ -342,7 +342,7 @@ REFUSED: list[tuple[str, Damage, str, str]] = [
     ("without a critic", tensors(lambda t: t.update({"beside/head": torch.ones(3)}), True),
      '1 tensor is unexpected, first "beside/head"', RESTORE),
     ("another shape", tensors(lambda t: t.update({first("current"): torch.ones(3)}), True),
-     f'different shape, first "{first("current")}": expected (2, 128), got (3,)', RESTORE),
+     f'different shape, first "{first("current")}": expected (2, 64), got (3,)', RESTORE),
     ("half a moment", tensors(lambda t: t.pop(first("adam.exp_avg")), True),
      f'1 tensor is missing, first "{first("adam.exp_avg")}"', RESTORE),
     ("a moment's name", tensors(lambda t: renamed(t, first("adam.step"), "adam.step/x"), True),
