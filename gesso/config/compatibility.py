@@ -46,10 +46,9 @@ def check_cluster(recipe: Recipe, where: str) -> None:
     sharding = f'{where}: cluster.sharding = "{cluster.sharding}"'
     if cluster.workers is None:
         raise UserError(f'{sharding} requires cluster.workers; set it to a number or "auto"')
-    if (cluster.sharding == "base") != (model.lora is not None):
-        kind, other = ("base", "a full fine-tune") if model.lora is None else ("all", "a LoRA")
-        fit = {"base": "all", "all": "base"}[kind]
-        raise UserError(f'{sharding} does not fit {other}; use "{fit}"')
+    fits, training = ("all", "a full fine-tune") if model.lora is None else ("base", "a LoRA")
+    if cluster.sharding != fits:
+        raise UserError(f'{sharding} does not fit {training}; use "{fits}"')
     if model.quantize is not None:
         raise UserError(f"{sharding} does not support model.quantize; remove one of them")
     if model.fold:

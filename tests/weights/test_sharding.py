@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, distributed, nn
 
+from gesso import build
+from gesso.cluster.placement import place
 from gesso.config import Lora
+from gesso.families import classes
 from gesso.learner.gradient_sum import FloatSum, gradient_sum
-from gesso.types import Which
+from gesso.types import UserError, Which
 from gesso.weights.layout import Layout, Sharding
 from gesso.weights.policy import Policy
 from gesso.weights.shards import divided_like, is_sharded, local, whole
@@ -191,3 +196,49 @@ def test_a_whole_tensor_is_divided_like_another() -> None:
     divided = divided_like(values, parameter)
     assert is_sharded(divided) and torch.equal(whole(divided), values)
     assert divided_like(values, values) is values and whole(values) is values
+
+
+LORA = "model.lora.rank=4"
+
+
+@pytest.mark.parametrize(
+    "overrides, told",
+    [
+        (["cluster.sharding=base", LORA], 'requires cluster.workers; set it to a number or "auto"'),
+        (
+            ["cluster.workers=2", "cluster.sharding=base"],
+            'does not fit a full fine-tune; use "all"',
+        ),
+        (["cluster.workers=2", "cluster.sharding=all", LORA], 'does not fit a LoRA; use "base"'),
+        (["cluster.offload=true"], "cluster.offload requires cluster.sharding"),
+        (["cluster.shard_within=2"], "cluster.shard_within requires cluster.sharding"),
+        (
+            ["cluster.workers=2", "cluster.sharding=base", LORA, "model.fold=true"],
+            "does not support model.fold = true",
+        ),
+        (
+            ["cluster.workers=2", "cluster.sharding=base", LORA, "model.quantize=nf4"],
+            "does not support model.quantize",
+        ),
+        (
+            ["cluster.workers=3", "cluster.sharding=all", "cluster.shard_within=2"],
+            "cluster.shard_within = 2 must divide the 3 workers",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(overrides: list[str], told: str) -> None:
+    with pytest.raises(UserError, match=re.escape(told)):
+        recipe = build.recipe("demo", overrides)
+        place(recipe, build.algorithm(recipe))
+
+
+class Unsharded:
+    """A user's model without the parameter `sharded`."""
+
+    def __init__(self, settings: Any, seed: int = 0) -> None: ...
+
+
+def test_a_custom_model_that_cannot_be_sharded_is_refused() -> None:
+    recipe = build.recipe("demo", ["cluster.workers=2", "cluster.sharding=all"])
+    with pytest.raises(UserError, match="its class has no parameter `sharded`"):
+        classes.built(Unsharded, recipe)

@@ -335,10 +335,10 @@ def _load_pipeline(model: PipelineModel, settings: config.Model) -> Any:
 
             kind = getattr(diffusers, model.pipeline)
             pipe = kind.from_pretrained(source, **options)
+            if not model.sharded:
+                return pipe.to(model.device)
             for name, part in pipe.components.items():
-                if isinstance(part, torch.nn.Module) and not (
-                    model.sharded and name == "transformer"
-                ):
+                if isinstance(part, torch.nn.Module) and name != "transformer":
                     part.to(model.device)
             return pipe
     except (OSError, ValueError, AttributeError, TypeError) as error:
