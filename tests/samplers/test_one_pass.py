@@ -91,7 +91,7 @@ def compared(data: dict, batch: int = 4, rewards: Sequence[float] = REWARDS) -> 
     assert torch.equal(one_pass.flow_trace.clean, two_passes.flow_trace.clean)
     assert torch.equal(one_pass.flow_trace.latents, two_passes.flow_trace.latents)
     assert torch.equal(one_pass.logp, two_passes.logp)
-    assert distance(gradient, expected) < 1e-5
+    assert distance(gradient, expected) < 2e-5  # float32; 1.1e-5 was seen on ARM
     return expected
 
 
