@@ -312,8 +312,8 @@ MUTANTS = [
     Mutant(
         "learner-gradient-clipping",
         "gesso/learner/learner.py",
-        'clip_grad_norm_(group["params"], self.schedule.max_norm)',
-        'get_total_norm([p.grad for p in group["params"] if p.grad is not None])',
+        "        clip_grads_with_norm_(kind, max_norm, norm)",
+        "        pass",
         "tests/test_settings.py -k adamw",
     ),
     Mutant(
@@ -340,8 +340,8 @@ MUTANTS = [
     Mutant(
         "learner-restores-no-moments",
         "gesso/learner/learner.py",
-        "key: tensors[name].clone().to(p.device)",
-        "key: torch.zeros_like(tensors[name])",
+        "    copy = tensor.clone()",
+        "    copy = torch.zeros_like(tensor)",
         "tests/learner/test_learner.py -k restores",
     ),
     Mutant(

@@ -125,8 +125,9 @@ def go(data: dict[str, Any], folder: Path, count: int | None = None, **cluster: 
 
 
 def without_cluster(rows: list[dict]) -> list[dict]:
+    """Also without the number of cached scores: a resumed run starts with an empty cache."""
     return [
-        {key: value for key, value in row.items() if not key.startswith("cluster/")}
+        {k: value for k, value in row.items() if not k.startswith("cluster/") and k != "cached"}
         for row in comparable(rows)
     ]
 

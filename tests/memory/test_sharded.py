@@ -55,7 +55,7 @@ def test_the_page_has_the_estimate(tmp_path: Path) -> None:
     """One row of its table: an estimate takes seconds."""
     row = next(row for row in PAGE.read_text().split("\n") if row.startswith("| FLUX.1-dev, LoRA"))
     command, said = (cell.strip(" `") for cell in row.split("|")[3:5])
-    name, _, card, *overrides = command.removeprefix("gesso train ").split()
+    name, *overrides, _, card = command.removeprefix("gesso train ").split()
     write_configs("flux", tmp_path / "flux")
     path = f"model.path={tmp_path / 'flux'}"
     memory = estimate(build.recipe(name, [path, *overrides], int(card)))
