@@ -18,7 +18,7 @@ from gesso import build
 from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.config import Model
 from gesso.config.tables import tomllib
-from gesso.models.flow import compiled, pipeline
+from gesso.models.flow import compiled, loading
 from gesso.models.flow.compiled import (
     GRAPHS,
     LARGE,
@@ -359,15 +359,15 @@ def test_what_is_known_of_a_size_before_loading(
     settings = build.recipe_from(data).model
     model = drawing(build.model(build.recipe_from(data)))
     parameters = sum(p.numel() for p in model.transformer.parameters())
-    bound = pipeline._most_parameters(settings.path)
+    bound = loading.most_parameters(settings.path)
     assert [call.args[2] for call in told.call_args_list] == [bound, parameters]
     assert parameters <= bound < LARGE
-    assert pipeline._most_parameters("somebody/large-on-the-hub") >= LARGE
+    assert loading.most_parameters("somebody/large-on-the-hub") >= LARGE
     shards = tmp_path / "transformer"
     shards.mkdir()
     for name, size in (("1.safetensors", 3), ("2.safetensors", 4), ("config.json", 5)):
         (shards / name).write_bytes(bytes(size))
-    assert pipeline._most_parameters(str(tmp_path)) == 7
+    assert loading.most_parameters(str(tmp_path)) == 7
 
 
 def test_compiler_processes_start_for_cuda_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,10 @@
-"""A diffusers pipeline as a flow model: loading, precision, latents, decoding and saving, shared by
-all pipelines. The file of each model contains the differences: text encoding and the call of its
+"""A diffusers pipeline as a flow model: precision, latents, decoding and saving, shared by all
+pipelines. The file of each model contains the differences: text encoding and the call of its
 transformer.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,15 +18,14 @@ from torch import Tensor
 
 from gesso import config
 from gesso.models.flow import compiled as speed
+from gesso.models.flow import loading
 from gesso.models.flow.adapter import load_adapter
 from gesso.models.flow.attention import has_kernels
 from gesso.models.flow.base import Guidance, TextEncoder
-from gesso.models.located import PIPELINE, locate
 from gesso.models.repeatable import settle_attention
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
 from gesso.types import UserError, Which
-from gesso.weights.empty import on_meta
 from gesso.weights.folding_rule import folds_lora
 from gesso.weights.layout import Sharding
 from gesso.weights.merge import SHARD
@@ -48,9 +45,6 @@ JOINT_ATTENTION = tuple(
     )
 )
 """Diffusers' names for the projections of a joint attention over image and text."""
-LIBRARIES = ("diffusers", "transformers")
-"""Libraries whose classes model_index.json may name: diffusers imports any class named there."""
-ABSENT = [None, None]  # a component that the folder does not have
 
 
 @dataclass(frozen=True)
@@ -84,7 +78,7 @@ class PipelineModel(ABC):
         self.device = config.pick_device(settings.device, "model.device")
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         whole = settings.lora is None
-        load = _empty_pipeline if self.device.type == "meta" else _load_pipeline
+        load = loading.empty_pipeline if self.device.type == "meta" else loading.load_pipeline
         self.sharded = sharded  # the transformer is moved to the device later
         self.pipe = load(self, settings)
         for part in self.pipe.components.values():
@@ -305,122 +299,3 @@ def text_encoder(name: str, limit: int, tokenizer: Any) -> TextEncoder:
 
 def _round(size: int, factor: int) -> int:
     return max(factor, round(size / factor) * factor)
-
-
-def _most_parameters(source: str) -> int:
-    """Upper bound of the transformer's parameters before it is loaded, at one byte each. A model on
-    the hub counts as large."""
-    folder = Path(source) / "transformer"
-    if not folder.is_dir():
-        return speed.LARGE
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-
-
-def _load_pipeline(model: PipelineModel, settings: config.Model) -> Any:
-    """The pipeline with its networks in the model's dtype; a fully fine-tuned transformer in
-    float32, large components in 4 bits if the recipe sets model.quantize."""
-    source, options = _locate(model, settings)
-    if speed.compiles(settings, model.device, _most_parameters(source), model.blocks):
-        speed.wake_compiler(model.device)  # not earlier: a wrong path fails immediately
-    whole = settings.lora is None
-    options["dtype"] = {
-        "transformer": torch.float32 if whole else model.dtype,
-        "default": model.dtype,
-    }
-    if settings.quantize is not None:
-        options["quantization_config"] = _four_bits(model)
-    try:
-        with quiet("diffusers"):
-            import diffusers
-
-            kind = getattr(diffusers, model.pipeline)
-            pipe = kind.from_pretrained(source, **options)
-            if not model.sharded:
-                return pipe.to(model.device)
-            for name, part in pipe.components.items():
-                if isinstance(part, torch.nn.Module) and name != "transformer":
-                    part.to(model.device)
-            return pipe
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise UserError(
-            f'model.path = "{settings.path}": diffusers cannot load it as a {model.pipeline}: '
-            f"{str(error).splitlines()[0]}"
-        ) from error
-
-
-def _four_bits(model: PipelineModel) -> Any:
-    """NF4 by bitsandbytes."""
-    if model.device.type != "cuda":
-        raise UserError(
-            f'model.quantize = "nf4" requires a CUDA device, got {model.device}; '
-            "remove model.quantize"
-        )
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(
-            'model.quantize = "nf4" requires bitsandbytes: pip install "gesso[quantize]"'
-        )
-    from diffusers import PipelineQuantizationConfig
-
-    return PipelineQuantizationConfig(
-        quant_backend="bitsandbytes_4bit",
-        quant_kwargs={
-            "load_in_4bit": True,
-            "bnb_4bit_quant_type": "nf4",
-            "bnb_4bit_compute_dtype": model.dtype,
-        },
-        components_to_quantize=list(model.large),
-    )
-
-
-def _empty_pipeline(model: PipelineModel, settings: config.Model) -> Any:
-    """The pipeline built from its configs only: networks with shapes but no values."""
-    import diffusers
-
-    source, parts = _locate(model, settings)
-    try:
-        with quiet("diffusers"):
-            index = diffusers.DiffusionPipeline.load_config(source)
-            for name, entry in index.items():
-                if isinstance(entry, list | tuple) and entry[0] is not None:
-                    parts[name] = _empty_part(entry[0], entry[1], source, name, model, settings)
-            return getattr(diffusers, model.pipeline)(**parts)
-    except (OSError, ValueError, AttributeError, TypeError, LookupError, ImportError) as error:
-        raise UserError(
-            f'model.path = "{settings.path}": its configs cannot be read: '
-            f"{str(error).splitlines()[0]}"
-        ) from error
-
-
-def _empty_part(
-    library: str, name: str, source: str, folder: str, model: PipelineModel, settings: config.Model
-) -> Any:
-    kind = getattr(importlib.import_module(library), name)  # `_locate` checked the library
-    if not issubclass(kind, torch.nn.Module):
-        return kind.from_pretrained(source, subfolder=folder)
-    with on_meta():
-        if library == "diffusers":
-            part = kind.from_config(kind.load_config(source, subfolder=folder))
-        else:
-            part = kind(kind.config_class.from_pretrained(source, subfolder=folder))
-    whole = settings.lora is None and folder == "transformer"
-    return part.to(torch.float32 if whole else model.dtype)
-
-
-def _locate(model: PipelineModel, settings: config.Model) -> tuple[str, dict[str, Any]]:
-    """The folder or hub name to load, and the absent components as arguments: diffusers requires
-    components that are null in model_index.json (usually T5) to be passed as None."""
-    located = locate(settings, PIPELINE)
-    kind = located.about.get(PIPELINE.key)
-    if kind != model.pipeline:
-        raise UserError(
-            f'model.path = "{settings.path}" is a {kind} according to its {PIPELINE.file}, but '
-            f'model.name = "{settings.name}" expects a {model.pipeline}; change one of them'
-        )
-    parts = {name: part for name, part in located.about.items() if isinstance(part, list)}
-    for name, part in parts.items():
-        if part != ABSENT and (len(part) != 2 or part[0] not in LIBRARIES):
-            raise UserError(
-                f'model.path = "{settings.path}": {PIPELINE.file} has "{name}": '
-                f"{json.dumps(part)}; only classes of {' and '.join(LIBRARIES)} are loaded"
-            )
-    return located.source, {name: None for name, part in parts.items() if part == ABSENT}

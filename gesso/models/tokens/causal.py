@@ -11,7 +11,8 @@ from torch import Tensor
 
 from gesso import config
 from gesso.models.tokens.loading import chat_template
-from gesso.models.tokens.transformer import PROJECTIONS, Sequences, TransformerModel
+from gesso.models.tokens.sequences import Sequences
+from gesso.models.tokens.transformer import PROJECTIONS, TransformerModel
 from gesso.rollout import TokenPrompt
 from gesso.types import Prompt, UserError
 

@@ -75,6 +75,15 @@ def load(model: Architecture, settings: config.TokenModel) -> Any:
     return module
 
 
+def move(module: Any, decoder: Any, device: torch.device, sharded: bool) -> None:
+    """The module to its device, except for the layers of a decoder that is sharded later."""
+    layers = decoder.layers
+    if sharded:
+        decoder.layers = torch.nn.ModuleList()
+    module.to(device)
+    decoder.layers = layers
+
+
 def _attention(model_config: Any) -> Any:
     """Our attention for the decoder, SDPA for a vision tower."""
     name = attention.register()

@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +22,8 @@ from gesso.models.repeatable import kernel_options, settle_attention
 from gesso.models.tokens import head, loading, saving
 from gesso.models.tokens.attention import segments_of
 from gesso.models.tokens.base import PrefilledPrompt, ResponseLogp
+from gesso.models.tokens.recomputing import recomputing
+from gesso.models.tokens.sequences import Sequences
 from gesso.models.tokens.stepping import Stepper, fits
 from gesso.quiet import quiet
 from gesso.rollout import TokenPrompt, TokenTrace
@@ -37,16 +38,6 @@ LARGE = 500_000_000
 worthwhile."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Names of all linear layers of a decoder layer in transformers."""
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """Concatenated prompts, each followed by its responses, on the model's device."""
-
-    ids: Tensor  # (T,)
-    positions: Tensor  # (rows, T)
-    prompts: Sequence[TokenPrompt]
-    lengths: Sequence[Sequence[int]]  # per prompt: its length, then those of its responses
 
 
 class TransformerModel(ABC):
@@ -64,7 +55,7 @@ class TransformerModel(ABC):
         self.source = locate(settings, TRANSFORMER).source
         self.module = loading.load(self, settings)
         if not self.quantized:
-            self._place(sharded)
+            loading.move(self.module, self.decoder, self.device, sharded)
         settle_attention(self.device)  # for a trained vision tower
         self.strict = self.device.type == "cuda"
         self.tokenizer = loading.tokenizer(self.source, settings.path)
@@ -84,9 +75,9 @@ class TransformerModel(ABC):
         self.module.eval()  # adapters, too
         self._stepper: Stepper | None = None  # while generating
         self._half_head: Tensor | None = None  # the same, if head and embedding are tied
-        self._checkpointed: list[nn.Module] = []
+        self._recomputing: Callable[[], AbstractContextManager] = nullcontext
         if settings.gradient_checkpointing:
-            self._checkpoint()
+            self._recomputing = recomputing(self.module)
         large = sum(p.numel() for p in self.decoder.parameters()) >= LARGE
         self.compiled = self._pays(settings.compile, bool(settings.compile) or large)
         if self.compiled:
@@ -97,14 +88,6 @@ class TransformerModel(ABC):
         self.suppressed = torch.tensor(sorted(self._suppressed_ids()), dtype=torch.long).to(
             self.device
         )
-
-    def _place(self, sharded: bool) -> None:
-        """The module on its device, except for layers that `shard` moves later."""
-        layers = self.decoder.layers
-        if sharded:
-            self.decoder.layers = nn.ModuleList()
-        self.module.to(self.device)
-        self.decoder.layers = layers
 
     @property
     def sharding(self) -> Sharding:
@@ -390,29 +373,6 @@ class TransformerModel(ABC):
     def _head(self) -> Any:
         return self.module.get_output_embeddings()
 
-    # Gradient checkpointing
-
-    def _checkpoint(self) -> None:
-        from transformers.modeling_layers import GradientCheckpointingLayer
-
-        self.module.gradient_checkpointing_enable({"use_reentrant": False})
-        layers = (m for m in self.module.modules() if isinstance(m, GradientCheckpointingLayer))
-        self._checkpointed = list(layers)
-
-    @contextmanager
-    def _recomputing(self) -> Iterator[None]:
-        """transformers checkpoints only layers in training mode, and removes their cache. So the
-        layers themselves are in training mode during a differentiated pass, but not their
-        submodules: dropout stays off."""
-        active = self._checkpointed if torch.is_grad_enabled() else []
-        for layer in active:
-            layer.training = True
-        try:
-            yield
-        finally:
-            for layer in active:
-                layer.training = False
-
     # Saving
 
     def save(self, folder: Path, merged: bool = False, shard: str = SHARD) -> None:
@@ -434,8 +394,3 @@ class TransformerModel(ABC):
             else:
                 with self.policy.merged():
                     saving.save_whole(self, folder, shard)
-
-
-def distinct(prompts: Sequence[TokenPrompt]) -> dict[int, TokenPrompt]:
-    """Distinct prompts by identity: the samples of a group share one prompt object."""
-    return {id(prompt): prompt for prompt in prompts}

@@ -24,7 +24,8 @@ from gesso.models.tokens import loading
 from gesso.models.tokens.attention import WINDOWS
 from gesso.models.tokens.feature_cache import FeatureCache, images_of
 from gesso.models.tokens.packing import pack
-from gesso.models.tokens.transformer import PROJECTIONS, Sequences, TransformerModel, distinct
+from gesso.models.tokens.sequences import Sequences, distinct
+from gesso.models.tokens.transformer import PROJECTIONS, TransformerModel
 from gesso.quiet import quiet
 from gesso.rollout import TokenPrompt
 from gesso.types import Prompt, UserError

@@ -1,0 +1,161 @@
+"""Loads diffusers pipelines: with their weights, or by their configs alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from gesso import config
+from gesso.models.flow import compiled as speed
+from gesso.models.located import PIPELINE, locate
+from gesso.quiet import quiet
+from gesso.types import UserError
+from gesso.weights.empty import on_meta
+
+LIBRARIES = ("diffusers", "transformers")
+"""Libraries whose classes model_index.json may name: diffusers imports any class named there."""
+ABSENT = [None, None]  # a component that the folder does not have
+
+
+class Architecture(Protocol):
+    """What a model class loads, and onto which device."""
+
+    device: torch.device
+    dtype: torch.dtype
+    sharded: bool  # the transformer stays in host memory
+
+    @property
+    def pipeline(self) -> str:
+        """Name of the class in diffusers."""
+
+    @property
+    def large(self) -> Sequence[str]:
+        """Components worth quantizing."""
+
+    @property
+    def blocks(self) -> Sequence[str]:
+        """Classes of the transformer's repeated blocks."""
+
+
+def most_parameters(source: str) -> int:
+    """Upper bound of the transformer's parameters before it is loaded, at one byte each. A model on
+    the hub counts as large."""
+    folder = Path(source) / "transformer"
+    if not folder.is_dir():
+        return speed.LARGE
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def load_pipeline(model: Architecture, settings: config.Model) -> Any:
+    """The pipeline with its networks in the model's dtype; a fully fine-tuned transformer in
+    float32, large components in 4 bits if the recipe sets model.quantize."""
+    source, options = _locate(model, settings)
+    if speed.compiles(settings, model.device, most_parameters(source), model.blocks):
+        speed.wake_compiler(model.device)  # not earlier: a wrong path fails immediately
+    whole = settings.lora is None
+    options["dtype"] = {
+        "transformer": torch.float32 if whole else model.dtype,
+        "default": model.dtype,
+    }
+    if settings.quantize is not None:
+        options["quantization_config"] = _four_bits(model)
+    try:
+        with quiet("diffusers"):
+            import diffusers
+
+            kind = getattr(diffusers, model.pipeline)
+            pipe = kind.from_pretrained(source, **options)
+            if not model.sharded:
+                return pipe.to(model.device)
+            for name, part in pipe.components.items():
+                if isinstance(part, torch.nn.Module) and name != "transformer":
+                    part.to(model.device)
+            return pipe
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise UserError(
+            f'model.path = "{settings.path}": diffusers cannot load it as a {model.pipeline}: '
+            f"{str(error).splitlines()[0]}"
+        ) from error
+
+
+def _four_bits(model: Architecture) -> Any:
+    """NF4 by bitsandbytes."""
+    if model.device.type != "cuda":
+        raise UserError(
+            f'model.quantize = "nf4" requires a CUDA device, got {model.device}; '
+            "remove model.quantize"
+        )
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(
+            'model.quantize = "nf4" requires bitsandbytes: pip install "gesso[quantize]"'
+        )
+    from diffusers import PipelineQuantizationConfig
+
+    return PipelineQuantizationConfig(
+        quant_backend="bitsandbytes_4bit",
+        quant_kwargs={
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_compute_dtype": model.dtype,
+        },
+        components_to_quantize=list(model.large),
+    )
+
+
+def empty_pipeline(model: Architecture, settings: config.Model) -> Any:
+    """The pipeline built from its configs only: networks with shapes but no values."""
+    import diffusers
+
+    source, parts = _locate(model, settings)
+    try:
+        with quiet("diffusers"):
+            index = diffusers.DiffusionPipeline.load_config(source)
+            for name, entry in index.items():
+                if isinstance(entry, list | tuple) and entry[0] is not None:
+                    parts[name] = _empty_part(entry[0], entry[1], source, name, model, settings)
+            return getattr(diffusers, model.pipeline)(**parts)
+    except (OSError, ValueError, AttributeError, TypeError, LookupError, ImportError) as error:
+        raise UserError(
+            f'model.path = "{settings.path}": its configs cannot be read: '
+            f"{str(error).splitlines()[0]}"
+        ) from error
+
+
+def _empty_part(
+    library: str, name: str, source: str, folder: str, model: Architecture, settings: config.Model
+) -> Any:
+    kind = getattr(importlib.import_module(library), name)  # `_locate` checked the library
+    if not issubclass(kind, torch.nn.Module):
+        return kind.from_pretrained(source, subfolder=folder)
+    with on_meta():
+        if library == "diffusers":
+            part = kind.from_config(kind.load_config(source, subfolder=folder))
+        else:
+            part = kind(kind.config_class.from_pretrained(source, subfolder=folder))
+    whole = settings.lora is None and folder == "transformer"
+    return part.to(torch.float32 if whole else model.dtype)
+
+
+def _locate(model: Architecture, settings: config.Model) -> tuple[str, dict[str, Any]]:
+    """The folder or hub name to load, and the absent components as arguments: diffusers requires
+    components that are null in model_index.json (usually T5) to be passed as None."""
+    located = locate(settings, PIPELINE)
+    kind = located.about.get(PIPELINE.key)
+    if kind != model.pipeline:
+        raise UserError(
+            f'model.path = "{settings.path}" is a {kind} according to its {PIPELINE.file}, but '
+            f'model.name = "{settings.name}" expects a {model.pipeline}; change one of them'
+        )
+    parts = {name: part for name, part in located.about.items() if isinstance(part, list)}
+    for name, part in parts.items():
+        if part != ABSENT and (len(part) != 2 or part[0] not in LIBRARIES):
+            raise UserError(
+                f'model.path = "{settings.path}": {PIPELINE.file} has "{name}": '
+                f"{json.dumps(part)}; only classes of {' and '.join(LIBRARIES)} are loaded"
+            )
+    return located.source, {name: None for name, part in parts.items() if part == ABSENT}
