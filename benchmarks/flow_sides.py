@@ -22,7 +22,9 @@ from gesso.algorithms.flow_grpo_fast import FlowGRPOFast
 from gesso.formulas.advantages import group_relative
 from gesso.learner.learner import Learner
 from gesso.models.flow.compiled import sizes
+from gesso.models.flow.pipeline import PipelineModel
 from gesso.models.flow.sd3 import SD3
+from gesso.ranks import ALONE, Ranks
 from gesso.rollout import Conditioning, FlowTrace, Rollout
 from gesso.samplers.denoise import DenoisingSampler
 from gesso.types import Prompt, Score, seed_of
@@ -99,8 +101,12 @@ def flops(shape: Shape, backward: bool) -> float:
 
 
 def write_pipeline(shape: Shape, folder: Path, device: torch.device) -> None:
-    """Weights with which the velocity depends on image, text and time, as in a trained network,
-    rounded to a precision that both sides can represent."""
+    random_pipeline(shape, device).save_pretrained(folder)
+
+
+def random_pipeline(shape: Shape, device: torch.device) -> Any:
+    """SD3 in bfloat16 without text encoders. With these weights the velocity depends on image, text
+    and time, as in a trained network."""
     from diffusers import (
         AutoencoderKL,
         FlowMatchEulerDiscreteScheduler,
@@ -127,16 +133,18 @@ def write_pipeline(shape: Shape, folder: Path, device: torch.device) -> None:
     absent = {
         f"{part}{i}": None for part in ("text_encoder", "tokenizer") for i in ("", "_2", "_3")
     }
-    StableDiffusion3Pipeline(
+    return StableDiffusion3Pipeline(
         transformer=transformer.bfloat16(), vae=vae.bfloat16(),
         scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0), **absent,
-    ).save_pretrained(folder)  # fmt: skip
+    )  # fmt: skip
 
 
-class Wordless(SD3):
-    """Random embeddings of the real shapes replace the text encoders."""
+class RandomEmbeddings(PipelineModel):
+    """Embeddings of the real shapes replace the text encoders; the time of decoding is kept."""
 
-    seconds: defaultdict[str, float]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seconds: defaultdict[str, float] = defaultdict(float)
 
     def encode(self, texts: Sequence[str]) -> Conditioning:
         net_config, rows = self.transformer.config, []
@@ -161,6 +169,10 @@ class Wordless(SD3):
         return images
 
 
+class Wordless(RandomEmbeddings, SD3):
+    """SD3 without text encoders."""
+
+
 def now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -171,7 +183,7 @@ def now() -> float:
 class Ours:
     """Gesso's classes, unchanged."""
 
-    model: Wordless
+    model: RandomEmbeddings
     shape: Shape
     start: dict[str, Tensor] = field(init=False)
 
@@ -190,13 +202,12 @@ class Ours:
             dtype=shape.dtype, device=str(device), lora=config.Lora(), fold=True,
         )  # fmt: skip
         model = Wordless(section)
-        model.seconds = defaultdict(float)
         model.sizes = sizes(shape.images, shape.images)
         return cls(model, shape)
 
-    def learner(self, algorithm: Algorithm) -> Learner:
+    def learner(self, algorithm: Algorithm, ranks: Ranks = ALONE) -> Learner:
         settings = config.Learner(micro_batch=self.shape.images)
-        return Learner(self.model, algorithm, config.Optimizer(), settings, 0)
+        return Learner(self.model, algorithm, config.Optimizer(), settings, 0, ranks=ranks)
 
     def sample(self, algorithm: Algorithm, images: int) -> Rollout:
         place = config.Model(path="", height=self.shape.size, width=self.shape.size)

@@ -1,0 +1,98 @@
+"""One worker process on a CUDA device, with NCCL and with sharded weights, trains as a single
+process does. Models are compiled and in bfloat16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load
+
+from tests.gpu_runs import STEPS, finished, recipe, result, started, write_prompts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+WORKER = ("cluster.workers=1",)
+BASE = (*WORKER, "cluster.sharding=base")
+ALL = (*WORKER, "cluster.sharding=all")
+LORA = ("model.fold=false",)
+FULL = ("model.fold=false", "model.lora=none")
+CHECKPOINTED = (*LORA, "model.gradient_checkpointing=true")
+RUNS = {
+    "sd35": {
+        "lora": LORA,
+        "lora, worker": (*LORA, *WORKER),
+        "lora, base": (*LORA, *BASE),
+        "lora, base, offload": (*LORA, *BASE, "cluster.offload=true"),
+        "full": FULL,
+        "full, all": (*FULL, *ALL),
+    },
+    "flux-dev": {
+        "checkpointed": CHECKPOINTED,
+        "checkpointed, base": (*CHECKPOINTED, *BASE),
+    },
+    # A worker decodes part after part, a single process with continuous batching: other bits.
+    "qwen2": {
+        "lora": (*LORA, *WORKER),
+        "lora, base": (*LORA, *BASE),
+        "full": (*FULL, *WORKER),
+        "full, all": (*FULL, *ALL),
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
+    """All at once."""
+    base = tmp_path_factory.mktemp("runs")
+    prompts = write_prompts(base)
+    processes = {}
+    for model, variants in RUNS.items():
+        folder = base / model
+        folder.mkdir()
+        file = recipe(model, folder, prompts)
+        for variant, overrides in variants.items():
+            run = folder / variant.replace(", ", "-")
+            process = started(run, file, folder / f"cache-{run.name}", overrides)
+            processes[model, variant] = run, process
+    for run, process in processes.values():
+        finished(process, run)
+    return {key: run for key, (run, _) in processes.items()}
+
+
+@pytest.mark.parametrize(
+    ("model", "one", "other"),
+    [
+        ("sd35", "lora", "lora, worker"),
+        ("sd35", "lora", "lora, base"),
+        ("sd35", "lora", "lora, base, offload"),
+        ("flux-dev", "checkpointed", "checkpointed, base"),
+        ("qwen2", "lora", "lora, base"),
+    ],
+)
+def test_every_bit_is_equal(
+    model: str, one: str, other: str, runs: dict[tuple[str, str], Path]
+) -> None:
+    rows, weights = result(runs[model, one])
+    assert len(rows) == STEPS + 1 and weights
+    assert (rows, weights) == result(runs[model, other])
+
+
+@pytest.mark.parametrize("model", ["sd35", "qwen2"])
+def test_all_weights_sharded(model: str, runs: dict[tuple[str, str], Path]) -> None:
+    """Autocast rounds weights before they are gathered or after it, to the same values; gradients
+    are summed elsewhere."""
+    (rows, files), (sharded_rows, sharded_files) = (
+        result(runs[model, variant]) for variant in ("full", "full, all")
+    )
+    assert len(rows) == len(sharded_rows) == STEPS + 1
+    assert sharded_rows[0] == rows[0], "evaluation of the same weights"
+    assert sharded_files.keys() == files.keys()
+    for name, content in files.items():
+        expected, state = load(content), load(sharded_files[name])
+        assert state.keys() == expected.keys()
+        for key, tensor in expected.items():
+            torch.testing.assert_close(state[key], tensor, rtol=1e-3, atol=1e-5)

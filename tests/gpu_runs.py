@@ -1,0 +1,87 @@
+"""Runs of tiny compiled models on a CUDA device, each in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from gesso.track.run_folder import RunFolder
+from tests import pipelines, tokens
+from tests.pinned.runs import UNREPEATABLE
+
+STEPS, DEVICE = 4, "cuda"
+KINDS = {"sd35": "sd3", "flux-dev": "flux", "qwen-image": "qwen-image", "qwen2": "causal"}
+NOT_REPEATED = (*UNREPEATABLE, "cached", "cluster/")  # a resumed run has no cached scores
+
+
+def recipe(name: str, folder: Path, prompts: Path) -> Path:
+    data = {"train": str(prompts), "eval": str(prompts), "groups": 2}
+    common = {"device": DEVICE, "dtype": "bfloat16", "lora": {"rank": 4, "alpha": 8}}
+    table: dict[str, Any] = {"steps": STEPS, "data": data, "eval": {"every": 2, "prompts": 3}}
+    table |= {"save": {"every": 1, "keep": STEPS}, "learner": {"micro_batch": 6}}
+    if name == "qwen2":
+        model = tokens.build(name, folder / "model", 64)
+        table["model"] = common | {"name": "causal", "path": str(model), "compile": True}
+        table["algorithm"] = {"name": "grpo", "group": 4, "max_tokens": 200}
+        table["reward"] = [{"name": "tests.token_rewards:early"}]
+        table["learner"] = {"micro_tokens": 512}
+    else:
+        model = pipelines.build(name, folder / "model", 8)
+        size = {"height": 64, "width": 64, "text_length": 16}
+        table["model"] = common | size | {
+            "name": KINDS[name], "path": str(model), "compile": True, "fold": True,
+        }  # fmt: skip
+        table["algorithm"] = {
+            "name": "flow-grpo", "group": 3, "steps": 4, "guidance": 3.0, "beta": 0.04,
+        }  # fmt: skip
+        table["sampler"] = {"batch": 4}
+        table["eval"] |= {"steps": 4}
+        table["reward"] = [{"name": "jpeg-compressibility"}]
+    file = folder / "recipe.toml"
+    file.write_text(tomli_w.dumps(table))
+    return file
+
+
+def started(
+    run: Path, recipe: Path, cache: Path, overrides: Sequence[str] = ()
+) -> subprocess.Popen[bytes]:
+    """A new run or, if the folder exists, the rest of it."""
+    new = [str(recipe), *overrides, "--run", str(run)]
+    arguments = ["--resume", str(run)] if (run / "config.toml").exists() else new
+    environment = os.environ | {
+        "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
+        "TRITON_CACHE_DIR": str(cache / "triton"),
+        "TORCHINDUCTOR_COMPILE_THREADS": "2",
+    }  # fmt: skip
+    log = (run.parent / f"{run.name}.log").open("ab")
+    return subprocess.Popen(
+        [sys.executable, "-m", "gesso", "train", *arguments],
+        env=environment, stdout=log, stderr=log, start_new_session=True,
+    )  # fmt: skip
+
+
+def finished(process: subprocess.Popen[bytes], run: Path) -> None:
+    log = run.parent / f"{run.name}.log"
+    assert process.wait(400) == 0, log.read_text()[-2000:]
+
+
+def write_prompts(folder: Path) -> Path:
+    file = folder / "prompts.txt"
+    file.write_text("a red kite\na blue sign in the wind\nan oak\n")
+    return file
+
+
+def result(run: Path) -> tuple[list[dict], dict[str, bytes]]:
+    """Rows without timings, and all files of the last checkpoint."""
+    folder = RunFolder(run)
+    rows = [
+        {k: v for k, v in row.items() if not k.startswith(NOT_REPEATED)} for row in folder.rows()
+    ]
+    last = sorted((run / "checkpoints").iterdir())[-1]
+    return rows, {file.name: file.read_bytes() for file in last.glob("*.safetensors")}
