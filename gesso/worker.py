@@ -68,6 +68,13 @@ def _end_with_the_driver(life: int) -> None:
     os._exit(1)
 
 
+def _numbered(device: torch.device) -> torch.device | None:
+    """For NCCL, which refuses "cuda" without a number."""
+    if device.type == "cpu":
+        return None
+    return torch.device(device.type, torch.cuda.current_device())
+
+
 def _raised(error: BaseException) -> dict[str, Any]:
     known = [name for name, kind in ERRORS.items() if isinstance(error, kind)]
     trace = "".join(traceback.format_exception(error))
@@ -152,7 +159,7 @@ class Worker:
             rank=rank,
             world_size=count,
             timeout=timedelta(seconds=2 * self.recipe.cluster.patience),  # the driver stops first
-            device_id=device if device.type == "cuda" else None,
+            device_id=_numbered(device),
         )
         self.group = _ReportingGroup(device, self.channel, self.recipe.cluster.sharding is not None)
         self.algorithm, self.learner = build.learner(
