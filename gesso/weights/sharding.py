@@ -6,6 +6,7 @@ Adapters are never sharded: they are small, and the learner adds up their gradie
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
@@ -32,6 +33,8 @@ def shard(
 ) -> None:
     """Each block is gathered alone, everything else with the module, except for parameters that
     stay `whole`. Gradients are sums over ranks."""
+    # For code that changes the output of a block in place, which these models do not.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
     kept = OffloadPolicy()
     if layout.offload:
         kept = CPUOffloadPolicy(pin_memory=device.type == "cuda")
