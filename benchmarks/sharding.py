@@ -1,6 +1,7 @@
 """Measures what sharding by FSDP2 costs in a world of one device.
 
-    python benchmarks/sharding.py [--models sd35 flux] [--rounds 3] [--out FOLDER] [--tiny]
+    python benchmarks/sharding.py [--models sd35 flux] [--rounds 3] [--not-folded] [--out FOLDER]
+        [--tiny]
 
 An iteration of Flow-GRPO with LoRA on networks of SD3.5-M's and FLUX.1-dev's shape, random weights,
 512², 10 steps: adapters folded into the weights, not folded, and not folded with a sharded base.
@@ -143,13 +144,16 @@ def iterations(ours: Ours, ranks: Ranks, rounds: int) -> dict[str, Any]:
     }
 
 
-def measure(case: Case, device: torch.device, rounds: int) -> dict[str, dict[str, Any]]:
+def measure(
+    case: Case, device: torch.device, rounds: int, folded: bool
+) -> dict[str, dict[str, Any]]:
     rows = {}
-    ours = load(case, device, fold=True)
-    rows["folded"] = show("folded", iterations(ours, ALONE, rounds))
-    del ours
-    gc.collect()
-    torch.cuda.empty_cache()
+    if folded:
+        ours = load(case, device, fold=True)
+        rows["folded"] = show("folded", iterations(ours, ALONE, rounds))
+        del ours
+        gc.collect()
+        torch.cuda.empty_cache()
     ours = load(case, device, fold=False)
     rows["not folded"] = show("not folded", iterations(ours, ALONE, rounds))
     model = ours.model
@@ -167,6 +171,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--models", nargs="*", choices=[*CASES], default=[*CASES])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--not-folded", action="store_true", help="leave out folded adapters")
     parser.add_argument("--out", type=Path, help="folder for sharding.json")
     parser.add_argument("--tiny", action="store_true", help="tiny models, also on a CPU")
     options = parser.parse_args()
@@ -179,7 +184,8 @@ def main() -> None:
     found: dict[str, Any] = {}
     for name in options.models:
         print(name, flush=True)
-        found[name] = measure((TINY_CASES if options.tiny else CASES)[name], device, options.rounds)
+        case = (TINY_CASES if options.tiny else CASES)[name]
+        found[name] = measure(case, device, options.rounds, not options.not_folded)
         cost = found[name]["sharded"]["total"] / found[name]["not folded"]["total"]
         print(f"{name}: sharding takes {cost:.3f} times as long; aim {AIM}", flush=True)
         if options.out:
