@@ -30,14 +30,22 @@ def _display(options: argparse.Namespace) -> progress.Display:
 
 def train(options: argparse.Namespace) -> None:
     from gesso import run
+    from gesso.cluster import launched
 
+    launch = launched.Launch.find()
+    if launch is not None and launch.rank > 0:
+        from gesso import worker
+
+        worker.serve(launched.join(launch))
+    workers = [] if launch is None else [f"cluster.workers={launch.count}"]
     shown = progress.Json() if options.json else None
     if options.resume:
         steps, cluster = _changes(options)
-        finished = run.resume(options.resume, options.quiet, steps, shown, cluster)
+        finished = run.resume(options.resume, options.quiet, steps, shown, [*workers, *cluster])
     elif options.recipe:
+        overrides = [*workers, *options.overrides]
         finished = run.train(
-            options.recipe, options.overrides, options.run, options.quiet, shown, options.card
+            options.recipe, overrides, options.run, options.quiet, shown, options.card
         )
     else:
         raise UserError("train expects a recipe (see `gesso recipes`) or --resume RUN")

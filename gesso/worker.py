@@ -1,7 +1,7 @@
 """A worker process: model, sampler and one rank of the learner, built from a recipe.
 
-Started by `cluster/processes.py`. It answers one task after the other until the driver closes the
-connection; what it prints is read by the driver.
+Started by `cluster/processes.py`, or by torchrun (`cluster/launched.py`). It answers one task after
+the other until the driver closes the connection; what it prints is read by the driver.
 """
 
 from __future__ import annotations
@@ -9,20 +9,19 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, distributed
 
 from gesso import build, families
-from gesso.cluster.channel import Channel, read_prompts, read_spec
+from gesso.cluster.channel import Channel, end_with_the_driver, read_prompts, read_spec
 from gesso.cluster.host import keep_freed_memory, peak_memory
 from gesso.cluster.processes import ERRORS, IDLE
 from gesso.config import Recipe
@@ -43,9 +42,13 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 def main() -> None:
-    connection, life = sys.argv[1:]
-    threading.Thread(target=_end_with_the_driver, args=(int(life),), daemon=True).start()
-    channel = Channel(socket.socket(fileno=int(connection)))
+    connection, life = (socket.socket(fileno=int(argument)) for argument in sys.argv[1:])
+    end_with_the_driver(life)
+    serve(Channel(connection))
+
+
+def serve(channel: Channel) -> NoReturn:
+    """Answers tasks until the driver closes the connection, and exits."""
     worker = Worker(channel)
     while True:
         try:
@@ -60,12 +63,6 @@ def main() -> None:
         channel.send({"doing": IDLE})
         channel.send({"number": worker.number, **answer})
     os._exit(0)  # without waiting for other ranks, whose connections may be gone
-
-
-def _end_with_the_driver(life: int) -> None:
-    """The driver holds the other end of this pipe: it closes when the driver ends."""
-    os.read(life, 1)
-    os._exit(1)
 
 
 def _numbered(device: torch.device) -> torch.device | None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import socket
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,6 +59,19 @@ class Channel:
         """Ends the connection: `receive` at both ends raises EOFError."""
         with contextlib.suppress(OSError):  # already closed by the other end
             self._socket.shutdown(socket.SHUT_RDWR)
+
+
+def end_with_the_driver(life: socket.socket, grace: float = 0.0) -> None:
+    """The driver holds the other end: it closes when the driver ends. Then this process has `grace`
+    seconds to end by itself."""
+
+    def watch() -> None:
+        with contextlib.suppress(OSError):
+            life.recv(1)
+        time.sleep(grace)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def pack_prompts(prompts: Sequence[Prompt]) -> bytes:

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gesso.algorithms.base import Algorithm
+from gesso.cluster.launched import VISIBLE, Launch
 from gesso.config import Recipe
 from gesso.samplers.base import parts
 from gesso.types import UserError
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
 THREADS = "OMP_NUM_THREADS"
 
 
@@ -22,6 +22,7 @@ class Placement:
     threads: int  # of each worker: OMP_NUM_THREADS, or its share of the cores
     parts: int  # into which the samples of a step are cut
     sharded: int = 1  # workers that divide the weights
+    launch: Launch | None = None  # workers were started by torchrun
 
     def environment(self, rank: int) -> Mapping[str, str]:
         return {THREADS: str(self.threads)} | ({VISIBLE: self.gpus[rank]} if self.gpus else {})
@@ -40,8 +41,16 @@ def place(recipe: Recipe, algorithm: Algorithm) -> Placement | None:
     if wanted is None:
         return None
     gpus = _gpus(recipe)
+    launch = Launch.find()
+    if launch is not None:
+        gpus = launch.gpus(gpus)
     if wanted == "auto":
-        wanted = len(gpus) or 1
+        wanted = launch.count if launch is not None else len(gpus) or 1
+    if launch is not None and wanted != launch.count:
+        raise UserError(
+            f"cluster.workers = {wanted}, but torchrun started {launch.count} processes; leave out "
+            "cluster.workers"
+        )
     if gpus and wanted > len(gpus):
         raise UserError(
             f"cluster.workers = {wanted}, but only {len(gpus)} GPUs are visible; use at most "
@@ -58,7 +67,7 @@ def place(recipe: Recipe, algorithm: Algorithm) -> Placement | None:
     given = os.environ.get(THREADS, "")
     threads = int(given) if given.isdigit() else max(1, (os.cpu_count() or 1) // wanted)
     sharded = 1 if recipe.cluster.sharding is None else recipe.cluster.shard_within or wanted
-    return Placement(wanted, gpus[:wanted], threads, count, sharded)
+    return Placement(wanted, gpus[:wanted], threads, count, sharded, launch)
 
 
 def _parts(recipe: Recipe, algorithm: Algorithm, batch: int) -> list[range]:

@@ -1,7 +1,8 @@
-"""Worker processes on this machine: started, watched and ended by the driver.
+"""Worker processes on this machine: watched and ended by the driver, and started by it or by
+torchrun.
 
-Each worker has a socket for messages and a pipe that nobody writes to: when the driver ends, in
-whatever way, the pipe closes and the worker exits.
+Each worker has a socket for messages and one that nobody writes to: when the driver ends, in
+whatever way, the second one closes and the worker exits.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gesso import imports
+from gesso.cluster import launched
 from gesso.cluster.channel import Channel
 from gesso.track.progress import Progress
 from gesso.types import StopRun, UserError, out_of_memory
@@ -51,12 +53,38 @@ class WorkerLost(StopRun):
 @dataclass
 class Worker:
     rank: int
-    process: subprocess.Popen[str]
     channel: Channel
-    life: int  # file descriptor
+    life: socket.socket
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     doing: str = "starting"
-    heard: float = 0.0  # time of the last message
+    heard: float = field(default_factory=time.monotonic)  # time of the last message
+
+    def how_it_ended(self) -> str:
+        return "closed its connection"
+
+    def end(self, deadline: float) -> None:
+        """By itself, as the driver has closed its connections."""
+
+
+@dataclass
+class Child(Worker):
+    """A process that the driver has started."""
+
+    process: subprocess.Popen[str] = field(kw_only=True)
+
+    def how_it_ended(self) -> str:
+        try:
+            code = self.process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            return super().how_it_ended()
+        return f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+
+    def end(self, deadline: float) -> None:
+        try:
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
 
 
 @dataclass(frozen=True)
@@ -73,9 +101,12 @@ class Processes:
         environment: Callable[[int], Mapping[str, str]],
         patience: float,
         progress: Progress,
+        launch: launched.Launch | None = None,
     ) -> None:
         """`environment`: variables of a rank's process. `patience`: seconds for which a worker
-        with a task may be silent. `progress` shows that of rank 0, and what any worker prints."""
+        with a task may be silent. `progress` shows that of rank 0, and what any worker prints.
+        `launch`: torchrun has started all processes, this one for rank 0, which needs a worker in
+        addition."""
         self.count = count
         self.patience = patience
         self.progress = progress
@@ -85,31 +116,35 @@ class Processes:
         self._number = 0  # of the newest task
         self._folder = tempfile.TemporaryDirectory(prefix="gesso-")
         try:
-            for rank in range(count):
+            for rank in range(count if launch is None else 1):
                 self.workers.append(self._start(rank, environment(rank)))
+            if launch is not None:
+                for rank, (channel, life) in enumerate(launched.accept(launch, patience), 1):
+                    self.workers.append(Worker(rank, channel, life))
+            for worker in self.workers:
+                threading.Thread(target=self._read_messages, args=(worker,), daemon=True).start()
         except BaseException:
             self.close()
             raise
 
-    def _start(self, rank: int, environment: Mapping[str, str]) -> Worker:
+    def _start(self, rank: int, environment: Mapping[str, str]) -> Child:
         ours, theirs = socket.socketpair()
-        watched, life = os.pipe()
+        life, watched = socket.socketpair()
         process = subprocess.Popen(
-            imports.command(MODULE, str(theirs.fileno()), str(watched)),
+            imports.command(MODULE, str(theirs.fileno()), str(watched.fileno())),
             env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            pass_fds=[theirs.fileno(), watched],
+            pass_fds=[theirs.fileno(), watched.fileno()],
             start_new_session=True,  # Ctrl-C reaches only the driver, which then ends the workers
         )
         theirs.close()
-        os.close(watched)
-        worker = Worker(rank, process, Channel(ours), life, heard=time.monotonic())
-        for target in (self._read_messages, self._read_lines):
-            threading.Thread(target=target, args=(worker,), daemon=True).start()
+        watched.close()
+        worker = Child(rank, Channel(ours), life, process=process)
+        threading.Thread(target=self._read_lines, args=(worker,), daemon=True).start()
         return worker
 
     def _read_messages(self, worker: Worker) -> None:
@@ -122,6 +157,8 @@ class Processes:
             worker.heard = time.monotonic()
             if "doing" in content:
                 worker.doing = content["doing"]
+            elif "line" in content:
+                self._show(worker, content["line"])
             elif "progress" in content:
                 method, *arguments = content["progress"]
                 if worker.rank == 0:
@@ -129,16 +166,19 @@ class Processes:
             else:
                 self._inbox.put(Message(worker.rank, content, data))
 
-    def _read_lines(self, worker: Worker) -> None:
+    def _read_lines(self, worker: Child) -> None:
         assert worker.process.stdout is not None
         for line in worker.process.stdout:
-            text = line.rstrip()
-            if not text:
-                continue
-            worker.lines.append(text)
-            if text not in self._printed:  # all ranks print the same warnings
-                self._printed.add(text)
-                self.progress.note(f"worker {worker.rank}: {text}")
+            self._show(worker, line)
+
+    def _show(self, worker: Worker, line: str) -> None:
+        text = line.rstrip()
+        if not text:
+            return
+        worker.lines.append(text)
+        if text not in self._printed:  # all ranks print the same warnings
+            self._printed.add(text)
+            self.progress.note(f"worker {worker.rank}: {text}")
 
     def send(self, rank: int, task: str, content: Mapping[str, Any], *data: bytes) -> None:
         worker = self.workers[rank]
@@ -206,12 +246,7 @@ class Processes:
 
     def _raise_ended(self, rank: int) -> None:
         worker = self.workers[rank]
-        try:
-            code = worker.process.wait(GRACE)
-        except subprocess.TimeoutExpired:
-            how = "closed its connection"
-        else:
-            how = f"exit status {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+        how = worker.how_it_ended()
         last = f"; its last output: {' | '.join(worker.lines)}" if worker.lines else ""
         raise WorkerLost(f"worker {rank} ended while {worker.doing} ({how}){last}")
 
@@ -219,14 +254,10 @@ class Processes:
         """Ends all workers, at the latest after a few seconds."""
         for worker in self.workers:
             worker.channel.shut()
-            os.close(worker.life)
+            worker.life.close()
         deadline = time.monotonic() + GRACE
         for worker in self.workers:
-            try:
-                worker.process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                worker.process.kill()
-                worker.process.wait()
+            worker.end(deadline)
         self.workers = []
         self._folder.cleanup()
 

@@ -176,7 +176,11 @@ def start(recipe: Recipe, placement: Placement, progress: Progress) -> Processes
     """Starts the workers; each loads the model."""
     progress.phase("starting workers")
     processes = Processes(
-        placement.workers, placement.environment, recipe.cluster.patience, progress
+        placement.workers,
+        placement.environment,
+        recipe.cluster.patience,
+        progress,
+        placement.launch,
     )
     try:
         begin(processes, recipe)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -14,19 +13,25 @@ from typing import Any
 
 import pytest
 import tomli_w
-import torch
 
 from gesso import build, run
 from gesso.cluster import workers
 from gesso.cluster.placement import Placement, place
-from gesso.cluster.processes import Processes, WorkerFailed
+from gesso.cluster.processes import Child, Processes, WorkerFailed
 from gesso.config import Recipe
 from gesso.track.progress import SILENT, Progress
 from gesso.track.run_folder import RunFolder
 from gesso.types import StopRun, UserError
-from tests import tokens
+from tests.cluster.runs import (
+    alive,
+    assert_equal,
+    children_of,
+    go,
+    is_worker,
+    language_recipe,
+)
 from tests.conftest import small_recipe
-from tests.test_loop import comparable, final_state
+from tests.test_loop import final_state
 from tests.waiting import Started, until
 
 MOST = 4
@@ -41,6 +46,10 @@ class Borrowed(Processes):
 
     def close(self) -> None:
         """They stay."""
+
+
+def children(processes: Processes) -> list[Child]:
+    return [worker for worker in processes.workers if isinstance(worker, Child)]
 
 
 @pytest.fixture(scope="module")
@@ -58,31 +67,6 @@ def borrowing(pool: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
         return processes
 
     monkeypatch.setattr(workers, "start", start)
-
-
-@pytest.fixture(scope="module")
-def language(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("tokens")
-    tokens.build("qwen2", root / "qwen2")
-    (root / "prompts.txt").write_text("what is 2 + 3?\nhow many?\nhello there\nwhy?\n")
-    return root
-
-
-def language_recipe(root: Path, algorithm: dict[str, Any]) -> dict[str, Any]:
-    """3 prompts × 4 responses in batches of 2: 6 parts."""
-    prompts = str(root / "prompts.txt")
-    return {
-        "steps": 3,
-        "model": {"name": "causal", "path": str(root / "qwen2"), "device": "cpu"},
-        "data": {"train": prompts, "eval": prompts, "groups": 3},
-        "algorithm": {"group": 4, "max_tokens": 6, "updates": 2} | algorithm,
-        "reward": [{"name": "tests.token_rewards:early"}],
-        "optimizer": {"lr": 1e-2},
-        "learner": {"micro_tokens": 60},
-        "sampler": {"batch": 2},
-        "eval": {"every": 2, "prompts": 3},
-        "save": {"every": 1},
-    }
 
 
 def recipes(pipeline_folder: Path, prompt_file: Path, language: Path) -> dict[str, dict[str, Any]]:
@@ -117,26 +101,6 @@ COUNTS = {
     "failed scores": (2,),
     "refills": (2,),
 }
-
-
-def go(data: dict[str, Any], folder: Path, count: int | None = None, **cluster: Any) -> RunFolder:
-    changed = data | {"cluster": {"workers": count, **cluster}}
-    return run.train(build.recipe_from(changed), folder=folder, quiet=True)
-
-
-def without_cluster(rows: list[dict]) -> list[dict]:
-    """Also without the number of cached scores: a resumed run starts with an empty cache."""
-    return [
-        {k: value for k, value in row.items() if not k.startswith("cluster/") and k != "cached"}
-        for row in comparable(rows)
-    ]
-
-
-def assert_equal(one: RunFolder, other: RunFolder) -> None:
-    assert without_cluster(one.rows()) == without_cluster(other.rows())
-    expected, state = final_state(one.path), final_state(other.path)
-    assert state.keys() == expected.keys()
-    assert [name for name in state if not torch.equal(state[name], expected[name])] == []
 
 
 @pytest.mark.usefixtures("borrowing")
@@ -223,9 +187,9 @@ def test_a_worker_that_is_killed_stops_the_run_and_the_other_workers(
     honest = workers.Workers.train
 
     def train(self: workers.Workers, rollout: Any, step: int) -> Any:
-        started[:] = [worker.process.pid for worker in self.processes.workers]
+        started[:] = [child.process.pid for child in children(self.processes)]
         if step == 1:
-            self.processes.workers[1].process.kill()
+            children(self.processes)[1].process.kill()
         return honest(self, rollout, step)
 
     with monkeypatch.context() as patched, pytest.raises(StopRun) as raised:
@@ -265,13 +229,12 @@ def test_a_busy_worker_ends_with_the_driver(language: Path, tmp_path: Path) -> N
     recipe["model"]["path"] = str(tmp_path)
     processes = Processes(1, lambda rank: {}, 60.0, SILENT)
     try:
-        (worker,) = processes.workers
+        (worker,) = children(processes)
         task = {"recipe": recipe, "rank": 0, "count": 1, "folder": str(tmp_path)}
         processes.send(0, "start", task)
         until(lambda: worker.doing == "loading the model")
         assert worker.process.poll() is None
-        with open(os.devnull) as nothing:
-            os.dup2(nothing.fileno(), worker.life)  # as when the driver is gone
+        worker.life.close()  # as when the driver is gone
         until(lambda: worker.process.poll() is not None, limit=5)
     finally:
         processes.close()
@@ -280,7 +243,7 @@ def test_a_busy_worker_ends_with_the_driver(language: Path, tmp_path: Path) -> N
 def test_a_worker_that_does_not_answer_is_named() -> None:
     processes = Processes(1, lambda rank: {}, 1.0, SILENT)
     try:
-        processes.workers[0].process.send_signal(SIGSTOP)
+        children(processes)[0].process.send_signal(SIGSTOP)
         processes.send(0, "forget", {"step": 0})
         with pytest.raises(
             StopRun, match=r"worker 0 has not answered for 1 s while beginning to forget"
@@ -374,20 +337,3 @@ def test_workers_with_different_weights_stop_the_run(
             job.cluster.publish(1)
     finally:
         job.close()
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
-
-
-def is_worker(pid: int) -> bool:
-    return b"gesso.worker import" in Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
-def children_of(pid: int) -> list[int]:
-    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
-    return [int(line) for line in found.stdout.split()]

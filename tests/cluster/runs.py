@@ -1,0 +1,68 @@
+"""Runs with worker processes, and the processes themselves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gesso import build, run
+from gesso.track.run_folder import RunFolder
+from tests.test_loop import comparable, final_state
+
+
+def language_recipe(root: Path, algorithm: dict[str, Any]) -> dict[str, Any]:
+    """3 prompts × 4 responses in batches of 2: 6 parts."""
+    prompts = str(root / "prompts.txt")
+    return {
+        "steps": 3,
+        "model": {"name": "causal", "path": str(root / "qwen2"), "device": "cpu"},
+        "data": {"train": prompts, "eval": prompts, "groups": 3},
+        "algorithm": {"group": 4, "max_tokens": 6, "updates": 2} | algorithm,
+        "reward": [{"name": "tests.token_rewards:early"}],
+        "optimizer": {"lr": 1e-2},
+        "learner": {"micro_tokens": 60},
+        "sampler": {"batch": 2},
+        "eval": {"every": 2, "prompts": 3},
+        "save": {"every": 1},
+    }
+
+
+def go(data: dict[str, Any], folder: Path, count: int | None = None, **cluster: Any) -> RunFolder:
+    changed = data | {"cluster": {"workers": count, **cluster}}
+    return run.train(build.recipe_from(changed), folder=folder, quiet=True)
+
+
+def without_cluster(rows: list[dict]) -> list[dict]:
+    """Also without the number of cached scores: a resumed run starts with an empty cache."""
+    return [
+        {k: value for k, value in row.items() if not k.startswith("cluster/") and k != "cached"}
+        for row in comparable(rows)
+    ]
+
+
+def assert_equal(one: RunFolder, other: RunFolder) -> None:
+    assert without_cluster(one.rows()) == without_cluster(other.rows())
+    expected, state = final_state(one.path), final_state(other.path)
+    assert state.keys() == expected.keys()
+    assert [name for name in state if not torch.equal(state[name], expected[name])] == []
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+
+
+def is_worker(pid: int) -> bool:
+    return b"gesso.worker import" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def children_of(pid: int) -> list[int]:
+    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True, check=False)
+    return [int(line) for line in found.stdout.split()]
