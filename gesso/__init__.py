@@ -34,7 +34,7 @@ def train(
     *overrides: str,
     folder: str | Path | None = None,
     quiet: bool = False,
-    card: int | None = None,
+    card: int | str | None = None,
 ) -> RunFolder:
     """Train a bundled recipe or a TOML file: `gesso.train("demo", "steps=5", folder="my-run")`, or
     with its settings for a 24 GB GPU: `gesso.train("flux-pickscore", card=24)`."""

@@ -269,10 +269,21 @@ def _add_recipe(action: argparse.ArgumentParser, optional: bool = False) -> None
 def _add_card(action: argparse.ArgumentParser) -> None:
     action.add_argument(
         "--card",
-        type=int,
+        type=_card,
         metavar="GB",
-        help="use the recipe's settings for a GPU with this much memory, e.g. 24",
+        help="use the recipe's settings for a GPU with this much memory, e.g. 24, or for several, "
+        "e.g. 8x24",
     )
+
+
+def _card(text: str) -> str:
+    from gesso.config.tables import parse_card
+
+    if parse_card(text) is None:
+        raise argparse.ArgumentTypeError(
+            f"expected GB of GPU memory as in 24, or 8x24 for 8 GPUs, got {text!r:.40}"
+        )
+    return text
 
 
 def _add_command(subparsers: Any, name: str, about: str) -> argparse.ArgumentParser:

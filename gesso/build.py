@@ -56,9 +56,9 @@ TRACKERS = {
 SHOWN = ("console", "jsonl")  # also allowed in `track`; metrics.jsonl is always written
 
 
-def recipe(source: str, overrides: Sequence[str] = (), card: int | None = None) -> Recipe:
-    """A bundled recipe's name or a TOML file, its size for a GPU of `card` GB, and `key=value`
-    overrides by dotted keys."""
+def recipe(source: str, overrides: Sequence[str] = (), card: int | str | None = None) -> Recipe:
+    """A bundled recipe's name or a TOML file, its size for a GPU of `card` GB (24, or "8x24" for
+    8 GPUs), and `key=value` overrides by dotted keys."""
     data = changed(read_recipe(source).for_card(card), overrides)
     if "card" in data:
         raise UserError(

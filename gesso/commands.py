@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 HEADINGS = {
     "demo": "demos, with bundled models",
-    "flow": "image models",
-    "language": "language and vision-language models",
+    "flow": "image models, with sizes for --card",
+    "language": "language and vision-language models, with sizes for --card",
 }  # of `gesso recipes`
 
 
@@ -153,8 +153,7 @@ def recipes(options: argparse.Namespace) -> None:
         print(f"{heading}:")
         for recipe in recipes:
             about = f"{recipe.recipe['about']:<{about_width}}"
-            cards = f"cards {recipe.sizes} GB" if recipe.cards else ""
-            print(f"  {recipe.name:<{name_width}}  {about}  {cards}".rstrip())
+            print(f"  {recipe.name:<{name_width}}  {about}  {' '.join(recipe.cards)}".rstrip())
 
 
 def _kind(bundled: RecipeTables) -> str:

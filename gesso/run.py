@@ -153,10 +153,11 @@ def train(
     folder: str | Path | None = None,
     quiet: bool = False,
     shown: Display | None = None,
-    card: int | None = None,
+    card: int | str | None = None,
 ) -> RunFolder:
     """Train a recipe (bundled name, TOML file or Recipe) into a new run folder. `shown` displays
-    the progress instead of the console. `card`: GPU memory in GB, one of the recipe's sizes."""
+    the progress instead of the console. `card`: GPU memory in GB, one of the recipe's sizes, as in
+    24 or "8x24"."""
     name, called = "run", ""
     if isinstance(recipe, str):
         name = called = Path(recipe).stem

@@ -254,7 +254,12 @@ _7B: dict[str, Any] = {
     "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
     "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False,
 }  # fmt: skip
+_32B: dict[str, Any] = {
+    "vocab_size": 152064, "hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64,
+    "num_attention_heads": 40, "num_key_value_heads": 8, "tie_word_embeddings": False,
+}  # fmt: skip
 WRITERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen25-vl-32b": ("Qwen2_5_VL", _32B),
     "qwen25-vl-3b": ("Qwen2_5_VL", _3B),
     "qwen25-vl-7b": ("Qwen2_5_VL", _7B),
     "qwen25-math-7b": ("Qwen2", _7B),

@@ -42,14 +42,18 @@ def write(folder: Path, text: str, name: str = "mine.toml") -> str:
 
 
 @pytest.mark.parametrize("name, card", [(n, card) for n in BUNDLED for card in BUNDLED[n].cards])
-def test_every_card_of_every_bundled_recipe_loads(name: str, card: int, tmp_path: Path) -> None:
+def test_every_card_of_every_bundled_recipe_loads(name: str, card: str, tmp_path: Path) -> None:
     recipe = build.recipe(name, card=card)
     assert run.recipe_of(RunFolder.create(tmp_path / "run", recipe.model_dump())) == recipe
 
 
 def test_every_model_has_its_cards() -> None:
+    special = {"sd35-large-ocr": ["8x24", "8x48", "8x80"], "qwen25-vl-32b-geo3k": ["48", "80"]}
     for name, bundled in BUNDLED.items():
-        assert list(bundled.cards) == ([] if name.startswith("demo") else [24, 48, 80]), name
+        expected = special.get(name, [] if name.startswith("demo") else ["24", "48", "80"])
+        if name.startswith(("flux", "qwen-image")):
+            expected = [*expected, "8x24", "8x48"]
+        assert list(bundled.cards) == expected, name
 
 
 def test_a_card_is_merged_over_the_recipe(own: str) -> None:
@@ -67,12 +71,23 @@ def test_a_card_is_merged_over_the_recipe(own: str) -> None:
 
 
 def test_cards_are_inherited_and_added(own: str) -> None:
-    assert list(tables.read_recipe(own).cards) == [16, 24, 48, 80]
+    assert list(tables.read_recipe(own).cards) == ["16", "24", "48", "80", "8x24", "8x48"]
     assert build.recipe(own, card=16).model.quantize == "nf4"
     assert build.recipe(own, card=16).about == "Mine."
     inherited = build.recipe(own, card=48)
     assert (inherited.model.fold, inherited.data.groups) == (False, 48)
     assert inherited.about.startswith("Mine. 48 GB: gradient checkpointing")
+
+
+def test_several_gpus(own: str) -> None:
+    """With a table of their own, or each as a single GPU of that size."""
+    divided = build.recipe(own, card="8x24")
+    assert (divided.cluster.workers, divided.cluster.sharding) == (8, "base")
+    assert divided.model.quantize is None
+    assert divided.about.startswith("Mine. 8 × 24 GB: frozen weights divided")
+    each = build.recipe(own, card="4x16")
+    assert (each.cluster.workers, each.cluster.sharding) == (4, None)
+    assert each.model.quantize == "nf4"
 
 
 def test_a_run_records_its_card(
@@ -110,7 +125,8 @@ MISTAKES = [
     ("[card.24.card.48]\nseed = 1\n", '"card.24.card" is not allowed; write "card" at the top'),
     ('[card.24]\nbase = "demo"\n', '"card.24.base" is not allowed; write "base" at the top level'),
     ("", "recipe mine has no card tables; leave --card out, or add a [card.24] table"),
-    ("[card.32]\nseed = 1\n[card.8]\nseed = 1\n", "of 24 GB; use --card with one of 8, 32"),
+    ("[card.32]\nseed = 1\n[card.8]\nseed = 1\n", "for --card 24; use one of 8, 32"),
+    ('[card]\n24 = "none"\n8 = {seed = 1}\n', "for --card 24; use one of 8"),
 ]  # fmt: skip
 
 
@@ -134,9 +150,17 @@ def test_without_a_card_only_the_form_of_card_tables_is_checked(tmp_path: Path) 
 @pytest.mark.parametrize(
     "command, sentence",
     [
-        ("train flux-pickscore --card 32", "for a GPU of 32 GB; use --card with one of 24, 48, 80"),
+        (
+            "train flux-pickscore --card 32",
+            "no settings for --card 32; use one of 24, 48, 80, 8x24",
+        ),
+        ("train flux-pickscore --card 8x32", "no settings for --card 8x32; use one of 24"),
+        (
+            "train sd35-large-ocr --card 24",
+            "no settings for --card 24; use one of 8x24, 8x48, 8x80",
+        ),
         ("train demo --card 24", "recipe demo has no card tables; leave --card out"),
-        ("train demo --card big", "argument --card: invalid int value: 'big'"),
+        ("train demo --card big", "argument --card: expected GB of GPU memory as in 24, or 8x24"),
         ("train flux-pickscore card=24", 'overrides cannot set "card"; choose one of'),
         ("check flux-pickscore card.24.seed=1", 'overrides cannot set "card"'),
         ("train --resume RUN --card 24", "--card cannot change a run, which keeps its recipe"),
@@ -197,5 +221,5 @@ def test_recipes_are_listed_with_their_cards(capsys: pytest.CaptureFixture[str])
     names = [line.split()[0] for line in lines if line.startswith("  ")]
     assert sorted(names) == sorted(BUNDLED)
     (flux,) = (line for line in lines if line.split()[0] == "flux-pickscore")
-    assert flux.endswith("  cards 24, 48, 80 GB")
+    assert flux.endswith("  24 48 80 8x24 8x48")
     assert max(map(len, lines)) <= 100

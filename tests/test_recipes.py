@@ -95,7 +95,7 @@ def test_effective_batches_are_the_published_ones(name: str) -> None:
 
 
 @pytest.mark.parametrize("name, card", [*((name, None) for name in LARGE), *SIZED])
-def test_batches_split_evenly(name: str, card: int | None) -> None:
+def test_batches_split_evenly(name: str, card: str | None) -> None:
     """Into updates; for image models into micro-batches and sampling batches, too."""
     recipe = build.recipe(name, card=card)
     chosen = build.algorithm(recipe)
@@ -144,7 +144,7 @@ def test_large_recipes_are_short_and_name_their_source(name: str) -> None:
         r"(?m)^(?=\[card\.)", (tables.RECIPES / f"{name}.toml").read_text(encoding="utf-8")
     )
     assert count_lines(text) < 30 and all(count_lines(card) <= 12 for card in cards)
-    assert len(cards) == len(re.findall(r"(?m)^\[card\.\d+\]", "".join(cards)))  # no subtables
+    assert len(cards) == len(re.findall(r"(?m)^\[card\.[\dx]+\]", "".join(cards)))  # no subtables
     assert "\nsource = " in text, "a recipe names its own source, not that of its base"
     page = PACKAGE.parent / "docs/explanation/published-settings.md"
     assert f"`{name}`" in page.read_text(encoding="utf-8")
@@ -157,17 +157,21 @@ def count_lines(text: str) -> int:
 SIZES = {
     "about", "data.groups", "learner.micro_batch", "sampler.batch", "model.gradient_checkpointing",
     "model.quantize", "model.lora.rank", "model.lora.alpha", "model.fold", "model.text_length",
+    "cluster.workers", "cluster.sharding", "cluster.offload",
 }  # fmt: skip
 LORA = {"model.lora", "model.lora.path", "model.lora.targets", "model.train_vision", "optimizer.lr"}
 
 
 @pytest.mark.parametrize("name, card", SIZED)
-def test_a_card_changes_sizes_and_nothing_else(name: str, card: int) -> None:
+def test_a_card_changes_sizes_and_nothing_else(name: str, card: str) -> None:
     recipe = build.recipe(name, card=card)
     own, base = resolved(recipe), resolved(build.recipe(name))
     changed = {key for key in own.keys() | base.keys() if own.get(key) != base.get(key)}
     starts_lora = "model.lora" in base  # which is "none" there
     assert changed <= (SIZES | LORA if starts_lora else SIZES)
     assert own["data.groups"] <= base["data.groups"]
-    assert recipe.about.startswith(base["about"]) and f" {card} GB: " in recipe.about
+    assert (
+        recipe.about.startswith(base["about"])
+        and f" {card.replace('x', ' × ')} GB: " in recipe.about
+    )
     assert families.of(recipe).notes(recipe, build.algorithm(recipe)) == []

@@ -140,7 +140,7 @@ def key_list(kind: type[BaseModel], without: Sequence[str] = ()) -> str:
 
 
 TABLES = """- **`base`** (none): Recipe to start from: a bundled name, or a file.
-- **`card.N`** (none): Keys that differ on a GPU with N GB; selected with `--card N`."""
+- **`card.N`** (none): Keys that differ on a GPU with N GB (8x24: on 8 of them), for `--card N`."""
 """Keys that are merged before a recipe is parsed."""
 
 
@@ -308,7 +308,7 @@ def recipes() -> str:
     bundled = (tables.read_recipe(name) for name in tables.bundled_recipes())
     listed = (
         f"- **`{each.name}`**: {each.recipe['about']}"
-        + (f" `--card {'|'.join(map(str, each.cards))}`" if each.cards else "")
+        + (f" `--card {'|'.join(each.cards)}`" if each.cards else "")
         for each in bundled
     )
     return page(

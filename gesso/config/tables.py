@@ -26,38 +26,45 @@ NOTHING = "none"  # in a recipe with a base, or in an override, this value remov
 
 @dataclass(frozen=True)
 class RecipeTables:
-    """A recipe merged over its base, and its sizes: for a GPU of N GB, the keys that differ.
+    """A recipe merged over its base, and its sizes: for a GPU of 24 GB ("24") or for 8 of them
+    ("8x24"), the keys that differ.
 
     A recipe inherits the card tables of its base; its own table for the same size is merged over
-    the inherited one. The order is base, recipe, card (inherited, own), key=value overrides.
+    the inherited one, and "none" removes it. The order is base, recipe, card (inherited, own),
+    key=value overrides.
     """
 
     name: str
     recipe: dict[str, Any]
-    cards: dict[int, dict[str, Any]]
+    cards: dict[str, dict[str, Any]]
 
     @property
     def sizes(self) -> str:
-        return ", ".join(map(str, self.cards))
+        return ", ".join(self.cards)
 
-    def for_card(self, card: int | None) -> dict[str, Any]:
+    def for_card(self, size: int | str | None) -> dict[str, Any]:
         """The recipe's tables with one of its sizes merged in; None: without any."""
-        if card is None:
+        if size is None:
             return self.recipe
+        card = str(size)
         if not self.cards:
             raise UserError(
                 f"recipe {self.name} has no card tables; leave --card out, or add a "
                 f"[card.{card}] table to your own recipe file"
             )
-        if card not in self.cards:
+        count, _, memory = card.rpartition("x")
+        if card in self.cards:
+            table = dict(self.cards[card])
+        elif count and memory in self.cards:  # each GPU is used as a single one would be
+            table = over(self.cards[memory], {"cluster": {"workers": int(count)}})
+        else:
             raise UserError(
-                f"recipe {self.name} has no settings for a GPU of {card!r} GB; use --card with one "
-                f"of {self.sizes}"
+                f"recipe {self.name} has no settings for --card {card}; use one of {self.sizes}"
             )
-        about, size = self.recipe.get("about", ""), dict(self.cards[card])
-        if isinstance(about, str) and isinstance(size.get("about"), str):
-            size["about"] = f"{about} {card} GB: {size['about']}".lstrip()
-        return _merged(self.recipe, size)
+        about = self.recipe.get("about", "")
+        if isinstance(about, str) and isinstance(table.get("about"), str):
+            table["about"] = f"{about} {card.replace('x', ' × ')} GB: {table['about']}".lstrip()
+        return _merged(self.recipe, table)
 
 
 class UnknownRecipe(UserError):
@@ -78,15 +85,16 @@ def read_recipe(source: str, above: tuple[Path, ...] = ()) -> RecipeTables:
     cards = _cards(data.pop("card", {}), path.stem)
     base = data.pop("base", None)
     if base is None:
-        return RecipeTables(path.stem, data, dict(sorted(cards.items())))
+        return RecipeTables(path.stem, data, _ordered(cards))
     if not isinstance(base, str):
         raise UserError(
             f'recipe {path.stem}: "base" = {base!r} is not valid; expected a name or a file'
         )
     below = read_recipe(base, (*above, path))
     for card, table in below.cards.items():
-        cards[card] = over(table, cards.get(card, {}))
-    return RecipeTables(path.stem, _merged(below.recipe, data), dict(sorted(cards.items())))
+        own = cards.get(card, {})
+        cards[card] = own if own == NOTHING else over(table, own)
+    return RecipeTables(path.stem, _merged(below.recipe, data), _ordered(cards))
 
 
 def _file(source: str, above: tuple[Path, ...]) -> Path:
@@ -121,25 +129,38 @@ def _unknown(source: str, known: Mapping[str, str]) -> str:
 def _renamed(source: str, known: Mapping[str, str], as_base: bool) -> str | None:
     """For the names that sizes had when each was a recipe, such as flux-pickscore-24gb."""
     old = re.fullmatch(r"(.+)-([1-9][0-9]{0,3})gb", source)
-    if old is None or old[1] not in known or int(old[2]) not in read_recipe(old[1]).cards:
+    if old is None or old[1] not in known or old[2] not in read_recipe(old[1]).cards:
         return None
     train = f"`gesso train {old[1]} --card {old[2]}`"
     use = f'base = "{old[1]}", and --card {old[2]} to train it' if as_base else train
     return f'unknown recipe "{source}"; use {use}'
 
 
-def _cards(tables: Any, name: str) -> dict[int, dict[str, Any]]:
+def parse_card(size: str) -> tuple[int, int] | None:
+    """The number of GPUs and GB of each, or None: "24" has 1 and 24, "8x24" 8 and 24."""
+    known = re.fullmatch("(?:([1-9][0-9]{0,2})x)?([1-9][0-9]{0,3})", size)
+    return None if known is None else (int(known[1] or 1), int(known[2]))
+
+
+def _ordered(cards: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    ordered = sorted(cards, key=lambda card: parse_card(card) or (0, 0))
+    return {card: cards[card] for card in ordered if cards[card] != NOTHING}
+
+
+def _cards(tables: Any, name: str) -> dict[str, Any]:
     """The `[card.N]` tables of one file, checked as far as they can be without the recipe."""
     if not isinstance(tables, dict):
         raise UserError(
             f'recipe {name}: "card" = {tables!r:.80} is not valid; expected tables, [card.24]'
         )
     for key, table in tables.items():
-        if not re.fullmatch("[1-9][0-9]{0,3}", key):
+        if parse_card(key) is None:
             raise UserError(
                 f'recipe {name}: "card.{key:.40}" is not a size; expected GB of GPU memory, a '
-                "positive whole number as in [card.24]"
+                "positive whole number as in [card.24], or [card.8x24] for 8 GPUs"
             )
+        if table == NOTHING:
+            continue
         if not isinstance(table, dict):
             raise UserError(
                 f'recipe {name}: "card.{key}" = {table!r:.80} is not valid; expected a table of '
@@ -151,7 +172,7 @@ def _cards(tables: Any, name: str) -> dict[int, dict[str, Any]]:
                     f'recipe {name}: "card.{key}.{unfit}" is not allowed; write "{unfit}" at the '
                     "top level of the recipe"
                 )
-    return {int(key): table for key, table in tables.items()}
+    return dict(tables)
 
 
 def _merged(base: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

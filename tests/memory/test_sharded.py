@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import torch
 
 from gesso import build, run
 from gesso.check import size_of
-from gesso.config import PACKAGE, Recipe
-from gesso.estimate import estimate
+from gesso.config import PACKAGE, Recipe, tables
+from gesso.estimate import estimate, usable
 from gesso.ranks import Group
 from tests.memory.test_peaks import EIGHTH, measured_peak
 from tests.shapes import write_configs
@@ -51,12 +52,25 @@ def test_more_ranks_hold_less() -> None:
     assert offloaded.host["sharded weights"] > shared // 2
 
 
+def rows() -> list[tuple[str, str, str]]:
+    """Of the page's table: recipe, card and estimate."""
+    row = re.compile(r"^\| `([\w-]+)`[^|]*\| (\d+x\d+) \| ([\d.]+ GB) \|", re.MULTILINE)
+    return row.findall(PAGE.read_text(encoding="utf-8"))
+
+
+def test_the_page_has_every_size_for_several_gpus() -> None:
+    found = {(name, card) for name, card, _ in rows()}
+    assert len(found) == len(rows()) == 9
+    for name in {name for name, _ in found}:
+        several = {card for card in tables.read_recipe(name).cards if "x" in card}
+        assert several <= {card for other, card in found if other == name}
+    for _, card, said in rows():
+        assert float(said.removesuffix(" GB")) * 1e9 < usable(int(card.partition("x")[2]))
+
+
 def test_the_page_has_the_estimate(tmp_path: Path) -> None:
     """One row of its table: an estimate takes seconds."""
-    row = next(row for row in PAGE.read_text().split("\n") if row.startswith("| FLUX.1-dev, LoRA"))
-    command, said = (cell.strip(" `") for cell in row.split("|")[3:5])
-    name, *overrides, _, card = command.removeprefix("gesso train ").split()
-    write_configs("flux", tmp_path / "flux")
-    path = f"model.path={tmp_path / 'flux'}"
-    memory = estimate(build.recipe(name, [path, *overrides], int(card)))
+    [(name, card, said)] = [row for row in rows() if row[:2] == ("sd35-large-ocr", "8x48")]
+    write_configs("sd35-large", tmp_path / "model")
+    memory = estimate(build.recipe(name, [f"model.path={tmp_path / 'model'}"], card))
     assert said == size_of(memory.peak)
