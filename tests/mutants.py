@@ -872,10 +872,45 @@ MUTANTS = [
     ),
     Mutant(
         "workers-life",
-        "gesso/worker.py",
-        "    os.read(life, 1)\n    os._exit(1)",
-        "    os.read(life, 1)",
+        "gesso/cluster/channel.py",
+        "        time.sleep(grace)\n        os._exit(1)",
+        "        time.sleep(grace)",
         "tests/cluster/test_workers.py -k busy_worker",
+    ),
+    Mutant(
+        "launched-signals",
+        "gesso/cluster/launched.py",
+        "signal.signal(number, signal.SIG_IGN)",
+        "signal.signal(number, signal.SIG_DFL)",
+        "tests/cluster/test_launched.py -k ends_with_it",
+    ),
+    Mutant(
+        "launched-output",
+        "gesso/cluster/launched.py",
+        "        os.dup2(writing, stream)",
+        "        pass",
+        "tests/cluster/test_launched.py -k ends_with_it",
+    ),
+    Mutant(
+        "launched-count",
+        "gesso/cluster/placement.py",
+        "if launch is not None and wanted != launch.count:",
+        "if launch is not None and wanted > launch.count:",
+        "tests/cluster/test_launched.py -k another_number",
+    ),
+    Mutant(
+        "card-several-gpus",
+        "gesso/config/tables.py",
+        '{"cluster": {"workers": int(count)}}',
+        '{"cluster": {}}',
+        "tests/test_cards.py -k several",
+    ),
+    Mutant(
+        "card-none",
+        "gesso/config/tables.py",
+        "for card in ordered if cards[card] != NOTHING",
+        "for card in ordered",
+        "tests/test_cards.py -k 'has_its_cards or loads'",
     ),
 ]
 
