@@ -26,16 +26,16 @@ from gesso.cluster.host import keep_freed_memory, peak_memory
 from gesso.cluster.processes import ERRORS, IDLE
 from gesso.config import Recipe
 from gesso.data.prompts import LoadedData, WeightedPrompts
+from gesso.learner.learner import EXTRA
 from gesso.ranks import Group
 from gesso.rewards.transport import wire
 from gesso.rollout import FlowTrace, Rollout, TokenTrace, widened
 from gesso.samplers.base import Piece
 from gesso.track import bars
-from gesso.track.checkpoints import read_tensors, write_tensors
+from gesso.track.checkpoints import read_parts, read_tensors, write_shards, write_tensors
 from gesso.track.progress import Progress
 from gesso.types import Prompt, ResponseSpec, Sample, SampleSpec, Score
 from gesso.weights.publish import digest, publish
-from gesso.weights.shards import is_sharded, whole
 
 NO_PROMPT = Prompt("")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -97,16 +97,16 @@ class _Reported:
 class _ReportingGroup(Group):
     """Tells the driver when this rank waits for the others, so that it knows which one hangs."""
 
-    def __init__(self, device: torch.device, channel: Channel, in_step: bool) -> None:
-        super().__init__(device, in_step)
-        self.channel = channel
-        self.doing = ""
+    def __init__(self, worker: Worker, in_step: bool) -> None:
+        super().__init__(worker.model.device, in_step)
+        self.worker = worker
 
     def before_waiting(self) -> None:
-        self.channel.send({"doing": f"waiting for the other workers while {self.doing}"})
+        doing = f"waiting for the other workers while {self.worker.doing}"
+        self.worker.channel.send({"doing": doing})
 
     def after_waiting(self) -> None:
-        self.channel.send({"doing": self.doing})
+        self.worker.channel.send({"doing": self.worker.doing})
 
 
 @dataclass
@@ -125,16 +125,15 @@ class Worker:
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
         self.number = 0  # of the current task
+        self.doing = ""
         self.requests: dict[str, Request] = {}
         self.pieces: dict[str, Piece] = {}  # by "request/first sample"
 
     def answer(
         self, task: str, content: Mapping[str, Any], data: Sequence[bytes]
     ) -> dict[str, Any]:
-        doing = TASKS[task]
-        self.channel.send({"doing": doing})
-        if task != "start":
-            self.group.doing = doing
+        self.doing = TASKS[task]
+        self.channel.send({"doing": self.doing})
         return getattr(self, task)(*data, **content)
 
     def start(
@@ -158,12 +157,12 @@ class Worker:
             timeout=timedelta(seconds=2 * self.recipe.cluster.patience),  # the driver stops first
             device_id=_numbered(device),
         )
-        self.group = _ReportingGroup(device, self.channel, self.recipe.cluster.sharding is not None)
+        self.group = _ReportingGroup(self, self.recipe.cluster.sharding is not None)
         self.algorithm, self.learner = build.learner(
             self.recipe, self.algorithm, self.model, self.progress, self.group
         )
         self.sampler = build.sampler(self.recipe, self.algorithm, self.model)
-        self.group.doing = "connecting to the other workers"
+        self.doing = "connecting to the other workers"
         self.group.sum([torch.zeros(1, device=device)])  # NCCL connects in the first collective
         if device.type == "cpu":
             keep_freed_memory()
@@ -317,20 +316,26 @@ class Worker:
         return {"digest": digest(publication.copies) if shared else ""}
 
     def save(self, folder: str) -> dict[str, Any]:
-        """Written by rank 0; every rank sends its part of sharded tensors."""
+        """By rank 0, or if tensors are sharded by every rank, each its part."""
         self.learner.policy.release()
-        state = {}
-        for name, tensor in self.learner.state().items():
-            values = whole(tensor)
-            if self.rank == 0:
-                state[name] = values.cpu() if is_sharded(tensor) else values
+        state = self.learner.state()
+        if self.learner.sharded:
+            return {"shards": write_shards(Path(folder), state, self.rank, self.group.count)}
         if self.rank == 0:
             write_tensors(Path(folder), state)
-        return {}
+        return {"shards": {}}
 
     def load(self, folder: str) -> dict[str, Any]:
         self.learner.policy.release()
-        self.learner.restore(read_tensors(Path(folder)))
+        if not self.learner.sharded:
+            self.learner.restore(read_tensors(Path(folder)))
+            return {}
+
+        def sharded(name: str) -> Tensor | None:
+            table, _, parameter = name.partition("/")
+            return None if table == EXTRA else self.learner.sharded.get(parameter)
+
+        self.learner.restore(read_parts(Path(folder), sharded, self.rank, self.group.count))
         return {}
 
 

@@ -31,6 +31,7 @@ from gesso.rewards.transport import wire
 from gesso.rewards.transport.service import RewardService
 from gesso.rollout import Rollout
 from gesso.samplers.base import Piece, parts
+from gesso.track.checkpoints import record_shards
 from gesso.track.progress import SILENT, Progress
 from gesso.types import StopRun, Which
 
@@ -163,7 +164,10 @@ class Workers(Driver):
                 )
 
     def save(self, folder: Path) -> None:
-        self.processes.all("save", {"folder": str(folder.resolve())})
+        answers = self.processes.all("save", {"folder": str(folder.resolve())})
+        found = {name: each for answer in answers for name, each in answer["shards"].items()}
+        if found:
+            record_shards(folder, found)
 
     def load(self, folder: Path) -> None:
         self.processes.all("load", {"folder": str(folder.resolve())})

@@ -57,6 +57,9 @@ class ExtraParameters(Protocol):
     lr: float
 
 
+EXTRA = "beside"  # table of parameters that are trained with the policy's, such as a critic's
+
+
 class Learner:
     def __init__(
         self,
@@ -212,7 +215,7 @@ class Learner:
         for copy, tensors in self.policy.copies.items():
             state |= {f"{copy}/{name}": tensor for name, tensor in tensors.items()}
         if self.extra is not None:
-            state |= {f"beside/{name}": p.data for name, p in self.extra.trained.items()}
+            state |= {f"{EXTRA}/{name}": p.data for name, p in self.extra.trained.items()}
         for name, p in self._all.items():
             for key, value in self.optimizer.state[p].items():
                 state[f"adam.{key}/{name}"] = torch.as_tensor(value)
@@ -222,7 +225,12 @@ class Learner:
     def _all(self) -> dict[str, nn.Parameter]:
         """Every trained parameter by its name in a checkpoint."""
         extra = self.extra.trained if self.extra is not None else {}
-        return self.policy.trainable | {f"beside.{name}": p for name, p in extra.items()}
+        return self.policy.trainable | {f"{EXTRA}.{name}": p for name, p in extra.items()}
+
+    @property
+    def sharded(self) -> dict[str, nn.Parameter]:
+        """The trained parameters of which every rank has a part."""
+        return {name: p for name, p in self._all.items() if is_sharded(p)}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Strict: raises a ValueError that lists missing tensors, unexpected tensors and wrong
@@ -244,7 +252,7 @@ class Learner:
             self.policy.load(tables[copy], copy)
         if self.extra is not None:
             for name, p in self.extra.trained.items():
-                p.data.copy_(tables["beside"][name])
+                p.data.copy_(tables[EXTRA][name])
         for name, p in self._all.items():
             self.optimizer.state[p] = {
                 key: _moment(key, tensors[name], p)

@@ -3,8 +3,9 @@
 checkpoints/000010/learner.safetensors    tensors by name, or one file per rank (shards.py)
 checkpoints/000010/state.json             step, seed, data, ranks, and digests of the content
 
-A tensor's name is "table/name". state.json has a digest of every table ("tables"), so that a single
-table can be read and verified without the others, and a digest of everything else in state.json.
+A tensor's name is "table/name". state.json has a digest of every table ("tables"), or with several
+files of every table in each ("shards"), so that a single table can be read and verified without the
+others, and a digest of everything else in state.json.
 Checkpoints of earlier versions have no digests; only their types and step are checked.
 """
 
@@ -15,8 +16,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +33,9 @@ if TYPE_CHECKING:
 NAME = re.compile(r"[0-9]{6,12}")  # str.isdigit() accepts digits of other scripts, too
 STATE = "state.json"
 DIGESTS = "digests.json"  # in the temporary folder only
-KINDS = {"step": int, "seed": int, "data": str, "ranks": int, "tables": dict, "digest": str}
+DIGESTED = ("tables", "shards")
+KINDS = {"step": int, "seed": int, "data": str, "ranks": int, "digest": str}
+KINDS |= dict.fromkeys(DIGESTED, dict)
 WORDS = {int: "an integer", str: "a string", dict: "an object"}
 EMPTY = "it is empty"
 NONE_LEFT = (
@@ -74,7 +78,7 @@ class Checkpoints:
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             write(temporary)
-            state = sealed({"step": step, **about, "tables": _take_digests(temporary)})
+            state = sealed({"step": step, **about, **_take_digests(temporary)})
             write_atomic(temporary / STATE, json.dumps(state).encode())
             self._rename(temporary, self.path(step))
         except Exception as error:  # safetensors wraps a full disk in another error type
@@ -152,20 +156,13 @@ class Checkpoints:
     def _verified(self, step: int, table: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         folder = self.path(step)
         state = _state(folder / STATE, step)
-        ranks, expected = state.get("ranks", 1), state.get("tables")
+        ranks = state.get("ranks", 1)
         file = folder / (shards.ONE if ranks == 1 else "*.safetensors")
-        try:
+        _check_shards(folder, state, table)
+        with _reading(file):
             tensors = shards.read(folder, ranks, table)
-        except Exception as error:  # safetensors has a separate error type
-            if out_of_memory(error):
-                raise
-            raise _Damaged(f"{file} cannot be read: {_first_line(error)}") from error
-        if expected is not None:
-            selected = {table.removesuffix("/")} & expected.keys() if table else expected.keys()
-            computed = digests(tensors)
-            for name in sorted(selected | computed.keys()):
-                if problem := _problem(computed.get(name), expected.get(name)):
-                    raise _Damaged(f"{file} is damaged: the table {short(name)} {problem}")
+        if "tables" in state:
+            _compare(file, digests(tensors), state["tables"], table)
         return tensors, _without_digests(state)
 
     def _named(self) -> list[Path]:
@@ -182,6 +179,35 @@ class Checkpoints:
         return [self.folder / name for name in names if name == f"{int(name):06d}"]
 
 
+def _check_shards(
+    folder: Path, state: Mapping[str, Any], table: str = "", rank: int = 0, ranks: int = 1
+) -> None:
+    """Compares the files of several ranks with their digests, one of `ranks` parts of the files."""
+    for name, expected in sorted(state.get("shards", {}).items())[rank::ranks]:
+        with _reading(folder / name):
+            computed = digests(shards.read_file(folder / name, table))
+        _compare(folder / name, computed, expected, table)
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # safetensors has a separate error type
+        if out_of_memory(error):
+            raise
+        raise _Damaged(f"{file} cannot be read: {_first_line(error)}") from error
+
+
+def _compare(
+    file: Path, computed: Mapping[str, str], expected: Mapping[str, str], table: str
+) -> None:
+    selected = {table.removesuffix("/")} & expected.keys() if table else expected.keys()
+    for name in sorted(selected | computed.keys()):
+        if problem := _problem(computed.get(name), expected.get(name)):
+            raise _Damaged(f"{file} is damaged: the table {short(name)} {problem}")
+
+
 def write_tensors(folder: Path, state: Mapping[str, Tensor]) -> None:
     """Writes the tensors of a checkpoint, by "table/name", and their digests, which
     `Checkpoints.save` moves to state.json."""
@@ -192,7 +218,29 @@ def write_tensors(folder: Path, state: Mapping[str, Tensor]) -> None:
         tables = pool.submit(digests, on_cpu)  # while the file is written
         save_file(on_cpu, folder / shards.ONE)
         flush(folder / shards.ONE)
-    (folder / DIGESTS).write_text(json.dumps(tables.result()), "utf-8")
+    _write_digests(folder, {"tables": tables.result()})
+
+
+def write_shards(
+    folder: Path, state: Mapping[str, Tensor], rank: int, ranks: int
+) -> dict[str, dict[str, str]]:
+    """Every rank writes its parts of sharded tensors. Returns the digests of some of the files, for
+    `record_shards`."""
+    shards.write(folder, state)
+    found = {}
+    for file in shards.files(folder)[rank::ranks]:
+        flush(file)
+        found[file.name] = digests(shards.read_file(file))
+    return found
+
+
+def record_shards(folder: Path, found: Mapping[str, Mapping[str, str]]) -> None:
+    """The digests of all files that ranks have written."""
+    _write_digests(folder, {"shards": dict(found), "ranks": len(found)})
+
+
+def _write_digests(folder: Path, content: Mapping[str, Any]) -> None:
+    (folder / DIGESTS).write_text(json.dumps(content), "utf-8")
 
 
 def read_tensors(folder: Path, table: str = "") -> dict[str, Tensor]:
@@ -201,13 +249,31 @@ def read_tensors(folder: Path, table: str = "") -> dict[str, Tensor]:
     return Checkpoints(folder.parent).load(int(folder.name), table)[0]
 
 
-def _take_digests(folder: Path) -> dict[str, str]:
-    """Reads and removes the digests that `write_tensors` wrote; a finished checkpoint has them in
-    state.json."""
+def read_parts(
+    folder: Path, sharded: Callable[[str], Tensor | None], rank: int, ranks: int
+) -> dict[str, Tensor]:
+    """All tensors of a checkpoint folder; of those for which `sharded` gives a sharded tensor only
+    the part of this rank. Each of `ranks` verifies a part of the files, or the first the only
+    one."""
+    checkpoints, step = Checkpoints(folder.parent), int(folder.name)
+    try:
+        state = _state(folder / STATE, step)
+        if "tables" in state and rank == 0:
+            checkpoints._verified(step, "")
+        _check_shards(folder, state, "", rank, ranks)
+        with _reading(folder):
+            return shards.read_parts(folder, state.get("ranks", 1), sharded)
+    except _Damaged as error:
+        raise UserError(f"{error}; {checkpoints.remedy(step)}") from error
+
+
+def _take_digests(folder: Path) -> dict[str, Any]:
+    """Reads and removes the digests that were written with the tensors; a finished checkpoint has
+    them in state.json."""
     file = folder / DIGESTS
-    tables = json.loads(file.read_text("utf-8"))
+    content = json.loads(file.read_text("utf-8"))
     file.unlink()
-    return tables
+    return content
 
 
 def digests(state: Mapping[str, Tensor]) -> dict[str, str]:
@@ -252,8 +318,8 @@ def _state(file: Path, step: int) -> dict[str, Any]:
 
 def _without_digests(state: Mapping[str, Any]) -> dict[str, Any]:
     """Replaces the digests by "verified": whether there are digests of the tables."""
-    meta = {key: value for key, value in state.items() if key not in ("tables", "digest")}
-    return meta | {"verified": "tables" in state}
+    meta = {key: value for key, value in state.items() if key not in (*DIGESTED, "digest")}
+    return meta | {"verified": any(key in state for key in DIGESTED)}
 
 
 def _check(meta: Mapping[str, Any], step: int) -> None:
@@ -267,7 +333,7 @@ def _check(meta: Mapping[str, Any], step: int) -> None:
     if "digest" in meta:
         if sealed(meta)["digest"] != meta["digest"]:
             raise ValueError("its digest does not match its content")
-    elif odd := sorted(meta.keys() - KINDS.keys() | meta.keys() & {"tables"}):
+    elif odd := sorted(meta.keys() - KINDS.keys() | meta.keys() & {*DIGESTED}):
         raise ValueError(f'it has {short(odd[0])} but no "digest"')
 
 

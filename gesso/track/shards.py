@@ -1,4 +1,4 @@
-"""Reads the tensors of a checkpoint, written by one process or by several ranks.
+"""The tensors of a checkpoint, written by one process or by several ranks.
 
 One process writes one file, learner.safetensors. Several ranks write one file each, in the format
 of torch.distributed.checkpoint's HuggingFaceStorageWriter with save_distributed=True: safetensors,
@@ -11,6 +11,7 @@ since a tensor whose last shard is missing looks complete.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,17 +27,46 @@ def files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
+def write(folder: Path, state: Mapping[str, Tensor]) -> None:
+    """Every rank must call it, and writes its parts of sharded tensors to a file of its own. A
+    tensor that all ranks have is written by one of them. Returns when all files are written."""
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
+
+    save(dict(state), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+
+
 def read(folder: Path, ranks: int, table: str = "") -> dict[str, Tensor]:
     """Only tensors whose names begin with `table`: the optimizer states are larger than the
     weights."""
     if ranks == 1:
-        return _whole(folder / ONE, table)
+        return read_file(folder / ONE, table)
+    _expect_files(folder, ranks)
+    return _combined(folder, table, _empty)
+
+
+def read_parts(
+    folder: Path, ranks: int, sharded: Callable[[str], Tensor | None]
+) -> dict[str, Tensor]:
+    """All tensors; of those for which `sharded` gives a sharded tensor only the part of this rank,
+    as a tensor that is sharded in the same way."""
+    import torch
+
+    def like(name: str, info: Any) -> Tensor:
+        pattern = sharded(name)
+        if pattern is None or pattern.shape != info.size:
+            return _empty(name, info)
+        return torch.empty_like(pattern, requires_grad=False)
+
+    _expect_files(folder, ranks)
+    return _combined(folder, "", like)
+
+
+def _expect_files(folder: Path, ranks: int) -> None:
     if len(files(folder)) != ranks:
         raise ValueError(f"expected files of {ranks} ranks, got {len(files(folder))}")
-    return _combined(folder, table)
 
 
-def _whole(file: Path, table: str) -> dict[str, Tensor]:
+def read_file(file: Path, table: str = "") -> dict[str, Tensor]:
     from safetensors import safe_open
 
     with safe_open(file, "pt") as opened:
@@ -44,8 +74,13 @@ def _whole(file: Path, table: str) -> dict[str, Tensor]:
         return {name: opened.get_tensor(name) for name in names}
 
 
-def _combined(folder: Path, table: str) -> dict[str, Tensor]:
+def _empty(_: str, info: Any) -> Tensor:
     import torch
+
+    return torch.empty(info.size, dtype=info.properties.dtype)
+
+
+def _combined(folder: Path, table: str, like: Callable[[str, Any], Tensor]) -> dict[str, Tensor]:
     from torch.distributed.checkpoint import HuggingFaceStorageReader, load
 
     reader = HuggingFaceStorageReader(str(folder))
@@ -58,7 +93,7 @@ def _combined(folder: Path, table: str) -> dict[str, Tensor]:
             raise ValueError(
                 f"{name} is incomplete: expected {prod(info.size)} values, got {present}"
             )
-        state[name] = torch.empty(info.size, dtype=info.properties.dtype)
+        state[name] = like(name, info)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # intended
         load(state, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)

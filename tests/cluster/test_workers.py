@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -169,14 +170,29 @@ def test_sharding_all_weights_gives_the_same_update(
     assert {k: row[k] for k in compared} == pytest.approx(
         {k: expected[k] for k in compared}, rel=1e-4, abs=1e-6
     )
-    expected_state, state = final_state(alone.path), final_state(sharded.path)
-    assert state.keys() == expected_state.keys()
-    for key, tensor in state.items():
-        other = expected_state[key].double()
-        assert (tensor.double() - other).norm() <= 3e-6 * other.norm(), key
+    assert_close(alone, sharded)
+    files = sorted(sharded.checkpoint(1).glob("*.safetensors"))
+    assert len(files) == count
+    other = RunFolder(shutil.copytree(sharded.path, tmp_path / "other"))
     overrides = ["cluster.workers=none", "cluster.sharding=none"]
-    resumed = run.resume(sharded.path, quiet=True, steps=2, overrides=overrides)
-    assert resumed.rows()[-1]["step"] == 2
+    run.resume(sharded.path, quiet=True, steps=2, overrides=overrides)
+    run.resume(other.path, quiet=True, steps=2, overrides=["cluster.workers=3"])
+    assert_close(sharded, other)
+    damaged = other.checkpoint(1) / files[-1].name
+    *content, last = damaged.read_bytes()
+    damaged.write_bytes(bytes([*content, last ^ 1]))
+    shutil.rmtree(other.checkpoint(2))
+    for more in (overrides, []):
+        with pytest.raises(UserError, match=f"{files[-1].name} is damaged: the table"):
+            run.resume(other.path, quiet=True, overrides=more)
+
+
+def assert_close(one: RunFolder, other: RunFolder) -> None:
+    expected, state = final_state(one.path), final_state(other.path)
+    assert state.keys() == expected.keys()
+    for key, tensor in state.items():
+        double = expected[key].double()
+        assert (tensor.double() - double).norm() <= 3e-6 * double.norm(), key
 
 
 def test_a_worker_that_is_killed_stops_the_run_and_the_other_workers(
