@@ -83,7 +83,7 @@ def test_a_launched_worker_prints_to_the_driver_and_ends_with_it(
         launched.send_signal(SIGINT)  # as Ctrl-C does to all processes
         with pytest.raises(WorkerFailed, match=r"worker 1 failed(.|\n)*KeyError: 'nonsense'"):
             processes.one(1, "nonsense", {})
-        until(lambda: notes)
+        until(lambda: notes, limit=30)
     finally:
         processes.close()
     assert launched.wait(5) == 0
