@@ -27,6 +27,9 @@ from gesso.types import (
     Trajectory,
 )
 
+GRACE = 2.0
+"""Seconds that workers have to end by themselves after the driver."""
+
 
 class Channel:
     """One end of a connected socket. Any thread may send; one thread receives."""

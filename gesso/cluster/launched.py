@@ -1,4 +1,6 @@
-"""Workers in processes that torchrun has started: `torchrun --nproc-per-node 8 -m gesso train …`.
+"""Workers in processes that torchrun has started.
+
+    torchrun --nproc-per-node 8 -m -- gesso train …
 
 Rank 0 is the driver and starts a worker for itself. The other processes are workers: they find the
 address of the driver in torchrun's store, and open two connections to it.
@@ -22,7 +24,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from gesso.cluster.channel import Channel, end_with_the_driver
+from gesso.cluster.channel import GRACE, Channel, end_with_the_driver
 from gesso.types import StopRun, UserError
 
 if TYPE_CHECKING:
@@ -32,8 +34,8 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LOOPBACK = "127.0.0.1"
 KEY = "gesso/driver"
-GRACE = 2.0
-"""Seconds that a worker has to end by itself after the driver."""
+HELLO = 10.0
+"""Seconds in which a connection must say who it is."""
 WAITING = timedelta(hours=1)
 """For the driver, which reads prompts and checks rewards before it needs workers."""
 CONNECTIONS = ("messages", "life")
@@ -97,9 +99,9 @@ def accept(launch: Launch, patience: float) -> Iterator[tuple[Channel, socket.so
                     f"torchrun's processes of the ranks {absent} did not connect within "
                     f"{patience:g} s; cluster.patience allows no more"
                 ) from None
-            connection.settimeout(patience)
+            connection.settimeout(HELLO)
             channel = Channel(connection)
-            with contextlib.suppress(EOFError, ValueError, KeyError):  # not one of our workers
+            with contextlib.suppress(EOFError, ValueError, KeyError, TypeError):  # a stranger
                 hello, _ = channel.receive()
                 if hmac.compare_digest(hello["token"], token):
                     found[hello["rank"], hello["connection"]] = channel, connection

@@ -22,13 +22,11 @@ from typing import Any
 
 from gesso import imports
 from gesso.cluster import launched
-from gesso.cluster.channel import Channel
+from gesso.cluster.channel import GRACE, Channel
 from gesso.track.progress import Progress
 from gesso.types import StopRun, UserError, out_of_memory
 
 MODULE = "gesso.worker"
-GRACE = 2.0
-"""Seconds that workers have to end by themselves."""
 LAST_LINES = 8
 """Lines of a worker's output that are repeated when it dies."""
 IDLE = "waiting for work"

@@ -157,7 +157,7 @@ class Checkpoints:
         folder = self.path(step)
         state = _state(folder / STATE, step)
         ranks = state.get("ranks", 1)
-        file = folder / (shards.ONE if ranks == 1 else "*.safetensors")
+        file = folder / ("*.safetensors" if ranks > 1 or "shards" in state else shards.ONE)
         _check_shards(folder, state, table)
         with _reading(file):
             tensors = shards.read(folder, ranks, table)

@@ -38,7 +38,7 @@ def write(folder: Path, state: Mapping[str, Tensor]) -> None:
 def read(folder: Path, ranks: int, table: str = "") -> dict[str, Tensor]:
     """Only tensors whose names begin with `table`: the optimizer states are larger than the
     weights."""
-    if ranks == 1:
+    if ranks == 1 and not _is_sharded(folder):
         return read_file(folder / ONE, table)
     _expect_files(folder, ranks)
     return _combined(folder, table, _empty)
@@ -59,6 +59,11 @@ def read_parts(
 
     _expect_files(folder, ranks)
     return _combined(folder, "", like)
+
+
+def _is_sharded(folder: Path) -> bool:
+    """A single rank of a sharded run writes one file, too, with another name."""
+    return bool(files(folder)) and not (folder / ONE).exists()
 
 
 def _expect_files(folder: Path, ranks: int) -> None:

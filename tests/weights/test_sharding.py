@@ -18,6 +18,7 @@ from gesso.cluster.placement import place
 from gesso.config import Lora
 from gesso.families import classes
 from gesso.learner.gradient_sum import FloatSum, gradient_sum
+from gesso.track.checkpoints import Checkpoints, read_parts, record_shards, write_shards
 from gesso.types import UserError, Which
 from gesso.weights.layout import Layout, Sharding
 from gesso.weights.policy import Policy
@@ -242,3 +243,26 @@ def test_a_custom_model_that_cannot_be_sharded_is_refused() -> None:
     recipe = build.recipe("demo", ["cluster.workers=2", "cluster.sharding=all"])
     with pytest.raises(UserError, match="its class has no parameter `sharded`"):
         classes.built(Unsharded, recipe)
+
+
+def test_a_checkpoint_of_one_rank(tmp_path: Path) -> None:
+    """Its only file has a name and a format of its own."""
+    _, sharded = policies()
+    state = {f"current/{name}": tensor for name, tensor in sharded.tensors().items()}
+    checkpoints = Checkpoints(tmp_path)
+
+    def write(folder: Path) -> None:
+        record_shards(folder, write_shards(folder, state, rank=0, ranks=1))
+
+    checkpoints.save(3, write, {"seed": 0}, keep=1)
+    found, meta = checkpoints.load(3)
+    assert meta == {"step": 3, "seed": 0, "ranks": 1, "verified": True}
+    assert found.keys() == state.keys()
+    assert all(torch.equal(tensor, whole(state[name])) for name, tensor in found.items())
+
+    def parameter(name: str) -> Tensor:
+        return sharded.trainable[name.removeprefix("current/")]
+
+    parts = read_parts(checkpoints.path(3), parameter, rank=0, ranks=1)
+    assert all(is_sharded(part) and not part.requires_grad for part in parts.values())
+    assert all(torch.equal(local(part), local(state[name])) for name, part in parts.items())
