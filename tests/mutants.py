@@ -908,7 +908,7 @@ MUTANTS = [
     Mutant(
         "card-several-gpus",
         "gesso/config/tables.py",
-        '{"cluster": {"workers": int(count)}}',
+        '{"cluster": {"workers": gpus}}',
         '{"cluster": {}}',
         "tests/test_cards.py -k several",
     ),

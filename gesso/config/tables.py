@@ -52,11 +52,11 @@ class RecipeTables:
                 f"recipe {self.name} has no card tables; leave --card out, or add a "
                 f"[card.{card}] table to your own recipe file"
             )
-        count, _, memory = card.rpartition("x")
+        gpus, memory = parse_card(card) or (0, 0)
         if card in self.cards:
             table = dict(self.cards[card])
-        elif count and memory in self.cards:  # each GPU is used as a single one would be
-            table = over(self.cards[memory], {"cluster": {"workers": int(count)}})
+        elif str(memory) in self.cards:  # each GPU is used as a single one would be
+            table = over(self.cards[str(memory)], {"cluster": {"workers": gpus}})
         else:
             raise UserError(
                 f"recipe {self.name} has no settings for --card {card}; use one of {self.sizes}"
