@@ -36,6 +36,8 @@ def check(recipe: Recipe, progress: Progress = SILENT) -> Findings:
     """Raises a UserError at the first thing that would stop the run."""
     findings, family = Findings(), families.of(recipe)
     placement = place(recipe, build.algorithm(recipe))
+    if placement is not None and recipe.cluster.sharding is not None:
+        return _check_sharded(recipe, placement, progress)
     alone = recipe.model_copy(update={"cluster": Cluster()})  # each worker does the same
     threads = torch.get_num_threads()
     job = assemble(alone, progress)
@@ -45,8 +47,7 @@ def check(recipe: Recipe, progress: Progress = SILENT) -> Findings:
         findings.warnings += job.notes
         if placement is not None:
             findings.fact("workers", str(placement))
-        prompts = len(job.cluster.stream.prompts)
-        findings.fact("data", f"{prompts} training prompts, {len(job.eval_prompts)} held-out")
+        findings.fact("data", _data(job))
         policy = job.learner.policy
         size = sum(p.numel() for p in policy.module.parameters())
         findings.fact(
@@ -63,19 +64,61 @@ def check(recipe: Recipe, progress: Progress = SILENT) -> Findings:
         findings.fact("repeats", _repeats(job, repeatable))
         progress.phase("estimating memory")
         if family.wraps_library(job.model):
-            facts = _memory(assuming(recipe, job.longest_prompt))
+            (name, peak), *details = _memory(assuming(recipe, job.longest_prompt))
             each = " in each worker" if placement is not None else ""
-            findings.facts += [(facts[0][0], facts[0][1] + each), *facts[1:]]
+            findings.facts += [(name, peak + each), *details]
         else:
             findings.fact(
                 "memory", "not estimated: the model is neither from diffusers nor transformers"
             )
         _measured(job, findings)
-        _time(job, seconds_per_term, seconds, findings, placement)
+        # Workers take parts of a batch in turns.
+        parts, workers = (1, 1) if placement is None else (placement.parts, placement.workers)
+        share = math.ceil(parts / workers) / parts
+        updating = job.algorithm.terms_a_sample * seconds_per_term
+        findings.fact("time", _time(job, share * seconds, share * updating))
     finally:
         torch.set_num_threads(threads)
         job.close()
     return findings
+
+
+def _check_sharded(recipe: Recipe, placement: Placement, progress: Progress) -> Findings:
+    """Two small steps of all workers: one of them alone could not hold the model. The first step
+    includes compilation."""
+    findings = Findings([("workers", str(placement))])
+    job = assemble(recipe, progress)
+    try:
+        findings.warnings += [note for note in job.notes if note != str(placement)]
+        findings.fact("data", _data(job))
+        group = job.algorithm.group
+        groups = math.ceil(placement.workers * recipe.sampler.batch / group)
+        for step in range(2):
+            rollout, timing = job.cluster.sample_step(step, groups, group).result()
+            if step == 0:
+                _rewards(rollout, findings)
+            progress.phase("running a trial update")
+            started = time.perf_counter()
+            metrics = job.cluster.train(rollout, step).metrics
+            updating = time.perf_counter() - started
+            if step == 0:
+                _ratio(job, metrics.get("update/first_abs_dlogp_max"), findings)
+                job.cluster.publish(1)
+        progress.phase("estimating memory")
+        (name, peak), *details = _memory(assuming(recipe, job.longest_prompt))
+        findings.facts += [(name, f"{peak} in each worker"), *details]
+        if placement.gpus:
+            findings.fact("", f"measured: {size_of(1e9 * metrics['memory/gb'])} in the largest")
+        samples = len(rollout.samples)
+        findings.fact("time", _time(job, timing.sample / samples, updating / samples))
+    finally:
+        job.close()
+    return findings
+
+
+def _data(job: Assembled) -> str:
+    prompts = len(job.cluster.stream.prompts)
+    return f"{prompts} training prompts, {len(job.eval_prompts)} held-out"
 
 
 def _small_batch(job: Assembled) -> tuple[Rollout, float]:
@@ -217,30 +260,17 @@ def _memory(assumed: Assumed) -> list[tuple[str, str]]:
     return facts
 
 
-def _time(
-    job: Assembled,
-    seconds_per_term: float,
-    sampling: float,
-    findings: Findings,
-    placement: Placement | None,
-) -> None:
+def _time(job: Assembled, sampling: float, updating: float) -> str:
+    """Of steps and evaluations, from the seconds per sample."""
     recipe = job.recipe
-    samples = recipe.data.groups * job.algorithm.group
-    # Workers take parts of a batch in turns.
-    shares = (
-        1.0
-        if placement is None
-        else math.ceil(placement.parts / placement.workers) / placement.parts
-    )
-    step = samples * shares * (sampling + job.algorithm.terms_a_sample * seconds_per_term)
+    step = recipe.data.groups * job.algorithm.group * (sampling + updating)
     cost = families.of(recipe).eval_cost(recipe, job.algorithm)
-    evaluation = len(job.eval_prompts) * shares * sampling * cost
+    evaluation = len(job.eval_prompts) * sampling * cost
     evaluations = 2 + (recipe.steps - 1) // recipe.eval.every if recipe.eval.every else 2
     total = recipe.steps * step + evaluations * evaluation
-    findings.fact(
-        "time",
+    return (
         f"about {_duration(step)} per step and {_duration(total)} in total on this machine, if "
-        "scoring keeps up with sampling",
+        "scoring keeps up with sampling"
     )
 
 

@@ -156,8 +156,8 @@ class Checkpoints:
     def _verified(self, step: int, table: str) -> tuple[dict[str, Tensor], dict[str, Any]]:
         folder = self.path(step)
         state = _state(folder / STATE, step)
-        ranks = state.get("ranks", 1)
-        file = folder / ("*.safetensors" if ranks > 1 or "shards" in state else shards.ONE)
+        ranks = state.get("ranks")
+        file = folder / (shards.ONE if ranks is None else "*.safetensors")
         _check_shards(folder, state, table)
         with _reading(file):
             tensors = shards.read(folder, ranks, table)

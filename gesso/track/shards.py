@@ -35,10 +35,10 @@ def write(folder: Path, state: Mapping[str, Tensor]) -> None:
     save(dict(state), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
 
 
-def read(folder: Path, ranks: int, table: str = "") -> dict[str, Tensor]:
+def read(folder: Path, ranks: int | None, table: str = "") -> dict[str, Tensor]:
     """Only tensors whose names begin with `table`: the optimizer states are larger than the
-    weights."""
-    if ranks == 1 and not _is_sharded(folder):
+    weights. `ranks`: each has written a file; None: one process has written `ONE`."""
+    if ranks is None:
         return read_file(folder / ONE, table)
     _expect_files(folder, ranks)
     return _combined(folder, table, _empty)
@@ -59,11 +59,6 @@ def read_parts(
 
     _expect_files(folder, ranks)
     return _combined(folder, "", like)
-
-
-def _is_sharded(folder: Path) -> bool:
-    """A single rank of a sharded run writes one file, too, with another name."""
-    return bool(files(folder)) and not (folder / ONE).exists()
 
 
 def _expect_files(folder: Path, ranks: int) -> None:

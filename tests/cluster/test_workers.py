@@ -16,6 +16,7 @@ import pytest
 import tomli_w
 
 from gesso import build, run
+from gesso.check import check
 from gesso.cluster import workers
 from gesso.cluster.placement import Placement, place
 from gesso.cluster.processes import Child, Processes, WorkerFailed
@@ -185,6 +186,24 @@ def test_sharding_all_weights_gives_the_same_update(
     for more in (overrides, []):
         with pytest.raises(UserError, match=f"{files[-1].name} is damaged: the table"):
             run.resume(other.path, quiet=True, overrides=more)
+
+
+@pytest.mark.usefixtures("borrowing")
+def test_a_sharded_run_is_checked_in_its_workers(
+    pipeline_folder: Path, prompt_file: Path, language: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "_in_this_process", None)  # a single device may be too small
+    data = recipes(pipeline_folder, prompt_file, language)["flow-grpo"]
+    recipe = build.recipe_from(data | {"cluster": {"workers": 2, "sharding": "all"}})
+    findings = check(recipe)
+    facts = dict(findings.facts)
+    assert facts["workers"].startswith("2 worker processes (CPU, ")
+    assert "2 of them divide the weights" in facts["workers"]
+    assert facts["rewards"].startswith("no failures; example: ")
+    assert facts["ratio"] == "log-probs of sampling and replay differ by at most 0.0e+00"
+    assert facts["memory"].endswith(" at the peak in each worker")
+    assert re.match(r"about [\d.]+ s per step and [\d.]+ (s|min) in total", facts["time"])
+    assert facts["workers"] not in findings.warnings
 
 
 def assert_close(one: RunFolder, other: RunFolder) -> None:
