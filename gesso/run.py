@@ -82,6 +82,9 @@ def assemble(recipe: Recipe, progress: Progress = SILENT) -> Assembled:
         progress.phase("loading data")
         data = prompts.load(recipe.data, rewards.train.unfit, rewards.held_out.unfit)
         progress.phase("importing torch")
+        from gesso.cluster.placement import place
+
+        place(recipe, algorithm)  # raises if it is impossible
         connect = _in_this_process if recipe.cluster.workers is None else _in_workers
         cluster, data = connect(recipe, algorithm, rewards, data, progress)
     except BaseException:

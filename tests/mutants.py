@@ -894,8 +894,8 @@ MUTANTS = [
     Mutant(
         "launched-count",
         "gesso/cluster/placement.py",
-        "if launch is not None and wanted != launch.count:",
-        "if launch is not None and wanted > launch.count:",
+        'if launch is not None and wanted not in ("auto", launch.count):',
+        "if launch is not None and wanted is None:",
         "tests/cluster/test_launched.py -k another_number",
     ),
     Mutant(

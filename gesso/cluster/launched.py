@@ -93,19 +93,24 @@ def accept(launch: Launch, patience: float) -> Iterator[tuple[Channel, socket.so
             try:
                 connection, _ = listener.accept()
             except TimeoutError:
-                known = {rank for rank, kind in found if kind == CONNECTIONS[-1]}
-                absent = [rank for rank in range(1, launch.count) if rank not in known]
+                connected = {rank for rank, kind in found if kind == CONNECTIONS[-1]}
+                absent = [rank for rank in range(1, launch.count) if rank not in connected]
                 raise StopRun(
                     f"torchrun's processes of the ranks {absent} did not connect within "
                     f"{patience:g} s; cluster.patience allows no more"
                 ) from None
             connection.settimeout(HELLO)
             channel = Channel(connection)
-            with contextlib.suppress(EOFError, ValueError, KeyError, TypeError):  # a stranger
+            try:
                 hello, _ = channel.receive()
-                if hmac.compare_digest(hello["token"], token):
-                    found[hello["rank"], hello["connection"]] = channel, connection
-                    connection.settimeout(None)
+                known = hmac.compare_digest(hello["token"], token)
+            except Exception:  # not one of our workers: anything may have come
+                known = False
+            if not known:
+                connection.close()
+                continue
+            found[hello["rank"], hello["connection"]] = channel, connection
+            connection.settimeout(None)
     for rank in range(1, launch.count):
         yield found[rank, "messages"][0], found[rank, "life"][1]
 
@@ -115,8 +120,7 @@ def accept(launch: Launch, patience: float) -> Iterator[tuple[Channel, socket.so
 
 def join(launch: Launch) -> Channel:
     """Makes this process a worker, which ends with the driver. Returns its connection."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # torchrun signals the driver, too
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while it waits for the driver
     _select_gpu(int(os.environ["LOCAL_RANK"]))
     host, port, token = json.loads(_store(launch.rank).get(KEY))
     connections = {name: socket.create_connection((host, port)) for name in CONNECTIONS}
@@ -124,6 +128,8 @@ def join(launch: Launch) -> Channel:
     for name, channel in channels.items():
         channel.send({"token": token, "rank": launch.rank, "connection": name})
     end_with_the_driver(connections["life"], GRACE)
+    for number in (signal.SIGINT, signal.SIGTERM):  # torchrun signals the driver, too
+        signal.signal(number, signal.SIG_IGN)
     _forward_output(channels["messages"])
     return channels["messages"]
 

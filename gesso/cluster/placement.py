@@ -37,20 +37,19 @@ class Placement:
 
 def place(recipe: Recipe, algorithm: Algorithm) -> Placement | None:
     """None without worker processes."""
-    wanted = recipe.cluster.workers
+    wanted, launch = recipe.cluster.workers, Launch.find()
+    if launch is not None and wanted not in ("auto", launch.count):
+        raise UserError(
+            f"cluster.workers = {wanted or 'none'}, but torchrun started {launch.count} processes; "
+            "leave out cluster.workers"
+        )
     if wanted is None:
         return None
     gpus = _gpus(recipe)
-    launch = Launch.find()
     if launch is not None:
         gpus = launch.gpus(gpus)
     if wanted == "auto":
         wanted = launch.count if launch is not None else len(gpus) or 1
-    if launch is not None and wanted != launch.count:
-        raise UserError(
-            f"cluster.workers = {wanted}, but torchrun started {launch.count} processes; leave out "
-            "cluster.workers"
-        )
     if gpus and wanted > len(gpus):
         raise UserError(
             f"cluster.workers = {wanted}, but only {len(gpus)} GPUs are visible; use at most "

@@ -12,9 +12,8 @@ from types import SimpleNamespace
 import pytest
 import tomli_w
 
-from gesso import build
+from gesso import build, run
 from gesso.cluster.launched import Launch
-from gesso.cluster.placement import place
 from gesso.cluster.processes import Processes, WorkerFailed
 from gesso.track.run_folder import RunFolder
 from gesso.types import UserError
@@ -90,11 +89,14 @@ def test_a_launched_worker_prints_to_the_driver_and_ends_with_it(
     assert notes == ["worker 1: hello"]
 
 
-def test_another_number_of_workers(language: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("workers", [2, None])
+def test_another_number_of_workers(
+    workers: int | None, language: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     data = language_recipe(language, {"name": "grpo"})
-    recipe = build.recipe_from(data | {"cluster": {"workers": 2}})
-    message = "cluster.workers = 2, but torchrun started 4 processes; leave out cluster.workers"
+    recipe = build.recipe_from(data | {"cluster": {"workers": workers}})
+    message = f"cluster.workers = {workers or 'none'}, but torchrun started 4 processes; leave out"
     with pytest.raises(UserError, match=message):
-        place(recipe, build.algorithm(recipe))
+        run.assemble(recipe)
