@@ -14,6 +14,7 @@ import tomli_w
 
 from gesso import build, run
 from gesso.cluster.launched import Launch
+from gesso.cluster.placement import place
 from gesso.cluster.processes import Processes, WorkerFailed
 from gesso.track.run_folder import RunFolder
 from gesso.types import UserError
@@ -99,4 +100,7 @@ def test_another_number_of_workers(
     recipe = build.recipe_from(data | {"cluster": {"workers": workers}})
     message = f"cluster.workers = {workers or 'none'}, but torchrun started 4 processes; leave out"
     with pytest.raises(UserError, match=message):
-        run.assemble(recipe)
+        place(recipe, build.algorithm(recipe))
+    if workers is None:  # not placed, but refused
+        with pytest.raises(UserError, match=message):
+            run.assemble(recipe)
