@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 
 from gesso import config
 from gesso.models.flow import compiled as speed
+from gesso.models.four_bits import require_four_bits
 from gesso.models.located import PIPELINE, locate
 from gesso.quiet import quiet
 from gesso.types import UserError
@@ -85,15 +86,7 @@ def load_pipeline(model: Architecture, settings: config.Model) -> Any:
 
 def _four_bits(model: Architecture) -> Any:
     """NF4 by bitsandbytes."""
-    if model.device.type != "cuda":
-        raise UserError(
-            f'model.quantize = "nf4" requires a CUDA device, got {model.device}; '
-            "remove model.quantize"
-        )
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(
-            'model.quantize = "nf4" requires bitsandbytes: pip install "gesso[quantize]"'
-        )
+    require_four_bits(model.device)
     from diffusers import PipelineQuantizationConfig
 
     return PipelineQuantizationConfig(

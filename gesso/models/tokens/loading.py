@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from safetensors import SafetensorError
 
 from gesso import config
 from gesso.models.adapter_checks import check_alpha, check_modules, check_rank
+from gesso.models.four_bits import require_four_bits
 from gesso.models.tokens import attention
 from gesso.quiet import quiet
 from gesso.types import UserError
@@ -114,15 +114,7 @@ def _config(model: Architecture, path: str) -> Any:
 
 def _four_bits(model: Architecture) -> Any:
     """NF4 by bitsandbytes; vision tower and head are not quantized."""
-    if model.device.type != "cuda":
-        raise UserError(
-            f'model.quantize = "nf4" requires a CUDA device, got {model.device}; '
-            "remove model.quantize"
-        )
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(
-            'model.quantize = "nf4" requires bitsandbytes: pip install "gesso[quantize]"'
-        )
+    require_four_bits(model.device)
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(
