@@ -123,13 +123,13 @@ def join(launch: Launch) -> Channel:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # while it waits for the driver
     _select_gpu(int(os.environ["LOCAL_RANK"]))
     host, port, token = json.loads(_store(launch.rank).get(KEY))
+    for number in (signal.SIGINT, signal.SIGTERM):  # torchrun signals the driver, too
+        signal.signal(number, signal.SIG_IGN)
     connections = {name: socket.create_connection((host, port)) for name in CONNECTIONS}
     channels = {name: Channel(connection) for name, connection in connections.items()}
     for name, channel in channels.items():
         channel.send({"token": token, "rank": launch.rank, "connection": name})
     end_with_the_driver(connections["life"], GRACE)
-    for number in (signal.SIGINT, signal.SIGTERM):  # torchrun signals the driver, too
-        signal.signal(number, signal.SIG_IGN)
     _forward_output(channels["messages"])
     return channels["messages"]
 

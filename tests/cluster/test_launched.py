@@ -86,7 +86,7 @@ def test_a_launched_worker_prints_to_the_driver_and_ends_with_it(
         until(lambda: notes, limit=30)
     finally:
         processes.close()
-    assert launched.wait(5) == 0
+    assert launched.wait(30) == 0
     assert notes == ["worker 1: hello"]
 
 
