@@ -23,7 +23,7 @@ from tests.pages import DOCS, ROOT
 from tests.test_layout import LAYERS
 
 EXAMPLES = ROOT / "examples"
-TINY = ["steps=1", "data.groups=2", "algorithm.group=2", "eval.prompts=2"]
+TINY = ["steps=1", "data.groups=2", "algorithm.group=2", "eval.prompts=2", "reward.0.workers=1"]
 
 
 @contextmanager

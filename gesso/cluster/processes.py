@@ -125,7 +125,7 @@ class Processes:
             self.close()
             raise
 
-    def _start(self, rank: int, environment: Mapping[str, str]) -> Child:
+    def _start(self, rank: int, environment: Mapping[str, str]) -> Worker:
         ours, theirs = socket.socketpair()
         life, watched = socket.socketpair()
         process = subprocess.Popen(

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import shutil
+import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGSTOP, SIGTERM
 from typing import Any
@@ -18,12 +20,14 @@ import tomli_w
 from gesso import build, run
 from gesso.check import check
 from gesso.cluster import workers
+from gesso.cluster.channel import Channel
 from gesso.cluster.placement import Placement, place
-from gesso.cluster.processes import Child, Processes, WorkerFailed
+from gesso.cluster.processes import Child, Processes, Worker, WorkerFailed
 from gesso.config import Recipe
 from gesso.track.progress import SILENT, Progress
 from gesso.track.run_folder import RunFolder
 from gesso.types import StopRun, UserError
+from tests.cluster import forked
 from tests.cluster.runs import (
     alive,
     assert_equal,
@@ -37,6 +41,20 @@ from tests.test_loop import final_state
 from tests.waiting import Started, until
 
 MOST = 4
+
+
+class Forked(Processes):
+    """Workers that are forked from one process, which has imported all they need: 8 s for each of
+    them otherwise. They end by themselves."""
+
+    def _start(self, rank: int, environment: Mapping[str, str]) -> Worker:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["tests.cluster.forked"])
+        ours, theirs = socket.socketpair()
+        life, watched = socket.socketpair()
+        with theirs, watched:
+            context.Process(target=forked.main, args=(theirs, watched), daemon=True).start()
+        return Worker(rank, Channel(ours), life)
 
 
 class Borrowed(Processes):
@@ -56,7 +74,7 @@ def children(processes: Processes) -> list[Child]:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Processes]:
-    processes = Processes(MOST, lambda rank: {"OMP_NUM_THREADS": "1"}, 300.0, SILENT)
+    processes = Forked(MOST, lambda rank: {}, 300.0, SILENT)
     yield processes
     processes.close()
 

@@ -29,7 +29,6 @@ from tests.rewards.test_pickscore import (
     logit_by_hand,
     noise,
     samples,
-    through_workers,
     tiny_clip,
 )
 from tests.typed import sure
@@ -62,12 +61,6 @@ def test_clip_score_is_the_logit_over_30(folder: Path, batch: int) -> None:
     expected = [logit_by_hand(folder, s.prompt.text, s.pixels) / 30 for s in samples()]
     assert got == pytest.approx(expected, abs=2e-5)
     assert np.std(got) > 0.01
-
-
-def test_clip_score_in_a_worker_process(folder: Path) -> None:
-    options = {"path": str(folder), "device": "cpu"}
-    scores = through_workers(assembly.REWARDS["clip-score"], options, samples())
-    assert [s.value for s in scores] == pytest.approx(values("clip-score", samples(), **options))
 
 
 def head(seed: int) -> dict[str, torch.Tensor]:

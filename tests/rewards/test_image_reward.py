@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from gesso.rewards import assembly, base
 from gesso.rewards.image import image_reward
 from gesso.types import Prompt, Sample
-from tests.rewards.test_pickscore import MEAN, STD, noise, through_workers
+from tests.rewards.test_pickscore import MEAN, STD, noise
 from tests.typed import sure
 
 SIDE, PATCH = 64, 16
@@ -202,11 +202,6 @@ def test_values_follow_the_equations(folder: Path, batch: int) -> None:
     assert [s.error for s in scores] == [None] * 5
     assert [s.value for s in scores] == pytest.approx(by_equations(), abs=2e-4)
     assert np.std([s.value for s in scores]) > 0.01
-
-
-def test_in_a_worker_process(folder: Path) -> None:
-    scores = through_workers(assembly.REWARDS["image-reward"], options(folder), samples())
-    assert [s.value for s in scores] == pytest.approx(by_equations(), abs=2e-4)
 
 
 @pytest.mark.gpu

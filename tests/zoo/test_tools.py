@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-import subprocess
+import runpy
 import sys
 
 import pytest
@@ -21,7 +21,11 @@ def test_every_module_can_be_imported() -> None:
 
 
 @pytest.mark.parametrize("name", ["evaluate", "evaluate_shapes", "plot"])
-def test_scripts_have_help(name: str) -> None:
-    command = [sys.executable, "-m", f"tools.zoo.{name}", "--help"]
-    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert shown.startswith(f"usage: {name}.py")
+def test_scripts_have_help(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    monkeypatch.delitem(sys.modules, f"tools.zoo.{name}", raising=False)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        runpy.run_module(f"tools.zoo.{name}", run_name="__main__")
+    assert capsys.readouterr().out.startswith(f"usage: {name}.py")
