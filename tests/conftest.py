@@ -105,8 +105,8 @@ def folding_recipe(sd35_folder: Path, prompt_file: Path) -> dict:
 def small_recipe(pipeline_folder: Path, prompt_file: Path) -> dict:
     """A recipe of seconds: 2 prompts × 3 samples, 4 sampling steps, the JPEG reward."""
     return {
-        "steps": 3,
-        "model": {"path": str(pipeline_folder), "height": 32, "width": 96, "text_length": 0},
+        "steps": 2,
+        "model": {"path": str(pipeline_folder), "height": 32, "width": 48, "text_length": 0},
         "data": {"train": str(prompt_file), "eval": str(prompt_file), "groups": 2},
         "algorithm": {
             "name": "flow-grpo",

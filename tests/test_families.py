@@ -117,7 +117,7 @@ def test_a_custom_flow_model(recipe_data: dict[str, Any], workplace: Path) -> No
     assert build.model(recipe).sizes == (4, 6, 8, 12)
     trained = run.train(recipe, folder="run", quiet=True)
     assert tables.read_toml(trained.path / "config.toml")["model"]["family"] == "flow"
-    assert gesso.load("run").sample("a red sign")[0].size == (96, 32)
+    assert gesso.load("run").sample("a red sign")[0].size == (48, 32)
     facts = dict(check(recipe).facts)
     assert "parameters in the transformer" in facts["model"] and "memory" in facts
 
@@ -138,7 +138,7 @@ def test_an_old_run_folder_of_a_flow_model(recipe_data: dict[str, Any], workplac
     old = file.read_text().replace('family = "flow"\n', "")
     assert "family" not in old
     file.write_text(old)
-    assert gesso.load(made.path).sample("oak")[0].size == (96, 32)
+    assert gesso.load(made.path).sample("oak")[0].size == (48, 32)
 
 
 def test_bundled_models_need_no_family(recipe_data: dict[str, Any]) -> None:

@@ -566,7 +566,7 @@ def test_a_clip_far_under_the_floor_is_a_warning(
     )
     recipe_data["algorithm"]["clip"] = 1e-5
     rows = go(recipe_data, tmp_path / "run").rows()
-    assert [row["health"] for row in rows] == [[], *[["clip-under-floor"]] * 3]
+    assert [row["health"] for row in rows] == [[], *[["clip-under-floor"]] * 2]
     test, warning = notes(tmp_path / "run")[-2:]
     assert "at most 2.0e-03, clip 1e-05: too large" in test
     assert warning.startswith("step 1: warning (clip-under-floor): algorithm.clip = 1e-05 is below")

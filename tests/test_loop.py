@@ -32,7 +32,7 @@ NOT_TIMED = ("time/", "memory/", "samples_per_s")
 
 def shortened(pipeline_folder: Path, prompt_file: Path) -> dict:
     """Of 2 denoising steps; evaluations of 2 prompts, before and after the run."""
-    data = small_recipe(pipeline_folder, prompt_file)
+    data = small_recipe(pipeline_folder, prompt_file) | {"steps": 3}
     data["algorithm"]["steps"] = 2
     data["eval"] = {"every": 0, "prompts": 2, "steps": 2}
     return data
@@ -375,7 +375,7 @@ def test_unquoted_prompts_are_skipped_and_reported(recipe_data: dict, tmp_path: 
 def test_load_and_sample_take_the_trained_weights(finished: Finished) -> None:
     trained = run.load(finished.run.path)
     first, again = (trained.sample('a red sign that says "KITE"', n=2, seed=3) for _ in range(2))
-    assert first[0].size == (96, 32)
+    assert first[0].size == (48, 32)
     assert first[0].tobytes() == again[0].tobytes() != first[1].tobytes()
     state = final_state(finished.run.path)
     for name, weight in trained.model.policy.tensors().items():

@@ -31,7 +31,7 @@ NFT = {"name": "diffusion-nft", "group": 3, "steps": 2, "times": 2, "updates": 2
 
 def nft_recipe(pipeline_folder: Path, prompt_file: Path) -> dict:
     """Draws with "old", evaluates with "ema": neither is the current policy."""
-    data = small_recipe(pipeline_folder, prompt_file)
+    data = small_recipe(pipeline_folder, prompt_file) | {"steps": 3}
     data["algorithm"] = NFT
     data["optimizer"] = {"lr": 1e-2}
     data["learner"] |= {"ema": {"every": 1, "decay": 0.5}}

@@ -205,7 +205,7 @@ def test_a_run_scores_no_image_twice(recipe_data: dict, tmp_path: Path) -> None:
         data = recipe_data | {"reward": [entry], "optimizer": {"lr": 0.0, "weight_decay": 0.0}}
         finished = run.train(build.recipe_from(data), folder=tmp_path / str(cache), quiet=True)
         evaluations = [row for row in finished.rows() if "eval/reward" in row]
-        assert len(evaluations) == 3
+        assert len(evaluations) == 2
         assert len({row["eval/reward"] for row in evaluations}) == 1
         requested[cache] = len(log.read_text().split())
-    assert requested == {True: 3 * 6 + 3, False: 3 * 6 + 3 * 3}
+    assert requested == {True: 2 * 6 + 3, False: 2 * 6 + 2 * 3}

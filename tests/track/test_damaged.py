@@ -48,6 +48,7 @@ def whole(
     data = small_recipe(pipeline_folder, prompt_file)
     data["model"] |= {"lora": LORA}
     data |= {
+        "steps": 3,
         "save": {"every": 1, "keep": 9, "groups": 0},
         "eval": {"every": 0, "prompts": 1, "steps": 1},
     }
