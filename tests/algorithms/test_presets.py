@@ -398,6 +398,7 @@ def test_a_resumed_run_ends_as_an_undisturbed_one(
     """Old policy, EMA, Adam, window and schedules: all of it comes back, to the bit."""
     data = with_algorithm(recipe_data, name, advantage={"drop_flat": True})
     data |= {"steps": 2, "learner": {"micro_batch": 6, "ema": {"every": 1}}}
+    data["eval"] |= {"every": 0, "prompts": 1, "steps": 1}
     data["model"]["lora"] = lora
     if name == "diffusion-nft":
         data["algorithm"]["decay"] = 2
@@ -495,5 +496,6 @@ def test_shapes_and_sizes_are_reported_before_anything_is_sampled(recipe_data: d
     job.close()
     assert any("micro-batches of 7 do not divide" in note for note in job.notes)
     recipe_data["model"]["height"] = 33
-    with pytest.raises(UserError, match="does not support images of 33×96"):
+    width = recipe_data["model"]["width"]
+    with pytest.raises(UserError, match=f"does not support images of 33×{width}"):
         assemble(build.recipe_from(recipe_data))

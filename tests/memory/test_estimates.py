@@ -16,6 +16,7 @@ from gesso.memory import meta
 from gesso.types import Prompt, UserError
 from gesso.weights import folded_linear
 from tests import tokens as writers
+from tests.memory.test_peaks import shallow  # noqa: F401 a pipeline
 
 GIB = 2**30
 
@@ -28,15 +29,17 @@ def test_copies_cost_a_full_fine_tune_and_no_lora() -> None:
     assert lora["optimizer"] < full["optimizer"] / 50
 
 
-def test_folding_takes_the_adapted_weights_once_more() -> None:
+def test_folding_takes_the_adapted_weights_once_more(shallow: Path) -> None:  # noqa: F811
     """In half precision, as a GPU has it by default."""
 
+    common = [f"model.path={shallow}", "model.lora.rank=4"]
+
     def decoding(*changes: str) -> int:
-        recipe = build.recipe("demo", ["model.lora.rank=4", "sampler.batch=32", *changes])
+        recipe = build.recipe("demo", [*common, "sampler.batch=32", *changes])
         return estimate(recipe).passing["decoding"]
 
     half = "model.dtype=bfloat16"
-    whole = build.recipe("demo", ["model.lora.rank=4", half, "model.fold=true", "model.device=cpu"])
+    whole = build.recipe("demo", [*common, half, "model.fold=true", "model.device=cpu"])
     model = build.model(whole)
     with model.policy.folded(), model.policy.using("current"):
         matrices = sum(matrix.nbytes for matrix in model.policy.folding.matrices["current"])
@@ -48,16 +51,22 @@ def test_folding_takes_the_adapted_weights_once_more() -> None:
     assert decoding("model.fold=true") == in_float32 + 2 * matrices
 
 
-def test_an_update_folds_an_old_policy_too() -> None:
-    common = ["model.lora.rank=4", "model.fold=true", 'algorithm={name="diffusion-nft"}']
+def test_an_update_folds_an_old_policy_too(shallow: Path) -> None:  # noqa: F811
+    common = [
+        f"model.path={shallow}",
+        "model.lora.rank=4",
+        "model.fold=true",
+        'algorithm={name="diffusion-nft"}',
+    ]
     with patch.object(folded_linear, "fold", wraps=folded_linear.fold) as fold:
         estimate(build.recipe("demo", [*common, "learner.micro_batch=1", "sampler.batch=1"]))
     assert fold.call_count == 2 + 1 + 1  # for an update, a denoising step and decoding
 
 
-def test_compiled_blocks_are_estimated_to_save_less() -> None:
+def test_compiled_blocks_are_estimated_to_save_less(shallow: Path) -> None:  # noqa: F811
     """The outputs of matmuls and attention, not those of norms, modulations and activations."""
     common = ["model.lora.rank=4", "model.dtype=bfloat16", "sampler.batch=8"]
+    common += [f"model.path={shallow}"]
     plain, compiled = (
         estimate(build.recipe("demo", [*common, f"model.compile={said}"]))
         for said in ("false", "true")
@@ -71,9 +80,11 @@ def test_compiled_blocks_are_estimated_to_save_less() -> None:
 @pytest.mark.parametrize("branches", [1, 2])
 def test_gradients_of_each_sample_are_stored_and_drawing_keeps_what_an_update_would(
     branches: int,
+    shallow: Path,  # noqa: F811
 ) -> None:
     both = ["both", "conditional"][branches == 1]
-    common = ["model.lora.rank=16", "model.dtype=bfloat16", "algorithm.guidance=3.0"]
+    common = [f"model.path={shallow}"]
+    common += ["model.lora.rank=16", "model.dtype=bfloat16", "algorithm.guidance=3.0"]
     common += [f"algorithm.guidance_gradient={both}", "sampler.batch=8", "learner.micro_batch=8"]
     two, one = (
         estimate(build.recipe("demo", [*common, f"algorithm.one_pass={said}"]))
@@ -88,9 +99,10 @@ def test_gradients_of_each_sample_are_stored_and_drawing_keeps_what_an_update_wo
     assert told == pytest.approx(4 * size, rel=0.01)
 
 
-def test_drawing_in_one_pass_counts_the_way_back() -> None:
+def test_drawing_in_one_pass_counts_the_way_back(shallow: Path) -> None:  # noqa: F811
     """Which is what takes most where activations are computed again."""
-    common = ["model.lora.rank=16", "model.dtype=bfloat16", "algorithm.guidance=3.0"]
+    common = [f"model.path={shallow}"]
+    common += ["model.lora.rank=16", "model.dtype=bfloat16", "algorithm.guidance=3.0"]
     common += ["sampler.batch=8", "learner.micro_batch=8", "model.gradient_checkpointing=true"]
     two, one = (
         estimate(build.recipe("demo", [*common, f"algorithm.one_pass={said}"]))

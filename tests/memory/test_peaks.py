@@ -69,19 +69,21 @@ def measured_peak(recipe: Recipe) -> int:
             rollout, _ = job.cluster.sample_step(0).result()
             name = recipe.reward[0].name
             scores = [Score(i % 5, {name: i % 5}) for i in range(len(rollout.samples))]
-            for step in range(2):  # only from the second on Adam has its state
-                job.learner.update(replace(rollout, scores=scores, version=step), step)
-            del rollout  # as in the loop
+            scored = replace(rollout, scores=scores)
+            few = scored.rows(torch.arange(2))  # only from the second update on Adam has its state
+            for step, some in enumerate((few, scored)):
+                job.learner.update(replace(some, version=step), step)
+            del rollout, scored, few, some  # as in the loop
             job.cluster.sample_step(1).result()
         finally:
             job.close()
     return max(itertools.accumulate(sizes))
 
 
-# An eighth of the demo's sizes: still several full micro-batches, the second of which meets
-# gradients. The scores are made up: rewards run in other processes and take no memory here.
-EIGHTH = [
-    "algorithm.group=6", "data.groups=2", "learner.micro_batch=12", "sampler.batch=4",
+# A twelfth of the demo's sizes: still two full micro-batches, the second of which meets gradients.
+# The scores are made up: rewards run in other processes and take no memory here.
+SMALL = [
+    "algorithm.group=4", "data.groups=2", "learner.micro_batch=12", "sampler.batch=4",
     "algorithm.steps=3", "algorithm.window={size=3, low=0, high=3}", "eval.prompts=1",
     'reward=[{name="jpeg-compressibility"}]',
 ]  # fmt: skip
@@ -119,7 +121,7 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_estimate_meets_the_measured_peak(variant: str, shallow: Path) -> None:
-    recipe = build.recipe("demo", [f"model.path={shallow}", *EIGHTH, *VARIANTS[variant]])
+    recipe = build.recipe("demo", [f"model.path={shallow}", *SMALL, *VARIANTS[variant]])
     told, seen = estimate(recipe).peak, measured_peak(recipe)
     assert told == pytest.approx(seen, rel=0.05), f"{told / 1e6:.1f} MB for {seen / 1e6:.1f} MB"
 
@@ -142,18 +144,18 @@ WRITING = {
             "model.lora.rank=8",
         ],
     ),
-    "writing": ("small", ["sampler.batch=24", "learner.micro_tokens=64"]),
+    "writing": ("small", ["data.groups=12", "sampler.batch=24", "learner.micro_tokens=64"]),
     "seeing, trained too": (
         "qwen2.5-vl",
         [
             "model.train_vision=true",
             "learner.micro_tokens=256",
-            "data.groups=24",
+            "data.groups=12",
         ],
     ),
     "seeing, with deepstack, checkpointed": (
         "qwen3-vl",
-        ["model.lora.rank=4", "model.gradient_checkpointing=true"],
+        ["model.lora.rank=4", "model.gradient_checkpointing=true", "data.groups=12"],
     ),
 }
 
@@ -175,8 +177,8 @@ def small_writer(folder: Path) -> Path:
 
 
 def questions(folder: Path, seeing: bool) -> Path:
-    """A hundred of one length, with pictures of one size."""
-    rows = [{"problem": f"what is {i:02d} + 1?", "answer": i + 1} for i in range(100)]
+    """As many as two steps take, of one length, with pictures of one size."""
+    rows = [{"problem": f"what is {i:02d} + 1?", "answer": i + 1} for i in range(24)]
     if seeing:
         for i, row in enumerate(rows):
             (folder / f"{i}.png").write_bytes(writers.picture(32, 48, i).data or b"")
@@ -194,7 +196,7 @@ def writing_recipe(variant: str, folder: Path) -> Recipe:
     common = [
         f"model={{name={kind!r}, path={str(model)!r}, max_prompt=1000, max_pixels=1536}}",
         "eval.prompts=1",
-        f"data={{train={str(asked)!r}, eval={str(asked)!r}, groups=12}}", "sampler.batch=12",
+        f"data={{train={str(asked)!r}, eval={str(asked)!r}, groups=6}}", "sampler.batch=12",
         'algorithm={name="grpo", group=2, max_tokens=16}', "learner.micro_tokens=256",
     ]  # fmt: skip
     recipe = build.recipe("demo-vlm", [*common, *changes])

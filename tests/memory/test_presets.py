@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -59,6 +61,41 @@ def _deciding(recipe: Recipe) -> str:
         options["beta"] = options["beta"] > 0
     at_once = min(recipe.eval.prompts, recipe.sampler.batch)
     return json.dumps([sections | {"algorithm": options}, recipe.data.groups, at_once])
+
+
+# Many layers of one kind: an estimate is linear in their number, and a few take little time.
+# Not all weights trained: with few layers, the update would peak at the language model's head.
+LAYERS = {
+    "qwen-image-ocr": ("transformer", "num_layers"),
+    "qwen25-vl-3b-geo3k": ("", "num_hidden_layers"),
+    "qwen25-math-7b-dapo": ("", "num_hidden_layers"),
+}
+FEW = 4
+
+
+def peak(name: str, card: int | None, shapes: Path, folder: Path) -> int:
+    """Of models with LAYERS, extrapolated from two shallow ones."""
+    if name not in LAYERS:
+        return estimated(name, card, shapes).peak
+    part, key = LAYERS[name]
+    found = []
+    for layers in (FEW, FEW + 1):
+        model = shutil.copytree(shapes / model_of(name), folder / str(layers))
+        config = json.loads((model / part / "config.json").read_text())
+        section = config if key in config else config["text_config"]
+        depth, section[key] = section[key], layers
+        if "layer_types" in section:
+            section["layer_types"] = section["layer_types"][:layers]
+        (model / part / "config.json").write_text(json.dumps(config))
+        found.append(estimated(name, card, shapes, f"model.path={model}"))
+    few, more = found
+
+    def whole(few: dict[str, int], more: dict[str, int]) -> dict[str, int]:
+        assert few.keys() == more.keys()
+        return {name: size + (depth - FEW) * (more[name] - size) for name, size in few.items()}
+
+    lasting, passing = whole(few.lasting, more.lasting), whole(few.passing, more.passing)
+    return replace(few, lasting=lasting, passing=passing).peak
 
 
 def cards(name: str) -> list[int]:
@@ -149,9 +186,11 @@ def test_the_page_has_a_row_for_every_card_that_fits() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name, card", CHECKED)
-def test_the_page_has_the_estimate(name: str, card: int | None, shapes: Path) -> None:
+def test_the_page_has_the_estimate(
+    name: str, card: int | None, shapes: Path, tmp_path: Path
+) -> None:
     [row] = [row for row in rows() if (row.recipe, row.card) == (name, card)]
-    assert size_of(estimated(name, card, shapes).peak) == row.estimate
+    assert size_of(peak(name, card, shapes, tmp_path)) == row.estimate
 
 
 def test_the_batches_that_the_page_finds_are_those_of_its_table() -> None:

@@ -14,7 +14,7 @@ from gesso.check import size_of
 from gesso.config import PACKAGE, Recipe, tables
 from gesso.estimate import estimate, usable
 from gesso.ranks import Group
-from tests.memory.test_peaks import EIGHTH, measured_peak
+from tests.memory.test_peaks import SMALL, measured_peak, shallow  # noqa: F401 a pipeline
 from tests.shapes import write_configs
 from tests.weights.test_sharding import group  # noqa: F401 a process group
 
@@ -25,7 +25,7 @@ ALL = ["cluster.sharding=all", "learner.ema.every=1", "model.gradient_checkpoint
 
 def recipe(*overrides: str, workers: int = 1) -> Recipe:
     """Its micro-batches are small, so that weights decide the peak."""
-    changes = [*EIGHTH, "learner.micro_batch=3", f"cluster.workers={workers}", *overrides]
+    changes = [*SMALL, "learner.micro_batch=3", f"cluster.workers={workers}", *overrides]
     return build.recipe("demo", changes)
 
 
@@ -40,14 +40,15 @@ def test_the_estimate_meets_the_measured_peak(
     assert estimate(sharded).peak == pytest.approx(measured_peak(sharded), rel=0.075)
 
 
-def test_more_ranks_hold_less() -> None:
-    sizes = {n: estimate(recipe(*ALL, workers=n)) for n in (1, 2, 4)}
+def test_more_ranks_hold_less(shallow: Path) -> None:  # noqa: F811
+    common = [f"model.path={shallow}", *ALL]
+    sizes = {n: estimate(recipe(*common, workers=n)) for n in (1, 2, 4)}
     of = {n: sum(memory.lasting.values()) for n, memory in sizes.items()}
     shared = (of[1] - of[2]) * 2  # weights, Adam, the reference and EMA of the whole transformer
     assert of[1] - of[4] == pytest.approx(shared * 3 / 4, rel=1e-3)
-    within = estimate(recipe(*ALL, "cluster.shard_within=2", workers=4))
+    within = estimate(recipe(*common, "cluster.shard_within=2", workers=4))
     assert within.lasting == sizes[2].lasting
-    offloaded = estimate(recipe(*ALL, "cluster.offload=true", workers=2))
+    offloaded = estimate(recipe(*common, "cluster.offload=true", workers=2))
     assert offloaded.peak < sizes[4].peak
     assert offloaded.host["sharded weights"] > shared // 2
 

@@ -26,6 +26,8 @@ from tests.tokens import Tiny, padded_logits, padded_logp, picture, stirred, tra
 
 ROWS = [0, 1, 1, 2, 0]
 LORA = Lora(rank=4, alpha=12)
+# Adapters do not depend on the model: one that reads text, one that sees.
+TRAINED = [(name, None) for name in tokens.BUILDERS] + [("qwen2", LORA), ("qwen3-vl", LORA)]
 
 
 @pytest.fixture(scope="session")
@@ -377,8 +379,9 @@ def test_all_segments_at_once(seeing: Tiny, lora: Lora | None, monkeypatch: Any)
         model.prefill(trace.prompts[:2])  # through a cache, which mixes precisions
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-def test_checkpointing_gives_the_same_gradient(tiny: Tiny, lora: Lora | None) -> None:
+@pytest.mark.parametrize("name, lora", TRAINED)
+def test_checkpointing_gives_the_same_gradient(of: Any, name: str, lora: Lora | None) -> None:
+    tiny = of(name)
     kept, again = tiny.model(lora=lora), tiny.model(lora=lora, gradient_checkpointing=True)
     if lora is not None:
         stirred(kept), stirred(again)
@@ -497,8 +500,9 @@ def test_an_image_is_known_by_its_patches_and_their_shape() -> None:
 BFLOAT16_GAP = 0.3
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "lora"])
-def test_bfloat16(tiny: Tiny, lora: Lora | None) -> None:
+@pytest.mark.parametrize("name, lora", TRAINED)
+def test_bfloat16(of: Any, name: str, lora: Lora | None) -> None:
+    tiny = of(name)
     model, exact = tiny.model(dtype="bfloat16", lora=lora), tiny.unchanged()
     trained = {p.dtype for p in model.policy.trainable.values()}
     rest = {p.dtype for n, p in model.module.named_parameters() if n not in model.policy.trainable}

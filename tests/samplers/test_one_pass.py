@@ -136,18 +136,10 @@ def test_with_activations_computed_again(data: dict) -> None:
     compared(data, batch=6)
 
 
-@pytest.mark.parametrize("name", ["sd35", pytest.param("flux-dev", marks=pytest.mark.slow)])
-def test_compiled_all_passes_share_their_graphs(
-    data: dict, name: str, request: pytest.FixtureRequest, tmp_path: Path
-) -> None:
+def test_compiled_all_passes_share_their_graphs(data: dict, expected: Gradients) -> None:
     """One per block, as many as two passes take: of steps with gradient and without, of batches
-    that are full and that are filled up. Rows that fill leave nothing in the gradient."""
-    if name == "sd35":
-        expected = request.getfixturevalue("expected")
-    else:
-        path = pipelines.build(name, tmp_path / "flux", num_layers=1, num_single_layers=1)
-        data["model"] |= {"name": "flux", "path": str(path)}
-        expected = compared(data)
+    that are full and that are filled up. Rows that fill leave nothing in the gradient. (Other
+    models' blocks are compiled in tests/models/test_compiled.py.)"""
     model, algorithm, learner = parts_of(build.recipe_from(data))
     stirred(model)
     torch._dynamo.reset()
