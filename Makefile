@@ -57,7 +57,8 @@ mutants: $(VENV)/.dev
 test-vllm: $(VLLM)/.run
 	@echo "==> Running the tests that need vLLM"
 	@GESSO_VLLM_PYTHON=$(abspath $(VLLM))/bin/python VLLM_CPU_KVCACHE_SPACE=1 OMP_NUM_THREADS=1 \
-		$(VLLM)/bin/python -m pytest -m vllm tests/samplers/test_vllm.py tests/rewards/test_judge.py
+		$(VLLM)/bin/python -m pytest -m vllm tests/samplers/test_vllm.py \
+		tests/cluster/test_vllm_workers.py tests/rewards/test_judge.py
 
 $(VLLM)/.run: pyproject.toml tests/declare_torchvision_ops.py
 	@echo "==> Installing vLLM and gesso into $(VLLM) (some minutes, about 3 GB)"

@@ -36,8 +36,8 @@ def check(recipe: Recipe, progress: Progress = SILENT) -> Findings:
     """Raises a UserError at the first thing that would stop the run."""
     findings, family = Findings(), families.of(recipe)
     placement = place(recipe, build.algorithm(recipe))
-    if placement is not None and recipe.cluster.sharding is not None:
-        return _check_sharded(recipe, placement, progress)
+    if placement is not None and (recipe.cluster.sharding or placement.parallel > 1):
+        return _check_in_workers(recipe, placement, progress)
     alone = recipe.model_copy(update={"cluster": Cluster()})  # each worker does the same
     threads = torch.get_num_threads()
     job = assemble(alone, progress)
@@ -83,7 +83,7 @@ def check(recipe: Recipe, progress: Progress = SILENT) -> Findings:
     return findings
 
 
-def _check_sharded(recipe: Recipe, placement: Placement, progress: Progress) -> Findings:
+def _check_in_workers(recipe: Recipe, placement: Placement, progress: Progress) -> Findings:
     """Two small steps of all workers: one of them alone could not hold the model. The first step
     includes compilation."""
     findings = Findings([("workers", str(placement))])

@@ -11,16 +11,18 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from gesso.algorithms.base import Algorithm
+from gesso.cluster.processes import WorkerLost
 from gesso.cluster.protocol import Batch, Cluster, Pending, ScoresFailed
 from gesso.cluster.scores import mean_scores
 from gesso.config import Recipe
 from gesso.health import Facts, Health, self_test
 from gesso.track import groups
+from gesso.track.checkpoints import Unfinished
 from gesso.track.progress import Watcher
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, StopRun, UserError, Which
@@ -42,6 +44,7 @@ class Loop:
     _spent: float = 0.0  # seconds, including those before a resume
     _skipped: int = 0  # consecutive iterations without any update
     _tested: bool = False  # whether this process has compared sampling with replay
+    _unfinished: Unfinished | None = None  # a checkpoint that is being written
     _health: Health = field(init=False)
 
     def __post_init__(self) -> None:
@@ -59,6 +62,20 @@ class Loop:
             self._health.feed(row)
         if step == 0:
             self._record({"step": 0}, time.perf_counter(), evaluate=True)
+        try:
+            step = self._steps(step)
+            self._finish_save()
+        except WorkerLost:
+            raise
+        except Exception:
+            with suppress(StopRun):  # must not hide the first error
+                self._finish_save()
+            raise
+        if step > (self.run.latest() or 0):  # stopped between two checkpoints
+            self._save(step)
+            self._finish_save()
+
+    def _steps(self, step: int) -> int:
         pending: deque[Pending] = deque()
         ahead = step
         while step < self.recipe.steps and not self.should_stop():
@@ -70,11 +87,11 @@ class Loop:
             row = self._update(batch, step, started)
             step += 1
             self._record(row, started, evaluate=self._watched(step))
+            self._finish_save(wait=False)
             if step % self.recipe.save.every == 0:
                 self._save(step)
             self._watch_for_nan(row)
-        if step > (self.run.latest() or 0):  # stopped between two checkpoints
-            self._save(step)
+        return step
 
     def _collected(self, pending: Pending, step: int) -> Batch:
         """The oldest batch. If it cannot be sampled or scored, the run is saved and stops."""
@@ -99,6 +116,7 @@ class Loop:
         try:
             yield
         except UserError as error:
+            self._finish_save()
             if step > (self.run.latest() or 0):
                 self._save(step)
             raise StopRun(
@@ -174,9 +192,18 @@ class Loop:
         return latest
 
     def _save(self, step: int) -> None:
+        self._finish_save()
         self.watcher.phase("saving")
         meta = {"seed": self.recipe.seed, "data": self.cluster.prompts_digest}
-        self.run.save(step, self.cluster.save, meta, self.recipe.save.keep)
+        self._unfinished = self.run.begin_save(step, self.cluster.save, meta, self.recipe.save.keep)
+        self._finish_save(wait=False)
+
+    def _finish_save(self, wait: bool = True) -> None:
+        """Completes the newest checkpoint, once it is written."""
+        unfinished = self._unfinished
+        if unfinished is not None and (wait or unfinished.done()):
+            self._unfinished = None
+            unfinished.finish()
 
     def _record(self, row: dict[str, Any], started: float, evaluate: bool) -> None:
         failure: StopRun | None = None

@@ -139,10 +139,9 @@ def _in_workers(
     try:
         data = workers.fit(processes, data)
         stream = prompts.Stream(data.train, recipe.seed)
-        sharded = recipe.cluster.sharding is not None
-        rounds = sharded and not families.of(recipe).gathers_to_sample
+        gathers = families.of(recipe).gathers_to_sample
         cluster = workers.Workers(
-            recipe, algorithm, processes, rewards.service, stream, progress, rounds
+            recipe, algorithm, processes, rewards.service, stream, gathers, progress
         )
     except BaseException:
         processes.close()

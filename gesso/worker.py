@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,7 +33,14 @@ from gesso.rewards.transport import wire
 from gesso.rollout import FlowTrace, Rollout, TokenTrace, widened
 from gesso.samplers.base import Piece
 from gesso.track import bars
-from gesso.track.checkpoints import read_parts, read_tensors, write_shards, write_tensors
+from gesso.track.checkpoints import (
+    InBackground,
+    on_host,
+    read_parts,
+    read_tensors,
+    write_shards,
+    write_tensors,
+)
 from gesso.track.progress import Progress
 from gesso.types import Prompt, ResponseSpec, Sample, SampleSpec, Score
 from gesso.weights.publish import digest, publish
@@ -128,6 +136,7 @@ class Worker:
         self.doing = ""
         self.requests: dict[str, Request] = {}
         self.pieces: dict[str, Piece] = {}  # by "request/first sample"
+        self.writing: InBackground[dict[str, dict[str, str]]]  # the newest checkpoint
 
     def answer(
         self, task: str, content: Mapping[str, Any], data: Sequence[bytes]
@@ -161,6 +170,10 @@ class Worker:
         self.algorithm, self.learner = build.learner(
             self.recipe, self.algorithm, self.model, self.progress, self.group
         )
+        if self.recipe.sampler.engine != "built-in":
+            self.progress.phase(f"starting {self.recipe.sampler.engine}")
+        # Checkpoints are written while the default group is used to train.
+        self.writers = distributed.new_group(backend="gloo") if self.learner.sharded else None
         self.sampler = build.sampler(self.recipe, self.algorithm, self.model)
         self.doing = "connecting to the other workers"
         self.group.sum([torch.zeros(1, device=device)])  # NCCL connects in the first collective
@@ -199,20 +212,20 @@ class Worker:
     ) -> dict[str, Any]:
         request = Request(step, read_prompts(packed), row, seeds, read_spec(spec))
         request.shared = self.sampler.shared(request.prompts, request.spec)
-        if families.of(self.recipe).gathers_to_sample:
-            self.learner.policy.gather(request.spec.weights)
+        self.sampler.prepare(request.spec.weights)
         self.requests[key] = request
         return {}
 
     def sample(self, key: str, only: Sequence[int], spare: bool) -> dict[str, Any]:
         """Sends every piece as it finishes. Spare samples are dropped: this rank runs the passes in
-        which the others gather weights."""
+        which the others need it."""
         started = time.perf_counter()
         request = self.requests[key]
         for piece in self.sampler.sample(
             request.prompts, request.row, request.seeds, request.spec, request.shared, range(*only)
         ):
             if spare:
+                self.channel.send({"doing": self.doing})  # a sign of life
                 continue
             name = f"{key}/{piece.index[0]}"
             bare = [replace(sample, prompt=NO_PROMPT) for sample in piece.samples]
@@ -257,6 +270,7 @@ class Worker:
 
     def update(self, scores: bytes, step: int, **rollout: Any) -> dict[str, Any]:
         started, waited, sent = time.perf_counter(), self.group.waited, self.group.sent
+        self.sampler.rest()
         self.learner.policy.release()
         update = self.learner.update(self._rollout(scores, **rollout), step)
         seconds = time.perf_counter() - started
@@ -318,25 +332,64 @@ class Worker:
     def save(self, folder: str) -> dict[str, Any]:
         """By rank 0, or if tensors are sharded by every rank, each its part."""
         self.learner.policy.release()
-        state = self.learner.state()
+        state = self.learner.state() if self.learner.sharded or self.rank == 0 else {}
+        if self.recipe.save.in_background(self.model.device.type):
+            self.writing = InBackground(partial(self._write, Path(folder), on_host(state)))
+        else:
+            self.writing = InBackground(partial(self._write, Path(folder), state))
+            self.writing.finish()
+        return {}
+
+    def _write(self, folder: Path, state: Mapping[str, Tensor]) -> dict[str, dict[str, str]]:
         if self.learner.sharded:
-            return {"shards": write_shards(Path(folder), state, self.rank, self.group.count)}
+            return write_shards(folder, state, self.rank, self.group.count, self.writers)
         if self.rank == 0:
-            write_tensors(Path(folder), state)
-        return {"shards": {}}
+            write_tensors(folder, state)
+        return {}
+
+    def written(self, wait: bool) -> dict[str, Any]:
+        if not wait and not self.writing.done():
+            return {"done": False}
+        return {"done": True, "shards": self.writing.result()}
 
     def load(self, folder: str) -> dict[str, Any]:
         self.learner.policy.release()
-        if not self.learner.sharded:
+        if self.learner.sharded:
+            self.learner.restore(self._read(folder))
+        else:
             self.learner.restore(read_tensors(Path(folder)))
-            return {}
+        return {}
+
+    def _read(self, folder: str, table: str = "") -> dict[str, Tensor]:
+        """The tensors of a checkpoint, of sharded ones the part of this rank."""
 
         def sharded(name: str) -> Tensor | None:
             table, _, parameter = name.partition("/")
             return None if table == EXTRA else self.learner.sharded.get(parameter)
 
-        self.learner.restore(read_parts(Path(folder), sharded, self.rank, self.group.count))
+        return read_parts(Path(folder), sharded, self.rank, self.group.count, table)
+
+    # To sample from a finished run
+
+    def use(self, folder: str | None, table: str, base: bool) -> dict[str, Any]:
+        """Samples with these weights of a checkpoint instead of those of the base model. `base`:
+        keeps the latter as "reference"."""
+        policy = self.learner.policy
+        if base:
+            policy.snapshot("reference")
+        if folder is not None:
+            state = self._read(folder, f"{table}/")
+            policy.load({name.partition("/")[2]: tensor for name, tensor in state.items()})
         return {}
+
+    def unfit(self, packed: bytes) -> dict[str, Any]:
+        family = families.of(self.recipe)
+        return {"reasons": [family.unfit(self.model, prompt) for prompt in read_prompts(packed)]}
+
+    def inspect(self, packed: bytes, spec: Mapping[str, Any]) -> dict[str, Any]:
+        family, prompts = families.of(self.recipe), read_prompts(packed)
+        notes = family.check_prompts(self.model, prompts, read_spec(spec))
+        return {"notes": notes, "truncated": family.truncated(self.model, prompts)}
 
 
 TASKS = {
@@ -350,7 +403,11 @@ TASKS = {
     "forget": "dropping samples",
     "publish": "publishing weights",
     "save": "saving",
+    "written": "saving",
     "load": "loading a checkpoint",
+    "use": "loading a checkpoint",
+    "unfit": "reading the prompts",
+    "inspect": "reading the prompts",
 }  # task → what a worker is doing, for errors
 
 

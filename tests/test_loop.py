@@ -6,10 +6,12 @@ import json
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -17,7 +19,10 @@ import tomli_w
 import torch
 
 from gesso import build, run
+from gesso.cluster import local
+from gesso.cluster.local import Local
 from gesso.rollout import Rollout
+from gesso.track import checkpoints
 from gesso.track.run_folder import RunFolder
 from gesso.types import StopRun, UserError
 from gesso.viewer import files
@@ -212,6 +217,47 @@ def test_ctrl_c_stops_cleanly_and_resume_goes_on(recipe_data: dict, tmp_path: Pa
     assert "stopping after this step" in text and f"gesso train --resume {folder}" in text
     stopped = RunFolder.open(folder).latest()
     assert stopped is not None and stopped == RunFolder.open(folder).rows()[-1]["step"] < 200
+
+
+def test_checkpoints_are_written_while_the_next_step_trains(
+    recipe_data: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a copy of the weights. A checkpoint counts when all is written, at the latest before the
+    next one; an error is raised then."""
+    recipe_data["save"] |= {"background": True, "keep": 3}
+    expected = go(recipe_data | {"save": {"every": 1, "keep": 3}}, tmp_path / "calm")
+    trained = threading.Event()
+    written: list[int] = []
+    train, write = Local.train, checkpoints.write_tensors
+
+    def next_step(self: Local, rollout: Any, step: int) -> Any:
+        if step == 1:
+            assert not written and (tmp_path / "run/checkpoints/.saving-000001").exists()
+        update = train(self, rollout, step)
+        if step:
+            trained.set()
+        return update
+
+    def slow(folder: Path, state: Any) -> None:
+        assert trained.wait(60)
+        write(folder, state)
+        written.append(int(folder.name[-6:]))
+
+    monkeypatch.setattr(Local, "train", next_step)
+    monkeypatch.setattr(local, "write_tensors", slow)
+    finished = go(recipe_data, tmp_path / "run")
+    assert written == finished.steps == [1, 2, 3]
+    for step in finished.steps:
+        assert finished.load(step)[0].keys() == expected.load(step)[0].keys()
+        for name, tensor in finished.load(step)[0].items():
+            assert torch.equal(tensor, expected.load(step)[0][name]), (step, name)
+
+    def full(folder: Path, state: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(local, "write_tensors", full)
+    with pytest.raises(StopRun, match=r"checkpoint of step 1 .* No space left .* is none; free"):
+        go(recipe_data, tmp_path / "full")
 
 
 def test_a_run_folder_that_exists_is_left_alone(recipe_data: dict, tmp_path: Path) -> None:

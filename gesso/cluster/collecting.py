@@ -31,6 +31,7 @@ class Request:
     spec: SampleSpec | ResponseSpec
     label: str  # for progress: "batch 3", "the evaluation"
     step: int | None = None  # of training; None: an evaluation, scored with its rewards
+    batch: int | None = None  # samples of a worker at a time; None: as in the recipe
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from gesso.learner.learner import Update
 from gesso.rewards.transport.service import RewardService
 from gesso.rollout import Rollout
 from gesso.samplers.base import Piece
+from gesso.track.checkpoints import Writing
 from gesso.track.progress import SILENT, Progress
 from gesso.types import Prompt, Sample, Score, StopRun, UserError, Which, seed_of
 
@@ -87,7 +88,7 @@ class Driver(ABC):
         """Gives the samplers these copies of the weights, and verifies that they have them."""
 
     @abstractmethod
-    def save(self, folder: Path) -> None: ...
+    def save(self, folder: Path) -> Writing | None: ...
 
     @abstractmethod
     def load(self, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 
 from gesso.cluster.collecting import Request
@@ -14,7 +15,13 @@ from gesso.learner.learner import Learner, Update
 from gesso.rewards.transport.service import RewardService
 from gesso.rollout import Rollout
 from gesso.samplers.base import Piece, Sampler
-from gesso.track.checkpoints import read_tensors, write_tensors
+from gesso.track.checkpoints import (
+    InBackground,
+    Writing,
+    on_host,
+    read_tensors,
+    write_tensors,
+)
 from gesso.track.progress import SILENT, Progress
 from gesso.types import Which
 from gesso.weights.publish import Publication, publish
@@ -55,8 +62,12 @@ class Local(Driver):
         self.sampler.accept(self._publication)
         self.sampler.weights.verify(self._publication)
 
-    def save(self, folder: Path) -> None:
-        write_tensors(folder, self.learner.state())
+    def save(self, folder: Path) -> Writing | None:
+        state = self.learner.state()
+        if self.recipe.save.in_background(self.sampler.model.device.type):
+            return InBackground(partial(write_tensors, folder, on_host(state)))
+        write_tensors(folder, state)
+        return None
 
     def load(self, folder: Path) -> None:
         self.learner.restore(read_tensors(folder))

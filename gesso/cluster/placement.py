@@ -23,6 +23,7 @@ class Placement:
     parts: int  # into which the samples of a step are cut
     sharded: int = 1  # workers that divide the weights
     launch: Launch | None = None  # workers were started by torchrun
+    parallel: int = 1  # workers that run one engine
 
     def environment(self, rank: int) -> Mapping[str, str]:
         return {THREADS: str(self.threads)} | ({VISIBLE: self.gpus[rank]} if self.gpus else {})
@@ -32,7 +33,9 @@ class Placement:
         where = f"GPU {', '.join(self.gpus)}" if self.gpus else f"CPU, {threads} each"
         number = "1 worker process" if self.workers == 1 else f"{self.workers} worker processes"
         weights = f"; {self.sharded} of them divide the weights" if self.sharded > 1 else ""
-        return f"{number} ({where}){weights}; the samples of a step are cut into {self.parts} parts"
+        engine = f"; every {self.parallel} of them run one engine" if self.parallel > 1 else ""
+        parts = f"the samples of a step are cut into {self.parts} parts"
+        return f"{number} ({where}){weights}{engine}; {parts}"
 
 
 def place(recipe: Recipe, algorithm: Algorithm) -> Placement | None:
@@ -57,16 +60,32 @@ def place(recipe: Recipe, algorithm: Algorithm) -> Placement | None:
         )
     _check(recipe, algorithm, wanted)
     count = len(_parts(recipe, algorithm, recipe.sampler.batch))
-    if count < wanted:
+    parallel = recipe.sampler.vllm.tensor_parallel
+    if count * parallel < wanted:
         remedy = _remedy(recipe, algorithm, wanted)
         raise UserError(
             f"cluster.workers = {wanted}, but the samples of a step in batches of sampler.batch = "
-            f"{recipe.sampler.batch} are work for only {count}; {remedy}"
+            f"{recipe.sampler.batch} are work for only {count * parallel}; {remedy}"
         )
-    given = os.environ.get(THREADS, "")
-    threads = int(given) if given.isdigit() else max(1, (os.cpu_count() or 1) // wanted)
     sharded = 1 if recipe.cluster.sharding is None else recipe.cluster.shard_within or wanted
-    return Placement(wanted, gpus[:wanted], threads, count, sharded, launch)
+    return Placement(wanted, gpus[:wanted], _threads(wanted), count, sharded, launch, parallel)
+
+
+def place_to_sample(recipe: Recipe) -> Placement:
+    """The workers of a run, or as many as there are GPUs, to sample from it."""
+    gpus, wanted = _gpus(recipe), recipe.cluster.workers
+    count = len(gpus) or 1 if wanted in (None, "auto") else int(wanted)
+    count = min(count, len(gpus) or count)
+    within = recipe.cluster.shard_within
+    sharded = within if within and count % within == 0 else count
+    return Placement(
+        count, gpus[:count], _threads(count), 0, sharded if recipe.cluster.sharding else 1
+    )
+
+
+def _threads(workers: int) -> int:
+    given = os.environ.get(THREADS, "")
+    return int(given) if given.isdigit() else max(1, (os.cpu_count() or 1) // workers)
 
 
 def _parts(recipe: Recipe, algorithm: Algorithm, batch: int) -> list[range]:
@@ -77,10 +96,12 @@ def _parts(recipe: Recipe, algorithm: Algorithm, batch: int) -> list[range]:
 
 def _remedy(recipe: Recipe, algorithm: Algorithm, workers: int) -> str:
     samples = recipe.data.groups * algorithm.group
-    if samples < workers:
-        return f"use at most {samples} workers"
-    batch = samples // workers
-    while len(_parts(recipe, algorithm, batch)) < workers:
+    parallel = recipe.sampler.vllm.tensor_parallel
+    samplers = workers // parallel
+    if samples < samplers:
+        return f"use at most {samples * parallel} workers"
+    batch = samples // samplers
+    while len(_parts(recipe, algorithm, batch)) < samplers:
         batch -= 1
     return f"set sampler.batch = {batch} or less"
 
@@ -106,10 +127,10 @@ def _gpus(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _check(recipe: Recipe, algorithm: Algorithm, workers: int) -> None:
-    if recipe.sampler.engine != "built-in":
+    parallel = recipe.sampler.vllm.tensor_parallel
+    if workers % parallel:
         raise UserError(
-            f'cluster.workers does not support sampler.engine = "{recipe.sampler.engine}" yet; '
-            "remove one of them"
+            f"sampler.vllm.tensor_parallel = {parallel} must divide the {workers} workers"
         )
     within = recipe.cluster.shard_within
     if within is not None and workers % within:

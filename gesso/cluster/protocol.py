@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from gesso.learner.learner import Update
+from gesso.track.checkpoints import Writing
 from gesso.types import Prompt, Sample, Score, Which
 
 
@@ -63,8 +64,9 @@ class Cluster(Protocol):
     def evaluate(self, prompts: Sequence[Prompt], which: Which) -> tuple[list[Sample], list[Score]]:
         """One sample of each prompt with the weights `which`, always from the same seeds."""
 
-    def save(self, folder: Path) -> None:
-        """Write weights and optimizer state into an existing folder."""
+    def save(self, folder: Path) -> Writing | None:
+        """Write weights and optimizer state into an existing folder; None: all are written. They
+        may change before the result is done: what is written is a copy."""
 
     def restore(self, folder: Path) -> None:
         """Read them back. Raises a ValueError, and changes nothing, if they do not match the model.

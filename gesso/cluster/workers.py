@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Collection, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,33 +31,27 @@ from gesso.rewards.transport import wire
 from gesso.rewards.transport.service import RewardService
 from gesso.rollout import Rollout
 from gesso.samplers.base import Piece, parts
-from gesso.track.checkpoints import record_shards
+from gesso.track.checkpoints import Writing, record_shards
 from gesso.track.progress import SILENT, Progress
 from gesso.types import StopRun, Which
 
 
-class Workers(Driver):
-    def __init__(
-        self,
-        recipe: Recipe,
-        algorithm: Algorithm,
-        processes: Processes,
-        rewards: RewardService,
-        stream: Stream,
-        progress: Progress = SILENT,
-        rounds: bool = False,
-    ) -> None:
-        """`rounds`: workers sample in rounds, each of them with equally many passes."""
-        super().__init__(recipe, algorithm, rewards, stream, progress)
+class Samplers:
+    """The samplers of all workers."""
+
+    def __init__(self, recipe: Recipe, processes: Processes, gathers: bool) -> None:
+        """`gathers`: whether a worker gathers sharded weights to sample. Otherwise workers sample
+        in rounds, each of them with equally many passes."""
+        self.recipe = recipe
         self.processes = processes
-        self._rounds = rounds
+        size = recipe.sampler.vllm.tensor_parallel  # workers that sample together
+        self._groups = [range(i, i + size) for i in range(0, processes.count, size)]
+        self._rounds = recipe.cluster.sharding is not None and not gathers
         self._calls = 0
         self._owners: dict[str, int] = {}  # piece → rank that sampled it
         self._shared: set[str] = set()  # pieces that all ranks have
         self._elapsed = 0.0  # seconds in which workers sampled or trained, in this step
         self._busy = [0.0] * processes.count  # of these, the seconds in which each had work
-        self._sent = 0  # bytes of the samples that workers exchanged, in this step
-        self.publish(0)
 
     def generate(self, request: Request) -> Iterator[Piece]:
         self._calls += 1
@@ -71,28 +65,33 @@ class Workers(Driver):
         }
         self.processes.all("open", call, pack_prompts(request.prompts))
         self.processes.begin_task()
-        cut = parts(request.row, self.recipe.sampler.batch, request.spec)
-        waiting, idle = deque(cut), deque(range(self.processes.count))
+        cut = parts(request.row, request.batch or self.recipe.sampler.batch, request.spec)
+        waiting, idle = deque(cut), deque(self._groups)
         working: set[int] = set()
         started = time.perf_counter()
         while waiting or working:
             ready = not self._rounds or not working
             while ready and idle and (waiting or self._rounds):
-                rank, spare = idle.popleft(), not waiting
+                group, spare = idle.popleft(), not waiting
                 part = cut[0] if spare else waiting.popleft()
-                call = {"key": key, "only": [part.start, part.stop], "spare": spare}
-                self.processes.send(rank, "sample", call)
-                working.add(rank)
+                for rank in group:  # the first one returns the samples
+                    call = {"key": key, "only": [part.start, part.stop]}
+                    call["spare"] = spare or rank != group.start
+                    self.processes.send(rank, "sample", call)
+                working |= set(group)
             message = self.processes.receive()
             if "piece" in message.content:
                 name = message.content["piece"]
                 self._owners[name] = message.rank
                 yield self._piece(request, name, message.content["index"], message.data[0])
             else:
+                (group,) = (group for group in self._groups if message.rank in group)
                 if request.step is not None:
-                    self._busy[message.rank] += message.content["busy"]
+                    for rank in group:
+                        self._busy[rank] += message.content["busy"]
                 working.remove(message.rank)
-                idle.append(message.rank)
+                if working.isdisjoint(group):
+                    idle.append(group)
         if request.step is None:
             self._forget(None)
         else:
@@ -105,6 +104,29 @@ class Workers(Driver):
         ]
         trace: Any = RemoteTrace([name], [(name, i) for i in range(len(index))])
         return Piece(index, samples, trace, torch.empty(len(index), 0))
+
+    def _forget(self, step: int | None) -> None:
+        self.processes.all("forget", {"step": step})
+        dropped = {name for name in self._owners if name.startswith(f"{step}.")}
+        self._owners = {name: r for name, r in self._owners.items() if name not in dropped}
+        self._shared -= dropped
+
+
+class Workers(Samplers, Driver):
+    def __init__(
+        self,
+        recipe: Recipe,
+        algorithm: Algorithm,
+        processes: Processes,
+        rewards: RewardService,
+        stream: Stream,
+        gathers: bool,
+        progress: Progress = SILENT,
+    ) -> None:
+        Samplers.__init__(self, recipe, processes, gathers)
+        Driver.__init__(self, recipe, algorithm, rewards, stream, progress)
+        self._sent = 0  # bytes of the samples that workers exchanged, in this step
+        self.publish(0)
 
     def describe(self, rollout: Rollout) -> dict[str, float]:
         content, scores = self._packed(rollout)
@@ -147,12 +169,6 @@ class Workers(Driver):
         }
         return content, wire.pack_scores(rollout.scores)
 
-    def _forget(self, step: int | None) -> None:
-        self.processes.all("forget", {"step": step})
-        dropped = {name for name in self._owners if name.startswith(f"{step}.")}
-        self._owners = {name: r for name, r in self._owners.items() if name not in dropped}
-        self._shared -= dropped
-
     def send(self, copies: Collection[Which], version: int) -> None:
         answers = self.processes.all("publish", {"copies": sorted(copies), "version": version})
         digests = [answer["digest"] for answer in answers]
@@ -163,17 +179,30 @@ class Workers(Driver):
                     f"{version}: got digest {found}, expected {digests[0]}"
                 )
 
-    def save(self, folder: Path) -> None:
-        answers = self.processes.all("save", {"folder": str(folder.resolve())})
-        found = {name: each for answer in answers for name, each in answer["shards"].items()}
-        if found:
-            record_shards(folder, found)
+    def save(self, folder: Path) -> Writing:
+        self.processes.all("save", {"folder": str(folder.resolve())})
+        return _WritingWorkers(self.processes, folder)
 
     def load(self, folder: Path) -> None:
         self.processes.all("load", {"folder": str(folder.resolve())})
 
     def stop(self) -> None:
         self.processes.close()
+
+
+@dataclass(frozen=True)
+class _WritingWorkers:
+    processes: Processes
+    folder: Path
+
+    def done(self) -> bool:
+        return all(answer["done"] for answer in self.processes.all("written", {"wait": False}))
+
+    def finish(self) -> None:
+        answers = self.processes.all("written", {"wait": True})
+        found = {name: each for answer in answers for name, each in answer["shards"].items()}
+        if found:
+            record_shards(self.folder, found)
 
 
 def start(recipe: Recipe, placement: Placement, progress: Progress) -> Processes:

@@ -33,8 +33,14 @@ def check_device(recipe: AnyRecipe, where: str) -> None:
 
 
 def check_cluster(recipe: Recipe, where: str) -> None:
-    """Rejects settings that sharded weights do not support."""
+    """Rejects settings that require workers, and those that sharded weights do not support."""
     cluster, model = recipe.cluster, recipe.model
+    parallel = recipe.sampler.vllm.tensor_parallel
+    if parallel > 1 and cluster.workers is None:
+        raise UserError(
+            f"{where}: sampler.vllm.tensor_parallel = {parallel} divides a model over workers and "
+            f"requires cluster.workers; set it to a multiple of {parallel}"
+        )
     if cluster.sharding is None:
         for key in ("shard_within", "offload"):
             if getattr(cluster, key):

@@ -104,6 +104,8 @@ class Vllm(Strict):
     enforce_eager: bool = False
     """Disable vLLM's compilation and CUDA graphs: faster start, slower generation. Always on for
     CPUs."""
+    tensor_parallel: int = Field(1, ge=1)
+    """Consecutive workers that share one engine and divide its model; divides `cluster.workers`."""
 
 
 class Sampler(Strict):
@@ -168,6 +170,11 @@ class Save(Strict):
     """Number of checkpoints to keep."""
     groups: int = Field(4, ge=0)
     """Training groups saved before each evaluation, to inspect in the viewer. 0: none."""
+    background: bool | None = None
+    """Write checkpoints while training continues, from a copy in host memory. None: on GPUs."""
+
+    def in_background(self, device: str) -> bool:
+        return device != "cpu" if self.background is None else self.background
 
 
 def _all_named(value: Any) -> Any:

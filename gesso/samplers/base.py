@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from torch import Tensor
 
 from gesso.rollout import FlowTrace, Rollout, TokenTrace
-from gesso.types import Prompt, ResponseSpec, Sample, SampleSpec
+from gesso.types import Prompt, ResponseSpec, Sample, SampleSpec, Which
 from gesso.weights.publish import HeldWeights, Publication
 
 Trace = TypeVar("Trace", FlowTrace, TokenTrace)
@@ -48,6 +48,13 @@ class Sampler(Protocol):
 
     def accept(self, publication: Publication) -> None:
         """Uses this version of the weights from now on."""
+
+    def prepare(self, which: Which) -> None:
+        """Before `sample` is called for parts of a call. Every rank must call it: sharded weights
+        are gathered here, not in `sample`, whose calls differ between ranks."""
+
+    def rest(self) -> None:
+        """Before an update: frees memory that the sampler needs only while sampling."""
 
     def shared(self, prompts: Sequence[Prompt], spec: Any) -> Any:
         """What the traces of all samples of a call share: the encoded prompts."""

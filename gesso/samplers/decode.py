@@ -31,7 +31,7 @@ from gesso.samplers.base import Piece, parts
 from gesso.samplers.drawing import drawn, drawn_from_raw
 from gesso.samplers.responses import Response, ResponseRequest
 from gesso.samplers.slots import SlotCache
-from gesso.types import Prompt, ResponseSpec
+from gesso.types import Prompt, ResponseSpec, Which
 from gesso.weights.publish import HeldWeights, Publication
 
 PREFILL_TOKENS = 8192
@@ -52,6 +52,13 @@ class DecodingSampler:
 
     def accept(self, publication: Publication) -> None:
         self.weights.accept(publication)
+
+    def prepare(self, which: Which) -> None:
+        """Passes differ in number between ranks, so that none can gather weights."""
+        self.model.policy.gather(which)
+
+    def rest(self) -> None:
+        """The learner releases gathered weights itself."""
 
     def shared(self, prompts: Sequence[Prompt], spec: ResponseSpec) -> Sequence[TokenPrompt]:
         return responses.encode_prompts(self.model, prompts)

@@ -20,7 +20,7 @@ from gesso.rollout import Conditioning, FlowContext, FlowTrace, Rollout
 from gesso.samplers.base import Piece, parts
 from gesso.samplers.one_pass import OnePassRecorder
 from gesso.samplers.recording import Recorded, StepRecorder, TrainedStep, TrajectoryRecorder
-from gesso.types import OnePass, Prompt, Sample, SampleSpec, seed_of
+from gesso.types import OnePass, Prompt, Sample, SampleSpec, Which, seed_of
 from gesso.weights.publish import HeldWeights, Publication
 
 
@@ -33,6 +33,12 @@ class DenoisingSampler:
 
     def accept(self, publication: Publication) -> None:
         self.weights.accept(publication)
+
+    def prepare(self, which: Which) -> None:
+        """Sharded weights are gathered in every pass."""
+
+    def rest(self) -> None:
+        """Nothing to free."""
 
     @torch.no_grad()
     def shared(self, prompts: Sequence[Prompt], spec: SampleSpec) -> FlowContext:

@@ -1,9 +1,13 @@
-"""vLLM as an engine for language models, in this process and on the learner's device.
+"""vLLM as an engine for language models, in the process and on the device of the learner.
 
 The engine has a separate implementation of the model and a separate copy of the weights. It starts
 without weights and loads them from the module before sampling, with adapters merged; nothing is
 written to disk. On a GPU it sleeps between calls: it frees its memory for the learner and drops its
 weights.
+
+Each worker of a cluster has an engine, or `tensor_parallel` consecutive workers have one together.
+Each of them then runs a scheduler of its own, so that all must get the same requests in the same
+order; the logits, and so the sampled tokens, are the same on all of them.
 
 Prompts are passed as the token ids that the learner uses. Images are passed as features of our
 vision tower, so there is no second image processor.
@@ -23,7 +27,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from gesso import config
 from gesso.models.tokens.transformer import TransformerModel
@@ -55,12 +59,33 @@ class VllmSampler:
         self.sleeps = model.device.type == "cuda"
         self.loaded: tuple[int, Which] | None = None  # version and copy that the engine holds
         self.engine = _start(model, settings, longest, seed)
-        if self.sleeps:
-            self._sleep()
+        self.awake = True
+        self.rest()
 
     def accept(self, publication: Publication) -> None:
         """The engine loads the new version from the module in the next call."""
         self.weights.accept(publication)
+
+    def prepare(self, which: Which) -> None:
+        """Wakes the engine with these weights. It stays awake until `rest`."""
+        if self.sleeps and not self.awake:
+            torch.cuda.empty_cache()  # torch still reserves what the learner freed
+            self.engine.wake_up(tags=["weights"])
+        if self.loaded != (self.weights.version, which):
+            with self.model.policy.plain(which) as weights:
+                self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            self.loaded = self.weights.version, which
+        if self.sleeps and not self.awake:
+            self.engine.wake_up(tags=["kv_cache"])
+        self.awake = True
+
+    def rest(self) -> None:
+        """On a GPU the engine sleeps. Level 2 drops the weights instead of moving them to the host;
+        the module has them."""
+        if self.sleeps and self.awake:
+            self.engine.sleep(level=2)
+            self.loaded = None
+        self.awake = False
 
     def shared(self, prompts: Sequence[Prompt], spec: ResponseSpec) -> Sequence[TokenPrompt]:
         return responses.encode_prompts(self.model, prompts)
@@ -75,12 +100,15 @@ class VllmSampler:
         only: range | None = None,
     ) -> Generator[Piece[TokenTrace], None, None]:
         """One response to prompts[row[i]] from seeds[i] for every i, in pieces as they finish. If
-        the generator is closed early, the remaining requests are aborted."""
+        the generator is closed early, the remaining requests are aborted. An engine that was not
+        prepared before rests afterwards."""
         encoded = shared or self.shared(prompts, spec)
         request = ResponseRequest(prompts, encoded, row, seeds, only or range(len(seeds)))
         waiting: set[str] = set()  # request ids: the indices of their samples
         finished: list[Response] = []
-        self._wake(spec.weights)
+        was_awake = self.awake
+        self.prepare(spec.weights)
+        self._clear_caches()
         try:
             self._submit(request, spec, waiting)
             while waiting:
@@ -93,8 +121,8 @@ class VllmSampler:
                     finished = []
         finally:
             self.engine.llm_engine.abort_request(sorted(waiting))  # if closed early
-            if self.sleeps:
-                self._sleep()
+            if not was_awake:
+                self.rest()
 
     def describe(self, rollout: Rollout) -> dict[str, float]:
         return responses.describe(rollout)
@@ -106,25 +134,12 @@ class VllmSampler:
         del self.engine
         cleanup_dist_env_and_memory()
 
-    def _wake(self, which: Which) -> None:
-        """Restores memory, loads weights, then clears caches computed with other weights."""
-        if self.sleeps:
-            torch.cuda.empty_cache()  # torch still reserves what the learner freed
-            self.engine.wake_up(tags=["weights"])
-        if self.loaded != (self.weights.version, which):
-            weights = self.model.policy.plain(which)
-            self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
-            self.loaded = self.weights.version, which
-        if self.sleeps:
-            self.engine.wake_up(tags=["kv_cache"])
+    def _clear_caches(self) -> None:
+        """They may have been computed with other weights. With the same ones, a sample must not
+        depend on the requests before it."""
         self.engine.reset_prefix_cache()
         self.engine.llm_engine.reset_encoder_cache()
         self.engine.reset_mm_cache()
-
-    def _sleep(self) -> None:
-        """Level 2 drops the weights instead of moving them to the host; the module has them."""
-        self.engine.sleep(level=2)
-        self.loaded = None
 
     def _submit(self, request: ResponseRequest, spec: ResponseSpec, waiting: set[str]) -> None:
         from vllm import SamplingParams
@@ -194,6 +209,16 @@ def check_installed() -> None:
         )
 
 
+def check_heads(query: int, key_value: int, parallel: int) -> None:
+    """vLLM divides query heads; key-value heads it divides or, if there are fewer, repeats."""
+    divides = key_value % parallel == 0 or parallel % key_value == 0
+    if query % parallel or not divides:
+        raise UserError(
+            f"sampler.vllm.tensor_parallel = {parallel} does not divide the model's {query} "
+            f"attention heads and {key_value} key-value heads; use a number that divides both"
+        )
+
+
 def _start(model: TransformerModel, settings: config.Sampler, longest: int, seed: int) -> Any:
     check_installed()
     if model.device.type not in ("cpu", "cuda") or model.device.index:
@@ -207,6 +232,8 @@ def _start(model: TransformerModel, settings: config.Sampler, longest: int, seed
             f"model.max_prompt + algorithm.max_tokens = {longest}, but vLLM accepts at most the "
             f"model's max_position_embeddings of {max_positions} tokens; lower model.max_prompt"
         )
+    parallel, text = settings.vllm.tensor_parallel, model.decoder.config
+    check_heads(text.num_attention_heads, text.num_key_value_heads, parallel)
     on_gpu = model.device.type == "cuda"
     memory: dict[str, Any] = {"kv_cache_memory_bytes": CPU_CACHE, "enforce_eager": True}
     if on_gpu:
@@ -229,12 +256,32 @@ def _start(model: TransformerModel, settings: config.Sampler, longest: int, seed
                 logprobs_mode="processed_logprobs",  # after temperature and suppressed ids
                 generation_config="vllm",  # no top-p or penalty from the checkpoint
                 seed=seed % 2**32,
+                tensor_parallel_size=parallel,
+                distributed_executor_backend=_executor() if distributed.is_initialized() else None,
+                disable_custom_all_reduce=True,  # it needs processes that see each other's GPUs
                 **_image_options(model),
                 **memory,
             )
-    except (ValueError, RuntimeError, ImportError) as error:
-        reason = " ".join(str(error).split())[:400]
+    except (ValueError, RuntimeError, ImportError, AssertionError) as error:
+        reason = " ".join(str(error).split())[:400] or repr(error)
         raise UserError(f"vLLM cannot run {model.source}: {reason}") from error
+
+
+def _executor() -> type:
+    """Runs this process as one rank of torch's process group, in which `tensor_parallel`
+    consecutive ranks share a model and all others are independent.
+
+    vLLM's "external_launcher" does this, too, but on a CPU all of its engines on a machine use the
+    same name for shared memory, which an interrupted run leaves behind: the next one fails. Here
+    the ranks have different names, and vLLM communicates by gloo instead."""
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
+
+    class WorkerExecutor(ExecutorWithExternalLauncher):
+        def _distributed_args(self) -> tuple[str, int, int]:
+            name, _, device = UniProcExecutor._distributed_args(self)
+            return name, distributed.get_rank(), device
+
+    return WorkerExecutor
 
 
 @contextmanager
@@ -246,6 +293,7 @@ def _process_state_restored() -> Iterator[None]:
     threads, set_threads = torch.get_num_threads(), torch.set_num_threads
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # in this process, which has the weights
     os.environ["VLLM_NO_USAGE_STATS"] = "1"
+    os.environ["VLLM_ALLREDUCE_USE_SYMM_MEM"] = "0"  # refuses ranks that each see one GPU only
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         yield

@@ -16,11 +16,14 @@ import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from gesso.track import shards
 from gesso.track.atomic import flush, write_atomic
@@ -29,6 +32,8 @@ from gesso.types import StopRun, UserError, out_of_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+T = TypeVar("T")
 
 NAME = re.compile(r"[0-9]{6,12}")  # str.isdigit() accepts digits of other scripts, too
 STATE = "state.json"
@@ -43,6 +48,68 @@ NONE_LEFT = (
     "again in a new folder"
 )
 THREADS = 8  # maximum number of threads that hash tensors
+
+
+class Writing(Protocol):
+    """Tensors of a checkpoint that are being written."""
+
+    def done(self) -> bool: ...
+
+    def finish(self) -> None:
+        """Waits until they are written; raises what failed."""
+
+
+class _Written:
+    """They have been written."""
+
+    def done(self) -> bool:
+        return True
+
+    def finish(self) -> None:
+        """Nothing to wait for."""
+
+
+WRITTEN = _Written()
+Write = Callable[[Path], Writing | None]
+"""Writes tensors to a folder, or begins to; None: all are written."""
+
+
+class InBackground(Generic[T]):
+    """Work of a thread, which does not keep the process from exiting."""
+
+    def __init__(self, work: Callable[[], T]) -> None:
+        self._future: Future[T] = Future()
+        threading.Thread(target=self._run, args=(work,), daemon=True).start()
+
+    def _run(self, work: Callable[[], T]) -> None:
+        try:
+            self._future.set_result(work())
+        except BaseException as error:  # raised by `result`
+            self._future.set_exception(error)
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def result(self) -> T:
+        return self._future.result()
+
+    def finish(self) -> None:
+        self.result()
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A checkpoint that does not count yet."""
+
+    writing: Writing
+    complete: Callable[[], None]
+
+    def done(self) -> bool:
+        """Whether `finish` would not wait."""
+        return self.writing.done()
+
+    def finish(self) -> None:
+        self.complete()
 
 
 class _Damaged(Exception):
@@ -67,20 +134,40 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self.folder / f"{step:06d}"
 
-    def save(
-        self, step: int, write: Callable[[Path], None], about: Mapping[str, Any], keep: int
-    ) -> None:
-        """`write` writes the tensors to a temporary folder with `write_tensors`. state.json
-        follows, then the folder is renamed. The oldest checkpoints beyond `keep` are deleted only
-        after the new one is complete."""
-        temporary = self.folder / f".saving-{step:06d}"
-        try:
+    def save(self, step: int, write: Write, about: Mapping[str, Any], keep: int) -> None:
+        self.begin(step, write, about, keep).finish()
+
+    def begin(self, step: int, write: Write, about: Mapping[str, Any], keep: int) -> Unfinished:
+        """`write` writes the tensors to a temporary folder with `write_tensors`, or begins to."""
+        temporary = self._temporary(step)
+        with self._saving(step):
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
-            write(temporary)
+            writing = write(temporary) or WRITTEN
+        return Unfinished(writing, partial(self._complete, step, writing, about, keep))
+
+    def _complete(self, step: int, writing: Writing, about: Mapping[str, Any], keep: int) -> None:
+        """After the tensors state.json is written, then the folder is renamed. The oldest
+        checkpoints beyond `keep` are deleted only after the new one is complete."""
+        temporary = self._temporary(step)
+        with self._saving(step):
+            writing.finish()
             state = sealed({"step": step, **about, **_take_digests(temporary)})
             write_atomic(temporary / STATE, json.dumps(state).encode())
             self._rename(temporary, self.path(step))
+        for old in self.steps()[:-keep]:
+            path = self.path(old)
+            if not path.is_symlink():  # a link was created by the user
+                shutil.rmtree(path)
+
+    def _temporary(self, step: int) -> Path:
+        return self.folder / f".saving-{step:06d}"
+
+    @contextmanager
+    def _saving(self, step: int) -> Iterator[None]:
+        temporary = self._temporary(step)
+        try:
+            yield
         except Exception as error:  # safetensors wraps a full disk in another error type
             shutil.rmtree(temporary, ignore_errors=True)
             if out_of_memory(error):
@@ -91,10 +178,6 @@ class Checkpoints:
                 f"the last complete checkpoint is {f'step {steps[-1]}' if steps else 'none'}; "
                 f"free disk space and run `gesso train --resume {self.folder.parent}`"
             ) from error
-        for old in self.steps()[:-keep]:
-            path = self.path(old)
-            if not path.is_symlink():  # a link was created by the user
-                shutil.rmtree(path)
 
     def _rename(self, temporary: Path, final: Path) -> None:
         """`final` is never a partly deleted folder. Anything that is not a complete checkpoint is
@@ -221,12 +304,20 @@ def write_tensors(folder: Path, state: Mapping[str, Tensor]) -> None:
     _write_digests(folder, {"tables": tables.result()})
 
 
+def on_host(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A copy in host memory, to be written while the original changes."""
+    return {
+        name: tensor.detach().clone() if tensor.device.type == "cpu" else tensor.detach().cpu()
+        for name, tensor in state.items()
+    }
+
+
 def write_shards(
-    folder: Path, state: Mapping[str, Tensor], rank: int, ranks: int
+    folder: Path, state: Mapping[str, Tensor], rank: int, ranks: int, group: Any = None
 ) -> dict[str, dict[str, str]]:
     """Every rank writes its parts of sharded tensors. Returns the digests of some of the files, for
-    `record_shards`."""
-    shards.write(folder, state)
+    `record_shards`. `group`: as in `shards.write`."""
+    shards.write(folder, state, group)
     found = {}
     for file in shards.files(folder)[rank::ranks]:
         flush(file)
@@ -250,19 +341,19 @@ def read_tensors(folder: Path, table: str = "") -> dict[str, Tensor]:
 
 
 def read_parts(
-    folder: Path, sharded: Callable[[str], Tensor | None], rank: int, ranks: int
+    folder: Path, sharded: Callable[[str], Tensor | None], rank: int, ranks: int, table: str = ""
 ) -> dict[str, Tensor]:
-    """All tensors of a checkpoint folder; of those for which `sharded` gives a sharded tensor only
-    the part of this rank. Each of `ranks` verifies a part of the files, or the first the only
-    one."""
+    """Tensors of a checkpoint folder whose names begin with `table`; of those for which `sharded`
+    gives a sharded tensor only the part of this rank. Each of `ranks` verifies a part of the files,
+    or the first the only one."""
     checkpoints, step = Checkpoints(folder.parent), int(folder.name)
     try:
         state = _state(folder / STATE, step)
         if "tables" in state and rank == 0:
-            checkpoints._verified(step, "")
-        _check_shards(folder, state, "", rank, ranks)
+            checkpoints._verified(step, table)
+        _check_shards(folder, state, table, rank, ranks)
         with _reading(folder):
-            return shards.read_parts(folder, state.get("ranks", 1), sharded)
+            return shards.read_parts(folder, state.get("ranks", 1), sharded, table)
     except _Damaged as error:
         raise UserError(f"{error}; {checkpoints.remedy(step)}") from error
 

@@ -20,13 +20,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gesso.track import older_names
 from gesso.track.atomic import flush, write_atomic
-from gesso.track.checkpoints import Checkpoints
+from gesso.track.checkpoints import Checkpoints, Unfinished, Write
 from gesso.track.figures import parsed, short
 from gesso.track.older_names import renamed
 from gesso.types import Prompt, Sample, Score, UserError, bad_text
@@ -206,15 +206,20 @@ class RunFolder:
                 image.open().save(folder.parent / names[-1])
         return names
 
-    def save(
-        self, step: int, write: Callable[[Path], None], about: Mapping[str, Any], keep: int
-    ) -> None:
+    def save(self, step: int, write: Write, about: Mapping[str, Any], keep: int) -> None:
         """Saves a checkpoint atomically. `write` writes its tensors to a folder with
         `checkpoints.write_tensors`, `about` goes into state.json. The metrics are flushed to disk
         first."""
+        self.begin_save(step, write, about, keep).finish()
+
+    def begin_save(
+        self, step: int, write: Write, about: Mapping[str, Any], keep: int
+    ) -> Unfinished:
+        """As `save`, but the checkpoint is not complete before `finish`. `write` may return before
+        everything is written."""
         if self.metrics_file.exists():
             flush(self.metrics_file)
-        self._saved.save(step, write, about, keep)
+        return self._saved.begin(step, write, about, keep)
 
     def latest(self) -> int | None:
         """Step of the newest complete checkpoint."""

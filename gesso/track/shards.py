@@ -27,12 +27,14 @@ def files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
 
-def write(folder: Path, state: Mapping[str, Tensor]) -> None:
+def write(folder: Path, state: Mapping[str, Tensor], group: Any = None) -> None:
     """Every rank must call it, and writes its parts of sharded tensors to a file of its own. A
-    tensor that all ranks have is written by one of them. Returns when all files are written."""
+    tensor that all ranks have is written by one of them. Returns when all files are written.
+    `group`: the process group in which ranks agree; None: the default group."""
     from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
 
-    save(dict(state), storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    save(dict(state), storage_writer=writer, process_group=group)
 
 
 def read(folder: Path, ranks: int | None, table: str = "") -> dict[str, Tensor]:
@@ -45,10 +47,10 @@ def read(folder: Path, ranks: int | None, table: str = "") -> dict[str, Tensor]:
 
 
 def read_parts(
-    folder: Path, ranks: int, sharded: Callable[[str], Tensor | None]
+    folder: Path, ranks: int, sharded: Callable[[str], Tensor | None], table: str = ""
 ) -> dict[str, Tensor]:
-    """All tensors; of those for which `sharded` gives a sharded tensor only the part of this rank,
-    as a tensor that is sharded in the same way."""
+    """As `read`, but of tensors for which `sharded` gives a sharded tensor only the part of this
+    rank, as a tensor that is sharded in the same way."""
     import torch
 
     def like(name: str, info: Any) -> Tensor:
@@ -58,7 +60,7 @@ def read_parts(
         return torch.empty_like(pattern, requires_grad=False)
 
     _expect_files(folder, ranks)
-    return _combined(folder, "", like)
+    return _combined(folder, table, like)
 
 
 def _expect_files(folder: Path, ranks: int) -> None:

@@ -17,8 +17,9 @@ from gesso.data.chat import ChatFormat
 from gesso.rewards import assembly
 from gesso.track.progress import SILENT, Progress
 from gesso.types import Prompt, Sample, Score, UserError, seed_of
-from gesso.use.loaded import AS_EVALUATED, Drawing, LoadedModel, open_model
+from gesso.use.loaded import AS_EVALUATED, Drawing, SampledModel
 from gesso.use.notes import Once
+from gesso.use.opening import open_to_sample
 from gesso.use.source import ModelSource
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class Scoring:
 
 
 def evaluate(
-    loaded: LoadedModel, request: EvaluationRequest, progress: Progress = SILENT
+    loaded: SampledModel, request: EvaluationRequest, progress: Progress = SILENT
 ) -> Evaluation:
     """Evaluates one loaded model."""
     scoring = _scoring(loaded.source, request)
@@ -130,8 +131,11 @@ def evaluate_all(
     evaluations: list[Evaluation] = []
     try:
         for source in sources:
-            loaded = open_model(source, progress)
-            evaluations.append(_evaluate(loaded, scoring, rewards, request, progress))
+            loaded = open_to_sample(source, progress)
+            try:
+                evaluations.append(_evaluate(loaded, scoring, rewards, request, progress))
+            finally:
+                loaded.close()
             del loaded
             free()
             _check_same(evaluations[0], evaluations[-1])
@@ -200,7 +204,7 @@ def reward_entry(text: str, recipe: Recipe | None) -> RewardEntry:
 
 
 def _evaluate(
-    loaded: LoadedModel,
+    loaded: SampledModel,
     scoring: Scoring,
     rewards: assembly.Rewards,
     request: EvaluationRequest,
@@ -217,7 +221,7 @@ def _evaluate(
 
 
 def sample_and_score(
-    loaded: LoadedModel,
+    loaded: SampledModel,
     service: RewardService,
     prompts: Sequence[Prompt],
     row: Sequence[int],
@@ -225,7 +229,7 @@ def sample_and_score(
     drawing: Drawing,
     progress: Progress,
 ) -> tuple[list[Sample], list[Score]]:
-    """As `LoadedModel.draw`; finished samples are scored while the others are generated."""
+    """As `SampledModel.draw`; finished samples are scored while the others are generated."""
     futures: dict[tuple[int, ...], Any] = {}
 
     def submit(piece: Any) -> None:
@@ -246,7 +250,7 @@ def eval_seed(seed: int, prompt: int, sample: int) -> int:
 
 
 def _prompts(
-    loaded: LoadedModel, scoring: Scoring, rewards: assembly.Rewards, progress: Progress
+    loaded: SampledModel, scoring: Scoring, rewards: assembly.Rewards, progress: Progress
 ) -> list[Prompt]:
     """The prompts of the request, formatted as in the recipe of this model."""
     unfit = rewards.held_out.unfit

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,9 +46,37 @@ AS_EVALUATED = Drawing()
 
 
 @dataclass(frozen=True)
-class LoadedModel:
+class SampledModel(ABC):
+    """A model to sample from, in this process or in others."""
+
     source: ModelSource
-    model: Any  # of the recipe's family
+
+    # What a subclass computes
+
+    @abstractmethod
+    def unfit(self, prompts: Sequence[Prompt]) -> list[str | None]:
+        """For each prompt, why the model does not accept it."""
+
+    @abstractmethod
+    def inspect(
+        self, prompts: Sequence[Prompt], spec: SampleSpec | ResponseSpec
+    ) -> tuple[Sequence[str], Sequence[str]]:
+        """Raises for prompts that the model does not accept. Returns notes about parts of prompts
+        that these options ignore, and about prompts that are truncated."""
+
+    @abstractmethod
+    def pieces(
+        self,
+        prompts: Sequence[Prompt],
+        row: Sequence[int],
+        seeds: Sequence[int],
+        spec: SampleSpec | ResponseSpec,
+    ) -> Iterator[Piece]:
+        """As `Sampler.sample`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Releases its processes. It cannot be used afterwards."""
 
     @property
     def recipe(self) -> AnyRecipe:
@@ -55,11 +85,6 @@ class LoadedModel:
     @property
     def family(self) -> Family:
         return families.of(self.recipe)
-
-    @property
-    def writes(self) -> bool:
-        """Whether it is a language model."""
-        return self.gives_text
 
     @property
     def gives_text(self) -> bool:
@@ -98,12 +123,9 @@ class LoadedModel:
         self, candidates: Sequence[Prompt], path: str, report: prompts.LoadReport
     ) -> list[Prompt]:
         """The rows of a file that the model accepts; `report` lists the others."""
+        found = dict(zip(map(id, candidates), self.unfit(candidates), strict=True))
         reason = "do not fit the model"
-
-        def unfit(prompt: Prompt) -> str | None:
-            return self.family.unfit(self.model, prompt)
-
-        return prompts.fit(candidates, unfit, path, report, reason)
+        return prompts.fit(candidates, lambda prompt: found[id(prompt)], path, report, reason)
 
     def draw(
         self,
@@ -119,10 +141,8 @@ class LoadedModel:
         spec = self.spec(drawing, several=len(set(row)) < len(row))
         self._check(prompts, spec, progress)
         progress.phase(f"{self.family.activity} with {self.source.name}", len(row))
-        # External engines are too slow to start for a few samples.
-        sampler = build.built_in_sampler(self.recipe, self.model)
         samples: dict[int, Sample] = {}
-        for piece in sampler.sample(prompts, row, seeds, spec):
+        for piece in self.pieces(prompts, row, seeds, spec):
             samples |= zip(piece.index, piece.samples, strict=True)
             each(piece)
             progress.advance(len(piece.samples))
@@ -147,35 +167,72 @@ class LoadedModel:
     def _check(self, prompts: Sequence[Prompt], spec: Any, progress: Progress) -> None:
         """Raises for prompts that the model does not accept. Adds notes about parts of prompts that
         it ignores, and prompts unlike the training data of a bundled model."""
-        notes = self.family.check_prompts(self.model, prompts, spec)
-        unlike = outside(self.source, prompts)
-        for note in [*notes, *(unlike or self.family.truncated(self.model, prompts))]:
+        notes, truncated = self.inspect(prompts, spec)
+        for note in [*notes, *(outside(self.source, prompts) or truncated)]:
             progress.note(note)
+
+
+@dataclass(frozen=True)
+class LoadedModel(SampledModel):
+    """In this process."""
+
+    model: Any  # of the recipe's family
+
+    def unfit(self, prompts: Sequence[Prompt]) -> list[str | None]:
+        return [self.family.unfit(self.model, prompt) for prompt in prompts]
+
+    def inspect(
+        self, prompts: Sequence[Prompt], spec: SampleSpec | ResponseSpec
+    ) -> tuple[Sequence[str], Sequence[str]]:
+        notes = self.family.check_prompts(self.model, prompts, spec)
+        return notes, self.family.truncated(self.model, prompts)
+
+    def pieces(
+        self,
+        prompts: Sequence[Prompt],
+        row: Sequence[int],
+        seeds: Sequence[int],
+        spec: SampleSpec | ResponseSpec,
+    ) -> Iterator[Piece]:
+        # External engines are too slow to start for a few samples.
+        sampler = build.built_in_sampler(self.recipe, self.model)
+        yield from sampler.sample(prompts, row, seeds, spec)
+
+    def close(self) -> None:
+        """The model is released with this object."""
 
 
 def open_model(source: ModelSource, progress: Progress = SILENT, base: bool = False) -> LoadedModel:
     """`base`: keep a copy of the untrained weights, to sample from them as well."""
     source.announce_code("model", "algorithm")
     with bars.loading(progress, source.name, source.recipe.model.path):
-        model = build.model(_eager(source.recipe))
+        model = build.model(eager(source.recipe))
     if base:
         model.policy.snapshot("reference")
     if source.run is not None:
         table = f"{source.table}/"
         state, _ = source.run.load(source.step, table)
         weights = {name.removeprefix(table): tensor for name, tensor in state.items()}
-        try:
+        with matching(source):
             model.policy.load(weights)
-        except ValueError as error:
-            raise UserError(
-                f"{source.run.path / 'config.toml'} does not match the checkpoint of step "
-                f"{source.step}: {error}; restore config.toml, or the model it refers to "
-                f"({source.recipe.model.path})"
-            ) from error
     return LoadedModel(source, model)
 
 
-def _eager(recipe: AnyRecipe) -> AnyRecipe:
+@contextmanager
+def matching(source: ModelSource) -> Iterator[None]:
+    """Around loading the weights of a run."""
+    try:
+        yield
+    except ValueError as error:
+        assert source.run is not None
+        raise UserError(
+            f"{source.run.path / 'config.toml'} does not match the checkpoint of step "
+            f"{source.step}: {error}; restore config.toml, or the model it refers to "
+            f"({source.recipe.model.path})"
+        ) from error
+
+
+def eager(recipe: AnyRecipe) -> Any:
     """Compiles only if the recipe sets `model.compile`: compilation takes a minute, a few samples
     less."""
     if recipe.model.compile is not None:

@@ -16,8 +16,9 @@ from gesso.rewards import assembly
 from gesso.track.progress import SILENT, Progress
 from gesso.types import Prompt, Sample, Score, UserError
 from gesso.use.evaluate import free, reward_entry, sample_and_score
-from gesso.use.loaded import AS_EVALUATED, Drawing, LoadedModel, open_model, sample_seeds
+from gesso.use.loaded import AS_EVALUATED, Drawing, SampledModel, sample_seeds
 from gesso.use.notes import Once
+from gesso.use.opening import open_to_sample
 from gesso.use.source import ModelSource
 
 
@@ -65,8 +66,11 @@ def sample_all(
     results = []
     try:
         for source in sources:
-            loaded = open_model(source, progress)
-            results.append(_sample(loaded, request, rewards, progress))
+            loaded = open_to_sample(source, progress, few=request.file is None)
+            try:
+                results.append(_sample(loaded, request, rewards, progress))
+            finally:
+                loaded.close()
             del loaded
             free()
     finally:
@@ -76,7 +80,7 @@ def sample_all(
 
 
 def _sample(
-    loaded: LoadedModel,
+    loaded: SampledModel,
     request: SampleRequest,
     rewards: assembly.Rewards | None,
     progress: Progress,
@@ -94,7 +98,7 @@ def _sample(
     return ModelSamples(loaded.source, loaded.gives_text, request.n, request.seed, samples, scores)
 
 
-def _prompts(loaded: LoadedModel, request: SampleRequest, progress: Progress) -> list[Prompt]:
+def _prompts(loaded: SampledModel, request: SampleRequest, progress: Progress) -> list[Prompt]:
     prompts = [loaded.ask(text, request.images) for text in request.prompts]
     if request.file is None:
         return prompts

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from gesso.config import Strict
 from gesso.track.progress import Progress
-from gesso.types import UserError
+from gesso.types import StopRun, UserError
 
 
 class PlaygroundRequest(Strict):
@@ -87,7 +87,7 @@ class Playground:
             job.result |= self.backend.generate(run, request, job)
             job.state = "done"
         except Exception as error:  # shown on the page; the server continues
-            plain = isinstance(error, UserError)
+            plain = isinstance(error, UserError | StopRun)
             message = str(error) if plain else f"{type(error).__name__}: {error}"
             job.result = {"error": message}
             job.state = "failed"

@@ -13,9 +13,10 @@ from typing import Any
 from gesso import build
 from gesso.rewards import assembly
 from gesso.track.progress import Progress
-from gesso.types import Prompt, Sample, Score, UserError, Which
-from gesso.use.loaded import Drawing, LoadedModel, open_model, sample_seeds
+from gesso.types import Prompt, Sample, Score, StopRun, UserError, Which
+from gesso.use.loaded import Drawing, SampledModel, sample_seeds
 from gesso.use.notes import Once
+from gesso.use.opening import open_to_sample
 from gesso.use.source import find
 from gesso.viewer.playground import PlaygroundRequest
 
@@ -25,7 +26,7 @@ SIDES: tuple[Which, Which] = ("reference", "current")  # base and trained
 @dataclass(frozen=True)
 class LoadedRun:
     path: Path
-    trained: LoadedModel
+    trained: SampledModel
     rewards: assembly.Rewards | None  # None: they include user code that is not trusted
 
 
@@ -40,7 +41,15 @@ class Studio:
     def generate(
         self, path: Path, request: PlaygroundRequest, progress: Progress
     ) -> dict[str, Any]:
-        progress = Once(progress)  # both sides use the same prompt
+        try:
+            return self._generate(path, request, Once(progress))  # both sides use the same prompt
+        except StopRun:  # a worker process has ended; the next request starts them again
+            self.close()
+            raise
+
+    def _generate(
+        self, path: Path, request: PlaygroundRequest, progress: Progress
+    ) -> dict[str, Any]:
         loaded = self._load(path, progress)
         prompt = loaded.trained.ask(request.prompt, _images(request))
         if request.answer:
@@ -70,7 +79,7 @@ class Studio:
                     f'the {what} "{code[what]}" of this run is user code; if you trust it, start '
                     "the page with `gesso view --trust-code`"
                 )
-        trained = open_model(source, progress, base=True)
+        trained = open_to_sample(source, progress, base=True)
         assert source.training is not None, "the page shows runs"
         rewards = None if "reward" in code else assembly.rewards(source.training)
         self._loaded = LoadedRun(path, trained, rewards)
@@ -93,6 +102,7 @@ class Studio:
 
     def close(self) -> None:
         if self._loaded is not None:
+            self._loaded.trained.close()
             if self._loaded.rewards is not None:
                 self._loaded.rewards.service.close()
             self._loaded = None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gesso.weights.shards import is_sharded, whole
 from gesso.weights.trainable import ADAPTER
 
 SHARD = "5GB"
@@ -38,15 +39,16 @@ def plain_tensors(
     module: nn.Module, layers: Mapping[str, Any], with_adapters: bool
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the module by its name without PEFT, adapters merged in. One at a time, so
-    that merging never needs a second copy of all weights."""
+    that neither merging nor gathering sharded tensors needs a second copy of all weights."""
     with torch.no_grad():
         for name, tensor in module.state_dict().items():
             layer, is_base, suffix = name.rpartition(".base_layer.")
             if is_base:
                 merge = suffix == "weight" and with_adapters
-                yield f"{layer}.{suffix}", _merged_weight(layers[layer]) if merge else tensor
+                plain = _merged_weight(layers[layer]) if merge else _gathered(tensor)
+                yield f"{layer}.{suffix}", plain
             elif ".lora_" not in name:
-                yield name, tensor
+                yield name, _gathered(tensor)
 
 
 def lora_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, object]]:
@@ -56,7 +58,14 @@ def lora_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, object]]
     return get_peft_model_state_dict(module), module.peft_config[ADAPTER].to_dict()
 
 
+def _gathered(tensor: Tensor) -> Tensor:
+    if not is_sharded(tensor):
+        return tensor
+    sharded: Any = tensor
+    return whole(sharded.to(sharded.device_mesh.device_type))  # NCCL needs tensors on the device
+
+
 def _merged_weight(layer: Any) -> Tensor:
     """W + s·BA, rounded once."""
-    weight = layer.get_base_layer().weight.data
+    weight = _gathered(layer.get_base_layer().weight.data)
     return (weight.float() + layer.get_delta_weight(ADAPTER).float()).to(weight.dtype)

@@ -4,7 +4,7 @@ of this package. `roles.py` defines the interface for samplers."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -160,12 +160,14 @@ class Policy:
         transformers can save the module. Afterwards the frozen weights are restored bit for bit."""
         return merge.merged(self.module, self._lora_layers)
 
-    def plain(self, which: Which) -> Iterator[tuple[str, Tensor]]:
+    @contextmanager
+    def plain(self, which: Which) -> Iterator[Iterator[tuple[str, Tensor]]]:
         """Every tensor of the module by its name without PEFT, adapters merged in. For engines with
-        a separate implementation of the architecture."""
+        a separate implementation of the architecture. Their values are valid inside this context.
+        If the module is sharded, every rank must read all of them."""
         adapted = which != "reference" or self.lora is None
         with self.using(which):
-            yield from merge.plain_tensors(self.module, self._lora_layers, adapted)
+            yield merge.plain_tensors(self.module, self._lora_layers, adapted)
 
 
 def _folded_linear() -> type[nn.Module]:

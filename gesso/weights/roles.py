@@ -36,10 +36,14 @@ class RunnableWeights(Protocol):
     def using(self, which: Which) -> AbstractContextManager[None]:
         """Runs the module with those weights. Only "current" may be differentiated."""
 
+    def gather(self, which: Which) -> None:
+        """The module of this rank has all weights, if they are sharded, until the learner releases
+        them. Every rank must call it."""
+
     def folded(self, soon: Which | None = None) -> AbstractContextManager[None]:
         """All weights stay constant inside this context."""
 
     def per_sample_grads(self, samples: int) -> AbstractContextManager[dict[str, Tensor]]: ...
 
-    def plain(self, which: Which) -> Iterator[tuple[str, Tensor]]:
+    def plain(self, which: Which) -> AbstractContextManager[Iterator[tuple[str, Tensor]]]:
         """Every tensor of the module by its name without PEFT, adapters merged in."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -24,10 +22,17 @@ from gesso.cluster.channel import Channel
 from gesso.cluster.placement import Placement, place
 from gesso.cluster.processes import Child, Processes, Worker, WorkerFailed
 from gesso.config import Recipe
+from gesso.track import checkpoints
+from gesso.track.checkpoints import Checkpoints
 from gesso.track.progress import SILENT, Progress
 from gesso.track.run_folder import RunFolder
-from gesso.types import StopRun, UserError
-from tests.cluster import forked
+from gesso.types import Prompt, Sample, StopRun, UserError
+from gesso.use.loaded import Drawing, LoadedModel
+from gesso.use.opening import open_to_sample
+from gesso.use.source import find
+from gesso.viewer.playground import PlaygroundRequest
+from gesso.viewer.studio import Studio
+from tests import forked
 from tests.cluster.runs import (
     alive,
     assert_equal,
@@ -41,20 +46,15 @@ from tests.test_loop import final_state
 from tests.waiting import Started, until
 
 MOST = 4
+LIMIT = 20  # seconds to end, on a machine that runs other tests; 5 on an idle one
 
 
 class Forked(Processes):
-    """Workers that are forked from one process, which has imported all they need: 8 s for each of
-    them otherwise. They end by themselves."""
+    """Imports would take 8 s in each of them. They end by themselves."""
 
     def _start(self, rank: int, environment: Mapping[str, str]) -> Worker:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.cluster.forked"])
-        ours, theirs = socket.socketpair()
-        life, watched = socket.socketpair()
-        with theirs, watched:
-            context.Process(target=forked.main, args=(theirs, watched), daemon=True).start()
-        return Worker(rank, Channel(ours), life)
+        connection, life = forked.worker()
+        return Worker(rank, Channel(connection), life)
 
 
 class Borrowed(Processes):
@@ -90,11 +90,11 @@ def borrowing(pool: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def recipes(pipeline_folder: Path, prompt_file: Path, language: Path) -> dict[str, dict[str, Any]]:
-    flow = small_recipe(pipeline_folder, prompt_file)
+    flow = small_recipe(pipeline_folder, prompt_file) | {"steps": 3}
     flow["algorithm"] |= {"group": 5, "updates": 2, "beta": 0.01}
     flow["sampler"] = {"batch": 2}  # 10 samples in 5 parts
     flow["learner"] = {"micro_batch": 3}  # 15 terms
-    nft = small_recipe(pipeline_folder, prompt_file)
+    nft = small_recipe(pipeline_folder, prompt_file) | {"steps": 3}
     nft["algorithm"] = {"name": "diffusion-nft", "group": 3, "steps": 2, "times": 2, "updates": 2}
     nft["learner"] = {"micro_batch": 2, "ema": {"every": 1, "decay": 0.5}}
     nft["sampler"] = {"batch": 1}
@@ -224,6 +224,118 @@ def test_a_sharded_run_is_checked_in_its_workers(
     assert facts["workers"] not in findings.warnings
 
 
+class Killed(BaseException):
+    """As if the driver was killed: nothing is finished or cleaned up."""
+
+
+MOMENTS = {
+    "training": (workers.Workers, "train"),
+    "before a save": (workers.Workers, "save"),
+    "writing": (checkpoints, "_take_digests"),
+    "before state.json": (checkpoints, "write_atomic"),
+    "before the folder is renamed": (Checkpoints, "_rename"),
+    "before older ones are deleted": (Checkpoints, "steps"),
+}
+
+
+@pytest.mark.usefixtures("borrowing")
+def test_killed_at_any_moment_a_sharded_run_ends_the_same(
+    pipeline_folder: Path, prompt_file: Path, language: Path, tmp_path: Path
+) -> None:
+    """One moment after the other, with checkpoints that are written in the background."""
+    data = recipes(pipeline_folder, prompt_file, language)["grpo with kl"]
+    data["save"] = {"every": 1, "keep": 1, "background": True}
+    undisturbed = go(data, tmp_path / "undisturbed", 2, sharding="all")
+    folder = tmp_path / "killed"
+    for owner, method in MOMENTS.values():
+        with pytest.MonkeyPatch.context() as patched, pytest.raises(Killed):
+            _kill_in(patched, owner, method, folder)
+            if folder.exists():
+                run.resume(folder, quiet=True)
+            else:
+                go(data, folder, 2, sharding="all")
+    resumed = run.resume(folder, quiet=True)
+    assert_equal(undisturbed, resumed)
+
+
+def _kill_in(patched: pytest.MonkeyPatch, owner: Any, name: str, folder: Path) -> None:
+    """In the second step, when that function is called to train or to save."""
+    honest = getattr(owner, name)
+
+    def killed(*arguments: Any) -> Any:
+        caller = sys._getframe(1).f_code.co_name
+        if caller in ("update", "begin", "_complete") and (folder / "checkpoints/000001").exists():
+            raise Killed
+        return honest(*arguments)
+
+    patched.setattr(owner, name, killed)
+
+
+@pytest.mark.usefixtures("borrowing")
+@pytest.mark.parametrize("name", ["diffusion-nft", "grpo with kl"])
+def test_a_run_is_sampled_from_in_its_workers(
+    pipeline_folder: Path, prompt_file: Path, language: Path, tmp_path: Path, name: str
+) -> None:
+    """By `gesso sample` and `gesso eval`: all weights are sharded, and the trained ones are
+    averages where the recipe has them. More samples than sampler.batch, so that one process cuts
+    them into the same parts."""
+    data = recipes(pipeline_folder, prompt_file, language)[name] | {"steps": 1}
+    trained = go(data, tmp_path / "run", 2, sharding="all").path
+    row, seeds, prompts = [0, 0, 0, 1, 1], [5, 6, 7, 8, 9], [Prompt("a red cat"), Prompt("why?")]
+    found: dict[Any, list[Any]] = {}
+    for overrides in ([], [f"cluster.workers={MOST}"], ["cluster.workers=none"]):
+        alone = overrides == ["cluster.workers=none"]
+        more = ["cluster.sharding=none"] if alone else []
+        opened = open_to_sample(find(trained, overrides=[*overrides, *more]), base=True)
+        assert isinstance(opened, LoadedModel) == alone
+        assert opened.unfit(prompts) == [None, None]
+        for which in ("reference", "current"):
+            drawn = opened.draw(prompts, row, seeds, Drawing(weights=which))
+            found.setdefault(which, []).append([_content(sample) for sample in drawn])
+        opened.close()
+    for drawn_by in found.values():
+        assert drawn_by[0] == drawn_by[1] == drawn_by[2]
+    assert found["reference"][0] != found["current"][0]
+
+
+def _content(sample: Sample) -> Any:
+    return sample.tokens if sample.image is None else sample.image.tolist()
+
+
+@pytest.mark.usefixtures("borrowing")
+def test_the_playground_uses_the_workers(
+    pipeline_folder: Path, prompt_file: Path, language: Path, tmp_path: Path, pool: Processes
+) -> None:
+    """Samples of one batch, which are cut for several workers. After a worker was lost, the next
+    request starts anew."""
+    data = recipes(pipeline_folder, prompt_file, language)["flow-grpo"] | {"steps": 1}
+    data["sampler"]["batch"] = 8
+    data["algorithm"]["group"] = 16
+    trained = go(data, tmp_path / "run", 2)
+    studio = Studio()
+    request = PlaygroundRequest(run="run", prompt="a red cat", n=3)
+    sampled: set[int] = set()
+    honest = Processes.send
+
+    def send(self: Processes, rank: int, task: str, content: Any, *more: bytes) -> None:
+        if task == "sample":
+            sampled.add(rank)
+        honest(self, rank, task, content, *more)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Processes, "send", send)
+        first = studio.generate(trained.path, request, SILENT)
+    assert sampled == {0, 1} and len(first["base"]) == len(first["trained"]) == 3
+    trained.write_config(build.recipe_from(data | {"cluster": {"workers": MOST}}).model_dump())
+    studio.close()
+    assert studio.generate(trained.path, request, SILENT) == first
+    with pytest.MonkeyPatch.context() as patched, pytest.raises(StopRun, match="worker 1 ended"):
+        patched.setattr(Processes, "receive", lambda self: self._raise_ended(1))
+        studio.generate(trained.path, request, SILENT)
+    assert studio.generate(trained.path, request, SILENT) == first
+    studio.close()
+
+
 def assert_close(one: RunFolder, other: RunFolder) -> None:
     expected, state = final_state(one.path), final_state(other.path)
     assert state.keys() == expected.keys()
@@ -270,8 +382,8 @@ def test_workers_end_with_the_driver(language: Path, tmp_path: Path, signals: li
     for number in signals:
         driver.process.send_signal(number)
         time.sleep(0.1)
-    driver.process.wait(5)
-    until(lambda: not any(alive(pid) for pid in children), limit=5)
+    driver.process.wait(LIMIT)
+    until(lambda: not any(alive(pid) for pid in children), limit=LIMIT)
     assert RunFolder.open(folder).latest()
 
 
@@ -288,7 +400,7 @@ def test_a_busy_worker_ends_with_the_driver(language: Path, tmp_path: Path) -> N
         until(lambda: worker.doing == "loading the model")
         assert worker.process.poll() is None
         worker.life.close()  # as when the driver is gone
-        until(lambda: worker.process.poll() is not None, limit=5)
+        until(lambda: worker.process.poll() is not None, limit=LIMIT)
     finally:
         processes.close()
 

@@ -281,12 +281,14 @@ def test_plain_weights_are_those_of_a_merged_export(
     model = stirred(tiny.model(lora=lora))
     model.save(tmp_path / "whole", merged=True)
     saved = tiny.plain(tmp_path / "whole").state_dict()
-    found = dict(model.policy.plain("current"))
+    with model.policy.plain("current") as tensors:
+        found = dict(tensors)
     assert found.keys() == saved.keys()
     assert all(torch.equal(saved[name], tensor) for name, tensor in found.items())
     if lora is not None:
         base = tiny.plain().state_dict()
-        off = dict(model.policy.plain("reference"))
+        with model.policy.plain("reference") as tensors:
+            off = dict(tensors)
         assert off.keys() == base.keys() and all(torch.equal(base[n], t) for n, t in off.items())
 
 

@@ -78,4 +78,5 @@ def test_a_policy_plays_the_role() -> None:
     assert policy.lora is None and not policy.is_folded
     with policy.folded(), policy.using("current"):
         assert not policy.is_folded  # a full fine-tune has nothing to fold
-    assert dict(policy.plain("current")).keys() == {"weight", "bias"}
+    with policy.plain("current") as tensors:
+        assert dict(tensors).keys() == {"weight", "bias"}

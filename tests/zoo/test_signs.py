@@ -107,5 +107,5 @@ def test_bundled_model_has_headroom(pipe) -> None:
     from tools.zoo.evaluate import score
 
     with ThreadPool(2) as pool:
-        scores = score(pipe, prompts("eval", 1, 2)[:96], samples=1, pool=pool, batch=32)
+        scores = score(pipe, prompts("eval", 1, 2)[:48], samples=1, pool=pool, batch=32)
     assert 0.28 <= scores.exact <= 0.50

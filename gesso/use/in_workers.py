@@ -1,0 +1,76 @@
+"""A model in worker processes, as its run was trained: samples are generated on all devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from gesso import families
+from gesso.cluster import workers
+from gesso.cluster.channel import pack_prompts, pack_spec
+from gesso.cluster.collecting import Request
+from gesso.cluster.placement import Placement
+from gesso.config import Recipe, Sampler
+from gesso.samplers.base import Piece
+from gesso.track.progress import Progress
+from gesso.types import Prompt, ResponseSpec, SampleSpec
+from gesso.use.loaded import SampledModel, matching
+from gesso.use.source import ModelSource
+
+PARTS = 8
+"""Into which samples are cut that would fit into one batch, for up to as many workers. It does not
+depend on their number, so neither do the samples."""
+
+
+@dataclass(frozen=True)
+class ModelInWorkers(SampledModel):
+    samplers: workers.Samplers
+
+    def unfit(self, prompts: Sequence[Prompt]) -> list[str | None]:
+        return self.samplers.processes.one(0, "unfit", {}, pack_prompts(prompts))["reasons"]
+
+    def inspect(
+        self, prompts: Sequence[Prompt], spec: SampleSpec | ResponseSpec
+    ) -> tuple[Sequence[str], Sequence[str]]:
+        content = {"spec": pack_spec(spec)}
+        found = self.samplers.processes.one(0, "inspect", content, pack_prompts(prompts))
+        return found["notes"], found["truncated"]
+
+    def pieces(
+        self,
+        prompts: Sequence[Prompt],
+        row: Sequence[int],
+        seeds: Sequence[int],
+        spec: SampleSpec | ResponseSpec,
+    ) -> Iterator[Piece]:
+        batch = self.samplers.recipe.sampler.batch
+        if len(row) <= batch:
+            batch = -(-len(row) // PARTS)
+        request = Request(prompts, row, seeds, spec, "", batch=batch)
+        return self.samplers.generate(request)
+
+    def close(self) -> None:
+        self.samplers.processes.close()
+
+
+def open_in_workers(
+    source: ModelSource, recipe: Recipe, placement: Placement, progress: Progress, base: bool
+) -> ModelInWorkers:
+    within = placement.sharded if 1 < placement.sharded < placement.workers else None
+    cluster = {"workers": placement.workers, "shard_within": within}
+    changed = {
+        "cluster": recipe.cluster.model_copy(update=cluster),
+        "sampler": Sampler(batch=recipe.sampler.batch),  # Gesso's, not an external engine
+    }
+    recipe = recipe.model_copy(update=changed)
+    processes = workers.start(recipe, placement, progress)
+    try:
+        folder = None if source.run is None else source.run.checkpoint(source.step)
+        with matching(source):
+            content = {"folder": folder and str(folder.resolve()), "table": source.table}
+            processes.all("use", {**content, "base": base})
+    except BaseException:
+        processes.close()
+        raise
+    gathers = families.of(recipe).gathers_to_sample
+    return ModelInWorkers(source, workers.Samplers(recipe, processes, gathers))
