@@ -8,21 +8,21 @@ equal to the bit. Needs two idle cores.
 
 from __future__ import annotations
 
-import gesso  # before torch: sets how OpenMP threads wait  # noqa: F401
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: libraries of kernels read it once
+
+import gesso  # sets how OpenMP threads wait  # noqa: F401
 
 # isort: split
 import argparse
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
-import torch
-
 from gesso import build, run
-from gesso.cluster.placement import THREADS
 from gesso.run import Assembled
 
 SETTINGS = {
@@ -31,7 +31,7 @@ SETTINGS = {
         "learner.micro_batch=48",
         'reward=[{name="jpeg-compressibility"}]',
     ],
-    "demo-vlm": ["sampler.batch=64", "learner.micro_tokens=2048"],
+    "demo-vlm": ["sampler.batch=64", "learner.micro_tokens=1024"],
 }
 COUNTS = ("none", "1", "2")
 AIMS = {"1": 1.03, "2": 1 / 1.7}  # of the time of the one before
@@ -97,8 +97,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="folder for workers.md")
     options = parser.parse_args(arguments)
-    os.environ[THREADS] = "1"
-    torch.set_num_threads(1)
     lines = ["# Worker processes on a CPU, one thread each", ""]
     for name in options.recipes:
         sides = measure(name, options.rounds)
