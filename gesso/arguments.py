@@ -35,7 +35,7 @@ def _train(subparsers: Any) -> None:
         "--resume",
         type=Path,
         metavar="RUN",
-        help="continue this run from its newest checkpoint; only steps=N may be changed",
+        help="continue this run from its newest checkpoint; only steps=N and cluster.* may change",
     )
     _add_output(train)
     train.set_defaults(action=commands.train, more="overrides")

@@ -31,9 +31,14 @@ def import_path() -> list[str]:
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """The command that runs `main()` of `module` in another process with this import path.
-    `python -m` would put the working folder first; its option -P needs Python 3.11."""
-    code = f"import sys; sys.path[:] = {import_path()!r}; from {module} import main; main()"
+    """The command that runs `main()` of `module` in another process with this import path and this
+    copy of Gesso: there may be another one, installed. `python -m` would put the working folder
+    first; its option -P needs Python 3.11."""
+    copy = str(Path(__file__).parents[1])
+    code = (
+        f"import sys; sys.path[:] = {[copy, *import_path()]!r}; import gesso; del sys.path[0]; "
+        f"from {module} import main; main()"
+    )
     return [sys.executable, "-c", code, *arguments]
 
 

@@ -337,7 +337,7 @@ class Worker:
             self.writing = InBackground(partial(self._write, Path(folder), on_host(state)))
         else:
             self.writing = InBackground(partial(self._write, Path(folder), state))
-            self.writing.finish()
+            self.writing.wait()  # errors are raised by `written`
         return {}
 
     def _write(self, folder: Path, state: Mapping[str, Tensor]) -> dict[str, dict[str, str]]:
@@ -348,9 +348,14 @@ class Worker:
         return {}
 
     def written(self, wait: bool) -> dict[str, Any]:
-        if not wait and not self.writing.done():
-            return {"done": False}
-        return {"done": True, "shards": self.writing.result()}
+        """Raises what failed only if asked to wait."""
+        if not wait:
+            return {"done": self.writing.done()}
+        try:
+            return {"shards": self.writing.result()}
+        except BaseException as error:  # torch and safetensors wrap a full disk in their own errors
+            reason = str(error).strip().splitlines() or [repr(error)]
+            raise OSError(f"worker {self.rank}: {reason[-1].strip()}") from error
 
     def load(self, folder: str) -> dict[str, Any]:
         self.learner.policy.release()

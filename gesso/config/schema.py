@@ -171,7 +171,7 @@ class Save(Strict):
     groups: int = Field(4, ge=0)
     """Training groups saved before each evaluation, to inspect in the viewer. 0: none."""
     background: bool | None = None
-    """Write checkpoints while training continues, from a copy in host memory. None: on GPUs."""
+    """Write checkpoints during the next step, from a copy in host memory. None: on GPUs."""
 
     def in_background(self, device: str) -> bool:
         return device != "cpu" if self.background is None else self.background

@@ -11,6 +11,7 @@ Checkpoints of earlier versions have no digests; only their types and step are c
 
 from __future__ import annotations
 
+import concurrent.futures
 import hashlib
 import json
 import os
@@ -89,6 +90,10 @@ class InBackground(Generic[T]):
 
     def done(self) -> bool:
         return self._future.done()
+
+    def wait(self) -> None:
+        """Without raising an error."""
+        concurrent.futures.wait([self._future])
 
     def result(self) -> T:
         return self._future.result()

@@ -43,9 +43,9 @@ class Studio:
     ) -> dict[str, Any]:
         try:
             return self._generate(path, request, Once(progress))  # both sides use the same prompt
-        except StopRun:  # a worker process has ended; the next request starts them again
+        except StopRun as error:  # a worker process has ended
             self.close()
-            raise
+            raise StopRun(f"{error}; the next request starts the workers again") from error
 
     def _generate(
         self, path: Path, request: PlaygroundRequest, progress: Progress

@@ -224,6 +224,34 @@ def test_a_sharded_run_is_checked_in_its_workers(
     assert facts["workers"] not in findings.warnings
 
 
+@pytest.mark.usefixtures("borrowing")
+@pytest.mark.parametrize("background", [True, False])
+def test_a_folder_that_cannot_be_written_is_one_sentence(
+    language: Path, tmp_path: Path, background: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full disk: workers fail, the earlier checkpoint stays. Here the folder of the second
+    one is a file."""
+    data = language_recipe(language, {"name": "grpo"})
+    data["save"] |= {"background": background}
+    honest = workers.Workers.save
+
+    def save(self: workers.Workers, folder: Path) -> Any:
+        if folder.name.endswith("2"):
+            folder.rmdir()
+            folder.touch()
+        return honest(self, folder)
+
+    monkeypatch.setattr(workers.Workers, "save", save)
+    with pytest.raises(StopRun) as raised:
+        go(data, tmp_path / "run", 2, sharding="all")
+    assert re.fullmatch(
+        r"could not save the checkpoint of step 2 in .*: worker \d: .*Error.*; the last complete "
+        r"checkpoint is step 1; free disk space and run `gesso train --resume .*`",
+        str(raised.value),
+    )
+    assert RunFolder.open(tmp_path / "run").steps == [1]
+
+
 class Killed(BaseException):
     """As if the driver was killed: nothing is finished or cleaned up."""
 
