@@ -22,9 +22,9 @@ from gesso.cluster.scores import mean_scores
 from gesso.config import Recipe
 from gesso.health import Facts, Health, self_test
 from gesso.track import groups
-from gesso.track.checkpoints import Unfinished
 from gesso.track.progress import Watcher
 from gesso.track.run_folder import RunFolder
+from gesso.track.writing import Unfinished
 from gesso.types import Prompt, StopRun, UserError, Which
 
 MAX_SKIPPED = 3  # consecutive iterations in which no update was finite

@@ -34,7 +34,6 @@ from gesso.rollout import FlowTrace, Rollout, TokenTrace, widened
 from gesso.samplers.base import Piece
 from gesso.track import bars
 from gesso.track.checkpoints import (
-    InBackground,
     on_host,
     read_parts,
     read_tensors,
@@ -42,6 +41,7 @@ from gesso.track.checkpoints import (
     write_tensors,
 )
 from gesso.track.progress import Progress
+from gesso.track.writing import InBackground
 from gesso.types import Prompt, ResponseSpec, Sample, SampleSpec, Score
 from gesso.weights.publish import digest, publish
 

@@ -21,8 +21,8 @@ from gesso.learner.learner import Update
 from gesso.rewards.transport.service import RewardService
 from gesso.rollout import Rollout
 from gesso.samplers.base import Piece
-from gesso.track.checkpoints import Writing
 from gesso.track.progress import SILENT, Progress
+from gesso.track.writing import Writing
 from gesso.types import Prompt, Sample, Score, StopRun, UserError, Which, seed_of
 
 

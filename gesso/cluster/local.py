@@ -15,14 +15,9 @@ from gesso.learner.learner import Learner, Update
 from gesso.rewards.transport.service import RewardService
 from gesso.rollout import Rollout
 from gesso.samplers.base import Piece, Sampler
-from gesso.track.checkpoints import (
-    InBackground,
-    Writing,
-    on_host,
-    read_tensors,
-    write_tensors,
-)
+from gesso.track.checkpoints import on_host, read_tensors, write_tensors
 from gesso.track.progress import SILENT, Progress
+from gesso.track.writing import InBackground, Writing
 from gesso.types import Which
 from gesso.weights.publish import Publication, publish
 

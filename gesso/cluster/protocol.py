@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from gesso.learner.learner import Update
-from gesso.track.checkpoints import Writing
+from gesso.track.writing import Writing
 from gesso.types import Prompt, Sample, Score, Which
 
 

@@ -31,8 +31,9 @@ from gesso.rewards.transport import wire
 from gesso.rewards.transport.service import RewardService
 from gesso.rollout import Rollout
 from gesso.samplers.base import Piece, parts
-from gesso.track.checkpoints import Writing, record_shards
+from gesso.track.checkpoints import record_shards
 from gesso.track.progress import SILENT, Progress
+from gesso.track.writing import Writing
 from gesso.types import StopRun, Which
 
 

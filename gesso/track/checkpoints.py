@@ -11,30 +11,26 @@ Checkpoints of earlier versions have no digests; only their types and step are c
 
 from __future__ import annotations
 
-import concurrent.futures
 import hashlib
 import json
 import os
 import re
 import shutil
-import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from gesso.track import shards
 from gesso.track.atomic import flush, write_atomic
 from gesso.track.figures import parsed, short
+from gesso.track.writing import WRITTEN, Unfinished, Write, Writing
 from gesso.types import StopRun, UserError, out_of_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-T = TypeVar("T")
 
 NAME = re.compile(r"[0-9]{6,12}")  # str.isdigit() accepts digits of other scripts, too
 STATE = "state.json"
@@ -49,72 +45,6 @@ NONE_LEFT = (
     "again in a new folder"
 )
 THREADS = 8  # maximum number of threads that hash tensors
-
-
-class Writing(Protocol):
-    """Tensors of a checkpoint that are being written."""
-
-    def done(self) -> bool: ...
-
-    def finish(self) -> None:
-        """Waits until they are written; raises what failed."""
-
-
-class _Written:
-    """They have been written."""
-
-    def done(self) -> bool:
-        return True
-
-    def finish(self) -> None:
-        """Nothing to wait for."""
-
-
-WRITTEN = _Written()
-Write = Callable[[Path], Writing | None]
-"""Writes tensors to a folder, or begins to; None: all are written."""
-
-
-class InBackground(Generic[T]):
-    """Work of a thread, which does not keep the process from exiting."""
-
-    def __init__(self, work: Callable[[], T]) -> None:
-        self._future: Future[T] = Future()
-        threading.Thread(target=self._run, args=(work,), daemon=True).start()
-
-    def _run(self, work: Callable[[], T]) -> None:
-        try:
-            self._future.set_result(work())
-        except BaseException as error:  # raised by `result`
-            self._future.set_exception(error)
-
-    def done(self) -> bool:
-        return self._future.done()
-
-    def wait(self) -> None:
-        """Without raising an error."""
-        concurrent.futures.wait([self._future])
-
-    def result(self) -> T:
-        return self._future.result()
-
-    def finish(self) -> None:
-        self.result()
-
-
-@dataclass(frozen=True)
-class Unfinished:
-    """A checkpoint that does not count yet."""
-
-    writing: Writing
-    complete: Callable[[], None]
-
-    def done(self) -> bool:
-        """Whether `finish` would not wait."""
-        return self.writing.done()
-
-    def finish(self) -> None:
-        self.complete()
 
 
 class _Damaged(Exception):

@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, Any
 
 from gesso.track import older_names
 from gesso.track.atomic import flush, write_atomic
-from gesso.track.checkpoints import Checkpoints, Unfinished, Write
+from gesso.track.checkpoints import Checkpoints
 from gesso.track.figures import parsed, short
 from gesso.track.older_names import renamed
+from gesso.track.writing import Unfinished, Write
 from gesso.types import Prompt, Sample, Score, UserError, bad_text
 
 if TYPE_CHECKING:
