@@ -56,7 +56,7 @@ CASES = {
     "sd35-medium": Case("sd35", "sd35-ocr", 80, ("data.groups=2",), "sd35"),
     "sd35-large": Case(
         "sd35-large", "sd35-ocr", 80,
-        ("data.groups=2", "sampler.batch=4", "learner.micro_batch=4", "model.height=512"), "sd3",
+        ("data.groups=1", "algorithm.group=16", "sampler.batch=8", "learner.micro_batch=8"), "sd3",
     ),
     "flux-dev": Case(
         "flux", "flux-pickscore", 80, ("data.groups=1", "algorithm.group=12"), "flux-dev"

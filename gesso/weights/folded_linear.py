@@ -11,19 +11,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from peft.tuners import lora
 from torch import Tensor
 from torch.nn import functional as F
 
 from gesso.formulas.precision import dithered
+from gesso.weights.lora_linear import LoraLinear
 from gesso.weights.trainable import ADAPTER
 
 FOLD_AT_ONCE = 2**26
 """Weight values that are folded at once; they need half a gigabyte in addition to the result."""
 
 
-class FoldedLinear(lora.Linear):
-    """PEFT's linear layer, unless `folded` is set. Only `LoraFolding` sets it."""
+class FoldedLinear(LoraLinear):
+    """Has a separate adapter, unless `folded` is set. Only `LoraFolding` sets it."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -37,7 +37,7 @@ class Policy:
         are folded into the weights."""
         self.module = module
         self.lora = lora
-        linear_layer = _folded_linear() if folds and lora is not None else None
+        linear_layer = None if lora is None else _linear_layer(folds)
         self.trainable = select_trainable(module, lora, targets, seed, frozen, linear_layer)
         self._copies = NamedCopies(self.trainable)
         self._lora_layers = lora_layers(module) if lora is not None else {}
@@ -170,8 +170,9 @@ class Policy:
             yield merge.plain_tensors(self.module, self._lora_layers, adapted)
 
 
-def _folded_linear() -> type[nn.Module]:
+def _linear_layer(folds: bool) -> type[nn.Module]:
     """Imported on demand: PEFT takes a second, and a full fine-tune does not need it."""
     from gesso.weights.folded_linear import FoldedLinear
+    from gesso.weights.lora_linear import LoraLinear
 
-    return FoldedLinear
+    return FoldedLinear if folds else LoraLinear
