@@ -327,12 +327,12 @@ def prove(ours: Gesso, plain: Plain) -> Proof:
     ours.reset()
     plain.reset()
     rollout, batches = ours.gather(ours.sample(0, True)), plain.sample(0, True)
-    trained = rollout.flow_trace.context.trained
+    trained = rollout.flow_trace.steps[0]
     latents = torch.stack([torch.cat(x) for x in zip(*(b.latents for b in batches), strict=True)])
     logp = torch.stack([torch.cat(x) for x in zip(*(b.logp for b in batches), strict=True)])
     images = np.stack([s.image for s in rollout.samples]).astype(float)
     plain_images = np.concatenate([b.images for b in batches])
-    steps = latents[trained.start : trained.stop + 1].transpose(0, 1)
+    steps = latents[trained[0] : trained[-1] + 2].transpose(0, 1)
     scores = plain.score(images.astype(np.uint8), [s.prompt for s in rollout.samples])
     given, rewards = rollout.rewards.numpy(), made_up(len(images))
     norm, gradient = gradient_of(
@@ -350,7 +350,7 @@ def prove(ours: Gesso, plain: Plain) -> Proof:
         ),
         # Rounding of all steps: 1.5e-4 where matmuls sum in another order (aarch64).
         "latents at the end": (float((latents[-1] - rollout.flow_trace.clean).abs().max()), 5e-4),
-        "log-probs": (float((logp.T[:, list(trained)] - rollout.logp).abs().max()), 1e-4),
+        "log-probs": (float((logp.T[:, trained] - rollout.logp).abs().max()), 1e-4),
         "images in [0, 1], mean": (float(np.abs(images - plain_images).mean() / 255), 1e-4),
         "rewards of the same images": (float(np.abs(scores - given).max()), 0.0),
         "gradient, relative": (error, 1e-3),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gesso.algorithms.diffusion_nft import DiffusionNFT
 from gesso.algorithms.flow_grpo import FlowGRPO
-from gesso.formulas import flow_steps, kl, nft, objectives
+from gesso.formulas import flow_steps, kl, matching, nft, objectives
 from gesso.rollout import Conditioning
 from gesso.types import SampleSpec
 
@@ -185,7 +185,7 @@ class Plain:
             clean, optimal = batch.latents[-1], nft.optimality(advantage)
             for i in range(algorithm.times):
                 t = sigmas[i].expand(len(clean))
-                x_t = nft.noised(clean, torch.randn_like(clean), t)
+                x_t = matching.noised(clean, torch.randn_like(clean), t)
                 with torch.no_grad():
                     self.network.set_adapter("old")
                     v_old = self.velocity(x_t, t, batch.cond)

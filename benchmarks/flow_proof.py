@@ -92,10 +92,11 @@ def our_replay(ours: Ours, batch: Batch, algorithm: FlowGRPO) -> tuple[Tensor, T
     model.policy.load(ours.start)
     sigmas = model.sigmas(algorithm.steps, ours.shape.size, ours.shape.size).to(model.device)
     cond, negative = (model.encode([text]) for text in (PROMPT.text, PROMPT.negative))
-    context = FlowContext(sigmas, range(steps), cond, negative)
+    context = FlowContext(sigmas, cond, negative)
     latents = torch.stack(batch.latents[: steps + 1], 1)
     row = torch.zeros(images, dtype=torch.long, device=model.device)
-    trace = FlowTrace(context, row, latents, latents[:, :0], batch.latents[-1])
+    index = torch.arange(steps, device=model.device).repeat(images, 1)
+    trace = FlowTrace(context, row, index, latents, latents[:, :0], batch.latents[-1])
     old = torch.stack([batch.logp[i] for i in range(steps)], 1)
     nobody: Any = [None] * images
     rollout = Rollout(nobody, row.cpu(), trace, old, 0, nobody, {})

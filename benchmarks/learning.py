@@ -44,6 +44,7 @@ COLOURS = dict.fromkeys(ARMS, "#888888") | {
     "demo-vlm-dapo": "#4fa3c7",
     "demo-vlm-gspo": "#b33a3a",
     "demo-vlm-cispo": "#8a7a1f",
+    "demo-vlm-sapo": "#d2558a",
     "demo-vlm-dr-grpo": "#3a3a3a",
     "demo-vlm-rloo-tokens": "#7fbf7f",
     "demo-vlm-reinforce-baseline": "#c0a5e8",

@@ -354,7 +354,7 @@ def prove(ours: Gesso, trl: Trl, step: int = 0) -> Proof:
     inputs["advantages"] = advantages
     blank = now.new_empty(len(now), 0)
     spread = torch.where(rollout.mask, advantages[:, None], 0.0)
-    prepared = PreparedResponses(spread, old, blank, blank, reference, blank, blank)
+    prepared = PreparedResponses(spread, old, blank, blank, blank, reference, blank, blank)
     proof: Proof = differences_of_inputs(rollout, inputs)
     proof["log-probs"] = (float((now - theirs).abs().max()), 1e-4)
     for mode, loss_type in LOSSES.items():

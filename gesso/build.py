@@ -35,11 +35,18 @@ ALGORITHMS = {
     "grpo-guard": "gesso.algorithms.grpo_guard:GRPOGuard",
     "flow-dppo": "gesso.algorithms.flow_dppo:FlowDPPO",
     "diffusion-nft": "gesso.algorithms.diffusion_nft:DiffusionNFT",
+    "flash-grpo": "gesso.algorithms.flash_grpo:FlashGRPO",
+    "tempflow-grpo": "gesso.algorithms.tempflow_grpo:TempFlowGRPO",
+    "awm": "gesso.algorithms.awm:AWM",
+    "dgpo": "gesso.algorithms.preference:DGPO",
+    "flow-dpo": "gesso.algorithms.preference:FlowDPO",
+    "flow-rft": "gesso.algorithms.flow_rft:FlowRFT",
     "grpo": "gesso.algorithms.grpo:GRPO",
     "dr-grpo": "gesso.algorithms.grpo:DrGRPO",
     "dapo": "gesso.algorithms.grpo:DAPO",
     "gspo": "gesso.algorithms.grpo:GSPO",
     "cispo": "gesso.algorithms.grpo:CISPO",
+    "sapo": "gesso.algorithms.sapo:SAPO",
     "rloo": "gesso.algorithms.reinforce:RLOO",
     "rloo-tokens": "gesso.algorithms.reinforce:RLOOTokens",
     "reinforce++": "gesso.algorithms.reinforce:ReinforcePP",
@@ -81,9 +88,10 @@ def recipe_from(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
     compatibility.check_sizes(recipe, options, where)
     compatibility.check_cluster(recipe, where)
     family.check(recipe, options, where)
+    _check_reactions(recipe, options, where)
     filled = recipe.model_dump() | {
         "eval": family.eval_section(recipe, options).model_dump(),
-        "algorithm": _filled(options),
+        "algorithm": _filled(recipe, options),
         "reward": [resolved(entry) for entry in recipe.reward],
         "eval_reward": [resolved(entry) for entry in recipe.eval_reward],
     }
@@ -100,7 +108,7 @@ def model_recipe_from(data: Mapping[str, Any], where: str) -> ModelRecipe:
     family.check_model(recipe, where)
     filled = recipe.model_dump() | {
         "eval": family.eval_section(recipe, options).model_dump(),
-        "algorithm": _filled(options),
+        "algorithm": _filled(recipe, options),
     }
     return parse(ModelRecipe, filled, where)
 
@@ -126,32 +134,48 @@ def _check_track(names: Sequence[str], where: str) -> None:
             raise UserError(f'{where}: track lists "{name}" more than once; remove the duplicate')
 
 
+def _check_reactions(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
+    """Rejects reactions that could not happen."""
+    for kind, reaction in recipe.on_symptom.items():
+        if kind == "reward-hacking" and not recipe.eval.every:
+            raise UserError(
+                f"{where}: on_symptom.reward-hacking compares evaluations; set eval.every"
+            )
+        if reaction == "raise_kl" and algorithm.with_kl(1.0) is None:
+            raise UserError(
+                f'{where}: on_symptom.{kind} = "raise_kl", but algorithm "{recipe.algorithm.name}" '
+                "has no KL here; set its weight (algorithm.beta or algorithm.kl)"
+            )
+
+
 def algorithm(recipe: AnyRecipe) -> Algorithm:
     """The algorithm with the options of the recipe. A subsection such as `advantage` changes only
     the keys that it sets; the others keep the algorithm's defaults. "none" removes a key."""
     entry = recipe.algorithm
     kind = algorithm_class(entry.name)
-    default = {"name": entry.name} | _sections(kind)
+    default = {"name": entry.name} | _defaults(recipe, kind)
     options = over(default, {"name": entry.name, **entry.options})
     return parse(kind, without_nothing(options), f"algorithm {entry.name}")
 
 
-def _sections(kind: type[BaseModel]) -> dict[str, Any]:
-    """The default subsections of an algorithm."""
-    return {
-        name: field.default.model_dump(exclude_none=True)
+def _defaults(recipe: AnyRecipe, kind: type[BaseModel]) -> dict[str, Any]:
+    """The default subsections of an algorithm, including those that depend on the recipe."""
+    sections = {
+        name: field.default
         for name, field in kind.model_fields.items()
         if isinstance(field.default, BaseModel)
     }
+    sections |= families.of(recipe).algorithm_defaults(recipe, kind)
+    return {name: section.model_dump(exclude_none=True) for name, section in sections.items()}
 
 
-def _filled(algorithm: Any) -> dict[str, Any]:
-    """All options of an algorithm, from which the same one can be built again: a default key that
-    was removed is "none"."""
+def _filled(recipe: AnyRecipe, algorithm: Any) -> dict[str, Any]:
+    """All options of an algorithm, from which the same one can be built again: a default key or
+    subsection that was removed is "none"."""
     options: dict[str, Any] = algorithm.model_dump(exclude_none=True)
-    for name, default in _sections(type(algorithm)).items():
-        section = options.get(name)
-        if section is not None and section.get("kind") == default.get("kind"):
+    for name, default in _defaults(recipe, type(algorithm)).items():
+        section = options.setdefault(name, NOTHING)
+        if section != NOTHING and section.get("kind") == default.get("kind"):
             options[name] = section | {key: NOTHING for key in default if key not in section}
     return options
 

@@ -16,11 +16,12 @@ from gesso.cluster.placement import Placement, place
 from gesso.config import Cluster, Recipe
 from gesso.estimate import Assumed, assuming, estimate, with_data
 from gesso.health import under_floor
+from gesso.health.rows import replayed
 from gesso.models.repeatable import deterministic_algorithms, kernel_options
 from gesso.rollout import Rollout
 from gesso.run import Assembled, assemble
 from gesso.track.progress import SILENT, Progress
-from gesso.types import UserError
+from gesso.types import UNSCALED, UserError
 
 
 @dataclass
@@ -99,10 +100,10 @@ def _check_in_workers(recipe: Recipe, placement: Placement, progress: Progress) 
                 _rewards(rollout, findings)
             progress.phase("running a trial update")
             started = time.perf_counter()
-            metrics = job.cluster.train(rollout, step).metrics
+            metrics = job.cluster.train(rollout, step, UNSCALED).metrics
             updating = time.perf_counter() - started
             if step == 0:
-                _ratio(job, metrics.get("update/first_abs_dlogp_max"), findings)
+                _ratio(job, replayed(metrics)[0], findings)
                 job.cluster.publish(1)
         progress.phase("estimating memory")
         (name, peak), *details = _memory(assuming(recipe, job.longest_prompt))
@@ -151,9 +152,10 @@ def replay_gap(job: Assembled, rollout: Rollout) -> float | None:
             job.algorithm.loss(job.model, terms.rows(index)).stats
             for index in terms.micro_batches(job.recipe.learner)
         ]
-    if not all("abs_dlogp" in part for part in stats):
-        return None
-    return float(torch.cat([part["abs_dlogp"] for part in stats]).max())
+    for name in ("sampler_gap", "abs_dlogp"):  # the first with `algorithm.importance`
+        if all(name in part for part in stats):
+            return float(torch.cat([part[name] for part in stats]).max())
+    return None
 
 
 def _terms(job: Assembled, rollout: Rollout) -> Terms:

@@ -13,19 +13,21 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from gesso.algorithms.base import Algorithm
 from gesso.cluster.processes import WorkerLost
 from gesso.cluster.protocol import Batch, Cluster, Pending, ScoresFailed
 from gesso.cluster.scores import mean_scores
 from gesso.config import Recipe
-from gesso.health import Facts, Health, self_test
+from gesso.config.schema import Reaction
+from gesso.health import Facts, Health, Symptom, self_test
+from gesso.health.reactions import best_step, described, rescaled
 from gesso.track import groups
 from gesso.track.progress import Watcher
 from gesso.track.run_folder import RunFolder
 from gesso.track.writing import Unfinished
-from gesso.types import Prompt, StopRun, UserError, Which
+from gesso.types import UNSCALED, Prompt, Scales, StopRun, UserError, Which
 
 MAX_SKIPPED = 3  # consecutive iterations in which no update was finite
 
@@ -45,6 +47,7 @@ class Loop:
     _skipped: int = 0  # consecutive iterations without any update
     _tested: bool = False  # whether this process has compared sampling with replay
     _unfinished: Unfinished | None = None  # a checkpoint that is being written
+    _scales: Scales = UNSCALED  # by `on_symptom`
     _health: Health = field(init=False)
 
     def __post_init__(self) -> None:
@@ -59,7 +62,7 @@ class Loop:
         self.watcher.start(step, self.recipe.steps)
         for row in self.run.rows():
             self._spent += row["time/step"]
-            self._health.feed(row)
+            self._react(self._health.feed(row))
         if step == 0:
             self._record({"step": 0}, time.perf_counter(), evaluate=True)
         try:
@@ -127,7 +130,7 @@ class Loop:
         """Update from one batch and publish the weights; returns the row of metrics."""
         age = step - batch.version
         assert 0 <= age <= self.recipe.lag, f"samples are {age} updates old"
-        update = self.cluster.update(batch, step)
+        update = self.cluster.update(batch, step, self._scales)
         if self.recipe.save.groups and (step == 0 or self._watched(step + 1)):
             groups.save(self.run.path, step + 1, batch, update.advantages, self.recipe.save.groups)
         self.cluster.publish(step + 1)
@@ -223,6 +226,10 @@ class Loop:
         for symptom in new_warnings:
             text = f"step {row['step']}: warning ({symptom.kind}): {symptom.text}"
             self._note(text, again=False)
+        reactions = self._react(new_warnings)
+        for kind, reaction in reactions.items():
+            done = described(reaction, self._scales)
+            self._note(f"step {row['step']}: on_symptom.{kind}: {done}", again=False)
         if failure is not None:
             if row["step"]:
                 self._save(row["step"])
@@ -230,6 +237,25 @@ class Loop:
         if evaluate:
             self.watcher.phase("writing the report")
             self.after_eval()
+        if "stop" in reactions.values():
+            self._stop(row["step"], [kind for kind, done in reactions.items() if done == "stop"])
+
+    def _react(self, symptoms: Sequence[Symptom]) -> dict[str, Reaction]:
+        """Kind of warning → reaction of the recipe."""
+        chosen = self.recipe.on_symptom
+        reactions = {s.kind: chosen[s.kind] for s in symptoms if s.kind in chosen}
+        self._scales = rescaled(self._scales, list(reactions.values()))
+        return reactions
+
+    def _stop(self, step: int, kinds: Sequence[str]) -> NoReturn:
+        if step > (self.run.latest() or 0):
+            self._save(step)
+        best = best_step(self.run.rows())
+        raise StopRun(
+            f"on_symptom stopped the run at step {step}, because of {', '.join(kinds)}; the "
+            f"held-out reward was highest at step {best}; to go on anyway, run "
+            f"`gesso train --resume {self.run.path}`"
+        )
 
     def _evaluate(self, step: int) -> dict[str, float]:
         started = time.perf_counter()

@@ -78,7 +78,6 @@ class FlowContext:
     """What the samples of one sampling call share."""
 
     sigmas: Tensor  # (n+1,): the whole schedule, from 1 down to 0
-    trained: range  # the S schedule indices that are trained
     cond: Conditioning  # (P, …)
     negative: Conditioning | None  # (P, …); None without guidance
 
@@ -96,12 +95,10 @@ class FlowContext:
             return first, list(rows)
         for other in distinct[1:]:
             assert torch.equal(first.sigmas, other.sigmas), "pieces of different schedules"
-            assert first.trained == other.trained, "pieces with different trained steps"
         negatives = [c.negative for c in distinct if c.negative is not None]
         assert len(negatives) in (0, len(distinct)), "some pieces are guided and others are not"
         context = FlowContext(
             first.sigmas,
-            first.trained,
             Conditioning.stack([c.cond for c in distinct]),
             Conditioning.stack(negatives) if negatives else None,
         )
@@ -118,6 +115,7 @@ class FlowTrace:
 
     context: FlowContext
     row: Tensor  # (N,): sample → row of the context's conditioning
+    steps: Tensor  # (N, S) long: trained step → index of the schedule
     latents: Tensor  # (N, S+1, C, H, W), or (N, 0, C, H, W) when no step is trained
     means: Tensor  # (N, S, C, H, W): of the trained steps; (N, 0, C, H, W) if not recorded
     clean: Tensor  # (N, C, H, W)
@@ -129,6 +127,7 @@ class FlowTrace:
         return FlowTrace(
             self.context,
             self.row[index],
+            self.steps[index],
             self.latents[index],
             self.means[index],
             self.clean[index],
@@ -148,6 +147,7 @@ class FlowTrace:
         return FlowTrace(
             context,
             torch.cat(rows),
+            torch.cat([p.steps for p in pieces]),
             torch.cat([p.latents for p in pieces]),
             torch.cat([p.means for p in pieces]),
             torch.cat([p.clean for p in pieces]),

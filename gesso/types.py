@@ -6,8 +6,9 @@ from __future__ import annotations
 import hashlib
 import io
 import math
+import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -166,6 +167,16 @@ class Score:
         return self.error is None and self.value is not None and math.isfinite(self.value)
 
 
+@dataclass(frozen=True)
+class Scales:
+    """Factors of the recipe's learning rate and KL weight; `on_symptom` changes them."""
+
+    lr: float = 1.0
+    kl: float = 1.0
+
+
+UNSCALED = Scales()
+
 Solver = Literal["euler", "dpm2"]
 GuidanceGradient = Literal["both", "conditional"]
 """The guidance branches through which gradients flow."""
@@ -204,6 +215,15 @@ class SampleSpec:
     same_noise: bool = False  # one initial noise per group, whose first ODE steps its samples share
     guidance_gradient: GuidanceGradient = "both"  # "conditional": records the negative branch
     record: Trajectory | OnePass = Trajectory()  # what is recorded of the trained steps
+    starts: range = range(0)  # the window of each prompt starts at one of these; empty: as given
+
+    def placed(self, seed: int) -> SampleSpec:
+        """The spec of a prompt whose group has this seed."""
+        if not self.starts:
+            return self
+        start = random.Random(seed).choice(self.starts)
+        window = range(start, start + len(self.trained))
+        return replace(self, stochastic=window, trained=window, starts=range(0))
 
     @property
     def means(self) -> bool:

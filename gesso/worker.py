@@ -42,7 +42,7 @@ from gesso.track.checkpoints import (
 )
 from gesso.track.progress import Progress
 from gesso.track.writing import InBackground
-from gesso.types import Prompt, ResponseSpec, Sample, SampleSpec, Score
+from gesso.types import Prompt, ResponseSpec, Sample, SampleSpec, Scales, Score
 from gesso.weights.publish import digest, publish
 
 NO_PROMPT = Prompt("")
@@ -268,11 +268,13 @@ class Worker:
     def describe(self, scores: bytes, **rollout: Any) -> dict[str, Any]:
         return {"metrics": self.sampler.describe(self._rollout(scores, **rollout))}
 
-    def update(self, scores: bytes, step: int, **rollout: Any) -> dict[str, Any]:
+    def update(
+        self, scores: bytes, step: int, scales: dict[str, float], **rollout: Any
+    ) -> dict[str, Any]:
         started, waited, sent = time.perf_counter(), self.group.waited, self.group.sent
         self.sampler.rest()
         self.learner.policy.release()
-        update = self.learner.update(self._rollout(scores, **rollout), step)
+        update = self.learner.update(self._rollout(scores, **rollout), step, Scales(**scales))
         seconds = time.perf_counter() - started
         return {
             "metrics": update.metrics,

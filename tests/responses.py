@@ -98,7 +98,7 @@ class Hand:
     aggregation: str = "token-mean"
     length: int = 12
     kl: tuple[str, float, str] | None = None  # place, beta, estimator
-    cap: float | None = None
+    importance: tuple[str, float, float] | None = None  # kind, cap, mean_cap
     gamma: float = 1.0
     lam: float = 0.95
     whiten: bool = False
@@ -231,6 +231,9 @@ def token_loss(hand: Hand, logp: Tensor, old: float, advantage: float, mean: flo
         ratio = math.exp(mean) * torch.exp(logp - logp.detach())
     else:
         ratio = torch.exp(logp - old)
+    if kind == "gate":
+        tau = bounds[0] if advantage > 0 else bounds[1]
+        return -advantage * (4 / tau) / (1 + torch.exp(-tau * (ratio - 1)))
     if kind == "weight":
         lower, upper = bounds
         weight = min(max(float(ratio.detach()), lower), upper)
@@ -242,6 +245,18 @@ def token_loss(hand: Hand, logp: Tensor, old: float, advantage: float, mean: flo
     if dual is not None and advantage < 0:
         loss = torch.minimum(loss, torch.tensor(-dual * advantage, dtype=loss.dtype))
     return loss
+
+
+def importance_of(hand: Hand, gaps: list[float]) -> list[float]:
+    """Of the tokens of a response, from ℓ_learner − ℓ_sampler of each."""
+    assert hand.importance is not None
+    kind, cap, mean_cap = hand.importance
+    each = [math.exp(gap) for gap in gaps]
+    if kind == "token-mask":
+        return [w if 1 / cap <= w <= cap else 0.0 for w in each]
+    geometric = math.prod(each) ** (1 / len(each))
+    keep = kind == "token-truncate" or 1 / mean_cap <= geometric <= mean_cap
+    return [min(w, cap) if keep else 0.0 for w in each]
 
 
 def weight_of(hand: Hand, lengths: list[int], i: int) -> float:
@@ -264,7 +279,7 @@ def loss_by_hand(
     """Of one update with all responses, before any weight has moved since `logp` and `values`."""
     lengths = [len(row) for row in logp]
     drawn = [rollout.logp[i, :n].double().tolist() for i, n in enumerate(lengths)]
-    old = drawn if hand.cap is None else floats(logp)
+    old = drawn if hand.importance is None else floats(logp)
     ref = floats(reference) if reference else None
     penalty = None
     if hand.kl and hand.kl[0] == "reward":
@@ -285,10 +300,12 @@ def loss_by_hand(
     for i, length in enumerate(lengths):
         now = [float(each.detach()) for each in logp[i]]
         mean = sum(now[t] - old[i][t] for t in range(length)) / length
+        important = [1.0] * length
+        if hand.importance is not None:
+            important = importance_of(hand, [old[i][t] - drawn[i][t] for t in range(length)])
         for t in range(length):
             each = token_loss(hand, logp[i][t], old[i][t], found[i][t], mean)
-            if hand.cap is not None:
-                each = each * min(math.exp(old[i][t] - drawn[i][t]), hand.cap)
+            each = each * important[t]
             if hand.kl and hand.kl[0] == "loss":
                 assert ref is not None
                 each = each + hand.kl[1] * k(hand.kl[2], logp[i][t], ref[i][t])

@@ -64,15 +64,13 @@ def scored_rollout(rewards: list[list[float]], group: list[int]) -> Rollout:
     """Scores only: N samples with R rewards "0", "1", … each of weight 1, and an empty trace."""
     names = [str(i) for i in range(len(rewards[0]))]
     n = len(group)
-    empty = torch.empty(n, 0, 1, 1, 1)
+    empty, zeros = torch.empty(n, 0, 1, 1, 1), torch.zeros(n, dtype=torch.long)
     sample = Sample(Prompt(PROMPTS[0]), np.zeros((1, 1, 3), np.uint8), 0)
-    context = FlowContext(
-        torch.tensor([1.0, 0.0]), range(0), Conditioning(torch.zeros(1, 1, 1)), None
-    )
+    context = FlowContext(torch.tensor([1.0, 0.0]), Conditioning(torch.zeros(1, 1, 1)), None)
     return Rollout(
         samples=[sample] * n,
         group=torch.tensor(group),
-        trace=FlowTrace(context, torch.zeros(n, dtype=torch.long), empty, empty, empty),
+        trace=FlowTrace(context, zeros, zeros.view(n, 1)[:, :0], empty, empty, empty),
         logp=torch.empty(n, 0),
         version=0,
         scores=[Score(sum(r), dict(zip(names, r, strict=True))) for r in rewards],

@@ -68,7 +68,7 @@ def test_impossible_combinations() -> None:
         build.recipe("demo", cps)
     with pytest.raises(UserError, match="is less than one step"):
         build.recipe("demo", ["algorithm.window=none", "algorithm.timestep_fraction=0.1"])
-    with pytest.raises(UserError, match="must be at most steps = 3"):
+    with pytest.raises(UserError, match="must be at most 3, the number of steps"):
         build.recipe("demo", ['algorithm={name="diffusion-nft", steps=3, times=4}'])
     with pytest.raises(UserError, match="listed twice"):
         build.recipe("demo", ['reward=[{name="ocr"}, {name="ocr"}]'])

@@ -294,6 +294,29 @@ def test_self_test_of_tokens(share: float, verdict: str) -> None:
     )
 
 
+def test_importance_weights_do_not_hide_a_broken_sampler() -> None:
+    """The ratio is to the learner's log-probs, so 1 whatever the sampler computed."""
+    row = {
+        "update/first_abs_dlogp_max": 1e-6,
+        "update/abs_dlogp": 1e-7,
+        "update/first_clipped": 0.0,
+        "update/sampler_gap": 0.3,
+        "update/sampler_gap_max": 4.0,
+    }
+    facts = with_facts(clip=0.2, max_tokens=32, dtype="bfloat16")
+    result = self_test(row, facts)
+    assert result is not None and result.broken
+    assert "differ by 0.3 on average and up to 4" in result.text
+    usual = self_test(row | {"update/sampler_gap": 0.03}, facts)
+    assert usual is not None and not usual.broken and "at most 4.0e+00" in usual.text
+    apart = {"update__sampler_gap": always(0.3), "update__sampler_gap_max": always(4.0)}
+    facts = with_facts(clip=0.2, groups=16, max_tokens=32, dtype="bfloat16")
+    assert only(writing(20, **apart), facts)[1] == "ratio-not-one"
+    assert kinds(writing(20, **apart, age=always(1)), facts) == []  # the policy has moved
+    close = apart | {"update__sampler_gap": always(0.03)}
+    assert kinds(writing(20, **close), facts) == []
+
+
 def test_self_test_waits_for_log_probs() -> None:
     assert self_test({"update/drift": 0.1}, FACTS) is None
     nothing = {"update/first_abs_dlogp_max": float("nan"), "update/abs_dlogp": float("nan")}
@@ -352,7 +375,8 @@ def test_sampler_mismatch() -> None:
     odd = {"update__first_abs_dlogp_max": always(1.2), "update__abs_dlogp": always(0.04)}
     step, kind, text = only(writing(20, **odd), facts)
     assert (step, kind) == (5, "sampler-mismatch")
-    assert "0.04 on average and up to 1.2" in text and "importance_cap = 2" in text
+    assert "0.04 on average and up to 1.2" in text
+    assert 'set algorithm.importance.kind = "token-truncate"' in text
     for less in ({"update__first_abs_dlogp_max": always(0.6)}, {"update__abs_dlogp": always(0.01)}):
         assert kinds(writing(20, **(odd | less)), facts) == []
     assert kinds(writing(20, **odd, age=always(1)), facts) == []  # the policy has moved

@@ -24,7 +24,7 @@ from gesso.cluster.local import Local
 from gesso.rollout import Rollout
 from gesso.track import checkpoints
 from gesso.track.run_folder import RunFolder
-from gesso.types import StopRun, UserError
+from gesso.types import Scales, StopRun, UserError
 from gesso.viewer import files
 from tests import forked
 from tests.conftest import small_recipe
@@ -230,10 +230,10 @@ def test_checkpoints_are_written_while_the_next_step_trains(
     written: list[int] = []
     train, write = Local.train, checkpoints.write_tensors
 
-    def next_step(self: Local, rollout: Any, step: int) -> Any:
+    def next_step(self: Local, rollout: Any, step: int, scales: Scales) -> Any:
         if step == 1:
             assert not written and (tmp_path / "run/checkpoints/.saving-000001").exists()
-        update = train(self, rollout, step)
+        update = train(self, rollout, step, scales)
         if step:
             trained.set()
         return update

@@ -7,7 +7,7 @@ import torch
 
 from gesso import build
 from gesso.algorithms.base import Prepared
-from gesso.algorithms.diffusion_nft import NoisedTerms
+from gesso.algorithms.noised import NoisedTerms
 from gesso.rollout import Conditioning, FlowTrace, Rollout, TokenPrompt, TokenTrace
 from gesso.samplers.denoise import DenoisingSampler
 from gesso.types import Prompt, Score

@@ -10,8 +10,8 @@ import torch
 
 from gesso import build, run
 from gesso.algorithms.base import Prepared
-from gesso.algorithms.diffusion_nft import NoisedTerms
 from gesso.algorithms.flow_grpo import FlowGRPO
+from gesso.algorithms.noised import NoisedTerms
 from gesso.formulas import flow_steps
 from gesso.models.flow.guidance import guided
 from gesso.rewards.transport.cache import CachedScorer

@@ -310,7 +310,7 @@ def test_prompts_are_read_in_passes_of_bounded_length(
     job.close()
 
 
-def test_with_an_importance_cap_the_distance_to_the_sampler_is_reported(
+def test_with_importance_weights_the_distance_to_the_sampler_is_reported(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from gesso.learner.learner import Learner, Update
@@ -319,16 +319,19 @@ def test_with_an_importance_cap_the_distance_to_the_sampler_is_reported(
 
     def update(self: Learner, rollout: Rollout, step: int) -> Update:
         off = torch.zeros_like(rollout.logp)
-        off[0, 0] = 0.5  # another engine, which is wrong about one token
+        off[0, 0] = 0.03  # another engine, which is wrong about one token
         return honest(self, replace(rollout, logp=rollout.logp - off), step)
 
     monkeypatch.setattr(Learner, "update", update)
     train = write(tmp_path / "a.jsonl", rows(tmp_path, 4))
-    chosen = recipe(root, train, steps=1, algorithm={"importance_cap": 2.0})
+    section = {"kind": "token-mask", "cap": 1.02}
+    chosen = recipe(root, train, steps=1, algorithm={"importance": section})
     row = run.train(chosen, folder=tmp_path / "run", quiet=True).rows()[-1]
-    assert row["update/sampler_gap_max"] == pytest.approx(0.5, abs=1e-4)
-    tokens_in_all = round(0.5 / row["update/sampler_gap"])
+    assert row["update/sampler_gap_max"] == pytest.approx(0.03, abs=1e-4)
+    tokens_in_all = round(0.03 / row["update/sampler_gap"])
     assert 4 <= tokens_in_all <= 16 and row["update/abs_dlogp_max"] < 1e-4
+    assert row["update/importance_bounded"] == pytest.approx(1 / tokens_in_all)
+    assert row["update/importance"] == pytest.approx(1 - 1 / tokens_in_all, abs=1e-4)
 
 
 def test_pixel_bounds_that_cross() -> None:

@@ -23,12 +23,17 @@ from pydantic_core import PydanticUndefined
 
 from gesso import build, config, health, imports
 from gesso.algorithms.advantage import Advantage
+from gesso.algorithms.awm import AWM
 from gesso.algorithms.credit import Credit
 from gesso.algorithms.diffusion_nft import DiffusionNFT
 from gesso.algorithms.flow_grpo import FlowGRPO, Window
+from gesso.algorithms.flow_rft import FlowRFT
 from gesso.algorithms.grpo import GRPO
-from gesso.algorithms.policy_gradient import KL, Clip, SequenceClip, Weight
+from gesso.algorithms.importance import Importance
+from gesso.algorithms.noised import NoisedAlgorithm
+from gesso.algorithms.policy_gradient import KL, Clip, Gate, SequenceClip, Weight
 from gesso.algorithms.ppo import PPO, CriticSection
+from gesso.algorithms.preference import DGPO, FlowDPO
 from gesso.arguments import parser
 from gesso.config import tables
 from gesso.rewards import assembly
@@ -61,11 +66,18 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "algorithm: flow-grpo": FlowGRPO,
     "algorithm.window": Window,
     "algorithm.advantage: image models": Advantage,
+    "algorithm: on clean samples": NoisedAlgorithm,
     "algorithm: diffusion-nft": DiffusionNFT,
+    "algorithm: awm": AWM,
+    "algorithm: dgpo": DGPO,
+    "algorithm: flow-dpo": FlowDPO,
+    "algorithm: flow-rft": FlowRFT,
     "algorithm: grpo": GRPO,
     "algorithm.surrogate: clip": Clip,
     "algorithm.surrogate: sequence": SequenceClip,
     "algorithm.surrogate: weight": Weight,
+    "algorithm.surrogate: gate": Gate,
+    "algorithm.importance": Importance,
     "algorithm.kl": KL,
     "algorithm.advantage: language models": Credit,
     "algorithm: ppo": PPO,
@@ -76,6 +88,11 @@ EXTENDS: dict[type[BaseModel], type[BaseModel]] = {
     config.TokenModel: config.AnyModel,
     config.TrainDataSource: config.DataSource,
     PPO: GRPO,
+    DiffusionNFT: NoisedAlgorithm,
+    AWM: NoisedAlgorithm,
+    DGPO: NoisedAlgorithm,
+    FlowDPO: NoisedAlgorithm,
+    FlowRFT: NoisedAlgorithm,
 }
 """Sections whose list has only the keys that they add to another section."""
 
@@ -132,8 +149,8 @@ def table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
 def key_list(kind: type[BaseModel], without: Sequence[str] = ()) -> str:
     docs = field_docs(kind)
     fields = {key: field for key, field in kind.model_fields.items() if key not in without}
-    if kind in PRESETS or kind in (DiffusionNFT, PPO):
-        del fields["name"]  # in the heading
+    if kind in PRESETS or kind is PPO or issubclass(kind, NoisedAlgorithm):
+        fields.pop("name", None)  # in the heading
     return "\n".join(
         f"- **`{key}`** ({default(field.default)}): {docs[key]}" for key, field in fields.items()
     )
@@ -162,7 +179,7 @@ def preset_table(base: type[BaseModel]) -> str:
     rows = []
     for name in build.ALGORITHMS:
         kind = build.algorithm_class(name)
-        if kind.family != family or kind in (base, DiffusionNFT):
+        if kind.family != family or kind is base or issubclass(kind, NoisedAlgorithm):
             continue
         differing = {k: v for k, v in flat(kind()).items() if k != "name" and usual.get(k) != v}
         if kind is PPO:
@@ -170,6 +187,22 @@ def preset_table(base: type[BaseModel]) -> str:
         listed = (f"`{k}={shown(v)}`" for k, v in differing.items())
         rows.append((f"`{name}`", ", ".join(listed)))
     return f"{sentence}\n\n{table(('name', 'differs in'), iter(rows))}"
+
+
+def inherited(kind: type[BaseModel], base: type[BaseModel]) -> tuple[set[str], list[str]]:
+    """Keys that a section has from another one, and those with another default. A key with another
+    description, or a table with other defaults, is not one of them."""
+    docs, usual = field_docs(base), base.model_fields
+    shared, changed = set(), []
+    for key, field in kind.model_fields.items():
+        if key not in usual or field_docs(kind).get(key) != docs.get(key):
+            continue
+        if field.default == usual[key].default or key == "name":
+            shared.add(key)
+        elif not isinstance(field.default, BaseModel):
+            shared.add(key)
+            changed.append(f"`{key}={shown(field.default)}`")
+    return shared, changed
 
 
 def settings() -> str:
@@ -180,11 +213,12 @@ def settings() -> str:
     ]
     for heading, kind in SECTIONS.items():
         parts += [f"## {heading}"]
-        base = EXTENDS.get(kind)
+        base, shared = EXTENDS.get(kind), set[str]()
         if base:
             of = next(name for name, each in SECTIONS.items() if each is base)
-            parts += [f"The keys of `{of.removeprefix('algorithm: ')}`, and:"]
-        shared = set(base.model_fields) - set(vars(kind).get("__annotations__", {})) if base else ()
+            shared, changed = inherited(kind, base)
+            others = f" (here {', '.join(changed)})" if changed else ""
+            parts += [f"The keys of `{of.removeprefix('algorithm: ')}`{others}, and:"]
         parts += [key_list(kind, tuple(shared)) + (f"\n{TABLES}" if kind is config.Recipe else "")]
         if kind in PRESETS:
             parts += [preset_table(kind)]
@@ -297,9 +331,8 @@ def health_page() -> str:
     )
     return page(
         "Health warnings",
-        "Checked after every step, shown in the console, the viewer and `metrics.jsonl` "
-        "(`health`). Each warning reports the figures and what to change. After a *serious* "
-        "warning the metrics are misleading, or the run is failing.",
+        "Checked after every step ([remedies](../how-to/diagnose.md)). After a *serious* warning "
+        "the metrics are misleading, or the run is failing.",
         "\n".join(listed),
     )
 
@@ -308,12 +341,13 @@ def recipes() -> str:
     bundled = (tables.read_recipe(name) for name in tables.bundled_recipes())
     listed = (
         f"- **`{each.name}`**: {each.recipe['about']}"
-        + (f" `--card {'|'.join(each.cards)}`" if each.cards else "")
+        + (f" `{'|'.join(each.cards)}`" if each.cards else "")
         for each in bundled
     )
     return page(
         "Recipes",
-        "The bundled recipes, for `gesso train NAME`. Where their settings come from: "
+        "The bundled recipes, for `gesso train NAME`, and the sizes for `--card`. Where their "
+        "settings come from: "
         "[published settings](../explanation/published-settings.md).",
         "\n".join(listed),
     )

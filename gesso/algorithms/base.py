@@ -89,6 +89,7 @@ class AdvantageEstimator(Protocol):
 
 class Algorithm(Protocol):
     family: ClassVar[config.FamilyName]  # of the models it trains
+    whole_groups: ClassVar[bool]  # whether the samples of a group stay in one mini-batch
 
     @property
     def group(self) -> int:
@@ -142,8 +143,15 @@ class Algorithm(Protocol):
         """All terms of these samples. Their randomness comes from the samples' seeds, so that it
         does not depend on how a batch is split."""
 
+    def complete(self, model: Any, terms: Any, settings: config.Learner, ranks: Ranks) -> Terms:
+        """Adds what depends on all terms of a mini-batch and on the weights before its update.
+        `ranks` divide its passes through the network."""
+
     def loss(self, model: Any, terms: Any) -> TermLosses:
         """Loss of each term, independent of the other terms of its micro-batch."""
+
+    def with_kl(self, factor: float) -> Algorithm | None:
+        """The same algorithm with its KL weight multiplied; None if it has no KL."""
 
     def finish(self, policy: Policy, optimizer_steps: int) -> None:
         """Called after the last update of an iteration, when the run has taken `optimizer_steps`

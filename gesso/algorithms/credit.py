@@ -34,11 +34,11 @@ class Credit(Strict):
     combine: Literal["sum", "gdpo"] = "sum"
     """How several rewards are combined: "sum" or "gdpo", as for flow models."""
     clip: float | None = Field(None, gt=0)
-    """Clip a response's advantage to ± clip. None: no clipping."""
+    """Clip a response's advantage to ± clip."""
     per: Annotated[Literal["response", "token"], BeforeValidator(_per)] = "response"
-    """Credit per "response": all tokens share the response's advantage, and a KL in the reward is
-    subtracted before normalisation. Per "token": the reward is placed on the last token, a KL at
-    its own token, and each token receives the discounted sum from there on."""
+    """"response": all tokens share its advantage, and a KL in the reward is subtracted before
+    normalisation. "token": the reward is on the last token, a KL on its own token, and each token
+    gets the discounted sum from there on."""
     gamma: float = Field(1.0, gt=0, le=1)
     """Discount per token."""
     whiten: bool = False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -46,6 +46,7 @@ class FlowAlgorithm(config.Strict):
     """Advantage settings."""
 
     family: ClassVar[config.FamilyName] = "flow"
+    whole_groups: ClassVar[bool] = False
     epochs: ClassVar[int] = 1
     refills: ClassVar[int] = 0
 
@@ -71,3 +72,7 @@ class FlowAlgorithm(config.Strict):
         ranks: Ranks = ALONE,
     ) -> Prepared:
         return Prepared(self.advantage(rollout))
+
+    def complete(self, model: Any, terms: Any, settings: config.Learner, ranks: Ranks) -> Any:
+        """Nothing to add: terms are independent of each other."""
+        return terms

@@ -27,11 +27,14 @@ from gesso.rollout import Rollout
 from gesso.types import GuidanceGradient, OnePass, SampleSpec, Trajectory, Which
 from gesso.weights.policy import Policy
 
+Rule = Literal["flow-sde", "cps", "dance", "flash"]
+
 
 class Window(Strict):
     """`size` consecutive steps out of [low, high), the same for a whole batch: a peer's run with
     one window per sample collapsed. With `every` the window is not random but moves by one step
-    after `every` iterations, and wraps (MixGRPO)."""
+    after `every` iterations, and wraps (MixGRPO). With `per = "prompt"` each prompt has a window,
+    the same for its whole group, so that the samples of a group differ in the same steps."""
 
     size: int = Field(3, ge=1)
     """Number of consecutive steps."""
@@ -42,13 +45,26 @@ class Window(Strict):
     every: int | None = Field(None, ge=1)
     """None: the window position is drawn at random per batch. A number: it advances by one step
     after this many iterations and wraps around (MixGRPO)."""
+    per: Literal["batch", "prompt"] = "batch"
+    """One random window position per "batch" or per "prompt"."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> Window:
+        if self.every and self.per == "prompt":
+            raise ValueError(
+                'every moves the window of a whole batch; remove it, or per = "prompt"'
+            )
+        return self
+
+    @property
+    def starts(self) -> range:
+        return range(self.low, self.high - self.size + 1)
 
     def place(self, step: int, seed: int) -> range:
-        offsets = self.high - self.size - self.low + 1
         if self.every:
-            start = self.low + step // self.every % offsets
+            start = self.starts[step // self.every % len(self.starts)]
         else:
-            start = self.low + random.Random(seed).randrange(offsets)
+            start = self.starts[random.Random(seed).randrange(len(self.starts))]
         return range(start, start + self.size)
 
 
@@ -72,9 +88,9 @@ class FlowGRPO(FlowAlgorithm):
     """Advantage settings."""
     steps: int = Field(10, ge=1, le=config.MAX_STEPS)
     """Denoising steps in training."""
-    rule: Literal["flow-sde", "cps", "dance"] = "flow-sde"
-    """SDE step: "flow-sde"; "cps", which leaves no residual noise in the images; or "dance", with
-    constant noise strength."""
+    rule: Rule = "flow-sde"
+    """SDE step: "flow-sde"; "cps", which leaves no residual noise in the images; "dance", with
+    constant noise strength; or "flash", with a strength proportional to σ."""
     noise: float = Field(0.7, ge=0)
     """Noise level a (η for `dance`); above 0, at most 1 for `cps`."""
     guidance: float = Field(4.5, ge=0)
@@ -164,6 +180,7 @@ class FlowGRPO(FlowAlgorithm):
             same_noise=self.same_noise,
             guidance_gradient=self.guidance_gradient,
             record=OnePass() if self.one_pass else Trajectory(means=self.keeps_means),
+            starts=self.window.starts if self.window and self.window.per == "prompt" else range(0),
         )
 
     def terms(self, rollout: Rollout, prepared: Prepared) -> StepTerms | OnePassTerms:
@@ -175,8 +192,7 @@ class FlowGRPO(FlowAlgorithm):
         advantages = advantages.float().to(trace.row.device)
         if trace.per_sample_grads is not None:
             return OnePassTerms(total, trace.per_sample_grads, advantages)
-        n, s = rollout.logp.shape
-        trained = torch.tensor(trace.context.trained, device=trace.row.device)
+        s = rollout.logp.shape[1]
         sigmas = trace.context.sigmas
         x = trace.latents[:, :-1].flatten(0, 1)
         return StepTerms(
@@ -187,8 +203,8 @@ class FlowGRPO(FlowAlgorithm):
             x_next=trace.latents[:, 1:].flatten(0, 1),
             old_mean=trace.means.flatten(0, 1) if self.keeps_means else x.new_empty(len(x), 0),
             negative=x.new_empty(len(x), 0) if negatives is None else negatives.flatten(0, 1),
-            sigma=sigmas[trained].repeat(n),
-            sigma_next=sigmas[trained + 1].repeat(n),
+            sigma=sigmas[trace.steps].flatten(),
+            sigma_next=sigmas[trace.steps + 1].flatten(),
             old_logp=rollout.logp.flatten(),
             advantage=advantages.repeat_interleave(s),
         )
@@ -250,6 +266,9 @@ class FlowGRPO(FlowAlgorithm):
             context.sigmas[1],
             self.noise,
         )
+
+    def with_kl(self, factor: float) -> FlowGRPO | None:
+        return self.model_copy(update={"beta": self.beta * factor}) if self.beta > 0 else None
 
     def finish(self, policy: Policy, optimizer_steps: int) -> None:
         """Nothing to do: the next batch is sampled with the weights just trained."""

@@ -3,16 +3,14 @@ trained; the other steps are ODE steps. Defaults are the authors' with CPS and w
 
 from __future__ import annotations
 
-from typing import Literal
-
 from pydantic import Field
 
-from gesso.algorithms.flow_grpo import FlowGRPO, Window
+from gesso.algorithms.flow_grpo import FlowGRPO, Rule, Window
 
 
 class FlowGRPOFast(FlowGRPO):
     name: str = "flow-grpo-fast"
-    rule: Literal["flow-sde", "cps", "dance"] = "cps"
+    rule: Rule = "cps"
     noise: float = Field(0.8, ge=0)
     guidance: float = Field(1.0, ge=0)
     window: Window | None = Window(size=3, low=0, high=5)

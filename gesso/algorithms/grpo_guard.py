@@ -16,7 +16,7 @@ from gesso.formulas import flow_steps, kl, objectives
 
 class GRPOGuard(FlowGRPO):
     name: str = "grpo-guard"
-    rule: Literal["flow-sde", "dance"] = "flow-sde"  # CPS counts no density
+    rule: Literal["flow-sde", "dance", "flash"] = "flow-sde"  # CPS counts no density
     clip: float = Field(2e-6, gt=0)
     beta: float = Field(0.0, ge=0)
 

@@ -5,9 +5,10 @@ Every algorithm for tokens is a preset of `PolicyGradient`; PPO adds a critic.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -16,6 +17,7 @@ from torch import Tensor
 from gesso import config
 from gesso.algorithms.base import Prepared, TermLosses, Terms
 from gesso.algorithms.credit import Credit
+from gesso.algorithms.importance import Importance
 from gesso.config import Strict
 from gesso.formulas import kl, objectives
 from gesso.formulas.aggregation import Mode, token_weights
@@ -34,9 +36,9 @@ class Clip(Strict):
     kind: Literal["clip"] = "clip"
     """PPO's clipped ratio per token."""
     low: float = Field(0.2, gt=0, lt=1)
-    """The ratio is clipped below at 1 − low."""
+    """Clips the ratio below 1 − low."""
     high: float = Field(0.2, gt=0)
-    """The ratio is clipped above at 1 + high."""
+    """Clips the ratio above 1 + high."""
     dual: float | None = Field(None, gt=1)
     """Dual clip: bounds the loss of tokens with negative advantage at this multiple of it. None:
     off."""
@@ -57,9 +59,9 @@ class SequenceClip(Strict):
     kind: Literal["sequence"] = "sequence"
     """GSPO: one ratio per response, the geometric mean of the token ratios."""
     low: float = Field(3e-4, gt=0, lt=1)
-    """The ratio is clipped below at 1 − low."""
+    """Clips the ratio below 1 − low."""
     high: float = Field(4e-4, gt=0)
-    """The ratio is clipped above at 1 + high."""
+    """Clips the ratio above 1 + high."""
 
     @property
     def range(self) -> float | None:
@@ -91,7 +93,28 @@ class Weight(Strict):
         return objectives.cispo(logp, old, advantage, self.lower, self.upper)
 
 
-Surrogate = Annotated[Clip | SequenceClip | Weight, Field(discriminator="kind")]
+class Gate(Strict):
+    """SAPO: the ratio in a sigmoid instead of a clip."""
+
+    kind: Literal["gate"] = "gate"
+    """SAPO: a sigmoid of the ratio instead of a clip."""
+    tau_pos: float = Field(1.0, ge=1e-3, le=1e3)
+    """τ for positive advantages: steepness of the sigmoid."""
+    tau_neg: float = Field(1.05, ge=1e-3, le=1e3)
+    """τ for other advantages."""
+
+    @property
+    def range(self) -> float | None:
+        """Distance from 1 at which the gate halves the gradient, 4σ(1 − σ) = ½."""
+        return math.log(3 + math.sqrt(8)) / max(self.tau_pos, self.tau_neg)
+
+    def __call__(
+        self, logp: Tensor, old: Tensor, advantage: Tensor, mask: Tensor
+    ) -> objectives.Surrogate:
+        return objectives.sapo(logp, old, advantage, self.tau_pos, self.tau_neg)
+
+
+Surrogate = Annotated[Clip | SequenceClip | Weight | Gate, Field(discriminator="kind")]
 
 
 class KL(Strict):
@@ -111,6 +134,7 @@ class PreparedResponses(Prepared):
 
     old: Tensor  # (N, S) log-probs in the ratio's denominator
     importance: Tensor  # (N, S) weights that correct for a sampler with another engine
+    bounded: Tensor  # (N, S) bool: such a weight is truncated or masked
     gap: Tensor  # (N, S) |log-prob of the learner − that of the sampler|, with `importance`
     reference: Tensor  # (N, S) log-probs of the reference policy
     values: Tensor  # (N, S) of the critic
@@ -177,29 +201,42 @@ class PolicyGradient(Strict):
     epochs: int = Field(1, ge=1)
     """Passes over the responses."""
     max_tokens: int = Field(1024, ge=1)
-    """Maximum response length; longer responses are truncated."""
+    """Maximum response length."""
     temperature: float = Field(1.0, gt=0)
     """Sampling temperature; log-probs are of the same distribution. Top-p and top-k are not
     offered: they would bias every ratio."""
     surrogate: Surrogate = Clip()
-    """Policy objective: clip, sequence or weight."""
+    """Policy objective: clip, sequence, weight or gate."""
     aggregation: Mode = "token-mean"
     """From token losses to one loss: "token-mean", "seq-mean-token-mean", "seq-mean-token-sum", or
     "constant" (sum divided by `length`)."""
     length: int | None = Field(None, ge=1)
     """Divisor of "constant". None: max_tokens."""
     kl: KL | None = None
-    """KL to the reference model. None: no KL."""
+    """KL to the reference model."""
     advantage: Credit = Credit()
     """Advantage settings."""
-    importance_cap: float | None = Field(None, gt=0)
-    """Weight tokens by min(π_learner / π_sampler, cap), to correct for a sampler with another
-    engine or precision. None: off."""
+    importance: Importance | None = None
+    """Corrects for a sampler with another engine or precision. None: off; with vLLM the default is
+    "token-truncate"."""
     refills: int = Field(0, ge=0)
     """How often groups without reward spread are replaced by groups of new prompts (DAPO). Requires
     `advantage.drop_flat`."""
 
     family: ClassVar[config.FamilyName] = "language"
+    whole_groups: ClassVar[bool] = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _importance_cap(cls, data: Any) -> Any:
+        """Accepts `importance_cap`, which recipes of earlier versions have, as `importance.cap`."""
+        if not isinstance(data, dict) or "importance_cap" not in data:
+            return data
+        options: dict[str, Any] = {"importance": {}} | data
+        cap = {"cap": options.pop("importance_cap")}
+        if isinstance(options["importance"], dict):
+            options["importance"] = options["importance"] | cap
+        return options
 
     @model_validator(mode="after")
     def _possible(self) -> PolicyGradient:
@@ -261,11 +298,11 @@ class PolicyGradient(Strict):
     ) -> PreparedResponses:
         sampled = rollout.logp
         unused = sampled.new_empty(len(sampled), 0)
-        old, importance, gap = sampled, unused, unused
-        if self.importance_cap is not None:
+        old, importance, bounded, gap = sampled, unused, unused, unused
+        if self.importance is not None:
             old = self._score(model, rollout, "current", settings, ranks)
-            importance = objectives.importance(old, sampled, self.importance_cap)
-            gap = (old - sampled).abs()
+            weights = self.importance(old, sampled, rollout.mask)
+            importance, bounded, gap = weights.weight, weights.bounded, (old - sampled).abs()
         reference = unused
         if self.kl:
             reference = self._score(model, rollout, "reference", settings, ranks)
@@ -274,7 +311,9 @@ class PolicyGradient(Strict):
             penalty = self.kl.beta * kl.estimate(old, reference, self.kl.estimator)
             penalty = torch.where(rollout.mask, penalty, 0.0)
         advantages, values, returns = self.estimate(model, rollout, penalty, settings, ranks)
-        return PreparedResponses(advantages, old, importance, gap, reference, values, returns)
+        return PreparedResponses(
+            advantages, old, importance, bounded, gap, reference, values, returns
+        )
 
     def estimate(
         self,
@@ -309,13 +348,18 @@ class PolicyGradient(Strict):
         weights = token_weights(rollout.mask, self.aggregation, length)
         return ResponseTerms(1, rollout.token_trace, prepared, weights)
 
+    def complete(
+        self, model: TokenModel, terms: ResponseTerms, settings: config.Learner, ranks: Ranks
+    ) -> ResponseTerms:
+        return terms
+
     def loss(self, model: TokenModel, terms: ResponseTerms) -> TermLosses:
         prepared, mask = terms.prepared, terms.trace.mask
         scored = model.logp(terms.trace, self.temperature)
         logp = scored.logp
         surrogate = self.surrogate(logp, prepared.old, prepared.advantages.float(), mask)
         token_loss = surrogate.loss  # (T, S)
-        if self.importance_cap is not None:
+        if self.importance is not None:
             token_loss = token_loss * prepared.importance
         stats = {
             "ratio": surrogate.ratio[mask],
@@ -328,14 +372,24 @@ class PolicyGradient(Strict):
             stats["kl"] = distance.detach()[mask]
             if self.kl.place == "loss":
                 token_loss = token_loss + self.kl.beta * distance
-        if self.importance_cap is not None:
-            stats |= {"importance": prepared.importance[mask], "sampler_gap": prepared.gap[mask]}
+        if self.importance is not None:
+            stats |= {
+                "importance": prepared.importance[mask],
+                "importance_bounded": prepared.bounded[mask].float(),
+                "sampler_gap": prepared.gap[mask],
+            }
         loss = (terms.weights * token_loss).sum(1)
         return TermLosses(loss + self.further(model, terms, stats), stats)
 
     def further(self, model: TokenModel, terms: ResponseTerms, stats: dict[str, Tensor]) -> Tensor:
         """(T,) loss per response in addition to the policy loss; 0 without a critic."""
         return terms.weights.new_zeros(len(terms))
+
+    def with_kl(self, factor: float) -> PolicyGradient | None:
+        if self.kl is None:
+            return None
+        kl = self.kl.model_copy(update={"beta": self.kl.beta * factor})
+        return self.model_copy(update={"kl": kl})
 
     def finish(self, policy: Policy, optimizer_steps: int) -> None:
         """Nothing to do: the next batch is sampled with the weights just trained."""

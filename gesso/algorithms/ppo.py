@@ -23,9 +23,8 @@ class CriticSection(Strict):
     """The value function of PPO."""
 
     trunk: Literal["copy", "lora"] = "copy"
-    """Network under the value head. "copy": a separate network with a value head, initialised from
-    the policy. "lora": separate adapters in the policy's network, which must itself be trained with
-    LoRA."""
+    """Network under the value head. "copy": a separate one, initialised from the policy. "lora":
+    separate adapters in the policy's network, which must be trained with LoRA, too."""
     lr: float = Field(1e-5, ge=0)
     """Learning rate of the critic."""
     clip: float | None = Field(None, gt=0)

@@ -119,11 +119,14 @@ def read_samples(data: bytes) -> list[Sample]:
     return wire.read_samples(header, read)
 
 
+RANGES = ("stochastic", "trained", "starts")
+
+
 def pack_spec(spec: SampleSpec | ResponseSpec) -> dict[str, Any]:
     values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
     if isinstance(spec, ResponseSpec):
         return {"tokens": values}
-    for name in ("stochastic", "trained"):
+    for name in RANGES:
         values[name] = [values[name].start, values[name].stop]
     values["record"] = {"one_pass": True} if spec.per_sample_grads else {"means": spec.means}
     return {"image": values}
@@ -133,7 +136,7 @@ def read_spec(packed: Mapping[str, Any]) -> SampleSpec | ResponseSpec:
     if "tokens" in packed:
         return ResponseSpec(**packed["tokens"])
     values = dict(packed["image"])
-    for name in ("stochastic", "trained"):
+    for name in RANGES:
         values[name] = range(*values[name])
     record = values["record"]
     values["record"] = OnePass() if "one_pass" in record else Trajectory(**record)

@@ -23,7 +23,7 @@ from gesso.rollout import Rollout
 from gesso.samplers.base import Piece
 from gesso.track.progress import SILENT, Progress
 from gesso.track.writing import Writing
-from gesso.types import Prompt, Sample, Score, StopRun, UserError, Which, seed_of
+from gesso.types import UNSCALED, Prompt, Sample, Scales, Score, StopRun, UserError, Which, seed_of
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Driver(ABC):
         """Metrics of these samples, except their rewards."""
 
     @abstractmethod
-    def train(self, rollout: Rollout, step: int) -> Update:
+    def train(self, rollout: Rollout, step: int, scales: Scales) -> Update:
         """All optimizer steps of iteration `step`."""
 
     @abstractmethod
@@ -221,24 +221,27 @@ class Driver(ABC):
 
     # Learning
 
-    def update(self, batch: Batch, step: int) -> Update:
+    def update(self, batch: Batch, step: int, scales: Scales = UNSCALED) -> Update:
         self.sample_queued()  # with the weights before this update
         self._changed = True
-        update = self.train(self._rollouts.pop(batch.step), step)
+        update = self.train(self._rollouts.pop(batch.step), step, scales)
         update.metrics["cached"] = self.rewards.new_hits()
         return update
 
     def publish(self, version: int) -> None:
         assert not self._queue, "queued batches must be sampled before new weights are published"
-        copies = self._sampled_with()
+        copies = self._sampled_with(version)
         self.send(copies, version)
         self._published, self._version = copies, version
         self._changed = False
 
-    def _sampled_with(self) -> set[Which]:
-        """The copies of the weights that batches and evaluations are sampled with."""
-        specs = [self.algorithm.spec(0, 0, self.recipe.model), self.algorithm.greedy_spec()]
-        training = {spec.weights for spec in specs if spec is not None}
+    def _sampled_with(self, version: int) -> set[Which]:
+        """The copies of the weights that evaluations, and batches until the next version, are
+        sampled with."""
+        steps = range(version, version + self.recipe.lag + 1)
+        training = {self.algorithm.spec(step, 0, self.recipe.model).weights for step in steps}
+        if greedy := self.algorithm.greedy_spec():
+            training.add(greedy.weights)
         return training | {"ema" if self.recipe.learner.ema else "current"}
 
     def evaluate(self, prompts: Sequence[Prompt], which: Which) -> tuple[list[Sample], list[Score]]:

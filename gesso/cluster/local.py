@@ -18,7 +18,7 @@ from gesso.samplers.base import Piece, Sampler
 from gesso.track.checkpoints import on_host, read_tensors, write_tensors
 from gesso.track.progress import SILENT, Progress
 from gesso.track.writing import InBackground, Writing
-from gesso.types import Which
+from gesso.types import Scales, Which
 from gesso.weights.publish import Publication, publish
 
 
@@ -47,8 +47,8 @@ class Local(Driver):
     def describe(self, rollout: Rollout) -> dict[str, float]:
         return self.sampler.describe(rollout)
 
-    def train(self, rollout: Rollout, step: int) -> Update:
-        update = self.learner.update(rollout, step)
+    def train(self, rollout: Rollout, step: int, scales: Scales) -> Update:
+        update = self.learner.update(rollout, step, scales)
         update.metrics["memory/gb"] = peak_memory(self.sampler.model.device)
         return update
 

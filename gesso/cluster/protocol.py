@@ -13,7 +13,7 @@ from typing import Protocol
 
 from gesso.learner.learner import Update
 from gesso.track.writing import Writing
-from gesso.types import Prompt, Sample, Score, Which
+from gesso.types import UNSCALED, Prompt, Sample, Scales, Score, Which
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Cluster(Protocol):
         """Start batch `step` with the weights published last. Returns immediately; batches are
         sampled in the order of these calls, before the next update."""
 
-    def update(self, batch: Batch, step: int) -> Update:
+    def update(self, batch: Batch, step: int, scales: Scales = UNSCALED) -> Update:
         """Train on a collected batch: all optimizer steps of iteration `step`."""
 
     def publish(self, version: int) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from gesso.samplers.base import Piece, parts
 from gesso.track.checkpoints import record_shards
 from gesso.track.progress import SILENT, Progress
 from gesso.track.writing import Writing
-from gesso.types import StopRun, Which
+from gesso.types import Scales, StopRun, Which
 
 
 class Samplers:
@@ -133,10 +133,11 @@ class Workers(Samplers, Driver):
         content, scores = self._packed(rollout)
         return self.processes.one(0, "describe", content, scores)["metrics"]
 
-    def train(self, rollout: Rollout, step: int) -> Update:
+    def train(self, rollout: Rollout, step: int, scales: Scales) -> Update:
         content, scores = self._packed(rollout)
         started = time.perf_counter()
-        answers = self.processes.all("update", {"step": step, **content}, scores)
+        order = {"step": step, "scales": asdict(scales), **content}
+        answers = self.processes.all("update", order, scores)
         self._elapsed += time.perf_counter() - started
         self._busy = [b + a["busy"] for b, a in zip(self._busy, answers, strict=True)]
         metrics: dict[str, float] = answers[0]["metrics"]

@@ -7,7 +7,7 @@ the options of the class of that name, which `build.py` looks up; `parsing.py` v
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -270,6 +270,29 @@ class RewardEntry(Named):
         return self
 
 
+Reaction = Literal["stop", "lower_lr", "raise_kl"]
+
+
+WARNINGS = (
+    "clip-under-floor", "ratio-not-one", "flat-groups", "saturated", "old-samples",
+    "clipping-most", "diversity", "reward-hacking", "truncated-responses", "longer-responses",
+    "entropy-collapse", "constant-length", "kl-explodes", "sampler-mismatch", "idle-workers",
+)  # fmt: skip
+"""Kinds of health warnings."""
+
+
+def _reactions(given: Any) -> Any:
+    if isinstance(given, str):
+        given = {"reward-hacking": given}
+    if not isinstance(given, dict):
+        return given
+    for kind, reaction in given.items():
+        for word, known in ((kind, WARNINGS), (reaction, get_args(Reaction))):
+            if word not in known:
+                raise ValueError(f'expected one of {", ".join(known)}, got "{word}"')
+    return given
+
+
 class Recipe(Strict):
     about: str = ""
     """One-line description."""
@@ -284,6 +307,10 @@ class Recipe(Strict):
     update old."""
     max_failed: float = Field(0.2, ge=0, le=1)
     """Maximum fraction of a batch's scores that may fail before the run stops."""
+    on_symptom: Annotated[dict[str, Reaction], BeforeValidator(_reactions)] = Field({})
+    """Reactions to new health warnings, as in `on_symptom.reward-hacking="stop"`: "stop" saves the
+    run and stops it, "lower_lr" halves the learning rate, "raise_kl" doubles the weight of the KL.
+    Only a reaction: that to reward-hacking."""
     model: ModelSection
     """The model to train."""
     data: Data

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from gesso.config import AnyModel, AnyRecipe, Eval, FamilyName, Recipe
+from gesso.config import AnyModel, AnyRecipe, Eval, FamilyName, Recipe, Strict
 from gesso.types import Prompt
 
 if TYPE_CHECKING:
@@ -86,6 +86,10 @@ class Family(Protocol):
         do not fit the model."""
 
     # Describing
+
+    def algorithm_defaults(self, recipe: AnyRecipe, kind: type) -> Mapping[str, Strict]:
+        """Subsections that an algorithm of this class has unless the recipe sets them: those that
+        depend on the rest of the recipe."""
 
     def eval_section(self, recipe: AnyRecipe, algorithm: Algorithm) -> Eval:
         """The recipe's `[eval]` with the defaults that depend on the algorithm filled in."""

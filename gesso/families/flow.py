@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gesso import config, imports
-from gesso.config import AnyRecipe, Eval, Recipe
+from gesso.config import AnyRecipe, Eval, Recipe, Strict
 from gesso.families import classes, flow_checks
 from gesso.families.base import BatchSize
 from gesso.types import Prompt
@@ -88,6 +88,9 @@ class FlowFamily:
     ) -> LoadedData:
         notes = flow_checks.check_data(recipe, algorithm, model, data)
         return replace(data, notes=[*data.notes, *notes])
+
+    def algorithm_defaults(self, recipe: AnyRecipe, kind: type) -> Mapping[str, Strict]:
+        return {}
 
     def eval_section(self, recipe: AnyRecipe, algorithm: Algorithm) -> Eval:
         if recipe.eval.guidance is not None:

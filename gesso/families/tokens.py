@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from gesso import config, imports
-from gesso.config import AnyRecipe, Eval, Recipe
+from gesso.config import AnyRecipe, Eval, Recipe, Strict
 from gesso.families import classes, token_checks
 from gesso.families.base import BatchSize
 from gesso.types import Prompt, UserError
@@ -114,6 +114,15 @@ class TokenFamily:
         progress: Progress,
     ) -> LoadedData:
         return token_checks.fit(recipe, algorithm, model, data, progress)
+
+    def algorithm_defaults(self, recipe: AnyRecipe, kind: type) -> Mapping[str, Strict]:
+        """Another engine rounds differently: its log-probs are not those of the learner."""
+        if recipe.sampler.engine == "built-in":
+            return {}
+        from gesso.algorithms.importance import Importance
+        from gesso.algorithms.policy_gradient import PolicyGradient
+
+        return {"importance": Importance()} if issubclass(kind, PolicyGradient) else {}
 
     def eval_section(self, recipe: AnyRecipe, algorithm: Algorithm) -> Eval:
         return recipe.eval

@@ -150,6 +150,18 @@ def gdpo(rewards: Tensor, weights: Tensor, group: Tensor) -> Tensor:
     return (total - total.mean()) / (total.std(correction=0) + EPSILON)
 
 
+def extremes(values: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:
+    """(N,) bool each: the best and the worst of every group, the first of equal ones. A group
+    without spread has neither: a tie is no preference."""
+    best, worst = (torch.zeros(len(values), dtype=torch.bool) for _ in range(2))
+    for one in group.unique():
+        rows = (group == one).nonzero()[:, 0]
+        high, low = rows[values[rows].argmax()], rows[values[rows].argmin()]
+        if values[high] > values[low]:
+            best[high] = worst[low] = True
+    return best, worst
+
+
 def flat_groups(rewards: Tensor, group: Tensor) -> float:
     """Fraction of groups in which all rewards are equal, so that they carry no signal."""
     _, row = group.unique(return_inverse=True)

@@ -13,6 +13,11 @@ def ema_decay(n: int, limit: float) -> float:
     return min((1 + n) / (10 + n), limit)
 
 
+def rising_decay(n: int, limit: float) -> float:
+    """min(.001·n, limit): the old policy of AWM and DGPO. n counts optimizer steps, from 1."""
+    return min(0.001 * n, limit)
+
+
 @torch.no_grad()
 def blend_(average: Mapping[str, Tensor], new: Mapping[str, Tensor], decay: float) -> None:
     """average ← decay·average + (1−decay)·new, in place, name by name."""

@@ -55,8 +55,19 @@ def flow_sde(
     Departure, as in the authors' code: σ = 1 in 1−σ is replaced by σ_1, the schedule's second
     entry, since s would be infinite there. With a = 0 this is exactly the Euler step.
     """
-    dt = sigma_next - sigma
     s2 = noise**2 * sigma / (1 - torch.where(sigma == 1, sigma_1, sigma))
+    return _sde(x, v, sigma, sigma_next, s2)
+
+
+def flash(
+    x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_1: Tensor, noise: float
+) -> Transition:
+    """Flash-GRPO (arXiv 2605.15980): Flow-SDE's step with s = a·σ_1·σ, which is finite at σ = 1."""
+    return _sde(x, v, sigma, sigma_next, (noise * sigma_1 * sigma).square())
+
+
+def _sde(x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor, s2: Tensor) -> Transition:
+    dt = sigma_next - sigma
     mean = x * (1 + s2 * dt / (2 * sigma)) + v * (1 + s2 * (1 - sigma) / (2 * sigma)) * dt
     return Transition(mean, (s2 * -dt).sqrt(), s2.sqrt(), full_density=True)
 
@@ -125,7 +136,7 @@ def dpm2(
     return x_next, Clean(clean, sigma)
 
 
-RULES: dict[str, Rule] = {"flow-sde": flow_sde, "cps": cps, "dance": dance}
+RULES: dict[str, Rule] = {"flow-sde": flow_sde, "cps": cps, "dance": dance, "flash": flash}
 
 
 def transition(
@@ -142,6 +153,22 @@ def transition(
     return RULES[rule](
         x.float(), v.float(), _column(sigma.float()), _column(sigma_next.float()), second, noise
     )
+
+
+def scales(rule: str, sigmas: Tensor, steps: range, noise: float) -> tuple[Tensor, Tensor]:
+    """s and std of these steps of a schedule, (len(steps),) each."""
+    index = torch.tensor(steps, device=sigmas.device)
+    nothing = sigmas.new_zeros(len(index), 1, 1, 1)
+    sigma, sigma_next = sigmas[index], sigmas[index + 1]
+    step = transition(rule, nothing, nothing, sigma, sigma_next, sigmas[1], noise)
+    return step.s.flatten(), step.std.flatten()
+
+
+def inverse_gain(s: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
+    """(N,): c = 1/(q/s + sq(1−σ)/2σ), q = √−dt. A step's log-prob has the gradient −ε/(c·D) with
+    respect to each of the D elements of v, so c gives every step the same (Flash-GRPO)."""
+    q = (sigma - sigma_next).sqrt()
+    return 1 / (q / s + s * q * (1 - sigma) / (2 * sigma))
 
 
 def _column(value: Tensor) -> Tensor:

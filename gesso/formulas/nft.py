@@ -5,7 +5,6 @@ x_t = (1−t)·x0 + t·ε. v, v_old, x0, x_t: (N, C, H, W); t, reward: (N,).
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 ADVANTAGE_CLIP = 5.0
@@ -57,9 +56,3 @@ def old_decay(step: int, schedule: int) -> float:
     if schedule == 2:
         return min(0.0075 * max(step - 75, 0), 0.999)
     raise ValueError(f"DiffusionNFT has decay schedules 1 and 2, got {schedule}")
-
-
-def noised(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
-    """x_t = (1−t)·x0 + t·ε."""
-    column = t.view(-1, 1, 1, 1)
-    return torch.lerp(x0, noise, column)

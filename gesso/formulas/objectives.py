@@ -7,6 +7,7 @@ NaN.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -85,14 +86,67 @@ def cispo(
     return Surrogate(loss, ratio, torch.zeros_like(loss, dtype=torch.bool))
 
 
-def importance(learner_logp: Tensor, sampler_logp: Tensor, cap: float) -> Tensor:
-    """Truncated importance weights (Ionides 2008) min(exp(ℓ_learner − ℓ_sampler), cap), without
-    gradient. They multiply the loss of a term if the sampler (another engine, another precision)
-    sampled from a policy that differs slightly from the learner's. Both log-probs are of the
-    weights before the update. The cap, usually 2, bounds the variance, at the cost of a bias
-    against tokens that the sampler samples too rarely.
+def sapo(
+    logp: Tensor, old_logp: Tensor, advantage: Tensor, tau_pos: float, tau_neg: float
+) -> Surrogate:
+    """SAPO (arXiv 2511.20347): −A·(4/τ)·σ(τ(ρ − 1)), τ = tau_pos for A > 0, else tau_neg. The
+    gradient with respect to ℓ is −A·4σ(1 − σ)·ρ: −A at ρ = 1, and it falls smoothly on both sides.
+    The value at ρ = 1 is −2A/τ, a constant that has no gradient.
+
+    As in `token_clipped`, log ρ is clamped to ±20, and a token counts as clipped if it has no
+    gradient: beyond that range, or where σ rounds to 1 (in float32 at ρ of about 18).
     """
-    return torch.exp(wide(learner_logp) - wide(sampler_logp)).clamp(max=cap).detach()
+    log_ratio = wide(logp) - wide(old_logp).detach()
+    ratio = log_ratio.clamp(-LOG_RATIO, LOG_RATIO).exp()
+    tau = torch.full_like(ratio, tau_neg).masked_fill(advantage > 0, tau_pos)
+    gate = torch.sigmoid(tau * (ratio - 1))
+    closed = (gate == 1) | (log_ratio.abs() > LOG_RATIO)
+    return Surrogate(-advantage * 4 / tau * gate, ratio.detach(), closed & (advantage != 0))
+
+
+@dataclass(frozen=True)
+class Importance:
+    """Weights exp(ℓ_learner − ℓ_sampler). They multiply the loss of a token if the sampler (another
+    engine, another precision) sampled from a policy that differs slightly from the learner's. Both
+    log-probs are of the weights before the update."""
+
+    weight: Tensor  # (N, S), without gradient
+    bounded: Tensor  # (N, S) bool: truncated or masked
+
+
+def token_truncated(learner_logp: Tensor, sampler_logp: Tensor, cap: float) -> Importance:
+    """min(weight, cap) (Ionides 2008). The cap, usually 2, bounds the variance, at the cost of a
+    bias against tokens that the sampler samples too rarely."""
+    weight = _weight(learner_logp, sampler_logp)
+    return Importance(weight.clamp(max=cap), weight > cap)
+
+
+def token_masked(learner_logp: Tensor, sampler_logp: Tensor, cap: float) -> Importance:
+    """0 for weights outside [1/cap, cap], as IcePop does (its bounds are .5 and 5)."""
+    weight = _weight(learner_logp, sampler_logp)
+    outside = (weight > cap) | (weight < 1 / cap)
+    return Importance(torch.where(outside, 0.0, weight), outside)
+
+
+def sequence_masked(
+    learner_logp: Tensor, sampler_logp: Tensor, mask: Tensor, cap: float, mean_cap: float
+) -> Importance:
+    """0 for all tokens of a response for which the geometric mean of the weights is outside
+    [1/mean_cap, mean_cap]; the others as in `token_truncated`. Both sides are masked: tokens come
+    from the sampler, so that the mean of ℓ_learner − ℓ_sampler is −KL where the policies differ.
+
+    TRL masks by the product of the weights, which grows with the length: rounding alone would mask
+    long responses. NeMo-RL uses the geometric mean, too, but does not truncate the weights.
+    """
+    truncated = token_truncated(learner_logp, sampler_logp, cap)
+    log_weight = torch.where(mask, wide(learner_logp) - wide(sampler_logp), 0.0).detach()
+    mean = log_weight.sum(1, keepdim=True) / mask.sum(1, keepdim=True)  # (N, 1)
+    outside = mean.abs() > math.log(mean_cap)
+    return Importance(torch.where(outside, 0.0, truncated.weight), truncated.bounded | outside)
+
+
+def _weight(learner_logp: Tensor, sampler_logp: Tensor) -> Tensor:
+    return torch.exp(wide(learner_logp) - wide(sampler_logp)).detach()
 
 
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float | None) -> Tensor:

@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from gesso.health.rows import Facts, Row, floor, recent
+from gesso.health.rows import Facts, Row, floor, recent, replayed
 
 FLOORED = 0.02  # share of tokens clipped before the first optimizer step, by rounding alone
-# An importance cap of 2 affects tokens that are more than twice as likely under the learner as
+# A cap of 2 affects tokens that are more than twice as likely under the learner as
 # under the sampler. In bfloat16 a few of 1e5 tokens are, so the mean must be large as well.
 # Measured on the bundled model on a CPU: .03 and 4e-5 in bfloat16, 6e-6 and 1e-7 in float32.
 TWICE, OFTEN = math.log(2), 0.02
-LOST = 0.9  # mean of the importance weights; 1 if the cap truncates none
+LOST = 0.9  # mean of the importance weights; 1 if none is truncated or masked
+
+CORRECT = 'algorithm.importance.kind = "token-truncate"'
 
 DISAGREE = {"float32": 0.01, "float16": 0.01, "bfloat16": 0.1}
 """Δ log-prob that rounding cannot explain: sampling and replay use different policies.
@@ -45,7 +47,7 @@ def clip_under_floor(rows: Sequence[Row], facts: Facts) -> str | None:
         f"before the first optimizer step, where every ratio is 1 except for rounding, "
         f"{share:.0%} of the tokens are clipped (log-probs differ by up to {gap:.1e}): rounding "
         "errors decide which tokens are clipped; use a wider clip in algorithm.surrogate, "
-        'algorithm.importance_cap = 2 or model.dtype = "float32"'
+        f'{CORRECT} or model.dtype = "float32"'
     )
 
 
@@ -58,7 +60,9 @@ def under_floor(clip: float, gap: float) -> str:
 
 def ratio_not_one(rows: Sequence[Row], facts: Facts) -> str | None:
     """Log-probs of sampling and replay with the same weights differ by more than rounding."""
-    gap, mean = floor(rows[-1]), rows[-1].get("update/abs_dlogp")
+    gap, mean = replayed(rows[-1])
+    if rows[-1].get("age") != 0:
+        return None
     if facts.is_language and gap is not None and mean is not None:
         gap = min(gap, mean)  # a rare token can differ a lot; see `sampler_mismatch`
     if gap is None or gap <= DISAGREE[facts.dtype]:
@@ -74,17 +78,16 @@ def ratio_not_one(rows: Sequence[Row], facts: Facts) -> str | None:
 
 def sampler_mismatch(rows: Sequence[Row], facts: Facts) -> str | None:
     """Log-probs of sampling and training differ too much for a useful ratio, but not by more than
-    rounding explains. With importance_cap the ratio uses the learner's log-probs and the difference
-    is in the importance weights."""
+    rounding explains. With `importance`, the weights contain the difference, not the ratio."""
     ages, weights = recent(rows, "age"), recent(rows, "update/importance")
     if not facts.is_language or not ages or max(ages) > 0 or ratio_not_one(rows, facts):
         return None
     if weights and median(weights) < LOST:
         return (
             f"the importance weights of tokens are {median(weights):.2f} on average, where 1 means "
-            "that none is truncated: sampler and learner differ so much that "
-            "algorithm.importance_cap truncates many weights; use a higher cap, or the same dtype "
-            "and engine for both"
+            "that none is truncated or masked: sampler and learner differ so much that "
+            "algorithm.importance removes many weights; use higher caps, or the same dtype and "
+            "engine for both"
         )
     gaps = recent(rows, "update/first_abs_dlogp_max")
     means = recent(rows, "update/abs_dlogp")
@@ -93,7 +96,7 @@ def sampler_mismatch(rows: Sequence[Row], facts: Facts) -> str | None:
     return (
         "with the same weights, the log-probs of tokens differ between sampler and learner by "
         f"{median(means):.2g} on average and up to {median(gaps):.2g}: every ratio contains this "
-        'error; set algorithm.importance_cap = 2, or model.dtype = "float32"'
+        f'error; set {CORRECT}, or model.dtype = "float32"'
     )
 
 
@@ -109,7 +112,7 @@ def self_test(row: Row, facts: Facts) -> SelfTest | None:
     `first_abs_dlogp_max` is measured before any optimizer step, the mean over all of them. If the
     policy has only changed, just the mean is large; if replay is broken, both are.
     """
-    gap, mean = row.get("update/first_abs_dlogp_max"), row.get("update/abs_dlogp")
+    gap, mean = replayed(row)
     if gap is None or mean is None or not math.isfinite(gap + mean):
         return None
     limit = DISAGREE[facts.dtype]

@@ -109,6 +109,15 @@ def stalled(rows: Sequence[Row]) -> str | None:
     return f"while the reward has not risen for {len(same)} steps ({reward:.3g})" if same else None
 
 
+def replayed(row: Row) -> tuple[float | None, float | None]:
+    """Largest and mean |Δ log-prob| between sampling and replay, the mean over all optimizer steps.
+    With `algorithm.importance` ratios use the learner's log-probs, and the importance weights
+    contain the difference."""
+    if row.get("update/sampler_gap") is not None:
+        return row.get("update/sampler_gap_max"), row["update/sampler_gap"]
+    return row.get("update/first_abs_dlogp_max"), row.get("update/abs_dlogp")
+
+
 def floor(row: Row) -> float | None:
     """Largest |Δ log-prob| under the same weights; None unless the row was on-policy."""
     return row.get("update/first_abs_dlogp_max") if row.get("age") == 0 else None

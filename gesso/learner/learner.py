@@ -27,7 +27,7 @@ from gesso.models.repeatable import deterministic_algorithms
 from gesso.ranks import ALONE, Ranks, deal
 from gesso.rollout import Rollout
 from gesso.track.progress import SILENT, Progress
-from gesso.types import seed_of
+from gesso.types import UNSCALED, Scales, seed_of
 from gesso.weights.copies import differences
 from gesso.weights.policy import Policy
 from gesso.weights.shards import divided_like, is_sharded, whole
@@ -100,13 +100,25 @@ class Learner:
             fused=True,
         )
         self.optimizer_steps = 0
+        self._lr_scale = 1.0
         for copy in sorted(algorithm.needs):
             self.policy.snapshot(copy)
         if settings.ema:
             self.policy.snapshot("ema")
 
-    def update(self, rollout: Rollout, step: int) -> Update:
+    def update(self, rollout: Rollout, step: int, scales: Scales = UNSCALED) -> Update:
         """All optimizer steps of iteration `step` (from 0). Every sample must have a score."""
+        unscaled, self._lr_scale = self.algorithm, scales.lr
+        if scales.kl != 1:
+            scaled = unscaled.with_kl(scales.kl)
+            assert scaled is not None, "build.py refuses raise_kl without a KL"
+            self.algorithm = scaled
+        try:
+            return self._update(rollout, step)
+        finally:
+            self.algorithm = unscaled
+
+    def _update(self, rollout: Rollout, step: int) -> Update:
         started = time.perf_counter()
         generator = torch.Generator().manual_seed(seed_of(self.seed, "update", step))
         self.progress.phase("preparing the update")
@@ -122,7 +134,7 @@ class Learner:
         skipped = 0
         first: dict[str, float] = {}  # before the first optimizer step
         fresh = rollout.version == step  # sampled with the current weights
-        for rows in self._mini_batches(kept, generator):
+        for rows in self._mini_batches(kept, rollout.group, generator):
             mini_batch = rollout.rows(rows) if fresh else rollout.rows(rows).aged()
             terms = self.algorithm.terms(mini_batch, prepared.rows(rows))
             norm = self._accumulate(terms, stats)
@@ -154,17 +166,25 @@ class Learner:
         }
         return Update(metrics, _by_sample(advantages, rollout))
 
-    def _mini_batches(self, kept: Tensor, generator: torch.Generator) -> Iterator[Tensor]:
-        """Rows of a rollout, reshuffled for every epoch."""
+    def _mini_batches(
+        self, kept: Tensor, group: Tensor, generator: torch.Generator
+    ) -> Iterator[Tensor]:
+        """Rows of a rollout, reshuffled for every epoch: single samples or whole groups."""
+        units = [kept[i : i + 1] for i in range(len(kept))]
+        if self.algorithm.whole_groups:
+            units = [kept[group[kept] == one] for one in group[kept].unique()]
         for _ in range(self.algorithm.epochs):
-            order = kept[torch.randperm(len(kept), generator=generator)]
+            order = torch.randperm(len(units), generator=generator)
             if len(order):
-                yield from order.tensor_split(min(self.algorithm.updates, len(order)))
+                for part in order.tensor_split(min(self.algorithm.updates, len(order))):
+                    yield torch.cat([units[i] for i in part.tolist()])
 
     def _accumulate(self, terms: Terms, stats: dict[str, list[Tensor]]) -> float | None:
         """Accumulates the gradient of the mini-batch's mean loss in .grad. Returns its norm, or
         None if the loss or the gradient is not finite: such a step is skipped."""
         self.optimizer.zero_grad(set_to_none=True)
+        with deterministic_algorithms(self.model):
+            terms = self.algorithm.complete(self.model, terms, self.settings, self.ranks)
         parts = terms.micro_batches(self.settings)
         dealt = deal([terms.cost(index) for index in parts], self.ranks)
         total = gradient_sum(list(self._all.values()))
@@ -201,7 +221,7 @@ class Learner:
         warmup = self.schedule.warmup
         rise = min(1.0, (self.optimizer_steps + 1) / warmup) if warmup else 1.0
         for group in self.optimizer.param_groups:
-            group["lr"] = group["peak"] * rise
+            group["lr"] = group["peak"] * rise * self._lr_scale
         self.optimizer.step()
         self.optimizer_steps += 1
         ema = self.settings.ema

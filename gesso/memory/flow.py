@@ -111,13 +111,13 @@ def _rollout(model: Any, spec: SampleSpec, n: int) -> Rollout:
     two_branches = model.guidance == "negative" and spec.guidance > 1
     context = FlowContext(
         sigmas=model.sigmas(spec.steps, spec.height, spec.width).to(model.device),
-        trained=spec.trained,
         cond=cond,
         negative=cond if two_branches else None,
     )
     trace = FlowTrace(
         context,
         row=torch.zeros(n, dtype=torch.long, device=model.device),
+        steps=torch.tensor(spec.trained, dtype=torch.long, device=model.device).repeat(n, 1),
         latents=latents(steps + 1 if steps else 0),
         means=latents(steps if spec.means else 0),
         clean=latents(1)[:, 0],

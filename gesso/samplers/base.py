@@ -29,13 +29,17 @@ class Piece(Generic[Trace]):
 def parts(row: Sequence[int], batch: int, spec: SampleSpec | ResponseSpec) -> list[range]:
     """How a call is cut into batches on a CPU, and into the work of several workers. The last bits
     of a sample depend on the others in its batch, so every cluster cuts in the same way. The
-    responses to one prompt stay together if they fit, as they share its prefill."""
+    responses to one prompt stay together if they fit, as they share its prefill. Images of
+    different prompts are apart if their windows differ."""
     found: list[range] = []
     start = 0
     while start < len(row):
         stop = min(start + batch, len(row))
         if isinstance(spec, ResponseSpec) and stop < len(row) and row[stop] != row[start]:
             while row[stop - 1] == row[stop]:
+                stop -= 1
+        if isinstance(spec, SampleSpec) and spec.starts:
+            while row[stop - 1] != row[start]:
                 stop -= 1
         found.append(range(start, stop))
         start = stop

@@ -44,7 +44,7 @@ class DenoisingSampler:
     def shared(self, prompts: Sequence[Prompt], spec: SampleSpec) -> FlowContext:
         cond, negative = self.embeddings.conditions(prompts, spec.guidance)
         sigmas = self.model.sigmas(spec.steps, spec.height, spec.width).to(self.model.device)
-        return FlowContext(sigmas, spec.trained, cond, negative)
+        return FlowContext(sigmas, cond, negative)
 
     @torch.no_grad()
     def sample(
@@ -62,8 +62,9 @@ class DenoisingSampler:
         with self.model.policy.folded(soon=spec.weights):
             for index in [only] if only else parts(row, self.batch, spec):
                 rows, own = [row[i] for i in index], [seeds[i] for i in index]
-                starts = self._starts(context, rows, of_group, spec) if spec.same_noise else None
-                trace, logp = self._sample(context, rows, own, spec, starts)
+                placed = spec.placed(of_group[rows[0]])
+                starts = self._starts(context, rows, of_group, placed) if spec.same_noise else None
+                trace, logp = self._sample(context, rows, own, placed, starts)
                 images = self.model.decode(trace.clean).numpy()
                 samples = [
                     Sample(prompts[r], image, seed)
@@ -106,7 +107,7 @@ class DenoisingSampler:
         rows = self._rows(row)
         denoised = _denoise(self.model, context, rows, x, steps, spec, noise)
         x, recorded = denoised.x, denoised.recorded
-        return recorded.trace(context, rows, x), recorded.logp(x)
+        return recorded.trace(context, rows, spec.trained, x), recorded.logp(x)
 
     def _noise(self, seeds: Sequence[int], spec: SampleSpec) -> _Noise:
         shape = self.model.latent_shape(spec.height, spec.width)

@@ -39,10 +39,11 @@ class Recorded:
     logps: list[Tensor] = field(default_factory=list)
     per_sample_grads: list[Weights] | None = None
 
-    def trace(self, context: FlowContext, rows: Tensor, clean: Tensor) -> FlowTrace:
+    def trace(self, context: FlowContext, rows: Tensor, steps: range, clean: Tensor) -> FlowTrace:
         return FlowTrace(
             context,
             rows,
+            torch.tensor(steps, dtype=torch.long, device=rows.device).repeat(len(rows), 1),
             _stacked(self.latents, clean),
             _stacked(self.means, clean),
             clean,

@@ -15,7 +15,7 @@ vision tower, so there is no second image processor.
 Each sample has a seed, but its tokens differ from those that the built-in sampler gives for that
 seed. Log-probs of softmax(logits / temperature) are returned with the tokens, as in `decode.py`.
 vLLM's kernels round them differently, by about 1e-6 in float32 and much more in half precision;
-`algorithm.importance_cap` corrects the ratio for this.
+`algorithm.importance` corrects for this.
 """
 
 from __future__ import annotations

@@ -79,16 +79,18 @@ METRICS = {
         "Mean entropy of the token distribution, in nats.", "Falls slowly; near 0 exploration ends."
     ),
     "update/importance": Metric(
-        "Mean importance weight, with `importance_cap`.", "1; below 0.9 the cap removes much."
+        "Mean importance weight, with `importance`.", "1; below 0.9 the caps remove much."
     ),
+    "update/importance_bounded": Metric("Share of weights truncated or masked.", "Near 0."),
     "update/sampler_gap": Metric(
-        "Mean |log-prob of the learner − log-prob of the sampler|, with `importance_cap`.",
+        "Mean |Δ log-prob| between learner and sampler, with `importance`.",
         "1e-6 in float32, 0.01 to 0.05 in bfloat16.",
     ),
     "update/sampler_gap_max": Metric("The largest such difference."),
     "update/value": Metric("PPO: mean value of a token.", "Follows `reward`."),
     "update/value_error": Metric("PPO: mean |value − return|.", "Falls."),
-    "update/drift": Metric("DiffusionNFT: mean (v − v_old)².", "Small and steady."),
+    "update/drift": Metric("DiffusionNFT, AWM: mean (v − v_old)².", "Small and steady."),
+    "update/matching": Metric("AWM, DGPO: mean flow-matching loss.", "Steady."),
     "update/grad_norm": Metric(
         "Gradient norm before clipping, mean over optimizer steps.",
         "Steady; null when no step was taken.",

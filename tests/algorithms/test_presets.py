@@ -34,9 +34,16 @@ FAMILY: dict[str, dict[str, Any]] = {
     "dance-grpo": {"guidance": 1.0},
     "grpo-guard": {"guidance": 1.0, "clip": 0.2},
     "flow-dppo": {"guidance": 1.0, "clip": 0.2},
+    "flash-grpo": {"guidance": 1.0, "window": {"size": 1, "low": 0, "high": 4, "per": "prompt"}},
+    "tempflow-grpo": {"guidance": 1.0, "window": {"size": 1, "low": 0, "high": 3, "per": "prompt"}},
     "diffusion-nft": {"times": 3},
+    "awm": {"times": 2, "last": 3},
+    "dgpo": {"times": 2, "last": 2, "guidance": 1.0},
+    "flow-dpo": {"times": 2, "guidance": 1.0},
+    "flow-rft": {"times": 2},
 }
-RATIO = [name for name in FAMILY if name != "diffusion-nft"]
+NOISED = ("diffusion-nft", "awm", "dgpo", "flow-dpo", "flow-rft")
+RATIO = [name for name in FAMILY if name not in NOISED]
 LORA = {"rank": 4, "alpha": 8}
 
 
@@ -120,7 +127,7 @@ def plain_transitions(model: Any, rollout: Rollout, n: int, j: int) -> tuple[Any
     """μ now, the sampled x', σ and dt of trained step j of sample n, through plain diffusers."""
     trace = rollout.flow_trace
     cond = trace.context.cond.rows(trace.row[n : n + 1])
-    i = trace.context.trained[j]
+    i = int(trace.steps[n, j])
     sigmas = trace.context.sigmas
     sigma, dt = sigmas[i], sigmas[i + 1] - sigmas[i]
     x, x_next = trace.latents[n : n + 1, j], trace.latents[n : n + 1, j + 1]
@@ -421,7 +428,7 @@ def test_the_loop_moves_and_samples_windows(recipe_data: dict) -> None:
             drawn = [job.cluster.sample_step(step, 1, 1).result()[0] for step in range(7)]
         finally:
             job.close()
-        starts[name] = [rollout.flow_trace.context.trained.start for rollout in drawn]
+        starts[name] = [int(rollout.flow_trace.steps[0, 0]) for rollout in drawn]
     assert starts["mix-grpo"] == [0, 0, 0, 1, 1, 1, 2]
     assert len(set(starts["flow-grpo-fast"])) == 2
 

@@ -14,6 +14,7 @@ import torch
 
 from gesso import build
 from gesso.algorithms.credit import Credit
+from gesso.algorithms.importance import Importance
 from gesso.algorithms.policy_gradient import PolicyGradient
 from gesso.algorithms.ppo import PPO
 from gesso.config import Learner as LearnerSection
@@ -45,6 +46,7 @@ HANDS = {
     "dapo": Hand("grpo", ("clip", 0.2, 0.28, None)),
     "gspo": Hand("grpo", ("sequence", 3e-4, 4e-4), "seq-mean-token-mean"),
     "cispo": Hand("grpo", ("weight", 0.0, 5.0)),
+    "sapo": Hand("grpo", ("gate", 1.0, 1.05), "seq-mean-token-mean"),
     "rloo": Hand("rloo", CLIP),
     "rloo-tokens": Hand("rloo-tokens", CLIP, whiten=True),
     "reinforce++": Hand("reinforce++", CLIP, whiten=True),
@@ -135,7 +137,7 @@ def test_loss_and_gradient_are_those_by_hand(folders: Path, model: str, name: st
         terms = parts.algorithm.terms(rollout, prepared)
         stats = parts.algorithm.loss(parts.model, terms).stats
     assert (stats["ratio"] - 1).abs().max() > (0.1 if name != "gspo" else 1e-2)
-    if name != "cispo":
+    if name not in ("cispo", "sapo"):
         assert 0.05 < stats["clipped"].mean() < 0.9
     assert len(stats["ratio"]) == int(rollout.mask.sum())
 
@@ -184,25 +186,47 @@ def test_kl_to_the_reference_of_a_vision_language_model(folders: Path) -> None:
     compare(tiny, "grpo", replace(HANDS["grpo"], kl=("loss", 0.3, "k3")), kl=kl)
 
 
-@pytest.mark.parametrize("name", ["grpo", "cispo", "ppo"])
-def test_importance_weights_of_another_sampler(text: Tiny, name: str) -> None:
-    """The ratio is to the learner's own log-probs, so 1 here; what was drawn is in the weights."""
-    parts, rollout = compare(text, name, replace(HANDS[name], cap=1.2), importance_cap=1.2)
+IMPORTANT = [("grpo", "token-truncate"), ("cispo", "token-mask"), ("sapo", "sequence-mask")]
+IMPORTANT += [("ppo", "sequence-mask")]
+
+
+def important(kind: str) -> tuple[dict[str, Any], tuple[str, float, float]]:
+    section = {"kind": kind, "cap": 1.2}
+    if kind != "sequence-mask":
+        return section, (kind, 1.2, 0.0)
+    return section | {"mean_cap": 1.1}, (kind, 1.2, 1.1)
+
+
+@pytest.mark.parametrize("name, kind", IMPORTANT)
+def test_importance_weights_of_another_sampler(text: Tiny, name: str, kind: str) -> None:
+    """The ratio is to the learner's own log-probs, so 1 here; what was drawn is in the weights.
+    Masked tokens stay in the denominator."""
+    section, hand = important(kind)
+    hands = replace(HANDS[name], importance=hand)
+    parts, rollout = compare(text, name, hands, importance=section)
     prepared = parts.algorithm.prepare(parts.model, rollout, LearnerSection())
-    weights = prepared.importance[rollout.mask]
-    assert weights.max() == pytest.approx(1.2) and 0.1 < (weights < 1.2).float().mean() < 0.9
+    weights, bounded = prepared.importance[rollout.mask], prepared.bounded[rollout.mask]
+    assert weights.max() <= 1.2 + 1e-6 and 0.1 < bounded.float().mean() < 0.9
+    assert (weights == 0).any() == (kind != "token-truncate")
     metrics = parts.learner.update(rollout, 0).metrics
     assert metrics["update/importance"] == pytest.approx(float(weights.mean()))
+    assert metrics["update/importance_bounded"] == pytest.approx(float(bounded.float().mean()))
+    gap = (prepared.old - rollout.logp)[rollout.mask].abs()
+    assert metrics["update/sampler_gap"] == pytest.approx(float(gap.mean()))
     assert metrics["update/first_abs_dlogp_max"] < 1e-5
 
 
-def test_importance_and_kl_together(text: Tiny) -> None:
-    kl = {"place": "reward", "beta": 0.3, "estimator": "k1"}
-    hand = replace(HANDS["reinforce++"], cap=1.2, kl=("reward", 0.3, "k1"))
-    compare(text, "reinforce++", hand, importance_cap=1.2, kl=kl)
-    hand = replace(HANDS["grpo"], cap=1.2, kl=("loss", 0.3, "k2"))
+@pytest.mark.parametrize("kind", ["token-truncate", "sequence-mask"])
+def test_importance_and_kl_together(text: Tiny, kind: str) -> None:
+    """The KL in the loss has no importance weight."""
+    section, hand = important(kind)
+    hands = replace(HANDS["grpo"], importance=hand, kl=("loss", 0.3, "k2"))
     kl = {"place": "loss", "beta": 0.3, "estimator": "k2"}
-    compare(text, "grpo", hand, importance_cap=1.2, kl=kl)
+    compare(text, "grpo", hands, importance=section, kl=kl)
+    if kind == "token-truncate":
+        kl = {"place": "reward", "beta": 0.3, "estimator": "k1"}
+        hands = replace(HANDS["reinforce++"], importance=hand, kl=("reward", 0.3, "k1"))
+        compare(text, "reinforce++", hands, importance=section, kl=kl)
 
 
 def test_discount_lambda_and_no_whitening(text: Tiny) -> None:
@@ -441,6 +465,7 @@ TABLE = {
     "dapo": [1.154699, -0.577349, -0.577349, -0.707106, 0.707106],
     "gspo": [1.154699, -0.577349, -0.577349, -0.707106, 0.707106],
     "cispo": [1.154699, -0.577349, -0.577349, -0.707106, 0.707106],
+    "sapo": [1.154699, -0.577349, -0.577349, -0.707106, 0.707106],
     "dr-grpo": [2 / 3, -1 / 3, -1 / 3, -1.0, 1.0],
     "rloo": [1.0, -0.5, -0.5, -2.0, 2.0],
     "remax": [0.5, -0.5, -0.5, -1.0, 1.0],
@@ -605,6 +630,28 @@ def test_options_are_turned_off_in_overrides_and_over_a_base(text: Tiny, tmp_pat
     assert theirs == mine
 
 
+def test_another_engine_is_corrected_by_default(text: Tiny) -> None:
+    """And a run resumes with what it was started with."""
+
+    def of(engine: str, name: str = "grpo", **options: Any) -> Any:
+        recipe = recipe_of(text, {"name": name, **options}, sampler={"engine": engine})
+        made = build.algorithm(recipe)
+        again = build.recipe_from(recipe.model_dump(exclude_none=True))
+        assert again == recipe and build.algorithm(again) == made
+        return made.importance  # type: ignore[attr-defined]
+
+    assert of("built-in") is None and of("built-in", importance="none") is None
+    for name in HANDS:
+        assert of("vllm", name) == Importance(kind="token-truncate", cap=2.0)
+    assert of("vllm", importance="none") is None
+    assert of("vllm", importance={"cap": 3.0}) == Importance(cap=3.0)
+    assert of("vllm", importance={"kind": "token-mask"}) == Importance(kind="token-mask")
+    for engine in ("built-in", "vllm"):
+        masked = {"kind": "sequence-mask", "mean_cap": 1.01}
+        assert of(engine, importance=masked) == Importance(kind="sequence-mask", mean_cap=1.01)
+        assert of(engine, importance_cap=1.5) == Importance(cap=1.5)  # of earlier versions
+
+
 BAD = [
     ({"name": "flow-grpo"}, "is for flow models, but model.name .* use one of grpo, dr-grpo"),
     ({"name": "rloo", "advantage": {"std": "group"}}, 'std = "group" requires baseline = "mean"'),
@@ -626,6 +673,18 @@ BAD = [
         "does not support a KL",
     ),
     ({"name": "grpo", "surrogate": {"dual": 0.5}}, "greater than 1"),
+    ({"name": "sapo", "surrogate": {"tau_pos": 0.0}}, '"surrogate.tau_pos" = 0.0 .* or equal to'),
+    ({"name": "sapo", "surrogate": {"low": 0.2}}, 'key "surrogate.low"; allowed: kind, tau_pos'),
+    ({"name": "grpo", "surrogate": {"kind": "soft"}}, "'soft'.*'clip', 'sequence', .*'gate'"),
+    ({"name": "grpo", "importance": {"cap": 1.0}}, '"importance.cap" = 1.0 .* greater than 1'),
+    ({"name": "grpo", "importance_cap": -1}, '"importance.cap" = -1 .* greater than 1'),
+    ({"name": "grpo", "importance": 2, "importance_cap": 2}, '"importance" = 2 is not valid'),
+    ({"name": "grpo", "importance": {"kind": "mask"}}, "expected one of 'token-truncate', 'token"),
+    ({"name": "grpo", "importance": {"mode": "off"}}, 'unknown key "importance.mode"'),
+    (
+        {"name": "grpo", "importance": {"mean_cap": 1.1}},
+        'importance: mean_cap requires kind = "sequence-mask", got kind = "token-truncate"',
+    ),
     ({"name": "grpo", "kl": {"estimator": "k4"}}, "expected one of 'k1', 'k2', 'k3'"),
     ({"name": "grpo", "advantage": {"baseline": "median"}}, "expected one of 'mean', 'others'"),
     ({"name": "grpo", "temperature": 0.0}, "greater than 0"),

@@ -113,7 +113,7 @@ def test_training(name: str, root: Path, tmp_path: Path) -> None:
     first, *rows = found.rows()
     assert len(rows) == 2 and "eval/reward" in first
     for row in rows:
-        assert row["update/first_abs_dlogp_max"] <= CLOSE
+        assert row["update/sampler_gap_max"] <= CLOSE
         assert row["update/grad_norm"] > 0
         idle = [row[f"cluster/idle/{rank}"] for rank in range(case.workers)]
         assert min(idle) >= 0 and max(idle) < 1

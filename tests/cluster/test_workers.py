@@ -26,7 +26,7 @@ from gesso.track import checkpoints
 from gesso.track.checkpoints import Checkpoints
 from gesso.track.progress import SILENT, Progress
 from gesso.track.run_folder import RunFolder
-from gesso.types import Prompt, Sample, StopRun, UserError
+from gesso.types import Prompt, Sample, Scales, StopRun, UserError
 from gesso.use.loaded import Drawing, LoadedModel
 from gesso.use.opening import open_to_sample
 from gesso.use.source import find
@@ -89,6 +89,13 @@ def borrowing(pool: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "start", start)
 
 
+DGPO = {"name": "dgpo", "last": 1, "old_samples_after": 1}
+TEMPFLOW = {
+    "name": "tempflow-grpo", "group": 3, "steps": 3, "guidance": 1.0, "updates": 1,
+    "window": {"size": 1, "low": 0, "high": 3, "per": "prompt"},
+}  # fmt: skip
+
+
 def recipes(pipeline_folder: Path, prompt_file: Path, language: Path) -> dict[str, dict[str, Any]]:
     flow = small_recipe(pipeline_folder, prompt_file) | {"steps": 3}
     flow["algorithm"] |= {"group": 5, "updates": 2, "beta": 0.01}
@@ -101,6 +108,8 @@ def recipes(pipeline_folder: Path, prompt_file: Path, language: Path) -> dict[st
     return {
         "flow-grpo": flow,
         "diffusion-nft": nft,
+        "dgpo": nft | {"algorithm": nft["algorithm"] | DGPO},
+        "tempflow-grpo": flow | {"algorithm": TEMPFLOW},
         "grpo with kl": language_recipe(language, {"name": "grpo", "kl": {"beta": 0.1}}),
         "ppo": language_recipe(language, {"name": "ppo"}),
         "failed scores": language_recipe(language, {"name": "grpo"})
@@ -116,6 +125,8 @@ def recipes(pipeline_folder: Path, prompt_file: Path, language: Path) -> dict[st
 COUNTS = {
     "flow-grpo": (1, 2, MOST),
     "diffusion-nft": (MOST,),
+    "dgpo": (2,),
+    "tempflow-grpo": (2,),
     "grpo with kl": (MOST,),
     "ppo": (2, MOST),
     "failed scores": (2,),
@@ -379,11 +390,11 @@ def test_a_worker_that_is_killed_stops_the_run_and_the_other_workers(
     started: list[int] = []
     honest = workers.Workers.train
 
-    def train(self: workers.Workers, rollout: Any, step: int) -> Any:
+    def train(self: workers.Workers, rollout: Any, step: int, scales: Scales) -> Any:
         started[:] = [child.process.pid for child in children(self.processes)]
         if step == 1:
             children(self.processes)[1].process.kill()
-        return honest(self, rollout, step)
+        return honest(self, rollout, step, scales)
 
     with monkeypatch.context() as patched, pytest.raises(StopRun) as raised:
         patched.setattr(workers.Workers, "train", train)

@@ -7,6 +7,7 @@ import torch
 
 from gesso.formulas.advantages import (
     Std,
+    extremes,
     flat_groups,
     gdpo,
     group_relative,
@@ -212,3 +213,10 @@ def test_small_differences_survive_in_float64() -> None:
         (leave_one_out(rewards, group), 1),
     ):
         assert (got / factor).tolist() == pytest.approx([-1e-4, 1e-4, -3e-4, 3e-4], rel=1e-4)
+
+
+def test_extremes_of_groups() -> None:
+    values, group = torch.tensor([1.0, 3, 3, 2, 5, 5, 0, 4]), torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])
+    best, worst = extremes(values, group)
+    assert best.nonzero()[:, 0].tolist() == [1, 7]  # the first of equal ones; a tie is none
+    assert worst.nonzero()[:, 0].tolist() == [0, 6]

@@ -221,3 +221,41 @@ def test_dpm2_is_euler_where_it_has_no_second_order(
     sigma, after = torch.full((3,), now), torch.full((3,), end)
     got, _ = flow_steps.dpm2(x, v, sigma, after, before)
     torch.testing.assert_close(got, flow_steps.euler(x, v, sigma, after))
+
+
+def wan_sigmas(steps: int = 20, shift: float = 3.0) -> torch.Tensor:
+    """The schedule of Flash-GRPO's authors."""
+    even = 0.999 * (1 - torch.arange(steps + 1, dtype=torch.float64) / steps)
+    return shift * even / (1 + (shift - 1) * even)
+
+
+def test_golden_weights_of_flash_grpo() -> None:
+    sigmas = wan_sigmas()
+    s, std = flow_steps.scales("flash", sigmas, range(10), 1.0)
+    torch.testing.assert_close(s.double(), sigmas[1] * sigmas[:10], rtol=1e-6, atol=0)
+    torch.testing.assert_close(std, s * (sigmas[:10] - sigmas[1:11]).sqrt().float())
+    got = flow_steps.inverse_gain(s, sigmas[:10], sigmas[1:11]).tolist()
+    assert [got[0], got[1], got[9]] == pytest.approx([7.476982, 7.041366, 3.775384], rel=1e-6)
+
+
+def test_golden_weights_with_the_noise_of_flow_sde() -> None:
+    sigmas = sd35_sigmas()
+    s, std = flow_steps.scales("flow-sde", sigmas, range(9), 0.7)
+    got = flow_steps.inverse_gain(s, sigmas[:9], sigmas[1:10])[[0, 1, 4, 8]]
+    assert got.tolist() == pytest.approx([17.556757, 12.756598, 3.787399, 0.672608], rel=1e-5)
+    tempflow = (std / std.mean())[[0, 1, 8]]  # the authors' 2.25·std, whose mean is .999011
+    expected = [x / 0.999011 for x in (1.575, 1.671669, 0.507061)]
+    assert tempflow.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["flow-sde", "flash"])
+def test_inverse_gain_gives_every_step_the_same_gradient(rule: str) -> None:
+    """c·∂logp/∂v = −ε/D."""
+    x, v, noise = batch(9)
+    v.requires_grad_()
+    sigmas = sd35_sigmas()
+    step = flow_steps.transition(rule, x, v, sigmas[:9], sigmas[1:10], sigmas[1], 0.7)
+    c = flow_steps.inverse_gain(step.s.flatten(), sigmas[:9], sigmas[1:10])
+    (c * step.logp(step.draw(noise).detach())).sum().backward()
+    expected = -noise / noise[0].numel()
+    torch.testing.assert_close(v.grad, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gesso.formulas import nft
+from gesso.formulas import matching, nft
 
 
 def tensors(n: int = 3) -> dict[str, torch.Tensor]:
@@ -13,7 +13,7 @@ def tensors(n: int = 3) -> dict[str, torch.Tensor]:
 
 def test_contrast_equals_a_plain_computation() -> None:
     d, t, r, beta = tensors(), torch.tensor([0.2, 0.5, 0.9]), torch.tensor([0.0, 0.3, 1.0]), 0.1
-    x_t = nft.noised(d["x0"], d["noise"], t)
+    x_t = matching.noised(d["x0"], d["noise"], t)
     got = nft.contrast(d["v"], d["v_old"], d["x0"], x_t, t, r, beta)
     for i in range(3):
         v, old, x0, noise, ti, ri = (
@@ -36,7 +36,7 @@ def test_gradient_on_policy_points_from_bad_to_good() -> None:
     """At v = v_old with β = 1 the two branches meet: x̂⁺ = x̂⁻, and the gradient is that of
     (2r − 1)·L⁺, zero for r = ½."""
     d, t = tensors(1), torch.tensor([0.5])
-    x_t = nft.noised(d["x0"], d["noise"], t)
+    x_t = matching.noised(d["x0"], d["noise"], t)
     gradients = {}
     for r in (0.0, 0.5, 1.0):
         v = d["v"].clone().requires_grad_()

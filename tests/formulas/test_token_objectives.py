@@ -12,9 +12,12 @@ from gesso.formulas.objectives import (
     Surrogate,
     cispo,
     clipped,
-    importance,
+    sapo,
     sequence_clipped,
+    sequence_masked,
     token_clipped,
+    token_masked,
+    token_truncated,
     value_loss,
 )
 
@@ -104,12 +107,14 @@ def test_within_the_cut_a_token_costs_what_a_denoising_step_does() -> None:
 
 def surrogates(scale: float) -> list[tuple[torch.Tensor, Surrogate]]:
     cases = []
-    for which in range(3):
+    for which in range(4):
         logp, old, advantage = tokens(scale)
         if which == 0:
             cases.append((logp, token_clipped(logp, old, advantage, 0.2, 0.3, 2.0)))
         elif which == 1:
             cases.append((logp, sequence_clipped(logp, old, advantage, MASK, 0.1, 0.2)))
+        elif which == 2:
+            cases.append((logp, sapo(logp, old, advantage, 1.0, 1.05)))
         else:
             cases.append((logp, cispo(logp, old, advantage, 0.5, 2.0)))
     return cases
@@ -138,6 +143,7 @@ def test_the_old_log_probs_get_no_gradient() -> None:
         token_clipped(logp, logp, advantage, 0.2, 0.2).loss,
         sequence_clipped(logp, logp, advantage, MASK, 0.2, 0.2).loss,
         cispo(logp, logp, advantage, 0.0, 2.0).loss,
+        sapo(logp, logp, advantage, 1.0, 1.05).loss,
     ):
         (gradient,) = torch.autograd.grad(loss.sum(), logp)
         torch.testing.assert_close(gradient[MASK], -advantage.expand(3, 5)[MASK])
@@ -219,13 +225,120 @@ def test_cispo_far_away_is_finite_and_without_a_lower_bound_small() -> None:
     assert logp.grad.flatten().tolist() == pytest.approx(expected, rel=1e-5)
 
 
-def test_importance_by_hand() -> None:
+# ρ → gradient d loss / d logp relative to −A, for A > 0 (τ 1) and A < 0 (τ 1.05)
+GATED = {1.0: (1.0, 1.0), 1.5: (1.410022, 1.401210), 0.6: (0.576626, 0.574299)}
+
+
+@pytest.mark.parametrize("ratio", GATED)
+def test_sapo_weights_of_the_gradient(ratio: float) -> None:
+    logp = torch.full((2, 1), -3.0, dtype=torch.float64, requires_grad=True)
+    advantage = torch.tensor([[0.8], [-0.5]], dtype=torch.float64)
+    got = sapo(logp, logp.detach() - math.log(ratio), advantage, 1.0, 1.05)
+    got.loss.sum().backward()
+    weights = (logp.grad / -advantage)[:, 0].tolist()
+    assert weights == pytest.approx(GATED[ratio], abs=1e-6)
+    assert got.ratio.flatten().tolist() == pytest.approx([ratio] * 2) and not got.clipped.any()
+
+
+def test_sapo_at_ratio_1_has_the_gradient_of_reinforce_and_another_value() -> None:
+    logp, _, advantage = tokens(0.0)
+    got = sapo(logp, logp.detach(), advantage, 1.0, 1.05)
+    got.loss.sum().backward()
+    torch.testing.assert_close(logp.grad, -advantage.expand(3, 5))
+    tau = torch.tensor([[1.0], [1.05], [1.05]], dtype=torch.float64)
+    torch.testing.assert_close(got.loss.detach(), (-2 * advantage / tau).expand(3, 5))
+
+
+def test_sapo_averaged_over_two_responses() -> None:
+    """The reference's values: ρ = 1, 1.5, .6; A = .8 with 3 tokens, −.5 with the first 2."""
+    ratio = torch.tensor([1.0, 1.5, 0.6], dtype=torch.float64).expand(2, 3)
+    mask = torch.tensor([[True, True, True], [True, True, False]])
+    logp = ratio.log().clone().requires_grad_()
+    advantage = torch.tensor([[0.8], [-0.5]], dtype=torch.float64)
+    got = sapo(logp, torch.zeros(2, 3, dtype=torch.float64), advantage, 1.0, 1.05).loss
+    by_response = (token_weights(mask, "seq-mean-token-mean").double() * got).sum()
+    by_response.backward()
+    assert by_response.item() == pytest.approx(-0.275385, abs=1e-6)
+    assert logp.grad[0].tolist() == pytest.approx([-0.133333, -0.188003, -0.076883], abs=1e-6)
+    assert logp.grad[1].tolist() == pytest.approx([0.125, 0.175151, 0], abs=1e-6)
+    by_token = (token_weights(mask, "token-mean").double() * got).sum()
+    assert by_token.item() == pytest.approx(-0.545379, abs=1e-6)
+
+
+@pytest.mark.parametrize("taus", [(1.0, 1.05), (3.0, 0.5)])
+def test_sapo_equals_a_plain_loop(taus: tuple[float, float]) -> None:
+    logp, old, advantage = tokens(0.5)
+    got = sapo(logp, old, advantage, *taus)
+    got.loss.sum().backward()
+    for i in range(3):
+        for t in range(5):
+            a, ratio = advantage[i].item(), math.exp(logp[i, t].item() - old[i, t].item())
+            tau = taus[0] if a > 0 else taus[1]
+            gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+            assert got.loss[i, t].item() == pytest.approx(-a * 4 / tau * gate)
+            assert logp.grad[i, t].item() == pytest.approx(-4 * a * gate * (1 - gate) * ratio)
+
+
+def test_sapo_has_the_gradient_of_finite_differences() -> None:
+    logp, old, advantage = tokens(0.7)
+
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return sapo(x, old, advantage, 1.0, 1.05).loss
+
+    assert torch.autograd.gradcheck(total, (logp,))
+
+
+def test_sapo_far_away_is_finite_and_has_no_gradient() -> None:
+    """In float32 the gate is 1 from ρ ≈ 18 on; below, the gradient is that of ρ."""
+    log_ratio = [math.log(10), 3.0, 50.0, 200.0, -15.0, -50.0]
+    logp = torch.tensor([log_ratio, log_ratio], requires_grad=True)
+    advantage = torch.tensor([[2.0], [-1.0]])
+    got = sapo(logp, torch.zeros(2, 6), advantage, 1.0, 1.05)
+    got.loss.sum().backward()
+    assert got.clipped.tolist() == [[False, True, True, True, False, True]] * 2
+    assert ((logp.grad == 0) == got.clipped).all() and got.loss.isfinite().all()
+    assert got.loss[:, 2].tolist() == pytest.approx([-8, 4 / 1.05])
+    none = sapo(logp.detach(), torch.zeros(2, 6), torch.zeros(2, 1), 1.0, 1.05)
+    assert not none.clipped.any() and not none.loss.any()
+
+
+def test_importance_weights_by_hand() -> None:
     learner = torch.tensor([[-1.0, -1.0, -1.0], [-1.0, -150.0, -1.0]], requires_grad=True)
     sampler = torch.tensor([[-1.0, -1.0 - math.log(1.5), -4.0], [-0.5, -1.0, -300.0]])
-    got = importance(learner, sampler, 2.0)
+    got = token_truncated(learner, sampler, 2.0)
     expected = [1, 1.5, 2, math.exp(-0.5), 0, 2]
-    assert got.flatten().tolist() == pytest.approx(expected, rel=1e-6)
-    assert not got.requires_grad
+    assert got.weight.flatten().tolist() == pytest.approx(expected, rel=1e-6)
+    assert got.bounded.tolist() == [[False, False, True], [False, False, True]]
+    masked = token_masked(learner, sampler, 2.0)
+    expected = [1, 1.5, 0, math.exp(-0.5), 0, 0]
+    assert masked.weight.flatten().tolist() == pytest.approx(expected, rel=1e-6)
+    assert masked.bounded.tolist() == [[False, False, True], [False, True, True]]
+    assert not got.weight.requires_grad and not masked.weight.requires_grad
+
+
+def test_responses_are_masked_by_the_geometric_mean_of_their_weights() -> None:
+    """Means .3667, 0, −.05 and, without the padding, 1.5: e^.3 lies between the first two."""
+    gap = [[0.2, 0.5, 0.4, 9.0], [-0.1, -0.1, 0.1, 0.1], [1.0, -1.1, -0.1, 0.0], [1.5, 0, 0, 0]]
+    learner = torch.tensor(gap, dtype=torch.float64, requires_grad=True)
+    mask = torch.arange(4) < torch.tensor([3, 4, 4, 1])[:, None]
+    got = sequence_masked(learner, torch.zeros(4, 4), mask, 2.0, math.exp(0.3))
+    assert not got.weight[[0, 3]].any() and got.bounded[[0, 3]].all()
+    assert got.weight[1].tolist() == pytest.approx([math.exp(x) for x in gap[1]])
+    assert got.weight[2].tolist() == pytest.approx([2, math.exp(-1.1), math.exp(-0.1), 1])
+    assert got.bounded[1:3].tolist() == [[False] * 4, [True, False, False, False]]
+    assert not got.weight.requires_grad
+    low = sequence_masked(-learner, torch.zeros(4, 4), mask, 2.0, math.exp(0.3))
+    assert low.bounded[:, 0].tolist() == [True, False, False, True]  # on both sides
+    wide = sequence_masked(learner, torch.zeros(4, 4), mask, 1e9, math.exp(0.4))
+    assert wide.bounded.any(1).tolist() == [False, False, False, True]
+
+
+def test_the_geometric_mean_does_not_grow_with_the_length() -> None:
+    """Of 4096 tokens with a gap of .02 the product exceeds TRL's cap of 3 in a fifth."""
+    gap = 0.02 * torch.randn(500, 4096, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(500, 4096, dtype=torch.bool)
+    assert not sequence_masked(gap, torch.zeros_like(gap), mask, 2.0, 1.02).bounded.any()
+    assert 0.14 < (gap.sum(1) > math.log(3)).float().mean() < 0.25
 
 
 # (v, v_old, R) → (loss, gradient d loss / d v), clip .5, by hand
@@ -263,9 +376,12 @@ def test_half_precision_log_probs_are_widened() -> None:
             token_clipped(a, b, adv, 0.2, 0.2).loss,
             sequence_clipped(a, b, adv, MASK, 0.2, 0.2).loss,
             cispo(a, b, adv, 0.0, 2.0).loss,
-            importance(a, b, 2.0),
+            sapo(a, b, adv, 1.0, 1.05).loss,
+            token_truncated(a, b, 2.0).weight,
+            token_masked(a, b, 2.0).weight,
+            sequence_masked(a, b, MASK, 2.0, 2.0).weight,
             value_loss(a, b, adv, 0.2),
         ]
-        assert [x.dtype for x in results] == [inside] * 5
+        assert [x.dtype for x in results] == [inside] * 8
         again = token_clipped(a.to(inside), b.to(inside), adv, 0.2, 0.2).loss
         assert torch.equal(results[0], again)

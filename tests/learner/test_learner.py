@@ -11,9 +11,10 @@ import torch
 
 from gesso import build
 from gesso.algorithms.base import Algorithm, Prepared, TermLosses
-from gesso.algorithms.diffusion_nft import DiffusionNFT, NoisedTerms
+from gesso.algorithms.diffusion_nft import DiffusionNFT
 from gesso.algorithms.flow_grpo import FlowGRPO, StepTerms
-from gesso.formulas import nft
+from gesso.algorithms.noised import NoisedTerms
+from gesso.formulas import matching, nft
 from gesso.learner.learner import Learner
 from gesso.rollout import Rollout
 from gesso.samplers.denoise import DenoisingSampler
@@ -127,13 +128,14 @@ def test_nft_runs_three_policies(folding_data: dict, fold: bool, again: bool) ->
     advantages = algorithm.advantage(rollout)
     terms = algorithm.terms(rollout, Prepared(advantages))
     assert isinstance(terms, NoisedTerms) and isinstance(algorithm, DiffusionNFT)
-    x_t = nft.noised(terms.clean, terms.noise, terms.t)
+    x_t = matching.noised(terms.clean, terms.noise, terms.t)
     cond, velocities = terms.context.cond.rows(terms.row), []
     for weights in (old, start, current):  # plainly: as the current ones, beside the weights
         policy.load(weights)
         velocities.append(model.velocity(x_t, terms.t, cond))
     v_old, v_ref, v = velocities
-    loss = nft.contrast(v, v_old, terms.clean, x_t, terms.t, terms.optimal, algorithm.beta)
+    optimal = nft.optimality(terms.advantage)
+    loss = nft.contrast(v, v_old, terms.clean, x_t, terms.t, optimal, algorithm.beta)
     loss = loss + 0.3 * (v - v_ref.detach()).square().flatten(1).mean(1)
     expected = torch.autograd.grad(loss.mean(), list(policy.trainable.values()))
     scale = max(float(slope.abs().max()) for slope in expected)

@@ -11,7 +11,7 @@ from gesso.samplers.one_pass import per_sample_grads
 from gesso.samplers.recording import Recorded, TrainedStep, TrajectoryRecorder
 from gesso.types import OnePass, SampleSpec, Trajectory
 
-CONTEXT = FlowContext(torch.tensor([1.0, 0.0]), range(2), Conditioning(torch.zeros(1, 1, 1)), None)
+CONTEXT = FlowContext(torch.tensor([1.0, 0.0]), Conditioning(torch.zeros(1, 1, 1)), None)
 
 
 def latents(value: float) -> Tensor:
@@ -33,7 +33,8 @@ def recorded(means: bool, negative: bool) -> Recorded:
 @pytest.mark.parametrize("means, negative", [(False, False), (True, False), (False, True)])
 def test_a_trajectory_has_both_ends_of_every_step(means: bool, negative: bool) -> None:
     steps = recorded(means, negative)
-    trace = steps.trace(CONTEXT, torch.zeros(2, dtype=torch.long), latents(5.0))
+    trace = steps.trace(CONTEXT, torch.zeros(2, dtype=torch.long), range(3, 5), latents(5.0))
+    assert trace.steps.tolist() == [[3, 4]] * 2
     assert trace.latents.flatten(1).tolist() == [[0, 1, 2]] * 2
     assert trace.means.flatten(1).tolist() == ([[10, 11]] * 2 if means else [[], []])
     if negative:
@@ -48,9 +49,9 @@ def test_a_trajectory_has_both_ends_of_every_step(means: bool, negative: bool) -
 def test_a_walk_without_trained_steps_has_empty_tensors() -> None:
     steps = TrajectoryRecorder().recorded
     clean = torch.zeros(2, 3, 4, 5)
-    trace = steps.trace(CONTEXT, torch.zeros(2, dtype=torch.long), clean)
+    trace = steps.trace(CONTEXT, torch.zeros(2, dtype=torch.long), range(0), clean)
     assert trace.latents.shape == trace.means.shape == (2, 0, 3, 4, 5)
-    assert steps.logp(clean).shape == (2, 0)
+    assert steps.logp(clean).shape == trace.steps.shape == (2, 0)
 
 
 def weight(*grad: float) -> Tensor:

@@ -222,7 +222,7 @@ def test_the_reward_rises(kind: str, of: Callable[[str], Tiny], tmp_path: Path) 
         "steps": 12,
         "model": {"name": "causal", "path": str(of("qwen2").folder), "max_prompt": 64},
         "data": {"train": str(file), "eval": str(file), "groups": 3},
-        "algorithm": {"name": "grpo", "group": 8, "max_tokens": 12, "importance_cap": 2.0},
+        "algorithm": {"name": "grpo", "group": 8, "max_tokens": 12},  # corrected by default
         "reward": [{"name": "tests.token_rewards:early"}],
         "optimizer": {"lr": 3e-3},
         "sampler": {"batch": 16, "engine": "vllm"},
@@ -237,6 +237,7 @@ def test_the_reward_rises(kind: str, of: Callable[[str], Tiny], tmp_path: Path) 
     rewards = [row["reward"] for row in rows]
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3, rewards
     assert all(abs(row["update/importance"] - 1) <= CLOSE for row in rows)
+    assert all(row["update/importance_bounded"] == 0 for row in rows)
     texts = run.load(tmp_path / "run").sample("question one?", n=2)  # without the engine
     assert len(texts) == 2
 

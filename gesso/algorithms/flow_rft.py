@@ -1,0 +1,32 @@
+"""Rejection sampling fine-tuning: supervised fine-tuning on the best sample of each group, with the
+flow-matching loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import Field
+from torch import Tensor
+
+from gesso.algorithms.base import TermLosses
+from gesso.algorithms.noised import NoisedTerms, Picked
+from gesso.formulas import advantages as adv
+from gesso.rollout import Rollout
+from gesso.types import Which
+
+
+class FlowRFT(Picked):
+    name: str = "flow-rft"
+    updates: int = Field(1, ge=1)
+    times: int = Field(1, ge=1)
+
+    def advantages(self, rollout: Rollout) -> Tensor:
+        """1 for the best sample of a group, 0 for all others and in groups without spread."""
+        best, _ = adv.extremes(self.advantage(rollout), rollout.group)
+        return best.double()
+
+    def objective(
+        self, terms: NoisedTerms, v: Tensor, others: Mapping[Which, Tensor]
+    ) -> TermLosses:
+        matched = terms.matching_loss(v)
+        return TermLosses(matched, {"matching": matched.detach()})

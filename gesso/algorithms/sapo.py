@@ -1,0 +1,15 @@
+"""SAPO (arXiv 2511.20347): a soft gate instead of a clip."""
+
+from __future__ import annotations
+
+from gesso.algorithms.policy_gradient import Gate, PolicyGradient, Surrogate
+from gesso.formulas.aggregation import Mode
+
+
+class SAPO(PolicyGradient):
+    """The gradient of a token falls smoothly as its ratio leaves 1, faster for A < 0. The paper
+    and TRL average over the tokens of a response first."""
+
+    name: str = "sapo"
+    surrogate: Surrogate = Gate()
+    aggregation: Mode = "seq-mean-token-mean"
