@@ -238,6 +238,9 @@ class RemoteEntry(Strict):
 class RewardEntry(Named):
     weight: float = Field(1.0, ge=-1e9, le=1e9)
     """Weight in the total reward, Σ weight · value."""
+    bounds: tuple[float, float] | None = Field(None, strict=False)
+    """[lowest, highest]: values are clipped to this range, so that more of one reward does not make
+    up for another."""
     style: Literal["gesso", "easyr1", "openrlhf", "trl"] = "gesso"
     """Calling convention of a custom function: "gesso", "easyr1", "openrlhf" or "trl"."""
     workers: int = Field(1, ge=1, le=1024)
@@ -267,6 +270,8 @@ class RewardEntry(Named):
             raise ValueError(f"name = {self.name!r:.60}: expected a name of printable characters")
         if self.label in ("reward", "failed", "std", "max", "at_max"):
             raise ValueError(f'name = "{self.name}": this name is reserved for another metric')
+        if self.bounds and not self.bounds[0] < self.bounds[1]:
+            raise ValueError(f"bounds = {list(self.bounds)}: expected the lower bound first")
         return self
 
 

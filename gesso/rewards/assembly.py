@@ -85,8 +85,9 @@ def of_entries(
     built: list[tuple[RewardEntry, base.Reward, base.Scorer]] = []
 
     def once(entry: RewardEntry) -> tuple[base.Reward, base.Scorer]:
-        """Training and evaluation share a reward and its scorer if only the weights differ."""
-        key = entry.model_copy(update={"weight": 1.0})
+        """Training and evaluation share a reward and its scorer if only weights and bounds
+        differ."""
+        key = entry.model_copy(update={"weight": 1.0, "bounds": None})
         for built_entry, reward, built_scorer in built:
             if built_entry == key:
                 return reward, built_scorer
@@ -100,7 +101,9 @@ def of_entries(
         PromptCheck({e.label: once(e)[0] for e in p}, [e.label for e in p if e.optional])
         for p in purposes
     ]
-    weighted = [[WeightedReward(e.label, e.weight, once(e)[1]) for e in p] for p in purposes]
+    weighted = [
+        [WeightedReward(e.label, e.weight, once(e)[1], e.bounds) for e in p] for p in purposes
+    ]
     return Rewards(RewardService(*weighted), *checks)
 
 

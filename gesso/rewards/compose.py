@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gesso.rewards import base
 from gesso.rewards.base import Reward, Scorer
@@ -17,6 +17,7 @@ class WeightedReward:
     name: str
     weight: float
     scorer: Scorer  # where it runs
+    bounds: tuple[float, float] | None = None  # of its values
 
 
 class OptionalScorer(ScorerWrapper):
@@ -40,6 +41,15 @@ class OptionalScorer(ScorerWrapper):
         except UserError as error:
             return Score.failed(str(error))
         return Score(None) if reason else None
+
+
+def clipped(score: Score, bounds: tuple[float, float] | None) -> Score:
+    """The value within its bounds; the detail `unclipped` has the original."""
+    if bounds is None or score.value is None:
+        return score
+    low, high = bounds
+    value = min(max(score.value, low), high)
+    return replace(score, value=value, parts={**score.parts, "unclipped": score.value})
 
 
 def combine(weighted: Sequence[tuple[str, float, Score]]) -> Score:
@@ -70,6 +80,8 @@ def combine(weighted: Sequence[tuple[str, float, Score]]) -> Score:
 async def score(rewards: Sequence[WeightedReward], samples: Sequence[Sample]) -> list[Score]:
     columns = await asyncio.gather(*(r.scorer.score(samples) for r in rewards))
     return [
-        combine([(r.name, r.weight, s) for r, s in zip(rewards, row, strict=True)])
+        combine(
+            [(r.name, r.weight, clipped(s, r.bounds)) for r, s in zip(rewards, row, strict=True)]
+        )
         for row in zip(*columns, strict=True)
     ]

@@ -11,7 +11,7 @@ import torch
 
 from gesso import build, run
 from gesso.rewards import assembly, base
-from gesso.rewards.compose import combine
+from gesso.rewards.compose import clipped, combine
 from gesso.rewards.transport import protocol, wire
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Score, UserError
@@ -162,3 +162,24 @@ def test_a_prompt_is_unfit_if_a_reward_rejects_it() -> None:
     check = assembly.PromptCheck({"ocr": base.load(assembly.REWARDS["ocr"], {"detect": False})})
     expected = 'ocr: expected a double-quoted text in the prompt, or a column "target"'
     assert check.unfit(Prompt("a sign")) == expected
+
+
+@pytest.mark.parametrize("value, expected", [(-3.0, -1.0), (0.25, 0.25), (7.0, 2.0)])
+def test_values_are_clipped_to_their_bounds(value: float, expected: float) -> None:
+    score = clipped(Score(value, {"exact": 1.0}), (-1.0, 2.0))
+    assert score.value == expected and score.parts == {"exact": 1.0, "unclipped": value}
+    assert clipped(Score(value), None) == Score(value)
+    assert clipped(NOT_APPLICABLE, (0.0, 1.0)) == NOT_APPLICABLE
+    assert clipped(Score.failed("no"), (0.0, 1.0)) == Score.failed("no")
+
+
+def test_bounds_of_a_recipe(recipe_data: dict, tmp_path: Path) -> None:
+    """Of the training reward alone: both share a scorer."""
+    mine = {"name": f"{USER}:brightness"}
+    recipe_data |= {"steps": 1, "reward": [mine | {"bounds": [0.0, 1e-3]}], "eval_reward": [mine]}
+    last = rows_of(recipe_data, tmp_path / "run")[-1]
+    name = f"reward/{USER}:brightness"
+    assert last["reward"] == last[name] == pytest.approx(1e-3) < last[f"{name}/unclipped"]
+    assert last["eval/reward"] > 1e-3
+    with pytest.raises(UserError, match=r"bounds = \[1.0, 0.0\]: expected the lower bound first"):
+        build.recipe_from(recipe_data | {"reward": [mine | {"bounds": [1.0, 0.0]}]})
