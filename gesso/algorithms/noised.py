@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -73,12 +73,14 @@ class NoisedAlgorithm(FlowAlgorithm):
     def _enough_levels(self) -> NoisedAlgorithm:
         if self.levels.stop > self.steps:
             raise ValueError(f"last = {self.last} must be less than steps = {self.steps}")
-        if self.times > len(self.levels):
+        if self.without_replacement and self.times > len(self.levels):
             raise ValueError(
                 f"times = {self.times} must be at most {len(self.levels)}, the number of steps "
                 "that may be trained; trained times are sampled from them without replacement"
             )
         return self
+
+    without_replacement: ClassVar[bool] = True  # of the sampler's noise levels
 
     @property
     def levels(self) -> range:
@@ -233,6 +235,8 @@ class Picked(NoisedAlgorithm):
 
     first: Literal[0] = 0
     last: None = None
+
+    without_replacement: ClassVar[bool] = False
 
     def terms(self, rollout: Rollout, prepared: Prepared) -> NoisedTerms:
         used = prepared.advantages.nonzero()[:, 0]

@@ -22,6 +22,9 @@ class Batches(Protocol):
     @property
     def refills(self) -> int: ...
 
+    @property
+    def whole_groups(self) -> bool: ...
+
 
 def check_device(recipe: AnyRecipe, where: str) -> None:
     """Rejects torch's meta device, which Gesso uses internally to estimate memory."""
@@ -40,6 +43,11 @@ def check_cluster(recipe: Recipe, where: str) -> None:
         raise UserError(
             f"{where}: sampler.vllm.tensor_parallel = {parallel} divides a model over workers and "
             f"requires cluster.workers; set it to a multiple of {parallel}"
+        )
+    if isinstance(cluster.workers, int) and cluster.workers % parallel:
+        raise UserError(
+            f"{where}: sampler.vllm.tensor_parallel = {parallel} must divide cluster.workers = "
+            f"{cluster.workers}"
         )
     if cluster.sharding is None:
         for key in ("shard_within", "offload"):
@@ -77,11 +85,14 @@ def check_sizes(recipe: Recipe, algorithm: Batches, where: str) -> None:
             f"{where}: data.groups × algorithm.group = {recipe.data.groups} × {algorithm.group} = "
             f"{samples:,} samples per step; the maximum is {MAX_SAMPLES:,}"
         )
-    if samples % updates:
-        divisors = [n for n in range(1, samples + 1) if samples % n == 0]
+    count, units = samples, f"data.groups × algorithm.group = {recipe.data.groups} × "
+    units += f"{algorithm.group} = {samples} samples"
+    if algorithm.whole_groups:
+        count, units = recipe.data.groups, f"data.groups = {recipe.data.groups} whole groups"
+    if count % updates:
+        divisors = [n for n in range(1, count + 1) if count % n == 0]
         near = sorted(sorted(divisors, key=lambda n: abs(n - updates))[:2])
         raise UserError(
-            f"{where}: data.groups × algorithm.group = {recipe.data.groups} × {algorithm.group} = "
-            f"{samples} samples cannot be split into {updates} updates; use algorithm.updates = "
+            f"{where}: {units} cannot be split into {updates} updates; use algorithm.updates = "
             f"{' or '.join(map(str, near))}"
         )

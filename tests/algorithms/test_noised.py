@@ -202,6 +202,8 @@ def test_terms_of_one_update_need_no_pass_before_it(recipe_data: dict) -> None:
     "options, message",
     [
         ({"name": "dgpo", "advantage": {"drop_flat": True}}, "trains on whole groups"),
+        ({"name": "dgpo", "updates": 3}, "2 whole groups cannot be split into 3 updates"),
+        ({"name": "flow-dpo", "first": 1}, "first"),
         ({"name": "awm", "steps": 8}, r"last = 11 must be less than steps = 8"),
         ({"name": "awm", "times": 12}, r"times = 12 must be at most 11"),
         ({"name": "awm", "weighting": "hubber"}, "'ghuber'"),

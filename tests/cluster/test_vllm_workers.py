@@ -175,8 +175,8 @@ def test_vllm_is_missing(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     ("count", "parallel", "message"),
     [
         (None, 2, "tensor_parallel = 2 divides a model over workers and requires cluster.workers"),
-        (3, 2, "sampler.vllm.tensor_parallel = 2 must divide the 3 workers"),
-        (2, 4, "sampler.vllm.tensor_parallel = 4 must divide the 2 workers"),
+        (3, 2, "sampler.vllm.tensor_parallel = 2 must divide cluster.workers = 3"),
+        (2, 4, "sampler.vllm.tensor_parallel = 4 must divide cluster.workers = 2"),
         (14, 2, "are work for only 12; set sampler.batch = 1 or less"),
         (26, 2, "are work for only 12; use at most 24 workers"),
     ],
@@ -335,7 +335,7 @@ def test_a_sampler_rests_before_the_update() -> None:
     worker.group = SimpleNamespace(waited=0.0, sent=0)
     worker.model = SimpleNamespace(device=torch.device("cpu"))
     worker._rollout = lambda scores: None
-    worker.update(b"", 0)
+    worker.update(b"", 0, {})
     assert order == ["rest", "update"]
 
 
