@@ -324,7 +324,7 @@ def test_an_engine_on_a_gpu_sleeps_between_calls_or_until_the_update(
 def test_a_sampler_rests_before_the_update() -> None:
     order: list[str] = []
 
-    def update(rollout: Any, step: int) -> Update:
+    def update(rollout: Any, step: int, scales: Any) -> Update:
         order.append("update")
         return Update({}, [])
 
