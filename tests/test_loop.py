@@ -299,9 +299,9 @@ def test_some_failed_scores_leave_the_batch_and_are_counted(
     trained_on: list[int] = []
     honest = Learner.update
 
-    def update(self: Learner, rollout: Rollout, step: int) -> Update:
+    def update(self: Learner, rollout: Rollout, step: int, scales: Scales) -> Update:
         trained_on.append(len(rollout.samples))
-        return honest(self, rollout, step)
+        return honest(self, rollout, step, scales)
 
     monkeypatch.setattr(Learner, "update", update)
     recipe_data |= {"reward": [{"name": f"{USER}:some_fail"}], "max_failed": 0.9}

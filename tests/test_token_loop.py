@@ -21,7 +21,7 @@ from gesso.rollout import Rollout
 from gesso.run import assemble
 from gesso.samplers.decode import DecodingSampler
 from gesso.track.run_folder import RunFolder
-from gesso.types import ResponseSpec, Score, StopRun, UserError
+from gesso.types import ResponseSpec, Scales, Score, StopRun, UserError
 from tests import tokens
 from tests.cut_run import cut_after
 from tests.token_rewards import early
@@ -110,9 +110,9 @@ def trained_on(monkeypatch: pytest.MonkeyPatch) -> list[Rollout]:
     seen: list[Rollout] = []
     honest = Learner.update
 
-    def update(self: Learner, rollout: Rollout, step: int) -> Update:
+    def update(self: Learner, rollout: Rollout, step: int, scales: Scales) -> Update:
         seen.append(rollout)
-        return honest(self, rollout, step)
+        return honest(self, rollout, step, scales)
 
     monkeypatch.setattr(Learner, "update", update)
     return seen

@@ -26,7 +26,7 @@ from gesso.rollout import Rollout, TokenTrace
 from gesso.samplers import decode
 from gesso.samplers import responses as responses
 from gesso.track.run_folder import RunFolder
-from gesso.types import Prompt, Sample, Score, StopRun, UserError
+from gesso.types import Prompt, Sample, Scales, Score, StopRun, UserError
 from tests import tokens
 from tests.typed import sure, writing
 
@@ -99,12 +99,12 @@ def test_an_image_that_vanishes_ends_the_run_and_loses_nothing(
     chosen = recipe(root, write(tmp_path / "a.jsonl", table))
     honest, done = Learner.update, []
 
-    def update(self: Learner, rollout: Rollout, step: int) -> Update:
+    def update(self: Learner, rollout: Rollout, step: int, scales: Scales) -> Update:
         done.append(step)
         if len(done) == 2:
             for i in range(8):
                 (tmp_path / f"{i}.png").unlink()
-        return honest(self, rollout, step)
+        return honest(self, rollout, step, scales)
 
     monkeypatch.setattr(Learner, "update", update)
     with pytest.raises(
@@ -317,10 +317,10 @@ def test_with_importance_weights_the_distance_to_the_sampler_is_reported(
 
     honest = Learner.update
 
-    def update(self: Learner, rollout: Rollout, step: int) -> Update:
+    def update(self: Learner, rollout: Rollout, step: int, scales: Scales) -> Update:
         off = torch.zeros_like(rollout.logp)
         off[0, 0] = 0.03  # another engine, which is wrong about one token
-        return honest(self, replace(rollout, logp=rollout.logp - off), step)
+        return honest(self, replace(rollout, logp=rollout.logp - off), step, scales)
 
     monkeypatch.setattr(Learner, "update", update)
     train = write(tmp_path / "a.jsonl", rows(tmp_path, 4))

@@ -186,9 +186,9 @@ def test_collect_returns_at_once_and_batches_are_sampled_in_order_before_the_upd
         events.append(step)
         return draw(self, step)
 
-    def updating(rollout: Any, step: int) -> Any:
+    def updating(rollout: Any, step: int, scales: Any) -> Any:
         events.append(f"update {step}")
-        return update(rollout, step)
+        return update(rollout, step, scales)
 
     monkeypatch.setattr(Local, "sample_step", drawing_step)
     monkeypatch.setattr(job.learner, "update", updating)
