@@ -60,6 +60,10 @@ TRACKERS = {
     "swanlab": "gesso.track.trackers.swanlab:SwanLab",
     "mlflow": "gesso.track.trackers.mlflow:MLflow",
 }
+OF_RESPONSES = (
+    "truncated-responses", "longer-responses", "entropy-collapse", "constant-length", "kl-explodes",
+    "sampler-mismatch",
+)  # fmt: skip
 SHOWN = ("console", "jsonl")  # also allowed in `track`; metrics.jsonl is always written
 
 
@@ -137,6 +141,12 @@ def _check_track(names: Sequence[str], where: str) -> None:
 def _check_reactions(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
     """Rejects reactions that could not happen."""
     for kind, reaction in recipe.on_symptom.items():
+        of_workers = kind == "idle-workers" and recipe.cluster.workers is None
+        if of_workers or (kind in OF_RESPONSES and algorithm.family == "flow"):
+            raise UserError(
+                f"{where}: on_symptom.{kind}: this run cannot have the warning, which is for "
+                f"{'several workers' if of_workers else 'language models'}; remove it"
+            )
         if kind == "reward-hacking" and not recipe.eval.every:
             raise UserError(
                 f"{where}: on_symptom.reward-hacking compares evaluations; set eval.every"

@@ -63,6 +63,11 @@ class Loop:
         for row in self.run.rows():
             self._spent += row["time/step"]
             self._react(self._health.feed(row))
+        if self._scales != UNSCALED:
+            self._note(
+                f"on_symptom: optimizer.lr is multiplied by {self._scales.lr:g}, the weight of the "
+                f"KL by {self._scales.kl:g}, because of earlier warnings"
+            )
         if step == 0:
             self._record({"step": 0}, time.perf_counter(), evaluate=True)
         try:
@@ -227,6 +232,8 @@ class Loop:
             text = f"step {row['step']}: warning ({symptom.kind}): {symptom.text}"
             self._note(text, again=False)
         reactions = self._react(new_warnings)
+        if row["step"] == self.recipe.steps:  # there is no next step
+            reactions = {}
         for kind, reaction in reactions.items():
             done = described(reaction, self._scales)
             self._note(f"step {row['step']}: on_symptom.{kind}: {done}", again=False)
@@ -251,10 +258,10 @@ class Loop:
         if step > (self.run.latest() or 0):
             self._save(step)
         best = best_step(self.run.rows())
+        highest = "" if best is None else f" the held-out reward was highest at step {best};"
         raise StopRun(
-            f"on_symptom stopped the run at step {step}, because of {', '.join(kinds)}; the "
-            f"held-out reward was highest at step {best}; to go on anyway, run "
-            f"`gesso train --resume {self.run.path}`"
+            f"on_symptom stopped the run at step {step}, because of {', '.join(kinds)};{highest} "
+            f"to go on anyway, run `gesso train --resume {self.run.path}`"
         )
 
     def _evaluate(self, step: int) -> dict[str, float]:

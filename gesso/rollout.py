@@ -80,6 +80,7 @@ class FlowContext:
     sigmas: Tensor  # (n+1,): the whole schedule, from 1 down to 0
     cond: Conditioning  # (P, …)
     negative: Conditioning | None  # (P, …); None without guidance
+    fine: Tensor | None = None  # the schedule in 1,000 steps, for times between its own
 
     @staticmethod
     def joined(
@@ -101,6 +102,7 @@ class FlowContext:
             first.sigmas,
             Conditioning.stack([c.cond for c in distinct]),
             Conditioning.stack(negatives) if negatives else None,
+            first.fine,
         )
         return context, [row + start for row, start in zip(rows, starts, strict=True)]
 

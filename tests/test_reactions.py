@@ -110,7 +110,9 @@ def test_the_best_step_is_the_first_of_equal_ones() -> None:
     "changes, message",
     [
         ({"on_symptom": {"diversty": "stop"}}, 'idle-workers, got "diversty"'),
-        ({"on_symptom": {"diversity": "halt"}}, 'stop, lower_lr, raise_kl, got "halt"'),
+        ({"on_symptom": {"diversity": "halt"}}, 'diversity: expected .*raise_kl, got "halt"'),
+        ({"on_symptom": {"kl-explodes": "stop"}}, "which is for language models; remove it"),
+        ({"on_symptom": {"idle-workers": "stop"}}, "which is for several workers; remove it"),
         ({"on_symptom": "stop", "eval": {"every": 0}}, "compares evaluations; set eval.every"),
         ({"on_symptom": {"diversity": "raise_kl"}}, 'algorithm "flow-grpo" has no KL here'),
     ],
@@ -124,3 +126,10 @@ def test_reactions_that_cannot_happen(recipe_data: dict, changes: dict, message:
 def test_a_reaction_alone_is_to_reward_hacking(recipe_data: dict) -> None:
     recipe = build.recipe_from(recipe_data | {"on_symptom": "stop", "eval": {"every": 1}})
     assert recipe.on_symptom == {"reward-hacking": "stop"}
+
+
+def test_there_is_no_reaction_after_the_last_step(recipe_data: dict, tmp_path: Path) -> None:
+    data = reacting(recipe_data, "stop") | {"steps": 2}
+    done = run.train(build.recipe_from(data), folder=tmp_path / "run", quiet=True)
+    assert done.rows()[-1]["health"] == ["diversity"]
+    assert "on_symptom" not in (done.path / "log.txt").read_text(encoding="utf-8")

@@ -218,8 +218,10 @@ def settings() -> str:
             of = next(name for name, each in SECTIONS.items() if each is base)
             shared, changed = inherited(kind, base)
             others = f" (here {', '.join(changed)})" if changed else ""
-            parts += [f"The keys of `{of.removeprefix('algorithm: ')}`{others}, and:"]
-        parts += [key_list(kind, tuple(shared)) + (f"\n{TABLES}" if kind is config.Recipe else "")]
+            more = ", and:" if key_list(kind, tuple(shared)) else "."
+            parts += [f"The keys of `{of.removeprefix('algorithm: ')}`{others}{more}"]
+        listed = key_list(kind, tuple(shared)) + (f"\n{TABLES}" if kind is config.Recipe else "")
+        parts += [listed] if listed else []
         if kind in PRESETS:
             parts += [preset_table(kind)]
     return page("Settings", *parts)

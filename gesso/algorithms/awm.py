@@ -43,10 +43,11 @@ class AWM(NoisedAlgorithm):
         return self.updates > 1
 
     def draw_places(self, generator: torch.Generator) -> Tensor:
-        """One of each of `times` equal parts of the steps up to `last`, without those before
-        `first`."""
-        edges = torch.linspace(0, self.levels.stop, self.times + 1).round().clamp(min=self.first)
-        low, high = edges[:-1], edges[1:].clamp(min=self.first + 1)
+        """One of each of `times` equal parts of the steps. As in the authors' code, steps before
+        `first` that would be in the first part count for its size."""
+        start = 0 if self.first < self.levels.stop / self.times else self.first
+        edges = torch.linspace(start, self.levels.stop, self.times + 1).round()
+        low, high = edges[:-1].clamp(min=self.first), edges[1:]
         return (low + torch.rand(self.times, generator=generator) * (high - low)).long()
 
     def objective(

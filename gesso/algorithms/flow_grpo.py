@@ -31,7 +31,7 @@ Rule = Literal["flow-sde", "cps", "dance", "flash"]
 
 
 class Window(Strict):
-    """`size` consecutive steps out of [low, high), the same for a whole batch: a peer's run with
+    """`size` consecutive steps out of [low, high), the same for a whole batch: a published run with
     one window per sample collapsed. With `every` the window is not random but moves by one step
     after `every` iterations, and wraps (MixGRPO). With `per = "prompt"` each prompt has a window,
     the same for its whole group, so that the samples of a group differ in the same steps."""
@@ -52,7 +52,7 @@ class Window(Strict):
     def _possible(self) -> Window:
         if self.every and self.per == "prompt":
             raise ValueError(
-                'every moves the window of a whole batch; remove it, or per = "prompt"'
+                'every moves the window of a whole batch; remove every or per = "prompt"'
             )
         return self
 

@@ -4,13 +4,13 @@ flow-matching loss."""
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from pydantic import Field
 from torch import Tensor
 
 from gesso.algorithms.base import TermLosses
 from gesso.algorithms.noised import NoisedTerms, Picked
-from gesso.formulas import advantages as adv
 from gesso.rollout import Rollout
 from gesso.types import Which
 
@@ -20,9 +20,11 @@ class FlowRFT(Picked):
     updates: int = Field(1, ge=1)
     times: int = Field(1, ge=1)
 
+    whole_groups: ClassVar[bool] = True
+
     def advantages(self, rollout: Rollout) -> Tensor:
         """1 for the best sample of a group, 0 for all others and in groups without spread."""
-        best, _ = adv.extremes(self.advantage(rollout), rollout.group)
+        best, _ = self.extremes(rollout)
         return best.double()
 
     def objective(

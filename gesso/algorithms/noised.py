@@ -7,9 +7,10 @@ that with.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from pydantic import Field, model_validator
@@ -18,10 +19,11 @@ from torch import Tensor
 from gesso import config
 from gesso.algorithms.base import Prepared, TermLosses
 from gesso.algorithms.flow import FlowAlgorithm, FlowTerms
+from gesso.formulas import advantages as adv
 from gesso.formulas import averages, matching
 from gesso.models.flow.base import FlowModel
 from gesso.ranks import ALONE, Ranks, fill
-from gesso.rollout import Rollout
+from gesso.rollout import FlowContext, Rollout
 from gesso.types import SampleSpec, Solver, Which, seed_of
 from gesso.weights.policy import Policy
 
@@ -71,8 +73,11 @@ class NoisedAlgorithm(FlowAlgorithm):
 
     @model_validator(mode="after")
     def _enough_levels(self) -> NoisedAlgorithm:
-        if self.levels.stop > self.steps:
-            raise ValueError(f"last = {self.last} must be less than steps = {self.steps}")
+        if self.levels.stop > self.steps or not self.levels:
+            raise ValueError(
+                f"first = {self.first} and last = {self.levels.stop - 1} must be among the "
+                f"{self.steps} steps, counted from 0, first <= last"
+            )
         if self.without_replacement and self.times > len(self.levels):
             raise ValueError(
                 f"times = {self.times} must be at most {len(self.levels)}, the number of steps "
@@ -98,7 +103,7 @@ class NoisedAlgorithm(FlowAlgorithm):
 
     @property
     def _others(self) -> list[Which]:
-        """All weights whose velocity the loss uses beside that of the current ones."""
+        """All weights whose velocity the loss uses, except the current ones."""
         reference: set[Which] = {"reference"} if self.kl > 0 else set()
         return sorted(self.compared | reference)
 
@@ -153,7 +158,7 @@ class NoisedAlgorithm(FlowAlgorithm):
             row=trace.row.repeat_interleave(times),
             clean=trace.clean.repeat_interleave(times, 0),
             noise=noise.flatten(0, 1).to(device),
-            t=matching.on_schedule(trace.context.sigmas, places.flatten().to(device)),
+            t=self.times_at(trace.context, places.flatten().to(device)),
             advantage=prepared.advantages.double().to(device).repeat_interleave(times),
             group=(rollout.group.repeat_interleave(times) * times + level).to(device),
             old_loss=old_loss.to(device),
@@ -174,6 +179,10 @@ class NoisedAlgorithm(FlowAlgorithm):
         """(times,) places in the sampler's schedule: some of `levels`, without replacement."""
         order = torch.rand(len(self.levels), generator=generator).argsort()[: self.times]
         return order + self.first
+
+    def times_at(self, context: FlowContext, places: Tensor) -> Tensor:
+        """t of places drawn by `draw_places`."""
+        return matching.on_schedule(context.sigmas, places)
 
     @torch.no_grad()
     def matching_losses(
@@ -233,14 +242,30 @@ class Picked(NoisedAlgorithm):
     """Trains only on samples with an advantage other than 0, at the times of pretraining:
     t of u = sigmoid(N(0, 1)), shifted as the sampler's schedule is."""
 
-    first: Literal[0] = 0
-    last: None = None
-
     without_replacement: ClassVar[bool] = False
+
+    @model_validator(mode="after")
+    def _all_levels(self) -> Picked:
+        if self.first or self.last is not None:
+            raise ValueError(f"{self.name} trains at all noise levels; remove first and last")
+        if self.advantage.drop_flat:
+            raise ValueError(f"{self.name} drops groups without spread; remove advantage.drop_flat")
+        return self
+
+    def extremes(self, rollout: Rollout) -> tuple[Tensor, Tensor]:
+        """(N,) bool each: the best and the worst sample of each group with spread."""
+        unclipped = self.advantage.model_copy(update={"clip": math.inf})
+        return adv.extremes(unclipped(rollout), rollout.group)
 
     def terms(self, rollout: Rollout, prepared: Prepared) -> NoisedTerms:
         used = prepared.advantages.nonzero()[:, 0]
         return super().terms(rollout.rows(used), prepared.rows(used))
 
     def draw_places(self, generator: torch.Generator) -> Tensor:
-        return self.steps * (1 - torch.randn(self.times, generator=generator).sigmoid())
+        """u = sigmoid(N(0, 1)): places in the schedule before its shift."""
+        return torch.randn(self.times, generator=generator).sigmoid()
+
+    def times_at(self, context: FlowContext, places: Tensor) -> Tensor:
+        fine = context.fine
+        assert fine is not None, "the sampler sets it"
+        return matching.on_schedule(fine, (1 - places) * (len(fine) - 1)).clamp(1e-4, 1 - 1e-4)

@@ -105,7 +105,7 @@ class Gate(Strict):
 
     @property
     def range(self) -> float | None:
-        """Distance from 1 at which the gate halves the gradient, 4σ(1 − σ) = ½."""
+        """Distance from 1 at which the gate is one half, 4σ(1 − σ) = ½."""
         return math.log(3 + math.sqrt(8)) / max(self.tau_pos, self.tau_neg)
 
     def __call__(

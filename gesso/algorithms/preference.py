@@ -14,7 +14,6 @@ from torch import Tensor
 from gesso import config
 from gesso.algorithms.base import TermLosses
 from gesso.algorithms.noised import NoisedAlgorithm, NoisedTerms, Picked
-from gesso.formulas import advantages as adv
 from gesso.formulas import matching
 from gesso.models.flow.base import FlowModel
 from gesso.ranks import Ranks
@@ -93,11 +92,12 @@ class FlowDPO(Picked, Preference):
     preferred to the worst. Groups without spread have no preference."""
 
     name: str = "flow-dpo"
+    updates: int = Field(1, ge=1)
     times: int = Field(1, ge=1)
 
     def advantages(self, rollout: Rollout) -> Tensor:
         """1 for the best, −1 for the worst, 0 for all others."""
-        best, worst = adv.extremes(self.advantage(rollout), rollout.group)
+        best, worst = self.extremes(rollout)
         return best.double() - worst.double()
 
     def objective(

@@ -7,8 +7,8 @@ from gesso.formulas.aggregation import Mode
 
 
 class SAPO(PolicyGradient):
-    """The gradient of a token falls smoothly as its ratio leaves 1, faster for A < 0. The paper
-    and TRL average over the tokens of a response first."""
+    """A gate multiplies the gradient of a token. It falls smoothly as the ratio leaves 1, faster
+    for A < 0. The paper and TRL average over the tokens of a response first."""
 
     name: str = "sapo"
     surrogate: Surrogate = Gate()

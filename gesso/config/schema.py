@@ -292,9 +292,11 @@ def _reactions(given: Any) -> Any:
     if not isinstance(given, dict):
         return given
     for kind, reaction in given.items():
-        for word, known in ((kind, WARNINGS), (reaction, get_args(Reaction))):
-            if word not in known:
-                raise ValueError(f'expected one of {", ".join(known)}, got "{word}"')
+        if kind not in WARNINGS:
+            raise ValueError(f'expected one of {", ".join(WARNINGS)}, got "{kind}"')
+        if reaction not in get_args(Reaction):
+            allowed = ", ".join(get_args(Reaction))
+            raise ValueError(f'{kind}: expected one of {allowed}, got "{reaction}"')
     return given
 
 
@@ -315,7 +317,7 @@ class Recipe(Strict):
     on_symptom: Annotated[dict[str, Reaction], BeforeValidator(_reactions)] = Field({})
     """Reactions to new health warnings, as in `on_symptom.reward-hacking="stop"`: "stop" saves the
     run and stops it, "lower_lr" halves the learning rate, "raise_kl" doubles the weight of the KL.
-    Only a reaction: that to reward-hacking."""
+    `on_symptom="stop"` is short for the reaction to reward-hacking."""
     model: ModelSection
     """The model to train."""
     data: Data

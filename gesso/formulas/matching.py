@@ -1,5 +1,5 @@
-"""Flow matching on clean samples: the loss that predicts noise minus image, and what AWM and DGPO
-make of it.
+"""Flow matching on clean samples: the loss of predicting noise minus image, and the log-likelihoods
+and preferences that AWM and DGPO derive from it.
 
 x_t = (1−t)·x0 + t·ε. v, x0, ε: (N, C, H, W); everything else (N,). L is `loss`.
 """

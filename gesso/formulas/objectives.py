@@ -90,7 +90,8 @@ def sapo(
     logp: Tensor, old_logp: Tensor, advantage: Tensor, tau_pos: float, tau_neg: float
 ) -> Surrogate:
     """SAPO (arXiv 2511.20347): −A·(4/τ)·σ(τ(ρ − 1)), τ = tau_pos for A > 0, else tau_neg. The
-    gradient with respect to ℓ is −A·4σ(1 − σ)·ρ: −A at ρ = 1, and it falls smoothly on both sides.
+    gradient with respect to ℓ is −A·4σ(1 − σ)·ρ: −A at ρ = 1. The factor 4σ(1 − σ), the
+    gate, is 1 there and falls smoothly on both sides; with ρ, the gradient is largest near ρ = 2.
     The value at ρ = 1 is −2A/τ, a constant that has no gradient.
 
     As in `token_clipped`, log ρ is clamped to ±20, and a token counts as clipped if it has no

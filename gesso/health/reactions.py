@@ -1,5 +1,5 @@
-"""What a run does about its warnings. As those, a function of its rows: a resumed run has reacted
-to the same ones."""
+"""Reactions of a run to its warnings. Like the warnings, they are a function of the rows, so that a
+resumed run has reacted to the same ones."""
 
 from __future__ import annotations
 

@@ -137,6 +137,8 @@ class Learner:
         for rows in self._mini_batches(kept, rollout.group, generator):
             mini_batch = rollout.rows(rows) if fresh else rollout.rows(rows).aged()
             terms = self.algorithm.terms(mini_batch, prepared.rows(rows))
+            if not len(terms):  # no sample of it has a gradient
+                continue
             norm = self._accumulate(terms, stats)
             if "abs_dlogp" in stats and not first:
                 first["first_abs_dlogp_max"] = float(torch.cat(stats["abs_dlogp"]).max())
@@ -149,7 +151,7 @@ class Learner:
                 fresh = False
         self.optimizer.zero_grad(set_to_none=True)
         self.algorithm.finish(self.policy, self.optimizer_steps)
-        norms += [] if len(kept) else [0.0]  # all groups are flat: there is no gradient
+        norms += [] if norms or skipped else [0.0]  # all groups are flat: there is no gradient
         metrics = {f"update/{name}": float(torch.cat(v).mean()) for name, v in stats.items()}
         for name in MAX_REPORTED & stats.keys():
             metrics[f"update/{name}_max"] = float(torch.cat(stats[name]).max())

@@ -113,6 +113,7 @@ def _rollout(model: Any, spec: SampleSpec, n: int) -> Rollout:
         sigmas=model.sigmas(spec.steps, spec.height, spec.width).to(model.device),
         cond=cond,
         negative=cond if two_branches else None,
+        fine=torch.empty(3, device=model.device),
     )
     trace = FlowTrace(
         context,

@@ -23,6 +23,8 @@ from gesso.samplers.recording import Recorded, StepRecorder, TrainedStep, Trajec
 from gesso.types import OnePass, Prompt, Sample, SampleSpec, Which, seed_of
 from gesso.weights.publish import HeldWeights, Publication
 
+FINE_STEPS = 1000
+
 
 class DenoisingSampler:
     def __init__(self, model: FlowModel, batch: int) -> None:
@@ -43,8 +45,11 @@ class DenoisingSampler:
     @torch.no_grad()
     def shared(self, prompts: Sequence[Prompt], spec: SampleSpec) -> FlowContext:
         cond, negative = self.embeddings.conditions(prompts, spec.guidance)
-        sigmas = self.model.sigmas(spec.steps, spec.height, spec.width).to(self.model.device)
-        return FlowContext(sigmas, cond, negative)
+        sigmas, fine = (
+            self.model.sigmas(steps, spec.height, spec.width).to(self.model.device)
+            for steps in (spec.steps, FINE_STEPS)
+        )
+        return FlowContext(sigmas, cond, negative, fine)
 
     @torch.no_grad()
     def sample(

@@ -90,7 +90,7 @@ METRICS = {
     "update/value": Metric("PPO: mean value of a token.", "Follows `reward`."),
     "update/value_error": Metric("PPO: mean |value − return|.", "Falls."),
     "update/drift": Metric("DiffusionNFT, AWM: mean (v − v_old)².", "Small and steady."),
-    "update/matching": Metric("AWM, DGPO: mean flow-matching loss.", "Steady."),
+    "update/matching": Metric("AWM, DGPO, DPO, RFT: mean flow-matching loss.", "Steady."),
     "update/grad_norm": Metric(
         "Gradient norm before clipping, mean over optimizer steps.",
         "Steady; null when no step was taken.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any
@@ -14,8 +15,9 @@ from torch.nn import functional as F
 from gesso import build
 from gesso.algorithms.awm import AWM
 from gesso.algorithms.base import Prepared
+from gesso.algorithms.flow_rft import FlowRFT
 from gesso.algorithms.noised import NoisedAlgorithm, NoisedTerms
-from gesso.algorithms.preference import DGPO
+from gesso.algorithms.preference import DGPO, FlowDPO
 from gesso.config import Learner as Settings
 from gesso.types import Score, UserError
 from tests.rollouts import SIZE, parts_of, rollout_of
@@ -141,6 +143,7 @@ def levels(algorithm: NoisedAlgorithm) -> list[set[int]]:
 def test_awm_draws_a_time_from_each_part_of_the_schedule() -> None:
     """The authors' six parts."""
     assert levels(AWM()) == [{1}, {2, 3}, {4, 5}, {6, 7}, {8, 9}, {10, 11}]
+    assert levels(AWM(first=6)) == [{i} for i in range(6, 12)]
     assert levels(AWM(first=0)) == [{0, 1}, {2, 3}, {4, 5}, {6, 7}, {8, 9}, {10, 11}]
 
 
@@ -203,8 +206,10 @@ def test_terms_of_one_update_need_no_pass_before_it(recipe_data: dict) -> None:
     [
         ({"name": "dgpo", "advantage": {"drop_flat": True}}, "trains on whole groups"),
         ({"name": "dgpo", "updates": 3}, "2 whole groups cannot be split into 3 updates"),
-        ({"name": "flow-dpo", "first": 1}, "first"),
-        ({"name": "awm", "steps": 8}, r"last = 11 must be less than steps = 8"),
+        ({"name": "flow-dpo", "first": 1}, "trains at all noise levels; remove first and last"),
+        ({"name": "flow-rft", "advantage": {"drop_flat": True}}, "remove advantage.drop_flat"),
+        ({"name": "awm", "steps": 8}, r"last = 11 must be among the 8 steps"),
+        ({"name": "dgpo", "first": 9}, r"first = 9 and last = 6 must be among"),
         ({"name": "awm", "times": 12}, r"times = 12 must be at most 11"),
         ({"name": "awm", "weighting": "hubber"}, "'ghuber'"),
     ],
@@ -250,10 +255,30 @@ def test_rft_is_supervised_fine_tuning_on_the_best(recipe_data: dict) -> None:
     case.compare(matched.mean(), got)
 
 
+def test_pairs_are_ranked_by_unclipped_rewards(recipe_data: dict) -> None:
+    case = Case(recipe_data, PAIRS | {"advantage": {"clip": 0.01}})
+    assert case.prepared.advantages.tolist() == [-1, 1, 0, -1, 0, 1]
+    assert DGPO().updates == FlowDPO().updates == FlowRFT().updates == 1
+
+
+def test_their_times_are_those_of_pretraining(recipe_data: dict) -> None:
+    """su/(1 + (s − 1)u) of a logit-normal u and the model's shift s, for any number of sampling
+    steps. A shift adds log s to a logit."""
+    for steps in (2, 6):
+        case = Case(recipe_data, PAIRS | {"steps": steps, "times": 400})
+        sigmas = torch.linspace(1, 0, 1001)
+        sure(Tensor, case.terms.context.fine).copy_(3 * sigmas / (1 + 2 * sigmas))
+        t = case.algorithm.terms(case.rollout, case.prepared).t.double()
+        logit = torch.log(t / (1 - t)) - math.log(3)
+        assert abs(float(logit.mean())) < 0.12 and abs(float(logit.std()) - 1) < 0.12
+        assert t.min() > 0 and t.max() < 1
+
+
 def test_groups_without_spread_teach_them_nothing(recipe_data: dict) -> None:
     for algorithm in (PAIRS, {"name": "flow-rft", "group": 3, "steps": 4, "times": 2}):
         case = Case(recipe_data, algorithm)
         equal = replace(case.rollout, scores=[Score(0.5, {"made-up": 0.5})] * 6)
         metrics = case.learner.update(equal, 0).metrics
-        assert metrics["update/grad_norm"] == 0
+        assert metrics["update/grad_norm"] == metrics["update/skipped"] == 0
+        assert case.learner.optimizer_steps == 0
         assert all(t.equal(case.weights["current"][n]) for n, t in case.policy.tensors().items())
