@@ -14,6 +14,7 @@ from pydantic import BaseModel
 from gesso import families, imports
 from gesso.config import FAMILIES, AnyRecipe, ModelRecipe, Recipe, Strict, compatibility
 from gesso.config.parsing import named, nearest, parse
+from gesso.config.schema import WARNINGS
 from gesso.config.tables import NOTHING, changed, over, read_recipe, without_nothing
 from gesso.rewards.assembly import resolved
 from gesso.track.trackers.process import Tracked
@@ -139,8 +140,11 @@ def _check_track(names: Sequence[str], where: str) -> None:
 
 
 def _check_reactions(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
-    """Rejects reactions that could not happen."""
+    """Rejects reactions to unknown warnings, and those that could not happen."""
     for kind, reaction in recipe.on_symptom.items():
+        if kind not in WARNINGS:
+            hint = nearest(kind, WARNINGS)
+            raise UserError(f'{where}: on_symptom: unknown warning "{kind}"{hint}')
         of_workers = kind == "idle-workers" and recipe.cluster.workers is None
         if of_workers or (kind in OF_RESPONSES and algorithm.family == "flow"):
             raise UserError(

@@ -259,6 +259,27 @@ MUTANTS = [
         "tests/formulas/test_advantages.py -k extremes",
     ),
     Mutant(
+        "samplers-lack-a-copy-of-later-steps",
+        "gesso/cluster/driver.py",
+        "steps = range(version, version + self.recipe.lag + 1)",
+        "steps = range(1)",
+        "tests/cluster/test_workers.py -k number_of_workers_does_not_change_a_bit[dgpo]",
+    ),
+    Mutant(
+        "empty-mini-batches-step",
+        "gesso/learner/learner.py",
+        "if not len(terms):",
+        "if False:",
+        "tests/algorithms/test_noised.py -k without_spread",
+    ),
+    Mutant(
+        "dpo-times-of-the-samplers-steps",
+        "gesso/algorithms/noised.py",
+        "fine = context.fine",
+        "fine = context.sigmas",
+        "tests/algorithms/test_noised.py -k pretraining",
+    ),
+    Mutant(
         "awm-ratio-always-one",
         "gesso/algorithms/awm.py",
         "old = terms.old_loss if self.needs_old_loss else matched.detach()",

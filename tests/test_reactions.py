@@ -109,8 +109,12 @@ def test_the_best_step_is_the_first_of_equal_ones() -> None:
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"on_symptom": {"diversty": "stop"}}, 'idle-workers, got "diversty"'),
+        (
+            {"on_symptom": {"diversty": "stop"}},
+            'unknown warning "diversty"; did you mean "diversity"',
+        ),
         ({"on_symptom": {"diversity": "halt"}}, 'diversity: expected .*raise_kl, got "halt"'),
+        ({"on_symptom": 5}, "expected one of stop, lower_lr, raise_kl, or a table"),
         ({"on_symptom": {"kl-explodes": "stop"}}, "which is for language models; remove it"),
         ({"on_symptom": {"idle-workers": "stop"}}, "which is for several workers; remove it"),
         ({"on_symptom": "stop", "eval": {"every": 0}}, "compares evaluations; set eval.every"),

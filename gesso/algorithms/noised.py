@@ -8,6 +8,7 @@ that with.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -206,12 +207,12 @@ class NoisedAlgorithm(FlowAlgorithm):
             fill(found, parts, [len(part) for part in parts], losses, ranks)
         return found
 
+    @abstractmethod
     def objective(
         self, terms: NoisedTerms, v: Tensor, others: Mapping[Which, Tensor]
     ) -> TermLosses:
         """The loss of each term, without the distance to the reference. `others`: velocities of
         the `compared` weights."""
-        raise NotImplementedError
 
     def loss(self, model: FlowModel, terms: NoisedTerms) -> TermLosses:
         with torch.no_grad():  # before the pass that saves activations for backward

@@ -289,13 +289,11 @@ WARNINGS = (
 def _reactions(given: Any) -> Any:
     if isinstance(given, str):
         given = {"reward-hacking": given}
+    allowed = ", ".join(get_args(Reaction))
     if not isinstance(given, dict):
-        return given
+        raise ValueError(f"expected one of {allowed}, or a table of warnings and reactions")
     for kind, reaction in given.items():
-        if kind not in WARNINGS:
-            raise ValueError(f'expected one of {", ".join(WARNINGS)}, got "{kind}"')
         if reaction not in get_args(Reaction):
-            allowed = ", ".join(get_args(Reaction))
             raise ValueError(f'{kind}: expected one of {allowed}, got "{reaction}"')
     return given
 
