@@ -16,7 +16,7 @@ from gesso.track.metrics import METRICS
 from tools import reference
 
 ROOT = Path(__file__).parent.parent
-MAX_WORDS = 25_000
+MAX_WORDS = 21_000  # without the generated pages, which grow with the code
 ABSENT = {"update/drift", "update/matching"}  # of algorithms on clean samples
 OF_WORKERS = {key for key in METRICS if key.startswith("cluster/")}  # tests/cluster has them
 
@@ -107,6 +107,7 @@ def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
 
 
 def test_the_documentation_stays_short() -> None:
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    pages = {ROOT / "README.md", *(ROOT / "docs").rglob("*.md")}
+    pages -= {reference.FOLDER / page for page in reference.PAGES}
     words = sum(len(page.read_text(encoding="utf-8").split()) for page in pages)
     assert words <= MAX_WORDS, f"{words} words"
