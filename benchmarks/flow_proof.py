@@ -107,7 +107,7 @@ def our_replay(ours: Ours, batch: Batch, algorithm: FlowGRPO) -> tuple[Tensor, T
         for index in terms.micro_batches(config.Learner(micro_batch=ours.shape.images)):
             part = terms.rows(index)
             with torch.no_grad():
-                logps.append(algorithm._transition(model, part, "current").logp(part.x_next))
+                logps.append(algorithm.transition(model, part, "current").logp(part.x_next))
             (algorithm.loss(model, part).loss.sum() / terms.total).backward()
     return torch.cat(logps).view(images, steps), taken(model.policy)
 

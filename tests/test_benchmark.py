@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from gesso import build
-from gesso.algorithms.flow_grpo import FlowGRPO, Window
+from gesso.algorithms.flow_grpo import FlowGRPO
+from gesso.algorithms.stepped import Window
 from gesso.config import PACKAGE, Model
 from gesso.run import Assembled, assemble
 from gesso.types import UserError

@@ -26,7 +26,7 @@ from gesso.algorithms.advantage import Advantage
 from gesso.algorithms.awm import AWM
 from gesso.algorithms.credit import Credit
 from gesso.algorithms.diffusion_nft import DiffusionNFT
-from gesso.algorithms.flow_grpo import FlowGRPO, Window
+from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.algorithms.flow_rft import FlowRFT
 from gesso.algorithms.grpo import GRPO
 from gesso.algorithms.importance import Importance
@@ -34,6 +34,7 @@ from gesso.algorithms.noised import NoisedAlgorithm
 from gesso.algorithms.policy_gradient import KL, Clip, Gate, SequenceClip, Weight
 from gesso.algorithms.ppo import PPO, CriticSection
 from gesso.algorithms.preference import DGPO, FlowDPO
+from gesso.algorithms.stepped import Window
 from gesso.arguments import parser
 from gesso.config import tables
 from gesso.rewards import assembly

@@ -9,7 +9,8 @@ from typing import Literal
 from pydantic import Field
 from torch import Tensor
 
-from gesso.algorithms.flow_grpo import FlowGRPO, StepTerms, Window
+from gesso.algorithms.flow_grpo import FlowGRPO, StepTerms
+from gesso.algorithms.stepped import Window
 from gesso.config import MAX_STEPS
 from gesso.formulas import flow_steps, objectives
 

@@ -35,15 +35,15 @@ class FlowTerms(Terms):
         return index.split(settings.micro_batch) if len(index) else []
 
 
-class FlowAlgorithm(config.Strict):
+class AnyFlowAlgorithm(config.Strict):
+    """With rewards or without."""
+
     name: str
     """Name of the algorithm."""
     group: int = Field(24, ge=1)
     """Samples per prompt."""
     updates: int = Field(2, ge=1)
     """Optimizer steps per rollout."""
-    advantage: Advantage = Advantage()
-    """Advantage settings."""
 
     family: ClassVar[config.FamilyName] = "flow"
     whole_groups: ClassVar[bool] = False
@@ -64,6 +64,15 @@ class FlowAlgorithm(config.Strict):
     def greedy_spec(self) -> None:
         """None: images are compared only within their group."""
 
+    def complete(self, model: Any, terms: Any, settings: config.Learner, ranks: Ranks) -> Any:
+        """Nothing to add: terms are independent of each other."""
+        return terms
+
+
+class FlowAlgorithm(AnyFlowAlgorithm):
+    advantage: Advantage = Advantage()
+    """Advantage settings."""
+
     def prepare(
         self,
         model: FlowModel,
@@ -72,7 +81,3 @@ class FlowAlgorithm(config.Strict):
         ranks: Ranks = ALONE,
     ) -> Prepared:
         return Prepared(self.advantage(rollout))
-
-    def complete(self, model: Any, terms: Any, settings: config.Learner, ranks: Ranks) -> Any:
-        """Nothing to add: terms are independent of each other."""
-        return terms

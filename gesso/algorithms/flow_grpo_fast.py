@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from gesso.algorithms.flow_grpo import FlowGRPO, Rule, Window
+from gesso.algorithms.flow_grpo import FlowGRPO
+from gesso.algorithms.stepped import Rule, Window
 
 
 class FlowGRPOFast(FlowGRPO):

@@ -7,7 +7,8 @@ from __future__ import annotations
 from pydantic import Field
 
 from gesso.algorithms.advantage import Advantage
-from gesso.algorithms.flow_grpo import FlowGRPO, Window
+from gesso.algorithms.flow_grpo import FlowGRPO
+from gesso.algorithms.stepped import Window
 from gesso.config import MAX_STEPS
 
 

@@ -11,7 +11,8 @@ from pydantic import Field
 from torch import Tensor
 
 from gesso.algorithms.advantage import Advantage
-from gesso.algorithms.flow_grpo import FlowGRPO, StepTerms, Window
+from gesso.algorithms.flow_grpo import FlowGRPO, StepTerms
+from gesso.algorithms.stepped import Window
 from gesso.formulas import flow_steps, objectives
 
 

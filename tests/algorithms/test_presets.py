@@ -14,7 +14,8 @@ import torch
 
 from gesso import build
 from gesso.algorithms.base import Algorithm, Prepared
-from gesso.algorithms.flow_grpo import FlowGRPO, Window
+from gesso.algorithms.flow_grpo import FlowGRPO
+from gesso.algorithms.stepped import Window
 from gesso.formulas import advantages as adv
 from gesso.rollout import FlowTrace, Rollout
 from gesso.run import assemble, resume, train
@@ -440,7 +441,7 @@ def test_the_limit_of_dppo_is_held_against_the_whole_noise(
     model, algorithm, _, rollout = moved("flow-dppo")
     terms = algorithm.terms(rollout, Prepared(algorithm.advantage(rollout)))
     with torch.no_grad():
-        step = algorithm._transition(model, terms, "current")
+        step = algorithm.transition(model, terms, "current")
         error = (step.mean - terms.old_mean).square().flatten(1).mean(1)
         divergence = error / (2 * step.std.flatten().square())
         without = error / (2 * step.s.flatten().square())

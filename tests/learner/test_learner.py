@@ -242,7 +242,7 @@ def test_an_update_moves_towards_the_better_samples(
                 fit = -(v - (noised.noise - noised.clean)).square().flatten(1).mean(1)
                 return float((fit.view(6, -1).mean(1) * advantages).sum())
             stepped = sure(StepTerms, terms)
-            step = sure(FlowGRPO, chosen)._transition(model, stepped, "current")
+            step = sure(FlowGRPO, chosen).transition(model, stepped, "current")
             return float((step.logp(stepped.x_next).view(6, -1).mean(1) * advantages).sum())
 
     before = preference()
