@@ -65,7 +65,10 @@ def main() -> None:
         class Later:
             processes = 0
 
-            def submit(self, samples: Any, held_out: bool = False) -> Any:
+            def begin(self, groups: Any, held_out: bool = False) -> Any:
+                return self
+
+            def add(self, index: Any, samples: Any) -> None:
                 held.append(samples)
 
         started = time.perf_counter()
@@ -73,8 +76,12 @@ def main() -> None:
         job.cluster.sample_step(step)
         job.cluster.rewards = service
         drawn = time.perf_counter()
-        for future in [service.submit(samples) for samples in held]:
-            future.result()
+        scoring = service.begin(range(sum(len(samples) for samples in held)))
+        first = 0
+        for samples in held:
+            scoring.add(range(first, first + len(samples)), samples)
+            first += len(samples)
+        scoring.result()
         return drawn - started, time.perf_counter() - drawn
 
     job = job_with(0.0)

@@ -1,4 +1,5 @@
-"""Custom rewards for docs/how-to/write-a-reward.md: a function, and a class with state."""
+"""Custom rewards for docs/how-to/write-a-reward.md: a function, one that compares the samples of a
+prompt, and a class with state."""
 
 from __future__ import annotations
 
@@ -7,12 +8,19 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image
 
-from gesso.types import Prompt, Sample, Score
+from gesso.types import Prompt, Sample, Score, groupwise
 
 
 def contrast(samples: Sequence[Sample], best: float = 80.0) -> list[float]:
     """Standard deviation of the brightness; `best` and above score 1."""
     return [min(1.0, float(s.pixels.mean(2).std()) / best) for s in samples]
+
+
+@groupwise
+def brightest(samples: Sequence[Sample]) -> list[float]:
+    """1 for the brightest sample of each prompt, 0 for the others."""
+    means = [float(s.pixels.mean()) for s in samples]
+    return [float(mean == max(means)) for mean in means]
 
 
 class LikeReference:

@@ -147,7 +147,9 @@ def _eval(subparsers: Any) -> None:
         metavar="N",
         help="use only the first N prompts (default: eval.prompts of the recipe; all of --prompts)",
     )
-    evaluate.add_argument("--n", type=int, default=1, help="samples per prompt (default: 1)")
+    evaluate.add_argument(
+        "--n", type=int, help="samples per prompt (default: eval.samples of the recipe)"
+    )
     evaluate.add_argument("--seed", type=int, help="random seed (default: that of the recipe)")
     evaluate.add_argument(
         "--out",

@@ -16,7 +16,7 @@ from gesso.config import FAMILIES, AnyRecipe, ModelRecipe, Recipe, Strict, compa
 from gesso.config.parsing import named, nearest, parse
 from gesso.config.schema import WARNINGS
 from gesso.config.tables import NOTHING, changed, over, read_recipe, without_nothing
-from gesso.rewards.assembly import resolved
+from gesso.rewards.assembly import is_groupwise, resolved
 from gesso.track.trackers.process import Tracked
 from gesso.types import UserError
 
@@ -94,6 +94,7 @@ def recipe_from(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
     compatibility.check_cluster(recipe, where)
     family.check(recipe, options, where)
     _check_reactions(recipe, options, where)
+    _check_groups(recipe, options, where)
     filled = recipe.model_dump() | {
         "eval": family.eval_section(recipe, options).model_dump(),
         "algorithm": _filled(recipe, options),
@@ -159,6 +160,28 @@ def _check_reactions(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
             raise UserError(
                 f'{where}: on_symptom.{kind} = "raise_kl", but algorithm "{recipe.algorithm.name}" '
                 "has no KL here; set its weight (algorithm.beta or algorithm.kl)"
+            )
+
+
+def _check_groups(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
+    """Rewards that compare the samples of a prompt need at least two of them."""
+    for entry in filter(is_groupwise, recipe.reward):
+        compares = f'{where}: the reward "{entry.name}" compares the samples of a prompt'
+        if algorithm.group < 2:
+            raise UserError(
+                f"{compares} and requires algorithm.group of at least 2, got {algorithm.group}"
+            )
+        if algorithm.greedy_spec() is not None:
+            raise UserError(
+                f'{compares}, but the greedy baseline of algorithm "{recipe.algorithm.name}" is '
+                "one response; use another algorithm, such as grpo"
+            )
+    for entry in filter(is_groupwise, recipe.eval_reward or recipe.reward):
+        if recipe.eval.samples < 2:
+            raise UserError(
+                f'{where}: the reward "{entry.name}" compares the samples of a prompt, but '
+                "evaluations have one: set eval.samples, as in 4, or other rewards in "
+                "[[eval_reward]]"
             )
 
 

@@ -123,11 +123,14 @@ def _data(job: Assembled) -> str:
 
 
 def _small_batch(job: Assembled) -> tuple[Rollout, float]:
-    """One sampler batch, sampled as in training with one sample per prompt, and the seconds per
-    sample. Sampled twice: the first time includes loading and encoding."""
+    """One sampler batch, sampled as in training with one sample per prompt, or with whole groups
+    for rewards that compare them, and the seconds per sample. Sampled twice: the first time
+    includes loading and encoding."""
     samples = min(job.recipe.sampler.batch, job.recipe.data.groups * job.algorithm.group)
-    job.local.sample_step(0, groups=samples, group=1).result()
-    rollout, timing = job.local.sample_step(0, groups=samples, group=1).result()
+    group = job.algorithm.group if job.cluster.rewards.groupwise() else 1
+    groups = math.ceil(samples / group)
+    job.local.sample_step(0, groups, group).result()
+    rollout, timing = job.local.sample_step(0, groups, group).result()
     return rollout, timing.sample / len(rollout.samples)
 
 
@@ -267,7 +270,7 @@ def _time(job: Assembled, sampling: float, updating: float) -> str:
     recipe = job.recipe
     step = recipe.data.groups * job.algorithm.group * (sampling + updating)
     cost = families.of(recipe).eval_cost(recipe, job.algorithm)
-    evaluation = len(job.eval_prompts) * sampling * cost
+    evaluation = len(job.eval_prompts) * recipe.eval.samples * sampling * cost
     evaluations = 2 + (recipe.steps - 1) // recipe.eval.every if recipe.eval.every else 2
     total = recipe.steps * step + evaluations * evaluation
     return (

@@ -279,8 +279,8 @@ class Loop:
                     f"last error: {errors[-1]}; fix the reward and run "
                     f"`gesso train --resume {self.run.path}`"
                 )
-        shown = self.recipe.eval.shown
-        self.run.save_samples(step, samples[:shown], scores[:shown])
+        shown, each = self.recipe.eval.shown, self.recipe.eval.samples
+        self.run.save_samples(step, samples[::each][:shown], scores[::each][:shown])
         means = {f"eval/{name}": value for name, value in mean_scores(scores).items()}
         return means | {"time/eval": time.perf_counter() - started}
 

@@ -7,10 +7,10 @@ import hashlib
 import io
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
@@ -64,6 +64,21 @@ def seed_of(*parts: int | str) -> int:
     """A 63-bit seed that depends on every part and on nothing else: (run seed, step, sample…)."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def groupwise(function: Function) -> Function:
+    """Marks a reward function that compares the samples of a prompt: it gets all of them at
+    once."""
+    function.groupwise = True  # type: ignore[attr-defined]
+    return function
+
+
+def eval_seed(seed: int, prompt: int, sample: int) -> int:
+    """The seed of a sample of a held-out prompt: the same in training and in `gesso eval`."""
+    return seed_of(seed, "eval", prompt, sample) if sample else seed_of(seed, "eval", prompt)
 
 
 @dataclass(frozen=True)

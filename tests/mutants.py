@@ -601,6 +601,27 @@ MUTANTS = [
         "tests/rewards/test_user_code.py -k 'hostile_reward'",
     ),
     Mutant(
+        "win-rate-one-order",
+        "gesso/formulas/comparisons.py",
+        "result = (first + 1 - first.T) / 2",
+        "result = first.copy()",
+        "tests/formulas/test_comparisons.py",
+    ),
+    Mutant(
+        "groups-in-order-of-arrival",
+        "gesso/rewards/transport/service.py",
+        "order = sorted(members)",
+        "order = list(members)",
+        "tests/rewards/test_groupwise.py -k however",
+    ),
+    Mutant(
+        "groups-cut-into-batches",
+        "gesso/rewards/transport/workers.py",
+        "size = len(samples) if self.groupwise else self.batch",
+        "size = self.batch",
+        "tests/rewards/test_groupwise.py -k fails_alone",
+    ),
+    Mutant(
         "cache-key-without-options",
         "gesso/rewards/transport/cache.py",
         "self.identity = identity.encode()",
@@ -610,15 +631,15 @@ MUTANTS = [
     Mutant(
         "cache-keeps-failures",
         "gesso/rewards/transport/cache.py",
-        "if score.error is None and not self.inner.random:",
+        "if all(score.error is None for score in scores) and not self.inner.random:",
         "if not self.inner.random:",
         "tests/rewards/test_cache.py -k failures",
     ),
     Mutant(
         "cache-order-of-scores",
         "gesso/rewards/transport/cache.py",
-        "return [scores[key] for key in keys]",
-        "return [scores[key] for key in sorted(keys)]",
+        "return [score for key in keys for score in scores[key]]",
+        "return [score for key in sorted(keys) for score in scores[key]]",
         "tests/rewards/test_cache.py -k order",
     ),
     Mutant(

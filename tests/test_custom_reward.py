@@ -10,8 +10,9 @@ import httpx
 import pytest
 
 from gesso import cli
+from gesso.rewards import base
 from tests import pages
-from tests.rewards.servers import Misbehaving, served
+from tests.rewards.servers import Misbehaving, grey, served
 from tests.rewards.test_judge import completion
 from tests.test_examples import EXAMPLES, TINY, gesso_here, typed_in
 
@@ -40,6 +41,14 @@ def test_a_function_and_a_class(tmp_path: Path) -> None:
     one, two = row["reward/custom_reward:contrast"], row["reward/custom_reward:LikeReference"]
     assert 0 < one <= 1 and 0 < two <= 1
     assert row["reward"] == pytest.approx(0.5 * one + two) and row["failed"] == 0
+
+
+def test_a_groupwise_function() -> None:
+    with typed_in(EXAMPLES):
+        reward = base.load("custom_reward.py:brightest", {})
+        assert base.is_groupwise(reward)
+        scores = base.checked(reward, [grey(10), grey(30), grey(20)])
+    assert [score.value for score in scores] == [0.0, 1.0, 0.0]
 
 
 def test_check_scores_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
@@ -88,7 +97,6 @@ def test_a_judge(tmp_path: Path) -> None:
 def test_the_class_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     import numpy as np
 
-    from gesso.rewards import base
     from gesso.types import Prompt, Sample
 
     monkeypatch.syspath_prepend(EXAMPLES)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import tomli_w
@@ -384,8 +385,6 @@ def test_failed_scores_within_a_refill(
 def test_too_many_failed_scores_in_a_refill_stop_the_run(
     text: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from concurrent.futures import Future
-
     from gesso.cluster.local import Local
     from gesso.rewards.transport.service import Scored
 
@@ -393,11 +392,9 @@ def test_too_many_failed_scores_in_a_refill_stop_the_run(
 
     def failing(self: Local, step: int, attempt: int, groups: int) -> Any:
         drawn = honest(self, step, attempt, groups)
-        futures: list[Future[Scored]] = []
-        for piece in drawn.pieces:
-            futures.append(Future())
-            futures[-1].set_result(Scored([Score.failed("gone")] * len(piece.samples), 0.0, 1.0))
-        return replace(drawn, futures=futures)
+        scores = [Score.failed("gone")] * len(drawn.request.row)
+        gone = Mock(pending=0, **{"result.return_value": Scored(scores, 0.0, 1.0)})
+        return replace(drawn, scoring=gone)
 
     monkeypatch.setattr(Local, "sample_refill", failing)
     data = dapo(text, "all-flat.txt", 2)

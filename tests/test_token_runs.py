@@ -387,7 +387,8 @@ def test_overlong_counts_the_tokens_of_the_model(root: Path, tmp_path: Path) -> 
     body = wire.pack_samples([sample])
     header, _, rest = body.partition(b"\n")
     assert wire.read_samples(header, lambda n: rest[:n])[0].tokens == 16
-    assert protocol.read_score_request(protocol.pack_score_request([sample]))[0].tokens == 16
+    received = protocol.read_score_request(protocol.pack_score_request([sample]))
+    assert received.samples[0].tokens == 16
     train = write(tmp_path / "a.jsonl", rows(tmp_path, 2))
     job = run.assemble(recipe(root, train))
     rollout, _ = job.cluster.sample_step(0).result()

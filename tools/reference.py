@@ -39,7 +39,7 @@ from gesso.arguments import parser
 from gesso.config import tables
 from gesso.rewards import assembly
 from gesso.rewards.image.networks import NetworkReward
-from gesso.rewards.judges.chat import ChatJudge
+from gesso.rewards.judges.chat import ServedJudge
 from gesso.track.metrics import METRICS
 
 FOLDER = Path(__file__).parent.parent / "docs" / "reference"
@@ -297,7 +297,7 @@ def metrics() -> str:
 
 SHARED: dict[type[BaseModel], str] = {
     NetworkReward: "Options of network rewards",
-    ChatJudge: "Options of judges",
+    ServedJudge: "Options of judges",
 }
 
 

@@ -1,7 +1,6 @@
 """Sampling and scoring at the same time.
 
-Every finished piece is submitted to the rewards immediately, so that scoring overlaps with
-sampling.
+Every finished piece is passed to the rewards immediately, so that scoring overlaps with sampling.
 """
 
 from __future__ import annotations
@@ -9,12 +8,11 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Future, as_completed
 from dataclasses import dataclass, replace
 
 import torch
 
-from gesso.rewards.transport.service import RewardService, Scored
+from gesso.rewards.transport.service import RewardService, Scoring
 from gesso.rollout import Rollout, widened
 from gesso.samplers.base import Piece
 from gesso.track.progress import Progress
@@ -50,7 +48,7 @@ class PendingSamples:
 
     request: Request
     pieces: Sequence[Piece]
-    futures: Sequence[Future[Scored]]
+    scoring: Scoring
     version: int
     weights: Mapping[str, float]  # of the rewards
     started: float
@@ -60,10 +58,10 @@ class PendingSamples:
     def result(self) -> tuple[Rollout, Timing]:
         """Waits for the last score."""
         waiting = time.perf_counter()
-        self._wait()
-        scored = [future.result() for future in self.futures]
+        self.progress.phase(f"scoring {self.request.label}", self.scoring.pending)
+        scored = self.scoring.result(self.progress.advance)
         done = time.perf_counter()
-        first, last = min(s.started for s in scored), max(s.ended for s in scored)
+        first, last = scored.started, scored.ended
         timing = Timing(
             sample=self.ended - self.started,
             score=last - first,
@@ -77,18 +75,12 @@ class PendingSamples:
             trace=type(self.pieces[0].trace).concat([piece.trace for piece in self.pieces]),
             logp=widened([piece.logp for piece in self.pieces]),
             version=self.version,
-            scores=[score for s in scored for score in s.scores],
+            scores=[scored.scores[i] for i in index.tolist()],
             weights=self.weights,
         )
         if index.diff().lt(0).any():  # pieces finished in another order than requested
             rollout = rollout.rows(index.argsort())
         return rollout, timing
-
-    def _wait(self) -> None:
-        sizes = {f: len(p.samples) for f, p in zip(self.futures, self.pieces, strict=True)}
-        self.progress.phase(f"scoring {self.request.label}", sum(sizes.values()))
-        for future in as_completed(sizes):
-            self.progress.advance(sizes[future])
 
 
 @dataclass(frozen=True)
@@ -117,13 +109,13 @@ def sample(
     """Returns when all samples are finished; some may still be being scored."""
     progress.phase(f"sampling {request.label}", len(request.row))
     started = time.perf_counter()
-    pieces, futures = [], []
+    pieces, scoring = [], rewards.begin(request.row, held_out=request.step is None)
     for piece in generated:
         pieces.append(piece)
-        futures.append(rewards.submit(piece.samples, request.step is None))
+        scoring.add(piece.index, piece.samples)
         progress.advance(len(piece.samples))
     ended = time.perf_counter()
-    return PendingSamples(request, pieces, futures, version, weights, started, ended, progress)
+    return PendingSamples(request, pieces, scoring, version, weights, started, ended, progress)
 
 
 def _with_baseline(rollout: Rollout, greedy: Rollout) -> Rollout:

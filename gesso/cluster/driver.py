@@ -23,7 +23,18 @@ from gesso.rollout import Rollout
 from gesso.samplers.base import Piece
 from gesso.track.progress import SILENT, Progress
 from gesso.track.writing import Writing
-from gesso.types import UNSCALED, Prompt, Sample, Scales, Score, StopRun, UserError, Which, seed_of
+from gesso.types import (
+    UNSCALED,
+    Prompt,
+    Sample,
+    Scales,
+    Score,
+    StopRun,
+    UserError,
+    Which,
+    eval_seed,
+    seed_of,
+)
 
 
 @dataclass
@@ -245,9 +256,11 @@ class Driver(ABC):
         return training | {"ema" if self.recipe.learner.ema else "current"}
 
     def evaluate(self, prompts: Sequence[Prompt], which: Which) -> tuple[list[Sample], list[Score]]:
-        spec = self.algorithm.eval_spec(self.recipe.eval, self.recipe.model, which)
-        seeds = [seed_of(self.recipe.seed, "eval", i) for i in range(len(prompts))]
-        request = Request(prompts, range(len(prompts)), seeds, spec, "the evaluation")
+        section, seed = self.recipe.eval, self.recipe.seed
+        spec = self.algorithm.eval_spec(section, self.recipe.model, which)
+        each = [(i, j) for i in range(len(prompts)) for j in range(section.samples)]
+        seeds = [eval_seed(seed, i, j) for i, j in each]
+        request = Request(prompts, [i for i, _ in each], seeds, spec, "the evaluation")
         return collecting.samples_and_scores(self._sample(request))
 
     def restore(self, folder: Path) -> None:

@@ -62,7 +62,8 @@ class Cluster(Protocol):
         has other weights afterwards."""
 
     def evaluate(self, prompts: Sequence[Prompt], which: Which) -> tuple[list[Sample], list[Score]]:
-        """One sample of each prompt with the weights `which`, always from the same seeds."""
+        """`eval.samples` samples of each prompt, prompt by prompt, with the weights `which`, always
+        from the same seeds."""
 
     def save(self, folder: Path) -> Writing | None:
         """Write weights and optimizer state into an existing folder; None: all are written. They

@@ -153,8 +153,10 @@ class Eval(Strict):
     """Steps between evaluations. 0: only before the first and after the last step."""
     prompts: int = Field(64, ge=1)
     """Number of held-out prompts used, counted from the first."""
+    samples: int = Field(1, ge=1, le=MAX_SAMPLES)
+    """Samples per held-out prompt. Rewards that compare the samples of a prompt need at least 2."""
     shown: int = Field(24, ge=0)
-    """Samples saved per evaluation."""
+    """Samples saved per evaluation, one per prompt."""
     steps: int = Field(40, ge=1, le=MAX_STEPS)
     """Flow models: denoising steps in evaluations."""
     guidance: float | None = Field(None, ge=0)
@@ -233,6 +235,15 @@ class RemoteEntry(Strict):
     """Maximum concurrent requests per server."""
     batch: int = Field(4, ge=1)
     """Samples per request."""
+    groupwise: bool = False
+    """Whether the reward compares the samples of a prompt: a request has one whole group. Bundled
+    rewards do not need it."""
+
+    @model_validator(mode="after")
+    def _has_groups(self) -> RemoteEntry:
+        if self.groupwise and self.protocol != "gesso":
+            raise ValueError(f'groupwise requires protocol = "gesso", got "{self.protocol}"')
+        return self
 
 
 class RewardEntry(Named):

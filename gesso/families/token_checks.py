@@ -45,6 +45,15 @@ def check_judge(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
         )
 
 
+def check_samples(recipe: Recipe, where: str) -> None:
+    """Several responses of one prompt at temperature 0 would all be equal."""
+    if recipe.eval.samples > 1 and recipe.eval.temperature == 0:
+        raise UserError(
+            f"{where}: eval.samples = {recipe.eval.samples} with eval.temperature = 0 would give "
+            "equal responses; set eval.temperature, as in 1.0"
+        )
+
+
 def fit(
     recipe: Recipe,
     algorithm: Algorithm,

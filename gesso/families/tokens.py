@@ -95,6 +95,7 @@ class TokenFamily:
 
     def check(self, recipe: Recipe, algorithm: Algorithm, where: str) -> None:
         token_checks.check_judge(recipe, algorithm, where)
+        token_checks.check_samples(recipe, where)
 
     def check_machine(self, recipe: Recipe, algorithm: Algorithm) -> None:
         if recipe.sampler.engine == "vllm":

@@ -152,7 +152,8 @@ def _terms(model: TransformerModel, algorithm: PolicyGradient, recipe: Recipe) -
 def _decode(model: TransformerModel, algorithm: PolicyGradient, recipe: Recipe) -> None:
     """As in `samplers/decode.py`: prefills prompts, a few at a time, into the slots of a KV cache,
     and decodes one token for all slots. In evaluation every slot has a different prompt."""
-    samples = max(recipe.data.groups * algorithm.group, recipe.eval.prompts)
+    held_out = recipe.eval.prompts * recipe.eval.samples
+    samples = max(recipe.data.groups * algorithm.group, held_out)
     slots = min(recipe.sampler.batch, samples)
     prompts = max(min(slots, recipe.eval.prompts), math.ceil(slots / algorithm.group))
     prompt = model.blank(model.max_prompt)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gesso import imports
 from gesso.config import AnyModel, Recipe, RewardEntry, Strict
 from gesso.config.parsing import named, parse
 from gesso.config.tables import changed
@@ -14,7 +15,7 @@ from gesso.rewards import base
 from gesso.rewards.compose import OptionalScorer, WeightedReward
 from gesso.rewards.image.networks import NetworkReward
 from gesso.rewards.judges import deqa
-from gesso.rewards.judges.chat import ChatJudge, ChatScorer
+from gesso.rewards.judges.chat import ServedJudge
 from gesso.rewards.styles import STYLES
 from gesso.rewards.transport.cache import CachedScorer
 from gesso.rewards.transport.remote import RemoteScorer
@@ -28,6 +29,7 @@ REWARDS = {
     "pickscore": "gesso.rewards.image.pickscore:PickScore",
     "geneval": "gesso.rewards.image.geneval:Geneval",
     "judge": "gesso.rewards.judges.judge:Judge",
+    "win-rate": "gesso.rewards.judges.win_rate:WinRate",
     "unified-reward": "gesso.rewards.judges.unified_reward:UnifiedReward",
     "unified-reward-vllm": "gesso.rewards.judges.unified_reward:UnifiedReward",
     "qwenvl-score": "gesso.rewards.judges.qwen_vl:QwenVlScore",
@@ -39,6 +41,7 @@ REWARDS = {
     "image-reward": "gesso.rewards.image.image_reward:ImageReward",
     "hps": "gesso.rewards.image.hps:Hps",
     "jpeg-incompressibility": "gesso.rewards.image.jpeg:JpegIncompressibility",
+    "diversity": "gesso.rewards.diversity:Diversity",
     "sign-colour": "gesso.rewards.image.sign_colour:SignColour",
     "math": "gesso.rewards.text.maths:Math",
     "format": "gesso.rewards.text.format:Format",
@@ -53,7 +56,7 @@ SERVED = {"deqa": deqa.SCALE}  # rewards with a separate environment, over HTTP 
 class PromptCheck:
     """Checks which prompts the rewards of one purpose (training or evaluation) can score."""
 
-    rewards: Mapping[str, base.Reward]
+    rewards: Mapping[str, base.AnyReward]
     optional: Collection[str] = ()  # names of rewards that need not score every prompt
 
     def unfit(self, prompt: Prompt) -> str | None:
@@ -82,9 +85,9 @@ def of_entries(
     train: Sequence[RewardEntry], held_out: Sequence[RewardEntry], model: AnyModel
 ) -> Rewards:
     """Rewards for training and for held-out prompts of a model."""
-    built: list[tuple[RewardEntry, base.Reward, base.Scorer]] = []
+    built: list[tuple[RewardEntry, base.AnyReward, base.Scorer]] = []
 
-    def once(entry: RewardEntry) -> tuple[base.Reward, base.Scorer]:
+    def once(entry: RewardEntry) -> tuple[base.AnyReward, base.Scorer]:
         """Training and evaluation share a reward and its scorer if only weights and bounds
         differ."""
         key = entry.model_copy(update={"weight": 1.0, "bounds": None})
@@ -130,7 +133,7 @@ def reward_entry(name: str, overrides: Sequence[str], workers: int) -> RewardEnt
     return parse(RewardEntry, data, f"reward {name}")
 
 
-def scorer(entry: RewardEntry, reward: base.Reward | None = None) -> base.Scorer:
+def scorer(entry: RewardEntry, reward: base.AnyReward | None = None) -> base.Scorer:
     """The scorer of a reward in one run."""
     reward = reward or _reward(entry)
     inner = _cached(entry, reward, _uncached_scorer(entry, reward))
@@ -148,22 +151,22 @@ def served(entry: RewardEntry, batch: int) -> base.Scorer:
     return _cached(entry, reward, inner)
 
 
-def _cached(entry: RewardEntry, reward: base.Reward, inner: base.Scorer) -> base.Scorer:
+def _cached(entry: RewardEntry, reward: base.AnyReward, inner: base.Scorer) -> base.Scorer:
     if not entry.cache or base.is_random(reward):
         return inner
     return CachedScorer(inner, json.dumps([entry.name, entry.style, entry.options], default=str))
 
 
-def _uncached_scorer(entry: RewardEntry, reward: base.Reward, batch: int = 4) -> base.Scorer:
+def _uncached_scorer(entry: RewardEntry, reward: base.AnyReward, batch: int = 4) -> base.Scorer:
     """Runs on servers, on the event loop, or in `workers` processes with up to `batch` samples at a
     time."""
     if entry.remote is not None:
-        remote = RemoteScorer(entry.remote)
+        remote = RemoteScorer(entry.remote, is_groupwise(entry))
         if entry.name in SERVED:
             return deqa.ScaledScorer(remote, SERVED[entry.name])
         return remote
-    if isinstance(reward, ChatJudge):
-        return ChatScorer(reward)
+    if isinstance(reward, ServedJudge):
+        return reward.scorer()
     reference = named(REWARDS, entry.name, "reward")
     size = max(batch, reward.batch) if isinstance(reward, NetworkReward) else batch
     return WorkerScorer(
@@ -174,10 +177,11 @@ def _uncached_scorer(entry: RewardEntry, reward: base.Reward, batch: int = 4) ->
         entry.patience,
         entry.style,
         base.is_random(reward),
+        base.is_groupwise(reward),
     )
 
 
-def _reward(entry: RewardEntry) -> base.Reward:
+def _reward(entry: RewardEntry) -> base.AnyReward:
     if entry.remote is not None:
         return _remote_reward(entry)
     if entry.name in SERVED:
@@ -195,7 +199,25 @@ def _reward_reference(entry: RewardEntry) -> str:
     return named(REWARDS, entry.name, "reward")
 
 
-def _remote_reward(entry: RewardEntry) -> base.Reward:
+def is_groupwise(entry: RewardEntry) -> bool:
+    """Whether the reward compares the samples of a prompt. Does not instantiate it."""
+    if entry.name in SERVED:
+        return False
+    if entry.remote is None:
+        reference = _reward_reference(entry)
+        return base.is_groupwise(base.find(reference, entry.options, entry.style))
+    bundled = entry.name in REWARDS and base.is_groupwise(
+        imports.load(REWARDS[entry.name], "reward")
+    )
+    if bundled and entry.remote.protocol != "gesso":
+        raise UserError(
+            f'reward "{entry.name}" compares the samples of a prompt and requires '
+            f'reward.remote.protocol = "gesso", got "{entry.remote.protocol}"'
+        )
+    return bundled or entry.remote.groupwise
+
+
+def _remote_reward(entry: RewardEntry) -> base.AnyReward:
     """The local part of a reward on a server: a built-in reward checks the prompts here too."""
     if entry.options:
         raise UserError(
@@ -225,6 +247,6 @@ def resolved(entry: RewardEntry) -> dict[str, Any]:
         reference = _reward_reference(entry)
         target = base.find(reference, options, entry.style)
         if isinstance(target, type) and issubclass(target, Strict):
-            reward = base.load(reference, options, entry.name)
-            options = reward.model_dump(exclude_none=True)  # type: ignore[attr-defined]
+            reward: Any = base.load(reference, options, entry.name)
+            options = reward.model_dump(exclude_none=True)
     return entry.model_dump(exclude_none=True) | options

@@ -1,4 +1,4 @@
-"""The reward interface: an object with `unfit` and `score`, or a custom function.
+"""The reward interface: an object with `unfit` and `score` or `score_group`, or a custom function.
 
 A reward is plain synchronous code; a Scorer determines where it runs: in worker processes, on
 servers over HTTP, or as requests on the event loop. A reward receives the prompt, all columns of
@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from gesso import imports
-from gesso.rewards.functions import FunctionReward
+from gesso.rewards.functions import FunctionReward, GroupFunction
 from gesso.rewards.styles import adapt
 from gesso.rewards.untrusted import (
     InvalidScores,
@@ -39,8 +39,24 @@ class Reward(Protocol):
         """One score per sample, in order. A value of None: the reward does not apply."""
 
 
+class GroupReward(Protocol):
+    """A reward that compares the samples of a prompt."""
+
+    def unfit(self, prompt: Prompt) -> str | None: ...
+
+    def score_group(self, samples: Sequence[Sample]) -> Sequence[Score]:
+        """One score per sample of a whole group, in order: all samples of one prompt."""
+
+
+AnyReward = Reward | GroupReward
+
+
 class Scorer(Protocol):
     """Runs a reward. Returns one score per sample, in order; failures are `Score.error`."""
+
+    @property
+    def groupwise(self) -> bool:
+        """Whether `score` takes exactly one whole group at a time."""
 
     @property
     def processes(self) -> int:
@@ -83,24 +99,44 @@ def find(reference: str, options: Mapping[str, Any], style: str = "gesso") -> An
             )
         if not issubclass(target, Strict):
             _check_signature(target, reference, options)
-        if not callable(getattr(target, "score", None)):
-            raise UserError(f'reward "{reference}" has no method score(samples)')
+        _method_name(target, reference)
     elif callable(target):
         adapt(target, reference, options, style)
+        if _marked(target) and style != "gesso":
+            raise UserError(
+                f'reward "{reference}" is groupwise, but style = "{style}" scores samples '
+                'one by one; use style = "gesso"'
+            )
     else:
         kind = type(target).__name__
         raise UserError(f'reward "{reference}" is of type {kind}; expected a function or class')
     return target
 
 
+def _method_name(target: type, reference: str) -> str:
+    """The method that scores: `score` or `score_group`."""
+    names = [n for n in ("score", "score_group") if callable(getattr(target, n, None))]
+    if not names:
+        raise UserError(
+            f'reward "{reference}" has no method score(samples), nor score_group(samples)'
+        )
+    if len(names) > 1:
+        raise UserError(
+            f'reward "{reference}" has both score and score_group; expected only one: score for '
+            "samples one by one, score_group to compare the samples of a prompt"
+        )
+    return names[0]
+
+
 def load(
     reference: str, options: Mapping[str, Any], name: str = "", style: str = "gesso"
-) -> Reward:
+) -> AnyReward:
     """Loads the reward "module:Name". A Strict class validates its options, a function receives
     them as keyword arguments. `name` is its name in a recipe."""
     target = find(reference, options, style)
     if not isinstance(target, type):
-        return adapt(target, reference, options, style)
+        function = adapt(target, reference, options, style)
+        return GroupFunction(function) if _marked(target) else function
     from gesso.config import Strict
     from gesso.config.parsing import parse
 
@@ -113,8 +149,11 @@ def load(
             raise UserError(
                 f'reward "{reference}" cannot be created: it {raised_message(error)}'
             ) from error
-    method = adapt(reward.score, f"{reference}.score", {}, "gesso")
-    return reward if callable(getattr(reward, "unfit", None)) else method
+    called = _method_name(target, reference)
+    method = adapt(getattr(reward, called), f"{reference}.{called}", {}, "gesso")
+    if callable(getattr(reward, "unfit", None)):
+        return reward
+    return GroupFunction(method) if called == "score_group" else method
 
 
 def _check_options(reference: str, options: Mapping[str, Any]) -> None:
@@ -138,7 +177,7 @@ def _check_signature(call: Callable[..., Any], reference: str, options: Mapping[
         return
 
 
-def unfit(reward: Reward, prompt: Prompt, name: str) -> str | None:
+def unfit(reward: AnyReward, prompt: Prompt, name: str) -> str | None:
     """Calls `reward.unfit`, which may be user code: a UserError if it raises or returns anything
     but a text or None. An empty text counts as None."""
     copy = dataclasses.replace(prompt, columns=dict(prompt.columns))  # it may change the columns
@@ -158,12 +197,15 @@ def unfit(reward: Reward, prompt: Prompt, name: str) -> str | None:
     raise UserError(f'reward "{name}": unfit {fault} (prompt: {where}{prompt.text[:60]!r})')
 
 
-def checked(reward: Reward, samples: Sequence[Sample]) -> list[Score]:
-    """Calls `reward.score`: an exception, a wrong count or a non-finite number becomes
-    `Score.error`. The reward receives a copy of the list and may change it."""
+def checked(reward: AnyReward, samples: Sequence[Sample]) -> list[Score]:
+    """Calls `reward.score`, or `score_group` with one whole group: an exception, a wrong count or a
+    non-finite number becomes `Score.error`. The reward receives a copy of the list and may change
+    it."""
     count = len(samples)
+    call: Any = reward
+    score = call.score_group if is_groupwise(call) else call.score
     try:
-        results = score_list(reward.score(list(samples)), count)
+        results = score_list(score(list(samples)), count)
     except KeyboardInterrupt:
         raise
     except InvalidScores as error:
@@ -238,8 +280,20 @@ def _fault(value: float) -> str | None:
     return f"{value:g}, outside ±{MAX_VALUE:g}" if abs(value) > MAX_VALUE else None
 
 
-def is_random(reward: Reward) -> bool:
+def is_groupwise(reward: Any) -> bool:
+    """Whether a reward, or the class or function of one, scores whole groups."""
+    return callable(getattr(reward, "score_group", None)) or _marked(reward)
+
+
+def _marked(target: Any) -> bool:
+    """Whether a function is marked by `gesso.types.groupwise`."""
+    return not isinstance(target, type) and getattr(target, "groupwise", False) is True
+
+
+def is_random(reward: AnyReward) -> bool:
     """Whether the function or class declares `random = True`: scores of one sample may differ."""
-    source: Any = reward.function if isinstance(reward, FunctionReward) else reward
+    source: Any = reward
+    if isinstance(reward, FunctionReward | GroupFunction):
+        source = reward.function
     source = getattr(source, "__self__", source)  # the instance of a bound method
     return getattr(source, "random", False) is True

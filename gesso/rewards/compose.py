@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from gesso.rewards import base
-from gesso.rewards.base import Reward, Scorer
+from gesso.rewards.base import AnyReward, Scorer
 from gesso.rewards.wrapper import ScorerWrapper
 from gesso.types import Sample, Score, UserError
 
@@ -23,7 +23,7 @@ class WeightedReward:
 class OptionalScorer(ScorerWrapper):
     """Scores the samples with prompts that the reward can score; it does not apply to others."""
 
-    def __init__(self, inner: Scorer, reward: Reward, name: str) -> None:
+    def __init__(self, inner: Scorer, reward: AnyReward, name: str) -> None:
         super().__init__(inner)
         self.reward = reward
         self.name = name
@@ -77,11 +77,14 @@ def combine(weighted: Sequence[tuple[str, float, Score]]) -> Score:
     return Score(total, parts, " | ".join(s.text for _, _, s in weighted if s.text))
 
 
-async def score(rewards: Sequence[WeightedReward], samples: Sequence[Sample]) -> list[Score]:
-    columns = await asyncio.gather(*(r.scorer.score(samples) for r in rewards))
-    return [
-        combine(
-            [(r.name, r.weight, clipped(s, r.bounds)) for r, s in zip(rewards, row, strict=True)]
-        )
-        for row in zip(*columns, strict=True)
-    ]
+async def score_columns(
+    rewards: Sequence[WeightedReward], samples: Sequence[Sample]
+) -> list[list[Score]]:
+    """The scores of each reward, one list per reward."""
+    return list(await asyncio.gather(*(r.scorer.score(samples) for r in rewards)))
+
+
+def total(rewards: Sequence[WeightedReward], scores: Sequence[Score]) -> Score:
+    """The score of one sample from one score per reward."""
+    pairs = zip(rewards, scores, strict=True)
+    return combine([(r.name, r.weight, clipped(s, r.bounds)) for r, s in pairs])

@@ -40,6 +40,20 @@ class FunctionReward:
         return names[:1] == ["samples"]
 
 
+class GroupFunction:
+    """A function that receives one whole group at a time."""
+
+    def __init__(self, reward: FunctionReward) -> None:
+        self.reward = reward
+        self.function = reward.function
+
+    def unfit(self, prompt: Prompt) -> str | None:
+        return self.reward.unfit(prompt)
+
+    def score_group(self, samples: Sequence[Sample]) -> Sequence[Score]:
+        return self.reward.score(samples)
+
+
 def score_texts(
     reward: FunctionReward, score: Callable[[list[Sample]], list[Score]], samples: Sequence[Sample]
 ) -> list[Score]:

@@ -12,6 +12,10 @@ class ScorerWrapper:
         self.inner = inner
 
     @property
+    def groupwise(self) -> bool:
+        return self.inner.groupwise
+
+    @property
     def processes(self) -> int:
         return self.inner.processes
 

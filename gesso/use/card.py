@@ -187,9 +187,11 @@ def _result(facts: CardFacts, aside: Path) -> str:
         shown = "" if before is None else f"{before:.3f}"
         lines.append(f"| {_md(key.removeprefix('eval/'))} | {shown} | {last[key]:.3f} |")
     sources = " and ".join(f"`{source.path}`" for source in facts.recipe.data.eval)
+    n = facts.recipe.eval.samples
+    each = "one sample" if n == 1 else f"{n} samples"
     text = (
         f"Evaluated on the first {facts.recipe.eval.prompts} prompts of {sources} (all, if there "
-        "are fewer), with one sample each, always from the same seeds."
+        f"are fewer), with {each} each, always from the same seeds."
     )
     if facts.recipe.learner.ema is not None and facts.source.table == "current":
         text += " These results are for the averaged weights; this folder has the current weights."

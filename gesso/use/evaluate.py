@@ -16,7 +16,7 @@ from gesso.data import prompts as data
 from gesso.data.chat import ChatFormat
 from gesso.rewards import assembly
 from gesso.track.progress import SILENT, Progress
-from gesso.types import Prompt, Sample, Score, UserError, seed_of
+from gesso.types import Prompt, Sample, Score, UserError, eval_seed
 from gesso.use.loaded import AS_EVALUATED, Drawing, SampledModel
 from gesso.use.notes import Once
 from gesso.use.opening import open_to_sample
@@ -35,17 +35,16 @@ class EvaluationRequest:
 
     rewards: tuple[str, ...] = ()  # names, or "name,option=value"
     prompts: str | Path | Sequence[str] = ()  # a file, or texts
-    n: int = 1  # samples per prompt
+    n: int | None = None  # samples per prompt
     seed: int | None = None
     first: int | None = None  # number of prompts, from the first
     drawing: Drawing = AS_EVALUATED
 
     def __post_init__(self) -> None:
-        first = 1 if self.first is None else self.first
-        if min(self.n, first) < 1:
-            name, got = ("n", self.n) if self.n < 1 else ("first", first)
-            raise UserError(f"eval expects {name} of at least 1, got {name} = {got}")
-        if self.n > MAX_SAMPLES:
+        for name, got in (("n", self.n), ("first", self.first)):
+            if got is not None and got < 1:
+                raise UserError(f"eval expects {name} of at least 1, got {name} = {got}")
+        if self.n is not None and self.n > MAX_SAMPLES:
             raise UserError(
                 f"eval expects n of at most {MAX_SAMPLES:,} samples per prompt, got n = {self.n}"
             )
@@ -104,6 +103,7 @@ class Scoring:
     texts: Sequence[str]
     first: int | None
     seed: int
+    n: int  # samples per prompt
 
 
 def evaluate(
@@ -113,6 +113,7 @@ def evaluate(
     scoring = _scoring(loaded.source, request)
     rewards = assembly.of_entries(scoring.rewards, scoring.rewards, loaded.recipe.model)
     try:
+        check_groups(rewards, scoring.n)
         return _evaluate(loaded, scoring, rewards, request, progress)
     finally:
         rewards.service.close()
@@ -130,6 +131,7 @@ def evaluate_all(
     rewards = assembly.of_entries(scoring.rewards, scoring.rewards, section)
     evaluations: list[Evaluation] = []
     try:
+        check_groups(rewards, scoring.n)
         for source in sources:
             loaded = open_to_sample(source, progress)
             try:
@@ -189,7 +191,18 @@ def _scoring(source: ModelSource, request: EvaluationRequest) -> Scoring:
         source.announce_code("reward")
         entries = training.eval_reward or training.reward
     seed = source.recipe.seed if request.seed is None else request.seed
-    return Scoring(entries, sources, texts, first, seed)
+    n = request.n or (1 if training is None else training.eval.samples)
+    return Scoring(entries, sources, texts, first, seed, n)
+
+
+def check_groups(rewards: assembly.Rewards, n: int) -> None:
+    """Raises if rewards that compare the samples of a prompt would get only one."""
+    names = rewards.service.groupwise(held_out=True)
+    if names and n < 2:
+        raise UserError(
+            f'the reward "{names[0]}" compares the samples of a prompt and requires at least 2 of '
+            f"each, got n = {n}; add --n 4"
+        )
 
 
 def reward_entry(text: str, recipe: Recipe | None) -> RewardEntry:
@@ -211,9 +224,9 @@ def _evaluate(
     progress: Progress,
 ) -> Evaluation:
     progress.phase("reading prompts")
-    prompts = _prompts(loaded, scoring, rewards, progress)
-    row = [i for i in range(len(prompts)) for _ in range(request.n)]
-    seeds = [eval_seed(scoring.seed, i, j) for i in range(len(prompts)) for j in range(request.n)]
+    prompts, n = _prompts(loaded, scoring, rewards, progress), scoring.n
+    row = [i for i in range(len(prompts)) for _ in range(n)]
+    seeds = [eval_seed(scoring.seed, i, j) for i in range(len(prompts)) for j in range(n)]
     samples, scores = sample_and_score(
         loaded, rewards.service, prompts, row, seeds, request.drawing, progress
     )
@@ -230,23 +243,14 @@ def sample_and_score(
     progress: Progress,
 ) -> tuple[list[Sample], list[Score]]:
     """As `SampledModel.draw`; finished samples are scored while the others are generated."""
-    futures: dict[tuple[int, ...], Any] = {}
+    scoring = service.begin(row, held_out=True)
 
     def submit(piece: Any) -> None:
-        futures[tuple(piece.index)] = service.submit(piece.samples, held_out=True)
+        scoring.add(piece.index, piece.samples)
 
     samples = loaded.draw(prompts, row, seeds, drawing, progress, submit)
-    progress.phase("scoring", len(row))
-    scores: dict[int, Score] = {}
-    for index, future in futures.items():
-        scores |= zip(index, future.result().scores, strict=True)
-        progress.advance(len(index))
-    return samples, [scores[i] for i in range(len(row))]
-
-
-def eval_seed(seed: int, prompt: int, sample: int) -> int:
-    """The first sample of each prompt has the seed of the evaluations during training."""
-    return seed_of(seed, "eval", prompt, sample) if sample else seed_of(seed, "eval", prompt)
+    progress.phase("scoring", scoring.pending)
+    return samples, scoring.result(progress.advance).scores
 
 
 def _prompts(

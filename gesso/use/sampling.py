@@ -15,7 +15,7 @@ from gesso.data.chat import ChatFormat
 from gesso.rewards import assembly
 from gesso.track.progress import SILENT, Progress
 from gesso.types import Prompt, Sample, Score, UserError
-from gesso.use.evaluate import free, reward_entry, sample_and_score
+from gesso.use.evaluate import check_groups, free, reward_entry, sample_and_score
 from gesso.use.loaded import AS_EVALUATED, Drawing, SampledModel, sample_seeds
 from gesso.use.notes import Once
 from gesso.use.opening import open_to_sample
@@ -65,6 +65,8 @@ def sample_all(
     rewards = assembly.of_entries(entries, entries, first.recipe.model) if entries else None
     results = []
     try:
+        if rewards is not None:
+            check_groups(rewards, request.n)
         for source in sources:
             loaded = open_to_sample(source, progress, few=request.file is None)
             try:

@@ -16,14 +16,14 @@ class Trained(LoadedModel):
         self,
         rewards: Sequence[str] = (),
         prompts: str | Path | Sequence[str] = (),
-        n: int = 1,
+        n: int | None = None,
         seed: int | None = None,
         first: int | None = None,
         drawing: Drawing = AS_EVALUATED,
         progress: Progress = SILENT,
     ) -> evaluate.Evaluation:
-        """Sample and score held-out prompts. Rewards (names), prompts (a file or a list) and seed
-        default to those of the recipe."""
+        """Sample and score held-out prompts. Rewards (names), prompts (a file or a list),
+        samples per prompt and seed default to those of the recipe."""
         request = evaluate.EvaluationRequest(tuple(rewards), prompts, n, seed, first, drawing)
         return evaluate.evaluate(self, request, progress)
 

@@ -94,11 +94,17 @@ class Studio:
                 "with `gesso view --trust-code`"
             )
             return [None] * len(samples)
-        if reason := loaded.rewards.held_out.unfit(prompt):
+        service, n = loaded.rewards.service, len(samples) // len(SIDES)
+        reason = loaded.rewards.held_out.unfit(prompt)
+        if n < 2 and (names := service.groupwise(held_out=True)):
+            reason = f"{names[0]} compares the samples of a prompt; generate at least 2"
+        if reason:
             progress.note(f"not scored: {reason}")
             return [None] * len(samples)
         progress.phase("scoring")
-        return loaded.rewards.service.submit(samples, held_out=True).result().scores
+        scoring = service.begin([i // n for i in range(len(samples))], held_out=True)
+        scoring.add(range(len(samples)), samples)
+        return scoring.result().scores
 
     def close(self) -> None:
         if self._loaded is not None:

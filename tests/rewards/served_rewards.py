@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random as chance
 import time
 from collections.abc import Sequence
 
-from gesso.types import Sample, Score
+from gesso.types import Sample, Score, groupwise
 
 
 def batch_size(samples: Sequence[Sample]) -> list[float]:
@@ -77,3 +78,32 @@ class Noisy:
 def quality(samples: Sequence[Sample]) -> list[float]:
     """From 1 to 5, like a quality model."""
     return [1 + 4 * float(s.pixels.mean()) / 255 for s in samples]
+
+
+@groupwise
+def place(samples: Sequence[Sample], log: str = "") -> list[Score]:
+    """Groupwise: how many of the group are darker; the group's seeds as text."""
+    means = [float(s.pixels.mean()) for s in samples]
+    seeds = json.dumps([s.seed for s in samples])
+    if log:
+        with open(log, "a") as file:
+            file.write(f"{seeds}\n")
+    return [Score(sum(m < mean for m in means) / len(means), text=seeds) for mean in means]
+
+
+class Longest:
+    """Groupwise: 1 for the longest text of the group; a group with "die" kills the process."""
+
+    def __init__(self, log: str = "") -> None:
+        self.log = log
+
+    def score_group(self, samples: Sequence[Sample]) -> list[Score | float]:
+        if any(s.text == "die" for s in samples):
+            os._exit(3)
+        if any(s.text == "raise" for s in samples):
+            raise RuntimeError("no such group")
+        longest = max(len(s.response) for s in samples)
+        return [
+            Score.failed("empty") if not s.response else float(len(s.response) == longest)
+            for s in samples
+        ]

@@ -159,12 +159,14 @@ class Misbehaving:
             answer: dict[str, Any] = {"rewards": values}
         elif path == "/v1/chat/completions":
             content = json.loads(body)["messages"][0]["content"]
-            image = protocol.decode_image(protocol.from_base64(content[0]["image_url"]["url"]))
-            values = [float(image.mean()) / 255]
-            message = {"role": "assistant", "content": f"Final Score: {1 + 4 * values[0]:.4f}"}
+            urls = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
+            images = [protocol.decode_image(protocol.from_base64(url)) for url in urls]
+            values = [float(image.mean()) / 255 for image in images]
+            text = f"Final Score: {1 + 4 * values[0]:.4f}" if len(values) == 1 else _better(values)
+            message = {"role": "assistant", "content": text}
             answer = {"choices": [{"message": message, "finish_reason": "stop"}]}
         else:
-            values = [_brightness(s) for s in protocol.read_score_request(body)]
+            values = [_brightness(s) for s in protocol.read_score_request(body).samples]
             answer = {"scores": [{"value": value} for value in values]}
         self.scored += values
         return answer
@@ -209,6 +211,12 @@ class Misbehaving:
         await writer.drain()
         if fault == "half":
             raise ConnectionError
+
+
+def _better(brightness: Sequence[float]) -> str:
+    """The verdict of a judge of pairs, who prefers the brighter image."""
+    first, second = brightness[-2:]
+    return f"I looked. Better: {0 if first == second else 1 if first > second else 2}"
 
 
 def _brightness(sample: Sample) -> float:

@@ -26,6 +26,7 @@ HERE = "tests.rewards.served_rewards"
 class Counting:
     """Brightness, with a record of the requested samples; dark ones fail."""
 
+    groupwise = False
     processes = hits = 0
     random = False
 

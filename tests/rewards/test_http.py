@@ -305,6 +305,7 @@ def test_a_killed_worker_of_a_server(tmp_path: Path) -> None:
 class Slow:
     """A scorer whose batches wait for `go`."""
 
+    groupwise = False
     processes = hits = 0
     random = False
 
@@ -369,6 +370,7 @@ def test_a_batch_waits_a_little_for_company(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_full_queue_returns_503() -> None:
     class Full:
+        groupwise = False
         processes = hits = 0
         random = False
 

@@ -22,7 +22,9 @@ from gesso.rewards import assembly, base
 from gesso.rewards.judges import chat
 from gesso.rewards.judges.judge import Judge, parse_rating
 from gesso.rewards.judges.qwen_vl import QwenVlOcr, QwenVlScore
+from gesso.rewards.judges.templates import TEMPLATES
 from gesso.rewards.judges.unified_reward import UnifiedReward
+from gesso.rewards.judges.win_rate import Comparison, WinRate
 from gesso.rewards.transport import pool, protocol
 from gesso.types import Prompt, Sample, UserError
 from tests.rewards import tiny_judge
@@ -116,7 +118,7 @@ def test_a_text_is_judged_without_an_image(tmp_path: Path) -> None:
     (tmp_path / "q.txt").write_text("Is {text} the answer to {prompt}, {answer}?")
     judge = Judge(urls=["http://x"], prompt=str(tmp_path / "q.txt"))
     sample = Sample(Prompt("2+2?", columns={"answer": 4}), None, 0, text="four")
-    request = json.loads(chat.ChatScorer(judge)._request(sample, "m"))
+    request = json.loads(chat.ChatScorer(judge)._request(judge.question(sample), [sample], "m"))
     (part,) = request["messages"][0]["content"]
     assert part == {"type": "text", "text": "Is four the answer to 2+2?, 4?"}
 
@@ -229,7 +231,10 @@ def test_a_custom_question(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options, sentence",
     [
-        ({}, '"prompt" is missing'),
+        ({}, '"prompt" is missing; expected a file with the question, or template = one of alig'),
+        ({"template": "beauty"}, '"beauty" is unknown; use one of alignment, aesthetics, text'),
+        ({"template": "text", "prompt": "README.md"}, 'template = "text" fixes prompt'),
+        ({"template": "text", "highest": 10.0}, 'template = "text" fixes highest'),
         ({"prompt": "/no/such/file"}, "prompt = '/no/such/file' cannot be read"),
         ({"prompt": "README.md", "pattern": "("}, "is not a regular expression"),
         ({"prompt": "README.md", "pattern": "score"}, "has 0 groups; expected 1"),
@@ -261,6 +266,101 @@ def test_a_judge_may_be_served(tmp_path: Path) -> None:
     ):
         scores = ask(one.url, [grey(0), grey(255)])
     assert [s.value for s in scores] == [0.2, 1.0]
+
+
+def images_of(request: dict[str, Any]) -> list[int]:
+    """The brightness of the images of a request, in order."""
+    urls = [p["image_url"]["url"] for p in request["messages"][0]["content"] if len(p) == 2
+            and p["type"] == "image_url"]  # fmt: skip
+    return [int(protocol.decode_image(protocol.from_base64(url)).mean()) for url in urls]
+
+
+def test_win_rates_by_a_judge_of_pairs() -> None:
+    with Misbehaving() as server:
+        judge = WinRate(urls=[server.url], model="tiny")
+        scores = judge.score_group([grey(v, "a {prompt}") for v in (90, 20, 90, 40)])
+        pairs = [images_of(request) for request in server.requests]
+        text = server.requests[0]["messages"][0]["content"][-1]["text"]
+    assert [s.value for s in scores] == pytest.approx([2.5 / 3, 0, 2.5 / 3, 1 / 3])
+    values = (90, 20, 90, 40)
+    assert sorted(pairs) == sorted(
+        [a, b] for i, a in enumerate(values) for j, b in enumerate(values) if i != j
+    )
+    assert "for this prompt: a {prompt}\n" in text and "Better: 1, Better: 2" in text
+    assert scores[1].parts == {"unreadable": 0.0, "first": 0.5}
+    assert scores[0].text.startswith("1 is this sample, 2 is sample 2: I looked. Better: 1\n")
+
+
+@pytest.mark.parametrize(
+    "response, rate",
+    [
+        ("Better: 1", 1.0),
+        ("Better:2\n", 0.0),
+        ("Better: 0.", 0.5),
+        ("Better: 1, I said. Better: 1", 1.0),
+        ("Better: 1? No. Better: 2", None),
+        ("The first.", None),
+        ("Better: 12", None),
+        ("Better: 1.5", None),
+        ("better: 1", None),
+    ],
+)
+def test_verdicts_are_parsed_strictly(response: str, rate: float | None) -> None:
+    """A verdict that cannot be read counts ½ and is reported."""
+    found = Comparison(0, 1, response)
+    assert found.points == (0.5 if rate is None else rate)
+    assert (found.verdict is None) == (rate is None)
+
+
+def test_faults_of_comparisons() -> None:
+    """An unreadable answer counts ½; a failed request fails the two samples that it compares; the
+    order of requests is (0, 1), (0, 2), (1, 0), …"""
+    samples = [grey(v) for v in (90, 20, 40)]
+    settings: dict[str, Any] = {"model": "m", "retries": 0, "in_flight": 1}
+    with Misbehaving([completion("Hm."), "ok", "ok", "ok", "ok", "400 Bad"]) as server:
+        one, two, three = WinRate(urls=[server.url], **settings).score_group(samples)
+    assert one.value == pytest.approx((0.75 + 1) / 2) and one.parts["unreadable"] == 0.25
+    for score, other in ((two, 3), (three, 2)):
+        assert f"comparison with sample {other} of the prompt: http" in str(score.error)
+        assert "returned 400" in str(score.error)
+    with Misbehaving(["400 Bad"] * 6) as server:
+        scores = WinRate(urls=[server.url], **settings).score_group(samples)
+    assert all("returned 400" in str(s.error) for s in scores)
+    with Misbehaving([completion("Better: 1")] * 6) as server:  # prefers the first position
+        scores = WinRate(urls=[server.url], **settings).score_group(samples)
+    assert [(s.value, s.parts["first"]) for s in scores] == [(0.5, 1.0)] * 3
+
+
+def test_texts_are_compared_without_images(tmp_path: Path) -> None:
+    judge = WinRate(urls=["http://x"])
+    one, other = (Sample(Prompt("2+2?"), None, 0, text=t) for t in ("four", "five"))
+    question = judge.question(one, other)
+    assert "prompt: 2+2?\n" in question and "Answer 1:\nfour\n\nAnswer 2:\nfive\n" in question
+    (tmp_path / "q.txt").write_text("{first} or {second}, {key}? Better: n")
+    own = WinRate(urls=["http://x"], prompt=str(tmp_path / "q.txt"))
+    assert own.question(one, other) == "four or five, {key}? Better: n"
+    assert own.unfit(one.prompt) == 'the question template requires a column "key"'
+
+
+def test_a_judge_of_pairs_may_be_served() -> None:
+    from tests.rewards.test_groupwise import ask
+
+    with (
+        Misbehaving() as model,
+        served("win-rate", f'urls=["{model.url}"]', "model=tiny") as one,
+    ):
+        scores = ask(one.url, [grey(0), grey(255)], groupwise=True)
+    assert [s.value for s in scores] == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_bundled_questions(name: str) -> None:
+    with Misbehaving() as server:
+        (score,) = Judge(urls=[server.url], model="tiny", template=name).score([grey(255)])
+        text = server.requests[0]["messages"][0]["content"][-1]["text"]
+    assert score.value == 1.0 and "Final Score: n" in text
+    assert ("a grey sign" in text) == (name != "aesthetics")
+    assert len(text.split()) < 120
 
 
 @contextmanager

@@ -50,7 +50,7 @@ DEGRADED: dict[str, tuple[Painter, float]] = {  # and the share that must be rea
 
 
 @functools.cache
-def reward(detect: bool = True) -> base.Reward:
+def reward(detect: bool = True) -> Any:
     return base.load(assembly.REWARDS["ocr"], {"detect": detect})
 
 

@@ -101,7 +101,7 @@ def samples() -> list[Sample]:
 def through_workers(reference: str, options: dict, some: Sequence[Sample]) -> list:
     service = RewardService([WeightedReward("mine", 1.0, WorkerScorer(reference, options, 1))])
     try:
-        return service.submit(some).result().scores
+        return service.score(some)
     finally:
         service.close()
 

@@ -157,7 +157,7 @@ def test_a_request_contains_files_and_no_paths(prompt: Prompt) -> None:
     (row,) = json.loads(body)["samples"]
     assert [base64.b64decode(image) for image in row["images"]] == [BRIGHT, DARK]
     assert row["messages"] == list(MESSAGES) and b"dark.png" not in body
-    (got,) = protocol.read_score_request(body)
+    (got,) = protocol.read_score_request(body).samples
     assert got.prompt.images == (PromptImage(data=BRIGHT), PromptImage(data=DARK))
     assert got.prompt.messages == MESSAGES
 

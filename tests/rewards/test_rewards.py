@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -71,12 +72,12 @@ def test_wire_round_trip() -> None:
 
 
 def test_a_custom_function_with_options(service) -> None:
-    got = service(f"{USER}:brightness", scale=2.0).submit([sample(value=51), sample(value=255)])
-    assert [s.value for s in got.result().scores] == pytest.approx([0.4, 2.0])
+    got = service(f"{USER}:brightness", scale=2.0).score([sample(value=51), sample(value=255)])
+    assert [s.value for s in got] == pytest.approx([0.4, 2.0])
 
 
 def test_a_reward_receives_everything_and_may_print(service) -> None:
-    (score,) = service(f"{USER}:sees_everything").submit([sample(seed=9)]).result().scores
+    (score,) = service(f"{USER}:sees_everything").score([sample(seed=9)])
     assert score.value == 2.5 and score.parts["mine/seed"] == 9 and score.text == "blurry"
 
 
@@ -89,7 +90,7 @@ def test_a_reward_receives_everything_and_may_print(service) -> None:
     ],
 )
 def test_a_faulty_reward_is_an_error(service, name: str, error: str) -> None:
-    scores = service(f"{USER}:{name}").submit([sample(), sample()]).result().scores
+    scores = service(f"{USER}:{name}").score([sample(), sample()])
     assert all(s.value is None and not s.ok for s in scores)
     for s in scores:
         with pytest.raises(AssertionError, match=error):
@@ -97,28 +98,28 @@ def test_a_faulty_reward_is_an_error(service, name: str, error: str) -> None:
 
 
 def test_nan_fails_only_its_sample(service) -> None:
-    scores = service(f"{USER}:not_finite").submit([sample(), sample()]).result().scores
+    scores = service(f"{USER}:not_finite").score([sample(), sample()])
     assert scores[0].error == "mine: returned nan" and scores[1].value == 1.0
 
 
 def test_a_dead_worker_is_replaced_and_its_samples_retried(service, tmp_path: Path) -> None:
     one = service(f"{USER}:dies_once", flag=str(tmp_path / "died"))
-    scores = one.submit([sample()] * 6).result().scores
+    scores = one.score([sample()] * 6)
     assert [s.value for s in scores] == [1.0] * 6
     assert one.rewards[0].scorer.restarts == 1
 
 
 def test_a_worker_killed_from_outside(service) -> None:
     one = service(f"{USER}:brightness")
-    assert one.submit([sample()]).result().scores[0].ok
+    assert one.score([sample()])[0].ok
     (process,) = one.rewards[0].scorer._alive
     os.kill(process.pid, signal.SIGKILL)
-    assert one.submit([sample()]).result().scores[0].ok
+    assert one.score([sample()])[0].ok
 
 
 def test_a_reward_that_hangs_times_out(service) -> None:
     started = time.monotonic()
-    scores = service(f"{USER}:hangs", timeout=1.5).submit([sample()]).result().scores
+    scores = service(f"{USER}:hangs", timeout=1.5).score([sample()])
     assert scores[0].error == "mine: returned no scores within 1.5 s, 2 times"
     assert time.monotonic() - started < 300  # it sleeps 600
 
@@ -155,7 +156,7 @@ def test_scores_of_a_cancelled_request_are_dropped() -> None:
 
 def test_closing_stops_the_worker_processes(service) -> None:
     one = service(f"{USER}:brightness", count=2)
-    one.submit([sample()] * 16).result()
+    one.score([sample()] * 16)
     processes = list(one.rewards[0].scorer._alive)
     assert processes
     one.close()
@@ -166,11 +167,11 @@ def test_closing_stops_the_worker_processes(service) -> None:
 
 
 def test_numpy_numbers_and_plain_classes(service) -> None:
-    (score,) = service(f"{USER}:numpy_scores").submit([sample(value=7)]).result().scores
+    (score,) = service(f"{USER}:numpy_scores").score([sample(value=7)])
     assert score.value == 7.0 and score.parts["mine/max"] == 7.0
-    (score,) = service(f"{USER}:OnlyScores").submit([sample()]).result().scores
+    (score,) = service(f"{USER}:OnlyScores").score([sample()])
     assert score.value == 0.5
-    (score,) = service(f"{USER}:not_a_number").submit([sample()]).result().scores
+    (score,) = service(f"{USER}:not_a_number").score([sample()])
     assert score.error == "mine: returned 'good', not a number"
 
 
@@ -219,11 +220,11 @@ def test_jpeg_compressibility_is_minus_kilobytes_over_500() -> None:
     noisy = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
     buffer = io.BytesIO()
     Image.fromarray(noisy).save(buffer, "JPEG", quality=95)
-    reward = base.load(assembly.REWARDS["jpeg-compressibility"], {})
+    reward: Any = base.load(assembly.REWARDS["jpeg-compressibility"], {})
     flat, loud = reward.score([sample(), Sample(Prompt(""), noisy, 0)])
     assert loud.value == pytest.approx(-len(buffer.getvalue()) / 1000 / 500)
     assert sure(float, flat.value) > sure(float, loud.value)
-    other = base.load(assembly.REWARDS["jpeg-incompressibility"], {})
+    other: Any = base.load(assembly.REWARDS["jpeg-incompressibility"], {})
     other_way = other.score([sample(), Sample(Prompt(""), noisy, 0)])
     assert [-sure(float, s.value) for s in other_way] == [
         flat.value,

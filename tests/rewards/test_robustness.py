@@ -39,7 +39,7 @@ IMAGE: np.ndarray = np.zeros((8, 8, 3), np.uint8)
 def scored(scorer: base.Scorer, samples: list[Sample]) -> list[Score]:
     service = RewardService([WeightedReward("mine", 1.0, scorer)])
     try:
-        return service.submit(samples).result().scores
+        return service.score(samples)
     finally:
         service.close()
 
@@ -107,7 +107,7 @@ def test_rewards_for_different_prompts_in_one_mixture(recipe_data: dict, tmp_pat
         assert rewards.train.unfit(text) is None and rewards.train.unfit(thing) is None
         reason = rewards.train.unfit(Prompt("a cat"))
         assert reason and "ocr: expected a double-quoted" in reason and "geneval:" in reason
-        (score,) = rewards.service.submit([Sample(text, IMAGE, 0)]).result().scores
+        (score,) = rewards.service.score([Sample(text, IMAGE, 0)])
         assert score.ok and set(score.parts) >= {"ocr"} and "geneval" not in score.parts
     finally:
         rewards.service.close()
@@ -177,7 +177,7 @@ def test_a_port_out_of_range(capsys: pytest.CaptureFixture) -> None:
 
 def test_a_server_may_disable_caching() -> None:
     class Dice:
-        processes, hits, random, calls = 0, 0, True, 0
+        groupwise, processes, hits, random, calls = False, 0, 0, True, 0
 
         async def score(self, samples: Sequence[Sample]) -> list[Score]:
             self.calls += 1
@@ -195,6 +195,7 @@ def test_a_server_may_disable_caching() -> None:
 
 def test_deqa_scale_is_1_to_5() -> None:
     class Server:
+        groupwise = False
         processes = hits = 0
         random = False
 

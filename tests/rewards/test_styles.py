@@ -68,9 +68,9 @@ def sample(text: str = "4", tokens: int | None = 5, **columns: Any) -> Sample:
     return Sample(Prompt("2 + 2?", columns=columns, where="t:1"), None, 0, text, tokens)
 
 
-def calls(reward: base.Reward) -> list[Any]:
+def calls(reward: Any) -> list[Any]:
     """The arguments of the calls of a function in SEEN."""
-    return reward.function.__globals__["seen"]  # type: ignore[attr-defined]
+    return reward.function.__globals__["seen"]
 
 
 def test_the_styles_are_those_of_a_recipe() -> None:

@@ -281,6 +281,7 @@ def test_in_a_separate_process(noisy: bool, expected: str | float, tmp_path: Pat
 class Fixed:
     """A scorer that always returns 1."""
 
+    groupwise = False
     processes = hits = 0
     random = False
 

@@ -2,8 +2,9 @@
 parsed.
 
 Works with any server that has OpenAI's `/v1/chat/completions` (vLLM, SGLang, `transformers serve`,
-…). Temperature 0, one request per sample, many in flight. Parsing is strict: a response with no
-number, two numbers, a number off the scale, or a truncated response is a failure, never a score.
+…). Temperature 0, one request per sample or pair, many in flight. Parsing is strict: a response
+with no number, two numbers, a number off the scale, or a truncated response is a failure, never a
+score.
 
 The requests go through transport's HTTP pool. Judges are the only rewards that use transport.
 """
@@ -16,7 +17,7 @@ import json
 import os
 import re
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,6 +25,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from gesso.config import Strict, Urls
+from gesso.rewards.base import Scorer
 from gesso.rewards.transport.pool import NoResponse, ServerPool, token_from
 from gesso.rewards.transport.protocol import base64_png, offload, payload_bytes
 from gesso.types import Prompt, Sample, Score, UserError
@@ -32,8 +34,12 @@ MAX_TEXT_KEPT = 2_000  # characters of a response, kept as the score's text
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")  # {prompt}, {text}, {negative}, or a column of the row
 
 
-class ChatJudge(Strict):
-    """Base class of the judges. A judge sets `TEMPLATE` and implements `read`."""
+class Unanswered(Exception):
+    """A judge gave no usable response; the message is the reason."""
+
+
+class ServedJudge(Strict):
+    """Base class of all judges. A judge sets `TEMPLATE`."""
 
     urls: Urls = Field([])
     """Addresses of OpenAI-compatible servers, with or without /v1. Empty: from an environment
@@ -42,7 +48,7 @@ class ChatJudge(Strict):
     """Model name. Empty: from an environment variable (see the reward), otherwise the only model
     served."""
     prompt: str = ""
-    """File with the question; "" uses the built-in one. Required for `judge`."""
+    """File with the question; "" uses the built-in one. Required for `judge` without `template`."""
     token_env: str | None = None
     """Environment variable with the bearer token."""
     timeout: float = Field(120.0, gt=0)
@@ -58,28 +64,36 @@ class ChatJudge(Strict):
     MODEL_ENV: ClassVar[str] = ""
     TEMPLATE: ClassVar[str] = ""
 
+    OF_SAMPLES: ClassVar[tuple[str, ...]] = ("text",)  # placeholders that samples fill in
+
     @model_validator(mode="after")
-    def _has_template(self) -> ChatJudge:
-        if self.prompt:
-            _read_template(self.prompt)
-        elif not self.TEMPLATE:
+    def _has_wording(self) -> ServedJudge:
+        if not self.wording:
             raise ValueError('"prompt" is missing; expected a file with the question template')
         return self
 
     @property
-    def template(self) -> str:
+    def wording(self) -> str:
+        """The question, with placeholders."""
         return _read_template(self.prompt) if self.prompt else self.TEMPLATE
 
+    @abstractmethod
+    def scorer(self) -> Scorer: ...
+
     def unfit(self, prompt: Prompt) -> str | None:
-        known = {"prompt", "negative", "text", *prompt.columns}
-        missing = [name for name in _PLACEHOLDER.findall(self.template) if name not in known]
+        known = {"prompt", "negative", *self.OF_SAMPLES, *prompt.columns}
+        missing = [name for name in _PLACEHOLDER.findall(self.wording) if name not in known]
         return f'the question template requires a column "{missing[0]}"' if missing else None
 
-    def score(self, samples: Sequence[Sample]) -> list[Score]:
-        return asyncio.run(self._score_once(samples))
+    def filled(self, wording: str, prompt: Prompt, of_samples: Mapping[str, str]) -> str:
+        values = {**prompt.columns, "prompt": prompt.text, "negative": prompt.negative}
+        values |= of_samples
+        return _PLACEHOLDER.sub(
+            lambda match: str(values[match[1]]) if match[1] in values else match[0], wording
+        )
 
-    async def _score_once(self, samples: Sequence[Sample]) -> list[Score]:
-        scorer = ChatScorer(self)
+    async def score_once(self, samples: Sequence[Sample]) -> list[Score]:
+        scorer = self.scorer()
         try:
             return await scorer.score(samples)
         finally:
@@ -96,26 +110,32 @@ class ChatJudge(Strict):
             )
         return [url.rstrip("/").removesuffix("/v1") for url in urls]
 
+
+class ChatJudge(ServedJudge):
+    """Base class of judges of single samples. A judge implements `read`."""
+
+    def scorer(self) -> Scorer:
+        return ChatScorer(self)
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        return asyncio.run(self.score_once(samples))
+
     def question(self, sample: Sample) -> str:
-        values = {**sample.prompt.columns, "prompt": sample.prompt.text}
-        values |= {"negative": sample.prompt.negative, "text": sample.text or ""}
-        return _PLACEHOLDER.sub(
-            lambda match: str(values[match[1]]) if match[1] in values else match[0], self.template
-        )
+        return self.filled(self.wording, sample.prompt, {"text": sample.text or ""})
 
     @abstractmethod
     def read(self, response: str, sample: Sample) -> Score: ...
 
 
-class ChatScorer:
-    """Runs a judge: sends its requests from the event loop, without worker processes."""
+class ChatClient:
+    """Sends requests to a judge's servers from the event loop, without worker processes."""
 
     processes = 0
     hits = 0
     random = False
 
-    def __init__(self, judge: ChatJudge) -> None:
-        self.judge = judge
+    def __init__(self, judge: ServedJudge) -> None:
+        self.settings = judge
         self.pool = ServerPool(
             judge.servers(),
             token_from(judge.token_env),
@@ -126,22 +146,21 @@ class ChatScorer:
         self._model = judge.model or os.environ.get(judge.MODEL_ENV, "")
         self._lookup: asyncio.Task[str] | None = None
 
-    async def score(self, samples: Sequence[Sample]) -> list[Score]:
-        return list(await asyncio.gather(*(self._score(sample) for sample in samples)))
-
-    async def _score(self, sample: Sample) -> Score:
+    async def ask(self, question: str, samples: Sequence[Sample]) -> str:
+        """The response to a question about samples of one prompt, whose images come first. Raises
+        `Unanswered`."""
         try:
             model = await self._model_name()
-            body = await offload(payload_bytes([sample]), self._request, sample, model)
-            response = _content(await self.pool.post("/v1/chat/completions", body))
-            return self.judge.read(response, sample)
+            size = payload_bytes(samples)
+            body = await offload(size, self._request, question, samples, model)
+            return _content(await self.pool.post("/v1/chat/completions", body))
         except (NoResponse, UserError, OSError) as error:  # OSError: a missing image file
-            return Score.failed(str(error))
+            raise Unanswered(str(error)) from error
 
-    def _request(self, sample: Sample, model: str) -> bytes:
-        content: list[dict[str, Any]] = [{"type": "text", "text": self.judge.question(sample)}]
-        pngs = [base64_png(np.asarray(image.open())) for image in sample.prompt.images]
-        pngs += [] if sample.image is None else [base64_png(sample.image)]
+    def _request(self, question: str, samples: Sequence[Sample], model: str) -> bytes:
+        content: list[dict[str, Any]] = [{"type": "text", "text": question}]
+        pngs = [base64_png(np.asarray(image.open())) for image in samples[0].prompt.images]
+        pngs += [base64_png(sample.image) for sample in samples if sample.image is not None]
         for i, png in enumerate(pngs):
             url = f"data:image/png;base64,{png}"
             content.insert(i, {"type": "image_url", "image_url": {"url": url}})
@@ -149,7 +168,7 @@ class ChatScorer:
             "model": model,
             "messages": [{"role": "user", "content": content}],
             "temperature": 0,
-            "max_tokens": self.judge.max_tokens,
+            "max_tokens": self.settings.max_tokens,
             "stream": False,
         }
         return json.dumps(request).encode()
@@ -178,6 +197,26 @@ class ChatScorer:
 
     async def close(self) -> None:
         await self.pool.close()
+
+
+class ChatScorer(ChatClient):
+    """Runs a judge of single samples."""
+
+    groupwise = False
+
+    def __init__(self, judge: ChatJudge) -> None:
+        super().__init__(judge)
+        self.judge = judge
+
+    async def score(self, samples: Sequence[Sample]) -> list[Score]:
+        return list(await asyncio.gather(*(self._score(sample) for sample in samples)))
+
+    async def _score(self, sample: Sample) -> Score:
+        try:
+            response = await self.ask(self.judge.question(sample), [sample])
+            return self.judge.read(response, sample)
+        except (Unanswered, UserError) as error:
+            return Score.failed(str(error))
 
 
 def _content(completion: Any) -> str:

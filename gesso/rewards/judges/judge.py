@@ -7,12 +7,19 @@ import re
 from pydantic import model_validator
 
 from gesso.rewards.judges.chat import MAX_TEXT_KEPT, ChatJudge
+from gesso.rewards.judges.templates import TEMPLATES
 from gesso.types import Sample, Score
 
 
 class Judge(ChatJudge):
-    """A custom question to a served model: `prompt` is the file with the question, `pattern`
-    extracts the score. The value is score / highest; a score outside [lowest, highest] fails."""
+    """A question to a served model: one of the bundled ones (`template`), or a file of your own
+    (`prompt`), from whose answer `pattern` extracts the score. The value is score / highest; a
+    score outside [lowest, highest] fails."""
+
+    template: str = ""
+    """Bundled question: "alignment" (does the image show what the prompt says), "aesthetics" or
+    "text" (is the text in it right and legible). The judge rates from 1 to 5 and ends with
+    "Final Score: n"."""
 
     pattern: str = r"Final Score:\s*(-?\d+(?:\.\d+)?)"
     """Regular expression; its first group is the score."""
@@ -20,6 +27,28 @@ class Judge(ChatJudge):
     """Lowest valid score."""
     highest: float = 5.0
     """Highest valid score."""
+
+    @model_validator(mode="after")
+    def _has_wording(self) -> Judge:
+        known = ", ".join(TEMPLATES)
+        if not self.template:
+            if not self.wording:
+                raise ValueError(
+                    f'"prompt" is missing; expected a file with the question, or template = one of '
+                    f"{known}"
+                )
+            return self
+        if self.template not in TEMPLATES:
+            raise ValueError(f'template = "{self.template}" is unknown; use one of {known}')
+        fixed = Judge.model_fields
+        for key in ("prompt", "pattern", "lowest", "highest"):
+            if getattr(self, key) != fixed[key].default:
+                raise ValueError(f'template = "{self.template}" fixes {key}; remove one of them')
+        return self
+
+    @property
+    def wording(self) -> str:
+        return TEMPLATES.get(self.template) or super().wording
 
     @model_validator(mode="after")
     def _has_scale(self) -> Judge:

@@ -5,6 +5,8 @@ all columns, messages and images, the sample's pixels, or its text and number of
 file is identified by its path: files do not change during a run. `seed` and `where` are not part
 of the key; a reward that depends on them must declare `random = True`.
 
+Of a groupwise reward a whole group is one entry: its key is that of its members, in order.
+
 Failures are not cached. If a sample is already being scored, the pending score is awaited, so a
 request that is sent twice is computed once.
 """
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -22,6 +25,8 @@ from gesso.rewards.wrapper import ScorerWrapper
 from gesso.types import Prompt, Sample, Score
 
 MAX_ENTRIES = 16_384
+
+Scores = list[Score]  # of one sample, or of one group
 
 
 class CachedScorer(ScorerWrapper):
@@ -33,42 +38,45 @@ class CachedScorer(ScorerWrapper):
         super().__init__(inner)
         self.identity = identity.encode()
         self.entries = entries
-        self._scores: OrderedDict[bytes, Score] = OrderedDict()
-        self._pending: dict[bytes, asyncio.Future[Score]] = {}
+        self._scores: OrderedDict[bytes, Scores] = OrderedDict()
+        self._pending: dict[bytes, asyncio.Future[Scores]] = {}
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
-        keys = [self.key(sample) for sample in samples]
-        results: dict[bytes, Score | asyncio.Future[Score]] = {}
-        new: dict[bytes, Sample] = {}
-        for key, sample in zip(keys, samples, strict=True):
+        units = [samples] if self.groupwise else [[sample] for sample in samples]
+        keys = [b"".join(self.key(sample) for sample in unit) for unit in units]
+        results: dict[bytes, Scores | asyncio.Future[Scores]] = {}
+        new: dict[bytes, Sequence[Sample]] = {}
+        for key, unit in zip(keys, units, strict=True):
             if key in self._scores:
                 self._scores.move_to_end(key)
                 results[key] = self._scores[key]
             elif key in self._pending:
                 results[key] = self._pending[key]
             else:
-                new[key] = sample
+                new[key] = unit
                 self._pending[key] = asyncio.get_running_loop().create_future()
                 results[key] = self._pending[key]
-        self.hits += len(samples) - len(new)
+        self.hits += len(samples) - sum(len(unit) for unit in new.values())
         if new:
             await self._score(new)
-        scores = {k: r if isinstance(r, Score) else await _result(r) for k, r in results.items()}
-        return [scores[key] for key in keys]
+        scores = {k: r if isinstance(r, list) else await _result(r) for k, r in results.items()}
+        return [score for key in keys for score in scores[key]]
 
-    async def _score(self, new: dict[bytes, Sample]) -> None:
+    async def _score(self, new: dict[bytes, Sequence[Sample]]) -> None:
         try:
-            scores = await self.inner.score(list(new.values()))
+            scored = await self.inner.score([sample for unit in new.values() for sample in unit])
         except BaseException as error:
             for key in new:
                 future = self._pending.pop(key)
                 future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
                 future.exception()  # marks it as retrieved: there may be no other waiter
             raise
-        for key, score in zip(new, scores, strict=True):
-            self._pending.pop(key).set_result(score)
-            if score.error is None and not self.inner.random:
-                self._scores[key] = score
+        rest = iter(scored)
+        for key, unit in new.items():
+            scores = list(itertools.islice(rest, len(unit)))
+            self._pending.pop(key).set_result(scores)
+            if all(score.error is None for score in scores) and not self.inner.random:
+                self._scores[key] = scores
         while len(self._scores) > self.entries:
             self._scores.popitem(last=False)
 
@@ -94,6 +102,6 @@ def _conversation(prompt: Prompt) -> str:
     return json.dumps([prompt.messages, images], sort_keys=True, default=str)
 
 
-async def _result(pending: asyncio.Future[Score]) -> Score:
+async def _result(pending: asyncio.Future[Scores]) -> Scores:
     """Shielded: a cancelled waiter must not cancel the others."""
     return await asyncio.shield(pending)

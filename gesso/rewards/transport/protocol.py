@@ -3,7 +3,8 @@
 gesso:     POST /score       {"samples": [{"prompt", "negative", "columns", "where", "seed",
                              "image", "text", "images", "messages"}, …]} → {"scores": [{"value",
                              "parts", "text", "error"}, …]}. "image" is the sample, "images" are
-                             the prompt's images; absent fields are not sent
+                             the prompt's images; absent fields are not sent. With "group": true
+                             the samples are one whole group, for a groupwise reward
 openrlhf:  POST /get_reward  {"query": […], "prompts": […], "labels": […]} → {"rewards": […]}, as
                              in OpenRLHF and LMM-R1. A query is prompt and response in one text;
                              a label is the row's answer. "images" (base64) is Gesso's extension
@@ -54,6 +55,7 @@ class SampleForm(Strict):
 
 class ScoreRequest(Strict):
     samples: list[SampleForm] = Field(min_length=1)
+    group: bool = False
 
 
 class GetRewardRequest(Strict):
@@ -159,7 +161,19 @@ def from_base64(text: str) -> bytes:
 # gesso
 
 
-def pack_score_request(samples: Sequence[Sample]) -> bytes:
+@dataclasses.dataclass(frozen=True)
+class Received:
+    """The samples of a request; `group`: they are one whole group."""
+
+    samples: Sequence[Sample]
+    group: bool = False
+
+
+def pack_group_request(samples: Sequence[Sample]) -> bytes:
+    return pack_score_request(samples, group=True)
+
+
+def pack_score_request(samples: Sequence[Sample], group: bool = False) -> bytes:
     rows = []
     for s in samples:
         image = None if s.image is None else base64_png(s.image)
@@ -172,14 +186,16 @@ def pack_score_request(samples: Sequence[Sample]) -> bytes:
         if s.prompt.messages:
             rest["messages"] = s.prompt.messages
         rows.append(prompt | rest)
-    return json.dumps({"samples": rows}).encode()
+    return json.dumps({"samples": rows, **({"group": True} if group else {})}).encode()
 
 
-def read_score_request(body: bytes) -> list[Sample]:
-    forms = parse(ScoreRequest, _object(body), "request").samples
+def read_score_request(body: bytes) -> Received:
+    request = parse(ScoreRequest, _object(body), "request")
+    forms = request.samples
     images = [None if form.image is None else from_base64(form.image) for form in forms]
     check_pixels(images)
-    return [sample_of(form, image) for form, image in zip(forms, images, strict=True)]
+    samples = [sample_of(form, image) for form, image in zip(forms, images, strict=True)]
+    return Received(samples, request.group)
 
 
 def sample_of(form: SampleForm, image: bytes | None) -> Sample:

@@ -24,6 +24,7 @@ PROTOCOLS = {
     "gesso": HttpProtocol("/score", protocol.pack_score_request, protocol.read_scores),
     "openrlhf": HttpProtocol("/get_reward", protocol.pack_get_reward, protocol.read_rewards),
 }
+GROUPS = HttpProtocol("/score", protocol.pack_group_request, protocol.read_scores)
 
 
 class RemoteScorer:
@@ -31,8 +32,9 @@ class RemoteScorer:
     hits = 0
     random = False  # until a server reports otherwise
 
-    def __init__(self, entry: RemoteEntry) -> None:
-        self.protocol = PROTOCOLS[entry.protocol]
+    def __init__(self, entry: RemoteEntry, groupwise: bool = False) -> None:
+        self.protocol = GROUPS if groupwise else PROTOCOLS[entry.protocol]
+        self.groupwise = groupwise
         self.batch = entry.batch
         self.pool = ServerPool(
             [url.rstrip("/").removesuffix(self.protocol.path) for url in entry.urls],
@@ -43,7 +45,8 @@ class RemoteScorer:
         )
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
-        return await score_batches(self._score, samples, self.batch)
+        size = len(samples) if self.groupwise else self.batch
+        return await score_batches(self._score, samples, size)
 
     async def _score(self, samples: Sequence[Sample]) -> list[Score]:
         """The scores of one request, which may be retried; only one response counts."""

@@ -1,7 +1,8 @@
 """`gesso serve-reward`: serves a reward over HTTP to any number of runs.
 
 /score and /get_reward as in protocol.py; /score also accepts multipart (a part `samples`, JSON
-without images, and a part `image` for each, in order). /health returns the name and counters.
+without images, a part `image` for each, in order, and `group`). /health returns the name and
+counters.
 
 Samples of all clients wait in one queue and are scored in batches. Limits: bytes per request,
 seconds for it to arrive, samples in the queue. With a token, every request must send it; without
@@ -12,9 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import itertools
 import json
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,34 +39,44 @@ class QueueFull(Exception):
     """The queue cannot take these samples."""
 
 
+@dataclass(frozen=True)
+class Unit:
+    """Samples that are scored in one batch: a single one, or a group."""
+
+    samples: Sequence[Sample]
+    scores: asyncio.Future[list[Score]]
+
+
 class BatchingScorer(ScorerWrapper):
     """Scores samples of all clients in batches of at most `size`, `lanes` batches concurrently.
-    While all lanes are busy, the next batch fills up."""
+    While all lanes are busy, the next batch fills up. A group is always one batch."""
 
     def __init__(self, inner: Scorer, size: int, lanes: int, limit: int = MAX_QUEUED) -> None:
         super().__init__(inner)
         self.size = size
         self.limit = limit
         self._lanes = asyncio.Semaphore(lanes)
-        self._waiting: deque[tuple[Sample, asyncio.Future[Score]]] = deque()
+        self._waiting: deque[Unit] = deque()
         self._arrived = asyncio.Event()
         self._feeding: asyncio.Task[None] | None = None
         self._running: set[asyncio.Task[None]] = set()
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return sum(len(unit.samples) for unit in self._waiting)
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
-        if len(self._waiting) + len(samples) > self.limit:
-            raise QueueFull(f"{len(self._waiting)} samples are queued, the limit is {self.limit}")
+        if self.waiting + len(samples) > self.limit:
+            raise QueueFull(f"{self.waiting} samples are queued, the limit is {self.limit}")
         if self._feeding is None:
             self._feeding = asyncio.ensure_future(self._feed())
         loop = asyncio.get_running_loop()
-        futures: list[asyncio.Future[Score]] = [loop.create_future() for _ in samples]
-        self._waiting.extend(zip(samples, futures, strict=True))
+        cut = [samples] if self.groupwise else [[sample] for sample in samples]
+        units = [Unit(each, loop.create_future()) for each in cut]
+        self._waiting.extend(units)
         self._arrived.set()
-        return list(await asyncio.gather(*futures))
+        scored = await asyncio.gather(*(unit.scores for unit in units))
+        return [score for scores in scored for score in scores]
 
     async def _feed(self) -> None:
         while True:
@@ -72,23 +84,27 @@ class BatchingScorer(ScorerWrapper):
             while not self._waiting:
                 self._arrived.clear()
                 await self._arrived.wait()
-            if len(self._waiting) < self.size:
+            size = 1 if self.groupwise else self.size
+            if len(self._waiting) < size:
                 await asyncio.sleep(BATCH_WAIT)
-            batch = [self._waiting.popleft() for _ in range(min(self.size, len(self._waiting)))]
+            batch = [self._waiting.popleft() for _ in range(min(size, len(self._waiting)))]
             task = asyncio.ensure_future(self._score(batch))
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
-    async def _score(self, batch: Sequence[tuple[Sample, asyncio.Future[Score]]]) -> None:
+    async def _score(self, batch: Sequence[Unit]) -> None:
+        samples = [sample for unit in batch for sample in unit.samples]
         try:
-            scores = await self.inner.score([sample for sample, _ in batch])
+            scores = await self.inner.score(samples)
         except Exception as error:  # a client is waiting for each sample
-            scores = [Score.failed(f"raised {type(error).__name__}: {error}")] * len(batch)
+            scores = [Score.failed(f"raised {type(error).__name__}: {error}")] * len(samples)
         finally:
             self._lanes.release()
-        for (_, future), score in zip(batch, scores, strict=True):
-            if not future.done():
-                future.set_result(score)
+        rest = iter(scores)
+        for unit in batch:
+            part = list(itertools.islice(rest, len(unit.samples)))
+            if not unit.scores.done():
+                unit.scores.set_result(part)
 
     async def close(self) -> None:
         if self._feeding is not None:
@@ -116,13 +132,17 @@ def app(name: str, scorer: Scorer, token: str | None, max_bytes: int) -> FastAPI
     counts = RequestCounts()
     expected = f"Bearer {token}".encode()
 
-    async def read(request: Request, parser: Callable[[bytes, Request], Any]) -> list[Sample]:
+    async def read(
+        request: Request, parser: Callable[[bytes, Request], Awaitable[protocol.Received]]
+    ) -> Sequence[Sample]:
         authorization = request.headers.get("authorization", "").encode()
         if token is not None and not hmac.compare_digest(authorization, expected):
             raise HTTPException(401, "a bearer token is required", {"WWW-Authenticate": "Bearer"})
         try:
             body = await asyncio.wait_for(receive(request), UPLOAD_TIMEOUT)
-            return await parser(body, request)
+            received = await parser(body, request)
+            _check_group(name, scorer.groupwise, received.group)
+            return received.samples
         except asyncio.TimeoutError:
             raise HTTPException(408, f"a request must arrive within {UPLOAD_TIMEOUT:g} s") from None
         except UserError as error:
@@ -169,15 +189,30 @@ def app(name: str, scorer: Scorer, token: str | None, max_bytes: int) -> FastAPI
     return application
 
 
-async def _json(body: bytes, request: Any) -> list[Sample]:
+def _check_group(name: str, groupwise: bool, group: bool) -> None:
+    """Raises if samples that are not one whole group were sent to a groupwise reward, or the
+    reverse."""
+    if groupwise and not group:
+        raise UserError(
+            f'the reward "{name}" compares the samples of a prompt and expects "group": true, got '
+            "single samples; set reward.remote.groupwise = true in the recipe"
+        )
+    if group and not groupwise:
+        raise UserError(
+            f'the reward "{name}" scores samples one by one, got "group": true; remove '
+            "reward.remote.groupwise from the recipe"
+        )
+
+
+async def _json(body: bytes, request: Any) -> protocol.Received:
     return await protocol.offload(len(body), protocol.read_score_request, body)
 
 
-async def _openrlhf(body: bytes, request: Any) -> list[Sample]:
-    return await protocol.offload(len(body), protocol.read_get_reward, body)
+async def _openrlhf(body: bytes, request: Any) -> protocol.Received:
+    return protocol.Received(await protocol.offload(len(body), protocol.read_get_reward, body))
 
 
-async def _multipart(body: bytes, request: Any) -> list[Sample]:
+async def _multipart(body: bytes, request: Any) -> protocol.Received:
     from starlette.formparsers import MultiPartException, MultiPartParser
 
     async def stream() -> AsyncGenerator[bytes, None]:
@@ -194,6 +229,11 @@ async def _multipart(body: bytes, request: Any) -> list[Sample]:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f'request: "samples" is not JSON ({error})') from None
+    group = form.get("group", "false")
+    if group not in ("true", "false"):
+        raise UserError(
+            f'request: expected "true" or "false" in the part "group", got {group!r:.60}'
+        )
     rows = parse(protocol.ScoreRequest, {"samples": data}, "request").samples
     files = [file for file in form.getlist("image") if not isinstance(file, str)]
     images: list[bytes | None] = [await file.read() for file in files]
@@ -201,9 +241,10 @@ async def _multipart(body: bytes, request: Any) -> list[Sample]:
         raise UserError(f'request: {len(images)} parts "image" for {len(rows)} samples')
     protocol.check_pixels(images)
     pairs = zip(rows, images or [None] * len(rows), strict=True)
-    return [
+    samples = [
         await protocol.offload(len(body), protocol.sample_of, row, image) for row, image in pairs
     ]
+    return protocol.Received(samples, group == "true")
 
 
 def serve(

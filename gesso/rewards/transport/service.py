@@ -1,17 +1,30 @@
-"""Runs the rewards on a separate event loop, so that scoring overlaps with sampling."""
+"""Runs the rewards on a separate event loop, so that scoring overlaps with sampling.
+
+Rewards of single samples score every piece as soon as it is finished, groupwise rewards every group
+as soon as its last sample is. Neither depends on how the samples were cut into pieces, nor on the
+order in which these arrive.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
 
 from gesso.rewards import compose
 from gesso.rewards.base import Scorer
 from gesso.types import Sample, Score
+
+
+@dataclass(frozen=True)
+class _Columns:
+    scores: Sequence[Sequence[Score]]  # of each reward, of each sample
+    started: float
+    ended: float
 
 
 @dataclass(frozen=True)
@@ -52,9 +65,24 @@ class RewardService:
     def _scorers(self) -> list[Scorer]:
         return list({id(r.scorer): r.scorer for r in [*self.rewards, *self.held_out]}.values())
 
-    def submit(self, samples: Sequence[Sample], held_out: bool = False) -> Future[Scored]:
-        """Starts scoring and returns a future."""
+    def begin(self, groups: Sequence[int], held_out: bool = False) -> Scoring:
+        """Scoring of a call whose sample i belongs to group `groups[i]`."""
+        return Scoring(self, self.held_out if held_out else self.rewards, groups)
+
+    def groupwise(self, held_out: bool = False) -> list[str]:
+        """Names of the rewards that compare the samples of a group."""
         rewards = self.held_out if held_out else self.rewards
+        return [reward.name for reward in rewards if reward.scorer.groupwise]
+
+    def score(self, samples: Sequence[Sample], held_out: bool = False) -> list[Score]:
+        """Scores samples of one group and waits for the scores."""
+        scoring = self.begin([0] * len(samples), held_out)
+        scoring.add(range(len(samples)), samples)
+        return scoring.result().scores
+
+    def start(
+        self, rewards: Sequence[compose.WeightedReward], samples: Sequence[Sample]
+    ) -> Future[_Columns]:
         return asyncio.run_coroutine_threadsafe(_score(rewards, samples), self._loop)
 
     def close(self) -> None:
@@ -71,7 +99,73 @@ class RewardService:
             await scorer.close()
 
 
-async def _score(rewards: Sequence[compose.WeightedReward], samples: Sequence[Sample]) -> Scored:
+class Scoring:
+    """The scores of one sampling call, whose samples are added as they finish."""
+
+    def __init__(
+        self,
+        service: RewardService,
+        rewards: Sequence[compose.WeightedReward],
+        groups: Sequence[int],
+    ) -> None:
+        self.service = service
+        self.rewards = rewards
+        self.groups = groups
+        self._sizes = Counter(groups)
+        self._arrived: dict[int, dict[int, Sample]] = {}  # of incomplete groups, by position
+        self._calls: list[_Call] = []
+
+    def add(self, index: Sequence[int], samples: Sequence[Sample]) -> None:
+        """Finished samples and their positions in the call."""
+        self._start(False, index, samples)
+        for i, sample in zip(index, samples, strict=True):
+            group = self.groups[i]
+            members = self._arrived.setdefault(group, {})
+            members[i] = sample
+            if len(members) == self._sizes[group]:
+                order = sorted(members)
+                self._start(True, order, [members[j] for j in order])
+                del self._arrived[group]
+
+    def _start(self, groupwise: bool, index: Sequence[int], samples: Sequence[Sample]) -> None:
+        which = [i for i, r in enumerate(self.rewards) if r.scorer.groupwise is groupwise]
+        if which:
+            future = self.service.start([self.rewards[i] for i in which], samples)
+            self._calls.append(_Call(which, index, future))
+
+    @property
+    def pending(self) -> int:
+        """The number that `result` will report through `advance`: samples, counted once for
+        rewards of single samples and once for groupwise ones."""
+        return sum(len(call.index) for call in self._calls)
+
+    def result(self, advance: Callable[[int], object] = lambda count: None) -> Scored:
+        """Waits for the last score. The scores are in the order of the call."""
+        assert not self._arrived, "a group is incomplete"
+        size = {call.columns: len(call.index) for call in self._calls}
+        for future in as_completed(size):
+            advance(size[future])
+        rows: list[dict[int, Score]] = [{} for _ in self.groups]
+        for call in self._calls:
+            for reward, scores in zip(call.rewards, call.columns.result().scores, strict=True):
+                for i, score in zip(call.index, scores, strict=True):
+                    rows[i][reward] = score
+        order = range(len(self.rewards))
+        totals = [compose.total(self.rewards, [row[r] for r in order]) for row in rows]
+        found = [call.columns.result() for call in self._calls]
+        return Scored(totals, min(c.started for c in found), max(c.ended for c in found))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Some rewards of some samples."""
+
+    rewards: Sequence[int]  # positions in the list of rewards
+    index: Sequence[int]  # positions of the samples in the sampling call
+    columns: Future[_Columns]
+
+
+async def _score(rewards: Sequence[compose.WeightedReward], samples: Sequence[Sample]) -> _Columns:
     started = time.perf_counter()
-    scores = await compose.score(rewards, samples)
-    return Scored(scores, started, time.perf_counter())
+    scores = await compose.score_columns(rewards, samples)
+    return _Columns(scores, started, time.perf_counter())

@@ -36,7 +36,7 @@ def main() -> None:
     requests, responses = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # a reward that reads, prints or closes
     os.dup2(2, 1)  # standard streams must not break the frames
-    reward: base.Reward
+    reward: base.AnyReward
     try:
         reward = base.load(reference, options, style=style)
     except BaseException as error:  # reported by every score, not only on stderr
@@ -47,7 +47,7 @@ def main() -> None:
         responses.flush()
 
 
-def _scored(reward: base.Reward, samples: list[Sample]) -> list[Score]:
+def _scored(reward: base.AnyReward, samples: list[Sample]) -> list[Score]:
     """Ctrl-C does not reach this process, so a KeyboardInterrupt comes from the reward."""
     try:
         return base.checked(reward, samples)

@@ -1,7 +1,8 @@
 """A pool of reward processes, driven from an event loop.
 
 A worker that dies is replaced and its samples are retried up to two times, one at a time, so that
-only the sample that kills it fails, as `Score.error`. A crash in a reward never ends the run.
+only the sample that kills it fails, as `Score.error`; a group is retried as a whole. A crash in a
+reward never ends the run.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class WorkerScorer:
         timeout: float = 300.0,
         style: str = "gesso",
         random: bool = False,
+        groupwise: bool = False,
     ) -> None:
         self.reference = reference
         self.options = dict(options)
@@ -50,12 +52,14 @@ class WorkerScorer:
         self.processes = count
         self.hits = 0
         self.random = random
+        self.groupwise = groupwise
         self.restarts = 0
         self._idle: asyncio.Queue[asyncio.subprocess.Process | None] | None = None
         self._alive: set[asyncio.subprocess.Process] = set()
 
     async def score(self, samples: Sequence[Sample]) -> list[Score]:
-        return await score_batches(self._score, samples, self.batch)
+        size = len(samples) if self.groupwise else self.batch
+        return await score_batches(self._score, samples, size)
 
     async def _score(self, samples: Sequence[Sample]) -> list[Score]:
         if self._idle is None:
@@ -67,6 +71,8 @@ class WorkerScorer:
         except _WorkerTimeout:
             return await self._retry(samples, 1)
         except _WorkerLost:
+            if self.groupwise:
+                return await self._retry(samples, 2)
             return [score for sample in samples for score in await self._retry([sample], 2)]
 
     async def _retry(self, samples: Sequence[Sample], attempts: int) -> list[Score]:
