@@ -280,6 +280,20 @@ MUTANTS = [
         "tests/algorithms/test_noised.py -k pretraining",
     ),
     Mutant(
+        "leap-without-its-first-step",
+        "gesso/formulas/reward_gradient.py",
+        "x = straight_through(middle, from_start)",
+        "x = middle",
+        "tests/formulas/test_reward_gradient.py -k leap_align",
+    ),
+    Mutant(
+        "draft-on-noise-of-the-next-step",
+        "gesso/algorithms/reward_gradient.py",
+        "states=trace.latents[rows[:, None], steps - self.recorded.start]",
+        "states=trace.latents[rows[:, None], steps - self.recorded.start + 1]",
+        "tests/algorithms/test_reward_gradient.py -k sampled_path",
+    ),
+    Mutant(
         "awm-ratio-always-one",
         "gesso/algorithms/awm.py",
         "old = terms.old_loss if self.needs_old_loss else matched.detach()",

@@ -13,6 +13,19 @@ from gesso.formulas import advantages as adv
 from gesso.rollout import Rollout
 
 
+class NoAdvantage:
+    """Of algorithms that do not learn from rewards."""
+
+    compares = False
+    drop_flat = False
+
+    def __call__(self, rollout: Rollout) -> Tensor:
+        return torch.zeros(len(rollout.samples), dtype=torch.float64)
+
+    def kept(self, rollout: Rollout, multiple: int) -> Tensor:
+        return torch.arange(len(rollout.samples))
+
+
 class Advantage(Strict):
     """`combine = "sum"`: the weighted sum of the rewards, centred in its group. `"gdpo"`: each
     reward normalised in its group, summed by weight, normalised over the batch."""

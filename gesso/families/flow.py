@@ -64,13 +64,20 @@ class FlowFamily:
     def add_critic(
         self, recipe: Recipe, algorithm: Algorithm, model: FlowModel
     ) -> tuple[Algorithm, None]:
-        return algorithm, None
+        from gesso.algorithms.reward_gradient import RewardGradient
+        from gesso.rewards import assembly
+
+        if not isinstance(algorithm, RewardGradient):
+            return algorithm, None
+        flow_checks.check_decodes(recipe, model)
+        return algorithm.with_reward(assembly.with_gradient(recipe.reward)), None
 
     def check_model(self, recipe: AnyRecipe, where: str) -> None:
         flow_checks.check_model(recipe, where)
 
     def check(self, recipe: Recipe, algorithm: Algorithm, where: str) -> None:
         flow_checks.check_one_pass(recipe, algorithm, where)
+        flow_checks.check_rewards(recipe, algorithm)
 
     def check_machine(self, recipe: Recipe, algorithm: Algorithm) -> None:
         flow_checks.check_folds(recipe, algorithm)
@@ -132,8 +139,12 @@ class FlowFamily:
         return [BatchSize(("sampler.batch", "learner.micro_batch"), divisors)]
 
     def memory_load(self, recipe: Recipe, algorithm: Any, model: Any) -> Load:
+        """Without the networks of rewards."""
+        from gesso.algorithms.reward_gradient import RewardGradient
         from gesso.memory.flow import load
 
+        if isinstance(algorithm, RewardGradient):
+            algorithm = algorithm.with_reward(lambda images, prompts: images.mean((1, 2, 3)))
         return load(model, algorithm, recipe)
 
     def unfit(self, model: FlowModel, prompt: Prompt) -> str | None:

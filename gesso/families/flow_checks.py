@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gesso import imports
 from gesso.config import AnyRecipe, Model, Recipe, pick_device
 from gesso.types import SampleSpec, UserError
 
@@ -56,6 +57,24 @@ def check_one_pass(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
                 f"{where}: algorithm.one_pass = true computes per-sample gradients during sampling "
                 f"and needs a LoRA that is folded into the weights, got {got}"
             )
+
+
+def check_rewards(recipe: Recipe, algorithm: Algorithm) -> None:
+    """Raises for rewards without a gradient, if the algorithm needs it."""
+    from gesso.algorithms.reward_gradient import RewardGradient
+    from gesso.rewards.assembly import check_differentiable
+
+    if isinstance(algorithm, RewardGradient):
+        check_differentiable(recipe.reward, recipe.algorithm.name)
+
+
+def check_decodes(recipe: Recipe, model: FlowModel) -> None:
+    """Raises for a model without images(latents)."""
+    if not callable(imports.attribute(type(model), "images")):
+        raise UserError(
+            f'algorithm "{recipe.algorithm.name}" needs the gradient of decoded images, but model '
+            f'"{recipe.model.name}" has no method images(latents); use another algorithm'
+        )
 
 
 def check_folds(recipe: Recipe, algorithm: Algorithm) -> None:

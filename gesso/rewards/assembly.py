@@ -11,8 +11,9 @@ from gesso import imports
 from gesso.config import AnyModel, Recipe, RewardEntry, Strict
 from gesso.config.parsing import named, parse
 from gesso.config.tables import changed
-from gesso.rewards import base
+from gesso.rewards import base, differentiable
 from gesso.rewards.compose import OptionalScorer, WeightedReward
+from gesso.rewards.differentiable import RewardSum, WeightedValues
 from gesso.rewards.image.networks import NetworkReward
 from gesso.rewards.judges import deqa
 from gesso.rewards.judges.chat import ServedJudge
@@ -108,6 +109,41 @@ def of_entries(
         [WeightedReward(e.label, e.weight, once(e)[1], e.bounds) for e in p] for p in purposes
     ]
     return Rewards(RewardService(*weighted), *checks)
+
+
+def check_differentiable(entries: Sequence[RewardEntry], algorithm: str) -> None:
+    """Raises for a reward with a weight that has no gradient."""
+    for entry in _weighted(entries):
+        why = differentiable.fault(None if entry.name in SERVED else _class_of(entry))
+        if entry.remote is not None:
+            why = "runs on a server"
+        if why is None:
+            continue
+        places = {name: imports.load(place, "reward") for name, place in REWARDS.items()}
+        known = [name for name, kind in places.items() if differentiable.fault(kind) is None]
+        raise UserError(
+            f'reward "{entry.name}" {why}, but algorithm "{algorithm}" needs the gradient of every '
+            f"reward with a weight; use one of {', '.join(known)}, or a class with "
+            "differentiable = True and values(images, prompts)"
+        )
+
+
+def with_gradient(entries: Sequence[RewardEntry]) -> RewardSum:
+    """The rewards of `check_differentiable`, in this process."""
+    return RewardSum(
+        [
+            WeightedValues(entry.label, entry.weight, _reward(entry), entry.bounds, entry.optional)
+            for entry in _weighted(entries)
+        ]
+    )
+
+
+def _weighted(entries: Sequence[RewardEntry]) -> list[RewardEntry]:
+    return [entry for entry in entries if entry.weight != 0]
+
+
+def _class_of(entry: RewardEntry) -> Any:
+    return base.find(_reward_reference(entry), entry.options, entry.style)
 
 
 def _check_entries(entries: Sequence[RewardEntry], model: AnyModel) -> None:
@@ -245,7 +281,7 @@ def resolved(entry: RewardEntry) -> dict[str, Any]:
         _reward(entry)
     else:
         reference = _reward_reference(entry)
-        target = base.find(reference, options, entry.style)
+        target = _class_of(entry)
         if isinstance(target, type) and issubclass(target, Strict):
             reward: Any = base.load(reference, options, entry.name)
             options = reward.model_dump(exclude_none=True)

@@ -292,8 +292,12 @@ def _marked(target: Any) -> bool:
 
 def is_random(reward: AnyReward) -> bool:
     """Whether the function or class declares `random = True`: scores of one sample may differ."""
-    source: Any = reward
+    return getattr(source(reward), "random", False) is True
+
+
+def source(reward: AnyReward) -> Any:
+    """The function, or the instance of the class, that a reward was made of."""
+    found: Any = reward
     if isinstance(reward, FunctionReward | GroupFunction):
-        source = reward.function
-    source = getattr(source, "__self__", source)  # the instance of a bound method
-    return getattr(source, "random", False) is True
+        found = reward.function
+    return getattr(found, "__self__", found)  # the instance of a bound method

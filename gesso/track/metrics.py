@@ -91,6 +91,10 @@ METRICS = {
     "update/value_error": Metric("PPO: mean |value − return|.", "Falls."),
     "update/drift": Metric("DiffusionNFT, AWM: mean (v − v_old)².", "Small and steady."),
     "update/matching": Metric("AWM, DGPO, DPO, RFT: mean flow-matching loss.", "Steady."),
+    "update/reward": Metric(
+        "DRaFT, ReFL, LeapAlign: mean reward of the images that are differentiated.",
+        "Follows `reward`.",
+    ),
     "update/grad_norm": Metric(
         "Gradient norm before clipping, mean over optimizer steps.",
         "Steady; null when no step was taken.",

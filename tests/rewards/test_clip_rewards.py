@@ -340,3 +340,25 @@ def test_networks_score_in_larger_batches(folder: Path) -> None:
 
     assert at_once("clip-score") == 16 and at_once("geneval", batch=40) == 40
     assert at_once("jpeg-compressibility") == 4
+
+
+@pytest.mark.parametrize("name", ["clip-score", "pickscore", "aesthetic", "hps"])
+def test_the_differentiable_value_is_the_score(
+    folder: Path, open_clip: tuple[OpenClip, Path], tmp_path: Path, name: str
+) -> None:
+    """Without the rounding to bytes after resizing, and with a gradient for every image."""
+    torch.save(head(0), tmp_path / "head.pth")
+    options: dict[str, Any] = {
+        "clip-score": {"path": str(folder)},
+        "pickscore": {"path": str(folder), "processor": str(folder)},
+        "aesthetic": {"path": str(folder), "head": str(tmp_path / "head.pth")},
+        "hps": {"path": str(folder), "file": "", "processor": str(folder)},
+    }[name]
+    reward: Any = base.load(assembly.REWARDS[name], {"device": "cpu", **options})
+    for sample in samples():
+        pixels = torch.tensor(np.array(sample.pixels)).permute(2, 0, 1)[None] / 255
+        value = reward.values(pixels.requires_grad_(), [sample.prompt])
+        (expected,) = values(name, [sample], **options)
+        assert value.tolist() == pytest.approx([expected], abs=0.01 * max(1, abs(expected)))
+        value.sum().backward()
+        assert pixels.grad is not None and float(pixels.grad.abs().max()) > 0

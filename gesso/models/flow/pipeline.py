@@ -89,6 +89,8 @@ class PipelineModel(ABC):
         self.text_length = self._text_length(settings.text_length)
         if settings.gradient_checkpointing:
             self.transformer.enable_gradient_checkpointing()
+            if self.pipe.vae._supports_gradient_checkpointing:  # for gradients of rewards
+                self.pipe.vae.enable_gradient_checkpointing()
         folds = folds_lora(settings, self.device.type) and not sharded
         self.policy = Policy(self.transformer, settings.lora, self.lora_targets, seed, folds=folds)
         self.sizes = sizes  # batch sizes of the compiled networks
@@ -251,10 +253,13 @@ class PipelineModel(ABC):
 
     @torch.no_grad()
     def decode(self, latents: Tensor) -> Tensor:
+        return (self.images(latents) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu()
+
+    def images(self, latents: Tensor) -> Tensor:
+        """(N, C, H, W) → (N, 3, height, width) float32 in [0, 1], with gradient."""
         index = self._filling(len(latents))
         pixels = self.pixels(latents if index is None else latents[index])[: len(latents)].float()
-        unit = (pixels / 2 + 0.5).clamp(0, 1)
-        return (unit * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu()
+        return (pixels / 2 + 0.5).clamp(0, 1)
 
     def pixels(self, latents: Tensor) -> Tensor:
         """(N, C, H, W) → (N, 3, height, width) in [−1, 1]."""

@@ -9,14 +9,14 @@ transformers format, 1.7 GB, and the file with the head, 4 MB.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from gesso.rewards.image import checkpoints, networks
 from gesso.rewards.image.clip import load_clip
-from gesso.types import Sample, Score
+from gesso.types import Prompt, Sample, Score
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 HEAD = "sac+logos+ava1-l14-linearMSE.pth"
 
@@ -30,6 +30,8 @@ class Aesthetic(networks.NetworkReward):
     head: str = "camenduru/improved-aesthetic-predictor"
     """Hub name or .pth/.safetensors file of the head."""
 
+    differentiable: ClassVar[bool] = True
+
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return networks.in_batches(self._values, samples, self.batch)
 
@@ -40,6 +42,11 @@ class Aesthetic(networks.NetworkReward):
         head = _head(self.path, self.head, self.device)
         with torch.inference_mode():
             return head(clip.images([s.pixels for s in samples]))[:, 0].tolist()
+
+    def values(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        clip = load_clip(self.path, self.path, self.device)
+        head = _head(self.path, self.head, self.device)
+        return head(clip.differentiable_images(images))[:, 0]
 
 
 @networks.once

@@ -13,6 +13,7 @@ import numpy as np
 
 from gesso.config import pick_device
 from gesso.rewards.image import networks
+from gesso.rewards.image.preprocessing import clip_inputs
 
 if TYPE_CHECKING:
     import torch
@@ -32,8 +33,17 @@ class ClipEncoder:
 
         pixels = self.processor(images=networks.to_pil(images), return_tensors="pt")["pixel_values"]
         with torch.inference_mode():
-            features = self.model.get_image_features(pixel_values=pixels.to(self.device))
-        return torch.nn.functional.normalize(features.pooler_output, dim=-1)
+            return self._encoded(pixels)
+
+    def differentiable_images(self, images: Tensor) -> Tensor:
+        """The same with gradient; images are (N, 3, height, width) in [0, 1]."""
+        return self._encoded(clip_inputs(images, self.processor))
+
+    def _encoded(self, pixels: Tensor) -> Tensor:
+        from torch.nn.functional import normalize
+
+        features = self.model.get_image_features(pixel_values=pixels.to(self.device))
+        return normalize(features.pooler_output, dim=-1)
 
     def texts(self, texts: Sequence[str]) -> Tensor:
         """(N, D), normalised; texts are truncated to the model's positions (77 tokens)."""
@@ -51,9 +61,16 @@ class ClipEncoder:
 
     def cosines(self, texts: Sequence[str], images: Sequence[np.ndarray]) -> Tensor:
         """(N,): the cosine of each text with its image."""
+        return (self._of_each(texts) * self.images(images)).sum(-1)
+
+    def differentiable_cosines(self, texts: Sequence[str], images: Tensor) -> Tensor:
+        """The same with gradient; images are (N, 3, height, width) in [0, 1]."""
+        return (self._of_each(texts) * self.differentiable_images(images)).sum(-1)
+
+    def _of_each(self, texts: Sequence[str]) -> Tensor:
         unique = list(dict.fromkeys(texts))  # a group shares its prompt
         row = [unique.index(text) for text in texts]
-        return (self.texts(unique)[row] * self.images(images)).sum(-1)
+        return self.texts(unique)[row]
 
 
 @networks.once

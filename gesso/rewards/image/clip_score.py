@@ -9,10 +9,14 @@ transformers format; ViT-L/14 is 1.7 GB.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 from gesso.rewards.image import networks
 from gesso.rewards.image.clip import load_clip
-from gesso.types import Sample, Score
+from gesso.types import Prompt, Sample, Score
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class ClipScore(networks.NetworkReward):
@@ -22,6 +26,8 @@ class ClipScore(networks.NetworkReward):
     path: str = "openai/clip-vit-large-patch14"
     """Model folder or hub name."""
 
+    differentiable: ClassVar[bool] = True
+
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return networks.in_batches(self._values, samples, self.batch)
 
@@ -29,3 +35,8 @@ class ClipScore(networks.NetworkReward):
         clip = load_clip(self.path, self.path, self.device)
         cosines = clip.cosines([s.prompt.text for s in samples], [s.pixels for s in samples])
         return (clip.model.logit_scale.exp() * cosines / 30).tolist()
+
+    def values(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        clip = load_clip(self.path, self.path, self.device)
+        cosines = clip.differentiable_cosines([p.text for p in prompts], images)
+        return clip.model.logit_scale.exp() * cosines / 30

@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from gesso.config import pick_device
 from gesso.rewards.image import checkpoints, networks
 from gesso.rewards.image.clip import ClipEncoder, load_clip
-from gesso.types import Sample, Score, UserError
+from gesso.rewards.image.preprocessing import padded_to_square
+from gesso.types import Prompt, Sample, Score, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,17 +36,26 @@ class Hps(networks.NetworkReward):
     processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
     """Processor folder or hub name."""
 
+    differentiable: ClassVar[bool] = True
+
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return networks.in_batches(self._values, samples, self.batch)
 
+    def values(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        clip = self._clip()
+        squares = padded_to_square(images, clip.model.config.vision_config.image_size)
+        return clip.differentiable_cosines([p.text for p in prompts], squares)
+
     def _values(self, samples: Sequence[Sample]) -> list[float]:
-        if self.file:
-            clip = _load_published(self.path, self.file, self.processor, self.device)
-        else:
-            clip = load_clip(self.path, self.processor, self.device)
+        clip = self._clip()
         side = clip.model.config.vision_config.image_size
         images = [pad_to_square(s.pixels, side) for s in samples]
         return clip.cosines([s.prompt.text for s in samples], images).tolist()
+
+    def _clip(self) -> ClipEncoder:
+        if self.file:
+            return _load_published(self.path, self.file, self.processor, self.device)
+        return load_clip(self.path, self.processor, self.device)
 
 
 def pad_to_square(image: np.ndarray, side: int) -> np.ndarray:

@@ -12,11 +12,12 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gesso.config import pick_device
 from gesso.rewards.image import checkpoints, networks
-from gesso.types import Sample, Score, UserError
+from gesso.rewards.image.preprocessing import clip_inputs
+from gesso.types import Prompt, Sample, Score, UserError
 
 if TYPE_CHECKING:
     import torch
@@ -37,11 +38,26 @@ class ImageReward(networks.NetworkReward):
     tokenizer: str = "google-bert/bert-base-uncased"
     """Tokenizer folder or hub name."""
 
+    differentiable: ClassVar[bool] = True
+
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return networks.in_batches(self._values, samples, self.batch)
 
+    def values(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        model = self._model()
+        return model.values([p.text for p in prompts], clip_inputs(images, model.processor))
+
     def _values(self, samples: Sequence[Sample]) -> list[float]:
-        return _load_model(self.path, self.tokenizer, self.device).values(samples)
+        import torch
+
+        model = self._model()
+        images = networks.to_pil([s.pixels for s in samples])
+        pixels = model.processor(images=images, return_tensors="pt")["pixel_values"]
+        with torch.inference_mode():
+            return model.values([s.prompt.text for s in samples], pixels).tolist()
+
+    def _model(self) -> BlipPreferenceModel:
+        return _load_model(self.path, self.tokenizer, self.device)
 
 
 @dataclass(frozen=True)
@@ -51,27 +67,23 @@ class BlipPreferenceModel:
     processor: Any
     device: torch.device
 
-    def values(self, samples: Sequence[Sample]) -> list[float]:
-        import torch
-
-        images = networks.to_pil([s.pixels for s in samples])
-        pixels = self.processor(images=images, return_tensors="pt")
+    def values(self, texts: Sequence[str], pixels: Tensor) -> Tensor:
+        """(N,) for prepared pixels, (N, 3, side, side)."""
         tokens = self.tokenizer(
-            [s.prompt.text for s in samples],
+            list(texts),
             padding="max_length",
             truncation=True,
             max_length=MAX_TOKENS,
             return_tensors="pt",
         ).to(self.device)
-        with torch.inference_mode():
-            vision = self.parts["vision"](pixels["pixel_values"].to(self.device))
-            text = self.parts["text"](
-                input_ids=tokens["input_ids"],
-                attention_mask=tokens["attention_mask"],
-                encoder_hidden_states=vision.last_hidden_state,
-            )
-            raw = self.parts["head"](text.last_hidden_state[:, 0])[:, 0]  # (N,)
-        return ((raw - MEAN) / DEVIATION).tolist()
+        vision = self.parts["vision"](pixels.to(self.device))
+        text = self.parts["text"](
+            input_ids=tokens["input_ids"],
+            attention_mask=tokens["attention_mask"],
+            encoder_hidden_states=vision.last_hidden_state,
+        )
+        raw = self.parts["head"](text.last_hidden_state[:, 0])[:, 0]  # (N,)
+        return (raw - MEAN) / DEVIATION
 
 
 @networks.once

@@ -8,10 +8,14 @@ a CLIP ViT-H/14 in transformers format, 4 GB.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 from gesso.rewards.image import networks
 from gesso.rewards.image.clip import load_clip
-from gesso.types import Sample, Score
+from gesso.types import Prompt, Sample, Score
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class PickScore(networks.NetworkReward):
@@ -23,6 +27,8 @@ class PickScore(networks.NetworkReward):
     processor: str = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
     """Processor folder or hub name."""
 
+    differentiable: ClassVar[bool] = True
+
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return networks.in_batches(self._values, samples, self.batch)
 
@@ -30,3 +36,8 @@ class PickScore(networks.NetworkReward):
         clip = load_clip(self.path, self.processor, self.device)
         cosines = clip.cosines([s.prompt.text for s in samples], [s.pixels for s in samples])
         return (clip.model.logit_scale.exp() * cosines / 26).tolist()
+
+    def values(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        clip = load_clip(self.path, self.processor, self.device)
+        cosines = clip.differentiable_cosines([p.text for p in prompts], images)
+        return clip.model.logit_scale.exp() * cosines / 26

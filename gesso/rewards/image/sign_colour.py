@@ -11,12 +11,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
+from pydantic import Field
 
 from gesso.config import Strict
 from gesso.types import Prompt, Sample, Score
 from gesso.zoo.words import PAINT
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NAMES = tuple(PAINT)
 _PALETTE = np.array([PAINT[name][0] for name in NAMES], dtype=np.int64)  # (8, 3)
@@ -27,6 +32,12 @@ _COLOURED_SIGN = re.compile(rf"\b({'|'.join(NAMES)}) sign\b", re.IGNORECASE)
 class SignColour(Strict):
     """Share of the pixels, letters excluded, whose nearest colour is the one the prompt names. For
     the bundled model. Range [0, 1]. `sign-colour/right`: that colour is the most frequent one."""
+
+    softness: float = Field(0.05, gt=0)
+    """Of the gradient's version: a pixel belongs to each colour by softmax(−distance² / softness),
+    where channels are in [0, 1]."""
+
+    differentiable: ClassVar[bool] = True
 
     def unfit(self, prompt: Prompt) -> str | None:
         if target_colour(prompt):
@@ -46,6 +57,21 @@ class SignColour(Strict):
         value = board.get(target, 0.0) / sum(board.values())
         details = {"right": float(dominant == target), "share": shares[target]}
         return Score(value, details, dominant)
+
+    def values(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        """As `score`, with soft shares. Which colour is the most frequent has no gradient."""
+        import torch
+
+        palette = torch.tensor(_PALETTE, device=images.device, dtype=images.dtype) / 255
+        pixels = images.flatten(2).transpose(1, 2)[:, :, None]  # (N, height · width, 1, 3)
+        distance = (pixels - palette).square().sum(-1)
+        shares = (-distance / self.softness).softmax(-1).mean(1)  # (N, 8)
+        dominant = torch.nn.functional.one_hot(distance.argmin(-1), len(NAMES)).sum(1).argmax(-1)
+        board = torch.tensor([name not in _LETTERS for name in NAMES], device=images.device)
+        counted = board | torch.nn.functional.one_hot(dominant, len(NAMES)).bool()
+        target = torch.tensor([NAMES.index(target_colour(p) or "") for p in prompts])[:, None]
+        shares = shares * counted
+        return shares.gather(1, target.to(images.device))[:, 0] / shares.sum(1)
 
 
 def target_colour(prompt: Prompt) -> str | None:
