@@ -16,8 +16,6 @@ import pytest
 from gesso import build, families
 from gesso.config import PACKAGE, Recipe, tables
 from gesso.families import classes
-from gesso.types import SampleSpec
-from tests.typed import sure
 
 Settings = dict[str, Any]  # by dotted key
 
@@ -109,8 +107,7 @@ def test_batches_split_evenly(name: str, card: str | None) -> None:
 
 
 def trained_steps(recipe: Recipe) -> int:
-    spec = sure(SampleSpec, build.algorithm(recipe).spec(0, 0, recipe.model))
-    return recipe.algorithm.options.get("times") or len(spec.trained)
+    return build.algorithm(recipe).terms_a_sample
 
 
 @pytest.mark.parametrize("name", LANGUAGE)

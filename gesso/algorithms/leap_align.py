@@ -1,5 +1,5 @@
-"""LeapAlign: the gradient of the reward through two long steps between random states of a sampled
-path. Defaults are those of a public implementation."""
+"""LeapAlign (arXiv 2604.15311): the gradient of the reward through two long steps between random
+states of a sampled path. Defaults are those of a public implementation."""
 
 from __future__ import annotations
 

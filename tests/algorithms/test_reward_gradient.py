@@ -37,7 +37,8 @@ class Case:
         recipe = build.recipe_from(recipe_data)
         self.model = drawing(build.model(recipe))
         built, self.learner = build.learner(recipe, build.algorithm(recipe), self.model, SILENT)
-        self.algorithm = sure(RewardGradient, built)
+        assert isinstance(built, RewardGradient)
+        self.algorithm = built
         self.rollout = rollout_of(self.model, built)
         prepared = Prepared(built.advantage(self.rollout))
         self.terms = sure(PathTerms, built.terms(self.rollout, prepared))
