@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from PIL import Image
+from torch import Tensor
 
 from gesso.types import Prompt, Sample, Score, groupwise
 
@@ -48,3 +49,15 @@ class LikeReference:
         cells: np.ndarray = image.reshape(-1, 3).astype(int) * self.bins // 256  # (pixels, 3)
         index = cells @ [self.bins**2, self.bins, 1]
         return np.bincount(index, minlength=self.bins**3) / len(index)
+
+
+class Bright:
+    """Mean brightness, in [0, 1]."""
+
+    differentiable = True
+
+    def score(self, samples: Sequence[Sample]) -> list[float]:
+        return [float(s.pixels.mean()) / 255 for s in samples]
+
+    def values(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
+        return images.mean((1, 2, 3))

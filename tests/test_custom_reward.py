@@ -51,6 +51,13 @@ def test_a_groupwise_function() -> None:
     assert [score.value for score in scores] == [0.0, 1.0, 0.0]
 
 
+def test_a_differentiable_class(tmp_path: Path) -> None:
+    gesso_here("train", "bright.toml", *TINY, "--run", tmp_path / "run", "--quiet", cwd=EXAMPLES)
+    row = last_row(tmp_path / "run")
+    assert row["update/grad_norm"] > 0
+    assert row["update/reward"] == pytest.approx(row["reward/custom_reward:Bright"], abs=2e-3)
+
+
 def test_check_scores_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
     gesso_here("check", "custom_reward.toml", "sampler.batch=4", *TINY, cwd=EXAMPLES)
     assert "custom_reward:LikeReference/colours" in capsys.readouterr().out

@@ -43,11 +43,11 @@ def leap_align(
     inner: float,
     floor: float,
 ) -> Leap:
-    """LeapAlign (arXiv 2604.15311): two leaps, from x_k at σ_k to x_j at σ_j and from there to 0, along a sampled path
-    whose `states` are x_k, x_j and x_0. x̂_j = x_k + (σ_j − σ_k)·v_k and x̂0 = x_j − σ_j·v_j give
-    the gradient, the sampled states the values. The gradient that enters v_j through x_j is
-    multiplied by `inner` (α). The weight is 1/(max(d_j, τ) + max(d_0, τ)), where d is
-    mean |x̂ − x| and τ = `floor`.
+    """LeapAlign (arXiv 2604.15311): two leaps, from x_k at σ_k to x_j at σ_j and from there to 0,
+    along a sampled path whose `states` are x_k, x_j and x_0. x̂_j = x_k + (σ_j − σ_k)·v_k and
+    x̂0 = x_j − σ_j·v_j give the gradient, the sampled states the values. The gradient that enters
+    v_j through x_j is multiplied by `inner` (α). The weight is 1/(max(d_j, τ) + max(d_0, τ)), where
+    d is mean |x̂ − x| and τ = `floor`.
     """
     start, middle, end = (state.detach() for state in states)
     from_start = leaped(velocity, start, *sigmas)
