@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from gesso import imports
-from gesso.rewards.base import Reward, source, unfit
+from gesso.rewards.base import AnyReward, Reward, source, unfit
 from gesso.types import Prompt, UserError
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def fault(target: Any) -> str | None:
 class WeightedValues:
     name: str
     weight: float
-    reward: Reward  # its source is a DifferentiableReward
+    reward: AnyReward  # its source is a DifferentiableReward
     bounds: tuple[float, float] | None = None  # no gradient outside
     optional: bool = False  # only for prompts that it can score
 
