@@ -41,6 +41,7 @@ ALGORITHMS = {
     "awm": "gesso.algorithms.awm:AWM",
     "dgpo": "gesso.algorithms.preference:DGPO",
     "flow-dpo": "gesso.algorithms.preference:FlowDPO",
+    "flow-opd": "gesso.algorithms.flow_opd:FlowOPD",
     "flow-rft": "gesso.algorithms.flow_rft:FlowRFT",
     "draft": "gesso.algorithms.draft:DRaFT",
     "refl": "gesso.algorithms.refl:ReFL",

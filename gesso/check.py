@@ -18,6 +18,7 @@ from gesso.estimate import Assumed, assuming, estimate, with_data
 from gesso.health import under_floor
 from gesso.health.rows import replayed
 from gesso.models.repeatable import deterministic_algorithms, kernel_options
+from gesso.ranks import ALONE
 from gesso.rollout import Rollout
 from gesso.run import Assembled, assemble
 from gesso.track.progress import SILENT, Progress
@@ -149,7 +150,7 @@ def replay_gap(job: Assembled, rollout: Rollout) -> float | None:
     them."""
     if rollout.logp.shape[1] == 0:
         return None
-    terms = _terms(job, rollout)
+    terms = _completed(job, _terms(job, rollout))
     with torch.no_grad(), job.learner.policy.folded():
         stats = [
             job.algorithm.loss(job.model, terms.rows(index)).stats
@@ -166,6 +167,10 @@ def _terms(job: Assembled, rollout: Rollout) -> Terms:
     prepared = job.algorithm.prepare(job.model, rollout, job.recipe.learner)
     equal = replace(prepared, advantages=torch.ones_like(prepared.advantages))
     return job.algorithm.terms(rollout, equal)
+
+
+def _completed(job: Assembled, terms: Terms) -> Terms:
+    return job.algorithm.complete(job.model, terms, job.recipe.learner, ALONE)
 
 
 def _ratio(job: Assembled, gap: float | None, findings: Findings) -> None:
@@ -187,7 +192,8 @@ def _trial_update(job: Assembled, rollout: Rollout) -> tuple[float, bool]:
     with job.learner.policy.folded(), deterministic_algorithms(job.model):
         for _ in range(2):  # the first one includes compilation
             started = time.perf_counter()
-            job.algorithm.loss(job.model, terms).loss.sum().backward()
+            completed = _completed(job, terms)
+            job.algorithm.loss(job.model, completed).loss.sum().backward()
             _wait(job)
             seconds = time.perf_counter() - started
             gradients.append(_bits(job.learner.policy.trainable))

@@ -23,6 +23,7 @@ from gesso.track.progress import SILENT, Display, Progress
 from gesso.track.run_folder import RunFolder
 from gesso.track.trackers.process import Watchers
 from gesso.types import Prompt, StopRun, UserError, out_of_memory
+from gesso.use import teachers
 from gesso.use.source import recipe_of as recipe_of
 from gesso.use.trained import Trained as Trained
 from gesso.use.trained import load as load
@@ -77,6 +78,7 @@ def assemble(recipe: Recipe, progress: Progress = SILENT) -> Assembled:
     family, algorithm = families.of(recipe), build.algorithm(recipe)
     family.check_machine(recipe, algorithm)
     build.check_trackers(recipe)
+    teachers.check(recipe, algorithm)
     rewards = assembly.rewards(recipe)
     try:
         progress.phase("loading data")
@@ -116,6 +118,7 @@ def _in_this_process(
         model = build.model(recipe)
     data = families.of(recipe).fit(recipe, algorithm, model, data, progress)
     algorithm, learner = build.learner(recipe, algorithm, model, progress)
+    teachers.teach(recipe, algorithm, learner)
     if recipe.sampler.engine != "built-in":
         progress.phase(f"starting {recipe.sampler.engine}")
     sampler = build.sampler(recipe, algorithm, model)
@@ -138,6 +141,7 @@ def _in_workers(
     processes = workers.start(recipe, placement, progress)
     try:
         data = workers.fit(processes, data)
+        processes.all("teach", {})
         stream = prompts.Stream(data.train, recipe.seed)
         gathers = families.of(recipe).gathers_to_sample
         cluster = workers.Workers(

@@ -10,15 +10,24 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NewType, TypeVar
 
 if TYPE_CHECKING:
     import numpy as np
     from PIL.Image import Image
     from torch import Tensor
 
-Which = Literal["current", "old", "reference", "ema"]
+TeacherName = NewType("TeacherName", str)
+"""Name of a copy that holds the weights of a teacher; `teacher_name` makes it."""
+
+Which = Literal["current", "old", "reference", "ema"] | TeacherName
 """Which weights of the policy a forward pass uses."""
+
+
+def teacher_name(name: str) -> TeacherName:
+    """Copies of teachers have a prefix, so that no teacher is called like another copy."""
+    return TeacherName(f"teacher:{name}")
+
 
 Weights = Mapping[str, "Tensor"]
 """The trained tensors by name; a transfer with a missing or extra name raises."""
@@ -231,6 +240,7 @@ class SampleSpec:
     guidance_gradient: GuidanceGradient = "both"  # "conditional": records the negative branch
     record: Trajectory | OnePass = Trajectory()  # what is recorded of the trained steps
     starts: range = range(0)  # the window of each prompt starts at one of these; empty: as given
+    negatives: bool = False  # encode negative prompts even if sampling has no guidance
 
     def placed(self, seed: int) -> SampleSpec:
         """The spec of a prompt whose group has this seed."""

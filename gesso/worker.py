@@ -43,6 +43,7 @@ from gesso.track.checkpoints import (
 from gesso.track.progress import Progress
 from gesso.track.writing import InBackground
 from gesso.types import Prompt, ResponseSpec, Sample, SampleSpec, Scales, Score
+from gesso.use import teachers
 from gesso.weights.publish import digest, publish
 
 NO_PROMPT = Prompt("")
@@ -200,6 +201,11 @@ class Worker:
             "left_out": list(data.left_out),
             "longest": data.longest,
         }
+
+    def teach(self) -> dict[str, Any]:
+        """Loads the teachers, which only training needs."""
+        teachers.teach(self.recipe, self.algorithm, self.learner)
+        return {}
 
     def open(
         self,
@@ -402,6 +408,7 @@ class Worker:
 TASKS = {
     "start": "loading the model",
     "fit": "reading the prompts",
+    "teach": "loading teachers",
     "open": "encoding prompts",
     "sample": "sampling",
     "share": "exchanging samples",

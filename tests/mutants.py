@@ -356,6 +356,28 @@ MUTANTS = [
         ".bitwise_and_(0x7FFF)",
         "tests/formulas/test_precision.py",
     ),
+    # Distillation
+    Mutant(
+        "distil-teacher-guidance",
+        "gesso/algorithms/flow_opd.py",
+        "terms.rows(part), name, scale).mean",
+        "terms.rows(part), name).mean",
+        "tests/algorithms/test_flow_opd.py -k plain_computation",
+    ),
+    Mutant(
+        "distil-lora-scale",
+        "gesso/use/teachers.py",
+        "/ rank / (lora.alpha / lora.rank)",
+        "/ rank",
+        "tests/algorithms/test_flow_opd.py -k converted_exactly",
+    ),
+    Mutant(
+        "distil-changed-teacher",
+        "gesso/learner/learner.py",
+        "if not torch.equal(found, tables[TEACHERS][teacher]):",
+        "if False:",
+        "tests/algorithms/test_flow_opd.py -k resumes_exactly",
+    ),
     # Samplers
     Mutant(
         "sampler-seed-per-sample",

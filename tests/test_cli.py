@@ -95,6 +95,18 @@ def test_check_repeats_a_gradient(recipe: Recipe, monkeypatch: pytest.MonkeyPatc
     assert _repeats(job, True).startswith("no: torch")
 
 
+def test_check_tries_the_whole_update(recipe_data: dict) -> None:
+    """Teachers and preferences have passes of their own before the loss."""
+    from gesso import build
+    from gesso.check import check
+
+    teachers = {"base": {"path": recipe_data["model"]["path"], "guidance": 2.0}}
+    for algorithm in ({"name": "flow-opd", "teachers": teachers}, {"name": "dgpo", "times": 1}):
+        recipe_data["algorithm"] = algorithm | {"group": 2, "steps": 7, "guidance": 1.0}
+        facts = dict(check(build.recipe_from(recipe_data)).facts)
+        assert facts["ratio"] == "not used by this algorithm" and facts["repeats"].startswith("yes")
+
+
 def test_check_warns_of_a_clip_under_the_noise_floor(recipe: Recipe) -> None:
     from gesso import build
     from gesso.check import Findings, _ratio

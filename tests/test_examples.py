@@ -132,6 +132,15 @@ def test_the_example_reward_compares_red_with_the_prompt(monkeypatch: pytest.Mon
     assert [s.value for s in scores] == [1, 0, 0]
 
 
+def test_distillation(workplace: Path) -> None:
+    """The second command of the page; its teacher is the run of from_python.py."""
+    first, second = (words for _, words in pages.commands("how-to/distil.md"))
+    assert first == ["train", "demo"] and (workplace / "runs" / "demo-001").is_dir()
+    gesso_here(*second, *TINY, cwd=workplace)
+    rows = (workplace / "runs" / "demo-distil-001" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(rows[-1])["update/distance"] > 0
+
+
 COMMANDS = pages.commands()
 
 

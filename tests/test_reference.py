@@ -17,7 +17,7 @@ from tools import reference
 
 ROOT = Path(__file__).parent.parent
 MAX_WORDS = 21_000  # without the generated pages, which grow with the code
-ABSENT = {"update/drift", "update/matching", "update/reward"}  # of other algorithms
+ABSENT = {"update/drift", "update/matching", "update/reward", "update/distance"}  # of others
 OF_WORKERS = {key for key in METRICS if key.startswith("cluster/")}  # tests/cluster has them
 
 

@@ -27,6 +27,7 @@ from gesso.algorithms.awm import AWM
 from gesso.algorithms.credit import Credit
 from gesso.algorithms.diffusion_nft import DiffusionNFT
 from gesso.algorithms.flow_grpo import FlowGRPO
+from gesso.algorithms.flow_opd import FlowOPD, FlowTeacher
 from gesso.algorithms.flow_rft import FlowRFT
 from gesso.algorithms.grpo import GRPO
 from gesso.algorithms.importance import Importance
@@ -73,6 +74,8 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "algorithm: dgpo": DGPO,
     "algorithm: flow-dpo": FlowDPO,
     "algorithm: flow-rft": FlowRFT,
+    "algorithm: flow-opd": FlowOPD,
+    "algorithm.teachers.NAME": FlowTeacher,
     "algorithm: grpo": GRPO,
     "algorithm.surrogate: clip": Clip,
     "algorithm.surrogate: sequence": SequenceClip,
@@ -150,7 +153,7 @@ def table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
 def key_list(kind: type[BaseModel], without: Sequence[str] = ()) -> str:
     docs = field_docs(kind)
     fields = {key: field for key, field in kind.model_fields.items() if key not in without}
-    if kind in PRESETS or kind is PPO or issubclass(kind, NoisedAlgorithm):
+    if kind in PRESETS or kind is PPO or issubclass(kind, NoisedAlgorithm | FlowOPD):
         fields.pop("name", None)  # in the heading
     return "\n".join(
         f"- **`{key}`** ({default(field.default)}): {docs[key]}" for key, field in fields.items()
@@ -180,7 +183,7 @@ def preset_table(base: type[BaseModel]) -> str:
     rows = []
     for name in build.ALGORITHMS:
         kind = build.algorithm_class(name)
-        if kind.family != family or kind is base or issubclass(kind, NoisedAlgorithm):
+        if kind.family != family or (kind in SECTIONS.values() and kind is not PPO):
             continue
         differing = {k: v for k, v in flat(kind()).items() if k != "name" and usual.get(k) != v}
         if kind is PPO:

@@ -134,12 +134,14 @@ def _walk(kind: type[BaseModel], path: list[str]) -> tuple[type[BaseModel] | Non
     at: type[BaseModel] | None = kind
     members: dict[str, type[BaseModel]] = {}  # of the union at the last part of the path
     written = []
+    named = False  # whether the part is a name that the user chose: a key of a table of sections
     for part in path:
         if part in members:
             at, members = members[part], {}
             continue
         written.append(part)
-        if part.isdigit():
+        if part.isdigit() or named:
+            named = False
             continue
         fields = _fields_of(at)
         annotation = fields[part].annotation if part in fields else None
@@ -149,6 +151,7 @@ def _walk(kind: type[BaseModel], path: list[str]) -> tuple[type[BaseModel] | Non
         kinds = {m.model_fields["kind"].default: m for m in models if "kind" in m.model_fields}
         members = tagged | kinds
         at = models[0] if models else None
+        named = at is not None and typing.get_origin(annotation) is dict
     return at, written
 
 

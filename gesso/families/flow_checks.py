@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from gesso import imports
 from gesso.config import AnyRecipe, Model, Recipe, pick_device
-from gesso.types import SampleSpec, UserError
+from gesso.types import Prompt, SampleSpec, UserError
 
 if TYPE_CHECKING:
     from gesso.algorithms.base import Algorithm
@@ -111,6 +112,20 @@ def ragged(recipe: Recipe, algorithm: Algorithm) -> list[str]:
     ]
 
 
+def _check_teachers(algorithm: Algorithm, model: FlowModel, prompts: Sequence[Prompt]) -> None:
+    """Raises for a prompt without a teacher, or guidance that the model would ignore."""
+    from gesso.algorithms.flow_opd import FlowOPD
+    from gesso.algorithms.teachers import teacher_of
+    from gesso.models.flow.base import check_guidance
+
+    if not isinstance(algorithm, FlowOPD):
+        return
+    for scale in algorithm.scales:
+        check_guidance(model, scale, prompts)
+    for prompt in prompts:
+        teacher_of(prompt, algorithm.column, algorithm.teachers)
+
+
 def check_data(
     recipe: Recipe, algorithm: Algorithm, model: FlowModel, data: LoadedData
 ) -> list[str]:
@@ -122,6 +137,7 @@ def check_data(
     model.latent_shape(spec.height, spec.width)
     train = [prompt for part in data.train for prompt in part.prompts]
     check_guidance(model, spec.guidance, train)
+    _check_teachers(algorithm, model, train)
     guidance = spec.guidance if recipe.eval.guidance is None else recipe.eval.guidance
     check_guidance(model, guidance, data.held_out)
     paths = [" and ".join(s.path for s in part) for part in (recipe.data.train, recipe.data.eval)]

@@ -21,6 +21,12 @@ def gaussian_step(mean: Tensor, mean_ref: Tensor, s: Tensor) -> Tensor:
     return _distance(mean, mean_ref, s)
 
 
+def half_square(mean: Tensor, other: Tensor) -> Tensor:
+    """mean over C,H,W of (μ − μ')² / 2, one value per step (N,): the distance of two steps without
+    noise. Of Euler steps it is ½dt²·mean (v − v')²."""
+    return _distance(mean, other, mean.new_ones(()))
+
+
 def gaussian_divergence(mean: Tensor, mean_old: Tensor, std: Tensor) -> Tensor:
     """KL between two steps with the same std, per element: mean over C,H,W of (μ − μ_old)² / 2c²,
     c = std of the step *with* √−dt. One value per step (N,)."""

@@ -27,9 +27,10 @@ from gesso.models.repeatable import deterministic_algorithms
 from gesso.ranks import ALONE, Ranks, deal
 from gesso.rollout import Rollout
 from gesso.track.progress import SILENT, Progress
-from gesso.types import UNSCALED, Scales, seed_of
+from gesso.types import UNSCALED, Scales, TeacherName, UserError, Weights, Which, seed_of
 from gesso.weights.copies import differences
 from gesso.weights.policy import Policy
+from gesso.weights.publish import digest
 from gesso.weights.shards import divided_like, is_sharded, whole
 
 MAX_REPORTED = {"abs_dlogp", "sampler_gap"}  # the maximum is reported in addition to the mean
@@ -58,6 +59,7 @@ class ExtraParameters(Protocol):
 
 
 EXTRA = "beside"  # table of parameters that are trained with the policy's, such as a critic's
+TEACHERS = "teachers"  # table of the teachers' digests
 
 
 class Learner:
@@ -101,10 +103,22 @@ class Learner:
         )
         self.optimizer_steps = 0
         self._lr_scale = 1.0
+        self._teachers: dict[TeacherName, Tensor] = {}  # digests of their weights
         for copy in sorted(algorithm.needs):
             self.policy.snapshot(copy)
         if settings.ema:
             self.policy.snapshot("ema")
+
+    def teach(self, name: TeacherName, weights: Weights) -> None:
+        """Gives a copy that the algorithm needs the weights of a teacher. They never change:
+        checkpoints have only their digest, and are not restored with other weights."""
+        try:
+            self.policy.load(weights, name)
+        except ValueError as error:
+            raise UserError(
+                f"{name}: {error}; expected a model like the one that is trained"
+            ) from error
+        self._teachers[name] = torch.tensor(list(bytes.fromhex(digest({name: weights}))))
 
     def update(self, rollout: Rollout, step: int, scales: Scales = UNSCALED) -> Update:
         """All optimizer steps of iteration `step` (from 0). Every sample must have a score."""
@@ -234,14 +248,21 @@ class Learner:
     def state(self) -> dict[str, Tensor]:
         """Everything that an exact resume needs, as a flat mapping of names to tensors."""
         state = {f"current/{name}": p.data for name, p in self.policy.trainable.items()}
-        for copy, tensors in self.policy.copies.items():
+        for copy in self._saved_copies:
+            tensors = self.policy.copies[copy]
             state |= {f"{copy}/{name}": tensor for name, tensor in tensors.items()}
+        state |= {f"{TEACHERS}/{name}": found for name, found in self._teachers.items()}
         if self.extra is not None:
             state |= {f"{EXTRA}/{name}": p.data for name, p in self.extra.trained.items()}
         for name, p in self._all.items():
             for key, value in self.optimizer.state[p].items():
                 state[f"adam.{key}/{name}"] = torch.as_tensor(value)
         return state | {"optimizer_steps": torch.tensor(self.optimizer_steps)}
+
+    @property
+    def _saved_copies(self) -> list[Which]:
+        """All but those of teachers, which are loaded again when a run is resumed."""
+        return [copy for copy in self.policy.copies if copy not in self._teachers]
 
     @property
     def _all(self) -> dict[str, nn.Parameter]:
@@ -269,8 +290,15 @@ class Learner:
         for key, tensor in state.items():
             table, _, name = key.partition("/")
             tables[table][name] = tensor
+        for teacher, found in self._teachers.items():
+            if not torch.equal(found, tables[TEACHERS][teacher]):
+                raise UserError(
+                    f"the weights of {teacher} are not those that this run started with; restore "
+                    "its folder, or start a new run (an export does not change when a run is "
+                    "trained further)"
+                )
         self.policy.load(tables["current"])
-        for copy in self.policy.copies:
+        for copy in self._saved_copies:
             self.policy.load(tables[copy], copy)
         if self.extra is not None:
             for name, p in self.extra.trained.items():

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gesso.algorithms.base import Algorithm, Prepared
+from gesso.algorithms.base import Algorithm, Terms
 from gesso.config import Recipe
-from gesso.memory.meta import Load, nbytes, tensors_of
+from gesso.memory.meta import Load, nbytes, run, tensors_of
 from gesso.models.flow.guidance import guided
 from gesso.models.flow.pipeline import PipelineModel
 from gesso.quiet import quiet
+from gesso.ranks import ALONE
 from gesso.rollout import FlowContext, FlowTrace, Rollout
 from gesso.types import Prompt, Sample, SampleSpec, Score
 
@@ -67,12 +69,18 @@ def _stored(model: Any, spec: SampleSpec, samples: int) -> int:
 def _update(model: Any, algorithm: Algorithm, recipe: Recipe) -> Callable[[], object]:
     micro = recipe.learner.micro_batch
     rollout = _rollout(model, _spec(algorithm, recipe), micro)
-    terms = algorithm.terms(rollout, Prepared(torch.ones(micro)))
-    first = terms.rows(terms.micro_batches(recipe.learner)[0])
+
+    @run
+    @torch.no_grad()
+    def first() -> Terms:
+        prepared = algorithm.prepare(model, rollout, recipe.learner)
+        terms = algorithm.terms(rollout, replace(prepared, advantages=torch.ones(micro)))
+        return terms.rows(terms.micro_batches(recipe.learner)[0])
 
     def update() -> None:
+        terms = algorithm.complete(model, first, recipe.learner, ALONE)
         with model.policy.folded():
-            algorithm.loss(model, first).loss.sum().backward()
+            algorithm.loss(model, terms).loss.sum().backward()
 
     return update
 

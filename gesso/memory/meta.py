@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from gesso.memory.functions import Replaced, fused_attention
+
+T = TypeVar("T")
 
 MASTER = 4  # bytes: trained weights, their gradients and both Adam moments are float32
 NF4_BYTES = 0.5 + 4 / 64  # per weight: four bits, and a float32 scale per 64 weights
@@ -52,11 +54,20 @@ def tensors_of(modules: Iterable[nn.Module]) -> list[Tensor]:
 def peak(allocated: Iterable[Tensor], work: Callable[[], object]) -> int:
     """Peak number of bytes that `work` allocates in addition to `allocated`."""
     known = {t.untyped_storage()._cdata for t in allocated}
-    # On the meta device torch would materialize every attention matrix; real devices do not.
-    fused = Replaced({nn.functional.scaled_dot_product_attention: fused_attention})
-    with fused, _Live(known) as live:
+    with _fused(), _Live(known) as live:
         work()
     return live.peak
+
+
+def run(work: Callable[[], T]) -> T:
+    """Runs work that is not counted."""
+    with _fused(), _Live(set()):
+        return work()
+
+
+def _fused() -> Replaced:
+    """On the meta device torch would materialize every attention matrix; real devices do not."""
+    return Replaced({nn.functional.scaled_dot_product_attention: fused_attention})
 
 
 class _Live(TorchDispatchMode):

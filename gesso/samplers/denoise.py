@@ -44,7 +44,7 @@ class DenoisingSampler:
 
     @torch.no_grad()
     def shared(self, prompts: Sequence[Prompt], spec: SampleSpec) -> FlowContext:
-        cond, negative = self.embeddings.conditions(prompts, spec.guidance)
+        cond, negative = self.embeddings.conditions(prompts, spec.guidance, spec.negatives)
         sigmas, fine = (
             self.model.sigmas(steps, spec.height, spec.width).to(self.model.device)
             for steps in (spec.steps, FINE_STEPS)
@@ -141,7 +141,7 @@ def _denoise(
 ) -> _Denoised:
     """Runs these steps of the schedule, starting at x."""
     cond = context.cond.rows(rows)
-    negative = context.negative.rows(rows) if context.negative else None
+    negative = context.negative.rows(rows) if context.negative and spec.guidance > 1 else None
     recorder = _recorder(model, negative, spec)
     before: flow_steps.Clean | None = None  # previous prediction, for multistep solvers
     with recorder.recording(len(x)):

@@ -75,6 +75,10 @@ METRICS = {
         "KL to the reference model, with `beta` or `kl`; for language models in nats per token.",
         "Rises slowly; below 1 for language models.",
     ),
+    "update/distance": Metric(
+        "Distillation: distance of a step from the teacher's; `update/distance/NAME` per teacher.",
+        "Falls.",
+    ),
     "update/entropy": Metric(
         "Mean entropy of the token distribution, in nats.", "Falls slowly; near 0 exploration ends."
     ),

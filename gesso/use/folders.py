@@ -212,7 +212,7 @@ def _peft(folder: Path) -> dict[str, Any]:
     lora = {"rank": config["r"], "alpha": config["lora_alpha"], "path": str(folder)}
     if isinstance(config.get("target_modules"), list):
         lora["targets"] = sorted(config["target_modules"])
-    return {"path": _base(folder, config.get("base_model_name_or_path")), "lora": lora}
+    return {"path": base_model(folder, config.get("base_model_name_or_path")), "lora": lora}
 
 
 def _diffusers_lora(folder: Path) -> dict[str, Any]:
@@ -231,12 +231,12 @@ def _diffusers_lora(folder: Path) -> dict[str, Any]:
     lora = {"rank": header["transformer.r"], "alpha": header["transformer.lora_alpha"]}
     targets = sorted(header["transformer.target_modules"])
     return {
-        "path": _base(folder, None),
+        "path": base_model(folder, None),
         "lora": {**lora, "targets": targets, "path": str(folder)},
     }
 
 
-def _base(folder: Path, stated: str | None) -> str | None:
+def base_model(folder: Path, stated: str | None = None) -> str | None:
     """The base model of an adapter, from its config or its model card."""
     card = folder / "README.md"
     if stated or not card.is_file():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -96,6 +97,24 @@ TEMPFLOW = {
 }  # fmt: skip
 
 
+OPD = {"name": "flow-opd", "group": 4, "steps": 2, "guidance": 1.0, "timestep_fraction": 1.0}
+
+
+def teachers(pipeline_folder: Path) -> dict[str, dict[str, Any]]:
+    """The base model, with guidance that the student does not have."""
+    path = str(pipeline_folder)
+    return {"a": {"path": path, "guidance": 4.0}, "b": {"path": path, "guidance": 2.0}}
+
+
+def taught_prompts(prompt_file: Path) -> Path:
+    """The first two have one teacher, the third the other."""
+    rows = zip(prompt_file.read_text().splitlines(), "aab", strict=True)
+    path = prompt_file.with_name("taught.jsonl")
+    text = "".join(json.dumps({"prompt": p, "teacher": t}) + "\n" for p, t in rows)
+    path.write_text(text)
+    return path
+
+
 def recipes(pipeline_folder: Path, prompt_file: Path, language: Path) -> dict[str, dict[str, Any]]:
     flow = small_recipe(pipeline_folder, prompt_file) | {"steps": 3}
     flow["algorithm"] |= {"group": 5, "updates": 2, "beta": 0.01}
@@ -105,8 +124,11 @@ def recipes(pipeline_folder: Path, prompt_file: Path, language: Path) -> dict[st
     nft["algorithm"] = {"name": "diffusion-nft", "group": 3, "steps": 2, "times": 2, "updates": 2}
     nft["learner"] = {"micro_batch": 2, "ema": {"every": 1, "decay": 0.5}}
     nft["sampler"] = {"batch": 1}
+    taught = flow | {"algorithm": OPD | {"teachers": teachers(pipeline_folder)}}
+    taught["data"] = flow["data"] | {"train": str(taught_prompts(prompt_file))}
     return {
         "flow-grpo": flow,
+        "flow-opd": taught,
         "diffusion-nft": nft,
         "dgpo": nft | {"algorithm": nft["algorithm"] | DGPO},
         "tempflow-grpo": flow | {"algorithm": TEMPFLOW},
@@ -126,6 +148,7 @@ COUNTS = {
     "flow-grpo": (1, 2, MOST),
     "diffusion-nft": (MOST,),
     "dgpo": (2,),
+    "flow-opd": (2,),
     "tempflow-grpo": (2,),
     "grpo with kl": (MOST,),
     "ppo": (2, MOST),
@@ -186,7 +209,7 @@ def test_sharding_the_frozen_weights_does_not_change_a_bit(
 
 
 @pytest.mark.usefixtures("borrowing")
-@pytest.mark.parametrize("name, count", [("diffusion-nft", MOST), ("ppo", 2)])
+@pytest.mark.parametrize("name, count", [("diffusion-nft", MOST), ("flow-opd", 2), ("ppo", 2)])
 def test_sharding_all_weights_gives_the_same_update(
     pipeline_folder: Path, prompt_file: Path, language: Path, tmp_path: Path, name: str, count: int
 ) -> None:

@@ -8,7 +8,14 @@ from typing import get_args
 import pytest
 import torch
 
-from gesso.formulas.kl import Estimator, estimate
+from gesso.formulas import flow_steps
+from gesso.formulas.kl import (
+    Estimator,
+    estimate,
+    gaussian_divergence,
+    gaussian_step,
+    half_square,
+)
 
 KINDS = get_args(Estimator)
 
@@ -29,6 +36,32 @@ def expected(kind: Estimator, logp: torch.Tensor, ref: torch.Tensor) -> torch.Te
 
 def divergence(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return (p.exp() * (p - q)).sum()
+
+
+def test_golden_distances_of_distillation() -> None:
+    """SD3.5's schedule, step 2, a = .7: three scales, of which kl / kl-without-dt is 1/|dt|, and
+    without noise the Euler step's."""
+    sigma, sigma_next = torch.tensor([0.91335]), torch.tensor([0.857693])
+    x, teacher = torch.tensor([0.3, -1.2]).view(1, 1, 1, 2), torch.tensor([0.1, -0.2])
+
+    def step(v: torch.Tensor, noise: float) -> flow_steps.Transition:
+        row = v.view(1, 1, 1, 2)
+        return flow_steps.transition("flow-sde", x, row, sigma, sigma_next, 0.96013, noise)
+
+    v = torch.tensor([0.4, -0.6]).requires_grad_()
+    own, other = step(v, 0.7), step(teacher, 0.7).mean
+    square = half_square(own.mean, other)
+    true = gaussian_divergence(own.mean, other, own.std).item()
+    without_dt = gaussian_step(own.mean, other, own.s).item()
+    golden = [3.00091e-4, 1.04394e-3, 5.81024e-5]
+    assert [square.item(), true, without_dt] == pytest.approx(golden, rel=2e-4)
+    assert true / without_dt == pytest.approx(1 / 0.0556566, rel=1e-4)
+    square.sum().backward()
+    assert v.grad is not None
+    assert v.grad.tolist() == pytest.approx([7.20218e-4, -9.60291e-4], rel=2e-4)
+    plain = half_square(step(v, 0.0).mean, step(teacher, 0.0).mean).item()
+    assert plain == pytest.approx(1.93604e-4, rel=2e-4)
+    assert half_square(own.mean, own.mean).item() == 0
 
 
 def test_by_hand() -> None:

@@ -29,6 +29,21 @@ def test_copies_cost_a_full_fine_tune_and_no_lora() -> None:
     assert lora["optimizer"] < full["optimizer"] / 50
 
 
+WITH_MORE_PASSES = {
+    "demo-dgpo": [],
+    "demo-awm": ["algorithm.updates=2"],
+    "demo-distil": ["algorithm.teachers.other.path=x"],
+}
+
+
+@pytest.mark.parametrize("name", WITH_MORE_PASSES)
+def test_an_update_has_what_its_algorithm_prepares(name: str, shallow: Path) -> None:  # noqa: F811
+    """Old losses, preferences of groups, steps of two teachers, each of which is a copy."""
+    changes = [f"model.path={shallow}", "learner.micro_batch=4", *WITH_MORE_PASSES[name]]
+    found = estimate(build.recipe(name, changes))
+    assert found.lasting["copies of the trained weights"] == 2 * found.copy
+
+
 def test_folding_takes_the_adapted_weights_once_more(shallow: Path) -> None:  # noqa: F811
     """In half precision, as a GPU has it by default."""
 

@@ -1,4 +1,4 @@
-"""Loads a previously trained LoRA to start from: `model.lora.path`."""
+"""Reads a previously trained LoRA, to start from (`model.lora.path`) or as a teacher."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from gesso.models.adapter_checks import check_alpha, check_modules, check_rank
+from gesso.models.adapter_checks import AdapterFile
 from gesso.types import UserError
 from gesso.weights.policy import Policy
 
@@ -23,35 +23,36 @@ def load_adapter(pipe: Any, policy: Policy, path: str) -> None:
     difference. The reference policy is still the base model, with the adapter off.
     """
     assert policy.lora is not None
-    file = _file(path)
+    adapter = read_adapter(pipe, path, "model.lora.path")
+    policy.load(adapter.fitting(policy.trainable, policy.lora.rank, policy.lora.alpha))
+
+
+def read_adapter(pipe: Any, path: str, key: str) -> AdapterFile:
+    """`key` is the recipe's key with the path, for errors."""
+    file = _file(path, key)
     try:
         state, metadata = pipe.lora_state_dict(
             str(file), return_lora_metadata=True, use_safetensors=True
         )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise UserError(
-            f'model.lora.path = "{path}": diffusers cannot read it: {str(error).splitlines()[0]}'
+            f'{key} = "{path}": diffusers cannot read it: {str(error).splitlines()[0]}'
         ) from error
-    tensors = {key.removeprefix(PREFIX): t for key, t in state.items() if key.startswith(PREFIX)}
-    names = {name.replace(".default.", "."): name for name in policy.trainable}
-    check_modules(file, names.keys(), tensors.keys())
-    check_rank(file, policy.lora.rank, tensors)
-    check_alpha(file, policy.lora.alpha, _settings(metadata), policy.lora.rank)
-    policy.load({names[key]: tensor for key, tensor in tensors.items()})
+    tensors = {name.removeprefix(PREFIX): t for name, t in state.items() if name.startswith(PREFIX)}
+    return AdapterFile(file, tensors, _settings(metadata))
 
 
-def _file(path: str) -> Path:
+def _file(path: str, key: str) -> Path:
     file = Path(os.path.expanduser(path))
     if file.is_dir():
         files = sorted(file.glob("*.safetensors"))
         if len(files) != 1:
             raise UserError(
-                f'model.lora.path = "{path}": expected one .safetensors file in that folder, '
-                f"got {len(files)}"
+                f'{key} = "{path}": expected one .safetensors file in that folder, got {len(files)}'
             )
         return files[0]
     if not file.is_file():
-        raise UserError(f'model.lora.path = "{path}": no such file or folder')
+        raise UserError(f'{key} = "{path}": no such file or folder')
     return file
 
 

@@ -99,15 +99,15 @@ class PromptCache:
         self._rows: OrderedDict[str, Conditioning] = OrderedDict()
 
     def conditions(
-        self, prompts: Sequence[Prompt], guidance: float
+        self, prompts: Sequence[Prompt], guidance: float, negatives: bool = False
     ) -> tuple[Conditioning, Conditioning | None]:
         """(P, …) on the model's device: the prompts, and the negative prompts if needed. As in
-        diffusers, guidance of 1 or less is off."""
+        diffusers, guidance of 1 or less is off. `negatives`: encode them anyway."""
         cond = self([p.text for p in prompts])
         if self.model.guidance == "embedded":
             scale = torch.full((len(prompts),), guidance, device=self.model.device)
             return replace(cond, guidance=scale), None
-        if guidance <= 1:
+        if guidance <= 1 and not negatives:
             return cond, None
         return cond, self([p.negative for p in prompts])
 

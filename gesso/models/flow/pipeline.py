@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from gesso import config
+from gesso.models.adapter_checks import AdapterFile
 from gesso.models.flow import compiled as speed
 from gesso.models.flow import loading
-from gesso.models.flow.adapter import load_adapter
+from gesso.models.flow.adapter import load_adapter, read_adapter
 from gesso.models.flow.attention import has_kernels
 from gesso.models.flow.base import Guidance, TextEncoder
 from gesso.models.repeatable import settle_attention
@@ -273,6 +274,11 @@ class PipelineModel(ABC):
                 "an adapter cannot be merged into 4-bit weights without loss; export the LoRA "
                 "alone and merge it into the full-precision weights with diffusers' fuse_lora"
             )
+
+    def read_adapter(self, path: str, key: str) -> AdapterFile:
+        """A LoRA in diffusers' format; `key` is the recipe's key with its path."""
+        with quiet("diffusers"):
+            return read_adapter(self.pipe, path, key)
 
     def save(self, folder: Path, merged: bool = False, shard: str = SHARD) -> None:
         """LoRA weights for diffusers' `load_lora_weights`; or, for a full fine-tune or with

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 from gesso import config
-from gesso.models.adapter_checks import check_alpha, check_modules, check_rank
+from gesso.models.adapter_checks import AdapterFile
 from gesso.models.four_bits import require_four_bits
 from gesso.models.tokens import attention
 from gesso.quiet import quiet
@@ -177,28 +177,30 @@ def load_adapter(policy: Policy, path: str) -> None:
     """Loads a PEFT adapter as the current weights of the policy. Strict: modules, rank and alpha
     must match the recipe, otherwise a UserError reports the difference. The reference policy is
     still the base model, with the adapter off."""
+    assert policy.lora is not None
+    adapter = read_adapter(path, "model.lora.path")
+    policy.load(adapter.fitting(policy.trainable, policy.lora.rank, policy.lora.alpha))
+
+
+def read_adapter(path: str, key: str) -> AdapterFile:
+    """`key` is the recipe's key with the path, for errors."""
     from peft import PeftConfig
     from peft.utils import load_peft_weights
 
-    assert policy.lora is not None
     folder = Path(os.path.expanduser(path))
     if not (folder / "adapter_config.json").is_file():
         raise UserError(
-            f'model.lora.path = "{path}": expected a PEFT adapter folder with adapter_config.json'
+            f'{key} = "{path}": expected a PEFT adapter folder with adapter_config.json'
         )
     try:
         adapter_settings = PeftConfig.from_pretrained(str(folder)).to_dict()
         state = load_peft_weights(str(folder), device="cpu")
     except ERRORS as error:
         raise UserError(
-            f'model.lora.path = "{path}": PEFT cannot read it: {str(error).splitlines()[0]}'
+            f'{key} = "{path}": PEFT cannot read it: {str(error).splitlines()[0]}'
         ) from error
-    tensors = {key.removeprefix("base_model.model."): tensor for key, tensor in state.items()}
-    names = {name.replace(".default.", "."): name for name in policy.trainable}
-    check_modules(folder, names.keys(), tensors.keys())
-    check_rank(folder, policy.lora.rank, tensors)
-    check_alpha(folder, policy.lora.alpha, adapter_settings, policy.lora.rank)
-    policy.load({names[key]: tensor for key, tensor in tensors.items()})
+    tensors = {name.removeprefix("base_model.model."): tensor for name, tensor in state.items()}
+    return AdapterFile(folder, tensors, adapter_settings)
 
 
 @contextmanager
