@@ -16,7 +16,18 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.set_defaults(json=False, more=None)  # `more`: the list that extra arguments go to
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for add in (_train, _check, _recipes, _sample, _eval, _export, _view, _serve_reward, _data):
+    for add in (
+        _train,
+        _check,
+        _recipes,
+        _sample,
+        _eval,
+        _export,
+        _view,
+        _serve_reward,
+        _env,
+        _data,
+    ):
         add(subparsers)
     return parser
 
@@ -236,6 +247,18 @@ def _serve_reward(subparsers: Any) -> None:
         "--max-mb", type=int, default=64, help="maximum size of a request in MiB (default: 64)"
     )
     serve.set_defaults(action=commands.serve_reward, more="overrides")
+
+
+def _env(subparsers: Any) -> None:
+    about = "install the environments of rewards with packages of their own"
+    env = _add_command(subparsers, "env", about)
+    env.add_argument(
+        "source",
+        metavar="RECIPE_OR_FILE",
+        help="a recipe, whose reward.env are installed, or a requirements file (.txt)",
+    )
+    env.add_argument("overrides", nargs="*", metavar="key=value", help="override a key")
+    env.set_defaults(action=commands.env, more="overrides")
 
 
 def _data(subparsers: Any) -> None:

@@ -263,6 +263,21 @@ def serve_reward(options: argparse.Namespace) -> None:
     serve(entry.name, scorer, options.host, options.port, token, limit)
 
 
+def env(options: argparse.Namespace) -> None:
+    from gesso import build
+    from gesso.rewards import environments
+
+    files = [options.source]
+    if not options.source.endswith(".txt"):
+        recipe = build.recipe(options.source, options.overrides)
+        entries = (*recipe.reward, *recipe.eval_reward)
+        files = list(dict.fromkeys(entry.env for entry in entries if entry.env is not None))
+        if not files:
+            raise UserError(f"no reward of {options.source} has an env; set reward.env")
+    for file in files:
+        print(f"{file}: {environments.install(file)}")
+
+
 def data_ocr(options: argparse.Namespace) -> None:
     from gesso.data import ocr
 

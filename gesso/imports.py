@@ -30,16 +30,20 @@ def import_path() -> list[str]:
     return [entry for entry in sys.path if entry not in ("", folder)] + [folder]
 
 
-def command(module: str, *arguments: str) -> list[str]:
+def command(module: str, *arguments: str, python: str | None = None) -> list[str]:
     """The command that runs `main()` of `module` in another process with this import path and this
     copy of Gesso: there may be another one, installed. `python -m` would put the working folder
-    first; its option -P needs Python 3.11."""
-    copy = str(Path(__file__).parents[1])
+    first; its option -P needs Python 3.11. Another interpreter, `python`, has the packages of its
+    own environment instead of this import path."""
+    copy, path = str(Path(__file__).parents[1]), import_path()
+    entries = repr([copy, *path])
+    if python is not None:
+        entries = f"[{copy!r}, *(p for p in sys.path if p not in ('', {path[-1]!r})), {path[-1]!r}]"
     code = (
-        f"import sys; sys.path[:] = {[copy, *import_path()]!r}; import gesso; del sys.path[0]; "
+        f"import sys; sys.path[:] = {entries}; import gesso; del sys.path[0]; "
         f"from {module} import main; main()"
     )
-    return [sys.executable, "-c", code, *arguments]
+    return [python or sys.executable, "-c", code, *arguments]
 
 
 def is_user_code(name: str) -> bool:

@@ -265,6 +265,9 @@ class RewardEntry(Named):
     """Score identical samples once. Rewards marked random are never cached."""
     remote: RemoteEntry | None = None
     """Servers that compute the reward. None: local worker processes."""
+    env: str | None = None
+    """Requirements file of an environment for its workers, installed by `gesso env`. None: the
+    environment of Gesso."""
 
     @property
     def label(self) -> str:

@@ -11,7 +11,7 @@ from gesso import imports
 from gesso.config import AnyModel, Recipe, RewardEntry, Strict
 from gesso.config.parsing import named, parse
 from gesso.config.tables import changed
-from gesso.rewards import base, differentiable
+from gesso.rewards import base, differentiable, environments
 from gesso.rewards.compose import OptionalScorer, WeightedReward
 from gesso.rewards.differentiable import RewardSum, WeightedValues
 from gesso.rewards.image.networks import NetworkReward
@@ -41,6 +41,7 @@ REWARDS = {
     "aesthetic": "gesso.rewards.image.aesthetic:Aesthetic",
     "image-reward": "gesso.rewards.image.image_reward:ImageReward",
     "hps": "gesso.rewards.image.hps:Hps",
+    "hpsv3": "gesso.rewards.image.hpsv3:HpsV3",
     "jpeg-incompressibility": "gesso.rewards.image.jpeg:JpegIncompressibility",
     "diversity": "gesso.rewards.diversity:Diversity",
     "sign-colour": "gesso.rewards.image.sign_colour:SignColour",
@@ -117,6 +118,8 @@ def check_differentiable(entries: Sequence[RewardEntry], algorithm: str) -> None
         why = differentiable.fault(None if entry.name in SERVED else _class_of(entry))
         if entry.remote is not None:
             why = "runs on a server"
+        elif entry.env is not None:
+            why = "runs in an environment of its own"
         if why is None:
             continue
         places = {name: imports.load(place, "reward") for name, place in REWARDS.items()}
@@ -156,11 +159,20 @@ def _check_entries(entries: Sequence[RewardEntry], model: AnyModel) -> None:
                 f'the rewards "{other}" and "{entry.name}" would both have the metric name '
                 f'"{entry.label}"; rename a file or a folder'
             )
+        if entry.env is not None and (entry.remote is not None or _is_judge(entry)):
+            raise UserError(
+                f'reward "{entry.name}" runs on a server, where reward.env has no effect; remove it'
+            )
         if STYLES[entry.style].text_only and model.output != "text":
             raise UserError(
                 f'reward "{entry.name}": style = "{entry.style}" scores text, but model.name = '
                 f'"{model.name}" generates images; use a function of samples, style = "gesso"'
             )
+
+
+def _is_judge(entry: RewardEntry) -> bool:
+    kind = _class_of(entry)
+    return isinstance(kind, type) and issubclass(kind, ServedJudge)
 
 
 def reward_entry(name: str, overrides: Sequence[str], workers: int) -> RewardEntry:
@@ -214,6 +226,7 @@ def _uncached_scorer(entry: RewardEntry, reward: base.AnyReward, batch: int = 4)
         entry.style,
         base.is_random(reward),
         base.is_groupwise(reward),
+        None if entry.env is None else environments.python(entry.env),
     )
 
 

@@ -43,6 +43,7 @@ class WorkerScorer:
         style: str = "gesso",
         random: bool = False,
         groupwise: bool = False,
+        python: str | None = None,
     ) -> None:
         self.reference = reference
         self.options = dict(options)
@@ -53,6 +54,7 @@ class WorkerScorer:
         self.hits = 0
         self.random = random
         self.groupwise = groupwise
+        self.python = python  # of another environment
         self.restarts = 0
         self._idle: asyncio.Queue[asyncio.subprocess.Process | None] | None = None
         self._alive: set[asyncio.subprocess.Process] = set()
@@ -122,7 +124,7 @@ class WorkerScorer:
     async def _start(self) -> asyncio.subprocess.Process:
         arguments = self.reference, json.dumps(self.options), self.style
         process = await asyncio.create_subprocess_exec(
-            *imports.command("gesso.rewards.transport.worker", *arguments),
+            *imports.command("gesso.rewards.transport.worker", *arguments, python=self.python),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env=os.environ | _ONE_THREAD,
