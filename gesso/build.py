@@ -99,6 +99,7 @@ def recipe_from(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
     family.check(recipe, options, where)
     _check_reactions(recipe, options, where)
     _check_groups(recipe, options, where)
+    _check_brakes(recipe, options, where)
     filled = recipe.model_dump() | {
         "eval": family.eval_section(recipe, options).model_dump(),
         "algorithm": _filled(recipe, options),
@@ -187,6 +188,29 @@ def _check_groups(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
                 "evaluations have one: set eval.samples, as in 4, or other rewards in "
                 "[[eval_reward]]"
             )
+
+
+def _check_brakes(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
+    """Rejects a gate without a KL or without rewards that could doubt a sample, and the renewal of
+    a reference that nothing uses."""
+    from gesso.algorithms.flow import FlowAlgorithm
+
+    if not isinstance(algorithm, FlowAlgorithm):
+        return
+    for section, brake in (("gate", algorithm.gate), ("renew", algorithm.renew)):
+        if brake is not None and algorithm.with_kl(1.0) is None:
+            raise UserError(
+                f"{where}: algorithm.{section} changes the KL, but algorithm "
+                f'"{recipe.algorithm.name}" has no KL here; set its weight (algorithm.beta or '
+                "algorithm.kl)"
+            )
+    weights = [entry.weight for entry in recipe.reward]
+    if algorithm.gate is not None and (0 not in weights or not any(weights)):
+        raise UserError(
+            f"{where}: algorithm.gate compares the trained reward with rewards of weight 0, got "
+            f"weights {', '.join(f'{weight:g}' for weight in weights)}; add a [[reward]] with "
+            "weight = 0 next to the trained one"
+        )
 
 
 def algorithm(recipe: AnyRecipe) -> Algorithm:

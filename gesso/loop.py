@@ -135,7 +135,8 @@ class Loop:
         """Update from one batch and publish the weights; returns the row of metrics."""
         age = step - batch.version
         assert 0 <= age <= self.recipe.lag, f"samples are {age} updates old"
-        update = self.cluster.update(batch, step, self._scales)
+        scales = self.algorithm.braked(self._scales, self._health.rows)
+        update = self.cluster.update(batch, step, scales)
         if self.recipe.save.groups and (step == 0 or self._watched(step + 1)):
             groups.save(self.run.path, step + 1, batch, update.advantages, self.recipe.save.groups)
         self.cluster.publish(step + 1)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 TeacherName = NewType("TeacherName", str)
 """Name of a copy that holds the weights of a teacher; `teacher_name` makes it."""
 
-Which = Literal["current", "old", "reference", "ema"] | TeacherName
+Which = Literal["current", "old", "reference", "renewed", "ema"] | TeacherName
 """Which weights of the policy a forward pass uses."""
 
 
@@ -193,10 +193,13 @@ class Score:
 
 @dataclass(frozen=True)
 class Scales:
-    """Factors of the recipe's learning rate and KL weight; `on_symptom` changes them."""
+    """What earlier iterations change in this one: factors of the recipe's learning rate and KL
+    weight (`on_symptom`), the share of a gate, and whether the reference of the KL is renewed."""
 
     lr: float = 1.0
     kl: float = 1.0
+    share: float | None = None
+    renew: bool | None = None  # None: it is never renewed
 
 
 UNSCALED = Scales()

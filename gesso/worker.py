@@ -275,7 +275,7 @@ class Worker:
         return {"metrics": self.sampler.describe(self._rollout(scores, **rollout))}
 
     def update(
-        self, scores: bytes, step: int, scales: dict[str, float], **rollout: Any
+        self, scores: bytes, step: int, scales: dict[str, Any], **rollout: Any
     ) -> dict[str, Any]:
         started, waited, sent = time.perf_counter(), self.group.waited, self.group.sent
         self.sampler.rest()

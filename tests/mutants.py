@@ -245,6 +245,27 @@ MUTANTS = [
         "tests/test_reactions.py -k halved",
     ),
     Mutant(
+        "doubt-has-the-sign-of-the-published-code",
+        "gesso/formulas/advantages.py",
+        "return _share_beaten(reward) - ranks.nanmean(1)",
+        "return ranks.nanmean(1) - _share_beaten(reward)",
+        "tests/algorithms/test_brakes.py -k golden",
+    ),
+    Mutant(
+        "gate-without-effect",
+        "gesso/algorithms/flow_grpo.py",
+        "self.beta * terms.kl_share * distance",
+        "self.beta * distance",
+        "tests/algorithms/test_brakes.py -k divided_by_all",
+    ),
+    Mutant(
+        "reference-never-renewed",
+        "gesso/algorithms/flow.py",
+        "self.renew.due(rows)",
+        "False",
+        "tests/algorithms/test_brakes.py -k resumed",
+    ),
+    Mutant(
         "kl-not-raised",
         "gesso/algorithms/flow_grpo.py",
         "self.beta * factor",

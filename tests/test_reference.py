@@ -18,6 +18,7 @@ from tools import reference
 ROOT = Path(__file__).parent.parent
 MAX_WORDS = 21_000  # without the generated pages, which grow with the code
 ABSENT = {"update/drift", "update/matching", "update/reward", "update/distance"}  # of others
+OF_BRAKES = {"update/renewed", "gate/doubt", "gate/share"}  # tests/algorithms/test_brakes.py
 OF_WORKERS = {key for key in METRICS if key.startswith("cluster/")}  # tests/cluster has them
 
 
@@ -82,7 +83,7 @@ def test_the_metrics_of_runs_are_those_of_the_reference(tmp_path: Path) -> None:
     )
     assert {"update/kl", "eval/NAME/DETAIL"} <= flow
     assert {"response/truncated", "update/importance", "update/value", "refilled"} <= language
-    assert flow | language == set(METRICS) - ABSENT - OF_WORKERS
+    assert flow | language == set(METRICS) - ABSENT - OF_BRAKES - OF_WORKERS
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gesso.config import Strict
 from gesso.formulas import advantages as adv
+from gesso.formulas import diversity
 from gesso.rollout import Rollout
 
 
@@ -33,8 +34,13 @@ class Advantage(Strict):
     combine: Literal["sum", "gdpo"] = "sum"
     """How several rewards are combined. "sum": add the weighted rewards, then normalise. "gdpo":
     normalise each reward within its group first, so that no reward dominates."""
-    std: Literal["global", "group"] = "global"
-    """Divide by the standard deviation of the whole batch ("global") or of the group ("group")."""
+    std: Literal["global", "group", "one"] = "global"
+    """Divide by the standard deviation of the whole batch ("global"), of the group ("group"), or by
+    "one"."""
+    diverse: bool = False
+    """GARDO: multiply positive advantages by how far a sample is from the others of its group,
+    relative to their mean. Distances are 1 − cosine of the clean latents; the paper's are of DINOv3
+    features."""
     clip: float = Field(5.0, gt=0)
     """Advantages are clipped to ± clip."""
     drop_flat: bool = False
@@ -52,7 +58,11 @@ class Advantage(Strict):
             weights = torch.tensor(list(rollout.weights.values()), dtype=torch.float64)
             advantages = adv.gdpo(rollout.components, weights, rollout.group)
         else:
-            advantages = adv.group_relative(rollout.rewards, rollout.group, self.std)
+            std = "none" if self.std == "one" else self.std
+            advantages = adv.group_relative(rollout.rewards, rollout.group, std)
+        if self.diverse:
+            isolation = diversity.isolation(rollout.flow_trace.clean, rollout.group)
+            advantages = adv.diverse(advantages, isolation, rollout.group)
         return advantages.clamp(-self.clip, self.clip)
 
     def kept(self, rollout: Rollout, multiple: int) -> Tensor:

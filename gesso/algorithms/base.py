@@ -19,7 +19,7 @@ from torch import Tensor
 from gesso import config
 from gesso.ranks import ALONE, Ranks
 from gesso.rollout import Rollout, TokenTrace
-from gesso.types import ResponseSpec, SampleSpec, Which
+from gesso.types import ResponseSpec, SampleSpec, Scales, Which
 from gesso.weights.policy import Policy
 
 R = TypeVar("R", bound="Rows")
@@ -45,6 +45,9 @@ class Prepared(Rows):
     """Computed from a whole rollout before its first update, one row per sample."""
 
     advantages: Tensor  # (N,) per sample, or (N, S) per token
+    kl_share: Tensor | None = dataclasses.field(default=None, kw_only=True)
+    """(N,) share of the KL of each sample. None: all of it."""
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -152,6 +155,12 @@ class Algorithm(Protocol):
 
     def with_kl(self, factor: float) -> Algorithm | None:
         """The same algorithm with its KL weight multiplied; None if it has no KL."""
+
+    def braked(self, scales: Scales, rows: Sequence[Mapping[str, Any]]) -> Scales:
+        """Adds what the algorithm changes by itself in the iteration after these rows."""
+
+    def with_share(self, share: float) -> Algorithm:
+        """The same algorithm with this share of its gate."""
 
     def finish(self, policy: Policy, optimizer_steps: int) -> None:
         """Called after the last update of an iteration, when the run has taken `optimizer_steps`

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from pydantic import Field
@@ -13,10 +13,14 @@ from torch import Tensor
 from gesso import config
 from gesso.algorithms.advantage import Advantage
 from gesso.algorithms.base import Prepared, Terms
+from gesso.algorithms.brakes import Gate, Renewal, Row, gated
 from gesso.models.flow.base import FlowModel
 from gesso.ranks import ALONE, Ranks
 from gesso.rollout import FlowContext, Rollout
-from gesso.types import SampleSpec, Which
+from gesso.types import SampleSpec, Scales, Which
+
+A = TypeVar("A", bound="AnyFlowAlgorithm")
+B = TypeVar("B", bound="FlowAlgorithm")
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,13 @@ class AnyFlowAlgorithm(config.Strict):
     def greedy_spec(self) -> None:
         """None: images are compared only within their group."""
 
+    def braked(self, scales: Scales, rows: Sequence[Row]) -> Scales:
+        """No brakes."""
+        return scales
+
+    def with_share(self: A, share: float) -> A:
+        raise AssertionError(f"{self.name} has no gate")
+
     def complete(self, model: Any, terms: Any, settings: config.Learner, ranks: Ranks) -> Any:
         """Nothing to add: terms are independent of each other."""
         return terms
@@ -72,6 +83,10 @@ class AnyFlowAlgorithm(config.Strict):
 class FlowAlgorithm(AnyFlowAlgorithm):
     advantage: Advantage = Advantage()
     """Advantage settings."""
+    gate: Gate | None = None
+    """GARDO: apply the KL only to samples that the rewards of weight 0 doubt. None: to all."""
+    renew: Renewal | None = None
+    """GARDO: renew the reference of the KL. None: it stays the model before training."""
 
     def prepare(
         self,
@@ -80,4 +95,21 @@ class FlowAlgorithm(AnyFlowAlgorithm):
         settings: config.Learner,
         ranks: Ranks = ALONE,
     ) -> Prepared:
-        return Prepared(self.advantage(rollout))
+        return Prepared(self.advantage(rollout), **gated(self.gate, rollout))
+
+    @property
+    def kl_reference(self) -> Which:
+        """The weights that the KL compares with."""
+        return "reference" if self.renew is None else "renewed"
+
+    def braked(self, scales: Scales, rows: Sequence[Row]) -> Scales:
+        """With the share of the gate, and whether the reference is renewed."""
+        share = None if self.gate is None else self.gate.next_share(rows)
+        renew = None if self.renew is None else self.renew.due(rows)
+        return replace(scales, share=share, renew=renew)
+
+    def with_share(self: B, share: float) -> B:
+        """The same algorithm with this share of its gate."""
+        assert self.gate is not None
+        gate = self.gate.model_copy(update={"share": share})
+        return self.model_copy(update={"gate": gate})

@@ -15,6 +15,7 @@ from torch import Tensor
 from gesso import config
 from gesso.algorithms.advantage import Advantage
 from gesso.algorithms.base import Prepared, TermLosses
+from gesso.algorithms.brakes import kl_shares
 from gesso.algorithms.flow import FlowAlgorithm
 from gesso.algorithms.one_pass import OnePassTerms, check_one_pass
 from gesso.algorithms.stepped import StateTerms, Stepped
@@ -33,6 +34,7 @@ class StepTerms(StateTerms):
     old_mean: Tensor  # (T, C, H, W) if the surrogate needs it, else empty
     old_logp: Tensor  # (T,)
     advantage: Tensor  # (T,)
+    kl_share: Tensor  # (T,): factor of the KL
 
 
 class FlowGRPO(Stepped, FlowAlgorithm):
@@ -71,7 +73,7 @@ class FlowGRPO(Stepped, FlowAlgorithm):
 
     @property
     def needs(self) -> frozenset[Which]:
-        return frozenset({"reference"} if self.beta > 0 else ())
+        return frozenset({self.kl_reference} if self.beta > 0 else ())
 
     @property
     def clip_range(self) -> float | None:
@@ -85,7 +87,8 @@ class FlowGRPO(Stepped, FlowAlgorithm):
         total, advantages = rollout.logp.numel(), prepared.advantages
         if self.beta == 0:  # without a KL term, a sample with advantage 0 has no gradient
             nonzero = advantages.nonzero()[:, 0]
-            rollout, advantages = rollout.rows(nonzero), advantages[nonzero]
+            rollout, prepared = rollout.rows(nonzero), prepared.rows(nonzero)
+            advantages = prepared.advantages
         trace = rollout.flow_trace
         advantages = advantages.float().to(trace.row.device)
         if trace.per_sample_grads is not None:
@@ -98,6 +101,7 @@ class FlowGRPO(Stepped, FlowAlgorithm):
             old_mean=trace.means.flatten(0, 1) if self.keeps_means else none,
             old_logp=rollout.logp.flatten(),
             advantage=advantages.repeat_interleave(rollout.logp.shape[1]),
+            kl_share=kl_shares(prepared.kl_share, trace.row, rollout.logp.shape[1]),
         )
 
     def loss(self, model: FlowModel, terms: StepTerms | OnePassTerms) -> TermLosses:
@@ -106,7 +110,7 @@ class FlowGRPO(Stepped, FlowAlgorithm):
         reference = None
         if self.beta > 0:  # before the pass that saves activations for backward
             with torch.no_grad():
-                reference = self.transition(model, terms, "reference")
+                reference = self.transition(model, terms, self.kl_reference)
         step = self.transition(model, terms, "current")
         logp = step.logp(terms.x_next)
         surrogate = self.surrogate(step, logp, terms)
@@ -118,7 +122,7 @@ class FlowGRPO(Stepped, FlowAlgorithm):
         }
         if reference is not None:
             distance = kl.gaussian_step(step.mean, reference.mean, step.s)
-            loss = loss + self.beta * distance
+            loss = loss + self.beta * terms.kl_share * distance
             stats["kl"] = distance.detach()
         return TermLosses(loss, stats)
 

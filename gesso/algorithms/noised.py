@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gesso import config
 from gesso.algorithms.base import Prepared, TermLosses
+from gesso.algorithms.brakes import gated, kl_shares
 from gesso.algorithms.flow import FlowAlgorithm, FlowTerms
 from gesso.formulas import advantages as adv
 from gesso.formulas import averages, matching
@@ -44,6 +45,7 @@ class NoisedTerms(FlowTerms):
     advantage: Tensor  # (T,) float64
     group: Tensor  # (T,): a number for each prompt and noise level
     old_loss: Tensor  # (T,): matching loss under older weights; (T, 0) if it is not needed
+    kl_share: Tensor  # (T,): factor of the distance to the reference
 
     @property
     def x_t(self) -> Tensor:
@@ -105,7 +107,7 @@ class NoisedAlgorithm(FlowAlgorithm):
     @property
     def _others(self) -> list[Which]:
         """All weights whose velocity the loss uses, except the current ones."""
-        reference: set[Which] = {"reference"} if self.kl > 0 else set()
+        reference: set[Which] = {self.kl_reference} if self.kl > 0 else set()
         return sorted(self.compared | reference)
 
     @property
@@ -129,13 +131,15 @@ class NoisedAlgorithm(FlowAlgorithm):
     def prepare(
         self, model: FlowModel, rollout: Rollout, settings: config.Learner, ranks: Ranks = ALONE
     ) -> Prepared:
-        prepared = Prepared(self.advantages(rollout))
+        prepared = Prepared(self.advantages(rollout), **gated(self.gate, rollout))
         if not self.needs_old_loss:
             return prepared
         terms = self.terms(rollout, prepared)
         loss = self.matching_losses(model, terms, ["current"], settings, ranks)
         old_loss = loss.view(-1, self.times).to(prepared.advantages.device)
-        return PreparedNoised(prepared.advantages, old_loss)
+        return PreparedNoised(
+            prepared.advantages, old_loss, kl_share=prepared.kl_share, metrics=prepared.metrics
+        )
 
     def advantages(self, rollout: Rollout) -> Tensor:
         """(N,) float64."""
@@ -163,6 +167,7 @@ class NoisedAlgorithm(FlowAlgorithm):
             advantage=prepared.advantages.double().to(device).repeat_interleave(times),
             group=(rollout.group.repeat_interleave(times) * times + level).to(device),
             old_loss=old_loss.to(device),
+            kl_share=kl_shares(prepared.kl_share, trace.row, times),
         )
 
     def _noise_seeds(self, rollout: Rollout) -> Sequence[int]:
@@ -221,10 +226,9 @@ class NoisedAlgorithm(FlowAlgorithm):
         result = self.objective(terms, v, others)
         if self.kl == 0:
             return result
-        distance = matching.distance(v, others["reference"])
-        return TermLosses(
-            result.loss + self.kl * distance, {**result.stats, "kl": distance.detach()}
-        )
+        distance = matching.distance(v, others[self.kl_reference])
+        loss = result.loss + self.kl * terms.kl_share * distance
+        return TermLosses(loss, {**result.stats, "kl": distance.detach()})
 
     def with_kl(self, factor: float) -> NoisedAlgorithm | None:
         return self.model_copy(update={"kl": self.kl * factor}) if self.kl > 0 else None

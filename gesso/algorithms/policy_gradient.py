@@ -6,7 +6,7 @@ Every algorithm for tokens is a preset of `PolicyGradient`; PPO adds a critic.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -25,7 +25,7 @@ from gesso.models.tokens.base import TokenModel, ValueFunction
 from gesso.models.tokens.packing import pack_responses
 from gesso.ranks import ALONE, Ranks, fill
 from gesso.rollout import Rollout, TokenTrace
-from gesso.types import ResponseSpec, Which
+from gesso.types import ResponseSpec, Scales, Which
 from gesso.weights.policy import Policy
 
 
@@ -390,6 +390,13 @@ class PolicyGradient(Strict):
             return None
         kl = self.kl.model_copy(update={"beta": self.kl.beta * factor})
         return self.model_copy(update={"kl": kl})
+
+    def braked(self, scales: Scales, rows: Sequence[Mapping[str, Any]]) -> Scales:
+        """No brakes."""
+        return scales
+
+    def with_share(self, share: float) -> PolicyGradient:
+        raise AssertionError("algorithms for language models have no gate")
 
     def finish(self, policy: Policy, optimizer_steps: int) -> None:
         """Nothing to do: the next batch is sampled with the weights just trained."""

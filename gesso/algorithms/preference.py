@@ -34,6 +34,10 @@ class Preference(NoisedAlgorithm):
     def _whole(self) -> Preference:
         if self.advantage.drop_flat:
             raise ValueError(f"{self.name} trains on whole groups; remove advantage.drop_flat")
+        if self.renew is not None:
+            raise ValueError(
+                f"{self.name} prefers samples relative to the model before training; remove renew"
+            )
         return self
 
     @property

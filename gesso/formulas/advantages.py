@@ -8,6 +8,7 @@ is split into mini-batches or over ranks.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 EPSILON = 1e-4
 MIN_VARIANCE = 1e-8
+ALIKE = 1e-9  # distance below which samples differ by rounding only
 Std = Literal["global", "group", "none"]
 
 
@@ -148,6 +150,52 @@ def gdpo(rewards: Tensor, weights: Tensor, group: Tensor) -> Tensor:
             each[applies, i] = group_relative(column[applies], group[applies], "group")
     total = each @ weights.double()
     return (total - total.mean()) / (total.std(correction=0) + EPSILON)
+
+
+def doubt(reward: Tensor, others: Tensor) -> Tensor:
+    """GARDO (arXiv 2512.24138): U = w(R) − mean over k of w(R_k), how much better the trained
+    reward (N,) ranks a sample than other rewards (N, K) do. w is the share of the batch with a
+    lower value, so that equal values share a rank. (N,) float64 in (−1, 1).
+
+    NaN in `others`: that reward does not apply to the sample, and is left out of its mean; U is NaN
+    if none applies. The authors' code ranks from the best, which turns the sign: there a sample
+    that only the trained reward likes has the lowest U.
+    """
+    ranks = torch.stack([_share_beaten(column) for column in others.unbind(1)], 1)  # (N, K)
+    return _share_beaten(reward) - ranks.nanmean(1)
+
+
+def _share_beaten(values: Tensor) -> Tensor:
+    """(N,): the share of the values that are lower; NaN values are left out."""
+    values = values.double()
+    known = values[~values.isnan()].sort().values
+    lower = torch.searchsorted(known, values.contiguous(), right=False).double()
+    return torch.where(values.isnan(), torch.nan, lower / max(len(known), 1))
+
+
+def most_doubted(doubts: Tensor, share: float) -> Tensor:
+    """(N,) bool: the `share` (rounded up) with the highest U among the samples with U ≥ 0, and
+    those that are equal to the last of them."""
+    pool = doubts[doubts >= 0].sort(descending=True).values
+    if not len(pool):
+        return torch.zeros_like(doubts, dtype=torch.bool)
+    last = min(len(pool), math.ceil(share * len(pool) - 1e-9)) - 1  # .1 · 30 is 3.0000000000000004
+    return doubts >= pool[max(last, 0)]
+
+
+def diverse(advantages: Tensor, isolation: Tensor, group: Tensor) -> Tensor:
+    """GARDO: positive advantages (N,) times d_i / (mean d of the group), where d (N,) is the
+    distance to the nearest other sample of the group. A group whose samples are all alike, or with
+    a single one, is unchanged. float64.
+
+    As in the authors' code; the paper multiplies by d_i alone.
+    """
+    advantages, isolation = advantages.double(), isolation.double().nan_to_num(nan=0.0)
+    _, row = group.unique(return_inverse=True)
+    count = torch.bincount(row).double()  # (G,)
+    mean = (torch.zeros_like(count).index_add_(0, row, isolation) / count)[row]
+    factor = torch.where(mean > ALIKE, isolation / mean, 1.0)
+    return torch.where(advantages > 0, advantages * factor, advantages)
 
 
 def extremes(values: Tensor, group: Tensor) -> tuple[Tensor, Tensor]:

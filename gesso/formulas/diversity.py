@@ -25,6 +25,20 @@ def within_groups(x: Tensor, group: Tensor) -> float:
     return float(torch.stack(distances).mean()) if distances else float("nan")
 
 
+def isolation(x: Tensor, group: Tensor) -> Tensor:
+    """(N,) float64: d_i = min over the others j of the group of 1 − cos(x_i, x_j). NaN in a group
+    of one. One group at a time, on the device of x."""
+    found = torch.full((len(x),), float("nan"), dtype=torch.float64)
+    for g in group.unique().tolist():
+        rows = (group == g).nonzero()[:, 0]
+        if len(rows) > 1:
+            members = torch.nn.functional.normalize(x[rows.to(x.device)].flatten(1).double())
+            distances = 1 - members @ members.T  # (G, G)
+            distances.fill_diagonal_(float("inf"))
+            found[rows] = distances.amin(1).clamp(min=0).cpu()
+    return found
+
+
 def distinct(texts: Sequence[str], group: Tensor) -> float:
     """Mean over groups of (distinct texts − 1) / (texts − 1): 0 if all texts are the same, 1 if all
     are distinct. A group of one is skipped; NaN if every group is skipped."""

@@ -231,17 +231,17 @@ class Health:
     def __init__(self, facts: Facts) -> None:
         self.facts = facts
         self.active: list[str] = []  # kinds that apply to the newest row
-        self._rows: list[Row] = []
+        self.rows: list[Row] = []
         self._seen: dict[str, int] = {}  # kind → number of the latest row that it applied to
 
     def feed(self, row: Row) -> list[Symptom]:
         """Adds a row of metrics.jsonl and returns its new warnings."""
-        self._rows.append(row)
-        now = len(self._rows)
+        self.rows.append(row)
+        now = len(self.rows)
         symptoms = [
             Symptom(kind, text)
             for kind, check in CHECKS.items()
-            if (text := check(self._rows, self.facts)) is not None
+            if (text := check(self.rows, self.facts)) is not None
         ]
         new = [s for s in symptoms if s.kind not in self._seen or now - self._seen[s.kind] > AWAY]
         self._seen |= {symptom.kind: now for symptom in symptoms}

@@ -127,10 +127,17 @@ class Learner:
             scaled = unscaled.with_kl(scales.kl)
             assert scaled is not None, "build.py refuses raise_kl without a KL"
             self.algorithm = scaled
+        if scales.share is not None:
+            self.algorithm = self.algorithm.with_share(scales.share)
+        if scales.renew:
+            self.policy.snapshot("renewed")
         try:
-            return self._update(rollout, step)
+            update = self._update(rollout, step)
         finally:
             self.algorithm = unscaled
+        if scales.renew is not None:
+            update.metrics["update/renewed"] = float(scales.renew)
+        return update
 
     def _update(self, rollout: Rollout, step: int) -> Update:
         started = time.perf_counter()
@@ -171,6 +178,7 @@ class Learner:
             metrics[f"update/{name}_max"] = float(torch.cat(stats[name]).max())
         if first:
             metrics |= {f"update/{name}": value for name, value in first.items()}
+        metrics |= prepared.metrics
         metrics |= {
             "update/grad_norm": sum(norms) / len(norms) if norms else float("nan"),
             "update/skipped": float(skipped),

@@ -79,6 +79,13 @@ METRICS = {
         "Distillation: distance of a step from the teacher's; `update/distance/NAME` per teacher.",
         "Falls.",
     ),
+    "update/renewed": Metric("With `renew`: 1 if the reference was renewed before this step."),
+    "gate/doubt": Metric(
+        "With `gate`: mean U of the samples with U ≥ 0. U is the share of the batch that a sample "
+        "beats by the trained reward, minus the same by the rewards of weight 0.",
+        "Steady; it rises when the rewards disagree.",
+    ),
+    "gate/share": Metric("With `gate`: share of those samples that the KL applies to."),
     "update/entropy": Metric(
         "Mean entropy of the token distribution, in nats.", "Falls slowly; near 0 exploration ends."
     ),

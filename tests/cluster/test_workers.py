@@ -91,6 +91,8 @@ def borrowing(pool: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 DGPO = {"name": "dgpo", "last": 1, "old_samples_after": 1}
+BRAKES = {"gate": {}, "renew": {"after": 2}, "advantage": {"std": "one", "diverse": True}}
+JUDGED = [{"name": "jpeg-incompressibility"}, {"name": "jpeg-compressibility", "weight": 0.0}]
 TEMPFLOW = {
     "name": "tempflow-grpo", "group": 3, "steps": 3, "guidance": 1.0, "updates": 1,
     "window": {"size": 1, "low": 0, "high": 3, "per": "prompt"},
@@ -132,6 +134,7 @@ def recipes(pipeline_folder: Path, prompt_file: Path, language: Path) -> dict[st
         "diffusion-nft": nft,
         "dgpo": nft | {"algorithm": nft["algorithm"] | DGPO},
         "tempflow-grpo": flow | {"algorithm": TEMPFLOW},
+        "brakes": flow | {"algorithm": flow["algorithm"] | BRAKES, "reward": JUDGED},
         "grpo with kl": language_recipe(language, {"name": "grpo", "kl": {"beta": 0.1}}),
         "ppo": language_recipe(language, {"name": "ppo"}),
         "failed scores": language_recipe(language, {"name": "grpo"})
@@ -150,6 +153,7 @@ COUNTS = {
     "dgpo": (2,),
     "flow-opd": (2,),
     "tempflow-grpo": (2,),
+    "brakes": (2,),
     "grpo with kl": (MOST,),
     "ppo": (2, MOST),
     "failed scores": (2,),
