@@ -4,19 +4,28 @@
     python benchmarks/learning.py --out runs/learning --images docs/images
     python benchmarks/learning.py --out runs/algorithms --arms control demo-grpo … --seeds 0 1
     python benchmarks/learning.py --out runs/responses --arms control-vlm demo-vlm demo-vlm-ppo …
+    python benchmarks/learning.py --out runs/new --arms demo demo-awm --parallel 8 --set steps=30
 
-Every arm is `gesso train RECIPE seed=S …` in its own process, one after another; an interrupted run
-is resumed. A control has learning rate 0 and fewer steps: its weights cannot change.
+Every arm is `gesso train RECIPE seed=S …` in its own process; an interrupted run is resumed. With
+`--parallel N`, N runs at a time have two cores each. A control has learning rate 0 and fewer steps:
+its weights cannot change. The last column has the seconds of sampling, scoring and updating until
+the first evaluation at which a run is as good as the mean of `demo` at its end.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
+import queue
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from gesso.config import tables
 from gesso.track.console import held_out_key
@@ -36,6 +45,12 @@ COLOURS = dict.fromkeys(ARMS, "#888888") | {
     "demo-mix": "#4fa3c7",
     "demo-dppo": "#b33a3a",
     "demo-gdpo": "#8a7a1f",
+    "demo-awm": "#b33a3a",
+    "demo-dgpo": "#c9771a",
+    "demo-dpo": "#2a8f5d",
+    "demo-rft": "#8a7a1f",
+    "demo-flash": "#b0368f",
+    "demo-tempflow": "#7a52c7",
     "demo-vlm": "#1f5fbf",
     "demo-vlm-ppo": "#c9771a",
     "demo-vlm-rloo": "#2a8f5d",
@@ -51,18 +66,36 @@ COLOURS = dict.fromkeys(ARMS, "#888888") | {
 }
 
 
-def run_arm(arm: str, seed: int, out: Path) -> list[dict]:
-    """The metrics of one run; trains it unless it is complete."""
+def run_arm(arm: str, seed: int, out: Path, more: Sequence[str], cores: str) -> None:
+    """Trains one run unless it is complete. `cores`: those that it may use, "" for all."""
     folder = out / f"{arm}-seed{seed}"
     if complete(folder):
-        return rows_of(folder)
+        return
     if (folder / "config.toml").exists():
         what = ["--resume", str(folder)]
     else:
-        what = [*ARMS[arm], f"seed={seed}", "--run", str(folder)]
+        recipe, *own = ARMS[arm]
+        what = [recipe, f"seed={seed}", *more, *own, "--run", str(folder)]
     print(f"==> gesso train {' '.join(what)}", flush=True)
-    subprocess.run([sys.executable, "-m", "gesso.cli", "train", *what, "--quiet"], check=True)
-    return rows_of(folder)
+    pinned = ["taskset", "-c", cores] if cores else []
+    command = [*pinned, sys.executable, "-m", "gesso.cli", "train", *what, "--quiet"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL if cores else None)
+
+
+def run_all(arms: Sequence[str], seeds: Sequence[int], out: Path, options: Any) -> None:
+    slots: queue.Queue[str] = queue.Queue()
+    for i in range(options.parallel):
+        slots.put(f"{2 * i},{2 * i + 1}" if options.parallel > 1 else "")
+
+    def run(job: tuple[int, str]) -> None:
+        cores = slots.get()
+        try:
+            run_arm(job[1], job[0], out, options.set, cores)
+        finally:
+            slots.put(cores)
+
+    with ThreadPoolExecutor(options.parallel) as pool:
+        list(pool.map(run, itertools.product(seeds, arms)))
 
 
 def complete(folder: Path) -> bool:
@@ -81,7 +114,11 @@ def held_out(rows: list[dict]) -> list[tuple[dict, float]]:
 
 
 def table(results: dict[str, dict[int, list[dict]]]) -> str:
-    lines = ["| arm | seed | before | after | change | steps | seconds |", "|---|" + 6 * "---|"]
+    ends = [held_out(rows)[-1][1] for rows in results.get("demo", {}).values()]
+    level = statistics.fmean(ends) if ends else math.inf
+    reached = f"seconds to {level:.3f}" if ends else ""
+    head = ["arm", "seed", "before", "after", "change", "steps", "seconds", reached]
+    lines = [f"| {' | '.join(head)} |", "|---|" + 7 * "---|"]
     for arm, by_seed in results.items():
         changes = []
         for seed, rows in by_seed.items():
@@ -89,10 +126,10 @@ def table(results: dict[str, dict[int, list[dict]]]) -> str:
             changes.append(after - before)
             lines.append(
                 f"| {arm} | {seed} | {before:.3f} | {after:.3f} | {after - before:+.3f} "
-                f"| {rows[-1]['step']} | {rows[-1]['time/total']:.0f} |"
+                f"| {rows[-1]['step']} | {rows[-1]['time/total']:.0f} | {until(rows, level)} |"
             )
         mean = f"**{statistics.fmean(changes):+.3f}** (min {min(changes):+.3f})"
-        lines.append(f"| **{arm}** | mean | | | {mean} | | |")
+        lines.append(f"| **{arm}** | mean | | | {mean} | | | |")
     for control in CONTROLS.keys() & results.keys():
         befores = [held_out(rows)[0][1] for rows in results[control].values()]
         spread = max(befores) - min(befores)
@@ -103,6 +140,12 @@ def table(results: dict[str, dict[int, list[dict]]]) -> str:
 def spent(rows: list[dict], step: int) -> float:
     """Seconds of sampling, scoring and updating up to a step."""
     return sum(r["time/step"] - r.get("time/eval", 0.0) for r in rows if 0 < r["step"] <= step)
+
+
+def until(rows: list[dict], level: float) -> str:
+    """Seconds of training until the first evaluation that reaches a level."""
+    steps = [row["step"] for row, value in held_out(rows) if value >= level]
+    return f"{spent(rows, steps[0]):.0f}" if steps else ""
 
 
 def plot(results: dict[str, dict[int, list[dict]]], file: Path) -> None:
@@ -164,11 +207,14 @@ def main() -> None:
     )
     parser.add_argument("--images", type=Path, help="folder for the curves and a sample sheet")
     parser.add_argument("--name", default="learning", help="file name of the curves")
+    parser.add_argument("--parallel", type=int, default=1, help="runs at a time, two cores each")
+    parser.add_argument("--set", nargs="+", default=[], help="overrides of all runs")
     options = parser.parse_args()
-    results: dict[str, dict[int, list[dict]]] = {arm: {} for arm in options.arms}
-    for seed in options.seeds:
-        for arm in options.arms:
-            results[arm][seed] = run_arm(arm, seed, options.out)
+    run_all(options.arms, options.seeds, options.out, options)
+    results = {
+        arm: {seed: rows_of(options.out / f"{arm}-seed{seed}") for seed in options.seeds}
+        for arm in options.arms
+    }
     print(table(results))
     if options.images:
         plot(results, options.images / f"{options.name}.png")
