@@ -169,7 +169,12 @@ def _check_reactions(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
 
 
 def _check_groups(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
-    """Rewards that compare the samples of a prompt need at least two of them."""
+    """Rewards that compare the samples of a prompt, and curricula, need at least two of them."""
+    if recipe.data.curriculum is not None and algorithm.group < 2:
+        raise UserError(
+            f"{where}: data.curriculum uses the spread of a prompt's rewards and requires "
+            f"algorithm.group of at least 2, got {algorithm.group}"
+        )
     for entry in filter(is_groupwise, recipe.reward):
         compares = f'{where}: the reward "{entry.name}" compares the samples of a prompt'
         if algorithm.group < 2:

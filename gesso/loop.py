@@ -179,6 +179,8 @@ class Loop:
                 f"{error}; restore config.toml, or the model it refers to "
                 f"({self.recipe.model.path}); the run was not changed"
             ) from error
+        if "curriculum" in meta:
+            self.cluster.restore_prompts(meta["curriculum"])
         self.run.history(latest)
         self.run.rewind(latest)
         self.cluster.publish(latest)
@@ -203,7 +205,9 @@ class Loop:
     def _save(self, step: int) -> None:
         self._finish_save()
         self.watcher.phase("saving")
-        meta = {"seed": self.recipe.seed, "data": self.cluster.prompts_digest}
+        meta: dict[str, Any] = {"seed": self.recipe.seed, "data": self.cluster.prompts_digest}
+        if state := self.cluster.prompts_state:
+            meta["curriculum"] = state
         self._unfinished = self.run.begin_save(step, self.cluster.save, meta, self.recipe.save.keep)
         self._finish_save(wait=False)
 

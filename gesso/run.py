@@ -15,6 +15,7 @@ from gesso import build, families
 from gesso.cluster.processes import WorkerLost
 from gesso.config import Recipe
 from gesso.data import prompts
+from gesso.data.curriculum import stream_of
 from gesso.rewards import assembly
 from gesso.rewards.assembly import Rewards
 from gesso.track import bars
@@ -122,7 +123,7 @@ def _in_this_process(
     if recipe.sampler.engine != "built-in":
         progress.phase(f"starting {recipe.sampler.engine}")
     sampler = build.sampler(recipe, algorithm, model)
-    stream = prompts.Stream(data.train, recipe.seed)
+    stream = stream_of(data.train, recipe)
     return Local(recipe, learner, sampler, rewards.service, stream, progress), data
 
 
@@ -142,7 +143,7 @@ def _in_workers(
     try:
         data = workers.fit(processes, data)
         processes.all("teach", {})
-        stream = prompts.Stream(data.train, recipe.seed)
+        stream = stream_of(data.train, recipe)
         gathers = families.of(recipe).gathers_to_sample
         cluster = workers.Workers(
             recipe, algorithm, processes, rewards.service, stream, gathers, progress

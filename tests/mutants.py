@@ -658,6 +658,27 @@ MUTANTS = [
         "tests/rewards/test_user_code.py -k 'hostile_reward'",
     ),
     Mutant(
+        "curriculum-ignores-lag",
+        "gesso/data/curriculum.py",
+        "if step <= i - 1 - self.lag:",
+        "if step <= i - 1:",
+        "tests/data/test_curriculum.py -k survives",
+    ),
+    Mutant(
+        "curriculum-not-restored",
+        "gesso/loop.py",
+        'if "curriculum" in meta:',
+        "if False:",
+        "tests/data/test_curriculum.py -k resumed",
+    ),
+    Mutant(
+        "curriculum-without-floor",
+        "gesso/data/curriculum.py",
+        "+ floor * weight / total",
+        "+ 1e-9",
+        "tests/data/test_curriculum.py -k shares",
+    ),
+    Mutant(
         "win-rate-one-order",
         "gesso/formulas/comparisons.py",
         "result = (first + 1 - first.T) / 2",

@@ -73,7 +73,7 @@ def metrics_of(recipe: str, folder: Path, *overrides: str) -> set[str]:
 
 
 def test_the_metrics_of_runs_are_those_of_the_reference(tmp_path: Path) -> None:
-    flow = metrics_of("demo", tmp_path / "flow", "algorithm.beta=0.01")
+    flow = metrics_of("demo", tmp_path / "flow", "algorithm.beta=0.01", "data.curriculum=spread")
     options = [
         "name=ppo", "max_tokens=8", "advantage.drop_flat=true", "refills=1", "kl.beta=0.01",
         "importance.cap=2.0",

@@ -53,6 +53,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "model: language models": config.TokenModel,
     "model.lora": config.Lora,
     "data": config.Data,
+    "data.curriculum": config.Curriculum,
     "data.eval": config.DataSource,
     "data.train": config.TrainDataSource,
     "reward": config.RewardEntry,

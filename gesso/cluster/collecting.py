@@ -90,6 +90,7 @@ class PendingStep:
 
     samples: PendingSamples
     greedy: PendingSamples | None
+    drawn: Mapping[str, float]  # metrics of how its prompts were drawn
 
     def result(self) -> tuple[Rollout, Timing]:
         rollout, timing = self.samples.result()

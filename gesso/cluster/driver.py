@@ -6,9 +6,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import pstdev
+from typing import Any
 
 from gesso.algorithms.base import Algorithm
 from gesso.cluster import collecting
@@ -113,6 +115,13 @@ class Driver(ABC):
     def prompts_digest(self) -> str:
         return self.stream.digest
 
+    @property
+    def prompts_state(self) -> Mapping[str, Any]:
+        return self.stream.state()
+
+    def restore_prompts(self, state: Mapping[str, Any]) -> None:
+        self.stream.restore(state)
+
     # Collecting
 
     def collect(self, step: int) -> DriverBatch:
@@ -131,15 +140,16 @@ class Driver(ABC):
     ) -> PendingStep:
         """Batch `step`: `groups` prompts with `group` samples each; None: as in the recipe."""
         prompts = self.stream.batch(step, groups or self.recipe.data.groups)
+        drawn = self.stream.metrics()
         label = f"batch {step + 1}"
         request = self._request(prompts, step, group or self.algorithm.group, ("sample",), label)
         pending = self._sample(request)
         spec = self.algorithm.greedy_spec()
         if spec is None:
-            return PendingStep(pending, None)
+            return PendingStep(pending, None, drawn)
         rows, seeds = range(len(prompts)), [0] * len(prompts)
         greedy = Request(prompts, rows, seeds, spec, f"{label}, greedy", step)
-        return PendingStep(pending, self._sample(greedy))
+        return PendingStep(pending, self._sample(greedy), drawn)
 
     def _request(
         self,
@@ -171,8 +181,10 @@ class Driver(ABC):
         assert batch.pending is not None
         rollout, timing = batch.pending.result()
         metrics = reward_metrics(rollout.scores) | self.describe(rollout)
+        metrics |= batch.pending.drawn
         notes: list[str] = []
         rollout = self._without_failed(rollout, batch.step, notes)
+        self._observe(rollout, batch.step)
         if self.algorithm.refills:
             rollout, metrics["refilled"] = self._refill(rollout, batch.step, notes)
         self._rollouts[batch.step] = rollout
@@ -198,13 +210,27 @@ class Driver(ABC):
             more, _ = self.sample_refill(step, attempt, missing).result()
             sampled += missing
             more = self._without_failed(more, step, notes, refill=True)
+            self._observe(more, step)
             if len(more.samples):
                 rollout = Rollout.join(kept, more)
         return rollout, float(sampled)
 
+    def _observe(self, rollout: Rollout, step: int) -> None:
+        """Reports the spread of each group's rewards to a curriculum; one sample has none."""
+        if self.recipe.data.curriculum is None:
+            return
+        groups: dict[int, list[int]] = {}
+        for i, group in enumerate(rollout.group.tolist()):
+            groups.setdefault(group, []).append(i)
+        several = [members for members in groups.values() if len(members) > 1]
+        rewards = rollout.rewards.tolist()
+        prompts = [rollout.samples[members[0]].prompt for members in several]
+        spreads = [pstdev(rewards[i] for i in members) for members in several]
+        self.stream.observe(step, prompts, spreads)
+
     def sample_refill(self, step: int, attempt: int, groups: int) -> PendingSamples:
         """More groups for batch `step`, with prompts from a separate stream."""
-        stream = Stream(self.stream.parts, seed_of(self.recipe.seed, "refill", attempt))
+        stream = self.stream.other(seed_of(self.recipe.seed, "refill", attempt))
         prompts = stream.batch(step, self.recipe.data.groups)[:groups]
         purpose, label = ("refill", attempt), f"{groups} more groups"
         return self._sample(self._request(prompts, step, self.algorithm.group, purpose, label))

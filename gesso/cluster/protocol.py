@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from gesso.learner.learner import Update
 from gesso.track.writing import Writing
@@ -49,6 +49,13 @@ class Cluster(Protocol):
     @property
     def prompts_digest(self) -> str:
         """Digest of the training prompts, to detect changes when a run is resumed."""
+
+    @property
+    def prompts_state(self) -> Mapping[str, Any]:
+        """What the choice of prompts depends on besides the seed; empty without a curriculum."""
+
+    def restore_prompts(self, state: Mapping[str, Any]) -> None:
+        """The state of a checkpoint; before the first `collect`."""
 
     def collect(self, step: int) -> Pending:
         """Start batch `step` with the weights published last. Returns immediately; batches are

@@ -45,6 +45,19 @@ def _sources(value: Any) -> Any:
     )
 
 
+class Curriculum(Strict):
+    """Draws prompts in proportion to the spread of their rewards when they were last sampled."""
+
+    floor: float = Field(0.2, gt=0, le=1)
+    """Share of draws that ignore the spread, so that no prompt is forgotten."""
+
+
+def _curriculum(value: Any) -> Any:
+    if isinstance(value, str) and value != "spread":
+        raise ValueError(f'expected "spread" or a table, got "{value}"')
+    return {} if value == "spread" else value
+
+
 class Data(Strict):
     train: Annotated[list[TrainDataSource], BeforeValidator(_sources)] = Field(min_length=1)
     """Training prompts: a path, or one `[[data.train]]` table per source."""
@@ -53,6 +66,9 @@ class Data(Strict):
     first `eval.prompts` contain some of each."""
     groups: int = Field(48, ge=1, le=MAX_SAMPLES)
     """Prompts per step; each is sampled `algorithm.group` times."""
+    curriculum: Annotated[Curriculum | None, BeforeValidator(_curriculum)] = None
+    """"spread": prompts are drawn by how much can still be learned from them, the spread of their
+    rewards when they were last sampled, instead of in passes. Or a table of options."""
     template: str | None = Field(None, min_length=1)
     """Jinja template applied to every prompt of a language model, or the path of a file with
     one."""

@@ -9,10 +9,11 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from gesso.config import ChatSettings, Data, DataSource
 from gesso.data.chat import ChatFormat
@@ -179,6 +180,17 @@ def _identity(prompt: Prompt) -> tuple[str, str, tuple[PromptImage, ...]]:
     return prompt.text, json.dumps(prompt.messages), prompt.images
 
 
+def prompt_key(prompt: Prompt) -> str:
+    """Equal for prompts of equal content, wherever their rows are."""
+    return hashlib.blake2b(_content(prompt), digest_size=8).hexdigest()
+
+
+def _content(prompt: Prompt) -> bytes:
+    images = [Path(each.path).name or len(each.data) for each in prompt.images]
+    fields = [prompt.text, prompt.negative, prompt.messages, prompt.columns, images]
+    return json.dumps(fields).encode()
+
+
 class Stream:
     """Batch i is a pure function of (seed, i), at the same cost for every i.
 
@@ -207,14 +219,29 @@ class Stream:
         digest = hashlib.blake2b(digest_size=8)
         for part in self.parts:
             digest.update(repr(part.weight).encode())
-            for p in part.prompts:
-                images = [Path(each.path).name or len(each.data) for each in p.images]
-                fields = [p.text, p.negative, p.messages, p.columns, images]
-                digest.update(json.dumps(fields).encode())
+            for prompt in part.prompts:
+                digest.update(_content(prompt))
         return digest.hexdigest()
 
     def batch(self, i: int, size: int) -> list[Prompt]:
         return [self._at(source, k) for source, k in self._turns(i * size, size)]
+
+    def other(self, seed: int) -> Stream:
+        """The same prompts, drawn by another seed."""
+        return Stream(self.parts, seed)
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last batch."""
+        return {}
+
+    def observe(self, step: int, prompts: Sequence[Prompt], spreads: Sequence[float]) -> None:
+        """The standard deviations of the rewards of groups of batch `step`, for a curriculum."""
+
+    def state(self) -> dict[str, Any]:
+        """What batches depend on besides the seed and the prompts, for a checkpoint."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None: ...
 
     def _turns(self, first: int, size: int) -> list[tuple[int, int]]:
         """(source, its k) at the positions first … first + size − 1."""

@@ -250,9 +250,9 @@ def _reward_reference(entry: RewardEntry) -> str:
 
 def is_groupwise(entry: RewardEntry) -> bool:
     """Whether the reward compares the samples of a prompt. Does not instantiate it."""
-    if entry.name in SERVED:
-        return False
     if entry.remote is None:
+        if entry.name in SERVED:
+            return False
         reference = _reward_reference(entry)
         return base.is_groupwise(base.find(reference, entry.options, entry.style))
     bundled = entry.name in REWARDS and base.is_groupwise(

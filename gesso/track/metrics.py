@@ -56,6 +56,14 @@ METRICS = {
     "advantage/flat_groups": Metric(
         "Share of groups whose samples all have the same reward.", "Below 0.5."
     ),
+    "data/seen": Metric("With a curriculum: share of the training prompts seen so far."),
+    "data/spread": Metric(
+        "With a curriculum: mean over the prompts seen so far of the standard deviation of their "
+        "group's rewards when they were last sampled.",
+    ),
+    "data/expected_spread": Metric(
+        "The same over the prompts of this batch that had been seen.", "Above `data/spread`."
+    ),
     "update/ratio": Metric(
         "Mean of exp(Δ log-prob).", "1.0000 with `updates = 1` and `lag = 0`, otherwise near 1."
     ),
