@@ -57,6 +57,7 @@ ALGORITHMS = {
     "reinforce++": "gesso.algorithms.reinforce:ReinforcePP",
     "reinforce++-baseline": "gesso.algorithms.reinforce:ReinforcePPBaseline",
     "remax": "gesso.algorithms.reinforce:ReMax",
+    "opd": "gesso.algorithms.opd:OPD",
     "ppo": "gesso.algorithms.ppo:PPO",
 }
 TRACKERS = {

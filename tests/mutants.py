@@ -379,6 +379,20 @@ MUTANTS = [
     ),
     # Distillation
     Mutant(
+        "distil-token-gap",
+        "gesso/algorithms/opd.py",
+        "teacher_gap(theirs, prepared.old, rollout.mask)",
+        "teacher_gap(prepared.old, theirs, rollout.mask)",
+        "tests/algorithms/test_opd.py -k plain_computation",
+    ),
+    Mutant(
+        "distil-padded-vocabulary",
+        "gesso/models/tokens/teacher.py",
+        "{*student.suppressed_ids(), *beyond}",
+        "set(student.suppressed_ids())",
+        "tests/algorithms/test_opd.py -k padded",
+    ),
+    Mutant(
         "distil-teacher-guidance",
         "gesso/algorithms/flow_opd.py",
         "terms.rows(part), name, scale).mean",

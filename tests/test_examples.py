@@ -133,12 +133,17 @@ def test_the_example_reward_compares_red_with_the_prompt(monkeypatch: pytest.Mon
 
 
 def test_distillation(workplace: Path) -> None:
-    """The second command of the page; its teacher is the run of from_python.py."""
-    first, second = (words for _, words in pages.commands("how-to/distil.md"))
-    assert first == ["train", "demo"] and (workplace / "runs" / "demo-001").is_dir()
-    gesso_here(*second, *TINY, cwd=workplace)
-    rows = (workplace / "runs" / "demo-distil-001" / "metrics.jsonl").read_text().splitlines()
-    assert json.loads(rows[-1])["update/distance"] > 0
+    """The commands of the page; the first teacher is the run of from_python.py."""
+    commands = [words for _, words in pages.commands("how-to/distil.md")]
+    image = [words for words in commands if not any("vlm" in word for word in words)]
+    language = [words for words in commands if words not in image]
+    assert image[0] == ["train", "demo"] and (workplace / "runs" / "demo-001").is_dir()
+    for words in [*image[1:], *language]:
+        short = [option for option in TINY if words[1] != "demo-vlm" or "workers" not in option]
+        gesso_here(*words, *(short if words[0] == "train" else ()), cwd=workplace)
+    for name in ("demo-distil-001", "demo-vlm-distil-001"):
+        rows = (workplace / "runs" / name / "metrics.jsonl").read_text().splitlines()
+        assert "update/distance" in json.loads(rows[-1])
 
 
 COMMANDS = pages.commands()

@@ -32,6 +32,7 @@ from gesso.algorithms.flow_rft import FlowRFT
 from gesso.algorithms.grpo import GRPO
 from gesso.algorithms.importance import Importance
 from gesso.algorithms.noised import NoisedAlgorithm
+from gesso.algorithms.opd import OPD, TokenTeacher
 from gesso.algorithms.policy_gradient import KL, Clip, Gate, SequenceClip, Weight
 from gesso.algorithms.ppo import PPO, CriticSection
 from gesso.algorithms.preference import DGPO, FlowDPO
@@ -86,6 +87,8 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "algorithm.kl": KL,
     "algorithm.advantage: language models": Credit,
     "algorithm: ppo": PPO,
+    "algorithm: opd": OPD,
+    "algorithm.teacher": TokenTeacher,
     "algorithm.critic": CriticSection,
 }
 EXTENDS: dict[type[BaseModel], type[BaseModel]] = {
@@ -93,6 +96,7 @@ EXTENDS: dict[type[BaseModel], type[BaseModel]] = {
     config.TokenModel: config.AnyModel,
     config.TrainDataSource: config.DataSource,
     PPO: GRPO,
+    OPD: GRPO,
     DiffusionNFT: NoisedAlgorithm,
     AWM: NoisedAlgorithm,
     DGPO: NoisedAlgorithm,

@@ -212,3 +212,10 @@ def _clip(log_ratio: Tensor, advantage: Tensor, low: float, high: float) -> Surr
     free = -advantage * ratio
     bound = -advantage * ratio.clamp(1 - low, 1 + high)
     return Surrogate(torch.maximum(free, bound), ratio.detach(), (bound > free).detach())
+
+
+def teacher_gap(teacher: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+    """On-policy distillation: ℓ_T − ℓ_old of every token, (N, S) float64, 0 outside the mask. Its
+    negative is an unbiased estimate of the reverse KL, and as an advantage it has the gradient of
+    that. It is not standardised: a teacher that equals the student would become noise."""
+    return torch.where(mask, teacher.double() - old.double(), 0.0).detach()

@@ -14,11 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from gesso.algorithms.base import Algorithm
+from gesso.algorithms.opd import OPD
 from gesso.algorithms.policy_gradient import PolicyGradient, PreparedResponses, ResponseTerms
-from gesso.config import Recipe
+from gesso.config import Recipe, TokenModel
 from gesso.memory.functions import Autocast, Replaced
 from gesso.memory.meta import Load, nbytes, tensors_of
 from gesso.models.tokens.critic import Critic
+from gesso.models.tokens.teacher import FrozenTeacher, make_teacher
 from gesso.models.tokens.transformer import TransformerModel
 from gesso.models.tokens.vision_language import VisionLanguage
 from gesso.rollout import TokenTrace
@@ -38,16 +40,18 @@ Work = Callable[[], object]
 
 def load(model: TransformerModel, algorithm: Algorithm, recipe: Recipe) -> Load:
     assert isinstance(algorithm, PolicyGradient)
-    trunk = _trunk(algorithm)
-    models = [model, *([trunk] if trunk else [])]
+    trunk, teacher = _trunk(algorithm), _teacher(model, algorithm, recipe)
+    teacher_network = teacher.network if teacher else None
+    models = [m for m in (model, trunk, teacher_network) if m is not None]
     quantized = recipe.model.quantize is not None
     autocast = _autocast(models)
     return Load(
-        networks=_networks(model, trunk, quantized),
+        networks=_networks(model, quantized)
+        | {"critic": _size(trunk, quantized), "teacher": _size(teacher_network, quantized)},
         stored=_stored(algorithm, recipe),
         tensors=tensors_of(m.module for m in models),
         update=autocast(_update(model, algorithm, recipe)),
-        works={name: autocast(work) for name, work in _works(model, algorithm, recipe)},
+        works={name: autocast(work) for name, work in _works(model, algorithm, recipe, teacher)},
         host=_host(models, recipe),
     )
 
@@ -88,14 +92,25 @@ def _trunk(algorithm: PolicyGradient) -> TransformerModel | None:
     return critic.trunk if is_separate else None  # type: ignore[union-attr]
 
 
-def _networks(
-    model: TransformerModel, trunk: TransformerModel | None, quantized: bool
-) -> dict[str, int]:
-    """Vision tower and LM head are never quantized."""
-    whole = nbytes(model.module, [model.decoder] if quantized else [])
+def _teacher(
+    model: TransformerModel, algorithm: PolicyGradient, recipe: Recipe
+) -> FrozenTeacher | None:
+    """A teacher that is another model."""
+    if not isinstance(algorithm, OPD) or algorithm.teacher.path is None:
+        return None
+    assert isinstance(recipe.model, TokenModel)
+    section = recipe.model.model_copy(update={"device": "meta", "quantize": None})
+    return make_teacher(model, section, algorithm.teacher.path)
+
+
+def _networks(model: TransformerModel, quantized: bool) -> dict[str, int]:
     tower = nbytes(model.tower) if model.tower is not None else 0
-    critic = nbytes(trunk.module, [trunk.decoder] if quantized else []) if trunk else 0
-    return {"language model": whole - tower, "vision tower": tower, "critic": critic}
+    return {"language model": _size(model, quantized) - tower, "vision tower": tower}
+
+
+def _size(model: TransformerModel | None, quantized: bool) -> int:
+    """Vision tower and LM head are never quantized."""
+    return nbytes(model.module, [model.decoder] if quantized else []) if model else 0
 
 
 def _stored(algorithm: PolicyGradient, recipe: Recipe) -> int:
@@ -116,8 +131,15 @@ def _update(model: TransformerModel, algorithm: PolicyGradient, recipe: Recipe) 
 
 
 def _works(
-    model: TransformerModel, algorithm: PolicyGradient, recipe: Recipe
+    model: TransformerModel,
+    algorithm: PolicyGradient,
+    recipe: Recipe,
+    taught_by: FrozenTeacher | None,
 ) -> Iterator[tuple[str, Work]]:
+    if taught_by is not None:
+        trace = _terms(model, algorithm, recipe).trace
+        scoring = torch.no_grad()(lambda: taught_by.logp(trace, algorithm.temperature))
+        yield "the teacher's log-probs", scoring
     if recipe.sampler.engine == "built-in":  # other engines reserve a share of the device
         yield "decoding", lambda: _decode(model, algorithm, recipe)
     prompt = model.blank(model.max_prompt)

@@ -84,7 +84,8 @@ METRICS = {
         "Rises slowly; below 1 for language models.",
     ),
     "update/distance": Metric(
-        "Distillation: distance of a step from the teacher's; `update/distance/NAME` per teacher.",
+        "Distillation: distance of a step from the teacher's, `update/distance/NAME` per teacher; "
+        "for language models the KL to the teacher, in nats per token.",
         "Falls.",
     ),
     "update/renewed": Metric("With `renew`: 1 if the reference was renewed before this step."),

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gesso import families
-from gesso.config import AnyModel, Lora, Recipe, resolve_path, tables
-from gesso.types import UserError, teacher_name
+from gesso.config import AnyModel, Lora, Recipe, TokenModel, resolve_path, tables
+from gesso.types import TeacherName, UserError, teacher_name
 from gesso.use import folders
 from gesso.use.source import ModelSource, find
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gesso.algorithms.base import Algorithm
     from gesso.algorithms.teachers import Teacher
     from gesso.learner.learner import Learner
+    from gesso.models.tokens.teacher import FrozenTeacher
     from gesso.types import Weights
 
 
@@ -46,29 +47,66 @@ class _Folder:
 
 def check(recipe: Recipe, algorithm: Algorithm) -> None:
     """Raises for teachers that the student cannot have, before any weights are loaded."""
-    for name, teacher in _of(algorithm).items():
-        _find(name, teacher, recipe.model)
+    for entry in _copies(algorithm):
+        _find(entry, recipe.model)
 
 
 def teach(recipe: Recipe, algorithm: Algorithm, learner: Learner) -> None:
-    """Gives the learner the weights of all teachers."""
-    for name, teacher in _of(algorithm).items():
-        found = _find(name, teacher, recipe.model)
-        learner.teach(teacher_name(name), _weights(found, _key(name), recipe, learner.model))
+    """Gives the learner the weights of all teachers, and the algorithm of the learner a teacher
+    that is another model."""
+    from gesso.algorithms.opd import OPD
+
+    for entry in _copies(algorithm):
+        found = _find(entry, recipe.model)
+        learner.teach(entry.name, _weights(found, entry.key, recipe, learner.model))
+    if isinstance(algorithm, OPD) and algorithm.teacher.path is not None:
+        network = another_model(recipe, learner.model, algorithm.teacher.path)
+        learner.algorithm = algorithm.with_teacher(network)
 
 
-def _of(algorithm: Algorithm) -> Mapping[str, Teacher]:
+def another_model(recipe: Recipe, model: Any, path: str) -> FrozenTeacher:
+    from gesso.models.tokens.teacher import make_teacher
+    from gesso.models.tokens.transformer import TransformerModel
+
+    if not isinstance(model, TransformerModel):
+        raise UserError(
+            f'algorithm "{recipe.algorithm.name}" loads its teacher through transformers, but '
+            f'model "{recipe.model.name}" does not derive from TransformerModel; use '
+            "algorithm.teacher.adapter"
+        )
+    assert isinstance(recipe.model, TokenModel)
+    return make_teacher(model, recipe.model, path)
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A teacher that is a copy of the trained weights."""
+
+    name: TeacherName
+    key: str  # of the recipe
+    teacher: Teacher
+
+
+def _copies(algorithm: Algorithm) -> list[_Copy]:
     from gesso.algorithms.flow_opd import FlowOPD
+    from gesso.algorithms.opd import NAME, OPD
+    from gesso.algorithms.teachers import Teacher
 
-    return algorithm.teachers if isinstance(algorithm, FlowOPD) else {}
+    if isinstance(algorithm, FlowOPD):
+        return [
+            _Copy(teacher_name(name), f"algorithm.teachers.{name}.path", teacher)
+            for name, teacher in algorithm.teachers.items()
+        ]
+    given = algorithm.teacher if isinstance(algorithm, OPD) else None
+    if given is not None and given.adapter is not None:
+        teacher = Teacher(path=given.adapter, step=given.step, weights=given.weights)
+        return [_Copy(NAME, "algorithm.teacher.adapter", teacher)]
+    return []
 
 
-def _key(name: str) -> str:
-    return f"algorithm.teachers.{name}.path"
-
-
-def _find(name: str, teacher: Teacher, student: AnyModel) -> _Run | _Folder:
-    where = f'{_key(name)} = "{teacher.path}"'
+def _find(entry: _Copy, student: AnyModel) -> _Run | _Folder:
+    teacher = entry.teacher
+    where = f'{entry.key} = "{teacher.path}"'
     found = _located(where, teacher)
     if found.is_adapter and student.lora is None:
         merged = f"`gesso export {teacher.path} DIR --merged`"

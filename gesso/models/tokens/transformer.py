@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gesso import config
+from gesso.models.adapter_checks import AdapterFile
 from gesso.models.located import TRANSFORMER, locate
 from gesso.models.repeatable import kernel_options, settle_attention
 from gesso.models.tokens import head, loading, saving
@@ -85,7 +86,7 @@ class TransformerModel(ABC):
                 layer.compile(dynamic=True, options=kernel_options())
         self.end = loading.end_ids(self.module, self.tokenizer)
         self.max_positions: int | None = loading.max_positions(self.decoder.config)
-        self.suppressed = torch.tensor(sorted(self._suppressed_ids()), dtype=torch.long).to(
+        self.suppressed = torch.tensor(sorted(self.suppressed_ids()), dtype=torch.long).to(
             self.device
         )
 
@@ -148,7 +149,7 @@ class TransformerModel(ABC):
         ids = torch.zeros(length, dtype=torch.long)
         return TokenPrompt(ids, torch.zeros_like(ids))
 
-    def _suppressed_ids(self) -> set[int]:
+    def suppressed_ids(self) -> set[int]:
         """Ids without a token: checkpoints pad the embedding to a larger number of rows."""
         return set(range(len(self.tokenizer), self._head.weight.shape[0]))
 
@@ -374,6 +375,10 @@ class TransformerModel(ABC):
         return self.module.get_output_embeddings()
 
     # Saving
+
+    def read_adapter(self, path: str, key: str) -> AdapterFile:
+        """A LoRA in PEFT's format; `key` is the recipe's key with its path."""
+        return loading.read_adapter(path, key)
 
     def save(self, folder: Path, merged: bool = False, shard: str = SHARD) -> None:
         """A PEFT adapter for `PeftModel.from_pretrained`; or, for a full fine-tune or with

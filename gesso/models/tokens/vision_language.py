@@ -119,9 +119,9 @@ class VisionLanguage(TransformerModel):
         linear = [name for name, part in tower.named_modules() if isinstance(part, nn.Linear)]
         return [*PROJECTIONS, *(f"{TOWER}.{name}" for name in linear)], ""
 
-    def _suppressed_ids(self) -> set[int]:
+    def suppressed_ids(self) -> set[int]:
         config = self.module.config
-        return super()._suppressed_ids() | {
+        return super().suppressed_ids() | {
             config.image_token_id,
             config.video_token_id,
             config.vision_start_token_id,
