@@ -165,7 +165,7 @@ def _terms(model: TransformerModel, algorithm: PolicyGradient, recipe: Recipe) -
     mask = torch.ones(n, response, dtype=torch.bool)
     ids = torch.zeros(n, response, dtype=torch.long)
     trace = TokenTrace(prompts, torch.arange(n), ids, mask, torch.zeros(n, dtype=torch.bool))
-    fields = dataclasses.fields(PreparedResponses)
+    fields = [f for f in dataclasses.fields(PreparedResponses) if not f.kw_only]
     prepared = PreparedResponses(*(torch.empty(n, response, device="meta") for _ in fields))
     return ResponseTerms(1, trace, prepared, torch.empty(n, response, device="meta"))
 
