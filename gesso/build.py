@@ -15,7 +15,14 @@ from gesso import families, imports
 from gesso.config import FAMILIES, AnyRecipe, ModelRecipe, Recipe, Strict, compatibility
 from gesso.config.parsing import named, nearest, parse
 from gesso.config.schema import WARNINGS
-from gesso.config.tables import NOTHING, changed, over, read_recipe, without_nothing
+from gesso.config.tables import (
+    NOTHING,
+    changed,
+    over,
+    read_recipe,
+    without_judges,
+    without_nothing,
+)
 from gesso.rewards.assembly import is_groupwise, resolved
 from gesso.track.trackers.process import Tracked
 from gesso.types import UserError
@@ -76,7 +83,8 @@ SHOWN = ("console", "jsonl")  # also allowed in `track`; metrics.jsonl is always
 def recipe(source: str, overrides: Sequence[str] = (), card: int | str | None = None) -> Recipe:
     """A bundled recipe's name or a TOML file, its size for a GPU of `card` GB (24, or "8x24" for
     8 GPUs), and `key=value` overrides by dotted keys."""
-    data = changed(read_recipe(source).for_card(card), overrides)
+    keys = [override.partition("=")[0].strip() for override in overrides]
+    data = changed(without_judges(read_recipe(source).for_card(card), keys), overrides)
     if "card" in data:
         raise UserError(
             'overrides cannot set "card"; choose one of the recipe\'s sizes by --card, and change '
@@ -101,6 +109,7 @@ def recipe_from(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
     _check_reactions(recipe, options, where)
     _check_groups(recipe, options, where)
     _check_brakes(recipe, options, where)
+    _check_expect(recipe, where)
     filled = recipe.model_dump() | {
         "eval": family.eval_section(recipe, options).model_dump(),
         "algorithm": _filled(recipe, options),
@@ -216,6 +225,17 @@ def _check_brakes(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
             f"{where}: algorithm.gate compares the trained reward with rewards of weight 0, got "
             f"weights {', '.join(f'{weight:g}' for weight in weights)}; add a [[reward]] with "
             "weight = 0 next to the trained one"
+        )
+
+
+def _check_expect(recipe: Recipe, where: str) -> None:
+    """Rejects figures of a metric that evaluations do not have."""
+    names = ["reward", *(entry.label for entry in recipe.eval_reward or recipe.reward)]
+    if recipe.expect is not None and recipe.expect.figure.partition("/")[0] not in names:
+        metrics = ", ".join(f"eval/{name}" for name in names)
+        raise UserError(
+            f'{where}: expect.metric = "{recipe.expect.metric}" is not a metric of its '
+            f"evaluations; expected one of {metrics}, or a detail of one"
         )
 
 

@@ -22,7 +22,7 @@ from gesso.ranks import ALONE
 from gesso.rollout import Rollout
 from gesso.run import Assembled, assemble
 from gesso.track.progress import SILENT, Progress
-from gesso.types import UNSCALED, UserError
+from gesso.types import UNSCALED, UserError, Which
 
 
 @dataclass
@@ -59,6 +59,7 @@ def check(recipe: Recipe, progress: Progress = SILENT) -> Findings:
         )
         rollout, seconds = _small_batch(job)
         _rewards(rollout, findings)
+        _held_out(job, findings)
         progress.phase("comparing replay with sampling")
         _ratio(job, replay_gap(job, rollout), findings)
         progress.phase("running a trial update")
@@ -99,6 +100,7 @@ def _check_in_workers(recipe: Recipe, placement: Placement, progress: Progress) 
             rollout, timing = job.cluster.sample_step(step, groups, group).result()
             if step == 0:
                 _rewards(rollout, findings)
+                _held_out(job, findings)
             progress.phase("running a trial update")
             started = time.perf_counter()
             metrics = job.cluster.train(rollout, step, UNSCALED).metrics
@@ -133,6 +135,18 @@ def _small_batch(job: Assembled) -> tuple[Rollout, float]:
     job.local.sample_step(0, groups, group).result()
     rollout, timing = job.local.sample_step(0, groups, group).result()
     return rollout, timing.sample / len(rollout.samples)
+
+
+def _held_out(job: Assembled, findings: Findings) -> None:
+    """The rewards of evaluations, if they differ, on one held-out prompt."""
+    if not job.recipe.eval_reward:
+        return
+    which: Which = "ema" if job.recipe.learner.ema else "current"
+    _, (score, *_) = job.cluster.evaluate(job.eval_prompts[:1], which)
+    if score.error is not None:
+        raise UserError(f"eval_reward: {score.error}; make it available, or use another reward")
+    parts = ", ".join(f"{name} {value:.3g}" for name, value in score.parts.items())
+    findings.fact("", f"in evaluations: {parts}")
 
 
 def _rewards(rollout: Rollout, findings: Findings) -> None:

@@ -49,7 +49,7 @@ def train(options: argparse.Namespace) -> None:
         )
     else:
         raise UserError("train expects a recipe (see `gesso recipes`) or --resume RUN")
-    text, data = _summary(finished.path, finished.rows(), run.recipe_of(finished).steps)
+    text, data = _summary(finished.path, finished.rows(), run.recipe_of(finished))
     (shown or progress.SILENT).result(text, data)
 
 
@@ -70,7 +70,8 @@ def _changes(options: argparse.Namespace) -> tuple[int | None, list[str]]:
     return int(steps[0]) if steps else None, cluster
 
 
-def _summary(path: Path, rows: Sequence[dict], steps: int) -> tuple[str, dict[str, Any]]:
+def _summary(path: Path, rows: Sequence[dict], recipe: Recipe) -> tuple[str, dict[str, Any]]:
+    steps, expect = recipe.steps, recipe.expect
     evals = [row for row in rows if "eval/reward" in row]
     done = rows[-1]["step"] if rows else 0
     report = path / "report.html"
@@ -94,6 +95,8 @@ def _summary(path: Path, rows: Sequence[dict], steps: int) -> tuple[str, dict[st
                 continue
             name = key.removeprefix("eval/")
             lines.append(f"  {name:<22} {_number(first.get(key)):>9} {_number(last[key]):>11}")
+    if expect is not None and evals and evals[-1].get(expect.metric) is not None:
+        lines.append(f"\n{expect.compared(evals[-1][expect.metric])}")
     if done < steps:
         lines.append(
             f"\nstopped after step {done} of {steps}; to continue: gesso train --resume {path}"
@@ -212,7 +215,8 @@ def evaluate(options: argparse.Namespace) -> None:
         evaluations = evaluate.evaluate_all(sources, request, display)
         if options.out is not None:
             results.write(evaluations, options.out)
-        display.result(evaluate.table(evaluations), evaluate.summary(evaluations))
+        expect = None if first.training is None else first.training.expect
+        display.result(evaluate.table(evaluations, expect), evaluate.summary(evaluations))
 
 
 def export(options: argparse.Namespace) -> None:

@@ -266,6 +266,20 @@ MUTANTS = [
         "tests/algorithms/test_brakes.py -k resumed",
     ),
     Mutant(
+        "expected-figures-inherited",
+        "gesso/config/tables.py",
+        'inherited.pop("expect", None)',
+        'inherited.get("expect", None)',
+        "tests/test_expect.py -k inherit",
+    ),
+    Mutant(
+        "other-rewards-keep-the-judges",
+        "gesso/config/tables.py",
+        'unfit = {"expect", "eval_reward"} if "reward" in changes else unfit',
+        "pass",
+        "tests/test_config.py -k other_judges",
+    ),
+    Mutant(
         "kl-not-raised",
         "gesso/algorithms/flow_grpo.py",
         "self.beta * factor",

@@ -128,6 +128,15 @@ def test_check_finds_a_reward_that_fails(
     assert "a reward failed on" in message and "no such model" in message
 
 
+def test_check_tries_the_rewards_of_evaluations(
+    recipe_file: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judge = 'eval_reward=[{name="tests.rewards.user_rewards:raises", weight=0.0}]'
+    assert cli.main(["check", recipe_file, judge]) == 2
+    message = capsys.readouterr().err
+    assert "eval_reward: " in message and "no such model; make it available, or use" in message
+
+
 def test_train_sample_export_and_resume(
     recipe_file: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

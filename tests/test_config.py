@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pydantic
 import pytest
@@ -182,3 +183,16 @@ def test_a_recipe_over_a_base(tmp_path) -> None:
     (tmp_path / "lost.toml").write_text('base = "nowhere"\n')
     with pytest.raises(UserError, match='unknown recipe "nowhere"'):
         build.recipe(str(tmp_path / "lost.toml"))
+
+
+def test_other_rewards_have_other_judges(tmp_path: Path) -> None:
+    """In a recipe with a base, and in an override of the whole list."""
+    own = tmp_path / "own.toml"
+    own.write_text('base = "sd35-ocr"\nabout = "x"\nreward = [{ name = "hps" }]\n', "utf-8")
+    for recipe in (build.recipe(str(own)), build.recipe("sd35-ocr", ['reward=[{name="hps"}]'])):
+        assert recipe.reward[0].name == "hps" and recipe.eval_reward == []
+        assert recipe.expect is None
+    watched = build.recipe("sd35-ocr", ['eval_reward=[{name="hps"}]'])
+    assert watched.eval_reward[0].name == "hps" and watched.expect is None
+    kept = build.recipe("sd35-ocr", ["reward.0.workers=2"])
+    assert [entry.name for entry in kept.eval_reward] == ["ocr", "aesthetic"] and kept.expect

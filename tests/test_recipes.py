@@ -84,6 +84,16 @@ def test_every_option_has_a_published_value(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", IMAGE)
+def test_a_held_out_judge_watches_image_models(name: str) -> None:
+    """It runs without a server, and it is not trained."""
+    recipe = build.recipe(name)
+    trained = {entry.name for entry in recipe.reward}
+    judges = [entry for entry in recipe.eval_reward if entry.name not in trained]
+    assert trained <= {entry.name for entry in recipe.eval_reward}
+    assert judges and all(entry.weight == 0 and entry.remote is None for entry in judges)
+
+
+@pytest.mark.parametrize("name", IMAGE)
 def test_effective_batches_are_the_published_ones(name: str) -> None:
     recipe = build.recipe(name)
     chosen = build.algorithm(recipe)

@@ -24,6 +24,7 @@ from pydantic_core import PydanticUndefined
 from gesso import build, config, health, imports
 from gesso.algorithms.advantage import Advantage
 from gesso.algorithms.awm import AWM
+from gesso.algorithms.brakes import KLGate, Renewal
 from gesso.algorithms.credit import Credit
 from gesso.algorithms.diffusion_nft import DiffusionNFT
 from gesso.algorithms.flow_grpo import FlowGRPO
@@ -67,8 +68,11 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "eval": config.Eval,
     "save": config.Save,
     "tracker": config.Tracker,
+    "expect": config.Expect,
     "algorithm: flow-grpo": FlowGRPO,
     "algorithm.window": Window,
+    "algorithm.gate": KLGate,
+    "algorithm.renew": Renewal,
     "algorithm.advantage: image models": Advantage,
     "algorithm: on clean samples": NoisedAlgorithm,
     "algorithm: diffusion-nft": DiffusionNFT,

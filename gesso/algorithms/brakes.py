@@ -23,7 +23,7 @@ DOUBT, SHARE = "gate/doubt", "gate/share"
 KL, RENEWED = "update/kl", "update/renewed"
 
 
-class Gate(Strict):
+class KLGate(Strict):
     """The KL applies to the samples that the trained reward ranks much higher than the rewards of
     weight 0 do."""
 
@@ -41,7 +41,7 @@ class Gate(Strict):
     """Iterations that the mean U is compared with."""
 
     @model_validator(mode="after")
-    def _ordered(self) -> Gate:
+    def _ordered(self) -> KLGate:
         if not self.low <= self.share <= self.high:
             raise ValueError(
                 f"low <= share <= high must hold, got low = {self.low:g}, share = {self.share:g}, "
@@ -98,7 +98,7 @@ class Renewal(Strict):
         return len(since) == self.after and not any(since[1:])
 
 
-def gated(gate: Gate | None, rollout: Rollout) -> dict[str, Any]:
+def gated(gate: KLGate | None, rollout: Rollout) -> dict[str, Any]:
     """Fields of `Prepared`: share of the KL of each sample, and metrics."""
     if gate is None:
         return {}

@@ -13,7 +13,7 @@ from torch import Tensor
 from gesso import config
 from gesso.algorithms.advantage import Advantage
 from gesso.algorithms.base import Prepared, Terms
-from gesso.algorithms.brakes import Gate, Renewal, Row, gated
+from gesso.algorithms.brakes import KLGate, Renewal, Row, gated
 from gesso.models.flow.base import FlowModel
 from gesso.ranks import ALONE, Ranks
 from gesso.rollout import FlowContext, Rollout
@@ -83,7 +83,7 @@ class AnyFlowAlgorithm(config.Strict):
 class FlowAlgorithm(AnyFlowAlgorithm):
     advantage: Advantage = Advantage()
     """Advantage settings."""
-    gate: Gate | None = None
+    gate: KLGate | None = None
     """GARDO: apply the KL only to samples that the rewards of weight 0 doubt. None: to all."""
     renew: Renewal | None = None
     """GARDO: renew the reference of the KL. None: it stays the model before training."""

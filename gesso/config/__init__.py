@@ -24,6 +24,7 @@ from gesso.config.base import (
 from gesso.config.bundled import FAMILIES, MODELS, BundledModel, FamilyName
 
 if TYPE_CHECKING:
+    from gesso.config.expect import Expect
     from gesso.config.model import AnyModel, Lora, Model, ModelSection, TokenModel, family
     from gesso.config.schema import (
         AnyRecipe,
@@ -70,6 +71,7 @@ __all__ = [
     "Dtype",
     "Ema",
     "Eval",
+    "Expect",
     "FamilyName",
     "Learner",
     "Lora",

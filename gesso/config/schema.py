@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from gesso.config.base import MAX_SAMPLES, MAX_STEPS, Named, Strict
+from gesso.config.expect import Expect
 from gesso.config.model import ModelSection
 
 
@@ -356,7 +357,8 @@ class Recipe(Strict):
     """One `[[reward]]` table per reward. All keys other than those below are options of the reward
     itself."""
     eval_reward: list[RewardEntry] = Field([])
-    """Rewards for evaluations, same format as `reward`. Empty: `reward`."""
+    """Rewards for evaluations, same format as `reward`. Empty: `reward`. A recipe or an override
+    that sets `reward` does not inherit them."""
     optimizer: Optimizer = Optimizer()
     """AdamW settings."""
     learner: Learner = Learner()
@@ -374,6 +376,9 @@ class Recipe(Strict):
     "module:Name"."""
     tracker: Tracker = Tracker()
     """Options of the trackers."""
+    expect: Expect | None = None
+    """What the authors of the settings report; the viewer draws it behind the curve of a run. A
+    recipe does not inherit it from its base."""
 
     @model_validator(mode="after")
     def _possible(self) -> Recipe:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -91,10 +91,20 @@ def read_recipe(source: str, above: tuple[Path, ...] = ()) -> RecipeTables:
             f'recipe {path.stem}: "base" = {base!r} is not valid; expected a name or a file'
         )
     below = read_recipe(base, (*above, path))
+    inherited = without_judges(below.recipe, data)
+    inherited.pop("expect", None)  # other settings, other results
     for card, table in below.cards.items():
         own = cards.get(card, {})
         cards[card] = own if own == NOTHING else over(table, own)
-    return RecipeTables(path.stem, _merged(below.recipe, data), _ordered(cards))
+    return RecipeTables(path.stem, _merged(inherited, data), _ordered(cards))
+
+
+def without_judges(recipe: Mapping[str, Any], changes: Collection[str]) -> dict[str, Any]:
+    """A recipe before `changes` (keys at the top level): with other rewards, those of its
+    evaluations and the figures that they are expected to have no longer fit."""
+    unfit = {"expect"} if "eval_reward" in changes else set()
+    unfit = {"expect", "eval_reward"} if "reward" in changes else unfit
+    return {key: value for key, value in recipe.items() if key not in unfit}
 
 
 def _file(source: str, above: tuple[Path, ...]) -> Path:

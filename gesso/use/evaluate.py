@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gesso.config import MAX_SAMPLES, DataSource, Recipe, RewardEntry
+from gesso.config import MAX_SAMPLES, DataSource, Expect, Recipe, RewardEntry
 from gesso.data import prompts as data
 from gesso.data.chat import ChatFormat
 from gesso.rewards import assembly
@@ -293,8 +293,9 @@ def _over_prompts(values: Iterable[float | None], row: Sequence[int], prompts: i
     return clustered(sums, torch.bincount(index, minlength=prompts))
 
 
-def table(evaluations: Sequence[Evaluation]) -> str:
-    """For a terminal. The first is compared with each of the others."""
+def table(evaluations: Sequence[Evaluation], expect: Expect | None = None) -> str:
+    """For a terminal. The first is compared with each of the others, and with what the authors of
+    its recipe expect."""
     first = evaluations[0]
     n = len(first.samples) // len(first.prompts)
     lines = [
@@ -311,6 +312,8 @@ def table(evaluations: Sequence[Evaluation]) -> str:
             interval, pairs = first.minus(other, figure)
             note = f"  {pairs} pairs" if pairs < len(first.samples) else ""
             lines.append(_line(figure, interval, "+") + note)
+    if expect is not None and expect.figure in first.figures:
+        lines += ["", expect.compared(first.interval(expect.figure).mean)]
     for evaluation in evaluations:
         if evaluation.errors:
             lines += ["", f"{evaluation.name}: last error: {evaluation.errors[-1]}"]

@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from gesso.config import Expect
 from gesso.config import family as config_family
 from gesso.track import older_names
 from gesso.track.console import held_out_key
@@ -228,6 +229,7 @@ class RunReader:
             "group_steps": self.group_steps(),
             "log": self.log(),
             "config": self.text("config.toml"),
+            "expect": _expected(self.config().get("expect")),
             "damaged": self.damaged(),
         }
 
@@ -372,6 +374,24 @@ def _number(value: Any) -> Any:
 def _name(config: Mapping[str, Any], section: str, key: str) -> str:
     table = config.get(section)
     return str(table.get(key, "")) if isinstance(table, dict) else ""
+
+
+def _expected(table: Any) -> dict[str, Any] | None:
+    """What the authors of the recipe report, with the points in the order of their steps."""
+    try:
+        expect = Expect.model_validate(table)
+    except ValueError:  # none, or a config of another version
+        return None
+    points = sorted((int(step), value) for step, value in expect.points.items())
+    if expect.start is not None:
+        points = [(0, expect.start), *points]
+    return {
+        "metric": expect.metric,
+        "value": expect.value,
+        "source": expect.source,
+        "steps": [step for step, _ in points],
+        "values": [value for _, value in points],
+    }
 
 
 def _samples_per_step(config: Mapping[str, Any]) -> int | None:

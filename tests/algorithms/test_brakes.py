@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gesso import build, run
-from gesso.algorithms.brakes import Gate, Renewal
+from gesso.algorithms.brakes import KLGate, Renewal
 from gesso.formulas import advantages as adv
 from gesso.formulas import diversity
 from gesso.learner.learner import Learner
@@ -112,7 +112,7 @@ def test_the_share_follows_the_mean_doubt(
     doubts: list[float | None], share: float, expected: float
 ) -> None:
     rows = [{"step": 0}, *(row(doubt, share) for doubt in doubts)]
-    assert Gate().next_share(rows) == pytest.approx(expected)
+    assert KLGate().next_share(rows) == pytest.approx(expected)
 
 
 def test_the_reference_is_renewed_by_distance_or_age() -> None:

@@ -328,3 +328,24 @@ def test_a_table_of_values_ends_with_the_latest(still: Tab) -> None:
         return [rows.length, rows.at(-1)];
     })()""")
     assert last == [41, "119119"]
+
+
+def test_a_reported_curve_lies_behind_the_curves_of_runs(still: Tab) -> None:
+    """Once for two runs of a recipe; the points only over steps."""
+    expect = {
+        "metric": "eval/ocr", "value": 0.92, "source": "a paper", "steps": [0, 9], "values": [0, 1],
+    }  # fmt: skip
+    runs = [{"id": name, "expect": expect} for name in "ab"] + [{"id": "c", "expect": None}]
+    still.js(
+        "panel = {title: 'ocr', note: '', train: 'reward/ocr', held: 'eval/ocr'};"
+        f"section = new Section('x', [panel], {json.dumps(runs)});"
+        "own = [{label: 'a', kind: 'held', colour: 'red', x: [0, 4, 6], y: [0.1, 0.2, 0.3]}]"
+    )
+    after, during = still.js("section.reported(panel, own)")
+    assert (after["x"], after["y"]) == ([0, 6], [0.92, 0.92]) and "a paper" in after["label"]
+    assert (during["x"], during["y"]) == ([0, 9], [0, 1])
+    assert still.js("section.reported({train: 'reward', held: null}, own)") == []
+    assert still.js("section.reported(panel, [])") == [], "no chart without a run"
+    still.js("lines.axis = 'seconds'")
+    assert len(still.js("section.reported(panel, own)")) == 1
+    still.js("lines.axis = 'step'; section.close()")

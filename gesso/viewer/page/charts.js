@@ -62,7 +62,7 @@ class Crosshair {
 
 const MARGIN = { top: 10, right: 14, bottom: 24, left: 46 };
 
-// lines: [{label, short, colour, kind: "train" | "held", x: […], y: […], low?, high?}]
+// lines: [{label, short, colour, kind: "train" | "held" | "paper", x: […], y: […], low?, high?}]
 class Chart {
   constructor(title, cross, { height = 210, xText = figure, log = false } = {}) {
     Object.assign(this, { title, cross, height, xText, log, lines: [], smooth: 0, at: null });
@@ -154,7 +154,7 @@ class Chart {
   }
 
   // Evaluations are few and already means: smoothing would only add lag.
-  smoothedY(line) { return smoothed(line.y, line.kind === "held" ? 0 : this.smooth); }
+  smoothedY(line) { return smoothed(line.y, line.kind === "train" ? this.smooth : 0); }
 
   line(line) {
     const group = s("g", { class: `line ${line.kind}`, stroke: line.colour, fill: line.colour });

@@ -125,6 +125,7 @@ function curveTools() {
 class Section {
   constructor(title, panels, loaded) {
     Object.assign(this, { title, panels, runs: loaded.map((t) => t.id), data: new Map() });
+    this.expected = new Map(loaded.map((t) => [t.id, t.expect]));
     this.keys = panels.flatMap((p) => [p.train, p.held]).filter(Boolean);
     this.charts = panels.map((panel) => {
       const chart = new Chart(panel.title, lines.cross);
@@ -149,12 +150,27 @@ class Section {
 
   draw() {
     for (const { panel, chart, table } of this.charts) {
-      const curves = this.runs.flatMap((run) => [["train", panel.train], ["held", panel.held]].flatMap(([kind, key]) => this.line(run, kind, key)));
+      const own = this.runs.flatMap((run) => [["train", panel.train], ["held", panel.held]].flatMap(([kind, key]) => this.line(run, kind, key)));
+      const curves = [...this.reported(panel, own), ...own];
       chart.xText = lines.axis === "seconds" ? clock : (v) => Math.round(v).toLocaleString("en");
       chart.xLabel = AXIS_NAMES[lines.axis];
       chart.set(curves, lines.smooth, lines.log);
       put(table, lines.table ? valuesTable(panel.title, curves, chart) : null);
     }
+  }
+
+  // What the authors of the recipes report, once each: the value after training, and points during training.
+  reported(panel, own) {
+    if (!own.length) return [];
+    const [from, to] = extent(own.flatMap((l) => [l.x[0], l.x[l.x.length - 1]]));
+    const known = [...this.expected.values()].filter((e) => e && [panel.train, panel.held].includes(e.metric));
+    const distinct = known.filter((e, i) => known.findIndex((other) => JSON.stringify(other) === JSON.stringify(e)) === i);
+    return distinct.flatMap((e) => {
+      const look = { kind: "paper", colour: "var(--soft)" };
+      const after = { ...look, label: `reported: ${e.source}`, x: [from, to], y: [e.value, e.value] };
+      const during = { ...look, label: "reported during training", x: e.steps, y: e.values };
+      return lines.axis === "step" && e.steps.length > 1 ? [after, during] : [after];
+    });
   }
 
   line(run, kind, key) {
