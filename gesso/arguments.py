@@ -262,7 +262,7 @@ def _env(subparsers: Any) -> None:
 
 
 def _data(subparsers: Any) -> None:
-    data = _add_command(subparsers, "data", "generate a prompt set")
+    data = _add_command(subparsers, "data", "generate a prompt set, or pairs for DPO from a run")
     kinds = data.add_subparsers(title="kinds", required=True, metavar="KIND")
     ocr = _add_command(
         kinds, "ocr", "generate prompts for images that contain text, for the reward ocr"
@@ -278,6 +278,21 @@ def _data(subparsers: Any) -> None:
     )
     ocr.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     ocr.set_defaults(action=commands.data_ocr)
+    pairs = _add_command(
+        kinds, "pairs", "write the best and the worst sample of each group that a run has kept"
+    )
+    pairs.add_argument("run", type=Path, metavar="RUN", help="run folder")
+    pairs.add_argument(
+        "--out", type=Path, metavar="FILE", help="new .jsonl file (default: RUN/pairs.jsonl)"
+    )
+    pairs.add_argument(
+        "--min-gap",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="minimum difference of the two rewards (default: any)",
+    )
+    pairs.set_defaults(action=commands.data_pairs)
 
 
 def _add_recipe(action: argparse.ArgumentParser, optional: bool = False) -> None:

@@ -23,6 +23,7 @@ from gesso.config.tables import (
     without_judges,
     without_nothing,
 )
+from gesso.data.given import GivenColumns
 from gesso.rewards.assembly import is_groupwise, resolved
 from gesso.track.trackers.process import Tracked
 from gesso.types import UserError
@@ -50,6 +51,7 @@ ALGORITHMS = {
     "flow-dpo": "gesso.algorithms.preference:FlowDPO",
     "flow-opd": "gesso.algorithms.flow_opd:FlowOPD",
     "flow-rft": "gesso.algorithms.flow_rft:FlowRFT",
+    "flow-sft": "gesso.algorithms.flow_sft:FlowSFT",
     "draft": "gesso.algorithms.draft:DRaFT",
     "refl": "gesso.algorithms.refl:ReFL",
     "leap-align": "gesso.algorithms.leap_align:LeapAlign",
@@ -66,6 +68,8 @@ ALGORITHMS = {
     "remax": "gesso.algorithms.reinforce:ReMax",
     "opd": "gesso.algorithms.opd:OPD",
     "ppo": "gesso.algorithms.ppo:PPO",
+    "dpo": "gesso.algorithms.dpo:DPO",
+    "sft": "gesso.algorithms.sft:SFT",
 }
 TRACKERS = {
     "tensorboard": "gesso.track.trackers.tensorboard:TensorBoard",
@@ -106,6 +110,7 @@ def recipe_from(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
     compatibility.check_sizes(recipe, options, where)
     compatibility.check_cluster(recipe, where)
     family.check(recipe, options, where)
+    _check_given(recipe, options, where)
     _check_reactions(recipe, options, where)
     _check_groups(recipe, options, where)
     _check_brakes(recipe, options, where)
@@ -155,6 +160,54 @@ def _check_track(names: Sequence[str], where: str) -> None:
             raise UserError(f'{where}: track lists "{name}" more than once; remove the duplicate')
 
 
+def _check_given(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
+    """Whether the algorithm can train on the samples that the engine returns."""
+    name, given = recipe.algorithm.name, algorithm.given
+    if recipe.sampler.engine != "data":
+        if given and not algorithm.advantage.compares:
+            raise UserError(
+                f'{where}: algorithm "{name}" trains on samples of the data, column "{given[0]}"; '
+                'set sampler.engine = "data"'
+            )
+        return
+    if not given:
+        kinds = {n: algorithm_class(n) for n in ALGORITHMS}
+        fit = [n for n, k in kinds.items() if k.given and k.family == algorithm.family]
+        raise UserError(
+            f'{where}: sampler.engine = "data" takes samples from the data, but algorithm "{name}" '
+            f"trains on its own; use one of {', '.join(fit)}, or remove sampler.engine"
+        )
+    if algorithm.group != len(given):
+        raise UserError(
+            f'{where}: sampler.engine = "data": a row gives {len(given)} samples '
+            f"({' and '.join(given)}), got algorithm.group = {algorithm.group}; set it to "
+            f"{len(given)}"
+        )
+    from gesso.algorithms.advantage import Advantage
+    from gesso.algorithms.flow import FlowAlgorithm
+
+    advantage = algorithm.advantage
+    wrong = {
+        'algorithm.advantage.combine = "gdpo"': isinstance(advantage, Advantage)
+        and advantage.combine == "gdpo",
+        "algorithm.gate": isinstance(algorithm, FlowAlgorithm) and algorithm.gate is not None,
+        "data.curriculum": recipe.data.curriculum is not None,
+    }
+    for key, applies in wrong.items():
+        if applies:
+            raise UserError(
+                f'{where}: {key} uses the rewards of training samples, but sampler.engine = "data" '
+                "has none; remove it"
+            )
+
+
+def given(recipe: AnyRecipe) -> GivenColumns | None:
+    """The columns of the samples that rows give; None if training samples are generated."""
+    if recipe.sampler.engine != "data":
+        return None
+    return GivenColumns(algorithm_class(recipe.algorithm.name).given, recipe.model.output)
+
+
 def _check_reactions(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
     """Rejects reactions to unknown warnings, and those that could not happen."""
     for kind, reaction in recipe.on_symptom.items():
@@ -185,7 +238,8 @@ def _check_groups(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
             f"{where}: data.curriculum uses the spread of a prompt's rewards and requires "
             f"algorithm.group of at least 2, got {algorithm.group}"
         )
-    for entry in filter(is_groupwise, recipe.reward):
+    trained = [] if recipe.sampler.engine == "data" else recipe.reward
+    for entry in filter(is_groupwise, trained):
         compares = f'{where}: the reward "{entry.name}" compares the samples of a prompt'
         if algorithm.group < 2:
             raise UserError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -22,7 +22,7 @@ from gesso.ranks import ALONE
 from gesso.rollout import Rollout
 from gesso.run import Assembled, assemble
 from gesso.track.progress import SILENT, Progress
-from gesso.types import UNSCALED, UserError, Which
+from gesso.types import UNSCALED, Sample, Score, UserError, Which
 
 
 @dataclass
@@ -58,8 +58,7 @@ def check(recipe: Recipe, progress: Progress = SILENT) -> Findings:
             f"{policy.size:,} trained, on {job.model.device}",
         )
         rollout, seconds = _small_batch(job)
-        _rewards(rollout, findings)
-        _held_out(job, findings)
+        evaluating = _scores(job, rollout, findings)
         progress.phase("comparing replay with sampling")
         _ratio(job, replay_gap(job, rollout), findings)
         progress.phase("running a trial update")
@@ -79,7 +78,8 @@ def check(recipe: Recipe, progress: Progress = SILENT) -> Findings:
         parts, workers = (1, 1) if placement is None else (placement.parts, placement.workers)
         share = math.ceil(parts / workers) / parts
         updating = job.algorithm.terms_a_sample * seconds_per_term
-        findings.fact("time", _time(job, share * seconds, share * updating))
+        evaluating = share * evaluating if evaluating is not None else None
+        findings.fact("time", _time(job, share * seconds, share * updating, evaluating))
     finally:
         torch.set_num_threads(threads)
         job.close()
@@ -94,13 +94,12 @@ def _check_in_workers(recipe: Recipe, placement: Placement, progress: Progress) 
     try:
         findings.warnings += [note for note in job.notes if note != str(placement)]
         findings.fact("data", _data(job))
-        group = job.algorithm.group
+        group, evaluating = job.algorithm.group, None
         groups = math.ceil(placement.workers * recipe.sampler.batch / group)
         for step in range(2):
             rollout, timing = job.cluster.sample_step(step, groups, group).result()
             if step == 0:
-                _rewards(rollout, findings)
-                _held_out(job, findings)
+                evaluating = _scores(job, rollout, findings)
             progress.phase("running a trial update")
             started = time.perf_counter()
             metrics = job.cluster.train(rollout, step, UNSCALED).metrics
@@ -114,7 +113,7 @@ def _check_in_workers(recipe: Recipe, placement: Placement, progress: Progress) 
         if placement.gpus:
             findings.fact("", f"measured: {size_of(1e9 * metrics['memory/gb'])} in the largest")
         samples = len(rollout.samples)
-        findings.fact("time", _time(job, timing.sample / samples, updating / samples))
+        findings.fact("time", _time(job, timing.sample / samples, updating / samples, evaluating))
     finally:
         job.close()
     return findings
@@ -137,6 +136,16 @@ def _small_batch(job: Assembled) -> tuple[Rollout, float]:
     return rollout, timing.sample / len(rollout.samples)
 
 
+def _scores(job: Assembled, rollout: Rollout, findings: Findings) -> float | None:
+    """Checks the rewards of training and of evaluations. Returns the seconds per sample of an
+    evaluation if they do not follow from those of training."""
+    if job.recipe.sampler.engine == "data":
+        return _evaluation(job, findings)
+    _rewards(rollout.samples, rollout.scores, findings)
+    _held_out(job, findings)
+    return None
+
+
 def _held_out(job: Assembled, findings: Findings) -> None:
     """The rewards of evaluations, if they differ, on one held-out prompt."""
     if not job.recipe.eval_reward:
@@ -149,11 +158,23 @@ def _held_out(job: Assembled, findings: Findings) -> None:
     findings.fact("", f"in evaluations: {parts}")
 
 
-def _rewards(rollout: Rollout, findings: Findings) -> None:
-    for score, sample in zip(rollout.scores, rollout.samples, strict=True):
+def _evaluation(job: Assembled, findings: Findings) -> float:
+    """A small evaluation: the only samples that a run on given data generates and scores. Returns
+    the seconds per sample; sampled twice, as in `_small_batch`."""
+    prompts = job.eval_prompts[: job.recipe.sampler.batch]
+    for _ in range(2):
+        started = time.perf_counter()
+        samples, scores = job.cluster.evaluate(prompts, "current")
+        seconds = time.perf_counter() - started
+    _rewards(samples, scores, findings)
+    return seconds / len(samples)
+
+
+def _rewards(samples: Sequence[Sample], scores: Sequence[Score], findings: Findings) -> None:
+    for score, sample in zip(scores, samples, strict=True):
         if score.error is not None:
             raise UserError(f"a reward failed on {sample.prompt.text[:60]!r}: {score.error}")
-    example, prompt = rollout.scores[0], rollout.samples[0].prompt.text[:60]
+    example, prompt = scores[0], samples[0].prompt.text[:60]
     parts = ", ".join(f"{name} {value:.3g}" for name, value in example.parts.items())
     findings.fact("rewards", f"no failures; example: {prompt!r} scored {parts}")
 
@@ -285,12 +306,14 @@ def _memory(assumed: Assumed) -> list[tuple[str, str]]:
     return facts
 
 
-def _time(job: Assembled, sampling: float, updating: float) -> str:
-    """Of steps and evaluations, from the seconds per sample."""
+def _time(job: Assembled, sampling: float, updating: float, evaluating: float | None) -> str:
+    """Of steps and evaluations, from the seconds per sample. `evaluating`: of evaluations, if it
+    does not follow from `sampling`."""
     recipe = job.recipe
     step = recipe.data.groups * job.algorithm.group * (sampling + updating)
-    cost = families.of(recipe).eval_cost(recipe, job.algorithm)
-    evaluation = len(job.eval_prompts) * recipe.eval.samples * sampling * cost
+    if evaluating is None:
+        evaluating = sampling * families.of(recipe).eval_cost(recipe, job.algorithm)
+    evaluation = len(job.eval_prompts) * recipe.eval.samples * evaluating
     evaluations = 2 + (recipe.steps - 1) // recipe.eval.every if recipe.eval.every else 2
     total = recipe.steps * step + evaluations * evaluation
     return (

@@ -288,3 +288,13 @@ def data_ocr(options: argparse.Namespace) -> None:
     for file in ocr.write(options.out, options.train, options.test, options.seed):
         print(file)
     print(f'use in a recipe: data.train = "{options.out}@train", data.eval = "{options.out}@test"')
+
+
+def data_pairs(options: argparse.Namespace) -> None:
+    from gesso.use import pairs
+
+    result = pairs.write(options.run, options.out, options.min_gap)
+    print(f"{result.file}: {result.pairs} pairs")
+    for note in result.notes:
+        print(note)
+    print(f'use in a recipe: data.train = "{result.file}", sampler.engine = "data"')

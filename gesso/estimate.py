@@ -89,7 +89,8 @@ def with_data(recipe: Recipe, progress: Progress = SILENT) -> Assumed:
     if missing := next((reason for reason in reasons if reason), None):
         return Assumed(recipe, f"prompts of model.max_prompt = {limit} tokens: {missing}")
     progress.phase("loading data")
-    data = prompts.load(recipe.data, lambda prompt: None, lambda prompt: None)
+    given = build.given(recipe)
+    data = prompts.load(recipe.data, lambda prompt: None, lambda prompt: None, given)
     _, algorithm, model = _bare(recipe)
     return assuming(recipe, family.fit(recipe, algorithm, model, data, progress).longest)
 

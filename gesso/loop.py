@@ -138,7 +138,8 @@ class Loop:
         scales = self.algorithm.braked(self._scales, self._health.rows)
         update = self.cluster.update(batch, step, scales)
         if self.recipe.save.groups and (step == 0 or self._watched(step + 1)):
-            groups.save(self.run.path, step + 1, batch, update.advantages, self.recipe.save.groups)
+            save, full = self.recipe.save, self.recipe.save.group_images == "full"
+            groups.save(self.run.path, step + 1, batch, update.advantages, save.groups, full)
         self.cluster.publish(step + 1)
         metrics = {**batch.metrics, **update.metrics}
         if age == 0 and not self._tested:

@@ -83,7 +83,8 @@ def assemble(recipe: Recipe, progress: Progress = SILENT) -> Assembled:
     rewards = assembly.rewards(recipe)
     try:
         progress.phase("loading data")
-        data = prompts.load(recipe.data, rewards.train.unfit, rewards.held_out.unfit)
+        given = build.given(recipe)
+        data = prompts.load(recipe.data, rewards.train.unfit, rewards.held_out.unfit, given)
         progress.phase("importing torch")
         from gesso.cluster.placement import place
 
@@ -120,7 +121,7 @@ def _in_this_process(
     data = families.of(recipe).fit(recipe, algorithm, model, data, progress)
     algorithm, learner = build.learner(recipe, algorithm, model, progress)
     teachers.teach(recipe, algorithm, learner)
-    if recipe.sampler.engine != "built-in":
+    if recipe.sampler.engine == "vllm":
         progress.phase(f"starting {recipe.sampler.engine}")
     sampler = build.sampler(recipe, algorithm, model)
     stream = stream_of(data.train, recipe)

@@ -132,6 +132,9 @@ class Prompt:
     {"role", "content"}, where the content is a list of {"type": "text", "text"} and
     {"type": "image"} parts, with one image part for each of `images`, in order. Without messages
     the conversation is one user message: the images, then the text.
+
+    `given` are samples from the row, images or texts, the best first: with
+    `sampler.engine = "data"` they are trained on instead of generated ones.
     """
 
     text: str
@@ -140,6 +143,12 @@ class Prompt:
     where: str = ""  # "train.txt:17", for error messages
     images: tuple[PromptImage, ...] = ()
     messages: tuple[Mapping[str, Any], ...] = ()
+    given: tuple[PromptImage | str, ...] = ()
+
+    @property
+    def all_images(self) -> list[PromptImage]:
+        """Of the prompt, then those of `given`."""
+        return [*self.images, *(g for g in self.given if isinstance(g, PromptImage))]
 
 
 @dataclass(frozen=True)
@@ -152,6 +161,7 @@ class Sample:
     seed: int
     text: str | None = None
     tokens: int | None = None  # length of the text in the model's tokens
+    given: float | None = None  # its score, if it is from the data
 
     @property
     def pixels(self) -> np.ndarray:

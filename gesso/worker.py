@@ -171,7 +171,7 @@ class Worker:
         self.algorithm, self.learner = build.learner(
             self.recipe, self.algorithm, self.model, self.progress, self.group
         )
-        if self.recipe.sampler.engine != "built-in":
+        if self.recipe.sampler.engine == "vllm":
             self.progress.phase(f"starting {self.recipe.sampler.engine}")
         # Checkpoints are written while the default group is used to train.
         self.writers = distributed.new_group(backend="gloo") if self.learner.sharded else None

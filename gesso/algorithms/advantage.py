@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -72,3 +72,32 @@ class Advantage(Strict):
         if self.combine == "gdpo":  # centred over the batch: not exactly 0 in a flat group
             return adv.with_spread(rollout.components, rollout.group, multiple)
         return adv.nonzero(self(rollout), multiple)
+
+
+class Equal(Strict):
+    """Every sample counts the same."""
+
+    compares: ClassVar[bool] = False
+    drop_flat: ClassVar[bool] = False
+
+    def __call__(self, rollout: Rollout) -> Tensor:
+        """(N,) ones."""
+        return torch.ones(len(rollout.samples), dtype=torch.float64)
+
+    def kept(self, rollout: Rollout, multiple: int) -> Tensor:
+        return torch.arange(len(rollout.samples))
+
+
+class BestAndWorst(Strict):
+    """1 for the best sample of each group with spread, −1 for the worst, 0 for all others."""
+
+    compares: ClassVar[bool] = True
+    drop_flat: ClassVar[bool] = False
+
+    def __call__(self, rollout: Rollout) -> Tensor:
+        """(N,) float64."""
+        best, worst = adv.extremes(rollout.rewards, rollout.group)
+        return best.double() - worst.double()
+
+    def kept(self, rollout: Rollout, multiple: int) -> Tensor:
+        return torch.arange(len(rollout.samples))

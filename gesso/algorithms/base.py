@@ -93,6 +93,8 @@ class AdvantageEstimator(Protocol):
 class Algorithm(Protocol):
     family: ClassVar[config.FamilyName]  # of the models it trains
     whole_groups: ClassVar[bool]  # whether the samples of a group stay in one mini-batch
+    # Columns of the samples that a row gives, the best first; empty: it trains on its own samples.
+    given: ClassVar[tuple[str, ...]]
 
     @property
     def group(self) -> int:

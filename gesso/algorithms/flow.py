@@ -51,6 +51,7 @@ class AnyFlowAlgorithm(config.Strict):
 
     family: ClassVar[config.FamilyName] = "flow"
     whole_groups: ClassVar[bool] = False
+    given: ClassVar[tuple[str, ...]] = ()
     epochs: ClassVar[int] = 1
     refills: ClassVar[int] = 0
 

@@ -243,16 +243,33 @@ class NoisedAlgorithm(FlowAlgorithm):
             averages.blend_(policy.copies["old"], policy.tensors(), decay)
 
 
-class Picked(NoisedAlgorithm):
-    """Trains only on samples with an advantage other than 0, at the times of pretraining:
-    t of u = sigmoid(N(0, 1)), shifted as the sampler's schedule is."""
+class PretrainingTimes(NoisedAlgorithm):
+    """Trains at the times of pretraining: t of u = sigmoid(N(0, 1)), shifted as the sampler's
+    schedule is."""
 
     without_replacement: ClassVar[bool] = False
 
     @model_validator(mode="after")
-    def _all_levels(self) -> Picked:
+    def _all_levels(self) -> PretrainingTimes:
         if self.first or self.last is not None:
             raise ValueError(f"{self.name} trains at all noise levels; remove first and last")
+        return self
+
+    def draw_places(self, generator: torch.Generator) -> Tensor:
+        """u = sigmoid(N(0, 1)): places in the schedule before its shift."""
+        return torch.randn(self.times, generator=generator).sigmoid()
+
+    def times_at(self, context: FlowContext, places: Tensor) -> Tensor:
+        fine = context.fine
+        assert fine is not None, "the sampler sets it"
+        return matching.on_schedule(fine, (1 - places) * (len(fine) - 1)).clamp(1e-4, 1 - 1e-4)
+
+
+class Picked(PretrainingTimes):
+    """Trains only on samples with an advantage other than 0."""
+
+    @model_validator(mode="after")
+    def _with_spread(self) -> Picked:
         if self.advantage.drop_flat:
             raise ValueError(f"{self.name} drops groups without spread; remove advantage.drop_flat")
         return self
@@ -265,12 +282,3 @@ class Picked(NoisedAlgorithm):
     def terms(self, rollout: Rollout, prepared: Prepared) -> NoisedTerms:
         used = prepared.advantages.nonzero()[:, 0]
         return super().terms(rollout.rows(used), prepared.rows(used))
-
-    def draw_places(self, generator: torch.Generator) -> Tensor:
-        """u = sigmoid(N(0, 1)): places in the schedule before its shift."""
-        return torch.randn(self.times, generator=generator).sigmoid()
-
-    def times_at(self, context: FlowContext, places: Tensor) -> Tensor:
-        fine = context.fine
-        assert fine is not None, "the sampler sets it"
-        return matching.on_schedule(fine, (1 - places) * (len(fine) - 1)).clamp(1e-4, 1 - 1e-4)

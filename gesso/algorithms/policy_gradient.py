@@ -161,7 +161,7 @@ class ResponseTerms(Terms):
         return batches(self.trace, settings.micro_tokens)
 
     def cost(self, index: Tensor) -> float:
-        return _tokens(self.trace, index)
+        return tokens_of(self.trace, index)
 
 
 def batches(trace: TokenTrace, budget: int) -> list[Tensor]:
@@ -174,18 +174,19 @@ def batches(trace: TokenTrace, budget: int) -> list[Tensor]:
 
 def by_response(
     compute: Callable[[TokenTrace], Tensor],
-    rollout: Rollout,
+    trace: TokenTrace,
     settings: config.Learner,
     ranks: Ranks,
 ) -> Tensor:
-    """(N, S): one value per token, computed for packed responses."""
-    trace = rollout.token_trace
-    values, parts = torch.zeros_like(rollout.logp), batches(trace, settings.micro_tokens)
-    fill(values, parts, [_tokens(trace, p) for p in parts], lambda p: compute(trace.rows(p)), ranks)
+    """(N, S) float32: one value per token, computed for packed responses."""
+    values = torch.zeros(trace.tokens.shape, device=trace.tokens.device)
+    parts = batches(trace, settings.micro_tokens)
+    costs = [tokens_of(trace, part) for part in parts]
+    fill(values, parts, costs, lambda part: compute(trace.rows(part)), ranks)
     return values
 
 
-def _tokens(trace: TokenTrace, index: Tensor) -> float:
+def tokens_of(trace: TokenTrace, index: Tensor) -> float:
     """Tokens of these responses and of their prompts, each prompt once."""
     prompts = sum(len(trace.prompts[row]) for row in set(trace.row[index].tolist()))
     return prompts + float(trace.mask[index].sum())
@@ -225,6 +226,7 @@ class PolicyGradient(Strict):
 
     family: ClassVar[config.FamilyName] = "language"
     whole_groups: ClassVar[bool] = False
+    given: ClassVar[tuple[str, ...]] = ()
 
     @model_validator(mode="before")
     @classmethod
@@ -341,7 +343,7 @@ class PolicyGradient(Strict):
         def logp(trace: TokenTrace) -> Tensor:
             return model.logp(trace, self.temperature, weights).logp
 
-        return by_response(logp, rollout, settings, ranks)
+        return by_response(logp, rollout.token_trace, settings, ranks)
 
     def terms(self, rollout: Rollout, prepared: PreparedResponses) -> ResponseTerms:
         length = (self.length or self.max_tokens) if self.aggregation == "constant" else None

@@ -78,7 +78,7 @@ class PPO(PolicyGradient):
         assert self._critic is not None, "call `with_critic` first"
         mask = rollout.mask
         with torch.no_grad():
-            values = by_response(self._critic.values, rollout, settings, ranks)
+            values = by_response(self._critic.values, rollout.token_trace, settings, ranks)
         rewards = adv.on_last(rollout.rewards.to(mask.device), mask)
         if penalty is not None:
             rewards = rewards - penalty.double()

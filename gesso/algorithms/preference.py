@@ -92,12 +92,15 @@ class DGPO(Preference):
 
 
 class FlowDPO(Picked, Preference):
-    """Online Diffusion-DPO (arXiv 2311.12908) for flow models: the best sample of each group is
-    preferred to the worst. Groups without spread have no preference."""
+    """Diffusion-DPO (arXiv 2311.12908) for flow models: the best sample of each group is preferred
+    to the worst; offline, a row's chosen image to the rejected one. Groups without spread have no
+    preference."""
 
     name: str = "flow-dpo"
     updates: int = Field(1, ge=1)
     times: int = Field(1, ge=1)
+
+    given: ClassVar[tuple[str, ...]] = ("chosen", "rejected")
 
     def advantages(self, rollout: Rollout) -> Tensor:
         """1 for the best, −1 for the worst, 0 for all others."""

@@ -87,22 +87,32 @@ def pack_prompts(prompts: Sequence[Prompt]) -> bytes:
             "where": prompt.where,
             "images": [(image.path, len(image.data)) for image in prompt.images],
             "messages": prompt.messages,
+            "given": [
+                each if isinstance(each, str) else (each.path, len(each.data))
+                for each in prompt.given
+            ],
         }
         for prompt in prompts
     ]
-    content = [image.data for prompt in prompts for image in prompt.images]
+    content = [image.data for prompt in prompts for image in prompt.all_images]
     return b"".join([json.dumps(rows).encode(), b"\n", *content])
 
 
 def read_prompts(data: bytes) -> list[Prompt]:
     end = data.index(b"\n")
     position, prompts = end + 1, []
+
+    def image(path: str, size: int) -> PromptImage:
+        nonlocal position
+        position += size
+        return PromptImage(path, data[position - size : position])
+
     for row in json.loads(data[:end]):
-        images = []
-        for path, size in row["images"]:
-            images.append(PromptImage(path, data[position : position + size]))
-            position += size
-        values = row | {"images": tuple(images), "messages": tuple(row["messages"])}
+        values = row | {
+            "images": tuple(image(*each) for each in row["images"]),
+            "messages": tuple(row["messages"]),
+            "given": tuple(e if isinstance(e, str) else image(*e) for e in row["given"]),
+        }
         prompts.append(Prompt(**values))
     return prompts
 

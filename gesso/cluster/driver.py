@@ -79,7 +79,7 @@ class Driver(ABC):
         self._queue: deque[DriverBatch] = deque()  # to be sampled, in order
         self._rollouts: dict[int, Rollout] = {}  # collected and not yet trained on, by step
         self._changed = False  # whether the weights are newer than those published last
-        self._reward_weights = {entry.label: entry.weight for entry in recipe.reward}
+        self._reward_weights = {reward.name: reward.weight for reward in rewards.rewards}
 
     # What a subclass computes
 
@@ -180,8 +180,9 @@ class Driver(ABC):
         """Wait for the scores, drop samples without a score, replace flat groups."""
         assert batch.pending is not None
         rollout, timing = batch.pending.result()
-        metrics = reward_metrics(rollout.scores) | self.describe(rollout)
-        metrics |= batch.pending.drawn
+        metrics = self.describe(rollout) | batch.pending.drawn
+        if self.rewards.rewards:  # otherwise the data gives the scores, which never change
+            metrics = reward_metrics(rollout.scores) | metrics
         notes: list[str] = []
         rollout = self._without_failed(rollout, batch.step, notes)
         self._observe(rollout, batch.step)

@@ -128,8 +128,9 @@ class Vllm(Strict):
 class Sampler(Strict):
     batch: int = Field(16, ge=1, le=MAX_SAMPLES)
     """Images or responses generated at a time."""
-    engine: Literal["built-in", "vllm"] = "built-in"
-    """Sampling engine: "built-in", or "vllm" for language models."""
+    engine: Literal["built-in", "vllm", "data"] = "built-in"
+    """Where training samples come from: "built-in", "vllm" for language models, or "data": the rows
+    of `data.train` give them (SFT, offline DPO)."""
     vllm: Vllm = Vllm()
     """Options of the vLLM engine."""
 
@@ -188,7 +189,10 @@ class Save(Strict):
     keep: int = Field(2, ge=1)
     """Number of checkpoints to keep."""
     groups: int = Field(4, ge=0)
-    """Training groups saved before each evaluation, to inspect in the viewer. 0: none."""
+    """Training groups saved before each evaluation, to inspect in the viewer and for `gesso data
+    pairs`. 0: none."""
+    group_images: Literal["small", "full"] = "small"
+    """Images of these groups: "small" (compressed, at most 256 pixels per side) or "full"."""
     background: bool | None = None
     """Write checkpoints during the next step, from a copy in host memory. None: on GPUs."""
 
@@ -353,9 +357,9 @@ class Recipe(Strict):
     """Training and held-out prompts."""
     algorithm: Named
     """`name` and the options of that algorithm."""
-    reward: list[RewardEntry] = Field(min_length=1)
-    """One `[[reward]]` table per reward. All keys other than those below are options of the reward
-    itself."""
+    reward: list[RewardEntry] = Field([])
+    """One `[[reward]]` table per reward, at least one. All keys other than those below are options
+    of the reward itself. With `sampler.engine = "data"` for evaluations only."""
     eval_reward: list[RewardEntry] = Field([])
     """Rewards for evaluations, same format as `reward`. Empty: `reward`. A recipe or an override
     that sets `reward` does not inherit them."""
@@ -387,6 +391,9 @@ class Recipe(Strict):
             for name in names:
                 if names.count(name) > 1:
                     raise ValueError(f'{key} "{name}" is listed twice; merge the entries into one')
+        offline = self.sampler.engine == "data" and self.eval_reward
+        if not self.reward and not offline:
+            raise ValueError("expected at least 1 item in reward; add a [[reward]] table")
         return self
 
 

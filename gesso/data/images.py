@@ -95,7 +95,7 @@ def _decoded(text: str) -> bytes | None:
 def faults(prompts: Sequence[Prompt]) -> list[str | None]:
     """For each prompt, why one of its images cannot be decoded, or None. An image that several
     prompts share is decoded once."""
-    distinct = list(dict.fromkeys(image for prompt in prompts for image in prompt.images))
+    distinct = list(dict.fromkeys(image for prompt in prompts for image in prompt.all_images))
     if not distinct:
         return [None] * len(prompts)
     from PIL import Image
@@ -103,7 +103,7 @@ def faults(prompts: Sequence[Prompt]) -> list[str | None]:
     Image.init()  # not thread-safe
     with ThreadPoolExecutor() as threads:  # Pillow releases the GIL while it decodes
         reasons = dict(zip(distinct, threads.map(_fault, distinct), strict=True))
-    return [_first_fault([reasons[image] for image in prompt.images]) for prompt in prompts]
+    return [_first_fault([reasons[image] for image in prompt.all_images]) for prompt in prompts]
 
 
 def _first_fault(reasons: Sequence[str | None]) -> str | None:

@@ -10,13 +10,14 @@ import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from gesso.config import ChatSettings, Data, DataSource
 from gesso.data.chat import ChatFormat
+from gesso.data.given import GivenColumns
 from gesso.data.images import InvalidRow, faults
 from gesso.data.readers import Reading, read
 from gesso.data.rows import prompt_of, weight_of
@@ -46,14 +47,17 @@ Unfit = Callable[[Prompt], str | None]
 """Why a prompt cannot be scored, or None."""
 
 
-def load(data: Data, unfit: Unfit, unfit_held_out: Unfit) -> LoadedData:
+def load(
+    data: Data, unfit: Unfit, unfit_held_out: Unfit, given: GivenColumns | None = None
+) -> LoadedData:
+    """`given`: the columns of samples that training rows give. Held-out rows may have them, too."""
     report = LoadReport()
     chat_format = ChatFormat.of(data)
     train = [
-        WeightedPrompts(_scored(source, chat_format, unfit, report), source.weight)
+        WeightedPrompts(_scored(source, chat_format, unfit, report, given), source.weight)
         for source in data.train
     ]
-    held_out, held_out_report = from_sources(data.eval, chat_format, unfit_held_out)
+    held_out, held_out_report = from_sources(data.eval, chat_format, unfit_held_out, given)
     report.merge(held_out_report)
     report.add_note(overlap([p for part in train for p in part.prompts], held_out))
     return LoadedData(train, held_out, report.notes, report.left_out)
@@ -77,17 +81,27 @@ class LoadReport:
 
 
 def from_sources(
-    sources: Sequence[DataSource], chat_format: ChatFormat, unfit: Unfit
+    sources: Sequence[DataSource],
+    chat_format: ChatFormat,
+    unfit: Unfit,
+    given: GivenColumns | None = None,
 ) -> tuple[list[Prompt], LoadReport]:
-    """The prompts of several sets, interleaved, that can be scored, and a report on the others."""
+    """The prompts of several sets, interleaved, that can be scored, and a report on the others.
+    Samples that their rows give are not used."""
     report = LoadReport()
-    return interleave([_scored(source, chat_format, unfit, report) for source in sources]), report
+    unused = None if given is None else replace(given, required=False)
+    sets = [_scored(source, chat_format, unfit, report, unused) for source in sources]
+    return interleave(sets), report
 
 
 def _scored(
-    source: DataSource, chat_format: ChatFormat, unfit: Unfit, report: LoadReport
+    source: DataSource,
+    chat_format: ChatFormat,
+    unfit: Unfit,
+    report: LoadReport,
+    given: GivenColumns | None,
 ) -> list[Prompt]:
-    reading = read(source, chat_format)
+    reading = read(source, chat_format, given)
     prompts, note = usable(reading, source.path)
     report.add_note(note)
     report.left_out.extend(reading.left_out)
@@ -186,8 +200,10 @@ def prompt_key(prompt: Prompt) -> str:
 
 
 def _content(prompt: Prompt) -> bytes:
-    images = [Path(each.path).name or len(each.data) for each in prompt.images]
+    images = [_name(each) for each in prompt.images]
     fields = [prompt.text, prompt.negative, prompt.messages, prompt.columns, images]
+    if prompt.given:
+        fields.append([_name(each) for each in prompt.given])
     return json.dumps(fields).encode()
 
 
@@ -271,6 +287,11 @@ class Stream:
         order = pass_by_weight(self._weights[source], start)
         random.Random(seed_of(*parts)).shuffle(order)
         return order
+
+
+def _name(sample: PromptImage | str) -> str | int:
+    """A text, the name of an image's file, or its size in bytes."""
+    return sample if isinstance(sample, str) else Path(sample.path).name or len(sample.data)
 
 
 def pass_by_weight(weights: Sequence[float], start: float) -> list[int]:

@@ -7,6 +7,8 @@ prompts.parquet          extra `data`
 file@train               the file itself: `datasets` names its only split "train"
 folder@split             `split.txt`, `split_metadata.jsonl`, shards named as on the hub, or a
                          dataset saved to disk by `datasets` (extra `data`); see splits.py
+folder                   for SFT: images, each with its prompt in a text file of the same name, or
+                         listed in metadata.jsonl (`file_name`, `text`)
 hub:owner/name@split     a dataset on the Hugging Face hub; `hub:owner/name/subset@split` is one of
                          its subsets (extra `data`)
 """
@@ -25,9 +27,10 @@ from typing import Any
 
 from gesso.config import DataSource, resolve_path
 from gesso.data.chat import PLAIN, ChatFormat
+from gesso.data.given import GivenColumns
 from gesso.data.images import InvalidRow, faults, first_line, short
 from gesso.data.rows import Row, prompt_of
-from gesso.data.splits import FILES, is_saved, pick
+from gesso.data.splits import FILES, captioned_images, is_saved, pick
 from gesso.types import Prompt, UserError
 
 HUB = "hub:"
@@ -43,11 +46,14 @@ class Reading:
     left_out: list[str]  # "geo3k.parquet:17: why", one for each row that cannot be used
 
 
-def read(source: DataSource, chat_format: ChatFormat = PLAIN) -> Reading:
+def read(
+    source: DataSource, chat_format: ChatFormat = PLAIN, given: GivenColumns | None = None
+) -> Reading:
     """Reads every row of a source; each image is decoded once. `source.column` becomes the prompt's
-    text and "negative_prompt" its negative prompt; rewards receive all other columns."""
+    text and "negative_prompt" its negative prompt; `given` are columns of samples; rewards receive
+    all other columns."""
     try:
-        results = _prompts(source, chat_format)
+        results = _prompts(source, chat_format, given)
     except OSError as error:  # no permission, an unmounted disk
         raise UserError(f"prompt file {source.path} cannot be read: {error}") from error
     if not results:
@@ -73,14 +79,16 @@ def why_not_local(path: str) -> str | None:
         return None
 
 
-def _prompts(source: DataSource, chat_format: ChatFormat) -> list[Prompt | str]:
+def _prompts(
+    source: DataSource, chat_format: ChatFormat, given: GivenColumns | None
+) -> list[Prompt | str]:
     """The prompt of each row, or why there is none."""
     results: list[Prompt | str] = []
-    for table in _tables(source):
+    for table in _tables(source, pictures=given is not None and given.kind == "image"):
         for i, row in table.rows:
             where = f"{table.name}:{i}"
             try:
-                results.append(prompt_of(row, where, source, table.folder, chat_format))
+                results.append(prompt_of(row, where, source, table.folder, chat_format, given))
             except InvalidRow as error:
                 results.append(f"{where}: {error}")
     return results
@@ -95,11 +103,16 @@ class Table:
     folder: Path | None  # relative image paths start here
 
 
-def _tables(source: DataSource) -> Iterator[Table]:
-    """The tables of a source: one, or a split's shards in order."""
+def _tables(source: DataSource, pictures: bool) -> Iterator[Table]:
+    """The tables of a source: one, or a split's shards in order. `pictures`: a folder may contain
+    images, each with its prompt in a text file."""
     if source.path.startswith(HUB):
         name = source.path.removeprefix(HUB)
         yield Table(_hub_rows(name, source), name, None)
+        return
+    if pictures and (images := captioned_images(resolve_path(source.path))):
+        folder = images[0].parent
+        yield Table(list(_caption_rows(images)), folder.name, folder)
         return
     paths, prefix = _locate(source.path)
     names = [f"{prefix}{path.name}" for path in paths]
@@ -161,6 +174,17 @@ def _text_rows(file: Path, source: DataSource) -> Rows:
             "and `drop`"
         )
     return [(i, {"prompt": line.strip()}) for i, line in _lines(file)]
+
+
+def _caption_rows(images: Sequence[Path]) -> Rows:
+    for i, image in enumerate(images, 1):
+        caption = image.with_suffix(".txt")
+        if not caption.is_file():
+            raise UserError(
+                f"{image} has no prompt: expected it in {caption.name}; add the file, or remove "
+                "the image"
+            )
+        yield i, {"prompt": _text(caption).strip(), "image": image.name}
 
 
 def _json_tables(files: Sequence[Path], names: Sequence[str], source: DataSource) -> list[Table]:

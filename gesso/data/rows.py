@@ -13,13 +13,15 @@ from __future__ import annotations
 import datetime
 import decimal
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from gesso.config import DataSource
 from gesso.data import chat
+from gesso.data.given import GivenColumns
 from gesso.data.images import InvalidRow, load_images, short
-from gesso.types import Prompt, UserError, bad_text
+from gesso.types import Prompt, PromptImage, UserError, bad_text
 
 PROMPT_COLUMNS = ("prompt", "problem", "message", "messages", "question")  # in order of precedence
 MESSAGE_COLUMNS = ("message", "messages")
@@ -35,11 +37,16 @@ def prompt_of(
     source: DataSource,
     folder: Path | None,
     chat_format: chat.ChatFormat = chat.PLAIN,
+    given: GivenColumns | None = None,
 ) -> Prompt:
     """Raises InvalidRow for a fault of this row only, UserError for one that other rows share."""
     _check_texts(row)
-    rest = dict(row)
-    column = _prompt_column(row, where, source)
+    rest, samples = dict(row), list[Any]()
+    if given is not None:
+        name = source.column or next((c for c in PROMPT_COLUMNS if c in row), PROMPT_COLUMNS[0])
+        split = given.split(row, name, where)
+        rest, samples = split.rest, split.samples
+    column = _prompt_column(rest, where, source)
     prompt, negative = rest.pop(column), rest.pop("negative_prompt", None) or ""
     attached = _attached(rest, where, source)
     if not _is_prompt(prompt):
@@ -52,13 +59,26 @@ def prompt_of(
     must_be_messages = source.column is None and column in MESSAGE_COLUMNS
     prompt = chat.parse_messages(prompt, required=must_be_messages)
     plain = isinstance(prompt, str) and chat.TAG not in prompt
+    shown = _samples(samples, given, folder)
     if plain and not attached and chat_format == chat.PLAIN:
-        return Prompt(prompt, negative, columns, where)
+        return Prompt(prompt, negative, columns, where, given=shown)
     conversation = chat.conversation(prompt)
     messages = chat.apply_format(conversation.messages, chat_format, columns, where)
     messages, images = chat.match_images(messages, conversation.images, attached)
     text = prompt if plain else chat.question(conversation.messages)
-    return Prompt(text, negative, columns, where, load_images(images, folder), tuple(messages))
+    prompt_images = load_images(images, folder)
+    return Prompt(text, negative, columns, where, prompt_images, tuple(messages), shown)
+
+
+def _samples(
+    values: Sequence[Any], given: GivenColumns | None, folder: Path | None
+) -> tuple[PromptImage | str, ...]:
+    if given is not None and given.kind == "image":
+        return load_images(values, folder)
+    for value in values:
+        if not value:
+            raise InvalidRow(f"expected a text to train on, got {short(value)}")
+    return tuple(values)
 
 
 def _check_texts(value: Any, column: str = "", depth: int = 0) -> None:

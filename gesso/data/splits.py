@@ -20,6 +20,7 @@ FILES = (".txt", ".jsonl", ".json", ".parquet")
 SHARD = re.compile(r"(?P<split>.+)-(?P<number>\d+)-of-(?P<count>\d+)(-\w+)?")
 DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json")  # hub metadata without rows
 DATA = "data"
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,16 @@ class Split:
 
 def is_saved(folder: Path) -> bool:
     return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
+
+
+def captioned_images(folder: Path) -> list[Path]:
+    """The images of a folder in which text files of the same names contain their prompts. Empty for
+    any other folder."""
+    if not folder.is_dir():
+        return []
+    files = [f for f in sorted(folder.iterdir()) if f.is_file() and not f.name.startswith(".")]
+    images = [file for file in files if file.suffix.lower() in IMAGES]
+    return images if any(image.with_suffix(".txt").is_file() for image in images) else []
 
 
 def pick(folder: Path, split: str, path: str) -> Split:

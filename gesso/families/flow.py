@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from gesso.data.prompts import LoadedData
     from gesso.memory.meta import Load
     from gesso.models.flow.base import FlowModel
+    from gesso.samplers.base import Sampler
     from gesso.samplers.denoise import DenoisingSampler
     from gesso.track.progress import Progress
 
@@ -58,8 +59,16 @@ class FlowFamily:
 
         return DenoisingSampler(model, recipe.sampler.batch)
 
-    def sampler(self, recipe: Recipe, algorithm: Algorithm, model: FlowModel) -> DenoisingSampler:
-        return self.built_in_sampler(recipe, model)  # `check_model` rejects other engines
+    def sampler(self, recipe: Recipe, algorithm: Algorithm, model: FlowModel) -> Sampler:
+        """`check_model` rejects other engines."""
+        built_in = self.built_in_sampler(recipe, model)
+        if recipe.sampler.engine != "data":
+            return built_in
+        from gesso.models.flow.base import ImageEncoder
+        from gesso.samplers.given import GivenImages
+
+        imports.check_class(type(model), ImageEncoder, f'model "{recipe.model.name}"')
+        return GivenImages(built_in, recipe.sampler.batch)
 
     def add_critic(
         self, recipe: Recipe, algorithm: Algorithm, model: FlowModel

@@ -33,7 +33,7 @@ def check_model(recipe: AnyRecipe, where: str) -> None:
             f"{where}: data.template and data.system are for language models, but model.name = "
             f'"{recipe.model.name}" is a flow model; remove them'
         )
-    if recipe.sampler.engine != "built-in":
+    if recipe.sampler.engine == "vllm":
         raise UserError(
             f'{where}: sampler.engine = "{recipe.sampler.engine}" is for language models, but '
             f'model.name = "{recipe.model.name}" is a flow model; remove it'
@@ -147,4 +147,19 @@ def check_data(
         *over_long(model, train, paths[0]),
         *over_long(model, data.held_out, paths[1]),
     ]
-    return list(dict.fromkeys(notes))
+    notes += [_enlarged(train, spec, paths[0])] if recipe.sampler.engine == "data" else []
+    return [note for note in dict.fromkeys(notes) if note]
+
+
+def _enlarged(prompts: Sequence[Prompt], spec: SampleSpec, path: str) -> str:
+    """A note about given images that are smaller than those that the model is trained on."""
+    images = [image for prompt in prompts for image in prompt.all_images]
+    small = [i for i in images if i.size[0] < spec.height or i.size[1] < spec.width]
+    if not small:
+        return ""
+    height, width = small[0].size
+    return (
+        f"{len(small)} of {len(images)} images of {path} are smaller than model.height × "
+        f"model.width = {spec.height} × {spec.width} and are enlarged; the first is "
+        f"{small[0].path or 'embedded'}, {height} × {width}"
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gesso.config import AnyRecipe, Recipe
 from gesso.config.parsing import nearest
@@ -24,7 +24,7 @@ def max_tokens(recipe: Recipe, algorithm: Algorithm) -> int:
 
 
 def check_model(recipe: AnyRecipe, where: str) -> None:
-    if recipe.model.quantize is not None and recipe.sampler.engine != "built-in":
+    if recipe.model.quantize is not None and recipe.sampler.engine == "vllm":
         raise UserError(
             f'{where}: sampler.engine = "{recipe.sampler.engine}" needs unquantized weights, got '
             f'model.quantize = "{recipe.model.quantize}"; remove one of them'
@@ -63,14 +63,15 @@ def fit(
 ) -> prompts.LoadedData:
     """The prompts that are short enough for the model, and the length of the longest."""
     lengths: list[int] = []
+    most = max_tokens(recipe, algorithm)
 
     def unfit(prompt: Prompt) -> str | None:
         progress.advance()
         try:
             tokens = model.length(prompt)
-        except UserError as error:  # an image too narrow, an image token in the text
+            reason = too_long(model, tokens) or _given_too_long(model, prompt, most)
+        except UserError as error:  # an image too narrow, a special token in the text
             return str(error).removeprefix(f"{prompt.where}: ")
-        reason = too_long(model, tokens)
         lengths.append(0 if reason else tokens)
         return reason
 
@@ -85,6 +86,14 @@ def too_long(model: TokenModel, tokens: int) -> str | None:
     if tokens <= model.max_prompt:
         return None
     return f"{tokens} tokens, more than model.max_prompt = {model.max_prompt}"
+
+
+def _given_too_long(model: Any, prompt: Prompt, most: int) -> str | None:
+    """Of a model that encodes given responses: why one of them is too long."""
+    longest = max((len(model.encode_response(prompt, text)) for text in prompt.given), default=0)
+    if longest <= most:
+        return None
+    return f"a response of {longest} tokens, more than algorithm.max_tokens = {most}"
 
 
 def _check_positions(recipe: Recipe, algorithm: Algorithm, model: TokenModel, longest: int) -> None:

@@ -57,8 +57,8 @@ class TokenFamily:
         return DecodingSampler(model, recipe.sampler.batch)
 
     def sampler(self, recipe: Recipe, algorithm: Algorithm, model: Any) -> Sampler:
-        if recipe.sampler.engine == "built-in":
-            return self.built_in_sampler(recipe, model)
+        if recipe.sampler.engine != "vllm":
+            return self._without_engine(recipe, model)
         from gesso.models.tokens.transformer import TransformerModel
         from gesso.samplers.vllm import VllmSampler
 
@@ -69,6 +69,16 @@ class TokenFamily:
             )
         longest = model.max_prompt + token_checks.max_tokens(recipe, algorithm)
         return VllmSampler(model, recipe.sampler, longest, recipe.seed)
+
+    def _without_engine(self, recipe: Recipe, model: Any) -> Sampler:
+        built_in = self.built_in_sampler(recipe, model)
+        if recipe.sampler.engine != "data":
+            return built_in
+        from gesso.models.tokens.base import ResponseEncoder
+        from gesso.samplers.given import GivenResponses
+
+        imports.check_class(type(model), ResponseEncoder, f'model "{recipe.model.name}"')
+        return GivenResponses(built_in, recipe.sampler.batch)
 
     def add_critic(
         self, recipe: Recipe, algorithm: Algorithm, model: Any
@@ -118,7 +128,7 @@ class TokenFamily:
 
     def algorithm_defaults(self, recipe: AnyRecipe, kind: type) -> Mapping[str, Strict]:
         """Another engine rounds differently: its log-probs are not those of the learner."""
-        if recipe.sampler.engine == "built-in":
+        if recipe.sampler.engine != "vllm":
             return {}
         from gesso.algorithms.importance import Importance
         from gesso.algorithms.policy_gradient import PolicyGradient
@@ -166,7 +176,7 @@ class TokenFamily:
         first, last = (math.ceil(n / MICRO_TOKENS) for n in (longest, most))
         tokens = [n * MICRO_TOKENS for n in range(first, last + 1)]
         micro = BatchSize(("learner.micro_tokens",), tokens)
-        if recipe.sampler.engine != "built-in":  # it has its own batches
+        if recipe.sampler.engine == "vllm":  # it has its own batches
             return [micro]
         slots = sorted({n for n in (1, 2, 4, *range(8, samples, 8), samples) if n <= samples})
         return [BatchSize(("sampler.batch",), slots), micro]

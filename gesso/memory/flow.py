@@ -35,7 +35,7 @@ def load(model: PipelineModel, algorithm: Algorithm, recipe: Recipe) -> Load:
         update=_update(model, algorithm, recipe),
         works=_works(model, algorithm, recipe),
         host={},
-        without_network=frozenset({"decoding"}),
+        without_network=frozenset({"decoding", "encoding"}),
     )
 
 
@@ -105,7 +105,13 @@ def _works(model: Any, algorithm: Algorithm, recipe: Recipe) -> dict[str, Callab
         with model.policy.folded("current"):
             return model.pixels(trace.clean)
 
-    return {"denoising": denoise, "decoding": decode}
+    @torch.no_grad()
+    def encode() -> object:
+        size = batch, 3, spec.height, spec.width
+        return model.latents(torch.empty(size, dtype=model.pipe.vae.dtype, device=model.device))
+
+    works: dict[str, Callable[[], object]] = {"denoising": denoise, "decoding": decode}
+    return works | ({"encoding": encode} if recipe.sampler.engine == "data" else {})
 
 
 def _rollout(model: Any, spec: SampleSpec, n: int) -> Rollout:

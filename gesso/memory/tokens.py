@@ -9,11 +9,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gesso.algorithms.base import Algorithm
+from gesso.algorithms.likelihood import LikelihoodAlgorithm, LikelihoodTerms
 from gesso.algorithms.opd import OPD
 from gesso.algorithms.policy_gradient import PolicyGradient, PreparedResponses, ResponseTerms
 from gesso.config import Recipe, TokenModel
@@ -32,14 +34,16 @@ from gesso.weights.folding_rule import estimated_to_fold
 STORED = (
     8 + 1 + 4 + 8 + 4
 )  # bytes per response token: id, mask, log-prob, advantage, weight in the loss
+STORED_OF_LIKELIHOOD = 8 + 1 + 4 + 4  # without an advantage
 STORED_OF_KL, STORED_OF_CRITIC = 4, 4 + 8  # the reference's log-prob; value and return
 
 
 Work = Callable[[], object]
+TokenAlgorithm = PolicyGradient | LikelihoodAlgorithm
 
 
 def load(model: TransformerModel, algorithm: Algorithm, recipe: Recipe) -> Load:
-    assert isinstance(algorithm, PolicyGradient)
+    assert isinstance(algorithm, TokenAlgorithm)
     trunk, teacher = _trunk(algorithm), _teacher(model, algorithm, recipe)
     teacher_network = teacher.network if teacher else None
     models = [m for m in (model, trunk, teacher_network) if m is not None]
@@ -85,15 +89,15 @@ def _host(models: Sequence[TransformerModel], recipe: Recipe) -> dict[str, int]:
     return {name: size for name, size in sizes.items() if size}
 
 
-def _trunk(algorithm: PolicyGradient) -> TransformerModel | None:
+def _trunk(algorithm: TokenAlgorithm) -> TransformerModel | None:
     """The critic's network, if it is separate from the policy's."""
-    critic = algorithm.critic_network
+    critic = algorithm.critic_network if isinstance(algorithm, PolicyGradient) else None
     is_separate = isinstance(critic, Critic) and isinstance(critic.trunk, TransformerModel)
     return critic.trunk if is_separate else None  # type: ignore[union-attr]
 
 
 def _teacher(
-    model: TransformerModel, algorithm: PolicyGradient, recipe: Recipe
+    model: TransformerModel, algorithm: TokenAlgorithm, recipe: Recipe
 ) -> FrozenTeacher | None:
     """A teacher that is another model."""
     if not isinstance(algorithm, OPD) or algorithm.teacher.path is None:
@@ -113,13 +117,15 @@ def _size(model: TransformerModel | None, quantized: bool) -> int:
     return nbytes(model.module, [model.decoder] if quantized else []) if model else 0
 
 
-def _stored(algorithm: PolicyGradient, recipe: Recipe) -> int:
+def _stored(algorithm: TokenAlgorithm, recipe: Recipe) -> int:
     tokens = recipe.data.groups * algorithm.group * algorithm.max_tokens
+    if isinstance(algorithm, LikelihoodAlgorithm):
+        return tokens * STORED_OF_LIKELIHOOD
     of_kl = STORED_OF_KL if algorithm.kl else 0
     return tokens * (STORED + of_kl + (STORED_OF_CRITIC if algorithm.critic_network else 0))
 
 
-def _update(model: TransformerModel, algorithm: PolicyGradient, recipe: Recipe) -> Work:
+def _update(model: TransformerModel, algorithm: TokenAlgorithm, recipe: Recipe) -> Work:
     terms = _terms(model, algorithm, recipe)
 
     def update() -> object:
@@ -132,7 +138,7 @@ def _update(model: TransformerModel, algorithm: PolicyGradient, recipe: Recipe) 
 
 def _works(
     model: TransformerModel,
-    algorithm: PolicyGradient,
+    algorithm: TokenAlgorithm,
     recipe: Recipe,
     taught_by: FrozenTeacher | None,
 ) -> Iterator[tuple[str, Work]]:
@@ -140,7 +146,7 @@ def _works(
         trace = _terms(model, algorithm, recipe).trace
         scoring = torch.no_grad()(lambda: taught_by.logp(trace, algorithm.temperature))
         yield "the teacher's log-probs", scoring
-    if recipe.sampler.engine == "built-in":  # other engines reserve a share of the device
+    if recipe.sampler.engine != "vllm":  # which reserves a share of the device
         yield "decoding", lambda: _decode(model, algorithm, recipe)
     prompt = model.blank(model.max_prompt)
     if isinstance(model, VisionLanguage) and prompt.grid is not None:
@@ -153,9 +159,9 @@ def _works(
         yield "encoding an image", encode
 
 
-def _terms(model: TransformerModel, algorithm: PolicyGradient, recipe: Recipe) -> ResponseTerms:
-    """A full micro-batch: responses to different prompts, all of the same length, so that the mask
-    is all ones."""
+def _terms(model: TransformerModel, algorithm: TokenAlgorithm, recipe: Recipe) -> Any:
+    """Terms of a full micro-batch: responses to different prompts, all of the same length, so that
+    the mask is all ones."""
     longest = model.max_prompt + algorithm.max_tokens
     most = recipe.data.groups * algorithm.group // algorithm.updates * longest
     tokens = min(max(recipe.learner.micro_tokens, longest), most)
@@ -165,13 +171,17 @@ def _terms(model: TransformerModel, algorithm: PolicyGradient, recipe: Recipe) -
     mask = torch.ones(n, response, dtype=torch.bool)
     ids = torch.zeros(n, response, dtype=torch.long)
     trace = TokenTrace(prompts, torch.arange(n), ids, mask, torch.zeros(n, dtype=torch.bool))
+    if isinstance(algorithm, LikelihoodAlgorithm):
+        one, stats = torch.empty(n, device="meta"), torch.empty(n, len(algorithm.reported))
+        weights = torch.empty(n, response, device="meta")
+        return LikelihoodTerms(1, trace, weights, one, one, one, stats)
     fields = [f for f in dataclasses.fields(PreparedResponses) if not f.kw_only]
     prepared = PreparedResponses(*(torch.empty(n, response, device="meta") for _ in fields))
     return ResponseTerms(1, trace, prepared, torch.empty(n, response, device="meta"))
 
 
 @torch.no_grad()
-def _decode(model: TransformerModel, algorithm: PolicyGradient, recipe: Recipe) -> None:
+def _decode(model: TransformerModel, algorithm: TokenAlgorithm, recipe: Recipe) -> None:
     """As in `samplers/decode.py`: prefills prompts, a few at a time, into the slots of a KV cache,
     and decodes one token for all slots. In evaluation every slot has a different prompt."""
     held_out = recipe.eval.prompts * recipe.eval.samples

@@ -68,7 +68,7 @@ class PromptCheck:
         required = [name for name in errors if name not in self.optional]
         if required:
             return errors[required[0]]
-        return "; ".join(errors.values()) if len(errors) == len(self.rewards) else None
+        return "; ".join(errors.values()) if 0 < len(errors) == len(self.rewards) else None
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,9 @@ class Rewards:
 
 
 def rewards(recipe: Recipe) -> Rewards:
-    """The rewards of a run."""
-    return of_entries(recipe.reward, recipe.eval_reward or recipe.reward, recipe.model)
+    """The rewards of a run. Samples of the data are not scored: `reward` is for evaluations."""
+    train = [] if recipe.sampler.engine == "data" else recipe.reward
+    return of_entries(train, recipe.eval_reward or recipe.reward, recipe.model)
 
 
 def of_entries(

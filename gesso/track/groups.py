@@ -41,9 +41,15 @@ MAX_SIZE = 256  # px: larger images are downscaled to this size
 
 
 def save(
-    run: Path, step: int, batch: ScoredSamples, advantages: Sequence[float], keep: int
+    run: Path,
+    step: int,
+    batch: ScoredSamples,
+    advantages: Sequence[float],
+    keep: int,
+    full: bool = False,
 ) -> None:
-    """`advantages`: one per sample. `keep`: number of groups with images or responses."""
+    """`advantages`: one per sample. `keep`: number of groups with images or responses. `full`:
+    images are saved without loss instead of downscaled."""
     import torch
 
     folder = run / "groups" / f"{step:06d}"
@@ -59,7 +65,7 @@ def save(
         rows = members[group]
         row = _group(group, rows, batch, advantages, shares)
         if rank < keep:
-            _keep(folder, row, [batch.samples[i] for i in rows])
+            _keep(folder, row, [batch.samples[i] for i in rows], full)
         lines.append(json.dumps(row) + "\n")
     write_atomic(folder.with_suffix(".jsonl"), "".join(lines).encode())
 
@@ -94,23 +100,28 @@ def _group(
     }
 
 
-def _keep(folder: Path, row: dict[str, Any], samples: Sequence[Sample]) -> None:
+def _keep(folder: Path, row: dict[str, Any], samples: Sequence[Sample], full: bool) -> None:
     from PIL import Image
 
     folder.mkdir(exist_ok=True)
-    for k, image in enumerate(samples[0].prompt.images, 1):
+    prompt = samples[0].prompt
+    if prompt.messages:
+        row["messages"] = prompt.messages
+    for k, image in enumerate(prompt.images, 1):
         name = f"{folder.name}/{row['group']:03d}-shown-{k}.webp"
-        _small(image.open()).save(folder.parent / name)
+        _save(image.open(), folder.parent / name, full)
         row.setdefault("shown", []).append(name)
     for k, (entry, sample) in enumerate(zip(row["samples"], samples, strict=True)):
         if sample.image is not None:
             entry["image"] = f"{folder.name}/{row['group']:03d}-{k:02d}.webp"
-            _small(Image.fromarray(sample.image)).save(folder.parent / entry["image"], quality=90)
+            _save(Image.fromarray(sample.image), folder.parent / entry["image"], full)
         else:
             entry["response"] = sample.text
 
 
-def _small(image: Image.Image) -> Image.Image:
-    small = image.convert("RGB")
-    small.thumbnail((MAX_SIZE, MAX_SIZE))
-    return small
+def _save(image: Image.Image, file: Path, full: bool) -> None:
+    image = image.convert("RGB")
+    if full:
+        return image.save(file, lossless=True)
+    image.thumbnail((MAX_SIZE, MAX_SIZE))
+    image.save(file, quality=90)

@@ -110,11 +110,17 @@ METRICS = {
     "update/value": Metric("PPO: mean value of a token.", "Follows `reward`."),
     "update/value_error": Metric("PPO: mean |value − return|.", "Falls."),
     "update/drift": Metric("DiffusionNFT, AWM: mean (v − v_old)².", "Small and steady."),
-    "update/matching": Metric("AWM, DGPO, DPO, RFT: mean flow-matching loss.", "Steady."),
+    "update/matching": Metric("AWM, DGPO, DPO, RFT, SFT: mean flow-matching loss.", "Steady."),
     "update/reward": Metric(
         "DRaFT, ReFL, LeapAlign: mean reward of the images that are differentiated.",
         "Follows `reward`.",
     ),
+    "update/nll": Metric("SFT, DPO: mean −log-prob of a trained token.", "SFT: falls."),
+    "update/preference": Metric("DPO: mean −log σ(β·margin) of a pair.", "Falls from 0.69."),
+    "update/margin": Metric(
+        "DPO: mean gain of log-prob over the reference, chosen − rejected response.", "Rises."
+    ),
+    "update/accuracy": Metric("DPO: share of pairs with a positive margin.", "Rises to 1."),
     "update/grad_norm": Metric(
         "Gradient norm before clipping, mean over optimizer steps.",
         "Steady; null when no step was taken.",

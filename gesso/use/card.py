@@ -157,12 +157,19 @@ def _head(facts: CardFacts) -> str:
     else:
         what = f"A LoRA of rank {lora.rank} and alpha {lora.alpha} for {_base(recipe)}"
     averaged = " These are the averaged (EMA) weights." if source.table == "ema" else ""
-    names = " and ".join(f"`{entry.name}`" for entry in recipe.reward)
     return (
-        f"# {_md(facts.folder.resolve().name)}\n\n{about}{what}. Trained by reinforcement learning "
-        f"(`{recipe.algorithm.name}`) on the reward{'s' if len(recipe.reward) > 1 else ''} {names} "
+        f"# {_md(facts.folder.resolve().name)}\n\n{about}{what}. Trained {_method(recipe)} "
         f"for {source.step} of {recipe.steps} steps with Gesso.{averaged}"
     )
+
+
+def _method(recipe: Recipe) -> str:
+    name = f"`{recipe.algorithm.name}`"
+    if recipe.sampler.engine == "data":
+        return f"by {name} on samples of the data"
+    rewards = " and ".join(f"`{entry.name}`" for entry in recipe.reward)
+    several = "s" if len(recipe.reward) > 1 else ""
+    return f"by reinforcement learning ({name}) on the reward{several} {rewards}"
 
 
 def _base(recipe: Recipe) -> str:
@@ -321,7 +328,7 @@ def _details(facts: CardFacts) -> str:
     recipe = facts.recipe
     rewards = "\n".join(
         f"- `{entry.name}`, weight {entry.weight:g}" + _options(entry.options)
-        for entry in recipe.reward
+        for entry in recipe.reward or recipe.eval_reward
     )
     paths = [
         " and ".join(f"`{s.path}`" for s in part) for part in (recipe.data.train, recipe.data.eval)

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gesso import build
 from gesso.config import MAX_SAMPLES, DataSource, Expect, Recipe, RewardEntry
 from gesso.data import prompts as data
 from gesso.data.chat import ChatFormat
@@ -268,7 +269,8 @@ def _prompts(
     else:
         path = " and ".join(source.path for source in scoring.sources)
         form = ChatFormat.of(loaded.recipe.data)
-        prompts, report = data.from_sources(scoring.sources, form, unfit)
+        given = build.given(loaded.recipe)
+        prompts, report = data.from_sources(scoring.sources, form, unfit, given)
     prompts = loaded.fitting(prompts, path, report)
     for note in report.notes:
         progress.note(note)

@@ -58,9 +58,10 @@ def open_in_workers(
 ) -> ModelInWorkers:
     within = placement.sharded if 1 < placement.sharded < placement.workers else None
     cluster = {"workers": placement.workers, "shard_within": within}
+    offline = recipe.sampler.engine == "data"  # its sampler generates, too; others are external
     changed = {
         "cluster": recipe.cluster.model_copy(update=cluster),
-        "sampler": Sampler(batch=recipe.sampler.batch),  # Gesso's, not an external engine
+        "sampler": recipe.sampler if offline else Sampler(batch=recipe.sampler.batch),
     }
     recipe = recipe.model_copy(update=changed)
     processes = workers.start(recipe, placement, progress)

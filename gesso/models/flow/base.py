@@ -76,6 +76,14 @@ class FlowModel(Protocol):
         at most `shard`."""
 
 
+class ImageEncoder(Protocol):
+    """What a flow model must have in addition, to be trained on images of the data."""
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        """(N, height, width, 3) uint8 → (N, C, H, W) float32 clean latents: the inverse of
+        `decode`, up to the autoencoder's error."""
+
+
 class TrainableFlowModel(FlowModel, Protocol):
     """The same for the learner and for loading, which may change the weights."""
 

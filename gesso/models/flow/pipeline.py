@@ -268,6 +268,18 @@ class PipelineModel(ABC):
         z = latents / vae.config.scaling_factor + vae.config.shift_factor
         return vae.decode(z.to(vae.dtype), return_dict=False)[0]
 
+    @torch.no_grad()
+    def encode_images(self, images: Tensor) -> Tensor:
+        """The mean of the autoencoder's posterior: the same latents every time."""
+        pixels = images.to(self.device).permute(0, 3, 1, 2).float() / 127.5 - 1
+        return self.latents(pixels.to(self.pipe.vae.dtype)).float()
+
+    def latents(self, pixels: Tensor) -> Tensor:
+        """(N, 3, height, width) in [−1, 1] → (N, C, H, W)."""
+        vae = self.pipe.vae
+        z = vae.encode(pixels).latent_dist.mode().float()
+        return (z - vae.config.shift_factor) * vae.config.scaling_factor
+
     def _check_mergeable(self) -> None:
         if self.quantized:
             raise UserError(

@@ -107,12 +107,24 @@ class QwenImage(PipelineModel):
     def pixels(self, latents: Tensor) -> Tensor:
         """The VAE is a video VAE: an image is one frame, and mean and std are given per channel."""
         vae = self.pipe.vae
-        mean, std = (
-            latents.new_tensor(values).view(-1, 1, 1)
-            for values in (vae.config.latents_mean, vae.config.latents_std)
-        )
+        mean, std = self._statistics(latents)
         frames = (latents * std + mean).unsqueeze(2).to(vae.dtype)  # (N, C, 1, H, W)
         return vae.decode(frames, return_dict=False)[0][:, :, 0]
+
+    def latents(self, pixels: Tensor) -> Tensor:
+        frames = self.pipe.vae.encode(pixels.unsqueeze(2)).latent_dist.mode()  # (N, C, 1, H, W)
+        z = frames[:, :, 0].float()
+        mean, std = self._statistics(z)
+        return (z - mean) / std
+
+    def _statistics(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and std of the latents, per channel."""
+        settings = self.pipe.vae.config
+        mean, std = (
+            latents.new_tensor(values).view(-1, 1, 1)
+            for values in (settings.latents_mean, settings.latents_std)
+        )
+        return mean, std
 
 
 def _as_real(_: Any, inputs: Any, rotations: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:

@@ -104,6 +104,14 @@ class TokenModel(Protocol):
         """(n, D) → (n, V) float32, divided by the temperature, suppressed ids at −∞."""
 
 
+class ResponseEncoder(Protocol):
+    """What a language model must have in addition, to be trained on responses of the data."""
+
+    def encode_response(self, prompt: Prompt, text: str) -> Tensor:
+        """(s,) long: the tokens that follow the encoded prompt if the response is this text, the
+        last one an id of `end`."""
+
+
 class TrainableTokenModel(TokenModel, Protocol):
     """The same for the learner and for loading, which may change the weights."""
 

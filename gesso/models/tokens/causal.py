@@ -36,14 +36,17 @@ class Causal(TransformerModel):
     def _trained(self, settings: config.TokenModel) -> tuple[list[str], str]:
         return list(PROJECTIONS), ""
 
+    def _messages(self, prompt: Prompt) -> list[dict[str, Any]]:
+        messages = prompt.messages or ({"role": "user", "content": prompt.text},)
+        return [_plain(message, prompt.where) for message in messages]
+
     def encode(self, prompt: Prompt) -> TokenPrompt:
         if prompt.images:
             raise UserError(
                 f"{prompt.where}: got an image, but {type(self.module).__name__} takes only text; "
                 'use a vision-language model, with model.name = "vision-language"'
             )
-        messages = prompt.messages or ({"role": "user", "content": prompt.text},)
-        text = self._chat([_plain(message, prompt.where) for message in messages], prompt.where)
+        text = self._chat(self._messages(prompt), prompt.where)
         ids = self.tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids[0]
         return TokenPrompt(ids, torch.zeros_like(ids))
 

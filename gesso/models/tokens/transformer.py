@@ -24,6 +24,7 @@ from gesso.models.tokens import head, loading, saving
 from gesso.models.tokens.attention import segments_of
 from gesso.models.tokens.base import PrefilledPrompt, ResponseLogp
 from gesso.models.tokens.recomputing import recomputing
+from gesso.models.tokens.replies import reply_ids
 from gesso.models.tokens.sequences import Sequences
 from gesso.models.tokens.stepping import Stepper, fits
 from gesso.quiet import quiet
@@ -161,15 +162,30 @@ class TransformerModel(ABC):
     def decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
 
-    def _chat(self, messages: Sequence[Mapping[str, Any]], where: str) -> str:
+    def _messages(self, prompt: Prompt) -> list[dict[str, Any]]:
+        """The conversation that a response continues, as the chat template takes it."""
+        messages = prompt.messages or ({"role": "user", "content": prompt.text},)
+        return [dict(message) for message in messages]
+
+    def encode_response(self, prompt: Prompt, text: str) -> Tensor:
+        before, where = self._messages(prompt), prompt.where
+        whole = self._chat([*before, {"role": "assistant", "content": text}], where, complete=True)
+        never = self.suppressed.tolist()
+        start = self._chat(before, where)
+        return reply_ids(self.tokenizer, start, whole, self.end, never, where)
+
+    def _chat(
+        self, messages: Sequence[Mapping[str, Any]], where: str, complete: bool = False
+    ) -> str:
+        """`complete`: the last message is the response, otherwise it is about to be written."""
         from jinja2 import TemplateError
 
         try:
             return self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                list(messages),
                 chat_template=self.template,
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=not complete,
             )
         except TemplateError as error:
             raise UserError(

@@ -142,11 +142,14 @@ class VisionLanguage(TransformerModel):
             patches = [self.images.get_number_of_image_patches(*size, {}) for size in sizes]
         return len(self._ids(texts, patches))
 
-    def _texts_between_images(self, prompt: Prompt) -> list[str]:
-        """The conversation, split at its images."""
+    def _messages(self, prompt: Prompt) -> list[dict[str, Any]]:
         parts = [*({"type": "image"} for _ in prompt.images), {"type": "text", "text": prompt.text}]
         messages = prompt.messages or ({"role": "user", "content": parts},)
-        texts = self._chat(messages, prompt.where).split(self._image_token)
+        return [dict(message) for message in messages]
+
+    def _texts_between_images(self, prompt: Prompt) -> list[str]:
+        """The conversation, split at its images."""
+        texts = self._chat(self._messages(prompt), prompt.where).split(self._image_token)
         if len(texts) - 1 != len(prompt.images):
             raise UserError(
                 f"{prompt.where}: got {len(prompt.images)} images, but {len(texts) - 1} image "

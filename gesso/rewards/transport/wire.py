@@ -59,6 +59,8 @@ def _row(sample: Sample, indices: dict[PromptImage, int]) -> dict[str, Any]:
     }
     if prompt.messages:
         row["messages"] = prompt.messages
+    if sample.given is not None:
+        row["given"] = sample.given
     if prompt.images:
         row["images"] = [(image.path, indices.get(image)) for image in prompt.images]
     return row
@@ -83,7 +85,8 @@ def read_samples(header: bytes, read: Callable[[int], bytes]) -> list[Sample]:
             tuple(prompt_images),
             tuple(row.get("messages", [])),
         )
-        samples.append(Sample(prompt, image, row["seed"], row["response"], row["tokens"]))
+        response, given = row["response"], row.get("given")
+        samples.append(Sample(prompt, image, row["seed"], response, row["tokens"], given))
     return samples
 
 
