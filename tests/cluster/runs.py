@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch
 from gesso import build, run
 from gesso.track.run_folder import RunFolder
 from tests.test_loop import comparable, final_state
+from tests.tokens import picture
 
 
 def language_recipe(root: Path, algorithm: dict[str, Any]) -> dict[str, Any]:
@@ -29,6 +32,28 @@ def language_recipe(root: Path, algorithm: dict[str, Any]) -> dict[str, Any]:
         "eval": {"every": 2, "prompts": 3},
         "save": {"every": 1},
     }
+
+
+def offline(data: dict[str, Any], root: Path, algorithm: dict[str, Any]) -> dict[str, Any]:
+    """The recipe on samples of the data: responses, and images in files and in the rows."""
+    image = root / "given.png"
+    image.write_bytes(picture(32, 48).read())
+    kind = "text" if data["model"].get("name") == "causal" else "image"
+    rows = [
+        {"prompt": f"number {i}", "chosen": str(image), "rejected": _base64(32, 48, i)}
+        if kind == "image"
+        else {"prompt": f"number {i}", "chosen": f"it is {i}"[: 6 + i], "rejected": "no"}
+        for i in range(3)
+    ]
+    file = root / f"{kind}s.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sampler = data["sampler"] | {"engine": "data"}
+    given = {"data": data["data"] | {"train": str(file), "groups": 3}, "sampler": sampler}
+    return data | given | {"algorithm": algorithm}
+
+
+def _base64(height: int, width: int, seed: int) -> str:
+    return base64.b64encode(picture(height, width, seed).read()).decode()
 
 
 def go(data: dict[str, Any], folder: Path, count: int | None = None, **cluster: Any) -> RunFolder:

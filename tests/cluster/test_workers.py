@@ -41,6 +41,7 @@ from tests.cluster.runs import (
     go,
     is_worker,
     language_recipe,
+    offline,
 )
 from tests.conftest import small_recipe
 from tests.test_loop import final_state
@@ -99,6 +100,8 @@ TEMPFLOW = {
 }  # fmt: skip
 
 
+OFFLINE_FLOW = {"name": "flow-dpo", "group": 2, "guidance": 1.0, "times": 2}
+OFFLINE_LANGUAGE = {"name": "dpo", "group": 2, "max_tokens": 12}
 OPD = {"name": "flow-opd", "group": 4, "steps": 2, "guidance": 1.0, "timestep_fraction": 1.0}
 
 
@@ -144,6 +147,8 @@ def recipes(pipeline_folder: Path, prompt_file: Path, language: Path) -> dict[st
             {"name": "dapo", "updates": 1, "refills": 2},
         )
         | {"reward": [{"name": "tests.token_rewards:length"}]},
+        "offline flow-dpo": offline(nft, language, OFFLINE_FLOW),
+        "offline dpo": offline(language_recipe(language, {}), language, OFFLINE_LANGUAGE),
     }
 
 
@@ -158,6 +163,8 @@ COUNTS = {
     "ppo": (2, MOST),
     "failed scores": (2,),
     "refills": (2,),
+    "offline flow-dpo": (2,),
+    "offline dpo": (2,),
 }
 
 

@@ -425,6 +425,32 @@ def test_a_run_is_reported_before_it_starts(of: Any, tmp_path: Path) -> None:
     assert sum("1 of 2 prompts of" in n and "the limit of 12 tokens" in n for n in job.notes) == 1
 
 
+def test_encoding_an_image_is_the_inverse_of_decoding(
+    one_each: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`decode` passes the autoencoder exactly what `encode_images` got from it, and the latents are
+    those of diffusers' own pipelines for image input."""
+    model, size = one_each.plain_model(), (2, *SIZES[0], 3)
+    vae = model.pipe.vae
+    images = torch.from_numpy(np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8))
+    pixels = model.pipe.image_processor.preprocess(images.numpy().astype(np.float32) / 255)
+    frames = pixels.unsqueeze(2) if one_each.kind == "qwen-image" else pixels
+    with torch.no_grad():
+        expected = vae.encode(frames).latent_dist.mode()
+    latents = model.encode_images(images)
+    assert latents.shape == (2, *model.latent_shape(*SIZES[0])) and latents.dtype == torch.float32
+    seen: list[torch.Tensor] = []
+
+    def decode(z: torch.Tensor, return_dict: bool) -> list[torch.Tensor]:
+        seen.append(z)
+        return [frames]
+
+    monkeypatch.setattr(vae, "decode", decode)
+    assert model.decode(latents).equal(images)
+    torch.testing.assert_close(seen[0], expected)
+    assert not torch.allclose(latents, expected.reshape(latents.shape))  # it is scaled
+
+
 def test_sizes_that_do_not_fit(tiny: Tiny) -> None:
     with pytest.raises(UserError, match=r"18×41: .* multiples of 4; use 16×40"):
         tiny.plain_model().latent_shape(18, 41)

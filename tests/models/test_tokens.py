@@ -832,3 +832,38 @@ def test_four_bits(of: Any, name: str) -> None:
     assert found and all(torch.isfinite(g).all() for g in found.values())
     with pytest.raises(UserError, match="into 4-bit weights"):
         model.save(Path("/nowhere"), merged=True)
+
+
+# Given responses
+
+
+def test_a_response_is_what_the_template_writes(tiny: Tiny) -> None:
+    """After the prompt, up to the token that ends it; images of the prompt change nothing."""
+    model = tiny.unchanged()
+    for prompt in tiny.prompts:
+        ids = model.encode_response(prompt, "four, or 5?").tolist()
+        assert model.decode(ids) == "four, or 5?" and ids[-1] == model.tokenizer.eos_token_id
+        messages = model._messages(prompt)
+        whole = model.tokenizer.apply_chat_template(
+            [*messages, {"role": "assistant", "content": "four, or 5?"}],
+            chat_template=model.template, tokenize=False,
+        )  # fmt: skip
+        start = model._chat(messages, "")
+        written = model.tokenizer(whole, add_special_tokens=False).input_ids
+        before = model.tokenizer(start, add_special_tokens=False).input_ids
+        assert written[: len(before)] == before
+        assert written[len(before) : len(before) + len(ids)] == ids
+
+
+def test_responses_that_cannot_be_trained_on(seeing: Tiny, monkeypatch: Any) -> None:
+    model, prompt = seeing.unchanged(), Prompt("how many?", where="a.jsonl:3")
+    for text, token in (("a<|im_end|>b", "<|im_end|>"), ("<|image_pad|>", "<|image_pad|>")):
+        with pytest.raises(UserError) as caught:
+            model.encode_response(prompt, text)
+        assert f"a.jsonl:3: the response contains {token}, a special" in str(caught.value)
+    monkeypatch.setattr(model, "template", "{{ messages | length }}{{ messages[-1].content }}")
+    with pytest.raises(UserError, match="does not continue the prompt with the response"):
+        model.encode_response(prompt, "four")
+    monkeypatch.setattr(model, "template", "{{ messages | map(attribute='content') | join }}")
+    ends = model.encode_response(prompt, "four")  # without a token that ends it
+    assert ends.tolist()[-1] == model.tokenizer.eos_token_id and model.decode(ends) == "four"
