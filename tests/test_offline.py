@@ -13,9 +13,10 @@ from PIL import Image
 from gesso import build, run
 from gesso.check import check
 from gesso.cli import main
+from gesso.config.tables import over, tomllib
 from gesso.track.run_folder import RunFolder
 from gesso.types import StopRun, UserError
-from tests import tokens
+from tests import pages, tokens
 from tests.cut_run import cut_after
 from tests.test_loop import final_state
 from tests.test_token_loop import comparable
@@ -106,7 +107,7 @@ def test_a_run_is_evaluated_and_resumes_to_the_bit(
 def test_pairs_of_a_run_are_trained_on(
     recipe_data: dict[str, Any], flow: dict[str, Any], tmp_path: Path, capsys: Any
 ) -> None:
-    """A run → pairs → offline DPO and SFT; the images are those of the run."""
+    """A run → pairs → offline DPO, as documented, and SFT; the images are those of the run."""
     recipe_data |= {"sampler": {"batch": 4}, "steps": 1, "save": {"group_images": "full"}}
     made = go(
         recipe_data | {"data": flow["data"] | {"train": flow["data"]["eval"]}}, tmp_path / "run"
@@ -126,11 +127,16 @@ def test_pairs_of_a_run_are_trained_on(
         best = group["samples"][rewards.index(max(rewards))]
         assert row["chosen"] == f"groups/{best['image']}"
         assert Image.open(made.path / row["chosen"]).size == (48, 32)
-    for algorithm in FLOW.values():
-        data = flow | {"algorithm": algorithm, "steps": 1}
-        data["data"] = flow["data"] | {"train": str(file)}
-        trained = go(data, tmp_path / algorithm["name"])
-        assert trained.rows()[-1]["update/grad_norm"] > 0
+    (block,) = pages.blocks("toml", "how-to/sft-and-dpo.md")
+    shown = tomllib.loads(block.code)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(made.path)  # where pairs.jsonl is
+        for algorithm in (shown["algorithm"], FLOW["flow-sft"]):
+            data = over(flow | {"algorithm": {}, "steps": 1}, shown) | {"algorithm": algorithm}
+            trained = go(
+                data | {"data": data["data"] | {"groups": 3}}, tmp_path / algorithm["name"]
+            )
+            assert trained.rows()[-1]["update/grad_norm"] > 0
 
 
 def test_pairs_of_responses(folder: Path, language: dict[str, Any], tmp_path: Path) -> None:
@@ -186,7 +192,8 @@ MISTAKES = [
     ({"algorithm": {"name": "flow-dpo", "group": 3}}, "got algorithm.group = 3; set it to 2"),
     ({"algorithm": {"name": "flow-sft", "group": 2}}, '"group" = 2 is not valid'),
     ({"algorithm": {"name": "flow-dpo", "group": 2, "advantage": {"combine": "gdpo"}}},
-     'advantage.combine = "gdpo" combines several rewards'),
+     'advantage.combine = "gdpo" uses the rewards of training samples, but sampler.engine'),
+    ({"algorithm": {"name": "flow-sft", "kl": 0.1, "gate": {}}}, "algorithm.gate uses the rewards"),
     ({"algorithm": {"name": "flow-sft", "first": 1}}, "trains at all noise levels"),
     ({"algorithm": {"name": "flow-sft"}, "reward": []}, "expected at least 1 item in reward"),
     ({"algorithm": {"name": "flow-sft", "advantage": {"clip": 1.0}}}, 'unknown key "advantage'),

@@ -27,16 +27,20 @@ from gesso.algorithms.awm import AWM
 from gesso.algorithms.brakes import KLGate, Renewal
 from gesso.algorithms.credit import Credit
 from gesso.algorithms.diffusion_nft import DiffusionNFT
+from gesso.algorithms.dpo import DPO
 from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.algorithms.flow_opd import FlowOPD, FlowTeacher
 from gesso.algorithms.flow_rft import FlowRFT
+from gesso.algorithms.flow_sft import FlowSFT
 from gesso.algorithms.grpo import GRPO
 from gesso.algorithms.importance import Importance
+from gesso.algorithms.likelihood import LikelihoodAlgorithm
 from gesso.algorithms.noised import NoisedAlgorithm
 from gesso.algorithms.opd import OPD, TokenTeacher
 from gesso.algorithms.policy_gradient import KL, Clip, Gate, SequenceClip, Weight
 from gesso.algorithms.ppo import PPO, CriticSection
 from gesso.algorithms.preference import DGPO, FlowDPO
+from gesso.algorithms.sft import SFT
 from gesso.algorithms.stepped import Window
 from gesso.arguments import parser
 from gesso.config import tables
@@ -80,6 +84,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "algorithm: dgpo": DGPO,
     "algorithm: flow-dpo": FlowDPO,
     "algorithm: flow-rft": FlowRFT,
+    "algorithm: flow-sft": FlowSFT,
     "algorithm: flow-opd": FlowOPD,
     "algorithm.teachers.NAME": FlowTeacher,
     "algorithm: grpo": GRPO,
@@ -94,6 +99,8 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "algorithm: opd": OPD,
     "algorithm.teacher": TokenTeacher,
     "algorithm.critic": CriticSection,
+    "algorithm: dpo": DPO,
+    "algorithm: sft": SFT,
 }
 EXTENDS: dict[type[BaseModel], type[BaseModel]] = {
     config.Model: config.AnyModel,
@@ -106,6 +113,7 @@ EXTENDS: dict[type[BaseModel], type[BaseModel]] = {
     DGPO: NoisedAlgorithm,
     FlowDPO: NoisedAlgorithm,
     FlowRFT: NoisedAlgorithm,
+    FlowSFT: NoisedAlgorithm,
 }
 """Sections whose list has only the keys that they add to another section."""
 
@@ -162,7 +170,8 @@ def table(head: Sequence[str], rows: Iterator[Sequence[str]]) -> str:
 def key_list(kind: type[BaseModel], without: Sequence[str] = ()) -> str:
     docs = field_docs(kind)
     fields = {key: field for key, field in kind.model_fields.items() if key not in without}
-    if kind in PRESETS or kind is PPO or issubclass(kind, NoisedAlgorithm | FlowOPD):
+    own = NoisedAlgorithm | FlowOPD | LikelihoodAlgorithm
+    if kind in PRESETS or kind is PPO or issubclass(kind, own):
         fields.pop("name", None)  # in the heading
     return "\n".join(
         f"- **`{key}`** ({default(field.default)}): {docs[key]}" for key, field in fields.items()

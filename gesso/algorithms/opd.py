@@ -108,7 +108,7 @@ class OPD(PolicyGradient):
             assert self._network is not None, "call `with_teacher` first"
             return self._network.logp(trace, self.temperature)
 
-        theirs = by_response(logp, rollout, settings, ranks)
+        theirs = by_response(logp, rollout.token_trace, settings, ranks)
         return replace(prepared, advantages=teacher_gap(theirs, prepared.old, rollout.mask))
 
     def further(self, model: TokenModel, terms: ResponseTerms, stats: dict[str, Tensor]) -> Tensor:

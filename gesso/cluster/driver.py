@@ -180,7 +180,7 @@ class Driver(ABC):
         """Wait for the scores, drop samples without a score, replace flat groups."""
         assert batch.pending is not None
         rollout, timing = batch.pending.result()
-        metrics = self.describe(rollout) | batch.pending.drawn
+        metrics = self.describe(rollout) | dict(batch.pending.drawn)
         if self.rewards.rewards:  # otherwise the data gives the scores, which never change
             metrics = reward_metrics(rollout.scores) | metrics
         notes: list[str] = []

@@ -255,6 +255,15 @@ def test_rft_is_supervised_fine_tuning_on_the_best(recipe_data: dict) -> None:
     case.compare(matched.mean(), got)
 
 
+def test_sft_counts_every_sample_the_same(recipe_data: dict) -> None:
+    recipe_data["sampler"] = {"engine": "data"}
+    case = Case(recipe_data, {"name": "flow-sft", "times": 2})
+    got, terms = case.gradient(), case.terms
+    assert len(terms) == 12 and terms.clean[::2].equal(case.rollout.flow_trace.clean)
+    matched = squares(case.velocity("current"), terms.noise - terms.clean)
+    case.compare(matched.mean(), got)
+
+
 def test_pairs_are_ranked_by_unclipped_rewards(recipe_data: dict) -> None:
     case = Case(recipe_data, PAIRS | {"advantage": {"clip": 0.01}})
     assert case.prepared.advantages.tolist() == [-1, 1, 0, -1, 0, 1]

@@ -58,8 +58,10 @@ def with_algorithm(recipe_data: dict, name: str, **more: Any) -> dict:
 
 
 def test_every_algorithm_of_the_table_is_tried_here() -> None:
+    """Except those without rewards of sampled images, or with their gradients: they have files of
+    their own, flow-sft is in test_noised.py."""
     draws = {n for n in build.ALGORITHMS if build.algorithm_class(n).family == "flow"}
-    assert FAMILY.keys() == draws
+    assert FAMILY.keys() | {"flow-sft", "flow-opd", "draft", "refl", "leap-align"} == draws
 
 
 # Adapters do not depend on the algorithm: one with a reference policy, one without.

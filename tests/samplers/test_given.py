@@ -22,7 +22,7 @@ SIZE = (32, 48)
 
 def stripes(folder: Path, height: int, width: int) -> PromptImage:
     """Vertical thirds: red, green, blue."""
-    pixels = np.zeros((height, width, 3), np.uint8)
+    pixels: np.ndarray = np.zeros((height, width, 3), np.uint8)
     for third, part in enumerate(np.array_split(np.arange(width), 3)):
         pixels[:, part, third] = 255
     file = folder / f"{height}x{width}.png"
@@ -78,7 +78,7 @@ def test_samples_scores_and_traces(sampler: GivenImages, recipe_data: dict[str, 
     assert pieces[0].trace.steps.shape == (3, 0) and pieces[0].logp.shape == (3, 0)
     service = RewardService([])
     try:
-        scores = service.submit(samples).result().scores
+        scores = service.score(samples)
     finally:
         service.close()
     assert [score.value for score in scores] == [1, 0, 1, 0] and all(s.ok for s in scores)
