@@ -117,7 +117,7 @@ def test_pairs_of_a_run_are_trained_on(
         patch.setattr("sys.argv", ["gesso", "data", "pairs", str(made.path)])
         assert main() == 0
     said, file = capsys.readouterr().out, made.path / "pairs.jsonl"
-    assert "3 pairs" in said and "from 3 of 3 groups: a run keeps the samples of save.gr" in said
+    assert "3 pairs" in said and "from 3 groups: a run keeps the samples of save.groups = 4" in said
     assert "compressed" not in said and f'data.train = "{file}"' in said
     groups = [json.loads(line) for line in (made.path / "groups/000001.jsonl").open()]
     for row, group in zip(map(json.loads, file.open()), groups, strict=True):

@@ -45,7 +45,7 @@ def write(folder: Path, out: Path | None, min_gap: float) -> Result:
     file = run.path / f"pairs{SUFFIX}" if out is None else out
     _check(file, min_gap)
     is_image = recipe.model.output == "image"
-    kept, total = _groups(run.path, is_image)
+    kept = _groups(run.path, is_image)
     if not kept:
         raise UserError(
             f"{run.path} has kept no samples of its training groups; train with save.groups of at "
@@ -55,8 +55,8 @@ def write(folder: Path, out: Path | None, min_gap: float) -> Result:
     apart = f"differ by {min_gap:g} or more" if min_gap else "differ"
     if not rows:
         raise UserError(
-            f"{run.path}: in none of its {len(kept)} kept groups do the rewards {apart}; lower "
-            "--min-gap, or keep more groups with save.groups"
+            f"{run.path}: in none of its {len(kept)} kept groups do the rewards {apart}; "
+            f"{'lower --min-gap, or ' if min_gap else ''}keep more groups with save.groups"
         )
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -64,8 +64,8 @@ def write(folder: Path, out: Path | None, min_gap: float) -> Result:
     except OSError as error:
         raise UserError(f"--out {file} cannot be written: {error}") from error
     notes = [
-        f"from {len(kept)} of {total} groups: a run keeps the samples of save.groups = "
-        f"{recipe.save.groups} groups at each evaluation"
+        f"from {len(kept)} groups: a run keeps the samples of save.groups = {recipe.save.groups} "
+        "groups before each evaluation, not of the others"
     ]
     if len(rows) < len(kept):
         notes.append(f"{len(kept) - len(rows)} groups are left out: their rewards do not {apart}")
@@ -89,21 +89,20 @@ def _check(file: Path, min_gap: float) -> None:
         raise UserError(f"data pairs expects --min-gap of at least 0, got {min_gap:g}")
 
 
-def _groups(run: Path, is_image: bool) -> tuple[list[Group], int]:
-    """The groups with samples, in order of steps, and the number of all groups."""
-    kept, total = [], 0
+def _groups(run: Path, is_image: bool) -> list[Group]:
+    """The groups with samples, in order of steps."""
+    kept = []
     for file in sorted((run / "groups").glob(f"*{SUFFIX}")):
         for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
             try:
-                row = json.loads(line)
-                total += 1
-                group = _group(int(file.stem), row, "image" if is_image else "response")
+                what = "image" if is_image else "response"
+                group = _group(int(file.stem), json.loads(line), what)
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(
                     f"{file}, line {number} is damaged: {error!r}; delete that line"
                 ) from error
             kept += [] if group is None else [group]
-    return kept, total
+    return kept
 
 
 def _group(step: int, row: Mapping[str, Any], what: str) -> Group | None:
