@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import typing
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -300,7 +301,24 @@ def algorithm(recipe: AnyRecipe) -> Algorithm:
     kind = algorithm_class(entry.name)
     default = {"name": entry.name} | _defaults(recipe, kind)
     options = over(default, {"name": entry.name, **entry.options})
-    return parse(kind, without_nothing(options), f"algorithm {entry.name}")
+    removed = {
+        name: None for name, value in options.items() if value == NOTHING and _removable(kind, name)
+    }
+    return parse(kind, without_nothing(options) | removed, f"algorithm {entry.name}")
+
+
+def _removable(kind: type[BaseModel], name: str) -> bool:
+    """Whether an algorithm can do without this option. Otherwise "none" leaves its default value,
+    which for a subsection would be misunderstood."""
+    field = kind.model_fields.get(name)
+    if field is None or type(None) in typing.get_args(field.annotation):
+        return True  # parsing reports an unknown option
+    if isinstance(field.default, BaseModel):
+        raise UserError(
+            f'algorithm {kind.model_fields["name"].default}: "{name}" cannot be removed; change '
+            f"its keys, as in algorithm.{name}.{next(iter(type(field.default).model_fields))}"
+        )
+    return False
 
 
 def _defaults(recipe: AnyRecipe, kind: type[BaseModel]) -> dict[str, Any]:
@@ -318,6 +336,9 @@ def _filled(recipe: AnyRecipe, algorithm: Any) -> dict[str, Any]:
     """All options of an algorithm, from which the same one can be built again: a default key or
     subsection that was removed is "none"."""
     options: dict[str, Any] = algorithm.model_dump(exclude_none=True)
+    for name, field in type(algorithm).model_fields.items():
+        if field.default is not None and getattr(algorithm, name) is None:
+            options[name] = NOTHING
     for name, default in _defaults(recipe, type(algorithm)).items():
         section = options.setdefault(name, NOTHING)
         if section != NOTHING and section.get("kind") == default.get("kind"):

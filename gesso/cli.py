@@ -39,8 +39,8 @@ def main(given: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `gesso recipes | head`: the reader closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except KeyboardInterrupt:
-        return _failed(options, "interrupted", 130)
+    except KeyboardInterrupt as error:  # a run says how to continue it
+        return _failed(options, "; ".join(["interrupted", *map(str, error.args)]), 130)
     return 0
 
 

@@ -261,6 +261,10 @@ def _run(job: Assembled, run: RunFolder, display: Display, changed: bool = False
             f"{f'step {last}' if last is not None else 'none'}; free disk space and run "
             f"`gesso train --resume {run.path}`"
         ) from error
+    except KeyboardInterrupt:
+        last = run.latest()
+        saved = "there is no checkpoint" if last is None else f"the last checkpoint is step {last}"
+        raise KeyboardInterrupt(f"{saved}; to continue: gesso train --resume {run.path}") from None
     except WorkerLost as error:
         run.note(f"stopped: {error}")
         raise StopRun(f"{error}; run `gesso train --resume {run.path}`") from error

@@ -419,6 +419,20 @@ MUTANTS = [
         ".bitwise_and_(0x7FFF)",
         "tests/formulas/test_precision.py",
     ),
+    Mutant(
+        "dgpo-shared-reference",
+        "gesso/algorithms/noised.py",
+        'if weights == "reference" and self.reference is not None:',
+        'if weights == "old" and self.reference is not None:',
+        "tests/algorithms/test_noised.py -k 'dgpo_equals or runs_once'",
+    ),
+    Mutant(
+        "picked-share",
+        "gesso/learner/learner.py",
+        "kept[prepared.picked[kept]]",
+        "kept",
+        "tests/algorithms/test_noised.py -k share_of_trained",
+    ),
     # Distillation
     Mutant(
         "distil-token-gap",

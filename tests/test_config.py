@@ -196,3 +196,33 @@ def test_other_rewards_have_other_judges(tmp_path: Path) -> None:
     assert watched.eval_reward[0].name == "hps" and watched.expect is None
     kept = build.recipe("sd35-ocr", ["reward.0.workers=2"])
     assert [entry.name for entry in kept.eval_reward] == ["ocr", "aesthetic"] and kept.expect
+
+
+def test_a_default_number_can_be_removed() -> None:
+    """An option that may be absent is absent after a round trip through config.toml, too."""
+    for name, last in (("demo-dgpo", 5), ("demo-awm", 5)):
+        assert build.recipe(name).algorithm.options["last"] == last
+        recipe = build.recipe(name, ["algorithm.last=none"])
+        again = build.recipe_from(recipe.model_dump())
+        for each in (recipe, again):
+            assert each.algorithm.options["last"] == "none"
+            assert getattr(build.algorithm(each), "last") is None  # noqa: B009
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["on_symptom=stop", "on_symptom.saturated=lower_lr"],
+        ["on_symptom.saturated=lower_lr", "on_symptom=stop"],
+    ],
+)
+def test_the_short_form_of_on_symptom_combines_with_others(
+    overrides: list[str], tmp_path: Path
+) -> None:
+    both = {"reward-hacking": "stop", "saturated": "lower_lr"}
+    assert build.recipe("demo", overrides).on_symptom == both
+    assert build.recipe("demo", [*overrides, "on_symptom=none"]).on_symptom == {}
+    short, more = tmp_path / "short.toml", tmp_path / "more.toml"
+    short.write_text('base = "demo"\non_symptom = "stop"\n')
+    more.write_text(f'base = "{short}"\n[on_symptom]\nsaturated = "lower_lr"\n')
+    assert build.recipe(str(more)).on_symptom == both

@@ -159,6 +159,7 @@ def test_clipping_most() -> None:
     assert (step, kind) == (5, "clipping-most")
     assert "after the first of 2 optimizer steps, 60% of the terms" in text
     assert kinds(rows, with_facts(updates=8)) == []
+    assert kinds(rows, with_facts(updates=2, clip=None)) == []  # DGPO: relative to an average
     assert kinds(history(40, update__clipped=always(0.17)), with_facts(updates=2)) == []
     assert kinds(history(40, age=always(1), update__clipped=always(0.24)), FACTS) == []
 

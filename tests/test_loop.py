@@ -18,7 +18,7 @@ import pytest
 import tomli_w
 import torch
 
-from gesso import build, run
+from gesso import build, cli, run
 from gesso.cluster import local
 from gesso.cluster.local import Local
 from gesso.rollout import Rollout
@@ -217,6 +217,28 @@ def test_ctrl_c_stops_cleanly_and_resume_goes_on(recipe_data: dict, tmp_path: Pa
     assert "stopping after this step" in text and f"gesso train --resume {folder}" in text
     stopped = RunFolder.open(folder).latest()
     assert stopped is not None and stopped == RunFolder.open(folder).rows()[-1]["step"] < 200
+
+
+def test_a_second_ctrl_c_says_how_to_continue(
+    recipe_data: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """In the second step, after a checkpoint; and in the first."""
+    recipe_data["save"]["every"] = 1
+    (tmp_path / "recipe.toml").write_text(tomli_w.dumps(recipe_data))
+    honest = Local.train
+
+    for last, saved in ((1, "the last checkpoint is step 1"), (0, "there is no checkpoint")):
+
+        def train(self: Local, rollout: Rollout, step: int, *rest: Any, last: int = last) -> Any:
+            if step == last:
+                raise KeyboardInterrupt
+            return honest(self, rollout, step, *rest)
+
+        monkeypatch.setattr(Local, "train", train)
+        folder = tmp_path / f"run-{last}"
+        assert cli.main(["train", str(tmp_path / "recipe.toml"), "--run", str(folder)]) == 130
+        expected = f"interrupted; {saved}; to continue: gesso train --resume {folder}"
+        assert expected in capsys.readouterr().err.splitlines()
 
 
 def test_checkpoints_are_written_while_the_next_step_trains(

@@ -39,6 +39,10 @@ class AWM(NoisedAlgorithm):
         return frozenset({"old"} if self.anchor > 0 else ())
 
     @property
+    def clip_range(self) -> float | None:
+        return self.clip if self.needs_old_loss else None
+
+    @property
     def needs_old_loss(self) -> bool:
         return self.updates > 1
 

@@ -48,6 +48,8 @@ class Prepared(Rows):
     kl_share: Tensor | None = dataclasses.field(default=None, kw_only=True)
     """(N,) share of the KL of each sample. None: all of it."""
     metrics: Mapping[str, float] = dataclasses.field(default_factory=dict, kw_only=True)
+    picked: Tensor | None = dataclasses.field(default=None, kw_only=True)
+    """(N,) bool: the samples that have terms. None: all."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from gesso import config
@@ -88,6 +88,14 @@ class FlowAlgorithm(AnyFlowAlgorithm):
     """GARDO: apply the KL only to samples that the rewards of weight 0 doubt. None: to all."""
     renew: Renewal | None = None
     """GARDO: renew the reference of the KL. None: it stays the model before training."""
+
+    @model_validator(mode="after")
+    def _comparable(self) -> FlowAlgorithm:
+        if self.group == 1 and self.advantage.compares:
+            raise ValueError(
+                "the samples of a group are compared with each other; use group = 2 or more"
+            )
+        return self
 
     def prepare(
         self,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -46,6 +46,7 @@ class NoisedTerms(FlowTerms):
     group: Tensor  # (T,): a number for each prompt and noise level
     old_loss: Tensor  # (T,): matching loss under older weights; (T, 0) if it is not needed
     kl_share: Tensor  # (T,): factor of the distance to the reference
+    reference: Tensor | None = None  # (T, C, H, W): velocity under the reference, if it is known
 
     @property
     def x_t(self) -> Tensor:
@@ -53,6 +54,8 @@ class NoisedTerms(FlowTerms):
 
     def velocity(self, model: FlowModel, weights: Which = "current") -> Tensor:
         """Without guidance."""
+        if weights == "reference" and self.reference is not None:
+            return self.reference
         return model.velocity(self.x_t, self.t, self.context.cond.rows(self.row), weights)
 
     def matching_loss(self, v: Tensor) -> Tensor:
@@ -278,6 +281,12 @@ class Picked(PretrainingTimes):
         """(N,) bool each: the best and the worst sample of each group with spread."""
         unclipped = self.advantage.model_copy(update={"clip": math.inf})
         return adv.extremes(unclipped(rollout), rollout.group)
+
+    def prepare(
+        self, model: FlowModel, rollout: Rollout, settings: config.Learner, ranks: Ranks = ALONE
+    ) -> Prepared:
+        prepared = super().prepare(model, rollout, settings, ranks)
+        return replace(prepared, picked=prepared.advantages != 0)
 
     def terms(self, rollout: Rollout, prepared: Prepared) -> NoisedTerms:
         used = prepared.advantages.nonzero()[:, 0]

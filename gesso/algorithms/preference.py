@@ -16,7 +16,7 @@ from gesso.algorithms.base import TermLosses
 from gesso.algorithms.noised import NoisedAlgorithm, NoisedTerms, Picked
 from gesso.formulas import matching
 from gesso.models.flow.base import FlowModel
-from gesso.ranks import Ranks
+from gesso.ranks import Ranks, fill
 from gesso.rollout import Rollout
 from gesso.types import SampleSpec, Which
 
@@ -51,6 +51,8 @@ class Preference(NoisedAlgorithm):
         self, model: FlowModel, terms: NoisedTerms, settings: config.Learner, ranks: Ranks
     ) -> NoisedTerms:
         """Weights every group by its preference, under the weights before this update."""
+        if self.kl > 0:
+            terms = self._with_reference(model, terms, settings, ranks)
         which: list[Which] = ["current", "reference"]
         which += ["old"] if "old" in self.needs else []
         losses = self.matching_losses(model, terms, which, settings, ranks)
@@ -59,6 +61,21 @@ class Preference(NoisedAlgorithm):
         weights = matching.group_weights(advantage, current, reference, group, self.beta)
         weighted = (weights * advantage).to(terms.row.device)
         return replace(terms, advantage=weighted, old_loss=losses[:, 2] if old else terms.old_loss)
+
+    @torch.no_grad()
+    def _with_reference(
+        self, model: FlowModel, terms: NoisedTerms, settings: config.Learner, ranks: Ranks
+    ) -> NoisedTerms:
+        """Adds the velocity under the reference: the preference needs it, and so does the KL."""
+
+        def velocity(part: Tensor) -> Tensor:
+            return terms.rows(part).velocity(model, "reference")
+
+        parts = terms.micro_batches(settings)
+        found = torch.zeros_like(terms.clean, dtype=torch.float32)
+        with model.policy.folded():
+            fill(found, parts, [len(part) for part in parts], velocity, ranks)
+        return replace(terms, reference=found)
 
 
 class DGPO(Preference):

@@ -62,10 +62,10 @@ def place(recipe: Recipe, algorithm: Algorithm) -> Placement | None:
     count = len(_parts(recipe, algorithm, recipe.sampler.batch))
     parallel = recipe.sampler.vllm.tensor_parallel
     if count * parallel < wanted:
-        remedy = _remedy(recipe, algorithm, wanted)
         raise UserError(
             f"cluster.workers = {wanted}, but the samples of a step in batches of sampler.batch = "
-            f"{recipe.sampler.batch} are work for only {count * parallel}; {remedy}"
+            f"{recipe.sampler.batch} are work for only {count * parallel}; use at most "
+            f"{count * parallel} workers{_remedy(recipe, algorithm, wanted)}"
         )
     sharded = 1 if recipe.cluster.sharding is None else recipe.cluster.shard_within or wanted
     return Placement(wanted, gpus[:wanted], _threads(wanted), count, sharded, launch, parallel)
@@ -95,15 +95,16 @@ def _parts(recipe: Recipe, algorithm: Algorithm, batch: int) -> list[range]:
 
 
 def _remedy(recipe: Recipe, algorithm: Algorithm, workers: int) -> str:
+    """How a new run, which a resumed one is not, can have as many workers."""
     samples = recipe.data.groups * algorithm.group
     parallel = recipe.sampler.vllm.tensor_parallel
     samplers = workers // parallel
     if samples < samplers:
-        return f"use at most {samples * parallel} workers"
+        return f", or start a run with sampler.batch = 1 for up to {samples * parallel}"
     batch = samples // samplers
     while len(_parts(recipe, algorithm, batch)) < samplers:
         batch -= 1
-    return f"set sampler.batch = {batch} or less"
+    return f", or start a run with sampler.batch = {batch} or less"
 
 
 def _gpus(recipe: Recipe) -> tuple[str, ...]:

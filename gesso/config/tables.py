@@ -22,6 +22,7 @@ else:
 RECIPES = PACKAGE / "recipes"
 NOTHING = "none"  # in a recipe with a base, or in an override, this value removes the key. No
 # option of an algorithm may have it as a value
+SHORT = {"on_symptom": "reward-hacking"}  # a string instead of the table sets this key of it
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def read_recipe(source: str, above: tuple[Path, ...] = ()) -> RecipeTables:
     """The tables of a recipe, merged with those of its `base`: a bundled name, or a file relative
     to the recipe."""
     path = _file(source, above)
-    data = read_toml(path)
+    data = _expanded(read_toml(path))
     cards = _cards(data.pop("card", {}), path.stem)
     base = data.pop("base", None)
     if base is None:
@@ -238,6 +239,8 @@ def _put(data: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise UserError(f'override "{override}": expected key=value, e.g. optimizer.lr=1e-4')
+    if key.strip() in SHORT and isinstance(_value(text), str) and text.strip() != NOTHING:
+        key = f"{key.strip()}.{SHORT[key.strip()]}"
     *path, last = key.strip().split(".")
     node: Any = data
     for part in path:
@@ -255,6 +258,12 @@ def _put(data: dict[str, Any], override: str) -> None:
         node.pop(last, None)
     else:
         node[last] = _value(text)
+
+
+def _expanded(data: dict[str, Any]) -> dict[str, Any]:
+    """Values that are short for a table, as tables, so that other keys can be added to them."""
+    short = {key: {SHORT[key]: data[key]} for key in SHORT if isinstance(data.get(key), str)}
+    return data | {key: table for key, table in short.items() if data[key] != NOTHING}
 
 
 def _child(node: Any, part: str, key: str) -> Any:

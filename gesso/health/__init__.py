@@ -118,7 +118,8 @@ def clipping_most(rows: Sequence[Row], facts: Facts) -> str | None:
     """After the first optimizer step of an on-policy batch, more than 35% of the terms are clipped.
     The first step itself cannot clip."""
     ages, shares = recent(rows, "age"), recent(rows, "update/clipped")
-    if facts.updates < 2 or not ages or not shares or max(ages) > 0:
+    # Without a ratio to the sampling policy (DGPO: to an average), the first step can clip, too.
+    if facts.clip is None or facts.updates < 2 or not ages or not shares or max(ages) > 0:
         return None
     share = median(shares) * facts.updates / (facts.updates - 1)
     if share <= CLIPPED:

@@ -149,7 +149,8 @@ class Learner:
         inside = advantages if advantages.ndim == 1 else advantages[rollout.mask]
         kept = self.algorithm.advantage.kept(rollout, self.algorithm.updates)
         passes = self.algorithm.epochs * self.algorithm.terms_a_sample
-        self.progress.phase("updating", len(kept) * passes)
+        used = kept if prepared.picked is None else kept[prepared.picked[kept]]
+        self.progress.phase("updating", len(used) * passes)
         stats: dict[str, list[Tensor]] = defaultdict(list)
         norms: list[float] = []
         skipped = 0
@@ -185,7 +186,7 @@ class Learner:
             "update/lr": self.optimizer.param_groups[0]["lr"],
             "advantage/abs_mean": float(inside.abs().mean()),
             "advantage/flat_groups": adv.flat_groups(rollout.rewards, rollout.group),
-            "advantage/used": len(kept) / len(advantages),
+            "advantage/used": len(used) / len(advantages),
             "time/update": time.perf_counter() - started,
         }
         return Update(metrics, _by_sample(advantages, rollout))

@@ -52,7 +52,9 @@ METRICS = {
     "eval/NAME/DETAIL": Metric("Mean of a detail on held-out prompts."),
     "eval/failed": Metric("Held-out samples without a score.", "0"),
     "advantage/abs_mean": Metric("Mean |advantage|.", "About 0.5 to 1."),
-    "advantage/used": Metric("Share of samples trained on; below 1 with `drop_flat`."),
+    "advantage/used": Metric(
+        "Share of samples trained on; below 1 with `drop_flat`, `flow-dpo` and `flow-rft`."
+    ),
     "advantage/flat_groups": Metric(
         "Share of groups whose samples all have the same reward.", "Below 0.5."
     ),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from gesso import build
-from gesso.config import AnyRecipe, Recipe, tables
+from gesso.config import AnyRecipe, Recipe, compatibility, tables
 from gesso.config.parsing import parse
 from gesso.track.run_folder import RunFolder
 from gesso.types import UserError
@@ -93,7 +93,9 @@ def find(
 def recipe_of(run: RunFolder, overrides: Sequence[str] = ()) -> Recipe:
     """The resolved recipe of a run. The packages of its rewards need not be installed."""
     path = run.path / "config.toml"
-    return parse(Recipe, tables.changed(tables.read_toml(path), overrides), str(path))
+    recipe = parse(Recipe, tables.changed(tables.read_toml(path), overrides), str(path))
+    compatibility.check_cluster(recipe, str(path))
+    return recipe
 
 
 def _of_run(

@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -262,6 +263,43 @@ def test_sft_counts_every_sample_the_same(recipe_data: dict) -> None:
     assert len(terms) == 12 and terms.clean[::2].equal(case.rollout.flow_trace.clean)
     matched = squares(case.velocity("current"), terms.noise - terms.clean)
     case.compare(matched.mean(), got)
+
+
+@pytest.mark.parametrize("name, share", [("flow-dpo", 4 / 6), ("flow-rft", 2 / 6), ("awm", 1.0)])
+def test_the_share_of_trained_samples(recipe_data: dict, name: str, share: float) -> None:
+    """Also as the total of the progress that is shown."""
+    algorithm = {"name": name, "group": 3, "steps": 4, "times": 2}
+    algorithm |= {"first": 0, "last": 3} if name == "awm" else {}
+    case = Case(recipe_data, algorithm)
+    case.learner.progress = Mock()
+    metrics = case.learner.update(case.rollout, 0).metrics
+    assert metrics["advantage/used"] == pytest.approx(share)
+    total = case.learner.progress.phase.call_args.args[1]
+    advanced = sum(call.args[0] for call in case.learner.progress.advance.call_args_list)
+    assert total == advanced == round(share * 6) * 2
+
+
+def test_the_reference_runs_once_for_preference_and_kl(
+    recipe_data: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Case(recipe_data, OTHER)
+    passes: list[str] = []
+    honest = case.model.velocity
+
+    def velocity(x: Tensor, t: Tensor, cond: Any, weights: Any = "current") -> Tensor:
+        passes.append(weights)
+        return honest(x, t, cond, weights)
+
+    monkeypatch.setattr(case.model, "velocity", velocity)
+    case.gradient()
+    parts = len(case.terms.micro_batches(case.learner.settings))
+    counts = {which: passes.count(which) for which in ("current", "old", "reference")}
+    assert counts == {"current": 2 * parts, "old": parts, "reference": parts}
+
+
+def test_awm_has_a_ratio_only_with_several_updates() -> None:
+    assert AWM(updates=2).clip_range == 1.0
+    assert AWM().clip_range is None and DGPO(updates=2).clip_range is None
 
 
 def test_pairs_are_ranked_by_unclipped_rewards(recipe_data: dict) -> None:

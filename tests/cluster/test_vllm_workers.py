@@ -177,8 +177,12 @@ def test_vllm_is_missing(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         (None, 2, "tensor_parallel = 2 divides a model over workers and requires cluster.workers"),
         (3, 2, "sampler.vllm.tensor_parallel = 2 must divide cluster.workers = 3"),
         (2, 4, "sampler.vllm.tensor_parallel = 4 must divide cluster.workers = 2"),
-        (14, 2, "are work for only 12; set sampler.batch = 1 or less"),
-        (26, 2, "are work for only 12; use at most 24 workers"),
+        (
+            14,
+            2,
+            "only 12; use at most 12 workers, or start a run with sampler.batch = 1 or less",
+        ),
+        (26, 2, "use at most 12 workers, or start a run with sampler.batch = 1 for up to 24"),
     ],
 )
 def test_impossible_engines(root: Path, count: int | None, parallel: int, message: str) -> None:

@@ -22,6 +22,7 @@ from gesso.use.trained import load
 from gesso.weights.policy import Policy
 from gesso.zoo.words import LIMITS, prompt_for
 from tests import pipelines, tokens
+from tests.conftest import small_recipe
 from tests.typed import sure
 from tests.use import runs
 
@@ -326,3 +327,13 @@ def test_small_batches_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None
         with pytest.raises(Enough):
             gesso.load("demo", overrides=overrides)
     assert asked == [False, True]
+
+
+def test_settings_of_a_cluster_that_contradict_each_other(
+    pipeline_folder: Path, prompt_file: Path, tmp_path: Path
+) -> None:
+    """As for training: sharded weights need workers that divide them."""
+    made = runs.make(small_recipe(pipeline_folder, prompt_file), tmp_path / "run")
+    overrides = ["cluster.sharding=all", "cluster.workers=none"]
+    with pytest.raises(UserError, match=r'cluster.sharding = "all" requires cluster.workers; set'):
+        find(made.path, overrides=overrides)
