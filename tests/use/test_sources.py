@@ -333,7 +333,9 @@ def test_settings_of_a_cluster_that_contradict_each_other(
     pipeline_folder: Path, prompt_file: Path, tmp_path: Path
 ) -> None:
     """As for training: sharded weights need workers that divide them."""
-    made = runs.make(small_recipe(pipeline_folder, prompt_file), tmp_path / "run")
+    data = small_recipe(pipeline_folder, prompt_file)
+    data["model"]["name"] = "sd3"
+    made = runs.make(data, tmp_path / "run")
     overrides = ["cluster.sharding=all", "cluster.workers=none"]
     with pytest.raises(UserError, match=r'cluster.sharding = "all" requires cluster.workers; set'):
         find(made.path, overrides=overrides)
