@@ -65,7 +65,7 @@ def main() -> None:
         class Later:
             processes = 0
 
-            def begin(self, groups: Any, held_out: bool = False) -> Any:
+            def begin(self, groups: Any, held_out: bool = False, weights: Any = None) -> Any:
                 return self
 
             def add(self, index: Any, samples: Any) -> None:

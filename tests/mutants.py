@@ -280,6 +280,13 @@ MUTANTS = [
         "tests/test_config.py -k other_judges",
     ),
     Mutant(
+        "ramp-without-effect-on-the-total",
+        "gesso/rewards/transport/service.py",
+        "weight=weights[reward.name]",
+        "weight=reward.weight",
+        "tests/rewards/test_compose.py -k ramp_changes",
+    ),
+    Mutant(
         "kl-not-raised",
         "gesso/algorithms/flow_grpo.py",
         "self.beta * factor",

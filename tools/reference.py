@@ -64,6 +64,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "data.train": config.TrainDataSource,
     "reward": config.RewardEntry,
     "reward.remote": config.RemoteEntry,
+    "reward.ramp": config.Ramp,
     "optimizer": config.Optimizer,
     "learner": config.Learner,
     "learner.ema": config.Ema,

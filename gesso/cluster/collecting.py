@@ -110,7 +110,7 @@ def sample(
     """Returns when all samples are finished; some may still be being scored."""
     progress.phase(f"sampling {request.label}", len(request.row))
     started = time.perf_counter()
-    pieces, scoring = [], rewards.begin(request.row, held_out=request.step is None)
+    pieces, scoring = [], rewards.begin(request.row, request.step is None, weights)
     for piece in generated:
         pieces.append(piece)
         scoring.add(piece.index, piece.samples)

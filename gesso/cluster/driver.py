@@ -79,7 +79,8 @@ class Driver(ABC):
         self._queue: deque[DriverBatch] = deque()  # to be sampled, in order
         self._rollouts: dict[int, Rollout] = {}  # collected and not yet trained on, by step
         self._changed = False  # whether the weights are newer than those published last
-        self._reward_weights = {reward.name: reward.weight for reward in rewards.rewards}
+        scored = {reward.name for reward in rewards.rewards}  # none if the data gives the scores
+        self._entries = [entry for entry in recipe.reward if entry.label in scored]
 
     # What a subclass computes
 
@@ -171,9 +172,10 @@ class Driver(ABC):
             raise StopRun("the weights have changed since they were last published to the sampler")
         if request.spec.weights not in self._published:
             raise StopRun(f'the weights "{request.spec.weights}" were not published to the sampler')
-        pieces = self.generate(request)
+        pieces, step = self.generate(request), request.step or 0  # evaluations have other weights
+        weights = {entry.label: entry.weight_at(step) for entry in self._entries}
         return collecting.sample(
-            request, pieces, self._version, self.rewards, self._reward_weights, self.progress
+            request, pieces, self._version, self.rewards, weights, self.progress
         )
 
     def finish(self, batch: DriverBatch) -> Batch:
@@ -183,6 +185,8 @@ class Driver(ABC):
         metrics = self.describe(rollout) | dict(batch.pending.drawn)
         if self.rewards.rewards:  # otherwise the data gives the scores, which never change
             metrics = reward_metrics(rollout.scores) | metrics
+        ramped = [entry.label for entry in self._entries if entry.ramp is not None]
+        metrics |= {f"reward/{name}/weight": rollout.weights[name] for name in ramped}
         notes: list[str] = []
         rollout = self._without_failed(rollout, batch.step, notes)
         self._observe(rollout, batch.step)

@@ -267,9 +267,27 @@ class RemoteEntry(Strict):
         return self
 
 
+class Ramp(Strict):
+    """A factor of a reward's weight that changes linearly over the first steps."""
+
+    start: float = Field(0.0, ge=0, le=1e3)
+    """Factor in the first step."""
+    end: float = Field(1.0, ge=0, le=1e3)
+    """Factor after `steps` steps, and from then on."""
+    steps: int = Field(ge=1)
+    """Steps from one to the other."""
+
+    def at(self, step: int) -> float:
+        """In batch `step`, counted from 0."""
+        return self.start + (self.end - self.start) * min(step / self.steps, 1.0)
+
+
 class RewardEntry(Named):
     weight: float = Field(1.0, ge=-1e9, le=1e9)
     """Weight in the total reward, Σ weight · value."""
+    ramp: Ramp | None = None
+    """Changes the weight during training, as in `ramp = { steps = 100 }`: from 0 to `weight` over
+    100 steps. Evaluations have the whole weight."""
     bounds: tuple[float, float] | None = Field(None, strict=False)
     """[lowest, highest]: values are clipped to this range, so that more of one reward does not make
     up for another."""
@@ -289,6 +307,10 @@ class RewardEntry(Named):
     env: str | None = None
     """Requirements file of an environment for its workers, installed by `gesso env`. None: the
     environment of Gesso."""
+
+    def weight_at(self, step: int) -> float:
+        """Weight in batch `step`, counted from 0."""
+        return self.weight if self.ramp is None else self.weight * self.ramp.at(step)
 
     @property
     def label(self) -> str:
@@ -388,6 +410,9 @@ class Recipe(Strict):
     def _possible(self) -> Recipe:
         for key, entries in (("reward", self.reward), ("eval_reward", self.eval_reward)):
             names = [entry.name for entry in entries]
+            ramps = [entry.name for entry in entries if entry.ramp is not None]
+            if key == "eval_reward" and ramps:
+                raise ValueError(f'eval_reward "{ramps[0]}": evaluations have no ramp; remove it')
             for name in names:
                 if names.count(name) > 1:
                     raise ValueError(f'{key} "{name}" is listed twice; merge the entries into one')

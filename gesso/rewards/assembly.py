@@ -93,7 +93,7 @@ def of_entries(
     def once(entry: RewardEntry) -> tuple[base.AnyReward, base.Scorer]:
         """Training and evaluation share a reward and its scorer if only weights and bounds
         differ."""
-        key = entry.model_copy(update={"weight": 1.0, "bounds": None})
+        key = entry.model_copy(update={"weight": 1.0, "ramp": None, "bounds": None})
         for built_entry, reward, built_scorer in built:
             if built_entry == key:
                 return reward, built_scorer
@@ -116,6 +116,11 @@ def of_entries(
 def check_differentiable(entries: Sequence[RewardEntry], algorithm: str) -> None:
     """Raises for a reward with a weight that has no gradient."""
     for entry in _weighted(entries):
+        if entry.ramp is not None:
+            raise UserError(
+                f'reward "{entry.name}": algorithm "{algorithm}", which differentiates the reward, '
+                "does not support ramp; remove it"
+            )
         why = differentiable.fault(None if entry.name in SERVED else _class_of(entry))
         if entry.remote is not None:
             why = "runs on a server"

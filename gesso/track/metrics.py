@@ -20,7 +20,9 @@ METRICS = {
     "reward/NAME": Metric(
         "Mean of one reward, unweighted.", "No reward falls while another rises."
     ),
-    "reward/NAME/DETAIL": Metric("Mean of a detail of a reward."),
+    "reward/NAME/DETAIL": Metric(
+        "Mean of a detail of a reward; with `ramp`, `reward/NAME/weight` is its weight."
+    ),
     "reward/std": Metric(
         "Standard deviation of the total over the batch.",
         "Well above 0: without it there is no signal.",

@@ -10,11 +10,13 @@ import pytest
 import torch
 
 from gesso import build, run
+from gesso.config import Ramp
 from gesso.rewards import assembly, base
 from gesso.rewards.compose import clipped, combine
 from gesso.rewards.transport import protocol, wire
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Score, UserError
+from tests.cut_run import cut_after
 from tests.rollouts import scored_rollout
 
 USER = "tests.rewards.user_rewards"
@@ -184,3 +186,32 @@ def test_bounds_of_a_recipe(recipe_data: dict, tmp_path: Path) -> None:
     assert last["eval/reward"] > 1e-3
     with pytest.raises(UserError, match=r"bounds = \[1.0, 0.0\]: expected the lower bound first"):
         build.recipe_from(recipe_data | {"reward": [mine | {"bounds": [1.0, 0.0]}]})
+
+
+def test_a_ramp_changes_the_weight_of_each_batch(recipe_data: dict, tmp_path: Path) -> None:
+    """By the batch's own step, also when the next batch is scored during an update, and after a
+    resume; evaluations have the whole weight."""
+    other = {"name": "jpeg-incompressibility", "weight": 3.0, "ramp": {"start": 0.5, "steps": 2}}
+    recipe_data["reward"] = [{"name": "jpeg-compressibility"}, other]
+    recipe_data |= {"steps": 4, "lag": 1, "save": {"every": 1, "keep": 9}}
+    done = run.train(build.recipe_from(recipe_data), folder=tmp_path / "run", quiet=True)
+    rows = [*done.rows()[1:3], *run.resume(cut_after(done, 2, tmp_path / "cut"), True).rows()[3:]]
+    weights = [row["reward/jpeg-incompressibility/weight"] for row in rows]
+    assert weights == [1.5, 2.25, 3.0, 3.0]
+    for row, weight in zip(rows, weights, strict=True):
+        parts = row["reward/jpeg-compressibility"], row["reward/jpeg-incompressibility"]
+        assert row["reward"] == pytest.approx(parts[0] + weight * parts[1])
+    first = done.rows()[0]
+    whole = first["eval/jpeg-compressibility"] + 3.0 * first["eval/jpeg-incompressibility"]
+    assert first["eval/reward"] == pytest.approx(whole)
+
+
+def test_a_ramp_ends() -> None:
+    ramp = Ramp(start=1.0, end=0.25, steps=3)
+    assert [ramp.at(step) for step in (0, 1, 3, 100)] == [1.0, 0.75, 0.25, 0.25]
+
+
+def test_evaluations_have_no_ramp(recipe_data: dict) -> None:
+    recipe_data["eval_reward"] = [{"name": "jpeg-compressibility", "ramp": {"steps": 2}}]
+    with pytest.raises(UserError, match="evaluations have no ramp; remove it"):
+        build.recipe_from(recipe_data)

@@ -11,9 +11,9 @@ import asyncio
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gesso.rewards import compose
 from gesso.rewards.base import Scorer
@@ -65,9 +65,20 @@ class RewardService:
     def _scorers(self) -> list[Scorer]:
         return list({id(r.scorer): r.scorer for r in [*self.rewards, *self.held_out]}.values())
 
-    def begin(self, groups: Sequence[int], held_out: bool = False) -> Scoring:
-        """Scoring of a call whose sample i belongs to group `groups[i]`."""
-        return Scoring(self, self.held_out if held_out else self.rewards, groups)
+    def begin(
+        self,
+        groups: Sequence[int],
+        held_out: bool = False,
+        weights: Mapping[str, float] | None = None,
+    ) -> Scoring:
+        """Scoring of a call whose sample i belongs to group `groups[i]`. `weights`, by name: those
+        of the rewards of training in this call."""
+        if held_out:
+            return Scoring(self, self.held_out, groups)
+        rewards = self.rewards
+        if weights is not None:
+            rewards = [replace(reward, weight=weights[reward.name]) for reward in rewards]
+        return Scoring(self, rewards, groups)
 
     def groupwise(self, held_out: bool = False) -> list[str]:
         """Names of the rewards that compare the samples of a group."""
