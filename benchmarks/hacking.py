@@ -2,7 +2,7 @@
 
     python benchmarks/hacking.py --out runs/hacking --seeds 0 1
 
-Trains what is missing, about 5 minutes per run on 2 idle cores. Writes hacking.json, the rows that
+Trains what is missing, 6 minutes or more per run on 2 cores. Writes hacking.json, the rows that
 tests/test_hacking.py examines, and hacking.png, the figure of docs/how-to/diagnose.md: curves, and
 the same prompts and seeds before training and at the end of both runs.
 """
