@@ -47,8 +47,15 @@ class _Folder:
 
 def check(recipe: Recipe, algorithm: Algorithm) -> None:
     """Raises for teachers that the student cannot have, before any weights are loaded."""
+    from gesso.algorithms.opd import OPD
+
     for entry in _copies(algorithm):
         _find(entry, recipe.model)
+    if isinstance(algorithm, OPD) and algorithm.teacher.path is not None:
+        from gesso.models.tokens.teacher import check_path
+
+        assert isinstance(recipe.model, TokenModel)
+        check_path(recipe.model, algorithm.teacher.path)
 
 
 def teach(recipe: Recipe, algorithm: Algorithm, learner: Learner) -> None:

@@ -157,6 +157,16 @@ def test_another_vocabulary_is_refused(student: Tiny, tmp_path: Path) -> None:
     assert f"{first!r} is {vocabulary[first]}, expected {vocabulary[second]}" in str(caught.value)
 
 
+def test_a_missing_teacher_is_refused_before_the_student_is_loaded(
+    folders: Path, tmp_path: Path
+) -> None:
+    data = language_recipe(folders, {"name": "opd", "teacher": {"path": str(tmp_path / "x")}})
+    recipe = build.recipe_from(data)
+    with pytest.raises(UserError, match=r'^algorithm\.teacher\.path = ".*/x"') as caught:
+        teachers.check(recipe, build.algorithm(recipe))
+    assert "model.path" not in str(caught.value)
+
+
 def test_other_image_settings_are_refused(tmp_path: Path) -> None:
     tokens.build("qwen2.5-vl", tmp_path / "vlm")
     shutil.copytree(tmp_path / "vlm", tmp_path / "other")

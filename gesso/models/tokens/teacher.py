@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
 from gesso import config
+from gesso.models.located import TRANSFORMER, locate
 from gesso.models.tokens.transformer import TransformerModel
 from gesso.models.tokens.vision_language import VisionLanguage
 from gesso.rollout import TokenTrace
 from gesso.types import UserError
 
+KEY = "algorithm.teacher.path"
 UNTRAINED = config.Lora(rank=1, alpha=1)
 """Without it a model is loaded for full fine-tuning, in float32. It is always switched off."""
 IMAGE_SETTINGS = ("patch_size", "merge_size", "temporal_patch_size", "image_mean", "image_std")
@@ -30,13 +35,29 @@ class FrozenTeacher:
 def make_teacher(student: TransformerModel, section: config.TokenModel, path: str) -> FrozenTeacher:
     """Another model of the student's class, in the student's precision."""
     changes = {"path": path, "lora": UNTRAINED, "fold": False, "gradient_checkpointing": False}
-    teacher = type(student)(section.model_copy(update=changes))
-    where = f'algorithm.teacher.path = "{path}"'
+    with _as_teacher():
+        teacher = type(student)(section.model_copy(update=changes))
+    where = f'{KEY} = "{path}"'
     _check_vocabulary(student, teacher, where)
     if isinstance(student, VisionLanguage) and isinstance(teacher, VisionLanguage):
         _check_images(student, teacher, where)
     teacher.suppressed = _suppressed(student, len(teacher.allowed)).to(teacher.device)
     return FrozenTeacher(teacher)
+
+
+def check_path(section: config.TokenModel, path: str) -> None:
+    """Raises if there is no such model, before the student is loaded."""
+    with _as_teacher():
+        locate(section.model_copy(update={"path": path}), TRANSFORMER)
+
+
+@contextmanager
+def _as_teacher() -> Iterator[None]:
+    """Errors name the key of the teacher."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error).replace("model.path", KEY)) from error
 
 
 def _check_vocabulary(student: TransformerModel, teacher: TransformerModel, where: str) -> None:
