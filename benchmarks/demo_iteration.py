@@ -22,7 +22,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -32,6 +32,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
+from unscored import Unscored, made_up
 
 from gesso import build
 from gesso.algorithms.advantage import Advantage
@@ -42,12 +43,11 @@ from gesso.config import Model, Recipe, resolve_path
 from gesso.formulas.text import spelling
 from gesso.models.flow.sd3 import SD3
 from gesso.rewards.image.ocr import target_of
-from gesso.rewards.transport.service import RewardService, Scored
+from gesso.rewards.transport.service import RewardService
 from gesso.rollout import Rollout
 from gesso.run import Assembled, assemble
 from gesso.types import (
     Prompt,
-    Sample,
     SampleSpec,
     Score,
     UserError,
@@ -108,23 +108,6 @@ class Gesso:
         for cluster in (self.job.cluster, self.unscored):
             cluster.publish(step + 1)
         return metrics["update/grad_norm"]
-
-
-class Unscored:
-    """Replaces the reward service: returns synthetic scores immediately."""
-
-    processes = 0
-
-    def submit(self, samples: Sequence[Sample], held_out: bool = False) -> Future[Scored]:
-        future: Future[Scored] = Future()
-        scores = [Score(float(r)) for r in made_up(len(samples))]
-        future.set_result(Scored(scores, now(), now()))
-        return future
-
-
-def made_up(n: int) -> np.ndarray:
-    """Distinct rewards, so that every sample has an advantage and a gradient."""
-    return np.random.default_rng(0).random(n)
 
 
 @dataclass

@@ -29,7 +29,7 @@ def prove(ours: Ours, theirs: Theirs, images: int = 2) -> dict[str, tuple[float,
     ours.model.policy.load(ours.start)
     for gradient in ("both", "conditional"):
         algorithm = FlowGRPO(
-            beta=0.0, group=images, updates=1, guidance_gradient=gradient, clip=1e3
+            beta=0.0, group=max(images, 2), updates=1, guidance_gradient=gradient, clip=1e3
         )
         half, plain.dtype = plain.dtype, None
         truth = theirs.sample(algorithm, images, exact=True)
@@ -52,7 +52,7 @@ def prove(ours: Ours, theirs: Theirs, images: int = 2) -> dict[str, tuple[float,
 def in_one_pass(ours: Ours, theirs: Theirs, images: int) -> tuple[float, float]:
     """Error of the gradient computed during sampling against float32 on the same path, and of the
     plain side's."""
-    algorithm = FlowGRPO(beta=0.0, group=images, updates=1, one_pass=True)
+    algorithm = FlowGRPO(beta=0.0, group=max(images, 2), updates=1, one_pass=True)
     rollout = ours.sample(algorithm, images)
     terms = algorithm.terms(rollout, Prepared(advantages(images)))
     (algorithm.loss(ours.model, terms).loss.sum() / terms.total).backward()

@@ -303,7 +303,7 @@ def advantages(images: int) -> Tensor:
 def cases(images: int) -> dict[str, Algorithm]:
     """Rows of the table. KL costs both sides one more forward; the rows above have none. One-pass
     training exists on our side only: the plain side updates as in the other rows."""
-    common: dict[str, Any] = {"group": images, "updates": 1}
+    common: dict[str, Any] = {"group": max(images, 2), "updates": 1}
     return {
         "Flow-GRPO": FlowGRPO(beta=0.0, **common),
         "Flow-GRPO, one pass": FlowGRPO(beta=0.0, one_pass=True, **common),

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter as now
 from typing import Any, cast
@@ -19,15 +18,25 @@ from gesso.types import Sample, Score
 
 
 class Unscored:
-    """Replaces the reward service: returns distinct scores immediately."""
+    """Replaces the reward service, and the scores of a call: synthetic ones, immediately."""
 
     processes = 0
+    rewards: Sequence[Any] = ()
 
-    def submit(self, samples: Sequence[Sample], held_out: bool = False) -> Future[Scored]:
-        future: Future[Scored] = Future()
-        made_up = np.random.default_rng(0).random(len(samples))
-        future.set_result(Scored([Score(float(r)) for r in made_up], now(), now()))
-        return future
+    def begin(self, groups: Sequence[int], held_out: bool = False, weights: Any = None) -> Unscored:
+        self.pending = len(groups)
+        return self
+
+    def add(self, index: Sequence[int], samples: Sequence[Sample]) -> None:
+        """Scores do not depend on samples."""
+
+    def result(self, advance: Callable[[int], object]) -> Scored:
+        return Scored([Score(float(r)) for r in made_up(self.pending)], now(), now())
+
+
+def made_up(n: int) -> np.ndarray:
+    """Distinct rewards, so that every sample has an advantage and a gradient."""
+    return np.random.default_rng(0).random(n)
 
 
 class Iterations:

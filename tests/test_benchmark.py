@@ -40,7 +40,9 @@ def script(name: str) -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def benchmark() -> Iterator[ModuleType]:
-    yield from script("demo_iteration")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+        yield from script("demo_iteration")
 
 
 @pytest.fixture(scope="module")
