@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from gesso import families, imports
+from gesso import consistency, families, imports
 from gesso.config import FAMILIES, AnyRecipe, ModelRecipe, Recipe, Strict, compatibility
 from gesso.config.parsing import named, nearest, parse
-from gesso.config.schema import WARNINGS
 from gesso.config.tables import (
     NOTHING,
     changed,
@@ -25,7 +24,7 @@ from gesso.config.tables import (
     without_nothing,
 )
 from gesso.data.given import GivenColumns
-from gesso.rewards.assembly import is_groupwise, resolved
+from gesso.rewards.assembly import resolved
 from gesso.track.trackers.process import Tracked
 from gesso.types import UserError
 
@@ -78,10 +77,6 @@ TRACKERS = {
     "swanlab": "gesso.track.trackers.swanlab:SwanLab",
     "mlflow": "gesso.track.trackers.mlflow:MLflow",
 }
-OF_RESPONSES = (
-    "truncated-responses", "longer-responses", "entropy-collapse", "constant-length", "kl-explodes",
-    "sampler-mismatch",
-)  # fmt: skip
 SHOWN = ("console", "jsonl")  # also allowed in `track`; metrics.jsonl is always written
 
 
@@ -112,10 +107,7 @@ def recipe_from(data: Mapping[str, Any], where: str = "recipe") -> Recipe:
     compatibility.check_cluster(recipe, where)
     family.check(recipe, options, where)
     _check_given(recipe, options, where)
-    _check_reactions(recipe, options, where)
-    _check_groups(recipe, options, where)
-    _check_brakes(recipe, options, where)
-    _check_expect(recipe, where)
+    consistency.check(recipe, options, where)
     filled = recipe.model_dump() | {
         "eval": family.eval_section(recipe, options).model_dump(),
         "algorithm": _filled(recipe, options),
@@ -207,91 +199,6 @@ def given(recipe: AnyRecipe) -> GivenColumns | None:
     if recipe.sampler.engine != "data":
         return None
     return GivenColumns(algorithm_class(recipe.algorithm.name).given, recipe.model.output)
-
-
-def _check_reactions(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
-    """Rejects reactions to unknown warnings, and those that could not happen."""
-    for kind, reaction in recipe.on_symptom.items():
-        if kind not in WARNINGS:
-            hint = nearest(kind, WARNINGS)
-            raise UserError(f'{where}: on_symptom: unknown warning "{kind}"{hint}')
-        of_workers = kind == "idle-workers" and recipe.cluster.workers is None
-        if of_workers or (kind in OF_RESPONSES and algorithm.family == "flow"):
-            raise UserError(
-                f"{where}: on_symptom.{kind}: this run cannot have the warning, which is for "
-                f"{'several workers' if of_workers else 'language models'}; remove it"
-            )
-        if kind == "reward-hacking" and not recipe.eval.every:
-            raise UserError(
-                f"{where}: on_symptom.reward-hacking compares evaluations; set eval.every"
-            )
-        if reaction == "raise_kl" and algorithm.with_kl(1.0) is None:
-            raise UserError(
-                f'{where}: on_symptom.{kind} = "raise_kl", but algorithm "{recipe.algorithm.name}" '
-                "has no KL here; set its weight (algorithm.beta or algorithm.kl)"
-            )
-
-
-def _check_groups(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
-    """Rewards that compare the samples of a prompt, and curricula, need at least two of them."""
-    if recipe.data.curriculum is not None and algorithm.group < 2:
-        raise UserError(
-            f"{where}: data.curriculum uses the spread of a prompt's rewards and requires "
-            f"algorithm.group of at least 2, got {algorithm.group}"
-        )
-    trained = [] if recipe.sampler.engine == "data" else recipe.reward
-    for entry in filter(is_groupwise, trained):
-        compares = f'{where}: the reward "{entry.name}" compares the samples of a prompt'
-        if algorithm.group < 2:
-            raise UserError(
-                f"{compares} and requires algorithm.group of at least 2, got {algorithm.group}"
-            )
-        if algorithm.greedy_spec() is not None:
-            raise UserError(
-                f'{compares}, but the greedy baseline of algorithm "{recipe.algorithm.name}" is '
-                "one response; use another algorithm, such as grpo"
-            )
-    for entry in filter(is_groupwise, recipe.eval_reward or recipe.reward):
-        if recipe.eval.samples < 2:
-            raise UserError(
-                f'{where}: the reward "{entry.name}" compares the samples of a prompt, but '
-                "evaluations have one: set eval.samples, as in 4, or other rewards in "
-                "[[eval_reward]]"
-            )
-
-
-def _check_brakes(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
-    """Rejects a gate without a KL or without rewards that could doubt a sample, and the renewal of
-    a reference that nothing uses."""
-    from gesso.algorithms.flow import FlowAlgorithm
-
-    if not isinstance(algorithm, FlowAlgorithm):
-        return
-    for section, brake in (("gate", algorithm.gate), ("renew", algorithm.renew)):
-        if brake is not None and algorithm.with_kl(1.0) is None:
-            raise UserError(
-                f"{where}: algorithm.{section} changes the KL, but algorithm "
-                f'"{recipe.algorithm.name}" has no KL here; set its weight (algorithm.beta or '
-                "algorithm.kl)"
-            )
-    weights = [entry.weight for entry in recipe.reward]
-    if algorithm.gate is not None and (0 not in weights or not any(weights)):
-        raise UserError(
-            f"{where}: algorithm.gate compares the trained reward with rewards of weight 0, got "
-            f"weights {', '.join(f'{weight:g}' for weight in weights)}; add a [[reward]] with "
-            "weight = 0 next to the trained one"
-        )
-
-
-def _check_expect(recipe: Recipe, where: str) -> None:
-    """Rejects figures of a metric that evaluations do not have."""
-    names = ["reward", *(entry.label for entry in recipe.eval_reward or recipe.reward)]
-    if recipe.expect is not None and recipe.expect.figure.partition("/")[0] not in names:
-        metrics = ", ".join(f"eval/{name}" for name in names)
-        raise UserError(
-            f'{where}: expect.metric = "{recipe.expect.metric}" is not a metric of its '
-            f"evaluations; expected one of {metrics}, or a detail of one"
-        )
 
 
 def algorithm(recipe: AnyRecipe) -> Algorithm:

@@ -20,7 +20,7 @@ TESTS = re.compile(r"\btests/[a-z0-9_/]+\.py")
 LAYERS = [
     "__main__",
     "cli", "arguments", "commands", "fitting", "check", "estimate", "run", "worker", "loop",
-    "viewer", "use", "health", "build",
+    "viewer", "use", "health", "build", "consistency",
     "families", "memory", "cluster", "learner", "samplers", "algorithms", "models", "weights",
     "ranks", "rewards", "data", "track", "zoo", "formulas", "config", "serving", "imports", "quiet",
     "rollout", "types",

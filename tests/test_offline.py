@@ -166,7 +166,9 @@ def test_mistakes_of_pairs(tmp_path: Path, recipe_data: dict[str, Any]) -> None:
     from gesso.use import pairs
 
     bare = RunFolder.create(tmp_path / "run", build.recipe_from(recipe_data).model_dump())
+    offline = RunFolder.create(tmp_path / "offline", build.recipe("demo-sft").model_dump())
     for arguments, sentence in (
+        ((offline.path, None, 0.0), "trained on samples of its data, which have no scores"),
         ((tmp_path, None, 0.0), "is not a run folder"),
         ((bare.path, None, 0.0), "has kept no samples of its training groups; train with save.gr"),
         ((bare.path, tmp_path / "pairs.txt", 0.0), "a name that ends in .jsonl"),

@@ -137,3 +137,17 @@ def test_there_is_no_reaction_after_the_last_step(recipe_data: dict, tmp_path: P
     done = run.train(build.recipe_from(data), folder=tmp_path / "run", quiet=True)
     assert done.rows()[-1]["health"] == ["diversity"]
     assert "on_symptom" not in (done.path / "log.txt").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "recipe, change, sentence",
+    [
+        ("demo-sft", "on_symptom=stop", "which is for generated training samples"),
+        ("demo-dgpo", "on_symptom.clip-under-floor=stop", "clips no ratio; remove it"),
+        ("demo-draft", "on_symptom=raise_kl", "or use stop or lower_lr"),
+    ],
+)
+def test_reactions_that_cannot_happen(recipe: str, change: str, sentence: str) -> None:
+    with pytest.raises(UserError) as error:
+        build.recipe(recipe, [change])
+    assert sentence in str(error.value)

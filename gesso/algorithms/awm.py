@@ -48,9 +48,9 @@ class AWM(NoisedAlgorithm):
 
     def draw_places(self, generator: torch.Generator) -> Tensor:
         """One of each of `times` equal parts of the steps. As in the authors' code, steps before
-        `first` that would be in the first part count for its size."""
-        start = 0 if self.first < self.levels.stop / self.times else self.first
-        edges = torch.linspace(start, self.levels.stop, self.times + 1).round()
+        `first` count for the size of the first part, if others remain in it."""
+        start = 0 if self.first < int(self.levels.stop / self.times + 0.5) else self.first
+        edges = (torch.linspace(start, self.levels.stop, self.times + 1) + 0.5).floor()
         low, high = edges[:-1].clamp(min=self.first), edges[1:]
         return (low + torch.rand(self.times, generator=generator) * (high - low)).long()
 

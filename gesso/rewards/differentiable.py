@@ -1,7 +1,8 @@
 """Rewards with a gradient: functions of float images, computed in the learner's process.
 
 A class declares `differentiable = True` and has a method `values(images, prompts)` beside `score`.
-Both compute the same number, except for the rounding of pixels to bytes.
+Both compute the same number, except for the rounding of pixels to bytes and for what must be
+softened to have a gradient.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from gesso import imports
 from gesso.rewards.base import AnyReward, Reward, source, unfit
-from gesso.types import Prompt, UserError
+from gesso.rewards.untrusted import raised_message
+from gesso.types import Prompt, UserError, out_of_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,7 +51,14 @@ class WeightedValues:
         if not rows:
             return total
         kept: DifferentiableReward = source(self.reward)
-        values = kept.values(images[rows], [prompts[i] for i in rows])
+        try:
+            values = kept.values(images[rows], [prompts[i] for i in rows])
+        except Exception as error:
+            if isinstance(error, UserError) or out_of_memory(error):
+                raise
+            raise UserError(
+                f'reward "{self.name}": values(images, prompts) {raised_message(error)}'
+            ) from error
         if values.shape != (len(rows),) or values.requires_grad != images.requires_grad:
             raise UserError(
                 f'reward "{self.name}": values(images, prompts) must return one value per image '

@@ -98,7 +98,10 @@ METRICS = {
         "beats by the trained reward, minus the same by the rewards of weight 0.",
         "Steady; it rises when the rewards disagree.",
     ),
-    "gate/share": Metric("With `gate`: share of those samples that the KL applies to."),
+    "gate/share": Metric(
+        "With `gate`: share of those samples that the KL applies to; samples that are equally "
+        "doubtful as the last of them are added."
+    ),
     "update/entropy": Metric(
         "Mean entropy of the token distribution, in nats.", "Falls slowly; near 0 exploration ends."
     ),

@@ -44,6 +44,11 @@ def write(folder: Path, out: Path | None, min_gap: float) -> Result:
     recipe = recipe_of(run)
     file = run.path / f"pairs{SUFFIX}" if out is None else out
     _check(file, min_gap)
+    if recipe.sampler.engine == "data":
+        raise UserError(
+            f"{run.path} trained on samples of its data, which have no scores; data pairs expects "
+            "a run that generated its samples"
+        )
     is_image = recipe.model.output == "image"
     kept = _groups(run.path, is_image)
     if not kept:

@@ -116,7 +116,7 @@ def _find(entry: _Copy, student: AnyModel) -> _Run | _Folder:
     where = f'{entry.key} = "{teacher.path}"'
     found = _located(where, teacher)
     if found.is_adapter and student.lora is None:
-        merged = f"`gesso export {teacher.path} DIR --merged`"
+        merged = f"`gesso export {teacher.path} --to DIR --merged`"
         raise UserError(
             f"{where} is a LoRA, but the student trains all weights; set model.lora.rank, or use "
             f"the folder that {merged} writes"

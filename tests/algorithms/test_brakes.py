@@ -232,3 +232,12 @@ def test_dgpo_keeps_its_reference(recipe_data: dict) -> None:
     recipe_data["algorithm"] = {"name": "dgpo", "group": 3, "steps": 7, "renew": {}}
     with pytest.raises(UserError, match="relative to the model before training; remove renew"):
         build.recipe_from(recipe_data)
+
+
+def test_a_ramp_from_0_would_be_taken_for_a_doubting_reward(recipe_data: dict) -> None:
+    data = gated(recipe_data)
+    data["reward"][0]["ramp"] = {"start": 0.5, "steps": 4}
+    build.recipe_from(data)
+    data["reward"][0]["ramp"] = {"steps": 4}
+    with pytest.raises(UserError, match='the ramp of reward "jpeg-incompressibility" has a weight'):
+        build.recipe_from(data)

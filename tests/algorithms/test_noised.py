@@ -148,6 +148,14 @@ def test_awm_draws_a_time_from_each_part_of_the_schedule() -> None:
     assert levels(AWM(first=0)) == [{0, 1}, {2, 3}, {4, 5}, {6, 7}, {8, 9}, {10, 11}]
 
 
+@pytest.mark.parametrize(
+    "steps, first, last, times", [(10, 1, 9, 9), (14, 3, 9, 3), (10, 2, 9, 4), (10, 1, 4, 4)]
+)
+def test_awm_never_draws_a_time_twice(steps: int, first: int, last: int, times: int) -> None:
+    drawn = levels(AWM(steps=steps, first=first, last=last, times=times))
+    assert sum(map(len, drawn)) == len(set().union(*drawn)) == last - first + 1
+
+
 def test_dgpo_draws_times_without_replacement() -> None:
     drawn = [DGPO().draw_places(torch.Generator().manual_seed(s)).tolist() for s in range(300)]
     assert all(len(set(each)) == 4 for each in drawn)

@@ -166,11 +166,18 @@ def test_a_run_with_a_user_reward(recipe_data: dict, tmp_path: Path) -> None:
     assert rows[1]["update/reward"] == pytest.approx(rows[1]["reward"], abs=2e-3)
 
 
-@pytest.mark.parametrize("end, got", [(".detach()", "without gradient"), (".sum()", "shape ()")])
+@pytest.mark.parametrize(
+    "end, got",
+    [
+        (".detach()", "without gradient"),
+        (".sum()", "shape ()"),
+        (" / missing", "values(images, prompts) raised NameError"),
+    ],
+)
 def test_values_of_user_code_are_checked(
     recipe_data: dict, tmp_path: Path, end: str, got: str
 ) -> None:
-    with pytest.raises(UserError, match="must return one value per image") as error:
+    with pytest.raises(UserError, match=r'reward ".*Brightness": values') as error:
         train(user_recipe(recipe_data, tmp_path, end), folder=tmp_path / "run", quiet=True)
     assert got in str(error.value)
 
