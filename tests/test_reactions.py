@@ -147,7 +147,9 @@ def test_there_is_no_reaction_after_the_last_step(recipe_data: dict, tmp_path: P
         ("demo-draft", "on_symptom=raise_kl", "or use stop or lower_lr"),
     ],
 )
-def test_reactions_that_a_bundled_recipe_cannot_have(recipe: str, change: str, sentence: str) -> None:
+def test_reactions_that_a_bundled_recipe_cannot_have(
+    recipe: str, change: str, sentence: str
+) -> None:
     with pytest.raises(UserError) as error:
         build.recipe(recipe, [change])
     assert sentence in str(error.value)
