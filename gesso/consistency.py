@@ -76,6 +76,11 @@ def _check_groups(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
             raise UserError(
                 f"{compares} and requires algorithm.group of at least 2, got {algorithm.group}"
             )
+        if algorithm.probe is not None:
+            raise UserError(
+                f"{compares}, but algorithm.probe divides a group into two parts; remove one of "
+                "them"
+            )
         if algorithm.greedy_spec() is not None:
             raise UserError(
                 f'{compares}, but the greedy baseline of algorithm "{recipe.algorithm.name}" is '

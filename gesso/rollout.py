@@ -274,6 +274,14 @@ class Rollout:
             one.weights,
         )
 
+    @staticmethod
+    def merge(one: Rollout, other: Rollout) -> Rollout:
+        """Joins two parts of the same groups; the samples of a group become adjacent."""
+        import torch
+
+        joined = replace(Rollout.join(one, other), group=torch.cat([one.group, other.group]))
+        return joined.rows(joined.group.argsort(stable=True))
+
     @property
     def flow_trace(self) -> FlowTrace:
         """The trace of a flow model."""

@@ -322,6 +322,13 @@ MUTANTS = [
         "tests/algorithms/test_noised.py -k pretraining",
     ),
     Mutant(
+        "probe-ends-groups-with-spread",
+        "gesso/cluster/driver.py",
+        "open_rows = [row for row, seen in rewards.items() if len(seen) > 1]",
+        "open_rows = [row for row, seen in rewards.items() if len(seen) > 2]",
+        "tests/test_token_loop.py -k group_ends",
+    ),
+    Mutant(
         "leap-without-its-first-step",
         "gesso/formulas/reward_gradient.py",
         "x = straight_through(middle, from_start)",

@@ -18,8 +18,8 @@ from tools import reference
 ROOT = Path(__file__).parent.parent
 MAX_WORDS = 21_000  # without the generated pages, which grow with the code
 ABSENT = {
-    "update/drift", "update/matching", "update/reward", "update/distance", "update/nll",
-    "update/preference", "update/margin", "update/accuracy",
+    "ended_early", "update/drift", "update/matching", "update/reward", "update/distance",
+    "update/nll", "update/preference", "update/margin", "update/accuracy",
 }  # fmt: skip
 """Of other algorithms."""
 OF_BRAKES = {"update/renewed", "gate/doubt", "gate/share"}  # tests/algorithms/test_brakes.py

@@ -139,7 +139,7 @@ RESUMED: dict[str, dict[str, Any]] = {
     },
     "remax": {"algorithm": {"name": "remax"}},
     "dapo": {
-        "algorithm": {"name": "dapo", "group": 4, "refills": 2},
+        "algorithm": {"name": "dapo", "group": 4, "refills": 2, "probe": 2},
         "reward": [{"name": f"{REWARDS}:some_flat"}],
     },
 }
@@ -174,6 +174,7 @@ def test_a_resumed_run_ends_as_an_undisturbed_one(folders: Path, name: str, tmp_
         assert not torch.equal(first["beside/value.weight"], state["beside/value.weight"])
     if name == "dapo":
         assert sum(row["refilled"] for row in whole.rows()[1:]) > 0
+        assert sum(row["ended_early"] for row in whole.rows()[1:]) > 0
     moved = whole.load(1)[0]
     assert any(not torch.equal(t, moved[n]) for n, t in state.items() if n.startswith("current/"))
 
@@ -325,6 +326,58 @@ def test_refills_end(text: Tiny, tmp_path: Path, trained_on: list[Rollout]) -> N
     assert any(left) and max(row["refilled"] for row in rows) <= 3
     for n, row in zip(left, rows, strict=True):
         assert row["advantage/used"] == pytest.approx(1 - n / 3)
+
+
+# Groups that end early
+
+
+def test_a_group_ends_when_its_first_rewards_are_equal(
+    text: Tiny, tmp_path: Path, trained_on: list[Rollout]
+) -> None:
+    """The others have the samples that they have without `probe`."""
+    whole = dapo(text, "flat.txt", refills=0, steps=1, seed=2)
+    probed = whole | {"algorithm": whole["algorithm"] | {"probe": 2}}
+    rows = [go(data, tmp_path / name).rows()[1] for name, data in (("all", whole), ("few", probed))]
+    every, few = trained_on
+    flat = flat_prompts(every)
+    assert 0 < flat < 3 and rows[1]["ended_early"] == flat and "ended_early" not in rows[0]
+    expected = [
+        (s.prompt.text, s.seed, s.response)
+        for i, s in enumerate(every.samples)
+        if "flat" not in s.prompt.text or i % 4 < 2
+    ]
+    assert [(s.prompt.text, s.seed, s.response) for s in few.samples] == expected
+    assert few.group.tolist() == sorted(few.group.tolist())
+    assert rows[1]["update/first_abs_dlogp_max"] < 1e-4
+    assert rows[1]["update/grad_norm"] == pytest.approx(rows[0]["update/grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    "changes, sentence",
+    [
+        ({"algorithm": {"probe": 4}}, "probe = 4 must be less than group = 4"),
+        (
+            {"algorithm": {"probe": 2, "refills": 0, "advantage": {"drop_flat": False}}},
+            "probe ends",
+        ),
+        ({"algorithm": {"probe": 2, "refills": 0}, "lag": 1}, "requires lag = 0, got lag = 1"),
+        (
+            {
+                "algorithm": {"probe": 2},
+                "reward": [{"name": "diversity"}],
+                "eval": {"samples": 2, "temperature": 1.0},
+            },
+            "algorithm.probe divides a group into two parts",
+        ),
+    ],
+)
+def test_what_probe_requires(text: Tiny, changes: dict[str, Any], sentence: str) -> None:
+    data = dapo(text, "flat.txt", 0)
+    for key, section in changes.items():
+        data[key] = data[key] | section if isinstance(data.get(key), dict) else section
+    with pytest.raises(UserError) as error:
+        build.recipe_from(data)
+    assert sentence in str(error.value)
 
 
 def test_nothing_but_flat_groups(text: Tiny, tmp_path: Path) -> None:

@@ -115,6 +115,10 @@ class Algorithm(Protocol):
         """Further batches that may be sampled to replace groups without spread."""
 
     @property
+    def probe(self) -> int | None:
+        """Samples per prompt that decide whether the others are needed. None: all are."""
+
+    @property
     def advantage(self) -> AdvantageEstimator: ...
 
     @property

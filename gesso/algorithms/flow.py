@@ -54,6 +54,7 @@ class AnyFlowAlgorithm(config.Strict):
     given: ClassVar[tuple[str, ...]] = ()
     epochs: ClassVar[int] = 1
     refills: ClassVar[int] = 0
+    probe: ClassVar[None] = None
 
     def eval_spec(self, watched: config.Eval, model: config.Model, weights: Which) -> SampleSpec:
         """An ODE with the evaluation's steps and guidance."""

@@ -62,6 +62,7 @@ class LikelihoodAlgorithm(Strict):
     family: ClassVar[config.FamilyName] = "language"
     whole_groups: ClassVar[bool] = False
     refills: ClassVar[int] = 0
+    probe: ClassVar[None] = None
     temperature: ClassVar[float] = TEMPERATURE
     terms_a_sample: ClassVar[int] = 1
     clip_range: ClassVar[None] = None

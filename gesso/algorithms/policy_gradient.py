@@ -223,6 +223,10 @@ class PolicyGradient(Strict):
     refills: int = Field(0, ge=0)
     """How often groups without reward spread are replaced by groups of new prompts (DAPO). Requires
     `advantage.drop_flat`."""
+    probe: int | None = Field(None, ge=2)
+    """Responses per prompt that are sampled and scored first. A group ends with them if their
+    rewards are equal; the others are completed to `group`. Requires `advantage.drop_flat`. None:
+    all groups are complete."""
 
     family: ClassVar[config.FamilyName] = "language"
     whole_groups: ClassVar[bool] = False
@@ -248,6 +252,10 @@ class PolicyGradient(Strict):
             )
         if self.refills and not self.advantage.drop_flat:
             raise ValueError("refills replace dropped groups; set advantage.drop_flat = true")
+        if self.probe is not None and not self.advantage.drop_flat:
+            raise ValueError("probe ends groups without spread; set advantage.drop_flat = true")
+        if self.probe is not None and self.probe >= self.group:
+            raise ValueError(f"probe = {self.probe} must be less than group = {self.group}")
         compares = self.advantage.baseline in ("mean", "others") or self.advantage.drop_flat
         if self.group == 1 and compares:
             raise ValueError(
@@ -261,6 +269,8 @@ class PolicyGradient(Strict):
             )
         if self.greedy_spec() and self.refills:
             raise ValueError('refills do not support baseline = "greedy"; set refills = 0')
+        if self.greedy_spec() and self.probe:
+            raise ValueError('probe does not support baseline = "greedy"; remove probe')
         return self
 
     @property

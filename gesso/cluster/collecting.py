@@ -31,6 +31,16 @@ class Request:
     step: int | None = None  # of training; None: an evaluation, scored with its rewards
     batch: int | None = None  # samples of a worker at a time; None: as in the recipe
 
+    def part(self, rows: Sequence[int], places: range) -> Request:
+        """Of these prompts, the samples at these places of their groups, which are adjacent."""
+        group = self.row.count(self.row[0])
+        chosen = [row * group + place for row in rows for place in places]
+        return replace(
+            self,
+            row=[self.row[i] for i in chosen],
+            seeds=[self.seeds[i] for i in chosen],
+        )
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -40,6 +50,14 @@ class Timing:
     score: float
     overlap: float
     wait: float
+
+    def __add__(self, other: Timing) -> Timing:
+        return Timing(
+            self.sample + other.sample,
+            self.score + other.score,
+            self.overlap + other.overlap,
+            self.wait + other.wait,
+        )
 
 
 @dataclass(frozen=True)

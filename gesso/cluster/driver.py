@@ -144,6 +144,8 @@ class Driver(ABC):
         drawn = self.stream.metrics()
         label = f"batch {step + 1}"
         request = self._request(prompts, step, group or self.algorithm.group, ("sample",), label)
+        if group is None and self.algorithm.probe is not None:
+            request = request.part(range(len(prompts)), range(self.algorithm.probe))
         pending = self._sample(request)
         spec = self.algorithm.greedy_spec()
         if spec is None:
@@ -182,11 +184,16 @@ class Driver(ABC):
         """Wait for the scores, drop samples without a score, replace flat groups."""
         assert batch.pending is not None
         rollout, timing = batch.pending.result()
+        ended = 0
+        if self.algorithm.probe is not None:
+            rollout, timing, ended = self._complete(rollout, timing, batch)
         metrics = self.describe(rollout) | dict(batch.pending.drawn)
         if self.rewards.rewards:  # otherwise the data gives the scores, which never change
             metrics = reward_metrics(rollout.scores) | metrics
         ramped = [entry.label for entry in self._entries if entry.ramp is not None]
         metrics |= {f"reward/{name}/weight": rollout.weights[name] for name in ramped}
+        if self.algorithm.probe is not None:
+            metrics["ended_early"] = float(ended)
         notes: list[str] = []
         rollout = self._without_failed(rollout, batch.step, notes)
         self._observe(rollout, batch.step)
@@ -202,6 +209,26 @@ class Driver(ABC):
             metrics | _seconds(timing),
             notes,
         )
+
+    def _complete(
+        self, rollout: Rollout, timing: Timing, batch: DriverBatch
+    ) -> tuple[Rollout, Timing, int]:
+        """Samples the rest of the groups whose first samples differ in reward; also returns the
+        number of the other groups. Seeds are those of a step without `probe`."""
+        assert batch.pending is not None and self.algorithm.probe is not None
+        first, group = batch.pending.samples.request, self.algorithm.group
+        rewards: dict[int, set[float]] = {row: set() for row in first.row}
+        for row, score in zip(rollout.group.tolist(), rollout.scores, strict=True):
+            if score.ok and score.value is not None:
+                rewards[row].add(score.value)
+        open_rows = [row for row, seen in rewards.items() if len(seen) > 1]
+        if not open_rows:
+            return rollout, timing, len(rewards)
+        label = f"batch {batch.step + 1}, {len(open_rows)} groups"
+        whole = self._request(first.prompts, batch.step, group, ("sample",), label)
+        rest = whole.part(open_rows, range(self.algorithm.probe, group))
+        more, further = self._sample(rest).result()
+        return Rollout.merge(rollout, more), timing + further, len(rewards) - len(open_rows)
 
     def _refill(self, rollout: Rollout, step: int, notes: list[str]) -> tuple[Rollout, float]:
         """Replaces flat groups, in at most `refills` attempts; also returns the number of sampled

@@ -23,6 +23,9 @@ class Batches(Protocol):
     def refills(self) -> int: ...
 
     @property
+    def probe(self) -> int | None: ...
+
+    @property
     def whole_groups(self) -> bool: ...
 
 
@@ -78,6 +81,11 @@ def check_sizes(recipe: Recipe, algorithm: Batches, where: str) -> None:
         raise UserError(
             f"{where}: algorithm.refills = {algorithm.refills} samples again with the weights of "
             f"the current step and requires lag = 0, got lag = {recipe.lag}"
+        )
+    if algorithm.probe and recipe.lag:
+        raise UserError(
+            f"{where}: algorithm.probe = {algorithm.probe} samples the rest of a group with the "
+            f"weights of the current step and requires lag = 0, got lag = {recipe.lag}"
         )
     samples, updates = recipe.data.groups * algorithm.group, algorithm.updates
     if samples > MAX_SAMPLES:

@@ -139,6 +139,9 @@ METRICS = {
     "refilled": Metric(
         "Groups resampled in place of flat ones, with `refills`.", "Below `data.groups`."
     ),
+    "ended_early": Metric(
+        "With `probe`: groups that ended after their first responses.", "Below `data.groups`."
+    ),
     "cached": Metric("Scores taken from the reward cache since the previous row."),
     "samples_per_s": Metric("Samples per second of sampling, scoring and update."),
     "memory/gb": Metric(
