@@ -184,8 +184,8 @@ MUTANTS = [
     Mutant(
         "importance-off-for-vllm",
         "gesso/families/tokens.py",
-        'if recipe.sampler.engine == "built-in":\n            return {}',
-        'if recipe.sampler.engine != "built-in":\n            return {}',
+        'if recipe.sampler.engine != "vllm":\n            return {}',
+        'if recipe.sampler.engine == "vllm":\n            return {}',
         "tests/algorithms/test_responses.py -k another_engine",
     ),
     Mutant(

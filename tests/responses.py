@@ -29,10 +29,12 @@ TEMPERATURE = 0.8
 def recipe_of(tiny: Tiny, algorithm: dict[str, Any], **sections: Any) -> config.Recipe:
     """A recipe whose data is never read."""
     model = {"name": "vision-language" if tiny.sees else "causal", "path": str(tiny.folder)}
+    likelihood = algorithm["name"] in ("sft", "dpo")  # at temperature 1
+    sampling = {} if likelihood else {"temperature": TEMPERATURE}
     data: dict[str, Any] = {
         "model": model | {"device": "cpu"} | sections.pop("model", {}),
         "data": {"train": "x", "eval": "x", "groups": 3},
-        "algorithm": {"group": 3, "temperature": TEMPERATURE, "max_tokens": 12} | algorithm,
+        "algorithm": {"group": 3, "max_tokens": 12} | sampling | algorithm,
         "reward": [{"name": "tests.rewards.user_rewards:constant", "value": 1.0}],
         "optimizer": {"lr": 1e-3, "weight_decay": 0.0, "max_norm": 1e9},
     }

@@ -105,7 +105,7 @@ CASES = [
     ("check number.toml", "expected a name"),
     ("check folder.toml", "is a folder; expected a TOML file"),
     ("check .", "is a folder"),
-    ("check dmo", 'did you mean "demo"? similar: demo-vlm, demo-rft, demo-nft, demo-mix; `ges'),
+    ("check dmo", 'did you mean "demo"? similar: demo-vlm, demo-sft, demo-rft, demo-nft; `ges'),
     ("check demo model=3", "expected a table with name, path, dtype"),
     ("check demo reward=[3]", "expected a table with name, weight"),
     ("check demo optimizer.betas=3", "expected a list of 2: a number, a number"),

@@ -30,7 +30,7 @@ def case(folder: Path, algorithm: dict[str, Any]) -> tuple[Tiny, Parts, Rollout]
     """A policy that has moved since the reference was kept."""
     tiny = Tiny("qwen2.5-vl", folder)
     engine = {"sampler": {"engine": "data"}} if algorithm is SFT else {}
-    parts = parts_of(tiny, algorithm | {"temperature": "none"}, **engine)
+    parts = parts_of(tiny, algorithm, **engine)
     moved(parts.model.policy.trainable)
     return tiny, parts, rollout_of(parts.model, tiny.prompts)
 

@@ -279,7 +279,7 @@ def test_a_run(recipe_data: dict, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "section, sentence",
     [
-        ({"algorithm": {"group": 1}}, "requires algorithm.group of at least 2, got 1"),
+        ({"algorithm": {"group": 1}}, "use group = 2 or more"),
         ({"eval": {"samples": 1}}, "but evaluations have one: set eval.samples, as in 4"),
     ],
 )
