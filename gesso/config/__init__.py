@@ -26,6 +26,7 @@ from gesso.config.bundled import FAMILIES, MODELS, BundledModel, FamilyName
 if TYPE_CHECKING:
     from gesso.config.expect import Expect
     from gesso.config.model import AnyModel, Lora, Model, ModelSection, TokenModel, family
+    from gesso.config.reward import Ramp, RemoteEntry, RewardEntry, Urls, web_addresses
     from gesso.config.schema import (
         AnyRecipe,
         Beta,
@@ -39,17 +40,12 @@ if TYPE_CHECKING:
         Learner,
         ModelRecipe,
         Optimizer,
-        Ramp,
         Recipe,
-        RemoteEntry,
-        RewardEntry,
         Sampler,
         Save,
         Tracker,
         TrainDataSource,
-        Urls,
         Vllm,
-        web_addresses,
     )
 
 __all__ = [
@@ -104,6 +100,6 @@ if not TYPE_CHECKING:
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from gesso.config import model, schema
+        from gesso.config import model, reward, schema
 
-        return (vars(model) | vars(schema))[name]
+        return (vars(model) | vars(reward) | vars(schema))[name]
