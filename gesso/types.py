@@ -4,13 +4,14 @@ of how samples were generated are in rollout.py."""
 from __future__ import annotations
 
 import hashlib
-import io
 import math
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NewType, TypeVar
+
+from gesso.image_files import ImageFault, check_pixels, read_rgb, read_size
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,10 +32,6 @@ def teacher_name(name: str) -> TeacherName:
 
 Weights = Mapping[str, "Tensor"]
 """The trained tensors by name; a transfer with a missing or extra name raises."""
-
-
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Image formats that are accepted. Pillow supports more, some of which run external programs."""
 
 
 class UserError(ValueError):
@@ -75,6 +72,7 @@ def seed_of(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
+T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -92,27 +90,34 @@ def eval_seed(seed: int, prompt: int, sample: int) -> int:
 
 @dataclass(frozen=True)
 class PromptImage:
-    """An input image of a prompt, not yet decoded: the path of a file, or its content."""
+    """An image of a row, not yet decoded: the path of a file, or its content."""
 
     path: str = ""
     data: bytes = field(default=b"", repr=False)
 
     def open(self) -> Image:
-        """The decoded image, as RGB."""
-        from PIL import Image
-
-        source = io.BytesIO(self.data) if self.data else self.path
-        with Image.open(source, formats=IMAGE_FORMATS) as image:
-            return image.convert("RGB")
+        """The decoded image, as RGB and upright; see `image_files.read_rgb`."""
+        return self._read(read_rgb)
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width, without decoding the image."""
-        from PIL import Image
+        """Height and width of the upright image, without decoding it."""
+        return self._read(read_size)
 
-        source = io.BytesIO(self.data) if self.data else self.path
-        with Image.open(source, formats=IMAGE_FORMATS) as image:
-            return image.height, image.width
+    def fault(self, decode: bool = True) -> str | None:
+        """Why the image cannot be used, or None. Without `decode` only its header is read."""
+        try:
+            self._read(check_pixels if decode else read_size)
+        except UserError as error:
+            return str(error)
+        return None
+
+    def _read(self, function: Callable[[str | bytes], T]) -> T:
+        try:
+            return function(self.data or self.path)
+        except ImageFault as fault:
+            name = self.path or f"the image of {len(self.data):,} bytes"
+            raise UserError(f"{name} {fault}") from fault
 
     def read(self) -> bytes:
         """The content of the file, still encoded."""
@@ -135,6 +140,9 @@ class Prompt:
 
     `given` are samples from the row, images or texts, the best first: with
     `sampler.engine = "data"` they are trained on instead of generated ones.
+
+    `image_columns` are further images of the row, for rewards of edits: "mask", which is white
+    where the image may change, and "target_image", the edited image.
     """
 
     text: str
@@ -144,11 +152,18 @@ class Prompt:
     images: tuple[PromptImage, ...] = ()
     messages: tuple[Mapping[str, Any], ...] = ()
     given: tuple[PromptImage | str, ...] = ()
+    image_columns: Mapping[str, PromptImage] = field(default_factory=dict)
 
     @property
     def all_images(self) -> list[PromptImage]:
-        """Of the prompt, then those of `given`."""
-        return [*self.images, *(g for g in self.given if isinstance(g, PromptImage))]
+        """Of the prompt, then those of `given` and of `image_columns`."""
+        given = [each for each in self.given if isinstance(each, PromptImage)]
+        return [*self.images, *given, *self.image_columns.values()]
+
+    @property
+    def for_rewards(self) -> list[PromptImage]:
+        """The images that rewards receive with a sample."""
+        return [*self.images, *self.image_columns.values()]
 
 
 @dataclass(frozen=True)

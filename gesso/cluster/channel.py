@@ -91,6 +91,9 @@ def pack_prompts(prompts: Sequence[Prompt]) -> bytes:
                 each if isinstance(each, str) else (each.path, len(each.data))
                 for each in prompt.given
             ],
+            "image_columns": {
+                key: (image.path, len(image.data)) for key, image in prompt.image_columns.items()
+            },
         }
         for prompt in prompts
     ]
@@ -112,6 +115,7 @@ def read_prompts(data: bytes) -> list[Prompt]:
             "images": tuple(image(*each) for each in row["images"]),
             "messages": tuple(row["messages"]),
             "given": tuple(e if isinstance(e, str) else image(*e) for e in row["given"]),
+            "image_columns": {key: image(*each) for key, each in row["image_columns"].items()},
         }
         prompts.append(Prompt(**values))
     return prompts

@@ -1,7 +1,7 @@
 """Samples that a row gives for training, for `sampler.engine = "data"`.
 
 SFT, images           `image`, or `file_name` as in Hugging Face's imagefolder, whose `text` is the
-                      prompt
+                      prompt; of edits `target_image`, and `image` is the input
 SFT, texts            `response`, or `completion` (TRL); or messages that end with the assistant's
 DPO                   `chosen` and `rejected`: images or texts
 TRL, conversational   a text may be messages, the last one the assistant's; those before it are the
@@ -21,7 +21,7 @@ from gesso.data.images import InvalidRow, short
 from gesso.types import UserError
 
 ALIASES = {
-    "image": ("image", "file_name", "chosen"),
+    "image": ("target_image", "image", "file_name", "chosen"),
     "response": ("response", "completion", "chosen"),
 }  # a sample's name → columns, in order of precedence
 MESSAGES = ("messages", "message")
@@ -41,7 +41,8 @@ class GivenColumns:
         rest = dict(row)
         columns = [next((c for c in _columns(name) if c in rest), None) for name in self.names]
         values = [rest.pop(column) for column in columns if column is not None]
-        for name in [*self.names, "chosen", "rejected"]:
+        edits = "target_image" in columns
+        for name in [*([] if edits else self.names), "chosen", "rejected"]:
             rest.pop(name, None)
         if self.kind == "image":
             if prompt not in rest and CAPTION in rest:

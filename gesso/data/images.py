@@ -1,6 +1,7 @@
 """Converts image values of a row to PromptImage and checks that they can be decoded.
 
-a path            relative to the folder of the data, else to the working directory; also file://…
+a path            relative to the folder of the data, to `images/` in it, or to the working
+                  directory; also file://…
 bytes             of an image file; {"bytes", "path"} as `datasets` and parquet store images
 base64            with or without `data:image/…;base64,`
 """
@@ -9,18 +10,20 @@ from __future__ import annotations
 
 import base64
 import binascii
-import io
 import os
 import urllib.parse
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gesso.types import IMAGE_FORMATS, Prompt, PromptImage, UserError
+from gesso.types import Prompt, PromptImage, UserError
 
 FILE, WEB, DATA = "file://", ("http://", "https://"), "data:"
 MAX_PATH = 1024  # characters; a longer text is base64
+MAX_DECODED = 4096  # images of a source; of the others only the headers are checked
+BESIDE = "images"  # folder next to the data file, as in Flow-Factory
 # First bytes of image files.
 SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*")
 
@@ -37,6 +40,13 @@ def load_images(values: Sequence[Any], folder: Path | None) -> tuple[PromptImage
         except InvalidRow as error:
             raise InvalidRow(f"image {i} of {len(values)}: {error}") from None
     return tuple(images)
+
+
+def load_image(value: Any, column: str, folder: Path | None) -> PromptImage:
+    try:
+        return _image(value, folder)
+    except InvalidRow as error:
+        raise InvalidRow(f'column "{column}": {error}') from None
 
 
 def _image(value: Any, folder: Path | None) -> PromptImage:
@@ -73,7 +83,7 @@ def _from_text(text: str, folder: Path | None) -> PromptImage:
         return PromptImage(data=data)
     if len(text) > MAX_PATH:
         raise InvalidRow(f"expected a path or base64, got {short(text)}")
-    searched = f" in {folder} or the working directory" if folder else ""
+    searched = f" in {folder}, its folder {BESIDE}/ or the working directory" if folder else ""
     raise InvalidRow(f"no such file {text!r}{searched}")
 
 
@@ -81,7 +91,9 @@ def _file(name: str, folder: Path | None) -> str | None:
     if len(name) > MAX_PATH:
         return None
     plain = os.path.expanduser(name)
-    candidates = [plain] if folder is None else [os.path.join(folder, plain), plain]
+    candidates = [plain]
+    if folder is not None:
+        candidates = [os.path.join(folder, plain), os.path.join(folder, BESIDE, plain), plain]
     return next((path for path in candidates if os.path.isfile(path)), None)
 
 
@@ -92,39 +104,36 @@ def _decoded(text: str) -> bytes | None:
         return None
 
 
-def faults(prompts: Sequence[Prompt]) -> list[str | None]:
-    """For each prompt, why one of its images cannot be decoded, or None. An image that several
-    prompts share is decoded once."""
+@dataclass(frozen=True)
+class ImageCheck:
+    """What `check_images` found."""
+
+    faults: Sequence[str | None]  # of each prompt: why one of its images cannot be used
+    images: int = 0  # that are distinct
+    decoded: int = 0
+
+
+def check_images(prompts: Sequence[Prompt]) -> ImageCheck:
+    """Reads the header of every image, and decodes at most MAX_DECODED of them, evenly spaced. An
+    image that several prompts share is read once."""
     distinct = list(dict.fromkeys(image for prompt in prompts for image in prompt.all_images))
     if not distinct:
-        return [None] * len(prompts)
+        return ImageCheck([None] * len(prompts))
     from PIL import Image
 
     Image.init()  # not thread-safe
+    count = min(len(distinct), MAX_DECODED)
+    decoded = {i * len(distinct) // count for i in range(count)}
+    full = [i in decoded for i in range(len(distinct))]
     with ThreadPoolExecutor() as threads:  # Pillow releases the GIL while it decodes
-        reasons = dict(zip(distinct, threads.map(_fault, distinct), strict=True))
-    return [_first_fault([reasons[image] for image in prompt.all_images]) for prompt in prompts]
+        reasons = dict(zip(distinct, threads.map(PromptImage.fault, distinct, full), strict=True))
+    found = [_first_fault([reasons[image] for image in prompt.all_images]) for prompt in prompts]
+    return ImageCheck(found, len(distinct), count)
 
 
 def _first_fault(reasons: Sequence[str | None]) -> str | None:
     faults = (f"image {i} of {len(reasons)}: {r}" for i, r in enumerate(reasons, 1) if r)
     return next(faults, None)
-
-
-def _fault(image: PromptImage) -> str | None:
-    from PIL import Image, UnidentifiedImageError
-
-    name = image.path or f"{len(image.data):,} bytes"
-    try:
-        source = io.BytesIO(image.data) if image.data else image.path
-        with Image.open(source, formats=IMAGE_FORMATS) as opened:
-            opened.draft("RGB", (1, 1))  # faster: a JPEG is decoded at an eighth of its size
-            opened.load()  # verify() would check only headers and checksums
-    except UnidentifiedImageError:
-        return f"{name}: not an image; expected one of {', '.join(IMAGE_FORMATS)}"
-    except Exception as error:  # damaged files make Pillow fail in many ways
-        return f"{name} cannot be decoded: {first_line(error)}"
-    return None
 
 
 def short(value: Any) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from gesso.config import ChatSettings, Data, DataSource
 from gesso.data.chat import ChatFormat
 from gesso.data.given import GivenColumns
-from gesso.data.images import InvalidRow, faults
+from gesso.data.images import InvalidRow, check_images
 from gesso.data.readers import Reading, read
 from gesso.data.rows import prompt_of, weight_of
 from gesso.types import Prompt, PromptImage, UserError, seed_of
@@ -104,6 +104,7 @@ def _scored(
     reading = read(source, chat_format, given)
     prompts, note = usable(reading, source.path)
     report.add_note(note)
+    report.add_note(reading.unseen)
     report.left_out.extend(reading.left_out)
     return fit(prompts, unfit, source.path, report)
 
@@ -142,7 +143,7 @@ def typed_prompt(
         prompt = prompt_of(row, where, DataSource(path=where), None, ChatFormat.of(data))
     except InvalidRow as error:
         raise UserError(f"{where}: {error}") from error
-    (fault,) = faults([prompt])
+    (fault,) = check_images([prompt]).faults
     if fault:
         raise UserError(f"{where}: {fault}")
     return prompt
@@ -204,6 +205,8 @@ def _content(prompt: Prompt) -> bytes:
     fields = [prompt.text, prompt.negative, prompt.messages, prompt.columns, images]
     if prompt.given:
         fields.append([_name(each) for each in prompt.given])
+    if prompt.image_columns:
+        fields.append({key: _name(each) for key, each in prompt.image_columns.items()})
     return json.dumps(fields).encode()
 
 

@@ -28,7 +28,7 @@ from typing import Any
 from gesso.config import DataSource, resolve_path
 from gesso.data.chat import PLAIN, ChatFormat
 from gesso.data.given import GivenColumns
-from gesso.data.images import InvalidRow, faults, first_line, short
+from gesso.data.images import InvalidRow, check_images, first_line, short
 from gesso.data.rows import Row, prompt_of
 from gesso.data.splits import FILES, captioned_images, is_saved, pick
 from gesso.types import Prompt, UserError
@@ -44,12 +44,13 @@ Rows = Iterable[tuple[int, Row]]  # numbered from 1, as in editors
 class Reading:
     prompts: list[Prompt]
     left_out: list[str]  # "geo3k.parquet:17: why", one for each row that cannot be used
+    unseen: str | None = None  # a note, if not every image was decoded
 
 
 def read(
     source: DataSource, chat_format: ChatFormat = PLAIN, given: GivenColumns | None = None
 ) -> Reading:
-    """Reads every row of a source; each image is decoded once. `source.column` becomes the prompt's
+    """Reads every row of a source and checks its images. `source.column` becomes the prompt's
     text and "negative_prompt" its negative prompt; `given` are columns of samples; rewards receive
     all other columns."""
     try:
@@ -59,13 +60,20 @@ def read(
     if not results:
         raise UserError(f"prompt file {source.path} is empty; expected one row per prompt")
     prompts = [prompt for prompt in results if isinstance(prompt, Prompt)]
-    broken = {p.where: why for p, why in zip(prompts, faults(prompts), strict=True) if why}
+    check = check_images(prompts)
+    broken = {p.where: why for p, why in zip(prompts, check.faults, strict=True) if why}
     left_out = [
         row if isinstance(row, str) else f"{row.where}: {broken[row.where]}"
         for row in results
         if isinstance(row, str) or row.where in broken
     ]
-    return Reading([prompt for prompt in prompts if prompt.where not in broken], left_out)
+    unseen = None
+    if check.decoded < check.images:
+        unseen = (
+            f"{check.images:,} images of {source.path}: the headers of all and the pixels of "
+            f"{check.decoded:,} were checked; a damaged one among the others stops the run"
+        )
+    return Reading([prompt for prompt in prompts if prompt.where not in broken], left_out, unseen)
 
 
 def why_not_local(path: str) -> str | None:

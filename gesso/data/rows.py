@@ -3,9 +3,13 @@
 text-to-image         `prompt`
 EasyR1                `problem` with an <image> for each of `images`
 LMM-R1                `message`, JSON text: messages with embedded images
-TRL                   `prompt`, a text or messages, with `image` or `images`
+TRL, Flow-Factory     `prompt`, a text or messages, with `image` or `images`
+VeRL-Omni             as TRL, with `negative_prompt` as messages
+UniRL                 `media`, a list of {"modality": "image", "role", "uri"}
 
-This module checks the row itself; `images.faults` checks whether its images can be decoded.
+Editing data may have a `mask` and a `target_image`, which rewards receive as images.
+
+This module checks the row itself; `images.check_images` checks its images.
 """
 
 from __future__ import annotations
@@ -20,12 +24,14 @@ from typing import Any
 from gesso.config import DataSource
 from gesso.data import chat
 from gesso.data.given import GivenColumns
-from gesso.data.images import InvalidRow, load_images, short
+from gesso.data.images import InvalidRow, load_image, load_images, short
 from gesso.types import Prompt, PromptImage, UserError, bad_text
 
 PROMPT_COLUMNS = ("prompt", "problem", "message", "messages", "question")  # in order of precedence
 MESSAGE_COLUMNS = ("message", "messages")
 IMAGE_COLUMNS = ("images", "image")
+MEDIA = "media"
+OF_EDITS = ("mask", "target_image")  # images for rewards, in rows that have input images
 MAX_DEPTH = 100  # of nested lists and objects
 
 Row = dict[str, Any]
@@ -48,11 +54,14 @@ def prompt_of(
         rest, samples = split.rest, split.samples
     column = _prompt_column(rest, where, source)
     prompt, negative = rest.pop(column), rest.pop("negative_prompt", None) or ""
+    _split_media(rest)
     attached = _attached(rest, where, source)
+    of_edits = {key: rest.pop(key) for key in OF_EDITS if attached and key in rest}
     if not _is_prompt(prompt):
         raise InvalidRow(f'expected text as "{column}", got {short(prompt)}')
-    if not isinstance(negative, str):
+    if not _is_prompt(negative):
         raise UserError(f'{where}: expected text as "negative_prompt", got {short(negative)}')
+    negative = _text_of(chat.parse_messages(negative, required=False))
     columns = {key: _plain(value, key, where) for key, value in rest.items()}
     _check_weight(columns.get("weight"), where)
 
@@ -66,8 +75,34 @@ def prompt_of(
     messages = chat.apply_format(conversation.messages, chat_format, columns, where)
     messages, images = chat.match_images(messages, conversation.images, attached)
     text = prompt if plain else chat.question(conversation.messages)
-    prompt_images = load_images(images, folder)
-    return Prompt(text, negative, columns, where, prompt_images, tuple(messages), shown)
+    loaded = load_images(images, folder)
+    others = {key: load_image(value, key, folder) for key, value in of_edits.items() if value}
+    return Prompt(text, negative, columns, where, loaded, tuple(messages), shown, others)
+
+
+def _text_of(prompt: str | list[Any]) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return chat.question(chat.conversation(prompt).messages)
+
+
+def _split_media(rest: Row) -> None:
+    """Replaces UniRL's `media` by `images` and, with the role "target", `target_image`."""
+    media = rest.get(MEDIA)
+    if not isinstance(media, list) or any(name in rest for name in IMAGE_COLUMNS):
+        return
+    images = []
+    for i, item in enumerate(rest.pop(MEDIA), 1):
+        fields = item if isinstance(item, dict) else {}
+        if fields.get("modality", "image") != "image" or not fields.get("uri"):
+            raise InvalidRow(
+                f'{MEDIA} {i}: expected {{"modality": "image", "role", "uri"}}, got {short(item)}'
+            )
+        if fields.get("role") == "target":
+            rest["target_image"] = fields["uri"]
+        else:
+            images.append(fields["uri"])
+    rest[IMAGE_COLUMNS[0]] = images
 
 
 def _samples(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import io
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,7 @@ from gesso.rewards.functions import (
 )
 from gesso.rewards.labels import describe_columns
 from gesso.rewards.untrusted import clean_text, score_list
-from gesso.types import IMAGE_FORMATS, Prompt, Sample, Score, UserError
+from gesso.types import Prompt, Sample, Score, UserError
 
 if TYPE_CHECKING:
     import asyncio
@@ -76,7 +75,8 @@ class TRL(FunctionReward):
 
     def _arguments(self, samples: Sequence[Sample], log: _CallLog) -> dict[str, Any]:
         prompts = [sample.prompt for sample in samples]
-        images = [[_lazy_image(image.read()) for image in prompt.images] for prompt in prompts]
+        opened = {image: image.open() for prompt in prompts for image in prompt.images}
+        images = [[opened[image] for image in prompt.images] for prompt in prompts]
         names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
         arguments: dict[str, Any] = {
             name: [prompt.columns.get(name) for prompt in prompts] for name in names
@@ -195,10 +195,3 @@ def _completion(sample: Sample) -> Any:
     if not sample.prompt.messages:
         return sample.response
     return [{"role": "assistant", "content": sample.response}]
-
-
-def _lazy_image(data: bytes) -> Image:
-    """Pillow decodes it on first access."""
-    from PIL import Image
-
-    return Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)

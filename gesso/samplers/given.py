@@ -145,7 +145,7 @@ def fitted(image: PromptImage, height: int, width: int) -> np.ndarray:
 def _pixels(call: GivenCall, i: int, spec: SampleSpec) -> np.ndarray:
     try:
         return fitted(call.sample(i), spec.height, spec.width)
-    except (OSError, ValueError) as error:  # deleted since the data was read
+    except UserError as error:  # deleted since the data was read
         raise UserError(f"{call.prompt(i).where}: an image cannot be used: {error}") from error
 
 

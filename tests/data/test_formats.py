@@ -360,7 +360,7 @@ CORRUPT[400] ^= 1
          r"image 1 of 1: expected base64 after 'data:image/png;base64,', got '%%%'"),
         ({"problem": "?", "images": ["data:image/png,abc"]}, "expected base64 after"),
         ({"problem": "?", "images": ["a" * 2001]}, "expected a path or base64, got 'aaaa"),
-        ({"problem": "?", "images": ["a" * 2000]}, r"1,500 bytes: not an image; expected one of"),
+        ({"problem": "?", "images": ["a" * 2000]}, r"1,500 bytes is not an image; expected one of"),
         ({"problem": "?", "images": [7]}, "expected a path, bytes or base64, got 7"),
         ({"problem": "?", "images": [None, "red.png"]}, "image 1 of 2: expected a path"),
         ({"problem": "?", "images": [{"bytes": None, "path": None}]}, "got None"),
@@ -368,9 +368,9 @@ CORRUPT[400] ^= 1
         ({"problem": "?", "images": ["cut.jpg"]}, r"cut.jpg cannot be decoded: .*truncated"),
         ({"problem": "?", "images": ["red.png", "corrupt.png"]},
          r"image 2 of 2: \S*corrupt.png cannot be decoded: "),
-        ({"problem": "?", "images": ["a.jsonl"]}, r"a.jsonl: not an image; expected one of PNG, J"),
-        ({"problem": "?", "images": ["empty.png"]}, r"empty.png: not an image"),
-        ({"problem": "?", "images": ["a.eps"]}, r"a.eps: not an image"),
+        ({"problem": "?", "images": ["a.jsonl"]}, r"a.jsonl is not an image; expected one of PNG"),
+        ({"problem": "?", "images": ["empty.png"]}, r"empty.png is not an image"),
+        ({"problem": "?", "images": ["a.eps"]}, r"a.eps is not an image"),
         ({"message": "How many?"}, r"expected messages as JSON, got 'How many\?': Expecting value"),
         ({"message": '{"role": "user"}'}, "expected a list of messages, got "),
         ({"message": "[1]"}, r'message 1: expected \{"role", "content"\}, got 1'),
@@ -496,12 +496,10 @@ def test_texts_and_images_mix_and_resume(folder: Path) -> None:
 def test_an_image_of_many_prompts_is_decoded_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from gesso.data import images
-
     decoded = []
-    monkeypatch.setattr(images, "_fault", lambda image: decoded.append(image))
+    monkeypatch.setattr(PromptImage, "fault", lambda image, decode: decoded.append(decode))
     rows = [{"problem": str(i), "images": ["red.png"]} for i in range(20)]
-    assert len(read(jsonl(folder / "a.jsonl", *rows))) == 20 and len(decoded) == 1
+    assert len(read(jsonl(folder / "a.jsonl", *rows))) == 20 and decoded == [True]
 
 
 # Templates

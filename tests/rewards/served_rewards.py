@@ -56,6 +56,12 @@ def shown(samples: Sequence[Sample]) -> list[Score]:
     ]
 
 
+def image_columns(samples: Sequence[Sample]) -> list[Score]:
+    """The mask and the target image as text."""
+    columns = [s.prompt.image_columns.items() for s in samples]
+    return [Score(1.0, {}, json.dumps({k: i.read().hex() for k, i in c})) for c in columns]
+
+
 def blind(samples: Sequence[Sample]) -> list[float]:
     """Counts the prompt's images without opening them."""
     return [float(len(s.prompt.images)) for s in samples]

@@ -128,13 +128,30 @@ def test_in_a_worker_process(prompt: Prompt) -> None:
     check_shown(scores_of(WorkerScorer(f"{HERE}:shown", {}, 1), samples))
 
 
+def test_mask_and_target_in_a_worker_process_and_over_http(prompt: Prompt) -> None:
+    """A file that is both an input image and a column is sent once."""
+    edit = replace(prompt, image_columns={"mask": PromptImage(data=DARK), "b": prompt.images[1]})
+    assert [p.data for p in round_trip([Sample(edit, None, 0, "")])[0].prompt.for_rewards] == [
+        BRIGHT, DARK, DARK, DARK,
+    ]  # fmt: skip
+    samples = [Sample(edit, None, 0, ""), Sample(prompt, None, 0, "")]
+    expected = [json.dumps({"mask": DARK.hex(), "b": DARK.hex()}), "{}"]
+    local = scores_of(WorkerScorer(f"{HERE}:image_columns", {}, 1), samples)
+    with served(f"{HERE}:image_columns") as one:
+        remote = scores_of(RemoteScorer(RemoteEntry(urls=[one.url])), samples)
+    assert [score.text for score in local] == [score.text for score in remote] == expected
+
+
 def test_a_missing_file_fails_only_rewards_that_open_it(prompt: Prompt) -> None:
     Path(prompt.images[1].path).unlink()
     first = replace(prompt, images=prompt.images[::-1])
     samples = [Sample(first, None, 0, ""), Sample(Prompt("p"), None, 0, "")]
     assert [p.data for p in round_trip(samples)[0].prompt.images] == [b"", BRIGHT]
     scores = scores_of(WorkerScorer(f"{HERE}:shown", {}, 1, batch=1), samples)
-    assert "FileNotFoundError" in (scores[0].error or "") and scores[1].value == -1.0
+    assert (
+        "dark.png cannot be read: No such file" in (scores[0].error or "")
+        and scores[1].value == -1.0
+    )
     assert [s.value for s in scores_of(WorkerScorer(f"{HERE}:blind", {}, 1), samples)] == [2.0, 0.0]
 
 
@@ -171,9 +188,9 @@ def test_openrlhf_does_not_send_prompt_images(prompt: Prompt) -> None:
     "image, sentence",
     [
         ("/etc/passwd", "not base64"),
-        ("aGVsbG8=", "cannot read a prompt image"),
-        ("", "cannot read a prompt image"),
-        (bomb(), "a prompt image of 9000×9000 exceeds"),
+        ("aGVsbG8=", "prompt image: the image of 5 bytes is not an image"),
+        ("", "prompt image: expected a file, got 0 bytes"),
+        (bomb(), "prompt image: .* has 9000×9000 pixels"),
     ],
 )
 def test_a_server_rejects_paths_and_image_bombs(image: str, sentence: str) -> None:
@@ -218,6 +235,9 @@ def test_the_key_includes_images_and_messages(prompt: Prompt) -> None:
         replace(prompt, messages=()),
         replace(prompt, messages=MESSAGES[1:]),
         replace(prompt, messages=(), images=()),
+        replace(prompt, image_columns={"mask": dark}),
+        replace(prompt, image_columns={"target_image": dark}),
+        replace(prompt, image_columns={"mask": bright}),
     ]
     keys = [cached.key(Sample(prompt, None, 0, "x")) for prompt in prompts]
     assert len(set(keys)) == len(prompts)

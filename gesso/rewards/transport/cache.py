@@ -98,8 +98,9 @@ class CachedScorer(ScorerWrapper):
 def _conversation(prompt: Prompt) -> str:
     if not prompt.messages and not prompt.images:
         return ""
-    images = [[p.path, hashlib.blake2b(p.data).hexdigest()] for p in prompt.images]
-    return json.dumps([prompt.messages, images], sort_keys=True, default=str)
+    images = [[p.path, hashlib.blake2b(p.data).hexdigest()] for p in prompt.for_rewards]
+    names = list(prompt.image_columns)
+    return json.dumps([prompt.messages, images, names], sort_keys=True, default=str)
 
 
 async def _result(pending: asyncio.Future[Scores]) -> Scores:

@@ -1,10 +1,11 @@
 """The HTTP protocols between a run and a reward server: JSON, images as base64. No pickle.
 
 gesso:     POST /score       {"samples": [{"prompt", "negative", "columns", "where", "seed",
-                             "image", "text", "images", "messages"}, …]} → {"scores": [{"value",
-                             "parts", "text", "error"}, …]}. "image" is the sample, "images" are
-                             the prompt's images; absent fields are not sent. With "group": true
-                             the samples are one whole group, for a groupwise reward
+                             "image", "text", "images", "messages", "image_columns"}, …]} →
+                             {"scores": [{"value", "parts", "text", "error"}, …]}. "image" is the
+                             sample, "images" are the prompt's images, "image_columns" its mask
+                             and target_image by name; absent fields are not sent. With "group":
+                             true the samples are one whole group, for a groupwise reward
 openrlhf:  POST /get_reward  {"query": […], "prompts": […], "labels": […]} → {"rewards": […]}, as
                              in OpenRLHF and LMM-R1. A query is prompt and response in one text;
                              a label is the row's answer. "images" (base64) is Gesso's extension
@@ -28,12 +29,12 @@ from pydantic import Field
 
 from gesso.config import Strict
 from gesso.config.parsing import parse
+from gesso.image_files import MAX_PIXELS
 from gesso.rewards.base import plain
 from gesso.rewards.labels import LABEL_COLUMNS, label_of
-from gesso.types import IMAGE_FORMATS, Prompt, PromptImage, Sample, Score, UserError
+from gesso.types import Prompt, PromptImage, Sample, Score, UserError
 
 OFFLOAD_BYTES = 2**17  # about 2 ms of encoding
-MAX_PIXELS = 2**26  # of all images of a request together: one of 8192 × 8192
 FORMATS = ("PNG", "JPEG", "WEBP")
 
 
@@ -51,6 +52,7 @@ class SampleForm(Strict):
     tokens: int | None = None
     images: list[str] = Field([])
     messages: list[dict[str, Any]] = Field([])
+    image_columns: dict[str, str] = Field({})
 
 
 class ScoreRequest(Strict):
@@ -84,7 +86,7 @@ async def offload(size: int, call: Callable[..., T], *arguments: Any) -> T:
 
 def payload_bytes(samples: Sequence[Sample]) -> int:
     pixels = sum(0 if s.image is None else s.image.nbytes for s in samples)
-    prompt_images = (image for s in samples for image in s.prompt.images)
+    prompt_images = (image for s in samples for image in s.prompt.for_rewards)
     return pixels + sum(len(i.data) or OFFLOAD_BYTES for i in prompt_images)  # or: a file to read
 
 
@@ -136,18 +138,11 @@ def check_pixels(images: Iterable[bytes | None]) -> None:
 
 def prompt_image(data: bytes) -> PromptImage:
     """Checks format and size without decoding: few rewards use prompt images."""
-    from PIL import Image
-
-    try:
-        with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
-            width, height = image.size
-    except Exception as error:  # as above
-        reason = f"{type(error).__name__}: {error}"
-        expected = f"expected one of {IMAGE_FORMATS}"
-        raise UserError(f"cannot read a prompt image ({reason}); {expected}") from None
-    if width * height > MAX_PIXELS:
-        raise UserError(f"a prompt image of {width}×{height} exceeds {MAX_PIXELS:,} pixels")
-    return PromptImage(data=data)
+    image = PromptImage(data=data)
+    fault = image.fault(decode=False) if data else "expected a file, got 0 bytes"
+    if fault:
+        raise UserError(f"prompt image: {fault}")
+    return image
 
 
 def from_base64(text: str) -> bytes:
@@ -182,11 +177,18 @@ def pack_score_request(samples: Sequence[Sample], group: bool = False) -> bytes:
         if s.tokens is not None:
             rest["tokens"] = s.tokens
         if s.prompt.images:
-            rest["images"] = [base64.b64encode(p.read()).decode() for p in s.prompt.images]
+            rest["images"] = [_base64(image) for image in s.prompt.images]
+        if s.prompt.image_columns:
+            columns = s.prompt.image_columns.items()
+            rest["image_columns"] = {key: _base64(image) for key, image in columns}
         if s.prompt.messages:
             rest["messages"] = s.prompt.messages
         rows.append(prompt | rest)
     return json.dumps({"samples": rows, **({"group": True} if group else {})}).encode()
+
+
+def _base64(image: PromptImage) -> str:
+    return base64.b64encode(image.read()).decode()
 
 
 def read_score_request(body: bytes) -> Received:
@@ -200,8 +202,16 @@ def read_score_request(body: bytes) -> Received:
 
 def sample_of(form: SampleForm, image: bytes | None) -> Sample:
     images = tuple(prompt_image(from_base64(text)) for text in form.images)
-    messages = tuple(form.messages)
-    prompt = Prompt(form.prompt, form.negative, form.columns, form.where, images, messages)
+    others = {key: prompt_image(from_base64(text)) for key, text in form.image_columns.items()}
+    prompt = Prompt(
+        form.prompt,
+        form.negative,
+        form.columns,
+        form.where,
+        images,
+        tuple(form.messages),
+        image_columns=others,
+    )
     pixels = None if image is None else decode_image(image)
     return Sample(prompt, pixels, form.seed, form.text, form.tokens)
 

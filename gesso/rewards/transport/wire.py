@@ -3,9 +3,9 @@
 `samples` frame:  {"samples": [{"text", "negative", "columns", "where", "seed", "response",
                   "tokens", "shape"}, …]} and a line break, then the pixels; a null "response" or
                   "shape" means no text or no image. A prompt with messages or images has
-                  "messages" and "images": each image is its path and its index into "files",
-                  the lengths of the files that follow the pixels, each file once. The index is
-                  null if the file is missing: opening it raises.
+                  "messages", "images" and "image_columns": each image is its path and its index
+                  into "files", the lengths of the files that follow the pixels, each file once.
+                  The index is null if the file is missing: opening it raises.
 `scores` frame:   {"scores": [{"value", "parts", "text", "error"}, …]}\\n
 """
 
@@ -37,7 +37,7 @@ def pack_samples(samples: Sequence[Sample]) -> bytes:
 def _files(samples: Sequence[Sample]) -> dict[PromptImage, bytes]:
     """The content of the prompts' images, each once: samples of a group share them."""
     contents: dict[PromptImage, bytes] = {}
-    for image in dict.fromkeys(i for sample in samples for i in sample.prompt.images):
+    for image in dict.fromkeys(i for sample in samples for i in sample.prompt.for_rewards):
         try:
             contents[image] = image.read()
         except UserError:
@@ -63,6 +63,9 @@ def _row(sample: Sample, indices: dict[PromptImage, int]) -> dict[str, Any]:
         row["given"] = sample.given
     if prompt.images:
         row["images"] = [(image.path, indices.get(image)) for image in prompt.images]
+    if prompt.image_columns:
+        columns = prompt.image_columns.items()
+        row["image_columns"] = {key: (image.path, indices.get(image)) for key, image in columns}
     return row
 
 
@@ -72,18 +75,20 @@ def read_samples(header: bytes, read: Callable[[int], bytes]) -> list[Sample]:
     images = [None if row["shape"] is None else _pixels(row["shape"], read) for row in rows]
     files = [read(length) for length in frame.get("files", [])]
     samples = []
+
+    def prompt_image(path: str, index: int | None) -> PromptImage:
+        return PromptImage(path, b"" if index is None else files[index])
+
     for row, image in zip(rows, images, strict=True):
-        prompt_images = [
-            PromptImage(path, b"" if index is None else files[index])
-            for path, index in row.get("images", [])
-        ]
+        columns = row.get("image_columns", {})
         prompt = Prompt(
             row["text"],
             row["negative"],
             row["columns"],
             row["where"],
-            tuple(prompt_images),
+            tuple(prompt_image(*each) for each in row.get("images", [])),
             tuple(row.get("messages", [])),
+            image_columns={key: prompt_image(*each) for key, each in columns.items()},
         )
         response, given = row["response"], row.get("given")
         samples.append(Sample(prompt, image, row["seed"], response, row["tokens"], given))
