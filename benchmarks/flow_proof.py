@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from flow_plain import Batch
-from flow_sides import PROMPT, Ours, Theirs, advantages
+from flow_sides import NEGATIVE, PROMPT, Ours, Theirs, advantages
 from torch import Tensor
 
 from gesso import config
@@ -91,7 +91,7 @@ def our_replay(ours: Ours, batch: Batch, algorithm: FlowGRPO) -> tuple[Tensor, T
     model, images, steps = ours.model, len(batch.latents[0]), algorithm.terms_a_sample
     model.policy.load(ours.start)
     sigmas = model.sigmas(algorithm.steps, ours.shape.size, ours.shape.size).to(model.device)
-    cond, negative = (model.encode([text]) for text in (PROMPT.text, PROMPT.negative))
+    cond, negative = (model.encode([prompt]) for prompt in (PROMPT, NEGATIVE))
     context = FlowContext(sigmas, cond, negative)
     latents = torch.stack(batch.latents[: steps + 1], 1)
     row = torch.zeros(images, dtype=torch.long, device=model.device)

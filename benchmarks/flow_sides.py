@@ -29,7 +29,7 @@ from gesso.rollout import Conditioning, FlowTrace, Rollout
 from gesso.samplers.denoise import DenoisingSampler
 from gesso.types import Prompt, Score, seed_of
 
-PROMPT = Prompt("a sign")
+PROMPT, NEGATIVE = Prompt("a sign"), Prompt("")
 PHASES = ("sample", "decode", "update", "total")
 Times = dict[str, float]
 
@@ -146,10 +146,10 @@ class RandomEmbeddings(PipelineModel):
         super().__init__(*args, **kwargs)
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
-    def encode(self, texts: Sequence[str]) -> Conditioning:
+    def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
         net_config, rows = self.transformer.config, []
-        for text in texts:
-            noise = torch.Generator().manual_seed(seed_of(0, text))
+        for prompt in prompts:
+            noise = torch.Generator().manual_seed(seed_of(0, prompt.text))
             rows.append(
                 Conditioning(
                     torch.randn(
@@ -257,7 +257,7 @@ class Theirs:
 
         targets = list(ours.model.lora_targets)
         lora = LoraConfig(r=32, lora_alpha=64, init_lora_weights="gaussian", target_modules=targets)
-        cond, negative = (ours.model.encode([text]) for text in (PROMPT.text, PROMPT.negative))
+        cond, negative = (ours.model.encode([prompt]) for prompt in (PROMPT, NEGATIVE))
         return cls(Plain(folder, ours.model.device, lora, ours.start), ours, cond, negative)
 
     def sample(self, algorithm: Algorithm, images: int, exact: bool) -> Batch:

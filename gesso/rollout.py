@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 T = TypeVar("T")
+Layout = tuple[tuple[int, int], ...]
+"""Height and width of each reference image of a prompt, in tokens."""
+
+
+def source_tokens(layout: Layout) -> int:
+    return sum(height * width for height, width in layout)
 
 
 @dataclass(frozen=True)
@@ -29,19 +35,55 @@ class Conditioning:
     pooled: Tensor | None = None  # (P, D')
     mask: Tensor | None = None  # (P, L) bool: False is padding
     guidance: Tensor | None = None  # (P,): the scale, for networks with guidance embeddings
+    source: Tensor | None = None  # (P, R, D''): tokens of the reference images, zero-padded
+    layouts: tuple[Layout, ...] = ()  # P, with `source`: the reference images of each prompt
 
     def rows(self, index: Tensor) -> Conditioning:
-        return self._map(lambda tensor: tensor[index])
+        """Without the padding of `source` that these rows do not need."""
+        selected = self._map(lambda tensor: tensor[index])
+        if self.source is None:
+            return selected
+        if len(set(self.layouts)) == 1:  # `index` may be on another device: it is not read
+            return replace(selected, layouts=self.layouts[:1] * len(index))
+        layouts = tuple(self.layouts[i] for i in index.tolist())
+        longest = max(map(source_tokens, layouts), default=0)
+        source = None if selected.source is None else selected.source[:, :longest]
+        return replace(selected, source=source, layouts=layouts)
+
+    @property
+    def layout(self) -> Layout:
+        """The reference images of every row of a batch: networks need the same in all rows."""
+        (layout,) = set(self.layouts) or {()}
+        return layout
+
+    def alike(self, row: Tensor) -> list[Tensor]:
+        """Indices into `row`, grouped into those that can be in one batch, in order."""
+        import torch
+
+        index = torch.arange(len(row), device=row.device)
+        if len(set(self.layouts)) < 2:
+            return [index]
+        groups: dict[Layout, list[int]] = {}
+        for i, r in enumerate(row.tolist()):
+            groups.setdefault(self.layouts[r], []).append(i)
+        return [index[group] for group in groups.values()]
 
     def to(self, device: torch.device) -> Conditioning:
         return self._map(lambda tensor: tensor.to(device))
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Conditioning:
-        return Conditioning(*(None if t is None else change(t) for t in self._tensors))
+        tensors = [None if t is None else change(t) for t in self._tensors]
+        return Conditioning._of(tensors, self.layouts)
+
+    @staticmethod
+    def _of(tensors: Sequence[Tensor | None], layouts: tuple[Layout, ...]) -> Conditioning:
+        embeds, pooled, mask, guidance, source = tensors
+        assert embeds is not None
+        return Conditioning(embeds, pooled, mask, guidance, source, layouts)
 
     @property
     def _tensors(self) -> tuple[Tensor | None, ...]:
-        return self.embeds, self.pooled, self.mask, self.guidance
+        return self.embeds, self.pooled, self.mask, self.guidance, self.source
 
     @property
     def nbytes(self) -> int:
@@ -53,10 +95,21 @@ class Conditioning:
         import torch
 
         length = max(row.embeds.shape[1] for row in rows)
-        columns = list(zip(*(row.padded(length)._tensors for row in rows), strict=True))
+        padded = [row.padded(length) for row in rows]
+        if sources := [row.source for row in rows if row.source is not None]:
+            longest = max(source.shape[1] for source in sources)
+            padded = [row._source_padded(longest) for row in padded]
+        columns = list(zip(*(row._tensors for row in padded), strict=True))
         for column in columns:
             assert len({tensor is None for tensor in column}) == 1, "some prompts lack a tensor"
-        return Conditioning(*(None if c[0] is None else torch.cat(c) for c in columns))
+        tensors = [None if c[0] is None else torch.cat(c) for c in columns]
+        return Conditioning._of(tensors, tuple(one for row in rows for one in row.layouts))
+
+    def _source_padded(self, tokens: int) -> Conditioning:
+        from torch.nn.functional import pad
+
+        assert self.source is not None, "some prompts lack a tensor"
+        return replace(self, source=pad(self.source, (0, 0, 0, tokens - self.source.shape[1])))
 
     def padded(self, length: int) -> Conditioning:
         """Padded to that number of tokens."""

@@ -119,6 +119,10 @@ class PromptImage:
             name = self.path or f"the image of {len(self.data):,} bytes"
             raise UserError(f"{name} {fault}") from fault
 
+    def digest(self) -> str:
+        """Of its content: a file may change."""
+        return hashlib.blake2b(self.read(), digest_size=16).hexdigest()
+
     def read(self) -> bytes:
         """The content of the file, still encoded."""
         if self.data:

@@ -7,8 +7,19 @@ import torch
 
 from gesso import build
 from gesso.algorithms.base import Prepared
+from gesso.algorithms.flow import FlowTerms
 from gesso.algorithms.noised import NoisedTerms
-from gesso.rollout import Conditioning, FlowTrace, Rollout, TokenPrompt, TokenTrace
+from gesso.config import Learner
+from gesso.rollout import (
+    Conditioning,
+    FlowContext,
+    FlowTrace,
+    Layout,
+    Rollout,
+    TokenPrompt,
+    TokenTrace,
+    source_tokens,
+)
 from gesso.samplers.denoise import DenoisingSampler
 from gesso.types import Prompt, Score
 from tests.conftest import PROMPTS
@@ -70,6 +81,43 @@ def test_conditioning_that_only_some_prompts_have_is_an_error() -> None:
         with pytest.raises(AssertionError, match="some prompts lack a tensor"):
             Conditioning.stack(rows)
         rows.reverse()
+
+
+def with_references(*layouts: Layout) -> Conditioning:
+    """One row each; token k of the prompt's reference images has the value k + 1."""
+    rows = []
+    for i, layout in enumerate(layouts):
+        tokens = torch.arange(1.0, source_tokens(layout) + 1)[None, :, None]
+        rows.append(Conditioning(torch.full((1, 2, 3), i), source=tokens, layouts=(layout,)))
+    return Conditioning.stack(rows)
+
+
+def test_reference_images_of_different_sizes_are_padded_and_cut_again() -> None:
+    small, large, both = ((1, 2),), ((2, 2),), ((1, 2), (2, 2))
+    cond = with_references(small, large, both, (), small)
+    assert cond.source is not None and cond.source.shape == (5, 6, 1)
+    assert cond.source[0, :, 0].tolist() == [1, 2, 0, 0, 0, 0]
+    selected = cond.rows(torch.tensor([4, 0]))
+    assert selected.layout == small and selected.source is not None
+    assert selected.source[:, :, 0].tolist() == [[1, 2], [1, 2]]
+    assert selected.to(torch.device("cpu")).layouts == (small, small)
+    none = cond.rows(torch.tensor([3]))
+    assert none.layout == () and none.source is not None and none.source.shape == (1, 0, 1)
+    with pytest.raises(ValueError, match="too many values"):
+        _ = cond.rows(torch.tensor([0, 1])).layout
+    with pytest.raises(AssertionError, match="some prompts lack a tensor"):
+        Conditioning.stack([cond, Conditioning(torch.zeros(1, 2, 3))])
+
+
+def test_batches_have_one_layout_of_reference_images() -> None:
+    small, large = ((1, 2),), ((2, 2),)
+    cond = with_references(small, large, small)
+    row = torch.tensor([2, 1, 0, 0, 1, 2])
+    assert [index.tolist() for index in cond.alike(row)] == [[0, 2, 3, 5], [1, 4]]
+    terms = FlowTerms(6, FlowContext(torch.tensor([1.0, 0.0]), cond, None), row)
+    parts = terms.micro_batches(Learner(micro_batch=3))
+    assert [part.tolist() for part in parts] == [[0, 2, 3], [5], [1, 4]]
+    assert [i.tolist() for i in with_references(small, small).alike(row[2:4])] == [[0, 1]]
 
 
 def piece_of(prompts: list[TokenPrompt], row: list[int], length: int) -> TokenTrace:

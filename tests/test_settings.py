@@ -137,7 +137,7 @@ def test_optimizer_options_reach_adamw(recipe_data: dict) -> None:
 def test_conditional_guidance_detaches_the_unconditional_branch(recipe_data: dict) -> None:
     model = drawing(build.model(build.recipe_from(recipe_data)))
     sampler = DenoisingSampler(model, 4)
-    cond, empty = sampler.embeddings(PROMPTS[:1]), sampler.embeddings([""])
+    cond, empty = (sampler.embeddings([Prompt(t)]) for t in (PROMPTS[0], ""))
     x = torch.randn(1, 8, 8, 24, generator=torch.Generator().manual_seed(0))
     sigma, scale = torch.tensor([0.5]), 3.0
     leaves = []
@@ -210,6 +210,7 @@ def test_the_prompt_cache_has_a_limit(recipe_data: dict) -> None:
     from gesso.models.flow.base import PromptCache
 
     cache = PromptCache(drawing(build.model(build.recipe_from(recipe_data))), limit=1)
-    cache(PROMPTS)
-    cache(PROMPTS[:1])
+    prompts = [Prompt(text) for text in PROMPTS]
+    cache(prompts)
+    cache(prompts[:1])
     assert cache.encoded == len(PROMPTS) + 1 and len(cache._rows) == 1

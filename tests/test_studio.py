@@ -98,8 +98,9 @@ def test_both_sides_are_what_each_would_draw_alone(
     assert later["step"] == 3
     assert not np.array_equal(pixels(later["trained"][0]), trained[0])
     assert np.array_equal(pixels(later["base"][0]), base[0])
-    with pytest.raises(UserError, match="whose prompts contain no images"):
-        studio.generate(found.path, ask.model_copy(update={"image": "aGk="}), heard)
+    uploaded = result["base"][0]["image"].split(",")[1]
+    with pytest.raises(UserError, match="expected no input images, got 1"):
+        studio.generate(found.path, ask.model_copy(update={"image": uploaded}), heard)
 
 
 def test_a_vision_language_model_answers_about_an_image(tmp_path: Path, studio: Studio) -> None:

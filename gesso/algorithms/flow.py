@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeVar
 
-import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
@@ -35,8 +34,9 @@ class FlowTerms(Terms):
         return len(self.row)
 
     def micro_batches(self, settings: config.Learner) -> Sequence[Tensor]:
-        index = torch.arange(len(self), device=self.row.device)
-        return index.split(settings.micro_batch) if len(index) else []
+        """Reference images of different sizes are in different micro-batches."""
+        alike = self.context.cond.alike(self.row) if len(self) else []
+        return [part for index in alike for part in index.split(settings.micro_batch)]
 
 
 class AnyFlowAlgorithm(config.Strict):

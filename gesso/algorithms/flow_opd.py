@@ -45,10 +45,12 @@ class TaughtTerms(StateTerms):
 
     def by_teacher(self, settings: config.Learner) -> dict[int, Sequence[Tensor]]:
         teacher, device = self.teacher.cpu(), self.row.device
-        return {
-            one: (teacher == one).nonzero()[:, 0].to(device).split(settings.micro_batch)
-            for one in teacher.unique().tolist()
-        }
+        parts: dict[int, Sequence[Tensor]] = {}
+        for one in teacher.unique().tolist():
+            own = (teacher == one).nonzero()[:, 0].to(device)
+            alike = self.context.cond.alike(self.row[own])
+            parts[one] = [p for index in alike for p in own[index].split(settings.micro_batch)]
+        return parts
 
 
 class FlowOPD(Stepped):

@@ -66,7 +66,8 @@ class Samplers:
         }
         self.processes.all("open", call, pack_prompts(request.prompts))
         self.processes.begin_task()
-        cut = parts(request.row, request.batch or self.recipe.sampler.batch, request.spec)
+        batch = request.batch or self.recipe.sampler.batch
+        cut = parts(request.row, batch, request.spec, request.prompts)
         waiting, idle = deque(cut), deque(self._groups)
         working: set[int] = set()
         started = time.perf_counter()

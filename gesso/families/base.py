@@ -38,7 +38,6 @@ class Family(Protocol):
     section: type[AnyModel]  # of `[model]`
     models: Mapping[str, str]  # bundled names → "module:Class"
     activity: str  # "generating images": for progress
-    takes_images: bool  # whether a prompt may contain images
     gathers_to_sample: bool  # whether sampling needs all weights of a sharded model on each worker
     foreign_options: Sequence[str]  # sampling options that only the other family has
     default_algorithm: str  # for a folder without a recipe
@@ -111,7 +110,7 @@ class Family(Protocol):
         """The pipeline tag of the Hugging Face Hub."""
 
     def sees(self, model: Any) -> bool:
-        """Whether it has a vision tower."""
+        """Whether its prompts may contain images."""
 
     def wraps_library(self, model: Any) -> bool:
         """Whether the class wraps a model of diffusers or transformers. The memory of such models

@@ -30,7 +30,6 @@ class FlowFamily:
     section: type[config.AnyModel] = config.Model
     models: Mapping[str, str] = classes.bundled("flow")
     activity = "generating images"
-    takes_images = False
     gathers_to_sample = False
     foreign_options: Sequence[str] = ("temperature",)
     default_algorithm = "flow-grpo"
@@ -127,10 +126,10 @@ class FlowFamily:
         return "diffusers"
 
     def task(self, model: FlowModel) -> str:
-        return "text-to-image"
+        return "image-to-image" if self.sees(model) else "text-to-image"
 
     def sees(self, model: FlowModel) -> bool:
-        return False
+        return model.input_images.stop > 1
 
     def wraps_library(self, model: FlowModel) -> bool:
         from gesso.models.flow.pipeline import PipelineModel
@@ -157,11 +156,14 @@ class FlowFamily:
         return load(model, algorithm, recipe)
 
     def unfit(self, model: FlowModel, prompt: Prompt) -> str | None:
-        return None
+        from gesso.models.flow.base import wrong_images
+
+        return wrong_images(model, prompt)
 
     def check_prompts(self, model: FlowModel, prompts: Sequence[Prompt], spec: Any) -> list[str]:
-        from gesso.models.flow.base import check_guidance, unused_negatives
+        from gesso.models.flow.base import check_guidance, check_images, unused_negatives
 
+        check_images(model, prompts)
         check_guidance(model, spec.guidance, prompts)
         return unused_negatives(model, spec.guidance, prompts, REQUEST, "guidance")
 

@@ -129,13 +129,14 @@ def _check_teachers(algorithm: Algorithm, model: FlowModel, prompts: Sequence[Pr
 def check_data(
     recipe: Recipe, algorithm: Algorithm, model: FlowModel, data: LoadedData
 ) -> list[str]:
-    """Raises for sizes, guidance and negative prompts that the model does not accept; returns notes
-    about negative prompts that are not used and prompts that are truncated."""
-    from gesso.models.flow.base import check_guidance, over_long, unused_negatives
+    """Raises for sizes, input images, guidance and negative prompts that the model does not accept;
+    returns notes about negative prompts that are not used and prompts that are truncated."""
+    from gesso.models.flow.base import check_guidance, check_images, over_long, unused_negatives
 
     spec = sample_spec(recipe, algorithm)
     model.latent_shape(spec.height, spec.width)
     train = [prompt for part in data.train for prompt in part.prompts]
+    check_images(model, [*train, *data.held_out])
     check_guidance(model, spec.guidance, train)
     _check_teachers(algorithm, model, train)
     guidance = spec.guidance if recipe.eval.guidance is None else recipe.eval.guidance

@@ -33,7 +33,6 @@ class TokenFamily:
     section: type[config.AnyModel] = config.TokenModel
     models: Mapping[str, str] = classes.bundled("language")
     activity = "generating responses"
-    takes_images = True
     gathers_to_sample = True
     foreign_options: Sequence[str] = ("steps", "guidance")
     default_algorithm = "grpo"

@@ -26,11 +26,18 @@ class Piece(Generic[Trace]):
     logp: Tensor  # (n, S)
 
 
-def parts(row: Sequence[int], batch: int, spec: SampleSpec | ResponseSpec) -> list[range]:
+def parts(
+    row: Sequence[int],
+    batch: int,
+    spec: SampleSpec | ResponseSpec,
+    prompts: Sequence[Prompt] = (),
+) -> list[range]:
     """How a call is cut into batches on a CPU, and into the work of several workers. The last bits
     of a sample depend on the others in its batch, so every cluster cuts in the same way. The
     responses to one prompt stay together if they fit, as they share its prefill. Images of
-    different prompts are apart if their windows differ."""
+    different prompts are apart if their windows or the sizes of their input images differ."""
+    sizes = [tuple(image.size for image in prompt.images) for prompt in prompts]
+    mixed = isinstance(spec, SampleSpec) and len(set(sizes)) > 1
     found: list[range] = []
     start = 0
     while start < len(row):
@@ -41,6 +48,8 @@ def parts(row: Sequence[int], batch: int, spec: SampleSpec | ResponseSpec) -> li
         if isinstance(spec, SampleSpec) and spec.starts:
             while row[stop - 1] != row[start]:
                 stop -= 1
+        while mixed and sizes[row[stop - 1]] != sizes[row[start]]:
+            stop -= 1
         found.append(range(start, stop))
         start = stop
     return found

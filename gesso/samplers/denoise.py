@@ -65,7 +65,7 @@ class DenoisingSampler:
         context = shared or self.shared(prompts, spec)
         of_group = {r: seed for r, seed in reversed(list(zip(row, seeds, strict=True)))}
         with self.model.policy.folded(soon=spec.weights):
-            for index in [only] if only else parts(row, self.batch, spec):
+            for index in [only] if only else parts(row, self.batch, spec, prompts):
                 rows, own = [row[i] for i in index], [seeds[i] for i in index]
                 placed = spec.placed(of_group[rows[0]])
                 starts = self._starts(context, rows, of_group, placed) if spec.same_noise else None

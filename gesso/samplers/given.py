@@ -69,7 +69,7 @@ class GivenSampler(ABC):
             return
         shared = shared or self.shared(prompts, spec)
         call = GivenCall(prompts, row, seeds, _places(row))
-        for index in [only] if only else parts(row, self.batch, spec):
+        for index in [only] if only else parts(row, self.batch, spec, prompts):
             yield self.piece(call, index, shared, spec)
 
     def describe(self, rollout: Rollout) -> dict[str, float]:

@@ -103,8 +103,9 @@ class SampledModel(ABC):
         temperature: float | None = None,
     ) -> list[Any]:
         """n samples of one prompt: images (PIL), or texts (str) from a language model. `images` are
-        input images for a vision-language model. Uses the evaluation settings of the recipe, except
-        that several texts are sampled at temperature 1 instead of 0, where all would be equal."""
+        input images for a vision-language or editing model. Uses the evaluation settings of the
+        recipe, except that several texts are sampled at temperature 1 instead of 0, where all would
+        be equal."""
         from PIL import Image
 
         drawing = Drawing(steps, guidance, temperature)
@@ -113,10 +114,6 @@ class SampledModel(ABC):
 
     def ask(self, text: str, images: Sequence[str | Path | bytes] = ()) -> Prompt:
         """A prompt from a text, formatted like the rows of the recipe's data."""
-        if images and not self.family.takes_images:
-            raise UserError(
-                "this is a flow model, whose prompts contain no images; remove the input images"
-            )
         return prompts.typed_prompt(text, images, self.recipe.data)
 
     def fitting(

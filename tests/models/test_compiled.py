@@ -35,7 +35,7 @@ from gesso.models.flow.compiled import (
 )
 from gesso.models.flow.qwen_image import _as_real, _rotate
 from gesso.models.flow.sd3 import SD3
-from gesso.types import UserError, Which
+from gesso.types import Prompt, UserError, Which
 from gesso.weights.folding_rule import folds_lora
 from tests import pipelines
 from tests.models.test_folded import Counted, gradient, stirred
@@ -129,7 +129,8 @@ def test_compile_means_the_decoder_too(data: dict, monkeypatch: pytest.MonkeyPat
 def test_flux_batches_are_padded_and_trimmed(data: dict, tmp_path: Path) -> None:
     data["model"] |= {"name": "flux", "path": str(pipelines.build("flux-dev", tmp_path / "flux"))}
     model = drawing(build.model(build.recipe_from(data)))
-    cond = replace(model.encode(["a", "b", "c"]), guidance=torch.tensor([1.0, 3.5, 7.0]))
+    cond = model.encode([Prompt(text) for text in "abc"])
+    cond = replace(cond, guidance=torch.tensor([1.0, 3.5, 7.0]))
     shape = model.latent_shape(32, 96)
     x = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
     sigma = torch.tensor([0.9, 0.5, 0.2])

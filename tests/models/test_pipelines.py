@@ -251,7 +251,7 @@ def test_padding_changes_nothing(of: Any) -> None:
     """Qwen-Image keeps prompts at their own lengths: in a batch the short ones are padded."""
     model = of("qwen-image").model(text_length=None)
     cache = PromptCache(model)
-    together = cache([p.text for p in PROMPTS])
+    together = cache(PROMPTS)
     assert together.mask is not None and together.mask.sum(1).tolist() == [14, 20, 8]
     noise = torch.Generator().manual_seed(0)
     x = torch.randn(3, *model.latent_shape(*SIZES[0]), generator=noise)
@@ -259,7 +259,7 @@ def test_padding_changes_nothing(of: Any) -> None:
     with torch.no_grad():
         batch = model.velocity(x, sigma, together)
         for i, prompt in enumerate(PROMPTS):
-            alone = model.velocity(x[i : i + 1], sigma[:1], cache([prompt.text]))
+            alone = model.velocity(x[i : i + 1], sigma[:1], cache([prompt]))
             assert gap(batch[i : i + 1], alone) < 1e-5
 
 

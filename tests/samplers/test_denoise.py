@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from gesso.algorithms.base import Prepared
 from gesso.config import Recipe
 from gesso.models.flow.base import FlowModel
 from gesso.rollout import FlowTrace, Rollout
+from gesso.samplers.base import parts
 from gesso.samplers.denoise import DenoisingSampler, Piece, _Noise
-from gesso.types import Prompt, SampleSpec, Score, Which
+from gesso.types import Prompt, PromptImage, ResponseSpec, SampleSpec, Score, Which
 from gesso.weights.trainable import lora_layers
 from tests.conftest import PROMPTS
 from tests.rollouts import SIZE, parts_of, rollout_of
@@ -99,7 +101,7 @@ def test_a_window_is_stochastic_and_the_rest_is_not(recipe: Recipe) -> None:
     # up to the window nothing is random: the ODE's latent at the same step is met exactly
     x = start_noise(model, SEEDS)
     sigmas = model.sigmas(4, 32, 96)
-    cond = sampler.embeddings([PROMPTS[r] for r in ROWS])
+    cond = sampler.embeddings([Prompt(PROMPTS[r]) for r in ROWS])
     with torch.no_grad():
         v = model.velocity(x, sigmas[0].expand(5), cond)
     first = x + (sigmas[1] - sigmas[0]) * v
@@ -166,3 +168,15 @@ def test_weights_are_folded_before_noise_is_sampled(
     monkeypatch.setattr(_Noise, "draw", watched)
     rollout_of(model, algorithm)
     assert folded and all(folded)
+
+
+def test_prompts_with_input_images_of_different_sizes_are_sampled_apart(tmp_path: Path) -> None:
+    from PIL import Image
+
+    for name, size in {"a": (8, 8), "b": (8, 8), "c": (16, 8)}.items():
+        Image.new("RGB", size).save(tmp_path / f"{name}.png")
+    prompts = [Prompt(n, images=(PromptImage(str(tmp_path / f"{n}.png")),)) for n in "abc"]
+    spec, row = SampleSpec(steps=1, height=8, width=8), [0, 0, 1, 2, 2, 0]
+    assert parts(row, 4, spec, prompts) == [range(3), range(3, 5), range(5, 6)]
+    assert parts(row, 4, spec, prompts[:1] * 3) == [range(4), range(4, 6)]
+    assert parts(row, 4, ResponseSpec(8), prompts) == parts(row, 4, ResponseSpec(8))

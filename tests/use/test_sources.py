@@ -268,6 +268,8 @@ def test_questions_that_the_bundled_model_was_not_trained_on(
 def test_options_of_the_other_family(
     run: Path, written: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
+    from PIL import Image
+
     def said(*what: Any) -> str:
         return refused(capsys, "sample", *what, "--quiet")
 
@@ -278,7 +280,10 @@ def test_options_of_the_other_family(
     assert "--sheet is for image models, but this is a language model" in (
         said(written, "a", "--sheet", tmp_path / "s.png")
     )
-    assert "whose prompts contain no images" in said(run, "oak", "--image", "x.png")
+    Image.new("RGB", (8, 8)).save(tmp_path / "x.png")
+    assert "the prompt: expected no input images, got 1: this model generates from text alone" in (
+        said(run, "oak", "--image", tmp_path / "x.png")
+    )
     assert "expects a prompt, or --prompts FILE" in said(run)
     assert "--n from 1 to 1,000,000, got 0" in said(run, "oak", "--n", "0")
     assert '"steps" = 0 is not valid' in said(run, "oak", "--steps", "0")

@@ -48,8 +48,13 @@ class FlowModel(Protocol):
     @property
     def text_encoders(self) -> Sequence[TextEncoder]: ...
 
-    def encode(self, texts: Sequence[str]) -> Conditioning:
-        """Prompts → (P, …) conditioning, as the pipeline itself would encode them."""
+    @property
+    def input_images(self) -> range:
+        """Numbers of input images that a prompt may have; `range(1)` for text-to-image models."""
+
+    def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
+        """Texts and input images → (P, …) conditioning, as the pipeline itself would encode
+        them."""
 
     def sigmas(self, steps: int, height: int, width: int) -> Tensor:
         """(steps+1,) float32, from 1 down to 0."""
@@ -92,7 +97,8 @@ class TrainableFlowModel(FlowModel, Protocol):
 
 
 class PromptCache:
-    """Text embeddings, computed once per prompt and cached on the CPU up to `limit` bytes.
+    """Encoded texts and input images, computed once per prompt and cached on the CPU up to `limit`
+    bytes.
 
     Each prompt is encoded alone: in a batch its last bits would depend on the other prompts, and a
     resumed run, which encodes the prompts in another order, would diverge from an uninterrupted
@@ -102,37 +108,60 @@ class PromptCache:
     def __init__(self, model: FlowModel, limit: int = 2**30) -> None:
         self.model = model
         self.limit = limit
-        self.encoded = 0  # prompts that went through the text encoders
+        self.encoded = 0  # prompts that went through the encoders
         self._bytes = 0
-        self._rows: OrderedDict[str, Conditioning] = OrderedDict()
+        self._rows: OrderedDict[tuple[str, ...], Conditioning] = OrderedDict()
 
     def conditions(
         self, prompts: Sequence[Prompt], guidance: float, negatives: bool = False
     ) -> tuple[Conditioning, Conditioning | None]:
         """(P, …) on the model's device: the prompts, and the negative prompts if needed. As in
         diffusers, guidance of 1 or less is off. `negatives`: encode them anyway."""
-        cond = self([p.text for p in prompts])
+        cond = self(prompts)
         if self.model.guidance == "embedded":
             scale = torch.full((len(prompts),), guidance, device=self.model.device)
             return replace(cond, guidance=scale), None
         if guidance <= 1 and not negatives:
             return cond, None
-        return cond, self([p.negative for p in prompts])
+        return cond, self([replace(p, text=p.negative) for p in prompts])
 
-    def __call__(self, texts: Sequence[str]) -> Conditioning:
+    def __call__(self, prompts: Sequence[Prompt]) -> Conditioning:
         """(P, …) on the model's device."""
-        for text in dict.fromkeys(texts):
-            if text not in self._rows:
-                row = self.model.encode([text]).to(torch.device("cpu"))
+        keys = [(prompt.text, *(image.digest() for image in prompt.images)) for prompt in prompts]
+        for key, prompt in zip(keys, prompts, strict=True):
+            if key not in self._rows:
+                row = self.model.encode([prompt]).to(torch.device("cpu"))
                 self.encoded += 1
-                self._rows[text] = row
+                self._rows[key] = row
                 self._bytes += row.nbytes
-        for text in texts:
-            self._rows.move_to_end(text)
-        result = Conditioning.stack([self._rows[t] for t in texts]).to(self.model.device)
+            self._rows.move_to_end(key)
+        result = Conditioning.stack([self._rows[key] for key in keys]).to(self.model.device)
         while self._bytes > self.limit and len(self._rows) > 1:
             self._bytes -= self._rows.popitem(last=False)[1].nbytes
         return result
+
+
+def wrong_images(model: FlowModel, prompt: Prompt) -> str | None:
+    """Why the model does not accept this number of input images, or None."""
+    allowed, count = model.input_images, len(prompt.images)
+    if count in allowed:
+        return None
+    if allowed.stop == 1:
+        return (
+            f"expected no input images, got {count}: this model generates from text alone; remove "
+            "the images, or use a model for editing"
+        )
+    least, most = allowed.start, allowed.stop - 1
+    numbers = f"{least}" if least == most else f"{least} to {most}"
+    plural = "" if most == 1 else "s"
+    return f"expected {numbers} input image{plural}, got {count}; this model edits images"
+
+
+def check_images(model: FlowModel, prompts: Sequence[Prompt]) -> None:
+    """Raises a UserError for a number of input images that the model does not accept."""
+    for prompt in prompts:
+        if reason := wrong_images(model, prompt):
+            raise UserError(f"{prompt.where or 'this prompt'}: {reason}")
 
 
 def check_guidance(model: FlowModel, guidance: float, prompts: Sequence[Prompt]) -> None:

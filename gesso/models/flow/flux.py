@@ -17,7 +17,7 @@ from gesso.models.flow.pipeline import (
 )
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
-from gesso.types import Which
+from gesso.types import Prompt, Which
 
 
 class Flux(PipelineModel):
@@ -58,9 +58,11 @@ class Flux(PipelineModel):
 
     @quiet("diffusers")  # `over_long` reports truncated prompts once
     @torch.no_grad()
-    def encode(self, texts: Sequence[str]) -> Conditioning:
+    def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
         embeds, pooled, _ = self.pipe.encode_prompt(
-            prompt=list(texts), device=self.device, max_sequence_length=self.text_length
+            prompt=[p.text for p in prompts],
+            device=self.device,
+            max_sequence_length=self.text_length,
         )
         return Conditioning(embeds, pooled)
 

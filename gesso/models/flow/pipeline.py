@@ -26,7 +26,7 @@ from gesso.models.flow.base import Guidance, TextEncoder
 from gesso.models.repeatable import settle_attention
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
-from gesso.types import UserError, Which
+from gesso.types import Prompt, UserError, Which
 from gesso.weights.folding_rule import folds_lora
 from gesso.weights.layout import Sharding
 from gesso.weights.merge import SHARD
@@ -67,6 +67,7 @@ class PipelineModel(ABC):
     patch: ClassVar[int] = 2  # latent cells per token, in height and in width
     packed: ClassVar[bool] = False  # the input of the transformer is tokens, not latents
     even_sigmas: ClassVar[bool] = False  # the pipeline passes the scheduler 1, …, 1/steps
+    input_images: ClassVar[range] = range(1)  # numbers of input images of a prompt
 
     def __init__(
         self,
@@ -182,7 +183,7 @@ class PipelineModel(ABC):
     def text_encoders(self) -> list[TextEncoder]: ...
 
     @abstractmethod
-    def encode(self, texts: Sequence[str]) -> Conditioning: ...
+    def encode(self, prompts: Sequence[Prompt]) -> Conditioning: ...
 
     @abstractmethod
     def velocity(

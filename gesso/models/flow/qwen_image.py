@@ -20,7 +20,7 @@ from gesso.models.flow.pipeline import (
 )
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
-from gesso.types import Which
+from gesso.types import Prompt, Which
 
 
 class QwenImage(PipelineModel):
@@ -59,9 +59,11 @@ class QwenImage(PipelineModel):
 
     @quiet("diffusers")  # `over_long` reports truncated prompts once
     @torch.no_grad()
-    def encode(self, texts: Sequence[str]) -> Conditioning:
+    def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
         embeds, mask = self.pipe.encode_prompt(
-            prompt=list(texts), device=self.device, max_sequence_length=self.text_length
+            prompt=[p.text for p in prompts],
+            device=self.device,
+            max_sequence_length=self.text_length,
         )
         if mask is None:  # the pipeline returns None if nothing is padded
             mask = embeds.new_ones(embeds.shape[:2])

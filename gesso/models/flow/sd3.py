@@ -16,7 +16,7 @@ from gesso.models.flow.pipeline import (
 )
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
-from gesso.types import Which
+from gesso.types import Prompt, Which
 
 
 class SD3(PipelineModel):
@@ -46,9 +46,9 @@ class SD3(PipelineModel):
 
     @quiet("diffusers")  # `over_long` reports truncated prompts once
     @torch.no_grad()
-    def encode(self, texts: Sequence[str]) -> Conditioning:
+    def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
         embeds, _, pooled, _ = self.pipe.encode_prompt(
-            prompt=list(texts),
+            prompt=[p.text for p in prompts],
             prompt_2=None,
             prompt_3=None,
             do_classifier_free_guidance=False,
