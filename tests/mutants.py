@@ -51,6 +51,28 @@ class Mutant:
 
 
 MUTANTS = [
+    # Editing data and rewards
+    Mutant(
+        "image-upright",
+        "gesso/image_files.py",
+        "ImageOps.exif_transpose(image, in_place=True)",
+        "pass",
+        "tests/data/test_image_files.py",
+    ),
+    Mutant(
+        "unchanged-mask",
+        "gesso/rewards/edits.py",
+        "return 1 - grey",
+        "return grey",
+        "tests/rewards/test_edits.py -k mask",
+    ),
+    Mutant(
+        "mask-in-the-cache-key",
+        "gesso/rewards/transport/cache.py",
+        "for p in prompt.for_rewards]",
+        "for p in prompt.images]",
+        "tests/rewards/test_prompt_images.py -k key",
+    ),
     # Formulas: steps and samplers
     Mutant(
         "step-logp-variance",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from gesso.rewards import base, differentiable, environments
 from gesso.rewards.compose import OptionalScorer, WeightedReward
 from gesso.rewards.differentiable import RewardSum, WeightedValues
 from gesso.rewards.image.networks import NetworkReward
-from gesso.rewards.judges import deqa
+from gesso.rewards.judges import deqa, edit_reward
 from gesso.rewards.judges.chat import ServedJudge
 from gesso.rewards.styles import STYLES
 from gesso.rewards.transport.cache import CachedScorer
@@ -43,6 +43,8 @@ REWARDS = {
     "hps": "gesso.rewards.image.hps:Hps",
     "hpsv3": "gesso.rewards.image.hpsv3:HpsV3",
     "jpeg-incompressibility": "gesso.rewards.image.jpeg:JpegIncompressibility",
+    "unchanged": "gesso.rewards.image.unchanged:Unchanged",
+    "edit-score": "gesso.rewards.judges.edit_score:EditScore",
     "diversity": "gesso.rewards.diversity:Diversity",
     "sign-colour": "gesso.rewards.image.sign_colour:SignColour",
     "math": "gesso.rewards.text.maths:Math",
@@ -51,7 +53,20 @@ REWARDS = {
     "choice": "gesso.rewards.text.choice:Choice",
     "overlong": "gesso.rewards.text.overlong:Overlong",
 }
-SERVED = {"deqa": deqa.SCALE}  # rewards with a separate environment, over HTTP only
+
+
+@dataclass(frozen=True)
+class Served:
+    """A reward with a separate environment, over HTTP only."""
+
+    scorer: Callable[[base.Scorer], base.Scorer]  # converts what the server returns
+    local: type[base.RemoteReward] = base.RemoteReward  # checks prompts
+
+
+SERVED = {
+    "deqa": Served(deqa.scaled),
+    "edit-reward": Served(edit_reward.TwoHeads, edit_reward.OfEdits),
+}
 
 
 @dataclass(frozen=True)
@@ -217,7 +232,7 @@ def _uncached_scorer(entry: RewardEntry, reward: base.AnyReward, batch: int = 4)
     if entry.remote is not None:
         remote = RemoteScorer(entry.remote, is_groupwise(entry))
         if entry.name in SERVED:
-            return deqa.ScaledScorer(remote, SERVED[entry.name])
+            return SERVED[entry.name].scorer(remote)
         return remote
     if isinstance(reward, ServedJudge):
         return reward.scorer()
@@ -284,6 +299,8 @@ def _remote_reward(entry: RewardEntry) -> base.AnyReward:
             f'reward "{entry.name}" runs on a server: pass style={entry.style} to '
             "`gesso serve-reward` instead of the recipe"
         )
+    if entry.name in SERVED:
+        return SERVED[entry.name].local()
     if entry.name not in REWARDS:
         return base.RemoteReward()
     try:

@@ -75,7 +75,7 @@ class ServedJudge(Strict):
     @property
     def wording(self) -> str:
         """The question, with placeholders."""
-        return _read_template(self.prompt) if self.prompt else self.TEMPLATE
+        return read_template(self.prompt) if self.prompt else self.TEMPLATE
 
     @abstractmethod
     def scorer(self) -> Scorer: ...
@@ -130,6 +130,8 @@ class ChatJudge(ServedJudge):
 class ChatClient:
     """Sends requests to a judge's servers from the event loop, without worker processes."""
 
+    OPTIONS: ClassVar[Mapping[str, Any]] = {}  # of a request
+
     processes = 0
     hits = 0
     random = False
@@ -149,12 +151,16 @@ class ChatClient:
     async def ask(self, question: str, samples: Sequence[Sample]) -> str:
         """The response to a question about samples of one prompt, whose images come first. Raises
         `Unanswered`."""
+        return _content(await self.complete(question, samples))
+
+    async def complete(self, question: str, samples: Sequence[Sample]) -> Any:
+        """The server's answer, not checked."""
         try:
             model = await self._model_name()
             size = payload_bytes(samples)
             body = await offload(size, self._request, question, samples, model)
-            return _content(await self.pool.post("/v1/chat/completions", body))
-        except (NoResponse, UserError, OSError) as error:  # OSError: a missing image file
+            return await self.pool.post("/v1/chat/completions", body)
+        except (NoResponse, UserError) as error:  # UserError: also a missing image file
             raise Unanswered(str(error)) from error
 
     def _request(self, question: str, samples: Sequence[Sample], model: str) -> bytes:
@@ -164,14 +170,14 @@ class ChatClient:
         for i, png in enumerate(pngs):
             url = f"data:image/png;base64,{png}"
             content.insert(i, {"type": "image_url", "image_url": {"url": url}})
-        request = {
+        request: dict[str, Any] = {
             "model": model,
             "messages": [{"role": "user", "content": content}],
             "temperature": 0,
             "max_tokens": self.settings.max_tokens,
             "stream": False,
         }
-        return json.dumps(request).encode()
+        return json.dumps({**request, **self.OPTIONS}).encode()
 
     async def _model_name(self) -> str:
         """Looks the name up once for all samples; a failed lookup is repeated."""
@@ -225,16 +231,18 @@ def _content(completion: Any) -> str:
         (choice,) = completion["choices"]
         text, reason = choice["message"]["content"], choice["finish_reason"]
     except (TypeError, KeyError, ValueError, IndexError):
-        raise UserError(f"returned {str(completion)[:120]!r}; expected a chat completion") from None
+        raise Unanswered(
+            f"returned {str(completion)[:120]!r}; expected a chat completion"
+        ) from None
     if not isinstance(text, str):
-        raise UserError(f"returned {str(text)[:80]!r}; expected text")
+        raise Unanswered(f"returned {str(text)[:80]!r}; expected text")
     if reason == "length":
-        raise UserError(f"the response was truncated at max_tokens: …{text[-80:]!r}")
+        raise Unanswered(f"the response was truncated at max_tokens: …{text[-80:]!r}")
     return text
 
 
 @functools.lru_cache(maxsize=16)
-def _read_template(path: str) -> str:
+def read_template(path: str) -> str:
     try:
         return Path(os.path.expanduser(path)).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -24,6 +24,10 @@ class RatingScale:
 SCALE = RatingScale(1.0, 5.0)
 
 
+def scaled(inner: Scorer) -> Scorer:
+    return ScaledScorer(inner, SCALE)
+
+
 class ScaledScorer(ScorerWrapper):
     """Wraps a server that rates on a scale: value = raw / highest."""
 

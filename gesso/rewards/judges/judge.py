@@ -1,14 +1,21 @@
-"""The judge `judge`, with a custom question and scale, and the parser of ratings."""
+"""The judge `judge`, with a custom question and scale, and the parsers of ratings."""
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from pydantic import model_validator
 
-from gesso.rewards.judges.chat import MAX_TEXT_KEPT, ChatJudge
-from gesso.rewards.judges.templates import TEMPLATES
-from gesso.types import Sample, Score
+from gesso.rewards.base import Scorer
+from gesso.rewards.edits import no_source
+from gesso.rewards.judges.chat import MAX_TEXT_KEPT, ChatJudge, ChatScorer, Unanswered
+from gesso.rewards.judges.templates import DIGIT, EDITS, END, TEMPLATES
+from gesso.types import Prompt, Sample, Score
+
+MIN_DIGITS = 0.5  # probability
 
 
 class Judge(ChatJudge):
@@ -17,9 +24,14 @@ class Judge(ChatJudge):
     score outside [lowest, highest] fails."""
 
     template: str = ""
-    """Bundled question: "alignment" (does the image show what the prompt says), "aesthetics" or
-    "text" (is the text in it right and legible). The judge rates from 1 to 5 and ends with
-    "Final Score: n"."""
+    """Bundled question: "alignment" (does the image show what the prompt says), "aesthetics",
+    "text" (is the text in it right and legible); of edits "edit" (does it follow the instruction)
+    or "rest" (is everything else unchanged). The judge rates from 1 to 5 and ends with "Final
+    Score: n"."""
+    logits: bool = False
+    """Uses the expected score, Σ p(n) · n over the whole numbers n of the scale, from the
+    probabilities of the first token (Edit-R1, Li et al. 2025), instead of a written score. The
+    question must ask for one digit. Requires a server with `logprobs`."""
 
     pattern: str = r"Final Score:\s*(-?\d+(?:\.\d+)?)"
     """Regular expression; its first group is the score."""
@@ -48,7 +60,16 @@ class Judge(ChatJudge):
 
     @property
     def wording(self) -> str:
-        return TEMPLATES.get(self.template) or super().wording
+        if not self.template:
+            return super().wording
+        return f"{TEMPLATES.get(self.template)} {DIGIT if self.logits else END}"
+
+    def unfit(self, prompt: Prompt) -> str | None:
+        edits = no_source(prompt) if self.template in EDITS else None
+        return edits or super().unfit(prompt)
+
+    def scorer(self) -> Scorer:
+        return LogitsScorer(self) if self.logits else ChatScorer(self)
 
     @model_validator(mode="after")
     def _has_scale(self) -> Judge:
@@ -64,10 +85,52 @@ class Judge(ChatJudge):
             )
         if not self.lowest < self.highest or self.highest <= 0:
             raise ValueError("lowest must be less than highest, and highest greater than 0")
+        if self.logits and (self.lowest < 0 or self.highest > 9):
+            raise ValueError("logits requires a scale of single digits, within 0 to 9")
         return self
 
     def read(self, response: str, sample: Sample) -> Score:
         return parse_rating(response, self.pattern, self.lowest, self.highest)
+
+
+class LogitsScorer(ChatScorer):
+    """Reads the score from the probabilities of the first token."""
+
+    OPTIONS: ClassVar[Mapping[str, Any]] = {"max_tokens": 1, "logprobs": True, "top_logprobs": 20}
+
+    def __init__(self, judge: Judge) -> None:
+        super().__init__(judge)
+        self.scale = judge.lowest, judge.highest
+
+    async def _score(self, sample: Sample) -> Score:
+        try:
+            answer = await self.complete(self.judge.question(sample), [sample])
+        except Unanswered as error:
+            return Score.failed(str(error))
+        return expected_rating(answer, *self.scale)
+
+
+def expected_rating(completion: Any, lowest: float, highest: float) -> Score:
+    """Σ p(n) · n / Σ p(n) / highest over the scale's digits n. The detail `digits` is Σ p(n), which
+    must be at least MIN_DIGITS: otherwise the judge would have written something else."""
+    try:
+        tokens = completion["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        logs = [(str(each["token"]).strip(), float(each["logprob"])) for each in tokens]
+    except (TypeError, KeyError, ValueError, IndexError):
+        return Score.failed(
+            f"returned {str(completion)[:120]!r}; expected the log-probs of the first token"
+        )
+    numbers = [(int(t), math.exp(p)) for t, p in logs if re.fullmatch("[0-9]", t)]
+    on_scale = [(n, p) for n, p in numbers if lowest <= n <= highest]
+    mass = sum(p for _, p in on_scale)
+    if mass < MIN_DIGITS:
+        likely = max(logs, key=lambda each: each[1], default=("", 0.0))[0]
+        return Score.failed(
+            f"the first token is a score with probability {mass:.2f}, expected at least "
+            f"{MIN_DIGITS}; the likeliest one is {likely!r}"
+        )
+    value = sum(n * p for n, p in on_scale) / mass / highest
+    return Score(value, {"digits": mass}, f"{value * highest:.2f}")
 
 
 def parse_rating(response: str, pattern: str, lowest: float, highest: float) -> Score:
