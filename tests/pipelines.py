@@ -134,24 +134,91 @@ def _qwen_image(scale: int) -> Any:
     )  # fmt: skip
 
 
+def _flux2(scale: int) -> Any:
+    from diffusers import Flux2Pipeline
+
+    tokenizer = _chat_tokenizer(SPOKEN)
+    return Flux2Pipeline(
+        text_encoder=_mistral(len(tokenizer), scale), tokenizer=tokenizer, **_flux2_parts(scale)
+    )
+
+
+def _klein(scale: int) -> Any:
+    return _flux2_klein(scale, is_distilled=False)
+
+
+def _klein_distilled(scale: int) -> Any:
+    return _flux2_klein(scale, is_distilled=True)
+
+
+def _flux2_klein(scale: int, is_distilled: bool) -> Any:
+    from diffusers import Flux2KleinPipeline
+
+    tokenizer = _chat_tokenizer(CHAT)
+    return Flux2KleinPipeline(
+        text_encoder=_qwen3(len(tokenizer), scale, layers=27), tokenizer=tokenizer,
+        is_distilled=is_distilled, **_flux2_parts(scale, guidance_embeds=False),
+    )  # fmt: skip
+
+
+def _flux2_parts(scale: int, guidance_embeds: bool = True) -> dict[str, Any]:
+    """The text encoder's three layers are joined: 3 × 8 values a token."""
+    from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
+
+    vae = AutoencoderKLFlux2(latent_channels=CHANNELS, **VAE)
+    vae.bn.running_mean.normal_()
+    vae.bn.running_var.uniform_(0.5, 2.0)
+    transformer = Flux2Transformer2DModel(
+        in_channels=4 * CHANNELS, num_layers=2, num_single_layers=2,
+        attention_head_dim=16 * scale, num_attention_heads=2, joint_attention_dim=24 * scale,
+        axes_dims_rope=(4 * scale,) * 4, guidance_embeds=guidance_embeds,
+        timestep_guidance_channels=32,
+    )  # fmt: skip
+    scheduler = _scheduler(use_dynamic_shifting=True, shift=3.0)
+    return {"transformer": transformer, "vae": vae, "scheduler": scheduler}
+
+
+def _z_image(scale: int) -> Any:
+    from diffusers import ZImagePipeline, ZImageTransformer2DModel
+
+    tokenizer = _chat_tokenizer(CHAT)
+    return ZImagePipeline(
+        transformer=ZImageTransformer2DModel(
+            in_channels=CHANNELS, dim=32 * scale, n_heads=2, n_kv_heads=2, n_layers=2,
+            n_refiner_layers=1, cap_feat_dim=8 * scale, axes_lens=(600, 32, 32),
+            axes_dims=(4 * scale, 6 * scale, 6 * scale),
+        ),
+        scheduler=_scheduler(shift=6.0),
+        vae=_vae(),
+        text_encoder=_qwen3(len(tokenizer), scale, layers=2),
+        tokenizer=tokenizer,
+    )  # fmt: skip
+
+
 BUILDERS: dict[str, Callable[[int], Any]] = {
     "sd3": _sd3,
     "sd35": _sd35,
     "flux-dev": _flux_dev,
     "flux-schnell": _flux_schnell,
     "qwen-image": _qwen_image,
+    "flux2-dev": _flux2,
+    "flux2-klein": _klein,
+    "flux2-klein-distilled": _klein_distilled,
+    "z-image": _z_image,
 }
+
+
+VAE: dict[str, Any] = {
+    "block_out_channels": (8, 8), "layers_per_block": 1, "norm_num_groups": 4,
+    "down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2,
+    "mid_block_add_attention": False, "use_quant_conv": False, "use_post_quant_conv": False,
+}  # fmt: skip
 
 
 def _vae() -> Any:
     from diffusers import AutoencoderKL
 
-    return AutoencoderKL(
-        latent_channels=CHANNELS, block_out_channels=(8, 8), layers_per_block=1,
-        down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
-        norm_num_groups=4, mid_block_add_attention=False, use_quant_conv=False,
-        use_post_quant_conv=False, scaling_factor=1.3, shift_factor=0.1,
-    )  # fmt: skip
+    return AutoencoderKL(latent_channels=CHANNELS, scaling_factor=1.3, shift_factor=0.1, **VAE)
 
 
 def _clip_tokenizer() -> Any:
@@ -236,3 +303,56 @@ def _qwen_vl(vocabulary: int, scale: int) -> Any:
             },
         )
     )  # fmt: skip
+
+
+THINKING = "{% if not enable_thinking %}<think></think>{% endif %}"
+CHAT = (
+    "{% for m in messages %}<|im_start|>user{{ m.content }}<|im_end|>{% endfor %}<|im_start|>"
+    + THINKING
+)  # as Qwen3's, shorter
+SPOKEN = "{% for m in messages[1:] %}[INST]{{ m.content[0].text }}[/INST]{% endfor %}"
+"""As Mistral's, without the system message, which is longer than the prompts of tests."""
+
+
+def _chat_tokenizer(template: str) -> Any:
+    """A token a letter."""
+    from transformers import Qwen2Tokenizer
+
+    letters = [*LETTERS.replace(" ", "Ġ")]
+    special = ["<|im_start|>", "<|im_end|>", "<think>", "</think>", "[INST]", "[/INST]", "<pad>"]
+    tokenizer = Qwen2Tokenizer(vocab={token: i for i, token in enumerate(letters)}, merges=[])
+    tokenizer.add_special_tokens({"additional_special_tokens": special, "pad_token": "<pad>"})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def _qwen3(vocabulary: int, scale: int, layers: int) -> Any:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(
+        Qwen3Config(vocab_size=vocabulary, num_hidden_layers=layers, **_decoder(scale))
+    )
+
+
+def _mistral(vocabulary: int, scale: int) -> Any:
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+
+    text = _decoder(scale) | {"vocab_size": vocabulary, "num_hidden_layers": 30}
+    vision = {
+        "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 4,
+        "num_attention_heads": 2, "patch_size": 4, "image_size": 8,
+    }  # fmt: skip
+    return Mistral3ForConditionalGeneration(
+        Mistral3Config(
+            text_config={"model_type": "mistral", **text},
+            vision_config={"model_type": "pixtral", **vision},
+        )
+    )
+
+
+def _decoder(scale: int) -> dict[str, Any]:
+    return {
+        "hidden_size": 8 * scale, "intermediate_size": 16 * scale, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 4 * scale, "max_position_embeddings": 1024,
+        "initializer_range": 0.5,
+    }  # fmt: skip

@@ -19,7 +19,10 @@ class BundledModel:
 MODELS = {
     "sd3": BundledModel("flow", "gesso.models.flow.sd3:SD3"),
     "flux": BundledModel("flow", "gesso.models.flow.flux:Flux"),
+    "flux2": BundledModel("flow", "gesso.models.flow.flux2:Flux2"),
+    "flux2-klein": BundledModel("flow", "gesso.models.flow.flux2:Flux2Klein"),
     "qwen-image": BundledModel("flow", "gesso.models.flow.qwen_image:QwenImage"),
+    "z-image": BundledModel("flow", "gesso.models.flow.z_image:ZImage"),
     "vision-language": BundledModel(
         "language", "gesso.models.tokens.vision_language:VisionLanguage"
     ),

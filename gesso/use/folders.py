@@ -24,6 +24,7 @@ from gesso.config import (
     tables,
 )
 from gesso.config.parsing import parse
+from gesso.families import classes
 from gesso.families.base import Family
 from gesso.types import UserError
 
@@ -115,7 +116,7 @@ def _defaults(folder: Path, base: str) -> dict[str, Any]:
     index = _json(base, "model_index.json", folder)
     if index is not None:
         name = _name(folder, base, _stated(index, "_class_name", base), flow)
-        return _as_diffusers(folder, base, name, flow)
+        return _as_diffusers(folder, base, index, name, flow)
     config = _json(base, "config.json", folder)
     if config is None:
         raise UserError(
@@ -144,18 +145,21 @@ def _stated(config: dict[str, Any], key: str, base: str) -> str:
     return config[key]
 
 
-def _as_diffusers(folder: Path, base: str, name: str, family: Family) -> dict[str, Any]:
+def _as_diffusers(
+    folder: Path, base: str, index: dict[str, Any], name: str, family: Family
+) -> dict[str, Any]:
     """The pipeline's default steps, guidance and size."""
     import diffusers
 
-    (pipeline,) = family.library_kinds(name)
-    parameters = inspect.signature(getattr(diffusers, pipeline).__call__).parameters
-    scale = parameters["true_cfg_scale" if name == "qwen-image" else "guidance_scale"].default
+    kind = classes.load(family, name)
+    parameters = inspect.signature(getattr(diffusers, kind.pipeline).__call__).parameters
+    scale = parameters[kind.scale_argument].default + kind.scale_offset
     network, vae = (_json(base, f"{part}/config.json", folder) for part in ("transformer", "vae"))
     if network is None or vae is None:
         part = "transformer" if network is None else "vae"
         raise UserError(f"{folder}: {base} has no {part}/config.json; download it again")
-    if network.get("guidance_embeds") is False:  # FLUX.1 schnell
+    # Of FLUX.2 klein the first, of FLUX.1 schnell the second.
+    if index.get("is_distilled", network.get("guidance_embeds") is False):
         scale = 1.0
     blocks = vae["block_out_channels"] if "block_out_channels" in vae else vae["dim_mult"]
     side = network.get("sample_size", 128) * 2 ** (len(blocks) - 1)  # 128: diffusers' default

@@ -53,9 +53,9 @@ def _image_code(loaded: LoadedModel, section: Model, prompt: str, whole: bool) -
     options = "".join(f", {argument}" for argument in arguments)
     call = [f"height={spec.height}, width={spec.width}", f"num_inference_steps={spec.steps}"]
     if model.pipeline == "QwenImagePipeline":
-        call += [f'negative_prompt="", true_cfg_scale={spec.guidance:g}']
-    elif model.guidance != "none":
-        call += [f"guidance_scale={spec.guidance:g}"]
+        call += ['negative_prompt=""']  # without one there is no guidance
+    if model.guidance != "none":
+        call += [f"{model.scale_argument}={spec.guidance - model.scale_offset:g}"]
     call += [f"max_sequence_length={model.text_length}"]
     (seed,) = sample_seeds(0, 1)
     lines = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -68,6 +68,8 @@ class PipelineModel(ABC):
     packed: ClassVar[bool] = False  # the input of the transformer is tokens, not latents
     even_sigmas: ClassVar[bool] = False  # the pipeline passes the scheduler 1, …, 1/steps
     input_images: ClassVar[range] = range(1)  # numbers of input images of a prompt
+    scale_argument: ClassVar[str] = "guidance_scale"  # of the pipeline's call
+    scale_offset: ClassVar[float] = 0.0  # our scale less that of the pipeline
 
     def __init__(
         self,
@@ -103,8 +105,7 @@ class PipelineModel(ABC):
             speed.compile_blocks(self.transformer, self.blocks)
             if self.device.type != "meta":
                 speed.compile_decoder(self.pipe.vae.decoder)
-        head_size = self.transformer.config.attention_head_dim
-        replaced = self.compiled and has_kernels(self.device, self.dtype, head_size)
+        replaced = self.compiled and has_kernels(self.device, self.dtype, self.head_size)
         self.strict = self.device.type == "cuda" and not replaced
         if settings.lora is not None and settings.lora.path is not None:
             with quiet("diffusers"):
@@ -141,7 +142,8 @@ class PipelineModel(ABC):
         """A forward pass of the transformer with those weights."""
         one_graph = self.compiled and self.device.type != "meta"
         with self.policy.using(weights), self.precision(), speed.one_graph(one_graph):
-            v = self.transformer(**inputs, return_dict=False)[0]
+            out = self.transformer(**inputs, return_dict=False)[0]
+            v = torch.stack(out) if isinstance(out, list) else out
         return v if torch.is_grad_enabled() else v.detach()
 
     @property
@@ -161,8 +163,8 @@ class PipelineModel(ABC):
 
     def blank(self, rows: int) -> Conditioning:
         """Uninitialised conditioning of `rows` prompts of full length, for its shapes."""
-        settings, length = self.transformer.config, self.text_tokens
-        embeds = torch.empty(rows, length, settings.joint_attention_dim, dtype=self.dtype)
+        settings = self.transformer.config
+        embeds = torch.empty(rows, self.text_tokens, self.text_width, dtype=self.dtype)
         pooled = None
         if "pooled_projection_dim" in settings:
             pooled = torch.empty(rows, settings.pooled_projection_dim, dtype=self.dtype)
@@ -173,6 +175,16 @@ class PipelineModel(ABC):
     def text_tokens(self) -> int:
         """Number of text tokens that the transformer receives for a prompt."""
         return self.text_length
+
+    @property
+    def text_width(self) -> int:
+        """Size of the text embeddings that the transformer receives."""
+        return self.transformer.config.joint_attention_dim
+
+    @property
+    def head_size(self) -> int:
+        """Size of an attention head."""
+        return self.transformer.config.attention_head_dim
 
     @property
     def guidance(self) -> Guidance:
@@ -208,31 +220,36 @@ class PipelineModel(ABC):
         return torch.autocast(self.device.type, self.dtype, cache_enabled=not self.sharded)
 
     def sigmas(self, steps: int, height: int, width: int) -> Tensor:
-        """The schedule of the pipeline; a dynamic shift grows with the number of image tokens."""
-        from diffusers.pipelines.flux.pipeline_flux import calculate_shift
-
-        scheduler, settings = self.pipe.scheduler, self.pipe.scheduler.config
+        """The schedule of the pipeline; a dynamic shift depends on the number of image tokens."""
+        scheduler = self.pipe.scheduler
         schedule: dict[str, Any] = {"num_inference_steps": steps}
         if self.even_sigmas:
             schedule = {"sigmas": np.linspace(1.0, 1 / steps, steps)}
-        if settings.use_dynamic_shifting:
+        if scheduler.config.use_dynamic_shifting:
             _, h, w = self.latent_shape(height, width)
-            schedule["mu"] = calculate_shift(
-                h * w // self.patch**2,
-                settings.base_image_seq_len,
-                settings.max_image_seq_len,
-                settings.base_shift,
-                settings.max_shift,
-            )
+            schedule["mu"] = self.shift(h * w // self.patch**2, steps)
         scheduler.set_timesteps(**schedule, device="cpu")
         return scheduler.sigmas.float()
+
+    def shift(self, tokens: int, steps: int) -> float:
+        """Exponent μ of the dynamic shift, linear in the number of image tokens."""
+        from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+        settings = self.pipe.scheduler.config
+        return calculate_shift(
+            tokens,
+            settings.base_image_seq_len,
+            settings.max_image_seq_len,
+            settings.base_shift,
+            settings.max_shift,
+        )
 
     def timestep(self, sigma: Tensor) -> Tensor:
         """σ times 1000, rounded to the network's precision as in the pipelines of diffusers."""
         return (sigma * self.pipe.scheduler.config.num_train_timesteps).to(self.dtype)
 
     def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
-        scale = self.pipe.vae_scale_factor
+        scale = self.cell
         factor = scale * self.patch
         if height % factor or width % factor:
             fit = f"{_round(height, factor)}×{_round(width, factor)}"
@@ -247,6 +264,11 @@ class PipelineModel(ABC):
                 f"are limited to {most * factor} pixels per side"
             )
         return self.channels, height // scale, width // scale
+
+    @property
+    def cell(self) -> int:
+        """Pixels per latent cell, in height and in width."""
+        return self.pipe.vae_scale_factor
 
     @property
     def channels(self) -> int:
@@ -319,6 +341,23 @@ def text_encoder(name: str, limit: int, tokenizer: Any) -> TextEncoder:
         return len(tokenizer(text, truncation=False, verbose=False).input_ids)
 
     return TextEncoder(name, limit, tokens)
+
+
+def chat_encoder(name: str, limit: int, tokenizer: Any, enable_thinking: bool) -> TextEncoder:
+    """A text encoder whose pipeline puts the prompt into the tokenizer's chat template, which its
+    count includes."""
+    whole = text_encoder(name, limit, tokenizer)
+
+    def tokens(text: str) -> int:
+        chat = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}],
+            tokenize=False,
+            add_generation_prompt=True,
+            enable_thinking=enable_thinking,
+        )
+        return whole.tokens(chat)
+
+    return replace(whole, tokens=tokens)
 
 
 def _round(size: int, factor: int) -> int:

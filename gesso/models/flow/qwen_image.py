@@ -18,6 +18,7 @@ from gesso.models.flow.pipeline import (
     TextLength,
     text_encoder,
 )
+from gesso.models.flow.rotation import rotate
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
 from gesso.types import Prompt, Which
@@ -33,6 +34,7 @@ class QwenImage(PipelineModel):
     blocks = ("QwenImageTransformerBlock",)
     packed = True
     even_sigmas = True
+    scale_argument = "true_cfg_scale"
     # Flow-GRPO's list for Qwen-Image-Edit, the same network (there with rank 64, alpha 128).
     lora_targets = (
         *JOINT_ATTENTION,
@@ -142,9 +144,6 @@ def _rotate_real_numbers() -> None:
 
 
 def _rotate(original: Any, x: Tensor, rotation: Any, use_real: bool = True, *more: Any) -> Tensor:
-    """Rotary position embedding of x (n, s, H, d) by complex numbers given as pairs."""
     if use_real or rotation.is_complex():  # of a network that is not compiled
         return original(x, rotation, use_real, *more)
-    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-    cos, sin = rotation[:, None].unbind(-1)
-    return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(3).type_as(x)
+    return rotate(x, rotation)

@@ -1,0 +1,156 @@
+"""FLUX.2 dev, and FLUX.2 klein (base and distilled)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from gesso.models.flow.base import Guidance, TextEncoder
+from gesso.models.flow.pipeline import (
+    JOINT_ATTENTION,
+    PipelineModel,
+    TextLength,
+    chat_encoder,
+)
+from gesso.quiet import quiet
+from gesso.rollout import Conditioning
+from gesso.types import Prompt, PromptImage, UserError, Which
+
+
+class Flux2(PipelineModel):
+    """Three hidden layers of Mistral encode the text, after a system message, padded to one length
+    without a mask. Latents are the autoencoder's in patches of 2×2 cells, normalised by the
+    statistics of its batch norm. Tokens of input images follow those of the image. The guidance
+    scale is an input of the network."""
+
+    pipeline = "Flux2Pipeline"
+    large = ("transformer", "text_encoder")
+    blocks = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
+    patch = 1
+    input_images = range(11)  # the pipeline takes any number; 10 by the model's authors
+    even_sigmas = True
+    # Flow-Factory's list (there with rank 64, alpha 128). A single-stream block has one projection
+    # for queries, keys, values and MLP; its `attn.to_out` is a layer, that of the others a list.
+    lora_targets = (
+        *JOINT_ATTENTION,
+        "ff.linear_in",
+        "ff.linear_out",
+        "ff_context.linear_in",
+        "ff_context.linear_out",
+        "attn.to_qkv_mlp_proj",
+    )
+
+    @property
+    def guidance(self) -> Guidance:
+        return "embedded" if self.transformer.config.guidance_embeds else "none"
+
+    @property
+    def text_lengths(self) -> TextLength:
+        most = self.pipe.tokenizer_max_length
+        return TextLength(default=most, least=1, most=most)
+
+    @property
+    def text_encoders(self) -> list[TextEncoder]:
+        """The count includes the system message and the chat template."""
+        return [TextEncoder("Mistral", self.text_length, self._tokens)]
+
+    def _tokens(self, text: str) -> int:
+        from diffusers.pipelines.flux2.pipeline_flux2 import format_input
+
+        messages = format_input([text], self.pipe.system_message)
+        tokens = self.pipe.tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)
+        return len(tokens["input_ids"][0])
+
+    @property
+    def cell(self) -> int:
+        return 2 * self.pipe.vae_scale_factor
+
+    def shift(self, tokens: int, steps: int) -> float:
+        """The pipeline's own fit to tokens and steps, not that of the scheduler's config."""
+        from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
+
+        return compute_empirical_mu(tokens, steps)
+
+    @quiet("diffusers")
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
+        return Conditioning.stack([self._encode(prompt) for prompt in prompts])
+
+    def _encode(self, prompt: Prompt) -> Conditioning:
+        embeds, _ = self.pipe.encode_prompt(
+            prompt=prompt.text, device=self.device, max_sequence_length=self.text_length
+        )
+        images = [self._reference(image, prompt.where) for image in prompt.images]
+        none = embeds.new_empty(1, 0, self.channels)  # of prompts without images
+        return Conditioning(
+            embeds,
+            source=torch.cat([none, *(image.flatten(2).mT.to(none) for image in images)], 1),
+            layouts=(tuple((image.shape[2], image.shape[3]) for image in images),),
+        )
+
+    def _reference(self, image: PromptImage, where: str) -> Tensor:
+        """(1, C, H, W) of an input image: at most 1024² pixels, cropped to whole cells."""
+        processor, picture = self.pipe.image_processor, image.open()
+        try:
+            processor.check_image_input(picture)
+        except ValueError as error:
+            raise UserError(f"{where or 'this prompt'}: input image: {error}") from error
+        picture = processor._resize_if_exceeds_area(picture)
+        width, height = (side // self.cell * self.cell for side in picture.size)
+        pixels = processor.preprocess(picture, height=height, width=width, resize_mode="crop")
+        return self.latents(pixels.to(self.device, self.pipe.vae.dtype))
+
+    def velocity(
+        self, x: Tensor, sigma: Tensor, cond: Conditioning, weights: Which = "current"
+    ) -> Tensor:
+        rows = len(x)
+        x, sigma, cond = self.fill(x, sigma, cond)
+        tokens, ids = x.flatten(2).mT, self.pipe._prepare_latent_ids(x[:1])  # (N, HW, C)
+        if cond.source is not None and cond.layout:
+            references = [torch.empty(1, 1, *size) for size in cond.layout]
+            tokens = torch.cat([tokens, cond.source], 1)
+            ids = torch.cat([ids, self.pipe._prepare_image_ids(references)], 1)
+        v = self.run(
+            weights,
+            hidden_states=tokens.to(self.dtype),
+            timestep=self.timestep(sigma) / 1000,
+            guidance=cond.guidance,
+            encoder_hidden_states=cond.embeds,
+            txt_ids=self.pipe._prepare_text_ids(cond.embeds[:1]).to(x.device),
+            img_ids=ids.to(x.device),
+        )
+        return v[:rows, : x[0, 0].numel()].mT.unflatten(2, x.shape[2:]).float()
+
+    def pixels(self, latents: Tensor) -> Tensor:
+        vae = self.pipe.vae
+        mean, std = self._statistics()
+        z = self.pipe._unpatchify_latents(latents * std + mean)
+        return vae.decode(z.to(vae.dtype), return_dict=False)[0]
+
+    def latents(self, pixels: Tensor) -> Tensor:
+        z = self.pipe.vae.encode(pixels).latent_dist.mode().float()
+        mean, std = self._statistics()
+        return (self.pipe._patchify_latents(z) - mean) / std
+
+    def _statistics(self) -> tuple[Tensor, Tensor]:
+        """Mean and std of the latents, per channel."""
+        norm, epsilon = self.pipe.vae.bn, self.pipe.vae.config.batch_norm_eps
+        mean, variance = (t.float().view(-1, 1, 1) for t in (norm.running_mean, norm.running_var))
+        return mean, (variance + epsilon).sqrt()
+
+
+class Flux2Klein(Flux2):
+    """Qwen3 encodes the text. The base models have guidance by a second pass, which in the pipeline
+    is over an empty prompt; the distilled ones have none."""
+
+    pipeline = "Flux2KleinPipeline"
+
+    @property
+    def guidance(self) -> Guidance:
+        return "none" if self.pipe.config.is_distilled else "negative"
+
+    @property
+    def text_encoders(self) -> list[TextEncoder]:
+        return [chat_encoder("Qwen3", self.text_length, self.pipe.tokenizer, enable_thinking=False)]
