@@ -47,6 +47,7 @@ REWARDS = {
     "edit-score": "gesso.rewards.judges.edit_score:EditScore",
     "diversity": "gesso.rewards.diversity:Diversity",
     "sign-colour": "gesso.rewards.image.sign_colour:SignColour",
+    "sign-edit": "gesso.rewards.image.sign_edit:SignEdit",
     "math": "gesso.rewards.text.maths:Math",
     "format": "gesso.rewards.text.format:Format",
     "count": "gesso.rewards.text.count:Count",

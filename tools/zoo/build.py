@@ -4,6 +4,7 @@ Sized for two CPU cores: 48 image tokens, 15 text tokens and a decoder that take
 image.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,10 @@ def build_pipeline() -> Any:
     )
 
 
-def build_tokenizer() -> Any:
+def build_tokenizer(
+    words: Sequence[str] = (*TEMPLATE_WORDS, *COLOURS),
+    tokens: int = 2 + len(TEMPLATE_WORDS) + 1 + 2 + max(LENGTHS),
+) -> Any:
     """A character-level CLIP tokenizer: one token per letter, and one per word of the template.
 
     The template's words are added tokens that match only whole words. As merges they would also
@@ -43,16 +47,16 @@ def build_tokenizer() -> Any:
     from transformers import AddedToken, CLIPTokenizer
 
     characters = 'abcdefghijklmnopqrstuvwxyz"'
-    whole_words = [word for word in (*TEMPLATE_WORDS, *COLOURS) if len(word) > 1]
-    tokens = [*characters, *(f"{c}</w>" for c in characters), START, END]
+    whole_words = [word for word in words if len(word) > 1]
+    pieces = [*characters, *(f"{c}</w>" for c in characters), START, END]
     tokenizer = CLIPTokenizer(
-        vocab={token: i for i, token in enumerate(tokens)},
+        vocab={piece: i for i, piece in enumerate(pieces)},
         merges=[],
         bos_token=START,
         eos_token=END,
         pad_token=END,
         unk_token=END,
-        model_max_length=2 + len(TEMPLATE_WORDS) + 1 + 2 + max(LENGTHS),
+        model_max_length=tokens,
     )
     tokenizer.add_tokens([AddedToken(word, single_word=True) for word in whole_words])
     return tokenizer

@@ -30,12 +30,12 @@ def sign_row(i: int, word: str) -> dict[str, Any]:
     colour = rng.choice(COLOURS)
     return {
         "prompt": prompt_for(word, colour),
-        "chosen": _png(render.draw(word, colour, rng)),
-        "rejected": _png(render.draw(word, colour, rng, rng.choice(render.SPOILINGS))),
+        "chosen": png(render.draw(word, colour, rng)),
+        "rejected": png(render.draw(word, colour, rng, rng.choice(render.SPOILINGS))),
     }
 
 
-def _png(pixels: np.ndarray) -> str:
+def png(pixels: np.ndarray) -> str:
     file = io.BytesIO()
     octree, undithered = Image.Quantize.FASTOCTREE, Image.Dither.NONE
     image = Image.fromarray(pixels).quantize(PNG_COLOURS, octree, dither=undithered)

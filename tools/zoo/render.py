@@ -45,11 +45,21 @@ def draw_job(job: RenderJob) -> Rendered:
     return Rendered(prompts, np.stack(images))
 
 
-def draw(word: str, colour: str, rng: random.Random, spoiling: str | None = None) -> np.ndarray:
-    """Renders `word` on a sign; `spoiling` (None or one of SPOILINGS) makes it hard to read."""
+def draw(
+    word: str,
+    colour: str,
+    rng: random.Random,
+    spoiling: str | None = None,
+    pitch: float | None = None,
+) -> np.ndarray:
+    """Renders `word` on a sign; `spoiling` (None or one of SPOILINGS) makes it hard to read.
+
+    `pitch`: pixels from a letter to the next. By default each letter takes its own width, and the
+    word is not exactly in the middle.
+    """
     if spoiling is not None and spoiling not in SPOILINGS:
         raise ValueError(f"unknown spoiling {spoiling!r}; use None or one of {SPOILINGS}")
-    mask = _write(word, rng, spoiling)
+    mask = _write(word, rng, spoiling, pitch)
     if spoiling == "blurred":
         mask = _blurred(mask, rng.uniform(2.8, 4.0))
     elif spoiling == "pixelated":
@@ -61,16 +71,20 @@ def draw(word: str, colour: str, rng: random.Random, spoiling: str | None = None
     return (sign + alpha * (letters - sign)).round().astype(np.uint8)
 
 
-def _write(word: str, rng: random.Random, spoiling: str | None) -> Any:
+def _write(word: str, rng: random.Random, spoiling: str | None, pitch: float | None) -> Any:
     """Renders a greyscale mask, letter by letter, so that letters can be crowded or turned."""
     from PIL import Image
 
-    size = rng.randint(6, 7) if spoiling == "tiny" else 24
+    size = rng.randint(6, 7) if spoiling == "tiny" else 24 if pitch is None else round(pitch - 2)
     spread = rng.uniform(0.52, 0.62) if spoiling == "crowded" else 1.0
-    while sum(advances := _advances(word, size, spread)) > WIDTH - 6:
-        size -= 1
-    x = (WIDTH - sum(advances)) / 2 + rng.uniform(-1, 1)
-    y = HEIGHT / 2 + rng.uniform(-1, 1)
+    if pitch is None:
+        while sum(advances := _advances(word, size, spread)) > WIDTH - 6:
+            size -= 1
+    else:
+        advances = [spread * pitch] * len(word)
+    jitter = 1 if pitch is None else 0
+    x = (WIDTH - sum(advances)) / 2 + rng.uniform(-jitter, jitter)
+    y = HEIGHT / 2 + rng.uniform(-jitter, jitter)
     mask = Image.new("L", (WIDTH, HEIGHT), 0)
     for letter, advance in zip(word, advances, strict=True):
         angle = rng.choice((-1, 1)) * rng.uniform(30, 60) if spoiling == "turned" else 0.0

@@ -51,12 +51,7 @@ class SignColour(Strict):
         target = target_colour(sample.prompt)
         if target is None:
             return Score.failed(self.unfit(sample.prompt) or "")
-        shares = colour_shares(sample.pixels)
-        dominant = max(shares, key=shares.__getitem__)
-        board = {name: s for name, s in shares.items() if name == dominant or name not in _LETTERS}
-        value = board.get(target, 0.0) / sum(board.values())
-        details = {"right": float(dominant == target), "share": shares[target]}
-        return Score(value, details, dominant)
+        return colour_score(sample.pixels, target)
 
     def values(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """As `score`, with soft shares. Which colour is the most frequent has no gradient."""
@@ -78,6 +73,15 @@ def target_colour(prompt: Prompt) -> str | None:
     """Quoted text is the text on the sign, not its colour."""
     match = _COLOURED_SIGN.search(re.sub(r'"[^"]*"', "", prompt.text))
     return match.group(1).lower() if match else None
+
+
+def colour_score(image: np.ndarray, target: str) -> Score:
+    shares = colour_shares(image)
+    dominant = max(shares, key=shares.__getitem__)
+    board = {name: s for name, s in shares.items() if name == dominant or name not in _LETTERS}
+    value = board.get(target, 0.0) / sum(board.values())
+    details = {"right": float(dominant == target), "share": shares[target]}
+    return Score(value, details, dominant)
 
 
 def colour_shares(image: np.ndarray) -> dict[str, float]:

@@ -1,0 +1,45 @@
+"""sign-edit on rendered signs: the colour and the word of the edited sign, both or nothing."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from gesso.rewards import assembly, base
+from gesso.types import Prompt, Sample, Score
+from gesso.zoo.edits import PITCH, recolour, reword
+from tools.zoo.render import draw
+
+
+def scored(word: str, colour: str, prompt: Prompt) -> Score:
+    reward = base.load(assembly.REWARDS["sign-edit"], {})
+    image = draw(word, colour, random.Random(0), pitch=PITCH)
+    return base.checked(reward, [Sample(prompt, image, 0)])[0]
+
+
+@pytest.mark.parametrize("text", [recolour("green"), reword("KITE")])
+def test_both_the_colour_and_the_word_must_be_right(text: str) -> None:
+    prompt = Prompt(text, columns={"target": "KITE", "colour": "green"})
+    right = scored("KITE", "green", prompt)
+    assert right.value is not None and right.value > 0.9
+    assert right.parts == {"colour": 1, "word": 1, "exact": 1} and right.text == "green: KITE"
+    unpainted = scored("KITE", "red", prompt)
+    assert unpainted.value is not None and unpainted.value < 0.05
+    assert unpainted.parts == {"colour": 0, "word": 1, "exact": 0}
+    misspelt = scored("KITS", "green", prompt)
+    assert misspelt.value == pytest.approx(0.75 * right.value, abs=0.03)
+    assert misspelt.parts == {"colour": 1, "word": 0, "exact": 0}
+
+
+@pytest.mark.parametrize(
+    "columns", [{}, {"target": "KITE"}, {"colour": "red"}, {"target": "KITE", "colour": "pink"}]
+)
+def test_rows_without_a_description_of_the_result_are_unfit(columns: dict[str, str]) -> None:
+    reward = base.load(assembly.REWARDS["sign-edit"], {})
+    prompt = Prompt(recolour("red"), columns=columns)
+    problem = reward.unfit(prompt)
+    assert str(problem).startswith(
+        'expected the columns "target", a word, and "colour", one of red,'
+    )
+    assert scored("KITE", "red", prompt).error == problem
