@@ -140,5 +140,5 @@ def _rollout(model: Any, spec: SampleSpec, n: int) -> Rollout:
     )
     logp = torch.empty(n, steps, device=model.device)
     samples = [Sample(Prompt(""), None, seed=i) for i in range(n)]
-    scores = [Score(0.0)] * n
-    return Rollout(samples, torch.arange(n), trace, logp, version=0, scores=scores, weights={})
+    scores, weights = [Score(0.0, {"any": 0.0})] * n, {"any": 0.0}  # a gate needs one of weight 0
+    return Rollout(samples, torch.arange(n), trace, logp, version=0, scores=scores, weights=weights)
