@@ -29,6 +29,7 @@ REWARDS = {
     "jpeg-compressibility": "gesso.rewards.image.jpeg:JpegCompressibility",
     "pickscore": "gesso.rewards.image.pickscore:PickScore",
     "geneval": "gesso.rewards.image.geneval:Geneval",
+    "geneval2": "gesso.rewards.judges.geneval2:Geneval2",
     "judge": "gesso.rewards.judges.judge:Judge",
     "win-rate": "gesso.rewards.judges.win_rate:WinRate",
     "unified-reward": "gesso.rewards.judges.unified_reward:UnifiedReward",

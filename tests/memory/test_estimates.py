@@ -29,19 +29,23 @@ def test_copies_cost_a_full_fine_tune_and_no_lora() -> None:
     assert lora["optimizer"] < full["optimizer"] / 50
 
 
+DOUBTED = 'reward=[{name="ocr"}, {name="sign-colour", weight=0.0}]'
 WITH_MORE_PASSES = {
-    "demo-dgpo": [],
-    "demo-awm": ["algorithm.updates=2"],
-    "demo-distil": ["algorithm.teachers.other.path=x"],
+    "demo-dgpo": ([], 2),
+    "demo-awm": (["algorithm.updates=2"], 2),
+    "demo-distil": (["algorithm.teachers.other.path=x"], 2),
+    "demo-hack": (["algorithm.beta=0.1", "algorithm.gate.share=0.1", DOUBTED], 1),
 }
 
 
 @pytest.mark.parametrize("name", WITH_MORE_PASSES)
 def test_an_update_has_what_its_algorithm_prepares(name: str, shallow: Path) -> None:  # noqa: F811
-    """Old losses, preferences of groups, steps of two teachers, each of which is a copy."""
-    changes = [f"model.path={shallow}", "learner.micro_batch=4", *WITH_MORE_PASSES[name]]
+    """Old losses, preferences of groups, steps of two teachers, doubts of a gate; and copies of the
+    weights."""
+    more, copies = WITH_MORE_PASSES[name]
+    changes = [f"model.path={shallow}", "learner.micro_batch=4", *more]
     found = estimate(build.recipe(name, changes))
-    assert found.lasting["copies of the trained weights"] == 2 * found.copy
+    assert found.lasting["copies of the trained weights"] == copies * found.copy
 
 
 def test_folding_takes_the_adapted_weights_once_more(shallow: Path) -> None:  # noqa: F811

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from gesso.rewards import assembly, base, edits
 from gesso.rewards.image import unchanged
 from gesso.rewards.image.unchanged import Unchanged
 from gesso.rewards.judges.edit_score import EditScore, edit_score
-from gesso.rewards.judges.judge import Judge, expected_rating
+from gesso.rewards.judges.judge import Judge
 from gesso.rewards.transport import protocol
 from gesso.types import Prompt, PromptImage, Sample, Score
 from tests.rewards.servers import Misbehaving
@@ -277,9 +278,9 @@ def test_the_expected_rating() -> None:
     ],
 )
 def test_no_probability_is_no_score(answer: Any, sentence: str) -> None:
-    import re
-
-    got = expected_rating(answer, 1, 5)
+    with Misbehaving(["body:" + json.dumps(answer)]) as server:
+        judge = Judge(urls=[server.url], model="m", template="edit", logits=True)
+        (got,) = judge.score([edit(SOURCE)])
     assert got.value is None and re.search(sentence, str(got.error))
 
 

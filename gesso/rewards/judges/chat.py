@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import math
 import os
 import re
 from abc import abstractmethod
@@ -32,6 +33,10 @@ from gesso.types import Prompt, Sample, Score, UserError
 
 MAX_TEXT_KEPT = 2_000  # characters of a response, kept as the score's text
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")  # {prompt}, {text}, {negative}, or a column of the row
+
+
+FIRST_TOKEN: Mapping[str, Any] = {"max_tokens": 1, "logprobs": True, "top_logprobs": 20}
+"""Options of a request for `first_token`."""
 
 
 class Unanswered(Exception):
@@ -239,6 +244,17 @@ def _content(completion: Any) -> str:
     if reason == "length":
         raise Unanswered(f"the response was truncated at max_tokens: …{text[-80:]!r}")
     return text
+
+
+def first_token(completion: Any) -> list[tuple[str, float]]:
+    """The likeliest first tokens, without spaces around them, and their probabilities."""
+    try:
+        tokens = completion["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
+        return [(str(each["token"]).strip(), math.exp(float(each["logprob"]))) for each in tokens]
+    except (TypeError, KeyError, ValueError, IndexError, OverflowError):
+        raise Unanswered(
+            f"returned {str(completion)[:120]!r}; expected the log-probs of the first token"
+        ) from None
 
 
 @functools.lru_cache(maxsize=16)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import model_validator
 
 from gesso.rewards.base import Scorer
 from gesso.rewards.edits import no_source
-from gesso.rewards.judges.chat import MAX_TEXT_KEPT, ChatJudge, ChatScorer, Unanswered
+from gesso.rewards.judges.chat import (
+    FIRST_TOKEN,
+    MAX_TEXT_KEPT,
+    ChatJudge,
+    ChatScorer,
+    Unanswered,
+    first_token,
+)
 from gesso.rewards.judges.templates import DIGIT, EDITS, END, TEMPLATES
 from gesso.types import Prompt, Sample, Score
 
@@ -96,7 +102,7 @@ class Judge(ChatJudge):
 class LogitsScorer(ChatScorer):
     """Reads the score from the probabilities of the first token."""
 
-    OPTIONS: ClassVar[Mapping[str, Any]] = {"max_tokens": 1, "logprobs": True, "top_logprobs": 20}
+    OPTIONS: ClassVar[Mapping[str, Any]] = FIRST_TOKEN
 
     def __init__(self, judge: Judge) -> None:
         super().__init__(judge)
@@ -105,26 +111,20 @@ class LogitsScorer(ChatScorer):
     async def _score(self, sample: Sample) -> Score:
         try:
             answer = await self.complete(self.judge.question(sample), [sample])
+            tokens = first_token(answer)
         except Unanswered as error:
             return Score.failed(str(error))
-        return expected_rating(answer, *self.scale)
+        return expected_rating(tokens, *self.scale)
 
 
-def expected_rating(completion: Any, lowest: float, highest: float) -> Score:
+def expected_rating(tokens: Sequence[tuple[str, float]], lowest: float, highest: float) -> Score:
     """Σ p(n) · n / Σ p(n) / highest over the scale's digits n. The detail `digits` is Σ p(n), which
     must be at least MIN_DIGITS: otherwise the judge would have written something else."""
-    try:
-        tokens = completion["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
-        logs = [(str(each["token"]).strip(), float(each["logprob"])) for each in tokens]
-    except (TypeError, KeyError, ValueError, IndexError):
-        return Score.failed(
-            f"returned {str(completion)[:120]!r}; expected the log-probs of the first token"
-        )
-    numbers = [(int(t), math.exp(p)) for t, p in logs if re.fullmatch("[0-9]", t)]
+    numbers = [(int(token), p) for token, p in tokens if re.fullmatch("[0-9]", token)]
     on_scale = [(n, p) for n, p in numbers if lowest <= n <= highest]
     mass = sum(p for _, p in on_scale)
     if mass < MIN_DIGITS:
-        likely = max(logs, key=lambda each: each[1], default=("", 0.0))[0]
+        likely = max(tokens, key=lambda each: each[1], default=("", 0.0))[0]
         return Score.failed(
             f"the first token is a score with probability {mass:.2f}, expected at least "
             f"{MIN_DIGITS}; the likeliest one is {likely!r}"
