@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+MAX_SHOWN = 1280  # px: larger input images are downscaled in the run folder
 NAMED = "# recipe "  # start of the first line of config.toml, before the name of the recipe
 
 
@@ -204,7 +205,9 @@ class RunFolder:
             folder.mkdir(exist_ok=True)
             names.append(f"{folder.name}/{index:03d}-{k}.png")
             if not (folder.parent / names[-1]).exists():
-                image.open().save(folder.parent / names[-1])
+                opened = image.open()
+                opened.thumbnail((MAX_SHOWN, MAX_SHOWN))
+                opened.save(folder.parent / names[-1])
         return names
 
     def save(self, step: int, write: Write, about: Mapping[str, Any], keep: int) -> None:

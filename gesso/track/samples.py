@@ -7,10 +7,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from gesso.track import older_names
 from gesso.track.older_names import renamed
+from gesso.types import PromptImage
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 KEYS = {"index": int, "prompt": str, "seed": int, "image": str, "parts": dict, "text": str}
 # Defaults for keys that rows of older versions lack.
@@ -74,3 +79,10 @@ class Shown:
         rewards = [n.removesuffix("/answered") for n in self.parts if n.endswith("/answered")]
         values = values or [self.parts[name] for name in rewards if name in self.parts]
         return any(value == 1 for value in values) if values else None
+
+
+def input_images(run: Path, sample: Shown) -> list[Image]:
+    """The input images of a sample's prompt; damaged files are skipped."""
+    files = [run / "samples" / "prompts" / Path(name).name for name in sample.shown]
+    images = [PromptImage(str(file)) for file in files]
+    return [image.open() for image in images if image.fault() is None]

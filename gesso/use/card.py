@@ -18,7 +18,7 @@ from gesso.config import PACKAGE, ZOO, Recipe, resolve_path
 from gesso.track import figures
 from gesso.track.console import held_out_key
 from gesso.track.run_folder import RunFolder
-from gesso.track.samples import Shown
+from gesso.track.samples import Shown, input_images
 from gesso.types import UserError
 from gesso.use import folders, usage
 from gesso.use.loaded import LoadedModel
@@ -238,7 +238,8 @@ def _sheet(
         Row(f"{i}. {pair[0].prompt}", [_cell(facts.run, s, shown) for s, shown in _of(ends, pair)])
         for i, pair in enumerate(pairs, 1)
     ]
-    sheet(rows, [f"step {step}" for step in ends]).save(aside / SHEET)
+    sources = [input_images(facts.run.path, pair[0]) for pair in pairs]
+    sheet(rows, [f"step {step}" for step in ends], sources).save(aside / SHEET)
     prompts = "\n".join(f"{i}. {_md(pair[0].prompt)}" for i, pair in enumerate(pairs, 1))
     return f"![images before and after training]({SHEET})\n\n{prompts}"
 

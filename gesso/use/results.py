@@ -79,4 +79,5 @@ def _sheet(evaluations: Sequence[Evaluation]) -> Any:
             Cell(Image.fromarray(e.samples[i].pixels), caption_of(e.scores[i])) for e in evaluations
         ]
         rows.append(Row(prompt.text, cells))
-    return sheet(rows, [evaluation.name for evaluation in evaluations])
+    sources = [[i.open() for i in p.images] for p in evaluations[0].prompts[:SHOWN]]
+    return sheet(rows, [evaluation.name for evaluation in evaluations], sources)

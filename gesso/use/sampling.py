@@ -4,7 +4,7 @@ requested, and saves the images under descriptive names."""
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,6 +169,10 @@ def _sheet(results: Sequence[ModelSamples]) -> Any:
         caption = caption_of(result.scores[i]) if result.scores else seed
         return Cell(Image.fromarray(result.samples[i].pixels), caption)
 
+    def sources(starts: Iterable[int]) -> list[list[Any]]:
+        prompts = [first.samples[i].prompt for i in starts]
+        return [[image.open() for image in prompt.images] for prompt in prompts]
+
     first = results[0]
     count = len(first.samples)
     if len(results) > 1:
@@ -176,7 +180,7 @@ def _sheet(results: Sequence[ModelSamples]) -> Any:
             Row(first.samples[i].prompt.text, [cell(result, i) for result in results])
             for i in range(count)
         ]
-        return sheet(rows, [result.source.name for result in results])
+        return sheet(rows, [result.source.name for result in results], sources(range(count)))
     starts = range(0, count, first.n)
     return sheet(
         [
@@ -184,6 +188,7 @@ def _sheet(results: Sequence[ModelSamples]) -> Any:
             for s in starts
         ],
         [first.source.name],
+        sources(starts),
     )
 
 

@@ -17,6 +17,7 @@ CELL = 240  # px: small images are enlarged by an integer factor to at most this
 LARGEST = 384  # px: larger images are shrunk to this size
 GAP, LINE = 12, 20  # px between images, and per line of text
 PAPER, INK, FAINT, GRID = "#ffffff", "#17171a", "#6b6b73", "#e4e4e9"
+SOURCE = "source"  # caption of an input image
 COLOURS = ("#c2410c", "#1d4ed8", "#15803d", "#a21caf")
 FINE = 3  # supersampling factor of curves, since Pillow's lines are not antialiased
 
@@ -33,10 +34,18 @@ class Row:
     cells: Sequence[Cell]
 
 
-def sheet(rows: Sequence[Row], columns: Sequence[str] = ()) -> Image:
-    """A row of images under each label; `columns` are the headings."""
+def sheet(
+    rows: Sequence[Row], columns: Sequence[str] = (), sources: Sequence[Sequence[Image]] = ()
+) -> Image:
+    """A row of images under each label; `columns` are the headings, `sources` the input images of
+    each row, which come first."""
     from PIL import Image, ImageDraw
 
+    most = max(map(len, sources), default=0)
+    if most:
+        pairs = zip(rows, sources, strict=True)
+        rows = [Row(row.label, [*_source_cells(each, most), *row.cells]) for row, each in pairs]
+        columns = [*[""] * most, *columns] if columns else ()
     scaled = [[_scaled(cell.image) for cell in row.cells] for row in rows]
     sizes = [p.size for line in scaled for p in line if p is not None] or [(CELL, CELL // 2)]
     width = max(w for w, _ in sizes) + GAP
@@ -58,6 +67,11 @@ def sheet(rows: Sequence[Row], columns: Sequence[str] = ()) -> Image:
             pen.text((left, below + 2), caption, fill=FAINT, font=_font(13))
         top += height
     return image
+
+
+def _source_cells(images: Sequence[Image], count: int) -> list[Cell]:
+    missing = [Cell(None)] * (count - len(images))
+    return [*(Cell(image, SOURCE) for image in images), *missing]
 
 
 def _scaled(image: Image | None) -> Image | None:

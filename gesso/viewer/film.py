@@ -81,7 +81,10 @@ def sheet(reader: RunReader) -> bytes:
         for p in prompts[:ROWS]
     ]
     data = io.BytesIO()
-    sheets.sheet(rows, [f"step {evolution['steps'][i]}" for i in columns]).save(data, "png")
+    sources = [[_open(reader.path, name) for name in p["shown"]] for p in prompts[:ROWS]]
+    sheets.sheet(rows, [f"step {evolution['steps'][i]}" for i in columns], sources).save(
+        data, "png"
+    )
     return data.getvalue()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -16,14 +17,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from gesso import build, run
 from gesso.config import Tracker as Settings
 from gesso.config.tables import tomllib
 from gesso.track.run_folder import RunFolder
-from gesso.track.trackers.base import caption, figures_of, samples_of
+from gesso.track.trackers.base import caption, figures_of, image_of, samples_of
 from gesso.track.trackers.process import Tracked
-from gesso.types import Prompt, Sample, Score, UserError
+from gesso.types import Prompt, PromptImage, Sample, Score, UserError
 from tests.waiting import until
 
 BAD = "tests.track.bad_trackers"
@@ -42,6 +44,14 @@ def drawn(folder: RunFolder, step: int) -> None:
     samples = [Sample(p, image, 7) for p, image in zip(prompts, (RED, BLUE), strict=True)]
     folder.save_samples(step, samples, [Score(0.5 + step / 8), Score.failed("no letters")])
     folder.append(row(step, **{"eval/reward": 0.5 + step / 8}))
+
+
+def edited(folder: RunFolder, step: int) -> None:
+    """An evaluation of a model that edits: the source is larger than the result."""
+    source = io.BytesIO()
+    Image.fromarray(BLUE.repeat(2, 0).repeat(2, 1)).save(source, "PNG")
+    prompt = Prompt("make it red", images=(PromptImage(data=source.getvalue()),))
+    folder.save_samples(step, [Sample(prompt, RED, 7)], [Score(1.0)])
 
 
 def written(folder: RunFolder, step: int) -> None:
@@ -507,3 +517,12 @@ def test_the_recipe_and_commands_of_the_documentation(recipe_data: dict) -> None
     assert (found.track, found.tracker.project) == (["console", "wandb"], "signs")
     for name in build.TRACKERS:
         assert f"\n| `{name}` |" in text
+
+
+def test_the_source_of_an_edit_is_left_of_the_result(folder: RunFolder) -> None:
+    edited(folder, 0)
+    (sample,) = samples_of(folder.path, 0)
+    expected = np.concatenate([BLUE, RED], axis=1)
+    assert (np.asarray(image_of(folder.path, sample)) == expected).all()
+    (folder.path / "samples/prompts/000-1.png").write_bytes(b"damaged")
+    assert (np.asarray(image_of(folder.path, sample)) == RED).all()

@@ -36,6 +36,19 @@ def test_a_large_image_is_shrunk_and_a_missing_one_reported() -> None:
     assert sheet([Row("none", [Cell(None, "gone")])]).width > 100
 
 
+def test_sources_come_before_the_results_of_their_row() -> None:
+    red, green, blue = (Image.new("RGB", (48, 24), c) for c in ("#ff0000", "#00ff00", "#0000ff"))
+    rows = [Row("one", [Cell(green)]), Row("two", [Cell(green)])]
+    pixels = np.asarray(sheet(rows, ["step 1"], [[red], [red, blue]]))
+
+    def columns(colour: tuple[int, ...]) -> set[int]:
+        return {int(x) for x in np.argwhere((pixels == colour).all(-1))[:, 1] // 252}
+
+    assert columns((255, 0, 0)) == {0} and columns((0, 0, 255)) == {1}
+    assert columns((0, 255, 0)) == {2}, "also where a row has one source less"
+    assert sheet(rows, ["step 1"], [[], []]).size == sheet(rows, ["step 1"]).size
+
+
 def test_letters_that_the_font_does_not_have() -> None:
     assert plain("café → 日本 “x”\n…") == 'cafe -> ?? "x" ...'
 

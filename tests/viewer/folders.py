@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from PIL import Image
 from gesso.cluster.protocol import Batch
 from gesso.track import groups
 from gesso.track.run_folder import RunFolder
-from gesso.types import Prompt, Sample, Score
+from gesso.types import Prompt, PromptImage, Sample, Score
 
 CONFIG: dict[str, Any] = {
     "about": "writes words",
@@ -45,6 +46,12 @@ def picture(shade: int, height: int = 8, width: int = 24) -> np.ndarray:
     return np.full((height, width, 3), shade, np.uint8)
 
 
+def source(shade: int, height: int = 8, width: int = 24) -> PromptImage:
+    data = io.BytesIO()
+    Image.fromarray(picture(shade, height, width)).save(data, "PNG")
+    return PromptImage(data=data.getvalue())
+
+
 def evaluate(run: RunFolder, step: int, prompts: list[str], shade: int = 100) -> None:
     """What an evaluation of a model that draws leaves."""
     samples = [Sample(Prompt(text), picture(shade + i), 7 + i) for i, text in enumerate(prompts)]
@@ -52,10 +59,17 @@ def evaluate(run: RunFolder, step: int, prompts: list[str], shade: int = 100) ->
     run.save_samples(step, samples, scores)
 
 
-def batch(run: RunFolder, step: int, advantages: list[float], keep: int = 4) -> None:
-    """Groups of two, of a training step."""
+def batch(
+    run: RunFolder,
+    step: int,
+    advantages: list[float],
+    keep: int = 4,
+    images: tuple[PromptImage, ...] = (),
+) -> None:
+    """Groups of two, of a training step; `images` of every prompt."""
     rows = range(len(advantages))
-    samples = [Sample(Prompt(f"prompt {i // 2}"), picture(10 * i), i) for i in rows]
+    prompts = [Prompt(f"prompt {i // 2}", images=images) for i in rows]
+    samples = [Sample(prompt, picture(10 * i), i) for i, prompt in enumerate(prompts)]
     scores = [Score(value=abs(a), parts={"ocr": abs(a)}) for a in advantages]
     drawn = Batch(step - 1, 0, samples, scores, [i // 2 for i in rows], metrics={}, notes=[])
     groups.save(run.path, step, drawn, advantages, keep)

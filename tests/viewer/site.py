@@ -95,6 +95,23 @@ def drawing(path: Path) -> RunFolder:
     return run
 
 
+INSTRUCTION = "make it a blue sign"
+
+
+def editing(path: Path) -> RunFolder:
+    """The second prompt has two input images, one of another size."""
+    run = folders.make(path, 2, about="edits signs")
+    prompts = [
+        Prompt(INSTRUCTION, images=(folders.source(200),)),
+        Prompt("join them", images=(folders.source(90, 16, 16), folders.source(30))),
+    ]
+    for step in (0, 2):
+        samples = [Sample(p, folders.picture(40 + 30 * step), i) for i, p in enumerate(prompts)]
+        run.save_samples(step, samples, [Score(value=step / 4, parts={"unchanged": 0.5})] * 2)
+    folders.batch(run, 2, [0.5, -0.5], images=(folders.source(200),))
+    return run
+
+
 def writing(path: Path) -> RunFolder:
     run = folders.make(path, 2, model={"name": "vision-language", "path": "zoo:shapes"})
     (path / "samples" / "prompts").mkdir(parents=True)

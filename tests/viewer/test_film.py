@@ -197,8 +197,8 @@ def test_a_sheet_of_a_long_run_includes_its_end(
 
     monkeypatch.setattr(sheets, "sheet", sheet)
     film.sheet(RunReader(run.path))
-    ((rows, titles),) = asked
-    assert len(rows) == 24 and len(titles) == 12
+    ((rows, titles, sources),) = asked
+    assert len(rows) == 24 and len(titles) == 12 and sources == [[]] * 24
     assert (titles[0], titles[-1]) == ("step 0", "step 26")
     assert [rows[0].cells[i].caption for i in (0, -1)] == ["0.000", "2.600"]
     assert (rows[2].cells[0].caption, rows[2].cells[-1].caption) == ("no image", "2.600")

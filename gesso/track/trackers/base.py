@@ -13,10 +13,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from gesso.config import Tracker as Settings
-from gesso.track.samples import Shown
+from gesso.track.samples import Shown, input_images
+from gesso.types import PromptImage
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,20 @@ def samples_of(run: Path, step: int) -> list[Shown]:
 def image_path(run: Path, name: str) -> str:
     """The path of an image of a sample."""
     return str(run / "samples" / name)
+
+
+def image_of(run: Path, sample: Shown) -> Image:
+    """The image of a sample; the input images of an edit come first, at its height."""
+    from PIL import Image
+
+    result = PromptImage(image_path(run, sample.image)).open()
+    height, sources = result.height, input_images(run, sample)
+    row = [i.resize((max(1, round(i.width * height / i.height)), height)) for i in sources]
+    row.append(result)
+    joined = Image.new("RGB", (sum(i.width for i in row), height))
+    for k, image in enumerate(row):
+        joined.paste(image, (sum(i.width for i in row[:k]), 0))
+    return joined
 
 
 def score(sample: Shown) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gesso.track.samples import Shown
-from gesso.track.trackers.base import Logged, Setup, image_path, score
+from gesso.track.trackers.base import Logged, Setup, image_of, score
 
 MAX_VALUE = 500  # characters of a parameter's value that every version accepts
 MAX_PARAMS = 100  # parameters per call that every server accepts
@@ -51,12 +51,9 @@ class MLflow:
             self._samples(row.step, row.samples)
 
     def _samples(self, step: int, samples: Sequence[Shown]) -> None:
-        from PIL import Image
-
         for sample in samples:
             if sample.image:
-                with Image.open(image_path(self.dir, sample.image)) as opened:
-                    image = opened.convert("RGB")
+                image = image_of(self.dir, sample)
                 self.client.log_image(self.id, image, key=f"samples/{sample.index:03d}", step=step)
         if samples:
             columns = ["index", "prompt", "response", "expected", "reward"]

@@ -5,6 +5,7 @@ Written with the classes of tensorboard: torch's writer would import torch a sec
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gesso.track.samples import Shown
-from gesso.track.trackers.base import Setup, image_path, score
+from gesso.track.trackers.base import Setup, image_of, score
 
 
 class TensorBoard:
@@ -50,18 +51,16 @@ class TensorBoard:
 
 def _image(run: Path, sample: Shown) -> Any:
     """One tag per prompt, so that its slider shows the prompt over training."""
-    from PIL import Image
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.image import metadata
 
-    path = Path(image_path(run, sample.image))
-    with Image.open(path) as opened:
-        width, height = opened.size
+    image, png = image_of(run, sample), io.BytesIO()
+    image.save(png, "PNG")
     about = metadata.create_summary_metadata(
         display_name="", description=sample.prompt, converted_to_tensor=False
     )
     data = Summary.Image(
-        width=width, height=height, colorspace=3, encoded_image_string=path.read_bytes()
+        width=image.width, height=image.height, colorspace=3, encoded_image_string=png.getvalue()
     )
     return Summary.Value(tag=f"samples/{sample.index:03d}", metadata=about, image=data)
 

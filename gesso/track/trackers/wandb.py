@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gesso.track.samples import Shown
-from gesso.track.trackers.base import Setup, caption, image_path
+from gesso.track.trackers.base import Setup, caption, image_of, image_path
 
 # No error reports, no list of installed packages, no metadata about machine and command.
 QUIET = {
@@ -48,9 +48,7 @@ class Wandb:
         import wandb
 
         images = [
-            wandb.Image(image_path(self.dir, s.image), caption=caption(s))
-            for s in samples
-            if s.image
+            wandb.Image(image_of(self.dir, s), caption=caption(s)) for s in samples if s.image
         ]
         if images or not samples:
             return {"samples": images} if images else {}

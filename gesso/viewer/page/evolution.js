@@ -1,11 +1,12 @@
 "use strict";
-// The same prompts and seeds over training: slider, film strips, before / after; one prompt enlarged.
+// The same prompts and seeds over training: slider, film strips, before / after, source / result of
+// edits; one prompt enlarged.
 
 const SPEEDS = [["0.5", "½×"], ["1", "1×"], ["2", "2×"], ["4", "4×"]];
 const PACE = 700; // ms per step at speed 1
 const PATIENCE = 2000; // maximum ms that the animation waits for images
 
-const evo = { run: null, data: null, at: 0, mode: "now", trend: "all", words: "", playing: false, speed: "1", content: null };
+const evo = { run: null, data: null, at: 0, mode: "now", chosen: false, trend: "all", words: "", playing: false, speed: "1", content: null };
 
 views.evolution = {
   title: "Evolution",
@@ -68,6 +69,8 @@ function buildEvolution(data) {
   const requested = step === null ? -1 : data.steps.indexOf(Number(step));
   evo.at = requested >= 0 ? requested : data.steps.length - 1; // without a step: always the newest
   evo.hasImages = data.prompts.some((p) => p.cells.some((c) => c && c.image));
+  evo.edits = evo.hasImages && data.prompts.some((p) => p.shown.length);
+  if (!evo.chosen || (evo.mode === "source" && !evo.edits)) evo.mode = evo.edits ? "source" : "now";
   const index = place.params.get("prompt");
   const large = index === null ? null : data.prompts.find((p) => String(p.index) === index);
   evo.large = large;
@@ -90,7 +93,7 @@ function buildContent() {
   if (evo.content && evo.content.close) evo.content.close();
   const words = evo.words.toLowerCase().split(/\s+/).filter(Boolean);
   const prompts = evo.data.prompts.filter((p) => (evo.trend === "all" || trendOf(p) === evo.trend) && words.every((w) => p.prompt.toLowerCase().includes(w)));
-  const kind = evo.hasImages ? { now: ImageGrid, wipe: ImageGrid, film: FilmStrips }[evo.mode] : ResponseCards;
+  const kind = evo.hasImages ? { film: FilmStrips }[evo.mode] || ImageGrid : ResponseCards;
   evo.content = prompts.length ? new kind(evo.run, evo.data, prompts, evo.mode) : { node: emptyState("No prompts match the filter."), to() {} };
   evo.place.replaceChildren(evo.content.node);
   evo.content.to(evo.at);
@@ -109,9 +112,14 @@ function filters() {
   const present = TRENDS.filter(([name]) => counts[name]);
   const options = [["all", `All ${evo.data.prompts.length}`], ...present.map(([name, title, note]) => [name, `${title} ${counts[name]}`, note])];
   const modes = [["now", "Images"], ["wipe", "Before / after"], ["film", "Film strips"]];
+  if (evo.edits) modes.unshift(["source", "Source / result"]);
+  const show = (mode) => {
+    Object.assign(evo, { mode, chosen: true });
+    buildContent();
+  };
   const search = h("input", { type: "search", placeholder: "Search prompts …", "aria-label": "search prompts", "data-keep": "find", value: evo.words, oninput: (e) => { evo.words = e.target.value; buildContent(); } });
   return h("div", { class: "bar filters" },
-    evo.hasImages ? choice("Show", modes, evo.mode, (m) => { evo.mode = m; buildContent(); }) : null,
+    evo.hasImages ? choice("Show", modes, evo.mode, show) : null,
     choice("Prompts", options, evo.trend, (t) => { evo.trend = t; buildContent(); }), h("span", { class: "grow" }), search);
 }
 
@@ -172,7 +180,13 @@ function largeHead(prompt) {
 
 const altOf = (prompt, step, cell) => `${prompt.prompt}, step ${step}${cell && cell.reward !== null ? `, reward ${figure(cell.reward)}` : ""}`;
 
-// All prompts at the selected step, optionally compared with the first step by a wipe.
+// What a wipe compares with: the source of an edit, or the first step.
+function leftOf(prompt, data, isSource) {
+  if (isSource && prompt.shown.length) return { name: "source", cell: { image: prompt.shown[0] }, alt: `${prompt.prompt}, source` };
+  return { name: `step ${data.steps[0]}`, cell: prompt.cells[0], alt: altOf(prompt, data.steps[0], prompt.cells[0]), reward: rewardOf(prompt.cells[0]) };
+}
+
+// All prompts at the selected step, optionally compared with the first step or the source by a wipe.
 class ImageGrid {
   constructor(run, data, prompts, mode) {
     Object.assign(this, { run, data, mode, at: 0, visible: new Set() });
@@ -185,26 +199,27 @@ class ImageGrid {
 
   card(prompt) {
     const slot = new Slot(this.run, this.data.size, 384);
-    const first = this.mode === "wipe" ? new Slot(this.run, this.data.size, 384) : null;
+    const left = this.mode === "now" ? null : leftOf(prompt, this.data, this.mode === "source");
+    const first = left && new Slot(this.run, left.name === "source" ? null : this.data.size, 384);
     const under = h("div", { class: "under" }), read = h("div", { class: "read" });
     const shape = this.data.size ? { "--ratio": `${this.data.size[0]} / ${this.data.size[1]}` } : {};
     const link = () => addressOf("evolution", { prompt: prompt.index, step: place.params.get("step") });
-    const frame = first ? wipe(first.node, slot.node, [`step ${this.data.steps[0]}`, "the selected step"], this.node) : slot.node;
+    const frame = first ? wipe(first.node, slot.node, [left.name, "the selected step"], this.node) : slot.node;
     const words = h("span", { class: "prompt" }, prompt.prompt);
     const node = first
       ? h("div", { class: "card" }, frame, h("a", { href: link(), class: "words" }, words), under, read)
       : h("a", { class: "card", href: link(), "data-prompt": prompt.index }, frame, words, under, read);
     for (const [k, v] of Object.entries(shape)) node.style.setProperty(k, v);
     node.addEventListener("pointerdown", () => { const a = node.href !== undefined ? node : node.querySelector("a"); a.href = link(); });
-    return { prompt, slot, first, under, read, node };
+    return { prompt, slot, left, first, under, read, node };
   }
 
   update(card) {
-    const { prompt, slot, first, under, read, node } = card, cell = prompt.cells[this.at], step = this.data.steps[this.at];
+    const { prompt, slot, left, first, under, read, node } = card, cell = prompt.cells[this.at], step = this.data.steps[this.at];
     slot.show(cell, altOf(prompt, step, cell));
-    if (first) first.show(prompt.cells[0], altOf(prompt, this.data.steps[0], prompt.cells[0]));
+    if (first) first.show(left.cell, left.alt);
     node.classList.toggle("is-wrong", Boolean(cell && cell.right === false));
-    put(under, first ? [rewardOf(prompt.cells[0]), h("span", { class: "to" }, "→")] : null, rewardOf(cell, prompt.cells[0]));
+    put(under, left && left.reward ? [left.reward, h("span", { class: "to" }, "→")] : null, rewardOf(cell, prompt.cells[0]));
     put(read, cell && cell.text ? ["read ", h("q", {}, cell.text)] : null);
   }
 
@@ -254,7 +269,8 @@ function filmStrip(run, data, prompt) {
     const what = cell && cell.image ? imageNode(run, cell.image, altOf(prompt, step, cell), 192, data.size) : h("div", { class: "unreadable" }, "not saved");
     return h("button", { type: "button", class: "frame", title: cell && cell.text ? `read “${cell.text}”` : "", onclick: () => moveTo(i) }, what, h("span", { class: "cap" }, h("span", {}, `step ${step}`), rewardOf(cell)));
   });
-  const node = h("div", { class: "strip" }, frames);
+  const sources = prompt.shown.map((name) => h("div", { class: "frame source" }, imageNode(run, name, `${prompt.prompt}, source`, 192, null), h("span", { class: "cap" }, "source")));
+  const node = h("div", { class: "strip" }, sources, frames);
   const to = (at) => {
     frames.forEach((frame, i) => {
       frame.classList.toggle("here", i === at);
@@ -266,16 +282,23 @@ function filmStrip(run, data, prompt) {
   return { node, to };
 }
 
-// One prompt: a large wipe between the first and the selected step, details, the film strip.
+// One prompt: a large wipe between the first step, or the source, and the selected step, details, the
+// film strip.
 class LargeImage {
   constructor(run, data, prompt) {
-    Object.assign(this, { run, data, prompt });
+    Object.assign(this, { run, data, prompt, at: 0, isSource: prompt.shown.length > 0 });
     const displayWidth = 1200;
-    this.before = new Slot(run, data.size, displayWidth);
+    this.before = new Slot(run, this.isSource ? null : data.size, displayWidth);
     this.after = new Slot(run, data.size, displayWidth);
     const stage = h("div", { class: "stage", vars: data.size ? { "--ratio": `${data.size[0]} / ${data.size[1]}`, "--aspect": data.size[0] / data.size[1] } : {} });
     this.tags = h("div", { class: "tags" });
-    stage.append(wipe(this.before.node, this.after.node, [`step ${data.steps[0]}`, "the selected step"], stage), this.tags);
+    stage.append(wipe(this.before.node, this.after.node, ["before", "the selected step"], stage), this.tags);
+    const compare = (value) => {
+      this.isSource = value === "source";
+      this.to(this.at);
+    };
+    const options = [["source", "Source"], ["first", `Step ${data.steps[0]}`]];
+    if (this.isSource) stage.prepend(choice("Compare with", options, "source", compare));
     this.facts = h("div", { class: "large-facts" });
     this.strip = filmStrip(run, data, prompt);
     if (data.size) this.strip.node.style.setProperty("--ratio", `${data.size[0]} / ${data.size[1]}`);
@@ -283,10 +306,12 @@ class LargeImage {
   }
 
   to(at) {
+    this.at = at;
     const { prompt, data } = this, first = prompt.cells[0], cell = prompt.cells[at], step = data.steps[at];
-    this.before.show(first, altOf(prompt, data.steps[0], first));
+    const left = leftOf(prompt, data, this.isSource);
+    this.before.show(left.cell, left.alt);
     this.after.show(cell, altOf(prompt, step, cell));
-    this.tags.replaceChildren(h("span", {}, `step ${data.steps[0]}`, rewardOf(first)), h("span", {}, `step ${step}`, rewardOf(cell, first)));
+    this.tags.replaceChildren(h("span", {}, left.name, left.reward), h("span", {}, `step ${step}`, rewardOf(cell, first)));
     put(this.facts, partsOf(cell), h("dl", { class: "facts" }, h("dt", {}, "seed"), h("dd", {}, prompt.seed)));
     this.strip.to(at);
   }

@@ -27,7 +27,7 @@ class Slot {
     }
     img.alt = alt;
     img.draggable = false;
-    const tiny = this.size ? Math.max(...this.size) <= TINY : false;
+    const tiny = Math.max(...(this.size || [img.naturalWidth, img.naturalHeight])) <= TINY;
     if (tiny) img.classList.add("pixels");
     this.node.replaceChildren(img);
   }

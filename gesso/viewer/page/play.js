@@ -16,13 +16,14 @@ views.playground = {
       placeholder: isLanguage ? "How many red circles are there?" : 'a red sign that says "KITE"', "aria-describedby": limits ? "play-limits" : null,
       onkeydown: (e) => { if (e.key === "Enter" && (e.ctrlKey || e.metaKey)) form.requestSubmit(); } });
     const number = (label, name, low, high) => h("label", {}, label, h("input", { type: "number", min: low, max: high, required: true, value: playing[name], oninput: set(name, (t) => Number(t.value)) }));
+    playing.field = h("div", { class: "image-field" }, isLanguage ? imageField() : null); // of image models: see suggest
     playing.button = h("button", { type: "submit", class: "button strong" }, isLanguage ? "Generate responses" : "Generate images");
     const form = h("form", { class: "play-form", onsubmit: (e) => {
       e.preventDefault();
       play();
     } },
     h("label", { for: "play-prompt" }, isLanguage ? "Question" : "Prompt"), prompt, limits ? h("small", { id: "play-limits" }, limits) : null,
-    isLanguage ? [imageField(), h("label", { class: "field" }, "Expected answer, for scoring", h("input", { type: "text", id: "play-answer", maxlength: 2000, value: playing.answer, oninput: set("answer", (t) => t.value) }))] : null,
+    playing.field, isLanguage ? [ h("label", { class: "field" }, "Expected answer, for scoring", h("input", { type: "text", id: "play-answer", maxlength: 2000, value: playing.answer, oninput: set("answer", (t) => t.value) }))] : null,
     h("div", { class: "row" }, number("Seed", "seed", 0, 2 ** 31 - 1), number(isLanguage ? "Responses" : "Images", "n", 1, 16)),
     h("label", { class: "check" }, h("input", { type: "checkbox", checked: playing.score, onchange: set("score", (t) => t.checked) }), "score with the run's rewards"),
     h("div", { class: "row" }, playing.button, button("New seed", () => {
@@ -68,8 +69,10 @@ async function base64Of(file) {
 // Fills in the first prompt of the run's evaluation.
 async function suggest(run) {
   const evolution = await loadOnce("/api/evolution", { run }).catch(() => null);
-  if (!evolution || activeView !== views.playground || playing.run !== run || playing.prompt || !evolution.prompts.length) return;
+  if (!evolution || activeView !== views.playground || playing.run !== run || !evolution.prompts.length) return;
   const first = evolution.prompts[0];
+  if (first.shown.length && !playing.field.childElementCount) put(playing.field, imageField()); // the model edits images
+  if (playing.prompt) return;
   playing.prompt = first.prompt;
   document.getElementById("play-prompt").value = first.prompt;
   const answerField = document.getElementById("play-answer");
@@ -84,7 +87,8 @@ async function suggest(run) {
 async function play() {
   if (playing.busy) return;
   const { run, prompt, seed, n, score, image, answer } = playing;
-  const body = { run, prompt, seed, n, score, image, answer }; // no image and answer for image models
+  const body = { run, prompt, seed, n, score, image, answer }; // no answer for image models
+  playing.source = image ? `data:${playing.imageType};base64,${image}` : "";
   Object.assign(playing, { busy: true, result: null, request: body, progress: { doing: "sending the request", share: null } });
   drawPlay();
   try {
@@ -123,7 +127,8 @@ function playResult(result) {
   const { request } = playing;
   const scores = (cells) => mean(cells.map((c) => c.reward).filter((v) => v !== null && v !== undefined));
   const [base, trained] = [scores(result.base), scores(result.trained)];
-  const modes = [["side", "Side by side"], ["wipe", "Slider"]];
+  const modes = [["side", "Side by side"], ["wipe", playing.source ? "Base / trained" : "Slider"]];
+  if (playing.source) modes.push(["source", "Source / trained"]);
   const pick = (mode) => {
     playing.mode = mode;
     drawPlay();
@@ -145,8 +150,12 @@ function playPair(base, trained, i, host) {
       return h("div", { class: "slot" }, img);
     };
     const [left, right] = [image(base, "base"), image(trained, "trained")];
-    const both = playing.mode === "side" ? h("div", { class: "side" }, left, right) : wipe(left, right, ["base", "trained"], host);
-    return h("figure", { class: "play-pair" }, both, h("figcaption", {}, label("base", base), label("trained", trained)));
+    const source = playing.source ? image({ image: playing.source }, "source") : null;
+    const name = source && h("span", {}, h("em", {}, "source"));
+    const captions = [name, label("base", base), label("trained", trained)];
+    if (playing.mode === "side") return h("figure", { class: source ? "play-pair three" : "play-pair" }, h("div", { class: "side" }, source, left, right), h("figcaption", {}, captions));
+    if (source && playing.mode === "source") return h("figure", { class: "play-pair" }, wipe(source, right, ["source", "trained"], host), h("figcaption", {}, name, captions[2]));
+    return h("figure", { class: "play-pair" }, wipe(left, right, ["base", "trained"], host), h("figcaption", {}, captions[1], captions[2]));
   }
   return h("figure", { class: "play-pair words" },
     h("div", {}, label("base", base), responseText(base.response || "")), h("div", {}, label("trained", trained), responseText(trained.response || "", base.response || "")));
