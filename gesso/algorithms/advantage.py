@@ -14,19 +14,6 @@ from gesso.formulas import diversity
 from gesso.rollout import Rollout
 
 
-class NoAdvantage:
-    """Of algorithms that do not learn from rewards."""
-
-    compares = False
-    drop_flat = False
-
-    def __call__(self, rollout: Rollout) -> Tensor:
-        return torch.zeros(len(rollout.samples), dtype=torch.float64)
-
-    def kept(self, rollout: Rollout, multiple: int) -> Tensor:
-        return torch.arange(len(rollout.samples))
-
-
 class Advantage(Strict):
     """`combine = "sum"`: the weighted sum of the rewards, centred in its group. `"gdpo"`: each
     reward normalised in its group, summed by weight, normalised over the batch."""
@@ -75,7 +62,7 @@ class Advantage(Strict):
 
 
 class Equal(Strict):
-    """Every sample counts the same."""
+    """Every sample counts the same: of algorithms that do not learn from rewards."""
 
     compares: ClassVar[bool] = False
     drop_flat: ClassVar[bool] = False

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from gesso import config
-from gesso.algorithms.advantage import NoAdvantage
+from gesso.algorithms.advantage import Equal
 from gesso.algorithms.base import Prepared, TermLosses
 from gesso.algorithms.stepped import StateTerms, Stepped
 from gesso.algorithms.teachers import Teacher
@@ -68,7 +68,7 @@ class FlowOPD(Stepped):
     """Of the means μ of a step of student and teacher: "square", ½(μ − μ')²; "kl", divided by the
     variance of the step; "kl-without-dt", divided by s², its noise scale without dt."""
 
-    advantage: ClassVar[NoAdvantage] = NoAdvantage()
+    advantage: ClassVar[Equal] = Equal()
     clip_range: ClassVar[None] = None
 
     @model_validator(mode="after")

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from gesso import config
-from gesso.algorithms.advantage import NoAdvantage
+from gesso.algorithms.advantage import Equal
 from gesso.algorithms.base import Prepared, TermLosses
 from gesso.algorithms.flow import AnyFlowAlgorithm, FlowTerms
 from gesso.formulas.reward_gradient import Velocity, hinge
@@ -63,7 +63,7 @@ class RewardGradient(AnyFlowAlgorithm):
     hinge: float | None = None
     """Samples with a reward above it have no gradient. None: all samples have one."""
 
-    advantage: ClassVar[NoAdvantage] = NoAdvantage()
+    advantage: ClassVar[Equal] = Equal()
     needs: ClassVar[frozenset[Which]] = frozenset()
     terms_a_sample: ClassVar[int] = 1
     clip_range: ClassVar[None] = None

@@ -56,6 +56,8 @@ class GivenColumns:
                 f"{where}: expected {'columns' if len(self.names) > 1 else 'a column'} {expected}"
                 f"{more}, which the algorithm trains on, got {', '.join(row) or 'no columns'}"
             )
+        if self.required and len(values) > 1 and values[0] == values[1]:
+            raise InvalidRow(f'"{self.names[0]}" and "{self.names[1]}" are equal: no preference')
         return GivenRow(rest, values if self.required else [])
 
     def _texts(self, rest: dict[str, Any], values: Sequence[Any], prompt: str) -> list[Any]:

@@ -79,7 +79,8 @@ WRONG = [
     (PAIR, {"prompt": "a", "chosen": "b", "rejected": [{"role": "assistant", "content": 5}]},
      "expected text as the assistant's content"),
     (PAIR, {"prompt": "a", "chosen": ASKED, "rejected": "b"}, "messages that end with the"),
-    (IMAGES, {"prompt": "a", "chosen": "gone.png", "rejected": "gone.png"}, "no such file"),
+    (IMAGES, {"prompt": "a", "chosen": "gone.png", "rejected": "lost.png"}, "no such file"),
+    (PAIR, {"chosen": [*ASKED, FOUR], "rejected": [*ASKED, FOUR]}, "are equal"),
     (IMAGE, {"prompt": "a", "image": None}, "expected a path, bytes or base64"),
 ]  # fmt: skip
 

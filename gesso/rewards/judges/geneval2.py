@@ -24,10 +24,10 @@ class Geneval2(ServedJudge):
     """Soft-TIFA of GenEval 2 (Kamath et al. 2025): a served VLM (the authors use
     Qwen3-VL-8B-Instruct) answers each question of the row in one word, and the score of a question
     is the probability of the right word. Range [0, 1]. Rows are those of `geneval2_data.jsonl`:
-    `vqa_list` has pairs of a question and its answer, `skills` their kinds. `geneval2/atoms` is the arithmetic mean;
-    `geneval2/count`, `/object`, `/attribute`, `/position` and `/verb` are the means of their kind.
-    Requires a server with `logprobs`; of words beyond its 20 likeliest the probability counts as 0.
-    One request per question."""
+    `vqa_list` has pairs of a question and its answer, `skills` their kinds. `geneval2/atoms` is the
+    arithmetic mean; `geneval2/count`, `/object`, `/attribute`, `/position` and `/verb` are the
+    means of their kind. Requires a server with `logprobs`; of words beyond its 20 likeliest the
+    probability counts as 0. One request per question."""
 
     mean: Literal["geometric", "arithmetic"] = "geometric"
     """Mean of the questions: "geometric" (Soft-TIFA GM, prompts as a whole) or "arithmetic"."""
