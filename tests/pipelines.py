@@ -3,8 +3,11 @@ knows, small enough for two CPU cores."""
 
 from __future__ import annotations
 
+import inspect
+import json
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +24,14 @@ def build(name: str, folder: Path, scale: int = 1, **layers: int) -> Path:
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        pipe = BUILDERS[name](scale)
+        pipe = (BUILDERS | EDITORS)[name](scale)
         if layers:
             settings = dict(pipe.transformer.config) | layers
             pipe.register_modules(transformer=type(pipe.transformer).from_config(settings))
         _liven(pipe.transformer)
     pipe.save_pretrained(folder)
+    if name in EDITORS and "qwen" in name:
+        add_qwen_processor(pipe.tokenizer, folder)
     return folder
 
 
@@ -112,12 +117,34 @@ def _flux(scale: int, guidance_embeds: bool, scheduler: Any) -> Any:
     )  # fmt: skip
 
 
+def _kontext(scale: int) -> Any:
+    from diffusers import FluxKontextPipeline
+
+    return FluxKontextPipeline(**_flux_dev(scale).components)
+
+
 def _qwen_image(scale: int) -> Any:
-    from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransformer2DModel
+    return _qwen("QwenImagePipeline", scale, _qwen_tokenizer())
+
+
+def _qwen_edit(scale: int) -> Any:
+    return _qwen("QwenImageEditPlusPipeline", scale, _edit_tokenizer(), processor=None)
+
+
+def _qwen_edit_2511(scale: int) -> Any:
+    """Reference images are modulated at time 0."""
+    pipe = _qwen_edit(scale)
+    settings = dict(pipe.transformer.config) | {"zero_cond_t": True}
+    pipe.register_modules(transformer=type(pipe.transformer).from_config(settings))
+    return pipe
+
+
+def _qwen(pipeline: str, scale: int, tokenizer: Any, **parts: Any) -> Any:
+    import diffusers
+    from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 
     dynamic = DYNAMIC | {"base_shift": 0.5, "max_shift": 0.9, "shift_terminal": 0.02}
-    tokenizer = _qwen_tokenizer()
-    return QwenImagePipeline(
+    return getattr(diffusers, pipeline)(
         transformer=QwenImageTransformer2DModel(
             in_channels=4 * CHANNELS, out_channels=CHANNELS, num_layers=2,
             attention_head_dim=16 * scale, num_attention_heads=2, joint_attention_dim=24 * scale,
@@ -129,8 +156,9 @@ def _qwen_image(scale: int) -> Any:
             temperal_downsample=[False], latents_mean=[-0.7, 0.1, 0.9, 1.5],
             latents_std=[2.8, 1.4, 2.3, 1.1],
         ),
-        text_encoder=_qwen_vl(len(tokenizer), scale),
+        text_encoder=_qwen_vl(tokenizer, scale),
         tokenizer=tokenizer,
+        **parts,
     )  # fmt: skip
 
 
@@ -206,6 +234,12 @@ BUILDERS: dict[str, Callable[[int], Any]] = {
     "flux2-klein-distilled": _klein_distilled,
     "z-image": _z_image,
 }
+EDITORS: dict[str, Callable[[int], Any]] = {
+    "kontext": _kontext,
+    "qwen-edit": _qwen_edit,
+    "qwen-edit-2511": _qwen_edit_2511,
+}
+"""Pipelines whose prompts have input images."""
 
 
 VAE: dict[str, Any] = {
@@ -273,25 +307,57 @@ def _t5(scale: int) -> Any:
 def _qwen_tokenizer() -> Any:
     """A token a letter, but the words of the pipeline's template as in the real one, whose head
     of 34 tokens is cut off behind the encoder."""
+    words = "the image by detailing color shape size texture quantity text spatial relationships"
+    return _with_words(f"{words} of objects and background", ",:", [])
+
+
+def _edit_tokenizer() -> Any:
+    """The same for the template for editing, whose head has 64 tokens."""
+    from diffusers import QwenImageEditPlusPipeline
+
+    template = inspect.getsource(QwenImageEditPlusPipeline.__init__)
+    head = template[template.index("Describe the key") : template.index("<|im_end|>")]
+    words = re.findall("[A-Za-z]+", head.replace("Describe", "").replace("'s", ""))
+    return _with_words(" ".join(words), ",:.123", [*VISION, " (", "),", "'s", "color", "Picture"])
+
+
+VISION = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
+
+
+def _with_words(words: str, marks: str, more: Sequence[str]) -> Any:
     from transformers import AddedToken, Qwen2Tokenizer
 
-    words = "the image by detailing color shape size texture quantity text spatial relationships"
-    words += " of objects and background"
-    whole = ["system", "Describe", "user", "assistant", *(f" {word}" for word in words.split())]
-    letters = [*LETTERS.replace(" ", "Ġ"), "Ċ", ",", ":"]
+    spaced = dict.fromkeys(f" {word}" for word in words.split())
+    whole = ["system", "Describe", "user", "assistant", *spaced, *more]
+    letters = [*LETTERS.replace(" ", "Ġ"), "Ċ", *marks]
     tokenizer = Qwen2Tokenizer(vocab={token: i for i, token in enumerate(letters)}, merges=[])
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in whole])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     return tokenizer
 
 
-def _qwen_vl(vocabulary: int, scale: int) -> Any:
+def add_qwen_processor(tokenizer: Any, folder: Path) -> None:
+    """Adds the processor to a saved pipeline, which cannot be built without torchvision."""
+    from transformers import Qwen2VLImageProcessorPil
+
+    Qwen2VLImageProcessorPil().save_pretrained(folder / "processor")
+    tokenizer.save_pretrained(folder / "processor")
+    index = folder / "model_index.json"
+    about = json.loads(index.read_text()) | {"processor": ["transformers", "Qwen2VLProcessor"]}
+    index.write_text(json.dumps(about))
+
+
+def _qwen_vl(tokenizer: Any, scale: int) -> Any:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
+    names = ("image_token_id", "vision_start_token_id", "vision_end_token_id", "video_token_id")
+    known = tokenizer.get_vocab()
+    ids = {name: known[t] for name, t in zip(names, VISION, strict=True) if t in known}
     return Qwen2_5_VLForConditionalGeneration(
         Qwen2_5_VLConfig(
+            **ids,
             text_config={
-                "vocab_size": vocabulary, "hidden_size": 24 * scale,
+                "vocab_size": len(tokenizer), "hidden_size": 24 * scale,
                 "intermediate_size": 32 * scale, "num_hidden_layers": 2,
                 "num_attention_heads": 2, "num_key_value_heads": 1,
                 "max_position_embeddings": 2048, "initializer_range": 0.5,

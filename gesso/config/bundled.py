@@ -19,9 +19,11 @@ class BundledModel:
 MODELS = {
     "sd3": BundledModel("flow", "gesso.models.flow.sd3:SD3"),
     "flux": BundledModel("flow", "gesso.models.flow.flux:Flux"),
+    "kontext": BundledModel("flow", "gesso.models.flow.kontext:Kontext"),
     "flux2": BundledModel("flow", "gesso.models.flow.flux2:Flux2"),
     "flux2-klein": BundledModel("flow", "gesso.models.flow.flux2:Flux2Klein"),
     "qwen-image": BundledModel("flow", "gesso.models.flow.qwen_image:QwenImage"),
+    "qwen-edit": BundledModel("flow", "gesso.models.flow.qwen_edit:QwenEdit"),
     "z-image": BundledModel("flow", "gesso.models.flow.z_image:ZImage"),
     "vision-language": BundledModel(
         "language", "gesso.models.tokens.vision_language:VisionLanguage"

@@ -93,9 +93,10 @@ class Model(AnyModel):
 
     name: str = "sd3"
     """Model class: "sd3" (Stable Diffusion 3 and 3.5), "flux" (FLUX.1 dev and schnell),
-    "qwen-image", or "module:Class" for a custom model."""
+    "qwen-image"; for editing "kontext" (FLUX.1 Kontext) and "qwen-edit" (Qwen-Image-Edit 2509 and
+    2511), whose prompts have input images; or "module:Class" for a custom model."""
     height: int = Field(512, ge=8, le=MAX_SIDE)
-    """Image height in pixels."""
+    """Image height in pixels. Input images are resized to the area height × width."""
     width: int = Field(512, ge=8, le=MAX_SIDE)
     """Image width in pixels."""
     text_length: int | None = Field(None, ge=0)

@@ -15,6 +15,7 @@ from gesso.models.flow.pipeline import (
     TextLength,
     text_encoder,
 )
+from gesso.models.flow.references import target_and_references
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
 from gesso.types import Prompt, Which
@@ -71,18 +72,29 @@ class Flux(PipelineModel):
     ) -> Tensor:
         rows = len(x)
         x, sigma, cond = self.fill(x, sigma, cond)
-        n, _, h, w = x.shape
+        h, w = x.shape[-2:]
+        target = pack(x).to(self.dtype)  # (N, HW/4, 4C)
         text_ids = torch.zeros(cond.embeds.shape[1], 3, device=x.device, dtype=cond.embeds.dtype)
         v = self.run(
             weights,
-            hidden_states=pack(x).to(self.dtype),
+            hidden_states=target_and_references(target, cond),
             timestep=self.timestep(sigma) / 1000,
             guidance=cond.guidance,
             pooled_projections=cond.pooled,
             encoder_hidden_states=cond.embeds,
             txt_ids=text_ids,
-            img_ids=self.pipe._prepare_latent_image_ids(
-                n, h // 2, w // 2, x.device, cond.embeds.dtype
+            img_ids=torch.cat(
+                [
+                    self._image_ids(0, h // 2, w // 2, cond),
+                    *(self._image_ids(1, *size, cond) for size in cond.layout),
+                ]
             ),
-        )  # (N, HW/4, 4C)
-        return unpack(v[:rows], h, w).float()
+        )
+        return unpack(v[:rows, : target.shape[1]], h, w).float()
+
+    def _image_ids(self, first: int, height: int, width: int, cond: Conditioning) -> Tensor:
+        """(height·width, 3): first, row and column of every token."""
+        device, dtype = cond.embeds.device, cond.embeds.dtype
+        ids = self.pipe._prepare_latent_image_ids(1, height, width, device, dtype)
+        ids[:, 0] = first
+        return ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,6 +42,10 @@ class Architecture(Protocol):
     @property
     def blocks(self) -> Sequence[str]:
         """Classes of the transformer's repeated blocks."""
+
+    @property
+    def replaced(self) -> Sequence[str]:
+        """Components that are not loaded: the model does their work."""
 
 
 def most_parameters(source: str) -> int:
@@ -109,6 +114,8 @@ def empty_pipeline(model: Architecture, settings: config.Model) -> Any:
         with quiet("diffusers"):
             index = diffusers.DiffusionPipeline.load_config(source)
             for name, entry in index.items():
+                if name in parts:
+                    continue
                 if isinstance(entry, list | tuple) and entry[0] is not None:
                     parts[name] = _empty_part(entry[0], entry[1], source, name, model, settings)
             return getattr(diffusers, model.pipeline)(**parts)
@@ -151,4 +158,41 @@ def _locate(model: Architecture, settings: config.Model) -> tuple[str, dict[str,
                 f'model.path = "{settings.path}": {PIPELINE.file} has "{name}": '
                 f"{json.dumps(part)}; only classes of {' and '.join(LIBRARIES)} are loaded"
             )
-    return located.source, {name: None for name, part in parts.items() if part == ABSENT}
+    absent = [name for name, part in parts.items() if part == ABSENT or name in model.replaced]
+    return located.source, dict.fromkeys(absent)
+
+
+def image_processor(settings: config.Model, component: str) -> Any:
+    """The image processor of a component that combines it with a tokenizer."""
+    import transformers
+
+    source = locate(settings, PIPELINE).source
+    try:
+        with quiet():
+            return transformers.AutoImageProcessor.from_pretrained(
+                source, subfolder=component, backend="pil", trust_remote_code=False
+            )
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f'model.path = "{settings.path}": its {component} cannot be read: '
+            f"{str(error).splitlines()[0]}"
+        ) from error
+
+
+def save_replaced(model: Architecture, settings: config.Model, folder: Path) -> None:
+    """Adds the components that were not loaded to a saved pipeline, as they are."""
+    index = folder / PIPELINE.file
+    if not index.is_file():  # an adapter was saved
+        return
+    located = locate(settings, PIPELINE)
+    source = Path(located.source)
+    if not source.is_dir():
+        from huggingface_hub import snapshot_download
+
+        wanted = [f"{name}/*" for name in model.replaced]
+        source = Path(snapshot_download(located.source, allow_patterns=wanted))
+    about = json.loads(index.read_text(encoding="utf-8"))
+    for name in model.replaced:
+        shutil.copytree(source / name, folder / name, dirs_exist_ok=True)
+        about[name] = located.about[name]
+    index.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")

@@ -23,6 +23,8 @@ from gesso.models.flow import loading
 from gesso.models.flow.adapter import load_adapter, read_adapter
 from gesso.models.flow.attention import has_kernels
 from gesso.models.flow.base import Guidance, TextEncoder
+from gesso.models.flow.packing import pack
+from gesso.models.flow.references import at_area, with_blank_references
 from gesso.models.repeatable import settle_attention
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
@@ -70,6 +72,7 @@ class PipelineModel(ABC):
     input_images: ClassVar[range] = range(1)  # numbers of input images of a prompt
     scale_argument: ClassVar[str] = "guidance_scale"  # of the pipeline's call
     scale_offset: ClassVar[float] = 0.0  # our scale less that of the pipeline
+    replaced: ClassVar[Sequence[str]] = ()  # components that are not loaded
 
     def __init__(
         self,
@@ -79,6 +82,7 @@ class PipelineModel(ABC):
         sharded: bool = False,
     ) -> None:
         self.path = settings.path
+        self.area = settings.height * settings.width  # of an image, in pixels
         self.device = config.pick_device(settings.device, "model.device")
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         whole = settings.lora is None
@@ -169,7 +173,21 @@ class PipelineModel(ABC):
         if "pooled_projection_dim" in settings:
             pooled = torch.empty(rows, settings.pooled_projection_dim, dtype=self.dtype)
         scale = torch.empty(rows) if self.guidance == "embedded" else None
-        return Conditioning(embeds, pooled, guidance=scale).to(self.device)
+        cond = Conditioning(embeds, pooled, guidance=scale).to(self.device)
+        return with_blank_references(self, cond)
+
+    def tokens(self, latents: Tensor) -> Tensor:
+        """(N, C, H, W) → (N, R, D): of reference images."""
+        return pack(latents)
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Tokens in height and width of an image of this size."""
+        _, h, w = self.latent_shape(height, width)
+        return h // self.patch, w // self.patch
+
+    def reference_size(self, height: int, width: int) -> tuple[int, int]:
+        """The size at which an input image of this height and width is encoded."""
+        return at_area(height, width, self.area, self.cell * self.patch)
 
     @property
     def text_tokens(self) -> int:

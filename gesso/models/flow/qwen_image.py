@@ -19,6 +19,7 @@ from gesso.models.flow.pipeline import (
     text_encoder,
 )
 from gesso.models.flow.rotation import rotate
+from gesso.models.flow.references import target_and_references
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
 from gesso.types import Prompt, Which
@@ -77,20 +78,21 @@ class QwenImage(PipelineModel):
         rows = len(x)
         x, sigma, cond = self.fill(x, sigma, cond)
         n, _, h, w = x.shape
+        target = pack(x).to(self.dtype)  # (N, HW/4, 4C)
         if self.compiled:
-            cond = cond.padded(self.text_length)
+            cond = cond.padded(max(self.text_length, cond.embeds.shape[1]))
             mask = cond.mask
         else:  # without padding no mask is passed, as in the pipeline: attention is faster
             mask = None if cond.mask is None or bool(cond.mask.all()) else cond.mask
         v = self.run(
             weights,
-            hidden_states=pack(x).to(self.dtype),
+            hidden_states=target_and_references(target, cond),
             timestep=self.timestep(sigma) / 1000,
             encoder_hidden_states=cond.embeds,
             encoder_hidden_states_mask=mask,
-            img_shapes=[[(1, h // 2, w // 2)]] * n,
-        )  # (N, HW/4, 4C)
-        return unpack(v[:rows], h, w).float()
+            img_shapes=[[(1, h // 2, w // 2), *((1, *size) for size in cond.layout)]] * n,
+        )
+        return unpack(v[:rows, : target.shape[1]], h, w).float()
 
     def blank(self, rows: int) -> Conditioning:
         cond = super().blank(rows)

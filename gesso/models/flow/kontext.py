@@ -1,0 +1,32 @@
+"""FLUX.1 Kontext: edits an image."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from gesso.models.flow.flux import Flux
+from gesso.models.flow.references import with_references
+from gesso.rollout import Conditioning
+from gesso.types import Prompt
+
+
+class Kontext(Flux):
+    """FLUX.1 dev with the input image as further tokens, whose first position id is 1."""
+
+    pipeline = "FluxKontextPipeline"
+    input_images = range(1, 2)
+
+    def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
+        return with_references(self, super().encode(prompts), prompts)
+
+    def reference_size(self, height: int, width: int) -> tuple[int, int]:
+        """The nearest of the ratios that the model was trained on, at the area of an output image.
+        For outputs of 1024² these are the sizes of the pipeline."""
+        from diffusers.pipelines.flux import pipeline_flux_kontext as kontext
+
+        sizes = kontext.PREFERRED_KONTEXT_RESOLUTIONS
+        _, wide, tall = min((abs(width / height - w / h), w, h) for w, h in sizes)
+        scale, factor = math.sqrt(self.area) / 1024, self.cell * self.patch
+        tall, wide = (max(1, round(side * scale / factor)) * factor for side in (tall, wide))
+        return tall, wide
