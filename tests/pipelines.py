@@ -3,11 +3,8 @@ knows, small enough for two CPU cores."""
 
 from __future__ import annotations
 
-import inspect
-import json
 import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +17,22 @@ def build(name: str, folder: Path, scale: int = 1, **layers: int) -> Path:
     """Save the pipeline of that name to a folder, its transformer and its text encoders `scale`
     times as wide as they must be, its transformer with `num_layers` or `num_single_layers`, if
     given."""
+    return write(BUILDERS[name], folder, scale, layers)
+
+
+def write(
+    builder: Callable[[int], Any], folder: Path, scale: int, layers: Mapping[str, int]
+) -> Path:
     import torch
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        pipe = (BUILDERS | EDITORS)[name](scale)
+        pipe = builder(scale)
         if layers:
-            settings = dict(pipe.transformer.config) | layers
+            settings = {**pipe.transformer.config, **layers}
             pipe.register_modules(transformer=type(pipe.transformer).from_config(settings))
         _liven(pipe.transformer)
     pipe.save_pretrained(folder)
-    if name in EDITORS and "qwen" in name:
-        add_qwen_processor(pipe.tokenizer, folder)
     return folder
 
 
@@ -117,26 +118,8 @@ def _flux(scale: int, guidance_embeds: bool, scheduler: Any) -> Any:
     )  # fmt: skip
 
 
-def _kontext(scale: int) -> Any:
-    from diffusers import FluxKontextPipeline
-
-    return FluxKontextPipeline(**_flux_dev(scale).components)
-
-
 def _qwen_image(scale: int) -> Any:
     return _qwen("QwenImagePipeline", scale, _qwen_tokenizer())
-
-
-def _qwen_edit(scale: int) -> Any:
-    return _qwen("QwenImageEditPlusPipeline", scale, _edit_tokenizer(), processor=None)
-
-
-def _qwen_edit_2511(scale: int) -> Any:
-    """Reference images are modulated at time 0."""
-    pipe = _qwen_edit(scale)
-    settings = dict(pipe.transformer.config) | {"zero_cond_t": True}
-    pipe.register_modules(transformer=type(pipe.transformer).from_config(settings))
-    return pipe
 
 
 def _qwen(pipeline: str, scale: int, tokenizer: Any, **parts: Any) -> Any:
@@ -234,14 +217,6 @@ BUILDERS: dict[str, Callable[[int], Any]] = {
     "flux2-klein-distilled": _klein_distilled,
     "z-image": _z_image,
 }
-EDITORS: dict[str, Callable[[int], Any]] = {
-    "kontext": _kontext,
-    "qwen-edit": _qwen_edit,
-    "qwen-edit-2511": _qwen_edit_2511,
-}
-"""Pipelines whose prompts have input images."""
-
-
 VAE: dict[str, Any] = {
     "block_out_channels": (8, 8), "layers_per_block": 1, "norm_num_groups": 4,
     "down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2,
@@ -311,16 +286,6 @@ def _qwen_tokenizer() -> Any:
     return _with_words(f"{words} of objects and background", ",:", [])
 
 
-def _edit_tokenizer() -> Any:
-    """The same for the template for editing, whose head has 64 tokens."""
-    from diffusers import QwenImageEditPlusPipeline
-
-    template = inspect.getsource(QwenImageEditPlusPipeline.__init__)
-    head = template[template.index("Describe the key") : template.index("<|im_end|>")]
-    words = re.findall("[A-Za-z]+", head.replace("Describe", "").replace("'s", ""))
-    return _with_words(" ".join(words), ",:.123", [*VISION, " (", "),", "'s", "color", "Picture"])
-
-
 VISION = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|video_pad|>")
 
 
@@ -334,17 +299,6 @@ def _with_words(words: str, marks: str, more: Sequence[str]) -> Any:
     tokenizer.add_tokens([AddedToken(word, normalized=False) for word in whole])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     return tokenizer
-
-
-def add_qwen_processor(tokenizer: Any, folder: Path) -> None:
-    """Adds the processor to a saved pipeline, which cannot be built without torchvision."""
-    from transformers import Qwen2VLImageProcessorPil
-
-    Qwen2VLImageProcessorPil().save_pretrained(folder / "processor")
-    tokenizer.save_pretrained(folder / "processor")
-    index = folder / "model_index.json"
-    about = json.loads(index.read_text()) | {"processor": ["transformers", "Qwen2VLProcessor"]}
-    index.write_text(json.dumps(about))
 
 
 def _qwen_vl(tokenizer: Any, scale: int) -> Any:

@@ -25,8 +25,10 @@ from gesso.models.flow.base import PromptCache, check_images
 from gesso.rollout import FlowTrace, Rollout
 from gesso.samplers.denoise import DenoisingSampler
 from gesso.types import Prompt, PromptImage, SampleSpec, Score, UserError
-from tests import pipelines
+from tests.editors import EDITORS
+from tests.editors import build as build_editor
 from tests.rollouts import parts_of
+from tests.typed import sure
 
 SIZE, STEPS = (24, 16), 3
 SIDE = 48  # of outputs according to the recipe: references have this area
@@ -134,12 +136,12 @@ class Editor:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("editors")
-    for name in pipelines.EDITORS:
-        pipelines.build(name, root / name, **LAYERS.get(name, {}))
+    for name in EDITORS:
+        build_editor(name, root / name, **LAYERS.get(name, {}))
     return root
 
 
-@pytest.fixture(params=pipelines.EDITORS)
+@pytest.fixture(params=EDITORS)
 def editor(request: pytest.FixtureRequest, folders: Path) -> Editor:
     return Editor(request.param, folders / request.param)
 
@@ -345,8 +347,9 @@ def test_gradients_do_not_depend_on_micro_batches(folders: Path, name: str) -> N
     made, algorithm, learner = parts_of(recipe)
     stirred(made)
     small = Model(path="", height=SIZE[0], width=SIZE[1])
+    spec = sure(SampleSpec, algorithm.spec(0, 0, small))
     rollout = replace(
-        drawn(made, editor, algorithm.spec(0, 0, small)),
+        drawn(made, editor, spec),
         scores=[Score(r, {"none": r}) for r in (0.1, 0.9, 0.2, 0.5)],
         group=torch.tensor([0, 0, 1, 1]),
     )

@@ -18,8 +18,8 @@ from gesso.models.flow.pipeline import (
     TextLength,
     text_encoder,
 )
-from gesso.models.flow.rotation import rotate
 from gesso.models.flow.references import target_and_references
+from gesso.models.flow.rotation import rotate
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
 from gesso.types import Prompt, Which

@@ -26,7 +26,9 @@ class ReferenceEncoder(Protocol):
     device: torch.device
     dtype: torch.dtype
     area: int  # of an output image, in pixels
-    input_images: range
+
+    @property
+    def input_images(self) -> range: ...
 
     def latents(self, pixels: Tensor) -> Tensor: ...
 
