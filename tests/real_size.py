@@ -64,6 +64,19 @@ CASES = {
     "qwen-image": Case(
         "qwen-image", "qwen-image-ocr", 80, ("data.groups=1", "algorithm.group=8"), "qwen-image"
     ),
+    "flux2-klein-4b": Case(
+        "flux2-klein", "flux2-klein-pickscore", 80, ("data.groups=1",), "flux2-klein"
+    ),
+    "flux2-klein-9b": Case(
+        "flux2-klein-9b", "flux2-klein-pickscore", 80,
+        ("data.groups=1", "sampler.batch=4", "learner.micro_batch=4"), "flux2-klein",
+    ),
+    "flux2-dev-half": Case(  # of its blocks: the whole is 111 GB
+        "flux2-dev-half", "flux2-dev-pickscore", 80,
+        ("data.groups=1", "model.quantize=none", "sampler.batch=2", "learner.micro_batch=2"),
+        "flux2-dev",
+    ),
+    "z-image": Case("z-image", "z-image-pickscore", 80, ("data.groups=1",), "z-image"),
     "qwen25-vl-3b": Case(
         "qwen25-vl-3b", "qwen25-vl-3b-geo3k", 80,
         (*_RESPONSES, "data.groups=24", "algorithm.group=8", "algorithm.updates=2"), "qwen2.5-vl",

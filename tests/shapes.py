@@ -1,5 +1,5 @@
-"""The published sizes of SD3.5-M and -L, FLUX.1-dev, Qwen-Image, Qwen2.5-VL and Qwen2.5-7B: folders
-of configs without weights, or with random ones."""
+"""The published sizes of SD3.5-M and -L, FLUX.1-dev, FLUX.2, Qwen-Image, Z-Image, Qwen2.5-VL and
+Qwen2.5-7B: folders of configs without weights, or with random ones."""
 
 from __future__ import annotations
 
@@ -147,11 +147,92 @@ def _qwen_image() -> Any:
     )  # fmt: skip
 
 
+def _flux2_dev() -> Any:
+    return _flux2_pipeline(layers=(8, 48), text={})
+
+
+def _half_of_flux2_dev() -> Any:
+    """Half of the blocks, and a text encoder with 30 of 40 layers and narrow MLPs: 45 GB."""
+    text = {"num_hidden_layers": 30, "intermediate_size": 8192}
+    return _flux2_pipeline(layers=(4, 24), text=text)
+
+
+def _flux2_pipeline(layers: tuple[int, int], text: dict[str, int]) -> Any:
+    from diffusers import AutoencoderKLFlux2, Flux2Pipeline, Flux2Transformer2DModel
+    from transformers import Mistral3Config, Mistral3ForConditionalGeneration
+
+    network = Flux2Transformer2DModel(num_layers=layers[0], num_single_layers=layers[1])
+    mistral = {
+        "model_type": "mistral", "vocab_size": 131072, "hidden_size": 5120, "head_dim": 128,
+        "intermediate_size": 32768, "num_hidden_layers": 40, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "max_position_embeddings": 131072,
+    }  # fmt: skip
+    return Flux2Pipeline(
+        transformer=network,
+        scheduler=pipelines._scheduler(use_dynamic_shifting=True, shift=3.0),
+        vae=AutoencoderKLFlux2(),
+        text_encoder=Mistral3ForConditionalGeneration(Mistral3Config(text_config=mistral | text)),
+        tokenizer=pipelines._chat_tokenizer(pipelines.SPOKEN),
+    )
+
+
+def _klein_4b() -> Any:
+    return _klein(5, 20, heads=24, text=_qwen3(2560, 9728, tied=True))
+
+
+def _klein_9b() -> Any:
+    return _klein(8, 24, heads=32, text=_qwen3(4096, 12288, tied=False))
+
+
+def _klein(double: int, single: int, heads: int, text: Any) -> Any:
+    from diffusers import AutoencoderKLFlux2, Flux2KleinPipeline, Flux2Transformer2DModel
+
+    return Flux2KleinPipeline(
+        transformer=Flux2Transformer2DModel(
+            num_layers=double, num_single_layers=single, num_attention_heads=heads,
+            joint_attention_dim=3 * text.config.hidden_size, guidance_embeds=False,
+        ),
+        scheduler=pipelines._scheduler(use_dynamic_shifting=True, shift=3.0),
+        vae=AutoencoderKLFlux2(),
+        text_encoder=text,
+        tokenizer=pipelines._chat_tokenizer(pipelines.CHAT),
+    )  # fmt: skip
+
+
+def _z_image() -> Any:
+    from diffusers import ZImagePipeline, ZImageTransformer2DModel
+
+    return ZImagePipeline(
+        transformer=ZImageTransformer2DModel(axes_lens=[1536, 512, 512]),
+        scheduler=pipelines._scheduler(shift=6.0),
+        vae=_vae(),
+        text_encoder=_qwen3(2560, 9728, tied=True),
+        tokenizer=pipelines._chat_tokenizer(pipelines.CHAT),
+    )
+
+
+def _qwen3(width: int, inner: int, tied: bool) -> Any:
+    """Qwen3-4B and -8B."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=151936, hidden_size=width, intermediate_size=inner, num_hidden_layers=36,
+            num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=tied,
+        )
+    )  # fmt: skip
+
+
 SIZES: dict[str, Callable[[], Any]] = {
     "sd35": _sd35_medium,
     "sd35-large": _sd35_large,
     "flux": _flux_dev,
     "qwen-image": _qwen_image,
+    "flux2-dev": _flux2_dev,
+    "flux2-dev-half": _half_of_flux2_dev,
+    "flux2-klein": _klein_4b,
+    "flux2-klein-9b": _klein_9b,
+    "z-image": _z_image,
 }
 
 

@@ -24,7 +24,7 @@ from tests.shapes import WRITERS, write_configs, write_writer
 
 GIB = 2**30
 PAGE = PACKAGE.parent / "docs/how-to/fit-on-a-gpu.md"
-IMAGE = ("sd35", "flux", "qwen-image")
+IMAGE = ("sd35", "flux2-klein", "flux2-dev", "flux", "qwen-image", "z-image")
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +67,7 @@ def _deciding(recipe: Recipe) -> str:
 # Not all weights trained: with few layers, the update would peak at the language model's head.
 LAYERS = {
     "qwen-image-ocr": ("transformer", "num_layers"),
+    "z-image-pickscore": ("transformer", "n_layers"),
     "qwen25-vl-3b-geo3k": ("", "num_hidden_layers"),
     "qwen25-math-7b-dapo": ("", "num_hidden_layers"),
 }
@@ -104,13 +105,20 @@ def cards(name: str) -> list[int]:
 
 
 # The recipes of the page. Others inherit their card tables.
-MAIN = ["sd35-ocr", "flux-pickscore", "qwen-image-ocr"]
+MAIN = [
+    "sd35-ocr",
+    "flux-pickscore",
+    "qwen-image-ocr",
+    "flux2-klein-pickscore",
+    "z-image-pickscore",
+]
 MAIN += ["qwen25-vl-3b-geo3k", "qwen25-vl-7b-geo3k", "qwen25-vl-3b-math", "qwen25-math-7b-dapo"]
 ALGORITHMS = ["sd35-ocr-nft", "sd35-ocr-guard"]  # other work than sd35-ocr's; fast has less
 # An estimate takes seconds: of the page, one of every kind of work is computed anew. These are the
 # image models (compiled, checkpointed, in 4 bits), a VLM and an LM in 4 bits, all weights trained.
 CHECKED: list[tuple[str, int | None]] = [("sd35-ocr", 24), ("sd35-ocr", 48)]
 CHECKED += [("flux-pickscore", 24), ("qwen-image-ocr", 24)]
+CHECKED += [("flux2-klein-pickscore", 48), ("z-image-pickscore", 48)]
 CHECKED += [("qwen25-vl-3b-geo3k", 24), ("qwen25-math-7b-dapo", 24), ("qwen25-vl-3b-math", None)]
 
 
@@ -143,7 +151,7 @@ def test_the_estimate_of_a_compiled_run_meets_the_measured_peak(name: str, shape
 
 
 def test_there_are_cards_for_every_model() -> None:
-    assert {model_of(name) for name in MAIN} | {"qwen25-vl-32b"} == {*IMAGE, *WRITERS}
+    assert {model_of(name) for name in MAIN} | {"qwen25-vl-32b", "flux2-dev"} == {*IMAGE, *WRITERS}
     for name in MAIN:
         assert cards(name) == [24, 48, 80]
 

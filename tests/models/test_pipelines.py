@@ -120,6 +120,10 @@ class Tiny:
     def latents(self, pipe: Any, scale: float, size: tuple[int, int]) -> torch.Tensor:
         """(N, C, H, W)"""
         found = self.call(pipe, scale, size, "latent")
+        return self.normalised(pipe, found, size)
+
+    def normalised(self, pipe: Any, found: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
+        """(N, C, H, W), of what a pipeline returns as latents."""
         if self.kind in ("sd3", "z-image"):
             return found
         if self.kind == "flux2":  # packed
@@ -392,7 +396,9 @@ def test_an_adapter_that_does_not_fit(of: Any, tmp_path: Path) -> None:
     tiny.model(lora=Lora(rank=4, alpha=4, targets=targets, path=str(silent)))
 
 
-@pytest.mark.parametrize("name", ["sd3", "sd35", "flux-dev", "qwen-image"])
+@pytest.mark.parametrize(
+    "name", ["sd3", "sd35", "flux-dev", "qwen-image", "flux2-klein", "z-image"]
+)
 def test_a_merged_export_needs_no_peft(of: Any, name: str, tmp_path: Path) -> None:
     """SD3 with and without T5."""
     tiny = of(name)

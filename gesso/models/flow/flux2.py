@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from PIL.Image import Image
 from torch import Tensor
 
 from gesso.models.flow.base import Guidance, TextEncoder
@@ -14,9 +15,10 @@ from gesso.models.flow.pipeline import (
     TextLength,
     chat_encoder,
 )
+from gesso.models.flow.references import target_and_references, with_references
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
-from gesso.types import Prompt, PromptImage, UserError, Which
+from gesso.types import Prompt, UserError, Which
 
 
 class Flux2(PipelineModel):
@@ -76,45 +78,40 @@ class Flux2(PipelineModel):
     @quiet("diffusers")
     @torch.no_grad()
     def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
-        return Conditioning.stack([self._encode(prompt) for prompt in prompts])
-
-    def _encode(self, prompt: Prompt) -> Conditioning:
         embeds, _ = self.pipe.encode_prompt(
-            prompt=prompt.text, device=self.device, max_sequence_length=self.text_length
+            prompt=[p.text for p in prompts],
+            device=self.device,
+            max_sequence_length=self.text_length,
         )
-        images = [self._reference(image, prompt.where) for image in prompt.images]
-        none = embeds.new_empty(1, 0, self.channels)  # of prompts without images
-        return Conditioning(
-            embeds,
-            source=torch.cat([none, *(image.flatten(2).mT.to(none) for image in images)], 1),
-            layouts=(tuple((image.shape[2], image.shape[3]) for image in images),),
-        )
+        return with_references(self, Conditioning(embeds), prompts)
 
-    def _reference(self, image: PromptImage, where: str) -> Tensor:
-        """(1, C, H, W) of an input image: at most 1024² pixels, cropped to whole cells."""
-        processor, picture = self.pipe.image_processor, image.open()
+    def tokens(self, latents: Tensor) -> Tensor:
+        return latents.flatten(2).mT
+
+    def reference(self, image: Image) -> Tensor:
+        """At most as large as an output image, cropped to whole cells. For outputs of 1024² these
+        are the pixels of the pipeline."""
+        processor = self.pipe.image_processor
         try:
-            processor.check_image_input(picture)
+            processor.check_image_input(image)
         except ValueError as error:
-            raise UserError(f"{where or 'this prompt'}: input image: {error}") from error
-        picture = processor._resize_if_exceeds_area(picture)
-        width, height = (side // self.cell * self.cell for side in picture.size)
-        pixels = processor.preprocess(picture, height=height, width=width, resize_mode="crop")
-        return self.latents(pixels.to(self.device, self.pipe.vae.dtype))
+            raise UserError(f"input image: {error}") from error
+        image = processor._resize_if_exceeds_area(image, self.area)
+        size = (side // self.cell * self.cell for side in (image.height, image.width))
+        return processor.preprocess(image, *size, resize_mode="crop")
 
     def velocity(
         self, x: Tensor, sigma: Tensor, cond: Conditioning, weights: Which = "current"
     ) -> Tensor:
         rows = len(x)
         x, sigma, cond = self.fill(x, sigma, cond)
-        tokens, ids = x.flatten(2).mT, self.pipe._prepare_latent_ids(x[:1])  # (N, HW, C)
-        if cond.source is not None and cond.layout:
+        ids = self.pipe._prepare_latent_ids(x[:1])
+        if cond.layout:
             references = [torch.empty(1, 1, *size) for size in cond.layout]
-            tokens = torch.cat([tokens, cond.source], 1)
             ids = torch.cat([ids, self.pipe._prepare_image_ids(references)], 1)
         v = self.run(
             weights,
-            hidden_states=tokens.to(self.dtype),
+            hidden_states=target_and_references(self.tokens(x).to(self.dtype), cond),
             timestep=self.timestep(sigma) / 1000,
             guidance=cond.guidance,
             encoder_hidden_states=cond.embeds,

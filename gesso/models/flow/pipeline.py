@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from PIL.Image import Image
 from torch import Tensor
 
 from gesso import config
@@ -188,6 +189,11 @@ class PipelineModel(ABC):
     def reference_size(self, height: int, width: int) -> tuple[int, int]:
         """The size at which an input image of this height and width is encoded."""
         return at_area(height, width, self.area, self.cell * self.patch)
+
+    def reference(self, image: Image) -> Tensor:
+        """(1, 3, height, width) in [−1, 1]: an input image, resized as in diffusers' pipelines."""
+        size = self.reference_size(image.height, image.width)
+        return self.pipe.image_processor.preprocess(image, *size)
 
     @property
     def text_tokens(self) -> int:

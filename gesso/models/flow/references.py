@@ -13,10 +13,11 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
+from PIL.Image import Image
 from torch import Tensor
 
 from gesso.rollout import Conditioning, Layout, source_tokens
-from gesso.types import Prompt, PromptImage
+from gesso.types import Prompt, PromptImage, UserError
 
 
 class ReferenceEncoder(Protocol):
@@ -41,6 +42,9 @@ class ReferenceEncoder(Protocol):
     def reference_size(self, height: int, width: int) -> tuple[int, int]:
         """The size at which an input image of this height and width is encoded."""
 
+    def reference(self, image: Image) -> Tensor:
+        """(1, 3, height, width) in [−1, 1]: the pixels that are encoded."""
+
 
 def with_references(
     model: ReferenceEncoder, cond: Conditioning, prompts: Sequence[Prompt]
@@ -48,7 +52,7 @@ def with_references(
     """The conditioning of these prompts with their input images."""
     rows = []
     for i, prompt in enumerate(prompts):
-        references = [_pixels(model, image) for image in prompt.images]
+        references = [_pixels(model, image, prompt.where) for image in prompt.images]
         layout = tuple(model.grid(*pixels.shape[-2:]) for pixels in references)
         encoded = [model.tokens(model.latents(pixels)) for pixels in references]
         source = torch.cat(encoded, 1) if encoded else _empty(model, 1, ())
@@ -79,11 +83,11 @@ def at_area(height: int, width: int, area: int, multiple: int) -> tuple[int, int
     return tall, wide
 
 
-def _pixels(model: ReferenceEncoder, image: PromptImage) -> Tensor:
-    """(1, 3, height, width) in [−1, 1], resized as in the pipelines of diffusers."""
-    opened = image.open()
-    size = model.reference_size(opened.height, opened.width)
-    pixels = model.pipe.image_processor.preprocess(opened, *size)
+def _pixels(model: ReferenceEncoder, image: PromptImage, where: str) -> Tensor:
+    try:
+        pixels = model.reference(image.open())
+    except UserError as error:
+        raise UserError(f"{where or 'this prompt'}: {error}") from error
     return pixels.to(model.device, model.pipe.vae.dtype)
 
 
