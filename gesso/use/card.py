@@ -287,7 +287,6 @@ def _usage(facts: CardFacts, aside: Path) -> str:
     example = _example(facts)
     if example.image is not None:
         shutil.copyfile(example.image, aside / usage.EXAMPLE)
-    output = "image" if facts.has_images else "response"
     option = f" --image {usage.EXAMPLE}" if example.image is not None else ""
     command = _fenced(f"gesso sample DIR {shlex.quote(example.prompt)}{option}")
     if not facts.loaded.family.wraps_library(facts.loaded.model):
@@ -299,10 +298,8 @@ def _usage(facts: CardFacts, aside: Path) -> str:
             f"## Usage\n\n{_fenced(code, 'python')}\n\nDuring training, prompts were formatted "
             "with `data.template` of the recipe; this code does not apply it."
         )
-    return (
-        f"## Usage\n\n{_fenced(code, 'python')}\n\nGesso generates the same {output}, where DIR is "
-        f"this folder:\n\n{command}"
-    )
+    gesso = f"{usage.compared(example, facts.has_images)}, where DIR is this folder"
+    return f"## Usage\n\n{_fenced(code, 'python')}\n\n{gesso}:\n\n{command}"
 
 
 def _example(facts: CardFacts) -> usage.Example:

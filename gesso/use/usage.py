@@ -38,11 +38,20 @@ def code(loaded: LoadedModel, example: Example, whole: bool) -> str:
     """`whole`: the folder contains all weights, not an adapter."""
     section = loaded.recipe.model
     if isinstance(section, Model):
-        return _image_code(loaded, section, example.prompt, whole)
+        return _image_code(loaded, section, example, whole)
     return _text_code(loaded, section, example, whole)
 
 
-def _image_code(loaded: LoadedModel, section: Model, prompt: str, whole: bool) -> str:
+def compared(example: Example, has_images: bool) -> str:
+    """How Gesso's sample compares with the code's."""
+    if not has_images:
+        return "Gesso generates the same response"
+    if example.image is None:
+        return "Gesso generates the same image"
+    return "With Gesso, which resizes input images to the area of its samples"
+
+
+def _image_code(loaded: LoadedModel, section: Model, example: Example, whole: bool) -> str:
     model: Any = loaded.model
     spec = loaded.spec(AS_EVALUATED, several=False)
     assert isinstance(spec, SampleSpec)
@@ -52,7 +61,11 @@ def _image_code(loaded: LoadedModel, section: Model, prompt: str, whole: bool) -
     arguments = [f"{name}=None" for name in absent] + [f"dtype=torch.{section.dtype}"] * half
     options = "".join(f", {argument}" for argument in arguments)
     call = [f"height={spec.height}, width={spec.width}", f"num_inference_steps={spec.steps}"]
-    if model.pipeline == "QwenImagePipeline":
+    if example.image is not None:
+        call.insert(0, f'image=Image.open("{EXAMPLE}").convert("RGB")')
+    if model.pipeline == "FluxKontextPipeline":
+        call += [f"max_area={spec.height * spec.width}"]  # or the size would become 1024²
+    if model.pipeline in ("QwenImagePipeline", "QwenImageEditPlusPipeline"):
         call += ['negative_prompt=""']  # without one there is no guidance
     if model.guidance != "none":
         call += [f"{model.scale_argument}={spec.guidance - model.scale_offset:g}"]
@@ -62,6 +75,7 @@ def _image_code(loaded: LoadedModel, section: Model, prompt: str, whole: bool) -
         *(["import importlib.resources", ""] if section.path.startswith(ZOO) and not whole else []),
         "import torch",
         f"from diffusers import {model.pipeline}",
+        *(["from PIL import Image"] if example.image is not None else []),
         "",
         'folder = "."  # this folder, or its name on the Hub',
         *([] if whole else [f"base = {_base(section.path)}"]),
@@ -69,7 +83,7 @@ def _image_code(loaded: LoadedModel, section: Model, prompt: str, whole: bool) -
         *([] if whole else ["pipe.load_lora_weights(folder)"]),
         *(['pipe.to("cuda")'] if half else []),
         "image = pipe(",
-        f"    {prompt!r},",
+        f"    prompt={example.prompt!r},",
         *(f"    {argument}," for argument in call),
         f"    generator=torch.Generator().manual_seed({seed}),  # seed 0 of gesso sample",
         ").images[0]",

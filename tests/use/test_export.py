@@ -16,12 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import gesso
 from gesso import build, cli
 from gesso.config import Lora, TokenModel
+from gesso.models.flow.sd3 import SD3
 from gesso.models.tokens.vision_language import VisionLanguage
-from gesso.types import SampleSpec, UserError
+from gesso.types import Prompt, Sample, SampleSpec, Score, UserError
 from gesso.use import card
 from gesso.use.loaded import AS_EVALUATED, open_model, sample_seeds
 from gesso.use.source import ModelSource
@@ -320,7 +322,8 @@ def test_the_front_matter_names_a_base_of_the_hub(tmp_path: Path) -> None:
     import yaml
 
     recipe = build.recipe("sd35-ocr")
-    facts = card.CardFacts(Trained(ModelSource("run", recipe), None), tmp_path, False, [], {}, {})
+    trained = Trained(ModelSource("run", recipe), SD3)  # the class: without weights
+    facts = card.CardFacts(trained, tmp_path, False, [], {}, {})
     told = yaml.safe_load(card._front(facts).strip("-"))
     assert told["base_model"] == recipe.model.path == "stabilityai/stable-diffusion-3.5-medium"
     assert told["base_model_relation"] == "adapter" and "license" not in told
@@ -511,3 +514,24 @@ def test_a_model_of_the_hub_keeps_its_processor(
     VisionLanguage(section, 0).save(tmp_path / "out")
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert names >= {"preprocessor_config.json", "tokenizer.json", "generation_config.json"}
+
+
+def test_the_card_of_a_model_that_edits(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its code passes the input image; the sheet has the sources."""
+    data = runs.draws("flux2-klein", pipeline("flux2-klein", folders), True, height=32, width=32)
+    data["model"] |= {"text_length": 64}
+    run = runs.make(data, tmp_path / "run")
+    prompt = Prompt("make it red", images=(tokens.picture(64, 64),))
+    grey: np.ndarray = np.full((32, 32, 3), 90, dtype=np.uint8)
+    for step in (0, *runs.STEPS):
+        run.save_samples(step, [Sample(prompt, grey, 7)], [Score(0.5)])
+    folder = export(run.path, tmp_path / "out")
+    names = as_the_card_says(folder, monkeypatch)
+    assert names["image"].size == (32, 32)
+    text = (folder / "README.md").read_text()
+    assert "prompt='make it red'," in text and 'image=Image.open("example.png")' in text
+    assert "generates the same" not in text and "--image example.png" in text
+    with Image.open(folder / "samples.png") as sheet:
+        assert round(sheet.width / 252) == 3  # source, first and last step
