@@ -48,8 +48,9 @@ def parts(
         if isinstance(spec, SampleSpec) and spec.starts:
             while row[stop - 1] != row[start]:
                 stop -= 1
-        while mixed and sizes[row[stop - 1]] != sizes[row[start]]:
-            stop -= 1
+        if mixed:
+            same = [sizes[r] == sizes[row[start]] for r in row[start:stop]]
+            stop = start + [*same, False].index(False)
         found.append(range(start, stop))
         start = stop
     return found

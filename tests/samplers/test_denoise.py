@@ -178,5 +178,6 @@ def test_prompts_with_input_images_of_different_sizes_are_sampled_apart(tmp_path
     prompts = [Prompt(n, images=(PromptImage(str(tmp_path / f"{n}.png")),)) for n in "abc"]
     spec, row = SampleSpec(steps=1, height=8, width=8), [0, 0, 1, 2, 2, 0]
     assert parts(row, 4, spec, prompts) == [range(3), range(3, 5), range(5, 6)]
+    assert parts([0, 2, 1], 4, spec, prompts) == [range(1), range(1, 2), range(2, 3)]
     assert parts(row, 4, spec, prompts[:1] * 3) == [range(4), range(4, 6)]
     assert parts(row, 4, ResponseSpec(8), prompts) == parts(row, 4, ResponseSpec(8))
