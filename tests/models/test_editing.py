@@ -277,6 +277,8 @@ def test_at_1024_references_have_the_sizes_of_the_pipelines(
     for height, width in RATIOS:
         tall, wide = model.reference_size(height, width)
         assert tall % 4 == wide % 4 == 0 and 0.85 < tall * wide / 512**2 < 1.2
+    model.area = 32 * 96
+    assert model.reference_size(32, 96) == (32, 96)  # no ratio of Kontext's is near 3
 
 
 def test_replay_gives_the_log_probs_of_sampling(editor: Editor) -> None:

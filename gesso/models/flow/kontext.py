@@ -22,11 +22,15 @@ class Kontext(Flux):
 
     def reference_size(self, height: int, width: int) -> tuple[int, int]:
         """The nearest of the ratios that the model was trained on, at the area of an output image.
-        For outputs of 1024² these are the sizes of the pipeline."""
+        For outputs of 1024² these are the sizes of the pipeline. An image of that area that can be
+        cut into tokens keeps its size, as the bundled signs do."""
         from diffusers.pipelines.flux import pipeline_flux_kontext as kontext
 
+        factor = self.cell * self.patch
+        if height * width == self.area and height % factor == width % factor == 0:
+            return height, width
         sizes = kontext.PREFERRED_KONTEXT_RESOLUTIONS
         _, wide, tall = min((abs(width / height - w / h), w, h) for w, h in sizes)
-        scale, factor = math.sqrt(self.area) / 1024, self.cell * self.patch
+        scale = math.sqrt(self.area) / 1024
         tall, wide = (max(1, round(side * scale / factor)) * factor for side in (tall, wide))
         return tall, wide
