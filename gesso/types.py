@@ -172,28 +172,47 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Sample:
-    """One finished sample, as passed to rewards: the image of an image model or the response of a
-    language model."""
+    """One finished sample, as passed to rewards: the image or video of a flow model or the response
+    of a language model."""
 
     prompt: Prompt
-    image: np.ndarray | None  # (height, width, 3) uint8, RGB
+    image: np.ndarray | None  # (height, width, 3) uint8, RGB; of a video (frames, height, width, 3)
     seed: int
     text: str | None = None
     tokens: int | None = None  # length of the text in the model's tokens
     given: float | None = None  # its score, if it is from the data
+    fps: float | None = None  # of a video: frames per second
+
+    def __post_init__(self) -> None:
+        assert not self.is_video or self.fps is not None, "a video needs fps"
+
+    @property
+    def is_video(self) -> bool:
+        return self.image is not None and self.image.ndim == 4
 
     @property
     def pixels(self) -> np.ndarray:
-        """`image`, or an error if there is none."""
+        """(height, width, 3): the image, or an error if the sample is not one."""
+        if self.is_video:
+            raise UserError(
+                'this sample is a video; expected an image: set frames = "mean" in the reward\'s '
+                "entry, or read `sample.frames`"
+            )
+        return self.frames[0]
+
+    @property
+    def frames(self) -> np.ndarray:
+        """(frames, height, width, 3): all frames of a video; an image is one frame."""
         if self.image is None:
             raise UserError("this sample is a text; expected an image")
-        return self.image
+        return self.image if self.is_video else self.image[None]
 
     @property
     def response(self) -> str:
         """`text`, or an error if there is none. An empty response is a response."""
         if self.text is None:
-            raise UserError("this sample is an image; expected a text")
+            kind = "a video" if self.is_video else "an image"
+            raise UserError(f"this sample is {kind}; expected a text")
         return self.text
 
 

@@ -237,7 +237,7 @@ class Worker:
             bare = [replace(sample, prompt=NO_PROMPT) for sample in piece.samples]
             message = {"number": self.number, "piece": name, "index": piece.index}
             self.channel.send(message, wire.pack_samples(bare))
-            without_images = [replace(sample, image=None) for sample in piece.samples]
+            without_images = [replace(sample, image=None, fps=None) for sample in piece.samples]
             self.pieces[name] = replace(piece, samples=without_images)
         return {"busy": 0.0 if spare else time.perf_counter() - started}
 

@@ -153,6 +153,8 @@ DIFFERENT: list[Sample] = [
     Sample(Prompt("a", "n", {"c": 1}), black(4, 6), 0, text=""),
     Sample(Prompt("a", "n", {"c": 1}), None, 0, text=""),
     Sample(Prompt("a", "n", {"c": 1}), None, 0, text="yes"),
+    Sample(Prompt("a", "n", {"c": 1}), black(4, 6)[None], 0, fps=8.0),
+    Sample(Prompt("a", "n", {"c": 1}), black(4, 6)[None], 0, fps=16.0),
 ]
 
 

@@ -111,6 +111,29 @@ def test_an_image_of_a_group_is_read_and_sent_once(monkeypatch: pytest.MonkeyPat
     assert len(reads) == 4  # two, each time
 
 
+def test_videos_over_the_wire_and_over_http() -> None:
+    frames: np.ndarray = np.arange(72, dtype=np.uint8).reshape(3, 2, 4, 3)
+    samples = [Sample(Prompt("p"), frames, 1, fps=12.5), Sample(Prompt("q"), frames[0], 2)]
+    request = protocol.pack_score_request(samples)
+    for video, image in (round_trip(samples), protocol.read_score_request(request).samples):
+        assert video.is_video and video.fps == 12.5 and (video.frames == frames).all()
+        assert not image.is_video and image.fps is None and (image.pixels == frames[0]).all()
+        assert image.frames.shape == (1, 2, 4, 3)
+        with pytest.raises(UserError, match=r"is a video; expected an image: set frames ="):
+            video.pixels  # noqa: B018
+    with pytest.raises(UserError, match='protocol = "openrlhf" has no videos'):
+        protocol.pack_get_reward(samples)
+    (row, _) = json.loads(request)["samples"]
+    faults: list[dict[str, object]] = [{"fps": None}, {"image": row["frames"][0]}, {"frames": []}]
+    for wrong in faults:
+        with pytest.raises(UserError, match='a video has "frames" and "fps"'):
+            protocol.read_score_request(json.dumps({"samples": [row | wrong]}).encode())
+    other = protocol.base64_png(np.zeros((4, 4, 3), np.uint8))
+    with pytest.raises(UserError, match="frames of a video differ in size"):
+        mixed = {"samples": [row | {"frames": [*row["frames"], other]}]}
+        protocol.read_score_request(json.dumps(mixed).encode())
+
+
 def test_a_prompt_without_images_has_no_overhead() -> None:
     sample = Sample(Prompt("a", "b", {"c": 1}, "d:1"), np.zeros((1, 2, 3), np.uint8), 5)
     frame = wire.pack_samples([sample])

@@ -84,9 +84,10 @@ class CachedScorer(ScorerWrapper):
         prompt, image = sample.prompt, sample.image
         columns = json.dumps(prompt.columns, sort_keys=True, default=str)
         shape = "" if image is None else str(image.shape)
+        fps = "" if sample.fps is None else str(sample.fps)
         text = "" if sample.text is None else f"{sample.tokens} tokens:{sample.text}"
         digest = hashlib.blake2b(digest_size=20)
-        parts = [prompt.text, prompt.negative, columns, shape, text, _conversation(prompt)]
+        parts = [prompt.text, prompt.negative, columns, shape + fps, text, _conversation(prompt)]
         for part in (self.identity, *(p.encode(errors="surrogatepass") for p in parts)):
             digest.update(len(part).to_bytes(8, "big"))
             digest.update(part)

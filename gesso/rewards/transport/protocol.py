@@ -3,9 +3,10 @@
 gesso:     POST /score       {"samples": [{"prompt", "negative", "columns", "where", "seed",
                              "image", "text", "images", "messages", "image_columns"}, …]} →
                              {"scores": [{"value", "parts", "text", "error"}, …]}. "image" is the
-                             sample, "images" are the prompt's images, "image_columns" its mask
-                             and target_image by name; absent fields are not sent. With "group":
-                             true the samples are one whole group, for a groupwise reward
+                             sample, or "frames" and "fps" if it is a video; "images" are the
+                             prompt's images, "image_columns" its mask and target_image by name;
+                             absent fields are not sent. With "group": true the samples are one
+                             whole group, for a groupwise reward
 openrlhf:  POST /get_reward  {"query": […], "prompts": […], "labels": […]} → {"rewards": […]}, as
                              in OpenRLHF and LMM-R1. A query is prompt and response in one text;
                              a label is the row's answer. "images" (base64) is Gesso's extension
@@ -48,6 +49,8 @@ class SampleForm(Strict):
     where: str = ""
     seed: int = 0
     image: str | None = None
+    frames: list[str] = Field([])
+    fps: float | None = Field(None, gt=0)
     text: str | None = None
     tokens: int | None = None
     images: list[str] = Field([])
@@ -171,9 +174,11 @@ def pack_group_request(samples: Sequence[Sample]) -> bytes:
 def pack_score_request(samples: Sequence[Sample], group: bool = False) -> bytes:
     rows = []
     for s in samples:
-        image = None if s.image is None else base64_png(s.image)
+        image = None if s.image is None or s.is_video else base64_png(s.image)
         prompt = {"prompt": s.prompt.text, "negative": s.prompt.negative, "where": s.prompt.where}
         rest = {"columns": dict(s.prompt.columns), "seed": s.seed, "image": image, "text": s.text}
+        if s.is_video:
+            rest |= {"frames": [base64_png(frame) for frame in s.frames], "fps": s.fps}
         if s.tokens is not None:
             rest["tokens"] = s.tokens
         if s.prompt.images:
@@ -194,13 +199,21 @@ def _base64(image: PromptImage) -> str:
 def read_score_request(body: bytes) -> Received:
     request = parse(ScoreRequest, _object(body), "request")
     forms = request.samples
-    images = [None if form.image is None else from_base64(form.image) for form in forms]
-    check_pixels(images)
-    samples = [sample_of(form, image) for form, image in zip(forms, images, strict=True)]
+    files = [sample_files(form) for form in forms]
+    check_pixels(file for each in files for file in each)
+    samples = [sample_of(form, each) for form, each in zip(forms, files, strict=True)]
     return Received(samples, request.group)
 
 
-def sample_of(form: SampleForm, image: bytes | None) -> Sample:
+def sample_files(form: SampleForm) -> list[bytes]:
+    """The image of a sample, or the frames of a video."""
+    if bool(form.frames) != (form.fps is not None) or (form.frames and form.image is not None):
+        raise UserError('request: a video has "frames" and "fps", and no "image"')
+    images = form.frames if form.image is None else [form.image]
+    return [from_base64(image) for image in images]
+
+
+def sample_of(form: SampleForm, files: Sequence[bytes]) -> Sample:
     images = tuple(prompt_image(from_base64(text)) for text in form.images)
     others = {key: prompt_image(from_base64(text)) for key, text in form.image_columns.items()}
     prompt = Prompt(
@@ -212,8 +225,11 @@ def sample_of(form: SampleForm, image: bytes | None) -> Sample:
         tuple(form.messages),
         image_columns=others,
     )
-    pixels = None if image is None else decode_image(image)
-    return Sample(prompt, pixels, form.seed, form.text, form.tokens)
+    decoded = [decode_image(file) for file in files]
+    if len({frame.shape for frame in decoded}) > 1:
+        raise UserError("request: the frames of a video differ in size")
+    pixels = np.stack(decoded) if form.frames else decoded[0] if decoded else None
+    return Sample(prompt, pixels, form.seed, form.text, form.tokens, fps=form.fps)
 
 
 def pack_scores(scores: Sequence[Score], random: bool = False) -> dict[str, Any]:
@@ -242,6 +258,8 @@ def _score(row: Any) -> Score:
 
 
 def pack_get_reward(samples: Sequence[Sample]) -> bytes:
+    if any(s.is_video for s in samples):
+        raise UserError('protocol = "openrlhf" has no videos; use protocol = "gesso"')
     request: dict[str, Any] = {
         "query": [s.prompt.text + (s.text or "") for s in samples],
         "prompts": [s.prompt.text for s in samples],

@@ -235,14 +235,17 @@ async def _multipart(body: bytes, request: Any) -> protocol.Received:
             f'request: expected "true" or "false" in the part "group", got {group!r:.60}'
         )
     rows = parse(protocol.ScoreRequest, {"samples": data}, "request").samples
-    files = [file for file in form.getlist("image") if not isinstance(file, str)]
-    images: list[bytes | None] = [await file.read() for file in files]
-    if images and len(images) != len(rows):
-        raise UserError(f'request: {len(images)} parts "image" for {len(rows)} samples')
-    protocol.check_pixels(images)
-    pairs = zip(rows, images or [None] * len(rows), strict=True)
+    parts = [file for file in form.getlist("image") if not isinstance(file, str)]
+    if parts and len(parts) != len(rows):
+        raise UserError(f'request: {len(parts)} parts "image" for {len(rows)} samples')
+    files = [protocol.sample_files(row) for row in rows]
+    if parts and any(files):
+        raise UserError('request: images both in parts "image" and in "samples"; send them once')
+    files = [[await file.read()] for file in parts] or files
+    protocol.check_pixels(file for each in files for file in each)
     samples = [
-        await protocol.offload(len(body), protocol.sample_of, row, image) for row, image in pairs
+        await protocol.offload(len(body), protocol.sample_of, row, each)
+        for row, each in zip(rows, files, strict=True)
     ]
     return protocol.Received(samples, group == "true")
 

@@ -2,10 +2,11 @@
 
 `samples` frame:  {"samples": [{"text", "negative", "columns", "where", "seed", "response",
                   "tokens", "shape"}, …]} and a line break, then the pixels; a null "response" or
-                  "shape" means no text or no image. A prompt with messages or images has
-                  "messages", "images" and "image_columns": each image is its path and its index
-                  into "files", the lengths of the files that follow the pixels, each file once.
-                  The index is null if the file is missing: opening it raises.
+                  "shape" means no text or no image; a "shape" of four numbers is a video, and has
+                  "fps". A prompt with messages or images has "messages", "images" and
+                  "image_columns": each image is its path and its index into "files", the lengths of
+                  the files that follow the pixels, each file once. The index is null if the file is
+                  missing: opening it raises.
 `scores` frame:   {"scores": [{"value", "parts", "text", "error"}, …]}\\n
 """
 
@@ -59,6 +60,8 @@ def _row(sample: Sample, indices: dict[PromptImage, int]) -> dict[str, Any]:
     }
     if prompt.messages:
         row["messages"] = prompt.messages
+    if sample.fps is not None:
+        row["fps"] = sample.fps
     if sample.given is not None:
         row["given"] = sample.given
     if prompt.images:
@@ -90,8 +93,8 @@ def read_samples(header: bytes, read: Callable[[int], bytes]) -> list[Sample]:
             tuple(row.get("messages", [])),
             image_columns={key: prompt_image(*each) for key, each in columns.items()},
         )
-        response, given = row["response"], row.get("given")
-        samples.append(Sample(prompt, image, row["seed"], response, row["tokens"], given))
+        rest = (row["response"], row["tokens"], row.get("given"), row.get("fps"))
+        samples.append(Sample(prompt, image, row["seed"], *rest))
     return samples
 
 
