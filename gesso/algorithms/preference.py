@@ -129,4 +129,10 @@ class FlowDPO(Picked, Preference):
     ) -> TermLosses:
         """Its gradient is that of −log σ(−S) per pair, where S is the preference's argument."""
         matched = terms.matching_loss(v)
-        return TermLosses(self.beta * terms.advantage * matched, {"matching": matched.detach()})
+        wrong = terms.advantage.abs().clamp(max=1 - 1e-6)  # σ(S), the probability of the wrong order
+        stats = {
+            "matching": matched.detach(),
+            "preference": -torch.log1p(-wrong),
+            "accuracy": (wrong < 0.5).float(),
+        }
+        return TermLosses(self.beta * terms.advantage * matched, stats)

@@ -29,6 +29,13 @@ def spelling(text: str, target: str) -> float:
     return 1 - min(levenshtein(text, target), len(target)) / len(target)
 
 
+def letters_found(text: str, target: str) -> float:
+    """Characters of the text that occur in the target, repeated ones included, per character of the
+    target. Unbounded."""
+    text, target = normalised(text), normalised(target)
+    return sum(character in target for character in text) / len(target)
+
+
 def exact(text: str, target: str) -> bool:
     return normalised(text) == normalised(target)
 

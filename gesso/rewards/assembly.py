@@ -26,6 +26,7 @@ from gesso.types import Prompt, UserError
 
 REWARDS = {
     "ocr": "gesso.rewards.image.ocr:Ocr",
+    "ocr-letters": "gesso.rewards.image.ocr_letters:OcrLetters",
     "jpeg-compressibility": "gesso.rewards.image.jpeg:JpegCompressibility",
     "pickscore": "gesso.rewards.image.pickscore:PickScore",
     "geneval": "gesso.rewards.image.geneval:Geneval",

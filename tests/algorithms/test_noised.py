@@ -242,7 +242,11 @@ def test_dpo_equals_a_plain_computation(recipe_data: dict) -> None:
         reference = squares(case.velocity("reference"), target)
     gain = squares(case.velocity("current"), target) - reference
     one, other = gain.view(2, 2, 2).unbind(1)  # of both prompts the worst comes first
-    case.compare(-F.logsigmoid(-0.5 * 2.0 * (other - one)).mean(), got)
+    loss = -F.logsigmoid(-0.5 * 2.0 * (other - one)).mean()
+    case.compare(loss, got)
+    metrics = case.learner.update(case.rollout, 0).metrics
+    assert metrics["update/preference"] == pytest.approx(loss.item(), rel=1e-4)
+    assert metrics["update/accuracy"] == (other < one).float().mean().item()
 
 
 def test_dpo_at_the_reference_has_a_gradient(recipe_data: dict) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from gesso.formulas.text import exact, levenshtein, spelling
+from gesso.formulas.text import exact, letters_found, levenshtein, spelling
 
 
 @pytest.mark.parametrize(
@@ -30,3 +30,10 @@ def test_spelling(text: str, target: str, value: float) -> None:
 
 def test_exact_is_not_fooled_by_repetition() -> None:
     assert exact("K ite", "KITE") and not exact("KITEKITE", "KITE")
+
+
+@pytest.mark.parametrize(
+    "text, value", [("KITE", 1), ("KIT", 0.75), ("K I K I T E", 1.5), ("kitexx", 1), ("", 0)]
+)
+def test_letters_found_counts_repeated_ones(text: str, value: float) -> None:
+    assert letters_found(text, "Kite") == value

@@ -132,6 +132,18 @@ def test_text_longer_than_the_target_is_reported() -> None:
     assert longer == [0, 1, 1, 0] and np.mean(longer) == 0.5
 
 
+def test_letters_pay_without_limit() -> None:
+    """What the recipe demo-hack rewards."""
+    reward = base.load(assembly.REWARDS["ocr-letters"], {})
+    samples = [
+        Sample(Prompt(f'says "{target}"'), paint(drawn), 0)
+        for drawn, target in [("KITE", "KITE"), ("KITE KITE", "KITE"), ("KIDS", "KITE")]
+    ]
+    scores = base.checked(reward, samples)
+    assert [score.value for score in scores] == [1, 2, 0.5]
+    assert [score.parts["exact"] for score in scores] == [1, 0, 0]
+
+
 def test_the_name_in_flow_grpo() -> None:
     assert assembly.REWARDS["paddle-ocr"] == assembly.REWARDS["ocr"]
     named = base.load(assembly.REWARDS["paddle-ocr"], {"detect": False})

@@ -36,7 +36,10 @@ class Ocr(Strict):
         return None if target_of(prompt) else NO_TARGET
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        return [spelling_score(self.read(sample.pixels), sample.prompt) for sample in samples]
+        return [self.compare(self.read(sample.pixels), sample.prompt) for sample in samples]
+
+    def compare(self, text: str, prompt: Prompt) -> Score:
+        return spelling_score(text, prompt)
 
     def read(self, image: np.ndarray) -> str:
         """All text in an RGB image, in reading order, lines joined by spaces."""
