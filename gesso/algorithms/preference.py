@@ -129,7 +129,7 @@ class FlowDPO(Picked, Preference):
     ) -> TermLosses:
         """Its gradient is that of −log σ(−S) per pair, where S is the preference's argument."""
         matched = terms.matching_loss(v)
-        wrong = terms.advantage.abs().clamp(max=1 - 1e-6)  # σ(S), the probability of the wrong order
+        wrong = terms.advantage.abs().clamp(max=1 - 1e-6)  # σ(S): prefers the worst
         stats = {
             "matching": matched.detach(),
             "preference": -torch.log1p(-wrong),

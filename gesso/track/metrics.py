@@ -123,11 +123,11 @@ METRICS = {
         "Follows `reward`.",
     ),
     "update/nll": Metric("SFT, DPO: mean −log-prob of a trained token.", "SFT: falls."),
-    "update/preference": Metric("DPO, Flow-DPO: mean −log σ(β·margin) of a pair.", "Falls from 0.69."),
+    "update/preference": Metric("DPO, Flow-DPO: mean −log σ(β·margin).", "Falls from 0.69."),
     "update/margin": Metric(
         "DPO: mean gain of log-prob over the reference, chosen − rejected response.", "Rises."
     ),
-    "update/accuracy": Metric("DPO, Flow-DPO: share of pairs with a positive margin.", "Rises to 1."),
+    "update/accuracy": Metric("DPO, Flow-DPO: share of positive margins.", "Rises to 1."),
     "update/grad_norm": Metric(
         "Gradient norm before clipping, mean over optimizer steps.",
         "Steady; null when no step was taken.",
