@@ -12,7 +12,7 @@ from gesso.zoo.edits import LENGTH, TEMPLATE_WORDS
 from gesso.zoo.words import ALPHABET, COLOURS
 from tools.zoo.build import LATENT_CHANNELS, build_tokenizer
 
-HEADS, HEAD_WIDTH = 3, 32
+HEADS, HEAD_WIDTH = 4, 32
 TEXT_WIDTH, POOLED_WIDTH = 64, 16
 TEXT_TOKENS = 4 + 1 + 1 + LENGTH + 1 + 1  # four words, a space, quotes, the end; CLIP has a start
 SIGNS = PACKAGE / "zoo" / "signs"

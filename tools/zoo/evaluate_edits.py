@@ -1,9 +1,12 @@
 """Measures how often a pipeline edits signs as told, and makes a sheet of sources and results.
 
-`python -m tools.zoo.evaluate_edits FOLDER`, on the evaluation rows.
+`python -m tools.zoo.evaluate_edits FOLDER`
 """
 
 import argparse
+import multiprocessing
+import os
+from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,11 +15,12 @@ import numpy as np
 from gesso.config import DataSource
 from gesso.data.readers import read
 from gesso.rewards.image.sign_edit import SignEdit
-from gesso.types import Prompt, Sample
+from gesso.types import Prompt, Sample, Score
 from tools.zoo.build_edits import TEXT_TOKENS, load_pipeline
 from tools.zoo.render import HEIGHT, WIDTH
 
-BATCH = 32
+SPLITS = ("train", "eval")
+BATCH = 80
 
 
 class Scores(NamedTuple):
@@ -52,13 +56,18 @@ def edit(pipe: Any, prompts: list[Prompt], seeds: list[int], steps: int = 6) -> 
     return (images * 255).round().astype(np.uint8)
 
 
-def score(pipe: Any, count: int, split: str = "eval", steps: int = 6) -> Scores:
-    rows, reward = prompts(split)[:count], SignEdit()
-    scores = []
+def score_sample(sample: Sample) -> Score:
+    return SignEdit().score([sample])[0]
+
+
+def score(pipe: Any, pool: Pool, split: str, count: int, steps: int = 6) -> Scores:
+    rows = prompts(split)[:count]
+    samples = []
     for at in range(0, len(rows), BATCH):
         part = rows[at : at + BATCH]
         images = edit(pipe, part, list(range(at, at + len(part))), steps)
-        scores += reward.score([Sample(p, i, 0) for p, i in zip(part, images, strict=True)])
+        samples += [Sample(p, i, 0) for p, i in zip(part, images, strict=True)]
+    scores = pool.map(score_sample, samples, chunksize=4)
     exact, colour, word = (
         np.array([each.parts[name] for each in scores]) for name in ("exact", "colour", "word")
     )
@@ -93,12 +102,14 @@ def sheet(pipe: Any, count: int = 10, samples: int = 6, zoom: int = 2) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure how often a model edits signs as told.")
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--split", choices=SPLITS, default="eval")
     parser.add_argument("--rows", type=int, default=160)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--sheet", type=Path, help="save a sheet of ten edits here")
     args = parser.parse_args()
     pipe = load_pipeline(args.folder)
-    print(score(pipe, args.rows, steps=args.steps))
+    with multiprocessing.get_context("spawn").Pool(os.cpu_count()) as pool:
+        print(score(pipe, pool, args.split, args.rows, args.steps))
     if args.sheet:
         sheet(pipe).save(args.sheet)
 
