@@ -110,8 +110,9 @@ def _sample(subparsers: Any) -> None:
         "--out",
         type=Path,
         default=Path("."),
-        metavar="DIR",
-        help="folder for the generated images (default: the working folder)",
+        metavar="PATH",
+        help="folder for the generated images or videos (default: the working folder), or a file "
+        "NAME.png or NAME.mp4 for one",
     )
     sample.add_argument(
         "--sheet", type=Path, metavar="FILE", help="also save all images as one contact sheet"

@@ -171,9 +171,6 @@ def sample(options: argparse.Namespace) -> None:
     from gesso.use import sampling
     from gesso.use.loaded import Drawing
 
-    if options.out.exists() and not options.out.is_dir():
-        raise UserError(f"sample expects a folder as --out, got the file {options.out}")
-    must_be_possible(options.out, "folder")
     source = _source(options)
     sources = [source.base, source] if options.base else [source]
     drawing = Drawing(options.steps, options.guidance, options.temperature)
@@ -181,6 +178,7 @@ def sample(options: argparse.Namespace) -> None:
         options.prompts, options.file, options.image, options.n, options.seed, options.reward,
         drawing,
     )  # fmt: skip
+    sampling.check_out(options.out, request, len(sources), source.recipe.model)
     with _display(options) as display:
         results = sampling.sample_all(sources, request, display)
         files = {} if results[0].texts else sampling.save(results, options.out)

@@ -1,7 +1,8 @@
 """The groups of one training step, and their contributions to the gradient.
 
 groups/000010.jsonl      one row per group of the batch of step 10, the largest share first
-groups/000010/003-07.webp    sample 7 of group 3, downscaled
+groups/000010/003-07.webp    sample 7 of group 3, downscaled; of a video its first frame
+groups/000010/003-07.mp4     the video
 groups/000010/003-shown-1.webp    prompt image of a vision-language model
 
 A sample's share is |its advantage| / Σ |advantages| of the batch: on-policy that is its weight in
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from gesso.track import media
 from gesso.track.atomic import write_atomic
 from gesso.types import Sample, Score
 
@@ -49,7 +51,7 @@ def save(
     full: bool = False,
 ) -> None:
     """`advantages`: one per sample. `keep`: number of groups with images or responses. `full`:
-    images are saved without loss instead of downscaled."""
+    images are saved without loss instead of downscaled, videos at their size."""
     import torch
 
     folder = run / "groups" / f"{step:06d}"
@@ -101,8 +103,6 @@ def _group(
 
 
 def _keep(folder: Path, row: dict[str, Any], samples: Sequence[Sample], full: bool) -> None:
-    from PIL import Image
-
     folder.mkdir(exist_ok=True)
     prompt = samples[0].prompt
     if prompt.messages:
@@ -114,7 +114,12 @@ def _keep(folder: Path, row: dict[str, Any], samples: Sequence[Sample], full: bo
     for k, (entry, sample) in enumerate(zip(row["samples"], samples, strict=True)):
         if sample.image is not None:
             entry["image"] = f"{folder.name}/{row['group']:03d}-{k:02d}.webp"
-            _save(Image.fromarray(sample.image), folder.parent / entry["image"], full)
+            file = folder.parent / entry["image"]
+            _save(media.still(sample), file, full)
+            if sample.is_video:
+                small = sample if full else media.smaller(sample, MAX_SIZE)
+                video = media.save_video(small, file.with_suffix(media.VIDEO))
+                entry |= {"video": f"{folder.name}/{video.name}", "fps": sample.fps}
         else:
             entry["response"] = sample.text
 

@@ -4,7 +4,8 @@ config.toml              the resolved recipe: every effective value
 metrics.jsonl            one row per step; row 0 is the evaluation before training
 samples/000010.jsonl     one row per sample of the evaluation after step 10, with the same
                          prompts and seeds at every evaluation
-samples/000010/007.png   its image, for image models
+samples/000010/007.png   its image, for image models; of a video its first frame, beside
+                         007.mp4 and 007-strip.png, some frames side by side
 samples/prompts/007-1.png    image of prompt 7, for vision-language models
 groups/000010.jsonl      the groups of a training step (groups.py), with some of their samples
 checkpoints/000010/      tensors and state.json, written to a temporary folder, then renamed
@@ -24,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gesso.track import older_names
+from gesso.track import media, older_names
 from gesso.track.atomic import flush, write_atomic
 from gesso.track.checkpoints import Checkpoints
 from gesso.track.figures import parsed, short
@@ -168,23 +169,23 @@ class RunFolder:
         return any(line.split(" ", 2)[2:] == [text] for line in lines)
 
     def save_samples(self, step: int, samples: Sequence[Sample], scores: Sequence[Score]) -> None:
-        from PIL import Image
-
         folder = self.path / "samples" / f"{step:06d}"
         folder.parent.mkdir(parents=True, exist_ok=True)
         lines = []
         for i, (sample, score) in enumerate(zip(samples, scores, strict=True)):
-            image = ""
+            image = video = ""
             if sample.image is not None:
                 folder.mkdir(exist_ok=True)
                 image = f"{folder.name}/{i:03d}.png"
-                Image.fromarray(sample.image).save(folder.parent / image)
+                saved = media.save(sample, folder.parent / image)
+                video = f"{folder.name}/{saved.name}" if sample.is_video else ""
             lines.append(
                 {
                     "index": i,
                     "prompt": sample.prompt.text,
                     "seed": sample.seed,
                     "image": image,
+                    **({"video": video, "fps": sample.fps} if video else {}),
                     "shown": self._save_shown(i, sample.prompt),
                     "response": sample.text or "",
                     "answer": sample.prompt.columns.get("answer"),

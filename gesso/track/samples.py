@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gesso.track import older_names
+from gesso.track import media, older_names
 from gesso.track.older_names import renamed
 from gesso.types import PromptImage
 
@@ -25,6 +25,8 @@ ABSENT: dict[str, Any] = {
     "answer": None,
     "reward": None,
     "error": None,
+    "video": "",
+    "fps": None,
 }
 
 
@@ -35,7 +37,7 @@ class Shown:
     index: int
     prompt: str
     seed: int
-    image: str  # "" for language models
+    image: str  # "" for language models; of a video its first frame
     shown: tuple[str, ...]  # files of the prompt's images
     response: str
     answer: str  # "" if there is none
@@ -43,6 +45,13 @@ class Shown:
     parts: Mapping[str, float]
     text: str  # text that a reward read or returned
     error: str
+    video: str = ""  # "" for images and texts
+    fps: float | None = None  # of a video
+
+    @property
+    def strip(self) -> str:
+        """The file of some frames of the video side by side; of an image the image."""
+        return self.image.removesuffix(".png") + media.STRIP if self.video else self.image
 
     @staticmethod
     def of(row: Mapping[str, Any]) -> Shown | None:
@@ -53,6 +62,8 @@ class Shown:
         whole = whole and isinstance(names, list) and all(isinstance(n, str) for n in names)
         whole = whole and all(isinstance(v, (int, float)) for v in (parts or {}).values())
         whole = whole and (row["response"] is None or isinstance(row["response"], str))
+        whole = whole and isinstance(row["video"], str)
+        whole = whole and (not row["video"] or isinstance(row["fps"], (int, float)))
         if not whole or (not row["image"] and row["response"] is None):
             return None
         scored = isinstance(reward, (int, float)) and math.isfinite(reward)
@@ -68,6 +79,8 @@ class Shown:
             row["parts"],
             row["text"],
             "" if row["error"] is None else str(row["error"]),
+            row["video"],
+            row["fps"],
         )
 
     @cached_property

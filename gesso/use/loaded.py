@@ -14,7 +14,7 @@ from gesso.config import AnyRecipe, Eval
 from gesso.config.parsing import parse
 from gesso.data import prompts
 from gesso.families.base import Family
-from gesso.track import bars
+from gesso.track import bars, media
 from gesso.track.progress import SILENT, Progress
 from gesso.types import (
     Prompt,
@@ -102,15 +102,14 @@ class SampledModel(ABC):
         guidance: float | None = None,
         temperature: float | None = None,
     ) -> list[Any]:
-        """n samples of one prompt: images (PIL), or texts (str) from a language model. `images` are
+        """n samples of one prompt: images (PIL), videos (`Clip`: `frames`, `fps`, `save("a.mp4")`),
+        or texts (str) from a language model. `images` are
         input images for a vision-language or editing model. Uses the evaluation settings of the
         recipe, except that several texts are sampled at temperature 1 instead of 0, where all would
         be equal."""
-        from PIL import Image
-
         drawing = Drawing(steps, guidance, temperature)
         samples = self.draw([self.ask(prompt, images)], [0] * n, sample_seeds(seed, n), drawing)
-        return [s.response if self.gives_text else Image.fromarray(s.pixels) for s in samples]
+        return [s.response if self.gives_text else media.content(s) for s in samples]
 
     def ask(self, text: str, images: Sequence[str | Path | bytes] = ()) -> Prompt:
         """A prompt from a text, formatted like the rows of the recipe's data."""

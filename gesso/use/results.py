@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from gesso.track import media
 from gesso.types import Sample, Score, UserError
 from gesso.use.evaluate import Evaluation, summary
 from gesso.use.sampling import caption_of
@@ -15,8 +16,8 @@ SHOWN = 24  # prompts on the sheet
 
 
 def write(evaluations: Sequence[Evaluation], folder: Path) -> None:
-    """eval.json, samples.jsonl; for image models also images/N/PROMPT-SAMPLE.png and
-    sheet.png."""
+    """eval.json, samples.jsonl; for image models also images/N/PROMPT-SAMPLE.png (of videos .mp4
+    beside it) and sheet.png."""
     try:
         _write(evaluations, folder)
     except OSError as error:
@@ -42,13 +43,10 @@ def _write(evaluations: Sequence[Evaluation], folder: Path) -> None:
 
 
 def _save(sample: Sample, file: Path) -> Path | None:
-    from PIL import Image
-
     if sample.image is None:
         return None
     file.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(sample.image).save(file)
-    return file
+    return media.save(sample, file)
 
 
 def _row(name: str, sample: Sample, score: Score, image: str | None) -> dict[str, Any]:
@@ -67,17 +65,13 @@ def _row(name: str, sample: Sample, score: Score, image: str | None) -> dict[str
 
 def _sheet(evaluations: Sequence[Evaluation]) -> Any:
     """The first sample of the first prompts, the models side by side."""
-    from PIL import Image
-
     from gesso.use.sheets import Cell, Row, sheet
 
     n = len(evaluations[0].samples) // len(evaluations[0].prompts)
     rows = []
     for p, prompt in enumerate(evaluations[0].prompts[:SHOWN]):
         i = p * n
-        cells = [
-            Cell(Image.fromarray(e.samples[i].pixels), caption_of(e.scores[i])) for e in evaluations
-        ]
+        cells = [Cell(media.shown(e.samples[i]), caption_of(e.scores[i])) for e in evaluations]
         rows.append(Row(prompt.text, cells))
     sources = [[i.open() for i in p.images] for p in evaluations[0].prompts[:SHOWN]]
     return sheet(rows, [evaluation.name for evaluation in evaluations], sources)

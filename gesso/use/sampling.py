@@ -9,17 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gesso.config import MAX_SAMPLES, DataSource
+from gesso.config import MAX_SAMPLES, AnyModel, DataSource
 from gesso.data import prompts as data
 from gesso.data.chat import ChatFormat
 from gesso.rewards import assembly
+from gesso.track import media
 from gesso.track.progress import SILENT, Progress
+from gesso.track.run_folder import must_be_possible
 from gesso.types import Prompt, Sample, Score, UserError
 from gesso.use.evaluate import check_groups, free, reward_entry, sample_and_score
 from gesso.use.loaded import AS_EVALUATED, Drawing, SampledModel, sample_seeds
 from gesso.use.notes import Once
 from gesso.use.opening import open_to_sample
 from gesso.use.source import ModelSource
+
+PNG = ".png"
 
 
 @dataclass(frozen=True)
@@ -113,17 +117,48 @@ def _prompts(loaded: SampledModel, request: SampleRequest, progress: Progress) -
     return prompts + more
 
 
-def save(results: Sequence[ModelSamples], folder: Path) -> dict[tuple[str, int, int], Path]:
-    """Saves the images; returns (model, prompt, sample) → file. File name and PNG metadata contain
-    prompt, seed and model."""
+def save(results: Sequence[ModelSamples], out: Path) -> dict[tuple[str, int, int], Path]:
+    """Saves images and videos to the folder `out`, or the only one to the file `out`; returns
+    (model, prompt, sample) → file. File name and PNG metadata contain prompt, seed and model."""
     try:
-        return _save(results, folder)
+        return _save_one(results[0], out) if is_file(out) else _save(results, out)
     except OSError as error:
-        raise UserError(f"images cannot be written to {folder}: {error}") from error
+        raise UserError(f"samples cannot be written to {out}: {error}") from error
+
+
+def is_file(out: Path) -> bool:
+    """Whether `--out` names a file rather than a folder."""
+    return out.suffix in (PNG, media.VIDEO) and not out.is_dir()
+
+
+def check_out(out: Path, request: SampleRequest, models: int, model: AnyModel) -> None:
+    """Raises before sampling if the samples cannot be written there."""
+    if not is_file(out):
+        if out.exists() and not out.is_dir():
+            raise UserError(
+                f"sample expects a folder as --out, or the name of a {PNG} or {media.VIDEO} file, "
+                f"got the file {out}"
+            )
+        return must_be_possible(out, "folder")
+    count = request.n * len(request.prompts) * models
+    if request.file is not None or count != 1:
+        raise UserError(f"--out {out} is a file for one sample; give one prompt, or a folder")
+    if model.output == "text":
+        raise UserError(f"--out {out} is for an image or a video, but this is a language model")
+    return must_be_possible(out.parent, "folder")
+
+
+def _save_one(result: ModelSamples, file: Path) -> dict[tuple[str, int, int], Path]:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    (sample,) = result.samples
+    if sample.is_video != (file.suffix == media.VIDEO):
+        expected = media.VIDEO if sample.is_video else PNG
+        raise UserError(f"--out {file}: expected a file that ends in {expected}")
+    media.content(sample).save(file)
+    return {(result.source.name, 0, 0): file}
 
 
 def _save(results: Sequence[ModelSamples], folder: Path) -> dict[tuple[str, int, int], Path]:
-    from PIL import Image
     from PIL.PngImagePlugin import PngInfo
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -138,8 +173,7 @@ def _save(results: Sequence[ModelSamples], folder: Path) -> dict[tuple[str, int,
             metadata = {"prompt": sample.prompt.text, "seed": seed, "model": result.source.name}
             for key, value in metadata.items():
                 info.add_itxt(key, value)
-            Image.fromarray(sample.pixels).save(file, pnginfo=info)
-            files[result.source.name, i, j] = file
+            files[result.source.name, i, j] = media.save(sample, file, pnginfo=info)
     return files
 
 
@@ -160,14 +194,12 @@ def save_sheet(results: Sequence[ModelSamples], file: Path) -> None:
 
 def _sheet(results: Sequence[ModelSamples]) -> Any:
     """For one model one row per prompt; for several one row per sample, the models side by side."""
-    from PIL import Image
-
     from gesso.use.sheets import Cell, Row, sheet
 
     def cell(result: ModelSamples, i: int) -> Cell:
         seed = f"seed {result.seed}-{i % result.n}"
         caption = caption_of(result.scores[i]) if result.scores else seed
-        return Cell(Image.fromarray(result.samples[i].pixels), caption)
+        return Cell(media.shown(result.samples[i]), caption)
 
     def sources(starts: Iterable[int]) -> list[list[Any]]:
         prompts = [first.samples[i].prompt for i in starts]

@@ -4,13 +4,12 @@ prompts."""
 from __future__ import annotations
 
 import io
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gesso.types import UserError
 from gesso.use import sheets
+from gesso.video_files import encode_mp4
 from gesso.viewer.files import NotShown, image_file
 from gesso.viewer.reading import RunReader
 from gesso.viewer.thinning import spread
@@ -52,21 +51,10 @@ def gif(frames: Sequence[Image.Image]) -> bytes:
 
 
 def mp4(frames: Sequence[Image.Image]) -> bytes:
-    """H.264, which browsers and messengers play."""
-    try:
-        import av
-    except ImportError as error:
-        raise UserError('MP4 export requires PyAV: pip install "gesso[viewer]"') from error
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "film.mp4"
-        with av.open(str(path), "w") as film:
-            stream: Any = film.add_stream("libx264", rate=PER_SECOND)
-            stream.width, stream.height = frames[0].size
-            stream.pix_fmt = "yuv420p"
-            for shown in [*frames, *[frames[-1]] * (REST - 1)]:
-                film.mux(stream.encode(av.VideoFrame.from_image(shown)))
-            film.mux(stream.encode(None))
-        return path.read_bytes()
+    import numpy as np
+
+    shown = [*frames, *[frames[-1]] * (REST - 1)]
+    return encode_mp4(np.stack([np.asarray(frame) for frame in shown]), PER_SECOND)
 
 
 def sheet(reader: RunReader) -> bytes:

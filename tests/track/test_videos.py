@@ -1,0 +1,121 @@
+"""Videos as files: MP4s, strips, and the rows of a run folder that name them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from gesso import video_files
+from gesso.config import Model
+from gesso.image_files import ImageFault
+from gesso.track import groups
+from gesso.track.trackers.base import samples_of
+from gesso.types import Prompt, Sample, Score, UserError
+from gesso.use import sampling
+from gesso.video_files import encode_mp4, read_clip, spread, strip
+from tests.viewer import folders
+
+
+def moving_bar(frames: int = 9, height: int = 33, width: int = 97) -> np.ndarray:
+    """A bright bar that moves to the right, on a grey that becomes brighter."""
+    video: np.ndarray = np.zeros((frames, height, width, 3), np.uint8)
+    for i in range(frames):
+        video[i] = 20 * i
+        video[i, :, 8 * i : 8 * i + 8] = (250, 30, 60)
+    return video
+
+
+def sample(frames: np.ndarray, fps: float = 12.5) -> Sample:
+    return Sample(Prompt("a bar moves"), frames, 3, fps=fps)
+
+
+def test_an_mp4_has_all_frames_at_their_rate() -> None:
+    video = moving_bar()
+    clip = read_clip(encode_mp4(video, 12.5))
+    assert clip.fps == 12.5 and clip.frames.shape == (9, 34, 98, 3)  # sizes become even
+    difference = np.abs(clip.frames[:, :33, :97].astype(float) - video).mean((1, 2, 3))
+    assert difference.max() < 3, "every frame at its place"
+
+
+@pytest.mark.parametrize("name", ["libvpx-vp9", "mpeg4"])
+def test_other_encoders(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(video_files, "ENCODERS", ("libnothing", name))
+    clip = read_clip(encode_mp4(moving_bar(), 16))
+    assert clip.fps == 16 and np.abs(clip.frames[4, :33, :97] - 80.0).mean() < 25
+
+
+def test_no_encoder_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(video_files, "ENCODERS", ("libnothing",))
+    with pytest.raises(UserError, match=r"no encoder for MP4 \(one of libnothing\); install it"):
+        encode_mp4(moving_bar(), 16)
+    monkeypatch.setitem(__import__("sys").modules, "av", None)
+    with pytest.raises(UserError, match=r'videos require PyAV: pip install "gesso\[video\]"'):
+        encode_mp4(moving_bar(), 16)
+
+
+def test_an_unreadable_clip_is_one_sentence(tmp_path: Path) -> None:
+    whole = encode_mp4(moving_bar(), 16)
+    for bad in (b"", b"not a video", whole[:200], str(tmp_path / "none.mp4")):
+        with pytest.raises(ImageFault, match=r"^cannot be decoded as a video: [A-Z][^\n]+$"):
+            read_clip(bad)
+
+
+def test_a_strip_shows_frames_from_the_first_to_the_last() -> None:
+    assert [spread(9, 5), spread(3, 5), spread(9, 1), spread(6, 2)] == [
+        [0, 2, 4, 6, 8], [0, 1, 2], [4], [0, 5],
+    ]  # fmt: skip
+    video = moving_bar()
+    row = strip(video)
+    assert row.shape == (33, 5 * 97 + 4 * 2, 3)
+    assert (row[:, 2 * 99 : 2 * 99 + 97] == video[4]).all()
+
+
+def test_videos_of_a_run_folder(tmp_path: Path) -> None:
+    run, video = folders.make(tmp_path, 0), moving_bar(5, 32, 320)
+    for _ in range(2):  # a resumed run writes a step again
+        run.save_samples(2, [sample(video), Sample(Prompt("x"), video[0], 4)], [Score(1.0)] * 2)
+    shown, image = samples_of(run.path, 2)
+    assert (shown.image, shown.video, shown.fps) == ("000002/000.png", "000002/000.mp4", 12.5)
+    assert (image.video, image.fps, image.strip) == ("", None, "000002/001.png")
+    folder = run.path / "samples"
+    assert (np.asarray(Image.open(folder / shown.image)) == video[0]).all()
+    assert (np.asarray(Image.open(folder / shown.strip)) == strip(video)).all()
+    assert len(read_clip(str(folder / shown.video)).frames) == 5
+    samples = [sample(video), sample(video[:3])]
+    for full, size in ((False, (26, 256)), (True, (32, 320))):
+        drawn = folders.Batch(1, 0, samples, [Score(1.0), Score(0.0)], [0, 0], metrics={}, notes=[])
+        groups.save(run.path, 2, drawn, [1.0, -1.0], keep=1, full=full)
+        (row,) = map(json.loads, (run.path / "groups/000002.jsonl").read_text().splitlines())
+        assert row["samples"][1]["video"] == "000002/000-01.mp4"
+        clip = read_clip(str(run.path / "groups" / row["samples"][1]["video"]))
+        assert clip.frames.shape == (3, *size, 3) and clip.fps == row["samples"][1]["fps"]
+
+
+def test_samples_to_one_file_or_a_folder(tmp_path: Path) -> None:
+    source = type("Source", (), {"label": "base", "name": "wan"})()  # of a real model: test_cli.py
+    result = sampling.ModelSamples(source, False, 1, 0, [sample(moving_bar())], [])
+    files = sampling.save([result], tmp_path / "new" / "clip.mp4")
+    assert files == {("wan", 0, 0): tmp_path / "new" / "clip.mp4"}
+    assert len(read_clip(str(tmp_path / "new" / "clip.mp4")).frames) == 9
+    (file,) = sampling.save([result], tmp_path / "all").values()
+    assert file.name == "a-bar-moves_seed0-0_base.mp4" and len(list(file.parent.iterdir())) == 3
+    sampling.save_sheet([result], tmp_path / "sheet.png")
+    with pytest.raises(UserError, match=r"x.png: expected a file that ends in .mp4"):
+        sampling.save([result], tmp_path / "x.png")
+    with pytest.raises(UserError, match="is a file for one sample; give one prompt, or a folder"):
+        request = sampling.SampleRequest(["a"], n=2)
+        sampling.check_out(tmp_path / "x.mp4", request, 1, Model(path="m"))
+
+
+def test_a_damaged_row_is_skipped(tmp_path: Path) -> None:
+    run = folders.make(tmp_path, 0)
+    run.save_samples(2, [sample(moving_bar())], [Score(1.0)])
+    file = run.path / "samples" / "000002.jsonl"
+    row = json.loads(file.read_text())
+    for wrong in ({"fps": None}, {"video": 3}):
+        file.write_text(json.dumps(row | wrong) + "\n")
+        assert samples_of(run.path, 2) == []
