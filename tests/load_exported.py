@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 
 
 def main(model: Path, exported: Path) -> None:
@@ -31,19 +32,36 @@ def _pipeline(model: Path, exported: Path, device: str) -> tuple[torch.Tensor, t
 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     logging.set_verbosity_error()
-    pipe = DiffusionPipeline.from_pretrained(model, dtype=dtype).to(device)
+    index = json.loads((model / "model_index.json").read_text())
+    unused = {"processor": None} if "processor" in index else {}  # it would need torchvision
+    pipe = DiffusionPipeline.from_pretrained(model, dtype=dtype, **unused).to(device)
     pipe.set_progress_bar_config(disable=True)
+    inputs = {"height": 16, "width": 16, **_inputs(pipe, index["_class_name"])}
 
     def latents() -> torch.Tensor:
         noise = torch.Generator(device).manual_seed(0)
-        size: dict[str, Any] = {"height": 16, "width": 16, "max_sequence_length": 16}
         return pipe(
-            "a red kite", num_inference_steps=2, generator=noise, output_type="latent", **size
+            num_inference_steps=2, generator=noise, output_type="latent", **inputs
         ).images.float()
 
     before = latents()
     pipe.load_lora_weights(exported)
     return before, latents()
+
+
+def _inputs(pipe: Any, kind: str) -> dict[str, Any]:
+    """A prompt, with an image for the pipelines that need one."""
+    image = Image.new("RGB", (96, 64), "red")
+    if kind == "QwenImageEditPlusPipeline":  # without its processor it encodes no text
+        width = pipe.transformer.config.joint_attention_dim
+        embeds = torch.ones(1, 4, width, dtype=pipe.dtype, device=pipe.device)
+        mask = torch.ones(1, 4, dtype=torch.long, device=pipe.device)
+        encoded = {"prompt_embeds": embeds, "prompt_embeds_mask": mask, "true_cfg_scale": 1.0}
+        return {"image": image, **encoded}
+    text: dict[str, Any] = {"prompt": "a red kite", "max_sequence_length": 16}
+    if kind == "FluxKontextPipeline":
+        return {"image": image, "max_area": 256, "_auto_resize": False, **text}
+    return text
 
 
 @torch.no_grad()

@@ -301,15 +301,19 @@ def _with_words(words: str, marks: str, more: Sequence[str]) -> Any:
     return tokenizer
 
 
+def image_token_ids(tokenizer: Any) -> dict[str, int]:
+    """For a Qwen2.5-VL config: the ids of the tokens around images, if the tokenizer has them."""
+    names = ("image_token_id", "vision_start_token_id", "vision_end_token_id", "video_token_id")
+    known = tokenizer.get_vocab()
+    return {name: known[t] for name, t in zip(names, VISION, strict=True) if t in known}
+
+
 def _qwen_vl(tokenizer: Any, scale: int) -> Any:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-    names = ("image_token_id", "vision_start_token_id", "vision_end_token_id", "video_token_id")
-    known = tokenizer.get_vocab()
-    ids = {name: known[t] for name, t in zip(names, VISION, strict=True) if t in known}
     return Qwen2_5_VLForConditionalGeneration(
         Qwen2_5_VLConfig(
-            **ids,
+            **image_token_ids(tokenizer),
             text_config={
                 "vocab_size": len(tokenizer), "hidden_size": 24 * scale,
                 "intermediate_size": 32 * scale, "num_hidden_layers": 2,

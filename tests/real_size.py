@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from tests import pipelines, shapes, tokens
+from tests import editors, pipelines, shapes, tokens
 
 STEPS = 3
 KILLED_AFTER = 2
@@ -44,14 +44,19 @@ class Case:
     recipe: str
     card: int | None
     overrides: tuple[str, ...]
-    tiny: str  # the model of pipelines.py or tokens.py of the same class
+    tiny: str  # the model of pipelines.py, editors.py or tokens.py of the same class
 
     @property
     def draws(self) -> bool:
         return self.shape in shapes.SIZES
 
+    @property
+    def edits(self) -> bool:
+        return self.tiny in editors.EDITORS
+
 
 _RESPONSES = ("algorithm.max_tokens=460", "learner.micro_tokens=16384")
+_RANK_16 = ("model.lora.rank=16", "model.lora.alpha=32")
 CASES = {
     "sd35-medium": Case("sd35", "sd35-ocr", 80, ("data.groups=2",), "sd35"),
     "sd35-large": Case(
@@ -61,8 +66,14 @@ CASES = {
     "flux-dev": Case(
         "flux", "flux-pickscore", 80, ("data.groups=1", "algorithm.group=12"), "flux-dev"
     ),
-    "qwen-image": Case(
-        "qwen-image", "qwen-image-ocr", 80, ("data.groups=1", "algorithm.group=8"), "qwen-image"
+    "qwen-image": Case(  # with rank 64 its checkpoints do not fit a disk of 64 GB
+        "qwen-image", "qwen-image-ocr", 80, (*_RANK_16, "data.groups=1", "algorithm.group=8"),
+        "qwen-image",
+    ),
+    "kontext": Case("kontext", "kontext-pickscore", 80, ("data.groups=1",), "kontext"),
+    "qwen-edit": Case(
+        "qwen-edit-short", "qwen-edit-2511-pickscore", 80,
+        (*_RANK_16, "data.groups=1", "algorithm.group=8"), "qwen-edit",
     ),
     "flux2-klein-4b": Case(
         "flux2-klein", "flux2-klein-pickscore", 80, ("data.groups=1",), "flux2-klein"
@@ -152,7 +163,8 @@ def run(name: str, case: Case, folder: Path, tiny: bool) -> dict[str, Any]:
 
 def _write(case: Case, folder: Path, tiny: bool) -> Path:
     if tiny:
-        return (pipelines if case.draws else tokens).build(case.tiny, folder)
+        draws = editors if case.edits else pipelines
+        return (draws if case.draws else tokens).build(case.tiny, folder)
     write = shapes.write_pipeline if case.draws else shapes.write_weights
     made = write(case.shape, folder, torch.device("cuda"))
     torch.cuda.empty_cache()  # the commands below need the memory
@@ -181,12 +193,13 @@ def _common(case: Case, model: Path, folder: Path, tiny: bool) -> list[str]:
 
 def _prompts(case: Case, folder: Path) -> list[dict[str, Any]]:
     texts = [f"{thing} number {i}" for i in range(16) for thing in ("a red kite", "an old sign")]
-    if case.draws or not case.recipe.startswith("qwen25-vl"):
+    if not case.edits and not case.recipe.startswith("qwen25-vl"):
         return [{"prompt": text} for text in texts]
     for i in range(2):
         noise = np.random.default_rng(i).integers(0, 256, (448, 560, 3), np.uint8)
         Image.fromarray(noise).save(folder / f"{i}.png")
-    return [{"prompt": f"<image>{t}", "images": [f"{i % 2}.png"]} for i, t in enumerate(texts)]
+    mark = "" if case.edits else "<image>"
+    return [{"prompt": f"{mark}{t}", "images": [f"{i % 2}.png"]} for i, t in enumerate(texts)]
 
 
 def _gesso(*arguments: str) -> str:

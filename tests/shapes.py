@@ -1,5 +1,5 @@
-"""The published sizes of SD3.5-M and -L, FLUX.1-dev, FLUX.2, Qwen-Image, Z-Image, Qwen2.5-VL and
-Qwen2.5-7B: folders of configs without weights, or with random ones."""
+"""The published sizes of SD3.5-M and -L, FLUX.1-dev and Kontext, FLUX.2, Qwen-Image and -Edit,
+Z-Image, Qwen2.5-VL and Qwen2.5-7B: folders of configs without weights, or with random ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-from tests import pipelines
+from tests import editors, pipelines
 from tests import tokens as writers
 
 
@@ -28,6 +28,13 @@ def write_configs(name: str, folder: Path) -> Path:
             part.config.save_pretrained(folder / part_name)
         elif part is not None:
             part.save_pretrained(folder / part_name)
+    return _completed(name, folder)
+
+
+def _completed(name: str, folder: Path) -> Path:
+    """With the component that cannot be built without torchvision."""
+    if name.startswith("qwen-edit"):
+        editors.add_qwen_processor(folder)
     return folder
 
 
@@ -49,7 +56,7 @@ def write_pipeline(name: str, folder: Path, device: torch.device) -> Path:
             draw_weights(part)
         if part is not None:
             part.save_pretrained(target)
-    return folder
+    return _completed(name, folder)
 
 
 @contextmanager
@@ -121,20 +128,42 @@ def _flux_dev() -> Any:
     )
 
 
+def _kontext() -> Any:
+    from diffusers import FluxKontextPipeline
+
+    return FluxKontextPipeline(**_flux_dev().components)
+
+
 def _qwen_image() -> Any:
-    from diffusers import AutoencoderKLQwenImage, QwenImagePipeline, QwenImageTransformer2DModel
+    return _qwen("QwenImagePipeline", pipelines._qwen_tokenizer())
+
+
+def _qwen_edit() -> Any:
+    return _qwen("QwenImageEditPlusPipeline", editors._edit_tokenizer(), processor=None)
+
+
+def _qwen_edit_short() -> Any:
+    """The whole network, and a text encoder with 10 of 28 layers: 49 instead of 58 GB."""
+    return _qwen("QwenImageEditPlusPipeline", editors._edit_tokenizer(), layers=10, processor=None)
+
+
+def _qwen(pipeline: str, tokenizer: Any, layers: int = 28, **parts: Any) -> Any:
+    import diffusers
+    from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
     dynamic = pipelines.DYNAMIC | {"base_shift": 0.5, "max_shift": 0.9, "shift_terminal": 0.02}
-    return QwenImagePipeline(
+    return getattr(diffusers, pipeline)(
         transformer=QwenImageTransformer2DModel(),
         scheduler=pipelines._scheduler(**dynamic),
         vae=AutoencoderKLQwenImage(),
         text_encoder=Qwen2_5_VLForConditionalGeneration(
             Qwen2_5_VLConfig(
+                **pipelines.image_token_ids(tokenizer),
                 text_config={
                     "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944,
-                    "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
+                    "num_hidden_layers": layers, "num_attention_heads": 28,
+                    "num_key_value_heads": 4,
                     "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
                 },
                 vision_config={
@@ -143,7 +172,8 @@ def _qwen_image() -> Any:
                 },
             )
         ),
-        tokenizer=pipelines._qwen_tokenizer(),
+        tokenizer=tokenizer,
+        **parts,
     )  # fmt: skip
 
 
@@ -227,7 +257,10 @@ SIZES: dict[str, Callable[[], Any]] = {
     "sd35": _sd35_medium,
     "sd35-large": _sd35_large,
     "flux": _flux_dev,
+    "kontext": _kontext,
     "qwen-image": _qwen_image,
+    "qwen-edit": _qwen_edit,
+    "qwen-edit-short": _qwen_edit_short,
     "flux2-dev": _flux2_dev,
     "flux2-dev-half": _half_of_flux2_dev,
     "flux2-klein": _klein_4b,

@@ -24,7 +24,16 @@ from tests.shapes import WRITERS, write_configs, write_writer
 
 GIB = 2**30
 PAGE = PACKAGE.parent / "docs/how-to/fit-on-a-gpu.md"
-IMAGE = ("sd35", "flux2-klein", "flux2-dev", "flux", "qwen-image", "z-image")
+IMAGE = (
+    "sd35",
+    "flux2-klein",
+    "flux2-dev",
+    "flux",
+    "qwen-image",
+    "z-image",
+    "kontext",
+    "qwen-edit",
+)
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +76,7 @@ def _deciding(recipe: Recipe) -> str:
 # Not all weights trained: with few layers, the update would peak at the language model's head.
 LAYERS = {
     "qwen-image-ocr": ("transformer", "num_layers"),
+    "qwen-edit-2511-pickscore": ("transformer", "num_layers"),
     "z-image-pickscore": ("transformer", "n_layers"),
     "qwen25-vl-3b-geo3k": ("", "num_hidden_layers"),
     "qwen25-math-7b-dapo": ("", "num_hidden_layers"),
@@ -111,6 +121,8 @@ MAIN = [
     "qwen-image-ocr",
     "flux2-klein-pickscore",
     "z-image-pickscore",
+    "kontext-pickscore",
+    "qwen-edit-2511-pickscore",
 ]
 MAIN += ["qwen25-vl-3b-geo3k", "qwen25-vl-7b-geo3k", "qwen25-vl-3b-math", "qwen25-math-7b-dapo"]
 ALGORITHMS = ["sd35-ocr-nft", "sd35-ocr-guard"]  # other work than sd35-ocr's; fast has less
@@ -119,6 +131,7 @@ ALGORITHMS = ["sd35-ocr-nft", "sd35-ocr-guard"]  # other work than sd35-ocr's; f
 CHECKED: list[tuple[str, int | None]] = [("sd35-ocr", 24), ("sd35-ocr", 48)]
 CHECKED += [("flux-pickscore", 24), ("qwen-image-ocr", 24)]
 CHECKED += [("flux2-klein-pickscore", 48), ("z-image-pickscore", 48)]
+CHECKED += [("qwen-edit-2511-pickscore", 24)]  # with an input image
 CHECKED += [("qwen25-vl-3b-geo3k", 24), ("qwen25-math-7b-dapo", 24), ("qwen25-vl-3b-math", None)]
 
 
