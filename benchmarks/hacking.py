@@ -2,7 +2,7 @@
 
     python benchmarks/hacking.py --out runs/hacking --seeds 0 1
 
-Trains what is missing, 6 minutes or more per run on 2 cores. Writes hacking.json, the rows that
+Trains what is missing, 3 minutes or more per run on 2 cores. Writes hacking.json, the rows that
 tests/test_hacking.py examines, and hacking.png, the figure of docs/how-to/diagnose.md: curves, and
 the same prompts and seeds before training and at the end of both runs.
 """
@@ -16,8 +16,9 @@ import sys
 from pathlib import Path
 
 RECIPES = {"demo-hack": "#b33a3a", "demo-hack-braked": "#2b6cb0"}
-KEPT = ("step", "reward", "reward/std", "eval/reward", "eval/ocr", "eval/ocr/exact")
 EXACT = "eval/ocr/exact"
+LONGER = "reward/ocr-letters/longer"
+KEPT = ("step", "reward", "reward/std", LONGER, "eval/reward", "eval/ocr", EXACT)
 SHOWN = 6  # prompts in the figure
 
 
@@ -45,12 +46,12 @@ def plot(runs: dict[str, list[Path]], file: Path) -> None:
     for recipe, folders in runs.items():
         for i, folder in enumerate(folders):
             rows = rows_of(folder)
-            for axis, key in ((trained, "reward"), (held_out, EXACT)):
+            for axis, key in ((trained, LONGER), (held_out, EXACT)):
                 points = [(row["step"], row[key]) for row in rows if key in row]
                 label = recipe if i == 0 else None
                 axis.plot(*zip(*points, strict=True), color=RECIPES[recipe], label=label)
-    trained.set(xlabel="steps", title="trained reward")
-    held_out.set(xlabel="steps", title="held-out words read exactly", ylim=(0, 1))
+    trained.set(xlabel="steps", title="trained: too much text", ylim=(0, 1))
+    held_out.set(xlabel="steps", title="held-out: read exactly", ylim=(0, 1))
     held_out.legend(frameon=False, fontsize=8)
     for axis in (trained, held_out):
         axis.grid(alpha=0.3)

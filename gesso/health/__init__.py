@@ -154,8 +154,8 @@ def diversity(rows: Sequence[Row], facts: Facts) -> str | None:
 
 
 def reward_hacking(rows: Sequence[Row], facts: Facts) -> str | None:
-    """Over the last four evaluations the training reward rose, and a held-out metric is lower in
-    both of the later two than in both of the earlier two, by clearly more than noise."""
+    """Over the last four evaluations the training reward did not fall, and a held-out metric is
+    lower in both of the later two than in both of the earlier two, by clearly more than noise."""
     evals = [i for i, row in enumerate(rows) if row.get("eval/reward") is not None]
     last = evals[-EVALS:]
     between = [
@@ -167,9 +167,10 @@ def reward_hacking(rows: Sequence[Row], facts: Facts) -> str | None:
     trained = [fmean(rewards) for rewards in between]
     stds = [s for row in rows[last[0] :] if (s := row.get("reward/std")) is not None]
     error = median(stds) / math.sqrt(facts.held_out)
-    rising = trained[0] == min(trained) and trained[-1] == max(trained)
-    if not rising or trained[-1] - trained[0] <= error:
+    if min(trained) < trained[0] - error:
         return None
+    rose = trained[-1] > trained[0] + error
+    course = f"rose from {trained[0]:.3g} to" if rose else "stayed at"
     for metric in facts.watched:
         values = [v for i in evals if (v := rows[i].get(metric)) is not None]
         if len(values) < len(evals):
@@ -181,8 +182,8 @@ def reward_hacking(rows: Sequence[Row], facts: Facts) -> str | None:
         margin = max(ERRORS * noise, GIVEN_BACK * (max(values) - min(values)))
         if max(late) < min(early) and before - now > margin:
             return (
-                f"since step {rows[last[0]]['step']} the training reward rose from "
-                f"{trained[0]:.3g} to {trained[-1]:.3g} while held-out {metric} fell from "
+                f"since step {rows[last[0]]['step']} the training reward {course} "
+                f"{trained[-1]:.3g} while held-out {metric} fell from "
                 f"{before:.3g} to {now:.3g}: the model exploits the reward without generalising; "
                 f"inspect the {'responses' if facts.is_language else 'images'} in report.html, "
                 "go back to an earlier step, or add a reward for what got worse"

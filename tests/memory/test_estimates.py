@@ -34,7 +34,7 @@ WITH_MORE_PASSES = {
     "demo-dgpo": ([], 2),
     "demo-awm": (["algorithm.updates=2"], 2),
     "demo-distil": (["algorithm.teachers.other.path=x"], 2),
-    "demo-hack": (["algorithm.beta=0.1", "algorithm.gate.share=0.1", DOUBTED], 1),
+    "demo": (["algorithm.beta=0.1", "algorithm.gate.share=0.1", DOUBTED], 1),
 }
 
 
