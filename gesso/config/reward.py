@@ -63,6 +63,10 @@ class Ramp(Strict):
         return self.start + (self.end - self.start) * min(step / self.steps, 1.0)
 
 
+ENDS = ("first", "last", "first-last")
+FRAMES = re.compile(rf"mean|{'|'.join(ENDS)}|(worst|best)(-[1-9]\d{{0,3}})?")
+
+
 class RewardEntry(Named):
     weight: float = Field(1.0, ge=-1e9, le=1e9)
     """Weight in the total reward, Σ weight · value."""
@@ -72,6 +76,12 @@ class RewardEntry(Named):
     bounds: tuple[float, float] | None = Field(None, strict=False)
     """[lowest, highest]: values are clipped to this range, so that more of one reward does not make
     up for another."""
+    frames: str | None = None
+    """How an image reward scores a video: the mean of its scores of all frames ("mean"), of the
+    "first", the "last" or both ("first-last"), of the "worst" or the "best" frame, or of the k
+    worst or best ("worst-3"). None: the reward gets the whole video."""
+    every: int = Field(1, ge=1)
+    """With `frames`, score only every k-th frame, from the first."""
     style: Literal["gesso", "easyr1", "openrlhf", "trl"] = "gesso"
     """Calling convention of a custom function: "gesso", "easyr1", "openrlhf" or "trl"."""
     workers: int = Field(1, ge=1, le=1024)
@@ -108,6 +118,15 @@ class RewardEntry(Named):
             raise ValueError(f"name = {self.name!r:.60}: expected a name of printable characters")
         if self.label in ("reward", "failed", "std", "max", "at_max"):
             raise ValueError(f'name = "{self.name}": this name is reserved for another metric')
+        if self.frames is not None and not FRAMES.fullmatch(self.frames):
+            raise ValueError(
+                f'frames = "{self.frames}": expected "mean", "first", "last", "first-last", '
+                '"worst", "best", or a number of them as in "worst-3"'
+            )
+        if self.every > 1 and (self.frames is None or self.frames in ENDS):
+            raise ValueError(
+                f'every = {self.every} needs frames = "mean", "worst" or "best"; remove it'
+            )
         if self.bounds and not self.bounds[0] < self.bounds[1]:
             raise ValueError(f"bounds = {list(self.bounds)}: expected the lower bound first")
         return self

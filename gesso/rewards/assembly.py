@@ -14,8 +14,9 @@ from gesso.config.tables import changed
 from gesso.rewards import base, differentiable, environments
 from gesso.rewards.compose import OptionalScorer, WeightedReward
 from gesso.rewards.differentiable import RewardSum, WeightedValues
+from gesso.rewards.frames import FrameChoice, FrameScorer
 from gesso.rewards.image.networks import NetworkReward
-from gesso.rewards.judges import deqa, edit_reward
+from gesso.rewards.judges import deqa, heads
 from gesso.rewards.judges.chat import ServedJudge
 from gesso.rewards.styles import STYLES
 from gesso.rewards.transport.cache import CachedScorer
@@ -46,6 +47,9 @@ REWARDS = {
     "hpsv3": "gesso.rewards.image.hpsv3:HpsV3",
     "jpeg-incompressibility": "gesso.rewards.image.jpeg:JpegIncompressibility",
     "unchanged": "gesso.rewards.image.unchanged:Unchanged",
+    "motion": "gesso.rewards.video.motion:Motion",
+    "temporal-consistency": "gesso.rewards.video.consistency:TemporalConsistency",
+    "first-frame": "gesso.rewards.video.first_frame:FirstFrame",
     "edit-score": "gesso.rewards.judges.edit_score:EditScore",
     "diversity": "gesso.rewards.diversity:Diversity",
     "sign-colour": "gesso.rewards.image.sign_colour:SignColour",
@@ -68,7 +72,8 @@ class Served:
 
 SERVED = {
     "deqa": Served(deqa.scaled),
-    "edit-reward": Served(edit_reward.TwoHeads, edit_reward.OfEdits),
+    "edit-reward": Served(heads.edit_reward, heads.OfEdits),
+    "video-align": Served(heads.video_align),
 }
 
 
@@ -159,7 +164,14 @@ def with_gradient(entries: Sequence[RewardEntry]) -> RewardSum:
     """The rewards of `check_differentiable`, in this process."""
     return RewardSum(
         [
-            WeightedValues(entry.label, entry.weight, _reward(entry), entry.bounds, entry.optional)
+            WeightedValues(
+                entry.label,
+                entry.weight,
+                _reward(entry),
+                entry.bounds,
+                entry.optional,
+                _frame_choice(entry),
+            )
             for entry in _weighted(entries)
         ]
     )
@@ -187,11 +199,28 @@ def _check_entries(entries: Sequence[RewardEntry], model: AnyModel) -> None:
             raise UserError(
                 f'reward "{entry.name}" runs on a server, where reward.env has no effect; remove it'
             )
+        if entry.frames is not None and _scores_videos(entry):
+            raise UserError(
+                f'reward "{entry.name}" scores whole videos; remove frames = "{entry.frames}"'
+            )
         if STYLES[entry.style].text_only and model.output != "text":
             raise UserError(
                 f'reward "{entry.name}": style = "{entry.style}" scores text, but model.name = '
                 f'"{model.name}" generates images; use a function of samples, style = "gesso"'
             )
+
+
+def _scores_videos(entry: RewardEntry) -> bool:
+    """Whether the class declares `of_videos = True`: it reads all frames of a sample."""
+    if entry.name in SERVED:
+        return entry.name == "video-align"
+    if entry.remote is not None and entry.name not in REWARDS:
+        return False
+    return differentiable.of_videos(_class_of(entry))
+
+
+def _frame_choice(entry: RewardEntry) -> FrameChoice | None:
+    return None if entry.frames is None else FrameChoice(entry.frames, entry.every)
 
 
 def _is_judge(entry: RewardEntry) -> bool:
@@ -208,7 +237,7 @@ def reward_entry(name: str, overrides: Sequence[str], workers: int) -> RewardEnt
 def scorer(entry: RewardEntry, reward: base.AnyReward | None = None) -> base.Scorer:
     """The scorer of a reward in one run."""
     reward = reward or _reward(entry)
-    inner = _cached(entry, reward, _uncached_scorer(entry, reward))
+    inner = _over_frames(entry, _cached(entry, reward, _uncached_scorer(entry, reward)))
     return OptionalScorer(inner, reward, entry.label) if entry.optional else inner
 
 
@@ -220,7 +249,12 @@ def served(entry: RewardEntry, batch: int) -> base.Scorer:
     inner = _uncached_scorer(entry, reward, batch)
     if isinstance(inner, WorkerScorer):
         inner = BatchingScorer(inner, batch, entry.workers)
-    return _cached(entry, reward, inner)
+    return _over_frames(entry, _cached(entry, reward, inner))
+
+
+def _over_frames(entry: RewardEntry, inner: base.Scorer) -> base.Scorer:
+    choice = _frame_choice(entry)
+    return inner if choice is None else FrameScorer(inner, choice)
 
 
 def _cached(entry: RewardEntry, reward: base.AnyReward, inner: base.Scorer) -> base.Scorer:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from gesso import imports
 from gesso.rewards.base import AnyReward, Reward, source, unfit
+from gesso.rewards.frames import FrameChoice
 from gesso.rewards.untrusted import raised_message
 from gesso.types import Prompt, UserError, out_of_memory
 
@@ -24,7 +25,8 @@ class DifferentiableReward(Reward, Protocol):
     differentiable: ClassVar[bool]
 
     def values(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """(N, 3, height, width) in [0, 1], with gradient → (N,)."""
+        """(N, 3, height, width) in [0, 1], with gradient → (N,). With `of_videos = True`
+        (N, 3, frames, height, width)."""
 
 
 def fault(target: Any) -> str | None:
@@ -36,6 +38,11 @@ def fault(target: Any) -> str | None:
     return None
 
 
+def of_videos(target: Any) -> bool:
+    """Whether a class of rewards declares that it reads all frames of a video."""
+    return isinstance(target, type) and imports.attribute(target, "of_videos") is True
+
+
 @dataclass(frozen=True)
 class WeightedValues:
     name: str
@@ -43,6 +50,7 @@ class WeightedValues:
     reward: AnyReward  # its source is a DifferentiableReward
     bounds: tuple[float, float] | None = None  # no gradient outside
     optional: bool = False  # only for prompts that it can score
+    frames: FrameChoice | None = None  # how a reward of images scores videos
 
     def __call__(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
         """(N,); 0 for prompts that it cannot score."""
@@ -52,7 +60,7 @@ class WeightedValues:
             return total
         kept: DifferentiableReward = source(self.reward)
         try:
-            values = kept.values(images[rows], [prompts[i] for i in rows])
+            values = self._values(kept, images[rows], [prompts[i] for i in rows])
         except Exception as error:
             if isinstance(error, UserError) or out_of_memory(error):
                 raise
@@ -69,6 +77,18 @@ class WeightedValues:
             values = values.clamp(*self.bounds)
         index = images.new_tensor(rows).long()
         return total.index_add(0, index, self.weight * values.to(total))
+
+    def _values(
+        self, reward: DifferentiableReward, images: Tensor, prompts: Sequence[Prompt]
+    ) -> Tensor:
+        if images.ndim == 4 or of_videos(type(reward)):
+            return reward.values(images, prompts)
+        if self.frames is None:
+            raise UserError(f'reward "{self.name}" scores images, not videos; set frames = "mean"')
+        index = self.frames.scored(images.shape[2])
+        frames = images[:, :, index].transpose(1, 2).flatten(0, 1)  # (N·index, 3, height, width)
+        values = reward.values(frames, [prompt for prompt in prompts for _ in index])
+        return self.frames.value(values.unflatten(0, (len(images), len(index))))
 
     def _unfit(self, prompt: Prompt) -> str | None:
         return unfit(self.reward, prompt, self.name)

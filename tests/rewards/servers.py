@@ -220,4 +220,4 @@ def _better(brightness: Sequence[float]) -> str:
 
 
 def _brightness(sample: Sample) -> float:
-    return float(sample.pixels.mean()) / 255
+    return float(sample.frames.mean()) / 255

@@ -22,6 +22,7 @@ from gesso.rewards.image.unchanged import Unchanged
 from gesso.rewards.judges.edit_score import EditScore, edit_score
 from gesso.rewards.judges.judge import Judge
 from gesso.rewards.transport import protocol
+from gesso.rewards.video.consistency import TemporalConsistency
 from gesso.types import Prompt, PromptImage, Sample, Score
 from tests.rewards.servers import Misbehaving
 from tests.rewards.test_judge import completion
@@ -155,6 +156,14 @@ def test_features(network: str, request: pytest.FixtureRequest) -> None:
     outside = cosines[:, rows // 4 :]  # the first quarter of the columns is masked
     assert got.parts["features"] == pytest.approx(max(0.0, float(outside.mean())), abs=1e-4)
     assert got.parts["pixels"] == score(edit(result, mask(4))).value != got.value
+
+
+def test_neighbouring_frames_by_features(clip: Path) -> None:
+    frames = np.stack([SOURCE, SOURCE, painted(8, 100)])
+    reward = TemporalConsistency(path=str(clip), device="cpu")
+    (got,) = base.checked(reward, [Sample(Prompt("p"), frames, 0, fps=8)])
+    cosines = unchanged.load_patches(str(clip), "cpu").similarity(frames[1], frames[2])
+    assert got.value == got.parts["features"] == pytest.approx((1 + cosines.mean()) / 2)
 
 
 def test_another_kind_of_network(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from gesso.rewards.base import Scorer
 from gesso.rewards.transport.pool import NoResponse, ServerPool, token_from
 from gesso.rewards.transport.protocol import base64_png, offload, payload_bytes
 from gesso.types import Prompt, Sample, Score, UserError
+from gesso.video_files import spread
 
 MAX_TEXT_KEPT = 2_000  # characters of a response, kept as the score's text
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")  # {prompt}, {text}, {negative}, or a column of the row
@@ -64,7 +65,11 @@ class ServedJudge(Strict):
     """Maximum concurrent requests per server."""
     max_tokens: int = Field(512, ge=1)
     """Maximum length of the judge's response."""
+    max_frames: int = Field(8, ge=1)
+    """Of a video without `frames`: how many frames the judge sees, spread evenly from the first to
+    the last."""
 
+    of_videos: ClassVar[bool] = True
     URL_ENV: ClassVar[str] = ""
     MODEL_ENV: ClassVar[str] = ""
     TEMPLATE: ClassVar[str] = ""
@@ -169,12 +174,11 @@ class ChatClient:
             raise Unanswered(str(error)) from error
 
     def _request(self, question: str, samples: Sequence[Sample], model: str) -> bytes:
-        content: list[dict[str, Any]] = [{"type": "text", "text": question}]
-        pngs = [base64_png(np.asarray(image.open())) for image in samples[0].prompt.images]
-        pngs += [base64_png(sample.image) for sample in samples if sample.image is not None]
-        for i, png in enumerate(pngs):
-            url = f"data:image/png;base64,{png}"
-            content.insert(i, {"type": "image_url", "image_url": {"url": url}})
+        content = [_image(np.asarray(image.open())) for image in samples[0].prompt.images]
+        for number, sample in enumerate(samples, 1):
+            if sample.image is not None:
+                content += self._shown(sample, number)
+        content.append({"type": "text", "text": question})
         request: dict[str, Any] = {
             "model": model,
             "messages": [{"role": "user", "content": content}],
@@ -183,6 +187,16 @@ class ChatClient:
             "stream": False,
         }
         return json.dumps({**request, **self.OPTIONS}).encode()
+
+    def _shown(self, sample: Sample, number: int) -> list[dict[str, Any]]:
+        """An image, or frames of a video under a line that says what they are."""
+        if not sample.is_video:
+            return [_image(sample.pixels)]
+        assert sample.fps is not None, "a video has fps"
+        index = spread(len(sample.frames), self.settings.max_frames)
+        times = ", ".join(f"{i / sample.fps:.2f}" for i in index)
+        title = f"Video {number}, frames at {times} seconds:"
+        return [{"type": "text", "text": title}, *(_image(sample.frames[i]) for i in index)]
 
     async def _model_name(self) -> str:
         """Looks the name up once for all samples; a failed lookup is repeated."""
@@ -228,6 +242,11 @@ class ChatScorer(ChatClient):
             return self.judge.read(response, sample)
         except (Unanswered, UserError) as error:
             return Score.failed(str(error))
+
+
+def _image(pixels: np.ndarray) -> dict[str, Any]:
+    url = f"data:image/png;base64,{base64_png(pixels)}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _content(completion: Any) -> str:
