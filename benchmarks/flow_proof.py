@@ -13,6 +13,7 @@ from gesso import config
 from gesso.algorithms.base import Prepared
 from gesso.algorithms.flow_grpo import FlowGRPO, StepTerms
 from gesso.rollout import FlowContext, FlowTrace, Rollout
+from gesso.types import Size
 from gesso.weights.policy import Policy
 
 
@@ -90,8 +91,9 @@ def their_replay(
 def our_replay(ours: Ours, batch: Batch, algorithm: FlowGRPO) -> tuple[Tensor, Tensor]:
     model, images, steps = ours.model, len(batch.latents[0]), algorithm.terms_a_sample
     model.policy.load(ours.start)
-    sigmas = model.sigmas(algorithm.steps, ours.shape.size, ours.shape.size).to(model.device)
-    cond, negative = (model.encode([prompt]) for prompt in (PROMPT, NEGATIVE))
+    size = Size(ours.shape.size, ours.shape.size)
+    sigmas = model.sigmas(algorithm.steps, *size).to(model.device)
+    cond, negative = (model.encode([prompt], size) for prompt in (PROMPT, NEGATIVE))
     context = FlowContext(sigmas, cond, negative)
     latents = torch.stack(batch.latents[: steps + 1], 1)
     row = torch.zeros(images, dtype=torch.long, device=model.device)

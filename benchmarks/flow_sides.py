@@ -27,7 +27,7 @@ from gesso.models.flow.sd3 import SD3
 from gesso.ranks import ALONE, Ranks
 from gesso.rollout import Conditioning, FlowTrace, Rollout
 from gesso.samplers.denoise import DenoisingSampler
-from gesso.types import Prompt, Score, seed_of
+from gesso.types import Prompt, Score, Size, seed_of
 
 PROMPT, NEGATIVE = Prompt("a sign"), Prompt("")
 PHASES = ("sample", "decode", "update", "total")
@@ -146,7 +146,7 @@ class RandomEmbeddings(PipelineModel):
         super().__init__(*args, **kwargs)
         self.seconds: defaultdict[str, float] = defaultdict(float)
 
-    def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
+    def encode(self, prompts: Sequence[Prompt], size: Size) -> Conditioning:
         net_config, rows = self.transformer.config, []
         for prompt in prompts:
             noise = torch.Generator().manual_seed(seed_of(0, prompt.text))
@@ -162,9 +162,9 @@ class RandomEmbeddings(PipelineModel):
         assert cond.pooled is not None
         return Conditioning(cond.embeds.to(self.dtype), cond.pooled.to(self.dtype))
 
-    def decode(self, latents: Tensor) -> Tensor:
+    def decode(self, latents: Tensor, cond: Conditioning) -> Tensor:
         started = now()
-        images = super().decode(latents)
+        images = super().decode(latents, cond)
         self.seconds["decode"] += now() - started
         return images
 
@@ -257,7 +257,8 @@ class Theirs:
 
         targets = list(ours.model.lora_targets)
         lora = LoraConfig(r=32, lora_alpha=64, init_lora_weights="gaussian", target_modules=targets)
-        cond, negative = (ours.model.encode([prompt]) for prompt in (PROMPT, NEGATIVE))
+        size = Size(ours.shape.size, ours.shape.size)
+        cond, negative = (ours.model.encode([prompt], size) for prompt in (PROMPT, NEGATIVE))
         return cls(Plain(folder, ours.model.device, lora, ours.start), ours, cond, negative)
 
     def sample(self, algorithm: Algorithm, images: int, exact: bool) -> Batch:

@@ -2,6 +2,7 @@
 
 Shape legend, used throughout the project:
     N samples · P prompts · S trained steps · C,H,W latent channels, height, width · L,D text
+Latents of videos have another axis, the frames: (N, C, F, H, W).
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ class Conditioning:
     pooled: Tensor | None = None  # (P, D')
     mask: Tensor | None = None  # (P, L) bool: False is padding
     guidance: Tensor | None = None  # (P,): the scale, for networks with guidance embeddings
-    source: Tensor | None = None  # (P, R, D''): tokens of the reference images, zero-padded
-    layouts: tuple[Layout, ...] = ()  # P, with `source`: the reference images of each prompt
+    source: Tensor | None = None  # (P, R, D''): tokens of the reference images, zero-padded; or
+    # (P, C, F, H, W): encoded frames
+    layouts: tuple[Layout, ...] = ()  # P, with tokens in `source`: reference images of each prompt
 
     def rows(self, index: Tensor) -> Conditioning:
         """Without the padding of `source` that these rows do not need."""
         selected = self._map(lambda tensor: tensor[index])
-        if self.source is None:
+        if self.source is None or not self.layouts:
             return selected
         if len(set(self.layouts)) == 1:  # `index` may be on another device: it is not read
             return replace(selected, layouts=self.layouts[:1] * len(index))

@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NewType, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NewType, TypeVar
 
 from gesso.image_files import ImageFault, check_pixels, read_rgb, read_size
 
@@ -270,16 +270,26 @@ class OnePass:
     summed log-probs."""
 
 
+class Size(NamedTuple):
+    """Of an image or a video, in pixels and frames."""
+
+    height: int
+    width: int
+    frames: int = 1
+
+
 @dataclass(frozen=True)
 class SampleSpec:
-    """How images are sampled. Steps in `stochastic` use the SDE `rule`, the others the ODE
-    `solver`."""
+    """How images or videos are sampled. Steps in `stochastic` use the SDE `rule`, the others the
+    ODE `solver`."""
 
     max_tokens: ClassVar[None] = None  # images have no tokens
 
     steps: int
     height: int
     width: int
+    frames: int = 1  # above 1: of a video
+    fps: float = 16.0  # frames per second of a video
     rule: str = "flow-sde"
     noise: float = 0.0
     stochastic: range = range(0)
@@ -292,6 +302,10 @@ class SampleSpec:
     record: Trajectory | OnePass = Trajectory()  # what is recorded of the trained steps
     starts: range = range(0)  # the window of each prompt starts at one of these; empty: as given
     negatives: bool = False  # encode negative prompts even if sampling has no guidance
+
+    @property
+    def size(self) -> Size:
+        return Size(self.height, self.width, self.frames)
 
     def placed(self, seed: int) -> SampleSpec:
         """The spec of a prompt whose group has this seed."""

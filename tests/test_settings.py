@@ -18,7 +18,7 @@ from gesso.rewards.transport.cache import CachedScorer
 from gesso.rollout import Rollout
 from gesso.samplers.denoise import DenoisingSampler
 from gesso.track.run_folder import RunFolder
-from gesso.types import Prompt, SampleSpec, Score
+from gesso.types import Prompt, SampleSpec, Score, Size
 from tests.conftest import PROMPTS
 from tests.rollouts import SIZE, parts_of, rollout_of, scored_rollout
 from tests.typed import drawing, sure
@@ -137,7 +137,7 @@ def test_optimizer_options_reach_adamw(recipe_data: dict) -> None:
 def test_conditional_guidance_detaches_the_unconditional_branch(recipe_data: dict) -> None:
     model = drawing(build.model(build.recipe_from(recipe_data)))
     sampler = DenoisingSampler(model, 4)
-    cond, empty = (sampler.embeddings([Prompt(t)]) for t in (PROMPTS[0], ""))
+    cond, empty = (sampler.embeddings([Prompt(t)], Size(32, 96)) for t in (PROMPTS[0], ""))
     x = torch.randn(1, 8, 8, 24, generator=torch.Generator().manual_seed(0))
     sigma, scale = torch.tensor([0.5]), 3.0
     leaves = []
@@ -211,6 +211,6 @@ def test_the_prompt_cache_has_a_limit(recipe_data: dict) -> None:
 
     cache = PromptCache(drawing(build.model(build.recipe_from(recipe_data))), limit=1)
     prompts = [Prompt(text) for text in PROMPTS]
-    cache(prompts)
-    cache(prompts[:1])
+    cache(prompts, Size(32, 96))
+    cache(prompts[:1], Size(32, 96))
     assert cache.encoded == len(PROMPTS) + 1 and len(cache._rows) == 1

@@ -61,8 +61,10 @@ class AnyFlowAlgorithm(config.Strict):
         assert watched.guidance is not None, "build.recipe_from fills it in"
         return SampleSpec(
             steps=watched.steps,
-            height=model.height,
-            width=model.width,
+            height=watched.height or model.height,
+            width=watched.width or model.width,
+            frames=watched.frames or model.frames,
+            fps=model.fps,
             guidance=watched.guidance,
             weights=weights,
         )

@@ -128,7 +128,12 @@ class NoisedAlgorithm(FlowAlgorithm):
 
     def spec(self, step: int, seed: int, model: config.Model) -> SampleSpec:
         return SampleSpec(
-            steps=self.steps, height=model.height, width=model.width, solver=self.solver
+            steps=self.steps,
+            height=model.height,
+            width=model.width,
+            frames=model.frames,
+            fps=model.fps,
+            solver=self.solver,
         )
 
     def prepare(

@@ -22,7 +22,7 @@ from gesso.formulas.reward_gradient import Velocity, hinge
 from gesso.models.flow.base import FlowModel
 from gesso.models.flow.guidance import guided
 from gesso.ranks import ALONE, Ranks
-from gesso.rollout import Rollout
+from gesso.rollout import Conditioning, Rollout
 from gesso.types import GuidanceGradient, Prompt, SampleSpec, Which, seed_of
 from gesso.weights.policy import Policy
 
@@ -31,7 +31,7 @@ Reward = Callable[[Tensor, Sequence[Prompt]], Tensor]
 
 
 class DecodingModel(FlowModel, Protocol):
-    def images(self, latents: Tensor) -> Tensor:
+    def images(self, latents: Tensor, cond: Conditioning) -> Tensor:
         """(N, C, H, W) → (N, 3, height, width) float32 in [0, 1], with gradient."""
 
 
@@ -94,6 +94,8 @@ class RewardGradient(AnyFlowAlgorithm):
             steps=self.steps,
             height=model.height,
             width=model.width,
+            frames=model.frames,
+            fps=model.fps,
             stochastic=self.recorded,
             trained=self.recorded,
             guidance=self.guidance,
@@ -140,7 +142,7 @@ class RewardGradient(AnyFlowAlgorithm):
 
         clean, weight = self.path(saved_input, terms)
         prompts = [terms.prompts[i] for i in terms.sample.tolist()]
-        reward = self._reward(model.images(clean), prompts)
+        reward = self._reward(model.images(clean, cond), prompts)
         return TermLosses(weight * hinge(reward, self.hinge), {"reward": reward.detach()})
 
     def with_kl(self, factor: float) -> None:

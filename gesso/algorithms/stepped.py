@@ -125,6 +125,8 @@ class Stepped(AnyFlowAlgorithm):
             steps=self.steps,
             height=model.height,
             width=model.width,
+            frames=model.frames,
+            fps=model.fps,
             rule=self.rule,
             noise=self.noise,
             stochastic=window or range(self.steps),

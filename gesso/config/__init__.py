@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from gesso.config.base import (
+    MAX_FRAMES,
     MAX_SAMPLES,
     MAX_SIDE,
     MAX_STEPS,
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FAMILIES",
+    "MAX_FRAMES",
     "MAX_SAMPLES",
     "MAX_SIDE",
     "MAX_STEPS",

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from gesso.config.base import MAX_SIDE, Dtype, Strict
+from gesso.config.base import MAX_FRAMES, MAX_SIDE, Dtype, Strict
 from gesso.config.bundled import FAMILIES, MODELS, FamilyName
 
 
@@ -100,6 +100,10 @@ class Model(AnyModel):
     """Image height in pixels. Input images are resized to the area height × width."""
     width: int = Field(512, ge=8, le=MAX_SIDE)
     """Image width in pixels."""
+    frames: int = Field(1, ge=1, le=MAX_FRAMES)
+    """Frames of a video; 1 is an image. Image models generate 1."""
+    fps: float = Field(16.0, gt=0)
+    """Frames per second of videos: Wan 2.1 and 2.2 A14B 16, Wan 2.2 TI2V 24."""
     text_length: int | None = Field(None, ge=0)
     """Maximum number of prompt tokens. None: the pipeline's default (SD3 128, FLUX.1 dev 512,
     FLUX.1 schnell 256, Qwen-Image 512). Use 0 for SD3 checkpoints without T5, such as the bundled

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from gesso.config.base import MAX_SAMPLES, MAX_STEPS, Named, Strict
+from gesso.config.base import MAX_FRAMES, MAX_SAMPLES, MAX_SIDE, MAX_STEPS, Named, Strict
 from gesso.config.expect import Expect
 from gesso.config.model import ModelSection
 from gesso.config.reward import RewardEntry
@@ -179,6 +179,12 @@ class Eval(Strict):
     """Flow models: denoising steps in evaluations."""
     guidance: float | None = Field(None, ge=0)
     """Flow models: guidance scale in evaluations; 1 disables guidance. None: as in training."""
+    height: int | None = Field(None, ge=8, le=MAX_SIDE)
+    """Flow models: height of the samples of evaluations. None: `model.height`."""
+    width: int | None = Field(None, ge=8, le=MAX_SIDE)
+    """Flow models: width of the samples of evaluations. None: `model.width`."""
+    frames: int | None = Field(None, ge=1, le=MAX_FRAMES)
+    """Flow models: frames of the videos of evaluations. None: `model.frames`."""
     temperature: float = Field(0.0, ge=0)
     """Language models: sampling temperature in evaluations; 0 is greedy."""
 

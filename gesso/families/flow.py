@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -114,7 +115,10 @@ class FlowFamily:
         return recipe.eval.model_copy(update={"guidance": guidance})
 
     def eval_cost(self, recipe: Recipe, algorithm: Algorithm) -> float:
-        return recipe.eval.steps / flow_checks.sample_spec(recipe, algorithm).steps
+        trained = flow_checks.sample_spec(recipe, algorithm)
+        evaluated = flow_checks.eval_spec(recipe, algorithm)
+        pixels = math.prod(evaluated.size) / math.prod(trained.size)
+        return pixels * evaluated.steps / trained.steps
 
     def network(self, model: FlowModel) -> str:
         return "transformer"

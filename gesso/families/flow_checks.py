@@ -22,6 +22,14 @@ def sample_spec(recipe: AnyRecipe, algorithm: Algorithm) -> SampleSpec:
     return spec
 
 
+def eval_spec(recipe: AnyRecipe, algorithm: Algorithm) -> SampleSpec:
+    """How samples of evaluations are generated."""
+    assert isinstance(recipe.model, Model)
+    spec = algorithm.eval_spec(recipe.eval, recipe.model, "current")
+    assert isinstance(spec, SampleSpec)
+    return spec
+
+
 def one_pass(recipe: Recipe, algorithm: Algorithm) -> bool:
     """Whether per-sample gradients are computed during sampling."""
     return sample_spec(recipe, algorithm).per_sample_grads
@@ -134,7 +142,8 @@ def check_data(
     from gesso.models.flow.base import check_guidance, check_images, over_long, unused_negatives
 
     spec = sample_spec(recipe, algorithm)
-    model.latent_shape(spec.height, spec.width)
+    for size in dict.fromkeys((spec.size, eval_spec(recipe, algorithm).size)):
+        model.latent_shape(*size)
     train = [prompt for part in data.train for prompt in part.prompts]
     check_images(model, [*train, *data.held_out])
     check_guidance(model, spec.guidance, train)

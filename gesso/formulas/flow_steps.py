@@ -2,8 +2,9 @@
 log-prob.
 
 σ runs from 1 (noise) to 0 (image); a step goes from σ to σ' with dt = σ' − σ < 0; v is the
-model's velocity (noise − image). x, v: (N, C, H, W); σ, σ': (N,), so that one batch may contain
-different steps of a trajectory. Everything is float32, regardless of the model's precision.
+model's velocity (noise − image). x, v: (N, C, H, W) or, of videos, (N, C, F, H, W); σ, σ': (N,), so
+that one batch may contain different steps of a trajectory. Everything is float32, regardless of
+the model's precision.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from gesso.formulas.shapes import column
+
 _LOG_2PI = math.log(2 * math.pi)
 
 
@@ -23,16 +26,16 @@ class Transition:
     """Distribution of x' given x: N(mean, std²) per element, and how its log-prob is computed."""
 
     mean: Tensor  # (N, C, H, W)
-    std: Tensor  # (N, 1, 1, 1); 0 where the step is deterministic
-    s: Tensor  # (N, 1, 1, 1): the rule's noise scale; Flow-SDE's std is s·√−dt
+    std: Tensor  # (N, 1, …); 0 where the step is deterministic
+    s: Tensor  # (N, 1, …): the rule's noise scale; Flow-SDE's std is s·√−dt
     full_density: bool  # False: only −(x'−μ)², as in the reference code of CPS
 
     def draw(self, noise: Tensor) -> Tensor:
         return self.mean + self.std * noise
 
     def logp(self, x_next: Tensor) -> Tensor:
-        """(N,): mean over C,H,W of the log-density (Flow-GRPO's authors report that the
-        sum is unstable). Gradients flow to the mean, never to x'. A deterministic step has no
+        """(N,): mean over all axes of a latent of the log-density (Flow-GRPO's authors report that
+        the sum is unstable). Gradients flow to the mean, never to x'. A deterministic step has no
         density: its log-prob is 0 without gradient, so that no NaN reaches the loss."""
         error = (x_next.detach() - self.mean).square()
         if self.full_density:
@@ -101,7 +104,7 @@ def dance(
 
 def euler(x: Tensor, v: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
     """x' = x + v·dt, the deterministic step; shapes as above."""
-    return x + v * _column(sigma_next - sigma)
+    return x + v * column(sigma_next - sigma, x)
 
 
 @dataclass(frozen=True)
@@ -123,11 +126,11 @@ def dpm2(
     The first step, and steps next to σ = 1 or σ' = 0 where λ is infinite, have D = x̂0, which is
     exactly the Euler step.
     """
-    now, end = _column(sigma.float()), _column(sigma_next.float())
+    now, end = column(sigma.float(), x), column(sigma_next.float(), x)
     clean = x - now * v
     guess = clean
     if before is not None:
-        last = _column(before.sigma.float())
+        last = column(before.sigma.float(), x)
         finite = (last < 1) & (end > 0)
         log_snr = [torch.log((1 - s) / s) for s in (last, now, torch.where(finite, end, now / 2))]
         r = (log_snr[1] - log_snr[0]) / (log_snr[2] - log_snr[1])
@@ -150,15 +153,14 @@ def transition(
 ) -> Transition:
     """The step under `rule`. Sampling draws from it; training recomputes log-probs with it."""
     second = torch.as_tensor(sigma_1, dtype=torch.float32, device=x.device)
-    return RULES[rule](
-        x.float(), v.float(), _column(sigma.float()), _column(sigma_next.float()), second, noise
-    )
+    now, end = column(sigma.float(), x), column(sigma_next.float(), x)
+    return RULES[rule](x.float(), v.float(), now, end, second, noise)
 
 
 def scales(rule: str, sigmas: Tensor, steps: range, noise: float) -> tuple[Tensor, Tensor]:
     """s and std of these steps of a schedule, (len(steps),) each."""
     index = torch.tensor(steps, device=sigmas.device)
-    nothing = sigmas.new_zeros(len(index), 1, 1, 1)
+    nothing = sigmas.new_zeros(len(index), 1)
     sigma, sigma_next = sigmas[index], sigmas[index + 1]
     step = transition(rule, nothing, nothing, sigma, sigma_next, sigmas[1], noise)
     return step.s.flatten(), step.std.flatten()
@@ -169,7 +171,3 @@ def inverse_gain(s: Tensor, sigma: Tensor, sigma_next: Tensor) -> Tensor:
     respect to each of the D elements of v, so c gives every step the same (Flash-GRPO)."""
     q = (sigma - sigma_next).sqrt()
     return 1 / (q / s + s * q * (1 - sigma) / (2 * sigma))
-
-
-def _column(value: Tensor) -> Tensor:
-    return value.view(-1, 1, 1, 1)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gesso.formulas.precision import wide
+from gesso.formulas.shapes import column
 
 Weighting = Literal["uniform", "t", "t2", "huber", "ghuber"]
 _SMALL = 1e-10  # keeps the gradient of a root finite at L = 0
@@ -19,7 +20,7 @@ _SMALL = 1e-10  # keeps the gradient of a root finite at L = 0
 
 def noised(x0: Tensor, noise: Tensor, t: Tensor) -> Tensor:
     """x_t = (1−t)·x0 + t·ε."""
-    return torch.lerp(x0, noise, t.view(-1, 1, 1, 1))
+    return torch.lerp(x0, noise, column(t, x0))
 
 
 def on_schedule(sigmas: Tensor, place: Tensor) -> Tensor:
@@ -30,12 +31,12 @@ def on_schedule(sigmas: Tensor, place: Tensor) -> Tensor:
 
 
 def loss(v: Tensor, x0: Tensor, noise: Tensor) -> Tensor:
-    """L = mean over C,H,W of (v − (ε − x0))², in float32 or wider."""
+    """L = mean over all axes of a latent of (v − (ε − x0))², in float32 or wider."""
     return distance(v, wide(noise) - wide(x0))
 
 
 def distance(v: Tensor, other: Tensor) -> Tensor:
-    """Mean over C,H,W of (v − v')², in float32 or wider."""
+    """Mean over all axes of a latent of (v − v')², in float32 or wider."""
     return (wide(v) - wide(other)).square().flatten(1).mean(1)
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from gesso.formulas.shapes import column
+
 ADVANTAGE_CLIP = 5.0
 MIN_WEIGHT = 1e-5
 
@@ -31,10 +33,10 @@ def contrast(
     v⁺ = βv + (1−β)v_old, v⁻ = (1+β)v_old − βv, x̂± = x_t − t·v±,
     L± = mean((x̂± − x0)² / w±), w± = max(mean|x̂± − x0|, 1e-5) in float64 without gradient.
     """
-    column = t.view(-1, 1, 1, 1)
+    time = column(t, x_t)
     v_old = v_old.detach()
-    good = x_t - column * (beta * v + (1 - beta) * v_old)
-    bad = x_t - column * ((1 + beta) * v_old - beta * v)
+    good = x_t - time * (beta * v + (1 - beta) * v_old)
+    bad = x_t - time * ((1 + beta) * v_old - beta * v)
     loss = optimal * _weighted(good, x0) + (1 - optimal) * _weighted(bad, x0)
     return loss * (clip / beta)
 

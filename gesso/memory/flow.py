@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -58,12 +59,12 @@ def _networks(model: PipelineModel, recipe: Recipe) -> dict[str, int]:
 
 def _stored(model: Any, spec: SampleSpec, samples: int) -> int:
     """Latents of the trained steps of a whole rollout, and per-sample gradients, in float32."""
-    c, h, w = model.latent_shape(spec.height, spec.width)
+    elements = math.prod(model.latent_shape(*spec.size))
     steps = len(spec.trained)
     tensors = 1 + (steps + 1 if steps else 0) + (steps if spec.means else 0)
     two_branches = model.guidance == "negative" and spec.guidance > 1
     tensors += steps if two_branches and spec.guidance_gradient == "conditional" else 0
-    return samples * (tensors * c * h * w + spec.per_sample_grads * model.policy.size) * 4
+    return samples * (tensors * elements + spec.per_sample_grads * model.policy.size) * 4
 
 
 def _update(model: Any, algorithm: Algorithm, recipe: Recipe) -> Callable[[], object]:
@@ -103,7 +104,8 @@ def _works(model: Any, algorithm: Algorithm, recipe: Recipe) -> dict[str, Callab
     @torch.no_grad()
     def decode() -> object:
         with model.policy.folded("current"):
-            return model.pixels(trace.clean)
+            cond = context.cond.rows(trace.row)
+            return model.pixels(model.completed(trace.clean, cond))
 
     @torch.no_grad()
     def encode() -> object:
@@ -116,7 +118,7 @@ def _works(model: Any, algorithm: Algorithm, recipe: Recipe) -> dict[str, Callab
 
 def _rollout(model: Any, spec: SampleSpec, n: int) -> Rollout:
     """n samples as the sampler returns them, with shapes only."""
-    shape, steps = model.latent_shape(spec.height, spec.width), len(spec.trained)
+    shape, steps = model.latent_shape(*spec.size), len(spec.trained)
 
     def latents(count: int) -> Tensor:
         return torch.empty(n, count, *shape, device=model.device)
@@ -124,7 +126,7 @@ def _rollout(model: Any, spec: SampleSpec, n: int) -> Rollout:
     cond = model.blank(1)
     two_branches = model.guidance == "negative" and spec.guidance > 1
     context = FlowContext(
-        sigmas=model.sigmas(spec.steps, spec.height, spec.width).to(model.device),
+        sigmas=model.sigmas(spec.steps, *spec.size).to(model.device),
         cond=cond,
         negative=cond if two_branches else None,
         fine=torch.empty(3, device=model.device),

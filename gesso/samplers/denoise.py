@@ -44,9 +44,11 @@ class DenoisingSampler:
 
     @torch.no_grad()
     def shared(self, prompts: Sequence[Prompt], spec: SampleSpec) -> FlowContext:
-        cond, negative = self.embeddings.conditions(prompts, spec.guidance, spec.negatives)
+        cond, negative = self.embeddings.conditions(
+            prompts, spec.size, spec.guidance, spec.negatives
+        )
         sigmas, fine = (
-            self.model.sigmas(steps, spec.height, spec.width).to(self.model.device)
+            self.model.sigmas(steps, *spec.size).to(self.model.device)
             for steps in (spec.steps, FINE_STEPS)
         )
         return FlowContext(sigmas, cond, negative, fine)
@@ -70,7 +72,8 @@ class DenoisingSampler:
                 placed = spec.placed(of_group[rows[0]])
                 starts = self._starts(context, rows, of_group, placed) if spec.same_noise else None
                 trace, logp = self._sample(context, rows, own, placed, starts)
-                images = self.model.decode(trace.clean).numpy()
+                cond = context.cond.rows(trace.row)
+                images = self.model.decode(trace.clean, cond).numpy()
                 samples = [
                     Sample(prompts[r], image, seed)
                     for r, image, seed in zip(rows, images, own, strict=True)
@@ -115,7 +118,7 @@ class DenoisingSampler:
         return recorded.trace(context, rows, spec.trained, x), recorded.logp(x)
 
     def _noise(self, seeds: Sequence[int], spec: SampleSpec) -> _Noise:
-        shape = self.model.latent_shape(spec.height, spec.width)
+        shape = self.model.latent_shape(*spec.size)
         return _Noise(seeds, shape, self.model.device)
 
     def _rows(self, row: Sequence[int]) -> Tensor:
@@ -184,9 +187,7 @@ def _recorder(model: FlowModel, negative: Conditioning | None, spec: SampleSpec)
 class _Noise:
     """Standard normal noise, one stream per sample, always drawn on the CPU."""
 
-    def __init__(
-        self, seeds: Sequence[int], shape: tuple[int, int, int], device: torch.device
-    ) -> None:
+    def __init__(self, seeds: Sequence[int], shape: tuple[int, ...], device: torch.device) -> None:
         self.streams = [torch.Generator().manual_seed(seed) for seed in seeds]
         self.shape = shape
         self.device = device

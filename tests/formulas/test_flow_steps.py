@@ -259,3 +259,20 @@ def test_inverse_gain_gives_every_step_the_same_gradient(rule: str) -> None:
     (c * step.logp(step.draw(noise).detach())).sum().backward()
     expected = -noise / noise[0].numel()
     torch.testing.assert_close(v.grad, expected, rtol=1e-3, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("rule", flow_steps.RULES)
+def test_frames_are_one_more_axis(rule: str) -> None:
+    """A step of latents (C, F, H, W) is that of (C, F·H, W)."""
+    x, v, noise = torch.randn(3, 2, 3, 4, 5, 6, generator=torch.Generator().manual_seed(0))
+    sigma, sigma_next = torch.tensor([0.9, 0.6]), torch.tensor([0.8, 0.5])
+    video = flow_steps.transition(rule, x, v, sigma, sigma_next, 0.9, 0.5)
+    flat = (x.flatten(2, 3), v.flatten(2, 3))
+    image = flow_steps.transition(rule, *flat, sigma, sigma_next, 0.9, 0.5)
+    ahead = video.draw(noise)
+    assert torch.equal(ahead.flatten(2, 3), image.draw(noise.flatten(2, 3)))
+    torch.testing.assert_close(video.logp(ahead), image.logp(ahead.flatten(2, 3)))
+    before = torch.tensor([0.95, 0.7])
+    moved, _ = flow_steps.dpm2(x, v, sigma, sigma_next, flow_steps.Clean(v, before))
+    same, _ = flow_steps.dpm2(*flat, sigma, sigma_next, flow_steps.Clean(flat[1], before))
+    assert torch.equal(moved.flatten(2, 3), same)

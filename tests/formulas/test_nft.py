@@ -60,3 +60,14 @@ def test_optimality() -> None:
 )
 def test_old_policy_decay(step: int, schedule: int, decay: float) -> None:
     assert nft.old_decay(step, schedule) == pytest.approx(decay)
+
+
+def test_frames_are_one_more_axis() -> None:
+    """Latents of videos, (C, F, H, W), count as (C, F·H, W)."""
+    t, r = torch.tensor([0.2, 0.9]), torch.tensor([0.3, 1.0])
+    v, old, x0, noise = torch.randn(4, 2, 2, 3, 4, 5, generator=torch.Generator().manual_seed(0))
+    flat = (v.flatten(2, 3), old.flatten(2, 3), x0.flatten(2, 3))
+    x_t = matching.noised(x0, noise, t)
+    assert torch.equal(x_t.flatten(2, 3), matching.noised(flat[2], noise.flatten(2, 3), t))
+    got = nft.contrast(v, old, x0, x_t, t, r, 0.1)
+    torch.testing.assert_close(got, nft.contrast(*flat, x_t.flatten(2, 3), t, r, 0.1))

@@ -35,7 +35,7 @@ from gesso.models.flow.compiled import (
 )
 from gesso.models.flow.qwen_image import _as_real, _rotate
 from gesso.models.flow.sd3 import SD3
-from gesso.types import Prompt, UserError, Which
+from gesso.types import Prompt, Size, UserError, Which
 from gesso.weights.folding_rule import folds_lora
 from tests import pipelines
 from tests.models.test_folded import Counted, gradient, stirred
@@ -81,7 +81,8 @@ def test_decoder_batches_are_padded_and_trimmed(data: dict) -> None:
     model = drawing(build.model(build.recipe_from(data)))
     noise = torch.Generator().manual_seed(0)
     latents = torch.randn(3, *model.latent_shape(24, 16), generator=noise)
-    plain = model.decode(latents)
+    cond = model.encode([Prompt("a")], Size(24, 16))
+    plain = model.decode(latents, cond)
     torch._dynamo.reset()
     decoder = model.pipe.vae.decoder
     compile_decoder(decoder, backend="eager")
@@ -90,13 +91,13 @@ def test_decoder_batches_are_padded_and_trimmed(data: dict) -> None:
     decoder.register_forward_pre_hook(lambda _, given: rows.append(len(given[0])))
     counters = torch._dynamo.utils.counters["stats"]
     counters.clear()
-    assert (model.decode(latents).int() - plain.int()).abs().max() <= 1
+    assert (model.decode(latents, cond).int() - plain.int()).abs().max() <= 1
     graphs = counters["unique_graphs"]
     assert graphs > 0
-    assert torch.equal(model.decode(latents[:2]), model.decode(latents)[:2])
+    assert torch.equal(model.decode(latents[:2], cond), model.decode(latents, cond)[:2])
     assert rows == [5, 5, 5] and counters["unique_graphs"] == graphs
     model.sizes = (6,)
-    model.decode(latents)
+    model.decode(latents, cond)
     assert counters["unique_graphs"] == 2 * graphs  # another size has graphs of its own
 
 
@@ -129,7 +130,7 @@ def test_compile_means_the_decoder_too(data: dict, monkeypatch: pytest.MonkeyPat
 def test_flux_batches_are_padded_and_trimmed(data: dict, tmp_path: Path) -> None:
     data["model"] |= {"name": "flux", "path": str(pipelines.build("flux-dev", tmp_path / "flux"))}
     model = drawing(build.model(build.recipe_from(data)))
-    cond = model.encode([Prompt(text) for text in "abc"])
+    cond = model.encode([Prompt(text) for text in "abc"], Size(32, 96))
     cond = replace(cond, guidance=torch.tensor([1.0, 3.5, 7.0]))
     shape = model.latent_shape(32, 96)
     x = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))

@@ -24,7 +24,7 @@ from gesso.families import classes
 from gesso.models.flow.base import PromptCache, check_images
 from gesso.rollout import FlowTrace, Rollout
 from gesso.samplers.denoise import DenoisingSampler
-from gesso.types import Prompt, PromptImage, SampleSpec, Score, UserError
+from gesso.types import Prompt, PromptImage, SampleSpec, Score, Size, UserError
 from tests.editors import EDITORS
 from tests.editors import build as build_editor
 from tests.rollouts import parts_of
@@ -118,7 +118,8 @@ class Editor:
                 guidance_scale=self.scale, max_sequence_length=16, max_area=SIZE[0] * SIZE[1],
                 _auto_resize=False, **options,
             ).images  # fmt: skip
-        embeds = [model.encode([p]).embeds for p in (prompt, replace(prompt, text=prompt.negative))]
+        both = (prompt, replace(prompt, text=prompt.negative))
+        embeds = [model.encode([p], Size(*SIZE)).embeds for p in both]
         return pipe(
             image=images, prompt_embeds=embeds[0], negative_prompt_embeds=embeds[1],
             true_cfg_scale=self.scale, **options,
@@ -191,7 +192,7 @@ def test_references_matter_in_both_branches(editor: Editor) -> None:
     alone are returned."""
     model, prompt = editor.plain_model(), editor.prompts[0]
     others = [prompt, replace(prompt, images=(picture(9),))]
-    cond, negative = PromptCache(model).conditions(others, editor.scale)
+    cond, negative = PromptCache(model).conditions(others, Size(*SIZE), editor.scale)
     x = torch.randn(1, *model.latent_shape(*SIZE), generator=torch.Generator().manual_seed(0))
     for branch in [cond] if negative is None else [cond, negative]:
         assert branch.source is not None and gap(branch.source[0], branch.source[1]) > 0.1
@@ -209,10 +210,10 @@ def test_prompts_are_cached_by_text_and_content_of_the_images(
     prompt, file = one_each.prompts[0], tmp_path / "in.png"
     file.write_bytes(prompt.images[0].data)
     cache = PromptCache(one_each.plain_model())
-    first = cache([prompt, replace(prompt, images=(PromptImage(str(file)),))])
+    first = cache([prompt, replace(prompt, images=(PromptImage(str(file)),))], Size(*SIZE))
     assert cache.encoded == 1
     file.write_bytes(picture(9).data)
-    again = cache([prompt, replace(prompt, images=(PromptImage(str(file)),))])
+    again = cache([prompt, replace(prompt, images=(PromptImage(str(file)),))], Size(*SIZE))
     assert cache.encoded == 2 and first.source is not None and again.source is not None
     assert gap(first.source[1], again.source[0]) == 0 < gap(again.source[0], again.source[1])
 
@@ -229,7 +230,7 @@ def test_qwen_reads_an_image_at_positions_of_an_image(folders: Path) -> None:
         pipe.image_processor.resize(image.open(), *size)
         for image, size in zip(prompt.images, sizes, strict=True)
     ]
-    ours = model.encode([prompt]).embeds
+    ours = model.encode([prompt], Size(*SIZE)).embeds
     wrong, _ = pipe.encode_prompt([prompt.text], images)
     assert wrong.shape == ours.shape and gap(wrong, ours) > 0.1
 
@@ -379,4 +380,4 @@ def test_numbers_of_input_images(folders: Path) -> None:
         with pytest.raises(UserError, match=f"train.jsonl:7: {sentence}"):
             check_images(model, [prompt])
     with pytest.raises(UserError, match=r"train.jsonl:7: expected a prompt without <\|image_pad"):
-        edit.encode([replace(text, text="a <|image_pad|>", images=(one,))])
+        edit.encode([replace(text, text="a <|image_pad|>", images=(one,))], Size(*SIZE))

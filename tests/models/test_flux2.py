@@ -15,7 +15,7 @@ from PIL import Image
 from gesso.config import Lora
 from gesso.models.flow.base import PromptCache
 from gesso.samplers.denoise import DenoisingSampler
-from gesso.types import Prompt, PromptImage, SampleSpec, UserError
+from gesso.types import Prompt, PromptImage, SampleSpec, Size, UserError
 from tests import pipelines
 from tests.models.test_pipelines import Tiny, gap
 
@@ -68,7 +68,7 @@ def test_input_images_are_those_of_the_pipeline(of: Callable[[str], Tiny], name:
 
 def test_input_images_are_not_part_of_the_velocity(of: Callable[[str], Tiny]) -> None:
     model = of("flux2-klein").plain_model()
-    cond = PromptCache(model)([Prompt("a cat", images=PICTURES)] * 2)
+    cond = PromptCache(model)([Prompt("a cat", images=PICTURES)] * 2, Size(*SIZE))
     assert cond.layouts == (((16, 20), (17, 16)),) * 2
     assert cond.source is not None and cond.source.shape == (2, 16 * 20 + 17 * 16, model.channels)
     x = torch.randn(2, *model.latent_shape(*SIZE))
@@ -87,9 +87,9 @@ def test_large_input_images_are_shrunk_as_in_the_pipeline(
 
     monkeypatch.setattr(model, "latents", latents)
     prompt = Prompt("a cat", images=(picture((1000, 2000)),))
-    model.encode([prompt])
+    model.encode([prompt], Size(*SIZE))
     model.area = 512**2
-    model.encode([prompt])
+    model.encode([prompt], Size(*SIZE))
     assert seen == [(1, 3, 724, 1448), (1, 3, 360, 724)]
 
 
@@ -101,7 +101,7 @@ def test_input_images_that_the_pipeline_refuses(
 ) -> None:
     prompt = Prompt("a cat", images=(picture(size),), where="train.jsonl:3")
     with pytest.raises(UserError, match=f"train.jsonl:3: input image: {told}"):
-        of("flux2-klein").plain_model().encode([prompt])
+        of("flux2-klein").plain_model().encode([prompt], Size(*SIZE))
 
 
 def test_the_single_blocks_output_is_another_kind_of_layer(of: Callable[[str], Tiny]) -> None:
@@ -116,7 +116,7 @@ def test_the_single_blocks_output_is_another_kind_of_layer(of: Callable[[str], T
 
 def test_z_image_leaves_the_callers_prompts(of: Callable[[str], Tiny]) -> None:
     prompts = [Prompt("a cat"), Prompt("a red cat")]
-    cond = of("z-image").plain_model().encode(prompts)
+    cond = of("z-image").plain_model().encode(prompts, Size(*SIZE))
     assert [p.text for p in prompts] == ["a cat", "a red cat"]
     assert cond.mask is not None and cond.mask.sum(1).tolist() == [12, 16]  # cut at 16
 
@@ -126,7 +126,9 @@ def test_z_image_compiled_pads_behind_a_mask(of: Callable[[str], Tiny]) -> None:
     tiny = of("z-image")
     model, padded = tiny.plain_model(), tiny.model(text_length=80)
     padded.before_compiling()  # nothing is compiled here
-    cond = PromptCache(tiny.model(text_length=80))([Prompt("a cat" * 9), Prompt("oak")])
+    cond = PromptCache(tiny.model(text_length=80))(
+        [Prompt("a cat" * 9), Prompt("oak")], Size(*SIZE)
+    )
     assert cond.mask is not None and cond.mask.sum(1).tolist() == [52, 10]
     x = torch.randn(2, *model.latent_shape(*SIZE), generator=torch.Generator().manual_seed(0))
     sigma, alone = torch.tensor([0.9, 0.3]), torch.tensor([1])

@@ -12,7 +12,7 @@ import gesso
 from gesso import build
 from gesso.models.flow.base import PromptCache
 from gesso.models.flow.guidance import guided, rows_per_sample
-from gesso.types import Prompt
+from gesso.types import Prompt, Size
 from tests.conftest import PROMPTS
 from tests.rollouts import parts_of, rollout_of
 from tests.typed import drawing
@@ -34,7 +34,7 @@ def test_every_way_to_run_the_branches_gives_the_same_velocity(recipe_data: dict
     """u + scale·(c − u), from one pass, from two, and from a stored negative branch."""
     model = drawing(build.model(build.recipe_from(recipe_data)))
     prompts = [Prompt(text, "a blue sign") for text in PROMPTS]
-    cond, negative = PromptCache(model).conditions(prompts, SCALE)
+    cond, negative = PromptCache(model).conditions(prompts, Size(32, 96), SCALE)
     assert negative is not None
     shape = (len(prompts), *model.latent_shape(32, 96))
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0))

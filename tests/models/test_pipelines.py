@@ -21,9 +21,9 @@ from gesso.config import Lora, Model
 from gesso.families import classes
 from gesso.models.flow.base import PromptCache, check_guidance, over_long, unused_negatives
 from gesso.models.flow.pipeline import PipelineModel
-from gesso.rollout import FlowTrace, Rollout
+from gesso.rollout import Conditioning, FlowTrace, Rollout
 from gesso.samplers.denoise import DenoisingSampler, Piece
-from gesso.types import Prompt, SampleSpec, Score, UserError
+from gesso.types import Prompt, SampleSpec, Score, Size, UserError
 from gesso.weights.empty import on_meta
 from gesso.weights.policy import Policy
 from tests import pipelines
@@ -208,7 +208,7 @@ def check_against(pipe: Any, tiny: Tiny, size: tuple[int, int]) -> None:
 def test_prompts_and_times_matter(tiny: Tiny) -> None:
     """Else the tests here would prove little."""
     model = tiny.plain_model()
-    cond, _ = PromptCache(model).conditions(tiny.prompts, tiny.scales[-1])
+    cond, _ = PromptCache(model).conditions(tiny.prompts, Size(*SIZES[0]), tiny.scales[-1])
     x = torch.randn(1, *model.latent_shape(*SIZES[0]), generator=torch.Generator().manual_seed(0))
     x = x.expand(3, -1, -1, -1)
     with torch.no_grad():
@@ -291,7 +291,7 @@ def test_padding_changes_nothing(of: Any) -> None:
     """Qwen-Image keeps prompts at their own lengths: in a batch the short ones are padded."""
     model = of("qwen-image").model(text_length=None)
     cache = PromptCache(model)
-    together = cache(PROMPTS)
+    together = cache(PROMPTS, Size(*SIZES[0]))
     assert together.mask is not None and together.mask.sum(1).tolist() == [14, 20, 8]
     noise = torch.Generator().manual_seed(0)
     x = torch.randn(3, *model.latent_shape(*SIZES[0]), generator=noise)
@@ -299,7 +299,7 @@ def test_padding_changes_nothing(of: Any) -> None:
     with torch.no_grad():
         batch = model.velocity(x, sigma, together)
         for i, prompt in enumerate(PROMPTS):
-            alone = model.velocity(x[i : i + 1], sigma[:1], cache([prompt]))
+            alone = model.velocity(x[i : i + 1], sigma[:1], cache([prompt], Size(*SIZES[0])))
             assert gap(batch[i : i + 1], alone) < 1e-5
 
 
@@ -354,7 +354,7 @@ def test_a_lora_of_plain_diffusers_in_ours(one_each: Tiny, tmp_path: Path) -> No
     model = tiny.model(lora=lora)
     assert gap(without_noise(model, tiny, scale, size), tiny.latents(pipe, scale, size)) < LORA_GAP
     # the reference is the base model all the same
-    cond, _ = PromptCache(model).conditions(tiny.prompts[:1], scale)
+    cond, _ = PromptCache(model).conditions(tiny.prompts[:1], Size(*size), scale)
     x, sigma = torch.randn(1, *model.latent_shape(*size)), torch.tensor([0.5])
     with torch.no_grad():
         reference = model.velocity(x, sigma, cond, "reference")
@@ -488,7 +488,7 @@ def test_encoding_an_image_is_the_inverse_of_decoding(
         return [frames]
 
     monkeypatch.setattr(vae, "decode", decode)
-    assert model.decode(latents).equal(images)
+    assert model.decode(latents, Conditioning(latents)).equal(images)
     torch.testing.assert_close(seen[0], expected)
     assert not torch.allclose(latents, expected.reshape(latents.shape))  # it is scaled
 
@@ -627,7 +627,7 @@ def loss_of(model: Any, tiny: Tiny, size: tuple[int, int]) -> torch.Tensor:
     """Something to differentiate, with both guidance branches where there are two."""
     from gesso.models.flow.guidance import guided
 
-    cond, negative = PromptCache(model).conditions(tiny.prompts, tiny.scales[-1])
+    cond, negative = PromptCache(model).conditions(tiny.prompts, Size(*SIZES[0]), tiny.scales[-1])
     noise = torch.Generator().manual_seed(0)
     x = torch.randn(3, *model.latent_shape(*size), generator=noise)
     sigma, scale = torch.tensor([0.9, 0.5, 0.2]), tiny.scales[-1]

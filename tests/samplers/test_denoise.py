@@ -15,7 +15,7 @@ from gesso.models.flow.base import FlowModel
 from gesso.rollout import FlowTrace, Rollout
 from gesso.samplers.base import parts
 from gesso.samplers.denoise import DenoisingSampler, Piece, _Noise
-from gesso.types import Prompt, PromptImage, ResponseSpec, SampleSpec, Score, Which
+from gesso.types import Prompt, PromptImage, ResponseSpec, SampleSpec, Score, Size, Which
 from gesso.weights.trainable import lora_layers
 from tests.conftest import PROMPTS
 from tests.rollouts import SIZE, parts_of, rollout_of
@@ -101,7 +101,7 @@ def test_a_window_is_stochastic_and_the_rest_is_not(recipe: Recipe) -> None:
     # up to the window nothing is random: the ODE's latent at the same step is met exactly
     x = start_noise(model, SEEDS)
     sigmas = model.sigmas(4, 32, 96)
-    cond = sampler.embeddings([Prompt(PROMPTS[r]) for r in ROWS])
+    cond = sampler.embeddings([Prompt(PROMPTS[r]) for r in ROWS], Size(32, 96))
     with torch.no_grad():
         v = model.velocity(x, sigmas[0].expand(5), cond)
     first = x + (sigmas[1] - sigmas[0]) * v

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from gesso.rollout import Conditioning
-from gesso.types import Prompt, UserError, Which
+from gesso.types import Prompt, Size, UserError, Which
 from gesso.weights.merge import SHARD
 from gesso.weights.policy import Policy
 from gesso.weights.roles import RunnableWeights
@@ -52,20 +52,21 @@ class FlowModel(Protocol):
     def input_images(self) -> range:
         """Numbers of input images that a prompt may have; `range(1)` for text-to-image models."""
 
-    def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
-        """Texts and input images → (P, …) conditioning, as the pipeline itself would encode
-        them."""
+    def encode(self, prompts: Sequence[Prompt], size: Size) -> Conditioning:
+        """Texts and input images → (P, …) conditioning of samples of this size, as the pipeline
+        itself would encode them."""
 
-    def sigmas(self, steps: int, height: int, width: int) -> Tensor:
+    def sigmas(self, steps: int, height: int, width: int, frames: int = 1) -> Tensor:
         """(steps+1,) float32, from 1 down to 0."""
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
-        """(C, H, W) of an image of that size, or a UserError with the supported sizes."""
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        """(C, H, W) of an image of that size, (C, F, H, W) of a video, or a UserError with the
+        supported sizes."""
 
     def velocity(
         self, x: Tensor, sigma: Tensor, cond: Conditioning, weights: Which = "current"
     ) -> Tensor:
-        """x: (N, C, H, W), sigma: (N,), cond: N rows → v: (N, C, H, W) float32."""
+        """x: (N, C, H, W) or (N, C, F, H, W), sigma: (N,), cond: N rows → v like x, float32."""
 
     def filled(self, rows: int) -> int:
         """Number of rows that the network runs for a batch of `rows`, including padding."""
@@ -73,8 +74,9 @@ class FlowModel(Protocol):
     def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
         """Velocities of the two branches → the guided velocity."""
 
-    def decode(self, latents: Tensor) -> Tensor:
-        """(N, C, H, W) → (N, height, width, 3) uint8 on the CPU."""
+    def decode(self, latents: Tensor, cond: Conditioning) -> Tensor:
+        """Latents → (N, height, width, 3) uint8 on the CPU; of a video
+        (N, frames, height, width, 3)."""
 
     def save(self, folder: Path, merged: bool = False, shard: str = SHARD) -> None:
         """Saves the current weights for diffusers: LoRA weights, or the whole pipeline, in files of
@@ -110,27 +112,27 @@ class PromptCache:
         self.limit = limit
         self.encoded = 0  # prompts that went through the encoders
         self._bytes = 0
-        self._rows: OrderedDict[tuple[str, ...], Conditioning] = OrderedDict()
+        self._rows: OrderedDict[tuple[str | Size, ...], Conditioning] = OrderedDict()
 
     def conditions(
-        self, prompts: Sequence[Prompt], guidance: float, negatives: bool = False
+        self, prompts: Sequence[Prompt], size: Size, guidance: float, negatives: bool = False
     ) -> tuple[Conditioning, Conditioning | None]:
         """(P, …) on the model's device: the prompts, and the negative prompts if needed. As in
         diffusers, guidance of 1 or less is off. `negatives`: encode them anyway."""
-        cond = self(prompts)
+        cond = self(prompts, size)
         if self.model.guidance == "embedded":
             scale = torch.full((len(prompts),), guidance, device=self.model.device)
             return replace(cond, guidance=scale), None
         if guidance <= 1 and not negatives:
             return cond, None
-        return cond, self([replace(p, text=p.negative) for p in prompts])
+        return cond, self([replace(p, text=p.negative) for p in prompts], size)
 
-    def __call__(self, prompts: Sequence[Prompt]) -> Conditioning:
+    def __call__(self, prompts: Sequence[Prompt], size: Size) -> Conditioning:
         """(P, …) on the model's device."""
-        keys = [(prompt.text, *(image.digest() for image in prompt.images)) for prompt in prompts]
+        keys = [_key(prompt, size) for prompt in prompts]
         for key, prompt in zip(keys, prompts, strict=True):
             if key not in self._rows:
-                row = self.model.encode([prompt]).to(torch.device("cpu"))
+                row = self.model.encode([prompt], size).to(torch.device("cpu"))
                 self.encoded += 1
                 self._rows[key] = row
                 self._bytes += row.nbytes
@@ -139,6 +141,12 @@ class PromptCache:
         while self._bytes > self.limit and len(self._rows) > 1:
             self._bytes -= self._rows.popitem(last=False)[1].nbytes
         return result
+
+
+def _key(prompt: Prompt, size: Size) -> tuple[str | Size, ...]:
+    """The encoding of a text does not depend on the size of the samples."""
+    images = [image.digest() for image in prompt.images]
+    return (prompt.text, size, *images) if images else (prompt.text,)
 
 
 def wrong_images(model: FlowModel, prompt: Prompt) -> str | None:

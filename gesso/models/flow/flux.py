@@ -18,7 +18,7 @@ from gesso.models.flow.pipeline import (
 from gesso.models.flow.references import target_and_references
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
-from gesso.types import Prompt, Which
+from gesso.types import Prompt, Size, Which
 
 
 class Flux(PipelineModel):
@@ -59,7 +59,7 @@ class Flux(PipelineModel):
 
     @quiet("diffusers")  # `over_long` reports truncated prompts once
     @torch.no_grad()
-    def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
+    def encode(self, prompts: Sequence[Prompt], size: Size) -> Conditioning:
         embeds, pooled, _ = self.pipe.encode_prompt(
             prompt=[p.text for p in prompts],
             device=self.device,

@@ -18,7 +18,7 @@ from gesso.models.flow.pipeline import (
 from gesso.models.flow.references import target_and_references, with_references
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
-from gesso.types import Prompt, UserError, Which
+from gesso.types import Prompt, Size, UserError, Which
 
 
 class Flux2(PipelineModel):
@@ -77,7 +77,7 @@ class Flux2(PipelineModel):
 
     @quiet("diffusers")
     @torch.no_grad()
-    def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
+    def encode(self, prompts: Sequence[Prompt], size: Size) -> Conditioning:
         embeds, _ = self.pipe.encode_prompt(
             prompt=[p.text for p in prompts],
             device=self.device,

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from gesso.models.flow.flux import Flux
 from gesso.models.flow.references import with_references
 from gesso.rollout import Conditioning
-from gesso.types import Prompt
+from gesso.types import Prompt, Size
 
 
 class Kontext(Flux):
@@ -17,8 +17,8 @@ class Kontext(Flux):
     pipeline = "FluxKontextPipeline"
     input_images = range(1, 2)
 
-    def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
-        return with_references(self, super().encode(prompts), prompts)
+    def encode(self, prompts: Sequence[Prompt], size: Size) -> Conditioning:
+        return with_references(self, super().encode(prompts, size), prompts)
 
     def reference_size(self, height: int, width: int) -> tuple[int, int]:
         """The nearest of the ratios that the model was trained on, at the area of an output image.

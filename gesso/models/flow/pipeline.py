@@ -5,6 +5,7 @@ transformer.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,7 +30,7 @@ from gesso.models.flow.references import at_area, with_blank_references
 from gesso.models.repeatable import settle_attention
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
-from gesso.types import Prompt, UserError, Which
+from gesso.types import Prompt, Size, UserError, Which
 from gesso.weights.folding_rule import folds_lora
 from gesso.weights.layout import Sharding
 from gesso.weights.merge import SHARD
@@ -183,7 +184,7 @@ class PipelineModel(ABC):
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Tokens in height and width of an image of this size."""
-        _, h, w = self.latent_shape(height, width)
+        h, w = self.latent_shape(height, width)[-2:]
         return h // self.patch, w // self.patch
 
     def reference_size(self, height: int, width: int) -> tuple[int, int]:
@@ -219,7 +220,7 @@ class PipelineModel(ABC):
     def text_encoders(self) -> list[TextEncoder]: ...
 
     @abstractmethod
-    def encode(self, prompts: Sequence[Prompt]) -> Conditioning: ...
+    def encode(self, prompts: Sequence[Prompt], size: Size) -> Conditioning: ...
 
     @abstractmethod
     def velocity(
@@ -243,15 +244,15 @@ class PipelineModel(ABC):
         # A cache of rounded weights would hold those of all blocks of a sharded transformer.
         return torch.autocast(self.device.type, self.dtype, cache_enabled=not self.sharded)
 
-    def sigmas(self, steps: int, height: int, width: int) -> Tensor:
+    def sigmas(self, steps: int, height: int, width: int, frames: int = 1) -> Tensor:
         """The schedule of the pipeline; a dynamic shift depends on the number of image tokens."""
         scheduler = self.pipe.scheduler
         schedule: dict[str, Any] = {"num_inference_steps": steps}
         if self.even_sigmas:
             schedule = {"sigmas": np.linspace(1.0, 1 / steps, steps)}
         if scheduler.config.use_dynamic_shifting:
-            _, h, w = self.latent_shape(height, width)
-            schedule["mu"] = self.shift(h * w // self.patch**2, steps)
+            cells = math.prod(self.latent_shape(height, width, frames)[1:])
+            schedule["mu"] = self.shift(cells // self.patch**2, steps)
         scheduler.set_timesteps(**schedule, device="cpu")
         return scheduler.sigmas.float()
 
@@ -272,7 +273,16 @@ class PipelineModel(ABC):
         """σ times 1000, rounded to the network's precision as in the pipelines of diffusers."""
         return (sigma * self.pipe.scheduler.config.num_train_timesteps).to(self.dtype)
 
-    def latent_shape(self, height: int, width: int) -> tuple[int, int, int]:
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        if frames != 1:
+            raise UserError(
+                f"{self.path} generates images, got model.frames = {frames}; remove it, or use a "
+                "video model"
+            )
+        return self.channels, *self.cells(height, width)
+
+    def cells(self, height: int, width: int) -> tuple[int, int]:
+        """Latent cells in height and width, or a UserError with the supported sizes."""
         scale = self.cell
         factor = scale * self.patch
         if height % factor or width % factor:
@@ -287,7 +297,7 @@ class PipelineModel(ABC):
                 f"{self.path} does not support images of {height}×{width}: its position embeddings "
                 f"are limited to {most * factor} pixels per side"
             )
-        return self.channels, height // scale, width // scale
+        return height // scale, width // scale
 
     @property
     def cell(self) -> int:
@@ -300,14 +310,21 @@ class PipelineModel(ABC):
         return self.transformer.config.in_channels // (self.patch**2 if self.packed else 1)
 
     @torch.no_grad()
-    def decode(self, latents: Tensor) -> Tensor:
-        return (self.images(latents) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu()
+    def decode(self, latents: Tensor, cond: Conditioning) -> Tensor:
+        pixels = (self.images(latents, cond) * 255).round().to(torch.uint8)
+        return pixels.movedim(1, -1).cpu()
 
-    def images(self, latents: Tensor) -> Tensor:
-        """(N, C, H, W) → (N, 3, height, width) float32 in [0, 1], with gradient."""
+    def images(self, latents: Tensor, cond: Conditioning) -> Tensor:
+        """(N, C, H, W) → (N, 3, height, width) float32 in [0, 1], with gradient; of videos
+        (N, C, F, H, W) → (N, 3, frames, height, width)."""
+        latents = self.completed(latents, cond)
         index = self._filling(len(latents))
         pixels = self.pixels(latents if index is None else latents[index])[: len(latents)].float()
         return (pixels / 2 + 0.5).clamp(0, 1)
+
+    def completed(self, latents: Tensor, cond: Conditioning) -> Tensor:
+        """Denoised latents with what the conditioning fixes, such as the first frame."""
+        return latents
 
     def pixels(self, latents: Tensor) -> Tensor:
         """(N, C, H, W) → (N, 3, height, width) in [−1, 1]."""

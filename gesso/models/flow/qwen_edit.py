@@ -16,7 +16,7 @@ from gesso.models.flow.pipeline import TextLength
 from gesso.models.flow.qwen_image import QwenImage
 from gesso.models.flow.references import at_area, with_references
 from gesso.rollout import Conditioning
-from gesso.types import Prompt, UserError
+from gesso.types import Prompt, Size, UserError
 from gesso.weights.merge import SHARD
 
 SEEN_AREA = 384**2  # px: of an image for Qwen2.5-VL
@@ -48,7 +48,7 @@ class QwenEdit(QwenImage):
         return []
 
     @torch.no_grad()
-    def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
+    def encode(self, prompts: Sequence[Prompt], size: Size) -> Conditioning:
         rows = []
         for prompt in prompts:
             embeds = self._embeds(prompt)

@@ -22,7 +22,7 @@ from gesso.models.flow.references import target_and_references
 from gesso.models.flow.rotation import rotate
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
-from gesso.types import Prompt, Which
+from gesso.types import Prompt, Size, Which
 
 
 class QwenImage(PipelineModel):
@@ -62,7 +62,7 @@ class QwenImage(PipelineModel):
 
     @quiet("diffusers")  # `over_long` reports truncated prompts once
     @torch.no_grad()
-    def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
+    def encode(self, prompts: Sequence[Prompt], size: Size) -> Conditioning:
         embeds, mask = self.pipe.encode_prompt(
             prompt=[p.text for p in prompts],
             device=self.device,

@@ -16,7 +16,7 @@ from gesso.models.flow.pipeline import (
 )
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
-from gesso.types import Prompt, Which
+from gesso.types import Prompt, Size, Which
 
 
 class SD3(PipelineModel):
@@ -46,7 +46,7 @@ class SD3(PipelineModel):
 
     @quiet("diffusers")  # `over_long` reports truncated prompts once
     @torch.no_grad()
-    def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
+    def encode(self, prompts: Sequence[Prompt], size: Size) -> Conditioning:
         embeds, _, pooled, _ = self.pipe.encode_prompt(
             prompt=[p.text for p in prompts],
             prompt_2=None,

@@ -15,7 +15,7 @@ from gesso.models.flow.pipeline import PipelineModel, TextLength, chat_encoder
 from gesso.models.flow.rotation import rotate
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
-from gesso.types import Prompt, Which
+from gesso.types import Prompt, Size, Which
 
 MULTIPLE = 32  # the network pads texts and images to multiples of it, by learned tokens
 
@@ -54,7 +54,7 @@ class ZImage(PipelineModel):
 
     @quiet("diffusers")
     @torch.no_grad()
-    def encode(self, prompts: Sequence[Prompt]) -> Conditioning:
+    def encode(self, prompts: Sequence[Prompt], size: Size) -> Conditioning:
         embeds, _ = self.pipe.encode_prompt(
             prompt=[p.text for p in prompts],  # the pipeline writes into it
             device=self.device,
