@@ -206,6 +206,45 @@ def _z_image(scale: int) -> Any:
     )  # fmt: skip
 
 
+WAN_VAE: dict[str, Any] = {
+    "base_dim": 8, "z_dim": CHANNELS, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1,
+    "temperal_downsample": [False, True, True], "latents_mean": [-0.7, 0.1, 0.9, 1.5],
+    "latents_std": [2.8, 1.4, 2.3, 1.1],
+}  # fmt: skip
+
+
+def _wan(scale: int) -> Any:
+    """Wan 2.1, text to video."""
+    from diffusers import WanPipeline
+
+    return WanPipeline(transformer=_wan_transformer(scale), **_wan_parts(scale))
+
+
+def _wan_transformer(scale: int, **variant: Any) -> Any:
+    from diffusers import WanTransformer3DModel
+
+    settings = {"in_channels": CHANNELS, "out_channels": CHANNELS, "num_layers": 2} | variant
+    return WanTransformer3DModel(
+        num_attention_heads=2, attention_head_dim=12 * scale, text_dim=24 * scale,
+        freq_dim=32 * scale, ffn_dim=32 * scale, rope_max_seq_len=64, **settings,
+    )  # fmt: skip
+
+
+def _wan_parts(scale: int, shift: float = 3.0, **vae: Any) -> dict[str, Any]:
+    """All but the transformer."""
+    from diffusers import AutoencoderKLWan, UniPCMultistepScheduler
+    from transformers import UMT5EncoderModel
+
+    return {
+        "vae": AutoencoderKLWan(**(WAN_VAE | vae)),
+        "scheduler": UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift
+        ),
+        "text_encoder": _t5(scale, UMT5EncoderModel),
+        "tokenizer": _t5_tokenizer(),
+    }
+
+
 BUILDERS: dict[str, Callable[[int], Any]] = {
     "sd3": _sd3,
     "sd35": _sd35,
@@ -216,6 +255,7 @@ BUILDERS: dict[str, Callable[[int], Any]] = {
     "flux2-klein": _klein,
     "flux2-klein-distilled": _klein_distilled,
     "z-image": _z_image,
+    "wan": _wan,
 }
 VAE: dict[str, Any] = {
     "block_out_channels": (8, 8), "layers_per_block": 1, "norm_num_groups": 4,
@@ -267,11 +307,12 @@ def _t5_tokenizer() -> Any:
     return T5TokenizerFast(vocab=pieces + [(letter, -2.0) for letter in LETTERS], extra_ids=0)
 
 
-def _t5(scale: int) -> Any:
-    from transformers import T5Config, T5EncoderModel
+def _t5(scale: int, kind: Any = None) -> Any:
+    from transformers import T5EncoderModel
 
-    return T5EncoderModel(
-        T5Config(
+    kind = kind or T5EncoderModel
+    return kind(
+        kind.config_class(
             vocab_size=4 + len(LETTERS), d_model=24 * scale, d_kv=8 * scale, d_ff=32 * scale,
             num_layers=2, num_heads=2, feed_forward_proj="gated-gelu", pad_token_id=0,
             eos_token_id=1,

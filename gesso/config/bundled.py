@@ -25,6 +25,7 @@ MODELS = {
     "qwen-image": BundledModel("flow", "gesso.models.flow.qwen_image:QwenImage"),
     "qwen-edit": BundledModel("flow", "gesso.models.flow.qwen_edit:QwenEdit"),
     "z-image": BundledModel("flow", "gesso.models.flow.z_image:ZImage"),
+    "wan": BundledModel("flow", "gesso.models.flow.wan:Wan"),
     "vision-language": BundledModel(
         "language", "gesso.models.tokens.vision_language:VisionLanguage"
     ),

@@ -95,7 +95,8 @@ class Model(AnyModel):
     """Model class: "sd3" (Stable Diffusion 3 and 3.5), "flux" (FLUX.1 dev and schnell),
     "qwen-image", "z-image"; for editing "kontext" (FLUX.1 Kontext) and "qwen-edit" (Qwen-Image-Edit
     2509 and 2511), whose prompts have input images; "flux2" (FLUX.2 dev) and "flux2-klein", whose
-    prompts may have some; or "module:Class" for a custom model."""
+    prompts may have some; for videos "wan" (Wan 2.1 and 2.2 text to video); or "module:Class" for a
+    custom model."""
     height: int = Field(512, ge=8, le=MAX_SIDE)
     """Image height in pixels. Input images are resized to the area height × width."""
     width: int = Field(512, ge=8, le=MAX_SIDE)
@@ -106,7 +107,7 @@ class Model(AnyModel):
     """Frames per second of videos: Wan 2.1 and 2.2 A14B 16, Wan 2.2 TI2V 24."""
     text_length: int | None = Field(None, ge=0)
     """Maximum number of prompt tokens. None: the pipeline's default (SD3 128, FLUX.1 dev 512,
-    FLUX.1 schnell 256, Qwen-Image 512). Use 0 for SD3 checkpoints without T5, such as the bundled
+    FLUX.1 schnell 256, Qwen-Image and Wan 512). Use 0 for SD3 checkpoints without T5, such as the bundled
     model."""
 
 

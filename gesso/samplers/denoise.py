@@ -74,8 +74,9 @@ class DenoisingSampler:
                 trace, logp = self._sample(context, rows, own, placed, starts)
                 cond = context.cond.rows(trace.row)
                 images = self.model.decode(trace.clean, cond).numpy()
+                fps = spec.fps if images.ndim == 5 else None  # (n, frames, height, width, 3)
                 samples = [
-                    Sample(prompts[r], image, seed)
+                    Sample(prompts[r], image, seed, fps=fps)
                     for r, image, seed in zip(rows, images, own, strict=True)
                 ]
                 yield Piece(list(index), samples, trace, logp)

@@ -31,6 +31,9 @@ def join_projections(network: nn.Module) -> None:
 
 
 def _joinable(module: Any, names: Sequence[str]) -> bool:
+    """Keys and values of Wan's cross-attention are projections of the text."""
+    if getattr(module, "is_cross_attention", False):
+        return False
     return all(isinstance(getattr(module, name, None), FoldedLinear) for name in names)
 
 

@@ -1,0 +1,138 @@
+"""Wan 2.1 and 2.2: text to video."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gesso.models.flow.base import TextEncoder
+from gesso.models.flow.pipeline import PipelineModel, TextLength, text_encoder
+from gesso.quiet import quiet
+from gesso.rollout import Conditioning
+from gesso.types import Prompt, Size, UserError, Which
+
+PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
+
+
+class Wan(PipelineModel):
+    """UMT5 encodes the text; latents are (C, F, H, W), F = 1 + (frames − 1) / 4. A video of one
+    frame is an image."""
+
+    pipeline = "WanPipeline"
+    large = ("transformer", "text_encoder")
+    blocks = ("WanTransformerBlock",)
+    # Of self-attention and of cross-attention to the text.
+    lora_targets = tuple(f"{layer}.{name}" for layer in ("attn1", "attn2") for name in PROJECTIONS)
+
+    @property
+    def cell(self) -> int:
+        return self.pipe.vae_scale_factor_spatial
+
+    @property
+    def channels(self) -> int:
+        return self.pipe.vae.config.z_dim
+
+    @property
+    def text_width(self) -> int:
+        return self.transformer.config.text_dim
+
+    @property
+    def text_lengths(self) -> TextLength:
+        return TextLength(default=512, least=1, most=512)
+
+    @property
+    def text_encoders(self) -> list[TextEncoder]:
+        return [text_encoder("UMT5", self.text_length, self.pipe.tokenizer)]
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        step = self.pipe.vae_scale_factor_temporal
+        if (frames - 1) % step:
+            raise UserError(
+                f"{self.path} does not support videos of {frames} frames: their number must be one "
+                f"more than a multiple of {step}; use {round((frames - 1) / step) * step + 1}"
+            )
+        return self.channels, 1 + (frames - 1) // step, *self.cells(height, width)
+
+    def sigmas(self, steps: int, height: int, width: int, frames: int = 1) -> Tensor:
+        """The schedule of the pipeline, with two departures. UniPC begins at .999999, where the
+        noise of Flow-SDE is 130 times too large: here it begins at exactly 1. A σ that float32
+        rounds to the other side of an integer timestep is moved by one ULP, so that `timestep`
+        returns the pipeline's."""
+        sigmas = super().sigmas(steps, height, width, frames).clone()
+        sigmas[0] = 1.0
+        if self.integer_timesteps:
+            expected = self.pipe.scheduler.timesteps
+            missed = expected - self.timestep(sigmas[:-1])
+            towards = sigmas[:-1] + missed
+            sigmas[:-1] = torch.where(missed != 0, sigmas[:-1].nextafter(towards), sigmas[:-1])
+            assert self.timestep(sigmas[:-1]).equal(expected)
+        return sigmas
+
+    @property
+    def integer_timesteps(self) -> bool:
+        """Those of UniPC, the scheduler of the published folders, are integers."""
+        return "use_flow_sigmas" in self.pipe.scheduler.config
+
+    def timestep(self, sigma: Tensor) -> Tensor:
+        """1000·σ; with UniPC truncated, and at most 999."""
+        scale = self.pipe.scheduler.config.num_train_timesteps
+        if not self.integer_timesteps:
+            return sigma * scale
+        return (sigma.double() * scale).long().clamp(max=scale - 1)
+
+    @quiet("diffusers")
+    @torch.no_grad()
+    def encode(self, prompts: Sequence[Prompt], size: Size) -> Conditioning:
+        from diffusers import WanPipeline
+
+        # The same method of the image-to-video pipeline needs the package ftfy.
+        embeds = WanPipeline._get_t5_prompt_embeds(
+            self.pipe,
+            [p.text for p in prompts],
+            max_sequence_length=self.text_length,
+            device=self.device,
+        )
+        return Conditioning(embeds.to(self.dtype))
+
+    def velocity(
+        self, x: Tensor, sigma: Tensor, cond: Conditioning, weights: Which = "current"
+    ) -> Tensor:
+        rows = len(x)
+        x, sigma, cond = self.fill(x, sigma, cond)
+        return self.run(weights, **self.inputs(x, sigma, cond))[:rows].float()
+
+    def inputs(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> dict[str, Any]:
+        """Of the transformer."""
+        return {
+            "hidden_states": x.to(self.dtype),
+            "timestep": self.timestep(sigma),
+            "encoder_hidden_states": cond.embeds,
+        }
+
+    def pixels(self, latents: Tensor) -> Tensor:
+        """(N, C, F, H, W) → (N, 3, frames, height, width), or (N, 3, height, width) of one frame.
+        One video after the other: the decoder's activations are large."""
+        vae = self.pipe.vae
+        mean, std = self._statistics(latents)
+        z = (latents * std + mean).to(vae.dtype)
+        videos = torch.cat([vae.decode(each, return_dict=False)[0] for each in z.split(1)])
+        return videos[:, :, 0] if videos.shape[2] == 1 else videos
+
+    def latents(self, pixels: Tensor) -> Tensor:
+        """The inverse."""
+        videos = pixels if pixels.ndim == 5 else pixels.unsqueeze(2)
+        z = torch.cat([self.pipe.vae.encode(v).latent_dist.mode() for v in videos.split(1)])
+        mean, std = self._statistics(z.float())
+        return (z.float() - mean) / std
+
+    def _statistics(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and std of the latents, per channel."""
+        settings = self.pipe.vae.config
+        mean, std = (
+            latents.new_tensor(values).view(-1, 1, 1, 1)
+            for values in (settings.latents_mean, settings.latents_std)
+        )
+        return mean, std
