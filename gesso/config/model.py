@@ -107,8 +107,8 @@ class Model(AnyModel):
     """Frames per second of videos: Wan 2.1 and 2.2 A14B 16, Wan 2.2 TI2V 24."""
     text_length: int | None = Field(None, ge=0)
     """Maximum number of prompt tokens. None: the pipeline's default (SD3 128, FLUX.1 dev 512,
-    FLUX.1 schnell 256, Qwen-Image and Wan 512). Use 0 for SD3 checkpoints without T5, such as the bundled
-    model."""
+    FLUX.1 schnell 256, Qwen-Image and Wan 512). Use 0 for SD3 checkpoints without T5, such as the
+    bundled model."""
 
 
 class TokenModel(AnyModel):
