@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gesso import build
@@ -15,7 +17,7 @@ from gesso.config import Model
 from gesso.run import load, train
 from gesso.track.run_folder import RunFolder
 from gesso.weights.policy import Policy
-from tests import pipelines
+from tests import editors, pipelines
 from tests.gpu_runs import NOT_REPEATED
 from tests.rollouts import parts_of, rollout_of
 from tests.samplers.test_one_pass import distance, gradients
@@ -302,18 +304,8 @@ def test_nothing_is_compiled_after_the_first_iteration(tmp_path: Path) -> None:
     assert graphs[0] > 0 and graphs == graphs[:1] * 3
 
 
-@pytest.mark.parametrize("name", ["draft", "refl", "leap-align", "awm", "dgpo", "flow-dpo"])
-def test_algorithms_without_log_probs_repeat(recipe_data: dict, tmp_path: Path, name: str) -> None:
-    """Compiled, in half precision, with LoRA: two runs are equal to the bit."""
-    recipe_data["model"] |= {
-        "path": str(pipelines.build("sd35", tmp_path / "pipeline")), "height": 24, "width": 16,
-        "text_length": 16, "device": "cuda", "dtype": "bfloat16", "compile": True,
-        "lora": {"rank": 4, "alpha": 8},
-    }  # fmt: skip
-    recipe_data["algorithm"] = {"name": name, "group": 3, "steps": 4}
-    recipe_data["algorithm"] |= {"refl": {"low": 1}, "awm": {"times": 2, "last": 3}}.get(name, {})
-    recipe_data["algorithm"] |= {"dgpo": {"times": 2, "last": 3}}.get(name, {})
-    recipe_data["reward"] = [{"name": "sign-colour"}]
+def train_twice(recipe_data: dict, tmp_path: Path) -> list[dict]:
+    """Rows of a run, the same of two runs."""
     recipe_data["sampler"], recipe_data["learner"] = {"batch": 6}, {"micro_batch": 6}
     recipe_data["steps"] = 2
     results = []
@@ -326,3 +318,50 @@ def test_algorithms_without_log_probs_repeat(recipe_data: dict, tmp_path: Path, 
         assert rows[-1]["update/grad_norm"] > 0 and rows[-1]["update/skipped"] == 0
         results.append(rows)
     assert results[0] == results[1]
+    return results[0]
+
+
+HALF_PRECISION = {
+    "device": "cuda", "dtype": "bfloat16", "compile": True, "lora": {"rank": 4, "alpha": 8},
+    "height": 32, "width": 32, "text_length": 16,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["draft", "refl", "leap-align", "awm", "dgpo", "flow-dpo"])
+def test_algorithms_without_log_probs_repeat(recipe_data: dict, tmp_path: Path, name: str) -> None:
+    """Compiled, in half precision, with LoRA: two runs are equal to the bit."""
+    path = str(pipelines.build("sd35", tmp_path / "pipeline"))
+    recipe_data["model"] |= HALF_PRECISION | {"path": path}
+    recipe_data["algorithm"] = {"name": name, "group": 3, "steps": 4}
+    recipe_data["algorithm"] |= {"refl": {"low": 1}, "awm": {"times": 2, "last": 3}}.get(name, {})
+    recipe_data["algorithm"] |= {"dgpo": {"times": 2, "last": 3}}.get(name, {})
+    recipe_data["reward"] = [{"name": "sign-colour"}]
+    train_twice(recipe_data, tmp_path)
+
+
+NEWER: dict[str, dict] = {
+    "flux2-dev": {"name": "flux2"},
+    "flux2-klein": {"name": "flux2-klein"},
+    "z-image": {"name": "z-image"},
+    "kontext": {"name": "kontext"},
+    "qwen-edit": {"name": "qwen-edit"},
+    "wan": {"name": "wan", "height": 16, "frames": 9},
+}
+
+
+@pytest.mark.parametrize("name", NEWER)
+def test_newer_models_repeat(recipe_data: dict, tmp_path: Path, name: str) -> None:
+    """Compiled, in half precision, with LoRA: two runs are equal to the bit, and replay has the
+    log-probs of sampling."""
+    edits = name in editors.EDITORS
+    path = str((editors if edits else pipelines).build(name, tmp_path / "pipeline"))
+    Image.new("RGB", (64, 64), "red").save(tmp_path / "source.png")
+    source = {"image": "source.png"} if edits else {}
+    prompts = [json.dumps({"prompt": f"a kite {i}"} | source) for i in range(4)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(prompts))
+    recipe_data["model"] |= HALF_PRECISION | {"path": path} | NEWER[name]
+    recipe_data["data"] |= dict.fromkeys(("train", "eval"), str(tmp_path / "rows.jsonl"))
+    recipe_data["algorithm"] |= {"guidance": 1.0}
+    recipe_data["reward"] = [{"name": "jpeg-compressibility", "frames": "mean"}]
+    rows = train_twice(recipe_data, tmp_path)
+    assert [row["update/first_abs_dlogp_max"] for row in rows if "update/ratio" in row] == [0, 0]
