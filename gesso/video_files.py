@@ -78,6 +78,16 @@ def encode_mp4(frames: np.ndarray, fps: float) -> bytes:
     return data.getvalue()
 
 
+def encode_gif(clip: Clip) -> bytes:
+    from PIL import Image
+
+    first, *rest = (Image.fromarray(frame) for frame in clip.frames)
+    data = io.BytesIO()
+    duration = round(1000 / clip.fps)  # ms
+    first.save(data, "GIF", save_all=True, append_images=rest, duration=duration, loop=0)
+    return data.getvalue()
+
+
 def read_clip(source: str | bytes) -> Clip:
     """All frames of a file, or of its content. Raises `ImageFault`."""
     import numpy as np

@@ -254,7 +254,7 @@ def _cell(run: RunFolder, step: int, row: Shown) -> Cell:
     reward = "no score" if row.reward is None else f"{row.reward:.3f}"
     text = f'   "{row.text}"' if row.text else ""
     try:
-        with Image.open(run.path / "samples" / f"{step:06d}" / Path(row.image).name) as opened:
+        with Image.open(run.path / "samples" / f"{step:06d}" / Path(row.strip).name) as opened:
             return Cell(opened.convert("RGB"), reward + text)
     except Exception:  # Pillow raises many types for damaged files; show the others anyway
         return Cell(None, f"{row.image} cannot be read")

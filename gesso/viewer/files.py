@@ -1,6 +1,6 @@
-"""Controls which runs and files can be requested: runs found under the given folder, and images
-with the file names that runs use. Nothing else is accessible: a path from a request is used only if
-it matches these names, and links are not followed."""
+"""Controls which runs and files can be requested: runs found under the given folder, and images and
+videos with the file names that runs use. Nothing else is accessible: a path from a request is used
+only if it matches these names, and links are not followed."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ IMAGE_NAME = re.compile(
     r"|samples/prompts/\d{3,}-\d+\.png"
     r"|groups/\d{6,}/\d{3,}-(\d{2,}|shown-\d+)\.webp"
 )
+VIDEO_NAME = re.compile(r"samples/\d{6,}/\d{3,}\.mp4|groups/\d{6,}/\d{3,}-\d{2,}\.mp4")
 WIDTHS = (96, 192, 384)  # supported widths of thumbnails
 CACHE_BYTES = 64 * 2**20  # of cached thumbnails
 MAX_PIXELS = 64 * 2**20  # of an image that is opened; decompression bombs have more
@@ -49,12 +50,21 @@ def find_runs(root: Path) -> dict[str, Path]:
 
 def image_file(run: Path, name: str) -> Path:
     """The file of an image of this run."""
-    if not IMAGE_NAME.fullmatch(name):
-        raise NotShown(f"{name!r} is not the name of an image in a run folder")
+    return _file(run, name, IMAGE_NAME, "an image")
+
+
+def video_file(run: Path, name: str) -> Path:
+    """The file of a video of this run."""
+    return _file(run, name, VIDEO_NAME, "a video")
+
+
+def _file(run: Path, name: str, pattern: re.Pattern[str], what: str) -> Path:
+    if not pattern.fullmatch(name):
+        raise NotShown(f"{name!r} is not the name of {what} in a run folder")
     path = run / name
     steps = [path, *list(path.parents)[: len(Path(name).parts) - 1]]
     if any(step.is_symlink() for step in steps) or not path.is_file():
-        raise NotShown(f"no image {name} in {run.name}")
+        raise NotShown(f"no {what.split()[1]} {name} in {run.name}")
     return path
 
 

@@ -327,8 +327,9 @@ class RunReader:
             row["shown"] = [f"groups/{name}" for name in shown]
             row["samples"] = samples = [renamed(s, older_names.SAMPLES) for s in samples]
             for sample in samples:
-                if "image" in sample:
-                    sample["image"] = f"groups/{sample['image']}"
+                for key in ("image", "video"):
+                    if key in sample:
+                        sample[key] = f"groups/{sample[key]}"
             groups.append(row)
         return groups
 
@@ -342,6 +343,8 @@ def _cell(row: Shown) -> dict[str, Any]:
     cell: dict[str, Any] = {"reward": row.reward, "parts": row.parts}
     if row.image:
         cell["image"] = f"samples/{row.image}"
+        if row.video:
+            cell |= {"video": f"samples/{row.video}", "fps": row.fps}
     else:
         cell["response"] = row.response
     details = {"text": row.text, "error": row.error, "right": row.right}

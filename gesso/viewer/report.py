@@ -15,19 +15,20 @@ from urllib.parse import urlencode
 
 from gesso.track.atomic import write_atomic
 from gesso.types import UserError
-from gesso.viewer.files import NotShown, Thumbnails, find_runs, image_file
+from gesso.viewer.files import NotShown, Thumbnails, find_runs, image_file, video_file
 from gesso.viewer.reading import RunReader
 from gesso.viewer.thinning import spread
 
 PAGE = Path(__file__).parent / "page"
 STYLES = ("style.css", "views.css")
 SCRIPTS = (
-    "core.js", "charts.js", "film.js", "runs.js", "evolution.js", "responses.js",
+    "core.js", "charts.js", "video.js", "film.js", "runs.js", "evolution.js", "responses.js",
     "curves.js", "groups.js", "play.js", "notes.js", "app.js",
 )  # fmt: skip
 PARTS = (*STYLES, *SCRIPTS)
 WIDTH = 384  # px: width of embedded images
 PROMPTS, EVALUATIONS, GROUP_STEPS = 24, 12, 6  # maximum numbers in the file
+VIDEO_BYTES = 32 * 2**20  # of embedded videos
 POINTS = 500  # maximum number of points per curve
 
 
@@ -49,7 +50,7 @@ def page(runs: Mapping[str, RunReader], thumbnails: Thumbnails | None = None) ->
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; "
-        "img-src data: blob:"
+        "img-src data: blob:; media-src data:"
     )
     head = (
         f'<meta http-equiv="Content-Security-Policy" content="{policy}"><style>{style}</style>'
@@ -141,6 +142,23 @@ def _images(reader: RunReader, thumbnails: Thumbnails) -> dict[str, str]:
         except NotShown:
             continue
         uris[name] = f"data:image/webp;base64,{base64.b64encode(data).decode()}"
+    return uris | _videos(reader)
+
+
+def _videos(reader: RunReader) -> dict[str, str]:
+    """Videos of the first and the last evaluation, up to VIDEO_BYTES; of the others the page shows
+    the first frame."""
+    uris, size = {}, 0
+    for prompt in _shorter(reader.evolution())["prompts"]:
+        for cell in dict.fromkeys((0, -1)):
+            name = (prompt["cells"][cell] or {}).get("video", "")
+            try:
+                data = video_file(reader.path, name).read_bytes()
+            except (NotShown, OSError):
+                continue
+            size += len(data)
+            if size <= VIDEO_BYTES:
+                uris[name] = f"data:video/mp4;base64,{base64.b64encode(data).decode()}"
     return uris
 
 

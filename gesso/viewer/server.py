@@ -27,7 +27,7 @@ from gesso import serving
 from gesso.config.parsing import parse
 from gesso.types import UserError
 from gesso.viewer import film, report
-from gesso.viewer.files import NotShown, Thumbnails, find_runs, image_file
+from gesso.viewer.files import NotShown, Thumbnails, find_runs, image_file, video_file
 from gesso.viewer.playground import Playground, PlaygroundBackend, PlaygroundRequest
 from gesso.viewer.reading import RunReader
 
@@ -42,7 +42,7 @@ BODY = 32 * 2**20  # maximum bytes of a playground request, including its image
 NUMBER = re.compile(r"[0-9]{1,12}")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
-    "img-src 'self' data: blob:; media-src 'self'; connect-src 'self'; base-uri 'none'; "
+    "img-src 'self' data: blob:; media-src 'self' data:; connect-src 'self'; base-uri 'none'; "
     "form-action 'self'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -80,7 +80,7 @@ class Library:
 def app(root: Path, backend: PlaygroundBackend, token: str | None) -> FastAPI:
     try:
         from fastapi import FastAPI
-        from fastapi.responses import JSONResponse, RedirectResponse, Response
+        from fastapi.responses import FileResponse, JSONResponse, RedirectResponse, Response
         from starlette.concurrency import run_in_threadpool
     except ImportError as error:
         raise UserError('`gesso view` requires FastAPI: pip install "gesso[viewer]"') from error
@@ -146,6 +146,10 @@ def app(root: Path, backend: PlaygroundBackend, token: str | None) -> FastAPI:
         kind = "image/webp" if path.suffix == ".webp" else "image/png"
         return Response(path.read_bytes(), media_type=kind, headers=tag)
 
+    def video(query: Any) -> Response:
+        path = video_file(library.run(query.get("run", "")).path, query.get("name", ""))
+        return FileResponse(path, media_type="video/mp4")  # answers requests of ranges: seeking
+
     def film_of(query: Any) -> Response:
         reader, kind = library.run(query.get("run", "")), query.get("kind", "gif")
         if kind == "sheet":
@@ -190,6 +194,7 @@ def app(root: Path, backend: PlaygroundBackend, token: str | None) -> FastAPI:
     get("/api/groups", groups)
     get("/api/play", lambda query: playground.job.snapshot())
     get("/image", image)
+    get("/video", video)
     get("/film", film_of)
     get("/report", whole)
     server.add_route("/api/play", play, methods=["POST"])

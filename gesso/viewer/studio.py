@@ -12,12 +12,14 @@ from typing import Any
 
 from gesso import build
 from gesso.rewards import assembly
+from gesso.track import media
 from gesso.track.progress import Progress
 from gesso.types import Prompt, Sample, Score, StopRun, UserError, Which
 from gesso.use.loaded import Drawing, SampledModel, sample_seeds
 from gesso.use.notes import Once
 from gesso.use.opening import open_to_sample
 from gesso.use.source import find
+from gesso.video_files import encode_mp4
 from gesso.viewer.playground import PlaygroundRequest
 
 SIDES: tuple[Which, Which] = ("reference", "current")  # base and trained
@@ -123,15 +125,20 @@ def _images(request: PlaygroundRequest) -> list[bytes]:
         raise UserError(f"the image is not valid base64: {error}") from None
 
 
-def _cell(sample: Sample, score: Score | None) -> dict[str, Any]:
-    from PIL import Image
+def _uri(kind: str, data: bytes) -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
+
+def _cell(sample: Sample, score: Score | None) -> dict[str, Any]:
     cell: dict[str, Any] = {"response": sample.text}
     if sample.image is not None:
         data = io.BytesIO()
-        Image.fromarray(sample.image).save(data, "png")
-        uri = f"data:image/png;base64,{base64.b64encode(data.getvalue()).decode()}"
-        cell = {"image": uri}
+        media.still(sample).save(data, "png")
+        cell = {"image": _uri("image/png", data.getvalue())}
+    if sample.is_video:
+        assert sample.fps is not None, "a video has fps"
+        cell |= {"video": _uri("video/mp4", encode_mp4(sample.frames, sample.fps))}
+        cell["fps"] = sample.fps
     if score is not None:
         cell |= {"reward": score.value, "parts": dict(score.parts), "text": score.text}
         cell["error"] = score.error

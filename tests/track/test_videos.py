@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,11 @@ from gesso import video_files
 from gesso.config import Model
 from gesso.image_files import ImageFault
 from gesso.track import groups
+from gesso.track.trackers import tensorboard
 from gesso.track.trackers.base import samples_of
+from gesso.track.trackers.mlflow import MLflow
+from gesso.track.trackers.swanlab import SwanLab
+from gesso.track.trackers.wandb import Wandb
 from gesso.types import Prompt, Sample, Score, UserError
 from gesso.use import sampling
 from gesso.video_files import encode_mp4, read_clip, spread, strip
@@ -109,6 +115,42 @@ def test_samples_to_one_file_or_a_folder(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is a file for one sample; give one prompt, or a folder"):
         request = sampling.SampleRequest(["a"], n=2)
         sampling.check_out(tmp_path / "x.mp4", request, 1, Model(path="m"))
+
+
+def test_trackers_show_videos(tmp_path: Path) -> None:
+    """The media that each of them makes, with its own package."""
+    import swanlab
+    import wandb
+
+    run = folders.make(tmp_path, 0)
+    run.save_samples(2, [sample(moving_bar(5, 32, 96), 8.0)], [Score(1.0)])
+    samples = samples_of(run.path, 2)
+    for kind, made in ((Wandb, wandb.Video), (SwanLab, swanlab.Video)):
+        tracker: Any = kind.__new__(kind)  # without a service
+        tracker.dir = run.path
+        (shown,) = tracker._media(samples)["samples"]
+        assert isinstance(shown, made)
+    value = tensorboard._image(run.path, samples[0])
+    with Image.open(io.BytesIO(value.image.encoded_image_string)) as gif:
+        assert (gif.format, getattr(gif, "n_frames", 0), gif.info["duration"]) == ("GIF", 5, 120)
+    client = Recorded()
+    mlflow: Any = MLflow.__new__(MLflow)
+    mlflow.dir, mlflow.client, mlflow.id = run.path, client, "run"
+    mlflow._samples(2, samples)
+    assert client.calls["log_artifact"][1:] == (
+        str(run.path / "samples/000002/000.mp4"), "samples/000002",
+    )  # fmt: skip
+    assert client.calls["log_image"][1].width == strip(moving_bar(5, 32, 96)).shape[1]
+
+
+class Recorded:
+    """Of a client: the last call of each method."""
+
+    def __init__(self) -> None:
+        self.calls: dict[str, tuple[Any, ...]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *given, **more: self.calls.__setitem__(name, given)
 
 
 def test_a_damaged_row_is_skipped(tmp_path: Path) -> None:

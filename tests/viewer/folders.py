@@ -46,6 +46,14 @@ def picture(shade: int, height: int = 8, width: int = 24) -> np.ndarray:
     return np.full((height, width, 3), shade, np.uint8)
 
 
+def video(shade: int, frames: int = 8) -> np.ndarray:
+    """(frames, 32, 96, 3): a bar that moves to the right."""
+    made = np.stack([picture(shade, 32, 96) for _ in range(frames)])
+    for i, frame in enumerate(made):
+        frame[:, 8 * i : 8 * i + 8] = 250
+    return made
+
+
 def source(shade: int, height: int = 8, width: int = 24) -> PromptImage:
     data = io.BytesIO()
     Image.fromarray(picture(shade, height, width)).save(data, "PNG")

@@ -112,6 +112,20 @@ def editing(path: Path) -> RunFolder:
     return run
 
 
+def filming(path: Path) -> RunFolder:
+    """Two prompts with videos of 8 frames at 8 a second."""
+    run = folders.make(path, 2, about="videos of signs")
+    for step in (0, 2):
+        samples = [
+            Sample(Prompt(f"sign {i} slides"), folders.video(20 * step + 10 * i), i, fps=8.0)
+            for i in range(2)
+        ]
+        run.save_samples(step, samples, [Score(value=step / 4, parts={"motion": 0.5})] * 2)
+    drawn = folders.Batch(1, 0, samples, [Score(1.0), Score(0.0)], [0, 0], metrics={}, notes=[])
+    folders.groups.save(run.path, 2, drawn, [1.0, -1.0], keep=1)
+    return run
+
+
 def writing(path: Path) -> RunFolder:
     run = folders.make(path, 2, model={"name": "vision-language", "path": "zoo:shapes"})
     (path / "samples" / "prompts").mkdir(parents=True)

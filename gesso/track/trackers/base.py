@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 from gesso.config import Tracker as Settings
 from gesso.track.samples import Shown, input_images
 from gesso.types import PromptImage
+from gesso.video_files import encode_gif, read_clip
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -95,15 +96,16 @@ def samples_of(run: Path, step: int) -> list[Shown]:
 
 
 def image_path(run: Path, name: str) -> str:
-    """The path of an image of a sample."""
+    """The path of an image or a video of a sample."""
     return str(run / "samples" / name)
 
 
 def image_of(run: Path, sample: Shown) -> Image:
-    """The image of a sample; the input images of an edit come first, at its height."""
+    """The image of a sample, or a strip of frames of a video; the input images of its prompt come
+    first, at its height."""
     from PIL import Image
 
-    result = PromptImage(image_path(run, sample.image)).open()
+    result = PromptImage(image_path(run, sample.strip)).open()
     height, sources = result.height, input_images(run, sample)
     row = [i.resize((max(1, round(i.width * height / i.height)), height)) for i in sources]
     row.append(result)
@@ -111,6 +113,11 @@ def image_of(run: Path, sample: Shown) -> Image:
     for k, image in enumerate(row):
         joined.paste(image, (sum(i.width for i in row[:k]), 0))
     return joined
+
+
+def gif_of(run: Path, sample: Shown) -> bytes:
+    """A video as GIF, for services that show images only."""
+    return encode_gif(read_clip(image_path(run, sample.video)))
 
 
 def score(sample: Shown) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gesso.track.samples import Shown
-from gesso.track.trackers.base import Logged, Setup, image_of, score
+from gesso.track.trackers.base import Logged, Setup, image_of, image_path, score
 
 MAX_VALUE = 500  # characters of a parameter's value that every version accepts
 MAX_PARAMS = 100  # parameters per call that every server accepts
@@ -55,6 +55,9 @@ class MLflow:
             if sample.image:
                 image = image_of(self.dir, sample)
                 self.client.log_image(self.id, image, key=f"samples/{sample.index:03d}", step=step)
+            if sample.video:
+                file = image_path(self.dir, sample.video)
+                self.client.log_artifact(self.id, file, f"samples/{step:06d}")
         if samples:
             columns = ["index", "prompt", "response", "expected", "reward"]
             data = [[s.index, s.prompt, s.response, s.answer, score(s)] for s in samples]

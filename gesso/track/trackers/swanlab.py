@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gesso.track.samples import Shown
-from gesso.track.trackers.base import Setup, caption, image_of, score
+from gesso.track.trackers.base import Setup, caption, gif_of, image_of, score
 
 
 class SwanLab:
@@ -42,7 +42,11 @@ class SwanLab:
         import swanlab
 
         images = [
-            swanlab.Image(image_of(self.dir, s), caption=caption(s)) for s in samples if s.image
+            swanlab.Video(gif_of(self.dir, s), caption=caption(s))
+            if s.video
+            else swanlab.Image(image_of(self.dir, s), caption=caption(s))
+            for s in samples
+            if s.image
         ]
         texts = [
             swanlab.Text(f"{s.prompt}\n\n{s.response}\n\nexpected: {s.answer}", caption=score(s))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gesso.track.samples import Shown
-from gesso.track.trackers.base import Setup, image_of, score
+from gesso.track.trackers.base import Setup, gif_of, image_of, score
 
 
 class TensorBoard:
@@ -50,19 +50,20 @@ class TensorBoard:
 
 
 def _image(run: Path, sample: Shown) -> Any:
-    """One tag per prompt, so that its slider shows the prompt over training."""
+    """One tag per prompt, so that its slider shows the prompt over training; videos as GIF."""
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.image import metadata
 
-    image, png = image_of(run, sample), io.BytesIO()
-    image.save(png, "PNG")
+    image, data = image_of(run, sample), io.BytesIO()
+    image.save(data, "PNG")
+    content = gif_of(run, sample) if sample.video else data.getvalue()
     about = metadata.create_summary_metadata(
         display_name="", description=sample.prompt, converted_to_tensor=False
     )
-    data = Summary.Image(
-        width=image.width, height=image.height, colorspace=3, encoded_image_string=png.getvalue()
+    shown = Summary.Image(
+        width=image.width, height=image.height, colorspace=3, encoded_image_string=content
     )
-    return Summary.Value(tag=f"samples/{sample.index:03d}", metadata=about, image=data)
+    return Summary.Value(tag=f"samples/{sample.index:03d}", metadata=about, image=shown)
 
 
 def _table(samples: Sequence[Shown]) -> str:

@@ -44,12 +44,18 @@ class Wandb:
     def finish(self, ok: bool) -> None:
         self.run.finish(exit_code=0 if ok else 1)
 
+    def _shown(self, sample: Shown) -> Any:
+        import wandb
+
+        if sample.video:
+            path = image_path(self.dir, sample.video)
+            return wandb.Video(path, caption=caption(sample), format="mp4")
+        return wandb.Image(image_of(self.dir, sample), caption=caption(sample))
+
     def _media(self, samples: Sequence[Shown]) -> dict[str, Any]:
         import wandb
 
-        images = [
-            wandb.Image(image_of(self.dir, s), caption=caption(s)) for s in samples if s.image
-        ]
+        images = [self._shown(s) for s in samples if s.image]
         if images or not samples:
             return {"samples": images} if images else {}
         table = wandb.Table(columns=["prompt", "image", "response", "expected", "reward"])

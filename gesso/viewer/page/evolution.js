@@ -45,6 +45,8 @@ views.evolution = {
     else if (event.key === "ArrowRight") moveTo(evo.at + 1);
     else if (event.key === "ArrowLeft") moveTo(evo.at - 1);
     else if (event.key === "Home") moveTo(0);
+    else if (event.key === ",") stepFrame(-1);
+    else if (event.key === ".") stepFrame(1);
     else if (event.key === "End") moveTo(evo.data.steps.length - 1);
     else if (large && event.key === "ArrowDown") neighbour(1);
     else if (large && event.key === "ArrowUp") neighbour(-1);
@@ -103,7 +105,8 @@ function transport() {
   evo.button = button(icon("play"), () => setPlaying(!evo.playing), { class: "play", "aria-label": "play", title: "play (space)" });
   evo.read = h("div", { class: "readout", "aria-live": "off" });
   const speed = choice("Speed", SPEEDS, evo.speed, (value) => { evo.speed = value; });
-  return h("div", { class: "transport" }, evo.button, evo.timeline.node, evo.read, speed);
+  const hasVideos = evo.data.prompts.some((p) => p.cells.some((c) => c && c.video));
+  return h("div", { class: "transport" }, evo.button, evo.timeline.node, evo.read, speed, hasVideos ? videoBar() : null);
 }
 
 function filters() {

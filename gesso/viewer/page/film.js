@@ -1,8 +1,8 @@
 "use strict";
 // Components of the evolution view: image slots, the wipe, the timeline with its slider.
 
-// A container for one image. The next image is decoded before it replaces the current one, to avoid
-// flicker.
+// A container for one image or video. The next one is decoded before it replaces the current one, to
+// avoid flicker.
 class Slot {
   constructor(run, size, displayWidth) {
     Object.assign(this, { run, size, displayWidth, url: null });
@@ -10,6 +10,24 @@ class Slot {
   }
 
   async show(cell, alt) {
+    if (cell && cell.video && videoUrl(this.run, cell.video)) await this.play(cell, alt);
+    else await this.still(cell, alt);
+  }
+
+  async play(cell, alt) {
+    const url = videoUrl(this.run, cell.video);
+    if (url === this.url) return;
+    this.url = url;
+    const video = await videoNode(url, alt, cell.fps, this.size && Math.max(...this.size) <= TINY);
+    if (this.url !== url) { // another one was requested meanwhile
+      player.videos.delete(video);
+      return;
+    }
+    if (video) this.node.replaceChildren(video);
+    else await this.still(cell, `${alt} (first frame: this browser cannot play the video)`);
+  }
+
+  async still(cell, alt) {
     const url = cell && cell.image ? imageUrl(this.run, cell.image, this.displayWidth, this.size) : "";
     if (url === this.url) return;
     this.url = url;

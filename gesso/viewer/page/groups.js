@@ -134,12 +134,20 @@ function groupBody(run, group, maxAdvantage) {
 }
 
 function sampleCard(run, group, sample, maxAdvantage) {
-  const what = sample.image ? imageNode(run, sample.image, `sample ${sample.i + 1}: ${group.prompt}, reward ${figure(sample.reward)}`, 192, null)
+  const alt = `sample ${sample.i + 1}: ${group.prompt}, reward ${figure(sample.reward)}`;
+  const what = sample.image ? mediaNode(run, sample, alt)
     : sample.response === undefined ? null : responseText(sample.response);
   return h("div", { class: "sample" }, what,
     h("div", { class: "sample-figures" }, h("span", { class: "reward" }, figure(sample.reward)), sample.text ? h("span", { class: "read" }, "read ", h("q", {}, sample.text)) : null,
       h("span", { class: "grow" }), h("span", { class: "soft", title: "share of the gradient" }, percent(sample.share))),
     h("div", { class: "diverging", title: `advantage ${figure(sample.advantage)}` }, advantageBar(sample.advantage, maxAdvantage), h("span", {}, `${sample.advantage > 0 ? "+" : ""}${figure(sample.advantage)}`)));
+}
+
+// The image, or the video once it has loaded.
+function mediaNode(run, sample, alt) {
+  const image = imageNode(run, sample.image, alt, 192, null), url = sample.video ? videoUrl(run, sample.video) : "";
+  if (url) videoNode(url, alt, sample.fps, false).then((video) => { if (video) image.replaceWith(video); });
+  return image;
 }
 
 function advantageBar(value, maximum) {

@@ -138,7 +138,7 @@ function playResult(result) {
   return [
     h("div", { class: "bar" }, h("h3", { class: "prompt" }, request.prompt), h("span", { class: "grow" }), result.base.some((c) => c.image) ? choice("Show", modes, playing.mode, pick) : null),
     h("p", { class: "soft" }, `Base model compared with the checkpoint of step ${result.step}, seed ${request.seed}. `, base === null ? null : ["Mean reward ", figure(base), " → ", h("b", {}, figure(trained)), " ", change(base, trained)]),
-    (result.notes || []).map((note) => h("p", { class: "note" }, note)), pairs,
+    (result.notes || []).map((note) => h("p", { class: "note" }, note)), result.base.some((c) => c.video) ? videoBar() : null, pairs,
   ];
 }
 
@@ -147,7 +147,9 @@ function playPair(base, trained, i, host) {
   if (base.image) {
     const image = (cell, name) => {
       const img = h("img", { alt: `${playing.request.prompt}, ${name}, sample ${i + 1}`, src: cell.image, draggable: "false", onload: () => { if (Math.max(img.naturalWidth, img.naturalHeight) <= TINY) img.classList.add("pixels"); } });
-      return h("div", { class: "slot" }, img);
+      const slot = h("div", { class: "slot" }, img);
+      if (cell.video) videoNode(cell.video, img.alt, cell.fps, false).then((video) => { if (video) img.replaceWith(video); });
+      return slot;
     };
     const [left, right] = [image(base, "base"), image(trained, "trained")];
     const source = playing.source ? image({ image: playing.source }, "source") : null;
