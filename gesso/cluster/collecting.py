@@ -153,5 +153,10 @@ def _with_baseline(rollout: Rollout, greedy: Rollout) -> Rollout:
 
 
 def samples_and_scores(pending: PendingSamples) -> tuple[list[Sample], list[Score]]:
-    rollout, _ = pending.result()
-    return list(rollout.samples), list(rollout.scores)
+    """Without the traces, which may be of different sizes."""
+    pending.progress.phase(f"scoring {pending.request.label}", pending.scoring.pending)
+    scores = pending.scoring.result(pending.progress.advance).scores
+    samples: dict[int, Sample] = {}
+    for piece in pending.pieces:
+        samples |= zip(piece.index, piece.samples, strict=True)
+    return [samples[i] for i in range(len(samples))], list(scores)

@@ -101,6 +101,10 @@ class Model(AnyModel):
     """Image height in pixels. Input images are resized to the area height × width."""
     width: int = Field(512, ge=8, le=MAX_SIDE)
     """Image width in pixels."""
+    match_input: bool = False
+    """Give each image the aspect ratio of its prompt's first input image, at the area height ×
+    width. The ratio is the nearest of 13 between 1:3 and 3:1; a batch has prompts of one ratio. Not
+    available with `data.curriculum`."""
     frames: int = Field(1, ge=1, le=MAX_FRAMES)
     """Frames of a video; 1 is an image. Image models generate 1."""
     fps: float = Field(16.0, gt=0)

@@ -15,14 +15,17 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gesso.config import Recipe
+from gesso.config import Model, Recipe
 from gesso.data.prompts import Stream, WeightedPrompts, prompt_key
+from gesso.data.ratios import RatioStream
 from gesso.types import Prompt, seed_of
 
 
 def stream_of(parts: Sequence[WeightedPrompts], recipe: Recipe) -> Stream:
     """The training prompts of a recipe."""
     section = recipe.data.curriculum
+    if isinstance(recipe.model, Model) and recipe.model.match_input:
+        return RatioStream(parts, recipe.seed)
     if section is None:
         return Stream(parts, recipe.seed)
     return CurriculumStream(parts, recipe.seed, section.floor, Spreads(recipe.lag))

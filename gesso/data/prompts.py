@@ -222,8 +222,6 @@ class Stream:
     def __init__(self, parts: Sequence[WeightedPrompts], seed: int) -> None:
         self.parts = parts
         self.seed = seed
-        total = sum(Fraction(part.weight) for part in parts)
-        self._strides = [total / Fraction(part.weight) for part in parts]  # 1/p
         self._weights = [[weight_of(p) for p in part.prompts] for part in parts]
         self._order = functools.lru_cache(maxsize=2 * len(parts))(self._pass)
 
@@ -245,6 +243,9 @@ class Stream:
     def batch(self, i: int, size: int) -> list[Prompt]:
         return [self._at(source, k) for source, k in self._turns(i * size, size)]
 
+    def _turns(self, first: int, size: int) -> list[tuple[int, int]]:
+        return turns([part.weight for part in self.parts], first, size)
+
     def other(self, seed: int) -> Stream:
         """The same prompts, drawn by another seed."""
         return Stream(self.parts, seed)
@@ -262,21 +263,6 @@ class Stream:
 
     def restore(self, state: Mapping[str, Any]) -> None: ...
 
-    def _turns(self, first: int, size: int) -> list[tuple[int, int]]:
-        """(source, its k) at the positions first … first + size − 1."""
-        half = Fraction(1, 2)
-        # Fewer than moment + sources/2 prompts are due before a moment: this one is early enough.
-        moment = max(0, first - len(self.parts))
-        counts = [max(0, math.ceil(moment / stride - half)) for stride in self._strides]
-        turns = []
-        for position in range(sum(counts), first + size):
-            due = [(k + half) * stride for k, stride in zip(counts, self._strides, strict=True)]
-            source = due.index(min(due))
-            if position >= first:
-                turns.append((source, counts[source]))
-            counts[source] += 1
-        return turns
-
     def _at(self, source: int, k: int) -> Prompt:
         prompts = self.parts[source].prompts
         turn, place = divmod(k, len(prompts))
@@ -290,6 +276,23 @@ class Stream:
         order = pass_by_weight(self._weights[source], start)
         random.Random(seed_of(*parts)).shuffle(order)
         return order
+
+
+def turns(weights: Sequence[float], first: int, size: int) -> list[tuple[int, int]]:
+    """(source, its k) at the positions first … first + size − 1."""
+    total, half = sum(Fraction(weight) for weight in weights), Fraction(1, 2)
+    strides = [total / Fraction(weight) for weight in weights]  # 1/p
+    # Fewer than moment + sources/2 prompts are due before a moment: this one is early enough.
+    moment = max(0, first - len(weights))
+    counts = [max(0, math.ceil(moment / stride - half)) for stride in strides]
+    found = []
+    for position in range(sum(counts), first + size):
+        due = [(k + half) * stride for k, stride in zip(counts, strides, strict=True)]
+        source = due.index(min(due))
+        if position >= first:
+            found.append((source, counts[source]))
+        counts[source] += 1
+    return found
 
 
 def _name(sample: PromptImage | str) -> str | int:

@@ -86,6 +86,7 @@ class FlowFamily:
 
     def check(self, recipe: Recipe, algorithm: Algorithm, where: str) -> None:
         flow_checks.check_one_pass(recipe, algorithm, where)
+        flow_checks.check_ratios(recipe, where)
         flow_checks.check_rewards(recipe, algorithm)
 
     def check_machine(self, recipe: Recipe, algorithm: Algorithm) -> None:

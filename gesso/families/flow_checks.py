@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -66,6 +67,16 @@ def check_one_pass(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
                 f"{where}: algorithm.one_pass = true computes per-sample gradients during sampling "
                 f"and needs a LoRA that is folded into the weights, got {got}"
             )
+
+
+def check_ratios(recipe: Recipe, where: str) -> None:
+    """Batches of one ratio and those of a curriculum are two ways to choose prompts."""
+    assert isinstance(recipe.model, Model)
+    if recipe.model.match_input and recipe.data.curriculum is not None:
+        raise UserError(
+            f"{where}: model.match_input = true trains on batches of one aspect ratio and does not "
+            "support data.curriculum; remove one of them"
+        )
 
 
 def check_rewards(recipe: Recipe, algorithm: Algorithm) -> None:
@@ -146,6 +157,7 @@ def check_data(
         model.latent_shape(*size)
     train = [prompt for part in data.train for prompt in part.prompts]
     check_images(model, [*train, *data.held_out])
+    _check_inputs_to_match(recipe, model)
     check_guidance(model, spec.guidance, train)
     _check_teachers(algorithm, model, train)
     guidance = spec.guidance if recipe.eval.guidance is None else recipe.eval.guidance
@@ -157,8 +169,47 @@ def check_data(
         *over_long(model, train, paths[0]),
         *over_long(model, data.held_out, paths[1]),
     ]
+    notes.append(_ratios(recipe, train, paths[0]))
     notes += [_enlarged(train, spec, paths[0])] if recipe.sampler.engine == "data" else []
     return [note for note in dict.fromkeys(notes) if note]
+
+
+def _check_inputs_to_match(recipe: Recipe, model: FlowModel) -> None:
+    assert isinstance(recipe.model, Model)
+    if recipe.model.match_input and model.input_images.stop == 1:
+        raise UserError(
+            "model.match_input = true gives images the aspect ratio of input images, but model "
+            f'"{recipe.model.name}" takes none; remove it'
+        )
+
+
+def _ratios(recipe: Recipe, prompts: Sequence[Prompt], path: str) -> str:
+    """A note about input images of other aspect ratios than the output, or of rare ones."""
+    from gesso.data.ratios import nearest, ratio_of
+
+    section = recipe.model
+    assert isinstance(section, Model)
+    ratios = [(p, r) for p in prompts if (r := ratio_of(p)) is not None]
+    if section.match_input:
+        counts = Counter(str(ratio) for _, ratio in ratios)
+        rare = {ratio: n for ratio, n in sorted(counts.items()) if n < recipe.data.groups}
+        if not rare:
+            return ""
+        few = ", ".join(f"{n} of {ratio}" for ratio, n in rare.items())
+        return (
+            f"{path} has fewer input images of some aspect ratios than data.groups = "
+            f"{recipe.data.groups} ({few}): batches of these ratios repeat their prompts"
+        )
+    output = nearest(section.height, section.width)
+    others = [(p, r) for p, r in ratios if r != output]
+    if not others:
+        return ""
+    prompt, ratio = others[0]
+    return (
+        f"{len(others)} of {len(prompts)} prompts of {path} have an input image of another aspect "
+        f"ratio than the {output} of model.height and model.width; the first is {prompt.where}, "
+        f"{ratio}; model.match_input = true generates each in the ratio of its input image"
+    )
 
 
 def _enlarged(prompts: Sequence[Prompt], spec: SampleSpec, path: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -47,11 +47,16 @@ class DenoisingSampler:
         cond, negative = self.embeddings.conditions(
             prompts, spec.size, spec.guidance, spec.negatives
         )
-        sigmas, fine = (
-            self.model.sigmas(steps, *spec.size).to(self.model.device)
-            for steps in (spec.steps, FINE_STEPS)
-        )
-        return FlowContext(sigmas, cond, negative, fine)
+        sized = self.sized(spec, prompts[0])
+        return FlowContext(self._sigmas(sized), cond, negative, self._sigmas(sized, FINE_STEPS))
+
+    def sized(self, spec: SampleSpec, prompt: Prompt) -> SampleSpec:
+        """With the size of the samples of this prompt."""
+        height, width = self.model.output_size(prompt, spec.height, spec.width)
+        return replace(spec, height=height, width=width)
+
+    def _sigmas(self, spec: SampleSpec, steps: int | None = None) -> Tensor:
+        return self.model.sigmas(steps or spec.steps, *spec.size).to(self.model.device)
 
     @torch.no_grad()
     def sample(
@@ -63,13 +68,18 @@ class DenoisingSampler:
         shared: FlowContext | None = None,
         only: range | None = None,
     ) -> Iterator[Piece[FlowTrace]]:
-        """One sample of prompts[row[i]] from seeds[i] for every i, in pieces of `batch`."""
-        context = shared or self.shared(prompts, spec)
+        """One sample of prompts[row[i]] from seeds[i] for every i, in pieces of `batch`. In an
+        evaluation they may differ in size and schedule; those of a training batch share both."""
+        first = shared or self.shared(prompts, spec)
+        sizes = [self.sized(spec, prompt) for prompt in prompts]
         of_group = {r: seed for r, seed in reversed(list(zip(row, seeds, strict=True)))}
         with self.model.policy.folded(soon=spec.weights):
             for index in [only] if only else parts(row, self.batch, spec, prompts):
                 rows, own = [row[i] for i in index], [seeds[i] for i in index]
-                placed = spec.placed(of_group[rows[0]])
+                placed = sizes[rows[0]].placed(of_group[rows[0]])
+                context = first
+                if sizes[rows[0]] != sizes[0]:
+                    context = replace(first, sigmas=self._sigmas(placed), fine=None)
                 starts = self._starts(context, rows, of_group, placed) if spec.same_noise else None
                 trace, logp = self._sample(context, rows, own, placed, starts)
                 cond = context.cond.rows(trace.row)

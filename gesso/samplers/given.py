@@ -20,6 +20,7 @@ from gesso.models.flow.base import ImageEncoder
 from gesso.models.tokens.base import ResponseEncoder
 from gesso.rollout import FlowContext, FlowTrace, Rollout, TokenPrompt, TokenTrace
 from gesso.samplers.base import Piece, Sampler, parts
+from gesso.samplers.denoise import DenoisingSampler
 from gesso.samplers.recording import Recorded
 from gesso.samplers.responses import Response, ResponseRequest
 from gesso.types import Prompt, PromptImage, Sample, SampleSpec, UserError, Which
@@ -95,12 +96,15 @@ class GivenSampler(ABC):
 class GivenImages(GivenSampler):
     """Images, encoded to clean latents; there is no trajectory."""
 
+    inner: DenoisingSampler
+
     def piece(
         self, call: GivenCall, index: range, shared: FlowContext, spec: SampleSpec
     ) -> Piece[FlowTrace]:
         model: ImageEncoder = self.model
+        sized = self.inner.sized(spec, call.prompt(index[0]))
         with ThreadPoolExecutor() as threads:
-            opened = threads.map(lambda i: _pixels(call, i, spec), index)
+            opened = threads.map(lambda i: _pixels(call, i, sized), index)
             images = np.stack(list(opened))
         clean = model.encode_images(torch.from_numpy(images))
         rows = torch.tensor([call.row[i] for i in index], device=clean.device)

@@ -56,6 +56,9 @@ class FlowModel(Protocol):
         """Texts and input images → (P, …) conditioning of samples of this size, as the pipeline
         itself would encode them."""
 
+    def output_size(self, prompt: Prompt, height: int, width: int) -> tuple[int, int]:
+        """Height and width of the samples of a prompt, where the recipe has these."""
+
     def sigmas(self, steps: int, height: int, width: int, frames: int = 1) -> Tensor:
         """(steps+1,) float32, from 1 down to 0."""
 

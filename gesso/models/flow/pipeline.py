@@ -19,6 +19,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from gesso import config
+from gesso.data.ratios import ratio_of
 from gesso.models.adapter_checks import AdapterFile
 from gesso.models.flow import compiled as speed
 from gesso.models.flow import loading
@@ -85,6 +86,7 @@ class PipelineModel(ABC):
     ) -> None:
         self.path = settings.path
         self.area = settings.height * settings.width  # of an image, in pixels
+        self.match_input = settings.match_input
         self.device = config.pick_device(settings.device, "model.device")
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         whole = settings.lora is None
@@ -186,6 +188,13 @@ class PipelineModel(ABC):
         """Tokens in height and width of an image of this size."""
         h, w = self.latent_shape(height, width)[-2:]
         return h // self.patch, w // self.patch
+
+    def output_size(self, prompt: Prompt, height: int, width: int) -> tuple[int, int]:
+        """With model.match_input of the ratio of the first input image, at the same area."""
+        ratio = ratio_of(prompt) if self.match_input else None
+        if ratio is None:
+            return height, width
+        return ratio.size(height * width, self.cell * self.patch)
 
     def reference_size(self, height: int, width: int) -> tuple[int, int]:
         """The size at which an input image of this height and width is encoded."""
