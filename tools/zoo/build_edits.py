@@ -25,10 +25,12 @@ def build_pipeline() -> Any:
     from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxKontextPipeline
 
     tokenizer = build_tokenizer(WHOLE_WORDS, TEXT_TOKENS)
+    vae = AutoencoderKL.from_pretrained(SIGNS / "vae")
+    vae.register_to_config(_name_or_path="gesso/zoo/signs/vae")  # not the path on this machine
     return FluxKontextPipeline(
         transformer=_transformer(),
         scheduler=FlowMatchEulerDiscreteScheduler(),
-        vae=AutoencoderKL.from_pretrained(SIGNS / "vae"),
+        vae=vae,
         text_encoder=_clip(tokenizer),
         tokenizer=tokenizer,
         text_encoder_2=_t5(),
