@@ -161,8 +161,8 @@ def flow_loss_on(pipe: Any, world: World, faulty: float, batch: int) -> LossFn:
 
 
 def use_plain_attention() -> None:
-    """In bfloat16 with the fused kernels a step reads outside its memory on an H200 (torch 2.11).
-    At 108 tokens attention without them is cheap."""
+    """With autocast and torch's choice of kernels the first step ended with an illegal memory access
+    on an H200; which kernel is not known. At 108 tokens attention without fused kernels is cheap."""
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
@@ -231,7 +231,7 @@ def parse() -> argparse.Namespace:
         "--faulty",
         type=float,
         nargs="+",
-        default=[0.35, 0.5, 0.65, 0.8],
+        default=[0.1, 0.2, 0.35],  # 0.35 gave .20 exact, 0.5 gave .10
         help="share of faulty edits in each trial",
     )
     parser.add_argument(
