@@ -161,8 +161,8 @@ def flow_loss_on(pipe: Any, world: World, faulty: float, batch: int) -> LossFn:
 
 
 def use_plain_attention() -> None:
-    """With autocast and torch's choice of kernels the first step ended with an illegal memory access
-    on an H200; which kernel is not known. At 108 tokens attention without fused kernels is cheap."""
+    """With autocast and torch's choice of kernels the first step ended with an illegal memory
+    access on an H200; which kernel is not known. At 108 tokens plain attention is cheap."""
     torch.backends.cuda.enable_cudnn_sdp(False)
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
