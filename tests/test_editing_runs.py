@@ -14,19 +14,18 @@ from PIL import Image
 import gesso
 from gesso import build, run
 from gesso.algorithms.reward_gradient import RewardGradient
-from gesso.check import check
 from gesso.config import DataSource, Model
 from gesso.data import readers
 from gesso.data.prompts import WeightedPrompts
 from gesso.data.ratios import RATIOS, Ratio, RatioStream, nearest, ratio_of
+from gesso.learner.learner import Learner
 from gesso.rollout import FlowTrace, Rollout
 from gesso.samplers.denoise import DenoisingSampler
 from gesso.types import SampleSpec, Score, UserError
 from tests.cut_run import cut_after
 from tests.editors import build as build_editor
-from tests.rollouts import parts_of
 from tests.test_loop import final_state
-from tests.typed import sure
+from tests.typed import drawing, sure
 
 SIZES = {"wide": (20, 40), "tall": (42, 20), "square": (24, 24)}  # height, width
 OUTPUTS = {"wide": (12, 24), "tall": (24, 12), "square": (16, 16)}  # at 16², in multiples of 4
@@ -105,17 +104,29 @@ def test_a_run_in_the_ratios_of_its_images(data: dict[str, Any], tmp_path: Path)
     assert (image.height, image.width) == OUTPUTS["tall"]
 
 
+def notes(data: dict[str, Any]) -> list[str]:
+    """About ratios, as `gesso check` shows them."""
+    job = run.assemble(build.recipe_from(data))
+    job.close()
+    return [note for note in job.notes if "aspect ratio" in note]
+
+
 def test_what_a_check_says(data: dict[str, Any]) -> None:
     """Ratios that are rare, or lost; options and models that do not fit."""
-    told = check(build.recipe_from(data)).warnings
-    assert any("(1 of 1:1): batches of these ratios repeat their prompts" in note for note in told)
+    (note,) = notes(data)
+    assert "(1 of 1:1): batches of these ratios repeat their prompts" in note
     data["model"]["match_input"] = False
-    told = check(build.recipe_from(data)).warnings
-    (note,) = (note for note in told if "aspect ratio" in note)
+    (note,) = notes(data)
     assert note.startswith("5 of 6 prompts of ") and "the first is train.jsonl:1, 2:1;" in note
     data["model"]["match_input"] = True
     with pytest.raises(UserError, match=r"does not support data\.curriculum; remove one of them"):
         build.recipe_from(data | {"data": data["data"] | {"curriculum": {"floor": 0.2}}})
+
+
+def test_a_model_without_input_images_has_no_ratio_to_match(recipe_data: dict[str, Any]) -> None:
+    recipe_data["model"]["match_input"] = True
+    with pytest.raises(UserError, match='but model "sd3" takes none; remove it'):
+        run.assemble(build.recipe_from(recipe_data))
 
 
 WINDOW = {"window": {"size": 1, "low": 0, "high": 2}}
@@ -139,16 +150,16 @@ def test_every_algorithm_trains_an_editing_model(data: dict[str, Any], folder: P
     (folder / "two.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prompts = readers.read(DataSource(path=str(folder / "two.jsonl"))).prompts
     data |= {"learner": {"micro_batch": 3}, "reward": [{"name": "aesthetic"}]}
+    model = drawing(build.model(build.recipe_from(data)))
     for name, options in OPTIONS.items():
         group = {"group": 2} if name not in ("draft", "refl", "leap-align", "flow-sft") else {}
         given = {"engine": "data"} if name == "flow-sft" else {}
         algorithm = {"name": name, "steps": 3, "updates": 1, **group, **options}
         recipe = build.recipe_from(data | {"algorithm": algorithm, "sampler": given})
-        model, chosen, learner = parts_of(recipe)
+        chosen = build.algorithm(recipe)
         if isinstance(chosen, RewardGradient):
-            chosen = learner.algorithm = chosen.with_reward(
-                lambda images, _: images.mean((1, 2, 3))
-            )
+            chosen = chosen.with_reward(lambda images, _: images.mean((1, 2, 3)))
+        learner = Learner(model, chosen, recipe.optimizer, recipe.learner, recipe.seed)
         spec = sure(SampleSpec, chosen.spec(0, 0, sure(Model, recipe.model)))
         rollout = drawn(model, prompts, spec)
         assert rollout.flow_trace.clean.shape[2:] == (6, 12), name
