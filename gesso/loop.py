@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from gesso.algorithms.base import Algorithm
-from gesso.cluster.processes import WorkerLost
 from gesso.cluster.protocol import Batch, Cluster, Pending, ScoresFailed
 from gesso.cluster.scores import mean_scores
 from gesso.config import Recipe
@@ -27,7 +26,7 @@ from gesso.track import groups
 from gesso.track.progress import Watcher
 from gesso.track.run_folder import RunFolder
 from gesso.track.writing import Unfinished
-from gesso.types import UNSCALED, Prompt, Scales, StopRun, UserError, Which
+from gesso.types import UNSCALED, Prompt, Scales, StopRun, UserError, Which, WorkerLost
 
 MAX_SKIPPED = 3  # consecutive iterations in which no update was finite
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gesso import build, families
-from gesso.cluster.processes import WorkerLost
 from gesso.config import Recipe
 from gesso.data import prompts
 from gesso.data.curriculum import stream_of
@@ -23,7 +24,7 @@ from gesso.track.displays import display
 from gesso.track.progress import SILENT, Display, Progress
 from gesso.track.run_folder import RunFolder
 from gesso.track.trackers.process import Watchers
-from gesso.types import Prompt, StopRun, UserError, out_of_memory
+from gesso.types import Prompt, StopRun, UserError, WorkerLost, out_of_memory
 from gesso.use import teachers
 from gesso.use.source import recipe_of as recipe_of
 from gesso.use.trained import Trained as Trained
@@ -143,11 +144,10 @@ def _in_workers(
     processes = workers.start(recipe, placement, progress)
     try:
         data = workers.fit(processes, data)
-        processes.all("teach", {})
         stream = stream_of(data.train, recipe)
         gathers = families.of(recipe).gathers_to_sample
         cluster = workers.Workers(
-            recipe, algorithm, processes, rewards.service, stream, gathers, progress
+            recipe, algorithm, processes, rewards.service, stream, gathers, placement, progress
         )
     except BaseException:
         processes.close()
@@ -241,7 +241,8 @@ def _run(job: Assembled, run: RunFolder, display: Display, changed: bool = False
         for note in [*job.notes, *_list_skipped(job, run)]:
             notify(note)
         with _interruptible(display) as should_stop, bars.compiling(display):
-            loop = Loop(
+            loop = partial(
+                Loop,
                 recipe=job.recipe,
                 algorithm=job.algorithm,
                 cluster=job.cluster,
@@ -252,7 +253,7 @@ def _run(job: Assembled, run: RunFolder, display: Display, changed: bool = False
                 after_restore=begin,
                 after_eval=lambda: report.write(run.path, run.path / REPORT, thumbnails),
             )
-            loop.train()
+            _with_restarts(job, run, lambda: loop().train(), notify)
         ok = True
     except OSError as error:
         last = run.latest()
@@ -288,6 +289,29 @@ def _run(job: Assembled, run: RunFolder, display: Display, changed: bool = False
             display.note(f"could not write {run.path / REPORT}: {error}")
         watchers.finish(ok)
     return run
+
+
+def _with_restarts(
+    job: Assembled, run: RunFolder, train: Callable[[], None], notify: Callable[[str], None]
+) -> None:
+    """After a worker is lost, new workers continue from the newest checkpoint, as `resume` does."""
+    lost: WorkerLost | None = None
+    for left in reversed(range(job.recipe.cluster.restarts + 1)):
+        try:
+            if lost is not None:
+                started = time.monotonic()
+                job.cluster.restart()
+                notify(f"new workers started in {time.monotonic() - started:.0f} s")
+            return train()
+        except WorkerLost as error:
+            if not left:
+                raise
+            lost, step, rows = error, run.latest() or 0, run.rows()
+            repeated = rows[-1]["step"] - step if rows else 0
+            notify(
+                f"{error}; starting new workers, which continue after step {step} and repeat "
+                f"{repeated} steps (restarts left: {left - 1})"
+            )
 
 
 def _list_skipped(job: Assembled, run: RunFolder) -> list[str]:

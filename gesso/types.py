@@ -42,6 +42,10 @@ class StopRun(RuntimeError):
     """The run cannot continue usefully; `--resume` continues from what was saved."""
 
 
+class WorkerLost(StopRun):
+    """A worker process has ended or does not answer."""
+
+
 def out_of_memory(error: BaseException) -> str | None:
     """One sentence for an out-of-memory error, None for any other error."""
     text = str(error)

@@ -1,7 +1,8 @@
 """A worker process: model, sampler and one rank of the learner, built from a recipe.
 
-Started by `cluster/processes.py`, or by torchrun (`cluster/launched.py`). It answers one task after
-the other until the driver closes the connection; what it prints is read by the driver.
+Started by `cluster/processes.py`, torchrun (`cluster/launched.py`) or Ray (`cluster/actor.py`). It
+answers one task after the other until the driver closes the connection; what it prints is read by
+the driver.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,26 +22,18 @@ import torch
 from torch import Tensor, distributed
 
 from gesso import build, families
-from gesso.cluster.channel import Channel, end_with_the_driver, read_prompts, read_spec
-from gesso.cluster.host import keep_freed_memory, peak_memory
+from gesso.cluster.channel import Channel, Messages, end_with_the_driver, read_prompts, read_spec
+from gesso.cluster.host import keep_freed_memory, listen_at, peak_memory
 from gesso.cluster.processes import ERRORS, IDLE
+from gesso.cluster.saving import Saving
 from gesso.config import Recipe
 from gesso.data.prompts import LoadedData, WeightedPrompts
-from gesso.learner.learner import EXTRA
 from gesso.ranks import Group
 from gesso.rewards.transport import wire
 from gesso.rollout import FlowTrace, Rollout, TokenTrace, widened
 from gesso.samplers.base import Piece
 from gesso.track import bars
-from gesso.track.checkpoints import (
-    on_host,
-    read_parts,
-    read_tensors,
-    write_shards,
-    write_tensors,
-)
 from gesso.track.progress import Progress
-from gesso.track.writing import InBackground
 from gesso.types import Prompt, ResponseSpec, Sample, SampleSpec, Scales, Score
 from gesso.use import teachers
 from gesso.weights.publish import digest, publish
@@ -56,7 +48,7 @@ def main() -> None:
     serve(Channel(connection))
 
 
-def serve(channel: Channel) -> NoReturn:
+def serve(channel: Messages) -> NoReturn:
     """Answers tasks until the driver closes the connection, and exits."""
     worker = Worker(channel)
     while True:
@@ -70,7 +62,8 @@ def serve(channel: Channel) -> NoReturn:
         except BaseException as error:
             answer = _raised(error)
         channel.send({"doing": IDLE})
-        channel.send({"number": worker.number, **answer})
+        data = answer.pop("data", ())
+        channel.send({"number": worker.number, **answer}, *data)
     os._exit(0)  # without waiting for other ranks, whose connections may be gone
 
 
@@ -90,7 +83,7 @@ def _raised(error: BaseException) -> dict[str, Any]:
 class _Reported:
     """Progress, sent to the driver, which shows that of rank 0 and knows that the others work."""
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Messages) -> None:
         self.channel = channel
 
     def phase(self, text: str, total: int = 0) -> None:
@@ -130,14 +123,13 @@ class Request:
     shared: Any = None  # of the sampler
 
 
-class Worker:
-    def __init__(self, channel: Channel) -> None:
+class Worker(Saving):
+    def __init__(self, channel: Messages) -> None:
         self.channel = channel
         self.number = 0  # of the current task
         self.doing = ""
         self.requests: dict[str, Request] = {}
         self.pieces: dict[str, Piece] = {}  # by "request/first sample"
-        self.writing: InBackground[dict[str, dict[str, str]]]  # the newest checkpoint
 
     def answer(
         self, task: str, content: Mapping[str, Any], data: Sequence[bytes]
@@ -146,9 +138,20 @@ class Worker:
         self.channel.send({"doing": self.doing})
         return getattr(self, task)(*data, **content)
 
+    def host(self, address: str) -> dict[str, Any]:
+        """Listens at this address, for the store in which the ranks find each other."""
+        self.listener = socket.create_server((address, 0))
+        return {"port": self.listener.getsockname()[1]}
+
     def start(
-        self, recipe: Mapping[str, Any], rank: int, count: int, folder: str
+        self,
+        recipe: Mapping[str, Any],
+        rank: int,
+        count: int,
+        store: Mapping[str, Any],
+        address: str,
     ) -> dict[str, Any]:
+        """`store`: as in `Processes.store`. `address`: where other ranks reach this one."""
         self.rank = rank
         self.progress: Progress = _Reported(self.channel)
         self.recipe: Recipe = build.recipe_from(recipe)
@@ -157,11 +160,12 @@ class Worker:
         with bars.loading(self.progress, path, path):
             self.model = build.model(self.recipe)
         device: torch.device = self.model.device
+        listen_at(address)
         if distributed.is_initialized():
             distributed.destroy_process_group()
         distributed.init_process_group(
             BACKENDS[device.type],
-            store=distributed.FileStore(str(Path(folder) / f"store-{count}"), count),
+            store=self._store(store, count),
             rank=rank,
             world_size=count,
             timeout=timedelta(seconds=2 * self.recipe.cluster.patience),  # the driver stops first
@@ -181,6 +185,19 @@ class Worker:
         if device.type == "cpu":
             keep_freed_memory()
         return {}
+
+    def _store(self, found: Mapping[str, Any], count: int) -> distributed.Store:
+        if "folder" in found:
+            return distributed.FileStore(str(Path(found["folder"]) / f"store-{count}"), count)
+        hosts = self.rank == 0  # at the address of `host`; torch would listen at all addresses
+        listener = self.listener.detach() if hosts else None
+        return distributed.TCPStore(
+            found["host"],
+            found["port"],
+            is_master=hosts,
+            wait_for_workers=False,
+            master_listen_fd=listener,
+        )
 
     def fit(self, packed: bytes, train: Sequence[int], weights: Sequence[float]) -> dict[str, Any]:
         """The indices of the prompts that the model can use: `train` has the number of training
@@ -337,63 +354,7 @@ class Worker:
         shared = self.group.count > 1 and self.recipe.cluster.sharding != "all"
         return {"digest": digest(publication.copies) if shared else ""}
 
-    def save(self, folder: str) -> dict[str, Any]:
-        """By rank 0, or if tensors are sharded by every rank, each its part."""
-        self.learner.policy.release()
-        state = self.learner.state() if self.learner.sharded or self.rank == 0 else {}
-        if self.recipe.save.in_background(self.model.device.type):
-            self.writing = InBackground(partial(self._write, Path(folder), on_host(state)))
-        else:
-            self.writing = InBackground(partial(self._write, Path(folder), state))
-            self.writing.wait()  # errors are raised by `written`
-        return {}
-
-    def _write(self, folder: Path, state: Mapping[str, Tensor]) -> dict[str, dict[str, str]]:
-        if self.learner.sharded:
-            return write_shards(folder, state, self.rank, self.group.count, self.writers)
-        if self.rank == 0:
-            write_tensors(folder, state)
-        return {}
-
-    def written(self, wait: bool) -> dict[str, Any]:
-        """Raises what failed only if asked to wait."""
-        if not wait:
-            return {"done": self.writing.done()}
-        try:
-            return {"shards": self.writing.result()}
-        except BaseException as error:  # torch and safetensors wrap a full disk in their own errors
-            reason = str(error).strip().splitlines() or [repr(error)]
-            raise OSError(f"worker {self.rank}: {reason[-1].strip()}") from error
-
-    def load(self, folder: str) -> dict[str, Any]:
-        self.learner.policy.release()
-        if self.learner.sharded:
-            self.learner.restore(self._read(folder))
-        else:
-            self.learner.restore(read_tensors(Path(folder)))
-        return {}
-
-    def _read(self, folder: str, table: str = "") -> dict[str, Tensor]:
-        """The tensors of a checkpoint, of sharded ones the part of this rank."""
-
-        def sharded(name: str) -> Tensor | None:
-            table, _, parameter = name.partition("/")
-            return None if table == EXTRA else self.learner.sharded.get(parameter)
-
-        return read_parts(Path(folder), sharded, self.rank, self.group.count, table)
-
     # To sample from a finished run
-
-    def use(self, folder: str | None, table: str, base: bool) -> dict[str, Any]:
-        """Samples with these weights of a checkpoint instead of those of the base model. `base`:
-        keeps the latter as "reference"."""
-        policy = self.learner.policy
-        if base:
-            policy.snapshot("reference")
-        if folder is not None:
-            state = self._read(folder, f"{table}/")
-            policy.load({name.partition("/")[2]: tensor for name, tensor in state.items()})
-        return {}
 
     def unfit(self, packed: bytes) -> dict[str, Any]:
         family = families.of(self.recipe)
@@ -406,6 +367,7 @@ class Worker:
 
 
 TASKS = {
+    "host": "listening for the other workers",
     "start": "loading the model",
     "fit": "reading the prompts",
     "teach": "loading teachers",
@@ -416,6 +378,8 @@ TASKS = {
     "update": "updating",
     "forget": "dropping samples",
     "publish": "publishing weights",
+    "sees": "looking for the run folder",
+    "copy": "copying a checkpoint",
     "save": "saving",
     "written": "saving",
     "load": "loading a checkpoint",

@@ -39,13 +39,15 @@ def gesso(*arguments: str | Path, output: Path) -> Iterator[ForkServerProcess]:
         process.join()
 
 
-def worker() -> tuple[socket.socket, socket.socket]:
-    """A worker process of a cluster: its connections for messages, and to end with this process."""
+def worker() -> tuple[socket.socket, socket.socket, int]:
+    """A worker process of a cluster: its connections for messages, and to end with this process,
+    and its id."""
     ours, theirs = socket.socketpair()
     life, watched = socket.socketpair()
     with theirs, watched:
-        _started(_worker, theirs, watched)
-    return ours, life
+        process = _started(_worker, theirs, watched)
+    assert process.pid is not None
+    return ours, life, process.pid
 
 
 def _worker(connection: socket.socket, life: socket.socket) -> None:

@@ -49,6 +49,7 @@ class Started:
         command: Sequence[str | Path],
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
+        start_new_session: bool = False,
     ) -> None:
         self._log = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115 it closes in `end`
         self.process = subprocess.Popen(
@@ -57,6 +58,7 @@ class Started:
             stderr=self._log,
             env=env,
             cwd=cwd,
+            start_new_session=start_new_session,
         )
 
     def output(self) -> str:

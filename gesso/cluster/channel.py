@@ -13,8 +13,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 from gesso.rewards.transport import wire
 from gesso.types import (
@@ -31,6 +31,30 @@ GRACE = 2.0
 """Seconds that workers have to end by themselves after the driver."""
 
 
+class Messages(Protocol):
+    """One end of a connection."""
+
+    def send(self, message: Mapping[str, Any], *data: bytes) -> None:
+        """Raises an OSError if the other end has closed."""
+
+    def receive(self) -> tuple[dict[str, Any], list[bytes]]:
+        """Raises EOFError when the other end has closed."""
+
+    def shut(self) -> None:
+        """Ends the connection: `receive` raises EOFError."""
+
+
+def pack_frame(message: Mapping[str, Any], data: Sequence[bytes]) -> bytes:
+    text = json.dumps({**message, "sizes": [len(part) for part in data]}).encode()
+    return b"".join([len(text).to_bytes(8, "big"), text, *data])
+
+
+def read_frame(read: Callable[[int], bytes]) -> tuple[dict[str, Any], list[bytes]]:
+    """`read` returns the next bytes, as many as requested."""
+    message = json.loads(read(int.from_bytes(read(8), "big")))
+    return message, [read(size) for size in message.pop("sizes")]
+
+
 class Channel:
     """One end of a connected socket. Any thread may send; one thread receives."""
 
@@ -40,14 +64,12 @@ class Channel:
         self._lock = threading.Lock()
 
     def send(self, message: Mapping[str, Any], *data: bytes) -> None:
-        text = json.dumps({**message, "sizes": [len(part) for part in data]}).encode()
+        frame = pack_frame(message, data)
         with self._lock:
-            self._socket.sendall(b"".join([len(text).to_bytes(8, "big"), text, *data]))
+            self._socket.sendall(frame)
 
     def receive(self) -> tuple[dict[str, Any], list[bytes]]:
-        """Raises EOFError when the other end has closed."""
-        message = json.loads(self._read(int.from_bytes(self._read(8), "big")))
-        return message, [self._read(size) for size in message.pop("sizes")]
+        return read_frame(self._read)
 
     def _read(self, size: int) -> bytes:
         try:
@@ -59,7 +81,7 @@ class Channel:
         return data
 
     def shut(self) -> None:
-        """Ends the connection: `receive` at both ends raises EOFError."""
+        """`receive` at the other end raises EOFError, too."""
         with contextlib.suppress(OSError):  # already closed by the other end
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -77,27 +99,27 @@ def end_with_the_driver(life: socket.socket, grace: float = 0.0) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def pack_prompts(prompts: Sequence[Prompt]) -> bytes:
-    """Images in files are sent as paths: workers are on the same machine."""
+def pack_prompts(prompts: Sequence[Prompt], paths: bool = True) -> bytes:
+    """`paths`: images in files are sent as paths, for workers on the same machine."""
+    content: list[bytes] = []
+
+    def packed(image: PromptImage) -> tuple[str, int]:
+        content.append(image.data if paths else image.read())
+        return image.path, len(content[-1])
+
     rows = [
         {
             "text": prompt.text,
             "negative": prompt.negative,
             "columns": prompt.columns,
             "where": prompt.where,
-            "images": [(image.path, len(image.data)) for image in prompt.images],
+            "images": [packed(image) for image in prompt.images],
             "messages": prompt.messages,
-            "given": [
-                each if isinstance(each, str) else (each.path, len(each.data))
-                for each in prompt.given
-            ],
-            "image_columns": {
-                key: (image.path, len(image.data)) for key, image in prompt.image_columns.items()
-            },
+            "given": [each if isinstance(each, str) else packed(each) for each in prompt.given],
+            "image_columns": {key: packed(image) for key, image in prompt.image_columns.items()},
         }
         for prompt in prompts
     ]
-    content = [image.data for prompt in prompts for image in prompt.all_images]
     return b"".join([json.dumps(rows).encode(), b"\n", *content])
 
 

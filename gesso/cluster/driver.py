@@ -78,6 +78,7 @@ class Driver(ABC):
         self.progress = progress
         self._queue: deque[DriverBatch] = deque()  # to be sampled, in order
         self._rollouts: dict[int, Rollout] = {}  # collected and not yet trained on, by step
+        self._first_prompts = stream.state()
         self._changed = False  # whether the weights are newer than those published last
         scored = {reward.name for reward in rewards.rewards}  # none if the data gives the scores
         self._entries = [entry for entry in recipe.reward if entry.label in scored]
@@ -324,6 +325,16 @@ class Driver(ABC):
     def restore(self, folder: Path) -> None:
         self._changed = True
         self.load(folder)
+
+    def restart(self) -> None:
+        """Replaces the workers by new ones, with the weights that a run begins with."""
+        raise NotImplementedError("there are no workers")
+
+    def reset(self) -> None:
+        """As before the first step."""
+        self._queue.clear()
+        self._rollouts.clear()
+        self.stream.restore(self._first_prompts)
 
     def close(self) -> None:
         self.rewards.close()

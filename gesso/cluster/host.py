@@ -1,4 +1,4 @@
-"""Settings and measurements of the host: threads, malloc, peak memory."""
+"""Settings and measurements of the host: network, threads, malloc, peak memory."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import ctypes
 import functools
 import math
 import os
+import socket
+import struct
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -62,3 +64,34 @@ def keep_freed_memory() -> None:
     mallopt(mmap_threshold, 32 * 2**20)
     mallopt(trim_threshold, 2**31 - 1)
     mallopt(top_pad, 64 * 2**20)
+
+
+GLOO = "GLOO_SOCKET_IFNAME"
+SIOCGIFADDR = 0x8915  # Linux: the address of a network interface
+
+
+def listen_at(address: str) -> None:
+    """Gloo listens where this IPv4 address is; by default where the name of the host resolves to,
+    which may be another network or loopback."""
+    if GLOO not in os.environ and (name := _interface(address)) is not None:
+        os.environ[GLOO] = name
+
+
+def _interface(address: str) -> str | None:
+    """None: unknown, as outside Linux."""
+    if sys.platform != "linux":
+        return None
+    from fcntl import ioctl
+
+    if address.startswith("127."):
+        address = "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode())
+            try:
+                answer = ioctl(any_socket.fileno(), SIOCGIFADDR, request)
+            except OSError:  # it has no IPv4 address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from gesso.cluster.channel import GRACE, Channel, end_with_the_driver
+from gesso.cluster.channel import GRACE, Channel, Messages, end_with_the_driver
 from gesso.types import StopRun, UserError
 
 if TYPE_CHECKING:
@@ -130,7 +130,9 @@ def join(launch: Launch) -> Channel:
     for name, channel in channels.items():
         channel.send({"token": token, "rank": launch.rank, "connection": name})
     end_with_the_driver(connections["life"], GRACE)
-    _forward_output(channels["messages"])
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)
+    forward_output(channels["messages"])
     return channels["messages"]
 
 
@@ -141,10 +143,8 @@ def _select_gpu(local_rank: int) -> None:
     os.environ[VISIBLE] = visible[local_rank % len(visible)].strip()
 
 
-def _forward_output(channel: Channel) -> None:
+def forward_output(channel: Messages) -> None:
     """The driver shows what this process prints, with its rank."""
-    assert isinstance(sys.stdout, io.TextIOWrapper)
-    sys.stdout.reconfigure(line_buffering=True)
     reading, writing = os.pipe()
     for stream in (1, 2):
         os.dup2(writing, stream)

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from gesso.algorithms.base import Algorithm
+from gesso.cluster import ray_nodes
 from gesso.cluster.launched import VISIBLE, Launch
 from gesso.config import Recipe
 from gesso.samplers.base import parts
-from gesso.types import UserError
+from gesso.types import StopRun, UserError
 
 THREADS = "OMP_NUM_THREADS"
+
+
+@dataclass(frozen=True)
+class OnRay:
+    address: str  # as in the recipe
+    gpus: bool  # a GPU for each worker; else as many CPUs as it has threads
+    nodes: int
+
+    def __str__(self) -> str:
+        return f" on a Ray cluster of {self.nodes} {'node' if self.nodes == 1 else 'nodes'}"
 
 
 @dataclass(frozen=True)
@@ -24,6 +36,7 @@ class Placement:
     sharded: int = 1  # workers that divide the weights
     launch: Launch | None = None  # workers were started by torchrun
     parallel: int = 1  # workers that run one engine
+    on_ray: OnRay | None = None  # workers are actors of a Ray cluster
 
     def environment(self, rank: int) -> Mapping[str, str]:
         return {THREADS: str(self.threads)} | ({VISIBLE: self.gpus[rank]} if self.gpus else {})
@@ -31,11 +44,13 @@ class Placement:
     def __str__(self) -> str:
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads"
         where = f"GPU {', '.join(self.gpus)}" if self.gpus else f"CPU, {threads} each"
+        if self.on_ray is not None and self.on_ray.gpus:
+            where = "a GPU each"
         number = "1 worker process" if self.workers == 1 else f"{self.workers} worker processes"
         weights = f"; {self.sharded} of them divide the weights" if self.sharded > 1 else ""
         engine = f"; every {self.parallel} of them run one engine" if self.parallel > 1 else ""
         parts = f"the samples of a step are cut into {self.parts} parts"
-        return f"{number} ({where}){weights}{engine}; {parts}"
+        return f"{number} ({where}){self.on_ray or ''}{weights}{engine}; {parts}"
 
 
 def place(recipe: Recipe, algorithm: Algorithm) -> Placement | None:
@@ -48,16 +63,22 @@ def place(recipe: Recipe, algorithm: Algorithm) -> Placement | None:
         )
     if wanted is None:
         return None
-    gpus = _gpus(recipe)
-    if launch is not None:
-        gpus = launch.gpus(gpus)
-    if wanted == "auto":
-        wanted = launch.count if launch is not None else len(gpus) or 1
-    if gpus and wanted > len(gpus):
-        raise UserError(
-            f"cluster.workers = {wanted}, but only {len(gpus)} GPUs are visible; use at most "
-            f'{len(gpus)}, or "auto"'
-        )
+    on_ray: OnRay | None = None
+    gpus: tuple[str, ...] = ()
+    if recipe.cluster.address is not None:
+        on_ray, wanted, threads = _on_ray(recipe, recipe.cluster.address, launch)
+    else:
+        gpus = _gpus(recipe)
+        if launch is not None:
+            gpus = launch.gpus(gpus)
+        if wanted == "auto":
+            wanted = launch.count if launch is not None else len(gpus) or 1
+        if gpus and wanted > len(gpus):
+            raise UserError(
+                f"cluster.workers = {wanted}, but only {len(gpus)} GPUs are visible; use at most "
+                f'{len(gpus)}, or "auto"'
+            )
+        threads = _threads(wanted)
     _check(recipe, algorithm, wanted)
     count = len(_parts(recipe, algorithm, recipe.sampler.batch))
     parallel = recipe.sampler.vllm.tensor_parallel
@@ -68,24 +89,83 @@ def place(recipe: Recipe, algorithm: Algorithm) -> Placement | None:
             f"{count * parallel} workers{_remedy(recipe, algorithm, wanted)}"
         )
     sharded = 1 if recipe.cluster.sharding is None else recipe.cluster.shard_within or wanted
-    return Placement(wanted, gpus[:wanted], _threads(wanted), count, sharded, launch, parallel)
+    return Placement(wanted, gpus[:wanted], threads, count, sharded, launch, parallel, on_ray)
 
 
 def place_to_sample(recipe: Recipe) -> Placement:
-    """The workers of a run, or as many as there are GPUs, to sample from it."""
-    gpus, wanted = _gpus(recipe), recipe.cluster.workers
-    count = len(gpus) or 1 if wanted in (None, "auto") else int(wanted)
-    count = min(count, len(gpus) or count)
+    """The workers of a run, or as many as there are devices, to sample from it."""
+    wanted = recipe.cluster.workers
+    on_ray: OnRay | None = None
+    gpus: tuple[str, ...] = ()
+    if recipe.cluster.address is not None:
+        on_ray, count, threads = _on_ray(recipe, recipe.cluster.address)
+    else:
+        gpus = _gpus(recipe)
+        count = len(gpus) or 1 if wanted in (None, "auto") else int(wanted)
+        count = min(count, len(gpus) or count)
+        threads = _threads(count)
     within = recipe.cluster.shard_within
     sharded = within if within and count % within == 0 else count
-    return Placement(
-        count, gpus[:count], _threads(count), 0, sharded if recipe.cluster.sharding else 1
-    )
+    sharded = sharded if recipe.cluster.sharding else 1
+    return Placement(count, gpus[:count], threads, 0, sharded, on_ray=on_ray)
+
+
+def place_again(placement: Placement, recipe: Recipe) -> Placement:
+    """The same on the nodes of a Ray cluster that are left, with as many threads."""
+    if placement.on_ray is None:
+        return placement
+    nodes = [n for n in ray_nodes.nodes(placement.on_ray.address) if n.reachable()]
+    found = _places(nodes, placement.on_ray.gpus, placement.threads)
+    together = math.lcm(recipe.cluster.shard_within or 1, placement.parallel)
+    count = min(placement.workers, found // together * together)
+    if count == 0:
+        raise StopRun(
+            f"the {len(nodes)} nodes left of the Ray cluster have places for {found} "
+            f"workers, but {together} work together"
+        )
+    sharded = placement.sharded if recipe.cluster.shard_within else min(placement.sharded, count)
+    on_ray = replace(placement.on_ray, nodes=len(nodes))
+    return replace(placement, workers=count, sharded=sharded, on_ray=on_ray)
+
+
+def _places(nodes: Sequence[ray_nodes.Node], gpus: bool, threads: int) -> int:
+    return sum(node.gpus if gpus else node.cpus // threads for node in nodes)
+
+
+def _on_ray(recipe: Recipe, address: str, launch: Launch | None = None) -> tuple[OnRay, int, int]:
+    """Also returns the number of workers, and the threads of each."""
+    if launch is not None:
+        raise UserError(
+            "cluster.address starts workers with Ray, but torchrun has started this process; use "
+            "one of them"
+        )
+    device, wanted = _device(recipe), recipe.cluster.workers
+    nodes = ray_nodes.nodes(address)
+    gpus = 0 if device == "cpu" else sum(node.gpus for node in nodes)
+    if device == "cuda" and not gpus:
+        raise UserError('model.device = "cuda", but the Ray cluster has no GPUs; use "auto"')
+    if wanted == "auto":
+        wanted = gpus or len(nodes)
+    assert wanted is not None
+    threads = _given_threads() or ray_nodes.most_threads(nodes, wanted)
+    found = _places(nodes, gpus > 0, threads)
+    if wanted > found:
+        kind = "GPUs" if gpus else f"CPU workers of {threads} threads ({THREADS})"
+        raise UserError(
+            f"cluster.workers = {wanted}, but the Ray cluster has {found} {kind} on {len(nodes)} "
+            f'nodes; start more nodes, or use "auto"'
+        )
+    return OnRay(address, gpus > 0, len(nodes)), wanted, threads
 
 
 def _threads(workers: int) -> int:
+    return _given_threads() or max(1, (os.cpu_count() or 1) // workers)
+
+
+def _given_threads() -> int:
+    """0: not given."""
     given = os.environ.get(THREADS, "")
-    return int(given) if given.isdigit() else max(1, (os.cpu_count() or 1) // workers)
+    return int(given) if given.isdigit() else 0
 
 
 def _parts(recipe: Recipe, algorithm: Algorithm, batch: int) -> list[range]:
@@ -109,13 +189,7 @@ def _remedy(recipe: Recipe, algorithm: Algorithm, workers: int) -> str:
 
 def _gpus(recipe: Recipe) -> tuple[str, ...]:
     """Of the machine, if the recipe's model runs on GPUs."""
-    device = recipe.model.device
-    if device not in ("auto", "cpu", "cuda"):
-        raise UserError(
-            f'cluster.workers places one worker per device, but model.device = "{device}"; use '
-            f'"auto", "cpu" or "cuda", and select GPUs with {VISIBLE}'
-        )
-    if device == "cpu":
+    if _device(recipe) == "cpu":
         return ()
     import torch
 
@@ -125,6 +199,16 @@ def _gpus(recipe: Recipe) -> tuple[str, ...]:
     if visible is not None:
         return tuple(name.strip() for name in visible.split(",") if name.strip())
     return tuple(str(i) for i in range(torch.cuda.device_count()))
+
+
+def _device(recipe: Recipe) -> str:
+    device = recipe.model.device
+    if device not in ("auto", "cpu", "cuda"):
+        raise UserError(
+            f'cluster.workers places one worker per device, but model.device = "{device}"; use '
+            f'"auto", "cpu" or "cuda", and select GPUs with {VISIBLE}'
+        )
+    return device
 
 
 def _check(recipe: Recipe, algorithm: Algorithm, workers: int) -> None:

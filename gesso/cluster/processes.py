@@ -1,5 +1,5 @@
 """Worker processes on this machine: watched and ended by the driver, and started by it or by
-torchrun.
+torchrun. `ray_actors.py` starts them on other machines.
 
 Each worker has a socket for messages and one that nobody writes to: when the driver ends, in
 whatever way, the second one closes and the worker exits.
@@ -18,13 +18,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from gesso import imports
 from gesso.cluster import launched
-from gesso.cluster.channel import GRACE, Channel
+from gesso.cluster.channel import GRACE, Channel, Messages
 from gesso.track.progress import Progress
-from gesso.types import StopRun, UserError, out_of_memory
+from gesso.types import StopRun, UserError, WorkerLost, out_of_memory
 
 MODULE = "gesso.worker"
 LAST_LINES = 8
@@ -44,15 +44,17 @@ class WorkerFailed(RuntimeError):
     """An unexpected exception in a worker; the message has its stack trace."""
 
 
-class WorkerLost(StopRun):
-    """A worker has ended or does not answer."""
+class Life(Protocol):
+    """When it closes, the worker ends."""
+
+    def close(self) -> None: ...
 
 
 @dataclass
 class Worker:
     rank: int
-    channel: Channel
-    life: socket.socket
+    channel: Messages
+    life: Life
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     doing: str = "starting"
     heard: float = field(default_factory=time.monotonic)  # time of the last message
@@ -93,6 +95,9 @@ class Message:
 
 
 class Processes:
+    same_machine = True
+    """Whether workers can read the files of the driver."""
+
     def __init__(
         self,
         count: int,
@@ -202,9 +207,13 @@ class Processes:
                     _raise(message)
                 return message
 
-    def folder(self) -> str:
-        """A new folder, in which ranks find each other."""
-        return tempfile.mkdtemp(dir=self._folder.name)
+    def store(self) -> dict[str, Any]:
+        """A new folder in which ranks find each other, or the host and port of a store."""
+        return {"folder": tempfile.mkdtemp(dir=self._folder.name)}
+
+    def address(self, rank: int) -> str:
+        """The IP address at which the other ranks reach this one."""
+        return launched.LOOPBACK
 
     def begin_task(self) -> None:
         """Messages about earlier tasks are dropped from now on: of a task that failed in one
@@ -230,6 +239,12 @@ class Processes:
         self.begin_task()
         self.send(rank, task, content, *data)
         return self.receive().content
+
+    def data(self, rank: int, task: str, content: Mapping[str, Any]) -> bytes:
+        """The bytes that a worker answers."""
+        self.begin_task()
+        self.send(rank, task, content)
+        return self.receive().data[0]
 
     def _check_patience(self) -> None:
         now = time.monotonic()

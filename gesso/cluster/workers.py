@@ -18,10 +18,11 @@ from typing import Any
 import torch
 
 from gesso.algorithms.base import Algorithm
+from gesso.cluster import copies
 from gesso.cluster.channel import pack_prompts, pack_spec, read_samples
 from gesso.cluster.collecting import Request
 from gesso.cluster.driver import Driver
-from gesso.cluster.placement import Placement
+from gesso.cluster.placement import Placement, place_again
 from gesso.cluster.processes import Processes
 from gesso.cluster.remote_trace import RemoteTrace
 from gesso.config import Recipe
@@ -64,7 +65,7 @@ class Samplers:
             "seeds": list(request.seeds),
             "spec": pack_spec(request.spec),
         }
-        self.processes.all("open", call, pack_prompts(request.prompts))
+        self.processes.all("open", call, pack_prompts(request.prompts, self.processes.same_machine))
         self.processes.begin_task()
         batch = request.batch or self.recipe.sampler.batch
         cut = parts(request.row, batch, request.spec, request.prompts)
@@ -123,12 +124,25 @@ class Workers(Samplers, Driver):
         rewards: RewardService,
         stream: Stream,
         gathers: bool,
+        placement: Placement,
         progress: Progress = SILENT,
     ) -> None:
-        Samplers.__init__(self, recipe, processes, gathers)
+        self._placement = placement
+        self._gathers = gathers
         Driver.__init__(self, recipe, algorithm, rewards, stream, progress)
+        self._begin(processes)
+
+    def _begin(self, processes: Processes) -> None:
+        Samplers.__init__(self, self.recipe, processes, self._gathers)
         self._sent = 0  # bytes of the samples that workers exchanged, in this step
+        processes.all("teach", {})
         self.publish(0)
+
+    def restart(self) -> None:
+        self.processes.close()
+        self.reset()
+        self._placement = place_again(self._placement, self.recipe)
+        self._begin(start(self.recipe, self._placement, self.progress))
 
     def describe(self, rollout: Rollout) -> dict[str, float]:
         content, scores = self._packed(rollout)
@@ -183,11 +197,17 @@ class Workers(Samplers, Driver):
                 )
 
     def save(self, folder: Path) -> Writing:
-        self.processes.all("save", {"folder": str(folder.resolve())})
-        return _WritingWorkers(self.processes, folder)
+        copied = copies.are_needed(self.processes, folder)
+        if copied and self.recipe.cluster.sharding == "all":
+            raise StopRun(
+                'with cluster.sharding = "all" every worker writes its part of a checkpoint, but '
+                f"not all nodes see {folder}; use a run folder that they share"
+            )
+        self.processes.all("save", {"folder": str(folder.resolve()), "copied": copied})
+        return _WritingWorkers(self.processes, folder, copied)
 
     def load(self, folder: Path) -> None:
-        self.processes.all("load", {"folder": str(folder.resolve())})
+        self.processes.all("load", checkpoint(self.processes, folder))
 
     def stop(self) -> None:
         self.processes.close()
@@ -197,27 +217,41 @@ class Workers(Samplers, Driver):
 class _WritingWorkers:
     processes: Processes
     folder: Path
+    copied: bool  # the first worker has written them to its own machine
 
     def done(self) -> bool:
         return all(answer["done"] for answer in self.processes.all("written", {"wait": False}))
 
     def finish(self) -> None:
         answers = self.processes.all("written", {"wait": True})
+        if self.copied:
+            copies.fetch(self.processes, self.folder)
         found = {name: each for answer in answers for name, each in answer["shards"].items()}
         if found:
             record_shards(self.folder, found)
 
 
+def checkpoint(processes: Processes, folder: Path) -> dict[str, Any]:
+    """A checkpoint folder for the workers, which have copies if they do not see it."""
+    copied = copies.are_needed(processes, folder)
+    if copied:
+        copies.send(processes, folder)
+    return {"folder": str(folder.resolve()), "copied": copied}
+
+
 def start(recipe: Recipe, placement: Placement, progress: Progress) -> Processes:
     """Starts the workers; each loads the model."""
     progress.phase("starting workers")
-    processes = Processes(
-        placement.workers,
-        placement.environment,
-        recipe.cluster.patience,
-        progress,
-        placement.launch,
-    )
+    patience = recipe.cluster.patience
+    processes: Processes
+    if placement.on_ray is None:
+        processes = Processes(
+            placement.workers, placement.environment, patience, progress, placement.launch
+        )
+    else:
+        from gesso.cluster.ray_actors import Actors
+
+        processes = Actors(placement, patience, progress)
     try:
         begin(processes, recipe)
     except BaseException:
@@ -229,10 +263,11 @@ def start(recipe: Recipe, placement: Placement, progress: Progress) -> Processes
 def begin(processes: Processes, recipe: Recipe) -> None:
     """Builds the model and the learner in every worker, and connects the workers."""
     content = {"recipe": recipe.model_dump(mode="json"), "count": processes.count}
+    content["store"] = processes.store()
     processes.begin_task()
-    folder = processes.folder()
     for rank in range(processes.count):
-        processes.send(rank, "start", {**content, "rank": rank, "folder": folder})
+        own = {"rank": rank, "address": processes.address(rank)}
+        processes.send(rank, "start", {**content, **own})
     processes.answers()
 
 
@@ -243,7 +278,7 @@ def fit(processes: Processes, data: LoadedData) -> LoadedData:
         "train": [len(part.prompts) for part in data.train],
         "weights": [part.weight for part in data.train],
     }
-    found = processes.one(0, "fit", content, pack_prompts(prompts))
+    found = processes.one(0, "fit", content, pack_prompts(prompts, processes.same_machine))
     train = [
         WeightedPrompts([prompts[i] for i in kept], part.weight)
         for kept, part in zip(found["train"], data.train, strict=True)

@@ -149,10 +149,19 @@ def _workers(value: Any) -> Any:
     raise ValueError(f'expected a number of at least 1 or "auto", got {got}')
 
 
+def _address(value: Any) -> Any:
+    host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    if value in (None, "auto") or (host and "/" not in host and port.isdigit()):
+        return value
+    raise ValueError(f'expected "auto" or "HOST:PORT" of a Ray cluster, got "{value}"')
+
+
 class Cluster(Strict):
     workers: Annotated[int | Literal["auto"] | None, BeforeValidator(_workers)] = None
     """Worker processes, one per device, which divide sampling and updates. "auto": one per visible
-    GPU. None: no worker processes; everything runs in this process."""
+    GPU. None: no worker processes; everything runs in this process, or with `address` "auto"."""
+    address: Annotated[str | None, BeforeValidator(_address)] = None
+    """A Ray cluster on which to start the workers: "auto" or "HOST:PORT". None: this machine."""
     sharding: Literal["base", "all"] | None = None
     """Divides the weights of the trained network over the workers, by FSDP2. "base": the frozen
     weights below a LoRA. "all", for a full fine-tune: also gradients, optimizer state and copies.
@@ -163,7 +172,17 @@ class Cluster(Strict):
     offload: bool = False
     """With sharding: keeps the divided weights in host memory, except for the block that runs."""
     patience: float = Field(1800.0, gt=0)
-    """Seconds without a sign of a worker that has work, after which the run stops."""
+    """Seconds without a sign of a worker that has work, after which it counts as lost."""
+    restarts: int = Field(0, ge=0)
+    """How often new workers continue from the newest checkpoint after one was lost. Then the run
+    stops."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _on_ray(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("address") and values.get("workers") is None:
+            return values | {"workers": "auto"}
+        return values
 
 
 class Eval(Strict):

@@ -27,7 +27,7 @@ from gesso.track import shards
 from gesso.track.atomic import flush, write_atomic
 from gesso.track.figures import parsed, short
 from gesso.track.writing import WRITTEN, Unfinished, Write, Writing
-from gesso.types import StopRun, UserError, out_of_memory
+from gesso.types import StopRun, UserError, WorkerLost, out_of_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,7 +105,7 @@ class Checkpoints:
             yield
         except Exception as error:  # safetensors wraps a full disk in another error type
             shutil.rmtree(temporary, ignore_errors=True)
-            if out_of_memory(error):
+            if out_of_memory(error) or isinstance(error, WorkerLost):
                 raise
             steps = self.steps()
             raise StopRun(

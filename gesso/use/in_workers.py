@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gesso import families
 from gesso.cluster import workers
@@ -27,14 +28,17 @@ class ModelInWorkers(SampledModel):
     samplers: workers.Samplers
 
     def unfit(self, prompts: Sequence[Prompt]) -> list[str | None]:
-        return self.samplers.processes.one(0, "unfit", {}, pack_prompts(prompts))["reasons"]
+        return self._ask("unfit", prompts, {})["reasons"]
 
     def inspect(
         self, prompts: Sequence[Prompt], spec: SampleSpec | ResponseSpec
     ) -> tuple[Sequence[str], Sequence[str]]:
-        content = {"spec": pack_spec(spec)}
-        found = self.samplers.processes.one(0, "inspect", content, pack_prompts(prompts))
+        found = self._ask("inspect", prompts, {"spec": pack_spec(spec)})
         return found["notes"], found["truncated"]
+
+    def _ask(self, task: str, prompts: Sequence[Prompt], content: dict[str, Any]) -> dict[str, Any]:
+        processes = self.samplers.processes
+        return processes.one(0, task, content, pack_prompts(prompts, processes.same_machine))
 
     def pieces(
         self,
@@ -68,8 +72,8 @@ def open_in_workers(
     try:
         folder = None if source.run is None else source.run.checkpoint(source.step)
         with matching(source):
-            content = {"folder": folder and str(folder.resolve()), "table": source.table}
-            processes.all("use", {**content, "base": base})
+            found = workers.checkpoint(processes, folder) if folder else {"folder": None}
+            processes.all("use", {**found, "table": source.table, "base": base})
     except BaseException:
         processes.close()
         raise

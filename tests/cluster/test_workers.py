@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGSTOP, SIGTERM
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from gesso.cluster import workers
 from gesso.cluster.channel import Channel
 from gesso.cluster.placement import Placement, place
 from gesso.cluster.processes import Child, Processes, Worker, WorkerFailed
+from gesso.cluster.ray_nodes import Node, most_threads
 from gesso.config import Recipe
 from gesso.track import checkpoints
 from gesso.track.checkpoints import Checkpoints
@@ -55,7 +57,8 @@ class Forked(Processes):
     """Imports would take 8 s in each of them. They end by themselves."""
 
     def _start(self, rank: int, environment: Mapping[str, str]) -> Worker:
-        connection, life = forked.worker()
+        connection, life, pid = forked.worker()
+        self.pids = [*getattr(self, "pids", []), pid]
         return Worker(rank, Channel(connection), life)
 
 
@@ -443,6 +446,41 @@ def test_a_worker_that_is_killed_stops_the_run_and_the_other_workers(
     assert_equal(go(data, tmp_path / "alone"), resumed)
 
 
+LOST_WHILE = ["sample", "update", "publish", "save"]
+
+
+def test_a_run_that_loses_workers_ends_as_if_it_had_not(
+    language: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One is killed at each of these moments, at first before there is a checkpoint, and once while
+    new ones start."""
+    data = language_recipe(language, {"name": "grpo"})
+    data["data"]["curriculum"] = {}
+    alone = go(data, tmp_path / "alone")
+    left, pools = list(LOST_WHILE), []
+
+    class Mortal(Forked):
+        def send(self, rank: int, task: str, content: Any, *more: bytes) -> None:
+            super().send(rank, task, content, *more)
+            if rank == 1 and [task] == left[:1]:
+                left.pop(0)
+                os.kill(self.pids[1], SIGKILL)
+
+    def start(recipe: Recipe, placement: Placement, progress: Progress) -> Processes:
+        pools.append(Mortal(placement.workers, lambda rank: {}, 300.0, progress))
+        workers.begin(pools[-1], recipe)
+        return pools[-1]
+
+    monkeypatch.setattr(workers, "start", start)
+    disturbed = go(data, tmp_path / "disturbed", 2, restarts=len(LOST_WHILE))
+    assert not left and len(pools) == len(LOST_WHILE) + 1
+    assert_equal(alone, disturbed)
+    log = (disturbed.path / "log.txt").read_text()
+    assert "which continue after step 0 and repeat 0 steps (restarts left: 3)" in log
+    assert log.count("new workers started in") == 3, "one was killed while they started"
+    assert [pid for pool in pools for pid in pool.pids if alive(pid)] == []
+
+
 @pytest.mark.parametrize("signals", [[SIGKILL], [SIGTERM], [SIGINT, SIGINT]])
 def test_workers_end_with_the_driver(language: Path, tmp_path: Path, signals: list[int]) -> None:
     data = language_recipe(language, {"name": "grpo"}) | {"steps": 1000, "cluster": {"workers": 1}}
@@ -468,7 +506,8 @@ def test_a_busy_worker_ends_with_the_driver(language: Path, tmp_path: Path) -> N
     processes = Processes(1, lambda rank: {}, 60.0, SILENT)
     try:
         (worker,) = children(processes)
-        task = {"recipe": recipe, "rank": 0, "count": 1, "folder": str(tmp_path)}
+        store = {"folder": str(tmp_path)}
+        task = {"recipe": recipe, "rank": 0, "count": 1, "store": store, "address": "127.0.0.1"}
         processes.send(0, "start", task)
         until(lambda: worker.doing == "loading the model")
         assert worker.process.poll() is None
@@ -539,6 +578,36 @@ def test_impossible_placements(language: Path, changes: dict[str, Any], message:
     with pytest.raises(UserError, match=re.escape(message)):
         recipe = build.recipe_from(data)
         place(recipe, build.algorithm(recipe))
+
+
+@pytest.mark.parametrize(
+    ("address", "installed", "message"),
+    [
+        ("ray://10.0.0.1:10001", True, 'expected "auto" or "HOST:PORT" of a Ray cluster, got "ray'),
+        ("127.0.0.1:9", False, "requires Ray, which is not installed; run `pip install 'gesso[ray"),
+        ("127.0.0.1:9", True, 'no Ray cluster at cluster.address = "127.0.0.1:9" ([Errno 111]'),
+    ],
+)
+def test_a_ray_cluster_that_cannot_be_used(
+    language: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    address: str,
+    installed: bool,
+    message: str,
+) -> None:
+    """Ray itself is in tests/cluster/test_ray.py; here it is not installed."""
+    ray = SimpleNamespace(is_initialized=lambda: False) if installed else None
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    data = language_recipe(language, {"name": "grpo"}) | {"cluster": {"address": address}}
+    with pytest.raises(UserError, match=re.escape(message)):
+        recipe = build.recipe_from(data)
+        assert recipe.cluster.workers == "auto"
+        place(recipe, build.algorithm(recipe))
+
+
+def test_threads_of_workers_on_nodes_of_different_sizes() -> None:
+    nodes = [Node("10.0.0.1", 1, 8, 0), Node("10.0.0.2", 1, 4, 0)]
+    assert [most_threads(nodes, n) for n in (1, 2, 3, 4, 12, 99)] == [8, 4, 4, 2, 1, 1]
 
 
 @pytest.mark.usefixtures("borrowing")

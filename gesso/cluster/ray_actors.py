@@ -1,0 +1,145 @@
+"""Workers as Ray actors, on the nodes of a cluster.
+
+Ray places them, moves messages and reports those that died; torch.distributed connects them. They
+end with the driver, as Ray ends all actors of a job.
+"""
+
+from __future__ import annotations
+
+import io
+import queue
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import gesso
+from gesso.cluster import ray_nodes
+from gesso.cluster.actor import Actor
+from gesso.cluster.channel import pack_frame, read_frame
+from gesso.cluster.placement import Placement
+from gesso.cluster.processes import Processes, Worker
+from gesso.track.progress import Progress
+from gesso.types import StopRun
+
+BECAUSE = re.compile(r"(?:The actor is dead because|exception raised in the creation task).*")
+"""The part of Ray's message about an actor that says why it died."""
+
+
+class CallingMessages:
+    """The driver's end of the connection to an actor: every message is a call."""
+
+    def __init__(self, ray: Any, actor: Any) -> None:
+        self._ray = ray
+        self._actor = actor
+        self._calls: queue.SimpleQueue[Any] = queue.SimpleQueue()  # streams of results, or None
+        self._call: Any = None  # the oldest call whose results have not all been read
+        self.error = ""  # why the actor is gone
+
+    def send(self, message: Mapping[str, Any], *data: bytes) -> None:
+        frame = pack_frame(message, data)
+        self._calls.put(self._actor.answer.options(num_returns="streaming").remote(frame))
+
+    def receive(self) -> tuple[dict[str, Any], list[bytes]]:
+        while True:
+            if self._call is None:
+                self._call = self._calls.get()
+                if self._call is None:
+                    raise EOFError
+            try:
+                frame = self._ray.get(next(self._call))
+            except StopIteration:
+                self._call = None
+                continue
+            except self._ray.exceptions.RayError as error:
+                self.error = str(error)
+                raise EOFError from error
+            return read_frame(io.BytesIO(frame).read)
+
+    def shut(self) -> None:
+        self._calls.put(None)
+
+
+@dataclass(frozen=True)
+class ActorLife:
+    ray: Any
+    actor: Any
+
+    def close(self) -> None:
+        self.ray.kill(self.actor)
+
+
+@dataclass
+class ActorWorker(Worker):
+    node: str = field(kw_only=True)
+
+    def how_it_ended(self) -> str:
+        assert isinstance(self.channel, CallingMessages)
+        error = self.channel.error
+        reasons = BECAUSE.findall(error) or error.strip().splitlines() or ["Ray lost it"]
+        reason = reasons[-1].removeprefix("The actor is dead because ").partition(". ")[0]
+        return f"on Ray node {self.node}: {reason.rstrip('.')}"
+
+
+class Actors(Processes):
+    same_machine = False
+
+    def __init__(self, placement: Placement, patience: float, progress: Progress) -> None:
+        assert placement.on_ray is not None
+        self._ray = ray_nodes.connect(placement.on_ray.address)
+        gpus = placement.on_ray.gpus
+        self._device = {"num_gpus": 1, "num_cpus": 0} if gpus else {"num_cpus": placement.threads}
+        self._reserve(placement, patience)
+        try:
+            super().__init__(placement.workers, placement.environment, patience, progress)
+        except BaseException:
+            self.close()
+            raise
+
+    def _reserve(self, placement: Placement, patience: float) -> None:
+        """A placement group, with neighbouring ranks on the same node."""
+        from ray.util.placement_group import placement_group, placement_group_table
+
+        bundle = {
+            name.removeprefix("num_").upper().removesuffix("S"): float(amount)
+            for name, amount in self._device.items()
+            if amount
+        }
+        self._group = placement_group([bundle] * placement.workers, strategy="PACK")
+        if not self._group.wait(patience):
+            self._release()
+            raise StopRun(
+                f"the Ray cluster did not give {placement.workers} workers a place within "
+                f"{patience:g} s, as others use it; cluster.patience allows no more"
+            )
+        node_of = placement_group_table(self._group)["bundles_to_node_id"]
+        self._bundles = sorted(node_of, key=lambda bundle: (node_of[bundle], bundle))
+        addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in self._ray.nodes()}
+        self._addresses = [addresses[node_of[bundle]] for bundle in self._bundles]
+
+    def _start(self, rank: int, environment: Mapping[str, str]) -> Worker:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        strategy = PlacementGroupSchedulingStrategy(self._group, self._bundles[rank])
+        kind = self._ray.remote(Actor).options(
+            **self._device, max_restarts=0, scheduling_strategy=strategy
+        )
+        actor = kind.remote(gesso.__version__, dict(environment))
+        messages, life = CallingMessages(self._ray, actor), ActorLife(self._ray, actor)
+        return ActorWorker(rank, messages, life, node=self._addresses[rank])
+
+    def store(self) -> dict[str, Any]:
+        host = self.address(0)
+        return {"host": host, **self.one(0, "host", {"address": host})}
+
+    def address(self, rank: int) -> str:
+        return self._addresses[rank]
+
+    def close(self) -> None:
+        super().close()
+        self._release()
+
+    def _release(self) -> None:
+        from ray.util.placement_group import remove_placement_group
+
+        remove_placement_group(self._group)
