@@ -178,7 +178,7 @@ def sample(options: argparse.Namespace) -> None:
         options.prompts, options.file, options.image, options.n, options.seed, options.reward,
         drawing,
     )  # fmt: skip
-    sampling.check_out(options.out, request, len(sources), source.recipe.model)
+    sampling.check_out(options.out, request, len(sources), source.recipe)
     with _display(options) as display:
         results = sampling.sample_all(sources, request, display)
         files = {} if results[0].texts else sampling.save(results, options.out)

@@ -79,7 +79,8 @@ class RewardEntry(Named):
     frames: str | None = None
     """How an image reward scores a video: the mean of its scores of all frames ("mean"), of the
     "first", the "last" or both ("first-last"), of the "worst" or the "best" frame, or of the k
-    worst or best ("worst-3"). None: the reward gets the whole video."""
+    worst or best ("worst-3"). None: "mean" for bundled image rewards; other rewards get the whole
+    video."""
     every: int = Field(1, ge=1)
     """With `frames`, score only every k-th frame, from the first."""
     style: Literal["gesso", "easyr1", "openrlhf", "trl"] = "gesso"

@@ -91,6 +91,7 @@ class FlowFamily:
 
     def check_machine(self, recipe: Recipe, algorithm: Algorithm) -> None:
         flow_checks.check_folds(recipe, algorithm)
+        flow_checks.check_encoder(recipe, algorithm)
 
     def notes(self, recipe: Recipe, algorithm: Algorithm) -> list[str]:
         return flow_checks.ragged(recipe, algorithm)

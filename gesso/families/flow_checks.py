@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from gesso import imports
+from gesso import imports, video_files
 from gesso.config import AnyRecipe, Model, Recipe, pick_device
 from gesso.types import Prompt, SampleSpec, UserError
 
@@ -113,6 +113,26 @@ def check_folds(recipe: Recipe, algorithm: Algorithm) -> None:
         )
 
 
+def check_encoder(recipe: Recipe, algorithm: Algorithm) -> None:
+    """Raises if videos cannot be saved on this machine."""
+    specs = sample_spec(recipe, algorithm), eval_spec(recipe, algorithm)
+    if any(spec.frames > 1 for spec in specs):
+        video_files.encoder()
+
+
+def check_rows(prompts: Sequence[Prompt], spec: SampleSpec, key: str) -> None:
+    """Raises for a row whose columns `frames` or `fps` are not those of the videos of the run."""
+    for prompt in prompts if spec.frames > 1 else ():
+        for column, value in (("frames", spec.frames), ("fps", spec.fps)):
+            given = prompt.columns.get(column, value)
+            if given != value:
+                setting = f"{key}.frames" if column == "frames" else "model.fps"
+                raise UserError(
+                    f"{prompt.where}: {column} is {given!r:.40}, but all samples of a run have "
+                    f"{setting} = {value:g}; change the setting, or drop the column"
+                )
+
+
 def ragged(recipe: Recipe, algorithm: Algorithm) -> list[str]:
     """At most one note: the micro-batches do not divide the update evenly. Gradients that are
     computed during sampling need no micro-batches."""
@@ -153,9 +173,12 @@ def check_data(
     from gesso.models.flow.base import check_guidance, check_images, over_long, unused_negatives
 
     spec = sample_spec(recipe, algorithm)
-    for size in dict.fromkeys((spec.size, eval_spec(recipe, algorithm).size)):
+    evaluated = eval_spec(recipe, algorithm)
+    for size in dict.fromkeys((spec.size, evaluated.size)):
         model.latent_shape(*size)
     train = [prompt for part in data.train for prompt in part.prompts]
+    check_rows(train, spec, "model")
+    check_rows(data.held_out, evaluated, "model" if recipe.eval.frames is None else "eval")
     check_images(model, [*train, *data.held_out])
     _check_inputs_to_match(recipe, model)
     check_guidance(model, spec.guidance, train)

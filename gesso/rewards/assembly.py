@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gesso import imports
-from gesso.config import AnyModel, Recipe, RewardEntry, Strict
+from gesso.config import AnyModel, Model, Recipe, RewardEntry, Strict
 from gesso.config.parsing import named, parse
 from gesso.config.tables import changed
 from gesso.rewards import base, differentiable, environments
@@ -124,8 +124,10 @@ def of_entries(
         built.append((key, reward, scorer(entry, reward)))
         return built[-1][1:]
 
-    purposes = train, held_out
     _check_entries([*train, *held_out], model)
+    if isinstance(model, Model) and model.frames > 1:
+        train, held_out = (list(map(_over_all_frames, p)) for p in (train, held_out))
+    purposes = train, held_out
     checks = [
         PromptCheck({e.label: once(e)[0] for e in p}, [e.label for e in p if e.optional])
         for p in purposes
@@ -170,7 +172,7 @@ def with_gradient(entries: Sequence[RewardEntry]) -> RewardSum:
                 _reward(entry),
                 entry.bounds,
                 entry.optional,
-                _frame_choice(entry),
+                _frame_choice(_over_all_frames(entry)),
             )
             for entry in _weighted(entries)
         ]
@@ -217,6 +219,14 @@ def _scores_videos(entry: RewardEntry) -> bool:
     if entry.remote is not None and entry.name not in REWARDS:
         return False
     return differentiable.of_videos(_class_of(entry))
+
+
+def _over_all_frames(entry: RewardEntry) -> RewardEntry:
+    """Of a model of videos: bundled rewards of images have the mean over all frames by default."""
+    bundled = entry.name in SERVED or entry.name in REWARDS
+    if entry.frames is not None or not bundled or _scores_videos(entry):
+        return entry
+    return entry.model_copy(update={"frames": "mean"})
 
 
 def _frame_choice(entry: RewardEntry) -> FrameChoice | None:

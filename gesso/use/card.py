@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import gesso
-from gesso.config import PACKAGE, ZOO, Recipe, resolve_path
+from gesso.config import PACKAGE, ZOO, Model, Recipe, resolve_path
 from gesso.track import figures
 from gesso.track.console import held_out_key
 from gesso.track.run_folder import RunFolder
@@ -115,12 +115,18 @@ def _front(facts: CardFacts) -> str:
         base_model=base,
         base_model_relation=("finetune" if facts.whole else "adapter") if base else None,
         library_name=family.library(facts.whole),
-        pipeline_tag=family.task(facts.loaded.model),
+        pipeline_tag=_task(facts),
         license=license_of(recipe.model.path),
         datasets=sorted(s.removeprefix("hub:").partition("@")[0] for s in sets) or None,
         tags=["gesso", "reinforcement-learning", recipe.algorithm.name, *adapter],
     )
     return f"---\n{card.to_yaml()}\n---"
+
+
+def _task(facts: CardFacts) -> str:
+    task, section = facts.loaded.family.task(facts.loaded.model), facts.recipe.model
+    is_video = isinstance(section, Model) and section.frames > 1
+    return task.removesuffix("image") + "video" if is_video else task
 
 
 def _is_hub_name(path: str) -> bool:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gesso.config import MAX_SAMPLES, AnyModel, DataSource
+from gesso.config import MAX_SAMPLES, AnyRecipe, DataSource, Model
 from gesso.data import prompts as data
 from gesso.data.chat import ChatFormat
 from gesso.rewards import assembly
@@ -131,7 +131,7 @@ def is_file(out: Path) -> bool:
     return out.suffix in (PNG, media.VIDEO) and not out.is_dir()
 
 
-def check_out(out: Path, request: SampleRequest, models: int, model: AnyModel) -> None:
+def check_out(out: Path, request: SampleRequest, models: int, recipe: AnyRecipe) -> None:
     """Raises before sampling if the samples cannot be written there."""
     if not is_file(out):
         if out.exists() and not out.is_dir():
@@ -143,17 +143,23 @@ def check_out(out: Path, request: SampleRequest, models: int, model: AnyModel) -
     count = request.n * len(request.prompts) * models
     if request.file is not None or count != 1:
         raise UserError(f"--out {out} is a file for one sample; give one prompt, or a folder")
-    if model.output == "text":
-        raise UserError(f"--out {out} is for an image or a video, but this is a language model")
+    expected = _suffix(recipe)
+    if out.suffix != expected:
+        what = f"a file that ends in {expected}" if expected else "a folder: texts are printed"
+        raise UserError(f"--out {out}: expected {what}")
     return must_be_possible(out.parent, "folder")
+
+
+def _suffix(recipe: AnyRecipe) -> str:
+    """Of the file of a sample; "" for a text."""
+    if not isinstance(recipe.model, Model):
+        return ""
+    return media.VIDEO if (recipe.eval.frames or recipe.model.frames) > 1 else PNG
 
 
 def _save_one(result: ModelSamples, file: Path) -> dict[tuple[str, int, int], Path]:
     file.parent.mkdir(parents=True, exist_ok=True)
     (sample,) = result.samples
-    if sample.is_video != (file.suffix == media.VIDEO):
-        expected = media.VIDEO if sample.is_video else PNG
-        raise UserError(f"--out {file}: expected a file that ends in {expected}")
     media.content(sample).save(file)
     return {(result.source.name, 0, 0): file}
 

@@ -47,7 +47,7 @@ def compared(example: Example, has_images: bool) -> str:
     if not has_images:
         return "Gesso generates the same response"
     if example.image is None:
-        return "Gesso generates the same image"
+        return "Gesso generates the same sample"
     return "With Gesso, which resizes input images to the area of its samples"
 
 
@@ -67,6 +67,9 @@ def _image_code(loaded: LoadedModel, section: Model, example: Example, whole: bo
         call += [f"max_area={spec.height * spec.width}"]  # or the size would become 1024²
     if model.pipeline in ("QwenImagePipeline", "QwenImageEditPlusPipeline"):
         call += ['negative_prompt=""']  # without one there is no guidance
+    is_video = spec.frames > 1
+    if is_video:
+        call += [f"num_frames={spec.frames}"]
     if model.guidance != "none":
         call += [f"{model.scale_argument}={spec.guidance - model.scale_offset:g}"]
     call += [f"max_sequence_length={model.text_length}"]
@@ -75,6 +78,7 @@ def _image_code(loaded: LoadedModel, section: Model, example: Example, whole: bo
         *(["import importlib.resources", ""] if section.path.startswith(ZOO) and not whole else []),
         "import torch",
         f"from diffusers import {model.pipeline}",
+        *(["from diffusers.utils import export_to_video"] if is_video else []),
         *(["from PIL import Image"] if example.image is not None else []),
         "",
         'folder = "."  # this folder, or its name on the Hub',
@@ -82,14 +86,29 @@ def _image_code(loaded: LoadedModel, section: Model, example: Example, whole: bo
         f"pipe = {model.pipeline}.from_pretrained({'folder' if whole else 'base'}{options})",
         *([] if whole else ["pipe.load_lora_weights(folder)"]),
         *(['pipe.to("cuda")'] if half else []),
-        "image = pipe(",
+        *(_euler(spec.steps) if "solver_order" in model.pipe.scheduler.config else []),
+        f"{'video' if is_video else 'image'} = pipe(",
         f"    prompt={example.prompt!r},",
         *(f"    {argument}," for argument in call),
         f"    generator=torch.Generator().manual_seed({seed}),  # seed 0 of gesso sample",
-        ").images[0]",
-        'image.save("image.png")',
+        *_saved(spec, model.pipeline),
     ]
     return "\n".join(lines)
+
+
+def _euler(steps: int) -> list[str]:
+    return [
+        "# The Euler steps that Gesso samples with: UniPC of order 1 without its corrector.",
+        f"plain = {{'solver_order': 1, 'disable_corrector': list(range({steps}))}}",
+        "pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, **plain)",
+    ]
+
+
+def _saved(spec: SampleSpec, pipeline: str) -> list[str]:
+    if spec.frames > 1:
+        return [").frames[0]", f'export_to_video(video, "video.mp4", fps={spec.fps:g})']
+    first = ").frames[0][0]" if pipeline.startswith("Wan") else ").images[0]"
+    return [first, 'image.save("image.png")']
 
 
 def _base(path: str) -> str:

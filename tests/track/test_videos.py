@@ -12,7 +12,6 @@ import pytest
 from PIL import Image
 
 from gesso import video_files
-from gesso.config import Model
 from gesso.image_files import ImageFault
 from gesso.track import groups
 from gesso.track.trackers import tensorboard
@@ -110,11 +109,6 @@ def test_samples_to_one_file_or_a_folder(tmp_path: Path) -> None:
     (file,) = sampling.save([result], tmp_path / "all").values()
     assert file.name == "a-bar-moves_seed0-0_base.mp4" and len(list(file.parent.iterdir())) == 3
     sampling.save_sheet([result], tmp_path / "sheet.png")
-    with pytest.raises(UserError, match=r"x.png: expected a file that ends in .mp4"):
-        sampling.save([result], tmp_path / "x.png")
-    with pytest.raises(UserError, match="is a file for one sample; give one prompt, or a folder"):
-        request = sampling.SampleRequest(["a"], n=2)
-        sampling.check_out(tmp_path / "x.mp4", request, 1, Model(path="m"))
 
 
 def test_trackers_show_videos(tmp_path: Path) -> None:
