@@ -32,6 +32,8 @@ def write(
             settings = {**pipe.transformer.config, **layers}
             pipe.register_modules(transformer=type(pipe.transformer).from_config(settings))
         _liven(pipe.transformer)
+        if getattr(pipe, "transformer_2", None) is not None:
+            _liven(pipe.transformer_2)
     pipe.save_pretrained(folder)
     return folder
 
@@ -220,6 +222,54 @@ def _wan(scale: int) -> Any:
     return WanPipeline(transformer=_wan_transformer(scale), **_wan_parts(scale))
 
 
+def _wan_experts(scale: int) -> Any:
+    """Wan 2.2 A14B, text to video."""
+    from diffusers import WanPipeline
+
+    return WanPipeline(
+        transformer=_wan_transformer(scale), transformer_2=_wan_transformer(scale),
+        boundary_ratio=0.875, **_wan_parts(scale),
+    )  # fmt: skip
+
+
+def _wan_ti2v(scale: int) -> Any:
+    """Wan 2.2 TI2V 5B, whose folders are text to video."""
+    from diffusers import WanPipeline
+
+    vae = {"is_residual": True, "patch_size": 2, "in_channels": 12, "out_channels": 12}
+    parts = _wan_parts(scale, shift=5.0, scale_factor_spatial=16, **vae)
+    return WanPipeline(transformer=_wan_transformer(scale), expand_timesteps=True, **parts)
+
+
+def _wan_i2v(scale: int) -> Any:
+    """Wan 2.1, image to video: tokens of CLIP and condition channels."""
+    from diffusers import WanImageToVideoPipeline
+    from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
+
+    tower = CLIPVisionConfig(
+        hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+        image_size=16, patch_size=8, initializer_range=0.5,
+    )  # fmt: skip
+    size = {"height": 16, "width": 16}
+    transformer = _wan_transformer(
+        scale, in_channels=2 * CHANNELS + 4, image_dim=8, added_kv_proj_dim=24 * scale
+    )
+    return WanImageToVideoPipeline(
+        transformer=transformer, image_encoder=CLIPVisionModel(tower),
+        image_processor=CLIPImageProcessor(size=size, crop_size=size), **_wan_parts(scale),
+    )  # fmt: skip
+
+
+def _wan_i2v_experts(scale: int) -> Any:
+    """Wan 2.2 A14B, image to video: condition channels."""
+    from diffusers import WanImageToVideoPipeline
+
+    networks = [_wan_transformer(scale, in_channels=2 * CHANNELS + 4) for _ in range(2)]
+    return WanImageToVideoPipeline(
+        transformer=networks[0], transformer_2=networks[1], boundary_ratio=0.9, **_wan_parts(scale)
+    )
+
+
 def _wan_transformer(scale: int, **variant: Any) -> Any:
     from diffusers import WanTransformer3DModel
 
@@ -256,6 +306,10 @@ BUILDERS: dict[str, Callable[[int], Any]] = {
     "flux2-klein-distilled": _klein_distilled,
     "z-image": _z_image,
     "wan": _wan,
+    "wan-experts": _wan_experts,
+    "wan-ti2v": _wan_ti2v,
+    "wan-i2v": _wan_i2v,
+    "wan-i2v-experts": _wan_i2v_experts,
 }
 VAE: dict[str, Any] = {
     "block_out_channels": (8, 8), "layers_per_block": 1, "norm_num_groups": 4,

@@ -26,6 +26,7 @@ MODELS = {
     "qwen-edit": BundledModel("flow", "gesso.models.flow.qwen_edit:QwenEdit"),
     "z-image": BundledModel("flow", "gesso.models.flow.z_image:ZImage"),
     "wan": BundledModel("flow", "gesso.models.flow.wan:Wan"),
+    "wan-i2v": BundledModel("flow", "gesso.models.flow.wan_i2v:WanI2V"),
     "vision-language": BundledModel(
         "language", "gesso.models.tokens.vision_language:VisionLanguage"
     ),

@@ -14,6 +14,7 @@ from gesso.algorithms.base import Algorithm, Terms
 from gesso.config import Recipe
 from gesso.memory.meta import Load, nbytes, run, tensors_of
 from gesso.models.flow.guidance import guided
+from gesso.models.flow.loading import NETWORKS
 from gesso.models.flow.pipeline import PipelineModel
 from gesso.quiet import quiet
 from gesso.ranks import ALONE
@@ -52,7 +53,7 @@ def _networks(model: PipelineModel, recipe: Recipe) -> dict[str, int]:
         if not isinstance(part, nn.Module):
             continue
         quantized = name in model.large and recipe.model.quantize is not None
-        label = {"transformer": "transformer", "vae": "VAE"}.get(name, "text encoders")
+        label = {**dict.fromkeys(NETWORKS, "transformer"), "vae": "VAE"}.get(name, "text encoders")
         sizes[label] += nbytes(part, [part] if quantized else [])
     return sizes
 
@@ -123,7 +124,7 @@ def _rollout(model: Any, spec: SampleSpec, n: int) -> Rollout:
     def latents(count: int) -> Tensor:
         return torch.empty(n, count, *shape, device=model.device)
 
-    cond = model.blank(1)
+    cond = model.blank(1, spec.size)
     two_branches = model.guidance == "negative" and spec.guidance > 1
     context = FlowContext(
         sigmas=model.sigmas(spec.steps, *spec.size).to(model.device),

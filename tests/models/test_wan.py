@@ -43,9 +43,9 @@ def drawn(model: Any, spec: SampleSpec) -> Piece:
     return piece
 
 
-def euler(pipe: Any) -> Any:
+def euler(pipe: Any, steps: int = STEPS) -> Any:
     """The pipeline with UniPC of order 1 without its corrector, which is the Euler step."""
-    plain = {"solver_order": 1, "disable_corrector": list(range(STEPS))}
+    plain = {"solver_order": 1, "disable_corrector": list(range(steps))}
     pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, **plain)
     pipe.set_progress_bar_config(disable=True)
     return pipe
@@ -60,13 +60,13 @@ def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pipelines.build("wan", tmp_path_factory.mktemp("wan"))
 
 
-def theirs(pipe: Any, kind: str, guidance: float) -> Any:
+def theirs(pipe: Any, kind: str, guidance: float, **changes: int) -> Any:
     """What a user of diffusers would type for ROWS and SEEDS."""
     chosen = [PROMPTS[r] for r in ROWS]
+    size = {"height": HEIGHT, "width": WIDTH, "num_frames": FRAMES, "num_inference_steps": STEPS}
     return pipe(
         prompt=[p.text for p in chosen], negative_prompt=[p.negative for p in chosen],
-        height=HEIGHT, width=WIDTH, num_frames=FRAMES, num_inference_steps=STEPS,
-        guidance_scale=guidance, max_sequence_length=16, output_type=kind,
+        **(size | changes), guidance_scale=guidance, max_sequence_length=16, output_type=kind,
         generator=[torch.Generator().manual_seed(seed) for seed in SEEDS],
     ).frames  # fmt: skip
 

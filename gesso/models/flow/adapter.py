@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors import SafetensorError
 
@@ -16,14 +16,18 @@ from gesso.weights.policy import Policy
 PREFIX = "transformer."
 
 
-def load_adapter(pipe: Any, policy: Policy, path: str) -> None:
+class AdapterReader(Protocol):
+    def read_adapter(self, path: str, key: str) -> AdapterFile: ...
+
+
+def load_adapter(model: AdapterReader, policy: Policy, path: str) -> None:
     """Loads an adapter in diffusers' format as the current weights of the policy.
 
     Strict: modules, rank and alpha must match the recipe, otherwise a UserError reports the
     difference. The reference policy is still the base model, with the adapter off.
     """
     assert policy.lora is not None
-    adapter = read_adapter(pipe, path, "model.lora.path")
+    adapter = model.read_adapter(path, "model.lora.path")
     policy.load(adapter.fitting(policy.trainable, policy.lora.rank, policy.lora.alpha))
 
 

@@ -21,6 +21,8 @@ from gesso.weights.empty import on_meta
 
 LIBRARIES = ("diffusers", "transformers")
 """Libraries whose classes model_index.json may name: diffusers imports any class named there."""
+NETWORKS = ("transformer", "transformer_2")
+"""Components that may be trained; Wan 2.2 A14B has two."""
 ABSENT = [None, None]  # a component that the folder does not have
 
 
@@ -34,6 +36,10 @@ class Architecture(Protocol):
     @property
     def pipeline(self) -> str:
         """Name of the class in diffusers."""
+
+    @property
+    def also_loads(self) -> Sequence[str]:
+        """Other pipeline classes whose folders it loads."""
 
     @property
     def large(self) -> Sequence[str]:
@@ -65,7 +71,7 @@ def load_pipeline(model: Architecture, settings: config.Model) -> Any:
         speed.wake_compiler(model.device)  # not earlier: a wrong path fails immediately
     whole = settings.lora is None
     options["dtype"] = {
-        "transformer": torch.float32 if whole else model.dtype,
+        **dict.fromkeys(NETWORKS, torch.float32 if whole else model.dtype),
         "default": model.dtype,
     }
     if settings.quantize is not None:
@@ -79,7 +85,7 @@ def load_pipeline(model: Architecture, settings: config.Model) -> Any:
             if not model.sharded:
                 return pipe.to(model.device)
             for name, part in pipe.components.items():
-                if isinstance(part, torch.nn.Module) and name != "transformer":
+                if isinstance(part, torch.nn.Module) and name not in NETWORKS:
                     part.to(model.device)
             return pipe
     except (OSError, ValueError, AttributeError, TypeError) as error:
@@ -137,7 +143,7 @@ def _empty_part(
             part = kind.from_config(kind.load_config(source, subfolder=folder))
         else:
             part = kind(kind.config_class.from_pretrained(source, subfolder=folder))
-    whole = settings.lora is None and folder == "transformer"
+    whole = settings.lora is None and folder in NETWORKS
     return part.to(torch.float32 if whole else model.dtype)
 
 
@@ -146,7 +152,7 @@ def _locate(model: Architecture, settings: config.Model) -> tuple[str, dict[str,
     components that are null in model_index.json (usually T5) to be passed as None."""
     located = locate(settings, PIPELINE)
     kind = located.about.get(PIPELINE.key)
-    if kind != model.pipeline:
+    if kind not in (model.pipeline, *model.also_loads):
         raise UserError(
             f'model.path = "{settings.path}" is a {kind} according to its {PIPELINE.file}, but '
             f'model.name = "{settings.name}" expects a {model.pipeline}; change one of them'

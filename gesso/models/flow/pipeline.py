@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,6 +66,7 @@ class PipelineModel(ABC):
     """Base class of the models in this folder; all networks are those of the pipeline."""
 
     pipeline: ClassVar[str]  # name of the class in diffusers
+    also_loads: ClassVar[Sequence[str]] = ()  # other classes whose folders it loads
     lora_targets: ClassVar[Sequence[str]]
     large: ClassVar[Sequence[str]]  # components worth quantizing
     blocks: ClassVar[Sequence[str]] = ()  # classes of the transformer's repeated blocks
@@ -97,36 +98,41 @@ class PipelineModel(ABC):
             if isinstance(part, torch.nn.Module):
                 part.requires_grad_(False).eval()
         self.transformer = self.pipe.transformer
+        self.network = self.trained_network()
         settle_attention(self.device)
         self.text_length = self._text_length(settings.text_length)
         if settings.gradient_checkpointing:
-            self.transformer.enable_gradient_checkpointing()
+            self.network.enable_gradient_checkpointing()
             if self.pipe.vae._supports_gradient_checkpointing:  # for gradients of rewards
                 self.pipe.vae.enable_gradient_checkpointing()
         folds = folds_lora(settings, self.device.type) and not sharded
-        self.policy = Policy(self.transformer, settings.lora, self.lora_targets, seed, folds=folds)
+        self.policy = Policy(self.network, settings.lora, self.lora_targets, seed, folds=folds)
         self.sizes = sizes  # batch sizes of the compiled networks
-        parameters = sum(p.numel() for p in self.transformer.parameters())
+        parameters = sum(p.numel() for p in self.network.parameters())
         self.compiled = speed.compiles(settings, self.device, parameters, self.blocks)
         if self.compiled:
             self.before_compiling()
-            speed.compile_blocks(self.transformer, self.blocks)
+            speed.compile_blocks(self.network, self.blocks)
             if self.device.type != "meta":
                 speed.compile_decoder(self.pipe.vae.decoder)
         replaced = self.compiled and has_kernels(self.device, self.dtype, self.head_size)
         self.strict = self.device.type == "cuda" and not replaced
         if settings.lora is not None and settings.lora.path is not None:
             with quiet("diffusers"):
-                load_adapter(self.pipe, self.policy, settings.lora.path)
+                load_adapter(self, self.policy, settings.lora.path)
         self._autocast = whole and self.dtype != torch.float32
         self.quantized = settings.quantize is not None
+
+    def trained_network(self) -> Any:
+        """The transformer, or a module of several."""
+        return self.transformer
 
     @property
     def sharding(self) -> Sharding:
         """The transformer; text encoders and decoder stay whole."""
-        parts = self.transformer.modules()
+        parts = self.network.modules()
         blocks = [part for part in parts if type(part).__name__ in self.blocks]
-        return Sharding(self.transformer, blocks)
+        return Sharding(self.network, blocks)
 
     def before_compiling(self) -> None:
         """Replaces code of the transformer that compiles badly."""
@@ -150,7 +156,7 @@ class PipelineModel(ABC):
         """A forward pass of the transformer with those weights."""
         one_graph = self.compiled and self.device.type != "meta"
         with self.policy.using(weights), self.precision(), speed.one_graph(one_graph):
-            out = self.transformer(**inputs, return_dict=False)[0]
+            out = self.network(**inputs, return_dict=False)[0]
             v = torch.stack(out) if isinstance(out, list) else out
         return v if torch.is_grad_enabled() else v.detach()
 
@@ -169,8 +175,9 @@ class PipelineModel(ABC):
             )
         return length
 
-    def blank(self, rows: int) -> Conditioning:
-        """Uninitialised conditioning of `rows` prompts of full length, for its shapes."""
+    def blank(self, rows: int, size: Size) -> Conditioning:
+        """Uninitialised conditioning of `rows` prompts of full length and samples of this size, for
+        its shapes."""
         settings = self.transformer.config
         embeds = torch.empty(rows, self.text_tokens, self.text_width, dtype=self.dtype)
         pooled = None
@@ -377,11 +384,16 @@ class PipelineModel(ABC):
                     self.pipe.save_pretrained(folder, max_shard_size=shard)
             else:
                 layers, metadata = self.policy.lora_state()
-                self.pipe.save_lora_weights(
-                    folder,
-                    transformer_lora_layers=layers,
-                    transformer_lora_adapter_metadata=metadata,  # otherwise alpha is not stored
-                )
+                self.save_adapter(folder, layers, metadata)
+
+    def save_adapter(
+        self, folder: Path, layers: Mapping[str, Tensor], metadata: Mapping[str, object]
+    ) -> None:
+        self.pipe.save_lora_weights(
+            folder,
+            transformer_lora_layers=layers,
+            transformer_lora_adapter_metadata=metadata,  # otherwise alpha is not stored
+        )
 
 
 def text_encoder(name: str, limit: int, tokenizer: Any) -> TextEncoder:

@@ -94,8 +94,8 @@ class QwenImage(PipelineModel):
         )
         return unpack(v[:rows, : target.shape[1]], h, w).float()
 
-    def blank(self, rows: int) -> Conditioning:
-        cond = super().blank(rows)
+    def blank(self, rows: int, size: Size) -> Conditioning:
+        cond = super().blank(rows, size)
         mask = torch.ones(rows, self.text_length, dtype=torch.bool, device=self.device)
         return replace(cond, mask=mask) if self.compiled else cond
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gesso.models.adapter_checks import AdapterFile
 from gesso.models.flow.base import TextEncoder
+from gesso.models.flow.experts import Experts
+from gesso.models.flow.loading import NETWORKS
 from gesso.models.flow.pipeline import PipelineModel, TextLength, text_encoder
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
@@ -17,15 +21,60 @@ from gesso.types import Prompt, Size, UserError, Which
 PROJECTIONS = ("to_q", "to_k", "to_v", "to_out.0")
 
 
+ADAPTERS = {
+    "transformer": "pytorch_lora_weights.safetensors",
+    "transformer_2": "pytorch_lora_weights_2.safetensors",
+}
+"""Files of the LoRA of each expert."""
+
+
 class Wan(PipelineModel):
     """UMT5 encodes the text; latents are (C, F, H, W), F = 1 + (frames − 1) / 4. A video of one
     frame is an image."""
 
     pipeline = "WanPipeline"
-    large = ("transformer", "text_encoder")
+    large = (*NETWORKS, "text_encoder")
     blocks = ("WanTransformerBlock",)
     # Of self-attention and of cross-attention to the text.
     lora_targets = tuple(f"{layer}.{name}" for layer in ("attn1", "attn2") for name in PROJECTIONS)
+
+    def trained_network(self) -> Any:
+        """Of Wan 2.2 A14B both experts."""
+        if self.pipe.config.boundary_ratio is None:
+            return self.transformer
+        scale = self.pipe.scheduler.config.num_train_timesteps
+        second = self.pipe.transformer_2
+        return Experts(self.transformer, second, self.pipe.config.boundary_ratio * scale)
+
+    def save_adapter(
+        self, folder: Path, layers: Mapping[str, Tensor], metadata: Mapping[str, object]
+    ) -> None:
+        """A file for each expert: diffusers loads the second with `load_into_transformer_2`."""
+        if not isinstance(self.network, Experts):
+            return super().save_adapter(folder, layers, metadata)
+        for name, file in ADAPTERS.items():
+            own = {
+                key.removeprefix(f"{name}."): tensor
+                for key, tensor in layers.items()
+                if key.startswith(f"{name}.")
+            }
+            self.pipe.save_lora_weights(
+                folder,
+                transformer_lora_layers=own,
+                transformer_lora_adapter_metadata=metadata,
+                weight_name=file,
+            )
+
+    def read_adapter(self, path: str, key: str) -> AdapterFile:
+        if not isinstance(self.network, Experts):
+            return super().read_adapter(path, key)
+        files = {
+            name: super(Wan, self).read_adapter(str(Path(path) / file), key)
+            for name, file in ADAPTERS.items()
+        }
+        tensors = {f"{n}.{key}": t for n, file in files.items() for key, t in file.tensors.items()}
+        first = files["transformer"]
+        return AdapterFile(first.file, tensors, first.settings)
 
     @property
     def cell(self) -> int:
@@ -100,9 +149,24 @@ class Wan(PipelineModel):
     def velocity(
         self, x: Tensor, sigma: Tensor, cond: Conditioning, weights: Which = "current"
     ) -> Tensor:
+        if not isinstance(self.network, Experts):
+            return self._velocity(x, sigma, cond, weights)
+        parts = self.network.rows(self.timestep(sigma))
+        if len(parts) == 1:
+            return self._velocity(x, sigma, cond, weights, second=next(iter(parts)))
+        found = [
+            self._velocity(x[index], sigma[index], cond.rows(index), weights, second=second)
+            for second, index in parts.items()
+        ]
+        return torch.cat(found)[torch.cat([*parts.values()]).argsort()]
+
+    def _velocity(
+        self, x: Tensor, sigma: Tensor, cond: Conditioning, weights: Which, **expert: bool
+    ) -> Tensor:
+        """Of rows of one expert, if there are two."""
         rows = len(x)
         x, sigma, cond = self.fill(x, sigma, cond)
-        return self.run(weights, **self.inputs(x, sigma, cond))[:rows].float()
+        return self.run(weights, **expert, **self.inputs(x, sigma, cond))[:rows].float()
 
     def inputs(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> dict[str, Any]:
         """Of the transformer."""
