@@ -40,9 +40,8 @@ def _pipeline(model: Path, exported: Path, device: str) -> tuple[torch.Tensor, t
 
     def latents() -> torch.Tensor:
         noise = torch.Generator(device).manual_seed(0)
-        return pipe(
-            num_inference_steps=2, generator=noise, output_type="latent", **inputs
-        ).images.float()
+        output = pipe(num_inference_steps=2, generator=noise, output_type="latent", **inputs)
+        return (output.frames if "num_frames" in inputs else output.images).float()
 
     before = latents()
     pipe.load_lora_weights(exported)
@@ -59,6 +58,8 @@ def _inputs(pipe: Any, kind: str) -> dict[str, Any]:
         encoded = {"prompt_embeds": embeds, "prompt_embeds_mask": mask, "true_cfg_scale": 1.0}
         return {"image": image, **encoded}
     text: dict[str, Any] = {"prompt": "a red kite", "max_sequence_length": 16}
+    if kind == "WanPipeline":
+        return {"height": 32, "width": 32, "num_frames": 5, **text}
     if kind == "FluxKontextPipeline":
         return {"image": image, "max_area": 256, "_auto_resize": False, **text}
     return text

@@ -51,12 +51,26 @@ class Case:
         return self.shape in shapes.SIZES
 
     @property
+    def videos(self) -> bool:
+        return self.shape.startswith("wan")
+
+    @property
     def edits(self) -> bool:
         return self.tiny in editors.EDITORS
 
 
 _RESPONSES = ("algorithm.max_tokens=460", "learner.micro_tokens=16384")
 _RANK_16 = ("model.lora.rank=16", "model.lora.alpha=32")
+_VIDEO = (  # 480p, 33 frames
+    "model.height=480", "model.width=832", "model.frames=33", "eval.height=none",
+    "eval.width=none", "eval.frames=none", "model.gradient_checkpointing=true", "data.groups=1",
+    "algorithm.group=4", "algorithm.updates=1", "algorithm.steps=2",
+    "algorithm.window={size=1,low=0,high=2}", "sampler.batch=2", "learner.micro_batch=2",
+)  # fmt: skip
+TINY_VIDEO = [
+    "model.height=32", "model.width=32", "model.frames=5", "eval.height=none", "eval.width=none",
+    "eval.frames=none",
+]  # fmt: skip
 CASES = {
     "sd35-medium": Case("sd35", "sd35-ocr", 80, ("data.groups=2",), "sd35"),
     "sd35-large": Case(
@@ -88,6 +102,8 @@ CASES = {
         "flux2-dev",
     ),
     "z-image": Case("z-image", "z-image-pickscore", 80, ("data.groups=1",), "z-image"),
+    "wan21-1.3b": Case("wan21", "wan21-1.3b-pickscore", None, _VIDEO, "wan"),
+    "wan22-5b": Case("wan22", "wan22-5b-hpsv3", None, _VIDEO, "wan-ti2v"),
     "qwen25-vl-3b": Case(
         "qwen25-vl-3b", "qwen25-vl-3b-geo3k", 80,
         (*_RESPONSES, "data.groups=24", "algorithm.group=8", "algorithm.updates=2"), "qwen2.5-vl",
@@ -176,7 +192,7 @@ def _common(case: Case, model: Path, folder: Path, tiny: bool) -> list[str]:
     prompts.write_text("".join(json.dumps(p) + "\n" for p in _prompts(case, folder)))
     overrides = [
         f"model.path={model}", f"data.train={prompts}", f"data.eval={prompts}", f"steps={STEPS}",
-        f'reward=[{{name="{REWARDS[case.draws]}"}}]', "save.every=1", "save.keep=1",
+        f"reward=[{_reward(case)}]", "save.every=1", "save.keep=1",
         "eval.prompts=2",
     ]  # fmt: skip
     if case.draws:
@@ -188,7 +204,14 @@ def _common(case: Case, model: Path, folder: Path, tiny: bool) -> list[str]:
             False: ["algorithm.max_tokens=6", "model.min_pixels=256", "model.max_pixels=1024"],
         }
         overrides += [*small[case.draws], "algorithm.updates=1"]
+        overrides += TINY_VIDEO if case.videos else []
     return overrides
+
+
+def _reward(case: Case) -> str:
+    """As TOML."""
+    frames = ', frames="mean"' if case.videos else ""
+    return f'{{name="{REWARDS[case.draws]}"{frames}}}'
 
 
 def _prompts(case: Case, folder: Path) -> list[dict[str, Any]]:

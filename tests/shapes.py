@@ -1,5 +1,5 @@
 """The published sizes of SD3.5-M and -L, FLUX.1-dev and Kontext, FLUX.2, Qwen-Image and -Edit,
-Z-Image, Qwen2.5-VL and Qwen2.5-7B: folders of configs without weights, or with random ones."""
+Z-Image, Wan, Qwen2.5-VL and Qwen2.5-7B: folders of configs without weights, or with random ones."""
 
 from __future__ import annotations
 
@@ -253,6 +253,53 @@ def _qwen3(width: int, inner: int, tied: bool) -> Any:
     )  # fmt: skip
 
 
+def _wan21() -> Any:
+    """The 1.3B model."""
+    return _wan({"num_attention_heads": 12, "num_layers": 30, "ffn_dim": 8960}, vae={}, shift=3.0)
+
+
+def _wan22() -> Any:
+    """The 5B model of Wan 2.2."""
+    network = {
+        "num_attention_heads": 24, "num_layers": 30, "ffn_dim": 14336, "in_channels": 48,
+        "out_channels": 48,
+    }  # fmt: skip
+    vae = {
+        "base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, "is_residual": True,
+        "in_channels": 12, "out_channels": 12, "patch_size": 2, "scale_factor_spatial": 16,
+        "latents_mean": [0.0] * 48, "latents_std": [1.0] * 48,
+    }  # fmt: skip
+    return _wan(network, vae, shift=5.0, expand_timesteps=True)
+
+
+def _wan(network: dict[str, Any], vae: dict[str, Any], shift: float, **options: Any) -> Any:
+    from diffusers import (
+        AutoencoderKLWan,
+        UniPCMultistepScheduler,
+        WanPipeline,
+        WanTransformer3DModel,
+    )
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    with torch.device("cpu"):  # its constructor reads values
+        scheduler = UniPCMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift
+        )
+    return WanPipeline(
+        transformer=WanTransformer3DModel(**network),
+        scheduler=scheduler,
+        vae=AutoencoderKLWan(**vae),
+        text_encoder=UMT5EncoderModel(
+            UMT5Config(
+                vocab_size=256384, d_model=4096, d_ff=10240, num_layers=24, num_heads=64,
+                feed_forward_proj="gated-gelu",
+            )
+        ),
+        tokenizer=pipelines._t5_tokenizer(),
+        **options,
+    )  # fmt: skip
+
+
 SIZES: dict[str, Callable[[], Any]] = {
     "sd35": _sd35_medium,
     "sd35-large": _sd35_large,
@@ -266,6 +313,8 @@ SIZES: dict[str, Callable[[], Any]] = {
     "flux2-klein": _klein_4b,
     "flux2-klein-9b": _klein_9b,
     "z-image": _z_image,
+    "wan21": _wan21,
+    "wan22": _wan22,
 }
 
 

@@ -164,7 +164,7 @@ def count_lines(text: str) -> int:
 SIZES = {
     "about", "data.groups", "learner.micro_batch", "sampler.batch", "model.gradient_checkpointing",
     "model.quantize", "model.lora.rank", "model.lora.alpha", "model.fold", "model.text_length",
-    "cluster.workers", "cluster.sharding", "cluster.offload",
+    "model.vae_tiling", "cluster.workers", "cluster.sharding", "cluster.offload",
 }  # fmt: skip
 LORA = {"model.lora", "model.lora.path", "model.lora.targets", "model.train_vision", "optimizer.lr"}
 

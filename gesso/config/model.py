@@ -109,6 +109,9 @@ class Model(AnyModel):
     """Frames of a video; 1 is an image. Image models generate 1."""
     fps: float = Field(16.0, gt=0)
     """Frames per second of videos: Wan 2.1 and 2.2 A14B 16, Wan 2.2 TI2V 24."""
+    vae_tiling: bool = False
+    """Decode and encode in overlapping tiles, which are blended: less memory, slightly different
+    pixels. Samples of one tile are not affected."""
     text_length: int | None = Field(None, ge=0)
     """Maximum number of prompt tokens. None: the pipeline's default (SD3 128, FLUX.1 dev 512,
     FLUX.1 schnell 256, Qwen-Image and Wan 512). Use 0 for SD3 checkpoints without T5, such as the

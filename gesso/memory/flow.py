@@ -37,7 +37,7 @@ def load(model: PipelineModel, algorithm: Algorithm, recipe: Recipe) -> Load:
         update=_update(model, algorithm, recipe),
         works=_works(model, algorithm, recipe),
         host={},
-        without_network=frozenset({"decoding", "encoding"}),
+        without_network=frozenset({"decoding", "encoding", "decoding in evaluations"}),
     )
 
 
@@ -88,7 +88,25 @@ def _update(model: Any, algorithm: Algorithm, recipe: Recipe) -> Callable[[], ob
 
 
 def _works(model: Any, algorithm: Algorithm, recipe: Recipe) -> dict[str, Callable[[], object]]:
+    """Those of evaluations only if their samples have another size."""
     spec, batch = _spec(algorithm, recipe), recipe.sampler.batch
+    works = _sampling(model, spec, batch)
+    evaluated = algorithm.eval_spec(recipe.eval, recipe.model, "current")
+    assert isinstance(evaluated, SampleSpec)
+    if evaluated.size != spec.size:
+        rows = min(batch, recipe.eval.prompts * recipe.eval.samples)
+        others = _sampling(model, evaluated, rows)
+        works |= {f"{name} in evaluations": work for name, work in others.items()}
+
+    @torch.no_grad()
+    def encode() -> object:
+        size = batch, 3, spec.height, spec.width
+        return model.latents(torch.empty(size, dtype=model.pipe.vae.dtype, device=model.device))
+
+    return works | ({"encoding": encode} if recipe.sampler.engine == "data" else {})
+
+
+def _sampling(model: Any, spec: SampleSpec, batch: int) -> dict[str, Callable[[], object]]:
     trace = _rollout(model, spec, batch).flow_trace
     context, sigma = trace.context, torch.ones(batch, device=model.device)
 
@@ -108,13 +126,7 @@ def _works(model: Any, algorithm: Algorithm, recipe: Recipe) -> dict[str, Callab
             cond = context.cond.rows(trace.row)
             return model.pixels(model.completed(trace.clean, cond))
 
-    @torch.no_grad()
-    def encode() -> object:
-        size = batch, 3, spec.height, spec.width
-        return model.latents(torch.empty(size, dtype=model.pipe.vae.dtype, device=model.device))
-
-    works: dict[str, Callable[[], object]] = {"denoising": denoise, "decoding": decode}
-    return works | ({"encoding": encode} if recipe.sampler.engine == "data" else {})
+    return {"denoising": denoise, "decoding": decode}
 
 
 def _rollout(model: Any, spec: SampleSpec, n: int) -> Rollout:

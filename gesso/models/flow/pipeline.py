@@ -105,6 +105,8 @@ class PipelineModel(ABC):
             self.network.enable_gradient_checkpointing()
             if self.pipe.vae._supports_gradient_checkpointing:  # for gradients of rewards
                 self.pipe.vae.enable_gradient_checkpointing()
+        if settings.vae_tiling:
+            self.pipe.vae.enable_tiling()
         folds = folds_lora(settings, self.device.type) and not sharded
         self.policy = Policy(self.network, settings.lora, self.lora_targets, seed, folds=folds)
         self.sizes = sizes  # batch sizes of the compiled networks

@@ -35,8 +35,13 @@ class Wan(PipelineModel):
     pipeline = "WanPipeline"
     large = (*NETWORKS, "text_encoder")
     blocks = ("WanTransformerBlock",)
-    # Of self-attention and of cross-attention to the text.
-    lora_targets = tuple(f"{layer}.{name}" for layer in ("attn1", "attn2") for name in PROJECTIONS)
+    # Flow-Factory's list (there with rank 64, alpha 128): self-attention, cross-attention to the
+    # text, feed-forward layers.
+    lora_targets = (
+        *(f"{layer}.{name}" for layer in ("attn1", "attn2") for name in PROJECTIONS),
+        "ffn.net.0.proj",
+        "ffn.net.2",
+    )
 
     def trained_network(self) -> Any:
         """Of Wan 2.2 A14B both experts."""
