@@ -13,6 +13,7 @@ import gesso
 from gesso import build, cli, run, video_files
 from gesso.track.trackers.base import samples_of
 from gesso.types import UserError
+from gesso.use import pairs
 from gesso.video_files import read_clip
 from tests import pipelines
 from tests.conftest import small_recipe
@@ -102,6 +103,16 @@ def test_rows_of_other_lengths(folder: Path, tmp_path: Path, row: dict, message:
     data = recipe(folder, [{"prompt": "a", **row}])
     with pytest.raises(UserError, match=message):
         run.train(build.recipe_from(data), folder=tmp_path / "run", quiet=True)
+
+
+def test_what_takes_images_only(folder: Path) -> None:
+    with pytest.raises(UserError, match="generated videos; data pairs makes pairs of images"):
+        pairs.write(folder / "run", None, 0.0)
+    data = recipe(folder, ROWS) | {
+        "algorithm": {"name": "flow-sft"}, "sampler": {"batch": 4, "engine": "data"},
+    }  # fmt: skip
+    with pytest.raises(UserError, match=r'"data" trains on images, but model.frames = 5; set it'):
+        build.recipe_from(data)
 
 
 def test_a_machine_without_an_encoder(

@@ -85,6 +85,7 @@ class FlowFamily:
         flow_checks.check_model(recipe, where)
 
     def check(self, recipe: Recipe, algorithm: Algorithm, where: str) -> None:
+        flow_checks.check_given(recipe, where)
         flow_checks.check_one_pass(recipe, algorithm, where)
         flow_checks.check_ratios(recipe, where)
         flow_checks.check_rewards(recipe, algorithm)

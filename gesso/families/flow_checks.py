@@ -49,6 +49,16 @@ def check_model(recipe: AnyRecipe, where: str) -> None:
         )
 
 
+def check_given(recipe: Recipe, where: str) -> None:
+    """Raises for given samples of a video model: they are images."""
+    assert isinstance(recipe.model, Model)
+    if recipe.sampler.engine == "data" and recipe.model.frames > 1:
+        raise UserError(
+            f'{where}: sampler.engine = "data" trains on images, but model.frames = '
+            f"{recipe.model.frames}; set it to 1, or use another algorithm"
+        )
+
+
 def check_one_pass(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
     """Per-sample gradients during sampling need a LoRA that is folded into the sampler's
     weights."""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gesso.config import Model
 from gesso.track.atomic import write_atomic
 from gesso.track.run_folder import RunFolder, must_be_possible
 from gesso.types import UserError
@@ -48,6 +49,10 @@ def write(folder: Path, out: Path | None, min_gap: float) -> Result:
         raise UserError(
             f"{run.path} trained on samples of its data, which have no scores; data pairs expects "
             "a run that generated its samples"
+        )
+    if isinstance(recipe.model, Model) and recipe.model.frames > 1:
+        raise UserError(
+            f"{run.path} generated videos; data pairs makes pairs of images or responses"
         )
     is_image = recipe.model.output == "image"
     kept = _groups(run.path, is_image)
