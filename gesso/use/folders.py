@@ -163,8 +163,12 @@ def _as_diffusers(
         scale = 1.0
     blocks = vae["block_out_channels"] if "block_out_channels" in vae else vae["dim_mult"]
     side = network.get("sample_size", 128) * 2 ** (len(blocks) - 1)  # 128: diffusers' default
+    # Pipelines of videos have default sizes, those of images the network's.
+    size = {"height": parameters["height"].default, "width": parameters["width"].default}
+    if "num_frames" in parameters:
+        size["frames"] = parameters["num_frames"].default
     return {
-        "model": {"name": name, "height": side, "width": side},
+        "model": {"name": name, **{key: value or side for key, value in size.items()}},
         "algorithm": {"name": family.default_algorithm, "guidance": float(scale)},
         "eval": {"steps": parameters["num_inference_steps"].default, "guidance": float(scale)},
     }

@@ -84,7 +84,7 @@ def _image_code(loaded: LoadedModel, section: Model, example: Example, whole: bo
         'folder = "."  # this folder, or its name on the Hub',
         *([] if whole else [f"base = {_base(section.path)}"]),
         f"pipe = {model.pipeline}.from_pretrained({'folder' if whole else 'base'}{options})",
-        *([] if whole else ["pipe.load_lora_weights(folder)"]),
+        *([] if whole else _lora(model)),
         *(['pipe.to("cuda")'] if half else []),
         *(_euler(spec.steps) if "solver_order" in model.pipe.scheduler.config else []),
         f"{'video' if is_video else 'image'} = pipe(",
@@ -94,6 +94,20 @@ def _image_code(loaded: LoadedModel, section: Model, example: Example, whole: bo
         *_saved(spec, model.pipeline),
     ]
     return "\n".join(lines)
+
+
+def _lora(model: Any) -> list[str]:
+    """Wan 2.2 A14B has a file for each expert."""
+    if getattr(model.pipe, "transformer_2", None) is None:
+        return ["pipe.load_lora_weights(folder)"]
+    from gesso.models.flow.wan import ADAPTERS
+
+    first, second = ADAPTERS.values()
+    more = f'weight_name="{second}", load_into_transformer_2=True'
+    return [
+        f'pipe.load_lora_weights(folder, weight_name="{first}")',
+        f'pipe.load_lora_weights(folder, {more}, adapter_name="second")',
+    ]
 
 
 def _euler(steps: int) -> list[str]:

@@ -17,7 +17,9 @@ from gesso.learner.learner import Learner
 from gesso.models.flow.compiled import compile_blocks, compile_decoder
 from gesso.samplers.denoise import DenoisingSampler, Piece
 from gesso.types import Prompt, SampleSpec, UserError
+from gesso.use import folders
 from tests import pipelines
+from tests.conftest import small_recipe
 from tests.models.test_pipelines import stirred
 from tests.rollouts import rollout_of
 
@@ -151,6 +153,37 @@ def test_compiled_blocks_join_self_attention_alone(wan: Path) -> None:
     compiled = drawn(model, spec(noise=0.5, stochastic=range(2), trained=range(2)))
     assert gap(compiled.trace.clean, plain.trace.clean) < 1e-4
     assert gap(compiled.logp, plain.logp) < 1e-4
+
+
+def test_decoding_in_tiles(wan: Path) -> None:
+    """Videos of one tile do not change."""
+    model = model_of(wan, vae_tiling=True)
+    z = torch.randn(1, 4, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    whole = model_of(wan).pixels(z)
+    assert torch.equal(model.pixels(z), whole)
+    model.pipe.vae.enable_tiling(16, 16, 8, 8)  # height, width, strides
+    tiled = model.pixels(z)
+    assert tiled.shape == whole.shape and not torch.equal(tiled, whole)
+
+
+def test_memory_of_evaluations_of_another_size(wan: Path, tmp_path: Path) -> None:
+    from gesso.estimate import estimate
+
+    data = small_recipe(wan, tmp_path / "prompts.txt")
+    size = {"height": HEIGHT, "width": WIDTH, "frames": 5, "text_length": 16}
+    data["model"] = {"name": "wan", "path": str(wan), "lora": {"rank": 2, "alpha": 4}, **size}
+    alike = estimate(build.recipe_from(data)).passing
+    data["eval"] = {"frames": 33}
+    larger = estimate(build.recipe_from(data)).passing
+    assert alike.items() <= larger.items()
+    for name in ("denoising", "decoding"):
+        assert larger[f"{name} in evaluations"] > larger[name]
+
+
+def test_a_plain_folder_is_sampled_with_the_defaults_of_the_pipeline(wan: Path) -> None:
+    section = folders.recipe_of(wan).recipe.model
+    assert section.name == "wan" and isinstance(section, Model)
+    assert (section.height, section.width, section.frames) == (480, 832, 81)
 
 
 def test_the_schedule_begins_at_exactly_one(wan: Path) -> None:

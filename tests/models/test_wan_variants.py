@@ -17,6 +17,7 @@ from gesso.learner.learner import Learner
 from gesso.models.flow.base import PromptCache
 from gesso.samplers.denoise import DenoisingSampler, Piece
 from gesso.types import Prompt, PromptImage, SampleSpec, Size, UserError
+from gesso.use import usage
 from tests import pipelines
 from tests.models.test_pipelines import stirred
 from tests.models.test_wan import drawn as drawn_from_text
@@ -156,10 +157,9 @@ def test_each_expert_has_a_file_of_its_lora(folder_of: Any, tmp_path: Path) -> N
     model.save(tmp_path / "lora")
     files = sorted(file.name for file in (tmp_path / "lora").iterdir())
     assert files == ["pytorch_lora_weights.safetensors", "pytorch_lora_weights_2.safetensors"]
-    for second, file in enumerate(files):
+    for line in usage._lora(model):  # of the model card
         assert gap(theirs(pipe, "latent", 1.0, num_inference_steps=STEPS), ours) > 1e-2
-        more = {"load_into_transformer_2": True, "adapter_name": "second"} if second else {}
-        pipe.load_lora_weights(tmp_path / "lora", weight_name=file, **more)
+        exec(line, {"pipe": pipe, "folder": tmp_path / "lora"})
     assert gap(theirs(pipe, "latent", 1.0, num_inference_steps=STEPS), ours) < 1e-4
     again = model_of(folder, lora=Lora(rank=2, alpha=6, path=str(tmp_path / "lora")))
     assert torch.equal(drawn_from_text(again, spec_of("wan")).trace.clean, ours)
