@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -30,6 +31,9 @@ MODULE = "gesso.worker"
 LAST_LINES = 8
 """Lines of a worker's output that are repeated when it dies."""
 IDLE = "waiting for work"
+COLLECTIVE = re.compile("gloo|nccl|connection (closed|reset)", re.IGNORECASE)
+NOTICED = 10.0
+"""Seconds in which the end of a worker is noticed."""
 ERRORS: dict[str, type[Exception]] = {
     "UserError": UserError,
     "StopRun": StopRun,
@@ -204,8 +208,21 @@ class Processes:
                 self._raise_ended(message)
             elif message.content.pop("number") == self._number:  # else of a task that was given up
                 if "raised" in message.content:
+                    if COLLECTIVE.search(message.content["text"]):
+                        self._raise_if_ended()
                     _raise(message)
                 return message
+
+    def _raise_if_ended(self) -> None:
+        """A collective fails when another rank ends, and may be reported before its end."""
+        deadline = time.monotonic() + NOTICED
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                message = self._inbox.get(timeout=left)
+            except queue.Empty:
+                return
+            if isinstance(message, int):
+                self._raise_ended(message)
 
     def store(self) -> dict[str, Any]:
         """A new folder in which ranks find each other, or the host and port of a store."""
