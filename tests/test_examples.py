@@ -146,6 +146,20 @@ def test_distillation(workplace: Path) -> None:
         assert "update/distance" in json.loads(rows[-1])
 
 
+def test_editing(tmp_path: Path) -> None:
+    """The commands of the page, with the sign that they name."""
+    from PIL import Image
+
+    shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("smollm2"))
+    (train, sample) = (words for _, words in pages.commands("how-to/edit-images.md"))
+    gesso_here(*train, *TINY, "steps=2", cwd=tmp_path)
+    gesso_here(*sample, cwd=tmp_path)
+    rows = (tmp_path / "runs" / "demo-edit-001" / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(rows[-1])["step"] == 2 and "eval/sign-edit/exact" in json.loads(rows[-1])
+    source, sheet = (Image.open(tmp_path / name) for name in (sample[4], "sheet.png"))
+    assert source.size == (96, 32) and sheet.width > 2 * source.width
+
+
 COMMANDS = pages.commands()
 
 

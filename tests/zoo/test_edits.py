@@ -1,17 +1,65 @@
 """The bundled editing model: its instructions, its files, and that it edits and often fails."""
 
 import json
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from gesso.types import Prompt, PromptImage
+from gesso import build
+from gesso.samplers.denoise import DenoisingSampler
+from gesso.types import Prompt, PromptImage, SampleSpec
 from gesso.zoo import edits, limits, words
 from tools.zoo import edit_rows
-from tools.zoo.evaluate_edits import prompts
+from tools.zoo.build_edits import TEXT_TOKENS, load_pipeline
+from tools.zoo.evaluate_edits import edit, prompts, score
 
 ZOO = Path(words.__file__).parent
+EDITS = ZOO / "edits"
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Any:
+    return load_pipeline(EDITS)
+
+
+def test_folder_is_small() -> None:
+    assert sum(path.stat().st_size for path in EDITS.rglob("*") if path.is_file()) <= 8e6
+
+
+def test_samples_are_those_of_plain_diffusers(pipe: Any) -> None:
+    """The folder in FluxKontextPipeline and as `demo-edit` loads it: the same images."""
+    import torch
+
+    for name in ("transformer", "vae", "text_encoder", "text_encoder_2"):
+        assert {p.dtype for p in getattr(pipe, name).parameters()} == {torch.float32}, name
+    recipe, rows, seeds = build.recipe("demo-edit"), prompts("eval")[:2], [3, 4]
+    spec = SampleSpec(steps=recipe.eval.steps, height=32, width=96)
+    sampler = DenoisingSampler(build.model(recipe), 2)
+    samples = [s for p in sampler.sample(rows, [0, 1], seeds, spec) for s in p.samples]
+    expected: np.ndarray = edit(pipe, rows, seeds).astype(int)
+    assert np.abs(np.stack([s.pixels for s in samples]) - expected).max() <= 1
+    assert np.abs(expected[0] - expected[1]).max() > 50
+
+
+def test_instructions_are_one_token_per_letter(pipe: Any) -> None:
+    """Also the letters of "the" and "a", which are words of the instructions."""
+    for tokenizer, letters in ((pipe.tokenizer, "thea"), (pipe.tokenizer_2, "THEA")):
+        ids = tokenizer(edits.reword("THEA")).input_ids
+        tokens = [t.strip("▁").removesuffix("</w>") for t in tokenizer.convert_ids_to_tokens(ids)]
+        words_of = ["change", "the", "word", "to", '"', *letters, '"']
+        assert [t for t in tokens if t and t[0] != "<"] == words_of
+        assert len(ids) == tokenizer.model_max_length == TEXT_TOKENS
+
+
+@pytest.mark.slow
+def test_bundled_model_has_headroom(pipe: Any) -> None:
+    with ThreadPool(2) as pool:
+        scores = score(pipe, pool, "eval", 64)
+    assert 0.1 <= scores.exact <= 0.35
+    assert min(scores.recoloured, scores.reworded) >= 0.05
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
