@@ -19,6 +19,7 @@ def parser() -> argparse.ArgumentParser:
     for add in (
         _train,
         _check,
+        _plan,
         _recipes,
         _sample,
         _eval,
@@ -71,6 +72,48 @@ def _check(subparsers: Any) -> None:
     )
     _add_output(check)
     check.set_defaults(action=commands.check, more="overrides")
+
+
+def _plan(subparsers: Any) -> None:
+    about = "predict step time, memory and cost on 1 to 1,024 GPUs, and choose settings"
+    plan = _add_command(subparsers, "plan", about)
+    _add_recipe(plan)
+    _add_card(plan)
+    plan.add_argument(
+        "--gpus", type=int, default=8, metavar="N", help="number of GPUs (default: 8)"
+    )
+    where = plan.add_mutually_exclusive_group()
+    where.add_argument(
+        "--gpu",
+        default="h100",
+        metavar="NAME",
+        help="a GPU of the table (default: h100), or a TOML file with the keys of one",
+    )
+    where.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure the rates of one worker on this machine instead; --gpus is the number of "
+        "workers",
+    )
+    plan.add_argument(
+        "--price", type=float, metavar="X", help="dollars per GPU and hour (default: the table's)"
+    )
+    plan.add_argument(
+        "--score-s",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="seconds in which one reward worker scores a sample (default: 0)",
+    )
+    plan.add_argument(
+        "--response-tokens",
+        type=int,
+        metavar="N",
+        help="mean length of responses, language models only (default: algorithm.max_tokens)",
+    )
+    plan.add_argument("--explain", action="store_true", help="also show what a step consists of")
+    _add_output(plan)
+    plan.set_defaults(action=commands.plan, more="overrides")
 
 
 def _recipes(subparsers: Any) -> None:

@@ -145,6 +145,23 @@ def _fit(options: argparse.Namespace, recipe: Recipe) -> None:
         shown.result("\n".join(lines), {"facts": facts, "overrides": fitted.overrides})
 
 
+def plan(options: argparse.Namespace) -> None:
+    from gesso import build
+    from gesso.plan import command, text
+
+    recipe = build.recipe(options.recipe, options.overrides, options.card)
+    with _display(options) as shown:
+        gpu = None if options.measure else options.gpu
+        wanted = command.Wanted(options.gpus, gpu, options.score_s, options.response_tokens)
+        planned = command.plan(recipe, wanted, shown)
+        price = planned.price if options.price is None else options.price
+        card = [] if options.card is None else ["--card", str(options.card)]
+        lines = text.report(
+            planned.plan, [options.recipe, *card], options.overrides, price, options.explain
+        )
+        shown.result(lines, text.data(planned.plan, price))
+
+
 def recipes(options: argparse.Namespace) -> None:
     from gesso.config import tables
 

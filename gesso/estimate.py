@@ -91,11 +91,11 @@ def with_data(recipe: Recipe, progress: Progress = SILENT) -> Assumed:
     progress.phase("loading data")
     given = build.given(recipe)
     data = prompts.load(recipe.data, lambda prompt: None, lambda prompt: None, given)
-    _, algorithm, model = _bare(recipe)
+    _, algorithm, model = built_on_meta(recipe)
     return assuming(recipe, family.fit(recipe, algorithm, model, data, progress).longest)
 
 
-def _bare(recipe: Recipe) -> tuple[Recipe, Algorithm, Any]:
+def built_on_meta(recipe: Recipe) -> tuple[Recipe, Algorithm, Any]:
     """The recipe for the meta device, its algorithm and its model."""
     algorithm = build.algorithm(recipe)
     section = _on_meta(recipe.model, algorithm, recipe.cluster.sharding is None)
@@ -111,7 +111,7 @@ def _bare(recipe: Recipe) -> tuple[Recipe, Algorithm, Any]:
 
 def estimate(recipe: Recipe) -> Memory:
     """Of each worker, if there are several."""
-    bare, algorithm, model = _bare(recipe)
+    bare, algorithm, model = built_on_meta(recipe)
     family = families.of(recipe)
     algorithm, critic = family.add_critic(bare, algorithm, model)
     critic_parameters = critic.trained if critic is not None else {}

@@ -47,7 +47,7 @@ def fit(recipe: Recipe, card: int, progress: Progress = SILENT) -> Fitted:
         key = tuple(settings.values())
         if key not in estimates:
             progress.phase(f"estimating {', '.join(f'{k}={v}' for k, v in settings.items())}")
-            estimates[key] = estimate(_with(assumed.recipe, settings))
+            estimates[key] = estimate(with_settings(assumed.recipe, settings))
         return estimates[key]
 
     def peak(keys: Sequence[str], value: int) -> int:
@@ -93,7 +93,7 @@ def _secant(peaks: Mapping[int, int], fits: int, limit: float) -> float:
     return min(guess, GROWTH * fits)
 
 
-def _with(recipe: Recipe, settings: Mapping[str, int]) -> Recipe:
+def with_settings(recipe: Recipe, settings: Mapping[str, int]) -> Recipe:
     for key, value in settings.items():
         section, name = key.split(".")
         table = {"sampler": recipe.sampler, "learner": recipe.learner}[section]

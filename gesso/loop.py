@@ -8,13 +8,13 @@ on-policy; lag = 1 keeps a second batch in flight, which is scored while the lea
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from gesso import clock
 from gesso.algorithms.base import Algorithm
 from gesso.cluster.protocol import Batch, Cluster, Pending, ScoresFailed
 from gesso.cluster.scores import mean_scores
@@ -68,7 +68,7 @@ class Loop:
                 f"KL by {self._scales.kl:g}, because of earlier warnings"
             )
         if step == 0:
-            self._record({"step": 0}, time.perf_counter(), evaluate=True)
+            self._record({"step": 0}, clock.seconds(), evaluate=True)
         try:
             step = self._steps(step)
             self._finish_save()
@@ -86,7 +86,7 @@ class Loop:
         pending: deque[Pending] = deque()
         ahead = step
         while step < self.recipe.steps and not self.should_stop():
-            started = time.perf_counter()
+            started = clock.seconds()
             while len(pending) <= self.recipe.lag and ahead < self.recipe.steps:
                 pending.append(self.cluster.collect(ahead))
                 ahead += 1
@@ -143,7 +143,7 @@ class Loop:
         metrics = {**batch.metrics, **update.metrics}
         if age == 0 and not self._tested:
             self._self_test(metrics)
-        speed = len(batch.samples) / (time.perf_counter() - started)
+        speed = len(batch.samples) / (clock.seconds() - started)
         return {"step": step + 1, **metrics, "age": age, "samples_per_s": speed}
 
     def _watched(self, step: int) -> bool:
@@ -225,7 +225,7 @@ class Loop:
                 row |= self._evaluate(row["step"])
             except StopRun as error:  # raised again once the row is written
                 failure = error
-        row["time/step"] = time.perf_counter() - started
+        row["time/step"] = clock.seconds() - started
         self._spent += row["time/step"]
         row["time/total"] = self._spent
         written = {key: _plain(value) for key, value in row.items()}
@@ -270,7 +270,7 @@ class Loop:
         )
 
     def _evaluate(self, step: int) -> dict[str, float]:
-        started = time.perf_counter()
+        started = clock.seconds()
         which: Which = "ema" if self.recipe.learner.ema else "current"
         with self._saving(0):  # the caller saves
             samples, scores = self.cluster.evaluate(self.eval_prompts, which)
@@ -287,7 +287,7 @@ class Loop:
         shown, each = self.recipe.eval.shown, self.recipe.eval.samples
         self.run.save_samples(step, samples[::each][:shown], scores[::each][:shown])
         means = {f"eval/{name}": value for name, value in mean_scores(scores).items()}
-        return means | {"time/eval": time.perf_counter() - started}
+        return means | {"time/eval": clock.seconds() - started}
 
     def _watch_for_nan(self, row: Mapping[str, float]) -> None:
         if not math.isnan(row["update/grad_norm"]):

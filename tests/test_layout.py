@@ -19,11 +19,11 @@ TESTS = re.compile(r"\btests/[a-z0-9_/]+\.py")
 # From top to bottom; a layer may import the layers after it and its own files.
 LAYERS = [
     "__main__",
-    "cli", "arguments", "commands", "fitting", "check", "estimate", "run", "worker", "loop",
+    "cli", "arguments", "commands", "plan", "fitting", "check", "estimate", "run", "worker", "loop",
     "viewer", "use", "health", "build", "consistency",
     "families", "memory", "cluster", "learner", "samplers", "algorithms", "models", "weights",
     "ranks", "rewards", "data", "track", "zoo", "formulas", "config", "serving", "imports", "quiet",
-    "rollout", "video_files", "types", "image_files",
+    "rollout", "video_files", "types", "image_files", "clock",
 ]  # fmt: skip
 
 PACKAGES = sorted(path.parent.name for path in PACKAGE.glob("*/__init__.py"))

@@ -6,12 +6,12 @@ Every finished piece is passed to the rewards immediately, so that scoring overl
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from gesso import clock
 from gesso.rewards.transport.service import RewardService, Scoring
 from gesso.rollout import Rollout, widened
 from gesso.samplers.base import Piece
@@ -75,10 +75,10 @@ class PendingSamples:
 
     def result(self) -> tuple[Rollout, Timing]:
         """Waits for the last score."""
-        waiting = time.perf_counter()
+        waiting = clock.seconds()
         self.progress.phase(f"scoring {self.request.label}", self.scoring.pending)
         scored = self.scoring.result(self.progress.advance)
-        done = time.perf_counter()
+        done = clock.seconds()
         first, last = scored.started, scored.ended
         timing = Timing(
             sample=self.ended - self.started,
@@ -127,13 +127,13 @@ def sample(
 ) -> PendingSamples:
     """Returns when all samples are finished; some may still be being scored."""
     progress.phase(f"sampling {request.label}", len(request.row))
-    started = time.perf_counter()
+    started = clock.seconds()
     pieces, scoring = [], rewards.begin(request.row, request.step is None, weights)
     for piece in generated:
         pieces.append(piece)
         scoring.add(piece.index, piece.samples)
         progress.advance(len(piece.samples))
-    ended = time.perf_counter()
+    ended = clock.seconds()
     return PendingSamples(request, pieces, scoring, version, weights, started, ended, progress)
 
 

@@ -8,7 +8,6 @@ images, texts, scores and metrics only.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from gesso import clock
 from gesso.algorithms.base import Algorithm
 from gesso.cluster import copies
 from gesso.cluster.channel import pack_prompts, pack_spec, read_samples
@@ -71,7 +71,7 @@ class Samplers:
         cut = parts(request.row, batch, request.spec, request.prompts)
         waiting, idle = deque(cut), deque(self._groups)
         working: set[int] = set()
-        started = time.perf_counter()
+        started = clock.seconds()
         while waiting or working:
             ready = not self._rounds or not working
             while ready and idle and (waiting or self._rounds):
@@ -98,7 +98,7 @@ class Samplers:
         if request.step is None:
             self._forget(None)
         else:
-            self._elapsed += time.perf_counter() - started
+            self._elapsed += clock.seconds() - started
 
     def _piece(self, request: Request, name: str, index: list[int], packed: bytes) -> Piece:
         samples = [
@@ -150,10 +150,10 @@ class Workers(Samplers, Driver):
 
     def train(self, rollout: Rollout, step: int, scales: Scales) -> Update:
         content, scores = self._packed(rollout)
-        started = time.perf_counter()
+        started = clock.seconds()
         order = {"step": step, "scales": asdict(scales), **content}
         answers = self.processes.all("update", order, scores)
-        self._elapsed += time.perf_counter() - started
+        self._elapsed += clock.seconds() - started
         self._busy = [b + a["busy"] for b, a in zip(self._busy, answers, strict=True)]
         metrics: dict[str, float] = answers[0]["metrics"]
         metrics["memory/gb"] = max(answer["memory"] for answer in answers)

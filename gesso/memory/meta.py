@@ -86,7 +86,7 @@ class _Live(TorchDispatchMode):
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         with torch._C.DisableTorchFunction():  # else function modes intercept every `is_meta`
-            if _only_views(function):
+            if only_views(function):
                 result = function(*args, **(kwargs or {}))
             else:
                 result = self._run(function, args, kwargs or {})
@@ -199,7 +199,7 @@ def _same_kind(tensors: Sequence[Tensor]) -> bool:
 
 
 @functools.cache
-def _only_views(function: Any) -> bool:
+def only_views(function: Any) -> bool:
     """Whether an operator returns views of one tensor, and does nothing else."""
     schema = function._schema
     tensors = [a for a in schema.arguments if "Tensor" in str(a.type)]

@@ -1,0 +1,49 @@
+"""`gesso plan`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gesso.config import Recipe
+from gesso.estimate import with_data
+from gesso.plan import gpus, tabulated, work
+from gesso.plan.planner import Plan, Planner
+from gesso.track.progress import SILENT, Progress
+from gesso.types import UserError
+
+
+@dataclass(frozen=True)
+class Wanted:
+    gpus: int
+    gpu: str | None  # None: workers as measured on this machine
+    score: float = 0.0  # seconds per sample and reward worker
+    response: int | None = None  # mean tokens
+
+
+@dataclass(frozen=True)
+class Planned:
+    plan: Plan
+    price: float  # dollars per GPU and hour; 0: unknown
+
+
+def plan(recipe: Recipe, wanted: Wanted, progress: Progress = SILENT) -> Planned:
+    if wanted.score < 0:
+        raise UserError(f"--score-s expects seconds of at least 0, got {wanted.score:g}")
+    if wanted.gpu is None:
+        from gesso.plan import measure
+
+        measured = measure.measure(recipe, progress)
+        planner = Planner(recipe, measured.rates_of, measured.longest, progress=progress)
+        return Planned(planner.plan(wanted.gpus), 0.0)
+    gpu = gpus.find(wanted.gpu)
+    recipe = with_data(recipe, progress).recipe
+    progress.phase("counting the work of a step")
+    counted = work.count(recipe, wanted.response)
+    planner = Planner(
+        recipe,
+        lambda sized, count: tabulated.rates(counted, gpu, sized, count, wanted.score),
+        counted.longest,
+        gpu,
+        progress,
+    )
+    return Planned(planner.plan(wanted.gpus), gpu.price)

@@ -1,0 +1,110 @@
+"""Runs the training loop for a few steps of virtual time."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from gesso import build, clock, families
+from gesso.algorithms.base import Algorithm
+from gesso.cluster.workers import Workers
+from gesso.config import Recipe, TokenModel
+from gesso.data.curriculum import stream_of
+from gesso.data.prompts import WeightedPrompts
+from gesso.loop import Loop
+from gesso.plan.rates import Rates
+from gesso.plan.virtual import Clock, Load, Span, VirtualProcesses, VirtualRewards
+from gesso.track.progress import SILENT
+from gesso.track.run_folder import RunFolder
+from gesso.types import Prompt
+
+MEASURED = 3  # the step that is reported; earlier ones fill the queue
+
+
+@dataclass(frozen=True)
+class Prediction:
+    step: float  # seconds of a training step
+    evaluation: float  # seconds of an evaluation
+    shares: dict[str, float]  # what the average worker does, as shares of a step; the rest is idle
+    waiting: float  # share of a step in which everything waits for scores
+    spans: Sequence[Span]  # of that step
+
+    @property
+    def idle(self) -> float:
+        return max(0.0, 1 - sum(self.shares.values()))
+
+
+def simulate(recipe: Recipe, workers: int, rates: Rates, longest: int) -> Prediction:
+    """`longest`: tokens of a response with its prompt; without effect on image models."""
+    algorithm, steps = build.algorithm(recipe), MEASURED + 1 + recipe.lag
+    short: dict[str, Any] = {
+        "steps": steps,
+        "on_symptom": {},
+        "eval": recipe.eval.model_copy(update={"every": 0, "shown": 0}),
+        "save": recipe.save.model_copy(update={"every": steps, "groups": 0}),
+    }
+    recipe = recipe.model_copy(update=short)
+    time = Clock()
+    processes = VirtualProcesses(workers, rates, load(recipe, algorithm, longest), time)
+    rewards = VirtualRewards(recipe, rates.score, time)
+    marks: list[float] = []
+
+    def between_steps() -> bool:
+        marks.append(time.now)
+        return False
+
+    with clock.reading(time.seconds), tempfile.TemporaryDirectory() as folder:
+        cluster = Workers(
+            recipe,
+            algorithm,
+            cast(Any, processes),
+            cast(Any, rewards),
+            stream_of([WeightedPrompts(_prompts(recipe.data.groups * steps), 1.0)], recipe),
+            families.of(recipe).gathers_to_sample,
+        )
+        run = RunFolder.create(Path(folder) / "run", recipe.model_dump())
+        Loop(
+            recipe,
+            algorithm,
+            cluster,
+            _prompts(recipe.eval.prompts),
+            run,
+            SILENT,
+            should_stop=between_steps,
+        ).train()
+        rows = run.rows()
+    start, end = marks[MEASURED - 1], marks[MEASURED]
+    spans = [s for s in (*processes.spans, *rewards.spans) if start <= s.start < end]
+    seconds: dict[str, float] = defaultdict(float)
+    for span in spans:
+        if span.rank >= 0:
+            seconds[span.phase] += span.seconds
+    waiting = sum(s.seconds for s in spans if s.phase == "wait for scores")
+    return Prediction(
+        end - start,
+        rows[0]["time/eval"],
+        {phase: value / workers / (end - start) for phase, value in seconds.items()},
+        waiting / (end - start),
+        spans,
+    )
+
+
+def load(recipe: Recipe, algorithm: Algorithm, longest: int) -> Load:
+    micro = recipe.learner.micro_batch
+    if isinstance(recipe.model, TokenModel):
+        micro = max(1, recipe.learner.micro_tokens // longest)
+    return Load(
+        algorithm.updates,
+        algorithm.epochs,
+        algorithm.terms_a_sample,
+        micro,
+        recipe.cluster.sharding is not None,
+    )
+
+
+def _prompts(count: int) -> list[Prompt]:
+    return [Prompt(f"prompt {i}") for i in range(count)]

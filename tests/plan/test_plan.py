@@ -1,0 +1,147 @@
+"""`gesso plan`: the real loop over virtual workers, against figures computed by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from gesso import build, cli, clock
+from gesso.config import Recipe
+from gesso.plan import gpus, tabulated, work
+from gesso.plan.planner import Planner, divided
+from gesso.plan.rates import Line, Rates
+from gesso.plan.simulate import simulate
+from gesso.plan.text import bound
+from gesso.types import UserError
+
+SIZES = ["data.groups=8", "algorithm.group=4", "sampler.batch=4", "learner.micro_batch=4"]
+RATES = Rates(sample=Line(1.0), decode=Line(0.5), update=Line(0.25), optimizer=2.0)
+
+
+@pytest.fixture(scope="module")
+def recipe() -> Recipe:
+    return build.recipe("demo", [*SIZES, "eval.prompts=4", "algorithm.updates=1"])
+
+
+def terms(recipe: Recipe) -> int:
+    return build.algorithm(recipe).terms_a_sample
+
+
+def test_one_worker_does_one_thing_after_the_other(recipe: Recipe) -> None:
+    found = simulate(recipe, 1, RATES, 0)
+    by_hand = 32 * 1.5 + 32 * terms(recipe) * 0.25 + 2.0
+    assert found.step == pytest.approx(by_hand)
+    assert found.idle == pytest.approx(0.0, abs=1e-9)
+    assert found.evaluation == pytest.approx(4 * 1.5)
+
+
+def test_workers_divide_parts_and_micro_batches(recipe: Recipe) -> None:
+    """8 parts on 3 workers: three rounds; the optimizer step is taken by all."""
+    found = simulate(recipe, 3, RATES, 0)
+    micro = 32 * terms(recipe) // 4
+    assert found.step == pytest.approx(3 * 6.0 + -(-micro // 3) * 1.0 + 2.0)
+    assert found.idle > 0.05
+
+
+def test_lag_hides_scoring_behind_the_update(recipe: Recipe) -> None:
+    slow = Rates(sample=Line(0.1), update=Line(0.5), score=1.0)
+    waits = simulate(recipe, 1, slow, 0)
+    overlaps = simulate(recipe.model_copy(update={"lag": 1}), 1, slow, 0)
+    assert waits.waiting > 0.1 and "use more reward workers" not in bound_of(recipe, slow)
+    assert overlaps.step < waits.step
+    very_slow = Rates(sample=Line(0.1), update=Line(0.01), score=9.0)
+    assert "use more reward workers" in bound_of(recipe, very_slow)
+
+
+def bound_of(recipe: Recipe, rates: Rates) -> str:
+    return bound(Planner(recipe, lambda sized, count: rates, 0).plan(1).scaling[0])
+
+
+def test_real_time_comes_back_after_a_simulation(recipe: Recipe) -> None:
+    before = clock.seconds()
+    simulate(recipe, 1, RATES, 0)
+    assert before < clock.seconds() < before + 600
+
+
+@pytest.mark.parametrize("workers, batch", [(2, 4), (8, 4), (16, 2), (32, 1)])
+def test_batches_leave_every_worker_work(recipe: Recipe, workers: int, batch: int) -> None:
+    sized = divided(recipe, workers, 0)
+    assert sized.sampler.batch == sized.learner.micro_batch == batch
+
+
+def test_more_gpus_than_samples_are_named(recipe: Recipe) -> None:
+    plan = Planner(recipe, lambda sized, count: RATES, 0).plan(64)
+    assert plan.best.workers == 32
+    assert "32 of 64 GPUs would have nothing to do" in plan.notes[-1]
+    times = [option.prediction.step for option in plan.scaling]
+    assert times == sorted(times, reverse=True)
+
+
+def test_work_is_counted_per_sample(recipe: Recipe) -> None:
+    """The update of a full fine-tune: forward, and twice as much backward."""
+    counted = work.count(recipe)
+    assert isinstance(counted, work.FlowWork)
+    twice = work.count(build.recipe("demo", [*SIZES, "sampler.batch=8"]))
+    assert isinstance(twice, work.FlowWork)
+    assert twice.denoise.flops == pytest.approx(counted.denoise.flops, rel=1e-6)
+    assert 2.5 < counted.update.flops / counted.denoise.flops < 3.5  # all weights are trained
+
+
+def test_a_shared_network_is_slower_and_needs_less(recipe: Recipe) -> None:
+    counted, gpu = work.count(recipe), gpus.find("H100")
+    cluster = recipe.cluster.model_copy(update={"sharding": "all"})
+    sharded = recipe.model_copy(update={"cluster": cluster})
+    whole = tabulated.rates(counted, gpu, recipe, 16)
+    divided_ = tabulated.rates(counted, gpu, sharded, 16)
+    assert divided_.update.floor >= whole.update.floor
+    assert divided_.optimizer < whole.optimizer
+    assert tabulated.rates(counted, gpu, recipe, 8).reduce < whole.reduce  # NVLink
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "demo", *SIZES, "--gpus", "4", "--gpu", "a100", "--explain"]
+    assert cli.main([*arguments, "--quiet"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("gesso train demo data.groups=8 algorithm.group=4 cluster.workers=4")
+    assert "a step of the average worker:" in printed and "bound by" in printed
+    assert cli.main([*arguments, "--json", "--price", "2"]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    best = found["best"]
+    assert best["cost"] == pytest.approx(best["hours"] * 4 * 2)
+    assert [option["workers"] for option in found["scaling"]] == [1, 2, 4, 8, 16, 32]
+
+
+@pytest.mark.parametrize(
+    "options, sentence",
+    [
+        (["--gpu", "h10"], 'did you mean "h100"?'),
+        (["--gpu", "mine.toml"], "no such file"),
+        (["--gpus", "0"], "--gpus expects 1 to 1024, got 0"),
+        (["--score-s", "-1"], "--score-s expects seconds"),
+    ],
+)
+def test_bad_input_is_one_sentence(
+    options: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", "demo", *SIZES, *options]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_gpu_of_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.toml"
+    others = ("bf16", "fp32", "bandwidth", "node", "network", "price")
+    file.write_text("memory = 1\n" + "".join(f"{key} = 5\n" for key in others))
+    assert gpus.find(str(file)).memory == 1
+    file.write_text("memory = 1")
+    with pytest.raises(UserError, match=r"bf16: Field required"):
+        gpus.find(str(file))
+
+
+def test_a_recipe_that_fits_nowhere_says_what_would() -> None:
+    tiny = gpus.Gpu(name="tiny", memory=1, bf16=1, fp32=1, bandwidth=1, node=1, network=1, price=0)
+    large = build.recipe("demo", ["data.groups=20000"])
+    planner = Planner(large, lambda sized, count: RATES, 0, tiny)
+    with pytest.raises(UserError, match=r"needs at least .* GB on one GPU, but a tiny leaves"):
+        planner.plan(1)
