@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from gesso import build, clock, families
 from gesso.algorithms.base import Algorithm
+from gesso.cluster.placement import Placement
 from gesso.cluster.workers import Workers
 from gesso.config import Recipe, TokenModel
 from gesso.data.curriculum import stream_of
@@ -65,6 +66,7 @@ def simulate(recipe: Recipe, workers: int, rates: Rates, longest: int) -> Predic
             cast(Any, rewards),
             stream_of([WeightedPrompts(_prompts(recipe.data.groups * steps), 1.0)], recipe),
             families.of(recipe).gathers_to_sample,
+            Placement(workers, (), threads=1, parts=0),
         )
         run = RunFolder.create(Path(folder) / "run", recipe.model_dump())
         Loop(

@@ -70,7 +70,7 @@ class _Ranks(Alone):
 
 
 class VirtualProcesses:
-    """As `cluster.processes.Processes`. Workers without rates of their own are equally fast."""
+    """As `cluster.processes.Processes`. All workers are equally fast."""
 
     progress = SILENT
     same_machine = True
@@ -131,6 +131,9 @@ class VirtualProcesses:
     def _post(self, moment: float, message: Message) -> None:
         self._posted += 1  # messages of one moment arrive in the order of sending
         heapq.heappush(self._events, (moment, self._posted, message))
+
+    def _teach(self, rank: int, start: float, content: Mapping[str, Any]) -> float:
+        return self._answer(rank, start)
 
     def _open(self, rank: int, start: float, content: Mapping[str, Any]) -> float:
         self._calls[content["key"]] = content
