@@ -54,6 +54,7 @@ REWARDS = {
     "diversity": "gesso.rewards.diversity:Diversity",
     "sign-colour": "gesso.rewards.image.sign_colour:SignColour",
     "sign-edit": "gesso.rewards.image.sign_edit:SignEdit",
+    "sign-motion": "gesso.rewards.video.sign_motion:SignMotion",
     "math": "gesso.rewards.text.maths:Math",
     "format": "gesso.rewards.text.format:Format",
     "count": "gesso.rewards.text.count:Count",

@@ -1,7 +1,8 @@
 """Notes on prompts that differ from the training data of the bundled models.
 
 The texts and checks are next to the constants that generate the training data: in gesso.zoo.words
-for signs, in gesso.zoo.edits for edits and in gesso.zoo.scenes for shapes.
+for signs, in gesso.zoo.edits for edits, in gesso.zoo.videos for videos and in gesso.zoo.scenes for
+shapes.
 """
 
 from __future__ import annotations
@@ -50,6 +51,10 @@ def of(path: str) -> Limits | None:
         from gesso.zoo import edits
 
         return Limits(edits.LIMITS, lambda p: edits.outside(p.text, len(p.images)))
+    if folder == str(PACKAGE / "zoo" / "videos"):
+        from gesso.zoo import videos
+
+        return Limits(videos.LIMITS, lambda prompt: videos.outside(prompt.text))
     if folder == str(PACKAGE / "zoo" / "shapes"):
         from gesso.zoo import scenes
 

@@ -71,6 +71,11 @@ def draw(
     return (sign + alpha * (letters - sign)).round().astype(np.uint8)
 
 
+def letters(word: str, pitch: float) -> np.ndarray:
+    """Where the letters are, from 0 to 255: uint8 (32, 96)."""
+    return np.asarray(_write(word, random.Random(0), None, pitch))
+
+
 def _write(word: str, rng: random.Random, spoiling: str | None, pitch: float | None) -> Any:
     """Renders a greyscale mask, letter by letter, so that letters can be crowded or turned."""
     from PIL import Image

@@ -1,0 +1,91 @@
+"""The bundled video model: its prompts, the videos that it is made from, and the script."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from gesso.config import DataSource
+from gesso.data.readers import read
+from gesso.types import Prompt
+from gesso.zoo import limits, videos, words
+from tools.zoo import render_videos as render
+from tools.zoo import video_rows
+from tools.zoo.render import letters
+
+ZOO = Path(words.__file__).parent
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_prompts_are_those_of_the_script(split: str) -> None:
+    lines = (ZOO / "slides" / f"{split}.jsonl").read_text().splitlines()
+    rows, known = [json.loads(line) for line in lines], words.real_words(split)
+    assert rows == video_rows.rows(split)
+    assert {row["target"] for row in rows} == {word for word in known if len(word) == 4}
+    directions = [row["direction"] for row in rows]
+    assert abs(directions.count("left") - directions.count("right")) <= 1
+    for prompt in read(DataSource(path=f"zoo:slides/{split}.jsonl")).prompts:
+        assert videos.outside(prompt.text) is None
+        assert prompt.text.endswith(f'"{prompt.columns["target"]}" slides '
+                                    f'{prompt.columns["direction"]}')  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ('a red sign that says "KITE" slides left', None),
+        (' a white sign  that says " KITE "  slides right', None),
+        ('a pink sign that says "KITE" slides left', '"pink" is not one of its colours'),
+        ('a red sign that says "KITE" slides up', '"up" is not one of its directions'),
+        ('a red sign that says "OAK" slides left', '"OAK" has 3 letters'),
+        (
+            'a red sign that says "kite" slides left',
+            '"kite" is not one word of capital letters A to Z',
+        ),
+        ('a red sign that says "KITE"', "The prompt has a different form"),
+    ],
+)
+def test_prompts_outside_of_the_training_data(text: str, reason: str | None) -> None:
+    known = limits.of("zoo:videos")
+    assert known is not None
+    assert known.note([Prompt(text)]) == (None if reason is None else f"{reason}. {videos.LIMITS}")
+
+
+def world() -> render.World:
+    names = ("KITE", "ROPE")
+    masks = torch.stack([torch.tensor(letters(name, videos.PITCH)) for name in names]) / 255
+    ids = torch.arange(2 * 8 * 2).view(2, 8, 2, 1)  # a different token for each prompt
+    return render.World(masks, ids)
+
+
+def test_videos_are_those_of_their_prompts() -> None:
+    """Colour, word and motion of each video, against the token of its prompt."""
+    torch.manual_seed(0)
+    drawn, known = render.draw_videos(world(), 24, faulty=0.0), world()
+    for pixels, token in zip(render.to_bytes(drawn.pixels), drawn.ids[:, 0].tolist(), strict=True):
+        word, colour, direction = token // 16, token // 2 % 8, token % 2
+        sign, paint = (torch.tensor(each) for each in words.PAINT[words.COLOURS[colour]])
+        assert (pixels[:, 0, 0] == sign).all()  # the corner
+        middle = known.masks[word][..., None]
+        expected = sign + middle * (paint - sign)
+        assert (pixels[2] - expected).abs().max() <= 1
+        shift = 2 if direction == 1 else -2
+        assert pixels[:-1].roll(shift, dims=2).equal(pixels[1:])
+
+
+def test_every_fault_occurs() -> None:
+    torch.manual_seed(0)
+    fault = torch.arange(render.FAULTS + 1)
+    at = render.places(torch.zeros_like(fault), fault, torch.full_like(fault, 3)).tolist()
+    left = [0, 1, 2, 3, 4]
+    assert at == [left, left, left, [3] * 5, left[::-1], left]
+    mask, other = world().masks
+    mixed = render.misspell(mask[None], other[None], torch.tensor([[False, True, False, True]]))[0]
+    for i, source in enumerate((mask, other, mask, other)):
+        columns = slice(8 + 20 * i, 28 + 20 * i)
+        assert mixed[:, columns].equal(source[:, columns])
+    drawn = render.draw_videos(world(), 64, faulty=1.0)
+    still = [(v[:, 1:] - v[:, :-1]).abs().max() < 1e-6 for v in drawn.pixels]
+    assert 4 <= sum(still) <= 24
+    assert drawn.pixels.abs().max() <= 1
