@@ -51,6 +51,7 @@ def check_pixels(source: str | bytes) -> None:
         _check_mode(image)
         image.draft("RGB", (1, 1))
         image.load()  # verify() would check only headers and checksums
+        _check_range(image)
 
 
 def _opened(source: str | bytes) -> Image:
@@ -65,6 +66,8 @@ def _opened(source: str | bytes) -> Image:
             raise ImageFault(
                 f"is not an image; expected one of {', '.join(IMAGE_FORMATS)}"
             ) from None
+        except Image.DecompressionBombError:  # Pillow's own limit, which is higher
+            raise ImageFault(f"has more than {MAX_PIXELS:,} pixels; resize it") from None
     if image.width * image.height > MAX_PIXELS:
         image.close()
         size = f"{image.width}×{image.height}"
@@ -115,12 +118,22 @@ def _check_mode(image: Image) -> None:
         raise ImageFault(f"has {kind} pixels; convert it to 8 or 16 bits a channel of RGB or grey")
 
 
+def _check_range(image: Image) -> None:
+    """Only mode I, of 32 bits, can have other values."""
+    import numpy as np
+
+    if image.mode != "I":
+        return
+    values = np.asarray(image)
+    if values.min() < 0 or values.max() > 65535:
+        raise ImageFault("has more than 16 bits a channel; convert it to 8 or 16 bits")
+
+
 def _eight_bits(image: Image) -> Image:
     """Pillow's own conversion clips instead: nearly every grey becomes white."""
     import numpy as np
     from PIL import Image
 
+    _check_range(image)
     values = np.asarray(image).astype(np.int64)
-    if values.min() < 0 or values.max() > 65535:
-        raise ImageFault("has more than 16 bits a channel; convert it to 8 or 16 bits")
     return Image.fromarray(((values + 128) // 257).astype(np.uint8))

@@ -32,6 +32,7 @@ MESSAGE_COLUMNS = ("message", "messages")
 IMAGE_COLUMNS = ("images", "image")
 MEDIA = "media"
 OF_EDITS = ("mask", "target_image")  # images for rewards, in rows that have input images
+COLUMN_OF_ROLE = {"target": "target_image", "mask": "mask"}  # of `media`; others are input images
 MAX_DEPTH = 100  # of nested lists and objects
 
 Row = dict[str, Any]
@@ -87,7 +88,7 @@ def _text_of(prompt: str | list[Any]) -> str:
 
 
 def _split_media(rest: Row) -> None:
-    """Replaces UniRL's `media` by `images` and, with the role "target", `target_image`."""
+    """Replaces UniRL's `media` by `images` and, by their role, `target_image` and `mask`."""
     media = rest.get(MEDIA)
     if not isinstance(media, list) or any(name in rest for name in IMAGE_COLUMNS):
         return
@@ -98,8 +99,9 @@ def _split_media(rest: Row) -> None:
             raise InvalidRow(
                 f'{MEDIA} {i}: expected {{"modality": "image", "role", "uri"}}, got {short(item)}'
             )
-        if fields.get("role") == "target":
-            rest["target_image"] = fields["uri"]
+        column = COLUMN_OF_ROLE.get(str(fields.get("role")))
+        if column is not None:
+            rest[column] = fields["uri"]
         else:
             images.append(fields["uri"])
     rest[IMAGE_COLUMNS[0]] = images

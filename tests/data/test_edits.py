@@ -65,10 +65,11 @@ def test_unirl(folder: Path) -> None:
     def item(role: str, uri: str) -> dict[str, str]:
         return {"modality": "image", "role": role, "uri": uri}
 
-    media = [item("condition", "red.png"), item("target", "blue.jpg")]
+    media = [item("condition", "red.png"), item("target", "blue.jpg"), item("mask", "red.png")]
     (prompt,) = read(jsonl(folder / "a.jsonl", {"prompt": "make it blue", "media": media}))
     assert shown(prompt) == [RED] and "media" not in prompt.columns
     assert prompt.image_columns["target_image"].read() == BLUE
+    assert prompt.image_columns["mask"].read() == RED
     film = {"modality": "video", "role": "condition", "uri": "red.png"}
     why = left_out(jsonl(folder / "b.jsonl", {"prompt": "x", "media": [film]}))
     assert why.startswith('b.jsonl:1: media 1: expected {"modality": "image", "role", "uri"}, got')

@@ -107,6 +107,8 @@ def test_more_than_sixteen_bits() -> None:
     wide = encoded(Image.fromarray(np.array([[70_000]], dtype=np.int32)), "TIFF")
     with pytest.raises(UserError, match="has more than 16 bits a channel; convert it"):
         wide.open()
+    assert "has more than 16 bits" in str(wide.fault())
+    assert encoded(Image.fromarray(np.array([[60_000]], dtype=np.int32)), "TIFF").fault() is None
 
 
 def test_an_image_bomb(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +118,9 @@ def test_an_image_bomb(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"has 24×16 pixels, more than 383; resize it$"):
         image.open()
     assert "24×16" in (image.fault(decode=False) or "")
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)  # twice as many stop Pillow itself
+    with pytest.raises(UserError, match=r"has more than 383 pixels; resize it$"):
+        image.open()
 
 
 @pytest.mark.filterwarnings("ignore")  # Pillow's
