@@ -2,14 +2,37 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from gesso.types import Prompt, PromptImage, Sample, UserError
+
+MAX_DIFFERENCE = 0.02  # of the log aspect ratios of image and mask: their sizes were rounded
 
 
 def no_source(prompt: Prompt) -> str | None:
     """Why a prompt is not an edit, or None."""
     return None if prompt.images else "the prompt has no input image that the sample edits"
+
+
+def wrong_mask(prompt: Prompt) -> str | None:
+    """Why the mask of a prompt with an input image does not fit that image, or None. Reads only
+    headers: a mask that is white everywhere is found when a sample is scored."""
+    mask = prompt.image_columns.get("mask")
+    if mask is None:
+        return None
+    try:
+        (height, width), (tall, wide) = mask.size, prompt.images[0].size
+    except UserError as error:
+        return str(error)
+    difference = abs(math.log(width * tall / (height * wide)))
+    if difference <= max(MAX_DIFFERENCE, 1 / min(height, width)):  # or one pixel of a small mask
+        return None
+    return (
+        f"the mask of {width}×{height} pixels has another aspect ratio than its image of "
+        f"{wide}×{tall}; crop or draw it for that image"
+    )
 
 
 def source(sample: Sample) -> np.ndarray:

@@ -117,6 +117,19 @@ def test_faults_are_sentences() -> None:
     assert "is not an image" in str(score(Sample(damaged, SOURCE, 0)).error)
 
 
+def test_a_mask_that_does_not_fit_is_found_by_the_check() -> None:
+    def why(shape: tuple[int, int]) -> str:
+        return str(Unchanged().unfit(edit(SOURCE, png(np.zeros(shape, np.uint8))).prompt))
+
+    assert why((8, 16)) == why((16, 32)) == why((11, 21)) == "None"  # 21 : 11 is 2 : 1, rounded
+    assert why((16, 16)) == (
+        "the mask of 16×16 pixels has another aspect ratio than its image of 16×8; crop or draw it "
+        "for that image"
+    )
+    damaged = replace(edit(SOURCE).prompt, image_columns={"mask": PromptImage(data=b"x")})
+    assert "is not an image" in str(Unchanged().unfit(damaged))
+
+
 @pytest.fixture(scope="module")
 def clip(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_clip(tmp_path_factory.mktemp("clip"))

@@ -45,7 +45,7 @@ class Unchanged(Strict):
     """Device of the network; "auto" selects CUDA when available."""
 
     def unfit(self, prompt: Prompt) -> str | None:
-        return edits.no_source(prompt)
+        return edits.no_source(prompt) or edits.wrong_mask(prompt)
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return [self._score(sample) for sample in samples]
