@@ -118,6 +118,16 @@ def test_what_a_check_says(data: dict[str, Any]) -> None:
     data["model"]["match_input"] = False
     (note,) = notes(data)
     assert note.startswith("5 of 6 prompts of ") and "the first is train.jsonl:1, 2:1;" in note
+    train = Path(data["data"]["train"])
+    Image.new("RGB", (2000, 3)).save(train.with_name("thin.png"))
+    thin = json.dumps({"prompt": "make it thin", "image": "thin.png"})
+    data["data"]["train"] = str(train.with_name("thin.jsonl"))
+    Path(data["data"]["train"]).write_text(train.read_text() + thin)
+    note, _ = notes(data)
+    assert note.startswith("1 of 7 prompts of ") and note.endswith(
+        "do not fit the model and are skipped; the first is thin.jsonl:7: image 1 of 1 has 2000×3 "
+        "pixels; expected an aspect ratio of at most 16:1: make it thin"
+    )
     data["model"]["match_input"] = True
     with pytest.raises(UserError, match=r"does not support data\.curriculum; remove one of them"):
         build.recipe_from(data | {"data": data["data"] | {"curriculum": {"floor": 0.2}}})

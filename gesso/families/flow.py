@@ -105,6 +105,7 @@ class FlowFamily:
         data: LoadedData,
         progress: Progress,
     ) -> LoadedData:
+        data = flow_checks.fit_sizes(recipe, model, data)
         notes = flow_checks.check_data(recipe, algorithm, model, data)
         return replace(data, notes=[*data.notes, *notes])
 

@@ -175,6 +175,17 @@ def _check_teachers(algorithm: Algorithm, model: FlowModel, prompts: Sequence[Pr
         teacher_of(prompt, algorithm.column, algorithm.teachers)
 
 
+def fit_sizes(recipe: Recipe, model: FlowModel, data: LoadedData) -> LoadedData:
+    """The prompts without input images of sizes that the model does not accept."""
+    from gesso.data import prompts
+    from gesso.models.flow.base import wrong_sizes
+
+    def unfit(prompt: Prompt) -> str | None:
+        return wrong_sizes(model, prompt)
+
+    return prompts.without(data, unfit, recipe.data, "do not fit the model")
+
+
 def check_data(
     recipe: Recipe, algorithm: Algorithm, model: FlowModel, data: LoadedData
 ) -> list[str]:

@@ -371,8 +371,16 @@ def test_numbers_of_input_images(folders: Path) -> None:
     two, four = (replace(text, images=(one,) * n) for n in (2, 4))
     check_images(kontext, [replace(text, images=(one,))])
     check_images(edit, [two])
+    thin = picture(1, 3, 49)
+    check_images(edit, [replace(text, images=(one, picture(1, 3, 48)))])
     for model, prompt, sentence in (
-        (kontext, text, "expected 1 input image, got 0"),
+        (kontext, text, 'expected 1 input image, got 0; .* rows have as "image" or "images"'),
+        (
+            kontext,
+            replace(text, images=(thin,)),
+            "image 1 of 1 has 49×3 pixels; expected an aspect ratio of at most 16:1",
+        ),
+        (edit, replace(text, images=(one, thin)), "image 2 of 2 has 49×3 pixels"),
         (kontext, two, "expected 1 input image, got 2"),
         (edit, text, "expected 1 to 3 input images, got 0"),
         (edit, four, "expected 1 to 3 input images, got 4"),

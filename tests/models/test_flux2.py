@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 from gesso.config import Lora
-from gesso.models.flow.base import PromptCache
+from gesso.models.flow.base import PromptCache, check_images
 from gesso.samplers.denoise import DenoisingSampler
 from gesso.types import Prompt, PromptImage, SampleSpec, Size, UserError
 from tests import pipelines
@@ -100,8 +100,12 @@ def test_input_images_that_the_pipeline_refuses(
     of: Callable[[str], Tiny], size: tuple[int, int], told: str
 ) -> None:
     prompt = Prompt("a cat", images=(picture(size),), where="train.jsonl:3")
+    model = of("flux2-klein").plain_model()
     with pytest.raises(UserError, match=f"train.jsonl:3: input image: {told}"):
-        of("flux2-klein").plain_model().encode([prompt], Size(*SIZE))
+        model.encode([prompt], Size(*SIZE))
+    with pytest.raises(UserError, match=r"train.jsonl:3: image 1 of 1 has .* pixels; expected"):
+        check_images(model, [prompt])
+    check_images(model, [replace(prompt, images=(picture((64, 512)),))])  # both limits
 
 
 def test_the_single_blocks_output_is_another_kind_of_layer(of: Callable[[str], Tiny]) -> None:

@@ -52,6 +52,9 @@ class FlowModel(Protocol):
     def input_images(self) -> range:
         """Numbers of input images that a prompt may have; `range(1)` for text-to-image models."""
 
+    def wrong_size(self, height: int, width: int) -> str | None:
+        """What an input image of this size should be instead, or None."""
+
     def encode(self, prompts: Sequence[Prompt], size: Size) -> Conditioning:
         """Texts and input images → (P, …) conditioning of samples of this size, as the pipeline
         itself would encode them."""
@@ -153,7 +156,21 @@ def _key(prompt: Prompt, size: Size) -> tuple[str | Size, ...]:
 
 
 def wrong_images(model: FlowModel, prompt: Prompt) -> str | None:
-    """Why the model does not accept this number of input images, or None."""
+    """Why the model does not accept the input images, or None."""
+    return _wrong_count(model, prompt) or wrong_sizes(model, prompt)
+
+
+def wrong_sizes(model: FlowModel, prompt: Prompt) -> str | None:
+    """Why the model does not accept the size of an input image, or None. Reads only headers."""
+    for i, image in enumerate(prompt.images, 1):
+        height, width = image.size
+        if expected := model.wrong_size(height, width):
+            number = f"image {i} of {len(prompt.images)}"
+            return f"{number} has {width}×{height} pixels; expected {expected}"
+    return None
+
+
+def _wrong_count(model: FlowModel, prompt: Prompt) -> str | None:
     allowed, count = model.input_images, len(prompt.images)
     if count in allowed:
         return None
@@ -165,11 +182,14 @@ def wrong_images(model: FlowModel, prompt: Prompt) -> str | None:
     least, most = allowed.start, allowed.stop - 1
     numbers = f"{least}" if least == most else f"{least} to {most}"
     plural = "" if most == 1 else "s"
-    return f"expected {numbers} input image{plural}, got {count}; this model edits images"
+    return (
+        f"expected {numbers} input image{plural}, got {count}; this model edits images, which rows "
+        'have as "image" or "images"'
+    )
 
 
 def check_images(model: FlowModel, prompts: Sequence[Prompt]) -> None:
-    """Raises a UserError for a number of input images that the model does not accept."""
+    """Raises a UserError for input images that the model does not accept."""
     for prompt in prompts:
         if reason := wrong_images(model, prompt):
             raise UserError(f"{prompt.where or 'this prompt'}: {reason}")

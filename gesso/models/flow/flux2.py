@@ -15,10 +15,12 @@ from gesso.models.flow.pipeline import (
     TextLength,
     chat_encoder,
 )
-from gesso.models.flow.references import target_and_references, with_references
+from gesso.models.flow.references import target_and_references, with_references, wrong_ratio
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
 from gesso.types import Prompt, Size, UserError, Which
+
+MIN_SIDE, MAX_RATIO = 64, 8  # of input images, in the pipeline's check_image_input
 
 
 class Flux2(PipelineModel):
@@ -87,6 +89,11 @@ class Flux2(PipelineModel):
 
     def tokens(self, latents: Tensor) -> Tensor:
         return latents.flatten(2).mT
+
+    def wrong_size(self, height: int, width: int) -> str | None:
+        if min(height, width) < MIN_SIDE:
+            return f"sides of at least {MIN_SIDE} pixels"
+        return wrong_ratio(height, width, MAX_RATIO)
 
     def reference(self, image: Image) -> Tensor:
         """At most as large as an output image, cropped to whole cells. For outputs of 1024² these

@@ -27,7 +27,7 @@ from gesso.models.flow.adapter import load_adapter, read_adapter
 from gesso.models.flow.attention import has_kernels
 from gesso.models.flow.base import Guidance, TextEncoder
 from gesso.models.flow.packing import pack
-from gesso.models.flow.references import at_area, with_blank_references
+from gesso.models.flow.references import at_area, with_blank_references, wrong_ratio
 from gesso.models.repeatable import settle_attention
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
@@ -204,6 +204,10 @@ class PipelineModel(ABC):
         if ratio is None:
             return height, width
         return ratio.size(height * width, self.cell * self.patch)
+
+    def wrong_size(self, height: int, width: int) -> str | None:
+        """What an input image of this size should be instead, or None."""
+        return wrong_ratio(height, width)
 
     def reference_size(self, height: int, width: int) -> tuple[int, int]:
         """The size at which an input image of this height and width is encoded."""

@@ -19,6 +19,9 @@ from torch import Tensor
 from gesso.rollout import Conditioning, Layout, source_tokens
 from gesso.types import Prompt, PromptImage, UserError
 
+MAX_RATIO = 16
+"""Of the sides of an input image: a longer one loses most of its content when it is resized."""
+
 
 class ReferenceEncoder(Protocol):
     """What a model with input images has."""
@@ -74,6 +77,13 @@ def with_blank_references(model: ReferenceEncoder, cond: Conditioning) -> Condit
 def target_and_references(target: Tensor, cond: Conditioning) -> Tensor:
     """(N, T, D) → (N, T + R, D): the input of the network."""
     return target if cond.source is None else torch.cat([target, cond.source.to(target.dtype)], 1)
+
+
+def wrong_ratio(height: int, width: int, most: int = MAX_RATIO) -> str | None:
+    """What the aspect ratio of an input image should be instead, or None."""
+    if max(height, width) <= most * min(height, width):
+        return None
+    return f"an aspect ratio of at most {most}:1"
 
 
 def at_area(height: int, width: int, area: int, multiple: int) -> tuple[int, int]:
