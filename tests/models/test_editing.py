@@ -255,6 +255,7 @@ def processed(model: Any, text: list[str], images: list[Any], **_: Any) -> Any:
 
 
 RATIOS = [(480, 640), (1000, 1000), (720, 1280), (1280, 720), (100, 1000), (3000, 2000)]
+RATIOS += [(512, 2048), (4096, 256)]  # of the area of the outputs
 
 
 def test_at_1024_references_have_the_sizes_of_the_pipelines(

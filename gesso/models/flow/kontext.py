@@ -10,6 +10,8 @@ from gesso.models.flow.references import with_references
 from gesso.rollout import Conditioning
 from gesso.types import Prompt, Size
 
+AREA = 1024**2  # of the pipeline's sizes
+
 
 class Kontext(Flux):
     """FLUX.1 dev with the input image as further tokens, whose first position id is 1."""
@@ -22,15 +24,15 @@ class Kontext(Flux):
 
     def reference_size(self, height: int, width: int) -> tuple[int, int]:
         """The nearest of the ratios that the model was trained on, at the area of an output image.
-        For outputs of 1024² these are the sizes of the pipeline. An image of that area that can be
-        cut into tokens keeps its size, as the bundled signs do."""
+        For outputs of 1024² these are the sizes of the pipeline. For smaller ones, an image of the
+        output's area that can be cut into tokens keeps its size, as the bundled signs do."""
         from diffusers.pipelines.flux import pipeline_flux_kontext as kontext
 
         factor = self.cell * self.patch
-        if height * width == self.area and height % factor == width % factor == 0:
+        if height * width == self.area < AREA and height % factor == width % factor == 0:
             return height, width
         sizes = kontext.PREFERRED_KONTEXT_RESOLUTIONS
         _, wide, tall = min((abs(width / height - w / h), w, h) for w, h in sizes)
-        scale = math.sqrt(self.area) / 1024
+        scale = math.sqrt(self.area / AREA)
         tall, wide = (max(1, round(side * scale / factor)) * factor for side in (tall, wide))
         return tall, wide
