@@ -304,7 +304,7 @@ def _usage(facts: CardFacts, aside: Path) -> str:
             f"## Usage\n\n{_fenced(code, 'python')}\n\nDuring training, prompts were formatted "
             "with `data.template` of the recipe; this code does not apply it."
         )
-    gesso = f"{usage.compared(example, facts.has_images)}, where DIR is this folder"
+    gesso = f"{usage.compared(facts.loaded, example)}, where DIR is this folder"
     return f"## Usage\n\n{_fenced(code, 'python')}\n\n{gesso}:\n\n{command}"
 
 

@@ -13,6 +13,7 @@ from gesso.types import Prompt, PromptImage, ResponseSpec, SampleSpec, UserError
 from gesso.use.loaded import AS_EVALUATED, LoadedModel, sample_seeds
 
 EXAMPLE = "example.png"
+KONTEXT = "FluxKontextPipeline"
 TEMPLATED = "add_generation_prompt=True, tokenize=False"
 
 
@@ -42,11 +43,11 @@ def code(loaded: LoadedModel, example: Example, whole: bool) -> str:
     return _text_code(loaded, section, example, whole)
 
 
-def compared(example: Example, has_images: bool) -> str:
+def compared(loaded: LoadedModel, example: Example) -> str:
     """How Gesso's sample compares with the code's."""
-    if not has_images:
+    if not isinstance(loaded.recipe.model, Model):
         return "Gesso generates the same response"
-    if example.image is None:
+    if example.image is None or loaded.model.pipeline == KONTEXT:
         return "Gesso generates the same sample"
     return "With Gesso, which resizes input images to the area of its samples"
 
@@ -60,11 +61,13 @@ def _image_code(loaded: LoadedModel, section: Model, example: Example, whole: bo
     half = section.dtype != "float32"
     arguments = [f"{name}=None" for name in absent] + [f"dtype=torch.{section.dtype}"] * half
     options = "".join(f", {argument}" for argument in arguments)
-    call = [f"height={spec.height}, width={spec.width}", f"num_inference_steps={spec.steps}"]
+    prompt, _ = prompt_of(loaded, example)
+    height, width = model.output_size(prompt, spec.height, spec.width)  # see model.match_input
+    call = [f"height={height}, width={width}", f"num_inference_steps={spec.steps}"]
     if example.image is not None:
-        call.insert(0, f'image=Image.open("{EXAMPLE}").convert("RGB")')
-    if model.pipeline == "FluxKontextPipeline":
-        call += [f"max_area={spec.height * spec.width}"]  # or the size would become 1024²
+        call.insert(0, "image=source")
+    if model.pipeline == KONTEXT:
+        call += [f"max_area={height * width}", "_auto_resize=False"]  # or both would be of 1024²
     if model.pipeline in ("QwenImagePipeline", "QwenImageEditPlusPipeline"):
         call += ['negative_prompt=""']  # without one there is no guidance
     is_video = spec.frames > 1
@@ -86,6 +89,7 @@ def _image_code(loaded: LoadedModel, section: Model, example: Example, whole: bo
         f"pipe = {model.pipeline}.from_pretrained({'folder' if whole else 'base'}{options})",
         *([] if whole else _lora(model)),
         *(['pipe.to("cuda")'] if half else []),
+        *(_source(model, prompt) if example.image is not None else []),
         *(_euler(spec.steps) if "solver_order" in model.pipe.scheduler.config else []),
         f"{'video' if is_video else 'image'} = pipe(",
         f"    prompt={example.prompt!r},",
@@ -94,6 +98,20 @@ def _image_code(loaded: LoadedModel, section: Model, example: Example, whole: bo
         *_saved(spec, model.pipeline),
     ]
     return "\n".join(lines)
+
+
+def _source(model: Any, prompt: Prompt) -> list[str]:
+    """The input image; for Kontext at the size at which Gesso encodes it."""
+    lines = [f'source = Image.open("{EXAMPLE}").convert("RGB")']
+    if model.match_input:
+        lines.append("# Height and width below follow its aspect ratio.")
+    if model.pipeline == KONTEXT:
+        height, width = model.reference_size(*prompt.images[0].size)
+        lines += [
+            "# The size at which Gesso encodes an image of this ratio.",
+            f"source = source.resize(({width}, {height}), Image.Resampling.LANCZOS)",
+        ]
+    return lines
 
 
 def _lora(model: Any) -> list[str]:

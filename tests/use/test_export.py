@@ -28,7 +28,7 @@ from gesso.use import card
 from gesso.use.loaded import AS_EVALUATED, open_model, sample_seeds
 from gesso.use.source import ModelSource
 from gesso.use.trained import Trained, load
-from tests import pipelines, tokens
+from tests import editors, pipelines, tokens
 from tests.tokens import padded_logp, trace_of
 from tests.typed import sure, writing
 from tests.use import runs
@@ -516,22 +516,40 @@ def test_a_model_of_the_hub_keeps_its_processor(
     assert names >= {"preprocessor_config.json", "tokenizer.json", "generation_config.json"}
 
 
+def edits(data: dict[str, Any], source: tuple[int, int], folder: Path) -> Path:
+    """A run whose evaluation edits one image of this height and width."""
+    run = runs.make(data, folder)
+    prompt = Prompt("make it red", images=(tokens.picture(*source),))
+    grey: np.ndarray = np.full((32, 32, 3), 90, dtype=np.uint8)
+    for step in (0, *runs.STEPS):
+        run.save_samples(step, [Sample(prompt, grey, 7)], [Score(0.5)])
+    return run.path
+
+
 def test_the_card_of_a_model_that_edits(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its code passes the input image; the sheet has the sources."""
     data = runs.draws("flux2-klein", pipeline("flux2-klein", folders), True, height=32, width=32)
     data["model"] |= {"text_length": 64}
-    run = runs.make(data, tmp_path / "run")
-    prompt = Prompt("make it red", images=(tokens.picture(64, 64),))
-    grey: np.ndarray = np.full((32, 32, 3), 90, dtype=np.uint8)
-    for step in (0, *runs.STEPS):
-        run.save_samples(step, [Sample(prompt, grey, 7)], [Score(0.5)])
-    folder = export(run.path, tmp_path / "out")
+    folder = export(edits(data, (64, 64), tmp_path / "run"), tmp_path / "out")
     names = as_the_card_says(folder, monkeypatch)
     assert names["image"].size == (32, 32)
     text = (folder / "README.md").read_text()
-    assert "prompt='make it red'," in text and 'image=Image.open("example.png")' in text
+    assert "prompt='make it red'," in text and 'source = Image.open("example.png")' in text
     assert "generates the same" not in text and "--image example.png" in text
     with Image.open(folder / "samples.png") as sheet:
         assert round(sheet.width / 252) == 3  # source, first and last step
+
+
+def test_an_edit_of_plain_diffusers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kontext's pipeline resizes to 1024² unless told not to. The output has the source's ratio."""
+    model = editors.build("kontext", tmp_path / "kontext", num_layers=1, num_single_layers=1)
+    data = runs.draws("kontext", model, True, height=16, width=16, match_input=True)
+    run = edits(data, (20, 42), tmp_path / "run")
+    folder = export(run, tmp_path / "out")
+    found = np.asarray(as_the_card_says(folder, monkeypatch)["image"]).astype(int)
+    (expected,) = load(run).sample("make it red", images=[folder / "example.png"])
+    assert found.shape == (12, 24, 3)
+    assert abs(found - np.asarray(expected)).max() <= 1
+    assert "Gesso generates the same sample" in (folder / "README.md").read_text()
