@@ -11,7 +11,7 @@ from gesso.rewards import assembly, base
 from gesso.types import Prompt, Sample, Score
 from gesso.zoo.videos import FRAMES, PITCH, prompt_for
 from tools.zoo.render import letters
-from tools.zoo.render_videos import blur, cut, paint, to_bytes
+from tools.zoo.render_videos import all_paints, blur, cut, paint, to_bytes
 
 LEFT = list(range(FRAMES))
 KITE = {"target": "KITE", "direction": "left"}
@@ -24,7 +24,7 @@ def frames_of(word: str, places: list[int]) -> Tensor:
 
 def scored(frames: Tensor, columns: dict[str, str] | None = None) -> Score:
     reward = base.load(assembly.REWARDS["sign-motion"], {})
-    pixels = to_bytes(paint(frames, torch.tensor([0])))[0].numpy()
+    pixels = to_bytes(paint(frames, all_paints()[:1]))[0].numpy()
     prompt = Prompt(prompt_for("KITE", "red", "left"), columns=KITE if columns is None else columns)
     return base.checked(reward, [Sample(prompt, pixels, 0, fps=8.0)])[0]
 

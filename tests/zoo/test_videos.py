@@ -1,17 +1,21 @@
 """The bundled video model: its prompts, the videos that it is made from, and the script."""
 
 import json
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gesso.config import DataSource
 from gesso.data.readers import read
-from gesso.types import Prompt
+from gesso.types import Prompt, Sample
 from gesso.zoo import limits, videos, words
+from tools.zoo import evaluate_videos, make_videos, video_rows
 from tools.zoo import render_videos as render
-from tools.zoo import video_rows
+from tools.zoo.build_videos import SHAPE, TEXT_TOKENS, build_pipeline
 from tools.zoo.render import letters
 
 ZOO = Path(words.__file__).parent
@@ -56,7 +60,7 @@ def world() -> render.World:
     names = ("KITE", "ROPE")
     masks = torch.stack([torch.tensor(letters(name, videos.PITCH)) for name in names]) / 255
     ids = torch.arange(2 * 8 * 2).view(2, 8, 2, 1)  # a different token for each prompt
-    return render.World(masks, ids)
+    return render.World(masks, ids, render.all_paints())
 
 
 def test_videos_are_those_of_their_prompts() -> None:
@@ -89,3 +93,63 @@ def test_every_fault_occurs() -> None:
     still = [(v[:, 1:] - v[:, :-1]).abs().max() < 1e-6 for v in drawn.pixels]
     assert 4 <= sum(still) <= 24
     assert drawn.pixels.abs().max() <= 1
+
+
+class Reads(TorchDispatchMode):
+    """Lists operations that wait for a GPU or copy from host memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name().split("::")[1] in ("_local_scalar_dense", "nonzero", "lift_fresh"):
+            self.found.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_losses_fit_into_a_cuda_graph() -> None:
+    torch.manual_seed(0)
+    pipe, known = build_pipeline(), world()
+    ids = torch.randint(40, (2, 8, 2, TEXT_TOKENS))
+    latents = make_videos.Latents(torch.randn(2, *SHAPE), ids[:, 0, 0])
+    losses = (
+        make_videos.vae_loss_on(pipe.vae, known._replace(ids=ids), 1),
+        make_videos.flow_loss_on(pipe, latents, latents, 0.5, 2),
+    )
+    with Reads() as reads:
+        for loss_fn in losses:
+            loss_fn().backward()
+    assert reads.found == []
+    with Reads() as reads:
+        torch.tensor(1).item()
+    assert reads.found == ["aten::lift_fresh", "aten::_local_scalar_dense"]
+
+
+def test_the_script_makes_a_model_that_samples(tmp_path: Path) -> None:
+    """Two steps of each stage, then only trials; without OCR."""
+    tiny = "--device cpu --words 8 --videos 4 --vae-steps 2 --steps 2 --tune-steps 2 --vae-batch 1"
+    tiny += " --batch 2 --rows 0 --faulty .5"
+    with ThreadPool(1) as pool:
+        args = make_videos.parse(["--out", str(tmp_path / "one"), *tiny.split()])
+        make_videos.VideosTraining(args, pool).run()
+        again = ["--start", str(tmp_path / "one" / "slider"), "--tune-only"]
+        args = make_videos.parse(["--out", str(tmp_path / "two"), *tiny.split(), *again])
+        make_videos.VideosTraining(args, pool).run()
+    stages = [json.loads(line)["stage"] for line in (tmp_path / "two" / "log.jsonl").open()]
+    assert dict.fromkeys(stages) == dict.fromkeys(["drawn", "encoded", "videos-50"])
+    made = tmp_path / "two" / "videos-50"
+    assert sum(path.stat().st_size for path in made.rglob("*") if path.is_file()) <= 12e6
+    rows = evaluate_videos.prompts("eval")[:2]
+    samples = evaluate_videos.sample(made, rows, [0, 1], steps=2)
+    assert [s.frames.shape for s in samples] == [(5, 32, 96, 3)] * 2
+
+
+def test_rendered_prompts_are_right() -> None:
+    """What `--vae` compares with: the reward of a perfect autoencoder is 1."""
+    rows = evaluate_videos.prompts("eval")[2:4]  # of the first, OCR reads a full-width letter
+    perfect = evaluate_videos.to_bytes(evaluate_videos.rendered(rows)).numpy()
+    assert {row.columns["direction"] for row in rows} == {"left", "right"}
+    samples = [Sample(p, v, 0, fps=8.0) for p, v in zip(rows, perfect, strict=True)]
+    with ThreadPool(1) as pool:
+        assert evaluate_videos.scores_of(samples, pool) == (1, 1, 1, 1)

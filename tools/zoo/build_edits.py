@@ -4,6 +4,7 @@ The autoencoder is that of the bundled image model. 48 tokens of the result, 48 
 of the text.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def build_pipeline() -> Any:
         text_encoder=_clip(tokenizer),
         tokenizer=tokenizer,
         text_encoder_2=_t5(),
-        tokenizer_2=_t5_tokenizer(),
+        tokenizer_2=t5_tokenizer(WHOLE_WORDS, TEXT_TOKENS),
     )
 
 
@@ -53,15 +54,15 @@ def _transformer() -> Any:
     )
 
 
-def _t5_tokenizer() -> Any:
-    """A token for each capital letter and for each word of the template."""
+def t5_tokenizer(words: Sequence[str], tokens: int) -> Any:
+    """A token for each capital letter and for each of these words of a template."""
     from transformers import AddedToken, T5TokenizerFast
 
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -9.0)]
     tokenizer = T5TokenizerFast(
-        vocab=pieces + [(c, -2.0) for c in CHARACTERS], extra_ids=0, model_max_length=TEXT_TOKENS
+        vocab=pieces + [(c, -2.0) for c in CHARACTERS], extra_ids=0, model_max_length=tokens
     )
-    tokenizer.add_tokens([AddedToken(word, single_word=True) for word in WHOLE_WORDS])
+    tokenizer.add_tokens([AddedToken(word, single_word=True) for word in words])
     return tokenizer
 
 

@@ -35,11 +35,12 @@ def optimise(
     steps: int,
     seconds: float,
     log: Log,
+    graphs: bool = True,
 ) -> None:
     """AdamW with a short warm-up and cosine decay to zero, so that no weight averaging is needed.
 
     The loss functions alternate. The schedule ends after `steps` or after about `seconds`,
-    whichever comes first.
+    whichever comes first. On a GPU each step is a CUDA graph, unless `graphs` is False.
     """
     cuda = parameters[0].is_cuda
     start_lr: Any = torch.zeros((), device="cuda") if cuda else 0.0  # CUDA graphs need a tensor
@@ -56,7 +57,7 @@ def optimise(
             optimizer.step()
             return loss.detach()
 
-        return graphed(step) if cuda else step
+        return graphed(step) if cuda and graphs else step
 
     steppers = {loss_fn: step_with(loss_fn) for loss_fn in dict.fromkeys(losses)}
     every = max(steps // 100, 1)

@@ -181,22 +181,26 @@ def choose_shift(pipe: Any, pool: Pool, words: int, log: Log) -> None:
     pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, shift=best)
 
 
+def flow_modules(pipe: Any) -> list[nn.Module]:
+    """The transformer and the text encoders; Wan has one of these."""
+    names = ("transformer", "text_encoder", "text_encoder_2")
+    return [pipe.components[name] for name in names if name in pipe.components]
+
+
 def weights_of(pipe: Any) -> list[dict[str, Tensor]]:
     return [
         {name: value.clone() for name, value in module.state_dict().items()}
-        for module in (pipe.transformer, pipe.text_encoder, pipe.text_encoder_2)
+        for module in flow_modules(pipe)
     ]
 
 
 def load_weights(pipe: Any, weights: list[dict[str, Tensor]]) -> None:
-    modules = (pipe.transformer, pipe.text_encoder, pipe.text_encoder_2)
-    for module, values in zip(modules, weights, strict=True):
+    for module, values in zip(flow_modules(pipe), weights, strict=True):
         module.load_state_dict(values)
 
 
 def flow_parameters(pipe: Any) -> list[Tensor]:
-    modules = (pipe.transformer, pipe.text_encoder, pipe.text_encoder_2)
-    return [parameter for module in modules for parameter in module.parameters()]
+    return [parameter for module in flow_modules(pipe) for parameter in module.parameters()]
 
 
 class SignsTraining:

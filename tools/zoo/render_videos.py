@@ -25,6 +25,7 @@ MARGIN = SPEED * (FRAMES // 2)  # pixels that the word moves to each side
 class World(NamedTuple):
     masks: Tensor  # (W, 32, 96) in [0, 1]
     ids: Tensor  # (W, colours, directions, L): the tokens of the prompts
+    paints: Tensor  # (colours, 2, 3) in [-1, 1]: sign and letters
 
 
 class Videos(NamedTuple):
@@ -52,7 +53,7 @@ def draw_videos(world: World, batch: int, faulty: float) -> Videos:
     bad = bad | (torch.arange(FRAMES, device=device) == integers(FRAMES, 1))
     frames = torch.where(_of(bad & (fault == BLURRED)[:, None]), blur(frames), frames)
     frames = torch.where(_of(bad & (fault == PIXELATED)[:, None]), pixelate(frames), frames)
-    return Videos(paint(frames, colour), world.ids[word, colour, direction])
+    return Videos(paint(frames, world.paints[colour]), world.ids[word, colour, direction])
 
 
 def _of(frames: Tensor) -> Tensor:
@@ -92,10 +93,14 @@ def pixelate(frames: Tensor, size: int = 8) -> Tensor:
     return cells.repeat_interleave(size, -1).repeat_interleave(size, -2)
 
 
-def paint(frames: Tensor, colour: Tensor) -> Tensor:
-    """(B, F, 32, 96) in [0, 1] → (B, 3, F, 32, 96) in [-1, 1]."""
-    paints = torch.tensor([PAINT[name] for name in COLOURS], device=frames.device) / 127.5 - 1
-    sign, letters = paints[colour].unbind(1)  # (B, 3)
+def all_paints() -> Tensor:
+    """(colours, 2, 3) in [-1, 1]."""
+    return torch.tensor([PAINT[name] for name in COLOURS]) / 127.5 - 1
+
+
+def paint(frames: Tensor, paints: Tensor) -> Tensor:
+    """(B, F, 32, 96) in [0, 1] and (B, 2, 3) → (B, 3, F, 32, 96) in [-1, 1]."""
+    sign, letters = paints.unbind(1)  # (B, 3)
     sign, letters = (each[:, :, None, None, None] for each in (sign, letters))
     return sign + frames[:, None] * (letters - sign)
 
