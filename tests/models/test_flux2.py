@@ -16,6 +16,7 @@ from gesso.config import Lora
 from gesso.models.flow.base import PromptCache, check_images
 from gesso.samplers.denoise import DenoisingSampler
 from gesso.types import Prompt, PromptImage, SampleSpec, Size, UserError
+from gesso.use.source import find
 from tests import pipelines
 from tests.models.test_pipelines import Tiny, gap
 
@@ -118,10 +119,14 @@ def test_the_single_blocks_output_is_another_kind_of_layer(of: Callable[[str], T
     assert {layer.rpartition(".lora")[0] for layer in model.policy.trainable} == {name}
 
 
-def test_z_image_leaves_the_callers_prompts(of: Callable[[str], Tiny]) -> None:
+def test_a_folder_of_z_image_has_the_guidance_of_its_pipeline(of: Callable[[str], Tiny]) -> None:
+    """Scale s of the pipeline, by default 5, is c + s·(c − u)."""
+    assert find(of("z-image").folder).recipe.eval.guidance == 6.0
+
+
+def test_z_image_cuts_long_texts(of: Callable[[str], Tiny]) -> None:
     prompts = [Prompt("a cat"), Prompt("a red cat")]
     cond = of("z-image").plain_model().encode(prompts, Size(*SIZE))
-    assert [p.text for p in prompts] == ["a cat", "a red cat"]
     assert cond.mask is not None and cond.mask.sum(1).tolist() == [12, 16]  # cut at 16
 
 

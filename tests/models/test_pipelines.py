@@ -577,13 +577,20 @@ def real_sd35(layers: int, heads: int, dual: int) -> Any:
 
 
 def real(name: str) -> Any:
-    from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel
+    from diffusers import (
+        Flux2Transformer2DModel,
+        FluxTransformer2DModel,
+        QwenImageTransformer2DModel,
+        ZImageTransformer2DModel,
+    )
 
     return {
         "sd35-medium": lambda: real_sd35(24, 24, 13),
         "sd35-large": lambda: real_sd35(38, 38, 0),
         "flux-dev": lambda: FluxTransformer2DModel(guidance_embeds=True),
         "qwen-image": QwenImageTransformer2DModel,
+        "flux2-dev": Flux2Transformer2DModel,
+        "z-image": ZImageTransformer2DModel,
     }[name]()
 
 
@@ -596,12 +603,18 @@ COUNTS = {
     "sd35-large": ("sd3", 2432, 32, 38 * BLOCK - 2),
     "flux-dev": ("flux", 3072, 64, 19 * (BLOCK + 4 * 5) + 38 * 3 * 2),
     "qwen-image": ("qwen-image", 3072, 64, 60 * (BLOCK + 4 * 5)),
+    # Gated, 3 times as wide inside: 7 and 4; the projection of single blocks has 9 times the width.
+    "flux2-dev": ("flux2", 6144, 64, 8 * (BLOCK + 2 * (7 + 4)) + 48 * (1 + 9)),
+    # Of 3 projections of the feed-forward, each is 8/3 times as wide inside.
+    "z-image": ("z-image", 3840, 64, (30 + 2 + 2) * (4 * 2 + 3 + 8)),
 }
 PINNED = {
     "sd35-medium": 18_776_064,  # the reference's own figure
     "sd35-large": 47_161_344,
     "flux-dev": 179_306_496,
     "qwen-image": 424_673_280,
+    "flux2-dev": 308_281_344,
+    "z-image": 158_760_960,
 }
 
 

@@ -115,7 +115,9 @@ DRAWN = [("bundled", form) for form in FORMS]
 DRAWN += [(name, form) for name in ("flux-dev", "qwen-image") for form in FORMS if form != "full"]
 
 
-@pytest.mark.parametrize("name, form", [*DRAWN, ("sd35", "lora"), ("flux-schnell", "lora")])
+@pytest.mark.parametrize(
+    "name, form", [*DRAWN, ("sd35", "lora"), ("flux-schnell", "lora"), ("z-image", "lora")]
+)
 def test_images_of_plain_diffusers(
     name: str,
     form: str,
@@ -129,11 +131,15 @@ def test_images_of_plain_diffusers(
     left = as_the_card_says(folder, monkeypatch)
     assert abs(np.asarray(left["image"]).astype(int) - made.pixels).max() <= 1
     spec = made.spec
-    scale = {"true_cfg_scale": 2.5, "negative_prompt": ""} if name == "qwen-image" else {}
+    scales: dict[str, dict[str, Any]] = {
+        "qwen-image": {"true_cfg_scale": 2.5, "negative_prompt": ""},
+        "z-image": {"guidance_scale": 1.5},  # c + s·(c − u)
+    }
+    scale = scales.get(name, {"guidance_scale": spec.guidance})
     exact = left["pipe"](
         runs.TOLD, height=spec.height, width=spec.width, num_inference_steps=spec.steps,
         max_sequence_length=made.text_length, output_type="np",
-        **(scale or {"guidance_scale": spec.guidance}),
+        **scale,
         generator=torch.Generator().manual_seed(sample_seeds(0, 1)[0]),
     ).images[0]  # fmt: skip
     assert abs(exact * 255 - made.pixels).max() <= 0.5 + 255 * PICTURE_GAP  # ours is this, rounded
