@@ -32,11 +32,12 @@ VIDEO_BYTES = 32 * 2**20  # of embedded videos
 POINTS = 500  # maximum number of points per curve
 
 
-def index() -> str:
-    """The page as the server sends it."""
+def index(max_upload: int) -> str:
+    """The page as the server sends it. `max_upload`: bytes of a file in the playground."""
     scripts = "".join(f'<script src="{name}" defer></script>' for name in SCRIPTS)
     styles = "".join(f'<link rel="stylesheet" href="{name}">' for name in STYLES)
-    return _page("gesso", styles + scripts, "")
+    limit = f'<meta name="max-upload" content="{max_upload}">'
+    return _page("gesso", limit + styles + scripts, "")
 
 
 def page(runs: Mapping[str, RunReader], thumbnails: Thumbnails | None = None) -> str:

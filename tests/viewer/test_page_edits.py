@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gesso.viewer import film, report
+from gesso.viewer import film, report, server
 from gesso.viewer.reading import RunReader
 from tests.viewer.browser import Tab
 from tests.viewer.folders import source
@@ -80,8 +80,14 @@ def test_the_playground_takes_an_upload(
     tab.click(".play-out input[value=source]")
     tab.wait("document.querySelectorAll('.play-pair:first-child .wipe img').length === 2")
     (tmp_path / "own.png").write_bytes(source(7).data)
+    with (tmp_path / "large.png").open("wb") as large:
+        large.truncate(server.MAX_UPLOAD + 1)
     root = tab.send("DOM.getDocument")["root"]["nodeId"]
     node = tab.send("DOM.querySelector", nodeId=root, selector=".file input")["nodeId"]
+    tab.send("DOM.setFileInputFiles", nodeId=node, files=[str(tmp_path / "large.png")])
+    tab.wait("document.querySelector('.play-out .error')")
+    assert tab.text(".error") == "large.png is too large; choose an image of at most 23 MiB"
+    assert tab.js("playing.imageName") == "first image of the evaluation"
     tab.send("DOM.setFileInputFiles", nodeId=node, files=[str(tmp_path / "own.png")])
     tab.wait("document.querySelector('.preview img').alt === 'own.png'")
     tab.go("#/runs")

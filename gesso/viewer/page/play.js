@@ -43,6 +43,13 @@ function imageField() {
   const file = h("input", { type: "file", accept: "image/*", "aria-label": "prompt image", onchange: async () => {
     const [chosen] = file.files;
     if (!chosen) return;
+    const limit = Number(document.querySelector("meta[name=max-upload]").content);
+    if (chosen.size > limit) { // the server would close the connection
+      playing.result = { error: `${chosen.name} is too large; choose an image of at most ${Math.floor(limit / 2 ** 20)} MiB` };
+      file.value = "";
+      drawPlay();
+      return;
+    }
     chooseImage(await base64Of(chosen), chosen.type, chosen.name);
   } });
   playing.preview = h("span", { class: "preview" });
