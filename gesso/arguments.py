@@ -147,7 +147,8 @@ def _sample(subparsers: Any) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help="input image for a vision-language model; repeat it for several images",
+        help="input image for a vision-language, editing or image-to-video model; repeat it for "
+        "several images",
     )
     sample.add_argument(
         "--out",

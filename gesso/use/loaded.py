@@ -103,10 +103,9 @@ class SampledModel(ABC):
         temperature: float | None = None,
     ) -> list[Any]:
         """n samples of one prompt: images (PIL), videos (`Clip`: `frames`, `fps`, `save("a.mp4")`),
-        or texts (str) from a language model. `images` are
-        input images for a vision-language or editing model. Uses the evaluation settings of the
-        recipe, except that several texts are sampled at temperature 1 instead of 0, where all would
-        be equal."""
+        or texts (str) from a language model. `images` are input images for a vision-language,
+        editing or image-to-video model. Uses the evaluation settings of the recipe, except that
+        several texts are sampled at temperature 1 instead of 0, where all would be equal."""
         drawing = Drawing(steps, guidance, temperature)
         samples = self.draw([self.ask(prompt, images)], [0] * n, sample_seeds(seed, n), drawing)
         return [s.response if self.gives_text else media.content(s) for s in samples]
