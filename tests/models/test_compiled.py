@@ -17,7 +17,6 @@ from torch import Tensor
 from gesso import build
 from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.config import Model
-from gesso.config.tables import tomllib
 from gesso.models.flow import compiled, loading
 from gesso.models.flow.compiled import (
     GRAPHS,
@@ -488,11 +487,3 @@ def test_large_ones_are_compiled_on_cuda_by_themselves(data: dict) -> None:
     half = auto.model_copy(update={"dtype": "bfloat16"})  # estimates assume a GPU for it
     assert compiles(half, meta, large, blocks) and not compiles(half, meta, small, blocks)
     assert compiles(asked, meta, small, blocks) and not compiles(auto, meta, large, blocks)
-
-
-def test_the_recipe_of_the_page_on_performance() -> None:
-    docs = Path(__file__).parents[2] / "docs"
-    page = (docs / "explanation" / "performance.md").read_text(encoding="utf-8")
-    section = page.split("```toml\n")[1].split("```")[0]
-    found = Model.model_validate(tomllib.loads(section)["model"])
-    assert found.compile and found.fold and found.lora is not None
