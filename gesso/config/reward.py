@@ -68,6 +68,8 @@ FRAMES = re.compile(rf"mean|{'|'.join(ENDS)}|(worst|best)(-[1-9]\d{{0,3}})?")
 
 
 class RewardEntry(Named):
+    alias: str | None = Field(None, min_length=1)
+    """Name in metrics, so that one reward can be listed twice with other options. None: `name`."""
     weight: float = Field(1.0, ge=-1e9, le=1e9)
     """Weight in the total reward, Σ weight · value."""
     ramp: Ramp | None = None
@@ -108,6 +110,8 @@ class RewardEntry(Named):
     def label(self) -> str:
         """Its name in metrics, where "/" separates a reward from its details: of a path the last
         folder and the file, "rewards/math.py:score" → "rewards.math:score"."""
+        if self.alias is not None:
+            return self.alias
         place, colon, function = self.name.rpartition(":")
         path = place if colon else function
         parts = [p for p in path.removesuffix(".py").split("/") if p not in ("", ".", "..", "~")]
@@ -115,10 +119,13 @@ class RewardEntry(Named):
 
     @model_validator(mode="after")
     def _nameable(self) -> RewardEntry:
-        if not self.name.isprintable() or not self.label.strip():
-            raise ValueError(f"name = {self.name!r:.60}: expected a name of printable characters")
+        key, name = ("name", self.name) if self.alias is None else ("alias", self.alias)
+        if not name.isprintable() or not self.label.strip():
+            raise ValueError(f"{key} = {name!r:.60}: expected a name of printable characters")
+        if "/" in self.label:
+            raise ValueError(f'{key} = "{name}": a name in metrics has no "/"')
         if self.label in ("reward", "failed", "std", "max", "at_max"):
-            raise ValueError(f'name = "{self.name}": this name is reserved for another metric')
+            raise ValueError(f'{key} = "{name}": this name is reserved for another metric')
         if self.frames is not None and not FRAMES.fullmatch(self.frames):
             raise ValueError(
                 f'frames = "{self.frames}": expected "mean", "first", "last", "first-last", '

@@ -331,13 +331,16 @@ class Recipe(Strict):
     @model_validator(mode="after")
     def _possible(self) -> Recipe:
         for key, entries in (("reward", self.reward), ("eval_reward", self.eval_reward)):
-            names = [entry.name for entry in entries]
+            names = [entry.name if entry.alias is None else entry.alias for entry in entries]
             ramps = [entry.name for entry in entries if entry.ramp is not None]
             if key == "eval_reward" and ramps:
                 raise ValueError(f'eval_reward "{ramps[0]}": evaluations have no ramp; remove it')
             for name in names:
                 if names.count(name) > 1:
-                    raise ValueError(f'{key} "{name}" is listed twice; merge the entries into one')
+                    raise ValueError(
+                        f'{key} "{name}" is listed twice; merge the entries into one, or set alias '
+                        "in one of them"
+                    )
         offline = self.sampler.engine == "data" and self.eval_reward
         if not self.reward and not offline:
             raise ValueError("expected at least 1 item in reward; add a [[reward]] table")

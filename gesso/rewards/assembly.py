@@ -115,9 +115,9 @@ def of_entries(
     built: list[tuple[RewardEntry, base.AnyReward, base.Scorer]] = []
 
     def once(entry: RewardEntry) -> tuple[base.AnyReward, base.Scorer]:
-        """Training and evaluation share a reward and its scorer if only weights and bounds
-        differ."""
-        key = entry.model_copy(update={"weight": 1.0, "ramp": None, "bounds": None})
+        """Training and evaluation share a reward and its scorer if only alias, weight and
+        bounds differ."""
+        key = entry.model_copy(update={"alias": None, "weight": 1.0, "ramp": None, "bounds": None})
         for built_entry, reward, built_scorer in built:
             if built_entry == key:
                 return reward, built_scorer
@@ -196,7 +196,7 @@ def _check_entries(entries: Sequence[RewardEntry], model: AnyModel) -> None:
         if other != entry.name:
             raise UserError(
                 f'the rewards "{other}" and "{entry.name}" would both have the metric name '
-                f'"{entry.label}"; rename a file or a folder'
+                f'"{entry.label}"; set alias in one of them'
             )
         if entry.env is not None and (entry.remote is not None or _is_judge(entry)):
             raise UserError(

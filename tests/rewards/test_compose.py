@@ -6,6 +6,7 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ from gesso.rewards import assembly, base
 from gesso.rewards.compose import clipped, combine
 from gesso.rewards.transport import protocol, wire
 from gesso.track.run_folder import RunFolder
-from gesso.types import Prompt, Score, UserError
+from gesso.types import Prompt, Sample, Score, UserError
 from tests.cut_run import cut_after
 from tests.rollouts import scored_rollout
 
@@ -130,6 +131,28 @@ def test_servers_and_judges_use_no_process(recipe_data: dict) -> None:
 def test_a_reward_listed_twice(recipe_data: dict) -> None:
     recipe_data["eval_reward"] = [{"name": "jpeg-compressibility"}] * 2
     with pytest.raises(UserError, match='eval_reward "jpeg-compressibility" is listed twice'):
+        build.recipe_from(recipe_data)
+
+
+def test_an_alias_names_the_second_entry(recipe_data: dict) -> None:
+    jpeg = {"name": "jpeg-compressibility"}
+    recipe_data["reward"] = [jpeg, jpeg | {"alias": "small", "bounds": [-1e-9, 0.0]}]
+    recipe_data["eval_reward"] = [jpeg | {"alias": "held-out"}]
+    rewards = assembly.rewards(build.recipe_from(recipe_data))
+    try:
+        image = np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)
+        (score,) = rewards.service.score([Sample(Prompt("a"), image, 0)])
+        assert score.parts["small"] == -1e-9 > score.parts["jpeg-compressibility"]
+    finally:
+        rewards.service.close()
+
+
+@pytest.mark.parametrize(
+    "alias, message", [("a/b", 'has no "/"'), ("failed", "is reserved"), ("", "at least 1")]
+)
+def test_aliases_that_cannot_be_metrics(recipe_data: dict, alias: str, message: str) -> None:
+    recipe_data["reward"] = [{"name": "jpeg-compressibility", "alias": alias}]
+    with pytest.raises(UserError, match=message):
         build.recipe_from(recipe_data)
 
 
