@@ -893,8 +893,8 @@ MUTANTS = [
     Mutant(
         "data-weights-of-sources",
         "gesso/data/prompts.py",
-        "[total / Fraction(part.weight) for part in parts]",
-        "[Fraction(len(parts)) for part in parts]",
+        "[total / Fraction(weight) for weight in weights]",
+        "[Fraction(len(weights)) for weight in weights]",
         "tests/data/test_prompts.py -k mix",
     ),
     Mutant(
@@ -951,7 +951,7 @@ MUTANTS = [
     Mutant(
         "viewer-path-traversal",
         "gesso/viewer/files.py",
-        "if not IMAGE_NAME.fullmatch(name):",
+        "if not pattern.fullmatch(name):",
         "if not name:",
         "tests/viewer/test_server.py -k nothing_but_images",
     ),
@@ -1028,7 +1028,7 @@ MUTANTS = [
     Mutant(
         "compiled-prompts-of-any-length",
         "gesso/models/flow/qwen_image.py",
-        "cond = cond.padded(self.text_length)",
+        "cond = cond.padded(max(self.text_length, cond.embeds.shape[1]))",
         "",
         "tests/models/test_compiled.py -k 'folded_and_compiled and qwen'",
     ),
@@ -1253,9 +1253,9 @@ MUTANTS = [
     ),
     Mutant(
         "sampled-from-other-weights",
-        "gesso/worker.py",
-        'state = self._read(folder, f"{table}/")',
-        'state = self._read(folder, "current/")',
+        "gesso/cluster/saving.py",
+        'state = self._read(path, f"{table}/")',
+        'state = self._read(path, "current/")',
         "tests/cluster/test_workers.py -k 'sampled_from and nft'",
     ),
     Mutant(

@@ -227,6 +227,7 @@ class Scripted:
     """Workers that answer in an order of their own: the last rank first. Keeps what they get."""
 
     count = 4
+    same_machine = True
 
     def __init__(self) -> None:
         self.calls: list[tuple[int, list[int], bool]] = []

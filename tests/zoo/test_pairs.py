@@ -13,7 +13,7 @@ from gesso.config import DataSource
 from gesso.data.given import GivenColumns
 from gesso.data.readers import read
 from gesso.samplers.given import fitted
-from gesso.types import PromptImage
+from gesso.types import Prompt, PromptImage, Size
 from gesso.zoo.words import real_words
 from tools.zoo import make_pairs
 
@@ -49,5 +49,6 @@ def test_signs_survive_the_autoencoder() -> None:
     pixels = np.stack([fitted(i, 32, 96) for i in images if isinstance(i, PromptImage)])
     latents = model.encode_images(torch.from_numpy(pixels))
     assert 0.9 < float(latents.std()) < 1.1
-    error = np.abs(model.decode(latents).numpy().astype(float) - pixels)
+    cond = model.encode([Prompt("")] * len(latents), Size(32, 96))
+    error = np.abs(model.decode(latents, cond).numpy().astype(float) - pixels)
     assert error.mean() < 3  # of 255; measured: 1.1
