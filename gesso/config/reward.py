@@ -68,10 +68,10 @@ FRAMES = re.compile(rf"mean|{'|'.join(ENDS)}|(worst|best)(-[1-9]\d{{0,3}})?")
 
 
 class RewardEntry(Named):
-    alias: str | None = Field(None, min_length=1)
-    """Name in metrics, so that one reward can be listed twice with other options. None: `name`."""
     weight: float = Field(1.0, ge=-1e9, le=1e9)
     """Weight in the total reward, Σ weight · value."""
+    alias: str | None = Field(None, min_length=1)
+    """Name in metrics, so that one reward can be listed twice with other options. None: `name`."""
     ramp: Ramp | None = None
     """Changes the weight during training, as in `ramp = { steps = 100 }`: from 0 to `weight` over
     100 steps. Evaluations have the whole weight."""
