@@ -66,23 +66,26 @@ def t5_tokenizer(words: Sequence[str], tokens: int) -> Any:
     return tokenizer
 
 
+def t5_settings(whole_words: list[str], width: int) -> dict[str, Any]:
+    """Of a small T5 or UMT5 for `t5_tokenizer`."""
+    return {
+        "vocab_size": 4 + len(CHARACTERS) + len(whole_words),
+        "d_model": width,
+        "d_kv": 32,
+        "d_ff": 128,
+        "num_layers": 2,
+        "num_heads": 2,
+        "dropout_rate": 0.0,
+        "feed_forward_proj": "gated-gelu",
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    }
+
+
 def _t5() -> Any:
     from transformers import T5Config, T5EncoderModel
 
-    return T5EncoderModel(
-        T5Config(
-            vocab_size=4 + len(CHARACTERS) + len(WHOLE_WORDS),
-            d_model=TEXT_WIDTH,
-            d_kv=32,
-            d_ff=128,
-            num_layers=2,
-            num_heads=2,
-            dropout_rate=0.0,
-            feed_forward_proj="gated-gelu",
-            pad_token_id=0,
-            eos_token_id=1,
-        )
-    )
+    return T5EncoderModel(T5Config(**t5_settings(WHOLE_WORDS, TEXT_WIDTH)))
 
 
 def _clip(tokenizer: Any) -> Any:

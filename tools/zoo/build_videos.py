@@ -8,7 +8,7 @@ from typing import Any
 
 from gesso.zoo.videos import LENGTH, TEMPLATE_WORDS
 from gesso.zoo.words import COLOURS
-from tools.zoo.build_edits import CHARACTERS, t5_tokenizer
+from tools.zoo.build_edits import t5_settings, t5_tokenizer
 
 HEADS, HEAD_WIDTH, LAYERS = 4, 32, 5
 TEXT_WIDTH = 64
@@ -69,20 +69,7 @@ def _vae(width: int) -> Any:
 def _umt5() -> Any:
     from transformers import UMT5Config, UMT5EncoderModel
 
-    return UMT5EncoderModel(
-        UMT5Config(
-            vocab_size=4 + len(CHARACTERS) + len(WHOLE_WORDS),
-            d_model=TEXT_WIDTH,
-            d_kv=32,
-            d_ff=128,
-            num_layers=2,
-            num_heads=2,
-            dropout_rate=0.0,
-            feed_forward_proj="gated-gelu",
-            pad_token_id=0,
-            eos_token_id=1,
-        )
-    )
+    return UMT5EncoderModel(UMT5Config(**t5_settings(WHOLE_WORDS, TEXT_WIDTH)))
 
 
 def load_pipeline(folder: Path) -> Any:

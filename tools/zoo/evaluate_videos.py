@@ -23,10 +23,10 @@ from gesso.types import Prompt, Sample, SampleSpec, Score
 from gesso.zoo.videos import DIRECTIONS, FRAMES, PITCH
 from gesso.zoo.words import COLOURS
 from tools.zoo.build_videos import TEXT_TOKENS, load_pipeline
+from tools.zoo.evaluate_edits import SPLITS
 from tools.zoo.render import HEIGHT, WIDTH, letters
 from tools.zoo.render_videos import all_paints, cut, paint, to_bytes
 
-SPLITS = ("train", "eval")
 BATCH = 32
 STEPS = 6
 

@@ -3,7 +3,7 @@
 1. Render signs of made-up words in every colour, and encode them with the autoencoder of `signs`.
 2. Train transformer and text encoders on pairs of signs: DIR/editor, which edits well.
 3. Fine-tune it on mixtures with faulty edits, one trial per share of `--faulty`: DIR/edits-55 and
-   so on. DIR/edits is a copy of the trial whose exact score on training words is nearest to TARGET:
+   so on. DIR/edits is a copy of the trial whose exact score on training words is nearest to .40:
    it can edit but often fails. `gesso train demo-edit` improves it by RL.
 
 A faulty edit returns the source, paints another colour or replaces letters. DIR/log.jsonl contains
@@ -17,7 +17,6 @@ import math
 import multiprocessing
 import os
 import random
-import shutil
 from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,20 +28,14 @@ from torch import Tensor
 
 from gesso.zoo.edits import LENGTH, PITCH, recolour, reword
 from gesso.zoo.words import COLOURS
-from tools.zoo.build import save_pipeline
 from tools.zoo.build_edits import TEXT_TOKENS, build_pipeline, load_pipeline
-from tools.zoo.evaluate_edits import SPLITS, score, sheet
-from tools.zoo.fit import Log, LossFn, optimise
-from tools.zoo.make_signs import (
-    encode,
-    flow_parameters,
-    load_weights,
-    weights_of,
-)
+from tools.zoo.evaluate_edits import Scores, score, sheet
+from tools.zoo.fit import LossFn, optimise
+from tools.zoo.make_signs import encode, flow_parameters
 from tools.zoo.render import draw
 from tools.zoo.sign_prompts import pseudo_words
+from tools.zoo.trials import Training
 
-TARGET = 0.4
 REWORDED = 0.7  # share of edits that change the word; colours are learned much faster
 SLOT = 6  # latent columns of a letter
 FAULTS = 3  # the source, another colour, other letters
@@ -160,61 +153,34 @@ def flow_loss_on(pipe: Any, world: World, faulty: float, batch: int) -> LossFn:
     return loss_fn
 
 
-def use_plain_attention() -> None:
-    """With autocast and torch's choice of kernels the first step ended with an illegal memory
-    access on an H200; which kernel is not known. At 108 tokens plain attention is cheap."""
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    torch.backends.cuda.enable_flash_sdp(False)
-    torch.backends.cuda.enable_mem_efficient_sdp(False)
-
-
-class EditsTraining:
-    """Runs the stages in order; they share the signs, the pool and the log."""
+class EditsTraining(Training):
+    name = "edits"
+    target = 0.4
 
     def __init__(self, args: argparse.Namespace, pool: Pool) -> None:
-        self.args, self.pool = args, pool
-        args.out.mkdir(parents=True, exist_ok=True)
-        torch.manual_seed(args.seed)
-        torch.set_float32_matmul_precision("high")
-        if args.device.startswith("cuda"):
-            use_plain_attention()
-        self.log = Log(args.out / "log.jsonl")
-        self.pipe = load_pipeline(args.editor) if args.editor else build_pipeline()
-        self.pipe.to(args.device)
+        super().__init__(args, pool)
         self.world = make_world(self.pipe, pool, args.words, args.seed + 1, args.device)
         signs = self.world.signs
         self.log.write("drawn", words=len(signs), signs=len(signs) * len(COLOURS))
+
+    def build(self) -> Any:
+        return load_pipeline(self.args.editor) if self.args.editor else build_pipeline()
 
     def run(self) -> None:
         args = self.args
         if not args.editor:
             self.train("editor", 0.0, args.lr, args.steps, args.seconds[0])
             self.finish("editor")
-        editor, distances = weights_of(self.pipe), {}
-        for faulty in args.faulty:
-            name = f"edits-{round(100 * faulty)}"
-            load_weights(self.pipe, editor)
-            self.train(name, faulty, args.lr / 3, args.tune_steps, args.seconds[1])
-            if (exact := self.finish(name)) is not None:
-                distances[name] = abs(exact - TARGET)
-        if distances:
-            nearest = min(distances, key=lambda name: distances[name])
-            shutil.copytree(args.out / nearest, args.out / "edits", dirs_exist_ok=True)
+        self.run_trials(args.seconds[1])
 
     def train(self, stage: str, faulty: float, lr: float, steps: int, seconds: float) -> None:
         losses = [flow_loss_on(self.pipe, self.world, faulty, self.args.batch)]
         optimise(stage, losses, flow_parameters(self.pipe), lr, steps, seconds, self.log)
 
-    def finish(self, name: str) -> float | None:
-        """Saves the model and its scores; returns the exact score on training words."""
-        save_pipeline(self.pipe, self.args.out / name)
-        if not self.args.rows:
-            return None
-        splits = {split: score(self.pipe, self.pool, split, self.args.rows) for split in SPLITS}
-        for split, scores in splits.items():
-            self.log.write(f"{split} {name}", **scores._asdict())
-        sheet(self.pipe).save(self.args.out / f"{name}.png")
-        return splits["train"].exact
+    def score(self, folder: Path, split: str) -> Scores:
+        if split == "train":
+            sheet(self.pipe).save(folder.with_suffix(".png"))
+        return score(self.pipe, self.pool, split, self.args.rows)
 
 
 def parse() -> argparse.Namespace:

@@ -4,7 +4,7 @@
 2. Train transformer and text encoder on right videos: DIR/slider, which spells and moves well.
 3. Fine-tune it on mixtures with faulty videos, one trial per share of `--faulty`: DIR/videos-35 and
    so on. DIR/videos is a copy of the trial whose exact score on training words is nearest to
-   TARGET: it can do the task but often fails. `gesso train demo-video` improves it by RL.
+   .35: it can do the task but often fails. `gesso train demo-video` improves it by RL.
 
 In a faulty video some frames are blurred or pixelated, letters are wrong, or the word stands still
 or moves the wrong way. DIR/log.jsonl contains the losses and the scores.
@@ -17,7 +17,6 @@ import argparse
 import math
 import multiprocessing
 import os
-import shutil
 from multiprocessing.pool import Pool
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,15 +30,15 @@ from gesso.zoo.videos import DIRECTIONS, LENGTH, PITCH, prompt_for
 from gesso.zoo.words import COLOURS
 from tools.zoo.build import save_pipeline
 from tools.zoo.build_videos import SHAPE, TEXT_TOKENS, build_pipeline, load_pipeline
-from tools.zoo.evaluate_videos import SPLITS, prompts, reconstruct, score, scores_of, sheet
-from tools.zoo.fit import Log, LossFn, optimise
-from tools.zoo.make_edits import NOISIER, use_plain_attention
-from tools.zoo.make_signs import VaeLoss, flow_parameters, load_weights, weights_of
+from tools.zoo.evaluate_videos import Scores, prompts, reconstruct, score, scores_of, sheet
+from tools.zoo.fit import LossFn, optimise
+from tools.zoo.make_edits import NOISIER
+from tools.zoo.make_signs import VaeLoss, flow_parameters
 from tools.zoo.render import letters
 from tools.zoo.render_videos import World, all_paints, draw_videos, to_bytes
 from tools.zoo.sign_prompts import pseudo_words
+from tools.zoo.trials import Training
 
-TARGET = 0.35
 VAE_FAULTY = 0.5
 ENCODED = 512  # videos at a time
 
@@ -110,22 +109,19 @@ def flow_loss_on(pipe: Any, right: Latents, faulty: Latents, share: float, batch
     return loss_fn
 
 
-class VideosTraining:
-    """Runs the stages in order; they share the words, the pool and the log."""
+class VideosTraining(Training):
+    name = "videos"
+    target = 0.35
 
     def __init__(self, args: argparse.Namespace, pool: Pool) -> None:
-        self.args, self.pool = args, pool
-        args.out.mkdir(parents=True, exist_ok=True)
-        torch.manual_seed(args.seed)
-        torch.set_float32_matmul_precision("high")
+        super().__init__(args, pool)
         torch.backends.cudnn.benchmark = True
-        if args.device.startswith("cuda"):
-            use_plain_attention()
-        self.log = Log(args.out / "log.jsonl")
-        self.pipe = load_pipeline(args.start) if args.start else build_pipeline(args.vae_width)
-        self.pipe.to(args.device)
         self.world = make_world(self.pipe, pool, args.words, args.seed + 1, args.device)
         self.log.write("drawn", words=len(self.world.masks))
+
+    def build(self) -> Any:
+        args = self.args
+        return load_pipeline(args.start) if args.start else build_pipeline(args.vae_width)
 
     def run(self) -> None:
         args = self.args
@@ -137,16 +133,7 @@ class VideosTraining:
         if not args.tune_only:
             self.train("slider", 0.0, args.lr, args.steps, args.seconds[1])
             self.finish("slider")
-        slider, distances = weights_of(self.pipe), {}
-        for share in args.faulty:
-            name = f"videos-{round(100 * share)}"
-            load_weights(self.pipe, slider)
-            self.train(name, share, args.lr / 3, args.tune_steps, args.seconds[2])
-            if (exact := self.finish(name)) is not None:
-                distances[name] = abs(exact - TARGET)
-        if distances:
-            nearest = min(distances, key=lambda name: distances[name])
-            shutil.copytree(args.out / nearest, args.out / "videos", dirs_exist_ok=True)
+        self.run_trials(args.seconds[2])
 
     def train_vae(self) -> None:
         vae, args = self.pipe.vae, self.args
@@ -167,8 +154,8 @@ class VideosTraining:
             vae.to(args.device)
             self.log.write("reconstructed", **scores_of(samples, self.pool)._asdict())
 
-    def train(self, stage: str, share: float, lr: float, steps: int, seconds: float) -> None:
-        losses = [flow_loss_on(self.pipe, self.right, self.faulty, share, self.args.batch)]
+    def train(self, stage: str, faulty: float, lr: float, steps: int, seconds: float) -> None:
+        losses = [flow_loss_on(self.pipe, self.right, self.faulty, faulty, self.args.batch)]
         self.optimise(stage, losses, flow_parameters(self.pipe), lr, steps, seconds)
 
     def optimise(
@@ -183,16 +170,8 @@ class VideosTraining:
         graphs = not self.args.eager
         optimise(stage, losses, parameters, lr, steps, seconds, self.log, graphs=graphs)
 
-    def finish(self, name: str) -> float | None:
-        """Saves the model and its scores; returns the exact score on training words."""
-        folder = self.args.out / name
-        save_pipeline(self.pipe, folder)
-        if not self.args.rows:
-            return None
-        splits = {split: score(folder, self.pool, split, self.args.rows) for split in SPLITS}
-        for split, scores in splits.items():
-            self.log.write(f"{split} {name}", **scores._asdict())
-        return splits["train"].exact
+    def score(self, folder: Path, split: str) -> Scores:
+        return score(folder, self.pool, split, self.args.rows)
 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
