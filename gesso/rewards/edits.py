@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
@@ -9,6 +10,8 @@ import numpy as np
 from gesso.types import Prompt, PromptImage, Sample, UserError
 
 MAX_DIFFERENCE = 0.02  # of the log aspect ratios of image and mask: their sizes were rounded
+ALL_WHITE = "the mask is white everywhere; expected black where nothing may change"
+ALL_BLACK = "the mask is black everywhere; expected white where the image may change"
 
 
 def no_source(prompt: Prompt) -> str | None:
@@ -17,15 +20,18 @@ def no_source(prompt: Prompt) -> str | None:
 
 
 def wrong_mask(prompt: Prompt) -> str | None:
-    """Why the mask of a prompt with an input image does not fit that image, or None. Reads only
-    headers: a mask that is white everywhere is found when a sample is scored."""
+    """Why the mask of a prompt with an input image cannot be used, or None."""
     mask = prompt.image_columns.get("mask")
     if mask is None:
         return None
     try:
-        (height, width), (tall, wide) = mask.size, prompt.images[0].size
+        return _another_ratio(mask, prompt.images[0]) or _one_shade(mask)
     except UserError as error:
         return str(error)
+
+
+def _another_ratio(mask: PromptImage, image: PromptImage) -> str | None:
+    (height, width), (tall, wide) = mask.size, image.size
     difference = abs(math.log(width * tall / (height * wide)))
     if difference <= max(MAX_DIFFERENCE, 1 / min(height, width)):  # or one pixel of a small mask
         return None
@@ -33,6 +39,12 @@ def wrong_mask(prompt: Prompt) -> str | None:
         f"the mask of {width}×{height} pixels has another aspect ratio than its image of "
         f"{wide}×{tall}; crop or draw it for that image"
     )
+
+
+@functools.lru_cache(maxsize=4096)  # an optional reward asks again for each sample
+def _one_shade(mask: PromptImage) -> str | None:
+    darkest, lightest = mask.open().convert("L").getextrema()
+    return ALL_WHITE if darkest == 255 else ALL_BLACK if lightest == 0 else None
 
 
 def source(sample: Sample) -> np.ndarray:
@@ -50,7 +62,7 @@ def outside(sample: Sample) -> np.ndarray | None:
         return None
     grey = _fitted(mask, sample.pixels).mean(-1) / 255
     if grey.min() == 1:
-        raise UserError("the mask is white everywhere; expected black where nothing may change")
+        raise UserError(ALL_WHITE)
     return 1 - grey
 
 

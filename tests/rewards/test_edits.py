@@ -119,13 +119,18 @@ def test_faults_are_sentences() -> None:
 
 def test_a_mask_that_does_not_fit_is_found_by_the_check() -> None:
     def why(shape: tuple[int, int]) -> str:
-        return str(Unchanged().unfit(edit(SOURCE, png(np.zeros(shape, np.uint8))).prompt))
+        grey = png(np.full(shape, 128, np.uint8))
+        return str(Unchanged().unfit(edit(SOURCE, grey).prompt))
 
     assert why((8, 16)) == why((16, 32)) == why((11, 21)) == "None"  # 21 : 11 is 2 : 1, rounded
     assert why((16, 16)) == (
         "the mask of 16×16 pixels has another aspect ratio than its image of 16×8; crop or draw it "
         "for that image"
     )
+    for columns, shade in ((16, "white"), (0, "black")):
+        unfit = str(Unchanged().unfit(edit(SOURCE, mask(columns)).prompt))
+        assert unfit.startswith(f"the mask is {shade} everywhere; expected ")
+    assert Unchanged().unfit(edit(SOURCE, mask(1)).prompt) is None
     damaged = replace(edit(SOURCE).prompt, image_columns={"mask": PromptImage(data=b"x")})
     assert "is not an image" in str(Unchanged().unfit(damaged))
 
