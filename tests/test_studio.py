@@ -100,7 +100,7 @@ def test_both_sides_are_what_each_would_draw_alone(
     assert np.array_equal(pixels(later["base"][0]), base[0])
     uploaded = result["base"][0]["image"].split(",")[1]
     with pytest.raises(UserError, match="expected no input images, got 1"):
-        studio.generate(found.path, ask.model_copy(update={"image": uploaded}), heard)
+        studio.generate(found.path, ask.model_copy(update={"images": [uploaded]}), heard)
 
 
 def test_a_vision_language_model_answers_about_an_image(tmp_path: Path, studio: Studio) -> None:
@@ -127,7 +127,7 @@ def test_a_vision_language_model_answers_about_an_image(tmp_path: Path, studio: 
     image = base64.b64encode(picture.read()).decode()
     heard = Heard()
     result = studio.generate(
-        found.path, PlaygroundRequest(run="run", prompt="how many?", image=image), heard
+        found.path, PlaygroundRequest(run="run", prompt="how many?", images=[image]), heard
     )
     assert isinstance(result["base"][0]["response"], str) and len(result["trained"]) == 1
     # There is no right answer to a question of one's own: it is told, and nothing is made up.
@@ -135,10 +135,10 @@ def test_a_vision_language_model_answers_about_an_image(tmp_path: Path, studio: 
     assert heard.notes == [
         'not scored: count: expected a column "answer" such as 4, got no columns'
     ]
-    ask = PlaygroundRequest(run="run", prompt="how many?", image=image, answer="3")
+    ask = PlaygroundRequest(run="run", prompt="how many?", images=[image], answer="3")
     assert "count" in studio.generate(found.path, ask, Heard())["base"][0]["parts"]
     with pytest.raises(UserError, match="not valid base64"):
-        studio.generate(found.path, PlaygroundRequest(run="run", prompt="?", image="no!"), heard)
+        studio.generate(found.path, PlaygroundRequest(run="run", prompt="?", images=["no!"]), heard)
 
 
 def test_the_playground_says_what_the_bundled_model_was_not_trained_on(tmp_path: Path) -> None:

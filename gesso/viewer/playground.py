@@ -22,7 +22,7 @@ class PlaygroundRequest(Strict):
     prompt: str = Field(min_length=1, max_length=20_000)
     seed: int = Field(0, ge=0, lt=2**31)
     n: int = Field(1, ge=1, le=16)
-    image: str = ""  # base64 of the prompt image, for models that take one
+    images: list[str] = Field([], max_length=16)  # base64, for models that take input images
     answer: str = Field("", max_length=2_000)  # the expected answer, for rewards that use one
     score: bool = True  # whether to compute the run's rewards
 

@@ -39,7 +39,7 @@ ASSETS = {f"/{name}": PAGE / name for name in report.PARTS}
 POINTS = 1_000  # maximum number of points per curve
 COOKIE = "gesso-token"
 BODY = 32 * 2**20  # maximum bytes of a playground request, including its image
-MAX_UPLOAD = (BODY - 2**18) * 3 // 4  # bytes of its image; base64 and the texts take the rest
+MAX_UPLOAD = (BODY - 2**18) * 3 // 4  # bytes of its images; base64 and the texts take the rest
 NUMBER = re.compile(r"[0-9]{1,12}")
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "

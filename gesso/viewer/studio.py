@@ -117,12 +117,10 @@ class Studio:
 
 
 def _images(request: PlaygroundRequest) -> list[bytes]:
-    if not request.image:
-        return []
     try:
-        return [base64.b64decode(request.image, validate=True)]
+        return [base64.b64decode(image, validate=True) for image in request.images]
     except ValueError as error:
-        raise UserError(f"the image is not valid base64: {error}") from None
+        raise UserError(f"an image is not valid base64: {error}") from None
 
 
 def _uri(kind: str, data: bytes) -> str:

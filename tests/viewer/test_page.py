@@ -318,7 +318,7 @@ def test_the_playground_of_a_vision_language_model(
     asked = artist.asked[-1]
     picture = pages / "count" / "samples" / "prompts" / "000-1.png"
     assert (asked.run, asked.prompt, asked.answer) == ("count", "How many?", "5")
-    assert base64.b64decode(asked.image) == picture.read_bytes()
+    assert [base64.b64decode(image) for image in asked.images] == [picture.read_bytes()]
 
 
 def test_notes_compare_configs_and_link_the_report(tab: Tab, site: Site) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gesso.viewer import film, report, server
+from gesso.viewer.playground import PlaygroundRequest
 from gesso.viewer.reading import RunReader
 from tests.viewer.browser import Tab
 from tests.viewer.folders import source
@@ -63,10 +64,14 @@ def test_a_group_shows_its_source(tab: Tab, edits: Site) -> None:
     assert tab.count(".group[open] .prompt-images img") == 1
 
 
+def decoded(request: PlaygroundRequest) -> list[bytes]:
+    return [base64.b64decode(image) for image in request.images]
+
+
 def test_the_playground_takes_an_upload(
     tab: Tab, edits: Site, artist: Studio, runs: Path, tmp_path: Path
 ) -> None:
-    """The source of the evaluation first; a chosen file replaces it."""
+    """The source of the evaluation first; chosen files replace it, and can be removed."""
     tab.open(f"{edits.url}/#/playground?run=edits")
     tab.wait("document.querySelector('.preview img')")
     assert tab.js("document.getElementById('play-answer')") is None
@@ -74,12 +79,14 @@ def test_the_playground_takes_an_upload(
     tab.wait("document.querySelectorAll('.play-pair').length === 4")
     saved = (runs / "edits" / "samples" / "prompts" / "000-1.png").read_bytes()
     asked = artist.asked[-1]
-    assert (asked.prompt, base64.b64decode(asked.image)) == (INSTRUCTION, saved)
+    assert (asked.prompt, decoded(asked)) == (INSTRUCTION, [saved])
     assert tab.count(".play-pair:first-child .side img") == 3
     assert tab.texts(".play-pair:first-child em") == ["source", "base", "trained"]
     tab.click(".play-out input[value=source]")
     tab.wait("document.querySelectorAll('.play-pair:first-child .wipe img').length === 2")
-    (tmp_path / "own.png").write_bytes(source(7).data)
+    own = [tmp_path / "own.png", tmp_path / "second.png"]
+    for i, file in enumerate(own):
+        file.write_bytes(source(7 + i).data)
     with (tmp_path / "large.png").open("wb") as large:
         large.truncate(server.MAX_UPLOAD + 1)
     root = tab.send("DOM.getDocument")["root"]["nodeId"]
@@ -87,16 +94,22 @@ def test_the_playground_takes_an_upload(
     tab.send("DOM.setFileInputFiles", nodeId=node, files=[str(tmp_path / "large.png")])
     tab.wait("document.querySelector('.play-out .error')")
     assert tab.text(".error") == "large.png is too large; choose an image of at most 23 MiB"
-    assert tab.js("playing.imageName") == "first image of the evaluation"
-    tab.send("DOM.setFileInputFiles", nodeId=node, files=[str(tmp_path / "own.png")])
+    assert tab.js("playing.images[0].name") == "image 1 of the first prompt"
+    tab.send("DOM.setFileInputFiles", nodeId=node, files=[str(file) for file in own])
     tab.wait("document.querySelector('.preview img').alt === 'own.png'")
+    assert tab.count(".preview img") == 2
     tab.go("#/runs")
     tab.wait("document.querySelector('.runs')")
     tab.go("#/playground?run=edits")
     tab.wait("document.querySelector('.preview img')?.alt === 'own.png'")
     tab.click("button[type=submit]")
     tab.wait("document.querySelectorAll('.play-pair').length === 4")
-    assert base64.b64decode(artist.asked[-1].image) == source(7).data
+    assert decoded(artist.asked[-1]) == [file.read_bytes() for file in own]
+    tab.click(".image-field button")
+    tab.wait("!document.querySelector('.preview img')")
+    tab.click("button[type=submit]")
+    tab.wait("document.querySelectorAll('.play-pair:first-child .side img').length === 2")
+    assert decoded(artist.asked[-1]) == []
 
 
 def test_the_report_has_the_sources(tab: Tab, runs: Path, tmp_path: Path) -> None:

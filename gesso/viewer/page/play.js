@@ -2,7 +2,7 @@
 // The playground: samples for a custom prompt from the base and the trained model with the same seed.
 
 const POLL_EVERY = 400; // ms between two requests for the progress
-const playing = { prompt: "", seed: 0, n: 4, score: true, answer: "", image: "", imageName: "", busy: false, result: null, request: null, mode: "side" };
+const playing = { prompt: "", seed: 0, n: 4, score: true, answer: "", images: [], busy: false, result: null, request: null, mode: "side" };
 
 views.playground = {
   title: "Playground",
@@ -10,7 +10,7 @@ views.playground = {
   show(root) {
     playing.root = root;
     const run = mainRun(), { family, limits } = runs.get(run), isLanguage = family === "language";
-    if (playing.run !== run) Object.assign(playing, { run, result: null, prompt: "", answer: "", image: "", imageName: "" });
+    if (playing.run !== run) Object.assign(playing, { run, result: null, prompt: "", answer: "", images: [] });
     const set = (name, read) => (e) => { playing[name] = read(e.target); };
     const prompt = h("textarea", { rows: 3, required: true, maxlength: 20000, id: "play-prompt", value: playing.prompt, oninput: set("prompt", (t) => t.value),
       placeholder: isLanguage ? "How many red circles are there?" : 'a red sign that says "KITE"', "aria-describedby": limits ? "play-limits" : null,
@@ -40,28 +40,38 @@ views.playground = {
 };
 
 function imageField() {
-  const file = h("input", { type: "file", accept: "image/*", "aria-label": "prompt image", onchange: async () => {
-    const [chosen] = file.files;
-    if (!chosen) return;
-    const limit = Number(document.querySelector("meta[name=max-upload]").content);
-    if (chosen.size > limit) { // the server would close the connection
-      playing.result = { error: `${chosen.name} is too large; choose an image of at most ${Math.floor(limit / 2 ** 20)} MiB` };
+  const file = h("input", { type: "file", accept: "image/*", multiple: true, "aria-label": "prompt images", onchange: async () => {
+    const chosen = [...file.files], limit = Number(document.querySelector("meta[name=max-upload]").content);
+    if (!chosen.length) return;
+    if (chosen.reduce((sum, { size }) => sum + size, 0) > limit) { // the server would close the connection
+      const [what, choose] = chosen.length > 1 ? [`these ${chosen.length} images are`, "images of together"] : [`${chosen[0].name} is`, "an image of"];
+      playing.result = { error: `${what} too large; choose ${choose} at most ${Math.floor(limit / 2 ** 20)} MiB` };
       file.value = "";
       drawPlay();
       return;
     }
-    chooseImage(await base64Of(chosen), chosen.type, chosen.name);
+    chooseImages(await Promise.all(chosen.map(uploaded)));
   } });
   playing.preview = h("span", { class: "preview" });
-  if (playing.image) chooseImage(playing.image, playing.imageType, playing.imageName);
-  return h("label", { class: "file" }, playing.preview, h("span", {}, "Prompt image", h("small", {}, "click to choose another")), file);
+  playing.remove = button("Remove", () => {
+    file.value = "";
+    chooseImages([]);
+  }, { class: "button" });
+  chooseImages(playing.images);
+  return [h("label", { class: "file" }, playing.preview, h("span", {}, "Prompt image", h("small", {}, "click to choose one or several")), file), playing.remove];
 }
 
-function chooseImage(data, type, name) {
-  Object.assign(playing, { image: data, imageType: type, imageName: name });
-  const img = h("img", { src: `data:${type};base64,${data}`, alt: name, onload: () => { if (img.naturalWidth <= TINY) img.classList.add("pixels"); } });
-  put(playing.preview, img);
+function chooseImages(images) {
+  playing.images = images;
+  playing.remove.hidden = !images.length;
+  put(playing.preview, images.map((image) => {
+    const img = h("img", { src: uriOf(image), alt: image.name, onload: () => { if (img.naturalWidth <= TINY) img.classList.add("pixels"); } });
+    return img;
+  }));
 }
+
+const uriOf = ({ type, data }) => `data:${type};base64,${data}`;
+const uploaded = async (file) => ({ data: await base64Of(file), type: file.type, name: file.name });
 
 async function base64Of(file) {
   const reader = new FileReader();
@@ -84,18 +94,19 @@ async function suggest(run) {
   document.getElementById("play-prompt").value = first.prompt;
   const answerField = document.getElementById("play-answer");
   if (answerField) answerField.value = playing.answer = first.answer;
-  if (!first.shown.length || playing.image) return;
-  const response = await fetch(imageUrl(run, first.shown[0], Infinity));
-  if (!response.ok || playing.image) return;
-  const blob = await response.blob();
-  chooseImage(await base64Of(blob), blob.type, "first image of the evaluation");
+  if (!first.shown.length || playing.images.length) return;
+  const responses = await Promise.all(first.shown.map((shown) => fetch(imageUrl(run, shown, Infinity))));
+  if (responses.some(({ ok }) => !ok)) return;
+  const blobs = await Promise.all(responses.map((response) => response.blob()));
+  const images = await Promise.all(blobs.map(async (blob, i) => ({ data: await base64Of(blob), type: blob.type, name: `image ${i + 1} of the first prompt` })));
+  if (playing.run === run && !playing.images.length) chooseImages(images);
 }
 
 async function play() {
   if (playing.busy) return;
-  const { run, prompt, seed, n, score, image, answer } = playing;
-  const body = { run, prompt, seed, n, score, image, answer }; // no answer for image models
-  playing.source = image ? `data:${playing.imageType};base64,${image}` : "";
+  const { run, prompt, seed, n, score, images, answer } = playing;
+  const body = { run, prompt, seed, n, score, answer, images: images.map(({ data }) => data) }; // no answer for image models
+  playing.source = images.length ? uriOf(images[0]) : ""; // the image that is edited; further ones are references
   Object.assign(playing, { busy: true, result: null, request: body, progress: { doing: "sending the request", share: null } });
   drawPlay();
   try {
@@ -136,6 +147,7 @@ function playResult(result) {
   const [base, trained] = [scores(result.base), scores(result.trained)];
   const modes = [["side", "Side by side"], ["wipe", playing.source ? "Base / trained" : "Slider"]];
   if (playing.source) modes.push(["source", "Source / trained"]);
+  else if (playing.mode === "source") playing.mode = "side"; // its images were removed
   const pick = (mode) => {
     playing.mode = mode;
     drawPlay();
