@@ -304,7 +304,8 @@ def _usage(facts: CardFacts, aside: Path) -> str:
             f"## Usage\n\n{_fenced(code, 'python')}\n\nDuring training, prompts were formatted "
             "with `data.template` of the recipe; this code does not apply it."
         )
-    gesso = f"{usage.compared(facts.loaded, example)}, where DIR is this folder"
+    what = "sample" if facts.has_images else "response"
+    gesso = f"Gesso generates the same {what}, where DIR is this folder"
     return f"## Usage\n\n{_fenced(code, 'python')}\n\n{gesso}:\n\n{command}"
 
 

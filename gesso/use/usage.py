@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from gesso.config import ZOO, Model, TokenModel
-from gesso.types import Prompt, PromptImage, ResponseSpec, SampleSpec, UserError
+from gesso.types import Prompt, PromptImage, ResponseSpec, SampleSpec, Size, UserError
+from gesso.use import usage_inputs
 from gesso.use.loaded import AS_EVALUATED, LoadedModel, sample_seeds
+from gesso.use.usage_inputs import EXAMPLE, KONTEXT, QWEN_EDIT
 
-EXAMPLE = "example.png"
-KONTEXT = "FluxKontextPipeline"
 TEMPLATED = "add_generation_prompt=True, tokenize=False"
 
 
@@ -43,15 +43,6 @@ def code(loaded: LoadedModel, example: Example, whole: bool) -> str:
     return _text_code(loaded, section, example, whole)
 
 
-def compared(loaded: LoadedModel, example: Example) -> str:
-    """How Gesso's sample compares with the code's."""
-    if not isinstance(loaded.recipe.model, Model):
-        return "Gesso generates the same response"
-    if example.image is None or loaded.model.pipeline == KONTEXT:
-        return "Gesso generates the same sample"
-    return "With Gesso, which resizes input images to the area of its samples"
-
-
 def _image_code(loaded: LoadedModel, section: Model, example: Example, whole: bool) -> str:
     model: Any = loaded.model
     spec = loaded.spec(AS_EVALUATED, several=False)
@@ -68,8 +59,9 @@ def _image_code(loaded: LoadedModel, section: Model, example: Example, whole: bo
         call.insert(0, "image=source")
     if model.pipeline == KONTEXT:
         call += [f"max_area={height * width}", "_auto_resize=False"]  # or both would be of 1024²
-    if model.pipeline in ("QwenImagePipeline", "QwenImageEditPlusPipeline"):
+    if model.pipeline in ("QwenImagePipeline", QWEN_EDIT):
         call += ['negative_prompt=""']  # without one there is no guidance
+    size, base = Size(height, width, spec.frames), "folder" if whole else "base"
     is_video = spec.frames > 1
     if is_video:
         call += [f"num_frames={spec.frames}"]
@@ -82,14 +74,14 @@ def _image_code(loaded: LoadedModel, section: Model, example: Example, whole: bo
         "import torch",
         f"from diffusers import {model.pipeline}",
         *(["from diffusers.utils import export_to_video"] if is_video else []),
-        *(["from PIL import Image"] if example.image is not None else []),
+        *(usage_inputs.imports(model) if example.image is not None else []),
         "",
         'folder = "."  # this folder, or its name on the Hub',
         *([] if whole else [f"base = {_base(section.path)}"]),
-        f"pipe = {model.pipeline}.from_pretrained({'folder' if whole else 'base'}{options})",
+        f"pipe = {model.pipeline}.from_pretrained({base}{options})",
         *([] if whole else _lora(model)),
         *(['pipe.to("cuda")'] if half else []),
-        *(_source(model, prompt) if example.image is not None else []),
+        *(usage_inputs.image(model, prompt, size, base) if example.image is not None else []),
         *(_euler(spec.steps) if "solver_order" in model.pipe.scheduler.config else []),
         f"{'video' if is_video else 'image'} = pipe(",
         f"    prompt={example.prompt!r},",
@@ -98,20 +90,6 @@ def _image_code(loaded: LoadedModel, section: Model, example: Example, whole: bo
         *_saved(spec, model.pipeline),
     ]
     return "\n".join(lines)
-
-
-def _source(model: Any, prompt: Prompt) -> list[str]:
-    """The input image; for Kontext at the size at which Gesso encodes it."""
-    lines = [f'source = Image.open("{EXAMPLE}").convert("RGB")']
-    if model.match_input:
-        lines.append("# Height and width below follow its aspect ratio.")
-    if model.pipeline == KONTEXT:
-        height, width = model.reference_size(*prompt.images[0].size)
-        lines += [
-            "# The size at which Gesso encodes an image of this ratio.",
-            f"source = source.resize(({width}, {height}), Image.Resampling.LANCZOS)",
-        ]
-    return lines
 
 
 def _lora(model: Any) -> list[str]:

@@ -532,30 +532,36 @@ def edits(data: dict[str, Any], source: tuple[int, int], folder: Path) -> Path:
     return run.path
 
 
+def as_gesso(run: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[int, ...]:
+    """Asserts that the card's code gives Gesso's image, and returns its shape."""
+    found = np.asarray(as_the_card_says(folder, monkeypatch)["image"]).astype(int)
+    (expected,) = load(run).sample("make it red", images=[folder / "example.png"])
+    assert abs(found - np.asarray(expected)).max() <= 1
+    text = (folder / "README.md").read_text()
+    assert "Gesso generates the same sample" in text and "--image example.png" in text
+    return found.shape
+
+
 def test_the_card_of_a_model_that_edits(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its code passes the input image; the sheet has the sources."""
-    data = runs.draws("flux2-klein", pipeline("flux2-klein", folders), True, height=32, width=32)
+    """FLUX.2's pipeline shrinks only images above 1024². The sheet has the sources."""
+    data = runs.draws("flux2-klein", pipeline("flux2-klein", folders), True, height=80, width=80)
     data["model"] |= {"text_length": 64}
-    folder = export(edits(data, (64, 64), tmp_path / "run"), tmp_path / "out")
-    names = as_the_card_says(folder, monkeypatch)
-    assert names["image"].size == (32, 32)
-    text = (folder / "README.md").read_text()
-    assert "prompt='make it red'," in text and 'source = Image.open("example.png")' in text
-    assert "generates the same" not in text and "--image example.png" in text
+    run = edits(data, (96, 100), tmp_path / "run")
+    folder = export(run, tmp_path / "out")
+    assert as_gesso(run, folder, monkeypatch) == (80, 80, 3)
     with Image.open(folder / "samples.png") as sheet:
         assert round(sheet.width / 252) == 3  # source, first and last step
 
 
-def test_an_edit_of_plain_diffusers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kontext's pipeline resizes to 1024² unless told not to. The output has the source's ratio."""
-    model = editors.build("kontext", tmp_path / "kontext", num_layers=1, num_single_layers=1)
-    data = runs.draws("kontext", model, True, height=16, width=16, match_input=True)
+@pytest.mark.parametrize("name", ["kontext", "qwen-edit"])
+def test_an_edit_of_plain_diffusers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both pipelines resize to 1024² unless told not to. The output has the source's ratio."""
+    layers = {"num_layers": 1, "num_single_layers": 1} if name == "kontext" else {}
+    model = editors.build(name, tmp_path / name, **layers)
+    data = runs.draws(name, model, True, height=32, width=32, match_input=True)
     run = edits(data, (20, 42), tmp_path / "run")
-    folder = export(run, tmp_path / "out")
-    found = np.asarray(as_the_card_says(folder, monkeypatch)["image"]).astype(int)
-    (expected,) = load(run).sample("make it red", images=[folder / "example.png"])
-    assert found.shape == (12, 24, 3)
-    assert abs(found - np.asarray(expected)).max() <= 1
-    assert "Gesso generates the same sample" in (folder / "README.md").read_text()
+    assert as_gesso(run, export(run, tmp_path / "out"), monkeypatch) == (24, 44, 3)
