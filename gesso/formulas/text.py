@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import unicodedata
+
 
 def levenshtein(a: str, b: str) -> int:
     """Number of insertions, deletions and substitutions that turn a into b."""
@@ -15,8 +17,9 @@ def levenshtein(a: str, b: str) -> int:
 
 
 def normalised(text: str) -> str:
-    """Without spaces and in lower case, as Flow-GRPO compares text."""
-    return text.replace(" ", "").lower()
+    """Without spaces and in lower case, as Flow-GRPO compares text. Unlike there, characters with
+    the same meaning are equal (Unicode NFKC): OCR reads widely spaced letters as full-width."""
+    return unicodedata.normalize("NFKC", text).replace(" ", "").lower()
 
 
 def spelling(text: str, target: str) -> float:

@@ -20,6 +20,8 @@ def test_levenshtein(a: str, b: str, distance: int) -> None:
         ("KITEKITE", "KITE", 1.0),  # the substring rule
         ("thekite", "kite", 1.0),
         ("KITF", "KITE", 0.75),
+        ("ＫＩ ＴＥ", "kite", 1.0),  # full-width letters
+        ("no, thanks", "no，thanks", 1.0),
         ("", "KITE", 0.0),
         ("SOMETHING ELSE", "KITE", 0.0),
     ],
