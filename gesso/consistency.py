@@ -18,6 +18,7 @@ OF_RESPONSES = (
     "truncated-responses", "longer-responses", "entropy-collapse", "constant-length", "kl-explodes",
     "sampler-mismatch",
 )  # fmt: skip
+OF_WORKERS = ("idle-workers", "slow-worker")
 OF_SAMPLES = ("reward-hacking", "flat-groups", "saturated", "old-samples", "diversity")
 
 
@@ -34,7 +35,7 @@ def _check_reactions(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
         if kind not in WARNINGS:
             hint = nearest(kind, WARNINGS)
             raise UserError(f'{where}: on_symptom: unknown warning "{kind}"{hint}')
-        of_workers = kind == "idle-workers" and recipe.cluster.workers is None
+        of_workers = kind in OF_WORKERS and recipe.cluster.workers is None
         if of_workers or (kind in OF_RESPONSES and algorithm.family == "flow"):
             raise UserError(
                 f"{where}: on_symptom.{kind}: this run cannot have the warning, which is for "

@@ -24,6 +24,8 @@ class Ranks(Protocol):
     count: int
     in_step: bool
     """Whether every rank must run equally many passes, as those of sharded weights do."""
+    slowness: Sequence[float]
+    """Time that each rank takes for the same work, relative to the others."""
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """Adds up the tensors of all ranks, in place."""
@@ -38,6 +40,7 @@ class Alone:
     rank = 0
     count = 1
     in_step = False
+    slowness: Sequence[float] = (1.0,)
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """They are the sum."""
@@ -60,6 +63,7 @@ class Group:
         self.rank = distributed.get_rank()
         self.count = distributed.get_world_size()
         self.in_step = in_step
+        self.slowness: Sequence[float] = [1.0] * self.count
         self.waited = 0.0  # seconds in collectives
         self.sent = 0  # bytes that this rank passed to collectives
 
@@ -157,9 +161,13 @@ class Deal:
 
 
 def deal(costs: Sequence[float], ranks: Ranks) -> Deal:
-    """The most expensive part first, to the rank with the least work so far."""
+    """The most expensive part first, to the rank with the least work so far. A slow rank gets its
+    first part when the others have worked for as long as it would take longer."""
     most = math.ceil(len(costs) / ranks.count) if ranks.in_step else len(costs)
-    load = [(0.0, rank) for rank in range(ranks.count)]
+    slowness = [1.0] * ranks.count if ranks.in_step else ranks.slowness
+    mean = sum(costs) / max(1, len(costs))
+    load = [((slow - 1) * mean, rank) for rank, slow in enumerate(slowness)]
+    heapq.heapify(load)
     owners = [0] * len(costs)
     dealt = [0] * ranks.count
     for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
@@ -167,7 +175,7 @@ def deal(costs: Sequence[float], ranks: Ranks) -> Deal:
         owners[i] = rank
         dealt[rank] += 1
         if dealt[rank] < most:
-            heapq.heappush(load, (work + costs[i], rank))
+            heapq.heappush(load, (work + costs[i] * slowness[rank], rank))
     mine = [i for i, owner in enumerate(owners) if owner == ranks.rank]
     return Deal(owners, mine, max(dealt) - len(mine) if ranks.in_step else 0)
 

@@ -301,16 +301,16 @@ def _with_restarts(
             if lost is not None:
                 started = time.monotonic()
                 job.cluster.restart()
-                notify(f"new workers started in {time.monotonic() - started:.0f} s")
+                notify(f"new workers started in {time.monotonic() - started:.1f} s")
             return train()
         except WorkerLost as error:
             if not left:
                 raise
             lost, step, rows = error, run.latest() or 0, run.rows()
-            repeated = rows[-1]["step"] - step if rows else 0
+            repeated = [row["time/step"] for row in rows if row["step"] > step]
             notify(
                 f"{error}; starting new workers, which continue after step {step} and repeat "
-                f"{repeated} steps (restarts left: {left - 1})"
+                f"{len(repeated)} steps of {sum(repeated):.1f} s (restarts left: {left - 1})"
             )
 
 

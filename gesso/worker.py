@@ -242,7 +242,7 @@ class Worker(Saving):
     def sample(self, key: str, only: Sequence[int], spare: bool) -> dict[str, Any]:
         """Sends every piece as it finishes. Spare samples are dropped: this rank runs the passes in
         which the others need it."""
-        started = time.perf_counter()
+        started, made = time.perf_counter(), 0
         request = self.requests[key]
         for piece in self.sampler.sample(
             request.prompts, request.row, request.seeds, request.spec, request.shared, range(*only)
@@ -250,13 +250,14 @@ class Worker(Saving):
             if spare:
                 self.channel.send({"doing": self.doing})  # a sign of life
                 continue
+            made += len(piece.index)
             name = f"{key}/{piece.index[0]}"
             bare = [replace(sample, prompt=NO_PROMPT) for sample in piece.samples]
             message = {"number": self.number, "piece": name, "index": piece.index}
             self.channel.send(message, wire.pack_samples(bare))
             without_images = [replace(sample, image=None, fps=None) for sample in piece.samples]
             self.pieces[name] = replace(piece, samples=without_images)
-        return {"busy": 0.0 if spare else time.perf_counter() - started}
+        return {"busy": 0.0 if spare else time.perf_counter() - started, "made": made}
 
     def share(self, pieces: Sequence[str], owners: Sequence[int]) -> dict[str, Any]:
         """Afterwards every rank has these pieces, without their images."""
@@ -292,8 +293,14 @@ class Worker(Saving):
         return {"metrics": self.sampler.describe(self._rollout(scores, **rollout))}
 
     def update(
-        self, scores: bytes, step: int, scales: dict[str, Any], **rollout: Any
+        self,
+        scores: bytes,
+        step: int,
+        scales: dict[str, Any],
+        slowness: Sequence[float],
+        **rollout: Any,
     ) -> dict[str, Any]:
+        self.group.slowness = slowness[: self.group.count]
         started, waited, sent = time.perf_counter(), self.group.waited, self.group.sent
         self.sampler.rest()
         self.learner.policy.release()

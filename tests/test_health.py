@@ -507,6 +507,14 @@ def test_idle_workers() -> None:
     assert kinds(history(20, cluster__idle=lambda s: 0.19)) == []
 
 
+def test_a_slow_worker() -> None:
+    slow = {"cluster__slowest": lambda s: 1.2 if s < 10 else 9.0}
+    step, kind, text = only(history(20, cluster__slowest_rank=lambda s: 2.0, **slow))
+    assert kind == "slow-worker" and step > 10
+    assert "worker 2 took 9.0 times as long" in text
+    assert kinds(history(20, cluster__slowest_rank=lambda s: float(s % 2), **slow)) == []
+
+
 def rows_of(name: str) -> list[Row]:
     text = (Path(__file__).parent / "rows" / name).read_text()
     return [json.loads(line) for line in text.splitlines()]

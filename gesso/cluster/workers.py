@@ -18,7 +18,7 @@ import torch
 
 from gesso import clock
 from gesso.algorithms.base import Algorithm
-from gesso.cluster import copies
+from gesso.cluster import copies, speeds
 from gesso.cluster.channel import pack_prompts, pack_spec, read_samples
 from gesso.cluster.collecting import Request
 from gesso.cluster.driver import Driver
@@ -54,6 +54,7 @@ class Samplers:
         self._shared: set[str] = set()  # pieces that all ranks have
         self._elapsed = 0.0  # seconds in which workers sampled or trained, in this step
         self._busy = [0.0] * processes.count  # of these, the seconds in which each had work
+        self._speeds = speeds.Speeds(processes.count)
 
     def generate(self, request: Request) -> Iterator[Piece]:
         self._calls += 1
@@ -92,6 +93,7 @@ class Samplers:
                 if request.step is not None:
                     for rank in group:
                         self._busy[rank] += message.content["busy"]
+                    self._speeds.add(message.rank, message.content["busy"], message.content["made"])
                 working.remove(message.rank)
                 if working.isdisjoint(group):
                     idle.append(group)
@@ -151,12 +153,15 @@ class Workers(Samplers, Driver):
     def train(self, rollout: Rollout, step: int, scales: Scales) -> Update:
         content, scores = self._packed(rollout)
         started = clock.seconds()
-        order = {"step": step, "scales": asdict(scales), **content}
+        slowness = self._speeds.slowness()
+        order = {"step": step, "scales": asdict(scales), "slowness": speeds.dealt(slowness)}
+        order |= content
         answers = self.processes.all("update", order, scores)
         self._elapsed += clock.seconds() - started
         self._busy = [b + a["busy"] for b, a in zip(self._busy, answers, strict=True)]
         metrics: dict[str, float] = answers[0]["metrics"]
         metrics["memory/gb"] = max(answer["memory"] for answer in answers)
+        metrics |= speeds.metrics(slowness)
         idle = [1 - busy / self._elapsed for busy in self._busy]
         metrics["cluster/idle"] = sum(idle) / len(idle)
         metrics |= {f"cluster/idle/{rank}": share for rank, share in enumerate(idle)}

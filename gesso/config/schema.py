@@ -261,6 +261,7 @@ WARNINGS = (
     "clip-under-floor", "ratio-not-one", "flat-groups", "saturated", "old-samples",
     "clipping-most", "diversity", "reward-hacking", "truncated-responses", "longer-responses",
     "entropy-collapse", "constant-length", "kl-explodes", "sampler-mismatch", "idle-workers",
+    "slow-worker",
 )  # fmt: skip
 """Kinds of health warnings."""
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean, median
 
+from gesso.cluster.speeds import SLOW
 from gesso.health.language import (
     constant_length,
     entropy_collapse,
@@ -205,6 +206,18 @@ def idle_workers(rows: Sequence[Row], facts: Facts) -> str | None:
     )
 
 
+def slow_worker(rows: Sequence[Row], facts: Facts) -> str | None:
+    """A worker takes more than three times as long for a sample as the others."""
+    ratios, ranks = recent(rows, "cluster/slowest"), recent(rows, "cluster/slowest_rank")
+    if not ratios or min(ratios) < SLOW or len(set(ranks)) > 1:
+        return None
+    return (
+        f"worker {ranks[0]:.0f} took {median(ratios):.1f} times as long for a sample as the others "
+        f"in the last {WINDOW} steps, so that it gets less work: look for other programs on its "
+        "device, or for a slower device or node; without it a step may be faster"
+    )
+
+
 CHECKS: dict[str, Callable[[Sequence[Row], Facts], str | None]] = {
     "clip-under-floor": clip_under_floor,
     "ratio-not-one": ratio_not_one,
@@ -221,6 +234,7 @@ CHECKS: dict[str, Callable[[Sequence[Row], Facts], str | None]] = {
     "kl-explodes": kl_explodes,
     "sampler-mismatch": sampler_mismatch,
     "idle-workers": idle_workers,
+    "slow-worker": slow_worker,
 }
 
 # Kinds that mean that the metrics of a run are misleading, or that the run is failing.

@@ -67,6 +67,7 @@ class _Ranks(Alone):
     def __init__(self, count: int, in_step: bool) -> None:
         self.count = count
         self.in_step = in_step
+        self.slowness = [1.0] * count
 
 
 class VirtualProcesses:
@@ -150,15 +151,16 @@ class VirtualProcesses:
         self.spans.append(Span(rank, f"{kind}sample", start, sampled))
         if end > sampled:
             self.spans.append(Span(rank, f"{kind}decode", sampled, end))
-        busy = 0.0
+        busy, made = 0.0, 0
         if not content["spare"]:
+            made = len(index)
             samples = [Sample(NO_PROMPT, None, call["seeds"][i], text="") for i in index]
             name = f"{content['key']}/{index[0]}"
             self._sizes[name] = len(index)
             piece = {"piece": name, "index": index}
             self._post(end, Message(rank, piece, [wire.pack_samples(samples)]))
             busy = end - start
-        return self._answer(rank, end, {"busy": busy})
+        return self._answer(rank, end, {"busy": busy, "made": made})
 
     def _share(self, rank: int, start: float, content: Mapping[str, Any]) -> float:
         if self.count == 1:

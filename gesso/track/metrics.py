@@ -153,6 +153,10 @@ METRICS = {
         "Below 0.2.",
     ),
     "cluster/idle/RANK": Metric("The same of one worker."),
+    "cluster/slowest": Metric(
+        "Seconds per sample of the slowest worker, relative to the typical one.", "Below 3."
+    ),
+    "cluster/slowest_rank": Metric("Its rank."),
     "cluster/sent_gb": Metric("GB that the workers send each other: samples and gradients."),
     "time/sample": Metric("Seconds from the first to the last sample."),
     "time/score": Metric("Seconds from the first to the last score."),

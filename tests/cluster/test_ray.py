@@ -151,8 +151,8 @@ def test_a_run_that_loses_a_worker_and_a_node_ends_as_if_it_had_not(
     assert_equal(go(data, tmp_path / "alone"), disturbed)
     log = (disturbed.path / "log.txt").read_text()
     assert re.search(r"worker \d ended while .* \(on Ray node 127.0.0.\d: its worker process", log)
-    assert "which continue after step 1 and repeat 0 steps (restarts left: 1)" in log
-    assert "which continue after step 2 and repeat 0 steps (restarts left: 0)" in log
+    assert "which continue after step 1 and repeat 0 steps of 0.0 s (restarts left: 1)" in log
+    assert "which continue after step 2 and repeat 0 steps of 0.0 s (restarts left: 0)" in log
 
 
 HIDE = 'mount -t tmpfs none "$0" && exec "$@"'

@@ -476,7 +476,7 @@ def test_a_run_that_loses_workers_ends_as_if_it_had_not(
     assert not left and len(pools) == len(LOST_WHILE) + 1
     assert_equal(alone, disturbed)
     log = (disturbed.path / "log.txt").read_text()
-    assert "which continue after step 0 and repeat 0 steps (restarts left: 3)" in log
+    assert "which continue after step 0 and repeat 0 steps of 0.0 s (restarts left: 3)" in log
     assert log.count("new workers started in") == 3, "one was killed while they started"
     assert [pid for pool in pools for pid in pool.pids if alive(pid)] == []
 

@@ -110,6 +110,7 @@ class Pair:
         self, rank: int, left: dict[int, Values], in_step: bool = False, count: int = 2
     ) -> None:
         self.rank, self.left, self.in_step, self.count = rank, left, in_step, count
+        self.slowness: Sequence[float] = [1.0] * count
 
     def sum(self, tensors: object) -> None: ...
 
@@ -131,6 +132,15 @@ def test_work_is_dealt_by_cost() -> None:
         sum(c for c, r in zip(costs, owners(costs, 3), strict=True) if r == n) for n in range(3)
     ]
     assert max(load) <= 10
+
+
+def test_a_slow_rank_gets_less() -> None:
+    """Eight equal parts, of which the first rank would take 10 or 3 times as long."""
+    pair = Pair(0, {}, count=4)
+    pair.slowness = [10.0, 1.0, 1.0, 1.0]
+    assert [list(deal([1.0] * 8, pair).owners).count(rank) for rank in range(4)] == [0, 3, 3, 2]
+    pair.slowness = [3.0, 1.0, 1.0, 1.0]
+    assert [list(deal([1.0] * 8, pair).owners).count(rank) for rank in range(4)] == [1, 3, 2, 2]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
