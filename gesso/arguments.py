@@ -25,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
         _eval,
         _export,
         _view,
+        _timeline,
         _serve_reward,
         _env,
         _data,
@@ -270,6 +271,23 @@ def _view(subparsers: Any) -> None:
         help="write everything to one HTML file instead of starting a server",
     )
     view.set_defaults(action=commands.view)
+
+
+def _timeline(subparsers: Any) -> None:
+    about = "show what each worker of a run spends its time on, and what to change"
+    timeline = _add_command(subparsers, "timeline", about)
+    timeline.add_argument("run", type=Path, metavar="RUN", help="a run folder")
+    timeline.add_argument(
+        "--step", type=int, metavar="N", help="only this step (default: the newest 200)"
+    )
+    timeline.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="also write a trace that chrome://tracing and ui.perfetto.dev open",
+    )
+    _add_output(timeline)
+    timeline.set_defaults(action=commands.timeline)
 
 
 def _serve_reward(subparsers: Any) -> None:

@@ -265,6 +265,38 @@ def view(options: argparse.Namespace) -> None:
     server.serve(options.runs, studio, options.host, options.port, token)
 
 
+def timeline(options: argparse.Namespace) -> None:
+    import json
+
+    from gesso.timeline import advice, chrome
+    from gesso.track.atomic import write_atomic
+    from gesso.viewer import timelines
+    from gesso.viewer.reading import RunReader
+
+    RunFolder.open(options.run)
+    reader = RunReader(options.run)
+    steps = timelines.steps_of(reader)
+    if not steps:
+        raise UserError(f"{options.run} has no timeline; runs record one from their first step on")
+    if options.step is not None:
+        first, last = steps[0].step, steps[-1].step
+        steps = [step for step in steps if step.step == options.step]
+        if not steps:
+            raise UserError(f"--step {options.step}: the timeline has steps {first} to {last}")
+    found = advice.summary(steps)
+    lines = [timelines.table(found), found.sentence]
+    if options.out is not None:
+        must_be_possible(options.out.parent, "folder")
+        try:
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(options.out, json.dumps(chrome.trace(steps)).encode())
+        except OSError as error:
+            raise UserError(f"{options.out} cannot be written: {error.strerror}") from error
+        lines.append(f"{options.out}: open it in https://ui.perfetto.dev or chrome://tracing")
+    with _display(options) as display:
+        display.result("\n".join(lines), timelines.summary(steps))
+
+
 def serve_reward(options: argparse.Namespace) -> None:
     from gesso.rewards import assembly
     from gesso.rewards.transport.pool import token_from

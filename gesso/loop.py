@@ -22,6 +22,8 @@ from gesso.config import Recipe
 from gesso.config.schema import Reaction
 from gesso.health import Facts, Health, Symptom, self_test
 from gesso.health.reactions import best_step, described, rescaled
+from gesso.timeline import recorder
+from gesso.timeline.steps import Step
 from gesso.track import groups
 from gesso.track.progress import Watcher
 from gesso.track.run_folder import RunFolder
@@ -43,6 +45,8 @@ class Loop:
     after_restore: Callable[[], object] = lambda: None
     after_eval: Callable[[], object] = lambda: None
     _spent: float = 0.0  # seconds, including those before a resume
+    _marked: float = 0.0  # until when the timeline is written
+    _origin: float = 0.0  # where it begins
     _skipped: int = 0  # consecutive iterations without any update
     _tested: bool = False  # whether this process has compared sampling with replay
     _unfinished: Unfinished | None = None  # a checkpoint that is being written
@@ -59,6 +63,7 @@ class Loop:
         step = self._restore()
         self.after_restore()
         self.watcher.start(step, self.recipe.steps)
+        self._begin_timeline()
         for row in self.run.rows():
             self._spent += row["time/step"]
             self._react(self._health.feed(row))
@@ -69,6 +74,7 @@ class Loop:
             )
         if step == 0:
             self._record({"step": 0}, clock.seconds(), evaluate=True)
+            self._write_timeline(0)
         try:
             step = self._steps(step)
             self._finish_save()
@@ -97,6 +103,7 @@ class Loop:
             self._finish_save(wait=False)
             if step % self.recipe.save.every == 0:
                 self._save(step)
+            self._write_timeline(step)
             self._watch_for_nan(row)
         return step
 
@@ -138,7 +145,8 @@ class Loop:
         update = self.cluster.update(batch, step, scales)
         if self.recipe.save.groups and (step == 0 or self._watched(step + 1)):
             save, full = self.recipe.save, self.recipe.save.group_images == "full"
-            groups.save(self.run.path, step + 1, batch, update.advantages, save.groups, full)
+            with recorder.phase("save", whole=True):
+                groups.save(self.run.path, step + 1, batch, update.advantages, save.groups, full)
         self.cluster.publish(step + 1)
         metrics = {**batch.metrics, **update.metrics}
         if age == 0 and not self._tested:
@@ -208,7 +216,10 @@ class Loop:
         meta: dict[str, Any] = {"seed": self.recipe.seed, "data": self.cluster.prompts_digest}
         if state := self.cluster.prompts_state:
             meta["curriculum"] = state
-        self._unfinished = self.run.begin_save(step, self.cluster.save, meta, self.recipe.save.keep)
+        with recorder.phase("save", whole=True):
+            self._unfinished = self.run.begin_save(
+                step, self.cluster.save, meta, self.recipe.save.keep
+            )
         self._finish_save(wait=False)
 
     def _finish_save(self, wait: bool = True) -> None:
@@ -216,7 +227,8 @@ class Loop:
         unfinished = self._unfinished
         if unfinished is not None and (wait or unfinished.done()):
             self._unfinished = None
-            unfinished.finish()
+            with recorder.phase("save", whole=True):
+                unfinished.finish()
 
     def _record(self, row: dict[str, Any], started: float, evaluate: bool) -> None:
         failure: StopRun | None = None
@@ -248,9 +260,20 @@ class Loop:
             raise failure
         if evaluate:
             self.watcher.phase("writing the report")
-            self.after_eval()
+            with recorder.phase("report", whole=True):
+                self.after_eval()
         if "stop" in reactions.values():
             self._stop(row["step"], [kind for kind, done in reactions.items() if done == "stop"])
+
+    def _begin_timeline(self) -> None:
+        recorder.take()
+        self._marked = clock.seconds()
+        self._origin = self._marked - self.run.timeline.end
+
+    def _write_timeline(self, step: int) -> None:
+        start, self._marked = self._marked, clock.seconds()
+        at = start - self._origin
+        self.run.timeline.append(Step.of(step, at, start, self._marked, recorder.take()))
 
     def _react(self, symptoms: Sequence[Symptom]) -> dict[str, Reaction]:
         """Kind of warning → reaction of the recipe."""
@@ -272,7 +295,7 @@ class Loop:
     def _evaluate(self, step: int) -> dict[str, float]:
         started = clock.seconds()
         which: Which = "ema" if self.recipe.learner.ema else "current"
-        with self._saving(0):  # the caller saves
+        with self._saving(0), recorder.phase("evaluate", whole=True):  # the caller saves
             samples, scores = self.cluster.evaluate(self.eval_prompts, which)
         errors = [score.error for score in scores if not score.ok]
         if errors:

@@ -16,6 +16,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from gesso.timeline.recorder import phase
+
 Values = Mapping[str, Tensor]
 
 
@@ -132,9 +134,10 @@ class Group:
         started = time.perf_counter()
         self.before_waiting()
         try:
-            yield
-            if self.device.type == "cuda":  # NCCL only enqueues the collective
-                torch.cuda.current_stream(self.device).synchronize()
+            with phase("wait"):
+                yield
+                if self.device.type == "cuda":  # NCCL only enqueues the collective
+                    torch.cuda.current_stream(self.device).synchronize()
         finally:
             self.after_waiting()
             self.waited += time.perf_counter() - started

@@ -26,12 +26,14 @@ from gesso.cluster.channel import Channel, Messages, end_with_the_driver, read_p
 from gesso.cluster.host import keep_freed_memory, listen_at, peak_memory
 from gesso.cluster.processes import ERRORS, IDLE
 from gesso.cluster.saving import Saving
+from gesso.cluster.tasks import TASKS, phase_of
 from gesso.config import Recipe
 from gesso.data.prompts import LoadedData, WeightedPrompts
 from gesso.ranks import Group
 from gesso.rewards.transport import wire
 from gesso.rollout import FlowTrace, Rollout, TokenTrace, widened
 from gesso.samplers.base import Piece
+from gesso.timeline import recorder
 from gesso.track import bars
 from gesso.track.progress import Progress
 from gesso.types import Prompt, ResponseSpec, Sample, SampleSpec, Scales, Score
@@ -63,7 +65,8 @@ def serve(channel: Messages) -> NoReturn:
             answer = _raised(error)
         channel.send({"doing": IDLE})
         data = answer.pop("data", ())
-        channel.send({"number": worker.number, **answer}, *data)
+        spans = recorder.to_send()
+        channel.send({"number": worker.number, **answer, "spans": spans}, *data)
     os._exit(0)  # without waiting for other ranks, whose connections may be gone
 
 
@@ -136,7 +139,9 @@ class Worker(Saving):
     ) -> dict[str, Any]:
         self.doing = TASKS[task]
         self.channel.send({"doing": self.doing})
-        return getattr(self, task)(*data, **content)
+        step = self.requests[content["key"]].step if task == "sample" else content.get("step", 0)
+        with recorder.phase(*phase_of(task, step)):
+            return getattr(self, task)(*data, **content)
 
     def host(self, address: str) -> dict[str, Any]:
         """Listens at this address, for the store in which the ranks find each other."""
@@ -371,29 +376,6 @@ class Worker(Saving):
         family, prompts = families.of(self.recipe), read_prompts(packed)
         notes = family.check_prompts(self.model, prompts, read_spec(spec))
         return {"notes": notes, "truncated": family.truncated(self.model, prompts)}
-
-
-TASKS = {
-    "host": "listening for the other workers",
-    "start": "loading the model",
-    "fit": "reading the prompts",
-    "teach": "loading teachers",
-    "open": "encoding prompts",
-    "sample": "sampling",
-    "share": "exchanging samples",
-    "describe": "describing samples",
-    "update": "updating",
-    "forget": "dropping samples",
-    "publish": "publishing weights",
-    "sees": "looking for the run folder",
-    "copy": "copying a checkpoint",
-    "save": "saving",
-    "written": "saving",
-    "load": "loading a checkpoint",
-    "use": "loading a checkpoint",
-    "unfit": "reading the prompts",
-    "inspect": "reading the prompts",
-}  # task → what a worker is doing, for errors
 
 
 def _tensors(piece: Piece) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from gesso import clock
 from gesso.rewards.transport.service import RewardService, Scoring
 from gesso.rollout import Rollout, widened
 from gesso.samplers.base import Piece
+from gesso.timeline import recorder
 from gesso.track.progress import Progress
 from gesso.types import Prompt, ResponseSpec, Sample, SampleSpec, Score
 
@@ -77,7 +78,8 @@ class PendingSamples:
         """Waits for the last score."""
         waiting = clock.seconds()
         self.progress.phase(f"scoring {self.request.label}", self.scoring.pending)
-        scored = self.scoring.result(self.progress.advance)
+        with recorder.phase("wait"):
+            scored = self.scoring.result(self.progress.advance)
         done = clock.seconds()
         first, last = scored.started, scored.ended
         timing = Timing(

@@ -15,6 +15,7 @@ from gesso.learner.learner import Learner, Update
 from gesso.rewards.transport.service import RewardService
 from gesso.rollout import Rollout
 from gesso.samplers.base import Piece, Sampler
+from gesso.timeline import recorder
 from gesso.track.checkpoints import on_host, read_tensors, write_tensors
 from gesso.track.progress import SILENT, Progress
 from gesso.track.writing import InBackground, Writing
@@ -40,22 +41,23 @@ class Local(Driver):
     def generate(self, request: Request) -> Iterator[Piece]:
         self.sampler.weights.verify(self._publication)
         with sharing_cores(self.sampler.model.device, self.rewards.processes):
-            yield from self.sampler.sample(
-                request.prompts, request.row, request.seeds, request.spec
-            )
+            pieces = self.sampler.sample(request.prompts, request.row, request.seeds, request.spec)
+            yield from recorder.each("sample", pieces)
 
     def describe(self, rollout: Rollout) -> dict[str, float]:
         return self.sampler.describe(rollout)
 
     def train(self, rollout: Rollout, step: int, scales: Scales) -> Update:
-        update = self.learner.update(rollout, step, scales)
+        with recorder.phase("update"):
+            update = self.learner.update(rollout, step, scales)
         update.metrics["memory/gb"] = peak_memory(self.sampler.model.device)
         return update
 
     def send(self, copies: Collection[Which], version: int) -> None:
-        self._publication: Publication = publish(self.learner.policy, copies, version)
-        self.sampler.accept(self._publication)
-        self.sampler.weights.verify(self._publication)
+        with recorder.phase("publish"):
+            self._publication: Publication = publish(self.learner.policy, copies, version)
+            self.sampler.accept(self._publication)
+            self.sampler.weights.verify(self._publication)
 
     def save(self, folder: Path) -> Writing | None:
         state = self.learner.state()

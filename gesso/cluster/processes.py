@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from gesso import imports
 from gesso.cluster import launched
 from gesso.cluster.channel import GRACE, Channel, Messages
+from gesso.timeline import recorder
 from gesso.track.progress import Progress
 from gesso.types import StopRun, UserError, WorkerLost, out_of_memory
 
@@ -162,6 +163,8 @@ class Processes:
                 self._inbox.put(worker.rank)
                 return
             worker.heard = time.monotonic()
+            if "spans" in content:
+                recorder.received(recorder.worker(worker.rank), content.pop("spans"))
             if "doing" in content:
                 worker.doing = content["doing"]
             elif "line" in content:

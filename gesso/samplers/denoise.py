@@ -10,7 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gesso.formulas import diversity, flow_steps
@@ -20,6 +22,7 @@ from gesso.rollout import Conditioning, FlowContext, FlowTrace, Rollout
 from gesso.samplers.base import Piece, parts
 from gesso.samplers.one_pass import OnePassRecorder
 from gesso.samplers.recording import Recorded, StepRecorder, TrainedStep, TrajectoryRecorder
+from gesso.timeline.recorder import phase
 from gesso.types import OnePass, Prompt, Sample, SampleSpec, Which, seed_of
 from gesso.weights.publish import HeldWeights, Publication
 
@@ -83,13 +86,19 @@ class DenoisingSampler:
                 starts = self._starts(context, rows, of_group, placed) if spec.same_noise else None
                 trace, logp = self._sample(context, rows, own, placed, starts)
                 cond = context.cond.rows(trace.row)
-                images = self.model.decode(trace.clean, cond).numpy()
+                images = self._decoded(trace.clean, cond)
                 fps = spec.fps if images.ndim == 5 else None  # (n, frames, height, width, 3)
                 samples = [
                     Sample(prompts[r], image, seed, fps=fps)
                     for r, image, seed in zip(rows, images, own, strict=True)
                 ]
                 yield Piece(list(index), samples, trace, logp)
+
+    def _decoded(self, latents: Tensor, cond: Conditioning) -> NDArray[np.uint8]:
+        if self.model.device.type == "cuda":  # otherwise denoising would be timed as decoding
+            torch.cuda.synchronize(self.model.device)
+        with phase("decode"):
+            return self.model.decode(latents, cond).numpy()
 
     def describe(self, rollout: Rollout) -> dict[str, float]:
         return {"diversity": diversity.within_groups(rollout.flow_trace.clean, rollout.group)}

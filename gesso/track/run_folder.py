@@ -10,6 +10,7 @@ samples/prompts/007-1.png    image of prompt 7, for vision-language models
 groups/000010.jsonl      the groups of a training step (groups.py), with some of their samples
 checkpoints/000010/      tensors and state.json, written to a temporary folder, then renamed
                          (checkpoints.py)
+timeline.jsonl           who did what when, of the newest steps (timeline_file.py)
 log.txt                  warnings and notes, with the step
 trackers/wandb.json      per tracker: its id of the run and the last logged step
 report.html
@@ -30,6 +31,7 @@ from gesso.track.atomic import flush, write_atomic
 from gesso.track.checkpoints import Checkpoints
 from gesso.track.figures import parsed, short
 from gesso.track.older_names import renamed
+from gesso.track.timeline_file import TimelineFile
 from gesso.track.writing import Unfinished, Write
 from gesso.types import Prompt, Sample, Score, UserError, bad_text
 
@@ -59,6 +61,7 @@ class RunFolder:
         self.path = path
         self.metrics_file = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
+        self.timeline = TimelineFile(path / "timeline.jsonl")
         self._saved = Checkpoints(self.checkpoints)
 
     @staticmethod
@@ -156,6 +159,7 @@ class RunFolder:
         lines = self._lines()
         kept = lines[: 0 if step is None else step + 1]
         write_atomic(self.metrics_file, b"".join(line + b"\n" for line in kept))
+        self.timeline.rewind(step)
         return len(lines) - len(kept)
 
     def note(self, text: str) -> None:

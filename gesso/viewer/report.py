@@ -15,6 +15,7 @@ from urllib.parse import urlencode
 
 from gesso.track.atomic import write_atomic
 from gesso.types import UserError
+from gesso.viewer import timelines
 from gesso.viewer.files import NotShown, Thumbnails, find_runs, image_file, video_file
 from gesso.viewer.reading import RunReader
 from gesso.viewer.thinning import spread
@@ -23,11 +24,11 @@ PAGE = Path(__file__).parent / "page"
 STYLES = ("style.css", "views.css")
 SCRIPTS = (
     "core.js", "charts.js", "video.js", "film.js", "runs.js", "evolution.js", "responses.js",
-    "curves.js", "groups.js", "play.js", "notes.js", "app.js",
+    "curves.js", "groups.js", "timeline.js", "play.js", "notes.js", "app.js",
 )  # fmt: skip
 PARTS = (*STYLES, *SCRIPTS)
 WIDTH = 384  # px: width of embedded images
-PROMPTS, EVALUATIONS, GROUP_STEPS = 24, 12, 6  # maximum numbers in the file
+PROMPTS, EVALUATIONS, GROUP_STEPS, TIMELINE_STEPS = 24, 12, 6, 6  # maximum numbers in the file
 VIDEO_BYTES = 32 * 2**20  # of embedded videos
 POINTS = 500  # maximum number of points per curve
 
@@ -113,6 +114,13 @@ def _answers(runs: Mapping[str, RunReader]) -> dict[str, Any]:
         answers[_address("/api/evolution", run=name)] = _shorter(reader.evolution())
         for step in steps:
             answers[_address("/api/groups", run=name, step=step)] = reader.groups(step)
+        recorded = timelines.steps_of(reader)
+        timeline = timelines.summary(recorded)
+        timeline["steps"] = timeline["steps"][-TIMELINE_STEPS:]
+        answers[_address("/api/timeline", run=name)] = timeline
+        for step in timeline["steps"]:
+            spans = timelines.step(recorded, step)
+            answers[_address("/api/timeline", run=name, step=step)] = spans
     return {"/api/runs": table, **answers}
 
 

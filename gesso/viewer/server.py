@@ -5,6 +5,7 @@ GET  /api/run?run=ID                 one run: its keys, notes, config, damage
 GET  /api/curves?run=ID&keys=a,b     series, thinned out
 GET  /api/evolution?run=ID           prompts × evaluations
 GET  /api/groups?run=ID&step=10      the groups of a training step
+GET  /api/timeline?run=ID             who did what when; with &step=10, of that step
 GET  /image?run=ID&name=…&width=…    an image, or a thumbnail if a width is given
 GET  /film?run=ID&prompt=0&kind=gif  an evolution for download: gif, mp4; kind=sheet: all prompts
 GET  /report?run=ID&run=ID           the page with these runs embedded, as one file
@@ -26,7 +27,7 @@ from urllib.parse import urlsplit
 from gesso import serving
 from gesso.config.parsing import parse
 from gesso.types import UserError
-from gesso.viewer import film, report
+from gesso.viewer import film, report, timelines
 from gesso.viewer.files import NotShown, Thumbnails, find_runs, image_file, video_file
 from gesso.viewer.playground import Playground, PlaygroundBackend, PlaygroundRequest
 from gesso.viewer.reading import RunReader
@@ -172,6 +173,12 @@ def app(root: Path, backend: PlaygroundBackend, token: str | None) -> FastAPI:
         step = _whole(query.get("step", ""), "step")
         return library.run(query.get("run", "")).groups(step)
 
+    def timeline(query: Any) -> dict[str, Any]:
+        steps = timelines.steps_of(library.run(query.get("run", "")))
+        if "step" not in query:
+            return timelines.summary(steps)
+        return timelines.step(steps, _whole(query["step"], "step"))
+
     async def play(request: Request) -> Response:
         if int(request.headers.get("content-length", BODY + 1)) > BODY:
             raise UserError(f"playground: a request must have at most {BODY:,} bytes")
@@ -193,6 +200,7 @@ def app(root: Path, backend: PlaygroundBackend, token: str | None) -> FastAPI:
     get("/api/curves", curves)
     get("/api/evolution", lambda query: library.run(query.get("run", "")).evolution())
     get("/api/groups", groups)
+    get("/api/timeline", timeline)
     get("/api/play", lambda query: playground.job.snapshot())
     get("/image", image)
     get("/video", video)

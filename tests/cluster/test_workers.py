@@ -188,6 +188,13 @@ def test_the_number_of_workers_does_not_change_a_bit(
         idle = [row[f"cluster/idle/{rank}"] for rank in range(count)]
         assert row["cluster/idle"] == pytest.approx(sum(idle) / count) and max(idle) < 1
         assert (row["cluster/sent_gb"] > 0) == (count > 1)
+        steps = together.timeline.read()
+        assert [step.step for step in steps] == [0, 1, 2, 3]
+        for step in steps[1:]:
+            workers = [step.busy[f"worker {rank}"] for rank in range(count)]
+            assert all(busy["update"] > 0 and busy["publish"] > 0 for busy in workers)
+            assert any("sample" in busy for busy in workers) and "score" in step.busy["rewards"]
+            assert max(sum(busy.values()) for busy in workers) <= step.seconds
 
 
 @pytest.mark.usefixtures("borrowing")
@@ -203,6 +210,9 @@ def test_a_run_goes_on_with_another_number_of_workers(
     resumed = run.resume(folder, quiet=True, steps=3, overrides=[f"cluster.workers={MOST}"])
     assert_equal(undisturbed, resumed)
     assert run.recipe_of(resumed).cluster.workers == MOST
+    steps = resumed.timeline.read()
+    assert [len(step.busy) for step in steps] == [4, 4, 2, 2 + MOST]  # with driver and rewards
+    assert [step.at for step in steps] == sorted(step.at for step in steps)
 
 
 @pytest.mark.usefixtures("borrowing")

@@ -8,6 +8,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from gesso.timeline.recorder import Span
+from gesso.timeline.steps import Step
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Sample, Score
 from gesso.viewer import server
@@ -92,6 +94,9 @@ def drawing(path: Path) -> RunFolder:
     folders.batch(run, 2, [0.5, -0.5, 0.1, -0.1], keep=1)
     folders.batch(run, 4, [-0.5, 0.5, 0.0, 0.0], keep=1)
     run.note("self-test: fine")
+    spans = [Span("worker 0", "sample", 0.0, 3.0), Span("worker 1", "sample", 0.0, 1.0)]
+    for step in (3, 4):
+        run.timeline.append(Step.of(step, 4.0 * step, 0.0, 4.0, spans))
     return run
 
 

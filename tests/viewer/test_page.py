@@ -255,6 +255,15 @@ def test_groups_show_where_the_gradient_came_from(tab: Tab, site: Site) -> None:
     assert tab.texts(".stats .stat b")[1:] == ["2", "0", "1 group"], "none is without gradient"
 
 
+def test_the_timeline_has_a_row_for_every_worker(tab: Tab, site: Site) -> None:
+    tab.open(f"{site.url}/#/timeline?run=signs")
+    tab.wait("document.querySelectorAll('.lane rect').length === 2")
+    assert tab.texts(".lane .idle") == ["idle 25%", "idle 75%"]
+    assert tab.text(".lead").startswith("Workers wait 50% of the time for each other")
+    tab.click("[aria-label='previous step']")
+    tab.wait("document.querySelector('.big').textContent === 'step 3'")
+
+
 def test_the_playground_samples_both_and_reports_what_goes_wrong(
     tab: Tab, site: Site, artist: Studio
 ) -> None:

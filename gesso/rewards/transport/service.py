@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from gesso.rewards import compose
 from gesso.rewards.base import Scorer
+from gesso.timeline import recorder
 from gesso.types import Sample, Score
 
 
@@ -186,4 +187,6 @@ class _Call:
 async def _score(rewards: Sequence[compose.WeightedReward], samples: Sequence[Sample]) -> _Columns:
     started = time.perf_counter()
     scores = await compose.score_columns(rewards, samples)
-    return _Columns(scores, started, time.perf_counter())
+    ended = time.perf_counter()
+    recorder.add(recorder.REWARDS, "score", started, ended)
+    return _Columns(scores, started, ended)

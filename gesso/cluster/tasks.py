@@ -1,0 +1,45 @@
+"""The tasks of a worker, by name: what it is doing, and its phase in the timeline."""
+
+from __future__ import annotations
+
+TASKS = {
+    "host": "listening for the other workers",
+    "start": "loading the model",
+    "fit": "reading the prompts",
+    "teach": "loading teachers",
+    "open": "encoding prompts",
+    "sample": "sampling",
+    "share": "exchanging samples",
+    "describe": "describing samples",
+    "update": "updating",
+    "forget": "dropping samples",
+    "publish": "publishing weights",
+    "sees": "looking for the run folder",
+    "copy": "copying a checkpoint",
+    "save": "saving",
+    "written": "saving",
+    "load": "loading a checkpoint",
+    "use": "loading a checkpoint",
+    "unfit": "reading the prompts",
+    "inspect": "reading the prompts",
+}
+"""What a worker is doing, for errors."""
+
+PHASES = {
+    "open": ("encode", True),
+    "sample": ("sample", False),
+    "share": ("exchange", True),
+    "describe": ("describe", True),
+    "update": ("update", False),
+    "publish": ("publish", True),
+    "save": ("save", True),
+    "written": ("save", True),
+}
+"""The name, and whether phases inside count as it."""
+
+
+def phase_of(task: str, step: int | None) -> tuple[str, bool]:
+    """`step` of sampling; None: an evaluation."""
+    if task in ("open", "sample") and step is None:
+        return "evaluate", True
+    return PHASES.get(task, ("other", True))
