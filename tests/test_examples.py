@@ -18,6 +18,7 @@ from gesso import arguments, build, cli, config
 from gesso.config.parsing import parse
 from gesso.config.tables import over, read_recipe, tomllib
 from gesso.types import UserError
+from gesso.video_files import read_clip
 from tests import pages
 from tests.pages import DOCS, ROOT
 from tests.test_layout import LAYERS
@@ -158,6 +159,16 @@ def test_editing(tmp_path: Path) -> None:
     assert json.loads(rows[-1])["step"] == 2 and "eval/sign-edit/exact" in json.loads(rows[-1])
     source, sheet = (Image.open(tmp_path / name) for name in (sample[4], "sheet.png"))
     assert source.size == (96, 32) and sheet.width > 2 * source.width
+
+
+def test_video(tmp_path: Path) -> None:
+    """The commands of the page."""
+    train, sample = (words for _, words in pages.commands("how-to/video.md"))
+    gesso_here(*train, *TINY, cwd=tmp_path)
+    gesso_here(*sample, cwd=tmp_path)
+    rows = (tmp_path / "runs" / "demo-video-001" / "metrics.jsonl").read_text().splitlines()
+    assert "eval/sign-motion/exact" in json.loads(rows[-1])
+    assert read_clip(str(tmp_path / "clip.mp4")).frames.shape == (5, 32, 96, 3)
 
 
 COMMANDS = pages.commands()

@@ -5,6 +5,7 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -15,10 +16,38 @@ from gesso.types import Prompt, Sample
 from gesso.zoo import limits, videos, words
 from tools.zoo import evaluate_videos, make_videos, video_rows
 from tools.zoo import render_videos as render
-from tools.zoo.build_videos import SHAPE, TEXT_TOKENS, build_pipeline
+from tools.zoo.build_videos import SHAPE, TEXT_TOKENS, build_pipeline, load_pipeline
 from tools.zoo.render import letters
 
 ZOO = Path(words.__file__).parent
+VIDEOS = ZOO / "videos"
+
+
+def test_folder_is_small() -> None:
+    assert sum(path.stat().st_size for path in VIDEOS.rglob("*") if path.is_file()) <= 8e6
+
+
+def test_plain_diffusers_samples() -> None:
+    """With the scheduler of the folder, UniPC."""
+    pipe = load_pipeline(VIDEOS)
+    for name in ("transformer", "vae", "text_encoder"):
+        assert {p.dtype for p in getattr(pipe, name).parameters()} == {torch.float32}, name
+    pipe.set_progress_bar_config(disable=True)
+    row = evaluate_videos.prompts("eval")[0]
+    found = pipe(row.text, height=32, width=96, num_frames=5, num_inference_steps=6,
+                 guidance_scale=1.0, max_sequence_length=TEXT_TOKENS, output_type="np",
+                 generator=torch.Generator().manual_seed(0)).frames  # fmt: skip
+    right = evaluate_videos.rendered([row])[0].permute(1, 2, 3, 0).numpy() / 2 + 0.5
+    assert found.shape == (1, 5, 32, 96, 3)
+    assert np.abs(found[0] - right).mean() < 0.05  # .07 without letters
+
+
+@pytest.mark.slow
+def test_bundled_model_has_headroom() -> None:
+    with ThreadPool(2) as pool:
+        scores = evaluate_videos.score(VIDEOS, pool, "eval", 32)
+    assert 0.15 <= scores.exact <= 0.65
+    assert scores.direction >= 0.6
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])
@@ -110,7 +139,7 @@ class Reads(TorchDispatchMode):
 
 def test_losses_fit_into_a_cuda_graph() -> None:
     torch.manual_seed(0)
-    pipe, known = build_pipeline(), world()
+    pipe, known = build_pipeline(vae_width=4), world()
     ids = torch.randint(40, (2, 8, 2, TEXT_TOKENS))
     latents = make_videos.Latents(torch.randn(2, *SHAPE), ids[:, 0, 0])
     losses = (
