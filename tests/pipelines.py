@@ -252,7 +252,7 @@ def _wan_i2v(scale: int) -> Any:
     )  # fmt: skip
     size = {"height": 16, "width": 16}
     transformer = _wan_transformer(
-        scale, in_channels=2 * CHANNELS + 4, image_dim=8, added_kv_proj_dim=24 * scale
+        scale, in_channels=2 * CHANNELS + 4, image_dim=8, added_kv_proj_dim=32 * scale
     )
     return WanImageToVideoPipeline(
         transformer=transformer, image_encoder=CLIPVisionModel(tower),
@@ -275,7 +275,7 @@ def _wan_transformer(scale: int, **variant: Any) -> Any:
 
     settings = {"in_channels": CHANNELS, "out_channels": CHANNELS, "num_layers": 2} | variant
     return WanTransformer3DModel(
-        num_attention_heads=2, attention_head_dim=12 * scale, text_dim=24 * scale,
+        num_attention_heads=2, attention_head_dim=16 * scale, text_dim=24 * scale,
         freq_dim=32 * scale, ffn_dim=32 * scale, rope_max_seq_len=64, **settings,
     )  # fmt: skip
 

@@ -345,7 +345,7 @@ NEWER: dict[str, dict] = {
     "z-image": {"name": "z-image"},
     "kontext": {"name": "kontext"},
     "qwen-edit": {"name": "qwen-edit"},
-    "wan": {"name": "wan", "height": 16, "frames": 9},
+    "wan": {"name": "wan", "height": 64, "width": 64, "frames": 9, "text_length": 512},
 }
 
 
@@ -354,7 +354,8 @@ def test_newer_models_repeat(recipe_data: dict, tmp_path: Path, name: str) -> No
     """Compiled, in half precision, with LoRA: two runs are equal to the bit, and replay has the
     log-probs of sampling."""
     edits = name in editors.EDITORS
-    path = str((editors if edits else pipelines).build(name, tmp_path / "pipeline"))
+    scale = 4 if name == "wan" else 1  # head size 64: our kernels, but not for cross-attention
+    path = str((editors if edits else pipelines).build(name, tmp_path / "pipeline", scale))
     Image.new("RGB", (64, 64), "red").save(tmp_path / "source.png")
     source = {"image": "source.png"} if edits else {}
     prompts = [json.dumps({"prompt": f"a kite {i}"} | source) for i in range(4)]

@@ -77,6 +77,7 @@ class PipelineModel(ABC):
     scale_argument: ClassVar[str] = "guidance_scale"  # of the pipeline's call
     scale_offset: ClassVar[float] = 0.0  # our scale less that of the pipeline
     replaced: ClassVar[Sequence[str]] = ()  # components that are not loaded
+    cross_attention: ClassVar[bool] = False  # for which we have no kernels
 
     def __init__(
         self,
@@ -117,8 +118,8 @@ class PipelineModel(ABC):
             speed.compile_blocks(self.network, self.blocks)
             if self.device.type != "meta":
                 speed.compile_decoder(self.pipe.vae.decoder)
-        replaced = self.compiled and has_kernels(self.device, self.dtype, self.head_size)
-        self.strict = self.device.type == "cuda" and not replaced
+        kernels = self.compiled and has_kernels(self.device, self.dtype, self.head_size)
+        self.strict = self.device.type == "cuda" and (self.cross_attention or not kernels)
         if settings.lora is not None and settings.lora.path is not None:
             with quiet("diffusers"):
                 load_adapter(self, self.policy, settings.lora.path)

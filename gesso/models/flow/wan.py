@@ -35,6 +35,7 @@ class Wan(PipelineModel):
     pipeline = "WanPipeline"
     large = (*NETWORKS, "text_encoder")
     blocks = ("WanTransformerBlock",)
+    cross_attention = True
     # Flow-Factory's list (there with rank 64, alpha 128): self-attention, cross-attention to the
     # text, feed-forward layers.
     lora_targets = (
