@@ -34,7 +34,6 @@ def recipe(folder: Path, rows: list[dict[str, Any]], **model: Any) -> dict[str, 
     data["reward"] = [
         {"name": "jpeg-compressibility", "frames": "worst", "every": 2},
         {"name": "jpeg-incompressibility"},  # the mean over all frames
-        {"name": "motion"},
     ]
     data |= {"steps": 1, "eval": {"every": 1, "prompts": 2, "steps": 2}}
     data["algorithm"] |= {"group": 2, "steps": 2}
@@ -44,7 +43,7 @@ def recipe(folder: Path, rows: list[dict[str, Any]], **model: Any) -> dict[str, 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("videos")
-    pipelines.build("wan", made / "wan")
+    pipelines.build("wan", made / "wan", num_layers=1)
     run.train(build.recipe_from(recipe(made, ROWS)), folder=made / "run", quiet=True)
     return made
 
@@ -56,7 +55,7 @@ def test_a_run_keeps_and_scores_its_videos(folder: Path) -> None:
             assert clip.frames.shape == (5, 16, 32, 3) and clip.fps == shown.fps == 8
             worst = shown.parts["jpeg-compressibility"]
             mean = shown.parts["jpeg-incompressibility"]
-            assert worst <= -mean < 0 and 0 <= shown.parts["motion"] <= 1
+            assert worst <= -mean < 0
     assert len(list((folder / "run" / "groups").glob("*/*.mp4"))) == 4
 
 

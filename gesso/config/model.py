@@ -109,6 +109,9 @@ class Model(AnyModel):
     """Frames of a video; 1 is an image. Image models generate 1."""
     fps: float = Field(16.0, gt=0)
     """Frames per second of videos: Wan 2.1 and 2.2 A14B 16, Wan 2.2 TI2V 24."""
+    guidance_2: float | None = Field(None, ge=0)
+    """Wan 2.2 A14B: guidance scale of the second expert (low noise), wherever guidance is above 1.
+    None: the same scale."""
     vae_tiling: bool = False
     """Decode and encode in overlapping tiles, which are blended: less memory, slightly different
     pixels. Samples of one tile are not affected."""

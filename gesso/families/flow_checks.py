@@ -214,8 +214,20 @@ def check_data(
         *over_long(model, data.held_out, paths[1]),
     ]
     notes.append(_ratios(recipe, train, paths[0]))
+    notes.append(_unused_scale(recipe, max(spec.guidance, guidance)))
     notes += [_enlarged(train, spec, paths[0])] if recipe.sampler.engine == "data" else []
     return [note for note in dict.fromkeys(notes) if note]
+
+
+def _unused_scale(recipe: Recipe, guidance: float) -> str:
+    """A note about a scale of the second expert without guidance, as in diffusers."""
+    assert isinstance(recipe.model, Model)
+    if recipe.model.guidance_2 is None or guidance > 1:
+        return ""
+    return (
+        f"model.guidance_2 = {recipe.model.guidance_2:g} is not used: guidance is off; set "
+        "algorithm.guidance or eval.guidance above 1"
+    )
 
 
 def _check_inputs_to_match(recipe: Recipe, model: FlowModel) -> None:

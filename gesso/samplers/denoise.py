@@ -23,7 +23,7 @@ from gesso.samplers.base import Piece, parts
 from gesso.samplers.one_pass import OnePassRecorder
 from gesso.samplers.recording import Recorded, StepRecorder, TrainedStep, TrajectoryRecorder
 from gesso.timeline.recorder import phase
-from gesso.types import OnePass, Prompt, Sample, SampleSpec, Which, seed_of
+from gesso.types import OnePass, Prompt, Sample, SampleSpec, Size, Which, seed_of
 from gesso.weights.publish import HeldWeights, Publication
 
 FINE_STEPS = 1000
@@ -138,8 +138,7 @@ class DenoisingSampler:
         return recorded.trace(context, rows, spec.trained, x), recorded.logp(x)
 
     def _noise(self, seeds: Sequence[int], spec: SampleSpec) -> _Noise:
-        shape = self.model.latent_shape(*spec.size)
-        return _Noise(seeds, shape, self.model.device)
+        return _Noise(self.model, seeds, spec.size)
 
     def _rows(self, row: Sequence[int]) -> Tensor:
         return torch.tensor(row, device=self.model.device)
@@ -207,14 +206,13 @@ def _recorder(model: FlowModel, negative: Conditioning | None, spec: SampleSpec)
 class _Noise:
     """Standard normal noise, one stream per sample, always drawn on the CPU."""
 
-    def __init__(self, seeds: Sequence[int], shape: tuple[int, ...], device: torch.device) -> None:
+    def __init__(self, model: FlowModel, seeds: Sequence[int], size: Size) -> None:
         self.streams = [torch.Generator().manual_seed(seed) for seed in seeds]
-        self.shape = shape
-        self.device = device
+        self.model = model
+        self.size = size
 
     def draw(self) -> Tensor:
-        pinned = self.device.type == "cuda"  # otherwise the copy would block
-        rows = torch.empty(len(self.streams), *self.shape, pin_memory=pinned)
-        for row, stream in zip(rows, self.streams, strict=True):
-            row.normal_(generator=stream)
-        return rows.to(self.device, non_blocking=pinned)
+        rows = torch.stack([self.model.noise(self.size, stream) for stream in self.streams])
+        if self.model.device.type == "cuda":
+            rows = rows.pin_memory()  # otherwise the copy would block
+        return rows.to(self.model.device, non_blocking=True)

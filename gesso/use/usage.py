@@ -67,12 +67,14 @@ def _image_code(loaded: LoadedModel, section: Model, example: Example, whole: bo
         call += [f"num_frames={spec.frames}"]
     if model.guidance != "none":
         call += [f"{model.scale_argument}={spec.guidance - model.scale_offset:g}"]
+    if model.guidance_2 is not None:
+        call += [f"guidance_scale_2={model.guidance_2:g}"]
     call += [f"max_sequence_length={model.text_length}"]
     (seed,) = sample_seeds(0, 1)
     lines = [
         *(["import importlib.resources", ""] if section.path.startswith(ZOO) and not whole else []),
         "import torch",
-        f"from diffusers import {model.pipeline}",
+        f"from diffusers import {model.pipeline}{usage_inputs.needs(model)}",
         *(["from diffusers.utils import export_to_video"] if is_video else []),
         *(usage_inputs.imports(model) if example.image is not None else []),
         "",

@@ -33,6 +33,11 @@ pipe.processor = process
 pipe.text_encoder.register_forward_pre_hook(mark_images, with_kwargs=True)"""
 
 
+def needs(model: Any) -> str:
+    """A comment on a package that diffusers does not install with the pipeline."""
+    return "  # needs ftfy" if model.pipeline == "WanImageToVideoPipeline" else ""
+
+
 def imports(model: Any) -> list[str]:
     if model.pipeline == QWEN_EDIT:
         return [

@@ -62,7 +62,7 @@ def wan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pipelines.build("wan", tmp_path_factory.mktemp("wan"))
 
 
-def theirs(pipe: Any, kind: str, guidance: float, **changes: int) -> Any:
+def theirs(pipe: Any, kind: str, guidance: float, **changes: Any) -> Any:
     """What a user of diffusers would type for ROWS and SEEDS."""
     chosen = [PROMPTS[r] for r in ROWS]
     size = {"height": HEIGHT, "width": WIDTH, "num_frames": FRAMES, "num_inference_steps": STEPS}
@@ -140,17 +140,19 @@ def test_a_lora_in_plain_diffusers(wan: Path, tmp_path: Path) -> None:
     assert torch.equal(drawn(again, spec()).trace.clean, ours)
 
 
-def test_compiled_blocks_join_self_attention_alone(wan: Path) -> None:
+def test_compiled_blocks_join_self_attention_alone(tmp_path: Path) -> None:
     """Keys and values of the cross-attention come from the text."""
+    wan = pipelines.build("wan", tmp_path / "wan", num_layers=1)
     model = stirred(model_of(wan, lora=Lora(rank=2, alpha=4), fold=True))
-    plain = drawn(model, spec(noise=0.5, stochastic=range(2), trained=range(2)))
+    noisy = spec(noise=0.5, stochastic=range(2), trained=range(2))
+    plain = drawn(model, noisy)
     torch._dynamo.reset()
     compile_blocks(model.transformer, model.blocks, backend="eager")
     compile_decoder(model.pipe.vae.decoder, backend="eager")
     joined = {n for n, module in model.transformer.named_modules() if "forward" in vars(module)}
-    assert {f"blocks.{i}.attn1" for i in (0, 1)} == {n for n in joined if "attn" in n}
+    assert {n for n in joined if "attn" in n} == {"blocks.0.attn1"}
     model.compiled = True
-    compiled = drawn(model, spec(noise=0.5, stochastic=range(2), trained=range(2)))
+    compiled = drawn(model, noisy)
     assert gap(compiled.trace.clean, plain.trace.clean) < 1e-4
     assert gap(compiled.logp, plain.logp) < 1e-4
 
@@ -173,7 +175,7 @@ def test_memory_of_evaluations_of_another_size(wan: Path, tmp_path: Path) -> Non
     size = {"height": HEIGHT, "width": WIDTH, "frames": 5, "text_length": 16}
     data["model"] = {"name": "wan", "path": str(wan), "lora": {"rank": 2, "alpha": 4}, **size}
     alike = estimate(build.recipe_from(data)).passing
-    data["eval"] = {"frames": 33}
+    data["eval"] = {"frames": 9}
     larger = estimate(build.recipe_from(data)).passing
     assert alike.items() <= larger.items()
     for name in ("denoising", "decoding"):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+from gesso import build, run
 from gesso.config import Learner as LearnerSection
 from gesso.config import Lora, Model, Optimizer
 from gesso.learner.learner import Learner
@@ -19,12 +20,14 @@ from gesso.samplers.denoise import DenoisingSampler, Piece
 from gesso.types import Prompt, PromptImage, SampleSpec, Size, UserError
 from gesso.use import usage
 from tests import pipelines
+from tests.conftest import small_recipe
 from tests.models.test_pipelines import stirred
 from tests.models.test_wan import drawn as drawn_from_text
 from tests.models.test_wan import euler, gap, model_of, text_pipe, theirs
 
 STEPS = 4  # one of them below the boundary of the experts
 SIZES = {"wan-ti2v": (32, 64, 9)}
+SECOND = {"wan-experts": 9.0, "wan-i2v-experts": 9.0}  # guidance scale of the second expert
 
 
 def picture(seed: int, height: int = 16, width: int = 32) -> PromptImage:
@@ -81,12 +84,12 @@ def image_pipe(folder: Path) -> Any:
     return euler(WanImageToVideoPipeline.from_pretrained(folder), STEPS)
 
 
-def from_image(pipe: Any, model: Any, name: str, start: list[torch.Tensor], kind: str) -> Any:
-    """What the pipeline, which takes one image a call, generates from this noise. Without ftfy it
-    cannot encode texts."""
+def from_image(pipe: Any, model: Any, name: str, kind: str, count: int = 2) -> list[Any]:
+    """What the pipeline, which takes one image a call, generates from the seeds of `drawn`. Without
+    ftfy it cannot encode texts."""
     height, width, frames = size_of(name)
     found = []
-    for prompt, latents in zip(prompts_of(name), start, strict=True):
+    for prompt, seed in list(zip(prompts_of(name), (11, 12), strict=True))[:count]:
         embeds = [
             model.encode([Prompt(text, images=prompt.images)], Size(height, width, frames)).embeds
             for text in (prompt.text, prompt.negative)
@@ -95,8 +98,8 @@ def from_image(pipe: Any, model: Any, name: str, start: list[torch.Tensor], kind
             pipe(
                 image=prompt.images[0].open(), prompt_embeds=embeds[0],
                 negative_prompt_embeds=embeds[1], height=height, width=width, num_frames=frames,
-                num_inference_steps=STEPS, guidance_scale=3.5, latents=latents[None],
-                output_type=kind,
+                num_inference_steps=STEPS, guidance_scale=3.5, guidance_scale_2=model.guidance_2,
+                generator=torch.Generator().manual_seed(seed), output_type=kind,
             ).frames[0]
         )  # fmt: skip
     return found
@@ -105,20 +108,16 @@ def from_image(pipe: Any, model: Any, name: str, start: list[torch.Tensor], kind
 @pytest.mark.parametrize("name", ["wan-ti2v", "wan-i2v", "wan-i2v-experts"])
 def test_image_to_video_is_diffusers_own_pipeline(folder_of: Any, name: str) -> None:
     """Of the latents of TI2V the first frame is the image: only the others are sampled."""
-    model, pipe = image_model(folder_of(name)), image_pipe(folder_of(name))
+    model = image_model(folder_of(name), guidance_2=SECOND.get(name))
+    pipe = image_pipe(folder_of(name))
     piece = drawn(model, name, spec_of(name, guidance=3.5))
-    shape = model.latent_shape(*size_of(name))
-    start = [torch.randn(shape, generator=torch.Generator().manual_seed(s)) for s in (11, 12)]
-    if name == "wan-ti2v":
-        assert shape == (4, 2, 2, 4)
-        start = [torch.cat([torch.zeros(4, 1, 2, 4), x], 1) for x in start]
-    latents = torch.stack(from_image(pipe, model, name, start, "latent"))
+    latents = torch.stack(from_image(pipe, model, name, "latent"))
     free = latents[:, :, 1:] if name == "wan-ti2v" else latents
     assert gap(piece.trace.clean, free) < 2e-5
-    videos = from_image(pipe, model, name, start, "np")
-    for sample, video in zip(piece.samples, videos, strict=True):
-        assert sample.frames.shape == (*size_of(name)[2:], *size_of(name)[:2], 3)
-        assert abs(sample.frames / 255.0 - video).max() <= 0.6 / 255
+    (video,) = from_image(pipe, model, name, "np", 1)
+    frames = piece.samples[0].frames
+    assert frames.shape == (*size_of(name)[2:], *size_of(name)[:2], 3)
+    assert abs(frames / 255.0 - video).max() <= 0.6 / 255
     others = [Prompt(p.text, p.negative, images=(picture(9),)) for p in prompts_of(name)]
     assert gap(drawn(model, name, spec_of(name, guidance=3.5), others).trace.clean, free) > 1e-3
 
@@ -126,11 +125,15 @@ def test_image_to_video_is_diffusers_own_pipeline(folder_of: Any, name: str) -> 
 @pytest.mark.parametrize("name", ["wan-ti2v", "wan-experts"])
 def test_text_to_video_is_diffusers_own_pipeline(folder_of: Any, name: str) -> None:
     """TI2V gets one timestep per row instead of one per token. The experts share a schedule."""
-    model, pipe = model_of(folder_of(name)), euler(text_pipe(folder_of(name)), STEPS)
+    model = model_of(folder_of(name), guidance_2=SECOND.get(name))
+    pipe = euler(text_pipe(folder_of(name)), STEPS)
     height, width, frames = size_of(name)
     size = {"height": height, "width": width, "num_frames": frames, "num_inference_steps": STEPS}
     ours = drawn_from_text(model, spec_of(name, guidance=3.5)).trace.clean
-    assert gap(ours, theirs(pipe, "latent", 3.5, **size)) < 1e-5
+    expected = theirs(pipe, "latent", 3.5, guidance_scale_2=model.guidance_2, **size)
+    assert gap(ours, expected) < 1e-5
+    if model.guidance_2 is not None:
+        assert gap(ours, theirs(pipe, "latent", 3.5, **size)) > 1e-2
 
 
 def test_rows_of_both_experts_in_a_batch(folder_of: Any) -> None:
@@ -148,6 +151,24 @@ def test_rows_of_both_experts_in_a_batch(folder_of: Any) -> None:
             network = model.pipe.transformer if i == 1 else model.pipe.transformer_2
             inputs = model.inputs(x[index], sigma[index], cond.rows(index))
             assert gap(alone, network(**inputs, return_dict=False)[0]) < 1e-6
+
+
+def test_a_second_scale_without_guidance(folder_of: Any, tmp_path: Path) -> None:
+    data = small_recipe(folder_of("wan-experts"), tmp_path / "prompts.txt")
+    (tmp_path / "prompts.txt").write_text("a\nb\n")
+    data["model"] |= {
+        "name": "wan",
+        "height": 16,
+        "width": 32,
+        "text_length": 16,
+        "guidance_2": 3.0,
+    }
+    for guidance, notes in ((1.0, 1), (4.0, 0)):
+        data["eval"] = {"guidance": guidance}
+        job = run.assemble(build.recipe_from(data))
+        job.close()
+        found = [note for note in job.notes if "guidance_2 = 3 is not used" in note]
+        assert len(found) == notes
 
 
 def test_each_expert_has_a_file_of_its_lora(folder_of: Any, tmp_path: Path) -> None:
@@ -198,5 +219,7 @@ def test_bad_input(folder_of: Any) -> None:
         UserError, match=r"continues an image, got model\.frames = 1; use at least 5"
     ):
         image_model(folder_of("wan-ti2v")).latent_shape(32, 64)
+    with pytest.raises(UserError, match=r"guidance_2 = 3 .* has one network; remove it"):
+        model_of(folder_of("wan-ti2v"), guidance_2=3.0)
     with pytest.raises(UserError, match="expects a WanPipeline; change one of them"):
         model_of(folder_of("wan-i2v"))

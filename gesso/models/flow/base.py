@@ -69,6 +69,10 @@ class FlowModel(Protocol):
         """(C, H, W) of an image of that size, (C, F, H, W) of a video, or a UserError with the
         supported sizes."""
 
+    def noise(self, size: Size, generator: torch.Generator) -> Tensor:
+        """Of this latent shape, on the CPU: the values that the pipeline draws from the
+        generator."""
+
     def velocity(
         self, x: Tensor, sigma: Tensor, cond: Conditioning, weights: Which = "current"
     ) -> Tensor:
@@ -77,8 +81,8 @@ class FlowModel(Protocol):
     def filled(self, rows: int) -> int:
         """Number of rows that the network runs for a batch of `rows`, including padding."""
 
-    def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
-        """Velocities of the two branches → the guided velocity."""
+    def guide(self, negative: Tensor, positive: Tensor, scale: float, sigma: Tensor) -> Tensor:
+        """Velocities of the two branches at sigma, (N,) → the guided velocity."""
 
     def decode(self, latents: Tensor, cond: Conditioning) -> Tensor:
         """Latents → (N, height, width, 3) uint8 on the CPU; of a video

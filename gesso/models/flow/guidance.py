@@ -40,12 +40,13 @@ def guided(
     elif negative is None:
         return Guided(model.velocity(x, sigma, cond, weights))
     elif gradient == "both":
-        return Guided(model.guide(*_both(model, x, sigma, cond, negative, weights), scale))
+        branches = _both(model, x, sigma, cond, negative, weights)
+        return Guided(model.guide(*branches, scale, sigma))
     else:
         with torch.no_grad():  # first: the other pass saves its activations for backward
             unconditional = model.velocity(x, sigma, negative, weights)
     conditional = model.velocity(x, sigma, cond, weights)
-    return Guided(model.guide(unconditional, conditional, scale), unconditional)
+    return Guided(model.guide(unconditional, conditional, scale, sigma), unconditional)
 
 
 def rows_per_sample(negative: Conditioning | None, gradient: GuidanceGradient) -> int:

@@ -100,6 +100,12 @@ class PipelineModel(ABC):
                 part.requires_grad_(False).eval()
         self.transformer = self.pipe.transformer
         self.network = self.trained_network()
+        self.guidance_2 = settings.guidance_2
+        if self.guidance_2 is not None and self.network is self.transformer:
+            raise UserError(
+                f"model.guidance_2 = {self.guidance_2:g} is the guidance scale of a second expert, "
+                f"but {self.path} has one network; remove it"
+            )
         settle_attention(self.device)
         self.text_length = self._text_length(settings.text_length)
         if settings.gradient_checkpointing:
@@ -250,7 +256,9 @@ class PipelineModel(ABC):
         self, x: Tensor, sigma: Tensor, cond: Conditioning, weights: Which = "current"
     ) -> Tensor: ...
 
-    def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
+    def guide(
+        self, negative: Tensor, positive: Tensor, scale: float | Tensor, sigma: Tensor
+    ) -> Tensor:
         """v = u + scale·(c − u)."""
         return negative + scale * (positive - negative)
 
@@ -303,6 +311,9 @@ class PipelineModel(ABC):
                 "video model"
             )
         return self.channels, *self.cells(height, width)
+
+    def noise(self, size: Size, generator: torch.Generator) -> Tensor:
+        return torch.randn(self.latent_shape(*size), generator=generator)
 
     def cells(self, height: int, width: int) -> tuple[int, int]:
         """Latent cells in height and width, or a UserError with the supported sizes."""

@@ -104,9 +104,11 @@ class QwenImage(PipelineModel):
         self.transformer.pos_embed.register_forward_hook(_as_real)
         _rotate_real_numbers()
 
-    def guide(self, negative: Tensor, positive: Tensor, scale: float) -> Tensor:
+    def guide(
+        self, negative: Tensor, positive: Tensor, scale: float | Tensor, sigma: Tensor
+    ) -> Tensor:
         """v = u + scale·(c − u); then every token of v is rescaled to the norm of c there."""
-        v = pack(super().guide(negative, positive, scale))
+        v = pack(super().guide(negative, positive, scale, sigma))
         length = pack(positive).norm(dim=-1, keepdim=True)
         return unpack(v * (length / v.norm(dim=-1, keepdim=True)), *positive.shape[-2:])
 

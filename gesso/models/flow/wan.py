@@ -174,6 +174,15 @@ class Wan(PipelineModel):
         x, sigma, cond = self.fill(x, sigma, cond)
         return self.run(weights, **expert, **self.inputs(x, sigma, cond))[:rows].float()
 
+    def guide(
+        self, negative: Tensor, positive: Tensor, scale: float | Tensor, sigma: Tensor
+    ) -> Tensor:
+        """Each expert may have its own scale."""
+        if self.guidance_2 is not None:
+            second = self.timestep(sigma) < self.network.boundary
+            scale = torch.where(second, self.guidance_2, scale).view(-1, 1, 1, 1, 1)
+        return super().guide(negative, positive, scale, sigma)
+
     def inputs(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> dict[str, Any]:
         """Of the transformer."""
         return {

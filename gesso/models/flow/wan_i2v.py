@@ -57,6 +57,11 @@ class WanI2V(Wan):
             )
         return channels, count - self.pinned, *cells
 
+    def noise(self, size: Size, generator: torch.Generator) -> Tensor:
+        """The pipeline draws noise of the first frame, too, and does not use it."""
+        noise = torch.randn(super().latent_shape(*size), generator=generator)
+        return noise[:, 1:] if self.pinned else noise
+
     @torch.no_grad()
     def encode(self, prompts: Sequence[Prompt], size: Size) -> Conditioning:
         cond = super().encode(prompts, size)
