@@ -152,9 +152,11 @@ def plan(options: argparse.Namespace) -> None:
     recipe = build.recipe(options.recipe, options.overrides, options.card)
     with _display(options) as shown:
         gpu = None if options.measure else options.gpu
-        wanted = command.Wanted(options.gpus, gpu, options.score_s, options.response_tokens)
+        wanted = command.Wanted(
+            options.gpus, gpu, options.score_s, options.response_tokens, options.price
+        )
         planned = command.plan(recipe, wanted, shown)
-        price = planned.price if options.price is None else options.price
+        price = planned.price
         card = [] if options.card is None else ["--card", str(options.card)]
         lines = text.report(
             planned.plan, [options.recipe, *card], options.overrides, price, options.explain

@@ -138,6 +138,7 @@ def _rollout(model: Any, spec: SampleSpec, n: int) -> Rollout:
 
     cond = model.blank(1, spec.size)
     two_branches = model.guidance == "negative" and spec.guidance > 1
+    stored = two_branches and spec.guidance_gradient == "conditional"
     context = FlowContext(
         sigmas=model.sigmas(spec.steps, *spec.size).to(model.device),
         cond=cond,
@@ -152,6 +153,7 @@ def _rollout(model: Any, spec: SampleSpec, n: int) -> Rollout:
         means=latents(steps if spec.means else 0),
         clean=latents(1)[:, 0],
         per_sample_grads=[model.policy.tensors()] * n if spec.per_sample_grads else None,
+        negatives=latents(steps) if stored and not spec.per_sample_grads else None,
     )
     logp = torch.empty(n, steps, device=model.device)
     samples = [Sample(Prompt(""), None, seed=i) for i in range(n)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from gesso.config import Recipe
@@ -18,6 +19,7 @@ class Wanted:
     gpu: str | None  # None: workers as measured on this machine
     score: float = 0.0  # seconds per sample and reward worker
     response: int | None = None  # mean tokens
+    price: float | None = None  # dollars per GPU and hour; None: the table's
 
 
 @dataclass(frozen=True)
@@ -27,14 +29,15 @@ class Planned:
 
 
 def plan(recipe: Recipe, wanted: Wanted, progress: Progress = SILENT) -> Planned:
-    if wanted.score < 0:
-        raise UserError(f"--score-s expects seconds of at least 0, got {wanted.score:g}")
+    for option, value in (("--score-s", wanted.score), ("--price", wanted.price or 0.0)):
+        if not 0 <= value < math.inf:
+            raise UserError(f"{option} expects a number of at least 0, got {value:g}")
     if wanted.gpu is None:
         from gesso.plan import measure
 
         measured = measure.measure(recipe, progress)
         planner = Planner(recipe, measured.rates_of, measured.longest, progress=progress)
-        return Planned(planner.plan(wanted.gpus), 0.0)
+        return Planned(planner.plan(wanted.gpus), wanted.price or 0.0)
     gpu = gpus.find(wanted.gpu)
     recipe = with_data(recipe, progress).recipe
     progress.phase("counting the work of a step")
@@ -46,4 +49,5 @@ def plan(recipe: Recipe, wanted: Wanted, progress: Progress = SILENT) -> Planned
         gpu,
         progress,
     )
-    return Planned(planner.plan(wanted.gpus), gpu.price)
+    price = gpu.price if wanted.price is None else wanted.price
+    return Planned(planner.plan(wanted.gpus), price)

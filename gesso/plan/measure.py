@@ -1,27 +1,35 @@
-"""The rates of one worker on this machine: a small batch is sampled, scored and trained on twice,
-in two sizes. Nothing is saved."""
+"""The rates of workers on this machine. One worker: a small batch is sampled, scored and trained on
+in two sizes. What several workers add is taken from the timeline of a step of two real ones.
+Nothing is saved."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
 
 import torch
 
+from gesso import clock
 from gesso.config import Cluster, Recipe, TokenModel
+from gesso.plan.planner import divided
 from gesso.plan.rates import Line, Rates
+from gesso.plan.simulate import simulate
 from gesso.plan.virtual import slots
 from gesso.rollout import Rollout
 from gesso.run import Assembled, assemble
+from gesso.timeline import recorder
+from gesso.timeline.steps import Step
 from gesso.track.progress import SILENT, Progress
 from gesso.types import UNSCALED
 
-ROUNDS = 3
+ROUNDS = 5
+PAIR = 2  # workers whose timeline is measured
 
 
 @dataclass(frozen=True)
@@ -29,17 +37,25 @@ class Measured:
     rates: Rates
     longest: int  # mean tokens of a response with its share of the prompt; 0 for images
     cores: int | None  # that CPU workers divide; None on a GPU
+    sampling: float = 1.0  # how much slower workers sample beside others: caches, memory
+    updating: float = 1.0
 
     def rates_of(self, recipe: Recipe, workers: int) -> Rates:
-        """More workers than cores take turns. Collectives are not included."""
+        """More workers than cores take turns. A collective of n workers moves 2(n − 1)/n of its
+        data in and out of each."""
         slower = 1.0 if self.cores is None else max(1.0, workers / self.cores)
-        rates = self.rates
+        rates, more = self.rates, slower * 2 * (workers - 1) / workers
+        sampling = slower * (self.sampling if workers > 1 else 1.0)
+        updating = slower * (self.updating if workers > 1 else 1.0)
         return replace(
             rates,
-            sample=Line(rates.sample.each * slower, rates.sample.fixed * slower),
-            update=Line(rates.update.each * slower, rates.update.fixed * slower),
-            optimizer=rates.optimizer * slower,
-            publish=rates.publish * slower,
+            sample=Line(rates.sample.each * sampling, rates.sample.fixed * sampling),
+            encode=rates.encode * slower,
+            update=Line(rates.update.each * updating, rates.update.fixed * updating),
+            optimizer=rates.optimizer * updating,
+            reduce=rates.reduce * more,
+            share=rates.share * more,
+            publish=rates.publish * slower if workers > 1 else 0.0,  # one compares no digests
         )
 
 
@@ -52,13 +68,19 @@ def measure(recipe: Recipe, progress: Progress = SILENT) -> Measured:
         on_cpu = job.model.device.type == "cpu"
         if on_cpu:
             torch.set_num_threads(1)
-        progress.phase("measuring")
+        progress.phase("measuring one worker")
         rates, rollout = _rates(job)
         longest = _longest(rollout) if isinstance(recipe.model, TokenModel) else 0
     finally:
         torch.set_num_threads(threads)
         job.close()
-    return Measured(rates, longest, len(os.sched_getaffinity(0)) if on_cpu else None)
+    if not on_cpu:
+        return Measured(rates, longest, None)
+    return _with_pair(recipe, rates, longest, progress)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
 
 
 def _rates(job: Assembled) -> tuple[Rates, Rollout]:
@@ -66,13 +88,12 @@ def _rates(job: Assembled) -> tuple[Rates, Rollout]:
     group = algorithm.group
     groups = max(2, math.ceil(recipe.sampler.batch / group))
     rollout, _ = job.local.sample_step(0, groups, group).result()  # loads and compiles
-    small, large = (_fastest(partial(_sampling, job, n)) for n in (max(1, groups // 2), groups))
+    numbers = itertools.count(1)
+    sizes = max(1, groups // 2), groups
+    small, large = (_fastest(partial(_sampling, job, n, numbers)) for n in sizes)
     half = rollout.rows(torch.arange(max(1, groups // 2) * group))
     job.local.train(rollout, 0, UNSCALED)  # allocates the optimizer's state
     short, long = (_fastest(partial(_training, job, r)) for r in (half, rollout))
-    started = time.perf_counter()
-    job.local.publish(1)
-    published = time.perf_counter() - started
     started = time.perf_counter()
     job.cluster.rewards.score(rollout.samples)
     scoring = time.perf_counter() - started
@@ -84,7 +105,6 @@ def _rates(job: Assembled) -> tuple[Rates, Rollout]:
         sample=_line(len(half.samples), small, len(rollout.samples), large, recipe.sampler.batch),
         update=Line(each / terms),
         optimizer=max(0.0, long - each * len(rollout.samples)) / steps,
-        publish=published,
         score=scoring / len(rollout.samples) * min(map(slots, recipe.reward), default=1),
     ), rollout
 
@@ -101,18 +121,85 @@ def _fastest(work: Callable[[], float]) -> float:
     return median(times[:2])
 
 
-def _sampling(job: Assembled, groups: int) -> float:
-    _, timing = job.local.sample_step(0, groups, job.algorithm.group).result()
-    return timing.sample
+def _seconds(job: Assembled) -> float:
+    """On a CPU those in which this process had a core: other programs may use it, too."""
+    return time.process_time() if job.model.device.type == "cpu" else time.perf_counter()
+
+
+def _sampling(job: Assembled, groups: int, steps: Iterator[int]) -> float:
+    """Of a new step each time, as features of known images are cached. Without encoding the
+    prompts, which several workers do not divide."""
+    step = next(steps)
+    prompts, sampler = job.local.stream.batch(step, groups), job.local.sampler
+    spec = job.algorithm.spec(step, 0, job.recipe.model)
+    sampler.shared(prompts, spec)  # embeddings may be cached, too
+    started = _seconds(job)
+    pending = job.local.sample_step(step, groups, job.algorithm.group)
+    sampled = _seconds(job) - started
+    started = _seconds(job)
+    sampler.shared(prompts, spec)
+    encoded = _seconds(job) - started
+    pending.result()
+    return sampled - encoded
 
 
 def _training(job: Assembled, rollout: Rollout) -> float:
-    started = time.perf_counter()
+    started = _seconds(job)
     job.local.train(rollout, 0, UNSCALED)
     if job.model.device.type == "cuda":
         torch.cuda.synchronize(job.model.device)
+    ended = _seconds(job)
     job.local.publish(1)  # the sampler must have the newest weights
-    return time.perf_counter() - started
+    return ended - started
+
+
+def _with_pair(recipe: Recipe, rates: Rates, longest: int, progress: Progress) -> Measured:
+    """With what two workers do in addition: each encodes all prompts, they exchange samples,
+    gradients and digests, and slow each other down."""
+    cluster = Cluster(workers=PAIR, patience=recipe.cluster.patience)
+    sized = divided(recipe, PAIR, longest).model_copy(update={"cluster": cluster})
+    job = assemble(sized, progress)
+    try:
+        progress.phase("measuring two workers")
+        steps = [_step(job, number) for number in range(1 + ROUNDS)]
+    finally:
+        job.close()
+    algorithm = job.algorithm
+    samples, updates = recipe.data.groups * algorithm.group, algorithm.updates * algorithm.epochs
+
+    def least(phase: str) -> float:
+        """Of the worker that waits least, in the fastest step: other programs only add to it."""
+        rows = [s.busy[recorder.worker(rank)] for s in steps[1:] for rank in range(PAIR)]
+        return min(row.get(phase, 0.0) for row in rows)
+
+    rates = replace(
+        rates,
+        encode=least("encode") / recipe.data.groups,
+        share=least("exchange") / samples,
+        reduce=least("wait") / updates,
+        publish=least("publish"),
+    )
+    fastest = min(steps[1:], key=lambda step: step.seconds)
+    predicted = simulate(sized, PAIR, rates, longest)
+
+    def slower(real: Sequence[str], phases: Sequence[str]) -> float:
+        rows = [fastest.busy[recorder.worker(rank)] for rank in range(PAIR)]
+        seconds = sum(row.get(phase, 0.0) for row in rows for phase in real) / PAIR
+        expected = predicted.step * sum(predicted.shares.get(phase, 0.0) for phase in phases)
+        return max(1.0, seconds / expected)
+
+    sampling = slower(("sample", "decode"), ("sample",))
+    updating = slower(("update", "wait"), ("update", "exchange"))
+    return Measured(rates, longest, _cores(), sampling, updating)
+
+
+def _step(job: Assembled, number: int) -> Step:
+    recorder.take()
+    started = clock.seconds()
+    batch = job.cluster.collect(number).result()
+    job.cluster.update(batch, number)
+    job.cluster.publish(number + 1)
+    return Step.of(number, 0.0, started, clock.seconds(), recorder.take())
 
 
 def _longest(rollout: Rollout) -> int:

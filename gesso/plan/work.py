@@ -148,7 +148,7 @@ def _of_tokens(
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     dense = sum(p.numel() for p in model.module.parameters())
     dense -= sum(p.numel() for p in model.tower.parameters()) if model.tower is not None else 0
-    if not config.tie_word_embeddings:  # the embedding is looked up
+    if not model.module.config.tie_word_embeddings:  # the embedding is looked up
         dense -= config.vocab_size * config.hidden_size
     context = (prompt + length / 2) * 4 * config.num_hidden_layers * config.hidden_size
     encoding = load.works.get("encoding an image")

@@ -25,6 +25,7 @@ from gesso.cluster.placement import Placement, place
 from gesso.cluster.processes import Child, Processes, Worker, WorkerFailed
 from gesso.cluster.ray_nodes import Node, most_threads
 from gesso.config import Recipe
+from gesso.plan.measure import measure
 from gesso.track import checkpoints
 from gesso.track.checkpoints import Checkpoints
 from gesso.track.progress import SILENT, Progress
@@ -213,6 +214,16 @@ def test_a_run_goes_on_with_another_number_of_workers(
     steps = resumed.timeline.read()
     assert [len(step.busy) for step in steps] == [4, 4, 2, 2 + MOST]  # with driver and rewards
     assert [step.at for step in steps] == sorted(step.at for step in steps)
+
+
+@pytest.mark.usefixtures("borrowing")
+def test_the_rates_of_a_plan_are_those_of_real_workers(language: Path) -> None:
+    recipe = build.recipe_from(language_recipe(language, {"name": "grpo"}))
+    measured = measure(recipe)
+    rates = measured.rates
+    assert rates.sample.each + rates.sample.fixed > 0 and rates.update.each + rates.optimizer > 0
+    assert min(rates.encode, rates.share, rates.reduce, rates.publish) > 0
+    assert measured.longest > 1 and measured.cores
 
 
 @pytest.mark.usefixtures("borrowing")

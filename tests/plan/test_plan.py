@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from gesso import build, cli, clock
 from gesso.config import Recipe
 from gesso.plan import gpus, tabulated, work
+from gesso.plan.measure import Measured
 from gesso.plan.planner import Planner, divided
 from gesso.plan.rates import Line, Rates
 from gesso.plan.simulate import simulate
@@ -89,6 +91,38 @@ def test_work_is_counted_per_sample(recipe: Recipe) -> None:
     assert 2.5 < counted.update.flops / counted.denoise.flops < 3.5  # all weights are trained
 
 
+def test_work_of_a_vision_language_model() -> None:
+    """Of shorter responses there is less to train on; a token costs about as much."""
+    whole, short = (work.count(build.recipe("demo-vlm", []), n) for n in (None, 8))
+    assert isinstance(whole, work.TokenWork) and isinstance(short, work.TokenWork)
+    assert whole.response == 32 and whole.longest - short.longest == 24
+    assert 1.5 < whole.update.flops / short.update.flops < 4
+    assert whole.token == pytest.approx(short.token, rel=0.1) and whole.see > 0
+
+
+def test_a_stored_branch_is_not_counted_again() -> None:
+    """The negative branch without gradient comes from sampling."""
+    guided = [*SIZES, "algorithm.guidance=4.0"]
+    both = work.count(build.recipe("demo", guided))
+    one = work.count(build.recipe("demo", [*guided, "algorithm.guidance_gradient=conditional"]))
+    assert one.update.flops == pytest.approx(both.update.flops / 2, rel=0.02)
+
+
+def test_workers_on_fewer_cores_take_turns(recipe: Recipe) -> None:
+    rates = Rates(Line(1.0, 0.5), encode=0.1, update=Line(2.0), reduce=0.3, share=0.2, publish=0.4)
+    measured = Measured(rates, 0, cores=2)
+    one, two, four = (measured.rates_of(recipe, count) for count in (1, 2, 4))
+    assert (one.reduce, one.share, one.publish) == (0, 0, 0) and one.encode == 0.1
+    assert two == rates
+    assert (four.sample, four.update) == (Line(2.0, 1.0), Line(4.0))
+    assert (four.encode, four.publish) == (0.2, 0.8)
+    beside = replace(measured, sampling=1.5, updating=2.0)
+    assert beside.rates_of(recipe, 1) == one
+    assert beside.rates_of(recipe, 2).sample == Line(1.5, 0.75)
+    assert beside.rates_of(recipe, 2).update == Line(4.0)
+    assert four.reduce == pytest.approx(0.3 * 2 * 1.5)  # 2(n − 1)/n of the data, and half a core
+
+
 def test_a_shared_network_is_slower_and_needs_less(recipe: Recipe) -> None:
     counted, gpu = work.count(recipe), gpus.find("H100")
     cluster = recipe.cluster.model_copy(update={"sharding": "all"})
@@ -119,7 +153,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--gpu", "h10"], 'did you mean "h100"?'),
         (["--gpu", "mine.toml"], "no such file"),
         (["--gpus", "0"], "--gpus expects 1 to 1024, got 0"),
-        (["--score-s", "-1"], "--score-s expects seconds"),
+        (["--score-s", "-1"], "--score-s expects a number of at least 0, got -1"),
+        (["--price", "nan"], "--price expects a number of at least 0, got nan"),
     ],
 )
 def test_bad_input_is_one_sentence(
