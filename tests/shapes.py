@@ -272,21 +272,36 @@ def _wan22() -> Any:
     return _wan(network, vae, shift=5.0, expand_timesteps=True)
 
 
-def _wan(network: dict[str, Any], vae: dict[str, Any], shift: float, **options: Any) -> Any:
-    from diffusers import (
-        AutoencoderKLWan,
-        UniPCMultistepScheduler,
-        WanPipeline,
-        WanTransformer3DModel,
-    )
+def _wan22_experts() -> Any:
+    """Wan 2.2 A14B."""
+    return _wan({}, vae={}, shift=3.0, experts=2, boundary_ratio=0.875)
+
+
+def _wan22_i2v() -> Any:
+    """Wan 2.2 A14B, image to video."""
+    network = {"in_channels": 36}
+    return _wan(network, vae={}, shift=3.0, experts=2, kind="ImageToVideo", boundary_ratio=0.9)
+
+
+def _wan(
+    network: dict[str, Any],
+    vae: dict[str, Any],
+    shift: float,
+    experts: int = 1,
+    kind: str = "",
+    **options: Any,
+) -> Any:
+    import diffusers
+    from diffusers import AutoencoderKLWan, UniPCMultistepScheduler, WanTransformer3DModel
     from transformers import UMT5Config, UMT5EncoderModel
 
     with torch.device("cpu"):  # its constructor reads values
         scheduler = UniPCMultistepScheduler(
             prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=shift
         )
-    return WanPipeline(
-        transformer=WanTransformer3DModel(**network),
+    names = ["transformer", "transformer_2"][:experts]
+    return getattr(diffusers, f"Wan{kind}Pipeline")(
+        **{name: WanTransformer3DModel(**network) for name in names},
         scheduler=scheduler,
         vae=AutoencoderKLWan(**vae),
         text_encoder=UMT5EncoderModel(
@@ -315,6 +330,8 @@ SIZES: dict[str, Callable[[], Any]] = {
     "z-image": _z_image,
     "wan21": _wan21,
     "wan22": _wan22,
+    "wan22-a14b": _wan22_experts,
+    "wan22-a14b-i2v": _wan22_i2v,
 }
 
 

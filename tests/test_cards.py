@@ -50,6 +50,7 @@ def test_every_card_of_every_bundled_recipe_loads(name: str, card: str, tmp_path
 def test_every_model_has_its_cards() -> None:
     special = {"sd35-large-ocr": ["8x24", "8x48", "8x80"], "qwen25-vl-32b-geo3k": ["48", "80"]}
     special["flux2-dev-pickscore"] = special["wan22-5b-hpsv3"] = ["48", "80"]
+    special["wan22-a14b-pickscore"] = special["wan22-a14b-i2v-pickscore"] = ["48", "80"]
     special["wan21-1.3b-pickscore"] = ["24", "48"]
     for name, bundled in BUNDLED.items():
         expected = special.get(name, [] if name.startswith("demo") else ["24", "48", "80"])

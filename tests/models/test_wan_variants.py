@@ -171,6 +171,15 @@ def test_a_second_scale_without_guidance(folder_of: Any, tmp_path: Path) -> None
         assert len(found) == notes
 
 
+def test_models_of_configs_alone(folder_of: Any) -> None:
+    """The estimate of memory has both experts, and the pinned frame."""
+    model = model_of(folder_of("wan-experts"), device="meta", guidance_2=3.0)
+    assert {name.split(".")[0] for name, _ in model.network.named_parameters()} == {
+        "transformer", "transformer_2"
+    }  # fmt: skip
+    assert image_model(folder_of("wan-ti2v"), device="meta").pinned
+
+
 def test_each_expert_has_a_file_of_its_lora(folder_of: Any, tmp_path: Path) -> None:
     folder = folder_of("wan-experts")
     model, pipe = model_of(folder, lora=Lora(rank=2, alpha=6)), euler(text_pipe(folder), STEPS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import shutil
 from collections.abc import Sequence
@@ -124,7 +125,10 @@ def empty_pipeline(model: Architecture, settings: config.Model) -> Any:
                     continue
                 if isinstance(entry, list | tuple) and entry[0] is not None:
                     parts[name] = _empty_part(entry[0], entry[1], source, name, model, settings)
-            return getattr(diffusers, model.pipeline)(**parts)
+            kind = getattr(diffusers, model.pipeline)
+            # Not only components: Wan has the boundary of its experts there.
+            options = inspect.signature(kind).parameters.keys() & index.keys() - parts.keys()
+            return kind(**parts, **{name: index[name] for name in options})
     except (OSError, ValueError, AttributeError, TypeError, LookupError, ImportError) as error:
         raise UserError(
             f'model.path = "{settings.path}": its configs cannot be read: '
