@@ -39,6 +39,17 @@ class FlowTerms(Terms):
         return [part for index in alike for part in index.split(settings.micro_batch)]
 
 
+def ode_spec(model: config.Model, steps: int) -> SampleSpec:
+    """An ODE without guidance, at the size of the recipe; algorithms replace what differs."""
+    return SampleSpec(
+        steps=steps,
+        height=model.height,
+        width=model.width,
+        frames=model.frames,
+        fps=model.fps,
+    )
+
+
 class AnyFlowAlgorithm(config.Strict):
     """With rewards or without."""
 
@@ -59,12 +70,11 @@ class AnyFlowAlgorithm(config.Strict):
     def eval_spec(self, watched: config.Eval, model: config.Model, weights: Which) -> SampleSpec:
         """An ODE with the evaluation's steps and guidance."""
         assert watched.guidance is not None, "build.recipe_from fills it in"
-        return SampleSpec(
-            steps=watched.steps,
+        return replace(
+            ode_spec(model, watched.steps),
             height=watched.height or model.height,
             width=watched.width or model.width,
             frames=watched.frames or model.frames,
-            fps=model.fps,
             guidance=watched.guidance,
             weights=weights,
         )

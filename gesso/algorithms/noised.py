@@ -20,7 +20,7 @@ from torch import Tensor
 from gesso import config
 from gesso.algorithms.base import Prepared, TermLosses
 from gesso.algorithms.brakes import gated, kl_shares
-from gesso.algorithms.flow import FlowAlgorithm, FlowTerms
+from gesso.algorithms.flow import FlowAlgorithm, FlowTerms, ode_spec
 from gesso.formulas import advantages as adv
 from gesso.formulas import averages, matching
 from gesso.models.flow.base import FlowModel
@@ -127,14 +127,7 @@ class NoisedAlgorithm(FlowAlgorithm):
         return False
 
     def spec(self, step: int, seed: int, model: config.Model) -> SampleSpec:
-        return SampleSpec(
-            steps=self.steps,
-            height=model.height,
-            width=model.width,
-            frames=model.frames,
-            fps=model.fps,
-            solver=self.solver,
-        )
+        return replace(ode_spec(model, self.steps), solver=self.solver)
 
     def prepare(
         self, model: FlowModel, rollout: Rollout, settings: config.Learner, ranks: Ranks = ALONE

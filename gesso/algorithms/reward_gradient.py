@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from gesso import config
 from gesso.algorithms.advantage import Equal
 from gesso.algorithms.base import Prepared, TermLosses
-from gesso.algorithms.flow import AnyFlowAlgorithm, FlowTerms
+from gesso.algorithms.flow import AnyFlowAlgorithm, FlowTerms, ode_spec
 from gesso.formulas.reward_gradient import Velocity, hinge
 from gesso.models.flow.base import FlowModel
 from gesso.models.flow.guidance import guided
@@ -90,12 +90,8 @@ class RewardGradient(AnyFlowAlgorithm):
 
     def spec(self, step: int, seed: int, model: config.Model) -> SampleSpec:
         """Flow-SDE without noise is the Euler step, and its states are recorded."""
-        return SampleSpec(
-            steps=self.steps,
-            height=model.height,
-            width=model.width,
-            frames=model.frames,
-            fps=model.fps,
+        return replace(
+            ode_spec(model, self.steps),
             stochastic=self.recorded,
             trained=self.recorded,
             guidance=self.guidance,

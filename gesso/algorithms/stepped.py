@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from gesso import config
-from gesso.algorithms.flow import AnyFlowAlgorithm, FlowTerms
+from gesso.algorithms.flow import AnyFlowAlgorithm, FlowTerms, ode_spec
 from gesso.config import Strict
 from gesso.formulas import flow_steps
 from gesso.models.flow.base import FlowModel
@@ -121,12 +121,8 @@ class Stepped(AnyFlowAlgorithm):
 
     def spec(self, step: int, seed: int, model: config.Model) -> SampleSpec:
         window = self.window.place(step, seed) if self.window else None
-        return SampleSpec(
-            steps=self.steps,
-            height=model.height,
-            width=model.width,
-            frames=model.frames,
-            fps=model.fps,
+        return replace(
+            ode_spec(model, self.steps),
             rule=self.rule,
             noise=self.noise,
             stochastic=window or range(self.steps),

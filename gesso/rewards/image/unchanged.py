@@ -21,6 +21,7 @@ from pydantic import Field
 
 from gesso.config import Strict, pick_device
 from gesso.rewards import edits
+from gesso.rewards.each import score_each
 from gesso.rewards.image import networks
 from gesso.types import Prompt, Sample, Score, UserError
 
@@ -48,13 +49,10 @@ class Unchanged(Strict):
         return edits.no_source(prompt) or edits.wrong_mask(prompt)
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        return [self._score(sample) for sample in samples]
+        return score_each(samples, self._score)
 
     def _score(self, sample: Sample) -> Score:
-        try:
-            source, weights = edits.source(sample), edits.outside(sample)
-        except UserError as error:
-            return Score.failed(str(error))
+        source, weights = edits.source(sample), edits.outside(sample)
         difference = np.abs(source.astype(np.float64) - sample.pixels).mean(-1) / 255  # (h, w)
         parts = {"pixels": math.exp(-self._mean(difference, weights) / self.scale)}
         if self.path:

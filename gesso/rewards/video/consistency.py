@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 import numpy as np
 
 from gesso.config import Strict
+from gesso.rewards.each import score_each
 from gesso.rewards.image.unchanged import load_patches
 from gesso.rewards.video.neighbours import differences, video
 from gesso.types import Prompt, Sample, Score, UserError
@@ -39,13 +40,10 @@ class TemporalConsistency(Strict):
         return None
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        return [self._score(sample) for sample in samples]
+        return score_each(samples, self._score)
 
     def _score(self, sample: Sample) -> Score:
-        try:
-            frames = video(sample)
-        except UserError as error:
-            return Score.failed(str(error))
+        frames = video(sample)
         parts = {"pixels": 1 - float(differences(frames).mean())}
         if self.path:
             network = load_patches(self.path, self.device)

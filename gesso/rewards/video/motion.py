@@ -18,8 +18,9 @@ import numpy as np
 from pydantic import Field
 
 from gesso.config import Strict
+from gesso.rewards.each import score_each
 from gesso.rewards.video.neighbours import differences, video
-from gesso.types import Prompt, Sample, Score, UserError
+from gesso.types import Prompt, Sample, Score
 
 LARGEST = 256  # px: longer frames are downscaled by an integer factor
 TILE = 64  # px, or the shorter side of the frame
@@ -50,13 +51,10 @@ class Motion(Strict):
         return f'column "direction" is {direction!r:.40}; expected one of {", ".join(known)}'
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        return [self._score(sample) for sample in samples]
+        return score_each(samples, self._score)
 
     def _score(self, sample: Sample) -> Score:
-        try:
-            frames = video(sample)
-        except UserError as error:
-            return Score.failed(str(error))
+        frames = video(sample)
         difference = float(differences(frames).mean())
         length, (dx, dy) = displacement(frames)
         parts = {"pixels": length, "dx": dx, "dy": dy, "difference": difference}

@@ -13,10 +13,11 @@ from functools import cached_property
 from typing import ClassVar
 
 from gesso.config import Strict
+from gesso.rewards.each import score_each
 from gesso.rewards.image.ocr import NO_TARGET, Ocr, spelling_score, target_of
 from gesso.rewards.video.motion import DIRECTIONS, Motion
 from gesso.rewards.video.neighbours import video
-from gesso.types import Prompt, Sample, Score, UserError
+from gesso.types import Prompt, Sample, Score
 
 MOVING = 0.5  # least value of `motion` that counts as the right motion
 
@@ -37,15 +38,12 @@ class SignMotion(Strict):
         return f'expected a column "direction", one of {", ".join(DIRECTIONS)}'
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
-        return [self._score(sample) for sample in samples]
+        return score_each(samples, self._score)
 
     def _score(self, sample: Sample) -> Score:
         if problem := self.unfit(sample.prompt):
             return Score.failed(problem)
-        try:
-            frames = video(sample)
-        except UserError as error:
-            return Score.failed(str(error))
+        frames = video(sample)
         words = [spelling_score(self._reader.read(frame), sample.prompt) for frame in frames]
         spelling, motion = min(value_of(each) for each in words), value_of(self._motion(sample))
         details = {
