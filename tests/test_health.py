@@ -196,6 +196,9 @@ def test_what_is_no_reward_hacking() -> None:
     assert kinds(small) == []  # .045 over 15 steps: within two standard errors, .06
     wobble = history(40, eval__reward=lambda s: 0.6 - 0.1 * (s % 10 == 5))
     assert kinds(wobble) == []
+    course = {20: 0.6, 25: 0.5, 30: 0.52, 35: 0.2, 40: 0.6}
+    once = history(40, eval__reward=lambda s: course.get(s, 0.5))
+    assert kinds(once) == []  # one low evaluation: the one before it is above .5
     assert kinds(history(40, eval__failed=falling, eval__ocr__longer=falling)) == []
     three = history(15, eval__reward=lambda s: 0.9 - 0.05 * s, eval__ocr__exact=always(0.5))
     assert kinds(three[:-1]) == [] and kinds(three) == ["reward-hacking"]  # the fourth evaluation

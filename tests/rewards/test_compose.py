@@ -12,6 +12,7 @@ import torch
 
 from gesso import build, run
 from gesso.config import Ramp
+from gesso.health import Facts
 from gesso.rewards import assembly, base
 from gesso.rewards.compose import clipped, combine
 from gesso.rewards.transport import protocol, wire
@@ -138,7 +139,10 @@ def test_an_alias_names_the_second_entry(recipe_data: dict) -> None:
     jpeg = {"name": "jpeg-compressibility"}
     recipe_data["reward"] = [jpeg, jpeg | {"alias": "small", "bounds": [-1e-9, 0.0]}]
     recipe_data["eval_reward"] = [jpeg | {"alias": "held-out"}]
-    rewards = assembly.rewards(build.recipe_from(recipe_data))
+    recipe = build.recipe_from(recipe_data)
+    watched = Facts.of(recipe, build.algorithm(recipe), 8).watched
+    assert watched == ("eval/reward", "eval/held-out", "eval/held-out/exact")
+    rewards = assembly.rewards(recipe)
     try:
         image = np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)
         (score,) = rewards.service.score([Sample(Prompt("a"), image, 0)])
@@ -214,18 +218,19 @@ def test_bounds_of_a_recipe(recipe_data: dict, tmp_path: Path) -> None:
 def test_a_ramp_changes_the_weight_of_each_batch(recipe_data: dict, tmp_path: Path) -> None:
     """By the batch's own step, also when the next batch is scored during an update, and after a
     resume; evaluations have the whole weight."""
-    other = {"name": "jpeg-incompressibility", "weight": 3.0, "ramp": {"start": 0.5, "steps": 2}}
+    other = {"name": "jpeg-incompressibility", "alias": "large", "weight": 3.0}
+    other |= {"ramp": {"start": 0.5, "steps": 2}}
     recipe_data["reward"] = [{"name": "jpeg-compressibility"}, other]
     recipe_data |= {"steps": 4, "lag": 1, "save": {"every": 1, "keep": 9}}
     done = run.train(build.recipe_from(recipe_data), folder=tmp_path / "run", quiet=True)
     rows = [*done.rows()[1:3], *run.resume(cut_after(done, 2, tmp_path / "cut"), True).rows()[3:]]
-    weights = [row["reward/jpeg-incompressibility/weight"] for row in rows]
+    weights = [row["reward/large/weight"] for row in rows]
     assert weights == [1.5, 2.25, 3.0, 3.0]
     for row, weight in zip(rows, weights, strict=True):
-        parts = row["reward/jpeg-compressibility"], row["reward/jpeg-incompressibility"]
+        parts = row["reward/jpeg-compressibility"], row["reward/large"]
         assert row["reward"] == pytest.approx(parts[0] + weight * parts[1])
     first = done.rows()[0]
-    whole = first["eval/jpeg-compressibility"] + 3.0 * first["eval/jpeg-incompressibility"]
+    whole = first["eval/jpeg-compressibility"] + 3.0 * first["eval/large"]
     assert first["eval/reward"] == pytest.approx(whole)
 
 
