@@ -75,7 +75,9 @@ def measured_rates(recipe: Recipe, boost: bool) -> measure.Measured:
     usual = patch.object(measure, "_fastest", lambda work: median(work() for _ in range(5)))
     watched = patch.object(measure, "_step", boosted_step)
     with boosted([os.getpid()] if boost else []), usual, watched:
-        return measure.measure(recipe)
+        found = measure.measure(recipe)
+    print(found, flush=True)
+    return found
 
 
 def speed() -> float:
@@ -106,8 +108,6 @@ def compare(name: str, rounds: int, boost: bool) -> list[str]:
         for job in jobs.values():
             job.close()
     found.append(measured_rates(recipe, boost))
-    for measured in found:
-        print(measured)
     lines = ["| workers | predicted s | measured s | of it |", "|---|---|---|---|"]
     for count in COUNTS:
         predicted = [
