@@ -22,7 +22,7 @@ CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 1)
 WORKERS ?= $(shell [ $(CORES) -gt 3 ] && echo 4 || echo $$(($(CORES) + 1)))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-fast test-gpu test-vllm test-ray mutants lint docs bench bench-gpu setup clean help
+.PHONY: demo test test-fast test-gpu test-vllm test-ray test-faults mutants lint docs bench bench-gpu setup clean help
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile | head -6
@@ -69,6 +69,11 @@ $(VLLM)/.run: pyproject.toml tests/declare_torchvision_ops.py
 	@$(if $(PIN),$(VLLM)/bin/pip uninstall --quiet --yes torchaudio torchcodec)
 	@$(if $(PIN),$(VLLM)/bin/python tests/declare_torchvision_ops.py)
 	@touch $@
+
+# Minutes; some of it waits for 10 s at a time.
+test-faults: $(VENV)/.dev
+	@echo "==> Running the tests with stalled and slow workers, full disks and killed drivers"
+	@GESSO_FAULTS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m faults tests/cluster/test_faults.py
 
 # Ray's nodes are started by the tests, on loopback. Its environment has Ray on top of $(VENV).
 test-ray: $(RAY)/.run

@@ -154,8 +154,8 @@ class Run:
             return [self.driver.pid]
         if role == "worker":
             return [int(file.read_text()) for file in sorted(self.folder.glob("worker-*"))]
-        children = Path(f"/proc/{self.driver.pid}/task/{self.driver.pid}/children")
-        pids = [int(pid) for pid in children.read_text().split()]
+        threads = Path(f"/proc/{self.driver.pid}/task").glob("*/children")
+        pids = [int(pid) for thread in threads for pid in thread.read_text().split()]
         return [pid for pid in pids if b"rewards.transport.worker" in _command(pid)]
 
     def measure(self) -> None:

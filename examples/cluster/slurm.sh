@@ -15,6 +15,7 @@ export RAY_USAGE_STATS_ENABLED=0
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 20000)) # other jobs may use the same node
 
-# Starts Ray on every node, runs the command on the first one, and stops Ray when it ends.
-srun ray symmetric-run --address "$head:$port" --min-nodes "$SLURM_JOB_NUM_NODES" -- \
+# Starts Ray on every node, runs the command on the first one, and stops Ray when it ends; nodes that
+# do not notice have a minute.
+srun --wait=60 ray symmetric-run --address "$head:$port" --min-nodes "$SLURM_JOB_NUM_NODES" -- \
   gesso train "$@" cluster.address=auto cluster.restarts=3

@@ -209,7 +209,7 @@ def idle_workers(rows: Sequence[Row], facts: Facts) -> str | None:
 def slow_worker(rows: Sequence[Row], facts: Facts) -> str | None:
     """A worker takes more than three times as long for a sample as the others."""
     ratios, ranks = recent(rows, "cluster/slowest"), recent(rows, "cluster/slowest_rank")
-    if not ratios or min(ratios) < SLOW or len(set(ranks)) > 1:
+    if not ratios or median(ratios) < SLOW or len(set(ranks)) > 1:
         return None
     return (
         f"worker {ranks[0]:.0f} took {median(ratios):.1f} times as long for a sample as the others "

@@ -76,6 +76,18 @@ def assert_equal(one: RunFolder, other: RunFolder) -> None:
     assert [name for name in state if not torch.equal(state[name], expected[name])] == []
 
 
+def listening(pid: int) -> set[str]:
+    """The addresses at which a process accepts TCP connections, as hexadecimal digits."""
+    links = [os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()]
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            columns = line.split()
+            if columns[3] == "0A" and f"socket:[{columns[9]}]" in links:
+                found.add(columns[1].partition(":")[0])
+    return found
+
+
 def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)

@@ -44,6 +44,7 @@ from tests.cluster.runs import (
     go,
     is_worker,
     language_recipe,
+    listening,
     offline,
 )
 from tests.conftest import small_recipe
@@ -51,6 +52,7 @@ from tests.test_loop import final_state
 from tests.waiting import Started, until
 
 MOST = 4
+LOOPBACK = "0100007F"  # 127.0.0.1 in /proc/net/tcp
 LIMIT = 20  # seconds to end, on a machine that runs other tests; 5 on an idle one
 
 
@@ -632,7 +634,8 @@ def test_threads_of_workers_on_nodes_of_different_sizes() -> None:
 
 
 @pytest.mark.usefixtures("borrowing")
-def test_samples_are_dropped_after_their_update(language: Path) -> None:
+def test_samples_are_dropped_after_their_update(language: Path, pool: Forked) -> None:
+    """And workers listen on loopback only, for each other."""
     data = language_recipe(language, {"name": "grpo"}) | {"cluster": {"workers": 2}}
     job = run.assemble(build.recipe_from(data))
     try:
@@ -647,6 +650,7 @@ def test_samples_are_dropped_after_their_update(language: Path) -> None:
         cluster.publish(1)
         cluster.update(later, 1)
         assert not cluster._owners and not cluster._shared
+        assert set().union(*(listening(pid) for pid in pool.pids)) == {LOOPBACK}
     finally:
         job.close()
 
