@@ -14,6 +14,7 @@ from PIL import Image
 from gesso import build, run
 from gesso.config import Learner as LearnerSection
 from gesso.config import Lora, Model, Optimizer
+from gesso.estimate import estimate
 from gesso.learner.learner import Learner
 from gesso.models.flow.base import PromptCache
 from gesso.samplers.denoise import DenoisingSampler, Piece
@@ -178,6 +179,17 @@ def test_models_of_configs_alone(folder_of: Any) -> None:
         "transformer", "transformer_2"
     }  # fmt: skip
     assert image_model(folder_of("wan-ti2v"), device="meta").pinned
+
+
+@pytest.mark.parametrize("name", ["wan-ti2v", "wan-i2v"])
+def test_memory_of_image_to_video(folder_of: Any, name: str) -> None:
+    height, width, _ = size_of(name)
+    data = small_recipe(folder_of(name), Path("prompts.txt"))
+    size = {"height": height, "width": width, "frames": 5}
+    lora = {"rank": 2, "alpha": 4}
+    data["model"] = {"name": "wan-i2v", "path": str(folder_of(name)), "lora": lora, **size}
+    found = estimate(build.recipe_from(data)).passing
+    assert found["denoising"] > 0 and found["update with gradients"] > 0
 
 
 def test_each_expert_has_a_file_of_its_lora(folder_of: Any, tmp_path: Path) -> None:

@@ -187,14 +187,16 @@ class PipelineModel(ABC):
     def blank(self, rows: int, size: Size) -> Conditioning:
         """Uninitialised conditioning of `rows` prompts of full length and samples of this size, for
         its shapes."""
+        return with_blank_references(self, self.blank_texts(rows))
+
+    def blank_texts(self, rows: int) -> Conditioning:
         settings = self.transformer.config
         embeds = torch.empty(rows, self.text_tokens, self.text_width, dtype=self.dtype)
         pooled = None
         if "pooled_projection_dim" in settings:
             pooled = torch.empty(rows, settings.pooled_projection_dim, dtype=self.dtype)
         scale = torch.empty(rows) if self.guidance == "embedded" else None
-        cond = Conditioning(embeds, pooled, guidance=scale).to(self.device)
-        return with_blank_references(self, cond)
+        return Conditioning(embeds, pooled, guidance=scale).to(self.device)
 
     def tokens(self, latents: Tensor) -> Tensor:
         """(N, C, H, W) → (N, R, D): of reference images."""

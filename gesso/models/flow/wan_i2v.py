@@ -93,7 +93,7 @@ class WanI2V(Wan):
         return torch.cat([mask, z], 1)
 
     def blank(self, rows: int, size: Size) -> Conditioning:
-        cond = super().blank(rows, size)
+        cond = self.blank_texts(rows)
         _, frames, *cells = super().latent_shape(*size)
         shape = (
             (self.channels, 1)
