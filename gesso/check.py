@@ -75,15 +75,22 @@ def check(recipe: Recipe, progress: Progress = SILENT) -> Findings:
             )
         _measured(job, findings)
         # Workers take parts of a batch in turns.
-        parts, workers = (1, 1) if placement is None else (placement.parts, placement.workers)
-        share = math.ceil(parts / workers) / parts
+        sampled, trained = (1.0, 1.0) if placement is None else _shares(placement)
         updating = job.algorithm.terms_a_sample * seconds_per_term
-        evaluating = share * evaluating if evaluating is not None else None
-        findings.fact("time", _time(job, share * seconds, share * updating, evaluating))
+        evaluating = sampled * evaluating if evaluating is not None else None
+        findings.fact("time", _time(job, sampled * seconds, trained * updating, evaluating))
     finally:
         torch.set_num_threads(threads)
         job.close()
     return findings
+
+
+def _shares(placement: Placement) -> tuple[float, float]:
+    """Of the samples of a step, of the worker with the most: to sample, and to train on."""
+    samplers = placement.samplers or placement.workers
+    learners = placement.workers - placement.samplers
+    sampled, trained = (math.ceil(placement.parts / n) for n in (samplers, learners))
+    return sampled / placement.parts, trained / placement.parts
 
 
 def _check_in_workers(recipe: Recipe, placement: Placement, progress: Progress) -> Findings:

@@ -55,15 +55,17 @@ ALONE = Alone()
 
 
 class Group:
-    """The ranks of torch's default process group."""
+    """The ranks of one of torch's process groups, the first ones of all processes."""
 
-    def __init__(self, device: torch.device, in_step: bool = False) -> None:
+    def __init__(self, device: torch.device, in_step: bool = False, group: Any = None) -> None:
+        """`group`: None is the default one, of all processes."""
         from torch import distributed
 
         self.distributed = distributed
         self.device = device
-        self.rank = distributed.get_rank()
-        self.count = distributed.get_world_size()
+        self.group = group
+        self.rank = distributed.get_rank(group)
+        self.count = distributed.get_world_size(group)
         self.in_step = in_step
         self.slowness: Sequence[float] = [1.0] * self.count
         self.waited = 0.0  # seconds in collectives
@@ -77,7 +79,7 @@ class Group:
             alike = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.flatten() for tensor in alike])
             with self._collective(flat.nbytes):
-                self.distributed.all_reduce(flat)
+                self.distributed.all_reduce(flat, group=self.group)
             for tensor, total in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
                 tensor.copy_(total.view_as(tensor))
 
@@ -127,7 +129,7 @@ class Group:
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         with self._collective(tensor.nbytes if source == self.rank else 0):
-            self.distributed.broadcast(tensor, source)
+            self.distributed.broadcast(tensor, source, group=self.group)
 
     @contextmanager
     def _collective(self, size: int) -> Iterator[None]:

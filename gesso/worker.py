@@ -13,32 +13,33 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 
 from gesso import build, families
 from gesso.cluster.channel import Channel, Messages, end_with_the_driver, read_prompts, read_spec
+from gesso.cluster.exchanging import Exchanging, Request, about, tensors_of
 from gesso.cluster.host import keep_freed_memory, listen_at, peak_memory
 from gesso.cluster.processes import ERRORS, IDLE
+from gesso.cluster.routes import Routes, layout
 from gesso.cluster.saving import Saving
 from gesso.cluster.tasks import TASKS, phase_of
 from gesso.config import Recipe
 from gesso.data.prompts import LoadedData, WeightedPrompts
 from gesso.ranks import Group
 from gesso.rewards.transport import wire
-from gesso.rollout import FlowTrace, Rollout, TokenTrace, widened
-from gesso.samplers.base import Piece
+from gesso.rollout import Rollout, widened
+from gesso.samplers.base import Piece, Sampler
 from gesso.timeline import recorder
 from gesso.track import bars
 from gesso.track.progress import Progress
-from gesso.types import Prompt, ResponseSpec, Sample, SampleSpec, Scales, Score
+from gesso.types import Prompt, Scales, Score
 from gesso.use import teachers
-from gesso.weights.publish import digest, publish
 
 NO_PROMPT = Prompt("")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -102,8 +103,8 @@ class _Reported:
 class _ReportingGroup(Group):
     """Tells the driver when this rank waits for the others, so that it knows which one hangs."""
 
-    def __init__(self, worker: Worker, in_step: bool) -> None:
-        super().__init__(worker.model.device, in_step)
+    def __init__(self, worker: Worker, in_step: bool, group: Any) -> None:
+        super().__init__(worker.model.device, in_step, group)
         self.worker = worker
 
     def before_waiting(self) -> None:
@@ -114,19 +115,7 @@ class _ReportingGroup(Group):
         self.worker.channel.send({"doing": self.worker.doing})
 
 
-@dataclass
-class Request:
-    """A sampling call whose parts are sampled by several workers."""
-
-    step: int | None
-    prompts: Sequence[Prompt]
-    row: Sequence[int]
-    seeds: Sequence[int]
-    spec: SampleSpec | ResponseSpec
-    shared: Any = None  # of the sampler
-
-
-class Worker(Saving):
+class Worker(Exchanging, Saving):
     def __init__(self, channel: Messages) -> None:
         self.channel = channel
         self.number = 0  # of the current task
@@ -153,10 +142,12 @@ class Worker(Saving):
         recipe: Mapping[str, Any],
         rank: int,
         count: int,
+        samplers: int,
         store: Mapping[str, Any],
         address: str,
     ) -> dict[str, Any]:
-        """`store`: as in `Processes.store`. `address`: where other ranks reach this one."""
+        """`samplers`: ranks, the last ones, that only sample. `store`: as in `Processes.store`.
+        `address`: where other ranks reach this one."""
         self.rank = rank
         self.progress: Progress = _Reported(self.channel)
         self.recipe: Recipe = build.recipe_from(recipe)
@@ -176,20 +167,32 @@ class Worker(Saving):
             timeout=timedelta(seconds=2 * self.recipe.cluster.patience),  # the driver stops first
             device_id=_numbered(device),
         )
-        self.group = _ReportingGroup(self, self.recipe.cluster.sharding is not None)
-        self.algorithm, self.learner = build.learner(
-            self.recipe, self.algorithm, self.model, self.progress, self.group
-        )
-        if self.recipe.sampler.engine == "vllm":
-            self.progress.phase(f"starting {self.recipe.sampler.engine}")
-        # Checkpoints are written while the default group is used to train.
-        self.writers = distributed.new_group(backend="gloo") if self.learner.sharded else None
-        self.sampler = build.sampler(self.recipe, self.algorithm, self.model)
+        learners = count - samplers
+        self.routes = Routes.open(rank, device, learners, count) if samplers else None
+        group = distributed.new_group(range(learners)) if samplers else None
+        if rank < learners:
+            self.group = _ReportingGroup(self, self.recipe.cluster.sharding is not None, group)
+            self.algorithm, self.learner = build.learner(
+                self.recipe, self.algorithm, self.model, self.progress, self.group
+            )
+            # Checkpoints are written while the default group is used to train.
+            self.writers = distributed.new_group(backend="gloo") if self.learner.sharded else None
+        else:  # a critic changes how the model is run
+            self.algorithm, _ = build.add_critic(self.recipe, self.algorithm, self.model)
+        self.sampler = self._sampler(rank < learners and samplers > 0)
         self.doing = "connecting to the other workers"
-        self.group.sum([torch.zeros(1, device=device)])  # NCCL connects in the first collective
+        if rank < learners:  # NCCL connects in the first collective
+            self.group.sum([torch.zeros(1, device=device)])
         if device.type == "cpu":
             keep_freed_memory()
-        return {}
+        return {"layout": layout(self.model.policy.tensors())}
+
+    def _sampler(self, only_trains: bool) -> Sampler:
+        if self.recipe.sampler.engine == "vllm":
+            if only_trains:  # without an engine; it encodes prompts and describes samples
+                return build.built_in_sampler(self.recipe, self.model)
+            self.progress.phase(f"starting {self.recipe.sampler.engine}")
+        return build.sampler(self.recipe, self.algorithm, self.model)
 
     def _store(self, found: Mapping[str, Any], count: int) -> distributed.Store:
         if "folder" in found:
@@ -244,9 +247,12 @@ class Worker(Saving):
         self.requests[key] = request
         return {}
 
-    def sample(self, key: str, only: Sequence[int], spare: bool) -> dict[str, Any]:
-        """Sends every piece as it finishes. Spare samples are dropped: this rank runs the passes in
-        which the others need it."""
+    def sample(
+        self, key: str, only: Sequence[int], spare: bool, learner: int | None
+    ) -> dict[str, Any]:
+        """Sends every piece as it finishes, without its trace, which this rank keeps, or a sampler
+        apart offers to `learner`. Spare samples are dropped: this rank runs the passes in which the
+        others need it."""
         started, made = time.perf_counter(), 0
         request = self.requests[key]
         for piece in self.sampler.sample(
@@ -259,40 +265,14 @@ class Worker(Saving):
             name = f"{key}/{piece.index[0]}"
             bare = [replace(sample, prompt=NO_PROMPT) for sample in piece.samples]
             message = {"number": self.number, "piece": name, "index": piece.index}
+            if self.routes is None:
+                without_images = [replace(sample, image=None, fps=None) for sample in piece.samples]
+                self.pieces[name] = replace(piece, samples=without_images)
+            elif learner is not None:
+                parcel = self.routes.send(key, learner, tensors_of(piece), about(piece))
+                message["parcel"] = astuple(parcel)
             self.channel.send(message, wire.pack_samples(bare))
-            without_images = [replace(sample, image=None, fps=None) for sample in piece.samples]
-            self.pieces[name] = replace(piece, samples=without_images)
         return {"busy": 0.0 if spare else time.perf_counter() - started, "made": made}
-
-    def share(self, pieces: Sequence[str], owners: Sequence[int]) -> dict[str, Any]:
-        """Afterwards every rank has these pieces, without their images."""
-        sent = self.group.sent
-        for name, owner in zip(pieces, owners, strict=True):
-            mine = self.pieces[name] if owner == self.rank else None
-            own = {} if mine is None else _tensors(mine)
-            about = None
-            if mine is not None:
-                about = [mine.index, [(s.text, s.tokens) for s in mine.samples]]
-            values, about = self.group.broadcast(owner, own, about)
-            if mine is None:
-                self.pieces[name] = self._received(name, dict(values), *about)
-        return {"sent": self.group.sent - sent}
-
-    def _received(
-        self, name: str, values: dict[str, Tensor], index: list[int], texts: Sequence[Any]
-    ) -> Piece:
-        request = self.requests[name.partition("/")[0]]
-        samples = [
-            Sample(request.prompts[request.row[i]], None, request.seeds[i], text, tokens)
-            for i, (text, tokens) in zip(index, texts, strict=True)
-        ]
-        logp = values.pop("logp")
-        trace: Any  # of the model's family
-        if isinstance(request.spec, SampleSpec):
-            trace = FlowTrace(context=request.shared, **values)
-        else:
-            trace = TokenTrace(prompts=request.shared, **values)
-        return Piece(index, samples, trace, logp)
 
     def describe(self, scores: bytes, **rollout: Any) -> dict[str, Any]:
         return {"metrics": self.sampler.describe(self._rollout(scores, **rollout))}
@@ -352,19 +332,14 @@ class Worker(Saving):
     def forget(self, step: int | None) -> dict[str, Any]:
         """Drops all samples of a step, or of an evaluation."""
         keys = {key for key, request in self.requests.items() if request.step == step}
+        if self.routes is not None:
+            for key in keys:
+                self.routes.forget(key)
         self.requests = {key: r for key, r in self.requests.items() if key not in keys}
         self.pieces = {
             name: p for name, p in self.pieces.items() if name.partition("/")[0] not in keys
         }
         return {}
-
-    def publish(self, copies: Sequence[Any], version: int) -> dict[str, Any]:
-        self.learner.policy.release()
-        publication = publish(self.learner.policy, copies, version)
-        self.sampler.accept(publication)
-        self.sampler.weights.verify(publication)
-        shared = self.group.count > 1 and self.recipe.cluster.sharding != "all"
-        return {"digest": digest(publication.copies) if shared else ""}
 
     # To sample from a finished run
 
@@ -376,9 +351,3 @@ class Worker(Saving):
         family, prompts = families.of(self.recipe), read_prompts(packed)
         notes = family.check_prompts(self.model, prompts, read_spec(spec))
         return {"notes": notes, "truncated": family.truncated(self.model, prompts)}
-
-
-def _tensors(piece: Piece) -> dict[str, Tensor]:
-    trace: Any = piece.trace
-    values = {field.name: getattr(trace, field.name) for field in fields(trace)}
-    return {n: v for n, v in values.items() if isinstance(v, Tensor)} | {"logp": piece.logp}

@@ -701,7 +701,7 @@ MUTANTS = [
     Mutant(
         "cluster-draws-unpublished-weights",
         "gesso/cluster/driver.py",
-        "if self._changed:",
+        "if self._changed and self.shares_weights:",
         "if False:",
         "tests/cluster/test_local.py -k publication",
     ),

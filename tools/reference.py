@@ -68,6 +68,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "optimizer": config.Optimizer,
     "learner": config.Learner,
     "learner.ema": config.Ema,
+    "cluster": config.Cluster,
     "sampler": config.Sampler,
     "sampler.vllm": config.Vllm,
     "eval": config.Eval,

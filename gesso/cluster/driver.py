@@ -56,13 +56,16 @@ class DriverBatch:
             self.error = error
 
     def result(self) -> Batch:
-        self.cluster.sample_queued()
+        self.cluster.wait_for(self)
         if self.error is not None:
             raise self.error
         return self.cluster.finish(self)
 
 
 class Driver(ABC):
+    shares_weights = True
+    """Whether samplers run the weights that an update changes."""
+
     def __init__(
         self,
         recipe: Recipe,
@@ -130,19 +133,30 @@ class Driver(ABC):
         """Sampling and updating take turns in this process: a queued batch is sampled when the loop
         waits for a result, and at the latest before the next update."""
         batch = DriverBatch(self, step)
-        self._queue.append(batch)
+        self.enqueue(batch)
         return batch
+
+    def enqueue(self, batch: DriverBatch) -> None:
+        self._queue.append(batch)
 
     def sample_queued(self) -> None:
         while self._queue:
             self._queue.popleft().sample()
 
+    def wait_for(self, batch: DriverBatch) -> None:
+        """Until it is sampled."""
+        self.sample_queued()
+
+    def draw(self, step: int, groups: int | None) -> tuple[list[Prompt], Mapping[str, float]]:
+        """The prompts of batch `step`, and metrics of how they were drawn."""
+        prompts = self.stream.batch(step, groups or self.recipe.data.groups)
+        return prompts, self.stream.metrics()
+
     def sample_step(
         self, step: int, groups: int | None = None, group: int | None = None
     ) -> PendingStep:
         """Batch `step`: `groups` prompts with `group` samples each; None: as in the recipe."""
-        prompts = self.stream.batch(step, groups or self.recipe.data.groups)
-        drawn = self.stream.metrics()
+        prompts, drawn = self.draw(step, groups)
         label = f"batch {step + 1}"
         request = self._request(prompts, step, group or self.algorithm.group, ("sample",), label)
         if group is None and self.algorithm.probe is not None:
@@ -171,7 +185,7 @@ class Driver(ABC):
         return Request(prompts, row, seeds, spec, label, step)
 
     def _sample(self, request: Request) -> PendingSamples:
-        if self._changed:
+        if self._changed and self.shares_weights:
             raise StopRun("the weights have changed since they were last published to the sampler")
         if request.spec.weights not in self._published:
             raise StopRun(f'the weights "{request.spec.weights}" were not published to the sampler')

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from gesso.algorithms.base import Algorithm
 from gesso.cluster import ray_nodes
@@ -29,7 +30,7 @@ class OnRay:
 
 @dataclass(frozen=True)
 class Placement:
-    workers: int
+    workers: int  # all processes
     gpus: tuple[str, ...]  # of each worker, as in CUDA_VISIBLE_DEVICES; empty: all on the CPU
     threads: int  # of each worker: OMP_NUM_THREADS, or its share of the cores
     parts: int  # into which the samples of a step are cut
@@ -37,6 +38,7 @@ class Placement:
     launch: Launch | None = None  # workers were started by torchrun
     parallel: int = 1  # workers that run one engine
     on_ray: OnRay | None = None  # workers are actors of a Ray cluster
+    samplers: int = 0  # of the workers, the last ones, which only sample; 0: all do everything
 
     def environment(self, rank: int) -> Mapping[str, str]:
         return {THREADS: str(self.threads)} | ({VISIBLE: self.gpus[rank]} if self.gpus else {})
@@ -47,26 +49,31 @@ class Placement:
         if self.on_ray is not None and self.on_ray.gpus:
             where = "a GPU each"
         number = "1 worker process" if self.workers == 1 else f"{self.workers} worker processes"
+        learners = self.workers - self.samplers
+        roles = f", {learners} to train and {self.samplers} to sample" if self.samplers else ""
         weights = f"; {self.sharded} of them divide the weights" if self.sharded > 1 else ""
         engine = f"; every {self.parallel} of them run one engine" if self.parallel > 1 else ""
         parts = f"the samples of a step are cut into {self.parts} parts"
-        return f"{number} ({where}){self.on_ray or ''}{weights}{engine}; {parts}"
+        return f"{number} ({where}){roles}{self.on_ray or ''}{weights}{engine}; {parts}"
 
 
 def place(recipe: Recipe, algorithm: Algorithm) -> Placement | None:
     """None without worker processes."""
     wanted, launch = recipe.cluster.workers, Launch.find()
+    samplers = recipe.cluster.samplers
+    if isinstance(wanted, int):
+        wanted += samplers
     if launch is not None and wanted not in ("auto", launch.count):
         raise UserError(
-            f"cluster.workers = {wanted or 'none'}, but torchrun started {launch.count} processes; "
-            "leave out cluster.workers"
+            f"cluster.workers = {recipe.cluster.workers or 'none'}, but torchrun started "
+            f"{launch.count} processes; leave out cluster.workers"
         )
     if wanted is None:
         return None
     on_ray: OnRay | None = None
     gpus: tuple[str, ...] = ()
     if recipe.cluster.address is not None:
-        on_ray, wanted, threads = _on_ray(recipe, recipe.cluster.address, launch)
+        on_ray, wanted, threads = _on_ray(recipe, recipe.cluster.address, wanted, launch)
     else:
         gpus = _gpus(recipe)
         if launch is not None:
@@ -74,22 +81,31 @@ def place(recipe: Recipe, algorithm: Algorithm) -> Placement | None:
         if wanted == "auto":
             wanted = launch.count if launch is not None else len(gpus) or 1
         if gpus and wanted > len(gpus):
+            apart = f" with {samplers} cluster.samplers" if samplers else ""
             raise UserError(
-                f"cluster.workers = {wanted}, but only {len(gpus)} GPUs are visible; use at most "
-                f'{len(gpus)}, or "auto"'
+                f"cluster.workers = {wanted - samplers}{apart}, but only {len(gpus)} GPUs are "
+                f'visible; use at most {len(gpus) - samplers}, or "auto"'
             )
         threads = _threads(wanted)
+    if wanted <= samplers:
+        raise UserError(
+            f"cluster.samplers = {samplers} leaves none of the {wanted} devices to train; use at "
+            f"most {wanted - 1}"
+        )
     _check(recipe, algorithm, wanted)
     count = len(_parts(recipe, algorithm, recipe.sampler.batch))
     parallel = recipe.sampler.vllm.tensor_parallel
-    if count * parallel < wanted:
+    kind, sampling = ("samplers", samplers) if samplers else ("workers", wanted)
+    if count * parallel < sampling:
         raise UserError(
-            f"cluster.workers = {wanted}, but the samples of a step in batches of sampler.batch = "
+            f"cluster.{kind} = {sampling}, but the samples of a step in batches of sampler.batch = "
             f"{recipe.sampler.batch} are work for only {count * parallel}; use at most "
-            f"{count * parallel} workers{_remedy(recipe, algorithm, wanted)}"
+            f"{count * parallel} {kind}{_remedy(recipe, algorithm, sampling)}"
         )
     sharded = 1 if recipe.cluster.sharding is None else recipe.cluster.shard_within or wanted
-    return Placement(wanted, gpus[:wanted], threads, count, sharded, launch, parallel, on_ray)
+    return Placement(
+        wanted, gpus[:wanted], threads, count, sharded, launch, parallel, on_ray, samplers
+    )
 
 
 def place_to_sample(recipe: Recipe) -> Placement:
@@ -98,7 +114,7 @@ def place_to_sample(recipe: Recipe) -> Placement:
     on_ray: OnRay | None = None
     gpus: tuple[str, ...] = ()
     if recipe.cluster.address is not None:
-        on_ray, count, threads = _on_ray(recipe, recipe.cluster.address)
+        on_ray, count, threads = _on_ray(recipe, recipe.cluster.address, wanted)
     else:
         gpus = _gpus(recipe)
         count = len(gpus) or 1 if wanted in (None, "auto") else int(wanted)
@@ -124,6 +140,12 @@ def place_again(placement: Placement, recipe: Recipe) -> Placement:
             f"workers, but {together} work together"
         )
     sharded = placement.sharded if recipe.cluster.shard_within else min(placement.sharded, count)
+    samplers = placement.samplers
+    if count <= samplers:
+        raise StopRun(
+            f"the {len(nodes)} nodes left of the Ray cluster have places for {count} workers, none "
+            f"of them to train beside {samplers} samplers"
+        )
     on_ray = replace(placement.on_ray, nodes=len(nodes))
     return replace(placement, workers=count, sharded=sharded, on_ray=on_ray)
 
@@ -132,14 +154,19 @@ def _places(nodes: Sequence[ray_nodes.Node], gpus: bool, threads: int) -> int:
     return sum(node.gpus if gpus else node.cpus // threads for node in nodes)
 
 
-def _on_ray(recipe: Recipe, address: str, launch: Launch | None = None) -> tuple[OnRay, int, int]:
+def _on_ray(
+    recipe: Recipe,
+    address: str,
+    wanted: int | Literal["auto"] | None,
+    launch: Launch | None = None,
+) -> tuple[OnRay, int, int]:
     """Also returns the number of workers, and the threads of each."""
     if launch is not None:
         raise UserError(
             "cluster.address starts workers with Ray, but torchrun has started this process; use "
             "one of them"
         )
-    device, wanted = _device(recipe), recipe.cluster.workers
+    device = _device(recipe)
     nodes = ray_nodes.nodes(address)
     gpus = 0 if device == "cpu" else sum(node.gpus for node in nodes)
     if device == "cuda" and not gpus:
@@ -151,9 +178,11 @@ def _on_ray(recipe: Recipe, address: str, launch: Launch | None = None) -> tuple
     found = _places(nodes, gpus > 0, threads)
     if wanted > found:
         kind = "GPUs" if gpus else f"CPU workers of {threads} threads ({THREADS})"
+        samplers = recipe.cluster.samplers
+        apart = f" with {samplers} cluster.samplers" if samplers else ""
         raise UserError(
-            f"cluster.workers = {wanted}, but the Ray cluster has {found} {kind} on {len(nodes)} "
-            f'nodes; start more nodes, or use "auto"'
+            f"cluster.workers = {wanted - samplers}{apart}, but the Ray cluster has {found} {kind} "
+            f'on {len(nodes)} nodes; start more nodes, or use "auto"'
         )
     return OnRay(address, gpus > 0, len(nodes)), wanted, threads
 

@@ -7,6 +7,8 @@ whatever way, the second one closes and the worker exits.
 
 from __future__ import annotations
 
+import copy
+import itertools
 import os
 import queue
 import re
@@ -63,6 +65,8 @@ class Worker:
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     doing: str = "starting"
     heard: float = field(default_factory=time.monotonic)  # time of the last message
+    ended: bool = False
+    inbox: queue.Queue[Message | int] = field(init=False)  # an int: this rank has ended
 
     def how_it_ended(self) -> str:
         return "closed its connection"
@@ -115,13 +119,15 @@ class Processes:
         with a task may be silent. `progress` shows that of rank 0, and what any worker prints.
         `launch`: torchrun has started all processes, this one for rank 0, which needs a worker in
         addition."""
+        self.first = 0
         self.count = count
         self.patience = patience
         self.progress = progress
         self._printed: set[str] = set()
-        self._inbox: queue.Queue[Message | int] = queue.Queue()  # an int: this rank has ended
+        self._inbox: queue.Queue[Message | int] = queue.Queue()
         self.workers: list[Worker] = []
-        self._number = 0  # of the newest task
+        self._numbers = itertools.count(1)  # of tasks
+        self._number = 0  # of the newest one
         self._folder = tempfile.TemporaryDirectory(prefix="gesso-")
         try:
             for rank in range(count if launch is None else 1):
@@ -130,10 +136,25 @@ class Processes:
                 for rank, (channel, life) in enumerate(launched.accept(launch, patience), 1):
                     self.workers.append(Worker(rank, channel, life))
             for worker in self.workers:
+                worker.inbox = self._inbox
                 threading.Thread(target=self._read_messages, args=(worker,), daemon=True).start()
         except BaseException:
             self.close()
             raise
+
+    def part(self, first: int, count: int) -> Processes:
+        """Some of the workers. Another thread may use the others at the same time; only the whole
+        can be closed."""
+        part = copy.copy(self)
+        part.first, part.count = first, count
+        part._inbox = queue.Queue()
+        for worker in part._own:
+            worker.inbox = part._inbox
+        return part
+
+    @property
+    def _own(self) -> list[Worker]:
+        return self.workers[self.first : self.first + self.count]
 
     def _start(self, rank: int, environment: Mapping[str, str]) -> Worker:
         ours, theirs = socket.socketpair()
@@ -160,7 +181,8 @@ class Processes:
             try:
                 content, data = worker.channel.receive()
             except (EOFError, ValueError):
-                self._inbox.put(worker.rank)
+                worker.ended = True
+                worker.inbox.put(worker.rank)
                 return
             worker.heard = time.monotonic()
             if "spans" in content:
@@ -174,7 +196,7 @@ class Processes:
                 if worker.rank == 0:
                     getattr(self.progress, method)(*arguments)
             else:
-                self._inbox.put(Message(worker.rank, content, data))
+                worker.inbox.put(Message(worker.rank, content, data))
 
     def _read_lines(self, worker: Child) -> None:
         assert worker.process.stdout is not None
@@ -205,6 +227,7 @@ class Processes:
             try:
                 message = self._inbox.get(timeout=1.0)
             except queue.Empty:
+                self._raise_any_ended()  # another part's
                 self._check_patience()
                 continue
             if isinstance(message, int):
@@ -219,13 +242,14 @@ class Processes:
     def _raise_if_ended(self) -> None:
         """A collective fails when another rank ends, and may be reported before its end."""
         deadline = time.monotonic() + NOTICED
-        while (left := deadline - time.monotonic()) > 0:
-            try:
-                message = self._inbox.get(timeout=left)
-            except queue.Empty:
-                return
-            if isinstance(message, int):
-                self._raise_ended(message)
+        while time.monotonic() < deadline:
+            self._raise_any_ended()
+            time.sleep(0.02)
+
+    def _raise_any_ended(self) -> None:
+        for worker in self.workers:
+            if worker.ended:
+                self._raise_ended(worker.rank)
 
     def store(self) -> dict[str, Any]:
         """A new folder in which ranks find each other, or the host and port of a store."""
@@ -238,14 +262,18 @@ class Processes:
     def begin_task(self) -> None:
         """Messages about earlier tasks are dropped from now on: of a task that failed in one
         worker, the others may still send some."""
-        self._number += 1
+        self._number = next(self._numbers)
 
     def all(self, task: str, content: Mapping[str, Any], *data: bytes) -> list[dict[str, Any]]:
         """The answers of all workers to one task, by rank."""
-        self.begin_task()
-        for rank in range(self.count):
-            self.send(rank, task, content, *data)
+        self.begin(task, content, *data)
         return self.answers()
+
+    def begin(self, task: str, content: Mapping[str, Any], *data: bytes) -> None:
+        """`all`, without waiting for the answers."""
+        self.begin_task()
+        for worker in self._own:
+            self.send(worker.rank, task, content, *data)
 
     def answers(self) -> list[dict[str, Any]]:
         """Waits for an answer of every worker."""
@@ -253,7 +281,7 @@ class Processes:
         while len(answers) < self.count:
             message = self.receive()
             answers[message.rank] = message.content
-        return [answers[rank] for rank in range(self.count)]
+        return [answers[rank] for rank in sorted(answers)]
 
     def one(self, rank: int, task: str, content: Mapping[str, Any], *data: bytes) -> dict[str, Any]:
         self.begin_task()
@@ -268,7 +296,7 @@ class Processes:
 
     def _check_patience(self) -> None:
         now = time.monotonic()
-        silent = [w for w in self.workers if w.doing != IDLE and now - w.heard > self.patience]
+        silent = [w for w in self._own if w.doing != IDLE and now - w.heard > self.patience]
         # A worker that waits for the others is not the cause.
         stuck = [w for w in silent if not w.doing.startswith("waiting")]
         for worker in stuck or silent:

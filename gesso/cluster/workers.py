@@ -9,7 +9,7 @@ images, texts, scores and metrics only.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from gesso.cluster.channel import pack_prompts, pack_spec, read_samples
 from gesso.cluster.collecting import Request
 from gesso.cluster.driver import Driver
 from gesso.cluster.placement import Placement, place_again
-from gesso.cluster.processes import Processes
+from gesso.cluster.processes import Message, Processes
 from gesso.cluster.remote_trace import RemoteTrace
 from gesso.config import Recipe
 from gesso.data.prompts import LoadedData, Stream, WeightedPrompts
@@ -45,16 +45,17 @@ class Samplers:
         """`gathers`: whether a worker gathers sharded weights to sample. Otherwise workers sample
         in rounds, each of them with equally many passes."""
         self.recipe = recipe
-        self.processes = processes
+        self.sampling = processes
         size = recipe.sampler.vllm.tensor_parallel  # workers that sample together
-        self._groups = [range(i, i + size) for i in range(0, processes.count, size)]
+        first, end = processes.first, processes.first + processes.count
+        self._groups = [range(i, i + size) for i in range(first, end, size)]
         self._rounds = recipe.cluster.sharding is not None and not gathers
         self._calls = 0
         self._owners: dict[str, int] = {}  # piece → rank that sampled it
         self._shared: set[str] = set()  # pieces that all ranks have
         self._elapsed = 0.0  # seconds in which workers sampled or trained, in this step
-        self._busy = [0.0] * processes.count  # of these, the seconds in which each had work
-        self._speeds = speeds.Speeds(processes.count)
+        self._busy = [0.0] * end  # of these, the seconds in which each had work
+        self._speeds = speeds.Speeds(end)
 
     def generate(self, request: Request) -> Iterator[Piece]:
         self._calls += 1
@@ -66,8 +67,8 @@ class Samplers:
             "seeds": list(request.seeds),
             "spec": pack_spec(request.spec),
         }
-        self.processes.all("open", call, pack_prompts(request.prompts, self.processes.same_machine))
-        self.processes.begin_task()
+        self.open(call, pack_prompts(request.prompts, self.sampling.same_machine))
+        self.sampling.begin_task()
         batch = request.batch or self.recipe.sampler.batch
         cut = parts(request.row, batch, request.spec, request.prompts)
         waiting, idle = deque(cut), deque(self._groups)
@@ -81,12 +82,13 @@ class Samplers:
                 for rank in group:  # the first one returns the samples
                     call = {"key": key, "only": [part.start, part.stop]}
                     call["spare"] = spare or rank != group.start
-                    self.processes.send(rank, "sample", call)
+                    call["learner"] = self.destination(request)
+                    self.sampling.send(rank, "sample", call)
                 working |= set(group)
-            message = self.processes.receive()
+            message = self.sampling.receive()
             if "piece" in message.content:
                 name = message.content["piece"]
-                self._owners[name] = message.rank
+                self.sampled(name, message)
                 yield self._piece(request, name, message.content["index"], message.data[0])
             else:
                 (group,) = (group for group in self._groups if message.rank in group)
@@ -98,9 +100,21 @@ class Samplers:
                 if working.isdisjoint(group):
                     idle.append(group)
         if request.step is None:
-            self._forget(None)
+            self.sampling.all("forget", {"step": None})
+            self.forget(None)
         else:
             self._elapsed += clock.seconds() - started
+
+    def open(self, call: dict[str, Any], prompts: bytes) -> None:
+        """Announces a call, parts of which follow."""
+        self.sampling.all("open", call, prompts)
+
+    def destination(self, request: Request) -> int | None:
+        """The rank to which a sampler apart sends traces."""
+        return None
+
+    def sampled(self, name: str, message: Message) -> None:
+        self._owners[name] = message.rank
 
     def _piece(self, request: Request, name: str, index: list[int], packed: bytes) -> Piece:
         samples = [
@@ -110,11 +124,11 @@ class Samplers:
         trace: Any = RemoteTrace([name], [(name, i) for i in range(len(index))])
         return Piece(index, samples, trace, torch.empty(len(index), 0))
 
-    def _forget(self, step: int | None) -> None:
-        self.processes.all("forget", {"step": step})
-        dropped = {name for name in self._owners if name.startswith(f"{step}.")}
-        self._owners = {name: r for name, r in self._owners.items() if name not in dropped}
-        self._shared -= dropped
+    def forget(self, step: int | None) -> None:
+        """The pieces of a step, or of an evaluation."""
+        for name in [name for name in self._owners if name.startswith(f"{step}.")]:
+            del self._owners[name]
+            self._shared.discard(name)
 
 
 class Workers(Samplers, Driver):
@@ -135,13 +149,19 @@ class Workers(Samplers, Driver):
         self._begin(processes)
 
     def _begin(self, processes: Processes) -> None:
-        Samplers.__init__(self, self.recipe, processes, self._gathers)
+        self._all = processes
+        self.processes, sampling = self.divide(processes)
+        Samplers.__init__(self, self.recipe, sampling, self._gathers)
         self._sent = 0  # bytes of the samples that workers exchanged, in this step
-        processes.all("teach", {})
+        self.processes.all("teach", {})
         self.publish(0)
 
+    def divide(self, processes: Processes) -> tuple[Processes, Processes]:
+        """Those that train, and those that sample."""
+        return processes, processes
+
     def restart(self) -> None:
-        self.processes.close()
+        self._all.close()
         self.reset()
         self._placement = place_again(self._placement, self.recipe)
         self._begin(start(self.recipe, self._placement, self.progress))
@@ -158,28 +178,32 @@ class Workers(Samplers, Driver):
         order |= content
         answers = self.processes.all("update", order, scores)
         self._elapsed += clock.seconds() - started
-        self._busy = [b + a["busy"] for b, a in zip(self._busy, answers, strict=True)]
+        for rank, answer in enumerate(answers):
+            self._busy[rank] += answer["busy"]
         metrics: dict[str, float] = answers[0]["metrics"]
         metrics["memory/gb"] = max(answer["memory"] for answer in answers)
         metrics |= speeds.metrics(slowness)
-        idle = [1 - busy / self._elapsed for busy in self._busy]
-        metrics["cluster/idle"] = sum(idle) / len(idle)
-        metrics |= {f"cluster/idle/{rank}": share for rank, share in enumerate(idle)}
+        metrics |= self._idle()
         sent = self._sent + sum(answer["sent"] for answer in answers)
         metrics["cluster/sent_gb"] = sent / 1e9
-        self._busy, self._elapsed, self._sent = [0.0] * len(answers), 0.0, 0
-        self._forget(step)
+        self._sent = 0
+        self.processes.all("forget", {"step": step})
+        self.forget(step)
         return Update(metrics, answers[0]["advantages"])
+
+    def _idle(self) -> dict[str, float]:
+        """Shares of the time since the last call."""
+        idle = [1 - busy / self._elapsed for busy in self._busy]
+        self._busy, self._elapsed = [0.0] * len(idle), 0.0
+        each = {f"cluster/idle/{rank}": share for rank, share in enumerate(idle)}
+        return {"cluster/idle": sum(idle) / len(idle), **each}
 
     def _packed(self, rollout: Rollout) -> tuple[dict[str, Any], bytes]:
         """A rollout for the workers, after they have exchanged its samples."""
         trace: Any = rollout.trace
         missing = [name for name in trace.pieces if name not in self._shared]
         if missing:
-            owners = [self._owners[name] for name in missing]
-            answers = self.processes.all("share", {"pieces": missing, "owners": owners})
-            self._sent += sum(answer["sent"] for answer in answers)
-            self._shared |= set(missing)
+            self.share(missing)
         number = {name: i for i, name in enumerate(trace.pieces)}
         content = {
             "pieces": list(trace.pieces),
@@ -191,15 +215,16 @@ class Workers(Samplers, Driver):
         }
         return content, wire.pack_scores(rollout.scores)
 
+    def share(self, pieces: Sequence[str]) -> None:
+        """Every rank that trains receives them."""
+        owners = [self._owners[name] for name in pieces]
+        answers = self.processes.all("share", {"pieces": pieces, "owners": owners})
+        self._sent += sum(answer["sent"] for answer in answers)
+        self._shared |= set(pieces)
+
     def send(self, copies: Collection[Which], version: int) -> None:
         answers = self.processes.all("publish", {"copies": sorted(copies), "version": version})
-        digests = [answer["digest"] for answer in answers]
-        for rank, found in enumerate(digests):
-            if found != digests[0]:
-                raise StopRun(
-                    f"the weights of worker {rank} differ from those of worker 0 after version "
-                    f"{version}: got digest {found}, expected {digests[0]}"
-                )
+        same_weights([answer["digest"] for answer in answers], version)
 
     def save(self, folder: Path) -> Writing:
         copied = copies.are_needed(self.processes, folder)
@@ -215,7 +240,16 @@ class Workers(Samplers, Driver):
         self.processes.all("load", checkpoint(self.processes, folder))
 
     def stop(self) -> None:
-        self.processes.close()
+        self._all.close()
+
+
+def same_weights(digests: Sequence[str], version: int) -> None:
+    for rank, found in enumerate(digests):
+        if found != digests[0]:
+            raise StopRun(
+                f"the weights of worker {rank} differ from those of worker 0 after version "
+                f"{version}: got digest {found}, expected {digests[0]}"
+            )
 
 
 @dataclass(frozen=True)
@@ -258,22 +292,30 @@ def start(recipe: Recipe, placement: Placement, progress: Progress) -> Processes
 
         processes = Actors(placement, patience, progress)
     try:
-        begin(processes, recipe)
+        begin(processes, recipe, placement.samplers)
     except BaseException:
         processes.close()
         raise
     return processes
 
 
-def begin(processes: Processes, recipe: Recipe) -> None:
-    """Builds the model and the learner in every worker, and connects the workers."""
+def begin(processes: Processes, recipe: Recipe, samplers: int) -> None:
+    """Builds the model and the learner in every worker, and connects the workers; the last ones
+    only sample."""
     content = {"recipe": recipe.model_dump(mode="json"), "count": processes.count}
+    content["samplers"] = samplers
     content["store"] = processes.store()
     processes.begin_task()
     for rank in range(processes.count):
         own = {"rank": rank, "address": processes.address(rank)}
         processes.send(rank, "start", {**content, **own})
-    processes.answers()
+    layouts = [answer["layout"] for answer in processes.answers()]
+    for rank, found in enumerate(layouts):
+        if found != layouts[0]:
+            raise StopRun(
+                f"worker {rank} has another model than worker 0: its trained weights differ in "
+                f"names, shapes or dtypes; {recipe.model.path} must be the same on every machine"
+            )
 
 
 def fit(processes: Processes, data: LoadedData) -> LoadedData:

@@ -52,6 +52,8 @@ def check_cluster(recipe: Recipe, where: str) -> None:
             f"{where}: sampler.vllm.tensor_parallel = {parallel} must divide cluster.workers = "
             f"{cluster.workers}"
         )
+    if cluster.samplers:
+        check_samplers(recipe, where)
     if cluster.sharding is None:
         for key in ("shard_within", "offload"):
             if getattr(cluster, key):
@@ -73,6 +75,25 @@ def check_cluster(recipe: Recipe, where: str) -> None:
             f"{sharding} does not support model.fold = true, which reads all weights outside of a "
             "pass; remove one of them"
         )
+
+
+def check_samplers(recipe: Recipe, where: str) -> None:
+    """Rejects what samplers on devices of their own do not support."""
+    cluster = recipe.cluster
+    samplers = f"{where}: cluster.samplers = {cluster.samplers}"
+    if cluster.workers is None:
+        raise UserError(
+            f"{samplers} requires cluster.workers, the number of the workers that train; set it, "
+            "for instance to 1"
+        )
+    unsupported = {
+        f'cluster.sharding = "{cluster.sharding}"': cluster.sharding is not None,
+        "sampler.vllm.tensor_parallel above 1": recipe.sampler.vllm.tensor_parallel > 1,
+        'sampler.engine = "data", which samples nothing': recipe.sampler.engine == "data",
+    }
+    for setting, is_set in unsupported.items():
+        if is_set:
+            raise UserError(f"{samplers} does not support {setting}; remove one of them")
 
 
 def check_sizes(recipe: Recipe, algorithm: Batches, where: str) -> None:

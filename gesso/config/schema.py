@@ -160,6 +160,9 @@ class Cluster(Strict):
     workers: Annotated[int | Literal["auto"] | None, BeforeValidator(_workers)] = None
     """Worker processes, one per device, which divide sampling and updates. "auto": one per visible
     GPU. None: no worker processes; everything runs in this process, or with `address` "auto"."""
+    samplers: int = Field(0, ge=0)
+    """Further worker processes, on devices of their own, which only sample; `workers` then only
+    train. 0: workers do both."""
     address: Annotated[str | None, BeforeValidator(_address)] = None
     """A Ray cluster on which to start the workers: "auto" or "HOST:PORT". None: this machine."""
     sharding: Literal["base", "all"] | None = None

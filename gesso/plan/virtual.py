@@ -75,6 +75,7 @@ class VirtualProcesses:
 
     progress = SILENT
     same_machine = True
+    first = 0
 
     def __init__(self, count: int, rates: Rates, load: Load, clock: Clock) -> None:
         self.count = count

@@ -37,7 +37,7 @@ class ModelInWorkers(SampledModel):
         return found["notes"], found["truncated"]
 
     def _ask(self, task: str, prompts: Sequence[Prompt], content: dict[str, Any]) -> dict[str, Any]:
-        processes = self.samplers.processes
+        processes = self.samplers.sampling
         return processes.one(0, task, content, pack_prompts(prompts, processes.same_machine))
 
     def pieces(
@@ -54,14 +54,14 @@ class ModelInWorkers(SampledModel):
         return self.samplers.generate(request)
 
     def close(self) -> None:
-        self.samplers.processes.close()
+        self.samplers.sampling.close()
 
 
 def open_in_workers(
     source: ModelSource, recipe: Recipe, placement: Placement, progress: Progress, base: bool
 ) -> ModelInWorkers:
     within = placement.sharded if 1 < placement.sharded < placement.workers else None
-    cluster = {"workers": placement.workers, "shard_within": within}
+    cluster = {"workers": placement.workers, "samplers": 0, "shard_within": within}
     offline = recipe.sampler.engine == "data"  # its sampler generates, too; others are external
     changed = {
         "cluster": recipe.cluster.model_copy(update=cluster),

@@ -1,12 +1,19 @@
-"""A tiny language model, for all tests of this folder."""
+"""A tiny language model and worker processes, for all tests of this folder."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from gesso.cluster import workers
+from gesso.cluster.placement import Placement
+from gesso.cluster.processes import Processes
+from gesso.config import Recipe
+from gesso.track.progress import SILENT, Progress
 from tests import tokens
+from tests.cluster.pools import MOST, Borrowed, Forked
 
 
 @pytest.fixture(scope="module")
@@ -15,3 +22,20 @@ def language(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokens.build("qwen2", root / "qwen2")
     (root / "prompts.txt").write_text("what is 2 + 3?\nhow many?\nhello there\nwhy?\n")
     return root
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Processes]:
+    processes = Forked(MOST, lambda rank: {}, 300.0, SILENT)
+    yield processes
+    processes.close()
+
+
+@pytest.fixture
+def borrowing(pool: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(recipe: Recipe, placement: Placement, progress: Progress) -> Processes:
+        processes = Borrowed(pool, placement.workers, progress)
+        workers.begin(processes, recipe, placement.samplers)
+        return processes
+
+    monkeypatch.setattr(workers, "start", start)

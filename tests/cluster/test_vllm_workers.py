@@ -226,7 +226,7 @@ def test_heads_that_cannot_be_divided(query: int, key_value: int, parallel: int)
 class Scripted:
     """Workers that answer in an order of their own: the last rank first. Keeps what they get."""
 
-    count = 4
+    first, count = 0, 4
     same_machine = True
 
     def __init__(self) -> None:

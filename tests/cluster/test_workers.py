@@ -8,7 +8,6 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from signal import SIGINT, SIGKILL, SIGSTOP, SIGTERM
 from types import SimpleNamespace
@@ -20,9 +19,8 @@ import tomli_w
 from gesso import build, run
 from gesso.check import check
 from gesso.cluster import workers
-from gesso.cluster.channel import Channel
 from gesso.cluster.placement import Placement, place
-from gesso.cluster.processes import Child, Processes, Worker, WorkerFailed
+from gesso.cluster.processes import Child, Processes, WorkerFailed
 from gesso.cluster.ray_nodes import Node, most_threads
 from gesso.config import Recipe
 from gesso.plan.measure import measure
@@ -36,7 +34,7 @@ from gesso.use.opening import open_to_sample
 from gesso.use.source import find
 from gesso.viewer.playground import PlaygroundRequest
 from gesso.viewer.studio import Studio
-from tests import forked
+from tests.cluster.pools import MOST, Forked
 from tests.cluster.runs import (
     alive,
     assert_equal,
@@ -51,50 +49,12 @@ from tests.conftest import small_recipe
 from tests.test_loop import final_state
 from tests.waiting import Started, until
 
-MOST = 4
 LOOPBACK = "0100007F"  # 127.0.0.1 in /proc/net/tcp
 LIMIT = 20  # seconds to end, on a machine that runs other tests; 5 on an idle one
 
 
-class Forked(Processes):
-    """Imports would take 8 s in each of them. They end by themselves."""
-
-    def _start(self, rank: int, environment: Mapping[str, str]) -> Worker:
-        connection, life, pid = forked.worker()
-        self.pids = [*getattr(self, "pids", []), pid]
-        return Worker(rank, Channel(connection), life)
-
-
-class Borrowed(Processes):
-    """Some workers of a pool, which stay alive for the next run: to start one takes seconds."""
-
-    def __init__(self, pool: Processes, count: int, progress: Progress) -> None:
-        self.__dict__ = pool.__dict__  # messages of earlier runs are known by their numbers
-        self.count, self.progress = count, progress
-
-    def close(self) -> None:
-        """They stay."""
-
-
 def children(processes: Processes) -> list[Child]:
     return [worker for worker in processes.workers if isinstance(worker, Child)]
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Processes]:
-    processes = Forked(MOST, lambda rank: {}, 300.0, SILENT)
-    yield processes
-    processes.close()
-
-
-@pytest.fixture
-def borrowing(pool: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(recipe: Recipe, placement: Placement, progress: Progress) -> Processes:
-        processes = Borrowed(pool, placement.workers, progress)
-        workers.begin(processes, recipe)
-        return processes
-
-    monkeypatch.setattr(workers, "start", start)
 
 
 DGPO = {"name": "dgpo", "last": 1, "old_samples_after": 1}
@@ -491,7 +451,7 @@ def test_a_run_that_loses_workers_ends_as_if_it_had_not(
 
     def start(recipe: Recipe, placement: Placement, progress: Progress) -> Processes:
         pools.append(Mortal(placement.workers, lambda rank: {}, 300.0, progress))
-        workers.begin(pools[-1], recipe)
+        workers.begin(pools[-1], recipe, placement.samplers)
         return pools[-1]
 
     monkeypatch.setattr(workers, "start", start)
@@ -590,6 +550,13 @@ def test_an_error_of_a_worker_is_the_drivers(language: Path, tmp_path: Path) -> 
             "or start a run with sampler.batch = 2",
         ),
         ({"cluster": {"workers": True}}, "got true"),
+        ({"cluster": {"samplers": 2}}, "cluster.samplers = 2 requires cluster.workers"),
+        ({"cluster": {"workers": 1, "samplers": 7}}, "use at most 6 samplers"),
+        ({"cluster": {"workers": "auto", "samplers": 1}}, "leaves none of the 1 devices to train"),
+        (
+            {"cluster": {"workers": 2, "samplers": 1, "sharding": "base"}},
+            'samplers = 1 does not support cluster.sharding = "base"',
+        ),
         ({"cluster": {"workers": 0}}, "of at least 1"),
         ({"cluster": {"workers": "all"}}, 'got "all"'),
     ],

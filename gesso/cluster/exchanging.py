@@ -1,0 +1,116 @@
+"""The part of a worker that exchanges samples and weights with others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from torch import Tensor
+
+from gesso.cluster.routes import Parcel, Routes
+from gesso.config import Recipe
+from gesso.learner.learner import Learner
+from gesso.ranks import Group
+from gesso.rollout import FlowTrace, TokenTrace
+from gesso.samplers.base import Piece, Sampler
+from gesso.types import Prompt, ResponseSpec, Sample, SampleSpec
+from gesso.weights.publish import publish
+
+
+@dataclass
+class Request:
+    """A sampling call whose parts are sampled by several workers."""
+
+    step: int | None
+    prompts: Sequence[Prompt]
+    row: Sequence[int]
+    seeds: Sequence[int]
+    spec: SampleSpec | ResponseSpec
+    shared: Any = None  # of the sampler
+
+
+class Exchanging:
+    recipe: Recipe
+    model: Any
+    group: Group  # the ranks that train
+    learner: Learner
+    sampler: Sampler
+    routes: Routes | None  # between samplers apart and ranks that train
+    requests: dict[str, Request]
+    pieces: dict[str, Piece]
+
+    def take(self, parcels: Mapping[str, Sequence[int]]) -> dict[str, Any]:
+        """Receives the pieces that samplers apart have for this rank."""
+        assert self.routes is not None
+        for name, values in parcels.items():
+            parcel = Parcel(*values)
+            if parcel.learner == self.group.rank:
+                found, about = self.routes.receive(parcel)
+                self.pieces[name] = self._received(name, found, *about)
+        return {}
+
+    def share(self, pieces: Sequence[str], owners: Sequence[int]) -> dict[str, Any]:
+        """Afterwards every rank has these pieces, without their images."""
+        sent = self.group.sent
+        for name, owner in zip(pieces, owners, strict=True):
+            mine = self.pieces[name] if owner == self.group.rank else None
+            own = {} if mine is None else tensors_of(mine)
+            values, found = self.group.broadcast(owner, own, None if mine is None else about(mine))
+            if mine is None:
+                self.pieces[name] = self._received(name, dict(values), *found)
+        return {"sent": self.group.sent - sent}
+
+    def _received(
+        self, name: str, values: dict[str, Tensor], index: list[int], texts: Sequence[Any]
+    ) -> Piece:
+        request = self.requests[name.partition("/")[0]]
+        samples = [
+            Sample(request.prompts[request.row[i]], None, request.seeds[i], text, tokens)
+            for i, (text, tokens) in zip(index, texts, strict=True)
+        ]
+        logp = values.pop("logp")
+        trace: Any  # of the model's family
+        if isinstance(request.spec, SampleSpec):
+            trace = FlowTrace(context=request.shared, **values)
+        else:
+            trace = TokenTrace(prompts=request.shared, **values)
+        return Piece(index, samples, trace, logp)
+
+    def publish(self, copies: Sequence[Any], version: int) -> dict[str, Any]:
+        """The first rank sends the weights to the samplers apart."""
+        self.learner.policy.release()
+        publication = publish(self.learner.policy, copies, version)
+        self.sampler.accept(publication)
+        self.sampler.weights.verify(publication)
+        compared = self.routes is not None or self.group.count > 1
+        compared = compared and self.recipe.cluster.sharding != "all"
+        answer = {"digest": publication.digest if compared else "", "bytes": 0, "seconds": 0.0}
+        if self.routes is not None and self.group.rank == 0:
+            started = time.perf_counter()
+            answer["bytes"] = self.routes.broadcast(publication.copies)
+            answer["seconds"] = time.perf_counter() - started
+        return answer
+
+    def accept(self, copies: Sequence[Any], version: int) -> dict[str, Any]:
+        """A sampler receives the weights of the first rank that trains."""
+        assert self.routes is not None
+        policy = self.model.policy
+        for which in copies:
+            if which != "current" and which not in policy.copies:
+                policy.snapshot(which)
+        publication = publish(policy, copies, version)
+        self.routes.broadcast(publication.copies)
+        self.sampler.accept(publication)
+        return {"digest": publication.digest}
+
+
+def about(piece: Piece) -> list[Any]:
+    return [piece.index, [(s.text, s.tokens) for s in piece.samples]]
+
+
+def tensors_of(piece: Piece) -> dict[str, Tensor]:
+    trace: Any = piece.trace
+    values = {field.name: getattr(trace, field.name) for field in fields(trace)}
+    return {n: v for n, v in values.items() if isinstance(v, Tensor)} | {"logp": piece.logp}

@@ -1,0 +1,140 @@
+"""What samplers apart and learners send each other, by torch.distributed: weights from the first
+learner to all samplers, traces from a sampler to one learner.
+
+Weights are received in place, in buckets. Traces stay in the memory of the sampler until the
+learner asks for them: a sampler starts to send, and goes on to sample.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from gesso.types import Weights, Which
+
+BUCKET = 64 * 2**20
+"""Bytes of small tensors that are sent at once."""
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """Tensors on their way from a sampler to a learner."""
+
+    sampler: int
+    learner: int
+    tag: int
+    header: int  # bytes
+    body: int
+
+    @property
+    def size(self) -> int:
+        return self.header + self.body
+
+
+@dataclass
+class _Sending:
+    buffers: Sequence[Tensor]  # in use until the learner has received them
+    works: Sequence[Any]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+@dataclass
+class Routes:
+    rank: int
+    device: torch.device
+    weights: Any  # process group of the first learner and the samplers
+    traces: Any  # gloo, of all processes
+    _tag: int = 0
+    _sending: dict[str, list[_Sending]] = field(default_factory=dict)
+
+    @staticmethod
+    def open(rank: int, device: torch.device, learners: int, count: int) -> Routes:
+        """Every process calls it. On GPUs weights travel by NCCL; traces wait in host memory."""
+        weights = distributed.new_group([0, *range(learners, count)])
+        return Routes(rank, device, weights, distributed.new_group(backend="gloo"))
+
+    @property
+    def only_samples(self) -> bool:
+        return self.rank > 0 and distributed.get_rank(self.weights) > 0
+
+    def broadcast(self, copies: Mapping[Which, Weights]) -> int:
+        """The values of the first learner, in the tensors of every sampler; returns the bytes."""
+        tensors = [
+            tensor for _, named in sorted(copies.items()) for _, tensor in sorted(named.items())
+        ]
+        for bucket in buckets(tensors):
+            if len(bucket) == 1 and bucket[0].is_contiguous():
+                distributed.broadcast(_bytes(bucket[0]), 0, group=self.weights)
+                continue
+            flat = torch.cat([_bytes(tensor.contiguous()) for tensor in bucket])
+            distributed.broadcast(flat, 0, group=self.weights)
+            if self.rank > 0:
+                parts = flat.split([tensor.nbytes for tensor in bucket])
+                for tensor, part in zip(bucket, parts, strict=True):
+                    tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def send(self, call: str, learner: int, values: Mapping[str, Tensor], about: Any) -> Parcel:
+        """Returns before the learner receives them. `call`: what they belong to."""
+        columns = [(n, str(t.dtype), list(t.shape)) for n, t in values.items()]
+        text = json.dumps([columns, about]).encode()
+        header = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        body = torch.cat([_bytes(t.cpu().contiguous()) for t in values.values()])
+        self._tag += 2
+        works = [
+            distributed.isend(buffer, learner, group=self.traces, tag=self._tag + i)
+            for i, buffer in enumerate((header, body))
+        ]
+        self._sending.setdefault(call, []).append(_Sending((header, body), works))
+        return Parcel(self.rank, learner, self._tag, len(header), len(body))
+
+    def receive(self, parcel: Parcel) -> tuple[dict[str, Tensor], Any]:
+        buffers = [torch.empty(size, dtype=torch.uint8) for size in (parcel.header, parcel.body)]
+        for i, buffer in enumerate(buffers):
+            distributed.recv(buffer, parcel.sampler, group=self.traces, tag=parcel.tag + i)
+        columns, about = json.loads(bytes(buffers[0].numpy()))
+        values, start = {}, 0
+        for name, kind, shape in columns:
+            dtype: torch.dtype = getattr(torch, kind.removeprefix("torch."))
+            size = math.prod(shape) * dtype.itemsize
+            part = buffers[1][start : start + size].clone()  # aligned, in its own memory
+            values[name] = part.view(dtype).view(shape).to(self.device)
+            start += size
+        return values, about
+
+    def forget(self, call: str) -> None:
+        """Its parcels have been received."""
+        for sending in self._sending.pop(call, ()):
+            sending.wait()
+
+
+def buckets(tensors: Sequence[Tensor], size: int = BUCKET) -> Iterator[list[Tensor]]:
+    """Small tensors together, large ones alone, in order."""
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        if bucket and sum(t.nbytes for t in bucket) + tensor.nbytes > size:
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
+
+def layout(weights: Weights) -> str:
+    """Digest of names, dtypes and shapes: ranks that exchange weights must agree on them."""
+    rows = [[name, str(t.dtype), list(t.shape)] for name, t in sorted(weights.items())]
+    return hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().flatten().view(torch.uint8)

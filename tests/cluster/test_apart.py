@@ -1,0 +1,48 @@
+"""Samplers on devices of their own: the same run, and what travels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cluster.runs import assert_equal, go, language_recipe
+from tests.conftest import small_recipe
+
+
+def recipes(pipeline_folder: Path, prompt_file: Path, language: Path) -> dict[str, dict[str, Any]]:
+    """DiffusionNFT samples with "old" and evaluates "ema"; PPO has a critic; a full fine-tune
+    publishes every weight."""
+    nft = small_recipe(pipeline_folder, prompt_file) | {"steps": 3}
+    nft["algorithm"] = {"name": "diffusion-nft", "group": 3, "steps": 2, "times": 2, "updates": 2}
+    nft["learner"] = {"micro_batch": 2, "ema": {"every": 1, "decay": 0.5}}
+    nft["sampler"] = {"batch": 1}
+    return {
+        "diffusion-nft": nft,
+        "ppo": language_recipe(language, {"name": "ppo"}),
+        "refills": language_recipe(language, {"name": "dapo", "updates": 1, "refills": 2})
+        | {"reward": [{"name": "tests.token_rewards:length"}]},
+    }
+
+
+@pytest.mark.usefixtures("borrowing")
+@pytest.mark.parametrize(
+    ("name", "learners", "samplers"), [("diffusion-nft", 1, 2), ("ppo", 2, 2), ("refills", 1, 1)]
+)
+def test_samplers_apart_do_not_change_a_bit(
+    pipeline_folder: Path,
+    prompt_file: Path,
+    language: Path,
+    tmp_path: Path,
+    name: str,
+    learners: int,
+    samplers: int,
+) -> None:
+    data = recipes(pipeline_folder, prompt_file, language)[name]
+    alone = go(data, tmp_path / "alone")
+    apart = go(data, tmp_path / "apart", learners, samplers=samplers)
+    assert_equal(alone, apart)
+    row = apart.rows()[-1]
+    assert row["cluster/weights_gb"] > 0 and row["cluster/sent_gb"] > 0
+    assert len([key for key in row if key.startswith("cluster/idle/")]) == learners + samplers
