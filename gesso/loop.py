@@ -2,7 +2,7 @@
 
 Batch i is a pure function of (seed, i), sampling is first in, first out, and all randomness is
 seeded by the step: a run that is killed and resumed repeats the lost steps bit for bit. lag = 0 is
-on-policy; lag = 1 keeps a second batch in flight, which is scored while the learner updates.
+on-policy; lag = k keeps k more batches in flight: batch i is sampled with version i − k.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ class Loop:
     _origin: float = 0.0  # where it begins
     _skipped: int = 0  # consecutive iterations without any update
     _tested: bool = False  # whether this process has compared sampling with replay
+    _pending: deque[Pending] = field(default_factory=deque)  # batches in flight, in order
     _unfinished: Unfinished | None = None  # a checkpoint that is being written
     _scales: Scales = UNSCALED  # by `on_symptom`
     _health: Health = field(init=False)
@@ -89,8 +90,7 @@ class Loop:
             self._finish_save()
 
     def _steps(self, step: int) -> int:
-        pending: deque[Pending] = deque()
-        ahead = step
+        pending, ahead = self._pending, step + len(self._pending)
         while step < self.recipe.steps and not self.should_stop():
             started = clock.seconds()
             while len(pending) <= self.recipe.lag and ahead < self.recipe.steps:
@@ -191,6 +191,7 @@ class Loop:
             self.cluster.restore_prompts(meta["curriculum"])
         self.run.history(latest)
         self.run.rewind(latest)
+        self._redraw(latest)
         self.cluster.publish(latest)
         self._note(f"resumed after step {latest}")
         if not meta.pop("verified"):
@@ -209,6 +210,19 @@ class Loop:
                 "prompts, and some may repeat before all have been used"
             )
         return latest
+
+    def _redraw(self, step: int) -> None:
+        """Samples the batches again that were in flight at the checkpoint, as it did before."""
+        lag = self.recipe.lag
+        for ahead in range(step, min(step + lag, self.recipe.steps)):
+            pending = self.cluster.redraw(ahead, max(0, ahead - lag))
+            if pending is None:
+                self._note(
+                    f"the checkpoint of step {step} has no weights to sample batch {ahead + 1} "
+                    f"with, as lag = {lag} was set later: newer weights are used"
+                )
+                return
+            self._pending.append(pending)
 
     def _save(self, step: int) -> None:
         self._finish_save()

@@ -40,6 +40,7 @@ from gesso.track import bars
 from gesso.track.progress import Progress
 from gesso.types import Prompt, Scales, Score
 from gesso.use import teachers
+from gesso.weights.history import History
 
 NO_PROMPT = Prompt("")
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -175,6 +176,7 @@ class Worker(Exchanging, Saving):
             self.algorithm, self.learner = build.learner(
                 self.recipe, self.algorithm, self.model, self.progress, self.group
             )
+            self.history = History(self.recipe.lag)
             # Checkpoints are written while the default group is used to train.
             self.writers = distributed.new_group(backend="gloo") if self.learner.sharded else None
         else:  # a critic changes how the model is run

@@ -98,12 +98,12 @@ class Apart(Workers):
         self._elapsed = self._since - since
         return super()._idle()
 
-    def send(self, copies: Collection[Which], version: int) -> None:
+    def send(self, copies: Collection[Which], version: int, kept: Collection[Which]) -> None:
         wait(self._jobs.values())
         while self._trained:
             self.sampling.all("forget", {"step": self._trained.pop()})
         content = {"copies": sorted(copies), "version": version}
-        self.processes.begin("publish", content)
+        self.processes.begin("publish", {**content, "kept": sorted(kept)})
         self.sampling.begin("accept", content)
         answers = self.processes.answers()
         digests = [answer["digest"] for answer in [*answers, *self.sampling.answers()]]

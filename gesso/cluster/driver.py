@@ -102,8 +102,14 @@ class Driver(ABC):
         """All optimizer steps of iteration `step`."""
 
     @abstractmethod
-    def send(self, copies: Collection[Which], version: int) -> None:
-        """Gives the samplers these copies of the weights, and verifies that they have them."""
+    def send(self, copies: Collection[Which], version: int, kept: Collection[Which]) -> None:
+        """Gives the samplers these copies of the weights, and verifies that they have them. `kept`
+        are for later checkpoints (`weights/history.py`)."""
+
+    @abstractmethod
+    def exchange(self, version: int) -> bool:
+        """Exchanges the learner's weights with those of an earlier version; a second call undoes
+        it. False: this version was not kept."""
 
     @abstractmethod
     def save(self, folder: Path) -> Writing | None: ...
@@ -314,19 +320,32 @@ class Driver(ABC):
 
     def publish(self, version: int) -> None:
         assert not self._queue, "queued batches must be sampled before new weights are published"
-        copies = self._sampled_with(version)
-        self.send(copies, version)
+        training = self._sampled_with(version)
+        evaluated: Which = "ema" if self.recipe.learner.ema else "current"
+        self._publish(training | {evaluated}, version, training)
+
+    def _publish(self, copies: set[Which], version: int, kept: Collection[Which]) -> None:
+        self.send(copies, version, kept)
         self._published, self._version = copies, version
         self._changed = False
 
+    def redraw(self, step: int, version: int) -> DriverBatch | None:
+        if not self.exchange(version):
+            return None
+        self._publish(self._sampled_with(version), version, ())
+        batch = self.collect(step)
+        self.sample_queued()
+        self.exchange(version)
+        self._changed = True
+        return batch
+
     def _sampled_with(self, version: int) -> set[Which]:
-        """The copies of the weights that evaluations, and batches until the next version, are
-        sampled with."""
+        """The copies of the weights that batches until the next version are sampled with."""
         steps = range(version, version + self.recipe.lag + 1)
         training = {self.algorithm.spec(step, 0, self.recipe.model).weights for step in steps}
         if greedy := self.algorithm.greedy_spec():
             training.add(greedy.weights)
-        return training | {"ema" if self.recipe.learner.ema else "current"}
+        return training
 
     def evaluate(self, prompts: Sequence[Prompt], which: Which) -> tuple[list[Sample], list[Score]]:
         section, seed = self.recipe.eval, self.recipe.seed

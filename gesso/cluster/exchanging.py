@@ -16,6 +16,7 @@ from gesso.ranks import Group
 from gesso.rollout import FlowTrace, TokenTrace
 from gesso.samplers.base import Piece, Sampler
 from gesso.types import Prompt, ResponseSpec, Sample, SampleSpec
+from gesso.weights.history import History
 from gesso.weights.publish import publish
 
 
@@ -36,6 +37,7 @@ class Exchanging:
     model: Any
     group: Group  # the ranks that train
     learner: Learner
+    history: History
     sampler: Sampler
     routes: Routes | None  # between samplers apart and ranks that train
     requests: dict[str, Request]
@@ -78,10 +80,16 @@ class Exchanging:
             trace = TokenTrace(prompts=request.shared, **values)
         return Piece(index, samples, trace, logp)
 
-    def publish(self, copies: Sequence[Any], version: int) -> dict[str, Any]:
+    def exchange(self, version: int) -> dict[str, Any]:
+        """As `History.exchange`."""
+        self.learner.policy.release()
+        return {"held": self.history.exchange(self.learner.policy, version)}
+
+    def publish(self, copies: Sequence[Any], version: int, kept: Sequence[Any]) -> dict[str, Any]:
         """The first rank sends the weights to the samplers apart."""
         self.learner.policy.release()
         publication = publish(self.learner.policy, copies, version)
+        self.history.add(publication, kept)
         self.sampler.accept(publication)
         self.sampler.weights.verify(publication)
         compared = self.routes is not None or self.group.count > 1

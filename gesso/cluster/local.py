@@ -20,6 +20,7 @@ from gesso.track.checkpoints import on_host, read_tensors, write_tensors
 from gesso.track.progress import SILENT, Progress
 from gesso.track.writing import InBackground, Writing
 from gesso.types import Scales, Which
+from gesso.weights.history import History
 from gesso.weights.publish import Publication, publish
 
 
@@ -36,6 +37,7 @@ class Local(Driver):
         super().__init__(recipe, learner.algorithm, rewards, stream, progress)
         self.learner = learner
         self.sampler = sampler
+        self._history = History(recipe.lag)
         self.publish(0)
 
     def generate(self, request: Request) -> Iterator[Piece]:
@@ -53,21 +55,25 @@ class Local(Driver):
         update.metrics["memory/gb"] = peak_memory(self.sampler.model.device)
         return update
 
-    def send(self, copies: Collection[Which], version: int) -> None:
+    def send(self, copies: Collection[Which], version: int, kept: Collection[Which]) -> None:
         with recorder.phase("publish"):
             self._publication: Publication = publish(self.learner.policy, copies, version)
             self.sampler.accept(self._publication)
             self.sampler.weights.verify(self._publication)
+            self._history.add(self._publication, kept)
+
+    def exchange(self, version: int) -> bool:
+        return self._history.exchange(self.learner.policy, version)
 
     def save(self, folder: Path) -> Writing | None:
-        state = self.learner.state()
+        state = self.learner.state() | self._history.state()
         if self.recipe.save.in_background(self.sampler.model.device.type):
             return InBackground(partial(write_tensors, folder, on_host(state)))
         write_tensors(folder, state)
         return None
 
     def load(self, folder: Path) -> None:
-        self.learner.restore(read_tensors(folder))
+        self._history.restore(read_tensors(folder), self.learner.restore)
 
     def stop(self) -> None:
         self.sampler.close()

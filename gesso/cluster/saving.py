@@ -23,6 +23,7 @@ from gesso.track.checkpoints import (
     write_tensors,
 )
 from gesso.track.writing import InBackground
+from gesso.weights.history import History
 
 
 class Saving:
@@ -31,6 +32,7 @@ class Saving:
     group: Group
     model: Any
     learner: Learner
+    history: History
     writers: Any  # a process group; None if the first rank writes everything
     writing: InBackground[dict[str, dict[str, str]]]  # the newest checkpoint
 
@@ -49,7 +51,8 @@ class Saving:
         machine, as the driver will copy them."""
         path = self.copies.path(folder) if copied else Path(folder)
         self.learner.policy.release()
-        state = self.learner.state() if self.learner.sharded or self.rank == 0 else {}
+        state = self.learner.state() | self.history.state()
+        state = state if self.learner.sharded or self.rank == 0 else {}
         if self.recipe.save.in_background(self.model.device.type):
             self.writing = InBackground(partial(self._write, path, on_host(state)))
         else:
@@ -78,7 +81,8 @@ class Saving:
         self.learner.policy.release()
         with self._checkpoint(folder, copied) as path:
             sharded = self.learner.sharded
-            self.learner.restore(self._read(path) if sharded else read_tensors(path))
+            state = self._read(path) if sharded else read_tensors(path)
+            self.history.restore(state, self.learner.restore)
         return {}
 
     @contextmanager

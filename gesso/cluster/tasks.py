@@ -15,6 +15,7 @@ TASKS = {
     "update": "updating",
     "forget": "dropping samples",
     "publish": "publishing weights",
+    "exchange": "restoring earlier weights",
     "accept": "receiving weights",
     "sees": "looking for the run folder",
     "copy": "copying a checkpoint",

@@ -222,8 +222,13 @@ class Workers(Samplers, Driver):
         self._sent += sum(answer["sent"] for answer in answers)
         self._shared |= set(pieces)
 
-    def send(self, copies: Collection[Which], version: int) -> None:
-        answers = self.processes.all("publish", {"copies": sorted(copies), "version": version})
+    def exchange(self, version: int) -> bool:
+        answers = self.processes.all("exchange", {"version": version})
+        return all(answer["held"] for answer in answers)
+
+    def send(self, copies: Collection[Which], version: int, kept: Collection[Which]) -> None:
+        content = {"copies": sorted(copies), "version": version, "kept": sorted(kept)}
+        answers = self.processes.all("publish", content)
         same_weights([answer["digest"] for answer in answers], version)
 
     def save(self, folder: Path) -> Writing:

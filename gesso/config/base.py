@@ -18,6 +18,7 @@ ZOO = "zoo:"
 """Prefix of paths inside the package: "zoo:signs" is a bundled model."""
 
 MAX_SIDE = 16_384  # pixels
+MAX_LAG = 16  # updates: as many batches are in flight, and versions in a checkpoint
 MAX_FRAMES = 1_024  # of a video
 MAX_STEPS = 1_000  # denoising steps; flow models are trained with as many timesteps
 MAX_SAMPLES = 1_000_000  # in memory at once

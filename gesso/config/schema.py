@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from gesso.config.base import MAX_FRAMES, MAX_SAMPLES, MAX_SIDE, MAX_STEPS, Named, Strict
+from gesso.config.base import MAX_FRAMES, MAX_LAG, MAX_SAMPLES, MAX_SIDE, MAX_STEPS, Named, Strict
 from gesso.config.expect import Expect
 from gesso.config.model import ModelSection
 from gesso.config.reward import RewardEntry
@@ -290,9 +290,9 @@ class Recipe(Strict):
     """Seed of everything random in the run."""
     steps: int = Field(100, ge=0)
     """Training iterations: sample, score, update."""
-    lag: Literal[0, 1] = 0
-    """0: on-policy. 1: scoring of the next batch overlaps with the update, and samples may be one
-    update old."""
+    lag: int = Field(0, ge=0, le=MAX_LAG)
+    """How many updates old samples are: with k, batch i + k is scored, and sampled if
+    `cluster.samplers` is set, during the update of batch i. 0: on-policy."""
     max_failed: float = Field(0.2, ge=0, le=1)
     """Maximum fraction of a batch's scores that may fail before the run stops."""
     on_symptom: Annotated[dict[str, Reaction], BeforeValidator(_reactions)] = Field({})

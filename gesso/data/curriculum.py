@@ -43,11 +43,15 @@ class Spreads:
         self._recent.setdefault(step, {}).update(spreads)
 
     def for_batch(self, i: int) -> Mapping[str, float]:
-        """Those that batch i depends on. Batches are drawn in order."""
+        """Those that batch i depends on. Batches are drawn in order; after a resume those in
+        flight, up to `lag`, are drawn again."""
+        for step in [step for step in sorted(self._recent) if step < i - 2 * self.lag]:
+            self._known |= self._recent.pop(step)
+        known = dict(self._known)
         for step in sorted(self._recent):
             if step <= i - 1 - self.lag:
-                self._known |= self._recent.pop(step)
-        return self._known
+                known |= self._recent[step]
+        return known
 
     def state(self) -> dict[str, Any]:
         """A copy: it may be written while the run continues."""

@@ -101,14 +101,15 @@ def flat_groups(rows: Sequence[Row], facts: Facts) -> str | None:
 
 
 def old_samples(rows: Sequence[Row], facts: Facts) -> str | None:
-    """At `lag = 1`, more than 25% of the terms are clipped. Terms can then be outside the clip
+    """With `lag`, more than 25% of the terms are clipped. Terms can then be outside the clip
     range before the first optimizer step."""
     ages, shares = recent(rows, "age"), recent(rows, "update/clipped")
     gaps = recent(rows, "update/abs_dlogp")
     if not ages or not shares or not gaps or min(ages) < 1 or median(shares) <= OLD:
         return None
+    old = "1 update" if max(ages) == 1 else f"{max(ages):g} updates"
     return (
-        f"samples are {max(ages):g} update old and {median(shares):.0%} of their terms are "
+        f"samples are {old} old and {median(shares):.0%} of their terms are "
         f"clipped; their log-probs have changed by {median(gaps):.1e} on average since sampling: "
         "the samples are too off-policy for updates of this size; use lag = 0, a lower "
         f"optimizer.lr or a wider {facts.clip_name}"

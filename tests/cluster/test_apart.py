@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from gesso import run
 from tests.cluster.runs import assert_equal, go, language_recipe
 from tests.conftest import small_recipe
+from tests.cut_run import cut_after
 
 
 def recipes(pipeline_folder: Path, prompt_file: Path, language: Path) -> dict[str, dict[str, Any]]:
@@ -46,3 +48,21 @@ def test_samplers_apart_do_not_change_a_bit(
     row = apart.rows()[-1]
     assert row["cluster/weights_gb"] > 0 and row["cluster/sent_gb"] > 0
     assert len([key for key in row if key.startswith("cluster/idle/")]) == learners + samplers
+
+
+@pytest.mark.usefixtures("borrowing")
+@pytest.mark.parametrize("name", ["diffusion-nft", "ppo"])
+def test_at_any_lag_a_resumed_run_ends_the_same(
+    pipeline_folder: Path, prompt_file: Path, language: Path, tmp_path: Path, name: str
+) -> None:
+    """Cut at a step with two batches in flight. In one process they are sampled before the update,
+    by samplers apart during it."""
+    data = recipes(pipeline_folder, prompt_file, language)[name] | {"lag": 2, "steps": 5}
+    data["save"] = {"every": 1, "keep": 9}
+    data["eval"]["every"] = 1
+    whole = go(data, tmp_path / "alone")
+    assert [row["age"] for row in whole.rows()[1:]] == [0, 1, 2, 2, 2]
+    for where, cluster in {"alone": [], "apart": ["workers=1", "samplers=2"]}.items():
+        cut = cut_after(whole, 3, tmp_path / f"resumed {where}")
+        again = run.resume(cut, quiet=True, overrides=[f"cluster.{each}" for each in cluster])
+        assert_equal(whole, again)

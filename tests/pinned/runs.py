@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from gesso import run
+from gesso.weights.history import PREFIX
 
 NAMES = ["demo-lag0", "demo-lag1", "demo-nft-lag0", "demo-vlm-lag0", "demo-vlm-lag1"]
 NAMES += ["demo-vlm-ppo-lag0"]
@@ -50,9 +51,11 @@ def record(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _digests(state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Of every table of a checkpoint: names and values of its tensors."""
+    """Of every table of a checkpoint, except earlier versions: names and values of its tensors."""
     tables: dict[str, Any] = {}
     for key, tensor in sorted(state.items()):
+        if key.startswith(PREFIX):
+            continue
         digest = tables.setdefault(key.partition("/")[0], hashlib.sha256())
         digest.update(key.encode() + tensor.contiguous().numpy().tobytes())
     return {table: digest.hexdigest() for table, digest in tables.items()}
