@@ -199,6 +199,12 @@ def idle_workers(rows: Sequence[Row], facts: Facts) -> str | None:
     if not shares or median(shares) <= IDLE:
         return None
     micro = "learner.micro_tokens" if facts.is_language else "learner.micro_batch"
+    if "cluster/weights_gb" in rows[-1]:
+        return (
+            f"workers are idle in {median(shares):.0%} of the time (median of the last {WINDOW} "
+            "steps): samplers and learners wait for each other; set lag = 1, or move devices "
+            "between cluster.samplers and cluster.workers (cluster/idle/RANK shows which wait)"
+        )
     return (
         f"workers are idle in {median(shares):.0%} of the time of sampling and updates (median of "
         f"the last {WINDOW} steps): the parts of a batch do not divide evenly; lower sampler.batch "
