@@ -1,0 +1,115 @@
+"""Measures samplers apart on a CPU: how fast weights travel, and how much of a step overlaps.
+
+    python benchmarks/apart.py weights [--gb 1]
+    python benchmarks/apart.py overlap [--steps 8] [--recipe demo SETTING …]
+
+`weights`: one learner and one sampler, gloo over loopback; the digests of both sides are timed
+apart. `overlap`: one learner and one sampler, a thread each, with lag 0 and 1; a step against the
+longer of its two phases. Needs two idle cores.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # before torch: libraries of kernels read it once
+
+import gesso  # sets how OpenMP threads wait  # noqa: F401
+
+# isort: split
+import argparse
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+from torch import distributed
+
+from gesso import run
+from gesso.cluster.routes import Routes
+from gesso.weights.publish import digest
+
+BALANCED = ["data.groups=6", "algorithm.updates=1", "sampler.batch=24"]
+ROUNDS = 5
+
+
+def weights_of(gigabytes: float, rank: int) -> dict[str, torch.Tensor]:
+    """As of a transformer: matrices of 64 MB, and 200 small tensors."""
+    shapes = [(4096, 4096)] * max(1, round(gigabytes * 1e9 / 4096**2 / 4)) + [(4096,)] * 200
+    generator = torch.Generator().manual_seed(rank)
+    return {f"{i:04d}": torch.rand(shape, generator=generator) for i, shape in enumerate(shapes)}
+
+
+def _rank(rank: int, store: str, gigabytes: float) -> None:
+    torch.set_num_threads(1)
+    distributed.init_process_group(
+        "gloo", store=distributed.FileStore(store, 2), rank=rank, world_size=2
+    )
+    routes = Routes.open(rank, torch.device("cpu"), 1, 2)
+    copies = {"current": weights_of(gigabytes, rank)}
+    seconds, size = [], 0
+    for _ in range(ROUNDS + 1):  # the first one is not counted
+        distributed.barrier()
+        started = time.perf_counter()
+        size = routes.broadcast(copies)  # type: ignore[arg-type]
+        seconds.append(time.perf_counter() - started)
+    started = time.perf_counter()
+    found = digest(copies)  # type: ignore[arg-type]
+    hashed = time.perf_counter() - started
+    if rank == 1:
+        rate = size / 1e9 / median(seconds[1:])
+        print(f"{size / 1e9:.2f} GB in {median(seconds[1:]):.2f} s: {rate:.2f} GB/s (aim 1)")
+        print(f"digest of one side: {hashed:.2f} s ({found})", flush=True)
+    else:
+        print(f"digest of the other: {found}", flush=True)
+    distributed.barrier()
+
+
+def measure_weights(gigabytes: float) -> None:
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        store = str(Path(folder) / "store")
+        ranks = [context.Process(target=_rank, args=(r, store, gigabytes)) for r in range(2)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+
+
+def measure_overlap(recipe: str, settings: Sequence[str], steps: int) -> None:
+    print("| lag | sample s | update s | step s | of the longer phase | aim |")
+    print("|---|---|---|---|---|---|")
+    for lag in (0, 1):
+        common = [f"steps={steps}", f"lag={lag}", "eval.every=0", "eval.prompts=1", "save.every=99"]
+        cluster = ["cluster.workers=1", "cluster.samplers=1"]
+        with tempfile.TemporaryDirectory() as folder:
+            done = run.train(recipe, [*common, *cluster, *settings], Path(folder) / "run", True)
+            rows = done.rows()[2:-1]  # the first loads kernels, the last evaluates
+        sample, update, step = (
+            median(row[f"time/{name}"] for row in rows) for name in ("sample", "update", "step")
+        )
+        ratio = median(
+            row["time/step"] / max(row["time/sample"], row["time/update"]) for row in rows
+        )
+        aim = "1.1" if lag else ""
+        print(f"| {lag} | {sample:.2f} | {update:.2f} | {step:.2f} | {ratio:.2f} | {aim} |")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("what", choices=["weights", "overlap"])
+    parser.add_argument("--gb", type=float, default=1.0)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--recipe", nargs="+", default=["demo", *BALANCED])
+    options = parser.parse_args()
+    if options.what == "weights":
+        measure_weights(options.gb)
+    else:
+        measure_overlap(options.recipe[0], options.recipe[1:], options.steps)
+
+
+if __name__ == "__main__":
+    main()
