@@ -36,7 +36,7 @@ class Apart(Workers):
         self._parcels: dict[str, Sequence[int]] = {}  # by piece
         self._trained: list[int] = []  # steps whose traces samplers can drop
         self._learner = 0  # that gets the next piece
-        self._weights = {"cluster/weights_gb": 0.0, "time/weights": 0.0}
+        self._weights = {"cluster/weights_gb": 0.0, "cluster/weights_s": 0.0}
         self._since = clock.seconds()
         learners = processes.count - self._placement.samplers
         return processes.part(0, learners), processes.part(learners, self._placement.samplers)
@@ -109,7 +109,7 @@ class Apart(Workers):
         digests = [answer["digest"] for answer in [*answers, *self.sampling.answers()]]
         same_weights(digests, version)
         size, seconds = answers[0]["bytes"] * self.sampling.count, answers[0]["seconds"]
-        self._weights = {"cluster/weights_gb": size / 1e9, "time/weights": seconds}
+        self._weights = {"cluster/weights_gb": size / 1e9, "cluster/weights_s": seconds}
 
     def stop(self) -> None:
         super().stop()

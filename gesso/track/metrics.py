@@ -159,7 +159,7 @@ METRICS = {
     "cluster/slowest_rank": Metric("Its rank."),
     "cluster/sent_gb": Metric("GB that the workers send each other: samples and gradients."),
     "cluster/weights_gb": Metric("GB of weights sent to samplers apart before this step."),
-    "time/weights": Metric("Seconds of sending them."),
+    "cluster/weights_s": Metric("Seconds of sending them."),
     "time/sample": Metric("Seconds from the first to the last sample."),
     "time/score": Metric("Seconds from the first to the last score."),
     "time/overlap": Metric(
