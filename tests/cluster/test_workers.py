@@ -221,8 +221,16 @@ def test_sharding_all_weights_gives_the_same_update(
         {k: expected[k] for k in compared}, rel=1e-4, abs=1e-6
     )
     assert_close(alone, sharded)
+
+
+@pytest.mark.usefixtures("borrowing")
+def test_a_sharded_checkpoint_is_read_by_any_number_of_workers(
+    pipeline_folder: Path, prompt_file: Path, language: Path, tmp_path: Path
+) -> None:
+    data = recipes(pipeline_folder, prompt_file, language)["diffusion-nft"] | {"steps": 1}
+    sharded = go(data, tmp_path / "sharded", 2, sharding="all")
     files = sorted(sharded.checkpoint(1).glob("*.safetensors"))
-    assert len(files) == count
+    assert len(files) == 2
     other = RunFolder(shutil.copytree(sharded.path, tmp_path / "other"))
     overrides = ["cluster.workers=none", "cluster.sharding=none"]
     run.resume(sharded.path, quiet=True, steps=2, overrides=overrides)
@@ -490,9 +498,9 @@ def test_a_busy_worker_ends_with_the_driver(language: Path, tmp_path: Path) -> N
     try:
         (worker,) = children(processes)
         store = {"folder": str(tmp_path)}
-        task = {"recipe": recipe, "rank": 0, "count": 1, "store": store, "address": "127.0.0.1"}
-        processes.send(0, "start", task)
-        until(lambda: worker.doing == "loading the model")
+        task = {"recipe": recipe, "rank": 0, "count": 1, "samplers": 0}
+        processes.send(0, "start", task | {"store": store, "address": "127.0.0.1"})
+        until(lambda: worker.doing == "loading the model", limit=60)
         assert worker.process.poll() is None
         worker.life.close()  # as when the driver is gone
         until(lambda: worker.process.poll() is not None, limit=LIMIT)

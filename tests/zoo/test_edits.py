@@ -57,7 +57,7 @@ def test_instructions_are_one_token_per_letter(pipe: Any) -> None:
 @pytest.mark.slow
 def test_bundled_model_has_headroom(pipe: Any) -> None:
     with ThreadPool(2) as pool:
-        scores = score(pipe, pool, "eval", 64)
+        scores = score(pipe, pool, "eval", 40)
     assert 0.1 <= scores.exact <= 0.35
     assert min(scores.recoloured, scores.reworded) >= 0.05
 

@@ -45,7 +45,7 @@ def test_plain_diffusers_samples() -> None:
 @pytest.mark.slow
 def test_bundled_model_has_headroom() -> None:
     with ThreadPool(2) as pool:
-        scores = evaluate_videos.score(VIDEOS, pool, "eval", 32)
+        scores = evaluate_videos.score(VIDEOS, pool, "eval", 20)
     assert 0.15 <= scores.exact <= 0.65
     assert scores.direction >= 0.6
 
