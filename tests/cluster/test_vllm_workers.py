@@ -245,7 +245,8 @@ class Scripted:
         assert task == "sample" and not busy[rank]
         only, spare = content["only"], content["spare"]
         self.calls.append((rank, only, spare))
-        self.messages.appendleft(Message(rank, {"busy": 0.0 if spare else 2.0}, []))
+        done = {"busy": 0.0, "made": 0} if spare else {"busy": 2.0, "made": len(range(*only))}
+        self.messages.appendleft(Message(rank, done, []))
         if not spare:
             packed = wire.pack_samples([Sample(Prompt(""), None, i, "") for i in range(*only)])
             piece = {"piece": f"0.1/{only[0]}", "index": list(range(*only))}
@@ -337,10 +338,10 @@ def test_a_sampler_rests_before_the_update() -> None:
     worker: Any = Worker(None)  # type: ignore[arg-type]
     worker.sampler = SimpleNamespace(rest=lambda: order.append("rest"))
     worker.learner = SimpleNamespace(policy=policy, update=update)
-    worker.group = SimpleNamespace(waited=0.0, sent=0)
+    worker.group = SimpleNamespace(waited=0.0, sent=0, count=1)
     worker.model = SimpleNamespace(device=torch.device("cpu"))
     worker._rollout = lambda scores: None
-    worker.update(b"", 0, {})
+    worker.update(b"", 0, {}, [1.0])
     assert order == ["rest", "update"]
 
 

@@ -156,7 +156,8 @@ def test_the_number_of_workers_does_not_change_a_bit(
         for step in steps[1:]:
             workers = [step.busy[f"worker {rank}"] for rank in range(count)]
             assert all(busy["update"] > 0 and busy["publish"] > 0 for busy in workers)
-            assert any("sample" in busy for busy in workers) and "score" in step.busy["rewards"]
+            assert any("sample" in busy for busy in workers)
+            assert name.startswith("offline") or "score" in step.busy["rewards"]
             assert max(sum(busy.values()) for busy in workers) <= step.seconds
 
 

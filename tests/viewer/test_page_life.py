@@ -202,7 +202,7 @@ def test_light_and_dark(tab: Tab, site: Site) -> None:
 def test_by_keyboard_alone(tab: Tab, site: Site) -> None:
     tab.open(site.url)
     for number, view in enumerate(
-        ["runs", "evolution", "curves", "groups", "playground", "notes"], 1
+        ["runs", "evolution", "curves", "groups", "timeline", "playground", "notes"], 1
     ):
         tab.key(str(number))
         tab.wait(f"place.view === '{view}' && app.innerText.length > 40")
