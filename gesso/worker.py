@@ -122,6 +122,7 @@ class Worker(Exchanging, Saving):
         self.number = 0  # of the current task
         self.doing = ""
         self.requests: dict[str, Request] = {}
+        self.routes: Routes | None = None  # to the ranks that train
         self.pieces: dict[str, Piece] = {}  # by "request/first sample"
 
     def answer(
