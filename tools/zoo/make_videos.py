@@ -147,8 +147,9 @@ class VideosTraining(Training):
 
     def train_vae(self) -> None:
         vae, args = self.pipe.vae, self.args
-        losses = [vae_loss_on(vae, self.world, args.vae_batch)]
-        self.optimise("vae", losses, list(vae.parameters()), 3e-3, args.vae_steps, args.seconds[0])
+        losses, weights = [vae_loss_on(vae, self.world, args.vae_batch)], list(vae.parameters())
+        steps, seconds = args.vae_steps, args.seconds[0]
+        optimise("vae", losses, weights, 3e-3, steps, seconds, self.log, graphs=not args.eager)
         latents = encode(vae, self.world, min(args.videos, 4096), VAE_FAULTY).latents
         mean, std = latents.mean((0, 2, 3, 4)), latents.std((0, 2, 3, 4))
         vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
@@ -165,20 +166,9 @@ class VideosTraining(Training):
             self.log.write("reconstructed", **scores_of(samples, self.pool)._asdict())
 
     def train(self, stage: str, faulty: float, lr: float, steps: int, seconds: float) -> None:
-        losses = [flow_loss_on(self.pipe, self.right, self.faulty, faulty, self.args.batch)]
-        self.optimise(stage, losses, flow_parameters(self.pipe), lr, steps, seconds)
-
-    def optimise(
-        self,
-        stage: str,
-        losses: list[LossFn],
-        parameters: list[Tensor],
-        lr: float,
-        steps: int,
-        seconds: float,
-    ) -> None:
-        graphs = not self.args.eager
-        optimise(stage, losses, parameters, lr, steps, seconds, self.log, graphs=graphs)
+        args, weights = self.args, flow_parameters(self.pipe)
+        losses = [flow_loss_on(self.pipe, self.right, self.faulty, faulty, args.batch)]
+        optimise(stage, losses, weights, lr, steps, seconds, self.log, graphs=not args.eager)
 
     def score(self, folder: Path, split: str) -> Scores:
         return score(folder, self.pool, split, self.args.rows)
