@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from gesso.cluster import speeds
 from gesso.learner import gradient_sum
 from gesso.learner.gradient_sum import AT_ONCE, LARGEST, ExactSum, FloatSum
 from gesso.ranks import ALONE, Values, deal, fill
@@ -177,3 +178,7 @@ def test_ranks_fill_a_tensor_together() -> None:
     seen.clear()
     fill(second, parts, [2, 1, 1], compute, Pair(1, left, in_step=True, count=2))
     assert seen == [[1], [3]]
+
+
+def test_only_much_slower_workers_get_less_work() -> None:
+    assert speeds.dealt([1.0, 2.9, 3.0, 12.0]) == [1.0, 1.0, 3.0, 12.0]
