@@ -4,8 +4,9 @@
 
 Per model: weights are written, `gesso check`, `gesso train`, SIGKILL after two steps,
 `gesso train --resume`, `gesso export`, and the result loaded by plain diffusers or transformers.
-The result is a row of `real-size.md`: memory, times and the replay gap. `--tiny` runs tiny models,
-also on a CPU, to test this script.
+The result is a row of `real-size.md`: memory, times and the replay gap. `--brief` estimates the
+memory and trains two steps, in about half of the time. `--tiny` runs tiny models, also on a CPU, to
+test this script.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ def main() -> None:
     for name in options.models or CASES:
         folder = work / name
         folder.mkdir(parents=True)
-        rows.append(run(name, CASES[name], folder, options.tiny))
+        rows.append(run(name, CASES[name], folder, options.tiny, options.brief))
         if not options.keep:
             shutil.rmtree(folder)
         options.out.mkdir(parents=True, exist_ok=True)
@@ -137,6 +138,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--work", type=Path, help="folder for weights and runs")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--keep", action="store_true", help="keep weights and runs")
+    parser.add_argument("--brief", action="store_true", help="only estimate and train")
     parser.add_argument("--tiny", action="store_true", help="tiny models, also on a CPU")
     options = parser.parse_args()
     if unknown := set(options.models) - set(CASES):
@@ -146,7 +148,7 @@ def _options() -> argparse.Namespace:
     return options
 
 
-def run(name: str, case: Case, folder: Path, tiny: bool) -> dict[str, Any]:
+def run(name: str, case: Case, folder: Path, tiny: bool, brief: bool) -> dict[str, Any]:
     row: dict[str, Any] = {"model": name}
     started = time.monotonic()
 
@@ -160,14 +162,20 @@ def run(name: str, case: Case, folder: Path, tiny: bool) -> dict[str, Any]:
     passed("write")
     recipe = [case.recipe, *([] if tiny or case.card is None else ["--card", str(case.card)])]
     recipe += [*_common(case, model, folder, tiny), *(() if tiny else case.overrides)]
+    trained = folder / "run"
+    if brief:
+        row |= _estimated(_gesso("check", "--memory", *recipe))
+        _gesso("train", *recipe, f"steps={KILLED_AFTER}", "--run", str(trained))
+        passed("train")
+        return row | _of_rows(trained, KILLED_AFTER)
     row |= _checked(_gesso("check", *recipe))
     passed("check")
-    trained = folder / "run"
     row["first step s"] = _train_and_kill(recipe, trained)
     passed("train")
     _gesso("train", "--resume", str(trained))
     passed("resume")
-    row |= _of_rows(trained)
+    row |= _of_rows(trained, STEPS)
+    row["resumed at"] = STEPS
     exported = folder / "exported"
     _gesso("export", str(trained), "--to", str(exported), "--weights", "current")
     passed("export")
@@ -236,11 +244,16 @@ def _gesso(*arguments: str) -> str:
 
 def _checked(output: str) -> dict[str, Any]:
     """What `gesso check` says of memory and of repeating the run."""
+    repeats = re.search(r"^ *repeats +(.*)$", output, re.MULTILINE)
+    assert repeats, output
+    return {**_estimated(output), "repeats": repeats[1].split(",")[0].split(":")[0]}
+
+
+def _estimated(output: str) -> dict[str, Any]:
     print(output)
     estimated = re.search(r"about ([\d.]+ [GM]B) at the peak", output)
-    repeats = re.search(r"^ *repeats +(.*)$", output, re.MULTILINE)
-    assert estimated and repeats, output
-    return {"estimated": estimated[1], "repeats": repeats[1].split(",")[0].split(":")[0]}
+    assert estimated, output
+    return {"estimated": estimated[1]}
 
 
 def _train_and_kill(recipe: list[str], run: Path) -> float:
@@ -273,16 +286,15 @@ def _steps(run: Path) -> int:
     return sum("time/update" in row for row in _rows(run))
 
 
-def _of_rows(run: Path) -> dict[str, Any]:
+def _of_rows(run: Path, steps: int) -> dict[str, Any]:
     rows = [row for row in _rows(run) if "time/update" in row]
-    assert len(rows) == STEPS, [row["step"] for row in rows]
-    last, before = rows[-1], rows[-2]  # the last is the first of its process: nothing compiled yet
+    assert [row["step"] for row in rows] == list(range(1, steps + 1)), rows
+    before = rows[KILLED_AFTER - 1]  # not the first of its process, which compiles
     return {
         "measured GB": round(max(row["memory/gb"] for row in rows), 1),
         "sample s": round(before["time/sample"], 2),
         "update s": round(before["time/update"], 2),
         "replay gap": max(row.get("update/first_abs_dlogp_max") or 0.0 for row in rows),
-        "resumed at": last["step"],
     }
 
 

@@ -18,6 +18,7 @@ from tests.gpu_runs import KINDS, STEPS, finished, recipe, result, started, writ
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.xdist_group("repeatable"),  # with --dist loadgroup: one process makes the runs
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
