@@ -16,11 +16,10 @@ PIN := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
 # Test files are distributed over one process more than there are cores, as some tests wait for
-# servers, each with one thread: two processes with two threads each are many times slower. Files
-# keep their order, so that the slowest do not run last.
+# servers, each with one thread: two processes with two threads each are many times slower.
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 1)
 WORKERS ?= $(shell [ $(CORES) -gt 3 ] && echo 4 || echo $$(($(CORES) + 1)))
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.parallel --processes $(WORKERS)
 
 .PHONY: demo test test-fast test-gpu test-vllm test-ray test-faults mutants lint docs bench bench-gpu setup clean help
 

@@ -9,8 +9,10 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
+from typing import Any
 
 NEEDED = [
     "gesso.run", "gesso.models.flow.sd3", "gesso.algorithms.flow_grpo", "gesso.viewer.report",
@@ -20,23 +22,58 @@ NEEDED = [
 ]  # fmt: skip
 
 
-def _started(target: Callable[..., object], *arguments: object) -> ForkServerProcess:
+def _started(
+    target: Callable[..., object], *arguments: object, daemon: bool = True
+) -> ForkServerProcess:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(NEEDED)
-    process = context.Process(target=target, args=arguments, daemon=True)
+    process = context.Process(target=target, args=arguments, daemon=daemon)
     process.start()
     return process
 
 
+def serve_from_here(*closed: connection.Connection) -> None:
+    """Later processes are forked from a copy of this process as it is now, instead of from a new
+    one that imports everything again. Call it before there are threads. The copy closes these
+    connections."""
+    server: Any = forkserver._forkserver
+    address = connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+    alive, ours = os.pipe()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        pid = os.fork()
+        if not pid:
+            os.close(ours)
+            for each in closed:
+                each.close()
+            sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not those of pytest
+            try:
+                forkserver.main(listener.fileno(), alive, [])
+            finally:
+                os._exit(0)
+    os.close(alive)
+    server._forkserver_address, server._forkserver_alive_fd = address, ours
+    server._forkserver_pid = pid
+
+
 @contextmanager
-def gesso(*arguments: str | Path, output: Path) -> Iterator[ForkServerProcess]:
-    """`gesso …`; what it prints goes to a file. It ends with the block at the latest."""
-    process = _started(_main, [*map(str, arguments)], output)
+def gesso(*arguments: str | Path, output: Path, forks: bool = False) -> Iterator[ForkServerProcess]:
+    """`gesso …`; what it prints goes to a file. It ends with the block at the latest. Its worker
+    processes may be forked too."""
+    process = _started(_main, [*map(str, arguments)], output, forks, daemon=not forks)
     try:
         yield process
     finally:
         process.kill()
         process.join()
+
+
+def pytest(*arguments: str | Path, output: Path) -> tuple[int | None, str]:
+    """The exit status of pytest and what it prints."""
+    process = _started(_pytest, [*map(str, arguments)], output, daemon=False)  # it starts others
+    process.join()
+    return process.exitcode, output.read_text()
 
 
 def worker() -> tuple[socket.socket, socket.socket, int]:
@@ -50,7 +87,7 @@ def worker() -> tuple[socket.socket, socket.socket, int]:
     return ours, life, process.pid
 
 
-def _worker(connection: socket.socket, life: socket.socket) -> None:
+def _worker(messages: socket.socket, life: socket.socket) -> None:
     import torch
 
     from gesso.cluster.channel import Channel, end_with_the_driver
@@ -58,13 +95,29 @@ def _worker(connection: socket.socket, life: socket.socket) -> None:
 
     torch.set_num_threads(1)
     end_with_the_driver(life)
-    serve(Channel(connection))
+    serve(Channel(messages))
 
 
-def _main(arguments: list[str], output: Path) -> None:
+def _main(arguments: list[str], output: Path, forks: bool) -> None:
     from gesso import cli
+    from gesso.cluster.processes import Processes
+    from tests.cluster.pools import Forked
 
+    _print_to(output)
+    if forks:
+        serve_from_here()
+        Processes._start = Forked._start  # type: ignore[method-assign, assignment]
+    sys.exit(cli.main(arguments))
+
+
+def _pytest(arguments: list[str], output: Path) -> None:
+    import pytest
+
+    _print_to(output)
+    sys.exit(pytest.main(arguments))
+
+
+def _print_to(output: Path) -> None:
     with output.open("wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.exit(cli.main(arguments))

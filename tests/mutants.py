@@ -1413,7 +1413,7 @@ def start(copy: Path, tests: str, mutant: Mutant | None) -> Run:
         import pytest
 
         words = [str(copy / w) if w.startswith("tests/") else w for w in shlex.split(tests)]
-        options = ["-x", "-q", "-o", "addopts=", "-p", "no:cacheprovider", "-p", "no:xdist"]
+        options = ["-x", "-q", "-o", "addopts=", "-p", "no:cacheprovider"]
         where = ["--rootdir", str(copy), "-c", str(copy / "pyproject.toml")]
         status = int(pytest.main([*options, *where, *words]))
     except BaseException as error:

@@ -34,6 +34,7 @@ from gesso.use.opening import open_to_sample
 from gesso.use.source import find
 from gesso.viewer.playground import PlaygroundRequest
 from gesso.viewer.studio import Studio
+from tests import forked
 from tests.cluster.pools import MOST, Forked
 from tests.cluster.runs import (
     alive,
@@ -473,21 +474,42 @@ def test_a_run_that_loses_workers_ends_as_if_it_had_not(
     assert [pid for pool in pools for pid in pool.pids if alive(pid)] == []
 
 
-@pytest.mark.parametrize("signals", [[SIGKILL], [SIGTERM], [SIGINT, SIGINT]])
-def test_workers_end_with_the_driver(language: Path, tmp_path: Path, signals: list[int]) -> None:
+def endless(language: Path, tmp_path: Path) -> list[str | Path]:
+    """Arguments of a run with one worker that goes on until it is stopped."""
     data = language_recipe(language, {"name": "grpo"}) | {"steps": 1000, "cluster": {"workers": 1}}
-    recipe, folder = tmp_path / "recipe.toml", tmp_path / "run"
+    recipe = tmp_path / "recipe.toml"
     recipe.write_bytes(tomli_w.dumps(data).encode())
-    driver = Started([sys.executable, "-m", "gesso", "train", recipe, "--run", folder])
-    driver.until(lambda: (folder / "checkpoints" / "000001").exists())
+    return ["train", recipe, "--run", tmp_path / "run"]
+
+
+def test_workers_end_with_a_driver_that_is_killed(language: Path, tmp_path: Path) -> None:
+    """Both started as a user does it."""
+    command = [sys.executable, "-m", "gesso", *endless(language, tmp_path)]
+    driver = Started(command)
+    driver.until(lambda: (tmp_path / "run" / "checkpoints" / "000001").exists())
     children = children_of(driver.process.pid)
     assert any(is_worker(pid) for pid in children)
-    for number in signals:
-        driver.process.send_signal(number)
-        time.sleep(0.1)
+    driver.process.kill()
     driver.process.wait(LIMIT)
     until(lambda: not any(alive(pid) for pid in children), limit=LIMIT)
-    assert RunFolder.open(folder).latest()
+    assert RunFolder.open(tmp_path / "run").latest()
+
+
+@pytest.mark.parametrize("signals", [[SIGTERM], [SIGINT, SIGINT]])
+def test_workers_end_with_the_driver(language: Path, tmp_path: Path, signals: list[int]) -> None:
+    command = endless(language, tmp_path)
+    with forked.gesso(*command, output=tmp_path / "output.txt", forks=True) as driver:
+        assert driver.pid is not None
+        until(lambda: (tmp_path / "run" / "checkpoints" / "000001").exists(), limit=60)
+        (server,) = [pid for pid in children_of(driver.pid) if children_of(pid)]
+        (worker,) = children_of(server)
+        for number in signals:
+            os.kill(driver.pid, number)
+            time.sleep(0.1)
+        driver.join(LIMIT)
+        assert driver.exitcode not in (None, 0)
+        until(lambda: not alive(worker), limit=LIMIT)
+    assert RunFolder.open(tmp_path / "run").latest()
 
 
 def test_a_busy_worker_ends_with_the_driver(language: Path, tmp_path: Path) -> None:
