@@ -41,17 +41,17 @@ KILL_WORKER, STALL_WORKER, KILL_REWARD = "worker killed", "worker stopped 10 s",
 KILL_DRIVER = "driver killed"
 ROLES = ("driver", "worker", "reward")
 LAST = 20_000  # bytes of metrics.jsonl, more than a row
-SAMPLES = 8  # of a step
+SAMPLES = 4  # of a step
 
 
 def recipe(folder: Path, steps: int) -> dict[str, Any]:
-    """2 prompts × 4 responses in 8 parts."""
+    """2 prompts × 2 responses in 4 parts."""
     prompts = str(folder / "prompts.txt")
     return {
         "steps": steps,
         "model": {"name": "causal", "path": str(folder / "model"), "device": "cpu"},
         "data": {"train": prompts, "eval": prompts, "groups": 2},
-        "algorithm": {"name": "grpo", "group": 4, "max_tokens": 4, "kl": {"beta": 0.05}},
+        "algorithm": {"name": "grpo", "group": 2, "max_tokens": 4, "kl": {"beta": 0.05}},
         "reward": [{"name": "tests.token_rewards:early"}],
         "optimizer": {"lr": 1e-4},
         "learner": {"micro_tokens": 50},
@@ -166,6 +166,10 @@ class Run:
             if (size := _resident(pid)) and (not points or points[-1][0] != step):
                 points.append((step, size))
 
+    def megabytes(self) -> dict[str, list[int]]:
+        """Of the processes that run now, by role."""
+        return {role: [_resident(pid) // 10**6 for pid in self.processes(role)] for role in ROLES}
+
     def reach(self, step: int) -> None:
         while self.step < step:
             if self.driver.poll() is not None:
@@ -195,7 +199,7 @@ class Run:
             time.sleep(0.02)
         fault.recovered = time.monotonic() - began
         self.faults.append(fault)
-        print(fault, flush=True)
+        print(fault, f"MB: {self.megabytes()}", flush=True)
 
 
 @contextmanager

@@ -103,6 +103,8 @@ class Loop:
             self._finish_save(wait=False)
             if step % self.recipe.save.every == 0:
                 self._save(step)
+            elif self.recipe.cluster.restarts and self._unfinished is None:
+                self._save(step, snapshot=True)  # never waits until another one is written
             self._write_timeline(step)
             self._watch_for_nan(row)
         return step
@@ -224,12 +226,15 @@ class Loop:
                 return
             self._pending.append(pending)
 
-    def _save(self, step: int) -> None:
+    def _save(self, step: int, snapshot: bool = False) -> None:
+        """A snapshot is deleted after the next save."""
         self._finish_save()
         self.watcher.phase("saving")
         meta: dict[str, Any] = {"seed": self.recipe.seed, "data": self.cluster.prompts_digest}
         if state := self.cluster.prompts_state:
             meta["curriculum"] = state
+        if snapshot:
+            meta["snapshot"] = True
         with recorder.phase("save", whole=True):
             self._unfinished = self.run.begin_save(
                 step, self.cluster.save, meta, self.recipe.save.keep

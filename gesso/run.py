@@ -296,7 +296,7 @@ def _run(job: Assembled, run: RunFolder, display: Display, changed: bool = False
 def _with_restarts(
     job: Assembled, run: RunFolder, train: Callable[[], None], notify: Callable[[str], None]
 ) -> None:
-    """After a worker is lost, new workers continue from the newest checkpoint, as `resume` does."""
+    """After a worker is lost, new workers continue from the newest snapshot, as `resume` does."""
     lost: WorkerLost | None = None
     for left in reversed(range(job.recipe.cluster.restarts + 1)):
         try:

@@ -177,8 +177,8 @@ class Cluster(Strict):
     patience: float = Field(1800.0, gt=0)
     """Seconds without a sign of a worker that has work, after which it counts as lost."""
     restarts: int = Field(0, ge=0)
-    """How often new workers continue from the newest checkpoint after one was lost. Then the run
-    stops."""
+    """How often new workers continue after one was lost; then the run stops. Above 0 a snapshot is
+    saved after every step, which the next one replaces, so that they repeat nothing."""
 
     @model_validator(mode="before")
     @classmethod

@@ -3,6 +3,8 @@
 checkpoints/000010/learner.safetensors    tensors by name, or one file per rank (shards.py)
 checkpoints/000010/state.json             step, seed, data, ranks, and digests of the content
 
+A snapshot is a checkpoint that the next one replaces ("snapshot" in state.json).
+
 A tensor's name is "table/name". state.json has a digest of every table ("tables"), or with several
 files of every table in each ("shards"), so that a single table can be read and verified without the
 others, and a digest of everything else in state.json.
@@ -34,11 +36,12 @@ if TYPE_CHECKING:
 
 NAME = re.compile(r"[0-9]{6,12}")  # str.isdigit() accepts digits of other scripts, too
 STATE = "state.json"
+TEMPORARY = ".saving-"
 DIGESTS = "digests.json"  # in the temporary folder only
 DIGESTED = ("tables", "shards")
 KINDS = {"step": int, "seed": int, "data": str, "ranks": int, "digest": str}
-KINDS |= dict.fromkeys((*DIGESTED, "curriculum"), dict)
-WORDS = {int: "an integer", str: "a string", dict: "an object"}
+KINDS |= dict.fromkeys((*DIGESTED, "curriculum"), dict) | {"snapshot": bool}
+WORDS = {int: "an integer", str: "a string", dict: "an object", bool: "true or false"}
 EMPTY = "it is empty"
 NONE_LEFT = (
     "there is no earlier complete checkpoint; restore the file from a backup, or start the run "
@@ -76,27 +79,35 @@ class Checkpoints:
         """`write` writes the tensors to a temporary folder with `write_tensors`, or begins to."""
         temporary = self._temporary(step)
         with self._saving(step):
-            shutil.rmtree(temporary, ignore_errors=True)
+            for left in self.folder.glob(f"{TEMPORARY}*"):  # by a process that was killed
+                shutil.rmtree(left, ignore_errors=True)
             temporary.mkdir(parents=True)
             writing = write(temporary) or WRITTEN
         return Unfinished(writing, partial(self._complete, step, writing, about, keep))
 
     def _complete(self, step: int, writing: Writing, about: Mapping[str, Any], keep: int) -> None:
-        """After the tensors state.json is written, then the folder is renamed. The oldest
-        checkpoints beyond `keep` are deleted only after the new one is complete."""
+        """After the tensors state.json is written, then the folder is renamed. Earlier snapshots,
+        and the oldest checkpoints beyond `keep`, are deleted after the new one is complete."""
         temporary = self._temporary(step)
         with self._saving(step):
             writing.finish()
             state = sealed({"step": step, **about, **_take_digests(temporary)})
             write_atomic(temporary / STATE, json.dumps(state).encode())
             self._rename(temporary, self.path(step))
-        for old in self.steps()[:-keep]:
-            path = self.path(old)
-            if not path.is_symlink():  # a link was created by the user
-                shutil.rmtree(path)
+        snapshots = [old for old in self.steps() if self._is_snapshot(old)]
+        others = [old for old in self.steps() if old not in snapshots]
+        for old in [*(old for old in snapshots if old < step), *others[:-keep]]:
+            if not self.path(old).is_symlink():  # a link was created by the user
+                shutil.rmtree(self.path(old))
+
+    def _is_snapshot(self, step: int) -> bool:
+        try:
+            return _state(self.path(step) / STATE, step).get("snapshot", False)
+        except _Damaged:
+            return False
 
     def _temporary(self, step: int) -> Path:
-        return self.folder / f".saving-{step:06d}"
+        return self.folder / f"{TEMPORARY}{step:06d}"
 
     @contextmanager
     def _saving(self, step: int) -> Iterator[None]:

@@ -439,15 +439,15 @@ def test_a_worker_that_is_killed_stops_the_run_and_the_other_workers(
     assert_equal(go(data, tmp_path / "alone"), resumed)
 
 
-LOST_WHILE = ["sample", "update", "publish", "save"]
+LOST_WHILE = ["sample", "update 0", "publish", "save", "update 1"]
 
 
 def test_a_run_that_loses_workers_ends_as_if_it_had_not(
     language: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One is killed at each of these moments, at first before there is a checkpoint, and once while
-    new ones start."""
-    data = language_recipe(language, {"name": "grpo"})
+    """One is killed at each of these moments, at first before the snapshot of step 1, and once
+    while new ones start. There is no other checkpoint."""
+    data = language_recipe(language, {"name": "grpo"}) | {"steps": 2, "save": {"every": 2}}
     data["data"]["curriculum"] = {}
     alone = go(data, tmp_path / "alone")
     left, pools = list(LOST_WHILE), []
@@ -455,7 +455,8 @@ def test_a_run_that_loses_workers_ends_as_if_it_had_not(
     class Mortal(Forked):
         def send(self, rank: int, task: str, content: Any, *more: bytes) -> None:
             super().send(rank, task, content, *more)
-            if rank == 1 and [task] == left[:1]:
+            moment = f"update {content['step']}" if task == "update" else task
+            if rank == 1 and [moment] == left[:1]:
                 left.pop(0)
                 os.kill(self.pids[1], SIGKILL)
 
@@ -469,8 +470,11 @@ def test_a_run_that_loses_workers_ends_as_if_it_had_not(
     assert not left and len(pools) == len(LOST_WHILE) + 1
     assert_equal(alone, disturbed)
     log = (disturbed.path / "log.txt").read_text()
-    assert "which continue after step 0 and repeat 0 steps of 0.0 s (restarts left: 3)" in log
-    assert log.count("new workers started in") == 3, "one was killed while they started"
+    lost = re.findall(r"which continue after step (\d) and repeat (\d) steps", log)
+    assert lost == [("0", "0"), ("0", "0"), ("0", "0"), ("0", "1"), ("1", "0")]
+    assert "(restarts left: 0)" in log
+    assert log.count("new workers started in") == 4, "one was killed while they started"
+    assert disturbed.steps == [2]
     assert [pid for pool in pools for pid in pool.pids if alive(pid)] == []
 
 

@@ -67,6 +67,17 @@ def test_a_writer_that_fails_leaves_the_last_checkpoint(run: RunFolder) -> None:
     assert sorted(file.name for file in run.checkpoints.iterdir()) == ["000001", "000002"]
 
 
+def test_a_snapshot_is_kept_until_the_next_checkpoint(run: RunFolder) -> None:
+    """It does not count among those that are kept."""
+    (run.checkpoints / ".saving-000003").mkdir()  # by a process that was killed
+    write, remaining = partial(write_tensors, state=STATE), []
+    for step, snapshot in ((4, True), (5, True), (6, False), (7, True)):
+        run.save(step, write, {"seed": 7} | ({"snapshot": True} if snapshot else {}), keep=2)
+        remaining.append(run.steps)
+    assert remaining == [[1, 2, 4], [1, 2, 5], [2, 6], [2, 6, 7]]
+    assert not list(run.checkpoints.glob(".saving-*"))
+
+
 def test_a_checkpoint_without_digests_is_not_saved(run: RunFolder) -> None:
     with pytest.raises(StopRun, match=r"could not save the checkpoint of step 3 .*digests\.json"):
         run.save(3, lambda folder: None, {}, keep=1)
