@@ -22,7 +22,7 @@ NEEDED = [
 ]  # fmt: skip
 
 
-def _started(
+def started(
     target: Callable[..., object], *arguments: object, daemon: bool = True
 ) -> ForkServerProcess:
     context = multiprocessing.get_context("forkserver")
@@ -61,7 +61,7 @@ def serve_from_here(*closed: connection.Connection) -> None:
 def gesso(*arguments: str | Path, output: Path, forks: bool = False) -> Iterator[ForkServerProcess]:
     """`gesso …`; what it prints goes to a file. It ends with the block at the latest. Its worker
     processes may be forked too."""
-    process = _started(_main, [*map(str, arguments)], output, forks, daemon=not forks)
+    process = started(_main, [*map(str, arguments)], output, forks, daemon=not forks)
     try:
         yield process
     finally:
@@ -71,7 +71,7 @@ def gesso(*arguments: str | Path, output: Path, forks: bool = False) -> Iterator
 
 def pytest(*arguments: str | Path, output: Path) -> tuple[int | None, str]:
     """The exit status of pytest and what it prints."""
-    process = _started(_pytest, [*map(str, arguments)], output, daemon=False)  # it starts others
+    process = started(_pytest, [*map(str, arguments)], output, daemon=False)  # it starts others
     process.join()
     return process.exitcode, output.read_text()
 
@@ -82,7 +82,7 @@ def worker() -> tuple[socket.socket, socket.socket, int]:
     ours, theirs = socket.socketpair()
     life, watched = socket.socketpair()
     with theirs, watched:
-        process = _started(_worker, theirs, watched)
+        process = started(_worker, theirs, watched)
     assert process.pid is not None
     return ours, life, process.pid
 

@@ -9,6 +9,7 @@ to the first process, which prints it.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import itertools
 import multiprocessing
@@ -21,9 +22,14 @@ from typing import Any
 import pytest
 
 from gesso.quiet import quiet
-from tests import forked
+from tests import forked, forked_rewards
 
 Files = list[list[pytest.Item]]
+OFTEN_USED = [
+    "diffusers.pipelines.flux.pipeline_flux", "diffusers.pipelines.qwenimage.pipeline_qwenimage",
+    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "torch._dynamo", "fastapi.testclient",
+    "gesso.rewards.image.ocr", "rapidocr", "onnxruntime",
+]  # fmt: skip
 NUMBER = 4  # bytes of the number of a file
 ENDING = 10.0  # seconds for threads that a test has left
 
@@ -38,8 +44,9 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if config.option.processes == 1 or config.option.collectonly or session.testsfailed:
         return None
     with quiet():
-        for name in forked.NEEDED:
+        for name in (*forked.NEEDED, *OFTEN_USED):
             importlib.import_module(name)
+    gc.freeze()  # garbage collection skips them
     config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # they share it
     files = [[*items] for _, items in itertools.groupby(session.items, lambda item: item.path)]
     children = _start(config, files, config.option.processes)
@@ -81,6 +88,7 @@ def _run(config: pytest.Config, files: Files, queue: int, connection: Connection
     capture.stop_global_capturing()  # its files are shared with the other processes
     capture.start_global_capturing()
     forked.serve_from_here(connection)
+    forked_rewards.use()
     plugins.register(Reporter(config, connection))
     for item, following in _pairs(files, lambda: os.read(queue, NUMBER)):
         config.hook.pytest_runtest_protocol(item=item, nextitem=following)
