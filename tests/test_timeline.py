@@ -123,6 +123,18 @@ WORKING = {"sample": 3.0, "update": 6.0}
         ({"worker_0": {"encode": 2.0, "update": 7.5}}, "encoding prompts takes 20%"),
         ({"driver": WORKING}, r"the run is busy 90% of the time, mostly with update \(60%\)"),
         ({"worker_0": {"sample": 3.0, "update": 6.5}}, "workers are busy 95%"),
+        (
+            {"worker_0": {"update": 6.0}, "sampler_1": {"sample": 4.0}},
+            "samplers wait 60% of the time, learners 40%: set a larger lag",
+        ),
+        (
+            {"worker_0": {"update": 10.0}} | {f"sampler_{i}": {"sample": 4.0} for i in range(1, 6)},
+            "samplers wait 60% .* learners 0%: of 6 devices use cluster.samplers=4",
+        ),
+        (
+            {"worker_0": {"update": 9.5}, "sampler_1": {"sample": 6.0}},
+            "no other division of 2 devices is better",
+        ),
     ],
 )
 def test_one_sentence_says_what_to_change(rows: dict[str, dict[str, float]], sentence: str) -> None:

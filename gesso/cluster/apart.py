@@ -20,6 +20,7 @@ from gesso.cluster.routes import Parcel
 from gesso.cluster.workers import Workers, same_weights
 from gesso.learner.learner import Update
 from gesso.rollout import Rollout
+from gesso.timeline import recorder
 from gesso.types import Prompt, Scales, Which
 
 
@@ -39,6 +40,8 @@ class Apart(Workers):
         self._weights = {"cluster/weights_gb": 0.0, "cluster/weights_s": 0.0}
         self._since = clock.seconds()
         learners = processes.count - self._placement.samplers
+        for worker in processes.workers[learners:]:
+            worker.row = recorder.sampler(worker.rank)
         return processes.part(0, learners), processes.part(learners, self._placement.samplers)
 
     def _end_thread(self) -> None:

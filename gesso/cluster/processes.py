@@ -67,6 +67,10 @@ class Worker:
     heard: float = field(default_factory=time.monotonic)  # time of the last message
     ended: bool = False
     inbox: queue.Queue[Message | int] = field(init=False)  # an int: this rank has ended
+    row: str = field(init=False)  # of the timeline
+
+    def __post_init__(self) -> None:
+        self.row = recorder.worker(self.rank)
 
     def how_it_ended(self) -> str:
         return "closed its connection"
@@ -186,7 +190,7 @@ class Processes:
                 return
             worker.heard = time.monotonic()
             if "spans" in content:
-                recorder.received(recorder.worker(worker.rank), content.pop("spans"))
+                recorder.received(worker.row, content.pop("spans"))
             if "doing" in content:
                 worker.doing = content["doing"]
             elif "line" in content:

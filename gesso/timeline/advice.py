@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from gesso.timeline.recorder import DRIVER, REWARDS
+from gesso.timeline.recorder import DRIVER, REWARDS, SAMPLER
 from gesso.timeline.steps import Step
 
 WAIT = "wait"
@@ -55,6 +55,7 @@ def _sentence(rows: Sequence[Row]) -> str:
     of = {row.name: row for row in rows}
     driver = of.get(DRIVER, Row(DRIVER, {}))
     workers = [row for row in rows if row.name not in (DRIVER, REWARDS)]
+    samplers = [row for row in workers if row.name.startswith(SAMPLER)]
     shares = _mean(workers) if workers else dict(driver.shares)
     who = "workers" if workers else "the run"
     scores = driver.shares.get(WAIT, 0.0)
@@ -66,10 +67,7 @@ def _sentence(rows: Sequence[Row]) -> str:
     found = {
         f"{who} {verb} {scores:.0%} of the time for scores: set a larger `workers` for the slowest "
         "reward, use more reward servers, or lag=1, which scores during the update": scores,
-        f"workers wait {others:.0%} of the time for each other: use a smaller sampler.batch and "
-        "learner.micro_batch or micro_tokens, so that all have equal work, or fewer workers": others
-        if len(workers) > 1
-        else 0.0,
+        _others(workers, samplers, others): others if len(workers) > 1 else 0.0,
         _exchange(shares): shares.get("exchange", 0.0) + shares.get("publish", 0.0),
         f"encoding prompts takes {shares.get('encode', 0.0):.0%} of the time, in every worker: use "
         "fewer prompts per step with larger groups": shares.get("encode", 0.0),
@@ -86,6 +84,25 @@ def _sentence(rows: Sequence[Row]) -> str:
     if worth:
         return max(worth, key=lambda text: worth[text])
     return _busiest(shares, who, "are" if workers else "is")
+
+
+def _others(workers: Sequence[Row], samplers: Sequence[Row], share: float) -> str:
+    learners = [row for row in workers if row not in samplers]
+    if not samplers or not learners:
+        return (
+            f"workers wait {share:.0%} of the time for each other: use a smaller sampler.batch and "
+            "learner.micro_batch or micro_tokens, so that all have equal work, or fewer workers"
+        )
+    sampling, training = (sum(1 - row.idle for row in rows) for rows in (samplers, learners))
+    sampler, learner = sampling / len(samplers), training / len(learners)  # busy, each
+    wait = f"samplers wait {1 - sampler:.0%} of the time, learners {1 - learner:.0%}"
+    if sampler + learner < 1 + WORTH:
+        return f"{wait}: set a larger lag, with which they work at the same time"
+    count = len(workers)
+    best = min(max(round(count * sampling / (sampling + training)), 1), count - 1)
+    if best == len(samplers):
+        return f"{wait}: no other division of {count} devices is better"
+    return f"{wait}: of {count} devices use cluster.samplers={best}, cluster.workers={count - best}"
 
 
 def _mean(rows: Sequence[Row]) -> dict[str, float]:

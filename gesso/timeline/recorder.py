@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from gesso import clock
 
-DRIVER, REWARDS = "driver", "rewards"
+DRIVER, REWARDS, SAMPLER = "driver", "rewards", "sampler"
 MOST = 50_000  # spans that nobody takes, as those of a playground
 SHORTEST = 1e-4  # seconds: shorter pauses within a phase are not recorded
 
@@ -43,6 +43,11 @@ _open = _Open()
 def worker(rank: int) -> str:
     """The name of its row."""
     return f"worker {rank}"
+
+
+def sampler(rank: int) -> str:
+    """The row of a worker that only samples."""
+    return f"{SAMPLER} {rank}"
 
 
 @contextmanager
