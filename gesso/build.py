@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from gesso import consistency, families, imports
-from gesso.config import FAMILIES, AnyRecipe, ModelRecipe, Recipe, Strict, compatibility
+from gesso.config import FAMILIES, AnyRecipe, Model, ModelRecipe, Recipe, Strict, compatibility
 from gesso.config.parsing import named, nearest, parse
 from gesso.config.tables import (
     NOTHING,
@@ -198,7 +198,12 @@ def given(recipe: AnyRecipe) -> GivenColumns | None:
     """The columns of the samples that rows give; None if training samples are generated."""
     if recipe.sampler.engine != "data":
         return None
-    return GivenColumns(algorithm_class(recipe.algorithm.name).given, recipe.model.output)
+    names: Sequence[str] = algorithm_class(recipe.algorithm.name).given
+    section = recipe.model
+    if not isinstance(section, Model) or section.frames == 1:
+        return GivenColumns(names, section.output)
+    names = ["video" if name == "image" else name for name in names]
+    return GivenColumns(names, "video", frames=section.frames, fps=section.fps)
 
 
 def algorithm(recipe: AnyRecipe) -> Algorithm:

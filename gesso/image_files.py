@@ -34,6 +34,15 @@ def read_rgb(source: str | bytes) -> Image:
         return _rgb(image)
 
 
+def fitted(image: Image, height: int, width: int) -> Image:
+    """The largest centred part of the image with this aspect ratio, resized by Lanczos. An image of
+    exactly this size is not changed."""
+    from PIL import Image as Pillow
+    from PIL import ImageOps
+
+    return ImageOps.fit(image, (width, height), Pillow.Resampling.LANCZOS)
+
+
 def read_size(source: str | bytes) -> tuple[int, int]:
     """Height and width of the upright image, from the header alone."""
     with _opened(source) as image, _faults("cannot be read"):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NewType, TypeVar
 
-from gesso.image_files import ImageFault, check_pixels, read_rgb, read_size
+from gesso.image_files import ImageFault, check_pixels, fitted, read_rgb, read_size
 
 if TYPE_CHECKING:
     import numpy as np
@@ -96,12 +96,20 @@ def eval_seed(seed: int, prompt: int, sample: int) -> int:
 class PromptImage:
     """An image of a row, not yet decoded: the path of a file, or its content."""
 
+    kind: ClassVar[str] = "image"
+
     path: str = ""
     data: bytes = field(default=b"", repr=False)
 
     def open(self) -> Image:
         """The decoded image, as RGB and upright; see `image_files.read_rgb`."""
         return self._read(read_rgb)
+
+    def fitted(self, height: int, width: int) -> np.ndarray:
+        """(height, width, 3) uint8: cropped and resized, see `image_files.fitted`."""
+        import numpy as np
+
+        return np.asarray(fitted(self.open(), height, width))
 
     @property
     def size(self) -> tuple[int, int]:
@@ -120,7 +128,7 @@ class PromptImage:
         try:
             return function(self.data or self.path)
         except ImageFault as fault:
-            name = self.path or f"the image of {len(self.data):,} bytes"
+            name = self.path or f"the {self.kind} of {len(self.data):,} bytes"
             raise UserError(f"{name} {fault}") from fault
 
     def digest(self) -> str:
@@ -134,7 +142,7 @@ class PromptImage:
         try:
             return Path(self.path).read_bytes()
         except OSError as error:
-            raise UserError(f"image {self.path} cannot be read: {error.strerror}") from error
+            raise UserError(f"{self.kind} {self.path} cannot be read: {error.strerror}") from error
 
 
 @dataclass(frozen=True)
@@ -146,7 +154,7 @@ class Prompt:
     {"type": "image"} parts, with one image part for each of `images`, in order. Without messages
     the conversation is one user message: the images, then the text.
 
-    `given` are samples from the row, images or texts, the best first: with
+    `given` are samples from the row, images, clips or texts, the best first: with
     `sampler.engine = "data"` they are trained on instead of generated ones.
 
     `image_columns` are further images of the row, for rewards of edits: "mask", which is white

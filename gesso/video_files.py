@@ -4,23 +4,28 @@ only place that calls PyAV."""
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from gesso.image_files import MAX_PIXELS, ImageFault
-from gesso.types import UserError
+from gesso.image_files import MAX_PIXELS, ImageFault, fitted
+from gesso.types import PromptImage, UserError
+
+T = TypeVar("T")
 
 if TYPE_CHECKING:
     import numpy as np
+    from PIL.Image import Image
 
 VIDEO_SUFFIXES = (".mp4", ".webm", ".mov", ".mkv", ".gif")
 ENCODERS = ("libx264", "libopenh264", "libvpx-vp9", "mpeg4")
 """Encoders of an MP4, best first: H.264, VP9 (browsers play both), MPEG-4."""
 QUALITY = {"libx264": {"crf": "16", "preset": "fast"}, "libvpx-vp9": {"crf": "20", "b": "0"}}
 BIT_RATE = 8_000_000  # of encoders without a quality
+TOLERANCE = 1e-3  # seconds: files round the times of frames
 STRIP, GAP = 5, 2  # frames of a strip, and px between them
 
 
@@ -92,27 +97,122 @@ def read_clip(source: str | bytes) -> Clip:
     """All frames of a file, or of its content. Raises `ImageFault`."""
     import numpy as np
 
-    av = _pyav()
     frames: list[np.ndarray] = []
+    with _opened(source) as (file, stream):
+        most = MAX_PIXELS // max(1, stream.width * stream.height)
+        for frame in file.decode(stream):
+            if len(frames) >= most:
+                raise ImageFault(f"has more than {MAX_PIXELS:,} pixels; shorten or resize it")
+            frames.append(frame.to_ndarray(format="rgb24"))
+        rate = stream.average_rate
+    if not frames or not rate:
+        raise ImageFault(NO_FRAMES)
+    return Clip(np.stack(frames), float(rate))
+
+
+@dataclass(frozen=True)
+class PromptClip(PromptImage):
+    """A clip of a row, not yet decoded. A run uses `count` frames from its start, at `fps` frames
+    per second."""
+
+    kind: ClassVar[str] = "clip"
+
+    count: int = 1
+    fps: float = 16.0
+
+    def open(self) -> Image:
+        """The first frame, upright."""
+        (first,) = self._read(lambda source: _frames(source, 1, self.fps, lambda frame: frame))
+        return first
+
+    def fitted(self, height: int, width: int) -> np.ndarray:
+        """(frames, height, width, 3) uint8: cropped and resized as images are."""
+        import numpy as np
+
+        def fit(frame: Image) -> Image:
+            return fitted(frame, height, width)
+
+        return np.stack(self._read(lambda source: _frames(source, self.count, self.fps, fit)))
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self._read(self._header)
+
+    def fault(self, decode: bool = True) -> str | None:
+        """Why the clip cannot be used, or None. Without `decode` only its header is read."""
+        try:
+            self._read(self._header)
+            if decode:
+                self._read(lambda source: _frames(source, self.count, self.fps, lambda _: None))
+        except UserError as error:
+            return str(error)
+        return None
+
+    def _header(self, source: str | bytes) -> tuple[int, int]:
+        """Height and width. Raises for a clip that is too short, if its header has a duration."""
+        with _opened(source) as (_, stream):
+            if stream.duration is not None:
+                seconds = float(stream.duration * stream.time_base)
+                _check_length(seconds, self.count, self.fps)
+            return stream.height, stream.width
+
+
+NO_FRAMES = "cannot be decoded as a video: it has no frames"
+
+
+@contextmanager
+def _opened(source: str | bytes) -> Iterator[tuple[Any, Any]]:
+    """The file and its first video. Raises `ImageFault` for what fails meanwhile."""
+    av = _pyav()
     try:
         with av.open(io.BytesIO(source) if isinstance(source, bytes) else source) as file:
             if not file.streams.video:
                 raise ImageFault("has no video")
             stream = file.streams.video[0]
-            most = MAX_PIXELS // max(1, stream.width * stream.height)
-            for frame in file.decode(stream):
-                if len(frames) >= most:
-                    raise ImageFault(f"has more than {MAX_PIXELS:,} pixels; shorten or resize it")
-                frames.append(frame.to_ndarray(format="rgb24"))
-            rate = stream.average_rate
+            if stream.width * stream.height > MAX_PIXELS:
+                raise ImageFault(f"has frames of more than {MAX_PIXELS:,} pixels; resize it")
+            yield file, stream
     except ImageFault:
         raise
     except Exception as error:  # damaged files make FFmpeg fail in many ways
         reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise ImageFault(f"cannot be decoded as a video: {reason.splitlines()[0]}") from error
-    if not frames or not rate:
-        raise ImageFault("cannot be decoded as a video: it has no frames")
-    return Clip(np.stack(frames), float(rate))
+
+
+def _frames(source: str | bytes, count: int, fps: float, change: Callable[[Image], T]) -> list[T]:
+    """What a player shows at the times 0, 1/fps, … (count − 1)/fps, each frame changed at once:
+    `count` large ones need much memory. Decodes no more than these."""
+    found: list[T] = []
+    with _opened(source) as (file, stream):
+        start = seconds = 0.0
+        shown = None
+        for frame in file.decode(stream):
+            if shown is None:
+                start = frame.time
+            seconds = frame.time - start
+            while shown is not None and len(found) / fps < seconds - TOLERANCE:
+                found.append(change(_upright(shown)))
+                if len(found) == count:
+                    return found
+            shown = frame
+        if shown is None or not stream.average_rate:
+            raise ImageFault(NO_FRAMES)
+        seconds += float(1 / stream.average_rate)
+        _check_length(seconds, count, fps)
+        return [*found, *(change(_upright(shown)) for _ in range(count - len(found)))]
+
+
+def _check_length(seconds: float, count: int, fps: float) -> None:
+    if (count - 1) / fps >= seconds - TOLERANCE:
+        raise ImageFault(
+            f"lasts {seconds:.3g} seconds, shorter than model.frames = {count} at model.fps = "
+            f"{fps:g}; use longer clips or fewer frames"
+        )
+
+
+def _upright(frame: Any) -> Image:
+    """Phones store the rotation of a clip beside its frames."""
+    return frame.to_image().rotate(frame.rotation, expand=True)
 
 
 def spread(count: int, chosen: int) -> list[int]:

@@ -163,11 +163,13 @@ def test_editing(tmp_path: Path) -> None:
 
 def test_video(tmp_path: Path) -> None:
     """The commands of the page."""
-    train, sample = (words for _, words in pages.commands("how-to/video.md"))
+    train, sample, sft = (words for _, words in pages.commands("how-to/video.md"))
     gesso_here(*train, *TINY, cwd=tmp_path)
     gesso_here(*sample, cwd=tmp_path)
-    rows = (tmp_path / "runs" / "demo-video-001" / "metrics.jsonl").read_text().splitlines()
-    assert "eval/sign-motion/exact" in json.loads(rows[-1])
+    gesso_here(*sft, *(option for option in TINY if "algorithm" not in option), cwd=tmp_path)
+    for run in ("demo-video-001", "demo-video-sft-001"):
+        rows = (tmp_path / "runs" / run / "metrics.jsonl").read_text().splitlines()
+        assert "eval/sign-motion/exact" in json.loads(rows[-1])
     assert read_clip(str(tmp_path / "clip.mp4")).frames.shape == (5, 32, 96, 3)
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +20,7 @@ from gesso.viewer import report
 from gesso.viewer.playground import PlaygroundRequest
 from gesso.viewer.reading import RunReader
 from gesso.viewer.studio import Studio
-from tests import pipelines
+from tests import pipelines, video_cards
 from tests.conftest import small_recipe
 
 SIZES = {"wan-i2v": (16, 32), "wan-ti2v": (32, 64)}
@@ -41,8 +39,14 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         Image.fromarray(noise).save(made / f"{i}.png")
         rows.append({"prompt": f"it moves {'up' * i}", "image": f"{i}.png"})
     (made / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run.train(build.recipe_from(recipe(made)), folder=made / "run", quiet=True)
+    return made
+
+
+def recipe(made: Path) -> dict[str, Any]:
     data = small_recipe(made / "model", made / "rows.jsonl")
-    height, width = SIZES[request.param]
+    pinned = "ti2v" in made.name
+    height, width = SIZES["wan-ti2v" if pinned else "wan-i2v"]
     data["model"] = {
         "name": "wan-i2v", "path": str(made / "model"), "lora": {"rank": 2, "alpha": 4},
         "height": height, "width": width, "frames": FRAMES, "fps": 8.0, "device": "cpu",
@@ -50,8 +54,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     data["reward"] = [{"name": "first-frame"}, {"name": "temporal-consistency"}]
     data |= {"steps": 1, "eval": {"every": 1, "prompts": 2, "steps": 2}}
     data["algorithm"] |= {"group": 2, "steps": 2}
-    run.train(build.recipe_from(data), folder=made / "run", quiet=True)
-    return made
+    return data
 
 
 def test_the_run_and_its_page(folder: Path) -> None:
@@ -87,15 +90,22 @@ def test_the_code_of_the_card_makes_the_same_video(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = gesso.load(folder / "run")
-    card = (loaded.export(tmp_path / "export") / "README.md").read_text()
-    assert "pipeline_tag: image-to-video" in card
-    code = card.partition("```python\n")[2].partition("\n```")[0]
-    code = code.replace("from diffusers.utils import export_to_video", "")  # it needs OpenCV
-    module = sys.modules["diffusers.pipelines.wan.pipeline_wan_i2v"]
-    plain = SimpleNamespace(fix_text=lambda text: text)  # ftfy is not installed
-    monkeypatch.setattr(module, "ftfy", plain, raising=False)
-    made: dict[str, Any] = {"export_to_video": lambda *given, **more: None}
-    monkeypatch.chdir(tmp_path / "export")
-    exec(code, made)
-    (clip,) = loaded.sample("it moves ", images=[tmp_path / "export" / "example.png"])
-    assert np.abs(np.asarray(made["video"]) * 255 - clip.frames).max() <= 1
+    export = tmp_path / "export"
+    video_cards.check(loaded, "image-to-video", "it moves ", export, monkeypatch)
+
+
+def test_training_on_clips(folder: Path, tmp_path: Path) -> None:
+    """A row without an image continues the first frame of its clip."""
+    clip = next((folder / "run" / "samples").glob("*/*.mp4"))
+    row = {"prompt": "it moves", "video": str(clip)}
+    (tmp_path / "clips.jsonl").write_text(json.dumps(row) + "\n")
+    data = recipe(folder) | {
+        "algorithm": {"name": "flow-sft"}, "sampler": {"batch": 2, "engine": "data"},
+    }  # fmt: skip
+    data["data"] |= {"train": str(tmp_path / "clips.jsonl"), "groups": 1}
+    data["eval"] |= {"prompts": 1, "steps": 1}
+    run.train(build.recipe_from(data), folder=tmp_path / "run", quiet=True)
+    (done,) = [row for row in RunReader(tmp_path / "run").rows() if "time/update" in row]
+    assert done["update/grad_norm"] > 0
+    (kept,) = map(json.loads, (tmp_path / "run" / "groups" / "000001.jsonl").open())
+    assert len(kept["shown"]) == 1

@@ -245,6 +245,6 @@ def test_an_image_that_disappears_stops_the_run_and_saves_it(
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.optim.AdamW, "step", step)
-        with pytest.raises(StopRun, match=r"rows\.jsonl:1: an image cannot be used: .*a\.png"):
+        with pytest.raises(StopRun, match=r"rows\.jsonl:1: .*a\.png cannot be read"):
             run.train(recipe, folder=tmp_path / "run", quiet=True)
     assert RunFolder.open(tmp_path / "run").latest() == 1

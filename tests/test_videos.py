@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tomli_w
 
 import gesso
 from gesso import build, cli, run, video_files
@@ -15,7 +16,7 @@ from gesso.track.trackers.base import samples_of
 from gesso.types import UserError
 from gesso.use import pairs
 from gesso.video_files import read_clip
-from tests import pipelines
+from tests import pipelines, video_cards
 from tests.conftest import small_recipe
 
 ROWS: list[dict[str, Any]] = [
@@ -79,16 +80,9 @@ def test_the_code_of_the_card_makes_the_same_video(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded = gesso.load(folder / "run")
-    card = (loaded.export(tmp_path / "export") / "README.md").read_text()
-    assert "pipeline_tag: text-to-video" in card
-    code = card.partition("```python\n")[2].partition("\n```")[0]
+    export = tmp_path / "export"
+    code = video_cards.check(loaded, "text-to-video", "a red sign", export, monkeypatch)
     assert 'export_to_video(video, "video.mp4", fps=8)' in code
-    code = code.replace("from diffusers.utils import export_to_video", "")  # it needs OpenCV
-    made: dict[str, Any] = {"export_to_video": lambda *given, **more: None}
-    monkeypatch.chdir(tmp_path / "export")
-    exec(code, made)
-    (clip,) = loaded.sample("a red sign")
-    assert np.abs(np.asarray(made["video"]) * 255 - clip.frames).max() <= 1
 
 
 @pytest.mark.parametrize(
@@ -104,14 +98,44 @@ def test_rows_of_other_lengths(folder: Path, tmp_path: Path, row: dict, message:
         run.train(build.recipe_from(data), folder=tmp_path / "run", quiet=True)
 
 
-def test_what_takes_images_only(folder: Path) -> None:
-    with pytest.raises(UserError, match="generated videos; data pairs makes pairs of images"):
-        pairs.write(folder / "run", None, 0.0)
-    data = recipe(folder, ROWS) | {
-        "algorithm": {"name": "flow-sft"}, "sampler": {"batch": 4, "engine": "data"},
-    }  # fmt: skip
-    with pytest.raises(UserError, match=r'"data" trains on images, but model.frames = 5; set it'):
-        build.recipe_from(data)
+def given(folder: Path, train: Path, algorithm: dict[str, Any], **model: Any) -> dict[str, Any]:
+    """The recipe on samples of the data."""
+    data = recipe(folder, ROWS, **model)
+    data["data"] |= {"train": str(train)}
+    return data | {"algorithm": algorithm, "sampler": {"batch": 4, "engine": "data"}}
+
+
+def test_training_on_pairs_of_a_run(folder: Path, tmp_path: Path) -> None:
+    """The best and the worst video of each group, in offline DPO."""
+    result = pairs.write(folder / "run", tmp_path / "pairs.jsonl", 0.0)
+    rows = [json.loads(line) for line in result.file.read_text().splitlines()]
+    assert result.pairs == len(rows) == 2 and all(r["chosen"].endswith(".mp4") for r in rows)
+    data = given(folder, result.file, {"name": "flow-dpo", "group": 2, "guidance": 1.0})
+    run.train(build.recipe_from(data), folder=tmp_path / "run", quiet=True)
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert row["update/grad_norm"] > 0 and row["eval/jpeg-compressibility"] < 0
+    kept = json.loads((tmp_path / "run" / "groups" / "000001.jsonl").read_text().splitlines()[0])
+    (chosen,) = [r["chosen"] for r in rows if r["prompt"] == kept["prompt"]]
+    trained = read_clip(str(tmp_path / "run" / "groups" / kept["samples"][0]["video"])).frames
+    assert np.abs(trained - read_clip(str(tmp_path / chosen)).frames.astype(int)).mean() < 4
+
+
+def test_a_check_reports_clips(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "torn.mp4").write_bytes(b"torn")
+    (clip, *_) = sorted((folder / "run" / "groups").glob("*/*.mp4"))  # 5 frames at 8 a second
+    rows = [{"prompt": "a", "video": str(name)} for name in (clip, "torn.mp4")]
+    (tmp_path / "clips.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for model, code, messages in (
+        ({"height": 32}, 0, ["clips.jsonl:2: clip 1 of 1: ", "as a video", "clips of", "enlarged"]),
+        ({"frames": 9}, 2, ["lasts 0.625 seconds, shorter than model.frames = 9 at model.fps = 8"]),
+    ):
+        data = given(folder, tmp_path / "clips.jsonl", {"name": "flow-sft"}, **model)
+        (tmp_path / "recipe.toml").write_text(tomli_w.dumps(data))
+        assert cli.main(["check", str(tmp_path / "recipe.toml")]) == code
+        shown = capsys.readouterr()
+        assert all(message in shown.out + shown.err for message in messages)
 
 
 def test_a_machine_without_an_encoder(

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on given images, with the flow-matching loss."""
+"""Supervised fine-tuning on given images or clips, with the flow-matching loss."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from gesso.types import Which
 class FlowSFT(PretrainingTimes):
     name: str = "flow-sft"
     group: int = Field(1, ge=1, le=1)
-    """Images per prompt: the row's."""
+    """Samples per prompt: the row's."""
     updates: int = Field(1, ge=1)
     times: int = Field(1, ge=1)
     advantage: Equal = Equal()  # type: ignore[assignment]
-    """No settings: every image counts the same."""
+    """No settings: every sample counts the same."""
 
     given: ClassVar[tuple[str, ...]] = ("image",)
 

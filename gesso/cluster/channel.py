@@ -26,6 +26,7 @@ from gesso.types import (
     SampleSpec,
     Trajectory,
 )
+from gesso.video_files import PromptClip
 
 GRACE = 2.0
 """Seconds that workers have to end by themselves after the driver."""
@@ -103,9 +104,10 @@ def pack_prompts(prompts: Sequence[Prompt], paths: bool = True) -> bytes:
     """`paths`: images in files are sent as paths, for workers on the same machine."""
     content: list[bytes] = []
 
-    def packed(image: PromptImage) -> tuple[str, int]:
+    def packed(image: PromptImage) -> tuple[Any, ...]:
         content.append(image.data if paths else image.read())
-        return image.path, len(content[-1])
+        clip = (image.count, image.fps) if isinstance(image, PromptClip) else ()
+        return image.path, len(content[-1]), *clip
 
     rows = [
         {
@@ -127,10 +129,11 @@ def read_prompts(data: bytes) -> list[Prompt]:
     end = data.index(b"\n")
     position, prompts = end + 1, []
 
-    def image(path: str, size: int) -> PromptImage:
+    def image(path: str, size: int, *clip: Any) -> PromptImage:
         nonlocal position
         position += size
-        return PromptImage(path, data[position - size : position])
+        content = data[position - size : position]
+        return PromptClip(path, content, *clip) if clip else PromptImage(path, content)
 
     for row in json.loads(data[:end]):
         values = row | {

@@ -2,8 +2,9 @@
 
 SFT, images           `image`, or `file_name` as in Hugging Face's imagefolder, whose `text` is the
                       prompt; of edits `target_image`, and `image` is the input
+SFT, videos           `video`, or `file_name`; `image` is the input
 SFT, texts            `response`, or `completion` (TRL); or messages that end with the assistant's
-DPO                   `chosen` and `rejected`: images or texts
+DPO                   `chosen` and `rejected`: images, videos or texts
 TRL, conversational   a text may be messages, the last one the assistant's; those before it are the
                       prompt, which then needs no column
 
@@ -22,6 +23,7 @@ from gesso.types import UserError
 
 ALIASES = {
     "image": ("target_image", "image", "file_name", "chosen"),
+    "video": ("video", "file_name", "chosen"),
     "response": ("response", "completion", "chosen"),
 }  # a sample's name → columns, in order of precedence
 MESSAGES = ("messages", "message")
@@ -33,8 +35,10 @@ class GivenColumns:
     """The columns of given samples."""
 
     names: Sequence[str]  # of the samples, the best first
-    kind: Literal["image", "text"]
+    kind: Literal["image", "video", "text"]
     required: bool = True  # False: rows may have the columns, which are not used
+    frames: int = 1  # of each video
+    fps: float = 16.0
 
     def split(self, row: Mapping[str, Any], prompt: str, where: str) -> GivenRow:
         """`prompt`: the column that gets a prompt which is part of the samples."""
@@ -44,7 +48,7 @@ class GivenColumns:
         edits = "target_image" in columns
         for name in [*([] if edits else self.names), "chosen", "rejected"]:
             rest.pop(name, None)
-        if self.kind == "image":
+        if self.kind != "text":
             if prompt not in rest and CAPTION in rest:
                 rest[prompt] = rest.pop(CAPTION)
         else:

@@ -1,7 +1,7 @@
-"""Converts image values of a row to PromptImage and checks that they can be decoded.
+"""Converts image values of a row to PromptImage and checks that they can be decoded; clips, too.
 
-a path            relative to the folder of the data, to `images/` in it, or to the working
-                  directory; also file://…
+a path            relative to the folder of the data, to `images/` or `videos/` in it, or to the
+                  working directory; also file://…
 bytes             of an image file; {"bytes", "path"} as `datasets` and parquet store images
 base64            with or without `data:image/…;base64,`
 """
@@ -12,18 +12,20 @@ import base64
 import binascii
 import os
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gesso.types import Prompt, PromptImage, UserError
+from gesso.video_files import PromptClip
 
 FILE, WEB, DATA = "file://", ("http://", "https://"), "data:"
 MAX_PATH = 1024  # characters; a longer text is base64
 MAX_DECODED = 4096  # images of a source; of the others only the headers are checked
-BESIDE = "images"  # folder next to the data file, as in Flow-Factory
+MAX_CLIPS = 256  # the same for clips
+BESIDE = ("images", "videos")  # folders next to the data file, as in Flow-Factory
 # First bytes of image files.
 SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*")
 
@@ -32,14 +34,23 @@ class InvalidRow(UserError):
     """The row cannot be used; it is skipped, reported and counted."""
 
 
-def load_images(values: Sequence[Any], folder: Path | None) -> tuple[PromptImage, ...]:
+def load_images(
+    values: Sequence[Any], folder: Path | None, kind: str = PromptImage.kind
+) -> tuple[PromptImage, ...]:
     images = []
     for i, value in enumerate(values, 1):
         try:
             images.append(_image(value, folder))
         except InvalidRow as error:
-            raise InvalidRow(f"image {i} of {len(values)}: {error}") from None
+            raise InvalidRow(f"{kind} {i} of {len(values)}: {error}") from None
     return tuple(images)
+
+
+def load_clips(
+    values: Sequence[Any], folder: Path | None, frames: int, fps: float
+) -> tuple[PromptClip, ...]:
+    images = load_images(values, folder, PromptClip.kind)
+    return tuple(PromptClip(image.path, image.data, frames, fps) for image in images)
 
 
 def load_image(value: Any, column: str, folder: Path | None) -> PromptImage:
@@ -83,7 +94,8 @@ def _from_text(text: str, folder: Path | None) -> PromptImage:
         return PromptImage(data=data)
     if len(text) > MAX_PATH:
         raise InvalidRow(f"expected a path or base64, got {short(text)}")
-    searched = f" in {folder}, its folder {BESIDE}/ or the working directory" if folder else ""
+    beside = "/ or ".join(BESIDE)
+    searched = f" in {folder}, its folder {beside}/ or the working directory" if folder else ""
     raise InvalidRow(f"no such file {text!r}{searched}")
 
 
@@ -93,7 +105,8 @@ def _file(name: str, folder: Path | None) -> str | None:
     plain = os.path.expanduser(name)
     candidates = [plain]
     if folder is not None:
-        candidates = [os.path.join(folder, plain), os.path.join(folder, BESIDE, plain), plain]
+        beside = [os.path.join(folder, name, plain) for name in BESIDE]
+        candidates = [os.path.join(folder, plain), *beside, plain]
     return next((path for path in candidates if os.path.isfile(path)), None)
 
 
@@ -114,26 +127,34 @@ class ImageCheck:
 
 
 def check_images(prompts: Sequence[Prompt]) -> ImageCheck:
-    """Reads the header of every image, and decodes at most MAX_DECODED of them, evenly spaced. An
-    image that several prompts share is read once."""
+    """Reads the header of every image and clip, and decodes at most MAX_DECODED of them (with clips
+    MAX_CLIPS), evenly spaced. An image that several prompts share is read once."""
     distinct = list(dict.fromkeys(image for prompt in prompts for image in prompt.all_images))
     if not distinct:
         return ImageCheck([None] * len(prompts))
     from PIL import Image
 
     Image.init()  # not thread-safe
-    count = min(len(distinct), MAX_DECODED)
+    clips = any(isinstance(image, PromptClip) for image in distinct)
+    count = min(len(distinct), MAX_CLIPS if clips else MAX_DECODED)
     decoded = {i * len(distinct) // count for i in range(count)}
     full = [i in decoded for i in range(len(distinct))]
     with ThreadPoolExecutor() as threads:  # Pillow releases the GIL while it decodes
-        reasons = dict(zip(distinct, threads.map(PromptImage.fault, distinct, full), strict=True))
-    found = [_first_fault([reasons[image] for image in prompt.all_images]) for prompt in prompts]
+        faults = threads.map(lambda image, decode: image.fault(decode), distinct, full)
+        reasons = dict(zip(distinct, faults, strict=True))
+    found = [_first_fault(prompt.all_images, reasons) for prompt in prompts]
     return ImageCheck(found, len(distinct), count)
 
 
-def _first_fault(reasons: Sequence[str | None]) -> str | None:
-    faults = (f"image {i} of {len(reasons)}: {r}" for i, r in enumerate(reasons, 1) if r)
-    return next(faults, None)
+def _first_fault(
+    images: Sequence[PromptImage], reasons: Mapping[PromptImage, str | None]
+) -> str | None:
+    found = (
+        f"{image.kind} {i} of {len(images)}: {reason}"
+        for i, image in enumerate(images, 1)
+        if (reason := reasons[image])
+    )
+    return next(found, None)
 
 
 def short(value: Any) -> str:

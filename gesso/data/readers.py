@@ -7,8 +7,8 @@ prompts.parquet          extra `data`
 file@train               the file itself: `datasets` names its only split "train"
 folder@split             `split.txt`, `split_metadata.jsonl`, shards named as on the hub, or a
                          dataset saved to disk by `datasets` (extra `data`); see splits.py
-folder                   for SFT: images, each with its prompt in a text file of the same name, or
-                         listed in metadata.jsonl (`file_name`, `text`)
+folder                   for SFT: images or clips, each with its prompt in a text file of the same
+                         name, or listed in metadata.jsonl (`file_name`, `text`)
 hub:owner/name@split     a dataset on the Hugging Face hub; `hub:owner/name/subset@split` is one of
                          its subsets (extra `data`)
 """
@@ -30,11 +30,13 @@ from gesso.data.chat import PLAIN, ChatFormat
 from gesso.data.given import GivenColumns
 from gesso.data.images import InvalidRow, check_images, first_line, short
 from gesso.data.rows import Row, prompt_of
-from gesso.data.splits import FILES, captioned_images, is_saved, pick
+from gesso.data.splits import FILES, IMAGES, captioned, is_saved, pick
 from gesso.types import Prompt, UserError
+from gesso.video_files import VIDEO_SUFFIXES
 
 HUB = "hub:"
 HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(@[\w.-]+)?")  # owner/name@split
+CAPTIONED = {"image": IMAGES, "video": VIDEO_SUFFIXES}  # kind of given samples → files
 BATCH = 256  # rows read at a time
 
 Rows = Iterable[tuple[int, Row]]  # numbered from 1, as in editors
@@ -92,7 +94,7 @@ def _prompts(
 ) -> list[Prompt | str]:
     """The prompt of each row, or why there is none."""
     results: list[Prompt | str] = []
-    for table in _tables(source, pictures=given is not None and given.kind == "image"):
+    for table in _tables(source, given):
         for i, row in table.rows:
             where = f"{table.name}:{i}"
             try:
@@ -111,16 +113,17 @@ class Table:
     folder: Path | None  # relative image paths start here
 
 
-def _tables(source: DataSource, pictures: bool) -> Iterator[Table]:
-    """The tables of a source: one, or a split's shards in order. `pictures`: a folder may contain
-    images, each with its prompt in a text file."""
+def _tables(source: DataSource, given: GivenColumns | None) -> Iterator[Table]:
+    """The tables of a source: one, or a split's shards in order. With `given` a folder may contain
+    images or clips, each with its prompt in a text file."""
     if source.path.startswith(HUB):
         name = source.path.removeprefix(HUB)
         yield Table(_hub_rows(name, source), name, None)
         return
-    if pictures and (images := captioned_images(resolve_path(source.path))):
-        folder = images[0].parent
-        yield Table(list(_caption_rows(images)), folder.name, folder)
+    suffixes = CAPTIONED.get(given.kind, ()) if given else ()
+    if given and (files := captioned(resolve_path(source.path), suffixes)):
+        folder = files[0].parent
+        yield Table(list(_caption_rows(files, given.kind)), folder.name, folder)
         return
     paths, prefix = _locate(source.path)
     names = [f"{prefix}{path.name}" for path in paths]
@@ -184,15 +187,15 @@ def _text_rows(file: Path, source: DataSource) -> Rows:
     return [(i, {"prompt": line.strip()}) for i, line in _lines(file)]
 
 
-def _caption_rows(images: Sequence[Path]) -> Rows:
-    for i, image in enumerate(images, 1):
-        caption = image.with_suffix(".txt")
+def _caption_rows(files: Sequence[Path], column: str) -> Rows:
+    for i, file in enumerate(files, 1):
+        caption = file.with_suffix(".txt")
         if not caption.is_file():
             raise UserError(
-                f"{image} has no prompt: expected it in {caption.name}; add the file, or remove "
-                "the image"
+                f"{file} has no prompt: expected it in {caption.name}; add the file, or remove "
+                f"the {column}"
             )
-        yield i, {"prompt": _text(caption).strip(), "image": image.name}
+        yield i, {"prompt": _text(caption).strip(), column: file.name}
 
 
 def _json_tables(files: Sequence[Path], names: Sequence[str], source: DataSource) -> list[Table]:

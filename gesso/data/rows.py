@@ -24,7 +24,7 @@ from typing import Any
 from gesso.config import DataSource
 from gesso.data import chat
 from gesso.data.given import GivenColumns
-from gesso.data.images import InvalidRow, load_image, load_images, short
+from gesso.data.images import InvalidRow, load_clips, load_image, load_images, short
 from gesso.types import Prompt, PromptImage, UserError, bad_text
 
 PROMPT_COLUMNS = ("prompt", "problem", "message", "messages", "question")  # in order of precedence
@@ -112,6 +112,8 @@ def _samples(
 ) -> tuple[PromptImage | str, ...]:
     if given is not None and given.kind == "image":
         return load_images(values, folder)
+    if given is not None and given.kind == "video":
+        return load_clips(values, folder, given.frames, given.fps)
     for value in values:
         if not value:
             raise InvalidRow(f"expected a text to train on, got {short(value)}")

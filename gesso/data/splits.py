@@ -40,13 +40,13 @@ def is_saved(folder: Path) -> bool:
     return (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file()
 
 
-def captioned_images(folder: Path) -> list[Path]:
-    """The images of a folder in which text files of the same names contain their prompts. Empty for
-    any other folder."""
+def captioned(folder: Path, suffixes: Sequence[str]) -> list[Path]:
+    """The images or clips of a folder in which text files of the same names contain their prompts.
+    Empty for any other folder."""
     if not folder.is_dir():
         return []
     files = [f for f in sorted(folder.iterdir()) if f.is_file() and not f.name.startswith(".")]
-    images = [file for file in files if file.suffix.lower() in IMAGES]
+    images = [file for file in files if file.suffix.lower() in suffixes]
     return images if any(image.with_suffix(".txt").is_file() for image in images) else []
 
 

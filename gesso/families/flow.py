@@ -85,7 +85,6 @@ class FlowFamily:
         flow_checks.check_model(recipe, where)
 
     def check(self, recipe: Recipe, algorithm: Algorithm, where: str) -> None:
-        flow_checks.check_given(recipe, where)
         flow_checks.check_one_pass(recipe, algorithm, where)
         flow_checks.check_ratios(recipe, where)
         flow_checks.check_rewards(recipe, algorithm)
@@ -105,7 +104,7 @@ class FlowFamily:
         data: LoadedData,
         progress: Progress,
     ) -> LoadedData:
-        data = flow_checks.fit_sizes(recipe, model, data)
+        data = flow_checks.fit_sizes(recipe, model, flow_checks.continued(model, data))
         notes = flow_checks.check_data(recipe, algorithm, model, data)
         return replace(data, notes=[*data.notes, *notes])
 

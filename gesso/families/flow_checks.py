@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gesso import imports, video_files
@@ -46,16 +47,6 @@ def check_model(recipe: AnyRecipe, where: str) -> None:
         raise UserError(
             f'{where}: sampler.engine = "{recipe.sampler.engine}" is for language models, but '
             f'model.name = "{recipe.model.name}" is a flow model; remove it'
-        )
-
-
-def check_given(recipe: Recipe, where: str) -> None:
-    """Raises for given samples of a video model: they are images."""
-    assert isinstance(recipe.model, Model)
-    if recipe.sampler.engine == "data" and recipe.model.frames > 1:
-        raise UserError(
-            f'{where}: sampler.engine = "data" trains on images, but model.frames = '
-            f"{recipe.model.frames}; set it to 1, or use another algorithm"
         )
 
 
@@ -175,6 +166,19 @@ def _check_teachers(algorithm: Algorithm, model: FlowModel, prompts: Sequence[Pr
         teacher_of(prompt, algorithm.column, algorithm.teachers)
 
 
+def continued(model: FlowModel, data: LoadedData) -> LoadedData:
+    """For image to video: a row that gives a clip and has no `image` continues its first frame."""
+    if model.input_images.start == 0:
+        return data
+    parts = [replace(part, prompts=[_continued(p) for p in part.prompts]) for part in data.train]
+    return replace(data, train=parts)
+
+
+def _continued(prompt: Prompt) -> Prompt:
+    clips = [clip for clip in prompt.given[:1] if isinstance(clip, video_files.PromptClip)]
+    return replace(prompt, images=prompt.images or tuple(clips))
+
+
 def fit_sizes(recipe: Recipe, model: FlowModel, data: LoadedData) -> LoadedData:
     """The prompts without input images of sizes that the model does not accept."""
     from gesso.data import prompts
@@ -269,14 +273,14 @@ def _ratios(recipe: Recipe, prompts: Sequence[Prompt], path: str) -> str:
 
 
 def _enlarged(prompts: Sequence[Prompt], spec: SampleSpec, path: str) -> str:
-    """A note about given images that are smaller than those that the model is trained on."""
+    """A note about given images or clips that are smaller than what the model is trained on."""
     images = [image for prompt in prompts for image in prompt.all_images]
     small = [i for i in images if i.size[0] < spec.height or i.size[1] < spec.width]
     if not small:
         return ""
     height, width = small[0].size
     return (
-        f"{len(small)} of {len(images)} images of {path} are smaller than model.height × "
+        f"{len(small)} of {len(images)} {small[0].kind}s of {path} are smaller than model.height × "
         f"model.width = {spec.height} × {spec.width} and are enlarged; the first is "
         f"{small[0].path or 'embedded'}, {height} × {width}"
     )

@@ -51,7 +51,7 @@ def source(sample: Sample) -> np.ndarray:
     """(height, width, 3) uint8: the first image of the prompt."""
     if not sample.prompt.images:
         raise UserError(no_source(sample.prompt) or "")
-    return _fitted(sample.prompt.images[0], sample.pixels)
+    return sample.prompt.images[0].fitted(*sample.pixels.shape[:2])
 
 
 def outside(sample: Sample) -> np.ndarray | None:
@@ -60,15 +60,7 @@ def outside(sample: Sample) -> np.ndarray | None:
     mask = sample.prompt.image_columns.get("mask")
     if mask is None:
         return None
-    grey = _fitted(mask, sample.pixels).mean(-1) / 255
+    grey = mask.fitted(*sample.pixels.shape[:2]).mean(-1) / 255
     if grey.min() == 1:
         raise UserError(ALL_WHITE)
     return 1 - grey
-
-
-def _fitted(image: PromptImage, result: np.ndarray) -> np.ndarray:
-    """The largest centred part with the aspect ratio of the result, resized to its size."""
-    from PIL import Image, ImageOps
-
-    height, width = result.shape[:2]
-    return np.asarray(ImageOps.fit(image.open(), (width, height), Image.Resampling.LANCZOS))

@@ -23,7 +23,7 @@ from gesso.samplers.base import Piece, Sampler, parts
 from gesso.samplers.denoise import DenoisingSampler
 from gesso.samplers.recording import Recorded
 from gesso.samplers.responses import Response, ResponseRequest
-from gesso.types import Prompt, PromptImage, Sample, SampleSpec, UserError, Which
+from gesso.types import Prompt, Sample, SampleSpec, UserError, Which
 from gesso.weights.publish import Publication
 
 
@@ -40,7 +40,7 @@ class GivenCall:
         return self.prompts[self.row[i]]
 
     def sample(self, i: int) -> Any:
-        """An image or a text, as the model requires."""
+        """An image, a clip or a text, as the model requires."""
         return self.prompt(i).given[self.place[i]]
 
     def score(self, i: int) -> float:
@@ -94,7 +94,7 @@ class GivenSampler(ABC):
 
 
 class GivenImages(GivenSampler):
-    """Images, encoded to clean latents; there is no trajectory."""
+    """Images or clips, encoded to clean latents; there is no trajectory."""
 
     inner: DenoisingSampler
 
@@ -110,8 +110,9 @@ class GivenImages(GivenSampler):
         rows = torch.tensor([call.row[i] for i in index], device=clean.device)
         recorded = Recorded()
         trace = recorded.trace(shared, rows, range(0), clean)
+        fps = spec.fps if images.ndim == 5 else None  # (n, frames, height, width, 3)
         samples = [
-            Sample(call.prompt(i), image, call.seeds[i], given=call.score(i))
+            Sample(call.prompt(i), image, call.seeds[i], given=call.score(i), fps=fps)
             for i, image in zip(index, images, strict=True)
         ]
         return Piece(list(index), samples, trace, recorded.logp(clean))
@@ -137,20 +138,11 @@ class GivenResponses(GivenSampler):
         return replace(piece, samples=scored)
 
 
-def fitted(image: PromptImage, height: int, width: int) -> np.ndarray:
-    """(height, width, 3) uint8: the largest centred part of the image with this aspect ratio,
-    resized by Lanczos. An image of exactly this size is not changed."""
-    from PIL import Image, ImageOps
-
-    fit = ImageOps.fit(image.open(), (width, height), Image.Resampling.LANCZOS)
-    return np.asarray(fit)
-
-
 def _pixels(call: GivenCall, i: int, spec: SampleSpec) -> np.ndarray:
     try:
-        return fitted(call.sample(i), spec.height, spec.width)
+        return call.sample(i).fitted(spec.height, spec.width)
     except UserError as error:  # deleted since the data was read
-        raise UserError(f"{call.prompt(i).where}: an image cannot be used: {error}") from error
+        raise UserError(f"{call.prompt(i).where}: {error}") from error
 
 
 def _places(row: Sequence[int]) -> list[int]:

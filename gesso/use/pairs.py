@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gesso.config import Model
+from gesso.config import AnyModel, Model
 from gesso.track.atomic import write_atomic
 from gesso.track.run_folder import RunFolder, must_be_possible
 from gesso.types import UserError
 from gesso.use.source import recipe_of
 
 SUFFIX = ".jsonl"
+FILES = ("image", "video")  # keys of a group's samples with the name of a file
 
 
 @dataclass(frozen=True)
@@ -50,18 +51,14 @@ def write(folder: Path, out: Path | None, min_gap: float) -> Result:
             f"{run.path} trained on samples of its data, which have no scores; data pairs expects "
             "a run that generated its samples"
         )
-    if isinstance(recipe.model, Model) and recipe.model.frames > 1:
-        raise UserError(
-            f"{run.path} generated videos; data pairs makes pairs of images or responses"
-        )
-    is_image = recipe.model.output == "image"
-    kept = _groups(run.path, is_image)
+    key = _key(recipe.model)
+    kept = _groups(run.path, key)
     if not kept:
         raise UserError(
             f"{run.path} has kept no samples of its training groups; train with save.groups of at "
             "least 1"
         )
-    rows = [row for group in kept if (row := _pair(group, min_gap, run.path, file, is_image))]
+    rows = [row for group in kept if (row := _pair(group, min_gap, run.path, file, key))]
     apart = f"differ by {min_gap:g} or more" if min_gap else "differ"
     if not rows:
         raise UserError(
@@ -79,10 +76,10 @@ def write(folder: Path, out: Path | None, min_gap: float) -> Result:
     ]
     if len(rows) < len(kept):
         notes.append(f"{len(kept) - len(rows)} groups are left out: their rewards do not {apart}")
-    if recipe.save.group_images == "small" and (is_image or any(g.images for g in kept)):
+    if recipe.save.group_images == "small" and (key in FILES or any(g.images for g in kept)):
         notes.append(
-            "images are compressed and have at most 256 pixels per side; "
-            'train with save.group_images = "full" to keep them as they are'
+            "images and videos are compressed and have at most 256 pixels per side; "
+            'train with save.group_images = "full" to keep their size'
         )
     if recipe.data.template is not None:
         notes.append("the prompts contain data.template; leave it out when training on them")
@@ -99,14 +96,19 @@ def _check(file: Path, min_gap: float) -> None:
         raise UserError(f"data pairs expects --min-gap of at least 0, got {min_gap:g}")
 
 
-def _groups(run: Path, is_image: bool) -> list[Group]:
+def _key(section: AnyModel) -> str:
+    """Of a sample in a row of groups/000010.jsonl."""
+    video = isinstance(section, Model) and section.frames > 1
+    return "video" if video else "image" if section.output == "image" else "response"
+
+
+def _groups(run: Path, key: str) -> list[Group]:
     """The groups with samples, in order of steps."""
     kept = []
     for file in sorted((run / "groups").glob(f"*{SUFFIX}")):
         for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
             try:
-                what = "image" if is_image else "response"
-                group = _group(int(file.stem), json.loads(line), what)
+                group = _group(int(file.stem), json.loads(line), key)
             except (ValueError, KeyError, TypeError) as error:
                 raise UserError(
                     f"{file}, line {number} is damaged: {error!r}; delete that line"
@@ -115,12 +117,12 @@ def _groups(run: Path, is_image: bool) -> list[Group]:
     return kept
 
 
-def _group(step: int, row: Mapping[str, Any], what: str) -> Group | None:
+def _group(step: int, row: Mapping[str, Any], key: str) -> Group | None:
     """None if the run has not kept its samples."""
     samples = [
-        (float(entry["reward"]), f"groups/{entry[what]}" if what == "image" else entry[what])
+        (float(entry["reward"]), f"groups/{entry[key]}" if key in FILES else entry[key])
         for entry in row["samples"]
-        if what in entry and entry["reward"] is not None
+        if key in entry and entry["reward"] is not None
     ]
     if not samples:
         return None
@@ -129,9 +131,7 @@ def _group(step: int, row: Mapping[str, Any], what: str) -> Group | None:
     return Group(step, prompt, row["answer"], images, samples)
 
 
-def _pair(
-    group: Group, min_gap: float, run: Path, file: Path, is_image: bool
-) -> dict[str, Any] | None:
+def _pair(group: Group, min_gap: float, run: Path, file: Path, key: str) -> dict[str, Any] | None:
     """None without a preference."""
     best, worst = (pick(group.samples, key=lambda sample: sample[0]) for pick in (max, min))
     if best[0] <= worst[0] or best[0] - worst[0] < min_gap:
@@ -143,6 +143,6 @@ def _pair(
     row: dict[str, Any] = {"prompt": group.prompt}
     if group.images:
         row["images"] = [path(name) for name in group.images]
-    row["chosen"], row["rejected"] = (path(s) if is_image else s for _, s in (best, worst))
+    row["chosen"], row["rejected"] = (path(s) if key in FILES else s for _, s in (best, worst))
     row |= {"chosen_score": best[0], "rejected_score": worst[0], "step": group.step}
     return row if group.answer is None else row | {"answer": group.answer}

@@ -160,6 +160,7 @@ class RunReader:
             "model": _name(config, "model", "path"),
             "limits": limits.text_of(_name(config, "model", "path")),
             "family": family(config),
+            "frames": _frames(config),
             "seed": _number(config.get("seed")),
             "steps": steps,
             "left": fmean(times) * (steps - step) if times and state == "running" else None,
@@ -337,6 +338,13 @@ class RunReader:
 def family(config: Mapping[str, Any]) -> str:
     """ "flow" or "language"; "flow" if a config of another version does not state it."""
     return config_family(config.get("model", {}))
+
+
+def _frames(config: Mapping[str, Any]) -> int:
+    """Of a sample; 1 is an image."""
+    section = config.get("model")
+    frames = section.get("frames") if isinstance(section, Mapping) else None
+    return frames if isinstance(frames, int) else 1
 
 
 def _cell(row: Shown) -> dict[str, Any]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gesso.config import Data, DataSource
@@ -14,12 +16,17 @@ from gesso.data import prompts, readers
 from gesso.data.given import GivenColumns
 from gesso.data.prompts import Stream, WeightedPrompts
 from gesso.types import Prompt, PromptImage, UserError
+from gesso.video_files import PromptClip, encode_mp4
 from tests.tokens import picture
 
 RESPONSE, PAIR = GivenColumns(("response",), "text"), GivenColumns(("chosen", "rejected"), "text")
 IMAGE, IMAGES = (
     GivenColumns(("image",), "image"),
     GivenColumns(("chosen", "rejected"), "image"),
+)
+CLIP, CLIPS = (
+    GivenColumns(("video",), "video", frames=3, fps=8.0),
+    GivenColumns(("chosen", "rejected"), "video", frames=3, fps=8.0),
 )
 ASKED = [{"role": "user", "content": "how many?"}]
 FOUR, FIVE = ({"role": "assistant", "content": text} for text in ("four", "five"))
@@ -82,6 +89,7 @@ WRONG = [
     (IMAGES, {"prompt": "a", "chosen": "gone.png", "rejected": "lost.png"}, "no such file"),
     (PAIR, {"chosen": [*ASKED, FOUR], "rejected": [*ASKED, FOUR]}, "are equal"),
     (IMAGE, {"prompt": "a", "image": None}, "expected a path, bytes or base64"),
+    (CLIP, {"prompt": "a", "video": 3}, "clip 1 of 1: expected a path, bytes or base64"),
 ]  # fmt: skip
 
 
@@ -98,6 +106,7 @@ def test_rows_that_cannot_be_used_are_skipped(
     [
         (PAIR, {"prompt": "a", "chosen": "b"}, 'expected columns "chosen" and "rejected", which'),
         (RESPONSE, {"prompt": "a"}, 'expected a column "response" or messages that end with'),
+        (CLIP, {"prompt": "a", "image": "b"}, 'expected a column "video", which the algorithm'),
         (IMAGE, {"prompt": "a"}, 'expected a column "image", which the algorithm trains on, got p'),
     ],
 )
@@ -131,6 +140,32 @@ def test_a_folder_of_images_and_texts(tmp_path: Path) -> None:
     png(tmp_path, "0003.png")
     with pytest.raises(UserError, match=r"0003\.png has no prompt: expected it in 0003\.txt"):
         read(tmp_path, IMAGE)
+
+
+def test_clips(tmp_path: Path) -> None:
+    """In columns, in a folder beside them, and with a text of the same name."""
+    clip = encode_mp4(np.zeros((3, 16, 16, 3), np.uint8), 8)
+    (tmp_path / "videos").mkdir()
+    for name in ("a.mp4", "b.mp4"):
+        (tmp_path / "videos" / name).write_bytes(clip)
+    (tmp_path / "torn.mp4").write_bytes(clip[:300])
+    pair = {"prompt": "a cat", "chosen": "a.mp4", "rejected": "b.mp4", "image": png(tmp_path, "c")}
+    file = rows(tmp_path, pair, pair | {"chosen": "torn.mp4"}, pair | {"rejected": "gone.mp4"})
+    reading = read(file, CLIPS)
+    (prompt,) = reading.prompts
+    assert prompt.given == tuple(
+        PromptClip(str(tmp_path / "videos" / name), count=3, fps=8.0) for name in ("a.mp4", "b.mp4")
+    )
+    assert len(prompt.images) == 1  # the first frame, for image to video
+    torn, gone = sorted(reading.left_out)
+    assert "rows.jsonl:2: clip 2 of 3: " in torn and "cannot be decoded as a video" in torn
+    assert "rows.jsonl:3: clip 2 of 2: no such file 'gone.mp4'" in gone
+    long = read(rows(tmp_path, {"video": "a.mp4", "text": "a"}), replace(CLIP, frames=5)).left_out
+    assert "lasts 0.375 seconds, shorter than model.frames = 5 at model.fps = 8" in long[0]
+    (tmp_path / "videos" / "a.txt").write_text("a cat")
+    (tmp_path / "videos" / "b.txt").write_text("a dog")
+    found = read(tmp_path / "videos", CLIP).prompts
+    assert [(p.text, len(p.given)) for p in found] == [("a cat", 1), ("a dog", 1)]
 
 
 def test_an_imagefolder(tmp_path: Path) -> None:

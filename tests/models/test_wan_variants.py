@@ -17,6 +17,7 @@ from gesso.config import Lora, Model, Optimizer
 from gesso.estimate import estimate
 from gesso.learner.learner import Learner
 from gesso.models.flow.base import PromptCache
+from gesso.models.flow.wan import Wan
 from gesso.samplers.denoise import DenoisingSampler, Piece
 from gesso.types import Prompt, PromptImage, SampleSpec, Size, UserError
 from gesso.use import usage
@@ -229,6 +230,20 @@ def test_the_first_frame_is_no_part_of_the_log_prob(folder_of: Any) -> None:
     learner = Learner(model, algorithm, Optimizer(), LearnerSection(micro_batch=2), seed=0)
     metrics = learner.update(rollout, 0).metrics
     assert metrics["update/grad_norm"] > 0 and metrics["update/first_abs_dlogp_max"] < 1e-5
+
+
+def test_a_given_clip_begins_with_the_input_image(folder_of: Any) -> None:
+    """Of its latents the first frame is that of the encoded image, and not trained."""
+    model, size = image_model(folder_of("wan-ti2v")), size_of("wan-ti2v")
+    prompts = prompts_of("wan-ti2v")
+    shape = len(prompts), size.frames, size.height, size.width, 3
+    clips = np.random.default_rng(0).integers(0, 256, shape, np.uint8)
+    clips[:, 0] = [prompt.images[0].fitted(size.height, size.width) for prompt in prompts]
+    latents = model.encode_images(torch.from_numpy(clips))
+    assert latents.shape[1:] == model.latent_shape(*size)
+    whole = model.completed(latents, model.encode(prompts, size))
+    expected = Wan.encode_images(model, torch.from_numpy(clips))
+    torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_bad_input(folder_of: Any) -> None:

@@ -13,6 +13,7 @@ import torch
 from gesso import build, cli
 from gesso.algorithms.one_pass import OnePassTerms
 from gesso.check import check
+from gesso.config import Model
 from gesso.models.flow.compiled import compile_blocks
 from gesso.rollout import FlowTrace, Rollout
 from gesso.run import assemble, resume, train
@@ -72,14 +73,16 @@ def distance(found: Gradients, expected: Gradients) -> float:
     return float((one - other).norm() / other.norm())
 
 
-def compared(data: dict, batch: int = 4, rewards: Sequence[float] = REWARDS) -> Gradients:
+def compared(
+    data: dict, batch: int = 4, rewards: Sequence[float] = REWARDS, size: Model | None = None
+) -> Gradients:
     """In one pass as in two: pictures, log-probs, gradient. An update runs no network."""
     found: list[tuple[Rollout, Gradients]] = []
     for one in (False, True):
         data["algorithm"]["one_pass"] = one
         model, algorithm, learner = parts_of(build.recipe_from(data))
         stirred(model)
-        rollout = rollout_of(model, algorithm, batch=batch)
+        rollout = rollout_of(model, algorithm, batch=batch, size=size)
         rollout = replace(rollout, scores=[Score(r, {"made-up": r}) for r in rewards])
         counted = Counted(model)
         found.append((rollout, gradients(learner, rollout)))
@@ -129,6 +132,12 @@ def test_of_other_models(data: dict, name: str, tmp_path: Path) -> None:
     expected = compared(data)
     model = build.model(build.recipe_from(data))
     assert (len(expected) < len(model.policy.trainable)) == (name == "qwen-image")
+
+
+def test_of_videos(data: dict, tmp_path: Path) -> None:
+    path = str(pipelines.build("wan", tmp_path / "wan", num_layers=1))
+    data["model"] |= {"name": "wan", "path": path, "height": 16, "width": 32, "frames": 5}
+    compared(data, size=Model(**data["model"]))
 
 
 def test_with_activations_computed_again(data: dict) -> None:

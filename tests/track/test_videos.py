@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from gesso.track.trackers.swanlab import SwanLab
 from gesso.track.trackers.wandb import Wandb
 from gesso.types import Prompt, Sample, Score, UserError
 from gesso.use import sampling
-from gesso.video_files import encode_mp4, read_clip, spread, strip
+from gesso.video_files import PromptClip, encode_mp4, read_clip, spread, strip
 from tests.viewer import folders
 
 
@@ -67,6 +69,54 @@ def test_an_unreadable_clip_is_one_sentence(tmp_path: Path) -> None:
     for bad in (b"", b"not a video", whole[:200], str(tmp_path / "none.mp4")):
         with pytest.raises(ImageFault, match=r"^cannot be decoded as a video: [A-Z][^\n]+$"):
             read_clip(bad)
+
+
+@pytest.mark.parametrize(
+    "count, fps, shown",
+    [
+        (9, 12.5, range(9)),
+        (5, 12.5, range(5)),  # its start
+        (5, 6.25, [0, 2, 4, 6, 8]),
+        (8, 10, [0, 1, 2, 3, 5, 6, 7, 8]),
+        (6, 25, [0, 0, 1, 1, 2, 2]),
+    ],
+)
+def test_a_clip_of_a_row_at_the_rate_of_the_model(count: int, fps: float, shown: Any) -> None:
+    clip = PromptClip(data=encode_mp4(moving_bar(9, 32, 96), 12.5), count=count, fps=fps)
+    assert clip.fault() is None and clip.size == (32, 96)
+    frames = clip.fitted(32, 96)
+    assert frames.shape == (count, 32, 96, 3)
+    grey = np.median(frames[:, :, 80:], (1, 2, 3)) / 20  # the bar is elsewhere, or narrow
+    assert grey.round().tolist() == [*shown]
+    assert clip.fitted(16, 16).shape == (count, 16, 16, 3)
+    assert clip.open().size == (96, 32)
+
+
+def test_clips_that_cannot_be_used(tmp_path: Path) -> None:
+    whole = encode_mp4(moving_bar(), 12.5)
+    (tmp_path / "clip.mp4").write_bytes(whole)
+    short = PromptClip(str(tmp_path / "clip.mp4"), count=10, fps=12.5)
+    for decode in (True, False):
+        assert short.fault(decode) == (
+            f"{tmp_path}/clip.mp4 lasts 0.72 seconds, shorter than model.frames = 10 at model.fps "
+            "= 12.5; use longer clips or fewer frames"
+        )
+    torn = PromptClip(data=whole[: len(whole) // 2], count=9, fps=12.5)
+    fault = torn.fault() or ""
+    assert re.fullmatch(r"the clip of [\d,]+ bytes cannot be decoded as a video: .*", fault)
+    with pytest.raises(UserError, match=r"none\.mp4 cannot be decoded as a video: No such file"):
+        PromptClip(str(tmp_path / "none.mp4"), count=9).fitted(32, 96)
+
+
+def test_a_clip_of_a_phone_is_turned_upright() -> None:
+    """The matrix of the track in an MP4: a quarter turn clockwise."""
+    video: np.ndarray = np.zeros((2, 32, 96, 3), np.uint8)
+    video[:, :16, :16] = 255  # at the left of the top
+    data = bytearray(encode_mp4(video, 8))
+    place, one = data.index(b"tkhd") + 44, 1 << 16
+    data[place : place + 36] = struct.pack(">9i", 0, one, 0, -one, 0, 0, 0, 0, 1 << 30)
+    (frame,) = PromptClip(data=bytes(data), count=1, fps=8).fitted(96, 32)
+    assert frame[4:12, 20:28].min() > 200 and frame[:, :12].max() < 50
 
 
 def test_a_strip_shows_frames_from_the_first_to_the_last() -> None:

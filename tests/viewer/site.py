@@ -119,7 +119,8 @@ def editing(path: Path) -> RunFolder:
 
 def filming(path: Path) -> RunFolder:
     """Two prompts with videos of 8 frames at 8 a second."""
-    run = folders.make(path, 2, about="videos of signs")
+    model = {"name": "wan", "path": "wan", "frames": 8}
+    run = folders.make(path, 2, about="videos of signs", model=model)
     for step in (0, 2):
         samples = [
             Sample(Prompt(f"sign {i} slides"), folders.video(20 * step + 10 * i), i, fps=8.0)

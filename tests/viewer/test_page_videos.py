@@ -46,9 +46,14 @@ def at_rest(tab: Tab, count: int) -> None:
 
 
 def test_before_and_after_play_in_step_and_stop_at_a_frame(tab: Tab, videos: Site) -> None:
-    tab.open(f"{videos.url}/#/evolution?run=wan")
+    tab.open(f"{videos.url}/#/")
+    tab.wait("document.querySelectorAll('.pair video').length === 4")
+    tab.go("#/playground?run=wan")
+    tab.wait("document.querySelector('.play-form [type=submit]').innerText === 'Generate videos'")
+    tab.go("#/evolution?run=wan")
     tab.wait(f"{ALL}.length === 2 && {ALL}.every((v) => !v.paused)")
     tab.wait(f"{ALL}.every((v) => v.currentTime > 0)")
+    assert tab.texts(".filters label")[0] == "Videos"
     tab.click(".filters input[value=wipe]")
     tab.wait(f"{ALL}.length === 4")
     tab.js("showFrame(5)")

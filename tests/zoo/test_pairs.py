@@ -12,7 +12,6 @@ from gesso import build
 from gesso.config import DataSource
 from gesso.data.given import GivenColumns
 from gesso.data.readers import read
-from gesso.samplers.given import fitted
 from gesso.types import Prompt, PromptImage, Size
 from gesso.zoo.words import real_words
 from tools.zoo import make_pairs
@@ -46,7 +45,7 @@ def test_signs_survive_the_autoencoder() -> None:
     model = build.model(build.recipe("demo-sft"))
     rows = read(DataSource(path="zoo:pairs/signs.jsonl"), given=GivenColumns(("image",), "image"))
     images = [p.given[0] for p in rows.prompts[:16]]
-    pixels = np.stack([fitted(i, 32, 96) for i in images if isinstance(i, PromptImage)])
+    pixels = np.stack([i.fitted(32, 96) for i in images if isinstance(i, PromptImage)])
     latents = model.encode_images(torch.from_numpy(pixels))
     assert 0.9 < float(latents.std()) < 1.1
     cond = model.encode([Prompt("")] * len(latents), Size(32, 96))

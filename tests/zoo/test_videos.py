@@ -11,10 +11,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gesso.config import DataSource
+from gesso.data.given import GivenColumns
 from gesso.data.readers import read
 from gesso.types import Prompt, Sample
+from gesso.video_files import PromptClip
 from gesso.zoo import limits, videos, words
-from tools.zoo import evaluate_videos, make_videos, video_rows
+from tools.zoo import evaluate_videos, make_clips, make_videos, video_rows
 from tools.zoo import render_videos as render
 from tools.zoo.build_videos import SHAPE, TEXT_TOKENS, build_pipeline, load_pipeline
 from tools.zoo.render import letters
@@ -48,6 +50,19 @@ def test_bundled_model_has_headroom() -> None:
         scores = evaluate_videos.score(VIDEOS, pool, "eval", 20)
     assert 0.15 <= scores.exact <= 0.65
     assert scores.direction >= 0.6
+
+
+def test_clips_are_right_videos() -> None:
+    """As the script writes them, up to the encoder, and as SFT reads them."""
+    given = GivenColumns(("video",), "video", frames=5, fps=8.0)
+    reading = read(DataSource(path="zoo:slides/clips.jsonl"), given=given)
+    assert len(reading.prompts) == make_clips.ROWS and not reading.left_out
+    chosen = reading.prompts[:8]
+    expected = render.to_bytes(evaluate_videos.rendered(chosen)).numpy()
+    for prompt, video in zip(chosen, expected, strict=True):
+        (clip,) = prompt.given
+        assert isinstance(clip, PromptClip)
+        assert np.abs(clip.fitted(32, 96) - video.astype(float)).mean() < 6  # of 255
 
 
 @pytest.mark.parametrize("split", ["train", "eval"])

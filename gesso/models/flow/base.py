@@ -94,11 +94,11 @@ class FlowModel(Protocol):
 
 
 class ImageEncoder(Protocol):
-    """What a flow model must have in addition, to be trained on images of the data."""
+    """What a flow model must have in addition, to be trained on samples of the data."""
 
     def encode_images(self, images: Tensor) -> Tensor:
         """(N, height, width, 3) uint8 → (N, C, H, W) float32 clean latents: the inverse of
-        `decode`, up to the autoencoder's error."""
+        `decode`, up to the autoencoder's error. Of videos (N, frames, height, width, 3)."""
 
 
 class TrainableFlowModel(FlowModel, Protocol):

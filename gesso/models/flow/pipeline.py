@@ -371,7 +371,7 @@ class PipelineModel(ABC):
     @torch.no_grad()
     def encode_images(self, images: Tensor) -> Tensor:
         """The mean of the autoencoder's posterior: the same latents every time."""
-        pixels = images.to(self.device).permute(0, 3, 1, 2).float() / 127.5 - 1
+        pixels = images.to(self.device).movedim(-1, 1).float() / 127.5 - 1
         return self.latents(pixels.to(self.pipe.vae.dtype)).float()
 
     def latents(self, pixels: Tensor) -> Tensor:

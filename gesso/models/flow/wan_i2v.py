@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from PIL import Image, ImageOps
+from PIL.Image import Image
 from torch import Tensor
 
+from gesso.image_files import fitted
 from gesso.models.flow.pipeline import TextLength
 from gesso.models.flow.wan import Wan
 from gesso.rollout import Conditioning
@@ -73,13 +74,12 @@ class WanI2V(Wan):
         clip = self.pipe.encode_image(images, self.device).to(self.dtype)  # (P, 257, D)
         return replace(cond, source=source, pooled=clip)
 
-    def _first_frame(self, prompt: Prompt, size: Size) -> Image.Image:
+    def _first_frame(self, prompt: Prompt, size: Size) -> Image:
         """The largest centred part of the input image with the aspect ratio of the video."""
         try:
-            image = prompt.images[0].open()
+            return fitted(prompt.images[0].open(), size.height, size.width)
         except UserError as error:
             raise UserError(f"{prompt.where or 'this prompt'}: {error}") from error
-        return ImageOps.fit(image, (size.width, size.height), Image.Resampling.LANCZOS)
 
     def _source(self, first: Tensor, size: Size) -> Tensor:
         """first: (P, 3, 1, height, width) → (P, C, 1, H, W), or mask and channels (P, 4 + C, F, H,
@@ -124,6 +124,11 @@ class WanI2V(Wan):
         time = self.timestep(sigma)[:, None].repeat(1, video.shape[2] * cells)
         time[:, :cells] = 0
         return super().inputs(video, sigma, cond) | {"timestep": time}
+
+    def encode_images(self, images: Tensor) -> Tensor:
+        """Without the first latent frame, if the input image is it."""
+        z = super().encode_images(images)
+        return z[:, :, 1:] if self.pinned else z
 
     def completed(self, latents: Tensor, cond: Conditioning) -> Tensor:
         if not self.pinned:

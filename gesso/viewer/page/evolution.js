@@ -71,6 +71,7 @@ function buildEvolution(data) {
   const requested = step === null ? -1 : data.steps.indexOf(Number(step));
   evo.at = requested >= 0 ? requested : data.steps.length - 1; // without a step: always the newest
   evo.hasImages = data.prompts.some((p) => p.cells.some((c) => c && c.image));
+  evo.hasVideos = data.prompts.some((p) => p.cells.some((c) => c && c.video));
   evo.edits = evo.hasImages && data.prompts.some((p) => p.shown.length);
   if (!evo.chosen || (evo.mode === "source" && !evo.edits)) evo.mode = evo.edits ? "source" : "now";
   const index = place.params.get("prompt");
@@ -105,8 +106,7 @@ function transport() {
   evo.button = button(icon("play"), () => setPlaying(!evo.playing), { class: "play", "aria-label": "play", title: "play (space)" });
   evo.read = h("div", { class: "readout", "aria-live": "off" });
   const speed = choice("Speed", SPEEDS, evo.speed, (value) => { evo.speed = value; });
-  const hasVideos = evo.data.prompts.some((p) => p.cells.some((c) => c && c.video));
-  return h("div", { class: "transport" }, evo.button, evo.timeline.node, evo.read, speed, hasVideos ? videoBar() : null);
+  return h("div", { class: "transport" }, evo.button, evo.timeline.node, evo.read, speed, evo.hasVideos ? videoBar() : null);
 }
 
 function filters() {
@@ -114,7 +114,7 @@ function filters() {
   for (const p of evo.data.prompts) counts[trendOf(p)] = (counts[trendOf(p)] || 0) + 1;
   const present = TRENDS.filter(([name]) => counts[name]);
   const options = [["all", `All ${evo.data.prompts.length}`], ...present.map(([name, title, note]) => [name, `${title} ${counts[name]}`, note])];
-  const modes = [["now", "Images"], ["wipe", "Before / after"], ["film", "Film strips"]];
+  const modes = [["now", evo.hasVideos ? "Videos" : "Images"], ["wipe", "Before / after"], ["film", "Film strips"]];
   if (evo.edits) modes.unshift(["source", "Source / result"]);
   const show = (mode) => {
     Object.assign(evo, { mode, chosen: true });

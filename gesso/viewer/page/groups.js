@@ -143,13 +143,6 @@ function sampleCard(run, group, sample, maxAdvantage) {
     h("div", { class: "diverging", title: `advantage ${figure(sample.advantage)}` }, advantageBar(sample.advantage, maxAdvantage), h("span", {}, `${sample.advantage > 0 ? "+" : ""}${figure(sample.advantage)}`)));
 }
 
-// The image, or the video once it has loaded.
-function mediaNode(run, sample, alt) {
-  const image = imageNode(run, sample.image, alt, 192, null), url = sample.video ? videoUrl(run, sample.video) : "";
-  if (url) videoNode(url, alt, sample.fps, false).then((video) => { if (video) image.replaceWith(video); });
-  return image;
-}
-
 function advantageBar(value, maximum) {
   const share = Math.min(1, Math.abs(value) / maximum) * 50;
   return h("span", { class: "track" }, h("i", { class: value >= 0 ? "plus" : "minus", vars: { width: `${share}%`, left: value >= 0 ? "50%" : `${50 - share}%` } }));

@@ -9,7 +9,8 @@ views.playground = {
   needsServer: true,
   show(root) {
     playing.root = root;
-    const run = mainRun(), { family, limits } = runs.get(run), isLanguage = family === "language";
+    const run = mainRun(), { family, frames, limits } = runs.get(run), isLanguage = family === "language";
+    const made = isLanguage ? "Responses" : frames > 1 ? "Videos" : "Images";
     if (playing.run !== run) Object.assign(playing, { run, result: null, prompt: "", answer: "", images: [] });
     const set = (name, read) => (e) => { playing[name] = read(e.target); };
     const prompt = h("textarea", { rows: 3, required: true, maxlength: 20000, id: "play-prompt", value: playing.prompt, oninput: set("prompt", (t) => t.value),
@@ -17,14 +18,14 @@ views.playground = {
       onkeydown: (e) => { if (e.key === "Enter" && (e.ctrlKey || e.metaKey)) form.requestSubmit(); } });
     const number = (label, name, low, high) => h("label", {}, label, h("input", { type: "number", min: low, max: high, required: true, value: playing[name], oninput: set(name, (t) => Number(t.value)) }));
     playing.field = h("div", { class: "image-field" }, isLanguage ? imageField() : null); // of image models: see suggest
-    playing.button = h("button", { type: "submit", class: "button strong" }, isLanguage ? "Generate responses" : "Generate images");
+    playing.button = h("button", { type: "submit", class: "button strong" }, `Generate ${made.toLowerCase()}`);
     const form = h("form", { class: "play-form", onsubmit: (e) => {
       e.preventDefault();
       play();
     } },
     h("label", { for: "play-prompt" }, isLanguage ? "Question" : "Prompt"), prompt, limits ? h("small", { id: "play-limits" }, limits) : null,
     playing.field, isLanguage ? [ h("label", { class: "field" }, "Expected answer, for scoring", h("input", { type: "text", id: "play-answer", maxlength: 2000, value: playing.answer, oninput: set("answer", (t) => t.value) }))] : null,
-    h("div", { class: "row" }, number("Seed", "seed", 0, 2 ** 31 - 1), number(isLanguage ? "Responses" : "Images", "n", 1, 16)),
+    h("div", { class: "row" }, number("Seed", "seed", 0, 2 ** 31 - 1), number(made, "n", 1, 16)),
     h("label", { class: "check" }, h("input", { type: "checkbox", checked: playing.score, onchange: set("score", (t) => t.checked) }), "score with the run's rewards"),
     h("div", { class: "row" }, playing.button, button("New seed", () => {
       playing.seed = Math.floor(Math.random() * 2 ** 31);

@@ -201,7 +201,7 @@ function firstWall(run, evolution) {
     const ends = [0, last].map((i) => {
       const cell = p.cells[i];
       const what = cell.image
-        ? imageNode(run, cell.image, `${p.prompt}, step ${evolution.steps[i]}`, 192, evolution.size)
+        ? mediaNode(run, cell, `${p.prompt}, step ${evolution.steps[i]}`, evolution.size)
         : h("span", { class: "response" }, cell.response || "empty");
       return h("figure", {}, what, h("figcaption", {}, h("span", {}, `step ${evolution.steps[i]}`), rewardOf(cell)));
     });

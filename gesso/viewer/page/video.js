@@ -25,6 +25,14 @@ function videoNode(url, alt, fps, small) {
   });
 }
 
+// The image of a sample, or its video once it has loaded.
+function mediaNode(run, sample, alt, size = null) {
+  const image = imageNode(run, sample.image, alt, 192, size), url = sample.video ? videoUrl(run, sample.video) : "";
+  const small = size && Math.max(...size) <= TINY;
+  if (url) videoNode(url, alt, sample.fps, small).then((video) => { if (video) image.replaceWith(video); });
+  return image;
+}
+
 // The video goes on where the others are.
 function join(video) {
   const leader = liveVideos().find((v) => v !== video);
