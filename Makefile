@@ -33,13 +33,11 @@ demo: $(VENV)/.run
 	@echo "Look at it in a browser: $(BIN)/gesso view"
 	@echo "The command is $(BIN)/gesso; \`source $(BIN)/activate\` lets you call it gesso."
 
-# Beside the linters, one process imports everything: the first import compiles modules, and the test
-# processes would all do that at the same time.
+# The linters run while the tests are imported, which takes one core; what they print comes last.
 test: $(VENV)/.dev
-	@$(BIN)/python -m pytest --collect-only > /dev/null 2>&1 & \
-		$(MAKE) --no-print-directory lint && wait
-	@echo "==> Running all tests, $(WORKERS) at a time"
-	@$(PYTEST)
+	@echo "==> Checking style and types, and running all tests, $(WORKERS) files at a time"
+	@$(MAKE) --no-print-directory lint > $(VENV)/lint.txt 2>&1 & \
+		$(PYTEST); tests=$$?; wait $$!; lint=$$?; cat $(VENV)/lint.txt; [ $$tests$$lint = 00 ]
 
 test-fast: $(VENV)/.dev
 	@$(PYTEST) -m "not slow"

@@ -1,5 +1,5 @@
 """Reward processes that are forked from a process which has imported everything: to start one takes
-a third of the time of a small run. Files in tests/rewards start them as users do."""
+a third of the time of a small run. Tests of how they start and end (REAL) do it as users do."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from gesso.rewards.transport import worker, workers
 from gesso.rewards.transport.workers import WorkerScorer
 from tests import forked
 
+REAL = ("environments", "faults", "groupwise", "http", "rewards", "robustness", "user_code")
 _started = WorkerScorer._start
 
 
@@ -25,7 +26,8 @@ def use() -> None:
 
 
 async def _start(self: WorkerScorer) -> Any:
-    if self.python or os.environ.get("PYTEST_CURRENT_TEST", "").startswith("tests/rewards/"):
+    test = os.environ.get("PYTEST_CURRENT_TEST", "")
+    if self.python or test.startswith(tuple(f"tests/rewards/test_{name}.py" for name in REAL)):
         return await _started(self)
     process = await Forked.start(self.reference, json.dumps(self.options), self.style)
     self._alive.add(process)  # type: ignore[arg-type]
