@@ -297,10 +297,10 @@ def _with_restarts(
     job: Assembled, run: RunFolder, train: Callable[[], None], notify: Callable[[str], None]
 ) -> None:
     """After a worker is lost, new workers continue from the newest snapshot, as `resume` does."""
-    lost: WorkerLost | None = None
-    for left in reversed(range(job.recipe.cluster.restarts + 1)):
+    restarts = job.recipe.cluster.restarts
+    for left in reversed(range(restarts + 1)):
         try:
-            if lost is not None:
+            if left < restarts:
                 started = time.monotonic()
                 job.cluster.restart()
                 notify(f"new workers started in {time.monotonic() - started:.1f} s")
@@ -308,12 +308,16 @@ def _with_restarts(
         except WorkerLost as error:
             if not left:
                 raise
-            lost, step, rows = error, run.latest() or 0, run.rows()
-            repeated = [row["time/step"] for row in rows if row["step"] > step]
-            notify(
-                f"{error}; starting new workers, which continue after step {step} and repeat "
-                f"{len(repeated)} steps of {sum(repeated):.1f} s (restarts left: {left - 1})"
-            )
+            notify(f"{error}; {_continued(run)} (restarts left: {left - 1})")
+
+
+def _continued(run: RunFolder) -> str:
+    step = run.latest() or 0
+    repeated = [row["time/step"] for row in run.rows() if row["step"] > step]
+    return (
+        f"starting new workers, which continue after step {step} and repeat {len(repeated)} steps "
+        f"of {sum(repeated):.1f} s"
+    )
 
 
 def _list_skipped(job: Assembled, run: RunFolder) -> list[str]:

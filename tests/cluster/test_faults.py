@@ -77,18 +77,19 @@ def test_a_worker_that_is_cut_off_for_ten_seconds(
 ) -> None:
     """As by a network that stalls: the run waits for it, and nothing is repeated."""
 
+    timers = []
+
     def stall(task: str) -> None:
         os.kill(pids[1], SIGSTOP)
-        threading.Timer(STALL, os.kill, (pids[1], SIGCONT)).start()
+        timers.append(threading.Timer(STALL, os.kill, (pids[1], SIGCONT)))
+        timers[0].start()
 
     data = language_recipe(language, {"name": "grpo"})
-    tasks = [task]
     with pytest.MonkeyPatch.context() as patched:
-        at_first(patched, tasks, stall)
+        at_first(patched, [task], stall)
         disturbed = go(data, tmp_path / "run", 2)
-    assert not tasks
+    assert timers[0].finished.is_set()
     assert_equal(alone, disturbed)
-    assert sum(row["time/step"] for row in disturbed.rows()) >= STALL
 
 
 def test_a_worker_that_never_answers_is_replaced(
@@ -188,13 +189,7 @@ def test_a_worker_that_is_ten_times_slower_gets_less_work_and_a_warning(
     assert made[1] < made[0] / 2
     assert dealt[-1][0] == 1.0 and dealt[-1][1] > 3
     assert "warning (slow-worker): worker 1 took" in (disturbed.path / "log.txt").read_text()
-    alone = go(data, tmp_path / "alone")
-    for folder in (alone, disturbed):  # only workers can be slow or idle
-        rows = [{k: v for k, v in row.items() if k != "health"} for row in folder.rows()]
-        folder.rewind(None)
-        for row in rows:
-            folder.append(row)
-    assert_equal(alone, disturbed)
+    assert_equal(go(data, tmp_path / "alone"), disturbed)
 
 
 @pytest.fixture
