@@ -106,14 +106,18 @@ def given(folder: Path, train: Path, algorithm: dict[str, Any], **model: Any) ->
 
 
 def test_training_on_pairs_of_a_run(folder: Path, tmp_path: Path) -> None:
-    """The best and the worst video of each group, in offline DPO."""
+    """The best and the worst video of each group, in offline DPO; evaluations have more frames."""
     result = pairs.write(folder / "run", tmp_path / "pairs.jsonl", 0.0)
     rows = [json.loads(line) for line in result.file.read_text().splitlines()]
     assert result.pairs == len(rows) == 2 and all(r["chosen"].endswith(".mp4") for r in rows)
     data = given(folder, result.file, {"name": "flow-dpo", "group": 2, "guidance": 1.0})
+    data["data"] |= {"eval": [{"path": data["data"]["eval"], "drop": ["frames"]}]}
+    data["eval"] |= {"frames": 9, "prompts": 1}
     run.train(build.recipe_from(data), folder=tmp_path / "run", quiet=True)
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
     assert row["update/grad_norm"] > 0 and row["eval/jpeg-compressibility"] < 0
+    (shown,) = samples_of(tmp_path / "run", 1)
+    assert len(read_clip(str(tmp_path / "run" / "samples" / shown.video)).frames) == 9
     kept = json.loads((tmp_path / "run" / "groups" / "000001.jsonl").read_text().splitlines()[0])
     (chosen,) = [r["chosen"] for r in rows if r["prompt"] == kept["prompt"]]
     trained = read_clip(str(tmp_path / "run" / "groups" / kept["samples"][0]["video"])).frames
