@@ -27,8 +27,8 @@ from tests import forked, forked_rewards
 Files = list[list[pytest.Item]]
 OFTEN_USED = [
     "diffusers.pipelines.flux.pipeline_flux", "diffusers.pipelines.qwenimage.pipeline_qwenimage",
-    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "torch._inductor.compile_fx",
-    "fastapi.testclient", "gesso.rewards.image.ocr", "rapidocr", "onnxruntime",
+    "transformers.models.qwen2_5_vl.modeling_qwen2_5_vl", "torch._dynamo", "fastapi.testclient",
+    "gesso.rewards.image.ocr", "rapidocr", "onnxruntime",
 ]  # fmt: skip
 NUMBER = 4  # bytes of the number of a file
 ENDING = 10.0  # seconds for threads that a test has left
