@@ -765,8 +765,8 @@ MUTANTS = [
     Mutant(
         "checkpoint-kept",
         "gesso/track/checkpoints.py",
-        "for old in self.steps()[:-keep]:",
-        "for old in self.steps()[:-1]:",
+        "*others[:-keep]]:",
+        "*others[:-1]]:",
         "tests/track/test_checkpoints.py",
     ),
     Mutant(
