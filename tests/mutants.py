@@ -1077,7 +1077,7 @@ MUTANTS = [
     Mutant(
         "compiled-prompts-of-any-length",
         "gesso/models/flow/qwen_image.py",
-        "cond = cond.padded(max(self.text_length, cond.embeds.shape[1]))",
+        "cond = cond.padded(-(-cond.embeds.shape[1] // self.text_length) * self.text_length)",
         "",
         "tests/models/test_compiled.py -k 'folded_and_compiled and qwen'",
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,16 @@ from gesso.config import DataSource, Model
 from gesso.data import readers
 from gesso.data.prompts import WeightedPrompts
 from gesso.data.ratios import RATIOS, Ratio, RatioStream, nearest, ratio_of
+from gesso.families import input_images
 from gesso.learner.learner import Learner
+from gesso.models.flow import compiled
+from gesso.models.flow.compiled import compile_blocks
 from gesso.rollout import FlowTrace, Rollout
 from gesso.samplers.denoise import DenoisingSampler
 from gesso.types import SampleSpec, Score, UserError
 from tests.cut_run import cut_after
 from tests.editors import build as build_editor
+from tests.rollouts import parts_of
 from tests.test_loop import final_state
 from tests.typed import drawing, sure
 
@@ -138,6 +143,40 @@ def test_a_model_without_input_images_has_no_ratio_to_match(recipe_data: dict[st
     recipe_data["model"]["match_input"] = True
     with pytest.raises(UserError, match='but model "sd3" takes none; remove it'):
         run.assemble(build.recipe_from(recipe_data))
+
+
+def test_compiled_blocks_have_a_graph_per_number_of_tokens(
+    data: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three ratios, wide and tall images have the same number. Replay gives the log-probs of
+    sampling to the bit; more numbers than can be compiled are refused before the run."""
+    data |= {"sampler": {"batch": 4}, "learner": {"micro_batch": 4}}
+    data["model"]["fold"] = True  # as on a GPU
+    data["algorithm"]["steps"] = 2
+    recipe = build.recipe_from(data)
+    model, algorithm, learner = parts_of(recipe)
+    prompts = readers.read(DataSource(path=str(folder / "train.jsonl"))).prompts
+    spec = sure(SampleSpec, algorithm.spec(0, 0, sure(Model, recipe.model)))
+    torch._dynamo.reset()
+    compile_blocks(model.transformer, model.blocks, backend="eager")
+    model.compiled = True
+    graphs = torch._dynamo.utils.counters["stats"]
+    graphs.clear()
+    found = []
+    for step, (first, second) in enumerate([(0, 2), (1, 5), (3, 3), (4, 0)]):
+        rollout = drawn(model, [prompts[first], prompts[second]], spec)
+        metrics = learner.update(replace(rollout, version=step), step).metrics
+        assert metrics["update/first_abs_dlogp_max"] == 0.0
+        found.append(graphs["unique_graphs"])
+    assert found == [2, 2, 4, 4]
+    shown = input_images.notes(recipe, model, prompts, "train.jsonl")
+    assert not any("compiled" in note for note in shown)
+    monkeypatch.setattr(input_images, "FEW", 1)
+    *_, note = input_images.notes(recipe, model, prompts, "train.jsonl")
+    assert "2 different numbers of tokens" in note and "up to 8 graphs" in note
+    monkeypatch.setattr(compiled, "GRAPHS", 7)
+    with pytest.raises(UserError, match=r"but at most 7; crop .* or set model\.compile = false"):
+        input_images.notes(recipe, model, prompts, "train.jsonl")
 
 
 WINDOW = {"window": {"size": 1, "low": 0, "high": 2}}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gesso import imports, video_files
 from gesso.config import AnyRecipe, Model, Recipe, pick_device
+from gesso.families import input_images
 from gesso.types import Prompt, SampleSpec, UserError
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ def check_data(
     check_rows(train, spec, "model")
     check_rows(data.held_out, evaluated, "model" if recipe.eval.frames is None else "eval")
     check_images(model, [*train, *data.held_out])
-    _check_inputs_to_match(recipe, model)
+    input_images.check_match(recipe, model)
     check_guidance(model, spec.guidance, train)
     _check_teachers(algorithm, model, train)
     guidance = spec.guidance if recipe.eval.guidance is None else recipe.eval.guidance
@@ -217,7 +217,7 @@ def check_data(
         *over_long(model, train, paths[0]),
         *over_long(model, data.held_out, paths[1]),
     ]
-    notes.append(_ratios(recipe, train, paths[0]))
+    notes += input_images.notes(recipe, model, train, paths[0])
     notes.append(_unused_scale(recipe, max(spec.guidance, guidance)))
     notes += [_enlarged(train, spec, paths[0])] if recipe.sampler.engine == "data" else []
     return [note for note in dict.fromkeys(notes) if note]
@@ -231,44 +231,6 @@ def _unused_scale(recipe: Recipe, guidance: float) -> str:
     return (
         f"model.guidance_2 = {recipe.model.guidance_2:g} is not used: guidance is off; set "
         "algorithm.guidance or eval.guidance above 1"
-    )
-
-
-def _check_inputs_to_match(recipe: Recipe, model: FlowModel) -> None:
-    assert isinstance(recipe.model, Model)
-    if recipe.model.match_input and model.input_images.stop == 1:
-        raise UserError(
-            "model.match_input = true gives images the aspect ratio of input images, but model "
-            f'"{recipe.model.name}" takes none; remove it'
-        )
-
-
-def _ratios(recipe: Recipe, prompts: Sequence[Prompt], path: str) -> str:
-    """A note about input images of other aspect ratios than the output, or of rare ones."""
-    from gesso.data.ratios import nearest, ratio_of
-
-    section = recipe.model
-    assert isinstance(section, Model)
-    ratios = [(p, r) for p in prompts if (r := ratio_of(p)) is not None]
-    if section.match_input:
-        counts = Counter(str(ratio) for _, ratio in ratios)
-        rare = {ratio: n for ratio, n in sorted(counts.items()) if n < recipe.data.groups}
-        if not rare:
-            return ""
-        few = ", ".join(f"{n} of {ratio}" for ratio, n in rare.items())
-        return (
-            f"{path} has fewer input images of some aspect ratios than data.groups = "
-            f"{recipe.data.groups} ({few}): batches of these ratios repeat their prompts"
-        )
-    output = nearest(section.height, section.width)
-    others = [(p, r) for p, r in ratios if r != output]
-    if not others:
-        return ""
-    prompt, ratio = others[0]
-    return (
-        f"{len(others)} of {len(prompts)} prompts of {path} have an input image of another aspect "
-        f"ratio than the {output} of model.height and model.width; the first is {prompt.where}, "
-        f"{ratio}; model.match_input = true generates each in the ratio of its input image"
     )
 
 

@@ -49,14 +49,15 @@ def sheet(
     scaled = [[_scaled(cell.image) for cell in row.cells] for row in rows]
     sizes = [p.size for line in scaled for p in line if p is not None] or [(CELL, CELL // 2)]
     width = max(w for w, _ in sizes) + GAP
-    height = max(h for _, h in sizes) + 2 * LINE + GAP
+    texts = 2 * LINE + GAP  # label and captions
+    heights = [max((p.height for p in line if p), default=CELL // 2) + texts for line in scaled]
     across = max(len(row.cells) for row in rows)
     top = GAP + (LINE if columns else 0)
-    image = Image.new("RGB", (GAP + width * across, top + height * len(rows)), PAPER)
+    image = Image.new("RGB", (GAP + width * across, top + sum(heights)), PAPER)
     pen = ImageDraw.Draw(image)
     for column, title in enumerate(columns):
         pen.text((GAP + column * width, GAP // 2), _fit(title, width, 15), fill=INK, font=_font(15))
-    for row, images in zip(rows, scaled, strict=True):
+    for row, images, height in zip(rows, scaled, heights, strict=True):
         pen.text((GAP, top), _fit(row.label, width * across, 13), fill=INK, font=_font(13))
         for column, (cell, cell_image) in enumerate(zip(row.cells, images, strict=True)):
             left, below = GAP + column * width, top + LINE

@@ -7,6 +7,7 @@ incrementally.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -283,17 +284,20 @@ class RunReader:
         return {"steps": steps, "prompts": ordered, "size": self._size(ordered)}
 
     def _size(self, prompts: Sequence[Row]) -> list[int] | None:
-        """Size of the first readable image, so that the page can reserve space for all images."""
+        """Width and height into which the first images of the first prompts fit, so that the page
+        can reserve space for all images; with `model.match_input` their sizes differ."""
         from PIL import Image
 
-        cells = (cell for prompt in prompts for cell in prompt["cells"])
-        for name in [cell["image"] for cell in cells if cell and "image" in cell][:TRIES]:
+        images = ([c["image"] for c in p["cells"] if c and "image" in c] for p in prompts)
+        names = [name for nth in itertools.zip_longest(*images) for name in nth if name]
+        sizes = []
+        for name in names[:TRIES]:
             try:
                 with Image.open(image_file(self.path, name)) as opened:
-                    return [opened.width, opened.height]
+                    sizes.append(opened.size)
             except (NotShown, OSError, Image.DecompressionBombError):
                 continue  # damaged, missing or too large: try the next
-        return None
+        return [max(sides) for sides in zip(*sizes, strict=True)] or None
 
     def _read_evaluations(self) -> dict[int, list[Shown]]:
         files = [self._file_of(f"samples/{step:06d}.jsonl") for step in self._steps("samples")]

@@ -366,6 +366,32 @@ def test_gradients_do_not_depend_on_micro_batches(folders: Path, name: str) -> N
     assert found[0].norm() > 0 and (found[1] - found[0]).norm() <= 1e-4 * found[0].norm()
 
 
+def test_compiled_prompts_are_padded_to_a_multiple_of_the_text_length(
+    folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several input images make prompts longer than it, each by another number."""
+    editor = Editor("qwen-edit", folders / "qwen-edit")
+    model = editor.model()
+    cond = model.encode([editor.prompts[0], editor.prompts[2]], Size(*SIZE))
+    lengths = sure(torch.Tensor, cond.mask).sum(1).tolist()
+    model.text_length = min(lengths) - 1
+    assert lengths[0] != lengths[1]
+    x = torch.randn(2, *model.latent_shape(*SIZE), generator=torch.Generator().manual_seed(0))
+    sigma = torch.full((2,), 0.6)
+    seen, run = [], model.run
+
+    def noted(*weights: Any, **inputs: Any) -> torch.Tensor:
+        seen.append(inputs["encoder_hidden_states"].shape[1])
+        return run(*weights, **inputs)
+
+    monkeypatch.setattr(model, "run", noted)
+    with torch.no_grad():
+        plain = model.velocity(x, sigma, cond)
+        model.compiled = True
+        assert gap(model.velocity(x, sigma, cond), plain) < 1e-5
+    assert seen == [max(lengths), 2 * model.text_length]
+
+
 def test_numbers_of_input_images(folders: Path) -> None:
     kontext, edit = (Editor(n, folders / n).plain_model() for n in ("kontext", "qwen-edit"))
     text, one = Prompt("a", where="train.jsonl:7"), picture(1)

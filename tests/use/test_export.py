@@ -366,7 +366,7 @@ def test_what_a_model_said_cannot_break_the_card(
 ) -> None:
     text = (export(written_run("qwen2.5-vl", True), tmp_path / "out") / "README.md").read_text()
     assert "````\n<b>two</b> | `dots` ```\n````" in text  # a fence longer than any inside
-    assert card._md("a|b <script> *x* `y`") == r"a\|b \<script\> \*x\* \`y\`"
+    assert card.md("a|b <script> *x* `y`") == r"a\|b \<script\> \*x\* \`y\`"
     assert "![image 1 of the prompt](prompt-1-1.png)" in text
     assert (tmp_path / "out" / "prompt-1-1.png").is_file()
 

@@ -26,6 +26,8 @@ def test_a_sheet_holds_every_image_magnified_by_a_whole_factor() -> None:
         height, width = found.max(0) - found.min(0) + 1
         assert (width, height) == (240, 120)  # 5 times
     assert rgb(FAINT) in colours(made)  # a caption
+    tall = sheet([Row("one", [Cell(dots[0].rotate(90, expand=True))]), Row("two", [Cell(dots[2])])])
+    assert tall.height == made.height + 120  # rows are as high as their images
 
 
 def test_a_large_image_is_shrunk_and_a_missing_one_reported() -> None:

@@ -33,6 +33,9 @@ def edits(runs: Path, artist: Studio) -> Iterator[Site]:
 def test_the_source_is_wiped_to_the_result_of_any_step(tab: Tab, edits: Site) -> None:
     tab.open(f"{edits.url}/#/evolution?run=edits")
     tab.wait("document.querySelectorAll('.wipe img').length === 4")
+    heights = "[...document.querySelectorAll('.wipe img')].map((i) => [i, i.closest('.slot')])"
+    heights += ".map((pair) => pair.map((node) => Math.round(node.clientHeight)))"
+    assert all(image == slot > 0 for image, slot in tab.js(heights)), "a square source is not cut"
     assert "prompts%2F000-1.png" in tab.js("document.querySelector('.wipe img').src")
     assert "000002" in tab.js("document.querySelector('.wipe .after img').src")
     assert tab.js("document.querySelector('.wipe input').ariaLabel").startswith("compare source")

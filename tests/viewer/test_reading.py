@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Sample, Score
@@ -343,8 +344,12 @@ def test_prompts_stay_in_order_and_apart_by_seed(tmp_path: Path) -> None:
     assert [(p["prompt"], p["seed"]) for p in found] == [("one", "7"), ("one", "8"), ("two", "8")]
 
 
-def test_the_size_is_of_an_image_that_can_be_read(tmp_path: Path) -> None:
+def test_the_size_is_that_of_all_images_that_can_be_read(tmp_path: Path) -> None:
     run = folders.make(tmp_path / "a", 0)
     folders.evaluate(run, 0, ["one", "two"])
-    (run.path / "samples/000000/000.png").write_bytes(b"no picture")
+    image = run.path / "samples/000000/000.png"
+    with Image.open(image) as opened:
+        opened.transpose(Image.Transpose.ROTATE_90).save(image)
+    assert RunReader(run.path).evolution()["size"] == [24, 24]  # of both
+    image.write_bytes(b"no picture")
     assert RunReader(run.path).evolution()["size"] == [24, 8]

@@ -35,9 +35,9 @@ LARGE = 500_000_000
 GEMMS = {"mm", "addmm", "bmm", "baddbmm"}
 """Operators that are never recomputed, in addition to those with "attention" in their names."""
 
-GRAPHS = 64
-"""Maximum number of graphs per class of blocks: kinds of block × sizes × with or without gradient;
-the default of torch is 8."""
+GRAPHS = 512
+"""Maximum number of graphs: kinds of block × batch sizes × numbers of tokens, of which an editing
+model has one per size of its input images; the default of torch is 8."""
 
 ROW = 4096
 """Maximum row length that a norm reads only once. By default torch reads rows of more than 1024
@@ -81,6 +81,7 @@ def compile_blocks(
     from gesso.models.flow.joined import join_projections
 
     torch._dynamo.config.recompile_limit = GRAPHS
+    torch._dynamo.config.accumulated_recompile_limit = GRAPHS
     torch._dynamo.config.fail_on_recompile_limit_hit = True
     # It warns about in-place operators, which these blocks do not use.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)

@@ -9,13 +9,9 @@ from torch import Tensor
 
 from gesso.models.flow.base import Guidance, TextEncoder
 from gesso.models.flow.packing import pack, unpack
-from gesso.models.flow.pipeline import (
-    JOINT_ATTENTION,
-    PipelineModel,
-    TextLength,
-    text_encoder,
-)
+from gesso.models.flow.pipeline import JOINT_ATTENTION, PipelineModel
 from gesso.models.flow.references import target_and_references
+from gesso.models.flow.texts import TextLength, text_encoder
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
 from gesso.types import Prompt, Size, Which

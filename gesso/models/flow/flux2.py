@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,13 +10,10 @@ from PIL.Image import Image
 from torch import Tensor
 
 from gesso.models.flow.base import Guidance, TextEncoder
-from gesso.models.flow.pipeline import (
-    JOINT_ATTENTION,
-    PipelineModel,
-    TextLength,
-    chat_encoder,
-)
+from gesso.models.flow.editing import EditingModel
+from gesso.models.flow.pipeline import JOINT_ATTENTION
 from gesso.models.flow.references import target_and_references, with_references, wrong_ratio
+from gesso.models.flow.texts import TextLength, chat_encoder
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
 from gesso.types import Prompt, Size, UserError, Which
@@ -23,7 +21,7 @@ from gesso.types import Prompt, Size, UserError, Which
 MIN_SIDE, MAX_RATIO = 64, 8  # of input images, in the pipeline's check_image_input
 
 
-class Flux2(PipelineModel):
+class Flux2(EditingModel):
     """Three hidden layers of Mistral encode the text, after a system message, padded to one length
     without a mask. Latents are the autoencoder's in patches of 2×2 cells, normalised by the
     statistics of its batch norm. Tokens of input images follow those of the image. The guidance
@@ -95,16 +93,21 @@ class Flux2(PipelineModel):
             return f"sides of at least {MIN_SIDE} pixels"
         return wrong_ratio(height, width, MAX_RATIO)
 
+    def reference_size(self, height: int, width: int) -> tuple[int, int]:
+        """At most as large as an output image, cropped to whole cells."""
+        scale = min(1.0, math.sqrt(self.area / (height * width)))
+        tall, wide = (int(side * scale) // self.cell * self.cell for side in (height, width))
+        return tall, wide
+
     def reference(self, image: Image) -> Tensor:
-        """At most as large as an output image, cropped to whole cells. For outputs of 1024² these
-        are the pixels of the pipeline."""
+        """For outputs of 1024² the pixels of the pipeline."""
         processor = self.pipe.image_processor
         try:
             processor.check_image_input(image)
         except ValueError as error:
             raise UserError(f"input image: {error}") from error
+        size = self.reference_size(image.height, image.width)
         image = processor._resize_if_exceeds_area(image, self.area)
-        size = (side // self.cell * self.cell for side in (image.height, image.width))
         return processor.preprocess(image, *size, resize_mode="crop")
 
     def velocity(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from gesso.models.flow.editing import EditingModel
 from gesso.models.flow.flux import Flux
 from gesso.models.flow.references import with_references
 from gesso.rollout import Conditioning
@@ -13,7 +14,7 @@ from gesso.types import Prompt, Size
 AREA = 1024**2  # of the pipeline's sizes
 
 
-class Kontext(Flux):
+class Kontext(EditingModel, Flux):
     """FLUX.1 dev with the input image as further tokens, whose first position id is 1."""
 
     pipeline = "FluxKontextPipeline"

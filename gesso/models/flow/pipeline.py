@@ -9,13 +9,11 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from PIL.Image import Image
 from torch import Tensor
 
 from gesso import config
@@ -26,8 +24,8 @@ from gesso.models.flow import loading
 from gesso.models.flow.adapter import load_adapter, read_adapter
 from gesso.models.flow.attention import has_kernels
 from gesso.models.flow.base import Guidance, TextEncoder
-from gesso.models.flow.packing import pack
-from gesso.models.flow.references import at_area, with_blank_references, wrong_ratio
+from gesso.models.flow.references import wrong_ratio
+from gesso.models.flow.texts import TextLength
 from gesso.models.repeatable import settle_attention
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
@@ -51,15 +49,6 @@ JOINT_ATTENTION = tuple(
     )
 )
 """Diffusers' names for the projections of a joint attention over image and text."""
-
-
-@dataclass(frozen=True)
-class TextLength:
-    """Number of prompt tokens that a model supports: default, minimum and maximum."""
-
-    default: int
-    least: int
-    most: int
 
 
 class PipelineModel(ABC):
@@ -187,7 +176,7 @@ class PipelineModel(ABC):
     def blank(self, rows: int, size: Size) -> Conditioning:
         """Uninitialised conditioning of `rows` prompts of full length and samples of this size, for
         its shapes."""
-        return with_blank_references(self, self.blank_texts(rows))
+        return self.blank_texts(rows)
 
     def blank_texts(self, rows: int) -> Conditioning:
         settings = self.transformer.config
@@ -197,15 +186,6 @@ class PipelineModel(ABC):
             pooled = torch.empty(rows, settings.pooled_projection_dim, dtype=self.dtype)
         scale = torch.empty(rows) if self.guidance == "embedded" else None
         return Conditioning(embeds, pooled, guidance=scale).to(self.device)
-
-    def tokens(self, latents: Tensor) -> Tensor:
-        """(N, C, H, W) → (N, R, D): of reference images."""
-        return pack(latents)
-
-    def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Tokens in height and width of an image of this size."""
-        h, w = self.latent_shape(height, width)[-2:]
-        return h // self.patch, w // self.patch
 
     def output_size(self, prompt: Prompt, height: int, width: int) -> tuple[int, int]:
         """With model.match_input of the ratio of the first input image, at the same area."""
@@ -217,15 +197,6 @@ class PipelineModel(ABC):
     def wrong_size(self, height: int, width: int) -> str | None:
         """What an input image of this size should be instead, or None."""
         return wrong_ratio(height, width)
-
-    def reference_size(self, height: int, width: int) -> tuple[int, int]:
-        """The size at which an input image of this height and width is encoded."""
-        return at_area(height, width, self.area, self.cell * self.patch)
-
-    def reference(self, image: Image) -> Tensor:
-        """(1, 3, height, width) in [−1, 1]: an input image, resized as in diffusers' pipelines."""
-        size = self.reference_size(image.height, image.width)
-        return self.pipe.image_processor.preprocess(image, *size)
 
     @property
     def text_tokens(self) -> int:
@@ -414,32 +385,6 @@ class PipelineModel(ABC):
             transformer_lora_layers=layers,
             transformer_lora_adapter_metadata=metadata,  # otherwise alpha is not stored
         )
-
-
-def text_encoder(name: str, limit: int, tokenizer: Any) -> TextEncoder:
-    """Its count includes special tokens; the tokenizer's warning about long texts is silenced."""
-
-    def tokens(text: str) -> int:
-        return len(tokenizer(text, truncation=False, verbose=False).input_ids)
-
-    return TextEncoder(name, limit, tokens)
-
-
-def chat_encoder(name: str, limit: int, tokenizer: Any, enable_thinking: bool) -> TextEncoder:
-    """A text encoder whose pipeline puts the prompt into the tokenizer's chat template, which its
-    count includes."""
-    whole = text_encoder(name, limit, tokenizer)
-
-    def tokens(text: str) -> int:
-        chat = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}],
-            tokenize=False,
-            add_generation_prompt=True,
-            enable_thinking=enable_thinking,
-        )
-        return whole.tokens(chat)
-
-    return replace(whole, tokens=tokens)
 
 
 def _round(size: int, factor: int) -> int:

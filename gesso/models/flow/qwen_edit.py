@@ -12,9 +12,10 @@ from torch import Tensor
 from gesso import config
 from gesso.models.flow import loading
 from gesso.models.flow.base import TextEncoder
-from gesso.models.flow.pipeline import TextLength
+from gesso.models.flow.editing import EditingModel
 from gesso.models.flow.qwen_image import QwenImage
 from gesso.models.flow.references import at_area, with_references
+from gesso.models.flow.texts import TextLength
 from gesso.rollout import Conditioning
 from gesso.types import Prompt, Size, UserError
 from gesso.weights.merge import SHARD
@@ -25,7 +26,7 @@ PICTURE = "Picture {}: <|vision_start|>{}<|vision_end|>"
 PAD = "<|image_pad|>"  # one per feature of an image
 
 
-class QwenEdit(QwenImage):
+class QwenEdit(EditingModel, QwenImage):
     """Qwen2.5-VL reads the images and the text of a prompt, and of a negative prompt; the network
     also receives the images as further tokens. Prompts are never truncated."""
 

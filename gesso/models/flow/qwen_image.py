@@ -12,14 +12,10 @@ from torch import Tensor
 
 from gesso.models.flow.base import TextEncoder
 from gesso.models.flow.packing import pack, unpack
-from gesso.models.flow.pipeline import (
-    JOINT_ATTENTION,
-    PipelineModel,
-    TextLength,
-    text_encoder,
-)
+from gesso.models.flow.pipeline import JOINT_ATTENTION, PipelineModel
 from gesso.models.flow.references import target_and_references
 from gesso.models.flow.rotation import rotate
+from gesso.models.flow.texts import TextLength, text_encoder
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
 from gesso.types import Prompt, Size, Which
@@ -80,7 +76,7 @@ class QwenImage(PipelineModel):
         n, _, h, w = x.shape
         target = pack(x).to(self.dtype)  # (N, HW/4, 4C)
         if self.compiled:
-            cond = cond.padded(max(self.text_length, cond.embeds.shape[1]))
+            cond = cond.padded(-(-cond.embeds.shape[1] // self.text_length) * self.text_length)
             mask = cond.mask
         else:  # without padding no mask is passed, as in the pipeline: attention is faster
             mask = None if cond.mask is None or bool(cond.mask.all()) else cond.mask

@@ -66,8 +66,6 @@ def with_references(
 
 def with_blank_references(model: ReferenceEncoder, cond: Conditioning) -> Conditioning:
     """Uninitialised references of the size of an output image, as many as a prompt must have."""
-    if model.input_images.stop == 1:
-        return cond
     side = math.isqrt(model.area)
     layout = (model.grid(*model.reference_size(side, side)),) * model.input_images.start
     rows = len(cond.embeds)

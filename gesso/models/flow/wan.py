@@ -13,7 +13,8 @@ from gesso.models.adapter_checks import AdapterFile
 from gesso.models.flow.base import TextEncoder
 from gesso.models.flow.experts import Experts
 from gesso.models.flow.loading import NETWORKS
-from gesso.models.flow.pipeline import PipelineModel, TextLength, text_encoder
+from gesso.models.flow.pipeline import PipelineModel
+from gesso.models.flow.texts import TextLength, text_encoder
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
 from gesso.types import Prompt, Size, UserError, Which

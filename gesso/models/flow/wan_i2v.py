@@ -11,7 +11,7 @@ from PIL.Image import Image
 from torch import Tensor
 
 from gesso.image_files import fitted
-from gesso.models.flow.pipeline import TextLength
+from gesso.models.flow.texts import TextLength
 from gesso.models.flow.wan import Wan
 from gesso.rollout import Conditioning
 from gesso.types import Prompt, Size, UserError, Which

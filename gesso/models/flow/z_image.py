@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from gesso.models.flow.base import TextEncoder
-from gesso.models.flow.pipeline import PipelineModel, TextLength, chat_encoder
+from gesso.models.flow.pipeline import PipelineModel
 from gesso.models.flow.rotation import rotate
+from gesso.models.flow.texts import TextLength, chat_encoder
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
 from gesso.types import Prompt, Size, Which

@@ -182,6 +182,11 @@ function imageNode(run, name, alt, displayWidth, size, props = {}) {
   return img;
 }
 
+// CSS variables of cells into which the samples of a run fit.
+function shapeOf({ size }) {
+  return size ? { "--ratio": `${size[0]} / ${size[1]}`, "--aspect": size[0] / size[1] } : {};
+}
+
 const unreadable = (alt) => h("div", { class: "unreadable", role: "img", "aria-label": `${alt}: cannot be read` }, "cannot be read");
 
 // The address: #/view?run=…&tick=…&… ----------------------------------------------------------

@@ -205,7 +205,7 @@ class ImageGrid {
     const left = this.mode === "now" ? null : leftOf(prompt, this.data, this.mode === "source");
     const first = left && new Slot(this.run, left.name === "source" ? null : this.data.size, 384);
     const under = h("div", { class: "under" }), read = h("div", { class: "read" });
-    const shape = this.data.size ? { "--ratio": `${this.data.size[0]} / ${this.data.size[1]}` } : {};
+    const shape = shapeOf(this.data);
     const link = () => addressOf("evolution", { prompt: prompt.index, step: place.params.get("step") });
     const frame = first ? wipe(first.node, slot.node, [left.name, "the selected step"], this.node) : slot.node;
     const words = h("span", { class: "prompt" }, prompt.prompt);
@@ -245,7 +245,7 @@ class ImageGrid {
 class FilmStrips {
   constructor(run, data, prompts) {
     Object.assign(this, { run, data, at: 0 });
-    const shape = data.size ? { "--ratio": `${data.size[0]} / ${data.size[1]}` } : {};
+    const shape = shapeOf(data);
     this.rows = prompts.map((prompt) => ({
       prompt, node: h("div", { class: "film-row", vars: shape }, h("a", { class: "prompt", href: addressOf("evolution", { prompt: prompt.index }) }, prompt.prompt)),
     }));
@@ -293,7 +293,7 @@ class LargeImage {
     const displayWidth = 1200;
     this.before = new Slot(run, this.isSource ? null : data.size, displayWidth);
     this.after = new Slot(run, data.size, displayWidth);
-    const stage = h("div", { class: "stage", vars: data.size ? { "--ratio": `${data.size[0]} / ${data.size[1]}`, "--aspect": data.size[0] / data.size[1] } : {} });
+    const stage = h("div", { class: "stage", vars: shapeOf(data) });
     this.tags = h("div", { class: "tags" });
     stage.append(wipe(this.before.node, this.after.node, ["before", "the selected step"], stage), this.tags);
     const compare = (value) => {
@@ -304,8 +304,7 @@ class LargeImage {
     if (this.isSource) stage.prepend(choice("Compare with", options, "source", compare));
     this.facts = h("div", { class: "large-facts" });
     this.strip = filmStrip(run, data, prompt);
-    if (data.size) this.strip.node.style.setProperty("--ratio", `${data.size[0]} / ${data.size[1]}`);
-    this.node = h("div", { class: "large" }, h("h1", { class: "prompt" }, prompt.prompt), h("div", { class: "large-two" }, stage, this.facts), this.strip.node);
+    this.node = h("div", { class: "large" }, h("h1", { class: "prompt" }, prompt.prompt), h("div", { class: "large-two" }, stage, this.facts), h("div", { vars: shapeOf(data) }, this.strip.node));
   }
 
   to(at) {

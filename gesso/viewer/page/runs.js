@@ -206,7 +206,7 @@ function firstWall(run, evolution) {
       return h("figure", {}, what, h("figcaption", {}, h("span", {}, `step ${evolution.steps[i]}`), rewardOf(cell)));
     });
     const promptImage = p.shown.length ? imageNode(run, p.shown[0], `image of the prompt ${p.prompt}`, 96, null, { class: "prompt-image" }) : null;
-    return h("a", { class: p.shown.length ? "pair with-image" : "pair", href: addressOf("evolution", { run, prompt: p.index }), title: p.prompt },
+    return h("a", { class: p.shown.length ? "pair with-image" : "pair", href: addressOf("evolution", { run, prompt: p.index }), title: p.prompt, vars: shapeOf(evolution) },
       h("span", { class: "pair-prompt" }, promptImage, h("span", {}, p.prompt)), h("div", { class: "two" }, ends));
   });
 }
