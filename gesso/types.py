@@ -169,6 +169,7 @@ class Prompt:
     messages: tuple[Mapping[str, Any], ...] = ()
     given: tuple[PromptImage | str, ...] = ()
     image_columns: Mapping[str, PromptImage] = field(default_factory=dict)
+    is_negative: bool = False  # `text` is a negative prompt, which SANA encodes in another way
 
     @property
     def all_images(self) -> list[PromptImage]:

@@ -208,6 +208,43 @@ def _z_image(scale: int) -> Any:
     )  # fmt: skip
 
 
+def _sana(scale: int) -> Any:
+    """Three stages of the autoencoder: 4 pixels a cell."""
+    from diffusers import AutoencoderDC, SanaPipeline, SanaTransformer2DModel
+
+    stages = ("ResBlock", "ResBlock", "EfficientViTBlock")
+    autoencoder = {
+        f"{half}_{name}": value
+        for half in ("encoder", "decoder")
+        for name, value in {
+            "block_types": stages, "block_out_channels": (8, 8, 16),
+            "layers_per_block": (1, 1, 1), "qkv_multiscales": ((), (), (5,)),
+        }.items()
+    }  # fmt: skip
+    tokenizer = _chat_tokenizer(CHAT)
+    return SanaPipeline(
+        transformer=SanaTransformer2DModel(
+            in_channels=CHANNELS, out_channels=CHANNELS, num_attention_heads=2,
+            attention_head_dim=8 * scale, num_layers=2, num_cross_attention_heads=2,
+            cross_attention_head_dim=8 * scale, cross_attention_dim=16 * scale,
+            caption_channels=8 * scale,
+        ),
+        scheduler=_scheduler(shift=3.0),
+        vae=AutoencoderDC(
+            latent_channels=CHANNELS, attention_head_dim=4, scaling_factor=1.3,
+            upsample_block_type="interpolate", downsample_block_type="Conv", **autoencoder,
+        ),
+        text_encoder=_gemma2(len(tokenizer), scale),
+        tokenizer=tokenizer,
+    )  # fmt: skip
+
+
+def _gemma2(vocabulary: int, scale: int) -> Any:
+    from transformers import Gemma2Config, Gemma2Model
+
+    return Gemma2Model(Gemma2Config(vocab_size=vocabulary, num_hidden_layers=2, **_decoder(scale)))
+
+
 WAN_VAE: dict[str, Any] = {
     "base_dim": 8, "z_dim": CHANNELS, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1,
     "temperal_downsample": [False, True, True], "latents_mean": [-0.7, 0.1, 0.9, 1.5],
@@ -305,6 +342,7 @@ BUILDERS: dict[str, Callable[[int], Any]] = {
     "flux2-klein": _klein,
     "flux2-klein-distilled": _klein_distilled,
     "z-image": _z_image,
+    "sana": _sana,
     "wan": _wan,
     "wan-experts": _wan_experts,
     "wan-ti2v": _wan_ti2v,

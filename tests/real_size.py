@@ -103,6 +103,7 @@ CASES = {
         "flux2-dev",
     ),
     "z-image": Case("z-image", "z-image-pickscore", 80, ("data.groups=1",), "z-image"),
+    "sana": Case("sana", "sana-pickscore", 80, ("data.groups=2",), "sana"),
     "wan21-1.3b": Case("wan21", "wan21-1.3b-pickscore", None, _VIDEO, "wan"),
     "wan22-5b": Case("wan22", "wan22-5b-hpsv3", None, _VIDEO, "wan-ti2v"),
     "qwen25-vl-3b": Case(

@@ -241,6 +241,33 @@ def _z_image() -> Any:
     )
 
 
+def _sana() -> Any:
+    """SANA 1.5, 1.6B, with Gemma 2 of 2B."""
+    from diffusers import (
+        AutoencoderDC,
+        DPMSolverMultistepScheduler,
+        SanaPipeline,
+        SanaTransformer2DModel,
+    )
+    from transformers import Gemma2Config, Gemma2Model
+
+    stages = ("ResBlock",) * 3 + ("EfficientViTBlock",) * 3
+    with torch.device("cpu"):  # its constructor reads values
+        scheduler = DPMSolverMultistepScheduler(
+            prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+        )
+    return SanaPipeline(
+        transformer=SanaTransformer2DModel(qk_norm="rms_norm_across_heads"),
+        scheduler=scheduler,
+        vae=AutoencoderDC(
+            encoder_block_types=stages, decoder_block_types=stages, scaling_factor=0.41407,
+            upsample_block_type="interpolate", downsample_block_type="Conv",
+        ),
+        text_encoder=Gemma2Model(Gemma2Config()),
+        tokenizer=pipelines._chat_tokenizer(pipelines.CHAT),
+    )  # fmt: skip
+
+
 def _qwen3(width: int, inner: int, tied: bool) -> Any:
     """Qwen3-4B and -8B."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -328,6 +355,7 @@ SIZES: dict[str, Callable[[], Any]] = {
     "flux2-klein": _klein_4b,
     "flux2-klein-9b": _klein_9b,
     "z-image": _z_image,
+    "sana": _sana,
     "wan21": _wan21,
     "wan22": _wan22,
     "wan22-a14b": _wan22_experts,

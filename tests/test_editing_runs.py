@@ -158,17 +158,17 @@ def test_compiled_blocks_have_a_graph_per_number_of_tokens(
     prompts = readers.read(DataSource(path=str(folder / "train.jsonl"))).prompts
     spec = sure(SampleSpec, algorithm.spec(0, 0, sure(Model, recipe.model)))
     torch._dynamo.reset()
-    compile_blocks(model.transformer, model.blocks, backend="eager")
+    compile_blocks(model.transformer, model.blocks[1:], backend="eager")  # one of both kinds
     model.compiled = True
     graphs = torch._dynamo.utils.counters["stats"]
     graphs.clear()
     found = []
-    for step, (first, second) in enumerate([(0, 2), (1, 5), (3, 3), (4, 0)]):
+    for step, (first, second) in enumerate([(0, 2), (1, 5), (3, 3)]):
         rollout = drawn(model, [prompts[first], prompts[second]], spec)
         metrics = learner.update(replace(rollout, version=step), step).metrics
         assert metrics["update/first_abs_dlogp_max"] == 0.0
         found.append(graphs["unique_graphs"])
-    assert found == [2, 2, 4, 4]
+    assert found == [1, 1, 2]
     shown = input_images.notes(recipe, model, prompts, "train.jsonl")
     assert not any("compiled" in note for note in shown)
     monkeypatch.setattr(input_images, "FEW", 1)

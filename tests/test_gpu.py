@@ -343,6 +343,7 @@ NEWER: dict[str, dict] = {
     "flux2-dev": {"name": "flux2"},
     "flux2-klein": {"name": "flux2-klein"},
     "z-image": {"name": "z-image"},
+    "sana": {"name": "sana"},
     "kontext": {"name": "kontext"},
     "qwen-edit": {"name": "qwen-edit"},
     "wan": {"name": "wan", "height": 64, "width": 64, "frames": 9, "text_length": 512},

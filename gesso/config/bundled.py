@@ -25,6 +25,7 @@ MODELS = {
     "qwen-image": BundledModel("flow", "gesso.models.flow.qwen_image:QwenImage"),
     "qwen-edit": BundledModel("flow", "gesso.models.flow.qwen_edit:QwenEdit"),
     "z-image": BundledModel("flow", "gesso.models.flow.z_image:ZImage"),
+    "sana": BundledModel("flow", "gesso.models.flow.sana:Sana"),
     "wan": BundledModel("flow", "gesso.models.flow.wan:Wan"),
     "wan-i2v": BundledModel("flow", "gesso.models.flow.wan_i2v:WanI2V"),
     "vision-language": BundledModel(

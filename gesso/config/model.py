@@ -93,10 +93,10 @@ class Model(AnyModel):
 
     name: str = "sd3"
     """Model class: "sd3" (Stable Diffusion 3 and 3.5), "flux" (FLUX.1 dev and schnell),
-    "qwen-image", "z-image"; for editing "kontext" (FLUX.1 Kontext) and "qwen-edit" (Qwen-Image-Edit
-    2509 and 2511), whose prompts have input images; "flux2" (FLUX.2 dev) and "flux2-klein", whose
-    prompts may have some; for videos "wan" (Wan 2.1 and 2.2, from text) and "wan-i2v" (from an
-    image); or "module:Class" for a custom model."""
+    "qwen-image", "z-image", "sana" (SANA and SANA 1.5); for editing "kontext" (FLUX.1 Kontext) and
+    "qwen-edit" (Qwen-Image-Edit 2509 and 2511), whose prompts have input images; "flux2" (FLUX.2
+    dev) and "flux2-klein", whose prompts may have some; for videos "wan" (Wan 2.1 and 2.2, from
+    text) and "wan-i2v" (from an image); or "module:Class" for a custom model."""
     height: int = Field(512, ge=8, le=MAX_SIDE)
     """Image height in pixels. Input images are resized to the area height × width."""
     width: int = Field(512, ge=8, le=MAX_SIDE)

@@ -45,6 +45,7 @@ def code(loaded: LoadedModel, example: Example, whole: bool) -> str:
 
 def _image_code(loaded: LoadedModel, section: Model, example: Example, whole: bool) -> str:
     model: Any = loaded.model
+    scheduler = model.pipe.scheduler
     spec = loaded.spec(AS_EVALUATED, several=False)
     assert isinstance(spec, SampleSpec)
     parts, optional = model.pipe.components, type(model.pipe)._optional_components
@@ -61,6 +62,8 @@ def _image_code(loaded: LoadedModel, section: Model, example: Example, whole: bo
         call += [f"max_area={height * width}", "_auto_resize=False"]  # or both would be of 1024²
     if model.pipeline in ("QwenImagePipeline", QWEN_EDIT):
         call += ['negative_prompt=""']  # without one there is no guidance
+    if model.pipeline == "SanaPipeline":
+        call += ["use_resolution_binning=False"]  # or only sizes near 1024² would be kept
     size, base = Size(height, width, spec.frames), "folder" if whole else "base"
     is_video = spec.frames > 1
     if is_video:
@@ -84,7 +87,7 @@ def _image_code(loaded: LoadedModel, section: Model, example: Example, whole: bo
         *([] if whole else _lora(model)),
         *(['pipe.to("cuda")'] if half else []),
         *(usage_inputs.image(model, prompt, size, base) if example.image is not None else []),
-        *(_euler(spec.steps) if "solver_order" in model.pipe.scheduler.config else []),
+        *(_euler(scheduler, spec.steps) if "solver_order" in scheduler.config else []),
         f"{'video' if is_video else 'image'} = pipe(",
         f"    prompt={example.prompt!r},",
         *(f"    {argument}," for argument in call),
@@ -108,10 +111,14 @@ def _lora(model: Any) -> list[str]:
     ]
 
 
-def _euler(steps: int) -> list[str]:
+def _euler(scheduler: Any, steps: int) -> list[str]:
+    plain: dict[str, object] = {"solver_order": 1}
+    corrects = "disable_corrector" in scheduler.config  # UniPC
+    without = " without corrector" if corrects else ""
+    plain |= {"disable_corrector": [*range(steps)]} if corrects else {}
     return [
-        "# The Euler steps that Gesso samples with: UniPC of order 1 without its corrector.",
-        f"plain = {{'solver_order': 1, 'disable_corrector': list(range({steps}))}}",
+        f"# The Euler steps that Gesso samples with: a solver of order 1{without}.",
+        f"plain = {plain}",
         "pipe.scheduler = type(pipe.scheduler).from_config(pipe.scheduler.config, **plain)",
     ]
 

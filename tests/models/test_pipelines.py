@@ -44,6 +44,7 @@ LAYERS = {  # enough for every kind of block
     "flux2-klein": {"num_layers": 1, "num_single_layers": 1},
     "flux2-klein-distilled": {"num_layers": 1, "num_single_layers": 1},
     "z-image": {"n_layers": 1},
+    "sana": {"num_layers": 1},
 }
 
 
@@ -95,6 +96,8 @@ class Tiny:
         kind: type[PipelineModel] = imports.load(classes.REFERENCES[self.kind], "model")
         pipe = getattr(diffusers, kind.pipeline).from_pretrained(folder or self.folder, **absent)
         pipe.set_progress_bar_config(disable=True)
+        if self.kind == "sana":
+            pipe.check_inputs = lambda *_: None  # sides of 32 pixels, whatever the autoencoder
         return pipe
 
     def call(self, pipe: Any, scale: float, size: tuple[int, int], kind: str) -> Any:
@@ -107,6 +110,8 @@ class Tiny:
             options["true_cfg_scale"] = options.pop("guidance_scale")
         if self.kind == "z-image":  # c + s·(c − u)
             options["guidance_scale"] -= 1
+        if self.kind == "sana":
+            options["use_resolution_binning"] = False
         if self.name == "flux2-klein":  # by itself against empty prompts only
             texts = options.pop("negative_prompt")
             embeds, _ = pipe.encode_prompt(texts, max_sequence_length=16)
@@ -124,7 +129,7 @@ class Tiny:
 
     def normalised(self, pipe: Any, found: torch.Tensor, size: tuple[int, int]) -> torch.Tensor:
         """(N, C, H, W), of what a pipeline returns as latents."""
-        if self.kind in ("sd3", "z-image"):
+        if self.kind in ("sd3", "z-image", "sana"):
             return found
         if self.kind == "flux2":  # packed
             return found.mT.unflatten(2, (size[0] // 4, size[1] // 4))
@@ -228,6 +233,22 @@ def test_the_shift_follows_the_size(of: Any, name: str, differs: bool) -> None:
     small, large = (model.sigmas(STEPS, *size) for size in SIZES)
     assert small[0] == 1 and small[-1] == 0 and len(small) == STEPS + 1
     assert (gap(small, large) > 0.01) == differs
+
+
+def test_a_schedule_of_dpm_solver_begins_at_one(of: Any) -> None:
+    """SANA's own scheduler begins at .9997, where the noise of Flow-SDE is 55 times too large; its
+    timesteps are integers."""
+    from diffusers import DPMSolverMultistepScheduler
+
+    model = of("sana").model()
+    model.pipe.scheduler = DPMSolverMultistepScheduler(
+        prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+    )
+    for steps in (10, 20):
+        sigmas = model.sigmas(steps, *SIZES[0])
+        assert sigmas[0] == 1 and sigmas[-1] == 0 and len(sigmas) == steps + 1
+        assert gap(sigmas, model.pipe.scheduler.sigmas) < 4e-4
+        assert model.timestep(sigmas[:-1]).equal(model.pipe.scheduler.timesteps)
 
 
 @pytest.mark.parametrize("steps, size, mu", [(8, 512, 2.00), (8, 1024, 2.27), (50, 1024, 2.02)])
@@ -398,7 +419,7 @@ def test_an_adapter_that_does_not_fit(of: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["sd3", "sd35", "flux-dev", "qwen-image", "flux2-klein", "z-image"]
+    "name", ["sd3", "sd35", "flux-dev", "qwen-image", "flux2-klein", "z-image", "sana"]
 )
 def test_a_merged_export_needs_no_peft(of: Any, name: str, tmp_path: Path) -> None:
     """SD3 with and without T5."""
@@ -536,6 +557,7 @@ LENGTHS = {  # own length, longest that may be asked for, tokens around "abc"
     "flux2-klein": (512, 512, 9),
     "flux2-klein-distilled": (512, 512, 9),
     "z-image": (512, 512, 7),
+    "sana": (300, 300, 2),
 }
 
 
@@ -582,6 +604,7 @@ def real(name: str) -> Any:
         Flux2Transformer2DModel,
         FluxTransformer2DModel,
         QwenImageTransformer2DModel,
+        SanaTransformer2DModel,
         ZImageTransformer2DModel,
     )
 
@@ -592,6 +615,7 @@ def real(name: str) -> Any:
         "qwen-image": QwenImageTransformer2DModel,
         "flux2-dev": Flux2Transformer2DModel,
         "z-image": ZImageTransformer2DModel,
+        "sana": SanaTransformer2DModel,
     }[name]()
 
 
@@ -608,6 +632,7 @@ COUNTS = {
     "flux2-dev": ("flux2", 6144, 64, 8 * (BLOCK + 2 * (7 + 4)) + 48 * (1 + 9)),
     # Of 3 projections of the feed-forward, each is 8/3 times as wide inside.
     "z-image": ("z-image", 3840, 64, (30 + 2 + 2) * (4 * 2 + 3 + 8)),
+    "sana": ("sana", 2240, 32, 20 * BLOCK),  # two attentions
 }
 PINNED = {
     "sd35-medium": 18_776_064,  # the reference's own figure
@@ -616,6 +641,7 @@ PINNED = {
     "qwen-image": 424_673_280,
     "flux2-dev": 308_281_344,
     "z-image": 158_760_960,
+    "sana": 22_937_600,
 }
 
 

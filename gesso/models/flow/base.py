@@ -122,7 +122,7 @@ class PromptCache:
         self.limit = limit
         self.encoded = 0  # prompts that went through the encoders
         self._bytes = 0
-        self._rows: OrderedDict[tuple[str | Size, ...], Conditioning] = OrderedDict()
+        self._rows: OrderedDict[tuple[object, ...], Conditioning] = OrderedDict()
 
     def conditions(
         self, prompts: Sequence[Prompt], size: Size, guidance: float, negatives: bool = False
@@ -135,7 +135,7 @@ class PromptCache:
             return replace(cond, guidance=scale), None
         if guidance <= 1 and not negatives:
             return cond, None
-        return cond, self([replace(p, text=p.negative) for p in prompts], size)
+        return cond, self([replace(p, text=p.negative, is_negative=True) for p in prompts], size)
 
     def __call__(self, prompts: Sequence[Prompt], size: Size) -> Conditioning:
         """(P, …) on the model's device."""
@@ -153,10 +153,10 @@ class PromptCache:
         return result
 
 
-def _key(prompt: Prompt, size: Size) -> tuple[str | Size, ...]:
+def _key(prompt: Prompt, size: Size) -> tuple[object, ...]:
     """The encoding of a text does not depend on the size of the samples."""
-    images = [image.digest() for image in prompt.images]
-    return (prompt.text, size, *images) if images else (prompt.text,)
+    text, images = (prompt.text, prompt.is_negative), [image.digest() for image in prompt.images]
+    return (*text, size, *images) if images else text
 
 
 def wrong_images(model: FlowModel, prompt: Prompt) -> str | None:

@@ -13,7 +13,7 @@ from gesso.models.adapter_checks import AdapterFile
 from gesso.models.flow.base import TextEncoder
 from gesso.models.flow.experts import Experts
 from gesso.models.flow.loading import NETWORKS
-from gesso.models.flow.pipeline import PipelineModel
+from gesso.models.flow.multistep import MultistepModel
 from gesso.models.flow.texts import TextLength, text_encoder
 from gesso.quiet import quiet
 from gesso.rollout import Conditioning
@@ -29,7 +29,7 @@ ADAPTERS = {
 """Files of the LoRA of each expert."""
 
 
-class Wan(PipelineModel):
+class Wan(MultistepModel):
     """UMT5 encodes the text; latents are (C, F, H, W), F = 1 + (frames − 1) / 4. A video of one
     frame is an image."""
 
@@ -111,33 +111,6 @@ class Wan(PipelineModel):
                 f"more than a multiple of {step}; use {round((frames - 1) / step) * step + 1}"
             )
         return self.channels, 1 + (frames - 1) // step, *self.cells(height, width)
-
-    def sigmas(self, steps: int, height: int, width: int, frames: int = 1) -> Tensor:
-        """The schedule of the pipeline, with two departures. UniPC begins at .999999, where the
-        noise of Flow-SDE is 130 times too large: here it begins at exactly 1. A σ that float32
-        rounds to the other side of an integer timestep is moved by one ULP, so that `timestep`
-        returns the pipeline's."""
-        sigmas = super().sigmas(steps, height, width, frames).clone()
-        sigmas[0] = 1.0
-        if self.integer_timesteps:
-            expected = self.pipe.scheduler.timesteps
-            missed = expected - self.timestep(sigmas[:-1])
-            towards = sigmas[:-1] + missed
-            sigmas[:-1] = torch.where(missed != 0, sigmas[:-1].nextafter(towards), sigmas[:-1])
-            assert self.timestep(sigmas[:-1]).equal(expected)
-        return sigmas
-
-    @property
-    def integer_timesteps(self) -> bool:
-        """Those of UniPC, the scheduler of the published folders, are integers."""
-        return "use_flow_sigmas" in self.pipe.scheduler.config
-
-    def timestep(self, sigma: Tensor) -> Tensor:
-        """1000·σ; with UniPC truncated, and at most 999."""
-        scale = self.pipe.scheduler.config.num_train_timesteps
-        if not self.integer_timesteps:
-            return sigma * scale
-        return (sigma.double() * scale).long().clamp(max=scale - 1)
 
     @quiet("diffusers")
     @torch.no_grad()
