@@ -165,7 +165,10 @@ def test_the_estimate_of_a_compiled_run_meets_the_measured_peak(name: str, shape
 
 
 def test_there_are_cards_for_every_model() -> None:
-    assert {model_of(name) for name in MAIN} | {"qwen25-vl-32b", "flux2-dev", "sana"} == {*IMAGE, *WRITERS}
+    assert {model_of(name) for name in MAIN} | {"qwen25-vl-32b", "flux2-dev", "sana"} == {
+        *IMAGE,
+        *WRITERS,
+    }
     for name in MAIN:
         assert cards(name) == [24, 48, 80]
 
