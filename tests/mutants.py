@@ -1075,6 +1075,13 @@ MUTANTS = [
         "tests/models/test_repeatable.py -k 'use_it and qwen'",
     ),
     Mutant(
+        "sana-instructs-negative-prompts",
+        "gesso/models/flow/sana.py",
+        "None if prompt.is_negative else self.instruction",
+        "self.instruction",
+        "tests/models/test_pipelines.py -k 'own_pipeline and sana'",
+    ),
+    Mutant(
         "compiled-prompts-of-any-length",
         "gesso/models/flow/qwen_image.py",
         "cond = cond.padded(-(-cond.embeds.shape[1] // self.text_length) * self.text_length)",
