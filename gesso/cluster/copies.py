@@ -69,7 +69,11 @@ def send(processes: Processes, folder: Path) -> None:
     """The files of a checkpoint, to all workers."""
     about = {"folder": folder.name}
     processes.all("copy", {"do": "discard", **about})
-    for path in sorted(folder.iterdir()):
-        with path.open("rb") as file:
-            while chunk := file.read(CHUNK):
-                processes.all("copy", {"do": "append", "name": path.name, **about}, chunk)
+    try:
+        for path in sorted(folder.iterdir()):
+            with path.open("rb") as file:
+                while chunk := file.read(CHUNK):
+                    processes.all("copy", {"do": "append", "name": path.name, **about}, chunk)
+    except OSError:  # a part of them would keep a disk full
+        processes.all("copy", {"do": "discard", **about})
+        raise

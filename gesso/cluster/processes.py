@@ -240,7 +240,7 @@ class Processes:
                 if "raised" in message.content:
                     if COLLECTIVE.search(message.content["text"]):
                         self._raise_if_ended()
-                    _raise(message)
+                    self._raise(message)
                 return message
 
     def _raise_if_ended(self) -> None:
@@ -298,6 +298,20 @@ class Processes:
         self.send(rank, task, content)
         return self.receive().data[0]
 
+    def name(self, rank: int) -> str:
+        return f"worker {rank}"
+
+    def _raise(self, message: Message) -> None:
+        """What a worker raised; of what depends on its machine with the name of the worker."""
+        kind, text = message.content["raised"], message.content["text"]
+        if kind == "OSError":
+            raise OSError(f"{self.name(message.rank)}: {text}")
+        if kind in ERRORS:
+            raise ERRORS[kind](text)
+        if out_of_memory(RuntimeError(text)):
+            raise MemoryError(f"{self.name(message.rank)}: {text}")
+        raise WorkerFailed(f"{self.name(message.rank)} failed:\n{message.content['trace']}")
+
     def _check_patience(self) -> None:
         now = time.monotonic()
         silent = [w for w in self._own if w.doing != IDLE and now - w.heard > self.patience]
@@ -325,12 +339,3 @@ class Processes:
             worker.end(deadline)
         self.workers = []
         self._folder.cleanup()
-
-
-def _raise(message: Message) -> None:
-    kind, text = message.content["raised"], message.content["text"]
-    if kind in ERRORS:
-        raise ERRORS[kind](text)
-    if out_of_memory(RuntimeError(text)):
-        raise MemoryError(f"worker {message.rank}: {text}")
-    raise WorkerFailed(f"worker {message.rank} failed:\n{message.content['trace']}")

@@ -135,6 +135,9 @@ class Actors(Processes):
     def address(self, rank: int) -> str:
         return self._addresses[rank]
 
+    def name(self, rank: int) -> str:
+        return f"{super().name(rank)} on Ray node {self.address(rank)}"
+
     def close(self) -> None:
         super().close()
         self._release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property, partial
@@ -64,7 +65,11 @@ class Saving:
         if self.learner.sharded:
             return write_shards(folder, state, self.rank, self.group.count, self.writers)
         if self.rank == 0:
-            write_tensors(folder, state)
+            try:
+                write_tensors(folder, state)
+            except BaseException:  # a copy would keep the disk full
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
         return {}
 
     def written(self, wait: bool) -> dict[str, Any]:
@@ -75,7 +80,7 @@ class Saving:
             return {"shards": self.writing.result()}
         except BaseException as error:  # torch and safetensors wrap a full disk in their own errors
             reason = str(error).strip().splitlines() or [repr(error)]
-            raise OSError(f"worker {self.rank}: {reason[-1].strip()}") from error
+            raise OSError(reason[-1].strip()) from error
 
     def load(self, folder: str, copied: bool) -> dict[str, Any]:
         self.learner.policy.release()

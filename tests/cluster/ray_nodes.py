@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.waiting import Started
 
 STARTED = "Ray runtime started"
+STARTS = 4
 HEAD, OTHER = "127.0.0.2", "127.0.0.3"  # not 127.0.0.1, which Ray replaces
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"}
+TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "5f1c" * 16}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"} | TOKEN
 SIZES = ["--num-cpus=1", "--object-store-memory=100000000", "--disable-usage-stats"]
 
 
@@ -25,8 +30,19 @@ class RayNode:
         command = [*through, str(ray), "start", "--block", *SIZES, f"--node-ip-address={address}"]
         # As on another machine, a node knows nothing of this checkout but what is installed.
         env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-        self.started = Started([*command, *options], env=env | ENVIRONMENT, start_new_session=True)
-        self.started.until(lambda: STARTED in self.started.output())
+        self._start([*command, *options], env | ENVIRONMENT, STARTS)
+
+    def _start(self, command: Sequence[str], env: Mapping[str, str], times: int) -> None:
+        """Ray waits 15 s for its own agent, which is not enough on a busy machine."""
+        self.started = Started(command, env=env, start_new_session=True)
+        try:
+            self.started.until(lambda: STARTED in self.started.output())
+        except AssertionError:
+            with suppress(ProcessLookupError):
+                self.kill()
+            if times == 1:
+                raise
+            self._start(command, env, times - 1)
 
     def kill(self) -> None:
         """As when the machine loses its power."""
@@ -35,13 +51,13 @@ class RayNode:
 
 
 class RayCluster:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, head: str = HEAD) -> None:
         """`folder`: short, for sockets."""
-        with socket.create_server((HEAD, 0)) as free:
-            self.address = f"{HEAD}:{free.getsockname()[1]}"
+        with socket.create_server((head, 0)) as free:
+            self.address = f"{head}:{free.getsockname()[1]}"
         port = self.address.rpartition(":")[2]
         options = ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}"]
-        self.nodes = [RayNode(HEAD, *options)]
+        self.nodes = [RayNode(head, *options)]
 
     def add(self, address: str = OTHER, through: Sequence[str] = ()) -> RayNode:
         self.nodes.append(RayNode(address, f"--address={self.address}", through=through))
@@ -51,3 +67,40 @@ class RayCluster:
         for node in self.nodes:
             if node.started.process.poll() is None:
                 node.kill()
+
+
+@dataclass(frozen=True)
+class Cable:
+    """The network between this machine and a namespace that stands for another one."""
+
+    here: str = "10.213.0.1"
+    there: str = "10.213.0.2"
+    namespace: str = "gesso-test"
+
+    @property
+    def through(self) -> list[str]:
+        return ["ip", "netns", "exec", self.namespace]
+
+    def set(self, state: str) -> None:
+        _ip("-n", self.namespace, "link", "set", "eth0", state)
+
+
+@contextmanager
+def cable() -> Iterator[Cable]:
+    """Raises a CalledProcessError where it is not allowed."""
+    made = Cable()
+    _ip("netns", "add", made.namespace)
+    try:
+        _ip("link", "add", "gesso0", "type", "veth", "peer", "eth0", "netns", made.namespace)
+        _ip("addr", "add", f"{made.here}/24", "dev", "gesso0")
+        _ip("link", "set", "gesso0", "up")
+        _ip("-n", made.namespace, "addr", "add", f"{made.there}/24", "dev", "eth0")
+        for device in ("lo", "eth0"):
+            _ip("-n", made.namespace, "link", "set", device, "up")
+        yield made
+    finally:
+        _ip("netns", "delete", made.namespace)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)

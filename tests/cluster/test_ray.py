@@ -8,7 +8,9 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from signal import SIGKILL
 from typing import Any
@@ -21,8 +23,8 @@ from gesso.cluster import workers
 from gesso.cluster.placement import place
 from gesso.cluster.ray_actors import Actors
 from gesso.track.progress import SILENT
-from gesso.types import UserError
-from tests.cluster.ray_nodes import HEAD, OTHER, RayCluster
+from gesso.types import StopRun, UserError
+from tests.cluster.ray_nodes import HEAD, OTHER, TOKEN, RayCluster, cable
 from tests.cluster.runs import alive, assert_equal, go, language_recipe
 from tests.conftest import small_recipe
 from tests.waiting import Started, until
@@ -35,6 +37,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
+    os.environ.update(TOKEN)  # before Ray is imported
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         started = RayCluster(Path(folder))
         try:
@@ -45,6 +48,18 @@ def cluster() -> Iterator[RayCluster]:
 
             ray.shutdown()
             started.close()
+
+
+def test_a_cluster_with_a_token_refuses_others(cluster: RayCluster) -> None:
+    """All tests of this file have it."""
+    code = f"import ray; ray.init({cluster.address!r}); print(ray.nodes())"
+    for given, refused in ((TOKEN, False), (TOKEN | {"RAY_AUTH_TOKEN": "0" * 64}, True)):
+        command = [sys.executable, "-c", code]
+        found = subprocess.run(
+            command, capture_output=True, text=True, check=False, env=os.environ | given
+        )
+        assert (found.returncode != 0) == refused, found.stderr
+        assert ("AuthenticationError" in found.stderr) == refused
 
 
 def actor_pids(name: str = "ray::Actor") -> list[int]:
@@ -155,24 +170,71 @@ def test_a_run_that_loses_a_worker_and_a_node_ends_as_if_it_had_not(
     assert "which continue after step 2 and repeat 0 steps of 0.0 s (restarts left: 0)" in log
 
 
-HIDE = 'mount -t tmpfs none "$0" && exec "$@"'
+def test_a_network_that_is_down_for_ten_seconds(language: Path, tmp_path: Path) -> None:
+    """A second node in a network namespace. The run waits; nothing is repeated."""
+    data = language_recipe(language, {"name": "grpo"}) | {"steps": 6}
+    recipe, folder = tmp_path / "recipe.toml", tmp_path / "run"
+    recipe.write_bytes(tomli_w.dumps(data).encode())
+    with ExitStack() as stack:
+        try:
+            network = stack.enter_context(cable())
+        except (subprocess.CalledProcessError, FileNotFoundError):
+            pytest.skip("not allowed to create network namespaces")
+        files = stack.enter_context(
+            tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True)
+        )
+        apart = RayCluster(Path(files), network.here)
+        stack.callback(apart.close)
+        apart.add(network.there, network.through)
+        command = [sys.executable, "-m", "gesso", "train", str(recipe), "--run", str(folder)]
+        options = [f"cluster.address={apart.address}", "cluster.workers=2"]
+        driver = Started([*command, *options], env=os.environ | TOKEN)
+        stack.callback(driver.end)
+        driver.until(lambda: (folder / "checkpoints" / "000001").exists())
+        network.set("down")
+        time.sleep(10)
+        network.set("up")
+        until(lambda: driver.process.poll() is not None)
+        assert driver.process.returncode == 0, driver.output()
+    together = run.RunFolder.open(folder)
+    assert max(row["time/step"] for row in together.rows()) > 8
+    assert "starting new workers" not in (folder / "log.txt").read_text()
+    assert_equal(go(data, tmp_path / "alone"), together)
+
+
+HIDE = 'mount -t tmpfs -o size=64m none "$0" && exec "$@"'
 
 
 @pytest.mark.skipif(
     subprocess.run(["unshare", "-m", "true"], capture_output=True, check=False).returncode != 0,
     reason="not allowed to create mount namespaces",
 )
-def test_a_run_folder_that_a_node_does_not_see(
+def test_a_node_that_does_not_see_the_run_folder_and_whose_disk_is_full(
     cluster: RayCluster, language: Path, tmp_path: Path
 ) -> None:
     """Checkpoints are sent to the driver, and from it to the workers when the run is resumed."""
     hidden = tmp_path / "hidden"
     hidden.mkdir()
-    cluster.add("127.0.0.4", ["unshare", "-m", "sh", "-c", HIDE, str(hidden)])
+    if cluster.nodes[1].started.process.poll() is None:  # without the test before
+        cluster.nodes[1].kill()
+    through = ["env", f"TMPDIR={hidden}", "unshare", "-m", "sh", "-c", HIDE, str(hidden)]
+    node = cluster.add("127.0.0.4", through)
     data = language_recipe(language, {"name": "grpo"})
     data["eval"]["every"] = 1
     folder = go(data | {"steps": 1}, hidden / "run", 2, address=cluster.address).path
     assert (folder / "checkpoints" / "000001" / "learner.safetensors").stat().st_size > 1000
+
+    disk = Path(f"/proc/{node.started.process.pid}/root{hidden}")
+    with (disk / "filler").open("wb", buffering=0) as filler:
+        with pytest.raises(OSError):
+            while filler.write(b"0" * 4096):
+                pass
+        filler.truncate(filler.tell() - 2**14)  # or workers would find another folder
+    full = r"worker \d on Ray node 127.0.0.4: .*No space left.*; free disk space and run `gesso"
+    with pytest.raises(StopRun, match=full):
+        run.resume(folder, quiet=True, steps=3)
+    (disk / "filler").unlink()
     resumed = run.resume(folder, quiet=True, steps=3)
     assert_equal(go(data, tmp_path / "alone"), resumed)
-    assert not list(Path(tempfile.gettempdir()).glob("gesso-*/*/*.safetensors")), "copies"
+    copies = [*Path(tempfile.gettempdir()).glob("gesso-*"), *disk.glob("gesso-*")]
+    assert not [file for copy in copies for file in copy.glob("*/*.safetensors")]
