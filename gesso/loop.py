@@ -99,7 +99,7 @@ class Loop:
             batch = self._collected(pending.popleft(), step)
             row = self._update(batch, step, started)
             step += 1
-            self._record(row, started, evaluate=self._watched(step))
+            self._record(row, started, evaluate=self.recipe.evaluates(step))
             self._finish_save(wait=False)
             if step % self.recipe.save.every == 0:
                 self._save(step)
@@ -145,7 +145,7 @@ class Loop:
         assert 0 <= age <= self.recipe.lag, f"samples are {age} updates old"
         scales = self.algorithm.braked(self._scales, self._health.rows)
         update = self.cluster.update(batch, step, scales)
-        if self.recipe.save.groups and (step == 0 or self._watched(step + 1)):
+        if groups.saved(self.recipe, step):
             save, full = self.recipe.save, self.recipe.save.group_images == "full"
             with recorder.phase("save", whole=True):
                 groups.save(self.run.path, step + 1, batch, update.advantages, save.groups, full)
@@ -155,11 +155,6 @@ class Loop:
             self._self_test(metrics)
         speed = len(batch.samples) / (clock.seconds() - started)
         return {"step": step + 1, **metrics, "age": age, "samples_per_s": speed}
-
-    def _watched(self, step: int) -> bool:
-        """Whether an evaluation follows this step."""
-        every = self.recipe.eval.every
-        return step == self.recipe.steps or bool(every and step % every == 0)
 
     def _restore(self) -> int:
         """Load the newest checkpoint. Everything is read and verified before a file changes."""

@@ -6,7 +6,7 @@ Every finished piece is passed to the rewards immediately, so that scoring overl
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -31,6 +31,7 @@ class Request:
     label: str  # for progress: "batch 3", "the evaluation"
     step: int | None = None  # of training; None: an evaluation, scored with its rewards
     batch: int | None = None  # samples of a worker at a time; None: as in the recipe
+    keep: Callable[[int, Sample], Sample] = lambda i, sample: sample  # of sample i, once scored
 
     def part(self, rows: Sequence[int], places: range) -> Request:
         """Of these prompts, the samples at these places of their groups, which are adjacent."""
@@ -132,8 +133,9 @@ def sample(
     started = clock.seconds()
     pieces, scoring = [], rewards.begin(request.row, request.step is None, weights)
     for piece in generated:
-        pieces.append(piece)
         scoring.add(piece.index, piece.samples)
+        kept = [request.keep(i, s) for i, s in zip(piece.index, piece.samples, strict=True)]
+        pieces.append(replace(piece, samples=kept))
         progress.advance(len(piece.samples))
     ended = clock.seconds()
     return PendingSamples(request, pieces, scoring, version, weights, started, ended, progress)

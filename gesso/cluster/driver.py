@@ -7,7 +7,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import pstdev
 from typing import Any
@@ -23,6 +23,8 @@ from gesso.learner.learner import Update
 from gesso.rewards.transport.service import RewardService
 from gesso.rollout import Rollout
 from gesso.samplers.base import Piece
+from gesso.track import groups as saved_groups
+from gesso.track import media
 from gesso.track.progress import SILENT, Progress
 from gesso.track.writing import Writing
 from gesso.types import (
@@ -165,6 +167,8 @@ class Driver(ABC):
         prompts, drawn = self.draw(step, groups)
         label = f"batch {step + 1}"
         request = self._request(prompts, step, group or self.algorithm.group, ("sample",), label)
+        if group is not None:  # to measure
+            request = replace(request, keep=lambda i, sample: sample)
         if group is None and self.algorithm.probe is not None:
             request = request.part(range(len(prompts)), range(self.algorithm.probe))
         pending = self._sample(request)
@@ -188,7 +192,10 @@ class Driver(ABC):
         row = [i for i in range(len(prompts)) for _ in range(group)]
         seeds = [seed_of(seed, *purpose, step, i) for i in range(len(row))]
         spec = self.algorithm.spec(step, seed_of(seed, "spec", step), self.recipe.model)
-        return Request(prompts, row, seeds, spec, label, step)
+        needed = saved_groups.needed(self.recipe, step)
+        return Request(
+            prompts, row, seeds, spec, label, step, keep=lambda i, sample: needed(sample)
+        )
 
     def _sample(self, request: Request) -> PendingSamples:
         if self._changed and self.shares_weights:
@@ -352,7 +359,15 @@ class Driver(ABC):
         spec = self.algorithm.eval_spec(section, self.recipe.model, which)
         each = [(i, j) for i in range(len(prompts)) for j in range(section.samples)]
         seeds = [eval_seed(seed, i, j) for i, j in each]
-        request = Request(prompts, [i for i, _ in each], seeds, spec, "the evaluation")
+        shown = {i * section.samples for i in range(section.shown)}
+        request = Request(
+            prompts,
+            [i for i, _ in each],
+            seeds,
+            spec,
+            "the evaluation",
+            keep=lambda i, sample: sample if i in shown else media.without_image(sample),
+        )
         return collecting.samples_and_scores(self._sample(request))
 
     def restore(self, folder: Path) -> None:

@@ -332,6 +332,10 @@ class Recipe(Strict):
     """What the authors of the settings report; the viewer draws it behind the curve of a run. A
     recipe does not inherit it from its base."""
 
+    def evaluates(self, step: int) -> bool:
+        """Whether an evaluation follows this step, counted from 1."""
+        return step == self.steps or bool(self.eval.every and step % self.eval.every == 0)
+
     @model_validator(mode="after")
     def _possible(self) -> Recipe:
         for key, entries in (("reward", self.reward), ("eval_reward", self.eval_reward)):

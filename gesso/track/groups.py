@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -24,6 +25,8 @@ from gesso.types import Sample, Score
 
 if TYPE_CHECKING:
     from PIL import Image
+
+    from gesso.config import Recipe
 
 
 class ScoredSamples(Protocol):
@@ -40,6 +43,29 @@ class ScoredSamples(Protocol):
 
 
 MAX_SIZE = 256  # px: larger images are downscaled to this size
+
+
+def saved(recipe: Recipe, step: int) -> bool:
+    """Whether the groups of batch `step`, counted from 0, are saved: before an evaluation."""
+    return recipe.save.groups > 0 and (step == 0 or recipe.evaluates(step + 1))
+
+
+def needed(recipe: Recipe, step: int) -> Callable[[Sample], Sample]:
+    """What remains of a sample of batch `step` once it is scored: the driver's memory must not grow
+    with the size of images."""
+    if not saved(recipe, step):
+        return media.without_image
+    return (lambda sample: sample) if recipe.save.group_images == "full" else _small
+
+
+def _small(sample: Sample) -> Sample:
+    if sample.image is None or sample.is_video:
+        return media.smaller(sample, MAX_SIZE)
+    import numpy as np
+
+    image = media.still(sample)
+    image.thumbnail((MAX_SIZE, MAX_SIZE))  # as `_save`, which then leaves it
+    return replace(sample, image=np.asarray(image))
 
 
 def save(

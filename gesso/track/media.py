@@ -29,11 +29,17 @@ def shown(sample: Sample) -> Image:
     return Image.fromarray(strip(sample.frames) if sample.is_video else sample.pixels)
 
 
+def without_image(sample: Sample) -> Sample:
+    return replace(sample, image=None, fps=None)
+
+
 def smaller(sample: Sample, side: int) -> Sample:
-    """A video whose longest side has at most `side` pixels."""
+    """A video whose longest side has at most `side` pixels; a text is returned as it is."""
     import numpy as np
     from PIL import Image
 
+    if sample.image is None:
+        return sample
     height, width = sample.frames.shape[1:3]
     factor = side / max(height, width)
     if factor >= 1:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, as_completed, wait
 from dataclasses import dataclass, replace
 
 from gesso.rewards import compose
@@ -111,6 +111,10 @@ class RewardService:
             await scorer.close()
 
 
+MAX_WAITING = 2**30
+"""Bytes of images that wait for their scores; sampling waits while there are more."""
+
+
 class Scoring:
     """The scores of one sampling call, whose samples are added as they finish."""
 
@@ -129,7 +133,7 @@ class Scoring:
         self._calls: list[_Call] = []
 
     def add(self, index: Sequence[int], samples: Sequence[Sample]) -> None:
-        """Finished samples and their positions in the call."""
+        """Finished samples and their positions in the call. Waits while too many are not scored."""
         if not self.rewards:
             self._given |= {i: Score(s.given) for i, s in zip(index, samples, strict=True)}
             return
@@ -147,7 +151,14 @@ class Scoring:
         which = [i for i, r in enumerate(self.rewards) if r.scorer.groupwise is groupwise]
         if which:
             future = self.service.start([self.rewards[i] for i in which], samples)
-            self._calls.append(_Call(which, index, future))
+            size = sum(0 if s.image is None else s.image.nbytes for s in samples)
+            self._calls.append(_Call(which, index, future, size))
+            while sum(call.size for call in self._unscored) > MAX_WAITING:
+                wait([call.columns for call in self._unscored], return_when=FIRST_COMPLETED)
+
+    @property
+    def _unscored(self) -> list[_Call]:
+        return [call for call in self._calls if not call.columns.done()]
 
     @property
     def pending(self) -> int:
@@ -182,6 +193,7 @@ class _Call:
     rewards: Sequence[int]  # positions in the list of rewards
     index: Sequence[int]  # positions of the samples in the sampling call
     columns: Future[_Columns]
+    size: int  # bytes of images
 
 
 async def _score(rewards: Sequence[compose.WeightedReward], samples: Sequence[Sample]) -> _Columns:
