@@ -4,8 +4,9 @@
     python benchmarks/apart.py overlap [--steps 8] [--recipe demo SETTING …]
 
 `weights`: one learner and one sampler, gloo over loopback; the digests of both sides are timed
-apart. `overlap`: one learner and one sampler, a thread each, with lag 0 and 1; a step against the
-longer of its two phases. Needs two idle cores.
+apart. `overlap`: one learner and one sampler, with lag 0 and 1; a step against the longer of its
+two phases. Each has a thread and a core of its own, the driver and a cheap reward share them. Needs
+two idle cores.
 """
 
 from __future__ import annotations
@@ -28,11 +29,18 @@ from statistics import median
 import torch
 from torch import distributed
 
-from gesso import run
+from gesso import build, run
+from gesso.cluster import workers
+from gesso.cluster.placement import Placement
+from gesso.cluster.processes import Child, Processes
 from gesso.cluster.routes import Routes
+from gesso.cluster.workers import start
+from gesso.config import Recipe
+from gesso.track.progress import Progress
 from gesso.weights.publish import digest
 
 BALANCED = ["data.groups=6", "algorithm.updates=1", "sampler.batch=24"]
+CHEAP = [{"name": "jpeg-compressibility"}]
 ROUNDS = 5
 
 
@@ -79,14 +87,32 @@ def measure_weights(gigabytes: float) -> None:
             process.join()
 
 
-def measure_overlap(recipe: str, settings: Sequence[str], steps: int) -> None:
+def pin(processes: Processes) -> None:
+    """Every worker to a core of its own, with all threads that it has."""
+    cores = sorted(os.sched_getaffinity(0))
+    for worker in processes.workers:
+        assert isinstance(worker, Child)
+        for thread in Path(f"/proc/{worker.process.pid}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), {cores[worker.rank % len(cores)]})
+
+
+def start_pinned(recipe: Recipe, placement: Placement, progress: Progress) -> Processes:
+    processes = start(recipe, placement, progress)
+    pin(processes)
+    return processes
+
+
+def measure_overlap(name: str, settings: Sequence[str], steps: int) -> None:
+    workers.start = start_pinned
     print("| lag | sample s | update s | step s | of the longer phase | aim |")
     print("|---|---|---|---|---|---|")
     for lag in (0, 1):
         common = [f"steps={steps}", f"lag={lag}", "eval.every=0", "eval.prompts=1", "save.every=99"]
         cluster = ["cluster.workers=1", "cluster.samplers=1"]
+        chosen = build.recipe(name, [*common, *cluster, *settings]).model_dump()
+        recipe = build.recipe_from(chosen | {"reward": CHEAP, "eval_reward": []})
         with tempfile.TemporaryDirectory() as folder:
-            done = run.train(recipe, [*common, *cluster, *settings], Path(folder) / "run", True)
+            done = run.train(recipe, folder=Path(folder) / "run", quiet=True)
             rows = done.rows()[2:-1]  # the first loads kernels, the last evaluates
         sample, update, step = (
             median(row[f"time/{name}"] for row in rows) for name in ("sample", "update", "step")
@@ -95,7 +121,8 @@ def measure_overlap(recipe: str, settings: Sequence[str], steps: int) -> None:
             row["time/step"] / max(row["time/sample"], row["time/update"]) for row in rows
         )
         aim = "1.1" if lag else ""
-        print(f"| {lag} | {sample:.2f} | {update:.2f} | {step:.2f} | {ratio:.2f} | {aim} |")
+        times = f"{sample:.2f} | {update:.2f} | {step:.2f}"
+        print(f"| {lag} | {times} | {ratio:.2f} | {aim} |", flush=True)
 
 
 def main() -> None:
