@@ -45,6 +45,10 @@ class StopRun(RuntimeError):
 class WorkerLost(StopRun):
     """A worker process has ended or does not answer."""
 
+    def __init__(self, reason: str, rank: int) -> None:
+        super().__init__(reason)
+        self.rank = rank
+
 
 def out_of_memory(error: BaseException) -> str | None:
     """One sentence for an out-of-memory error, None for any other error."""

@@ -4,24 +4,30 @@ A batch is sampled in a thread of the driver, while the workers that train updat
 one. Samplers hold copies of the weights: a new version is sent when they have finished the batches
 that were collected before it, so that every batch has one version, whatever the speed of a worker.
 Traces wait in the sampler, and go to a worker that trains when it is their turn.
+
+When a sampler is lost, the others sample its part; its traces that nobody has received are sampled
+again from the same seeds and weights. If it is lost while weights are sent, the workers restart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import astuple, replace
 from typing import Any
 
 from gesso import clock
 from gesso.cluster.collecting import Request
 from gesso.cluster.driver import DriverBatch
 from gesso.cluster.processes import Message, Processes
+from gesso.cluster.protocol import Batch
 from gesso.cluster.routes import Parcel
-from gesso.cluster.workers import Workers, same_weights
+from gesso.cluster.workers import Call, Workers, same_weights
 from gesso.learner.learner import Update
 from gesso.rollout import Rollout
 from gesso.timeline import recorder
-from gesso.types import Prompt, Scales, Which
+from gesso.types import Prompt, Scales, Which, WorkerLost
 
 
 class Apart(Workers):
@@ -33,16 +39,20 @@ class Apart(Workers):
         self._thread = ThreadPoolExecutor(1, "samplers")
         self._jobs: dict[int, Future[None]] = {}  # by step
         self._drawn: dict[int, tuple[list[Prompt], Mapping[str, float]]] = {}  # to be sampled
-        self._unopened: dict[str, tuple[dict[str, Any], bytes]] = {}  # calls, by learners
-        self._parcels: dict[str, Sequence[int]] = {}  # by piece
+        self._calls_of_step: dict[str, tuple[Call, int]] = {}  # with their versions, until trained
+        self._unopened: set[str] = set()  # by learners
+        self._parcels: dict[str, Parcel] = {}  # by piece
         self._trained: list[int] = []  # steps whose traces samplers can drop
         self._learner = 0  # that gets the next piece
+        self._losses: list[str] = []  # to be reported
         self._weights = {"cluster/weights_gb": 0.0, "cluster/weights_s": 0.0}
         self._since = clock.seconds()
-        learners = processes.count - self._placement.samplers
+        self._connected = samplers = self._placement.samplers
+        learners = processes.count - samplers
         for worker in processes.workers[learners:]:
             worker.row = recorder.sampler(worker.rank)
-        return processes.part(0, learners), processes.part(learners, self._placement.samplers)
+        sampling = processes.part(learners, samplers, needed=samplers == 1)
+        return processes.part(0, learners), sampling
 
     def _end_thread(self) -> None:
         if self._thread is not None:
@@ -61,10 +71,12 @@ class Apart(Workers):
     def draw(self, step: int, groups: int | None) -> tuple[list[Prompt], Mapping[str, float]]:
         return self._drawn.pop(step, None) or super().draw(step, groups)
 
-    def open(self, call: dict[str, Any], prompts: bytes) -> None:
-        if call["step"] is not None:
-            self._unopened[call["key"]] = call, prompts
-        super().open(call, prompts)
+    def open(self, call: Call) -> None:
+        if call.request.step is not None:
+            key = call.content["key"]
+            self._calls_of_step[key] = call, self._version
+            self._unopened.add(key)
+        super().open(call)
 
     def destination(self, request: Request) -> int | None:
         if request.step is None:  # of an evaluation nothing is trained
@@ -74,26 +86,100 @@ class Apart(Workers):
 
     def sampled(self, name: str, message: Message) -> None:
         if "parcel" in message.content:
-            self._parcels[name] = message.content["parcel"]
-            self._owners[name] = Parcel(*self._parcels[name]).learner
+            self._parcels[name] = Parcel(*message.content["parcel"])
+            self._owners[name] = self._parcels[name].learner
+
+    def finish(self, batch: DriverBatch) -> Batch:
+        found = super().finish(batch)
+        losses, self._losses = self._losses, []
+        return replace(found, notes=[*losses, *found.notes])
+
+    # Lost samplers
+
+    def lost(self, error: WorkerLost) -> None:
+        if error.rank not in self.sampling.ranks or self.sampling.count == 1:
+            raise error
+        self.sampling.drop(error.rank)
+        self._groups = [group for group in self._groups if error.rank not in group]
+        left = self.sampling.count
+        self._losses.append(f"{error}; it was a sampler, and {left} go on without it")
+
+    def ask(self, task: str, content: Mapping[str, Any], *data: bytes) -> None:
+        """Repeats the task when a sampler is lost."""
+        while True:
+            try:
+                return super().ask(task, content, *data)
+            except WorkerLost as error:
+                self.lost(error)
+
+    def _sample_again(self, pieces: Sequence[str]) -> None:
+        """Those whose traces were lost with a sampler. Afterwards another one has them."""
+        while lost := [p for p in pieces if self._parcels[p].sampler not in self.sampling.ranks]:
+            wait(self._jobs.values())
+            started, count = clock.seconds(), 0
+            for key in dict.fromkeys(name.partition("/")[0] for name in lost):
+                call, version = self._calls_of_step[key]
+                firsts = [int(name.removeprefix(f"{key}/")) for name in lost if _of(name, key)]
+                parts = [part for part in call.parts if any(first in part for first in firsts)]
+                with self._sampling_with(version):
+                    self.ask("open", call.content, call.prompts)
+                    count += sum(len(p.index) for p in self.deal(call.request, key, parts))
+            seconds = clock.seconds() - started
+            text = f"{count} samples of lost samplers were sampled again in {seconds:.1f} s"
+            self._losses.append(text)
+
+    @contextmanager
+    def _sampling_with(self, version: int) -> Iterator[None]:
+        """An earlier version of the weights."""
+        newest, copies = self._version, self._published
+        if version == newest:
+            yield
+            return
+        held = self.exchange(version)
+        assert held, "learners keep all versions that batches in flight have"
+        self.send(self._sampled_with(version), version, ())
+        yield
+        self.exchange(version)
+        self.send(copies, newest, ())
 
     # Training
 
     def share(self, pieces: Sequence[str]) -> None:
         for key in dict.fromkeys(name.partition("/")[0] for name in pieces):
             if key in self._unopened:
-                call, prompts = self._unopened.pop(key)
-                self.processes.all("open", call, prompts)
-        parcels = {name: self._parcels.pop(name) for name in pieces}
-        self.processes.all("take", {"parcels": parcels})
-        self._sent += sum(Parcel(*values).size for values in parcels.values())
+                call, _ = self._calls_of_step[key]
+                self.processes.all("open", call.content, call.prompts)
+                self._unopened.remove(key)
+        self._take(pieces)
+        self._sent += sum(self._parcels.pop(name).size for name in pieces)
         super().share(pieces)
+
+    def _take(self, pieces: Sequence[str]) -> None:
+        while True:
+            self._sample_again(pieces)
+            parcels = {name: self._parcels[name] for name in pieces}
+            packed = {name: astuple(parcel) for name, parcel in parcels.items()}
+            try:
+                self.processes.all("take", {"parcels": packed})
+                return
+            except WorkerLost as error:
+                wait(self._jobs.values())
+                left = self.sampling.ranks
+                if error.rank in left:
+                    self.lost(error)
+                elif all(parcel.sampler in left for parcel in parcels.values()):
+                    raise  # else the thread has noticed it
 
     def train(self, rollout: Rollout, step: int, scales: Scales) -> Update:
         update = super().train(rollout, step, scales)
         update.metrics.update(self._weights)
         self._trained.append(step)
         return update
+
+    def forget(self, step: int | None) -> None:
+        super().forget(step)
+        for key in [key for key in self._calls_of_step if key.startswith(f"{step}.")]:
+            del self._calls_of_step[key]
 
     def _idle(self) -> dict[str, float]:
         """Samplers and learners work at the same time."""
@@ -104,7 +190,8 @@ class Apart(Workers):
     def send(self, copies: Collection[Which], version: int, kept: Collection[Which]) -> None:
         wait(self._jobs.values())
         while self._trained:
-            self.sampling.all("forget", {"step": self._trained.pop()})
+            self.ask("forget", {"step": self._trained.pop()})
+        self._leave_out()
         content = {"copies": sorted(copies), "version": version}
         self.processes.begin("publish", {**content, "kept": sorted(kept)})
         self.sampling.begin("accept", content)
@@ -114,6 +201,23 @@ class Apart(Workers):
         size, seconds = answers[0]["bytes"] * self.sampling.count, answers[0]["seconds"]
         self._weights = {"cluster/weights_gb": size / 1e9, "cluster/weights_s": seconds}
 
+    def _leave_out(self) -> None:
+        """Weights are sent to the samplers that are left."""
+        try:
+            self.sampling.check()
+        except WorkerLost as error:
+            self.lost(error)
+            return self._leave_out()
+        if self._connected > self.sampling.count:
+            left = {"left": self.sampling.ranks}
+            self.processes.all("leave_out", left)
+            self.sampling.all("leave_out", left)
+            self._connected = self.sampling.count
+
     def stop(self) -> None:
         super().stop()
         self._end_thread()
+
+
+def _of(piece: str, key: str) -> bool:
+    return piece.startswith(f"{key}/")

@@ -44,11 +44,12 @@ class Exchanging:
     pieces: dict[str, Piece]
 
     def take(self, parcels: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-        """Receives the pieces that samplers apart have for this rank."""
+        """Receives the pieces that samplers apart have for this rank. When a sampler is lost, the
+        driver repeats it."""
         assert self.routes is not None
         for name, values in parcels.items():
             parcel = Parcel(*values)
-            if parcel.learner == self.group.rank:
+            if parcel.learner == self.group.rank and not self.routes.has(parcel):
                 found, about = self.routes.receive(parcel)
                 self.pieces[name] = self._received(name, found, *about)
         return {}
@@ -100,6 +101,12 @@ class Exchanging:
             answer["bytes"] = self.routes.broadcast(publication.copies)
             answer["seconds"] = time.perf_counter() - started
         return answer
+
+    def leave_out(self, left: Sequence[int]) -> dict[str, Any]:
+        """A sampler is lost; weights go to those that are left."""
+        assert self.routes is not None
+        self.routes.left = left
+        return {}
 
     def accept(self, copies: Sequence[Any], version: int) -> dict[str, Any]:
         """A sampler receives the weights of the first rank that trains."""

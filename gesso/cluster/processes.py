@@ -37,6 +37,8 @@ IDLE = "waiting for work"
 COLLECTIVE = re.compile("gloo|nccl|connection (closed|reset)", re.IGNORECASE)
 NOTICED = 10.0
 """Seconds in which the end of a worker is noticed."""
+DROPPED_BEFORE = 0.5
+"""Of these, the seconds until a worker counts as the cause that was dropped before."""
 ERRORS: dict[str, type[Exception]] = {
     "UserError": UserError,
     "StopRun": StopRun,
@@ -66,6 +68,8 @@ class Worker:
     doing: str = "starting"
     heard: float = field(default_factory=time.monotonic)  # time of the last message
     ended: bool = False
+    needed: bool = True  # False: when it ends, only those who use it must know
+    dropped: bool = False  # the run goes on without it
     inbox: queue.Queue[Message | int] = field(init=False)  # an int: this rank has ended
     row: str = field(init=False)  # of the timeline
 
@@ -124,7 +128,7 @@ class Processes:
         `launch`: torchrun has started all processes, this one for rank 0, which needs a worker in
         addition."""
         self.first = 0
-        self.count = count
+        self.count = self._end = count
         self.patience = patience
         self.progress = progress
         self._printed: set[str] = set()
@@ -146,19 +150,33 @@ class Processes:
             self.close()
             raise
 
-    def part(self, first: int, count: int) -> Processes:
+    def part(self, first: int, count: int, needed: bool = True) -> Processes:
         """Some of the workers. Another thread may use the others at the same time; only the whole
-        can be closed."""
+        can be closed. `needed`: the end of one of these concerns also those who use the others."""
         part = copy.copy(self)
-        part.first, part.count = first, count
+        part.first, part.count, part._end = first, count, first + count
         part._inbox = queue.Queue()
         for worker in part._own:
-            worker.inbox = part._inbox
+            worker.inbox, worker.needed = part._inbox, needed
         return part
 
     @property
     def _own(self) -> list[Worker]:
-        return self.workers[self.first : self.first + self.count]
+        return [worker for worker in self.workers[self.first : self._end] if not worker.dropped]
+
+    @property
+    def ranks(self) -> list[int]:
+        return [worker.rank for worker in self._own]
+
+    def drop(self, rank: int) -> None:
+        """Goes on without this worker, which ends if it has not. The last one is needed."""
+        worker = self.workers[rank]
+        worker.dropped = True
+        worker.channel.shut()
+        worker.life.close()
+        self.count -= 1
+        if self.count == 1:
+            self._own[0].needed = True
 
     def _start(self, rank: int, environment: Mapping[str, str]) -> Worker:
         ours, theirs = socket.socketpair()
@@ -231,11 +249,14 @@ class Processes:
             try:
                 message = self._inbox.get(timeout=1.0)
             except queue.Empty:
-                self._raise_any_ended()  # another part's
+                self.check()
                 self._check_patience()
                 continue
+            rank = message if isinstance(message, int) else message.rank
+            if self.workers[rank].dropped:
+                continue
             if isinstance(message, int):
-                self._raise_ended(message)
+                self._raise_ended(rank)
             elif message.content.pop("number") == self._number:  # else of a task that was given up
                 if "raised" in message.content:
                     if COLLECTIVE.search(message.content["text"]):
@@ -245,14 +266,17 @@ class Processes:
 
     def _raise_if_ended(self) -> None:
         """A collective fails when another rank ends, and may be reported before its end."""
-        deadline = time.monotonic() + NOTICED
-        while time.monotonic() < deadline:
-            self._raise_any_ended()
+        started = time.monotonic()
+        while (waited := time.monotonic() - started) < NOTICED:
+            for worker in self.workers:
+                if worker.ended and (not worker.dropped or waited > DROPPED_BEFORE):
+                    self._raise_ended(worker.rank)
             time.sleep(0.02)
 
-    def _raise_any_ended(self) -> None:
+    def check(self) -> None:
+        """Raises WorkerLost if a worker has ended: one of these, or one that all need."""
         for worker in self.workers:
-            if worker.ended:
+            if worker.ended and not worker.dropped and (worker.needed or worker in self._own):
                 self._raise_ended(worker.rank)
 
     def store(self) -> dict[str, Any]:
@@ -320,14 +344,15 @@ class Processes:
         for worker in stuck or silent:
             raise WorkerLost(
                 f"worker {worker.rank} has not answered for {self.patience:g} s while "
-                f"{worker.doing}; cluster.patience allows no more"
+                f"{worker.doing}; cluster.patience allows no more",
+                worker.rank,
             )
 
     def _raise_ended(self, rank: int) -> None:
         worker = self.workers[rank]
         how = worker.how_it_ended()
         last = f"; its last output: {' | '.join(worker.lines)}" if worker.lines else ""
-        raise WorkerLost(f"worker {rank} ended while {worker.doing} ({how}){last}")
+        raise WorkerLost(f"worker {rank} ended while {worker.doing} ({how}){last}", rank)
 
     def close(self) -> None:
         """Ends all workers, at the latest after a few seconds."""

@@ -21,6 +21,8 @@ from gesso.types import Weights, Which
 
 BUCKET = 64 * 2**20
 """Bytes of small tensors that are sent at once."""
+WEIGHTS = 0
+"""Tag of weights; parcels have others."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +56,10 @@ class Routes:
     device: torch.device
     weights: Any  # process group of the first learner and the samplers
     traces: Any  # gloo, of all processes
+    left: Sequence[int] = ()  # samplers, after one was lost
     _tag: int = 0
     _sending: dict[str, list[_Sending]] = field(default_factory=dict)
+    _received: set[tuple[int, int]] = field(default_factory=set)  # sampler, tag
 
     @staticmethod
     def open(rank: int, device: torch.device, learners: int, count: int) -> Routes:
@@ -74,15 +78,29 @@ class Routes:
         ]
         for bucket in buckets(tensors):
             if len(bucket) == 1 and bucket[0].is_contiguous():
-                distributed.broadcast(_bytes(bucket[0]), 0, group=self.weights)
+                self._spread(_bytes(bucket[0]))
                 continue
             flat = torch.cat([_bytes(tensor.contiguous()) for tensor in bucket])
-            distributed.broadcast(flat, 0, group=self.weights)
+            self._spread(flat)
             if self.rank > 0:
                 parts = flat.split([tensor.nbytes for tensor in bucket])
                 for tensor, part in zip(bucket, parts, strict=True):
                     tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
         return sum(tensor.nbytes for tensor in tensors)
+
+    def _spread(self, buffer: Tensor) -> None:
+        """A group needs all its members. Without one of them, the first learner sends to each of
+        the others, through host memory."""
+        if not self.left:
+            distributed.broadcast(buffer, 0, group=self.weights)
+        elif self.rank == 0:
+            host = buffer.cpu()
+            for sampler in self.left:
+                distributed.send(host, sampler, group=self.traces, tag=WEIGHTS)
+        else:
+            host = buffer.cpu()
+            distributed.recv(host, 0, group=self.traces, tag=WEIGHTS)
+            buffer.copy_(host)
 
     def send(self, call: str, learner: int, values: Mapping[str, Tensor], about: Any) -> Parcel:
         """Returns before the learner receives them. `call`: what they belong to."""
@@ -98,10 +116,14 @@ class Routes:
         self._sending.setdefault(call, []).append(_Sending((header, body), works))
         return Parcel(self.rank, learner, self._tag, len(header), len(body))
 
+    def has(self, parcel: Parcel) -> bool:
+        return (parcel.sampler, parcel.tag) in self._received
+
     def receive(self, parcel: Parcel) -> tuple[dict[str, Tensor], Any]:
         buffers = [torch.empty(size, dtype=torch.uint8) for size in (parcel.header, parcel.body)]
         for i, buffer in enumerate(buffers):
             distributed.recv(buffer, parcel.sampler, group=self.traces, tag=parcel.tag + i)
+        self._received.add((parcel.sampler, parcel.tag))
         columns, about = json.loads(bytes(buffers[0].numpy()))
         values, start = {}, 0
         for name, kind, shape in columns:

@@ -16,6 +16,7 @@ TASKS = {
     "forget": "dropping samples",
     "publish": "publishing weights",
     "exchange": "restoring earlier weights",
+    "leave_out": "leaving out a lost sampler",
     "accept": "receiving weights",
     "sees": "looking for the run folder",
     "copy": "copying a checkpoint",

@@ -9,7 +9,7 @@ images, texts, scores and metrics only.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,17 @@ from gesso.samplers.base import Piece, parts
 from gesso.track.checkpoints import record_shards
 from gesso.track.progress import SILENT, Progress
 from gesso.track.writing import Writing
-from gesso.types import Scales, StopRun, Which
+from gesso.types import Scales, StopRun, Which, WorkerLost
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request, as workers get it."""
+
+    request: Request
+    content: dict[str, Any]
+    prompts: bytes
+    parts: Sequence[range]
 
 
 class Samplers:
@@ -67,47 +77,71 @@ class Samplers:
             "seeds": list(request.seeds),
             "spec": pack_spec(request.spec),
         }
-        self.open(call, pack_prompts(request.prompts, self.sampling.same_machine))
-        self.sampling.begin_task()
         batch = request.batch or self.recipe.sampler.batch
         cut = parts(request.row, batch, request.spec, request.prompts)
-        waiting, idle = deque(cut), deque(self._groups)
-        working: set[int] = set()
+        prompts = pack_prompts(request.prompts, self.sampling.same_machine)
+        self.open(Call(request, call, prompts, cut))
         started = clock.seconds()
+        yield from self.deal(request, key, cut)
+        if request.step is None:
+            self.ask("forget", {"step": None})
+            self.forget(None)
+        else:
+            self._elapsed += clock.seconds() - started
+
+    def deal(self, request: Request, key: str, cut: Sequence[range]) -> Iterator[Piece]:
+        """Idle workers sample these parts of a call. Those of a worker that is lost are sampled by
+        others, if it is not needed."""
+        self.sampling.begin_task()
+        waiting, idle = deque(cut), deque(self._groups)
+        working: dict[int, range] = {}  # parts, by rank
+        finished: set[str] = set()
         while waiting or working:
             ready = not self._rounds or not working
-            while ready and idle and (waiting or self._rounds):
-                group, spare = idle.popleft(), not waiting
-                part = cut[0] if spare else waiting.popleft()
-                for rank in group:  # the first one returns the samples
-                    call = {"key": key, "only": [part.start, part.stop]}
-                    call["spare"] = spare or rank != group.start
-                    call["learner"] = self.destination(request)
-                    self.sampling.send(rank, "sample", call)
-                working |= set(group)
-            message = self.sampling.receive()
+            try:
+                while ready and idle and (waiting or self._rounds):
+                    group, spare = idle.popleft(), not waiting
+                    part = cut[0] if spare else waiting.popleft()
+                    for rank in group:  # the first one returns the samples
+                        call: dict[str, Any] = {"key": key, "only": [part.start, part.stop]}
+                        call["spare"] = spare or rank != group.start
+                        call["learner"] = self.destination(request)
+                        working[rank] = part
+                        self.sampling.send(rank, "sample", call)
+                message = self.sampling.receive()
+            except WorkerLost as error:
+                self.lost(error)
+                idle = deque(group for group in idle if error.rank not in group)
+                if error.rank in working:
+                    waiting.append(working.pop(error.rank))
+                continue
             if "piece" in message.content:
                 name = message.content["piece"]
                 self.sampled(name, message)
-                yield self._piece(request, name, message.content["index"], message.data[0])
+                if name not in finished:
+                    finished.add(name)
+                    yield self._piece(request, name, message.content["index"], message.data[0])
             else:
                 (group,) = (group for group in self._groups if message.rank in group)
                 if request.step is not None:
                     for rank in group:
                         self._busy[rank] += message.content["busy"]
                     self._speeds.add(message.rank, message.content["busy"], message.content["made"])
-                working.remove(message.rank)
-                if working.isdisjoint(group):
+                del working[message.rank]
+                if working.keys().isdisjoint(group):
                     idle.append(group)
-        if request.step is None:
-            self.sampling.all("forget", {"step": None})
-            self.forget(None)
-        else:
-            self._elapsed += clock.seconds() - started
 
-    def open(self, call: dict[str, Any], prompts: bytes) -> None:
+    def open(self, call: Call) -> None:
         """Announces a call, parts of which follow."""
-        self.sampling.all("open", call, prompts)
+        self.ask("open", call.content, call.prompts)
+
+    def ask(self, task: str, content: Mapping[str, Any], *data: bytes) -> None:
+        """All samplers do it."""
+        self.sampling.all(task, content, *data)
+
+    def lost(self, error: WorkerLost) -> None:
+        """Raises the error, unless the others can go on."""
+        raise error
 
     def destination(self, request: Request) -> int | None:
         """The rank to which a sampler apart sends traces."""

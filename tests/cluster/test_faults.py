@@ -21,7 +21,7 @@ import pytest
 import tomli_w
 
 from gesso import run
-from gesso.cluster import workers
+from gesso.cluster import apart, workers
 from gesso.cluster.channel import Channel
 from gesso.cluster.processes import Processes, Worker
 from gesso.track.run_folder import RunFolder
@@ -135,6 +135,51 @@ def test_the_end_of_a_worker_is_noticed_at_once(
     assert not tasks and len(noticed) == 5
     seconds = {task: noticed[task] - killed[task] for task in killed}
     assert max(seconds.values()) < 2, seconds
+
+
+def test_samplers_apart_that_are_killed(
+    language: Path, tmp_path: Path, pids: dict[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One batch is always ahead. The run goes on with the samplers that are left; it restarts for
+    the last one, which is lost while it receives weights. At "save" the traces of the next batch
+    are lost, whose weights the other samplers no longer have."""
+    data = language_recipe(language, {"name": "grpo"}) | {"lag": 1, "steps": 4}
+    alone = go(data, tmp_path / "alone")
+    # task, worker that gets it, sampler that is killed; "open" is of an evaluation
+    moments = [("take", 0, 1), ("sample", 2, 2), ("accept", 3, 3), ("open", 1, 1), ("save", 0, 2)]
+    killed: dict[str, float] = {}
+    times: dict[str, list[float]] = {"lost": [], "restart": [], "train": []}
+    honest = Processes.send
+
+    def send(self: Processes, rank: int, task: str, content: Any, *data: bytes) -> None:
+        honest(self, rank, task, content, *data)
+        if moments and (task, rank) == moments[0][:2]:
+            killed[task] = time.monotonic()
+            os.kill(pids[moments.pop(0)[2]], SIGKILL)
+
+    def timed(name: str) -> None:
+        original = getattr(apart.Apart, name)
+
+        def call(self: Any, *arguments: Any) -> Any:
+            times[name].append(time.monotonic())
+            return original(self, *arguments)
+
+        monkeypatch.setattr(apart.Apart, name, call)
+
+    monkeypatch.setattr(Processes, "send", send)
+    for name in times:
+        timed(name)
+    disturbed = go(data, tmp_path / "run", 1, samplers=3, restarts=1)
+    assert not moments
+    assert_equal(alone, disturbed)
+    for task, moment in killed.items():
+        noticed = min(t for t in times["lost"] + times["restart"] if t > moment)
+        recovered = min(t for t in times["train"] if t > noticed)
+        assert noticed - moment < 2 and recovered - moment < 30, (task, moment, times)
+    log = (disturbed.path / "log.txt").read_text()
+    assert log.count("new workers started in") == 1
+    assert log.count("it was a sampler, and") == 4
+    assert log.count("samples of lost samplers were sampled again in") >= 2
 
 
 @contextmanager
