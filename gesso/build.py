@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from gesso.algorithms.base import Algorithm
     from gesso.learner.learner import Learner
     from gesso.models.tokens.critic import Critic
-    from gesso.ranks import Ranks
+    from gesso.ranks import Group
     from gesso.samplers.base import Sampler
     from gesso.track.progress import Progress
 
@@ -288,7 +288,7 @@ def add_critic(recipe: Recipe, algorithm: Algorithm, model: Any) -> tuple[Algori
 
 
 def learner(
-    recipe: Recipe, algorithm: Algorithm, model: Any, progress: Progress, ranks: Ranks | None = None
+    recipe: Recipe, algorithm: Algorithm, model: Any, progress: Progress, ranks: Group | None = None
 ) -> tuple[Algorithm, Learner]:
     """The learner, and the algorithm with its critic if it has one."""
     from gesso.learner.learner import Learner
@@ -297,7 +297,7 @@ def learner(
 
     algorithm, critic = add_critic(recipe, algorithm, model)
     if ranks is not None and ranks.in_step:
-        layout = Layout.of(recipe.cluster, ranks.count)
+        layout = Layout.of(recipe.cluster, ranks.count, ranks.group)
         model.policy.shard(model.sharding, model.device, layout)
     return algorithm, Learner(
         model,

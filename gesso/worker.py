@@ -72,6 +72,16 @@ def serve(channel: Messages) -> NoReturn:
     os._exit(0)  # without waiting for other ranks, whose connections may be gone
 
 
+def undivided(recipe: Recipe) -> Recipe:
+    """Of a sampler apart, which has all weights, and runs them like the ranks that divide them:
+    without folding adapters."""
+    if recipe.cluster.sharding is None:
+        return recipe
+    cluster = recipe.cluster.model_copy(update={"sharding": None, "offload": False})
+    model = recipe.model.model_copy(update={"fold": False})
+    return recipe.model_copy(update={"cluster": cluster, "model": model})
+
+
 def _numbered(device: torch.device) -> torch.device | None:
     """For NCCL, which refuses "cuda" without a number."""
     if device.type == "cpu":
@@ -153,6 +163,8 @@ class Worker(Exchanging, Saving):
         self.rank = rank
         self.progress: Progress = _Reported(self.channel)
         self.recipe: Recipe = build.recipe_from(recipe)
+        if rank >= count - samplers:
+            self.recipe = undivided(self.recipe)
         self.algorithm = build.algorithm(self.recipe)
         path = self.recipe.model.path
         with bars.loading(self.progress, path, path):

@@ -102,7 +102,8 @@ def place(recipe: Recipe, algorithm: Algorithm) -> Placement | None:
             f"{recipe.sampler.batch} are work for only {count * parallel}; use at most "
             f"{count * parallel} {kind}{_remedy(recipe, algorithm, sampling)}"
         )
-    sharded = 1 if recipe.cluster.sharding is None else recipe.cluster.shard_within or wanted
+    divided = recipe.cluster.shard_within or wanted - samplers
+    sharded = 1 if recipe.cluster.sharding is None else divided
     return Placement(
         wanted, gpus[:wanted], threads, count, sharded, launch, parallel, on_ray, samplers
     )

@@ -59,7 +59,8 @@ class Samplers:
         size = recipe.sampler.vllm.tensor_parallel  # workers that sample together
         first, end = processes.first, processes.first + processes.count
         self._groups = [range(i, i + size) for i in range(first, end, size)]
-        self._rounds = recipe.cluster.sharding is not None and not gathers
+        divided = recipe.cluster.sharding is not None and not recipe.cluster.samplers
+        self._rounds = divided and not gathers
         self._calls = 0
         self._owners: dict[str, int] = {}  # piece → rank that sampled it
         self._shared: set[str] = set()  # pieces that all ranks have

@@ -196,8 +196,9 @@ def test_the_rates_of_a_plan_are_those_of_real_workers(language: Path) -> None:
 def test_sharding_the_frozen_weights_does_not_change_a_bit(
     pipeline_folder: Path, prompt_file: Path, language: Path, tmp_path: Path
 ) -> None:
-    """Two workers; then none; then two groups of two, which keep the weights in host memory."""
-    data = recipes(pipeline_folder, prompt_file, language)["flow-grpo"] | {"steps": 3}
+    """Two workers; then none; then two groups of two, which keep the weights in host memory; then
+    two workers and a sampler, which has all weights."""
+    data = recipes(pipeline_folder, prompt_file, language)["flow-grpo"] | {"steps": 4}
     data["model"] |= {"lora": {"rank": 4, "alpha": 8}, "gradient_checkpointing": True}
     data["eval"]["every"] = 1
     undisturbed = go(data, tmp_path / "undisturbed")
@@ -205,7 +206,10 @@ def test_sharding_the_frozen_weights_does_not_change_a_bit(
     alone = ["cluster.workers=none", "cluster.sharding=none"]
     run.resume(folder, quiet=True, steps=2, overrides=alone)
     groups = [f"cluster.workers={MOST}", "cluster.sharding=base", "cluster.shard_within=2"]
-    resumed = run.resume(folder, quiet=True, steps=3, overrides=[*groups, "cluster.offload=true"])
+    run.resume(folder, quiet=True, steps=3, overrides=[*groups, "cluster.offload=true"])
+    apart = ["workers=2", "samplers=1", "sharding=base", "shard_within=none", "offload=false"]
+    changed = [f"cluster.{each}" for each in apart]
+    resumed = run.resume(folder, quiet=True, steps=4, overrides=changed)
     assert_equal(undisturbed, resumed)
 
 
@@ -603,8 +607,8 @@ def test_an_error_of_a_worker_is_the_drivers(language: Path, tmp_path: Path) -> 
         ({"cluster": {"workers": 1, "samplers": 7}}, "use at most 6 samplers"),
         ({"cluster": {"workers": "auto", "samplers": 1}}, "leaves none of the 1 devices to train"),
         (
-            {"cluster": {"workers": 2, "samplers": 1, "sharding": "base"}},
-            'samplers = 1 does not support cluster.sharding = "base"',
+            {"cluster": {"workers": 2, "samplers": 1, "sharding": "all"}},
+            'samplers = 1 does not support cluster.sharding = "all"',
         ),
         ({"cluster": {"workers": 0}}, "of at least 1"),
         ({"cluster": {"workers": "all"}}, 'got "all"'),
