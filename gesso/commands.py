@@ -198,6 +198,8 @@ def sample(options: argparse.Namespace) -> None:
         drawing,
     )  # fmt: skip
     sampling.check_out(options.out, request, len(sources), source.recipe)
+    if options.sheet is not None:
+        sampling.check_sheet(options.sheet, source.recipe)
     with _display(options) as display:
         results = sampling.sample_all(sources, request, display)
         files = {} if results[0].texts else sampling.save(results, options.out)

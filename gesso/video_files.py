@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     import numpy as np
     from PIL.Image import Image
 
-VIDEO_SUFFIXES = (".mp4", ".webm", ".mov", ".mkv", ".gif")
+MP4 = ".mp4"
+VIDEO_SUFFIXES = (MP4, ".webm", ".mov", ".mkv", ".gif")
 ENCODERS = ("libx264", "libopenh264", "libvpx-vp9", "mpeg4")
 """Encoders of an MP4, best first: H.264, VP9 (browsers play both), MPEG-4."""
 QUALITY = {"libx264": {"crf": "16", "preset": "fast"}, "libvpx-vp9": {"crf": "20", "b": "0"}}
@@ -38,6 +39,10 @@ class Clip:
 
     def save(self, file: str | Path) -> None:
         """As MP4."""
+        if Path(file).suffix.lower() != MP4:
+            raise UserError(
+                f"videos are saved as MP4: expected a name that ends in {MP4}, got {file}"
+            )
         Path(file).write_bytes(encode_mp4(self.frames, self.fps))
 
 
@@ -138,6 +143,16 @@ class PromptClip(PromptImage):
     def size(self) -> tuple[int, int]:
         return self._read(self._header)
 
+    @property
+    def rate(self) -> float:
+        """Frames per second of the file; `fps` if the file does not have them."""
+
+        def average(source: str | bytes) -> float:
+            with _opened(source) as (_, stream):
+                return float(stream.average_rate or self.fps)
+
+        return self._read(average)
+
     def fault(self, decode: bool = True) -> str | None:
         """Why the clip cannot be used, or None. Without `decode` only its header is read."""
         try:
@@ -171,6 +186,8 @@ def _opened(source: str | bytes) -> Iterator[tuple[Any, Any]]:
             stream = file.streams.video[0]
             if stream.width * stream.height > MAX_PIXELS:
                 raise ImageFault(f"has frames of more than {MAX_PIXELS:,} pixels; resize it")
+            # By default FFmpeg hides damaged parts under copies of others, or green.
+            stream.codec_context.options = {"err_detect": "explode"}
             yield file, stream
     except ImageFault:
         raise

@@ -15,6 +15,7 @@ import gesso
 from gesso import build, cli, run
 from gesso.track.progress import SILENT
 from gesso.track.trackers.base import samples_of
+from gesso.types import UserError
 from gesso.video_files import read_clip
 from gesso.viewer import report
 from gesso.viewer.playground import PlaygroundRequest
@@ -109,3 +110,11 @@ def test_training_on_clips(folder: Path, tmp_path: Path) -> None:
     assert done["update/grad_norm"] > 0
     (kept,) = map(json.loads, (tmp_path / "run" / "groups" / "000001.jsonl").open())
     assert len(kept["shown"]) == 1
+
+
+def test_a_row_without_an_image(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.jsonl").write_text('{"prompt": "it moves"}\n')
+    data = recipe(folder) | {"reward": [{"name": "temporal-consistency"}]}
+    data["data"] |= {"train": str(tmp_path / "text.jsonl")}
+    with pytest.raises(UserError, match=r'text.jsonl:1: .* a column "image", .*name = "wan"$'):
+        run.train(build.recipe_from(data), folder=tmp_path / "run", quiet=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -67,11 +68,15 @@ def test_samples_of_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert f"{out}  motion " in capsys.readouterr().out
     for wrong, message in {
         "x.png": "x.png: expected a file that ends in .mp4",
+        "x.avi": "x.avi: expected a file that ends in .mp4",
+        "x --sheet x.mp4": "--sheet x.mp4: expected the name of an image file, such as sheet.png",
         "x.mp4 --n 2": "is a file for one sample; give one prompt, or a folder",
     }.items():
         assert cli.main([*command, *wrong.split()]) == 2
         assert message in capsys.readouterr().err
     (clip,) = gesso.load(folder / "run").sample("a dog")
+    with pytest.raises(UserError, match=r"expected a name that ends in \.mp4, got a\.png"):
+        clip.save("a.png")
     clip.save(folder / "same.mp4")
     assert (folder / "same.mp4").read_bytes() == out.read_bytes() and clip.frames.shape[0] == 5
 
@@ -92,10 +97,16 @@ def test_the_code_of_the_card_makes_the_same_video(
         ({"fps": 24}, "rows.jsonl:1: fps is 24, but all samples .* model.fps = 8; change"),
     ],
 )
-def test_rows_of_other_lengths(folder: Path, tmp_path: Path, row: dict, message: str) -> None:
+def test_rows_of_other_lengths(
+    folder: Path, tmp_path: Path, row: dict, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = recipe(folder, [{"prompt": "a", **row}])
     with pytest.raises(UserError, match=message):
         run.train(build.recipe_from(data), folder=tmp_path / "run", quiet=True)
+    for command in ("sample", "eval"):
+        assert cli.main([command, str(folder / "run"), "--prompts", data["data"]["train"]]) == 2
+        error = capsys.readouterr().err
+        assert re.search(message.replace("model.frames", "eval.frames"), error)
 
 
 def given(folder: Path, train: Path, algorithm: dict[str, Any], **model: Any) -> dict[str, Any]:
@@ -128,11 +139,15 @@ def test_a_check_reports_clips(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "torn.mp4").write_bytes(b"torn")
+    frames: np.ndarray = np.zeros((3, 32, 32, 3), np.uint8)
+    video_files.Clip(frames, 4).save(tmp_path / "slow.mp4")
     (clip, *_) = sorted((folder / "run" / "groups").glob("*/*.mp4"))  # 5 frames at 8 a second
-    rows = [{"prompt": "a", "video": str(name)} for name in (clip, "torn.mp4")]
+    rows = [{"prompt": "a", "video": str(name)} for name in (clip, "torn.mp4", "slow.mp4")]
     (tmp_path / "clips.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    broken = "clips.jsonl:2: clip 1 of 1: "
+    repeated = ["1 of 2 clips", "than model.fps = 8 and their frames are", "slow.mp4 with 4; set"]
     for model, code, messages in (
-        ({"height": 32}, 0, ["clips.jsonl:2: clip 1 of 1: ", "as a video", "clips of", "enlarged"]),
+        ({"height": 32}, 0, [broken, "as a video", "clips of", "enlarged", *repeated]),
         ({"frames": 9}, 2, ["lasts 0.625 seconds, shorter than model.frames = 9 at model.fps = 8"]),
     ):
         data = given(folder, tmp_path / "clips.jsonl", {"name": "flow-sft"}, **model)

@@ -171,6 +171,7 @@ class FlowFamily:
         from gesso.models.flow.base import check_guidance, check_images, unused_negatives
 
         check_images(model, prompts)
+        flow_checks.check_rows(prompts, spec, "eval")
         check_guidance(model, spec.guidance, prompts)
         return unused_negatives(model, spec.guidance, prompts, REQUEST, "guidance")
 

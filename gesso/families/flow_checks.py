@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from gesso.data.prompts import LoadedData
     from gesso.models.flow.base import FlowModel
 
+SLOWEST = 0.9  # of model.fps: clips with fewer frames per second are reported
+
 
 def sample_spec(recipe: AnyRecipe, algorithm: Algorithm) -> SampleSpec:
     """How the first training batch is sampled."""
@@ -204,6 +206,7 @@ def check_data(
     train = [prompt for part in data.train for prompt in part.prompts]
     check_rows(train, spec, "model")
     check_rows(data.held_out, evaluated, "model" if recipe.eval.frames is None else "eval")
+    _check_first_frames(recipe, [*train, *data.held_out])
     check_images(model, [*train, *data.held_out])
     input_images.check_match(recipe, model)
     check_guidance(model, spec.guidance, train)
@@ -219,8 +222,20 @@ def check_data(
     ]
     notes += input_images.notes(recipe, model, train, paths[0])
     notes.append(_unused_scale(recipe, max(spec.guidance, guidance)))
-    notes += [_enlarged(train, spec, paths[0])] if recipe.sampler.engine == "data" else []
+    if recipe.sampler.engine == "data":
+        notes += [_enlarged(train, spec, paths[0]), _slower(train, spec, paths[0])]
     return [note for note in dict.fromkeys(notes) if note]
+
+
+def _check_first_frames(recipe: Recipe, prompts: Sequence[Prompt]) -> None:
+    """Raises for a row without an image. Latents of the two kinds of TI2V differ in shape."""
+    for prompt in prompts if recipe.model.name == "wan-i2v" else ():
+        if not prompt.images:
+            raise UserError(
+                f'{prompt.where}: model.name = "wan-i2v" expects a column "image", the first frame '
+                "of the video; with Wan 2.2 TI2V rows without it train in a run of their own, with "
+                'model.name = "wan"'
+            )
 
 
 def _unused_scale(recipe: Recipe, guidance: float) -> str:
@@ -245,4 +260,19 @@ def _enlarged(prompts: Sequence[Prompt], spec: SampleSpec, path: str) -> str:
         f"{len(small)} of {len(images)} {small[0].kind}s of {path} are smaller than model.height × "
         f"model.width = {spec.height} × {spec.width} and are enlarged; the first is "
         f"{small[0].path or 'embedded'}, {height} × {width}"
+    )
+
+
+def _slower(prompts: Sequence[Prompt], spec: SampleSpec, path: str) -> str:
+    """A note about clips with fewer frames per second than what the model is trained on."""
+    given = [clip for prompt in prompts for clip in prompt.given]
+    clips = [clip for clip in given if isinstance(clip, video_files.PromptClip)]
+    slow = [(clip, rate) for clip in clips if (rate := clip.rate) < SLOWEST * spec.fps]
+    if not slow:
+        return ""
+    first, rate = slow[0]
+    return (
+        f"{len(slow)} of {len(clips)} clips of {path} have fewer frames per second than model.fps "
+        f"= {spec.fps:g} and their frames are repeated; the first is {first.path or 'embedded'} "
+        f"with {rate:.4g}; set model.fps to at most {min(rate for _, rate in slow):.4g}"
     )

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gesso.types import Sample
-from gesso.video_files import Clip, strip
+from gesso.video_files import MP4, Clip, strip
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-VIDEO, STRIP = ".mp4", "-strip.png"
+VIDEO, STRIP = MP4, "-strip.png"
 
 
 def still(sample: Sample) -> Image:

@@ -22,8 +22,11 @@ from gesso.use.loaded import AS_EVALUATED, Drawing, SampledModel, sample_seeds
 from gesso.use.notes import Once
 from gesso.use.opening import open_to_sample
 from gesso.use.source import ModelSource
+from gesso.video_files import VIDEO_SUFFIXES
 
 PNG = ".png"
+FILES = (PNG, ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avi", ".m4v", *VIDEO_SUFFIXES)
+"""Suffixes with which `--out` names a file, of which all but PNG and MP4 are refused."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ def save(results: Sequence[ModelSamples], out: Path) -> dict[tuple[str, int, int
 
 def is_file(out: Path) -> bool:
     """Whether `--out` names a file rather than a folder."""
-    return out.suffix in (PNG, media.VIDEO) and not out.is_dir()
+    return out.suffix.lower() in FILES and not out.is_dir()
 
 
 def check_out(out: Path, request: SampleRequest, models: int, recipe: AnyRecipe) -> None:
@@ -144,7 +147,7 @@ def check_out(out: Path, request: SampleRequest, models: int, recipe: AnyRecipe)
     if request.file is not None or count != 1:
         raise UserError(f"--out {out} is a file for one sample; give one prompt, or a folder")
     expected = _suffix(recipe)
-    if out.suffix != expected:
+    if out.suffix.lower() != expected:
         what = f"a file that ends in {expected}" if expected else "a folder: texts are printed"
         raise UserError(f"--out {out}: expected {what}")
     return must_be_possible(out.parent, "folder")
@@ -188,9 +191,18 @@ def slug(text: str, most: int = 48) -> str:
     return "-".join(words)[:most].strip("-") or "prompt"
 
 
-def save_sheet(results: Sequence[ModelSamples], file: Path) -> None:
-    if results[0].texts:
+def check_sheet(file: Path, recipe: AnyRecipe) -> None:
+    """Raises before sampling if the sheet cannot be written there."""
+    from PIL import Image
+
+    if not _suffix(recipe):
         raise UserError("--sheet is for image models, but this is a language model; remove it")
+    if Image.registered_extensions().get(file.suffix.lower()) not in Image.SAVE:
+        raise UserError(f"--sheet {file}: expected the name of an image file, such as sheet{PNG}")
+    must_be_possible(file.parent, "folder")
+
+
+def save_sheet(results: Sequence[ModelSamples], file: Path) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         _sheet(results).save(file)

@@ -104,6 +104,12 @@ def test_clips_that_cannot_be_used(tmp_path: Path) -> None:
     torn = PromptClip(data=whole[: len(whole) // 2], count=9, fps=12.5)
     fault = torn.fault() or ""
     assert re.fullmatch(r"the clip of [\d,]+ bytes cannot be decoded as a video: .*", fault)
+    noise = np.random.default_rng(0).integers(0, 256, (2, 32, 96, 3), np.uint8)
+    damaged = bytearray(encode_mp4(noise, 8))
+    start = damaged.index(b"mdat") + 900  # within the first frame
+    damaged[start : start + 30] = b"gesso!" * 5
+    fault = PromptClip(data=bytes(damaged), count=2, fps=8).fault() or ""
+    assert re.fullmatch(r"the clip of [\d,]+ bytes cannot be decoded as a video: .*", fault)
     with pytest.raises(UserError, match=r"none\.mp4 cannot be decoded as a video: No such file"):
         PromptClip(str(tmp_path / "none.mp4"), count=9).fitted(32, 96)
 
