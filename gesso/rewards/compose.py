@@ -54,27 +54,33 @@ def clipped(score: Score, bounds: tuple[float, float] | None) -> Score:
 
 def combine(weighted: Sequence[tuple[str, float, Score]]) -> Score:
     """Σ weight·value over the rewards that apply to the sample; the others contribute neither value
-    nor part. One failed part fails the sample: without it the sum would be a different reward."""
+    nor part. One failed part fails the sample, which keeps the other parts: without it the sum
+    would be a different reward."""
     parts: dict[str, float] = {}
-    total = 0.0
+    total, errors = 0.0, []
     for name, weight, score in weighted:
         if score.error is not None:
-            return Score.failed(f"{name}: {score.error}")
+            errors.append(f"{name}: {score.error}")
+            continue
         if score.value is None:
             continue
         share = weight * score.value
         if not abs(share) <= base.MAX_VALUE:  # also rejects NaN
-            return Score.failed(
+            errors.append(
                 f"{name}: weight {weight:g} times value {score.value:g} is outside "
                 f"±{base.MAX_VALUE:g}"
             )
+            continue
         total += share
         parts[name] = score.value
         parts |= {f"{name}/{detail}": value for detail, value in score.parts.items()}
+    text = " | ".join(s.text for _, _, s in weighted if s.text)
+    if errors:
+        return Score(None, parts, text, errors[0])
     if not parts:
         names = ", ".join(name for name, _, _ in weighted)
         return Score.failed(f"{names}: no reward applies to this sample")
-    return Score(total, parts, " | ".join(s.text for _, _, s in weighted if s.text))
+    return Score(total, parts, text)
 
 
 async def score_columns(

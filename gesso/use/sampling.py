@@ -69,7 +69,8 @@ def sample_all(
     """Each model is loaded, sampled from and released before the next."""
     progress, first = Once(progress), sources[0]
     entries = [reward_entry(name, first.training) for name in request.rewards]
-    rewards = assembly.of_entries(entries, entries, first.recipe.model) if entries else None
+    shape = first.recipe.model, first.recipe.eval.frames
+    rewards = assembly.of_entries([], entries, *shape) if entries else None
     results = []
     try:
         if rewards is not None:
@@ -243,9 +244,9 @@ def _sheet(results: Sequence[ModelSamples]) -> Any:
 
 
 def caption_of(score: Score) -> str:
-    if not score.ok:
-        return f"no score: {score.error or 'the reward does not apply'}"
     parts = [f"{name} {value:.3f}" for name, value in score.parts.items() if "/" not in name]
+    if not score.ok:
+        parts.append(f"no score: {score.error or 'the reward does not apply'}")
     return ", ".join(parts)
 
 

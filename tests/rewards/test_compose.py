@@ -41,7 +41,8 @@ def test_the_sum_is_over_the_rewards_that_apply() -> None:
     alone = combine([("ocr", 2.0, one), ("geneval", 4.0, NOT_APPLICABLE)])
     assert alone.value == 1.0 and alone.parts == {"ocr": 0.5, "ocr/exact": 1.0}
     failed = combine([("ocr", 2.0, one), ("geneval", 4.0, Score.failed("no server"))])
-    assert not failed.ok and failed.error == "geneval: no server"
+    assert not failed.ok and failed.error == "geneval: no server" and failed.value is None
+    assert failed.parts == alone.parts  # `gesso sample` shows them
     none = combine([("ocr", 1.0, NOT_APPLICABLE), ("geneval", 1.0, NOT_APPLICABLE)])
     assert not none.ok and none.error == "ocr, geneval: no reward applies to this sample"
 

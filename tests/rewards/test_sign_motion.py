@@ -22,10 +22,12 @@ def frames_of(word: str, places: list[int]) -> Tensor:
     return cut(mask[None], torch.tensor([places]))  # (1, 5, 32, 96)
 
 
-def scored(frames: Tensor, columns: dict[str, str] | None = None) -> Score:
+def scored(
+    frames: Tensor, columns: dict[str, str] | None = None, text: str = "a sign slides"
+) -> Score:
     reward = base.load(assembly.REWARDS["sign-motion"], {})
     pixels = to_bytes(paint(frames, all_paints()[:1]))[0].numpy()
-    prompt = Prompt(prompt_for("KITE", "red", "left"), columns=KITE if columns is None else columns)
+    prompt = Prompt(text, columns=KITE if columns is None else columns)
     return base.checked(reward, [Sample(prompt, pixels, 0, fps=8.0)])[0]
 
 
@@ -48,6 +50,12 @@ def test_the_worst_frame_counts() -> None:
     got = scored(frames)
     assert got.value is not None and got.value < 0.6
     assert got.parts["word"] == got.parts["exact"] == 0
+
+
+def test_a_typed_prompt_has_the_word_and_the_direction() -> None:
+    typed = {side: prompt_for("KITE", "red", side) for side in ("left", "right")}
+    got = {side: scored(frames_of("KITE", LEFT), {}, text) for side, text in typed.items()}
+    assert got["left"].value == 1 and got["right"].parts["direction"] == 0
 
 
 @pytest.mark.parametrize(

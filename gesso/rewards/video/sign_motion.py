@@ -8,7 +8,9 @@ moves, is worth nothing. Requires the extra `ocr`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -20,22 +22,28 @@ from gesso.rewards.video.neighbours import video
 from gesso.types import Prompt, Sample, Score
 
 MOVING = 0.5  # least value of `motion` that counts as the right motion
+_SLIDES = re.compile(rf"\bslides ({'|'.join(DIRECTIONS)})\b")
 
 
 class SignMotion(Strict):
     """`ocr` of the worst frame times `motion`, for the columns `target`, a word, and `direction`,
-    one of left, right, up and down. For the bundled video model. Range [0, 1]. Requires the extra
-    `ocr`. `sign-motion/exact`: both are right. `sign-motion/word`: every frame is read as the word.
-    `sign-motion/direction`: at least half of the full motion, in the direction."""
+    one of left, right, up and down. Without them, as in the prompt: a quoted word and "slides
+    left". For the bundled video model. Range [0, 1]. Requires the extra `ocr`. `sign-motion/exact`:
+    both are right. `sign-motion/word`: every frame is read as the word. `sign-motion/direction`: at
+    least half of the full motion, in the direction."""
 
     of_videos: ClassVar[bool] = True
+    only_videos: ClassVar[bool] = True
 
     def unfit(self, prompt: Prompt) -> str | None:
         if target_of(prompt) is None:
             return NO_TARGET
-        if prompt.columns.get("direction") in DIRECTIONS:
+        if direction_of(prompt) in DIRECTIONS:
             return None
-        return f'expected a column "direction", one of {", ".join(DIRECTIONS)}'
+        return (
+            f'expected a column "direction", one of {", ".join(DIRECTIONS)}, or "slides left" in '
+            "the prompt"
+        )
 
     def score(self, samples: Sequence[Sample]) -> list[Score]:
         return score_each(samples, self._score)
@@ -55,11 +63,21 @@ class SignMotion(Strict):
         return Score(spelling * motion, details, " / ".join(texts))
 
     def _motion(self, sample: Sample) -> Score:
-        return Motion().score([sample])[0]
+        columns = {**sample.prompt.columns, "direction": direction_of(sample.prompt)}
+        prompt = replace(sample.prompt, columns=columns)
+        return Motion().score([replace(sample, prompt=prompt)])[0]
 
     @cached_property
     def _reader(self) -> Ocr:
         return Ocr(detect=False)
+
+
+def direction_of(prompt: Prompt) -> object:
+    """The column `direction` if the row has one, else the direction in which the sign slides."""
+    if prompt.columns.get("direction") is not None:
+        return prompt.columns["direction"]
+    found = _SLIDES.search(prompt.text)
+    return found and found[1]
 
 
 def value_of(score: Score) -> float:
