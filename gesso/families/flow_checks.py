@@ -128,6 +128,11 @@ def check_rows(prompts: Sequence[Prompt], spec: SampleSpec, key: str) -> None:
     for prompt in prompts if spec.frames > 1 else ():
         for column, value in (("frames", spec.frames), ("fps", spec.fps)):
             given = prompt.columns.get(column, value)
+            if not isinstance(given, int | float):
+                raise UserError(
+                    f"{prompt.where}: {column} is {given!r:.40}, not a number; expected {value:g}, "
+                    "or no such column"
+                )
             if given != value:
                 setting = f"{key}.frames" if column == "frames" else "model.fps"
                 raise UserError(
@@ -201,8 +206,8 @@ def check_data(
 
     spec = sample_spec(recipe, algorithm)
     evaluated = eval_spec(recipe, algorithm)
-    for size in dict.fromkeys((spec.size, evaluated.size)):
-        model.latent_shape(*size)
+    model.latent_shape(*spec.size)
+    _check_eval_size(recipe, model, evaluated)
     train = [prompt for part in data.train for prompt in part.prompts]
     check_rows(train, spec, "model")
     check_rows(data.held_out, evaluated, "model" if recipe.eval.frames is None else "eval")
@@ -236,6 +241,15 @@ def _check_first_frames(recipe: Recipe, prompts: Sequence[Prompt]) -> None:
                 "of the video; with Wan 2.2 TI2V rows without it train in a run of their own, with "
                 'model.name = "wan"'
             )
+
+
+def _check_eval_size(recipe: Recipe, model: FlowModel, spec: SampleSpec) -> None:
+    given = recipe.eval.model_dump(include={"height", "width", "frames"}, exclude_none=True)
+    try:
+        model.latent_shape(*spec.size)
+    except UserError as error:
+        settings = ", ".join(f"eval.{key} = {value}" for key, value in given.items())
+        raise UserError(f"{settings}: {error}") from error
 
 
 def _unused_scale(recipe: Recipe, guidance: float) -> str:

@@ -15,8 +15,8 @@ ALL_BLACK = "the mask is black everywhere; expected white where the image may ch
 
 
 def no_source(prompt: Prompt) -> str | None:
-    """Why a prompt is not an edit, or None."""
-    return None if prompt.images else "the prompt has no input image that the sample edits"
+    """Why a prompt has no source, or None."""
+    return None if prompt.images else "the prompt has no input image to compare with"
 
 
 def wrong_mask(prompt: Prompt) -> str | None:

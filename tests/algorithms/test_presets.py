@@ -512,5 +512,5 @@ def test_shapes_and_sizes_are_reported_before_anything_is_sampled(recipe_data: d
     assert any("micro-batches of 7 do not divide" in note for note in job.notes)
     recipe_data["model"]["height"] = 33
     width = recipe_data["model"]["width"]
-    with pytest.raises(UserError, match=f"does not support images of 33×{width}"):
+    with pytest.raises(UserError, match=f"does not support 33×{width} pixels"):
         assemble(build.recipe_from(recipe_data))

@@ -145,7 +145,7 @@ def test_memory_of_a_model_that_is_not_there() -> None:
 
 def test_memory_of_sizes_that_do_not_fit() -> None:
     for change, sentence in (
-        ("model.height=33", "zoo:signs does not support images of 33×96: height and width must be"),
+        ("model.height=33", "zoo:signs does not support 33×96 pixels: height and width must be"),
         ("model.text_length=9999", "model.text_length = 9999, but zoo:signs supports 0 to 512"),
     ):
         with pytest.raises(UserError, match=sentence):

@@ -401,7 +401,7 @@ def test_numbers_of_input_images(folders: Path) -> None:
     thin = picture(1, 3, 49)
     check_images(edit, [replace(text, images=(one, picture(1, 3, 48)))])
     for model, prompt, sentence in (
-        (kontext, text, 'expected 1 input image, got 0; .* rows have as "image" or "images"'),
+        (kontext, text, 'expected 1 input image, got 0; rows have .* as "image" or "images"'),
         (
             kontext,
             replace(text, images=(thin,)),

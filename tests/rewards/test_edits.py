@@ -107,7 +107,7 @@ def test_a_source_of_another_size_is_cropped_and_resized() -> None:
 
 def test_faults_are_sentences() -> None:
     no_image = Prompt("a cat")
-    expected = "the prompt has no input image that the sample edits"
+    expected = "the prompt has no input image to compare with"
     for reward in (Unchanged(), EditScore(urls=["http://x"]), Judge(template="edit")):
         assert reward.unfit(no_image) == expected
         assert reward.unfit(edit(SOURCE).prompt) is None

@@ -181,14 +181,14 @@ def _wrong_count(model: FlowModel, prompt: Prompt) -> str | None:
     if allowed.stop == 1:
         return (
             f"expected no input images, got {count}: this model generates from text alone; remove "
-            "the images, or use a model for editing"
+            'the images, or use a model that takes them: for editing, or for videos "wan-i2v"'
         )
     least, most = allowed.start, allowed.stop - 1
     numbers = f"{least}" if least == most else f"{least} to {most}"
     plural = "" if most == 1 else "s"
     return (
-        f"expected {numbers} input image{plural}, got {count}; this model edits images, which rows "
-        'have as "image" or "images"'
+        f"expected {numbers} input image{plural}, got {count}; rows have input images as "
+        '"image" or "images"'
     )
 
 

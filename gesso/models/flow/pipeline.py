@@ -167,9 +167,11 @@ class PipelineModel(ABC):
         if length is None:
             return limits.default
         if not limits.least <= length <= limits.most:
+            several = f"supports {limits.least} to {limits.most}"
+            allowed = several if limits.least < limits.most else f"requires {limits.most}"
             raise UserError(
-                f"model.text_length = {length}, but {self.path} supports {limits.least} to "
-                f"{limits.most} tokens; remove it to use the default of {limits.default}"
+                f"model.text_length = {length}, but {self.path} {allowed} tokens; remove it to use "
+                f"the default of {limits.default}"
             )
         return length
 
@@ -280,8 +282,8 @@ class PipelineModel(ABC):
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         if frames != 1:
             raise UserError(
-                f"{self.path} generates images, got model.frames = {frames}; remove it, or use a "
-                "video model"
+                f"{self.path} generates images, not videos of {frames} frames; use frames = 1, or "
+                "a video model"
             )
         return self.channels, *self.cells(height, width)
 
@@ -295,13 +297,13 @@ class PipelineModel(ABC):
         if height % factor or width % factor:
             fit = f"{_round(height, factor)}×{_round(width, factor)}"
             raise UserError(
-                f"{self.path} does not support images of {height}×{width}: "
+                f"{self.path} does not support {height}×{width} pixels: "
                 f"height and width must be multiples of {factor}; use {fit}"
             )
         most = getattr(self.transformer.config, "pos_embed_max_size", None)  # SD3 has one
         if most is not None and max(height, width) > most * factor:
             raise UserError(
-                f"{self.path} does not support images of {height}×{width}: its position embeddings "
+                f"{self.path} does not support {height}×{width} pixels: its position embeddings "
                 f"are limited to {most * factor} pixels per side"
             )
         return height // scale, width // scale

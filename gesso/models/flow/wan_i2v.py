@@ -53,9 +53,7 @@ class WanI2V(Wan):
         channels, count, *cells = super().latent_shape(height, width, frames)
         if count == 1:
             least = 1 + self.pipe.vae_scale_factor_temporal
-            raise UserError(
-                f"{self.path} continues an image, got model.frames = 1; use at least {least}"
-            )
+            raise UserError(f"{self.path} continues an image, got frames = 1; use at least {least}")
         return channels, count - self.pinned, *cells
 
     def noise(self, size: Size, generator: torch.Generator) -> Tensor:
