@@ -118,12 +118,17 @@ class Loop:
             for note in error.notes:
                 self._note(note)
             self._save(step)
-            raise StopRun(
-                f"{error}; fix the reward and run `gesso train --resume {self.run.path}`"
-            ) from error
+            raise StopRun(f"{error}; {self._to_score_again}") from error
         for note in batch.notes:
             self._note(note)
         return batch
+
+    @property
+    def _to_score_again(self) -> str:
+        return (
+            f"fix the reward's code or server and run `gesso train --resume {self.run.path}`, or "
+            "start a new run with another reward"
+        )
 
     @contextmanager
     def _saving(self, step: int) -> Iterator[None]:
@@ -318,8 +323,7 @@ class Loop:
             if len(errors) > self.recipe.max_failed * len(scores):
                 raise StopRun(
                     f"{failed}; max_failed allows {self.recipe.max_failed:.0%}; "
-                    f"last error: {errors[-1]}; fix the reward and run "
-                    f"`gesso train --resume {self.run.path}`"
+                    f"last error: {errors[-1]}; {self._to_score_again}"
                 )
         shown, each = self.recipe.eval.shown, self.recipe.eval.samples
         self.run.save_samples(step, samples[::each][:shown], scores[::each][:shown])

@@ -64,8 +64,10 @@ def test_a_run_keeps_and_scores_its_videos(folder: Path) -> None:
 def test_samples_of_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = folder / "out" / "clip.mp4"
     command = ["sample", str(folder / "run"), "a dog", "--out"]
-    assert cli.main([*command, str(out), "--reward", "motion"]) == 0
-    assert f"{out}  motion " in capsys.readouterr().out
+    rewards = ["--reward", "motion", "--reward", "sign-motion"]
+    assert cli.main([*command, str(out), *rewards]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{out}  motion ") and ", no score: sign-motion: expected a" in line
     for wrong, message in {
         "x.png": "x.png: expected a file that ends in .mp4",
         "x.avi": "x.avi: expected a file that ends in .mp4",
@@ -93,8 +95,9 @@ def test_the_code_of_the_card_makes_the_same_video(
 @pytest.mark.parametrize(
     "row, message",
     [
-        ({"frames": 81}, "rows.jsonl:1: frames is 81, but all samples .* model.frames = 5; change"),
+        ({"frames": 81}, "rows.jsonl:1: frames is 81, but all .* model.frames = 5; change"),
         ({"fps": 24}, "rows.jsonl:1: fps is 24, but all samples .* model.fps = 8; change"),
+        ({"frames": "lots"}, "rows.jsonl:1: frames is 'lots', not a number; expected 5, or no"),
     ],
 )
 def test_rows_of_other_lengths(
@@ -107,6 +110,13 @@ def test_rows_of_other_lengths(
         assert cli.main([command, str(folder / "run"), "--prompts", data["data"]["train"]]) == 2
         error = capsys.readouterr().err
         assert re.search(message.replace("model.frames", "eval.frames"), error)
+
+
+def test_evaluations_of_lengths_that_the_model_does_not_support(folder: Path) -> None:
+    data = recipe(folder, ROWS)
+    data["eval"] |= {"frames": 8}
+    with pytest.raises(UserError, match=r"^eval.frames = 8: .* videos of 8 frames: .*; use 9"):
+        run.assemble(build.recipe_from(data))
 
 
 def given(folder: Path, train: Path, algorithm: dict[str, Any], **model: Any) -> dict[str, Any]:

@@ -340,6 +340,9 @@ def rewards() -> str:
         parts += [f"## {', '.join(aliases)}", inspect.cleandoc(kind.__doc__ or "") + note]
         if set(kind.model_fields) - set(without):
             parts += [key_list(kind, without)]
+    for name, served in assembly.SERVED.items():
+        about = inspect.cleandoc(served.scorer.__doc__ or "")
+        parts += [f"## {name}", f"{about} Runs only on a server: set `reward.remote.urls`."]
     for base, heading in SHARED.items():
         parts += [f"## {heading}", key_list(base)]
     return page("Rewards", *parts)

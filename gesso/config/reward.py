@@ -133,7 +133,8 @@ class RewardEntry(Named):
             )
         if self.every > 1 and (self.frames is None or self.frames in ENDS):
             raise ValueError(
-                f'every = {self.every} needs frames = "mean", "worst" or "best"; remove it'
+                f'every = {self.every} needs frames = "mean", "worst" or "best"; set it, '
+                "or remove every"
             )
         if self.bounds and not self.bounds[0] < self.bounds[1]:
             raise ValueError(f"bounds = {list(self.bounds)}: expected the lower bound first")

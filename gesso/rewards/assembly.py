@@ -105,13 +105,18 @@ class Rewards:
 def rewards(recipe: Recipe) -> Rewards:
     """The rewards of a run. Samples of the data are not scored: `reward` is for evaluations."""
     train = [] if recipe.sampler.engine == "data" else recipe.reward
-    return of_entries(train, recipe.eval_reward or recipe.reward, recipe.model)
+    held_out = recipe.eval_reward or recipe.reward
+    return of_entries(train, held_out, recipe.model, recipe.eval.frames)
 
 
 def of_entries(
-    train: Sequence[RewardEntry], held_out: Sequence[RewardEntry], model: AnyModel
+    train: Sequence[RewardEntry],
+    held_out: Sequence[RewardEntry],
+    model: AnyModel,
+    eval_frames: int | None = None,
 ) -> Rewards:
-    """Rewards for training and for held-out prompts of a model."""
+    """Rewards for training and for held-out prompts of a model; `eval_frames` of samples of the
+    latter, if they have others than `model.frames`."""
     built: list[tuple[RewardEntry, base.AnyReward, base.Scorer]] = []
 
     def once(entry: RewardEntry) -> tuple[base.AnyReward, base.Scorer]:
@@ -126,8 +131,13 @@ def of_entries(
         return built[-1][1:]
 
     _check_entries([*train, *held_out], model)
-    if isinstance(model, Model) and model.frames > 1:
-        train, held_out = (list(map(_over_all_frames, p)) for p in (train, held_out))
+    if isinstance(model, Model):
+        most = max(model.frames, eval_frames or 1)
+        _check_frames(train, "model.frames", model.frames, most)
+        key = "model.frames" if eval_frames is None else "eval.frames"
+        _check_frames(held_out, key, eval_frames or model.frames, most)
+        if most > 1:
+            train, held_out = (list(map(_over_all_frames, p)) for p in (train, held_out))
     purposes = train, held_out
     checks = [
         PromptCheck({e.label: once(e)[0] for e in p}, [e.label for e in p if e.optional])
@@ -213,6 +223,24 @@ def _check_entries(entries: Sequence[RewardEntry], model: AnyModel) -> None:
             )
 
 
+def _check_frames(entries: Sequence[RewardEntry], key: str, frames: int, most: int) -> None:
+    """Raises for a reward that does not fit samples of `frames` frames; others have `most`."""
+    for entry in entries:
+        fault, choice = None, _frame_choice(entry)
+        if frames == 1 and _scores_only_videos(entry):
+            fault = f"it scores videos, got {key} = 1; use another reward, or a video model"
+        elif choice is not None and most == 1:
+            fault = f'frames = "{entry.frames}" is for videos, got {key} = 1; remove it'
+        elif choice is not None and frames > 1:
+            fault = choice.fault(frames)
+        if fault is not None:
+            raise UserError(f'reward "{entry.name}": {fault}')
+
+
+def _is_bundled(entry: RewardEntry) -> bool:
+    return entry.name in SERVED or entry.name in REWARDS
+
+
 def _scores_videos(entry: RewardEntry) -> bool:
     """Whether the class declares `of_videos = True`: it reads all frames of a sample."""
     if entry.name in SERVED:
@@ -222,10 +250,16 @@ def _scores_videos(entry: RewardEntry) -> bool:
     return differentiable.of_videos(_class_of(entry))
 
 
+def _scores_only_videos(entry: RewardEntry) -> bool:
+    """Of bundled rewards: judges score videos and images."""
+    if entry.name not in REWARDS:
+        return entry.name == "video-align"
+    return imports.attribute(_class_of(entry), "only_videos") is True
+
+
 def _over_all_frames(entry: RewardEntry) -> RewardEntry:
     """Of a model of videos: bundled rewards of images have the mean over all frames by default."""
-    bundled = entry.name in SERVED or entry.name in REWARDS
-    if entry.frames is not None or not bundled or _scores_videos(entry):
+    if entry.frames is not None or not _is_bundled(entry) or _scores_videos(entry):
         return entry
     return entry.model_copy(update={"frames": "mean"})
 
@@ -284,7 +318,7 @@ def _uncached_scorer(entry: RewardEntry, reward: base.AnyReward, batch: int = 4)
         return remote
     if isinstance(reward, ServedJudge):
         return reward.scorer()
-    reference = named(REWARDS, entry.name, "reward")
+    reference = _reward_reference(entry)
     size = max(batch, reward.batch) if isinstance(reward, NetworkReward) else batch
     return WorkerScorer(
         reference,
@@ -302,8 +336,6 @@ def _uncached_scorer(entry: RewardEntry, reward: base.AnyReward, batch: int = 4)
 def _reward(entry: RewardEntry) -> base.AnyReward:
     if entry.remote is not None:
         return _remote_reward(entry)
-    if entry.name in SERVED:
-        raise UserError(f'reward "{entry.name}" runs only on a server; set reward.remote.urls')
     reference = _reward_reference(entry)
     return base.load(reference, entry.options, entry.name, entry.style)
 
@@ -314,7 +346,9 @@ def _reward_reference(entry: RewardEntry) -> str:
             f'reward "{entry.name}" is built in; style = "{entry.style}" applies only to custom '
             'functions, "module:Name" or "file.py:Name"'
         )
-    return named(REWARDS, entry.name, "reward")
+    if entry.name in SERVED:
+        raise UserError(f'reward "{entry.name}" runs only on a server; set reward.remote.urls')
+    return named(REWARDS | dict.fromkeys(SERVED, ""), entry.name, "reward")
 
 
 def is_groupwise(entry: RewardEntry) -> bool:

@@ -36,6 +36,16 @@ class FrameChoice:
         ends = {"first": [0], "last": [frames - 1], "first-last": [0, frames - 1]}
         return ends.get(self.rule) or list(range(0, frames, self.every))
 
+    def fault(self, frames: int) -> str | None:
+        """Why videos with `frames` do not have as many scores as should count, or None."""
+        ranked, most = RANKED.fullmatch(self.rule), len(self.scored(frames))
+        if ranked is None or int(ranked[2] or 1) <= most:
+            return None
+        return (
+            f'frames = "{self.rule}", but only {most} of the {frames} frames of a video are '
+            f'scored; use at most "{ranked[1]}-{most}"'
+        )
+
     def counted(self, values: Sequence[float]) -> list[int]:
         """Which of these values count: their indices, in order."""
         ranked = RANKED.fullmatch(self.rule)

@@ -112,7 +112,7 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates one loaded model."""
     scoring = _scoring(loaded.source, request)
-    rewards = assembly.of_entries(scoring.rewards, scoring.rewards, loaded.recipe.model)
+    rewards = _rewards(scoring, loaded.source)
     try:
         check_groups(rewards, scoring.n)
         return _evaluate(loaded, scoring, rewards, request, progress)
@@ -128,8 +128,7 @@ def evaluate_all(
     if len({source.recipe.model.family_name for source in sources}) > 1:
         raise UserError("cannot compare flow models with language models; compare one kind only")
     progress, scoring = Once(progress), _scoring(sources[0], request)
-    section = sources[0].recipe.model
-    rewards = assembly.of_entries(scoring.rewards, scoring.rewards, section)
+    rewards = _rewards(scoring, sources[0])
     evaluations: list[Evaluation] = []
     try:
         check_groups(rewards, scoring.n)
@@ -194,6 +193,11 @@ def _scoring(source: ModelSource, request: EvaluationRequest) -> Scoring:
     seed = source.recipe.seed if request.seed is None else request.seed
     n = request.n or (1 if training is None else training.eval.samples)
     return Scoring(entries, sources, texts, first, seed, n)
+
+
+def _rewards(scoring: Scoring, source: ModelSource) -> assembly.Rewards:
+    recipe = source.recipe
+    return assembly.of_entries([], scoring.rewards, recipe.model, recipe.eval.frames)
 
 
 def check_groups(rewards: assembly.Rewards, n: int) -> None:

@@ -196,7 +196,7 @@ def test_a_class_with_state() -> None:
 @pytest.mark.parametrize(
     "name, sentence",
     [
-        ("nope", 'unknown reward "nope"'),
+        ("nope", 'unknown reward "nope"; .* video-align'),
         ("ocrr", 'did you mean "ocr"'),
         ("no_such_module:f", "cannot be imported"),
         (f"{USER}:nothing", 'has no "nothing"'),

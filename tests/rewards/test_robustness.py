@@ -154,7 +154,7 @@ def test_an_evaluation_that_fails_loses_nothing(recipe_data: dict, tmp_path: Pat
         return draw(step)
 
     job.cluster.collect = and_break  # type: ignore[method-assign, assignment]
-    with pytest.raises(StopRun, match=r"of the evaluation failed.*gesso train --resume"):
+    with pytest.raises(StopRun, match=r"evaluation failed.* --resume .*, or start a new run"):
         run._run(job, RunFolder.create(folder, recipe.model_dump()), SILENT)
     assert RunFolder.open(folder).latest() == 1
     assert [row["step"] for row in RunFolder.open(folder).rows()] == [0, 1]

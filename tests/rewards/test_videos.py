@@ -119,7 +119,7 @@ def test_any_reward_of_a_recipe_over_frames() -> None:
     [
         ({"frames": "median"}, 'frames = "median": expected "mean", "first"'),
         ({"frames": "worst-0"}, "a number of them"),
-        ({"every": 2}, 'every = 2 needs frames = "mean", "worst" or "best"'),
+        ({"every": 2}, 'every = 2 needs frames = "mean", "worst" or "best"; set it, or remove'),
         ({"frames": "first", "every": 2}, "every = 2 needs frames"),
     ],
 )
@@ -134,6 +134,24 @@ def test_rewards_of_whole_videos_take_no_frames(name: str) -> None:
     entry = RewardEntry(name=name, frames="mean", remote=remote)
     with pytest.raises(UserError, match=f'"{name}" scores whole videos; remove frames = "mean"'):
         assembly.of_entries([entry], [], Model(path="m"))
+
+
+@pytest.mark.parametrize(
+    "entry, frames, eval_frames, message",
+    [
+        ({"name": "motion"}, 1, None, '"motion": it scores videos, got model.frames = 1; use anot'),
+        ({"name": "motion"}, 5, 1, '"motion": it scores videos, got eval.frames = 1'),
+        ({"name": "ocr", "frames": "worst"}, 1, None, 'frames = "worst" is for videos, got model'),
+        ({"name": "ocr", "frames": "worst-9"}, 5, None, 'only 5 of the 5 .* at most "worst-5"'),
+        ({"name": "ocr", "frames": "best-3", "every": 4}, 9, 5, 'only 2 of the 5 .* "best-2"'),
+    ],
+)
+def test_rewards_that_do_not_fit_the_number_of_frames(
+    entry: dict[str, Any], frames: int, eval_frames: int | None, message: str
+) -> None:
+    entries = [RewardEntry(**entry)]
+    with pytest.raises(UserError, match=message):
+        assembly.of_entries(entries, entries, Model(path="m", frames=frames), eval_frames)
 
 
 class Light(Strict):

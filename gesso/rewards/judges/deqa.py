@@ -25,6 +25,8 @@ SCALE = RatingScale(1.0, 5.0)
 
 
 def scaled(inner: Scorer) -> Scorer:
+    """DeQA-Score (You et al. 2025): image quality, the raw value of the server, 1 to 5, divided by
+    5 (Flow-GRPO). Range [0.2, 1]. `deqa/raw`: the raw value."""
     return ScaledScorer(inner, SCALE)
 
 

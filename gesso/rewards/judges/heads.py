@@ -53,8 +53,12 @@ class Heads(ScorerWrapper):
 
 
 def edit_reward(inner: Scorer) -> Scorer:
+    """EditReward (Wu et al. 2025): the mean of its heads, the details `following` and `quality`,
+    for an instruction, source and result. Unbounded."""
     return Heads(inner, ("following", "quality"), statistics.fmean)
 
 
 def video_align(inner: Scorer) -> Scorer:
+    """VideoAlign (Liu et al. 2025): the sum of its heads, the details `vq` (visual quality), `mq`
+    (motion quality) and `ta` (text alignment) of a video. Unbounded."""
     return Heads(inner, ("vq", "mq", "ta"), sum)

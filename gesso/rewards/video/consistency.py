@@ -29,6 +29,7 @@ class TemporalConsistency(Strict):
     value. A still video has 1: combine it with `motion`. Without a `path` it is differentiable."""
 
     of_videos: ClassVar[bool] = True
+    only_videos: ClassVar[bool] = True
     differentiable: ClassVar[bool] = True
 
     path: str = ""

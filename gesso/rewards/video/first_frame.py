@@ -19,6 +19,7 @@ class FirstFrame(Unchanged):
     features, which is the value."""
 
     of_videos: ClassVar[bool] = True
+    only_videos: ClassVar[bool] = True
 
     kept: float = Field(1.0, gt=0, le=1)
     """Share of the image that should be as given."""

@@ -36,6 +36,7 @@ class Motion(Strict):
     `motion/difference`: mean difference of neighbouring frames, in [0, 1]."""
 
     of_videos: ClassVar[bool] = True
+    only_videos: ClassVar[bool] = True
 
     by: Literal["flow", "difference"] = "flow"
     """What the amount is: "flow", the displacement per frame as a share of the frame's longer side,
