@@ -516,7 +516,7 @@ def test_encoding_an_image_is_the_inverse_of_decoding(
 
 
 def test_sizes_that_do_not_fit(tiny: Tiny) -> None:
-    with pytest.raises(UserError, match=r"18×41: .* multiples of 4; use 16×40"):
+    with pytest.raises(UserError, match=r"18×41 pixels: .* multiples of 4; use 16×40"):
         tiny.plain_model().latent_shape(18, 41)
 
 
