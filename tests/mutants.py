@@ -1287,6 +1287,13 @@ MUTANTS = [
         "tests/cluster/test_launched.py -k another_number",
     ),
     Mutant(
+        "a-lost-node-takes-learners",
+        "gesso/cluster/placement.py",
+        "samplers = max(1, count - (placement.workers - samplers))",
+        "samplers = min(samplers, count - 1)",
+        "tests/cluster/test_apart.py -k fewer_samplers",
+    ),
+    Mutant(
         "shards-not-verified",
         "gesso/track/checkpoints.py",
         "        _compare(folder / name, computed, expected, table)",

@@ -140,15 +140,19 @@ def place_again(placement: Placement, recipe: Recipe) -> Placement:
             f"the {len(nodes)} nodes left of the Ray cluster have places for {found} "
             f"workers, but {together} work together"
         )
-    sharded = placement.sharded if recipe.cluster.shard_within else min(placement.sharded, count)
     samplers = placement.samplers
-    if count <= samplers:
-        raise StopRun(
-            f"the {len(nodes)} nodes left of the Ray cluster have places for {count} workers, none "
-            f"of them to train beside {samplers} samplers"
-        )
+    if samplers:  # rather those that train: the weights may be divided over them
+        samplers = max(1, count - (placement.workers - samplers))
+        if count == samplers:
+            raise StopRun(
+                f"the {len(nodes)} nodes left of the Ray cluster have places for 1 worker, but one "
+                "trains and another samples"
+            )
+    sharded = placement.sharded
+    if not recipe.cluster.shard_within:
+        sharded = min(sharded, count - samplers)
     on_ray = replace(placement.on_ray, nodes=len(nodes))
-    return replace(placement, workers=count, sharded=sharded, on_ray=on_ray)
+    return replace(placement, workers=count, sharded=sharded, on_ray=on_ray, samplers=samplers)
 
 
 def _places(nodes: Sequence[ray_nodes.Node], gpus: bool, threads: int) -> int:

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
-from gesso import run
+from gesso import build, run
+from gesso.cluster import ray_nodes
+from gesso.cluster.placement import OnRay, Placement, place_again
+from gesso.types import StopRun
 from tests.cluster.runs import assert_equal, go, language_recipe
 from tests.conftest import small_recipe
 from tests.cut_run import cut_after
@@ -66,3 +69,29 @@ def test_at_any_lag_a_resumed_run_ends_the_same(
         cut = cut_after(whole, 3, tmp_path / f"resumed {where}")
         again = run.resume(cut, quiet=True, overrides=[f"cluster.{each}" for each in cluster])
         assert_equal(whole, again)
+
+
+def test_fewer_samplers_on_the_nodes_of_a_ray_cluster_that_are_left(
+    language: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = build.recipe_from(language_recipe(language, {"name": "grpo"}))
+    before = Placement(5, (), 1, 6, 2, on_ray=OnRay("auto", False, 5), samplers=3)
+
+    class Near(ray_nodes.Node):
+        def reachable(self) -> bool:
+            return True
+
+    def left(count: int) -> Placement:
+        nodes = [Near("127.0.0.1", 1, 1, 0)] * count
+        monkeypatch.setattr(ray_nodes, "nodes", lambda address: nodes)
+        return place_again(before, recipe)
+
+    found = [left(count) for count in (6, 4, 3, 2)]
+    assert [(p.workers, p.samplers, p.sharded) for p in found] == [
+        (5, 3, 2),
+        (4, 2, 2),
+        (3, 1, 2),
+        (2, 1, 1),
+    ]
+    with pytest.raises(StopRun, match="places for 1 worker, but one trains and another samples"):
+        left(1)

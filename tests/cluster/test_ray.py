@@ -109,6 +109,46 @@ def test_workers_are_placed_and_listen_at_the_address_of_their_node(
         processes.close()
 
 
+@pytest.fixture
+def three_nodes(cluster: RayCluster) -> Iterator[RayCluster]:
+    node = cluster.add("127.0.0.5")
+    yield cluster
+    node.kill()
+
+
+def test_samplers_apart_one_of_which_is_killed(
+    three_nodes: RayCluster, language: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node for the worker that trains, and one for each sampler. The run is that of processes
+    of this machine."""
+    data = language_recipe(language, {"name": "grpo"}) | {"lag": 1}
+    here = go(data, tmp_path / "here", 1, samplers=2)
+    pids: dict[int, int] = {}
+    killed: list[int] = []
+    honest = Actors.send
+
+    def send(self: Actors, rank: int, task: str, content: Any, *data: bytes) -> None:
+        if task == "start":
+            life: Any = self.workers[rank].life
+            pids[rank] = life.ray.get(life.actor.__ray_call__.remote(lambda actor: os.getpid()))
+        honest(self, rank, task, content, *data)
+        if task == "sample" and rank == 2 and content["key"].startswith("1.") and not killed:
+            killed.append(rank)
+            os.kill(pids[rank], SIGKILL)
+
+    monkeypatch.setattr(Actors, "send", send)
+    there = go(data, tmp_path / "there", 1, samplers=2, address=three_nodes.address)
+    assert killed
+    assert_equal(here, there)
+    log = (there.path / "log.txt").read_text()
+    assert "3 worker processes (CPU, 1 thread each), 1 to train and 2 to sample on a Ray" in log
+    assert re.search(r"worker 2 ended .*on Ray node.*; it was a sampler, and 1 go on", log)
+    assert "starting new workers" not in log
+    row = there.rows()[1]
+    assert row["cluster/weights_gb"] > 0
+    assert row["cluster/sent_gb"] == here.rows()[1]["cluster/sent_gb"] > 0
+
+
 def test_more_workers_than_the_cluster_has_places_for(cluster: RayCluster, language: Path) -> None:
     data = language_recipe(language, {"name": "grpo"})
     for changes, message in (
