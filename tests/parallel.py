@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 from gesso.quiet import quiet
-from tests import forked, forked_rewards
+from tests import forked, forked_rewards, loaded_once
 
 Files = list[list[pytest.Item]]
 OFTEN_USED = [
@@ -89,6 +89,7 @@ def _run(config: pytest.Config, files: Files, queue: int, connection: Connection
     capture.start_global_capturing()
     forked.serve_from_here(connection)
     forked_rewards.use()
+    loaded_once.use()
     plugins.register(Reporter(config, connection))
     for item, following in _pairs(files, lambda: os.read(queue, NUMBER)):
         config.hook.pytest_runtest_protocol(item=item, nextitem=following)

@@ -159,11 +159,11 @@ def test_a_pass_without_gradient_keeps_nothing() -> None:
 
 
 def test_blocks_are_compiled_once(data: dict, tmp_path: Path) -> None:
-    """The two kinds of block of SD3 (test_repeatable.py compiles the third, of SD3.5), one size:
-    sampling, reference and training share two graphs, and replay meets sampling to the bit. The
-    backend stops before code is made, which takes minutes on a CPU; tests/test_gpu.py has the real
-    one."""
-    data["model"]["path"] = str(pipelines.build("sd3", tmp_path / "sd3", num_layers=2))
+    """Four blocks of SD3 with joined projections, one size: sampling, reference and training share
+    three graphs (the first block, those between, the last), and replay meets sampling to the bit.
+    test_repeatable.py compiles the other kind of block, of SD3.5. The backend stops before code is
+    made, which takes minutes on a CPU; tests/test_gpu.py has the real one."""
+    data["model"]["path"] = str(pipelines.build("sd3", tmp_path / "sd3", num_layers=4))
     data["algorithm"]["beta"] = 0.04
     data["sampler"] = {"batch": 6}
     model, algorithm, learner = parts_of(build.recipe_from(data))
@@ -171,7 +171,8 @@ def test_blocks_are_compiled_once(data: dict, tmp_path: Path) -> None:
     torch._dynamo.reset()
     compile_blocks(model.transformer, model.blocks, backend="aot_eager")
     model.compiled = True
-    assert all(block.ff.net[0].gelu is gelu for block in model.transformer.transformer_blocks)
+    for block in model.transformer.transformer_blocks:
+        assert block.ff.net[0].gelu is gelu and "forward" in vars(block.attn)
     limits = torch._dynamo.config
     assert limits.fail_on_recompile_limit_hit and limits.recompile_limit >= GRAPHS
     counters = torch._dynamo.utils.counters["stats"]
@@ -180,7 +181,7 @@ def test_blocks_are_compiled_once(data: dict, tmp_path: Path) -> None:
         rollout = rollout_of(model, algorithm, step, batch=6, version=step)
         metrics = learner.update(rollout, step).metrics
         assert metrics["update/first_abs_dlogp_max"] == 0.0
-        assert counters["unique_graphs"] == 2
+        assert counters["unique_graphs"] == 3
 
 
 def test_compiled_blocks_keep_products_and_compute_the_rest_again(data: dict) -> None:

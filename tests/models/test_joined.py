@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from gesso import config
 from gesso.models.flow import joined
-from gesso.models.flow.compiled import compile_blocks
 from gesso.models.flow.flux import Flux
 from gesso.models.flow.joined import join_projections
 from gesso.models.flow.sd3 import SD3
@@ -148,20 +147,6 @@ def test_adapters_beside_their_weights_run_as_ever() -> None:
     expected = module(*inputs, return_dict=False)[0]
     join_projections(module)
     assert torch.equal(module(*inputs, return_dict=False)[0], expected)
-
-
-def test_blocks_that_are_joined_still_share_their_graphs() -> None:
-    """Four blocks of three kinds: the first, those between, the last."""
-    module, policy = network(list(SD3.lora_targets), layers=4)
-    expected = passed(module, policy)
-    torch._dynamo.reset()
-    counters = torch._dynamo.utils.counters["stats"]
-    counters.clear()
-    compile_blocks(module, ["JointTransformerBlock"], backend="eager")
-    assert all("forward" in vars(block.attn) for block in module.transformer_blocks)
-    for mine, theirs in zip(passed(module, policy), expected, strict=True):
-        assert (mine - theirs).abs().max() <= 1e-4 * theirs.abs().max()
-    assert counters["unique_graphs"] == 3
 
 
 def test_another_input_than_the_attentions_is_no_silent_mistake() -> None:

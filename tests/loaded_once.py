@@ -1,0 +1,31 @@
+"""Components of tiny pipelines are read from disk once per process; models get copies, which take a
+third of the time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+LARGE = 2**23  # bytes of files; a component with more is not kept
+
+
+def use() -> None:
+    """From now on, in this process."""
+    from diffusers.pipelines import pipeline_utils
+
+    pipeline_utils.load_sub_model = partial(_load, pipeline_utils.load_sub_model, {})
+
+
+def _load(load: Callable[..., Any], kept: dict[tuple, Any], **given: Any) -> Any:
+    files = [file.stat() for file in Path(given["cached_folder"], given["name"]).rglob("*")]
+    if given["quantization_config"] is not None or sum(file.st_size for file in files) > LARGE:
+        return load(**given)
+    state = [(file.st_ino, file.st_mtime_ns, file.st_size) for file in files]
+    names = ("cached_folder", "name", "class_name", "dtype", "device_map", "low_cpu_mem_usage")
+    key = (*(str(given[name]) for name in names), *sorted(state))
+    if key not in kept:
+        kept[key] = load(**given)
+    return deepcopy(kept[key])
