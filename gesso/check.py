@@ -14,9 +14,10 @@ from gesso import build, families
 from gesso.algorithms.base import Terms
 from gesso.cluster.placement import Placement, place
 from gesso.config import Cluster, Recipe
-from gesso.estimate import Assumed, assuming, estimate, with_data
+from gesso.estimate import Assumed, Memory, assuming, estimates, with_data
 from gesso.health import under_floor
 from gesso.health.rows import replayed
+from gesso.memory.meta import Role
 from gesso.models.repeatable import deterministic_algorithms, kernel_options
 from gesso.ranks import ALONE
 from gesso.rollout import Rollout
@@ -66,9 +67,7 @@ def check(recipe: Recipe, progress: Progress = SILENT) -> Findings:
         findings.fact("repeats", _repeats(job, repeatable))
         progress.phase("estimating memory")
         if family.wraps_library(job.model):
-            (name, peak), *details = _memory(assuming(recipe, job.longest_prompt))
-            each = " in each worker" if placement is not None else ""
-            findings.facts += [(name, peak + each), *details]
+            findings.facts += _memory(assuming(recipe, job.longest_prompt))
         else:
             findings.fact(
                 "memory", "not estimated: the model is neither from diffusers nor transformers"
@@ -115,8 +114,7 @@ def _check_in_workers(recipe: Recipe, placement: Placement, progress: Progress) 
                 _ratio(job, replayed(metrics)[0], findings)
                 job.cluster.publish(1)
         progress.phase("estimating memory")
-        (name, peak), *details = _memory(assuming(recipe, job.longest_prompt))
-        findings.facts += [(name, f"{peak} in each worker"), *details]
+        findings.facts += _memory(assuming(recipe, job.longest_prompt))
         if placement.gpus:
             findings.fact("", f"measured: {size_of(1e9 * metrics['memory/gb'])} in the largest")
         samples = len(rollout.samples)
@@ -286,18 +284,25 @@ def memory(recipe: Recipe, progress: Progress = SILENT) -> list[tuple[str, str]]
 
 
 def _memory(assumed: Assumed) -> list[tuple[str, str]]:
+    facts = []
+    for role, estimated in estimates(assumed.recipe).items():
+        facts += _estimated(assumed, role, estimated)
+    return facts
+
+
+def _estimated(assumed: Assumed, role: Role, estimated: Memory) -> list[tuple[str, str]]:
     recipe = assumed.recipe
-    estimated = estimate(recipe)
+    where = f" in each {role}" if recipe.cluster.workers else ""
     lasting = ", ".join(f"{name} {size_of(size)}" for name, size in estimated.lasting.items())
     passing = ", ".join(f"{name} {size_of(size)}" for name, size in estimated.passing.items())
     facts = [
-        ("memory", f"about {size_of(estimated.peak)} at the peak"),
+        ("memory", f"about {size_of(estimated.peak)} at the peak{where}"),
         ("", f"always allocated: {lasting}"),
         ("", f"temporary, one at a time: {passing}"),
     ]
     if assumed.prompts:
         facts.append(("", f"assuming {assumed.prompts}"))
-    if recipe.sampler.engine == "vllm":
+    if recipe.sampler.engine == "vllm" and role != "learner":
         share = recipe.sampler.vllm.gpu_memory
         facts.append(("", f"vLLM reserves {share:.0%} of the device memory while sampling"))
     if estimated.host:

@@ -20,12 +20,13 @@ from gesso.algorithms.base import Algorithm
 from gesso.config import AnyModel, Recipe
 from gesso.data import prompts
 from gesso.data.readers import why_not_local
-from gesso.memory.meta import MASTER, peak
+from gesso.memory.meta import MASTER, Role, peak
 from gesso.memory.sharded import NOT_SHARDED, Shards
 from gesso.track.progress import SILENT, Progress
-from gesso.types import UserError
+from gesso.types import UserError, Which
 from gesso.weights.folding_rule import estimated_on_gpu, estimated_to_fold
 from gesso.weights.layout import Layout
+from gesso.worker import undivided
 
 USABLE = 0.9  # of a GPU's memory; the CUDA context and the allocator's gaps take the rest
 EXACT_SUM = 16  # bytes per trained value on a CPU, where gradients are summed exactly
@@ -43,7 +44,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        return sum(self.lasting.values()) + max(self.passing.values())
+        return sum(self.lasting.values()) + max(self.passing.values(), default=0)
 
 
 def _on_meta(section: AnyModel, algorithm: Algorithm, folds: bool) -> AnyModel:
@@ -109,8 +110,16 @@ def built_on_meta(recipe: Recipe) -> tuple[Recipe, Algorithm, Any]:
     return bare, algorithm, model
 
 
-def estimate(recipe: Recipe) -> Memory:
+def estimates(recipe: Recipe) -> dict[Role, Memory]:
+    """Of each kind of worker."""
+    roles: tuple[Role, ...] = ("learner", "sampler") if recipe.cluster.samplers else ("worker",)
+    return {role: estimate(recipe, role) for role in roles}
+
+
+def estimate(recipe: Recipe, role: Role = "worker") -> Memory:
     """Of each worker, if there are several."""
+    if role == "sampler":
+        recipe = undivided(recipe)
     bare, algorithm, model = built_on_meta(recipe)
     family = families.of(recipe)
     algorithm, critic = family.add_critic(bare, algorithm, model)
@@ -119,7 +128,7 @@ def estimate(recipe: Recipe) -> Memory:
     shards = _shards(recipe, model, on_gpu)
     load = family.memory_load(recipe, algorithm, model)
     policy = model.policy
-    for copy in (*algorithm.needs, *(("ema",) if recipe.learner.ema else ())):
+    for copy in _copies(recipe, algorithm, role):
         policy.snapshot(copy)
     parameters = [*policy.trainable.values(), *critic_parameters.values()]
     trained = sum(p.numel() for p in parameters) * MASTER - shards.elsewhere(shards.trained)
@@ -132,29 +141,45 @@ def estimate(recipe: Recipe) -> Memory:
         "copies of the trained weights": len(policy.copies) * copied,
         "stored samples": load.stored,
     }
+    host = dict(load.host)
+    if role == "sampler":  # teachers are loaded to train; traces wait in host memory
+        lasting |= {"optimizer": 0, "teacher": 0, "stored samples": 0}
+        waiting = (recipe.lag + 1) * load.stored // recipe.cluster.samplers
+        (host if on_gpu else lasting)["samples for the learners"] = waiting
     allocated = [*load.tensors, *(t for copy in policy.copies.values() for t in copy.values())]
     allocated += parameters
-    sums = trained  # of the gradients of all micro-batches
-    if not on_gpu:
-        sums += sum(p.numel() for p in parameters if p not in shards) * (EXACT_SUM - MASTER)
-    for parameter in parameters:
-        if on_gpu or parameter in shards:
-            parameter.grad = torch.empty_like(parameter)
-            allocated.append(parameter.grad)
-    update = sums + peak(allocated, load.update) + shards.gathered_with_gradients
-    passing = {"update with gradients": update}
-    for name, work in load.works.items():
+    passing = {}
+    if role != "sampler":
+        sums = trained  # of the gradients of all micro-batches
+        if not on_gpu:
+            sums += sum(p.numel() for p in parameters if p not in shards) * (EXACT_SUM - MASTER)
+        for parameter in parameters:
+            if on_gpu or parameter in shards:
+                parameter.grad = torch.empty_like(parameter)
+                allocated.append(parameter.grad)
+        update = peak(allocated, load.update) + shards.gathered_with_gradients
+        passing["update with gradients"] = sums + update
+    for name, work in load.works_of(role).items():
         passing[name] = peak(allocated, work)
         if family.gathers_to_sample:
             passing[name] += shards.weights
         elif name not in load.without_network:
             passing[name] += shards.gathered
-    host = dict(load.host)
     if shards.offload:
         kept = shards.weights + (3 + len(policy.copies)) * shards.trained
         host["sharded weights"] = kept // shards.ranks
     nonzero = {name: size for name, size in lasting.items() if size}
     return Memory(nonzero, passing, host, policy.size * MASTER)
+
+
+def _copies(recipe: Recipe, algorithm: Algorithm, role: Role) -> list[Which]:
+    """Those that a worker has beside the current weights; a sampler has those it samples with."""
+    averaged: list[Which] = ["ema"] if recipe.learner.ema else []
+    if role != "sampler":
+        return [*algorithm.needs, *averaged]
+    specs = (algorithm.spec(0, 0, recipe.model), algorithm.greedy_spec())
+    used = {spec.weights for spec in specs if spec is not None}
+    return [*sorted(used - {"current"}), *averaged]
 
 
 def _shards(recipe: Recipe, model: Any, on_gpu: bool) -> Shards:

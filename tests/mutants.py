@@ -1054,6 +1054,20 @@ MUTANTS = [
         "tests/memory/test_estimates.py -k full_fine_tune",
     ),
     Mutant(
+        "memory-of-a-sampler",
+        "gesso/estimate.py",
+        'lasting |= {"optimizer": 0, ',
+        "lasting |= {",
+        "tests/memory/test_sharded.py -k apart",
+    ),
+    Mutant(
+        "plan-memory-of-each-row",
+        "gesso/plan/planner.py",
+        "(recipe.cluster.shard_within or workers)",
+        "recipe.cluster.shard_within",
+        "tests/memory/test_sharded.py -k each_row",
+    ),
+    Mutant(
         "memory-update-not-folded",
         "gesso/memory/flow.py",
         "with model.policy.folded():\n            algorithm.loss",

@@ -30,14 +30,16 @@ def load(model: PipelineModel, algorithm: Algorithm, recipe: Recipe) -> Load:
         with quiet("diffusers"):
             model.policy.module.to(model.dtype)
     samples = recipe.data.groups * algorithm.group
+    works = _works(model, algorithm, recipe)
     return Load(
         networks,
         stored=_stored(model, _spec(algorithm, recipe), samples),
         tensors=tensors_of(p for p in model.pipe.components.values() if isinstance(p, nn.Module)),
         update=_update(model, algorithm, recipe),
-        works=_works(model, algorithm, recipe),
+        works=works,
         host={},
         without_network=frozenset({"decoding", "encoding", "decoding in evaluations"}),
+        of_samplers=frozenset(works),
     )
 
 

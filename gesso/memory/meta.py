@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_map_only
 from gesso.memory.functions import Replaced, fused_attention
 
 T = TypeVar("T")
+Role = Literal["worker", "learner", "sampler"]
+"""Workers train and sample, unless `cluster.samplers` divides them."""
 
 MASTER = 4  # bytes: trained weights, their gradients and both Adam moments are float32
 NF4_BYTES = 0.5 + 4 / 64  # per weight: four bits, and a float32 scale per 64 weights
@@ -32,6 +34,14 @@ class Load:
     works: dict[str, Callable[[], object]]  # the other work of a run, once each, at full size
     host: dict[str, int]  # bytes in host memory
     without_network: frozenset[str] = frozenset()  # works that do not run the trained network
+    of_learners: frozenset[str] = frozenset()  # works of workers that only train
+    of_samplers: frozenset[str] = frozenset()  # works of workers that only sample
+
+    def works_of(self, role: Role) -> dict[str, Callable[[], object]]:
+        if role == "worker":
+            return self.works
+        names = self.of_learners if role == "learner" else self.of_samplers
+        return {name: work for name, work in self.works.items() if name in names}
 
 
 def nbytes(part: nn.Module, quantized: Iterable[nn.Module] = ()) -> int:

@@ -37,6 +37,7 @@ STORED = (
 STORED_OF_LIKELIHOOD = 8 + 1 + 4 + 4  # without an advantage
 STORED_OF_KL, STORED_OF_CRITIC = 4, 4 + 8  # the reference's log-prob; value and return
 
+TEACHING, DECODING, SEEING = "the teacher's log-probs", "decoding", "encoding an image"
 
 Work = Callable[[], object]
 TokenAlgorithm = PolicyGradient | LikelihoodAlgorithm
@@ -57,6 +58,8 @@ def load(model: TransformerModel, algorithm: Algorithm, recipe: Recipe) -> Load:
         update=autocast(_update(model, algorithm, recipe)),
         works={name: autocast(work) for name, work in _works(model, algorithm, recipe, teacher)},
         host=_host(models, recipe),
+        of_learners=frozenset({TEACHING, SEEING}),
+        of_samplers=frozenset({DECODING, SEEING}),
     )
 
 
@@ -145,9 +148,9 @@ def _works(
     if taught_by is not None:
         trace = _terms(model, algorithm, recipe).trace
         scoring = torch.no_grad()(lambda: taught_by.logp(trace, algorithm.temperature))
-        yield "the teacher's log-probs", scoring
+        yield TEACHING, scoring
     if recipe.sampler.engine != "vllm":  # which reserves a share of the device
-        yield "decoding", lambda: _decode(model, algorithm, recipe)
+        yield DECODING, lambda: _decode(model, algorithm, recipe)
     prompt = model.blank(model.max_prompt)
     if isinstance(model, VisionLanguage) and prompt.grid is not None:
 
@@ -156,7 +159,7 @@ def _works(
             with model.precision():
                 return model.tower_features(prompt)
 
-        yield "encoding an image", encode
+        yield SEEING, encode
 
 
 def _terms(model: TransformerModel, algorithm: TokenAlgorithm, recipe: Recipe) -> Any:

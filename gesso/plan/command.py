@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from gesso.config import Recipe
-from gesso.estimate import with_data
+from gesso.estimate import assuming, with_data
 from gesso.plan import gpus, tabulated, work
 from gesso.plan.planner import Plan, Planner
 from gesso.track.progress import SILENT, Progress
@@ -35,7 +35,13 @@ def plan(recipe: Recipe, wanted: Wanted, progress: Progress = SILENT) -> Planned
     if wanted.gpu is None:
         from gesso.plan import measure
 
+        if recipe.cluster.samplers:
+            raise UserError(
+                "gesso plan --measure does not predict cluster.samplers; remove one of them, or "
+                "use --gpu"
+            )
         measured = measure.measure(recipe, progress)
+        recipe = assuming(recipe, measured.longest_prompt).recipe
         planner = Planner(recipe, measured.rates_of, measured.longest, progress=progress)
         return Planned(planner.plan(wanted.gpus), wanted.price or 0.0)
     gpu = gpus.find(wanted.gpu)

@@ -39,6 +39,7 @@ class Measured:
     cores: int | None  # that CPU workers divide; None on a GPU
     sampling: float = 1.0  # how much slower workers sample beside others: caches, memory
     updating: float = 1.0
+    longest_prompt: int | None = None  # tokens; None for image models
 
     def rates_of(self, recipe: Recipe, workers: int) -> Rates:
         """More workers than cores take turns. A collective of n workers moves 2(n − 1)/n of its
@@ -74,9 +75,10 @@ def measure(recipe: Recipe, progress: Progress = SILENT) -> Measured:
     finally:
         torch.set_num_threads(threads)
         job.close()
-    if not on_cpu:
-        return Measured(rates, longest, None)
-    return _with_pair(recipe, rates, longest, progress)
+    found = Measured(rates, longest, None)
+    if on_cpu:
+        found = _with_pair(recipe, rates, longest, progress)
+    return replace(found, longest_prompt=job.longest_prompt)
 
 
 def _cores() -> int:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from gesso import build, families, fitting
 from gesso.config import Recipe
-from gesso.estimate import Memory, estimate, usable
+from gesso.estimate import estimates, usable
+from gesso.memory.meta import Role
 from gesso.plan.gpus import NODE, Gpu, known
 from gesso.plan.rates import Rates
-from gesso.plan.simulate import Prediction, simulate
+from gesso.plan.simulate import Prediction, simulate, simulate_apart
 from gesso.track.progress import SILENT, Progress
 from gesso.types import UserError
 
@@ -28,7 +29,12 @@ class Option:
     recipe: Recipe
     workers: int
     prediction: Prediction
-    memory: float | None  # bytes at the peak of a worker, at most
+    memory: Mapping[Role, float]  # bytes at the peak of a worker; empty: not estimated
+
+    @property
+    def peak(self) -> float | None:
+        """Of the kind of worker that needs most."""
+        return max(self.memory.values(), default=None)
 
     @property
     def hours(self) -> float:
@@ -41,8 +47,9 @@ class Option:
     @property
     def settings(self) -> list[str]:
         """Overrides of the recipe that is planned."""
-        recipe, chosen = self.recipe, [f"cluster.workers={self.workers}"]
-        cluster = recipe.cluster
+        recipe, cluster = self.recipe, self.recipe.cluster
+        chosen = [f"cluster.workers={self.workers - cluster.samplers}"]
+        chosen += [f"cluster.samplers={cluster.samplers}"] if cluster.samplers else []
         if cluster.sharding is not None:
             chosen.append(f"cluster.sharding={cluster.sharding}")
             within = cluster.shard_within
@@ -64,13 +71,14 @@ class Plan:
 @dataclass(frozen=True)
 class Planner:
     """`longest`: tokens of a response with its prompt. `gpu` is None for workers as measured on
-    this machine, whose memory is not compared."""
+    this machine, which have no limit of memory."""
 
     recipe: Recipe
     rates_of: RatesOf
     longest: int
     gpu: Gpu | None = None
     progress: Progress = SILENT
+    _memory: dict[Hashable, dict[Role, float]] = field(default_factory=dict)
 
     @property
     def samples(self) -> int:
@@ -79,69 +87,112 @@ class Planner:
     def plan(self, count: int) -> Plan:
         if not 1 <= count <= MOST:
             raise UserError(f"--gpus expects 1 to {MOST}, got {count}")
-        fitted, memory, notes = self._fitting(count)
+        apart = self.recipe.cluster.samplers
+        if apart >= count:
+            raise UserError(
+                f"--gpus {count} leaves none to train beside cluster.samplers = {apart}; use at "
+                f"least {apart + 1}"
+            )
+        fitted, how = self._fitting(count)
+        notes = []
         useful = min(count, self.samples)
         if useful < count:
             notes.append(
                 f"a step has {self.samples} samples, so {count - useful} of {count} GPUs would "
                 "have nothing to do; raise data.groups, which changes what is trained"
             )
-        here = [self._option(fitted, useful, memory, lag) for lag in (0, 1)]
+        here = [self._option(fitted, useful, lag) for lag in (0, 1)]
         gain = here[1].prediction.step / here[0].prediction.step
         best = here[1] if gain < WORTH else here[0]
         other = [option for option in here if option is not best]
         if smaller := self._smaller(best):
-            other.append(self._option(smaller, useful, memory, best.recipe.lag, fixed=True))
-        counts = [2**i for i in range(11) if 2**i <= self.samples]
+            other.append(self._option(smaller, useful, best.recipe.lag, fixed=True))
+        counts = [2**i for i in range(11) if 2**i <= self.samples and (2**i > 1 or not apart)]
         within = fitted.cluster.shard_within or 1
         scaling = [
-            best if n == useful else self._option(fitted, n, memory, best.recipe.lag)
+            best if n == useful else self._option(_apart(fitted, n, count), n, best.recipe.lag)
             for n in sorted({*counts, useful})
             if n % within == 0
         ]
-        return Plan(best, other, scaling, notes)
+        limit = usable(self.gpu.memory) if self.gpu else math.inf
+        fitting_rows = [option for option in scaling if (option.peak or 0) < limit]
+        if how:
+            notes.insert(0, f"{_gb(best.peak or 0)} of {_gb(limit)} {how}")
+        return Plan(best, other, fitting_rows, notes)
 
-    def _option(
-        self, recipe: Recipe, workers: int, memory: Memory | None, lag: int, fixed: bool = False
-    ) -> Option:
+    def _option(self, recipe: Recipe, workers: int, lag: int, fixed: bool = False) -> Option:
         self.progress.phase(f"simulating {workers} workers")
         sized = recipe if fixed else divided(recipe, workers, self.longest)
         sized = sized.model_copy(update={"lag": lag})
-        prediction = simulate(sized, workers, self.rates_of(sized, workers), self.longest)
-        return Option(sized, workers, prediction, memory.peak if memory else None)
+        samplers = sized.cluster.samplers
+        if not samplers:
+            prediction = simulate(sized, workers, self.rates_of(sized, workers), self.longest)
+        else:
+            rates = [self.rates_of(sized, n) for n in (workers - samplers, samplers)]
+            prediction = simulate_apart(sized, workers, rates[0], rates[1], self.longest)
+        return Option(sized, workers, prediction, self.memory(sized, workers))
+
+    def memory(self, recipe: Recipe, workers: int) -> dict[Role, float]:
+        """Bytes at the peak of each kind of worker. Rows of a plan that differ only in the number
+        of workers often need the same."""
+        placed = _of_workers(recipe, workers)
+        shards = recipe.cluster.sharding and (recipe.cluster.shard_within or workers)
+        batches = recipe.sampler.batch, recipe.learner.micro_batch, recipe.learner.micro_tokens
+        apart = recipe.cluster.samplers and (recipe.cluster.samplers, recipe.lag)
+        key = (*batches, shards, apart)
+        if key not in self._memory:
+            self.progress.phase("estimating memory")
+            try:
+                found = estimates(placed)
+            except UserError:
+                if self.gpu is not None:
+                    raise
+                found = {}  # a model of the user, measured on this machine
+            self._memory[key] = {role: float(m.peak) for role, m in found.items()}
+        return self._memory[key]
 
     def _smaller(self, option: Option) -> Recipe | None:
         """Half the batches."""
         batch = option.recipe.sampler.batch // 2
         return _sized(option.recipe, batch) if batch else None
 
-    def _fitting(self, count: int) -> tuple[Recipe, Memory | None, list[str]]:
-        """The recipe with batches and sharding for which a worker has the memory."""
+    def _fitting(self, count: int) -> tuple[Recipe, str]:
+        """The recipe with batches and sharding for which a worker has the memory, and how."""
         if self.gpu is None:
-            return self.recipe, None, []
+            return self.recipe, ""
         limit, name = usable(self.gpu.memory), self.gpu.name
-        self.progress.phase("estimating memory")
         tried = [self.recipe, *_sharded(self.recipe, count)]
-        found: list[Memory] = []
+        peaks: list[float] = []
         for recipe in tried:
-            found.append(memory := estimate(_of_workers(recipe, count)))
-            if memory.peak < limit:
+            sized = divided(recipe, min(count, self.samples), self.longest)
+            peaks.append(max(self.memory(sized, count).values()))
+            if peaks[-1] < limit:
                 kind = recipe.cluster.sharding
                 how = f'weights divided (cluster.sharding = "{kind}")' if kind else "whole weights"
-                return recipe, memory, [f"{_gb(memory.peak)} of {_gb(limit)} on a {name}: {how}"]
+                return recipe, f"on a {name}: {how}"
         for recipe in tried:
             try:
                 fitted = fitting.fit(_of_workers(recipe, count), self.gpu.memory, self.progress)
             except UserError:
                 continue
             smaller = fitting.with_settings(recipe, fitted.settings)
-            text = f"batches of the recipe need {_gb(found[0].peak)}; {' '.join(fitted.overrides)}"
-            return smaller, fitted.memory, [f"{text} fits a {name}"]
-        raise UserError(_nowhere(min(m.peak for m in found), self.gpu, count))
+            text = f"{' '.join(fitted.overrides)}; batches of the recipe need {_gb(peaks[0])}"
+            return smaller, f"on a {name} with {text}"
+        raise UserError(_nowhere(min(peaks), self.gpu, count))
 
 
 def _of_workers(recipe: Recipe, count: int) -> Recipe:
-    cluster = recipe.cluster.model_copy(update={"workers": count})
+    learners = count - recipe.cluster.samplers
+    cluster = recipe.cluster.model_copy(update={"workers": learners})
+    return recipe.model_copy(update={"cluster": cluster})
+
+
+def _apart(recipe: Recipe, count: int, planned: int) -> Recipe:
+    """With the same share of samplers in `count` workers as in those that are planned."""
+    if not (samplers := recipe.cluster.samplers):
+        return recipe
+    share = min(count - 1, max(1, round(samplers * count / planned)))
+    cluster = recipe.cluster.model_copy(update={"samplers": share})
     return recipe.model_copy(update={"cluster": cluster})
 
 
@@ -177,13 +228,15 @@ def divided(recipe: Recipe, workers: int, longest: int) -> Recipe:
     algorithm = build.algorithm(recipe)
     samples, batch = recipe.data.groups * algorithm.group, recipe.sampler.batch
     sized = recipe
-    if samples >= workers:
-        sized = _sized(recipe, _best(samples, workers, batch))
+    samplers = recipe.cluster.samplers
+    sampling, learners = samplers or workers, workers - samplers
+    if samples >= sampling:
+        sized = _sized(recipe, _best(samples, sampling, batch))
     if families.of(recipe).name == "flow":
         return sized
     mini = samples // algorithm.updates
     most = max(1, recipe.learner.micro_tokens // longest)
-    micro = _best(mini, min(workers, mini), min(most, mini)) * longest
+    micro = _best(mini, min(learners, mini), min(most, mini)) * longest
     learner = recipe.learner.model_copy(update={"micro_tokens": micro})
     return sized.model_copy(update={"learner": learner})
 

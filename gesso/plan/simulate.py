@@ -13,7 +13,7 @@ from gesso import build, clock, families
 from gesso.algorithms.base import Algorithm
 from gesso.cluster.placement import Placement
 from gesso.cluster.workers import Workers
-from gesso.config import Recipe, TokenModel
+from gesso.config import Cluster, Recipe, TokenModel
 from gesso.data.curriculum import stream_of
 from gesso.data.prompts import WeightedPrompts
 from gesso.loop import Loop
@@ -23,6 +23,7 @@ from gesso.track.progress import SILENT
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt
 
+SAMPLING = ("open", "sample", "decode", "receive", "wait for scores")
 MEASURED = 3  # the step that is reported; earlier ones fill the queue
 
 
@@ -93,6 +94,32 @@ def simulate(recipe: Recipe, workers: int, rates: Rates, longest: int) -> Predic
         waiting / (end - start),
         spans,
     )
+
+
+def simulate_apart(
+    recipe: Recipe, workers: int, training: Rates, sampling: Rates, longest: int
+) -> Prediction:
+    """With `cluster.samplers`: the samplers' part of a step and that of the workers that train,
+    each simulated alone. With lag they overlap."""
+    samplers = recipe.cluster.samplers
+    together = recipe.model_copy(update={"cluster": Cluster(), "lag": 0})
+    sampled = simulate(together, samplers, sampling, longest)
+    sharded = together.model_copy(update={"cluster": recipe.cluster})
+    trained = simulate(sharded, workers - samplers, training, longest)
+    seconds: dict[str, float] = defaultdict(float)
+    phases: list[float] = []  # of the samplers, of the others
+    for found, samples in ((sampled, True), (trained, False)):
+        spans = [s for s in found.spans if (s.phase in SAMPLING) == samples]
+        start = min(s.start for s in found.spans)
+        end = max((s.end for s in found.spans if s.phase in SAMPLING), default=start)
+        phases.append(end - start if samples else found.step - (end - start))
+        for span in spans:
+            if span.rank >= 0:
+                seconds[span.phase] += span.seconds
+    step = max(phases) if recipe.lag else sum(phases)
+    shares = {phase: value / workers / step for phase, value in seconds.items()}
+    waiting = sampled.waiting * sampled.step / step
+    return Prediction(step, sampled.evaluation, shares, 0.0 if recipe.lag else waiting, ())
 
 
 def load(recipe: Recipe, algorithm: Algorithm, longest: int) -> Load:

@@ -53,7 +53,8 @@ def data(plan: Plan, price: float) -> dict[str, Any]:
             "settings": option.settings,
             "step_s": p.step,
             "evaluation_s": p.evaluation,
-            "memory_gb": option.memory and option.memory / 1e9,
+            "memory_gb": option.peak and option.peak / 1e9,
+            "memory_gb_by_role": {role: size / 1e9 for role, size in option.memory.items()},
             "hours": option.hours,
             "cost": option.hours * option.workers * price,
             "shares": p.shares,
@@ -79,14 +80,14 @@ def _settings(option: Option) -> str:
 def _table(options: Sequence[Option], price: float, heading: str, label: Any) -> list[str]:
     names = [label(option) for option in options]
     width = max(len(heading), *(len(name) for name in names))
-    head = f"{heading:<{width}}  {'s/step':>8}  {'samples/s':>9}  {'GB':>5}  {'idle':>4}"
+    head = f"{heading:<{width}}  {'s/step':>8}  {'samples/s':>9}  {'GB':>9}  {'idle':>4}"
     lines = [f"{head}  {'hours':>7}  {'cost':>9}"]
     for name, option in zip(names, options, strict=True):
         p = option.prediction
-        memory = "" if option.memory is None else f"{option.memory / 1e9:.0f}"
+        memory = " + ".join(f"{size / 1e9:.3g}" for size in option.memory.values())
         cost = f"${option.hours * option.workers * price:,.0f}" if price else ""
         lines.append(
-            f"{name:<{width}}  {p.step:>8.2f}  {samples(option) / p.step:>9.2f}  {memory:>5}  "
+            f"{name:<{width}}  {p.step:>8.2f}  {samples(option) / p.step:>9.2f}  {memory:>9}  "
             f"{p.idle:>4.0%}  {option.hours:>7.1f}  {cost:>9}"
         )
     return lines

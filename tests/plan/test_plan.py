@@ -12,9 +12,9 @@ from gesso import build, cli, clock
 from gesso.config import Recipe
 from gesso.plan import gpus, tabulated, work
 from gesso.plan.measure import Measured
-from gesso.plan.planner import Planner, divided
+from gesso.plan.planner import Option, Planner, divided
 from gesso.plan.rates import Line, Rates
-from gesso.plan.simulate import simulate
+from gesso.plan.simulate import simulate, simulate_apart
 from gesso.plan.text import bound
 from gesso.types import UserError
 
@@ -47,6 +47,18 @@ def test_workers_divide_parts_and_micro_batches(recipe: Recipe) -> None:
     assert found.idle > 0.05
 
 
+def test_samplers_apart_overlap_only_with_lag(recipe: Recipe) -> None:
+    cluster = recipe.cluster.model_copy(update={"workers": 1, "samplers": 2})
+    apart = recipe.model_copy(update={"cluster": cluster})
+    sampling, training = 4 * 6.0, 32 * terms(recipe) * 0.25 + 2.0
+    found = simulate_apart(apart, 3, RATES, RATES, 0)
+    assert found.step == pytest.approx(sampling + training)
+    overlaps = simulate_apart(apart.model_copy(update={"lag": 1}), 3, RATES, RATES, 0)
+    assert overlaps.step == pytest.approx(max(sampling, training))
+    idle = 1 - (2 * sampling + training) / 3 / overlaps.step
+    assert overlaps.idle == pytest.approx(idle)
+
+
 def test_lag_hides_scoring_behind_the_update(recipe: Recipe) -> None:
     slow = Rates(sample=Line(0.1), update=Line(0.5), score=1.0)
     waits = simulate(recipe, 1, slow, 0)
@@ -58,7 +70,7 @@ def test_lag_hides_scoring_behind_the_update(recipe: Recipe) -> None:
 
 
 def bound_of(recipe: Recipe, rates: Rates) -> str:
-    return bound(Planner(recipe, lambda sized, count: rates, 0).plan(1).scaling[0])
+    return bound(Option(recipe, 1, simulate(recipe, 1, rates, 0), {}))
 
 
 def test_real_time_comes_back_after_a_simulation(recipe: Recipe) -> None:
@@ -153,6 +165,11 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--gpu", "h10"], 'did you mean "h100"?'),
         (["--gpu", "mine.toml"], "no such file"),
         (["--gpus", "0"], "--gpus expects 1 to 1024, got 0"),
+        (
+            ["cluster.workers=1", "cluster.samplers=2", "--gpus", "2"],
+            "--gpus 2 leaves none to train beside cluster.samplers = 2; use at least 3",
+        ),
+        (["cluster.workers=1", "cluster.samplers=1", "--measure"], "remove one of them"),
         (["--score-s", "-1"], "--score-s expects a number of at least 0, got -1"),
         (["--price", "nan"], "--price expects a number of at least 0, got nan"),
     ],
