@@ -23,6 +23,7 @@ from gesso.plan.planner import Planner
 from gesso.plan.rates import Line, Rates
 from gesso.ranks import Group
 from gesso.rollout import FlowTrace, Rollout
+from gesso.samplers.base import Piece
 from gesso.track.progress import SILENT
 from gesso.types import Prompt, Score
 from tests import real_size
@@ -94,7 +95,8 @@ def peak_of(work: Callable[[], object]) -> float:
 def test_a_sampler_and_a_learner_apart_meet_their_peaks() -> None:
     """Each alone, as in processes of their own."""
     apart = recipe("cluster.samplers=1", "learner.ema.every=1", "learner.micro_batch=12")
-    algorithm, found = build.algorithm(apart), []
+    algorithm = build.algorithm(apart)
+    found: list[Piece[FlowTrace]] = []
 
     def samples() -> object:
         model = build.model(apart)
