@@ -27,6 +27,29 @@ def check(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
     _check_groups(recipe, algorithm, where)
     _check_brakes(recipe, algorithm, where)
     _check_expect(recipe, where)
+    if recipe.partial:
+        _check_partial(recipe, algorithm, where)
+
+
+def _check_partial(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
+    """Responses continue over a change of weights: of language models, by our own decoder."""
+    name, engine = recipe.algorithm.name, recipe.sampler.engine
+    unsupported = {
+        f'requires a language model, but algorithm "{name}" is for flow models; remove it': (
+            algorithm.family == "flow"
+        ),
+        f'requires the built-in decoder, got sampler.engine = "{engine}"; remove one of them': (
+            engine != "built-in"
+        ),
+        f"requires lag of at least 2, the rounds of a response, got lag = {recipe.lag}": (
+            recipe.lag < 2
+        ),
+        f'does not support the greedy baseline of algorithm "{name}"; use another algorithm, such '
+        "as grpo": algorithm.greedy_spec() is not None,
+    }
+    for reason, applies in unsupported.items():
+        if applies:
+            raise UserError(f"{where}: partial = true {reason}")
 
 
 def _check_reactions(recipe: Recipe, algorithm: Algorithm, where: str) -> None:

@@ -221,7 +221,7 @@ class Loop:
             if pending is None:
                 self._note(
                     f"the checkpoint of step {step} has no weights to sample batch {ahead + 1} "
-                    f"with, as lag = {lag} was set later: newer weights are used"
+                    f"with, as lag = {lag} or partial was set later: newer weights are used"
                 )
                 return
             self._pending.append(pending)

@@ -225,6 +225,13 @@ class TokenPrompt:
     def __len__(self) -> int:
         return len(self.ids)
 
+    def followed_by(self, tokens: Tensor) -> TokenPrompt:
+        """With the first tokens of a response."""
+        import torch
+
+        ids, kinds = torch.cat([self.ids, tokens]), tokens.new_zeros(len(tokens))
+        return replace(self, ids=ids, kinds=torch.cat([self.kinds, kinds]))
+
 
 @dataclass(frozen=True)
 class TokenTrace:
@@ -237,10 +244,16 @@ class TokenTrace:
     tokens: Tensor  # (N, S) long
     mask: Tensor  # (N, S) bool: True on the response, contiguous from its first token
     cut: Tensor  # (N,) bool: truncated at the maximum length
+    versions: Tensor | None = None  # (N, S) long: of each token's weights; None: the rollout's
 
     def rows(self, index: Tensor) -> TokenTrace:
         return TokenTrace(
-            self.prompts, self.row[index], self.tokens[index], self.mask[index], self.cut[index]
+            self.prompts,
+            self.row[index],
+            self.tokens[index],
+            self.mask[index],
+            self.cut[index],
+            None if self.versions is None else self.versions[index],
         )
 
     @staticmethod
@@ -250,12 +263,14 @@ class TokenTrace:
         import torch
 
         distinct, starts = _distinct([p.prompts for p in pieces], len)
+        versions = [p.versions for p in pieces if p.versions is not None]
         return TokenTrace(
             distinct[0] if len(distinct) == 1 else [p for prompts in distinct for p in prompts],
             torch.cat([p.row + start for p, start in zip(pieces, starts, strict=True)]),
             widened([p.tokens for p in pieces]),
             widened([p.mask for p in pieces]),
             torch.cat([p.cut for p in pieces]),
+            widened(versions) if len(versions) == len(pieces) else None,
         )
 
 

@@ -35,6 +35,7 @@ from gesso.ranks import Group
 from gesso.rewards.transport import wire
 from gesso.rollout import Rollout, widened
 from gesso.samplers.base import Piece, Sampler
+from gesso.samplers.partial import Begun, options
 from gesso.timeline import recorder
 from gesso.track import bars
 from gesso.track.progress import Progress
@@ -250,6 +251,7 @@ class Worker(Exchanging, Saving):
     def open(
         self,
         packed: bytes,
+        *begun: bytes,
         key: str,
         step: int | None,
         row: Sequence[int],
@@ -257,6 +259,7 @@ class Worker(Exchanging, Saving):
         spec: Mapping[str, Any],
     ) -> dict[str, Any]:
         request = Request(step, read_prompts(packed), row, seeds, read_spec(spec))
+        request.begun = Begun.read(begun[0]) if begun else None
         request.shared = self.sampler.shared(request.prompts, request.spec)
         self.sampler.prepare(request.spec.weights)
         self.requests[key] = request
@@ -270,8 +273,9 @@ class Worker(Exchanging, Saving):
         others need it."""
         started, made = time.perf_counter(), 0
         request = self.requests[key]
+        prompts, row, seeds, begun = request.prompts, request.row, request.seeds, request.begun
         for piece in self.sampler.sample(
-            request.prompts, request.row, request.seeds, request.spec, request.shared, range(*only)
+            prompts, row, seeds, request.spec, request.shared, range(*only), **options(begun)
         ):
             if spare:
                 self.channel.send({"doing": self.doing})  # a sign of life
@@ -280,13 +284,16 @@ class Worker(Exchanging, Saving):
             name = f"{key}/{piece.index[0]}"
             bare = [replace(sample, prompt=NO_PROMPT) for sample in piece.samples]
             message = {"number": self.number, "piece": name, "index": piece.index}
-            if self.routes is None:
+            data = [wire.pack_samples(bare)]
+            if begun is not None and begun.limit:  # unfinished responses are not trained on
+                data.append(Begun(piece.responses, 0).pack())
+            elif self.routes is None:
                 without_images = [replace(sample, image=None, fps=None) for sample in piece.samples]
                 self.pieces[name] = replace(piece, samples=without_images)
             elif learner is not None:
                 parcel = self.routes.send(key, learner, tensors_of(piece), about(piece))
                 message["parcel"] = astuple(parcel)
-            self.channel.send(message, wire.pack_samples(bare))
+            self.channel.send(message, *data)
         return {"busy": 0.0 if spare else time.perf_counter() - started, "made": made}
 
     def describe(self, scores: bytes, **rollout: Any) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class Apart(Workers):
     def divide(self, processes: Processes) -> tuple[Processes, Processes]:
         self._end_thread()
         self._thread = ThreadPoolExecutor(1, "samplers")
-        self._jobs: dict[int, Future[None]] = {}  # by step
+        self._jobs: dict[int, Future[None]] = {}  # by step; a round of `partial` is −1
         self._drawn: dict[int, tuple[list[Prompt], Mapping[str, float]]] = {}  # to be sampled
         self._calls_of_step: dict[str, tuple[Call, int]] = {}  # with their versions, until trained
         self._unopened: set[str] = set()  # by learners
@@ -66,20 +66,34 @@ class Apart(Workers):
         self._jobs[batch.step] = self._thread.submit(batch.sample)
 
     def wait_for(self, batch: DriverBatch) -> None:
-        self._jobs.pop(batch.step).result()
+        if self.recipe.partial:
+            self._end_round()
+            self.flights.finish(batch.step)
+        else:
+            self._jobs.pop(batch.step).result()
+
+    def begin_round(self) -> None:
+        """It is sampled during the update."""
+        self._end_round()
+        assert self._thread is not None
+        self._jobs[-1] = self._thread.submit(self.flights.sample_round)
+
+    def _end_round(self) -> None:
+        if -1 in self._jobs:
+            self._jobs.pop(-1).result()
 
     def draw(self, step: int, groups: int | None) -> tuple[list[Prompt], Mapping[str, float]]:
         return self._drawn.pop(step, None) or super().draw(step, groups)
 
     def open(self, call: Call) -> None:
-        if call.request.step is not None:
+        if call.request.trained:
             key = call.content["key"]
             self._calls_of_step[key] = call, self._version
             self._unopened.add(key)
         super().open(call)
 
     def destination(self, request: Request) -> int | None:
-        if request.step is None:  # of an evaluation nothing is trained
+        if not request.trained:
             return None
         self._learner = (self._learner + 1) % self.processes.count
         return self._learner
@@ -122,7 +136,7 @@ class Apart(Workers):
                 firsts = [int(name.removeprefix(f"{key}/")) for name in lost if _of(name, key)]
                 parts = [part for part in call.parts if any(first in part for first in firsts)]
                 with self._sampling_with(version):
-                    self.ask("open", call.content, call.prompts)
+                    self.ask("open", call.content, *call.data)
                     count += sum(len(p.index) for p in self.deal(call.request, key, parts))
             seconds = clock.seconds() - started
             text = f"{count} samples of lost samplers were sampled again in {seconds:.1f} s"
@@ -148,7 +162,7 @@ class Apart(Workers):
         for key in dict.fromkeys(name.partition("/")[0] for name in pieces):
             if key in self._unopened:
                 call, _ = self._calls_of_step[key]
-                self.processes.all("open", call.content, call.prompts)
+                self.processes.all("open", call.content, *call.data)
                 self._unopened.remove(key)
         self._take(pieces)
         self._sent += sum(self._parcels.pop(name).size for name in pieces)

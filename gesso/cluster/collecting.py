@@ -15,6 +15,7 @@ from gesso import clock
 from gesso.rewards.transport.service import RewardService, Scoring
 from gesso.rollout import Rollout, widened
 from gesso.samplers.base import Piece
+from gesso.samplers.partial import Begun
 from gesso.timeline import recorder
 from gesso.track.progress import Progress
 from gesso.types import Prompt, ResponseSpec, Sample, SampleSpec, Score
@@ -32,6 +33,13 @@ class Request:
     step: int | None = None  # of training; None: an evaluation, scored with its rewards
     batch: int | None = None  # samples of a worker at a time; None: as in the recipe
     keep: Callable[[int, Sample], Sample] = lambda i, sample: sample  # of sample i, once scored
+    begun: Begun | None = None  # responses to continue
+
+    @property
+    def trained(self) -> bool:
+        """Whether its traces are trained on: not those of an evaluation or an unfinished
+        response."""
+        return self.step is not None and (self.begun is None or not self.begun.limit)
 
     def part(self, rows: Sequence[int], places: range) -> Request:
         """Of these prompts, the samples at these places of their groups, which are adjacent."""

@@ -15,6 +15,7 @@ from typing import Any
 from gesso.algorithms.base import Algorithm
 from gesso.cluster import collecting
 from gesso.cluster.collecting import PendingSamples, PendingStep, Request, Timing
+from gesso.cluster.flights import Flights
 from gesso.cluster.protocol import Batch, ScoresFailed
 from gesso.cluster.scores import reward_metrics
 from gesso.config import Recipe
@@ -83,6 +84,7 @@ class Driver(ABC):
         self.progress = progress
         self._queue: deque[DriverBatch] = deque()  # to be sampled, in order
         self._rollouts: dict[int, Rollout] = {}  # collected and not yet trained on, by step
+        self.flights = Flights(recipe.lag, self.generate, progress)  # with `partial`
         self._first_prompts = stream.state()
         self._changed = False  # whether the weights are newer than those published last
         scored = {reward.name for reward in rewards.rewards}  # none if the data gives the scores
@@ -141,7 +143,10 @@ class Driver(ABC):
         """Sampling and updating take turns in this process: a queued batch is sampled when the loop
         waits for a result, and at the latest before the next update."""
         batch = DriverBatch(self, step)
-        self.enqueue(batch)
+        if self.recipe.partial:
+            self.flights.begin(batch, *self._step_request(step, None, None))
+        else:
+            self.enqueue(batch)
         return batch
 
     def enqueue(self, batch: DriverBatch) -> None:
@@ -154,6 +159,12 @@ class Driver(ABC):
     def wait_for(self, batch: DriverBatch) -> None:
         """Until it is sampled."""
         self.sample_queued()
+        if self.recipe.partial:
+            self.flights.finish(batch.step)
+
+    def begin_round(self) -> None:
+        """With `partial`, before an update."""
+        self.flights.sample_round()
 
     def draw(self, step: int, groups: int | None) -> tuple[list[Prompt], Mapping[str, float]]:
         """The prompts of batch `step`, and metrics of how they were drawn."""
@@ -164,20 +175,31 @@ class Driver(ABC):
         self, step: int, groups: int | None = None, group: int | None = None
     ) -> PendingStep:
         """Batch `step`: `groups` prompts with `group` samples each; None: as in the recipe."""
-        prompts, drawn = self.draw(step, groups)
-        label = f"batch {step + 1}"
-        request = self._request(prompts, step, group or self.algorithm.group, ("sample",), label)
-        if group is not None:  # to measure
-            request = replace(request, keep=lambda i, sample: sample)
-        if group is None and self.algorithm.probe is not None:
-            request = request.part(range(len(prompts)), range(self.algorithm.probe))
-        pending = self._sample(request)
+        if group is None and step in self.flights.by_step:
+            flight = self.flights.by_step[step]
+            finished = replace(self._sample(flight.whole), started=flight.started)
+            return PendingStep(finished, None, flight.drawn)
+        request, drawn = self._step_request(step, groups, group)
+        pending, prompts = self._sample(request), request.prompts
         spec = self.algorithm.greedy_spec()
         if spec is None:
             return PendingStep(pending, None, drawn)
         rows, seeds = range(len(prompts)), [0] * len(prompts)
-        greedy = Request(prompts, rows, seeds, spec, f"{label}, greedy", step)
+        greedy = Request(prompts, rows, seeds, spec, f"{request.label}, greedy", step)
         return PendingStep(pending, self._sample(greedy), drawn)
+
+    def _step_request(
+        self, step: int, groups: int | None, group: int | None
+    ) -> tuple[Request, Mapping[str, float]]:
+        """Also returns metrics of how its prompts were drawn."""
+        prompts, drawn = self.draw(step, groups)
+        each, label = group or self.algorithm.group, f"batch {step + 1}"
+        request = self._request(prompts, step, each, ("sample",), label)
+        if group is not None:  # to measure
+            request = replace(request, keep=lambda i, sample: sample)
+        if group is None and self.algorithm.probe is not None:
+            request = request.part(range(len(prompts)), range(self.algorithm.probe))
+        return request, drawn
 
     def _request(
         self,
@@ -204,9 +226,8 @@ class Driver(ABC):
             raise StopRun(f'the weights "{request.spec.weights}" were not published to the sampler')
         pieces, step = self.generate(request), request.step or 0  # evaluations have other weights
         weights = {entry.label: entry.weight_at(step) for entry in self._entries}
-        return collecting.sample(
-            request, pieces, self._version, self.rewards, weights, self.progress
-        )
+        version = self._version if request.begun is None else request.begun.oldest
+        return collecting.sample(request, pieces, version, self.rewards, weights, self.progress)
 
     def finish(self, batch: DriverBatch) -> Batch:
         """Wait for the scores, drop samples without a score, replace flat groups."""
@@ -222,6 +243,8 @@ class Driver(ABC):
         metrics |= {f"reward/{name}/weight": rollout.weights[name] for name in ramped}
         if self.algorithm.probe is not None:
             metrics["ended_early"] = float(ended)
+        if self.recipe.partial:
+            metrics |= self.flights.by_step[batch.step].metrics()
         notes: list[str] = []
         rollout = self._without_failed(rollout, batch.step, notes)
         self._observe(rollout, batch.step)
@@ -320,6 +343,9 @@ class Driver(ABC):
 
     def update(self, batch: Batch, step: int, scales: Scales = UNSCALED) -> Update:
         self.sample_queued()  # with the weights before this update
+        if self.recipe.partial:
+            del self.flights.by_step[batch.step]
+            self.begin_round()
         self._changed = True
         update = self.train(self._rollouts.pop(batch.step), step, scales)
         update.metrics["cached"] = self.rewards.new_hits()
@@ -337,6 +363,8 @@ class Driver(ABC):
         self._changed = False
 
     def redraw(self, step: int, version: int) -> DriverBatch | None:
+        if self.recipe.partial:
+            return self.collect(step) if step in self.flights else None
         if not self.exchange(version):
             return None
         self._publish(self._sampled_with(version), version, ())
@@ -373,6 +401,7 @@ class Driver(ABC):
     def restore(self, folder: Path) -> None:
         self._changed = True
         self.load(folder)
+        self.flights.load(folder)
 
     def restart(self) -> None:
         """Replaces the workers by new ones, with the weights that a run begins with."""
@@ -382,6 +411,7 @@ class Driver(ABC):
         """As before the first step."""
         self._queue.clear()
         self._rollouts.clear()
+        self.flights.clear()
         self.stream.restore(self._first_prompts)
 
     def close(self) -> None:

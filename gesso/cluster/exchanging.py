@@ -15,6 +15,7 @@ from gesso.learner.learner import Learner
 from gesso.ranks import Group
 from gesso.rollout import FlowTrace, TokenTrace
 from gesso.samplers.base import Piece, Sampler
+from gesso.samplers.partial import Begun
 from gesso.types import Prompt, ResponseSpec, Sample, SampleSpec
 from gesso.weights.history import History
 from gesso.weights.publish import publish
@@ -29,6 +30,7 @@ class Request:
     row: Sequence[int]
     seeds: Sequence[int]
     spec: SampleSpec | ResponseSpec
+    begun: Begun | None = None  # responses to continue
     shared: Any = None  # of the sampler
 
 

@@ -14,6 +14,7 @@ from gesso.data.prompts import Stream
 from gesso.learner.learner import Learner, Update
 from gesso.rewards.transport.service import RewardService
 from gesso.rollout import Rollout
+from gesso.samplers import partial as partial_responses
 from gesso.samplers.base import Piece, Sampler
 from gesso.timeline import recorder
 from gesso.track.checkpoints import on_host, read_tensors, write_tensors
@@ -43,7 +44,9 @@ class Local(Driver):
     def generate(self, request: Request) -> Iterator[Piece]:
         self.sampler.weights.verify(self._publication)
         with sharing_cores(self.sampler.model.device, self.rewards.processes):
-            pieces = self.sampler.sample(request.prompts, request.row, request.seeds, request.spec)
+            more = partial_responses.options(request.begun)
+            prompts, row, seeds = request.prompts, request.row, request.seeds
+            pieces = self.sampler.sample(prompts, row, seeds, request.spec, **more)
             yield from recorder.each("sample", pieces)
 
     def describe(self, rollout: Rollout) -> dict[str, float]:
@@ -66,6 +69,7 @@ class Local(Driver):
         return self._history.exchange(self.learner.policy, version)
 
     def save(self, folder: Path) -> Writing | None:
+        self.flights.save(folder)
         state = self.learner.state() | self._history.state()
         if self.recipe.save.in_background(self.sampler.model.device.type):
             return InBackground(partial(write_tensors, folder, on_host(state)))

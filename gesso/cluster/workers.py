@@ -32,6 +32,7 @@ from gesso.rewards.transport import wire
 from gesso.rewards.transport.service import RewardService
 from gesso.rollout import Rollout
 from gesso.samplers.base import Piece, parts
+from gesso.samplers.partial import Begun
 from gesso.track.checkpoints import record_shards
 from gesso.track.progress import SILENT, Progress
 from gesso.track.writing import Writing
@@ -44,7 +45,7 @@ class Call:
 
     request: Request
     content: dict[str, Any]
-    prompts: bytes
+    data: Sequence[bytes]  # prompts, begun responses
     parts: Sequence[range]
 
 
@@ -81,7 +82,8 @@ class Samplers:
         batch = request.batch or self.recipe.sampler.batch
         cut = parts(request.row, batch, request.spec, request.prompts)
         prompts = pack_prompts(request.prompts, self.sampling.same_machine)
-        self.open(Call(request, call, prompts, cut))
+        begun = [] if request.begun is None else [request.begun.pack()]
+        self.open(Call(request, call, [prompts, *begun], cut))
         started = clock.seconds()
         yield from self.deal(request, key, cut)
         if request.step is None:
@@ -121,7 +123,7 @@ class Samplers:
                 self.sampled(name, message)
                 if name not in finished:
                     finished.add(name)
-                    yield self._piece(request, name, message.content["index"], message.data[0])
+                    yield self._piece(request, name, message.content["index"], message.data)
             else:
                 (group,) = (group for group in self._groups if message.rank in group)
                 if request.step is not None:
@@ -134,7 +136,7 @@ class Samplers:
 
     def open(self, call: Call) -> None:
         """Announces a call, parts of which follow."""
-        self.ask("open", call.content, call.prompts)
+        self.ask("open", call.content, *call.data)
 
     def ask(self, task: str, content: Mapping[str, Any], *data: bytes) -> None:
         """All samplers do it."""
@@ -151,13 +153,15 @@ class Samplers:
     def sampled(self, name: str, message: Message) -> None:
         self._owners[name] = message.rank
 
-    def _piece(self, request: Request, name: str, index: list[int], packed: bytes) -> Piece:
+    def _piece(self, request: Request, name: str, index: list[int], data: Sequence[bytes]) -> Piece:
+        packed, *begun = data
         samples = [
             replace(sample, prompt=request.prompts[request.row[i]])
             for i, sample in zip(index, read_samples(packed), strict=True)
         ]
         trace: Any = RemoteTrace([name], [(name, i) for i in range(len(index))])
-        return Piece(index, samples, trace, torch.empty(len(index), 0))
+        responses = Begun.read(begun[0]).responses if begun else ()
+        return Piece(index, samples, trace, torch.empty(len(index), 0), responses)
 
     def forget(self, step: int | None) -> None:
         """The pieces of a step, or of an evaluation."""
@@ -267,6 +271,7 @@ class Workers(Samplers, Driver):
         same_weights([answer["digest"] for answer in answers], version)
 
     def save(self, folder: Path) -> Writing:
+        self.flights.save(folder)
         copied = copies.are_needed(self.processes, folder)
         if copied and self.recipe.cluster.sharding == "all":
             raise StopRun(

@@ -293,6 +293,10 @@ class Recipe(Strict):
     lag: int = Field(0, ge=0, le=MAX_LAG)
     """How many updates old samples are: with k, batch i + k is scored, and sampled if
     `cluster.samplers` is set, during the update of batch i. 0: on-policy."""
+    partial: bool = False
+    """Language models, `lag` of at least 2: responses are sampled in rounds of `max_tokens / lag`
+    tokens, one per update, and continue with the new weights. A long response does not hold up a
+    round. Every token keeps its log-prob and the version of its weights."""
     max_failed: float = Field(0.2, ge=0, le=1)
     """Maximum fraction of a batch's scores that may fail before the run stops."""
     on_symptom: Annotated[dict[str, Reaction], BeforeValidator(_reactions)] = Field({})

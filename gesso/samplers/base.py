@@ -24,6 +24,7 @@ class Piece(Generic[Trace]):
     samples: list[Sample]  # n
     trace: Trace
     logp: Tensor  # (n, S)
+    responses: Sequence[Any] = ()  # n `PartialResponse`s, of a call that continues some
 
 
 def parts(

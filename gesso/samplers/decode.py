@@ -29,6 +29,7 @@ from gesso.rollout import Rollout, TokenPrompt, TokenTrace
 from gesso.samplers import responses
 from gesso.samplers.base import Piece, parts
 from gesso.samplers.drawing import drawn, drawn_from_raw
+from gesso.samplers.partial import Begun
 from gesso.samplers.responses import Response, ResponseRequest
 from gesso.samplers.slots import SlotCache
 from gesso.types import Prompt, ResponseSpec, Which
@@ -71,21 +72,23 @@ class DecodingSampler:
         spec: ResponseSpec,
         shared: Sequence[TokenPrompt] | None = None,
         only: range | None = None,
+        begun: Begun | None = None,
     ) -> Iterator[Piece[TokenTrace]]:
-        """One response to prompts[row[i]] from seeds[i] for every i, in pieces as they finish."""
+        """One response to prompts[row[i]] from seeds[i] for every i, in pieces as they finish.
+        `begun`: their tokens so far (`partial.py`)."""
         encoded = shared or self.shared(prompts, spec)
         cut = [range(len(seeds))] if self.continuous else parts(row, self.batch, spec)
         with self.model.policy.folded(soon=spec.weights):
             for part in [only] if only else cut:
-                request = ResponseRequest(prompts, encoded, row, seeds, part)
+                request = ResponseRequest(prompts, encoded, row, seeds, part, begun)
                 yield from self._pieces(request, spec)
 
     def _pieces(self, request: ResponseRequest, spec: ResponseSpec) -> Iterator[Piece[TokenTrace]]:
         kind = _FixedShapeDecoding if self.model.device.type == "cuda" else _Decoding
         rows, seeds = request.rows_and_seeds
-        decoding = kind(self, request.encoded, rows, seeds, spec)
+        decoding = kind(self, request.encoded, rows, seeds, spec, request.begun_here)
         prepared = self.model.generating(spec.weights)
-        while decoding.unfinished:
+        while decoding.unfinished or decoding.finished:
             # Both contexts end before the piece is yielded: they must not apply to the caller.
             with torch.no_grad(), prepared():
                 finished = decoding.advance(responses.piece_size(self.batch))
@@ -109,11 +112,13 @@ class _Buffers:
         self.logp = zeros(slots, longest, dtype=torch.float32)
         self.uniform = zeros(slots, longest, dtype=torch.float64)
         self.count = zeros(slots)  # tokens sampled
+        self.limit = zeros(slots)  # tokens at which it leaves the slot
         self.last = zeros(slots)  # next input token
         self.position = zeros(slots)  # position of that token
 
     def move(self, source: int, target: int) -> None:
-        for buffer in (self.tokens, self.logp, self.uniform, self.count, self.last, self.position):
+        numbers = (self.count, self.limit, self.last, self.position)
+        for buffer in (self.tokens, self.logp, self.uniform, *numbers):
             buffer[target] = buffer[source]
 
 
@@ -128,18 +133,36 @@ class _Decoding:
         row: Sequence[int],
         seeds: Sequence[int],
         spec: ResponseSpec,
+        begun: Begun | None = None,
     ) -> None:
         self.sampler, self.model = sampler, sampler.model
-        self.prompts, self.row, self.seeds, self.spec = prompts, row, seeds, spec
+        self.prompts, self.row, self.seeds, self.spec = list(prompts), list(row), seeds, spec
+        self.begun = begun
+        self.longest = max(map(len, prompts)) + spec.max_tokens
         slots = min(sampler.batch, len(seeds))
         self.waiting = deque(range(len(seeds)))
         self.free = list(range(slots))
         self.running: dict[int, int] = {}  # slot → sample
         self.finished: list[Response] = []
-        self.pending = Counter(row)  # prompt → number of its waiting samples
+        if begun is not None:
+            self._resume(begun)
+        self.pending = Counter(self.row[i] for i in self.waiting)  # prompt → its waiting samples
         self.prefilled: dict[int, PrefilledPrompt] = {}  # prompts with waiting samples
         self.buffers = _Buffers(slots, spec.max_tokens, self.model.device)
         self.cache: SlotCache | None = None  # created with the first prompt, which gives the shape
+
+    def _resume(self, begun: Begun) -> None:
+        """The prompt of a begun response includes its tokens so far."""
+        for i, so_far in enumerate(begun.responses):
+            if so_far.done:
+                cut = int(so_far.tokens[-1]) not in self.model.end
+                tokens, logp, versions = (t.to(self.model.device) for t in so_far.tensors)
+                self.finished.append(Response(i, tokens, logp, cut, True, versions))
+                self.waiting.remove(i)
+            elif len(so_far.tokens):
+                prompt = self.prompts[self.row[i]]
+                self.row[i] = len(self.prompts)
+                self.prompts.append(prompt.followed_by(so_far.tokens))
 
     @property
     def unfinished(self) -> bool:
@@ -173,9 +196,22 @@ class _Decoding:
         uniform = torch.stack([_uniform(self.seeds[i], self.spec.max_tokens) for i in samples])
         buffers.uniform[at] = uniform.to(self.model.device)
         buffers.count[at] = 0
+        buffers.limit[at] = self.spec.max_tokens
+        if self.begun is not None:
+            self._restore(slots, samples, self.begun)
         buffers.position[at] = self._index([prompt.position - 1 for prompt in prompts])
         self._release(rows)
         self._begin(slots, torch.stack([prompt.state for prompt in prompts]))
+
+    def _restore(self, slots: list[int], samples: list[int], begun: Begun) -> None:
+        """The tokens that begun responses already have."""
+        for slot, i in zip(slots, samples, strict=True):
+            tokens, logp, _ = begun.responses[i].tensors
+            count = len(tokens)
+            self.buffers.tokens[slot, :count] = tokens.to(self.model.device)
+            self.buffers.logp[slot, :count] = logp.to(self.model.device)
+            self.buffers.count[slot] = count
+            self.buffers.limit[slot] = min(count + begun.limit, self.spec.max_tokens)
 
     def _begin(self, slots: list[int], states: Tensor) -> None:
         """Samples the first tokens of responses from the last states of their prompts."""
@@ -190,8 +226,7 @@ class _Decoding:
             self.sampler.prefilled_prompts += len(some)
 
     def _new_cache(self, like: PrefilledPrompt) -> SlotCache:
-        longest = max(map(len, self.prompts)) + self.spec.max_tokens
-        capacity = -(-longest // 64) * 64  # a multiple that CUDA kernels prefer
+        capacity = -(-self.longest // 64) * 64  # a multiple that CUDA kernels prefer
         return SlotCache(like, len(self.buffers.count), capacity)
 
     def _release(self, rows: list[int]) -> None:
@@ -241,14 +276,21 @@ class _Decoding:
         buffers.last[at] = tokens
         buffers.position[at] += 1
         buffers.count[at] = count + 1
-        ids, lengths = torch.stack([tokens, count + 1]).tolist()
-        for slot, token, length in zip(slots, ids, lengths, strict=True):
-            if token in self.model.end or length == spec.max_tokens:
+        ids, lengths, limits = torch.stack([tokens, count + 1, buffers.limit[at]]).tolist()
+        for slot, token, length, limit in zip(slots, ids, lengths, limits, strict=True):
+            if token in self.model.end or length == limit:
                 self._leave(slot, length, cut=token not in self.model.end)
 
     def _leave(self, slot: int, length: int, cut: bool) -> None:
         tokens, logp = self.buffers.tokens[slot, :length], self.buffers.logp[slot, :length]
-        self.finished.append(Response(self.running.pop(slot), tokens.clone(), logp.clone(), cut))
+        i = self.running.pop(slot)
+        versions = None
+        if self.begun is not None:
+            versions = self.begun.responses[i].versions.to(self.model.device)
+            more = versions.new_full((length - len(versions),), self.sampler.weights.version)
+            versions = torch.cat([versions, more])
+        done = not cut or length == self.spec.max_tokens
+        self.finished.append(Response(i, tokens.clone(), logp.clone(), cut, done, versions))
         self.free.append(slot)
 
     def _index(self, numbers: list[int]) -> Tensor:
@@ -307,7 +349,7 @@ class _FixedShapeDecoding(_Decoding):
         buffers.last.copy_(torch.where(runs, tokens, buffers.last))
         buffers.position += runs
         buffers.count += runs
-        ends = torch.isin(tokens, self.end) | (buffers.count == spec.max_tokens)
+        ends = torch.isin(tokens, self.end) | (buffers.count == buffers.limit)
         self.idle |= ends
         self.report.copy_(torch.stack([torch.where(self.idle, buffers.count, 0), buffers.last]))
         self.state.copy_(self._forward())

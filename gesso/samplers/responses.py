@@ -14,6 +14,7 @@ from gesso.formulas import diversity
 from gesso.models.tokens.base import TokenModel
 from gesso.rollout import Rollout, TokenPrompt, TokenTrace
 from gesso.samplers.base import Piece
+from gesso.samplers.partial import Begun, PartialResponse
 from gesso.types import Prompt, Sample
 
 
@@ -22,7 +23,9 @@ class Response:
     index: int  # of the sample in the request's range
     tokens: Tensor  # (s,)
     logp: Tensor  # (s,)
-    cut: bool
+    cut: bool  # does not end with an id of `end`
+    done: bool = True
+    versions: Tensor | None = None  # (s,), if it may be continued
 
 
 @dataclass(frozen=True)
@@ -34,10 +37,18 @@ class ResponseRequest:
     row: Sequence[int]
     seeds: Sequence[int]
     index: range
+    begun: Begun | None = None
 
     @property
     def rows_and_seeds(self) -> tuple[list[int], list[int]]:
         return [self.row[i] for i in self.index], [self.seeds[i] for i in self.index]
+
+    @property
+    def begun_here(self) -> Begun | None:
+        """Those of the range."""
+        if self.begun is None:
+            return None
+        return Begun([self.begun.responses[i] for i in self.index], self.begun.limit)
 
     def piece(self, responses: Sequence[Response], model: TokenModel) -> Piece[TokenTrace]:
         device = model.device
@@ -50,6 +61,7 @@ class ResponseRequest:
             tokens=tokens,
             mask=torch.arange(tokens.shape[1], device=device) < lengths[:, None],
             cut=torch.tensor([response.cut for response in responses], device=device),
+            versions=None if self.begun is None else _padded([r.versions for r in responses]),
         )
         ids = tokens.tolist()
         texts = [model.decode(row[: len(r.tokens)]) for row, r in zip(ids, responses, strict=True)]
@@ -58,7 +70,18 @@ class ResponseRequest:
             for i, r, text in zip(index, responses, texts, strict=True)
         ]
         logp = pad_sequence([response.logp for response in responses], batch_first=True)
-        return Piece(index, samples, trace, logp)
+        partial = [] if self.begun is None else [_partial(r) for r in responses]
+        return Piece(index, samples, trace, logp, partial)
+
+
+def _padded(versions: Sequence[Tensor | None]) -> Tensor:
+    return pad_sequence([each for each in versions if each is not None], batch_first=True)
+
+
+def _partial(response: Response) -> PartialResponse:
+    assert response.versions is not None
+    tokens, logp, versions = response.tokens, response.logp, response.versions
+    return PartialResponse(tokens.cpu(), logp.cpu(), versions.cpu(), response.done)
 
 
 def encode_prompts(model: TokenModel, prompts: Sequence[Prompt]) -> list[TokenPrompt]:

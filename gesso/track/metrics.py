@@ -136,6 +136,10 @@ METRICS = {
     "update/lr": Metric("Learning rate of the last optimizer step."),
     "health": Metric("Kinds of active health warnings.", "[]"),
     "age": Metric("Updates between sampling and training.", "0, or up to `lag`."),
+    "age/mean": Metric(
+        "With `partial`: mean age of the tokens; `age` is the oldest.", "1 to `lag`."
+    ),
+    "age/continued": Metric("With `partial`: share of responses over a change of weights."),
     "refilled": Metric(
         "Groups resampled in place of flat ones, with `refills`.", "Below `data.groups`."
     ),
