@@ -372,6 +372,27 @@ MUTANTS = [
         "tests/formulas/test_advantages.py -k extremes",
     ),
     Mutant(
+        "continued-tokens-have-the-first-version",
+        "gesso/samplers/decode.py",
+        "more = versions.new_full((length - len(versions),), self.sampler.weights.version)",
+        "more = versions.new_full((length - len(versions),), 0)",
+        "tests/cluster/test_partial.py -k tokens_after_a_swap",
+    ),
+    Mutant(
+        "continued-responses-restart-their-seed",
+        "gesso/samplers/decode.py",
+        "self.buffers.count[slot] = count",
+        "self.buffers.count[slot] = 0",
+        "tests/cluster/test_partial.py -k tokens_after_a_swap",
+    ),
+    Mutant(
+        "resumed-responses-begin-again",
+        "gesso/cluster/flights.py",
+        "restored = self._restored.pop(batch.step, new)",
+        "restored = new",
+        "tests/cluster/test_partial.py -k resumed_run",
+    ),
+    Mutant(
         "samplers-lack-a-copy-of-later-steps",
         "gesso/cluster/driver.py",
         "steps = range(version, version + self.recipe.lag + 1)",

@@ -8,6 +8,7 @@ steps alone, not on time. Checkpoints have the responses so far: a resumed run c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -142,7 +143,7 @@ class Flights:
         assert isinstance(spec, ResponseSpec)
         begun = [flight.responses[i] for flight, i in places]
         seeds = [flight.request.seeds[i] for flight, i in places]
-        limit = -(-spec.max_tokens // self.rounds)
+        limit = math.ceil(spec.max_tokens / self.rounds)
         label = f"the next {limit} tokens of batches {flights[0].batch.step + 1} and later"
         step = flights[0].batch.step
         return Round(

@@ -76,7 +76,7 @@ class Family(Protocol):
         """Raises for requirements that this machine does not meet. May import torch."""
 
     def notes(self, recipe: Recipe, algorithm: Algorithm) -> list[str]:
-        """Notes about settings that are valid but slow."""
+        """Notes about settings that are valid but slow, or unusual."""
 
     def fit(
         self, recipe: Recipe, algorithm: Algorithm, model: Any, data: LoadedData, progress: Progress

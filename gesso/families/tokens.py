@@ -113,7 +113,13 @@ class TokenFamily:
             vllm.check_installed()
 
     def notes(self, recipe: Recipe, algorithm: Algorithm) -> list[str]:
-        return []  # micro-batches are packed by tokens
+        if not recipe.partial:
+            return []  # micro-batches are packed by tokens
+        tokens = math.ceil(token_checks.max_tokens(recipe, algorithm) / recipe.lag)
+        return [
+            f"partial: responses get up to {tokens} tokens per update, and unfinished ones "
+            f"continue with the new weights; a token is at most {recipe.lag} updates old"
+        ]
 
     def fit(
         self,
