@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection, wait
 from signal import Signals
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gesso.quiet import quiet
@@ -46,6 +47,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     with quiet():
         for name in (*forked.NEEDED, *OFTEN_USED):
             importlib.import_module(name)
+        _read_once()
     gc.freeze()  # garbage collection skips them
     config._tmp_path_factory.getbasetemp()  # type: ignore[attr-defined]  # they share it
     files = [[*items] for _, items in itertools.groupby(session.items, lambda item: item.path)]
@@ -58,6 +60,14 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
             child.kill()
             child.join()
     return True
+
+
+def _read_once() -> None:
+    """The first OCR of a process imports more than a second's worth."""
+    from gesso.rewards.image import ocr
+
+    ocr.Ocr(detect=False).read(np.zeros((32, 96, 3), np.uint8))
+    ocr._engine.cache_clear()  # processes create their own
 
 
 Children = dict[Connection, Any]
