@@ -37,7 +37,6 @@ from gesso.cluster.routes import Routes
 from gesso.cluster.workers import start
 from gesso.config import Recipe
 from gesso.track.progress import Progress
-from gesso.weights.publish import digest
 
 BALANCED = ["data.groups=6", "algorithm.updates=1", "sampler.batch=24"]
 CHEAP = [{"name": "jpeg-compressibility"}]
@@ -58,21 +57,19 @@ def _rank(rank: int, store: str, gigabytes: float) -> None:
     )
     routes = Routes.open(rank, torch.device("cpu"), 1, 2)
     copies = {"current": weights_of(gigabytes, rank)}
-    seconds, size = [], 0
+    seconds: list[float] = []
     for _ in range(ROUNDS + 1):  # the first one is not counted
         distributed.barrier()
         started = time.perf_counter()
-        size = routes.broadcast(copies)  # type: ignore[arg-type]
-        seconds.append(time.perf_counter() - started)
-    started = time.perf_counter()
-    found = digest(copies)  # type: ignore[arg-type]
-    hashed = time.perf_counter() - started
+        move = routes.receive_weights if rank else routes.send_weights
+        found = move(copies).answer()  # type: ignore[arg-type]
+        seconds.append(found["seconds"])
+        total = time.perf_counter() - started
     if rank == 1:
-        rate = size / 1e9 / median(seconds[1:])
-        print(f"{size / 1e9:.2f} GB in {median(seconds[1:]):.2f} s: {rate:.2f} GB/s (aim 1)")
-        print(f"digest of one side: {hashed:.2f} s ({found})", flush=True)
-    else:
-        print(f"digest of the other: {found}", flush=True)
+        size, taken = found["bytes"] / 1e9, median(seconds[1:])
+        print(f"{size:.2f} GB in {taken:.2f} s: {size / taken:.2f} GB/s (aim 1)")
+        print(f"with the digests of both sides: {total:.2f} s", flush=True)
+    print(f"digest of rank {rank}: {found['digest']}", flush=True)
     distributed.barrier()
 
 

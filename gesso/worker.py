@@ -164,6 +164,7 @@ class Worker(Exchanging, Saving):
         self.rank = rank
         self.progress: Progress = _Reported(self.channel)
         self.recipe: Recipe = build.recipe_from(recipe)
+        divided = self.recipe.cluster.sharding == "all"
         if rank >= count - samplers:
             self.recipe = undivided(self.recipe)
         self.algorithm = build.algorithm(self.recipe)
@@ -185,17 +186,18 @@ class Worker(Exchanging, Saving):
         learners = count - samplers
         self.routes = Routes.open(rank, device, learners, count) if samplers else None
         group = distributed.new_group(range(learners)) if samplers else None
+        # Checkpoints are written while the other groups are used to train.
+        self.writers = distributed.new_group(range(learners), backend="gloo") if divided else None
         if rank < learners:
             self.group = _ReportingGroup(self, self.recipe.cluster.sharding is not None, group)
             self.algorithm, self.learner = build.learner(
                 self.recipe, self.algorithm, self.model, self.progress, self.group
             )
             self.history = History(self.recipe.lag)
-            # Checkpoints are written while the default group is used to train.
-            self.writers = distributed.new_group(backend="gloo") if self.learner.sharded else None
         else:  # a critic changes how the model is run
             self.algorithm, _ = build.add_critic(self.recipe, self.algorithm, self.model)
-        self.sampler = self._sampler(rank < learners and samplers > 0)
+        self.only_trains = rank < learners and samplers > 0
+        self.sampler = self._sampler()
         self.doing = "connecting to the other workers"
         if rank < learners:  # NCCL connects in the first collective
             self.group.sum([torch.zeros(1, device=device)])
@@ -203,9 +205,9 @@ class Worker(Exchanging, Saving):
             keep_freed_memory()
         return {"layout": layout(self.model.policy.tensors())}
 
-    def _sampler(self, only_trains: bool) -> Sampler:
+    def _sampler(self) -> Sampler:
         if self.recipe.sampler.engine == "vllm":
-            if only_trains:  # without an engine; it encodes prompts and describes samples
+            if self.only_trains:  # without an engine; it encodes prompts and describes samples
                 return build.built_in_sampler(self.recipe, self.model)
             self.progress.phase(f"starting {self.recipe.sampler.engine}")
         return build.sampler(self.recipe, self.algorithm, self.model)
@@ -261,7 +263,8 @@ class Worker(Exchanging, Saving):
         request = Request(step, read_prompts(packed), row, seeds, read_spec(spec))
         request.begun = Begun.read(begun[0]) if begun else None
         request.shared = self.sampler.shared(request.prompts, request.spec)
-        self.sampler.prepare(request.spec.weights)
+        if not self.only_trains:  # or it would gather sharded weights
+            self.sampler.prepare(request.spec.weights)
         self.requests[key] = request
         return {}
 

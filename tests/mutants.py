@@ -1245,6 +1245,13 @@ MUTANTS = [
         "tests/cluster/test_workers.py -k sharding_all",
     ),
     Mutant(
+        "shard-buckets-pile-up",
+        "gesso/cluster/routes.py",
+        "            del whole  # before the next bucket is gathered\n",
+        "",
+        "tests/weights/test_sharding.py -k bucket_by_bucket",
+    ),
+    Mutant(
         "shard-spare-passes",
         "gesso/ranks.py",
         "max(dealt) - len(mine) if ranks.in_step else 0",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -89,20 +88,16 @@ class Exchanging:
         return {"held": self.history.exchange(self.learner.policy, version)}
 
     def publish(self, copies: Sequence[Any], version: int, kept: Sequence[Any]) -> dict[str, Any]:
-        """The first rank sends the weights to the samplers apart."""
+        """The ranks send the weights to the samplers apart."""
         self.learner.policy.release()
         publication = publish(self.learner.policy, copies, version)
         self.history.add(publication, kept)
         self.sampler.accept(publication)
         self.sampler.weights.verify(publication)
-        compared = self.routes is not None or self.group.count > 1
-        compared = compared and self.recipe.cluster.sharding != "all"
-        answer = {"digest": publication.digest if compared else "", "bytes": 0, "seconds": 0.0}
-        if self.routes is not None and self.group.rank == 0:
-            started = time.perf_counter()
-            answer["bytes"] = self.routes.broadcast(publication.copies)
-            answer["seconds"] = time.perf_counter() - started
-        return answer
+        if self.routes is not None:
+            return self.routes.send_weights(publication.copies).answer()
+        compared = self.group.count > 1 and self.recipe.cluster.sharding != "all"
+        return {"digest": publication.digest if compared else ""}
 
     def leave_out(self, left: Sequence[int]) -> dict[str, Any]:
         """A sampler is lost; weights go to those that are left."""
@@ -118,9 +113,9 @@ class Exchanging:
             if which != "current" and which not in policy.copies:
                 policy.snapshot(which)
         publication = publish(policy, copies, version)
-        self.routes.broadcast(publication.copies)
+        answer = self.routes.receive_weights(publication.copies).answer()
         self.sampler.accept(publication)
-        return {"digest": publication.digest}
+        return answer
 
 
 def about(piece: Piece) -> list[Any]:

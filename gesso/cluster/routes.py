@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +20,15 @@ import torch
 from torch import Tensor, distributed
 
 from gesso.types import Weights, Which
+from gesso.weights.copies import same_memory
+from gesso.weights.publish import Digest, in_order
+from gesso.weights.shards import gathered
 
 BUCKET = 64 * 2**20
 """Bytes of small tensors that are sent at once."""
 WEIGHTS = 0
 """Tag of weights; parcels have others."""
+Named = tuple[Which, str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,29 @@ class Parcel:
     @property
     def size(self) -> int:
         return self.header + self.body
+
+
+class Travelled:
+    """Weights that were sent or received. Both sides hash a bucket at the same time."""
+
+    def __init__(self) -> None:
+        self._digest = Digest()
+        self.bytes = 0
+        self.seconds = 0.0  # without those for the digest
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - started
+
+    def add(self, bucket: Sequence[Named]) -> None:
+        for which, name, tensor in bucket:
+            self.bytes += tensor.nbytes
+            self._digest.add(which, name, tensor)
+
+    def answer(self) -> dict[str, Any]:
+        return {"digest": str(self._digest), "bytes": self.bytes, "seconds": self.seconds}
 
 
 @dataclass
@@ -67,26 +96,29 @@ class Routes:
         weights = distributed.new_group([0, *range(learners, count)])
         return Routes(rank, device, weights, distributed.new_group(backend="gloo"))
 
-    @property
-    def only_samples(self) -> bool:
-        return self.rank > 0 and distributed.get_rank(self.weights) > 0
+    def send_weights(self, copies: Mapping[Which, Weights]) -> Travelled:
+        """Every learner calls it. Only the first one sends; of sharded tensors all gather those of
+        one bucket at a time."""
+        travelled = Travelled()
+        for bucket in buckets(list(in_order(copies))):
+            with travelled.timed():
+                whole = [(which, name, gathered(tensor)) for which, name, tensor in bucket]
+                if self.rank == 0:
+                    self._spread(_joined(whole))
+            travelled.add(whole)
+            del whole  # before the next bucket is gathered
+        return travelled
 
-    def broadcast(self, copies: Mapping[Which, Weights]) -> int:
-        """The values of the first learner, in the tensors of every sampler; returns the bytes."""
-        tensors = [
-            tensor for _, named in sorted(copies.items()) for _, tensor in sorted(named.items())
-        ]
-        for bucket in buckets(tensors):
-            if len(bucket) == 1 and bucket[0].is_contiguous():
-                self._spread(_bytes(bucket[0]))
-                continue
-            flat = torch.cat([_bytes(tensor.contiguous()) for tensor in bucket])
-            self._spread(flat)
-            if self.rank > 0:
-                parts = flat.split([tensor.nbytes for tensor in bucket])
-                for tensor, part in zip(bucket, parts, strict=True):
-                    tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
-        return sum(tensor.nbytes for tensor in tensors)
+    def receive_weights(self, copies: Mapping[Which, Weights]) -> Travelled:
+        """The values of the first learner, in the tensors of this sampler."""
+        travelled = Travelled()
+        for bucket in buckets(list(in_order(copies))):
+            with travelled.timed():
+                flat = _joined(bucket)
+                self._spread(flat)
+                _write(flat, bucket)
+            travelled.add(bucket)
+        return travelled
 
     def _spread(self, buffer: Tensor) -> None:
         """A group needs all its members. Without one of them, the first learner sends to each of
@@ -140,14 +172,16 @@ class Routes:
             sending.wait()
 
 
-def buckets(tensors: Sequence[Tensor], size: int = BUCKET) -> Iterator[list[Tensor]]:
+def buckets(tensors: Sequence[Named]) -> Iterator[list[Named]]:
     """Small tensors together, large ones alone, in order."""
-    bucket: list[Tensor] = []
-    for tensor in tensors:
-        if bucket and sum(t.nbytes for t in bucket) + tensor.nbytes > size:
+    bucket: list[Named] = []
+    size = 0
+    for named in tensors:
+        if bucket and size + named[2].nbytes > BUCKET:
             yield bucket
-            bucket = []
-        bucket.append(tensor)
+            bucket, size = [], 0
+        bucket.append(named)
+        size += named[2].nbytes
     if bucket:
         yield bucket
 
@@ -156,6 +190,24 @@ def layout(weights: Weights) -> str:
     """Digest of names, dtypes and shapes: ranks that exchange weights must agree on them."""
     rows = [[name, str(t.dtype), list(t.shape)] for name, t in sorted(weights.items())]
     return hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
+
+
+def _joined(bucket: Sequence[Named]) -> Tensor:
+    """All bytes; of one tensor without a copy."""
+    tensors = [tensor for _, _, tensor in bucket]
+    if len(tensors) == 1 and tensors[0].is_contiguous():
+        return _bytes(tensors[0])
+    return torch.cat([_bytes(tensor.contiguous()) for tensor in tensors])
+
+
+def _write(flat: Tensor, bucket: Sequence[Named]) -> None:
+    """The reverse of `_joined`, in place."""
+    tensors = [tensor for _, _, tensor in bucket]
+    if same_memory(flat, tensors[0]):
+        return
+    parts = flat.split([tensor.nbytes for tensor in tensors])
+    for tensor, part in zip(tensors, parts, strict=True):
+        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -87,7 +87,6 @@ def check_samplers(recipe: Recipe, where: str) -> None:
             "for instance to 1"
         )
     unsupported = {
-        'cluster.sharding = "all"': cluster.sharding == "all",
         f"cluster.shard_within = {cluster.shard_within}": cluster.shard_within is not None,
         "sampler.vllm.tensor_parallel above 1": recipe.sampler.vllm.tensor_parallel > 1,
         'sampler.engine = "data", which samples nothing': recipe.sampler.engine == "data",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gesso.weights.shards import is_sharded, whole
+from gesso.weights.shards import gathered
 from gesso.weights.trainable import ADAPTER
 
 SHARD = "5GB"
@@ -45,10 +45,10 @@ def plain_tensors(
             layer, is_base, suffix = name.rpartition(".base_layer.")
             if is_base:
                 merge = suffix == "weight" and with_adapters
-                plain = _merged_weight(layers[layer]) if merge else _gathered(tensor)
+                plain = _merged_weight(layers[layer]) if merge else gathered(tensor)
                 yield f"{layer}.{suffix}", plain
             elif ".lora_" not in name:
-                yield name, _gathered(tensor)
+                yield name, gathered(tensor)
 
 
 def lora_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, object]]:
@@ -58,14 +58,7 @@ def lora_state(module: nn.Module) -> tuple[dict[str, Tensor], dict[str, object]]
     return get_peft_model_state_dict(module), module.peft_config[ADAPTER].to_dict()
 
 
-def _gathered(tensor: Tensor) -> Tensor:
-    if not is_sharded(tensor):
-        return tensor
-    sharded: Any = tensor
-    return whole(sharded.to(sharded.device_mesh.device_type))  # NCCL needs tensors on the device
-
-
 def _merged_weight(layer: Any) -> Tensor:
     """W + s·BA, rounded once."""
-    weight = _gathered(layer.get_base_layer().weight.data)
+    weight = gathered(layer.get_base_layer().weight.data)
     return (weight.float() + layer.get_delta_weight(ADAPTER).float()).to(weight.dtype)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, cast
@@ -114,17 +114,36 @@ def _shared(held: Mapping[Which, Weights], published: Mapping[Which, Weights]) -
     )
 
 
+class Digest:
+    """Of the names, dtypes, shapes and bits of tensors, one after the other; the same on every
+    device. It detects errors, not tampering."""
+
+    def __init__(self) -> None:
+        self._rows: list[list[str | list[int]]] = []
+        self._sums: list[Tensor] = []
+
+    def add(self, which: Which, name: str, tensor: Tensor) -> None:
+        self._rows.append([which, name, str(tensor.dtype), list(tensor.shape)])
+        self._sums.append(_checksum(tensor))
+
+    def __str__(self) -> str:
+        sums = torch.stack(self._sums).tolist() if self._sums else []
+        rows = [[*row, value] for row, value in zip(self._rows, sums, strict=True)]
+        return hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
+
+
+def in_order(copies: Mapping[Which, Weights]) -> Iterator[tuple[Which, str, Tensor]]:
+    """In which they are hashed and sent."""
+    for which, tensors in sorted(copies.items()):
+        for name, tensor in sorted(tensors.items()):
+            yield which, name, tensor
+
+
 def digest(copies: Mapping[Which, Weights]) -> str:
-    """Digest of the names, dtypes, shapes and bits of all tensors; the same on every device. It
-    detects errors, not tampering."""
-    content = [
-        [which, name, str(tensor.dtype), list(tensor.shape), _checksum(tensor)]
-        for which, tensors in sorted(copies.items())
-        for name, tensor in sorted(tensors.items())
-    ]
-    sums = torch.stack([row[-1] for row in content]).tolist() if content else []
-    rows = [[*row[:-1], value] for row, value in zip(content, sums, strict=True)]
-    return hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
+    found = Digest()
+    for which, name, tensor in in_order(copies):
+        found.add(which, name, tensor)
+    return str(found)
 
 
 def _checksum(tensor: Tensor) -> Tensor:

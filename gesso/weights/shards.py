@@ -18,6 +18,14 @@ def whole(tensor: Tensor) -> Tensor:
     return sharded.full_tensor() if is_sharded(tensor) else tensor
 
 
+def gathered(tensor: Tensor) -> Tensor:
+    """`whole`, on the device of the ranks: NCCL does not gather what is kept in host memory."""
+    if not is_sharded(tensor):
+        return tensor
+    sharded: Any = tensor
+    return whole(sharded.to(sharded.device_mesh.device_type))
+
+
 def local(tensor: Tensor) -> Tensor:
     """The part of a tensor on this rank; it shares the tensor's memory."""
     sharded: Any = tensor

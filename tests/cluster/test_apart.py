@@ -10,7 +10,9 @@ import pytest
 from gesso import build, run
 from gesso.cluster import ray_nodes
 from gesso.cluster.placement import OnRay, Placement, place_again
+from gesso.cluster.processes import Processes
 from gesso.types import StopRun
+from tests.cluster.pools import Forked
 from tests.cluster.runs import assert_equal, go, language_recipe
 from tests.conftest import small_recipe
 from tests.cut_run import cut_after
@@ -19,7 +21,7 @@ from tests.cut_run import cut_after
 def recipes(pipeline_folder: Path, prompt_file: Path, language: Path) -> dict[str, dict[str, Any]]:
     """DiffusionNFT samples with "old" and evaluates "ema"; PPO has a critic; a full fine-tune
     publishes every weight."""
-    nft = small_recipe(pipeline_folder, prompt_file) | {"steps": 3}
+    nft = small_recipe(pipeline_folder, prompt_file) | {"steps": 2}
     nft["algorithm"] = {"name": "diffusion-nft", "group": 3, "steps": 2, "times": 2, "updates": 2}
     nft["learner"] = {"micro_batch": 2, "ema": {"every": 1, "decay": 0.5}}
     nft["sampler"] = {"batch": 1}
@@ -51,6 +53,25 @@ def test_samplers_apart_do_not_change_a_bit(
     row = apart.rows()[-1]
     assert row["cluster/weights_gb"] > 0 and row["cluster/sent_gb"] > 0
     assert len([key for key in row if key.startswith("cluster/idle/")]) == learners + samplers
+
+
+def test_samplers_apart_of_learners_that_divide_all_weights(
+    pipeline_folder: Path,
+    prompt_file: Path,
+    language: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The samplers have them whole. Resumed with a batch in flight, whose weights the learners
+    kept. Without the pool: for equal meshes torch uses the process group of the first one."""
+    monkeypatch.setattr(Processes, "_start", Forked._start)
+    data = recipes(pipeline_folder, prompt_file, language)["diffusion-nft"] | {"lag": 1}
+    data["save"] = {"every": 1, "keep": 9}
+    together = go(data, tmp_path / "together", 2, sharding="all")
+    cut = cut_after(together, 1, tmp_path / "apart")
+    apart = run.resume(cut, quiet=True, overrides=["cluster.samplers=1"])
+    assert_equal(together, apart)
+    assert apart.rows()[-1]["cluster/weights_gb"] > 0
 
 
 @pytest.mark.usefixtures("borrowing")

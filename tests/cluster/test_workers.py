@@ -607,8 +607,8 @@ def test_an_error_of_a_worker_is_the_drivers(language: Path, tmp_path: Path) -> 
         ({"cluster": {"workers": 1, "samplers": 7}}, "use at most 6 samplers"),
         ({"cluster": {"workers": "auto", "samplers": 1}}, "leaves none of the 1 devices to train"),
         (
-            {"cluster": {"workers": 2, "samplers": 1, "sharding": "all"}},
-            'samplers = 1 does not support cluster.sharding = "all"',
+            {"cluster": {"workers": 2, "samplers": 1, "sharding": "all", "shard_within": 1}},
+            "samplers = 1 does not support cluster.shard_within = 1",
         ),
         ({"cluster": {"workers": 0}}, "of at least 1"),
         ({"cluster": {"workers": "all"}}, 'got "all"'),

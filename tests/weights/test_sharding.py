@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from gesso import build
+from gesso.cluster import routes
 from gesso.cluster.placement import place
 from gesso.config import Lora
 from gesso.families import classes
@@ -22,6 +23,7 @@ from gesso.track.checkpoints import Checkpoints, read_parts, record_shards, writ
 from gesso.types import UserError, Which
 from gesso.weights.layout import Layout, Sharding
 from gesso.weights.policy import Policy
+from gesso.weights.publish import digest, publish
 from gesso.weights.shards import divided_like, is_sharded, local, whole
 
 X = torch.linspace(-1, 1, 12).view(3, 4)
@@ -266,3 +268,38 @@ def test_a_checkpoint_of_one_rank(tmp_path: Path) -> None:
     parts = read_parts(checkpoints.path(3), parameter, rank=0, ranks=1)
     assert all(is_sharded(part) and not part.requires_grad for part in parts.values())
     assert all(torch.equal(local(part), local(state[name])) for name, part in parts.items())
+
+
+def test_weights_are_gathered_and_sent_bucket_by_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bucket holds the two largest tensors. What was sent before is gone."""
+    plain, sharded = policies()
+    for policy in (plain, sharded):
+        policy.snapshot("old")
+        change(policy)
+    found: list[weakref.ref[Tensor]] = []
+    held: list[int] = []  # bytes of all gathered tensors, whenever there is another one
+    sent: list[int] = []
+    honest = routes.gathered
+
+    def gathered(tensor: Tensor) -> Tensor:
+        made = honest(tensor)
+        found.append(weakref.ref(made))
+        held.append(sum(t.nbytes for each in found if (t := each()) is not None))
+        return made
+
+    def spread(self: routes.Routes, buffer: Tensor) -> None:
+        sent.append(buffer.nbytes)
+
+    monkeypatch.setattr(routes, "BUCKET", 128)
+    monkeypatch.setattr(routes, "gathered", gathered)
+    monkeypatch.setattr(routes.Routes, "_spread", spread)
+    copies: list[Which] = ["current", "old"]
+    travelled = routes.Routes(0, torch.device("cpu"), None, None).send_weights(
+        publish(sharded, copies, 1).copies
+    )
+    expected = publish(plain, copies, 1).copies
+    size = sum(tensor.nbytes for named in expected.values() for tensor in named.values())
+    answer = travelled.answer()
+    assert answer["digest"] == digest(expected) and answer["bytes"] == size
+    assert len(sent) > 4 and sum(sent) == answer["bytes"]
+    assert max(held) <= 128
