@@ -19,6 +19,8 @@ from torch import Tensor
 from gesso.timeline.recorder import phase
 
 Values = Mapping[str, Tensor]
+ALONE_FROM = 2**18
+"""Elements from which copying a tensor to join it with others takes longer than a collective."""
 
 
 class Ranks(Protocol):
@@ -72,11 +74,16 @@ class Group:
         self.sent = 0  # bytes that this rank passed to collectives
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """In one collective per dtype."""
+        """Large tensors in place, the others in one collective per dtype."""
         if self.count == 1:
             return
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+        large = [t for t in tensors if t.numel() >= ALONE_FROM and t.is_contiguous()]
+        for tensor in large:
+            with self._collective(tensor.nbytes):
+                self.distributed.all_reduce(tensor, group=self.group)
+        small = [t for t in tensors if t.numel() < ALONE_FROM or not t.is_contiguous()]
+        for dtype in dict.fromkeys(tensor.dtype for tensor in small):
+            alike = [tensor for tensor in small if tensor.dtype == dtype]
             flat = torch.cat([tensor.flatten() for tensor in alike])
             with self._collective(flat.nbytes):
                 self.distributed.all_reduce(flat, group=self.group)
@@ -110,7 +117,7 @@ class Group:
         if self.rank != source:
             header = torch.empty(int(length), dtype=torch.uint8, device=self.device)
         self._broadcast(header, source)
-        columns, about = json.loads(bytes(header.tolist()))
+        columns, about = json.loads(bytes(header.cpu().numpy()))
         dtypes = [getattr(torch, dtype.removeprefix("torch.")) for _, dtype, _ in columns]
         sizes = [
             math.prod(shape) * dtype.itemsize

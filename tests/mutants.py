@@ -1075,6 +1075,13 @@ MUTANTS = [
         "tests/memory/test_estimates.py -k full_fine_tune",
     ),
     Mutant(
+        "features-sent-to-other-ranks",
+        "gesso/cluster/exchanging.py",
+        "tensors_of(self.pieces[name]) | self._features_of(self.pieces[name])",
+        "tensors_of(self.pieces[name])",
+        "tests/models/test_tokens.py -k features_of_images",
+    ),
+    Mutant(
         "memory-of-a-sampler",
         "gesso/estimate.py",
         'lasting |= {"optimizer": 0, ',

@@ -8,9 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
-from gesso.cluster.routes import Parcel, Routes
+from gesso.cluster.routes import BUCKET, Parcel, Routes
 from gesso.config import Recipe
 from gesso.learner.learner import Learner
+from gesso.models.tokens.feature_cache import FeatureCache
+from gesso.models.tokens.vision_language import VisionLanguage
 from gesso.ranks import Group
 from gesso.rollout import FlowTrace, TokenTrace
 from gesso.samplers.base import Piece, Sampler
@@ -18,6 +20,8 @@ from gesso.samplers.partial import Begun
 from gesso.types import Prompt, ResponseSpec, Sample, SampleSpec
 from gesso.weights.history import History
 from gesso.weights.publish import publish
+
+FEATURES = "features of "  # an image, in the names of tensors
 
 
 @dataclass
@@ -58,13 +62,52 @@ class Exchanging:
     def share(self, pieces: Sequence[str], owners: Sequence[int]) -> dict[str, Any]:
         """Afterwards every rank has these pieces, without their images."""
         sent = self.group.sent
-        for name, owner in zip(pieces, owners, strict=True):
-            mine = self.pieces[name] if owner == self.group.rank else None
-            own = {} if mine is None else tensors_of(mine)
-            values, found = self.group.broadcast(owner, own, None if mine is None else about(mine))
-            if mine is None:
-                self.pieces[name] = self._received(name, dict(values), *found)
+        for owner in dict.fromkeys(owners):
+            left = [name for name, other in zip(pieces, owners, strict=True) if other == owner]
+            while left:
+                mine = self._bundle(left) if owner == self.group.rank else {}
+                own = {f"{n}:{t}": v for n, piece in mine.items() for t, v in piece.items()}
+                abouts = [about(self.pieces[name]) for name in mine]
+                values, found = self.group.broadcast(owner, own, abouts)
+                some, left = left[: len(found)], left[len(found) :]
+                if owner != self.group.rank:
+                    self._unpack(some, values, found)
         return {"sent": self.group.sent - sent}
+
+    def _bundle(self, names: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+        """The tensors of the first of these pieces, as many as fit into one broadcast."""
+        found: dict[str, dict[str, Tensor]] = {}
+        size = 0
+        for name in names:
+            tensors = tensors_of(self.pieces[name]) | self._features_of(self.pieces[name])
+            size += sum(tensor.nbytes for tensor in tensors.values())
+            if found and size > BUCKET:
+                break
+            found[name] = tensors
+        return found
+
+    def _unpack(
+        self, names: Sequence[str], values: Mapping[str, Tensor], abouts: Sequence[Any]
+    ) -> None:
+        by_piece: dict[str, dict[str, Tensor]] = {name: {} for name in names}
+        for key, tensor in values.items():
+            piece, _, name = key.partition(":")
+            by_piece[piece][name] = tensor
+        for name, described in zip(names, abouts, strict=True):
+            self.pieces[name] = self._received(name, by_piece[name], *described)
+
+    def _features_of(self, piece: Piece) -> dict[str, Tensor]:
+        """Of the images of its prompts, so that other ranks do not encode them to train."""
+        if self._feature_cache is None:
+            return {}
+        trace = piece.trace
+        prompts = [trace.prompts[i] for i in trace.row.unique().tolist()]
+        found = self._feature_cache.known(prompts)
+        return {f"{FEATURES}{key}": features for key, features in found.items()}
+
+    @property
+    def _feature_cache(self) -> FeatureCache | None:
+        return self.model.feature_cache if isinstance(self.model, VisionLanguage) else None
 
     def _received(
         self, name: str, values: dict[str, Tensor], index: list[int], texts: Sequence[Any]
@@ -75,6 +118,11 @@ class Exchanging:
             for i, (text, tokens) in zip(index, texts, strict=True)
         ]
         logp = values.pop("logp")
+        features = {n: values.pop(n) for n in list(values) if n.startswith(FEATURES)}
+        if self._feature_cache is not None:
+            self._feature_cache.add_known(
+                {n.removeprefix(FEATURES): t for n, t in features.items()}
+            )
         trace: Any  # of the model's family
         if isinstance(request.spec, SampleSpec):
             trace = FlowTrace(context=request.shared, **values)

@@ -41,7 +41,8 @@ class ExactSum:
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
         size, device = sum(p.numel() for p in parameters), parameters[0].device
-        self._coarse, self._fine = torch.zeros(2, size, dtype=torch.int64, device=device)
+        self._sums = torch.zeros(2, size, dtype=torch.int64, device=device)
+        self._coarse, self._fine = self._sums
         self._count = torch.zeros(len(parameters), dtype=torch.int64, device=device)
         self._not_finite = torch.zeros((), dtype=torch.int64, device=device)
 
@@ -77,7 +78,7 @@ class ExactSum:
             yield torch.cat(small)
 
     def buffers(self) -> Sequence[Tensor]:
-        return self._coarse, self._fine, self._count, self._not_finite
+        return self._sums, self._count, self._not_finite
 
     @torch.no_grad()
     def write(self) -> bool:

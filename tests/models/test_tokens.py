@@ -5,22 +5,25 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gesso.cluster.exchanging import Exchanging, Request
 from gesso.config import Lora
 from gesso.models.tokens import attention, transformer
 from gesso.models.tokens import head as heads
 from gesso.models.tokens.feature_cache import FeatureCache
 from gesso.models.tokens.packing import pack, pack_responses
+from gesso.ranks import Group
 from gesso.rollout import TokenPrompt, TokenTrace
-from gesso.types import Prompt, PromptImage, UserError
+from gesso.samplers.base import Piece
+from gesso.types import Prompt, PromptImage, ResponseSpec, Sample, UserError
 from tests import tokens
 from tests.tokens import Tiny, padded_logits, padded_logp, picture, stirred, trace_of
 
@@ -467,6 +470,45 @@ def test_a_frozen_tower_encodes_each_image_once(seeing: Tiny) -> None:
     assert model.encoded_images == 3
 
 
+def test_ranks_send_each_other_the_features_of_images(seeing: Tiny) -> None:
+    """Two workers; the first one has sampled three responses."""
+    worker, other = Exchanging(), Exchanging()
+    sent: list[Any] = []
+    for rank, each in enumerate((worker, other)):
+        each.model, each.pieces = seeing.model(lora=LORA), {}
+        shared = [each.model.encode(p) for p in seeing.prompts]
+        spec = ResponseSpec(max_tokens=5)
+        each.requests = {"k": Request(0, seeing.prompts, ROWS, [0] * 5, spec, shared)}
+        each.group = cast(Group, _Passing(rank, sent))
+    trace = trace_of(worker.model, seeing.prompts, ROWS)
+    logp = worker.model.logp(trace, 1.0).logp
+    for i in range(3):
+        one = torch.tensor([i])
+        sample = Sample(seeing.prompts[ROWS[i]], None, 0, "text", 1)
+        worker.pieces[f"k/{i}"] = Piece([i], [sample], trace.rows(one), logp[one].detach())
+    names = [f"k/{i}" for i in range(3)]
+    worker.share(names, [0] * 3)
+    assert len(sent) == 1  # together
+    other.share(names, [0] * 3)
+    held = [other.pieces[name] for name in names]
+    found = other.model.logp(TokenTrace.concat([piece.trace for piece in held]), 1.0).logp
+    assert gap(found, logp[:3]) < 1e-5 and other.model.encoded_images == 0
+
+
+@dataclass
+class _Passing:
+    """A group of two; the second one receives what the first one has sent."""
+
+    rank: int
+    log: list[Any]
+    count = 2
+    sent = 0
+
+    def broadcast(self, source: int, values: Any, about: Any = None) -> Any:
+        self.log += [(dict(values), about)] if self.rank == source else []
+        return self.log[-1]
+
+
 def test_the_least_recently_used_images_are_forgotten() -> None:
     made: list[int] = []
 
@@ -800,6 +842,8 @@ def test_responses_are_packed_with_their_prompts() -> None:
     assert pack_responses(prompts, row, responses, 12) == [[0, 2], [1, 3], [4]]
     assert pack_responses(prompts, row, responses, 9) == [[0], [1, 3], [2], [4]]
     assert pack_responses([50], [0, 0], [3, 3], 9) == [[0], [1]]  # too long for any batch: alone
+    even = pack_responses([0] * 4, range(4), [6, 3, 3, 4], 13)  # not 13 and 3
+    assert even == [[0, 1], [2, 3]] or even == [[0, 2], [1, 3]]
 
 
 def test_pack() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -30,6 +30,17 @@ class FeatureCache:
             self.add(key, encode())
         self._features.move_to_end(key)
         return self._features[key]
+
+    def known(self, prompts: Iterable[TokenPrompt]) -> dict[str, Tensor]:
+        """Cached features of the images of these prompts, by their keys as text."""
+        keys = {key for prompt in prompts if prompt.grid is not None for key in self.keys(prompt)}
+        return {key.hex(): self._features[key] for key in keys if key in self._features}
+
+    def add_known(self, features: Mapping[str, Tensor]) -> None:
+        """Those that another process has encoded."""
+        for text, found in features.items():
+            if (key := bytes.fromhex(text)) not in self._features:
+                self.add(key, found)
 
     def add(self, key: bytes, features: Tensor) -> None:
         self._features[key] = features.cpu()

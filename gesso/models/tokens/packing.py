@@ -24,10 +24,25 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return sorted(sorted(batch) for batch in batches)
 
 
+def pack_evenly(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """As many batches as `pack` makes, of similar lengths, so that workers that divide them finish
+    together: the longest first, each into the batch with the fewest tokens. Where one of them would
+    exceed the budget, the batches of `pack`."""
+    packed = pack(lengths, budget)
+    batches: list[list[int]] = [[] for _ in packed]
+    tokens = [0] * len(packed)
+    for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        at = tokens.index(min(tokens))
+        batches[at].append(i)
+        tokens[at] += lengths[i]
+    fits = max(tokens, default=0) <= budget
+    return sorted(sorted(batch) for batch in batches) if fits else packed
+
+
 def pack_responses(
     prompts: Sequence[int], row: Sequence[int], responses: Sequence[int], budget: int
 ) -> list[list[int]]:
-    """The same for responses, each of which follows prompts[row[i]]: a batch contains a prompt once
+    """Of responses, each of which follows prompts[row[i]]: a batch contains a prompt once
     for all its responses, so these stay together as far as the budget allows."""
     bundles: list[list[int]] = []
     lengths: list[int] = []
@@ -39,5 +54,5 @@ def pack_responses(
         for part in pack([responses[i] for i in members], max(1, space)):
             bundles.append([members[i] for i in part])
             lengths.append(prompts[r] + sum(responses[i] for i in bundles[-1]))
-    packed = pack(lengths, budget)
+    packed = pack_evenly(lengths, budget)
     return sorted(sorted(i for b in batch for i in bundles[b]) for batch in packed)
