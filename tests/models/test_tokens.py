@@ -478,7 +478,7 @@ def test_ranks_send_each_other_the_features_of_images(seeing: Tiny) -> None:
         each.model, each.pieces = seeing.model(lora=LORA), {}
         shared = [each.model.encode(p) for p in seeing.prompts]
         spec = ResponseSpec(max_tokens=5)
-        each.requests = {"k": Request(0, seeing.prompts, ROWS, [0] * 5, spec, shared)}
+        each.requests = {"k": Request(0, seeing.prompts, ROWS, [0] * 5, spec, shared=shared)}
         each.group = cast(Group, _Passing(rank, sent))
     trace = trace_of(worker.model, seeing.prompts, ROWS)
     logp = worker.model.logp(trace, 1.0).logp
