@@ -2,11 +2,13 @@
 
     python benchmarks/apart.py weights [--gb 1]
     python benchmarks/apart.py overlap [--steps 8] [--recipe demo SETTING …]
+    python benchmarks/apart.py partial [--steps 16]
 
 `weights`: one learner and one sampler, gloo over loopback; the digests of both sides are timed
 apart. `overlap`: one learner and one sampler, with lag 0 and 1; a step against the longer of its
-two phases. Each has a thread and a core of its own, the driver and a cheap reward share them. Needs
-two idle cores.
+two phases. Each has a thread and a core of its own, the driver and a cheap reward share them.
+`partial`: the same with a tiny language model of random weights, whose responses differ widely in
+length, with and without `partial`. Needs two idle cores.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 from torch import distributed
@@ -37,6 +40,7 @@ from gesso.cluster.routes import Routes
 from gesso.cluster.workers import start
 from gesso.config import Recipe
 from gesso.track.progress import Progress
+from tests import tokens
 
 BALANCED = ["data.groups=6", "algorithm.updates=1", "sampler.batch=24"]
 CHEAP = [{"name": "jpeg-compressibility"}]
@@ -122,15 +126,60 @@ def measure_overlap(name: str, settings: Sequence[str], steps: int) -> None:
         print(f"| {lag} | {times} | {ratio:.2f} | {aim} |", flush=True)
 
 
+def measure_partial(steps: int) -> None:
+    """Sampling is the longer phase. The first steps wait for `lag` batches and are not counted."""
+    workers.start = start_pinned
+    print("| lag | partial | tokens: mean, max | sample s | update s | step s | age of a token |")
+    print("|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tokens.build("qwen2", folder / "model")
+        (folder / "prompts.txt").write_text("".join(f"count to {i}\n" for i in range(32)))
+        for lag in (2, 4):
+            for partial in (False, True):
+                recipe = build.recipe_from(long_tailed(folder, steps, lag, partial))
+                done = run.train(recipe, folder=folder / f"{lag}{partial}", quiet=True)
+                rows = done.rows()[lag + 2 : -1]
+                mean, sample, update, step = (
+                    median(row[key] for row in rows)
+                    for key in ("response/length", "time/sample", "time/update", "time/step")
+                )
+                longest = max(row["response/max_length"] for row in rows)
+                age = median(row["age/mean"] if partial else row["age"] for row in rows)
+                times = f"{sample:.2f} | {update:.2f} | {step:.2f} | {age:.2f}"
+                print(f"| {lag} | {partial} | {mean:.0f}, {longest:.0f} | {times} |", flush=True)
+
+
+def long_tailed(folder: Path, steps: int, lag: int, partial: bool) -> dict[str, Any]:
+    """32 prompts × 4 responses of up to 128 tokens; a batch has room for as many others."""
+    prompts = str(folder / "prompts.txt")
+    return {
+        "steps": steps,
+        "lag": lag,
+        "partial": partial,
+        "model": {"name": "causal", "path": str(folder / "model"), "device": "cpu"},
+        "data": {"train": prompts, "eval": prompts, "groups": 32},
+        "algorithm": {"name": "grpo", "group": 4, "max_tokens": 128},
+        "reward": [{"name": "tests.token_rewards:early"}],
+        "optimizer": {"lr": 1e-6},  # lengths stay as they are
+        "sampler": {"batch": 256},
+        "eval": {"every": 0, "prompts": 1},
+        "save": {"every": 99},
+        "cluster": {"workers": 1, "samplers": 1},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("what", choices=["weights", "overlap"])
+    parser.add_argument("what", choices=["weights", "overlap", "partial"])
     parser.add_argument("--gb", type=float, default=1.0)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--recipe", nargs="+", default=["demo", *BALANCED])
     options = parser.parse_args()
     if options.what == "weights":
         measure_weights(options.gb)
+    elif options.what == "partial":
+        measure_partial(options.steps)
     else:
         measure_overlap(options.recipe[0], options.recipe[1:], options.steps)
 

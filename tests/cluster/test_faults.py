@@ -137,13 +137,18 @@ def test_the_end_of_a_worker_is_noticed_at_once(
     assert max(seconds.values()) < 2, seconds
 
 
+@pytest.mark.parametrize("ahead", [{"lag": 1, "steps": 4}, {"lag": 2, "steps": 6, "partial": True}])
 def test_samplers_apart_that_are_killed(
-    language: Path, tmp_path: Path, pids: dict[int, int], monkeypatch: pytest.MonkeyPatch
+    language: Path,
+    tmp_path: Path,
+    pids: dict[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+    ahead: dict[str, Any],
 ) -> None:
-    """One batch is always ahead. The run goes on with the samplers that are left; it restarts for
+    """Batches are always ahead. The run goes on with the samplers that are left; it restarts for
     the last one, which is lost while it receives weights. At "save" the traces of the next batch
     are lost, whose weights the other samplers no longer have."""
-    data = language_recipe(language, {"name": "grpo"}) | {"lag": 1, "steps": 4}
+    data = language_recipe(language, {"name": "grpo"}) | ahead
     alone = go(data, tmp_path / "alone")
     # task, worker that gets it, sampler that is killed; "open" is of an evaluation
     moments = [("take", 0, 1), ("sample", 2, 2), ("accept", 3, 3), ("open", 1, 1), ("save", 0, 2)]

@@ -45,8 +45,7 @@ def round_of(sampler: DecodingSampler, tiny: Tiny, before: list[PartialResponse]
     return Begun.read(packed).responses
 
 
-@pytest.mark.parametrize("kind", [_Decoding, _FixedShapeDecoding])
-@pytest.mark.parametrize("name", ["qwen2", "qwen2.5-vl"])
+@pytest.mark.parametrize("name, kind", [("qwen2", _Decoding), ("qwen2.5-vl", _FixedShapeDecoding)])
 def test_tokens_after_a_swap_are_those_of_the_new_weights(
     name: str, kind: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -94,7 +93,7 @@ def whole(language: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder
 
 
 @pytest.mark.usefixtures("borrowing")
-@pytest.mark.parametrize("step, samplers", [(1, 0), (2, 2), (4, 1)])
+@pytest.mark.parametrize("step, samplers", [(1, 0), (3, 2)])
 def test_a_resumed_run_ends_the_same(
     whole: RunFolder, tmp_path: Path, step: int, samplers: int
 ) -> None:
@@ -106,7 +105,7 @@ def test_a_resumed_run_ends_the_same(
 
 @pytest.mark.usefixtures("borrowing")
 def test_samplers_do_not_change_a_bit(whole: RunFolder, language: Path, tmp_path: Path) -> None:
-    assert_equal(whole, go(recipe(language), tmp_path / "apart", 1, samplers=2))
+    assert_equal(whole, go(recipe(language), tmp_path / "apart", 1, samplers=1))
 
 
 def test_ages_are_those_of_the_tokens(whole: RunFolder) -> None:
