@@ -22,6 +22,7 @@ from gesso import build, run
 from gesso.cluster import workers
 from gesso.cluster.placement import place
 from gesso.cluster.ray_actors import Actors
+from gesso.cluster.ray_nodes import nodes
 from gesso.track.progress import SILENT
 from gesso.types import StopRun, UserError
 from tests.cluster.ray_nodes import HEAD, OTHER, TOKEN, RayCluster, cable
@@ -114,6 +115,7 @@ def three_nodes(cluster: RayCluster) -> Iterator[RayCluster]:
     node = cluster.add("127.0.0.5")
     yield cluster
     node.kill()
+    until(lambda: len(nodes(cluster.address)) == 2, limit=120)  # Ray notices it later
 
 
 def test_samplers_apart_one_of_which_is_killed(
