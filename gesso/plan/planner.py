@@ -202,8 +202,9 @@ def _sharded(recipe: Recipe, count: int) -> list[Recipe]:
         return []
     kind = "base" if recipe.model.lora is not None else "all"
     found = []
-    for within in sorted({min(NODE, count), count}):
-        if count % within == 0:
+    apart = recipe.cluster.samplers  # learners beside samplers are one group
+    for within in [None] if apart else sorted({min(NODE, count), count}):
+        if within is None or count % within == 0:
             update = {"sharding": kind, "shard_within": within}
             found.append(
                 recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update=update)})
