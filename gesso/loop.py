@@ -217,11 +217,11 @@ class Loop:
         """Samples the batches again that were in flight at the checkpoint, as it did before."""
         lag = self.recipe.lag
         for ahead in range(step, min(step + lag, self.recipe.steps)):
-            pending = self.cluster.redraw(ahead, max(0, ahead - lag))
+            pending = self.cluster.redraw(ahead, range(max(0, ahead - lag), step))
             if pending is None:
                 self._note(
-                    f"the checkpoint of step {step} has no weights to sample batch {ahead + 1} "
-                    f"with, as lag = {lag} or partial was set later: newer weights are used"
+                    f"batch {ahead + 1} is sampled with newer weights than in an undisturbed run: "
+                    f"the checkpoint of step {step} does not have all that it was sampled with"
                 )
                 return
             self._pending.append(pending)

@@ -508,6 +508,9 @@ def test_idle_workers() -> None:
     language = writing(20, cluster__idle=lambda s: 0.3)
     assert "learner.micro_tokens" in only(language, WRITES)[2]
     assert kinds(history(20, cluster__idle=lambda s: 0.19)) == []
+    apart = {"cluster__idle": lambda s: 0.3, "cluster__weights_gb": lambda s: 1.0}
+    assert "set lag = 1, or move devices" in only(history(20, **apart))[2]
+    assert "; move devices" in only(history(20, age=lambda s: 1.0, **apart))[2]
 
 
 def test_a_slow_worker() -> None:

@@ -116,7 +116,7 @@ class Apart(Workers):
         self.sampling.drop(error.rank)
         self._groups = [group for group in self._groups if error.rank not in group]
         left = self.sampling.count
-        self._losses.append(f"{error}; it was a sampler, and {left} go on without it")
+        self._losses.append(f"{error}; it was a sampler, and {left} more continue without it")
 
     def ask(self, task: str, content: Mapping[str, Any], *data: bytes) -> None:
         """Repeats the task when a sampler is lost."""

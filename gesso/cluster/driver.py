@@ -362,16 +362,23 @@ class Driver(ABC):
         self._published, self._version = copies, version
         self._changed = False
 
-    def redraw(self, step: int, version: int) -> DriverBatch | None:
-        if self.recipe.partial:
-            return self.collect(step) if step in self.flights else None
-        if not self.exchange(version):
+    def redraw(self, step: int, versions: range) -> DriverBatch | None:
+        if step in self.flights:
+            return self.collect(step)
+        if self.recipe.partial and not versions.start:  # how many rounds it had is not known
             return None
-        self._publish(self._sampled_with(version), version, ())
-        batch = self.collect(step)
-        self.sample_queued()
-        self.exchange(version)
-        self._changed = True
+        batch = None
+        for version in versions if self.recipe.partial else versions[:1]:
+            if not self.exchange(version):
+                return None
+            self._publish(self._sampled_with(version), version, ())
+            batch = batch or self.collect(step)
+            if self.recipe.partial:
+                self.flights.sample_round(only=step)
+            else:
+                self.sample_queued()
+            self.exchange(version)
+            self._changed = True
         return batch
 
     def _sampled_with(self, version: int) -> set[Which]:

@@ -98,10 +98,10 @@ class Flights:
             else:
                 self.sample_round()
 
-    def sample_round(self) -> None:
-        """The next tokens of all unfinished responses. Batches that are then done are passed on to
-        the rewards."""
-        following = self._round()
+    def sample_round(self, only: int | None = None) -> None:
+        """The next tokens of all unfinished responses, or of those of one batch. Batches that are
+        then done are passed on to the rewards."""
+        following = self._round([*self.by_step] if only is None else [only])
         if following is None:
             return
         started, request = clock.seconds(), following.request
@@ -120,12 +120,12 @@ class Flights:
             if flight.done:
                 flight.batch.sample()
 
-    def _round(self) -> Round | None:
-        """Of all unfinished responses, those of the oldest batch first."""
+    def _round(self, steps: Sequence[int]) -> Round | None:
+        """Of all unfinished responses of these batches, those of the oldest batch first."""
         prompts: list[Prompt] = []
         row: list[int] = []
         places: list[tuple[Flight, int]] = []
-        flights = [flight for flight in self.by_step.values() if not flight.done]
+        flights = [self.by_step[step] for step in steps if not self.by_step[step].done]
         for flight in flights:
             request = flight.request
             number: dict[int, int] = {}  # its row → prompt of the round

@@ -89,8 +89,8 @@ def place(recipe: Recipe, algorithm: Algorithm) -> Placement | None:
         threads = _threads(wanted)
     if wanted <= samplers:
         raise UserError(
-            f"cluster.samplers = {samplers} leaves none of the {wanted} devices to train; use at "
-            f"most {wanted - 1}"
+            f"cluster.samplers = {samplers} leaves none of {wanted} devices to train; set "
+            "cluster.workers to a number, or use fewer samplers"
         )
     _check(recipe, algorithm, wanted)
     count = len(_parts(recipe, algorithm, recipe.sampler.batch))

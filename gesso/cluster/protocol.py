@@ -61,10 +61,10 @@ class Cluster(Protocol):
         """Start batch `step` with the weights published last. Returns immediately; batches are
         sampled in the order of these calls, before the next update."""
 
-    def redraw(self, step: int, version: int) -> Pending | None:
+    def redraw(self, step: int, versions: range) -> Pending | None:
         """Batch `step` again, which was in flight when a checkpoint was written, with the weights
-        of that earlier version. None: the checkpoint does not have them. After `restore`, before
-        the next `publish`."""
+        of the first of these versions, or with `partial` a round with each. None: the checkpoint
+        does not have what is needed. After `restore`, before the next `publish`."""
 
     def update(self, batch: Batch, step: int, scales: Scales = UNSCALED) -> Update:
         """Train on a collected batch: all optimizer steps of iteration `step`."""

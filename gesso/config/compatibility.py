@@ -88,7 +88,9 @@ def check_samplers(recipe: Recipe, where: str) -> None:
         )
     unsupported = {
         f"cluster.shard_within = {cluster.shard_within}": cluster.shard_within is not None,
-        "sampler.vllm.tensor_parallel above 1": recipe.sampler.vllm.tensor_parallel > 1,
+        'sampler.engine = "vllm", whose engines need groups of all workers': (
+            recipe.sampler.engine == "vllm"
+        ),
         'sampler.engine = "data", which samples nothing': recipe.sampler.engine == "data",
     }
     for setting, is_set in unsupported.items():

@@ -200,10 +200,11 @@ def idle_workers(rows: Sequence[Row], facts: Facts) -> str | None:
         return None
     micro = "learner.micro_tokens" if facts.is_language else "learner.micro_batch"
     if "cluster/weights_gb" in rows[-1]:
+        overlap = "" if any(recent(rows, "age")) else "set lag = 1, or "
         return (
             f"workers are idle in {median(shares):.0%} of the time (median of the last {WINDOW} "
-            "steps): samplers and learners wait for each other; set lag = 1, or move devices "
-            "between cluster.samplers and cluster.workers (cluster/idle/RANK shows which wait)"
+            f"steps): samplers and learners wait for each other; {overlap}move devices between "
+            "cluster.samplers and cluster.workers (`gesso timeline` says how)"
         )
     return (
         f"workers are idle in {median(shares):.0%} of the time of sampling and updates (median of "

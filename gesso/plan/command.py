@@ -32,6 +32,11 @@ def plan(recipe: Recipe, wanted: Wanted, progress: Progress = SILENT) -> Planned
     for option, value in (("--score-s", wanted.score), ("--price", wanted.price or 0.0)):
         if not 0 <= value < math.inf:
             raise UserError(f"{option} expects a number of at least 0, got {value:g}")
+    if recipe.partial:
+        raise UserError(
+            "gesso plan does not predict partial = true, as it does not know the lengths of "
+            "responses; add partial=false"
+        )
     if wanted.gpu is None:
         from gesso.plan import measure
 

@@ -116,6 +116,12 @@ class Planner:
         ]
         limit = usable(self.gpu.memory) if self.gpu else math.inf
         fitting_rows = [option for option in scaling if (option.peak or 0) < limit]
+        fastest = min(fitting_rows, key=lambda option: option.prediction.step, default=best)
+        if fastest.prediction.step < WORTH * best.prediction.step:
+            notes.append(
+                f"{fastest.workers} GPUs would be faster: {fastest.prediction.step:.3g} s per step "
+                f"instead of {best.prediction.step:.3g} s"
+            )
         if how:
             notes.insert(0, f"{_gb(best.peak or 0)} of {_gb(limit)} {how}")
         return Plan(best, other, fitting_rows, notes)

@@ -46,7 +46,6 @@ def simulate(recipe: Recipe, workers: int, rates: Rates, longest: int) -> Predic
     short: dict[str, Any] = {
         "steps": steps,
         "on_symptom": {},
-        "partial": False,  # the lengths of responses are not known
         "eval": recipe.eval.model_copy(update={"every": 0, "shown": 0}),
         "save": recipe.save.model_copy(update={"every": steps, "groups": 0}),
     }

@@ -104,6 +104,20 @@ def test_a_resumed_run_ends_the_same(
 
 
 @pytest.mark.usefixtures("borrowing")
+def test_a_finished_run_goes_on_as_a_longer_one(whole: RunFolder, tmp_path: Path) -> None:
+    """The checkpoint of its last step has no responses, but the weights for all their rounds. These
+    are shorter than before, without the batches that were trained on: log-probs round otherwise."""
+    cut = cut_after(whole, 4, tmp_path / "cut")
+    (cut / "checkpoints" / "000004" / "in_flight.tensors").unlink()
+    resumed = run.resume(cut, quiet=True, overrides=["cluster.workers=1", "cluster.samplers=1"])
+    for row, expected in zip(resumed.rows()[5:], whole.rows()[5:], strict=True):
+        for key in ("reward", "response/length", "diversity", "age", "age/mean", "age/continued"):
+            assert row[key] == expected[key]
+        for key in ("update/grad_norm", "update/abs_dlogp", "update/ratio"):
+            assert row[key] == pytest.approx(expected[key], rel=1e-4)
+
+
+@pytest.mark.usefixtures("borrowing")
 def test_samplers_do_not_change_a_bit(whole: RunFolder, language: Path, tmp_path: Path) -> None:
     assert_equal(whole, go(recipe(language), tmp_path / "apart", 1, samplers=1))
 
@@ -140,7 +154,7 @@ def test_damaged_responses_are_not_continued(whole: RunFolder, tmp_path: Path) -
         run.resume(cut, quiet=True)
     file.unlink()
     run.resume(cut, quiet=True)
-    assert "newer weights are used" in (cut / "log.txt").read_text()
+    assert "batch 4 is sampled with newer weights" in (cut / "log.txt").read_text()
 
 
 @pytest.mark.parametrize(

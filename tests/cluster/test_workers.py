@@ -605,7 +605,11 @@ def test_an_error_of_a_worker_is_the_drivers(language: Path, tmp_path: Path) -> 
         ({"cluster": {"workers": True}}, "got true"),
         ({"cluster": {"samplers": 2}}, "cluster.samplers = 2 requires cluster.workers"),
         ({"cluster": {"workers": 1, "samplers": 7}}, "use at most 6 samplers"),
-        ({"cluster": {"workers": "auto", "samplers": 1}}, "leaves none of the 1 devices to train"),
+        ({"cluster": {"workers": "auto", "samplers": 1}}, "leaves none of 1 devices to train"),
+        (
+            {"cluster": {"workers": 1, "samplers": 1}, "sampler": {"engine": "vllm"}},
+            'samplers = 1 does not support sampler.engine = "vllm"',
+        ),
         (
             {"cluster": {"workers": 2, "samplers": 1, "sharding": "all", "shard_within": 1}},
             "samplers = 1 does not support cluster.shard_within = 1",

@@ -142,6 +142,7 @@ WRITING = {
         [
             'algorithm={name="ppo", group=2, max_tokens=16, critic={trunk="lora"}}',
             "model.lora.rank=8",
+            "data.groups=12",  # enough responses to fill micro-batches
         ],
     ),
     "writing": ("small", ["data.groups=12", "sampler.batch=24", "learner.micro_tokens=64"]),

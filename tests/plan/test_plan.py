@@ -10,7 +10,7 @@ import pytest
 
 from gesso import build, cli, clock
 from gesso.config import Recipe
-from gesso.plan import gpus, tabulated, work
+from gesso.plan import command, gpus, tabulated, work
 from gesso.plan.measure import Measured
 from gesso.plan.planner import Option, Planner, divided
 from gesso.plan.rates import Line, Rates
@@ -91,6 +91,19 @@ def test_more_gpus_than_samples_are_named(recipe: Recipe) -> None:
     assert "32 of 64 GPUs would have nothing to do" in plan.notes[-1]
     times = [option.prediction.step for option in plan.scaling]
     assert times == sorted(times, reverse=True)
+
+
+def test_fewer_gpus_that_are_faster_are_named(recipe: Recipe) -> None:
+    plan = Planner(recipe, lambda sized, count: replace(RATES, optimizer=9.0 * count), 0).plan(32)
+    fastest = min(plan.scaling, key=lambda option: option.prediction.step)
+    assert 1 < fastest.workers < 32 and plan.best.workers == 32
+    assert plan.notes[-1].startswith(f"{fastest.workers} GPUs would be faster: ")
+
+
+def test_partial_responses_are_not_predicted() -> None:
+    recipe = build.recipe("demo-vlm", ["lag=2", "partial=true"])
+    with pytest.raises(UserError, match=r"does not predict partial = true.* add partial=false"):
+        command.plan(recipe, command.Wanted(2, "a100"))
 
 
 def test_work_is_counted_per_sample(recipe: Recipe) -> None:

@@ -34,7 +34,7 @@ function notesOf(run) {
 
 function logLine(line) {
   const [, when, text] = line.match(/^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (.*)$/) || [null, "", line];
-  const kind = /warning|stopped|starting new workers|go on without it|sampled again/.test(text) ? "warn" : "";
+  const kind = /warning|stopped|starting new workers|continue without it|sampled again/.test(text) ? "warn" : "";
   return h("li", { class: kind }, when ? h("time", {}, when) : null, text);
 }
 
