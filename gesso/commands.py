@@ -188,14 +188,14 @@ def _kind(bundled: RecipeTables) -> str:
 
 def sample(options: argparse.Namespace) -> None:
     from gesso.use import sampling
-    from gesso.use.loaded import Drawing
+    from gesso.use.loaded import SamplingOptions
 
     source = _source(options)
     sources = [source.base, source] if options.base else [source]
-    drawing = Drawing(options.steps, options.guidance, options.temperature)
+    settings = SamplingOptions(options.steps, options.guidance, options.temperature)
     request = sampling.SampleRequest(
         options.prompts, options.file, options.image, options.n, options.seed, options.reward,
-        drawing,
+        settings,
     )  # fmt: skip
     sampling.check_out(options.out, request, len(sources), source.recipe)
     if options.sheet is not None:
@@ -217,16 +217,16 @@ def _source(options: argparse.Namespace) -> ModelSource:
 def evaluate(options: argparse.Namespace) -> None:
     from gesso.use import evaluate, results
     from gesso.use.export import must_be_free
-    from gesso.use.loaded import Drawing
+    from gesso.use.loaded import SamplingOptions
     from gesso.use.source import find
 
     first = _source(options)
     others = [find(other, overrides=options.set) for other in options.others]
     sources = [first, *others, *([first.base] if options.base else [])]
-    drawing = Drawing(options.steps, options.guidance, options.temperature)
+    settings = SamplingOptions(options.steps, options.guidance, options.temperature)
     rewards, prompts = tuple(options.reward), options.prompts or ()
     request = evaluate.EvaluationRequest(
-        rewards, prompts, options.n, options.seed, options.first, drawing
+        rewards, prompts, options.n, options.seed, options.first, settings
     )
     if options.out is not None:
         must_be_free(options.out, "folder")

@@ -148,7 +148,7 @@ class Loop:
         """Update from one batch and publish the weights; returns the row of metrics."""
         age = step - batch.version
         assert 0 <= age <= self.recipe.lag, f"samples are {age} updates old"
-        scales = self.algorithm.braked(self._scales, self._health.rows)
+        scales = self.algorithm.next_scales(self._scales, self._health.rows)
         update = self.cluster.update(batch, step, scales)
         if groups.saved(self.recipe, step):
             save, full = self.recipe.save, self.recipe.save.group_images == "full"

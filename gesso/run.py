@@ -137,7 +137,7 @@ def _in_workers(
     progress: Progress,
 ) -> tuple[Driver, prompts.LoadedData]:
     from gesso.cluster import workers
-    from gesso.cluster.apart import Apart
+    from gesso.cluster.separate import SeparateSamplers
     from gesso.cluster.placement import place
 
     placement = place(recipe, algorithm)
@@ -147,7 +147,7 @@ def _in_workers(
         data = workers.fit(processes, data)
         stream = stream_of(data.train, recipe)
         gathers = families.of(recipe).gathers_to_sample
-        kind = Apart if placement.samplers else workers.Workers
+        kind = SeparateSamplers if placement.samplers else workers.Workers
         cluster = kind(
             recipe, algorithm, processes, rewards.service, stream, gathers, placement, progress
         )

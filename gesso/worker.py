@@ -26,7 +26,7 @@ from gesso.cluster.channel import Channel, Messages, end_with_the_driver, read_p
 from gesso.cluster.exchanging import Exchanging, Request, about, tensors_of
 from gesso.cluster.host import keep_freed_memory, listen_at, peak_memory
 from gesso.cluster.processes import ERRORS, IDLE
-from gesso.cluster.routes import Routes, layout
+from gesso.cluster.transfer import Transfers, layout
 from gesso.cluster.saving import Saving
 from gesso.cluster.tasks import TASKS, phase_of
 from gesso.config import Recipe
@@ -133,7 +133,7 @@ class Worker(Exchanging, Saving):
         self.number = 0  # of the current task
         self.doing = ""
         self.requests: dict[str, Request] = {}
-        self.routes: Routes | None = None  # to the ranks that train
+        self.transfers: Transfers | None = None  # to the ranks that train
         self.pieces: dict[str, Piece] = {}  # by "request/first sample"
 
     def answer(
@@ -184,7 +184,7 @@ class Worker(Exchanging, Saving):
             device_id=_numbered(device),
         )
         learners = count - samplers
-        self.routes = Routes.open(rank, device, learners, count) if samplers else None
+        self.transfers = Transfers.open(rank, device, learners, count) if samplers else None
         group = distributed.new_group(range(learners)) if samplers else None
         # Checkpoints are written while the other groups are used to train.
         self.writers = distributed.new_group(range(learners), backend="gloo") if divided else None
@@ -290,11 +290,11 @@ class Worker(Exchanging, Saving):
             data = [wire.pack_samples(bare)]
             if begun is not None and begun.limit:  # unfinished responses are not trained on
                 data.append(Begun(piece.responses, 0).pack())
-            elif self.routes is None:
+            elif self.transfers is None:
                 without_images = [replace(sample, image=None, fps=None) for sample in piece.samples]
                 self.pieces[name] = replace(piece, samples=without_images)
             elif learner is not None:
-                parcel = self.routes.send(key, learner, tensors_of(piece), about(piece))
+                parcel = self.transfers.send(key, learner, tensors_of(piece), about(piece))
                 message["parcel"] = astuple(parcel)
             self.channel.send(message, *data)
         return {"busy": 0.0 if spare else time.perf_counter() - started, "made": made}
@@ -357,9 +357,9 @@ class Worker(Exchanging, Saving):
     def forget(self, step: int | None) -> dict[str, Any]:
         """Drops all samples of a step, or of an evaluation."""
         keys = {key for key, request in self.requests.items() if request.step == step}
-        if self.routes is not None:
+        if self.transfers is not None:
             for key in keys:
-                self.routes.forget(key)
+                self.transfers.forget(key)
         self.requests = {key: r for key, r in self.requests.items() if key not in keys}
         self.pieces = {
             name: p for name, p in self.pieces.items() if name.partition("/")[0] not in keys

@@ -387,7 +387,7 @@ MUTANTS = [
     ),
     Mutant(
         "resumed-responses-begin-again",
-        "gesso/cluster/flights.py",
+        "gesso/cluster/partial.py",
         "restored = self._restored.pop(batch.step, new)",
         "restored = new",
         "tests/cluster/test_partial.py -k resumed_run",
@@ -1253,7 +1253,7 @@ MUTANTS = [
     ),
     Mutant(
         "shard-buckets-pile-up",
-        "gesso/cluster/routes.py",
+        "gesso/cluster/transfer.py",
         "            del whole  # before the next bucket is gathered\n",
         "",
         "tests/weights/test_sharding.py -k bucket_by_bucket",

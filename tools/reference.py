@@ -24,7 +24,7 @@ from pydantic_core import PydanticUndefined
 from gesso import build, config, health, imports
 from gesso.algorithms.advantage import Advantage
 from gesso.algorithms.awm import AWM
-from gesso.algorithms.brakes import KLGate, Renewal
+from gesso.algorithms.gardo import KLGate, Renewal
 from gesso.algorithms.credit import Credit
 from gesso.algorithms.diffusion_nft import DiffusionNFT
 from gesso.algorithms.dpo import DPO

@@ -164,8 +164,8 @@ class Algorithm(Protocol):
     def with_kl(self, factor: float) -> Algorithm | None:
         """The same algorithm with its KL weight multiplied; None if it has no KL."""
 
-    def braked(self, scales: Scales, rows: Sequence[Mapping[str, Any]]) -> Scales:
-        """Adds what the algorithm changes by itself in the iteration after these rows."""
+    def next_scales(self, scales: Scales, rows: Sequence[Mapping[str, Any]]) -> Scales:
+        """The scales of the iteration after these rows, with changes that the algorithm makes itself."""
 
     def with_share(self, share: float) -> Algorithm:
         """The same algorithm with this share of its gate."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from gesso import config
 from gesso.algorithms.advantage import Advantage
 from gesso.algorithms.base import Prepared, Terms
-from gesso.algorithms.brakes import KLGate, Renewal, Row, gated
+from gesso.algorithms.gardo import KLGate, Renewal, Row, gated
 from gesso.models.flow.base import FlowModel
 from gesso.ranks import ALONE, Ranks
 from gesso.rollout import FlowContext, Rollout
@@ -82,8 +82,8 @@ class AnyFlowAlgorithm(config.Strict):
     def greedy_spec(self) -> None:
         """None: images are compared only within their group."""
 
-    def braked(self, scales: Scales, rows: Sequence[Row]) -> Scales:
-        """No brakes."""
+    def next_scales(self, scales: Scales, rows: Sequence[Row]) -> Scales:
+        """Nothing changes between iterations."""
         return scales
 
     def with_share(self: A, share: float) -> A:
@@ -124,8 +124,8 @@ class FlowAlgorithm(AnyFlowAlgorithm):
         """The weights that the KL compares with."""
         return "reference" if self.renew is None else "renewed"
 
-    def braked(self, scales: Scales, rows: Sequence[Row]) -> Scales:
-        """With the share of the gate, and whether the reference is renewed."""
+    def next_scales(self, scales: Scales, rows: Sequence[Row]) -> Scales:
+        """Sets the share of the gate, and whether the reference is renewed."""
         share = None if self.gate is None else self.gate.next_share(rows)
         renew = None if self.renew is None else self.renew.due(rows)
         return replace(scales, share=share, renew=renew)

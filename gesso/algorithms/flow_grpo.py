@@ -15,7 +15,7 @@ from torch import Tensor
 from gesso import config
 from gesso.algorithms.advantage import Advantage
 from gesso.algorithms.base import Prepared, TermLosses
-from gesso.algorithms.brakes import kl_shares
+from gesso.algorithms.gardo import kl_shares
 from gesso.algorithms.flow import FlowAlgorithm
 from gesso.algorithms.one_pass import OnePassTerms, check_one_pass
 from gesso.algorithms.stepped import StateTerms, Stepped

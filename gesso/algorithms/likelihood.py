@@ -98,8 +98,8 @@ class LikelihoodAlgorithm(Strict):
     def with_kl(self, factor: float) -> None:
         """None: there is no KL."""
 
-    def braked(self, scales: Scales, rows: Sequence[Mapping[str, Any]]) -> Scales:
-        """No brakes."""
+    def next_scales(self, scales: Scales, rows: Sequence[Mapping[str, Any]]) -> Scales:
+        """Nothing changes between iterations."""
         return scales
 
     def finish(self, policy: Policy, optimizer_steps: int) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gesso import config
 from gesso.algorithms.base import Prepared, TermLosses
-from gesso.algorithms.brakes import gated, kl_shares
+from gesso.algorithms.gardo import gated, kl_shares
 from gesso.algorithms.flow import FlowAlgorithm, FlowTerms, ode_spec
 from gesso.formulas import advantages as adv
 from gesso.formulas import averages, matching

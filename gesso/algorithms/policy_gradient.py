@@ -403,8 +403,8 @@ class PolicyGradient(Strict):
         kl = self.kl.model_copy(update={"beta": self.kl.beta * factor})
         return self.model_copy(update={"kl": kl})
 
-    def braked(self, scales: Scales, rows: Sequence[Mapping[str, Any]]) -> Scales:
-        """No brakes."""
+    def next_scales(self, scales: Scales, rows: Sequence[Mapping[str, Any]]) -> Scales:
+        """Nothing changes between iterations."""
         return scales
 
     def with_share(self, share: float) -> PolicyGradient:

@@ -15,7 +15,7 @@ from typing import Any
 from gesso.algorithms.base import Algorithm
 from gesso.cluster import collecting
 from gesso.cluster.collecting import PendingSamples, PendingStep, Request, Timing
-from gesso.cluster.flights import Flights
+from gesso.cluster.partial import PartialBatches
 from gesso.cluster.protocol import Batch, ScoresFailed
 from gesso.cluster.scores import reward_metrics
 from gesso.config import Recipe
@@ -84,7 +84,7 @@ class Driver(ABC):
         self.progress = progress
         self._queue: deque[DriverBatch] = deque()  # to be sampled, in order
         self._rollouts: dict[int, Rollout] = {}  # collected and not yet trained on, by step
-        self.flights = Flights(recipe.lag, self.generate, progress)  # with `partial`
+        self.partial_batches = PartialBatches(recipe.lag, self.generate, progress)  # with `partial`
         self._first_prompts = stream.state()
         self._changed = False  # whether the weights are newer than those published last
         scored = {reward.name for reward in rewards.rewards}  # none if the data gives the scores
@@ -144,7 +144,7 @@ class Driver(ABC):
         waits for a result, and at the latest before the next update."""
         batch = DriverBatch(self, step)
         if self.recipe.partial:
-            self.flights.begin(batch, *self._step_request(step, None, None))
+            self.partial_batches.begin(batch, *self._step_request(step, None, None))
         else:
             self.enqueue(batch)
         return batch
@@ -160,11 +160,11 @@ class Driver(ABC):
         """Until it is sampled."""
         self.sample_queued()
         if self.recipe.partial:
-            self.flights.finish(batch.step)
+            self.partial_batches.finish(batch.step)
 
     def begin_round(self) -> None:
         """With `partial`, before an update."""
-        self.flights.sample_round()
+        self.partial_batches.sample_round()
 
     def draw(self, step: int, groups: int | None) -> tuple[list[Prompt], Mapping[str, float]]:
         """The prompts of batch `step`, and metrics of how they were drawn."""
@@ -175,10 +175,10 @@ class Driver(ABC):
         self, step: int, groups: int | None = None, group: int | None = None
     ) -> PendingStep:
         """Batch `step`: `groups` prompts with `group` samples each; None: as in the recipe."""
-        if group is None and step in self.flights.by_step:
-            flight = self.flights.by_step[step]
-            finished = replace(self._sample(flight.whole), started=flight.started)
-            return PendingStep(finished, None, flight.drawn)
+        if group is None and step in self.partial_batches.by_step:
+            partial = self.partial_batches.by_step[step]
+            finished = replace(self._sample(partial.whole), started=partial.started)
+            return PendingStep(finished, None, partial.drawn)
         request, drawn = self._step_request(step, groups, group)
         pending, prompts = self._sample(request), request.prompts
         spec = self.algorithm.greedy_spec()
@@ -244,7 +244,7 @@ class Driver(ABC):
         if self.algorithm.probe is not None:
             metrics["ended_early"] = float(ended)
         if self.recipe.partial:
-            metrics |= self.flights.by_step[batch.step].metrics()
+            metrics |= self.partial_batches.by_step[batch.step].metrics()
         notes: list[str] = []
         rollout = self._without_failed(rollout, batch.step, notes)
         self._observe(rollout, batch.step)
@@ -344,7 +344,7 @@ class Driver(ABC):
     def update(self, batch: Batch, step: int, scales: Scales = UNSCALED) -> Update:
         self.sample_queued()  # with the weights before this update
         if self.recipe.partial:
-            del self.flights.by_step[batch.step]
+            del self.partial_batches.by_step[batch.step]
             self.begin_round()
         self._changed = True
         update = self.train(self._rollouts.pop(batch.step), step, scales)
@@ -363,7 +363,7 @@ class Driver(ABC):
         self._changed = False
 
     def redraw(self, step: int, versions: range) -> DriverBatch | None:
-        if step in self.flights:
+        if step in self.partial_batches:
             return self.collect(step)
         if self.recipe.partial and not versions.start:  # how many rounds it had is not known
             return None
@@ -374,7 +374,7 @@ class Driver(ABC):
             self._publish(self._sampled_with(version), version, ())
             batch = batch or self.collect(step)
             if self.recipe.partial:
-                self.flights.sample_round(only=step)
+                self.partial_batches.sample_round(only=step)
             else:
                 self.sample_queued()
             self.exchange(version)
@@ -408,7 +408,7 @@ class Driver(ABC):
     def restore(self, folder: Path) -> None:
         self._changed = True
         self.load(folder)
-        self.flights.load(folder)
+        self.partial_batches.load(folder)
 
     def restart(self) -> None:
         """Replaces the workers by new ones, with the weights that a run begins with."""
@@ -418,7 +418,7 @@ class Driver(ABC):
         """As before the first step."""
         self._queue.clear()
         self._rollouts.clear()
-        self.flights.clear()
+        self.partial_batches.clear()
         self.stream.restore(self._first_prompts)
 
     def close(self) -> None:

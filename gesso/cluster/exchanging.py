@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gesso.cluster.routes import BUCKET, Parcel, Routes
+from gesso.cluster.transfer import BUCKET, Parcel, Transfers
 from gesso.config import Recipe
 from gesso.learner.learner import Learner
 from gesso.models.tokens.feature_cache import FeatureCache
@@ -21,7 +21,7 @@ from gesso.types import Prompt, ResponseSpec, Sample, SampleSpec
 from gesso.weights.history import History
 from gesso.weights.publish import publish
 
-FEATURES = "features of "  # an image, in the names of tensors
+FEATURES = "features of "  # prefix of tensor names
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Request:
     seeds: Sequence[int]
     spec: SampleSpec | ResponseSpec
     begun: Begun | None = None  # responses to continue
-    shared: Any = None  # of the sampler
+    shared: Any = None  # what `Sampler.shared` computes once per call
 
 
 class Exchanging:
@@ -44,23 +44,23 @@ class Exchanging:
     learner: Learner
     history: History
     sampler: Sampler
-    routes: Routes | None  # between samplers apart and ranks that train
+    transfers: Transfers | None  # between separate samplers and learners
     requests: dict[str, Request]
     pieces: dict[str, Piece]
 
     def take(self, parcels: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-        """Receives the pieces that samplers apart have for this rank. When a sampler is lost, the
-        driver repeats it."""
-        assert self.routes is not None
+        """Receives the pieces that separate samplers have for this rank. The driver repeats this task
+        when a sampler is lost."""
+        assert self.transfers is not None
         for name, values in parcels.items():
             parcel = Parcel(*values)
-            if parcel.learner == self.group.rank and not self.routes.has(parcel):
-                found, about = self.routes.receive(parcel)
+            if parcel.learner == self.group.rank and not self.transfers.has(parcel):
+                found, about = self.transfers.receive(parcel)
                 self.pieces[name] = self._received(name, found, *about)
         return {}
 
     def share(self, pieces: Sequence[str], owners: Sequence[int]) -> dict[str, Any]:
-        """Afterwards every rank has these pieces, without their images."""
+        """Sends these pieces, without their images, to all ranks."""
         sent = self.group.sent
         for owner in dict.fromkeys(owners):
             left = [name for name, other in zip(pieces, owners, strict=True) if other == owner]
@@ -75,7 +75,7 @@ class Exchanging:
         return {"sent": self.group.sent - sent}
 
     def _bundle(self, names: Sequence[str]) -> dict[str, dict[str, Tensor]]:
-        """The tensors of the first of these pieces, as many as fit into one broadcast."""
+        """The tensors of the first pieces: as many pieces as fit into one broadcast."""
         found: dict[str, dict[str, Tensor]] = {}
         size = 0
         for name in names:
@@ -97,7 +97,7 @@ class Exchanging:
             self.pieces[name] = self._received(name, by_piece[name], *described)
 
     def _features_of(self, piece: Piece) -> dict[str, Tensor]:
-        """Of the images of its prompts, so that other ranks do not encode them to train."""
+        """Features of prompt images, so that other ranks need not encode these images to train."""
         if self._feature_cache is None:
             return {}
         trace = piece.trace
@@ -131,37 +131,37 @@ class Exchanging:
         return Piece(index, samples, trace, logp)
 
     def exchange(self, version: int) -> dict[str, Any]:
-        """As `History.exchange`."""
+        """See `History.exchange`."""
         self.learner.policy.release()
         return {"held": self.history.exchange(self.learner.policy, version)}
 
     def publish(self, copies: Sequence[Any], version: int, kept: Sequence[Any]) -> dict[str, Any]:
-        """The ranks send the weights to the samplers apart."""
+        """Publishes the weights; with separate samplers also sends them."""
         self.learner.policy.release()
         publication = publish(self.learner.policy, copies, version)
         self.history.add(publication, kept)
         self.sampler.accept(publication)
         self.sampler.weights.verify(publication)
-        if self.routes is not None:
-            return self.routes.send_weights(publication.copies).answer()
+        if self.transfers is not None:
+            return self.transfers.send_weights(publication.copies).answer()
         compared = self.group.count > 1 and self.recipe.cluster.sharding != "all"
         return {"digest": publication.digest if compared else ""}
 
     def leave_out(self, left: Sequence[int]) -> dict[str, Any]:
-        """A sampler is lost; weights go to those that are left."""
-        assert self.routes is not None
-        self.routes.left = left
+        """After the loss of a sampler, weights are sent only to these samplers."""
+        assert self.transfers is not None
+        self.transfers.left = left
         return {}
 
     def accept(self, copies: Sequence[Any], version: int) -> dict[str, Any]:
-        """A sampler receives the weights of the first rank that trains."""
-        assert self.routes is not None
+        """A separate sampler receives the weights from the first learner."""
+        assert self.transfers is not None
         policy = self.model.policy
         for which in copies:
             if which != "current" and which not in policy.copies:
                 policy.snapshot(which)
         publication = publish(policy, copies, version)
-        answer = self.routes.receive_weights(publication.copies).answer()
+        answer = self.transfers.receive_weights(publication.copies).answer()
         self.sampler.accept(publication)
         return answer
 

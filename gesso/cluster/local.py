@@ -69,7 +69,7 @@ class Local(Driver):
         return self._history.exchange(self.learner.policy, version)
 
     def save(self, folder: Path) -> Writing | None:
-        self.flights.save(folder)
+        self.partial_batches.save(folder)
         state = self.learner.state() | self._history.state()
         if self.recipe.save.in_background(self.sampler.model.device.type):
             return InBackground(partial(write_tensors, folder, on_host(state)))

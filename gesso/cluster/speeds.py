@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from statistics import median_low
 
 SLOW = 3.0
-"""Below this ratio workers count as equally fast: a deal that follows the clock would change from
-run to run, and with it the last bits on GPUs."""
+"""Below this ratio workers count as equally fast: if every measured difference changed who computes
+what, the last bits on GPUs would change from run to run."""
 
 
 class Speeds:
@@ -23,8 +23,8 @@ class Speeds:
         self._samples[rank] += samples
 
     def slowness(self) -> list[float]:
-        """Seconds per sample of each worker relative to the typical one, since the last call; 1 for
-        those that did not sample."""
+        """Seconds per sample of each worker relative to the median since the last call; 1 for workers
+        that did not sample."""
         each = [s / n if n else 0.0 for s, n in zip(self._seconds, self._samples, strict=True)]
         typical = median_low([s for s in each if s] or [1.0])
         self._begin(len(each))
@@ -37,5 +37,5 @@ def metrics(slowness: Sequence[float]) -> dict[str, float]:
 
 
 def dealt(slowness: Sequence[float]) -> list[float]:
-    """As it is used to deal work."""
+    """The ratios by which work is divided."""
     return [ratio if ratio >= SLOW else 1.0 for ratio in slowness]

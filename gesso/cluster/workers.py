@@ -41,11 +41,11 @@ from gesso.types import Scales, StopRun, Which, WorkerLost
 
 @dataclass(frozen=True)
 class Call:
-    """A request, as workers get it."""
+    """A request in the form in which workers get it."""
 
     request: Request
     content: dict[str, Any]
-    data: Sequence[bytes]  # prompts, begun responses
+    data: Sequence[bytes]  # packed prompts and unfinished responses
     parts: Sequence[range]
 
 
@@ -57,7 +57,7 @@ class Samplers:
         in rounds, each of them with equally many passes."""
         self.recipe = recipe
         self.sampling = processes
-        size = recipe.sampler.vllm.tensor_parallel  # workers that sample together
+        size = recipe.sampler.vllm.tensor_parallel  # workers that share an engine
         first, end = processes.first, processes.first + processes.count
         self._groups = [range(i, i + size) for i in range(first, end, size)]
         divided = recipe.cluster.sharding is not None and not recipe.cluster.samplers
@@ -93,8 +93,8 @@ class Samplers:
             self._elapsed += clock.seconds() - started
 
     def deal(self, request: Request, key: str, cut: Sequence[range]) -> Iterator[Piece]:
-        """Idle workers sample these parts of a call. Those of a worker that is lost are sampled by
-        others, if it is not needed."""
+        """Idle workers sample these parts of a call. If a worker is lost and the others can continue,
+        they sample its parts."""
         self.sampling.begin_task()
         waiting, idle = deque(cut), deque(self._groups)
         working: dict[int, range] = {}  # parts, by rank
@@ -135,19 +135,19 @@ class Samplers:
                     idle.append(group)
 
     def open(self, call: Call) -> None:
-        """Announces a call, parts of which follow."""
+        """Sends a call to the workers; its parts are assigned later."""
         self.ask("open", call.content, *call.data)
 
     def ask(self, task: str, content: Mapping[str, Any], *data: bytes) -> None:
-        """All samplers do it."""
+        """Runs a task in all samplers."""
         self.sampling.all(task, content, *data)
 
     def lost(self, error: WorkerLost) -> None:
-        """Raises the error, unless the others can go on."""
+        """Raises the error, unless the other workers can continue."""
         raise error
 
     def destination(self, request: Request) -> int | None:
-        """The rank to which a sampler apart sends traces."""
+        """The rank to which a separate sampler sends traces."""
         return None
 
     def sampled(self, name: str, message: Message) -> None:
@@ -164,7 +164,7 @@ class Samplers:
         return Piece(index, samples, trace, torch.empty(len(index), 0), responses)
 
     def forget(self, step: int | None) -> None:
-        """The pieces of a step, or of an evaluation."""
+        """Forgets the pieces of a step, or of an evaluation."""
         for name in [name for name in self._owners if name.startswith(f"{step}.")]:
             del self._owners[name]
             self._shared.discard(name)
@@ -196,7 +196,7 @@ class Workers(Samplers, Driver):
         self.publish(0)
 
     def divide(self, processes: Processes) -> tuple[Processes, Processes]:
-        """Those that train, and those that sample."""
+        """The workers that train, and the workers that sample."""
         return processes, processes
 
     def restart(self) -> None:
@@ -255,7 +255,7 @@ class Workers(Samplers, Driver):
         return content, wire.pack_scores(rollout.scores)
 
     def share(self, pieces: Sequence[str]) -> None:
-        """Every rank that trains receives them."""
+        """Sends these pieces to all ranks that train."""
         owners = [self._owners[name] for name in pieces]
         answers = self.processes.all("share", {"pieces": pieces, "owners": owners})
         self._sent += sum(answer["sent"] for answer in answers)
@@ -271,12 +271,12 @@ class Workers(Samplers, Driver):
         same_weights([answer["digest"] for answer in answers], version)
 
     def save(self, folder: Path) -> Writing:
-        self.flights.save(folder)
+        self.partial_batches.save(folder)
         copied = copies.are_needed(self.processes, folder)
         if copied and self.recipe.cluster.sharding == "all":
             raise StopRun(
                 'with cluster.sharding = "all" every worker writes its part of a checkpoint, but '
-                f"not all nodes see {folder}; use a run folder that they share"
+                f"not all nodes see {folder}; use a run folder on a file system that all nodes share"
             )
         self.processes.all("save", {"folder": str(folder.resolve()), "copied": copied})
         return _WritingWorkers(self.processes, folder, copied)
@@ -301,7 +301,7 @@ def same_weights(digests: Sequence[str], version: int) -> None:
 class _WritingWorkers:
     processes: Processes
     folder: Path
-    copied: bool  # the first worker has written them to its own machine
+    copied: bool  # the first worker has written the files to its own machine
 
     def done(self) -> bool:
         return all(answer["done"] for answer in self.processes.all("written", {"wait": False}))
@@ -316,7 +316,7 @@ class _WritingWorkers:
 
 
 def checkpoint(processes: Processes, folder: Path) -> dict[str, Any]:
-    """A checkpoint folder for the workers, which have copies if they do not see it."""
+    """Arguments that locate a checkpoint for the workers. Workers that do not see it get a copy."""
     copied = copies.are_needed(processes, folder)
     if copied:
         copies.send(processes, folder)
@@ -364,7 +364,7 @@ def begin(processes: Processes, recipe: Recipe, samplers: int) -> None:
 
 
 def fit(processes: Processes, data: LoadedData) -> LoadedData:
-    """The prompts that the model can use, as the first worker finds."""
+    """The prompts that the model can use, as determined by the first worker."""
     prompts = [*(p for part in data.train for p in part.prompts), *data.held_out]
     content = {
         "train": [len(part.prompts) for part in data.train],

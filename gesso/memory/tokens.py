@@ -27,7 +27,7 @@ from gesso.models.tokens.transformer import TransformerModel
 from gesso.models.tokens.vision_language import VisionLanguage
 from gesso.rollout import TokenTrace
 from gesso.samplers.decode import PREFILL_TOKENS
-from gesso.samplers.drawing import inverse_cdf
+from gesso.samplers.next_token import inverse_cdf
 from gesso.samplers.slots import SlotCache
 from gesso.weights.folding_rule import estimated_to_fold
 

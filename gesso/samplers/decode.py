@@ -28,7 +28,7 @@ from gesso.models.tokens.packing import pack
 from gesso.rollout import Rollout, TokenPrompt, TokenTrace
 from gesso.samplers import responses
 from gesso.samplers.base import Piece, parts
-from gesso.samplers.drawing import drawn, drawn_from_raw
+from gesso.samplers.next_token import sample_from_raw, sample_tokens
 from gesso.samplers.partial import Begun
 from gesso.samplers.responses import Response, ResponseRequest
 from gesso.samplers.slots import SlotCache
@@ -270,7 +270,7 @@ class _Decoding:
         at = self._index(slots)
         count = buffers.count[at]
         logits = self.model.logits(states, spec.temperature)
-        tokens, logp = drawn(logits, buffers.uniform[at, count], spec.temperature == 0)
+        tokens, logp = sample_tokens(logits, buffers.uniform[at, count], spec.temperature == 0)
         buffers.logp[at, count] = logp
         buffers.tokens[at, count] = tokens
         buffers.last[at] = tokens
@@ -341,7 +341,7 @@ class _FixedShapeDecoding(_Decoding):
         raw = self.model.raw_logits(self.state)
         at = buffers.count.clamp(max=spec.max_tokens - 1)[:, None]
         uniform = buffers.uniform.gather(1, at)[:, 0]
-        draw = drawn_from_raw(raw.device.type)
+        draw = sample_from_raw(raw.device.type)
         tokens, logp = draw(raw, uniform, spec.temperature, self.model.allowed)
         runs = ~self.idle
         for buffer, new in ((buffers.tokens, tokens), (buffers.logp, logp)):

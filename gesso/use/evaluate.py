@@ -18,7 +18,7 @@ from gesso.data.chat import ChatFormat
 from gesso.rewards import assembly
 from gesso.track.progress import SILENT, Progress
 from gesso.types import Prompt, Sample, Score, UserError, eval_seed
-from gesso.use.loaded import AS_EVALUATED, Drawing, SampledModel
+from gesso.use.loaded import AS_EVALUATED, SamplingOptions, SampledModel
 from gesso.use.notes import Once
 from gesso.use.opening import open_to_sample
 from gesso.use.source import ModelSource
@@ -39,7 +39,7 @@ class EvaluationRequest:
     n: int | None = None  # samples per prompt
     seed: int | None = None
     first: int | None = None  # number of prompts, from the first
-    drawing: Drawing = AS_EVALUATED
+    settings: SamplingOptions = AS_EVALUATED
 
     def __post_init__(self) -> None:
         for name, got in (("n", self.n), ("first", self.first)):
@@ -233,7 +233,7 @@ def _evaluate(
     row = [i for i in range(len(prompts)) for _ in range(n)]
     seeds = [eval_seed(scoring.seed, i, j) for i in range(len(prompts)) for j in range(n)]
     samples, scores = sample_and_score(
-        loaded, rewards.service, prompts, row, seeds, request.drawing, progress
+        loaded, rewards.service, prompts, row, seeds, request.settings, progress
     )
     return Evaluation(loaded.source.name, prompts, samples, scores, row)
 
@@ -244,7 +244,7 @@ def sample_and_score(
     prompts: Sequence[Prompt],
     row: Sequence[int],
     seeds: Sequence[int],
-    drawing: Drawing,
+    settings: SamplingOptions,
     progress: Progress,
 ) -> tuple[list[Sample], list[Score]]:
     """As `SampledModel.draw`; finished samples are scored while the others are generated."""
@@ -253,7 +253,7 @@ def sample_and_score(
     def submit(piece: Any) -> None:
         scoring.add(piece.index, piece.samples)
 
-    samples = loaded.draw(prompts, row, seeds, drawing, progress, submit)
+    samples = loaded.draw(prompts, row, seeds, settings, progress, submit)
     progress.phase("scoring", scoring.pending)
     return samples, scoring.result(progress.advance).scores
 

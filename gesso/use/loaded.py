@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class SamplingOptions:
     """Sampling options; None: as in the recipe's evaluations."""
 
     steps: int | None = None  # denoising steps, image models only
@@ -42,7 +42,7 @@ class Drawing:
     weights: Which = "current"  # "reference": the untrained weights, if opened with `base`
 
 
-AS_EVALUATED = Drawing()
+AS_EVALUATED = SamplingOptions()
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ class SampledModel(ABC):
         or texts (str) from a language model. `images` are input images for a vision-language,
         editing or image-to-video model. Uses the evaluation settings of the recipe, except that
         several texts are sampled at temperature 1 instead of 0, where all would be equal."""
-        drawing = Drawing(steps, guidance, temperature)
-        samples = self.draw([self.ask(prompt, images)], [0] * n, sample_seeds(seed, n), drawing)
+        settings = SamplingOptions(steps, guidance, temperature)
+        samples = self.draw([self.ask(prompt, images)], [0] * n, sample_seeds(seed, n), settings)
         return [s.response if self.gives_text else media.content(s) for s in samples]
 
     def ask(self, text: str, images: Sequence[str | Path | bytes] = ()) -> Prompt:
@@ -127,13 +127,13 @@ class SampledModel(ABC):
         prompts: Sequence[Prompt],
         row: Sequence[int],
         seeds: Sequence[int],
-        drawing: Drawing = AS_EVALUATED,
+        settings: SamplingOptions = AS_EVALUATED,
         progress: Progress = SILENT,
         each: Callable[[Piece], object] = lambda piece: None,
     ) -> list[Sample]:
         """A sample of prompts[row[i]] from seeds[i] for every i. `each` is called with every piece
         as soon as it is finished."""
-        spec = self.spec(drawing, several=len(set(row)) < len(row))
+        spec = self.spec(settings, several=len(set(row)) < len(row))
         self._check(prompts, spec, progress)
         progress.phase(f"{self.family.activity} with {self.source.name}", len(row))
         samples: dict[int, Sample] = {}
@@ -143,8 +143,8 @@ class SampledModel(ABC):
             progress.advance(len(piece.samples))
         return [samples[i] for i in range(len(row))]
 
-    def spec(self, drawing: Drawing, several: bool) -> SampleSpec | ResponseSpec:
-        options = {key: value for key, value in vars(drawing).items() if value is not None}
+    def spec(self, settings: SamplingOptions, several: bool) -> SampleSpec | ResponseSpec:
+        options = {key: value for key, value in vars(settings).items() if value is not None}
         weights = options.pop("weights")
         family = self.family
         for option in family.foreign_options:

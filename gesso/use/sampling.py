@@ -18,7 +18,7 @@ from gesso.track.progress import SILENT, Progress
 from gesso.track.run_folder import must_be_possible
 from gesso.types import Prompt, Sample, Score, UserError
 from gesso.use.evaluate import check_groups, free, reward_entry, sample_and_score
-from gesso.use.loaded import AS_EVALUATED, Drawing, SampledModel, sample_seeds
+from gesso.use.loaded import AS_EVALUATED, SamplingOptions, SampledModel, sample_seeds
 from gesso.use.notes import Once
 from gesso.use.opening import open_to_sample
 from gesso.use.source import ModelSource
@@ -37,7 +37,7 @@ class SampleRequest:
     n: int = 1
     seed: int = 0
     rewards: Sequence[str] = ()
-    drawing: Drawing = AS_EVALUATED
+    settings: SamplingOptions = AS_EVALUATED
 
     def __post_init__(self) -> None:
         if not 1 <= self.n <= MAX_SAMPLES:
@@ -100,10 +100,10 @@ def _sample(
     seeds = sample_seeds(request.seed, request.n) * len(prompts)
     scores: list[Score] = []
     if rewards is None:
-        samples = loaded.draw(prompts, row, seeds, request.drawing, progress)
+        samples = loaded.draw(prompts, row, seeds, request.settings, progress)
     else:
         samples, scores = sample_and_score(
-            loaded, rewards.service, prompts, row, seeds, request.drawing, progress
+            loaded, rewards.service, prompts, row, seeds, request.settings, progress
         )
     return ModelSamples(loaded.source, loaded.gives_text, request.n, request.seed, samples, scores)
 

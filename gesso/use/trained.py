@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gesso.track.progress import SILENT, Progress
 from gesso.use import evaluate, export
-from gesso.use.loaded import AS_EVALUATED, Drawing, LoadedModel, open_model
+from gesso.use.loaded import AS_EVALUATED, SamplingOptions, LoadedModel, open_model
 from gesso.use.source import find
 
 
@@ -19,12 +19,12 @@ class Trained(LoadedModel):
         n: int | None = None,
         seed: int | None = None,
         first: int | None = None,
-        drawing: Drawing = AS_EVALUATED,
+        settings: SamplingOptions = AS_EVALUATED,
         progress: Progress = SILENT,
     ) -> evaluate.Evaluation:
         """Sample and score held-out prompts. Rewards (names), prompts (a file or a list),
         samples per prompt and seed default to those of the recipe."""
-        request = evaluate.EvaluationRequest(tuple(rewards), prompts, n, seed, first, drawing)
+        request = evaluate.EvaluationRequest(tuple(rewards), prompts, n, seed, first, settings)
         return evaluate.evaluate(self, request, progress)
 
     def export(

@@ -15,7 +15,7 @@ from gesso.rewards import assembly
 from gesso.track import media
 from gesso.track.progress import Progress
 from gesso.types import Prompt, Sample, Score, StopRun, UserError, Which
-from gesso.use.loaded import Drawing, SampledModel, sample_seeds
+from gesso.use.loaded import SamplingOptions, SampledModel, sample_seeds
 from gesso.use.notes import Once
 from gesso.use.opening import open_to_sample
 from gesso.use.source import find
@@ -59,8 +59,8 @@ class Studio:
         rows, seeds = [0] * request.n, sample_seeds(request.seed, request.n)
         samples: list[Sample] = []
         for which in SIDES:
-            drawing = Drawing(weights=which)
-            samples += loaded.trained.draw([prompt], rows, seeds, drawing, progress)
+            settings = SamplingOptions(weights=which)
+            samples += loaded.trained.draw([prompt], rows, seeds, settings, progress)
         scores: Sequence[Score | None] = [None] * len(samples)
         if request.score:
             scores = self._score(loaded, prompt, samples, progress)

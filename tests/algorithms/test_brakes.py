@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gesso import build, run
-from gesso.algorithms.brakes import KLGate, Renewal
+from gesso.algorithms.gardo import KLGate, Renewal
 from gesso.formulas import advantages as adv
 from gesso.formulas import diversity
 from gesso.learner.learner import Learner

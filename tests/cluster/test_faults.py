@@ -21,7 +21,7 @@ import pytest
 import tomli_w
 
 from gesso import run
-from gesso.cluster import apart, workers
+from gesso.cluster import separate, workers
 from gesso.cluster.channel import Channel
 from gesso.cluster.processes import Processes, Worker
 from gesso.track.run_folder import RunFolder
@@ -163,13 +163,13 @@ def test_samplers_apart_that_are_killed(
             os.kill(pids[moments.pop(0)[2]], SIGKILL)
 
     def timed(name: str) -> None:
-        original = getattr(apart.Apart, name)
+        original = getattr(separate.SeparateSamplers, name)
 
         def call(self: Any, *arguments: Any) -> Any:
             times[name].append(time.monotonic())
             return original(self, *arguments)
 
-        monkeypatch.setattr(apart.Apart, name, call)
+        monkeypatch.setattr(separate.SeparateSamplers, name, call)
 
     monkeypatch.setattr(Processes, "send", send)
     for name in times:

@@ -30,7 +30,7 @@ from gesso.track.checkpoints import Checkpoints
 from gesso.track.progress import SILENT, Progress
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Sample, Scales, StopRun, UserError
-from gesso.use.loaded import Drawing, LoadedModel
+from gesso.use.loaded import SamplingOptions, LoadedModel
 from gesso.use.opening import open_to_sample
 from gesso.use.source import find
 from gesso.viewer.playground import PlaygroundRequest
@@ -365,7 +365,7 @@ def test_a_run_is_sampled_from_in_its_workers(
         assert isinstance(opened, LoadedModel) == alone
         assert opened.unfit(prompts) == [None, None]
         for which in ("reference", "current"):
-            drawn = opened.draw(prompts, row, seeds, Drawing(weights=which))
+            drawn = opened.draw(prompts, row, seeds, SamplingOptions(weights=which))
             found.setdefault(which, []).append([_content(sample) for sample in drawn])
         opened.close()
     for drawn_by in found.values():

@@ -15,7 +15,7 @@ from gesso.config import Lora
 from gesso.rollout import TokenTrace, widened
 from gesso.samplers.base import Piece, parts
 from gesso.samplers.decode import DecodingSampler
-from gesso.samplers.drawing import _first_above, inverse_cdf
+from gesso.samplers.next_token import _first_above, inverse_cdf
 from gesso.types import ResponseSpec, SampleSpec
 from gesso.weights.publish import Publication
 from tests import tokens

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 from gesso import build
-from gesso.cluster import routes
+from gesso.cluster import transfer
 from gesso.cluster.placement import place
 from gesso.config import Lora
 from gesso.families import classes
@@ -279,7 +279,7 @@ def test_weights_are_gathered_and_sent_bucket_by_bucket(monkeypatch: pytest.Monk
     found: list[weakref.ref[Tensor]] = []
     held: list[int] = []  # bytes of all gathered tensors, whenever there is another one
     sent: list[int] = []
-    honest = routes.gathered
+    honest = transfer.gathered
 
     def gathered(tensor: Tensor) -> Tensor:
         made = honest(tensor)
@@ -287,19 +287,19 @@ def test_weights_are_gathered_and_sent_bucket_by_bucket(monkeypatch: pytest.Monk
         held.append(sum(t.nbytes for each in found if (t := each()) is not None))
         return made
 
-    def spread(self: routes.Routes, buffer: Tensor) -> None:
+    def spread(self: transfer.Transfers, buffer: Tensor) -> None:
         sent.append(buffer.nbytes)
 
-    monkeypatch.setattr(routes, "BUCKET", 128)
-    monkeypatch.setattr(routes, "gathered", gathered)
-    monkeypatch.setattr(routes.Routes, "_spread", spread)
+    monkeypatch.setattr(transfer, "BUCKET", 128)
+    monkeypatch.setattr(transfer, "gathered", gathered)
+    monkeypatch.setattr(transfer.Transfers, "_spread", spread)
     copies: list[Which] = ["current", "old"]
-    travelled = routes.Routes(0, torch.device("cpu"), None, None).send_weights(
+    sending = transfer.Transfers(0, torch.device("cpu"), None, None).send_weights(
         publish(sharded, copies, 1).copies
     )
     expected = publish(plain, copies, 1).copies
     size = sum(tensor.nbytes for named in expected.values() for tensor in named.values())
-    answer = travelled.answer()
+    answer = sending.answer()
     assert answer["digest"] == digest(expected) and answer["bytes"] == size
     assert len(sent) > 4 and sum(sent) == answer["bytes"]
     assert max(held) <= 128

@@ -24,7 +24,7 @@ from gesso.models.tokens import head, loading, saving
 from gesso.models.tokens.attention import segments_of
 from gesso.models.tokens.base import PrefilledPrompt, ResponseLogp
 from gesso.models.tokens.recomputing import recomputing
-from gesso.models.tokens.replies import reply_ids
+from gesso.models.tokens.given_responses import response_ids
 from gesso.models.tokens.sequences import Sequences
 from gesso.models.tokens.stepping import Stepper, fits
 from gesso.quiet import quiet
@@ -172,7 +172,7 @@ class TransformerModel(ABC):
         whole = self._chat([*before, {"role": "assistant", "content": text}], where, complete=True)
         never = self.suppressed.tolist()
         start = self._chat(before, where)
-        return reply_ids(self.tokenizer, start, whole, self.end, never, where)
+        return response_ids(self.tokenizer, start, whole, self.end, never, where)
 
     def _chat(
         self, messages: Sequence[Mapping[str, Any]], where: str, complete: bool = False

@@ -1,9 +1,9 @@
-"""Batches whose responses are sampled in rounds, one per update (`partial`).
+"""Batches whose responses are sampled in rounds, one per update (`partial = true`).
 
-In each round every unfinished response in flight gets up to max_tokens / lag more tokens. A batch
-is begun `lag` updates before it is trained on, so its responses are done by then, and a round
-ends after that number of tokens, however long a response is. What the rounds contain depends on the
-steps alone, not on time. Checkpoints have the responses so far: a resumed run continues them.
+In each round every unfinished response of every batch gets up to max_tokens / lag more tokens. A
+batch starts `lag` updates before it is trained on, so that its responses are finished by then. What
+a round contains depends only on the step, not on time. Checkpoints contain the unfinished
+responses, which a resumed run continues.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from gesso.track.progress import Progress
 from gesso.types import Prompt, ResponseSpec, StopRun, UserError
 
 FILE = "in_flight.tensors"
-"""In a checkpoint."""
+"""The file of unfinished responses in a checkpoint."""
 
 
 @dataclass
-class Flight:
-    batch: Any  # of the driver
+class PartialBatch:
+    batch: Any  # the driver's DriverBatch
     request: Request
-    drawn: Mapping[str, float]  # metrics of how its prompts were drawn
+    drawn: Mapping[str, float]  # metrics about the choice of its prompts
     responses: list[PartialResponse]
-    started: float = 0.0  # of its last round
+    started: float = 0.0  # time at which its last round started
 
     @property
     def done(self) -> bool:
@@ -43,121 +43,121 @@ class Flight:
 
     @property
     def whole(self) -> Request:
-        """Returns the finished responses."""
+        """A request that returns the finished responses without sampling."""
         return replace(self.request, begun=Begun(self.responses, 0))
 
     def metrics(self) -> dict[str, float]:
-        """`age` is that of the oldest token."""
+        """The metric `age`, which the loop computes, is the age of the oldest token."""
         versions = torch.cat([response.versions for response in self.responses])
-        swapped = [len(response.versions.unique()) > 1 for response in self.responses]
+        continued = [len(response.versions.unique()) > 1 for response in self.responses]
         return {
             "age/mean": self.batch.step - float(versions.double().mean()),
-            "age/continued": sum(swapped) / len(swapped),
+            "age/continued": sum(continued) / len(continued),
         }
 
 
 @dataclass(frozen=True)
 class Round:
     request: Request
-    places: Sequence[tuple[Flight, int]]  # of each of its samples
+    places: Sequence[tuple[PartialBatch, int]]  # per sample: its batch, and its position there
 
     def put(self, piece: Piece) -> None:
         for i, response in zip(piece.index, piece.responses, strict=True):
-            flight, at = self.places[i]
-            flight.responses[at] = response
+            partial, at = self.places[i]
+            partial.responses[at] = response
 
 
-class Flights:
+class PartialBatches:
     def __init__(
         self, rounds: int, generate: Callable[[Request], Iterator[Piece]], progress: Progress
     ) -> None:
-        self.rounds = rounds  # of a batch
+        self.rounds = rounds  # per batch
         self.generate = generate
         self.progress = progress
         self.clear()
 
     def clear(self) -> None:
-        self.by_step: dict[int, Flight] = {}
+        self.by_step: dict[int, PartialBatch] = {}
         self._restored: dict[int, list[PartialResponse]] = {}
 
     def __contains__(self, step: int) -> bool:
-        """Whether a checkpoint has this batch."""
+        """Whether the restored checkpoint contains this batch."""
         return step in self._restored
 
     def begin(self, batch: Any, request: Request, drawn: Mapping[str, float]) -> None:
         new = [PartialResponse.new() for _ in request.row]
         restored = self._restored.pop(batch.step, new)
-        self.by_step[batch.step] = Flight(batch, request, drawn, restored)
+        self.by_step[batch.step] = PartialBatch(batch, request, drawn, restored)
 
     def finish(self, step: int) -> None:
-        """Until the batch is sampled: the first ones of a run need further rounds."""
-        flight = self.by_step[step]
-        while flight.batch.pending is None and flight.batch.error is None:
-            if flight.done:
-                flight.batch.sample()
+        """Samples until the batch is finished; the first batches of a run need extra rounds."""
+        partial = self.by_step[step]
+        while partial.batch.pending is None and partial.batch.error is None:
+            if partial.done:
+                partial.batch.sample()
             else:
                 self.sample_round()
 
     def sample_round(self, only: int | None = None) -> None:
-        """The next tokens of all unfinished responses, or of those of one batch. Batches that are
-        then done are passed on to the rewards."""
+        """Samples the next tokens of all unfinished responses, or of those of one batch, and sends
+        batches that are then finished to the rewards."""
         following = self._round([*self.by_step] if only is None else [only])
         if following is None:
             return
         started, request = clock.seconds(), following.request
         self.progress.phase(f"sampling {request.label}", len(request.row))
-        flights = {id(flight): flight for flight, _ in following.places}.values()
+        unfinished = {id(partial): partial for partial, _ in following.places}.values()
         try:
             for piece in self.generate(request):
                 following.put(piece)
                 self.progress.advance(len(piece.index))
-        except (UserError, StopRun) as error:  # for `result`
-            for flight in flights:
-                flight.batch.error = error
+        except (UserError, StopRun) as error:  # raised by `DriverBatch.result`
+            for partial in unfinished:
+                partial.batch.error = error
             return
-        for flight in flights:
-            flight.started = started
-            if flight.done:
-                flight.batch.sample()
+        for partial in unfinished:
+            partial.started = started
+            if partial.done:
+                partial.batch.sample()
 
     def _round(self, steps: Sequence[int]) -> Round | None:
-        """Of all unfinished responses of these batches, those of the oldest batch first."""
+        """All unfinished responses of these batches, oldest batch first."""
         prompts: list[Prompt] = []
         row: list[int] = []
-        places: list[tuple[Flight, int]] = []
-        flights = [self.by_step[step] for step in steps if not self.by_step[step].done]
-        for flight in flights:
-            request = flight.request
+        places: list[tuple[PartialBatch, int]] = []
+        unfinished = [self.by_step[step] for step in steps if not self.by_step[step].done]
+        for partial in unfinished:
+            request = partial.request
             number: dict[int, int] = {}  # its row → prompt of the round
-            for i, response in enumerate(flight.responses):
+            for i, response in enumerate(partial.responses):
                 if response.done:
                     continue
                 if request.row[i] not in number:
                     number[request.row[i]] = len(prompts)
                     prompts.append(request.prompts[request.row[i]])
                 row.append(number[request.row[i]])
-                places.append((flight, i))
-        if not flights:
+                places.append((partial, i))
+        if not unfinished:
             return None
-        spec = flights[0].request.spec
+        spec = unfinished[0].request.spec
         assert isinstance(spec, ResponseSpec)
-        begun = [flight.responses[i] for flight, i in places]
-        seeds = [flight.request.seeds[i] for flight, i in places]
+        begun = [partial.responses[i] for partial, i in places]
+        seeds = [partial.request.seeds[i] for partial, i in places]
         limit = math.ceil(spec.max_tokens / self.rounds)
-        label = f"the next {limit} tokens of batches {flights[0].batch.step + 1} and later"
-        step = flights[0].batch.step
+        label = f"the next {limit} tokens of batches {unfinished[0].batch.step + 1} and later"
+        step = unfinished[0].batch.step
         return Round(
             Request(prompts, row, seeds, spec, label, step, begun=Begun(begun, limit)), places
         )
 
     def save(self, folder: Path) -> None:
-        """With a digest, as every file of a checkpoint."""
+        """With a digest, like every file of a checkpoint."""
         from safetensors.torch import save_file
 
         tensors = {
             f"{step}/{name}": tensor
-            for step, flight in self.by_step.items()
-            for name, tensor in tensors_of(flight.responses).items()
+            for step, partial in self.by_step.items()
+            for name, tensor in tensors_of(partial.responses).items()
         }
         if tensors:
             save_file(tensors, folder / FILE, digests(tensors))

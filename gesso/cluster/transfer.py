@@ -1,8 +1,8 @@
-"""What samplers apart and learners send each other, by torch.distributed: weights from the first
-learner to all samplers, traces from a sampler to one learner.
+"""Transfers between samplers and learners by torch.distributed: weights from the first learner to all
+samplers, traces from a sampler to one learner.
 
-Weights are received in place, in buckets. Traces stay in the memory of the sampler until the
-learner asks for them: a sampler starts to send, and goes on to sample.
+Weights are sent in buckets and received in place. Traces are sent asynchronously: they stay in the
+memory of the sampler, which continues to sample, until the learner receives them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from gesso.weights.publish import Digest, in_order
 from gesso.weights.shards import gathered
 
 BUCKET = 64 * 2**20
-"""Bytes of small tensors that are sent at once."""
+"""Bytes of small tensors that are sent together."""
 WEIGHTS = 0
-"""Tag of weights; parcels have others."""
+"""Tag of messages with weights; traces have other tags."""
 Named = tuple[Which, str, Tensor]
 
 
 @dataclass(frozen=True)
 class Parcel:
-    """Tensors on their way from a sampler to a learner."""
+    """Identifies tensors that a sampler sends to a learner."""
 
     sampler: int
     learner: int
@@ -46,13 +46,13 @@ class Parcel:
         return self.header + self.body
 
 
-class Travelled:
-    """Weights that were sent or received. Both sides hash a bucket at the same time."""
+class WeightTransfer:
+    """Digest, size and time of the weights sent or received. Both sides hash a bucket at the same time."""
 
     def __init__(self) -> None:
         self._digest = Digest()
         self.bytes = 0
-        self.seconds = 0.0  # without those for the digest
+        self.seconds = 0.0  # without hashing
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -80,49 +80,49 @@ class _Sending:
 
 
 @dataclass
-class Routes:
+class Transfers:
     rank: int
     device: torch.device
     weights: Any  # process group of the first learner and the samplers
     traces: Any  # gloo, of all processes
-    left: Sequence[int] = ()  # samplers, after one was lost
+    left: Sequence[int] = ()  # remaining samplers, once one was lost
     _tag: int = 0
     _sending: dict[str, list[_Sending]] = field(default_factory=dict)
     _received: set[tuple[int, int]] = field(default_factory=set)  # sampler, tag
 
     @staticmethod
-    def open(rank: int, device: torch.device, learners: int, count: int) -> Routes:
-        """Every process calls it. On GPUs weights travel by NCCL; traces wait in host memory."""
+    def open(rank: int, device: torch.device, learners: int, count: int) -> Transfers:
+        """Every process must call this. On GPUs weights are sent by NCCL; traces are in host memory."""
         weights = distributed.new_group([0, *range(learners, count)])
-        return Routes(rank, device, weights, distributed.new_group(backend="gloo"))
+        return Transfers(rank, device, weights, distributed.new_group(backend="gloo"))
 
-    def send_weights(self, copies: Mapping[Which, Weights]) -> Travelled:
-        """Every learner calls it. Only the first one sends; of sharded tensors all gather those of
-        one bucket at a time."""
-        travelled = Travelled()
+    def send_weights(self, copies: Mapping[Which, Weights]) -> WeightTransfer:
+        """Every learner must call this, as sharded tensors are gathered, one bucket at a time. Only
+        the first learner sends."""
+        transfer = WeightTransfer()
         for bucket in buckets(list(in_order(copies))):
-            with travelled.timed():
+            with transfer.timed():
                 whole = [(which, name, gathered(tensor)) for which, name, tensor in bucket]
                 if self.rank == 0:
                     self._spread(_joined(whole))
-            travelled.add(whole)
+            transfer.add(whole)
             del whole  # before the next bucket is gathered
-        return travelled
+        return transfer
 
-    def receive_weights(self, copies: Mapping[Which, Weights]) -> Travelled:
-        """The values of the first learner, in the tensors of this sampler."""
-        travelled = Travelled()
+    def receive_weights(self, copies: Mapping[Which, Weights]) -> WeightTransfer:
+        """Writes the values of the first learner into the tensors of this sampler."""
+        transfer = WeightTransfer()
         for bucket in buckets(list(in_order(copies))):
-            with travelled.timed():
+            with transfer.timed():
                 flat = _joined(bucket)
                 self._spread(flat)
                 _write(flat, bucket)
-            travelled.add(bucket)
-        return travelled
+            transfer.add(bucket)
+        return transfer
 
     def _spread(self, buffer: Tensor) -> None:
-        """A group needs all its members. Without one of them, the first learner sends to each of
-        the others, through host memory."""
+        """A broadcast needs all members of the group. Once one is lost, the first learner sends to
+        each remaining sampler, through host memory."""
         if not self.left:
             distributed.broadcast(buffer, 0, group=self.weights)
         elif self.rank == 0:
@@ -135,7 +135,7 @@ class Routes:
             buffer.copy_(host)
 
     def send(self, call: str, learner: int, values: Mapping[str, Tensor], about: Any) -> Parcel:
-        """Returns before the learner receives them. `call`: what they belong to."""
+        """Returns before the learner has received the tensors. `call`: the sampling call they are of."""
         columns = [(n, str(t.dtype), list(t.shape)) for n, t in values.items()]
         text = json.dumps([columns, about]).encode()
         header = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -167,7 +167,7 @@ class Routes:
         return values, about
 
     def forget(self, call: str) -> None:
-        """Its parcels have been received."""
+        """Releases the buffers of a call whose traces have been received."""
         for sending in self._sending.pop(call, ()):
             sending.wait()
 
@@ -187,13 +187,13 @@ def buckets(tensors: Sequence[Named]) -> Iterator[list[Named]]:
 
 
 def layout(weights: Weights) -> str:
-    """Digest of names, dtypes and shapes: ranks that exchange weights must agree on them."""
+    """Digest of names, dtypes and shapes, which must be equal in ranks that exchange weights."""
     rows = [[name, str(t.dtype), list(t.shape)] for name, t in sorted(weights.items())]
     return hashlib.blake2b(json.dumps(rows).encode(), digest_size=16).hexdigest()
 
 
 def _joined(bucket: Sequence[Named]) -> Tensor:
-    """All bytes; of one tensor without a copy."""
+    """All bytes of a bucket. A single tensor is not copied."""
     tensors = [tensor for _, _, tensor in bucket]
     if len(tensors) == 1 and tensors[0].is_contiguous():
         return _bytes(tensors[0])

@@ -1,8 +1,8 @@
-"""Brakes against reward hacking, after GARDO (arXiv 2512.24138): a KL on doubtful samples only, and
-to a reference that follows the policy.
+"""Countermeasures against reward hacking, after GARDO (arXiv 2512.24138): the KL applies only to
+samples that other rewards doubt, and its reference is renewed from time to time.
 
-What changes from iteration to iteration is a function of the rows of metrics so far, so that a
-resumed run continues with the same share and the same reference, on any number of workers.
+The gated share and the renewals are functions of the metrics so far, so that a resumed run
+continues with the same share and reference, on any number of workers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class KLGate(Strict):
         return self
 
     def doubts(self, rollout: Rollout) -> Tensor:
-        """(N,) U of each sample."""
+        """(N,): U of each sample."""
         others = [i for i, weight in enumerate(rollout.weights.values()) if weight == 0]
         return adv.doubt(rollout.rewards, rollout.components[:, others])
 
@@ -84,7 +84,7 @@ class Renewal(Strict):
     """The reference becomes a copy of the current weights after an iteration whose mean KL exceeds
     this value."""
     after: int = Field(15, ge=1)
-    """And after this many iterations without."""
+    """It also does so after this number of iterations without a renewal."""
 
     def due(self, rows: Sequence[Row]) -> bool:
         """Whether the reference is renewed before the iteration that follows these rows."""

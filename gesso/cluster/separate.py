@@ -1,11 +1,11 @@
-"""A cluster in which some workers sample and the others train.
+"""A cluster in which some workers only sample (samplers) and the others only train (learners).
 
-A batch is sampled in a thread of the driver, while the workers that train update from an earlier
-one. Samplers hold copies of the weights: a new version is sent when they have finished the batches
-that were collected before it, so that every batch has one version, whatever the speed of a worker.
-Traces wait in the sampler, and go to a worker that trains when it is their turn.
+A thread of the driver directs the sampling of a batch while the learners train on an earlier one.
+Samplers have their own copies of the weights. They get a new version after they have finished the
+batches collected before it, so that a batch is sampled with one version, however fast the workers
+are. A trace stays in its sampler until a learner needs it.
 
-When a sampler is lost, the others sample its part; its traces that nobody has received are sampled
+When a sampler is lost, the others sample its parts. Traces that no learner has received are sampled
 again from the same seeds and weights. If it is lost while weights are sent, the workers restart.
 """
 
@@ -22,7 +22,7 @@ from gesso.cluster.collecting import Request
 from gesso.cluster.driver import DriverBatch
 from gesso.cluster.processes import Message, Processes
 from gesso.cluster.protocol import Batch
-from gesso.cluster.routes import Parcel
+from gesso.cluster.transfer import Parcel
 from gesso.cluster.workers import Call, Workers, same_weights
 from gesso.learner.learner import Update
 from gesso.rollout import Rollout
@@ -30,21 +30,21 @@ from gesso.timeline import recorder
 from gesso.types import Prompt, Scales, Which, WorkerLost
 
 
-class Apart(Workers):
+class SeparateSamplers(Workers):
     shares_weights = False
     _thread: ThreadPoolExecutor | None = None
 
     def divide(self, processes: Processes) -> tuple[Processes, Processes]:
         self._end_thread()
         self._thread = ThreadPoolExecutor(1, "samplers")
-        self._jobs: dict[int, Future[None]] = {}  # by step; a round of `partial` is −1
-        self._drawn: dict[int, tuple[list[Prompt], Mapping[str, float]]] = {}  # to be sampled
-        self._calls_of_step: dict[str, tuple[Call, int]] = {}  # with their versions, until trained
-        self._unopened: set[str] = set()  # by learners
+        self._jobs: dict[int, Future[None]] = {}  # by step; −1: a round of `partial`
+        self._drawn: dict[int, tuple[list[Prompt], Mapping[str, float]]] = {}  # prompts not yet sampled, by step
+        self._calls_of_step: dict[str, tuple[Call, int]] = {}  # with weight versions, until trained on
+        self._unopened: set[str] = set()  # calls that the learners do not know yet
         self._parcels: dict[str, Parcel] = {}  # by piece
         self._trained: list[int] = []  # steps whose traces samplers can drop
-        self._learner = 0  # that gets the next piece
-        self._losses: list[str] = []  # to be reported
+        self._learner = 0  # receives the next piece
+        self._losses: list[str] = []  # messages for the log
         self._weights = {"cluster/weights_gb": 0.0, "cluster/weights_s": 0.0}
         self._since = clock.seconds()
         self._connected = samplers = self._placement.samplers
@@ -68,15 +68,15 @@ class Apart(Workers):
     def wait_for(self, batch: DriverBatch) -> None:
         if self.recipe.partial:
             self._end_round()
-            self.flights.finish(batch.step)
+            self.partial_batches.finish(batch.step)
         else:
             self._jobs.pop(batch.step).result()
 
     def begin_round(self) -> None:
-        """It is sampled during the update."""
+        """Samples a round during the update."""
         self._end_round()
         assert self._thread is not None
-        self._jobs[-1] = self._thread.submit(self.flights.sample_round)
+        self._jobs[-1] = self._thread.submit(self.partial_batches.sample_round)
 
     def _end_round(self) -> None:
         if -1 in self._jobs:
@@ -127,7 +127,7 @@ class Apart(Workers):
                 self.lost(error)
 
     def _sample_again(self, pieces: Sequence[str]) -> None:
-        """Those whose traces were lost with a sampler. Afterwards another one has them."""
+        """Samples the pieces whose traces were lost with their samplers, on other samplers."""
         while lost := [p for p in pieces if self._parcels[p].sampler not in self.sampling.ranks]:
             wait(self._jobs.values())
             started, count = clock.seconds(), 0
@@ -144,7 +144,7 @@ class Apart(Workers):
 
     @contextmanager
     def _sampling_with(self, version: int) -> Iterator[None]:
-        """An earlier version of the weights."""
+        """Samplers temporarily get this earlier version of the weights."""
         newest, copies = self._version, self._published
         if version == newest:
             yield
@@ -182,7 +182,7 @@ class Apart(Workers):
                 if error.rank in left:
                     self.lost(error)
                 elif all(parcel.sampler in left for parcel in parcels.values()):
-                    raise  # else the thread has noticed it
+                    raise  # otherwise the sampling thread has handled the loss
 
     def train(self, rollout: Rollout, step: int, scales: Scales) -> Update:
         update = super().train(rollout, step, scales)
@@ -196,7 +196,7 @@ class Apart(Workers):
             del self._calls_of_step[key]
 
     def _idle(self) -> dict[str, float]:
-        """Samplers and learners work at the same time."""
+        """Relative to the whole time since the last call: samplers and learners work in parallel."""
         self._since, since = clock.seconds(), self._since
         self._elapsed = self._since - since
         return super()._idle()
@@ -216,7 +216,7 @@ class Apart(Workers):
         self._weights = {"cluster/weights_gb": size / 1e9, "cluster/weights_s": seconds}
 
     def _leave_out(self) -> None:
-        """Weights are sent to the samplers that are left."""
+        """Excludes lost samplers from the transfer of weights."""
         try:
             self.sampling.check()
         except WorkerLost as error:

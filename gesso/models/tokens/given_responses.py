@@ -1,4 +1,4 @@
-"""Given responses as tokens: what follows an encoded prompt if the response is that text."""
+"""The tokens of given responses, as they follow an encoded prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from gesso.types import UserError
 
 
-def reply_ids(
+def response_ids(
     tokenizer: Any, start: str, whole: str, end: Collection[int], never: Collection[int], where: str
 ) -> Tensor:
     """(s,): the tokens of `whole`, a conversation as the chat template writes it, after `start`, up

@@ -1,8 +1,8 @@
 """Measures samplers apart on a CPU: how fast weights travel, and how much of a step overlaps.
 
-    python benchmarks/apart.py weights [--gb 1]
-    python benchmarks/apart.py overlap [--steps 8] [--recipe demo SETTING …]
-    python benchmarks/apart.py partial [--steps 16]
+    python benchmarks/separate_samplers.py weights [--gb 1]
+    python benchmarks/separate_samplers.py overlap [--steps 8] [--recipe demo SETTING …]
+    python benchmarks/separate_samplers.py partial [--steps 16]
 
 `weights`: one learner and one sampler, gloo over loopback; the digests of both sides are timed
 apart. `overlap`: one learner and one sampler, with lag 0 and 1; a step against the longer of its
@@ -36,7 +36,7 @@ from gesso import build, run
 from gesso.cluster import workers
 from gesso.cluster.placement import Placement
 from gesso.cluster.processes import Child, Processes
-from gesso.cluster.routes import Routes
+from gesso.cluster.transfer import Transfers
 from gesso.cluster.workers import start
 from gesso.config import Recipe
 from gesso.track.progress import Progress
@@ -59,13 +59,13 @@ def _rank(rank: int, store: str, gigabytes: float) -> None:
     distributed.init_process_group(
         "gloo", store=distributed.FileStore(store, 2), rank=rank, world_size=2
     )
-    routes = Routes.open(rank, torch.device("cpu"), 1, 2)
+    transfers = Transfers.open(rank, torch.device("cpu"), 1, 2)
     copies = {"current": weights_of(gigabytes, rank)}
     seconds: list[float] = []
     for _ in range(ROUNDS + 1):  # the first one is not counted
         distributed.barrier()
         started = time.perf_counter()
-        move = routes.receive_weights if rank else routes.send_weights
+        move = transfers.receive_weights if rank else transfers.send_weights
         found = move(copies).answer()  # type: ignore[arg-type]
         seconds.append(found["seconds"])
         total = time.perf_counter() - started

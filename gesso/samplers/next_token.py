@@ -18,23 +18,23 @@ BLOCK = 128
 """Ids per block: the search runs over blocks first, then within one."""
 
 
-def drawn(logits: Tensor, uniform: Tensor, greedy: bool) -> tuple[Tensor, Tensor]:
+def sample_tokens(logits: Tensor, uniform: Tensor, greedy: bool) -> tuple[Tensor, Tensor]:
     """(n, V) float32 logits, (n,) float64 in [0, 1) → (n,) ids and their log-probs."""
     tokens = logits.argmax(-1) if greedy else inverse_cdf(logits, uniform)
     return tokens, logits.gather(-1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
 
 
 @cache
-def drawn_from_raw(
+def sample_from_raw(
     device: str,
 ) -> Callable[[Tensor, Tensor, float, Tensor], tuple[Tensor, Tensor]]:
-    """`drawn` from the head's raw logits, a temperature and the allowed ids. Compiled on CUDA,
+    """`sample_tokens` from the head's raw logits, a temperature and the allowed ids. Compiled on CUDA,
     where each pass over all logits would be a separate kernel."""
 
     def draw(
         raw: Tensor, uniform: Tensor, temperature: float, allowed: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return drawn(tempered(raw, temperature, allowed), uniform, temperature == 0)
+        return sample_tokens(tempered(raw, temperature, allowed), uniform, temperature == 0)
 
     return torch.compile(draw, options=kernel_options()) if device == "cuda" else draw
 
