@@ -66,10 +66,10 @@ CASES = {
          "algorithm.updates=1"),
         10.86, "sharding.md",
     ),
-    "FLUX.1-dev, beside another program": Case(
+    "FLUX.1-dev, with another program on the GPU": Case(
         "flux", ("flux-pickscore", "data.groups=1", "algorithm.group=12"), 28.99, "real-size.md", 80
     ),
-    "SD3.5-L, beside another program": Case(
+    "SD3.5-L, with another program on the GPU": Case(
         "sd35-large",
         ("sd35-ocr", "data.groups=1", "algorithm.group=16", "sampler.batch=8",
          "learner.micro_batch=8"),
