@@ -57,7 +57,9 @@ def _changes(options: argparse.Namespace) -> tuple[int | None, list[str]]:
     """The new number of steps and the changes of the cluster in `--resume RUN steps=60
     cluster.workers=4`; nothing else may be changed."""
     if options.card is not None:
-        raise UserError("--card cannot change a run, which keeps its recipe; leave --card out")
+        raise UserError(
+            "--card cannot be used with --resume, since a run keeps its recipe; remove it"
+        )
     given = [o for o in (options.recipe, *options.overrides) if o]
     steps = [o.removeprefix("steps=") for o in given if o.startswith("steps=")]
     cluster = [o for o in given if o.startswith("cluster.") and "=" in o]
@@ -281,7 +283,10 @@ def timeline(options: argparse.Namespace) -> None:
     reader = RunReader(options.run)
     steps = timelines.steps_of(reader)
     if not steps:
-        raise UserError(f"{options.run} has no timeline; runs record one from their first step on")
+        raise UserError(
+            f"{options.run} has no timeline.jsonl: it was made by an earlier version of gesso, or "
+            "has not finished a step yet"
+        )
     if options.step is not None:
         first, last = steps[0].step, steps[-1].step
         steps = [step for step in steps if step.step == options.step]

@@ -25,14 +25,15 @@ OF_SAMPLES = ("reward-hacking", "flat-groups", "saturated", "old-samples", "dive
 def check(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
     _check_reactions(recipe, algorithm, where)
     _check_groups(recipe, algorithm, where)
-    _check_brakes(recipe, algorithm, where)
+    _check_gardo(recipe, algorithm, where)
     _check_expect(recipe, where)
     if recipe.partial:
         _check_partial(recipe, algorithm, where)
 
 
 def _check_partial(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
-    """Responses continue over a change of weights: of language models, by our own decoder."""
+    """Continuing a response after a change of weights requires a language model and the built-in
+    decoder."""
     name, engine = recipe.algorithm.name, recipe.sampler.engine
     unsupported = {
         f'requires a language model, but algorithm "{name}" is for flow models; remove it': (
@@ -119,15 +120,15 @@ def _check_groups(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
             )
 
 
-def _check_brakes(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
+def _check_gardo(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
     """Rejects a gate without a KL or without rewards that could doubt a sample, and the renewal of
     a reference that nothing uses."""
     from gesso.algorithms.flow import FlowAlgorithm
 
     if not isinstance(algorithm, FlowAlgorithm):
         return
-    for section, brake in (("gate", algorithm.gate), ("renew", algorithm.renew)):
-        if brake is not None and algorithm.with_kl(1.0) is None:
+    for section, option in (("gate", algorithm.gate), ("renew", algorithm.renew)):
+        if option is not None and algorithm.with_kl(1.0) is None:
             raise UserError(
                 f"{where}: algorithm.{section} changes the KL, but algorithm "
                 f'"{recipe.algorithm.name}" has no KL here; set its weight (algorithm.beta or '
@@ -144,9 +145,9 @@ def _check_brakes(recipe: Recipe, algorithm: Algorithm, where: str) -> None:
         for entry in recipe.reward:
             if entry.ramp is not None and 0 in (entry.ramp.start, entry.ramp.end):
                 raise UserError(
-                    f'{where}: the ramp of reward "{entry.name}" has a weight of 0, with which '
-                    "algorithm.gate would take it for one that doubts samples; use a start and an "
-                    "end above 0"
+                    f'{where}: the ramp of reward "{entry.name}" includes a weight of 0, but '
+                    "algorithm.gate compares the trained rewards with those of weight 0; use a "
+                    "start and an end above 0"
                 )
 
 

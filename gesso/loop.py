@@ -307,8 +307,8 @@ class Loop:
         best = best_step(self.run.rows())
         highest = "" if best is None else f" the held-out reward was highest at step {best};"
         raise StopRun(
-            f"on_symptom stopped the run at step {step}, because of {', '.join(kinds)};{highest} "
-            f"to go on anyway, run `gesso train --resume {self.run.path}`"
+            f"on_symptom stopped the run at step {step} because of {', '.join(kinds)};{highest} "
+            f"to continue anyway, run `gesso train --resume {self.run.path}`"
         )
 
     def _evaluate(self, step: int) -> dict[str, float]:

@@ -137,8 +137,8 @@ def _in_workers(
     progress: Progress,
 ) -> tuple[Driver, prompts.LoadedData]:
     from gesso.cluster import workers
-    from gesso.cluster.separate import SeparateSamplers
     from gesso.cluster.placement import place
+    from gesso.cluster.separate import SeparateSamplers
 
     placement = place(recipe, algorithm)
     assert placement is not None

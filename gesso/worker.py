@@ -26,9 +26,9 @@ from gesso.cluster.channel import Channel, Messages, end_with_the_driver, read_p
 from gesso.cluster.exchanging import Exchanging, Request, about, tensors_of
 from gesso.cluster.host import keep_freed_memory, listen_at, peak_memory
 from gesso.cluster.processes import ERRORS, IDLE
-from gesso.cluster.transfer import Transfers, layout
 from gesso.cluster.saving import Saving
 from gesso.cluster.tasks import TASKS, phase_of
+from gesso.cluster.transfer import Transfers, layout
 from gesso.config import Recipe
 from gesso.data.prompts import LoadedData, WeightedPrompts
 from gesso.ranks import Group

@@ -87,7 +87,7 @@ def test_several_gpus(own: str) -> None:
     divided = build.recipe(own, card="8x24")
     assert (divided.cluster.workers, divided.cluster.sharding) == (8, "base")
     assert divided.model.quantize is None
-    assert divided.about.startswith("Mine. 8 × 24 GB: frozen weights divided")
+    assert divided.about.startswith("Mine. 8 × 24 GB: frozen weights sharded")
     each = build.recipe(own, card="4x16")
     assert (each.cluster.workers, each.cluster.sharding) == (4, None)
     assert each.model.quantize == "nf4"
@@ -166,8 +166,8 @@ def test_without_a_card_only_the_form_of_card_tables_is_checked(tmp_path: Path) 
         ("train demo --card big", "argument --card: expected GB of GPU memory as in 24, or 8x24"),
         ("train flux-pickscore card=24", 'overrides cannot set "card"; choose one of'),
         ("check flux-pickscore card.24.seed=1", 'overrides cannot set "card"'),
-        ("train --resume RUN --card 24", "--card cannot change a run, which keeps its recipe"),
-        ("train --resume RUN steps=60 --card 24", "--card cannot change a run"),
+        ("train --resume RUN --card 24", "--card cannot be used with --resume, since a run keeps"),
+        ("train --resume RUN steps=60 --card 24", "--card cannot be used with --resume"),
         (
             "train flux-pickscore-24gb",
             'unknown recipe "flux-pickscore-24gb"; use `gesso train flux-pickscore --card 24`',

@@ -24,7 +24,6 @@ from pydantic_core import PydanticUndefined
 from gesso import build, config, health, imports
 from gesso.algorithms.advantage import Advantage
 from gesso.algorithms.awm import AWM
-from gesso.algorithms.gardo import KLGate, Renewal
 from gesso.algorithms.credit import Credit
 from gesso.algorithms.diffusion_nft import DiffusionNFT
 from gesso.algorithms.dpo import DPO
@@ -32,6 +31,7 @@ from gesso.algorithms.flow_grpo import FlowGRPO
 from gesso.algorithms.flow_opd import FlowOPD, FlowTeacher
 from gesso.algorithms.flow_rft import FlowRFT
 from gesso.algorithms.flow_sft import FlowSFT
+from gesso.algorithms.gardo import KLGate, Renewal
 from gesso.algorithms.grpo import GRPO
 from gesso.algorithms.importance import Importance
 from gesso.algorithms.likelihood import LikelihoodAlgorithm

@@ -165,7 +165,8 @@ class Algorithm(Protocol):
         """The same algorithm with its KL weight multiplied; None if it has no KL."""
 
     def next_scales(self, scales: Scales, rows: Sequence[Mapping[str, Any]]) -> Scales:
-        """The scales of the iteration after these rows, with changes that the algorithm makes itself."""
+        """The scales of the iteration after these rows, with changes that the algorithm makes
+        itself."""
 
     def with_share(self, share: float) -> Algorithm:
         """The same algorithm with this share of its gate."""

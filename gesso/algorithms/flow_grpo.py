@@ -15,8 +15,8 @@ from torch import Tensor
 from gesso import config
 from gesso.algorithms.advantage import Advantage
 from gesso.algorithms.base import Prepared, TermLosses
-from gesso.algorithms.gardo import kl_shares
 from gesso.algorithms.flow import FlowAlgorithm
+from gesso.algorithms.gardo import kl_shares
 from gesso.algorithms.one_pass import OnePassTerms, check_one_pass
 from gesso.algorithms.stepped import StateTerms, Stepped
 from gesso.formulas import flow_steps, kl, objectives

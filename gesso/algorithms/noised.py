@@ -19,8 +19,8 @@ from torch import Tensor
 
 from gesso import config
 from gesso.algorithms.base import Prepared, TermLosses
-from gesso.algorithms.gardo import gated, kl_shares
 from gesso.algorithms.flow import FlowAlgorithm, FlowTerms, ode_spec
+from gesso.algorithms.gardo import gated, kl_shares
 from gesso.formulas import advantages as adv
 from gesso.formulas import averages, matching
 from gesso.models.flow.base import FlowModel

@@ -52,7 +52,10 @@ class Actor:
         from gesso.cluster.processes import MODULE
 
         if gesso.__version__ != version:
-            raise RuntimeError(f"it has gesso {gesso.__version__}, the driver {version}")
+            raise RuntimeError(
+                f"this node has gesso {gesso.__version__}, but the driver has {version}; install "
+                "the same version on all nodes"
+            )
         serve = importlib.import_module(MODULE).serve
         self._messages = CallMessages()
         forward_output(self._messages)

@@ -49,8 +49,8 @@ class Exchanging:
     pieces: dict[str, Piece]
 
     def take(self, parcels: Mapping[str, Sequence[int]]) -> dict[str, Any]:
-        """Receives the pieces that separate samplers have for this rank. The driver repeats this task
-        when a sampler is lost."""
+        """Receives the pieces that separate samplers have for this rank. The driver repeats this
+        task when a sampler is lost."""
         assert self.transfers is not None
         for name, values in parcels.items():
             parcel = Parcel(*values)

@@ -50,7 +50,7 @@ class Launch:
 
     @classmethod
     def find(cls, environment: Mapping[str, str] = os.environ) -> Launch | None:
-        """None without torchrun, or if it started one process only."""
+        """None without torchrun, or if it started only one process."""
         if any(name not in environment for name in VARIABLES):
             return None
         rank, count, _, local_count = (int(environment[name]) for name in VARIABLES[:4])
@@ -58,8 +58,9 @@ class Launch:
             return None
         if local_count != count:
             raise UserError(
-                f"torchrun started {count} processes on several machines, {local_count} on this "
-                "one; only one machine is supported"
+                f"torchrun started {count} processes on several machines, {local_count} of them on "
+                "this one; with torchrun only one machine is supported: use cluster.address (Ray) "
+                "for several"
             )
         return cls(rank, count)
 
@@ -96,8 +97,9 @@ def accept(launch: Launch, patience: float) -> Iterator[tuple[Channel, socket.so
                 connected = {rank for rank, kind in found if kind == CONNECTIONS[-1]}
                 absent = [rank for rank in range(1, launch.count) if rank not in connected]
                 raise StopRun(
-                    f"torchrun's processes of the ranks {absent} did not connect within "
-                    f"{patience:g} s; cluster.patience allows no more"
+                    f"torchrun's processes of ranks {absent} did not connect within "
+                    f"cluster.patience = {patience:g} s; read their output, or raise "
+                    "cluster.patience"
                 ) from None
             connection.settimeout(HELLO)
             channel = Channel(connection)

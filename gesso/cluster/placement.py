@@ -89,7 +89,7 @@ def place(recipe: Recipe, algorithm: Algorithm) -> Placement | None:
         threads = _threads(wanted)
     if wanted <= samplers:
         raise UserError(
-            f"cluster.samplers = {samplers} leaves none of {wanted} devices to train; set "
+            f"cluster.samplers = {samplers} leaves none of the {wanted} devices for training; set "
             "cluster.workers to a number, or use fewer samplers"
         )
     _check(recipe, algorithm, wanted)
@@ -98,9 +98,9 @@ def place(recipe: Recipe, algorithm: Algorithm) -> Placement | None:
     kind, sampling = ("samplers", samplers) if samplers else ("workers", wanted)
     if count * parallel < sampling:
         raise UserError(
-            f"cluster.{kind} = {sampling}, but the samples of a step in batches of sampler.batch = "
-            f"{recipe.sampler.batch} are work for only {count * parallel}; use at most "
-            f"{count * parallel} {kind}{_remedy(recipe, algorithm, sampling)}"
+            f"cluster.{kind} = {sampling}, but with sampler.batch = {recipe.sampler.batch} a step "
+            f"has work for only {count * parallel}; use at most {count * parallel} "
+            f"{kind}{_remedy(recipe, algorithm, sampling)}"
         )
     divided = recipe.cluster.shard_within or wanted - samplers
     sharded = 1 if recipe.cluster.sharding is None else divided
@@ -110,7 +110,7 @@ def place(recipe: Recipe, algorithm: Algorithm) -> Placement | None:
 
 
 def place_to_sample(recipe: Recipe) -> Placement:
-    """The workers of a run, or as many as there are devices, to sample from it."""
+    """For sampling from a run: its workers, or one per device."""
     wanted = recipe.cluster.workers
     on_ray: OnRay | None = None
     gpus: tuple[str, ...] = ()
@@ -128,7 +128,8 @@ def place_to_sample(recipe: Recipe) -> Placement:
 
 
 def place_again(placement: Placement, recipe: Recipe) -> Placement:
-    """The same on the nodes of a Ray cluster that are left, with as many threads."""
+    """The same placement on the remaining nodes of a Ray cluster, with the same number of
+    threads."""
     if placement.on_ray is None:
         return placement
     nodes = [n for n in ray_nodes.nodes(placement.on_ray.address) if n.reachable()]
@@ -137,16 +138,16 @@ def place_again(placement: Placement, recipe: Recipe) -> Placement:
     count = min(placement.workers, found // together * together)
     if count == 0:
         raise StopRun(
-            f"the {len(nodes)} nodes left of the Ray cluster have places for {found} "
-            f"workers, but {together} work together"
+            f"the {len(nodes)} remaining nodes of the Ray cluster can run {found} workers, but at "
+            f"least {together} are needed (cluster.shard_within, sampler.vllm.tensor_parallel)"
         )
     samplers = placement.samplers
-    if samplers:  # rather those that train: the weights may be divided over them
+    if samplers:  # keep the workers that train: weights may be sharded over them
         samplers = max(1, count - (placement.workers - samplers))
         if count == samplers:
             raise StopRun(
-                f"the {len(nodes)} nodes left of the Ray cluster have places for 1 worker, but one "
-                "trains and another samples"
+                f"the {len(nodes)} remaining nodes of the Ray cluster can run 1 worker, but "
+                "cluster.samplers needs 2: one trains and one samples"
             )
     sharded = placement.sharded
     if not recipe.cluster.shard_within:
@@ -168,8 +169,8 @@ def _on_ray(
     """Also returns the number of workers, and the threads of each."""
     if launch is not None:
         raise UserError(
-            "cluster.address starts workers with Ray, but torchrun has started this process; use "
-            "one of them"
+            "cluster.address starts workers with Ray, but this process was started by torchrun; "
+            "use one of them"
         )
     device = _device(recipe)
     nodes = ray_nodes.nodes(address)
@@ -203,13 +204,13 @@ def _given_threads() -> int:
 
 
 def _parts(recipe: Recipe, algorithm: Algorithm, batch: int) -> list[range]:
-    """Of a step's samples, as samplers cut them."""
+    """The parts into which samplers cut the samples of a step."""
     row = [i for i in range(recipe.data.groups) for _ in range(algorithm.group)]
     return parts(row, batch, algorithm.spec(0, 0, recipe.model))
 
 
 def _remedy(recipe: Recipe, algorithm: Algorithm, workers: int) -> str:
-    """How a new run, which a resumed one is not, can have as many workers."""
+    """How a new run (not a resumed one) can have this number of workers."""
     samples = recipe.data.groups * algorithm.group
     parallel = recipe.sampler.vllm.tensor_parallel
     samplers = workers // parallel

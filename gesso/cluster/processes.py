@@ -54,7 +54,7 @@ class WorkerFailed(RuntimeError):
 
 
 class Life(Protocol):
-    """When it closes, the worker ends."""
+    """A connection; when it closes, the worker ends."""
 
     def close(self) -> None: ...
 
@@ -66,10 +66,10 @@ class Worker:
     life: Life
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
     doing: str = "starting"
-    heard: float = field(default_factory=time.monotonic)  # time of the last message
+    heard: float = field(default_factory=time.monotonic)  # time of its last message
     ended: bool = False
-    needed: bool = True  # False: when it ends, only those who use it must know
-    dropped: bool = False  # the run goes on without it
+    needed: bool = True  # False: its end is an error only for those who use it
+    dropped: bool = False  # the run continues without it
     inbox: queue.Queue[Message | int] = field(init=False)  # an int: this rank has ended
     row: str = field(init=False)  # of the timeline
 
@@ -80,7 +80,7 @@ class Worker:
         return "closed its connection"
 
     def end(self, deadline: float) -> None:
-        """By itself, as the driver has closed its connections."""
+        """It ends by itself, since the driver has closed its connections."""
 
 
 @dataclass
@@ -151,8 +151,8 @@ class Processes:
             raise
 
     def part(self, first: int, count: int, needed: bool = True) -> Processes:
-        """Some of the workers. Another thread may use the others at the same time; only the whole
-        can be closed. `needed`: the end of one of these concerns also those who use the others."""
+        """Some of the workers; another thread may use the others at the same time. Only the whole
+        can be closed. `needed`: if one of these workers ends, users of the others fail, too."""
         part = copy.copy(self)
         part.first, part.count, part._end = first, count, first + count
         part._inbox = queue.Queue()
@@ -288,8 +288,8 @@ class Processes:
         return launched.LOOPBACK
 
     def begin_task(self) -> None:
-        """Messages about earlier tasks are dropped from now on: of a task that failed in one
-        worker, the others may still send some."""
+        """Drops messages about earlier tasks from now on: after a failure in one worker, the others
+        may still send some."""
         self._number = next(self._numbers)
 
     def all(self, task: str, content: Mapping[str, Any], *data: bytes) -> list[dict[str, Any]]:
@@ -326,7 +326,7 @@ class Processes:
         return f"worker {rank}"
 
     def _raise(self, message: Message) -> None:
-        """What a worker raised; of what depends on its machine with the name of the worker."""
+        """Raises what a worker raised. Errors that depend on its machine name the worker."""
         kind, text = message.content["raised"], message.content["text"]
         if kind == "OSError":
             raise OSError(f"{self.name(message.rank)}: {text}")
@@ -343,8 +343,8 @@ class Processes:
         stuck = [w for w in silent if not w.doing.startswith("waiting")]
         for worker in stuck or silent:
             raise WorkerLost(
-                f"worker {worker.rank} has not answered for {self.patience:g} s while "
-                f"{worker.doing}; cluster.patience allows no more",
+                f"worker {worker.rank} has not answered for cluster.patience = {self.patience:g} "
+                f"s while {worker.doing}",
                 worker.rank,
             )
 

@@ -109,8 +109,9 @@ class Actors(Processes):
         if not self._group.wait(patience):
             self._release()
             raise StopRun(
-                f"the Ray cluster did not give {placement.workers} workers a place within "
-                f"{patience:g} s, as others use it; cluster.patience allows no more"
+                f"the Ray cluster had no free resources for {placement.workers} workers within "
+                f"cluster.patience = {patience:g} s; wait until other jobs have ended, or use "
+                "fewer workers"
             )
         node_of = placement_group_table(self._group)["bundles_to_node_id"]
         self._bundles = sorted(node_of, key=lambda bundle: (node_of[bundle], bundle))

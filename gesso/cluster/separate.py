@@ -38,8 +38,12 @@ class SeparateSamplers(Workers):
         self._end_thread()
         self._thread = ThreadPoolExecutor(1, "samplers")
         self._jobs: dict[int, Future[None]] = {}  # by step; −1: a round of `partial`
-        self._drawn: dict[int, tuple[list[Prompt], Mapping[str, float]]] = {}  # prompts not yet sampled, by step
-        self._calls_of_step: dict[str, tuple[Call, int]] = {}  # with weight versions, until trained on
+        self._drawn: dict[
+            int, tuple[list[Prompt], Mapping[str, float]]
+        ] = {}  # prompts not yet sampled, by step
+        self._calls_of_step: dict[
+            str, tuple[Call, int]
+        ] = {}  # with weight versions, until trained on
         self._unopened: set[str] = set()  # calls that the learners do not know yet
         self._parcels: dict[str, Parcel] = {}  # by piece
         self._trained: list[int] = []  # steps whose traces samplers can drop
@@ -196,7 +200,8 @@ class SeparateSamplers(Workers):
             del self._calls_of_step[key]
 
     def _idle(self) -> dict[str, float]:
-        """Relative to the whole time since the last call: samplers and learners work in parallel."""
+        """Relative to the whole time since the last call: samplers and learners work in
+        parallel."""
         self._since, since = clock.seconds(), self._since
         self._elapsed = self._since - since
         return super()._idle()

@@ -23,8 +23,8 @@ class Speeds:
         self._samples[rank] += samples
 
     def slowness(self) -> list[float]:
-        """Seconds per sample of each worker relative to the median since the last call; 1 for workers
-        that did not sample."""
+        """Seconds per sample of each worker relative to the median since the last call; 1 for
+        workers that did not sample."""
         each = [s / n if n else 0.0 for s, n in zip(self._seconds, self._samples, strict=True)]
         typical = median_low([s for s in each if s] or [1.0])
         self._begin(len(each))

@@ -1,5 +1,5 @@
-"""Transfers between samplers and learners by torch.distributed: weights from the first learner to all
-samplers, traces from a sampler to one learner.
+"""Transfers between samplers and learners by torch.distributed: weights from the first learner to
+all samplers, traces from a sampler to one learner.
 
 Weights are sent in buckets and received in place. Traces are sent asynchronously: they stay in the
 memory of the sampler, which continues to sample, until the learner receives them.
@@ -47,7 +47,8 @@ class Parcel:
 
 
 class WeightTransfer:
-    """Digest, size and time of the weights sent or received. Both sides hash a bucket at the same time."""
+    """Digest, size and time of the weights sent or received. Both sides hash a bucket at the same
+    time."""
 
     def __init__(self) -> None:
         self._digest = Digest()
@@ -92,7 +93,8 @@ class Transfers:
 
     @staticmethod
     def open(rank: int, device: torch.device, learners: int, count: int) -> Transfers:
-        """Every process must call this. On GPUs weights are sent by NCCL; traces are in host memory."""
+        """Every process must call this. On GPUs weights are sent by NCCL; traces are in host
+        memory."""
         weights = distributed.new_group([0, *range(learners, count)])
         return Transfers(rank, device, weights, distributed.new_group(backend="gloo"))
 
@@ -135,7 +137,8 @@ class Transfers:
             buffer.copy_(host)
 
     def send(self, call: str, learner: int, values: Mapping[str, Tensor], about: Any) -> Parcel:
-        """Returns before the learner has received the tensors. `call`: the sampling call they are of."""
+        """Returns before the learner has received the tensors. `call`: the sampling call they are
+        of."""
         columns = [(n, str(t.dtype), list(t.shape)) for n, t in values.items()]
         text = json.dumps([columns, about]).encode()
         header = torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -93,8 +93,8 @@ class Samplers:
             self._elapsed += clock.seconds() - started
 
     def deal(self, request: Request, key: str, cut: Sequence[range]) -> Iterator[Piece]:
-        """Idle workers sample these parts of a call. If a worker is lost and the others can continue,
-        they sample its parts."""
+        """Idle workers sample these parts of a call. If a worker is lost and the others can
+        continue, they sample its parts."""
         self.sampling.begin_task()
         waiting, idle = deque(cut), deque(self._groups)
         working: dict[int, range] = {}  # parts, by rank
@@ -276,7 +276,8 @@ class Workers(Samplers, Driver):
         if copied and self.recipe.cluster.sharding == "all":
             raise StopRun(
                 'with cluster.sharding = "all" every worker writes its part of a checkpoint, but '
-                f"not all nodes see {folder}; use a run folder on a file system that all nodes share"
+                f"not all nodes see {folder}; use a run folder on a file system that all nodes "
+                "share"
             )
         self.processes.all("save", {"folder": str(folder.resolve()), "copied": copied})
         return _WritingWorkers(self.processes, folder, copied)

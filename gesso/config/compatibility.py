@@ -78,13 +78,13 @@ def check_cluster(recipe: Recipe, where: str) -> None:
 
 
 def check_samplers(recipe: Recipe, where: str) -> None:
-    """Rejects what samplers on devices of their own do not support."""
+    """Rejects settings that separate samplers do not support."""
     cluster = recipe.cluster
     samplers = f"{where}: cluster.samplers = {cluster.samplers}"
     if cluster.workers is None:
         raise UserError(
-            f"{samplers} requires cluster.workers, the number of the workers that train; set it, "
-            "for instance to 1"
+            f"{samplers} requires cluster.workers, the number of workers that train; set it, for "
+            "example to 1"
         )
     unsupported = {
         f"cluster.shard_within = {cluster.shard_within}": cluster.shard_within is not None,

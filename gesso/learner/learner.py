@@ -116,7 +116,7 @@ class Learner:
             self.policy.load(weights, name)
         except ValueError as error:
             raise UserError(
-                f"{name}: {error}; expected a model like the one that is trained"
+                f"{name}: {error}; expected a model with the architecture of the student"
             ) from error
         self._teachers[name] = torch.tensor(list(bytes.fromhex(digest({name: weights}))))
 
@@ -302,9 +302,9 @@ class Learner:
         for teacher, found in self._teachers.items():
             if not torch.equal(found, tables[TEACHERS][teacher]):
                 raise UserError(
-                    f"the weights of {teacher} are not those that this run started with; restore "
-                    "its folder, or start a new run (an export does not change when a run is "
-                    "trained further)"
+                    f"the weights of {teacher} have changed since this run started; restore its "
+                    "folder, or start a new run with an export as the teacher, which further "
+                    "training does not change"
                 )
         self.policy.load(tables["current"])
         for copy in self._saved_copies:

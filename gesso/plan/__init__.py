@@ -1,5 +1,5 @@
-"""`gesso plan`: the real loop and the real cluster over workers with a virtual clock.
+"""`gesso plan`: runs the real loop and cluster code over simulated workers with a virtual clock.
 
-`work.py` counts the work of a recipe, `rates.py` turns it into seconds on a GPU of `gpus.toml`,
-`measure.py` measures them on this machine, `virtual.py` has the workers, `simulate.py` runs the
-loop, and `planner.py` compares settings."""
+`work.py` counts the work of a recipe, `tabulated.py` converts it into seconds on a GPU of
+`gpus.toml` (`rates.py`), and `measure.py` measures these rates on this machine. `virtual.py`
+contains the simulated workers, `simulate.py` runs the loop, and `planner.py` compares settings."""

@@ -34,15 +34,15 @@ def plan(recipe: Recipe, wanted: Wanted, progress: Progress = SILENT) -> Planned
             raise UserError(f"{option} expects a number of at least 0, got {value:g}")
     if recipe.partial:
         raise UserError(
-            "gesso plan does not predict partial = true, as it does not know the lengths of "
-            "responses; add partial=false"
+            "gesso plan does not support partial = true, since the lengths of responses are "
+            "unknown; add partial=false"
         )
     if wanted.gpu is None:
         from gesso.plan import measure
 
         if recipe.cluster.samplers:
             raise UserError(
-                "gesso plan --measure does not predict cluster.samplers; remove one of them, or "
+                "gesso plan --measure does not support cluster.samplers; remove one of them, or "
                 "use --gpu"
             )
         measured = measure.measure(recipe, progress)

@@ -1,4 +1,4 @@
-"""The GPUs that a plan may use: `gpus.toml`, or a file like it."""
+"""The GPUs of `gpus.toml`, or of a file with the same keys."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def find(name: str) -> Gpu:
     close = get_close_matches(name.lower(), gpus, 1)
     meant = f'did you mean "{close[0]}"? known: ' if close else "known: "
     raise UserError(
-        f'--gpu "{name}" is not in the table; {meant}{", ".join(gpus)}; for another one pass a '
+        f'--gpu "{name}" is not in the table; {meant}{", ".join(gpus)}; for another GPU pass a '
         "TOML file with the same keys"
     )
 

@@ -1,5 +1,5 @@
-"""The rates of workers on this machine. One worker: a small batch is sampled, scored and trained on
-in two sizes. What several workers add is taken from the timeline of a step of two real ones.
+"""Measures the rates of workers on this machine. One worker samples, scores and trains on small
+batches of two sizes. The overhead of several workers is taken from the timeline of two real ones.
 Nothing is saved."""
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Measured:
     rates: Rates
     longest: int  # mean tokens of a response with its share of the prompt; 0 for images
     cores: int | None  # that CPU workers divide; None on a GPU
-    sampling: float = 1.0  # how much slower workers sample beside others: caches, memory
+    sampling: float = 1.0  # factor by which sampling is slower with other workers: caches, memory
     updating: float = 1.0
     longest_prompt: int | None = None  # tokens; None for image models
 
     def rates_of(self, recipe: Recipe, workers: int) -> Rates:
-        """More workers than cores take turns. A collective of n workers moves 2(n − 1)/n of its
-        data in and out of each."""
+        """The rates of each of these workers. Workers share the cores. A collective of n workers
+        moves 2(n − 1)/n of its data in and out of each."""
         slower = 1.0 if self.cores is None else max(1.0, workers / self.cores)
         rates, more = self.rates, slower * 2 * (workers - 1) / workers
         sampling = slower * (self.sampling if workers > 1 else 1.0)
@@ -56,7 +56,9 @@ class Measured:
             optimizer=rates.optimizer * updating,
             reduce=rates.reduce * more,
             share=rates.share * more,
-            publish=rates.publish * slower if workers > 1 else 0.0,  # one compares no digests
+            publish=rates.publish * slower
+            if workers > 1
+            else 0.0,  # a single worker compares no digests
         )
 
 
@@ -112,25 +114,25 @@ def _rates(job: Assembled) -> tuple[Rates, Rollout]:
 
 
 def _line(n: int, small: float, m: int, large: float, batch: int) -> Line:
-    """Through two measured points; the fixed part is of each batch."""
+    """The line through two measured points, with a fixed part per batch."""
     each = max(0.0, large - small) / (m - n)
     return Line(each, max(0.0, large - m * each) / math.ceil(m / batch))
 
 
 def _fastest(work: Callable[[], float]) -> float:
-    """Other programs make a round slower, never faster: the median of few would follow them."""
+    """Seconds of the fastest rounds: other programs make a round slower, never faster."""
     times = sorted(work() for _ in range(ROUNDS))
     return median(times[:2])
 
 
 def _seconds(job: Assembled) -> float:
-    """On a CPU those in which this process had a core: other programs may use it, too."""
+    """On a CPU the CPU seconds of this process, since other programs may use the cores, too."""
     return time.process_time() if job.model.device.type == "cpu" else time.perf_counter()
 
 
 def _sampling(job: Assembled, groups: int, steps: Iterator[int]) -> float:
-    """Of a new step each time, as features of known images are cached. Without encoding the
-    prompts, which several workers do not divide."""
+    """Seconds to sample a new step (features of known images are cached), without encoding the
+    prompts, since every worker encodes all of them."""
     step = next(steps)
     prompts, sampler = job.local.stream.batch(step, groups), job.local.sampler
     spec = job.algorithm.spec(step, 0, job.recipe.model)
@@ -156,8 +158,8 @@ def _training(job: Assembled, rollout: Rollout) -> float:
 
 
 def _with_pair(recipe: Recipe, rates: Rates, longest: int, progress: Progress) -> Measured:
-    """With what two workers do in addition: each encodes all prompts, they exchange samples,
-    gradients and digests, and slow each other down."""
+    """Adds the overhead of two workers: each encodes all prompts, they exchange samples, gradients
+    and digests, and they slow each other down."""
     cluster = Cluster(workers=PAIR, patience=recipe.cluster.patience)
     sized = divided(recipe, PAIR, longest).model_copy(update={"cluster": cluster})
     job = assemble(sized, progress)
@@ -170,7 +172,7 @@ def _with_pair(recipe: Recipe, rates: Rates, longest: int, progress: Progress) -
     samples, updates = recipe.data.groups * algorithm.group, algorithm.updates * algorithm.epochs
 
     def least(phase: str) -> float:
-        """Of the worker that waits least, in the fastest step: other programs only add to it."""
+        """Least seconds of any worker in any step: other programs only add to it."""
         rows = [s.busy[recorder.worker(rank)] for s in steps[1:] for rank in range(PAIR)]
         return min(row.get(phase, 0.0) for row in rows)
 

@@ -12,19 +12,19 @@ from gesso.estimate import estimates, usable
 from gesso.memory.meta import Role
 from gesso.plan.gpus import NODE, Gpu, known
 from gesso.plan.rates import Rates
-from gesso.plan.simulate import Prediction, simulate, simulate_apart
+from gesso.plan.simulate import Prediction, simulate, simulate_separate
 from gesso.track.progress import SILENT, Progress
 from gesso.types import UserError
 
 MOST = 1024  # workers
-WORTH = 0.95  # a step must become this much shorter for samples that are one update old
+WORTH = 0.95  # ratio of step times below which older samples (lag = 1) are worth it
 
 RatesOf = Callable[[Recipe, int], Rates]
 
 
 @dataclass(frozen=True)
 class Option:
-    """Settings, and what they are predicted to give."""
+    """Settings with their prediction."""
 
     recipe: Recipe
     workers: int
@@ -33,12 +33,12 @@ class Option:
 
     @property
     def peak(self) -> float | None:
-        """Of the kind of worker that needs most."""
+        """Of the role that needs most."""
         return max(self.memory.values(), default=None)
 
     @property
     def hours(self) -> float:
-        """Of a whole run with its evaluations."""
+        """Of a whole run, with its evaluations."""
         every, steps = self.recipe.eval.every, self.recipe.steps
         evaluations = 2 + (steps - 1) // every if every else 2
         total = steps * self.prediction.step + evaluations * self.prediction.evaluation
@@ -87,11 +87,11 @@ class Planner:
     def plan(self, count: int) -> Plan:
         if not 1 <= count <= MOST:
             raise UserError(f"--gpus expects 1 to {MOST}, got {count}")
-        apart = self.recipe.cluster.samplers
-        if apart >= count:
+        samplers = self.recipe.cluster.samplers
+        if samplers >= count:
             raise UserError(
-                f"--gpus {count} leaves none to train beside cluster.samplers = {apart}; use at "
-                f"least {apart + 1}"
+                f"--gpus {count} leaves no GPU for training, since cluster.samplers = {samplers}; "
+                f"use at least {samplers + 1}"
             )
         fitted, how = self._fitting(count)
         notes = []
@@ -99,7 +99,7 @@ class Planner:
         if useful < count:
             notes.append(
                 f"a step has {self.samples} samples, so {count - useful} of {count} GPUs would "
-                "have nothing to do; raise data.groups, which changes what is trained"
+                "be idle; raise data.groups, which also changes the training"
             )
         here = [self._option(fitted, useful, lag) for lag in (0, 1)]
         gain = here[1].prediction.step / here[0].prediction.step
@@ -107,10 +107,12 @@ class Planner:
         other = [option for option in here if option is not best]
         if smaller := self._smaller(best):
             other.append(self._option(smaller, useful, best.recipe.lag, fixed=True))
-        counts = [2**i for i in range(11) if 2**i <= self.samples and (2**i > 1 or not apart)]
+        counts = [2**i for i in range(11) if 2**i <= self.samples and (2**i > 1 or not samplers)]
         within = fitted.cluster.shard_within or 1
         scaling = [
-            best if n == useful else self._option(_apart(fitted, n, count), n, best.recipe.lag)
+            best
+            if n == useful
+            else self._option(_with_samplers(fitted, n, count), n, best.recipe.lag)
             for n in sorted({*counts, useful})
             if n % within == 0
         ]
@@ -135,17 +137,17 @@ class Planner:
             prediction = simulate(sized, workers, self.rates_of(sized, workers), self.longest)
         else:
             rates = [self.rates_of(sized, n) for n in (workers - samplers, samplers)]
-            prediction = simulate_apart(sized, workers, rates[0], rates[1], self.longest)
+            prediction = simulate_separate(sized, workers, rates[0], rates[1], self.longest)
         return Option(sized, workers, prediction, self.memory(sized, workers))
 
     def memory(self, recipe: Recipe, workers: int) -> dict[Role, float]:
-        """Bytes at the peak of each kind of worker. Rows of a plan that differ only in the number
-        of workers often need the same."""
+        """Peak bytes of each role of a worker. Cached: plans that differ only in the number of
+        workers often need the same memory."""
         placed = _of_workers(recipe, workers)
         shards = recipe.cluster.sharding and (recipe.cluster.shard_within or workers)
         batches = recipe.sampler.batch, recipe.learner.micro_batch, recipe.learner.micro_tokens
-        apart = recipe.cluster.samplers and (recipe.cluster.samplers, recipe.lag)
-        key = (*batches, shards, apart)
+        separate = recipe.cluster.samplers and (recipe.cluster.samplers, recipe.lag)
+        key = (*batches, shards, separate)
         if key not in self._memory:
             self.progress.phase("estimating memory")
             try:
@@ -153,17 +155,17 @@ class Planner:
             except UserError:
                 if self.gpu is not None:
                     raise
-                found = {}  # a model of the user, measured on this machine
+                found = {}  # a user's own model, measured on this machine
             self._memory[key] = {role: float(m.peak) for role, m in found.items()}
         return self._memory[key]
 
     def _smaller(self, option: Option) -> Recipe | None:
-        """Half the batches."""
+        """The recipe with batches half as large."""
         batch = option.recipe.sampler.batch // 2
         return _sized(option.recipe, batch) if batch else None
 
     def _fitting(self, count: int) -> tuple[Recipe, str]:
-        """The recipe with batches and sharding for which a worker has the memory, and how."""
+        """The recipe with batch sizes and sharding that fit into memory, and a description."""
         if self.gpu is None:
             return self.recipe, ""
         limit, name = usable(self.gpu.memory), self.gpu.name
@@ -174,7 +176,11 @@ class Planner:
             peaks.append(max(self.memory(sized, count).values()))
             if peaks[-1] < limit:
                 kind = recipe.cluster.sharding
-                how = f'weights divided (cluster.sharding = "{kind}")' if kind else "whole weights"
+                how = (
+                    f'sharded weights (cluster.sharding = "{kind}")'
+                    if kind
+                    else "replicated weights"
+                )
                 return recipe, f"on a {name}: {how}"
         for recipe in tried:
             try:
@@ -182,7 +188,7 @@ class Planner:
             except UserError:
                 continue
             smaller = fitting.with_settings(recipe, fitted.settings)
-            text = f"{' '.join(fitted.overrides)}; batches of the recipe need {_gb(peaks[0])}"
+            text = f"{' '.join(fitted.overrides)}; the recipe's batches need {_gb(peaks[0])}"
             return smaller, f"on a {name} with {text}"
         raise UserError(_nowhere(min(peaks), self.gpu, count))
 
@@ -193,8 +199,8 @@ def _of_workers(recipe: Recipe, count: int) -> Recipe:
     return recipe.model_copy(update={"cluster": cluster})
 
 
-def _apart(recipe: Recipe, count: int, planned: int) -> Recipe:
-    """With the same share of samplers in `count` workers as in those that are planned."""
+def _with_samplers(recipe: Recipe, count: int, planned: int) -> Recipe:
+    """The recipe with the same share of samplers among `count` workers."""
     if not (samplers := recipe.cluster.samplers):
         return recipe
     share = min(count - 1, max(1, round(samplers * count / planned)))
@@ -203,13 +209,13 @@ def _apart(recipe: Recipe, count: int, planned: int) -> Recipe:
 
 
 def _sharded(recipe: Recipe, count: int) -> list[Recipe]:
-    """Over the GPUs of a machine, which have the fast links, then over all."""
+    """The recipe sharded over the GPUs of one machine, which have fast links, and over all GPUs."""
     if recipe.cluster.sharding is not None or recipe.model.quantize is not None or count == 1:
         return []
     kind = "base" if recipe.model.lora is not None else "all"
     found = []
-    apart = recipe.cluster.samplers  # learners beside samplers are one group
-    for within in [None] if apart else sorted({min(NODE, count), count}):
+    samplers = recipe.cluster.samplers  # with them, all learners form one group
+    for within in [None] if samplers else sorted({min(NODE, count), count}):
         if within is None or count % within == 0:
             update = {"sharding": kind, "shard_within": within}
             found.append(
@@ -230,8 +236,8 @@ def _nowhere(peak: float, gpu: Gpu, count: int) -> str:
 
 
 def divided(recipe: Recipe, workers: int, longest: int) -> Recipe:
-    """With the largest batches, up to those of the recipe, for which no worker has more to do than
-    with any other."""
+    """With the largest batches, up to the recipe's, that minimise the work of the busiest
+    worker."""
     algorithm = build.algorithm(recipe)
     samples, batch = recipe.data.groups * algorithm.group, recipe.sampler.batch
     sized = recipe
@@ -249,18 +255,18 @@ def divided(recipe: Recipe, workers: int, longest: int) -> Recipe:
 
 
 def _best(units: int, workers: int, most: int) -> int:
-    """The size of parts, at most `most`, whose largest share of `units` is smallest."""
+    """The size of parts, at most `most`, that minimises the units of the busiest worker."""
     sizes = [n for n in range(1, most + 1) if math.ceil(units / n) >= workers] or [1]
     return min(sizes, key=lambda n: (math.ceil(math.ceil(units / n) / workers) * n, -n))
 
 
 def _sized(recipe: Recipe, batch: int) -> Recipe:
-    """Sampling in batches of this size. Updates of an image model, too, if they were alike: they
-    then round alike."""
-    alike = recipe.sampler.batch == recipe.learner.micro_batch
+    """With sampling batches of this size. If an image model had equal micro-batches, they stay
+    equal, so that sampling and updates round in the same way."""
+    equal = recipe.sampler.batch == recipe.learner.micro_batch
     sampler = recipe.sampler.model_copy(update={"batch": batch})
     recipe = recipe.model_copy(update={"sampler": sampler})
-    if not alike or families.of(recipe).name != "flow":
+    if not equal or families.of(recipe).name != "flow":
         return recipe
     learner = recipe.learner.model_copy(update={"micro_batch": batch})
     return recipe.model_copy(update={"learner": learner})

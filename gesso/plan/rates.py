@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Line:
-    """Seconds of n units of work, done together."""
+    """Seconds for n units of work that are computed together."""
 
     each: float = 0.0
     fixed: float = 0.0
-    floor: float = 0.0  # at least
+    floor: float = 0.0  # least seconds
 
     def __call__(self, n: float) -> float:
         return max(self.floor, self.fixed + n * self.each) if n else 0.0
@@ -34,7 +34,7 @@ class Rates:
     share: float = 0.0  # one sample's trace, sent to all workers
     collective: float = 0.0  # latency of a collective
     publish: float = 0.0  # weights to the samplers, and their digests
-    save: float = 0.0  # of a checkpoint, before training goes on
+    save: float = 0.0  # a checkpoint, until training continues
     driver: float = 0.0  # the driver receives one sample
     score: float = 0.0  # one sample, by one reward worker
 

@@ -31,8 +31,8 @@ MEASURED = 3  # the step that is reported; earlier ones fill the queue
 class Prediction:
     step: float  # seconds of a training step
     evaluation: float  # seconds of an evaluation
-    shares: dict[str, float]  # what the average worker does, as shares of a step; the rest is idle
-    waiting: float  # share of a step in which everything waits for scores
+    shares: dict[str, float]  # of a step, by phase, for the average worker; the rest is idle
+    waiting: float  # share of a step spent waiting for scores
     spans: Sequence[Span]  # of that step
 
     @property
@@ -96,18 +96,18 @@ def simulate(recipe: Recipe, workers: int, rates: Rates, longest: int) -> Predic
     )
 
 
-def simulate_apart(
+def simulate_separate(
     recipe: Recipe, workers: int, training: Rates, sampling: Rates, longest: int
 ) -> Prediction:
-    """With `cluster.samplers`: the samplers' part of a step and that of the workers that train,
-    each simulated alone. With lag they overlap."""
+    """With `cluster.samplers`: samplers and learners are simulated separately. Their parts of a
+    step overlap if lag is not 0."""
     samplers = recipe.cluster.samplers
     together = recipe.model_copy(update={"cluster": Cluster(), "lag": 0})
     sampled = simulate(together, samplers, sampling, longest)
     sharded = together.model_copy(update={"cluster": recipe.cluster})
     trained = simulate(sharded, workers - samplers, training, longest)
     seconds: dict[str, float] = defaultdict(float)
-    phases: list[float] = []  # of the samplers, of the others
+    phases: list[float] = []  # of the samplers, of the learners
     for found, samples in ((sampled, True), (trained, False)):
         spans = [s for s in found.spans if (s.phase in SAMPLING) == samples]
         start = min(s.start for s in found.spans)

@@ -1,5 +1,5 @@
-"""Rates of a GPU that is not at hand: counted work, data sheets, and the shares of them that Gesso
-reaches on one H200.
+"""Rates of a GPU that we do not have: counted work, divided by data-sheet rates and by the shares
+of them that Gesso reaches on one H200.
 
 SD3.5-M and Qwen2.5-VL-3B were measured (`benchmarks/results/flow.md`, `token.md`); other models and
 GPUs are assumed to reach the same shares.
@@ -17,8 +17,8 @@ from gesso.types import UserError
 
 SAMPLE, UPDATE, DECODE, ENCODE = 0.47, 0.42, 0.34, 0.4  # of the data sheet's TFLOP/s
 READ = 0.54  # of the memory bandwidth, to read the weights for a token
-LAUNCH = 3e-6  # seconds per operator: a pass is not faster than its kernels can be started
-DRIVER = 1e9  # bytes per second that the driver receives and passes on: an assumption
+LAUNCH = 3e-6  # seconds per operator: lower bound, since the host launches kernels one by one
+DRIVER = 1e9  # bytes per second through the driver: an assumption
 HOST = 2e10  # bytes per second from a GPU to host memory
 ADAM = 28  # bytes read and written per trained value and optimizer step
 

@@ -9,11 +9,11 @@ from typing import Any
 from gesso.plan.planner import Option, Plan
 
 TASKS = {
-    "open": "encoding prompts, which every worker does for all of them",
+    "open": "encoding all prompts in every worker",
     "sample": "sampling",
     "decode": "decoding images",
     "update": "forward and backward passes of the update",
-    "exchange": "optimizer steps and sums of gradients",
+    "exchange": "optimizer steps and gradient sums",
     "share": "sending the traces of all samples to all workers",
     "publish": "publishing weights",
     "save": "copying a checkpoint",
@@ -33,7 +33,7 @@ REMEDIES = {
 def report(
     plan: Plan, recipe: Sequence[str], overrides: Sequence[str], price: float, explain: bool
 ) -> str:
-    """`recipe`: its name, as `gesso train` gets it."""
+    """`recipe`: the arguments that name it, as `gesso train` expects them."""
     best = plan.best
     kept = [o for o in overrides if o.partition("=")[0] not in _keys(best)]
     command = shlex.join(["gesso", "train", *recipe, *kept, *best.settings])
@@ -94,7 +94,7 @@ def _table(options: Sequence[Option], price: float, heading: str, label: Any) ->
 
 
 def samples(option: Option) -> int:
-    """Of a step."""
+    """Samples per step."""
     from gesso import build
 
     return option.recipe.data.groups * build.algorithm(option.recipe).group
@@ -113,16 +113,16 @@ def bound(option: Option) -> str:
     p = option.prediction
     if p.waiting > max(p.shares.values(), default=0.0):
         return (
-            f"bound by the rewards: workers wait {p.waiting:.0%} of a step for scores; use more "
+            f"limited by the rewards: workers wait {p.waiting:.0%} of a step for scores; use more "
             "reward workers or servers"
         )
     phase, share = max(p.shares.items(), key=lambda item: item[1])
     if p.idle > share:
         return (
-            f"bound by idle workers: they wait {p.idle:.0%} of a step for each other; use fewer "
+            f"limited by idle workers: they wait {p.idle:.0%} of a step for each other; use fewer "
             "GPUs, or smaller batches"
         )
-    return f"bound by {TASKS[phase]}: {share:.0%} of a step; shorter with {REMEDIES[phase]}"
+    return f"limited by {TASKS[phase]}: {share:.0%} of a step; to shorten it, use {REMEDIES[phase]}"
 
 
 def _explained(option: Option) -> list[str]:
@@ -133,5 +133,5 @@ def _explained(option: Option) -> list[str]:
         lines.append(f"  {p.step * share:>8.2f} s  {share:>4.0%}  {TASKS[phase]}")
     lines.append(f"  {p.step * p.idle:>8.2f} s  {p.idle:>4.0%}  idle")
     if p.waiting:
-        lines.append(f"  of it waiting for the last scores: {p.step * p.waiting:.2f} s")
+        lines.append(f"  including {p.step * p.waiting:.2f} s of waiting for the last scores")
     return [*lines, f"an evaluation takes {p.evaluation:.1f} s"]

@@ -1,7 +1,7 @@
-"""Workers and rewards that take virtual time instead of computing.
+"""Simulated workers and rewards: their tasks advance a virtual clock and compute nothing.
 
-`cluster/workers.py` drives these workers as it does real ones: it cuts a batch, hands its parts to
-idle workers and waits for their answers. Each task ends after the seconds that `Rates` gives.
+`cluster/workers.py` uses these workers like real ones: it cuts a batch into parts, assigns them to
+idle workers and waits for their answers. `Rates` defines how long each task takes.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Load:
-    """The sizes of an update that the workers must know."""
+    """Sizes of an update."""
 
     updates: int  # optimizer steps per pass
     epochs: int
@@ -62,7 +62,7 @@ class Load:
 
 
 class _Ranks(Alone):
-    """Of a deal, which exchanges nothing."""
+    """Ranks for `deal`, which exchange nothing."""
 
     def __init__(self, count: int, in_step: bool) -> None:
         self.count = count
@@ -71,7 +71,7 @@ class _Ranks(Alone):
 
 
 class VirtualProcesses:
-    """As `cluster.processes.Processes`. All workers are equally fast."""
+    """Replaces `cluster.processes.Processes`. All workers are equally fast."""
 
     progress = SILENT
     same_machine = True
@@ -91,7 +91,7 @@ class VirtualProcesses:
         self._plan: tuple[list[float], float] = [], 0.0  # of the newest update
 
     def begin_task(self) -> None:
-        """Nothing fails here, so no message is late."""
+        """Nothing fails here, so there are no late messages."""
 
     def send(self, rank: int, task: str, content: Mapping[str, Any], *data: bytes) -> None:
         start = max(self.clock.now, self._free[rank])
@@ -229,7 +229,7 @@ class VirtualProcesses:
 
 
 class VirtualRewards:
-    """As `RewardService`: `workers` score sample after sample, each as soon as it is finished."""
+    """Replaces `RewardService`: its workers score each sample as soon as it is finished."""
 
     rewards: Sequence[Any] = ()
     processes = 0
@@ -289,6 +289,6 @@ class VirtualScoring:
         self.service.clock.wait_until(self.ended)
         if self.service.clock.now > start:
             self.service.spans.append(Span(-1, "wait for scores", start, self.service.clock.now))
-        # Rewards that differ: nothing is flat
+        # different rewards, so that no group is flat
         scores = [Score(float(i), {}) for i in range(self.samples)]
         return Scored(scores, self.started, self.ended)

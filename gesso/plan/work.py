@@ -21,7 +21,7 @@ from gesso.types import SampleSpec, UserError
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass through a network with everything in it."""
+    """One pass through a network."""
 
     flops: float
     operators: int
@@ -29,7 +29,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Work:
-    """Of single samples. Bytes are those in memory."""
+    """Work per sample. Bytes are bytes of memory."""
 
     dtype: str
     weights: float  # bytes of the trained network, frozen weights included
@@ -72,12 +72,14 @@ class TokenWork(Work):
 def count(recipe: Recipe, response: int | None = None) -> Work:
     """`response`: mean tokens of a response; None: the maximum."""
     if recipe.sampler.engine == "data":
-        raise UserError('gesso plan does not predict sampler.engine = "data": nothing is sampled')
+        raise UserError(
+            'gesso plan does not support sampler.engine = "data", which samples nothing; remove it'
+        )
     made, algorithm, model = built_on_meta(recipe)
     if getattr(algorithm, "one_pass", False):
         raise UserError(
-            "gesso plan does not predict algorithm.one_pass, which runs on one device; set it to "
-            "false to plan several"
+            "gesso plan does not support algorithm.one_pass, which runs on one device; set it to "
+            "false to plan for several"
         )
     family = families.of(recipe)
     algorithm, _ = family.add_critic(made, algorithm, model)

@@ -28,8 +28,8 @@ def sample_tokens(logits: Tensor, uniform: Tensor, greedy: bool) -> tuple[Tensor
 def sample_from_raw(
     device: str,
 ) -> Callable[[Tensor, Tensor, float, Tensor], tuple[Tensor, Tensor]]:
-    """`sample_tokens` from the head's raw logits, a temperature and the allowed ids. Compiled on CUDA,
-    where each pass over all logits would be a separate kernel."""
+    """`sample_tokens` from the head's raw logits, a temperature and the allowed ids. Compiled on
+    CUDA, where each pass over all logits would be a separate kernel."""
 
     def draw(
         raw: Tensor, uniform: Tensor, temperature: float, allowed: Tensor

@@ -18,7 +18,7 @@ from gesso.data.chat import ChatFormat
 from gesso.rewards import assembly
 from gesso.track.progress import SILENT, Progress
 from gesso.types import Prompt, Sample, Score, UserError, eval_seed
-from gesso.use.loaded import AS_EVALUATED, SamplingOptions, SampledModel
+from gesso.use.loaded import AS_EVALUATED, SampledModel, SamplingOptions
 from gesso.use.notes import Once
 from gesso.use.opening import open_to_sample
 from gesso.use.source import ModelSource

@@ -18,7 +18,7 @@ from gesso.track.progress import SILENT, Progress
 from gesso.track.run_folder import must_be_possible
 from gesso.types import Prompt, Sample, Score, UserError
 from gesso.use.evaluate import check_groups, free, reward_entry, sample_and_score
-from gesso.use.loaded import AS_EVALUATED, SamplingOptions, SampledModel, sample_seeds
+from gesso.use.loaded import AS_EVALUATED, SampledModel, SamplingOptions, sample_seeds
 from gesso.use.notes import Once
 from gesso.use.opening import open_to_sample
 from gesso.use.source import ModelSource

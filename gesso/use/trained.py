@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gesso.track.progress import SILENT, Progress
 from gesso.use import evaluate, export
-from gesso.use.loaded import AS_EVALUATED, SamplingOptions, LoadedModel, open_model
+from gesso.use.loaded import AS_EVALUATED, LoadedModel, SamplingOptions, open_model
 from gesso.use.source import find
 
 

@@ -15,7 +15,7 @@ from gesso.rewards import assembly
 from gesso.track import media
 from gesso.track.progress import Progress
 from gesso.types import Prompt, Sample, Score, StopRun, UserError, Which
-from gesso.use.loaded import SamplingOptions, SampledModel, sample_seeds
+from gesso.use.loaded import SampledModel, SamplingOptions, sample_seeds
 from gesso.use.notes import Once
 from gesso.use.opening import open_to_sample
 from gesso.use.source import find

@@ -114,5 +114,5 @@ def test_fewer_samplers_on_the_nodes_of_a_ray_cluster_that_are_left(
         (3, 1, 2),
         (2, 1, 1),
     ]
-    with pytest.raises(StopRun, match="places for 1 worker, but one trains and another samples"):
+    with pytest.raises(StopRun, match=r"can run 1 worker, but cluster\.samplers needs 2"):
         left(1)

@@ -30,7 +30,7 @@ from gesso.track.checkpoints import Checkpoints
 from gesso.track.progress import SILENT, Progress
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Sample, Scales, StopRun, UserError
-from gesso.use.loaded import SamplingOptions, LoadedModel
+from gesso.use.loaded import LoadedModel, SamplingOptions
 from gesso.use.opening import open_to_sample
 from gesso.use.source import find
 from gesso.viewer.playground import PlaygroundRequest
@@ -605,7 +605,10 @@ def test_an_error_of_a_worker_is_the_drivers(language: Path, tmp_path: Path) -> 
         ({"cluster": {"workers": True}}, "got true"),
         ({"cluster": {"samplers": 2}}, "cluster.samplers = 2 requires cluster.workers"),
         ({"cluster": {"workers": 1, "samplers": 7}}, "use at most 6 samplers"),
-        ({"cluster": {"workers": "auto", "samplers": 1}}, "leaves none of 1 devices to train"),
+        (
+            {"cluster": {"workers": "auto", "samplers": 1}},
+            "leaves none of the 1 devices for training",
+        ),
         (
             {"cluster": {"workers": 1, "samplers": 1}, "sampler": {"engine": "vllm"}},
             'samplers = 1 does not support sampler.engine = "vllm"',

@@ -906,7 +906,7 @@ def test_responses_that_cannot_be_trained_on(seeing: Tiny, monkeypatch: Any) -> 
             model.encode_response(prompt, text)
         assert f"a.jsonl:3: the response contains {token}, a special" in str(caught.value)
     monkeypatch.setattr(model, "template", "{{ messages | length }}{{ messages[-1].content }}")
-    with pytest.raises(UserError, match="does not continue the prompt with the response"):
+    with pytest.raises(UserError, match="a conversation does not begin with its prompt"):
         model.encode_response(prompt, "four")
     monkeypatch.setattr(model, "template", "{{ messages | map(attribute='content') | join }}")
     ends = model.encode_response(prompt, "four")  # without a token that ends it

@@ -14,7 +14,7 @@ from gesso.plan import command, gpus, tabulated, work
 from gesso.plan.measure import Measured
 from gesso.plan.planner import Option, Planner, divided
 from gesso.plan.rates import Line, Rates
-from gesso.plan.simulate import simulate, simulate_apart
+from gesso.plan.simulate import simulate, simulate_separate
 from gesso.plan.text import bound
 from gesso.types import UserError
 
@@ -51,9 +51,9 @@ def test_samplers_apart_overlap_only_with_lag(recipe: Recipe) -> None:
     cluster = recipe.cluster.model_copy(update={"workers": 1, "samplers": 2})
     apart = recipe.model_copy(update={"cluster": cluster})
     sampling, training = 4 * 6.0, 32 * terms(recipe) * 0.25 + 2.0
-    found = simulate_apart(apart, 3, RATES, RATES, 0)
+    found = simulate_separate(apart, 3, RATES, RATES, 0)
     assert found.step == pytest.approx(sampling + training)
-    overlaps = simulate_apart(apart.model_copy(update={"lag": 1}), 3, RATES, RATES, 0)
+    overlaps = simulate_separate(apart.model_copy(update={"lag": 1}), 3, RATES, RATES, 0)
     assert overlaps.step == pytest.approx(max(sampling, training))
     idle = 1 - (2 * sampling + training) / 3 / overlaps.step
     assert overlaps.idle == pytest.approx(idle)
@@ -88,7 +88,7 @@ def test_batches_leave_every_worker_work(recipe: Recipe, workers: int, batch: in
 def test_more_gpus_than_samples_are_named(recipe: Recipe) -> None:
     plan = Planner(recipe, lambda sized, count: RATES, 0).plan(64)
     assert plan.best.workers == 32
-    assert "32 of 64 GPUs would have nothing to do" in plan.notes[-1]
+    assert "32 of 64 GPUs would be idle" in plan.notes[-1]
     times = [option.prediction.step for option in plan.scaling]
     assert times == sorted(times, reverse=True)
 
@@ -102,7 +102,7 @@ def test_fewer_gpus_that_are_faster_are_named(recipe: Recipe) -> None:
 
 def test_partial_responses_are_not_predicted() -> None:
     recipe = build.recipe("demo-vlm", ["lag=2", "partial=true"])
-    with pytest.raises(UserError, match=r"does not predict partial = true.* add partial=false"):
+    with pytest.raises(UserError, match=r"does not support partial = true.* add partial=false"):
         command.plan(recipe, command.Wanted(2, "a100"))
 
 
@@ -164,7 +164,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*arguments, "--quiet"]) == 0
     printed = capsys.readouterr().out
     assert printed.startswith("gesso train demo data.groups=8 algorithm.group=4 cluster.workers=4")
-    assert "a step of the average worker:" in printed and "bound by" in printed
+    assert "a step of the average worker:" in printed and "limited by" in printed
     assert cli.main([*arguments, "--json", "--price", "2"]) == 0
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     best = found["best"]
@@ -180,7 +180,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--gpus", "0"], "--gpus expects 1 to 1024, got 0"),
         (
             ["cluster.workers=1", "cluster.samplers=2", "--gpus", "2"],
-            "--gpus 2 leaves none to train beside cluster.samplers = 2; use at least 3",
+            "--gpus 2 leaves no GPU for training, since cluster.samplers = 2; use at least 3",
         ),
         (["cluster.workers=1", "cluster.samplers=1", "--measure"], "remove one of them"),
         (["--score-s", "-1"], "--score-s expects a number of at least 0, got -1"),

@@ -19,8 +19,8 @@ def response_ids(
     `never`: ids that the model does not generate."""
     if not whole.startswith(start):
         raise UserError(
-            f"{where}: the model's chat template does not continue the prompt with the response, "
-            "so that given responses cannot be trained on"
+            f"{where}: with the model's chat template, a conversation does not begin with its "
+            "prompt, so given responses cannot be trained on; use a model with another template"
         )
     ids: list[int] = tokenizer(whole[len(start) :], add_special_tokens=False).input_ids
     ends = [i for i, token in enumerate(ids) if token in end]

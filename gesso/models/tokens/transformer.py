@@ -23,8 +23,8 @@ from gesso.models.repeatable import kernel_options, settle_attention
 from gesso.models.tokens import head, loading, saving
 from gesso.models.tokens.attention import segments_of
 from gesso.models.tokens.base import PrefilledPrompt, ResponseLogp
-from gesso.models.tokens.recomputing import recomputing
 from gesso.models.tokens.given_responses import response_ids
+from gesso.models.tokens.recomputing import recomputing
 from gesso.models.tokens.sequences import Sequences
 from gesso.models.tokens.stepping import Stepper, fits
 from gesso.quiet import quiet
