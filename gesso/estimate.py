@@ -111,13 +111,13 @@ def built_on_meta(recipe: Recipe) -> tuple[Recipe, Algorithm, Any]:
 
 
 def estimates(recipe: Recipe) -> dict[Role, Memory]:
-    """Of each kind of worker."""
+    """The memory of each role of a worker."""
     roles: tuple[Role, ...] = ("learner", "sampler") if recipe.cluster.samplers else ("worker",)
     return {role: estimate(recipe, role) for role in roles}
 
 
 def estimate(recipe: Recipe, role: Role = "worker") -> Memory:
-    """Of each worker, if there are several."""
+    """The memory of a worker in this role."""
     if role == "sampler":
         recipe = undivided(recipe)
     bare, algorithm, model = built_on_meta(recipe)
@@ -173,7 +173,7 @@ def estimate(recipe: Recipe, role: Role = "worker") -> Memory:
 
 
 def _copies(recipe: Recipe, algorithm: Algorithm, role: Role) -> list[Which]:
-    """Those that a worker has beside the current weights; a sampler has those it samples with."""
+    """Copies of the weights in a worker, except the current ones; a sampler holds those it uses."""
     averaged: list[Which] = ["ema"] if recipe.learner.ema else []
     if role != "sampler":
         return [*algorithm.needs, *averaged]

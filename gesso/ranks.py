@@ -1,5 +1,5 @@
-"""The processes that share an update. Every rank has the whole rollout, and all weights or a part
-of each; the ranks divide the passes through the network, add up their gradients and take the same
+"""Ranks: the processes that share an update. Every rank has the whole rollout, and all weights or a
+shard of each. Ranks divide the forward and backward passes, sum their gradients and take the same
 optimizer step."""
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Alone:
     slowness: Sequence[float] = (1.0,)
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """They are the sum."""
+        """Nothing to do: there is one process."""
 
     def merge(self, parts: Mapping[int, Values], owners: Sequence[int]) -> list[Values]:
         return [parts[i] for i in range(len(owners))]
@@ -57,7 +57,7 @@ ALONE = Alone()
 
 
 class Group:
-    """The ranks of one of torch's process groups, the first ones of all processes."""
+    """The ranks of a torch process group; they are the first of all processes."""
 
     def __init__(self, device: torch.device, in_step: bool = False, group: Any = None) -> None:
         """`group`: None is the default one, of all processes."""
@@ -74,7 +74,7 @@ class Group:
         self.sent = 0  # bytes that this rank passed to collectives
 
     def sum(self, tensors: Sequence[Tensor]) -> None:
-        """Large tensors in place, the others in one collective per dtype."""
+        """Sums large tensors in place, and all others in one collective per dtype."""
         if self.count == 1:
             return
         large = [t for t in tensors if t.numel() >= ALONE_FROM and t.is_contiguous()]
@@ -101,7 +101,7 @@ class Group:
         return list(merged.values())
 
     def broadcast(self, source: int, values: Values, about: Any = None) -> tuple[Values, Any]:
-        """The tensors of rank `source` by name, and anything that JSON can express, in three
+        """Returns the tensors of rank `source` by name, and its JSON value `about`. Takes three
         collectives: the length of a header, the header, and all tensors as bytes."""
         if self.count == 1:
             return values, about
@@ -156,7 +156,7 @@ class Group:
         """Called before this rank waits for the others."""
 
     def after_waiting(self) -> None:
-        """Called when it goes on."""
+        """Called when this rank continues."""
 
 
 def _bytes(text: str, device: torch.device) -> Tensor:
@@ -165,16 +165,16 @@ def _bytes(text: str, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Deal:
-    """The rank of each part, and the passes of this rank."""
+    """Which rank computes each part, and the passes of this rank."""
 
     owners: Sequence[int]
     mine: Sequence[int]  # parts in order
-    spare: int  # passes whose results are dropped, so that all ranks run equally many
+    spare: int  # extra passes with unused results, so that all ranks run the same number
 
 
 def deal(costs: Sequence[float], ranks: Ranks) -> Deal:
-    """The most expensive part first, to the rank with the least work so far. A slow rank gets its
-    first part when the others have worked for as long as it would take longer."""
+    """Assigns the most expensive part first, each to the rank that has the least work so far. A
+    slow rank gets its first part once the others have that much more work."""
     most = math.ceil(len(costs) / ranks.count) if ranks.in_step else len(costs)
     slowness = [1.0] * ranks.count if ranks.in_step else ranks.slowness
     mean = sum(costs) / max(1, len(costs))

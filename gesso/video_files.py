@@ -38,7 +38,7 @@ class Clip:
     fps: float
 
     def save(self, file: str | Path) -> None:
-        """As MP4."""
+        """Writes an MP4 file."""
         if Path(file).suffix.lower() != MP4:
             raise UserError(
                 f"videos are saved as MP4: expected a name that ends in {MP4}, got {file}"
@@ -177,7 +177,7 @@ NO_FRAMES = "cannot be decoded as a video: it has no frames"
 
 @contextmanager
 def _opened(source: str | bytes) -> Iterator[tuple[Any, Any]]:
-    """The file and its first video. Raises `ImageFault` for what fails meanwhile."""
+    """The file and its first video stream. Raises `ImageFault` for errors inside the context."""
     av = _pyav()
     try:
         with av.open(io.BytesIO(source) if isinstance(source, bytes) else source) as file:
@@ -197,8 +197,8 @@ def _opened(source: str | bytes) -> Iterator[tuple[Any, Any]]:
 
 
 def _frames(source: str | bytes, count: int, fps: float, change: Callable[[Image], T]) -> list[T]:
-    """What a player shows at the times 0, 1/fps, … (count − 1)/fps, each frame changed at once:
-    `count` large ones need much memory. Decodes no more than these."""
+    """The frames that a player shows at the times 0, 1/fps, … (count − 1)/fps. `change` is applied
+    to each frame at once, since many large frames need much memory."""
     found: list[T] = []
     with _opened(source) as (file, stream):
         start = seconds = 0.0
@@ -228,7 +228,7 @@ def _check_length(seconds: float, count: int, fps: float) -> None:
 
 
 def _upright(frame: Any) -> Image:
-    """Phones store the rotation of a clip beside its frames."""
+    """Applies the rotation that phones store in the metadata of a clip."""
     return frame.to_image().rotate(frame.rotation, expand=True)
 
 

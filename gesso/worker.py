@@ -74,8 +74,8 @@ def serve(channel: Messages) -> NoReturn:
 
 
 def undivided(recipe: Recipe) -> Recipe:
-    """Of a sampler apart, which has all weights, and runs them like the ranks that divide them:
-    without folding adapters."""
+    """The recipe of a separate sampler when learners shard the weights. It holds all weights, but
+    does not fold adapters, so that it computes the same as the learners."""
     if recipe.cluster.sharding is None:
         return recipe
     cluster = recipe.cluster.model_copy(update={"sharding": None, "offload": False})
@@ -84,7 +84,7 @@ def undivided(recipe: Recipe) -> Recipe:
 
 
 def _numbered(device: torch.device) -> torch.device | None:
-    """For NCCL, which refuses "cuda" without a number."""
+    """The device with its number, which NCCL requires."""
     if device.type == "cpu":
         return None
     return torch.device(device.type, torch.cuda.current_device())
@@ -97,7 +97,7 @@ def _raised(error: BaseException) -> dict[str, Any]:
 
 
 class _Reported:
-    """Progress, sent to the driver, which shows that of rank 0 and knows that the others work."""
+    """Sends progress to the driver, which displays that of rank 0 and sees that the others work."""
 
     def __init__(self, channel: Messages) -> None:
         self.channel = channel
@@ -113,7 +113,7 @@ class _Reported:
 
 
 class _ReportingGroup(Group):
-    """Tells the driver when this rank waits for the others, so that it knows which one hangs."""
+    """Reports to the driver when this rank waits for others, to identify a rank that hangs."""
 
     def __init__(self, worker: Worker, in_step: bool, group: Any) -> None:
         super().__init__(worker.model.device, in_step, group)
@@ -133,7 +133,7 @@ class Worker(Exchanging, Saving):
         self.number = 0  # of the current task
         self.doing = ""
         self.requests: dict[str, Request] = {}
-        self.transfers: Transfers | None = None  # to the ranks that train
+        self.transfers: Transfers | None = None  # connects samplers and learners
         self.pieces: dict[str, Piece] = {}  # by "request/first sample"
 
     def answer(
@@ -146,7 +146,7 @@ class Worker(Exchanging, Saving):
             return getattr(self, task)(*data, **content)
 
     def host(self, address: str) -> dict[str, Any]:
-        """Listens at this address, for the store in which the ranks find each other."""
+        """Opens a port at this address for torch's store, through which ranks find each other."""
         self.listener = socket.create_server((address, 0))
         return {"port": self.listener.getsockname()[1]}
 
@@ -159,8 +159,8 @@ class Worker(Exchanging, Saving):
         store: Mapping[str, Any],
         address: str,
     ) -> dict[str, Any]:
-        """`samplers`: ranks, the last ones, that only sample. `store`: as in `Processes.store`.
-        `address`: where other ranks reach this one."""
+        """`samplers`: number of ranks, the last ones, that only sample. `store`: see
+        `Processes.store`. `address`: where other ranks reach this one."""
         self.rank = rank
         self.progress: Progress = _Reported(self.channel)
         self.recipe: Recipe = build.recipe_from(recipe)
@@ -207,7 +207,7 @@ class Worker(Exchanging, Saving):
 
     def _sampler(self) -> Sampler:
         if self.recipe.sampler.engine == "vllm":
-            if self.only_trains:  # without an engine; it encodes prompts and describes samples
+            if self.only_trains:  # needs no engine: it only encodes prompts and describes samples
                 return build.built_in_sampler(self.recipe, self.model)
             self.progress.phase(f"starting {self.recipe.sampler.engine}")
         return build.sampler(self.recipe, self.algorithm, self.model)
@@ -271,9 +271,9 @@ class Worker(Exchanging, Saving):
     def sample(
         self, key: str, only: Sequence[int], spare: bool, learner: int | None
     ) -> dict[str, Any]:
-        """Sends every piece as it finishes, without its trace, which this rank keeps, or a sampler
-        apart offers to `learner`. Spare samples are dropped: this rank runs the passes in which the
-        others need it."""
+        """Sends every finished piece to the driver without its trace. This rank keeps the trace; a
+        separate sampler sends it to `learner`. `spare`: the samples are dropped; this rank only
+        runs passes in which other ranks need it."""
         started, made = time.perf_counter(), 0
         request = self.requests[key]
         prompts, row, seeds, begun = request.prompts, request.row, request.seeds, request.begun
@@ -281,7 +281,7 @@ class Worker(Exchanging, Saving):
             prompts, row, seeds, request.spec, request.shared, range(*only), **options(begun)
         ):
             if spare:
-                self.channel.send({"doing": self.doing})  # a sign of life
+                self.channel.send({"doing": self.doing})  # keeps the driver from assuming a hang
                 continue
             made += len(piece.index)
             name = f"{key}/{piece.index[0]}"
@@ -366,7 +366,7 @@ class Worker(Exchanging, Saving):
         }
         return {}
 
-    # To sample from a finished run
+    # Sampling from a finished run
 
     def unfit(self, packed: bytes) -> dict[str, Any]:
         family = families.of(self.recipe)

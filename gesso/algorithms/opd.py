@@ -40,7 +40,7 @@ class TokenTeacher(Strict):
 
     path: str | None = Field(None, min_length=1)
     """A larger model with the student's vocabulary: a folder or a Hugging Face hub name. It is
-    loaded beside the student, in the same precision."""
+    loaded in addition to the student, in the same precision."""
     adapter: str | None = Field(None, min_length=1)
     """A LoRA run, its export or a PEFT folder, for the student's base model."""
     step: int | None = Field(None, ge=0)

@@ -1,5 +1,5 @@
-"""Checkpoints of a run folder that workers on other machines do not see: the driver reads and
-writes the files, and each worker has copies of its own."""
+"""Checkpoints when workers on other machines do not see the run folder: the driver reads and writes
+the files, and each worker has its own copies."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Copies:
 
 
 def are_needed(processes: Processes, folder: Path) -> bool:
-    """Whether a worker does not see this folder."""
+    """Whether some worker does not see this folder."""
     if processes.same_machine:
         return False
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".seen-") as file:
@@ -53,7 +53,7 @@ def are_needed(processes: Processes, folder: Path) -> bool:
 
 
 def fetch(processes: Processes, folder: Path) -> None:
-    """The files that the first worker has written."""
+    """Copies the files that the first worker has written to the driver."""
     about = {"folder": folder.name}
     for name in processes.one(0, "copy", {"do": "names", **about})["names"]:
         with (folder / name).open("wb") as file:
@@ -66,7 +66,7 @@ def fetch(processes: Processes, folder: Path) -> None:
 
 
 def send(processes: Processes, folder: Path) -> None:
-    """The files of a checkpoint, to all workers."""
+    """Copies the files of a checkpoint to all workers."""
     about = {"folder": folder.name}
     processes.all("copy", {"do": "discard", **about})
     try:

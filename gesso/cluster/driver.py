@@ -1,6 +1,6 @@
-"""The part of a cluster that knows prompts and rewards, wherever samples and updates are computed.
+"""The part of a cluster that handles prompts and rewards, wherever samples and updates are computed.
 
-It is a base class: `Local` computes in this process, `Workers` in others."""
+This is a base class: `Local` computes in this process, `Workers` in others."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class Driver(ABC):
         self.rewards = rewards
         self.stream = stream
         self.progress = progress
-        self._queue: deque[DriverBatch] = deque()  # to be sampled, in order
-        self._rollouts: dict[int, Rollout] = {}  # collected and not yet trained on, by step
+        self._queue: deque[DriverBatch] = deque()  # batches not yet sampled, in order
+        self._rollouts: dict[int, Rollout] = {}  # batches collected and not yet trained on, by step
         self.partial_batches = PartialBatches(recipe.lag, self.generate, progress)  # with `partial`
         self._first_prompts = stream.state()
         self._changed = False  # whether the weights are newer than those published last
@@ -112,8 +112,8 @@ class Driver(ABC):
 
     @abstractmethod
     def exchange(self, version: int) -> bool:
-        """Exchanges the learner's weights with those of an earlier version; a second call undoes
-        it. False: this version was not kept."""
+        """Swaps the learner's weights with those of an earlier version; a second call swaps back.
+        False: this version was not kept."""
 
     @abstractmethod
     def save(self, folder: Path) -> Writing | None: ...
@@ -157,13 +157,13 @@ class Driver(ABC):
             self._queue.popleft().sample()
 
     def wait_for(self, batch: DriverBatch) -> None:
-        """Until it is sampled."""
+        """Returns when the batch is sampled."""
         self.sample_queued()
         if self.recipe.partial:
             self.partial_batches.finish(batch.step)
 
     def begin_round(self) -> None:
-        """With `partial`, before an update."""
+        """Called before an update with `partial`."""
         self.partial_batches.sample_round()
 
     def draw(self, step: int, groups: int | None) -> tuple[list[Prompt], Mapping[str, float]]:
@@ -365,7 +365,7 @@ class Driver(ABC):
     def redraw(self, step: int, versions: range) -> DriverBatch | None:
         if step in self.partial_batches:
             return self.collect(step)
-        if self.recipe.partial and not versions.start:  # how many rounds it had is not known
+        if self.recipe.partial and not versions.start:  # the number of its rounds is unknown
             return None
         batch = None
         for version in versions if self.recipe.partial else versions[:1]:
@@ -411,11 +411,11 @@ class Driver(ABC):
         self.partial_batches.load(folder)
 
     def restart(self) -> None:
-        """Replaces the workers by new ones, with the weights that a run begins with."""
+        """Replaces the workers by new ones with initial weights."""
         raise NotImplementedError("there are no workers")
 
     def reset(self) -> None:
-        """As before the first step."""
+        """Restores the state before the first step."""
         self._queue.clear()
         self._rollouts.clear()
         self.partial_batches.clear()

@@ -52,7 +52,7 @@ class Cluster(Protocol):
 
     @property
     def prompts_state(self) -> Mapping[str, Any]:
-        """What the choice of prompts depends on besides the seed; empty without a curriculum."""
+        """State that determines prompts in addition to the seed; empty without a curriculum."""
 
     def restore_prompts(self, state: Mapping[str, Any]) -> None:
         """The state of a checkpoint; before the first `collect`."""
@@ -62,9 +62,9 @@ class Cluster(Protocol):
         sampled in the order of these calls, before the next update."""
 
     def redraw(self, step: int, versions: range) -> Pending | None:
-        """Batch `step` again, which was in flight when a checkpoint was written, with the weights
-        of the first of these versions, or with `partial` a round with each. None: the checkpoint
-        does not have what is needed. After `restore`, before the next `publish`."""
+        """Sample batch `step` again, which was not yet trained on when the checkpoint was written:
+        with the first of these versions of the weights, or with `partial` one round with each.
+        None: the checkpoint lacks them. Call after `restore` and before the next `publish`."""
 
     def update(self, batch: Batch, step: int, scales: Scales = UNSCALED) -> Update:
         """Train on a collected batch: all optimizer steps of iteration `step`."""

@@ -1,7 +1,7 @@
 """Workers as Ray actors, on the nodes of a cluster.
 
-Ray places them, moves messages and reports those that died; torch.distributed connects them. They
-end with the driver, as Ray ends all actors of a job.
+Ray places the actors, transports messages and reports actors that died; torch.distributed connects
+them. They end with the driver, since Ray ends all actors of a job.
 """
 
 from __future__ import annotations

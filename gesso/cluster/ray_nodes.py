@@ -22,7 +22,7 @@ class Node:
     gpus: int
 
     def reachable(self) -> bool:
-        """Ray notices a lost machine only after some time."""
+        """Whether the node can be reached: Ray notices a lost machine only after some time."""
         try:
             socket.create_connection((self.address, self.port), REACHABLE).close()
         except OSError:
@@ -54,7 +54,7 @@ def connect(address: str) -> Any:
 
 
 def nodes(address: str) -> list[Node]:
-    """Those that are alive."""
+    """The nodes that are alive."""
     return [
         Node(
             node["NodeManagerAddress"],

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class RemoteTrace:
-    """Refers to N samples of workers."""
+    """References to N samples in workers."""
 
     pieces: Sequence[str]  # all pieces of the calls that these samples come from
     at: Sequence[tuple[str, int]]  # N: a piece, and a position in it

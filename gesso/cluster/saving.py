@@ -48,8 +48,8 @@ class Saving:
         return getattr(self.copies, do)(*data, **about)
 
     def save(self, folder: str, copied: bool) -> dict[str, Any]:
-        """By rank 0, or if tensors are sharded by every rank, each its part. `copied`: to this
-        machine, as the driver will copy them."""
+        """Rank 0 writes the tensors; if they are sharded, every rank writes its part. `copied`:
+        into a folder on this machine, from which the driver copies them."""
         path = self.copies.path(folder) if copied else Path(folder)
         self.learner.policy.release()
         state = self.learner.state() | self.history.state()
@@ -73,7 +73,7 @@ class Saving:
         return {}
 
     def written(self, wait: bool) -> dict[str, Any]:
-        """Raises what failed only if asked to wait."""
+        """Raises errors of writing only if `wait` is set."""
         if not wait:
             return {"done": self.writing.done()}
         try:
@@ -92,13 +92,13 @@ class Saving:
 
     @contextmanager
     def _checkpoint(self, folder: str, copied: bool) -> Iterator[Path]:
-        """Of the driver, or copied to this machine."""
+        """The driver's folder, or its copy on this machine."""
         yield self.copies.path(folder) if copied else Path(folder)
         if copied:
             self.copies.discard(folder)
 
     def _read(self, folder: Path, table: str = "") -> dict[str, Tensor]:
-        """The tensors of a checkpoint, of sharded ones the part of this rank."""
+        """The tensors of a checkpoint; of sharded tensors, this rank's part."""
 
         def sharded(name: str) -> Tensor | None:
             table, _, parameter = name.partition("/")

@@ -360,7 +360,7 @@ class Recipe(Strict):
 
 
 class ChatSettings(Strict):
-    """What stands around a question, where there are no data."""
+    """The template and system prompt, for a recipe without data."""
 
     template: str | None = Field(None, min_length=1)
     system: str | None = Field(None, min_length=1)

@@ -1,4 +1,4 @@
-"""Prompts drawn by how much can still be learned from them.
+"""Samples prompts in proportion to how much can still be learned from them.
 
 The spread of a prompt is the standard deviation of its group's rewards when it was last sampled:
 without spread there is no advantage, and nothing to learn. Batch i is a pure function of the seed,
@@ -43,8 +43,8 @@ class Spreads:
         self._recent.setdefault(step, {}).update(spreads)
 
     def for_batch(self, i: int) -> Mapping[str, float]:
-        """Those that batch i depends on. Batches are drawn in order; after a resume those in
-        flight, up to `lag`, are drawn again."""
+        """The spreads that batch i depends on. Batches are drawn in order; after a resume, up to
+        `lag` batches are drawn again."""
         for step in [step for step in sorted(self._recent) if step < i - 2 * self.lag]:
             self._known |= self._recent.pop(step)
         known = dict(self._known)
@@ -132,10 +132,10 @@ class CurriculumStream(Stream):
 def draw_shares(
     weights: Sequence[float], spreads: Sequence[float | None], floor: float
 ) -> list[float]:
-    """The probability of each row to be drawn first. If all are flat it is its weight's share."""
+    """The probability of each row to be drawn first: its share of the weights if all are flat."""
     highest = max((s for s in spreads if s is not None), default=0.0)
     if highest == 0.0:
-        highest = 1.0  # all that is known is flat: what has not been seen comes first
+        highest = 1.0  # all known prompts are flat: unseen prompts come first
     scaled = [
         weight * (highest if spread is None else spread)
         for weight, spread in zip(weights, spreads, strict=True)

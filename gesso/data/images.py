@@ -25,7 +25,7 @@ FILE, WEB, DATA = "file://", ("http://", "https://"), "data:"
 MAX_PATH = 1024  # characters; a longer text is base64
 MAX_DECODED = 4096  # images of a source; of the others only the headers are checked
 MAX_CLIPS = 256  # the same for clips
-BESIDE = ("images", "videos")  # folders next to the data file, as in Flow-Factory
+SUBFOLDERS = ("images", "videos")  # folders next to the data file, as in Flow-Factory
 # First bytes of image files.
 SIGNATURES = (b"\x89PNG", b"\xff\xd8\xff", b"RIFF", b"GIF8", b"BM", b"II*\0", b"MM\0*")
 
@@ -94,8 +94,8 @@ def _from_text(text: str, folder: Path | None) -> PromptImage:
         return PromptImage(data=data)
     if len(text) > MAX_PATH:
         raise InvalidRow(f"expected a path or base64, got {short(text)}")
-    beside = "/ or ".join(BESIDE)
-    searched = f" in {folder}, its folder {beside}/ or the working directory" if folder else ""
+    subfolders = "/ or ".join(SUBFOLDERS)
+    searched = f" in {folder}, its folder {subfolders}/ or the working directory" if folder else ""
     raise InvalidRow(f"no such file {text!r}{searched}")
 
 
@@ -105,8 +105,8 @@ def _file(name: str, folder: Path | None) -> str | None:
     plain = os.path.expanduser(name)
     candidates = [plain]
     if folder is not None:
-        beside = [os.path.join(folder, name, plain) for name in BESIDE]
-        candidates = [os.path.join(folder, plain), *beside, plain]
+        subfolders = [os.path.join(folder, name, plain) for name in SUBFOLDERS]
+        candidates = [os.path.join(folder, plain), *subfolders, plain]
     return next((path for path in candidates if os.path.isfile(path)), None)
 
 

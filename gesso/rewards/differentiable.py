@@ -1,9 +1,8 @@
 """Rewards with a gradient: functions of float images, computed in the learner's process.
 
-A class declares `differentiable = True` and has a method `values(images, prompts)` beside `score`.
-Both compute the same number, except for the rounding of pixels to bytes and for what must be
-softened to have a gradient.
-"""
+A class declares `differentiable = True` and has a method `values(images, prompts)` in addition to
+`score`. Both compute the same number, except for the rounding of pixels to bytes and for what must
+be softened to have a gradient."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from gesso.timeline.recorder import DRIVER, REWARDS, SAMPLER
 from gesso.timeline.steps import Step
 
 WAIT = "wait"
-WORTH = 0.1  # a smaller share is not worth a change
-OFTEN = 0.25  # evaluations and checkpoints are wanted: only a larger share is worth one
+WORTH = 0.1  # smaller shares are not worth a change
+OFTEN = 0.25  # the same for evaluations and checkpoints, which the user wants
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Row:
 
     @property
     def idle(self) -> float:
-        """Without work, or waiting for others."""
+        """Share of the time without work, or waiting for others."""
         return max(0.0, 1 - sum(v for phase, v in self.shares.items() if phase != WAIT))
 
 
@@ -34,8 +34,7 @@ class Summary:
 
 
 def summary(steps: Sequence[Step]) -> Summary:
-    """Without the evaluation before training and the first step, in which models are compiled, if
-    there are others."""
+    """Summarises all steps after the first, in which models are compiled, if there are any."""
     used = [s for s in steps if s.step > 1] or [s for s in steps if s.step] or list(steps)
     total = sum(step.seconds for step in used)
     seconds: dict[str, dict[str, float]] = {}
@@ -97,11 +96,11 @@ def _others(workers: Sequence[Row], samplers: Sequence[Row], share: float) -> st
     sampler, learner = sampling / len(samplers), training / len(learners)  # busy, each
     wait = f"samplers wait {1 - sampler:.0%} of the time, learners {1 - learner:.0%}"
     if sampler + learner < 1 + WORTH:
-        return f"{wait}: set a larger lag, with which they work at the same time"
+        return f"{wait}: set a larger lag, so that they work at the same time"
     count = len(workers)
     best = min(max(round(count * sampling / (sampling + training)), 1), count - 1)
     if best == len(samplers):
-        return f"{wait}: no other division of {count} devices is better"
+        return f"{wait}: no other split of {count} devices would be better"
     return f"{wait}: of {count} devices use cluster.samplers={best}, cluster.workers={count - best}"
 
 
@@ -115,7 +114,7 @@ def _exchange(shares: Mapping[str, float]) -> str:
     if samples > weights:
         return (
             f"workers spend {samples:.0%} of the time on sending samples to each other: use fewer "
-            "workers, or train fewer denoising steps"
+            "workers, or train on fewer denoising steps"
         )
     return (
         f"publishing weights takes {weights:.0%} of the time: train a LoRA, or fewer copies of the "
@@ -135,6 +134,6 @@ def _busiest(shares: Mapping[str, float], who: str, verb: str) -> str:
     phase = max(working, key=lambda p: working[p])
     busy = sum(v for p, v in shares.items() if p != WAIT)
     return (
-        f"{who} {verb} busy {busy:.0%} of the time, mostly with {phase} ({working[phase]:.0%}); a "
-        f"step is shorter with {MORE[phase]}"
+        f"{who} {verb} busy {busy:.0%} of the time, mostly in the phase {phase} "
+        f"({working[phase]:.0%}); to shorten a step, use {MORE[phase]}"
     )

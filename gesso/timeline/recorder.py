@@ -1,7 +1,7 @@
 """The phases of this process, on the clock of `gesso.clock`.
 
 A phase inside another one interrupts it, so that the phases of a row never overlap. Workers send
-theirs with every answer, as seconds before it: their clocks are not the driver's.
+their phases with every answer, with times relative to it, since clocks differ between machines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 from gesso import clock
 
 DRIVER, REWARDS, SAMPLER = "driver", "rewards", "sampler"
-MOST = 50_000  # spans that nobody takes, as those of a playground
+MOST = 50_000  # limit for spans that are never taken, such as a playground's
 SHORTEST = 1e-4  # seconds: shorter pauses within a phase are not recorded
 
 Item = TypeVar("Item")
@@ -32,7 +32,7 @@ class Span(NamedTuple):
 
 class _Open(threading.local):
     def __init__(self) -> None:
-        self.stack: list[tuple[str, bool]] = []  # name, and whether phases inside count as it
+        self.stack: list[tuple[str, bool]] = []  # name; whether inner phases count as this one
         self.since = 0.0
 
 
@@ -41,18 +41,18 @@ _open = _Open()
 
 
 def worker(rank: int) -> str:
-    """The name of its row."""
+    """The name of a worker's row."""
     return f"worker {rank}"
 
 
 def sampler(rank: int) -> str:
-    """The row of a worker that only samples."""
+    """The name of the row of a worker that only samples."""
     return f"{SAMPLER} {rank}"
 
 
 @contextmanager
 def phase(name: str, whole: bool = False) -> Iterator[None]:
-    """`whole`: phases inside it count as this one."""
+    """`whole`: inner phases count as this one."""
     stack = _open.stack
     if stack and stack[-1][1]:
         yield
@@ -75,7 +75,7 @@ def _switch() -> None:
 
 
 def each(name: str, items: Iterable[Item]) -> Iterator[Item]:
-    """These items; the phase is that of computing them, not of using them."""
+    """Yields the items; only the time to compute them counts as this phase."""
     iterator = iter(items)
     while True:
         with phase(name):
@@ -93,7 +93,7 @@ def add(row: str, name: str, start: float, end: float) -> None:
 def take() -> list[Span]:
     """All finished spans since the last call."""
     taken = []
-    while _spans:  # other threads may add meanwhile
+    while _spans:  # other threads may add spans
         taken.append(_spans.popleft())
     return taken
 
@@ -111,7 +111,7 @@ def received(row: str, sent: Sent) -> None:
 
 
 def joined(spans: Iterable[Span], gap: float) -> list[Span]:
-    """Of one row in order; those of the same phase are joined over pauses up to `gap`."""
+    """Joins successive spans of the same phase, over pauses of up to `gap` seconds."""
     found: list[Span] = []
     for span in spans:
         last = found[-1] if found else None

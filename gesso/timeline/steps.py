@@ -4,7 +4,7 @@
  "spans": {"worker 0": [["sample", 0.0, 1.2]]}}
 
 `at` counts from the start of the run, spans from the start of the step. `busy` is exact; spans are
-joined where there are too many to draw.
+joined if there are too many to draw.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from gesso.timeline.recorder import Span, joined
 
-DRAWN = 4_000  # spans of a step, at most
+DRAWN = 4_000  # maximum number of spans per step
 OF_A_ROW = 20  # spans of a row that are always kept
 
 Drawn = list[tuple[str, float, float]]
@@ -37,7 +37,7 @@ class Step:
         by_row: dict[str, list[Span]] = defaultdict(list)
         for span in spans:
             by_row[span.row].append(span)
-        rows = {row: _apart(by_row[row]) for row in sorted(by_row, key=_order)}
+        rows = {row: _without_overlap(by_row[row]) for row in sorted(by_row, key=_order)}
         most = max(OF_A_ROW, DRAWN // max(1, len(rows)))
         busy = {row: _busy(found) for row, found in rows.items()}
         drawn = {row: _drawn(found, most, start) for row, found in rows.items()}
@@ -73,8 +73,8 @@ def _order(row: str) -> tuple[int, str, int]:
     return (0, name, int(number)) if number.isdigit() else (1, name, 0)
 
 
-def _apart(spans: Sequence[Span]) -> list[Span]:
-    """In order; where spans overlap, as calls of rewards do, the first one counts."""
+def _without_overlap(spans: Sequence[Span]) -> list[Span]:
+    """Sorted spans without overlap: where calls of rewards overlap, the earlier one counts."""
     found: list[Span] = []
     end = float("-inf")
     for span in sorted(spans, key=lambda s: (s.start, s.end)):
@@ -106,6 +106,6 @@ def _slot(span: Span, resolution: float) -> float:
 
 
 def _longest(near: Sequence[Span]) -> Span:
-    """One span for some neighbours, with the phase that takes most of their time."""
+    """Merges adjacent spans into one with the phase that takes most of their time."""
     busy = _busy(near)
     return near[0]._replace(phase=max(busy, key=lambda p: busy[p]), end=near[-1].end)

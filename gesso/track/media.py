@@ -53,7 +53,7 @@ def smaller(sample: Sample, side: int) -> Sample:
 
 def save(sample: Sample, file: Path, **options: Any) -> Path:
     """Writes the image to `file`, a PNG. Of a video that is the first frame; the video (NAME.mp4)
-    and a strip of its frames (NAME-strip.png) are written beside it. Returns the file of the image
+    and a strip of its frames (NAME-strip.png) are written next to it. Returns the file of the image
     or of the video."""
     still(sample).save(file, **options)
     if not sample.is_video:

@@ -4,7 +4,7 @@ config.toml              the resolved recipe: every effective value
 metrics.jsonl            one row per step; row 0 is the evaluation before training
 samples/000010.jsonl     one row per sample of the evaluation after step 10, with the same
                          prompts and seeds at every evaluation
-samples/000010/007.png   its image, for image models; of a video its first frame, beside
+samples/000010/007.png   its image, for image models; of a video its first frame, next to
                          007.mp4 and 007-strip.png, some frames side by side
 samples/prompts/007-1.png    image of prompt 7, for vision-language models
 groups/000010.jsonl      the groups of a training step (groups.py), with some of their samples

@@ -17,7 +17,7 @@ SHOWN = 24  # prompts on the sheet
 
 def write(evaluations: Sequence[Evaluation], folder: Path) -> None:
     """eval.json, samples.jsonl; for image models also images/N/PROMPT-SAMPLE.png (of videos .mp4
-    beside it) and sheet.png."""
+    next to it) and sheet.png."""
     try:
         _write(evaluations, folder)
     except OSError as error:
