@@ -1,4 +1,4 @@
-"""The part of a cluster that handles prompts and rewards, wherever samples and updates are computed.
+"""The part of a cluster that handles prompts and rewards, wherever samples are computed.
 
 This is a base class: `Local` computes in this process, `Workers` in others."""
 

@@ -591,7 +591,7 @@ def test_an_error_of_a_worker_is_the_drivers(language: Path, tmp_path: Path) -> 
     [
         (
             {"cluster": {"workers": 7}},
-            "the samples of a step in batches of",
+            "a step has work for only",
         ),
         ({"cluster": {"workers": 2}, "model": {"device": "cuda:1"}}, 'but model.device = "cuda:1"'),
         (
