@@ -239,5 +239,6 @@ def test_a_ramp_from_0_would_be_taken_for_a_doubting_reward(recipe_data: dict) -
     data["reward"][0]["ramp"] = {"start": 0.5, "steps": 4}
     build.recipe_from(data)
     data["reward"][0]["ramp"] = {"steps": 4}
-    with pytest.raises(UserError, match='the ramp of reward "jpeg-incompressibility" includes a weight'):
+    message = 'the ramp of reward "jpeg-incompressibility" includes a weight of 0'
+    with pytest.raises(UserError, match=message):
         build.recipe_from(data)
