@@ -69,8 +69,9 @@ $(VLLM)/.run: pyproject.toml tests/declare_torchvision_ops.py
 
 # Minutes; some of it waits for 10 s at a time.
 test-faults: $(VENV)/.dev
-	@echo "==> Running the tests with stalled and slow workers, full disks and killed drivers"
-	@GESSO_FAULTS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m faults tests/cluster/test_faults.py
+	@echo "==> Running the tests that kill, stall and slow down processes, and fill disks"
+	@GESSO_FAULTS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m faults tests/cluster/test_faults.py \
+		tests/cluster/test_outer_faults.py
 
 # Ray's nodes are started by the tests, on loopback. Its environment has Ray on top of $(VENV).
 test-ray: $(RAY)/.run

@@ -1,13 +1,15 @@
 """A long run over worker processes, with a fault every so many steps, beside an undisturbed one.
 
-    python benchmarks/soak.py [--steps 1000] [--every 50] [--workers 4] [--fork] [--out FOLDER]
+    python benchmarks/soak.py [--steps 1000] [--every 50] [--workers 4] [--samplers 0] [--fork]
+                              [--out FILE]
 
 A tiny language model. Faults, one after the other: a worker is killed, a worker is stopped for 10 s
 (as by a network that stalls), a reward process is killed; in the middle of the run the driver is
-killed and the run resumed. The undisturbed run has no worker processes. Compared are all rows, all
-weights, and which samples each step was trained on. Exits with 1 if anything differs, or if the
-memory of a process grows. With --fork workers are forked from a process that has imported torch,
-for a busy machine: imports take most of a restart.
+killed and the run resumed. With --samplers these are in addition to the workers, which only train;
+batches are sampled during updates (lag = 1), and a sampler is killed in turn. The undisturbed run
+has no worker processes. Compared are all rows, all weights, and which samples each step was trained
+on. Exits with 1 if anything differs, or if the memory of a process grows. With --fork workers are
+forked from a process that has imported torch, for a busy machine: imports take most of a restart.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -38,8 +41,9 @@ STEADY = 40  # steps that a process must live for its memory to be compared
 DIFFERENT = ("time/", "memory/", "samples_per_s", "cluster/", "cached", "health")
 """Metrics that faults and workers may change; "health" warns of idle workers."""
 KILL_WORKER, STALL_WORKER, KILL_REWARD = "worker killed", "worker stopped 10 s", "reward killed"
-KILL_DRIVER = "driver killed"
-ROLES = ("driver", "worker", "reward")
+KILL_DRIVER, KILL_SAMPLER = "driver killed", "sampler killed"
+ROLES = ("driver", "worker", "sampler", "reward")
+VICTIM = {KILL_WORKER: "worker", KILL_SAMPLER: "sampler", KILL_REWARD: "reward"}
 LAST = 20_000  # bytes of metrics.jsonl, more than a row
 SAMPLES = 4  # of a step
 
@@ -116,7 +120,7 @@ class Run:
     """A driver process, watched from here."""
 
     folder: Path
-    fork: bool
+    options: argparse.Namespace
     memory: dict[tuple[str, int], list[tuple[int, int]]] = field(
         default_factory=lambda: defaultdict(list)
     )  # (role, process) → step and bytes
@@ -129,7 +133,7 @@ class Run:
             __file__,
             "--train",
             str(self.folder),
-            *["--fork"][not self.fork :],
+            *["--fork"][not self.options.fork :],
         ]
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         self.driver = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, cwd=ROOT)
@@ -152,8 +156,11 @@ class Run:
         """Their ids."""
         if role == "driver":
             return [self.driver.pid]
-        if role == "worker":
-            return [int(file.read_text()) for file in sorted(self.folder.glob("worker-*"))]
+        if role in ("worker", "sampler"):
+            pids = [int(file.read_text()) for file in sorted(self.folder.glob("worker-*"))]
+            learners = self.options.workers
+            pids = pids[:learners] if role == "worker" else pids[learners:]
+            return [pid for pid in pids if _resident(pid)]  # the run may go on without a sampler
         threads = Path(f"/proc/{self.driver.pid}/task").glob("*/children")
         pids = [int(pid) for thread in threads for pid in thread.read_text().split()]
         return [pid for pid in pids if b"rewards.transport.worker" in _command(pid)]
@@ -179,25 +186,28 @@ class Run:
 
     def suffer(self, kind: str, choose: random.Random) -> None:
         time.sleep(choose.random())  # any moment of a step
-        fault, notes = Fault(kind, self.step), self.log().count(" ended while ")
+        fault, written = Fault(kind, self.step), len(self.log())
         began = time.monotonic()
         if kind == KILL_DRIVER:
             self.driver.kill()
             self.driver.wait()
             self.begin()
         else:
-            pid = choose.choice(self.processes("reward" if kind == KILL_REWARD else "worker"))
+            roles = [VICTIM[kind]] if kind in VICTIM else ["worker", "sampler"]
+            pid = choose.choice([pid for role in roles for pid in self.processes(role)])
             with stopped(pid) if kind == STALL_WORKER else killed(pid):
                 pass
-        while self.step <= fault.step:
-            if fault.detected is None and self.log().count(" ended while ") > notes:
+        while not fault.recovered or (kind in (KILL_WORKER, KILL_SAMPLER) and not fault.detected):
+            note = re.search(r" ended while (.*)\n", self.log()[written:])
+            if note and fault.detected is None:
                 fault.detected = time.monotonic() - began
-                resumed = self.log().rpartition("continue after step ")[2].partition(" ")[0]
-                fault.repeated = fault.step - int(resumed)
+                if repeated := re.search(r"repeat (\d+) steps", note[1]):
+                    fault.repeated = int(repeated[1])
+            if not fault.recovered and self.step > fault.step:
+                fault.recovered = time.monotonic() - began
             if self.driver.poll() is not None:
                 sys.exit(f"the driver ended with {self.driver.returncode} after: {kind}")
             time.sleep(0.02)
-        fault.recovered = time.monotonic() - began
         self.faults.append(fault)
         print(fault, f"MB: {self.megabytes()}", flush=True)
 
@@ -293,7 +303,9 @@ def report(disturbed: Run, problems: list[str], seconds: float, options: Any) ->
         if grown:
             most = max(size for points in lives for _, size in points) / 1e6
             lines.append(f"| {role} | {len(grown)} | {most:.0f} | {max(grown):+.1%} |")
-    done = f"{options.steps} steps over {options.workers} workers, {len(disturbed.faults)} faults, "
+    apart = f" and {options.samplers} samplers" if options.samplers else ""
+    done = f"{options.steps} steps over {options.workers} workers{apart}, "
+    done += f"{len(disturbed.faults)} faults, "
     lines += ["", f"{done}{seconds / 60:.0f} min. " + ("; ".join(problems) or "No difference.")]
     return lines
 
@@ -303,6 +315,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--samplers", type=int, default=0)
     parser.add_argument("--fork", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
@@ -318,14 +331,13 @@ def main() -> None:
         tokens.build("qwen2", root / "model")
         questions = [f"what is {i} + {j}?" for i in range(5) for j in range(4)]
         (root / "prompts.txt").write_text("\n".join(questions))
-        data, runs = recipe(root, options.steps), []
-        for kind, cluster in (
-            ("undisturbed", {}),
-            ("disturbed", {"cluster": {"workers": options.workers, "restarts": options.steps}}),
-        ):
+        data, runs = recipe(root, options.steps) | {"lag": int(options.samplers > 0)}, []
+        cluster = {"workers": options.workers, "restarts": options.steps}
+        cluster |= {"samplers": options.samplers} if options.samplers else {}
+        for kind, more in (("undisturbed", {}), ("disturbed", {"cluster": cluster})):
             (root / kind).mkdir()
-            (root / kind / "recipe.toml").write_text(tomli_w.dumps(data | cluster))
-            runs.append(Run(root / kind, options.fork))
+            (root / kind / "recipe.toml").write_text(tomli_w.dumps(data | more))
+            runs.append(Run(root / kind, options))
         undisturbed, disturbed = runs
         undisturbed.begin()
         undisturbed.reach(options.steps)
@@ -334,7 +346,8 @@ def main() -> None:
         disturbed.begin()
         for i, step in enumerate(moments):
             disturbed.reach(step)
-            kind = (KILL_WORKER, STALL_WORKER, KILL_REWARD)[i % 3]
+            kinds = (KILL_WORKER, STALL_WORKER, *([KILL_SAMPLER][: options.samplers]), KILL_REWARD)
+            kind = kinds[i % len(kinds)]
             disturbed.suffer(KILL_DRIVER if i == len(moments) // 2 else kind, choose)
         disturbed.reach(options.steps)
         disturbed.driver.wait()
@@ -345,7 +358,7 @@ def main() -> None:
         lines = report(disturbed, problems, time.monotonic() - started, options)
     print("\n".join(lines))
     if options.out:
-        (options.out / "soak.md").write_text("\n".join(lines) + "\n")
+        options.out.write_text("\n".join(lines) + "\n")
     sys.exit(bool(problems))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from gesso.types import Sample, Score
 
@@ -12,6 +14,14 @@ def early(samples: Sequence[Sample]) -> list[float]:
     return [
         sum(c in "abcdefghijklm" for c in s.response) / max(1, len(s.response)) for s in samples
     ]
+
+
+def held(samples: Sequence[Sample], folder: str) -> list[float]:
+    """The same; writes a file when it begins, and goes on when there is no file `hold`."""
+    Path(folder, "begun").touch()
+    while Path(folder, "hold").exists():
+        time.sleep(0.01)
+    return early(samples)
 
 
 def some_flat(samples: Sequence[Sample]) -> list[float]:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
 from gesso.cluster import workers
+from gesso.cluster.channel import Channel
 from gesso.cluster.placement import Placement
-from gesso.cluster.processes import Processes
+from gesso.cluster.processes import Processes, Worker
 from gesso.config import Recipe
 from gesso.track.progress import SILENT, Progress
-from tests import tokens
+from gesso.track.run_folder import RunFolder
+from tests import forked, tokens
 from tests.cluster.pools import MOST, Borrowed, Forked
+from tests.cluster.runs import go, language_recipe
 
 
 @pytest.fixture(scope="module")
@@ -39,3 +42,22 @@ def borrowing(pool: Processes, monkeypatch: pytest.MonkeyPatch) -> None:
         return processes
 
     monkeypatch.setattr(workers, "start", start)
+
+
+@pytest.fixture
+def pids(monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+    """Rank → process of the newest workers. They are forked: imports take most of a start."""
+    found: dict[int, int] = {}
+
+    def start(self: Processes, rank: int, environment: Mapping[str, str]) -> Worker:
+        connection, life, found[rank] = forked.worker()
+        return Worker(rank, Channel(connection), life)
+
+    monkeypatch.setattr(Processes, "_start", start)
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(language: Path, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """The undisturbed run, in one process."""
+    return go(language_recipe(language, {"name": "grpo"}), tmp_path_factory.mktemp("alone") / "run")
