@@ -1,4 +1,4 @@
-"""Gesso: RL post-training for flow-matching image models and (vision-)language models.
+"""Gesso: RL post-training for image, video and (vision-)language models.
 
     run = gesso.train("demo")
     gesso.load(run.path).sample('a red sign that says "KITE"')[0].save("kite.png")

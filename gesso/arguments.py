@@ -12,7 +12,7 @@ from gesso import commands
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gesso",
-        description="RL post-training for flow-matching image models and (vision-)language models.",
+        description="RL post-training for image, video and (vision-)language models.",
     )
     parser.set_defaults(json=False, more=None)  # `more`: the list that extra arguments go to
     subparsers = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -69,7 +69,7 @@ def _check(subparsers: Any) -> None:
         "--fit",
         type=int,
         metavar="GB",
-        help="only find the largest batches for a GPU with this much memory, by estimates",
+        help="only find the largest batches that fit a GPU of this size, by estimates",
     )
     _add_output(check)
     check.set_defaults(action=commands.check, more="overrides")
@@ -88,23 +88,22 @@ def _plan(subparsers: Any) -> None:
         "--gpu",
         default="h100",
         metavar="NAME",
-        help="a GPU of the table (default: h100), or a TOML file with the keys of one",
+        help="name of a GPU in gesso/plan/gpus.toml (default: h100), or a TOML file with its keys",
     )
     where.add_argument(
         "--measure",
         action="store_true",
-        help="measure the rates of one worker on this machine instead; --gpus is the number of "
-        "workers",
+        help="measure this machine instead; --gpus is then the number of workers",
     )
     plan.add_argument(
-        "--price", type=float, metavar="X", help="dollars per GPU and hour (default: the table's)"
+        "--price", type=float, metavar="X", help="dollars per GPU-hour (default: as in gpus.toml)"
     )
     plan.add_argument(
         "--score-s",
         type=float,
         default=0.0,
         metavar="S",
-        help="seconds in which one reward worker scores a sample (default: 0)",
+        help="seconds that a reward worker takes per sample (default: 0)",
     )
     plan.add_argument(
         "--response-tokens",
@@ -112,7 +111,9 @@ def _plan(subparsers: Any) -> None:
         metavar="N",
         help="mean length of responses, language models only (default: algorithm.max_tokens)",
     )
-    plan.add_argument("--explain", action="store_true", help="also show what a step consists of")
+    plan.add_argument(
+        "--explain", action="store_true", help="also show the time of each part of a step"
+    )
     _add_output(plan)
     plan.set_defaults(action=commands.plan, more="overrides")
 
@@ -124,7 +125,7 @@ def _recipes(subparsers: Any) -> None:
 
 def _sample(subparsers: Any) -> None:
     sample = _add_command(
-        subparsers, "sample", "generate images or responses with a run, a recipe or a model folder"
+        subparsers, "sample", "generate samples with a run, a recipe or a model folder"
     )
     sample.add_argument(
         "source",
@@ -284,7 +285,7 @@ def _timeline(subparsers: Any) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help="also write a trace that chrome://tracing and ui.perfetto.dev open",
+        help="also write a trace for chrome://tracing or ui.perfetto.dev",
     )
     _add_output(timeline)
     timeline.set_defaults(action=commands.timeline)
@@ -313,12 +314,12 @@ def _serve_reward(subparsers: Any) -> None:
 
 
 def _env(subparsers: Any) -> None:
-    about = "install the environments of rewards with packages of their own"
+    about = "install the separate environments of rewards (reward.env)"
     env = _add_command(subparsers, "env", about)
     env.add_argument(
         "source",
         metavar="RECIPE_OR_FILE",
-        help="a recipe, whose reward.env are installed, or a requirements file (.txt)",
+        help="a recipe, for all its reward.env, or a requirements file (.txt)",
     )
     env.add_argument("overrides", nargs="*", metavar="key=value", help="override a key")
     env.set_defaults(action=commands.env, more="overrides")

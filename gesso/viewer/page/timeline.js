@@ -40,7 +40,7 @@ async function drawTimeline(run, found) {
   timed.steps = steps;
   const head = h("div", { class: "bar" }, h("h2", {}, "Timeline"), runPicker());
   if (!steps.length) {
-    put(root, head, emptyState("No timeline has been recorded.", "Runs of this version record one."));
+    put(root, head, emptyState("No timeline has been recorded.", "New runs record one."));
     return;
   }
   const requested = Number(place.params.get("step"));
