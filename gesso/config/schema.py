@@ -159,26 +159,27 @@ def _address(value: Any) -> Any:
 class Cluster(Strict):
     workers: Annotated[int | Literal["auto"] | None, BeforeValidator(_workers)] = None
     """Worker processes, one per device, which divide sampling and updates. "auto": one per visible
-    GPU. None: no worker processes; everything runs in this process, or with `address` "auto"."""
+    GPU. None: no worker processes, or "auto" if `address` is set."""
     samplers: int = Field(0, ge=0)
-    """Further worker processes, on devices of their own, which only sample; `workers` then only
+    """Additional worker processes, on separate devices, that only sample; `workers` then only
     train. 0: workers do both."""
     address: Annotated[str | None, BeforeValidator(_address)] = None
     """A Ray cluster on which to start the workers: "auto" or "HOST:PORT". None: this machine."""
     sharding: Literal["base", "all"] | None = None
-    """Divides the weights of the trained network over the workers, by FSDP2. "base": the frozen
-    weights below a LoRA. "all", for a full fine-tune: also gradients, optimizer state and copies.
-    None: every worker has all weights."""
+    """Shards the weights of the trained network over the workers with FSDP2. "base": the frozen
+    weights below a LoRA. "all", for full fine-tuning: all weights, gradients, optimizer state and
+    copies. None: every worker has all weights."""
     shard_within: int | None = Field(None, ge=1)
-    """Consecutive workers that divide the weights; each such group has all of them. None: all
-    workers are one group."""
+    """Shard within groups of this number of consecutive workers; each group has all weights. None:
+    all workers are one group."""
     offload: bool = False
-    """With sharding: keeps the divided weights in host memory, except for the block that runs."""
+    """With sharding: keep the sharded weights in host memory, except for the block that runs."""
     patience: float = Field(1800.0, gt=0)
-    """Seconds without a sign of a worker that has work, after which it counts as lost."""
+    """Seconds without a message after which a worker that has work counts as lost."""
     restarts: int = Field(0, ge=0)
-    """How often new workers continue after one was lost; then the run stops. Above 0 a snapshot is
-    saved after every step, which the next one replaces, so that they repeat nothing."""
+    """How often the run continues with new workers after one was lost; the next loss stops it.
+    Above 0 a snapshot is saved after every step, replacing the previous one, so that no step is
+    repeated."""
 
     @model_validator(mode="before")
     @classmethod
@@ -291,12 +292,12 @@ class Recipe(Strict):
     steps: int = Field(100, ge=0)
     """Training iterations: sample, score, update."""
     lag: int = Field(0, ge=0, le=MAX_LAG)
-    """How many updates old samples are: with k, batch i + k is scored, and sampled if
-    `cluster.samplers` is set, during the update of batch i. 0: on-policy."""
+    """Age of samples in updates. With k, batch i + k is scored during the update of batch i; with
+    `cluster.samplers` it is also sampled then. 0: on-policy."""
     partial: bool = False
-    """Language models, `lag` of at least 2: responses are sampled in rounds of `max_tokens / lag`
-    tokens, one per update, and continue with the new weights. A long response does not hold up a
-    round. Every token keeps its log-prob and the version of its weights."""
+    """Language models, `lag` of at least 2: each step samples at most `max_tokens / lag` tokens per
+    response; unfinished responses continue after the update with the new weights, so that long ones
+    do not delay a step. Every token keeps its log-prob and the version of its weights."""
     max_failed: float = Field(0.2, ge=0, le=1)
     """Maximum fraction of a batch's scores that may fail before the run stops."""
     on_symptom: Annotated[dict[str, Reaction], BeforeValidator(_reactions)] = Field({})
@@ -322,7 +323,7 @@ class Recipe(Strict):
     sampler: Sampler = Sampler()
     """Batching and engine of sampling."""
     cluster: Cluster = Cluster()
-    """The processes that sample and learn."""
+    """The processes that sample and train."""
     eval: Eval = Eval()
     """Evaluations: same prompts and seeds each time, without SDE noise."""
     save: Save = Save()

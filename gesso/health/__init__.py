@@ -43,7 +43,7 @@ from gesso.health.rows import (
 
 __all__ = ["CHECKS", "SERIOUS", "Facts", "Health", "Symptom", "self_test", "under_floor"]
 
-AWAY = 20  # rows without a warning before it is reported again
+REPEAT_AFTER = 20  # rows without a warning before it is reported again
 FLAT = 0.5  # share of flat groups above which most samples have no signal
 TOP = 0.95  # share of samples at the best reward, if samples of one prompt are not compared
 # PPO's clip is one-sided: it drops terms that left the range in the direction of their advantage,
@@ -55,8 +55,8 @@ OLD = 0.25  # share at the first optimizer step, where each clipped term is a wa
 CLIPPED = 0.35  # share after the first optimizer step, where some clipping is intended
 COLLAPSED = 0.3  # share of the diversity at the start; the demo keeps .75 and learns well
 EVALS = 4  # evaluations: the later half is compared with the earlier half
-IDLE = 0.2  # share of the time in which a worker has nothing to do
-GIVEN_BACK = 0.25  # share of the range of a held-out metric that a drop must exceed
+IDLE = 0.2  # share of the time in which a worker is idle
+MIN_DROP = 0.25  # share of the range of a held-out metric that a drop must exceed
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def reward_hacking(rows: Sequence[Row], facts: Facts) -> str | None:
         before, now = fmean(early), fmean(late)
         total = metric == "eval/reward" and not facts.separate_eval
         noise = error if total else _error_of_share(values, facts.held_out)
-        margin = max(ERRORS * noise, GIVEN_BACK * (max(values) - min(values)))
+        margin = max(ERRORS * noise, MIN_DROP * (max(values) - min(values)))
         if max(late) < min(early) and before - now > margin:
             return (
                 f"since step {rows[last[0]]['step']} the training reward {course} "
@@ -194,7 +194,7 @@ def reward_hacking(rows: Sequence[Row], facts: Facts) -> str | None:
 
 
 def idle_workers(rows: Sequence[Row], facts: Facts) -> str | None:
-    """Workers have nothing to do in more than 20% of sampling and updates."""
+    """Workers are idle for more than 20% of the time of sampling and updates."""
     shares = recent(rows, "cluster/idle")
     if not shares or median(shares) <= IDLE:
         return None
@@ -202,15 +202,14 @@ def idle_workers(rows: Sequence[Row], facts: Facts) -> str | None:
     if "cluster/weights_gb" in rows[-1]:
         overlap = "" if any(recent(rows, "age")) else "set lag = 1, or "
         return (
-            f"workers are idle in {median(shares):.0%} of the time (median of the last {WINDOW} "
+            f"workers are idle for {median(shares):.0%} of the time (median of the last {WINDOW} "
             f"steps): samplers and learners wait for each other; {overlap}move devices between "
-            "cluster.samplers and cluster.workers (`gesso timeline` says how)"
+            "cluster.samplers and cluster.workers (`gesso timeline` suggests numbers)"
         )
     return (
-        f"workers are idle in {median(shares):.0%} of the time of sampling and updates (median of "
+        f"workers are idle for {median(shares):.0%} of the time of sampling and updates (median of "
         f"the last {WINDOW} steps): the parts of a batch do not divide evenly; lower sampler.batch "
-        f"or {micro}, so that there are more parts, use more prompts per step (data.groups), or "
-        "fewer workers"
+        f"or {micro} for more parts, or use more prompts per step (data.groups) or fewer workers"
     )
 
 
@@ -220,9 +219,9 @@ def slow_worker(rows: Sequence[Row], facts: Facts) -> str | None:
     if not ratios or median(ratios) < SLOW or len(set(ranks)) > 1:
         return None
     return (
-        f"worker {ranks[0]:.0f} took {median(ratios):.1f} times as long for a sample as the others "
-        f"in the last {WINDOW} steps, so that it gets less work: look for other programs on its "
-        "device, or for a slower device or node; without it a step may be faster"
+        f"worker {ranks[0]:.0f} took {median(ratios):.1f} times as long per sample as the others "
+        f"in the last {WINDOW} steps, so it gets less work: look for other programs on its device, "
+        "or for a slower device or node; without this worker a step may be faster"
     )
 
 
@@ -267,7 +266,11 @@ class Health:
             for kind, check in CHECKS.items()
             if (text := check(self.rows, self.facts)) is not None
         ]
-        new = [s for s in symptoms if s.kind not in self._seen or now - self._seen[s.kind] > AWAY]
+        new = [
+            s
+            for s in symptoms
+            if s.kind not in self._seen or now - self._seen[s.kind] > REPEAT_AFTER
+        ]
         self._seen |= {symptom.kind: now for symptom in symptoms}
         self.active = [symptom.kind for symptom in symptoms]
         return new

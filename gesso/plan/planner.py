@@ -181,7 +181,7 @@ class Planner:
                     if kind
                     else "replicated weights"
                 )
-                return recipe, f"on a {name}: {how}"
+                return recipe, f"on {name}: {how}"
         for recipe in tried:
             try:
                 fitted = fitting.fit(_of_workers(recipe, count), self.gpu.memory, self.progress)
@@ -189,7 +189,7 @@ class Planner:
                 continue
             smaller = fitting.with_settings(recipe, fitted.settings)
             text = f"{' '.join(fitted.overrides)}; the recipe's batches need {_gb(peaks[0])}"
-            return smaller, f"on a {name} with {text}"
+            return smaller, f"on {name} with {text}"
         raise UserError(_nowhere(min(peaks), self.gpu, count))
 
 

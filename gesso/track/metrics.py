@@ -66,7 +66,8 @@ METRICS = {
         "group's rewards when they were last sampled.",
     ),
     "data/expected_spread": Metric(
-        "The same over the prompts of this batch that had been seen.", "Above `data/spread`."
+        'The same mean over the prompts of this batch that had been seen before.", "Above '
+        "`data/spread`."
     ),
     "update/ratio": Metric(
         "Mean of exp(Δ log-prob).", "1.0000 with `updates = 1` and `lag = 0`, otherwise near 1."
@@ -137,9 +138,11 @@ METRICS = {
     "health": Metric("Kinds of active health warnings.", "[]"),
     "age": Metric("Updates between sampling and training.", "0, or up to `lag`."),
     "age/mean": Metric(
-        "With `partial`: mean age of the tokens; `age` is the oldest.", "1 to `lag`."
+        "With `partial`: mean age of the tokens; `age` is that of the oldest token.", "1 to `lag`."
     ),
-    "age/continued": Metric("With `partial`: share of responses over a change of weights."),
+    "age/continued": Metric(
+        "With `partial`: share of responses that continued after a change of weights."
+    ),
     "refilled": Metric(
         "Groups resampled in place of flat ones, with `refills`.", "Below `data.groups`."
     ),
@@ -156,14 +159,14 @@ METRICS = {
         "Mean share of the time of sampling and updates in which a worker computes nothing.",
         "Below 0.2.",
     ),
-    "cluster/idle/RANK": Metric("The same of one worker."),
+    "cluster/idle/RANK": Metric("The same for one worker."),
     "cluster/slowest": Metric(
         "Seconds per sample of the slowest worker, relative to the typical one.", "Below 3."
     ),
-    "cluster/slowest_rank": Metric("Its rank."),
-    "cluster/sent_gb": Metric("GB that the workers send each other: samples and gradients."),
-    "cluster/weights_gb": Metric("GB of weights sent to samplers apart before this step."),
-    "cluster/weights_s": Metric("Seconds of sending them."),
+    "cluster/slowest_rank": Metric("Rank of the slowest worker."),
+    "cluster/sent_gb": Metric("GB of samples and gradients that the workers exchanged."),
+    "cluster/weights_gb": Metric("GB of weights sent to separate samplers before this step."),
+    "cluster/weights_s": Metric("Seconds for sending these weights."),
     "time/sample": Metric("Seconds from the first to the last sample."),
     "time/score": Metric("Seconds from the first to the last score."),
     "time/overlap": Metric(
