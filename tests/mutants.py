@@ -118,8 +118,8 @@ MUTANTS = [
     Mutant(
         "hacking-noise",
         "gesso/health/__init__.py",
-        "margin = max(ERRORS * noise, GIVEN_BACK * (max(values) - min(values)))",
-        "margin = GIVEN_BACK * (max(values) - min(values))",
+        "margin = max(ERRORS * noise, MIN_DROP * (max(values) - min(values)))",
+        "margin = MIN_DROP * (max(values) - min(values))",
         "tests/test_health.py -k hacking",
     ),
     # Formulas: steps and samplers
@@ -1006,8 +1006,8 @@ MUTANTS = [
     Mutant(
         "health-warns-again",
         "gesso/health/__init__.py",
-        "now - self._seen[s.kind] > AWAY]",
-        "now - self._seen[s.kind] > 0]",
+        "now - self._seen[s.kind] > REPEAT_AFTER",
+        "now - self._seen[s.kind] > 0",
         "tests/test_health.py -k away",
     ),
     Mutant(

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from gesso import build, config, run
-from gesso.health import AWAY, CHECKS, Facts, Health, Symptom, self_test
+from gesso.health import CHECKS, REPEAT_AFTER, Facts, Health, Symptom, self_test
 from gesso.track.run_folder import RunFolder
 from gesso.types import StopRun
 
@@ -220,7 +220,7 @@ def test_a_warning_is_repeated_only_after_it_has_been_away() -> None:
 
     steps = [step for step, _ in warnings(history(100, advantage__flat_groups=flat))]
     assert steps == [5, 82]  # gone for a few rows is not gone
-    assert AWAY < 82 - 52
+    assert REPEAT_AFTER < 82 - 52
     health = Health(FACTS)
     active = []
     for row in history(100, advantage__flat_groups=flat):
