@@ -107,7 +107,7 @@ class Model(AnyModel):
     available with `data.curriculum`."""
     frames: int = Field(1, ge=1, le=MAX_FRAMES)
     """Frames of a video; 1 is an image. Image models generate 1."""
-    fps: float = Field(16.0, gt=0)
+    fps: float = Field(16.0, ge=0.1, le=1_000)
     """Frames per second of videos: Wan 2.1 and 2.2 A14B 16, Wan 2.2 TI2V 24."""
     guidance_2: float | None = Field(None, ge=0)
     """Wan 2.2 A14B: guidance scale of the second expert (low noise), wherever guidance is above 1.

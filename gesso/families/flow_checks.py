@@ -127,7 +127,9 @@ def check_rows(prompts: Sequence[Prompt], spec: SampleSpec, key: str) -> None:
     """Raises for a row whose columns `frames` or `fps` are not those of the videos of the run."""
     for prompt in prompts if spec.frames > 1 else ():
         for column, value in (("frames", spec.frames), ("fps", spec.fps)):
-            given = prompt.columns.get(column, value)
+            given = prompt.columns.get(column)
+            if given is None:  # also a missing value of a parquet column
+                continue
             if not isinstance(given, int | float):
                 raise UserError(
                     f"{prompt.where}: {column} is {given!r:.40}, not a number; expected {value:g}, "

@@ -102,7 +102,9 @@ def _works(model: Any, algorithm: Algorithm, recipe: Recipe) -> dict[str, Callab
 
     @torch.no_grad()
     def encode() -> object:
-        size = batch, 3, spec.height, spec.width
+        """Images, or the clips of a video model."""
+        frames = [spec.frames] if spec.frames > 1 else []
+        size = batch, 3, *frames, spec.height, spec.width
         return model.latents(torch.empty(size, dtype=model.pipe.vae.dtype, device=model.device))
 
     return works | ({"encoding": encode} if recipe.sampler.engine == "data" else {})
