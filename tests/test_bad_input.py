@@ -59,6 +59,7 @@ FILES: dict[str, str | bytes] = {
 CASES = [
     # what no file, path or tensor can hold
     ("check demo model.height=1000000000", "less than or equal to 16384"),
+    ("check demo-video model.fps=1e9", "less than or equal to 1000"),
     ("check demo algorithm.steps=1000000000", "less than or equal to 1000"),
     ("check demo eval.steps=1000000000", "less than or equal to 1000"),
     ("check demo sampler.batch=1000000000000", "less than or equal to 1000000"),

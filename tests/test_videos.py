@@ -22,7 +22,7 @@ from tests.conftest import small_recipe
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": "a red sign", "direction": "left", "frames": 5, "fps": 8},
-    {"prompt": "a dog", "direction": "up"},
+    {"prompt": "a dog", "direction": "up", "frames": None, "fps": None},
 ]
 
 

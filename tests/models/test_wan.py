@@ -182,6 +182,18 @@ def test_memory_of_evaluations_of_another_size(wan: Path, tmp_path: Path) -> Non
         assert larger[f"{name} in evaluations"] > larger[name]
 
 
+def test_memory_of_clips(wan: Path, tmp_path: Path) -> None:
+    """All their frames are encoded."""
+    from gesso.memory.flow import _works
+
+    data = small_recipe(wan, tmp_path / "prompts.txt")
+    data |= {"algorithm": {"name": "flow-sft"}, "sampler": {"batch": 1, "engine": "data"}}
+    data["model"] = {"name": "wan", "path": str(wan), "frames": 5, "height": 16, "width": 32}
+    recipe, model = build.recipe_from(data), model_of(wan, device="meta")
+    latents = _works(model, build.algorithm(recipe), recipe)["encoding"]()
+    assert isinstance(latents, torch.Tensor) and latents.shape == (1, 4, 2, 2, 4)
+
+
 def test_a_plain_folder_is_sampled_with_the_defaults_of_the_pipeline(wan: Path) -> None:
     section = folders.recipe_of(wan).recipe.model
     assert section.name == "wan" and isinstance(section, Model)
