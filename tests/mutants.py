@@ -461,21 +461,21 @@ MUTANTS = [
         "gesso/formulas/advantages.py",
         "return _share_beaten(reward) - ranks.nanmean(1)",
         "return ranks.nanmean(1) - _share_beaten(reward)",
-        "tests/algorithms/test_brakes.py -k golden",
+        "tests/algorithms/test_gardo.py -k golden",
     ),
     Mutant(
         "gate-without-effect",
         "gesso/algorithms/flow_grpo.py",
         "self.beta * terms.kl_share * distance",
         "self.beta * distance",
-        "tests/algorithms/test_brakes.py -k divided_by_all",
+        "tests/algorithms/test_gardo.py -k divided_by_all",
     ),
     Mutant(
         "reference-never-renewed",
         "gesso/algorithms/flow.py",
         "self.renew.due(rows)",
         "False",
-        "tests/algorithms/test_brakes.py -k resumed",
+        "tests/algorithms/test_gardo.py -k resumed",
     ),
     Mutant(
         "expected-figures-inherited",
@@ -1227,7 +1227,7 @@ MUTANTS = [
         "gesso/estimate.py",
         'lasting |= {"optimizer": 0, ',
         "lasting |= {",
-        "tests/memory/test_sharded.py -k apart",
+        "tests/memory/test_sharded.py -k separate",
     ),
     Mutant(
         "plan-memory-of-each-row",

@@ -185,7 +185,7 @@ def test_a_family_that_cannot_be(
     assert sentence in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_the_families_share_the_bundled_models_out() -> None:
+def test_every_bundled_model_has_one_family() -> None:
     found = [name for one in families.BY_NAME.values() for name in one.models]
     assert sorted(found) == sorted(config.MODELS)
     for name, one in families.BY_NAME.items():

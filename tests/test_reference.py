@@ -22,7 +22,7 @@ ABSENT = {
     "update/nll", "update/preference", "update/margin", "update/accuracy",
 }  # fmt: skip
 """Of other algorithms."""
-OF_BRAKES = {"update/renewed", "gate/doubt", "gate/share"}  # tests/algorithms/test_brakes.py
+OF_GARDO = {"update/renewed", "gate/doubt", "gate/share"}  # tests/algorithms/test_gardo.py
 OF_PARTIAL = {"age/mean", "age/continued"}  # tests/cluster/test_partial.py
 OF_WORKERS = {key for key in METRICS if key.startswith("cluster/")}  # tests/cluster has them
 
@@ -88,7 +88,7 @@ def test_the_metrics_of_runs_are_those_of_the_reference(tmp_path: Path) -> None:
     )
     assert {"update/kl", "eval/NAME/DETAIL"} <= flow
     assert {"response/truncated", "update/importance", "update/value", "refilled"} <= language
-    assert flow | language == set(METRICS) - ABSENT - OF_BRAKES - OF_PARTIAL - OF_WORKERS
+    assert flow | language == set(METRICS) - ABSENT - OF_GARDO - OF_PARTIAL - OF_WORKERS
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def train_apart(data: dict, folder: Path, sampler: type[Apart] = Apart) -> RunFo
 
 
 @pytest.mark.parametrize("lag", [0, 1])
-def test_a_sampler_apart_trains_the_same_run(
+def test_a_separate_sampler_trains_the_same_run(
     nft_data: dict, run_apart: RunFolder, tmp_path: Path, lag: int
 ) -> None:
     """DiffusionNFT's "old" and the evaluation's "ema" reach it, in time, to the bit."""

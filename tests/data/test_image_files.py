@@ -75,7 +75,7 @@ def test_the_first_frame_of_an_animation(kind: str) -> None:
     assert pixels(image)[0, 0].tolist() == [255, 0, 0]
 
 
-def test_a_photo_with_a_second_picture() -> None:
+def test_a_photo_with_a_second_image() -> None:
     """Phones write MPO files, which are named .jpg."""
     one = Image.new("RGB", (8, 8), "red")
     image = encoded(one, "MPO", save_all=True, append_images=[one])

@@ -89,7 +89,7 @@ def test_guarded_ratio_is_the_noise_times_the_shift() -> None:
     torch.testing.assert_close(mean.grad, expected.detach(), rtol=2e-3, atol=1e-5)
 
 
-def test_guard_is_each_terms_own() -> None:
+def test_guard_does_not_mix_terms() -> None:
     """b of one term must not leak into another's ratio: the reference's batch-wide b does."""
     noise, old, mean, std = gaussian_steps()
     x, ones = old + std * noise, torch.ones(4)

@@ -97,7 +97,7 @@ def test_compiled_blocks_are_estimated_to_save_less(shallow: Path) -> None:  # n
 
 
 @pytest.mark.parametrize("branches", [1, 2])
-def test_gradients_of_each_sample_are_stored_and_drawing_keeps_what_an_update_would(
+def test_per_sample_gradients_are_stored_and_sampling_saves_what_an_update_would(
     branches: int,
     shallow: Path,  # noqa: F811
 ) -> None:
@@ -118,7 +118,7 @@ def test_gradients_of_each_sample_are_stored_and_drawing_keeps_what_an_update_wo
     assert told == pytest.approx(4 * size, rel=0.01)
 
 
-def test_drawing_in_one_pass_counts_the_way_back(shallow: Path) -> None:  # noqa: F811
+def test_sampling_in_one_pass_counts_backward(shallow: Path) -> None:  # noqa: F811
     """Which is what takes most where activations are computed again."""
     common = [f"model.path={shallow}"]
     common += ["model.lora.rank=16", "model.dtype=bfloat16", "algorithm.guidance=3.0"]
@@ -191,7 +191,7 @@ def test_a_full_fine_tune_of_a_language_model_keeps_a_copy_and_a_lora_none(tmp_p
     assert "copies of the trained weights" not in lora
 
 
-def test_what_decoding_keeps_beside_the_weights(tmp_path: Path) -> None:
+def test_memory_of_decoding_besides_the_weights(tmp_path: Path) -> None:
     """With a LoRA that is folded, the adapted weights once more; with one that lies beside them,
     nothing; trained whole, what is joined."""
     folder = writers.build("qwen2", tmp_path / "m")

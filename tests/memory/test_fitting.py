@@ -82,7 +82,7 @@ def test_batches_of_images_are_equal_and_full(estimated: list[Recipe]) -> None:
     assert fit(one, 80).settings["sampler.batch"] == 10  # all of them
 
 
-def test_responses_and_tokens_are_sized_apart(
+def test_responses_and_tokens_are_sized_separately(
     estimated: list[Recipe], tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     path = f"model.path={writers.build('qwen2', tmp_path / 'm')}"

@@ -92,7 +92,7 @@ def peak_of(work: Callable[[], object]) -> float:
     return max(itertools.accumulate(sizes))
 
 
-def test_a_sampler_and_a_learner_apart_meet_their_peaks() -> None:
+def test_peaks_of_separate_samplers_and_learners() -> None:
     """Each alone, as in processes of their own."""
     apart = recipe("cluster.samplers=1", "learner.ema.every=1", "learner.micro_batch=12")
     algorithm = build.algorithm(apart)

@@ -182,7 +182,7 @@ def test_using_adapter_restores_the_policys_adapter(tiny: Tiny) -> None:
     assert worn(module) == {"default"} and flags(module) == trained
 
 
-def test_a_critic_learns_beside_a_reference(either: tuple[Tiny, str]) -> None:
+def test_a_critic_learns_with_a_reference(either: tuple[Tiny, str]) -> None:
     """PEFT freezes adapters when others are switched off; the learner must not notice."""
     tiny, kind = either
     parts = made(tiny, kind, kl={"place": "reward", "estimator": "k1"})

@@ -84,7 +84,7 @@ def test_folded_is_the_same_policy_and_leaves_no_trace(data: dict) -> None:
     assert torch.equal(velocity(model, rollout), beside["current"])
 
 
-def test_folded_gives_the_gradients_of_adapters_beside(data: dict) -> None:
+def test_folded_and_unfolded_adapters_have_equal_gradients(data: dict) -> None:
     found = []
     for folding in (True, False):
         data["model"]["fold"] = folding
@@ -351,7 +351,7 @@ def test_layers_of_which_some_are_folded_run_one_by_one() -> None:
         assert torch.equal(found, layer(x))
 
 
-def test_rows_that_are_not_of_so_many_samples_are_no_silent_mistake() -> None:
+def test_rows_for_another_number_of_samples_raise() -> None:
     """Three rows of four tokens would part into two halves as well."""
     layer, _ = adapted(torch.float32, 0.3)
     layer.folded = fold([layer])[0]

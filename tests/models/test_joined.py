@@ -140,7 +140,7 @@ def test_other_files_in_the_way_stay() -> None:
     assert spy.call_count == 1
 
 
-def test_adapters_beside_their_weights_run_as_ever() -> None:
+def test_unfolded_adapters_run_as_before_joining() -> None:
     """Outside of `folded`, as they do while weights change."""
     module, _ = network(list(SD3.lora_targets))
     inputs = torch.ones(2, 4, 4, 4), torch.ones(2, 5, 12), torch.ones(2, 10), torch.ones(2)
@@ -149,7 +149,7 @@ def test_adapters_beside_their_weights_run_as_ever() -> None:
     assert torch.equal(module(*inputs, return_dict=False)[0], expected)
 
 
-def test_another_input_than_the_attentions_is_no_silent_mistake() -> None:
+def test_another_input_than_the_attentions_raises() -> None:
     projected = joined._Projected(network(PICTURES)[0].transformer_blocks[0].attn)
     x = torch.ones(1, 3, 16)
     projected.compute(joined.IMAGE, x)

@@ -47,7 +47,7 @@ def test_workers_divide_parts_and_micro_batches(recipe: Recipe) -> None:
     assert found.idle > 0.05
 
 
-def test_samplers_apart_overlap_only_with_lag(recipe: Recipe) -> None:
+def test_separate_samplers_overlap_only_with_lag(recipe: Recipe) -> None:
     cluster = recipe.cluster.model_copy(update={"workers": 1, "samplers": 2})
     apart = recipe.model_copy(update={"cluster": cluster})
     sampling, training = 4 * 6.0, 32 * terms(recipe) * 0.25 + 2.0

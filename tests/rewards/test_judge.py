@@ -123,7 +123,7 @@ def test_a_text_is_judged_without_an_image(tmp_path: Path) -> None:
     assert part == {"type": "text", "text": "Is four the answer to 2+2?, 4?"}
 
 
-def test_concurrent_requests_keep_their_responses_apart() -> None:
+def test_concurrent_requests_get_their_own_responses() -> None:
     samples = [grey(v) for v in range(0, 256, 8)]
     with Misbehaving(delay=0.1) as server:
         scores = UnifiedReward(urls=[server.url], model="tiny", in_flight=8).score(samples)

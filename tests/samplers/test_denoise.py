@@ -170,7 +170,9 @@ def test_weights_are_folded_before_noise_is_sampled(
     assert folded and all(folded)
 
 
-def test_prompts_with_input_images_of_different_sizes_are_sampled_apart(tmp_path: Path) -> None:
+def test_prompts_with_input_images_of_different_sizes_are_sampled_separately(
+    tmp_path: Path,
+) -> None:
     from PIL import Image
 
     for name, size in {"a": (8, 8), "b": (8, 8), "c": (16, 8)}.items():

@@ -1,4 +1,4 @@
-"""GARDO's gate, renewed reference and diversity, which brake reward hacking."""
+"""GARDO against reward hacking: the gate, the renewed reference, diversity."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_dgpo_keeps_its_reference(recipe_data: dict) -> None:
         build.recipe_from(recipe_data)
 
 
-def test_a_ramp_from_0_would_be_taken_for_a_doubting_reward(recipe_data: dict) -> None:
+def test_a_ramp_from_0_is_refused_with_a_gate(recipe_data: dict) -> None:
     data = gated(recipe_data)
     data["reward"][0]["ramp"] = {"start": 0.5, "steps": 4}
     build.recipe_from(data)
