@@ -96,7 +96,7 @@ lint: $(VENV)/.dev
 # The reference pages are generated from the code; a broken link or a missing page fails the build.
 docs: $(VENV)/.dev
 	@$(BIN)/python -m tools.reference
-	@$(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "site/index.html"
 
 # Fails if the speedup over a plain script fell by more than 15%. Needs an idle machine.
