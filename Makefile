@@ -93,10 +93,11 @@ lint: $(VENV)/.dev
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-# The reference pages are generated from the code; a broken link or a missing page fails the build.
+# The reference pages are generated from the code; a broken link or a missing page fails the build
+# (not with --quiet, which also hides warnings from --strict).
 docs: $(VENV)/.dev
 	@$(BIN)/python -m tools.reference
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "site/index.html"
 
 # Fails if the speedup over a plain script fell by more than 15%. Needs an idle machine.
