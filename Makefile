@@ -1,7 +1,7 @@
 # make demo    installs everything, then trains the bundled model
 # make test    installs everything, then runs linters and all tests
 # make docs    builds the documentation site in site/
-# make test-gpu runs the tests of a CUDA device, then models of real size: all, or MODELS="flux-dev …"
+# make test-gpu runs the GPU tests, then models of real size: all, or MODELS="flux-dev …"
 # make mutants breaks the code on purpose, one line at a time; a test must fail each time
 # All use an environment in .venv; PYTHON selects the interpreter (3.10 or newer).
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 TASKS = {
-    "host": "listening for the other workers",
+    "host": "waiting for the other workers",
     "start": "loading the model",
     "fit": "reading the prompts",
     "teach": "loading teachers",
@@ -11,12 +11,12 @@ TASKS = {
     "sample": "sampling",
     "take": "receiving samples",
     "share": "exchanging samples",
-    "describe": "describing samples",
+    "describe": "computing metrics of samples",
     "update": "updating",
     "forget": "dropping samples",
     "publish": "publishing weights",
     "exchange": "restoring earlier weights",
-    "leave_out": "leaving out a lost sampler",
+    "leave_out": "excluding a lost sampler",
     "accept": "receiving weights",
     "sees": "looking for the run folder",
     "copy": "copying a checkpoint",
@@ -41,7 +41,7 @@ PHASES = {
     "save": ("save", True),
     "written": ("save", True),
 }
-"""The name, and whether phases inside count as it."""
+"""The name of the phase, and whether inner phases count as it."""
 
 
 def phase_of(task: str, step: int | None) -> tuple[str, bool]:
