@@ -1,4 +1,4 @@
-"""Compares numbers of workers, batch sizes, sharding and lag, and chooses among them."""
+"""Compares numbers of workers and samplers, batch sizes, sharding and lag, and chooses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gesso.estimate import estimates, usable
 from gesso.memory.meta import Role
 from gesso.plan.gpus import NODE, Gpu, known
 from gesso.plan.rates import Rates
-from gesso.plan.simulate import Prediction, simulate, simulate_separate
+from gesso.plan.simulate import SAMPLING, Prediction, simulate, simulate_separate
 from gesso.track.progress import SILENT, Progress
 from gesso.types import UserError
 
@@ -101,24 +101,28 @@ class Planner:
                 f"a step has {self.samples} samples, so {count - useful} of {count} GPUs would "
                 "be idle; raise data.groups, which also changes the training"
             )
-        here = [self._option(fitted, useful, lag) for lag in (0, 1)]
-        gain = here[1].prediction.step / here[0].prediction.step
-        best = here[1] if gain < WORTH else here[0]
+        here = [self._option(fitted, useful, lag) for lag in self._lags]
+        here += self._separate(fitted, here[-1])
+        best = here[0]
+        for option in here[1:]:
+            if option.prediction.step < WORTH * best.prediction.step:
+                best = option
         other = [option for option in here if option is not best]
         if smaller := self._smaller(best):
             other.append(self._option(smaller, useful, best.recipe.lag, fixed=True))
-        counts = [2**i for i in range(11) if 2**i <= self.samples and (2**i > 1 or not samplers)]
+        fitted = _with_samplers(fitted, best.recipe.cluster.samplers)
+        least = 2 if fitted.cluster.samplers else 1
+        counts = [2**i for i in range(11) if least <= 2**i <= self.samples]
         within = fitted.cluster.shard_within or 1
         scaling = [
-            best
-            if n == useful
-            else self._option(_with_samplers(fitted, n, count), n, best.recipe.lag)
+            best if n == useful else self._option(_scaled(fitted, n, useful), n, best.recipe.lag)
             for n in sorted({*counts, useful})
             if n % within == 0
         ]
         limit = usable(self.gpu.memory) if self.gpu else math.inf
         fitting_rows = [option for option in scaling if (option.peak or 0) < limit]
-        fastest = min(fitting_rows, key=lambda option: option.prediction.step, default=best)
+        fewer = [option for option in fitting_rows if option.workers < useful]
+        fastest = min(fewer, key=lambda option: option.prediction.step, default=best)
         if fastest.prediction.step < WORTH * best.prediction.step:
             notes.append(
                 f"{fastest.workers} GPUs would be faster: {fastest.prediction.step:.3g} s per step "
@@ -129,16 +133,42 @@ class Planner:
         return Plan(best, other, fitting_rows, notes)
 
     def _option(self, recipe: Recipe, workers: int, lag: int, fixed: bool = False) -> Option:
-        self.progress.phase(f"simulating {workers} workers")
         sized = recipe if fixed else divided(recipe, workers, self.longest)
         sized = sized.model_copy(update={"lag": lag})
-        samplers = sized.cluster.samplers
+        return Option(sized, workers, self._predict(sized, workers), self.memory(sized, workers))
+
+    def _predict(self, recipe: Recipe, workers: int) -> Prediction:
+        self.progress.phase(f"simulating {workers} workers")
+        samplers = recipe.cluster.samplers
         if not samplers:
-            prediction = simulate(sized, workers, self.rates_of(sized, workers), self.longest)
-        else:
-            rates = [self.rates_of(sized, n) for n in (workers - samplers, samplers)]
-            prediction = simulate_separate(sized, workers, rates[0], rates[1], self.longest)
-        return Option(sized, workers, prediction, self.memory(sized, workers))
+            return simulate(recipe, workers, self.rates_of(recipe, workers), self.longest)
+        rates = [self.rates_of(recipe, n) for n in (workers - samplers, samplers)]
+        return simulate_separate(recipe, workers, rates[0], rates[1], self.longest)
+
+    @property
+    def _lags(self) -> tuple[int, ...]:
+        """Refills and probes sample with the weights of the current step."""
+        algorithm = build.algorithm(self.recipe)
+        return (0,) if algorithm.refills or algorithm.probe else (0, 1)
+
+    def _separate(self, recipe: Recipe, together: Option) -> list[Option]:
+        """With the number of separate samplers that makes a step shortest: about the share of the
+        workers' time that sampling takes. None where that is not possible or does not fit."""
+        workers, cluster, sampler = together.workers, recipe.cluster, recipe.sampler
+        grouped = cluster.shard_within or sampler.vllm.tensor_parallel > 1
+        given = cluster.samplers or sampler.engine == "data"
+        if self.gpu is None or workers == 1 or not together.recipe.lag or grouped or given:
+            return []
+        shares = together.prediction.shares
+        sampling = sum(share for phase, share in shares.items() if phase in SAMPLING)
+        near = round(workers * sampling / sum(shares.values()))
+        found: dict[float, Recipe] = {}  # by seconds per step
+        for samplers in {min(max(1, near + more), workers - 1) for more in (-1, 0, 1)}:
+            sized = divided(_with_samplers(recipe, samplers), workers, self.longest)
+            sized = sized.model_copy(update={"lag": 1})
+            found[self._predict(sized, workers).step] = sized
+        best = self._option(found[min(found)], workers, lag=1, fixed=True)
+        return [best] if (best.peak or 0) < usable(self.gpu.memory) else []
 
     def memory(self, recipe: Recipe, workers: int) -> dict[Role, float]:
         """Peak bytes of each role of a worker. Cached: plans that differ only in the number of
@@ -199,13 +229,16 @@ def _of_workers(recipe: Recipe, count: int) -> Recipe:
     return recipe.model_copy(update={"cluster": cluster})
 
 
-def _with_samplers(recipe: Recipe, count: int, planned: int) -> Recipe:
-    """The recipe with the same share of samplers among `count` workers."""
+def _with_samplers(recipe: Recipe, samplers: int) -> Recipe:
+    cluster = recipe.cluster.model_copy(update={"samplers": samplers})
+    return recipe.model_copy(update={"cluster": cluster})
+
+
+def _scaled(recipe: Recipe, count: int, planned: int) -> Recipe:
+    """The recipe with the same share of samplers among `count` workers as among `planned`."""
     if not (samplers := recipe.cluster.samplers):
         return recipe
-    share = min(count - 1, max(1, round(samplers * count / planned)))
-    cluster = recipe.cluster.model_copy(update={"samplers": share})
-    return recipe.model_copy(update={"cluster": cluster})
+    return _with_samplers(recipe, min(count - 1, max(1, round(samplers * count / planned))))
 
 
 def _sharded(recipe: Recipe, count: int) -> list[Recipe]:

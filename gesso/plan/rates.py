@@ -34,6 +34,7 @@ class Rates:
     share: float = 0.0  # one sample's trace, sent to all workers
     collective: float = 0.0  # latency of a collective
     publish: float = 0.0  # weights to the samplers, and their digests
+    send: float = 0.0  # weights to separate samplers
     save: float = 0.0  # a checkpoint, until training continues
     driver: float = 0.0  # the driver receives one sample
     score: float = 0.0  # one sample, by one reward worker

@@ -116,7 +116,7 @@ def simulate_separate(
         for span in spans:
             if span.rank >= 0:
                 seconds[span.phase] += span.seconds
-    step = max(phases) if recipe.lag else sum(phases)
+    step = (max(phases) if recipe.lag else sum(phases)) + training.send
     shares = {phase: value / workers / step for phase, value in seconds.items()}
     waiting = sampled.waiting * sampled.step / step
     return Prediction(step, sampled.evaluation, shares, 0.0 if recipe.lag else waiting, ())

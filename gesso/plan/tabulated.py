@@ -37,6 +37,7 @@ def rates(work: Work, gpu: Gpu, recipe: Recipe, workers: int, score: float = 0.0
         "reduce": 2 * gradients * (workers - 1) / workers / link + 2 * latency(workers),
         "share": work.trace / link,
         "collective": latency(workers),
+        "send": 4 * work.trained / gpu.link(workers + recipe.cluster.samplers),
         "save": 3 * gradients / HOST,
         "driver": work.image / DRIVER,
         "score": score,

@@ -101,10 +101,20 @@ def samples(option: Option) -> int:
 
 
 def _lag(plan: Plan) -> str:
-    lags = {o.recipe.lag: o for o in (*plan.alternatives[:1], plan.best)}
-    gain = 1 - lags[1].prediction.step / lags[0].prediction.step
+    options = [plan.best, *plan.alternatives]
+    waits = next(o for o in options if not o.recipe.lag)
     if plan.best.recipe.lag:
-        return f"lag=1: scoring overlaps with the update, which makes a step {gain:.0%} shorter"
+        gain = 1 - plan.best.prediction.step / waits.prediction.step
+        what = (
+            "sampling and scoring overlap"
+            if plan.best.recipe.cluster.samplers
+            else "scoring overlaps"
+        )
+        return f"lag=1: {what} with the update, which makes a step {gain:.0%} shorter"
+    overlaps = [o for o in options if o.recipe.lag and not o.recipe.cluster.samplers]
+    if not overlaps:
+        return "lag=0: the algorithm requires it"
+    gain = 1 - overlaps[0].prediction.step / waits.prediction.step
     return f"lag=0: lag=1 would make a step {max(0.0, gain):.0%} shorter"
 
 

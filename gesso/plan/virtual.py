@@ -289,6 +289,7 @@ class VirtualScoring:
         self.service.clock.wait_until(self.ended)
         if self.service.clock.now > start:
             self.service.spans.append(Span(-1, "wait for scores", start, self.service.clock.now))
-        # different rewards, so that no group is flat
-        scores = [Score(float(i), {}) for i in range(self.samples)]
+        # different rewards, so that no group is flat, whichever reward decides it
+        names = [reward.name for reward in self.service.rewards]
+        scores = [Score(float(i), dict.fromkeys(names, float(i))) for i in range(self.samples)]
         return Scored(scores, self.started, self.ended)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from gesso import build, cli, clock
 from gesso.config import Recipe
-from gesso.plan import command, gpus, tabulated, work
+from gesso.plan import command, gpus, planner, tabulated, work
 from gesso.plan.measure import Measured
-from gesso.plan.planner import Option, Planner, divided
+from gesso.plan.planner import Option, Plan, Planner, divided
 from gesso.plan.rates import Line, Rates
 from gesso.plan.simulate import simulate, simulate_separate
-from gesso.plan.text import bound
+from gesso.plan.text import bound, report
 from gesso.types import UserError
 
 SIZES = ["data.groups=8", "algorithm.group=4", "sampler.batch=4", "learner.micro_batch=4"]
@@ -85,6 +86,13 @@ def test_batches_leave_every_worker_work(recipe: Recipe, workers: int, batch: in
     assert sized.sampler.batch == sized.learner.micro_batch == batch
 
 
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Estimates of memory take seconds."""
+    monkeypatch.setattr(planner, "estimates", lambda recipe: {"worker": SimpleNamespace(peak=1e9)})
+
+
+@pytest.mark.usefixtures("small")
 def test_more_gpus_than_samples_are_named(recipe: Recipe) -> None:
     plan = Planner(recipe, lambda sized, count: RATES, 0).plan(64)
     assert plan.best.workers == 32
@@ -93,11 +101,45 @@ def test_more_gpus_than_samples_are_named(recipe: Recipe) -> None:
     assert times == sorted(times, reverse=True)
 
 
+@pytest.mark.usefixtures("small")
 def test_fewer_gpus_that_are_faster_are_named(recipe: Recipe) -> None:
     plan = Planner(recipe, lambda sized, count: replace(RATES, optimizer=9.0 * count), 0).plan(32)
     fastest = min(plan.scaling, key=lambda option: option.prediction.step)
     assert 1 < fastest.workers < 32 and plan.best.workers == 32
     assert plan.notes[-1].startswith(f"{fastest.workers} GPUs would be faster: ")
+
+
+@pytest.mark.usefixtures("small")
+def test_separate_samplers_that_pay_are_chosen(recipe: Recipe) -> None:
+    """Every learner takes the whole optimizer step, during which samplers continue."""
+    slow, gpu = replace(RATES, optimizer=8.0), gpus.find("h100")
+    plan = Planner(recipe, lambda sized, count: slow, 0, gpu).plan(4)
+    training = 32 * terms(recipe) * 0.25
+    together, separate = (48 + training) / 4 + 8.0, max(48 / 2, training / 2 + 8.0)
+    assert plan.best.settings[:2] == ["cluster.workers=2", "cluster.samplers=2"]
+    assert plan.best.prediction.step == pytest.approx(separate)
+    assert plan.alternatives[0].prediction.step == pytest.approx(together)
+    text = f"overlap with the update, which makes a step {1 - separate / together:.0%} shorter"
+    assert f"lag=1: sampling and scoring {text}" in printed(plan)
+    assert [option.recipe.cluster.samplers for option in plan.scaling] == [1, 2, 4, 8, 16]
+    network = Planner(recipe, lambda sized, count: replace(slow, send=9.0), 0, gpu)
+    assert network.plan(4).best.recipe.cluster.samplers == 0
+
+
+@pytest.mark.usefixtures("small")
+def test_algorithms_that_require_current_weights_get_no_lag() -> None:
+    """Groups that are refilled are not predicted, whichever reward decides which are flat."""
+    dapo = ["algorithm.name=dapo", "algorithm.advantage.flat_by=count"]
+    recipe = build.recipe("demo-vlm", [*dapo, "algorithm.refills=1"])
+    plan = Planner(recipe, lambda sized, count: RATES, 45, gpus.find("h100")).plan(2)
+    never = simulate(build.recipe("demo-vlm", [*dapo, "algorithm.refills=0"]), 1, RATES, 45)
+    assert simulate(recipe, 1, RATES, 45).step == pytest.approx(never.step)
+    assert {option.recipe.lag for option in (plan.best, *plan.alternatives, *plan.scaling)} == {0}
+    assert "lag=0: the algorithm requires it" in printed(plan)
+
+
+def printed(plan: Plan) -> str:
+    return report(plan, ["demo"], [], 0.0, explain=False)
 
 
 def test_partial_responses_are_not_predicted() -> None:
@@ -207,6 +249,6 @@ def test_a_gpu_of_a_file(tmp_path: Path) -> None:
 def test_a_recipe_that_fits_nowhere_says_what_would() -> None:
     tiny = gpus.Gpu(name="tiny", memory=1, bf16=1, fp32=1, bandwidth=1, node=1, network=1, price=0)
     large = build.recipe("demo", ["data.groups=20000"])
-    planner = Planner(large, lambda sized, count: RATES, 0, tiny)
+    planning = Planner(large, lambda sized, count: RATES, 0, tiny)
     with pytest.raises(UserError, match=r"needs at least .* GB on one GPU, but a tiny leaves"):
-        planner.plan(1)
+        planning.plan(1)
