@@ -288,5 +288,5 @@ def test_the_example_row(tmp_path: Path) -> None:
 
 def test_the_architecture_names_every_layer_in_order() -> None:
     text = (DOCS / "architecture.md").read_text(encoding="utf-8")
-    table = text.partition("| layer | what |")[2].split("\n\n")[0]
+    table = text.partition("| layer | content |")[2].split("\n\n")[0]
     assert re.findall(r"^\| `(\w+)", table, re.MULTILINE) == LAYERS
