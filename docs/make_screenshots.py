@@ -17,6 +17,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from PIL import Image  # noqa: E402
+
 from tests.viewer.browser import Browser, Tab, find  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
@@ -35,13 +37,19 @@ def train(runs: Path) -> None:
 
 
 def shoot(tab: Tab, url: str) -> None:
-    """Every view, as a visitor would see it first."""
+    """Every view in the state in which it opens."""
+
+    def save(name: str) -> None:
+        """256 colours take a third of the bytes."""
+        tab.settle(0.6)
+        file = IMAGES / f"view-{name}.png"
+        tab.picture(file)
+        Image.open(file).convert("RGB").quantize(256).save(file, optimize=True)
 
     def take(name: str, place: str, ready: str) -> None:
         tab.open(f"{url}/#/{place}")
         tab.wait(ready)
-        tab.settle(0.6)
-        tab.picture(IMAGES / f"view-{name}.png")
+        save(name)
 
     cards = "document.querySelectorAll('.card img').length > 8"
     take("runs", f"runs?{BOTH}&run=demo-001", "document.querySelectorAll('.pair img').length > 8")
@@ -53,8 +61,7 @@ def shoot(tab: Tab, url: str) -> None:
     tab.wait("document.getElementById('play-prompt')?.value")
     tab.click("button[type=submit]")
     tab.wait("document.querySelectorAll('.play-pair img').length > 4", PLAYED)
-    tab.settle(0.6)
-    tab.picture(IMAGES / "view-playground.png")
+    save("playground")
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Measures how often a pipeline shows the word in every frame and moves it as told.
+"""Measures how often a pipeline shows the word in every frame and moves it as instructed.
 
 `python -m tools.zoo.evaluate_videos FOLDER` samples as `gesso train` does. With `--vae` it measures
 what the autoencoder keeps of rendered videos: the upper bound of the scores.
