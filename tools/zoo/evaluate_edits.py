@@ -1,4 +1,4 @@
-"""Measures how often a pipeline edits signs as instructed, and makes a sheet of sources and results.
+"""Measures how often a pipeline follows instructions to edit signs, and makes a sheet of results.
 
 `python -m tools.zoo.evaluate_edits FOLDER`
 """
@@ -100,7 +100,9 @@ def sheet(pipe: Any, count: int = 10, samples: int = 6, zoom: int = 2) -> Any:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure how often a model edits signs as instructed.")
+    parser = argparse.ArgumentParser(
+        description="Measure how often a model follows instructions to edit signs."
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--split", choices=SPLITS, default="eval")
     parser.add_argument("--rows", type=int, default=160)
