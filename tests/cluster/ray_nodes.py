@@ -8,46 +8,71 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from tests.waiting import Started
 
 STARTED = "Ray runtime started"
-STARTS = 4
+STARTS = 6
 HEAD, OTHER = "127.0.0.2", "127.0.0.3"  # not 127.0.0.1, which Ray replaces
 TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "5f1c" * 16}
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "RAY_worker_niceness": "0"} | TOKEN
-SIZES = ["--num-cpus=1", "--object-store-memory=100000000", "--disable-usage-stats"]
+PORTS = ["metrics-export", "dashboard-agent-listen", "dashboard-agent-grpc", "runtime-env-agent"]
+"""Of Ray's agents. If they choose a port themselves, Ray waits 15 s for it and no longer, which is
+not enough on a busy machine (ray-project/ray, issue 65983)."""
+SIZES = ["--object-store-memory=100000000", "--disable-usage-stats"]
 
 
 class RayNode:
     """All processes of one node: `ray start --block` and its children."""
 
-    def __init__(self, address: str, *options: str, through: Sequence[str] = ()) -> None:
+    def __init__(
+        self, address: str, *options: str, through: Sequence[str] = (), cpus: int = 1
+    ) -> None:
+        self.address = address
         ray = Path(sys.executable).with_name("ray")
-        command = [*through, str(ray), "start", "--block", *SIZES, f"--node-ip-address={address}"]
+        command = [*through, str(ray), "start", "--block", *SIZES, f"--num-cpus={cpus}"]
+        command.append(f"--node-ip-address={address}")
+        command += [f"--{name}-port={port}" for name, port in zip(PORTS, free_ports(), strict=True)]
         # As on another machine, a node knows nothing of this checkout but what is installed.
         env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         self._start([*command, *options], env | ENVIRONMENT, STARTS)
 
     def _start(self, command: Sequence[str], env: Mapping[str, str], times: int) -> None:
-        """Ray waits 15 s for its own agent, which is not enough on a busy machine."""
+        """Again if a port is no longer free."""
         self.started = Started(command, env=env, start_new_session=True)
         try:
             self.started.until(lambda: STARTED in self.started.output())
         except AssertionError:
-            with suppress(ProcessLookupError):
-                self.kill()
+            self.kill()
             if times == 1:
                 raise
             self._start(command, env, times - 1)
 
     def kill(self) -> None:
         """As when the machine loses its power."""
-        os.killpg(self.started.process.pid, signal.SIGKILL)
+        for pid in session(self.started.process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.started.process.wait()
+
+
+def free_ports() -> list[int]:
+    with ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server(("", 0))) for _ in PORTS]
+        return [server.getsockname()[1] for server in servers]
+
+
+def session(leader: int) -> list[int]:
+    """Its processes, also those whose parent has ended."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            if int(file.read_text().rpartition(")")[2].split()[3]) == leader:
+                found.append(int(file.parent.name))
+    return found
 
 
 class RayCluster:
@@ -59,14 +84,17 @@ class RayCluster:
         options = ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}"]
         self.nodes = [RayNode(head, *options)]
 
-    def add(self, address: str = OTHER, through: Sequence[str] = ()) -> RayNode:
-        self.nodes.append(RayNode(address, f"--address={self.address}", through=through))
+    def add(self, address: str = OTHER, through: Sequence[str] = (), cpus: int = 1) -> RayNode:
+        self.nodes.append(RayNode(address, f"--address={self.address}", through=through, cpus=cpus))
         return self.nodes[-1]
 
+    @property
+    def alive(self) -> list[RayNode]:
+        return [node for node in self.nodes if node.started.process.poll() is None]
+
     def close(self) -> None:
-        for node in self.nodes:
-            if node.started.process.poll() is None:
-                node.kill()
+        for node in self.alive:
+            node.kill()
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from signal import SIGKILL
@@ -20,11 +22,12 @@ import tomli_w
 
 from gesso import build, run
 from gesso.cluster import workers
-from gesso.cluster.placement import place
+from gesso.cluster.placement import Placement, place
 from gesso.cluster.ray_actors import Actors
 from gesso.cluster.ray_nodes import nodes
 from gesso.track.progress import SILENT
 from gesso.types import StopRun, UserError
+from tests.cluster.moments import MOMENTS, at_moments
 from tests.cluster.ray_nodes import HEAD, OTHER, TOKEN, RayCluster, cable
 from tests.cluster.runs import alive, assert_equal, go, language_recipe
 from tests.conftest import small_recipe
@@ -119,13 +122,16 @@ def three_nodes(cluster: RayCluster) -> Iterator[RayCluster]:
 
 
 def test_samplers_apart_one_of_which_is_killed(
-    three_nodes: RayCluster, language: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    three_nodes: RayCluster,
+    language: Path,
+    tmp_path: Path,
+    pids: dict[int, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A node for the worker that trains, and one for each sampler. The run is that of processes
     of this machine."""
     data = language_recipe(language, {"name": "grpo"}) | {"lag": 1}
     here = go(data, tmp_path / "here", 1, samplers=2)
-    pids: dict[int, int] = {}
     killed: list[int] = []
     honest = Actors.send
 
@@ -144,7 +150,8 @@ def test_samplers_apart_one_of_which_is_killed(
     assert_equal(here, there)
     log = (there.path / "log.txt").read_text()
     assert "3 worker processes (CPU, 1 thread each), 1 to train and 2 to sample on a Ray" in log
-    assert re.search(r"worker 2 ended .*on Ray node.*; it was a sampler, and 1 go on", log)
+    lost = r"worker 2 ended .*on Ray node.*; it was a sampler, and 1 more continue without it"
+    assert re.search(lost, log)
     assert "starting new workers" not in log
     row = there.rows()[1]
     assert row["cluster/weights_gb"] > 0
@@ -183,40 +190,68 @@ def test_workers_end_with_a_driver_that_is_killed(
     assert resumed.rows()[-1]["step"] == steps
 
 
-def test_a_run_that_loses_a_worker_and_a_node_ends_as_if_it_had_not(
-    cluster: RayCluster, language: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_that_loses_nodes_ends_as_if_it_had_not(
+    cluster: RayCluster,
+    alone: run.RunFolder,
+    language: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A process is killed in the second step, and in the third all processes of a node: the other
-    node goes on alone."""
-    data = language_recipe(language, {"name": "grpo"})
+    """At every moment all processes of a worker's node are killed. Another node, which started
+    before, replaces it."""
+    running: list[Actors] = []
+    restarts, joining = iter(range(10, 99)), ThreadPoolExecutor(1)
+    reserve = Actors._reserve
+    killed: list[float] = []
+    noticed: list[float] = []
+    replaced: list[float] = []
 
-    def lose_node() -> None:
-        cluster.nodes[1].kill()
-        until(lambda: len(actor_pids()) == 1)  # an actor ends soon after its node
+    def reserved(self: Actors, placement: Placement, patience: float) -> None:
+        reserve(self, placement, patience)
+        running.append(self)
 
-    faults = {1: lambda: os.kill(actor_pids()[0], SIGKILL), 2: lose_node}
-    honest = workers.Workers.train
+    def lose_node(moment: str) -> None:
+        spare.append(joining.submit(cluster.add, f"127.0.0.{next(restarts)}"))
+        spare[-2].result()
+        used = [running[-1].address(rank) for rank in range(2)]
+        (node,) = [n for n in cluster.alive if n.address in used and n.address != HEAD][-1:]
+        killed.append(time.monotonic())
+        node.kill()
 
-    def train(self: workers.Workers, rollout: Any, step: int, scales: Any) -> Any:
-        faults.pop(step, lambda: None)()
-        return honest(self, rollout, step, scales)
+    honest = workers.Workers.restart
 
-    with monkeypatch.context() as patched:
-        patched.setattr(workers.Workers, "train", train)
-        disturbed = go(data, tmp_path / "run", 2, address=cluster.address, restarts=2)
-    assert not faults
-    assert_equal(go(data, tmp_path / "alone"), disturbed)
+    def restart(self: workers.Workers) -> None:
+        noticed.append(time.monotonic())
+        honest(self)
+        replaced.append(time.monotonic())
+
+    spare = [joining.submit(cluster.add, f"127.0.0.{next(restarts)}")]
+    with monkeypatch.context() as patched, joining:
+        patched.setattr(Actors, "_reserve", reserved)
+        patched.setattr(workers.Workers, "restart", restart)
+        left = at_moments(patched, MOMENTS, lose_node)
+        data = language_recipe(language, {"name": "grpo"})
+        cluster_keys = {"address": cluster.address, "restarts": len(MOMENTS)}
+        disturbed = go(data, tmp_path / "run", 2, **cluster_keys)
+    assert not left
+    for name, times in (("noticed", noticed), ("replaced", replaced)):
+        seconds = [time - moment for time, moment in zip(times, killed, strict=True)]
+        print(name, " ".join(f"{each:.1f}" for each in seconds))
+    assert_equal(alone, disturbed)
     log = (disturbed.path / "log.txt").read_text()
-    assert re.search(r"worker \d ended while .* \(on Ray node 127.0.0.\d: its worker process", log)
-    assert "which continue after step 1 and repeat 0 steps of 0.0 s (restarts left: 1)" in log
-    assert "which continue after step 2 and repeat 0 steps of 0.0 s (restarts left: 0)" in log
+    assert len(re.findall(r"worker \d ended while .* \(on Ray node 127.0.0.\d+: ", log)) == 6
+    assert "(restarts left: 0)" in log
 
 
-def test_a_network_that_is_down_for_ten_seconds(language: Path, tmp_path: Path) -> None:
-    """A second node in a network namespace. The run waits; nothing is repeated."""
-    data = language_recipe(language, {"name": "grpo"}) | {"steps": 6}
-    recipe, folder = tmp_path / "recipe.toml", tmp_path / "run"
-    recipe.write_bytes(tomli_w.dumps(data).encode())
+def test_a_network_that_is_down_for_ten_seconds(
+    alone: run.RunFolder, language: Path, tmp_path: Path
+) -> None:
+    """A second node in a network namespace, which is cut off at every moment. The run waits;
+    nothing is repeated."""
+    import ray
+
+    data = language_recipe(language, {"name": "grpo"})
+    ray.shutdown()
     with ExitStack() as stack:
         try:
             network = stack.enter_context(cable())
@@ -227,21 +262,23 @@ def test_a_network_that_is_down_for_ten_seconds(language: Path, tmp_path: Path) 
         )
         apart = RayCluster(Path(files), network.here)
         stack.callback(apart.close)
+        stack.callback(ray.shutdown)
         apart.add(network.there, network.through)
-        command = [sys.executable, "-m", "gesso", "train", str(recipe), "--run", str(folder)]
-        options = [f"cluster.address={apart.address}", "cluster.workers=2"]
-        driver = Started([*command, *options], env=os.environ | TOKEN)
-        stack.callback(driver.end)
-        driver.until(lambda: (folder / "checkpoints" / "000001").exists())
-        network.set("down")
-        time.sleep(10)
-        network.set("up")
-        until(lambda: driver.process.poll() is not None)
-        assert driver.process.returncode == 0, driver.output()
-    together = run.RunFolder.open(folder)
-    assert max(row["time/step"] for row in together.rows()) > 8
-    assert "starting new workers" not in (folder / "log.txt").read_text()
-    assert_equal(go(data, tmp_path / "alone"), together)
+        timers: list[threading.Timer] = []
+
+        def cut(moment: str) -> None:
+            if timers:
+                timers[-1].join()
+            network.set("down")
+            timers.append(threading.Timer(10, network.set, ("up",)))
+            timers[-1].start()
+
+        with pytest.MonkeyPatch.context() as patched:
+            left = at_moments(patched, MOMENTS, cut)
+            together = go(data, tmp_path / "run", 2, address=apart.address)
+        assert not left
+    assert "starting new workers" not in (together.path / "log.txt").read_text()
+    assert_equal(alone, together)
 
 
 HIDE = 'mount -t tmpfs -o size=64m none "$0" && exec "$@"'
@@ -252,31 +289,46 @@ HIDE = 'mount -t tmpfs -o size=64m none "$0" && exec "$@"'
     reason="not allowed to create mount namespaces",
 )
 def test_a_node_that_does_not_see_the_run_folder_and_whose_disk_is_full(
-    cluster: RayCluster, language: Path, tmp_path: Path
+    cluster: RayCluster, alone: run.RunFolder, language: Path, tmp_path: Path
 ) -> None:
-    """Checkpoints are sent to the driver, and from it to the workers when the run is resumed."""
+    """Checkpoints are sent to the driver, and from it to the workers when the run is resumed. Both
+    workers are on that node. The disk is full at each of these moments of the second step, and when
+    the run is resumed."""
     hidden = tmp_path / "hidden"
     hidden.mkdir()
-    if cluster.nodes[1].started.process.poll() is None:  # without the test before
-        cluster.nodes[1].kill()
+    for node in cluster.alive[1:]:
+        node.kill()
     through = ["env", f"TMPDIR={hidden}", "unshare", "-m", "sh", "-c", HIDE, str(hidden)]
-    node = cluster.add("127.0.0.4", through)
-    data = language_recipe(language, {"name": "grpo"})
-    data["eval"]["every"] = 1
-    folder = go(data | {"steps": 1}, hidden / "run", 2, address=cluster.address).path
-    assert (folder / "checkpoints" / "000001" / "learner.safetensors").stat().st_size > 1000
-
+    node = cluster.add("127.0.0.4", through, cpus=2)
+    until(lambda: len(nodes(cluster.address)) == 2, limit=120)
     disk = Path(f"/proc/{node.started.process.pid}/root{hidden}")
-    with (disk / "filler").open("wb", buffering=0) as filler:
-        with pytest.raises(OSError):
-            while filler.write(b"0" * 4096):
-                pass
-        filler.truncate(filler.tell() - 2**14)  # or workers would find another folder
+    data, folder, filler = language_recipe(language, {"name": "grpo"}), hidden / "run", disk / "f"
+
+    def fill(moment: str) -> None:
+        with filler.open("wb", buffering=0) as file:
+            with pytest.raises(OSError):
+                while file.write(b"0" * 4096):
+                    pass
+            file.truncate(file.tell() - 2**14)  # or workers would find another folder
+
+    def goes_on() -> None:
+        if folder.exists():
+            run.resume(folder, quiet=True)
+        else:
+            go(data, folder, 2, address=cluster.address)
+
     full = r"worker \d on Ray node 127.0.0.4: .*No space left.*; free disk space and run `gesso"
-    with pytest.raises(StopRun, match=full):
-        run.resume(folder, quiet=True, steps=3)
-    (disk / "filler").unlink()
-    resumed = run.resume(folder, quiet=True, steps=3)
-    assert_equal(go(data, tmp_path / "alone"), resumed)
+    for moment in ("sample", "score", "update", "publish", "resume"):
+        with pytest.MonkeyPatch.context() as patched, pytest.raises(StopRun, match=full):
+            if moment == "resume":
+                fill(moment)
+            else:
+                saved = (folder / "checkpoints" / "000001").exists
+                left = at_moments(patched, [moment], fill, saved)
+            goes_on()
+        filler.unlink()
+        assert not left and run.RunFolder.open(folder).latest() == 1
+    goes_on()
+    assert_equal(alone, run.RunFolder.open(folder))
     copies = [*Path(tempfile.gettempdir()).glob("gesso-*"), *disk.glob("gesso-*")]
     assert not [file for copy in copies for file in copy.glob("*/*.safetensors")]
