@@ -504,7 +504,7 @@ def test_a_real_run_of_a_model_that_writes_is_silent() -> None:
 def test_idle_workers() -> None:
     step, kind, text = only(history(20, cluster__idle=lambda s: 0.1 if s < 10 else 0.3))
     assert kind == "idle-workers" and step > 10
-    assert "idle in 30%" in text and "learner.micro_batch" in text
+    assert "idle for 30%" in text and "learner.micro_batch" in text
     language = writing(20, cluster__idle=lambda s: 0.3)
     assert "learner.micro_tokens" in only(language, WRITES)[2]
     assert kinds(history(20, cluster__idle=lambda s: 0.19)) == []

@@ -66,7 +66,7 @@ def test_the_learning_rate_is_halved_after_the_warning(recipe_data: dict, tmp_pa
 
 def test_a_stopped_run_is_saved_and_can_go_on(recipe_data: dict, tmp_path: Path) -> None:
     data = reacting(recipe_data, "stop")
-    message = r"stopped the run at step 2, because of diversity; the held-out reward was highest at"
+    message = r"stopped the run at step 2 because of diversity; the held-out reward was highest at"
     with pytest.raises(StopRun, match=message):
         run.train(build.recipe_from(data), folder=tmp_path / "run", quiet=True)
     resumed = run.resume(tmp_path / "run", quiet=True)

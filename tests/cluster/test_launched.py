@@ -43,7 +43,7 @@ def test_the_place_of_a_process() -> None:
     assert Launch.find({}) is None
     assert Launch.find(ENVIRONMENT) == Launch(1, 4)
     assert Launch.find(ENVIRONMENT | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}) is None
-    with pytest.raises(UserError, match="4 processes on several machines, 2 on this one"):
+    with pytest.raises(UserError, match="4 processes on several machines, 2 of them on this one"):
         Launch.find(ENVIRONMENT | {"LOCAL_WORLD_SIZE": "2"})
 
 

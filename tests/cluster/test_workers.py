@@ -559,7 +559,7 @@ def test_a_worker_that_does_not_answer_is_named() -> None:
         children(processes)[0].process.send_signal(SIGSTOP)
         processes.send(0, "forget", {"step": 0})
         with pytest.raises(
-            StopRun, match=r"worker 0 has not answered for 1 s while beginning to forget"
+            StopRun, match=r"worker 0 has not answered for cluster.patience = 1 s while beginning to forget"
         ):
             processes.receive()
     finally:
