@@ -25,6 +25,7 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -56,10 +57,9 @@ def weights_of(gigabytes: float, rank: int) -> dict[str, torch.Tensor]:
 
 def _rank(rank: int, store: str, gigabytes: float) -> None:
     torch.set_num_threads(1)
-    distributed.init_process_group(
-        "gloo", store=distributed.FileStore(store, 2), rank=rank, world_size=2
-    )
-    transfers = Transfers.open(rank, torch.device("cpu"), 1, 2)
+    joint = distributed.FileStore(store, 2)
+    distributed.init_process_group("gloo", store=joint, rank=rank, world_size=2)
+    transfers = Transfers.open(rank, torch.device("cpu"), 1, 2, joint, timedelta(minutes=5))
     copies = {"current": weights_of(gigabytes, rank)}
     seconds: list[float] = []
     for _ in range(ROUNDS + 1):  # the first one is not counted

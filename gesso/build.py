@@ -297,7 +297,7 @@ def learner(
 
     algorithm, critic = add_critic(recipe, algorithm, model)
     if ranks is not None and ranks.in_step:
-        layout = Layout.of(recipe.cluster, ranks.count, ranks.group)
+        layout = Layout.of(recipe.cluster, ranks.count)
         model.policy.shard(model.sharding, model.device, layout)
     return algorithm, Learner(
         model,

@@ -298,13 +298,15 @@ def _estimated(assumed: Assumed, role: Role, estimated: Memory) -> list[tuple[st
     facts = [
         ("memory", f"about {size_of(estimated.peak)} at the peak{where}"),
         ("", f"always allocated: {lasting}"),
-        ("", f"temporary, one at a time: {passing}"),
     ]
+    if passing:  # not where vLLM samples
+        facts.append(("", f"temporary, one at a time: {passing}"))
     if assumed.prompts:
         facts.append(("", f"assuming {assumed.prompts}"))
     if recipe.sampler.engine == "vllm" and role != "learner":
         share = recipe.sampler.vllm.gpu_memory
-        facts.append(("", f"vLLM reserves {share:.0%} of the device memory while sampling"))
+        when = "" if role == "sampler" else " while sampling"  # one apart does not sleep
+        facts.append(("", f"vLLM reserves {share:.0%} of the device memory{when}"))
     if estimated.host:
         kept = ", ".join(f"{name} {size_of(size)}" for name, size in estimated.host.items())
         facts.append(("", f"host memory: {kept}"))

@@ -57,17 +57,15 @@ ALONE = Alone()
 
 
 class Group:
-    """The ranks of a torch process group; they are the first of all processes."""
+    """The ranks of torch's default process group."""
 
-    def __init__(self, device: torch.device, in_step: bool = False, group: Any = None) -> None:
-        """`group`: None is the default one, of all processes."""
+    def __init__(self, device: torch.device, in_step: bool = False) -> None:
         from torch import distributed
 
         self.distributed = distributed
         self.device = device
-        self.group = group
-        self.rank = distributed.get_rank(group)
-        self.count = distributed.get_world_size(group)
+        self.rank = distributed.get_rank()
+        self.count = distributed.get_world_size()
         self.in_step = in_step
         self.slowness: Sequence[float] = [1.0] * self.count
         self.waited = 0.0  # seconds in collectives
@@ -80,13 +78,13 @@ class Group:
         large = [t for t in tensors if t.numel() >= ALONE_FROM and t.is_contiguous()]
         for tensor in large:
             with self._collective(tensor.nbytes):
-                self.distributed.all_reduce(tensor, group=self.group)
+                self.distributed.all_reduce(tensor)
         small = [t for t in tensors if t.numel() < ALONE_FROM or not t.is_contiguous()]
         for dtype in dict.fromkeys(tensor.dtype for tensor in small):
             alike = [tensor for tensor in small if tensor.dtype == dtype]
             flat = torch.cat([tensor.flatten() for tensor in alike])
             with self._collective(flat.nbytes):
-                self.distributed.all_reduce(flat, group=self.group)
+                self.distributed.all_reduce(flat)
             for tensor, total in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
                 tensor.copy_(total.view_as(tensor))
 
@@ -136,7 +134,7 @@ class Group:
 
     def _broadcast(self, tensor: Tensor, source: int) -> None:
         with self._collective(tensor.nbytes if source == self.rank else 0):
-            self.distributed.broadcast(tensor, source, group=self.group)
+            self.distributed.broadcast(tensor, source)
 
     @contextmanager
     def _collective(self, size: int) -> Iterator[None]:

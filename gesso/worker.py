@@ -115,8 +115,8 @@ class _Reported:
 class _ReportingGroup(Group):
     """Reports to the driver when this rank waits for others, to identify a rank that hangs."""
 
-    def __init__(self, worker: Worker, in_step: bool, group: Any) -> None:
-        super().__init__(worker.model.device, in_step, group)
+    def __init__(self, worker: Worker, in_step: bool) -> None:
+        super().__init__(worker.model.device, in_step)
         self.worker = worker
 
     def before_waiting(self) -> None:
@@ -164,8 +164,9 @@ class Worker(Exchanging, Saving):
         self.rank = rank
         self.progress: Progress = _Reported(self.channel)
         self.recipe: Recipe = build.recipe_from(recipe)
-        divided = self.recipe.cluster.sharding == "all"
-        if rank >= count - samplers:
+        learners = count - samplers
+        trains = rank < learners
+        if not trains:
             self.recipe = undivided(self.recipe)
         self.algorithm = build.algorithm(self.recipe)
         path = self.recipe.model.path
@@ -175,31 +176,35 @@ class Worker(Exchanging, Saving):
         listen_at(address)
         if distributed.is_initialized():
             distributed.destroy_process_group()
+        joint = self._store(store, count)
+        timeout = timedelta(seconds=2 * self.recipe.cluster.patience)  # the driver stops first
+        # Samplers apart have a default group of their own: vLLM makes groups of all its members.
         distributed.init_process_group(
             BACKENDS[device.type],
-            store=self._store(store, count),
-            rank=rank,
-            world_size=count,
-            timeout=timedelta(seconds=2 * self.recipe.cluster.patience),  # the driver stops first
+            store=distributed.PrefixStore("learners" if trains else "samplers", joint),
+            rank=rank if trains else rank - learners,
+            world_size=learners if trains else samplers,
+            timeout=timeout,
             device_id=_numbered(device),
         )
-        learners = count - samplers
-        self.transfers = Transfers.open(rank, device, learners, count) if samplers else None
-        group = distributed.new_group(range(learners)) if samplers else None
-        # Checkpoints are written while the other groups are used to train.
-        self.writers = distributed.new_group(range(learners), backend="gloo") if divided else None
-        if rank < learners:
-            self.group = _ReportingGroup(self, self.recipe.cluster.sharding is not None, group)
+        self.transfers = None
+        if samplers:
+            self.transfers = Transfers.open(rank, device, learners, count, joint, timeout)
+        if trains:
+            sharding = self.recipe.cluster.sharding
+            # Checkpoints are written while the default group is used to train.
+            self.writers = distributed.new_group(backend="gloo") if sharding == "all" else None
+            self.group = _ReportingGroup(self, sharding is not None)
             self.algorithm, self.learner = build.learner(
                 self.recipe, self.algorithm, self.model, self.progress, self.group
             )
             self.history = History(self.recipe.lag)
         else:  # a critic changes how the model is run
             self.algorithm, _ = build.add_critic(self.recipe, self.algorithm, self.model)
-        self.only_trains = rank < learners and samplers > 0
+        self.only_trains = trains and samplers > 0
         self.sampler = self._sampler()
         self.doing = "connecting to the other workers"
-        if rank < learners:  # NCCL connects in the first collective
+        if trains:  # NCCL connects in the first collective
             self.group.sum([torch.zeros(1, device=device)])
         if device.type == "cpu":
             keep_freed_memory()

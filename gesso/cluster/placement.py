@@ -52,7 +52,8 @@ class Placement:
         learners = self.workers - self.samplers
         roles = f", {learners} to train and {self.samplers} to sample" if self.samplers else ""
         weights = f"; {self.sharded} of them divide the weights" if self.sharded > 1 else ""
-        engine = f"; every {self.parallel} of them run one engine" if self.parallel > 1 else ""
+        sampling = "samplers" if self.samplers else "of them"
+        engine = f"; every {self.parallel} {sampling} run one engine" if self.parallel > 1 else ""
         parts = f"the samples of a step are cut into {self.parts} parts"
         return f"{number} ({where}){roles}{self.on_ray or ''}{weights}{engine}; {parts}"
 
@@ -92,7 +93,7 @@ def place(recipe: Recipe, algorithm: Algorithm) -> Placement | None:
             f"cluster.samplers = {samplers} leaves none of the {wanted} devices for training; set "
             "cluster.workers to a number, or use fewer samplers"
         )
-    _check(recipe, algorithm, wanted)
+    _check(recipe, algorithm, wanted - samplers)
     count = len(_parts(recipe, algorithm, recipe.sampler.batch))
     parallel = recipe.sampler.vllm.tensor_parallel
     kind, sampling = ("samplers", samplers) if samplers else ("workers", wanted)
@@ -134,26 +135,30 @@ def place_again(placement: Placement, recipe: Recipe) -> Placement:
         return placement
     nodes = [n for n in ray_nodes.nodes(placement.on_ray.address) if n.reachable()]
     found = _places(nodes, placement.on_ray.gpus, placement.threads)
-    together = math.lcm(recipe.cluster.shard_within or 1, placement.parallel)
-    count = min(placement.workers, found // together * together)
-    if count == 0:
+    within, parallel = recipe.cluster.shard_within or 1, placement.parallel
+    samplers, learners = placement.samplers, placement.workers - placement.samplers
+    if samplers:  # keep the workers that train: weights may be sharded over them
+        samplers = min(samplers, max(parallel, (found - learners) // parallel * parallel))
+        needed = f"{within} to train and {parallel} to sample"
+    else:
+        within = math.lcm(within, parallel)
+        needed = f"{within}"
+    learners = min(learners, (found - samplers) // within * within)
+    if learners <= 0:
         raise StopRun(
             f"the {len(nodes)} remaining nodes of the Ray cluster can run {found} workers, but at "
-            f"least {together} are needed (cluster.shard_within, sampler.vllm.tensor_parallel)"
+            f"least {needed} are needed (cluster.shard_within, sampler.vllm.tensor_parallel)"
         )
-    samplers = placement.samplers
-    if samplers:  # keep the workers that train: weights may be sharded over them
-        samplers = max(1, count - (placement.workers - samplers))
-        if count == samplers:
-            raise StopRun(
-                f"the {len(nodes)} remaining nodes of the Ray cluster can run 1 worker, but "
-                "cluster.samplers needs 2: one trains and one samples"
-            )
     sharded = placement.sharded
     if not recipe.cluster.shard_within:
-        sharded = min(sharded, count - samplers)
-    on_ray = replace(placement.on_ray, nodes=len(nodes))
-    return replace(placement, workers=count, sharded=sharded, on_ray=on_ray, samplers=samplers)
+        sharded = min(sharded, learners)
+    return replace(
+        placement,
+        workers=learners + samplers,
+        sharded=sharded,
+        on_ray=replace(placement.on_ray, nodes=len(nodes)),
+        samplers=samplers,
+    )
 
 
 def _places(nodes: Sequence[ray_nodes.Node], gpus: bool, threads: int) -> int:
@@ -247,8 +252,9 @@ def _device(recipe: Recipe) -> str:
 
 
 def _check(recipe: Recipe, algorithm: Algorithm, workers: int) -> None:
+    """`workers`: those that train."""
     parallel = recipe.sampler.vllm.tensor_parallel
-    if workers % parallel:
+    if not recipe.cluster.samplers and workers % parallel:
         raise UserError(
             f"sampler.vllm.tensor_parallel = {parallel} must divide the {workers} workers"
         )

@@ -168,15 +168,17 @@ class Processes:
     def ranks(self) -> list[int]:
         return [worker.rank for worker in self._own]
 
-    def drop(self, rank: int) -> None:
-        """Goes on without this worker, which ends if it has not. The last one is needed."""
-        worker = self.workers[rank]
-        worker.dropped = True
-        worker.channel.shut()
-        worker.life.close()
-        self.count -= 1
-        if self.count == 1:
-            self._own[0].needed = True
+    def drop(self, ranks: Sequence[int], needed: bool) -> None:
+        """Goes on without these workers, which end if they have not. `needed`: as in `part`, of
+        those that are left."""
+        for rank in ranks:
+            worker = self.workers[rank]
+            worker.dropped = True
+            worker.channel.shut()
+            worker.life.close()
+            self.count -= 1
+        for worker in self._own:
+            worker.needed = needed
 
     def _start(self, rank: int, environment: Mapping[str, str]) -> Worker:
         ours, theirs = socket.socketpair()

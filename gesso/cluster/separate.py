@@ -55,7 +55,8 @@ class SeparateSamplers(Workers):
         learners = processes.count - samplers
         for worker in processes.workers[learners:]:
             worker.row = recorder.sampler(worker.rank)
-        sampling = processes.part(learners, samplers, needed=samplers == 1)
+        one_engine = samplers == self._placement.parallel
+        sampling = processes.part(learners, samplers, needed=one_engine)
         return processes.part(0, learners), sampling
 
     def _end_thread(self) -> None:
@@ -115,10 +116,12 @@ class SeparateSamplers(Workers):
     # Lost samplers
 
     def lost(self, error: WorkerLost) -> None:
-        if error.rank not in self.sampling.ranks or self.sampling.count == 1:
+        """With the others of its engine."""
+        lost = [group for group in self._groups if error.rank in group]
+        if not lost or len(self._groups) == 1:
             raise error
-        self.sampling.drop(error.rank)
-        self._groups = [group for group in self._groups if error.rank not in group]
+        self._groups.remove(lost[0])
+        self.sampling.drop(lost[0], needed=len(self._groups) == 1)
         left = self.sampling.count
         self._losses.append(f"{error}; it was a sampler, and {left} more continue without it")
 

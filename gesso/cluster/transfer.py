@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ class _Sending:
 class Transfers:
     rank: int
     device: torch.device
-    weights: Any  # process group of the first learner and the samplers
+    weights: Any  # of the first learner and the samplers; None in other learners
     traces: Any  # gloo, of all processes
     left: Sequence[int] = ()  # remaining samplers, once one was lost
     _tag: int = 0
@@ -92,11 +93,26 @@ class Transfers:
     _received: set[tuple[int, int]] = field(default_factory=set)  # sampler, tag
 
     @staticmethod
-    def open(rank: int, device: torch.device, learners: int, count: int) -> Transfers:
+    def open(
+        rank: int,
+        device: torch.device,
+        learners: int,
+        count: int,
+        store: distributed.Store,
+        timeout: timedelta,
+    ) -> Transfers:
         """Every process must call this. On GPUs weights are sent by NCCL; traces are in host
-        memory."""
-        weights = distributed.new_group([0, *range(learners, count)])
-        return Transfers(rank, device, weights, distributed.new_group(backend="gloo"))
+        memory.
+
+        `torch.distributed`'s functions need parts of the default process group, which consists of
+        either the learners or the samplers. So the methods of these groups are called directly."""
+        members = [0, *range(learners, count)]
+        weights = None
+        if rank in members:
+            at = members.index(rank), len(members)
+            weights = _group(device.type, distributed.PrefixStore("weights", store), *at, timeout)
+        traces = _group("cpu", distributed.PrefixStore("traces", store), rank, count, timeout)
+        return Transfers(rank, device, weights, traces)
 
     def send_weights(self, copies: Mapping[Which, Weights]) -> WeightTransfer:
         """Every learner must call this, as sharded tensors are gathered, one bucket at a time. Only
@@ -126,14 +142,14 @@ class Transfers:
         """A broadcast needs all members of the group. Once one is lost, the first learner sends to
         each remaining sampler, through host memory."""
         if not self.left:
-            distributed.broadcast(buffer, 0, group=self.weights)
+            self.weights.broadcast([buffer]).wait()  # from its first member
         elif self.rank == 0:
             host = buffer.cpu()
             for sampler in self.left:
-                distributed.send(host, sampler, group=self.traces, tag=WEIGHTS)
+                self.traces.send([host], sampler, WEIGHTS).wait()
         else:
             host = buffer.cpu()
-            distributed.recv(host, 0, group=self.traces, tag=WEIGHTS)
+            self.traces.recv([host], 0, WEIGHTS).wait()
             buffer.copy_(host)
 
     def send(self, call: str, learner: int, values: Mapping[str, Tensor], about: Any) -> Parcel:
@@ -145,7 +161,7 @@ class Transfers:
         body = torch.cat([_bytes(t.cpu().contiguous()) for t in values.values()])
         self._tag += 2
         works = [
-            distributed.isend(buffer, learner, group=self.traces, tag=self._tag + i)
+            self.traces.send([buffer], learner, self._tag + i)
             for i, buffer in enumerate((header, body))
         ]
         self._sending.setdefault(call, []).append(_Sending((header, body), works))
@@ -157,7 +173,7 @@ class Transfers:
     def receive(self, parcel: Parcel) -> tuple[dict[str, Tensor], Any]:
         buffers = [torch.empty(size, dtype=torch.uint8) for size in (parcel.header, parcel.body)]
         for i, buffer in enumerate(buffers):
-            distributed.recv(buffer, parcel.sampler, group=self.traces, tag=parcel.tag + i)
+            self.traces.recv([buffer], parcel.sampler, parcel.tag + i).wait()
         self._received.add((parcel.sampler, parcel.tag))
         columns, about = json.loads(bytes(buffers[0].numpy()))
         values, start = {}, 0
@@ -173,6 +189,14 @@ class Transfers:
         """Releases the buffers of a call whose traces have been received."""
         for sending in self._sending.pop(call, ()):
             sending.wait()
+
+
+def _group(kind: str, store: distributed.Store, rank: int, count: int, timeout: timedelta) -> Any:
+    if kind == "cpu":
+        return distributed.ProcessGroupGloo(store, rank, count, timeout)
+    options = distributed.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return distributed.ProcessGroupNCCL(store, rank, count, options)
 
 
 def buckets(tensors: Sequence[Named]) -> Iterator[list[Named]]:

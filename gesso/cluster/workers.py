@@ -114,9 +114,10 @@ class Samplers:
                 message = self.sampling.receive()
             except WorkerLost as error:
                 self.lost(error)
-                idle = deque(group for group in idle if error.rank not in group)
-                if error.rank in working:
-                    waiting.append(working.pop(error.rank))
+                left = self.sampling.ranks
+                idle = deque(group for group in idle if group.start in left)
+                gone = [rank for rank in working if rank not in left]
+                waiting.extend(dict.fromkeys(working.pop(rank) for rank in gone))
                 continue
             if "piece" in message.content:
                 name = message.content["piece"]

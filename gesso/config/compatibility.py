@@ -47,10 +47,13 @@ def check_cluster(recipe: Recipe, where: str) -> None:
             f"{where}: sampler.vllm.tensor_parallel = {parallel} divides a model over workers and "
             f"requires cluster.workers; set it to a multiple of {parallel}"
         )
-    if isinstance(cluster.workers, int) and cluster.workers % parallel:
+    sampling, count = "workers", cluster.workers
+    if cluster.samplers:
+        sampling, count = "samplers", cluster.samplers
+    if isinstance(count, int) and count % parallel:
         raise UserError(
-            f"{where}: sampler.vllm.tensor_parallel = {parallel} must divide cluster.workers = "
-            f"{cluster.workers}"
+            f"{where}: sampler.vllm.tensor_parallel = {parallel} must divide cluster.{sampling} = "
+            f"{count}"
         )
     if cluster.samplers:
         check_samplers(recipe, where)
@@ -86,16 +89,11 @@ def check_samplers(recipe: Recipe, where: str) -> None:
             f"{samplers} requires cluster.workers, the number of workers that train; set it, for "
             "example to 1"
         )
-    unsupported = {
-        f"cluster.shard_within = {cluster.shard_within}": cluster.shard_within is not None,
-        'sampler.engine = "vllm", whose engines need groups of all workers': (
-            recipe.sampler.engine == "vllm"
-        ),
-        'sampler.engine = "data", which samples nothing': recipe.sampler.engine == "data",
-    }
-    for setting, is_set in unsupported.items():
-        if is_set:
-            raise UserError(f"{samplers} does not support {setting}; remove one of them")
+    if recipe.sampler.engine == "data":
+        raise UserError(
+            f'{samplers} does not support sampler.engine = "data", which samples nothing; remove '
+            "one of them"
+        )
 
 
 def check_sizes(recipe: Recipe, algorithm: Batches, where: str) -> None:

@@ -122,7 +122,8 @@ class Vllm(Strict):
     """Disable vLLM's compilation and CUDA graphs: faster start, slower generation. Always on for
     CPUs."""
     tensor_parallel: int = Field(1, ge=1)
-    """Consecutive workers that share one engine and divide its model; divides `cluster.workers`."""
+    """Consecutive workers that share one engine and divide its model; divides `cluster.workers`, or
+    `cluster.samplers` if it is set."""
 
 
 class Sampler(Strict):

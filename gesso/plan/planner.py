@@ -15,6 +15,7 @@ from gesso.plan.rates import Rates
 from gesso.plan.simulate import SAMPLING, Prediction, simulate, simulate_separate
 from gesso.track.progress import SILENT, Progress
 from gesso.types import UserError
+from gesso.worker import undivided
 
 MOST = 1024  # workers
 WORTH = 0.95  # ratio of step times below which older samples (lag = 1) are worth it
@@ -114,10 +115,11 @@ class Planner:
         least = 2 if fitted.cluster.samplers else 1
         counts = [2**i for i in range(11) if least <= 2**i <= self.samples]
         within = fitted.cluster.shard_within or 1
+        placed = {n: _scaled(fitted, n, useful) for n in sorted({*counts, useful})}
         scaling = [
-            best if n == useful else self._option(_scaled(fitted, n, useful), n, best.recipe.lag)
-            for n in sorted({*counts, useful})
-            if n % within == 0
+            best if n == useful else self._option(recipe, n, best.recipe.lag)
+            for n, recipe in placed.items()
+            if (n - recipe.cluster.samplers) % within == 0
         ]
         limit = usable(self.gpu.memory) if self.gpu else math.inf
         fitting_rows = [option for option in scaling if (option.peak or 0) < limit]
@@ -142,8 +144,9 @@ class Planner:
         samplers = recipe.cluster.samplers
         if not samplers:
             return simulate(recipe, workers, self.rates_of(recipe, workers), self.longest)
-        rates = [self.rates_of(recipe, n) for n in (workers - samplers, samplers)]
-        return simulate_separate(recipe, workers, rates[0], rates[1], self.longest)
+        training = self.rates_of(recipe, workers - samplers)
+        sampling = self.rates_of(undivided(recipe), samplers)
+        return simulate_separate(recipe, workers, training, sampling, self.longest)
 
     @property
     def _lags(self) -> tuple[int, ...]:
@@ -243,13 +246,13 @@ def _scaled(recipe: Recipe, count: int, planned: int) -> Recipe:
 
 def _sharded(recipe: Recipe, count: int) -> list[Recipe]:
     """The recipe sharded over the GPUs of one machine, which have fast links, and over all GPUs."""
-    if recipe.cluster.sharding is not None or recipe.model.quantize is not None or count == 1:
+    learners = count - recipe.cluster.samplers
+    if recipe.cluster.sharding is not None or recipe.model.quantize is not None or learners == 1:
         return []
     kind = "base" if recipe.model.lora is not None else "all"
     found = []
-    samplers = recipe.cluster.samplers  # with them, all learners form one group
-    for within in [None] if samplers else sorted({min(NODE, count), count}):
-        if within is None or count % within == 0:
+    for within in sorted({min(NODE, learners), learners}):
+        if learners % within == 0:
             update = {"sharding": kind, "shard_within": within}
             found.append(
                 recipe.model_copy(update={"cluster": recipe.cluster.model_copy(update=update)})

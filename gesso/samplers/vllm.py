@@ -1,11 +1,13 @@
-"""vLLM as an engine for language models, in the process and on the device of the learner.
+"""vLLM as an engine for language models, in the process and on the device of the learner, or of a
+sampler apart.
 
 The engine has a separate implementation of the model and a separate copy of the weights. It starts
 without weights and loads them from the module before sampling, with adapters merged; nothing is
-written to disk. On a GPU it sleeps between calls: it frees its memory for the learner and drops its
-weights.
+written to disk. On a GPU it sleeps while the learner updates: it frees its memory and drops its
+weights. That of a sampler apart stays awake.
 
-Each worker of a cluster has an engine, or `tensor_parallel` consecutive workers have one together.
+Each worker of a cluster that samples has an engine, or `tensor_parallel` consecutive ones have one
+together.
 Each of them then runs a scheduler of its own, so that all must get the same requests in the same
 order; the logits, and so the sampled tokens, are the same on all of them.
 

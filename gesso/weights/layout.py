@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 
@@ -24,14 +23,12 @@ class Sharding:
 @dataclass(frozen=True)
 class Layout:
     """`within` consecutive ranks divide the weights; every such group has all of them. `offload`:
-    in host memory, except for the block that runs. `group`: a process group of these ranks alone;
-    None: there are no other processes."""
+    in host memory, except for the block that runs."""
 
     ranks: int
     within: int
     offload: bool
-    group: Any = None
 
     @classmethod
-    def of(cls, cluster: config.Cluster, ranks: int, group: Any = None) -> Layout:
-        return cls(ranks, cluster.shard_within or ranks, cluster.offload, group)
+    def of(cls, cluster: config.Cluster, ranks: int) -> Layout:
+        return cls(ranks, cluster.shard_within or ranks, cluster.offload)

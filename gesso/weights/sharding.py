@@ -22,9 +22,6 @@ from gesso.weights.shards import divided_like, local
 
 
 def _mesh(layout: Layout, device: torch.device) -> DeviceMesh:
-    if layout.group is not None:  # a new mesh would wait for the samplers, too
-        assert layout.within == layout.ranks
-        return DeviceMesh.from_group(layout.group, device.type, mesh_dim_names=("shard",))
     if layout.within == layout.ranks:
         return init_device_mesh(device.type, (layout.ranks,), mesh_dim_names=("shard",))
     sizes = (layout.ranks // layout.within, layout.within)

@@ -29,7 +29,7 @@ def language(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Processes]:
-    processes = Forked(MOST, lambda rank: {}, 300.0, SILENT)
+    processes = Forked(MOST + 1, lambda rank: {}, 300.0, SILENT)
     yield processes
     processes.close()
 

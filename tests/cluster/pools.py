@@ -9,7 +9,7 @@ from gesso.cluster.processes import Processes, Worker
 from gesso.track.progress import Progress
 from tests import forked
 
-MOST = 4
+MOST = 4  # workers of a run; one more can be a sampler apart
 
 
 class Forked(Processes):

@@ -10,9 +10,8 @@ import pytest
 from gesso import build, run
 from gesso.cluster import ray_nodes
 from gesso.cluster.placement import OnRay, Placement, place_again
-from gesso.cluster.processes import Processes
 from gesso.types import StopRun
-from tests.cluster.pools import Forked
+from tests.cluster.pools import MOST
 from tests.cluster.runs import assert_equal, go, language_recipe
 from tests.conftest import small_recipe
 from tests.cut_run import cut_after
@@ -55,19 +54,15 @@ def test_samplers_apart_do_not_change_a_bit(
     assert len([key for key in row if key.startswith("cluster/idle/")]) == learners + samplers
 
 
+@pytest.mark.usefixtures("borrowing")
 def test_samplers_apart_of_learners_that_divide_all_weights(
-    pipeline_folder: Path,
-    prompt_file: Path,
-    language: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    pipeline_folder: Path, prompt_file: Path, language: Path, tmp_path: Path
 ) -> None:
-    """The samplers have them whole. Resumed with a batch in flight, whose weights the learners
-    kept. Without the pool: for equal meshes torch uses the process group of the first one."""
-    monkeypatch.setattr(Processes, "_start", Forked._start)
+    """In two groups; the sampler has them whole. Resumed with a batch in flight, whose weights the
+    learners kept."""
     data = recipes(pipeline_folder, prompt_file, language)["diffusion-nft"] | {"lag": 1}
     data["save"] = {"every": 1, "keep": 9}
-    together = go(data, tmp_path / "together", 2, sharding="all")
+    together = go(data, tmp_path / "together", MOST, sharding="all", shard_within=2)
     cut = cut_after(together, 1, tmp_path / "apart")
     apart = run.resume(cut, quiet=True, overrides=["cluster.samplers=1"])
     assert_equal(together, apart)
@@ -114,5 +109,5 @@ def test_fewer_samplers_on_the_nodes_of_a_ray_cluster_that_are_left(
         (3, 1, 2),
         (2, 1, 1),
     ]
-    with pytest.raises(StopRun, match=r"can run 1 worker, but cluster\.samplers needs 2"):
+    with pytest.raises(StopRun, match="can run 1 workers, but at least 1 to train and 1 to sample"):
         left(1)

@@ -4,10 +4,12 @@ no vLLM is tested everywhere."""
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from signal import SIGKILL
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -17,23 +19,24 @@ from torch import distributed
 
 from gesso import build, run
 from gesso.check import check
-from gesso.cluster import workers
+from gesso.cluster import apart, workers
 from gesso.cluster.collecting import Request
 from gesso.cluster.placement import place
-from gesso.cluster.processes import Message
+from gesso.cluster.processes import Message, Processes
 from gesso.config import Lora
 from gesso.data import prompts
 from gesso.learner.learner import Update
 from gesso.rewards.transport import wire
 from gesso.samplers import vllm
 from gesso.samplers.vllm import VllmSampler, check_heads
-from gesso.types import Prompt, ResponseSpec, Sample, UserError, Which
+from gesso.types import Prompt, ResponseSpec, Sample, UserError, Which, WorkerLost
 from gesso.weights.layout import Layout
 from gesso.weights.publish import Publication
 from gesso.weights.shards import is_sharded
 from gesso.worker import Worker
 from tests import tokens
-from tests.cluster.runs import go, language_recipe
+from tests.cluster.runs import assert_equal, go, language_recipe
+from tests.cut_run import cut_after
 from tests.samplers.test_vllm import CLOSE, HEAD, INSTALLED, SETTINGS, needs_vllm
 from tests.test_loop import final_state
 from tests.tokens import Tiny, stirred
@@ -91,6 +94,7 @@ class Case(NamedTuple):
     sharding: str | None
     lora: bool
     sees: bool = False
+    samplers: int = 0
 
 
 CASES = {
@@ -99,6 +103,8 @@ CASES = {
     "an engine each, images, sharded base": Case(2, 1, "base", lora=True, sees=True),
     "one engine, images": Case(2, 2, None, lora=True, sees=True),
     "two engines of two, sharded": Case(4, 2, "all", lora=False),
+    "two engines apart": Case(1, 1, None, lora=False, samplers=2),
+    "one engine apart, images, sharded base": Case(2, 2, "base", lora=True, sees=True, samplers=2),
 }
 
 
@@ -109,13 +115,13 @@ def test_training(name: str, root: Path, tmp_path: Path) -> None:
     case = CASES[name]
     model: dict[str, Any] = {"lora": LORA} if case.lora else {}
     data = (vision_recipe if case.sees else recipe)(root, case.parallel, **model)
-    found = go(data, tmp_path / "run", case.workers, sharding=case.sharding)
+    found = go(data, tmp_path / "run", case.workers, sharding=case.sharding, samplers=case.samplers)
     first, *rows = found.rows()
     assert len(rows) == 2 and "eval/reward" in first
     for row in rows:
         assert row["update/sampler_gap_max"] <= CLOSE
         assert row["update/grad_norm"] > 0
-        idle = [row[f"cluster/idle/{rank}"] for rank in range(case.workers)]
+        idle = [row[f"cluster/idle/{rank}"] for rank in range(case.workers + case.samplers)]
         assert min(idle) >= 0 and max(idle) < 1
     before, evaluated = recorded(found.path, 0), recorded(found.path, 2)
     assert before == responses(data, None, "")
@@ -160,6 +166,38 @@ def test_a_check_runs_in_the_workers_of_an_engine(
     assert float(gap) <= CLOSE
 
 
+@needs_vllm
+def test_an_engine_apart_that_is_killed(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While batches are sampled ahead. The other one samples what is lost with it from the same
+    seeds, with the older weights that it no longer has. Then the run is resumed with one engine."""
+    data = recipe(root) | {"steps": 4, "lag": 1}
+    data["save"] = {"every": 1, "keep": 9}
+    saved = [0]
+    honest = Processes.send
+
+    def send(self: Processes, rank: int, task: str, content: Any, *data: bytes) -> None:
+        honest(self, rank, task, content, *data)
+        saved[0] += task == "save"
+        if task == "save" and saved[0] == 2:
+            worker: Any = self.workers[2]
+            os.kill(worker.process.pid, SIGKILL)
+
+    monkeypatch.setattr(Processes, "send", send)
+    found = go(data, tmp_path / "run", 1, samplers=2)
+    rows = found.rows()[1:]
+    assert [row["age"] for row in rows] == [0, 1, 1, 1]
+    assert rows[0]["update/sampler_gap_max"] <= CLOSE < rows[-1]["update/sampler_gap_max"]
+    log = (found.path / "log.txt").read_text()
+    assert log.count("it was a sampler, and 1 more continue without it") == 1
+    assert log.count("samples of lost samplers were sampled again in") == 1
+    assert recorded(found.path, 4) == responses(data, found.path, "ema")
+    cut = cut_after(found, 2, tmp_path / "resumed")
+    resumed = run.resume(cut, quiet=True, overrides=["cluster.samplers=1"])
+    assert_equal(found, resumed)
+
+
 # Without vLLM
 
 
@@ -183,21 +221,40 @@ def test_vllm_is_missing(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
             "only 12; use at most 12 workers, or start a run with sampler.batch = 1 or less",
         ),
         (26, 2, "use at most 12 workers, or start a run with sampler.batch = 1 for up to 24"),
+        ((2, 3), 2, "sampler.vllm.tensor_parallel = 2 must divide cluster.samplers = 3"),
+        ((1, 14), 2, "cluster.samplers = 14, but the samples of a step in batches of"),
     ],
 )
-def test_impossible_engines(root: Path, count: int | None, parallel: int, message: str) -> None:
+def test_impossible_engines(
+    root: Path, count: int | tuple[int, int] | None, parallel: int, message: str
+) -> None:
+    cluster = {"workers": count}
+    if isinstance(count, tuple):
+        cluster = dict(zip(("workers", "samplers"), count, strict=True))
     with pytest.raises(UserError, match=re.escape(message)):
-        settings = build.recipe_from(recipe(root, parallel) | {"cluster": {"workers": count}})
+        settings = build.recipe_from(recipe(root, parallel) | {"cluster": cluster})
         place(settings, build.algorithm(settings))
 
 
-def test_the_command_of_the_documentation() -> None:
+def test_the_commands_of_the_documentation() -> None:
     page = ROOT / "docs/how-to/several-devices.md"
-    (line,) = re.findall("^gesso train (.*sampler.engine=vllm.*)$", page.read_text(), re.MULTILINE)
-    name, *overrides = line.split()
-    settings = build.recipe(name, [*overrides, "model.device=cpu"])
+    found = []
+    for line in re.findall("^gesso train (.*sampler.engine=vllm.*)$", page.read_text(), re.M):
+        name, *overrides = line.split()
+        settings = build.recipe(name, [*overrides, "model.device=cpu"])
+        placement = place(settings, build.algorithm(settings))
+        assert placement is not None
+        found.append((placement.workers, placement.samplers, placement.parallel))
+    assert found == [(8, 0, 2), (8, 4, 1)]
+
+
+def test_engines_apart_are_of_samplers_only(root: Path) -> None:
+    """Two engines, and a number of learners that is not divisible by their workers."""
+    cluster = {"workers": 3, "samplers": 4}
+    settings = build.recipe_from(recipe(root, 2) | {"cluster": cluster})
     placement = place(settings, build.algorithm(settings))
-    assert placement is not None and placement.workers == 8 and placement.parallel == 2
+    assert placement is not None and (placement.workers, placement.samplers) == (7, 4)
+    assert "3 to train and 4 to sample; every 2 samplers run one engine; " in str(placement)
 
 
 def test_an_engine_of_several_workers_needs_fewer_parts(root: Path) -> None:
@@ -270,6 +327,42 @@ def test_the_workers_of_an_engine_get_the_same_parts(root: Path) -> None:
     assert sorted([*by_rank[0], *by_rank[2]]) == [[i, i + 2] for i in range(0, 10, 2)]
     assert all(spare == (rank in (1, 3)) for rank, _, spare in processes.calls)
     assert samplers._busy == [2.0 * len(by_rank[rank]) for rank in range(4)]
+
+
+class Losing(Scripted):
+    """Rank 1 is lost with its first part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ranks = [0, 1, 2, 3]
+
+    def receive(self) -> Message:
+        if 1 in self.ranks and len(self.calls) == 4:
+            raise WorkerLost("worker 1 ended", 1)
+        return super().receive()
+
+    def drop(self, ranks: Sequence[int], needed: bool) -> None:
+        assert list(ranks) == [0, 1] and needed
+        self.ranks = [2, 3]
+        self.count = 2
+        self.messages = deque(m for m in self.messages if m.rank in self.ranks)
+
+
+def test_all_workers_of_an_engine_are_lost_together(root: Path) -> None:
+    """Its part is sampled by the other engine, which is needed then."""
+    settings = build.recipe_from(recipe(root, parallel=2) | {"cluster": {"workers": 4}})
+    processes: Any = Losing()
+    samplers = object.__new__(apart.Apart)
+    workers.Samplers.__init__(samplers, settings, processes, gathers=True)
+    samplers._losses = []
+    request = Request([Prompt("a")], [0] * 8, list(range(8)), ResponseSpec(4), "", step=None)
+    pieces = list(samplers.generate(request))
+    assert sorted(i for piece in pieces for i in piece.index) == list(range(8))
+    assert [only for rank, only, _ in processes.calls if rank == 1] == [[0, 2]]
+    assert [only for r, only, _ in processes.calls if r == 3] == [[2, 4], [4, 6], [6, 8], [0, 2]]
+    assert samplers._losses == ["worker 1 ended; it was a sampler, and 2 more continue without it"]
+    with pytest.raises(WorkerLost, match="worker 2 ended"):
+        samplers.lost(WorkerLost("worker 2 ended", 2))
 
 
 class Engine:

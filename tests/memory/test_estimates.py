@@ -19,6 +19,7 @@ from tests import tokens as writers
 from tests.memory.test_peaks import shallow  # noqa: F401 a pipeline
 
 GIB = 2**30
+VLLM = ["sampler.engine=vllm"]
 
 
 def test_copies_cost_a_full_fine_tune_and_no_lora() -> None:
@@ -175,10 +176,17 @@ def test_another_engine_has_separate_memory(tmp_path: Path) -> None:
     folder = writers.build("qwen2", tmp_path / "m")
     common = [f"model.path={folder}", "model.name=causal", "model.max_prompt=32"]
     common += on("hub:a/b@train", "hub:a/b@test")  # the demo's questions have images
-    recipe = build.recipe("demo-vlm", [*common, "sampler.engine=vllm"])
+    recipe = build.recipe("demo-vlm", [*common, *VLLM])
     assert set(estimate(recipe).passing) == {"update with gradients"}
     told = [text for _, text in memory(recipe)]
     assert "vLLM reserves 40% of the device memory while sampling" in told
+    apart = ["cluster.workers=1", "cluster.samplers=1"]
+    told = [text for _, text in memory(build.recipe("demo-vlm", [*common, *apart, *VLLM]))]
+    learner, sampler = (i for i, text in enumerate(told) if " at the peak in each " in text)
+    assert told[learner:sampler][2].startswith("temporary, one at a time: update with gradients")
+    assert "optimizer" in told[learner + 1] and "optimizer" not in told[sampler + 1]
+    assert not any(text.startswith("temporary") for text in told[sampler:])
+    assert told.index("vLLM reserves 40% of the device memory") > sampler
 
 
 def test_a_full_fine_tune_of_a_language_model_keeps_a_copy_and_a_lora_none(tmp_path: Path) -> None:
