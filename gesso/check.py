@@ -305,7 +305,7 @@ def _estimated(assumed: Assumed, role: Role, estimated: Memory) -> list[tuple[st
         facts.append(("", f"assuming {assumed.prompts}"))
     if recipe.sampler.engine == "vllm" and role != "learner":
         share = recipe.sampler.vllm.gpu_memory
-        when = "" if role == "sampler" else " while sampling"  # one apart does not sleep
+        when = "" if role == "sampler" else " while sampling"  # a separate sampler always
         facts.append(("", f"vLLM reserves {share:.0%} of the device memory{when}"))
     if estimated.host:
         kept = ", ".join(f"{name} {size_of(size)}" for name, size in estimated.host.items())

@@ -178,7 +178,7 @@ class Worker(Exchanging, Saving):
             distributed.destroy_process_group()
         joint = self._store(store, count)
         timeout = timedelta(seconds=2 * self.recipe.cluster.patience)  # the driver stops first
-        # Samplers apart have a default group of their own: vLLM makes groups of all its members.
+        # Samplers have a separate default group, since vLLM creates subgroups of all its members.
         distributed.init_process_group(
             BACKENDS[device.type],
             store=distributed.PrefixStore("learners" if trains else "samplers", joint),

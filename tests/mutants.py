@@ -1479,9 +1479,16 @@ MUTANTS = [
     Mutant(
         "a-lost-node-takes-learners",
         "gesso/cluster/placement.py",
-        "samplers = max(1, count - (placement.workers - samplers))",
-        "samplers = min(samplers, count - 1)",
+        "min(samplers, max(parallel, (found - learners) // parallel * parallel))",
+        "min(samplers, found - 1)",
         "tests/cluster/test_apart.py -k fewer_samplers",
+    ),
+    Mutant(
+        "half-an-engine-lost",
+        "gesso/cluster/separate.py",
+        "self.sampling.drop(lost[0], needed",
+        "self.sampling.drop([error.rank], needed",
+        "tests/cluster/test_vllm_workers.py -k lost_together",
     ),
     Mutant(
         "shards-not-verified",

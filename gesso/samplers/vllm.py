@@ -1,15 +1,14 @@
 """vLLM as an engine for language models, in the process and on the device of the learner, or of a
-sampler apart.
+separate sampler.
 
 The engine has a separate implementation of the model and a separate copy of the weights. It starts
 without weights and loads them from the module before sampling, with adapters merged; nothing is
 written to disk. On a GPU it sleeps while the learner updates: it frees its memory and drops its
-weights. That of a sampler apart stays awake.
+weights. That of a separate sampler stays awake.
 
 Each worker of a cluster that samples has an engine, or `tensor_parallel` consecutive ones have one
-together.
-Each of them then runs a scheduler of its own, so that all must get the same requests in the same
-order; the logits, and so the sampled tokens, are the same on all of them.
+together. Each of them then runs a scheduler of its own, so that all must get the same requests in
+the same order; the logits, and so the sampled tokens, are the same on all of them.
 
 Prompts are passed as the token ids that the learner uses. Images are passed as features of our
 vision tower, so there is no second image processor.

@@ -19,10 +19,11 @@ from torch import distributed
 
 from gesso import build, run
 from gesso.check import check
-from gesso.cluster import apart, workers
+from gesso.cluster import workers
 from gesso.cluster.collecting import Request
 from gesso.cluster.placement import place
 from gesso.cluster.processes import Message, Processes
+from gesso.cluster.separate import SeparateSamplers
 from gesso.config import Lora
 from gesso.data import prompts
 from gesso.learner.learner import Update
@@ -103,8 +104,8 @@ CASES = {
     "an engine each, images, sharded base": Case(2, 1, "base", lora=True, sees=True),
     "one engine, images": Case(2, 2, None, lora=True, sees=True),
     "two engines of two, sharded": Case(4, 2, "all", lora=False),
-    "two engines apart": Case(1, 1, None, lora=False, samplers=2),
-    "one engine apart, images, sharded base": Case(2, 2, "base", lora=True, sees=True, samplers=2),
+    "two engines, separate": Case(1, 1, None, lora=False, samplers=2),
+    "one engine, separate, images, sharded": Case(2, 2, "base", lora=True, sees=True, samplers=2),
 }
 
 
@@ -167,7 +168,7 @@ def test_a_check_runs_in_the_workers_of_an_engine(
 
 
 @needs_vllm
-def test_an_engine_apart_that_is_killed(
+def test_a_separate_engine_that_is_killed(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While batches are sampled ahead. The other one samples what is lost with it from the same
@@ -248,7 +249,7 @@ def test_the_commands_of_the_documentation() -> None:
     assert found == [(8, 0, 2), (8, 4, 1)]
 
 
-def test_engines_apart_are_of_samplers_only(root: Path) -> None:
+def test_separate_engines_consist_of_samplers_only(root: Path) -> None:
     """Two engines, and a number of learners that is not divisible by their workers."""
     cluster = {"workers": 3, "samplers": 4}
     settings = build.recipe_from(recipe(root, 2) | {"cluster": cluster})
@@ -352,7 +353,7 @@ def test_all_workers_of_an_engine_are_lost_together(root: Path) -> None:
     """Its part is sampled by the other engine, which is needed then."""
     settings = build.recipe_from(recipe(root, parallel=2) | {"cluster": {"workers": 4}})
     processes: Any = Losing()
-    samplers = object.__new__(apart.Apart)
+    samplers = object.__new__(SeparateSamplers)
     workers.Samplers.__init__(samplers, settings, processes, gathers=True)
     samplers._losses = []
     request = Request([Prompt("a")], [0] * 8, list(range(8)), ResponseSpec(4), "", step=None)
