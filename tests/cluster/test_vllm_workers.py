@@ -223,7 +223,11 @@ def test_vllm_is_missing(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
         ),
         (26, 2, "use at most 12 workers, or start a run with sampler.batch = 1 for up to 24"),
         ((2, 3), 2, "sampler.vllm.tensor_parallel = 2 must divide cluster.samplers = 3"),
-        ((1, 14), 2, "cluster.samplers = 14, but the samples of a step in batches of"),
+        (
+            (1, 14),
+            2,
+            "cluster.samplers = 14, but with sampler.batch = 2 a step has work for only 12; use",
+        ),
     ],
 )
 def test_impossible_engines(
@@ -355,7 +359,7 @@ def test_all_workers_of_an_engine_are_lost_together(root: Path) -> None:
     processes: Any = Losing()
     samplers = object.__new__(SeparateSamplers)
     workers.Samplers.__init__(samplers, settings, processes, gathers=True)
-    samplers._losses = []
+    samplers._losses, samplers._calls_of_step = [], {}
     request = Request([Prompt("a")], [0] * 8, list(range(8)), ResponseSpec(4), "", step=None)
     pieces = list(samplers.generate(request))
     assert sorted(i for piece in pieces for i in piece.index) == list(range(8))
