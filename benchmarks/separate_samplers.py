@@ -1,4 +1,4 @@
-"""Measures samplers apart on a CPU: how fast weights travel, and how much of a step overlaps.
+"""Measures separate samplers on a CPU: how fast weights travel, and how much of a step overlaps.
 
     python benchmarks/separate_samplers.py weights [--gb 1]
     python benchmarks/separate_samplers.py overlap [--steps 8] [--recipe demo SETTING …]

@@ -556,9 +556,8 @@ def test_a_worker_that_does_not_answer_is_named() -> None:
     try:
         children(processes)[0].process.send_signal(SIGSTOP)
         processes.send(0, "forget", {"step": 0})
-        with pytest.raises(
-            StopRun, match=r"worker 0 has not answered for cluster.patience = 1 s while beginning to forget"
-        ):
+        message = r"worker 0 has not answered for cluster\.patience = 1 s while beginning to forget"
+        with pytest.raises(StopRun, match=message):
             processes.receive()
     finally:
         processes.close()
