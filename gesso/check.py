@@ -85,7 +85,7 @@ def check(recipe: Recipe, progress: Progress = SILENT) -> Findings:
 
 
 def _shares(placement: Placement) -> tuple[float, float]:
-    """Of the samples of a step, of the worker with the most: to sample, and to train on."""
+    """Shares of a step's samples on the busiest worker: to sample, and to train on."""
     samplers = placement.samplers or placement.workers
     learners = placement.workers - placement.samplers
     sampled, trained = (math.ceil(placement.parts / n) for n in (samplers, learners))
@@ -321,8 +321,8 @@ def _estimated(assumed: Assumed, role: Role, estimated: Memory) -> list[tuple[st
 
 
 def _time(job: Assembled, sampling: float, updating: float, evaluating: float | None) -> str:
-    """Of steps and evaluations, from the seconds per sample. `evaluating`: of evaluations, if it
-    does not follow from `sampling`."""
+    """Expected time of steps and evaluations, given seconds per sample; `evaluating` if evaluations
+    do not take `sampling` seconds per sample."""
     recipe = job.recipe
     step = recipe.data.groups * job.algorithm.group * (sampling + updating)
     if evaluating is None:

@@ -10,7 +10,7 @@ _source: Callable[[], float] = time.perf_counter
 
 
 def seconds() -> float:
-    """As time.perf_counter."""
+    """Like `time.perf_counter`."""
     return _source()
 
 

@@ -104,7 +104,7 @@ def _orientation() -> int:
 
 
 def _has_orientation(image: Image) -> bool:
-    """Of a PNG only EXIF before the pixels counts: Pillow decodes it all to search behind them."""
+    """A PNG's EXIF after the pixels is ignored: Pillow would decode the whole file to find it."""
     return image.format != "PNG" or "exif" in image.info
 
 

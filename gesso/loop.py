@@ -59,7 +59,7 @@ class Loop:
         self._health = Health(Facts.of(self.recipe, self.algorithm, held_out))
 
     def train(self) -> None:
-        """From the newest checkpoint (0 for a new run) to the last step, or until it is stopped."""
+        """Trains from the newest checkpoint (0 for a new run) to the last step or until stopped."""
         self.watcher.phase("starting")
         step = self._restore()
         self.after_restore()

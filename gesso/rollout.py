@@ -41,7 +41,7 @@ class Conditioning:
     layouts: tuple[Layout, ...] = ()  # P, with tokens in `source`: reference images of each prompt
 
     def rows(self, index: Tensor) -> Conditioning:
-        """Without the padding of `source` that these rows do not need."""
+        """Selects rows and drops padding of `source` that they do not need."""
         selected = self._map(lambda tensor: tensor[index])
         if self.source is None or not self.layouts:
             return selected
@@ -226,7 +226,7 @@ class TokenPrompt:
         return len(self.ids)
 
     def followed_by(self, tokens: Tensor) -> TokenPrompt:
-        """With the first tokens of a response."""
+        """The prompt followed by the first tokens of a response."""
         import torch
 
         ids, kinds = torch.cat([self.ids, tokens]), tokens.new_zeros(len(tokens))
@@ -323,7 +323,7 @@ class Rollout:
         )
 
     def aged(self) -> Rollout:
-        """Without what is only valid for the weights that generated it."""
+        """A copy without what is only valid for the weights that generated it."""
         if not isinstance(self.trace, FlowTrace):
             return self
         return replace(self, trace=replace(self.trace, negatives=None, per_sample_grads=None))

@@ -55,12 +55,12 @@ class Assembled:
 
     @property
     def learner(self) -> Learner:
-        """Of a cluster in this process."""
+        """The learner of a cluster in this process."""
         return self.local.learner
 
     @property
     def model(self) -> Any:
-        """Of a cluster in this process; its type depends on the recipe's family."""
+        """The model of a cluster in this process; its type depends on the recipe's family."""
         return self.local.learner.model
 
     @property

@@ -136,7 +136,7 @@ class PromptImage:
             raise UserError(f"{name} {fault}") from fault
 
     def digest(self) -> str:
-        """Of its content: a file may change."""
+        """A digest of the content: a file may change."""
         return hashlib.blake2b(self.read(), digest_size=16).hexdigest()
 
     def read(self) -> bytes:
@@ -177,7 +177,7 @@ class Prompt:
 
     @property
     def all_images(self) -> list[PromptImage]:
-        """Of the prompt, then those of `given` and of `image_columns`."""
+        """Images of the prompt, then of `given` and of `image_columns`."""
         given = [each for each in self.given if isinstance(each, PromptImage)]
         return [*self.images, *given, *self.image_columns.values()]
 
@@ -288,7 +288,7 @@ class OnePass:
 
 
 class Size(NamedTuple):
-    """Of an image or a video, in pixels and frames."""
+    """The size of an image or a video, in pixels and frames."""
 
     height: int
     width: int

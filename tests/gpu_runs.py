@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests import pipelines, tokens
 from tests.pinned.runs import UNREPEATABLE
 
 STEPS, DEVICE = 4, "cuda"
+AT_ONCE = 6  # bounds host memory: each process imports torch with CUDA
 KINDS = {"sd35": "sd3", "flux-dev": "flux", "qwen-image": "qwen-image", "qwen2": "causal"}
 NOT_REPEATED = (*UNREPEATABLE, "cached", "cluster/")  # a resumed run has no cached scores
 
@@ -64,6 +66,17 @@ def started(
         [sys.executable, "-m", "gesso", "train", *arguments],
         env=environment, stdout=log, stderr=log, start_new_session=True,
     )  # fmt: skip
+
+
+def at_once(jobs: Iterable[Callable[[], object]]) -> None:
+    """Runs them in threads, `AT_ONCE` at a time; raises the first error."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for job in [pool.submit(job) for job in jobs]:
+            job.result()
+
+
+def trained(run: Path, recipe: Path, cache: Path, overrides: Sequence[str] = ()) -> None:
+    finished(started(run, recipe, cache, overrides), run)
 
 
 def finished(process: subprocess.Popen[bytes], run: Path) -> None:

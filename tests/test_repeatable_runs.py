@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 import time
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.gpu_runs import KINDS, STEPS, finished, recipe, result, started, write_prompts
+from tests.gpu_runs import KINDS, STEPS, at_once, recipe, result, started, trained, write_prompts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,19 +37,18 @@ def kill_after(process: subprocess.Popen[bytes], run: Path, rows: int, seconds: 
 
 @pytest.fixture(scope="module")
 def first_runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Every model twice, all at once, each process with an empty cache."""
+    """Every model twice, each process with an empty cache."""
     base = tmp_path_factory.mktemp("runs")
     prompts = write_prompts(base)
-    folders, processes = {}, {}
+    folders: dict[str, Path] = {}
+    jobs = []
     for name in KINDS:
         folders[name] = base / name
         folders[name].mkdir()
         file = recipe(name, folders[name], prompts)
         for run in ("a", "b"):
-            path = folders[name] / run
-            processes[path] = started(path, file, folders[name] / f"cache-{run}")
-    for path, process in processes.items():
-        finished(process, path)
+            jobs.append(partial(trained, folders[name] / run, file, folders[name] / f"cache-{run}"))
+    at_once(jobs)
     return folders
 
 
@@ -68,16 +67,15 @@ MOMENTS = [(0, 5.0), (1, 0.0), (2, 0.3), (3, 0.05), (4, 0.0)]
 def killed_runs(first_runs: dict[str, Path]) -> dict[tuple[str, int], Path]:
     """With a filled cache, killed and resumed; SD3 at five moments, the others at one."""
 
-    def killed(name: str, moment: int) -> Path:
-        folder = first_runs[name]
-        run, rest = folder / f"killed-{moment}", (folder / "recipe.toml", folder / "cache-a")
+    def killed(run: Path, moment: int) -> None:
+        rest = run.parent / "recipe.toml", run.parent / "cache-a"
         kill_after(started(run, *rest), run, *MOMENTS[moment])
-        finished(started(run, *rest), run)
-        return run
+        trained(run, *rest)
 
     cases = [("sd35", i) for i in range(5)] + [(name, 2) for name in KINDS if name != "sd35"]
-    with ThreadPoolExecutor(len(cases)) as pool:
-        return dict(zip(cases, pool.map(lambda case: killed(*case), cases), strict=True))
+    made = {(name, i): first_runs[name] / f"killed-{i}" for name, i in cases}
+    at_once(partial(killed, run, moment) for (_, moment), run in made.items())
+    return made
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -51,7 +51,7 @@ def ode_spec(model: config.Model, steps: int) -> SampleSpec:
 
 
 class AnyFlowAlgorithm(config.Strict):
-    """With rewards or without."""
+    """A flow algorithm, with or without rewards."""
 
     name: str
     """Name of the algorithm."""

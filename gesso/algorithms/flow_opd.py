@@ -40,7 +40,7 @@ class TaughtTerms(StateTerms):
     target: Tensor  # (T, C, H, W): mean of the teacher's step; (T, 0) before `complete`
 
     def micro_batches(self, settings: config.Learner) -> Sequence[Tensor]:
-        """With one teacher each."""
+        """Micro-batches with one teacher each."""
         return [part for parts in self.by_teacher(settings).values() for part in parts]
 
     def by_teacher(self, settings: config.Learner) -> dict[int, Sequence[Tensor]]:

@@ -53,7 +53,7 @@ class NoisedTerms(FlowTerms):
         return matching.noised(self.clean, self.noise, self.t)
 
     def velocity(self, model: FlowModel, weights: Which = "current") -> Tensor:
-        """Without guidance."""
+        """The velocity without guidance."""
         if weights == "reference" and self.reference is not None:
             return self.reference
         return model.velocity(self.x_t, self.t, self.context.cond.rows(self.row), weights)

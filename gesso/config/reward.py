@@ -59,7 +59,7 @@ class Ramp(Strict):
     """Steps from one to the other."""
 
     def at(self, step: int) -> float:
-        """In batch `step`, counted from 0."""
+        """The weight in batch `step`, counted from 0."""
         return self.start + (self.end - self.start) * min(step / self.steps, 1.0)
 
 

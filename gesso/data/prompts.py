@@ -251,7 +251,7 @@ class Stream:
         return Stream(self.parts, seed)
 
     def metrics(self) -> dict[str, float]:
-        """Of the last batch."""
+        """Metrics of the last batch."""
         return {}
 
     def observe(self, step: int, prompts: Sequence[Prompt], spreads: Sequence[float]) -> None:

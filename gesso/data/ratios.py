@@ -40,7 +40,7 @@ def nearest(height: int, width: int) -> Ratio:
 
 
 def ratio_of(prompt: Prompt) -> Ratio | None:
-    """Of the first input image; None without one."""
+    """The aspect ratio of the first input image; None without one."""
     return nearest(*prompt.images[0].size) if prompt.images else None
 
 

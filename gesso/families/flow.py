@@ -154,7 +154,7 @@ class FlowFamily:
         return [BatchSize(("sampler.batch", "learner.micro_batch"), divisors)]
 
     def memory_load(self, recipe: Recipe, algorithm: Any, model: Any) -> Load:
-        """Without the networks of rewards."""
+        """The memory of a run, without the networks of rewards."""
         from gesso.algorithms.reward_gradient import RewardGradient
         from gesso.memory.flow import load
 

@@ -89,7 +89,7 @@ def too_long(model: TokenModel, tokens: int) -> str | None:
 
 
 def _given_too_long(model: Any, prompt: Prompt, most: int) -> str | None:
-    """Of a model that encodes given responses: why one of them is too long."""
+    """Why a given response is too long for a model that encodes them, or None."""
     longest = max((len(model.encode_response(prompt, text)) for text in prompt.given), default=0)
     if longest <= most:
         return None

@@ -53,17 +53,17 @@ class Shards:
         return parameter in self.parameters
 
     def elsewhere(self, size: int) -> int:
-        """Of `size` divided bytes, those that are on other ranks or in host memory."""
+        """How many of `size` sharded bytes are on other ranks or in host memory."""
         return size if self.offload else size - size // self.ranks
 
     @property
     def gathered(self) -> int:
-        """In a pass without gradients."""
+        """Most bytes gathered at once in a pass without gradients."""
         return self.rest + (ARRIVING + self.overlaps) * self.block
 
     @property
     def gathered_with_gradients(self) -> int:
-        """In a differentiated pass."""
+        """Most bytes of gathered weights and gradients in a pass with gradients."""
         return self.gathered + (self.rest + GRADIENTS * self.block if self.trained else 0)
 
 

@@ -251,14 +251,14 @@ def _scores_videos(entry: RewardEntry) -> bool:
 
 
 def _scores_only_videos(entry: RewardEntry) -> bool:
-    """Of bundled rewards: judges score videos and images."""
+    """Whether a bundled reward scores only videos; judges score videos and images."""
     if entry.name not in REWARDS:
         return entry.name == "video-align"
     return imports.attribute(_class_of(entry), "only_videos") is True
 
 
 def _over_all_frames(entry: RewardEntry) -> RewardEntry:
-    """Of a model of videos: bundled rewards of images have the mean over all frames by default."""
+    """For video models, bundled image rewards default to the mean over all frames."""
     if entry.frames is not None or not _is_bundled(entry) or _scores_videos(entry):
         return entry
     return entry.model_copy(update={"frames": "mean"})

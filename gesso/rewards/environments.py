@@ -26,7 +26,7 @@ def root() -> Path:
 
 
 def folder(requirements: str) -> Path:
-    """Where the environment of a requirements file is, installed or not."""
+    """The folder for the environment of a requirements file, installed or not."""
     file = Path(os.path.expanduser(requirements))
     try:
         content = file.read_bytes()

@@ -65,11 +65,11 @@ class Sampler(Protocol):
         """Uses this version of the weights from now on."""
 
     def prepare(self, which: Which) -> None:
-        """Before `sample` is called for parts of a call. Every rank must call it: sharded weights
-        are gathered here, not in `sample`, whose calls differ between ranks."""
+        """Called before the `sample` calls of a batch, on every rank: sharded weights are gathered
+        here, not in `sample`, whose calls differ between ranks."""
 
     def rest(self) -> None:
-        """Before an update: frees memory that the sampler needs only while sampling."""
+        """Called before an update: frees memory that is needed only while sampling."""
 
     def shared(self, prompts: Sequence[Prompt], spec: Any) -> Any:
         """What the traces of all samples of a call share: the encoded prompts."""

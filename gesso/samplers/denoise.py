@@ -54,7 +54,7 @@ class DenoisingSampler:
         return FlowContext(self._sigmas(sized), cond, negative, self._sigmas(sized, FINE_STEPS))
 
     def sized(self, spec: SampleSpec, prompt: Prompt) -> SampleSpec:
-        """With the size of the samples of this prompt."""
+        """The spec with the sample size of this prompt."""
         height, width = self.model.output_size(prompt, spec.height, spec.width)
         return replace(spec, height=height, width=width)
 

@@ -81,8 +81,8 @@ class VllmSampler:
         self.awake = True
 
     def rest(self) -> None:
-        """On a GPU the engine sleeps. Level 2 drops the weights instead of moving them to the host;
-        the module has them."""
+        """Puts the engine on a GPU to sleep. Level 2 drops the weights instead of moving them to
+        the host; the module has them."""
         if self.sleeps and self.awake:
             self.engine.sleep(level=2)
             self.loaded = None

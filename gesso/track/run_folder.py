@@ -224,7 +224,7 @@ class RunFolder:
     def begin_save(
         self, step: int, write: Write, about: Mapping[str, Any], keep: int
     ) -> Unfinished:
-        """As `save`, but the checkpoint is not complete before `finish`. `write` may return before
+        """Like `save`, but the checkpoint is complete after `finish`. `write` may return before
         everything is written."""
         if self.metrics_file.exists():
             flush(self.metrics_file)

@@ -38,8 +38,8 @@ def write(folder: Path, state: Mapping[str, Tensor], group: Any = None) -> None:
 
 
 def read(folder: Path, ranks: int | None, table: str = "") -> dict[str, Tensor]:
-    """Only tensors whose names begin with `table`: the optimizer states are larger than the
-    weights. `ranks`: each has written a file; None: one process has written `ONE`."""
+    """Reads tensors whose names begin with `table`: optimizer states are larger than the weights.
+    `ranks` is the number of files; None: one process has written `ONE`."""
     if ranks is None:
         return read_file(folder / ONE, table)
     _expect_files(folder, ranks)
@@ -49,8 +49,8 @@ def read(folder: Path, ranks: int | None, table: str = "") -> dict[str, Tensor]:
 def read_parts(
     folder: Path, ranks: int, sharded: Callable[[str], Tensor | None], table: str = ""
 ) -> dict[str, Tensor]:
-    """As `read`, but of tensors for which `sharded` gives a sharded tensor only the part of this
-    rank, as a tensor that is sharded in the same way."""
+    """Like `read`, but tensors for which `sharded` returns a sharded tensor are read only in part:
+    the result is sharded in the same way."""
     import torch
 
     def like(name: str, info: Any) -> Tensor:

@@ -54,7 +54,7 @@ class InBackground(Generic[T]):
         return self._future.done()
 
     def wait(self) -> None:
-        """Without raising an error."""
+        """Waits without raising an error."""
         concurrent.futures.wait([self._future])
 
     def result(self) -> T:

@@ -247,7 +247,7 @@ def sample_and_score(
     settings: SamplingOptions,
     progress: Progress,
 ) -> tuple[list[Sample], list[Score]]:
-    """As `SampledModel.draw`; finished samples are scored while the others are generated."""
+    """Like `SampledModel.draw`; finished samples are scored while others are generated."""
     scoring = service.begin(row, held_out=True)
 
     def submit(piece: Any) -> None:

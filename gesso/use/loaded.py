@@ -72,7 +72,7 @@ class SampledModel(ABC):
         seeds: Sequence[int],
         spec: SampleSpec | ResponseSpec,
     ) -> Iterator[Piece]:
-        """As `Sampler.sample`."""
+        """Like `Sampler.sample`."""
 
     @abstractmethod
     def close(self) -> None:
@@ -169,7 +169,7 @@ class SampledModel(ABC):
 
 @dataclass(frozen=True)
 class LoadedModel(SampledModel):
-    """In this process."""
+    """A model loaded in this process."""
 
     model: Any  # of the recipe's family
 

@@ -10,8 +10,8 @@ from gesso.use.source import ModelSource
 def open_to_sample(
     source: ModelSource, progress: Progress = SILENT, base: bool = False, few: bool = False
 ) -> SampledModel:
-    """In worker processes, if the recipe has several; for a `few` samples only if no process has
-    all weights. `base`: as in `open_model`."""
+    """Opens the model in worker processes if the recipe has several; for a `few` samples only if no
+    process has all weights. `base`: as in `open_model`."""
     recipe = source.training
     if recipe is None or recipe.cluster.workers in (None, 1):
         return open_model(source, progress, base)

@@ -97,7 +97,7 @@ def _check(file: Path, min_gap: float) -> None:
 
 
 def _key(section: AnyModel) -> str:
-    """Of a sample in a row of groups/000010.jsonl."""
+    """Key of a sample in a row of groups/000010.jsonl."""
     video = isinstance(section, Model) and section.frames > 1
     return "video" if video else "image" if section.output == "image" else "response"
 

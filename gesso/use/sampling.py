@@ -155,7 +155,7 @@ def check_out(out: Path, request: SampleRequest, models: int, recipe: AnyRecipe)
 
 
 def _suffix(recipe: AnyRecipe) -> str:
-    """Of the file of a sample; "" for a text."""
+    """File suffix of a sample; "" for a text."""
     if not isinstance(recipe.model, Model):
         return ""
     return media.VIDEO if (recipe.eval.frames or recipe.model.frames) > 1 else PNG

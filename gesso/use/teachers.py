@@ -166,7 +166,7 @@ def _same(one: str, other: str) -> bool:
 
 
 def _weights(found: _Run | _Folder, key: str, recipe: Recipe, model: Any) -> Weights:
-    """By the names of the student's parameters."""
+    """The teacher's weights, named like the student's parameters."""
     trained = model.policy.trainable
     if isinstance(found, _Run):
         source = found.source

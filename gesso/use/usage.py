@@ -189,7 +189,7 @@ def _suppressed(loaded: LoadedModel) -> list[str]:
 
 
 def _messages(prompt: Prompt) -> list[Any]:
-    """In the format of chat templates; those of text-only models expect plain strings."""
+    """Messages for chat templates; those of text-only models expect plain strings."""
     parts = [*({"type": "image"} for _ in prompt.images), {"type": "text", "text": prompt.text}]
     messages = prompt.messages or ({"role": "user", "content": parts},)
     if prompt.images:

@@ -114,7 +114,7 @@ def _captioned(image: Image.Image, text: str) -> Image.Image:
 
 
 def _even(image: Image.Image, width: int, height: int) -> Image.Image:
-    """On a canvas of this size, rounded up to even numbers as H.264 requires."""
+    """Pads to a canvas of this size, rounded up to even numbers as H.264 requires."""
     from PIL import Image
 
     canvas = Image.new("RGB", (width + width % 2, height + height % 2), PAPER)

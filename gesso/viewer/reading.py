@@ -205,8 +205,8 @@ class RunReader:
         return figures
 
     def _state(self, step: int, steps: int | None, times: Sequence[float], now: float) -> str:
-        """From its files only. A killed run leaves no record, so a run without new rows counts as
-        stopped."""
+        """The state of a run by its files. A killed run leaves no record, so a run without new rows
+        counts as stopped."""
         if steps is None:  # another version, or damaged
             return "unknown"
         if step >= steps:
@@ -345,7 +345,7 @@ def family(config: Mapping[str, Any]) -> str:
 
 
 def _frames(config: Mapping[str, Any]) -> int:
-    """Of a sample; 1 is an image."""
+    """Frames per sample; 1 is an image."""
     section = config.get("model")
     frames = section.get("frames") if isinstance(section, Mapping) else None
     return frames if isinstance(frames, int) else 1

@@ -66,7 +66,7 @@ class Policy:
         return {*parts.whole, *(trained if self.lora is not None else ())}
 
     def gather(self, which: Which) -> None:
-        """Until `release`, the module of this rank has all weights. Every rank must call it."""
+        """Gives this rank's module all weights until `release`. Every rank must call it."""
         if self._gathering is not None:
             self._gathering.gather(which)
 

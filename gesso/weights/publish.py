@@ -115,8 +115,8 @@ def _shared(held: Mapping[Which, Weights], published: Mapping[Which, Weights]) -
 
 
 class Digest:
-    """Of the names, dtypes, shapes and bits of tensors, one after the other; the same on every
-    device. It detects errors, not tampering."""
+    """Digest of the names, dtypes, shapes and bits of tensors, in order; the same on every device.
+    It detects errors, not tampering."""
 
     def __init__(self) -> None:
         self._rows: list[list[str | list[int]]] = []
@@ -133,7 +133,7 @@ class Digest:
 
 
 def in_order(copies: Mapping[Which, Weights]) -> Iterator[tuple[Which, str, Tensor]]:
-    """In which they are hashed and sent."""
+    """Tensors in the order in which they are hashed and sent."""
     for which, tensors in sorted(copies.items()):
         for name, tensor in sorted(tensors.items()):
             yield which, name, tensor

@@ -3,15 +3,17 @@ process does, in bfloat16."""
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.gpu_runs import STEPS, finished, recipe, result, started, write_prompts
+from tests.gpu_runs import STEPS, at_once, recipe, result, trained, write_prompts
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.xdist_group("workers"),  # with --dist loadgroup: one process makes the runs
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 WORKER = ("cluster.workers=1",)
@@ -46,21 +48,21 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
-    """All at once."""
     base = tmp_path_factory.mktemp("runs")
     prompts = write_prompts(base)
-    processes = {}
+    made: dict[tuple[str, str], Path] = {}
+    jobs = []
     for model, variants in RUNS.items():
         folder = base / model
         folder.mkdir()
         file = recipe(model, folder, prompts)
         for variant, overrides in variants.items():
             run = folder / variant.replace(", ", "-")
-            process = started(run, file, folder / f"cache-{run.name}", overrides)
-            processes[model, variant] = run, process
-    for run, process in processes.values():
-        finished(process, run)
-    return {key: run for key, (run, _) in processes.items()}
+            cache = folder / f"cache-{run.name}"
+            jobs.append(partial(trained, run, file, cache, overrides))
+            made[model, variant] = run
+    at_once(jobs)
+    return made
 
 
 @pytest.mark.parametrize(

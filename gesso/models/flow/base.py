@@ -70,7 +70,7 @@ class FlowModel(Protocol):
         supported sizes."""
 
     def noise(self, size: Size, generator: torch.Generator) -> Tensor:
-        """Of this latent shape, on the CPU: the values that the pipeline draws from the
+        """Noise of this size on the CPU: the values that the pipeline draws from the
         generator."""
 
     def velocity(

@@ -39,7 +39,7 @@ class EditingModel(PipelineModel):
         return self.pipe.image_processor.preprocess(image, *size)
 
     def token_count(self, prompt: Prompt, height: int, width: int) -> int:
-        """Of a sample of this prompt with its references. Reads only headers."""
+        """Tokens of a sample of this prompt with its references. Reads only headers."""
         references = (self.reference_size(*image.size) for image in prompt.images)
         sizes = self.output_size(prompt, height, width), *references
         return sum(math.prod(self.grid(*size)) for size in sizes)

@@ -190,7 +190,7 @@ class PipelineModel(ABC):
         return Conditioning(embeds, pooled, guidance=scale).to(self.device)
 
     def output_size(self, prompt: Prompt, height: int, width: int) -> tuple[int, int]:
-        """With model.match_input of the ratio of the first input image, at the same area."""
+        """With `model.match_input`, the ratio of the first input image at the same area."""
         ratio = ratio_of(prompt) if self.match_input else None
         if ratio is None:
             return height, width

@@ -46,7 +46,7 @@ class Wan(MultistepModel):
     )
 
     def trained_network(self) -> Any:
-        """Of Wan 2.2 A14B both experts."""
+        """The transformer; for Wan 2.2 A14B, both experts."""
         if self.pipe.config.boundary_ratio is None:
             return self.transformer
         scale = self.pipe.scheduler.config.num_train_timesteps
@@ -143,7 +143,7 @@ class Wan(MultistepModel):
     def _velocity(
         self, x: Tensor, sigma: Tensor, cond: Conditioning, weights: Which, **expert: bool
     ) -> Tensor:
-        """Of rows of one expert, if there are two."""
+        """The velocity of rows that use the same expert."""
         rows = len(x)
         x, sigma, cond = self.fill(x, sigma, cond)
         return self.run(weights, **expert, **self.inputs(x, sigma, cond))[:rows].float()
@@ -158,7 +158,7 @@ class Wan(MultistepModel):
         return super().guide(negative, positive, scale, sigma)
 
     def inputs(self, x: Tensor, sigma: Tensor, cond: Conditioning) -> dict[str, Any]:
-        """Of the transformer."""
+        """Inputs of the transformer."""
         return {
             "hidden_states": x.to(self.dtype),
             "timestep": self.timestep(sigma),

@@ -124,7 +124,7 @@ class WanI2V(Wan):
         return super().inputs(video, sigma, cond) | {"timestep": time}
 
     def encode_images(self, images: Tensor) -> Tensor:
-        """Without the first latent frame, if the input image is it."""
+        """Latents of videos; without the first frame where it is the input image."""
         z = super().encode_images(images)
         return z[:, :, 1:] if self.pinned else z
 

@@ -96,7 +96,7 @@ class ZImage(PipelineModel):
 
 
 def _prepare(original: Any, network: Any, length: int, *inputs: Any) -> tuple[Any, ...]:
-    """Of the images, all of one length, or of the texts."""
+    """Prepares the images, all of one length, or the texts."""
     x, rotation, mask, lengths, noise = original(*inputs)
     rotation = torch.view_as_real(rotation)
     if inputs[3] is network.cap_pad_token:
@@ -105,7 +105,7 @@ def _prepare(original: Any, network: Any, length: int, *inputs: Any) -> tuple[An
 
 
 def _join(original: Any, length: int, *inputs: Any) -> tuple[Any, ...]:
-    """Of images and texts."""
+    """Joins the sequences of images and texts."""
     x, rotation, _, noise = original(*inputs)
     images, texts = inputs[2], inputs[6]
     lengths = [a + b for a, b in zip(images, texts, strict=True)]

@@ -42,8 +42,8 @@ def pack_evenly(lengths: Sequence[int], budget: int) -> list[list[int]]:
 def pack_responses(
     prompts: Sequence[int], row: Sequence[int], responses: Sequence[int], budget: int
 ) -> list[list[int]]:
-    """Of responses, each of which follows prompts[row[i]]: a batch contains a prompt once
-    for all its responses, so these stay together as far as the budget allows."""
+    """Packs responses, response i after prompts[row[i]]. A batch contains a prompt once for all its
+    responses, so these stay together as far as the budget allows."""
     bundles: list[list[int]] = []
     lengths: list[int] = []
     by_prompt = defaultdict(list)

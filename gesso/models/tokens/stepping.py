@@ -172,7 +172,7 @@ class Ops(NamedTuple):
 
 @cache
 def _ops(device: str) -> Ops:
-    """On CUDA compiled and with our attention kernel; elsewhere the functions above."""
+    """On CUDA, compiled functions and our attention kernel; elsewhere the functions above."""
     if device != "cuda":
         return Ops(add_norm, rotated, gated, attend)
     from gesso.models.tokens.kernels import one_token

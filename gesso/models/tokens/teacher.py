@@ -85,7 +85,7 @@ def _check_images(student: VisionLanguage, teacher: VisionLanguage, where: str) 
 
 
 def _suppressed(student: TransformerModel, rows: int) -> Tensor:
-    """Of `rows` ids, those that the student cannot sample: both may pad their vocabulary."""
+    """Which of `rows` ids the student cannot sample: both models may pad their vocabulary."""
     beyond = range(len(student.allowed), rows)
     ids = {*student.suppressed_ids(), *beyond}
     return torch.tensor(sorted(i for i in ids if i < rows), dtype=torch.long)

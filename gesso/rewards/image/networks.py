@@ -85,7 +85,8 @@ def load_pretrained(kind: Any, path: str, **options: Any) -> Any:
 
 
 def load_network(kind: Any, path: str) -> Any:
-    """In float32, frozen, in eval mode. Raises if weights are missing: they would be random."""
+    """Loads a network, frozen, in float32 and eval mode. Raises if weights are missing, which would
+    be random."""
     import torch
 
     model, info = load_pretrained(kind, path, dtype=torch.float32, output_loading_info=True)

@@ -54,7 +54,7 @@ class SignColour(Strict):
         return colour_score(sample.pixels, target)
 
     def values(self, images: Tensor, prompts: Sequence[Prompt]) -> Tensor:
-        """As `score`, with soft shares. Which colour is the most frequent has no gradient."""
+        """Like `score`, with soft shares. Choosing the most frequent colour has no gradient."""
         import torch
 
         palette = torch.tensor(_PALETTE, device=images.device, dtype=images.dtype) / 255

@@ -73,7 +73,7 @@ class Comparison:
 
     @property
     def points(self) -> float:
-        """Of the sample that was shown first."""
+        """Points of the sample that was shown first."""
         return 0.5 if self.verdict is None else POINTS[self.verdict]
 
 
