@@ -112,6 +112,14 @@ class Cable:
     def set(self, state: str) -> None:
         _ip("-n", self.namespace, "link", "set", "eth0", state)
 
+    @property
+    def recovered(self) -> bool:
+        """Whether everything that was sent has arrived. TCP sends it again after some time, which
+        doubles: a connection that is cut off again before that is silent for much longer than the
+        network is down, and Ray gives it up after 20 s."""
+        ends = ((self.here, ()), (self.there, self.through))
+        return not any(_on_its_way(address, _connections(through)) for address, through in ends)
+
 
 @contextmanager
 def cable() -> Iterator[Cable]:
@@ -128,6 +136,23 @@ def cable() -> Iterator[Cable]:
         yield made
     finally:
         _ip("netns", "delete", made.namespace)
+
+
+def hexadecimal(address: str) -> str:
+    """An IPv4 address as in /proc/net/tcp."""
+    return bytes(map(int, address.split(".")))[::-1].hex().upper()
+
+
+def _connections(through: Sequence[str]) -> str:
+    command = [*through, "sh", "-c", "cat /proc/net/tcp*"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _on_its_way(address: str, connections: str) -> bool:
+    """Whether TCP waits for an acknowledgement of something sent from this address."""
+    rows = [line.split() for line in connections.splitlines()]
+    own = [row for row in rows if row[1].partition(":")[0].endswith(hexadecimal(address))]
+    return any(int(row[4].partition(":")[0], 16) for row in own)
 
 
 def _ip(*arguments: str) -> None:

@@ -28,7 +28,7 @@ from gesso.cluster.ray_nodes import nodes
 from gesso.track.progress import SILENT
 from gesso.types import StopRun, UserError
 from tests.cluster.moments import MOMENTS, at_moments
-from tests.cluster.ray_nodes import HEAD, OTHER, TOKEN, RayCluster, cable
+from tests.cluster.ray_nodes import HEAD, OTHER, TOKEN, RayCluster, cable, hexadecimal
 from tests.cluster.runs import alive, assert_equal, go, language_recipe
 from tests.conftest import small_recipe
 from tests.waiting import Started, until
@@ -39,9 +39,17 @@ pytestmark = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def token() -> Iterator[None]:
+    """Of all clusters of this file. Ray reads it when it is imported."""
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in TOKEN.items():
+            patched.setenv(name, value)
+        yield
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
-    os.environ.update(TOKEN)  # before Ray is imported
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         started = RayCluster(Path(folder))
         try:
@@ -55,7 +63,6 @@ def cluster() -> Iterator[RayCluster]:
 
 
 def test_a_cluster_with_a_token_refuses_others(cluster: RayCluster) -> None:
-    """All tests of this file have it."""
     code = f"import ray; ray.init({cluster.address!r}); print(ray.nodes())"
     for given, refused in ((TOKEN, False), (TOKEN | {"RAY_AUTH_TOKEN": "0" * 64}, True)):
         command = [sys.executable, "-c", code]
@@ -91,7 +98,7 @@ def test_a_run_on_two_nodes_is_that_of_one_process(
         assert "2 worker processes (CPU, 1 thread each) on a Ray cluster of 2 nodes" in log
         assert together.rows()[-1]["cluster/sent_gb"] > 0
         assert run.recipe_of(together).cluster.workers == "auto"
-    until(lambda: not actor_pids(), limit=60)
+    until(lambda: not actor_pids())
 
 
 def test_workers_are_placed_and_listen_at_the_address_of_their_node(
@@ -106,7 +113,7 @@ def test_workers_are_placed_and_listen_at_the_address_of_their_node(
         assert sorted(processes.address(rank) for rank in range(2)) == [HEAD, OTHER]
         store = processes.store()
         assert store["host"] == processes.address(0)
-        host = bytes(map(int, store["host"].split(".")))[::-1].hex().upper()
+        host = hexadecimal(store["host"])
         listening = re.findall(r": (\w+:\w+) 0+:0+ 0A ", Path("/proc/net/tcp").read_text())
         assert f"{host}:{store['port']:04X}" in listening
     finally:
@@ -118,7 +125,7 @@ def three_nodes(cluster: RayCluster) -> Iterator[RayCluster]:
     node = cluster.add("127.0.0.5")
     yield cluster
     node.kill()
-    until(lambda: len(nodes(cluster.address)) == 2, limit=120)  # Ray notices it later
+    until(lambda: len(nodes(cluster.address)) == 2)  # Ray notices it later
 
 
 def test_samplers_apart_one_of_which_is_killed(
@@ -183,7 +190,7 @@ def test_workers_end_with_a_driver_that_is_killed(
     pids = actor_pids()
     assert len(pids) == 2
     driver.process.kill()
-    until(lambda: not any(alive(pid) for pid in pids), limit=60)
+    until(lambda: not any(alive(pid) for pid in pids))
     steps = (run.RunFolder.open(folder).latest() or 0) + 1
     overrides = ["cluster.address=none", "cluster.workers=none"]
     resumed = run.resume(folder, quiet=True, steps=steps, overrides=overrides)
@@ -269,6 +276,7 @@ def test_a_network_that_is_down_for_ten_seconds(
         def cut(moment: str) -> None:
             if timers:
                 timers[-1].join()
+                until(lambda: network.recovered)
             network.set("down")
             timers.append(threading.Timer(10, network.set, ("up",)))
             timers[-1].start()
@@ -300,7 +308,7 @@ def test_a_node_that_does_not_see_the_run_folder_and_whose_disk_is_full(
         node.kill()
     through = ["env", f"TMPDIR={hidden}", "unshare", "-m", "sh", "-c", HIDE, str(hidden)]
     node = cluster.add("127.0.0.4", through, cpus=2)
-    until(lambda: len(nodes(cluster.address)) == 2, limit=120)
+    until(lambda: len(nodes(cluster.address)) == 2)
     disk = Path(f"/proc/{node.started.process.pid}/root{hidden}")
     data, folder, filler = language_recipe(language, {"name": "grpo"}), hidden / "run", disk / "f"
 
