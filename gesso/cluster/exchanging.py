@@ -62,26 +62,27 @@ class Exchanging:
     def share(self, pieces: Sequence[str], owners: Sequence[int]) -> dict[str, Any]:
         """Sends these pieces, without their images, to all ranks."""
         sent = self.group.sent
-        for owner in dict.fromkeys(owners):
-            left = [name for name, other in zip(pieces, owners, strict=True) if other == owner]
-            while left:
-                mine = self._bundle(left) if owner == self.group.rank else {}
-                own = {f"{n}:{t}": v for n, piece in mine.items() for t, v in piece.items()}
-                abouts = [about(self.pieces[name]) for name in mine]
-                values, found = self.group.broadcast(owner, own, abouts)
-                some, left = left[: len(found)], left[len(found) :]
-                if owner != self.group.rank:
+        left: list[list[str]] = [[] for _ in range(self.group.count)]
+        for name, owner in zip(pieces, owners, strict=True):
+            left[owner].append(name)
+        while any(left):
+            mine = self._bundle(left[self.group.rank])
+            own = {f"{n}:{t}": v for n, piece in mine.items() for t, v in piece.items()}
+            gathered = self.group.gather(own, [about(self.pieces[name]) for name in mine])
+            for rank, (values, found) in enumerate(gathered):
+                some, left[rank] = left[rank][: len(found)], left[rank][len(found) :]
+                if rank != self.group.rank:
                     self._unpack(some, values, found)
         return {"sent": self.group.sent - sent}
 
     def _bundle(self, names: Sequence[str]) -> dict[str, dict[str, Tensor]]:
-        """The tensors of the first pieces: as many pieces as fit into one broadcast."""
+        """The tensors of the first pieces: as many pieces as fit into one collective."""
         found: dict[str, dict[str, Tensor]] = {}
         size = 0
         for name in names:
             tensors = tensors_of(self.pieces[name]) | self._features_of(self.pieces[name])
             size += sum(tensor.nbytes for tensor in tensors.values())
-            if found and size > BUCKET:
+            if found and size > BUCKET // self.group.count:
                 break
             found[name] = tensors
         return found

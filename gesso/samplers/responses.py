@@ -85,10 +85,12 @@ def _partial(response: Response) -> PartialResponse:
 
 
 def encode_prompts(model: TokenModel, prompts: Sequence[Prompt]) -> list[TokenPrompt]:
-    """Uses threads if there are images: each takes milliseconds, mostly outside of Python."""
-    if not any(prompt.images for prompt in prompts):
+    """Uses threads if there are images: each takes milliseconds, mostly outside of Python. As many
+    as torch uses: several workers share the cores."""
+    threads = torch.get_num_threads()
+    if threads == 1 or not any(prompt.images for prompt in prompts):
         return [model.encode(prompt) for prompt in prompts]
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(model.encode, prompts))
 
 

@@ -18,12 +18,14 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gesso.types import StopRun, Weights, Which
 from gesso.weights.copies import same_memory
 
 CHUNK = 2**22
-"""Elements that are hashed at once, since they are widened to 64 bits."""
+"""Elements that are hashed at once, since some operations copy them."""
+COLUMNS = 1024
 
 
 class Readable(Protocol):
@@ -153,7 +155,16 @@ def _checksum(tensor: Tensor) -> Tensor:
     bits = tensor.detach().contiguous().view(integer[tensor.element_size()]).flatten()
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, len(bits), CHUNK):
-        part = bits[start : start + CHUNK].long()
-        index = torch.arange(start, start + len(part), device=bits.device)
-        total += (part * (2 * index + 1)).sum()
+        part = bits[start : start + CHUNK]
+        total += 2 * start * part.sum() + _weighted_sum(part)
     return total
+
+
+def _weighted_sum(bits: Tensor) -> Tensor:
+    """Σ (2i + 1)·bits_i, from the sums of the rows and columns of a table, which are much faster
+    than a product for every element."""
+    table = pad(bits, (0, -len(bits) % COLUMNS)).view(-1, COLUMNS)
+    row = torch.arange(len(table), device=bits.device)
+    column = torch.arange(COLUMNS, device=bits.device)
+    by_row = 2 * COLUMNS * (row * table.sum(1)).sum()
+    return by_row + ((2 * column + 1) * table.sum(0)).sum()

@@ -504,9 +504,9 @@ class _Passing:
     count = 2
     sent = 0
 
-    def broadcast(self, source: int, values: Any, about: Any = None) -> Any:
-        self.log += [(dict(values), about)] if self.rank == source else []
-        return self.log[-1]
+    def gather(self, values: Any, about: Any) -> Any:
+        self.log += [(dict(values), about)] if self.rank == 0 else []
+        return [self.log[-1], ({}, [])]
 
 
 def test_the_least_recently_used_images_are_forgotten() -> None:
@@ -843,6 +843,8 @@ def test_responses_are_packed_with_their_prompts() -> None:
     assert pack_responses(prompts, row, responses, 9) == [[0], [1, 3], [2], [4]]
     assert pack_responses([50], [0, 0], [3, 3], 9) == [[0], [1]]  # too long for any batch: alone
     even = pack_responses([0] * 4, range(4), [6, 3, 3, 4], 13)  # not 13 and 3
+    four = pack_responses([0] * 6, range(6), [4, 4, 4, 4, 2, 2], 8)  # 20 tokens need only three
+    assert sorted(map(len, four)) == [1, 1, 2, 2], four
     assert even == [[0, 1], [2, 3]] or even == [[0, 2], [1, 3]]
 
 
