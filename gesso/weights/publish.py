@@ -155,16 +155,14 @@ def _checksum(tensor: Tensor) -> Tensor:
     bits = tensor.detach().contiguous().view(integer[tensor.element_size()]).flatten()
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, len(bits), CHUNK):
-        part = bits[start : start + CHUNK]
-        total += 2 * start * part.sum() + _weighted_sum(part)
+        total += _weighted_sum(bits[start : start + CHUNK], start)
     return total
 
 
-def _weighted_sum(bits: Tensor) -> Tensor:
-    """Σ (2i + 1)·bits_i, from the sums of the rows and columns of a table, which are much faster
-    than a product for every element."""
+def _weighted_sum(bits: Tensor, start: int) -> Tensor:
+    """Σ (2 (start + i) + 1)·bits_i, from the sums of the rows and columns of a table, which is
+    much faster than a product for every element."""
     table = pad(bits, (0, -len(bits) % COLUMNS)).view(-1, COLUMNS)
-    row = torch.arange(len(table), device=bits.device)
-    column = torch.arange(COLUMNS, device=bits.device)
-    by_row = 2 * COLUMNS * (row * table.sum(1)).sum()
-    return by_row + ((2 * column + 1) * table.sum(0)).sum()
+    row = torch.arange(2 * start, 2 * (start + table.numel()), 2 * COLUMNS, device=bits.device)
+    column = torch.arange(1, 2 * COLUMNS, 2, device=bits.device)
+    return (row * table.sum(1)).sum() + (column * table.sum(0)).sum()
