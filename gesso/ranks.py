@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gesso.timeline.recorder import phase
 
@@ -90,51 +91,37 @@ class Group:
 
     def merge(self, parts: Mapping[int, Values], owners: Sequence[int]) -> list[Values]:
         merged: dict[int, dict[str, Tensor]] = {i: {} for i in range(len(owners))}
-        for rank in sorted(set(owners)):
-            mine = parts if rank == self.rank else {}
-            named = {f"{i}/{name}": t for i, values in mine.items() for name, t in values.items()}
-            for key, tensor in self.broadcast(rank, named)[0].items():
+        named = {f"{i}/{name}": t for i, values in parts.items() for name, t in values.items()}
+        for values, _ in self.gather(named):
+            for key, tensor in values.items():
                 i, _, name = key.partition("/")
                 merged[int(i)][name] = tensor
         return list(merged.values())
 
-    def broadcast(self, source: int, values: Values, about: Any = None) -> tuple[Values, Any]:
-        """Returns the tensors of rank `source` by name, and its JSON value `about`. Takes three
-        collectives: the length of a header, the header, and all tensors as bytes."""
+    def gather(self, values: Values, about: Any = None) -> list[tuple[Values, Any]]:
+        """The tensors of every rank by name, and its JSON value `about`. Takes two collectives: the
+        sizes, and all headers and tensors as bytes."""
         if self.count == 1:
-            return values, about
-        if self.rank == source:
-            columns = [(n, str(t.dtype), list(t.shape)) for n, t in values.items()]
-            header = _bytes(json.dumps([columns, about]), self.device)
-            body = [
-                t.to(self.device).contiguous().flatten().view(torch.uint8) for t in values.values()
-            ]
-            sent = torch.cat(body) if body else header[:0]
-        length = torch.tensor(len(header) if self.rank == source else 0, device=self.device)
-        self._broadcast(length, source)
-        if self.rank != source:
-            header = torch.empty(int(length), dtype=torch.uint8, device=self.device)
-        self._broadcast(header, source)
-        columns, about = json.loads(bytes(header.cpu().numpy()))
-        dtypes = [getattr(torch, dtype.removeprefix("torch.")) for _, dtype, _ in columns]
-        sizes = [
-            math.prod(shape) * dtype.itemsize
-            for (_, _, shape), dtype in zip(columns, dtypes, strict=True)
+            return [(values, about)]
+        columns = [(n, str(t.dtype), list(t.shape)) for n, t in values.items()]
+        header = _bytes(json.dumps([columns, about]), self.device)
+        body = [t.to(self.device).contiguous().flatten().view(torch.uint8) for t in values.values()]
+        mine = torch.cat([header, *body])
+        sizes = torch.tensor([len(header), len(mine)], device=self.device)
+        found = [size.tolist() for size in self._gather(sizes)]
+        longest = max(size for _, size in found)
+        received = self._gather(pad(mine, (0, longest - len(mine))))
+        return [
+            (values, about) if rank == self.rank else _unpacked(data[:end], start)
+            for rank, (data, (start, end)) in enumerate(zip(received, found, strict=True))
         ]
-        if self.rank != source:
-            sent = torch.empty(sum(sizes), dtype=torch.uint8, device=self.device)
-        if len(sent):
-            self._broadcast(sent, source)
-        if self.rank == source:
-            return values, about
-        received = {}
-        for (name, _, shape), dtype, part in zip(columns, dtypes, sent.split(sizes), strict=True):
-            received[name] = part.clone().view(dtype).view(shape)  # aligned, in its own memory
-        return received, about
 
-    def _broadcast(self, tensor: Tensor, source: int) -> None:
-        with self._collective(tensor.nbytes if source == self.rank else 0):
-            self.distributed.broadcast(tensor, source)
+    def _gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, which have the same shape."""
+        received = [torch.empty_like(tensor) for _ in range(self.count)]
+        with self._collective(tensor.nbytes):
+            self.distributed.all_gather(received, tensor)
+        return received
 
     @contextmanager
     def _collective(self, size: int) -> Iterator[None]:
@@ -159,6 +146,22 @@ class Group:
 
 def _bytes(text: str, device: torch.device) -> Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device)
+
+
+def _unpacked(data: Tensor, start: int) -> tuple[Values, Any]:
+    """The tensors and the JSON value of a rank, from its bytes; its header ends at `start`."""
+    columns, about = json.loads(bytes(data[:start].cpu().numpy()))
+    dtypes = [getattr(torch, dtype.removeprefix("torch.")) for _, dtype, _ in columns]
+    sizes = [
+        math.prod(shape) * dtype.itemsize
+        for (_, _, shape), dtype in zip(columns, dtypes, strict=True)
+    ]
+    values = {}
+    for (name, _, shape), dtype, part in zip(
+        columns, dtypes, data[start:].split(sizes), strict=True
+    ):
+        values[name] = part.clone().view(dtype).view(shape)  # aligned, in its own memory
+    return values, about
 
 
 @dataclass(frozen=True)

@@ -1218,9 +1218,9 @@ MUTANTS = [
     Mutant(
         "features-sent-to-other-ranks",
         "gesso/cluster/exchanging.py",
-        "tensors_of(self.pieces[name]) | self._features_of(self.pieces[name])",
-        "tensors_of(self.pieces[name])",
-        "tests/models/test_tokens.py -k features_of_images",
+        'return values | {f"{FEATURES}{key}": features for key, features in found.items()}',
+        "return values",
+        "tests/models/test_tokens.py -k prompts_and_features_of_images",
     ),
     Mutant(
         "memory-of-a-sampler",

@@ -14,14 +14,14 @@ from gesso.learner.learner import Learner
 from gesso.models.tokens.feature_cache import FeatureCache
 from gesso.models.tokens.vision_language import VisionLanguage
 from gesso.ranks import Group
-from gesso.rollout import FlowTrace, TokenTrace
+from gesso.rollout import FlowTrace, TokenPrompt, TokenTrace
 from gesso.samplers.base import Piece, Sampler
 from gesso.samplers.partial import Begun
 from gesso.types import Prompt, ResponseSpec, Sample, SampleSpec
 from gesso.weights.history import History
 from gesso.weights.publish import publish
 
-FEATURES = "features of "  # prefix of tensor names
+FEATURES, PROMPT = "features of ", "prompt "  # prefixes of tensor names
 
 
 @dataclass
@@ -60,30 +60,39 @@ class Exchanging:
         return {}
 
     def share(self, pieces: Sequence[str], owners: Sequence[int]) -> dict[str, Any]:
-        """Sends these pieces, without their images, to all ranks."""
+        """Sends these pieces, without their images, and the encoded prompts of responses to all
+        ranks."""
         sent = self.group.sent
-        for owner in dict.fromkeys(owners):
-            left = [name for name, other in zip(pieces, owners, strict=True) if other == owner]
-            while left:
-                mine = self._bundle(left) if owner == self.group.rank else {}
-                own = {f"{n}:{t}": v for n, piece in mine.items() for t, v in piece.items()}
-                abouts = [about(self.pieces[name]) for name in mine]
-                values, found = self.group.broadcast(owner, own, abouts)
-                some, left = left[: len(found)], left[len(found) :]
-                if owner != self.group.rank:
+        prompts: set[tuple[str, str]] = set()  # those that this rank has sent
+        left: list[list[str]] = [[] for _ in range(self.group.count)]
+        for name, owner in zip(pieces, owners, strict=True):
+            left[owner].append(name)
+        while any(left):
+            mine = self._bundle(left[self.group.rank], prompts)
+            own = {f"{n}:{t}": v for n, piece in mine.items() for t, v in piece.items()}
+            gathered = self.group.gather(own, [about(self.pieces[name]) for name in mine])
+            for rank, (values, found) in enumerate(gathered):
+                some, left[rank] = left[rank][: len(found)], left[rank][len(found) :]
+                if rank != self.group.rank:
                     self._unpack(some, values, found)
         return {"sent": self.group.sent - sent}
 
-    def _bundle(self, names: Sequence[str]) -> dict[str, dict[str, Tensor]]:
-        """The tensors of the first pieces: as many pieces as fit into one broadcast."""
+    def _bundle(
+        self, names: Sequence[str], sent: set[tuple[str, str]]
+    ) -> dict[str, dict[str, Tensor]]:
+        """The tensors of the first pieces, as many pieces as fit into one collective, and of their
+        prompts. `sent`: tensors of prompts that are left out, by call and name."""
         found: dict[str, dict[str, Tensor]] = {}
         size = 0
         for name in names:
-            tensors = tensors_of(self.pieces[name]) | self._features_of(self.pieces[name])
+            piece, call = self.pieces[name], call_of(name)
+            prompts = {n: t for n, t in self._prompts_of(piece).items() if (call, n) not in sent}
+            tensors = tensors_of(piece) | prompts
             size += sum(tensor.nbytes for tensor in tensors.values())
-            if found and size > BUCKET:
+            if found and size > BUCKET // self.group.count:
                 break
             found[name] = tensors
+            sent |= {(call, n) for n in prompts}
         return found
 
     def _unpack(
@@ -96,14 +105,22 @@ class Exchanging:
         for name, described in zip(names, abouts, strict=True):
             self.pieces[name] = self._received(name, by_piece[name], *described)
 
-    def _features_of(self, piece: Piece) -> dict[str, Tensor]:
-        """Features of prompt images, so that other ranks need not encode these images to train."""
-        if self._feature_cache is None:
-            return {}
+    def _prompts_of(self, piece: Piece) -> dict[str, Tensor]:
+        """Encoded prompts and features of their images, which other ranks need to train."""
         trace = piece.trace
-        prompts = [trace.prompts[i] for i in trace.row.unique().tolist()]
-        found = self._feature_cache.known(prompts)
-        return {f"{FEATURES}{key}": features for key, features in found.items()}
+        if not isinstance(trace, TokenTrace):
+            return {}
+        prompts = {row: trace.prompts[row] for row in trace.row.unique().tolist()}
+        values = {
+            f"{PROMPT}{row}/{field}": tensor
+            for row, prompt in prompts.items()
+            for field, tensor in vars(prompt).items()
+            if tensor is not None
+        }
+        if self._feature_cache is None:
+            return values
+        found = self._feature_cache.known(prompts.values())
+        return values | {f"{FEATURES}{key}": features for key, features in found.items()}
 
     @property
     def _feature_cache(self) -> FeatureCache | None:
@@ -112,23 +129,31 @@ class Exchanging:
     def _received(
         self, name: str, values: dict[str, Tensor], index: list[int], texts: Sequence[Any]
     ) -> Piece:
-        request = self.requests[name.partition("/")[0]]
+        request = self.requests[call_of(name)]
         samples = [
             Sample(request.prompts[request.row[i]], None, request.seeds[i], text, tokens)
             for i, (text, tokens) in zip(index, texts, strict=True)
         ]
         logp = values.pop("logp")
-        features = {n: values.pop(n) for n in list(values) if n.startswith(FEATURES)}
-        if self._feature_cache is not None:
-            self._feature_cache.add_known(
-                {n.removeprefix(FEATURES): t for n, t in features.items()}
-            )
+        self._take_prompts(request, values)
         trace: Any  # of the model's family
         if isinstance(request.spec, SampleSpec):
             trace = FlowTrace(context=request.shared, **values)
         else:
             trace = TokenTrace(prompts=request.shared, **values)
         return Piece(index, samples, trace, logp)
+
+    def _take_prompts(self, request: Request, values: dict[str, Tensor]) -> None:
+        """Removes what `_prompts_of` has added."""
+        features, prompts = _popped(values, FEATURES), _popped(values, PROMPT)
+        if self._feature_cache is not None:
+            self._feature_cache.add_known(features)
+        fields: dict[int, dict[str, Tensor]] = {}
+        for key, tensor in prompts.items():
+            row, _, field = key.partition("/")
+            fields.setdefault(int(row), {})[field] = tensor.cpu()
+        for number, tensors in fields.items():
+            request.shared.add(number, TokenPrompt(**tensors))
 
     def exchange(self, version: int) -> dict[str, Any]:
         """See `History.exchange`."""
@@ -164,6 +189,17 @@ class Exchanging:
         answer = self.transfers.receive_weights(publication.copies).answer()
         self.sampler.accept(publication)
         return answer
+
+
+def call_of(name: str) -> str:
+    """The call in which a piece was sampled."""
+    return name.partition("/")[0]
+
+
+def _popped(values: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Removes the tensors whose names have this prefix; returns them without it."""
+    names = [name for name in values if name.startswith(prefix)]
+    return {name.removeprefix(prefix): values.pop(name) for name in names}
 
 
 def about(piece: Piece) -> list[Any]:

@@ -30,7 +30,7 @@ from gesso.samplers import responses
 from gesso.samplers.base import Piece, parts
 from gesso.samplers.next_token import sample_from_raw, sample_tokens
 from gesso.samplers.partial import Begun
-from gesso.samplers.responses import Response, ResponseRequest
+from gesso.samplers.responses import EncodedPrompts, Response, ResponseRequest
 from gesso.samplers.slots import SlotCache
 from gesso.types import Prompt, ResponseSpec, Which
 from gesso.weights.publish import HeldWeights, Publication
@@ -61,8 +61,8 @@ class DecodingSampler:
     def rest(self) -> None:
         """The learner releases gathered weights itself."""
 
-    def shared(self, prompts: Sequence[Prompt], spec: ResponseSpec) -> Sequence[TokenPrompt]:
-        return responses.encode_prompts(self.model, prompts)
+    def shared(self, prompts: Sequence[Prompt], spec: ResponseSpec) -> EncodedPrompts:
+        return EncodedPrompts(self.model, prompts)
 
     def sample(
         self,
@@ -70,7 +70,7 @@ class DecodingSampler:
         row: Sequence[int],
         seeds: Sequence[int],
         spec: ResponseSpec,
-        shared: Sequence[TokenPrompt] | None = None,
+        shared: EncodedPrompts | None = None,
         only: range | None = None,
         begun: Begun | None = None,
     ) -> Iterator[Piece[TokenTrace]]:
@@ -80,13 +80,17 @@ class DecodingSampler:
         cut = [range(len(seeds))] if self.continuous else parts(row, self.batch, spec)
         with self.model.policy.folded(soon=spec.weights):
             for part in [only] if only else cut:
+                encoded.encode(row[i] for i in part)
                 request = ResponseRequest(prompts, encoded, row, seeds, part, begun)
                 yield from self._pieces(request, spec)
 
     def _pieces(self, request: ResponseRequest, spec: ResponseSpec) -> Iterator[Piece[TokenTrace]]:
         kind = _FixedShapeDecoding if self.model.device.type == "cuda" else _Decoding
         rows, seeds = request.rows_and_seeds
-        decoding = kind(self, request.encoded, rows, seeds, spec, request.begun_here)
+        number = {row: i for i, row in enumerate(dict.fromkeys(rows))}
+        encoded = [request.encoded[row] for row in number]
+        rows = [number[row] for row in rows]
+        decoding = kind(self, encoded, rows, seeds, spec, request.begun_here)
         prepared = self.model.generating(spec.weights)
         while decoding.unfinished or decoding.finished:
             # Both contexts end before the piece is yielded: they must not apply to the caller.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,11 +85,45 @@ def _partial(response: Response) -> PartialResponse:
     return PartialResponse(tokens.cpu(), logp.cpu(), versions.cpu(), response.done)
 
 
-def encode_prompts(model: TokenModel, prompts: Sequence[Prompt]) -> list[TokenPrompt]:
-    """Uses threads if there are images: each takes milliseconds, mostly outside of Python."""
-    if not any(prompt.images for prompt in prompts):
+class EncodedPrompts(Sequence[TokenPrompt]):
+    """The prompts of a call, encoded when they are first read: each of several workers reads only
+    those that it samples, and receives the others with their samples."""
+
+    def __init__(self, model: TokenModel, prompts: Sequence[Prompt]) -> None:
+        self._model = model
+        self._prompts = prompts
+        self._encoded: dict[int, TokenPrompt] = {}
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __iter__(self) -> Iterator[TokenPrompt]:
+        self.encode(range(len(self)))
+        return (self._encoded[row] for row in range(len(self)))
+
+    def __getitem__(self, row: Any) -> Any:
+        assert isinstance(row, int), "no slices"
+        self.encode([row])
+        return self._encoded[row]
+
+    def encode(self, rows: Iterable[int]) -> None:
+        """Together, so that they can share threads."""
+        new = [row for row in dict.fromkeys(rows) if row not in self._encoded]
+        prompts = [self._prompts[row] for row in new]
+        self._encoded |= zip(new, _encoded(self._model, prompts), strict=True)
+
+    def add(self, row: int, prompt: TokenPrompt) -> None:
+        """One that another process has encoded."""
+        self._encoded.setdefault(row, prompt)
+
+
+def _encoded(model: TokenModel, prompts: Sequence[Prompt]) -> list[TokenPrompt]:
+    """Uses threads if there are images: each takes milliseconds, mostly outside of Python. As many
+    as torch uses: several workers share the cores."""
+    threads = torch.get_num_threads()
+    if threads == 1 or not any(prompt.images for prompt in prompts):
         return [model.encode(prompt) for prompt in prompts]
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(threads) as pool:
         return list(pool.map(model.encode, prompts))
 
 

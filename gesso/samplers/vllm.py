@@ -36,7 +36,7 @@ from gesso.models.tokens.vision_language import VisionLanguage
 from gesso.rollout import Rollout, TokenPrompt, TokenTrace
 from gesso.samplers import responses
 from gesso.samplers.base import Piece
-from gesso.samplers.responses import Response, ResponseRequest
+from gesso.samplers.responses import EncodedPrompts, Response, ResponseRequest
 from gesso.types import Prompt, ResponseSpec, UserError, Which
 from gesso.weights.publish import HeldWeights, Publication
 
@@ -88,8 +88,8 @@ class VllmSampler:
             self.loaded = None
         self.awake = False
 
-    def shared(self, prompts: Sequence[Prompt], spec: ResponseSpec) -> Sequence[TokenPrompt]:
-        return responses.encode_prompts(self.model, prompts)
+    def shared(self, prompts: Sequence[Prompt], spec: ResponseSpec) -> EncodedPrompts:
+        return EncodedPrompts(self.model, prompts)
 
     def sample(
         self,
@@ -97,14 +97,16 @@ class VllmSampler:
         row: Sequence[int],
         seeds: Sequence[int],
         spec: ResponseSpec,
-        shared: Sequence[TokenPrompt] | None = None,
+        shared: EncodedPrompts | None = None,
         only: range | None = None,
     ) -> Generator[Piece[TokenTrace], None, None]:
         """One response to prompts[row[i]] from seeds[i] for every i, in pieces as they finish. If
         the generator is closed early, the remaining requests are aborted. An engine that was not
         prepared before rests afterwards."""
         encoded = shared or self.shared(prompts, spec)
-        request = ResponseRequest(prompts, encoded, row, seeds, only or range(len(seeds)))
+        index = only or range(len(seeds))
+        encoded.encode(row[i] for i in index)
+        request = ResponseRequest(prompts, encoded, row, seeds, index)
         waiting: set[str] = set()  # request ids: the indices of their samples
         finished: list[Response] = []
         was_awake = self.awake

@@ -18,12 +18,14 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from gesso.types import StopRun, Weights, Which
 from gesso.weights.copies import same_memory
 
 CHUNK = 2**22
-"""Elements that are hashed at once, since they are widened to 64 bits."""
+"""Elements that are hashed at once, since some operations copy them."""
+COLUMNS = 1024
 
 
 class Readable(Protocol):
@@ -153,7 +155,14 @@ def _checksum(tensor: Tensor) -> Tensor:
     bits = tensor.detach().contiguous().view(integer[tensor.element_size()]).flatten()
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, len(bits), CHUNK):
-        part = bits[start : start + CHUNK].long()
-        index = torch.arange(start, start + len(part), device=bits.device)
-        total += (part * (2 * index + 1)).sum()
+        total += _weighted_sum(bits[start : start + CHUNK], start)
     return total
+
+
+def _weighted_sum(bits: Tensor, start: int) -> Tensor:
+    """Σ (2 (start + i) + 1)·bits_i, from the sums of the rows and columns of a table, which is
+    much faster than a product for every element."""
+    table = pad(bits, (0, -len(bits) % COLUMNS)).view(-1, COLUMNS)
+    row = torch.arange(2 * start, 2 * (start + table.numel()), 2 * COLUMNS, device=bits.device)
+    column = torch.arange(1, 2 * COLUMNS, 2, device=bits.device)
+    return (row * table.sum(1)).sum() + (column * table.sum(0)).sum()

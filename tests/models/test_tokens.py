@@ -23,6 +23,7 @@ from gesso.models.tokens.packing import pack, pack_responses
 from gesso.ranks import Group
 from gesso.rollout import TokenPrompt, TokenTrace
 from gesso.samplers.base import Piece
+from gesso.samplers.responses import EncodedPrompts
 from gesso.types import Prompt, PromptImage, ResponseSpec, Sample, UserError
 from tests import tokens
 from tests.tokens import Tiny, padded_logits, padded_logp, picture, stirred, trace_of
@@ -470,13 +471,16 @@ def test_a_frozen_tower_encodes_each_image_once(seeing: Tiny) -> None:
     assert model.encoded_images == 3
 
 
-def test_ranks_send_each_other_the_features_of_images(seeing: Tiny) -> None:
-    """Two workers; the first one has sampled three responses."""
+def test_ranks_send_each_other_prompts_and_features_of_images(
+    seeing: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two workers; the first one has sampled three responses. The other one encodes neither their
+    prompts nor the images."""
     worker, other = Exchanging(), Exchanging()
     sent: list[Any] = []
     for rank, each in enumerate((worker, other)):
         each.model, each.pieces = seeing.model(lora=LORA), {}
-        shared = [each.model.encode(p) for p in seeing.prompts]
+        shared = EncodedPrompts(each.model, seeing.prompts)
         spec = ResponseSpec(max_tokens=5)
         each.requests = {"k": Request(0, seeing.prompts, ROWS, [0] * 5, spec, shared=shared)}
         each.group = cast(Group, _Passing(rank, sent))
@@ -489,6 +493,7 @@ def test_ranks_send_each_other_the_features_of_images(seeing: Tiny) -> None:
     names = [f"k/{i}" for i in range(3)]
     worker.share(names, [0] * 3)
     assert len(sent) == 1  # together
+    monkeypatch.setattr(other.model, "encode", lambda prompt: pytest.fail("encoded again"))
     other.share(names, [0] * 3)
     held = [other.pieces[name] for name in names]
     found = other.model.logp(TokenTrace.concat([piece.trace for piece in held]), 1.0).logp
@@ -504,9 +509,9 @@ class _Passing:
     count = 2
     sent = 0
 
-    def broadcast(self, source: int, values: Any, about: Any = None) -> Any:
-        self.log += [(dict(values), about)] if self.rank == source else []
-        return self.log[-1]
+    def gather(self, values: Any, about: Any) -> Any:
+        self.log += [(dict(values), about)] if self.rank == 0 else []
+        return [self.log[-1], ({}, [])]
 
 
 def test_the_least_recently_used_images_are_forgotten() -> None:
@@ -843,6 +848,8 @@ def test_responses_are_packed_with_their_prompts() -> None:
     assert pack_responses(prompts, row, responses, 9) == [[0], [1, 3], [2], [4]]
     assert pack_responses([50], [0, 0], [3, 3], 9) == [[0], [1]]  # too long for any batch: alone
     even = pack_responses([0] * 4, range(4), [6, 3, 3, 4], 13)  # not 13 and 3
+    four = pack_responses([0] * 6, range(6), [4, 4, 4, 4, 2, 2], 8)  # 20 tokens need only three
+    assert sorted(map(len, four)) == [1, 1, 2, 2], four
     assert even == [[0, 1], [2, 3]] or even == [[0, 2], [1, 3]]
 
 

@@ -25,12 +25,15 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def pack_evenly(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """As many batches as `pack` makes, of similar lengths, so that workers that divide them finish
-    together: the longest first, each into the batch with the fewest tokens. Where one of them would
-    exceed the budget, the batches of `pack`."""
+    """Batches of similar lengths, so that workers that divide them finish together: the longest
+    first, each into the batch with the fewest tokens. As many as `pack` makes, or one more if that
+    is odd and more than one. Where one of them would exceed the budget, the batches of `pack`."""
     packed = pack(lengths, budget)
-    batches: list[list[int]] = [[] for _ in packed]
-    tokens = [0] * len(packed)
+    count = len(packed)
+    if count > 1 and count < len(lengths):
+        count += count % 2
+    batches: list[list[int]] = [[] for _ in range(count)]
+    tokens = [0] * count
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         at = tokens.index(min(tokens))
         batches[at].append(i)
