@@ -26,8 +26,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Garbage collection skips everything imported so far, and runs rarely: a tenth of the CPU time
-    each."""
+    """Garbage collection skips everything imported so far, a tenth of the CPU time, and is rare."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20)
