@@ -15,10 +15,10 @@ PIN := $(if $(shell command -v nvidia-smi 2>/dev/null),,-c constraints-cpu.txt)
 # Modules are compiled and cached when they are first imported, a sixth of all that is installed.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 unexport PYTHONDONTWRITEBYTECODE
-# Test files are distributed over as many processes as there are cores, up to 4, each with one thread:
-# more of them, or two threads each, slow each other down.
+# Test files are distributed over one process more than there are cores, up to 4, each with one thread:
+# one of them waits for other processes at any time.
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 1)
-WORKERS ?= $(shell [ $(CORES) -gt 3 ] && echo 4 || echo $(CORES))
+WORKERS ?= $(shell [ $(CORES) -gt 2 ] && echo 4 || echo $$(($(CORES) + 1)))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.parallel --processes $(WORKERS)
 
 .PHONY: demo test test-fast test-gpu test-vllm test-ray test-faults mutants lint docs bench bench-gpu setup clean help

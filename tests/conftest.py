@@ -19,16 +19,17 @@ PROMPTS = [
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with slow tests first: the last file to start would keep one process busy while the
-    others have nothing to do."""
+    """Files with slow tests first, then those that wait for a browser: the last file to start would
+    keep one process busy while the others have nothing to do."""
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    items.sort(key=lambda item: item.path not in slow)
+    items.sort(key=lambda item: (item.path not in slow, item.path.parent.name != "viewer"))
 
 
 def pytest_collection_finish() -> None:
-    """Garbage collection skips everything imported so far: a tenth of the CPU time."""
+    """Garbage collection skips everything imported so far, a tenth of the CPU time, and is rare."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000, 20)
 
 
 @pytest.fixture(autouse=True)

@@ -14,6 +14,8 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
+from tests import loaded_once
+
 NEEDED = [
     "gesso.run", "gesso.models.flow.sd3", "gesso.algorithms.flow_grpo", "gesso.viewer.report",
     "gesso.algorithms.diffusion_nft", "peft", "tests.forked",
@@ -93,6 +95,7 @@ def _worker(messages: socket.socket, life: socket.socket) -> None:
     from gesso.cluster.channel import Channel, end_with_the_driver
     from gesso.worker import serve
 
+    loaded_once.use()  # a pool's workers load the same model for many runs
     torch.set_num_threads(1)
     end_with_the_driver(life)
     serve(Channel(messages))

@@ -1,5 +1,6 @@
-"""Components of tiny pipelines are read from disk once per process; models get copies, which take a
-third of the time. Tests of what loading takes (REAL) do it as users do."""
+"""Components of tiny pipelines, and tiny language models, are read from disk once per process;
+models get copies, which take a third of the time. Tests of what loading takes (REAL) do it as users
+do."""
 
 from __future__ import annotations
 
@@ -12,24 +13,48 @@ from typing import Any
 
 REAL = ("tests/memory/", "tests/track/test_progress.py")
 LARGE = 2**23  # bytes of files; a component with more is not kept
+COMPONENT = ("cached_folder", "name", "class_name", "dtype", "device_map", "low_cpu_mem_usage")
+LANGUAGE_MODEL = ("dtype", "attn_implementation")
 
 
 def use() -> None:
     """From now on, in this process."""
     from diffusers.pipelines import pipeline_utils
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    pipeline_utils.load_sub_model = partial(_load, pipeline_utils.load_sub_model, {})
+    pipeline_utils.load_sub_model = partial(_component, pipeline_utils.load_sub_model, {})
+    for auto in (AutoModelForCausalLM, AutoModelForImageTextToText):
+        auto.from_pretrained = partial(_language_model, auto.from_pretrained, {})
 
 
-def _load(load: Callable[..., Any], kept: dict[tuple, Any], **given: Any) -> Any:
+def _component(load: Callable[..., Any], kept: dict[tuple, Any], **given: Any) -> Any:
+    load = partial(load, **given)
+    if given["quantization_config"] is not None:
+        return load()
+    key = tuple(str(given[name]) for name in COMPONENT)
+    return _copy(load, kept, key, Path(given["cached_folder"], given["name"]))
+
+
+def _language_model(
+    load: Callable[..., Any], kept: dict[tuple, Any], source: Any, **given: Any
+) -> Any:
+    load = partial(load, source, **given)
+    if not {"config", *LANGUAGE_MODEL} <= {*given} or "quantization_config" in given:
+        return load()
+    settings = (str(given[name]) for name in LANGUAGE_MODEL)
+    key = (str(source), given["config"].to_json_string(), *settings)
+    return _copy(load, kept, key, Path(source))
+
+
+def _copy(load: Callable[[], Any], kept: dict[tuple, Any], key: tuple, folder: Path) -> Any:
+    """Of what was loaded from the same files with the same key."""
     if os.environ.get("PYTEST_CURRENT_TEST", "").startswith(REAL):
-        return load(**given)
-    files = [file.stat() for file in Path(given["cached_folder"], given["name"]).rglob("*")]
-    if given["quantization_config"] is not None or sum(file.st_size for file in files) > LARGE:
-        return load(**given)
-    state = [(file.st_ino, file.st_mtime_ns, file.st_size) for file in files]
-    names = ("cached_folder", "name", "class_name", "dtype", "device_map", "low_cpu_mem_usage")
-    key = (*(str(given[name]) for name in names), *sorted(state))
+        return load()
+    files = [file.stat() for file in folder.rglob("*")]
+    if not files or sum(file.st_size for file in files) > LARGE:
+        return load()
+    state = sorted((file.st_ino, file.st_mtime_ns, file.st_size) for file in files)
+    key = (*key, *state)
     if key not in kept:
-        kept[key] = load(**given)
+        kept[key] = load()
     return deepcopy(kept[key])

@@ -263,6 +263,13 @@ MUTANTS = [
         "for (const v of all.slice(0, 1)) v.currentTime =",
         "tests/viewer/test_page_videos.py -k in_step",
     ),
+    Mutant(
+        "video-bar-moves-the-page",
+        "gesso/viewer/page/views.css",
+        ".video-bar.waiting { visibility: hidden; }",
+        ".video-bar.waiting { display: none; }",
+        "tests/viewer/test_page_videos.py -k nothing_below",
+    ),
     # Formulas: steps and samplers
     Mutant(
         "step-logp-variance",

@@ -21,9 +21,9 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), http.server.SimpleHTTPRe
 """
 
 
-def answers(url: str) -> bool:
+def answers(client: httpx.Client, url: str) -> bool:
     try:
-        return httpx.get(url).status_code == 200
+        return client.get(url).status_code == 200
     except httpx.TransportError:
         return False
 
@@ -34,7 +34,8 @@ def test_a_server_that_needs_a_while() -> None:
     server = Started([sys.executable, "-c", SERVER, str(port)])
     try:
         assert server.printed("(last)")[1] == "last" and time.monotonic() - started >= 1
-        assert server.until(lambda: answers(f"http://127.0.0.1:{port}"))
+        with httpx.Client() as client:
+            assert server.until(lambda: answers(client, f"http://127.0.0.1:{port}"))
         assert time.monotonic() - started >= 2 and server.process.poll() is None
     finally:
         server.end()

@@ -373,13 +373,14 @@ def openai_server(*command: str | Path) -> Iterator[str]:
     server = Started([*command, *address], env=os.environ | offline)
     url = f"http://127.0.0.1:{port}"
 
-    def answers() -> bool:
+    def answers(client: httpx.Client) -> bool:
         try:
-            return httpx.get(f"{url}/health").status_code == 200
+            return client.get(f"{url}/health").status_code == 200
         except httpx.TransportError:
             return False
 
-    server.until(answers)
+    with httpx.Client() as client:  # a new one for every attempt would keep a core busy
+        server.until(lambda: answers(client))
     try:
         yield f"{url}/v1"
     finally:

@@ -79,6 +79,20 @@ def test_before_and_after_play_in_step_and_stop_at_a_frame(tab: Tab, videos: Sit
     tab.wait("document.querySelectorAll('.group[open] .sample video').length === 2")
 
 
+def test_nothing_below_the_bar_moves_when_videos_have_loaded(tab: Tab, videos: Site) -> None:
+    """A click that met the appearing bar hit another place."""
+    tab.open(f"{videos.url}/#/notes?run=wan")
+    tab.js(
+        "window.tops = new Set(); (function look() {"
+        "const node = document.querySelector('.filters');"
+        "if (node) tops.add(node.getBoundingClientRect().top); requestAnimationFrame(look); })()"
+    )
+    tab.go("#/evolution?run=wan")
+    tab.wait("document.querySelector('.video-bar .soft').innerText.endsWith(' of 8')")
+    tab.settle()
+    assert tab.js("tops.size") == 1
+
+
 def test_the_report_plays(tab: Tab, runs: Path, tmp_path: Path) -> None:
     file = report.write(runs, tmp_path / "report.html")
     tab.open(f"{file.as_uri()}#/evolution?run=wan&prompt=0")

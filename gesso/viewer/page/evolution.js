@@ -71,7 +71,7 @@ function buildEvolution(data) {
   const requested = step === null ? -1 : data.steps.indexOf(Number(step));
   evo.at = requested >= 0 ? requested : data.steps.length - 1; // without a step: always the newest
   evo.hasImages = data.prompts.some((p) => p.cells.some((c) => c && c.image));
-  evo.hasVideos = data.prompts.some((p) => p.cells.some((c) => c && c.video));
+  evo.hasVideos = data.prompts.some((p) => p.cells.some((c) => c && c.video && videoUrl(run, c.video)));
   evo.edits = evo.hasImages && data.prompts.some((p) => p.shown.length);
   if (!evo.chosen || (evo.mode === "source" && !evo.edits)) evo.mode = evo.edits ? "source" : "now";
   const index = place.params.get("prompt");

@@ -90,12 +90,14 @@ function stepFrame(by) {
   if (leader) showFrame(frameAt(leader) + by);
 }
 
+// It takes its place before any video has loaded: appearing later, it would push a button that is
+// just being clicked from under the pointer.
 function videoBar() {
   const toggle = button(icon("pause"), () => playVideos(!isPlaying()), { class: "round", title: "play or pause the videos" });
   const range = h("input", { type: "range", min: 0, max: 0, value: 0, class: "frame-slider", "aria-label": "frame", oninput: (e) => showFrame(Number(e.target.value)) });
   const read = h("span", { class: "soft" });
   const move = (by, name, text) => button(icon(name), () => stepFrame(by), { class: "round", "aria-label": text, title: `${text} (${by < 0 ? "," : "."})` });
-  const node = h("div", { class: "video-bar", hidden: true }, toggle, move(-1, "left", "previous frame"), range, move(1, "right", "next frame"), read);
+  const node = h("div", { class: "video-bar waiting" }, toggle, move(-1, "left", "previous frame"), range, move(1, "right", "next frame"), read);
   player.bar = { node, toggle, range, read };
   return node;
 }
@@ -103,7 +105,7 @@ function videoBar() {
 function drawBar(leader, frame = frameAt(leader)) {
   if (!player.bar) return;
   const { node, toggle, range, read } = player.bar, name = isPlaying() ? "pause" : "play";
-  node.hidden = false;
+  node.classList.remove("waiting");
   if (toggle.getAttribute("aria-label") !== `${name} the videos`) {
     toggle.replaceChildren(icon(name));
     toggle.setAttribute("aria-label", `${name} the videos`);
