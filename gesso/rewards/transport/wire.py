@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -105,7 +104,7 @@ def _pixels(shape: Sequence[int], read: Callable[[int], bytes]) -> np.ndarray:
 
 
 def pack_scores(scores: Sequence[Score]) -> bytes:
-    return json.dumps({"scores": [dataclasses.asdict(s) for s in scores]}).encode() + b"\n"
+    return json.dumps({"scores": [vars(s) for s in scores]}).encode() + b"\n"
 
 
 def read_scores(line: bytes) -> list[Score]:
