@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +17,7 @@ import pytest
 from gesso import build, cli, clock
 from gesso.config import Recipe
 from gesso.models.tokens.packing import pack_responses
-from gesso.plan import command, gpus, planner, tabulated, work
+from gesso.plan import command, gpus, measure, planner, tabulated, work
 from gesso.plan.cores import SharedCores
 from gesso.plan.measure import Measured, fitted, of_one, of_pair, sizes
 from gesso.plan.planner import Option, Plan, Planner, divided
@@ -295,21 +297,62 @@ def test_measuring_finds_the_rates_of_simulated_workers(recipe: Recipe) -> None:
     assert step == pytest.approx(simulate(recipe, 2, true, 0).step, rel=0.02)
 
 
-def test_micro_batches_are_even_although_responses_differ(recipe: Recipe) -> None:
-    """A limit of exactly the mean would leave one more micro-batch."""
+class FakeJob:
+    """A job that records what `measure` requests from it."""
+
+    longest_prompt = None
+
+    def __init__(self, recipe: Recipe, progress: object) -> None:
+        self.recipe, self.threads = recipe, os.environ[measure.THREADS]
+        self.cluster = SimpleNamespace(rewards=SimpleNamespace(score=lambda samples: None))
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_rates_are_measured_by_real_steps_that_take_turns(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of workers with one thread each; no score is cached, or the rewards would seem free."""
+    jobs, turns = [], []
+
+    def step(job: FakeJob, number: int, size: measure.Size) -> measure.Timed:
+        workers = job.recipe.cluster.workers
+        turns.append((workers, size))
+        busy = {f"worker {rank}": {"sample": 0.5, "update": 2.0} for rank in range(workers)}
+        busy["driver"] = {"wait": 0.25}  # for scores
+        return measure.Timed(Step(number, 0.0, 3.0, busy, {}), [None] * size.samples, 7e8)
+
+    monkeypatch.setattr(measure, "assemble", lambda *a: jobs.append(FakeJob(*a)) or jobs[-1])
+    monkeypatch.setattr(measure, "_step", step)
+    monkeypatch.setenv(measure.THREADS, "7")
+    found = measure.measure(recipe)
+    assert [job.threads for job in jobs] == ["1", "1"] and os.environ[measure.THREADS] == "7"
+    assert not any(entry.cache for job in jobs for entry in job.recipe.reward)
+    assert all(job.closed for job in jobs)
+    warm_up, one_round = 2, [*((1, size) for size in sizes(recipe)), (2, (8, 4))]
+    assert turns[warm_up:] == one_round * measure.ROUNDS
+    assert found.memory == 7e8 and found.rates.between == pytest.approx(0.25 / 32)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_micro_batches_are_even_although_responses_differ(seed: int) -> None:
+    """Responses to a prompt stay together. A limit of exactly the mean leaves one more batch."""
     vlm = build.recipe("demo-vlm", ["learner.micro_tokens=4096"])
-    generator = random.Random(0)
+    generator = random.Random(seed)
+    of_group = [generator.randint(4, 16) for _ in range(16)]
     prompts, row = [40] * 16, [i for i in range(16) for _ in range(8)]
-    lengths = [generator.randint(4, 16) for _ in row]
-    longest = math.ceil(sum(lengths) / 128 + 40 / 8)
+    lengths = [of_group[i] for i in row]
+    longest = math.ceil(fmean(of_group) + 40 / 8)
     for workers in (1, 2, 4):
         sized = divided(vlm, workers, longest)
         packed = pack_responses(prompts, row, lengths, sized.learner.micro_tokens)
         assert len(packed) == workers
         sizes = load(sized, build.algorithm(sized), longest).micro_batches(128)
         assert sizes == [128 // workers] * workers
-    mean = sum(lengths) // 2 + 40 * 8
-    assert len(pack_responses(prompts, row, lengths, mean)) > 2
+    mean = sum(lengths) // 4 + 40 * 4
+    assert len(pack_responses(prompts, row, lengths, mean)) > 4
 
 
 def test_micro_batches_that_differ_from_sampling_batches_are_divided(recipe: Recipe) -> None:
