@@ -4,6 +4,7 @@ speed of a machine changes. Weights do not change, and nothing is saved."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import time
@@ -91,7 +92,7 @@ class Meter:
         self._times: dict[Size, list[Step]] = defaultdict(list)  # of one worker
         self._of_pair: list[Step] = []
         self._scoring: list[float] = []
-        self._number = 0  # of the newest step
+        self._steps = {1: itertools.count(), PAIR: itertools.count()}  # by workers
         self._memory = 0.0
         with _one_thread() if on_cpu else nullcontext():
             self.one = assemble(alone, progress)
@@ -108,19 +109,20 @@ class Meter:
 
     def _warm_up(self, job: Assembled) -> Sequence[Sample]:
         """Compiles, allocates, connects."""
-        self._number += 1
-        return _step(job, self._number, sizes(job.recipe)[0]).samples
+        return self._step(job, sizes(job.recipe)[0]).samples
+
+    def _step(self, job: Assembled, size: Size) -> Timed:
+        workers = PAIR if job is self.pair else 1
+        return _step(job, next(self._steps[workers]), size)
 
     def measure(self) -> None:
         """One more round."""
         for size in sizes(self.one.recipe):
-            self._number += 1
-            timed = _step(self.one, self._number, size)
+            timed = self._step(self.one, size)
             self._times[size].append(timed.step)
             self._memory = max(self._memory, timed.memory)
         if self.pair is not None:
-            whole = sizes(self.pair.recipe)[0]
-            self._of_pair.append(_step(self.pair, self._number, whole).step)
+            self._of_pair.append(self._step(self.pair, sizes(self.pair.recipe)[0]).step)
         started = time.perf_counter()
         self.one.cluster.rewards.score(self.samples)
         self._scoring.append(time.perf_counter() - started)
@@ -193,7 +195,7 @@ def _step(job: Assembled, number: int, size: Size) -> Timed:
     rollout, _ = cluster.sample_step(number, *size).result()
     cluster.describe(rollout)
     update = cluster.train(rollout.rows(rollout.scored), number, STILL)
-    cluster.publish(number)
+    cluster.publish(number + 1)
     step = Step.of(number, 0.0, started, clock.seconds(), recorder.take())
     return Timed(step, rollout.samples, update.metrics["memory/gb"] * 1e9)
 

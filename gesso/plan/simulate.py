@@ -48,7 +48,7 @@ def simulate(recipe: Recipe, workers: int, rates: Rates, longest: int) -> Predic
     """`longest`: tokens of a response with its prompt; without effect on image models."""
     algorithm = build.algorithm(recipe)
     measured = 1 + recipe.lag  # the step that is reported; earlier ones fill the queue
-    steps = measured + 1 + recipe.lag  # until then, batches ahead of it are sampled
+    steps = measured + 1 + recipe.lag  # so that batches ahead of it are sampled
     short: dict[str, Any] = {
         "steps": steps,
         "on_symptom": {},
@@ -63,7 +63,7 @@ def simulate(recipe: Recipe, workers: int, rates: Rates, longest: int) -> Predic
 
     def between_steps() -> bool:
         marks.append(time.now)
-        return False
+        return len(marks) > measured  # so that nothing else is simulated
 
     with clock.reading(time.seconds), tempfile.TemporaryDirectory() as folder:
         cluster = Workers(
