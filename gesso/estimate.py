@@ -10,6 +10,7 @@ Each family defines the work of a run (`memory/flow.py`, `memory/tokens.py`).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -112,8 +113,11 @@ def built_on_meta(recipe: Recipe) -> tuple[Recipe, Algorithm, Any]:
 
 def estimates(recipe: Recipe) -> dict[Role, Memory]:
     """The memory of each role of a worker."""
-    roles: tuple[Role, ...] = ("learner", "sampler") if recipe.cluster.samplers else ("worker",)
-    return {role: estimate(recipe, role) for role in roles}
+    return {role: estimate(recipe, role) for role in roles(recipe)}
+
+
+def roles(recipe: Recipe) -> Sequence[Role]:
+    return ("learner", "sampler") if recipe.cluster.samplers else ("worker",)
 
 
 def estimate(recipe: Recipe, role: Role = "worker") -> Memory:

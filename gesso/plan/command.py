@@ -47,7 +47,8 @@ def plan(recipe: Recipe, wanted: Wanted, progress: Progress = SILENT) -> Planned
             )
         measured = measure.measure(recipe, progress)
         recipe = assuming(recipe, measured.longest_prompt).recipe
-        planner = Planner(recipe, measured.rates_of, measured.longest, progress=progress)
+        rates, longest = measured.rates_of, measured.longest
+        planner = Planner(recipe, rates, longest, progress=progress, measured=measured.memory)
         return Planned(planner.plan(wanted.gpus), wanted.price or 0.0)
     gpu = gpus.find(wanted.gpu)
     recipe = with_data(recipe, progress).recipe

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 
 from gesso import build, families, fitting
 from gesso.config import Recipe
-from gesso.estimate import estimates, usable
+from gesso.estimate import estimate, roles, usable
 from gesso.memory.meta import Role
 from gesso.plan.gpus import NODE, Gpu, known
 from gesso.plan.rates import Rates
 from gesso.plan.simulate import SAMPLING, Prediction, simulate, simulate_separate
 from gesso.track.progress import SILENT, Progress
 from gesso.types import UserError
+from gesso.weights.folding_rule import estimated_on_gpu
 from gesso.worker import undivided
 
 MOST = 1024  # workers
@@ -79,7 +80,8 @@ class Planner:
     longest: int
     gpu: Gpu | None = None
     progress: Progress = SILENT
-    _memory: dict[Hashable, dict[Role, float]] = field(default_factory=dict)
+    measured: float | None = None  # peak bytes of one worker's process with the recipe's batches
+    _memory: dict[Hashable, float] = field(default_factory=dict)
 
     @property
     def samples(self) -> int:
@@ -174,28 +176,39 @@ class Planner:
         return [best] if (best.peak or 0) < usable(self.gpu.memory) else []
 
     def memory(self, recipe: Recipe, workers: int) -> dict[Role, float]:
-        """Peak bytes of each role of a worker. Cached: plans that differ only in the number of
-        workers often need the same memory."""
-        placed = _of_workers(recipe, workers)
-        shards = recipe.cluster.sharding and (recipe.cluster.shard_within or workers)
-        batches = recipe.sampler.batch, recipe.learner.micro_batch, recipe.learner.micro_tokens
-        separate = recipe.cluster.samplers and (recipe.cluster.samplers, recipe.lag)
-        key = (*batches, shards, separate)
+        """Peak bytes of each role of a worker. An estimate counts tensors; what else a process
+        needs is the difference to a measured one."""
+        placed, more = _of_workers(recipe, workers), 0.0
+        try:
+            if self.measured is not None:
+                more = self.measured - self._peak(_of_workers(self.recipe, 1), "worker")
+            return {role: more + self._peak(placed, role) for role in roles(recipe)}
+        except UserError:
+            if self.gpu is not None:
+                raise
+            return {}  # a user's own model, measured on this machine
+
+    def _peak(self, placed: Recipe, role: Role) -> float:
+        """Cached by the settings that it depends on: most plans differ only in the number of
+        workers. On a GPU the memory of a sampler depends on its batch alone."""
+        cluster, learner = placed.cluster, placed.learner
+        key: tuple[Hashable, ...] = role, placed.sampler.batch
+        if role != "sampler":
+            shards = cluster.sharding and (cluster.shard_within or cluster.workers)
+            key += learner.micro_batch, learner.micro_tokens, shards
+        elif not estimated_on_gpu(placed.model, one_pass=False):
+            key += cluster.samplers, placed.lag  # traces wait in the same memory
         if key not in self._memory:
             self.progress.phase("estimating memory")
-            try:
-                found = estimates(placed)
-            except UserError:
-                if self.gpu is not None:
-                    raise
-                found = {}  # a user's own model, measured on this machine
-            self._memory[key] = {role: float(m.peak) for role, m in found.items()}
+            self._memory[key] = float(estimate(placed, role).peak)
         return self._memory[key]
 
     def _smaller(self, option: Option) -> Recipe | None:
         """The recipe with batches half as large."""
-        batch = option.recipe.sampler.batch // 2
-        return _sized(option.recipe, batch) if batch else None
+        recipe, batch = option.recipe, option.recipe.sampler.batch // 2
+        equal = recipe.sampler.batch == recipe.learner.micro_batch
+        flow = families.of(recipe).name == "flow"
+        return _sized(recipe, batch, batch if equal and flow else None) if batch else None
 
     def _fitting(self, count: int) -> tuple[Recipe, str]:
         """The recipe with batch sizes and sharding that fit into memory, and a description."""
@@ -276,18 +289,31 @@ def divided(recipe: Recipe, workers: int, longest: int) -> Recipe:
     worker."""
     algorithm = build.algorithm(recipe)
     samples, batch = recipe.data.groups * algorithm.group, recipe.sampler.batch
-    sized = recipe
     samplers = recipe.cluster.samplers
     sampling, learners = samplers or workers, workers - samplers
-    if samples >= sampling:
-        sized = _sized(recipe, _best(samples, sampling, batch))
-    if families.of(recipe).name == "flow":
-        return sized
     mini = samples // algorithm.updates
-    most = max(1, recipe.learner.micro_tokens // longest)
-    micro = _best(mini, min(learners, mini), min(most, mini)) * longest
-    learner = recipe.learner.model_copy(update={"micro_tokens": micro})
+    if families.of(recipe).name == "flow":
+        # If both batches are equal, they stay equal: sampling and updates round in the same way.
+        equal, micro = batch == recipe.learner.micro_batch, recipe.learner.micro_batch
+        batch = _best(samples, sampling, batch) if samples >= sampling else batch
+        terms = mini * algorithm.terms_a_sample
+        micro = batch if equal else _best(terms, min(learners, terms), micro)
+        return _sized(recipe, batch, micro)
+    sized = _sized(recipe, _best(samples, sampling, batch)) if samples >= sampling else recipe
+    limit = recipe.learner.micro_tokens
+    each = _best(mini, min(learners, mini), min(max(1, limit // longest), mini))
+    tokens = max(longest, min(limit, _tokens(mini, each, longest)))
+    learner = recipe.learner.model_copy(update={"micro_tokens": tokens})
     return sized.model_copy(update={"learner": learner})
+
+
+def _tokens(samples: int, each: int, longest: int) -> int:
+    """The limit on a micro-batch with which samples become micro-batches of `each`, even though
+    they differ in length: halfway from the mean to that of one micro-batch less."""
+    fewer = math.ceil(samples / each) - 1
+    mean = samples * longest / (fewer + 1)
+    more = samples * longest / fewer if fewer else 3 * mean
+    return max(each * longest, math.ceil((mean + more) / 2))
 
 
 def _best(units: int, workers: int, most: int) -> int:
@@ -296,15 +322,13 @@ def _best(units: int, workers: int, most: int) -> int:
     return min(sizes, key=lambda n: (math.ceil(math.ceil(units / n) / workers) * n, -n))
 
 
-def _sized(recipe: Recipe, batch: int) -> Recipe:
-    """With sampling batches of this size. If an image model had equal micro-batches, they stay
-    equal, so that sampling and updates round in the same way."""
-    equal = recipe.sampler.batch == recipe.learner.micro_batch
+def _sized(recipe: Recipe, batch: int, micro: int | None = None) -> Recipe:
+    """With sampling batches and, for an image model, micro-batches of this size."""
     sampler = recipe.sampler.model_copy(update={"batch": batch})
     recipe = recipe.model_copy(update={"sampler": sampler})
-    if not equal or families.of(recipe).name != "flow":
+    if micro is None:
         return recipe
-    learner = recipe.learner.model_copy(update={"micro_batch": batch})
+    learner = recipe.learner.model_copy(update={"micro_batch": micro})
     return recipe.model_copy(update={"learner": learner})
 
 

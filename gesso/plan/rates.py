@@ -37,7 +37,11 @@ class Rates:
     send: float = 0.0  # weights to separate samplers
     save: float = 0.0  # a checkpoint, until training continues
     driver: float = 0.0  # the driver receives one sample
+    between: float = 0.0  # per sample: all workers wait for the driver before an update
     score: float = 0.0  # one sample, by one reward worker
+    cores: float = math.inf  # that workers and the rewards on this machine share
+    slower_sampling: float = 1.0  # factor while other processes compute: shared caches, memory
+    slower_updating: float = 1.0
 
 
 def latency(count: int) -> float:

@@ -17,6 +17,7 @@ from gesso.config import Cluster, Recipe, TokenModel
 from gesso.data.curriculum import stream_of
 from gesso.data.prompts import WeightedPrompts
 from gesso.loop import Loop
+from gesso.plan.cores import shared
 from gesso.plan.rates import Rates
 from gesso.plan.virtual import Clock, Load, Span, VirtualProcesses, VirtualRewards
 from gesso.track.progress import SILENT
@@ -24,7 +25,6 @@ from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt
 
 SAMPLING = ("open", "sample", "decode", "receive", "wait for scores")
-MEASURED = 3  # the step that is reported; earlier ones fill the queue
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,10 @@ class Prediction:
     waiting: float  # share of a step spent waiting for scores
     spans: Sequence[Span]  # of that step
 
+    def seconds(self, *phases: str) -> float:
+        """Of a step, in these phases, of the average worker."""
+        return self.step * sum(self.shares.get(phase, 0.0) for phase in phases)
+
     @property
     def idle(self) -> float:
         return max(0.0, 1 - sum(self.shares.values()))
@@ -42,7 +46,9 @@ class Prediction:
 
 def simulate(recipe: Recipe, workers: int, rates: Rates, longest: int) -> Prediction:
     """`longest`: tokens of a response with its prompt; without effect on image models."""
-    algorithm, steps = build.algorithm(recipe), MEASURED + 1 + recipe.lag
+    algorithm = build.algorithm(recipe)
+    measured = 1 + recipe.lag  # the step that is reported; earlier ones fill the queue
+    steps = measured + 1 + recipe.lag  # so that batches ahead of it are sampled
     short: dict[str, Any] = {
         "steps": steps,
         "on_symptom": {},
@@ -50,14 +56,14 @@ def simulate(recipe: Recipe, workers: int, rates: Rates, longest: int) -> Predic
         "save": recipe.save.model_copy(update={"every": steps, "groups": 0}),
     }
     recipe = recipe.model_copy(update=short)
-    time = Clock()
-    processes = VirtualProcesses(workers, rates, load(recipe, algorithm, longest), time)
-    rewards = VirtualRewards(recipe, rates.score, time)
+    time, devices = Clock(), shared(rates.cores)
+    processes = VirtualProcesses(workers, rates, load(recipe, algorithm, longest), time, devices)
+    rewards = VirtualRewards(recipe, rates.score, time, devices)
     marks: list[float] = []
 
     def between_steps() -> bool:
         marks.append(time.now)
-        return False
+        return len(marks) > measured  # so that nothing else is simulated
 
     with clock.reading(time.seconds), tempfile.TemporaryDirectory() as folder:
         cluster = Workers(
@@ -80,7 +86,7 @@ def simulate(recipe: Recipe, workers: int, rates: Rates, longest: int) -> Predic
             should_stop=between_steps,
         ).train()
         rows = run.rows()
-    start, end = marks[MEASURED - 1], marks[MEASURED]
+    start, end = marks[measured - 1], marks[measured]
     spans = [s for s in (*processes.spans, *rewards.spans) if start <= s.start < end]
     seconds: dict[str, float] = defaultdict(float)
     for span in spans:
@@ -123,8 +129,8 @@ def simulate_separate(
 
 
 def load(recipe: Recipe, algorithm: Algorithm, longest: int) -> Load:
-    micro = recipe.learner.micro_batch
-    if isinstance(recipe.model, TokenModel):
+    micro, of_tokens = recipe.learner.micro_batch, isinstance(recipe.model, TokenModel)
+    if of_tokens:
         micro = max(1, recipe.learner.micro_tokens // longest)
     return Load(
         algorithm.updates,
@@ -132,6 +138,7 @@ def load(recipe: Recipe, algorithm: Algorithm, longest: int) -> Load:
         algorithm.terms_a_sample,
         micro,
         recipe.cluster.sharding is not None,
+        even=of_tokens,
     )
 
 

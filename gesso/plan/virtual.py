@@ -1,19 +1,22 @@
 """Simulated workers and rewards: their tasks advance a virtual clock and compute nothing.
 
 `cluster/workers.py` uses these workers like real ones: it cuts a batch into parts, assigns them to
-idle workers and waits for their answers. `Rates` defines how long each task takes.
+idle workers and waits for their answers. `Rates` defines how long each task takes on a device of
+its own, and `cores.py` how long it takes beside others.
 """
 
 from __future__ import annotations
 
-import heapq
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gesso.cluster.processes import Message
 from gesso.config import Recipe
+from gesso.plan.cores import Devices
 from gesso.plan.rates import Rates
 from gesso.ranks import Alone, deal
 from gesso.rewards.transport import wire
@@ -57,8 +60,17 @@ class Load:
     updates: int  # optimizer steps per pass
     epochs: int
     terms: int  # per sample
-    micro: int  # terms per micro-batch
+    micro: int  # most terms of a micro-batch
     in_step: bool  # every worker must run equally many passes
+    even: bool = False  # micro-batches are about equally large; otherwise the last one is smaller
+
+    def micro_batches(self, samples: int) -> list[int]:
+        """Terms of each micro-batch of a mini-batch."""
+        mini = self.terms * samples // self.updates
+        if not self.even:
+            return [min(self.micro, mini - first) for first in range(0, mini, self.micro)]
+        count = -(-mini // self.micro)
+        return [mini // count + (i < mini % count) for i in range(count)]
 
 
 class _Ranks(Alone):
@@ -77,30 +89,33 @@ class VirtualProcesses:
     same_machine = True
     first = 0
 
-    def __init__(self, count: int, rates: Rates, load: Load, clock: Clock) -> None:
+    def __init__(
+        self, count: int, rates: Rates, load: Load, clock: Clock, devices: Devices
+    ) -> None:
         self.count = count
         self.rates = rates
         self.load = load
         self.clock = clock
+        self.devices = devices
         self.spans: list[Span] = []
         self._calls: dict[str, Mapping[str, Any]] = {}
-        self._free = [0.0] * count  # when each worker has finished its tasks
-        self._events: list[tuple[float, int, Message]] = []
-        self._posted = 0
+        self._messages: deque[tuple[float, Message]] = deque()  # with the moment of sending
         self._sizes: dict[str, int] = {}  # piece → samples
-        self._plan: tuple[list[float], float] = [], 0.0  # of the newest update
+        self._dealt: tuple[list[float], float] = [], 0.0  # of the newest update
+        self._training = 0  # workers that have not finished their micro-batches
 
     def begin_task(self) -> None:
         """Nothing fails here, so there are no late messages."""
 
     def send(self, rank: int, task: str, content: Mapping[str, Any], *data: bytes) -> None:
-        start = max(self.clock.now, self._free[rank])
-        self._free[rank] = end = getattr(self, f"_{task}")(rank, start, content)
-        if end > start and task not in ("sample", "update"):
-            self.spans.append(Span(rank, task, start, end))
+        """To a worker that has answered all earlier tasks."""
+        self.devices.run_until(self.clock.now)
+        getattr(self, f"_{task}")(rank, content)
 
     def receive(self) -> Message:
-        moment, _, message = heapq.heappop(self._events)
+        while not self._messages:
+            self.devices.run_next()
+        moment, message = self._messages.popleft()
         self.clock.wait_until(moment)
         if "piece" in message.content:
             start = self.clock.now
@@ -124,80 +139,106 @@ class VirtualProcesses:
     def close(self) -> None:
         """There is no process."""
 
-    # Tasks: each returns when it ends
+    # Tasks
 
-    def _answer(self, rank: int, end: float, content: Mapping[str, Any] | None = None) -> float:
-        self._post(end, Message(rank, dict(content or {}), []))
-        return end
+    def _compute(
+        self,
+        rank: int,
+        phase: str,
+        seconds: float,
+        then: Callable[[], None],
+        slower: float = 1.0,
+    ) -> None:
+        """Calls `then` when this worker has computed for so many seconds of its own device."""
+        start = self.devices.now
 
-    def _post(self, moment: float, message: Message) -> None:
-        self._posted += 1  # messages of one moment arrive in the order of sending
-        heapq.heappush(self._events, (moment, self._posted, message))
+        def ended() -> None:
+            if self.devices.now > start:
+                self.spans.append(Span(rank, phase, start, self.devices.now))
+            then()
 
-    def _teach(self, rank: int, start: float, content: Mapping[str, Any]) -> float:
-        return self._answer(rank, start)
+        self.devices.start(seconds, ended, slower)
 
-    def _open(self, rank: int, start: float, content: Mapping[str, Any]) -> float:
+    def _post(self, rank: int, content: Mapping[str, Any], *data: bytes) -> None:
+        self._messages.append((self.devices.now, Message(rank, dict(content), list(data))))
+
+    def _answer(self, rank: int, phase: str, seconds: float, answer: Mapping[str, Any]) -> None:
+        self._compute(rank, phase, seconds, partial(self._post, rank, answer))
+
+    def _teach(self, rank: int, content: Mapping[str, Any]) -> None:
+        self._post(rank, {})
+
+    def _open(self, rank: int, content: Mapping[str, Any]) -> None:
         self._calls[content["key"]] = content
         prompts = len(set(content["row"]))
-        return self._answer(rank, start + prompts * self.rates.encode + self.rates.gather)
+        self._answer(rank, "open", prompts * self.rates.encode + self.rates.gather, {})
 
-    def _sample(self, rank: int, start: float, content: Mapping[str, Any]) -> float:
-        call = self._calls[content["key"]]
+    def _sample(self, rank: int, content: Mapping[str, Any]) -> None:
+        call, start = self._calls[content["key"]], self.devices.now
         index, training = list(range(*content["only"])), call["step"] is not None
         cost = 1.0 if training else self.rates.eval_cost
-        sampled = start + cost * self.rates.sample(len(index))
-        end = sampled + self.rates.decode(len(index))
-        kind = "" if training else "evaluate: "
-        self.spans.append(Span(rank, f"{kind}sample", start, sampled))
-        if end > sampled:
-            self.spans.append(Span(rank, f"{kind}decode", sampled, end))
-        busy, made = 0.0, 0
-        if not content["spare"]:
-            made = len(index)
+        kind, slower = "" if training else "evaluate: ", self.rates.slower_sampling
+
+        def decode() -> None:
+            seconds = self.rates.decode(len(index))
+            self._compute(rank, f"{kind}decode", seconds, finish, slower)
+
+        def finish() -> None:
+            if content["spare"]:
+                return self._post(rank, {"busy": 0.0, "made": 0})
             samples = [Sample(NO_PROMPT, None, call["seeds"][i], text="") for i in index]
             name = f"{content['key']}/{index[0]}"
             self._sizes[name] = len(index)
-            piece = {"piece": name, "index": index}
-            self._post(end, Message(rank, piece, [wire.pack_samples(samples)]))
-            busy = end - start
-        return self._answer(rank, end, {"busy": busy, "made": made})
+            self._post(rank, {"piece": name, "index": index}, wire.pack_samples(samples))
+            self._post(rank, {"busy": self.devices.now - start, "made": len(index)})
 
-    def _share(self, rank: int, start: float, content: Mapping[str, Any]) -> float:
+        self._compute(rank, f"{kind}sample", cost * self.rates.sample(len(index)), decode, slower)
+
+    def _share(self, rank: int, content: Mapping[str, Any]) -> None:
         if self.count == 1:
-            return self._answer(rank, start, {"sent": 0})
+            return self._post(rank, {"sent": 0})
         pieces = content["pieces"]
         samples = sum(self._sizes[name] for name in pieces)
         seconds = samples * self.rates.share + 3 * len(pieces) * self.rates.collective
-        return self._answer(rank, start + seconds, {"sent": 0})
+        self._answer(rank, "share", seconds, {"sent": 0})
 
-    def _describe(self, rank: int, start: float, content: Mapping[str, Any]) -> float:
-        return self._answer(rank, start, {"metrics": {}})
+    def _describe(self, rank: int, content: Mapping[str, Any]) -> None:
+        start = self.clock.now
+        self.clock.wait_until(start + self.rates.between * len(content["rows"]))
+        self.spans.append(Span(-1, "between", start, self.clock.now))
+        self._post(rank, {"metrics": {}})
 
-    def _update(self, rank: int, start: float, content: Mapping[str, Any]) -> float:
+    def _update(self, rank: int, content: Mapping[str, Any]) -> None:
         """Every mini-batch ends when the last worker has finished its micro-batches."""
-        if rank == 0:
-            self._plan = self._dealt(len(content["rows"]))
-        busy, common = self._plan
-        passes = max(busy)
-        self.spans.append(Span(rank, "update", start, start + busy[rank]))
-        if common:
-            self.spans.append(Span(rank, "exchange", start + passes, start + passes + common))
-        answer = {
-            "metrics": {"update/grad_norm": 0.0, "time/update": passes + common},
-            "advantages": [0.0] * len(content["rows"]),
-            "busy": busy[rank],
-            "sent": 0,
-            "memory": 0.0,
-        }
-        return self._answer(rank, start + passes + common, answer)
+        samples, slower = len(content["rows"]), self.rates.slower_updating
+        if self._training == 0:
+            self._dealt, self._training = self._deal(samples), self.count
+        busy, common = self._dealt
+        start = self.devices.now
 
-    def _dealt(self, samples: int) -> tuple[list[float], float]:
+        def passes_ended() -> None:
+            self._training -= 1
+            if self._training == 0:
+                for each in range(self.count):
+                    self._compute(each, "exchange", common, partial(finish, each), slower)
+
+        def finish(each: int) -> None:
+            answer = {
+                "metrics": {"update/grad_norm": 0.0, "time/update": self.devices.now - start},
+                "advantages": [0.0] * samples,
+                "busy": busy[each],
+                "sent": 0,
+                "memory": 0.0,
+            }
+            self._post(each, answer)
+
+        self._compute(rank, "update", busy[rank], passes_ended, slower)
+
+    def _deal(self, samples: int) -> tuple[list[float], float]:
         """Seconds of each worker in its passes, and of all workers in optimizer steps and
         collectives."""
         load, ranks = self.load, _Ranks(self.count, self.load.in_step)
-        mini = load.terms * samples // load.updates
-        sizes = [min(load.micro, mini - first) for first in range(0, mini, load.micro)]
+        sizes = load.micro_batches(samples)
         dealt = deal(sizes, ranks)
         steps, counted = load.updates * load.epochs, [0] * self.count
         busy = [0.0] * self.count
@@ -213,19 +254,19 @@ class VirtualProcesses:
         merging = 3 * owners * self.rates.collective
         return busy, steps * (self.rates.optimizer + self.rates.reduce + merging)
 
-    def _publish(self, rank: int, start: float, content: Mapping[str, Any]) -> float:
-        return self._answer(rank, start + self.rates.publish, {"digest": ""})
+    def _publish(self, rank: int, content: Mapping[str, Any]) -> None:
+        self._answer(rank, "publish", self.rates.publish, {"digest": ""})
 
-    def _forget(self, rank: int, start: float, content: Mapping[str, Any]) -> float:
-        return self._answer(rank, start)
+    def _forget(self, rank: int, content: Mapping[str, Any]) -> None:
+        self._post(rank, {})
 
-    def _save(self, rank: int, start: float, content: Mapping[str, Any]) -> float:
+    def _save(self, rank: int, content: Mapping[str, Any]) -> None:
         if rank == 0:
             write_tensors(Path(content["folder"]), {})  # the loop verifies the checkpoint
-        return self._answer(rank, start + self.rates.save)
+        self._answer(rank, "save", self.rates.save, {})
 
-    def _written(self, rank: int, start: float, content: Mapping[str, Any]) -> float:
-        return self._answer(rank, start, {"done": True, "shards": {}})
+    def _written(self, rank: int, content: Mapping[str, Any]) -> None:
+        self._post(rank, {"done": True, "shards": {}})
 
 
 class VirtualRewards:
@@ -234,13 +275,31 @@ class VirtualRewards:
     rewards: Sequence[Any] = ()
     processes = 0
 
-    def __init__(self, recipe: Recipe, seconds: float, clock: Clock) -> None:
+    def __init__(self, recipe: Recipe, seconds: float, clock: Clock, devices: Devices) -> None:
+        """`devices`: where samples are scored."""
         self.rewards = [_Named(entry.label) for entry in recipe.reward]
         self.seconds = seconds
         self.clock = clock
+        self.devices = devices
         self.spans: list[Span] = []
-        count = min((slots(entry) for entry in recipe.reward), default=1)
-        self.free = [0.0] * count
+        self.free = min((slots(entry) for entry in recipe.reward), default=1)
+        self.waiting: deque[VirtualScoring] = deque()  # of each sample
+
+    def score(self, scoring: VirtualScoring) -> None:
+        """One more sample."""
+        self.waiting.append(scoring)
+        self._start()
+
+    def _start(self) -> None:
+        while self.free and self.waiting:
+            self.free -= 1
+            self.devices.start(self.seconds, partial(self._scored, self.waiting.popleft()))
+
+    def _scored(self, scoring: VirtualScoring) -> None:
+        self.free += 1
+        scoring.left -= 1
+        scoring.ended = self.devices.now
+        self._start()
 
     def begin(
         self,
@@ -272,20 +331,21 @@ class VirtualScoring:
     def __init__(self, rewards: VirtualRewards, samples: int) -> None:
         self.service = rewards
         self.samples = samples
+        self.left = 0  # added and not yet scored
         self.started = self.ended = rewards.clock.now
 
     pending = 0
 
     def add(self, index: Sequence[int], samples: Sequence[Sample]) -> None:
-        free, now = self.service.free, self.service.clock.now
+        self.service.devices.run_until(self.service.clock.now)
+        self.left += len(index)
         for _ in index:
-            start = max(now, heapq.heappop(free))
-            end = start + self.service.seconds
-            heapq.heappush(free, end)
-            self.ended = max(self.ended, end)
+            self.service.score(self)
 
     def result(self, advance: Callable[[int], object] = lambda count: None) -> Scored:
         start = self.service.clock.now
+        while self.left:
+            self.service.devices.run_next()
         self.service.clock.wait_until(self.ended)
         if self.service.clock.now > start:
             self.service.spans.append(Span(-1, "wait for scores", start, self.service.clock.now))

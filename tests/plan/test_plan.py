@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import json
+import math
+import os
+import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
 
 from gesso import build, cli, clock
 from gesso.config import Recipe
-from gesso.plan import command, gpus, planner, tabulated, work
-from gesso.plan.measure import Measured
+from gesso.models.tokens.packing import pack_responses
+from gesso.plan import command, gpus, measure, planner, tabulated, work
+from gesso.plan.cores import SharedCores
+from gesso.plan.measure import Measured, fitted, of_one, of_pair, sizes
 from gesso.plan.planner import Option, Plan, Planner, divided
 from gesso.plan.rates import Line, Rates
-from gesso.plan.simulate import simulate, simulate_separate
+from gesso.plan.simulate import load, simulate, simulate_separate
 from gesso.plan.text import bound, report
+from gesso.timeline.steps import Step
 from gesso.types import UserError
 
 SIZES = ["data.groups=8", "algorithm.group=4", "sampler.batch=4", "learner.micro_batch=4"]
@@ -89,7 +97,7 @@ def test_batches_leave_every_worker_work(recipe: Recipe, workers: int, batch: in
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Estimates of memory take seconds."""
-    monkeypatch.setattr(planner, "estimates", lambda recipe: {"worker": SimpleNamespace(peak=1e9)})
+    monkeypatch.setattr(planner, "estimate", lambda recipe, role: SimpleNamespace(peak=1e9))
 
 
 @pytest.mark.usefixtures("small")
@@ -175,19 +183,215 @@ def test_a_stored_branch_is_not_counted_again() -> None:
     assert one.update.flops == pytest.approx(both.update.flops / 2, rel=0.02)
 
 
-def test_workers_on_fewer_cores_take_turns(recipe: Recipe) -> None:
+def test_collectives_grow_with_workers(recipe: Recipe) -> None:
+    """2(n − 1)/n of the data moves in and out of each."""
     rates = Rates(Line(1.0, 0.5), encode=0.1, update=Line(2.0), reduce=0.3, share=0.2, publish=0.4)
-    measured = Measured(rates, 0, cores=2)
+    measured = Measured(rates, 0, 1e9)
     one, two, four = (measured.rates_of(recipe, count) for count in (1, 2, 4))
     assert (one.reduce, one.share, one.publish) == (0, 0, 0) and one.encode == 0.1
     assert two == rates
-    assert (four.sample, four.update) == (Line(2.0, 1.0), Line(4.0))
-    assert (four.encode, four.publish) == (0.2, 0.8)
-    beside = replace(measured, sampling=1.5, updating=2.0)
-    assert beside.rates_of(recipe, 1) == one
-    assert beside.rates_of(recipe, 2).sample == Line(1.5, 0.75)
-    assert beside.rates_of(recipe, 2).update == Line(4.0)
-    assert four.reduce == pytest.approx(0.3 * 2 * 1.5)  # 2(n − 1)/n of the data, and half a core
+    assert (four.reduce, four.share) == pytest.approx((0.3 * 1.5, 0.2 * 1.5))
+
+
+def test_workers_share_cores_only_while_they_work(recipe: Recipe) -> None:
+    """3 micro-batches on 4 workers and 2 cores take as long as on 2 workers that could divide them
+    evenly; 4 workers that all work take twice as long as on 4 cores."""
+    sampler = recipe.sampler.model_copy(update={"batch": 8})  # 4 parts
+    learner = recipe.learner.model_copy(update={"micro_batch": 32})
+    uneven = recipe.model_copy(update={"sampler": sampler, "learner": learner})
+    assert terms(recipe) == 3
+    rates = Rates(sample=Line(1.0), update=Line(0.25))
+    apart = simulate(uneven, 4, rates, 0)
+    assert apart.step == pytest.approx(8 * 1.0 + 32 * 0.25)
+    shared = simulate(uneven, 4, replace(rates, cores=2), 0)
+    assert shared.step == pytest.approx(2 * 8 * 1.0 + 1.5 * 32 * 0.25)
+
+
+def test_workers_slow_each_other_down_only_together(recipe: Recipe) -> None:
+    slower = Rates(sample=Line(1.0), update=Line(0.25), cores=2, slower_sampling=1.5)
+    one = simulate(recipe, 1, slower, 0).step
+    assert one == pytest.approx(32 + 32 * terms(recipe) * 0.25)
+    assert simulate(recipe, 2, slower, 0).step == pytest.approx(one / 2 + 16 * 0.5)
+
+
+def test_rewards_take_cores_from_workers(recipe: Recipe) -> None:
+    """One worker and one reward process on a core: their work adds up."""
+    rates = Rates(sample=Line(1.0), update=Line(0.25), score=0.5)
+    training = 32 * terms(recipe) * 0.25
+    one_core = simulate(one_scorer(recipe), 1, replace(rates, cores=1), 0)
+    assert one_core.step == pytest.approx(32 * 1.5 + training)
+    assert simulate(one_scorer(recipe), 1, rates, 0).step == pytest.approx(32 + 4 * 0.5 + training)
+
+
+def one_scorer(recipe: Recipe) -> Recipe:
+    reward = [entry.model_copy(update={"workers": 1}) for entry in recipe.reward]
+    return recipe.model_copy(update={"reward": reward})
+
+
+def test_tasks_get_equal_shares_of_the_cores() -> None:
+    """Of 2, 2 and 5 seconds on 2 cores: the short ones end after 3, when the long one has done 2
+    and continues alone."""
+    cores, ended = SharedCores(2), {}
+    for name, seconds in (("a", 2.0), ("b", 2.0), ("c", 5.0)):
+        cores.start(seconds, lambda name=name: ended.setdefault(name, cores.now))
+    cores.run_until(1.0)
+    assert cores.now == 1.0 and not ended
+    cores.run_until(9.0)
+    assert ended == pytest.approx({"a": 3.0, "b": 3.0, "c": 6.0}) and cores.now == 9.0
+
+
+def test_the_driver_makes_all_workers_wait(recipe: Recipe) -> None:
+    found = simulate(recipe, 2, replace(RATES, between=0.125), 0)
+    assert found.step == pytest.approx(simulate(recipe, 2, RATES, 0).step + 32 * 0.125)
+
+
+def test_times_are_fitted_by_two_costs_of_at_least_nothing() -> None:
+    """Of parts and samples."""
+    exact = [(1.0, 8.0, 0.5 + 8 * 0.25), (2.0, 20.0, 1.0 + 20 * 0.25), (3.0, 24.0, 1.5 + 6.0)]
+    assert fitted(exact) == pytest.approx((0.5, 0.25))
+    assert fitted([(1.0, 8.0, 2.0), (1.0, 16.0, 4.4)]) == pytest.approx((0.0, 0.262), rel=1e-2)
+    assert fitted([(1.0, 8.0, 3.0), (1.0, 16.0, 3.0)]) == pytest.approx((3.0, 0.0))
+    assert fitted([(1.0, 8.0, 3.0), (1.0, 16.0, 2.9)]) == pytest.approx((2.95, 0.0), rel=1e-2)
+
+
+def steps_of(rates: Rates, sized: Recipe, workers: int, longest: int) -> list[Step]:
+    """As if real workers had these rates."""
+    found = simulate(sized, workers, rates, longest)
+    rows = [Counter[str]() for _ in range(workers)]
+    for span in found.spans:
+        if span.rank >= 0:
+            rows[span.rank][REAL.get(span.phase, span.phase)] += span.seconds
+    longest_update = max(row["update"] for row in rows)
+    for row in rows:  # they wait for the last one
+        row["wait"] += longest_update - row["update"]
+    busy = {f"worker {rank}": dict(row) for rank, row in enumerate(rows)}
+    return [Step(0, 0.0, found.step, busy, {})]
+
+
+REAL = {"open": "encode", "share": "exchange", "exchange": "wait"}  # names of phases
+
+
+def test_measuring_finds_the_rates_of_simulated_workers(recipe: Recipe) -> None:
+    """Of two workers that divide three micro-batches unevenly."""
+    learner = recipe.learner.model_copy(update={"micro_batch": 32})
+    recipe = recipe.model_copy(update={"learner": learner, "sampler": recipe.sampler})
+    true = Rates(
+        sample=Line(0.1, 0.2), encode=0.05, update=Line(0.03), share=0.01, publish=0.3,
+        optimizer=0.4, between=0.02, cores=2, slower_sampling=1.3, slower_updating=1.6,
+    )  # fmt: skip
+    alone = replace(true, optimizer=0.4, share=0.0, publish=0.0)
+    steps = {}
+    assert sizes(recipe) == [(8, 4), (4, 4), (2, 4), (1, 2)]
+    for size in sizes(recipe):
+        smaller = [f"data.groups={size.groups}", f"algorithm.group={size.group}"]
+        sized = build.recipe("demo", [*SIZES, "algorithm.updates=1", *smaller])
+        steps[size] = steps_of(alone, sized, 1, 0)
+    one = of_one(recipe, steps)
+    assert (one.sample.each, one.sample.fixed) == pytest.approx((0.1, 0.2), rel=1e-3)
+    assert (one.update.each, one.optimizer) == pytest.approx((0.03, 0.4), rel=1e-3)
+    assert (one.encode, one.between) == pytest.approx((0.05, 0.02), rel=1e-3)
+    found = of_pair(recipe, replace(one, cores=2), steps_of(true, recipe, 2, 0), 0)
+    assert (found.share, found.publish) == pytest.approx((0.01, 0.3), rel=1e-3)
+    assert found.slower_sampling == pytest.approx(1.3, abs=0.02)
+    step = simulate(recipe, 2, found, 0).step
+    assert step == pytest.approx(simulate(recipe, 2, true, 0).step, rel=0.02)
+
+
+class FakeJob:
+    """A job that records what `measure` requests from it."""
+
+    longest_prompt = None
+
+    def __init__(self, recipe: Recipe, progress: object) -> None:
+        self.recipe, self.threads = recipe, os.environ[measure.THREADS]
+        self.cluster = SimpleNamespace(rewards=SimpleNamespace(score=lambda samples: None))
+        self.closed = False
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_rates_are_measured_by_real_steps_that_take_turns(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of workers with one thread each; no score is cached, or the rewards would seem free."""
+    jobs, turns = [], []
+
+    def step(job: FakeJob, number: int, size: measure.Size) -> measure.Timed:
+        workers = job.recipe.cluster.workers
+        turns.append((workers, size))
+        busy = {f"worker {rank}": {"sample": 0.5, "update": 2.0} for rank in range(workers)}
+        busy["driver"] = {"wait": 0.25}  # for scores
+        return measure.Timed(Step(number, 0.0, 3.0, busy, {}), [None] * size.samples, 7e8)
+
+    monkeypatch.setattr(measure, "assemble", lambda *a: jobs.append(FakeJob(*a)) or jobs[-1])
+    monkeypatch.setattr(measure, "_step", step)
+    monkeypatch.setenv(measure.THREADS, "7")
+    found = measure.measure(recipe)
+    assert [job.threads for job in jobs] == ["1", "1"] and os.environ[measure.THREADS] == "7"
+    assert not any(entry.cache for job in jobs for entry in job.recipe.reward)
+    assert all(job.closed for job in jobs)
+    warm_up, one_round = 2, [*((1, size) for size in sizes(recipe)), (2, (8, 4))]
+    assert turns[warm_up:] == one_round * measure.ROUNDS
+    assert found.memory == 7e8 and found.rates.between == pytest.approx(0.25 / 32)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_micro_batches_are_even_although_responses_differ(seed: int) -> None:
+    """Responses to a prompt stay together. A limit of exactly the mean leaves one more batch."""
+    vlm = build.recipe("demo-vlm", ["learner.micro_tokens=4096"])
+    generator = random.Random(seed)
+    of_group = [generator.randint(4, 16) for _ in range(16)]
+    prompts, row = [40] * 16, [i for i in range(16) for _ in range(8)]
+    lengths = [of_group[i] for i in row]
+    longest = math.ceil(fmean(of_group) + 40 / 8)
+    for workers in (1, 2, 4):
+        sized = divided(vlm, workers, longest)
+        packed = pack_responses(prompts, row, lengths, sized.learner.micro_tokens)
+        assert len(packed) == workers
+        sizes = load(sized, build.algorithm(sized), longest).micro_batches(128)
+        assert sizes == [128 // workers] * workers
+    mean = sum(lengths) // 4 + 40 * 4
+    assert len(pack_responses(prompts, row, lengths, mean)) > 4
+
+
+def test_micro_batches_that_differ_from_sampling_batches_are_divided(recipe: Recipe) -> None:
+    learner = recipe.learner.model_copy(update={"micro_batch": 32})
+    sized = divided(recipe.model_copy(update={"learner": learner}), 4, 0)
+    assert sized.sampler.batch == 4 and sized.learner.micro_batch == 24  # of 96 terms
+
+
+def test_memory_is_estimated_once_per_batch_size(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, where samples for the learners wait in host memory."""
+    estimated = []
+
+    def count(recipe: Recipe, role: str) -> SimpleNamespace:
+        estimated.append((role, recipe.sampler.batch, recipe.learner.micro_batch))
+        return SimpleNamespace(peak=1e9)
+
+    monkeypatch.setattr(planner, "estimate", count)
+    monkeypatch.setattr(planner, "estimated_on_gpu", lambda model, one_pass: True)
+    slow = replace(RATES, optimizer=8.0)
+    Planner(recipe, lambda sized, count: slow, 0, gpus.find("h100")).plan(32)
+    assert len(estimated) == len(set(estimated)) > 1
+
+
+def test_memory_on_this_machine_is_that_of_a_process(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An estimate of tensors and what one worker was measured to need besides."""
+
+    def tensors(recipe: Recipe, role: str) -> SimpleNamespace:
+        return SimpleNamespace(peak=1e8 * recipe.learner.micro_batch)
+
+    monkeypatch.setattr(planner, "estimate", tensors)
+    planning = Planner(recipe, lambda sized, count: RATES, 0, measured=2e9)
+    assert planning.memory(recipe, 1) == {"worker": 2e9}
+    halves = recipe.learner.model_copy(update={"micro_batch": 2})
+    smaller = recipe.model_copy(update={"learner": halves})
+    assert planning.memory(smaller, 2) == {"worker": 2e9 - 2e8}
 
 
 def test_a_shared_network_is_slower_and_needs_less(recipe: Recipe) -> None:
