@@ -16,6 +16,7 @@ from typing import Any
 
 from gesso.cluster.processes import Message
 from gesso.config import Recipe
+from gesso.models.tokens.packing import even_count
 from gesso.plan.cores import Devices
 from gesso.plan.rates import Rates
 from gesso.ranks import Alone, deal
@@ -69,7 +70,7 @@ class Load:
         mini = self.terms * samples // self.updates
         if not self.even:
             return [min(self.micro, mini - first) for first in range(0, mini, self.micro)]
-        count = -(-mini // self.micro)
+        count = even_count(-(-mini // self.micro), mini)
         return [mini // count + (i < mini % count) for i in range(count)]
 
 

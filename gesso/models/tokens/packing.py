@@ -26,12 +26,10 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 def pack_evenly(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Batches of similar lengths, so that workers that divide them finish together: the longest
-    first, each into the batch with the fewest tokens. As many as `pack` makes, or one more if that
-    is odd and more than one. Where one of them would exceed the budget, the batches of `pack`."""
+    first, each into the batch with the fewest tokens. `even_count` of what `pack` makes; where one
+    of them would exceed the budget, the batches of `pack`."""
     packed = pack(lengths, budget)
-    count = len(packed)
-    if count > 1 and count < len(lengths):
-        count += count % 2
+    count = even_count(len(packed), len(lengths))
     batches: list[list[int]] = [[] for _ in range(count)]
     tokens = [0] * count
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -40,6 +38,11 @@ def pack_evenly(lengths: Sequence[int], budget: int) -> list[list[int]]:
         tokens[at] += lengths[i]
     fits = max(tokens, default=0) <= budget
     return sorted(sorted(batch) for batch in batches) if fits else packed
+
+
+def even_count(count: int, sequences: int) -> int:
+    """One batch more than an odd number above 1: most runs have 1, 2, 4 or 8 workers."""
+    return count + count % 2 if 1 < count < sequences else count
 
 
 def pack_responses(
