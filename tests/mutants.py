@@ -791,8 +791,8 @@ MUTANTS = [
     Mutant(
         "publish-checksum-position",
         "gesso/weights/publish.py",
-        "(part * (2 * index + 1)).sum()",
-        "part.sum()",
+        "(row * table.sum(1)).sum() + (column * table.sum(0)).sum()",
+        "table.sum()",
         "tests/weights/test_publish.py",
     ),
     Mutant(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from gesso import build, clock
 from gesso.cluster.placement import THREADS, place
@@ -243,12 +243,13 @@ def of_pair(sized: Recipe, rates: Rates, steps: Sequence[Step], longest: int) ->
         publish=common("publish"),
     )
 
-    def slower(name: str, real: float, simulated: Callable[[Prediction], float]) -> float:
+    def slower(field: str, real: float, simulated: Callable[[Prediction], float]) -> float:
         """The factor with which simulated workers take as long as real ones."""
         low, high = 1.0, MOST_SLOWED
         while high - low > CLOSE:
             middle = (low + high) / 2
-            found = simulate(sized, PAIR, replace(rates, **{name: middle}), longest)
+            changed: dict[str, Any] = {field: middle}
+            found = simulate(sized, PAIR, replace(rates, **changed), longest)
             low, high = (middle, high) if simulated(found) < real else (low, middle)
         return low
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -11,11 +11,11 @@ import pytest
 
 from gesso import build
 from gesso.cluster.placement import Placement
-from gesso.cluster.processes import Message
 from gesso.cluster.workers import Workers
 from gesso.config import Recipe
 from gesso.data.curriculum import stream_of
 from gesso.data.prompts import WeightedPrompts
+from gesso.plan.cores import OwnDevices
 from gesso.plan.rates import Line, Rates
 from gesso.plan.simulate import load
 from gesso.plan.virtual import NO_PROMPT, Clock, VirtualProcesses
@@ -31,14 +31,12 @@ SETTINGS = [f"algorithm.group={GROUP}", f"sampler.batch={BATCH}", "eval.every=2"
 class Painters(VirtualProcesses):
     """Workers without devices; their images are real."""
 
-    def _post(self, moment: float, message: Message) -> None:
-        if "piece" in message.content:
-            image: np.ndarray = np.full(
-                (SIDE, SIDE, 3), message.content["index"][0] % 256, np.uint8
-            )
-            samples = [Sample(NO_PROMPT, image, i) for i in message.content["index"]]
-            message = Message(message.rank, message.content, [wire.pack_samples(samples)])
-        super()._post(moment, message)
+    def _post(self, rank: int, content: Mapping[str, Any], *data: bytes) -> None:
+        if "piece" in content:
+            index = content["index"]
+            image: np.ndarray = np.full((SIDE, SIDE, 3), index[0] % 256, np.uint8)
+            data = (wire.pack_samples([Sample(NO_PROMPT, image, i) for i in index]),)
+        super()._post(rank, content, *data)
 
 
 class Brightness:
@@ -54,7 +52,8 @@ class Brightness:
 def workers_of(recipe: Recipe) -> Workers:
     algorithm = build.algorithm(recipe)
     rates = Rates(sample=Line(1.0), update=Line(1.0))
-    processes: Any = Painters(WORKERS, rates, load(recipe, algorithm, 0), Clock())
+    sizes = load(recipe, algorithm, 0)
+    processes: Any = Painters(WORKERS, rates, sizes, Clock(), OwnDevices())
     rewards = service.RewardService([WeightedReward(recipe.reward[0].label, 1.0, Brightness())])
     prompts = [WeightedPrompts([Prompt(f"prompt {i}") for i in range(40)], 1.0)]
     placement = Placement(WORKERS, (), threads=1, parts=0)

@@ -408,7 +408,7 @@ def test_an_engine_on_a_gpu_sleeps_between_calls_or_until_the_update(
     woken, spec = ["wake weights", "reload_weights", "wake kv_cache"], ResponseSpec(4)
 
     def sample() -> None:
-        assert list(sampler.sample([], [], [], spec, [])) == []
+        assert list(sampler.sample([], [], [], spec)) == []
 
     sample()
     assert engine.taken() == [*woken, "sleep 2"]

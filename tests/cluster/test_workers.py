@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -182,14 +183,15 @@ def test_a_run_goes_on_with_another_number_of_workers(
     assert [step.at for step in steps] == sorted(step.at for step in steps)
 
 
-@pytest.mark.usefixtures("borrowing")
+@pytest.mark.usefixtures("pids")
 def test_the_rates_of_a_plan_are_those_of_real_workers(language: Path) -> None:
+    """One worker and two others take turns, so they are not borrowed."""
     recipe = build.recipe_from(language_recipe(language, {"name": "grpo"}))
     measured = measure(recipe)
     rates = measured.rates
     assert rates.sample.each + rates.sample.fixed > 0 and rates.update.each + rates.optimizer > 0
     assert min(rates.encode, rates.share, rates.reduce, rates.publish) > 0
-    assert measured.longest > 1 and measured.cores
+    assert measured.longest > 1 and 1 <= rates.cores < math.inf
 
 
 @pytest.mark.usefixtures("borrowing")

@@ -142,7 +142,7 @@ WRITING = {
         [
             'algorithm={name="ppo", group=2, max_tokens=16, critic={trunk="lora"}}',
             "model.lora.rank=8",
-            "data.groups=12",  # enough responses to fill micro-batches
+            "data.groups=8",  # two micro-batches; three would become four that are not full
         ],
     ),
     "writing": ("small", ["data.groups=12", "sampler.batch=24", "learner.micro_tokens=64"]),

@@ -6,11 +6,13 @@ import json
 import math
 import os
 import random
-from collections import Counter
+from collections import defaultdict
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -25,7 +27,7 @@ from gesso.plan.rates import Line, Rates
 from gesso.plan.simulate import load, simulate, simulate_separate
 from gesso.plan.text import bound, report
 from gesso.timeline.steps import Step
-from gesso.types import UserError
+from gesso.types import Prompt, Sample, UserError
 
 SIZES = ["data.groups=8", "algorithm.group=4", "sampler.batch=4", "learner.micro_batch=4"]
 RATES = Rates(sample=Line(1.0), decode=Line(0.5), update=Line(0.25), optimizer=2.0)
@@ -231,9 +233,13 @@ def one_scorer(recipe: Recipe) -> Recipe:
 def test_tasks_get_equal_shares_of_the_cores() -> None:
     """Of 2, 2 and 5 seconds on 2 cores: the short ones end after 3, when the long one has done 2
     and continues alone."""
-    cores, ended = SharedCores(2), {}
+    cores, ended = SharedCores(2), dict[str, float]()
+
+    def end(name: str) -> None:
+        ended[name] = cores.now
+
     for name, seconds in (("a", 2.0), ("b", 2.0), ("c", 5.0)):
-        cores.start(seconds, lambda name=name: ended.setdefault(name, cores.now))
+        cores.start(seconds, partial(end, name))
     cores.run_until(1.0)
     assert cores.now == 1.0 and not ended
     cores.run_until(9.0)
@@ -257,7 +263,7 @@ def test_times_are_fitted_by_two_costs_of_at_least_nothing() -> None:
 def steps_of(rates: Rates, sized: Recipe, workers: int, longest: int) -> list[Step]:
     """As if real workers had these rates."""
     found = simulate(sized, workers, rates, longest)
-    rows = [Counter[str]() for _ in range(workers)]
+    rows = [defaultdict[str, float](float) for _ in range(workers)]
     for span in found.spans:
         if span.rank >= 0:
             rows[span.rank][REAL.get(span.phase, span.phase)] += span.seconds
@@ -315,16 +321,23 @@ def test_rates_are_measured_by_real_steps_that_take_turns(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of workers with one thread each; no score is cached, or the rewards would seem free."""
-    jobs, turns = [], []
+    jobs: list[FakeJob] = []
+    turns: list[tuple[int, measure.Size]] = []
+    sample = Sample(Prompt("a"), None, 0)
 
     def step(job: FakeJob, number: int, size: measure.Size) -> measure.Timed:
         workers = job.recipe.cluster.workers
+        assert isinstance(workers, int)
         turns.append((workers, size))
         busy = {f"worker {rank}": {"sample": 0.5, "update": 2.0} for rank in range(workers)}
         busy["driver"] = {"wait": 0.25}  # for scores
-        return measure.Timed(Step(number, 0.0, 3.0, busy, {}), [None] * size.samples, 7e8)
+        return measure.Timed(Step(number, 0.0, 3.0, busy, {}), [sample] * size.samples, 7e8)
 
-    monkeypatch.setattr(measure, "assemble", lambda *a: jobs.append(FakeJob(*a)) or jobs[-1])
+    def assemble(*arguments: Any) -> FakeJob:
+        jobs.append(FakeJob(*arguments))
+        return jobs[-1]
+
+    monkeypatch.setattr(measure, "assemble", assemble)
     monkeypatch.setattr(measure, "_step", step)
     monkeypatch.setenv(measure.THREADS, "7")
     found = measure.measure(recipe)
