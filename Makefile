@@ -19,7 +19,9 @@ unexport PYTHONDONTWRITEBYTECODE
 # one of them waits for other processes at any time.
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 1)
 WORKERS ?= $(shell [ $(CORES) -gt 2 ] && echo 4 || echo $$(($(CORES) + 1)))
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.parallel --processes $(WORKERS)
+# A test that does not end is ended, with its stack.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -p tests.parallel --processes $(WORKERS) \
+	-o faulthandler_timeout=300 -o faulthandler_exit_on_timeout=true
 
 .PHONY: demo test test-fast test-gpu test-vllm test-ray test-faults mutants lint docs bench bench-gpu setup clean help
 
