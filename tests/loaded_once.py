@@ -1,15 +1,19 @@
 """Components of tiny pipelines, and tiny language models, are read from disk once per process;
-models get copies, which take a third of the time. Tests of what loading takes (REAL) do it as users
+models get copies, which take a tenth of the time. Tests of what loading takes (REAL) do it as users
 do."""
 
 from __future__ import annotations
 
+import copyreg
+import io
 import os
+import pickle
 from collections.abc import Callable
-from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor, nn
 
 REAL = ("tests/memory/", "tests/track/test_progress.py")
 LARGE = 2**23  # bytes of files; a component with more is not kept
@@ -56,5 +60,39 @@ def _copy(load: Callable[[], Any], kept: dict[tuple, Any], key: tuple, folder: P
     state = sorted((file.st_ino, file.st_mtime_ns, file.st_size) for file in files)
     key = (*key, *state)
     if key not in kept:
-        kept[key] = load()
-    return deepcopy(kept[key])
+        kept[key] = Original(load())
+    return kept[key].copy()
+
+
+_tensors: list[Tensor] = []  # of all originals
+
+
+class Original:
+    """Copies by pickle, five times as fast as `deepcopy`; the pickled bytes refer to tensors by
+    their numbers."""
+
+    def __init__(self, value: Any) -> None:
+        file = io.BytesIO()
+        pickler = pickle.Pickler(file, pickle.HIGHEST_PROTOCOL)
+        reducers = dict.fromkeys((Tensor, nn.Parameter), self._number)
+        pickler.dispatch_table = {**copyreg.dispatch_table, **reducers}
+        pickler.dump(value)
+        self.data = file.getvalue()
+
+    def copy(self) -> Any:
+        return pickle.loads(self.data)
+
+    @staticmethod
+    def _number(tensor: Tensor) -> tuple:
+        assert tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes, (
+            "it may share memory with another one, which its copy would not"
+        )
+        _tensors.append(tensor)
+        return _copy_of_tensor, (len(_tensors) - 1,)
+
+
+def _copy_of_tensor(number: int) -> Tensor:
+    tensor = _tensors[number]
+    if not isinstance(tensor, nn.Parameter):
+        return tensor.clone()
+    return nn.Parameter(tensor.detach().clone(), tensor.requires_grad)

@@ -63,11 +63,11 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 def _read_once() -> None:
-    """The first OCR of a process imports more than a second's worth."""
+    """The first OCR of a process imports more than a second's worth, and creates an engine for
+    signs, which has one thread and so works in forked processes, too."""
     from gesso.rewards.image import ocr
 
     ocr.Ocr(detect=False).read(np.zeros((32, 96, 3), np.uint8))
-    ocr._engine.cache_clear()  # processes create their own
 
 
 Children = dict[Connection, Any]

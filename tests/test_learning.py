@@ -1,4 +1,5 @@
-"""Learning, shown and not assumed: short runs of the bundled recipes, against untrained models."""
+"""A short run of the bundled recipe learns, compared with untrained models. The rows of other
+recipes are pinned (test_pinned.py)."""
 
 from __future__ import annotations
 
@@ -10,16 +11,12 @@ from gesso import run
 
 SHORT = ["eval.prompts=32", "eval.every=0", "eval.shown=0", "reward.0.workers=1"]
 UNTRAINED = (0.66, 0.69)  # held-out reward of the untrained model: the range of three seeds
-TRAINED = {
-    "demo": ["steps=2", "data.groups=6", "optimizer.lr=4e-4"],  # .67 → .80
-    "demo-nft": ["steps=2", "data.groups=4", "optimizer.lr=4e-4"],  # .67 → .78
-}
+TRAINED = ["steps=2", "data.groups=6", "optimizer.lr=4e-4"]  # .67 → .80
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", TRAINED)
-def test_the_held_out_reward_rises_beyond_the_controls_spread(recipe: str, tmp_path: Path) -> None:
-    rows = run.train(recipe, [*SHORT, *TRAINED[recipe]], tmp_path / "run", quiet=True).rows()
+def test_the_held_out_reward_rises_beyond_the_controls_spread(tmp_path: Path) -> None:
+    rows = run.train("demo", [*SHORT, *TRAINED], tmp_path / "run", quiet=True).rows()
     first, last = rows[0], rows[-1]
     assert UNTRAINED[0] - 0.01 < first["eval/reward"] < UNTRAINED[1] + 0.01, "measure them again"
     rise, spread = last["eval/reward"] - first["eval/reward"], UNTRAINED[1] - UNTRAINED[0]

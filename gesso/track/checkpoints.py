@@ -47,7 +47,8 @@ NONE_LEFT = (
     "there is no earlier complete checkpoint; restore the file from a backup, or start the run "
     "again in a new folder"
 )
-THREADS = 8  # maximum number of threads that hash tensors
+THREADS = 8  # maximum number of threads that hash large tensors
+LARGE = 2**20  # bytes; to hash a smaller tensor takes less time than to pass it to a thread
 
 
 class _Damaged(Exception):
@@ -316,11 +317,13 @@ def _take_digests(folder: Path) -> dict[str, Any]:
 def digests(state: Mapping[str, Tensor]) -> dict[str, str]:
     """Digest of every table, over the sorted (name, dtype, shape, bytes) of its tensors."""
     names = sorted(state)
+    large = [name for name in names if state[name].nbytes >= LARGE]
     with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:  # hashing releases the GIL
-        hashes = list(pool.map(lambda name: _hash(state[name]), names))
+        hashes = dict(zip(large, pool.map(lambda name: _hash(state[name]), large), strict=True))
     tables: dict[str, Any] = {}
-    for name, content in zip(names, hashes, strict=True):
+    for name in names:
         tensor = state[name]
+        content = hashes.get(name) or _hash(tensor)
         row = [name, str(tensor.dtype), list(tensor.shape), content]
         table = tables.setdefault(name.partition("/")[0], hashlib.blake2b(digest_size=16))
         table.update(json.dumps(row).encode() + b"\n")

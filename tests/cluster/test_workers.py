@@ -43,14 +43,13 @@ from tests.cluster.runs import (
     assert_equal,
     children_of,
     go,
-    is_worker,
     language_recipe,
     listening,
     offline,
 )
 from tests.conftest import small_recipe
 from tests.test_loop import final_state
-from tests.waiting import Started, until
+from tests.waiting import until
 
 LOOPBACK = "0100007F"  # 127.0.0.1 in /proc/net/tcp
 LIMIT = 20  # seconds to end, on a machine that runs other tests; 5 on an idle one
@@ -504,20 +503,7 @@ def endless(language: Path, tmp_path: Path) -> list[str | Path]:
     return ["train", recipe, "--run", tmp_path / "run"]
 
 
-def test_workers_end_with_a_driver_that_is_killed(language: Path, tmp_path: Path) -> None:
-    """Both started as a user does it."""
-    command = [sys.executable, "-m", "gesso", *endless(language, tmp_path)]
-    driver = Started(command)
-    driver.until(lambda: (tmp_path / "run" / "checkpoints" / "000001").exists())
-    children = children_of(driver.process.pid)
-    assert any(is_worker(pid) for pid in children)
-    driver.process.kill()
-    driver.process.wait(LIMIT)
-    until(lambda: not any(alive(pid) for pid in children), limit=LIMIT)
-    assert RunFolder.open(tmp_path / "run").latest()
-
-
-@pytest.mark.parametrize("signals", [[SIGTERM], [SIGINT, SIGINT]])
+@pytest.mark.parametrize("signals", [[SIGTERM], [SIGINT, SIGINT], [SIGKILL]])
 def test_workers_end_with_the_driver(language: Path, tmp_path: Path, signals: list[int]) -> None:
     command = endless(language, tmp_path)
     with forked.gesso(*command, output=tmp_path / "output.txt", forks=True) as driver:
