@@ -791,8 +791,8 @@ MUTANTS = [
     Mutant(
         "publish-checksum-position",
         "gesso/weights/publish.py",
-        "(row * table.sum(1)).sum() + (column * table.sum(0)).sum()",
-        "table.sum()",
+        "(part * torch.arange(2 * start + 1, 2 * end, 2, device=part.device)).sum()",
+        "part.sum()",
         "tests/weights/test_publish.py",
     ),
     Mutant(

@@ -82,13 +82,14 @@ class ExactSum:
 
     @torch.no_grad()
     def write(self) -> bool:
-        sizes = [p.numel() for p in self.parameters]
-        parts = zip(self._coarse.split(sizes), self._fine.split(sizes), strict=True)
-        counts = self._count.tolist()
-        for parameter, (coarse, fine), n in zip(self.parameters, parts, counts, strict=True):
+        total = torch.empty(len(self._coarse), device=self._sums.device)
+        parts = (each.split(AT_ONCE) for each in (total, self._coarse, self._fine))
+        for part, coarse, fine in zip(*parts, strict=True):
+            part.copy_(coarse.double().div_(COARSE).add_(fine.double(), alpha=1 / FINE))
+        grads = total.split([p.numel() for p in self.parameters])
+        for parameter, grad, n in zip(self.parameters, grads, self._count.tolist(), strict=True):
             if n:
-                total = coarse.double().div_(COARSE).add_(fine.double(), alpha=1 / FINE)
-                parameter.grad = total.float().view_as(parameter)
+                parameter.grad = grad.view_as(parameter)
         return not self._not_finite
 
 

@@ -18,14 +18,12 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from gesso.types import StopRun, Weights, Which
 from gesso.weights.copies import same_memory
 
 CHUNK = 2**22
-"""Elements that are hashed at once, since some operations copy them."""
-COLUMNS = 1024
+"""Words that are hashed at once, in a temporary tensor."""
 
 
 class Readable(Protocol):
@@ -149,20 +147,22 @@ def digest(copies: Mapping[Which, Weights]) -> str:
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """Σ (2i + 1)·bits_i modulo 2⁶⁴: integers, so that the order of summation does not matter. The
-    factors are odd, so that a change of any single element changes the sum."""
-    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = tensor.detach().contiguous().view(integer[tensor.element_size()]).flatten()
+    """Σ (2i + 1)·word_i modulo 2⁶⁴: integers, so that the order of summation does not matter. The
+    factors are odd, so that a change of any single word changes the sum."""
+    words = _words(tensor)
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, len(bits), CHUNK):
-        total += _weighted_sum(bits[start : start + CHUNK], start)
+    for start in range(0, len(words), CHUNK):
+        part = words[start : start + CHUNK]
+        end = start + len(part)
+        total += (part * torch.arange(2 * start + 1, 2 * end, 2, device=part.device)).sum()
     return total
 
 
-def _weighted_sum(bits: Tensor, start: int) -> Tensor:
-    """Σ (2 (start + i) + 1)·bits_i, from the sums of the rows and columns of a table, which is
-    much faster than a product for every element."""
-    table = pad(bits, (0, -len(bits) % COLUMNS)).view(-1, COLUMNS)
-    row = torch.arange(2 * start, 2 * (start + table.numel()), 2 * COLUMNS, device=bits.device)
-    column = torch.arange(1, 2 * COLUMNS, 2, device=bits.device)
-    return (row * table.sum(1)).sum() + (column * table.sum(0)).sum()
+def _words(tensor: Tensor) -> Tensor:
+    """The bits as integers of 64 bits, or of an element's size if their number is no multiple."""
+    flat = tensor.detach().contiguous().flatten()
+    size = flat.element_size()
+    if flat.nbytes % 8:
+        return flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[size])
+    aligned = flat.storage_offset() * size % 8 == 0
+    return (flat if aligned else flat.clone()).view(torch.int64)

@@ -1,9 +1,11 @@
-"""The driver's memory does not depend on the size of images: they are dropped when scored."""
+"""The driver's memory does not depend on the size of images, which are dropped when scored, nor of
+latents, which it never receives."""
 
 from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 
 from gesso import build
 from gesso.cluster.placement import Placement
+from gesso.cluster.processes import Message, Processes
 from gesso.cluster.workers import Workers
 from gesso.config import Recipe
 from gesso.data.curriculum import stream_of
@@ -22,6 +25,8 @@ from gesso.plan.virtual import NO_PROMPT, Clock, VirtualProcesses
 from gesso.rewards.compose import WeightedReward
 from gesso.rewards.transport import service, wire
 from gesso.types import Prompt, Sample, Score
+from tests.cluster.runs import go
+from tests.conftest import small_recipe
 
 SIDE, GROUP, WORKERS, BATCH = 1024, 25, 4, 4
 IMAGE = 3 * SIDE**2  # bytes
@@ -82,3 +87,31 @@ def test_images_are_dropped_when_they_are_scored(
     kept = 0 if side is None else samples * 3 * side**2
     in_flight = (16 + 4 * WORKERS * BATCH) * IMAGE  # packed and unpacked, received and at work
     assert peak < kept + in_flight
+
+
+@pytest.mark.usefixtures("borrowing")
+def test_latents_do_not_go_through_the_driver(
+    pipeline_folder: Path, prompt_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of images of twice the side, the driver receives the pixels, and nothing else that is
+    larger."""
+    data = small_recipe(pipeline_folder, prompt_file) | {"steps": 1}
+    data["eval"]["every"] = 0
+    others: list[int] = []  # bytes that are not pixels, by size of the images
+    receive = Processes.receive
+    for height, width in ((32, 48), (64, 96)):
+        received: list[Message] = []
+
+        def receiving(self: Processes, into: list[Message] = received) -> Message:
+            into.append(receive(self))
+            return into[-1]
+
+        monkeypatch.setattr(Processes, "receive", receiving)
+        data["model"] |= {"height": height, "width": width}
+        go(data, tmp_path / str(height), 2)
+        pieces = [message for message in received if "piece" in message.content]
+        images = sum(len(message.content["index"]) for message in pieces)
+        assert images > data["data"]["groups"] * data["algorithm"]["group"]
+        every = sum(len(part) for message in received for part in message.data)
+        others.append(every - images * 3 * height * width)
+    assert others[0] > 0 and others[1] < 1.05 * others[0]
