@@ -6,8 +6,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing import connection, forkserver
 from multiprocessing.context import ForkServerProcess
@@ -71,6 +72,38 @@ def gesso(*arguments: str | Path, output: Path, forks: bool = False) -> Iterator
         process.join()
 
 
+class Gesso:
+    """`gesso …` in this folder, with this environment: what `tests.waiting.Started` uses of
+    `subprocess.Popen`."""
+
+    def __init__(
+        self, arguments: Sequence[str], environment: Mapping[str, str], folder: Path, output: Path
+    ) -> None:
+        self._process = started(
+            _gesso, [*arguments], dict(environment), folder, output, daemon=False
+        )
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, seconds: float | None = None) -> int:
+        self._process.join(seconds)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("gesso", seconds or 0.0)
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        if self.pid is not None and self.poll() is None:
+            os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
+
+
 def pytest(*arguments: str | Path, output: Path) -> tuple[int | None, str]:
     """The exit status of pytest and what it prints."""
     process = started(_pytest, [*map(str, arguments)], output, daemon=False)  # it starts others
@@ -110,6 +143,17 @@ def _main(arguments: list[str], output: Path, forks: bool) -> None:
     if forks:
         serve_from_here()
         Processes._start = Forked._start  # type: ignore[method-assign, assignment]
+    sys.exit(cli.main(arguments))
+
+
+def _gesso(arguments: list[str], environment: dict[str, str], folder: Path, output: Path) -> None:
+    from gesso import cli
+
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    _print_to(output)
     sys.exit(cli.main(arguments))
 
 

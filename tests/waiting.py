@@ -8,7 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 LIMIT = 900.0  # seconds; against a hang only: nothing that works takes so long
 SHOWN = 4000  # characters of the end of a process's output
@@ -51,15 +51,21 @@ class Started:
         cwd: Path | None = None,
         start_new_session: bool = False,
     ) -> None:
-        self._log = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115 it closes in `end`
-        self.process = subprocess.Popen(
-            [str(part) for part in command],
-            stdout=self._log,
-            stderr=self._log,
-            env=env,
-            cwd=cwd,
-            start_new_session=start_new_session,
+        self.started_in(
+            lambda log: subprocess.Popen(
+                [str(part) for part in command],
+                stdout=log,
+                stderr=log,
+                env=env,
+                cwd=cwd,
+                start_new_session=start_new_session,
+            )
         )
+
+    def started_in(self, start: Callable[[Any], Any]) -> None:
+        """With the process that prints to this file."""
+        self._log = tempfile.NamedTemporaryFile(suffix=".log")  # noqa: SIM115 it closes in `end`
+        self.process = start(self._log)
 
     def output(self) -> str:
         return Path(self._log.name).read_text(encoding="utf-8", errors="replace")

@@ -17,6 +17,7 @@ import numpy as np
 
 from gesso.rewards.transport import protocol
 from gesso.types import Prompt, Sample
+from tests import forked
 from tests.waiting import Started
 
 ROOT = Path(__file__).parent.parent.parent
@@ -32,14 +33,17 @@ def free_port() -> int:
 
 
 class Served(Started):
-    """`gesso serve-reward …` until `end`."""
+    """`gesso serve-reward …` until `end`; forked, or started as users do it."""
 
-    def __init__(self, *arguments: str, port: int = 0, **environment: str) -> None:
-        super().__init__(
-            [sys.executable, "-m", "gesso.cli", "serve-reward", *arguments, "--port", str(port)],
-            cwd=ROOT,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-        )
+    def __init__(
+        self, *arguments: str, port: int = 0, forks: bool = True, **environment: str
+    ) -> None:
+        command = ["serve-reward", *arguments, "--port", str(port)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
+        if forks:
+            self.started_in(lambda log: forked.Gesso(command, environment, ROOT, Path(log.name)))
+        else:
+            super().__init__([sys.executable, "-m", "gesso.cli", *command], environment, ROOT)
         self.url = self.printed(r" at (http\S+)")[1]
         self.port = int(self.url.rpartition(":")[2])
 

@@ -257,7 +257,7 @@ def test_a_port_that_is_taken(
 
 @pytest.mark.parametrize("one", [signal.SIGINT, signal.SIGTERM])
 def test_it_stops_cleanly_with_its_workers(one: signal.Signals) -> None:
-    server = Served(f"{HERE}:echo", "--workers", "2", "--batch", "1")
+    server = Served(f"{HERE}:echo", "--workers", "2", "--batch", "1", forks=False)
     try:
         ask(server.url, [grey(i) for i in range(8)])
         processes = workers_of(server.process.pid)
