@@ -1265,6 +1265,13 @@ MUTANTS = [
         "tests/plan/test_plan.py -k real_steps",
     ),
     Mutant(
+        "plan-memory-of-one-worker",
+        "gesso/plan/planner.py",
+        "max(n for n in self.measured if n <= workers)",
+        "1",
+        "tests/plan/test_plan.py -k memory_on_this_machine",
+    ),
+    Mutant(
         "plan-micro-batches-of-the-mean",
         "gesso/plan/planner.py",
         "math.ceil((mean + more) / 2)",

@@ -51,7 +51,7 @@ class Size(NamedTuple):
 class Measured:
     rates: Rates
     longest: int  # mean tokens of a response with its share of the prompt; 0 for images
-    memory: float  # peak bytes of one worker with the recipe's batches
+    memory: Mapping[int, float]  # peak bytes of a worker, by number of workers
     longest_prompt: int | None = None  # tokens; None for image models
 
     def rates_of(self, recipe: Recipe, workers: int) -> Rates:
@@ -93,7 +93,7 @@ class Meter:
         self._of_pair: list[Step] = []
         self._scoring: list[float] = []
         self._steps = {1: itertools.count(), PAIR: itertools.count()}  # by workers
-        self._memory = 0.0
+        self._memory: dict[int, float] = {}  # by workers
         with _one_thread() if on_cpu else nullcontext():
             self.one = assemble(alone, progress)
             try:
@@ -113,14 +113,14 @@ class Meter:
 
     def _step(self, job: Assembled, size: Size) -> Timed:
         workers = PAIR if job is self.pair else 1
-        return _step(job, next(self._steps[workers]), size)
+        timed = _step(job, next(self._steps[workers]), size)
+        self._memory[workers] = max(self._memory.get(workers, 0.0), timed.memory)
+        return timed
 
     def measure(self) -> None:
         """One more round."""
         for size in sizes(self.one.recipe):
-            timed = self._step(self.one, size)
-            self._times[size].append(timed.step)
-            self._memory = max(self._memory, timed.memory)
+            self._times[size].append(self._step(self.one, size).step)
         if self.pair is not None:
             self._of_pair.append(self._step(self.pair, sizes(self.pair.recipe)[0]).step)
         started = time.perf_counter()

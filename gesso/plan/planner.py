@@ -80,7 +80,8 @@ class Planner:
     longest: int
     gpu: Gpu | None = None
     progress: Progress = SILENT
-    measured: float | None = None  # peak bytes of one worker's process with the recipe's batches
+    measured: Mapping[int, float] = field(default_factory=dict)
+    """Peak bytes of a worker's process with the recipe's batches, by number of workers."""
     _memory: dict[Hashable, float] = field(default_factory=dict)
 
     @property
@@ -177,11 +178,13 @@ class Planner:
 
     def memory(self, recipe: Recipe, workers: int) -> dict[Role, float]:
         """Peak bytes of each role of a worker. An estimate counts tensors; what else a process
-        needs is the difference to a measured one."""
+        needs is the difference to a measured one, of as many workers or the next fewer."""
         placed, more = _of_workers(recipe, workers), 0.0
         try:
-            if self.measured is not None:
-                more = self.measured - self._peak(_of_workers(self.recipe, 1), "worker")
+            if self.measured:
+                count = max(n for n in self.measured if n <= workers)
+                recipe_of = divided(self.recipe, count, self.longest) if count > 1 else self.recipe
+                more = self.measured[count] - self._peak(_of_workers(recipe_of, count), "worker")
             return {role: more + self._peak(placed, role) for role in roles(recipe)}
         except UserError:
             if self.gpu is not None:

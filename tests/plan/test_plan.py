@@ -188,7 +188,7 @@ def test_a_stored_branch_is_not_counted_again() -> None:
 def test_collectives_grow_with_workers(recipe: Recipe) -> None:
     """2(n − 1)/n of the data moves in and out of each."""
     rates = Rates(Line(1.0, 0.5), encode=0.1, update=Line(2.0), reduce=0.3, share=0.2, publish=0.4)
-    measured = Measured(rates, 0, 1e9)
+    measured = Measured(rates, 0, {1: 1e9})
     one, two, four = (measured.rates_of(recipe, count) for count in (1, 2, 4))
     assert (one.reduce, one.share, one.publish) == (0, 0, 0) and one.encode == 0.1
     assert two == rates
@@ -346,7 +346,7 @@ def test_rates_are_measured_by_real_steps_that_take_turns(
     assert all(job.closed for job in jobs)
     warm_up, one_round = 2, [*((1, size) for size in sizes(recipe)), (2, (8, 4))]
     assert turns[warm_up:] == one_round * measure.ROUNDS
-    assert found.memory == 7e8 and found.rates.between == pytest.approx(0.25 / 32)
+    assert found.memory == {1: 7e8, 2: 7e8} and found.rates.between == pytest.approx(0.25 / 32)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -394,17 +394,20 @@ def test_memory_is_estimated_once_per_batch_size(
 def test_memory_on_this_machine_is_that_of_a_process(
     recipe: Recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An estimate of tensors and what one worker was measured to need besides."""
+    """An estimate of tensors and what a worker was measured to need besides: one alone, or one of
+    two."""
 
     def tensors(recipe: Recipe, role: str) -> SimpleNamespace:
         return SimpleNamespace(peak=1e8 * recipe.learner.micro_batch)
 
     monkeypatch.setattr(planner, "estimate", tensors)
-    planning = Planner(recipe, lambda sized, count: RATES, 0, measured=2e9)
+    planning = Planner(recipe, lambda sized, count: RATES, 0, measured={1: 2e9, 2: 1.5e9})
     assert planning.memory(recipe, 1) == {"worker": 2e9}
     halves = recipe.learner.model_copy(update={"micro_batch": 2})
     smaller = recipe.model_copy(update={"learner": halves})
-    assert planning.memory(smaller, 2) == {"worker": 2e9 - 2e8}
+    assert planning.memory(smaller, 1) == {"worker": 2e9 - 2e8}
+    assert planning.memory(smaller, 2) == {"worker": 1.5e9 - 2e8}
+    assert planning.memory(recipe, 4) == {"worker": 1.5e9}
 
 
 def test_a_shared_network_is_slower_and_needs_less(recipe: Recipe) -> None:
