@@ -117,6 +117,7 @@ def test_a_digest_covers_every_bit_name_type_shape_and_copy() -> None:
         {"current": {"a": values.double()}},
         {"current": {"a": values.view(torch.int32)}},
         {"current": {"a": values.flip(0)}},
+        {"current": {"a": values.view(3, 2).flip(0).view(2, 3)}},  # the same words of 64 bits
         {"current": {"a": values}, "old": {"a": values}},
         {},
     ]
