@@ -82,7 +82,7 @@ class ExactSum:
 
     @torch.no_grad()
     def write(self) -> bool:
-        total = torch.empty(len(self._coarse), device=self._sums.device)
+        total = torch.empty_like(self._coarse, dtype=torch.float32)
         parts = (each.split(AT_ONCE) for each in (total, self._coarse, self._fine))
         for part, coarse, fine in zip(*parts, strict=True):
             part.copy_(coarse.double().div_(COARSE).add_(fine.double(), alpha=1 / FINE))

@@ -127,14 +127,11 @@ MAIN = [
 ]
 VIDEO = ["wan21-1.3b-pickscore", "wan22-5b-hpsv3", "wan22-a14b-pickscore"]
 MAIN += ["qwen25-vl-3b-geo3k", "qwen25-vl-7b-geo3k", "qwen25-vl-3b-math", "qwen25-math-7b-dapo"]
-ALGORITHMS = ["sd35-ocr-guard"]  # needs more than sd35-ocr; nft and fast need less
+ALGORITHMS = ["sd35-ocr-nft", "sd35-ocr-guard"]  # other work than sd35-ocr's; fast has less
 # An estimate takes seconds: of the page, one of every kind of work is computed anew. These are the
 # image models (compiled, checkpointed, in 4 bits), a VLM and an LM in 4 bits, all weights trained.
-CHECKED: list[tuple[str, int | None]] = [
-    ("sd35-ocr", 24),
-    ("flux-pickscore", 24),
-    ("qwen-image-ocr", 24),
-]
+CHECKED: list[tuple[str, int | None]] = [("sd35-ocr", 24), ("sd35-ocr", 48)]
+CHECKED += [("flux-pickscore", 24), ("qwen-image-ocr", 24)]
 CHECKED += [("flux2-klein-pickscore", 48), ("z-image-pickscore", 48)]
 CHECKED += [("qwen-edit-2511-pickscore", 24)]  # with an input image
 CHECKED += [("qwen25-vl-3b-geo3k", 24), ("qwen25-math-7b-dapo", 24), ("qwen25-vl-3b-math", None)]

@@ -124,6 +124,8 @@ def test_a_digest_covers_every_bit_name_type_shape_and_copy() -> None:
     digests = [digest(copies) for copies in (plain, *others)]
     assert len(set(digests)) == len(digests)
     assert digest({"current": {"a": values.clone()}}) == digests[0]
+    inside = torch.arange(-1.0, 6.0)[1:].view(2, 3)  # starts in the middle of a word
+    assert digest({"current": {"a": inside}}) == digests[0]
     for dtype in (torch.bfloat16, torch.float16, torch.uint8, torch.int64):
         assert digest({"current": {"a": values.to(dtype)}}) not in digests
 
