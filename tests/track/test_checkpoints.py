@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gesso.track import checkpoints
 from gesso.track.checkpoints import read_tensors, write_tensors
 from gesso.track.run_folder import RunFolder
 from gesso.types import StopRun, UserError
@@ -82,3 +83,14 @@ def test_a_checkpoint_without_digests_is_not_saved(run: RunFolder) -> None:
     with pytest.raises(StopRun, match=r"could not save the checkpoint of step 3 .*digests\.json"):
         run.save(3, lambda folder: None, {}, keep=1)
     assert run.steps == [1, 2]
+
+
+def test_large_tensors_are_hashed_as_small_ones_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In threads."""
+    state = {f"current/{name}": torch.randn(30) for name in "abc"} | {"ema/a": torch.ones(2)}
+    found = checkpoints.digests(state)
+    monkeypatch.setattr(checkpoints, "LARGE", 100)
+    assert checkpoints.digests(state) == found
+    state["current/b"][7] += 1
+    changed = checkpoints.digests(state)
+    assert changed["current"] != found["current"] and changed["ema"] == found["ema"]
