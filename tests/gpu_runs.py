@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,11 @@ def recipe(name: str, folder: Path, prompts: Path) -> Path:
 
 
 def started(
-    run: Path, recipe: Path, cache: Path, overrides: Sequence[str] = ()
+    run: Path,
+    recipe: Path,
+    cache: Path,
+    overrides: Sequence[str] = (),
+    variables: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
     """A new run or, if the folder exists, the rest of it."""
     new = [str(recipe), *overrides, "--run", str(run)]
@@ -60,6 +65,7 @@ def started(
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
         "TRITON_CACHE_DIR": str(cache / "triton"),
         "TORCHINDUCTOR_COMPILE_THREADS": "2",
+        **(variables or {}),
     }  # fmt: skip
     log = (run.parent / f"{run.name}.log").open("ab")
     return subprocess.Popen(
@@ -77,6 +83,30 @@ def at_once(jobs: Iterable[Callable[[], object]]) -> None:
 
 def trained(run: Path, recipe: Path, cache: Path, overrides: Sequence[str] = ()) -> None:
     finished(started(run, recipe, cache, overrides), run)
+
+
+def trained_on_two(run: Path, recipe: Path, cache: Path, overrides: Sequence[str] = ()) -> None:
+    """Two workers on one GPU. NCCL rejects two ranks of one host on the same GPU, so each rank
+    claims to be another host; messages go through sockets."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    common = {
+        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port), "NCCL_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": "0",
+    }  # fmt: skip
+    ranks = [
+        started(
+            run, recipe, cache, overrides,
+            common | {"RANK": f"{i}", "LOCAL_RANK": f"{i}", "NCCL_HOSTID": f"host {i}"},
+        )
+        for i in range(2)
+    ]  # fmt: skip
+    try:
+        for process in ranks:
+            finished(process, run)
+    finally:
+        for process in ranks:
+            process.kill()
 
 
 def finished(process: subprocess.Popen[bytes], run: Path) -> None:

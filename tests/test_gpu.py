@@ -345,23 +345,27 @@ NEWER: dict[str, dict] = {
     "z-image": {"name": "z-image"},
     "sana": {"name": "sana"},
     "kontext": {"name": "kontext"},
+    "kontext, match_input": {"name": "kontext", "match_input": True},
     "qwen-edit": {"name": "qwen-edit"},
+    "qwen-edit, match_input": {"name": "qwen-edit", "match_input": True},
     "wan": {"name": "wan", "height": 64, "width": 64, "frames": 9, "text_length": 512},
 }
 
 
-@pytest.mark.parametrize("name", NEWER)
-def test_newer_models_repeat(recipe_data: dict, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("case", NEWER)
+def test_newer_models_repeat(recipe_data: dict, tmp_path: Path, case: str) -> None:
     """Compiled, in half precision, with LoRA: two runs are equal to the bit, and replay has the
     log-probs of sampling."""
+    name = case.partition(",")[0]
     edits = name in editors.EDITORS
     scale = 4 if name == "wan" else 1  # head size 64: our kernels, but not for cross-attention
     path = str((editors if edits else pipelines).build(name, tmp_path / "pipeline", scale))
-    Image.new("RGB", (64, 64), "red").save(tmp_path / "source.png")
-    source = {"image": "source.png"} if edits else {}
-    prompts = [json.dumps({"prompt": f"a kite {i}"} | source) for i in range(4)]
+    for i in range(2):  # two aspect ratios
+        Image.new("RGB", (64, 64 + 64 * i), "red").save(tmp_path / f"{i}.png")
+    sources = [{"image": f"{i % 2}.png"} if edits else {} for i in range(4)]
+    prompts = [json.dumps({"prompt": f"a kite {i}"} | sources[i]) for i in range(4)]
     (tmp_path / "rows.jsonl").write_text("\n".join(prompts))
-    recipe_data["model"] |= HALF_PRECISION | {"path": path} | NEWER[name]
+    recipe_data["model"] |= HALF_PRECISION | {"path": path} | NEWER[case]
     recipe_data["data"] |= dict.fromkeys(("train", "eval"), str(tmp_path / "rows.jsonl"))
     recipe_data["algorithm"] |= {"guidance": 1.0}
     recipe_data["reward"] = [{"name": "jpeg-compressibility", "frames": "mean"}]

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, AutoencoderTiny
+from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderTiny
 from diffusers.models.resnet import ResnetBlock2D
 from torch import Tensor
 
@@ -111,7 +111,17 @@ def test_residual_blocks_above_the_latents_size_are_compiled() -> None:
     assert len(plainly) == 4 and len(residual) == 10
     for block in residual:
         assert (block._compiled_call_impl is None) == (block in plainly)
-    compile_decoder(AutoencoderTiny().decoder)  # of another kind
+    for other in (AutoencoderTiny(), _deep_compression()):  # without such blocks
+        compile_decoder(other.decoder)
+        compiled = [m for m in other.modules() if m._compiled_call_impl is not None]
+        assert not compiled
+
+
+def _deep_compression() -> AutoencoderDC:
+    halves = {"block_out_channels": (8, 8), "layers_per_block": (1, 1)}
+    halves |= {"block_types": ("ResBlock",) * 2, "qkv_multiscales": ((), ())}
+    both = {f"{half}_{k}": v for half in ("encoder", "decoder") for k, v in halves.items()}
+    return AutoencoderDC(latent_channels=4, attention_head_dim=4, **both)
 
 
 def test_compile_means_the_decoder_too(data: dict, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,7 +151,7 @@ def compile_decoder(decoder: nn.Module, backend: str | Callable[..., Any] = "ind
 
     options = kernel_options() if backend == "inductor" else None
     for larger in getattr(decoder, "up_blocks", ())[1:]:
-        for block in larger.resnets:
+        for block in larger.modules():
             if isinstance(block, ResnetBlock2D):
                 block.compile(fullgraph=True, dynamic=False, backend=backend, options=options)
 
