@@ -18,7 +18,7 @@ from tests import pipelines, tokens
 from tests.pinned.runs import UNREPEATABLE
 
 STEPS, DEVICE = 4, "cuda"
-AT_ONCE = 6  # bounds host memory: each process imports torch with CUDA
+AT_ONCE = 8  # bounds host memory: each process imports torch with CUDA
 KINDS = {"sd35": "sd3", "flux-dev": "flux", "qwen-image": "qwen-image", "qwen2": "causal"}
 NOT_REPEATED = (*UNREPEATABLE, "cached", "cluster/")  # a resumed run has no cached scores
 

@@ -355,7 +355,7 @@ NEWER: dict[str, dict] = {
 @pytest.mark.parametrize("case", NEWER)
 def test_newer_models_repeat(recipe_data: dict, tmp_path: Path, case: str) -> None:
     """Compiled, in half precision, with LoRA: two runs are equal to the bit, and replay has the
-    log-probs of sampling."""
+    log-probs of sampling, up to float32 rounding where batches of two aspect ratios are divided."""
     name = case.partition(",")[0]
     edits = name in editors.EDITORS
     scale = 4 if name == "wan" else 1  # head size 64: our kernels, but not for cross-attention
@@ -371,4 +371,6 @@ def test_newer_models_repeat(recipe_data: dict, tmp_path: Path, case: str) -> No
     frames = {"frames": "mean"} if "frames" in NEWER[case] else {}
     recipe_data["reward"] = [{"name": "jpeg-compressibility"} | frames]
     rows = train_twice(recipe_data, tmp_path)
-    assert [row["update/first_abs_dlogp_max"] for row in rows if "update/ratio" in row] == [0, 0]
+    gaps = [row["update/first_abs_dlogp_max"] for row in rows if "update/ratio" in row]
+    divided = edits and "match_input" not in NEWER[case]
+    assert len(gaps) == 2 and max(gaps) <= (1e-6 if divided else 0)
