@@ -21,7 +21,7 @@ from gesso.algorithms.base import Algorithm
 from gesso.config import AnyModel, Recipe
 from gesso.data import prompts
 from gesso.data.readers import why_not_local
-from gesso.memory.meta import MASTER, Role, peak
+from gesso.memory.meta import MASTER, Load, Role, peak
 from gesso.memory.sharded import NOT_SHARDED, Shards
 from gesso.track.progress import SILENT, Progress
 from gesso.types import UserError, Which
@@ -156,7 +156,8 @@ def estimate(recipe: Recipe, role: Role = "worker") -> Memory:
     if role != "sampler":
         sums = trained  # of the gradients of all micro-batches
         if not on_gpu:
-            sums += sum(p.numel() for p in parameters if p not in shards) * (EXACT_SUM - MASTER)
+            exact = EXACT_SUM if _several_passes(recipe, load) else 0
+            sums += sum(p.numel() for p in parameters if p not in shards) * (exact - MASTER)
         for parameter in parameters:
             if on_gpu or parameter in shards:
                 parameter.grad = torch.empty_like(parameter)
@@ -174,6 +175,13 @@ def estimate(recipe: Recipe, role: Role = "worker") -> Memory:
         host["sharded weights"] = kept // shards.ranks
     nonzero = {name: size for name, size in lasting.items() if size}
     return Memory(nonzero, passing, host, policy.size * MASTER)
+
+
+def _several_passes(recipe: Recipe, load: Load) -> bool:
+    """Whether a worker runs a further backward pass while it holds the sum of earlier ones."""
+    workers = recipe.cluster.workers
+    learners = workers if isinstance(workers, int) else 1
+    return load.micro_batches is None or load.micro_batches > learners
 
 
 def _copies(recipe: Recipe, algorithm: Algorithm, role: Role) -> list[Which]:

@@ -1244,6 +1244,28 @@ MUTANTS = [
         "tests/memory/test_sharded.py -k each_row",
     ),
     Mutant(
+        "plan-memory-without-number-of-workers",
+        "gesso/plan/planner.py",
+        "key += (cluster.workers,)",
+        "key += ()",
+        "tests/plan/test_plan.py -k single_micro_batch",
+    ),
+    Mutant(
+        "memory-sum-before-the-first-pass",
+        "gesso/estimate.py",
+        "EXACT_SUM if _several_passes(recipe, load) else 0",
+        "EXACT_SUM",
+        "tests/memory/test_peaks.py -k nft",
+    ),
+    Mutant(
+        "sum-allocated-early",
+        "gesso/learner/gradient_sum.py",
+        "        self._not_finite = torch.zeros((), dtype=torch.int64, device=device)\n",
+        "        self._not_finite = torch.zeros((), dtype=torch.int64, device=device)\n"
+        "        _ = self._sums\n",
+        "tests/memory/test_peaks.py -k nft",
+    ),
+    Mutant(
         "plan-slower-alone",
         "gesso/plan/cores.py",
         "task.slower if len(self._running) > 1 else 1.0",

@@ -8,6 +8,7 @@ with different last bits. `ExactSum` adds integers instead: each gradient is rou
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -40,24 +41,30 @@ class ExactSum:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = parameters
-        size, device = sum(p.numel() for p in parameters), parameters[0].device
-        self._sums = torch.zeros(2, size, dtype=torch.int64, device=device)
-        self._coarse, self._fine = self._sums
+        device = parameters[0].device
         self._count = torch.zeros(len(parameters), dtype=torch.int64, device=device)
         self._not_finite = torch.zeros((), dtype=torch.int64, device=device)
+
+    @cached_property
+    def _sums(self) -> Tensor:
+        """(2, values): coarse and fine. Not needed before the first backward pass has ended and
+        freed its activations."""
+        size = sum(p.numel() for p in self.parameters)
+        return torch.zeros(2, size, dtype=torch.int64, device=self._count.device)
 
     @torch.no_grad()
     def add(self) -> None:
         present = [p.grad is not None for p in self.parameters]
         self._count += torch.tensor(present, device=self._count.device)
+        all_coarse, all_fine = self._sums
         start = 0
         for values in self._taken():
             part = slice(start, start + len(values))
             start = part.stop
             self._not_finite += ~(values.abs().max() < LARGEST)
             coarse = (values * COARSE).round_()
-            self._coarse[part] += coarse.long()
-            self._fine[part] += values.sub_(coarse.div_(COARSE)).mul_(FINE).round_().long()
+            all_coarse[part] += coarse.long()
+            all_fine[part] += values.sub_(coarse.div_(COARSE)).mul_(FINE).round_().long()
 
     def _taken(self) -> Iterator[Tensor]:
         """All gradients in order, in flat parts of about AT_ONCE values; each is then released.
@@ -82,8 +89,8 @@ class ExactSum:
 
     @torch.no_grad()
     def write(self) -> bool:
-        total = torch.empty_like(self._coarse, dtype=torch.float32)
-        parts = (each.split(AT_ONCE) for each in (total, self._coarse, self._fine))
+        total = torch.empty_like(self._sums[0], dtype=torch.float32)
+        parts = (each.split(AT_ONCE) for each in (total, *self._sums))
         for part, coarse, fine in zip(*parts, strict=True):
             part.copy_(coarse.double().div_(COARSE).add_(fine.double(), alpha=1 / FINE))
         grads = total.split([p.numel() for p in self.parameters])

@@ -31,6 +31,7 @@ def load(model: PipelineModel, algorithm: Algorithm, recipe: Recipe) -> Load:
             model.policy.module.to(model.dtype)
     samples = recipe.data.groups * algorithm.group
     works = _works(model, algorithm, recipe)
+    terms = samples // algorithm.updates * algorithm.terms_a_sample
     return Load(
         networks,
         stored=_stored(model, _spec(algorithm, recipe), samples),
@@ -38,6 +39,7 @@ def load(model: PipelineModel, algorithm: Algorithm, recipe: Recipe) -> Load:
         update=_update(model, algorithm, recipe),
         works=works,
         host={},
+        micro_batches=-(-terms // recipe.learner.micro_batch),
         without_network=frozenset({"decoding", "encoding", "decoding in evaluations"}),
         of_samplers=frozenset(works),
     )

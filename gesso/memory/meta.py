@@ -33,6 +33,7 @@ class Load:
     update: Callable[[], object]  # of one micro-batch, from the loss to the gradients
     works: dict[str, Callable[[], object]]  # the other work of a run, once each, at full size
     host: dict[str, int]  # bytes in host memory
+    micro_batches: int | None = None  # of a mini-batch; None: it depends on the responses
     without_network: frozenset[str] = frozenset()  # works that do not run the trained network
     of_learners: frozenset[str] = frozenset()  # works of workers that only train
     of_samplers: frozenset[str] = frozenset()  # works of workers that only sample

@@ -199,7 +199,8 @@ class Planner:
         if role != "sampler":
             shards = cluster.sharding and (cluster.shard_within or cluster.workers)
             key += learner.micro_batch, learner.micro_tokens, shards
-        elif not estimated_on_gpu(placed.model, one_pass=False):
+        if not estimated_on_gpu(placed.model, one_pass=False):
+            key += (cluster.workers,)  # sums of gradients take memory
             key += cluster.samplers, placed.lag  # traces wait in the same memory
         if key not in self._memory:
             self.progress.phase("estimating memory")

@@ -18,6 +18,7 @@ import pytest
 
 from gesso import build, cli, clock
 from gesso.config import Recipe
+from gesso.estimate import built_on_meta
 from gesso.models.tokens.packing import pack_responses
 from gesso.plan import command, gpus, measure, planner, tabulated, work
 from gesso.plan.cores import SharedCores
@@ -408,6 +409,15 @@ def test_memory_on_this_machine_is_that_of_a_process(
     assert planning.memory(smaller, 1) == {"worker": 2e9 - 2e8}
     assert planning.memory(smaller, 2) == {"worker": 1.5e9 - 2e8}
     assert planning.memory(recipe, 4) == {"worker": 1.5e9}
+
+
+def test_a_single_micro_batch_needs_no_sum_of_gradients(recipe: Recipe) -> None:
+    """On a CPU, where a sum takes 16 bytes per trained value, after the peak of the first pass."""
+    passes = -(-32 * terms(recipe) // recipe.learner.micro_batch)
+    planning = Planner(recipe, lambda sized, count: RATES, 0, measured={1: 1e9})
+    several, single = (planning.memory(recipe, n)["worker"] for n in (passes - 1, passes))
+    network = built_on_meta(recipe)[2].policy
+    assert several == 1e9 and several - single == pytest.approx(16 * network.size)
 
 
 def test_a_shared_network_is_slower_and_needs_less(recipe: Recipe) -> None:
