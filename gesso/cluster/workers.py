@@ -21,9 +21,10 @@ from gesso.algorithms.base import Algorithm
 from gesso.cluster import copies, speeds
 from gesso.cluster.channel import pack_prompts, pack_spec, read_samples
 from gesso.cluster.collecting import Request
-from gesso.cluster.driver import Driver
+from gesso.cluster.driver import Driver, DriverBatch
 from gesso.cluster.placement import Placement, place_again
 from gesso.cluster.processes import Message, Processes
+from gesso.cluster.protocol import Batch
 from gesso.cluster.remote_trace import RemoteTrace
 from gesso.config import Recipe
 from gesso.data.prompts import LoadedData, Stream, WeightedPrompts
@@ -238,12 +239,22 @@ class Workers(Samplers, Driver):
         each = {f"cluster/idle/{rank}": share for rank, share in enumerate(idle)}
         return {"cluster/idle": sum(idle) / len(idle), **each}
 
+    def finish(self, batch: DriverBatch) -> Batch:
+        """Workers exchange the samples while the last ones are scored."""
+        assert batch.pending is not None
+        self._exchange([piece.trace for piece in batch.pending.samples.pieces])
+        return super().finish(batch)
+
+    def _exchange(self, traces: Sequence[Any]) -> None:
+        pieces = dict.fromkeys(name for trace in traces for name in trace.pieces)
+        missing = [name for name in pieces if name not in self._shared]
+        if missing:
+            self.share(missing)
+
     def _packed(self, rollout: Rollout) -> tuple[dict[str, Any], bytes]:
         """A rollout for the workers, after they have exchanged its samples."""
         trace: Any = rollout.trace
-        missing = [name for name in trace.pieces if name not in self._shared]
-        if missing:
-            self.share(missing)
+        self._exchange([trace])
         number = {name: i for i, name in enumerate(trace.pieces)}
         content = {
             "pieces": list(trace.pieces),

@@ -37,8 +37,10 @@ def parts(
     of a sample depend on the others in its batch, so every cluster cuts in the same way. The
     responses to one prompt stay together if they fit, as they share its prefill. Images of
     different prompts are apart if their windows or the sizes of their input images differ."""
-    sizes = [tuple(image.size for image in prompt.images) for prompt in prompts]
-    mixed = isinstance(spec, SampleSpec) and len(set(sizes)) > 1
+    sizes: list[tuple[tuple[int, int], ...]] = []
+    if isinstance(spec, SampleSpec):
+        sizes = [tuple(image.size for image in prompt.images) for prompt in prompts]
+    mixed = len(set(sizes)) > 1
     found: list[range] = []
     start = 0
     while start < len(row):
