@@ -46,7 +46,7 @@ test-fast: $(VENV)/.dev
 
 # Each model takes up to 10 minutes and 60 GB of disk in the folder for temporary files.
 test-gpu: $(VENV)/.dev
-	@$(if $(MODELS),,$(BIN)/python -m pytest -m gpu)
+	@$(if $(MODELS),,$(BIN)/python -m pytest -m gpu -p tests.as_they_end)
 	@$(BIN)/python -m tests.real_size $(MODELS)
 
 mutants: $(VENV)/.dev
