@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -89,7 +90,12 @@ def _shares(placement: Placement) -> tuple[float, float]:
     samplers = placement.samplers or placement.workers
     learners = placement.workers - placement.samplers
     sampled, trained = (math.ceil(placement.parts / n) for n in (samplers, learners))
-    return sampled / placement.parts, trained / placement.parts
+    slower = 1.0 if placement.gpus or placement.on_ray else max(1.0, _threads_per_core(placement))
+    return slower * sampled / placement.parts, slower * trained / placement.parts
+
+
+def _threads_per_core(placement: Placement) -> float:
+    return placement.workers * placement.threads / (os.cpu_count() or 1)
 
 
 def _check_in_workers(recipe: Recipe, placement: Placement, progress: Progress) -> Findings:

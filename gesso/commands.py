@@ -151,7 +151,10 @@ def plan(options: argparse.Namespace) -> None:
     from gesso import build
     from gesso.plan import command, text
 
-    recipe = build.recipe(options.recipe, options.overrides, options.card)
+    if given := [o for o in options.overrides if o.startswith("cluster.workers=")]:
+        raise UserError(f"gesso plan chooses cluster.workers for --gpus; remove {given[0]}")
+    workers = f"cluster.workers={max(1, options.gpus)}"
+    recipe = build.recipe(options.recipe, [workers, *options.overrides], options.card)
     with _display(options) as shown:
         gpu = None if options.measure else options.gpu
         wanted = command.Wanted(

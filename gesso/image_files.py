@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -67,6 +68,7 @@ def _opened(source: str | bytes) -> Image:
     """Reads only the header."""
     from PIL import Image, UnidentifiedImageError
 
+    warnings.filterwarnings("ignore", category=Image.DecompressionBombWarning)  # see MAX_PIXELS
     with _faults("cannot be read"):
         try:
             file = io.BytesIO(source) if isinstance(source, bytes) else source

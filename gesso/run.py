@@ -183,7 +183,9 @@ def train(
     RunFolder.must_be_new(path)
     with _shown(recipe, quiet, shown) as display:
         job = assemble(recipe, display)  # before the folder is created: an error leaves none
-        return _run(job, RunFolder.create(path, recipe.model_dump(), called), display)
+        run = RunFolder.create(path, recipe.model_dump(), called)
+        with run.locked():
+            return _run(job, run, display)
 
 
 def resume(
@@ -204,7 +206,7 @@ def resume(
                 f"{run.latest()}, got steps={steps}"
             )
         recipe = recipe.model_copy(update={"steps": steps})
-    with _shown(recipe, quiet, shown) as display:
+    with run.locked(), _shown(recipe, quiet, shown) as display:
         build.announce_code(recipe, run.path, "model", "algorithm", "reward", "tracker")
         return _run(
             assemble(recipe, display), run, display, changed=steps is not None or bool(overrides)
@@ -314,9 +316,10 @@ def _with_restarts(
 def _continued(run: RunFolder) -> str:
     step = run.latest() or 0
     repeated = [row["time/step"] for row in run.rows() if row["step"] > step]
+    steps = "1 step" if len(repeated) == 1 else f"{len(repeated)} steps"
     return (
-        f"starting new workers, which continue after step {step} and repeat {len(repeated)} steps "
-        f"of {sum(repeated):.1f} s"
+        f"starting new workers, which continue after step {step} and repeat {steps} of "
+        f"{sum(repeated):.1f} s"
     )
 
 
@@ -338,11 +341,12 @@ def _next_folder(name: str) -> Path:
 
 @contextmanager
 def _interruptible(progress: Progress) -> Iterator[Any]:
-    """The first Ctrl-C stops the run after the current step, the second one immediately."""
+    """The first Ctrl-C stops the run after the current step; a second one, or SIGTERM,
+    immediately."""
     stop = threading.Event()
 
     def handle(number: int, frame: Any) -> None:
-        if stop.is_set():
+        if stop.is_set() or number == signal.SIGTERM:
             raise KeyboardInterrupt
         stop.set()
         progress.note("stopping after this step; press Ctrl-C again to stop immediately")
@@ -350,8 +354,9 @@ def _interruptible(progress: Progress) -> Iterator[Any]:
     if threading.current_thread() is not threading.main_thread():
         yield stop.is_set
         return
-    before = signal.signal(signal.SIGINT, handle)
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield stop.is_set
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, former in before.items():
+            signal.signal(number, former)

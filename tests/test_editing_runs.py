@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 import gesso
-from gesso import build, run
+from gesso import build, cli, run
 from gesso.algorithms.reward_gradient import RewardGradient
 from gesso.config import DataSource, Model
 from gesso.data import readers
@@ -106,8 +106,16 @@ def test_a_run_in_the_ratios_of_its_images(data: dict[str, Any], tmp_path: Path)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
     trained = gesso.load(done.path)
     source = Path(data["data"]["train"]).with_name("tall.png")
+    with pytest.raises(UserError, match=r"images: expected a list, as in \['.*tall\.png'\]"):
+        trained.sample("make it red", images=str(source))
     (image,) = trained.sample("make it red", images=[source])
     assert (image.height, image.width) == OUTPUTS["tall"]
+    out = tmp_path / "out"
+    for name in ("tall", "wide"):  # the same text: the first sample is not overwritten
+        image = str(source.with_name(f"{name}.png"))
+        sample = ["sample", str(done.path), "make it red", "--image", image, "--out", str(out)]
+        assert cli.main([*sample, "--quiet"]) == 0
+    assert len(list(out.iterdir())) == 2
 
 
 def notes(data: dict[str, Any]) -> list[str]:

@@ -219,10 +219,10 @@ def test_ctrl_c_stops_cleanly_and_resume_goes_on(recipe_data: dict, tmp_path: Pa
     assert stopped is not None and stopped == RunFolder.open(folder).rows()[-1]["step"] < 200
 
 
-def test_a_second_ctrl_c_says_how_to_continue(
+def test_an_interrupted_run_says_how_to_continue(
     recipe_data: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    """In the second step, after a checkpoint; and in the first."""
+    """By SIGTERM in the second step, after a checkpoint; by a second Ctrl-C in the first."""
     recipe_data["save"]["every"] = 1
     (tmp_path / "recipe.toml").write_text(tomli_w.dumps(recipe_data))
     honest = Local.train
@@ -230,6 +230,8 @@ def test_a_second_ctrl_c_says_how_to_continue(
     for last, saved in ((1, "the last checkpoint is step 1"), (0, "there is no checkpoint")):
 
         def train(self: Local, rollout: Rollout, step: int, *rest: Any, last: int = last) -> Any:
+            if step == last == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
             if step == last:
                 raise KeyboardInterrupt
             return honest(self, rollout, step, *rest)
@@ -239,6 +241,16 @@ def test_a_second_ctrl_c_says_how_to_continue(
         assert cli.main(["train", str(tmp_path / "recipe.toml"), "--run", str(folder)]) == 130
         expected = f"interrupted; {saved}; to continue: gesso train --resume {folder}"
         assert expected in capsys.readouterr().err.splitlines()
+
+
+def test_a_run_is_trained_by_one_process(recipe_data: dict, tmp_path: Path) -> None:
+    folder = go(recipe_data, tmp_path / "run")
+    before = (folder.path / "metrics.jsonl").read_bytes()
+    with folder.locked(), pytest.raises(UserError, match="is being trained by another process"):
+        run.resume(folder.path, steps=3, quiet=True)
+    assert (folder.path / "metrics.jsonl").read_bytes() == before
+    run.resume(folder.path, steps=3, quiet=True)
+    assert folder.latest() == 3
 
 
 def test_checkpoints_are_written_while_the_next_step_trains(

@@ -47,11 +47,18 @@ def _one_shade(mask: PromptImage) -> str | None:
     return ALL_WHITE if darkest == 255 else ALL_BLACK if lightest == 0 else None
 
 
+@functools.lru_cache(maxsize=64)  # the samples of a group have the same ones
+def _fitted(image: PromptImage, height: int, width: int) -> np.ndarray:
+    found = image.fitted(height, width)
+    found.flags.writeable = False
+    return found
+
+
 def source(sample: Sample) -> np.ndarray:
     """(height, width, 3) uint8: the first image of the prompt."""
     if not sample.prompt.images:
         raise UserError(no_source(sample.prompt) or "")
-    return sample.prompt.images[0].fitted(*sample.pixels.shape[:2])
+    return _fitted(sample.prompt.images[0], *sample.pixels.shape[:2])
 
 
 def outside(sample: Sample) -> np.ndarray | None:
@@ -60,7 +67,7 @@ def outside(sample: Sample) -> np.ndarray | None:
     mask = sample.prompt.image_columns.get("mask")
     if mask is None:
         return None
-    grey = mask.fitted(*sample.pixels.shape[:2]).mean(-1) / 255
+    grey = _fitted(mask, *sample.pixels.shape[:2]).mean(-1) / 255
     if grey.min() == 1:
         raise UserError(ALL_WHITE)
     return 1 - grey

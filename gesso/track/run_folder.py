@@ -18,11 +18,13 @@ report.html
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +100,23 @@ class RunFolder:
         if not os.path.isfile(path / "config.toml"):  # never raises, as Path.is_file may
             raise UserError(f"{path} is not a run folder: it has no config.toml")
         return RunFolder(path)
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Raises if another process trains this run. A file system without locks has none."""
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            with suppress(OSError):
+                try:
+                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    raise UserError(
+                        f"{self.path} is being trained by another process; wait until it has "
+                        "ended, or stop it"
+                    ) from None
+            yield
+        finally:
+            os.close(folder)
 
     def write_config(self, config: Mapping[str, Any], recipe: str | None = None) -> None:
         """recipe None: the recipe name of the existing config.toml is kept."""

@@ -40,6 +40,9 @@ DATA = set(Data.model_fields) - set(ChatSettings.model_fields)
 only a run has are ignored for a folder."""
 
 
+SHARDING = ("sharding", "shard_within", "offload")
+
+
 @dataclass(frozen=True)
 class FolderRecipe:
     recipe: AnyRecipe
@@ -75,6 +78,8 @@ def _exported(folder: Path, overrides: Sequence[str]) -> FolderRecipe:
     else:
         model |= {"path": str(folder), "lora": dict(UNTRAINED)}
         model.pop("quantize", None)
+        cluster = {k: v for k, v in data.get("cluster", {}).items() if k not in SHARDING}
+        data = data | {"cluster": cluster}  # sharding = "all" is for full fine-tuning
     return FolderRecipe(parse(Recipe, data | {"model": model}, where), untrained)
 
 

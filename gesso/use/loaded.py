@@ -112,6 +112,8 @@ class SampledModel(ABC):
 
     def ask(self, text: str, images: Sequence[str | Path | bytes] = ()) -> Prompt:
         """A prompt from a text, formatted like the rows of the recipe's data."""
+        if isinstance(images, str | Path | bytes):
+            raise UserError(f"images: expected a list, as in [{str(images)[:80]!r}]")
         return prompts.typed_prompt(text, images, self.recipe.data)
 
     def fitting(

@@ -44,6 +44,11 @@ class SampleRequest:
             raise UserError(f"sample expects --n from 1 to {MAX_SAMPLES:,}, got {self.n}")
         if not self.prompts and self.file is None:
             raise UserError("sample expects a prompt, or --prompts FILE")
+        if self.images and not self.prompts:
+            raise UserError(
+                "--image is for a prompt of the command line; rows of --prompts have their images "
+                'as "image" or "images"'
+            )
 
 
 @dataclass(frozen=True)
@@ -178,13 +183,19 @@ def _save(results: Sequence[ModelSamples], folder: Path) -> dict[tuple[str, int,
         for i, j, sample, _ in result:
             number = f"{i + 1:03d}-" if several else ""
             seed = f"seed{result.seed}-{j}"
-            file = folder / f"{number}{slug(sample.prompt.text)}_{seed}_{result.source.label}.png"
+            name = slug(sample.prompt.text) + _of_images(sample.prompt)
+            file = folder / f"{number}{name}_{seed}_{result.source.label}.png"
             info = PngInfo()
             metadata = {"prompt": sample.prompt.text, "seed": seed, "model": result.source.name}
             for key, value in metadata.items():
                 info.add_itxt(key, value)
             files[result.source.name, i, j] = media.save(sample, file, pnginfo=info)
     return files
+
+
+def _of_images(prompt: Prompt) -> str:
+    """Distinguishes samples of the same text with other input images."""
+    return "".join(f"_{image.digest()[:6]}" for image in prompt.images)
 
 
 def slug(text: str, most: int = 48) -> str:

@@ -31,6 +31,7 @@ from gesso.track.checkpoints import Checkpoints
 from gesso.track.progress import SILENT, Progress
 from gesso.track.run_folder import RunFolder
 from gesso.types import Prompt, Sample, Scales, StopRun, UserError
+from gesso.use.export import Form, export
 from gesso.use.loaded import LoadedModel, SamplingOptions
 from gesso.use.opening import open_to_sample
 from gesso.use.source import find
@@ -49,6 +50,7 @@ from tests.cluster.runs import (
 )
 from tests.conftest import small_recipe
 from tests.test_loop import final_state
+from tests.typed import sure
 from tests.waiting import until
 
 LOOPBACK = "0100007F"  # 127.0.0.1 in /proc/net/tcp
@@ -370,6 +372,12 @@ def test_a_run_is_sampled_from_in_its_workers(
     for drawn_by in found.values():
         assert drawn_by[0] == drawn_by[1] == drawn_by[2]
     assert found["reference"][0] != found["current"][0]
+    exported = tmp_path / "exported"  # a folder of weights that are not divided
+    whole = find(trained, overrides=["cluster.workers=none", "cluster.sharding=none"])
+    export(sure(LoadedModel, open_to_sample(whole)), exported, Form())
+    opened = open_to_sample(find(exported))
+    assert opened.unfit(prompts) == [None, None]
+    opened.close()
 
 
 def _content(sample: Sample) -> Any:
@@ -487,7 +495,7 @@ def test_a_run_that_loses_workers_ends_as_if_it_had_not(
     assert not left and len(pools) == len(LOST_WHILE) + 1
     assert_equal(alone, disturbed)
     log = (disturbed.path / "log.txt").read_text()
-    lost = re.findall(r"which continue after step (\d) and repeat (\d) steps", log)
+    lost = re.findall(r"which continue after step (\d) and repeat (\d) steps?", log)
     assert lost == [("0", "0"), ("0", "0"), ("0", "0"), ("0", "1"), ("1", "0")]
     assert "(restarts left: 0)" in log
     assert log.count("new workers started in") == 4, "one was killed while they started"

@@ -118,7 +118,7 @@ def test_residual_blocks_above_the_latents_size_are_compiled() -> None:
 
 
 def _deep_compression() -> AutoencoderDC:
-    halves = {"block_out_channels": (8, 8), "layers_per_block": (1, 1)}
+    halves: dict[str, Any] = {"block_out_channels": (8, 8), "layers_per_block": (1, 1)}
     halves |= {"block_types": ("ResBlock",) * 2, "qkv_multiscales": ((), ())}
     both = {f"{half}_{k}": v for half in ("encoder", "decoder") for k, v in halves.items()}
     return AutoencoderDC(latent_channels=4, attention_head_dim=4, **both)

@@ -451,10 +451,11 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         (["--gpu", "mine.toml"], "no such file"),
         (["--gpus", "0"], "--gpus expects 1 to 1024, got 0"),
         (
-            ["cluster.workers=1", "cluster.samplers=2", "--gpus", "2"],
+            ["cluster.samplers=2", "--gpus", "2"],
             "--gpus 2 leaves no GPU for training, since cluster.samplers = 2; use at least 3",
         ),
-        (["cluster.workers=1", "cluster.samplers=1", "--measure"], "remove one of them"),
+        (["cluster.samplers=1", "--measure"], "remove one of them"),
+        (["cluster.workers=3"], "chooses cluster.workers for --gpus; remove cluster.workers=3"),
         (["--score-s", "-1"], "--score-s expects a number of at least 0, got -1"),
         (["--price", "nan"], "--price expects a number of at least 0, got nan"),
     ],

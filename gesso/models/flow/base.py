@@ -188,7 +188,7 @@ def _wrong_count(model: FlowModel, prompt: Prompt) -> str | None:
     plural = "" if most == 1 else "s"
     return (
         f"expected {numbers} input image{plural}, got {count}; rows have input images as "
-        '"image" or "images"'
+        '"image" or "images", and `gesso sample` takes --image FILE'
     )
 
 
