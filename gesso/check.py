@@ -45,6 +45,7 @@ def check(recipe: Recipe, progress: Progress = SILENT) -> Findings:
     alone = recipe.model_copy(update={"cluster": Cluster()})  # each worker does the same
     threads = torch.get_num_threads()
     job = assemble(alone, progress)
+    job.rewards.service.fail_early()
     try:
         if placement is not None:
             torch.set_num_threads(placement.threads)
@@ -103,6 +104,7 @@ def _check_in_workers(recipe: Recipe, placement: Placement, progress: Progress) 
     includes compilation."""
     findings = Findings([("workers", str(placement))])
     job = assemble(recipe, progress)
+    job.rewards.service.fail_early()
     try:
         findings.warnings += [note for note in job.notes if note != str(placement)]
         findings.fact("data", _data(job))

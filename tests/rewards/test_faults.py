@@ -16,12 +16,13 @@ import pytest
 import torch
 
 from gesso import build, run
+from gesso.check import check
 from gesso.config import RemoteEntry
 from gesso.rewards.transport import pool
 from gesso.rewards.transport.pool import NoResponse, ServerPool
 from gesso.rewards.transport.remote import RemoteScorer
 from gesso.track.run_folder import RunFolder
-from gesso.types import Sample, Score
+from gesso.types import Sample, Score, UserError
 from tests.conftest import small_recipe
 from tests.rewards.servers import Misbehaving, Rendezvous, Served, free_port, grey
 from tests.test_loop import comparable, final_state
@@ -95,6 +96,14 @@ def test_an_invalid_value_fails_only_its_sample(fault: str, protocol: str) -> No
     not_applicable = (fault, protocol) == ("null", "gesso")  # null: the reward does not apply
     assert (scores[0].error is None) == not_applicable
     assert [s.value for s in scores[1:]] == VALUES[1:]
+
+
+def test_a_check_repeats_a_request_once(recipe_data: dict) -> None:
+    """And not six times, as a run that waits for its server to return."""
+    with Misbehaving(["500 Oh"] * 99) as server:
+        recipe_data["reward"] = [{"name": "served", "remote": {"urls": [server.url], "batch": 99}}]
+        with pytest.raises(UserError, match=r"500.*; tried 2 times"):
+            check(build.recipe_from(recipe_data))
 
 
 @pytest.mark.parametrize("fault", ["hang", "drip", "500 Oh", "close"])

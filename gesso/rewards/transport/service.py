@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 
 from gesso.rewards import compose
 from gesso.rewards.base import Scorer
+from gesso.rewards.transport.pool import ServerPool
+from gesso.rewards.wrapper import ScorerWrapper
 from gesso.timeline import recorder
 from gesso.types import Sample, Score
 
@@ -61,6 +63,15 @@ class RewardService:
         previous = self._reported_hits
         self._reported_hits = sum(scorer.hits for scorer in self._scorers)
         return self._reported_hits - previous
+
+    def fail_early(self) -> None:
+        """Requests to servers are repeated once, and not as often as in a run."""
+        for scorer in self._scorers:
+            while isinstance(scorer, ScorerWrapper):
+                scorer = scorer.inner
+            pool = getattr(scorer, "pool", None)
+            if isinstance(pool, ServerPool):
+                pool.retries = min(pool.retries, 1)
 
     @property
     def _scorers(self) -> list[Scorer]:
