@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from gesso import config
+from gesso.types import UserError
 
 
 @dataclass(frozen=True)
@@ -31,4 +32,7 @@ class Layout:
 
     @classmethod
     def of(cls, cluster: config.Cluster, ranks: int) -> Layout:
-        return cls(ranks, cluster.shard_within or ranks, cluster.offload)
+        within = cluster.shard_within or ranks
+        if ranks % within:
+            raise UserError(f"cluster.shard_within = {within} must divide the {ranks} workers")
+        return cls(ranks, within, cluster.offload)

@@ -15,7 +15,7 @@ import torch
 
 from gesso import build, run
 from gesso.check import size_of
-from gesso.config import PACKAGE, Recipe, tables
+from gesso.config import PACKAGE, Cluster, Recipe, tables
 from gesso.estimate import estimate, usable
 from gesso.plan import gpus
 from gesso.plan.gpus import Gpu
@@ -25,7 +25,8 @@ from gesso.ranks import Group
 from gesso.rollout import FlowTrace, Rollout
 from gesso.samplers.base import Piece
 from gesso.track.progress import SILENT
-from gesso.types import Prompt, Score
+from gesso.types import Prompt, Score, UserError
+from gesso.weights.layout import Layout
 from tests import real_size
 from tests.memory.test_peaks import SMALL, measured_peak, memory_events, shallow  # noqa: F401 a pipeline
 from tests.shapes import write_configs
@@ -143,6 +144,11 @@ def test_a_plan_meets_the_peak_on_an_h200(tmp_path: Path) -> None:
     large = build.recipe(case.recipe, overrides, str(case.card))
     found = planner(large, gpus.find("h200")).memory(large, 1)["worker"]
     assert found == pytest.approx(measured, rel=0.1)
+
+
+def test_groups_that_do_not_divide_the_workers() -> None:
+    with pytest.raises(UserError, match="shard_within = 3 must divide the 8 workers"):
+        Layout.of(Cluster(workers=8, sharding="all", shard_within=3), 8)
 
 
 def rows() -> list[tuple[str, str, str]]:
