@@ -39,6 +39,11 @@ def report(
     command = shlex.join(["gesso", "train", *recipe, *kept, *best.settings])
     lines = [command, "", *_table([best, *plan.alternatives], price, "settings", _settings), ""]
     lines += [*_table(plan.scaling, price, "GPUs", lambda o: str(o.workers)), ""]
+    if len(plan.scaling) > 1:
+        lines += [
+            f"other numbers of GPUs, up to one per sample ({samples(best)}), with the same kind of "
+            "placement; for the best one of another number, plan with --gpus"
+        ]
     lines += [*plan.notes, _lag(plan), bound(best)]
     if explain:
         lines += ["", *_explained(best)]
@@ -87,10 +92,14 @@ def _table(options: Sequence[Option], price: float, heading: str, label: Any) ->
         memory = " + ".join(f"{size / 1e9:.3g}" for size in option.memory.values())
         cost = f"${option.hours * option.workers * price:,.0f}" if price else ""
         lines.append(
-            f"{name:<{width}}  {p.step:>8.2f}  {samples(option) / p.step:>9.2f}  {memory:>9}  "
+            f"{name:<{width}}  {_short(p.step):>8}  {samples(option) / p.step:>9.2f}  {memory:>9}  "
             f"{p.idle:>4.0%}  {option.hours:>7.1f}  {cost:>9}"
         )
     return lines
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.2f}" if seconds >= 1 else f"{seconds:.3g}"
 
 
 def samples(option: Option) -> int:

@@ -47,7 +47,7 @@ def _one_shade(mask: PromptImage) -> str | None:
     return ALL_WHITE if darkest == 255 else ALL_BLACK if lightest == 0 else None
 
 
-@functools.lru_cache(maxsize=64)  # the samples of a group have the same ones
+@functools.lru_cache(maxsize=16)  # the samples of a group have the same ones
 def _fitted(image: PromptImage, height: int, width: int) -> np.ndarray:
     found = image.fitted(height, width)
     found.flags.writeable = False
