@@ -232,7 +232,7 @@ def test_an_interrupted_run_says_how_to_continue(
         def train(self: Local, rollout: Rollout, step: int, *rest: Any, last: int = last) -> Any:
             if step == last == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
-            if step == last:
+            elif step == last:
                 raise KeyboardInterrupt
             return honest(self, rollout, step, *rest)
 

@@ -19,7 +19,7 @@ import pytest
 import tomli_w
 
 from gesso import build, run
-from gesso.check import check
+from gesso.check import _shares, check
 from gesso.cluster import workers
 from gesso.cluster.placement import Placement, place
 from gesso.cluster.processes import Child, Processes, WorkerFailed
@@ -462,6 +462,12 @@ def test_a_worker_that_is_killed_stops_the_run_and_the_other_workers(
     overrides = ["cluster.workers=none"]
     resumed = run.resume(tmp_path / "run", quiet=True, overrides=overrides)
     assert_equal(go(data, tmp_path / "alone"), resumed)
+
+
+def test_more_workers_than_cores_are_not_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    sampled = [_shares(Placement(n, (), 1, 8))[0] for n in (1, 2, 8)]
+    assert sampled == [1.0, 0.5, 0.5]
 
 
 LOST_WHILE = ["sample", "update 0", "publish", "save", "update 1"]
